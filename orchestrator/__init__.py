@@ -1,1 +1,4 @@
-"""The head: the user's terminal, the cluster and every decision about slots. Never imports torch."""
+"""The head: the user's terminal, the cluster and every decision about slots.
+
+Never imports torch.
+"""

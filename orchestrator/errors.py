@@ -1,6 +1,7 @@
 """Errors of the head, each with the exit code the program ends with.
 
-What happens to a worker is no error but a value in its report. Each can be pickled, and says what the user can do.
+What happens to a worker is no error but a value in its report. Each can be pickled, and says what
+the user can do.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ AnyProblem = TypeVar("AnyProblem")
 
 def one_line(text: str) -> str:
     """Return `text` with line breaks and terminal control characters written as escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +51,8 @@ class OrchestratorError(Exception):
     """Base of all errors that end a command of the head with a sentence instead of a traceback."""
 
     exit_code: ClassVar[int] = 1
-    """What the process returns to the shell. 2: what was typed or written must change. 3: a retry may succeed, once the
-    cluster or the missing node is there."""
+    """What the process returns to the shell. 2: what was typed or written must change. 3: a retry
+    may succeed, once the cluster or the missing node is there."""
 
 
 class UsageError(OrchestratorError):
@@ -59,7 +62,10 @@ class UsageError(OrchestratorError):
 
 
 class ArchiveError(OrchestratorError):
-    """What a run left behind cannot be read; the sentence names the file and says what can be done."""
+    """What a run left behind cannot be read.
+
+    The sentence names the file and says what can be done.
+    """
 
     exit_code = 2
 
@@ -73,13 +79,16 @@ class NothingStoredError(ArchiveError):
     def __str__(self) -> str:
         folder, name = self.args
         return one_line(
-            f"{folder} holds no record of a run ({name}): its head ended before the work began; what it said "
+            f"{folder} holds no record of a run ({name}): its head ended before the work began; "
+            "what it said "
             f"is in summary.json, events.jsonl and ray.log there, as far as they exist"
         )
 
 
 class _ProblemsError(OrchestratorError, Generic[AnyProblem]):
-    """An error that carries every problem found, not just the first, and shows each on a line of its own."""
+    """An error that carries every problem found, not just the first, and shows each on a line of
+    its own.
+    """
 
     problems: tuple[AnyProblem, ...]
 
@@ -104,6 +113,9 @@ class NoClusterError(OrchestratorError):
 
 
 class PreflightError(_ProblemsError[str]):
-    """The cluster is there but is not what the configuration plans; carries one sentence for each difference."""
+    """The cluster is there but is not what the configuration plans.
+
+    Carries one sentence for each difference.
+    """
 
     exit_code = 3

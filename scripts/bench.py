@@ -4,8 +4,9 @@
     python scripts/bench.py soak --minutes 30
     python scripts/bench.py VERB --help
 
-Every figure is a ratio inside one run, or stands beside one: this machine's seconds say nothing about another's.
-Exit code 0; 1 when a property is broken (a target that is missed is told, not punished); 2 for wrong arguments.
+Every figure is a ratio inside one run, or stands beside one: this machine's seconds say nothing
+about another's. Exit code 0; 1 when a property is broken (a target that is missed is told, not
+punished); 2 for wrong arguments.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 from benches.common import own_stdout, show  # noqa: E402 - found since now
 
-_VERBS = yaml.safe_load((Path(__file__).parent / "benches" / "verbs.yaml").read_text(encoding="utf-8"))
+_VERBS = yaml.safe_load(
+    (Path(__file__).parent / "benches" / "verbs.yaml").read_text(encoding="utf-8")
+)
 
 
 def _positive(text: str) -> float:
@@ -43,7 +46,12 @@ def _count(text: str) -> int:
     return value
 
 
-_TYPES: Mapping[str, Callable[[str], Any]] = {"int": _count, "float": _positive, "seed": int, "str": str}
+_TYPES: Mapping[str, Callable[[str], Any]] = {
+    "int": _count,
+    "float": _positive,
+    "seed": int,
+    "str": str,
+}
 
 
 def _add(parser: argparse.ArgumentParser, name: str, option: Mapping[str, Any]) -> None:
@@ -65,14 +73,18 @@ def _add(parser: argparse.ArgumentParser, name: str, option: Mapping[str, Any]) 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Benchmarks of the orchestrator, against something in the same run.")
+    parser = argparse.ArgumentParser(
+        description="Benchmarks of the orchestrator, against something in the same run."
+    )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, told in _VERBS.items():
         verb = verbs.add_parser(name, help=told["about"])
         for option_name, option in told["options"].items():
             _add(verb, option_name, option)
         if "config" in told["options"]:
-            verb.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+            verb.add_argument(
+                "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE"
+            )
     arguments = vars(parser.parse_args())
     # Each verb imports its own: torch, Ray, or both.
     module = importlib.import_module(f"benches.{_VERBS[arguments.pop('verb')]['module']}")

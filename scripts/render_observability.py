@@ -1,4 +1,5 @@
-"""Writes docs/observability from the catalogues of metrics and alerts: rules, their tests, and the dashboard.
+"""Writes docs/observability from the catalogues of metrics and alerts: rules, their tests, and the
+dashboard.
 
     python scripts/render_observability.py [FOLDER]
 

@@ -1,9 +1,11 @@
-"""Writes what `plan` says into each file of recipes/, and the comparison of cards into docs/recipes.md.
+"""Writes what `plan` says into each file of recipes/, and the comparison of cards into
+docs/recipes.md.
 
     python scripts/render_recipes.py [--measured RUN_FOLDER ...] [--check]
 
-`--measured` also takes the tokens a second of finished runs of a recipe into recipes/measured.json. `--check` changes
-nothing, and exits with 1 if something is old. Does not measure: what no run has told is computed from the card's data.
+`--measured` also takes the tokens a second of finished runs of a recipe into recipes/measured.json.
+`--check` changes nothing, and exits with 1 if something is old. Does not measure: what no run has
+told is computed from the card's data.
 """
 
 from __future__ import annotations
@@ -32,19 +34,22 @@ FOLDER: Final = ROOT / "recipes"
 PAGE: Final = ROOT / "docs" / "recipes.md"
 MEASURED: Final = FOLDER / "measured.json"
 
-#: What the guide of the RTX 3060 compares (its table "RTX 3060 vs Other GPUs"), in the order of `CARDS`.
+#: What the guide of the RTX 3060 compares (its table "RTX 3060 vs Other GPUs"), in the order of
+#: `CARDS`.
 CARDS: Final = ("rtx-3060", "rtx-3090", "rtx-4090")
 GUIDE: Final = {
     "batch x accumulation": ("3 x 4", "8 x 2", "12 x 1"),
     "states on the host": ("50 %", "optional", "none"),
     "20 epochs of its data": ("8 to 10 h", "4 to 5 h", "2 to 3 h"),
 }
-#: Its model and its effective batch; the share of a card that a training gets alone, as for the 3060 and others.
+#: Its model and its effective batch; the share of a card that a training gets alone, as for the
+#: 3060 and others.
 _PRESET: Final = "gpt2-medium"
 _BATCH: Final = 12
 _SHARE: Final = 0.95
 
-#: 24 layers of width 1024, 1024 tokens: each token is compared with half of them, forwards once and backwards twice.
+#: 24 layers of width 1024, 1024 tokens: each token is compared with half of them, forwards once and
+#: backwards twice.
 _ATTENTION_FLOP: Final = 6 * 24 * 1024 * 1024
 
 _PARTS: Final = ("weights", "gradients", "optimizer", "average", "activations", "workspace")
@@ -52,7 +57,10 @@ _BEGIN, _END = "<!-- made by scripts/render_recipes.py -->", "<!-- until here --
 
 
 def plans_of(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return the key `training` of `plan --json` for each recipe; two at once. Raises CalledProcessError."""
+    """Return the key `training` of `plan --json` for each recipe; two at once.
+
+    Raises CalledProcessError.
+    """
 
     def plan(path: Path) -> dict[str, Any]:
         told = _python("-m", "orchestrator", "plan", "-c", str(path), "--json")
@@ -64,7 +72,10 @@ def plans_of(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def sums_of(training: Mapping[str, Any]) -> list[str]:
-    """Return a comment for each cap of a plan: the parts in GiB, their sum, and the cap. Raises ValueError."""
+    """Return a comment for each cap of a plan: the parts in GiB, their sum, and the cap.
+
+    Raises ValueError.
+    """
     lines = []
     if not training["caps"]:
         raise ValueError(training["not_planned"] or "no node has a worker")
@@ -72,11 +83,19 @@ def sums_of(training: Mapping[str, Any]) -> list[str]:
         if cap["verdict"] == "does_not_fit":
             raise ValueError(cap["sentence"])
         step = next(step for step in cap["steps"] if step["fits"])
-        parts = " + ".join(f"{part} {step[f'{part}_bytes'] / GIB:.2f}" for part in _PARTS if step[f"{part}_bytes"])
+        parts = " + ".join(
+            f"{part} {step[f'{part}_bytes'] / GIB:.2f}" for part in _PARTS if step[f"{part}_bytes"]
+        )
         total = f"{step['total_bytes'] / GIB:.2f} of {cap['cap_bytes'] / GIB:.2f} GiB"
         split = f"{step['micro_batch']} x {step['accumulation']} samples"
-        split += ", all blocks checkpointed" if 0 < step["memory_level"] == training["blocks"] else ""
-        host = f", {step['on_host_bytes'] / GIB:.2f} GiB in host memory" if step["on_host_bytes"] else ""
+        split += (
+            ", all blocks checkpointed" if 0 < step["memory_level"] == training["blocks"] else ""
+        )
+        host = (
+            f", {step['on_host_bytes'] / GIB:.2f} GiB in host memory"
+            if step["on_host_bytes"]
+            else ""
+        )
         lines.append(f"# {', '.join(cap['nodes'])} with {split}{host}:\n#   {parts}\n#   = {total}")
     return lines
 
@@ -88,19 +107,33 @@ def with_sums(recipe: str, training: Mapping[str, Any]) -> str:
 
 
 def planned_for_cards() -> dict[str, Any]:
-    """Return the largest micro-batch of the guide's model on each card, and its parameters, in millions."""
+    """Return the largest micro-batch of the guide's model on each card, and its parameters, in
+    millions.
+    """
     keys = {"preset": _PRESET, "batch": _BATCH, "precision": "bf16"}
-    caps = {key: round(_SHARE * PROFILES[key].shown_gib - ASSUMED_CONTEXT_BYTES / GIB, 2) for key in CARDS}
-    asked = {
-        f"{key} {level}": {**keys, "cap_gib": caps[key], "level": level} for key in CARDS for level in ("none", "all")
+    caps = {
+        key: round(_SHARE * PROFILES[key].shown_gib - ASSUMED_CONTEXT_BYTES / GIB, 2)
+        for key in CARDS
     }
-    told = json.loads(_python("-m", "workers.training.plans_main", stdin=json.dumps(asked)).splitlines()[-1])
+    asked = {
+        f"{key} {level}": {**keys, "cap_gib": caps[key], "level": level}
+        for key in CARDS
+        for level in ("none", "all")
+    }
+    told = json.loads(
+        _python("-m", "workers.training.plans_main", stdin=json.dumps(asked)).splitlines()[-1]
+    )
     plans: dict[str, Any] = told["plans"]
     return plans
 
 
-def comparison(plans: Mapping[str, Mapping[str, float]], measured: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table. A figure is marked by where it comes from: guide, plan, measured, or the card's data."""
+def comparison(
+    plans: Mapping[str, Mapping[str, float]], measured: Sequence[Mapping[str, Any]]
+) -> str:
+    """Return the table.
+
+    A figure is marked by where it comes from: guide, plan, measured, or the card's data.
+    """
     flop = 6e6 * plans[f"{CARDS[0]} none"]["parameters_m"] + _ATTENTION_FLOP
     peaks = [peak_tflops(PROFILES[key], "bf16") or 0.0 for key in CARDS]
     rows = [
@@ -115,15 +148,21 @@ def comparison(plans: Mapping[str, Mapping[str, float]], measured: Sequence[Mapp
         ("20 epochs of its data", "guide", *GUIDE["20 epochs of its data"]),
         ("speed, of the 3060's", "card's data", *(f"{peak / peaks[0]:.1f}" for peak in peaks)),
     ]  # fmt: skip
-    heads = ("GPT-2 medium, bf16", "from", *(PROFILES[key].product.removeprefix("NVIDIA GeForce ") for key in CARDS))
+    heads = (
+        "GPT-2 medium, bf16",
+        "from",
+        *(PROFILES[key].product.removeprefix("NVIDIA GeForce ") for key in CARDS),
+    )
     return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ("---",) * len(heads), *rows))
 
 
 def measured_in(folder: Path) -> list[dict[str, Any]]:
-    """Return what a finished run measured on known cards: tokens a second of all workers of one card together.
+    """Return what a finished run measured on known cards: tokens a second of all workers of one
+    card together.
 
     Raises:
-        ValueError: The run did not train the table's model, or measured nothing on a card of the table.
+        ValueError: The run did not train the table's model, or measured nothing on a card of the
+            table.
     """
     settings = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
@@ -134,7 +173,8 @@ def measured_in(folder: Path) -> list[dict[str, Any]]:
         profile = match_profile(row["gpu_name"] or "", row["device_total_bytes"])
         if profile is not None and profile.key in CARDS and row["tokens_per_s"]:
             card = found.setdefault(
-                row["gpu_uuid"], {"card": profile.key, "run": summary["run_id"], "tokens_per_s": 0.0}
+                row["gpu_uuid"],
+                {"card": profile.key, "run": summary["run_id"], "tokens_per_s": 0.0},
             )
             card["tokens_per_s"] += row["tokens_per_s"]
     if not found:
@@ -161,7 +201,12 @@ def _states_needed(plan: Mapping[str, float]) -> str:
 
 def _python(*arguments: str, stdin: str = "") -> str:
     done = subprocess.run(
-        [sys.executable, *arguments], input=stdin, capture_output=True, text=True, check=False, cwd=ROOT
+        [sys.executable, *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
     )
     if done.returncode:
         raise ValueError(f"{' '.join(arguments)}: {done.stderr.strip()[-500:]}")
@@ -185,9 +230,15 @@ def rendered(measured: Sequence[Mapping[str, Any]]) -> dict[Path, str]:
 
 def main() -> int:
     """Run the script and return its exit code."""
-    parser = argparse.ArgumentParser(description="Write the sums of recipes and the comparison of cards.")
-    parser.add_argument("--measured", type=Path, nargs="+", default=(), help="folders of finished runs")
-    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1: something is old")
+    parser = argparse.ArgumentParser(
+        description="Write the sums of recipes and the comparison of cards."
+    )
+    parser.add_argument(
+        "--measured", type=Path, nargs="+", default=(), help="folders of finished runs"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit code 1: something is old"
+    )
     arguments = parser.parse_args()
     try:
         measured = json.loads(MEASURED.read_text(encoding="utf-8"))

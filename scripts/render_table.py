@@ -1,4 +1,5 @@
-"""Draws the health table of a finished run from its summary.json, as SVG or text, for the documentation.
+"""Draws the health table of a finished run from its summary.json, as SVG or text, for the
+documentation.
 
     python scripts/render_table.py runs/<id>/summary.json docs/health-table.svg [--width 150]
 
@@ -25,9 +26,14 @@ _MIN_WIDTH = 40
 
 
 def render(summary_path: Path, output_path: Path, width: int) -> None:
-    """Write the table of a run to a file, in the form of its suffix, .svg or .txt. Raises OSError or ValueError."""
+    """Write the table of a run to a file, in the form of its suffix, .svg or .txt.
+
+    Raises OSError or ValueError.
+    """
     snapshot = snapshot_from_summary(json.loads(summary_path.read_text(encoding="utf-8")))
-    console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console = Console(
+        record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor"
+    )
     console.print(health_table(snapshot, width))
     if output_path.suffix == ".svg":
         # A fixed id: the same run gives the same file, and a commit shows only real changes.
@@ -44,7 +50,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Draw the health table of a finished run.")
     parser.add_argument("summary", type=Path, help="summary.json of the run")
     parser.add_argument("output", type=Path, help="file to write, ending in .svg or .txt")
-    parser.add_argument("--width", type=int, default=150, help=f"characters in a line, at least {_MIN_WIDTH}")
+    parser.add_argument(
+        "--width", type=int, default=150, help=f"characters in a line, at least {_MIN_WIDTH}"
+    )
     arguments = parser.parse_args()
     if arguments.width < _MIN_WIDTH:
         parser.error(f"--width must be at least {_MIN_WIDTH}")

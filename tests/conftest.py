@@ -19,7 +19,8 @@ from workers.learned_limits.store import STATE_DIR_VARIABLE
 
 pytest_plugins = ["tests.in_child", "tests.scheduling"]
 
-# A suite that is started in the background of a script ignores SIGINT, and so would every process that it starts.
+# A suite that is started in the background of a script ignores SIGINT, and so would every process
+# that it starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -32,9 +33,9 @@ settings.register_profile(
 )
 settings.load_profile("shared-machine")
 
-# Hypothesis also draws constants that it finds in the modules loaded so far, so that an example would depend on which
-# tests ran before it. There is no setting for that. Versions before 6.131 do not do it; `test_conftest.py` fails if a
-# later one does it under another name.
+# Hypothesis also draws constants that it finds in the modules loaded so far, so that an example
+# would depend on which tests ran before it. There is no setting for that. Versions before 6.131 do
+# not do it; `test_conftest.py` fails if a later one does it under another name.
 if hasattr(providers, "_get_local_constants"):
     providers._get_local_constants = providers.Constants
 
@@ -79,7 +80,10 @@ def _state_of_nobody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(autouse=True)
 def state_dir(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in which this test and the processes it starts keep what they learn; empty when the test begins."""
+    """The folder in which this test and the processes it starts keep what they learn.
+
+    Empty when the test begins.
+    """
     folder = tmp_path_factory.mktemp("state")
     monkeypatch.setenv(STATE_DIR_VARIABLE, str(folder))
     return folder
@@ -89,7 +93,13 @@ def state_dir(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder, in which every command starts and finds no cluster and no setting of the user's."""
     monkeypatch.chdir(tmp_path)
-    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "CUDA_VISIBLE_DEVICES", "FORCE_COLOR"):
+    for name in (
+        "RAY_ADDRESS",
+        "RAY_AUTH_TOKEN",
+        "RAY_AUTH_TOKEN_PATH",
+        "CUDA_VISIBLE_DEVICES",
+        "FORCE_COLOR",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("PYTHONIOENCODING", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
@@ -101,5 +111,8 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def library_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the fake NVML is built. Without a C compiler this fails, and so does every test that needs it."""
+    """Where the fake NVML is built.
+
+    Without a C compiler this fails, and so does every test that needs it.
+    """
     return tmp_path_factory.mktemp("nvml")

@@ -18,7 +18,7 @@ def with_counts(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**others, "counts": StepCounts(**counters)} if counters else others
 
 
-def with_changes(row: Row, **changes: Any) -> Row:  # noqa: ANN401 - of any field, or counter
+def with_changes(row: Row, **changes: Any) -> Row:
     """Return a row with some of its fields and counters changed."""
     counters = {name: value for name, value in changes.items() if name in StepCounts.__slots__}
     others = {name: value for name, value in changes.items() if name not in counters}

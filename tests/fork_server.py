@@ -1,9 +1,9 @@
 """One process imports torch once and forks a child for each scenario; importing takes a second or two of a core.
 
-A child behaves like a fresh `python -c CODE` that has imported torch: its own session, folder, environment, arguments
-and limits, no standard input, its output in files, and an ordinary end of the interpreter. The server itself runs no
-operation of torch, because a pool of OpenMP threads does not survive a fork. It ends its children when their client
-goes away, and itself when the tests do.
+A child behaves like a fresh `python -c CODE` that has imported torch: its own session, folder,
+environment, arguments and limits, no standard input, its output in files, and an ordinary end of
+the interpreter. The server itself runs no operation of torch, because a pool of OpenMP threads does
+not survive a fork. It ends its children when their client goes away, and itself when the tests do.
 """
 
 from __future__ import annotations
@@ -83,14 +83,22 @@ class ForkServer:
         self._control: socket.socket | None = None
 
     def start(
-        self, code: str, *arguments: str, cwd: Path | None = None, environment: Mapping[str, str] | None = None
+        self,
+        code: str,
+        *arguments: str,
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> Child:
         """Fork a child that runs `code` as its main module; the caller closes it."""
         ours, theirs = socket.socketpair()
         out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
         with theirs:
-            socket.send_fds(self._connected(), [b"f"], [theirs.fileno(), out.fileno(), err.fileno()])
-        request = pickle.dumps((code, arguments, str(cwd or Path.cwd()), dict(environment or os.environ)))
+            socket.send_fds(
+                self._connected(), [b"f"], [theirs.fileno(), out.fileno(), err.fileno()]
+            )
+        request = pickle.dumps(
+            (code, arguments, str(cwd or Path.cwd()), dict(environment or os.environ))
+        )
         ours.sendall(len(request).to_bytes(8) + request)
         # The server may still be importing torch on a busy machine.
         ours.settimeout(240)
@@ -108,7 +116,9 @@ class ForkServer:
         child = self.start(code, *arguments, cwd=cwd, environment=environment)
         try:
             status = child.wait(timeout_s)
-            return subprocess.CompletedProcess(["-c", code, *arguments], status, child.out, child.err)
+            return subprocess.CompletedProcess(
+                ["-c", code, *arguments], status, child.out, child.err
+            )
         except subprocess.TimeoutExpired as error:
             error.output, error.stderr = child.out, child.err
             raise
@@ -141,7 +151,9 @@ def _serve(control: socket.socket) -> types.CodeType:
     """Fork until the tests end; returns only in a child, with the code that it is to run."""
     poll = select.poll()
     poll.register(control, select.POLLIN)
-    children: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor of the process: its id and its client
+    children: dict[
+        int, tuple[int, socket.socket]
+    ] = {}  # by the descriptor of the process: its id and its client
     clients: dict[int, int] = {}  # by the descriptor of the client: the process's id
     while True:
         for descriptor, _ in poll.poll():
@@ -198,7 +210,11 @@ def _become(client: socket.socket, out: int, err: int) -> types.CodeType:
     os.environ.update(environment)
     time.tzset()
     sys.argv = ["-c", *arguments]
-    sys.path[:] = ["", *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *_BASE_PATH]
+    sys.path[:] = [
+        "",
+        *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)),
+        *_BASE_PATH,
+    ]
     importlib.invalidate_caches()
     return compile(code, "<string>", "exec")
 

@@ -1,6 +1,7 @@
 """A process of its own for each scenario, and the spec of one worker.
 
-The CPU device caps its whole process and there is no way back, so no scenario may run in the process of the tests.
+The CPU device caps its whole process and there is no way back, so no scenario may run in the
+process of the tests.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from workers.settings import WorkerSpec
 InChild: TypeAlias = Callable[..., Any]
 MakeSpec: TypeAlias = Callable[..., WorkerSpec]
 
-#: Imports a test's module by its name, so that what it pickles and what a spec names are found again.
+#: Imports a test's module by its name, so that what it pickles and what a spec names are found
+#: again.
 CHILD = """
 import importlib, pickle, sys, warnings
 from pathlib import Path
@@ -51,14 +53,16 @@ def fork_server() -> Iterator[ForkServer]:
 def in_child(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> InChild:
     """Run a function of a test's module in a fresh process and return what it returns."""
 
-    def run(function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - whatever the function returns
+    def run(function: Callable[..., Any], *arguments: object) -> Any:
         folder = tmp_path_factory.mktemp("child")
         given, wanted = folder / "given", folder / "wanted"
         given.write_bytes(pickle.dumps(arguments))
         source = Path(function.__code__.co_filename)
         names = [str(source.parent), source.stem, function.__name__, str(given), str(wanted)]
         done = fork_server.run(CHILD, *names)
-        assert done.returncode == 0, f"{function.__name__} ended with {done.returncode}:\n{done.stderr[-4000:]}"
+        assert done.returncode == 0, (
+            f"{function.__name__} ended with {done.returncode}:\n{done.stderr[-4000:]}"
+        )
         return pickle.loads(wanted.read_bytes())  # noqa: S301 - written by our own child
 
     return run

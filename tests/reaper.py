@@ -1,7 +1,8 @@
 """Ends what a test session has started when the session itself has ended, however it ended.
 
-pytest-timeout ends the process of the tests on the spot, so no fixture cleans up after a test that hangs. A process of
-its own waits for that end: every process below the tests carries a mark in its environment, and is found by it.
+pytest-timeout ends the process of the tests on the spot, so no fixture cleans up after a test that
+hangs. A process of its own waits for that end: every process below the tests carries a mark in its
+environment, and is found by it.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def _members(mark: bytes) -> dict[int, int]:
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if b"\0" + mark + b"\0" in b"\0" + (folder / "environ").read_bytes():
-                found[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                found[int(folder.name)] = int(
+                    (folder / "stat").read_text().rpartition(")")[2].split()[1]
+                )
     return found
 
 

@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 MIB = 2**20
 
-#: How long a test waits for what must happen. No test judges time: a machine with other work may be ten times slower.
+#: How long a test waits for what must happen. No test judges time: a machine with other work may be
+#: ten times slower.
 PATIENCE_S = 240.0
 
 #: The guides' numbers.
@@ -81,12 +82,14 @@ def python(
     )
 
 
-def orchestrator(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+def orchestrator(
+    *arguments: str, cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run the command as a user does."""
     return python("-m", "orchestrator", *arguments, cwd=cwd, **environment)
 
 
-def wait_for(ask: Callable[[], Any], what: str) -> Any:  # noqa: ANN401 - whatever was asked
+def wait_for(ask: Callable[[], Any], what: str) -> Any:
     """Ask until the answer is true; return it."""
     deadline_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline_s:
@@ -100,7 +103,9 @@ def wait_for(ask: Callable[[], Any], what: str) -> Any:  # noqa: ANN401 - whatev
 def vm_data_bytes() -> int:
     """Private writable memory of this process, as the kernel counts it against RLIMIT_DATA."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmData:"))
+    return next(
+        int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmData:")
+    )
 
 
 def only_object(text: str) -> dict[str, Any]:
@@ -116,4 +121,6 @@ def namespaced(script: str, *arguments: str) -> subprocess.CompletedProcess[str]
     if subprocess.run(trial, capture_output=True, check=False).returncode != 0:
         pytest.skip("the kernel refuses user namespaces with mounts")
     command = ["unshare", "-rm", "sh", "-euc", script, "sh", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )

@@ -1,7 +1,8 @@
 """Which process runs which tests under `pytest -n`: a file to each, and to each a folder of those that start Ray.
 
-A test that starts Ray mostly waits, so it costs the others little. Within a folder they must not meet: nodes started by
-hand are found and ended by their names, which are the same in all of `tests/cluster/nodes`.
+A test that starts Ray mostly waits, so it costs the others little. Within a folder they must not
+meet: nodes started by hand are found and ended by their names, which are the same in all of
+`tests/cluster/nodes`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
     """Give out the tests that start Ray by folders, and first; the others by files."""
     if config.getoption("dist") != "loadfile":
         return None
-    config.option.loadscopereorder = False  # it would begin with the files of many tests, which are the short ones
+    config.option.loadscopereorder = (
+        False  # it would begin with the files of many tests, which are the short ones
+    )
     return _RayByFolders(config, log)
 
 

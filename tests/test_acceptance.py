@@ -1,6 +1,7 @@
 """The acceptance checks: made for real on the CPU device, scaled down, and each judgement shown what it must refuse.
 
-No figure is judged here that another load on the machine could move: those checks may break, but must have measured.
+No figure is judged here that another load on the machine could move: those checks may break, but
+must have measured.
 """
 
 from __future__ import annotations
@@ -67,7 +68,17 @@ class TestOnTheProcessor:
 
     def test_every_check_was_made_and_has_measured(self, checks: dict[str, Json]) -> None:
         assert list(checks) == list(suite.CHECKS)
-        keys = {"check", "ok", "must_hold", "figures", "rows", "broken", "notes", "skipped", "took_s"}
+        keys = {
+            "check",
+            "ok",
+            "must_hold",
+            "figures",
+            "rows",
+            "broken",
+            "notes",
+            "skipped",
+            "took_s",
+        }
         for name, check in checks.items():
             assert check.keys() == keys
             if name == "mps":
@@ -88,9 +99,14 @@ class TestOnTheProcessor:
 
     def test_what_the_machines_load_cannot_move_holds(self, checks: dict[str, Json]) -> None:
         broken = {name: checks[name]["broken"] for name in STEADY}
-        broken["results"] = [words for words in broken["results"] if not words.endswith("of the time")]
-        # On a CPU other threads of the process move what counts as held by a few percent; see the test below.
-        broken["side_by_side"] = [words for words in broken["side_by_side"] if "holds 0.9" not in words]
+        broken["results"] = [
+            words for words in broken["results"] if not words.endswith("of the time")
+        ]
+        # On a CPU other threads of the process move what counts as held by a few percent; see the
+        # test below.
+        broken["side_by_side"] = [
+            words for words in broken["side_by_side"] if "holds 0.9" not in words
+        ]
         assert broken == {name: [] for name in STEADY}
 
     def test_each_check_measured_what_its_name_says(self, checks: dict[str, Json]) -> None:
@@ -106,13 +122,21 @@ class TestOnTheProcessor:
         assert [row["workers"] for row in beside] == [3, 7], "both of the guides' pairs"
         assert all(row["held_to_cap_least"] >= 0.9 and row["unrecovered"] == 0 for row in beside)
         totals = checks["totals"]["rows"]
-        assert [(row["size"], row["workers"]) for row in totals] == [(n, k) for n in (512, 64) for k in (1, 2, 3, 7)]
-        assert [row["of_one_pct"] for row in totals if row["workers"] == 1] == pytest.approx([100.0, 100.0])
+        assert [(row["size"], row["workers"]) for row in totals] == [
+            (n, k) for n in (512, 64) for k in (1, 2, 3, 7)
+        ]
+        assert [row["of_one_pct"] for row in totals if row["workers"] == 1] == pytest.approx(
+            [100.0, 100.0]
+        )
         speed = checks["speed"]["rows"]
         assert [row["dtype"] for row in speed] == ["fp32", "bf16"]
         assert all(row["product_tflops"] > 0 and row["bare_tflops"] > 0 for row in speed)
         assert all(row["peak_pct"] is None for row in speed), "a processor has no rating"
-        alone = [row for row in checks["duty"]["rows"] if row["workers"] == 1 and row["duty_asked"] is not None]
+        alone = [
+            row
+            for row in checks["duty"]["rows"]
+            if row["workers"] == 1 and row["duty_asked"] is not None
+        ]
         assert [row["duty_asked"] for row in alone] == [0.3, 0.6, 0.9]
         measured = [row["duty_measured_median"] for row in alone]
         assert measured == sorted(measured)
@@ -138,7 +162,9 @@ class TestOnTheProcessor:
         (("--device", "cpu", "--only", "heat"), ("side_by_side",)),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_to_type(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+def test_what_cannot_be_is_refused_with_what_to_type(
+    arguments: tuple[str, ...], words: tuple[str, ...]
+) -> None:
     done = run(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert all(word in done.stderr for word in words)
@@ -151,12 +177,15 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
         "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     )
     command = [sys.executable, "-c", script, str(ROOT / "scripts" / "gpu_acceptance.py")]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert done.returncode == 2
     assert "pip install nvidia-ml-py" in done.stderr
 
 
-# --- the judgements ----------------------------------------------------------------------------------------------
+# --- the judgements
+# ----------------------------------------------------------------------------------------------
 
 
 WALL: Json = {
@@ -191,7 +220,9 @@ SEEN = SensorReading(temperature_c=50.0)
 JUDGED: dict[str, Callable[[Json], Outcome]] = {
     "cap": lambda found: memory.judge_cap([WALL, WALL | found]),
     "recovery": lambda found: memory.judge_recovery(RECOVERED | found),
-    "side_by_side": lambda found: memory.judge_side_by_side([SCENE, SCENE | {"stands": [STAND, STAND | found]}]),
+    "side_by_side": lambda found: memory.judge_side_by_side(
+        [SCENE, SCENE | {"stands": [STAND, STAND | found]}]
+    ),
     "dead": lambda found: memory.judge_side_by_side([SCENE | found]),
     "totals": lambda found: throughput.judge_totals([ONE | found]),
     "speed": lambda found: throughput.judge_speed([RACE, RACE | found]),
@@ -221,7 +252,11 @@ JUDGED: dict[str, Callable[[Json], Outcome]] = {
         ("side_by_side", {"held_to_cap": 0.949}, "holds 0.949 of its cap"),
         ("side_by_side", {"unrecovered": 1}, "1 failures left standing"),
         ("side_by_side", {"steps_ok": 0}, "no good step"),
-        ("side_by_side", {"ended": "ok EMERGENCY: nothing fits"}, "ended ok EMERGENCY: nothing fits"),
+        (
+            "side_by_side",
+            {"ended": "ok EMERGENCY: nothing fits"},
+            "ended ok EMERGENCY: nothing fits",
+        ),
         ("side_by_side", {"ended": "poisoned LOST: "}, "ended poisoned"),
         ("dead", {"stands": [], "died": "the process of w/1 ended with -9"}, "ended with -9"),
         ("totals", {"failures": 1}, "1 steps failed"),
@@ -256,7 +291,9 @@ def test_side_by_side_tells_what_was_scaled() -> None:
 
 
 def test_totals_and_duties_are_shown_beside_one_worker_and_unlimited_work() -> None:
-    outcome = throughput.judge_totals([ONE, ONE | {"workers": 2, "tflops": 1.1}, ONE | {"workers": 3, "tflops": 3.0}])
+    outcome = throughput.judge_totals(
+        [ONE, ONE | {"workers": 2, "tflops": 1.1}, ONE | {"workers": 3, "tflops": 3.0}]
+    )
     assert outcome.ok
     assert [row["of_one_pct"] for row in outcome.rows] == pytest.approx([100.0, 110.0, 300.0])
     assert outcome.notes == ["2 workers of size 64 do 110 % of one's work, not the guides' 180 %"]
@@ -300,7 +337,9 @@ def test_no_daemon_no_mps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """How a daemon is started and ended is tested with the product's `node_agent`, whose code is used."""
     monkeypatch.setenv("PATH", str(tmp_path))
     with (
-        pytest.raises(NotHereError, match="no MPS here: nvidia-cuda-mps-control could not be started"),
+        pytest.raises(
+            NotHereError, match="no MPS here: nvidia-cuda-mps-control could not be started"
+        ),
         throughput.mps_daemon(),
     ):
         pytest.fail("there is none")

@@ -1,8 +1,8 @@
 """What the layers may import, and how large they may get.
 
-The contracts in pyproject.toml (`lint-imports`) read the source. Each of them is shown to fail on a planted import.
-Other tests import the folders in a fresh process and look at what was loaded, which also shows what a package's
-`__init__`, a plug-in or a third party loads.
+The contracts in pyproject.toml (`lint-imports`) read the source. Each of them is shown to fail on a
+planted import. Other tests import the folders in a fresh process and look at what was loaded, which
+also shows what a package's `__init__`, a plug-in or a third party loads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from tests.scene import ROOT, python
 
 PACKAGES = ("orchestrator", "workers")
 
-#: For each contract the imports that it must refuse: the file that gets the line, and the module that it imports.
+#: For each contract the imports that it must refuse: the file that gets the line, and the module
+#: that it imports.
 PLANTED = {
     "Layers of the head": [
         ("orchestrator/doctor/finding.py", "orchestrator.cli.options"),
@@ -77,7 +78,8 @@ PLANTED = {
     ],
 }
 
-#: Imports the modules one after the other and says after which of them a forbidden one was there for the first time.
+#: Imports the modules one after the other and says after which of them a forbidden one was there
+#: for the first time.
 PROBE = """
 import importlib, json, sys, warnings
 warnings.simplefilter("ignore")
@@ -93,12 +95,17 @@ print(json.dumps(culprits))
 
 
 def modules_below(folder: str, *, without: str | None = None) -> list[str]:
-    """Find the importable modules of a package, or of all its folders but one; `__main__` would run on import."""
+    """Find the importable modules of a package, or of all its folders but one.
+
+    `__main__` would run on import.
+    """
     found = []
     for path in sorted((ROOT / folder).rglob("*.py")):
         relative = path.relative_to(ROOT).with_suffix("")
         parts = relative.parts[:-1] if relative.name == "__init__" else relative.parts
-        if relative.name != "__main__" and (without is None or not relative.is_relative_to(without)):
+        if relative.name != "__main__" and (
+            without is None or not relative.is_relative_to(without)
+        ):
             found.append(".".join(parts))
     assert found, f"no modules below {folder}"
     return found
@@ -115,15 +122,24 @@ def modules_below(folder: str, *, without: str | None = None) -> list[str]:
     ],
     ids=["messages", "policy", "engine", "head outside the cluster folder"],
 )
-def test_a_fresh_process_that_imports_these_has_not_loaded_those(modules: list[str], forbidden: list[str]) -> None:
+def test_a_fresh_process_that_imports_these_has_not_loaded_those(
+    modules: list[str], forbidden: list[str]
+) -> None:
     done = python("-c", PROBE, json.dumps(modules), json.dumps(forbidden), cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == {}, "the forbidden ones, each with the module to blame"
+    assert json.loads(done.stdout.splitlines()[-1]) == {}, (
+        "the forbidden ones, each with the module to blame"
+    )
 
 
 def linted(folder: Path) -> subprocess.CompletedProcess[str]:
     """Run lint-imports in a folder, on the packages that it holds, without a cache."""
-    return python("-c", "from importlinter.cli import lint_imports_command as main; main()", "--no-cache", cwd=folder)
+    return python(
+        "-c",
+        "from importlinter.cli import lint_imports_command as main; main()",
+        "--no-cache",
+        cwd=folder,
+    )
 
 
 def contracts() -> list[dict[str, Any]]:
@@ -139,7 +155,9 @@ def test_each_contract_has_a_planted_import() -> None:
 @pytest.mark.parametrize("contract", PLANTED)
 def test_a_contract_fails_on_a_planted_import(contract: str, tmp_path: Path) -> None:
     for package in PACKAGES:
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__")
+        )
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for file, module in PLANTED[contract]:
         with (tmp_path / file).open("a", encoding="utf-8") as source:
@@ -155,14 +173,21 @@ def test_a_contract_fails_on_a_planted_import(contract: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("package", "contract"), [("orchestrator", "Layers of the head"), ("workers", "Layers of the engine")]
+    ("package", "contract"),
+    [("orchestrator", "Layers of the head"), ("workers", "Layers of the engine")],
 )
 def test_every_folder_and_module_of_a_package_is_a_layer(package: str, contract: str) -> None:
     """Else a new folder could import anything."""
     (layers,) = (each["layers"] for each in contracts() if each["name"] == contract)
     named = {name.strip() for layer in layers for name in layer.split("|")}
-    present = {f"{package}.{path.stem}" for path in (ROOT / package).iterdir() if path.suffix == ".py"}
-    present |= {f"{package}.{path.name}" for path in (ROOT / package).iterdir() if (path / "__init__.py").exists()}
+    present = {
+        f"{package}.{path.stem}" for path in (ROOT / package).iterdir() if path.suffix == ".py"
+    }
+    present |= {
+        f"{package}.{path.name}"
+        for path in (ROOT / package).iterdir()
+        if (path / "__init__.py").exists()
+    }
     assert present - {f"{package}.__init__", f"{package}.__main__"} == named
 
 
@@ -173,8 +198,16 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 def test_no_file_of_the_product_is_beyond_700_lines() -> None:
-    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.suffix in {".py", ".c", ".h"}]
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
+    files = [
+        path
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*")
+        if path.suffix in {".py", ".c", ".h"}
+    ]
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
+        for path in files
+    }
     assert {path: length for path, length in lengths.items() if length > 700} == {}
 
 

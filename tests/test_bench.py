@@ -51,7 +51,9 @@ def test_every_verb_explains_itself(verb: str) -> None:
     assert (done.returncode, "default" in done.stdout) == (0, True)
 
 
-@pytest.mark.skipif("BENCHES" not in os.environ, reason="a bench of half a minute; BENCHES=1 runs it, too")
+@pytest.mark.skipif(
+    "BENCHES" not in os.environ, reason="a bench of half a minute; BENCHES=1 runs it, too"
+)
 def test_the_page_answers_beside_slow_and_malformed_requests() -> None:
     result = bench("web-flood")
     assert result["held_at_once_most"] == 2000
@@ -79,20 +81,26 @@ def test_head() -> None:
     assert small.keys() >= {"workers", "store_bytes_per_s", "reports_per_s"}
     assert (small["workers"], large["workers"]) == (4, 40)
     for row in (small, large):
-        assert 0.5 * row["workers"] < row["reports_per_s"] < 1.5 * row["workers"], "each reports once a second"
+        assert 0.5 * row["workers"] < row["reports_per_s"] < 1.5 * row["workers"], (
+            "each reports once a second"
+        )
         assert row["core_pct"] > 0
         assert row["core_pct_with_table"] > 0
         assert row["store_bytes_per_s"] >= 0
         assert row["times_bare"] == pytest.approx(row["core_pct"] / row["bare_core_pct"])
     assert row["times_bare"] > 1
-    assert large["core_pct"] < 50 * small["core_pct"], "ten times the workers, and not a hundred times the work"
+    assert large["core_pct"] < 50 * small["core_pct"], (
+        "ten times the workers, and not a hundred times the work"
+    )
 
 
 def test_recovery() -> None:
     result = bench("recovery", "--errors", "8", "--budget-mib", "64", "--size", "256")
     assert result["errors"] == 8
     assert 0 < result["recovery_p50_s"] <= result["recovery_p99_s"]
-    assert result["recovery_p50_in_steps"] == pytest.approx(result["recovery_p50_s"] / result["good_step_p50_s"])
+    assert result["recovery_p50_in_steps"] == pytest.approx(
+        result["recovery_p50_s"] / result["good_step_p50_s"]
+    )
 
 
 def test_watching() -> None:
@@ -150,7 +158,9 @@ def test_the_ledger_is_held_against_the_witness_and_against_itself(
     assert all(words in sentence for words, sentence in zip(broken, ledger.broken, strict=True))
 
 
-def test_the_witness_has_every_step_of_a_process_that_was_killed(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_the_witness_has_every_step_of_a_process_that_was_killed(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
     code = """
 import os, signal, torch, warnings
 warnings.simplefilter("ignore")
@@ -164,7 +174,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     for lives in (1, 2):
         environment = {**os.environ, "ORCH_WITNESS_DIR": str(tmp_path)}
-        assert fork_server.run(code, cwd=ROOT, environment=environment).returncode == -signal.SIGKILL
+        assert (
+            fork_server.run(code, cwd=ROOT, environment=environment).returncode == -signal.SIGKILL
+        )
         assert (tmp_path / "3.steps").stat().st_size == 5 * lives
 
 
@@ -209,7 +221,9 @@ def test_pressure() -> None:
     assert result["target_met"] is None, "accelerate and toma were not there"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("accelerate") is not None, reason="accelerate is installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("accelerate") is not None, reason="accelerate is installed"
+)
 def test_pressure_says_what_to_install() -> None:
     done = typed(*PRESSURE, "--contestants", "accelerate")
     assert done.returncode == 2
@@ -218,10 +232,21 @@ def test_pressure_says_what_to_install() -> None:
 
 @pytest.mark.torch
 def test_an_interrupt_leaves_no_contestant_behind() -> None:
-    command = [sys.executable, "scripts/bench.py", *PRESSURE, "--contestants", "ideal", "--seconds", "300"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = [
+        sys.executable,
+        "scripts/bench.py",
+        *PRESSURE,
+        "--contestants",
+        "ideal",
+        "--seconds",
+        "300",
+    ]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
-            # The scout tells the throughput by size when it is done; then the first contestant begins.
+            # The scout tells the throughput by size when it is done; then the first contestant
+            # begins.
             assert process.stderr is not None
             assert any(" items: " in line for line in process.stderr)
             deadline_s = time.monotonic() + 60.0

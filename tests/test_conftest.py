@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 
-def test_a_module_that_was_imported_changes_no_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_was_imported_changes_no_example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Hypothesis would draw the numbers that stand in it."""
     (tmp_path / "full_of_numbers.py").write_text(f"NUMBERS = {list(range(10**6, 10**6 + 400))}\n")
     monkeypatch.syspath_prepend(tmp_path)

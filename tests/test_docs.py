@@ -1,6 +1,7 @@
 """The documents are true: their example runs, their links lead somewhere, their commands exist.
 
-The options of each verb are frozen here, by name: changing one is a decision, to be made with README and CHANGELOG.
+The options of each verb are frozen here, by name: changing one is a decision, to be made with
+README and CHANGELOG.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from workers.settings import WorkerSpec
 EXAMPLE = ROOT / "docs" / "examples" / "mlp_workload.py"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 PACKAGES = ("orchestrator", "workers")
-each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+each_document = pytest.mark.parametrize(
+    "document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT))
+)
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 _NAMES_SLOTS = {"slots", "--run", "--config", "-c", "--set", "--run-dir", "--help"}
@@ -88,12 +91,16 @@ def slices(spec: WorkerSpec, count: int) -> list[Report]:
     ]
 
 
-@pytest.mark.parametrize(("budget_mib", "batch", "count"), [(256, 128, 1), (64, 16_384, 3)], ids=["fits", "does not"])
+@pytest.mark.parametrize(
+    ("budget_mib", "batch", "count"), [(256, 128, 1), (64, 16_384, 3)], ids=["fits", "does not"]
+)
 def test_the_example_workload_runs_and_survives_a_batch_that_does_not_fit(
     in_child: InChild, make_spec: MakeSpec, budget_mib: int, batch: int, count: int
 ) -> None:
     memory = {"floor_bytes": 2**20, "size_floor": 64}
-    spec = make_spec(budget_bytes=budget_mib * 2**20, name="mlp_workload:Mlp", size=256, batch=batch, **memory)
+    spec = make_spec(
+        budget_bytes=budget_mib * 2**20, name="mlp_workload:Mlp", size=256, batch=batch, **memory
+    )
     reports: list[Report] = in_child(slices, spec, count)
     assert all(report.verdict is Verdict.OK and report.error is None for report in reports), reports
     last = reports[-1]
@@ -147,7 +154,9 @@ def test_the_options_of_a_verb_are_frozen_documented_and_explained(verb: str) ->
     assert named | {"--help"} == OPTIONS[verb]
     assert re.search(rf"orchestrator {verb}\b|`{verb}[ `]", text_of(ROOT / "README.md"))
     options = {option for option in OPTIONS[verb] if option.startswith("-")} - {"--help"}
-    assert {option for option in options if f"`{option}" not in text_of(ROOT / "docs" / "commands.md")} == set()
+    assert {
+        option for option in options if f"`{option}" not in text_of(ROOT / "docs" / "commands.md")
+    } == set()
     done = CliRunner().invoke(app, [verb, "--help"])
     assert done.exit_code == 0, done.output
     assert "Usage:" in done.output
@@ -159,7 +168,9 @@ def test_every_documented_command_exists(document: Path) -> None:
     verbs = "|".join(sorted(OPTIONS))
     for code in code_in(text_of(document)):
         for verb, rest in re.findall(rf"(?:-m orchestrator|^)\s*({verbs}) ((?:\S+ ?)*)", code):
-            given = set(re.findall(r"(?:^|\s)(--?[a-z][a-z-]*)", rest.split("|")[0].split(" > ")[0]))
+            given = set(
+                re.findall(r"(?:^|\s)(--?[a-z][a-z-]*)", rest.split("|")[0].split(" > ")[0])
+            )
             assert given <= OPTIONS[verb], f"{document.name}: {code}"
         for verb in re.findall(r"-m orchestrator (\w+)", code):
             assert verb in OPTIONS, f"{document.name}: {code}"
@@ -193,7 +204,9 @@ def test_the_first_two_documents_stay_short(document: str) -> None:
 
 
 def test_the_glossary_stays_short() -> None:
-    (glossary,) = re.findall(r"^## Glossary\n(.*?)^## ", text_of(ROOT / "ARCHITECTURE.md"), re.DOTALL | re.MULTILINE)
+    (glossary,) = re.findall(
+        r"^## Glossary\n(.*?)^## ", text_of(ROOT / "ARCHITECTURE.md"), re.DOTALL | re.MULTILINE
+    )
     assert len(re.findall(r"^\| (?!word|---)", glossary, re.MULTILINE)) <= 15
 
 
@@ -203,9 +216,11 @@ def test_every_decision_is_in_the_index_and_has_its_parts() -> None:
     linked = re.findall(r"\]\(([\w-]+\.md)\)", text_of(folder / "README.md"))
     assert sorted(linked) == [page.name for page in pages]
     for page in pages:
-        assert re.findall(r"^## (.+)$", text_of(page), re.MULTILINE) == ["Context", "Decision", "Consequence"], (
-            page.name
-        )
+        assert re.findall(r"^## (.+)$", text_of(page), re.MULTILINE) == [
+            "Context",
+            "Decision",
+            "Consequence",
+        ], page.name
 
 
 def test_every_module_and_configuration_key_named_in_prose_exists() -> None:
@@ -213,15 +228,20 @@ def test_every_module_and_configuration_key_named_in_prose_exists() -> None:
     missing = {
         str(file.relative_to(ROOT)): names
         for file in [*DOCUMENTS, *SOURCES]
-        if file.parent.name != "results"  # measurements keep the names that the code had on their day
-        and (names := [name for name in names_in(file) if not (is_key(name) or names_a_module(name))])
+        if file.parent.name
+        != "results"  # measurements keep the names that the code had on their day
+        and (
+            names := [name for name in names_in(file) if not (is_key(name) or names_a_module(name))]
+        )
     }
     assert missing == {}
 
 
 def test_prose_names_the_subject() -> None:
     """Plain technical English says which program, user or worker is meant, and how long."""
-    pattern = re.compile(r"\b(?:nobody|somebody|anybody|everybody|whoever|for\s+ever)\b", re.IGNORECASE)
+    pattern = re.compile(
+        r"\b(?:nobody|somebody|anybody|everybody|whoever|for\s+ever)\b", re.IGNORECASE
+    )
     files = [file for file in [*DOCUMENTS, *SOURCES] if file.parent.name != "results"]
     found = {str(file.relative_to(ROOT)): pattern.findall(prose_of(file)) for file in files}
     assert {file: words for file, words in found.items() if words} == {}
@@ -250,18 +270,23 @@ def code_in(text: str) -> tuple[str, ...]:
     """Return the lines of all shell blocks (joined where a backslash continues them) and all spans of code."""
     blocks = re.findall(r"^```sh\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    return (*(line.partition(" #")[0] for line in lines), *re.findall(r"`([^`\n]+)`", without_blocks(text)))
+    return (
+        *(line.partition(" #")[0] for line in lines),
+        *re.findall(r"`([^`\n]+)`", without_blocks(text)),
+    )
 
 
 @cache
 def anchors(path: Path) -> frozenset[str]:
     """Return the anchors that headings of a document get: lower case, no punctuation, hyphens for blanks."""
     headings = re.findall(r"^#+ (.+)$", without_blocks(text_of(path)), re.MULTILINE)
-    return frozenset(re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings)
+    return frozenset(
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    )
 
 
 @cache
-def command_line() -> Any:  # noqa: ANN401 - click's group, or that of the copy newer typers carry
+def command_line() -> Any:
     """Return the whole command line as typer builds it."""
     return typer.main.get_command(app)
 
@@ -279,13 +304,17 @@ def names_in(file: Path) -> list[str]:
         *(
             name
             for name in dotted
-            if name.partition(".")[0] in known and not re.search(r"\.(py|yaml|sqlite|json|log|sock|token)$", name)
+            if name.partition(".")[0] in known
+            and not re.search(r"\.(py|yaml|sqlite|json|log|sock|token)$", name)
         ),
     ]
 
 
 def is_key(name: str) -> bool:
-    """Whether this is a key of cluster.yaml; a key of a node may stand with or without the node's name."""
+    """Whether this is a key of cluster.yaml.
+
+    A key of a node may stand with or without the node's name.
+    """
     section, *rest = name.split(".")
     value = configuration().get(section)
     if section == "nodes":
@@ -306,7 +335,10 @@ def names_a_module(name: str) -> bool:
     home, _, last = dotted.rpartition(".")
     return any(
         f".{module}".endswith(f".{dotted}")
-        or (f".{module}".endswith(f".{home}") and re.search(rf"\b{last}\b", text_of(path)) is not None)
+        or (
+            f".{module}".endswith(f".{home}")
+            and re.search(rf"\b{last}\b", text_of(path)) is not None
+        )
         for module, path in modules().items()
     )
 
@@ -314,9 +346,16 @@ def names_a_module(name: str) -> bool:
 @cache
 def modules() -> dict[str, Path]:
     """Return all Python files that belong to the project, by their dotted names."""
-    files = [path for name in (*PACKAGES, "tests", "scripts", "docs") for path in (ROOT / name).rglob("*.py")]
+    files = [
+        path
+        for name in (*PACKAGES, "tests", "scripts", "docs")
+        for path in (ROOT / name).rglob("*.py")
+    ]
     return {
-        str(path.relative_to(ROOT).with_suffix("")).removesuffix("/__init__").replace("/", "."): path for path in files
+        str(path.relative_to(ROOT).with_suffix(""))
+        .removesuffix("/__init__")
+        .replace("/", "."): path
+        for path in files
     }
 
 
@@ -328,6 +367,12 @@ def prose_of(file: Path) -> str:
         return source
     tree = ast.parse(source)
     strings = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
-    docstrings = [node.value for node in strings if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    docstrings = [
+        node.value
+        for node in strings
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return "\n".join([*docstrings, *(token.string for token in tokens if token.type == tokenize.COMMENT)])
+    return "\n".join(
+        [*docstrings, *(token.string for token in tokens if token.type == tokenize.COMMENT)]
+    )

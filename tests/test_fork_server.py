@@ -28,10 +28,14 @@ print("to people", file=sys.stderr)
 """
 
 
-def test_it_has_its_own_folder_environment_arguments_and_streams(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_it_has_its_own_folder_environment_arguments_and_streams(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
     os.environ["ONLY_IN_THE_TESTS"] = "1"
     try:
-        done = fork_server.run(LOOK, "a", "b c", cwd=tmp_path, environment={"PYTHONPATH": "/nowhere", "MINE": "2"})
+        done = fork_server.run(
+            LOOK, "a", "b c", cwd=tmp_path, environment={"PYTHONPATH": "/nowhere", "MINE": "2"}
+        )
     finally:
         del os.environ["ONLY_IN_THE_TESTS"]
     assert (done.returncode, done.stderr) == (0, "to people\n")

@@ -14,7 +14,8 @@ from tests.scene import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
 
-#: Ends as pytest-timeout ends a session: without any cleaning up. One of its children ignores what it is asked.
+#: Ends as pytest-timeout ends a session: without any cleaning up. One of its children ignores what
+#: it is asked.
 SESSION = """
 import json, os, subprocess, sys
 from pathlib import Path
@@ -58,4 +59,6 @@ def test_what_a_session_leaves_is_ended_and_removed(tmp_path: Path) -> None:
         time.sleep(0.05)
     assert not folder.exists()
     assert not shared.exists()
-    assert [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"] == []
+    assert [
+        pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"
+    ] == []

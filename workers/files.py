@@ -1,7 +1,8 @@
-"""Small files that are not trusted, or that several processes write: read with care, replaced as a whole, locked.
+"""Small files that are not trusted, or that several processes write: read with care, replaced as a
+whole, locked.
 
-Another user may have replaced such a file by a pipe, a link or a disk image: that is refused without waiting, and is
-not read. Does not cover what the text means.
+Another user may have replaced such a file by a pipe, a link or a disk image: that is refused
+without waiting, and is not read. Does not cover what the text means.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-#: Opening does not wait for a pipe's other end, follow a link, or make a terminal the controlling one; no child of this
-#: process gets to hold the file.
+#: Opening does not wait for a pipe's other end, follow a link, or make a terminal the controlling
+#: one; no child of this process gets to hold the file.
 _CAREFULLY: Final = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
 _LOOK_EVERY_S: Final = 0.005
 
@@ -27,7 +28,8 @@ def read_small(path: Path, most_bytes: int) -> str:
 
     Raises:
         FileNotFoundError: There is none.
-        OSError: It cannot be read; where it is no regular file, or too large (EFBIG), `strerror` says so.
+        OSError: It cannot be read; where it is no regular file, or too large (EFBIG), `strerror`
+            says so.
         UnicodeDecodeError: It is no text.
     """
     try:
@@ -49,7 +51,8 @@ def read_small(path: Path, most_bytes: int) -> str:
 
 
 def replace_whole(path: Path, text: str) -> None:
-    """Replace a file, or make it, atomically and durably, readable only by this user. One writer at a time.
+    """Replace a file, or make it, atomically and durably, readable only by this user. One writer at
+    a time.
 
     Raises:
         OSError: It cannot be written; then it is as it was.
@@ -70,7 +73,8 @@ def replace_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def locked(lock: Path, patience_s: float) -> Iterator[None]:
-    """Keep others out who lock the same file. It is made, with its folder, and stays: else there could be two of them.
+    """Keep others out who lock the same file. It is made, with its folder, and stays: else there
+    could be two of them.
 
     Raises:
         TimeoutError: Another process has held it for so long.

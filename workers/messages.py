@@ -1,8 +1,8 @@
 """What crosses processes: directives from the head to a worker, reports back.
 
-Covers the frozen dataclasses, the names of states, and the two errors that the engine turns into a `Verdict`. Does not
-cover how they travel (the head's business) nor how a slice is run (the engine's). Imports neither torch nor ray. Bytes
-and seconds throughout; `None` means unknown.
+Covers the frozen dataclasses, the names of states, and the two errors that the engine turns into a
+`Verdict`. Does not cover how they travel (the head's business) nor how a slice is run (the
+engine's). Imports neither torch nor ray. Bytes and seconds throughout; `None` means unknown.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ ResumeState: TypeAlias = Mapping[str, Scalar]
 
 
 class WorkerState(StrEnum):
-    """What a worker reports that it is doing, as the health table names it. Always shown with a reason in words.
+    """What a worker reports that it is doing, as the health table names it. Always shown with a
+    reason in words.
 
     What only the head can know, such as that a node is lost, is its `HeadState`.
     """
@@ -79,23 +80,34 @@ class Verdict(StrEnum):
     OK = "ok"
     #: The workload is finished; the head ends this process and starts no other.
     DONE = "done"
-    #: The device context is beyond repair; the head must end this process and let a fresh one resume.
+    #: The device context is beyond repair; the head must end this process and let a fresh one
+    #: resume.
     CONTEXT_CORRUPTED = "poisoned"
-    #: The directive cannot work on this machine however often it is tried (wrong card, unknown workload).
+    #: The directive cannot work on this machine however often it is tried (wrong card, unknown
+    #: workload).
     INCOMPATIBLE = "incompatible"
 
 
 class IncompatibleError(Exception):
-    """The directive can never work here (wrong card, unknown workload, a cap too small); its text says what would."""
+    """The directive can never work here (wrong card, unknown workload, a cap too small).
+
+    Its text says what would.
+    """
 
 
 class ContextCorruptedError(Exception):
-    """The device no longer answers this process; a fresh process may succeed. Its text says what the device did."""
+    """The device no longer answers this process; a fresh process may succeed.
+
+    Its text says what the device did.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessFault:
-    """One injected fault that ends a process or makes it hang; carried by the directive of the slice it strikes in."""
+    """One injected fault that ends a process or makes it hang.
+
+    Carried by the directive of the slice it strikes in.
+    """
 
     kind: FaultKind
     """KILL, SEGV, EXIT, HANG or POISON."""
@@ -107,8 +119,9 @@ class ProcessFault:
 class Directive:
     """One slice for one worker, which has had its `WorkerSpec` since its process began.
 
-    `incarnation` counts the processes that have lived in the slot; a worker that sees a new one starts from
-    `resume` instead of what it remembers. `sequence` counts the slices of the slot over the whole run.
+    `incarnation` counts the processes that have lived in the slot; a worker that sees a new one
+    starts from `resume` instead of what it remembers. `sequence` counts the slices of the slot over
+    the whole run.
     """
 
     incarnation: int
@@ -117,15 +130,16 @@ class Directive:
     """Aim for this long; 0 returns after the first step that ends well, or fails for good."""
     resume: ResumeState | None
     step_limit: int | None = None
-    """The slice ends early after this many good steps, so that a slice that gives no report cannot have done more;
-    `None` sets no limit."""
+    """The slice ends early after this many good steps, so that a slice that gives no report cannot
+    have done more; `None` sets no limit."""
     process_fault: ProcessFault | None = None
     """Of `run --chaos`; `None` for a slice that is left alone."""
     lease_bytes: int | None = None
-    """What the worker may hold now, its cap apart, so that those who share a card do not all grow into the same bytes;
-    `None` does not limit it."""
+    """What the worker may hold now, its cap apart, so that those who share a card do not all grow
+    into the same bytes; `None` does not limit it."""
     snapshot: bytes | None = None
-    """The head's copy of the slot's state, in the first slice of a process; `None`: there is none."""
+    """The head's copy of the slot's state, in the first slice of a process; `None`: there is none.
+    """
     save: bool = False
     """Whether the workload is asked to save its state as soon as it can."""
 
@@ -139,7 +153,9 @@ class DeviceInfo:
     uuid: str | None
     total_bytes: int | None
     context_bytes: int
-    """What the process holds on the device before any tensor, measured (or assumed: see `context_source`)."""
+    """What the process holds on the device before any tensor, measured (or assumed: see
+    `context_source`).
+    """
     context_source: str
     peak_source: str
     """How the highest memory of a step is measured, or why it is not."""
@@ -163,23 +179,29 @@ class MemoryInfo:
     device_used_bytes: int | None
     """Use of the device by all programs."""
     free_bytes: int
-    """What this worker could still obtain: min(cap, what the device has free), less what it holds."""
+    """What this worker could still obtain: min(cap, what the device has free), less what it holds.
+    """
     allocated_bytes: int
     """In live tensors."""
     reserved_bytes: int
     """Held by the allocator: live tensors and its pool."""
     peak_bytes: int
-    """The most that a step of the slice needed: `allocated_bytes`, and on a card gaps between tensors."""
+    """The most that a step of the slice needed: `allocated_bytes`, and on a card gaps between
+    tensors.
+    """
     alloc_retries: int
     """Times the allocator had to flush its pool to satisfy a request, since the process began."""
     kept_bytes: int | None = None
-    """What the process still held after the workload's last `release`, beyond what it held when it was opened; `None`
-    before the first."""
+    """What the process still held after the workload's last `release`, beyond what it held when it
+    was opened; `None` before the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerEvent:
-    """Something that happened inside a slice: an OOM, a back-off, an emergency. Goes to events.jsonl."""
+    """Something that happened inside a slice: an OOM, a back-off, an emergency.
+
+    Goes to events.jsonl.
+    """
 
     name: str
     at_unix_s: float
@@ -190,7 +212,8 @@ class WorkerEvent:
 class StepCounts:
     """The counters of steps and result checks: of one slice, of a slot, or of a whole run.
 
-    The only place that names them; whatever adds counts up, adds two of these. Their names are keys of summary.json.
+    The only place that names them; whatever adds counts up, adds two of these. Their names are keys
+    of summary.json.
     """
 
     steps_ok: int = 0
@@ -211,17 +234,27 @@ class StepCounts:
     """Time for which steps and checks kept the device busy."""
 
     def __add__(self, other: StepCounts) -> StepCounts:
-        """Return the sum, counter by counter. Without `__init__`, which takes twice as long: every report adds two."""
+        """Return the sum, counter by counter.
+
+        Without `__init__`, which takes twice as long: every report adds two.
+        """
         total = object.__new__(StepCounts)
-        for name, mine, others in zip(StepCounts.__slots__, _counters_of(self), _counters_of(other), strict=True):
+        for name, mine, others in zip(
+            StepCounts.__slots__, _counters_of(self), _counters_of(other), strict=True
+        ):
             object.__setattr__(total, name, mine + others)
         return total
 
     @staticmethod
     def total(counts: Iterable[StepCounts]) -> StepCounts:
-        """Return the sum of any number of counts; of thousands, faster than adding them one by one."""
+        """Return the sum of any number of counts.
+
+        Of thousands, faster than adding them one by one.
+        """
         known = tuple(counts)
-        return StepCounts(**{name: sum(getattr(one, name) for one in known) for name in StepCounts.__slots__})
+        return StepCounts(
+            **{name: sum(getattr(one, name) for one in known) for name in StepCounts.__slots__}
+        )
 
     @property
     def steps(self) -> int:
@@ -257,7 +290,9 @@ class Progress:
     """
 
     train_step: int | None = None
-    """Optimiser steps done; a step of the engine is a micro-batch, of which an optimiser step takes several."""
+    """Optimiser steps done; a step of the engine is a micro-batch, of which an optimiser step takes
+    several.
+    """
     train_steps: int | None = None
     """Optimiser steps after which it is finished."""
     epoch: float | None = None
@@ -276,8 +311,8 @@ class Progress:
     saved_step: int | None = None
     """Optimiser steps in the last snapshot that is safe on disk."""
     redone_steps: int | None = None
-    """Optimiser steps that were done again after going back to a snapshot: by this process, or in a row of the table
-    by all of the slot's."""
+    """Optimiser steps that were done again after going back to a snapshot: by this process, or in a
+    row of the table by all of the slot's."""
     data_wait_pct: float | None = None
     """Share of the time in which the device waited for data."""
     copies_pct: float | None = None
@@ -285,7 +320,9 @@ class Progress:
     optimizer_pct: float | None = None
     """Share of the time that clipping and the update of the weights took."""
     mfu_pct: float | None = None
-    """Operations of the model, of what the card is rated for at its present clock; the head fills it in."""
+    """Operations of the model, of what the card is rated for at its present clock; the head fills
+    it in.
+    """
     eta_s: float | None = None
     """Seconds until it is finished."""
     weights_sha256: str | None = None
@@ -296,13 +333,17 @@ class Progress:
         for name, kinds in _progress_kinds().items():
             value = getattr(self, name)
             if type(value) not in kinds:
-                raise TypeError(f"progress: {name} cannot be {value!r:.80}, a {type(value).__name__}")
+                raise TypeError(
+                    f"progress: {name} cannot be {value!r:.80}, a {type(value).__name__}"
+                )
 
 
 @cache
 def _progress_kinds() -> dict[str, frozenset[type]]:
     kinds = {name: set(get_args(hint)) for name, hint in get_type_hints(Progress).items()}
-    return {name: frozenset(known | {int} if float in known else known) for name, known in kinds.items()}
+    return {
+        name: frozenset(known | {int} if float in known else known) for name, known in kinds.items()
+    }
 
 
 #: Nothing is told.
@@ -332,12 +373,13 @@ class Activity:
 
     interval_s: float
     wanted_s: float
-    """Seconds in which its busiest thread ran, or was ready and waited for a CPU: on a full machine a thread that
-    computes gets little time and wants all of it."""
+    """Seconds in which its busiest thread ran, or was ready and waited for a CPU: on a full machine
+    a thread that computes gets little time and wants all of it."""
     cpu_s: float
     """Seconds in which that thread ran."""
     on_card: bool = False
-    """Whether a card computed for it, or, where the driver does not tell for whom, for any process."""
+    """Whether a card computed for it, or, where the driver does not tell for whom, for any process.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,6 +426,8 @@ class Report:
     save_due: bool = False
     """Whether the workload was asked to save its state, and has not been able to since."""
     learned: StoredLimit | None = None
-    """What a later run under the same circumstances could start from; `None` if the policy learns nothing."""
+    """What a later run under the same circumstances could start from; `None` if the policy learns
+    nothing.
+    """
     output: PrintedOutput | None = None
     """`None`: nothing was printed, or it is not captured."""

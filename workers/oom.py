@@ -1,11 +1,13 @@
-"""Classifies exceptions for the worker, and formats them as text: exception objects never leave the worker.
+"""Classifies exceptions for the worker, and formats them as text: exception objects never leave the
+worker.
 
-Covers the way from an exception, with everything chained to it, to a `FailureKind` and its evidence, and the
-formatting of a traceback. Does not cover what is done about it, nor errors that end the process at once, such as a kill
-by the kernel. Never imports torch: it reads types by their names, so it works before torch is loaded and where there is
-none.
+Covers the way from an exception, with everything chained to it, to a `FailureKind` and its
+evidence, and the formatting of a traceback. Does not cover what is done about it, nor errors that
+end the process at once, such as a kill by the kernel. Never imports torch: it reads types by their
+names, so it works before torch is loaded and where there is none.
 
-An exception is judged by its type, then its code, then its text; the first rule that matches decides.
+An exception is judged by its type, then its code, then its text; the first rule that matches
+decides.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from typing import Final
 
 from workers.settings import FailureKind
 
-#: How many probable out-of-memory errors in a row are accepted. Their texts (cuBLAS, cuDNN) can also mean a bug of
-#: the workload, and shrinking does not cure a bug.
+#: How many probable out-of-memory errors in a row are accepted. Their texts (cuBLAS, cuDNN) can
+#: also mean a bug of the workload, and shrinking does not cure a bug.
 MAX_PROBABLE_IN_A_ROW: Final = 2
 
 _TEXT_LIMIT_CHARS: Final = 300
@@ -32,26 +34,38 @@ _CUT: Final = "\n[…]\n"
 _CHAIN_LIMIT: Final = 64
 
 #: The gravest last.
-_GRAVITY: Final = (FailureKind.OTHER, FailureKind.PROBABLE, FailureKind.DEFINITE, FailureKind.CONTEXT_CORRUPTED)
+_GRAVITY: Final = (
+    FailureKind.OTHER,
+    FailureKind.PROBABLE,
+    FailureKind.DEFINITE,
+    FailureKind.CONTEXT_CORRUPTED,
+)
 
 _NO_RULE: Final = (FailureKind.OTHER, "no rule matched")
 
-#: `cudaErrorMemoryAllocation`. Codes and the texts below are those of CUDA 13.0 (driver_types.h, cudaGetErrorString);
-#: HIP uses the same numbers for out of memory, illegal address, assert and launch failure.
+#: `cudaErrorMemoryAllocation`. Codes and the texts below are those of CUDA 13.0 (driver_types.h,
+#: cudaGetErrorString); HIP uses the same numbers for out of memory, illegal address, assert and
+#: launch failure.
 _CUDA_OUT_OF_MEMORY: Final = 2
 
-#: cudaError codes after which this process gets no more work out of the device, and what the runtime calls them.
-#: For those marked * NVIDIA says in so many words that the process must be terminated and relaunched; the others are
-#: a device, a driver or an MPS server that went away, where a fresh process is the only thing left to try.
-#: Absent on purpose: 219 (a graphics context was wrong) and 720 (a cooperative launch was too large) are refused
-#: calls, not a broken device.
+#: cudaError codes after which this process gets no more work out of the device, and what the
+#: runtime calls them. For those marked * NVIDIA says in so many words that the process must be
+#: terminated and relaunched; the others are a device, a driver or an MPS server that went away,
+#: where a fresh process is the only thing left to try. Absent on purpose: 219 (a graphics context
+#: was wrong) and 720 (a cooperative launch was too large) are refused calls, not a broken device.
 _CORRUPTING_CODES: Final[Mapping[int, tuple[str, str]]] = {
     46: ("cudaErrorDevicesUnavailable", "CUDA-capable device(s) is/are busy or unavailable"),
     100: ("cudaErrorNoDevice", "no CUDA-capable device is detected"),
     101: ("cudaErrorInvalidDevice", "invalid device ordinal"),
     214: ("cudaErrorECCUncorrectable", "uncorrectable ECC error encountered"),
-    220: ("cudaErrorNvlinkUncorrectable", "uncorrectable NVLink error detected during the execution"),
-    226: ("cudaErrorContained", "Invalid access of peer GPU memory over nvlink or a hardware error"),  # *
+    220: (
+        "cudaErrorNvlinkUncorrectable",
+        "uncorrectable NVLink error detected during the execution",
+    ),
+    226: (
+        "cudaErrorContained",
+        "Invalid access of peer GPU memory over nvlink or a hardware error",
+    ),  # *
     700: ("cudaErrorIllegalAddress", "an illegal memory access was encountered"),  # *
     702: ("cudaErrorLaunchTimeout", "the launch timed out and was terminated"),  # *
     709: ("cudaErrorContextIsDestroyed", "context is destroyed"),
@@ -59,27 +73,48 @@ _CORRUPTING_CODES: Final[Mapping[int, tuple[str, str]]] = {
     714: ("cudaErrorHardwareStackError", "hardware stack error"),  # *
     715: ("cudaErrorIllegalInstruction", "an illegal instruction was encountered"),  # *
     716: ("cudaErrorMisalignedAddress", "misaligned address"),  # *
-    717: ("cudaErrorInvalidAddressSpace", "operation not supported on global/shared address space"),  # *
+    717: (
+        "cudaErrorInvalidAddressSpace",
+        "operation not supported on global/shared address space",
+    ),  # *
     718: ("cudaErrorInvalidPc", "invalid program counter"),  # *
     719: ("cudaErrorLaunchFailure", "unspecified launch failure"),  # *
     721: ("cudaErrorTensorMemoryLeak", "tensor memory not completely freed"),  # *
     802: ("cudaErrorSystemNotReady", "system not yet initialized"),
-    803: ("cudaErrorSystemDriverMismatch", "system has unsupported display driver / cuda driver combination"),
-    805: ("cudaErrorMpsConnectionFailed", "MPS client failed to connect to the MPS control daemon or the MPS server"),
-    806: ("cudaErrorMpsRpcFailure", "the remote procedural call between the MPS server and the MPS client failed"),
-    807: ("cudaErrorMpsServerNotReady", "MPS server is not ready to accept new MPS client requests"),
-    808: ("cudaErrorMpsMaxClientsReached", "the hardware resources required to create MPS client have been exhausted"),
+    803: (
+        "cudaErrorSystemDriverMismatch",
+        "system has unsupported display driver / cuda driver combination",
+    ),
+    805: (
+        "cudaErrorMpsConnectionFailed",
+        "MPS client failed to connect to the MPS control daemon or the MPS server",
+    ),
+    806: (
+        "cudaErrorMpsRpcFailure",
+        "the remote procedural call between the MPS server and the MPS client failed",
+    ),
+    807: (
+        "cudaErrorMpsServerNotReady",
+        "MPS server is not ready to accept new MPS client requests",
+    ),
+    808: (
+        "cudaErrorMpsMaxClientsReached",
+        "the hardware resources required to create MPS client have been exhausted",
+    ),
     809: (
         "cudaErrorMpsMaxConnectionsReached",
         "the hardware resources required to support device connections have been exhausted",
     ),
     810: ("cudaErrorMpsClientTerminated", "the MPS client has been terminated by the server"),  # *
-    911: ("cudaErrorExternalDevice", "an async error has occured in external entity outside of CUDA"),  # *
+    911: (
+        "cudaErrorExternalDevice",
+        "an async error has occured in external entity outside of CUDA",
+    ),  # *
     999: ("cudaErrorUnknown", "unknown error"),
 }
 
-#: Those of them whose texts are distinctive and count anywhere in a message. The others, such as "unknown error", count
-#: only after a prefix of the runtime.
+#: Those of them whose texts are distinctive and count anywhere in a message. The others, such as
+#: "unknown error", count only after a prefix of the runtime.
 _DISTINCTIVE_CODES: Final = (46, 100, 700, 702, 710, 715, 716, 719)
 
 
@@ -87,14 +122,17 @@ def _any_of(codes: Iterable[int]) -> str:
     return "|".join(re.escape(_CORRUPTING_CODES[code][1]) for code in codes)
 
 
-#: What the message of a `RuntimeError` means; the first pattern that is found decides. Its group, if it has one, is the
-#: evidence.
+#: What the message of a `RuntimeError` means; the first pattern that is found decides. Its group,
+#: if it has one, is the evidence.
 _TEXTS: Final = tuple(
     (kind, re.compile(pattern))
     for kind, *patterns in (
         (
             FailureKind.CONTEXT_CORRUPTED,
-            rf"(?:CUDA(?: driver)? error|HIP error|Triton Error \[(?:CUDA|HIP)\]): ({_any_of(_CORRUPTING_CODES)})",
+            (
+                r"(?:CUDA(?: driver)? error|HIP error|Triton Error \[(?:CUDA|HIP)\]): "
+                rf"({_any_of(_CORRUPTING_CODES)})"
+            ),
             _any_of(_DISTINCTIVE_CODES),
             r"uncorrectable (?:ECC|NVLink)",
             r"GPU is lost|has fallen off the bus|device unavailable",
@@ -102,25 +140,35 @@ _TEXTS: Final = tuple(
         (
             FailureKind.DEFINITE,
             r"(?:CUDA|HIP|XPU|MPS backend) (?:error: )?out of memory|PT_DEVMEM Allocation failed",
-            r"CUDA driver error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|Triton Error \[(?:CUDA|HIP)\]: out of memory",
+            (
+                r"CUDA driver error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|Triton Error "
+                r"\[(?:CUDA|HIP)\]: out of memory"
+            ),
             # cudaMallocAsync says so after "Allocation on device" and its number.
             r"would exceed allowed memory\. \(out of memory\)",
             r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory:)",
-            r"Error code 12 \(Cannot allocate memory\)|std::bad_alloc|Failed to allocate a Tensor object",
+            (
+                r"Error code 12 \(Cannot allocate memory\)|std::bad_alloc|Failed to allocate a Tensor "
+                r"object"
+            ),
         ),
         (
             FailureKind.PROBABLE,
-            # Not initialised: at cublasCreate this is memory; elsewhere it can be an indexing bug. Hence only probable.
+            # Not initialised: at cublasCreate this is memory; elsewhere it can be an indexing bug.
+            # Hence only probable.
             r"CUBLAS_STATUS_(?:ALLOC_FAILED|NOT_INITIALIZED)",
             r"(?:HIPBLAS_STATUS|CUSOLVER_STATUS|CUSPARSE_STATUS|CUDNN_STATUS|CUFFT)_ALLOC_FAILED",
             r"CUDNN_STATUS_INTERNAL_ERROR_(?:HOST|DEVICE)_ALLOCATION_FAILED",
             r"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
-            # cuDNN tries its algorithms, and what each of them raised for want of memory is not told.
+            # cuDNN tries its algorithms, and what each of them raised for want of memory is not
+            # told.
             r"(?:GET|FIND) was unable to find an engine|Unable to find a valid cuDNN algorithm",
-            # A library's kernel that got no memory for itself; a bad argument says so too. Hence only probable.
+            # A library's kernel that got no memory for itself; a bad argument says so too. Hence
+            # only probable.
             r"CUDNN_STATUS_(?:INTERNAL_ERROR|EXECUTION_FAILED)\b|CUBLAS_STATUS_INTERNAL_ERROR\b",
             r"!handles_\.at\(i\) INTERNAL ASSERT FAILED|CUDA driver error: device not ready",
-            # oneDNN; the same words followed by "descriptor" mean an operation it cannot do, which is a bug.
+            # oneDNN; the same words followed by "descriptor" mean an operation it cannot do, which
+            # is a bug.
             r"could not create a (?:primitive|memory)\b(?! desc)",
         ),
     )
@@ -128,45 +176,61 @@ _TEXTS: Final = tuple(
 )
 
 
-#: How the refused request stands in the text of an out-of-memory: torch's caching allocator ("Tried to allocate 20.00
-#: GiB"), its CPU allocator ("you tried to allocate 400 bytes"), cudaMallocAsync ("Requested : 1.00 GiB"), and NumPy.
+#: How the refused request stands in the text of an out-of-memory: torch's caching allocator ("Tried
+#: to allocate 20.00 GiB"), its CPU allocator ("you tried to allocate 400 bytes"), cudaMallocAsync
+#: ("Requested : 1.00 GiB"), and NumPy.
 _REQUEST: Final = re.compile(
-    r"(?:tried to allocate|requested *:|unable to allocate) +([0-9.]+) ?([KMGTP]?i?B|bytes)", re.IGNORECASE
+    r"(?:tried to allocate|requested *:|unable to allocate) +([0-9.]+) ?([KMGTP]?i?B|bytes)",
+    re.IGNORECASE,
 )
 _UNIT_BYTES: Final = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What an exception means. Holds strings only, so it keeps no frame and no tensor alive, and it pickles."""
+    """What an exception means.
+
+    Holds strings only, so it keeps no frame and no tensor alive, and it pickles.
+    """
 
     kind: FailureKind
     evidence: str
-    """The rule that matched: `type torch.OutOfMemoryError`, `code 700 (cudaErrorIllegalAddress)`, `text "…"`."""
+    """The rule that matched: `type torch.OutOfMemoryError`, `code 700 (cudaErrorIllegalAddress)`,
+    `text "…"`.
+    """
     text: str
-    """First line of the message of the exception that decided, at most 300 characters; its type if it has none."""
+    """First line of the message of the exception that decided, at most 300 characters; its type if
+    it has none.
+    """
     requested_bytes: int | None = None
-    """What was asked for and refused, as its message says, rounded as there; `None` if it does not say."""
+    """What was asked for and refused, as its message says, rounded as there; `None` if it does not
+    say.
+    """
 
 
 def classify(exc: BaseException, handled: BaseException | None = None) -> Failure:
     """Judge `exc` and everything chained to it: causes, contexts and the members of groups.
 
-    The gravest verdict in the chain counts (poisoned, definite, probable, other), and of equals the one nearest to
-    `exc`. Call it inside the handler, keep only what it returns, and leave the handler: the traceback holds the tensors
-    of the step that failed.
+    The gravest verdict in the chain counts (poisoned, definite, probable, other), and of equals the
+    one nearest to `exc`. Call it inside the handler, keep only what it returns, and leave the
+    handler: the traceback holds the tensors of the step that failed.
 
     Args:
         exc: What was raised.
-        handled: What the caller was already handling when it called what raised. Python chains the two, and a bug met
-            while an out-of-memory is being handled would look like one; so it does not count as a context.
+        handled: What the caller was already handling when it called what raised. Python chains the
+        two, and a bug met
+            while an out-of-memory is being handled would look like one; so it does not count as a
+            context.
     """
     verdict = Failure(kind=_NO_RULE[0], evidence=_NO_RULE[1], text=_first_line(exc))
     for link in _chain(exc, handled):
         kind, evidence = _judge(link)
         if _GRAVITY.index(kind) > _GRAVITY.index(verdict.kind):
             verdict = Failure(
-                kind=kind, evidence=evidence, text=_first_line(link), requested_bytes=_requested_bytes(_message(link))
+                kind=kind,
+                evidence=evidence,
+                text=_first_line(link),
+                requested_bytes=_requested_bytes(_message(link)),
             )
     return verdict
 
@@ -174,8 +238,8 @@ def classify(exc: BaseException, handled: BaseException | None = None) -> Failur
 def traceback_text(exc: BaseException) -> str:
     """Format the traceback of `exc`, causes included, as text of at most 8192 characters.
 
-    A longer one loses its middle: the first cause stands at the top, and what happened in the end at the bottom.
-    Nothing of the traceback itself is kept, neither frames nor the values in them.
+    A longer one loses its middle: the first cause stands at the top, and what happened in the end
+    at the bottom. Nothing of the traceback itself is kept, neither frames nor the values in them.
     """
     try:
         text = "".join(traceback.TracebackException.from_exception(exc).format())
@@ -189,16 +253,20 @@ def traceback_text(exc: BaseException) -> str:
 
 
 def drop_frames(exc: BaseException) -> None:
-    """Drop what the frames of its tracebacks hold: a workload that keeps the exception must not keep its tensors.
+    """Drop what the frames of its tracebacks hold: a workload that keeps the exception must not
+    keep its tensors.
 
-    Afterwards a debugger no longer sees the variables of these frames. Frames that still run are left alone.
+    Afterwards a debugger no longer sees the variables of these frames. Frames that still run are
+    left alone.
     """
     for link in _chain(exc, None):
         traceback.clear_frames(link.__traceback__)
 
 
 def place(exc: BaseException) -> str:
-    """Return file and line of the user's code that raised `exc`: the deepest frame outside installed packages."""
+    """Return file and line of the user's code that raised `exc`: the deepest frame outside
+    installed packages.
+    """
     frames = traceback.extract_tb(exc.__traceback__)
     own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
     return f"{own[-1].filename}:{own[-1].lineno}" if own else "an unknown place"
@@ -234,7 +302,8 @@ def _judge(exc: BaseException) -> tuple[FailureKind, str]:
             return FailureKind.DEFINITE, f"code {code} (cudaErrorMemoryAllocation)"
         if isinstance(code, int) and code in _CORRUPTING_CODES:
             return FailureKind.CONTEXT_CORRUPTED, f"code {code} ({_CORRUPTING_CODES[code][0]})"
-    # torch and the libraries below it raise these two; in any other type such words are about memory, not a lack of it.
+    # torch and the libraries below it raise these two; in any other type such words are about
+    # memory, not a lack of it.
     return _judge_text(_message(exc)) if isinstance(exc, RuntimeError | SystemError) else _NO_RULE
 
 
@@ -248,13 +317,22 @@ def _judge_text(message: str) -> tuple[FailureKind, str]:
 def _requested_bytes(message: str) -> int | None:
     found = _REQUEST.search(message)
     try:
-        return None if found is None else int(float(found[1]) * _UNIT_BYTES.get(found[2][0].upper(), 1))
-    except (ValueError, OverflowError):  # 1.2.3, or more digits than a float has: no request of any allocator
+        return (
+            None
+            if found is None
+            else int(float(found[1]) * _UNIT_BYTES.get(found[2][0].upper(), 1))
+        )
+    except (
+        ValueError,
+        OverflowError,
+    ):  # 1.2.3, or more digits than a float has: no request of any allocator
         return None
 
 
 def _torch_type(exc: BaseException, name: str) -> type | None:
-    """Find torch's class `name` among the types of `exc`, whichever module of torch it claims to come from."""
+    """Find torch's class `name` among the types of `exc`, whichever module of torch it claims to
+    come from.
+    """
     for base in type(exc).__mro__:
         if base.__name__ == name and base.__module__.partition(".")[0] == "torch":
             return base

@@ -1,6 +1,7 @@
 """What the sensors of a card say at one moment, as a value that may cross processes.
 
-Does not read sensors (`nvml` does) and does not judge (`policy.thermal` does). Imports neither torch, Ray nor NVML.
+Does not read sensors (`nvml` does) and does not judge (`policy.thermal` does). Imports neither
+torch, Ray nor NVML.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from typing import Final
 
 
 class Throttle(IntFlag):
-    """Why a card runs below its highest clock; NVML's `nvmlClocksEventReason…` bits, which come together."""
+    """Why a card runs below its highest clock.
+
+    NVML's `nvmlClocksEventReason…` bits, which come together.
+    """
 
     IDLE = 0x1
     APPLICATION_CLOCKS = 0x2
@@ -26,9 +30,13 @@ class Throttle(IntFlag):
     DISPLAY_CLOCKS = 0x100
 
 
-#: The bits that mean trouble; the others are everyday life (field notes; NVML's documentation of the reasons).
+#: The bits that mean trouble; the others are everyday life (field notes; NVML's documentation of
+#: the reasons).
 THROTTLE_ALARMS: Final = (
-    Throttle.HARDWARE_SLOWDOWN | Throttle.SOFTWARE_THERMAL | Throttle.HARDWARE_THERMAL | Throttle.POWER_BRAKE
+    Throttle.HARDWARE_SLOWDOWN
+    | Throttle.SOFTWARE_THERMAL
+    | Throttle.HARDWARE_THERMAL
+    | Throttle.POWER_BRAKE
 )
 
 
@@ -65,6 +73,8 @@ class SensorReading:
     process_used_bytes: int | None = None
     """Bytes of the card held by this process; not reported under WSL2 and WDDM."""
     of_processor: bool = False
-    """Whether this is a computer without a card: temperatures that are hot for a card are normal for it."""
+    """Whether this is a computer without a card: temperatures that are hot for a card are normal
+    for it.
+    """
     lost: bool = False
     """The driver answered before and now says that the card is gone."""

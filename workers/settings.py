@@ -1,7 +1,7 @@
 """What a worker gets once: its specification, and the values that make it up.
 
-Does not cover what travels with each slice (`messages`). Imports neither torch nor ray. Bytes and seconds throughout;
-`None` means unknown or off.
+Does not cover what travels with each slice (`messages`). Imports neither torch nor ray. Bytes and
+seconds throughout; `None` means unknown or off.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from workers.units import MIB
 
 Scalar: TypeAlias = str | int | float | bool | None
 
-#: What a CUDA context is assumed to take until it is measured, or where nothing can measure it: 676 MiB on an H200
-#: (docs/results/2026-11-20-h200-rehearsal.md). Older cards and drivers took about 300 MB (pytorch #20532, #107667).
+#: What a CUDA context is assumed to take until it is measured, or where nothing can measure it: 676
+#: MiB on an H200 (docs/results/2026-11-20-h200-rehearsal.md). Older cards and drivers took about
+#: 300 MB (pytorch #20532, #107667).
 ASSUMED_CONTEXT_BYTES: Final = 676 * MIB
 
-#: Two figures of memory are the same up to one part in so many. The measured context of a process, and with it the cap,
-#: differs by some MiB from start to start; the total of a machine's RAM by less, from kernel to kernel.
+#: Two figures of memory are the same up to one part in so many. The measured context of a process,
+#: and with it the cap, differs by some MiB from start to start; the total of a machine's RAM by
+#: less, from kernel to kernel.
 _NEAR_PARTS: Final = 100
 
 #: Beyond these no sensor of a running card is valid.
@@ -33,7 +35,8 @@ HOTTEST_C: Final = 150.0
 class FailureKind(StrEnum):
     """What an exception means for the worker.
 
-    DEFINITE and PROBABLE are out-of-memory: shrink. CONTEXT_CORRUPTED ends the process. OTHER is the workload's bug.
+    DEFINITE and PROBABLE are out-of-memory: shrink. CONTEXT_CORRUPTED ends the process. OTHER is
+    the workload's bug.
     """
 
     DEFINITE = "definite"
@@ -81,10 +84,11 @@ class WorkloadSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFaults:
-    """Faults that single steps of every worker meet, by chance or by count. They are survived within the slice.
+    """Faults that single steps of every worker meet, by chance or by count. They are survived
+    within the slice.
 
-    By count in the style of spark-rapids' `injectRetryOOM`: the first `oom_skip` steps of a process pass, the
-    `oom_num` that follow fail.
+    By count in the style of spark-rapids' `injectRetryOOM`: the first `oom_skip` steps of a process
+    pass, the `oom_num` that follow fail.
     """
 
     seed: int
@@ -102,44 +106,68 @@ class StepFaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThermalSettings:
-    """The thresholds of a governor. All three of `warm_c`, `hot_c` and `critical_c` off: the governor does nothing.
+    """The thresholds of a governor. All three of `warm_c`, `hot_c` and `critical_c` off: the
+    governor does nothing.
 
     Raises:
-        ValueError: A value that is no number or out of its bounds, or thresholds that are not in ascending order.
+        ValueError: A value that is no number or out of its bounds, or thresholds that are not in
+            ascending order.
     """
 
     warm_c: float | None = 70.0
-    """From here the card is WARM, and its duty may be reduced if it warms fast. The guides boost below, with all of the
-    time. `None`: off."""
+    """From here the card is WARM, and its duty may be reduced if it warms fast. The guides boost
+    below, with all of the time. `None`: off."""
     hot_c: float | None = 78.0
     """From here the duty is reduced (guides). `None`: it never is."""
     critical_c: float | None = 83.0
-    """From here everything pauses ("never exceed 83 C sustained" in the guides). `None`: nothing ever pauses."""
+    """From here everything pauses ("never exceed 83 C sustained" in the guides). `None`: nothing
+    ever pauses.
+    """
     resume_c: float | None = 75.0
     """Below this a pause ends (guides). `None`: `hysteresis_c` below `critical_c`."""
     hysteresis_c: float = 2.0
     """A band is left downwards only this far below the threshold that led into it."""
     margin_c: float = 1.5
-    """The duty settles this far below `critical_c`, so that a reading in whole degrees does not reach it by chance."""
+    """The duty settles this far below `critical_c`, so that a reading in whole degrees does not
+    reach it by chance.
+    """
     smallest_duty: float = 0.05
     """A hot card is never used less than this share of the time, unless it is paused."""
     longest_pause_s: float | None = 120.0
-    """A pause also ends, at the smallest duty, once the card has been below `critical_c` for so long without reaching
-    `resume_c`: other workers keep it warm, and waiting would not end. `None`: wait without a limit."""
+    """A pause also ends, at the smallest duty, once the card has been below `critical_c` for so
+    long without reaching `resume_c`: other workers keep it warm, and waiting would not end.
+    `None`: wait without a limit."""
     alarming_bandwidth_drop: float = 0.10
-    """Memory that moves this share less than it did raises an alarm; healthy memory stays within a few percent."""
+    """Memory that moves this share less than it did raises an alarm; healthy memory stays within a
+    few percent.
+    """
 
     def __post_init__(self) -> None:
-        named = {name: getattr(self, name) for name in ("warm_c", "hot_c", "critical_c", "resume_c")}
+        named = {
+            name: getattr(self, name) for name in ("warm_c", "hot_c", "critical_c", "resume_c")
+        }
         for name, value in named.items():
             if value is not None and not COLDEST_C < value < HOTTEST_C:
-                raise ValueError(f"{name} must be between {COLDEST_C:g} and {HOTTEST_C:g} C or off, not {value}")
-        known = [(name, value) for name, value in named.items() if value is not None and name != "resume_c"]
+                raise ValueError(
+                    f"{name} must be between {COLDEST_C:g} and {HOTTEST_C:g} C or off, not {value}"
+                )
+        known = [
+            (name, value)
+            for name, value in named.items()
+            if value is not None and name != "resume_c"
+        ]
         for (lower, low_c), (upper, high_c) in itertools.pairwise(known):
             if low_c >= high_c:
                 raise ValueError(f"{lower} must be below {upper}, not {low_c:g} and {high_c:g} C")
-        if self.critical_c is not None and self.resume_c is not None and self.resume_c >= self.critical_c:
-            raise ValueError(f"resume_c must be below critical_c, not {self.resume_c:g} and {self.critical_c:g} C")
+        if (
+            self.critical_c is not None
+            and self.resume_c is not None
+            and self.resume_c >= self.critical_c
+        ):
+            raise ValueError(
+                f"resume_c must be below critical_c, not {self.resume_c:g} and "
+                f"{self.critical_c:g} C"
+            )
         for name, least, most in (
             ("hysteresis_c", 0.0, 20.0),
             ("margin_c", 0.0, 20.0),
@@ -199,12 +227,19 @@ class LimitKey:
     cap_bytes: int
 
     def serves(self, wanted: LimitKey) -> bool:
-        """Whether what was learned under this key holds under `wanted`: all is equal, and the bytes are near.
+        """Whether what was learned under this key holds under `wanted`: all is equal, and the bytes
+        are near.
 
-        So a size is never offered for a cap that is smaller, by more than 1 %, than the one it was learned at.
+        So a size is never offered for a cap that is smaller, by more than 1 %, than the one it was
+        learned at.
         """
-        near = _near(self.total_bytes, wanted.total_bytes) and _near(self.cap_bytes, wanted.cap_bytes)
-        return near and replace(self, total_bytes=wanted.total_bytes, cap_bytes=wanted.cap_bytes) == wanted
+        near = _near(self.total_bytes, wanted.total_bytes) and _near(
+            self.cap_bytes, wanted.cap_bytes
+        )
+        return (
+            near
+            and replace(self, total_bytes=wanted.total_bytes, cap_bytes=wanted.cap_bytes) == wanted
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,12 +254,17 @@ class StoredLimit:
     best_tflops: float | None = None
     """Most that such a worker has sustained; `None` if it is unknown."""
     best_under: str | None = None
-    """How much of the card it had then: its duty, and who shared the card. Only equal terms are compared."""
+    """How much of the card it had then: its duty, and who shared the card. Only equal terms are
+    compared.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """All that a worker of one slot must know; passed once to each of its processes, and the same for all of a run."""
+    """All that a worker of one slot must know.
+
+    Passed once to each of its processes, and the same for all of a run.
+    """
 
     slot: str
     node: str
@@ -241,14 +281,18 @@ class WorkerSpec:
     duty: float | None
     """Share of wall time the device is kept busy; `None` does not limit it."""
     thread_share: float | None = None
-    """Share of the card's multiprocessors this worker may use under NVIDIA MPS; `None` does not limit it."""
+    """Share of the card's multiprocessors this worker may use under NVIDIA MPS; `None` does not
+    limit it.
+    """
     policy: str
     memory: MemorySettings
     workload: WorkloadSpec
     step_faults: StepFaults | None = None
     """Of `run --chaos`; `None` injects nothing."""
     learned: tuple[StoredLimit, ...] = ()
-    """What earlier runs have learned of the workload, on this card or another; the worker picks its own."""
+    """What earlier runs have learned of the workload, on this card or another; the worker picks its
+    own.
+    """
     thermal: ThermalSettings = THERMAL_OFF
     """From which temperatures on it slows down and pauses; with all of them off it does not."""
     check_share: float = 0.0
@@ -262,7 +306,9 @@ class WorkerSpec:
     mps_pipe_directory: str | None = None
     """Where the worker finds the MPS daemon of its node; `None` where it works without."""
     mps_memory_limit_bytes: int | None = None
-    """What MPS lets the worker allocate on its card, CUDA's own allocations counted in; `None` does not limit it."""
+    """What MPS lets the worker allocate on its card, CUDA's own allocations counted in; `None` does
+    not limit it.
+    """
 
 
 def _near(learned_bytes: int | None, wanted_bytes: int | None) -> bool:

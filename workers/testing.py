@@ -1,6 +1,7 @@
 """Injected failures for tests of your own workload: torch's real exception types, on command.
 
-In the style of spark-rapids' `injectRetryOOM`: so many failures, after so many good allocations. Does not allocate.
+In the style of spark-rapids' `injectRetryOOM`: so many failures, after so many good allocations.
+Does not allocate.
 
     class MyWorkload(Workload):
         injector = OomInjector(num=2, skip=10)
@@ -26,7 +27,10 @@ _ERRORS: Final = {
         RuntimeError,
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     ),
-    FailureKind.CONTEXT_CORRUPTED: (torch.AcceleratorError, "CUDA error: an illegal memory access was encountered"),
+    FailureKind.CONTEXT_CORRUPTED: (
+        torch.AcceleratorError,
+        "CUDA error: an illegal memory access was encountered",
+    ),
     FailureKind.OTHER: (RuntimeError, "mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3)"),
 }
 
@@ -35,7 +39,11 @@ class OomInjector:
     """Lets `skip` checks pass, then fails `num` of those that follow, then lets all pass."""
 
     def __init__(
-        self, num: int, skip: int = 0, kind: FailureKind = FailureKind.DEFINITE, seed: int | None = None
+        self,
+        num: int,
+        skip: int = 0,
+        kind: FailureKind = FailureKind.DEFINITE,
+        seed: int | None = None,
     ) -> None:
         """Prepare; nothing fails before `check` is called.
 
@@ -43,7 +51,8 @@ class OomInjector:
             num: Failures in all.
             skip: Checks before the first that may fail.
             kind: What `workers.oom.classify` will make of the failure.
-            seed: `None` fails `num` checks in a row; with a seed each check fails with even chance until `num` have,
+            seed: `None` fails `num` checks in a row; with a seed each check fails with even chance
+            until `num` have,
                 the same ones in every run.
 
         Raises:

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-TEXT = "the worker shrinks before it runs out of memory, and grows again when memory is free. " * 200
+TEXT = (
+    "the worker shrinks before it runs out of memory, and grows again when memory is free. " * 200
+)
 BATCH, MICRO, LENGTH, STEPS, RATE = 16, 4, 32, 20, 3e-3
 
 
@@ -17,11 +19,17 @@ class Block(nn.Module):
         super().__init__()
         self.heads, self.norm, self.norm_after = heads, nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows, length, width = x.shape
-        split = self.qkv(self.norm(x)).view(rows, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        split = (
+            self.qkv(self.norm(x))
+            .view(rows, length, 3, self.heads, width // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
         seen = functional.scaled_dot_product_attention(*split, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).reshape(rows, length, width))
         return x + self.mlp(self.norm_after(x))

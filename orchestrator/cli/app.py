@@ -15,7 +15,13 @@ import typer
 
 from orchestrator.cli import commands, levers
 from orchestrator.cli import options as opt
-from orchestrator.cli.loading import config_of, config_to_read, duration_s, import_from_here, print_text
+from orchestrator.cli.loading import (
+    config_of,
+    config_to_read,
+    duration_s,
+    import_from_here,
+    print_text,
+)
 from orchestrator.config.load import load_config
 from orchestrator.errors import UsageError
 from orchestrator.record.folders import find_run
@@ -57,15 +63,17 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     yes_really: opt.YesReally = False,
 ) -> None:
     """Run the workers and show their health. Ctrl-C ends the run and writes the summary."""
-    from orchestrator.core.chaos.plan import parse_chaos  # noqa: PLC0415
-    from orchestrator.record.archive import read_run  # noqa: PLC0415
-    from orchestrator.run import environment as environments  # noqa: PLC0415 - `--help` should not wait
-    from orchestrator.run import runner  # noqa: PLC0415
+    from orchestrator.core.chaos.plan import parse_chaos
+    from orchestrator.record.archive import read_run
+    from orchestrator.run import environment as environments
+    from orchestrator.run import runner
 
     if local and rehearse:
         raise UsageError("--local and --rehearse exclude each other")
     if debug and (local or rehearse):
-        raise UsageError("--debug runs one worker in this process: it excludes --local and --rehearse")
+        raise UsageError(
+            "--debug runs one worker in this process: it excludes --local and --rehearse"
+        )
     if scale is not None and not rehearse:
         raise UsageError("--scale only makes sense with --rehearse")
     options = runner.Options(
@@ -84,9 +92,12 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     if resume is not None:
         if local or rehearse or debug or overrides or workload is not None or policy is not None:
             raise UsageError(
-                "--resume uses the run's own configuration; start a new run to change anything but --duration"
+                "--resume uses the run's own configuration; start a new run to change anything "
+                "but --duration"
             )
-        raise typer.Exit(runner.go_on(read_run(find_run(Path(loaded.run.dir), resume)), options, more_s))
+        raise typer.Exit(
+            runner.go_on(read_run(find_run(Path(loaded.run.dir), resume)), options, more_s)
+        )
     if rehearse:
         environment = environments.in_rehearsal(loaded, scale)
     elif debug:
@@ -105,8 +116,8 @@ def plan(
     json_output: opt.AsJson = False,
 ) -> None:
     """Show where each worker will go and what it may use."""
-    from orchestrator.cli.plan import budgets, plan_json, plan_text  # noqa: PLC0415 - only this verb needs it
-    from orchestrator.cli.plan_training import training_plan  # noqa: PLC0415
+    from orchestrator.cli.plan import budgets, plan_json, plan_text
+    from orchestrator.cli.plan_training import training_plan
 
     loaded = load_config(config, overrides or [])
     training = training_plan(loaded, budgets(loaded))
@@ -124,9 +135,9 @@ def up(
     service: opt.Service = False,
 ) -> None:
     """Print the exact commands that make a PC a node of the cluster."""
-    from orchestrator.cli import nodes  # noqa: PLC0415 - only this verb needs it
-    from orchestrator.cli.service import install  # noqa: PLC0415
-    from orchestrator.cli.stay import keep  # noqa: PLC0415
+    from orchestrator.cli import nodes
+    from orchestrator.cli.service import install
+    from orchestrator.cli.stay import keep
 
     if service and (execute or stay):
         raise UsageError("--service excludes --exec and --stay: the unit that it writes does both")
@@ -159,13 +170,14 @@ def stop(
     node: opt.NodeToEnd = None,
 ) -> None:
     """End the runs under way in one run folder, as Ctrl-C would."""
-    from orchestrator.cli import nodes  # noqa: PLC0415 - only this verb needs it
+    from orchestrator.cli import nodes
 
     loaded = config_to_read(config, overrides, run_dir)
     settings = loaded.run
     if node is not None and node not in loaded.nodes and not nodes.processes_of(node):
         raise UsageError(
-            f"no process of a node {node!r} runs here, and {config} has no such node; valid: {', '.join(loaded.nodes)}"
+            f"no process of a node {node!r} runs here, and {config} has no such node; valid: "
+            f"{', '.join(loaded.nodes)}"
         )
     ends_s = 3 * settings.slice_s + settings.stop_grace_s + _SUMMARY_S
     try:
@@ -187,10 +199,12 @@ def runs(
     json_output: opt.AsJson = False,
 ) -> None:
     """List the runs made so far, the newest first."""
-    from orchestrator.cli.runs import runs_json, runs_text  # noqa: PLC0415 - only this verb and the next need it
+    from orchestrator.cli.runs import runs_json, runs_text
 
     folder = Path(config_to_read(config, overrides, run_dir).run.dir)
-    print_text(runs_json(folder) if json_output else runs_text(folder, glyphs_for(sys.stdout.encoding)))
+    print_text(
+        runs_json(folder) if json_output else runs_text(folder, glyphs_for(sys.stdout.encoding))
+    )
 
 
 @app.command()
@@ -204,9 +218,12 @@ def report(
     json_output: opt.AsJson = False,
     html: opt.HtmlFile = None,
 ) -> None:
-    """Show one run: how it ended, its table, what happened. Also one that is under way or was killed."""
-    from orchestrator.cli.runs import report_json, report_text  # noqa: PLC0415 - only this verb and the one before need it
-    from orchestrator.view.report import verb  # noqa: PLC0415
+    """Show one run: how it ended, its table, what happened.
+
+    Also one that is under way or was killed.
+    """
+    from orchestrator.cli.runs import report_json, report_text
+    from orchestrator.view.report import verb
 
     if text + json_output + (html is not None) > 1:
         raise UsageError("--text, --json and --html exclude each other")
@@ -219,7 +236,11 @@ def report(
         print_text(str(html))
         return
     width = shutil.get_terminal_size(fallback=(120, 24)).columns
-    print_text(report_json(folder) if json_output else report_text(folder, width, glyphs_for(sys.stdout.encoding)))
+    print_text(
+        report_json(folder)
+        if json_output
+        else report_text(folder, width, glyphs_for(sys.stdout.encoding))
+    )
 
 
 @app.command()
@@ -230,8 +251,11 @@ def logs(
     overrides: opt.Overrides = None,
     run_dir: opt.RunDir = None,
 ) -> None:
-    """Show the last 100 lines that the worker in a slot printed. All of them are in the run folder."""
-    from orchestrator.cli.runs import logs_text  # noqa: PLC0415 - only this verb and three others need it
+    """Show the last 100 lines that the worker in a slot printed.
+
+    All of them are in the run folder.
+    """
+    from orchestrator.cli.runs import logs_text
 
     folder = find_run(Path(config_of(config, overrides, {"run.dir": run_dir}).run.dir), run)
     print_text(logs_text(folder, slot, glyphs_for(sys.stdout.encoding)))
@@ -250,14 +274,18 @@ def top(  # noqa: PLR0913 - one parameter for each option of the command
     read_only: opt.ReadOnly = False,
 ) -> None:
     """Follow a run from any terminal, or replay it. `?` lists the keys."""
-    from orchestrator.view.top import verb  # noqa: PLC0415 - only this verb needs it
+    from orchestrator.view.top import verb
 
     view, glyphs = verb.view_of(sort, wanted), glyphs_for(sys.stdout.encoding)
     folder = find_run(Path(config_to_read(config, overrides, run_dir).run.dir), run_id)
     if json_output:
         print_text(verb.frame_json(folder, view))
     elif once or not verb.is_terminal():
-        print_text(verb.frame_text(folder, view, shutil.get_terminal_size(fallback=(120, 24)).columns, glyphs))
+        print_text(
+            verb.frame_text(
+                folder, view, shutil.get_terminal_size(fallback=(120, 24)).columns, glyphs
+            )
+        )
     else:
         verb.watch(folder, view, glyphs, read_only=read_only)
 
@@ -271,16 +299,21 @@ def notify(
     overrides: opt.Overrides = None,
     run_dir: opt.RunDir = None,
 ) -> None:
-    """Tell of a run by mail or chat until it ends. What goes wrong is told at once, the rest in a digest."""
-    from orchestrator.config.notify_urls import URLS_VARIABLE, notify_urls  # noqa: PLC0415 - only this verb needs them
-    from orchestrator.view.notify import verb  # noqa: PLC0415
+    """Tell of a run by mail or chat until it ends.
+
+    What goes wrong is told at once, the rest in a digest.
+    """
+    from orchestrator.config.notify_urls import URLS_VARIABLE, notify_urls
+    from orchestrator.view.notify import verb
 
     if once and test:
         raise UsageError("--once and --test exclude each other")
     loaded = config_to_read(config, overrides, run_dir)
     urls = notify_urls(loaded.notify)
     if not urls:
-        raise UsageError(f"there is no address: set notify.urls_file in {config}, or {URLS_VARIABLE}")
+        raise UsageError(
+            f"there is no address: set notify.urls_file in {config}, or {URLS_VARIABLE}"
+        )
     if test:
         raise typer.Exit(verb.send_test(urls, print_text))
     folder = find_run(Path(loaded.run.dir), run_id)
@@ -301,12 +334,20 @@ def web(  # noqa: PLR0913 - one parameter for each option of the command
     overrides: opt.Overrides = None,
     run_dir: opt.RunDir = None,
 ) -> None:
-    """Show one run in a browser, also one that is over. Prints the address, which logs one browser in."""
-    from orchestrator.view.web import verb  # noqa: PLC0415 - only this verb needs it
+    """Show one run in a browser, also one that is over.
+
+    Prints the address, which logs one browser in.
+    """
+    from orchestrator.view.web import verb
 
     folder = find_run(Path(config_to_read(config, overrides, run_dir).run.dir), run_id)
     options = verb.Options(
-        port=port, bind=bind, control=control, certificate=certificate, key=key, without_tls=without_tls
+        port=port,
+        bind=bind,
+        control=control,
+        certificate=certificate,
+        key=key,
+        without_tls=without_tls,
     )
     verb.serve(folder, options, print_text)
 
@@ -319,17 +360,25 @@ def limits(
     json_output: opt.AsJson = False,
 ) -> None:
     """List what runs have learned, or delete it. These are the sizes that fit a card."""
-    from orchestrator.cli import limits as verb  # noqa: PLC0415 - only this verb needs it
-    from workers.learned_limits.store import LimitStore  # noqa: PLC0415
+    from orchestrator.cli import limits as verb
+    from workers.learned_limits.store import LimitStore
 
-    store, selection, now_unix_s = LimitStore(), verb.Selection(card=card, workload=workload), time.time()
+    store, selection, now_unix_s = (
+        LimitStore(),
+        verb.Selection(card=card, workload=workload),
+        time.time(),
+    )
     if json_output:
         print_text((verb.cleared_json if clear else verb.limits_json)(store, selection, now_unix_s))
     elif clear:
         print_text(verb.cleared_text(store, selection, now_unix_s, glyphs_for(sys.stdout.encoding)))
     else:
-        width = shutil.get_terminal_size(fallback=(0, 0)).columns or None  # without a terminal, one line for each
-        print_text(verb.limits_text(store, selection, now_unix_s, width, glyphs_for(sys.stdout.encoding)))
+        width = (
+            shutil.get_terminal_size(fallback=(0, 0)).columns or None
+        )  # without a terminal, one line for each
+        print_text(
+            verb.limits_text(store, selection, now_unix_s, width, glyphs_for(sys.stdout.encoding))
+        )
 
 
 @app.command()
@@ -348,9 +397,9 @@ def burn(  # noqa: PLR0913 - one parameter for each option of the command
     sweep: opt.SweepOf = None,
 ) -> None:
     """Validate every card: PASS or FAIL. In three phases: caps and precision, heat, full load."""
-    from orchestrator.lab.burn import phases, sweep_verb, verb  # noqa: PLC0415 - `--help` should not wait
-    from orchestrator.run import environment as environments  # noqa: PLC0415
-    from orchestrator.run import runner  # noqa: PLC0415
+    from orchestrator.lab.burn import phases, sweep_verb, verb
+    from orchestrator.run import environment as environments
+    from orchestrator.run import runner
 
     if local and rehearse:
         raise UsageError("--local and --rehearse exclude each other")
@@ -370,9 +419,12 @@ def burn(  # noqa: PLR0913 - one parameter for each option of the command
     if sweep is not None:
         if phase or apply_power_limit:
             raise UsageError(
-                "--sweep sets the cards itself, and has no phases: it excludes --phase, --apply-power-limit"
+                "--sweep sets the cards itself, and has no phases: it excludes --phase, "
+                "--apply-power-limit"
             )
-        raise typer.Exit(sweep_verb.typed(sweep, loaded, make_environment, duration_s(duration), options))
+        raise typer.Exit(
+            sweep_verb.typed(sweep, loaded, make_environment, duration_s(duration), options)
+        )
     wanted = {phases.Phase(number) for number in phase or (1, 2, 3)}
     raise typer.Exit(verb.burn(loaded, make_environment, heat_s, wanted, options))
 
@@ -385,15 +437,18 @@ def doctor(
     json_output: opt.AsJson = False,
 ) -> None:
     """Check every node and say what to type. Without a cluster it checks this machine alone."""
-    from orchestrator.doctor import verb  # noqa: PLC0415 - only this verb needs it
+    from orchestrator.doctor import verb
 
     raise typer.Exit(verb.doctor(config, overrides or [], node, json=json_output))
 
 
 @app.command()
 def init(output: opt.Output = "cluster.yaml", force: opt.Force = False) -> None:
-    """Write a cluster.yaml that fits the machines. Those are the nodes of the running cluster, or this one."""
-    from orchestrator.cli.init import write_config  # noqa: PLC0415 - only this verb needs it
+    """Write a cluster.yaml that fits the machines.
+
+    Those are the nodes of the running cluster, or this one.
+    """
+    from orchestrator.cli.init import write_config
 
     for line in write_config(output, force=force):
         print_text(line)

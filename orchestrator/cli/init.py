@@ -1,6 +1,8 @@
-"""The verb `init`: looks at this machine, or at every node of the running cluster, and writes a cluster.yaml.
+"""The verb `init`: looks at this machine, or at every node of the running cluster, and writes a
+cluster.yaml.
 
-Does not choose (`config.template` does) and starts nothing. A file that is there stays, unless the user says otherwise.
+Does not choose (`config.template` does) and starts nothing. A file that is there stays, unless the
+user says otherwise.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ _NODE_NAME = re.compile(r"[a-z0-9](?:[a-z0-9_.-]{0,61}[a-z0-9])?")
 
 
 def write_config(output: str, *, force: bool) -> Iterator[str]:
-    """Write a configuration to the file `output`, which `force` replaces, and yield what to tell the user.
+    """Write a configuration to the file `output`, which `force` replaces, and yield what to tell
+    the user.
 
     Raises:
         UsageError: It is there, or cannot be written; or no node of the cluster can be used.
@@ -38,7 +41,9 @@ def write_config(output: str, *, force: bool) -> Iterator[str]:
     except OSError as error:
         raise UsageError(f"{output} cannot be written: {error.strerror}") from None
     if is_there and not force:
-        raise UsageError(f"{output} is there already; --force replaces it, --output FILE writes to another place")
+        raise UsageError(
+            f"{output} is there already; --force replaces it, --output FILE writes to another place"
+        )
     nodes, port, remarks = _nodes()
     text = render(template(), nodes, port)
     config = config_from_text(text, output)
@@ -56,12 +61,17 @@ def write_config(output: str, *, force: bool) -> Iterator[str]:
 
 
 def template() -> str:
-    """Return the cluster.yaml that comes with the program; the one in the user's folder may have been changed."""
+    """Return the cluster.yaml that comes with the program.
+
+    The one in the user's folder may have been changed.
+    """
     return resources.files("orchestrator").joinpath("cluster.yaml").read_text(encoding="utf-8")
 
 
 def _nodes() -> tuple[dict[str, NodeChoice], int | None, list[str]]:
-    """Return a choice for each node of the running cluster and its port, or one for this machine; and remarks."""
+    """Return a choice for each node of the running cluster and its port, or one for this machine;
+    and remarks.
+    """
     try:
         address = head_address("auto")
         with own_screen(None), connected(address, "token"):
@@ -89,7 +99,10 @@ def _why_left_out(answer: NodeAnswer) -> str | None:
     if answer.name is None:
         return f"left out: the node at {answer.address} has no label (ray start --labels=node=NAME)"
     if not _NODE_NAME.fullmatch(answer.name):
-        return f"left out: the label node={answer.name} is no name for cluster.yaml: a-z, 0-9, - _ . only"
+        return (
+            f"left out: the label node={answer.name} is no name for cluster.yaml: a-z, 0-9, - "
+            "_ . only"
+        )
     if answer.facts is None:
         return f"left out: {answer.name} gave no answer: {answer.error or 'no reason given'}"
     return None

@@ -11,7 +11,13 @@ from pathlib import Path
 import typer
 
 from orchestrator.cli import options as opt
-from orchestrator.cli.loading import config_of, config_to_read, duration_s, import_from_here, print_text
+from orchestrator.cli.loading import (
+    config_of,
+    config_to_read,
+    duration_s,
+    import_from_here,
+    print_text,
+)
 from orchestrator.errors import UsageError
 from orchestrator.view.cells import glyphs_for
 
@@ -40,22 +46,37 @@ def add_to(app: typer.Typer) -> None:
             raise UsageError("--local and --rehearse exclude each other")
         if claims:
             if local or rehearse or not (preset is budget is levers is resume is None):
-                raise UsageError("--claims measures nothing: it goes with --config, --set and --json only")
+                raise UsageError(
+                    "--claims measures nothing: it goes with --config, --set and --json only"
+                )
             runs_dir = Path(config_of(config, overrides, {}).run.dir)
-            print_text(claims_verb.page(runs_dir, functools.partial(typer.echo, err=True), as_json=json_output))
+            print_text(
+                claims_verb.page(
+                    runs_dir, functools.partial(typer.echo, err=True), as_json=json_output
+                )
+            )
             return
         import_from_here()
         budget_s = duration_s(budget)
         if resume is not None:
             if local or rehearse or overrides or preset is not None or levers is not None:
-                raise UsageError("--resume goes on with what was asked for; only --budget may change")
+                raise UsageError(
+                    "--resume goes on with what was asked for; only --budget may change"
+                )
             folder = asked.folder_of(resume)
         else:
             loaded = config_of(config, overrides, {"train.preset": preset})
             wanted = asked.names_in(levers or "")
             text = Path(config).read_text(encoding="utf-8")
             folder = asked.begin(
-                asked.asked_of(loaded, text, rehearse=rehearse, budget_s=budget_s, wanted=wanted, workload=workload)
+                asked.asked_of(
+                    loaded,
+                    text,
+                    rehearse=rehearse,
+                    budget_s=budget_s,
+                    wanted=wanted,
+                    workload=workload,
+                )
             )
         progress = verb.Progress()
         progress.line(f"If this is interrupted: python -m orchestrator tune --resume {folder.name}")
@@ -63,7 +84,11 @@ def add_to(app: typer.Typer) -> None:
             result = verb.tune(folder, progress, budget_s)
         finally:
             progress.close()
-        print_text(json.dumps(result.plain(), indent=2) if json_output else verb.result_text(folder, result, _width()))
+        print_text(
+            json.dumps(result.plain(), indent=2)
+            if json_output
+            else verb.result_text(folder, result, _width())
+        )
 
     @app.command()
     def advise(
@@ -78,9 +103,14 @@ def add_to(app: typer.Typer) -> None:
 
         runs_dir = Path(config_to_read(config, overrides, run_dir).run.dir)
         glyphs = glyphs_for(sys.stdout.encoding)
-        raise typer.Exit(verb.advise(runs_dir, run_id, print_text, glyphs, json=json_output, width=_width()))
+        raise typer.Exit(
+            verb.advise(runs_dir, run_id, print_text, glyphs, json=json_output, width=_width())
+        )
 
 
 def _width() -> int | None:
-    """Return the columns of the terminal; `None` where the output goes elsewhere, and has room for all."""
+    """Return the columns of the terminal.
+
+    `None` where the output goes elsewhere, and has room for all.
+    """
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -1,7 +1,8 @@
 """What `limits` prints: what workers have learned about the sizes that fit, and what was deleted.
 
-Does not keep and match them (`workers/learned_limits/`). Text from the store passes through `Glyphs.clean`: it may
-steer a terminal. A store that cannot be read or written is an `ArchiveError`.
+Does not keep and match them (`workers/learned_limits/`). Text from the store passes through
+`Glyphs.clean`: it may steer a terminal. A store that cannot be read or written is an
+`ArchiveError`.
 """
 
 from __future__ import annotations
@@ -23,13 +24,25 @@ from workers.learned_limits.store import EXPIRY_S, LimitStore
 from workers.settings import StoredLimit
 from workers.units import GIB, MIB
 
-_TITLES = ("card", "driver", "torch", "type", "workload", "cap", "size", "per unit", "age", "expires in")
+_TITLES = (
+    "card",
+    "driver",
+    "torch",
+    "type",
+    "workload",
+    "cap",
+    "size",
+    "per unit",
+    "age",
+    "expires in",
+)
 _WORDS = frozenset({"card", "driver", "torch", "type", "workload"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Which limits are meant: those whose card and workload contain these texts; `None` does not choose.
+    """Which limits are meant: those whose card and workload contain these texts; `None` does not
+    choose.
 
     Raises:
         UsageError: A text is empty: it would select everything.
@@ -50,7 +63,9 @@ class Selection:
 
     def of(self, limits: Sequence[StoredLimit]) -> list[StoredLimit]:
         """Return the limits meant, in the same order."""
-        return [limit for limit in limits if is_about(limit, card=self.card, workload=self.workload)]
+        return [
+            limit for limit in limits if is_about(limit, card=self.card, workload=self.workload)
+        ]
 
     def __str__(self) -> str:
         return " ".join(f"{option} {typed}" for option, typed in self._typed())
@@ -61,18 +76,28 @@ class Selection:
 
 
 def limits_text(
-    store: LimitStore, selection: Selection, now_unix_s: float, width: int | None, glyphs: Glyphs = UNICODE
+    store: LimitStore,
+    selection: Selection,
+    now_unix_s: float,
+    width: int | None,
+    glyphs: Glyphs = UNICODE,
 ) -> str:
-    """Return a line for each limit, the newest first; a few lines each where the terminal is too narrow for that.
+    """Return a line for each limit, the newest first; a few lines each where the terminal is too
+    narrow for that.
 
     `width` is in cells; `None` if there is no terminal, so that no line is too long.
     """
     known = _known(store, now_unix_s)
     limits = selection.of(known)
     if not known:
-        return glyphs.clean(f"nothing is learned yet; what runs learn about the sizes that fit is kept in {store.path}")
+        return glyphs.clean(
+            "nothing is learned yet; what runs learn about the sizes that fit is kept in "
+            f"{store.path}"
+        )
     if not limits:
-        return glyphs.clean(f"none of the {counted(len(known), 'learned limit')} matches {selection}")
+        return glyphs.clean(
+            f"none of the {counted(len(known), 'learned limit')} matches {selection}"
+        )
     rows = [_cells(limit, now_unix_s, glyphs) for limit in limits]
     lines = list(aligned([_TITLES, *rows], _WORDS))
     if width is not None and max(map(len, lines)) > width:
@@ -83,17 +108,25 @@ def limits_text(
 def limits_json(store: LimitStore, selection: Selection, now_unix_s: float) -> str:
     """Return the same as one JSON object; `null` is unknown."""
     limits = [_object(limit, now_unix_s) for limit in selection.of(_known(store, now_unix_s))]
-    return summary_text({"schema": SCHEMA, "path": str(store.path), "expiry_s": EXPIRY_S, "limits": limits})
+    return summary_text(
+        {"schema": SCHEMA, "path": str(store.path), "expiry_s": EXPIRY_S, "limits": limits}
+    )
 
 
-def cleared_text(store: LimitStore, selection: Selection, now_unix_s: float, glyphs: Glyphs = UNICODE) -> str:
+def cleared_text(
+    store: LimitStore, selection: Selection, now_unix_s: float, glyphs: Glyphs = UNICODE
+) -> str:
     """Delete the selected limits, and say how many there were."""
     count, moved = _clear(store, selection, now_unix_s)
     if moved is not None:
-        return glyphs.clean(f"what was in {store.path} could not be read and is now {moved}; runs will learn again")
+        return glyphs.clean(
+            f"what was in {store.path} could not be read and is now {moved}; runs will learn again"
+        )
     if count == 0:
         nothing = f"there is nothing to forget in {store.path}"
-        return glyphs.clean(nothing if selection.is_all else f"no learned limit matches {selection}")
+        return glyphs.clean(
+            nothing if selection.is_all else f"no learned limit matches {selection}"
+        )
     return f"{counted(count, 'learned limit')} forgotten; runs will learn again"
 
 
@@ -101,7 +134,9 @@ def cleared_json(store: LimitStore, selection: Selection, now_unix_s: float) -> 
     """Do the same and say so in one JSON object."""
     count, moved = _clear(store, selection, now_unix_s)
     aside = None if moved is None else str(moved)
-    return summary_text({"schema": SCHEMA, "path": str(store.path), "cleared": count, "set_aside_path": aside})
+    return summary_text(
+        {"schema": SCHEMA, "path": str(store.path), "cleared": count, "set_aside_path": aside}
+    )
 
 
 def _known(store: LimitStore, now_unix_s: float) -> tuple[StoredLimit, ...]:
@@ -112,7 +147,10 @@ def _known(store: LimitStore, now_unix_s: float) -> tuple[StoredLimit, ...]:
 
 
 def _clear(store: LimitStore, selection: Selection, now_unix_s: float) -> tuple[int, Path | None]:
-    """Return how many limits are gone; or, where all were meant and none could be read, where that file is now."""
+    """Return how many limits are gone.
+
+    Or, where all were meant and none could be read, where that file is now.
+    """
     count = store.clear(now_unix_s, card=selection.card, workload=selection.workload)
     problem = store.problem
     moved = store.set_aside() if problem is not None and selection.is_all else None
@@ -139,7 +177,10 @@ def _cells(limit: StoredLimit, now_unix_s: float, glyphs: Glyphs) -> tuple[str, 
 
 
 def _block(row: Sequence[str], width: int, glyphs: Glyphs) -> Iterator[str]:
-    titled = [Text(row[0]), *(Text(f"{title} {cell}") for title, cell in zip(_TITLES[1:], row[1:], strict=True))]
+    titled = [
+        Text(row[0]),
+        *(Text(f"{title} {cell}") for title, cell in zip(_TITLES[1:], row[1:], strict=True)),
+    ]
     for index, line in enumerate(flow(titled, width - 2, glyphs.separator)):
         yield f"{'  ' if index else ''}{line.plain}"
 

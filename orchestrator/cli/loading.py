@@ -1,4 +1,6 @@
-"""What several verbs do with their arguments: load the configuration, and print what may come from a file."""
+"""What several verbs do with their arguments: load the configuration, and print what may come from
+a file.
+"""
 
 from __future__ import annotations
 
@@ -37,23 +39,37 @@ def config_of(config: str, overrides: list[str] | None, typed: Mapping[str, str 
 
 
 def config_to_read(config: str, overrides: list[str] | None, run_dir: str | None) -> Config:
-    """Return the configuration for a verb that starts no worker: the shipped one where there is no cluster.yaml here.
+    """Return the configuration for a verb that starts no worker: the shipped one where there is no
+    cluster.yaml here.
 
-    Such a verb needs to know where runs are. It is told by `--run-dir`, or they are in the usual folder.
+    Such a verb needs to know where runs are. It is told by `--run-dir`, or they are in the usual
+    folder.
     """
     usual = Path(RunConfig.model_fields["dir"].default)
-    if config == DEFAULT_CONFIG and not Path(config).exists() and (run_dir is not None or usual.is_dir()):
+    if (
+        config == DEFAULT_CONFIG
+        and not Path(config).exists()
+        and (run_dir is not None or usual.is_dir())
+    ):
         config = str(resources.files("orchestrator").joinpath(DEFAULT_CONFIG))
     return config_of(config, overrides, {"run.dir": run_dir})
 
 
 def _quoted(value: str) -> str:
-    """Return text as YAML; its escapes have no pairs of surrogates, with which JSON writes what is beyond U+FFFF."""
-    return '"' + "".join(char if ord(char) > 0xFFFF else json.dumps(char)[1:-1] for char in value) + '"'
+    """Return text as YAML.
+
+    Its escapes have no pairs of surrogates, with which JSON writes what is beyond U+FFFF.
+    """
+    return (
+        '"'
+        + "".join(char if ord(char) > 0xFFFF else json.dumps(char)[1:-1] for char in value)
+        + '"'
+    )
 
 
 def print_text(text: str) -> None:
-    """Print text that may come from a file: characters that the terminal cannot show must not stop the output.
+    """Print text that may come from a file: characters that the terminal cannot show must not stop
+    the output.
 
     On a terminal long lines are broken between words, those of JSON are not.
     """

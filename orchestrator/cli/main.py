@@ -18,8 +18,11 @@ from orchestrator.errors import OrchestratorError, one_line
 from orchestrator.record.summary import failure_dict, summary_text
 from orchestrator.view.cells import width_of, wrapped
 
-#: Base of what typer raises for a bad command line: click's ClickException, or that of the copy newer typers carry.
-_BadCommandLine: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+#: Base of what typer raises for a bad command line: click's ClickException, or that of the copy
+#: newer typers carry.
+_BadCommandLine: Any = next(
+    kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
+)
 
 
 def main() -> NoReturn:
@@ -42,12 +45,19 @@ def main() -> NoReturn:
         _exit(1)
     except Exception as error:  # noqa: BLE001 - a bug of this program; what was started is already torn down
         traceback.print_exc()
-        _fail(f"internal error, please report it: {type(error).__name__}: {error}", 1, wants_json=wants_json)
+        _fail(
+            f"internal error, please report it: {type(error).__name__}: {error}",
+            1,
+            wants_json=wants_json,
+        )
     _exit(code)
 
 
 def _invoke() -> int:
-    """Do what the arguments say. Not by calling `app`: that turns Ctrl-C into a silent exit code of 130."""
+    """Do what the arguments say.
+
+    Not by calling `app`: that turns Ctrl-C into a silent exit code of 130.
+    """
     program = Path(sys.argv[0]).name
     command = typer.main.get_command(app)
     try:
@@ -63,12 +73,16 @@ def _invoke() -> int:
 def _fail(message: str, code: int, *, wants_json: bool) -> NoReturn:
     if wants_json:
         outcome = "interrupted" if code == 130 else "failed"
-        # JSON is UTF-8 whatever the terminal is; what no Unicode can hold becomes \\udcXX, a valid escape in it.
+        # JSON is UTF-8 whatever the terminal is; what no Unicode can hold becomes \\udcXX, a valid
+        # escape in it.
         sys.stdout.buffer.write(
-            (summary_text(failure_dict(message, code, outcome)) + "\n").encode("utf-8", "backslashreplace")
+            (summary_text(failure_dict(message, code, outcome)) + "\n").encode(
+                "utf-8", "backslashreplace"
+            )
         )
     else:
-        # The message may contain text from the user or another head: escape what would control the terminal.
+        # The message may contain text from the user or another head: escape what would control the
+        # terminal.
         said = "\n".join(one_line(line) for line in message.split("\n"))
         print(wrapped(said, width_of(sys.stderr)), file=sys.stderr)  # noqa: T201 - the terminal
     _exit(code)

@@ -1,7 +1,8 @@
-"""What `up` and `stop` do on this PC: find the head's address, start a node, end what these commands started.
+"""What `up` and `stop` do on this PC: find the head's address, start a node, end what these
+commands started.
 
-Processes are found by the process id in the run folder and by the environment variable that `up` sets, and are ended
-by process id. Does not touch any other Ray on the machine.
+Processes are found by the process id in the run folder and by the environment variable that `up`
+sets, and are ended by process id. Does not touch any other Ray on the machine.
 """
 
 from __future__ import annotations
@@ -32,9 +33,12 @@ _GRACE_S = 10.0
 #: What the process of a head is called that knows the cluster.
 _STORE = "gcs_server"
 
-_NOT_MADE = "the token, the secret of the cluster, could not be made: make ~/.ray writable for yourself"
+_NOT_MADE = (
+    "the token, the secret of the cluster, could not be made: make ~/.ray writable for yourself"
+)
 _NOT_COPIED = (
-    "this PC has no token, the secret of the cluster: copy ~/.ray/auth_token from the head's PC to the same place "
+    "this PC has no token, the secret of the cluster: copy ~/.ray/auth_token from the head's PC "
+    "to the same place "
     "here, readable by you alone"
 )
 
@@ -42,8 +46,8 @@ _NOT_COPIED = (
 def command_for(config: Config, node: str, head_address: str | None) -> NodeCommand:
     """Return what makes `node` part of the cluster, with the head's address filled in.
 
-    The address is what the user says, else `cluster.address`, else the head's `host`, else this PC: `up` is mostly
-    asked on the head for every PC.
+    The address is what the user says, else `cluster.address`, else the head's `host`, else this PC:
+    `up` is mostly asked on the head for every PC.
     """
     address = head_address or (config.cluster.address if config.cluster.address != "auto" else None)
     address = address or config.nodes[config.head_node].host or _own_address()
@@ -74,20 +78,26 @@ def get_token(command: NodeCommand) -> None:
 
 
 def ray_start(command: NodeCommand) -> tuple[list[str], dict[str, str]]:
-    """Return what runs `ray start` so that it waits for no agent, and the environment; `UsageError` without Ray."""
+    """Return what runs `ray start` so that it waits for no agent, and the environment.
+
+    `UsageError` without Ray.
+    """
     ray = shutil.which(command.argv[0], path=_path_with_ray()["PATH"])
     if ray is None:
-        raise UsageError("the command `ray` is not installed beside this Python; install ray, then try again")
+        raise UsageError(
+            "the command `ray` is not installed beside this Python; install ray, then try again"
+        )
     program = [sys.executable, "-m", known_agent_ports.__name__, ray]
     return [*program, *command.argv[1:]], {**_path_with_ray(), **command.environment}
 
 
 def stop_runs(run_dir: str, *, wait_s: float = 0.0) -> Iterator[str]:
-    """Ask every run under way in `run_dir` to end, as Ctrl-C would, and wait for it; yield a line for each.
+    """Ask every run under way in `run_dir` to end, as Ctrl-C would, and wait for it; yield a line
+    for each.
 
     Raises:
-        UsageError: None is under way there, and it names those of this user that are under way elsewhere; or the
-            folder cannot be read.
+        UsageError: None is under way there, and it names those of this user that are under way
+            elsewhere; or the folder cannot be read.
     """
     found, asked = False, {}
     try:
@@ -107,7 +117,9 @@ def stop_runs(run_dir: str, *, wait_s: float = 0.0) -> Iterator[str]:
             asked[note.parent.name] = process
             yield f"asked run {note.parent.name} (process {process.pid}) to end"
     if not found:
-        raise UsageError("\n".join([f"no run is under way in {Path(run_dir).absolute()}", *_runs_elsewhere()]))
+        raise UsageError(
+            "\n".join([f"no run is under way in {Path(run_dir).absolute()}", *_runs_elsewhere()])
+        )
     if asked and wait_s > 0:
         yield f"waiting up to {wait_s:.0f} s until it has ended"
         _await_end(asked.values(), wait_s)
@@ -119,20 +131,33 @@ def _runs_elsewhere() -> Iterator[str]:
     """Yield a line for each run under way on this machine: the head of a run keeps its note open."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # another user's, or gone
-            folders = {Path(file.path).parent for file in process.open_files() if Path(file.path).name == NOTE_NAME}
+            folders = {
+                Path(file.path).parent
+                for file in process.open_files()
+                if Path(file.path).name == NOTE_NAME
+            }
             for folder in folders:
                 if head_of(folder) == process:
                     place = shlex.quote(str(folder.parent))
-                    yield f"run {folder.name} is under way; to end it: python -m orchestrator stop --run-dir {place}"
+                    yield (
+                        f"run {folder.name} is under way; to end it: python -m orchestrator "
+                        f"stop --run-dir {place}"
+                    )
 
 
 def stop_node(node: str) -> Iterator[str]:
-    """End the Ray processes on this PC that `up NODE` started, with their children; yield a line for each."""
+    """End the Ray processes on this PC that `up NODE` started, with their children.
+
+    Yield a line for each.
+    """
     family = processes_of(node)
     if not family:
         yield f"no process of node {node} runs here"
         return
-    yield f"ending {len(family)} processes of node {node}; those that still run after {_GRACE_S:.0f} s are killed"
+    yield (
+        f"ending {len(family)} processes of node {node}; those that still run after "
+        f"{_GRACE_S:.0f} s are killed"
+    )
     end(family, _GRACE_S)
     yield f"ended {len(family)} processes of node {node}"
 
@@ -140,8 +165,8 @@ def stop_node(node: str) -> Iterator[str]:
 def processes_of(node: str) -> set[psutil.Process]:
     """Return what `up NODE` started on this PC, with the children, except this very process.
 
-    A container is a PC of its own, and may have a node of the same name: its processes are seen from outside, and are
-    told apart by their namespace.
+    A container is a PC of its own, and may have a node of the same name: its processes are seen
+    from outside, and are told apart by their namespace.
     """
     family: set[psutil.Process] = set()
     here = _namespace(os.getpid())
@@ -162,8 +187,8 @@ def _namespace(pid: int) -> str:
 def end(processes: Iterable[psutil.Process], grace_s: float) -> None:
     """End processes; kill those that do not end by themselves within `grace_s`.
 
-    The head's store comes last: told to end together with the others it waits for them, and its raylet for it, until
-    all of them are killed (Ray 2.60; 10 s instead of 1 s).
+    The head's store comes last: told to end together with the others it waits for them, and its
+    raylet for it, until all of them are killed (Ray 2.60; 10 s instead of 1 s).
     """
     deadline_s = time.monotonic() + grace_s
     family = set(processes)
@@ -210,7 +235,10 @@ def _path_with_ray() -> dict[str, str]:
 
 
 def _own_address() -> str:
-    """The address other PCs of the LAN reach this one by. No packet is sent: connecting UDP only picks a route."""
+    """The address other PCs of the LAN reach this one by.
+
+    No packet is sent: connecting UDP only picks a route.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("198.51.100.1", 9))  # TEST-NET-2 (RFC 5737): an unassigned address

@@ -1,4 +1,7 @@
-"""What `plan` shows: where each worker will go and what it may use, with the sums of each card. No Ray, no device."""
+"""What `plan` shows: where each worker will go and what it may use, with the sums of each card.
+
+No Ray, no device.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,25 @@ from orchestrator.view.phrases import counted
 from workers.settings import ASSUMED_CONTEXT_BYTES
 from workers.units import GIB
 
-_HEADINGS = ("worker", "card", "type", "Ray GPU", "CPUs", "budget", "cap about", "duty", "size", "batch")
+_HEADINGS = (
+    "worker",
+    "card",
+    "type",
+    "Ray GPU",
+    "CPUs",
+    "budget",
+    "cap about",
+    "duty",
+    "size",
+    "batch",
+)
 _WORDS = {"worker", "card", "type"}
 
 
 def plan_json(config: Config, training: Mapping[str, Any] | None = None) -> str:
-    """Return the plan as one JSON object, with what `plan_training` says where something is trained."""
+    """Return the plan as one JSON object, with what `plan_training` says where something is
+    trained.
+    """
     nodes = [_node(budget, config) for budget in budgets(config)]
     common: dict[str, Any] = {
         "compute_share_mode": config.compute_share_mode,
@@ -67,20 +83,30 @@ def budgets(config: Config) -> list[NodeBudget]:
 
 
 def _sum_line(budget: NodeBudget) -> str:
-    each = f"{budget.workers_per_card} x {budget.budget_bytes / GIB:.2f} GiB = {budget.card_budget_bytes / GIB:.2f} GiB"
+    each = (
+        f"{budget.workers_per_card} x {budget.budget_bytes / GIB:.2f} GiB = "
+        f"{budget.card_budget_bytes / GIB:.2f} GiB"
+    )
     share = budget.workers_per_card * budget.gpu_fraction
     holder = "a card holds" if budget.gpus else "its memory holds"
     words = [
-        f"{budget.node}: {counted(budget.workers, 'worker')}, {counted(budget.cpus_total, 'CPU')}, {holder} {each}"
+        (
+            f"{budget.node}: {counted(budget.workers, 'worker')}, "
+            f"{counted(budget.cpus_total, 'CPU')}, {holder} {each}"
+        )
     ]
     if budget.card_allowed_bytes is not None and budget.card_total_bytes is not None:
         words.append(
-            f"of {budget.card_allowed_bytes / GIB:.2f} GiB allowed ({budget.card_total_bytes / GIB:.2f} GiB shown)"
+            f"of {budget.card_allowed_bytes / GIB:.2f} GiB allowed "
+            f"({budget.card_total_bytes / GIB:.2f} GiB shown)"
         )
     if budget.gpus:
         words.append(f"and {share:.4f} of its Ray GPU")
     if budget.duty is not None and budget.gpus:
-        words.append(f"and {budget.duty * budget.workers_per_card:.0%} duty in sum (turns are shared when over 100%)")
+        words.append(
+            f"and {budget.duty * budget.workers_per_card:.0%} duty in sum (turns are shared when "
+            "over 100%)"
+        )
     return ", ".join(words)
 
 

@@ -1,4 +1,5 @@
-"""What `plan` says of a training: whether it fits the cap of each worker, by the parts of its memory.
+"""What `plan` says of a training: whether it fits the cap of each worker, by the parts of its
+memory.
 
 A child process computes it, because that needs torch. No Ray, no device.
 """
@@ -49,9 +50,16 @@ def training_plan(config: Config, budgets: Sequence[NodeBudget]) -> dict[str, An
         return None
     groups: dict[tuple[int, str], list[str]] = {}
     for budget in budgets:
-        groups.setdefault((cap_about_bytes(budget), "cuda" if budget.gpus else "cpu"), []).append(budget.node)
-    caps = [{"nodes": nodes, "device": device, "cap_bytes": bound} for (bound, device), nodes in groups.items()]
-    told = _asked({"settings": config.train.model_dump(), "seed": config.workload.seed, "caps": caps})
+        groups.setdefault((cap_about_bytes(budget), "cuda" if budget.gpus else "cpu"), []).append(
+            budget.node
+        )
+    caps = [
+        {"nodes": nodes, "device": device, "cap_bytes": bound}
+        for (bound, device), nodes in groups.items()
+    ]
+    told = _asked(
+        {"settings": config.train.model_dump(), "seed": config.workload.seed, "caps": caps}
+    )
     if "refused" in told:
         raise UsageError(one_line(told["refused"]))
     return {
@@ -76,9 +84,21 @@ def training_lines(training: _Told) -> Iterator[str]:
         parts = [key for key in steps[0] if key.endswith("_bytes")]
         parts = [key for key in parts if key not in _OPTIONAL or any(step[key] for step in steps)]
         rows = [
-            ("micro x accumulation", *(f"{step['micro_batch']} x {step['accumulation']}" for step in steps)),
-            ("checkpointed blocks", *(f"{step['memory_level']} of {training['blocks']}" for step in steps)),
-            *((f"{key.removesuffix('_bytes')}, MiB", *(f"{step[key] / MIB:.1f}" for step in steps)) for key in parts),
+            (
+                "micro x accumulation",
+                *(f"{step['micro_batch']} x {step['accumulation']}" for step in steps),
+            ),
+            (
+                "checkpointed blocks",
+                *(f"{step['memory_level']} of {training['blocks']}" for step in steps),
+            ),
+            *(
+                (
+                    f"{key.removesuffix('_bytes')}, MiB",
+                    *(f"{step[key] / MIB:.1f}" for step in steps),
+                )
+                for key in parts
+            ),
             ("fits", *("yes" if step["fits"] else "no" for step in steps)),
         ]
         yield from ("", f"{names}: cap about {cap['cap_bytes'] / MIB:.0f} MiB, {cap['device']}")
@@ -86,7 +106,10 @@ def training_lines(training: _Told) -> Iterator[str]:
         yield f"{names}: {cap['sentence']}"
     yield from (
         "",
-        "The total counts the larger of activations and update. On a CPU, libraries keep more for each shape.",
+        (
+            "The total counts the larger of activations and update. On a CPU, libraries keep more for "
+            "each shape."
+        ),
     )
 
 
@@ -94,7 +117,11 @@ def _judged(cap: _Told, config: Config, blocks: int) -> dict[str, str]:
     """Return the verdict on a cap, as a word and as a sentence."""
     train, (*_, smallest) = config.train, cap["steps"]
     cap_text = f"{cap['cap_bytes'] / MIB:.0f} MiB"
-    fixed = train.checkpoint if isinstance(train.checkpoint, int) else {"none": 0, "all": blocks}.get(train.checkpoint)
+    fixed = (
+        train.checkpoint
+        if isinstance(train.checkpoint, int)
+        else {"none": 0, "all": blocks}.get(train.checkpoint)
+    )
     largest = {step["memory_level"]: step for step in reversed(cap["steps"]) if step["fits"]}
     usual, fullest = largest.get(min(fixed or 0, blocks)), largest.get(blocks)
     if usual is not None:
@@ -104,37 +131,63 @@ def _judged(cap: _Told, config: Config, blocks: int) -> dict[str, str]:
         return {"verdict": "fits" if whole else "fits_in_parts", "sentence": said}
     if fullest is not None:
         is_shared = _is_shared(fullest, train)
-        how = f"with checkpointing of all {blocks} blocks" + (" and states on the host" if is_shared else "")
+        how = f"with checkpointing of all {blocks} blocks" + (
+            " and states on the host" if is_shared else ""
+        )
         said = f"fits {'' if is_shared else 'only '}{how}, with {_split(fullest)} of {cap_text}"
         if fixed is None:
             return {"verdict": "fits_checkpointed", "sentence": said}
-        advice = f"does not fit with train.checkpoint: {train.checkpoint}; it {said}: set train.checkpoint: auto"
+        advice = (
+            f"does not fit with train.checkpoint: {train.checkpoint}; it {said}: set "
+            "train.checkpoint: auto"
+        )
         return {"verdict": "does_not_fit", "sentence": advice}
-    needs_bytes, context_bytes = smallest["total_bytes"], ASSUMED_CONTEXT_BYTES if cap["device"] == "cuda" else 0
+    needs_bytes, context_bytes = (
+        smallest["total_bytes"],
+        ASSUMED_CONTEXT_BYTES if cap["device"] == "cuda" else 0,
+    )
     gib = math.ceil(100 * (needs_bytes + context_bytes) / GIB) / 100
-    key = f"nodes.{cap['nodes'][0]}.vram_per_worker_gib" if len(cap["nodes"]) == 1 else "their vram_per_worker_gib"
+    key = (
+        f"nodes.{cap['nodes'][0]}.vram_per_worker_gib"
+        if len(cap["nodes"]) == 1
+        else "their vram_per_worker_gib"
+    )
     cures = [f"set {key} to {gib:.2f} or more"]
     is_preset = train.preset in PRESETS
-    if is_preset and train.preset.startswith("gpt") and needs_bytes - smallest["activations_bytes"] < cap["cap_bytes"]:
+    if (
+        is_preset
+        and train.preset.startswith("gpt")
+        and needs_bytes - smallest["activations_bytes"] < cap["cap_bytes"]
+    ):
         cures.append("lower train.seq")
-    if needs_bytes - smallest["optimizer_bytes"] < cap["cap_bytes"] and train.states_on_host not in {"auto", _ALL_PCT}:
+    if needs_bytes - smallest["optimizer_bytes"] < cap[
+        "cap_bytes"
+    ] and train.states_on_host not in {"auto", _ALL_PCT}:
         cures.append("raise train.states_on_host")
     if smallest["micro_batch"] > 1:
         cures.append("lower train.micro")
     cures.append("take a smaller train.preset" if is_preset else "make the model smaller")
     checkpointed = f", with all {blocks} blocks checkpointed," if blocks else ""
-    needs = f"the smallest step{checkpointed} needs {needs_bytes / MIB:.0f} MiB, the cap is about {cap_text}"
+    needs = (
+        f"the smallest step{checkpointed} needs {needs_bytes / MIB:.0f} MiB, the cap is about "
+        f"{cap_text}"
+    )
     return {"verdict": "does_not_fit", "sentence": f"does not fit: {needs}; {', or '.join(cures)}"}
 
 
 def _is_shared(step: _Told, train: TrainSettings) -> bool:
-    """Whether memory has decided on states as well: steps between those that are shown may fit, too."""
+    """Whether memory has decided on states as well: steps between those that are shown may fit,
+    too.
+    """
     return step["on_host_bytes"] > step["snapshot_copy_bytes"] and train.states_on_host == "auto"
 
 
 def _split(step: _Told) -> str:
     micro, accumulation = step["micro_batch"], step["accumulation"]
-    return f"micro-batch {micro} x accumulation {accumulation}, which takes {step['total_bytes'] / MIB:.0f}"
+    return (
+        f"micro-batch {micro} x accumulation {accumulation}, which takes "
+        f"{step['total_bytes'] / MIB:.0f}"
+    )
 
 
 def _asked(question: _Told) -> dict[str, Any]:

@@ -1,7 +1,9 @@
-"""What `runs`, `report` and `logs` print: the list of runs, one run told again from its store, what a slot printed.
+"""What `runs`, `report` and `logs` print: the list of runs, one run told again from its store, what
+a slot printed.
 
-Does not find and read (`watch/folders.py`, `watch/archive.py`). Text from a store passes through `Glyphs.clean`: it may
-steer a terminal. A run or a folder that cannot be read, and a run that left nothing behind, is an `ArchiveError`.
+Does not find and read (`watch/folders.py`, `watch/archive.py`). Text from a store passes through
+`Glyphs.clean`: it may steer a terminal. A run or a folder that cannot be read, and a run that left
+nothing behind, is an `ArchiveError`.
 """
 
 from __future__ import annotations
@@ -32,15 +34,31 @@ from workers.units import MIB
 _FALLEN = frozenset({HeadState.RESTARTING, HeadState.QUARANTINED, HeadState.LOST})
 _TOLD = ("state", "node_left", "node_joined", "workload_error", "run_ended", "memory_predicted")
 
-_TITLES = ("run", "started", "mode", "outcome", "exit", "worked", "workers", "steps ok", "good %", "OOM", "restarts")
+_TITLES = (
+    "run",
+    "started",
+    "mode",
+    "outcome",
+    "exit",
+    "worked",
+    "workers",
+    "steps ok",
+    "good %",
+    "OOM",
+    "restarts",
+)
 _LEFT = frozenset({"run", "started", "mode", "outcome"})
 
 
 def runs_text(runs_dir: Path, glyphs: Glyphs = UNICODE) -> str:
-    """Return a line for each run, the newest first, and how to resume the newest one if it has time left."""
+    """Return a line for each run, the newest first, and how to resume the newest one if it has time
+    left.
+    """
     listed = list_runs(runs_dir)
     if not listed:
-        return glyphs.clean(f"there is no run in {runs_dir}; `python -m orchestrator run` makes one")
+        return glyphs.clean(
+            f"there is no run in {runs_dir}; `python -m orchestrator run` makes one"
+        )
     lines = list(aligned([_TITLES, *(_run_cells(one, glyphs) for one in listed)], _LEFT))
     newest = listed[0]
     if (run := newest.run) is not None and run.is_resumable:
@@ -50,11 +68,15 @@ def runs_text(runs_dir: Path, glyphs: Glyphs = UNICODE) -> str:
 
 def runs_json(runs_dir: Path) -> str:
     """Return the same as one JSON object: `schema` and `runs`; `null` is unknown."""
-    return summary_text({"schema": SCHEMA, "runs": [run_object(one) for one in list_runs(runs_dir)]})
+    return summary_text(
+        {"schema": SCHEMA, "runs": [run_object(one) for one in list_runs(runs_dir)]}
+    )
 
 
 def report_text(folder: Path, width: int, glyphs: Glyphs = UNICODE) -> str:
-    """Return one run in words: how it ended, its health table within `width` cells, and what happened to it."""
+    """Return one run in words: how it ended, its health table within `width` cells, and what
+    happened to it.
+    """
     try:
         run = read_run(folder)
     except NothingStoredError:
@@ -64,18 +86,24 @@ def report_text(folder: Path, width: int, glyphs: Glyphs = UNICODE) -> str:
         events = read_events(run.folder, _TOLD)
         lines = [*_header(run, glyphs), *_table(snapshot, width, glyphs)]
         if (lost := snapshot.steps_lost_upper_bound) is not None:
-            lines.append(f"{counted(snapshot.counts.steps_ok, 'good step')} counted, at most {whole(lost)} lost")
+            lines.append(
+                f"{counted(snapshot.counts.steps_ok, 'good step')} counted, at most {whole(lost)} "
+                "lost"
+            )
         lines += section("memory of trainings", _predicted(events), glyphs)
         lines += section("what fell short", _missed(run, events), glyphs)
         lines += section("what happened", _happenings(events), glyphs)
         lines += section("errors of the workload", _errors(events), glyphs)
-        lines += section("printed last; more: python -m orchestrator logs SLOT", _printed(run.folder), glyphs)
+        lines += section(
+            "printed last; more: python -m orchestrator logs SLOT", _printed(run.folder), glyphs
+        )
         lines += section("injected faults", fault_lines(run.faults), glyphs)
     return "\n".join(line.rstrip() for line in lines)
 
 
 def report_json(folder: Path) -> str:
-    """Return the summary of a run: the one it wrote itself, else the same object made from its store.
+    """Return the summary of a run: the one it wrote itself, else the same object made from its
+    store.
 
     `exit_code` is `null` where the run never ended by itself.
     """
@@ -85,7 +113,9 @@ def report_json(folder: Path) -> str:
     run = read_run(folder)
     began = _moment(run.facts.started_at_unix_s)
     iso = "" if began is None else began.astimezone(UTC).isoformat(timespec="milliseconds")
-    made = summary_dict(run.snapshot(), run.outcome, run.exit_code or 0, iso, run.error, faults=run.faults)
+    made = summary_dict(
+        run.snapshot(), run.outcome, run.exit_code or 0, iso, run.error, faults=run.faults
+    )
     return json.dumps({**made, "exit_code": run.exit_code, "started_at": iso or None}, indent=2)
 
 
@@ -130,9 +160,13 @@ def _run_cells(one: Listed, glyphs: Glyphs) -> tuple[str, ...]:
 
 def _header(run: StoredRun, glyphs: Glyphs) -> Iterator[str]:
     facts = run.facts
-    yield glyphs.clean(f"run {facts.run_id}, {facts.mode}, started {_local(facts.started_at_unix_s)}")
+    yield glyphs.clean(
+        f"run {facts.run_id}, {facts.mode}, started {_local(facts.started_at_unix_s)}"
+    )
     worked = f"worked {format_duration(run.elapsed_s)} of {format_duration(facts.duration_s)}"
-    yield glyphs.clean(worked + (f", by {run.heads} heads one after the other" if run.heads > 1 else ""))
+    yield glyphs.clean(
+        worked + (f", by {run.heads} heads one after the other" if run.heads > 1 else "")
+    )
     yield glyphs.clean(_outcome_words(run))
     if run.is_resumable:
         yield _resume_line(run.folder, glyphs)
@@ -145,7 +179,10 @@ def _header(run: StoredRun, glyphs: Glyphs) -> Iterator[str]:
 def _resume_line(folder: Path, glyphs: Glyphs) -> str:
     """Return the command that resumes a run; the run's name is that of its folder."""
     # Between single spaces: those of a folder's name must stay as many as they are.
-    return " ".join(glyphs.clean(word) for word in f"resume: {command_for(folder, 'run', '--resume')}".split(" "))
+    return " ".join(
+        glyphs.clean(word)
+        for word in f"resume: {command_for(folder, 'run', '--resume')}".split(" ")
+    )
 
 
 def _outcome_words(run: StoredRun) -> str:
@@ -153,7 +190,8 @@ def _outcome_words(run: StoredRun) -> str:
         return f"outcome: running (process {run.facts.head_pid}); the state now"
     if run.was_killed:
         return (
-            "outcome: interrupted; its head ended without a summary (killed, or the machine went down). The last state:"
+            "outcome: interrupted; its head ended without a summary (killed, or the machine "
+            "went down). The last state:"
         )
     return _verdict({"outcome": run.outcome, "exit_code": run.exit_code, "error": run.error})
 
@@ -172,7 +210,9 @@ def _verdict(ended: Mapping[str, Any]) -> str:
 
 def _table(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[str]:
     stream = io.StringIO()
-    Console(file=stream, width=width, color_system=None).print(health_table(snapshot, width, None, glyphs))
+    Console(file=stream, width=width, color_system=None).print(
+        health_table(snapshot, width, None, glyphs)
+    )
     return ["", *stream.getvalue().splitlines(), "", *closing_lines(snapshot, glyphs)]
 
 
@@ -182,15 +222,23 @@ def _happenings(events: Sequence[StoredEvent]) -> Iterator[str]:
         if event.event == "state" and details.get("to_state") in _FALLEN:
             yield f"{when}  {event.slot}  {details.get('to_state')}: {details.get('cause')}"
         elif event.event in {"node_left", "node_joined"}:
-            yield f"{when}  {details.get('node')}  {'has left' if event.event == 'node_left' else 'joined'}"
+            yield (
+                f"{when}  {details.get('node')}  "
+                f"{'has left' if event.event == 'node_left' else 'joined'}"
+            )
 
 
 def _predicted(events: Sequence[StoredEvent]) -> Iterator[str]:
     last = {event.slot: event.details for event in events if event.event == "memory_predicted"}
     for slot, told in last.items():
         sizes = (told.get("predicted_bytes"), told.get("measured_bytes"))
-        predicted, measured = (f"{size / MIB:.0f} MiB" if isinstance(size, int) else "unknown" for size in sizes)
-        at = f"at micro-batch {told.get('micro_batch')}, {told.get('memory_level')} blocks checkpointed"
+        predicted, measured = (
+            f"{size / MIB:.0f} MiB" if isinstance(size, int) else "unknown" for size in sizes
+        )
+        at = (
+            f"at micro-batch {told.get('micro_batch')}, {told.get('memory_level')} blocks "
+            "checkpointed"
+        )
         yield f"{slot}: predicted {predicted}, measured {measured} {at}"
 
 
@@ -208,7 +256,10 @@ def _printed(folder: Path) -> Iterator[str]:
 def _errors(events: Sequence[StoredEvent]) -> Iterator[str]:
     for event in events:
         if event.event == "workload_error":
-            yield f"{time_of_day(event.at)}  {event.slot}  {_last_words(str(event.details.get('traceback')))}"
+            yield (
+                f"{time_of_day(event.at)}  {event.slot}  "
+                f"{_last_words(str(event.details.get('traceback')))}"
+            )
 
 
 def _last_words(traceback: str) -> str:

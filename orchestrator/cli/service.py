@@ -1,6 +1,8 @@
-"""`up NODE --service`: a systemd user unit that keeps this PC's Ray node (`stay.py`), written, started and explained.
+"""`up NODE --service`: a systemd user unit that keeps this PC's Ray node (`stay.py`), written,
+started and explained.
 
-Takes the node's secret as `up --exec` does, while the user is there to type a password. Does not need root.
+Takes the node's secret as `up --exec` does, while the user is there to type a password. Does not
+need root.
 """
 
 from __future__ import annotations
@@ -41,15 +43,19 @@ WantedBy=default.target
 
 def unit_text(node: str, argv: Sequence[str], folder: str) -> str:
     """Return the unit that runs a command in a folder for as long as it may."""
-    return _UNIT.format(node=node, folder=folder.replace("%", "%%"), command=" ".join(map(_quoted, argv)))
+    return _UNIT.format(
+        node=node, folder=folder.replace("%", "%%"), command=" ".join(map(_quoted, argv))
+    )
 
 
-def install(command: NodeCommand, config: str, overrides: Sequence[str], head_address: str | None) -> Iterator[str]:
+def install(
+    command: NodeCommand, config: str, overrides: Sequence[str], head_address: str | None
+) -> Iterator[str]:
     """Write the unit, enable and start it; yield what the user should know of it, a line each.
 
     Raises:
-        UsageError: This user has no systemd here, Ray is not installed, there is no token, or another process keeps the
-            node already. The sentence says what to do.
+        UsageError: This user has no systemd here, Ray is not installed, there is no token, or
+            another process keeps the node already. The sentence says what to do.
     """
     node = command.environment[NODE_MARK]
     argv = [
@@ -71,7 +77,12 @@ def install(command: NodeCommand, config: str, overrides: Sequence[str], head_ad
     name = f"orchestrator-{node}.service"
     _systemctl("stop", name)  # an earlier version of it, if there is one
     refuse_a_second(node)
-    path = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "systemd" / "user" / name
+    path = (
+        Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+        / "systemd"
+        / "user"
+        / name
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(unit_text(node, argv, str(Path.cwd())), encoding="utf-8")
     yield f"# {path}"
@@ -80,7 +91,10 @@ def install(command: NodeCommand, config: str, overrides: Sequence[str], head_ad
         done = _systemctl(*verb)
         if done is None or done.returncode != 0:
             raise UsageError(f"`systemctl --user {shlex.join(verb)}` has failed: {_reason(done)}")
-    yield f"{node} is kept from now on, and after each login. To keep it from the start of this PC on, without a login:"
+    yield (
+        f"{node} is kept from now on, and after each login. To keep it from the start of this "
+        "PC on, without a login:"
+    )
     yield "    loginctl enable-linger"
     yield f"its log:    journalctl --user --unit {name} --follow"
     yield f"to stop it: systemctl --user stop {name}"
@@ -100,14 +114,22 @@ def _systemctl(*arguments: str) -> subprocess.CompletedProcess[str] | None:
     program = shutil.which("systemctl")
     if program is None:
         return None
-    return subprocess.run([program, "--user", *arguments], capture_output=True, text=True, check=False)  # noqa: S603
+    return subprocess.run(  # noqa: S603
+        [program, "--user", *arguments], capture_output=True, text=True, check=False
+    )
 
 
 def _reason(done: subprocess.CompletedProcess[str] | None) -> str:
-    return "there is no systemctl" if done is None else " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+    return (
+        "there is no systemctl"
+        if done is None
+        else " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+    )
 
 
 def _quoted(word: str) -> str:
-    """Quote a word of ExecStart= (systemd.service(5), Command lines): as in C, and `%` and `$` are doubled."""
+    """Quote a word of ExecStart= (systemd.service(5), Command lines): as in C, and `%` and `$` are
+    doubled.
+    """
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return '"' + escaped.replace("%", "%%").replace("$", "$$") + '"'

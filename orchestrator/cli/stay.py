@@ -1,7 +1,8 @@
-"""`up NODE --exec --stay`: keeps this PC's Ray node. Polls, asks `core/rejoin.py` what to do, does it, says it.
+"""`up NODE --exec --stay`: keeps this PC's Ray node. Polls, asks `core/rejoin.py` what to do, does
+it, says it.
 
-Every process is ended by its process id, found by the mark that `up` sets. This process has the mark too, so that
-`stop --node` ends it together with the node.
+Every process is ended by its process id, found by the mark that `up` sets. This process has the
+mark too, so that `stop --node` ends it together with the node.
 """
 
 from __future__ import annotations
@@ -44,8 +45,12 @@ def keep(command: NodeCommand) -> int:
         UsageError: The node is kept already, there is no token, or Ray is not installed.
     """
     node = command.environment[NODE_MARK]
-    if os.environ.get(NODE_MARK) != node:  # the mark must be in the environment that the kernel shows
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, NODE_MARK: node})  # noqa: S606
+    if (
+        os.environ.get(NODE_MARK) != node
+    ):  # the mark must be in the environment that the kernel shows
+        os.execve(  # noqa: S606
+            sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, NODE_MARK: node}
+        )
     refuse_a_second(node)
     nodes.ray_start(command)  # fails where Ray is not installed
     nodes.get_token(command)
@@ -72,7 +77,8 @@ def refuse_a_second(node: str) -> None:
         with suppress(psutil.Error):  # gone
             if _FLAG in process.cmdline():
                 raise UsageError(
-                    f"process {process.pid} keeps {node} already; to end it: python -m orchestrator stop --node {node}"
+                    f"process {process.pid} keeps {node} already; to end it: python -m "
+                    f"orchestrator stop --node {node}"
                 )
 
 
@@ -108,7 +114,9 @@ class _LocalNode:
             if is_member is False:
                 self._failure = "the head has declared this node dead, or has begun a new cluster"
             self._question = None
-        self._unreachable = "" if self._command.is_head else _why_unreachable(self._command.head_address)
+        self._unreachable = (
+            "" if self._command.is_head else _why_unreachable(self._command.head_address)
+        )
         return Sample(
             now_s=time.monotonic(),
             is_reachable=not self._unreachable,
@@ -136,7 +144,13 @@ class _LocalNode:
                 start_new_session=True,  # the terminal's Ctrl-C is for this process, which ends it
             )
         elif action is Action.ASK and self._raylet is not None:
-            module = [sys.executable, "-m", membership.__name__, self._command.head_address, _node_id(self._raylet)]
+            module = [
+                sys.executable,
+                "-m",
+                membership.__name__,
+                self._command.head_address,
+                _node_id(self._raylet),
+            ]
             self._question = subprocess.Popen(  # noqa: S603 - our own module
                 module,
                 env={**os.environ, **self._command.environment},
@@ -149,7 +163,9 @@ class _LocalNode:
             if self._start is not None and not self._unreachable:
                 lost = [log for process, log in self._started.items() if nodes.has_ended(process)]
                 late = f"`ray start` did not end in time: {self._last_words()}"
-                self._failure = f"what `ray start` has started has ended, see {lost[0]}" if lost else late
+                self._failure = (
+                    f"what `ray start` has started has ended, see {lost[0]}" if lost else late
+                )
             self.end()
 
     def end(self) -> None:
@@ -167,9 +183,16 @@ class _LocalNode:
             pause = f"{self._failure}; next try after {known.pause_s:.0f} s"
             text = f"waiting: {self._unreachable}" if self._unreachable else pause
         elif known.in_doubt:
-            text = f"up, but {self._unreachable or f'it is not sure whether the head at {head} still counts it in'}"
+            text = (
+                "up, but "
+                f"{self._unreachable or f'it is not sure whether the head at {head} still counts it in'}"
+            )
         else:
-            text = "up, the head" if self._command.is_head else f"up, a member of the cluster of {head}"
+            text = (
+                "up, the head"
+                if self._command.is_head
+                else f"up, a member of the cluster of {head}"
+            )
         if text != self._said:
             self._said = text
             _show(f"{time.strftime('%H:%M:%S')} {self._node}: {one_line(text)}")
@@ -179,7 +202,9 @@ class _LocalNode:
         for process in nodes.processes_of(self._node):
             with suppress(psutil.Error):  # it has ended
                 known = by_name.setdefault(process.name(), process)
-                if process.create_time() < known.create_time():  # a raylet that starts a worker forks before it
+                if (
+                    process.create_time() < known.create_time()
+                ):  # a raylet that starts a worker forks before it
                     by_name[process.name()] = process
         self._raylet = by_name.get("raylet")
         names = self._names
@@ -201,7 +226,9 @@ class _LocalNode:
     def _last_words(self) -> str:
         self._reports.seek(0)
         lines = self._reports.read().decode("utf-8", "replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "it has printed nothing")[:300]
+        return next(
+            (line.strip() for line in reversed(lines) if line.strip()), "it has printed nothing"
+        )[:300]
 
 
 def _why_unreachable(address: str) -> str:
@@ -220,7 +247,9 @@ def _node_id(raylet: psutil.Process) -> str:
 def _option(process: psutil.Process, option: str) -> str:
     """Return what an option of a process says; nothing if it has none, or has ended."""
     try:
-        return next((word.removeprefix(option) for word in process.cmdline() if word.startswith(option)), "")
+        return next(
+            (word.removeprefix(option) for word in process.cmdline() if word.startswith(option)), ""
+        )
     except psutil.Error:
         return ""
 

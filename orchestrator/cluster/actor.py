@@ -1,9 +1,9 @@
 """The Ray actor of a slot, around one engine.
 
-Its constructor only keeps the worker's specification and touches no device, so that Ray can start it again anywhere at
-any time, with the same arguments. The resume state travels in each directive. It keeps no threads and no clock, and one
-file: what its process prints between two reports. This is the one place where the head's code meets the engine's, and
-it runs in the worker's process.
+Its constructor only keeps the worker's specification and touches no device, so that Ray can start
+it again anywhere at any time, with the same arguments. The resume state travels in each directive.
+It keeps no threads and no clock, and one file: what its process prints between two reports. This is
+the one place where the head's code meets the engine's, and it runs in the worker's process.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 #: For the MPS daemon of this node; without it CUDA would start nevertheless, and without any limit.
 _DAEMON_S = 30.0
 
-#: Exit status of a process that ends itself because its device no longer answers (sysexits.h, EX_UNAVAILABLE).
+#: Exit status of a process that ends itself because its device no longer answers (sysexits.h,
+#: EX_UNAVAILABLE).
 EXIT_POISONED = 69
 
-#: The report of the slice before is sent by another thread of this process: on a busy machine it was lost with it.
+#: The report of the slice before is sent by another thread of this process: on a busy machine it
+#: was lost with it.
 _LAST_WORDS_S = 1.0
 
 
@@ -44,18 +46,24 @@ class WorkerActor:
         self._poisoned = False
 
     def process_id(self) -> int:
-        """Return the id of this process. Asked before its first slice, it tells that the process has come up."""
+        """Return the id of this process.
+
+        Asked before its first slice, it tells that the process has come up.
+        """
         return os.getpid()
 
     def run_slice(self, directive: Directive) -> Report:
         """Run one slice and report.
 
-        A process whose context is corrupted has said so in its last report; the next directive ends it, and Ray
-        starts a fresh one in its place. It cannot end itself any earlier: a report must outlive its process.
+        A process whose context is corrupted has said so in its last report; the next directive ends
+        it, and Ray starts a fresh one in its place. It cannot end itself any earlier: a report must
+        outlive its process.
         """
         if self._poisoned:
             time.sleep(_LAST_WORDS_S)
-            os._exit(EXIT_POISONED)  # not sys.exit: nothing may touch the broken device on the way out
+            os._exit(
+                EXIT_POISONED
+            )  # not sys.exit: nothing may touch the broken device on the way out
         if self._output is None:
             self._output = CapturedOutput(f"{self._spec.run_id}-{self._spec.slot}")
         if self._engine is None:
@@ -72,7 +80,9 @@ def load_engine(spec: WorkerSpec) -> Engine:
     set_for_cuda(os.environ, workspace_of(spec.workload.settings))
     if spec.mps_pipe_directory is not None:
         os.environ.update(
-            mps.client_environment(spec.mps_pipe_directory, spec.thread_share, spec.mps_memory_limit_bytes)
+            mps.client_environment(
+                spec.mps_pipe_directory, spec.thread_share, spec.mps_memory_limit_bytes
+            )
         )
         # A node that has just come back starts its workers and its daemon at the same time.
         mps.await_daemon(spec.mps_pipe_directory, _DAEMON_S)

@@ -1,11 +1,12 @@
 """Connects to a running cluster, or says within seconds why that is impossible.
 
-Covers finding the address, the token and the connection. Does not start anything (`local_cluster.py` does) and does not
-judge whether the cluster fits the plan (`placement.py`).
+Covers finding the address, the token and the connection. Does not start anything
+(`local_cluster.py` does) and does not judge whether the cluster fits the plan (`placement.py`).
 
-Ray 2.60 switches token authentication on by itself in some processes and not in others (a head with a token file, but
-not the nodes that join it), so that a cluster may refuse its own nodes. Hence it is set for every process that this
-project starts, before ray is imported: Ray reads these variables once. A token is never shown.
+Ray 2.60 switches token authentication on by itself in some processes and not in others (a head with
+a token file, but not the nodes that join it), so that a cluster may refuse its own nodes. Hence it
+is set for every process that this project starts, before ray is imported: Ray reads these variables
+once. A token is never shown.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _ADDRESS_FILE = "ray_current_cluster"
 
 @contextlib.contextmanager
 def connected(address: str, auth_mode: str) -> Iterator[Fleet]:
-    """Connect to the cluster at `address` (`host:port`, or `auto`: this machine's), and disconnect at the end.
+    """Connect to the cluster at `address` (`host:port`, or `auto`: this machine's), and disconnect
+    at the end.
 
     Raises:
         NoClusterError: There is none, it cannot be reached, or it does not let us in.
@@ -60,8 +62,9 @@ def driver(address: str, *, has_token: bool, raylets: Raylets | None = None) -> 
     `raylets` are its nodes, where they belong to this run.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # Ray delays the failure of a call by a second, in case it learns that the actor is dead for good. Ours never are,
-    # and the delay makes the restart late (seen with Ray 2.60: 1.5 s instead of 0.03 s until the head knows).
+    # Ray delays the failure of a call by a second, in case it learns that the actor is dead for
+    # good. Ours never are, and the delay makes the restart late (seen with Ray 2.60: 1.5 s instead
+    # of 0.03 s until the head knows).
     os.environ.setdefault("RAY_timeout_ms_task_wait_for_death_info", "0")
     import ray  # noqa: PLC0415 - reads the authentication settings when it is imported
 
@@ -86,7 +89,10 @@ def driver(address: str, *, has_token: bool, raylets: Raylets | None = None) -> 
 
 
 def head_address(address: str) -> str:
-    """Return `host:port` for `auto` too; `NoClusterError` where this machine belongs to no cluster."""
+    """Return `host:port` for `auto` too.
+
+    `NoClusterError` where this machine belongs to no cluster.
+    """
     if address != "auto":
         return address
     if named := os.environ.get("RAY_ADDRESS"):
@@ -104,8 +110,14 @@ def head_address(address: str) -> str:
 def _refused(address: str, error: Exception, *, has_token: bool) -> str:
     text = " ".join(str(error).split())[:300]
     if "uthenticat" in type(error).__name__ + text or "token" in text:
-        mine = "the one in ~/.ray/auth_token is not the head's" if has_token else "there is none in ~/.ray/auth_token"
-        return f"the Ray head at {address} asks for a token, and {mine}; copy that file from the head"
+        mine = (
+            "the one in ~/.ray/auth_token is not the head's"
+            if has_token
+            else "there is none in ~/.ray/auth_token"
+        )
+        return (
+            f"the Ray head at {address} asks for a token, and {mine}; copy that file from the head"
+        )
     return f"the Ray head at {address} refused the connection: {type(error).__name__}: {text}"
 
 
@@ -123,7 +135,10 @@ def use_private_token(folder: Path) -> None:
 
 
 def use_user_token(mode: str) -> bool:
-    """Use the user's token if there is one and `mode` (`cluster.auth`) is `token`; return whether it is used."""
+    """Use the user's token if there is one and `mode` (`cluster.auth`) is `token`.
+
+    Return whether it is used.
+    """
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     has_token = mode == "token" and (bool(os.environ.get("RAY_AUTH_TOKEN")) or path.is_file())
     os.environ["RAY_AUTH_MODE"] = "token" if has_token else "disabled"
@@ -132,5 +147,7 @@ def use_user_token(mode: str) -> bool:
 
 @cache
 def _own_token() -> str:
-    """One for all clusters that this process starts, one after the other: Ray keeps the first it has read."""
+    """One for all clusters that this process starts, one after the other: Ray keeps the first it
+    has read.
+    """
     return secrets.token_hex(32)

@@ -1,9 +1,10 @@
 """The fleet without Ray: each engine works in this very process, one slice after the other.
 
-For `run --debug`: a breakpoint in the user's workload stops in the user's terminal, because the workload runs in the
-thread and the process that were typed. Nothing here survives what a process of its own would survive: a crash of the
-workload ends the run, and a slice that does not return holds the supervisor. Like the actor, it loads torch through
-`actor.load_engine`, and only when the first slice runs.
+For `run --debug`: a breakpoint in the user's workload stops in the user's terminal, because the
+workload runs in the thread and the process that were typed. Nothing here survives what a process of
+its own would survive: a crash of the workload ends the run, and a slice that does not return holds
+the supervisor. Like the actor, it loads torch through `actor.load_engine`, and only when the first
+slice runs.
 """
 
 from __future__ import annotations
@@ -39,9 +40,12 @@ class InProcessFleet:
     """See `orchestrator.core.fleet.Fleet`."""
 
     def __init__(self, node: str, *, cpus: float, gpus: float) -> None:
-        # torch says this on the user's terminal where numpy is not installed; nothing here needs it.
+        # torch says this on the user's terminal where numpy is not installed; nothing here needs
+        # it.
         warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
-        self._node = NodeFact(name=node, node_id="this process", address="localhost", cpus=cpus, gpus=gpus)
+        self._node = NodeFact(
+            name=node, node_id="this process", address="localhost", cpus=cpus, gpus=gpus
+        )
         self._specs: dict[str, WorkerSpec] = {}
         self._run_slice: dict[str, Callable[[Directive], Report]] = {}
         """Of each slot's engine, once its first slice has run."""
@@ -67,7 +71,10 @@ class InProcessFleet:
         self._queue.append((slot, directive))
 
     def wait(self, timeout_s: float) -> tuple[SliceEnded, ...]:
-        """Runs the next slice, however long that takes; `BdbQuit` if the user left the debugger by `quit`."""
+        """Runs the next slice, however long that takes.
+
+        `BdbQuit` if the user left the debugger by `quit`.
+        """
         del timeout_s
         if not self._queue:
             return ()

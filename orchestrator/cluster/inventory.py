@@ -1,7 +1,8 @@
-"""Asks every node of the connected cluster for facts about its machine, its clock, and the ports that it reaches.
+"""Asks every node of the connected cluster for facts about its machine, its clock, and the ports
+that it reaches.
 
-Needs a connection (`connect.py`) and judges nothing (`orchestrator.doctor` does). Each node is asked by a
-task that reserves nothing, so that a cluster full of workers answers too.
+Needs a connection (`connect.py`) and judges nothing (`orchestrator.doctor` does). Each node is
+asked by a task that reserves nothing, so that a cluster full of workers answers too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from orchestrator.core.fleet import NodeAnswer
 from workers.host.facts import MachineFacts
 from workers.host.machine import look_around
 
-#: A process starts in a second or two and torch loads in some more; on a PC with a load of 10, 90 s were too few.
+#: A process starts in a second or two and torch loads in some more; on a PC with a load of 10, 90 s
+#: were too few.
 _ANSWER_S = 180.0
 
 #: Once a process is there, its clock is a matter of milliseconds.
@@ -32,14 +34,20 @@ _DOOR_S = 2.0
 
 
 def survey(answer_s: float = _ANSWER_S) -> tuple[NodeAnswer, ...]:
-    """Return each live node's answer, those without a label too, by name; they have `answer_s` together."""
+    """Return each live node's answer, those without a label too, by name.
+
+    They have `answer_s` together.
+    """
     live = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]  # no types here
-    doors = {node["NodeID"]: f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in live}
+    doors = {
+        node["NodeID"]: f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in live
+    }
     deadline_s = time.monotonic() + answer_s
     asked = []
     for node in live:
         others = tuple(door for node_id, door in sorted(doors.items()) if node_id != node["NodeID"])
-        # By id, not by label: every node is meant once, also one without a label and two with the same.
+        # By id, not by label: every node is meant once, also one without a label and two with the
+        # same.
         where = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
         asked.append((node, where, _on(where, _look).remote(others)))
     answers = [_answer(node, where, ref, deadline_s) for node, where, ref in asked]
@@ -56,7 +64,9 @@ def _answer(
     try:
         facts, unreachable = ray.get(ref, timeout=max(0.1, deadline_s - time.monotonic()))
     except GetTimeoutError:
-        return NodeAnswer(name=name, address=address, error=f"nothing came back in time; see: {status_command()}")
+        return NodeAnswer(
+            name=name, address=address, error=f"nothing came back in time; see: {status_command()}"
+        )
     except RayError as error:
         return NodeAnswer(name=name, address=address, error=in_a_line(error))
     clock: tuple[float, float] | None = None
@@ -75,7 +85,8 @@ def _answer(
 def _clock_offset(where: NodeAffinitySchedulingStrategy) -> tuple[float, float]:
     """Return how much the node's clock is ahead, and how far off that may be.
 
-    Its time is taken to be that of the middle of the round trip (Cristian's algorithm); the fastest trip errs least.
+    Its time is taken to be that of the middle of the round trip (Cristian's algorithm); the fastest
+    trip errs least.
     """
     tell = _on(where, _unix_time_s)
     looks = []

@@ -1,12 +1,14 @@
-"""`ray start`, with a raylet that does not wait for its agents. Runs as a process of its own, with `ray`'s arguments.
+"""`ray start`, with a raylet that does not wait for its agents. Runs as a process of its own, with
+`ray`'s arguments.
 
     python -m orchestrator.cluster.known_agent_ports PATH_OF_RAY start --address=HOST:PORT ...
 
-A raylet of Ray 2.60 waits until its agents have said by which ports they serve, and ends itself 15 s after it began to
-(`WaitForPersistedPort` in src/ray/util/port_persistence.h; ray issue 65983; no setting changes it). `ray start` goes on
-waiting for that raylet until 30 s are over, and fails. On a loaded machine the agents need that long (18 s at a load of
-19 on 2 cores), so that a node came back late or not at all. Here their ports are known before they start, and nothing
-waits for them: at that load a node joined in 8 to 16 s instead of 17 to 25 s.
+A raylet of Ray 2.60 waits until its agents have said by which ports they serve, and ends itself 15
+s after it began to (`WaitForPersistedPort` in src/ray/util/port_persistence.h; ray issue 65983; no
+setting changes it). `ray start` goes on waiting for that raylet until 30 s are over, and fails. On
+a loaded machine the agents need that long (18 s at a load of 19 on 2 cores), so that a node came
+back late or not at all. Here their ports are known before they start, and nothing waits for them:
+at that load a node joined in 8 to 16 s instead of 17 to 25 s.
 
 Imports ray. Chooses nothing but those ports; what else `ray start` does is its own.
 """
@@ -22,7 +24,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-#: How long a raylet waits for the agent that prepares environments when it needs one first; Ray's own value is 30 s.
+#: How long a raylet waits for the agent that prepares environments when it needs one first; Ray's
+#: own value is 30 s.
 _AGENT_PATIENCE = ("RAY_agent_register_timeout_ms", "180000")
 
 
@@ -37,7 +40,9 @@ def main(program: str, *arguments: str) -> None:
 
 
 def _with_known_ports(start_raylet: Any) -> Any:  # noqa: ANN401 - Ray's own
-    """Return the method with which Ray's `Node` starts its raylet, preceded by the choice of the agents' ports."""
+    """Return the method with which Ray's `Node` starts its raylet, preceded by the choice of the
+    agents' ports.
+    """
 
     @functools.wraps(start_raylet)
     def start(node: Any, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - as above
@@ -47,12 +52,21 @@ def _with_known_ports(start_raylet: Any) -> Any:  # noqa: ANN401 - Ray's own
         )
 
         params = node._ray_params
-        names = ("metrics_agent_port", "metrics_export_port", "runtime_env_agent_port", "dashboard_agent_listen_port")
+        names = (
+            "metrics_agent_port",
+            "metrics_export_port",
+            "runtime_env_agent_port",
+            "dashboard_agent_listen_port",
+        )
         for name, port in zip(names, free_ports(len(names)), strict=True):
             setattr(params, name, getattr(params, name, None) or port)
-        # The others are options of the raylet; this one it reads only from the file that the agent writes again.
+        # The others are options of the raylet; this one it reads only from the file that the agent
+        # writes again.
         persist_port(
-            node._session_dir, node.node_id, DASHBOARD_AGENT_LISTEN_PORT_NAME, params.dashboard_agent_listen_port
+            node._session_dir,
+            node.node_id,
+            DASHBOARD_AGENT_LISTEN_PORT_NAME,
+            params.dashboard_agent_listen_port,
         )
         start_raylet(node, *arguments, **options)
 
@@ -60,7 +74,10 @@ def _with_known_ports(start_raylet: Any) -> Any:  # noqa: ANN401 - Ray's own
 
 
 def free_ports(number: int) -> Sequence[int]:
-    """Return ports that nothing listens on now. If one is taken meanwhile, its agent ends, the raylet with it."""
+    """Return ports that nothing listens on now.
+
+    If one is taken meanwhile, its agent ends, the raylet with it.
+    """
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
         for each in sockets:

@@ -1,8 +1,9 @@
-"""Whether nodes answer, by our own clock: Ray's health check needs 10 s and more to report a lost PC.
+"""Whether nodes answer, by our own clock: Ray's health check needs 10 s and more to report a lost
+PC.
 
-At each call it opens a connection to each raylet's port and closes it again; it sends nothing. A raylet that has ended
-refuses at once, a PC that is gone does not answer. Never blocks: an attempt that is not finished is checked at the next
-call. Knows no Ray and decides nothing about slots.
+At each call it opens a connection to each raylet's port and closes it again; it sends nothing. A
+raylet that has ended refuses at once, a PC that is gone does not answer. Never blocks: an attempt
+that is not finished is checked at the next call. Knows no Ray and decides nothing about slots.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from dataclasses import dataclass
 #: Refusals without an answer between them after which a node is silent: its raylet has ended.
 _REFUSALS = 2
 
-#: So long without an answer, and a node is silent. Two lost SYN packets are repeated after 1 and 3 s (RFC 6298).
+#: So long without an answer, and a node is silent. Two lost SYN packets are repeated after 1 and 3
+#: s (RFC 6298).
 _SILENT_AFTER_S = 5.0
 
 #: An attempt that is older than this is given up for a fresh one.
@@ -42,8 +44,9 @@ class Pulse:
     def silent(self, addresses: Mapping[str, tuple[str, int]], now_s: float) -> frozenset[str]:
         """Return the nodes that used to answer and no longer do.
 
-        A node that never answered is not among them: a firewall may be in the way, and then only Ray knows.
-        `addresses` are those of the raylets by node id; nodes that are no longer named are forgotten. Monotonic time.
+        A node that never answered is not among them: a firewall may be in the way, and then only
+        Ray knows. `addresses` are those of the raylets by node id; nodes that are no longer named
+        are forgotten. Monotonic time.
         """
         if self._looked_at_s is not None and now_s - self._looked_at_s > _ATTEMPT_S:
             # This process was suspended, so missing answers say nothing about the nodes.
@@ -61,7 +64,8 @@ class Pulse:
         return frozenset(
             node
             for node, door in self._doors.items()
-            if self.refuses(node) or (door.answered_at_s is not None and now_s - door.answered_at_s > _SILENT_AFTER_S)
+            if self.refuses(node)
+            or (door.answered_at_s is not None and now_s - door.answered_at_s > _SILENT_AFTER_S)
         )
 
     def refuses(self, node: str) -> bool:
@@ -70,9 +74,14 @@ class Pulse:
         return door is not None and door.answered_at_s is not None and door.refusals >= _REFUSALS
 
     def answered(self, node: str, now_s: float) -> bool:
-        """Say whether the node answered when it was last looked at; one that never did may be behind a firewall."""
+        """Say whether the node answered when it was last looked at.
+
+        One that never did may be behind a firewall.
+        """
         door = self._doors[node]
-        return door.answered_at_s is None or (door.refusals == 0 and now_s - door.answered_at_s <= _ATTEMPT_S)
+        return door.answered_at_s is None or (
+            door.refusals == 0 and now_s - door.answered_at_s <= _ATTEMPT_S
+        )
 
     def close(self) -> None:
         """Give up the attempts under way."""
@@ -87,7 +96,9 @@ def _knock(door: _Door, address: tuple[str, int], now_s: float) -> None:
         door.attempt.setblocking(False)
         door.began_at_s = now_s
         code = door.attempt.connect_ex(address)
-    except OSError:  # no descriptor left, or a name that does not resolve right now: says nothing about the node
+    except (
+        OSError
+    ):  # no descriptor left, or a name that does not resolve right now: says nothing about the node
         _close(door)
         return
     if code not in {0, errno.EINPROGRESS}:

@@ -1,9 +1,11 @@
-"""A cluster of raylets on this machine, private to this run: real Ray and real labels; it leaves nothing behind.
+"""A cluster of raylets on this machine, private to this run: real Ray and real labels; it leaves
+nothing behind.
 
-Each node of the configuration becomes a raylet with its label and the CPUs and GPUs it declares. All of it lives
-below one temporary folder, so another Ray of the same user is neither seen nor touched. What is ended at the end are
-descendants of this process, by process id. All of it listens on loopback alone. `private_node.py` says what Ray
-processes a node has; `ray start` would also write down this cluster as the user's current one.
+Each node of the configuration becomes a raylet with its label and the CPUs and GPUs it declares.
+All of it lives below one temporary folder, so another Ray of the same user is neither seen nor
+touched. What is ended at the end are descendants of this process, by process id. All of it listens
+on loopback alone. `private_node.py` says what Ray processes a node has; `ray start` would also
+write down this cluster as the user's current one.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 #: What a rehearsal sets for its processes, and puts back; `None`: it must not be set.
 _ENVIRONMENT = {
-    # The driver connects to loopback as it is told, and not to this machine's address in its network.
+    # The driver connects to loopback as it is told, and not to this machine's address in its
+    # network.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     # Without the agent that prepares them (`private_node.py`) there are no runtime environments.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
@@ -51,7 +54,10 @@ _END_TIMEOUT_S = 10.0
 
 @contextlib.contextmanager
 def rehearsed(plans: Sequence[RayletPlan]) -> Iterator[Fleet]:
-    """Start the raylets, the head first, connect, and tear all down in any case; `NoClusterError` if Ray fails."""
+    """Start the raylets, the head first, connect, and tear all down in any case.
+
+    `NoClusterError` if Ray fails.
+    """
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     # Become the parent of workers whose raylet has died, so that they are found, ended and reaped.
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
@@ -74,8 +80,9 @@ def rehearsed(plans: Sequence[RayletPlan]) -> Iterator[Fleet]:
     try:
         _set_environment(_ENVIRONMENT)
         use_private_token(folder)
-        # For workers on the CPU: with one heap for all threads, what a worker releases is really given back, and what
-        # one thread frees another can use (glibc, mallopt(3), M_ARENA_MAX). Too late once a process runs.
+        # For workers on the CPU: with one heap for all threads, what a worker releases is really
+        # given back, and what one thread frees another can use (glibc, mallopt(3), M_ARENA_MAX).
+        # Too late once a process runs.
         os.environ.setdefault("MALLOC_ARENA_MAX", "1")
         for plan in plans:
             raylets.start(plan.name)
@@ -86,7 +93,8 @@ def rehearsed(plans: Sequence[RayletPlan]) -> Iterator[Fleet]:
         raylets.end_all()
         _end_descendants(except_pids={*before, reaper.pid})
         shutil.rmtree(folder, ignore_errors=True)
-        # Where something still works in it on a machine under load, the reaper goes on until nothing is left.
+        # Where something still works in it on a machine under load, the reaper goes on until
+        # nothing is left.
         reaper.communicate("" if folder.exists() else "bye\n")
         _set_environment(saved)
 
@@ -102,14 +110,20 @@ def _await_nodes(fleet: Fleet, names: set[str]) -> None:
     deadline = time.monotonic() + _START_TIMEOUT_S
     while names - {fact.name for fact in fleet.nodes()}:
         if time.monotonic() > deadline:
-            raise NoClusterError(f"the rehearsal's nodes did not come up in {_START_TIMEOUT_S:.0f} s")
+            raise NoClusterError(
+                f"the rehearsal's nodes did not come up in {_START_TIMEOUT_S:.0f} s"
+            )
         time.sleep(0.02)
 
 
 def _end_descendants(except_pids: set[int]) -> None:
     deadline = time.monotonic() + _END_TIMEOUT_S
     while time.monotonic() < deadline:
-        alive = [child for child in psutil.Process().children(recursive=True) if child.pid not in except_pids]
+        alive = [
+            child
+            for child in psutil.Process().children(recursive=True)
+            if child.pid not in except_pids
+        ]
         if not alive:
             return
         for child in alive:

@@ -1,6 +1,8 @@
-"""Asks a Ray head whether it counts a node in. Runs as a process of its own: Ray's client ends its process at times.
+"""Asks a Ray head whether it counts a node in. Runs as a process of its own: Ray's client ends its
+process at times.
 
-    python -m orchestrator.cluster.membership HOST:PORT NODE_ID       exit code: 0 it does, 3 it does not, else unknown
+    python -m orchestrator.cluster.membership HOST:PORT NODE_ID       exit code: 0 it does, 3 it
+    does not, else unknown
 
 The environment must say how to authenticate. Does not join anything.
 """
@@ -12,7 +14,8 @@ import sys
 
 MEMBER, NOT_A_MEMBER = 0, 3
 
-#: Ray's client waits without an end for a head that is silent. A loaded machine takes a quarter of this to import it.
+#: Ray's client waits without an end for a head that is silent. A loaded machine takes a quarter of
+#: this to import it.
 _PATIENCE_S = 60
 
 

@@ -1,8 +1,9 @@
-"""An agent on every node that needs one, for the length of a run: an actor that reserves nothing, around a process.
+"""An agent on every node that needs one, for the length of a run: an actor that reserves nothing,
+around a process.
 
-The process is detached and connected to the actor by a pipe, so that it undoes everything when any of these ends: the
-run, the head, the actor, Ray. Does not know what is done (`workers/node_agent/agent.py` does) nor who needs it
-(`orchestrator/run/node_setup.py`).
+The process is detached and connected to the actor by a pipe, so that it undoes everything when any
+of these ends: the run, the head, the actor, Ray. Does not know what is done
+(`workers/node_agent/agent.py` does) nor who needs it (`orchestrator/run/node_setup.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from ray.exceptions import GetTimeoutError, RayError
 from orchestrator.cluster.ray_fleet import NODE_LABEL, in_a_line, status_command
 from workers.node_agent.protocol import AgentClient, AgentError, AgentOrders, AgentOutcome
 
-#: A process that starts, one before it that ends, a daemon that starts: each has its own, shorter patience.
+#: A process that starts, one before it that ends, a daemon that starts: each has its own, shorter
+#: patience.
 _OUTCOME_S = 60.0
 _END_S = 15.0
 _LOOK_EVERY_S = 0.25
@@ -51,9 +53,11 @@ class NodeAgentActor:
 def with_agents(
     orders: Mapping[str, AgentOrders], ended: Ended, interrupted: Callable[[], bool]
 ) -> Iterator[dict[str, AgentOutcome]]:
-    """Hold the nodes' agents until the end of the block, and yield what was done to each node; each must be there.
+    """Hold the nodes' agents until the end of the block, and yield what was done to each node; each
+    must be there.
 
-    `ended` is called for each node, however the block ends, and `interrupted` is asked while agents start.
+    `ended` is called for each node, however the block ends, and `interrupted` is asked while agents
+    start.
 
     Raises:
         KeyboardInterrupt: The user stopped before every agent had answered.
@@ -83,7 +87,10 @@ def with_agents(
 
 def _await(asked: list[Any], interrupted: Callable[[], bool]) -> None:
     until_s = time.monotonic() + _OUTCOME_S
-    while ray.wait(asked, num_returns=len(asked), timeout=_LOOK_EVERY_S)[1] and time.monotonic() < until_s:
+    while (
+        ray.wait(asked, num_returns=len(asked), timeout=_LOOK_EVERY_S)[1]
+        and time.monotonic() < until_s
+    ):
         if interrupted():
             raise KeyboardInterrupt
 
@@ -92,7 +99,9 @@ def _outcome(orders: AgentOrders, ref: Any) -> AgentOutcome:  # noqa: ANN401 - R
     try:
         return ray.get(ref, timeout=0)  # type: ignore[no-any-return]  # what `NodeAgentActor.outcome` returns
     except GetTimeoutError:
-        return orders.failed(f"nothing came back in {_OUTCOME_S:.0f} s; see what holds it: {status_command()}")
+        return orders.failed(
+            f"nothing came back in {_OUTCOME_S:.0f} s; see what holds it: {status_command()}"
+        )
     except RayError as error:
         return orders.failed(in_a_line(error))
 

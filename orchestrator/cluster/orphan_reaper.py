@@ -1,8 +1,10 @@
-"""Cleans up after a rehearsal whose head was killed. Runs as a process of its own; standard library only.
+"""Cleans up after a rehearsal whose head was killed. Runs as a process of its own; standard library
+only.
 
-The kernel ends raylets and GCS with the head, and workers end with their raylet, unless they hang or were started while
-the head was ending. So when the head's pipe closes without a `bye`, this process finds the processes that work in the
-rehearsal's private folder, ends them by process id until nothing is left, and removes the folder.
+The kernel ends raylets and GCS with the head, and workers end with their raylet, unless they hang
+or were started while the head was ending. So when the head's pipe closes without a `bye`, this
+process finds the processes that work in the rehearsal's private folder, ends them by process id
+until nothing is left, and removes the folder.
 
     python orphan_reaper.py FOLDER        standard input: `bye` from a head that ends well
 """
@@ -18,10 +20,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-#: Ray's processes, by the file they execute. Other programs that use the folder, such as a shell, are left alone.
+#: Ray's processes, by the file they execute. Other programs that use the folder, such as a shell,
+#: are left alone.
 _PROGRAMS = ("python", "raylet", "gcs_server")
 
-#: Raylets die with the head at once; a worker that one of them was just starting shows within a second or so.
+#: Raylets die with the head at once; a worker that one of them was just starting shows within a
+#: second or so.
 _QUIET_S = 2.0
 _PATIENCE_S = 60.0
 _LOOK_EVERY_S = 0.1
@@ -71,7 +75,10 @@ def _open_files(process: Path) -> Iterator[str]:
 
 
 def _is_in(folder: str, text: str) -> bool:
-    """Say whether the text names something in the folder; another folder may begin with the same letters."""
+    """Say whether the text names something in the folder.
+
+    Another folder may begin with the same letters.
+    """
     return f"{folder}/" in text
 
 

@@ -1,8 +1,10 @@
-"""A node of a rehearsal: Ray's own `Node`, on loopback and without the processes that a run does not use.
+"""A node of a rehearsal: Ray's own `Node`, on loopback and without the processes that a run does
+not use.
 
-With each cluster Ray 2.60 starts a dashboard, and with each raylet two agents: one for metrics and logs, one that
-prepares runtime environments. Each takes a second of a core before the raylet is ready. A run uses none of them: its
-figures come with the workers' reports, its logs are files, and all its processes use the Python of this one.
+With each cluster Ray 2.60 starts a dashboard, and with each raylet two agents: one for metrics and
+logs, one that prepares runtime environments. Each takes a second of a core before the raylet is
+ready. A run uses none of them: its figures come with the workers' reports, its logs are files, and
+all its processes use the Python of this one.
 
 Imports ray, which reads its settings at that moment.
 """
@@ -26,7 +28,8 @@ LOOPBACK = "127.0.0.1"
 
 _AGENTS = ("--dashboard_agent_command", "--runtime_env_agent_command")
 
-#: A raylet must have agents, and ends when one of them ends. `cat` reads a pipe from the raylet, and ends with it.
+#: A raylet must have agents, and ends when one of them ends. `cat` reads a pipe from the raylet,
+#: and ends with it.
 _IDLE = "cat"
 
 _AGENT_PORTS = (
@@ -47,13 +50,18 @@ class PrivateNode(Node):
         """Start no dashboard."""
 
     def start_raylet(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - Ray's own
-        """Start the raylet with idle processes as its agents, and say in their place that they serve nothing."""
+        """Start the raylet with idle processes as its agents, and say in their place that they
+        serve nothing.
+        """
         for port in _AGENT_PORTS:
             persist_port(self._session_dir, self.node_id, port, _NO_PORT)
         start = services.start_ray_process
 
         def start_idle(command: list[str], *rest: Any, **named: Any) -> object:  # noqa: ANN401 - as above
-            idle = [f"{name}={_IDLE}" if (name := word.partition("=")[0]) in _AGENTS else word for word in command]
+            idle = [
+                f"{name}={_IDLE}" if (name := word.partition("=")[0]) in _AGENTS else word
+                for word in command
+            ]
             return start(idle, *rest, **named)
 
         services.start_ray_process = start_idle

@@ -1,8 +1,10 @@
-"""Asks nodes what the processes of silent slots do: one small process on each node looks, and nothing waits for it.
+"""Asks nodes what the processes of silent slots do: one small process on each node looks, and
+nothing waits for it.
 
 Under MPS it also tells the daemon of its node which client is going to be killed.
 
-Decides nothing: `core/silence.py` says what the answers mean, `workers/host/activity.py` how a node looks.
+Decides nothing: `core/silence.py` says what the answers mean, `workers/host/activity.py` how a node
+looks.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class Observer:
 
 
 class ProcessWatch:
-    """The observers of a run, at most one on each node, and the one question that each has been asked."""
+    """The observers of a run, at most one on each node, and the one question that each has been
+    asked.
+    """
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -47,19 +51,28 @@ class ProcessWatch:
     def begin(self, node: str) -> None:
         """Start the node's observer, unless it has one: it must be up before something hangs."""
         if node not in self._observers:
-            options = {"num_cpus": 0, "label_selector": {self._label: node}, "max_restarts": -1, "max_task_retries": 0}
+            options = {
+                "num_cpus": 0,
+                "label_selector": {self._label: node},
+                "max_restarts": -1,
+                "max_task_retries": 0,
+            }
             self._observers[node] = ray.remote(Observer).options(**options).remote()
 
     def end_mps_client(self, node: str, pipe_directory: str, pid: int) -> None:
         """Have the node's MPS daemon end a client; returns when it has, or after some seconds."""
         self.begin(node)
-        ray.wait([self._observers[node].end_mps_client.remote(pipe_directory, pid)], timeout=_CLIENT_ENDS_S)
+        ray.wait(
+            [self._observers[node].end_mps_client.remote(pipe_directory, pid)],
+            timeout=_CLIENT_ENDS_S,
+        )
 
     def look(self, node: str, pids: Mapping[int, bool]) -> dict[int, Activity | None]:
-        """Return what the node's processes did, as far as it is known by now, and ask again; never waits.
+        """Return what the node's processes did, as far as it is known by now, and ask again; never
+        waits.
 
-        `None`: the node was asked and has not answered yet. A process that is gone is left out. The value in `pids`
-        says whether to look for the process on the node's cards too.
+        `None`: the node was asked and has not answered yet. A process that is gone is left out. The
+        value in `pids` says whether to look for the process on the node's cards too.
         """
         self.begin(node)
         ref, asked = self._asked.get(node, (None, frozenset()))
@@ -72,6 +85,8 @@ class ProcessWatch:
             except RayError:  # it comes back with its node
                 asked = frozenset()
         self._asked[node] = (
-            (self._observers[node].look.remote(dict(pids)), frozenset(pids)) if pids else (None, frozenset())
+            (self._observers[node].look.remote(dict(pids)), frozenset(pids))
+            if pids
+            else (None, frozenset())
         )
         return {pid: answer.get(pid) for pid in pids if pid in answer or pid not in asked}

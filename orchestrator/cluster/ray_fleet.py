@@ -1,6 +1,7 @@
 """The fleet on Ray: actors, slices in flight, and Ray's errors as values of `core.fleet`.
 
-Needs a connection (`connect.py`, `local_cluster.py`) and decides nothing: every method does one thing to Ray.
+Needs a connection (`connect.py`, `local_cluster.py`) and decides nothing: every method does one
+thing to Ray.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ from workers.settings import WorkerSpec
 #: The label that names a node. Set by `ray start --labels=node=pc1`.
 NODE_LABEL = "node"
 
-#: What Ray's one type for "the actor is temporarily unavailable" means, by its words (Ray 2.60): the connection broke
-#: under the call, or there was none to send it over. "The actor was restarted" is neither: the call may have come just
-#: after a death that is known already.
+#: What Ray's one type for "the actor is temporarily unavailable" means, by its words (Ray 2.60):
+#: the connection broke under the call, or there was none to send it over. "The actor was restarted"
+#: is neither: the call may have come just after a death that is known already.
 _UNAVAILABLE = {
     "Socket closed": SliceFailure.DIED,
     "Connection reset by peer": SliceFailure.DIED,
@@ -59,7 +60,8 @@ _UNAVAILABLE = {
 #: A process that only asks the driver starts in a second or two, on a busy PC in ten.
 _PROBE_TIMEOUT_S = 60.0
 
-#: Name of Ray's exit type for a process that its memory monitor has killed (ray/protobuf/common.proto).
+#: Name of Ray's exit type for a process that its memory monitor has killed
+#: (ray/protobuf/common.proto).
 _OUT_OF_HOST_MEMORY = "NODE_OUT_OF_MEMORY"
 
 _CAUSE_CHARS = 500
@@ -67,11 +69,14 @@ _CAUSE_CHARS = 500
 #: What the head is called in its own `Pulse`.
 _HEAD = "head"
 
-#: A head with a store of its own (Redis) that is started again is back within this time; any other does not come back.
+#: A head with a store of its own (Redis) that is started again is back within this time; any other
+#: does not come back.
 _HEAD_MAY_BE_AWAY_S = 3.0
 _HEAD_GONE = (
-    "the Ray head at {address} has ended, and the cluster with it; what was reported until then is in the run folder; "
-    "start the cluster again (`python -m orchestrator up` shows how), then `python -m orchestrator run --resume`"
+    "the Ray head at {address} has ended, and the cluster with it; what was reported until then "
+    "is in the run folder; "
+    "start the cluster again (`python -m orchestrator up` shows how), then `python -m "
+    "orchestrator run --resume`"
 )
 
 #: Without them Ray's commands do not use the token of this process.
@@ -83,14 +88,18 @@ class _Flight:
     slot: str
     directive: Directive
     given_up: bool = False
-    """Its failure is no longer returned. A report that still arrives is, to be refused and logged."""
+    """Its failure is no longer returned. A report that still arrives is, to be refused and logged.
+    """
 
 
 class RayFleet:
     """See `orchestrator.core.fleet.Fleet`."""
 
     def __init__(self, address: str, raylets: Raylets | None) -> None:
-        """Take over the connection of this process to the head at `address`; `raylets` are this run's own nodes."""
+        """Take over the connection of this process to the head at `address`.
+
+        `raylets` are this run's own nodes.
+        """
         self._raylets = raylets
         self._address = address
         self._pulse = Pulse()
@@ -113,13 +122,16 @@ class RayFleet:
         """While Ray's own store does not answer, what it last said still stands, for some seconds.
 
         Raises:
-            NoClusterError: The cluster's head has ended. Ray would say so after 60 s, and end this process.
+            NoClusterError: The cluster's head has ended. Ray would say so after 60 s, and end this
+                process.
         """
         now_s = time.monotonic()
         host, _, port = self._address.rpartition(":")
         self._head_pulse.silent({_HEAD: (host.strip("[]"), int(port))}, now_s)
         if not self._head_pulse.answered(_HEAD, now_s):
-            self._head_away_since_s = now_s if self._head_away_since_s is None else self._head_away_since_s
+            self._head_away_since_s = (
+                now_s if self._head_away_since_s is None else self._head_away_since_s
+            )
             if now_s - self._head_away_since_s > _HEAD_MAY_BE_AWAY_S:
                 raise NoClusterError(_HEAD_GONE.format(address=self._address))
             return self._last_nodes  # Ray would not return before the head answers
@@ -128,7 +140,9 @@ class RayFleet:
             live = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]  # no types here
         except Exception:  # noqa: BLE001 - Ray raises many types when its store restarts
             return self._last_nodes
-        doors = {node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in live}
+        doors = {
+            node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in live
+        }
         silent = self._pulse.silent(doors, now_s)
         self._last_nodes = tuple(
             NodeFact(
@@ -150,17 +164,26 @@ class RayFleet:
         return self._address
 
     def count_cards(self, node: str) -> int:
-        cards = ray.remote(visible_cards).options(num_cpus=0, label_selector={NODE_LABEL: node}).remote()
+        cards = (
+            ray.remote(visible_cards)
+            .options(num_cpus=0, label_selector={NODE_LABEL: node})
+            .remote()
+        )
         try:
             return len(ray.get(cards, timeout=_PROBE_TIMEOUT_S))
         except GetTimeoutError as error:
             raise PreflightError(
-                [f"{node} started no process in {_PROBE_TIMEOUT_S:.0f} s; see what holds it: {status_command()}"]
+                [
+                    (
+                        f"{node} started no process in {_PROBE_TIMEOUT_S:.0f} s; see what holds it: "
+                        f"{status_command()}"
+                    )
+                ]
             ) from error
 
     def place(self, reservation: Reservation, spec: WorkerSpec) -> None:
-        # Ray hands the arguments to each new process of the actor, restarts it without a limit and never repeats a
-        # call: counting and waiting are the head's.
+        # Ray hands the arguments to each new process of the actor, restarts it without a limit and
+        # never repeats a call: counting and waiting are the head's.
         self._reservations[reservation.slot] = reservation
         self._specs[reservation.slot] = spec
         actor_class = ray.remote(WorkerActor)
@@ -173,7 +196,9 @@ class RayFleet:
         ).remote(spec)
 
     def submit(self, slot: str, directive: Directive) -> None:
-        if directive.duration_s == 0:  # the first slice of a process, or of one that could not be reached before
+        if (
+            directive.duration_s == 0
+        ):  # the first slice of a process, or of one that could not be reached before
             self._up.pop(slot, None)
             self._coming_up[slot] = self._actors[slot].process_id.remote()
         ref = self._actors[slot].run_slice.remote(directive)
@@ -189,8 +214,14 @@ class RayFleet:
             return ()
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=True)
         done = set(ready)
-        ended = [(flight := self._flights.pop(ref), self._ended(ref, flight)) for ref in refs if ref in done]
-        return tuple(each for flight, each in ended if isinstance(each, SliceReported) or not flight.given_up)
+        ended = [
+            (flight := self._flights.pop(ref), self._ended(ref, flight))
+            for ref in refs
+            if ref in done
+        ]
+        return tuple(
+            each for flight, each in ended if isinstance(each, SliceReported) or not flight.given_up
+        )
 
     def forget(self, slot: str) -> None:
         """Without `ray.cancel`: a queued slice would run nevertheless (seen with Ray 2.60)."""
@@ -260,7 +291,9 @@ class RayFleet:
 
     def _own_raylets(self, node: str) -> Raylets:
         if self._raylets is None:
-            raise UsageError(f"{node} belongs to the cluster; only a rehearsal can end and start its nodes")
+            raise UsageError(
+                f"{node} belongs to the cluster; only a rehearsal can end and start its nodes"
+            )
         return self._raylets
 
     def _ended(self, ref: Any, flight: _Flight) -> SliceEnded:  # noqa: ANN401 - Ray's reference type has no name
@@ -275,17 +308,23 @@ class RayFleet:
 
 
 def status_command() -> str:
-    """Return the command that shows what is reserved on the connected cluster: `ray status` needs the mode as well."""
+    """Return the command that shows what is reserved on the connected cluster: `ray status` needs
+    the mode as well.
+    """
     address = ray.get_runtime_context().gcs_address
-    settings = (f"{name}={shlex.quote(os.environ[name])} " for name in _AUTH_SETTINGS if name in os.environ)
+    settings = (
+        f"{name}={shlex.quote(os.environ[name])} " for name in _AUTH_SETTINGS if name in os.environ
+    )
     return f"{''.join(settings)}ray status --address={address}"
 
 
 def _cause_of_death(pid: int, address: str) -> DeathCause | None:
-    """Return why the process with this id on the node at `address` ended; `None` if Ray does not say.
+    """Return why the process with this id on the node at `address` ended; `None` if Ray does not
+    say.
 
-    An actor that Ray restarts fails its calls with "the actor was restarted" and no cause (Ray 2.60). The cause is in
-    the table of worker processes that Ray's head keeps. The public way to it needs a running dashboard.
+    An actor that Ray restarts fails its calls with "the actor was restarted" and no cause (Ray
+    2.60). The cause is in the table of worker processes that Ray's head keeps. The public way to it
+    needs a running dashboard.
     """
     try:
         from ray._private.state import state  # noqa: PLC0415 - private: its absence must not break the fleet
@@ -298,7 +337,9 @@ def _cause_of_death(pid: int, address: str) -> DeathCause | None:
         dead = [
             entry
             for entry in entries
-            if not entry.is_alive and entry.pid == pid and entry.worker_address.ip_address == address
+            if not entry.is_alive
+            and entry.pid == pid
+            and entry.worker_address.ip_address == address
         ]
         if not dead:
             return None
@@ -312,15 +353,23 @@ def _cause_of_death(pid: int, address: str) -> DeathCause | None:
 def _failure(error: RayError) -> SliceFailure:
     if isinstance(error, ActorUnavailableError):
         text = str(error)
-        return next((failure for words, failure in _UNAVAILABLE.items() if words in text), SliceFailure.UNAVAILABLE)
+        return next(
+            (failure for words, failure in _UNAVAILABLE.items() if words in text),
+            SliceFailure.UNAVAILABLE,
+        )
     if isinstance(error, ActorDiedError) and getattr(error, "actor_init_failed", False):
         return SliceFailure.UNBUILDABLE
-    # RayTaskError is an exception out of `run_slice` itself: the engine lets none out, so it could not be loaded.
+    # RayTaskError is an exception out of `run_slice` itself: the engine lets none out, so it could
+    # not be loaded.
     unbuildable = (RayTaskError, RuntimeEnvSetupError, ActorUnschedulableError)
     return SliceFailure.UNBUILDABLE if isinstance(error, unbuildable) else SliceFailure.DIED
 
 
 def in_a_line(error: RayError) -> str:
-    """Return what an error of Ray says: of a traceback from a worker the last line, of other texts the first."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no reason given"]
+    """Return what an error of Ray says: of a traceback from a worker the last line, of other texts
+    the first.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
+        "no reason given"
+    ]
     return lines[-1 if lines[0].startswith(("ray::", "\x1b")) else 0][:300]

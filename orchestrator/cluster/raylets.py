@@ -19,7 +19,8 @@ import psutil
 
 from orchestrator.errors import NoClusterError
 
-#: Ray's least (ray_constants.OBJECT_STORE_MINIMUM_MEMORY_BYTES is 75 MiB); reports are inlined and need none of it.
+#: Ray's least (ray_constants.OBJECT_STORE_MINIMUM_MEMORY_BYTES is 75 MiB); reports are inlined and
+#: need none of it.
 _OBJECT_STORE_BYTES = 80 * 2**20
 
 
@@ -33,17 +34,23 @@ class RayletPlan:
 
 
 class Raylets:
-    """One raylet for each node of the configuration, all on this machine; the first carries the head."""
+    """One raylet for each node of the configuration, all on this machine.
+
+    The first carries the head.
+    """
 
     def __init__(self, plans: Sequence[RayletPlan], folder: Path) -> None:
-        """Prepare; nothing is started before `start`. `folder` is where Ray may put all that it puts anywhere."""
+        """Prepare; nothing is started before `start`.
+
+        `folder` is where Ray may put all that it puts anywhere.
+        """
         self._plans = {plan.name: plan for plan in plans}
         self._folder = folder
         self._nodes: dict[str, Any] = {}
         self._orphans: list[int] = []
         self._starting: dict[str, Future[None]] = {}
-        # One thread for the whole run: the kernel ends what a thread has started when that thread ends
-        # (PR_SET_PDEATHSIG, prctl(2), which Ray's `spawn_reaper` sets).
+        # One thread for the whole run: the kernel ends what a thread has started when that thread
+        # ends (PR_SET_PDEATHSIG, prctl(2), which Ray's `spawn_reaper` sets).
         self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="start-node")
 
     @property
@@ -52,7 +59,10 @@ class Raylets:
         return str(next(iter(self._nodes.values())).gcs_address)
 
     def start(self, name: str) -> None:
-        """Start the raylet of one node, and wait until its processes run; `NoClusterError` where Ray cannot."""
+        """Start the raylet of one node, and wait until its processes run.
+
+        `NoClusterError` where Ray cannot.
+        """
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         from ray._private.parameter import RayParams  # noqa: PLC0415 - ray reads its settings when it is imported
 
@@ -76,9 +86,13 @@ class Raylets:
         )
         try:
             # spawn_reaper makes the kernel end these processes with this one, even after kill -9.
-            self._nodes[name] = PrivateNode(params, head=is_head, shutdown_at_exit=False, spawn_reaper=True)
+            self._nodes[name] = PrivateNode(
+                params, head=is_head, shutdown_at_exit=False, spawn_reaper=True
+            )
         except Exception as error:  # Ray raises many types here
-            raise NoClusterError(f"Ray could not start a node for {name} on this machine: {error}") from error
+            raise NoClusterError(
+                f"Ray could not start a node for {name} on this machine: {error}"
+            ) from error
 
     def end(self, name: str) -> None:
         """End a node as a power cut would: everything on it, at once, without a message."""
@@ -97,7 +111,10 @@ class Raylets:
         self._reap()
 
     def start_again(self, name: str) -> None:
-        """Begin to start a node that was ended; it takes a second or two, in which a run must not stand still."""
+        """Begin to start a node that was ended.
+
+        It takes a second or two, in which a run must not stand still.
+        """
 
         def begin() -> None:
             try:
@@ -119,7 +136,9 @@ class Raylets:
         self._starter.shutdown()
 
     def _reap(self) -> None:
-        """Take note of the end of processes whose raylet died before them: they became children of this one."""
+        """Take note of the end of processes whose raylet died before them: they became children of
+        this one.
+        """
         left = []
         for pid in self._orphans:
             with contextlib.suppress(ChildProcessError):  # it was never ours, or is noted already

@@ -16,5 +16,7 @@ def parse_bytes(text: str) -> int:
     found = _TYPED.fullmatch(text[:60].strip().lower())
     amount = 0 if found is None else int(float(found[1]) * _UNITS[found[2]])
     if not 0 < amount < 2**63:
-        raise ValueError(f"{shown(text)} is no amount of memory; valid: 2GiB, 900MiB, or a number of bytes")
+        raise ValueError(
+            f"{shown(text)} is no amount of memory; valid: 2GiB, 900MiB, or a number of bytes"
+        )
     return amount

@@ -1,4 +1,5 @@
-"""How many workers and bytes a node of the configuration holds, and the refusal of what cannot fit, with the sum.
+"""How many workers and bytes a node of the configuration holds, and the refusal of what cannot fit,
+with the sum.
 
 Does not cover what each worker gets (`core.budget`). Pure: no clock, no files.
 """
@@ -11,12 +12,12 @@ from orchestrator.config.gpu_specs import PROFILES
 from orchestrator.config.schema import NodeConfig
 from workers.units import GIB
 
-#: Up to here a card holds exactly as many workers as planned. Beyond, Ray's steps are too coarse: of 150 planned
-#: workers each gets 66 steps, and 151 of those fit.
+#: Up to here a card holds exactly as many workers as planned. Beyond, Ray's steps are too coarse:
+#: of 150 planned workers each gets 66 steps, and 151 of those fit.
 MAX_WORKERS_PER_CARD = 100
 
-#: Of all nodes together. The head asks each worker about once a second. Without a bound, a file of a few KiB could
-#: plan millions of workers.
+#: Of all nodes together. The head asks each worker about once a second. Without a bound, a file of
+#: a few KiB could plan millions of workers.
 MAX_WORKERS = 10_000
 
 #: Edge of the square matrices where neither the workload nor the node says: the 3070 guide's size.
@@ -50,7 +51,9 @@ def budget_bytes(node: NodeConfig) -> int:
 
 
 def overbooked(node: NodeConfig) -> Overbooked | None:
-    """Return the sum that does not fit on a card of the node, or `None` when all fits or nothing is known."""
+    """Return the sum that does not fit on a card of the node, or `None` when all fits or nothing is
+    known.
+    """
     total_gib = card_total_gib(node)
     if total_gib is None:
         return None
@@ -66,7 +69,8 @@ def overbooked(node: NodeConfig) -> Overbooked | None:
     asked_gib, allowed_gib = _two_gib(shared_by * each_bytes, allowed_bytes)
     text = (
         f"{asked} x {node.vram_per_worker_gib:.10g} GiB = {asked_gib} GiB, "
-        f"but {node.memory_fraction:.10g} of the {total_gib:.10g} GiB of {where} is {allowed_gib} GiB"
+        f"but {node.memory_fraction:.10g} of the {total_gib:.10g} GiB of {where} is {allowed_gib} "
+        "GiB"
     )
     fitting = allowed_bytes // each_bytes * (node.gpus or 1)
     smaller = f"vram_per_worker_gib <= {_floor_text(allowed_bytes / shared_by / GIB)}"
@@ -75,7 +79,9 @@ def overbooked(node: NodeConfig) -> Overbooked | None:
     # Each card needs a worker, so fewer workers than cards is not a valid plan.
     if fitting < max(1, node.gpus):
         return Overbooked(text=text, valid=smaller)
-    return Overbooked(text=text, valid=f"at most {fitting} worker{'s' if fitting > 1 else ''}, or {smaller}")
+    return Overbooked(
+        text=text, valid=f"at most {fitting} worker{'s' if fitting > 1 else ''}, or {smaller}"
+    )
 
 
 def _two_gib(asked_bytes: int, allowed_bytes: int) -> tuple[str, str]:
@@ -88,7 +94,9 @@ def _two_gib(asked_bytes: int, allowed_bytes: int) -> tuple[str, str]:
 
 
 def _floor_text(gib: float) -> str:
-    """Return `gib` rounded down to a number that is short to type: two digits after the point, or three in all."""
+    """Return `gib` rounded down to a number that is short to type: two digits after the point, or
+    three in all.
+    """
     if gib >= 0.1:
         return f"{int(gib * 100) / 100:.2f}"
     digits = f"{gib:.2e}"

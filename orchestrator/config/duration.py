@@ -12,18 +12,24 @@ import re
 MAX_DURATION_S = 365 * 24 * 3600.0
 
 #: What may be typed where a duration is wanted; part of every refusal.
-VALID_DURATION = "minutes as a number (5), or text such as 30s, 2h, 1h30m; above 0 and at most one year"
+VALID_DURATION = (
+    "minutes as a number (5), or text such as 30s, 2h, 1h30m; above 0 and at most one year"
+)
 
 _UNITS_S = {"d": 86_400.0, "h": 3_600.0, "m": 60.0, "s": 1.0}
 _NUMBER = r"\d{1,12}(?:\.\d{1,9})?"
 _PLAIN = re.compile(rf"[+-]?{_NUMBER}", re.ASCII)
 _WITH_UNITS = re.compile(
-    rf"(?:(?P<d>{_NUMBER})d)?\s*(?:(?P<h>{_NUMBER})h)?\s*(?:(?P<m>{_NUMBER})m)?\s*(?:(?P<s>{_NUMBER})s)?", re.ASCII
+    rf"(?:(?P<d>{_NUMBER})d)?\s*(?:(?P<h>{_NUMBER})h)?\s*(?:(?P<m>{_NUMBER})m)?\s*(?:(?P<s>{_NUMBER})s)?",
+    re.ASCII,
 )
 
 
 def parse_duration(text: str | int | float) -> float:
-    """Return the seconds that `text` means, a plain number minutes; `ValueError` says what would be valid."""
+    """Return the seconds that `text` means, a plain number minutes.
+
+    `ValueError` says what would be valid.
+    """
     seconds = _seconds(text)
     if seconds is None or math.isnan(seconds):
         raise ValueError(f"{shown(text)} is not a duration; valid: {VALID_DURATION}")
@@ -35,10 +41,11 @@ def parse_duration(text: str | int | float) -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """Return `seconds` for people: `45s`, `5m`, `1h 30m`; below a minute with tenths where there are any.
+    """Return `seconds` for people: `45s`, `5m`, `1h 30m`; below a minute with tenths where there
+    are any.
 
-    Parts of a second are dropped from a minute on. Infinite, negative and NaN are shown as `–`, like any value
-    that is not known.
+    Parts of a second are dropped from a minute on. Infinite, negative and NaN are shown as `–`,
+    like any value that is not known.
     """
     if not math.isfinite(seconds) or seconds < 0:
         return "–"  # noqa: RUF001  # the sign the tables use for an unknown value
@@ -77,4 +84,8 @@ def _seconds(text: str | int | float) -> float | None:
     found = _WITH_UNITS.fullmatch(typed)
     if found is None:
         return None
-    return sum(float(count) * _UNITS_S[unit] for unit, count in found.groupdict().items() if count is not None)
+    return sum(
+        float(count) * _UNITS_S[unit]
+        for unit, count in found.groupdict().items()
+        if count is not None
+    )

@@ -1,8 +1,10 @@
-"""What is known of each card before its node has been seen: data, one table; and of unknown cards, by formula.
+"""What is known of each card before its node has been seen: data, one table; and of unknown cards,
+by formula.
 
-Covers names, memory, rated peaks, how many workers suit a card, and what each NVIDIA generation multiplies in one clock
-(dense products: no sparsity, no FP8 and FP4). Does not cover how the memory is divided (`core.budget`) nor what a live
-node reports: a profile is used only until the node reports its real values. Pure.
+Covers names, memory, rated peaks, how many workers suit a card, and what each NVIDIA generation
+multiplies in one clock (dense products: no sparsity, no FP8 and FP4). Does not cover how the memory
+is divided (`core.budget`) nor what a live node reports: a profile is used only until the node
+reports its real values. Pure.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from orchestrator.config.schema import Dtype
 from workers.host.facts import CardFacts
 from workers.units import GIB
 
-#: A card whose memory differs more than this from its profile is another product of the same name: there is an
-#: RTX 3060 with 8 GB and two thirds of the bandwidth.
+#: A card whose memory differs more than this from its profile is another product of the same name:
+#: there is an RTX 3060 with 8 GB and two thirds of the bandwidth.
 _SAME_MEMORY = 0.10
 
 
-#: Every number type that has a peak; the first four are those of cluster.yaml. `fp16_accumulate` adds up in FP16, the
-#: other tensor types in FP32, as torch does by default.
+#: Every number type that has a peak; the first four are those of cluster.yaml. `fp16_accumulate`
+#: adds up in FP16, the other tensor types in FP32, as torch does by default.
 PEAK_DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp16_accumulate")
 
 
@@ -31,20 +33,25 @@ class Architecture:
     """One generation of multiprocessors."""
 
     multiply_adds: Mapping[str, int]
-    """Fused multiply-adds of one multiprocessor in one clock, by number type; those that it has units for."""
+    """Fused multiply-adds of one multiprocessor in one clock, by number type; those that it has
+    units for.
+    """
     geforce: bool
-    """The tensor rates are those of GeForce RTX cards, where sums in FP32 are halved. Workstation cards of the same
-    capability are halved or not, one by one, so theirs do not follow from it."""
+    """The tensor rates are those of GeForce RTX cards, where sums in FP32 are halved. Workstation
+    cards of the same capability are halved or not, one by one, so theirs do not follow from it."""
 
 
 def _architecture(*rates: int | None, geforce: bool) -> Architecture:
     """Return a row of the table; the rates are in the order of `PEAK_DTYPES`."""
-    known = {dtype: rate for dtype, rate in zip(PEAK_DTYPES, rates, strict=True) if rate is not None}
+    known = {
+        dtype: rate for dtype, rate in zip(PEAK_DTYPES, rates, strict=True) if rate is not None
+    }
     return Architecture(MappingProxyType(known), geforce)
 
 
-#: By compute capability, from NVIDIA's architecture whitepapers: V100, TU102, A100, GA102 v2 (App. A), Ada (App. A),
-#: H100, RTX Blackwell. A rating divided by multiprocessors, boost clock and 2 gives these numbers.
+#: By compute capability, from NVIDIA's architecture whitepapers: V100, TU102, A100, GA102 v2 (App.
+#: A), Ada (App. A), H100, RTX Blackwell. A rating divided by multiprocessors, boost clock and 2
+#: gives these numbers.
 ARCHITECTURES: Mapping[tuple[int, int], Architecture] = MappingProxyType(
     {
         (7, 0): _architecture(64, None, 512, None, 512, geforce=False),
@@ -60,7 +67,10 @@ ARCHITECTURES: Mapping[tuple[int, int], Architecture] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """How several workers use a card well; the words and units are those of a node in cluster.yaml."""
+    """How several workers use a card well.
+
+    The words and units are those of a node in cluster.yaml.
+    """
 
     workers: int
     vram_per_worker_gib: float
@@ -72,15 +82,19 @@ class Advice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuProfile:
-    """One card as cluster.yaml may name it under `nodes.<node>.gpu`; or an unknown one, see `profile_of`."""
+    """One card as cluster.yaml may name it under `nodes.<node>.gpu`.
+
+    Or an unknown one, see `profile_of`.
+    """
 
     key: str
     product: str
     shown_gib: float
-    """What CUDA reports as total memory, always less than the vendor's nominal value (firmware, ECC, display).
+    """What CUDA reports as total memory, always less than the vendor's nominal value (firmware,
+    ECC, display).
 
-    7.67 for the RTX 3070 is from its guide; the others are typical readings. All are replaced by the node's own
-    value once the node has been seen.
+    7.67 for the RTX 3070 is from its guide; the others are typical readings. All are replaced by
+    the node's own value once the node has been seen.
     """
     compute_capability: tuple[int, int] | None
     multiprocessors: int | None
@@ -89,7 +103,8 @@ class GpuProfile:
     tflops: tuple[float | None, ...]
     """Rated dense peaks, in the order of `PEAK_DTYPES`.
 
-    The last one, FP16 added up in FP16, is the "142" of an RTX 3090; torch does so only with `allow_fp16_accumulation`.
+    The last one, FP16 added up in FP16, is the "142" of an RTX 3090; torch does so only with
+    `allow_fp16_accumulation`.
     """
     bandwidth_gb_s: float | None
     """10^9 bytes a second."""
@@ -104,10 +119,11 @@ _GA102 = "NVIDIA Ampere GA102 whitepaper v2, App. A"
 
 #: Every known card.
 #:
-#: Advice. From the guides: the 3090 alone and the 3070 with a desktop. Derived: a 4090 is a 3090 in memory; the 3060's
-#: workers hold the 4 to 5 GB that its guide measured for one training process; the rest divides what memory_fraction
-#: leaves (0.90 alone, three quarters with a desktop as on the 3070, 0.85 where that is still over 3 GiB, 0.95 on cards
-#: for servers) among as many workers as on the guides' card of that kind.
+#: Advice. From the guides: the 3090 alone and the 3070 with a desktop. Derived: a 4090 is a 3090 in
+#: memory; the 3060's workers hold the 4 to 5 GB that its guide measured for one training process;
+#: the rest divides what memory_fraction leaves (0.90 alone, three quarters with a desktop as on the
+#: 3070, 0.85 where that is still over 3 GiB, 0.95 on cards for servers) among as many workers as on
+#: the guides' card of that kind.
 _TABLE = (
     GpuProfile(
         key="rtx-3060", product="NVIDIA GeForce RTX 3060", shown_gib=11.63, compute_capability=(8, 6),
@@ -159,34 +175,45 @@ PROFILES: Mapping[str, GpuProfile] = MappingProxyType({profile.key: profile for 
 def match_profile(name: str, total_bytes: int | None = None) -> GpuProfile | None:
     """Return the profile of a live card, or `None` for a card that is not in the table.
 
-    The whole name counts, as NVML or torch reports it: an RTX 3070 Ti or an H100 PCIe is another card. Older drivers
-    leave "NVIDIA" out. A name may stand for two products, which differ in `total_bytes`.
+    The whole name counts, as NVML or torch reports it: an RTX 3070 Ti or an H100 PCIe is another
+    card. Older drivers leave "NVIDIA" out. A name may stand for two products, which differ in
+    `total_bytes`.
     """
     wanted = _bare(name)
     for profile in PROFILES.values():
         if _bare(profile.product) == wanted:
             shown_bytes = profile.shown_gib * GIB
-            differs = total_bytes is not None and abs(total_bytes - shown_bytes) > _SAME_MEMORY * shown_bytes
+            differs = (
+                total_bytes is not None
+                and abs(total_bytes - shown_bytes) > _SAME_MEMORY * shown_bytes
+            )
             return None if differs else profile
     return None
 
 
 def profile_of(card: CardFacts) -> GpuProfile:
-    """Return what is known of a live card: its row of the table, or what follows from what it says of itself.
+    """Return what is known of a live card: its row of the table, or what follows from what it says
+    of itself.
 
-    Peaks of an unknown card are multiprocessors × highest clock × multiply-adds of its generation × 2. The highest
-    clock that a driver tells is above the rated boost, so a share of such a peak is on the low side; with a sampled
-    clock it is exact. The bandwidth is bytes of the bus × memory clock × 2 (both edges): 384 bits at the 9751 MHz that
-    NVML reports are the 936 GB/s of an RTX 3090. What the card does not report, and what is unknown of its generation,
-    is `None`.
+    Peaks of an unknown card are multiprocessors × highest clock × multiply-adds of its generation ×
+    2. The highest clock that a driver tells is above the rated boost, so a share of such a peak is
+    on the low side; with a sampled clock it is exact. The bandwidth is bytes of the bus × memory
+    clock × 2 (both edges): 384 bits at the 9751 MHz that NVML reports are the 936 GB/s of an RTX
+    3090. What the card does not report, and what is unknown of its generation, is `None`.
     """
     known = match_profile(card.name, card.total_bytes)
     if known is not None:
         return known
     generation = ARCHITECTURES.get(card.compute_capability or (0, 0))
     # NVML counts FP32 units.
-    multiprocessors = card.cores // generation.multiply_adds["fp32"] if card.cores and generation else None
-    clock_mhz, bits, memory_mhz = card.max_sm_clock_mhz, card.bus_width_bits, card.max_memory_clock_mhz
+    multiprocessors = (
+        card.cores // generation.multiply_adds["fp32"] if card.cores and generation else None
+    )
+    clock_mhz, bits, memory_mhz = (
+        card.max_sm_clock_mhz,
+        card.bus_width_bits,
+        card.max_memory_clock_mhz,
+    )
     return GpuProfile(
         key=key_of(card.name),
         product=card.name,
@@ -195,7 +222,11 @@ def profile_of(card: CardFacts) -> GpuProfile:
         multiprocessors=multiprocessors,
         boost_mhz=clock_mhz,
         tflops=tuple(
-            _tflops(multiprocessors, clock_mhz, _multiply_adds(card.name, card.compute_capability, dtype))
+            _tflops(
+                multiprocessors,
+                clock_mhz,
+                _multiply_adds(card.name, card.compute_capability, dtype),
+            )
             for dtype in PEAK_DTYPES
         ),
         bandwidth_gb_s=bits / 8 * memory_mhz * 1e6 * 2 / 1e9 if bits and memory_mhz else None,
@@ -206,7 +237,8 @@ def profile_of(card: CardFacts) -> GpuProfile:
 def peak_tflops(profile: GpuProfile, dtype: str, sm_clock_mhz: float | None = None) -> float | None:
     """Return the dense peak of a card, or `None` where it is not known.
 
-    At `sm_clock_mhz`, sampled while the card worked, it is what it could have done; `None` means the rated clock.
+    At `sm_clock_mhz`, sampled while the card worked, it is what it could have done; `None` means
+    the rated clock.
 
     Raises:
         ValueError: The `dtype` is none of `PEAK_DTYPES`.
@@ -217,8 +249,13 @@ def peak_tflops(profile: GpuProfile, dtype: str, sm_clock_mhz: float | None = No
     return _tflops(profile.multiprocessors, sm_clock_mhz, rate)
 
 
-def _multiply_adds(product: str, compute_capability: tuple[int, int] | None, dtype: str) -> int | None:
-    """Return what one multiprocessor does in one clock; the name distinguishes GeForce cards from others."""
+def _multiply_adds(
+    product: str, compute_capability: tuple[int, int] | None, dtype: str
+) -> int | None:
+    """Return what one multiprocessor does in one clock.
+
+    The name distinguishes GeForce cards from others.
+    """
     if dtype not in PEAK_DTYPES:
         raise ValueError(f"no number type {dtype!r}; valid: {', '.join(PEAK_DTYPES)}")
     known = None if compute_capability is None else ARCHITECTURES.get(compute_capability)
@@ -228,7 +265,9 @@ def _multiply_adds(product: str, compute_capability: tuple[int, int] | None, dty
 
 
 def _tflops(multiprocessors: int | None, clock_mhz: float | None, rate: int | None) -> float | None:
-    """Return multiprocessors × clock × multiply-adds × 2, in TFLOP/s: a multiply-add counts as two operations."""
+    """Return multiprocessors × clock × multiply-adds × 2, in TFLOP/s: a multiply-add counts as two
+    operations.
+    """
     if not multiprocessors or not clock_mhz or rate is None:
         return None
     return multiprocessors * clock_mhz * 1e6 * rate * 2 / 1e12

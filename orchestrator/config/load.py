@@ -1,7 +1,9 @@
-"""Reads cluster.yaml with its overrides (`--set a.b=value`) into a `Config`, and writes a `Config` as text again.
+"""Reads cluster.yaml with its overrides (`--set a.b=value`) into a `Config`, and writes a `Config`
+as text again.
 
-Does not cover the models (`schema`), the lines of YAML (`yaml_source`), nor words of a refusal (`validation`), which
-names an override as it was typed. Every function that reads raises `ConfigError` with every problem at once.
+Does not cover the models (`schema`), the lines of YAML (`yaml_source`), nor words of a refusal
+(`validation`), which names an override as it was typed. Every function that reads raises
+`ConfigError` with every problem at once.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from orchestrator.config.yaml_source import (
 )
 from orchestrator.errors import ConfigError
 
-#: The deepest key has four parts, one of which may be a node name of up to 32 words with dots between.
+#: The deepest key has four parts, one of which may be a node name of up to 32 words with dots
+#: between.
 _MAX_WORDS = 64
 
 
@@ -39,7 +42,10 @@ def config_from_data(data: Mapping[str, object], name: str = "config") -> Config
 
 
 def config_from_text(text: str, name: str) -> Config:
-    """Return the configuration in YAML `text`, as `dump_config` writes it; problems are named after `name`."""
+    """Return the configuration in YAML `text`, as `dump_config` writes it.
+
+    Problems are named after `name`.
+    """
     return validated(read_yaml_text(text, name))
 
 
@@ -66,7 +72,9 @@ def _with_override(source: YamlSource, typed: str) -> YamlSource:
     dotted, equals, text = typed.partition("=")
     words = [word.strip() for word in dotted.split(".")]
     if not equals or not all(words) or len(words) > _MAX_WORDS:
-        raise refusal(name, "is not KEY=VALUE", "--set workload.size=4096, with the keys joined by dots")
+        raise refusal(
+            name, "is not KEY=VALUE", "--set workload.size=4096, with the keys joined by dots"
+        )
     path = _path_of(words, source.data)
     value = _override_value(text, name, path)
     data = _put(source.data, path, value, name)
@@ -91,7 +99,10 @@ def _override_value(text: str, name: str, path: KeyPath) -> object:
 
 
 def _path_of(words: Sequence[str], data: object) -> KeyPath:
-    """Return the key path of dotted `words`; a key that itself holds dots (`pc1.lan`) is found if it exists."""
+    """Return the key path of dotted `words`.
+
+    A key that itself holds dots (`pc1.lan`) is found if it exists.
+    """
     path: list[str] = []
     rest = list(words)
     while rest:
@@ -109,8 +120,12 @@ def _put(data: object, path: KeyPath, value: object, name: str, done: KeyPath = 
         return value
     here = ".".join(done)
     if data is not None and not isinstance(data, dict):
-        raise refusal(name, f"{cut(here) or 'the file'} holds a single value or a list, no keys", None)
+        raise refusal(
+            name, f"{cut(here) or 'the file'} holds a single value or a list, no keys", None
+        )
     branch: dict[str, object] = data or {}
     if done == ("nodes",) and path[0] not in branch:
-        raise refusal(name, f"there is no node {cut(path[0])}", listed(branch) or "no node is configured")
+        raise refusal(
+            name, f"there is no node {cut(path[0])}", listed(branch) or "no node is configured"
+        )
     return {**branch, path[0]: _put(branch.get(path[0]), path[1:], value, name, (*done, path[0]))}

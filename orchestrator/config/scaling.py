@@ -1,7 +1,9 @@
-"""Makes a configuration small enough to rehearse on one machine, and lists every number that changed.
+"""Makes a configuration small enough to rehearse on one machine, and lists every number that
+changed.
 
-Bytes shrink by the scale, sizes by its square root, because a matrix of half the edge takes a quarter of the bytes.
-Shares, batches and CPUs stay, so that placement and back-off work as in the real run. Starts nothing. Pure.
+Bytes shrink by the scale, sizes by its square root, because a matrix of half the edge takes a
+quarter of the bytes. Shares, batches and CPUs stay, so that placement and back-off work as in the
+real run. Starts nothing. Pure.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from orchestrator.config.schema import Config
 from orchestrator.errors import UsageError
 from workers.units import GIB, MIB
 
-#: A quarter of the edge of every matrix: both reference PCs then fit into 2 GiB of one ordinary machine.
+#: A quarter of the edge of every matrix: both reference PCs then fit into 2 GiB of one ordinary
+#: machine.
 REHEARSAL_SCALE = 1 / 16
 
 #: Number types of two bytes.
@@ -37,23 +40,32 @@ class Scaled:
 
 
 def scale_config(config: Config, scale: float, memory_limit_bytes: int | None) -> Scaled:
-    """Return `config` with bytes times `scale`, and less where the budgets of all workers would exceed the limit.
+    """Return `config` with bytes times `scale`, and less where the budgets of all workers would
+    exceed the limit.
 
     Raises:
-        UsageError: the scale is not above 0 and at most 1, the limit is not above 0, or a worker would get less than
-            1 MiB.
+        UsageError: the scale is not above 0 and at most 1, the limit is not above 0, or a worker
+            would get less than 1 MiB.
     """
     if not 0 < scale <= 1:
-        raise UsageError(f"a scale of {scale:g} is not possible; valid: above 0, at most 1, such as 0.0625")
+        raise UsageError(
+            f"a scale of {scale:g} is not possible; valid: above 0, at most 1, such as 0.0625"
+        )
     if memory_limit_bytes is not None and memory_limit_bytes <= 0:
-        raise UsageError(f"a memory limit of {memory_limit_bytes} bytes leaves nothing; valid: more than 0 bytes")
-    used, total_bytes = scale, sum(node.workers * node.vram_per_worker_gib * GIB for node in config.nodes.values())
+        raise UsageError(
+            f"a memory limit of {memory_limit_bytes} bytes leaves nothing; valid: more than 0 bytes"
+        )
+    used, total_bytes = (
+        scale,
+        sum(node.workers * node.vram_per_worker_gib * GIB for node in config.nodes.values()),
+    )
     if memory_limit_bytes is not None and total_bytes * scale > memory_limit_bytes:
         used = memory_limit_bytes / total_bytes
     smallest_bytes = min(node.vram_per_worker_gib for node in config.nodes.values()) * used * GIB
     if smallest_bytes < MIB:
         raise UsageError(
-            f"at a scale of {used:.2g} a worker gets less than 1 MiB; valid: a larger scale or memory limit"
+            f"at a scale of {used:.2g} a worker gets less than 1 MiB; valid: a larger scale or "
+            "memory limit"
         )
     scaled = config if used == 1 else Config.model_validate(_shrunk(config, used))
     lines = []
@@ -69,7 +81,8 @@ def scale_config(config: Config, scale: float, memory_limit_bytes: int | None) -
 
 
 def in_fp32(config: Config) -> Config | None:
-    """Return `config` with products of 16-bit numbers made products of fp32 in as many bytes; `None` without any.
+    """Return `config` with products of 16-bit numbers made products of fp32 in as many bytes;
+    `None` without any.
 
     A matrix of fp32 takes twice the bytes, so each edge shrinks by the root of two.
     """
@@ -89,7 +102,9 @@ def in_fp32(config: Config) -> Config | None:
 
 
 def scaled_size(size: int, scale: float, at_least: int) -> int:
-    """Return the edge whose matrix takes about `scale` of the bytes: a multiple of 64, never above `size`."""
+    """Return the edge whose matrix takes about `scale` of the bytes: a multiple of 64, never above
+    `size`.
+    """
     steps = round(size * math.sqrt(scale) / SIZE_STEP)
     return min(size, max(SIZE_STEP, steps * SIZE_STEP, at_least))
 
@@ -107,7 +122,8 @@ def _shrunk(config: Config, scale: float) -> dict[str, Any]:
         small = data["nodes"][name]
         small["vram_per_worker_gib"] = node.vram_per_worker_gib * scale
         total_gib = card_total_gib(node)
-        # Values from the card's profile must be written into the configuration: the profile itself does not shrink.
+        # Values from the card's profile must be written into the configuration: the profile itself
+        # does not shrink.
         small["vram_gib"] = None if total_gib is None else total_gib * scale
         if node.size is not None or config.workload.size is None:
             small["size"] = scaled_size(node.size or DEFAULT_SIZE, scale, floor)
@@ -115,7 +131,9 @@ def _shrunk(config: Config, scale: float) -> dict[str, Any]:
 
 
 def _numbers(config: Config) -> dict[str, tuple[float | None, int | None]]:
-    """Return what may shrink, by its key: the number, and the bytes of its unit or `None` for an edge."""
+    """Return what may shrink, by its key: the number, and the bytes of its unit or `None` for an
+    edge.
+    """
     memory = config.memory
     found: dict[str, tuple[float | None, int | None]] = {}
     for name, node in config.nodes.items():

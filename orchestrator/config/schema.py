@@ -1,7 +1,7 @@
 """cluster.yaml as frozen models, and the checks between keys that one field alone cannot make.
 
-Does not cover reading and writing the text (`load`), wording the refusals (`validation`) nor the sums (`core.budget`).
-The reason for each number is in the commented cluster.yaml at the root.
+Does not cover reading and writing the text (`load`), wording the refusals (`validation`) nor the
+sums (`core.budget`). The reason for each number is in the commented cluster.yaml at the root.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from orchestrator.config.duration import VALID_DURATION, parse_duration
 from workers.settings import ThermalSettings
 from workers.training.settings import TrainSettings
 
-#: A year of seconds would be a typing error for any pause or timeout; a day is the longest that helps.
+#: A year of seconds would be a typing error for any pause or timeout; a day is the longest that
+#: helps.
 _DAY_S = 86_400
 _MINUTE_S = 60.0
 
@@ -48,9 +49,13 @@ def _address(text: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """Refuse characters that control a terminal, C1 codes and bidi marks included: runs print this folder."""
+    """Refuse characters that control a terminal, C1 codes and bidi marks included: runs print this
+    folder.
+    """
     if not text.isprintable():
-        raise ValueError("has a character that cannot be printed; valid: a folder, made if it is not there")
+        raise ValueError(
+            "has a character that cannot be printed; valid: a folder, made if it is not there"
+        )
     return text
 
 
@@ -69,14 +74,19 @@ def _or_off(value: Any) -> Any:  # noqa: ANN401  # before validation it may be a
 def _interval(value: Any) -> Any:  # noqa: ANN401  # before validation it may be anything
     value = _or_off(value)
     if value is not None and parse_duration(_duration(value)) < _MINUTE_S:
-        raise ValueError(f"this is shorter than a minute; valid: {VALID_DURATION}, at least a minute, or off")
+        raise ValueError(
+            f"this is shorter than a minute; valid: {VALID_DURATION}, at least a minute, or off"
+        )
     return value
 
 
 def _no_address(text: str) -> str:
     """Refuse an address, which is a secret: a run copies its configuration into its records."""
     if "://" in text:
-        raise ValueError("this is an address, not a file; valid: a file (chmod 600) with an address a line, or null")
+        raise ValueError(
+            "this is an address, not a file; valid: a file (chmod 600) with an address a line, or "
+            "null"
+        )
     return text
 
 
@@ -89,7 +99,9 @@ Celsius: TypeAlias = Annotated[
 
 
 class _Section(BaseModel):
-    """Base of all sections: values are not converted, unknown keys are refused, and models are frozen."""
+    """Base of all sections: values are not converted, unknown keys are refused, and models are
+    frozen.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -112,7 +124,11 @@ class NodeConfig(_Section):
     """One PC: its card and how many workers share it."""
 
     gpu: Annotated[
-        str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 _.()+-]{0,63}$", description="the name of a card, such as rtx-3090")
+        str,
+        Field(
+            pattern=r"^[A-Za-z0-9][A-Za-z0-9 _.()+-]{0,63}$",
+            description="the name of a card, such as rtx-3090",
+        ),
     ]
     gpus: Annotated[int, Field(ge=0, le=64)] = 1
     workers: Annotated[int, Field(ge=1, le=1024)]
@@ -125,10 +141,15 @@ class NodeConfig(_Section):
     """`None` means the workload's."""
     vram_gib: Gib | None = None
     """Overrides what the card's profile says; on a node without cards, what its workers share."""
-    host: Annotated[str, Field(pattern=rf"^{_HOST}$", description="an IP address or a host name")] | None = None
+    host: (
+        Annotated[str, Field(pattern=rf"^{_HOST}$", description="an IP address or a host name")]
+        | None
+    ) = None
     """How other PCs reach this one; `None` leaves the choice to Ray."""
     power_limit_w: Annotated[float, Field(gt=0, le=10_000)] | None = None
-    """Set for the length of a run by `run --apply-power-limit` only; `None` keeps the card's own limit."""
+    """Set for the length of a run by `run --apply-power-limit` only; `None` keeps the card's own
+    limit.
+    """
 
 
 class WorkloadConfig(_Section):
@@ -150,7 +171,10 @@ class WorkloadConfig(_Section):
 
 
 class MemoryConfig(_Section):
-    """Progressive allocation, and how workers back off when memory runs out. Defaults are the guides'."""
+    """Progressive allocation, and how workers back off when memory runs out.
+
+    Defaults are the guides'.
+    """
 
     policy: Literal["adaptive", "classic"] = "adaptive"
     failures_per_minute: Annotated[int, Field(ge=1, le=1_000)] = 6
@@ -181,7 +205,9 @@ class ThermalConfig(_Section):
         try:
             self.settings()
         except ValueError as error:
-            raise ValueError(f"{error}; valid: warm_c < hot_c < critical_c and resume_c < critical_c") from None
+            raise ValueError(
+                f"{error}; valid: warm_c < hot_c < critical_c and resume_c < critical_c"
+            ) from None
         return self
 
     def settings(self) -> ThermalSettings:
@@ -198,7 +224,9 @@ class VerifyConfig(_Section):
 class RunConfig(_Section):
     """How long, how often, and when to give up."""
 
-    duration: Annotated[float | str, BeforeValidator(_duration), Field(description=VALID_DURATION)] = 5.0
+    duration: Annotated[
+        float | str, BeforeValidator(_duration), Field(description=VALID_DURATION)
+    ] = 5.0
     """As typed: minutes, or text with units. Code reads `duration_s`."""
     slice_s: Annotated[float, Field(gt=0, le=60)] = 1.0
     min_success_rate: Annotated[float, Field(ge=0, le=1)] = 0.95
@@ -227,7 +255,9 @@ class RunConfig(_Section):
 
     @model_validator(mode="after")
     def _ordered(self) -> RunConfig:
-        """Refuse times that contradict each other: with these, one of two alarms could never appear."""
+        """Refuse times that contradict each other: with these, one of two alarms could never
+        appear.
+        """
         for shorter, longer in (
             ("restart_backoff_s", "restart_backoff_max_s"),
             ("slice_s", "stale_after_s"),
@@ -235,26 +265,36 @@ class RunConfig(_Section):
         ):
             if getattr(self, shorter) > getattr(self, longer):
                 raise ValueError(
-                    f"{shorter} {getattr(self, shorter):g} is longer than {longer} {getattr(self, longer):g}; "
+                    f"{shorter} {getattr(self, shorter):g} is longer than {longer} "
+                    f"{getattr(self, longer):g}; "
                     f"valid: {shorter} at most {longer}"
                 )
         return self
 
 
 class NotifyConfig(_Section):
-    """What `run` and `notify` tell by mail or chat. Addresses are secrets and stand in a file of their own."""
+    """What `run` and `notify` tell by mail or chat.
+
+    Addresses are secrets and stand in a file of their own.
+    """
 
     urls_file: (
         Annotated[
             str,
-            Field(min_length=1, max_length=1024, description="a file with an address a line, which only you can read"),
+            Field(
+                min_length=1,
+                max_length=1024,
+                description="a file with an address a line, which only you can read",
+            ),
             AfterValidator(_no_address),
         ]
         | None
     ) = None
-    every: Annotated[float | str | None, BeforeValidator(_interval), Field(description=f"{VALID_DURATION}, or off")] = (
-        "10m"
-    )
+    every: Annotated[
+        float | str | None,
+        BeforeValidator(_interval),
+        Field(description=f"{VALID_DURATION}, or off"),
+    ] = "10m"
     """As typed; `None` sends no digests. Code reads `every_s`."""
     severity: Severity = "warning"
 
@@ -267,7 +307,9 @@ class NotifyConfig(_Section):
 class TuneConfig(_Section):
     """How `tune` measures, and what it chooses by."""
 
-    budget: Annotated[float | str, BeforeValidator(_duration), Field(description=VALID_DURATION)] = "15m"
+    budget: Annotated[
+        float | str, BeforeValidator(_duration), Field(description=VALID_DURATION)
+    ] = "15m"
     """As typed; `--budget` and the length of a rehearsal go before it. Code reads `budget_s`."""
     resolve: Annotated[float, Field(gt=0, le=0.5)] = 0.01
     """A share of the speed: an arm leaves when its interval is at most so wide on either side."""
@@ -275,12 +317,16 @@ class TuneConfig(_Section):
     levers: Annotated[
         str,
         Field(
-            pattern=r"^[\w.=-]+(?: *, *[\w.=-]+)*$", max_length=1024, description="all, or levers with commas between"
+            pattern=r"^[\w.=-]+(?: *, *[\w.=-]+)*$",
+            max_length=1024,
+            description="all, or levers with commas between",
         ),
     ] = "all"
     objective: Literal["speed", "memory", "balanced"] = "speed"
     parity_steps: Annotated[int, Field(ge=8, le=1_000)] = 100
-    """First optimiser steps of each arm that are compared; fewer where the budget has no room for so many."""
+    """First optimiser steps of each arm that are compared; fewer where the budget has no room for
+    so many.
+    """
     seeds: Annotated[int, Field(ge=2, le=10)] = 3
     """Of the baseline: what lies between them is the noise that losses are compared with."""
 
@@ -296,7 +342,11 @@ class Config(_Section):
     cluster: ClusterConfig = ClusterConfig()
     nodes: Annotated[
         dict[NodeName, NodeConfig],
-        Field(min_length=1, max_length=MAX_NODES, description=f"at least one node under its name, at most {MAX_NODES}"),
+        Field(
+            min_length=1,
+            max_length=MAX_NODES,
+            description=f"at least one node under its name, at most {MAX_NODES}",
+        ),
     ]
     workload: WorkloadConfig = WorkloadConfig()
     train: TrainSettings = TrainSettings()

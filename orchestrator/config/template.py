@@ -1,7 +1,8 @@
 """A commented cluster.yaml that fits the machines it is for: facts in, text out. Pure.
 
-The comments are those of the cluster.yaml that comes with the program, without the sums of the two reference PCs.
-Values that were chosen for a machine have their reason beside them. `cli.init` inspects machines and writes files.
+The comments are those of the cluster.yaml that comes with the program, without the sums of the two
+reference PCs. Values that were chosen for a machine have their reason beside them. `cli.init`
+inspects machines and writes files.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _LEAST_CARD_BYTES = GIB
 #: A card this many times smaller than the largest one is left out.
 _BESIDE = 4
 
-#: For cards without advice: as many workers as the guides put on their largest card, of their size; nine tenths of the
-#: card, or with a desktop on it the three quarters of the 3070 guide.
+#: For cards without advice: as many workers as the guides put on their largest card, of their size;
+#: nine tenths of the card, or with a desktop on it the three quarters of the 3070 guide.
 _MOST_WORKERS = 7
 _WORKER_GIB = 3.0
 _FRACTION_ALONE, _FRACTION_DESKTOP = 0.90, 0.75
@@ -45,7 +46,9 @@ _MOST_CARDS, _MOST_GIB, _MOST_CPUS = 64, 4096.0, 1024
 _FIRST_TENSOR_UNITS = (7, 0)
 
 #: Programs that show that the card serves a desktop.
-_DESKTOPS = frozenset({"xorg", "xwayland", "gnome-shell", "kwin_wayland", "kwin_x11", "plasmashell", "sway"})
+_DESKTOPS = frozenset(
+    {"xorg", "xwayland", "gnome-shell", "kwin_wayland", "kwin_x11", "plasmashell", "sway"}
+)
 
 #: A sentence about the numbers of a reference PC.
 _REFERENCE = re.compile(r"\d[\d.]* (?:x \d|because )")
@@ -63,16 +66,21 @@ class NodeChoice:
 
 
 def choose(facts: MachineFacts, host: str | None = None) -> NodeChoice:
-    """Return a node that uses a machine well, and whose budgets pass every check; `host` is how other PCs reach it."""
+    """Return a node that uses a machine well, and whose budgets pass every check.
+
+    `host` is how other PCs reach it.
+    """
     usable = [card for card in facts.visible_cards if card.total_bytes >= _LEAST_CARD_BYTES]
-    # Every worker of a node has the same budget: a small card for the display must not set that of the large one.
+    # Every worker of a node has the same budget: a small card for the display must not set that of
+    # the large one.
     largest_bytes = max((card.total_bytes for card in usable), default=0)
     cards = [card for card in usable if _BESIDE * card.total_bytes > largest_bytes][:_MOST_CARDS]
     return _with_cards(facts, cards, host) if cards else _without_card(facts, host)
 
 
 def render(template: str, nodes: Mapping[str, NodeChoice], port: int | None = None) -> str:
-    """Return the cluster.yaml that comes with the program (`template`) with these nodes by name, the head first.
+    """Return the cluster.yaml that comes with the program (`template`) with these nodes by name,
+    the head first.
 
     `port` is where the head listens; `None` keeps the usual one.
     """
@@ -84,8 +92,14 @@ def render(template: str, nodes: Mapping[str, NodeChoice], port: int | None = No
     comments = _comments(block.splitlines())
     written = ["#", "# Written by `python -m orchestrator init` for:"]
     written += [one_line(f"#   {name}: {choice.summary}") for name, choice in nodes.items()]
-    body = [line for at, (name, choice) in enumerate(nodes.items()) for line in _node(name, choice, comments, at == 0)]
-    return "".join([header, *(f"{line}\n" for line in written), before, *(f"{line}\n" for line in body), after])
+    body = [
+        line
+        for at, (name, choice) in enumerate(nodes.items())
+        for line in _node(name, choice, comments, at == 0)
+    ]
+    return "".join(
+        [header, *(f"{line}\n" for line in written), before, *(f"{line}\n" for line in body), after]
+    )
 
 
 def _with_cards(facts: MachineFacts, cards: Sequence[CardFacts], host: str | None) -> NodeChoice:
@@ -96,7 +110,9 @@ def _with_cards(facts: MachineFacts, cards: Sequence[CardFacts], host: str | Non
     why_desktop = _why_desktop(facts, cards)
     total_gib = min(card.total_bytes / GIB, _MOST_GIB)
     advice = _advice(profile, card, total_gib, is_desktop=why_desktop is not None)
-    believed_gib = None if profile is not None and _fits(profile.shown_gib, advice) else _floor(total_gib)
+    believed_gib = (
+        None if profile is not None and _fits(profile.shown_gib, advice) else _floor(total_gib)
+    )
     workers = advice.workers * len(cards)
     config = NodeConfig(
         gpu=key_of(card.name) if profile is None else profile.key,
@@ -109,7 +125,8 @@ def _with_cards(facts: MachineFacts, cards: Sequence[CardFacts], host: str | Non
     held_gib = advice.workers * advice.vram_per_worker_gib
     reasons = {
         "gpu": f"Found: {', '.join(each.name for each in cards)}.{_left_out(facts, cards)}",
-        "vram_per_worker_gib": f"{advice.workers} x {advice.vram_per_worker_gib:.2f} = {held_gib:.2f} of the "
+        "vram_per_worker_gib": f"{advice.workers} x {advice.vram_per_worker_gib:.2f} = "
+        f"{held_gib:.2f} of the "
         f"{total_gib:.2f} GiB that this card shows ({held_gib / total_gib:.0%}).",
     }
     if why_desktop is not None:
@@ -117,7 +134,10 @@ def _with_cards(facts: MachineFacts, cards: Sequence[CardFacts], host: str | Non
     if believed_gib is not None:
         reasons["vram_gib"] = "As the card itself says."
     where = " on each card" if len(cards) > 1 else ""
-    summary = f"{len(cards)} x {card.name}: {_counted(advice.workers)} x {advice.vram_per_worker_gib:.2f} GiB{where}"
+    summary = (
+        f"{len(cards)} x {card.name}: {_counted(advice.workers)} x "
+        f"{advice.vram_per_worker_gib:.2f} GiB{where}"
+    )
     return NodeChoice(config=config, reasons=reasons, summary=summary)
 
 
@@ -127,18 +147,28 @@ def _left_out(facts: MachineFacts, cards: Sequence[CardFacts]) -> str:
     if not others:
         return ""
     kept = ",".join(str(card.index) for card in cards)
-    return f" Too small beside that: {', '.join(others)}; start Ray there with CUDA_VISIBLE_DEVICES={kept}."
+    return (
+        f" Too small beside that: {', '.join(others)}; start Ray there with "
+        f"CUDA_VISIBLE_DEVICES={kept}."
+    )
 
 
-def _advice(profile: GpuProfile | None, card: CardFacts, total_gib: float, *, is_desktop: bool) -> Advice:
+def _advice(
+    profile: GpuProfile | None, card: CardFacts, total_gib: float, *, is_desktop: bool
+) -> Advice:
     known = None if profile is None else (profile.desktop if is_desktop else None) or profile.alone
     if known is not None and _fits(total_gib, known):
         return known
     return by_formula(total_gib, is_desktop=is_desktop, capability=card.compute_capability)
 
 
-def by_formula(total_gib: float, *, is_desktop: bool = False, capability: tuple[int, int] | None = None) -> Advice:
-    """Return how to divide a card of which nothing more is known; without a `capability` it counts as a recent one."""
+def by_formula(
+    total_gib: float, *, is_desktop: bool = False, capability: tuple[int, int] | None = None
+) -> Advice:
+    """Return how to divide a card of which nothing more is known.
+
+    Without a `capability` it counts as a recent one.
+    """
     fraction = _FRACTION_DESKTOP if is_desktop else _FRACTION_ALONE
     workers = max(1, min(_MOST_WORKERS, int(total_gib * fraction / _WORKER_GIB)))
     return Advice(
@@ -182,7 +212,8 @@ def _without_card(facts: MachineFacts, host: str | None) -> NodeChoice:
         reasons={
             "gpu": "No NVIDIA card was found: workers run on the processor.",
             "gpus": "With a card: 1, and its name above; or let `init` write a new file then.",
-            "vram_per_worker_gib": f"Here of the PC's own memory: {workers} x {each_gib:.2f} of the "
+            "vram_per_worker_gib": f"Here of the PC's own memory: {workers} x {each_gib:.2f} of "
+            "the "
             f"{facts.ram_available_bytes / GIB:.1f} GiB that were free.",
         },
         summary=f"no NVIDIA card: {_counted(workers)} x {each_gib:.2f} GiB on the processor",
@@ -203,7 +234,9 @@ def _floor(gib: float) -> float:
 
 
 def _comments(block: Sequence[str]) -> dict[str, list[str]]:
-    """Return what the template says above each key of its first node, without the reference PCs' numbers."""
+    """Return what the template says above each key of its first node, without the reference PCs'
+    numbers.
+    """
     found: dict[str, list[str]] = {}
     waiting: list[str] = []
     for line in block:
@@ -213,19 +246,33 @@ def _comments(block: Sequence[str]) -> dict[str, list[str]]:
         elif line.startswith("    ") and ":" in text:
             found.setdefault(text.split(":")[0], waiting)
             waiting = []
-    return {key: [text for line in lines if (text := _general(line))] for key, lines in found.items()}
+    return {
+        key: [text for line in lines if (text := _general(line))] for key, lines in found.items()
+    }
 
 
 def _general(line: str) -> str:
-    kept = (text for text in re.split(r"(?<=\.) +", line) if _REFERENCE_SUM.search(text) or not _REFERENCE.search(text))
+    kept = (
+        text
+        for text in re.split(r"(?<=\.) +", line)
+        if _REFERENCE_SUM.search(text) or not _REFERENCE.search(text)
+    )
     return " ".join(kept)
 
 
-def _node(name: str, choice: NodeChoice, comments: Mapping[str, Sequence[str]], is_first: bool) -> Iterator[str]:
-    """Yield a node. Only the first one explains the keys; each one gives the reasons for its values."""
+def _node(
+    name: str, choice: NodeChoice, comments: Mapping[str, Sequence[str]], is_first: bool
+) -> Iterator[str]:
+    """Yield a node.
+
+    Only the first one explains the keys; each one gives the reasons for its values.
+    """
     yield f"  {_scalar(name)}:"
     config = choice.config
-    total = f"{config.workers} x {config.cpus_per_worker} = {config.workers * config.cpus_per_worker} on this PC"
+    total = (
+        f"{config.workers} x {config.cpus_per_worker} = "
+        f"{config.workers * config.cpus_per_worker} on this PC"
+    )
     for key, value in config.model_dump().items():
         if is_first:
             for text in comments.get(key, ()):
@@ -239,4 +286,6 @@ def _scalar(value: object) -> str:
     """Return a value as YAML has it, in quotes where it would be read as something else."""
     if isinstance(value, float):
         return f"{value:.2f}" if round(value, 2) == value else repr(value)
-    return str(yaml.safe_dump(value, default_flow_style=True, width=1000)).split("\n", maxsplit=1)[0]
+    return str(yaml.safe_dump(value, default_flow_style=True, width=1000)).split("\n", maxsplit=1)[
+        0
+    ]

@@ -1,6 +1,7 @@
 """Validates plain data and words every refusal: what, where, and what may be typed instead.
 
-Does not cover the models (`schema`). The `valid:` part is read from their JSON schema, so it cannot become outdated.
+Does not cover the models (`schema`). The `valid:` part is read from their JSON schema, so it cannot
+become outdated.
 """
 
 from __future__ import annotations
@@ -13,14 +14,20 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from orchestrator.config.capacity import MAX_WORKERS, MAX_WORKERS_PER_CARD, overbooked, workers_per_card
+from orchestrator.config.capacity import (
+    MAX_WORKERS,
+    MAX_WORKERS_PER_CARD,
+    overbooked,
+    workers_per_card,
+)
 from orchestrator.config.duration import shown
 from orchestrator.config.gpu_specs import PROFILES
 from orchestrator.config.schema import Config, NodeConfig
 from orchestrator.config.yaml_source import KeyPath, YamlSource, listed
 from orchestrator.errors import ConfigError, Problem
 
-#: What pydantic found, by its name for it. A finding about a value that is missing does not show the value.
+#: What pydantic found, by its name for it. A finding about a value that is missing does not show
+#: the value.
 _SENTENCES = {
     "missing": "is missing",
     "too_short": "holds nothing",
@@ -35,11 +42,17 @@ _SENTENCES = {
     **dict.fromkeys(("greater_than", "greater_than_equal"), "{value} is too small"),
     **dict.fromkeys(("less_than", "less_than_equal"), "{value} is too large"),
     **dict.fromkeys(
-        ("string_pattern_mismatch", "string_too_short", "string_too_long"), "{value} is {no} in the right form"
+        ("string_pattern_mismatch", "string_too_short", "string_too_long"),
+        "{value} is {no} in the right form",
     ),
 }
 #: Words of the JSON schema in ours.
-_KINDS = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
+_KINDS = {
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "text",
+    "boolean": "true or false",
+}
 _BOUNDS = {
     "minimum": "at least",
     "exclusiveMinimum": "above",
@@ -55,18 +68,23 @@ def validated(source: YamlSource) -> Config:
     """Return the data of `source` as a configuration.
 
     Raises:
-        ConfigError: with every problem at once, in the order of the file, then of the overrides; the first
-            `MAX_PROBLEMS` of them and how many more there are.
+        ConfigError: with every problem at once, in the order of the file, then of the overrides;
+            the first `MAX_PROBLEMS` of them and how many more there are.
     """
     config: Config | None = None
     problems = list(source.problems)
-    # A value that could not be read has a problem already; its substitute must not add a second one.
+    # A value that could not be read has a problem already; its substitute must not add a second
+    # one.
     unreadable = {(problem.source, problem.line, problem.key) for problem in problems}
     try:
         config = Config.model_validate(source.data)
     except ValidationError as error:
         found = [_translated(source, details) for details in error.errors(include_url=False)]
-        fresh = (problem for problem in found if (problem.source, problem.line, problem.key) not in unreadable)
+        fresh = (
+            problem
+            for problem in found
+            if (problem.source, problem.line, problem.key) not in unreadable
+        )
         problems += dict.fromkeys(fresh)
     problems += _between_keys(source)
     if problems or config is None:
@@ -82,7 +100,8 @@ def _translated(source: YamlSource, details: ErrorDetails) -> Problem:
     kind, value = details["type"], details["input"]
     path = tuple(str(part) for part in details["loc"])
     if path[:1] == ("train",) and len(path) > 2:
-        # Behind the key stands which of the forms of its value was tried; each has a refusal of its own.
+        # Behind the key stands which of the forms of its value was tried; each has a refusal of its
+        # own.
         path, kind = path[:2], "no_form"
     if path[-1:] == ("[key]",):
         valid = _merged(_schema_of(("cluster", "head")))["description"]
@@ -131,7 +150,12 @@ def _between_keys(source: YamlSource) -> Iterator[Problem]:
 def _node_problems(source: YamlSource, path: KeyPath, node: NodeConfig) -> Iterator[Problem]:
     gpus, workers = (*path, "gpus"), (*path, "workers")
     if node.gpu == "cpu" and node.gpus:
-        yield source.problem(gpus, f"{node.gpus} on a node whose gpu is cpu", "gpus: 0, or the name of a card", [gpus])
+        yield source.problem(
+            gpus,
+            f"{node.gpus} on a node whose gpu is cpu",
+            "gpus: 0, or the name of a card",
+            [gpus],
+        )
     elif node.gpus and node.gpu not in PROFILES and node.vram_gib is None:
         text = f"unknown card {node.gpu}{_nearest(node.gpu, list(PROFILES))}"
         valid = f"{', '.join(PROFILES)}; any name if vram_gib is given; cpu with gpus: 0"
@@ -141,8 +165,13 @@ def _node_problems(source: YamlSource, path: KeyPath, node: NodeConfig) -> Itera
         valid = f"gpus at most {node.workers}, or workers at least {node.gpus}"
         yield source.problem(gpus, text, valid, [workers, gpus])
     elif node.gpus and workers_per_card(node.workers, node.gpus) > MAX_WORKERS_PER_CARD:
-        text = f"{node.workers} workers are more than {MAX_WORKERS_PER_CARD} on a card, too many to keep apart in Ray"
-        yield source.problem(workers, text, f"at most {MAX_WORKERS_PER_CARD * node.gpus}", [workers, gpus])
+        text = (
+            f"{node.workers} workers are more than {MAX_WORKERS_PER_CARD} on a card, too many "
+            "to keep apart in Ray"
+        )
+        yield source.problem(
+            workers, text, f"at most {MAX_WORKERS_PER_CARD * node.gpus}", [workers, gpus]
+        )
     excess = overbooked(node)
     if excess is not None:
         parts = ("gpu", "gpus", "workers", "vram_per_worker_gib", "memory_fraction", "vram_gib")
@@ -164,14 +193,20 @@ def _schema_of(path: KeyPath) -> dict[str, Any]:
 
 
 def _merged(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a field's schema together with that of its first alternative; the second is null, or text."""
+    """Return a field's schema together with that of its first alternative.
+
+    The second is null, or text.
+    """
     return {**schema.get("anyOf", [{}])[0], **schema}
 
 
 def _valid(schema: dict[str, Any]) -> str:
     if "properties" in schema:
         return f"a mapping with the keys {', '.join(sorted(schema['properties']))}"
-    field, several = _merged(schema), [form for form in schema.get("anyOf", ()) if form.get("type") != "null"]
+    field, several = (
+        _merged(schema),
+        [form for form in schema.get("anyOf", ()) if form.get("type") != "null"],
+    )
     words: str = field.get("description") or field.get("const") or ", ".join(field.get("enum", ()))
     if len(several) > 1 and "description" not in schema:
         words = ", or ".join(map(_valid, several))

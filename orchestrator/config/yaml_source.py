@@ -1,7 +1,9 @@
-"""Reads YAML into plain data and remembers where every value came from: a line of the file, or an override.
+"""Reads YAML into plain data and remembers where every value came from: a line of the file, or an
+override.
 
-Does not cover `--set` itself (`load`) nor what the values mean (`schema`). Hostile input (binary, huge, deeply nested,
-exploding aliases, custom tags) is refused in bounded time and memory, with the line.
+Does not cover `--set` itself (`load`) nor what the values mean (`schema`). Hostile input (binary,
+huge, deeply nested, exploding aliases, custom tags) is refused in bounded time and memory, with the
+line.
 """
 
 from __future__ import annotations
@@ -25,13 +27,16 @@ MAX_DEPTH = 32
 #: Keys and values, before and after aliases are expanded. A thousand nodes need about 30,000.
 MAX_VALUES = 50_000
 
-#: Text that came from the file (a tag, an alias, PyYAML's own words about them) is cut to this in a sentence.
+#: Text that came from the file (a tag, an alias, PyYAML's own words about them) is cut to this in a
+#: sentence.
 _LONGEST_QUOTE = 160
 _MOST_LISTED = 12
 """Names of nodes in one sentence."""
 
 _TAG = "tag:yaml.org,2002:"
-_SCALAR_TAGS = frozenset(_TAG + kind for kind in ("null", "bool", "int", "float", "str", "timestamp"))
+_SCALAR_TAGS = frozenset(
+    _TAG + kind for kind in ("null", "bool", "int", "float", "str", "timestamp")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +48,18 @@ class YamlSource:
     lines: Mapping[KeyPath, int] = field(default_factory=dict)
     """Line of each key in the file, counted from 1; none of data that came from no text."""
     overrides: Mapping[KeyPath, str] = field(default_factory=dict)
-    """Each overridden path with the override as typed, `--set a.b=c`; the later of two comes last."""
+    """Each overridden path with the override as typed, `--set a.b=c`; the later of two comes last.
+    """
     problems: tuple[Problem, ...] = ()
     """Errors in the text that did not prevent reading the rest."""
 
-    def problem(self, path: KeyPath, text: str, valid: str | None, related: Sequence[KeyPath] = ()) -> Problem:
+    def problem(
+        self, path: KeyPath, text: str, valid: str | None, related: Sequence[KeyPath] = ()
+    ) -> Problem:
         """Return a problem at `path`, placed at its override or at the nearest line of the file.
 
-        `related` are the paths that a sum was made of: an override among them is the likelier cause, so it is named.
+        `related` are the paths that a sum was made of: an override among them is the likelier
+        cause, so it is named.
         """
         # A key that the file does not have was made by an override of something below it.
         made = path not in self.lines
@@ -71,18 +80,26 @@ class YamlSource:
 
 
 def read_yaml_file(path: str) -> YamlSource:
-    """Read a file; `ConfigError` if it is missing, unreadable, too large, not text, not YAML, or empty."""
+    """Read a file.
+
+    `ConfigError` if it is missing, unreadable, too large, not text, not YAML, or empty.
+    """
     try:
         with Path(path).open("rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
-        valid = "--config PATH with the path of a cluster.yaml, or write one: python -m orchestrator init --output "
+        valid = (
+            "--config PATH with the path of a cluster.yaml, or write one: python -m "
+            "orchestrator init --output "
+        )
         raise refusal(path, "no such file", f"{valid}{path}") from None
     except IsADirectoryError:
         raise refusal(path, "is a directory", f"--config {path.rstrip('/')}/cluster.yaml") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise refusal(path, f"cannot be read: {reason}", "--config PATH with a file you may read") from None
+        raise refusal(
+            path, f"cannot be read: {reason}", "--config PATH with a file you may read"
+        ) from None
     if len(raw) > MAX_FILE_BYTES:
         raise refusal(path, "is larger than 1 MiB", "--config PATH with a cluster.yaml")
     if b"\0" in raw:
@@ -91,7 +108,9 @@ def read_yaml_file(path: str) -> YamlSource:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise refusal(path, "is not UTF-8 text", "the file saved again with the encoding UTF-8", line) from None
+        raise refusal(
+            path, "is not UTF-8 text", "the file saved again with the encoding UTF-8", line
+        ) from None
     return read_yaml_text(text, path)
 
 
@@ -111,7 +130,9 @@ def read_yaml_text(text: str, name: str) -> YamlSource:
         # PyYAML hands an escape such as "\UFFFFFFFF" and the digits of %YAML to Python as they are.
         line = None if loader is None else loader.line + 1
         reason = "is not YAML: an escape or a version number in it is too large"
-        raise refusal(name, reason, "characters up to \\U0010FFFF, and no %YAML line", line) from None
+        raise refusal(
+            name, reason, "characters up to \\U0010FFFF, and no %YAML line", line
+        ) from None
     if root is None:
         raise refusal(name, "is empty", "start from the cluster.yaml that comes with the program")
     walk = _Walk(name)
@@ -120,7 +141,10 @@ def read_yaml_text(text: str, name: str) -> YamlSource:
 
 
 class _GuardedLoader(yaml.SafeLoader):
-    """Composes nodes within `MAX_DEPTH` and `MAX_VALUES`. The pure-Python loader: its recursion is ours to bound."""
+    """Composes nodes within `MAX_DEPTH` and `MAX_VALUES`.
+
+    The pure-Python loader: its recursion is ours to bound.
+    """
 
     def __init__(self, text: str, name: str) -> None:
         super().__init__(text)
@@ -131,7 +155,9 @@ class _GuardedLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         self._depth += 1
         self._nodes += 1
-        too_much = f"has more than {MAX_VALUES} keys and values" if self._nodes > MAX_VALUES else None
+        too_much = (
+            f"has more than {MAX_VALUES} keys and values" if self._nodes > MAX_VALUES else None
+        )
         if self._depth > MAX_DEPTH:
             too_much = f"is nested deeper than {MAX_DEPTH} levels"
         if too_much is not None:
@@ -162,11 +188,15 @@ class _Walk:
             text = f"has more than {MAX_VALUES} values once aliases (*name) are expanded"
             raise refusal(self._name, text, None, line)
         if depth > MAX_DEPTH:
-            raise refusal(self._name, "has an alias (*name) inside the value it stands for", None, line)
+            raise refusal(
+                self._name, "has an alias (*name) inside the value it stands for", None, line
+            )
         if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
             return self._mapping(node, path, depth)
         if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
-            return [self.value(item, (*path, str(n)), depth + 1) for n, item in enumerate(node.value)]
+            return [
+                self.value(item, (*path, str(n)), depth + 1) for n, item in enumerate(node.value)
+            ]
         return self._scalar(node, path)
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath, depth: int) -> dict[str, object]:
@@ -193,8 +223,17 @@ class _Walk:
         elif not isinstance(node, yaml.ScalarNode):
             self._note(line, path, "has a list or a mapping as a key", "a word as the key")
         elif node.tag != _TAG + "str":
-            valid = f'the key in quotes: "{cut(node.value)}"' if node.tag in _SCALAR_TAGS else "a word as the key"
-            self._note(line, path, f"has the key {node.value[:60] or '(nothing)'}, which is not text", valid)
+            valid = (
+                f'the key in quotes: "{cut(node.value)}"'
+                if node.tag in _SCALAR_TAGS
+                else "a word as the key"
+            )
+            self._note(
+                line,
+                path,
+                f"has the key {node.value[:60] or '(nothing)'}, which is not text",
+                valid,
+            )
         else:
             text = self._scalar(node, (*path, node.value))
             return text if isinstance(text, str) else None
@@ -213,7 +252,12 @@ class _Walk:
             return node.value if is_text else self._constructor.construct_object(node)
         except (ValueError, KeyError, IndexError, OverflowError, yaml.YAMLError):
             kind = node.tag.removeprefix(_TAG)
-            self._note(line, path, f"{node.value[:60]!r} cannot be read as {kind}", "the value in quotes if it is text")
+            self._note(
+                line,
+                path,
+                f"{node.value[:60]!r} cannot be read as {kind}",
+                "the value in quotes if it is text",
+            )
             return None
 
     def _note(self, line: int, path: KeyPath, text: str, valid: str | None) -> None:
@@ -245,8 +289,13 @@ def _syntax_refusal(error: yaml.YAMLError, text: str, name: str) -> ConfigError:
         reason = f"is not YAML: {cut(str(error.problem))}"
         if "'\\t'" in str(error.problem):
             valid = "spaces for indentation; tabs are not allowed"
-        elif isinstance(error, yaml.composer.ComposerError) and "single document" in str(error.context):
-            reason, valid = "holds a second document", "one document, without a --- line between two parts"
+        elif isinstance(error, yaml.composer.ComposerError) and "single document" in str(
+            error.context
+        ):
+            reason, valid = (
+                "holds a second document",
+                "one document, without a --- line between two parts",
+            )
     elif isinstance(error, yaml.reader.ReaderError):
         line = text.count("\n", 0, error.position) + 1
         reason, valid = "holds a control character", "printable text"

@@ -14,7 +14,8 @@ from orchestrator.core.user_commands import Command, Do
 from orchestrator.errors import ArchiveError, one_line
 from orchestrator.record.archive import read_run
 
-#: Between two tries of a command whose answer was lost, or that found all of the head's connections in use.
+#: Between two tries of a command whose answer was lost, or that found all of the head's connections
+#: in use.
 _AGAIN_S = 0.1
 
 
@@ -28,15 +29,18 @@ def send(
     identity: str | None = None,
     timeout_s: float = 5.0,
 ) -> Answer:
-    """Send a command to the head of a run folder and return its answer, or one that says why there is none.
+    """Send a command to the head of a run folder and return its answer, or one that says why there
+    is none.
 
-    If an answer is lost, the command is sent again under the same id, and obeyed once. Every slot is named, none by a
-    pattern. `do` is one of `Do`; `by` is the sending program, for the event log. `identity` is the id of a command that
-    the caller may send again; default: a new one.
+    If an answer is lost, the command is sent again under the same id, and obeyed once. Every slot
+    is named, none by a pattern. `do` is one of `Do`; `by` is the sending program, for the event
+    log. `identity` is the id of a command that the caller may send again; default: a new one.
     """
     identity, until_s = identity or secrets.token_hex(8), time.monotonic() + timeout_s
     if do not in list(Do):
-        return Answer(ok=False, id=identity, error=one_line(f"no command {do[:40]!r}; valid: {', '.join(Do)}"))
+        return Answer(
+            ok=False, id=identity, error=one_line(f"no command {do[:40]!r}; valid: {', '.join(Do)}")
+        )
     command = Command(id=identity, do=Do(do), slots=tuple(slots), by=by, amount_bytes=amount_bytes)
     try:
         line = command_line(command)
@@ -56,7 +60,10 @@ def send(
 
 
 def _asked(folder: Path, line: bytes, until_s: float) -> Answer:
-    """Send a line once; `OSError` if no head takes it, `ConnectionResetError` if the answer was lost."""
+    """Send a line once.
+
+    `OSError` if no head takes it, `ConnectionResetError` if the answer was lost.
+    """
     place = next((place for place in places(folder) if place.is_socket()), None)
     if place is None:
         raise FileNotFoundError(folder)
@@ -82,10 +89,16 @@ def _why_none(folder: Path) -> str:
     name, host = run.facts.run_id, run.facts.host
     if run.outcome == "running":
         return (
-            f"the head of run {name} did not answer: a run takes no commands while it starts or ends, nor if an older "
+            f"the head of run {name} did not answer: a run takes no commands while it starts or "
+            "ends, nor if an older "
             f"version started it; try again in a moment"
         )
     if host != socket.gethostname() and run.exit_code is None:
         return f"the head of run {name} is on {host}: type the command there"
-    on = f"`python -m orchestrator run --resume {name}` continues it, and what it was told before still holds"
-    return f"run {name} has no head any more ({run.outcome})" + (f": {on}" if run.is_resumable else "; it is over")
+    on = (
+        f"`python -m orchestrator run --resume {name}` continues it, and what it was told before "
+        "still holds"
+    )
+    return f"run {name} has no head any more ({run.outcome})" + (
+        f": {on}" if run.is_resumable else "; it is over"
+    )

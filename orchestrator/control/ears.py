@@ -1,6 +1,7 @@
 """The socket of a head: takes in lines, at most one of each connection, and gives each its answer.
 
-Nothing in it blocks or raises; the head calls it once a turn. Does not know what a line means (`wire.py`).
+Nothing in it blocks or raises; the head calls it once a turn. Does not know what a line means
+(`wire.py`).
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ class Ears:
             try:
                 self._listener = _listening(path)
             except OSError as failure:
-                self.problem = f"this run takes no commands: {path} cannot be made: {failure.strerror or failure}"
+                self.problem = (
+                    f"this run takes no commands: {path} cannot be made: "
+                    f"{failure.strerror or failure}"
+                )
             else:
                 self._path, self.problem = path, None
                 break
@@ -64,7 +68,10 @@ class Ears:
         return [(each, line) for each in whole if (line := self._line(each, now_s)) is not None]
 
     def answer(self, connection: Connection, answer: Answer) -> None:
-        """Send the answer and close; an answer that cannot be sent at once is lost, and will be asked for again."""
+        """Send the answer and close.
+
+        An answer that cannot be sent at once is lost, and will be asked for again.
+        """
         with suppress(OSError):
             connection.socket.send(answer_line(answer))
         connection.socket.close()
@@ -89,14 +96,19 @@ class Ears:
             accepted.setblocking(False)
             connection = Connection(accepted, now_s)
             size = _CREDENTIALS.size
-            _, user, _ = _CREDENTIALS.unpack(accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+            _, user, _ = _CREDENTIALS.unpack(
+                accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+            )
             if user == os.geteuid():
                 self._reading.append(connection)
             else:
                 self._refuse(connection, "this run belongs to another user")
 
     def _line(self, connection: Connection, now_s: float) -> bytes | None:
-        """Read on; return the line once it is whole. Until then the connection is kept, or closed."""
+        """Read on; return the line once it is whole.
+
+        Until then the connection is kept, or closed.
+        """
         content = connection.content
         is_open = True
         try:
@@ -131,7 +143,9 @@ def _listening(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.setblocking(False)
-        os.fchmod(listener.fileno(), 0o600)  # before the name exists; Linux gives the name the socket's own mode
+        os.fchmod(
+            listener.fileno(), 0o600
+        )  # before the name exists; Linux gives the name the socket's own mode
         with short_name(path) as name:
             listener.bind(name)
         listener.listen(CONNECTIONS_MOST)

@@ -1,7 +1,8 @@
 """A command and its answer as they cross the socket of a head: one line of JSON each. Pure.
 
-A line may come from any program of the user. Whatever is in it, the worst it can cause is a `WireError`, whose text
-says what is wrong. Does not know which slots there are (`core/user_commands.py`).
+A line may come from any program of the user. Whatever is in it, the worst it can cause is a
+`WireError`, whose text says what is wrong. Does not know which slots there are
+(`core/user_commands.py`).
 """
 
 from __future__ import annotations
@@ -43,9 +44,13 @@ def command_of(line: bytes) -> Command:
     """Return the command in a line; `WireError` if there is none."""
     told = _object(line)
     if told.get("v") != VERSION:
-        raise WireError(f'a command has "v": {VERSION}; this head and what sends to it have different versions')
+        raise WireError(
+            f'a command has "v": {VERSION}; this head and what sends to it have different versions'
+        )
     if unknown := sorted(told.keys() - _KEYS):
-        raise WireError(f"a command has no key {unknown[0][:40]!r}; valid: {', '.join(sorted(_KEYS))}")
+        raise WireError(
+            f"a command has no key {unknown[0][:40]!r}; valid: {', '.join(sorted(_KEYS))}"
+        )
     do, names = told.get("do"), told.get("slots")
     if do not in list(Do):
         raise WireError(f"`do` must be one of {', '.join(Do)}")
@@ -83,7 +88,9 @@ def command_line(command: Command) -> bytes:
     """Return a command as a line; `WireError` if it is too long."""
     line = _line({"v": VERSION, **asdict(command)})
     if len(line) > LINE_MOST_BYTES:
-        raise WireError(f"a command with {len(command.slots)} slots is too long: name fewer of them at a time")
+        raise WireError(
+            f"a command with {len(command.slots)} slots is too long: name fewer of them at a time"
+        )
     return line
 
 

@@ -1,7 +1,9 @@
-"""Finds cards on which every worker keeps dying, so that the card is quarantined and not each worker. Pure.
+"""Finds cards on which every worker keeps dying, so that the card is quarantined and not each
+worker. Pure.
 
-A single worker that keeps dying is quarantined by the lifecycle (`lifecycle.py`). If every worker of a card does, the
-likely cause is the card, its driver, its power or its cable, and one message is enough.
+A single worker that keeps dying is quarantined by the lifecycle (`lifecycle.py`). If every worker
+of a card does, the likely cause is the card, its driver, its power or its cable, and one message is
+enough.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from orchestrator.core.placement import SlotPlan
 from orchestrator.core.restart_policy import without_progress
 from orchestrator.core.slot import Phase, Rules, Slot
 
-#: Deaths within the window, without progress between them, that make a worker count as one that keeps dying. Two may be
-#: a coincidence of all workers being killed at once and once more; the slot's own limit is higher.
+#: Deaths within the window, without progress between them, that make a worker count as one that
+#: keeps dying. Two may be a coincidence of all workers being killed at once and once more; the
+#: slot's own limit is higher.
 _DEATHS = 3
 
 #: With one worker on a card, a faulty card cannot be distinguished from a faulty worker.
@@ -22,18 +25,27 @@ _LEAST_WORKERS = 2
 
 
 def by_card(plans: Mapping[str, SlotPlan], slots: Mapping[str, Slot]) -> dict[str, list[Slot]]:
-    """Return each card, as a person would call it, with the slots on it; where none is known, the node's."""
+    """Return each card, as a person would call it, with the slots on it.
+
+    Where none is known, the node's.
+    """
     cards: defaultdict[str, list[Slot]] = defaultdict(list)
     for name, plan in plans.items():
         device = slots[name].device
         known = device is not None and device.uuid is not None
-        card = f"{device.name} ({device.uuid})" if device is not None and known else plan.gpu or "card"
+        card = (
+            f"{device.name} ({device.uuid})" if device is not None and known else plan.gpu or "card"
+        )
         cards[f"{plan.spec.node}'s {card}"].append(slots[name])
     return dict(cards)
 
 
-def cards_to_quarantine(cards: Mapping[str, Sequence[Slot]], now_s: float, rules: Rules) -> dict[str, str]:
-    """Return which of the cards of `by_card` to give up at `now_s` (monotonic seconds), each with the reason."""
+def cards_to_quarantine(
+    cards: Mapping[str, Sequence[Slot]], now_s: float, rules: Rules
+) -> dict[str, str]:
+    """Return which of the cards of `by_card` to give up at `now_s` (monotonic seconds), each with
+    the reason.
+    """
     return {
         card: _reason(card, slots, rules)
         for card, slots in cards.items()
@@ -46,7 +58,8 @@ def cards_to_quarantine(cards: Mapping[str, Sequence[Slot]], now_s: float, rules
 def _reason(card: str, slots: Sequence[Slot], rules: Rules) -> str:
     last = max(slots, key=lambda slot: slot.deaths_at_s[-1:] or (0.0,))
     text = (
-        f"{card}: all {len(slots)} workers keep dying, at least {_DEATHS} times each in {rules.death_window_s:.0f} s; "
+        f"{card}: all {len(slots)} workers keep dying, at least {_DEATHS} times each in "
+        f"{rules.death_window_s:.0f} s; "
         f"the last: {last.reason}"
     )
     on_card = any(slot.device is not None and slot.device.kind != "cpu" for slot in slots)

@@ -1,4 +1,7 @@
-"""Which slices a slot is sent next, and when the running one is overdue. Pure; part of the lifecycle."""
+"""Which slices a slot is sent next, and when the running one is overdue.
+
+Pure; part of the lifecycle.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,8 @@ def fill(slot: Slot, moment: Moment) -> Transition:
 def is_to_save(slot: Slot) -> bool:
     """Say whether a slot that is to rest or to end has to save first what it trains, and can.
 
-    One that lacks the memory for any step and has not saved is in the middle of an optimiser step that may never end.
+    One that lacks the memory for any step and has not saved is in the middle of an optimiser step
+    that may never end.
     """
     report = slot.report
     is_due = report is not None and report.save_due and report.state not in STARVED
@@ -67,7 +71,10 @@ def last(slot: Slot, moment: Moment) -> Transition:
 
 
 def overdue_s(slot: Slot, now_s: float) -> float:
-    """Return the seconds since the running slice should have ended; negative while it need not have."""
+    """Return the seconds since the running slice should have ended.
+
+    Negative while it need not have.
+    """
     should_end_s = _should_end_s(slot)
     return 0.0 if should_end_s is None else now_s - should_end_s
 
@@ -105,7 +112,9 @@ def _should_end_s(slot: Slot) -> float | None:
 def _send(slot: Slot, duration_s: float, moment: Moment) -> tuple[Slot, Directive]:
     step_limit = step_accounting.step_limit(slot, duration_s)
     sequence = slot.next_sequence
-    flight = Flight(sequence=sequence, duration_s=duration_s, submitted_at_s=moment.now_s, step_limit=step_limit)
+    flight = Flight(
+        sequence=sequence, duration_s=duration_s, submitted_at_s=moment.now_s, step_limit=step_limit
+    )
     command = Directive(
         incarnation=slot.incarnation,
         sequence=sequence,
@@ -115,4 +124,6 @@ def _send(slot: Slot, duration_s: float, moment: Moment) -> tuple[Slot, Directiv
         save=slot.orders.save,
     )
     slot = changed(slot, in_flight=(*slot.in_flight, flight), next_sequence=sequence + 1)
-    return (changed(slot, orders=replace(slot.orders, save=False)) if command.save else slot), command
+    return (
+        changed(slot, orders=replace(slot.orders, save=False)) if command.save else slot
+    ), command

@@ -1,4 +1,5 @@
-"""The fleet protocol: what the supervisor asks of a cluster. Knows no Ray; `cluster.ray_fleet` implements it on Ray.
+"""The fleet protocol: what the supervisor asks of a cluster. Knows no Ray; `cluster.ray_fleet`
+implements it on Ray.
 
 Covers the messages and the protocol. Does not decide anything about slots.
 """
@@ -31,7 +32,9 @@ class NodeFact:
     answers: bool = True
     """Whether it can be reached by our own clock, which is faster than Ray's."""
     refuses: bool = False
-    """Whether its machine refused the connection, so that no raylet runs there. Silence may have other reasons."""
+    """Whether its machine refused the connection, so that no raylet runs there. Silence may have
+    other reasons.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +98,13 @@ class SliceFailed:
     @classmethod
     def of(cls, slot: str, sent: Directive, failure: SliceFailure, text: str) -> SliceFailed:
         """Return the failure of a slice that was sent."""
-        return cls(slot=slot, incarnation=sent.incarnation, sequence=sent.sequence, failure=failure, text=text)
+        return cls(
+            slot=slot,
+            incarnation=sent.incarnation,
+            sequence=sent.sequence,
+            failure=failure,
+            text=text,
+        )
 
 
 SliceEnded: TypeAlias = SliceReported | SliceFailed
@@ -103,7 +112,10 @@ SliceEnded: TypeAlias = SliceReported | SliceFailed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """Where a slot's actor is placed and what it reserves there. Admission only: nothing here limits use."""
+    """Where a slot's actor is placed and what it reserves there.
+
+    Admission only: nothing here limits use.
+    """
 
     slot: str
     node: str
@@ -130,10 +142,16 @@ class Fleet(Protocol):
         """`host:port` of the cluster's head."""
 
     def count_cards(self, node: str) -> int:
-        """Ask the driver on a node for its cards, by a process: a second or two; `PreflightError` if none comes up."""
+        """Ask the driver on a node for its cards, by a process: a second or two.
+
+        `PreflightError` if none comes up.
+        """
 
     def place(self, reservation: Reservation, spec: WorkerSpec) -> None:
-        """Create the slot's actor; it starts when its node can take it. Each of its processes is told `spec` once."""
+        """Create the slot's actor; it starts when its node can take it.
+
+        Each of its processes is told `spec` once.
+        """
 
     def submit(self, slot: str, directive: Directive) -> None:
         """Queue a slice behind those the slot's actor has."""
@@ -142,7 +160,9 @@ class Fleet(Protocol):
         """Wait for the first slice that ends, then take along all that have."""
 
     def forget(self, slot: str) -> None:
-        """Give up the slot's slices under way: their failures are not returned, only reports that still arrive."""
+        """Give up the slot's slices under way: their failures are not returned, only reports that
+        still arrive.
+        """
 
     def restart(self, slot: str) -> None:
         """End the slot's process; the cluster starts a fresh one for the same actor."""
@@ -151,17 +171,23 @@ class Fleet(Protocol):
         """End the slot's actor for good."""
 
     def why_ended(self, slot: str) -> DeathCause | None:
-        """Return why the slot's last process ended; `None` if the cluster does not know it (yet)."""
+        """Return why the slot's last process ended.
+
+        `None` if the cluster does not know it (yet).
+        """
 
     def watch(self, silent: Collection[str]) -> Mapping[str, Activity | None]:
         """Ask what the processes of these slots do, and return what is known by now; never waits.
 
-        `None`: its node was asked and has not answered yet. A slot whose process has not come up, or cannot be seen, is
-        left out.
+        `None`: its node was asked and has not answered yet. A slot whose process has not come up,
+        or cannot be seen, is left out.
         """
 
     def end_node(self, node: str) -> None:
-        """End a raylet with everything on it, as a power cut would; `UsageError` if it is none of this run's own."""
+        """End a raylet with everything on it, as a power cut would.
+
+        `UsageError` if it is none of this run's own.
+        """
 
     def start_node(self, node: str) -> None:
         """Begin to start a node that `end_node` ended; it joins later. Raises as that does."""

@@ -1,7 +1,8 @@
-"""What the user's commands do to a slot: hold it, let it go on, reinstate it, cap it, save its state. Pure.
+"""What the user's commands do to a slot: hold it, let it go on, reinstate it, cap it, save its
+state. Pure.
 
-Part of the lifecycle: `lifecycle.py` says in which phase which function here is called, and `user_commands.py` which
-command may be given when.
+Part of the lifecycle: `lifecycle.py` says in which phase which function here is called, and
+`user_commands.py` which command may be given when.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ def unheld(slot: Slot, _: Unheld, moment: Moment) -> Transition:
 
 
 def reinstated(slot: Slot, event: Reinstated, moment: Moment) -> Transition:
-    """Forget what the slot was given up for, and start it like one that was never placed: its actor has ended."""
+    """Forget what the slot was given up for, and start it like one that was never placed: its actor
+    has ended.
+    """
     slot = replace(
         slot,
         phase=Phase.ABSENT,
@@ -121,4 +124,6 @@ def _let_go(slot: Slot, moment: Moment) -> Slot:
     since_s, worked_s = slot.held_since_s, slot.worked_s
     if since_s is not None and slot.first_report_s is not None and moment.ends_at_s is not None:
         worked_s += moment.now_s - since_s
-    return replace(slot, orders=replace(slot.orders, hold=None), held_since_s=None, worked_s=worked_s)
+    return replace(
+        slot, orders=replace(slot.orders, hold=None), held_since_s=None, worked_s=worked_s
+    )

@@ -1,10 +1,10 @@
 """Whether a worker's process holds more and more memory that its work does not need. Pure.
 
-Whatever the size of the steps is, what the process keeps after a release is no longer needed. Beside that it uses the
-resident memory of the process, and on a card also what its tensors hold. Both vary with the work, so the lowest value
-of the last reports is compared with the highest of the first ones after the work last changed. While a state is parked
-in host memory nothing is compared. Measures nothing (the
-worker does) and ends nothing (`lifecycle.py`).
+Whatever the size of the steps is, what the process keeps after a release is no longer needed.
+Beside that it uses the resident memory of the process, and on a card also what its tensors hold.
+Both vary with the work, so the lowest value of the last reports is compared with the highest of the
+first ones after the work last changed. While a state is parked in host memory nothing is compared.
+Measures nothing (the worker does) and ends nothing (`lifecycle.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from workers.messages import Report, WorkerState
 
-#: The first reports after a change still grow into their size: lazily loaded kernels, a ring that fills.
+#: The first reports after a change still grow into their size: lazily loaded kernels, a ring that
+#: fills.
 _SETTLING = 3
 
 #: Reports whose highest value is what the work really needs.
@@ -31,7 +32,9 @@ class LeakWatch:
     """What is known of one process's memory since its work last changed."""
 
     work: tuple[int | None, ...] | None = None
-    """Incarnation, size, batch and claim; of a training also its level, and whether a snapshot was saved."""
+    """Incarnation, size, batch and claim; of a training also its level, and whether a snapshot was
+    saved.
+    """
     first_step: int | None = None
     """The optimiser step that the process told first; `None` where nothing is trained."""
     seen: int = 0
@@ -51,7 +54,9 @@ class LeakWatch:
         return min(self.recent_bytes) - self.base_bytes
 
     def unneeded_bytes(self, limit_bytes: int | None, kept_limit_bytes: float) -> int | None:
-        """Return what is not needed if it is too much: by one limit for growth, and by another for what is kept."""
+        """Return what is not needed if it is too much: by one limit for growth, and by another for
+        what is kept.
+        """
         if limit_bytes is None:
             return None
         if (self.kept_bytes or 0) >= min(limit_bytes, kept_limit_bytes):
@@ -70,7 +75,12 @@ def observed(watch: LeakWatch, report: Report) -> LeakWatch:
     if held_bytes is None:
         return watch
     kept_bytes = None if report.memory is None else report.memory.kept_bytes
-    work: tuple[int | None, ...] | None = (report.incarnation, report.size, report.batch, report.claim_bytes)
+    work: tuple[int | None, ...] | None = (
+        report.incarnation,
+        report.size,
+        report.batch,
+        report.claim_bytes,
+    )
     first_step, progress = watch.first_step, report.progress
     if progress is not None and progress.train_step is not None and work is not None:
         first_step = progress.train_step if first_step is None else first_step
@@ -79,7 +89,9 @@ def observed(watch: LeakWatch, report: Report) -> LeakWatch:
         if progress.train_step < first_step + _FIRST_STEPS or report.state is WorkerState.PARKED:
             work = None
     if work is None or work != watch.work:
-        return LeakWatch(work=work, first_step=first_step, kept_bytes=kept_bytes, reports=watch.reports + 1)
+        return LeakWatch(
+            work=work, first_step=first_step, kept_bytes=kept_bytes, reports=watch.reports + 1
+        )
     seen = watch.seen + 1
     base_bytes, recent_bytes = watch.base_bytes, watch.recent_bytes
     if seen > _SETTLING + _BASE:

@@ -1,4 +1,5 @@
-"""The lifecycle of a slot as a table: (phase, event type) -> handler. Events in, a new state and commands out.
+"""The lifecycle of a slot as a table: (phase, event type) -> handler. Events in, a new state and
+commands out.
 
     ABSENT ──NodeJoined──> WORKING <──Tick at wake_at_s── PAUSING
        ^                    │   │                            ^
@@ -6,30 +7,40 @@
                                 ├──Drain, last report──> STOPPED
                                 └──report that all is done──> DONE
 
-    WORKING or PAUSING ──Held──> HELD ──Unheld──> WORKING          QUARANTINED ──Reinstated──> WORKING
+    WORKING or PAUSING ──Held──> HELD ──Unheld──> WORKING          QUARANTINED ──Reinstated──>
+    WORKING
 
 Rules:
 
-1. A slot is its own identity. Processes come and go in it (incarnations); its counters only grow, and its policy
+1. A slot is its own identity. Processes come and go in it (incarnations); its counters only grow,
+and its policy
    state is that of the last report, whichever process sent it.
-2. Two slices are under way in a working slot, one running and one queued, so that a card never waits for the head.
-3. A slice counts when its report arrives, once. A report of another incarnation, or of a slice not under way, is
-   refused: the slot has given that slice up, and its work may have been done again (`step_accounting.py`).
-4. A slot that is neither working, held, quarantined, stopped nor done waits for its node or has a time to wake up.
-5. Quarantine is final until the user reinstates the slot, starts a new run, or `run --resume`.
-6. The first slice of a process is one step. More is sent only after its report, so that a process that does not come
+2. Two slices are under way in a working slot, one running and one queued, so that a card never
+waits for the head. 3. A slice counts when its report arrives, once. A report of another
+incarnation, or of a slice not under way, is
+   refused: the slot has given that slice up, and its work may have been done again
+   (`step_accounting.py`).
+4. A slot that is neither working, held, quarantined, stopped nor done waits for its node or has a
+time to wake up. 5. Quarantine is final until the user reinstates the slot, starts a new run, or
+`run --resume`. 6. The first slice of a process is one step. More is sent only after its report, so
+that a process that does not come
    up has at most one step to lose.
-7. A slot whose workload is finished is done: it gets no slice and no process any more, also not by `run --resume`.
-8. A held slot gets no slice, whatever happens to its process or its node, until the user undoes that. What was sent
-   before runs to its end. `Held`, `Unheld`, `Reinstated`, `Capped` and `SaveAsked` are the user's (`user_commands.py`).
-9. A training that is to rest or to end gets slices until it has saved: that is possible between two optimiser steps.
+7. A slot whose workload is finished is done: it gets no slice and no process any more, also not by
+`run --resume`. 8. A held slot gets no slice, whatever happens to its process or its node, until the
+user undoes that. What was sent
+   before runs to its end. `Held`, `Unheld`, `Reinstated`, `Capped` and `SaveAsked` are the user's
+   (`user_commands.py`).
+9. A training that is to rest or to end gets slices until it has saved: that is possible between two
+optimiser steps.
 
-Every pair of phase and event is in `_TABLE`: handled, ignored for a reason, or illegal. An illegal one means that the
-supervisor or the membership is wrong about what it does, and `advance` raises `IllegalEventError`.
+Every pair of phase and event is in `_TABLE`: handled, ignored for a reason, or illegal. An illegal
+one means that the supervisor or the membership is wrong about what it does, and `advance` raises
+`IllegalEventError`.
 
-Pure: no clock (every event comes with the time), no I/O, no randomness but a hash of a seed. What a slice brings is in
-`slice_results.py`, what is sent in `dispatch.py`, how a process ends in `restart_policy.py`, what the user orders in
-`holding.py`. Does not place slots (`placement.py`) and does not perform commands (`run/supervisor.py`).
+Pure: no clock (every event comes with the time), no I/O, no randomness but a hash of a seed. What a
+slice brings is in `slice_results.py`, what is sent in `dispatch.py`, how a process ends in
+`restart_policy.py`, what the user orders in `holding.py`. Does not place slots (`placement.py`) and
+does not perform commands (`run/supervisor.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +49,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from orchestrator.core import dispatch, holding, restart_policy, silence, slice_results, step_accounting
+from orchestrator.core import (
+    dispatch,
+    holding,
+    restart_policy,
+    silence,
+    slice_results,
+    step_accounting,
+)
 from orchestrator.core.fleet import SliceFailed, SliceReported
 from orchestrator.core.slot import (
     Capped,
@@ -67,8 +85,9 @@ from orchestrator.core.slot import (
     Unheld,
 )
 
-#: Deaths this shortly before a node is seen to have left are the node's, not the slot's. Ray tells of a dead raylet
-#: seconds after its actors have failed (seen: 3 to 10 s; its health check allows 5 x 3 s and more).
+#: Deaths this shortly before a node is seen to have left are the node's, not the slot's. Ray tells
+#: of a dead raylet seconds after its actors have failed (seen: 3 to 10 s; its health check allows 5
+#: x 3 s and more).
 _NODE_BLAME_S = 60.0
 
 
@@ -76,13 +95,17 @@ class IllegalEventError(RuntimeError):
     """An event that no rule allows in the phase of its slot: a defect of the caller."""
 
     def __init__(self, slot: Slot, event: Event) -> None:
-        super().__init__(f"{slot.slot}: {type(event).__name__} cannot happen while {slot.phase.value}")
+        super().__init__(
+            f"{slot.slot}: {type(event).__name__} cannot happen while {slot.phase.value}"
+        )
         self.slot = slot.slot
         self.phase = slot.phase
         self.event = type(event).__name__
 
 
-def advance(slot: Slot, event: Event, now_s: float, rules: Rules, ends_at_s: float | None) -> Transition:
+def advance(
+    slot: Slot, event: Event, now_s: float, rules: Rules, ends_at_s: float | None
+) -> Transition:
     """Return the slot after `event`, and what to do about it in this order.
 
     Times are monotonic seconds. Slices are cut to fit the end of the run, once that is known.
@@ -167,9 +190,12 @@ def _process_seen(slot: Slot, event: ProcessSeen, moment: Moment) -> Transition:
 def _drain(slot: Slot, _: Drain, moment: Moment) -> Transition:
     slot = replace(slot, draining=True)
     if slot.in_flight and slot.ready:
-        # The queued slice runs too: Ray cannot take it back. It would run nevertheless, and its report be lost.
+        # The queued slice runs too: Ray cannot take it back. It would run nevertheless, and its
+        # report be lost.
         return holding.saved_before_rest(slot), ()
-    if slot.phase is Phase.WORKING and slot.ready:  # its last slice has ended with the time of the run
+    if (
+        slot.phase is Phase.WORKING and slot.ready
+    ):  # its last slice has ended with the time of the run
         slot = holding.saved_before_rest(slot)
         if slot.orders.save:
             return dispatch.last(slot, moment)
@@ -180,7 +206,12 @@ def _close(slot: Slot, _: Close, moment: Moment) -> Transition:
     overdue_s = dispatch.overdue_s(slot, moment.now_s)
     if slot.ready and overdue_s > moment.rules.stale_after_s:
         slot = _stale(slot, overdue_s, moment)
-        slot = replace(slot, ended_stale=not silence.is_active(slot.silence, moment.now_s, moment.rules.stale_after_s))
+        slot = replace(
+            slot,
+            ended_stale=not silence.is_active(
+                slot.silence, moment.now_s, moment.rules.stale_after_s
+            ),
+        )
     return _stopped(slot)
 
 
@@ -200,7 +231,9 @@ def _stale(slot: Slot, overdue_s: float, moment: Moment) -> Slot:
     if silence.is_active(slot.silence, moment.now_s, moment.rules.stale_after_s):
         computed_s = slot.silence.computed_s
         return replace(
-            slot, reason=f"a long step: {overdue_s:.0f} s overdue, and computing ({computed_s:.0f} s of CPU)"
+            slot,
+            reason=f"a long step: {overdue_s:.0f} s overdue, and computing ({computed_s:.0f} s of "
+            "CPU)",
         )
     return replace(slot, reason=f"STALE: its slice is {overdue_s:.0f} s overdue")
 
@@ -221,8 +254,9 @@ _FINAL = "the slot has ended; the supervisor still tells every slot"
 _RULE_7 = "rule 7"
 _RULE_8 = "rule 8"
 
-#: What an event does to a slot that is absent, working, pausing, held, quarantined, stopped or done, in the order of
-#: `Phase`: its handler, or why it changes nothing, or `None` where it is illegal.
+#: What an event does to a slot that is absent, working, pausing, held, quarantined, stopped or
+#: done, in the order of `Phase`: its handler, or why it changes nothing, or `None` where it is
+#: illegal.
 _TABLE: Mapping[type[Event], tuple[Handler | str | None, ...]] = {
     NodeJoined: (_node_joined, None, None, None, _RULE_5, _FINAL, _RULE_7),
     NodeLeft: (None, *(_node_left,) * 3, _RULE_5, _FINAL, _node_left_when_done),
@@ -234,16 +268,56 @@ _TABLE: Mapping[type[Event], tuple[Handler | str | None, ...]] = {
         *(slice_results.refused,) * 4,
         slice_results.reported_when_done,
     ),
-    SliceFailed: (_ONE_SAID_IT, slice_results.failed, *(_ONE_SAID_IT,) * 4, slice_results.failed_when_done),
-    DeathExplained: (_AWAY, _death_explained, _death_explained, _RULE_8, _death_explained, _FINAL, _RULE_7),
+    SliceFailed: (
+        _ONE_SAID_IT,
+        slice_results.failed,
+        *(_ONE_SAID_IT,) * 4,
+        slice_results.failed_when_done,
+    ),
+    DeathExplained: (
+        _AWAY,
+        _death_explained,
+        _death_explained,
+        _RULE_8,
+        _death_explained,
+        _FINAL,
+        _RULE_7,
+    ),
     ProcessSeen: (_NOT_AWAITED, _process_seen, *(_NOT_AWAITED,) * 5),
-    Held: (holding.held_without_node, holding.held_at_work, *(holding.held_at_once,) * 2, None, None, None),
-    Unheld: (holding.unheld_without_node, holding.unheld_at_work, None, holding.unheld, None, None, None),
+    Held: (
+        holding.held_without_node,
+        holding.held_at_work,
+        *(holding.held_at_once,) * 2,
+        None,
+        None,
+        None,
+    ),
+    Unheld: (
+        holding.unheld_without_node,
+        holding.unheld_at_work,
+        None,
+        holding.unheld,
+        None,
+        None,
+        None,
+    ),
     Reinstated: (None, None, None, None, holding.reinstated, None, None),
     Capped: (*(holding.capped,) * 5, None, None),
     SaveAsked: (None, holding.save_asked, None, None, None, None, None),
-    Tick: (_NOT_A_TIME, _time_passed_while_working, _time_passed_while_pausing, _RULE_8, _RULE_5, _FINAL, _RULE_7),
+    Tick: (
+        _NOT_A_TIME,
+        _time_passed_while_working,
+        _time_passed_while_pausing,
+        _RULE_8,
+        _RULE_5,
+        _FINAL,
+        _RULE_7,
+    ),
     Drain: (*(_drain,) * 4, _FINAL, _FINAL, _RULE_7),
     Close: (*(_close,) * 4, _FINAL, _FINAL, _close_when_done),
 }
-_CELLS = {(phase, event): cell for event, row in _TABLE.items() for phase, cell in zip(Phase, row, strict=True)}
+_CELLS = {
+    (phase, event): cell
+    for event, row in _TABLE.items()
+    for phase, cell in zip(Phase, row, strict=True)
+}

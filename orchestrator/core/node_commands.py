@@ -15,7 +15,8 @@ from orchestrator.core.budget import node_budget
 if TYPE_CHECKING:
     from orchestrator.config.schema import Config
 
-#: Marks the processes of a node, so that `stop --node` finds those, and only those, that these commands started.
+#: Marks the processes of a node, so that `stop --node` finds those, and only those, that these
+#: commands started.
 NODE_MARK = "ORCHESTRATOR_NODE"
 
 
@@ -34,14 +35,21 @@ class NodeCommand:
     @property
     def line(self) -> str:
         """The command as typed in a shell."""
-        setting = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.environment.items())
+        setting = " ".join(
+            f"{name}={shlex.quote(value)}" for name, value in self.environment.items()
+        )
         return f"{setting} {shlex.join(self.argv)}"
 
     def script(self, node: str) -> str:
         """All that is to be typed on the PC, commented; itself a valid shell script."""
         where = "the head" if self.is_head else "joins the head"
-        steps = [f"# on {node} ({where}), inside the project's environment (. .venv/bin/activate)", *self.token_steps]
-        return "\n".join([*steps, *(f"# {line}" for line in (self.cpus_said, *self.remarks)), self.line])
+        steps = [
+            f"# on {node} ({where}), inside the project's environment (. .venv/bin/activate)",
+            *self.token_steps,
+        ]
+        return "\n".join(
+            [*steps, *(f"# {line}" for line in (self.cpus_said, *self.remarks)), self.line]
+        )
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -49,17 +57,25 @@ class NodeCommand:
         if not self.is_head:
             return ()
         return (
-            'ignore Ray\'s "Next steps": they set neither the label nor the environment that a node here needs;',
+            (
+                'ignore Ray\'s "Next steps": they set neither the label nor the environment that a '
+                "node here needs;"
+            ),
             "for every other PC type here: python -m orchestrator up NODE",
         )
 
 
 def node_command(config: Config, node: str, head_address: str) -> NodeCommand:
-    """Return how `node`, a key under `nodes:`, joins; other PCs reach the head by `head_address`, `host:port`."""
+    """Return how `node`, a key under `nodes:`, joins.
+
+    Other PCs reach the head by `head_address`, `host:port`.
+    """
     budget = node_budget(node, config.nodes[node], config)
     is_head = node == config.head_node
     host = head_address.rsplit(":", 1)[0]
-    place = ("--head", f"--port={config.cluster.port}") if is_head else (f"--address={head_address}",)
+    place = (
+        ("--head", f"--port={config.cluster.port}") if is_head else (f"--address={head_address}",)
+    )
     argv = (
         "ray",
         "start",
@@ -78,7 +94,8 @@ def node_command(config: Config, node: str, head_address: str) -> NodeCommand:
         argv=argv,
         is_head=is_head,
         cpus_said=(
-            f"--num-cpus: {config.nodes[node].workers} workers x {budget.cpus_per_worker} (cpus_per_worker); Ray "
+            f"--num-cpus: {config.nodes[node].workers} workers x {budget.cpus_per_worker} "
+            "(cpus_per_worker); Ray "
             "counts them to place workers, and they need not be this PC's cores"
         ),
         token_steps=_token_steps(is_head=is_head, host=host) if token else (),
@@ -86,7 +103,10 @@ def node_command(config: Config, node: str, head_address: str) -> NodeCommand:
 
 
 def _own_address(host: str | None) -> tuple[str, ...]:
-    """With several networks on a PC, Ray must be told by which the others reach it; it takes no names."""
+    """With several networks on a PC, Ray must be told by which the others reach it.
+
+    It takes no names.
+    """
     try:
         return (f"--node-ip-address={ip_address(host or '')}",)
     except ValueError:
@@ -94,12 +114,16 @@ def _own_address(host: str | None) -> tuple[str, ...]:
 
 
 def _token_steps(*, is_head: bool, host: str) -> tuple[str, ...]:
-    """Return how the token is made, once on the head, and copied to every other PC; it is never printed."""
+    """Return how the token is made, once on the head, and copied to every other PC.
+
+    It is never printed.
+    """
     if is_head:
         return (
             "# once: a secret that every PC of the cluster must have",
             (
-                "test -s ~/.ray/auth_token || (umask 077; ray get-auth-token --generate > /dev/null); "
+                "test -s ~/.ray/auth_token || (umask 077; ray get-auth-token --generate > "
+                "/dev/null); "
                 "chmod 600 ~/.ray/auth_token"
             ),
         )
@@ -107,7 +131,8 @@ def _token_steps(*, is_head: bool, host: str) -> tuple[str, ...]:
     return (
         "# once: fetch the head's secret (or copy ~/.ray/auth_token from it in any other way)",
         (
-            f"(umask 077; mkdir -p ~/.ray; test -s ~/.ray/auth_token || scp -- {source} ~/.ray/auth_token) "
+            f"(umask 077; mkdir -p ~/.ray; test -s ~/.ray/auth_token || scp -- {source} "
+            "~/.ray/auth_token) "
             "&& chmod 600 ~/.ray/auth_token"
         ),
     )

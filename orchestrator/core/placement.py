@@ -1,6 +1,7 @@
 """From a configuration to slots, and from live nodes to what is missing.
 
-Does not cover the sums on a card (`budget.py`), nor what to type to cure a refusal (`node_commands.py`). Pure.
+Does not cover the sums on a card (`budget.py`), nor what to type to cure a refusal
+(`node_commands.py`). Pure.
 """
 
 from __future__ import annotations
@@ -62,7 +63,11 @@ def plan_slots(config: Config, target: Target) -> tuple[SlotPlan, ...]:
     budgets = [node_budget(name, node, config) for name, node in config.nodes.items()]
     workers, workload = sum(budget.workers for budget in budgets), config.workload
     workers_bytes = sum(budget.workers * budget.budget_bytes for budget in budgets)
-    memory, thermal, settings = memory_settings(config), config.thermal.settings(), config.train.model_dump()
+    memory, thermal, settings = (
+        memory_settings(config),
+        config.thermal.settings(),
+        config.train.model_dump(),
+    )
     plans: list[SlotPlan] = []
     for budget in budgets:
         node, name = config.nodes[budget.node], budget.node
@@ -73,7 +78,8 @@ def plan_slots(config: Config, target: Target) -> tuple[SlotPlan, ...]:
                 device=target.device or ("cuda" if budget.gpus else "cpu"),
                 budget_bytes=budget.budget_bytes,
                 card_budget_bytes=workers_bytes if target.one_machine else budget.card_budget_bytes,
-                # Nodes that share one real card were made to fit it when they were scaled, all of them together.
+                # Nodes that share one real card were made to fit it when they were scaled, all of
+                # them together.
                 memory_fraction=1.0 if target.one_machine else node.memory_fraction,
                 workers_on_host=workers if target.one_machine else budget.workers,
                 duty=budget.duty,
@@ -116,7 +122,10 @@ def refusals(config: Config, live: Iterable[NodeFact]) -> tuple[Refusal, ...]:
     facts = tuple(live)
     found: list[Refusal] = []
     for name, node in config.nodes.items():
-        budget, mine = node_budget(name, node, config), [fact for fact in facts if fact.name == name]
+        budget, mine = (
+            node_budget(name, node, config),
+            [fact for fact in facts if fact.name == name],
+        )
         needs: dict[Missing, str] = {}
         if not mine:
             needs[Missing.NODE] = f"no live node has the label node={name}"
@@ -128,7 +137,9 @@ def refusals(config: Config, live: Iterable[NodeFact]) -> tuple[Refusal, ...]:
                 cpus = f"{budget.workers} workers x {budget.cpus_per_worker} = {budget.cpus_total}"
                 needs[Missing.CPUS] = f"{name} offers {mine[0].cpus:g} CPUs, the plan needs {cpus}"
             if mine[0].gpus < budget.gpus:
-                needs[Missing.GPUS] = f"{name} offers {mine[0].gpus:g} GPUs, the plan needs {budget.gpus}"
+                needs[Missing.GPUS] = (
+                    f"{name} offers {mine[0].gpus:g} GPUs, the plan needs {budget.gpus}"
+                )
         found += (Refusal(node=name, missing=missing, text=text) for missing, text in needs.items())
     return tuple(found)
 

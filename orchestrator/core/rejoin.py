@@ -1,10 +1,11 @@
-"""Decides when the Ray node of a PC is started, asked about and replaced, so that it comes back by itself. Pure.
+"""Decides when the Ray node of a PC is started, asked about and replaced, so that it comes back by
+itself. Pure.
 
-One turn takes what the PC sees of its node and of the head, and returns what is to be done. Does not start or end
-anything, and does not poll (`cli/stay.py` does).
+One turn takes what the PC sees of its node and of the head, and returns what is to be done. Does
+not start or end anything, and does not poll (`cli/stay.py` does).
 
-Ray declares a node dead that it has not reached for a while. Such a node can never be a member again, and neither can
-one whose head has begun a new cluster: both are replaced.
+Ray declares a node dead that it has not reached for a while. Such a node can never be a member
+again, and neither can one whose head has begun a new cluster: both are replaced.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ _LONGEST_PAUSE_S = 60.0
 #: A node that was up for so long has not failed in a row.
 _STEADY_S = 60.0
 
-#: What a start gets before it is ended and tried again: `ray start` waits without an end for a head that is silent.
-#: Of 25 starts that ended well on a 2-core machine at loads of 7 to 23, the longest took 25 s; the median was 12 s.
+#: What a start gets before it is ended and tried again: `ray start` waits without an end for a head
+#: that is silent. Of 25 starts that ended well on a 2-core machine at loads of 7 to 23, the longest
+#: took 25 s; the median was 12 s.
 _START_S = 60.0
 
-#: A start that took too long gets the next one twice the time, up to this: a machine may be that slow.
+#: A start that took too long gets the next one twice the time, up to this: a machine may be that
+#: slow.
 _LONGEST_START_S = 180.0
 
 #: From one question to the head to the next, if it has no answer.
@@ -59,7 +62,9 @@ class Sample:
     is_starting: bool = False
     """`ray start` is at work."""
     is_in_vain: bool = False
-    """A process that `ray start` has started and the node needs has ended. It would wait for it all the same."""
+    """A process that `ray start` has started and the node needs has ended. It would wait for it all
+    the same.
+    """
     is_running: bool = False
     """All processes that the node needs are alive."""
     is_asking: bool = False
@@ -92,7 +97,11 @@ class Node:
     @property
     def pause_s(self) -> float:
         """How long it is left alone after its last failure."""
-        return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(self.failures - 1, 10)) if self.failures else 0.0
+        return (
+            min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(self.failures - 1, 10))
+            if self.failures
+            else 0.0
+        )
 
 
 def turn(node: Node, sample: Sample) -> tuple[Node, Action]:
@@ -118,7 +127,11 @@ def _while_down(node: Node, sample: Sample) -> tuple[Node, Action]:
 
 def _while_starting(node: Node, sample: Sample) -> tuple[Node, Action]:
     if not sample.is_starting:
-        return (_up(node, sample), Action.WAIT) if sample.is_running else (_failed(node, sample), Action.END)
+        return (
+            (_up(node, sample), Action.WAIT)
+            if sample.is_running
+            else (_failed(node, sample), Action.END)
+        )
     if not sample.is_reachable:
         return replace(node, phase=NodePhase.DOWN, since_s=sample.now_s), Action.END
     if sample.is_in_vain:
@@ -141,7 +154,14 @@ def _while_up(node: Node, sample: Sample) -> tuple[Node, Action]:
 
 
 def _up(node: Node, sample: Sample, *, in_doubt: bool = False) -> Node:
-    return replace(node, phase=NodePhase.UP, since_s=sample.now_s, due_s=sample.now_s, in_doubt=in_doubt, overdue=0)
+    return replace(
+        node,
+        phase=NodePhase.UP,
+        since_s=sample.now_s,
+        due_s=sample.now_s,
+        in_doubt=in_doubt,
+        overdue=0,
+    )
 
 
 def _failed(node: Node, sample: Sample) -> Node:

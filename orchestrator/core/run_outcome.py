@@ -1,6 +1,8 @@
-"""The outcome of a run that has ended: what fell short in it, a sentence for each slot and for each missed limit. Pure.
+"""The outcome of a run that has ended: what fell short in it, a sentence for each slot and for each
+missed limit. Pure.
 
-A run is degraded as soon as there is one sentence. Does not cover a run that ended in an error (`run/runner.py`).
+A run is degraded as soon as there is one sentence. Does not cover a run that ended in an error
+(`run/runner.py`).
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ LEAST_WORKED: Final = 0.5
 def shortfalls(
     slots: Iterable[Slot], began_s: float | None, ended_s: float, min_success_rate: float
 ) -> tuple[str, ...]:
-    """Return why a run is degraded, a sentence for each slot and one for the success rate; none of a good run.
+    """Return why a run is degraded, a sentence for each slot and one for the success rate; none of
+    a good run.
 
-    The time of a slot begins with its first report, but not before the run counts at `began_s`, and ends when the run
-    begins to end, at `ended_s` (monotonic seconds): neither its start nor the waiting for others is its fault.
+    The time of a slot begins with its first report, but not before the run counts at `began_s`, and
+    ends when the run begins to end, at `ended_s` (monotonic seconds): neither its start nor the
+    waiting for others is its fault.
     """
     told, counts = [], []
     for slot in slots:
@@ -33,7 +37,10 @@ def shortfalls(
     rate = StepCounts.total(counts).success_rate
     if rate is not None and rate < min_success_rate:
         # Rounded down: 0.9499 is not 0.950.
-        told.append(f"success rate {math.floor(rate * 1000) / 1000:.3f} < run.min_success_rate {min_success_rate:g}")
+        told.append(
+            f"success rate {math.floor(rate * 1000) / 1000:.3f} < run.min_success_rate "
+            f"{min_success_rate:g}"
+        )
     return tuple(told)
 
 
@@ -58,5 +65,8 @@ def _of_slot(slot: Slot, time_s: float) -> Iterator[str]:
     if not counts.steps_ok:
         yield "no good step"
     elif slot.worked_s < LEAST_WORKED * time_s:
-        why = f"restarts {slot.restarts}, OOM {counts.oom_count}, emergencies {counts.emergency_count}"
+        why = (
+            f"restarts {slot.restarts}, OOM {counts.oom_count}, emergencies "
+            f"{counts.emergency_count}"
+        )
         yield f"worked {slot.worked_s:.1f} of {time_s:.1f} s, less than {LEAST_WORKED:.0%} ({why})"

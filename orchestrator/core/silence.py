@@ -1,7 +1,9 @@
-"""Whether a process that does not report hangs, by what its node sees it do. Pure; part of the lifecycle.
+"""Whether a process that does not report hangs, by what its node sees it do. Pure; part of the
+lifecycle.
 
-A process hangs if it does nothing, or if it computes for much longer than its steps took. A process that computes is
-never ended for being slow. Times are monotonic seconds. Does not look at processes (`workers/host/activity.py` does).
+A process hangs if it does nothing, or if it computes for much longer than its steps took. A process
+that computes is never ended for being slow. Times are monotonic seconds. Does not look at processes
+(`workers/host/activity.py` does).
 """
 
 from __future__ import annotations
@@ -10,11 +12,12 @@ from dataclasses import dataclass, replace
 
 from workers.messages import Activity
 
-#: A thread that computes wants a CPU all the time. Those of Ray in an idle process, which wake up on a timer, want one
-#: for less than this share of the time, also on a full machine.
+#: A thread that computes wants a CPU all the time. Those of Ray in an idle process, which wake up
+#: on a timer, want one for less than this share of the time, also on a full machine.
 _ACTIVE_SHARE = 0.2
 
-#: A step may compute so many times longer than any before it: doubling the edge of a product takes 8 times as long.
+#: A step may compute so many times longer than any before it: doubling the edge of a product takes
+#: 8 times as long.
 _TIMES_LONGEST = 10
 
 
@@ -63,8 +66,9 @@ def why_hung(
 ) -> str | None:
     """Return why a process is to be ended whose slice is `overdue_s` late, or `None`.
 
-    `is_ready` says whether it has reported before, and `patience_s` how long it may do nothing. `longest_step_s` is
-    what the slot's longest step took; before its first step has ended, only `patience_s` says what to expect.
+    `is_ready` says whether it has reported before, and `patience_s` how long it may do nothing.
+    `longest_step_s` is what the slot's longest step took; before its first step has ended, only
+    `patience_s` says what to expect.
     """
     if overdue_s <= patience_s:
         return None
@@ -74,7 +78,10 @@ def why_hung(
     silent = "no report" if is_ready or silence.is_up else "its process did not come up"
     silent = f"{silent} for {overdue_s:.0f} s"
     if silence.computed_s > may_compute_s:
-        computed = f"computed for {silence.computed_s:.0f} s without ending a step, more than {may_compute_s:.0f} s"
+        computed = (
+            f"computed for {silence.computed_s:.0f} s without ending a step, more than "
+            f"{may_compute_s:.0f} s"
+        )
         return f"{silent}, and its process has {computed}; its process was ended"
     is_asked = silence.asked_at_s is not None and now_s - silence.asked_at_s <= patience_s
     if is_asked or is_active(silence, now_s, patience_s):

@@ -1,4 +1,5 @@
-"""The values of the lifecycle: a slot, the events that can happen to it, the commands that can follow.
+"""The values of the lifecycle: a slot, the events that can happen to it, the commands that can
+follow.
 
 Frozen values without behaviour. `lifecycle.py` says which event leads to which commands.
 """
@@ -13,12 +14,24 @@ from orchestrator.core.fleet import DeathCause, SliceFailed, SliceReported
 from orchestrator.core.leak_detector import NO_WATCH, LeakWatch
 from orchestrator.core.silence import NOT_SEEN, Silence
 from orchestrator.core.training import NO_TRAINING, Training
-from workers.messages import NO_COUNTS, Activity, DeviceInfo, Directive, Report, ResumeState, StepCounts, WorkerState
+from workers.messages import (
+    NO_COUNTS,
+    Activity,
+    DeviceInfo,
+    Directive,
+    Report,
+    ResumeState,
+    StepCounts,
+    WorkerState,
+)
 from workers.settings import Scalar
 
 
 class HeadState(StrEnum):
-    """What the head knows of a slot from which no worker reports. Shown like the state that a worker reports."""
+    """What the head knows of a slot from which no worker reports.
+
+    Shown like the state that a worker reports.
+    """
 
     #: Its node has not joined yet, or its first process is starting.
     STARTING = "STARTING"
@@ -51,7 +64,8 @@ class Phase(StrEnum):
     HELD = "held"
     QUARANTINED = "quarantined"
     STOPPED = "stopped"
-    #: Its work is finished; it waits for nothing but the reports of what was sent before that was known.
+    #: Its work is finished; it waits for nothing but the reports of what was sent before that was
+    #: known.
     DONE = "done"
 
 
@@ -64,9 +78,11 @@ class Rules:
     stale_after_s: float
     start_timeout_s: float
     slow_step_s: float = 0.0
-    """How long a step may take where the workload is known to have slow ones, such as those in which torch compiles.
+    """How long a step may take where the workload is known to have slow ones, such as those in
+    which torch compiles.
 
-    They may come at any time: where the first step had one sample, or after a change of how memory is used.
+    They may come at any time: where the first step had one sample, or after a change of how memory
+    is used.
     """
     restart_backoff_s: float
     restart_backoff_max_s: float
@@ -80,7 +96,9 @@ class Rules:
     seed: int = 0
     """Of the jitter in restart pauses."""
     has_counted: bool = False
-    """Whether an earlier head has worked on this run: what cannot work here then costs its slot, and not the run."""
+    """Whether an earlier head has worked on this run: what cannot work here then costs its slot,
+    and not the run.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +123,10 @@ class Hold(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orders:
-    """What the user has asked of a slot and not taken back. The store keeps it for the next head."""
+    """What the user has asked of a slot and not taken back.
+
+    The store keeps it for the next head.
+    """
 
     hold: Hold | None = None
     cap_bytes: int | None = None
@@ -121,7 +142,8 @@ class Orders:
 NO_ORDERS = Orders()
 
 
-# Without `slots`: `changed` copies the dictionary of a slot, which costs a tenth of `dataclasses.replace`.
+# Without `slots`: `changed` copies the dictionary of a slot, which costs a tenth of
+# `dataclasses.replace`.
 @dataclass(frozen=True, kw_only=True)
 class Slot:
     """Everything known about a slot."""
@@ -140,7 +162,9 @@ class Slot:
     ready: bool = False
     """Whether the present incarnation has reported: only then is it sent more than one step."""
     ending: bool = False
-    """The process before was told to end and may not have ended yet: the first slice may still reach it, and fail."""
+    """The process before was told to end and may not have ended yet: the first slice may still
+    reach it, and fail.
+    """
     wake_at_s: float | None = None
     working_since_s: float | None = None
     """When the present incarnation was first asked to work."""
@@ -158,7 +182,9 @@ class Slot:
     progressed_at_s: float | None = None
     """When it last got further than any process of it before (`slice_results.py`)."""
     deaths_at_s: tuple[float, ...] = ()
-    """Those of the last `death_window_s`, and all since the last report: a slot that never answers is given up."""
+    """Those of the last `death_window_s`, and all since the last report: a slot that never answers
+    is given up.
+    """
     errors_in_a_row: int = 0
     leak: LeakWatch = NO_WATCH
     leak_told: bool = False
@@ -172,19 +198,27 @@ class Slot:
     first_report_s: float | None = None
     """When it first reported more than that it warms up, in this head's time."""
     worked_s: float = 0.0
-    """Time for which it worked or was held since then, once the run counts (`step_accounting.worked_s`)."""
+    """Time for which it worked or was held since then, once the run counts
+    (`step_accounting.worked_s`).
+    """
     ended_stale: bool = False
-    """Whether its slice was overdue by more than `stale_after_s` when the run ended; `reason` says by how much."""
+    """Whether its slice was overdue by more than `stale_after_s` when the run ended; `reason` says
+    by how much.
+    """
     restarts: int = 0
     steps_lost_upper_bound: int = 0
-    """At most so many good steps were done in slices that gave no report; they are not in `counts`."""
+    """At most so many good steps were done in slices that gave no report; they are not in `counts`.
+    """
 
 
 _SLOT_FIELDS = frozenset(item.name for item in fields(Slot))
 
 
 def changed(slot: Slot, **changes: Any) -> Slot:  # noqa: ANN401 - the type of each field
-    """Return a copy with other values, as `dataclasses.replace`, but fast; `TypeError` if there is no such field."""
+    """Return a copy with other values, as `dataclasses.replace`, but fast.
+
+    `TypeError` if there is no such field.
+    """
     values = slot.__dict__ | changes
     if len(values) != len(_SLOT_FIELDS):
         raise TypeError(f"a slot has no {', '.join(sorted(changes.keys() - _SLOT_FIELDS))}")
@@ -226,11 +260,15 @@ class NodeLeft:
 
 
 class NodeRefused(_Reasoned):
-    """The slot's node is there and cannot take it: fewer CPUs than planned, or two nodes of one name."""
+    """The slot's node is there and cannot take it: fewer CPUs than planned, or two nodes of one
+    name.
+    """
 
 
 class CardQuarantined(_Reasoned):
-    """Every worker of the slot's card keeps dying: the card is given up, not one worker after the other."""
+    """Every worker of the slot's card keeps dying: the card is given up, not one worker after the
+    other.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,7 +369,10 @@ class EndRun(_Reasoned):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accept:
-    """Count a report as the slot's own: it belongs to a slice under way. Any other report is refused, with a note."""
+    """Count a report as the slot's own: it belongs to a slice under way.
+
+    Any other report is refused, with a note.
+    """
 
     report: Report
 
@@ -344,7 +385,8 @@ class Note:
     fields: tuple[tuple[str, Scalar], ...] = ()
 
 
-#: A directive is sent as it is, except for what only the supervisor can add: an injected fault, and a lease.
+#: A directive is sent as it is, except for what only the supervisor can add: an injected fault, and
+#: a lease.
 Command: TypeAlias = Accept | Place | Directive | Forget | Restart | Abandon | EndRun | Note
 
 #: The slot after an event, and what the supervisor is to do about it, in this order.

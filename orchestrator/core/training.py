@@ -1,7 +1,7 @@
 """How far the training of a slot is, over all of its processes. Pure.
 
-A process that goes on from a snapshot does some steps again that the one before had done and told of. It cannot know
-how many; the reports of both together say it.
+A process that goes on from a snapshot does some steps again that the one before had done and told
+of. It cannot know how many; the reports of both together say it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ class Training:
     incarnation: int | None = None
     """Of that process."""
     redone_before: int = 0
-    """Steps done again by the processes before it, and by it because they had got further than their snapshot."""
+    """Steps done again by the processes before it, and by it because they had got further than
+    their snapshot.
+    """
 
     @property
     def progress(self) -> Progress:
@@ -44,6 +46,8 @@ def followed(training: Training, report: Report) -> Training:
     redone = training.redone_before + (training.told.redone_steps or 0)
     if told.train_step is not None:
         # Where it began: its first report may come after some steps.
-        from_step = told.train_step if told.saved_step is None else min(told.train_step, told.saved_step)
+        from_step = (
+            told.train_step if told.saved_step is None else min(told.train_step, told.saved_step)
+        )
         redone += max(0, (training.told.train_step or 0) - from_step)
     return Training(told=told, incarnation=report.incarnation, redone_before=redone)

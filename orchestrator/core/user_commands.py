@@ -1,6 +1,7 @@
 """Which commands a user may give to which slots, and which events they mean. Pure.
 
-A command names each slot that it is for. It changes all of them or none, with one sentence about what to type instead.
+A command names each slot that it is for. It changes all of them or none, with one sentence about
+what to type instead.
 """
 
 from __future__ import annotations
@@ -11,7 +12,18 @@ from enum import StrEnum
 from typing import Final
 
 from orchestrator.core.placement import SlotPlan
-from orchestrator.core.slot import Capped, Event, HeadState, Held, Hold, Phase, Reinstated, SaveAsked, Slot, Unheld
+from orchestrator.core.slot import (
+    Capped,
+    Event,
+    HeadState,
+    Held,
+    Hold,
+    Phase,
+    Reinstated,
+    SaveAsked,
+    Slot,
+    Unheld,
+)
 from orchestrator.errors import one_line
 from workers.units import MIB
 
@@ -64,7 +76,8 @@ def events_of(
     *,
     is_ending: bool = False,
 ) -> tuple[tuple[str, Event], ...]:
-    """Return what happens to which slot; `nodes` are those that are there now, `is_ending` says so of the run.
+    """Return what happens to which slot; `nodes` are those that are there now, `is_ending` says so
+    of the run.
 
     Raises:
         RefusedError: One of the slots cannot be treated so; nothing happens to the others either.
@@ -74,13 +87,18 @@ def events_of(
     unknown = [name for name in command.slots if name not in slots]
     if unknown:
         raise RefusedError(
-            one_line(f"this run has no slot {unknown[0][:80]!r}; `python -m orchestrator top --once` lists its slots")
+            one_line(
+                f"this run has no slot {unknown[0][:80]!r}; `python -m orchestrator top --once` "
+                "lists its slots"
+            )
         )
     for name in command.slots:
         why_not = _why_not(command, slots[name], plans[name])
         if why_not:
             raise RefusedError(f"{name} {why_not}; nothing was changed")
-    return tuple((name, _event(command, plans[name], nodes)) for name in dict.fromkeys(command.slots))
+    return tuple(
+        (name, _event(command, plans[name], nodes)) for name in dict.fromkeys(command.slots)
+    )
 
 
 def _event(command: Command, plan: SlotPlan, nodes: Collection[str]) -> Event:
@@ -111,7 +129,11 @@ def _why_not(command: Command, slot: Slot, plan: SlotPlan) -> str:
     if (command.do is Do.REINSTATE) != (slot.phase is Phase.QUARANTINED):
         what_then = f"`resume {name}` sends it work" if is_held else "it needs no reinstating"
         is_given_up = f"is QUARANTINED: `reinstate {name}` starts it again"
-        return is_given_up if slot.phase is Phase.QUARANTINED else f"is {slot.state}, not QUARANTINED: {what_then}"
+        return (
+            is_given_up
+            if slot.phase is Phase.QUARANTINED
+            else f"is {slot.state}, not QUARANTINED: {what_then}"
+        )
     if command.do is Do.RESUME and not is_held:
         return f"is {slot.state}, and not held: it gets work as it is"
     return _why_no_save(slot) if command.do is Do.SAVE else ""

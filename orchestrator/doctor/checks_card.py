@@ -1,6 +1,8 @@
-"""The cards of one machine, their driver, who uses them, and the torch for them. Pure: facts in, findings out.
+"""The cards of one machine, their driver, who uses them, and the torch for them. Pure: facts in,
+findings out.
 
-Does not compare with cluster.yaml (`checks_cluster`) nor cover torch's settings in the environment (`checks_machine`).
+Does not compare with cluster.yaml (`checks_cluster`) nor cover torch's settings in the environment
+(`checks_machine`).
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ _MUCH_USED = 0.15
 
 _INSTALL_DRIVER = "sudo ubuntu-drivers install && sudo reboot"
 _WINDOWS_DRIVER = (
-    "under WSL2 the driver is the one of Windows: install NVIDIA's newest there, none here, then type in Windows the "
+    "under WSL2 the driver is the one of Windows: install NVIDIA's newest there, none here, then "
+    "type in Windows the "
     "command below"
 )
 _RESTART_WSL = "wsl --shutdown"
@@ -27,12 +30,15 @@ _RESTART_WSL = "wsl --shutdown"
 #: As in pyproject.toml.
 _LEAST_TORCH = (2, 9)
 
-#: The first driver for Linux that runs any CUDA of this number (minor version compatibility, CUDA release notes).
+#: The first driver for Linux that runs any CUDA of this number (minor version compatibility, CUDA
+#: release notes).
 _LEAST_DRIVER = {11: "450.80", 12: "525.60", 13: "580.65"}
 
 
 def card_checks(facts: MachineFacts) -> dict[str, Finding | Iterable[Finding]]:
-    """Return what there is to say about the cards, their driver, who uses them, and whether torch can, by check."""
+    """Return what there is to say about the cards, their driver, who uses them, and whether torch
+    can, by check.
+    """
     return {
         "card": _cards(facts),
         "driver": _driver(facts),
@@ -48,21 +54,29 @@ def _cards(facts: MachineFacts) -> Iterator[Finding]:
     for text in facts.card_errors:
         yield fail(
             f"{text}: the driver counts it and cannot reach it",
-            hint="if it stays lost after a restart, check its seat in the slot, its power cables and the power supply",
+            hint="if it stays lost after a restart, check its seat in the slot, its power cables "
+            "and the power supply",
             fix="sudo reboot",
         )
     if facts.visible_cards:
         yield ok(", ".join(_card_text(card) for card in facts.visible_cards))
     elif facts.cards:
         setting = f"CUDA_VISIBLE_DEVICES={facts.setting('CUDA_VISIBLE_DEVICES')}"
-        yield fail(f"{len(facts.cards)} in this PC, but {setting} hides every one", fix="unset CUDA_VISIBLE_DEVICES")
+        yield fail(
+            f"{len(facts.cards)} in this PC, but {setting} hides every one",
+            fix="unset CUDA_VISIBLE_DEVICES",
+        )
     elif not facts.card_errors:
         yield _no_card(facts)
 
 
 def _no_card(facts: MachineFacts) -> Finding:
     if facts.pci_cards:
-        cause = "; nouveau, the kernel's own driver, holds it and cannot compute" if facts.has_nouveau else ""
+        cause = (
+            "; nouveau, the kernel's own driver, holds it and cannot compute"
+            if facts.has_nouveau
+            else ""
+        )
         return fail(
             f"an NVIDIA card is in this PC, but NVIDIA's driver does not answer{cause}",
             hint="install the driver of your distribution (the command is Ubuntu's)",
@@ -75,8 +89,10 @@ def _no_card(facts: MachineFacts) -> Finding:
             fix=_RESTART_WSL,
         )
     return warn(
-        "no NVIDIA card in this PC. Nothing is wrong: everything can be rehearsed here, with workers on the processor",
-        hint="real speed needs a PC with an NVIDIA card, its driver and a torch for CUDA; a rehearsal needs none of it",
+        "no NVIDIA card in this PC. Nothing is wrong: everything can be rehearsed here, with "
+        "workers on the processor",
+        hint="real speed needs a PC with an NVIDIA card, its driver and a torch for CUDA; a "
+        "rehearsal needs none of it",
         fix="python -m orchestrator run --rehearse --duration 1",
     )
 
@@ -142,7 +158,9 @@ def is_ours(holders: Sequence[Holder]) -> bool:
 
 
 def _persistence(facts: MachineFacts) -> Finding:
-    asleep = [card for card in facts.visible_cards if card.persistence is False and not card.display]
+    asleep = [
+        card for card in facts.visible_cards if card.persistence is False and not card.display
+    ]
     if not facts.visible_cards:
         return skip("no card")
     if facts.is_wsl:
@@ -150,7 +168,8 @@ def _persistence(facts: MachineFacts) -> Finding:
     if not asleep:
         return ok("the driver stays loaded between runs")
     return warn(
-        "off: the driver unloads an idle card, so that each start takes seconds longer and settings are lost",
+        "off: the driver unloads an idle card, so that each start takes seconds longer and "
+        "settings are lost",
         fix="sudo systemctl enable --now nvidia-persistenced || sudo nvidia-smi -pm 1",
     )
 
@@ -160,15 +179,23 @@ def _torch(facts: MachineFacts) -> Finding:
     if torch.version is None:
         return fail(f"cannot be imported: {torch.error or 'no reason given'}", fix="make setup")
     if versions(torch.version) < _LEAST_TORCH:
-        return fail(f"{torch.version} is too old; {dotted(_LEAST_TORCH)} or newer is needed", fix="make setup")
+        return fail(
+            f"{torch.version} is too old; {dotted(_LEAST_TORCH)} or newer is needed",
+            fix="make setup",
+        )
     if not facts.visible_cards:
         built = "for the processor" if torch.cuda is None else f"for CUDA {torch.cuda}"
         return ok(f"{torch.version}, built {built}")
     if torch.cuda is None:
-        newest = "" if facts.driver_cuda is None else f" (this driver runs CUDA up to {dotted(facts.driver_cuda)})"
+        newest = (
+            ""
+            if facts.driver_cuda is None
+            else f" (this driver runs CUDA up to {dotted(facts.driver_cuda)})"
+        )
         return fail(
             f"{torch.version} is built for the processor alone and will never use the card",
-            hint=f'remove it, then install torch as PyTorch\'s page "Get started" shows for CUDA{newest}',
+            hint='remove it, then install torch as PyTorch\'s page "Get started" shows for '
+            f"CUDA{newest}",
             fix="python -m pip uninstall torch",
         )
     return _torch_with_card(facts, torch.version, torch.cuda)
@@ -179,7 +206,8 @@ def _torch_with_card(facts: MachineFacts, version: str, cuda: str) -> Finding:
     if facts.driver_cuda is not None and wanted and wanted[0] > facts.driver_cuda[0]:
         least = _LEAST_DRIVER.get(wanted[0])
         return fail(
-            f"{version} is built for CUDA {cuda}, but driver {facts.driver or 'in use'} runs CUDA up to "
+            f"{version} is built for CUDA {cuda}, but driver {facts.driver or 'in use'} runs CUDA "
+            "up to "
             f"{dotted(facts.driver_cuda)}",
             hint=(f"install driver {least} or newer" if least else "install a newer driver")
             + f", or a torch built for CUDA {facts.driver_cuda[0]}"
@@ -188,9 +216,13 @@ def _torch_with_card(facts: MachineFacts, version: str, cuda: str) -> Finding:
         )
     if not facts.torch.available:
         return fail(
-            f"{version}, built for CUDA {cuda}, cannot use the card: {facts.torch.error or 'it gives no reason'}",
-            hint="after a suspend of the PC this is usual: the driver's module must be loaded again",
-            fix=_RESTART_WSL if facts.is_wsl else "sudo rmmod nvidia_uvm && sudo modprobe nvidia_uvm",
+            f"{version}, built for CUDA {cuda}, cannot use the card: "
+            f"{facts.torch.error or 'it gives no reason'}",
+            hint="after a suspend of the PC this is usual: the driver's module must be loaded "
+            "again",
+            fix=_RESTART_WSL
+            if facts.is_wsl
+            else "sudo rmmod nvidia_uvm && sudo modprobe nvidia_uvm",
         )
     return ok(f"{version}, built for CUDA {cuda}, sees the card")
 
@@ -201,23 +233,31 @@ def _kernels(facts: MachineFacts) -> Finding:
     for card in facts.visible_cards:
         if card.compute_capability is None or not facts.torch.architectures:
             return skip("the card or torch does not report it")
-        ways = {_how_it_runs(kernel, card.compute_capability) for kernel in facts.torch.architectures}
+        ways = {
+            _how_it_runs(kernel, card.compute_capability) for kernel in facts.torch.architectures
+        }
         if "runs" in ways:
             continue
         has = f"{card.name} has compute capability {dotted(card.compute_capability)}"
         found = f"{has}; this torch has kernels for {' '.join(facts.torch.architectures)}"
         if "compiled" in ways:
-            return warn(f"{found}: the driver compiles them at the first start, which takes minutes")
+            return warn(
+                f"{found}: the driver compiles them at the first start, which takes minutes"
+            )
         return fail(
             found,
-            hint="remove it, then install a torch that knows the card: newer for a new card, older for an old one",
+            hint="remove it, then install a torch that knows the card: newer for a new card, "
+            "older for an old one",
             fix="python -m pip uninstall torch",
         )
     return ok("torch has kernels for the card")
 
 
 def _how_it_runs(kernel: str, capability: tuple[int, int]) -> str | None:
-    """Machine code for sm_XY runs on X.Z with Z >= Y; compute_XY is compiled by the driver for anything newer."""
+    """Machine code for sm_XY runs on X.Z with Z >= Y.
+
+    Compute_XY is compiled by the driver for anything newer.
+    """
     parts = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", kernel)
     if parts is None:
         return None

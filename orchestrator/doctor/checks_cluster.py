@@ -1,6 +1,8 @@
-"""What cluster.yaml says against what nodes have, and the nodes against each other. Pure: facts in, findings out.
+"""What cluster.yaml says against what nodes have, and the nodes against each other. Pure: facts in,
+findings out.
 
-Does not cover what the cluster offers to Ray (`placement.refusals`) nor the sums themselves (`budget`).
+Does not cover what the cluster offers to Ray (`placement.refusals`) nor the sums themselves
+(`budget`).
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from orchestrator.view.phrases import counted
 from workers.host.facts import CardFacts, MachineFacts
 from workers.units import GIB
 
-#: A run measures with the head's clock alone; more than this only makes the PCs' own logs hard to compare.
+#: A run measures with the head's clock alone; more than this only makes the PCs' own logs hard to
+#: compare.
 _CLOCK_OFFSET_S = 1.0
 
 _NEW_FILE = "python -m orchestrator init --output mine.yaml"
@@ -29,7 +32,8 @@ _NEW_FILE = "python -m orchestrator init --output mine.yaml"
 def check_nodes(
     config: Config, address: str, missing: Sequence[Refusal], answers: Sequence[NodeAnswer]
 ) -> list[Finding]:
-    """Return what there is to say about the nodes of a running cluster, apart from each machine itself.
+    """Return what there is to say about the nodes of a running cluster, apart from each machine
+    itself.
 
     Args:
         config: What is planned.
@@ -39,14 +43,20 @@ def check_nodes(
     """
     found = [
         replace(
-            fail(refusal.text, hint=f"on {refusal.node}", fix=node_command(config, refusal.node, address).line),
+            fail(
+                refusal.text,
+                hint=f"on {refusal.node}",
+                fix=node_command(config, refusal.node, address).line,
+            ),
             check="nodes",
             node=refusal.node,
         )
         for refusal in missing
     ]
     if not found:
-        words = f"{counted(len(config.nodes), 'planned node')} there, with the CPUs and GPUs planned"
+        words = (
+            f"{counted(len(config.nodes), 'planned node')} there, with the CPUs and GPUs planned"
+        )
         found = named({"nodes": ok(words)})
     for answer in answers:
         found += [replace(finding, node=answer.title) for finding in named(_of_one(config, answer))]
@@ -56,7 +66,10 @@ def check_nodes(
 def _of_one(config: Config, answer: NodeAnswer) -> dict[str, Finding | Iterable[Finding]]:
     if answer.facts is None:
         text = f"gave no answer: {answer.error or 'no reason given'}"
-        hint = "is this project installed there, in the same version, in the Python that Ray was started with?"
+        hint = (
+            "is this project installed there, in the same version, in the Python that Ray was "
+            "started with?"
+        )
         return {"nodes": _label(config, answer), "answer": fail(text, hint=hint, fix="make setup")}
     return {"nodes": _label(config, answer), "clock": _clock(answer), "network": _doors(answer)}
 
@@ -66,7 +79,8 @@ def _label(config: Config, answer: NodeAnswer) -> Iterator[Finding]:
         names = ", ".join(config.nodes)
         yield warn(
             f"the node at {answer.address} has no label, so no worker is placed on it",
-            hint=f"end its Ray there (ray stop) and start it with what `up` prints for one of: {names}",
+            hint="end its Ray there (ray stop) and start it with what `up` prints for one of: "
+            f"{names}",
             fix=f"python -m orchestrator up {next(iter(config.nodes))}",
         )
     elif answer.name not in config.nodes:
@@ -77,7 +91,10 @@ def _clock(answer: NodeAnswer) -> Finding:
     offset_s, error_s = answer.clock_offset_s, answer.clock_error_s
     if offset_s is None or error_s is None:
         return skip("could not be compared")
-    found = f"{abs(offset_s):.3f} s {'ahead of' if offset_s >= 0 else 'behind'} this PC's, give or take {error_s:.3f} s"
+    found = (
+        f"{abs(offset_s):.3f} s {'ahead of' if offset_s >= 0 else 'behind'} this PC's, give "
+        f"or take {error_s:.3f} s"
+    )
     if abs(offset_s) - error_s > _CLOCK_OFFSET_S:
         return warn(found, hint="on the PC that is wrong", fix="sudo timedatectl set-ntp true")
     return ok(found)
@@ -89,7 +106,8 @@ def _doors(answer: NodeAnswer) -> Finding:
     shut = ", ".join(answer.unreachable)
     return fail(
         f"cannot reach {shut}; a firewall, or an address that only the other side can use",
-        hint="on the PC that is not reached, let the others in (this is ufw's way; put your network's address); a PC "
+        hint="on the PC that is not reached, let the others in (this is ufw's way; put your "
+        "network's address); a PC "
         "with several networks needs nodes.<name>.host",
         fix="sudo ufw allow from 192.168.0.0/16",
     )
@@ -116,13 +134,25 @@ def _alike(answers: Iterable[NodeAnswer]) -> Iterator[Finding]:
         yield ok("Python, Ray, torch and this project are the same on every node")
 
 
-def check_plan(node: str, plan: NodeConfig, facts: MachineFacts, *, is_sure: bool) -> Iterator[Finding]:
-    """Yield how the plan for a node fits a machine; what would fail is only a warning unless it `is_sure` that node."""
+def check_plan(
+    node: str, plan: NodeConfig, facts: MachineFacts, *, is_sure: bool
+) -> Iterator[Finding]:
+    """Yield how the plan for a node fits a machine.
+
+    What would fail is only a warning unless it `is_sure` that node.
+    """
     where = f"{plan.gpus} x {plan.gpu}" if plan.gpus else "the processor"
-    fits = ok(f"{node}: {plan.workers} workers x {plan.vram_per_worker_gib:g} GiB on {where}, which it has")
-    for finding in list(_cards(node, plan, facts) if plan.gpus else _memory(node, plan, facts)) or [fits]:
+    fits = ok(
+        f"{node}: {plan.workers} workers x {plan.vram_per_worker_gib:g} GiB on {where}, which it "
+        "has"
+    )
+    for finding in list(_cards(node, plan, facts) if plan.gpus else _memory(node, plan, facts)) or [
+        fits
+    ]:
         if finding.verdict is Verdict.FAIL and not is_sure:
-            yield replace(finding, verdict=Verdict.WARN, found=f"{finding.found} (if this PC is meant)")
+            yield replace(
+                finding, verdict=Verdict.WARN, found=f"{finding.found} (if this PC is meant)"
+            )
         else:
             yield finding
 
@@ -159,7 +189,8 @@ def _names(node: str, plan: NodeConfig, card: CardFacts) -> Iterator[Finding]:
         total = card_total_gib(plan)
         claimed = "" if total is None else f", for which cluster.yaml says {total:g}"
         yield warn(
-            f"cluster.yaml says that {node} has a {plan.gpu}; it has a {card.name} with {card.total_bytes / GIB:.2f} "
+            f"cluster.yaml says that {node} has a {plan.gpu}; it has a {card.name} with "
+            f"{card.total_bytes / GIB:.2f} "
             f"GiB{claimed}",
             hint=f"in cluster.yaml: nodes.{node}.gpu: {key or 'any name'}, and "
             f"vram_gib: {int(card.total_bytes / GIB * 100) / 100:g}",
@@ -186,13 +217,15 @@ def _memory(node: str, plan: NodeConfig, facts: MachineFacts) -> Iterator[Findin
     if wanted_bytes > facts.ram_available_bytes:
         yield fail(
             f"{node}: {plan.workers} workers x {plan.vram_per_worker_gib:g} GiB on the processor = "
-            f"{wanted_bytes / GIB:.2f} GiB, and {facts.ram_available_bytes / GIB:.2f} GiB of memory are free",
+            f"{wanted_bytes / GIB:.2f} GiB, and {facts.ram_available_bytes / GIB:.2f} GiB of "
+            "memory are free",
             hint=f"in cluster.yaml: fewer workers, or vram_per_worker_gib <= "
             f"{int(facts.ram_available_bytes / plan.workers / GIB * 100) / 100:g}",
         )
     if facts.visible_cards:
         yield warn(
-            f"cluster.yaml lets {node} work on its processor, and it has a {facts.visible_cards[0].name}",
+            f"cluster.yaml lets {node} work on its processor, and it has a "
+            f"{facts.visible_cards[0].name}",
             hint="write it down, or let `init` write a new file",
             fix=_NEW_FILE,
         )

@@ -1,6 +1,8 @@
-"""One machine: its cards (`checks_card`), platform, memory, processor, MPS, variables. Pure: facts in, findings out.
+"""One machine: its cards (`checks_card`), platform, memory, processor, MPS, variables. Pure: facts
+in, findings out.
 
-The workers of a run put allocator settings aside: these matter to the user's own programs and to `resilient` in them.
+The workers of a run put allocator settings aside: these matter to the user's own programs and to
+`resilient` in them.
 """
 
 from __future__ import annotations
@@ -24,14 +26,18 @@ _WORKER_RAM_BYTES = 1 * GIB
 _LITTLE_DISK_BYTES = 1 * GIB
 _NO_DISK_BYTES = 64 * MIB
 
-#: Their powersave follows the load; that of the other drivers pins the lowest clock (kernel.org, intel_pstate.rst).
+#: Their powersave follows the load; that of the other drivers pins the lowest clock (kernel.org,
+#: intel_pstate.rst).
 _CLEVER_DRIVERS = ("intel_pstate", "amd-pstate-epp")
 
 _NEW, _OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 
 #: Variables of old guides: which values are meant (none: any), and what is wrong with them.
 _OLD_ADVICE = {
-    "PYTORCH_CUDA_MEMCHECK": ((), "a flag of PyTorch's own test suite; does nothing here (use compute-sanitizer)"),
+    "PYTORCH_CUDA_MEMCHECK": (
+        (),
+        "a flag of PyTorch's own test suite; does nothing here (use compute-sanitizer)",
+    ),
     "TORCH_USE_CUDA_DSA": ((), "a setting for building PyTorch; does nothing at run time"),
     "CUDA_LAUNCH_BLOCKING": (
         ("1", "true", "TRUE"),
@@ -43,13 +49,19 @@ _OLD_ADVICE = {
     ),
     "NVIDIA_TF32_OVERRIDE": (
         (),
-        "0 forbids TF32 to every program, other values mean nothing; say it in cluster.yaml: workload.dtype: tf32",
+        (
+            "0 forbids TF32 to every program, other values mean nothing; say it in cluster.yaml: "
+            "workload.dtype: tf32"
+        ),
     ),
 }
 
 
 def check_machine(facts: MachineFacts, *, workers: int, compute_share_mode: str) -> list[Finding]:
-    """Return what there is to say about one machine, on which so many workers are planned; 0 if that is not known."""
+    """Return what there is to say about one machine, on which so many workers are planned.
+
+    0 if that is not known.
+    """
     around: dict[str, Finding | Iterable[Finding]] = {
         "platform": _platform(facts),
         "python": _python(facts),
@@ -68,9 +80,11 @@ def check_machine(facts: MachineFacts, *, workers: int, compute_share_mode: str)
 def _platform(facts: MachineFacts) -> Finding:
     if facts.is_wsl:
         return warn(
-            f"WSL2 (kernel {facts.kernel}): no MPS, no memory per process, and a full card spills into the PC's memory "
+            f"WSL2 (kernel {facts.kernel}): no MPS, no memory per process, and a full card spills "
+            "into the PC's memory "
             f"instead of failing",
-            hint="leave a part of the card to Windows (memory_fraction), as `init` does; for long runs start Linux",
+            hint="leave a part of the card to Windows (memory_fraction), as `init` does; for long "
+            "runs start Linux",
         )
     if facts.system != "linux":
         return fail(f"{facts.system}: workers need Linux", hint="on Windows, WSL2 will do")
@@ -79,7 +93,9 @@ def _platform(facts: MachineFacts) -> Finding:
 
 def _python(facts: MachineFacts) -> Finding:
     if versions(facts.python) < _LEAST_PYTHON:
-        return fail(f"{facts.python} is too old", fix=f"make setup PYTHON=python{dotted(_LEAST_PYTHON)}")
+        return fail(
+            f"{facts.python} is too old", fix=f"make setup PYTHON=python{dotted(_LEAST_PYTHON)}"
+        )
     return ok(facts.python)
 
 
@@ -87,7 +103,9 @@ def _ray(facts: MachineFacts) -> Finding:
     if facts.ray is None:
         return fail("is not installed in this Python", fix="make setup")
     if versions(facts.ray) < _LEAST_RAY:
-        found = f"{facts.ray} is too old; {dotted(_LEAST_RAY)} or newer is needed, the same on every PC"
+        found = (
+            f"{facts.ray} is too old; {dotted(_LEAST_RAY)} or newer is needed, the same on every PC"
+        )
         return fail(found, fix="make setup")
     return ok(facts.ray)
 
@@ -97,7 +115,9 @@ def _ram(facts: MachineFacts, workers: int) -> Finding:
     need_bytes = max(2, workers) * _WORKER_RAM_BYTES
     if facts.ram_available_bytes < need_bytes:
         planned = f"{workers} workers take" if workers > 1 else "a few workers take"
-        hint = f"{planned} about {need_bytes / GIB:.0f} GiB; end other programs, or plan fewer workers"
+        hint = (
+            f"{planned} about {need_bytes / GIB:.0f} GiB; end other programs, or plan fewer workers"
+        )
         return warn(found, hint=hint, fix="ps aux --sort=-rss | head")
     return ok(found)
 
@@ -116,15 +136,26 @@ def _shm(facts: MachineFacts) -> Finding:
 
 
 def check_disk(free_bytes: int | None) -> Finding:
-    """Return whether the disk has room for run folders; only that of the machine where `run` is typed gets them."""
+    """Return whether the disk has room for run folders.
+
+    Only that of the machine where `run` is typed gets them.
+    """
     if free_bytes is None:
         return skip("the free space of the run folders' disk is unknown")
     found = f"{free_bytes / GIB:.1f} GiB free where run folders go"
     hint = "or choose another disk: --set run.dir=/some/where"
     if free_bytes < _NO_DISK_BYTES:
-        return fail(f"{found}: a run could not be recorded", hint=hint, fix="du -xh --max-depth=2 ~ | sort -h")
+        return fail(
+            f"{found}: a run could not be recorded",
+            hint=hint,
+            fix="du -xh --max-depth=2 ~ | sort -h",
+        )
     if free_bytes < _LITTLE_DISK_BYTES:
-        return warn(f"{found}; a long run takes up to 1 GiB", hint=hint, fix="du -xh --max-depth=2 ~ | sort -h")
+        return warn(
+            f"{found}; a long run takes up to 1 GiB",
+            hint=hint,
+            fix="du -xh --max-depth=2 ~ | sort -h",
+        )
     return ok(found)
 
 
@@ -134,7 +165,8 @@ def _governor(facts: MachineFacts) -> Finding:
     governors = " and ".join(facts.cpu_governors)
     if "powersave" in facts.cpu_governors and facts.cpu_scaling_driver not in _CLEVER_DRIVERS:
         return warn(
-            f"{governors} holds the cores at their lowest clock; workers feed their card more slowly",
+            f"{governors} holds the cores at their lowest clock; workers feed their card more "
+            "slowly",
             fix="sudo cpupower frequency-set -g schedutil",
         )
     return ok(governors)
@@ -143,16 +175,22 @@ def _governor(facts: MachineFacts) -> Finding:
 def _mps(facts: MachineFacts, compute_share_mode: str) -> Finding:
     wanted = compute_share_mode == "mps"
     if facts.mps_daemon:
-        found = "its control daemon runs; a fatal error of one worker ends every worker on that card"
+        found = (
+            "its control daemon runs; a fatal error of one worker ends every worker on that card"
+        )
         return ok(found) if wanted else ok(f"{found}; cluster.yaml does not ask for it")
     if not wanted:
         return skip("not asked for (compute_share_mode is not mps)")
     if facts.is_wsl:
-        return fail("cluster.yaml asks for it, and it cannot run under WSL2", hint="compute_share_mode: duty")
+        return fail(
+            "cluster.yaml asks for it, and it cannot run under WSL2",
+            hint="compute_share_mode: duty",
+        )
     if not facts.visible_cards:
         return skip("no card")
     return warn(
-        "no control daemon runs; a run starts one of its own, or pauses its workers instead if that is not installed",
+        "no control daemon runs; a run starts one of its own, or pauses its workers instead if "
+        "that is not installed",
         fix="command -v nvidia-cuda-mps-control",
     )
 
@@ -165,14 +203,21 @@ def _allocator(facts: MachineFacts) -> Iterator[Finding]:
     said = [part.strip() for part in (new or old or "").split(",") if part.strip()]
     # It breaks under WSL2 (pytorch #192330) and is ignored on Windows.
     works = facts.system == "linux" and not facts.is_wsl
-    right = [part for part in said if works or part.replace(" ", "").lower() != "expandable_segments:true"]
+    right = [
+        part
+        for part in said
+        if works or part.replace(" ", "").lower() != "expandable_segments:true"
+    ]
     fix = f"export {_NEW}={shlex.quote(','.join(right))}" if right else f"unset {_NEW}"
     problems = []
     if old is not None:  # the new name is torch 2.9's, the oldest that this project takes
         problems.append(f"{_OLD} is deprecated: the name is {_NEW}")
         fix = f"unset {_OLD}; {fix}"
     if right != said:
-        problems.append("expandable_segments " + ("breaks under WSL2" if facts.is_wsl else "works on Linux alone"))
+        problems.append(
+            "expandable_segments "
+            + ("breaks under WSL2" if facts.is_wsl else "works on Linux alone")
+        )
     for found in problems:
         yield warn(found, hint="workers of a run ignore it; your own programs do not", fix=fix)
     if not problems:

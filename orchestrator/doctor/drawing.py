@@ -1,7 +1,7 @@
 """The doctor's report as text for people and as JSON for scripts. No I/O.
 
-A verdict is a word and a colour; no information is in the colour alone. A command stands on a line of its own, which is
-never broken.
+A verdict is a word and a colour; no information is in the colour alone. A command stands on a line
+of its own, which is never broken.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from orchestrator.record.summary import SCHEMA, summary_text
 from orchestrator.view.cells import Glyphs
 from orchestrator.view.phrases import counted
 
-_STYLES = {Verdict.OK: "green", Verdict.SKIP: "dim", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
+_STYLES = {
+    Verdict.OK: "green",
+    Verdict.SKIP: "dim",
+    Verdict.WARN: "yellow",
+    Verdict.FAIL: "bold red",
+}
 
 #: Columns before the words: two blanks, the verdict, the check.
 _VERDICT_WIDTH = 6
@@ -45,7 +50,10 @@ def diagnosis_json(diagnosis: Diagnosis) -> str:
 
 
 def diagnosis_lines(diagnosis: Diagnosis, width: int | None, glyphs: Glyphs) -> Iterator[Text]:
-    """Yield the report, line by line: what concerns all first, then each node. Without a width no line is broken."""
+    """Yield the report, line by line: what concerns all first, then each node.
+
+    Without a width no line is broken.
+    """
     room = None if width is None else max(20, min(width, _WIDEST) - _INDENT)
     yield Text(glyphs.clean(f"Looked at {diagnosis.where}."), style="bold")
     ordered = sorted(diagnosis.findings, key=lambda finding: finding.node or "")
@@ -72,22 +80,32 @@ def _finding_lines(finding: Finding, room: int | None, glyphs: Glyphs) -> Iterat
 
 
 def _wrapped(text: str, room: int | None) -> list[str]:
-    return [text] if room is None else wrap(text, room, break_on_hyphens=False, break_long_words=False)
+    return (
+        [text] if room is None else wrap(text, room, break_on_hyphens=False, break_long_words=False)
+    )
 
 
 def _closing(diagnosis: Diagnosis, width: int | None, glyphs: Glyphs) -> Iterator[Text]:
     options = f" {diagnosis.options}" if diagnosis.options else ""
-    failures, warnings = (count(diagnosis.findings, verdict) for verdict in (Verdict.FAIL, Verdict.WARN))
+    failures, warnings = (
+        count(diagnosis.findings, verdict) for verdict in (Verdict.FAIL, Verdict.WARN)
+    )
     if failures:
-        words = f"{counted(failures, 'failure')} to put right first, {counted(warnings, 'warning')}."
+        words = (
+            f"{counted(failures, 'failure')} to put right first, {counted(warnings, 'warning')}."
+        )
     elif diagnosis.is_cluster:
         words = f"Ready for `python -m orchestrator run{options}`; {counted(warnings, 'warning')}."
     elif not diagnosis.has_config:
-        words = f"Only a configuration is missing; {counted(warnings, 'warning')}. Type `python -m orchestrator init`."
+        words = (
+            f"Only a configuration is missing; {counted(warnings, 'warning')}. Type `python "
+            "-m orchestrator init`."
+        )
     elif diagnosis.has_card:
         words = (
             f"No obstacle found here; {counted(warnings, 'warning')}. This machine alone: "
-            f"`python -m orchestrator run --local{options}`; with others: `python -m orchestrator up NODE{options}`."
+            f"`python -m orchestrator run --local{options}`; with others: `python -m orchestrator "
+            f"up NODE{options}`."
         )
     else:
         words = (

@@ -1,4 +1,7 @@
-"""What a check found: a verdict, the words, and what to type. Decides nothing and prints nothing."""
+"""What a check found: a verdict, the words, and what to type.
+
+Decides nothing and prints nothing.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,9 @@ def named(checks: Mapping[str, Finding | Iterable[Finding]]) -> list[Finding]:
 
 
 def with_config(finding: Finding, options: str) -> Finding:
-    """Return the finding with a command that reads the doctor's configuration, which `options` name if any do."""
+    """Return the finding with a command that reads the doctor's configuration, which `options` name
+    if any do.
+    """
     if options and (finding.fix or "").startswith(_READ_CONFIG):
         return replace(finding, fix=f"{finding.fix} {options}")
     return finding
@@ -83,11 +88,16 @@ class Diagnosis:
     has_config: bool
     findings: tuple[Finding, ...]
     options: str = ""
-    """What says which configuration was read, such as `--config mine.yaml`; empty for the usual one."""
+    """What says which configuration was read, such as `--config mine.yaml`; empty for the usual
+    one.
+    """
 
 
 def versions(text: str | None) -> tuple[int, ...]:
-    """Return the leading numbers of a version: (2, 13, 0) of `2.13.0+cpu`; nothing of what is no version."""
+    """Return the leading numbers of a version: (2, 13, 0) of `2.13.0+cpu`.
+
+    Nothing of what is no version.
+    """
     leading = re.match(r"\d+(\.\d+)*", text or "")
     return tuple(map(int, leading[0].split("."))) if leading else ()
 

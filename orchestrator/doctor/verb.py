@@ -1,6 +1,8 @@
-"""The verb `doctor`: looks here or at every node of a running cluster, runs the checks, and prints what they find.
+"""The verb `doctor`: looks here or at every node of a running cluster, runs the checks, and prints
+what they find.
 
-Connects the pure checks to machines; Ray's token and the port of a head are looked at here. Changes nothing.
+Connects the pure checks to machines; Ray's token and the port of a head are looked at here. Changes
+nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +28,17 @@ from orchestrator.core.placement import Refusal, refusals
 from orchestrator.doctor.checks_cluster import check_nodes, check_plan
 from orchestrator.doctor.checks_machine import check_disk, check_machine
 from orchestrator.doctor.drawing import diagnosis_json, diagnosis_lines
-from orchestrator.doctor.finding import Diagnosis, Finding, exit_code, fail, named, ok, skip, warn, with_config
+from orchestrator.doctor.finding import (
+    Diagnosis,
+    Finding,
+    exit_code,
+    fail,
+    named,
+    ok,
+    skip,
+    warn,
+    with_config,
+)
 from orchestrator.errors import ConfigError, NoClusterError, Problem, UsageError
 from orchestrator.run.terminal import own_screen
 from orchestrator.view.cells import glyphs_for
@@ -42,14 +54,17 @@ _KNOCK_S = 1.0
 
 
 def doctor(config_path: str, overrides: Sequence[str], node: str | None, *, json: bool) -> int:
-    """Print what is found on every node of the running cluster, or on this machine; return 1 if anything failed.
+    """Print what is found on every node of the running cluster, or on this machine; return 1 if
+    anything failed.
 
     What is wrong with the configuration is a finding. `node` is what the user says this machine is.
 
     Raises:
         UsageError: cluster.yaml has no such node.
     """
-    width = shutil.get_terminal_size(fallback=(0, 0)).columns or None  # without a terminal, no line is broken
+    width = (
+        shutil.get_terminal_size(fallback=(0, 0)).columns or None
+    )  # without a terminal, no line is broken
     with own_screen(None) as screen:  # Ray prints as it likes
         if sys.stdin.isatty() and screen.err.isatty() and not json:
             print("Looking around, which takes some seconds ...", file=screen.err)
@@ -80,7 +95,9 @@ def _diagnosed(config_path: str, overrides: Sequence[str], node: str | None) -> 
                 missing, answers = refusals(config, fleet.nodes()), survey()
         except NoClusterError as error:
             hint = f"if it does not run, start it on {config.head_node} with what this prints"
-            without = fail(str(error), hint=hint, fix=f"python -m orchestrator up {config.head_node}")
+            without = fail(
+                str(error), hint=hint, fix=f"python -m orchestrator up {config.head_node}"
+            )
         else:
             return _of_cluster(config, address, missing, answers, findings)
     return _of_this_machine(config, node, findings, without)
@@ -89,7 +106,9 @@ def _diagnosed(config_path: str, overrides: Sequence[str], node: str | None) -> 
 def _configuration(path: str, overrides: Sequence[str]) -> tuple[Config | None, list[Finding]]:
     if path == _DEFAULT_CONFIG and not Path(path).exists() and not overrides:
         found = f"there is no {_DEFAULT_CONFIG} in this folder"
-        return None, [warn(found, hint="write one that fits this PC", fix="python -m orchestrator init")]
+        return None, [
+            warn(found, hint="write one that fits this PC", fix="python -m orchestrator init")
+        ]
     try:
         config = load_config(path, overrides)
     except ConfigError as error:
@@ -127,7 +146,11 @@ def _address(config: Config | None) -> tuple[str | None, Finding]:
 
 
 def _of_cluster(
-    config: Config, address: str, missing: Sequence[Refusal], answers: Sequence[NodeAnswer], config_found: list[Finding]
+    config: Config,
+    address: str,
+    missing: Sequence[Refusal],
+    answers: Sequence[NodeAnswer],
+    config_found: list[Finding],
 ) -> Diagnosis:
     found = named(
         {
@@ -159,7 +182,9 @@ def _of_this_machine(
     here: dict[str, Finding | Iterable[Finding]] = {}
     if config is not None and name is None:
         names = ", ".join(config.nodes)
-        here["plan"] = skip(f"which node of cluster.yaml this PC is ({names}) is not known; say it: --node NAME")
+        here["plan"] = skip(
+            f"which node of cluster.yaml this PC is ({names}) is not known; say it: --node NAME"
+        )
     here["disk"] = check_disk(free_bytes("." if config is None else config.run.dir))
     here["token"] = check_token("token" if config is None else config.cluster.auth, is_needed=False)
     if config is not None:
@@ -173,12 +198,16 @@ def _of_this_machine(
     )
 
 
-def _of_machine(facts: MachineFacts, config: Config | None, name: str | None, *, is_sure: bool) -> list[Finding]:
+def _of_machine(
+    facts: MachineFacts, config: Config | None, name: str | None, *, is_sure: bool
+) -> list[Finding]:
     if config is None:
         return check_machine(facts, workers=0, compute_share_mode="duty")
     plan = config.nodes.get(name or "")
     found = check_machine(
-        facts, workers=0 if plan is None else plan.workers, compute_share_mode=config.compute_share_mode
+        facts,
+        workers=0 if plan is None else plan.workers,
+        compute_share_mode=config.compute_share_mode,
     )
     if name is not None and plan is not None:
         found += named({"plan": check_plan(name, plan, facts, is_sure=is_sure)})
@@ -201,7 +230,8 @@ def _own_addresses() -> set[str]:
         address.address
         for addresses in psutil.net_if_addrs().values()
         for address in addresses
-        if address.family in {socket.AF_INET, socket.AF_INET6} and not address.address.startswith(("127.", "::1"))
+        if address.family in {socket.AF_INET, socket.AF_INET6}
+        and not address.address.startswith(("127.", "::1"))
     }
 
 
@@ -221,7 +251,8 @@ def check_token(auth: str, *, is_needed: bool) -> Finding:
     """
     if auth == "none":
         return warn(
-            "switched off (cluster.auth: none): any program that reaches the head's port may run code on these PCs",
+            "switched off (cluster.auth: none): any program that reaches the head's port may run "
+            "code on these PCs",
             hint="set cluster.auth: token, end every node and start it with what `up` prints",
         )
     if os.environ.get("RAY_AUTH_TOKEN"):
@@ -232,7 +263,9 @@ def check_token(auth: str, *, is_needed: bool) -> Finding:
     except OSError:
         if is_needed:
             return fail(f"there is none in {path}", hint="copy that file from the head; mode 600")
-        return skip("none yet; a cluster needs one: run what `python -m orchestrator up NODE` prints")
+        return skip(
+            "none yet; a cluster needs one: run what `python -m orchestrator up NODE` prints"
+        )
     if mode & 0o077:
         return warn(f"{path} can be read by other users of this PC", fix=f"chmod 600 {path}")
     return ok(f"{path}, for this user alone")
@@ -257,7 +290,12 @@ def _by_whom(port: int) -> str:
     try:
         for connection in psutil.net_connections(kind="tcp"):
             address = connection.laddr
-            if connection.status == psutil.CONN_LISTEN and address and address.port == port and connection.pid:
+            if (
+                connection.status == psutil.CONN_LISTEN
+                and address
+                and address.port == port
+                and connection.pid
+            ):
                 return f" by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
     except psutil.Error:
         return ""

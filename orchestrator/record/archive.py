@@ -1,7 +1,8 @@
 """Reads a run store back: while the run goes, after its end, and after its head was killed.
 
-Also tells whether a run still goes that did not record its outcome. Does not cover writing (`store.py`), opening
-(`opening.py`) nor run folders (`folders.py`). A file may come from anywhere: it can only cause an `ArchiveError`.
+Also tells whether a run still goes that did not record its outcome. Does not cover writing
+(`store.py`), opening (`opening.py`) nor run folders (`folders.py`). A file may come from anywhere:
+it can only cause an `ArchiveError`.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class StoredRun:
     facts: RunFacts
     """With the total time worked as `elapsed_s`."""
     outcome: str
-    """good, degraded, interrupted or failed as the run said itself; else running, or interrupted: its head is gone."""
+    """good, degraded, interrupted or failed as the run said itself; else running, or interrupted:
+    its head is gone.
+    """
     exit_code: int | None
     """`None` for a run that did not record how it ended."""
     error: str | None
@@ -73,12 +76,14 @@ class StoredRun:
     notices: tuple[str, ...]
     restart_count: int
     steps_lost_upper_bound: int | None
-    """Both as the run recorded them in its last snapshot; `snapshot` has the newer sums of its slots."""
+    """Both as the run recorded them in its last snapshot; `snapshot` has the newer sums of its
+    slots.
+    """
     incomplete: bool
     heads: int
     faults: tuple[Mapping[str, Any], ...]
-    """Each injected fault with what became of it, the last ten thousand; those of a head are known once it has ended
-    by itself."""
+    """Each injected fault with what became of it, the last ten thousand; those of a head are known
+    once it has ended by itself."""
     slots: tuple[SlotRecord, ...]
 
     @property
@@ -98,24 +103,30 @@ class StoredRun:
 
     @property
     def is_resumable(self) -> bool:
-        """Whether another head can continue it: it began, has ended in any way, and there is something left to do."""
+        """Whether another head can continue it: it began, has ended in any way, and there is
+        something left to do.
+        """
         over = self.outcome == "running" or self.was_refused or self.is_done
         return not over and self.remaining_s >= LEAST_TO_RESUME_S
 
     @property
     def was_killed(self) -> bool:
-        """Whether its head ended without recording an outcome: it was killed, or the machine went down."""
+        """Whether its head ended without recording an outcome: it was killed, or the machine went
+        down.
+        """
         return self.outcome == "interrupted" and self.exit_code is None
 
     def snapshot(self) -> Snapshot:
         """The last picture of the run, for every watcher.
 
-        Slots are written at every turn of the head, the figures of the run less often, so the sums of the slots are
-        used. Once the head has ended, slices that were under way count as lost.
+        Slots are written at every turn of the head, the figures of the run less often, so the sums
+        of the slots are used. Once the head has ended, slices that were under way count as lost.
         """
         lost, restarts = self.steps_lost_upper_bound, self.restart_count
         if self.slots:
-            lost = sum(_count(record.counters.get("steps_lost_upper_bound")) for record in self.slots)
+            lost = sum(
+                _count(record.counters.get("steps_lost_upper_bound")) for record in self.slots
+            )
             restarts = sum(_count(record.counters.get("restarts")) for record in self.slots)
             if self.outcome != "running":
                 lost += sum(_count(record.steps_at_risk) for record in self.slots)
@@ -136,23 +147,33 @@ class StoredRun:
 
 
 def read_run(folder: Path) -> StoredRun:
-    """Return the run in a run folder, as it is now; `NothingStoredError` where nothing is stored in it yet."""
+    """Return the run in a run folder, as it is now.
+
+    `NothingStoredError` where nothing is stored in it yet.
+    """
     with reading(folder) as store:
         found = store.execute("SELECT * FROM runs ORDER BY rowid DESC LIMIT 1").fetchone()
         if found is None:
             raise NothingStoredError(folder, STORE_NAME)
-        lines = store.execute("SELECT * FROM slots ORDER BY rowid LIMIT ?", [_SLOTS_MOST]).fetchall()
+        lines = store.execute(
+            "SELECT * FROM slots ORDER BY rowid LIMIT ?", [_SLOTS_MOST]
+        ).fetchall()
         newer = []
         if _has(store, "progress"):
             newer = store.execute("SELECT * FROM progress LIMIT ?", [_SLOTS_MOST]).fetchall()
     with explained(folder / STORE_NAME):
         progress = {line["slot"]: line for line in newer}
         updated_at_unix_s = _value(found, "updated_at_unix_s", float | None)
-        return _run(folder, found, tuple(_slot(line, progress, updated_at_unix_s) for line in lines))
+        return _run(
+            folder, found, tuple(_slot(line, progress, updated_at_unix_s) for line in lines)
+        )
 
 
 def read_events(folder: Path, names: Sequence[str]) -> tuple[StoredEvent, ...]:
-    """Return the events of these names, in the order in which they happened; the last ten thousand."""
+    """Return the events of these names, in the order in which they happened.
+
+    The last ten thousand.
+    """
     marks = ", ".join("?" * len(names))
     with reading(folder) as store:
         return events_of(store, f"event IN ({marks})", names, _EVENTS_MOST)
@@ -169,9 +190,15 @@ def count_commands(folder: Path) -> Mapping[tuple[str, str], int]:
     with reading(folder) as store:
         if not _has(store, "commands"):
             return {}
-        query = "SELECT do, json_extract(answer, '$.ok') AS ok, count(*) AS times FROM commands GROUP BY 1, 2"
+        query = (
+            "SELECT do, json_extract(answer, '$.ok') AS ok, count(*) AS times FROM commands "
+            "GROUP BY 1, 2"
+        )
         lines = store.execute(query).fetchall()
-        return {(str(line["do"]), "taken" if line["ok"] else "refused"): int(line["times"]) for line in lines}
+        return {
+            (str(line["do"]), "taken" if line["ok"] else "refused"): int(line["times"])
+            for line in lines
+        }
 
 
 def read_answers(folder: Path) -> dict[str, Mapping[str, Any]]:
@@ -184,9 +211,14 @@ def read_answers(folder: Path) -> dict[str, Mapping[str, Any]]:
         return {line["id"]: _value(line, "answer", Mapping[str, Any]) for line in reversed(lines)}
 
 
-def events_of(store: sqlite3.Connection, where: str, values: Sequence[object], limit: int) -> tuple[StoredEvent, ...]:
+def events_of(
+    store: sqlite3.Connection, where: str, values: Sequence[object], limit: int
+) -> tuple[StoredEvent, ...]:
     """Return the last events that meet a condition in SQL, in the order in which they happened."""
-    query = f"SELECT id AS number, at, event, slot, details FROM events WHERE {where} ORDER BY id DESC LIMIT ?"  # noqa: S608 - conditions of this package
+    query = (
+        f"SELECT id AS number, at, event, slot, details FROM events WHERE {where} ORDER BY id "  # noqa: S608 - conditions of this package
+        "DESC LIMIT ?"
+    )
     lines = store.execute(query, (*values, limit)).fetchall()
     return tuple(StoredEvent(**_fields(line, StoredEvent)) for line in reversed(lines))
 
@@ -197,9 +229,11 @@ def rows_of(records: Iterable[SlotRecord]) -> tuple[Row, ...]:
 
 
 def head_of(folder: Path) -> psutil.Process | None:
-    """Return the head of a run folder if it still runs, by the note in it; `None` as well if it is this process.
+    """Return the head of a run folder if it still runs, by the note in it; `None` as well if it is
+    this process.
 
-    The same process id, and not started after the note was written; started exactly then, where the note says when.
+    The same process id, and not started after the note was written; started exactly then, where the
+    note says when.
     """
     note = folder / NOTE_NAME
     try:
@@ -210,9 +244,21 @@ def head_of(folder: Path) -> psutil.Process | None:
         process = psutil.Process(pid)
         is_head = process.create_time() <= note.stat().st_mtime + 1.0 and pid != os.getpid()
         began = told.get("started")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, psutil.Error):
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        psutil.Error,
+    ):
         return None
-    if not is_head or (began is not None and not is_alive(pid, began)) or (folder / "summary.json").exists():
+    if (
+        not is_head
+        or (began is not None and not is_alive(pid, began))
+        or (folder / "summary.json").exists()
+    ):
         return None
     return process
 
@@ -239,14 +285,21 @@ def _is_running(folder: Path, facts: RunFacts) -> bool:
     return is_alive(facts.head_pid, facts.head_started)
 
 
-def _slot(line: sqlite3.Row, progress: Mapping[str, sqlite3.Row], updated_at_unix_s: float | None) -> SlotRecord:
-    record = SlotRecord(**_fields(line, SlotRecord, besides=() if "orders" in line.keys() else ("orders",)))  # noqa: SIM118 - a row, not a dict
+def _slot(
+    line: sqlite3.Row, progress: Mapping[str, sqlite3.Row], updated_at_unix_s: float | None
+) -> SlotRecord:
+    record = SlotRecord(
+        **_fields(line, SlotRecord, besides=() if "orders" in line.keys() else ("orders",))  # noqa: SIM118 - a row, not a dict
+    )
     slot_state(record.state)
     newer = progress.get(record.slot)
     if newer is None:
         return record
     known = set(newer.keys())  # a store of an earlier version lacks some
-    counters = {**record.counters, **{name: _counter(newer, name) for name in COUNTERS if name in known}}
+    counters = {
+        **record.counters,
+        **{name: _counter(newer, name) for name in COUNTERS if name in known},
+    }
     row = {**record.row, **{name: value for name, value in counters.items() if name in ROW_KEYS}}
     row["success_rate"] = success_rate(counters)
     heard_at_unix_s = _value(newer, "heard_at_unix_s", float | None)
@@ -263,7 +316,9 @@ def _slot(line: sqlite3.Row, progress: Mapping[str, sqlite3.Row], updated_at_uni
 
 def success_rate(counters: Mapping[str, Any]) -> float | None:
     """Return that of a slot, from its counters among these values."""
-    known = {name: counters[name] for name in StepCounts.__slots__ if type(counters.get(name)) is int}
+    known = {
+        name: counters[name] for name in StepCounts.__slots__ if type(counters.get(name)) is int
+    }
     return StepCounts(**known).success_rate
 
 
@@ -273,7 +328,10 @@ def _counter(line: sqlite3.Row, name: str) -> int | float:
 
 
 def _row(record: SlotRecord) -> Row:
-    """Return the slot's row; a key that is missing or makes no sense is left unknown, the others are kept."""
+    """Return the slot's row.
+
+    A key that is missing or makes no sense is left unknown, the others are kept.
+    """
     own = {"slot": record.slot, "node": record.node, "state": record.state, "reason": record.reason}
     return Row.from_dict({**record.row, **own}, lenient=True)
 
@@ -286,11 +344,15 @@ _hints = cache(get_type_hints)
 
 
 def _fields(line: sqlite3.Row, kind: type, besides: Collection[str] = ()) -> dict[str, Any]:
-    return {name: _value(line, name, hint) for name, hint in _hints(kind).items() if name not in besides}
+    return {
+        name: _value(line, name, hint) for name, hint in _hints(kind).items() if name not in besides
+    }
 
 
 def _value(line: sqlite3.Row, name: str, hint: Any) -> Any:  # noqa: ANN401 - what the hint says
-    """Return a column's value if it fits the hint of a field: SQLite itself takes anything anywhere."""
+    """Return a column's value if it fits the hint of a field: SQLite itself takes anything
+    anywhere.
+    """
     value = line[name]
     if type(value) is hint and hint is not float:  # nearly all of them
         return value

@@ -1,7 +1,8 @@
 """The catalogue of what is known of a slot: one entry for each key of a row. Pure.
 
-Says for each key which column of the table shows it, by which words a filter may name it, what its unit is, whether the
-store samples it, and which metric it is. Does not format values (`columns.py`) nor order or choose rows (`query.py`).
+Says for each key which column of the table shows it, by which words a filter may name it, what its
+unit is, whether the store samples it, and which metric it is. Does not format values (`columns.py`)
+nor order or choose rows (`query.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Field:
     words: tuple[str, ...]
     """Other names in filters, besides the key, the column and their beginnings."""
     unit: str
-    """Of the value in a row: `bytes`, `s`, `C`, `W`, `MHz`, `%`, `ratio` (0..1, shown in per cent), or empty."""
+    """Of the value in a row: `bytes`, `s`, `C`, `W`, `MHz`, `%`, `ratio` (0..1, shown in per cent),
+    or empty.
+    """
     of: Literal["slot", "card"]
     """A key of the card has the same value in all slots of that card."""
     sampled: bool
@@ -68,7 +71,9 @@ def _field(
     sampled: bool = True,
     metric: Metric | None = None,
 ) -> Field:
-    return Field(key=key, column=column, unit=unit, words=words, of=of, sampled=sampled, metric=metric)
+    return Field(
+        key=key, column=column, unit=unit, words=words, of=of, sampled=sampled, metric=metric
+    )
 
 
 _SLOT = (
@@ -88,7 +93,9 @@ _SLOT = (
         "baseline_pct",
         "baseline",
         "%",
-        metric=_gauge("slot_baseline_ratio", "Throughput, of the best of such a worker on this card.", 0.01),
+        metric=_gauge(
+            "slot_baseline_ratio", "Throughput, of the best of such a worker on this card.", 0.01
+        ),
     ),
     _field(
         "peak_pct",
@@ -99,10 +106,27 @@ _SLOT = (
 )
 
 _MEMORY = (
-    _field("allocated_bytes", "vram", "bytes", metric=_gauge("slot_allocated_bytes", "In live tensors.")),
-    _field("reserved_bytes", "vram_bar", "bytes", metric=_gauge("slot_reserved_bytes", "Held by the allocator.")),
-    _field("claim_bytes", None, "bytes", metric=_gauge("slot_claim_bytes", "Obtained by progressive allocation.")),
-    _field("cap_bytes", None, "bytes", metric=_gauge("slot_cap_bytes", "Most that tensors may hold.")),
+    _field(
+        "allocated_bytes",
+        "vram",
+        "bytes",
+        metric=_gauge("slot_allocated_bytes", "In live tensors."),
+    ),
+    _field(
+        "reserved_bytes",
+        "vram_bar",
+        "bytes",
+        metric=_gauge("slot_reserved_bytes", "Held by the allocator."),
+    ),
+    _field(
+        "claim_bytes",
+        None,
+        "bytes",
+        metric=_gauge("slot_claim_bytes", "Obtained by progressive allocation."),
+    ),
+    _field(
+        "cap_bytes", None, "bytes", metric=_gauge("slot_cap_bytes", "Most that tensors may hold.")
+    ),
     _field(
         "budget_bytes",
         None,
@@ -136,7 +160,11 @@ _COUNTS = (
     _field("oom_count", "oom", "", "ooms", metric=_counter("slot_ooms", "Out-of-memory errors.")),
     _field("alloc_retries", None, sampled=False),
     _field("emergency_count", None, metric=_counter("slot_emergencies", "Emergency products.")),
-    _field("restarts", "restarts", metric=_counter("slot_restarts", "Processes that died or were replaced.")),
+    _field(
+        "restarts",
+        "restarts",
+        metric=_counter("slot_restarts", "Processes that died or were replaced."),
+    ),
     _field(
         "duty_requested",
         None,
@@ -160,7 +188,9 @@ _SENSORS = (
         None,
         "C",
         of="card",
-        metric=_gauge("card_temperature_margin_celsius", "Degrees below the limit of the hardware."),
+        metric=_gauge(
+            "card_temperature_margin_celsius", "Degrees below the limit of the hardware."
+        ),
     ),
     _field(
         "memory_temperature_c",
@@ -169,8 +199,21 @@ _SENSORS = (
         of="card",
         metric=_gauge("card_memory_temperature_celsius", "Temperature of the memory."),
     ),
-    _field("power_w", "power", "W", "watts", of="card", metric=_gauge("card_power_watts", "Power drawn.")),
-    _field("power_limit_w", None, "W", of="card", metric=_gauge("card_power_limit_watts", "Power limit.")),
+    _field(
+        "power_w",
+        "power",
+        "W",
+        "watts",
+        of="card",
+        metric=_gauge("card_power_watts", "Power drawn."),
+    ),
+    _field(
+        "power_limit_w",
+        None,
+        "W",
+        of="card",
+        metric=_gauge("card_power_limit_watts", "Power limit."),
+    ),
     _field(
         "sm_clock_mhz",
         "clock",
@@ -184,37 +227,83 @@ _SENSORS = (
         "%",
         "busy",
         of="card",
-        metric=_gauge("card_utilisation_ratio", "Share of time in which a kernel of any program ran.", 0.01),
+        metric=_gauge(
+            "card_utilisation_ratio", "Share of time in which a kernel of any program ran.", 0.01
+        ),
     ),
-    _field("fan_pct", None, "%", of="card", metric=_gauge("card_fan_ratio", "Speed of the fan.", 0.01)),
+    _field(
+        "fan_pct", None, "%", of="card", metric=_gauge("card_fan_ratio", "Speed of the fan.", 0.01)
+    ),
     _field(
         "throttle_pct",
         "throttle",
         "%",
         "slowed",
         of="card",
-        metric=_gauge("card_slowed_ratio", "Share of the last minute in which heat or power slowed the card.", 0.01),
+        metric=_gauge(
+            "card_slowed_ratio",
+            "Share of the last minute in which heat or power slowed the card.",
+            0.01,
+        ),
     ),
-    _field("verify_checks", "verify", "", "checks", metric=_counter("slot_checks", "Results checked.")),
-    _field("verify_errors", None, "", "wrong", metric=_counter("slot_wrong_results", "Results found wrong.")),
+    _field(
+        "verify_checks", "verify", "", "checks", metric=_counter("slot_checks", "Results checked.")
+    ),
+    _field(
+        "verify_errors",
+        None,
+        "",
+        "wrong",
+        metric=_counter("slot_wrong_results", "Results found wrong."),
+    ),
     _field("heartbeat_age_s", "heartbeat", "s", "seen", sampled=False),
 )
 
 _TRAINING = (
-    _field("train_step", "train_step", "", "step", metric=_gauge("slot_train_step", "Optimiser steps done.")),
-    _field("train_steps", None, sampled=False, metric=_gauge("slot_train_steps", "Optimiser steps to do.")),
+    _field(
+        "train_step",
+        "train_step",
+        "",
+        "step",
+        metric=_gauge("slot_train_step", "Optimiser steps done."),
+    ),
+    _field(
+        "train_steps",
+        None,
+        sampled=False,
+        metric=_gauge("slot_train_steps", "Optimiser steps to do."),
+    ),
     _field("epoch", "epoch", metric=_gauge("slot_train_epoch", "Times the data was seen.")),
     _field("loss", "loss", metric=_gauge("slot_train_loss", "Loss of the last optimiser step.")),
     _field("first_loss", None, sampled=False),
-    _field("samples_per_s", "samples", metric=_gauge("slot_train_samples_per_second", "Samples a second.")),
-    _field("tokens_per_s", "tokens", metric=_gauge("slot_train_tokens_per_second", "Tokens a second.")),
-    _field("micro_batch", "micro", metric=_gauge("slot_train_micro_batch", "Samples computed at once.")),
+    _field(
+        "samples_per_s",
+        "samples",
+        metric=_gauge("slot_train_samples_per_second", "Samples a second."),
+    ),
+    _field(
+        "tokens_per_s", "tokens", metric=_gauge("slot_train_tokens_per_second", "Tokens a second.")
+    ),
+    _field(
+        "micro_batch", "micro", metric=_gauge("slot_train_micro_batch", "Samples computed at once.")
+    ),
     _field("accumulation", None),
     _field("memory_level", "level"),
-    _field("saved_step", "saved", metric=_gauge("slot_train_saved_step", "Optimiser steps in the last snapshot.")),
-    _field("redone_steps", "redone", metric=_counter("slot_train_redone_steps", "Optimiser steps done again.")),
     _field(
-        "data_wait_pct", "wait", "%", metric=_gauge("slot_train_data_wait_ratio", "Share of time without data.", 0.01)
+        "saved_step",
+        "saved",
+        metric=_gauge("slot_train_saved_step", "Optimiser steps in the last snapshot."),
+    ),
+    _field(
+        "redone_steps",
+        "redone",
+        metric=_counter("slot_train_redone_steps", "Optimiser steps done again."),
+    ),
+    _field(
+        "data_wait_pct",
+        "wait",
+        "%",
+        metric=_gauge("slot_train_data_wait_ratio", "Share of time without data.", 0.01),
     ),
     _field(
         "copies_pct",
@@ -228,7 +317,12 @@ _TRAINING = (
         "%",
         metric=_gauge("slot_train_optimizer_ratio", "Share of time in updates.", 0.01),
     ),
-    _field("mfu_pct", "mfu", "%", metric=_gauge("slot_train_mfu_ratio", "Operations, of the rating.", 0.01)),
+    _field(
+        "mfu_pct",
+        "mfu",
+        "%",
+        metric=_gauge("slot_train_mfu_ratio", "Operations, of the rating.", 0.01),
+    ),
     _field("eta_s", "eta", "s", sampled=False),
     _field("weights_sha256", None, "", "sha256", sampled=False),
 )

@@ -30,7 +30,11 @@ def read_deliveries(folder: Path) -> Deliveries:
         counts = [told[name] for name in Deliveries._fields]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return Deliveries()
-    return Deliveries(*counts) if all(type(count) is int and count >= 0 for count in counts) else Deliveries()
+    return (
+        Deliveries(*counts)
+        if all(type(count) is int and count >= 0 for count in counts)
+        else Deliveries()
+    )
 
 
 def write_deliveries(folder: Path, deliveries: Deliveries) -> None:

@@ -17,7 +17,8 @@ import structlog
 
 TEXT_LIMIT_BYTES = 8 * 1024
 
-#: Of a text that is too long, mostly the end is kept: the last line of a traceback is the exception.
+#: Of a text that is too long, mostly the end is kept: the last line of a traceback is the
+#: exception.
 _HEAD_BYTES = 2 * 1024
 _DEPTH_LIMIT = 6
 
@@ -25,7 +26,8 @@ _DEPTH_LIMIT = 6
 class EventLog:
     """Writes events as they come. Never raises; `problem` tells what is wrong, if anything.
 
-    Each line goes to the operating system at once and in one piece, so that a killed head loses none.
+    Each line goes to the operating system at once and in one piece, so that a killed head loses
+    none.
     """
 
     def __init__(
@@ -34,10 +36,12 @@ class EventLog:
         unix_s: Callable[[], float] = time.time,
         also: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
-        """Prepare; the file is opened at the first line, and again after a failure. Lines are added to what is there.
+        """Prepare; the file is opened at the first line, and again after a failure. Lines are added
+        to what is there.
 
-        `also` is told of every event in its harmless form (`at`, `event`, `slot`, then the details), whether or not
-        its line can be written. It must not raise, and must not change what it is given.
+        `also` is told of every event in its harmless form (`at`, `event`, `slot`, then the
+        details), whether or not its line can be written. It must not raise, and must not change
+        what it is given.
         """
         self._unix_s = unix_s
         self._also = also
@@ -50,7 +54,10 @@ class EventLog:
         self._logger = structlog.wrap_logger(
             self._file,
             # In ASCII, which cannot break a line or control a terminal.
-            processors=[self._entry, structlog.processors.JSONRenderer(allow_nan=False, separators=(",", ":"))],
+            processors=[
+                self._entry,
+                structlog.processors.JSONRenderer(allow_nan=False, separators=(",", ":")),
+            ],
             wrapper_class=structlog.BoundLogger,
             cache_logger_on_first_use=True,
         )
@@ -58,8 +65,8 @@ class EventLog:
     def write(self, event: str, /, slot: str | None = None, **fields: object) -> None:
         """Write an event (a snake_case word) of a slot, or of the run as a whole.
 
-        Whatever its details hold comes out as JSON: numbers that are not finite as null, text of more than
-        `TEXT_LIMIT_BYTES` with its middle cut out.
+        Whatever its details hold comes out as JSON: numbers that are not finite as null, text of
+        more than `TEXT_LIMIT_BYTES` with its middle cut out.
         """
         try:
             # As one argument: a worker's details may have names that mean something to the logger.
@@ -75,12 +82,20 @@ class EventLog:
         """Close the file. Writing afterwards opens it again."""
         self._file.close()
 
-    def _entry(self, _logger: object, _method: str, given: MutableMapping[str, Any]) -> Mapping[str, Any]:
+    def _entry(
+        self, _logger: object, _method: str, given: MutableMapping[str, Any]
+    ) -> Mapping[str, Any]:
         """Put `at`, `event` and `slot` first and make every value harmless."""
         at = datetime.fromtimestamp(self._unix_s(), tz=UTC).isoformat(timespec="milliseconds")
-        first = {"at": at.replace("+00:00", "Z"), "event": _cut(given["event"]), "slot": harmless(given["slot"])}
+        first = {
+            "at": at.replace("+00:00", "Z"),
+            "event": _cut(given["event"]),
+            "slot": harmless(given["slot"]),
+        }
         # A detail with the name of one of our fields is kept, with an underscore after its name.
-        details = {f"{key}_" if key in first else key: value for key, value in given["fields"].items()}
+        details = {
+            f"{key}_" if key in first else key: value for key, value in given["fields"].items()
+        }
         entry = {**first, **{_cut(key): harmless(value) for key, value in details.items()}}
         if self._also is not None:
             self._also(entry)
@@ -88,7 +103,10 @@ class EventLog:
 
 
 class _LineFile:
-    """Appends lines to a file without a buffer of its own; opened at the first line, and again after a failure."""
+    """Appends lines to a file without a buffer of its own.
+
+    Opened at the first line, and again after a failure.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -97,7 +115,10 @@ class _LineFile:
         """The last line is incomplete: the disk was full."""
 
     def info(self, line: str) -> None:
-        """Append one line; `OSError` where the file cannot be opened, or holds only a part of the line."""
+        """Append one line.
+
+        `OSError` where the file cannot be opened, or holds only a part of the line.
+        """
         if self._raw is None:
             self._raw = FileIO(self._path, "a")
         content = (("\n" if self._torn else "") + line + "\n").encode("ascii")
@@ -119,8 +140,12 @@ class _LineFile:
 
 
 def harmless(value: object, depth: int = 0) -> object:
-    """Return a value that JSON can hold, whatever was given; `depth` counts the containers around it."""
-    # Python refuses to write thousands of decimal digits; no number of ours needs more than 64 bits.
+    """Return a value that JSON can hold, whatever was given.
+
+    `depth` counts the containers around it.
+    """
+    # Python refuses to write thousands of decimal digits; no number of ours needs more than 64
+    # bits.
     if value is None or (isinstance(value, int) and value.bit_length() <= 64):
         return value
     if isinstance(value, float):
@@ -140,4 +165,6 @@ def _cut(text: str) -> str:
         return text
     head = content[:_HEAD_BYTES].decode("utf-8", "ignore")
     tail = content[_HEAD_BYTES - TEXT_LIMIT_BYTES :].decode("utf-8", "ignore")
-    return f"{head}\n[... {len(content) - TEXT_LIMIT_BYTES} of {len(content)} bytes cut ...]\n{tail}"
+    return (
+        f"{head}\n[... {len(content) - TEXT_LIMIT_BYTES} of {len(content)} bytes cut ...]\n{tail}"
+    )

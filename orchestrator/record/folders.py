@@ -1,7 +1,7 @@
 """Finds runs: lists the run folders, and resolves a run id as the user typed it.
 
-Covers the names of runs, which are hostile input, and runs that left no store. Does not cover what is in a store
-(`archive.py`). A folder that cannot be read is an `ArchiveError`.
+Covers the names of runs, which are hostile input, and runs that left no store. Does not cover what
+is in a store (`archive.py`). A folder that cannot be read is an `ArchiveError`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class Listed:
         if self.run is not None:
             return self.run.facts.started_at_unix_s
         try:
-            return datetime.strptime(self.run_id[:15], "%Y%m%d-%H%M%S").replace(tzinfo=UTC).timestamp()
+            return (
+                datetime.strptime(self.run_id[:15], "%Y%m%d-%H%M%S").replace(tzinfo=UTC).timestamp()
+            )
         except ValueError:
             return None
 
@@ -112,30 +114,45 @@ def run_object(one: Listed) -> dict[str, Any]:
 
 
 def find_run(runs_dir: Path, run_id: str) -> Path:
-    """Return a run's folder by its name or its end (4 characters or more), or the newest; `UsageError` for none or two.
+    """Return a run's folder by its name or its end (4 characters or more), or the newest;
+    `UsageError` for none or two.
 
-    `latest` is the newest that had workers or may still get some, else the newest of all; `running` the newest that
-    goes on.
+    `latest` is the newest that had workers or may still get some, else the newest of all; `running`
+    the newest that goes on.
     """
     known = _run_ids(runs_dir)
     if run_id == LATEST:
-        meant = list(islice((name for name in known if not _was_refused(_listed(runs_dir / name))), 1)) or known[:1]
+        meant = (
+            list(islice((name for name in known if not _was_refused(_listed(runs_dir / name))), 1))
+            or known[:1]
+        )
     elif run_id == RUNNING:
-        meant = list(islice((name for name in known if _listed(runs_dir / name).outcome == RUNNING), 1))
+        meant = list(
+            islice((name for name in known if _listed(runs_dir / name).outcome == RUNNING), 1)
+        )
         if not meant:
             raise UsageError(
-                one_line(f"no run goes on in {runs_dir}; `python -m orchestrator runs` lists those there are")
+                one_line(
+                    f"no run goes on in {runs_dir}; `python -m orchestrator runs` lists those "
+                    "there are"
+                )
             )
     else:
         meant = [name for name in known if _SUFFIX.fullmatch(run_id) and name.endswith(run_id)]
     if len(meant) == 1:
         return runs_dir / meant[0]
     if meant:
-        raise UsageError(one_line(f"{len(meant)} runs end in {run_id}: {', '.join(meant[:_NAMED])}"))
+        raise UsageError(
+            one_line(f"{len(meant)} runs end in {run_id}: {', '.join(meant[:_NAMED])}")
+        )
     if not known:
-        raise UsageError(one_line(f"there is no run in {runs_dir}; `python -m orchestrator run` makes one"))
+        raise UsageError(
+            one_line(f"there is no run in {runs_dir}; `python -m orchestrator run` makes one")
+        )
     newest = ", ".join(known[:_NAMED])
-    raise UsageError(one_line(f"there is no run {run_id[:80]!r} in {runs_dir}; the newest: {newest}"))
+    raise UsageError(
+        one_line(f"there is no run {run_id[:80]!r} in {runs_dir}; the newest: {newest}")
+    )
 
 
 def summary_of(folder: Path) -> Mapping[str, Any] | None:
@@ -162,9 +179,14 @@ def _summary(folder: Path) -> Mapping[str, Any] | None:
 
 
 def _run_ids(runs_dir: Path) -> list[str]:
-    """Return the names of the run folders, the newest first. Links are skipped: they may lead anywhere."""
+    """Return the names of the run folders, the newest first.
+
+    Links are skipped: they may lead anywhere.
+    """
     try:
-        entries = [entry for entry in runs_dir.iterdir() if entry.is_dir() and not entry.is_symlink()]
+        entries = [
+            entry for entry in runs_dir.iterdir() if entry.is_dir() and not entry.is_symlink()
+        ]
     except FileNotFoundError:
         return []
     except OSError as failure:
@@ -181,12 +203,18 @@ def _listed(folder: Path) -> Listed:
         return _without_store(folder)
     except ArchiveError as failure:
         return Listed(folder=folder, outcome=UNREADABLE, error=str(failure))
-    return Listed(folder=folder, outcome=run.outcome, exit_code=run.exit_code, run=run, error=run.error)
+    return Listed(
+        folder=folder, outcome=run.outcome, exit_code=run.exit_code, run=run, error=run.error
+    )
 
 
 def _was_refused(one: Listed) -> bool:
-    """Say whether a run failed before it had a worker, as without a cluster: there is nothing to look at."""
-    return one.outcome == "failed" and (one.run is None or (one.run.was_refused and not one.run.slots))
+    """Say whether a run failed before it had a worker, as without a cluster: there is nothing to
+    look at.
+    """
+    return one.outcome == "failed" and (
+        one.run is None or (one.run.was_refused and not one.run.slots)
+    )
 
 
 def _without_store(folder: Path) -> Listed:
@@ -196,7 +224,9 @@ def _without_store(folder: Path) -> Listed:
     except ArchiveError as failure:
         return Listed(folder=folder, outcome=UNREADABLE, error=str(failure))
     if told is None:
-        return Listed(folder=folder, outcome="interrupted" if head_of(folder) is None else "running")
+        return Listed(
+            folder=folder, outcome="interrupted" if head_of(folder) is None else "running"
+        )
     code, error = told.get("exit_code"), told.get("error")
     return Listed(
         folder=folder,

@@ -1,7 +1,7 @@
 """Follows a run from outside its head: each look at the run folder gives a `Frame`.
 
-Reads the store with short looks, so that no watcher can hold up the head; a look at a store that has not changed reads
-nothing. Does not draw, and does not read the course of a run (`history.py`).
+Reads the store with short looks, so that no watcher can hold up the head; a look at a store that
+has not changed reads nothing. Does not draw, and does not read the course of a run (`history.py`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from orchestrator.record.archive import StoredEvent, StoredRun, read_events_afte
 from orchestrator.record.model import Snapshot
 from orchestrator.record.records import STORE_NAME
 
-#: The head writes several times a second. Its store is late when nothing came for so long, and, on another machine
-#: where its process cannot be looked up, the head counts as gone after the second.
+#: The head writes several times a second. Its store is late when nothing came for so long, and, on
+#: another machine where its process cannot be looked up, the head counts as gone after the second.
 LATE_AFTER_S = 5.0
 _GONE_AFTER_S = 30.0
 

@@ -1,8 +1,8 @@
 """Reads the course of a run back: values over time, states over time, and all slots at one moment.
 
-A store holds the samples of all slots ordered by time. One slot is read by going from moment to moment, so that what a
-look costs does not grow with the number of slots; all slots are read in one pass. Does not read a run as it is now
-(`archive.py`). Pure SQL, nothing is kept in memory.
+A store holds the samples of all slots ordered by time. One slot is read by going from moment to
+moment, so that what a look costs does not grow with the number of slots; all slots are read in one
+pass. Does not read a run as it is now (`archive.py`). Pure SQL, nothing is kept in memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _MOMENTS = """WITH RECURSIVE moments(at) AS (
 
 _PART = "min(:count - 1, CAST((at_unix_s - :first) / :width AS INTEGER)) AS part"
 _OF_ONE = (
-    f"{_MOMENTS} SELECT slot, {_PART}{{figures}} FROM moments JOIN samples ON at_unix_s = at AND slot = :slot "  # noqa: S608 - constants
+    f"{_MOMENTS} SELECT slot, {_PART}{{figures}} FROM moments JOIN samples ON at_unix_s = at AND "  # noqa: S608 - constants
+    "slot = :slot "
     "WHERE at <= :last GROUP BY part"
 )
 _SLICE = "WHERE at_unix_s >= :since AND at_unix_s < :until"
@@ -51,7 +52,8 @@ _OF_ALL = (
     f"WITH sums AS (SELECT at_unix_s{{sums}} FROM samples {_SLICE} GROUP BY at_unix_s) "  # noqa: S608 - constants
     f"SELECT '' AS slot, {_PART}{{figures}} FROM sums GROUP BY part"
 )
-#: All samples are read in so many looks at most: a look has a time limit (`opening.py`), and a run may last for days.
+#: All samples are read in so many looks at most: a look has a time limit (`opening.py`), and a run
+#: may last for days.
 _LOOKS_MOST = 25
 
 #: What the course of a whole run is told by.
@@ -83,7 +85,8 @@ class Span:
 def buckets(
     folder: Path, slot: str, keys: Sequence[str], from_unix_s: float, to_unix_s: float, count: int
 ) -> dict[str, Buckets]:
-    """Return sampled numbers of a slot between two moments, in `count` parts (at most `BUCKETS_MOST`), by key.
+    """Return sampled numbers of a slot between two moments, in `count` parts (at most
+    `BUCKETS_MOST`), by key.
 
     Raises:
         ValueError: A key is not sampled, or is no number; the times or the count make no sense.
@@ -95,12 +98,18 @@ def buckets(
 def courses(
     folder: Path, keys: Sequence[str], from_unix_s: float, to_unix_s: float, count: int
 ) -> dict[str, dict[str, Buckets]]:
-    """Return the same of every slot, by slot, in one pass over all samples; without the very last moment."""
+    """Return the same of every slot, by slot, in one pass over all samples.
+
+    Without the very last moment.
+    """
     return _read(folder, _OF_EACH, keys, (from_unix_s, to_unix_s), count)
 
 
 def totals(folder: Path, from_unix_s: float, to_unix_s: float, count: int) -> dict[str, Buckets]:
-    """Return sums over all slots, by the keys of `TOTALS`, and the highest temperature; as `courses` otherwise."""
+    """Return sums over all slots, by the keys of `TOTALS`, and the highest temperature.
+
+    As `courses` otherwise.
+    """
     return _read(folder, _OF_ALL, TOTALS, (from_unix_s, to_unix_s), count, "")[""]
 
 
@@ -112,22 +121,32 @@ def sampled_between(folder: Path) -> tuple[float, float] | None:
 
 
 def moment(folder: Path, at_unix_s: float, run: StoredRun | None = None) -> Snapshot:
-    """Return the run as it was sampled last at or before a moment; the first sample, if there is none before.
+    """Return the run as it was sampled last at or before a moment; the first sample, if there is
+    none before.
 
-    What is not sampled is unknown, but for what never changes; a slot's reason is that of its last change of state.
-    `run` is the run of this folder if it was read already.
+    What is not sampled is unknown, but for what never changes; a slot's reason is that of its last
+    change of state. `run` is the run of this folder if it was read already.
     """
     known = read_run(folder) if run is None else run
     with reading(folder) as store:
         there = _columns(store)
-        (found,) = store.execute("SELECT max(at_unix_s) FROM samples WHERE at_unix_s <= ?", [at_unix_s]).fetchone()
+        (found,) = store.execute(
+            "SELECT max(at_unix_s) FROM samples WHERE at_unix_s <= ?", [at_unix_s]
+        ).fetchone()
         if found is None:
             (found,) = store.execute("SELECT min(at_unix_s) FROM samples").fetchone()
         lines = store.execute("SELECT * FROM samples WHERE at_unix_s = ?", [found]).fetchall()
         names = [line["slot"] for line in lines]
         causes = {name: _cause_before(store, name, found) for name in names}
-    sampled = {line["slot"]: {key: line[key] for key in ROW_KEYS if key in there and key != "slot"} for line in lines}
-    records = [_as_sampled(slot, sampled[slot.slot], causes[slot.slot]) for slot in known.slots if slot.slot in sampled]
+    sampled = {
+        line["slot"]: {key: line[key] for key in ROW_KEYS if key in there and key != "slot"}
+        for line in lines
+    }
+    records = [
+        _as_sampled(slot, sampled[slot.slot], causes[slot.slot])
+        for slot in known.slots
+        if slot.slot in sampled
+    ]
     now_unix_s = known.facts.started_at_unix_s if found is None else float(found)
     return replace(
         known.snapshot(),
@@ -155,8 +174,13 @@ def all_state_spans(folder: Path) -> dict[str, tuple[Span, ...]]:
     return {slot: _spans(of_slot) for slot, of_slot in changes.items()}
 
 
-def events(folder: Path, *, after: int = 0, slot: str | None = None, limit: int = 500) -> tuple[StoredEvent, ...]:
-    """Return the last events after the one of this number, oldest first; of one slot if one is named."""
+def events(
+    folder: Path, *, after: int = 0, slot: str | None = None, limit: int = 500
+) -> tuple[StoredEvent, ...]:
+    """Return the last events after the one of this number, oldest first.
+
+    Of one slot if one is named.
+    """
     where, values = ("id > ?", (after,)) if slot is None else ("id > ? AND slot = ?", (after, slot))
     with reading(folder) as store:
         return events_of(store, where, values, min(limit, EVENTS_MOST))
@@ -167,23 +191,33 @@ SAMPLED_NUMBERS = tuple(key for key, each in FIELDS.items() if each.sampled and 
 
 
 def _read(
-    folder: Path, statement: str, keys: Sequence[str], between: tuple[float, float], count: int, slot: str | None = None
+    folder: Path,
+    statement: str,
+    keys: Sequence[str],
+    between: tuple[float, float],
+    count: int,
+    slot: str | None = None,
 ) -> dict[str, dict[str, Buckets]]:
     """Return what a statement finds, by slot and key; of `slot` also where it finds nothing."""
     for key in keys:
         if key not in FIELDS or not FIELDS[key].sampled or key == "state":
-            raise ValueError(f"{key[:40]!r} is not sampled; sampled are {', '.join(SAMPLED_NUMBERS)}")
+            raise ValueError(
+                f"{key[:40]!r} is not sampled; sampled are {', '.join(SAMPLED_NUMBERS)}"
+            )
     first, last = between
     if not (1 <= count <= BUCKETS_MOST and 0 <= first < last <= _LATEST_UNIX_S):
         raise ValueError(
-            f"buckets must be 1 to {BUCKETS_MOST}, between the years 1970 and 9999, and end after they begin"
+            f"buckets must be 1 to {BUCKETS_MOST}, between the years 1970 and 9999, and end after "
+            "they begin"
         )
     width_s = (last - first) / count
     with reading(folder) as store:
         there = _columns(store)
     found = [key for key in keys if key in there]  # an older store samples less
     figures = "".join(f", min({key}), avg({key}), max({key})" for key in found)
-    sums = "".join(f", {'max' if key == 'temperature_c' else 'sum'}({key}) AS {key}" for key in found)
+    sums = "".join(
+        f", {'max' if key == 'temperature_c' else 'sum'}({key}) AS {key}" for key in found
+    )
     values = {"first": first, "last": last, "width": width_s, "count": count, "slot": slot}
     step = count if statement is _OF_ONE else -(-count // _LOOKS_MOST)
     lines: list[sqlite3.Row] = []
@@ -201,11 +235,18 @@ def _read(
         if key not in found:
             return (None,) * count
         column = 2 + 3 * found.index(key) + which
-        return tuple(_number(lines[part][column]) if part in lines else None for part in range(count))
+        return tuple(
+            _number(lines[part][column]) if part in lines else None for part in range(count)
+        )
 
     return {
         name: {
-            key: Buckets(at_unix_s=at_unix_s, low=of(told, key, 0), mean=of(told, key, 1), high=of(told, key, 2))
+            key: Buckets(
+                at_unix_s=at_unix_s,
+                low=of(told, key, 0),
+                mean=of(told, key, 1),
+                high=of(told, key, 2),
+            )
             for key in keys
         }
         for name, told in parts.items()
@@ -236,7 +277,11 @@ def _number(value: object) -> float | None:
 
 def _cause_before(store: sqlite3.Connection, slot: str, at_unix_s: float) -> str:
     """Return why a slot was in its state at a moment; empty if no change is known."""
-    at = datetime.fromtimestamp(at_unix_s, tz=UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    at = (
+        datetime.fromtimestamp(at_unix_s, tz=UTC)
+        .isoformat(timespec="milliseconds")
+        .replace("+00:00", "Z")
+    )
     before = events_of(store, "event = 'state' AND slot = ? AND at <= ?", [slot, at], 1)
     return str(before[0].details.get("cause", "")) if before else ""
 
@@ -245,12 +290,26 @@ def _as_sampled(record: SlotRecord, values: Mapping[str, object], cause: str) ->
     constant = {key: value for key, value in record.row.items() if key in _CONSTANT}
     known = {key: value for key, value in values.items() if is_row_value(key, value)}
     known["success_rate"] = success_rate(known)
-    return replace(record, state=str(values.get("state", record.state)), reason=cause, row={**constant, **known})
+    return replace(
+        record,
+        state=str(values.get("state", record.state)),
+        reason=cause,
+        row={**constant, **known},
+    )
 
 
 #: What is not sampled because it does not change while a slot works.
 _CONSTANT = frozenset(
-    {"gpu_name", "gpu_uuid", "device", "policy", "dtype", "budget_bytes", "device_total_bytes", "temperature_of"}
+    {
+        "gpu_name",
+        "gpu_uuid",
+        "device",
+        "policy",
+        "dtype",
+        "budget_bytes",
+        "device_total_bytes",
+        "temperature_of",
+    }
 ) | {"first_loss", "train_steps"}
 
 

@@ -1,7 +1,7 @@
 """The one picture of a run that every watcher looks at: a `Snapshot` of `Row`s.
 
-Does not cover how it is made (`run.snapshot`), drawn or stored. Bytes, seconds, watts and degrees Celsius throughout;
-shares are 0..1, names ending in `_pct` are 0..100, and `None` means unknown.
+Does not cover how it is made (`run.snapshot`), drawn or stored. Bytes, seconds, watts and degrees
+Celsius throughout; shares are 0..1, names ending in `_pct` are 0..100, and `None` means unknown.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, TypeAlias, TypeVar, get_args, get_type_hints
 from orchestrator.core.slot import HeadState, Slot, SlotState, slot_state
 from workers.messages import NO_COUNTS, NO_PROGRESS, Progress, StepCounts, WorkerState
 
-#: States from worst to best: the order of the table, and of every list of states in words. Their colours repeat what
-#: the word says; no information is in the colour alone.
+#: States from worst to best: the order of the table, and of every list of states in words. Their
+#: colours repeat what the word says; no information is in the colour alone.
 STATE_STYLES: dict[SlotState, str] = {
     HeadState.QUARANTINED: "bold red",
     HeadState.LOST: "bold red",
@@ -42,14 +42,17 @@ STATES_WORST_FIRST = tuple(STATE_STYLES)
 
 _STATE_RANK = {state: rank for rank, state in enumerate(STATES_WORST_FIRST)}
 
-#: A slot below this share of good steps moves up among its equals; the guides ask for "95%+ success rate".
+#: A slot below this share of good steps moves up among its equals; the guides ask for "95%+ success
+#: rate".
 LOW_SUCCESS_RATE = 0.95
 
 AnyBrief = TypeVar("AnyBrief", bound="Brief")
 
 
 def finite(value: float | None) -> float | None:
-    """Return the number, or `None` where it is unknown, infinite, not a number, or whole and too large for a float."""
+    """Return the number, or `None` where it is unknown, infinite, not a number, or whole and too
+    large for a float.
+    """
     return value if value is not None and abs(value) <= sys.float_info.max else None
 
 
@@ -57,8 +60,8 @@ def finite(value: float | None) -> float | None:
 class Row:
     """One slot of the health table; `ROW_KEYS` are its keys in summary.json.
 
-    Counts are the head's, over the whole run: they outlive the process in the slot and never go backwards.
-    Progress does, when a process begins at a snapshot.
+    Counts are the head's, over the whole run: they outlive the process in the slot and never go
+    backwards. Progress does, when a process begins at a snapshot.
     """
 
     slot: str
@@ -100,7 +103,9 @@ class Row:
     power_limit_w: float | None = None
     sm_clock_mhz: int | None = None
     utilisation_pct: float | None = None
-    """Share of a short time in which any program's kernel ran on the card: NVML does not divide it among workers."""
+    """Share of a short time in which any program's kernel ran on the card: NVML does not divide it
+    among workers.
+    """
     fan_pct: float | None = None
     throttle_pct: float | None = None
     heartbeat_age_s: float | None = None
@@ -110,7 +115,10 @@ class Row:
         """Return the row as JSON knows it: no enums, and `None` for a number that is not finite."""
         values = dict(zip(ROW_KEYS, _values_of(self), strict=True))
         values["state"] = self.state.value
-        return {key: finite(value) if isinstance(value, float) else value for key, value in values.items()}
+        return {
+            key: finite(value) if isinstance(value, float) else value
+            for key, value in values.items()
+        }
 
     def known(self) -> dict[str, Any]:
         """Return `to_dict` without what is unknown, which would be half of its text."""
@@ -124,21 +132,28 @@ class Row:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, lenient: bool = False) -> Row:
-        """Rebuild a row from `to_dict`'s form, without unknown keys; `ValueError` if one lacks or has a wrong kind.
+        """Rebuild a row from `to_dict`'s form, without unknown keys; `ValueError` if one lacks or
+        has a wrong kind.
 
         If `lenient`, a value of a wrong kind is left unknown.
         """
         if missing := {"slot", "node", "state", "reason"} - values.keys():
             raise ValueError(f"a worker's row lacks {', '.join(sorted(missing))}")
         kinds = _row_kinds()
-        known = {name: value for name, value in values.items() if name in kinds and type(value) in kinds[name]}
+        known = {
+            name: value
+            for name, value in values.items()
+            if name in kinds and type(value) in kinds[name]
+        }
         for name in () if lenient else ROW_KEYS:
             if name in values and name not in known:
                 raise ValueError(f"slot {values['slot']}: {name} cannot be {values[name]!r}")
         counts = StepCounts(**{name: known[name] for name in StepCounts.__slots__ if name in known})
         progress = Progress(**{name: known[name] for name in Progress.__slots__ if name in known})
         own = {name: known[name] for name in _OWN_KEYS if name in known}
-        return cls(**{**own, "state": slot_state(known["state"]), "counts": counts, "progress": progress})
+        return cls(
+            **{**own, "state": slot_state(known["state"]), "counts": counts, "progress": progress}
+        )
 
 
 #: Keys that follow another one, and are told by a row's counts.
@@ -160,8 +175,12 @@ _COUNT_KEYS = frozenset(key for keys in _COUNTS_AFTER.values() for key in keys)
 _PROGRESS_KEYS = frozenset(Progress.__slots__)
 _OWN_KEYS = tuple(item.name for item in fields(Row) if item.name not in {"counts", "progress"})
 
-#: The keys of a row in JSON, in the order of summary.json: its fields with its counts at their places, its progress.
-ROW_KEYS = (*(key for name in _OWN_KEYS for key in (name, *_COUNTS_AFTER.get(name, ()))), *Progress.__slots__)
+#: The keys of a row in JSON, in the order of summary.json: its fields with its counts at their
+#: places, its progress.
+ROW_KEYS = (
+    *(key for name in _OWN_KEYS for key in (name, *_COUNTS_AFTER.get(name, ()))),
+    *Progress.__slots__,
+)
 
 _PLACES = {**dict.fromkeys(_COUNT_KEYS, "counts."), **dict.fromkeys(_PROGRESS_KEYS, "progress.")}
 _values_of = attrgetter(*(_PLACES.get(key, "") + key for key in ROW_KEYS))
@@ -171,10 +190,18 @@ _values_of = attrgetter(*(_PLACES.get(key, "") + key for key in ROW_KEYS))
 def _row_kinds() -> dict[str, frozenset[type]]:
     """Key of a row -> the types that its value has in JSON."""
     counted, progress = get_type_hints(StepCounts), get_type_hints(Progress)
-    hints = {**counted, **progress, "success_rate": float | None, **get_type_hints(Row), "state": str}
+    hints = {
+        **counted,
+        **progress,
+        "success_rate": float | None,
+        **get_type_hints(Row),
+        "state": str,
+    }
     kinds = {key: set(get_args(hints[key]) or (hints[key],)) for key in ROW_KEYS}
     # JSON writes 70.0 as 70 as often as not.
-    return {key: frozenset(known | {int} if float in known else known) for key, known in kinds.items()}
+    return {
+        key: frozenset(known | {int} if float in known else known) for key, known in kinds.items()
+    }
 
 
 def is_row_value(key: str, value: object) -> bool:
@@ -210,7 +237,9 @@ class Snapshot:
     started_at: float
     """Unix time, in seconds."""
     now_unix_s: float
-    """The moment of the snapshot, which is later than `started_at + elapsed_s`: starting up does not count."""
+    """The moment of the snapshot, which is later than `started_at + elapsed_s`: starting up does
+    not count.
+    """
     elapsed_s: float
     duration_s: float
     """Planned length of the run."""
@@ -238,7 +267,11 @@ class Snapshot:
     @property
     def tflops_total(self) -> float | None:
         """Sum over the slots that report a throughput; `None` when none does."""
-        values = self.rows.tflops() if isinstance(self.rows, LazyRows) else (row.tflops for row in self.rows)
+        values = (
+            self.rows.tflops()
+            if isinstance(self.rows, LazyRows)
+            else (row.tflops for row in self.rows)
+        )
         known = [known for value in values if (known := finite(value)) is not None]
         return finite(sum(known)) if known else None
 
@@ -261,7 +294,9 @@ class Snapshot:
 
 
 def trouble(row: Brief) -> int:
-    """Return 2 for a slot with wrong results, 1 for one with too many failed steps, whatever its state; else 0."""
+    """Return 2 for a slot with wrong results, 1 for one with too many failed steps, whatever its
+    state; else 0.
+    """
     counts = row.counts
     if counts.verify_errors:
         return 2
@@ -271,19 +306,24 @@ def trouble(row: Brief) -> int:
 
 
 def worst_first(rows: Iterable[AnyBrief]) -> tuple[AnyBrief, ...]:
-    """Return the rows in the order of the table: by state, by trouble, and equals in natural order of their slots.
+    """Return the rows in the order of the table: by state, by trouble, and equals in natural order
+    of their slots.
 
     It is coarse on purpose. With the exact success rate, rows would change places at every redraw.
     """
-    return tuple(sorted(rows, key=lambda row: (_STATE_RANK[row.state], -trouble(row), natural_order(row.slot))))
+    return tuple(
+        sorted(
+            rows, key=lambda row: (_STATE_RANK[row.state], -trouble(row), natural_order(row.slot))
+        )
+    )
 
 
 @lru_cache(maxsize=20_000)
 def natural_order(text: str) -> tuple[str | int, ...]:
     """Return a sorting key under which numbers inside names count as numbers.
 
-    Text and numbers alternate, so that two keys never compare one with the other. At most 18 digits make a
-    number: Python refuses to convert thousands of them.
+    Text and numbers alternate, so that two keys never compare one with the other. At most 18 digits
+    make a number: Python refuses to convert thousands of them.
     """
     parts = re.split(r"(\d{1,18})", text)
     return tuple(int(part) if index % 2 else part for index, part in enumerate(parts))

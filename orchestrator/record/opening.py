@@ -1,6 +1,7 @@
 """Opens a run store for reading, without disturbing the process that writes it.
 
-That may be in use, have a killed head's write-ahead log, or be made to keep its reader busy. Its content: `archive.py`.
+That may be in use, have a killed head's write-ahead log, or be made to keep its reader busy. Its
+content: `archive.py`.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from orchestrator.record.records import SCHEMA_VERSION, STORE_NAME
 _PATIENCE_S = 2.0
 """A reader can wait for a lock."""
 _READING_MOST_S = 5.0
-"""A run of ten thousand workers is read in less than one; a file that takes longer was not written by this program."""
+"""A run of ten thousand workers is read in less than one; a file that takes longer was not written
+by this program.
+"""
 _CLOCK_EVERY = 1_000
 """SQLite checks the time after so many of its own steps. Ctrl-C also waits for this check."""
 _VALUE_MOST_BYTES = 16 * 2**20
 """Of one value, and of one line; SQL functions could otherwise make a gigabyte of text."""
 
-#: What a store is read from. Anything else of that name (a view, a column that is computed) runs the file's own SQL.
+#: What a store is read from. Anything else of that name (a view, a column that is computed) runs
+#: the file's own SQL.
 _TABLES = ("meta", "runs", "slots", "progress", "samples", "events", "commands")
 
 #: SQLite's words (their low byte) for "there is a file, but I may not make what I need beside it".
@@ -38,8 +42,9 @@ _DAMAGE = (sqlite3.Error, ValueError, LookupError, TypeError, RecursionError, Ov
 def reading(folder: Path) -> Iterator[sqlite3.Connection]:
     """Open a store for one consistent look.
 
-    Read-only; a writer may be active. That needs a shared file beside the store. Where none can be made (a folder that
-    is read-only or another user's) no writer can use this path either, and a private copy is read.
+    Read-only; a writer may be active. That needs a shared file beside the store. Where none can be
+    made (a folder that is read-only or another user's) no writer can use this path either, and a
+    private copy is read.
 
     Raises:
         NothingStoredError: There is none, or nothing in it yet.
@@ -47,7 +52,9 @@ def reading(folder: Path) -> Iterator[sqlite3.Connection]:
     """
     path = folder / STORE_NAME
     if not folder.is_dir():
-        raise ArchiveError(f"there is no run folder {folder}; `python -m orchestrator runs` lists those there are")
+        raise ArchiveError(
+            f"there is no run folder {folder}; `python -m orchestrator runs` lists those there are"
+        )
     if path.is_symlink() or not path.is_file():
         raise NothingStoredError(folder, STORE_NAME)
     with explained(path), ExitStack() as stack:
@@ -74,20 +81,25 @@ def _connected(uri: str) -> Iterator[sqlite3.Connection]:
     """Hold a connection that aborts statements that take too long or grow too large."""
     until_s = time.monotonic() + _READING_MOST_S
     try:
-        with closing(sqlite3.connect(uri, uri=True, timeout=_PATIENCE_S, isolation_level=None)) as store:
+        with closing(
+            sqlite3.connect(uri, uri=True, timeout=_PATIENCE_S, isolation_level=None)
+        ) as store:
             store.set_progress_handler(lambda: time.monotonic() > until_s, _CLOCK_EVERY)
             store.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _VALUE_MOST_BYTES)
             store.row_factory = sqlite3.Row
             store.text_factory = lambda content: content.decode("utf-8", "replace")
             store.execute("PRAGMA trusted_schema = OFF")
             store.execute("BEGIN")
-            store.execute("SELECT count(*) FROM sqlite_master").fetchone()  # only now is the file opened
+            store.execute(
+                "SELECT count(*) FROM sqlite_master"
+            ).fetchone()  # only now is the file opened
             yield store
     except sqlite3.OperationalError as failure:
         if failure.sqlite_errorcode != sqlite3.SQLITE_INTERRUPT:
             raise
         if time.monotonic() <= until_s:
-            # Nothing but a signal ends the look at the clock early, and SQLite keeps to itself what that raised.
+            # Nothing but a signal ends the look at the clock early, and SQLite keeps to itself what
+            # that raised.
             raise KeyboardInterrupt from failure
         raise ValueError(f"it takes longer than {_READING_MOST_S:.0f} s") from failure
 
@@ -101,7 +113,8 @@ def explained(path: Path) -> Iterator[None]:
         raise ArchiveError(f"{path} cannot be read: {failure.strerror}") from failure
     except _DAMAGE as failure:
         raise ArchiveError(
-            f"{path} cannot be read, it is damaged or no record of a run: {failure}; events.jsonl beside it has "
+            f"{path} cannot be read, it is damaged or no record of a run: {failure}; events.jsonl "
+            "beside it has "
             f"what happened as text, and moving the folder away takes it out of the list"
         ) from failure
 
@@ -110,8 +123,8 @@ def _check_schema(store: sqlite3.Connection, path: Path) -> None:
     if store.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
         raise NothingStoredError(path.parent, STORE_NAME)
     for name in _TABLES:
-        # Not from sqlite_master: a file may say anything there, and SQLite goes by the statement alone. SQLite itself
-        # reports a missing table.
+        # Not from sqlite_master: a file may say anything there, and SQLite goes by the statement
+        # alone. SQLite itself reports a missing table.
         if any(entry["type"] != "table" for entry in store.execute(f"PRAGMA table_list({name})")):
             raise ValueError(f"{name} is no table")
         if any(column["hidden"] for column in store.execute(f"PRAGMA table_xinfo({name})")):
@@ -120,7 +133,8 @@ def _check_schema(store: sqlite3.Connection, path: Path) -> None:
     version = int(found["value"]) if found is not None else 0
     if version > SCHEMA_VERSION:
         raise ArchiveError(
-            f"{path} was written by a newer version of this program (schema {version}, this one reads up to "
+            f"{path} was written by a newer version of this program (schema {version}, this one "
+            "reads up to "
             f"{SCHEMA_VERSION}): update this installation to look at it"
         )
     if version < 1:

@@ -1,7 +1,9 @@
-"""What the workers printed, in the run folder: a file for each slot, written from reports and read back.
+"""What the workers printed, in the run folder: a file for each slot, written from reports and read
+back.
 
-Kept are the newest 512 KiB to 1 MiB of each slot, in two files. What steers a terminal is taken out before it is
-written, so that `cat` is safe too. A folder that cannot be written costs only the output.
+Kept are the newest 512 KiB to 1 MiB of each slot, in two files. What steers a terminal is taken out
+before it is written, so that `cat` is safe too. A folder that cannot be written costs only the
+output.
 """
 
 from __future__ import annotations
@@ -20,17 +22,24 @@ _READ_BYTES: Final = 64 * 2**10
 _FOLDER_NAME: Final = "output"
 _FILE_MOST_BYTES: Final = MIB // 2
 
-#: Sequences that steer a terminal: CSI, then OSC, DCS, SOS, PM and APC, then the short ones (ECMA-48, 5.3 to 5.6).
+#: Sequences that steer a terminal: CSI, then OSC, DCS, SOS, PM and APC, then the short ones
+#: (ECMA-48, 5.3 to 5.6).
 _STEERS: Final = re.compile(
-    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f]).*?(?:\x07|\x1b\\|\x9c|$)|\x1b[ -/]*[0-~]",
+    r"(?:\x1b\[|\x9b)[0-?]*[ "
+    r"-/]*[@-~]|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f]).*?(?:\x07|\x1b\\|\x9c|$)|\x1b[ -/]*[0-~]",
     re.MULTILINE,
 )
 #: Control characters, those that turn the direction of writing, and lone surrogates.
-_CONTROLS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROLS: Final = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 def cleaned(text: str) -> str:
-    """Return text that steers no terminal; of a line that was drawn over, such as a progress bar, its last state."""
+    """Return text that steers no terminal.
+
+    Of a line that was drawn over, such as a progress bar, its last state.
+    """
     first, *others = _STEERS.sub("", text).replace("\r\n", "\n").split("\n")
     drawn_over = "\n" if "\r" in first else ""  # what it is drawn over may be in the file already
     lines = (line.rpartition("\r")[2] for line in (first, *others))
@@ -51,12 +60,21 @@ class OutputFiles:
         if report.output is None:
             return
         dropped = report.output.dropped_bytes
-        text = f"\n[{dropped} bytes were printed before this that a report has no room for]\n" if dropped else ""
+        text = (
+            f"\n[{dropped} bytes were printed before this that a report has no room for]\n"
+            if dropped
+            else ""
+        )
         try:
-            self._add(_path(self._folder, report.slot), (text + cleaned(report.output.text)).encode("utf-8", "replace"))
+            self._add(
+                _path(self._folder, report.slot),
+                (text + cleaned(report.output.text)).encode("utf-8", "replace"),
+            )
             self.problem = None
         except OSError as failure:
-            self.problem = f"what the workers print is not kept in {self._folder}: {failure.strerror}"
+            self.problem = (
+                f"what the workers print is not kept in {self._folder}: {failure.strerror}"
+            )
 
     def _add(self, path: Path, content: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -70,7 +88,10 @@ class OutputFiles:
 
 
 def last_lines(folder: Path, slot: str, most: int = LINES_SHOWN) -> list[str]:
-    """Return the last lines that a slot printed; none where nothing is kept, or the name leads out of the folder."""
+    """Return the last lines that a slot printed.
+
+    None where nothing is kept, or the name leads out of the folder.
+    """
     path, found = _path(folder, slot), b""
     if "\0" in slot or not path.resolve().is_relative_to(_path(folder, "").parent.resolve()):
         return []

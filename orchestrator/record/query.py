@@ -9,8 +9,8 @@ A filter is a list of terms, and a row must match all of them:
     !node:pc1           the term does not match
     reason:"two words"  quotes keep spaces
 
-Names are keys of a row, columns of the table, their other words (`catalogue.py`), or the beginning of one of them.
-Draws nothing and reads nothing.
+Names are keys of a row, columns of the table, their other words (`catalogue.py`), or the beginning
+of one of them. Draws nothing and reads nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ _BYTES: Final = {
 
 _LONGEST = 500
 _PATTERN_LONGEST = 100
-#: Python's regular expressions know no time limit. What may repeat is a single character, in a few places.
+#: Python's regular expressions know no time limit. What may repeat is a single character, in a few
+#: places.
 _REPEATS_MOST = 3
 _REPEAT = re.compile(r"[*+{]")
 _GROUP_REPEATED = re.compile(r"\)[*+{]")
@@ -57,7 +58,10 @@ _Test: TypeAlias = Callable[[Row], bool]
 
 
 class QueryError(ValueError):
-    """A filter or an order that makes no sense; its text is a sentence for the person who typed it."""
+    """A filter or an order that makes no sense.
+
+    Its text is a sentence for the person who typed it.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,9 @@ class Filter:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """By which value rows are put in order: the largest number, or the first word of the alphabet, comes first."""
+    """By which value rows are put in order: the largest number, or the first word of the alphabet,
+    comes first.
+    """
 
     key: str | None = None
     """A key of a row; `None` puts the worst slot first."""
@@ -103,12 +109,18 @@ def parse(text: str) -> Filter:
 
 
 def order_of(word: str, *, reverse: bool = False) -> Order:
-    """Return the order by a key, a column or the beginning of one; `QueryError` if there is none."""
+    """Return the order by a key, a column or the beginning of one.
+
+    `QueryError` if there is none.
+    """
     return Order(field_of(word).key, reverse)
 
 
 def select(rows: Iterable[Row], wanted: Filter, order: Order) -> tuple[Row, ...]:
-    """Return the rows that match, in order; unknown values are last either way, and equal ones in order of slots."""
+    """Return the rows that match, in order.
+
+    Unknown values are last either way, and equal ones in order of slots.
+    """
     found = [row for row in rows if wanted.matches(row)]
     if order.key is None:
         worst = worst_first(found)
@@ -122,18 +134,27 @@ def select(rows: Iterable[Row], wanted: Filter, order: Order) -> tuple[Row, ...]
 
 
 def field_of(word: str) -> Field:
-    """Return the field of this name, or with a name that begins so; `QueryError` for none or several."""
+    """Return the field of this name, or with a name that begins so.
+
+    `QueryError` for none or several.
+    """
     wanted = word.lower()
     # An exact name goes before a beginning, and a key or a column before another word.
     for names_of in (_first_names, _all_names):
         exact = [each for each in FIELDS.values() if wanted in names_of(each)]
         if exact:
             return exact[0]
-    begun = [each for each in FIELDS.values() if any(name.startswith(wanted) for name in _all_names(each))]
+    begun = [
+        each
+        for each in FIELDS.values()
+        if any(name.startswith(wanted) for name in _all_names(each))
+    ]
     # Of the keys in one column the first is meant, the one that the column is sorted by.
     columns = {each.column or each.key for each in begun}
     if not begun:
-        raise QueryError(f"nothing is called {word[:40]!r}; names are those of the columns and of summary.json")
+        raise QueryError(
+            f"nothing is called {word[:40]!r}; names are those of the columns and of summary.json"
+        )
     shown = [each for each in begun if each.column is not None]
     if len(columns) > 1 and len(shown) != 1:
         names = ", ".join(each.column or each.key for each in begun[:6])
@@ -168,7 +189,9 @@ def _test(term: str) -> _Test:
     if not asked:
         raise QueryError(f"{term} lacks what to compare with, as in state:lost or temp>75")
     if sign == ":":
-        return lambda row: (value := meant.value(row)) is not None and asked.lower() in str(value).lower()
+        return lambda row: (
+            (value := meant.value(row)) is not None and asked.lower() in str(value).lower()
+        )
     compare, number = _SIGNS[sign], _number(asked, meant)
 
     def test_number(row: Row) -> bool:
@@ -188,9 +211,14 @@ def _unquoted(text: str) -> str:
 
 def _pattern(text: str) -> re.Pattern[str]:
     plain = _ESCAPED.sub("x", text)
-    if len(text) > _PATTERN_LONGEST or len(_REPEAT.findall(plain)) > _REPEATS_MOST or _GROUP_REPEATED.search(plain):
+    if (
+        len(text) > _PATTERN_LONGEST
+        or len(_REPEAT.findall(plain)) > _REPEATS_MOST
+        or _GROUP_REPEATED.search(plain)
+    ):
         raise QueryError(
-            f"/{text[:40]}/ could take too long: at most {_REPEATS_MOST} of * + {{}}, and none behind a bracket"
+            f"/{text[:40]}/ could take too long: at most {_REPEATS_MOST} of * + {{}}, and none "
+            "behind a bracket"
         )
     try:
         with warnings.catch_warnings():

@@ -1,6 +1,7 @@
 """What a run store keeps of a run and of its slots, as plain values.
 
-The head writes them (`store.py`), a reader gets them back (`archive.py`). Does not cover SQL, files or their origin.
+The head writes them (`store.py`), a reader gets them back (`archive.py`). Does not cover SQL, files
+or their origin.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ SCHEMA_VERSION = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What is known of a run before its first slice, and needed to resume it after its head was killed."""
+    """What is known of a run before its first slice, and needed to resume it after its head was
+    killed.
+    """
 
     run_id: str
     started_at_unix_s: float
@@ -40,7 +43,9 @@ class RunFacts:
     nodes_planned: tuple[str, ...]
     head_pid: int
     head_started: str | None
-    """When the head's process began, in the kernel's ticks; with the pid it tells a process from all others."""
+    """When the head's process began, in the kernel's ticks; with the pid it tells a process from
+    all others.
+    """
     host: str
     """Name of the machine the head runs on: its pid means nothing elsewhere."""
 
@@ -63,7 +68,9 @@ class SlotProgress(NamedTuple):
 
 
 COMMANDS_KNOWN = 1_000
-"""Answers that a head remembers, its predecessors' included: an id that comes again gets the same one."""
+"""Answers that a head remembers, its predecessors' included: an id that comes again gets the same
+one.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +88,9 @@ class CommandRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotRecord:
-    """One slot after its last accepted report: enough to show it, and for another head to resume it."""
+    """One slot after its last accepted report: enough to show it, and for another head to resume
+    it.
+    """
 
     slot: str
     node: str

@@ -1,8 +1,9 @@
 """The record of a run in SQLite, written while the run goes, so that it survives a killed head.
 
-A transaction holds what became of a turn of the head, so that a reader never sees half of one, and a killed head loses
-at most the turn it was in; a power cut may take the last seconds. When the disk is full, `problem` says so, the run
-goes on, and writing is tried again. Does not read (`archive.py`), nor say what the columns are (`tables.py`).
+A transaction holds what became of a turn of the head, so that a reader never sees half of one, and
+a killed head loses at most the turn it was in; a power cut may take the last seconds. When the disk
+is full, `problem` says so, the run goes on, and writing is tried again. Does not read
+(`archive.py`), nor say what the columns are (`tables.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from typing import Any, TypeAlias
 
 from orchestrator.record import tables
 from orchestrator.record.model import Snapshot
-from orchestrator.record.records import SCHEMA_VERSION, CommandRecord, RunFacts, SlotProgress, SlotRecord
+from orchestrator.record.records import (
+    SCHEMA_VERSION,
+    CommandRecord,
+    RunFacts,
+    SlotProgress,
+    SlotRecord,
+)
 from orchestrator.record.tables import Line
 
 SAMPLE_EVERY_S = 1.0
@@ -26,12 +33,16 @@ SAMPLE_EVERY_S = 1.0
 SAMPLES_MOST_PER_S = 45.0
 """Of all slots: a run of many workers samples each of them less often."""
 RETRY_AFTER_S = 1.0
-"""After a failure, writing is not tried again for so long: a locked file must not delay the head each time."""
+"""After a failure, writing is not tried again for so long: a locked file must not delay the head
+each time.
+"""
 EVENTS_KEPT = 10_000
 """Events that wait while nothing can be written; beyond them the oldest go."""
 
 _ROWS_MOST = 50
-"""Rows of a sample in one transaction: the write-ahead log stays as long as its longest one has made it."""
+"""Rows of a sample in one transaction: the write-ahead log stays as long as its longest one has
+made it.
+"""
 _PATIENCE_S = 0.1
 """How long another program's lock may delay the head."""
 _LAST_PATIENCE_S = 2.0
@@ -44,19 +55,23 @@ _FAILURES = (sqlite3.Error, OSError, ValueError, TypeError, OverflowError, Recur
 _Identity: TypeAlias = tuple[tuple[int, int], ...]
 
 
-#: What must be known of a run to write it into another file: its start, its heads, and the faults of those before.
+#: What must be known of a run to write it into another file: its start, its heads, and the faults
+#: of those before.
 _Origin: TypeAlias = tuple[float, int, str]
 
 
 class RunStore:
     """Keeps a run, its slots, samples of them, and its events. Nothing in it raises.
 
-    A watcher, and more for the head to call. What it is given waits in memory for `commit`, and while nothing can be
-    written it goes on waiting: the next success writes all of it.
+    A watcher, and more for the head to call. What it is given waits in memory for `commit`, and
+    while nothing can be written it goes on waiting: the next success writes all of it.
     """
 
     def __init__(self, path: Path, monotonic_s: Callable[[], float] = time.monotonic) -> None:
-        """Prepare; the file is made at the first commit. The clock times the pause after a failure."""
+        """Prepare; the file is made at the first commit.
+
+        The clock times the pause after a failure.
+        """
         self._path = path
         self._monotonic_s = monotonic_s
         self._connection: sqlite3.Connection | None = None
@@ -81,11 +96,14 @@ class RunStore:
         self.problem: str | None = None
         """A sentence for the user while the store cannot write, `None` while it can."""
         self.incomplete = False
-        """Whether anything was ever lost: a sample that could not be written before the next was due, an event for
-        which there was no room left to wait, or a file that was removed."""
+        """Whether anything was ever lost: a sample that could not be written before the next was
+        due, an event for which there was no room left to wait, or a file that was removed."""
 
     def begin(self, facts: RunFacts) -> None:
-        """Take note of the run. One that the store knows keeps when it started, and has one head more."""
+        """Take note of the run.
+
+        One that the store knows keeps when it started, and has one head more.
+        """
         self._facts, self._origin, self._begins = facts, None, True
 
     def event(self, entry: Mapping[str, Any]) -> None:
@@ -105,7 +123,10 @@ class RunStore:
             self._rows_waiting.pop(record.slot, None)  # the record has a newer row
 
     def progress(self, slots: Iterable[SlotProgress]) -> None:
-        """Take what reports have changed in slots that the store has a record of. Counts before that record."""
+        """Take what reports have changed in slots that the store has a record of.
+
+        Counts before that record.
+        """
         for progress in slots:
             self._progress[progress.slot] = self._progress_waiting[progress.slot] = progress
 
@@ -125,25 +146,35 @@ class RunStore:
         self.commit()
 
     def commit(self) -> None:
-        """Write all that waits, in one transaction. Does nothing if nothing waits, or shortly after a failure."""
+        """Write all that waits, in one transaction.
+
+        Does nothing if nothing waits, or shortly after a failure.
+        """
         if self._anything_waits() and self._monotonic_s() >= self._retry_at_s:
             self._write(_PATIENCE_S)
 
-    def end(self, outcome: str, exit_code: int, error: str | None, faults: Sequence[Mapping[str, Any]]) -> None:
-        """Write how the run ended, as in the summary, and close the file. One remains, unless it is read just now.
+    def end(
+        self, outcome: str, exit_code: int, error: str | None, faults: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Write how the run ended, as in the summary, and close the file. One remains, unless it is
+        read just now.
 
-        `faults` are those that this head injected, each with what became of it; those of the heads before it stay.
+        `faults` are those that this head injected, each with what became of it; those of the heads
+        before it stay.
         """
         if self._facts is not None:
             self._verdict = tables.end_line(self._facts.run_id, outcome, exit_code, error)
             self._faults = tuple(faults)
-            self._figures_wait = self._snapshot is not None  # whether anything was lost is known only now
+            self._figures_wait = (
+                self._snapshot is not None
+            )  # whether anything was lost is known only now
         if self._anything_waits():
             self._write(_LAST_PATIENCE_S)
         if self._anything_waits():
             self.incomplete = True
         if self._connection is not None:
-            # Without a write-ahead log the file can be read anywhere, also where nothing can be written.
+            # Without a write-ahead log the file can be read anywhere, also where nothing can be
+            # written.
             with suppress(sqlite3.Error):
                 self._connection.execute("PRAGMA journal_mode = DELETE")
         self._disconnect()
@@ -154,7 +185,8 @@ class RunStore:
         if self._samples:
             self.incomplete = True  # counters are totals over the run: the gap falsifies nothing
         self._sampled_at_unix_s = snapshot.now_unix_s
-        # In the order of their key, new lines fill the pages of the table; in another one pages stay half empty.
+        # In the order of their key, new lines fill the pages of the table; in another one pages
+        # stay half empty.
         rows = sorted(snapshot.rows, key=lambda row: row.slot)
         self._samples = [tables.sample_line(row, snapshot.now_unix_s) for row in rows]
         self._rows_waiting = {row.slot: line for row, line in zip(rows, self._samples, strict=True)}
@@ -194,7 +226,9 @@ class RunStore:
         self._commands.clear()
 
     def _put_run(self, connection: sqlite3.Connection) -> _Origin | None:
-        """Write the run's own line as far as that is due, and return what the store then knows of it."""
+        """Write the run's own line as far as that is due, and return what the store then knows of
+        it.
+        """
         facts = self._facts
         if facts is None:
             return None
@@ -216,16 +250,22 @@ class RunStore:
         connection.executemany(tables.PUT_SLOT, map(tables.line_of, self._slots_waiting.values()))
         progress = self._progress_waiting.values()
         try:
-            connection.executemany(tables.PUT_PROGRESS, (tables.progress_line(slot, cut=False) for slot in progress))
+            connection.executemany(
+                tables.PUT_PROGRESS, (tables.progress_line(slot, cut=False) for slot in progress)
+            )
         except OverflowError:  # cutting takes time, and is hardly ever needed
-            connection.executemany(tables.PUT_PROGRESS, (tables.progress_line(slot, cut=True) for slot in progress))
+            connection.executemany(
+                tables.PUT_PROGRESS, (tables.progress_line(slot, cut=True) for slot in progress)
+            )
         connection.executemany(tables.PUT_ROW, rows)
         connection.executemany(tables.PUT_SAMPLE, self._samples)
         connection.executemany(tables.ADD_EVENT, self._events)
         connection.executemany(tables.ADD_COMMAND, map(tables.line_of, self._commands))
 
     def _connected(self, patience_s: float) -> sqlite3.Connection:
-        """Return a connection to the file that is there now: SQLite would go on writing into a deleted one."""
+        """Return a connection to the file that is there now: SQLite would go on writing into a
+        deleted one.
+        """
         if self._connection is not None and self._identity != _identity(self._path):
             self._disconnect()
         if self._connection is None:
@@ -237,10 +277,15 @@ class RunStore:
         return self._connection
 
     def _put_back(self, connection: sqlite3.Connection) -> None:
-        """Put what is known of the run into a file that does not know it, because the one before was taken away."""
+        """Put what is known of the run into a file that does not know it, because the one before
+        was taken away.
+        """
         if self._facts is None or self._origin is None:
             return
-        if connection.execute(tables.FIND_RUN, [tables.text(self._facts.run_id)]).fetchone() is not None:
+        if (
+            connection.execute(tables.FIND_RUN, [tables.text(self._facts.run_id)]).fetchone()
+            is not None
+        ):
             return
         self.incomplete = True
         started_at_unix_s, heads, _ = self._origin

@@ -1,6 +1,7 @@
 """The end of a run as one JSON object: what `run --json` prints and `summary.json` keeps.
 
-Does not print it. The keys are a promise to scripts: names and order stay, `schema` counts up if they must not.
+Does not print it. The keys are a promise to scripts: names and order stay, `schema` counts up if
+they must not.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ def summary_dict(
 ) -> dict[str, Any]:
     """Return the summary of a run: only what JSON can hold without `NaN` or `Infinity`.
 
-    `duration_s` is how long it really took, `started_at` is ISO 8601 in UTC. The key `error` is absent when nothing
-    went wrong. `faults` are what `--chaos` injected, each with what became of it; `fault_counts` are the same by kind,
-    also of those that the list has no room for.
+    `duration_s` is how long it really took, `started_at` is ISO 8601 in UTC. The key `error` is
+    absent when nothing went wrong. `faults` are what `--chaos` injected, each with what became of
+    it; `fault_counts` are the same by kind, also of those that the list has no room for.
     """
     counts = snapshot.counts
     summary: dict[str, Any] = {
@@ -69,7 +70,9 @@ def summary_dict(
 
 
 def failure_dict(error: str, exit_code: int, outcome: str = "failed") -> dict[str, Any]:
-    """Return the summary of a run that never began: the same keys, no workers, counts 0, the rest unknown."""
+    """Return the summary of a run that never began: the same keys, no workers, counts 0, the rest
+    unknown.
+    """
     nothing = Snapshot(
         run_id="",
         started_at=0.0,
@@ -85,13 +88,20 @@ def failure_dict(error: str, exit_code: int, outcome: str = "failed") -> dict[st
 
 
 def summary_text(summary: Mapping[str, Any]) -> str:
-    """Return the summary as indented JSON without a final newline; `ValueError` where a number is not finite."""
+    """Return the summary as indented JSON without a final newline.
+
+    `ValueError` where a number is not finite.
+    """
     return json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False)
 
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
-    """Write the summary so that a reader never sees half of it; `OSError` if the folder cannot be written."""
-    # A text that is no valid Unicode (a file name, say) becomes \udcXX, which is a valid escape in JSON.
+    """Write the summary so that a reader never sees half of it.
+
+    `OSError` if the folder cannot be written.
+    """
+    # A text that is no valid Unicode (a file name, say) becomes \udcXX, which is a valid escape in
+    # JSON.
     content = (summary_text(summary) + "\n").encode("utf-8", "backslashreplace")
     half = path.with_name(f".{path.name}.tmp")
     try:
@@ -113,7 +123,11 @@ def snapshot_from_summary(summary: object) -> Snapshot:
         raise ValueError(f"this is no run summary of schema {SCHEMA}")
     try:
         duration_s = float(summary["duration_s"] or 0.0)
-        started_at = datetime.fromisoformat(summary["started_at"]).timestamp() if summary["started_at"] else 0.0
+        started_at = (
+            datetime.fromisoformat(summary["started_at"]).timestamp()
+            if summary["started_at"]
+            else 0.0
+        )
         return Snapshot(
             run_id=str(summary["run_id"] or ""),
             started_at=started_at,

@@ -1,7 +1,9 @@
-"""The tables of a run store: their columns, the statements that fill them, and what a record is as a line.
+"""The tables of a run store: their columns, the statements that fill them, and what a record is as
+a line.
 
-One text that is not valid Unicode, or one number that is not finite or has more than 64 bits, must not stop the other
-values. Connects and reads nothing. Column names are promises to users of SQL; bytes and seconds throughout.
+One text that is not valid Unicode, or one number that is not finite or has more than 64 bits, must
+not stop the other values. Connects and reads nothing. Column names are promises to users of SQL;
+bytes and seconds throughout.
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ Line: TypeAlias = Mapping[str, str | int | float | None]
 
 #: What is sampled of a row, besides the moment.
 _SAMPLED = ("slot", *(key for key, each in FIELDS.items() if each.sampled))
-#: In a column of the type REAL, SQLite stores a float without a fraction in 0 to 6 bytes instead of 8.
-_SAMPLED_COLUMNS = ", ".join(f"{name} REAL" if is_row_value(name, 0.5) else name for name in _SAMPLED)
+#: In a column of the type REAL, SQLite stores a float without a fraction in 0 to 6 bytes instead of
+#: 8.
+_SAMPLED_COLUMNS = ", ".join(
+    f"{name} REAL" if is_row_value(name, 0.5) else name for name in _SAMPLED
+)
 
 CREATE = (
     "CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
@@ -83,7 +88,10 @@ def _names(record: type) -> tuple[str, ...]:
 
 
 def _insert(table: str, columns: Sequence[str], verb: str = "INSERT") -> str:
-    return f"{verb} INTO {table} ({', '.join(columns)}) VALUES ({', '.join(f':{name}' for name in columns)})"
+    return (
+        f"{verb} INTO {table} ({', '.join(columns)}) VALUES "
+        f"({', '.join(f':{name}' for name in columns)})"
+    )
 
 
 def _upsert(table: str, columns: Sequence[str], key: str, updates: Mapping[str, str]) -> str:
@@ -95,7 +103,8 @@ def _excluded(names: Iterable[str], *but: str) -> dict[str, str]:
     return {name: f"excluded.{name}" for name in names if name not in but}
 
 
-#: Another head of the same run keeps when it began and what was done to it, and has not ended it yet.
+#: Another head of the same run keeps when it began and what was done to it, and has not ended it
+#: yet.
 BEGIN_RUN = _upsert(
     "runs",
     (*_names(RunFacts), "heads"),
@@ -104,7 +113,8 @@ BEGIN_RUN = _upsert(
         **_excluded(_names(RunFacts), "run_id", "started_at_unix_s"),
         "elapsed_s": "max(elapsed_s, excluded.elapsed_s)",
         "chaos": "coalesce(excluded.chaos, chaos)",
-        "heads": "heads + (head_pid IS NOT excluded.head_pid OR head_started IS NOT excluded.head_started)",
+        "heads": "heads + (head_pid IS NOT excluded.head_pid OR head_started IS NOT "
+        "excluded.head_started)",
         **dict.fromkeys(("outcome", "exit_code", "error"), "NULL"),
     },
 )
@@ -139,7 +149,10 @@ ADD_EVENT = _insert("events", ("at", "event", "slot", "details"))
 
 
 def line_of(record: RunFacts | SlotRecord | CommandRecord) -> Line:
-    """Return a record as a line of its columns; a policy's state to the letter, as far as JSON can hold it."""
+    """Return a record as a line of its columns.
+
+    A policy's state to the letter, as far as JSON can hold it.
+    """
     return _line(**{name: getattr(record, name) for name in _names(type(record))})
 
 
@@ -168,7 +181,10 @@ def end_line(run_id: str, outcome: str, exit_code: int, error: str | None) -> Li
 
 
 def progress_line(progress: SlotProgress, *, cut: bool) -> tuple[str | int | float | None, ...]:
-    """Return what a report has changed; `cut` to 64 bits, more of which SQLite refuses in a counter."""
+    """Return what a report has changed.
+
+    `cut` to 64 bits, more of which SQLite refuses in a counter.
+    """
     counters = progress.counters
     if cut:
         counters = tuple(_whole(count) if isinstance(count, int) else count for count in counters)
@@ -178,16 +194,23 @@ def progress_line(progress: SlotProgress, *, cut: bool) -> tuple[str | int | flo
 def sample_line(row: Row, at_unix_s: float) -> Line:
     """Return what is sampled of a slot, and its row."""
     known = row.known()
-    return {**_line(at_unix_s=at_unix_s, **{name: known.get(name) for name in _SAMPLED}), "row": json_text(known)}
+    return {
+        **_line(at_unix_s=at_unix_s, **{name: known.get(name) for name in _SAMPLED}),
+        "row": json_text(known),
+    }
 
 
 def all_faults(before: object, own: Sequence[Mapping[str, Any]]) -> str:
-    """Return the faults of the heads before, as their column holds them, and a head's own behind them."""
+    """Return the faults of the heads before, as their column holds them, and a head's own behind
+    them.
+    """
     try:
         known = json.loads(before) if isinstance(before, str) else []
     except (ValueError, RecursionError):
         known = []  # invalid text; a reader would refuse the whole run because of it
-    earlier = [fault for fault in known if isinstance(fault, dict)] if isinstance(known, list) else []
+    earlier = (
+        [fault for fault in known if isinstance(fault, dict)] if isinstance(known, list) else []
+    )
     return json_text([*earlier, *(dict(fault) for fault in own)][-FAULTS_KEPT:])
 
 
@@ -195,12 +218,18 @@ def event_line(entry: Mapping[str, Any]) -> Line:
     """Return an event of the diary; what is not a column of its own is in `details`."""
     details = {key: value for key, value in entry.items() if key not in {"at", "event", "slot"}}
     slot = entry.get("slot")
-    line = _line(at=str(entry.get("at")), event=str(entry.get("event")), slot=None if slot is None else str(slot))
+    line = _line(
+        at=str(entry.get("at")),
+        event=str(entry.get("event")),
+        slot=None if slot is None else str(slot),
+    )
     return {**line, "details": json_text(details)}
 
 
 def text(value: str) -> str:
-    """Return a text that UTF-8 can hold: a lone surrogate, as in a file name, is written as an escape."""
+    """Return a text that UTF-8 can hold: a lone surrogate, as in a file name, is written as an
+    escape.
+    """
     return value.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -208,7 +237,11 @@ def json_text(value: object, *, allow_nan: bool = False) -> str:
     """Return a value as JSON in ASCII, exactly if JSON can hold it, else made harmless."""
     try:
         return json.dumps(value, allow_nan=allow_nan, separators=(",", ":"))
-    except (ValueError, TypeError, RecursionError):  # not finite, thousands of digits, no JSON at all, a circle
+    except (
+        ValueError,
+        TypeError,
+        RecursionError,
+    ):  # not finite, thousands of digits, no JSON at all, a circle
         return json.dumps(harmless(value), separators=(",", ":"))
 
 
@@ -217,7 +250,9 @@ def _line(**values: object) -> Line:
 
 
 def _value(value: object) -> str | int | float | None:
-    """Return a value as SQLite takes it: numbers within 64 bits, 0 for one that is not finite, containers as JSON."""
+    """Return a value as SQLite takes it: numbers within 64 bits, 0 for one that is not finite,
+    containers as JSON.
+    """
     if value is None:
         return None
     if isinstance(value, str):

@@ -1,4 +1,5 @@
-"""Time as the head sees it, and its way to wait; an argument, so that tests run in virtual time. And its timers.
+"""Time as the head sees it, and its way to wait; an argument, so that tests run in virtual time.
+And its timers.
 
 Does not say when a slot is due (`core/dispatch.py`) nor what happens then (`core/lifecycle.py`).
 """
@@ -26,10 +27,11 @@ class Clock:
 
 
 class Timers:
-    """The next moment at which each slot must be asked whether its time has come: a turn costs what is due in it.
+    """The next moment at which each slot must be asked whether its time has come: a turn costs what
+    is due in it.
 
-    A report moves the deadline of its slot to later, at every slice. The entry in the heap stays: when it is due, the
-    owner asks the slot again and sets the later moment.
+    A report moves the deadline of its slot to later, at every slice. The entry in the heap stays:
+    when it is due, the owner asks the slot again and sets the later moment.
     """
 
     def __init__(self) -> None:
@@ -38,7 +40,10 @@ class Timers:
         """Of each slot the earliest entry that counts."""
 
     def set(self, slot: str, at_s: float | None) -> None:
-        """Have the slot come up at `at_s` (monotonic seconds) or before; `None` asks for nothing."""
+        """Have the slot come up at `at_s` (monotonic seconds) or before.
+
+        `None` asks for nothing.
+        """
         if at_s is None:
             return
         armed_s = self._armed.get(slot)

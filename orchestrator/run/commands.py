@@ -1,6 +1,8 @@
-"""Takes commands from the socket of a run, judges and records them, and answers once they are stored.
+"""Takes commands from the socket of a run, judges and records them, and answers once they are
+stored.
 
-What they do to a slot: `core/user_commands.py` and the lifecycle. The supervisor calls both methods once a turn.
+What they do to a slot: `core/user_commands.py` and the lifecycle. The supervisor calls both methods
+once a turn.
 """
 
 from __future__ import annotations
@@ -35,8 +37,13 @@ def answers_before(folder: Path) -> dict[str, Answer]:
 class Commands:
     """Those of one run, until it is closed."""
 
-    def __init__(self, folder: Path, outlets: Outlets, clock: Clock, answers: Mapping[str, Answer]) -> None:
-        """Listen in a run folder; `answers` are those that earlier heads gave, by the ids of the commands."""
+    def __init__(
+        self, folder: Path, outlets: Outlets, clock: Clock, answers: Mapping[str, Answer]
+    ) -> None:
+        """Listen in a run folder.
+
+        `answers` are those that earlier heads gave, by the ids of the commands.
+        """
         self._ears = Ears(folder)
         self.problem = self._ears.problem
         """Why none can come; `None` if they can."""
@@ -47,7 +54,12 @@ class Commands:
         self._waiting: list[tuple[Connection, Answer]] = []
 
     def heard(
-        self, slots: Mapping[str, Slot], plans: Mapping[str, SlotPlan], nodes: Collection[str], *, is_ending: bool
+        self,
+        slots: Mapping[str, Slot],
+        plans: Mapping[str, SlotPlan],
+        nodes: Collection[str],
+        *,
+        is_ending: bool,
     ) -> Iterator[tuple[str, Event]]:
         """Yield what happens to which slot; each is to happen before the next one is asked for.
 
@@ -81,7 +93,9 @@ class Commands:
             del self._answers[next(iter(self._answers))]
         told = asdict(command)
         at_unix_s = self._clock.unix_s()
-        self._outlets.store.command(CommandRecord(**told, at_unix_s=at_unix_s, answer=asdict(answer)))
+        self._outlets.store.command(
+            CommandRecord(**told, at_unix_s=at_unix_s, answer=asdict(answer))
+        )
         slot = command.slots[0] if len(command.slots) == 1 else None
         said = {"effect": answer.effect} if answer.ok else {"refused": answer.error}
         self._outlets.events.write("command", slot=slot, **told, **said)

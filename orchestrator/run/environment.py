@@ -1,7 +1,8 @@
-"""The targets of a run: the user's cluster, this machine as it is, a rehearsal of the cluster here, or this process.
+"""The targets of a run: the user's cluster, this machine as it is, a rehearsal of the cluster here,
+or this process.
 
-Each turns a configuration into an `Environment`: what will run, where, and the lines that tell the user. Does not start
-anything by itself; entering `Environment.fleet` does.
+Each turns a configuration into an `Environment`: what will run, where, and the lines that tell the
+user. Does not start anything by itself; entering `Environment.fleet` does.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ _BY_KERNEL = "CPU, the caps enforced by the kernel"
 
 _STARTING = "Starting Ray on this machine, for this run alone; this takes some seconds ..."
 
-#: A CUDA context took 676 MiB on an H200; with less than this a worker of a rehearsal stays on the CPU.
+#: A CUDA context took 676 MiB on an H200; with less than this a worker of a rehearsal stays on the
+#: CPU.
 _LEAST_CARD_WORKER_GIB = 0.75
 
 #: Of a card's free memory, for a rehearsal of all nodes on it.
@@ -68,7 +70,10 @@ class Mode(StrEnum):
 
 
 class CpuRates:
-    """At what rate this machine's CPU computes each number type; another process measures it, which loads torch."""
+    """At what rate this machine's CPU computes each number type.
+
+    Another process measures it, which loads torch.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -102,7 +107,8 @@ class Environment:
     target: Target
     lines: tuple[str, ...]
     settle: Callable[[Environment, Fleet], Environment] = lambda environment, _: environment
-    """Called with the connected fleet: what the cluster turns out to be may change the environment."""
+    """Called with the connected fleet: what the cluster turns out to be may change the environment.
+    """
     rates: CpuRates | None = None
     """Of this machine's CPU, where the run depends on them."""
 
@@ -124,7 +130,10 @@ class Environment:
             self.rates.measure()  # while Ray starts
         names = sorted(budgets, key=lambda name: name != head)
         return rehearsed(
-            [RayletPlan(name=name, cpus=budgets[name].cpus_total, gpus=budgets[name].gpus) for name in names]
+            [
+                RayletPlan(name=name, cpus=budgets[name].cpus_total, gpus=budgets[name].gpus)
+                for name in names
+            ]
         )
 
 
@@ -134,7 +143,10 @@ def on_cluster(config: Config) -> Environment:
 
 
 def again(mode: str, config: Config, target: Target) -> Environment:
-    """Return the environment of a resumed run, scaled and targeted already; `UsageError` if there is no such mode."""
+    """Return the environment of a resumed run, scaled and targeted already.
+
+    `UsageError` if there is no such mode.
+    """
     if mode not in set(Mode):
         raise UsageError(f"this version knows no run mode {mode!r}; valid: {', '.join(Mode)}")
     lines: tuple[str, ...] = (_STARTING,)
@@ -147,7 +159,8 @@ def again(mode: str, config: Config, target: Target) -> Environment:
 
 
 def _in_useful_types(environment: Environment, _: Fleet) -> Environment:
-    """Rehearse products of 16-bit numbers in fp32 where this CPU computes them so slowly that a run shows nothing else.
+    """Rehearse products of 16-bit numbers in fp32 where this CPU computes them so slowly that a run
+    shows nothing else.
 
     On a card they are faster than fp32. The edges shrink, so that each matrix keeps its bytes.
     """
@@ -155,24 +168,33 @@ def _in_useful_types(environment: Environment, _: Fleet) -> Environment:
     in_fp32 = scaling.in_fp32(environment.config)
     if ratio is None or ratio >= _USEFUL_RATE or in_fp32 is None:
         return environment
-    line = f"This CPU computes bf16 at {ratio:.2g} of the rate of fp32: rehearsed in fp32, sizes x 0.71, the same bytes"
+    line = (
+        f"This CPU computes bf16 at {ratio:.2g} of the rate of fp32: rehearsed in fp32, sizes "
+        "x 0.71, the same bytes"
+    )
     return replace(environment, config=in_fp32, lines=(line,))
 
 
 def _settled(environment: Environment, fleet: Fleet) -> Environment:
-    """Make a cluster in which no node has a card a rehearsal on its CPUs; refuse one where some lack theirs.
+    """Make a cluster in which no node has a card a rehearsal on its CPUs; refuse one where some
+    lack theirs.
 
     Raises:
         PreflightError: A node that should have cards has none, while another has some.
     """
     config = environment.config
-    facts = [fact for fact in fleet.nodes() if fact.name in config.nodes and config.nodes[fact.name].gpus > 0]
+    facts = [
+        fact
+        for fact in fleet.nodes()
+        if fact.name in config.nodes and config.nodes[fact.name].gpus > 0
+    ]
     bare = [fact for fact in facts if not fact.shows_card and not fleet.count_cards(str(fact.name))]
     if not bare:
         return environment
     if len(bare) < len(facts):
         raise PreflightError(
-            f"{fact.name} was started with --num-gpus={fact.gpus:g}, but its driver shows no card; check nvidia-smi on "
+            f"{fact.name} was started with --num-gpus={fact.gpus:g}, but its driver shows no "
+            "card; check nvidia-smi on "
             f"it, or let its workers use its CPU: --set nodes.{fact.name}.gpus=0"
             for fact in bare
         )
@@ -183,7 +205,9 @@ def _settled(environment: Environment, fleet: Fleet) -> Environment:
         environment,
         config=scaled.config,
         target=Target(device="cpu", one_machine=one_machine),
-        lines=_scale_lines(f"No node of this cluster has a card: a rehearsal on their {_BY_KERNEL}", scaled),
+        lines=_scale_lines(
+            f"No node of this cluster has a card: a rehearsal on their {_BY_KERNEL}", scaled
+        ),
     )
 
 
@@ -207,16 +231,26 @@ def in_rehearsal(config: Config, scale: float | None) -> Environment:
         limit_bytes = int(_CARD_SHARE * cards[0].free_bytes)
         where, asked = f"on this machine's {cards[0].name}", 1.0 if scale is None else scale
         # All nodes that have cards mean the one in this machine.
-        nodes = {name: {**node.model_dump(), "gpus": min(1, node.gpus)} for name, node in config.nodes.items()}
+        nodes = {
+            name: {**node.model_dump(), "gpus": min(1, node.gpus)}
+            for name, node in config.nodes.items()
+        }
         config = Config.model_validate({**config.model_dump(), "nodes": nodes})
         target = Target(one_machine=True)
     else:
         limit_bytes = int(_free_ram_bytes())
-        where, asked = f"on this machine's {_BY_KERNEL}", REHEARSAL_SCALE if scale is None else scale
+        where, asked = (
+            f"on this machine's {_BY_KERNEL}",
+            REHEARSAL_SCALE if scale is None else scale,
+        )
         target = Target(device="cpu", one_machine=True)
     scaled = scale_config(config, asked, limit_bytes)
     # A training has its own types, and what they cost is for it to say.
-    measures = target.device == "cpu" and config.workload.name != "train" and scaling.in_fp32(scaled.config) is not None
+    measures = (
+        target.device == "cpu"
+        and config.workload.name != "train"
+        and scaling.in_fp32(scaled.config) is not None
+    )
     return Environment(
         mode=Mode.REHEARSE,
         config=scaled.config,
@@ -228,28 +262,40 @@ def in_rehearsal(config: Config, scale: float | None) -> Environment:
 
 
 def _has_room(card: CardFacts, config: Config, scale: float | None) -> bool:
-    """Say whether every worker's budget, scaled to this card, is more than the CUDA context it must pay for."""
+    """Say whether every worker's budget, scaled to this card, is more than the CUDA context it must
+    pay for.
+    """
     asked = 1.0 if scale is None else scale
     scaled = scale_config(config, asked, max(1, int(_CARD_SHARE * card.free_bytes))).config
     return min(node.vram_per_worker_gib for node in scaled.nodes.values()) >= _LEAST_CARD_WORKER_GIB
 
 
 def on_this_machine(config: Config) -> Environment:
-    """Run on what this machine has: its cards, else its CPU. `nodes:` of the configuration is ignored."""
+    """Run on what this machine has: its cards, else its CPU.
+
+    `nodes:` of the configuration is ignored.
+    """
     return _on_one_node(config, Mode.LOCAL, visible_cards())
 
 
 def in_this_process(config: Config) -> Environment:
-    """Run one worker in this process, on a card of this machine or on its CPU, so that a debugger sees its workload.
+    """Run one worker in this process, on a card of this machine or on its CPU, so that a debugger
+    sees its workload.
 
-    Its duty is not limited: it would have to rest for a multiple of the time that the user spends at a breakpoint.
+    Its duty is not limited: it would have to rest for a multiple of the time that the user spends
+    at a breakpoint.
     """
     unlimited = config.model_copy(update={"compute_share_mode": "none"})
     return _on_one_node(unlimited, Mode.DEBUG, visible_cards()[:1], workers=1)
 
 
-def _on_one_node(config: Config, mode: Mode, cards: Sequence[CardFacts], **changes: object) -> Environment:
-    """Return the environment with this machine as the only node; where it is refused, the option is named."""
+def _on_one_node(
+    config: Config, mode: Mode, cards: Sequence[CardFacts], **changes: object
+) -> Environment:
+    """Return the environment with this machine as the only node.
+
+    Where it is refused, the option is named.
+    """
     node = {**(_card_node(cards) if cards else _cpu_node()), **changes}
     data = {**config.model_dump(), "nodes": {"local": node}}
     data["cluster"] = {**data["cluster"], "head": None}
@@ -261,7 +307,10 @@ def _on_one_node(config: Config, mode: Mode, cards: Sequence[CardFacts], **chang
         lines = (f"One worker in this process: {cards[0].name if cards else where}; {budget}",)
     else:
         where = f"{len(cards)} x {cards[0].name}" if cards else where
-        lines = (f"This machine: {where}; {local.nodes['local'].workers} workers x {budget}", _STARTING)
+        lines = (
+            f"This machine: {where}; {local.nodes['local'].workers} workers x {budget}",
+            _STARTING,
+        )
     target = Target(device="cuda" if cards else "cpu", one_machine=not cards)
     return Environment(mode=mode, config=local, target=target, lines=lines)
 
@@ -275,10 +324,22 @@ def _card_node(cards: Sequence[CardFacts]) -> dict[str, object]:
     total_gib = min(card.total_bytes for card in cards) / GIB
     advice = asdict(by_formula(total_gib))
     workers = advice["workers"] * len(cards)
-    return {**advice, "gpu": "local-card", "gpus": len(cards), "workers": workers, "vram_gib": total_gib}
+    return {
+        **advice,
+        "gpu": "local-card",
+        "gpus": len(cards),
+        "workers": workers,
+        "vram_gib": total_gib,
+    }
 
 
 def _cpu_node() -> dict[str, object]:
     workers = max(1, psutil.cpu_count(logical=False) or os.cpu_count() or 1)
     each_gib = min(_LOCAL_CPU_WORKER_GIB, int(100 * _free_ram_bytes() / GIB / workers) / 100)
-    return {"gpu": "cpu", "gpus": 0, "workers": workers, "vram_per_worker_gib": each_gib, "size": 2048}
+    return {
+        "gpu": "cpu",
+        "gpus": 0,
+        "workers": workers,
+        "vram_per_worker_gib": each_gib,
+        "size": 2048,
+    }

@@ -1,6 +1,8 @@
-"""The fake sensors of a rehearsal: each node's workers read a card of a script instead of the driver's.
+"""The fake sensors of a rehearsal: each node's workers read a card of a script instead of the
+driver's.
 
-Does not read sensors (the workers do, through the real nvidia-ml-py) and does not know what is in a script.
+Does not read sensors (the workers do, through the real nvidia-ml-py) and does not know what is in a
+script.
 """
 
 from __future__ import annotations
@@ -17,9 +19,13 @@ from workers.nvml.fake.script import read_script
 
 
 def check(script: Path, *, is_rehearsal: bool) -> None:
-    """Refuse, as a `UsageError`, a script that cannot be used, or that would show real cards as cool ones."""
+    """Refuse, as a `UsageError`, a script that cannot be used, or that would show real cards as
+    cool ones.
+    """
     if not is_rehearsal:
-        raise UsageError("--fake-sensors only makes sense with --rehearse: real cards have sensors of their own")
+        raise UsageError(
+            "--fake-sensors only makes sense with --rehearse: real cards have sensors of their own"
+        )
     try:
         if not read_script(script).cards:
             raise UsageError(f"{script} describes no cards; each node's workers read one")
@@ -27,10 +33,13 @@ def check(script: Path, *, is_rehearsal: bool) -> None:
         raise UsageError(str(error)) from error
 
 
-def with_sensors(plans: Sequence[SlotPlan], script: Path, folder: Path, elapsed_s: float) -> tuple[SlotPlan, ...]:
+def with_sensors(
+    plans: Sequence[SlotPlan], script: Path, folder: Path, elapsed_s: float
+) -> tuple[SlotPlan, ...]:
     """Return the slots with workers that read the script; the first node its first card, and so on.
 
-    The library for it is built in `folder`. A run that was resumed has gone on for `elapsed_s` already.
+    The library for it is built in `folder`. A run that was resumed has gone on for `elapsed_s`
+    already.
 
     Raises:
         UsageError: It cannot be built.
@@ -42,9 +51,16 @@ def with_sensors(plans: Sequence[SlotPlan], script: Path, folder: Path, elapsed_
     except FakeSensorsError as error:
         raise UsageError(str(error)) from error
     except OSError as error:
-        raise UsageError(f"the fake sensors cannot be made ready in {folder}: {error.strerror}") from error
+        raise UsageError(
+            f"the fake sensors cannot be made ready in {folder}: {error.strerror}"
+        ) from error
     nodes = list(dict.fromkeys(plan.spec.node for plan in plans))
     return tuple(
-        replace(plan, spec=replace(plan.spec, fake_sensors=fake, fake_card=nodes.index(plan.spec.node) % cards))
+        replace(
+            plan,
+            spec=replace(
+                plan.spec, fake_sensors=fake, fake_card=nodes.index(plan.spec.node) % cards
+            ),
+        )
         for plan in plans
     )

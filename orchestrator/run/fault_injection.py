@@ -30,12 +30,18 @@ class FaultInjector:
     """Injects the faults of a plan into one run."""
 
     def __init__(
-        self, plan: ChaosPlan, plans: Sequence[SlotPlan], head_node: str, events: EventLog, clock: Clock
+        self,
+        plan: ChaosPlan,
+        plans: Sequence[SlotPlan],
+        head_node: str,
+        events: EventLog,
+        clock: Clock,
     ) -> None:
         """Prepare; nothing happens before `begin`.
 
-        `plan` is checked against the cluster; the raylet of `head_node` carries the head and is left alone. `events`
-        gets each fault of a process or node, and `clock` says at which time of the day a fault was injected.
+        `plan` is checked against the cluster; the raylet of `head_node` carries the head and is
+        left alone. `events` gets each fault of a process or node, and `clock` says at which time of
+        the day a fault was injected.
         """
         homes = {slot.reservation.slot: slot.spec.node for slot in plans}
         self.chaos = Chaos(plan, homes, head_node)
@@ -52,7 +58,12 @@ class FaultInjector:
         """Return what the slice that is about to be sent carries, if anything."""
         process_fault = self.chaos.strike_for(slot, submit, now_s)
         if process_fault is not None:
-            self._events.write("chaos_strike", slot=slot.slot, kind=process_fault.kind.value, sequence=submit.sequence)
+            self._events.write(
+                "chaos_strike",
+                slot=slot.slot,
+                kind=process_fault.kind.value,
+                sequence=submit.sequence,
+            )
         return process_fault
 
     def shake_nodes(self, fleet: Fleet, now_s: float) -> None:
@@ -67,8 +78,13 @@ class FaultInjector:
 
     def faults(self) -> list[dict[str, Any]]:
         """Every fault with what became of it, as JSON knows it."""
-        return [{**asdict(fault), "at_unix_s": self._began_unix_s + fault.at_s} for fault in self.chaos.log.faults()]
+        return [
+            {**asdict(fault), "at_unix_s": self._began_unix_s + fault.at_s}
+            for fault in self.chaos.log.faults()
+        ]
 
     def counts(self) -> list[dict[str, Any]]:
-        """How many faults of each kind there were, also of those the list has no room for, and what became of them."""
+        """How many faults of each kind there were, also of those the list has no room for, and what
+        became of them.
+        """
         return self.chaos.log.tally(self.chaos.plan.kinds())

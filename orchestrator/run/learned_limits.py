@@ -1,7 +1,8 @@
-"""Connects the store of learned limits to a run: passes stored limits to workers, and stores what they learn.
+"""Connects the store of learned limits to a run: passes stored limits to workers, and stores what
+they learn.
 
-The worker decides what fits its card and what to remember (`workers/learned_limits/limits.py`). A store that cannot be
-read or written does not stop a run; the event log says so.
+The worker decides what fits its card and what to remember (`workers/learned_limits/limits.py`). A
+store that cannot be read or written does not stop a run; the event log says so.
 """
 
 from __future__ import annotations
@@ -40,23 +41,36 @@ class LearnedLimits:
         known = {name: store.candidates(name, now_unix_s)[:_SENT_MOST] for name in names}
         self._tell(store)
         self._earlier = tuple(limit for limits in known.values() for limit in limits)
-        return tuple(replace(plan, spec=replace(plan.spec, learned=known[plan.spec.workload.name])) for plan in plans)
+        return tuple(
+            replace(plan, spec=replace(plan.spec, learned=known[plan.spec.workload.name]))
+            for plan in plans
+        )
 
     def best_tflops(self, spec: WorkerSpec, report: Report) -> float | None:
-        """Return the most that a worker in these circumstances has sustained in earlier runs, if that is known."""
+        """Return the most that a worker in these circumstances has sustained in earlier runs, if
+        that is known.
+        """
         if report.learned is None or not self._earlier:
             return None
         under = terms(spec)
-        limit = choose((limit for limit in self._earlier if limit.best_under == under), report.learned.key)
+        limit = choose(
+            (limit for limit in self._earlier if limit.best_under == under), report.learned.key
+        )
         return None if limit is None else limit.best_tflops
 
     def take(self, spec: WorkerSpec, report: Report, best_tflops: float | None = None) -> None:
-        """Take in what a worker has learned, and the most that it has sustained so far; `save` writes it."""
+        """Take in what a worker has learned, and the most that it has sustained so far.
+
+        `save` writes it.
+        """
         if report.learned is not None:
             self._latest[report.slot] = (report.learned, best_tflops, spec)
 
     def save(self) -> None:
-        """Keep what the run has learned so far. Of workers in the same circumstances the most careful one counts."""
+        """Keep what the run has learned so far.
+
+        Of workers in the same circumstances the most careful one counts.
+        """
         if self._store is None or not self._latest:
             return
         limits = [
@@ -85,7 +99,13 @@ def _with_the_best(limits: Sequence[StoredLimit]) -> list[StoredLimit]:
     """Return the limits, each with the best that any worker in its circumstances has done."""
 
     def best(limit: StoredLimit) -> float | None:
-        same = [other for other in limits if other.key.serves(limit.key) and other.best_under == limit.best_under]
-        return max((other.best_tflops for other in same if other.best_tflops is not None), default=None)
+        same = [
+            other
+            for other in limits
+            if other.key.serves(limit.key) and other.best_under == limit.best_under
+        ]
+        return max(
+            (other.best_tflops for other in same if other.best_tflops is not None), default=None
+        )
 
     return [replace(limit, best_tflops=best(limit)) for limit in limits]

@@ -1,7 +1,9 @@
-"""Settings of nodes for the length of a run (MPS, power limits), and what follows for their workers.
+"""Settings of nodes for the length of a run (MPS, power limits), and what follows for their
+workers.
 
-Where MPS is not on, the same ceiling holds by duty. Does not set or start anything itself: the agents of
-`cluster/node_agents.py` do, each by a process of `workers/node_agent/agent.py` on its node.
+Where MPS is not on, the same ceiling holds by duty. Does not set or start anything itself: the
+agents of `cluster/node_agents.py` do, each by a process of `workers/node_agent/agent.py` on its
+node.
 """
 
 from __future__ import annotations
@@ -73,7 +75,11 @@ def kept(
 
             outcomes = stack.enter_context(with_agents(present, ended, interrupted))
         _note(environment.config, orders, outcomes, tell, events)
-        problems = [outcome.power_problem for outcome in outcomes.values() if outcome.power_problem is not None]
+        problems = [
+            outcome.power_problem
+            for outcome in outcomes.values()
+            if outcome.power_problem is not None
+        ]
         if problems:
             raise PreflightError(problems)
         try:
@@ -81,17 +87,27 @@ def kept(
         finally:
             if any(outcome.pipe_directory is not None for outcome in outcomes.values()):
                 for plan in plans:
-                    fleet.abandon(plan.reservation.slot)  # a daemon ends when it has no clients any more
+                    fleet.abandon(
+                        plan.reservation.slot
+                    )  # a daemon ends when it has no clients any more
 
 
 def orders_for(
     environment: Environment, plans: Sequence[SlotPlan], *, run_id: str, cards: CardSettings
 ) -> dict[str, AgentOrders]:
-    """Return the nodes' orders, in a rehearsal for fake cards only; `UsageError` if no power limit is configured."""
+    """Return the nodes' orders, in a rehearsal for fake cards only.
+
+    `UsageError` if no power limit is configured.
+    """
     config = environment.config
-    if cards.apply_power_limit and all(node.power_limit_w is None for node in config.nodes.values()):
+    if cards.apply_power_limit and all(
+        node.power_limit_w is None for node in config.nodes.values()
+    ):
         name = next(iter(config.nodes))
-        raise UsageError(f"--apply-power-limit: no node has one; set it, such as --set nodes.{name}.power_limit_w=250")
+        raise UsageError(
+            "--apply-power-limit: no node has one; set it, such as --set "
+            f"nodes.{name}.power_limit_w=250"
+        )
     orders = {}
     for name, node in config.nodes.items():
         spec = next(plan.spec for plan in plans if plan.spec.node == name)
@@ -139,7 +155,10 @@ def left_out(
 def with_outcomes(
     config: Config, plans: Sequence[SlotPlan], outcomes: Mapping[str, AgentOutcome]
 ) -> tuple[SlotPlan, ...]:
-    """Return the slots with their workers told of MPS; where it is not on, the same ceiling holds by duty."""
+    """Return the slots with their workers told of MPS.
+
+    Where it is not on, the same ceiling holds by duty.
+    """
     if config.compute_share_mode != "mps":
         return tuple(plans)
     told = []
@@ -148,7 +167,11 @@ def with_outcomes(
         if outcome is None or outcome.pipe_directory is None:
             spec = replace(spec, thread_share=None, duty=config.nodes[spec.node].gpu_share)
         else:
-            spec = replace(spec, mps_pipe_directory=outcome.pipe_directory, mps_memory_limit_bytes=spec.budget_bytes)
+            spec = replace(
+                spec,
+                mps_pipe_directory=outcome.pipe_directory,
+                mps_memory_limit_bytes=spec.budget_bytes,
+            )
         told.append(replace(plan, spec=spec))
     return tuple(told)
 
@@ -170,15 +193,24 @@ def _note(
                 node=name,
                 pipe_directory=outcome.pipe_directory,
                 power_limit_w=orders[name].power_limit_w if outcome.power_problem is None else None,
-                memory_offset_mhz=orders[name].memory_offset_mhz if outcome.power_problem is None else None,
+                memory_offset_mhz=orders[name].memory_offset_mhz
+                if outcome.power_problem is None
+                else None,
                 text="; ".join(outcome.notes),
             )
-        if config.compute_share_mode == "mps" and (outcome is None or outcome.pipe_directory is None):
+        if config.compute_share_mode == "mps" and (
+            outcome is None or outcome.pipe_directory is None
+        ):
             if name not in orders or not orders[name].mps:
                 why = "this run uses no card of that PC"
             elif outcome is None:
                 why = f"{name} has not joined yet"
             else:
-                why = outcome.mps_problem or "it was not tried, because the power limit could not be set"
-            tell(one_line(f"{name}: no MPS, {node.gpu_share:.0%} of the time instead (duty): {why}"))
+                why = (
+                    outcome.mps_problem
+                    or "it was not tried, because the power limit could not be set"
+                )
+            tell(
+                one_line(f"{name}: no MPS, {node.gpu_share:.0%} of the time instead (duty): {why}")
+            )
             events.write("mps_unavailable", node=name, reason=why, duty=node.gpu_share)

@@ -1,7 +1,9 @@
-"""Follows the nodes of a run: which joined, which left, which cannot be used; and writes that into the event log.
+"""Follows the nodes of a run: which joined, which left, which cannot be used; and writes that into
+the event log.
 
-A node is known by its label, and by its node id for as long as that lives: a raylet that was started again is the same
-node with another id. Decides nothing about a slot (`lifecycle.py`) and queries nothing (`supervisor.py` does).
+A node is known by its label, and by its node id for as long as that lives: a raylet that was
+started again is the same node with another id. Decides nothing about a slot (`lifecycle.py`) and
+queries nothing (`supervisor.py` does).
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ NodeEvent: TypeAlias = NodeJoined | NodeLeft | NodeRefused
 
 _SILENT = "its node does not answer"
 
-#: A node whose worker reported so lately is there. Short enough for a lost node to be seen within 10 s.
+#: A node whose worker reported so lately is there. Short enough for a lost node to be seen within
+#: 10 s.
 _HEARD_WITHIN_S = 3.0
 
 
@@ -38,7 +41,8 @@ class Membership:
 def updated(
     known: Membership, config: Config, facts: Sequence[NodeFact]
 ) -> tuple[Membership, tuple[tuple[str, NodeEvent], ...]]:
-    """Compare the live nodes with what is known; return what is known now, and what happened to which node.
+    """Compare the live nodes with what is known; return what is known now, and what happened to
+    which node.
 
     A node that does not answer counts as gone, even if Ray still lists it: Ray is slower to notice.
     """
@@ -67,9 +71,13 @@ def updated(
         if name not in present and known.refused.get(name) != text
     )
     gone = known.refused.keys() - refused.keys() - present.keys()
-    events.extend((name, NodeRefused(reason=NodeLeft().reason)) for name in config.nodes if name in gone)
+    events.extend(
+        (name, NodeRefused(reason=NodeLeft().reason)) for name in config.nodes if name in gone
+    )
     unused = {name: text for name, text in refused.items() if name not in present}
-    return Membership(present=present, seen=known.seen | present.keys(), refused=unused), tuple(events)
+    return Membership(present=present, seen=known.seen | present.keys(), refused=unused), tuple(
+        events
+    )
 
 
 def notices(known: Membership, config: Config) -> list[str]:
@@ -95,9 +103,16 @@ class NodeWatch:
     def look(
         self, facts: Sequence[NodeFact], slots: Mapping[str, Slot], now_s: float
     ) -> tuple[tuple[str, NodeEvent], ...]:
-        """Return what happened to which node; nothing at once if the cluster shows what it showed before."""
-        # Workers outlive their raylet for some seconds, so a report overrules silence and not a refusal.
-        seen = [replace(fact, answers=True) if self._is_heard(fact, slots, now_s) else fact for fact in facts]
+        """Return what happened to which node.
+
+        Nothing at once if the cluster shows what it showed before.
+        """
+        # Workers outlive their raylet for some seconds, so a report overrules silence and not a
+        # refusal.
+        seen = [
+            replace(fact, answers=True) if self._is_heard(fact, slots, now_s) else fact
+            for fact in facts
+        ]
         if seen == self._facts:
             return ()
         self._known, happened = updated(self._known, self._config, seen)
@@ -119,7 +134,9 @@ class NodeWatch:
         return notices(self._known, self._config)
 
     def _is_heard(self, fact: NodeFact, slots: Mapping[str, Slot], now_s: float) -> bool:
-        """Whether a worker on a silent node has just reported: then it is there, although it cannot be connected to."""
+        """Whether a worker on a silent node has just reported: then it is there, although it cannot
+        be connected to.
+        """
         if fact.answers or fact.refuses or fact.name is None:
             return False
         heard = (slots[name].heard_at_s for name in self.slots.get(fact.name, ()))

@@ -1,7 +1,8 @@
-"""Compares the cluster with the plan before the first actor, and says what to type where they differ.
+"""Compares the cluster with the plan before the first actor, and says what to type where they
+differ.
 
-Ray leaves actors that fit nowhere pending without a message and without end. Decides nothing about what is missing
-(`placement.py`) and starts nothing.
+Ray leaves actors that fit nowhere pending without a message and without end. Decides nothing about
+what is missing (`placement.py`) and starts nothing.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ from orchestrator.core.node_commands import node_command
 from orchestrator.core.placement import Missing, refusals, unnamed
 from orchestrator.errors import NoClusterError, PreflightError
 
-#: How long a fleet may take to show its nodes after connecting, before a missing one is called missing.
+#: How long a fleet may take to show its nodes after connecting, before a missing one is called
+#: missing.
 _SETTLE_S = 1.0
 
 
 def check(config: Config, fleet: Fleet, *, wait_for_nodes: bool) -> None:
-    """Compare cluster and plan before the first actor; `PreflightError` unless the user waits for what is missing."""
+    """Compare cluster and plan before the first actor.
+
+    `PreflightError` unless the user waits for what is missing.
+    """
     deadline = time.monotonic() + _SETTLE_S
     found = refusals(config, fleet.nodes())
     while found and time.monotonic() < deadline:
@@ -33,14 +38,20 @@ def check(config: Config, fleet: Fleet, *, wait_for_nodes: bool) -> None:
     problems = []
     for refusal in found:
         node, command = refusal.node, node_command(config, refusal.node, fleet.address()).line
-        problems.append(f"{refusal.text}; on {node}, type: {command}  (`orchestrator up {node}` prints every step)")
+        problems.append(
+            f"{refusal.text}; on {node}, type: {command}  (`orchestrator up {node}` prints every "
+            "step)"
+        )
     nameless = unnamed(fleet.nodes())
     if absent and nameless:
         problems.append(
-            f"the node at {', '.join(nameless)} has no label; a node started without --labels=node=NAME is not used"
+            f"the node at {', '.join(nameless)} has no label; a node started without "
+            "--labels=node=NAME is not used"
         )
     if absent:
-        problems.append("or start on what is there and let the others join later: add --wait-for-nodes")
+        problems.append(
+            "or start on what is there and let the others join later: add --wait-for-nodes"
+        )
     raise PreflightError(problems)
 
 

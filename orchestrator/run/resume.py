@@ -1,7 +1,8 @@
-"""What a supervisor must know of its run's past, and how a run whose head has ended gives it: from its stored record.
+"""What a supervisor must know of its run's past, and how a run whose head has ended gives it: from
+its stored record.
 
-Slices that were under way when the head ended count as lost: their processes ended with it. Does not read the store
-(`watch/archive.py`) and starts nothing.
+Slices that were under way when the head ended count as lost: their processes ended with it. Does
+not read the store (`watch/archive.py`) and starts nothing.
 """
 
 from __future__ import annotations
@@ -64,27 +65,37 @@ def environment_of(stored: StoredRun, more_s: float | None = None) -> Environmen
     """
     facts = stored.facts
     if stored.outcome == "running":
-        raise UsageError(f"run {facts.run_id} is under way (process {facts.head_pid} on {facts.host})")
+        raise UsageError(
+            f"run {facts.run_id} is under way (process {facts.head_pid} on {facts.host})"
+        )
     if stored.was_refused:
         raise UsageError(
-            f"run {facts.run_id} ended before it began ({stored.error}); begin another: python -m orchestrator run"
+            f"run {facts.run_id} ended before it began ({stored.error}); begin another: python -m "
+            "orchestrator run"
         )
     if stored.is_done:
         raise UsageError(
-            f"run {facts.run_id} has finished all that there was to do; look at it: python -m orchestrator report "
+            f"run {facts.run_id} has finished all that there was to do; look at it: python -m "
+            "orchestrator report "
             f"{facts.run_id}"
         )
     if more_s is None and not stored.is_resumable:
         raise UsageError(
-            f"run {facts.run_id} has worked all of its {facts.duration_s:.0f} s (outcome: {stored.outcome}); "
-            f"look at it: python -m orchestrator report {facts.run_id}; or let it go on for longer: --resume "
+            f"run {facts.run_id} has worked all of its {facts.duration_s:.0f} s (outcome: "
+            f"{stored.outcome}); "
+            f"look at it: python -m orchestrator report {facts.run_id}; or let it go on for "
+            "longer: --resume "
             f"{facts.run_id} --duration 2h"
         )
     config = config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")
     if more_s is not None:
         duration = f"{stored.elapsed_s + more_s}s"
-        config = config.model_copy(update={"run": config.run.model_copy(update={"duration": duration})})
-    return environments.again(facts.mode, config, Target(device=facts.device, one_machine=facts.one_machine))
+        config = config.model_copy(
+            update={"run": config.run.model_copy(update={"duration": duration})}
+        )
+    return environments.again(
+        facts.mode, config, Target(device=facts.device, one_machine=facts.one_machine)
+    )
 
 
 def past_of(stored: StoredRun) -> Past:
@@ -99,28 +110,43 @@ def past_of(stored: StoredRun) -> Past:
 def _slot(record: SlotRecord) -> Slot:
     lost_before = int(_counter(record.counters, "steps_lost_upper_bound", 0))
     done = record.state == WorkerState.DONE
-    finished: dict[str, Any] = {"phase": Phase.DONE, "state": WorkerState.DONE, "reason": record.reason} if done else {}
+    finished: dict[str, Any] = (
+        {"phase": Phase.DONE, "state": WorkerState.DONE, "reason": record.reason} if done else {}
+    )
     orders = _orders(record.orders or {})
     if orders.hold is not None and not done:
         finished = {"state": HeadState.HELD, "reason": "it gets no work until `resume`"}
-    told = {name: value for name in Progress.__slots__ if is_row_value(name, value := record.row.get(name))}
+    told = {
+        name: value
+        for name in Progress.__slots__
+        if is_row_value(name, value := record.row.get(name))
+    }
     return Slot(
         slot=record.slot,
         orders=orders,
         **finished,
         training=Training(told=Progress(**told)),
-        # The earlier processes are gone, and their reports must not be mistaken for those of new ones.
+        # The earlier processes are gone, and their reports must not be mistaken for those of new
+        # ones.
         incarnation=record.incarnation + 1,
         next_sequence=record.next_sequence,
         resume=record.resume,
-        counts=StepCounts(**{name: _counter(record.counters, name, new) for name, new in asdict(NO_COUNTS).items()}),
+        counts=StepCounts(
+            **{
+                name: _counter(record.counters, name, new)
+                for name, new in asdict(NO_COUNTS).items()
+            }
+        ),
         restarts=int(_counter(record.counters, "restarts", 0)),
         steps_lost_upper_bound=lost_before + record.steps_at_risk,
     )
 
 
 def _orders(stored: Mapping[str, Any]) -> Orders:
-    """Return what the user has asked of a slot; what this version does not understand is left out."""
+    """Return what the user has asked of a slot.
+
+    What this version does not understand is left out.
+    """
     hold, cap_bytes = stored.get("hold"), stored.get("cap_bytes")
     return Orders(
         hold=Hold(hold) if hold in list(Hold) else None,
@@ -130,7 +156,10 @@ def _orders(stored: Mapping[str, Any]) -> Orders:
 
 
 def _counter(stored: Mapping[str, int | float], name: str, new: Any) -> Any:  # noqa: ANN401 - int or float, as `new` is
-    """Return a stored counter; `new` for one that another version did not know, and for one that is no number."""
+    """Return a stored counter.
+
+    `new` for one that another version did not know, and for one that is no number.
+    """
     value = stored.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 2**63:
         return new

@@ -34,11 +34,14 @@ def new_folder(config: Config) -> Path:
 
 
 def check_mine(folder: Path) -> None:
-    """Refuse, as a `UsageError`, a folder in which another user may have placed links or another cluster's address."""
+    """Refuse, as a `UsageError`, a folder in which another user may have placed links or another
+    cluster's address.
+    """
     status = folder.stat()
     if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
         raise UsageError(
-            f"{folder} belongs to another user, or other users may write in it; copy it into your own run "
+            f"{folder} belongs to another user, or other users may write in it; copy it into your "
+            "own run "
             f"folder if you trust it, and resume the copy"
         )
 
@@ -71,4 +74,6 @@ def owned(folder: Path) -> Iterator[None]:
 
 
 def _unwritable(folder: Path, error: OSError) -> UsageError:
-    return UsageError(f"cannot write the run folder {folder}: {error.strerror}; choose another with --run-dir")
+    return UsageError(
+        f"cannot write the run folder {folder}: {error.strerror}; choose another with --run-dir"
+    )

@@ -1,7 +1,8 @@
-"""One run from its configuration to its exit code: environment, preflight, supervise, write the summary.
+"""One run from its configuration to its exit code: environment, preflight, supervise, write the
+summary.
 
-Does not parse arguments (`cli/app.py`) and does not exit. What was started is always torn down, and once a run folder
-exists, its summary is always written.
+Does not parse arguments (`cli/app.py`) and does not exit. What was started is always torn down, and
+once a run folder exists, its summary is always written.
 """
 
 from __future__ import annotations
@@ -36,7 +37,15 @@ from orchestrator.record.output import OutputFiles
 from orchestrator.record.records import STORE_NAME, RunFacts
 from orchestrator.record.store import RunStore
 from orchestrator.record.summary import failure_dict, summary_dict, summary_text, write_summary
-from orchestrator.run import fake_sensors, fault_injection, node_setup, preflight, resume, run_dir, viewers
+from orchestrator.run import (
+    fake_sensors,
+    fault_injection,
+    node_setup,
+    preflight,
+    resume,
+    run_dir,
+    viewers,
+)
 from orchestrator.run.clock import Clock
 from orchestrator.run.commands import Commands, answers_before
 from orchestrator.run.environment import Environment, Mode
@@ -76,7 +85,9 @@ class Options:
     cards: node_setup.CardSettings = node_setup.NO_CARD_SETTINGS
     """What else is set on them; only `burn --sweep` asks for that."""
     judge: Watcher | None = None
-    """A watcher that judges the run and reports on it: then `json` only means that this run prints nothing."""
+    """A watcher that judges the run and reports on it: then `json` only means that this run prints
+    nothing.
+    """
 
 
 def run(environment: Environment, options: Options) -> int:
@@ -87,7 +98,8 @@ def run(environment: Environment, options: Options) -> int:
 
 
 def go_on(stored: StoredRun, options: Options, more_s: float | None = None) -> int:
-    """Resume a run whose head has ended, in its own folder, and return the exit code; see `resume.environment_of`.
+    """Resume a run whose head has ended, in its own folder, and return the exit code; see
+    `resume.environment_of`.
 
     Raises:
         OrchestratorError: It is under way, or over, or cannot be run here.
@@ -106,34 +118,53 @@ def _check(environment: Environment, options: Options) -> None:
         fake_sensors.check(options.fake_sensors, is_rehearsal=environment.mode is Mode.REHEARSE)
     is_debug, is_rehearsal = environment.mode is Mode.DEBUG, environment.mode is not Mode.CLUSTER
     if is_debug and options.json:
-        raise UsageError("--json keeps standard output for one object; with --debug the debugger talks there")
+        raise UsageError(
+            "--json keeps standard output for one object; with --debug the debugger talks there"
+        )
     if is_debug and options.chaos is not None:
         raise UsageError("--chaos ends worker processes; with --debug there is none but this one")
     if is_debug and options.apply_power_limit:
-        raise UsageError("--apply-power-limit needs an agent on each node, which --debug does not start")
+        raise UsageError(
+            "--apply-power-limit needs an agent on each node, which --debug does not start"
+        )
     if options.chaos is None:
         return
     if not is_rehearsal and not options.yes_really:
         raise UsageError(
-            "--chaos kills workers of a real cluster; try it with --rehearse, or say that you mean it: --yes-really"
+            "--chaos kills workers of a real cluster; try it with --rehearse, or say that you "
+            "mean it: --yes-really"
         )
     is_mps = environment.config.compute_share_mode == "mps" and environment.target.device != "cpu"
     if is_mps and environment.mode is not Mode.REHEARSE and _DEADLY & set(options.chaos.kinds()):
         raise UsageError(
-            "--chaos ends processes in the middle of a step, and under MPS that can end every other worker of the "
+            "--chaos ends processes in the middle of a step, and under MPS that can end every "
+            "other worker of the "
             "card; valid: faults other than kill, segv and exit, or --set compute_share_mode=duty"
         )
-    check(options.chaos, environment.config.nodes, environment.config.head_node, is_rehearsal=is_rehearsal)
+    check(
+        options.chaos,
+        environment.config.nodes,
+        environment.config.head_node,
+        is_rehearsal=is_rehearsal,
+    )
 
 
 def _in_folder(
-    folder: Path, environment: Environment, options: Options, started_at_unix_s: float, past: Past | None
+    folder: Path,
+    environment: Environment,
+    options: Options,
+    started_at_unix_s: float,
+    past: Past | None,
 ) -> int:
     interrupts = Interrupts()
     interrupts.install()
     is_debug = environment.mode is Mode.DEBUG
     # A debugger talks on standard output and error as they are.
-    screens = nullcontext(Screen(out=sys.stdout, err=sys.stderr)) if is_debug else own_screen(folder / "ray.log")
+    screens = (
+        nullcontext(Screen(out=sys.stdout, err=sys.stderr))
+        if is_debug
+        else own_screen(folder / "ray.log")
+    )
     with run_dir.owned(folder), screens as screen:
         record = _Record(
             folder=folder,
@@ -144,8 +175,9 @@ def _in_folder(
         )
         try:
             if past is None:
-                # Before Ray is started: a head that is killed meanwhile leaves a run that can be resumed. One that is
-                # resumed has its record, and keeps it until there is something to resume.
+                # Before Ray is started: a head that is killed meanwhile leaves a run that can be
+                # resumed. One that is resumed has its record, and keeps it until there is something
+                # to resume.
                 record.begun(environment)
             record.told_of(environment.config.notify)
             return _in_environment(environment, record, interrupts)
@@ -170,7 +202,10 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
             record.tell(*settled.lines)
         facts = record.begun(settled)
         record.outlets.events.write(
-            "run_started", run_id=facts.run_id, workers=len(settled.plans), elapsed_s=facts.elapsed_s
+            "run_started",
+            run_id=facts.run_id,
+            workers=len(settled.plans),
+            elapsed_s=facts.elapsed_s,
         )
         chaos, script, plans = record.options.chaos, record.options.fake_sensors, settled.plans
         # With injected failures nothing is learned that holds without them.
@@ -178,7 +213,9 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
         learned_limits = LearnedLimits(store, record.outlets.events)
         if script is not None:
             record.tell(f"Sensors: faked by {script}")
-            plans = fake_sensors.with_sensors(plans, script, record.folder / "fake-sensors", record.past.elapsed_s)
+            plans = fake_sensors.with_sensors(
+                plans, script, record.folder / "fake-sensors", record.past.elapsed_s
+            )
         kept = node_setup.kept(
             settled,
             fleet,
@@ -190,7 +227,9 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
             events=record.outlets.events,
         )
         clock = Clock()
-        listening = functools.partial(Commands, record.folder, record.outlets, clock, record.past.answers)
+        listening = functools.partial(
+            Commands, record.folder, record.outlets, clock, record.past.answers
+        )
         with kept as plans, contextlib.closing(listening()) as commands:
             record.tell(*filter(None, [commands.problem]))
             injector = None
@@ -202,7 +241,9 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
                 facts=facts,
                 past=record.past,
                 config=settled.config,
-                plans=learned_limits.sent_along(fault_injection.with_faults(plans, chaos), clock.unix_s()),
+                plans=learned_limits.sent_along(
+                    fault_injection.with_faults(plans, chaos), clock.unix_s()
+                ),
                 fleet=fleet,
                 outlets=record.outlets,
                 interrupted=lambda: interrupts.asked,
@@ -248,7 +289,10 @@ class _Record:
         self._begun = self._ended = self._with_report = False
 
     def begun(self, environment: Environment) -> RunFacts:
-        """Record what the run is, so that another head can resume it; again if the cluster changes the environment."""
+        """Record what the run is, so that another head can resume it.
+
+        Again if the cluster changes the environment.
+        """
         config, chaos = environment.config, self.options.chaos
         facts = RunFacts(
             run_id=self.folder.name,
@@ -273,14 +317,18 @@ class _Record:
         if facts.elapsed_s > 0:
             remaining_s = max(0.0, facts.duration_s - facts.elapsed_s)
             self.tell(f"Resuming after {facts.elapsed_s:.0f} s; {remaining_s:.0f} s remain")
-        with contextlib.suppress(OSError):  # the store keeps it too, and says what is wrong with the disk
+        with contextlib.suppress(
+            OSError
+        ):  # the store keeps it too, and says what is wrong with the disk
             (self.folder / "config.yaml").write_text(facts.config_yaml, encoding="utf-8")
         self.outlets.store.begin(facts)
         self.outlets.store.commit()
         return facts
 
     def told_of(self, settings: NotifyConfig) -> None:
-        """Have another process tell of this run if there are addresses, and keep those from workers."""
+        """Have another process tell of this run if there are addresses, and keep those from
+        workers.
+        """
         is_wanted = self.options.judge is None and bool(notify_urls(settings))
         typed = viewers.addresses_taken()
         if is_wanted:
@@ -293,7 +341,9 @@ class _Record:
                 _say(wrapped(line, width_of(self.screen.err)), self.screen.err)
 
     def ended(self, snapshot: Snapshot, missed: Sequence[str], *, interrupted: bool) -> int:
-        """Write the summary of a run that came to its end, with what it missed, and return its exit code."""
+        """Write the summary of a run that came to its end, with what it missed, and return its exit
+        code.
+        """
         outcome, code = outcome_of(missed, interrupted=interrupted)
         notices = tuple(dict.fromkeys((*snapshot.notices, *missed)))
         summary = self._summary(replace(snapshot, notices=notices), outcome, code)
@@ -311,7 +361,9 @@ class _Record:
             self.tell("", "last error of the workload", *(f"  {one_line(line)}" for line in lines))
         self.tell(*section("what fell short", missed, glyphs))
         self.tell(f"Outcome: {outcome}. Summary: {place}")
-        following = ("Go on", ("run", "--resume")) if interrupted else ("See what happened", ("report",))
+        following = (
+            ("Go on", ("run", "--resume")) if interrupted else ("See what happened", ("report",))
+        )
         self.tell(f"{following[0]}: {command_for(self.folder, *following[1])}")
         self._report()
         return code
@@ -339,11 +391,17 @@ class _Record:
         if self._with_report:
             viewers.report(self.folder, self.tell)
 
-    def _summary(self, snapshot: Snapshot, outcome: str, code: int, error: str | None = None) -> dict[str, Any]:
+    def _summary(
+        self, snapshot: Snapshot, outcome: str, code: int, error: str | None = None
+    ) -> dict[str, Any]:
         injector = None if self.supervisor is None else self.supervisor.injector
         faults, counts = ([], []) if injector is None else (injector.faults(), injector.counts())
-        started = datetime.fromtimestamp(self.started_at_unix_s, UTC).isoformat(timespec="milliseconds")
-        return summary_dict(snapshot, outcome, code, started, error, faults=faults, fault_counts=counts)
+        started = datetime.fromtimestamp(self.started_at_unix_s, UTC).isoformat(
+            timespec="milliseconds"
+        )
+        return summary_dict(
+            snapshot, outcome, code, started, error, faults=faults, fault_counts=counts
+        )
 
     def _write(self, summary: dict[str, Any]) -> str:
         """Write the summary if the folder can take it; return where it is, or why it is not."""

@@ -1,4 +1,7 @@
-"""From a slot's plan and state to its row in the health table, and to its record in the store. Pure; draws nothing."""
+"""From a slot's plan and state to its row in the health table, and to its record in the store.
+
+Pure; draws nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,15 @@ from orchestrator.core.training import Training
 from orchestrator.record.model import Brief, LazyRows, Row
 from orchestrator.record.records import COUNTERS, SlotProgress, SlotRecord
 from orchestrator.record.store import RunStore
-from workers.messages import DeviceInfo, MemoryInfo, Progress, Report, ResumeState, StepCounts, WorkerState
+from workers.messages import (
+    DeviceInfo,
+    MemoryInfo,
+    Progress,
+    Report,
+    ResumeState,
+    StepCounts,
+    WorkerState,
+)
 from workers.readings import SensorReading
 
 #: Throughput and duty are means over the reports of about this long: steady to read, quick to fall.
@@ -28,7 +39,15 @@ _counters_of = attrgetter(*StepCounts.__slots__)
 _OF_REPORT = ("size", "batch", "claim_bytes")
 _OF_MEMORY = tuple(name for name in MemoryInfo.__slots__ if name in Row.__slots__)
 #: What progress tells of a process at work.
-_SPEEDS = ("samples_per_s", "tokens_per_s", "data_wait_pct", "copies_pct", "optimizer_pct", "mfu_pct", "eta_s")
+_SPEEDS = (
+    "samples_per_s",
+    "tokens_per_s",
+    "data_wait_pct",
+    "copies_pct",
+    "optimizer_pct",
+    "mfu_pct",
+    "eta_s",
+)
 
 _OF_SENSORS = tuple(name for name in SensorReading.__slots__ if name in Row.__slots__)
 
@@ -40,11 +59,15 @@ class Meter:
     best_tflops: float | None = None
     """Most that was sustained, in this run or before."""
     tflops: float | None = None
-    """Sustained TFLOP/s: work over wall time, pauses for the duty included; `None` if the workload counts none."""
+    """Sustained TFLOP/s: work over wall time, pauses for the duty included; `None` if the workload
+    counts none.
+    """
     duty: float | None = None
     """Share of wall time the device was kept busy."""
     _window: deque[tuple[float, float, float, int | None]] = field(default_factory=deque)
-    """Of each report the wall time, work and busy time that were summed up before it, and its clock."""
+    """Of each report the wall time, work and busy time that were summed up before it, and its
+    clock.
+    """
     _wall_s: float = 0.0
     _flop: float = 0.0
     _busy_s: float = 0.0
@@ -55,14 +78,17 @@ class Meter:
 
         The first report of a process contains its warm-up: it is used only until there is another.
         """
-        is_first = bool(report.events) and any(event.name == "device_opened" for event in report.events)
+        is_first = bool(report.events) and any(
+            event.name == "device_opened" for event in report.events
+        )
         window, counts = self._window, report.counts
         if is_first or self._has_first:
             window.clear()
         self._has_first = is_first
         clock_mhz = None if report.sensors is None else report.sensors.sm_clock_mhz
         window.append((self._wall_s, self._flop, self._busy_s, clock_mhz))
-        # Sums over all reports: those of the window are differences, which costs the same however many it has.
+        # Sums over all reports: those of the window are differences, which costs the same however
+        # many it has.
         self._wall_s += report.wall_s
         self._flop += counts.work_flop
         self._busy_s += counts.busy_s
@@ -93,7 +119,8 @@ def _is_at_work(slot: Slot) -> bool:
 def _progress(slot: Slot, peak_pct: float | None) -> Progress:
     """Return how far the slot is; without a process it has no speed.
 
-    A training counts the operations of its model alone, so their share of what the card is rated for is its MFU.
+    A training counts the operations of its model alone, so their share of what the card is rated
+    for is its MFU.
     """
     progress = slot.training.progress
     if progress.train_step is None:
@@ -104,9 +131,16 @@ def _progress(slot: Slot, peak_pct: float | None) -> Progress:
 
 
 def _reason(slot: Slot, now_s: float) -> str:
-    """Return the slot's reason; of a first process that is awaited, also for how long it has been."""
+    """Return the slot's reason.
+
+    Of a first process that is awaited, also for how long it has been.
+    """
     waited_s = 0 if slot.working_since_s is None else int(now_s - slot.working_since_s)
-    return f"{slot.reason}, {waited_s} s so far" if waited_s and slot.state is HeadState.STARTING else slot.reason
+    return (
+        f"{slot.reason}, {waited_s} s so far"
+        if waited_s and slot.state is HeadState.STARTING
+        else slot.reason
+    )
 
 
 def _heartbeat_age_s(slot: Slot, now_s: float) -> float | None:
@@ -115,8 +149,13 @@ def _heartbeat_age_s(slot: Slot, now_s: float) -> float | None:
     return now_s - slot.heard_at_s if is_awaited and slot.heard_at_s is not None else None
 
 
-def _peak_pct(tflops: float | None, device: DeviceInfo | None, sm_clock_mhz: int | None) -> float | None:
-    """Return the share of what the card is rated for at its present clock; `None` where no rating is known."""
+def _peak_pct(
+    tflops: float | None, device: DeviceInfo | None, sm_clock_mhz: int | None
+) -> float | None:
+    """Return the share of what the card is rated for at its present clock.
+
+    `None` where no rating is known.
+    """
     if tflops is None or device is None or device.kind != "cuda":
         return None
     profile = match_profile(device.name, device.total_bytes)
@@ -125,10 +164,16 @@ def _peak_pct(tflops: float | None, device: DeviceInfo | None, sm_clock_mhz: int
 
 
 class SlotRows(LazyRows):
-    """The rows of all slots at `now_s` (monotonic seconds), to be made at once: the meters change with each report."""
+    """The rows of all slots at `now_s` (monotonic seconds), to be made at once: the meters change
+    with each report.
+    """
 
     def __init__(
-        self, plans: Mapping[str, SlotPlan], slots: Mapping[str, Slot], meters: Mapping[str, Meter], now_s: float
+        self,
+        plans: Mapping[str, SlotPlan],
+        slots: Mapping[str, Slot],
+        meters: Mapping[str, Meter],
+        now_s: float,
     ) -> None:
         self._plans = plans
         self._slots = tuple(slots.values())
@@ -154,7 +199,9 @@ class SlotRows(LazyRows):
 
     def tflops(self) -> Iterator[float | None]:
         """See `LazyRows.tflops`."""
-        return (self._meters[slot.slot].tflops if _is_at_work(slot) else None for slot in self._slots)
+        return (
+            self._meters[slot.slot].tflops if _is_at_work(slot) else None for slot in self._slots
+        )
 
     def of(self, brief: Brief) -> Row:
         """See `LazyRows.of`."""
@@ -169,10 +216,15 @@ class SlotRows(LazyRows):
 def row(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
     """Return what the table shows of a slot at `now_s` (monotonic seconds)."""
     # Of a held slot without a process, what the last one held is free.
-    report, device = None if slot.phase is Phase.HELD and not slot.ready else slot.report, slot.device
+    report, device = (
+        None if slot.phase is Phase.HELD and not slot.ready else slot.report,
+        slot.device,
+    )
     memory, sensors = (None, None) if report is None else (report.memory, report.sensors)
     tflops = meter.tflops if _is_at_work(slot) else None
-    peak_pct = None if slot.state is WorkerState.PAUSED else _peak_pct(tflops, device, meter.sm_clock_mhz)
+    peak_pct = (
+        None if slot.state is WorkerState.PAUSED else _peak_pct(tflops, device, meter.sm_clock_mhz)
+    )
     temperature_of = None
     if sensors is not None and sensors.temperature_c is not None:
         temperature_of = "processor" if sensors.of_processor else "card"
@@ -188,7 +240,9 @@ def row(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
         dtype=device.dtype if device is not None else plan.spec.workload.dtype,
         tflops=tflops,
         peak_pct=peak_pct,
-        baseline_pct=100.0 * tflops / meter.best_tflops if tflops is not None and meter.best_tflops else None,
+        baseline_pct=100.0 * tflops / meter.best_tflops
+        if tflops is not None and meter.best_tflops
+        else None,
         cap_bytes=slot.orders.within_cap(device.cap_bytes) if device is not None else None,
         budget_bytes=plan.spec.budget_bytes,
         counts=slot.counts,
@@ -210,21 +264,37 @@ def _counters(slot: Slot) -> tuple[float, ...]:
 
 
 class Recorder:
-    """Puts slots that have changed into the store: all of a record only where more than its progress has changed."""
+    """Puts slots that have changed into the store: all of a record only where more than its
+    progress has changed.
+    """
 
-    def __init__(self, plans: Mapping[str, SlotPlan], meters: Mapping[str, Meter], store: RunStore) -> None:
+    def __init__(
+        self, plans: Mapping[str, SlotPlan], meters: Mapping[str, Meter], store: RunStore
+    ) -> None:
         self._plans = plans
         self._meters = meters
         self._store = store
-        self._written: dict[str, tuple[SlotState, str, int, ResumeState | None, Training, Orders]] = {}
+        self._written: dict[
+            str, tuple[SlotState, str, int, ResumeState | None, Training, Orders]
+        ] = {}
 
-    def take(self, changed: Collection[str], slots: Mapping[str, Slot], now_s: float, now_unix_s: float) -> None:
+    def take(
+        self, changed: Collection[str], slots: Mapping[str, Slot], now_s: float, now_unix_s: float
+    ) -> None:
         """Give the store what is new of these slots at `now_s` (monotonic seconds)."""
         records, written = [], self._written
         for name in changed:
             slot = slots[name]
-            # Every step that a training tells of: one that is done again later must be known to have been done.
-            told = (slot.state, slot.reason, slot.incarnation, slot.resume, slot.training, slot.orders)
+            # Every step that a training tells of: one that is done again later must be known to
+            # have been done.
+            told = (
+                slot.state,
+                slot.reason,
+                slot.incarnation,
+                slot.resume,
+                slot.training,
+                slot.orders,
+            )
             if written.get(name) != told:
                 written[name] = told
                 records.append(self._record(slot, now_s))
@@ -249,6 +319,11 @@ class Recorder:
 
     @staticmethod
     def _progress(slot: Slot, unix_offset_s: float) -> SlotProgress:
-        """Return what a report changes in the store; `unix_offset_s` is Unix time less monotonic time."""
+        """Return what a report changes in the store.
+
+        `unix_offset_s` is Unix time less monotonic time.
+        """
         heard_at_unix_s = None if slot.heard_at_s is None else slot.heard_at_s + unix_offset_s
-        return SlotProgress(slot.slot, slot.next_sequence, steps_at_risk(slot), heard_at_unix_s, _counters(slot))
+        return SlotProgress(
+            slot.slot, slot.next_sequence, steps_at_risk(slot), heard_at_unix_s, _counters(slot)
+        )

@@ -1,7 +1,8 @@
 """Copies of the slots' states in the run folder, put together from the pieces that reports carry.
 
-A worker begins at the copy where its own node has nothing newer: on another PC, or after its disk was lost. Not written
-through to the disk: that would hold up the head, and a copy is verified when it is read.
+A worker begins at the copy where its own node has nothing newer: on another PC, or after its disk
+was lost. Not written through to the disk: that would hold up the head, and a copy is verified when
+it is read.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ class SnapshotKeeper:
         """One sentence; `None`: there is none."""
 
     def take(self, report: Report) -> None:
-        """Add the piece of a report; one that does not continue what is here is dropped, with all before it."""
+        """Add the piece of a report.
+
+        One that does not continue what is here is dropped, with all before it.
+        """
         piece = report.snapshot
         if piece is None:
             return
@@ -35,14 +39,19 @@ class SnapshotKeeper:
         try:
             self._add(report.slot, piece)
         except OSError as failure:
-            self.problem = f"states of the workers are not kept in {self._folder}: {failure.strerror}"
+            self.problem = (
+                f"states of the workers are not kept in {self._folder}: {failure.strerror}"
+            )
             return
         self.problem = None
         if not piece.is_last:
             self._under_way[report.slot] = (*told[:2], piece.offset_bytes + len(piece.data))
 
     def copy_for(self, slot: str, incarnation: int) -> bytes | None:
-        """Return the copy for a process of the slot that is not its first one, once for each; `None`: there is none."""
+        """Return the copy for a process of the slot that is not its first one, once for each.
+
+        `None`: there is none.
+        """
         if incarnation == 0 or self._given.get(slot) == incarnation:
             return None
         self._given[slot] = incarnation

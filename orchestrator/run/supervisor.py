@@ -1,9 +1,10 @@
-"""Runs the lifecycle: owns the clock, polls the fleet, feeds events, performs commands, informs watchers.
+"""Runs the lifecycle: owns the clock, polls the fleet, feeds events, performs commands, informs
+watchers.
 
-A turn takes in what has happened, writes it to the store, and only then sends anything. So a head that is killed has
-never sent a slice that its store does not know. Decides nothing about a slot (`lifecycle.py`), about nodes
-(`node_watch.py`) or about where slots go (`placement.py`). It decides only when a run begins to count and when it ends.
-One thread, no callbacks.
+A turn takes in what has happened, writes it to the store, and only then sends anything. So a head
+that is killed has never sent a slice that its store does not know. Decides nothing about a slot
+(`lifecycle.py`), about nodes (`node_watch.py`) or about where slots go (`placement.py`). It decides
+only when a run begins to count and when it ends. One thread, no callbacks.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from workers.messages import Directive
 #: How long one wait for a report may last: Ctrl-C and timers may be late by so much.
 _POLL_S = 0.1
 
-#: A turn begins so much later than the one before for each slot: what many workers report meanwhile is written in one
-#: transaction. No worker waits for it: it has another slice queued.
+#: A turn begins so much later than the one before for each slot: what many workers report meanwhile
+#: is written in one transaction. No worker waits for it: it has another slice queued.
 _TURN_S_PER_SLOT = 100e-6
 _TURN_MOST_S = 0.1
 
@@ -52,15 +53,18 @@ _SILENT_S = 1.0
 #: What is done so often at most. A killed head loses what was learned since the last save.
 _EVERY_S = {"look at nodes": 1.0, "watch": 1.0, "show": 0.25, "save": 60.0}
 
-#: If the clock jumps by so much, this process was suspended; for so long afterwards no timer counts.
+#: If the clock jumps by so much, this process was suspended; for so long afterwards no timer
+#: counts.
 _SUSPENDED_S = 3.0
 _CATCH_UP_S = 2.0
 
-#: Ray's memory monitor and its process table know within a second; a new process reports after two or more.
+#: Ray's memory monitor and its process table know within a second; a new process reports after two
+#: or more.
 _EXPLAIN_WITHIN_S = 3.0
 
-#: Objects that may be made for each slot between two searches for cycles of garbage. Reports leave no cycles behind, so
-#: a head of many slots would spend a quarter of its time on looking for them in vain.
+#: Objects that may be made for each slot between two searches for cycles of garbage. Reports leave
+#: no cycles behind, so a head of many slots would spend a quarter of its time on looking for them
+#: in vain.
 _OBJECTS_PER_SLOT = 20
 
 
@@ -70,7 +74,10 @@ _OVER = frozenset({Phase.QUARANTINED, Phase.DONE})
 
 @contextmanager
 def _fewer_collections(slot_count: int) -> Iterator[None]:
-    """Collect as often as a run of so many slots needs; what was loaded before it is not looked at."""
+    """Collect as often as a run of so many slots needs.
+
+    What was loaded before it is not looked at.
+    """
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(max(before[0], _OBJECTS_PER_SLOT * slot_count), *before[1:])
@@ -92,7 +99,9 @@ class Supervisor:
     plans: Sequence[SlotPlan]
     fleet: Fleet
     outlets: Outlets
-    """Told of every event, every snapshot, and every slot that changed before anything is sent because of it."""
+    """Told of every event, every snapshot, and every slot that changed before anything is sent
+    because of it.
+    """
     interrupted: Callable[[], bool]
     learned_limits: LearnedLimits
     snapshots: SnapshotKeeper
@@ -102,8 +111,8 @@ class Supervisor:
     injector: FaultInjector | None = None
     clock: Clock = field(default_factory=Clock)
     strict: bool = False
-    """Whether an event that the lifecycle does not allow ends the run (tests), or is written to the event log and
-    otherwise ignored."""
+    """Whether an event that the lifecycle does not allow ends the run (tests), or is written to the
+    event log and otherwise ignored."""
 
     workload_error: str | None = field(default=None, init=False)
     """The traceback of the last error of the workload."""
@@ -122,7 +131,9 @@ class Supervisor:
         self._changed: dict[str, None] = dict.fromkeys(self._plans)
         """In the order of their changes; at first in that of the plan."""
         self._timers = Timers()
-        self._turn_s = min(_TURN_MOST_S, _TURN_S_PER_SLOT * len(self._plans), self._rules.slice_s / 10)
+        self._turn_s = min(
+            _TURN_MOST_S, _TURN_S_PER_SLOT * len(self._plans), self._rules.slice_s / 10
+        )
         self._turn_at_s = float("-inf")
         self._cards_wait = False
         """Whether a slot changed in a way that may make its card one to give up."""
@@ -214,7 +225,9 @@ class Supervisor:
             self.injector.shake_nodes(self.fleet, now_s)
         self._send_out()
         if not self._slots_busy():
-            self.clock.sleep(_POLL_S)  # nothing is under way, so the next wait would come back at once
+            self.clock.sleep(
+                _POLL_S
+            )  # nothing is under way, so the next wait would come back at once
         if self._is_time_to("save", now_s):
             self.learned_limits.save()
         self._show()
@@ -234,7 +247,9 @@ class Supervisor:
             self._take(ended)
 
     def _watch(self) -> None:
-        """Ask what the processes do that do not report: before they are taken for hung, their nodes are to be heard."""
+        """Ask what the processes do that do not report: before they are taken for hung, their nodes
+        are to be heard.
+        """
         now_s = self.clock.monotonic_s()
         if self._is_time_to("watch", now_s):
             silent = [
@@ -248,9 +263,9 @@ class Supervisor:
     def _tick(self) -> None:
         """Send a tick to slots whose timers are due, unless this process has just been suspended.
 
-        After a suspension the workers were not late, and what they reported meanwhile must come in first. One reading
-        of the clock serves for the gap and for the timers; with two, a stop between them would count against the
-        workers.
+        After a suspension the workers were not late, and what they reported meanwhile must come in
+        first. One reading of the clock serves for the gap and for the timers; with two, a stop
+        between them would count against the workers.
         """
         now_s = self.clock.monotonic_s()
         if now_s - self._looked_at_s > _SUSPENDED_S:
@@ -265,7 +280,9 @@ class Supervisor:
 
     def _obey(self) -> None:
         is_ending, nodes = self._ended_s is not None, self._nodes.seen()
-        for name, event in self.commands.heard(self._slots, self._plans, nodes, is_ending=is_ending):
+        for name, event in self.commands.heard(
+            self._slots, self._plans, nodes, is_ending=is_ending
+        ):
             self._feed(name, event)
 
     def _send_out(self) -> None:
@@ -289,12 +306,18 @@ class Supervisor:
             self.outlets.show(self.snapshot())
 
     def _begin_counting(self) -> None:
-        """The planned time begins when every worker whose node is there has answered, or has had its chance."""
+        """The planned time begins when every worker whose node is there has answered, or has had
+        its chance.
+        """
         if self._ends_at_s is not None:
             return
         now_s = self.clock.monotonic_s()
-        here = [slot for slot in self._slots.values() if slot.phase not in {Phase.ABSENT, Phase.DONE}]
-        answered = [slot for slot in here if slot.ready or slot.phase in {Phase.QUARANTINED, Phase.HELD}]
+        here = [
+            slot for slot in self._slots.values() if slot.phase not in {Phase.ABSENT, Phase.DONE}
+        ]
+        answered = [
+            slot for slot in here if slot.ready or slot.phase in {Phase.QUARANTINED, Phase.HELD}
+        ]
         if not answered:
             return
         self._first_ready_s = self._first_ready_s if self._first_ready_s is not None else now_s
@@ -304,7 +327,9 @@ class Supervisor:
             self._ends_at_s = now_s + remaining_s
             if self.injector is not None:
                 self.injector.begin(now_s, self._ends_at_s)
-            self.outlets.events.write("counting", duration_s=remaining_s, startup_s=now_s - self._began_s)
+            self.outlets.events.write(
+                "counting", duration_s=remaining_s, startup_s=now_s - self._began_s
+            )
 
     def _ask_why(self, now_s: float) -> None:
         """Ask why processes have ended; the cluster finds out a little later than we do."""
@@ -333,14 +358,23 @@ class Supervisor:
                 self.output.take(report)
                 for happened in report.events:
                     self.outlets.events.write(
-                        happened.name, slot=report.slot, worker_at_unix_s=happened.at_unix_s, **dict(happened.detail)
+                        happened.name,
+                        slot=report.slot,
+                        worker_at_unix_s=happened.at_unix_s,
+                        **dict(happened.detail),
                     )
                 if report.error is not None:
                     self.workload_error = report.error
-                    self.outlets.events.write("workload_error", slot=report.slot, traceback=report.error)
+                    self.outlets.events.write(
+                        "workload_error", slot=report.slot, traceback=report.error
+                    )
             case SliceFailed(failure=failure) if failure is not SliceFailure.UNSENT:
                 self.outlets.events.write(
-                    "slice_failed", slot=ended.slot, failure=failure.value, text=ended.text, sequence=ended.sequence
+                    "slice_failed",
+                    slot=ended.slot,
+                    failure=failure.value,
+                    text=ended.text,
+                    sequence=ended.sequence,
                 )
         self._feed(ended.slot, ended)
 
@@ -351,12 +385,16 @@ class Supervisor:
         except lifecycle.IllegalEventError as error:
             if self.strict:
                 raise
-            self.outlets.events.write("illegal_event", slot=name, phase=error.phase.value, refused=error.event)
+            self.outlets.events.write(
+                "illegal_event", slot=name, phase=error.phase.value, refused=error.event
+            )
             return
         if after is before and not commands:
             return
         if self.injector is not None:
-            accepted = next((command.report for command in commands if isinstance(command, slots.Accept)), None)
+            accepted = next(
+                (command.report for command in commands if isinstance(command, slots.Accept)), None
+            )
             self.injector.chaos.watch(before, after, accepted, now_s)
         if after.restarts > before.restarts:
             self._unexplained[name] = now_s + _EXPLAIN_WITHIN_S
@@ -365,7 +403,11 @@ class Supervisor:
         self._slots[name] = after
         self._changed[name] = None
         # A report moves a deadline to later, which the timer finds out when it is due.
-        if after.phase is not before.phase or after.ready is not before.ready or after.wake_at_s != before.wake_at_s:
+        if (
+            after.phase is not before.phase
+            or after.ready is not before.ready
+            or after.wake_at_s != before.wake_at_s
+        ):
             self._timers.set(name, dispatch.due_at_s(after, self._rules))
             self._cards_wait = True
         for command in commands:
@@ -393,8 +435,14 @@ class Supervisor:
                 fault = None if injector is None else injector.process_fault(slot, command, now_s)
                 lease_bytes = self._broker.grant(slot, command.sequence)
                 copy = self.snapshots.copy_for(name, command.incarnation)
-                if (fault, lease_bytes, copy) != (None, None, None):  # hardly ever, and a copy takes time
-                    command = replace(command, process_fault=fault, lease_bytes=lease_bytes, snapshot=copy)
+                if (fault, lease_bytes, copy) != (
+                    None,
+                    None,
+                    None,
+                ):  # hardly ever, and a copy takes time
+                    command = replace(
+                        command, process_fault=fault, lease_bytes=lease_bytes, snapshot=copy
+                    )
                 self.fleet.submit(name, command)
             case slots.Forget():
                 self.fleet.forget(name)
@@ -410,7 +458,9 @@ class Supervisor:
         self._send_out()
         # One slice may just have begun, with another behind it.
         # Two slices are under way, and a training is sent another one to save in.
-        deadline_s = self.clock.monotonic_s() + 3 * self._rules.slice_s + self.config.run.stop_grace_s
+        deadline_s = (
+            self.clock.monotonic_s() + 3 * self._rules.slice_s + self.config.run.stop_grace_s
+        )
         while self._slots_busy() and self.clock.monotonic_s() < deadline_s:
             self._hear()
             self._watch()

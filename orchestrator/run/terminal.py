@@ -1,8 +1,9 @@
-"""The user's terminal: Ctrl-C as a question, and the product's own output apart from what its libraries print.
+"""The user's terminal: Ctrl-C as a question, and the product's own output apart from what its
+libraries print.
 
-Ray writes multi-line warnings straight to file descriptors 1 and 2 of the driver, whatever its logging settings.
-While a run lasts, both lead to a log file; what the product itself shows goes to copies of the real ones. Does not
-stop or format anything.
+Ray writes multi-line warnings straight to file descriptors 1 and 2 of the driver, whatever its
+logging settings. While a run lasts, both lead to a log file; what the product itself shows goes to
+copies of the real ones. Does not stop or format anything.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class Screen:
 
 @contextlib.contextmanager
 def own_screen(log_path: Path | None) -> Iterator[Screen]:
-    """Append what is written to file descriptors 1 and 2 to `log_path` (`None` drops it), and yield the real ones."""
+    """Append what is written to file descriptors 1 and 2 to `log_path` (`None` drops it), and yield
+    the real ones.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     saved = os.dup(1), os.dup(2)
@@ -38,7 +41,9 @@ def own_screen(log_path: Path | None) -> Iterator[Screen]:
         os.dup2(sink, number)
     os.close(sink)
     out, err = (
-        os.fdopen(os.dup(real), "w", encoding=usual.encoding or "utf-8", errors="replace", buffering=1)
+        os.fdopen(
+            os.dup(real), "w", encoding=usual.encoding or "utf-8", errors="replace", buffering=1
+        )
         for real, usual in zip(saved, (sys.stdout, sys.stderr), strict=True)
     )
     try:
@@ -55,9 +60,11 @@ def own_screen(log_path: Path | None) -> Iterator[Screen]:
 
 
 class Interrupts:
-    """Turns the first Ctrl-C (or SIGTERM, or a closed terminal) into a question the run asks; the second raises.
+    """Turns the first Ctrl-C (or SIGTERM, or a closed terminal) into a question the run asks; the
+    second raises.
 
-    Any further one is ignored, also after `restore`: the command ends anyway, and must not be killed while it says how.
+    Any further one is ignored, also after `restore`: the command ends anyway, and must not be
+    killed while it says how.
     """
 
     _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -67,7 +74,10 @@ class Interrupts:
         self._before = {number: signal.getsignal(number) for number in self._NUMBERS}
 
     def install(self) -> None:
-        """Take the signals; to be called again after Ray has connected, which takes SIGTERM for itself."""
+        """Take the signals.
+
+        To be called again after Ray has connected, which takes SIGTERM for itself.
+        """
         for number in self._NUMBERS:
             # `nohup` has this ignored, and means that the run outlives the terminal.
             if self._before[number] is not signal.SIG_IGN:

@@ -1,7 +1,8 @@
-"""Starts what watches a run from outside: verbs of this program in processes of their own, which outlive the head.
+"""Starts what watches a run from outside: verbs of this program in processes of their own, which
+outlive the head.
 
-The run ends none: each ends by itself after the run. If one fails, the run goes on. Only for the report does the head
-wait, once the run is over.
+The run ends none: each ends by itself after the run. If one fails, the run goes on. Only for the
+report does the head wait, once the run is over.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ def addresses_taken() -> dict[str, str]:
 def start(
     verb: str, folder: Path, tell: Callable[[str], None], environment: Mapping[str, str], *more: str
 ) -> subprocess.Popen[bytes] | None:
-    """Start a verb on a run folder, with the configuration and the log in it; `None` if that fails."""
+    """Start a verb on a run folder, with the configuration and the log in it.
+
+    `None` if that fails.
+    """
     command = [
         *(sys.executable, "-m", "orchestrator", verb, folder.name),
         *("--config", str(folder / "config.yaml"), "--run-dir", str(folder.parent), *more),
@@ -53,7 +57,8 @@ def start(
 
 
 def report(folder: Path, tell: Callable[[str], None]) -> None:
-    """Write the report of a run that has ended, open it where there is a desktop, and tell where it is.
+    """Write the report of a run that has ended, open it where there is a desktop, and tell where it
+    is.
 
     If it cannot be written, what is told is where the reason is.
     """

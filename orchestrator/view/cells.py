@@ -1,7 +1,8 @@
-"""The letters and numbers of the table: which characters may be used, and how a value becomes a few of them.
+"""The letters and numbers of the table: which characters may be used, and how a value becomes a few
+of them.
 
-Does not know rows, columns or widths of terminals. Every function that formats a value returns `None` for an unknown
-one; the caller shows `Glyphs.missing` for it.
+Does not know rows, columns or widths of terminals. Every function that formats a value returns
+`None` for an unknown one; the caller shows `Glyphs.missing` for it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from rich.text import Text
 from orchestrator.record.model import finite
 
 #: A command up to the end of its sentence.
-_COMMAND: Final = re.compile(r"(?:python -m orchestrator|ray (?:start|status)|sudo) .*?(?=[;,.]? *$|[;,] |\. )")
+_COMMAND: Final = re.compile(
+    r"(?:python -m orchestrator|ray (?:start|status)|sudo) .*?(?=[;,.]? *$|[;,] |\. )"
+)
 
 _HUGE = 1e7
 _TINY = 0.001
@@ -43,16 +46,25 @@ class Glyphs:
     empty: str
 
     def clean(self, text: str) -> str:
-        """Return hostile text as one harmless line: no control characters, no line breaks, nothing unprintable."""
+        """Return hostile text as one harmless line: no control characters, no line breaks, nothing
+        unprintable.
+        """
         line = " ".join("".join(char if char.isprintable() else " " for char in text).split())
         return line.encode(self.charset, "replace").decode(self.charset)
 
     def shorten(self, text: str, width: int) -> str:
-        """Return text cut to a width in terminal cells; an ellipsis shows where something is missing."""
+        """Return text cut to a width in terminal cells.
+
+        An ellipsis shows where something is missing.
+        """
         if cell_len(text) <= width:
             return text
         room = width - cell_len(self.ellipsis)
-        return chop_cells(text, room)[0].rstrip() + self.ellipsis if room > 0 else self.ellipsis[: max(0, width)]
+        return (
+            chop_cells(text, room)[0].rstrip() + self.ellipsis
+            if room > 0
+            else self.ellipsis[: max(0, width)]
+        )
 
     def bar(self, *, full: float, part: float, width: int) -> str:
         """Return a bar: `full` of it filled, from there to `part` half filled; both 0..1.
@@ -60,9 +72,14 @@ class Glyphs:
         Every value above 0 shows as at least one cell.
         """
         full_cells, part_cells = (
-            max(share > 0, int(min(1.0, max(0.0, share)) * width)) for share in (full, max(full, part))
+            max(share > 0, int(min(1.0, max(0.0, share)) * width))
+            for share in (full, max(full, part))
         )
-        return self.full * full_cells + self.part * (part_cells - full_cells) + self.empty * (width - part_cells)
+        return (
+            self.full * full_cells
+            + self.part * (part_cells - full_cells)
+            + self.empty * (width - part_cells)
+        )
 
 
 UNICODE = Glyphs(
@@ -78,24 +95,42 @@ UNICODE = Glyphs(
 )
 
 ASCII = Glyphs(
-    charset="ascii", missing="-", ellipsis="...", separator=" | ", rule="-", branch="`-", full="#", part="=", empty="."
+    charset="ascii",
+    missing="-",
+    ellipsis="...",
+    separator=" | ",
+    rule="-",
+    branch="`-",
+    full="#",
+    part="=",
+    empty=".",
 )
 
 
 def glyphs_for(encoding: str | None) -> Glyphs:
-    """Return the glyphs that a stream of this encoding can take; plain ASCII unless it is a kind of UTF."""
+    """Return the glyphs that a stream of this encoding can take.
+
+    Plain ASCII unless it is a kind of UTF.
+    """
     return UNICODE if encoding is not None and encoding.lower().startswith("utf") else ASCII
 
 
 def decimals_for(values: Iterable[float | None], *, significant: int = 4) -> int:
-    """Return the decimals that show the largest value with so many digits, at most 3: one choice for a column."""
-    largest = max((abs(known) for value in values if (known := finite(value)) is not None), default=0.0)
+    """Return the decimals that show the largest value with so many digits, at most 3: one choice
+    for a column.
+    """
+    largest = max(
+        (abs(known) for value in values if (known := finite(value)) is not None), default=0.0
+    )
     whole_digits = len(str(int(largest))) if largest < _HUGE else significant
     return min(3, max(0, significant - whole_digits))
 
 
 def number(value: float | None, decimals: int) -> str | None:
-    """Return a number with fixed decimals; huge ones as 1e+09, and never 0.000 for something above nothing."""
+    """Return a number with fixed decimals.
+
+    Huge ones as 1e+09, and never 0.000 for something above nothing.
+    """
     known = finite(value)
     if known is None:
         return None
@@ -107,7 +142,10 @@ def number(value: float | None, decimals: int) -> str | None:
 
 
 def whole(value: int | None) -> str | None:
-    """Return a count; beyond nine digits as 1e+10, so that no counter can push a column off the screen."""
+    """Return a count.
+
+    Beyond nine digits as 1e+10, so that no counter can push a column off the screen.
+    """
     if value is None or abs(value) < 10**9:
         return None if value is None else str(value)
     exponent = len(str(abs(value))) - 1 if abs(value) < 10**300 else 300
@@ -115,7 +153,9 @@ def whole(value: int | None) -> str | None:
 
 
 def share_pct(share: float | None) -> str | None:
-    """Return a share of 0..1 in per cent, rounded down: 100 means all, 99.9 that something is missing."""
+    """Return a share of 0..1 in per cent, rounded down: 100 means all, 99.9 that something is
+    missing.
+    """
     known = finite(share)
     if known is None:
         return None
@@ -125,7 +165,10 @@ def share_pct(share: float | None) -> str | None:
 
 
 def clock(seconds: float) -> str:
-    """Return a length of time as 02:10, or 1:02:10 from an hour on; it keeps its width while it ticks."""
+    """Return a length of time as 02:10, or 1:02:10 from an hour on.
+
+    It keeps its width while it ticks.
+    """
     whole_s = int(max(0.0, finite(seconds) or 0.0))
     minutes, rest_s = divmod(whole_s, 60)
     hours, minutes = divmod(minutes, 60)
@@ -139,7 +182,9 @@ def joined(parts: Iterable[str | None], missing: str) -> str | None:
 
 
 def flow(segments: Iterable[Text], width: int, separator: str) -> list[Text]:
-    """Return lines filled with whole segments: a line is broken between two of them, never inside one."""
+    """Return lines filled with whole segments: a line is broken between two of them, never inside
+    one.
+    """
     lines: list[Text] = []
     for segment in segments:
         if lines and lines[-1].cell_len + cell_len(separator) + segment.cell_len <= width:
@@ -150,9 +195,11 @@ def flow(segments: Iterable[Text], width: int, separator: str) -> list[Text]:
 
 
 def wrapped(text: str, width: int | None) -> str:
-    """Return text whose lines are broken between words at a width, but not within a command, which is to be copied.
+    """Return text whose lines are broken between words at a width, but not within a command, which
+    is to be copied.
 
-    `None` breaks nothing. A line that is too long goes on below the first word behind its own indent.
+    `None` breaks nothing. A line that is too long goes on below the first word behind its own
+    indent.
     """
     if width is None:
         return text
@@ -162,7 +209,11 @@ def wrapped(text: str, width: int | None) -> str:
             indent = " " * (len(line) - len(line.lstrip()) + 2)
             kept = _COMMAND.sub(lambda found: found[0].replace(" ", "\0"), line)
             broken = wrap(
-                kept, max(20, width), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+                kept,
+                max(20, width),
+                subsequent_indent=indent,
+                break_long_words=False,
+                break_on_hyphens=False,
             )
             lines += [each.replace("\0", " ") for each in broken]
         else:
@@ -179,12 +230,17 @@ def width_of(stream: TextIO) -> int | None:
 
 
 def aligned(rows: Sequence[Sequence[str]], words: Collection[str]) -> Iterator[str]:
-    """Yield the headings and the rows, with cells under their heading: `words` to the left, numbers to the right.
+    """Yield the headings and the rows, with cells under their heading: `words` to the left, numbers
+    to the right.
 
-    Nothing is cut: a terminal wraps what it cannot hold. No table of rich: ten thousand rows took it five seconds.
+    Nothing is cut: a terminal wraps what it cannot hold. No table of rich: ten thousand rows took
+    it five seconds.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     alignments = ["<" if heading in words else ">" for heading in rows[0]]
     for row in rows:
-        cells = (f"{cell:{side}{width}}" for cell, side, width in zip(row, alignments, widths, strict=True))
+        cells = (
+            f"{cell:{side}{width}}"
+            for cell, side, width in zip(row, alignments, widths, strict=True)
+        )
         yield "  ".join(cells).rstrip()

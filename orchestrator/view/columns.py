@@ -1,6 +1,8 @@
-"""The columns of the health table, as data: what each shows, and which go first when the terminal is narrow.
+"""The columns of the health table, as data: what each shows, and which go first when the terminal
+is narrow.
 
-Covers one cell at a time. Does not cover the layout: widths, lines and the reason under a row are the table's.
+Covers one cell at a time. Does not cover the layout: widths, lines and the reason under a row are
+the table's.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from workers.units import GIB, MIB
 _BAR_CELLS = 10
 _LONGEST_ETA_S = 9_999 * 3600.0
 
-#: Names of the columns, the most important first. A narrow terminal drops them from the end; the first few stay.
+#: Names of the columns, the most important first. A narrow terminal drops them from the end; the
+#: first few stay.
 KEPT_LONGEST_FIRST = (
     "slot", "state", "size", "tflops", "vram", "oom", "baseline", "temperature", "verify", "success", "heartbeat",
     "card", "vram_bar", "throttle", "duty", "power", "peak", "reason", "dtype", "restarts", "card_memory",
@@ -65,10 +68,14 @@ def columns_for(rows: Sequence[Row], glyphs: Glyphs) -> tuple[Column, ...]:
     largest_cap = max((row.cap_bytes or row.budget_bytes or 0 for row in rows), default=0)
     # A rehearsal's caps are a sixteenth of the real ones: in GiB they would all read 0.2.
     unit, unit_bytes = ("GiB", GIB) if largest_cap >= GIB or not largest_cap else ("MiB", MIB)
-    decimals = cells.decimals_for((largest_cap / unit_bytes,), significant=3) if unit_bytes == GIB else 0
+    decimals = (
+        cells.decimals_for((largest_cap / unit_bytes,), significant=3) if unit_bytes == GIB else 0
+    )
 
     def words(get: Callable[[Row], str | None], longest: int) -> Cell:
-        return lambda row: _text(glyphs.shorten(glyphs.clean(value), longest) if (value := get(row)) else None)
+        return lambda row: _text(
+            glyphs.shorten(glyphs.clean(value), longest) if (value := get(row)) else None
+        )
 
     def figures(*fields: str, decimals: int = 0, times: float = 1.0) -> Cell:
         """Return the cell of some numbers with slashes between them."""
@@ -78,7 +85,9 @@ def columns_for(rows: Sequence[Row], glyphs: Glyphs) -> tuple[Column, ...]:
             known = min(value, 2**80) if isinstance(value, int) else value
             return None if known is None else number(known * times, decimals)
 
-        return lambda row: _text(joined((shown(getattr(row, name)) for name in fields), glyphs.missing))
+        return lambda row: _text(
+            joined((shown(getattr(row, name)) for name in fields), glyphs.missing)
+        )
 
     def card(row: Row) -> str | None:
         # "NVIDIA GeForce RTX 3090" -> "RTX 3090": the maker's name is the same on every line.
@@ -91,13 +100,22 @@ def columns_for(rows: Sequence[Row], glyphs: Glyphs) -> tuple[Column, ...]:
         if row.allocated_bytes is None or row.reserved_bytes is None or not row.cap_bytes:
             return None
         # min() first: two huge whole numbers cannot be divided as floats.
-        full, part = (min(held, row.cap_bytes) / row.cap_bytes for held in (row.allocated_bytes, row.reserved_bytes))
+        full, part = (
+            min(held, row.cap_bytes) / row.cap_bytes
+            for held in (row.allocated_bytes, row.reserved_bytes)
+        )
         return Text(glyphs.bar(full=full, part=part, width=_BAR_CELLS), "cyan")
 
     return (
         Column("slot", "slot", "", words(lambda row: row.slot, 32), is_words=True),
         Column("card", "card", "", words(card, 16), is_words=True),
-        Column("state", "state", "", lambda row: Text(row.state.value, STATE_STYLES[row.state]), is_words=True),
+        Column(
+            "state",
+            "state",
+            "",
+            lambda row: Text(row.state.value, STATE_STYLES[row.state]),
+            is_words=True,
+        ),
         *(_training_columns(rows, glyphs) if any(map(_trains, rows)) else ()),
         Column("size", "size", "/batch", size),
         Column("dtype", "type", "", words(lambda row: row.dtype, 10), is_words=True),
@@ -109,7 +127,13 @@ def columns_for(rows: Sequence[Row], glyphs: Glyphs) -> tuple[Column, ...]:
             "vram",
             f"{unit} allocated",
             "/reserved/cap",
-            figures("allocated_bytes", "reserved_bytes", "cap_bytes", decimals=decimals, times=1 / unit_bytes),
+            figures(
+                "allocated_bytes",
+                "reserved_bytes",
+                "cap_bytes",
+                decimals=decimals,
+                times=1 / unit_bytes,
+            ),
         ),
         Column(
             "card_memory",
@@ -128,7 +152,10 @@ def columns_for(rows: Sequence[Row], glyphs: Glyphs) -> tuple[Column, ...]:
         Column("throttle", "slowed", "% time", figures("throttle_pct")),
         Column("verify", "checks", "/wrong", _verify),
         Column(
-            "restarts", "re-", "starts", lambda row: Text(whole(row.restarts) or "", "magenta" if row.restarts else "")
+            "restarts",
+            "re-",
+            "starts",
+            lambda row: Text(whole(row.restarts) or "", "magenta" if row.restarts else ""),
         ),
         Column("heartbeat", "seen", "s ago", _heartbeat),
     )
@@ -139,13 +166,17 @@ def _training_columns(rows: Sequence[Row], glyphs: Glyphs) -> tuple[Column, ...]
     told = [row.progress for row in rows]
 
     def count(*names: str) -> Cell:
-        return lambda row: _text(joined((whole(getattr(row.progress, name)) for name in names), glyphs.missing))
+        return lambda row: _text(
+            joined((whole(getattr(row.progress, name)) for name in names), glyphs.missing)
+        )
 
     def figure(*names: str, significant: int = 3) -> Cell:
         values = (getattr(progress, name) for progress in told for name in names)
         decimals = cells.decimals_for(values, significant=significant)
         return lambda row: _text(
-            joined((number(getattr(row.progress, name), decimals) for name in names), glyphs.missing)
+            joined(
+                (number(getattr(row.progress, name), decimals) for name in names), glyphs.missing
+            )
         )
 
     def micro(row: Row) -> Text | None:

@@ -1,7 +1,8 @@
-"""Watchers for the person at the terminal: a table that redraws itself, or plain lines; and all outlets of a run.
+"""Watchers for the person at the terminal: a table that redraws itself, or plain lines; and all
+outlets of a run.
 
-A broken terminal or pipe means nothing: the run goes on. Does not cover what the table looks like (`table`) nor which
-watcher a run gets: use `LiveTable` only where `console.is_interactive`.
+A broken terminal or pipe means nothing: the run goes on. Does not cover what the table looks like
+(`table`) nor which watcher a run gets: use `LiveTable` only where `console.is_interactive`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from orchestrator.view.table import health_table
 
 REDRAW_EVERY_S = 0.25
 _REDRAW_SHARE = 0.02
-"""Of a core: a table that costs more, because it has many slots or the terminal is large, is drawn less often."""
+"""Of a core: a table that costs more, because it has many slots or the terminal is large, is drawn
+less often.
+"""
 _REDRAW_MOST_S = 2.0
 PROGRESS_EVERY_S = 10.0
 
@@ -36,8 +39,8 @@ GAPS = "the records of this run have gaps: they could not be written for a while
 _REASON_CELLS = 400
 """A log may have long lines, but not a whole traceback in one."""
 
-#: What drawing on a closed terminal raises: rich turns a broken pipe into SystemExit, but a lost terminal must not end
-#: the run.
+#: What drawing on a closed terminal raises: rich turns a broken pipe into SystemExit, but a lost
+#: terminal must not end the run.
 _TERMINAL_GONE = (OSError, SystemExit)
 
 
@@ -53,7 +56,10 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlets:
-    """Where a run is written down and shown. A full disk ends none of it: `problems` says what is wrong."""
+    """Where a run is written down and shown.
+
+    A full disk ends none of it: `problems` says what is wrong.
+    """
 
     watchers: Sequence[Watcher]
     events: EventLog
@@ -71,7 +77,9 @@ class Outlets:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """One sentence for each sink that cannot be written now, or lacks records of a time when it could not."""
+        """One sentence for each sink that cannot be written now, or lacks records of a time when it
+        could not.
+        """
         now = tuple(text for text in (self.store.problem, self.events.problem) if text is not None)
         return now or ((GAPS,) * self.incomplete)
 
@@ -84,7 +92,8 @@ class Outlets:
 class LiveTable:
     """The health table, redrawn in place; its last frame, with all rows, stays on the screen.
 
-    The cursor stays visible throughout, so that a head that is killed leaves a usable terminal behind.
+    The cursor stays visible throughout, so that a head that is killed leaves a usable terminal
+    behind.
     """
 
     def __init__(
@@ -109,7 +118,9 @@ class LiveTable:
         )
 
     def update(self, snapshot: Snapshot) -> None:
-        """Redraw, unless that was done less than `REDRAW_EVERY_S` ago, or longer if it takes much processor time."""
+        """Redraw, unless that was done less than `REDRAW_EVERY_S` ago, or longer if it takes much
+        processor time.
+        """
         now_s, began_s = self._monotonic_s(), self._cpu_s()
         if self._gone or now_s < self._due_s:
             return
@@ -146,7 +157,10 @@ class LiveTable:
 
 
 class PlainLines:
-    """A line for every change of state and one every `PROGRESS_EVERY_S`, for logs and pipes; no control codes."""
+    """A line for every change of state and one every `PROGRESS_EVERY_S`, for logs and pipes.
+
+    No control codes.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -166,7 +180,10 @@ class PlainLines:
                 self._states[row.slot] = row.state
                 size = "" if row.size is None else f" size {row.size}"
                 reason = self._glyphs.shorten(self._glyphs.clean(row.reason), _REASON_CELLS)
-                self._say(f"{at} {self._glyphs.clean(row.slot)} {row.state}{size}{': ' if reason else ''}{reason}")
+                self._say(
+                    f"{at} {self._glyphs.clean(row.slot)} "
+                    f"{row.state}{size}{': ' if reason else ''}{reason}"
+                )
         for notice in snapshot.notices:
             if notice not in self._notices:
                 self._say(f"{at} ! {self._glyphs.clean(notice)}")
@@ -189,7 +206,8 @@ class PlainLines:
         counts = ", ".join(f"{count} {state}" for state, count in snapshot.state_counts.items())
         return (
             f"{time_words(snapshot)}  "
-            f"nodes {len(snapshot.nodes_seen)}/{len(snapshot.nodes_planned)}  {counts or 'no workers yet'}  "
+            f"nodes {len(snapshot.nodes_seen)}/{len(snapshot.nodes_planned)}  "
+            f"{counts or 'no workers yet'}  "
             f"{tflops_words(snapshot.tflops_total, self._glyphs)}  oom {snapshot.counts.oom_count}"
         )
 

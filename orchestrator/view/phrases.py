@@ -62,14 +62,20 @@ def tflops_words(tflops: float | None, glyphs: Glyphs) -> str:
 
 
 def time_words(snapshot: Snapshot) -> str:
-    """Return how far the run is: "00:10 of 05:00", or how long it has been starting, which does not count."""
+    """Return how far the run is: "00:10 of 05:00", or how long it has been starting, which does not
+    count.
+    """
     if snapshot.starting_s is not None:
-        return f"starting for {clock(snapshot.starting_s)}, then {clock(snapshot.remaining_s)} of work"
+        return (
+            f"starting for {clock(snapshot.starting_s)}, then {clock(snapshot.remaining_s)} of work"
+        )
     return f"{clock(snapshot.elapsed_s)} of {clock(snapshot.duration_s)}"
 
 
 def fault_lines(faults: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return what became of injected faults, a line for each kind: "21 kill: 17 recovered after 5.9 s (median)"."""
+    """Return what became of injected faults, a line for each kind: "21 kill: 17 recovered after 5.9
+    s (median)".
+    """
     fates: defaultdict[str, Counter[str]] = defaultdict(Counter)
     took_s: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for fault in faults:
@@ -84,13 +90,17 @@ def fault_lines(faults: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         return f"{count} {fate}" + (f" after {median(known_s):.1f} s (median)" if known_s else "")
 
     return tuple(
-        f"{counts.total()} {kind}: {', '.join(said(kind, fate, count) for fate, count in counts.most_common())}"
+        f"{counts.total()} {kind}: "
+        f"{', '.join(said(kind, fate, count) for fate, count in counts.most_common())}"
         for kind, counts in sorted(fates.items())
     )
 
 
 def section(title: str, said: Iterable[str], glyphs: Glyphs) -> list[str]:
-    """Return lines under a title with a blank line before it; of many the last, and nothing of none."""
+    """Return lines under a title with a blank line before it.
+
+    Of many the last, and nothing of none.
+    """
     lines = [f"  {glyphs.clean(line)}" for line in said]
     if not lines:
         return []
@@ -112,7 +122,9 @@ def totals(snapshot: Snapshot) -> tuple[str, ...]:
         restarts,
     ]
     if counts.verify_checks or counts.verify_errors:
-        said.append(f"{counted(counts.verify_checks, 'check')}, {whole(counts.verify_errors)} wrong")
+        said.append(
+            f"{counted(counts.verify_checks, 'check')}, {whole(counts.verify_errors)} wrong"
+        )
     return tuple(said)
 
 
@@ -121,11 +133,15 @@ def closing_lines(snapshot: Snapshot, glyphs: Glyphs) -> tuple[str, ...]:
     nodes: defaultdict[str, list[Row]] = defaultdict(list)
     for row in snapshot.rows:
         nodes[row.node].append(row)
-    names = {node: glyphs.shorten(glyphs.clean(node), 24) for node in sorted(nodes, key=natural_order)}
+    names = {
+        node: glyphs.shorten(glyphs.clean(node), 24) for node in sorted(nodes, key=natural_order)
+    }
     longest = max([len("total"), *map(len, names.values())])
 
     def line(name: str, workers: int, tflops: float | None, *said: str) -> str:
-        return "  ".join((f"{name:<{longest}}", counted(workers, "worker"), tflops_words(tflops, glyphs), *said))
+        return "  ".join(
+            (f"{name:<{longest}}", counted(workers, "worker"), tflops_words(tflops, glyphs), *said)
+        )
 
     lines = []
     for node, name in names.items():
@@ -137,7 +153,10 @@ def closing_lines(snapshot: Snapshot, glyphs: Glyphs) -> tuple[str, ...]:
         lines.append(line(name, len(rows), sum(known) if known else None, *said))
     lines += _training_lines(snapshot.rows, glyphs)
     ran = f"ran {glyphs.clean(format_duration(snapshot.elapsed_s))}"
-    return (*lines, line("total", len(snapshot.rows), snapshot.tflops_total, *totals(snapshot), ran))
+    return (
+        *lines,
+        line("total", len(snapshot.rows), snapshot.tflops_total, *totals(snapshot), ran),
+    )
 
 
 def time_of_day(at: str) -> str:
@@ -161,7 +180,11 @@ def event_words(event: StoredEvent) -> tuple[str, str]:
             words = f"{_with_unit(before, suffix)} to {words}"
         said.append(f"{key.removesuffix(suffix).replace('_', ' ')} {words}")
     if event.event == "state":
-        said = [f"{told.get('from_state')} to {told.get('to_state')}: {told.get('cause')}".removesuffix(": ")]
+        said = [
+            f"{told.get('from_state')} to {told.get('to_state')}: {told.get('cause')}".removesuffix(
+                ": "
+            )
+        ]
     elif event.event == "workload_error":
         said = [str(told.get("traceback")).strip().rpartition("\n")[2]]
     return _EVENTS.get(event.event, event.event.replace("_", " ")), ", ".join(said)
@@ -174,7 +197,11 @@ def _with_unit(value: object, suffix: str) -> str:
         return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
     if suffix == "_unix_s":
         return time_of_day(datetime.fromtimestamp(value, UTC).isoformat())
-    unit, times = _UNITS.get(suffix, ("", 1.0)) if suffix != "_bytes" or abs(value) >= MIB else (" bytes", 1.0)
+    unit, times = (
+        _UNITS.get(suffix, ("", 1.0))
+        if suffix != "_bytes" or abs(value) >= MIB
+        else (" bytes", 1.0)
+    )
     return f"{value * times:.5g}{unit}" if unit or isinstance(value, float) else str(value)
 
 
@@ -185,7 +212,9 @@ def _training_lines(rows: Iterable[Row], glyphs: Glyphs) -> Iterator[str]:
         if told.train_step is None:
             continue
         decimals = decimals_for((told.loss, told.first_loss))
-        first, last = (number(loss, decimals) or glyphs.missing for loss in (told.first_loss, told.loss))
+        first, last = (
+            number(loss, decimals) or glyphs.missing for loss in (told.first_loss, told.loss)
+        )
         of = "" if told.train_steps is None else f" of {whole(told.train_steps)}"
         said = [f"trained {whole(told.train_step)}{of} steps", f"loss {first} -> {last}"]
         if told.saved_step is not None:
@@ -199,4 +228,8 @@ def _training_lines(rows: Iterable[Row], glyphs: Glyphs) -> Iterator[str]:
 
 def _steps_words(counts: StepCounts) -> str:
     good = share_pct(counts.success_rate)
-    return "no steps yet" if good is None else f"{good} % of {counted(counts.steps_judged, 'step')} good"
+    return (
+        "no steps yet"
+        if good is None
+        else f"{good} % of {counted(counts.steps_judged, 'step')} good"
+    )

@@ -1,6 +1,7 @@
 """The health table: a snapshot and a width in, lines of text out.
 
-Pure: no I/O, no clock, no state. Does not cover what a cell shows (`columns`) nor redrawing (`live`).
+Pure: no I/O, no clock, no state. Does not cover what a cell shows (`columns`) nor redrawing
+(`live`).
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ from workers.messages import WorkerState
 
 _GAP_CELLS = 2
 _REASON_CELLS = 32
-"""A reason gets a column of its own when there is room for so much of it, else a line under its row."""
+"""A reason gets a column of its own when there is room for so much of it, else a line under its
+row.
+"""
 _SLOT_CELLS = 6
 _PROGRESS_CELLS = 16
 _ROWS_BEFORE_SUMS = 8
 """The line of sums goes when the terminal has room for fewer lines of rows than that."""
 
 _REASONS_OF_ROOM = 4
-"""Where not all rows fit, every fourth line may be a reason: the worst rows are of no use without theirs."""
+"""Where not all rows fit, every fourth line may be a reason: the worst rows are of no use without
+theirs.
+"""
 
 #: Tells users what the table cannot show: GDDR6X gets hot long before the die does.
 _HIDDEN_TEMPERATURE = "VRAM temperature: not reported by GeForce"
@@ -56,13 +61,18 @@ class _Drawn:
     style: str
 
 
-def health_table(snapshot: Snapshot, width: int, height: int | None = None, glyphs: Glyphs = UNICODE) -> Group:
+def health_table(
+    snapshot: Snapshot, width: int, height: int | None = None, glyphs: Glyphs = UNICODE
+) -> Group:
     """Return the health table, worst slot first.
 
-    Columns are left out, the least important first, until a line has `width` cells. The best rows are summed up in a
-    last line where not all fit into `height` lines; `None` shows all of them. Rows go before reasons.
+    Columns are left out, the least important first, until a line has `width` cells. The best rows
+    are summed up in a last line where not all fit into `height` lines; `None` shows all of them.
+    Rows go before reasons.
     """
-    notices = _notices(snapshot.notices, width, None if height is None else max(1, height // 5), glyphs)
+    notices = _notices(
+        snapshot.notices, width, None if height is None else max(1, height // 5), glyphs
+    )
     header = [*_header(snapshot, width, glyphs), *notices, Text()]
     if not snapshot.rows:
         return _group([*header, Text("no workers yet", "dim")], width)
@@ -90,14 +100,21 @@ class Lines:
     rows: tuple[Text, ...]
 
 
-def table_lines(rows: Sequence[Row], width: int, glyphs: Glyphs, hidden: Collection[str] = ()) -> Lines:
-    """Return the table of these rows, in this order, without the `hidden` columns; reasons only where there is room."""
+def table_lines(
+    rows: Sequence[Row], width: int, glyphs: Glyphs, hidden: Collection[str] = ()
+) -> Lines:
+    """Return the table of these rows, in this order, without the `hidden` columns.
+
+    Reasons only where there is room.
+    """
     columns = [column for column in columns_for(rows, glyphs) if column.name not in hidden]
     cells = [{column.name: column.cell(row) for column in columns} for row in rows]
     known = {column.name for column in columns} | ({"reason"} - set(hidden))
     order = [name for name in kept_longest_first(rows) if name in known]
     layout = _layout(columns, order, cells, width, glyphs)
-    drawn = (_drawn(row, shown, layout, glyphs).line for row, shown in zip(rows, cells, strict=True))
+    drawn = (
+        _drawn(row, shown, layout, glyphs).line for row, shown in zip(rows, cells, strict=True)
+    )
     return Lines(titles=tuple(_titles(layout, glyphs)), rows=tuple(drawn))
 
 
@@ -122,7 +139,10 @@ def _header(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
     bar = glyphs.bar(full=share, part=0.0, width=_PROGRESS_CELLS)
     segments = [
         Text(f"nodes {seen}/{planned}", "bold" if seen >= planned else "bold red"),
-        *(Text(f"{count} {state}", STATE_STYLES[state]) for state, count in snapshot.state_counts.items()),
+        *(
+            Text(f"{count} {state}", STATE_STYLES[state])
+            for state, count in snapshot.state_counts.items()
+        ),
         Text(tflops_words(snapshot.tflops_total, glyphs), "bold"),
         Text(time_words(snapshot)),
     ]
@@ -136,7 +156,9 @@ def _header(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
 
 def _footer(snapshot: Snapshot, rows: Iterable[Row], width: int, glyphs: Glyphs) -> list[Text]:
     said = [Text(words) for words in totals(snapshot)]
-    hot = (row for row in rows if row.temperature_c is not None and row.memory_temperature_c is None)
+    hot = (
+        row for row in rows if row.temperature_c is not None and row.memory_temperature_c is None
+    )
     if any("GeForce" in (row.gpu_name or "") for row in hot):
         said.append(Text(_HIDDEN_TEMPERATURE, "dim"))
     return flow(said, width, glyphs.separator)
@@ -144,7 +166,9 @@ def _footer(snapshot: Snapshot, rows: Iterable[Row], width: int, glyphs: Glyphs)
 
 def _notices(notices: Sequence[str], width: int, most: int | None, glyphs: Glyphs) -> list[Text]:
     shown = notices if most is None or len(notices) <= most else notices[: most - 1]
-    lines = [Text(glyphs.shorten(f"! {glyphs.clean(notice)}", width), "bold yellow") for notice in shown]
+    lines = [
+        Text(glyphs.shorten(f"! {glyphs.clean(notice)}", width), "bold yellow") for notice in shown
+    ]
     if hidden := len(notices) - len(shown):
         lines.append(Text(f"! {hidden} {'more ' if shown else ''}warnings", "bold yellow"))
     return lines
@@ -191,14 +215,20 @@ def _titles(layout: _Layout, glyphs: Glyphs) -> list[Text]:
     first = _line({column.name: Text(column.title) for column in layout.columns}, layout, glyphs)
     if layout.reason_cells is not None:
         first.append("  reason")
-    lines = [first, _line({column.name: Text(column.unit) for column in layout.columns}, layout, glyphs)]
+    lines = [
+        first,
+        _line({column.name: Text(column.unit) for column in layout.columns}, layout, glyphs),
+    ]
     for line in lines:
         line.stylize("dim")
     return [*lines, Text(glyphs.rule * layout.total_cells, "dim")]
 
 
 def _line(cells: dict[str, Text | None] | dict[str, Text], layout: _Layout, glyphs: Glyphs) -> Text:
-    """Return one line of aligned cells; put together as a string, which costs a fifth of adding texts up."""
+    """Return one line of aligned cells.
+
+    Put together as a string, which costs a fifth of adding texts up.
+    """
     parts: list[str] = []
     spans: list[Span] = []
     at = 0
@@ -240,13 +270,19 @@ def _drawn(row: Row, cells: dict[str, Text | None], layout: _Layout, glyphs: Gly
     return _Drawn(line=line, reason=reason, style="bold red" if quiet else STATE_STYLES[row.state])
 
 
-def _body(slots: Sequence[Brief], drawn: Sequence[_Drawn], room: int | None, width: int, glyphs: Glyphs) -> list[Text]:
+def _body(
+    slots: Sequence[Brief], drawn: Sequence[_Drawn], room: int | None, width: int, glyphs: Glyphs
+) -> list[Text]:
     """Return the rows, each with its reason under it, that fit into `room` lines.
 
-    While all rows fit, the best rows lose their reasons first. Else the best rows are summed up in the last line.
+    While all rows fit, the best rows lose their reasons first. Else the best rows are summed up in
+    the last line.
     """
     reasons = [(row.reason, row.style) for row in drawn]
-    is_new = (bool(now[0]) and now != before for before, now in zip([("", ""), *reasons], reasons, strict=False))
+    is_new = (
+        bool(now[0]) and now != before
+        for before, now in zip([("", ""), *reasons], reasons, strict=False)
+    )
     reasons_so_far = list(itertools.accumulate(is_new))
     if room is None or len(drawn) + reasons_so_far[-1] <= room:
         return _with_reasons(drawn, len(drawn), width, glyphs)
@@ -263,7 +299,10 @@ def _body(slots: Sequence[Brief], drawn: Sequence[_Drawn], room: int | None, wid
 
 
 def _with_reasons(drawn: Sequence[_Drawn], most: int, width: int, glyphs: Glyphs) -> list[Text]:
-    """Return the rows; neighbours with the same reason share one line of it. `most` reasons are shown."""
+    """Return the rows; neighbours with the same reason share one line of it.
+
+    `most` reasons are shown.
+    """
     lines: list[Text] = []
     for (reason, style), same in itertools.groupby(drawn, lambda row: (row.reason, row.style)):
         rows = list(same)

@@ -90,7 +90,9 @@ class Given(NamedTuple):
         spec = replace(spec, policy="adaptive", workload=workload)
         engine, reports = Engine(spec), list[Report]()
         for number in range(4):
-            directive = Directive(incarnation=0, sequence=number, duration_s=self.seconds / 4, resume=None)
+            directive = Directive(
+                incarnation=0, sequence=number, duration_s=self.seconds / 4, resume=None
+            )
             reports.append(engine.run_slice(directive))
         last = reports[-1]
         if not sum(report.counts.steps_ok for report in reports):
@@ -116,7 +118,9 @@ def texts(given: Given) -> Outcome:
     kinds: dict[str, str] = {}
     blocks: list[torch.Tensor] = []
     calls: dict[str, Callable[[], Any]] = {
-        "block": lambda: torch.empty(2 * device.most_bytes, dtype=torch.uint8, device=device.torch_device),
+        "block": lambda: torch.empty(
+            2 * device.most_bytes, dtype=torch.uint8, device=device.torch_device
+        ),
         "conv": lambda: torch.conv2d(torch.ones(8, 8, 64, 64).to(device.torch_device), kernel),
         "solve": lambda: torch.linalg.solve(square, square),
         "fft": lambda: torch.fft.fft2(square),
@@ -129,7 +133,9 @@ def texts(given: Given) -> Outcome:
         for size_bytes in (64 * MIB, MIB):
             try:
                 while True:
-                    blocks.append(torch.empty(size_bytes, dtype=torch.uint8, device=device.torch_device))
+                    blocks.append(
+                        torch.empty(size_bytes, dtype=torch.uint8, device=device.torch_device)
+                    )
             except torch.OutOfMemoryError:
                 continue
     for name in names:
@@ -140,7 +146,9 @@ def texts(given: Given) -> Outcome:
         except Exception as error:  # noqa: BLE001 - it is what is asked
             failure = oom.classify(error)
             kinds[f"{name}_kind"], kinds[f"{name}_text"] = failure.kind.value, failure.text[:80]
-    shortages = [kind for name, kind in kinds.items() if name.endswith("_kind") and kind != "fitted"]
+    shortages = [
+        kind for name, kind in kinds.items() if name.endswith("_kind") and kind != "fitted"
+    ]
     wrong = [kind for kind in shortages if kind not in {FailureKind.DEFINITE, FailureKind.PROBABLE}]
     return _claim(
         not wrong,
@@ -151,7 +159,9 @@ def texts(given: Given) -> Outcome:
 
 def given_spec(given: Given) -> Any:  # noqa: ANN401 - a WorkerSpec
     """Return the spec of a lone worker."""
-    return lone_worker(budget_bytes=given.budget_bytes, device=given.device, dtype="fp32", floor_bytes=4 * MIB)
+    return lone_worker(
+        budget_bytes=given.budget_bytes, device=given.device, dtype="fp32", floor_bytes=4 * MIB
+    )
 
 
 def host_states(given: Given) -> Outcome:
@@ -184,7 +194,11 @@ def arms(given: Given) -> Outcome:
         trainer.micro_batch(4)
     parked_bytes = trainer.park()
     free_bytes = psutil.virtual_memory().available
-    figures = {"parked_gib": parked_bytes / GIB, "free_ram_gib": free_bytes / GIB, "arms_that_fit": 0}
+    figures = {
+        "parked_gib": parked_bytes / GIB,
+        "free_ram_gib": free_bytes / GIB,
+        "arms_that_fit": 0,
+    }
     figures["arms_that_fit"] = free_bytes // parked_bytes if parked_bytes else 0
     return _claim(True, "", figures, unproved="compare with the arms that tune takes")
 
@@ -212,7 +226,11 @@ def pinned(given: Given) -> Outcome:
 
 
 def activations(given: Given) -> Outcome:
-    """A5. Bytes that activations_on_host pins, against what the same step saves without half-precision copies."""
+    """A5.
+
+    Bytes that activations_on_host pins, against what the same step saves without half-precision
+    copies.
+    """
     if not given.card:
         return given.unproved()
     found: dict[str, Any] = {}
@@ -262,7 +280,9 @@ def budgets(given: Given) -> Outcome:
 
 def tune_card(given: Given) -> Outcome:
     """A8. The environment that a worker and an arm must have in common."""
-    told = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
+    told = dict.fromkeys(
+        ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True"
+    )
     set_for_cuda(told)
     figures = {"cards": torch.cuda.device_count() if given.card else 0, "settings": len(told)}
     words = f"it needs two unlike cards; the environment of run is {sorted(told)}"
@@ -312,12 +332,17 @@ def tf32(given: Given) -> Outcome:
             except RuntimeError as error:
                 figures[f"{name}_{reader}"] = f"raises: {str(error)[:40]}"
     raised = [key for key, value in figures.items() if str(value).startswith("raises")]
-    figures = {key: str(value) for key, value in figures.items()} | {"readers_that_raise": len(raised)}
+    figures = {key: str(value) for key, value in figures.items()} | {
+        "readers_that_raise": len(raised)
+    }
     return _claim(not raised, f"readers raise: {', '.join(raised)}", figures)
 
 
 def pin_thread(given: Given) -> Outcome:
-    """A11. The text of a shortage of pinned memory; nothing bounds pinned memory, so it is not provoked."""
+    """A11.
+
+    The text of a shortage of pinned memory; nothing bounds pinned memory, so it is not provoked.
+    """
     del given
     text = "Caught AcceleratorError in pin memory thread for device 0.\nCUDA error: out of memory"
     figures = {"kind": oom.classify(RuntimeError(text)).kind.value, "texts": 1}
@@ -325,7 +350,10 @@ def pin_thread(given: Given) -> Outcome:
 
 
 def gaps(given: Given) -> Outcome:
-    """A12. A training finds its size with few failures, and its peak agrees with what was reserved."""
+    """A12.
+
+    A training finds its size with few failures, and its peak agrees with what was reserved.
+    """
     reports = given.train()
     told = [report.memory for report in reports if report.memory is not None]
     figures = {

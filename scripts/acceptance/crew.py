@@ -1,7 +1,8 @@
-"""Processes for the checks, started from a server that has torch loaded and no device open, and watched meanwhile.
+"""Processes for the checks, started from a server that has torch loaded and no device open, and
+watched meanwhile.
 
-While the crew works, the sensors are sampled from here. All that waits for a process raises `ChildDiedError` when one
-ended by itself or does not answer.
+While the crew works, the sensors are sampled from here. All that waits for a process raises
+`ChildDiedError` when one ended by itself or does not answer.
 """
 
 from __future__ import annotations
@@ -47,24 +48,37 @@ class Watch(list[SensorReading]):
 
 
 def open_watch(kind: str) -> Watch:
-    """Return a watch that samples a few times a second; a worker does so once, and a turn may be shorter."""
+    """Return a watch that samples a few times a second.
+
+    A worker does so once, and a turn may be shorter.
+    """
     sensors = CardSensors(visible_card()) if kind == "cuda" else ProcessorSensors()
     return Watch(Sampler(sensors, every_s=_LOOK_EVERY_S))
 
 
 def summed_up(readings: Sequence[SensorReading]) -> dict[str, float | None]:
-    """Return the median clock at work, the highest temperature and power, and the share of samples with an alarm."""
-    clocks = sorted(each.sm_clock_mhz for each in readings if each.sm_clock_mhz and each.utilisation_pct != 0.0)
+    """Return the median clock at work, the highest temperature and power, and the share of samples
+    with an alarm.
+    """
+    clocks = sorted(
+        each.sm_clock_mhz for each in readings if each.sm_clock_mhz and each.utilisation_pct != 0.0
+    )
     bits = [each.throttle_bits for each in readings if each.throttle_bits is not None]
     return {
         "sm_clock_mhz": float(clocks[len(clocks) // 2]) if clocks else None,
-        "temperature_most_c": max((r.temperature_c for r in readings if r.temperature_c is not None), default=None),
+        "temperature_most_c": max(
+            (r.temperature_c for r in readings if r.temperature_c is not None), default=None
+        ),
         "power_most_w": max((r.power_w for r in readings if r.power_w is not None), default=None),
-        "alarms_pct": 100.0 * sum(bool(each & THROTTLE_ALARMS) for each in bits) / len(bits) if bits else None,
+        "alarms_pct": 100.0 * sum(bool(each & THROTTLE_ALARMS) for each in bits) / len(bits)
+        if bits
+        else None,
     }
 
 
-def gather(chosen: Sequence[common.Child], watch: Watch, *, seconds: float = _PATIENCE_S) -> list[Any]:
+def gather(
+    chosen: Sequence[common.Child], watch: Watch, *, seconds: float = _PATIENCE_S
+) -> list[Any]:
     """Wait for one answer of each child, which takes so long, and sample the sensors meanwhile."""
     patience_s = seconds + _PATIENCE_S
     until_s = time.monotonic() + patience_s
@@ -79,8 +93,13 @@ def gather(chosen: Sequence[common.Child], watch: Watch, *, seconds: float = _PA
 
 
 def in_child(watch: Watch, function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - as it returns
-    """Run a function in a process of its own, and return what it returns; `ChildDiedError` tells what it raised."""
-    with contextlib.closing(Child(function.__name__, bodies.call_in_child, function, arguments)) as child:
+    """Run a function in a process of its own, and return what it returns.
+
+    `ChildDiedError` tells what it raised.
+    """
+    with contextlib.closing(
+        Child(function.__name__, bodies.call_in_child, function, arguments)
+    ) as child:
         (answer,) = gather([child], watch)
     if isinstance(answer, ChildDiedError):
         raise answer
@@ -88,16 +107,29 @@ def in_child(watch: Watch, function: Callable[..., Any], *arguments: object) -> 
 
 
 class Crew:
-    """Several engines, each in a process of its own, that have done their first good steps. To be closed."""
+    """Several engines, each in a process of its own, that have done their first good steps.
 
-    def __init__(self, specs: Sequence[WorkerSpec], watch: Watch, environment: Mapping[str, str] | None = None) -> None:
+    To be closed.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[WorkerSpec],
+        watch: Watch,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.specs = tuple(specs)
         self._watch = watch
-        self.children = [Child(spec.slot, bodies.serve_engine, spec, dict(environment or {})) for spec in specs]
+        self.children = [
+            Child(spec.slot, bodies.serve_engine, spec, dict(environment or {})) for spec in specs
+        ]
         self.first = self.turn(0.0)
 
     def turn(self, seconds: float, *, who: Sequence[int] | None = None) -> list[Turn]:
-        """Have all, or those of these numbers, work at the same time. When one has died, all are ended."""
+        """Have all, or those of these numbers, work at the same time.
+
+        When one has died, all are ended.
+        """
         chosen = self.children if who is None else [self.children[number] for number in who]
         at_s = time.monotonic() + _RUN_UP_S
         try:

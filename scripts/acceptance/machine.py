@@ -1,8 +1,8 @@
 """What the checks are given: the machine, what is asked of it, and the specs of the workers.
 
-The numbers for a card are those of the guides and of cluster.yaml; the CPU's are scaled as in a rehearsal, bytes by
-1/16 and sizes further down. (The smaller budget by 1/8: what a worker on a CPU keeps out of its cap is the same for
-each, and would be 4 % of a cap that small.)
+The numbers for a card are those of the guides and of cluster.yaml; the CPU's are scaled as in a
+rehearsal, bytes by 1/16 and sizes further down. (The smaller budget by 1/8: what a worker on a CPU
+keeps out of its cap is the same for each, and would be 4 % of a cap that small.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from workers.nvml import queries
 from workers.settings import WorkerSpec
 from workers.units import GIB, MIB
 
-#: Of what is free, what all workers together may be given; the guides' 23.10 of 23.56 GiB are 98.0 %.
+#: Of what is free, what all workers together may be given; the guides' 23.10 of 23.56 GiB are 98.0
+#: %.
 _OF_FREE = 0.99
 
 
@@ -75,7 +76,13 @@ _CPU: Mapping[str, Any] = {
 _QUICK: Mapping[str, Any] = {
     "rounds": 3, "passes": 1, "turn_s": 0.6, "side_s": 3.0, "products": 100, "flips": 1, "samples": 60,
 }  # fmt: skip
-_QUICK_CPU: Mapping[str, Any] = {"errors": 24, "rounds": 2, "turn_s": 0.3, "side_s": 1.0, "products": 40}
+_QUICK_CPU: Mapping[str, Any] = {
+    "errors": 24,
+    "rounds": 2,
+    "turn_s": 0.3,
+    "side_s": 1.0,
+    "products": 40,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +107,12 @@ class Machine:
         **shared: Any,  # noqa: ANN401 - fields of WorkerSpec
     ) -> tuple[WorkerSpec, ...]:
         """Return the specs of `count` workers that share the card, as the head would make them."""
-        shared = {"card_budget_bytes": count * budget_bytes, "workers_on_host": count, "policy": "adaptive", **shared}
+        shared = {
+            "card_budget_bytes": count * budget_bytes,
+            "workers_on_host": count,
+            "policy": "adaptive",
+            **shared,
+        }
         spec = lone_worker(
             budget_bytes=budget_bytes,
             device=self.device,
@@ -112,24 +124,36 @@ class Machine:
         return tuple(replace(spec, slot=f"{label}/{number}", **shared) for number in range(count))
 
     def fitting(self, count: int, budget_bytes: int) -> tuple[int, str | None]:
-        """Return a budget of which `count` fit what was free, and a sentence if it is less than asked."""
+        """Return a budget of which `count` fit what was free, and a sentence if it is less than
+        asked.
+        """
         free_bytes = self.host["free_bytes"]
         fits = int(_OF_FREE * free_bytes) // count
         if budget_bytes <= fits:
             return budget_bytes, None
         return fits, (
-            f"{count} x {budget_bytes / GIB:.2f} GiB do not fit the {free_bytes / GIB:.2f} GiB that were free on this "
+            f"{count} x {budget_bytes / GIB:.2f} GiB do not fit the {free_bytes / GIB:.2f} GiB "
+            "that were free on this "
             f"{self.host['card']}: scaled to {count} x {fits / GIB:.2f} GiB"
         )
 
 
 def open_machine(device: str, *, quick: bool, command: str) -> Machine:
-    """Find out what machine this is, in a process of its own: it opens the device (`ChildDiedError`: it cannot)."""
+    """Find out what machine this is, in a process of its own: it opens the device
+    (`ChildDiedError`: it cannot).
+    """
     on_cpu = device == "cpu"
-    changes = {**(_CPU if on_cpu else {}), **(_QUICK if quick else {}), **(_QUICK_CPU if quick and on_cpu else {})}
+    changes = {
+        **(_CPU if on_cpu else {}),
+        **(_QUICK if quick else {}),
+        **(_QUICK_CPU if quick and on_cpu else {}),
+    }
     scale, watch = Scale(**changes), open_watch(device)
     spec = lone_worker(
-        budget_bytes=scale.small_budget_bytes, device=device, dtype=scale.dtype, floor_bytes=scale.floor_bytes
+        budget_bytes=scale.small_budget_bytes,
+        device=device,
+        dtype=scale.dtype,
+        floor_bytes=scale.floor_bytes,
     )
     # Before anything of ours is there; the driver may not tell.
     told_bytes = queries.card_free_bytes(queries.visible_card()) if device == "cuda" else None
@@ -161,11 +185,18 @@ def open_machine(device: str, *, quick: bool, command: str) -> Machine:
 
 
 def open_once(spec: WorkerSpec) -> tuple[DeviceInfo, Mapping[str, Any]]:
-    """Open the device and look at it, what this process holds counted as free. The body of a child."""
+    """Open the device and look at it, what this process holds counted as free.
+
+    The body of a child.
+    """
     device = open_device(spec)
     if device.info.kind != "cuda":
         free_bytes = int(psutil.virtual_memory().available)
-        return device.info, {"free_bytes": free_bytes, "compute_capability": None, "multiprocessors": None}
+        return device.info, {
+            "free_bytes": free_bytes,
+            "compute_capability": None,
+            "multiprocessors": None,
+        }
     properties = torch.cuda.get_device_properties(device.torch_device)
     free_bytes, _ = torch.cuda.mem_get_info(device.torch_device)
     return device.info, {

@@ -1,4 +1,5 @@
-"""What workers hold: the cap of one, recovery from running into it, and several workers side by side.
+"""What workers hold: the cap of one, recovery from running into it, and several workers side by
+side.
 
 The guides put seven and three workers on one card; each has to hold what it was promised.
 """
@@ -26,10 +27,11 @@ from workers.units import GIB, MIB
 
 _LEAST, _MOST = 0.99, 1.01
 CAP_MUST_HOLD = (
-    "granted up to 0.99 of the cap at the least, refused at 1.01 at the most, and the process holds its budget"
+    "granted up to 0.99 of the cap at the least, refused at 1.01 at the most, and the "
+    "process holds its budget"
 )
-#: One block. CUDA's allocator maps blocks of 10 MiB and more by themselves, in multiples of 2 MiB, and smaller ones by
-#: twenties; a processor's caps are small.
+#: One block. CUDA's allocator maps blocks of 10 MiB and more by themselves, in multiples of 2 MiB,
+#: and smaller ones by twenties; a processor's caps are small.
 _BLOCK_BYTES = {"cuda": 10 * MIB, "cpu": MIB // 4}
 _SEGMENT_BYTES = {"cuda": 2 * MIB, "cpu": MIB // 4}
 
@@ -54,11 +56,15 @@ def up_to_the_wall(spec: WorkerSpec) -> Row:
     with device.enforced():
         while not refusal:
             try:
-                blocks.append(torch.empty(block_bytes, dtype=torch.uint8, device=device.torch_device))
+                blocks.append(
+                    torch.empty(block_bytes, dtype=torch.uint8, device=device.torch_device)
+                )
             except RuntimeError as error:
                 refusal = oom.classify(error).kind.value
             if len(blocks) * block_bytes > 2 * cap_bytes:
-                refusal = "none"  # nothing holds it: better found out here than by the whole machine
+                refusal = (
+                    "none"  # nothing holds it: better found out here than by the whole machine
+                )
         if blocks and segment_bytes < block_bytes:
             blocks.pop()
             blocks.append(_largest_left(device, block_bytes, segment_bytes))
@@ -76,7 +82,8 @@ def up_to_the_wall(spec: WorkerSpec) -> Row:
         "context_mib": device.info.context_bytes / MIB,
         "cap_mib": cap_bytes / MIB,
         "granted_to_cap": granted_bytes / cap_bytes,
-        "refused_at": (granted_bytes + segment_bytes) / cap_bytes,  # what it would have held with the next block
+        "refused_at": (granted_bytes + segment_bytes)
+        / cap_bytes,  # what it would have held with the next block
         "refusal": refusal,
         "one_block_of_1.01_refused": too_large_refused,
         # As the driver, or on a CPU the kernel, says.
@@ -87,7 +94,9 @@ def up_to_the_wall(spec: WorkerSpec) -> Row:
 
 
 def _largest_left(device: Device, block_bytes: int, segment_bytes: int) -> torch.Tensor:
-    """Take the most that fits in one piece where a block has just been freed, and less than another one is left."""
+    """Take the most that fits in one piece where a block has just been freed, and less than another
+    one is left.
+    """
     device.release()
     for size_bytes in range(2 * block_bytes - segment_bytes, block_bytes, -segment_bytes):
         with contextlib.suppress(RuntimeError):
@@ -96,9 +105,15 @@ def _largest_left(device: Device, block_bytes: int, segment_bytes: int) -> torch
 
 
 def measure_cap(machine: Machine) -> Sequence[Row]:
-    budgets = [machine.scale.large_budget_bytes, *([] if machine.quick else [machine.scale.small_budget_bytes])]
+    budgets = [
+        machine.scale.large_budget_bytes,
+        *([] if machine.quick else [machine.scale.small_budget_bytes]),
+    ]
     fitting = [machine.fitting(1, budget_bytes)[0] for budget_bytes in budgets]
-    return [in_child(machine.watch, up_to_the_wall, *machine.specs(1, budget_bytes)) for budget_bytes in fitting]
+    return [
+        in_child(machine.watch, up_to_the_wall, *machine.specs(1, budget_bytes))
+        for budget_bytes in fitting
+    ]
 
 
 def judge_cap(rows: Sequence[Row]) -> Outcome:
@@ -109,8 +124,10 @@ def judge_cap(rows: Sequence[Row]) -> Outcome:
             f"refused at {row['granted_to_cap']:.4f} of the cap": row["granted_to_cap"] >= _LEAST,
             f"granted more than {_MOST:.2f} of the cap": row["refused_at"] <= _MOST
             and row["one_block_of_1.01_refused"],
-            f"the refusal was classified as {row['refusal']!r}": row["refusal"] == FailureKind.DEFINITE.value,
-            f"the process holds {held or 0.0:.4f} of its budget": held is None or _LEAST <= held <= _MOST,
+            f"the refusal was classified as {row['refusal']!r}": row["refusal"]
+            == FailureKind.DEFINITE.value,
+            f"the process holds {held or 0.0:.4f} of its budget": held is None
+            or _LEAST <= held <= _MOST,
         }
         broken += amiss(holds, f"budget {row['budget_mib']:.0f} MiB: ")
     untold = any(row["process_to_budget"] is None for row in rows)
@@ -121,7 +138,9 @@ def judge_cap(rows: Sequence[Row]) -> Outcome:
         },
         rows=rows,
         broken=broken,
-        notes=["the driver does not tell what a process holds: judged by the allocator alone"] if untold else [],
+        notes=["the driver does not tell what a process holds: judged by the allocator alone"]
+        if untold
+        else [],
     )
 
 
@@ -132,25 +151,35 @@ RECOVERY_MUST_HOLD = f"every out-of-memory error is survived, 99 % of them withi
 def measure_recovery(machine: Machine) -> Row:
     scale = machine.scale
     budget_bytes, _ = machine.fitting(1, scale.large_budget_bytes)
-    result = in_child(machine.watch, bench.run, scale.errors, machine.device, budget_bytes / MIB, scale.size)
+    result = in_child(
+        machine.watch, bench.run, scale.errors, machine.device, budget_bytes / MIB, scale.size
+    )
     found = result.figures
     # Under less memory: the step that fits at last is over sooner.
-    specs = machine.specs(1, budget_bytes // 4, size=scale.too_large_size, policy="classic", label="descent")
+    specs = machine.specs(
+        1, budget_bytes // 4, size=scale.too_large_size, policy="classic", label="descent"
+    )
     with crew_of(specs, machine.watch) as crew:
         report = crew.first[0].last
     ooms = [event.detail for event in report.events if event.name == "oom"]
     # Of each error: release, emergency product, and the climb of progressive allocation.
     descent_ms = [1000.0 * float(detail["recovery_s"] or 0.0) for detail in ooms]
-    times_s = {name: found.get(f"{name}_s") for name in ("recovery_p50", "recovery_p99", "good_step_p50")}
+    times_s = {
+        name: found.get(f"{name}_s") for name in ("recovery_p50", "recovery_p99", "good_step_p50")
+    }
     return {
         "errors_asked": scale.errors,
         "errors": found.get("errors", 0),
-        **{f"{name}_ms": None if value is None else 1000.0 * value for name, value in times_s.items()},
+        **{
+            f"{name}_ms": None if value is None else 1000.0 * value
+            for name, value in times_s.items()
+        },
         "budget_bytes": found.get("budget_bytes"),
         "size": found.get("size"),
         "descent_from_size": scale.too_large_size,
         "descent_to_size": report.size,
-        "descent_ended": f"{report.verdict.value} {report.state.value}, {report.counts.steps_ok} steps",
+        "descent_ended": f"{report.verdict.value} {report.state.value}, {report.counts.steps_ok} "
+        "steps",
         "descent_errors": len(ooms),
         "descent_kinds": sorted({str(detail["kind"]) for detail in ooms}),
         "descent_recovery_p50_ms": percentile(descent_ms, 0.5) if ooms else None,
@@ -165,20 +194,28 @@ def judge_recovery(found: Row) -> Outcome:
         f"{errors} of {found['errors_asked']} errors were provoked and survived": (
             errors >= found["errors_asked"] or found["unrecovered"]
         ),
-        f"99 % of the recoveries took up to {p99_ms or 0.0:.1f} ms": p99_ms is None or p99_ms <= _MOST_MS,
+        f"99 % of the recoveries took up to {p99_ms or 0.0:.1f} ms": p99_ms is None
+        or p99_ms <= _MOST_MS,
         f"size {asked} was meant not to fit, and did": found["descent_errors"],
-        f"from size {asked} the worker ended {found['descent_ended']}": found["descent_ended"] == "ok RUNNING, 1 steps",
-        f"from size {asked}: errors classified as {found['descent_kinds']}": set(found["descent_kinds"])
+        f"from size {asked} the worker ended {found['descent_ended']}": found["descent_ended"]
+        == "ok RUNNING, 1 steps",
+        f"from size {asked}: errors classified as {found['descent_kinds']}": set(
+            found["descent_kinds"]
+        )
         <= {"definite"},
     }
     broken = [*found["unrecovered"], *amiss(holds)]
-    return Outcome(figures={key: value for key, value in found.items() if key != "unrecovered"}, broken=broken)
+    return Outcome(
+        figures={key: value for key, value in found.items() if key != "unrecovered"}, broken=broken
+    )
 
 
 _LEAST_HELD = 0.95
 #: What the driver loads for a kernel that runs later is outside the allocator, and outside its cap.
 _WORTH_TELLING = 1.01
-SIDE_BY_SIDE_MUST_HOLD = f"each worker holds {_LEAST_HELD:.0%} of its cap, no failure is left standing, no process ends"
+SIDE_BY_SIDE_MUST_HOLD = (
+    f"each worker holds {_LEAST_HELD:.0%} of its cap, no failure is left standing, no process ends"
+)
 _SUMMED = ("steps_ok", "steps_oom", "unrecovered", "tflops")
 _GOOD_END = f"{Verdict.OK.value} {WorkerState.RUNNING.value}: "
 
@@ -194,12 +231,21 @@ def measure_side_by_side(machine: Machine) -> Sequence[Row]:
         stands: Sequence[Row] = ()
         died = None
         try:
-            with crew_of(machine.specs(workers, budget_bytes, policy=policy), machine.watch) as crew:
+            with crew_of(
+                machine.specs(workers, budget_bytes, policy=policy), machine.watch
+            ) as crew:
                 stands = [_stand(turn, budget_bytes) for turn in crew.turn(scale.side_s)]
         except ChildDiedError as error:
             died = str(error)
         what = f"{workers} x {asked_bytes / GIB:.2f} GiB, {policy}"
-        scene = {"what": what, "policy": policy, "workers": workers, "stands": stands, "scaled": scaled, "died": died}
+        scene = {
+            "what": what,
+            "policy": policy,
+            "workers": workers,
+            "stands": stands,
+            "scaled": scaled,
+            "died": died,
+        }
         scenes.append(scene)
     return scenes
 
@@ -211,7 +257,8 @@ def _stand(turn: Turn, budget_bytes: int) -> Row:
     used_bytes = turn.process_used_bytes
     return {
         "slot": last.slot,
-        "ended": f"{last.verdict.value} {last.state.value}: {last.reason if last.state.value != 'RUNNING' else ''}",
+        "ended": f"{last.verdict.value} {last.state.value}: "
+        f"{last.reason if last.state.value != 'RUNNING' else ''}",
         "budget_mib": budget_bytes / MIB,
         "cap_mib": cap_bytes / MIB,
         "held_to_cap": reserved_bytes / cap_bytes if cap_bytes else 0.0,
@@ -239,7 +286,9 @@ def judge_side_by_side(scenes: Sequence[Row]) -> Outcome:
                 f"holds {stand['held_to_cap']:.3f} of its cap": stand["held_to_cap"] >= _LEAST_HELD,
             }
             broken += amiss(holds, f"{where}, {stand['slot']}: ")
-        of_budget = [stand["process_to_budget"] for stand in stands if stand["process_to_budget"] is not None]
+        of_budget = [
+            stand["process_to_budget"] for stand in stands if stand["process_to_budget"] is not None
+        ]
         most = max(of_budget, default=None)
         rows.append(
             {

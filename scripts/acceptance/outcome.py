@@ -1,4 +1,6 @@
-"""What a check found, as a value: JSON, lines for people, and a results page as Markdown for docs/results."""
+"""What a check found, as a value: JSON, lines for people, and a results page as Markdown for
+docs/results.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Outcome:
     rows: Sequence[Row] = ()  # a table, all rows with the same keys
     broken: Sequence[str] = ()  # what does not hold
     notes: Sequence[str] = ()
-    """What a reader must know to read the figures right: what was scaled, what claim did not come true."""
+    """What a reader must know to read the figures right: what was scaled, what claim did not come
+    true.
+    """
     skipped: str | None = None  # why the check could not be made here; then it counts neither way
 
     @property
@@ -46,7 +50,11 @@ def show(outcome: Outcome) -> None:
         print(f"{key:>32}  {short(value)}", file=sys.stderr)
     if outcome.rows:
         print_table(outcome.rows)
-    for label, sentences in (("BROKEN", outcome.broken), ("note", outcome.notes), ("skipped", [outcome.skipped])):
+    for label, sentences in (
+        ("BROKEN", outcome.broken),
+        ("note", outcome.notes),
+        ("skipped", [outcome.skipped]),
+    ):
         for sentence in filter(None, sentences):
             print(f"{label}: {sentence}", file=sys.stderr)
     sys.stderr.flush()
@@ -69,15 +77,20 @@ def page(host: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
 def _lines(host: Mapping[str, Any], outcomes: Sequence[Outcome]) -> Iterator[str]:
     yield from (f"# Acceptance on {host['card']}, {str(host['date']).split(maxsplit=1)[0]}", "")
     yield from (_facts(host, outcomes), "")
-    yield from _markdown(["what", "value"], ([key, short(value)] for key, value in host.items() if key != "command"))
+    yield from _markdown(
+        ["what", "value"], ([key, short(value)] for key, value in host.items() if key != "command")
+    )
     yield from (f"| command | `{host['command']}` |", "", "## Checks", "")
     yield from _markdown(
-        ["check", "verdict", "must hold"], ([each.check, each.word, each.must_hold] for each in outcomes)
+        ["check", "verdict", "must hold"],
+        ([each.check, each.word, each.must_hold] for each in outcomes),
     )
     for each in outcomes:
         yield from ("", f"## {each.check}: {each.word}", "")
         if each.figures:
-            yield from _markdown(["figure", "value"], ([key, short(value)] for key, value in each.figures.items()))
+            yield from _markdown(
+                ["figure", "value"], ([key, short(value)] for key, value in each.figures.items())
+            )
         if each.rows:
             heads, *rows = table(each.rows)
             yield from ("", *_markdown(heads, rows))
@@ -87,8 +100,13 @@ def _lines(host: Mapping[str, Any], outcomes: Sequence[Outcome]) -> Iterator[str
 
 
 def _facts(host: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
-    by_verdict = {ok: [each.check for each in outcomes if each.ok is ok] for ok in (True, False, None)}
-    where = f"{host['card']}, driver {short(host['driver'])}, torch {host['torch']}, Python {host['python']}"
+    by_verdict = {
+        ok: [each.check for each in outcomes if each.ok is ok] for ok in (True, False, None)
+    }
+    where = (
+        f"{host['card']}, driver {short(host['driver'])}, torch {host['torch']}, Python "
+        f"{host['python']}"
+    )
     words = [f"{where}, {host['date']}: {len(by_verdict[True])} of {len(outcomes)} checks hold"]
     words += [f"broken: {', '.join(by_verdict[False])}"] if by_verdict[False] else []
     words += [f"skipped: {', '.join(by_verdict[None])}"] if by_verdict[None] else []
@@ -97,4 +115,8 @@ def _facts(host: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
 
 def _markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     for row in (heads, None, *rows):
-        yield f"|{' --- |' * len(heads)}" if row is None else f"| {' | '.join(c.replace('|', '/') for c in row)} |"
+        yield (
+            f"|{' --- |' * len(heads)}"
+            if row is None
+            else f"| {' | '.join(c.replace('|', '/') for c in row)} |"
+        )

@@ -26,14 +26,21 @@ class Check(NamedTuple):
 CHECKS: Mapping[str, Check] = {
     "cap": Check(memory.CAP_MUST_HOLD, memory.measure_cap, memory.judge_cap),
     "recovery": Check(memory.RECOVERY_MUST_HOLD, memory.measure_recovery, memory.judge_recovery),
-    "side_by_side": Check(memory.SIDE_BY_SIDE_MUST_HOLD, memory.measure_side_by_side, memory.judge_side_by_side),
-    "totals": Check(throughput.TOTALS_MUST_HOLD, throughput.measure_totals, throughput.judge_totals),
+    "side_by_side": Check(
+        memory.SIDE_BY_SIDE_MUST_HOLD, memory.measure_side_by_side, memory.judge_side_by_side
+    ),
+    "totals": Check(
+        throughput.TOTALS_MUST_HOLD, throughput.measure_totals, throughput.judge_totals
+    ),
     "speed": Check(throughput.SPEED_MUST_HOLD, throughput.measure_speed, throughput.judge_speed),
     "duty": Check(throughput.DUTY_MUST_HOLD, throughput.measure_duty, throughput.judge_duty),
     "mps": Check(throughput.MPS_MUST_HOLD, throughput.measure_mps, throughput.judge_mps),
     "sampler": Check(watching.SAMPLER_MUST_HOLD, watching.measure_sampler, watching.judge_sampler),
     "results": Check(watching.RESULTS_MUST_HOLD, watching.measure_results, watching.judge_results),
-    **{name: Check(must_hold, measure, claims.judge) for name, (must_hold, measure) in claims.MEASURED.items()},
+    **{
+        name: Check(must_hold, measure, claims.judge)
+        for name, (must_hold, measure) in claims.MEASURED.items()
+    },
 }
 
 

@@ -1,9 +1,11 @@
-"""The work that workers do: against a bare torch loop, together on one card, and by shares of time or of the card.
+"""The work that workers do: against a bare torch loop, together on one card, and by shares of time
+or of the card.
 
-Speed: the product is driven slice by slice as the head does and counted from outside; the bare loop always has a batch
-queued. Totals: the guides claim 180 % for two workers and 250 % for three; what is true depends on how much of the card
-one leaves idle, so a size that fills it and one that does not are measured. MPS: in plain fp32, where the power limit
-does not set the pace, with a control daemon of its own.
+Speed: the product is driven slice by slice as the head does and counted from outside; the bare loop
+always has a batch queued. Totals: the guides claim 180 % for two workers and 250 % for three; what
+is true depends on how much of the card one leaves idle, so a size that fills it and one that does
+not are measured. MPS: in plain fp32, where the power limit does not set the pace, with a control
+daemon of its own.
 """
 
 from __future__ import annotations
@@ -27,20 +29,28 @@ from workers.messages import Verdict
 from workers.node_agent import mps
 
 _LEAST = 0.97
-#: Before the turns that count: kernels are loaded, the lengths of steps found, and on a CPU each page is met once.
+#: Before the turns that count: kernels are loaded, the lengths of steps found, and on a CPU each
+#: page is met once.
 _WARM_UP_S = 1.0
-SPEED_MUST_HOLD = f"the product reaches {_LEAST:.0%} of a bare torch loop for each type, median of the rounds' ratios"
+SPEED_MUST_HOLD = (
+    f"the product reaches {_LEAST:.0%} of a bare torch loop for each type, median "
+    "of the rounds' ratios"
+)
 
 
 def measure_speed(machine: Machine) -> Sequence[Row]:
-    budget_bytes, _ = machine.fitting(2, machine.scale.large_budget_bytes)  # the bare loop holds as much
+    budget_bytes, _ = machine.fitting(
+        2, machine.scale.large_budget_bytes
+    )  # the bare loop holds as much
     with contextlib.closing(Child("bare loop", bodies.serve_bare_loop, machine.device)) as bare:
         return [_race(machine, bare, dtype, budget_bytes) for dtype in machine.scale.dtypes]
 
 
 def _race(machine: Machine, bare: common.Child, dtype: str, budget_bytes: int) -> Row:
     scale, watch = machine.scale, machine.watch
-    with crew_of(machine.specs(1, budget_bytes, dtype=dtype, label=f"speed-{dtype}"), watch) as crew:
+    with crew_of(
+        machine.specs(1, budget_bytes, dtype=dtype, label=f"speed-{dtype}"), watch
+    ) as crew:
         first = crew.first[0].last
         if first.size is None or not first.claim_bytes:
             raise RuntimeError(f"the worker did not come up: {first.state} {first.reason}")
@@ -59,14 +69,19 @@ def _race(machine: Machine, bare: common.Child, dtype: str, budget_bytes: int) -
             "ours": lambda: crew.turn(scale.turn_s)[0],
         }
         rounds = [in_turn(number, sides) for number in range(scale.rounds)]
-    product, reference = [found["ours"].flop_per_s for found in rounds], [found["bare"] for found in rounds]
+    product, reference = (
+        [found["ours"].flop_per_s for found in rounds],
+        [found["bare"] for found in rounds],
+    )
     sensed = summed_up(watch)
     profile, clock_mhz = machine.profile, sensed["sm_clock_mhz"]
     tflops = statistics.median(product) / 1e12
     rated = None if profile is None else peak_tflops(profile, dtype)
     # What the card could do at the clock that was sampled.
     peak = None if profile is None or clock_mhz is None else peak_tflops(profile, dtype, clock_mhz)
-    ratio = statistics.median(ours / theirs for ours, theirs in zip(product, reference, strict=True))
+    ratio = statistics.median(
+        ours / theirs for ours, theirs in zip(product, reference, strict=True)
+    )
     progress(f"speed {dtype}: {ratio:.4f} of a bare loop")
     return {
         "dtype": dtype,
@@ -86,27 +101,38 @@ def judge_speed(rows: Sequence[Row]) -> Outcome:
     slow = [row for row in rows if not row["ratio_median"] >= _LEAST]
     broken = [f"{row['dtype']}: {row['ratio_median']:.4f} of a bare loop" for row in slow]
     broken += [f"{row['dtype']}: {row['failures']} steps failed" for row in rows if row["failures"]]
-    return Outcome(figures={"ratio_least": min(row["ratio_median"] for row in rows)}, rows=rows, broken=broken)
+    return Outcome(
+        figures={"ratio_least": min(row["ratio_median"] for row in rows)}, rows=rows, broken=broken
+    )
 
 
 _CLAIMED_PCT: Mapping[int, float] = {2: 180.0, 3: 250.0}
-TOTALS_MUST_HOLD = "every number of workers works without a failure; the totals are told as they are"
+TOTALS_MUST_HOLD = (
+    "every number of workers works without a failure; the totals are told as they are"
+)
 
 
 def measure_totals(machine: Machine) -> Sequence[Row]:
-    """Have the first few of seven workers work, then more of them, and the same backwards; return a row for each."""
+    """Have the first few of seven workers work, then more of them, and the same backwards.
+
+    Return a row for each.
+    """
     scale = machine.scale
     budget_bytes, _ = machine.fitting(max(scale.counts), scale.large_budget_bytes)
     found = []
     for size in (scale.size, scale.small_size):
-        with crew_of(machine.specs(max(scale.counts), budget_bytes, size=size), machine.watch) as crew:
+        with crew_of(
+            machine.specs(max(scale.counts), budget_bytes, size=size), machine.watch
+        ) as crew:
             crew.turn(scale.turn_s / 2)  # finds out how many products make a step; not counted
             for number in range(scale.passes):
                 for workers in scale.counts if number % 2 == 0 else reversed(scale.counts):
                     turns = crew.turn(2 * scale.turn_s, who=range(workers))
                     tflops = sum(turn.flop_per_s for turn in turns) / 1e12
                     failures = sum(turn.failures for turn in turns)
-                    found.append({"size": size, "workers": workers, "tflops": tflops, "failures": failures})
+                    found.append(
+                        {"size": size, "workers": workers, "tflops": tflops, "failures": failures}
+                    )
         progress(f"totals: size {size} done")
     return found
 
@@ -149,7 +175,9 @@ def judge_totals(found: Sequence[Row]) -> Outcome:
 
 
 _MOST_OFF = 0.05
-DUTY_MUST_HOLD = f"the measured duty is within {_MOST_OFF:.2f} of the one asked, alone and beside six others"
+DUTY_MUST_HOLD = (
+    f"the measured duty is within {_MOST_OFF:.2f} of the one asked, alone and beside six others"
+)
 _TOGETHER = 7
 _TOGETHER_DUTY = 0.6
 #: Turns of a check of duties are longer: what a slice owes is paid by the next one.
@@ -168,7 +196,9 @@ def measure_duty(machine: Machine) -> Sequence[Row]:
     ]
     with crew_of(alone, machine.watch) as crew:
         crew.turn(scale.turn_s)  # a step takes its length from the ones before it
-        found = [_row(spec.duty, crew.turn(seconds, who=[number])) for number, spec in enumerate(alone)]
+        found = [
+            _row(spec.duty, crew.turn(seconds, who=[number])) for number, spec in enumerate(alone)
+        ]
     together = machine.specs(_TOGETHER, budget_bytes, duty=_TOGETHER_DUTY, label="duty-together")
     with crew_of(together, machine.watch) as crew:
         crew.turn(scale.turn_s)
@@ -189,7 +219,10 @@ def _row(asked: float | None, turns: Sequence[Turn]) -> Row:
 
 def judge_duty(found: Sequence[Row]) -> Outcome:
     unlimited = next((row["tflops"] for row in found if row["duty_asked"] is None), None)
-    rows = [{**row, "of_unlimited_pct": 100.0 * row["tflops"] / unlimited if unlimited else None} for row in found]
+    rows = [
+        {**row, "of_unlimited_pct": 100.0 * row["tflops"] / unlimited if unlimited else None}
+        for row in found
+    ]
     off = {
         f"{row['workers']} at a duty of {asked:.2f}": max(
             abs(row[key] - asked) for key in ("duty_measured_least", "duty_measured_most")
@@ -197,17 +230,24 @@ def judge_duty(found: Sequence[Row]) -> Outcome:
         for row in found
         if (asked := row["duty_asked"]) is not None
     }
-    broken = [f"{who}: up to {value:.3f} off" for who, value in off.items() if not value <= _MOST_OFF]
+    broken = [
+        f"{who}: up to {value:.3f} off" for who, value in off.items() if not value <= _MOST_OFF
+    ]
     return Outcome(figures={"off_most": max(off.values(), default=None)}, rows=rows, broken=broken)
 
 
 _MOST_OVER = 0.10
-MPS_MUST_HOLD = f"a worker does no more than its asked share of a whole worker's work, and {_MOST_OVER:.2f}"
+MPS_MUST_HOLD = (
+    f"a worker does no more than its asked share of a whole worker's work, and {_MOST_OVER:.2f}"
+)
 _SHARES = (1.0, 0.5, 0.25)
 
 
 def measure_mps(machine: Machine) -> list[tuple[float, float]]:
-    """Measure one worker after the other, each with its share; return the share asked and the FLOP a second."""
+    """Measure one worker after the other, each with its share.
+
+    Return the share asked and the FLOP a second.
+    """
     if machine.device != "cuda":
         raise NotHereError("no MPS here: the device is a CPU")
     budget_bytes, _ = machine.fitting(1, machine.scale.large_budget_bytes)
@@ -220,9 +260,13 @@ def measure_mps(machine: Machine) -> list[tuple[float, float]]:
                 with crew_of(specs, machine.watch, environment) as crew:
                     first = crew.first[0].last
                     if first.verdict is not Verdict.OK:
-                        raise NotHereError(f"MPS cannot be used here: a worker under it ended: {first.reason}")
+                        raise NotHereError(
+                            f"MPS cannot be used here: a worker under it ended: {first.reason}"
+                        )
                     if not psutil.Process(daemon.pid).children():
-                        raise NotHereError("MPS cannot be used here: the control daemon runs and started no server")
+                        raise NotHereError(
+                            "MPS cannot be used here: the control daemon runs and started no server"
+                        )
                     crew.turn(machine.scale.turn_s)
                     (turn,) = crew.turn(3 * machine.scale.turn_s)
                     found.append((share, turn.flop_per_s))
@@ -252,5 +296,7 @@ def judge_mps(found: Sequence[tuple[float, float]]) -> Outcome:
         measured = flop_per_s / whole if whole else None
         rows.append({"share_asked": share, "share_measured": measured, "tflops": flop_per_s / 1e12})
         if measured is None or not 0.0 < measured <= share + _MOST_OVER:
-            broken.append(f"asked for {share:.2f} of the multiprocessors, did {measured} of the work")
+            broken.append(
+                f"asked for {share:.2f} of the multiprocessors, did {measured} of the work"
+            )
     return Outcome(figures={"workers_measured": len(found)}, rows=rows, broken=broken)

@@ -28,15 +28,17 @@ from workers.workloads.matmul import Matmul
 
 _MOST_SHARE = 0.01
 SAMPLER_MUST_HOLD = (
-    f"sampling takes less than {_MOST_SHARE:.0%} of a worker's time at its usual rate, every {SAMPLE_EVERY_S:g} s"
+    f"sampling takes less than {_MOST_SHARE:.0%} of a worker's time at its usual "
+    f"rate, every {SAMPLE_EVERY_S:g} s"
 )
 
 
 def look(kind: str, when: str, samples: int) -> tuple[Row, SensorReading]:
-    """Sample as fast as it goes, on a clock that makes each one due; return the costs. The body of a child.
+    """Sample as fast as it goes, on a clock that makes each one due; return the costs. The body of
+    a child.
 
-    What is asked every thirtieth second only is asked at every thirtieth of these. The first, which opens NVML, counts
-    by itself.
+    What is asked every thirtieth second only is asked at every thirtieth of these. The first, which
+    opens NVML, counts by itself.
     """
     costs_s: list[float] = []
     reading: SensorReading | None = None
@@ -67,7 +69,10 @@ def measure_sampler(machine: Machine) -> list[tuple[Row, SensorReading]]:
     idle = in_child(machine.watch, look, machine.device, "idle", scale.samples)
     budget_bytes, _ = machine.fitting(1, scale.large_budget_bytes)
     with crew_of(machine.specs(1, budget_bytes, label="beside"), machine.watch) as crew:
-        return [idle, crew.beside(0.04 * scale.samples + 2.0, look, machine.device, "busy", scale.samples)]
+        return [
+            idle,
+            crew.beside(0.04 * scale.samples + 2.0, look, machine.device, "busy", scale.samples),
+        ]
 
 
 def judge_sampler(looks: Sequence[tuple[Row, SensorReading]]) -> Outcome:
@@ -84,7 +89,8 @@ def judge_sampler(looks: Sequence[tuple[Row, SensorReading]]) -> Outcome:
 
 _SHARE = 0.01
 RESULTS_MUST_HOLD = (
-    f"no right product is refused, every flip of more than 2 tolerances is found, repeats find all, and checks take "
+    "no right product is refused, every flip of more than 2 tolerances is found, repeats find "
+    "all, and checks take "
     f"{_SHARE:.0%} of the time beside the first two and the last"
 )
 
@@ -135,7 +141,8 @@ def work_and_check(spec: WorkerSpec, seconds: float) -> dict[str, Any]:
         "refused": refused,
         "check_in_products": statistics.fmean(checks_s) / statistics.median(products_s),
         "cost_pct": 100.0 * checked_s / all_s,
-        # The first two checks of a size are in advance of what it earns, and the last one may be a little.
+        # The first two checks of a size are in advance of what it earns, and the last one may be a
+        # little.
         "cost_pct_allowed": 100.0 * (_SHARE + 3.0 * max(checks_s) / all_s),
     }
 
@@ -159,8 +166,10 @@ def judge_results(rows: Sequence[Row]) -> Outcome:
         holds = {
             f"{refused} right products were refused": not refused,
             f"{missed} large flips were missed": not missed,
-            f"the repeat missed {row['flips'] - row['repeat']} flips": row["repeat"] >= row["flips"],
-            f"checks took {row['cost_pct']:.2f}% of the time": row["cost_pct"] <= row["cost_pct_allowed"],
+            f"the repeat missed {row['flips'] - row['repeat']} flips": row["repeat"]
+            >= row["flips"],
+            f"checks took {row['cost_pct']:.2f}% of the time": row["cost_pct"]
+            <= row["cost_pct_allowed"],
         }
         broken += amiss(holds, f"{row['dtype']}: ")
     figures = {key: sum(row[key] for row in rows) for key in ("products", "false_alarms", "flips")}

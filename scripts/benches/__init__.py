@@ -1,1 +1,4 @@
-"""Benchmarks of the product against something else in the same run. Started by `scripts/bench.py`."""
+"""Benchmarks of the product against something else in the same run.
+
+Started by `scripts/bench.py`.
+"""

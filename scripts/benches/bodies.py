@@ -1,7 +1,8 @@
 """What runs in child processes: an engine driven as the head drives it, and a bare torch loop.
 
-Each serves orders until its pipe closes. Of the acceptance checks, only these and their own child functions touch a
-device: the process of the script itself never makes a CUDA context, so that it holds nothing of the card.
+Each serves orders until its pipe closes. Of the acceptance checks, only these and their own child
+functions touch a device: the process of the script itself never makes a CUDA context, so that it
+holds nothing of the card.
 """
 
 from __future__ import annotations
@@ -24,8 +25,14 @@ from workers.messages import Directive, IncompatibleError, Report, StepCounts, V
 from workers.nvml import queries
 from workers.settings import WorkerSpec
 
-DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-#: A bare loop queues products for about so long before it waits; and it waits only for the batch before the last.
+DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+#: A bare loop queues products for about so long before it waits; and it waits only for the batch
+#: before the last.
 _QUEUED_S = 0.05
 _SLICE_S = 1.0
 
@@ -61,9 +68,11 @@ class Turn:
 
 
 def serve_engine(connection: Connection, spec: WorkerSpec, environment: Mapping[str, str]) -> None:
-    """Serve orders with one engine: (seconds, not before this moment of the monotonic clock, which all share).
+    """Serve orders with one engine: (seconds, not before this moment of the monotonic clock, which
+    all share).
 
-    An order of no seconds is worked at until the first good step, as the head has each new process do.
+    An order of no seconds is worked at until the first good step, as the head has each new process
+    do.
     """
     os.environ.update(environment)  # before CUDA reads it
     engine = Engine(spec)
@@ -73,21 +82,29 @@ def serve_engine(connection: Connection, spec: WorkerSpec, environment: Mapping[
         reports: list[Report] = []
         time.sleep(max(0.0, at_s - time.monotonic()))
         began_s = time.monotonic()
-        while not reports or (reports[-1].verdict is Verdict.OK and time.monotonic() - began_s < seconds):
+        while not reports or (
+            reports[-1].verdict is Verdict.OK and time.monotonic() - began_s < seconds
+        ):
             duration_s = max(0.0, min(_SLICE_S, seconds - (time.monotonic() - began_s)))
-            directive = Directive(incarnation=0, sequence=sequence, duration_s=duration_s, resume=None)
+            directive = Directive(
+                incarnation=0, sequence=sequence, duration_s=duration_s, resume=None
+            )
             sequence += 1
             reports.append(engine.run_slice(directive))
         window_s = time.monotonic() - began_s
-        used_bytes = queries.process_used_bytes(queries.visible_card()) if spec.device == "cuda" else None
-        connection.send(Turn(reports=tuple(reports), window_s=window_s, process_used_bytes=used_bytes))
+        used_bytes = (
+            queries.process_used_bytes(queries.visible_card()) if spec.device == "cuda" else None
+        )
+        connection.send(
+            Turn(reports=tuple(reports), window_s=window_s, process_used_bytes=used_bytes)
+        )
 
 
 def serve_bare_loop(connection: Connection, device_name: str) -> None:
     """Serve orders with nothing around torch but a loop: no cap, no policy, no reports.
 
-    An order is (kind, seconds), a kind (type, size, bytes of operands and ring together as the product's claim). The
-    matrices stay from one order of the same kind to the next.
+    An order is (kind, seconds), a kind (type, size, bytes of operands and ring together as the
+    product's claim). The matrices stay from one order of the same kind to the next.
     """
     bare: BareLoop | None = None
     torch.set_num_threads(threads_for(1))
@@ -104,14 +121,16 @@ class BareLoop:
 
     def __init__(self, kind: tuple[str, int, int], device: torch.device) -> None:
         if device.type == "cpu":
-            # M_MMAP_THRESHOLD as the product sets it, or the two would not do the same work: oneDNN takes its scratch
-            # anew for each product.
+            # M_MMAP_THRESHOLD as the product sets it, or the two would not do the same work: oneDNN
+            # takes its scratch anew for each product.
             ctypes.CDLL(None).mallopt(-3, 64 * 1024)
         self.kind = kind
         name, self.size, block_bytes = kind
         torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
         each_bytes = self.size * self.size * DTYPES[name].itemsize
-        block = torch.empty(block_bytes // each_bytes * each_bytes, dtype=torch.uint8, device=device)
+        block = torch.empty(
+            block_bytes // each_bytes * each_bytes, dtype=torch.uint8, device=device
+        )
         matrices = block.view(DTYPES[name]).view(-1, self.size, self.size)
         matrices[:2].normal_(generator=torch.Generator(device=device).manual_seed(0))
         self._left, self._right, *self._ring = matrices.unbind()
@@ -147,7 +166,9 @@ class BareLoop:
         return 2.0 * self.size**3 * products / (time.perf_counter() - began_s)
 
 
-def call_in_child(connection: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def call_in_child(
+    connection: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
     try:
         answer = function(*arguments)
     except IncompatibleError as error:  # a sentence for the person who can act

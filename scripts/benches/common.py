@@ -1,6 +1,8 @@
-"""What the benchmarks share: their result and how it is shown, statistics, child processes, and the spec of a worker.
+"""What the benchmarks share: their result and how it is shown, statistics, child processes, and the
+spec of a worker.
 
-A result goes out twice: as a table for people on standard error and as one JSON object on standard output.
+A result goes out twice: as a table for people on standard error and as one JSON object on standard
+output.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ GUIDE = MemorySettings(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a benchmark found: flat figures with a unit suffix, lists of rows, and in words what does not hold."""
+    """What a benchmark found: flat figures with a unit suffix, lists of rows, and in words what
+    does not hold.
+    """
 
     bench: str
     figures: Mapping[str, Any]
@@ -54,13 +58,19 @@ def show(result: Result) -> int:
             print(f"{key:>32}  {short(value)}", file=sys.stderr)
     for sentence in result.broken:
         print(f"BROKEN: {sentence}", file=sys.stderr)
-    print(json.dumps({"schema": 1, "bench": result.bench, **result.figures, "broken": list(result.broken)}))
+    print(
+        json.dumps(
+            {"schema": 1, "bench": result.bench, **result.figures, "broken": list(result.broken)}
+        )
+    )
     return 1 if result.broken else 0
 
 
 @contextlib.contextmanager
 def own_stdout() -> Iterator[None]:
-    """Send what is printed meanwhile to standard error, also by children and by Ray when actors end."""
+    """Send what is printed meanwhile to standard error, also by children and by Ray when actors
+    end.
+    """
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -77,7 +87,11 @@ def progress(text: str) -> None:
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    return {f"{name}_median": statistics.median(values), f"{name}_least": min(values), f"{name}_most": max(values)}
+    return {
+        f"{name}_median": statistics.median(values),
+        f"{name}_least": min(values),
+        f"{name}_most": max(values),
+    }
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -87,7 +101,9 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def in_turn(number: int, sides: Mapping[str, Callable[[], _Found]]) -> dict[str, _Found]:
-    """Call each side once, in every other round backwards: a machine is not as fast in one minute as in the next."""
+    """Call each side once, in every other round backwards: a machine is not as fast in one minute
+    as in the next.
+    """
     return {name: sides[name]() for name in (reversed(list(sides)) if number % 2 else sides)}
 
 
@@ -96,7 +112,10 @@ class ChildDiedError(RuntimeError):
 
 
 class Child:
-    """A process that runs `body(pipe, *arguments)`, and our end of the pipe. To be closed, which ends the process."""
+    """A process that runs `body(pipe, *arguments)`, and our end of the pipe.
+
+    To be closed, which ends the process.
+    """
 
     def __init__(
         self,
@@ -107,7 +126,9 @@ class Child:
     ) -> None:
         self.name = name
         self.pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_in_child, args=(body, theirs, *arguments), daemon=True)
+        self._process = context.Process(
+            target=_in_child, args=(body, theirs, *arguments), daemon=True
+        )
         self._process.start()
         theirs.close()
 
@@ -140,12 +161,16 @@ class Child:
 
 def _in_child(body: Callable[..., None], *arguments: object) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the bench, which ends its children
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the bench has ended
+    with contextlib.suppress(
+        EOFError, BrokenPipeError, ConnectionResetError
+    ):  # the bench has ended
         body(*arguments)
 
 
 def status_bytes(key: str) -> int:
-    """Return one line of /proc/self/status, where the kernel counts in KiB: VmData is private writable memory."""
+    """Return one line of /proc/self/status, where the kernel counts in KiB: VmData is private
+    writable memory.
+    """
     with Path("/proc/self/status").open(encoding="ascii", errors="replace") as status:
         for line in status:
             if line.startswith(key):
@@ -156,7 +181,11 @@ def status_bytes(key: str) -> int:
 def judged(
     text: str, found: float | None, *, at_least: float | None = None, at_most: float | None = None
 ) -> dict[str, str]:
-    met = found is not None and (at_least is None or found >= at_least) and (at_most is None or found <= at_most)
+    met = (
+        found is not None
+        and (at_least is None or found >= at_least)
+        and (at_most is None or found <= at_most)
+    )
     return {
         "target": text,
         "asked": f">= {at_least:g}" if at_least is not None else f"<= {at_most:g}",
@@ -171,9 +200,14 @@ def amiss(holds: Mapping[str, object], where: str = "") -> list[str]:
 
 
 def sized(device: str, budget_mib: float | None, size: int | None) -> tuple[int, int]:
-    """Return the budget in bytes and the edge of the matrices; where not given, the guide's for such a device."""
+    """Return the budget in bytes and the edge of the matrices.
+
+    Where not given, the guide's for such a device.
+    """
     on_card = device == "cuda"
-    return int((budget_mib or (3410 if on_card else 213)) * MIB), size or (8192 if on_card else 1024)
+    return int((budget_mib or (3410 if on_card else 213)) * MIB), size or (
+        8192 if on_card else 1024
+    )
 
 
 def lone_worker(
@@ -205,7 +239,10 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     lines = table(rows)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)), file=sys.stderr)
+        print(
+            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)),
+            file=sys.stderr,
+        )
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:

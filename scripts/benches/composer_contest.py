@@ -1,8 +1,9 @@
 """Real Composer under pressure, in a venv of its own: started as a script by that venv's Python.
 
-Its trainer halves the micro-batch when memory runs out, on a card. On a CPU it refuses to: two of its functions are
-replaced here, one that asks for a card and one that knows the words of a card alone. Two operators of torchvision,
-which cannot be loaded without CUDA, are defined and never called.
+Its trainer halves the micro-batch when memory runs out, on a card. On a CPU it refuses to: two of
+its functions are replaced here, one that asks for a card and one that knows the words of a card
+alone. Two operators of torchvision, which cannot be loaded without CUDA, are defined and never
+called.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def main() -> None:
     for limit in (BATCH, 32, 16, 8, 4, 2, 1):  # what libraries keep, they have now
         mean_loss(spare, next(batches())[1][:limit]).backward()
     spares_optimizer.step()
-    # What a training holds at all times is not the cap's affair: gradients and states come with its first step.
+    # What a training holds at all times is not the cap's affair: gradients and states come with its
+    # first step.
     held = [each.grad for each in spare.parameters()], [*spares_optimizer.state.values()]
     del spare, spares_optimizer
     inner, optimizer, _ = _plain()
@@ -122,8 +124,13 @@ def main() -> None:
     except OverError:
         pass
     except Exception as error:  # noqa: BLE001 - a contestant that gives up is a finding
-        ended = f"{type(error).__name__} at {tally.at_s:.1f} s: {' '.join(str(error).split())[:200]}"
-    row = {key: getattr(tally, key) for key in ("rows", "starts", "wrong_batches", "losses", "failed_at_s", "parts")}
+        ended = (
+            f"{type(error).__name__} at {tally.at_s:.1f} s: {' '.join(str(error).split())[:200]}"
+        )
+    row = {
+        key: getattr(tally, key)
+        for key in ("rows", "starts", "wrong_batches", "losses", "failed_at_s", "parts")
+    }
     print(json.dumps({**row, "done_in_time": tally.done_in_time, "ended": ended}), flush=True)
 
 

@@ -1,7 +1,7 @@
 """How soon a head answers commands, and what lines that are none cost it.
 
-The head is that of `viewers.py`. Windows in which nothing is sent, in which commands are, and in which as many broken
-lines as it takes in are sent, take turns.
+The head is that of `viewers.py`. Windows in which nothing is sent, in which commands are, and in
+which as many broken lines as it takes in are sent, take turns.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ def run(workers: int, rounds: int, window_s: float, seed: int) -> Result:
                     while time.monotonic() < until_s:
                         sent[number] += _sent(folder, _broken(mine))
 
-                threads = [threading.Thread(target=talk, args=[number]) for number in range(len(seeds))]
+                threads = [
+                    threading.Thread(target=talk, args=[number]) for number in range(len(seeds))
+                ]
                 for thread in threads:
                     thread.start()
                 for thread in threads:
@@ -101,9 +103,13 @@ def run(workers: int, rounds: int, window_s: float, seed: int) -> Result:
         "target_turn_p99_more_ms": _TARGET_TURN_MORE_MS,
     }
     figures["target_met"] = (
-        figures["answer_p99_ms"] <= _TARGET_ANSWER_MS and figures["turn_p99_more_ms"] <= _TARGET_TURN_MORE_MS
+        figures["answer_p99_ms"] <= _TARGET_ANSWER_MS
+        and figures["turn_p99_more_ms"] <= _TARGET_TURN_MORE_MS
     )
-    broken = [*refused[:3], *(f"{slot} has orders that no command gave" for slot in held if slot != "pc1/0")]
+    broken = [
+        *refused[:3],
+        *(f"{slot} has orders that no command gave" for slot in held if slot != "pc1/0"),
+    ]
     return Result(bench="control", figures=figures, broken=broken)
 
 
@@ -115,7 +121,9 @@ def _alternately(*choices: str, until_s: float) -> Any:  # noqa: ANN401 - an ite
 
 
 def _broken(drawn: random.Random) -> bytes:
-    """Return a line that is no command: bytes, JSON of any kind, or a command with a wrong value or a cut."""
+    """Return a line that is no command: bytes, JSON of any kind, or a command with a wrong value or
+    a cut.
+    """
     kind = drawn.randrange(4)
     if kind == 0:
         return drawn.randbytes(drawn.randrange(2000)).replace(b"\n", b"") + b"\n"
@@ -123,7 +131,10 @@ def _broken(drawn: random.Random) -> bytes:
         return json.dumps(drawn.choice([None, 0, [], {}, "pause", [[]] * 500])).encode() + b"\n"
     if kind == 2:
         key = drawn.choice([*_COMMAND, "more"])
-        return json.dumps({**_COMMAND, key: drawn.choice([None, -1, [], "", "\x00", 2**70])}).encode() + b"\n"
+        return (
+            json.dumps({**_COMMAND, key: drawn.choice([None, -1, [], "", "\x00", 2**70])}).encode()
+            + b"\n"
+        )
     line = json.dumps(_COMMAND).encode()
     return line[: drawn.randrange(len(line))] + b"\n"
 

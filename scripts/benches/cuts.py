@@ -1,7 +1,9 @@
-"""Times when all slots of pc2 are back after cuts of the network under a run, and after a raylet was killed.
+"""Times when all slots of pc2 are back after cuts of the network under a run, and after a raylet
+was killed.
 
-The PCs are namespaces on a virtual switch (`two_pcs.py`); pc2's node is kept by `up pc2 --exec --stay`. Ray notices
-a cut after half a minute or so and declares the node dead, so that short cuts and long ones take different ways back.
+The PCs are namespaces on a virtual switch (`two_pcs.py`); pc2's node is kept by `up pc2 --exec
+--stay`. Ray notices a cut after half a minute or so and declares the node dead, so that short cuts
+and long ones take different ways back.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from orchestrator.record.archive import read_run
 from orchestrator.record.records import SlotRecord
 
 _TARGET_S = 30.0
-#: More than `up --stay` gives two starts of Ray that hang (60 s and 120 s), and a third one that does not.
+#: More than `up --stay` gives two starts of Ray that hang (60 s and 120 s), and a third one that
+#: does not.
 _PATIENCE_S = 300.0
 _SETTLING_S = 5.0
 
@@ -35,7 +38,10 @@ def run(seconds: Sequence[float], rate: str | None, workers: int) -> Result:
     try:
         with two_pcs(folder) as pair:
             scene = _Scene(pair, folder, rate, workers)
-            rows = [scene.row(f"cut of {cut_s:g} s", functools.partial(scene.cut, cut_s)) for cut_s in seconds]
+            rows = [
+                scene.row(f"cut of {cut_s:g} s", functools.partial(scene.cut, cut_s))
+                for cut_s in seconds
+            ]
             rows.append(scene.row("raylet killed", scene.kill))
             said = scene.said()
     finally:
@@ -47,14 +53,21 @@ def run(seconds: Sequence[float], rate: str | None, workers: int) -> Result:
         if not row["is_back"]
     ]
     figures = {"rounds": rows, "back_after_most_s": max(back_s), "target_s": _TARGET_S}
-    return Result(bench="cuts", figures={**figures, "target_met": max(back_s) <= _TARGET_S}, broken=broken)
+    return Result(
+        bench="cuts", figures={**figures, "target_met": max(back_s) <= _TARGET_S}, broken=broken
+    )
 
 
 class _Scene:
     """A run on both PCs, and what is seen of it from outside."""
 
     def __init__(self, pair: TwoPCs, folder: Path, rate: str | None, workers: int) -> None:
-        self._pair, self._workers, self._runs, self._said = pair, workers, folder / "runs", folder / "stay.log"
+        self._pair, self._workers, self._runs, self._said = (
+            pair,
+            workers,
+            folder / "runs",
+            folder / "stay.log",
+        )
         common = (*HOSTS, *(f"--set=nodes.{pc}.workers={workers}" for pc in ADDRESSES))
         pair.do("pc1", "up", "pc1", "--exec", *common)
         pair.copy_token()
@@ -85,12 +98,24 @@ class _Scene:
         return row
 
     def said(self) -> str:
-        """Return the states of pc2's slots, and what the run and the program that keeps its node said last."""
+        """Return the states of pc2's slots, and what the run and the program that keeps its node
+        said last.
+        """
         states = ", ".join(f"{slot.slot} {slot.state} ({slot.reason})" for slot in self._slots())
         code = self._run.poll()
         run = "runs" if code is None else f"ended with {code}"
-        nodes = [line for path in self._runs.glob("*/events.jsonl") for line in _lines(path) if '"node_' in line]
-        lines = [*_lines(self._said)[-4:], f"the run {run}", *_lines(self._printed)[-3:], *nodes[-4:]]
+        nodes = [
+            line
+            for path in self._runs.glob("*/events.jsonl")
+            for line in _lines(path)
+            if '"node_' in line
+        ]
+        lines = [
+            *_lines(self._said)[-4:],
+            f"the run {run}",
+            *_lines(self._printed)[-3:],
+            *nodes[-4:],
+        ]
         return f"{states}; {'; '.join(lines)}"
 
     def cut(self, cut_s: float) -> None:
@@ -107,7 +132,8 @@ class _Scene:
         """Say whether each slot of pc2 is RUNNING and has done more steps than `before`."""
         slots = self._slots()
         return len(slots) == self._workers and all(
-            slot.state == "RUNNING" and slot.counters["steps_ok"] > before.get(slot.slot, 0.0) for slot in slots
+            slot.state == "RUNNING" and slot.counters["steps_ok"] > before.get(slot.slot, 0.0)
+            for slot in slots
         )
 
     def _steps(self) -> dict[str, float]:

@@ -1,4 +1,5 @@
-"""Steps that compute for a drawn time, and steps that hang in a drawn way; each says so in a file before it begins.
+"""Steps that compute for a drawn time, and steps that hang in a drawn way; each says so in a file
+before it begins.
 
 The workload of `hangs.py`, which also reads what is written here.
 """
@@ -35,7 +36,9 @@ class _Drawn(Workload):
         """Append a line to this process's file."""
         path = Path(os.environ[_FOLDER]) / f"{os.getpid()}.drawn"
         with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"at_unix_s": time.time(), "slot": self.context.slot, **what}) + "\n")
+            file.write(
+                json.dumps({"at_unix_s": time.time(), "slot": self.context.slot, **what}) + "\n"
+            )
 
     def compute(self, cpu_s: float) -> None:
         """Use so much CPU time."""

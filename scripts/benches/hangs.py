@@ -1,8 +1,10 @@
-"""Workers that compute for long, and workers that hang: which of them are ended, when, and with which words.
+"""Workers that compute for long, and workers that hang: which of them are ended, when, and with
+which words.
 
-Two rehearsals of ten workers with `hang_timeout_s` 8. In the first every step computes for a drawn time beside a drawn
-number of busy loops, and no worker may be ended. In the second every process hangs after some steps, by one of four
-ways, and must be ended for the reason that is true: it used no CPU, or it computed without ending a step.
+Two rehearsals of ten workers with `hang_timeout_s` 8. In the first every step computes for a drawn
+time beside a drawn number of busy loops, and no worker may be ended. In the second every process
+hangs after some steps, by one of four ways, and must be ended for the reason that is true: it used
+no CPU, or it computed without ending a step.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ _HANGING = "scripts.benches.hanging:Hanging"
 _HANG_S = 8.0
 #: Beyond its limit: the slice in which a process hangs, one look at it, and its end.
 _LATE_S = 8.0
-_WORDS = {"endless": "has computed for", **dict.fromkeys(("sleep", "deadlock", "stopped"), "used no CPU and no card")}
+_WORDS = {
+    "endless": "has computed for",
+    **dict.fromkeys(("sleep", "deadlock", "stopped"), "used no CPU and no card"),
+}
 _SETTINGS = settings(
     f"run.hang_timeout_s={_HANG_S:g}",
     "run.stale_after_s=4",
@@ -43,16 +48,24 @@ def run(pairs: int, hangs: int, minutes: float, seed: int) -> Result:
     broken: list[str] = []
     draw = random.Random(seed)  # noqa: S311 - of loads
     computing = _computing(pairs, minutes * 60, draw, broken)
-    return Result(bench="hangs", figures={**computing, **_hanging(hangs, minutes * 60, broken)}, broken=broken)
+    return Result(
+        bench="hangs", figures={**computing, **_hanging(hangs, minutes * 60, broken)}, broken=broken
+    )
 
 
 def _computing(pairs: int, most_s: float, draw: random.Random, broken: list[str]) -> dict[str, Any]:
     scene, loops = Scene(), _Loops()
     try:
-        head = scene.run("--rehearse", "--duration", f"{most_s:.0f}s", "--workload", _COMPUTING, *_SETTINGS)
+        head = scene.run(
+            "--rehearse", "--duration", f"{most_s:.0f}s", "--workload", _COMPUTING, *_SETTINGS
+        )
         until_s = time.monotonic() + most_s + PATIENCE_S
         loads: set[int] = set()
-        while head.poll() is None and time.monotonic() < until_s and len(_noted(scene, "cpu_s")) < pairs:
+        while (
+            head.poll() is None
+            and time.monotonic() < until_s
+            and len(_noted(scene, "cpu_s")) < pairs
+        ):
             loads.add(loops.become(draw.randint(0, 4)))
             progress(f"{len(_noted(scene, 'cpu_s'))} of {pairs} steps; {loops.count} busy loops")
             time.sleep(draw.uniform(5.0, 20.0))
@@ -61,7 +74,9 @@ def _computing(pairs: int, most_s: float, draw: random.Random, broken: list[str]
         head.send_signal(signal.SIGINT)
         scene.ended(head, PATIENCE_S)
         steps = _noted(scene, "cpu_s")
-        broken.extend(f"{event.slot} was ended while it computed: {_reason(event)}" for event in ended)
+        broken.extend(
+            f"{event.slot} was ended while it computed: {_reason(event)}" for event in ended
+        )
         if len(steps) < pairs:
             broken.append(f"only {len(steps)} of {pairs} steps ended")
         return {
@@ -80,9 +95,15 @@ def _computing(pairs: int, most_s: float, draw: random.Random, broken: list[str]
 def _hanging(hangs: int, most_s: float, broken: list[str]) -> dict[str, Any]:
     scene = Scene()
     try:
-        head = scene.run("--rehearse", "--duration", f"{most_s:.0f}s", "--workload", _HANGING, *_SETTINGS)
+        head = scene.run(
+            "--rehearse", "--duration", f"{most_s:.0f}s", "--workload", _HANGING, *_SETTINGS
+        )
         until_s = time.monotonic() + most_s + PATIENCE_S
-        while head.poll() is None and time.monotonic() < until_s and len(_ended_for_silence(scene)) < hangs:
+        while (
+            head.poll() is None
+            and time.monotonic() < until_s
+            and len(_ended_for_silence(scene)) < hangs
+        ):
             progress(f"{len(_ended_for_silence(scene))} of {hangs} hangs ended")
             time.sleep(5.0)
         ended, begun = _ended_for_silence(scene), _noted(scene, "kind")
@@ -96,12 +117,21 @@ def _hanging(hangs: int, most_s: float, broken: list[str]) -> dict[str, Any]:
         scene.close(keep=False)
 
 
-def _matched(begun: list[dict[str, Any]], ended: list[StoredEvent], broken: list[str]) -> list[dict[str, Any]]:
-    """Return for each hang that was ended its kind and how long that took; by process, which the events name."""
+def _matched(
+    begun: list[dict[str, Any]], ended: list[StoredEvent], broken: list[str]
+) -> list[dict[str, Any]]:
+    """Return for each hang that was ended its kind and how long that took.
+
+    By process, which the events name.
+    """
     rows = []
     for event in ended:
         # The last one to begin hanging in this slot before the event.
-        mine = [hang for hang in begun if hang["slot"] == event.slot and hang["at_unix_s"] < _unix_s(event)]
+        mine = [
+            hang
+            for hang in begun
+            if hang["slot"] == event.slot and hang["at_unix_s"] < _unix_s(event)
+        ]
         if not mine:
             broken.append(f"{event.slot} was ended and had not hung: {_reason(event)}")
             continue
@@ -117,12 +147,21 @@ def _matched(begun: list[dict[str, Any]], ended: list[StoredEvent], broken: list
 
 def _by_kind(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     kinds = sorted({row["kind"] for row in rows})
-    by_kind = {kind: [row["ended_after_s"] for row in rows if row["kind"] == kind] for kind in kinds}
-    return [{"kind": kind, "count": len(after), **spread("ended_after_s", after)} for kind, after in by_kind.items()]
+    by_kind = {
+        kind: [row["ended_after_s"] for row in rows if row["kind"] == kind] for kind in kinds
+    }
+    return [
+        {"kind": kind, "count": len(after), **spread("ended_after_s", after)}
+        for kind, after in by_kind.items()
+    ]
 
 
 def _noted(scene: Scene, key: str) -> list[dict[str, Any]]:
-    lines = (line for path in scene.steps.glob("*.drawn") for line in path.read_text(encoding="utf-8").splitlines())
+    lines = (
+        line
+        for path in scene.steps.glob("*.drawn")
+        for line in path.read_text(encoding="utf-8").splitlines()
+    )
     return [noted for line in lines if line.endswith("}") and key in (noted := json.loads(line))]
 
 
@@ -133,7 +172,9 @@ def _ended_for_silence(scene: Scene) -> list[StoredEvent]:
     except ArchiveError:
         return []
     return [
-        event for event in events if event.details.get("to_state") == "RESTARTING" and "was ended" in _reason(event)
+        event
+        for event in events
+        if event.details.get("to_state") == "RESTARTING" and "was ended" in _reason(event)
     ]
 
 

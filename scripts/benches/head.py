@@ -1,11 +1,13 @@
 """What the head costs by itself: processor time and growth of its store, by the number of workers.
 
-The real supervisor, lifecycle, memory broker, event log, store and table run on a scripted fleet without Ray: every
-worker reports once a second and nothing goes wrong. What the script itself takes is measured and left out. With `jump`
-the clock jumps to what is due: quick and hardly disturbed, but caches stay warmer than in a head that waits.
+The real supervisor, lifecycle, memory broker, event log, store and table run on a scripted fleet
+without Ray: every worker reports once a second and nothing goes wrong. What the script itself takes
+is measured and left out. With `jump` the clock jumps to what is due: quick and hardly disturbed,
+but caches stay warmer than in a head that waits.
 
-`times_bare` compares it with a loop in the same process that decodes as many of the same reports and stores as many of
-the same rows in as many transactions, and does nothing else: a ratio that a faster machine does not change much.
+`times_bare` compares it with a loop in the same process that decodes as many of the same reports
+and stores as many of the same rows in as many transactions, and does nothing else: a ratio that a
+faster machine does not change much.
 """
 
 from __future__ import annotations
@@ -31,14 +33,24 @@ from orchestrator.core.fleet import NodeFact, Reservation, SliceReported
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
 from orchestrator.record import tables
 from orchestrator.run.clock import Clock
-from workers.messages import Activity, DeviceInfo, Directive, MemoryInfo, Report, StepCounts, Verdict, WorkerState
+from workers.messages import (
+    Activity,
+    DeviceInfo,
+    Directive,
+    MemoryInfo,
+    Report,
+    StepCounts,
+    Verdict,
+    WorkerState,
+)
 from workers.readings import SensorReading
 from workers.settings import Learned, LimitKey, StoredLimit, WorkerSpec
 from workers.units import GIB, MIB
 
 #: One card to a node, with so many workers on it.
 _WORKERS_PER_NODE: Final = 10
-#: SQLite writes its log back into the file and begins it anew after about so much; up to there it does not grow.
+#: SQLite writes its log back into the file and begins it anew after about so much; up to there it
+#: does not grow.
 _LOG_BYTES: Final = 1100 * 4096
 #: The most that each figure of a row should be.
 _TARGETS: Final = {"core_pct": 10.0, "core_pct_with_table": 12.0, "store_bytes_per_s": 10_000.0}
@@ -72,7 +84,9 @@ class _Worker:
 
 
 class ScriptedFleet:
-    """The part of `orchestrator.core.fleet.Fleet` that is used where all slices succeed, and on time."""
+    """The part of `orchestrator.core.fleet.Fleet` that is used where all slices succeed, and on
+    time.
+    """
 
     def __init__(self, plans: tuple[SlotPlan, ...], clock: Clock) -> None:
         self._clock = clock
@@ -85,7 +99,8 @@ class ScriptedFleet:
         self.script_s = 0.0  # processor time of the script, which is not the head's
         names = dict.fromkeys(plan.spec.node for plan in plans)
         self._nodes = tuple(
-            NodeFact(name=name, node_id=f"id-{name}", address="127.0.0.1", cpus=64.0, gpus=1.0) for name in names
+            NodeFact(name=name, node_id=f"id-{name}", address="127.0.0.1", cpus=64.0, gpus=1.0)
+            for name in names
         )
 
     def nodes(self) -> tuple[NodeFact, ...]:
@@ -130,14 +145,19 @@ class ScriptedFleet:
 
 
 def _report(worker: _Worker, directive: Directive, drawn: random.Random) -> Report:
-    """Return what a worker on a card says of a slice, every value an object of its own as if it had travelled."""
+    """Return what a worker on a card says of a slice, every value an object of its own as if it had
+    travelled.
+    """
     spec = worker.spec
     cap_bytes = spec.budget_bytes - _CONTEXT_BYTES
     held_bytes = int(0.8 * cap_bytes)
     first = directive.duration_s == 0
     steps = 1 if first else drawn.randint(18, 22)
     wall_s = 0.05 if first else directive.duration_s
-    used_bytes = min(_CARD_BYTES, spec.workers_on_host * (_CONTEXT_BYTES + held_bytes) + drawn.randrange(64) * MIB)
+    used_bytes = min(
+        _CARD_BYTES,
+        spec.workers_on_host * (_CONTEXT_BYTES + held_bytes) + drawn.randrange(64) * MIB,
+    )
     # The footprint that the policy has learned settles, and then changes now and then.
     worker.reports += 1
     settled = min(worker.reports, 5) + worker.reports // _REPORTS_TO_LEARN
@@ -177,7 +197,10 @@ def _report(worker: _Worker, directive: Directive, drawn: random.Random) -> Repo
         batch=spec.workload.batch,
         claim_bytes=held_bytes,
         counts=StepCounts(
-            steps_ok=steps, work_flop=steps * 1.1e12, busy_s=0.6 * wall_s, verify_checks=drawn.randrange(2)
+            steps_ok=steps,
+            work_flop=steps * 1.1e12,
+            busy_s=0.6 * wall_s,
+            verify_checks=drawn.randrange(2),
         ),
         wall_s=wall_s,
         sensors=SensorReading(
@@ -194,7 +217,12 @@ def _report(worker: _Worker, directive: Directive, drawn: random.Random) -> Repo
             fan_pct=61.0,
         ),
         rss_bytes=900 * MIB + drawn.randrange(8) * MIB,
-        resume={"policy": "adaptive", "units": held_bytes, "fixed_bytes": 1.0e6 + settled, "unit_bytes": 1.0},
+        resume={
+            "policy": "adaptive",
+            "units": held_bytes,
+            "fixed_bytes": 1.0e6 + settled,
+            "unit_bytes": 1.0,
+        },
         learned=StoredLimit(
             key=LimitKey(
                 card="NVIDIA GeForce RTX 3090",
@@ -213,20 +241,31 @@ def _report(worker: _Worker, directive: Directive, drawn: random.Random) -> Repo
 
 
 def _stored_bytes(path: Path) -> int:
-    """Return what a store takes on disk, as a reader sees it: with the pages that are only in the log.
+    """Return what a store takes on disk, as a reader sees it: with the pages that are only in the
+    log.
 
     The log is reused once it has reached its size: up to there it counts as if it had reached it.
     """
     with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as reader:
-        (pages,), (page_bytes,) = (reader.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "page_size"))
+        (pages,), (page_bytes,) = (
+            reader.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "page_size")
+        )
     log = path.with_name(f"{path.name}-wal")
     return int(pages * page_bytes) + max(_LOG_BYTES, log.stat().st_size if log.exists() else 0)
 
 
 def _bare_core_pct(
-    folder: Path, stored: Path, last: dict[str, Report], clock: Clock, took_s: float, reports: int, turns: int
+    folder: Path,
+    stored: Path,
+    last: dict[str, Report],
+    clock: Clock,
+    took_s: float,
+    reports: int,
+    turns: int,
 ) -> float:
-    """Return what a loop costs that decodes reports and stores rows as often as the head did in `took_s`."""
+    """Return what a loop costs that decodes reports and stores rows as often as the head did in
+    `took_s`.
+    """
     encoded = [pickle.dumps(report) for report in last.values()]
     with closing(sqlite3.connect(stored)) as reader:
         reader.row_factory = sqlite3.Row
@@ -239,14 +278,21 @@ def _bare_core_pct(
             "WHERE at_unix_s < (SELECT max(at_unix_s) FROM samples)"
         ).fetchone()
     with closing(sqlite3.connect(folder / "bare.sqlite", isolation_level=None)) as store:
-        for statement in ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = NORMAL", *tables.CREATE):
+        for statement in (
+            "PRAGMA journal_mode = WAL",
+            "PRAGMA synchronous = NORMAL",
+            *tables.CREATE,
+        ):
             store.execute(statement)
         store.executemany(tables.PUT_SLOT, slots.values())
         cpu_s, done, sampled_rows = 0.0, 0, 0
         for turn in range(1, turns + 1):
             clock.sleep(took_s / turns)
             began_s = time.process_time()
-            due, rows_due = range(done, reports * turn // turns), int((per_s or 0.0) * took_s * turn / turns)
+            due, rows_due = (
+                range(done, reports * turn // turns),
+                int((per_s or 0.0) * took_s * turn / turns),
+            )
             decoded = [pickle.loads(encoded[number % len(encoded)]) for number in due]  # noqa: S301 - our own
             new_rows = [
                 {**samples[number % len(samples)], "at_unix_s": float(number // len(slots))}
@@ -255,7 +301,9 @@ def _bare_core_pct(
             store.execute("BEGIN IMMEDIATE")
             store.executemany(tables.PUT_PROGRESS, [progress[report.slot] for report in decoded])
             # A record of a slot is written when what its policy has learned changes.
-            store.executemany(tables.PUT_SLOT, [slots[report.slot] for report in decoded[::_REPORTS_TO_LEARN]])
+            store.executemany(
+                tables.PUT_SLOT, [slots[report.slot] for report in decoded[::_REPORTS_TO_LEARN]]
+            )
             store.executemany(tables.PUT_ROW, new_rows)
             store.executemany(tables.PUT_SAMPLE, new_rows)
             store.execute("COMMIT")
@@ -269,13 +317,24 @@ def run(workers: list[int], warm_up_s: float, window_s: float, *, jump: bool) ->
     for count in workers:
         costs = []
         for table in (False, True):
-            with closing(Child("the head", measure, count, warm_up_s, window_s, table, jump)) as head:
+            with closing(
+                Child("the head", measure, count, warm_up_s, window_s, table, jump)
+            ) as head:
                 costs.append(head.receive())
         without, with_table = costs
         core_pct, with_table_pct = without.pop("core_pct"), with_table["core_pct"]
-        rows.append({"workers": count, "core_pct": core_pct, "core_pct_with_table": with_table_pct, **without})
+        rows.append(
+            {
+                "workers": count,
+                "core_pct": core_pct,
+                "core_pct_with_table": with_table_pct,
+                **without,
+            }
+        )
         times = f"{without['times_bare']:.1f} times a bare loop"
-        progress(f"{count} workers: {core_pct:.2f} %, {times}, with the table {with_table_pct:.2f} %")
+        progress(
+            f"{count} workers: {core_pct:.2f} %, {times}, with the table {with_table_pct:.2f} %"
+        )
     figures = {
         "rows": rows,
         "warm_up_s": warm_up_s,
@@ -292,16 +351,26 @@ def run(workers: list[int], warm_up_s: float, window_s: float, *, jump: bool) ->
 
 def scripted_nodes(workers: int) -> tuple[Config, tuple[SlotPlan, ...]]:
     """Return a run of so many workers on full nodes, the last one apart."""
-    node = {"gpu": "rtx-3090", "gpu_share": 0.60, "vram_per_worker_gib": 2.2, "memory_fraction": 0.99, "size": 8192}
+    node = {
+        "gpu": "rtx-3090",
+        "gpu_share": 0.60,
+        "vram_per_worker_gib": 2.2,
+        "memory_fraction": 0.99,
+        "size": 8192,
+    }
     nodes = {
         f"pc{number}": {**node, "workers": min(_WORKERS_PER_NODE, workers - first)}
         for number, first in enumerate(range(0, workers, _WORKERS_PER_NODE), start=1)
     }
-    config = config_from_data({"nodes": nodes, "run": {"duration": "1h", "stop_grace_s": 0}}, "bench")
+    config = config_from_data(
+        {"nodes": nodes, "run": {"duration": "1h", "stop_grace_s": 0}}, "bench"
+    )
     return config, plan_slots(config, Target())
 
 
-def measure(answer: Connection, workers: int, warm_up_s: float, window_s: float, table: bool, jump: bool) -> None:
+def measure(
+    answer: Connection, workers: int, warm_up_s: float, window_s: float, table: bool, jump: bool
+) -> None:
     from rich.console import Console
 
     from benches.heads import supervise
@@ -311,7 +380,10 @@ def measure(answer: Connection, workers: int, warm_up_s: float, window_s: float,
     config, plans = scripted_nodes(workers)
     clock = JumpingClock() if jump else Clock()
     fleet: Any = ScriptedFleet(plans, clock)  # lacks what is only asked when something fails
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder, Path(os.devnull).open("w", encoding="utf-8") as screen:
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-") as folder,
+        Path(os.devnull).open("w", encoding="utf-8") as screen,
+    ):
         console = Console(file=screen, force_terminal=True, width=200, height=60)
         looks: list[tuple[float, ...]] = []
         begins_s = clock.monotonic_s() + warm_up_s
@@ -322,7 +394,15 @@ def measure(answer: Connection, workers: int, warm_up_s: float, window_s: float,
             if len(looks) < 2 and now_s >= (looks[0][0] + window_s if looks else begins_s):
                 # The script's processor time is not the head's.
                 cpu_s = time.process_time() - fleet.script_s
-                looks.append((now_s, cpu_s, _stored_bytes(Path(folder) / STORE_NAME), fleet.reports, fleet.turns))
+                looks.append(
+                    (
+                        now_s,
+                        cpu_s,
+                        _stored_bytes(Path(folder) / STORE_NAME),
+                        fleet.reports,
+                        fleet.turns,
+                    )
+                )
             return len(looks) == 2
 
         supervise(
@@ -335,11 +415,15 @@ def measure(answer: Connection, workers: int, warm_up_s: float, window_s: float,
             clock=clock,
             watchers=[LiveTable(console, clock.monotonic_s)] if table else [],
         )
-        took_s, cpu_s, grown_bytes, reports, turns = (now - then for then, now in zip(*looks, strict=True))
+        took_s, cpu_s, grown_bytes, reports, turns = (
+            now - then for then, now in zip(*looks, strict=True)
+        )
         stored = Path(folder) / STORE_NAME
         core_pct, bare = 100.0 * cpu_s / took_s, {}
         if not table:
-            bare_core_pct = _bare_core_pct(Path(folder), stored, fleet.last, clock, took_s, int(reports), int(turns))
+            bare_core_pct = _bare_core_pct(
+                Path(folder), stored, fleet.last, clock, took_s, int(reports), int(turns)
+            )
             bare = {"bare_core_pct": bare_core_pct, "times_bare": core_pct / bare_core_pct}
     answer.send(
         {

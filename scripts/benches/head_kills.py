@@ -1,10 +1,12 @@
-"""The head killed at random moments, also while Ray starts: what is left of it, what its store knows, how it goes on.
+"""The head killed at random moments, also while Ray starts: what is left of it, what its store
+knows, how it goes on.
 
-Each round starts the real command with three workers in two raylets and kills its head at a moment drawn between the
-start of the process and shortly before the planned end. Then: nothing of it lives 10 s later, the store can be read
-and lacks at most the last second, and `run --resume` goes on with it to the planned end, with the sizes learned before.
-If it was killed before it stored anything, resuming is refused in a sentence. The size is too large for every cap at
-first, so that there is something to learn.
+Each round starts the real command with three workers in two raylets and kills its head at a moment
+drawn between the start of the process and shortly before the planned end. Then: nothing of it lives
+10 s later, the store can be read and lacks at most the last second, and `run --resume` goes on with
+it to the planned end, with the sizes learned before. If it was killed before it stored anything,
+resuming is refused in a sentence. The size is too large for every cap at first, so that there is
+something to learn.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ _ARGUMENTS = (
     *settings(
         "nodes.pc1.workers=2",
         "nodes.pc2.workers=1",
-        # 32 MiB each after scaling: three matrices of edge 2048 do not fit into that, of 1408 they do.
+        # 32 MiB each after scaling: three matrices of edge 2048 do not fit into that, of 1408 they
+        # do.
         "nodes.pc1.vram_per_worker_gib=0.5",
         "nodes.pc2.vram_per_worker_gib=0.5",
         "memory.policy=classic",  # its sizes never grow: what was learned can be told from what is new
@@ -42,7 +45,8 @@ _ARGUMENTS = (
 
 #: Until the planned time begins, before that was seen once.
 _STARTUP_S = 10.0
-#: The last moment for a kill: what remains must be worth a cluster to `run --resume`, which wants one slice.
+#: The last moment for a kill: what remains must be worth a cluster to `run --resume`, which wants
+#: one slice.
 _BEFORE_END_S = 2.0
 _GRACE_S = 10.0
 _PATIENCE_S = 120.0
@@ -55,8 +59,9 @@ _COLUMNS = (
 
 #: What a killed head may lack, by design.
 _MISSING_S = 1.0
-#: How late a sample may be when nothing is wrong: the head looks whether one is due four times a second, after waiting
-#: at most 0.1 s for a report. What this process itself was kept from running is added: the same holds for the head.
+#: How late a sample may be when nothing is wrong: the head looks whether one is due four times a
+#: second, after waiting at most 0.1 s for a report. What this process itself was kept from running
+#: is added: the same holds for the head.
 _SLACK_S = 0.35
 
 
@@ -75,7 +80,9 @@ def run(rounds: int, seed: int) -> Result:
         row = one.row
         rows.append(row)
         broken += [f"round {number}: {sentence}" for sentence in one.broken]
-        told = f"killed after {row['killed_after_s']:.2f} s: {row['stage']}; {len(one.broken)} broken"
+        told = (
+            f"killed after {row['killed_after_s']:.2f} s: {row['stage']}; {len(one.broken)} broken"
+        )
         progress(f"{number}/{rounds}  {told}")
     stored = [row for row in rows if row["stage"] not in {"before its folder", "before its store"}]
     figures = {
@@ -83,7 +90,9 @@ def run(rounds: int, seed: int) -> Result:
         "killed": dict(Counter(row["stage"] for row in rows)),
         "readable": f"{sum(row['stage'] != 'unreadable' for row in stored)}/{len(stored)}",
         "resumed": f"{sum(bool(row['resumed']) for row in stored)}/{len(stored)}",
-        "worst_missing_s": max((row["missing_s"] for row in rows if row["missing_s"] is not None), default=None),
+        "worst_missing_s": max(
+            (row["missing_s"] for row in rows if row["missing_s"] is not None), default=None
+        ),
         "left": sum(row["left"] for row in rows),
         "kept": kept or None,
     }
@@ -98,9 +107,14 @@ class _Round:
         self._late_s = 0.0  # the longest that this process was kept from running while it waited
 
     def play(self, drawn: float, startup_s: float) -> float:
-        """Kill the head and go on with its run; return how long it took until the planned time began, if it had."""
+        """Kill the head and go on with its run.
+
+        Return how long it took until the planned time began, if it had.
+        """
         head = self.scene.run(*_ARGUMENTS)
-        known_s, killed_at_unix_s = self._kill(head, drawn * (startup_s + _DURATION_S - _BEFORE_END_S))
+        known_s, killed_at_unix_s = self._kill(
+            head, drawn * (startup_s + _DURATION_S - _BEFORE_END_S)
+        )
         left = self.scene.leftovers(_GRACE_S)
         self.row["left"] = len(left)
         self.broken += left
@@ -114,7 +128,8 @@ class _Round:
     def _kill(self, head: subprocess.Popen[bytes], moment_s: float) -> tuple[float | None, float]:
         """Kill the head at its moment, or shortly before its planned end if that comes first.
 
-        Return the seconds from its folder until its planned time began (`None`: it had not), and when it was killed.
+        Return the seconds from its folder until its planned time began (`None`: it had not), and
+        when it was killed.
         """
         while self.scene.newest_run() is None and head.poll() is None:
             time.sleep(_POLL_S)  # before that there is no run that could be shown
@@ -149,11 +164,15 @@ class _Round:
         if listed.run is None:
             self.row["stage"] = "before its store"
             if (listed.outcome, listed.error) != ("interrupted", None):
-                self.broken.append(f"`runs` takes it for {listed.outcome} ({listed.error}), and it was interrupted")
+                self.broken.append(
+                    f"`runs` takes it for {listed.outcome} ({listed.error}), and it was interrupted"
+                )
             code, said = self.scene.ended(self.scene.run("--resume", folder.name), _PATIENCE_S)
             self.row["resumed"] = code == 0
             if code != 2 or '"error":' not in said:
-                self.broken.append(f"resuming a run without a store gave exit code {code}: {said[:300]!r}")
+                self.broken.append(
+                    f"resuming a run without a store gave exit code {code}: {said[:300]!r}"
+                )
             return
         ledger = Ledger(self.scene.steps)
         before = ledger.look(folder)
@@ -172,7 +191,9 @@ class _Round:
             return
         missing_s = killed_at_unix_s - sampled_at_s[-1]
         # A machine on which samples came late all along is not what is judged.
-        usual_s = max((after - before for before, after in itertools.pairwise(sampled_at_s)), default=0.0)
+        usual_s = max(
+            (after - before for before, after in itertools.pairwise(sampled_at_s)), default=0.0
+        )
         allowed_s = max(_MISSING_S + _SLACK_S + max(0.0, self._late_s), usual_s + _SLACK_S)
         self.row["missing_s"], self.row["allowed_s"] = missing_s, allowed_s
         if missing_s > allowed_s:
@@ -192,11 +213,15 @@ class _Round:
         ledger.end(after)
         events = read_events(before.folder, ("run_started", "counting", "resumed"))
         starts = [index for index, event in enumerate(events) if event.event == "run_started"]
-        of_second_head = events[starts[-1] :] if starts else ()  # the first may have been killed before it wrote one
+        of_second_head = (
+            events[starts[-1] :] if starts else ()
+        )  # the first may have been killed before it wrote one
         self.broken += ledger.broken
         self.broken += _run_broken(before, after, json.loads(said), of_second_head)
         self.broken += _slots_broken(before, after, of_second_head)
-        self.row["learned"] = sum(bool(slot.resume and slot.resume["failures"]) for slot in before.slots)
+        self.row["learned"] = sum(
+            bool(slot.resume and slot.resume["failures"]) for slot in before.slots
+        )
 
 
 def _counts(folder: Path) -> bool:
@@ -223,7 +248,9 @@ def _run_broken(
 
 
 def _slots_broken(before: StoredRun, after: StoredRun, events: Sequence[StoredEvent]) -> list[str]:
-    """Demand that losses are counted, and that each slot's first process began from the stored state of the policy."""
+    """Demand that losses are counted, and that each slot's first process began from the stored
+    state of the policy.
+    """
     known = {slot.slot: slot for slot in after.slots}
     resumed = {event.slot: event.details for event in reversed(events) if event.event == "resumed"}
     found = []
@@ -231,14 +258,20 @@ def _slots_broken(before: StoredRun, after: StoredRun, events: Sequence[StoredEv
         now = known[slot.slot]
         lost = slot.counters["steps_lost_upper_bound"] + slot.steps_at_risk
         holds: dict[str, object] = {
-            "what was at risk is not counted as lost": now.counters["steps_lost_upper_bound"] >= lost,
-            f"incarnation {now.incarnation} after {slot.incarnation}": now.incarnation > slot.incarnation,
+            "what was at risk is not counted as lost": now.counters["steps_lost_upper_bound"]
+            >= lost,
+            f"incarnation {now.incarnation} after {slot.incarnation}": now.incarnation
+            > slot.incarnation,
         }
         if slot.resume is not None:
             told = resumed.get(slot.slot)
             took = None if told is None else {key: told.get(key) for key in slot.resume}
             size, had = now.row.get("size"), slot.row.get("size")
-            holds[f"went on from {took}, and {dict(slot.resume)} was stored"] = took == dict(slot.resume)
-            holds[f"size {size} after it had learned {had}"] = size is None or had is None or size <= had
+            holds[f"went on from {took}, and {dict(slot.resume)} was stored"] = took == dict(
+                slot.resume
+            )
+            holds[f"size {size} after it had learned {had}"] = (
+                size is None or had is None or size <= had
+            )
         found += amiss(holds, f"{slot.slot}: ")
     return found

@@ -1,4 +1,7 @@
-"""A head inside this process: the real supervisor with its event log and its store. Does not start Ray."""
+"""A head inside this process: the real supervisor with its event log and its store.
+
+Does not start Ray.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,9 @@ from workers.messages import Report
 
 
 class Arrivals:
-    """A fleet that tells of each report when it arrives, in monotonic seconds, and passes everything on."""
+    """A fleet that tells of each report when it arrives, in monotonic seconds, and passes
+    everything on.
+    """
 
     def __init__(self, fleet: Fleet, heard: Callable[[float, Report], None]) -> None:
         self._fleet = fleet
@@ -59,7 +64,10 @@ def supervise(
     clock: Clock | None = None,
     watchers: Sequence[Watcher] = (),
 ) -> Snapshot:
-    """Run all slots for so long, or until interrupted; return the last snapshot. The run's files lie in `folder`."""
+    """Run all slots for so long, or until interrupted; return the last snapshot.
+
+    The run's files lie in `folder`.
+    """
     clock = clock or Clock()
     started_at_unix_s = clock.unix_s()
     store = RunStore(folder / STORE_NAME, clock.monotonic_s)

@@ -1,10 +1,12 @@
-"""Workers killed one after the other under load: how long until each runs again, against a bare Ray actor with torch.
+"""Workers killed one after the other under load: how long until each runs again, against a bare Ray
+actor with torch.
 
-One rehearsal of the reference pair with all its workers at work, its head in a thread of this process. In turn, a
-worker chosen at random and a bare actor on the same raylet meet SIGKILL; the next one only when this one is back. Ours
-is back when the report of a new process with one good step arrives; the bare actor when it answers. The head takes
-deaths for single ones (`run.death_window_s`) and makes no pauses. Broken: a slot that does not come back, or counts
-that the witness contradicts.
+One rehearsal of the reference pair with all its workers at work, its head in a thread of this
+process. In turn, a worker chosen at random and a bare actor on the same raylet meet SIGKILL; the
+next one only when this one is back. Ours is back when the report of a new process with one good
+step arrives; the bare actor when it answers. The head takes deaths for single ones
+(`run.death_window_s`) and makes no pauses. Broken: a slot that does not come back, or counts that
+the witness contradicts.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ def run(kills: int, seed: int, config: str, overrides: Sequence[str]) -> Result:
     environment = environments.in_rehearsal(load_config(config, [*calm, *overrides]), None)
     scene = Scene()
     os.environ[WITNESS_FOLDER] = str(scene.steps)
-    tempfile.tempdir = str(scene.folder)  # so that what the rehearsal leaves lies where it is looked for
+    tempfile.tempdir = str(
+        scene.folder
+    )  # so that what the rehearsal leaves lies where it is looked for
     ledger = Ledger(scene.steps)
     rows: list[dict[str, Any]] = []
     broken: list[str] = []
@@ -57,7 +61,10 @@ def run(kills: int, seed: int, config: str, overrides: Sequence[str]) -> Result:
             try:
                 for row in _kill_all(kills, seed, environment, head):
                     rows.append(row)
-                    told = f"{row['kill']}/{kills}  {row['slot']} {row['ours_s']:.2f} s, bare {row['bare_s']:.2f} s"
+                    told = (
+                        f"{row['kill']}/{kills}  {row['slot']} {row['ours_s']:.2f} s, bare "
+                        f"{row['bare_s']:.2f} s"
+                    )
                     print(told, file=screen.err)
                 scene.look()
             except TimeoutError as error:
@@ -69,7 +76,11 @@ def run(kills: int, seed: int, config: str, overrides: Sequence[str]) -> Result:
             ledger.end(stored)
         lost = [f"the head ended with {last!r}"]
         if isinstance(last, Snapshot):
-            rows_lost = [row for row in last.rows if row.state not in {WorkerState.RUNNING, WorkerState.BACKOFF}]
+            rows_lost = [
+                row
+                for row in last.rows
+                if row.state not in {WorkerState.RUNNING, WorkerState.BACKOFF}
+            ]
             lost = [f"{row.slot} is lost: {row.state}, {row.reason}" for row in rows_lost]
         broken += [*lost, *ledger.broken]
         books = [] if stored is None else ledger.rows(stored)
@@ -80,7 +91,10 @@ def run(kills: int, seed: int, config: str, overrides: Sequence[str]) -> Result:
     if rows:
         for side in ("ours", "bare"):
             took_s = [row[f"{side}_s"] for row in rows]
-            figures |= {f"{side}_median_s": statistics.median(took_s), f"{side}_p90_s": percentile(took_s, 0.9)}
+            figures |= {
+                f"{side}_median_s": statistics.median(took_s),
+                f"{side}_p90_s": percentile(took_s, 0.9),
+            }
         ratio = figures["ours_median_s"] / figures["bare_median_s"]
         figures |= {
             "rounds": rows,
@@ -105,24 +119,39 @@ class _Head:
         self._stop = threading.Event()
         config, plans, heard = environment.config, environment.plans, Arrivals(fleet, self._hear)
         thread = ThreadPoolExecutor(1)
-        self._run = thread.submit(supervise, config, plans, heard, folder, _DAY_S, interrupted=self._stop.is_set)
+        self._run = thread.submit(
+            supervise, config, plans, heard, folder, _DAY_S, interrupted=self._stop.is_set
+        )
         thread.shutdown(wait=False)
 
     def _hear(self, at_s: float, report: Report) -> None:
-        good = report.verdict is Verdict.OK and report.state is WorkerState.RUNNING and report.counts.steps_ok > 0
+        good = (
+            report.verdict is Verdict.OK
+            and report.state is WorkerState.RUNNING
+            and report.counts.steps_ok > 0
+        )
         if good and report.device is not None:
             self.first.setdefault((report.slot, report.device.pid), at_s)
             self.pids[report.slot] = report.device.pid
 
     def await_first(self, slot: str, pids_before: set[int]) -> float:
-        """Wait for the first RUNNING report of a process of the slot that is none of these; return when it came."""
+        """Wait for the first RUNNING report of a process of the slot that is none of these.
+
+        Return when it came.
+        """
         deadline_s = time.monotonic() + _PATIENCE_S
         while time.monotonic() < deadline_s and not self._run.done():
-            found = [at for (of, pid), at in list(self.first.items()) if of == slot and pid not in pids_before]
+            found = [
+                at
+                for (of, pid), at in list(self.first.items())
+                if of == slot and pid not in pids_before
+            ]
             if found:
                 return min(found)
             time.sleep(_POLL_S)
-        raise TimeoutError(f"{slot} was not RUNNING within {_PATIENCE_S:.0f} s after its process was killed")
+        raise TimeoutError(
+            f"{slot} was not RUNNING within {_PATIENCE_S:.0f} s after its process was killed"
+        )
 
     def end(self) -> Snapshot | BaseException:
         """End the run as Ctrl-C would; return its last snapshot, or the error that ended it."""
@@ -130,7 +159,9 @@ class _Head:
         return self._run.exception() or self._run.result()
 
 
-def _kill_all(kills: int, seed: int, environment: Environment, head: _Head) -> Iterator[dict[str, Any]]:
+def _kill_all(
+    kills: int, seed: int, environment: Environment, head: _Head
+) -> Iterator[dict[str, Any]]:
     """Yield what each pair of kills took. TimeoutError: a process did not come back."""
     import ray  # not earlier: it reads the rehearsal's token settings when it is imported
 
@@ -138,8 +169,13 @@ def _kill_all(kills: int, seed: int, environment: Environment, head: _Head) -> I
     for slot in slots:
         head.await_first(slot, set())
     # Ray itself repeats the call after a restart.
-    actors = {node: torch_actor(node, num_cpus=0, max_task_retries=-1) for node in environment.config.nodes}
-    pids = {node: ray.get(actor.pid.remote(), timeout=_PATIENCE_S) for node, actor in actors.items()}
+    actors = {
+        node: torch_actor(node, num_cpus=0, max_task_retries=-1)
+        for node in environment.config.nodes
+    }
+    pids = {
+        node: ray.get(actor.pid.remote(), timeout=_PATIENCE_S) for node, actor in actors.items()
+    }
     chance = random.Random(seed)  # noqa: S311 - repeatable is what is wanted
     for number in range(kills):
         slot = chance.choice(sorted(slots))

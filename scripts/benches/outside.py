@@ -1,7 +1,9 @@
-"""A real run of the real command, looked at from outside: its counts, its processes, and what it leaves behind.
+"""A real run of the real command, looked at from outside: its counts, its processes, and what it
+leaves behind.
 
-The workload is the witness (`witness.py`); the store is compared with what the workers have noted themselves. Changes
-nothing in a run and judges no figure: what does not hold becomes a sentence. Linux only.
+The workload is the witness (`witness.py`); the store is compared with what the workers have noted
+themselves. Changes nothing in a run and judges no figure: what does not hold becomes a sentence.
+Linux only.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from orchestrator.record.opening import reading
 from orchestrator.record.records import SlotRecord
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Workers find it because runs are started in `ROOT`; the other one is for comparing work per second.
+#: Workers find it because runs are started in `ROOT`; the other one is for comparing work per
+#: second.
 WITNESS = "scripts.benches.witness:Witness"
 RESTING = "scripts.benches.witness:Resting"
 #: As in `witness.py`, which is not imported here: it loads torch.
@@ -61,10 +64,23 @@ class Scene:
         self._ports: set[tuple[str, int]] = set()
 
     def run(self, *arguments: str) -> subprocess.Popen[bytes]:
-        """Start `python -m orchestrator run --json` with the shipped cluster.yaml; its output goes to files."""
+        """Start `python -m orchestrator run --json` with the shipped cluster.yaml.
+
+        Its output goes to files.
+        """
         number = len(self._heads)
-        command = [sys.executable, "-m", "orchestrator", "run", "--config", str(ROOT / "cluster.yaml")]
-        with self._output(number, "json").open("wb") as out, self._output(number, "err").open("wb") as err:
+        command = [
+            sys.executable,
+            "-m",
+            "orchestrator",
+            "run",
+            "--config",
+            str(ROOT / "cluster.yaml"),
+        ]
+        with (
+            self._output(number, "json").open("wb") as out,
+            self._output(number, "err").open("wb") as err,
+        ):
             head = subprocess.Popen(
                 [*command, "--run-dir", str(self.runs), "--json", *arguments],
                 cwd=ROOT,
@@ -77,7 +93,10 @@ class Scene:
         return head
 
     def ended(self, head: subprocess.Popen[bytes], within_s: float = 0.0) -> tuple[int | None, str]:
-        """Wait for a run's end; return its exit code (`None`: it was killed now) and what it has printed."""
+        """Wait for a run's end.
+
+        Return its exit code (`None`: it was killed now) and what it has printed.
+        """
         deadline_s = time.monotonic() + within_s
         while head.poll() is None and time.monotonic() < deadline_s:
             self.look()
@@ -87,26 +106,38 @@ class Scene:
             head.kill()
             head.wait()
         number = self._heads.index(head)
-        out, err = (self._output(number, name).read_text(encoding="utf-8") for name in ("json", "err"))
+        out, err = (
+            self._output(number, name).read_text(encoding="utf-8") for name in ("json", "err")
+        )
         return code, out or err
 
     def newest_run(self) -> Path | None:
         return max(self.runs.glob("*"), default=None)
 
     def look(self) -> list[psutil.Process]:
-        """Note which processes of the runs live now, and on which ports they listen; reap those that have ended."""
+        """Note which processes of the runs live now, and on which ports they listen.
+
+        Reap those that have ended.
+        """
         heads = {head.pid for head in self._heads}
         for child in psutil.Process().children():
             if child.pid not in heads | self._before and _is_dead(child):
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(child.pid, os.WNOHANG)
-        found = [child for child in psutil.Process().children(recursive=True) if child.pid not in self._before]
+        found = [
+            child
+            for child in psutil.Process().children(recursive=True)
+            if child.pid not in self._before
+        ]
         self._seen.update((child.pid, child) for child in found)
         self._ports |= _listening({child.pid for child in found})
         return [child for child in found if not _is_dead(child)]
 
     def leftovers(self, within_s: float) -> list[str]:
-        """Return a sentence for each thing that the ended runs have left after so many seconds; then end it."""
+        """Return a sentence for each thing that the ended runs have left after so many seconds.
+
+        Then end it.
+        """
         deadline_s = time.monotonic() + within_s
         while (left := self._left()) and time.monotonic() < deadline_s:
             time.sleep(0.1)
@@ -130,7 +161,11 @@ class Scene:
 
     def _alive(self) -> list[psutil.Process]:
         self.look()
-        return [process for process in self._seen.values() if process.is_running() and not _is_dead(process)]
+        return [
+            process
+            for process in self._seen.values()
+            if process.is_running() and not _is_dead(process)
+        ]
 
     def _left(self) -> list[str]:
         alive = self._alive()
@@ -139,16 +174,22 @@ class Scene:
         return [
             *(f"process {process.pid} still lives: {_called(process)}" for process in alive),
             *(f"{path} was left" for path in self.folder.glob("orch-*")),
-            *(f"{path} was left" for path in sorted(set(_SHARED.iterdir()) - self._shared_before) if not _in_use(path)),
+            *(
+                f"{path} was left"
+                for path in sorted(set(_SHARED.iterdir()) - self._shared_before)
+                if not _in_use(path)
+            ),
             *(f"a process still listens on {host}:{port}" for host, port in sorted(taken)),
         ]
 
 
 class Ledger:
-    """Compares the store of a run with what its workers have noted in the witness's folder, look by look.
+    """Compares the store of a run with what its workers have noted in the witness's folder, look by
+    look.
 
-    The store is committed before anything is sent to a worker, and a report is counted after its steps were done.
-    So of two counts of the witness, one before the store is read and one after, must hold for each slot at any moment::
+    The store is committed before anything is sent to a worker, and a report is counted after its
+    steps were done. So of two counts of the witness, one before the store is read and one after,
+    must hold for each slot at any moment::
 
         counted <= witnessed after        witnessed before <= counted + lost at most + at risk
 
@@ -163,7 +204,10 @@ class Ledger:
         self.broken: list[str] = []
 
     def look(self, folder: Path) -> StoredRun | None:
-        """Compare once, and return the run as its store knows it; `None` while it stores nothing."""
+        """Compare once, and return the run as its store knows it.
+
+        `None` while it stores nothing.
+        """
         before = self._counts()
         try:
             run = read_run(folder)
@@ -176,11 +220,15 @@ class Ledger:
         self.looks += 1
         self._seeds = self._seeds or _seeds_of(run)
         for slot in run.slots:
-            self._compare(slot, before.get(self._seeds[slot.slot], 0), after.get(self._seeds[slot.slot], 0))
+            self._compare(
+                slot, before.get(self._seeds[slot.slot], 0), after.get(self._seeds[slot.slot], 0)
+            )
         return run
 
     def rows(self, run: StoredRun) -> list[dict[str, Any]]:
-        """Return a line for each slot of a run whose processes are gone: what was counted, lost, witnessed."""
+        """Return a line for each slot of a run whose processes are gone: what was counted, lost,
+        witnessed.
+        """
         counts = self._counts()
         return [
             {
@@ -197,24 +245,36 @@ class Ledger:
         ]
 
     def end(self, run: StoredRun) -> None:
-        """Demand of a run that came to its end that nothing is under way any more: then `counted + lost` is a bound."""
+        """Demand of a run that came to its end that nothing is under way any more: then `counted +
+        lost` is a bound.
+        """
         for slot in run.slots:
             at_risk = slot.steps_at_risk
-            self._demand(at_risk == 0, f"{slot.slot}: {at_risk} steps are at risk after the run's end")
+            self._demand(
+                at_risk == 0, f"{slot.slot}: {at_risk} steps are at risk after the run's end"
+            )
 
     def _compare(self, slot: SlotRecord, before: int, after: int) -> None:
         counted, lost = slot.counters["steps_ok"], slot.counters["steps_lost_upper_bound"]
         self._demand(
-            counted <= after, f"{slot.slot}: {counted} steps are counted, and {after} were done: counted too often"
+            counted <= after,
+            f"{slot.slot}: {counted} steps are counted, and {after} were done: counted too often",
         )
         self._demand(
             before <= counted + lost + slot.steps_at_risk,
-            f"{slot.slot}: {before} steps were done, and the store knows of {counted} counted + {lost} lost + "
+            f"{slot.slot}: {before} steps were done, and the store knows of {counted} counted + "
+            f"{lost} lost + "
             f"{slot.steps_at_risk} at risk: sent before it was written down, or the bound is none",
         )
-        grows = {**slot.counters, "incarnation": slot.incarnation, "next_sequence": slot.next_sequence}
+        grows = {
+            **slot.counters,
+            "incarnation": slot.incarnation,
+            "next_sequence": slot.next_sequence,
+        }
         for name, value in self._last.get(slot.slot, {}).items():
-            self._demand(grows[name] >= value, f"{slot.slot}: {name} went back from {value} to {grows[name]}")
+            self._demand(
+                grows[name] >= value, f"{slot.slot}: {name} went back from {value} to {grows[name]}"
+            )
         self._last[slot.slot] = grows
 
     def _counts(self) -> dict[int, int]:
@@ -236,9 +296,9 @@ def watched(
 ) -> Result:
     """Run the command to its end, its store compared all along, and return what came of it.
 
-    It should take `planned_s`, starting and ending apart. `judge` returns the figures, given the run's folder, its
-    store, its slots' rows, and where to add what is broken. `look` is called every so often with the head, the store so
-    far, and how many processes live.
+    It should take `planned_s`, starting and ending apart. `judge` returns the figures, given the
+    run's folder, its store, its slots' rows, and where to add what is broken. `look` is called
+    every so often with the head, the store so far, and how many processes live.
     """
     scene = Scene()
     ledger = Ledger(scene.steps)
@@ -257,7 +317,10 @@ def watched(
             time.sleep(every_s)
         code, said = scene.ended(head)
         if code is None:
-            broken.append(f"the run did not end within {PATIENCE_S:.0f} s of its planned end; its head was killed")
+            broken.append(
+                f"the run did not end within {PATIENCE_S:.0f} s of its planned end; its head was "
+                "killed"
+            )
         elif code not in {0, 1}:
             broken.append(f"exit code {code}: {said[-500:]}")
         broken += scene.leftovers(within_s=10.0)
@@ -276,7 +339,11 @@ def watched(
 
 
 def sums(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    names = {"steps_ok": "steps_ok", "steps_lost_at_most": "lost_at_most", "steps_really_lost": "really_lost"}
+    names = {
+        "steps_ok": "steps_ok",
+        "steps_lost_at_most": "lost_at_most",
+        "steps_really_lost": "really_lost",
+    }
     return {name: sum(row[key] for row in rows) for name, key in names.items()}
 
 
@@ -288,7 +355,10 @@ def _seeds_of(run: StoredRun) -> dict[str, int]:
 
 
 def sample_times(folder: Path) -> list[float]:
-    """Return the moments at which the slots were sampled, in Unix seconds. ArchiveError: the store cannot be read."""
+    """Return the moments at which the slots were sampled, in Unix seconds.
+
+    ArchiveError: the store cannot be read.
+    """
     with reading(folder) as store:
         found = store.execute("SELECT DISTINCT at_unix_s FROM samples ORDER BY at_unix_s")
         return [float(line["at_unix_s"]) for line in found]
@@ -302,15 +372,21 @@ def _listening(pids: set[int] | None) -> set[tuple[str, int]]:
     return {
         (entry.laddr.ip, entry.laddr.port)
         for entry in psutil.net_connections("tcp")
-        if entry.laddr and entry.status == psutil.CONN_LISTEN and (pids is None or entry.pid in pids)
+        if entry.laddr
+        and entry.status == psutil.CONN_LISTEN
+        and (pids is None or entry.pid in pids)
     }
 
 
 def _in_use(path: Path) -> bool:
-    """Tell whether a living process has this file in its memory: then it is another program's, ours are told of."""
+    """Tell whether a living process has this file in its memory: then it is another program's, ours
+    are told of.
+    """
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if str(path) in Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8", errors="replace"):
+            if str(path) in Path(f"/proc/{process.pid}/maps").read_text(
+                encoding="utf-8", errors="replace"
+            ):
                 return True
     return False
 

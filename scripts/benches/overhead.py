@@ -1,8 +1,10 @@
-"""What the whole head and the engine cost: the product's work per second against the same torch loop without them.
+"""What the whole head and the engine cost: the product's work per second against the same torch
+loop without them.
 
-Both take turns in an actor of one rehearsal cluster, each in a process of its own, with the same matrices, threads,
-element type, ring and kernel limit. The product is driven by the supervisor with its event log and its store, and
-counted from outside: work in the reports over the time from the first report's arrival to the last one's.
+Both take turns in an actor of one rehearsal cluster, each in a process of its own, with the same
+matrices, threads, element type, ring and kernel limit. The product is driven by the supervisor with
+its event log and its store, and counted from outside: work in the reports over the time from the
+first report's arrival to the last one's.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ _TARGET = 0.98
 class BareLoop:
     """The same work with nothing around it. The body of a Ray actor."""
 
-    def run(self, seconds: float, dtype: str, size: int, claim_bytes: int, device: DeviceInfo) -> float:
+    def run(
+        self, seconds: float, dtype: str, size: int, claim_bytes: int, device: DeviceInfo
+    ) -> float:
         import resource
 
         import torch
@@ -35,7 +39,9 @@ class BareLoop:
 
         torch.set_num_threads(device.threads)
         limit_bytes = status_bytes("VmData") + device.cap_bytes + device.context_bytes
-        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_DATA, (limit_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1])
+        )
         return bodies.BareLoop((dtype, size, claim_bytes), torch.device("cpu")).flop_per_s(seconds)
 
 
@@ -43,7 +49,14 @@ def run(rounds: int, seconds: float, size: int, dtype: str, slice_s: float) -> R
     from orchestrator.cluster.local_cluster import rehearsed
     from orchestrator.cluster.raylets import RayletPlan
 
-    node = {"gpu": "cpu", "gpus": 0, "workers": 1, "cpus_per_worker": 2, "vram_per_worker_gib": 0.25, "size": size}
+    node = {
+        "gpu": "cpu",
+        "gpus": 0,
+        "workers": 1,
+        "cpus_per_worker": 2,
+        "vram_per_worker_gib": 0.25,
+        "size": size,
+    }
     data = {
         "nodes": {_NODE: node},
         "workload": {"dtype": dtype},
@@ -75,12 +88,16 @@ def run(rounds: int, seconds: float, size: int, dtype: str, slice_s: float) -> R
         def bare() -> float:
             cpus = plans[0].reservation.num_cpus
             actor: Any = ray.remote(BareLoop).options(num_cpus=cpus, max_restarts=0).remote()
-            flop_per_s = ray.get(actor.run.remote(seconds, device.dtype, size, last.claim_bytes, device))
+            flop_per_s = ray.get(
+                actor.run.remote(seconds, device.dtype, size, last.claim_bytes, device)
+            )
             ray.kill(actor)
             return float(flop_per_s) / 1e9
 
         for number in range(rounds):
-            turns: dict[str, Any] = in_turn(number, {"product": lambda: _shares(product(seconds)), "bare": bare})
+            turns: dict[str, Any] = in_turn(
+                number, {"product": lambda: _shares(product(seconds)), "bare": bare}
+            )
             row = {"round": number + 1, **turns["product"], "bare_gflops": turns["bare"]}
             row["ratio"] = row["product_gflops"] / row["bare_gflops"]
             rows.append(row)
@@ -94,7 +111,10 @@ def run(rounds: int, seconds: float, size: int, dtype: str, slice_s: float) -> R
         "seconds": seconds,
         "rounds": rows,
         **ratios,
-        **{f"{key}_median": statistics.median(row[key] for row in rows) for key in ("in_slices", "in_steps")},
+        **{
+            f"{key}_median": statistics.median(row[key] for row in rows)
+            for key in ("in_slices", "in_steps")
+        },
         "target": _TARGET,
         "target_met": ratios["ratio_median"] >= _TARGET,
     }
@@ -102,7 +122,8 @@ def run(rounds: int, seconds: float, size: int, dtype: str, slice_s: float) -> R
 
 
 def _shares(arrived: Sequence[tuple[float, Report]]) -> dict[str, float]:
-    """Return the product's work per second, and the shares of the time inside slices and inside steps.
+    """Return the product's work per second, and the shares of the time inside slices and inside
+    steps.
 
     The rest of the time is the head's and Ray's; the rest of a slice is the engine's.
     """

@@ -1,10 +1,12 @@
-"""How much of the work an oracle would do the rules for a step's size do, and how often they fail meanwhile.
+"""How much of the work an oracle would do the rules for a step's size do, and how often they fail
+meanwhile.
 
-Plays the adaptive rule with each of its three signals, and the rules in use today, in the worlds of `simulator.py`, and
-in those of its shapes, whose figures have their own targets (`plain` steps, and `spiky` ones: some take far more);
-then the adaptive one from cold and from learned limits at a constant level, and takes the time of its decisions. A
-target that is missed breaks nothing. The rules of today learn from success and failure alone; they are written anew
-from their authors' code and texts, and the simulator charges a failure the same for all.
+Plays the adaptive rule with each of its three signals, and the rules in use today, in the worlds of
+`simulator.py`, and in those of its shapes, whose figures have their own targets (`plain` steps, and
+`spiky` ones: some take far more); then the adaptive one from cold and from learned limits at a
+constant level, and takes the time of its decisions. A target that is missed breaks nothing. The
+rules of today learn from success and failure alone; they are written anew from their authors' code
+and texts, and the simulator charges a failure the same for all.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ from workers.units import GIB
 ADAPTIVE = "adaptive"
 #: What the adaptive rule is told it may fail within any sixty seconds.
 FAILURES_PER_MINUTE = 6
-#: At a constant level: this share of the largest size that fits in every step, whatever its wobble, counts as there.
+#: At a constant level: this share of the largest size that fits in every step, whatever its wobble,
+#: counts as there.
 THERE = 0.98
 COLD_LEVELS_GIB = (1.2, 1.7, 2.4, 3.4, 4.7, 6.3, 8.0)
 _COLD_S = 20 * 60.0
@@ -70,9 +73,10 @@ TARGETS = (
 )
 
 
-#: What the adaptive rule shall reach in the shapes, as a mean over their plain worlds and over their spiky ones.
-#: Without a signal it shall do as well as the best rule of today on the whole, and within so much of it in each shape.
-#: The guide's rule is not among these: it keeps failing, up to 800 times a minute.
+#: What the adaptive rule shall reach in the shapes, as a mean over their plain worlds and over
+#: their spiky ones. Without a signal it shall do as well as the best rule of today on the whole,
+#: and within so much of it in each shape. The guide's rule is not among these: it keeps failing, up
+#: to 800 times a minute.
 RULES_TO_BEAT = ("accelerate", "aimd")
 SHAPE_TARGETS = {"exact": (0.985, 0.90), "real": (0.95, 0.90)}
 NEAR_BEST_OF_TODAY = 0.02
@@ -81,7 +85,9 @@ MOST_REST_SHARE = 0.02
 
 @dataclass(slots=True)
 class RuleOfToday:
-    """Begins with the largest size, takes a share of it after a failure, and may grow after ten good steps."""
+    """Begins with the largest size, takes a share of it after a failure, and may grow after ten
+    good steps.
+    """
 
     largest: int
     share: float
@@ -113,7 +119,8 @@ RULES: Mapping[str, Callable[[int], Rule]] = {
     "accelerate": lambda largest: RuleOfToday(largest, 0.9, whole=True),
     # 1.1, `batch` without a cache between calls
     "toma": lambda largest: RuleOfToday(largest, 0.5, whole=True),
-    # The 3070 guide: max(floor, int(base * 0.7 ** failures)); its count of failures never goes down.
+    # The 3070 guide: max(floor, int(base * 0.7 ** failures)); its count of failures never goes
+    # down.
     "guide": lambda largest: RuleOfToday(largest, 0.7, floor=256.0),
     # As TCP does it: 0.7 after a failure, 2 % more after ten good steps; begins anew at neither.
     "aimd": lambda largest: RuleOfToday(largest, 0.7, floor=1.0, growth=1.02),
@@ -138,12 +145,16 @@ def run(seeds: int, seed: int, rules: Sequence[str], rate: float) -> Result:
                     figures[rows].append({**of, **_row(outcomes)})
                     broken += _broken(name, f"{regime}, {signal.name}", outcomes)
     if ADAPTIVE in rules:
-        figures["constant_level"] = [_cold_start(signal, seed, rate) for signal in (EXACT, PEAK, BLIND)]
+        figures["constant_level"] = [
+            _cold_start(signal, seed, rate) for signal in (EXACT, PEAK, BLIND)
+        ]
         decisions_us = {signal.name: _decision_us(signal, seed) for signal in (EXACT, REAL, BLIND)}
         figures |= {f"decision_us_{name}": value for name, value in decisions_us.items()}
         targets = [*_targets(figures, max(decisions_us.values())), *_shape_targets(figures)]
         figures["targets"] = targets
-        figures["targets_met"] = f"{sum(target['met'] == 'yes' for target in targets)} of {len(targets)}"
+        figures["targets_met"] = (
+            f"{sum(target['met'] == 'yes' for target in targets)} of {len(targets)}"
+        )
     return Result(bench="policy", figures=figures, broken=broken)
 
 
@@ -181,14 +192,20 @@ def _row(outcomes: Sequence[tuple[World, Outcome]]) -> dict[str, Any]:
 def _broken(name: str, where: str, outcomes: Sequence[tuple[World, Outcome]]) -> list[str]:
     sentences = []
     for world, outcome in outcomes:
-        # A rule may beat the oracle by a hair, which never waits for memory that is about to come; not by more.
+        # A rule may beat the oracle by a hair, which never waits for memory that is about to come;
+        # not by more.
         if outcome.score > 1.002:
-            sentences.append(f"{name} beats the oracle in {where}, {world.name}/{world.seed}: {outcome.score:.4f}")
+            sentences.append(
+                f"{name} beats the oracle in {where}, {world.name}/{world.seed}: "
+                f"{outcome.score:.4f}"
+            )
     return sentences
 
 
 def _cold_start(signal: Signal, seed: int, rate_per_s: float) -> dict[str, Any]:
-    """Return the worst that the adaptive rule does at a few constant levels, from nothing and from what it learned."""
+    """Return the worst that the adaptive rule does at a few constant levels, from nothing and from
+    what it learned.
+    """
     steps: dict[str, list[int | None]] = {"cold": [], "learned": []}
     failures: list[int] = []
     second_failures: list[int] = []
@@ -200,7 +217,11 @@ def _cold_start(signal: Signal, seed: int, rate_per_s: float) -> dict[str, Any]:
         turned = replace(world, wobble=world.wobble[::-1])
         second = play(_maker(ADAPTIVE, signal, learned), turned, signal)
         for name, run in (("cold", first), ("learned", second)):
-            there = (number for number, (size, good) in enumerate(run.tried, 1) if good and size >= THERE * largest)
+            there = (
+                number
+                for number, (size, good) in enumerate(run.tried, 1)
+                if good and size >= THERE * largest
+            )
             steps[name].append(next(there, None))
         failures.append(sum(not good for _, good in first.tried[: steps["cold"][-1]]))
         second_failures.append(sum(not good for _, good in second.tried[:_SECOND_RUN_STEPS]))
@@ -215,14 +236,25 @@ def _cold_start(signal: Signal, seed: int, rate_per_s: float) -> dict[str, Any]:
     }
 
 
-def constant_world(seed: int, level_gib: float, duration_s: float, **options: Any) -> tuple[World, float]:  # noqa: ANN401 - of world_of
-    """Return a world whose level stays as it is, and the largest size that fits however its steps wobble."""
-    world = world_of(f"constant at {level_gib}", [(0.0, level_gib * GIB)], duration_s, seed=seed, **options)
+def constant_world(
+    seed: int,
+    level_gib: float,
+    duration_s: float,
+    **options: Any,  # noqa: ANN401 - of world_of
+) -> tuple[World, float]:
+    """Return a world whose level stays as it is, and the largest size that fits however its steps
+    wobble.
+    """
+    world = world_of(
+        f"constant at {level_gib}", [(0.0, level_gib * GIB)], duration_s, seed=seed, **options
+    )
     return world, (level_gib * GIB / (1 + WOBBLE) - world.job.fixed_bytes) / world.job.item_bytes
 
 
 def _decision_us(signal: Signal, seed: int) -> float:
-    """Return the time of one `next` and what it is told of the step's end, the median over the eight worlds."""
+    """Return the time of one `next` and what it is told of the step's end, the median over the
+    eight worlds.
+    """
 
     def call_s(name: str, world: World) -> float:
         begin_s = time.perf_counter()
@@ -230,12 +262,15 @@ def _decision_us(signal: Signal, seed: int) -> float:
         return (time.perf_counter() - begin_s) / len(outcome.tried)
 
     return statistics.median(
-        1e6 * (call_s(ADAPTIVE, world) - call_s("accelerate", world)) for world in worlds(seed, "precious")
+        1e6 * (call_s(ADAPTIVE, world) - call_s("accelerate", world))
+        for world in worlds(seed, "precious")
     )
 
 
 def _targets(figures: Mapping[str, Any], decision_us: float) -> list[dict[str, str]]:
-    found_rows = [row for regime in HALF_SPEED_ITEMS for row in figures[regime] if row["rule"] == ADAPTIVE]
+    found_rows = [
+        row for regime in HALF_SPEED_ITEMS for row in figures[regime] if row["rule"] == ADAPTIVE
+    ]
     rows = {(row["regime"], row["signal"]): row for row in found_rows}
     found = []
     for target in TARGETS:
@@ -246,8 +281,12 @@ def _targets(figures: Mapping[str, Any], decision_us: float) -> list[dict[str, s
             found.append(judged(f"{where}: worst", row["worst"], at_least=target.worst))
         if target.failures_per_minute < float("inf"):
             rate = row["failures_per_minute"]
-            found.append(judged(f"{where}: failures per minute", rate, at_most=target.failures_per_minute))
-        found.append(judged(f"{where}: worst minute", row["worst_minute"], at_most=FAILURES_PER_MINUTE))
+            found.append(
+                judged(f"{where}: failures per minute", rate, at_most=target.failures_per_minute)
+            )
+        found.append(
+            judged(f"{where}: worst minute", row["worst_minute"], at_most=FAILURES_PER_MINUTE)
+        )
     cold, level = figures["constant_level"][0], "constant level, exact"
     failures = cold[f"most_failures_in_{_SECOND_RUN_STEPS}_steps_from_learned"]
     return [
@@ -269,7 +308,9 @@ def _shape_targets(figures: Mapping[str, Any]) -> list[dict[str, str]]:
             where = f"{regime}, shapes, {row['signal']}"
             means = _kinds(row)
             found.append(judged(f"{where}: rest", row["rest_share"], at_most=MOST_REST_SHARE))
-            found.append(judged(f"{where}: worst minute", row["worst_minute"], at_most=FAILURES_PER_MINUTE))
+            found.append(
+                judged(f"{where}: worst minute", row["worst_minute"], at_most=FAILURES_PER_MINUTE)
+            )
             if row["signal"] in SHAPE_TARGETS:
                 least = dict(zip(("plain", "spiky"), SHAPE_TARGETS[row["signal"]], strict=True))
             elif not today:
@@ -277,12 +318,18 @@ def _shape_targets(figures: Mapping[str, Any]) -> list[dict[str, str]]:
             else:
                 best = {kind: max(rule[kind] for rule in today) for kind in means}
                 least = {kind: best[kind] - NEAR_BEST_OF_TODAY * (kind in row) for kind in means}
-            found += [judged(f"{where}: {kind}", means[kind], at_least=bound) for kind, bound in least.items()]
+            found += [
+                judged(f"{where}: {kind}", means[kind], at_least=bound)
+                for kind, bound in least.items()
+            ]
     return found
 
 
 def _kinds(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the mean over plain worlds and that over spiky ones, then that of each shape."""
     by_shape = {shape: row[shape] for name in SHAPES for shape in (name, f"{name}, spiky")}
-    plain, spiky = ([mean for shape, mean in by_shape.items() if ("spiky" in shape) == kind] for kind in (False, True))
+    plain, spiky = (
+        [mean for shape, mean in by_shape.items() if ("spiky" in shape) == kind]
+        for kind in (False, True)
+    )
     return {"plain": statistics.fmean(plain), "spiky": statistics.fmean(spiky), **by_shape}

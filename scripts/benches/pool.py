@@ -1,18 +1,22 @@
 """Four workers on one simulated card: what the head's leases are worth.
 
-Each worker is driven by an `AdaptiveSize` of its own and reports once a second. The head leases what the card has, and
-a lease travels with the next directive, behind one slice that runs and one that is queued, as in a real run. The same
-scene of `pool_card.py` is played with leases and without, by workers that keep what a step took (as torch does) and by
-such that give it back. Virtual clock, no torch, no Ray.
+Each worker is driven by an `AdaptiveSize` of its own and reports once a second. The head leases
+what the card has, and a lease travels with the next directive, behind one slice that runs and one
+that is queued, as in a real run. The same scene of `pool_card.py` is played with leases and
+without, by workers that keep what a step took (as torch does) and by such that give it back.
+Virtual clock, no torch, no Ray.
 
 Measured over a scene, the start included:
 
-- `jain_bytes`, `jain_work`: Jain's index of what each worker holds, and does, as a share of what it would with its
+- `jain_bytes`, `jain_work`: Jain's index of what each worker holds, and does, as a share of what it
+would with its
   max-min fair share of what tenants leave.
 - `used`: bytes in use, of those that could be in use.
-- `work`: as a share of what steps of the largest size that fits the fair share would do; the mean over the workers.
+- `work`: as a share of what steps of the largest size that fits the fair share would do; the mean
+over the workers.
 - `failures_per_minute`: of all workers together.
-- `changes_per_minute`, `quiet_changes_per_minute`: changes of a step's size by more than 2 %, of the worker that has
+- `changes_per_minute`, `quiet_changes_per_minute`: changes of a step's size by more than 2 %, of
+the worker that has
   most; and those while nothing has happened for 20 s, per minute of such quiet.
 - `tenants_waited_s_per_minute`: seconds in which a tenant lacked more than 1 % of the card.
 """
@@ -36,7 +40,8 @@ from orchestrator.core.memory_broker.leases import NO_BOOKS, Books, Claimant, fa
 from workers.messages import MemoryInfo
 from workers.units import MIB
 
-#: Share of the card that the budgets of all workers make up: 7 x 3.30 of 24 GiB, as in the guide for the RTX 3090.
+#: Share of the card that the budgets of all workers make up: 7 x 3.30 of 24 GiB, as in the guide
+#: for the RTX 3090.
 BUDGETED = 0.97
 CONTEXT_BYTES = 300 * MIB
 #: Loading torch takes a process so long; one at a time opens the card, which takes this.
@@ -85,7 +90,9 @@ class Play:
                 keeps_pool=keeps_pool,
                 looks_every_step=looks_every_step,
             )
-            for index, job in enumerate(jobs(seed, workers, budget_bytes - CONTEXT_BYTES, modest=scene.modest))
+            for index, job in enumerate(
+                jobs(seed, workers, budget_bytes - CONTEXT_BYTES, modest=scene.modest)
+            )
         ]
         self.card = Card(wishes=scene.tenants, workers=self.workers)
         self._leasing = leasing and workers > 1
@@ -98,7 +105,9 @@ class Play:
         self._disturbed_at_s = 0.0
         self._used_bytes = self._usable_bytes = self._tenants_waited_s = 0.0
         self._quiet_at: list[bool] = []
-        self._held, self._fair, self._best_items = (defaultdict[str, float](float) for _ in range(3))
+        self._held, self._fair, self._best_items = (
+            defaultdict[str, float](float) for _ in range(3)
+        )
 
     def run(self) -> dict[str, float]:
         self._look_after_tenants()
@@ -134,7 +143,9 @@ class Play:
         claimants = []
         for worker in self.workers:
             if (said := self._said.get(worker.slot)) is not None:
-                under_way = (worker.cap_bytes if lease is None else lease for lease in worker.leases)
+                under_way = (
+                    worker.cap_bytes if lease is None else lease for lease in worker.leases
+                )
                 claimants.append(replace(said, granted_bytes=max(under_way, default=0)))
         self._books, self._leases = leased(self._books, claimants, self._now_s)
 
@@ -146,10 +157,16 @@ class Play:
             self._note(next(life), partial(self._go_on, worker, incarnation, life))
 
     def _life(self, worker: Worker) -> Iterator[float]:
-        """Be a worker's process from its start on; yield each time until which it does what it does."""
+        """Be a worker's process from its start on.
+
+        Yield each time until which it does what it does.
+        """
         # A process that is about to start is asked to open the card, and to hold nothing yet.
         self._said[worker.slot] = Claimant(
-            slot=worker.slot, card="card", cap_bytes=worker.cap_bytes, unopened_bytes=worker.context_bytes
+            slot=worker.slot,
+            card="card",
+            cap_bytes=worker.cap_bytes,
+            unopened_bytes=worker.context_bytes,
         )
         worker.leases.append(0 if self._leasing else None)
         self._lease()
@@ -161,7 +178,9 @@ class Play:
         while True:
             yield from worker.work(self.card)
             arrives_s = self._now_s + TRAVEL_S
-            self._note(arrives_s, partial(self._arrive, worker, worker.incarnation, self._report(worker)))
+            self._note(
+                arrives_s, partial(self._arrive, worker, worker.incarnation, self._report(worker))
+            )
             if not worker.leases:
                 yield arrives_s
 
@@ -207,7 +226,8 @@ class Play:
         self._usable_bytes += min(CARD_BYTES, card.taken_bytes + sum(wants.values()))
         self._quiet_at.append(self._now_s >= self._disturbed_at_s + SETTLED_S)
         for worker in self.workers:
-            # Where nothing is kept between steps, the most of a slice stands for what is held in it.
+            # Where nothing is kept between steps, the most of a slice stands for what is held in
+            # it.
             self._held[worker.slot] += worker.held_bytes if worker.keeps_pool else worker.peak_bytes
             self._fair[worker.slot] += fair[worker.slot]
             best = worker.job.largest_within(fair[worker.slot] / (1 + WOBBLE))
@@ -218,7 +238,9 @@ class Play:
         minutes = self._scene.duration_s / 60
         quiet_minutes = sum(self._quiet_at) * SAMPLE_S / 60
         changes = [_changes(worker.sizes) for worker in self.workers]
-        quiet_changes = max(sum(self._quiet_at[int(at_s / SAMPLE_S)] for at_s in times) for times in changes)
+        quiet_changes = max(
+            sum(self._quiet_at[int(at_s / SAMPLE_S)] for at_s in times) for times in changes
+        )
         works = [worker.items / self._best_items[worker.slot] for worker in self.workers]
         return {
             "jain_bytes": jain([self._held[slot] / self._fair[slot] for slot in self._held]),
@@ -244,20 +266,37 @@ def run(seed: int, workers: int = 4, minutes: float = 10.0) -> Result:
     drawn = scenes(seed, workers, 60.0 * minutes)
     for keeps_pool, scene, leasing in itertools.product((True, False), drawn, (True, False)):
         play = Play(scene, seed=seed, workers=workers, leasing=leasing, keeps_pool=keeps_pool)
-        ways = {"memory": "kept" if keeps_pool else "given back", "leases": "yes" if leasing else "no"}
+        ways = {
+            "memory": "kept" if keeps_pool else "given back",
+            "leases": "yes" if leasing else "no",
+        }
         rows.append({"scene": scene.name, **ways, **play.run()})
     # The worst of the plays with leases is judged.
     with_leases = [row for row in rows if row["leases"] == "yes"]
     targets = [
-        *(judged(key, min(row[key] for row in with_leases), at_least=least) for key, least in LEAST.items()),
-        *(judged(key, max(row[key] for row in with_leases), at_most=most) for key, most in MOST.items()),
+        *(
+            judged(key, min(row[key] for row in with_leases), at_least=least)
+            for key, least in LEAST.items()
+        ),
+        *(
+            judged(key, max(row[key] for row in with_leases), at_most=most)
+            for key, most in MOST.items()
+        ),
     ]
-    figures = {"seed": seed, "workers": workers, "minutes": minutes, "pool": rows, "pool_targets": targets}
+    figures = {
+        "seed": seed,
+        "workers": workers,
+        "minutes": minutes,
+        "pool": rows,
+        "pool_targets": targets,
+    }
     return Result(bench="pool", figures=figures)
 
 
 def _changes(sizes: Sequence[tuple[float, int]]) -> list[float]:
-    """Return when a worker's size moved by more than the policy does to follow the wobble of its steps."""
+    """Return when a worker's size moved by more than the policy does to follow the wobble of its
+    steps.
+    """
     moments_s: list[float] = []
     last = sizes[0][1] if sizes else 0
     for at_s, size in sizes:

@@ -1,9 +1,11 @@
-"""A simulated card with one pool of memory, workers who share it, and scenes of tenants who come and go on it.
+"""A simulated card with one pool of memory, workers who share it, and scenes of tenants who come
+and go on it.
 
-A worker asks its `AdaptiveSize` before each step. What the step took it holds until it gives it back: after a failure,
-before a smaller step, when its lease is below what it holds, or after every step where it keeps no pool. A step that
-does not fit takes all there is before it fails; its cap and its lease are enforced. Tenants take what is free and wait
-for the rest. No fragmentation, and allocating takes no time. Seconds are virtual, and all is drawn from a seed.
+A worker asks its `AdaptiveSize` before each step. What the step took it holds until it gives it
+back: after a failure, before a smaller step, when its lease is below what it holds, or after every
+step where it keeps no pool. A step that does not fit takes all there is before it fails; its cap
+and its lease are enforced. Tenants take what is free and wait for the rest. No fragmentation, and
+allocating takes no time. Seconds are virtual, and all is drawn from a seed.
 """
 
 from __future__ import annotations
@@ -49,13 +51,18 @@ class Card:
         return CARD_BYTES - self.taken_bytes - sum(worker.held_bytes for worker in self._workers)
 
     def serve_tenants(self, now_s: float) -> int:
-        """Let tenants give back, and take of what is free; return the most that one of them lacks then."""
+        """Let tenants give back, and take of what is free.
+
+        Return the most that one of them lacks then.
+        """
         lacks_bytes = 0
         for tenant, ahead in enumerate(self._wishes):
             while len(ahead) > 1 and ahead[-2][0] <= now_s:
                 ahead.pop()
             wants_bytes = ahead[-1][1]
-            self._taken_bytes[tenant] += min(wants_bytes - self._taken_bytes[tenant], self.free_bytes)
+            self._taken_bytes[tenant] += min(
+                wants_bytes - self._taken_bytes[tenant], self.free_bytes
+            )
             lacks_bytes = max(lacks_bytes, wants_bytes - self._taken_bytes[tenant])
         return lacks_bytes
 
@@ -68,9 +75,13 @@ class Worker:
     job: Job
     budget_bytes: int
     context_bytes: int
-    keeps_pool: bool = True  # whether what a step took is held till the next, as torch's allocator does it
+    keeps_pool: bool = (
+        True  # whether what a step took is held till the next, as torch's allocator does it
+    )
     looks_every_step: bool = True
-    """Whether it asks the card what is free before each step, or once in a slice and after a failure."""
+    """Whether it asks the card what is free before each step, or once in a slice and after a
+    failure.
+    """
     draw: Random
     clock: Callable[[], float]
     incarnation: int = 0
@@ -103,7 +114,9 @@ class Worker:
         if card.free_bytes < self.context_bytes:
             return False
         self.open_bytes = self.context_bytes
-        self._sizes = AdaptiveSize(self.job.largest, exact_samples=True, learned=self._learned, clock=self.clock)
+        self._sizes = AdaptiveSize(
+            self.job.largest, exact_samples=True, learned=self._learned, clock=self.clock
+        )
         return True
 
     def die(self) -> None:
@@ -115,7 +128,10 @@ class Worker:
         self.incarnation += 1
 
     def work(self, card: Card) -> Iterator[float]:
-        """Work for one slice under the first lease; yield each time until which a step, or a wait, lasts."""
+        """Work for one slice under the first lease.
+
+        Yield each time until which a step, or a wait, lasts.
+        """
         lease_bytes = self.leases[0]
         limit_bytes = self.cap_bytes if lease_bytes is None else min(self.cap_bytes, lease_bytes)
         ends_s = self.clock() + (GLANCE_S if lease_bytes == 0 else SLICE_S)
@@ -123,7 +139,9 @@ class Worker:
         while self.clock() < ends_s:
             if self.held_bytes > limit_bytes:
                 self.held_bytes = 0
-            usable_bytes = max(0, min(limit_bytes, self.held_bytes + card.free_bytes - LEAVE_FREE_BYTES))
+            usable_bytes = max(
+                0, min(limit_bytes, self.held_bytes + card.free_bytes - LEAVE_FREE_BYTES)
+            )
             size = self._sizes.next(usable_bytes if look_is_due else None) if limit_bytes else None
             self.starving = size is None and limit_bytes > 0
             if size is None:
@@ -138,7 +156,9 @@ class Worker:
             good = need_bytes <= there_bytes
             self.held_bytes = max(self.held_bytes, need_bytes) if good else there_bytes
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-            yield self.clock() + (self.job.step_s(size) if good else self.job.step_s(size) / 2 + FAILURE_S)
+            yield self.clock() + (
+                self.job.step_s(size) if good else self.job.step_s(size) / 2 + FAILURE_S
+            )
             look_is_due = self.looks_every_step or not good
             if good:
                 self.items += size
@@ -201,7 +221,11 @@ def _neighbour(draw: Random, _workers: int, duration_s: float) -> dict[str, Any]
     """A job next door whose memory goes up and down by some percent of the card, every second."""
     level, jitter = draw.uniform(0.25, 0.4), draw.uniform(0.005, 0.015)
     levels = [level + draw.uniform(-jitter, jitter) for _ in range(int(duration_s))]
-    return {"tenants": [[(float(second), int(share * CARD_BYTES)) for second, share in enumerate(levels)]]}
+    return {
+        "tenants": [
+            [(float(second), int(share * CARD_BYTES)) for second, share in enumerate(levels)]
+        ]
+    }
 
 
 def _visits(draw: Random, _workers: int, duration_s: float) -> dict[str, Any]:
@@ -228,12 +252,19 @@ SCENES: dict[str, Callable[[Random, int, float], dict[str, Any]]] = {
     "neighbour": _neighbour,
     "visits": _visits,
     "restart": _restart,
-    "modest": lambda draw, workers, _: {"tenants": _tenant(draw), "modest": draw.randrange(workers)},
+    "modest": lambda draw, workers, _: {
+        "tenants": _tenant(draw),
+        "modest": draw.randrange(workers),
+    },
 }
 
 
 def scenes(seed: int, workers: int, duration_s: float) -> list[Scene]:
     return [
-        Scene(name=name, duration_s=duration_s, **draw_scene(Random(f"{seed}/{name}/scene"), workers, duration_s))  # noqa: S311
+        Scene(
+            name=name,
+            duration_s=duration_s,
+            **draw_scene(Random(f"{seed}/{name}/scene"), workers, duration_s),  # noqa: S311
+        )
         for name, draw_scene in SCENES.items()
     ]

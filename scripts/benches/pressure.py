@@ -1,9 +1,11 @@
-"""The work a job gets done while others take its memory and give it back: ours, accelerate's, toma's, and an ideal's.
+"""The work a job gets done while others take its memory and give it back: ours, accelerate's,
+toma's, and an ideal's.
 
-Each contestant trains the same job in a process of its own, one after the other, under the same course of a cap that
-moves meanwhile. Another one begins in each round, and ratios are taken within a round. accelerate and toma run as their
-users run them: what they decorate is the whole training loop. They are spared what their users are not: model and
-optimiser outlive a restart, and what was done before a failure counts.
+Each contestant trains the same job in a process of its own, one after the other, under the same
+course of a cap that moves meanwhile. Another one begins in each round, and ratios are taken within
+a round. accelerate and toma run as their users run them: what they decorate is the whole training
+loop. They are spared what their users are not: model and optimiser outlive a restart, and what was
+done before a failure counts.
 """
 
 from __future__ import annotations
@@ -25,7 +27,15 @@ from typing import Any
 import torch
 
 from benches.common import Child, ChildDiedError, Result, progress
-from benches.pressure_caps import COURSES, PATIENCE_S, Course, KernelCap, NeighbourCap, least_between, neighbour
+from benches.pressure_caps import (
+    COURSES,
+    PATIENCE_S,
+    Course,
+    KernelCap,
+    NeighbourCap,
+    least_between,
+    neighbour,
+)
 from benches.pressure_job import Scouted, scout
 from workers import oom
 from workers.resilience.adaptive_size import AdaptiveSize
@@ -34,8 +44,8 @@ from workers.units import MIB
 
 OTHERS = ("accelerate", "toma")
 _TARGET = 1.25
-#: Where accelerate and toma begin, as a multiple of what fits when no other program wants memory: their users begin
-#: with too much. Halved once it is 75 %, the average of what halving hits.
+#: Where accelerate and toma begin, as a multiple of what fits when no other program wants memory:
+#: their users begin with too much. Halved once it is 75 %, the average of what halving hits.
 _BEYOND = 1.5
 #: How long a contestant waits that was told to run nothing.
 _IDLE_S = 0.02
@@ -46,11 +56,19 @@ _IDEAL_MARGIN = 0.02
 class _Run:
     """One turn of one contestant, and its counts.
 
-    The job is the same for all; the course, and the rest of what the scout found, is told to the ideal only.
+    The job is the same for all; the course, and the rest of what the scout found, is told to the
+    ideal only.
     """
 
-    def __init__(self, connection: Connection, course: Course, seconds: float, scouted: Scouted) -> None:
-        self.connection, self.course, self.seconds, self.scouted = connection, course, seconds, scouted
+    def __init__(
+        self, connection: Connection, course: Course, seconds: float, scouted: Scouted
+    ) -> None:
+        self.connection, self.course, self.seconds, self.scouted = (
+            connection,
+            course,
+            seconds,
+            scouted,
+        )
         #: Where accelerate and toma begin, and what ours never exceeds.
         self.largest = int(_BEYOND * scouted.fits)
         self.host, self.job = scouted.open()
@@ -66,7 +84,10 @@ class _Run:
         return self.at_s >= self.seconds or self.connection.poll()
 
     def step(self, items: int) -> int:
-        """Train once, count it, and return the most memory it took. An out-of-memory is counted and raised."""
+        """Train once, count it, and return the most memory it took.
+
+        An out-of-memory is counted and raised.
+        """
         try:
             peak_bytes = self.job.step(items)
         except Exception:
@@ -79,7 +100,10 @@ class _Run:
         return peak_bytes
 
     def attempt(self, items: int) -> tuple[bool, int | None]:
-        """Train once as the engine does: judge inside the handler, recover outside. Return success and the peak."""
+        """Train once as the engine does: judge inside the handler, recover outside.
+
+        Return success and the peak.
+        """
         try:
             return True, self.step(items)
         except Exception as error:
@@ -130,14 +154,16 @@ def _ideal(run: _Run) -> None:
     longest_s = known.fixed_s + known.unit_s * known.fits
     while not run.over():
         now, ahead = (
-            known.memory_bytes * least_between(run.course, run.at_s, run.at_s + span_s) for span_s in (0.0, longest_s)
+            known.memory_bytes * least_between(run.course, run.at_s, run.at_s + span_s)
+            for span_s in (0.0, longest_s)
         )
         # What the process has come to hold beside the job is gone, whatever the course says.
         left_bytes = run.host.free_bytes() - (now - ahead)
         run.attempt(known.largest_within(left_bytes / (1 + _IDEAL_MARGIN)))
 
 
-#: By name. "ours" is told the free memory before each step and the peak after it, "blind" is ours and told neither.
+#: By name. "ours" is told the free memory before each step and the peak after it, "blind" is ours
+#: and told neither.
 CONTESTANTS: Mapping[str, Callable[[_Run], None]] = {
     "ours": lambda run: _ours(run, sees=True),
     "blind": lambda run: _ours(run, sees=False),
@@ -149,8 +175,12 @@ CONTESTANTS: Mapping[str, Callable[[_Run], None]] = {
 _MODULES = {"accelerate": "accelerate.utils", "toma": "toma"}
 
 
-def contest(connection: Connection, contestant: str, course: Course, seconds: float, scouted: Scouted) -> None:
-    """Be one contestant: say what is held, wait for the moment of the start, run, and send a row of the table."""
+def contest(
+    connection: Connection, contestant: str, course: Course, seconds: float, scouted: Scouted
+) -> None:
+    """Be one contestant: say what is held, wait for the moment of the start, run, and send a row of
+    the table.
+    """
     run = _Run(connection, course, seconds, scouted)
     run.job.step(scouted.fits)  # what libraries keep for a large step, they have now
     if contestant in _MODULES:
@@ -184,10 +214,20 @@ def contest(connection: Connection, contestant: str, course: Course, seconds: fl
 
 
 def run(
-    device: str, seconds: float, rounds: int, seed: int, contestants: Sequence[str], memory_mib: float | None = None
+    device: str,
+    seconds: float,
+    rounds: int,
+    seed: int,
+    contestants: Sequence[str],
+    memory_mib: float | None = None,
 ) -> Result:
-    """Let the contestants take turns; exit with code 2 if one is not installed or there is no card."""
-    missing = [name for name in OTHERS if name in contestants and importlib.util.find_spec(name) is None]
+    """Let the contestants take turns.
+
+    Exit with code 2 if one is not installed or there is no card.
+    """
+    missing = [
+        name for name in OTHERS if name in contestants and importlib.util.find_spec(name) is None
+    ]
     if missing:
         progress(f"not installed: {', '.join(missing)}; type: pip install '.[bench]'")
         raise SystemExit(2)
@@ -195,12 +235,17 @@ def run(
         progress(f"torch {torch.__version__} sees no CUDA card here; type: --device cpu")
         raise SystemExit(2)
     try:
-        with contextlib.closing(Child("the scout", scout, device, memory_mib and int(memory_mib * MIB))) as one:
+        with contextlib.closing(
+            Child("the scout", scout, device, memory_mib and int(memory_mib * MIB))
+        ) as one:
             scouted: Scouted = one.receive(PATIENCE_S)
     except ChildDiedError as error:
         return Result(bench="pressure", figures={"device": device}, broken=[str(error)])
     for point in scouted.points:
-        progress(f"{point['items']:>8.0f} items: {point['items_per_s']:,.0f} a second, {point['peak_mib']:.1f} MiB")
+        progress(
+            f"{point['items']:>8.0f} items: {point['items_per_s']:,.0f} a second, "
+            f"{point['peak_mib']:.1f} MiB"
+        )
     rows: list[dict[str, Any]] = []
     broken: list[str] = []
     for number, (name, draw_course) in itertools.product(range(rounds), COURSES.items()):
@@ -222,18 +267,33 @@ def run(
                 broken.append(f"{where}: {contestant} computed nonsense: a loss of {last_loss}")
             told = f"{row['items']:>8} items, {row['failures']} failures{ended}"
             progress(f"{number + 1}/{rounds}  {name:>8}  {contestant:>10}  {told}")
-    return Result(bench="pressure", figures={**_job_figures(scouted), **_figures(rows, seconds, rounds)}, broken=broken)
+    return Result(
+        bench="pressure",
+        figures={**_job_figures(scouted), **_figures(rows, seconds, rounds)},
+        broken=broken,
+    )
 
 
-def _take_turn(contestant: str, course: Course, seconds: float, scouted: Scouted) -> tuple[dict[str, Any], float]:
-    """Run one contestant under its course; return its row and its last loss, or raise what `run` tells of."""
+def _take_turn(
+    contestant: str, course: Course, seconds: float, scouted: Scouted
+) -> tuple[dict[str, Any], float]:
+    """Run one contestant under its course.
+
+    Return its row and its last loss, or raise what `run` tells of.
+    """
     memory_bytes = scouted.memory_bytes
     (_, first_share), *later = course
     first_bytes = int(first_share * memory_bytes)
-    with contextlib.closing(Child(contestant, contest, contestant, course, seconds, scouted)) as one:
+    with contextlib.closing(
+        Child(contestant, contest, contestant, course, seconds, scouted)
+    ) as one:
         pid, base_bytes = one.receive(PATIENCE_S)
         on_card = scouted.device == "cuda"
-        standing = neighbour(memory_bytes, first_bytes) if on_card else contextlib.closing(KernelCap(pid, base_bytes))
+        standing = (
+            neighbour(memory_bytes, first_bytes)
+            if on_card
+            else contextlib.closing(KernelCap(pid, base_bytes))
+        )
         with standing as cap:
             cap.leave(first_bytes)
             began_s = cap.clock_s()
@@ -279,14 +339,22 @@ def _figures(rows: Sequence[dict[str, Any]], seconds: float, rounds: int) -> dic
     totals = [
         _total(rows, mine)
         for course, contestant in itertools.product(COURSES, CONTESTANTS)
-        if (mine := [row for row in rows if (row["course"], row["contestant"]) == (course, contestant)])
+        if (
+            mine := [
+                row for row in rows if (row["course"], row["contestant"]) == (course, contestant)
+            ]
+        )
     ]
     pairs = [
         (ours[f"to_{other['contestant']}"], ours["failures"] < other["failures"])
         for ours, other in itertools.product(totals, totals)
-        if ours["contestant"] == "ours" and other["contestant"] in OTHERS and other["course"] == ours["course"]
+        if ours["contestant"] == "ours"
+        and other["contestant"] in OTHERS
+        and other["course"] == ours["course"]
     ]
-    judged = len(pairs) == len(OTHERS) * len(COURSES) and all(ratio is not None for ratio, _ in pairs)
+    judged = len(pairs) == len(OTHERS) * len(COURSES) and all(
+        ratio is not None for ratio, _ in pairs
+    )
     least = min(ratio for ratio, _ in pairs) if judged else None
     fewer = all(fewer for _, fewer in pairs) if judged else None
     return {
@@ -312,7 +380,11 @@ def _total(rows: Sequence[dict[str, Any]], mine: Sequence[dict[str, Any]]) -> di
         "sweep_ms": statistics.median(row["sweep_ms"] for row in mine),
     }
     for other in (*OTHERS, "ideal"):
-        theirs = {row["round"]: row["items"] for row in rows if (row["course"], row["contestant"]) == (course, other)}
+        theirs = {
+            row["round"]: row["items"]
+            for row in rows
+            if (row["course"], row["contestant"]) == (course, other)
+        }
         found = [row["items"] / theirs[row["round"]] for row in mine if theirs.get(row["round"])]
         total[f"to_{other}"] = statistics.median(found) if found else None
     return total

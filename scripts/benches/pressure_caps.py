@@ -1,8 +1,10 @@
-"""The memory that a job is left over a minute, and what moves its cap: the kernel's limit, or a second tenant.
+"""The memory that a job is left over a minute, and what moves its cap: the kernel's limit, or a
+second tenant.
 
-Two courses of free memory, as shares of what there is when no other program wants any. On a CPU the cap is the soft
-`RLIMIT_DATA` of the job's process, moved from outside by prlimit(2), at any moment of the job's step. On a card it is
-memory that a neighbour process really takes and frees; it cannot take what the job holds.
+Two courses of free memory, as shares of what there is when no other program wants any. On a CPU the
+cap is the soft `RLIMIT_DATA` of the job's process, moved from outside by prlimit(2), at any moment
+of the job's step. On a card it is memory that a neighbour process really takes and frees; it cannot
+take what the job holds.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _GAMES = ((0.25, 0.42, 0.22), (0.62, 0.80, 0.30))
 #: A game takes its memory over this share of the course, in parts: it loads, and ends at once.
 _LOADING = 0.04
 _LOADING_PARTS = 10
-#: The neighbour holds blocks of this share of all that the job may have, and not under torch's smallest segment.
+#: The neighbour holds blocks of this share of all that the job may have, and not under torch's
+#: smallest segment.
 _BLOCK_SHARE = 1 / 64
 _LEAST_BLOCK_BYTES = 20 * MIB
 _RETRY_S = 0.005
@@ -38,21 +41,30 @@ PATIENCE_S = 300.0
 
 
 def game(draw: Random, seconds: float) -> Course:
-    """Return the course of a desktop PC: it jitters each second, and twice a game takes most of the memory."""
+    """Return the course of a desktop PC: it jitters each second, and twice a game takes most of the
+    memory.
+    """
     marks = {float(second) for second in range(int(seconds) + 1)}
     for begin, end, _ in _GAMES:
-        marks |= {seconds * (begin + _LOADING * part / _LOADING_PARTS) for part in range(_LOADING_PARTS)}
+        marks |= {
+            seconds * (begin + _LOADING * part / _LOADING_PARTS) for part in range(_LOADING_PARTS)
+        }
         marks.add(seconds * end)
     jitter = [_DESKTOP_SHARE * draw.random() for _ in range(int(seconds) + 1)]
     return [
-        (at_s, _left_by_games(at_s / seconds) * (1 - jitter[int(at_s)])) for at_s in sorted(marks) if at_s < seconds
+        (at_s, _left_by_games(at_s / seconds) * (1 - jitter[int(at_s)]))
+        for at_s in sorted(marks)
+        if at_s < seconds
     ]
 
 
 def _left_by_games(moment: float) -> float:
     for begin, end, left in _GAMES:
         if begin <= moment < end:
-            loaded = min(1.0, (1 + round((moment - begin) / _LOADING * _LOADING_PARTS, 6) // 1) / _LOADING_PARTS)
+            loaded = min(
+                1.0,
+                (1 + round((moment - begin) / _LOADING * _LOADING_PARTS, 6) // 1) / _LOADING_PARTS,
+            )
             return 1 - (1 - left) * loaded
     return 1.0
 
@@ -72,11 +84,19 @@ def sawtooth(_draw: Random, seconds: float) -> Course:
 
 def leak(_draw: Random, seconds: float) -> Course:
     """Another program leaks: each second a little less is left, down to a quarter."""
-    return [(float(second), 1 - 0.75 * second / seconds) for second in range(int(seconds) + 1) if second < seconds]
+    return [
+        (float(second), 1 - 0.75 * second / seconds)
+        for second in range(int(seconds) + 1)
+        if second < seconds
+    ]
 
 
 #: Those of `train-pressure`.
-TRAIN_COURSES: Mapping[str, Callable[[Random, float], Course]] = {**COURSES, "sawtooth": sawtooth, "leak": leak}
+TRAIN_COURSES: Mapping[str, Callable[[Random, float], Course]] = {
+    **COURSES,
+    "sawtooth": sawtooth,
+    "leak": leak,
+}
 
 
 def least_between(course: Course, from_s: float, to_s: float) -> float:
@@ -85,7 +105,9 @@ def least_between(course: Course, from_s: float, to_s: float) -> float:
 
 
 class KernelCap:
-    """`RLIMIT_DATA` of a process of the same user, given what the kernel counts for it when it is ready."""
+    """`RLIMIT_DATA` of a process of the same user, given what the kernel counts for it when it is
+    ready.
+    """
 
     def __init__(self, pid: int, base_bytes: int) -> None:
         self._job = psutil.Process(pid)
@@ -94,7 +116,10 @@ class KernelCap:
         self._last_s = 0.0
 
     def clock_s(self) -> float:
-        """Return the seconds of the job's course: its processor time, to 10 ms; none passes once it has ended."""
+        """Return the seconds of the job's course: its processor time, to 10 ms.
+
+        None passes once it has ended.
+        """
         with contextlib.suppress(psutil.NoSuchProcess):
             times = self._job.cpu_times()
             self._last_s = times.user + times.system
@@ -108,7 +133,9 @@ class KernelCap:
         self._set(self._hard)
 
     def _set(self, soft: int) -> None:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended: the bench finds that out when it listens
+        with contextlib.suppress(
+            psutil.NoSuchProcess
+        ):  # it has ended: the bench finds that out when it listens
             self._job.rlimit(psutil.RLIMIT_DATA, (soft, self._hard))
 
 
@@ -128,22 +155,31 @@ class NeighbourCap:
 
 @contextlib.contextmanager
 def neighbour(most_bytes: int, first_bytes: int) -> Iterator[NeighbourCap]:
-    """Run the neighbour, once it holds all but what the job is left first; the job must hold nothing it could free.
+    """Run the neighbour, once it holds all but what the job is left first; the job must hold
+    nothing it could free.
 
-    RuntimeError: it ended before, did not come up, or the card has less free than the job is left at most.
+    RuntimeError: it ended before, did not come up, or the card has less free than the job is left
+    at most.
     """
-    with contextlib.closing(Child("the neighbour", _be_neighbour, most_bytes, first_bytes)) as tenant:
+    with contextlib.closing(
+        Child("the neighbour", _be_neighbour, most_bytes, first_bytes)
+    ) as tenant:
         free_bytes = int(tenant.receive(PATIENCE_S))
         if free_bytes < most_bytes:
             raise RuntimeError(
-                f"beside the job's own state and two contexts the card has {free_bytes / MIB:.0f} MiB free, and "
-                f"the course needs {most_bytes / MIB:.0f}; end what else runs on it, or lower --memory-mib"
+                f"beside the job's own state and two contexts the card has {free_bytes / MIB:.0f} "
+                "MiB free, and "
+                f"the course needs {most_bytes / MIB:.0f}; end what else runs on it, or lower "
+                "--memory-mib"
             )
         yield NeighbourCap(tenant.pipe)
 
 
 def _be_neighbour(connection: Connection, most_bytes: int, left_bytes: int) -> None:
-    """Hold so much of the card that the job is left what was last said. Ends when the pipe closes."""
+    """Hold so much of the card that the job is left what was last said.
+
+    Ends when the pipe closes.
+    """
     import torch
 
     block_bytes = max(_LEAST_BLOCK_BYTES, int(most_bytes * _BLOCK_SHARE) // (2 * MIB) * 2 * MIB)
@@ -162,6 +198,7 @@ def _be_neighbour(connection: Connection, most_bytes: int, left_bytes: int) -> N
         if not said:
             connection.send(free_bytes)
             said = True
-        # While the job holds what is wanted here, ask again soon; else only a message changes anything.
+        # While the job holds what is wanted here, ask again soon; else only a message changes
+        # anything.
         if connection.poll(_RETRY_S if len(blocks) < wanted else None):
             left_bytes = connection.recv()

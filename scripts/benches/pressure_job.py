@@ -1,8 +1,10 @@
-"""The job under pressure: a real training step on which larger is faster, the device it runs on, and its measures.
+"""The job under pressure: a real training step on which larger is faster, the device it runs on,
+and its measures.
 
-It is one of a deep & cross network (arXiv 1708.05123): a dense Adam sweeps over all embedding tables, however small
-the batch, and each item's activations take memory. How large the tables are says how precious memory is: `scout` makes
-half of the full speed lie at a given share of the largest size, whatever a sweep and an item take on this machine.
+It is one of a deep & cross network (arXiv 1708.05123): a dense Adam sweeps over all embedding
+tables, however small the batch, and each item's activations take memory. How large the tables are
+says how precious memory is: `scout` makes half of the full speed lie at a given share of the
+largest size, whatever a sweep and an item take on this machine.
 """
 
 from __future__ import annotations
@@ -34,17 +36,21 @@ _FEATURES, _WIDTH, _LAYERS = 16, 32, 6
 #: A parameter, its gradient and Adam's two moments, over all tables.
 _ROW_BYTES = _FEATURES * _WIDTH * 4 * 4
 _FIRST_ITEMS = 64
-#: What a step takes of `RLIMIT_DATA` beside its tensors: a page for each mapping, small things on the heap.
+#: What a step takes of `RLIMIT_DATA` beside its tensors: a page for each mapping, small things on
+#: the heap.
 _SMALL_BYTES = MIB // 2
 _UNUSED_BUDGET_BYTES = 256 * MIB
-#: Python's table of interned strings is filled up so far: torch leaves it close to doubling, by 3.7 MiB at once.
+#: Python's table of interned strings is filled up so far: torch leaves it close to doubling, by 3.7
+#: MiB at once.
 _INTERNED = 60_000
 #: Of mmap(2); Python's module has no names for them.
 _PROT_NONE, _MAP_FIXED_NOREPLACE = 0, 0x100000
-#: More than a CUDA context takes. What is left of it widens the allocator's cap; the neighbour stays where it is.
+#: More than a CUDA context takes. What is left of it widens the allocator's cap; the neighbour
+#: stays where it is.
 _CONTEXT_BYTES = 1024 * MIB
-#: Of the largest size that fits: the size that runs at half of the speed of an endlessly large one. The simulator's
-#: regime where memory is precious has it at 1000 items of 2 GiB, on levels up to 8 GiB.
+#: Of the largest size that fits: the size that runs at half of the speed of an endlessly large one.
+#: The simulator's regime where memory is precious has it at 1000 items of 2 GiB, on levels up to 8
+#: GiB.
 _HALF_SPEED_SHARE = 0.42
 #: Parameters, gradients and moments, as multiples of the memory of a step.
 _LEAST_STATE, _MOST_STATE = 1 / 8, 3.0
@@ -61,16 +67,16 @@ _SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1.0)
 class _CpuHost:
     """The process's data size against `RLIMIT_DATA`, which is moved from outside.
 
-    Its clock is the process's own processor time, on one thread, so that other load on the machine costs no contestant
-    anything. On an idle machine it goes as fast as any.
+    Its clock is the process's own processor time, on one thread, so that other load on the machine
+    costs no contestant anything. On an idle machine it goes as fast as any.
     """
 
     fused = False  # which Adam: the one that takes no memory of its own, or the default
 
     def __init__(self, _most_bytes: int) -> None:
         self._process = psutil.Process()
-        # Sets malloc up: what is freed is the kernel's at once, and small things have room at the limit. Its own cap,
-        # which holds only where it is asked for, is not used.
+        # Sets malloc up: what is freed is the kernel's at once, and small things have room at the
+        # limit. Its own cap, which holds only where it is asked for, is not used.
         device = open_device(lone_worker(budget_bytes=_UNUSED_BUDGET_BYTES))
         self.name, self.torch_device = device.info.name, device.torch_device
         self.clock_s, self.give_back = time.process_time, gc.collect
@@ -83,24 +89,32 @@ class _CpuHost:
             pass
 
     def await_work(self) -> None:
-        """Wait until all that was begun is done, so that `clock_s` counts it: a processor's call has returned."""
+        """Wait until all that was begun is done, so that `clock_s` counts it: a processor's call
+        has returned.
+        """
 
     def base_bytes(self) -> int:
         return status_bytes("VmData")
 
     def free_bytes(self) -> int:
-        """Return what one step may take now: what the device has free, and what this process would use again."""
+        """Return what one step may take now: what the device has free, and what this process would
+        use again.
+        """
         return max(0, self._limits()[0] - status_bytes("VmData") - _SMALL_BYTES)
 
     def measured(self, step: Callable[[], None]) -> int:
-        """Run a step and return the most it took: the kernel keeps the peak until told to forget it (man 5 proc)."""
+        """Run a step and return the most it took: the kernel keeps the peak until told to forget it
+        (man 5 proc).
+        """
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         before_bytes = status_bytes("VmRSS")
         step()
         return max(0, status_bytes("VmHWM") - before_bytes)
 
     def settle(self, step: Callable[[], object]) -> None:
-        """Take now what a step or a failure leaves behind once, so that no contestant is charged for it."""
+        """Take now what a step or a failure leaves behind once, so that no contestant is charged
+        for it.
+        """
         _fence_heap()
         for number in range(_INTERNED):
             sys.intern(f"settle {number}")
@@ -124,16 +138,23 @@ class _CpuHost:
 class _CudaHost:
     """torch's allocator on a card whose other tenant comes and goes; the surface of `_CpuHost`.
 
-    Each step gives its pool back. A neighbour on Linux can only take what is free, so a job that keeps its pool would
-    never meet pressure (and the game would not start). All contestants pay alike.
+    Each step gives its pool back. A neighbour on Linux can only take what is free, so a job that
+    keeps its pool would never meet pressure (and the game would not start). All contestants pay
+    alike.
     """
 
     fused = True
 
     def __init__(self, most_bytes: int) -> None:
-        self._device = open_device(lone_worker(budget_bytes=most_bytes + _CONTEXT_BYTES, device="cuda"))
+        self._device = open_device(
+            lone_worker(budget_bytes=most_bytes + _CONTEXT_BYTES, device="cuda")
+        )
         self.name, self.torch_device = self._device.info.name, self._device.torch_device
-        self.clock_s, self.wait, self.await_work = time.monotonic, time.sleep, torch.cuda.synchronize
+        self.clock_s, self.wait, self.await_work = (
+            time.monotonic,
+            time.sleep,
+            torch.cuda.synchronize,
+        )
         self.base_bytes: Callable[[], int] = torch.cuda.memory_reserved
         self.free_bytes, self.give_back = self._device.free_bytes, self._device.release
 
@@ -161,15 +182,23 @@ HOSTS: Mapping[str, type[Host]] = {"cpu": _CpuHost, "cuda": _CudaHost}
 def _fence_heap() -> None:
     """Map a page without access right behind the heap, so that it never grows again.
 
-    Where the kernel refuses a block its own mapping, malloc puts it on the heap if that still fits, a small thing
-    settles behind it, and the heap stays so large: up to 5 MiB after a thousand refusals, half of what a game leaves.
+    Where the kernel refuses a block its own mapping, malloc puts it on the heap if that still fits,
+    a small thing settles behind it, and the heap stays so large: up to 5 MiB after a thousand
+    refusals, half of what a game leaves.
     """
     libc = ctypes.CDLL(None)
     libc.sbrk.restype = ctypes.c_void_p
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     end = -(-libc.sbrk(ctypes.c_long(0)) // mmap.PAGESIZE) * mmap.PAGESIZE
-    libc.mmap(end, mmap.PAGESIZE, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE, -1, 0)
+    libc.mmap(
+        end,
+        mmap.PAGESIZE,
+        _PROT_NONE,
+        mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE,
+        -1,
+        0,
+    )
 
 
 class _Network(nn.Module):
@@ -185,7 +214,8 @@ class _Network(nn.Module):
         first = torch.cat([table(rows[:, place]) for place, table in enumerate(self.tables)], dim=1)
         crossed = first
         for cross, bias in zip(self.crosses, self.biases, strict=True):
-            # Not GELU, which torch hands to oneDNN: refused memory, that fails with words that do not name memory.
+            # Not GELU, which torch hands to oneDNN: refused memory, that fails with words that do
+            # not name memory.
             crossed = functional.silu(first * (crossed @ cross) + bias + crossed)
         logits: torch.Tensor = self.head(crossed).squeeze(1)
         return logits
@@ -208,7 +238,10 @@ class Job:
         self.sweeps_s.clear()
 
     def step(self, items: int) -> int:
-        """Train once and return the most memory it took; may raise the device's own out-of-memory."""
+        """Train once and return the most memory it took.
+
+        May raise the device's own out-of-memory.
+        """
         return self._host.measured(lambda: self._train(items))
 
     def step_s(self, items: int) -> float:
@@ -239,9 +272,9 @@ class Job:
 class Scouted:
     """How the job behaves here without pressure.
 
-    A step may take `memory_bytes` when no other program wants memory; `fits` is the largest size that takes no more, on
-    tables of so many rows. An item adds `unit_bytes`; a step lasts `fixed_s` and `unit_s` an item. `points` by size:
-    items, items_per_s, step_ms, peak_mib.
+    A step may take `memory_bytes` when no other program wants memory; `fits` is the largest size
+    that takes no more, on tables of so many rows. An item adds `unit_bytes`; a step lasts `fixed_s`
+    and `unit_s` an item. `points` by size: items, items_per_s, step_ms, peak_mib.
     """
 
     device: str
@@ -259,9 +292,11 @@ class Scouted:
         return host, Job(self.rows, host)
 
     def largest_within(self, limit_bytes: float) -> int:
-        """Return the largest size whose step takes no more: between two measured sizes by interpolation.
+        """Return the largest size whose step takes no more: between two measured sizes by
+        interpolation.
 
-        By one line for all it would be too large for little memory, where the optimiser's part hides the items'.
+        By one line for all it would be too large for little memory, where the optimiser's part
+        hides the items'.
         """
         known = [(point["items"], point["peak_mib"] * MIB) for point in self.points]
         for (few, less_bytes), (many, more_bytes) in pairwise(known):
@@ -274,12 +309,16 @@ class Scouted:
 def scout(connection: Connection, device: str, memory_bytes: int | None) -> None:
     """Send a `Scouted`, from a process of its own: on a card, what it holds is gone with it.
 
-    `memory_bytes` is what a step may take; `None` stands for a share of the card that leaves room for the tables.
+    `memory_bytes` is what a step may take; `None` stands for a share of the card that leaves room
+    for the tables.
     """
     if memory_bytes is None:
         card = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0
         memory_bytes = int(card * _CARD_SHARE) or _CPU_BYTES
-    few, more, most = (max(16, int(memory_bytes * state / _ROW_BYTES)) for state in (_LEAST_STATE, 0.5, _MOST_STATE))
+    few, more, most = (
+        max(16, int(memory_bytes * state / _ROW_BYTES))
+        for state in (_LEAST_STATE, 0.5, _MOST_STATE)
+    )
     host = HOSTS[device](memory_bytes + most * _ROW_BYTES)
     job = Job(more, host)
     items = _SMALL_ITEMS
@@ -299,7 +338,14 @@ def scout(connection: Connection, device: str, memory_bytes: int | None) -> None
     for size in (max(1, int(share * fits)) for share in _SHARES):
         peak_mib = statistics.median(job.step(size) for _ in range(3)) / MIB
         step_s = job.step_s(size)
-        points.append({"items": size, "items_per_s": size / step_s, "step_ms": step_s * 1e3, "peak_mib": peak_mib})
+        points.append(
+            {
+                "items": size,
+                "items_per_s": size / step_s,
+                "step_ms": step_s * 1e3,
+                "peak_mib": peak_mib,
+            }
+        )
     # A line through a quarter and all of it; small sizes take what the optimiser takes.
     low, high = (points[_SHARES.index(share)] for share in (1 / 4, 1.0))
     span = high["items"] - low["items"]

@@ -1,7 +1,9 @@
-"""How long an out-of-memory costs: from the exception to the next good step, through the whole engine.
+"""How long an out-of-memory costs: from the exception to the next good step, through the whole
+engine.
 
-The worker's ring fills its claim when a real out-of-memory strikes at every second step. The batch shrinks by one
-each time and the size never does, so that the good steps stay the same and can be compared with.
+The worker's ring fills its claim when a real out-of-memory strikes at every second step. The batch
+shrinks by one each time and the size never does, so that the good steps stay the same and can be
+compared with.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class EverySecondStepFails(Matmul):
         return result
 
 
-def run(errors: int, device: str, budget_mib: float | None = None, size: int | None = None) -> Result:
+def run(
+    errors: int, device: str, budget_mib: float | None = None, size: int | None = None
+) -> Result:
     budget_bytes, size = sized(device, budget_mib, size)
     spec = lone_worker(
         budget_bytes=budget_bytes,
@@ -64,20 +68,35 @@ def run(errors: int, device: str, budget_mib: float | None = None, size: int | N
     broken: list[str] = []
     ooms = 0
     for sequence in range(errors + 1):
-        report = engine.run_slice(Directive(incarnation=0, sequence=sequence, duration_s=0.0, resume=None))
+        report = engine.run_slice(
+            Directive(incarnation=0, sequence=sequence, duration_s=0.0, resume=None)
+        )
         ooms += report.counts.steps_oom
-        if report.verdict is not Verdict.OK or report.counts.steps_error or report.counts.steps_ok != 1:
+        if (
+            report.verdict is not Verdict.OK
+            or report.counts.steps_error
+            or report.counts.steps_ok != 1
+        ):
             broken.append(
-                f"slice {sequence} ended {report.verdict} {report.state}: {report.reason} {report.error or ''}"
+                f"slice {sequence} ended {report.verdict} {report.state}: {report.reason} "
+                f"{report.error or ''}"
             )
             break
         if sequence and sequence % max(1, errors // 5) == 0:
             progress(f"{sequence}/{errors}")
     if ooms != errors and not broken:
         broken.append(f"{ooms} out-of-memory errors, {errors} were to be provoked")
-    name = torch.cuda.get_device_name() if device == "cuda" else report.device.name if report.device else None
+    name = (
+        torch.cuda.get_device_name()
+        if device == "cuda"
+        else report.device.name
+        if report.device
+        else None
+    )
     return Result(
-        bench="recovery", figures={"device": device, "name": name, **_figures(spec.budget_bytes, size)}, broken=broken
+        bench="recovery",
+        figures={"device": device, "name": name, **_figures(spec.budget_bytes, size)},
+        broken=broken,
     )
 
 
@@ -97,13 +116,19 @@ def _figures(budget_bytes: int, size: int) -> dict[str, Any]:
             "p50_in_steps": percentile(values, 0.50) / step_s,
             "p99_in_steps": percentile(values, 0.99) / step_s,
         }
-        for words, values in (("next good step begins", to_next_s), ("next good step is done", to_done_s))
+        for words, values in (
+            ("next good step begins", to_next_s),
+            ("next good step is done", to_done_s),
+        )
     ]
     return {
         "errors": len(to_next_s),
         "budget_bytes": budget_bytes,
         "size": size,
         "good_step_p50_s": step_s,
-        **{f"recovery_{key}": rows[0][key] for key in ("p50_s", "p99_s", "p50_in_steps", "p99_in_steps")},
+        **{
+            f"recovery_{key}": rows[0][key]
+            for key in ("p50_s", "p99_s", "p50_in_steps", "p99_in_steps")
+        },
         "rows": rows,
     }

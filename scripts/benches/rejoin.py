@@ -1,12 +1,14 @@
-"""A node that is lost and comes back, again and again: what the workers of the other node do meanwhile.
+"""A node that is lost and comes back, again and again: what the workers of the other node do
+meanwhile.
 
-One rehearsal of the reference pair; pc2's raylet is ended as by a power cut and started again, cycle after cycle. What
-pc1's workers do per second in each cycle is compared with what they did before the first one, and each time all of
-pc2's slots must be back before the next.
+One rehearsal of the reference pair; pc2's raylet is ended as by a power cut and started again,
+cycle after cycle. What pc1's workers do per second in each cycle is compared with what they did
+before the first one, and each time all of pc2's slots must be back before the next.
 
-These nodes share one machine's cores, and starting pc2's processes costs pc1's workers theirs. So a step is a long rest
-and one small product of always the same size: ten such workers leave most of the machine idle, and a head that keeps a
-worker waiting for longer than its queued slice is seen. No duty: that would double what the neighbours cost.
+These nodes share one machine's cores, and starting pc2's processes costs pc1's workers theirs. So a
+step is a long rest and one small product of always the same size: ten such workers leave most of
+the machine idle, and a head that keeps a worker waiting for longer than its queued slice is seen.
+No duty: that would double what the neighbours cost.
 """
 
 from __future__ import annotations
@@ -55,18 +57,25 @@ def _cycles(folder: Path, cycle_s: float, broken: list[str]) -> list[dict[str, A
     began_s = next((_unix_s(event) for event in events if event.event == "counting"), 0.0)
     ended_s = [_unix_s(event) for event in events if event.event == "chaos_node_ended"]
     steps = _steps(folder)
-    slots = {event.slot for event in events if event.slot is not None and event.slot.startswith(f"{_GOES}/")}
+    slots = {
+        event.slot
+        for event in events
+        if event.slot is not None and event.slot.startswith(f"{_GOES}/")
+    }
     rows = []
     for number, end_s in enumerate(ended_s, start=1):
         next_s = ended_s[number] if number < len(ended_s) else end_s + cycle_s
         quiet = _rate(steps, began_s + _SETTLING_S, ended_s[0])
         mine = [event for event in events if end_s <= _unix_s(event) < next_s]
-        started_s = next((_unix_s(event) for event in mine if event.event == "chaos_node_started"), None)
+        started_s = next(
+            (_unix_s(event) for event in mine if event.event == "chaos_node_started"), None
+        )
         lost_s = _all_in("LOST", mine, slots)
         back_s = None if started_s is None else _all_in("RUNNING", mine, slots, since_s=started_s)
         if back_s is None:
             broken.append(
-                f"cycle {number}: not all of {_GOES}'s slots were RUNNING again within {next_s - end_s:.0f} s"
+                f"cycle {number}: not all of {_GOES}'s slots were RUNNING again within "
+                f"{next_s - end_s:.0f} s"
             )
         away_until_s = next_s if back_s is None else back_s
         row = {
@@ -77,27 +86,42 @@ def _cycles(folder: Path, cycle_s: float, broken: list[str]) -> list[dict[str, A
             "ratio_while_away": _rate(steps, end_s, away_until_s) / quiet,
             "lost_after_s": None if lost_s is None else lost_s - end_s,
             "back_after_s": None if back_s is None else back_s - end_s,
-            "back_after_start_s": None if back_s is None or started_s is None else back_s - started_s,
+            "back_after_start_s": None
+            if back_s is None or started_s is None
+            else back_s - started_s,
         }
         rows.append(row)
         progress(f"{number}/{len(ended_s)}  ratio {row['ratio']:.3f}")
     return rows
 
 
-def _all_in(state: str, events: Sequence[StoredEvent], slots: set[str], since_s: float = float("-inf")) -> float | None:
+def _all_in(
+    state: str, events: Sequence[StoredEvent], slots: set[str], since_s: float = float("-inf")
+) -> float | None:
     """Return when the last of the slots was first in the state; `None` if one never was."""
     first: dict[str, float] = {}
     for event in events:
-        if event.slot in slots and event.details.get("to_state") == state and _unix_s(event) >= since_s:
+        if (
+            event.slot in slots
+            and event.details.get("to_state") == state
+            and _unix_s(event) >= since_s
+        ):
             first.setdefault(str(event.slot), _unix_s(event))
     return max(first.values()) if first.keys() == slots else None
 
 
 def _steps(folder: Path) -> list[tuple[float, int]]:
-    """Return the samples of the slots that stay: the moment in Unix seconds, and steps counted by then in all."""
-    query = "SELECT at_unix_s, SUM(steps_ok) FROM samples WHERE slot LIKE ? GROUP BY at_unix_s ORDER BY at_unix_s"
+    """Return the samples of the slots that stay: the moment in Unix seconds, and steps counted by
+    then in all.
+    """
+    query = (
+        "SELECT at_unix_s, SUM(steps_ok) FROM samples WHERE slot LIKE ? GROUP BY at_unix_s "
+        "ORDER BY at_unix_s"
+    )
     with reading(folder) as store:
-        return [(at_unix_s, steps_ok) for at_unix_s, steps_ok in store.execute(query, (f"{_STAYS}/%",))]
+        return [
+            (at_unix_s, steps_ok) for at_unix_s, steps_ok in store.execute(query, (f"{_STAYS}/%",))
+        ]
 
 
 def _rate(steps: Sequence[tuple[float, int]], from_s: float, to_s: float) -> float:

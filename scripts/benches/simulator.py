@@ -1,12 +1,15 @@
-"""A virtual clock to play a rule for sizes against eight courses of free memory, drawn at random, and an oracle's work.
+"""A virtual clock to play a rule for sizes against eight courses of free memory, drawn at random,
+and an oracle's work.
 
-A step of b items takes (half_items + b) / rate seconds and needs (fixed + item x b) bytes, give or take 1 %. Where a
-signal wants it so, needs come in blocks and with a library's workspace that comes and goes with the size. A step fails
-when it needs more than what is available as it begins, and comes again. The score of a rule is its work divided by that
-of an oracle that knows every need and always runs the largest size that fits. No fragmentation, no cache.
+A step of b items takes (half_items + b) / rate seconds and needs (fixed + item x b) bytes, give or
+take 1 %. Where a signal wants it so, needs come in blocks and with a library's workspace that comes
+and goes with the size. A step fails when it needs more than what is available as it begins, and
+comes again. The score of a rule is its work divided by that of an oracle that knows every need and
+always runs the largest size that fits. No fragmentation, no cache.
 
-How much memory others take, and how often, is set such that the rules of today score, as a mean over many seeds where
-memory is precious: accelerate's 0.77, toma's 0.66, the guide's 0.73, AIMD 0.89 with 10,000 items a second to grow in.
+How much memory others take, and how often, is set such that the rules of today score, as a mean
+over many seeds where memory is precious: accelerate's 0.77, toma's 0.66, the guide's 0.73, AIMD
+0.89 with 10,000 items a second to grow in.
 """
 
 from __future__ import annotations
@@ -59,14 +62,20 @@ class Job:
         return (self.half_items + size) / self.rate_per_s
 
     def largest_within(self, limit_bytes: float) -> int:
-        """Return the largest size whose step takes no more; a hair below, so that rounding never makes it fail."""
+        """Return the largest size whose step takes no more.
+
+        A hair below, so that rounding never makes it fail.
+        """
         items = (limit_bytes - self.fixed_bytes) / self.item_bytes
         return max(0, min(self.largest, math.floor(items - 1e-6)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class World:
-    """One course, and the job that meets it. Two worlds are the same only if they are one object."""
+    """One course, and the job that meets it.
+
+    Two worlds are the same only if they are one object.
+    """
 
     name: str
     seed: int
@@ -115,12 +124,15 @@ def world_of(
 ) -> World:
     """Return the world of a course given as (second, available bytes), the first at 0.
 
-    `heavy`: each step with a number that is a multiple of the first takes as many times the memory as the second says.
+    `heavy`: each step with a number that is a multiple of the first takes as many times the memory
+    as the second says.
     """
     draw = Random(f"{seed}/{name}/workload")  # noqa: S311 - a simulation, no secret
     times = [point[0] for point in points]
     levels = [int(point[1]) for point in points]
-    samples = [levels[bisect_right(times, second) - 1] for second in range(math.ceil(duration_s) + 1)]
+    samples = [
+        levels[bisect_right(times, second) - 1] for second in range(math.ceil(duration_s) + 1)
+    ]
     return World(
         name=name,
         seed=seed,
@@ -138,7 +150,8 @@ def world_of(
         else array(
             "d",
             (
-                (1 + draw.uniform(-WOBBLE, WOBBLE)) * (heavy[1] if step % heavy[0] == heavy[0] - 1 else 1.0)
+                (1 + draw.uniform(-WOBBLE, WOBBLE))
+                * (heavy[1] if step % heavy[0] == heavy[0] - 1 else 1.0)
                 for step in range(_DRAWS // heavy[0] * heavy[0])
             ),
         ),
@@ -172,8 +185,8 @@ class Signal:
     name: str
     every_step: bool = False  # tells what is available, truly, before each step
     noise: float | None = None
-    """Tells once a second what was available at that second, with this relative standard deviation; None: it does
-    not. Between two samples a rule is told None."""
+    """Tells once a second what was available at that second, with this relative standard deviation;
+    None: it does not. Between two samples a rule is told None."""
     peaks: bool = True  # tells what a good step needed
     blocks: bool = False
     """Needs come in whole blocks, and with a workspace that comes and goes with the size."""
@@ -182,7 +195,9 @@ class Signal:
 EXACT = Signal(name="exact", every_step=True)
 REAL = Signal(name="real", noise=0.03, blocks=True)
 BLIND = Signal(name="blind", peaks=False)
-PEAK = Signal(name="peak")  # peaks and nothing else: a process that can measure itself, but not its device
+PEAK = Signal(
+    name="peak"
+)  # peaks and nothing else: a process that can measure itself, but not its device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,11 +212,16 @@ class Outcome:
     worst_minute: int  # most failures within any sixty seconds
     size_changes: int
     rest_share: float
-    """Share of the time in which nothing ran, although a size fitted that had ended well in the minute before."""
+    """Share of the time in which nothing ran, although a size fitted that had ended well in the
+    minute before.
+    """
 
 
 def play(make: Maker, world: World, signal: Signal) -> Outcome:
-    """Let a fresh rule choose the sizes of a course, told by a signal. ValueError: a size outside 1..`LARGEST`."""
+    """Let a fresh rule choose the sizes of a course, told by a signal.
+
+    ValueError: a size outside 1..`LARGEST`.
+    """
     now = 0.0
     rule = make(lambda: now)
     times, levels, duration = world.times_s, world.levels_bytes, world.duration_s
@@ -219,7 +239,9 @@ def play(make: Maker, world: World, signal: Signal) -> Outcome:
             told = available
         elif signal.noise is not None and int(now) > sampled_s:
             sampled_s = int(now)
-            told = max(0, int(world.samples_bytes[sampled_s] * (1 + signal.noise * world.noise[sampled_s])))
+            told = max(
+                0, int(world.samples_bytes[sampled_s] * (1 + signal.noise * world.noise[sampled_s]))
+            )
         size = rule.next(told)
         if size is None:
             while recently and recently[0][0] < now - 60.0:
@@ -229,7 +251,9 @@ def play(make: Maker, world: World, signal: Signal) -> Outcome:
             now += IDLE_S
             continue
         if not 1 <= size <= LARGEST:
-            raise ValueError(f"{type(rule).__name__}.next() returned {size}; a size is from 1 to {LARGEST}")
+            raise ValueError(
+                f"{type(rule).__name__}.next() returned {size}; a size is from 1 to {LARGEST}"
+            )
         changes += bool(tried) and size != tried[-1][0]
         need = world.need_bytes(size, done, blocks=signal.blocks)
         step_s = world.job.step_s(size)
@@ -252,7 +276,10 @@ def play(make: Maker, world: World, signal: Signal) -> Outcome:
         items=items,
         tried=tried,
         failures=len(failed_at),
-        worst_minute=max((n - bisect_right(failed_at, at_s - 60.0) for n, at_s in enumerate(failed_at, 1)), default=0),
+        worst_minute=max(
+            (n - bisect_right(failed_at, at_s - 60.0) for n, at_s in enumerate(failed_at, 1)),
+            default=0,
+        ),
         size_changes=changes,
         rest_share=rested_s / duration,
     )
@@ -275,8 +302,13 @@ def oracle_items(world: World, *, blocks: bool) -> float:
     return items
 
 
-def moments(draw: Random, until_s: float, least_s: float, most_s: float, at_s: float = 0.0) -> Iterator[float]:
-    """Yield moments that lie so far apart. Each gap is drawn once the caller has drawn what happens before it."""
+def moments(
+    draw: Random, until_s: float, least_s: float, most_s: float, at_s: float = 0.0
+) -> Iterator[float]:
+    """Yield moments that lie so far apart.
+
+    Each gap is drawn once the caller has drawn what happens before it.
+    """
     while at_s < until_s:
         yield at_s
         at_s += draw.uniform(least_s, most_s)
@@ -288,37 +320,60 @@ def _constant(draw: Random, _duration_s: float) -> Course:
 
 def _steps(draw: Random, duration_s: float) -> Course:
     """Another level every two to five minutes."""
-    return [(at_s, draw.uniform(_LOW_GIB, _HIGH_GIB) * GIB) for at_s in moments(draw, duration_s, 120.0, 300.0)]
+    return [
+        (at_s, draw.uniform(_LOW_GIB, _HIGH_GIB) * GIB)
+        for at_s in moments(draw, duration_s, 120.0, 300.0)
+    ]
 
 
 def _squeeze(draw: Random, duration_s: float) -> Course:
     """High at first; then one or two cuts, and what is cut stays cut."""
-    return _in_parts(draw, duration_s, draw.uniform(5.0, _HIGH_GIB), at_once=(0.25, 0.5), each=(0.45, 0.7))
+    return _in_parts(
+        draw, duration_s, draw.uniform(5.0, _HIGH_GIB), at_once=(0.25, 0.5), each=(0.45, 0.7)
+    )
 
 
 def _release(draw: Random, duration_s: float) -> Course:
     """Low at first; more is released, at once or in two parts."""
-    return _in_parts(draw, duration_s, draw.uniform(_LOW_GIB, 2.2), at_once=(2.5, 3.6), each=(1.6, 1.9))
+    return _in_parts(
+        draw, duration_s, draw.uniform(_LOW_GIB, 2.2), at_once=(2.5, 3.6), each=(1.6, 1.9)
+    )
 
 
 def _in_parts(
-    draw: Random, duration_s: float, level: float, at_once: tuple[float, float], each: tuple[float, float]
+    draw: Random,
+    duration_s: float,
+    level: float,
+    at_once: tuple[float, float],
+    each: tuple[float, float],
 ) -> Course:
     points = [(0.0, level * GIB)]
     parts = draw.choice((1, 2))
     for part in range(parts):
-        level = min(_HIGH_GIB, max(_LOW_GIB, level * draw.uniform(*(at_once if parts == 1 else each))))
-        points.append((duration_s * (draw.uniform(0.2, 0.4) if part == 0 else draw.uniform(0.5, 0.7)), level * GIB))
+        level = min(
+            _HIGH_GIB, max(_LOW_GIB, level * draw.uniform(*(at_once if parts == 1 else each)))
+        )
+        points.append(
+            (
+                duration_s * (draw.uniform(0.2, 0.4) if part == 0 else draw.uniform(0.5, 0.7)),
+                level * GIB,
+            )
+        )
     return points
 
 
 def _game(draw: Random, duration_s: float) -> Course:
-    """A desktop that takes a little more or less each second; twice a game takes most of the memory for minutes."""
+    """A desktop that takes a little more or less each second.
+
+    Twice a game takes most of the memory for minutes.
+    """
     level, jitter = draw.uniform(4.0, _HIGH_GIB), draw.uniform(0.02, 0.08)
     games = []
     for half in (0.0, 0.5):
         begin_s = duration_s * (half + draw.uniform(0.08, 0.2))
-        games.append((begin_s, begin_s + duration_s * draw.uniform(0.08, 0.25), draw.uniform(0.18, 0.35)))
+        games.append(
+            (begin_s, begin_s + duration_s * draw.uniform(0.08, 0.25), draw.uniform(0.18, 0.35))
+        )
     points = []
     for second in range(int(duration_s) + 1):
         left = next((share for begin_s, end_s, share in games if begin_s <= second < end_s), 1.0)
@@ -365,7 +420,10 @@ def _sine(draw: Random, duration_s: float) -> Course:
     middle, period_s = draw.uniform(3.0, 5.0), draw.uniform(60.0, 300.0)
     swing, phase = middle * draw.uniform(0.3, 0.6), draw.uniform(0.0, math.tau)
     times_s = (0.5 * half for half in range(2 * int(duration_s) + 1))
-    return [(at_s, (middle + swing * math.sin(math.tau * at_s / period_s + phase)) * GIB) for at_s in times_s]
+    return [
+        (at_s, (middle + swing * math.sin(math.tau * at_s / period_s + phase)) * GIB)
+        for at_s in times_s
+    ]
 
 
 def _bursts(draw: Random, duration_s: float) -> Course:
@@ -399,12 +457,18 @@ COURSES: Mapping[str, Callable[[Random, float], Course]] = {
 
 
 #: Courses that no rule was made for.
-SHAPES: Mapping[str, Callable[[Random, float], Course]] = {"sine": _sine, "bursts": _bursts, "sawtooth": _sawtooth}
+SHAPES: Mapping[str, Callable[[Random, float], Course]] = {
+    "sine": _sine,
+    "bursts": _bursts,
+    "sawtooth": _sawtooth,
+}
 
 
 @lru_cache(maxsize=64)
 def shapes(seed: int, regime: str, rate_per_s: float = RATE_PER_S) -> tuple[World, ...]:
-    """Return the worlds of `SHAPES`, each also with steps of which every n-th takes several times the memory."""
+    """Return the worlds of `SHAPES`, each also with steps of which every n-th takes several times
+    the memory.
+    """
     made = []
     for name, course in SHAPES.items():
         draw = Random(f"{seed}/{name}/course")  # noqa: S311 - a simulation, no secret
@@ -419,14 +483,18 @@ def shapes(seed: int, regime: str, rate_per_s: float = RATE_PER_S) -> tuple[Worl
 
 @lru_cache(maxsize=64)
 def worlds(seed: int, regime: str, rate_per_s: float = RATE_PER_S) -> tuple[World, ...]:
-    """Return the eight worlds of a seed, in the order of `COURSES`; both regimes share their courses and needs.
+    """Return the eight worlds of a seed, in the order of `COURSES`; both regimes share their
+    courses and needs.
 
-    At a lower rate (items per second of an endlessly large step) a rule has fewer steps to learn from between changes.
+    At a lower rate (items per second of an endlessly large step) a rule has fewer steps to learn
+    from between changes.
     """
     made = []
     for name, course in COURSES.items():
         draw = Random(f"{seed}/{name}/course")  # noqa: S311 - a simulation, no secret
         duration_s = draw.uniform(20.0, 40.0) * 60
         points = course(draw, duration_s)
-        made.append(world_of(name, points, duration_s, seed=seed, regime=regime, rate_per_s=rate_per_s))
+        made.append(
+            world_of(name, points, duration_s, seed=seed, regime=regime, rate_per_s=rate_per_s)
+        )
     return tuple(made)

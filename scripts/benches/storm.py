@@ -1,7 +1,9 @@
-"""A storm of real out-of-memory errors in one process, which must survive a million and stay as it was.
+"""A storm of real out-of-memory errors in one process, which must survive a million and stay as it
+was.
 
-Fills the CPU device's kernel cap with blocks from 64 KiB to more than all of it until the kernel refuses, classifies,
-releases, and begins again, with the product's device and classification and without the engine.
+Fills the CPU device's kernel cap with blocks from 64 KiB to more than all of it until the kernel
+refuses, classifies, releases, and begins again, with the product's device and classification and
+without the engine.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ _EMERGENCY_EVERY = 1000
 _POINTS = 10
 #: The last of ten looks at the resident set may be this much above the first.
 _RSS_GROWTH = 1.05
-#: At the end the process may hold this much more than after the first tenth: the stacks of two threads that Ray
-#: starts late (8 MiB each) and small objects, and no tensor.
+#: At the end the process may hold this much more than after the first tenth: the stacks of two
+#: threads that Ray starts late (8 MiB each) and small objects, and no tensor.
 _LEFT_BYTES = 20 * MIB
 
 
@@ -42,20 +44,25 @@ class Storm:
         self._chance = random.Random(0)  # noqa: S311 - repeatable is what is wanted
         self._errors = 0
         self._held: list[Any] = []
-        # Private writable memory as the kernel counts it: the device's own account may be what is wrong.
+        # Private writable memory as the kernel counts it: the device's own account may be what is
+        # wrong.
         self._opened_bytes = status_bytes("VmData")
         # As the engine does: torch's modules stay, and a collection must not walk them every time.
         gc.collect()
         gc.freeze()
 
     def provoke(self, errors: int) -> Mapping[str, Any]:
-        """Run into the wall `errors` times; return what was counted, and what the process holds now."""
+        """Run into the wall `errors` times.
+
+        Return what was counted, and what the process holds now.
+        """
         kinds: Counter[str] = Counter()
         blocks = emergencies = 0
         started = time.perf_counter()
         for _ in range(errors):
             kind, granted = self._run_into_the_wall()
-            # As the engine recovers: the workload lets go, the device collects, and what is left is measured.
+            # As the engine recovers: the workload lets go, the device collects, and what is left is
+            # measured.
             with self._device.enforced():
                 self._held.clear()
             self._device.release()
@@ -119,11 +126,15 @@ def _judged(errors: int, provoke: Callable[[int], Mapping[str, Any]], *, where: 
             parts.append(provoke(errors * (point + 1) // _POINTS - errors * point // _POINTS))
         except Exception as error:  # noqa: BLE001 - a dead process is a finding, not the end of the benchmark
             words = " ".join(str(error).split())[:1000]
-            broken.append(f"the process did not survive part {point + 1}: {type(error).__name__}: {words}")
+            broken.append(
+                f"the process did not survive part {point + 1}: {type(error).__name__}: {words}"
+            )
             break
         last = parts[-1]
         rate = last["errors"] / last["seconds"]
-        progress(f"{point + 1:>2}/{_POINTS}  {rate:,.0f} errors/s, {last['rss_bytes'] / MIB:.1f} MiB")
+        progress(
+            f"{point + 1:>2}/{_POINTS}  {rate:,.0f} errors/s, {last['rss_bytes'] / MIB:.1f} MiB"
+        )
     names = ("errors", "seconds", "blocks", "emergencies")
     count, seconds, blocks, emergencies = (sum(part[key] for part in parts) for key in names)
     kinds = sum((part["kinds"] for part in parts), Counter[str]())
@@ -142,7 +153,8 @@ def _judged(errors: int, provoke: Callable[[int], Mapping[str, Any]], *, where: 
     }
     holds = {
         f"{count} errors survived, {errors} were to be provoked": count == errors,
-        "some were not classified as a definite out-of-memory": not set(kinds) - {FailureKind.DEFINITE.value},
+        "some were not classified as a definite out-of-memory": not set(kinds)
+        - {FailureKind.DEFINITE.value},
         "the process was replaced on the way": len({part["pid"] for part in parts}) <= 1,
         f"the resident set grew by more than {_RSS_GROWTH - 1:.0%} after the first tenth": (
             not parts or rss_bytes[-1] <= _RSS_GROWTH * rss_bytes[0]

@@ -1,9 +1,11 @@
-"""How well the thermal governor holds a card's temperature, against the best constant duty and the guides' rule.
+"""How well the thermal governor holds a card's temperature, against the best constant duty and the
+guides' rule.
 
-Virtual time on made-up cards: ambient temperature, cooling, time constants, sensor, fan and the number of workers are
-drawn from a seed, in ranges that fit real cards. Every worker runs a rule of its own on the same temperature, read at
-its own moment. The best constant duty is the largest one whose readings, noise included, stay below the critical
-temperature once it has settled; what counts is the work after settling.
+Virtual time on made-up cards: ambient temperature, cooling, time constants, sensor, fan and the
+number of workers are drawn from a seed, in ranges that fit real cards. Every worker runs a rule of
+its own on the same temperature, read at its own moment. The best constant duty is the largest one
+whose readings, noise included, stay below the critical temperature once it has settled; what counts
+is the work after settling.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from workers.policy.thermal.governor import ThermalGovernor
 from workers.readings import SensorReading
 from workers.settings import ThermalSettings
 
-#: What happens, and how long it takes. A game or warmer air comes after one of the phases and goes after the next.
+#: What happens, and how long it takes. A game or warmer air comes after one of the phases and goes
+#: after the next.
 SCENES = {"steady": 1800.0, "ambient": 2700.0, "game": 2700.0}
 #: After this part of a phase everything counts as settled.
 SETTLED_S = 600.0
@@ -41,14 +44,18 @@ def governor() -> Rule:
 
     def duty(temperature_c: float, at_s: float) -> float:
         nonlocal state
-        state, decision = thermal.after_reading(state, SensorReading(temperature_c=temperature_c), at_s)
+        state, decision = thermal.after_reading(
+            state, SensorReading(temperature_c=temperature_c), at_s
+        )
         return decision.duty
 
     return duty
 
 
 def guides() -> Rule:
-    """Return the guides' rule: less by a fifth each second above 78 C, more below 70, a pause at 83 until below 75."""
+    """Return the guides' rule: less by a fifth each second above 78 C, more below 70, a pause at 83
+    until below 75.
+    """
     value, paused = 1.0, False
 
     def duty(temperature_c: float, _at_s: float) -> float:
@@ -68,14 +75,19 @@ RULES: dict[str, Callable[[], Rule]] = {"governor": governor, "guides": guides}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """A card with its cooling, its sensor, and the workers on it. Cooling as one or two masses in a row."""
+    """A card with its cooling, its sensor, and the workers on it.
+
+    Cooling as one or two masses in a row.
+    """
 
     seed: int
     ambient_c: float
     full_c: float  # where it would end at full load, its fan as slow as it is at rest
     idle_share: float  # of the full power that it takes while nothing runs
     heatsink_s: float  # time constant of all it has, or of the heatsink alone
-    die_share: float  # of the whole thermal resistance that lies between die and heatsink; 0: one mass
+    die_share: (
+        float  # of the whole thermal resistance that lies between die and heatsink; 0: one mass
+    )
     die_s: float
     fan: float  # by how much a full fan lowers the thermal resistance
     lag_s: float
@@ -142,7 +154,9 @@ class _Heat:
         self._heatsink_c += (heatsink_c - self._heatsink_c) * _STEP_S / card.heatsink_s
         self._die_c += (rise_c * card.die_share - self._die_c) * _STEP_S / card.die_s
         self.die_c = card.ambient_c + self._heatsink_c + self._die_c
-        self._sensed_c += (self.die_c - self._sensed_c) * min(1.0, _STEP_S / max(_STEP_S, card.lag_s))
+        self._sensed_c += (self.die_c - self._sensed_c) * min(
+            1.0, _STEP_S / max(_STEP_S, card.lag_s)
+        )
 
     def read(self) -> float:
         told_c = self._sensed_c + self._noise.gauss(0.0, self._card.noise_c)
@@ -161,11 +175,15 @@ class Look(NamedTuple):
 
 @dataclass(slots=True)
 class Course:
-    """What happened on a card, in seconds: when the die was critical, and the work since it first had settled."""
+    """What happened on a card, in seconds: when the die was critical, and the work since it first
+    had settled.
+    """
 
     looks: list[Look] = field(default_factory=list)
     work_s: float = 0.0
-    critical_s: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})  # by whether it had settled
+    critical_s: dict[bool, float] = field(
+        default_factory=lambda: {False: 0.0, True: 0.0}
+    )  # by whether it had settled
 
     @property
     def settled_c(self) -> list[float]:
@@ -203,7 +221,9 @@ def play(card: Card, scene: str, make: Callable[[], Rule]) -> Course:
 
 
 def best_constant(card: Card, scene: str) -> Course:
-    """Return the course under the largest constant duty, in 512ths, of which no settled reading is critical."""
+    """Return the course under the largest constant duty, in 512ths, of which no settled reading is
+    critical.
+    """
 
     @cache
     def constant(parts: int) -> Course:
@@ -216,7 +236,10 @@ def best_constant(card: Card, scene: str) -> Course:
 
 
 def turns(duties: Sequence[float], noticed: float = 0.05) -> int:
-    """Return how often a duty changed its direction; a change by a smaller share than `noticed` is none."""
+    """Return how often a duty changed its direction.
+
+    A change by a smaller share than `noticed` is none.
+    """
     count, direction, turning = 0, 0, duties[0]
     for duty in duties:
         if (duty - turning) * direction > 0.0:
@@ -234,7 +257,8 @@ def judge(card: Card, course: Course, best: Course) -> dict[str, Any]:
         "settle_s": max(outside_s, default=0.0),
         "least_c": min(course.settled_c),
         "most_c": max(course.settled_c),
-        "outside_settled_pct": 100.0 * statistics.fmean(_outside(look) for look in course.looks if look.settled),
+        "outside_settled_pct": 100.0
+        * statistics.fmean(_outside(look) for look in course.looks if look.settled),
         "critical_unsettled_s": course.critical_s[False],
         "critical_settled_s": course.critical_s[True],
         "pauses_settled": sum(a > b == 0.0 for run in runs for a, b in itertools.pairwise(run)),
@@ -259,16 +283,25 @@ def run(cards: int, seed: int) -> Result:
         best = [best_constant(card, scene) for card in drawn]
         for name, rule in RULES.items():
             progress(f"{scene}: {name}")
-            judged = [judge(card, play(card, scene, rule), known) for card, known in zip(drawn, best, strict=True)]
+            judged = [
+                judge(card, play(card, scene, rule), known)
+                for card, known in zip(drawn, best, strict=True)
+            ]
             summaries.append({"scene": scene, "rule": name, **_summary(judged)})
             if scene == "steady":
                 figures[name] = [
-                    {"seed": card.seed, "full_c": card.full_c, "workers": len(card.offsets_s), **figure}
+                    {
+                        "seed": card.seed,
+                        "full_c": card.full_c,
+                        "workers": len(card.offsets_s),
+                        **figure,
+                    }
                     for card, figure in zip(drawn, judged, strict=True)
                 ]
             if name == "governor":
                 broken += [
-                    f"card {card.seed}, {scene}: {figure['critical_settled_s']:g} s at {_CRITICAL_C:g} C and above"
+                    f"card {card.seed}, {scene}: {figure['critical_settled_s']:g} s at "
+                    f"{_CRITICAL_C:g} C and above"
                     for card, figure in zip(drawn, judged, strict=True)
                     if figure["critical_settled_s"]
                 ]
@@ -277,8 +310,18 @@ def run(cards: int, seed: int) -> Result:
 
 
 def _summary(judged: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the worst of each figure; of the share of the best constant duty, which may be above 1, the mean too."""
-    most = ("settle_s", "c", "outside_pct", "critical_unsettled_s", "critical_settled_s", "turns_per_min")
+    """Return the worst of each figure.
+
+    Of the share of the best constant duty, which may be above 1, the mean too.
+    """
+    most = (
+        "settle_s",
+        "c",
+        "outside_pct",
+        "critical_unsettled_s",
+        "critical_settled_s",
+        "turns_per_min",
+    )
     named = {"c": "most_c", "outside_pct": "outside_settled_pct"}
     return {
         **{f"most_{key}": max(figure[named.get(key, key)] for figure in judged) for key in most},

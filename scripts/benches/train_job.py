@@ -1,8 +1,9 @@
-"""The training that contestants do under pressure: a small GPT on made text, and what each of them makes of memory.
+"""The training that contestants do under pressure: a small GPT on made text, and what each of them
+makes of memory.
 
-An effective batch is 64 samples. Parts of a batch cost much beside their samples, as on a card: with 8 samples at once
-a step takes about twice as long as with 64. All train the same model on the same batches with the same optimiser on one
-thread.
+An effective batch is 64 samples. Parts of a batch cost much beside their samples, as on a card:
+with 8 samples at once a step takes about twice as long as with 64. All train the same model on the
+same batches with the same optimiser on one thread.
 """
 
 from __future__ import annotations
@@ -121,7 +122,9 @@ def is_oom(error: BaseException) -> bool:
 
 
 def known_size(tally: Tally, fits: Callable[[float], int], *, knows: bool) -> None:
-    """Train with the part that fits until it is done (`knows`: it knows the course), or with one that always fits."""
+    """Train with the part that fits until it is done (`knows`: it knows the course), or with one
+    that always fits.
+    """
     own = trainer()
     tally.starts = 1
     always = fits(min(share for _, share in tally.course))
@@ -211,12 +214,16 @@ def lightning(tally: Tally) -> None:
             trainer.should_stop = tally.over
 
     def trainer_of(**more: Any) -> Any:  # noqa: ANN401
-        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        quiet = dict.fromkeys(
+            ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+        )
         return lit.Trainer(accelerator="cpu", devices=1, max_steps=10**9, **quiet, **more)
 
     tally.starts = 1
     module = Module(2)
-    Tuner(trainer_of()).scale_batch_size(module, mode="power", init_val=2, max_trials=5, steps_per_trial=3)
+    Tuner(trainer_of()).scale_batch_size(
+        module, mode="power", init_val=2, max_trials=5, steps_per_trial=3
+    )
     found = min(BATCH, module.batch_size)
     trainer_of(callbacks=[Counts()], accumulate_grad_batches=-(-BATCH // found)).fit(Module(found))
 
@@ -246,7 +253,9 @@ def rate_of(optimizer: torch.optim.Optimizer) -> Callable[[int], None]:
 
     def rate(step: int) -> None:
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, highest=2e-3, steps=known.steps, warmup_steps=known.warmup_steps)
+            group["lr"] = learning_rate(
+                step, highest=2e-3, steps=known.steps, warmup_steps=known.warmup_steps
+            )
 
     return rate
 
@@ -265,10 +274,11 @@ def batches() -> Iterator[tuple[int, Tensor]]:
 
 
 def count_every_tensor() -> None:
-    """Give each tensor a mapping of its own, so that the cap counts it as a card's does, however small it is.
+    """Give each tensor a mapping of its own, so that the cap counts it as a card's does, however
+    small it is.
 
-    The CPU device leaves room on the heap for what other threads need (`workers/devices/cpu.py`), and a small part of
-    this job would fit into it as a whole.
+    The CPU device leaves room on the heap for what other threads need (`workers/devices/cpu.py`),
+    and a small part of this job would fit into it as a whole.
     """
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
@@ -288,7 +298,9 @@ def warmed_up() -> None:
 
 
 def least_bytes() -> dict[int, int]:
-    """Return by what a part takes beside the training at the least, found by caps that it fits into or does not."""
+    """Return by what a part takes beside the training at the least, found by caps that it fits into
+    or does not.
+    """
     found: dict[int, int] = {}
     for limit in micro_batches(BATCH, BATCH):
         too_little, enough = MIB, _MOST_BYTES

@@ -1,12 +1,14 @@
-"""Trainings whose workers, head and node are killed at random moments: the same weights, and how much was done again.
+"""Trainings whose workers, head and node are killed at random moments: the same weights, and how
+much was done again.
 
-Three runs of the real command with three small trainings in two raylets. The first is left alone. In the second,
-workers meet SIGKILL one after the other, and the head a few times, each time followed by `run --resume`. In the third,
-a node is ended as by a power cut and comes back. All three must end with the same SHA-256 of all weights, slot by slot,
-and leave no process and no temporary file. Memory moves nothing here (`train.exact`).
+Three runs of the real command with three small trainings in two raylets. The first is left alone.
+In the second, workers meet SIGKILL one after the other, and the head a few times, each time
+followed by `run --resume`. In the third, a node is ended as by a power cut and comes back. All
+three must end with the same SHA-256 of all weights, slot by slot, and leave no process and no
+temporary file. Memory moves nothing here (`train.exact`).
 
-Work that a kill costs is told in seconds: from the newest snapshot to the kill, or from the moment when the process was
-ready for its first step.
+Work that a kill costs is told in seconds: from the newest snapshot to the kill, or from the moment
+when the process was ready for its first step.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ _GRACE_S = 10.0
 _BATCH, _MICRO = 16, 8
 
 
-def run(steps: int, kills: int, head_kills: int, node_losses: int, save_every_s: float, seed: int) -> Result:
+def run(
+    steps: int, kills: int, head_kills: int, node_losses: int, save_every_s: float, seed: int
+) -> Result:
     course = _Course(steps, save_every_s)
     chance = random.Random(seed)  # noqa: S311 - repeatable is what is wanted
     broken: list[str] = []
@@ -45,17 +49,23 @@ def run(steps: int, kills: int, head_kills: int, node_losses: int, save_every_s:
         if node_losses:
             moments = [f"node:pc2@{15 + 25 * number}s+5s" for number in range(node_losses)]
             scene = scenes["lost"]
-            found["lost"] = course.end(scene, course.start(scene, "--chaos", ";".join(moments)), broken)
+            found["lost"] = course.end(
+                scene, course.start(scene, "--chaos", ";".join(moments)), broken
+            )
             folder = scene.newest_run()
             lost = 0 if folder is None else len(list(read_events(folder, ("chaos_node_ended",))))
             figures["nodes_lost"] = lost
             if lost != node_losses:
-                broken.append(f"{lost} node losses happened before all was done, {node_losses} were wanted")
+                broken.append(
+                    f"{lost} node losses happened before all was done, {node_losses} were wanted"
+                )
         for name, rows in found.items():
             if _weights(rows) != expected:
                 broken.append(f"{name}: other weights than those of the run that was left alone")
         for name, scene in scenes.items():
-            left = [str(path) for path in (scene.folder / "state").rglob("*") if ".pt." in path.name]
+            left = [
+                str(path) for path in (scene.folder / "state").rglob("*") if ".pt." in path.name
+            ]
             broken += [f"{name}: {path} was left" for path in left]
         figures |= {
             "steps": steps,
@@ -63,7 +73,9 @@ def run(steps: int, kills: int, head_kills: int, node_losses: int, save_every_s:
             "weights_equal": {name: _weights(rows) == expected for name, rows in found.items()},
             **killed.figures(save_every_s),
             "restarts": sum(row["restarts"] for row in found["killed"]),
-            "redone_steps": {name: sum(row["redone_steps"] or 0 for row in rows) for name, rows in found.items()},
+            "redone_steps": {
+                name: sum(row["redone_steps"] or 0 for row in rows) for name, rows in found.items()
+            },
             "rounds": killed.rows,
         }
     finally:
@@ -112,7 +124,11 @@ class _Course:
             broken.append(f"exit code {code}: {said[-500:]}")
         broken += scene.leftovers(_GRACE_S)
         rows: list[dict[str, Any]] = json.loads(said)["workers"] if code in {0, 1} else []
-        broken += [f"{row['slot']} ended {row['state']}: {row['reason']}" for row in rows if row["state"] != "DONE"]
+        broken += [
+            f"{row['slot']} ended {row['state']}: {row['reason']}"
+            for row in rows
+            if row["state"] != "DONE"
+        ]
         return rows
 
 
@@ -128,7 +144,9 @@ class _Killing:
         head = self._course.start(self._scene)
         for number in range(1, kills + 1):
             if not self._kill_a_worker(number, head):
-                broken.append(f"all was done after {number - 1} of {kills} kills; let it train for more steps")
+                broken.append(
+                    f"all was done after {number - 1} of {kills} kills; let it train for more steps"
+                )
                 break
             if number in heads_at:
                 time.sleep(self._chance.uniform(0.0, 4.0))
@@ -136,13 +154,20 @@ class _Killing:
         return self._course.end(self._scene, head, broken)
 
     def _kill_a_worker(self, number: int, head: Any) -> bool:  # noqa: ANN401 - a process
-        """Kill a worker at a random moment after it has told of itself; say whether there was one."""
+        """Kill a worker at a random moment after it has told of itself.
+
+        Say whether there was one.
+        """
         killed = {row["pid"] for row in self.rows}
         deadline_s = time.monotonic() + _PATIENCE_S
         while head.poll() is None and time.monotonic() < deadline_s:
             self._scene.look()
             opened = self._opened().items()
-            alive = [(slot, *told) for slot, told in opened if told[0] not in killed and psutil.pid_exists(told[0])]
+            alive = [
+                (slot, *told)
+                for slot, told in opened
+                if told[0] not in killed and psutil.pid_exists(told[0])
+            ]
             if alive:
                 time.sleep(self._chance.uniform(0.0, 3.0))
                 slot, pid, ready_at_unix_s = self._chance.choice(alive)
@@ -160,7 +185,9 @@ class _Killing:
     def _kill_the_head(self, head: Any, broken: list[str]) -> Any:  # noqa: ANN401 - processes
         head.kill()
         head.wait()
-        broken += [f"after the head's kill: {sentence}" for sentence in self._scene.leftovers(_GRACE_S)]
+        broken += [
+            f"after the head's kill: {sentence}" for sentence in self._scene.leftovers(_GRACE_S)
+        ]
         folder = self._scene.newest_run()
         if folder is None:
             raise RuntimeError("the killed head has left no run")
@@ -175,16 +202,21 @@ class _Killing:
             return {}
         opened = read_events(folder, ("device_opened",))
         return {
-            str(event.slot): (int(event.details["pid"]), float(event.details["worker_at_unix_s"])) for event in opened
+            str(event.slot): (int(event.details["pid"]), float(event.details["worker_at_unix_s"]))
+            for event in opened
         }
 
     def _unsaved_s(self, slot: str, ready_at_unix_s: float) -> float:
-        """Return the time since the newest snapshot, or since the process was ready if that is later."""
+        """Return the time since the newest snapshot, or since the process was ready if that is
+        later.
+        """
         files = (self._scene.folder / "state").rglob(f"{slot}/generation-?.pt")
         return time.time() - max([ready_at_unix_s, *(path.stat().st_mtime for path in files)])
 
     def figures(self, save_every_s: float) -> dict[str, Any]:
-        unsaved: Sequence[float] = [row["unsaved_s"] for row in self.rows if row["unsaved_s"] is not None]
+        unsaved: Sequence[float] = [
+            row["unsaved_s"] for row in self.rows if row["unsaved_s"] is not None
+        ]
         if not unsaved:
             return {}
         return {

@@ -1,7 +1,8 @@
-"""Ours under pressure: the workload `train` in the real engine, under a cap that the benchmark moves.
+"""Ours under pressure: the workload `train` in the real engine, under a cap that the benchmark
+moves.
 
-The device is the CPU's. What the course leaves comes on top of what the training holds at all times. It holds in the
-middle of a step, too.
+The device is the CPU's. What the course leaves comes on top of what the training holds at all
+times. It holds in the middle of a step, too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ _SLACK_BYTES = MIB
 
 
 class _MovedCap(cpu.CpuDevice):
-    """Leaves so much beside the state of the training; until that is known, the cap is the usual one."""
+    """Leaves so much beside the state of the training.
+
+    Until that is known, the cap is the usual one.
+    """
 
     def __init__(self, spec: WorkerSpec, left_bytes: int) -> None:
         self._left_bytes, self._state_bytes = left_bytes, 0
@@ -107,7 +111,9 @@ def train(connection: Connection, course: Course, seconds: float, whole_bytes: i
     keys = {**settings().model_dump(), **KEYS}
     workload = WorkloadSpec(name=name, dtype="fp32", size=1024, batch=128, seed=0, settings=keys)
     warmed_up()
-    engine = engines.Engine(replace(usual, policy="adaptive", workload=workload, workers_on_host=os.cpu_count() or 1))
+    engine = engines.Engine(
+        replace(usual, policy="adaptive", workload=workload, workers_on_host=os.cpu_count() or 1)
+    )
     # The first step makes model and states.
     engine.run_slice(Directive(incarnation=0, sequence=0, duration_s=0.0, resume=None))
     device = devices[0]
@@ -127,7 +133,9 @@ def train(connection: Connection, course: Course, seconds: float, whole_bytes: i
     sequence, ended = 1, None
     while not tally.over:
         slice_s = max(0.0, min(1.0, tally.began_s + seconds - time.monotonic()))
-        report = engine.run_slice(Directive(incarnation=0, sequence=sequence, duration_s=slice_s, resume=None))
+        report = engine.run_slice(
+            Directive(incarnation=0, sequence=sequence, duration_s=slice_s, resume=None)
+        )
         sequence += 1
         ended = report.error or ended
     connection.send(told_of(tally, ended))

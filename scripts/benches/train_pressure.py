@@ -1,11 +1,13 @@
-"""A training whose memory others take and give back: ours in the real engine, Composer, accelerate, and two bounds.
+"""A training whose memory others take and give back: ours in the real engine, Composer, accelerate,
+and two bounds.
 
-Contestants train the same model on the same batches, one after the other, under a cap that is moved from outside by
-prlimit(2), at any moment of a step. `fixed` uses the part that always fits, `ideal` knows the course. Another
-contestant begins in each round, and ratios are taken within a round. CPU only: on a card nothing of it has run.
+Contestants train the same model on the same batches, one after the other, under a cap that is moved
+from outside by prlimit(2), at any moment of a step. `fixed` uses the part that always fits, `ideal`
+knows the course. Another contestant begins in each round, and ratios are taken within a round. CPU
+only: on a card nothing of it has run.
 
-A useful sample is one of an optimiser step that is part of the training when the time is up. Losses are compared with
-those of a training that nothing disturbs.
+A useful sample is one of an optimiser step that is part of the training when the time is up. Losses
+are compared with those of a training that nothing disturbs.
 """
 
 from __future__ import annotations
@@ -58,15 +60,23 @@ _BACK = 0.98
 
 
 def run(
-    seconds: float, rounds: int, seed: int, course: Sequence[str], contestants: Sequence[str], composer_venv: str
+    seconds: float,
+    rounds: int,
+    seed: int,
+    course: Sequence[str],
+    contestants: Sequence[str],
+    composer_venv: str,
 ) -> Result:
-    os.environ.setdefault("MALLOC_ARENA_MAX", "1")  # as in a rehearsal: what is freed is really given back
+    os.environ.setdefault(
+        "MALLOC_ARENA_MAX", "1"
+    )  # as in a rehearsal: what is freed is really given back
     rows: list[dict[str, Any]] = []
     broken: list[str] = []
     need = _part_bytes()
     whole_bytes = int(_ROOM * need[BATCH]) + _SLACK_BYTES
     progress(
-        f"a batch takes {need[BATCH] / MIB:.1f} MiB, a sample {need[1] / MIB:.2f}; the cap {whole_bytes / MIB:.1f}"
+        f"a batch takes {need[BATCH] / MIB:.1f} MiB, a sample {need[1] / MIB:.2f}; the cap "
+        f"{whole_bytes / MIB:.1f}"
     )
     for number, name in itertools.product(range(rounds), course):
         steps = COURSES[name](random.Random(f"{seed}/{number}/{name}"), seconds)  # noqa: S311 - repeatable
@@ -78,7 +88,12 @@ def run(
                 told = {"ended": f"{type(error).__name__}: {error}"}
                 if contestant in {"ours", "fixed", "ideal"}:
                     broken.append(f"{name}, {contestant}: {told['ended']}")
-            row = {"round": number + 1, "course": name, "contestant": contestant, **_row(told, steps, seconds)}
+            row = {
+                "round": number + 1,
+                "course": name,
+                "contestant": contestant,
+                **_row(told, steps, seconds),
+            }
             rows.append(row)
             said = row["ended"] or f"{row['useful_per_s']} samples/s"
             progress(f"{number + 1}/{rounds}  {name:>8}  {contestant:>10}  {said}")
@@ -111,11 +126,15 @@ def _row(told: Mapping[str, Any], course: Course, seconds: float) -> dict[str, A
 
 
 def _back_after_s(parts: Sequence[Sequence[float]], course: Course) -> float | None:
-    """Return the longest time from a release of at least a third of all memory to a part of (nearly) full size."""
+    """Return the longest time from a release of at least a third of all memory to a part of
+    (nearly) full size.
+    """
     releases = [at for (_, before), (at, now) in itertools.pairwise(course) if now - before > 1 / 3]
     took = []
     for at_s in releases:
-        back = [ended_s - at_s for ended_s, rows in parts if ended_s > at_s and rows >= _BACK * BATCH]
+        back = [
+            ended_s - at_s for ended_s, rows in parts if ended_s > at_s and rows >= _BACK * BATCH
+        ]
         took.append(min(back, default=None) if back else None)
     if not took:
         return None
@@ -124,7 +143,9 @@ def _back_after_s(parts: Sequence[Sequence[float]], course: Course) -> float | N
 
 def _figures(rows: Sequence[dict[str, Any]], contestants: Sequence[str]) -> dict[str, Any]:
     totals = []
-    for course, contestant in itertools.product(dict.fromkeys(row["course"] for row in rows), contestants):
+    for course, contestant in itertools.product(
+        dict.fromkeys(row["course"] for row in rows), contestants
+    ):
         mine = [row for row in rows if (row["course"], row["contestant"]) == (course, contestant)]
         total: dict[str, Any] = {"course": course, "contestant": contestant}
         for key in (
@@ -139,9 +160,19 @@ def _figures(rows: Sequence[dict[str, Any]], contestants: Sequence[str]) -> dict
             known = [row[key] for row in mine if row[key] is not None]
             total[key] = statistics.median(known) if known else None
         for other in contestants:
-            theirs = {r["round"]: r["useful_per_s"] for r in rows if (r["course"], r["contestant"]) == (course, other)}
-            found = [row["useful_per_s"] / theirs[row["round"]] for row in mine if theirs.get(row["round"])]
-            total[f"to_{other}"] = statistics.median(found) if found and other != contestant else None
+            theirs = {
+                r["round"]: r["useful_per_s"]
+                for r in rows
+                if (r["course"], r["contestant"]) == (course, other)
+            }
+            found = [
+                row["useful_per_s"] / theirs[row["round"]]
+                for row in mine
+                if theirs.get(row["round"])
+            ]
+            total[f"to_{other}"] = (
+                statistics.median(found) if found and other != contestant else None
+            )
         totals.append(total)
     targets = [
         target
@@ -162,10 +193,14 @@ def _targets(ours: Mapping[str, Any]) -> list[dict[str, str]]:
     ]
 
 
-def _turn(contestant: str, course: Course, seconds: float, whole_bytes: int, venv: str) -> dict[str, Any]:
+def _turn(
+    contestant: str, course: Course, seconds: float, whole_bytes: int, venv: str
+) -> dict[str, Any]:
     if contestant == "composer":
         return _composers_turn(course, seconds, whole_bytes, venv)
-    with contextlib.closing(Child(contestant, _contest, contestant, course, seconds, whole_bytes)) as one:
+    with contextlib.closing(
+        Child(contestant, _contest, contestant, course, seconds, whole_bytes)
+    ) as one:
         ready = one.receive(PATIENCE_S)
         if isinstance(ready, str):
             return {"ended": f"not installed: {ready}"}
@@ -175,7 +210,9 @@ def _turn(contestant: str, course: Course, seconds: float, whole_bytes: int, ven
 
 
 @contextmanager
-def _moved(ready: tuple[int, int], course: Course, whole_bytes: int, one: Child, *, is_ours: bool) -> Iterator[None]:
+def _moved(
+    ready: tuple[int, int], course: Course, whole_bytes: int, one: Child, *, is_ours: bool
+) -> Iterator[None]:
     """Start the contestant, and move its cap along the course in a thread until the block ends."""
     ended = threading.Event()
     cap = None if is_ours else KernelCap(*ready)
@@ -214,7 +251,9 @@ def _composers_turn(course: Course, seconds: float, whole_bytes: int, venv: str)
     if not python.exists():
         return {"ended": f"not installed; type: scripts/benches/composer_venv.sh {venv}"}
     command = [str(python), str(_HERE / "composer_contest.py"), json.dumps([seconds, course])]
-    one = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    one = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert one.stdin is not None  # noqa: S101
     assert one.stdout is not None  # noqa: S101
     try:
@@ -247,7 +286,9 @@ def _json_line(one: subprocess.Popen[str]) -> dict[str, Any]:
     raise RuntimeError(f"Composer's process ended: {error[-600:]}")
 
 
-def _contest(connection: Connection, contestant: str, course: Course, seconds: float, whole_bytes: int) -> None:
+def _contest(
+    connection: Connection, contestant: str, course: Course, seconds: float, whole_bytes: int
+) -> None:
     """Be one contestant: say what is held, wait for the start, train, and tell what was done."""
     import torch
 
@@ -287,7 +328,9 @@ def _contest(connection: Connection, contestant: str, course: Course, seconds: f
         else:
             known_size(tally, fits, knows=contestant == "ideal")
     except Exception as error:  # noqa: BLE001 - a contestant that gives up is a finding
-        ended = f"{type(error).__name__} at {tally.at_s:.1f} s: {' '.join(str(error).split())[:200]}"
+        ended = (
+            f"{type(error).__name__} at {tally.at_s:.1f} s: {' '.join(str(error).split())[:200]}"
+        )
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
     connection.send(told_of(tally, ended))

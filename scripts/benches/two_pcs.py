@@ -1,7 +1,9 @@
-"""Two PCs on one machine: namespaces of network and processes, each with a home, a Ray and a cable to a switch.
+"""Two PCs on one machine: namespaces of network and processes, each with a home, a Ray and a cable
+to a switch.
 
-A cut is what pulling pc2's cable out of the switch does: pc2 loses its carrier, pc1 gets no answer. Needs root and the
-command `ip`. The kernel removes all of it when the processes that hold the namespaces end.
+A cut is what pulling pc2's cable out of the switch does: pc2 loses its carrier, pc1 gets no answer.
+Needs root and the command `ip`. The kernel removes all of it when the processes that hold the
+namespaces end.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ ADDRESSES = {"pc1": "10.77.0.1", "pc2": "10.77.0.2"}
 #: What tells the product these addresses; Ray would look for a route to the internet.
 HOSTS = tuple(f"--set=nodes.{pc}.host={address}" for pc, address in ADDRESSES.items())
 
-#: All orphans of a process namespace become children of its first process; it reaps them by ignoring SIGCHLD.
+#: All orphans of a process namespace become children of its first process; it reaps them by
+#: ignoring SIGCHLD.
 _FIRST_PROCESS = """
 import signal
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -38,7 +41,9 @@ def missing() -> str | None:
     if shutil.which("ip") is None:
         return "the command `ip` is not installed"
     links = "ip link add name x type veth && ip link add name y type bridge"
-    trial = subprocess.run([*_HOLDER, "sh", "-c", links], capture_output=True, text=True, check=False)
+    trial = subprocess.run(
+        [*_HOLDER, "sh", "-c", links], capture_output=True, text=True, check=False
+    )
     return " ".join(trial.stderr.split()) or "the kernel refuses" if trial.returncode else None
 
 
@@ -66,14 +71,27 @@ class TwoPCs:
     def slow_down(self, rate: str) -> None:
         """Limit what each PC sends to a rate such as `5mbit`."""
         for pc in ADDRESSES:
-            queue = ("dev", "eth0", "root", "tbf", "rate", rate, "burst", "32kbit", "latency", "400ms")
+            queue = (
+                "dev",
+                "eth0",
+                "root",
+                "tbf",
+                "rate",
+                rate,
+                "burst",
+                "32kbit",
+                "latency",
+                "400ms",
+            )
             _run([*self._enter(pc), "tc", "qdisc", "replace", *queue])
 
     def copy_token(self) -> None:
         """Give pc2 the head's secret, as scp would."""
         target = self._folder / "pc2" / "home" / ".ray"
         target.mkdir(mode=0o700, exist_ok=True)
-        (target / "auth_token").write_bytes((self._folder / "pc1" / "home" / ".ray" / "auth_token").read_bytes())
+        (target / "auth_token").write_bytes(
+            (self._folder / "pc1" / "home" / ".ray" / "auth_token").read_bytes()
+        )
         (target / "auth_token").chmod(0o600)
 
     def start(self, pc: str, *arguments: str, output: Path) -> subprocess.Popen[bytes]:
@@ -107,7 +125,9 @@ class TwoPCs:
 
     def raylets(self, pc: str) -> list[int]:
         """The process ids that a PC's raylets have on that PC."""
-        found = subprocess.run([*self._enter(pc), "pgrep", "-x", "raylet"], capture_output=True, text=True, check=False)
+        found = subprocess.run(
+            [*self._enter(pc), "pgrep", "-x", "raylet"], capture_output=True, text=True, check=False
+        )
         return [int(line) for line in found.stdout.split()]
 
     def kill(self, pc: str, pid: int) -> None:
@@ -135,13 +155,19 @@ def two_pcs(folder: Path) -> Iterator[TwoPCs]:
 
 
 def _hold(stack: contextlib.ExitStack) -> int:
-    """Make namespaces and return the process that holds them: the first of its kind, with which all others end."""
+    """Make namespaces and return the process that holds them: the first of its kind, with which all
+    others end.
+    """
     command = [*_HOLDER, sys.executable, "-c", _FIRST_PROCESS]
     holder = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
     stack.callback(holder.kill)
     if holder.stdout is None or holder.stdout.readline() != "ready\n":
         raise RuntimeError("the kernel refuses namespaces")
-    return int(Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text(encoding="ascii").split()[0])
+    return int(
+        Path(f"/proc/{holder.pid}/task/{holder.pid}/children")
+        .read_text(encoding="ascii")
+        .split()[0]
+    )
 
 
 def _run(command: Sequence[str]) -> None:

@@ -1,8 +1,9 @@
 """The check of results: how often it refuses a right product, and which flipped bits it finds.
 
-Products and checks are the product's own, with fresh operands at every check. Most checks are of small matrices; each
-size and type is counted by itself, and nothing is concluded for those that were not tried. What checks cost a
-worker is told by `watching`, and judged by the acceptance checks.
+Products and checks are the product's own, with fresh operands at every check. Most checks are of
+small matrices; each size and type is counted by itself, and nothing is concluded for those that
+were not tried. What checks cost a worker is told by `watching`, and judged by the acceptance
+checks.
 """
 
 from __future__ import annotations
@@ -22,17 +23,24 @@ from workers.verification.check import Check
 from workers.verification.tamper import bit_class, flip_bit
 from workers.verification.tolerance import tolerance
 
-_DTYPES: Final = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-#: Of 1000 checks, how many are of this size. A product in fp16 of more than 64 takes a CPU ten times the others' time.
+_DTYPES: Final = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+#: Of 1000 checks, how many are of this size. A product in fp16 of more than 64 takes a CPU ten
+#: times the others' time.
 _MIX: Final = {64: 800, 128: 170, 256: 26, 512: 3, 1024: 1}
 _MIX_FP16: Final = {64: 990, 128: 9, 256: 1}
 _MIX_CUDA: Final = {64: 500, 256: 250, 1024: 200, 4096: 48, 8192: 2}
-#: The workload's own operands, operands whose products never cancel, and rows and columns of very different size.
+#: The workload's own operands, operands whose products never cancel, and rows and columns of very
+#: different size.
 _DRAWS: Final = ("normal", "normal", "positive", "scaled")
 #: Each this many checks the product is repeated instead.
 _REPEAT_EVERY: Final = 10
-#: A flip that changes a result by so many tolerances must be found whatever rounding does: the row passed before, so
-#: rounding takes at most one of them away.
+#: A flip that changes a result by so many tolerances must be found whatever rounding does: the row
+#: passed before, so rounding takes at most one of them away.
 _SURELY: Final = 2.0
 #: Of the flips of one type: all, found by each kind of check, surely too large, and those of them it found.
 COUNTS: Final = ("flips", "freivalds", "repeat", "large", "large_found")
@@ -53,7 +61,9 @@ class Bench:
         """Take the memory, and have fp32 computed as the name says from now on."""
         if self.device.type == "cuda":
             torch.set_float32_matmul_precision("high" if self.name == "tf32" else "highest")
-        self.matrices = torch.empty((4, self.n, self.n), dtype=_DTYPES[self.name], device=self.device)
+        self.matrices = torch.empty(
+            (4, self.n, self.n), dtype=_DTYPES[self.name], device=self.device
+        )
         roomy = freivalds.least_scratch(self.n) + self.n * self.n
         self.scratch = torch.empty(roomy, dtype=torch.float64, device=self.device)
 
@@ -64,7 +74,9 @@ class Bench:
         else:
             self.matrices[:2].normal_(generator=self.generator)
         if how == "scaled":
-            scales = torch.randint(-4, 5, (2, self.n, 1), generator=self.generator, device=self.device)
+            scales = torch.randint(
+                -4, 5, (2, self.n, 1), generator=self.generator, device=self.device
+            )
             self.matrices[:2].mul_(torch.exp2(scales.to(self.matrices.dtype)))
         torch.mm(left, right, out=result)
 
@@ -77,7 +89,9 @@ class Bench:
         torch.mm(left, right, out=again)
         check = repeat.same_bits(result, again, self.scratch)
         if check is None:
-            raise RuntimeError("torch summed the same product in different orders, with memory to spare")
+            raise RuntimeError(
+                "torch summed the same product in different orders, with memory to spare"
+            )
         return check
 
 
@@ -135,7 +149,11 @@ def _false_alarms(
             for number in range(count):
                 how = _DRAWS[number % len(_DRAWS)]
                 bench.draw(how)
-                made.append(bench.repeat() if number % _REPEAT_EVERY == 0 else bench.freivalds(chance.getrandbits(40)))
+                made.append(
+                    bench.repeat()
+                    if number % _REPEAT_EVERY == 0
+                    else bench.freivalds(chance.getrandbits(40))
+                )
                 if not made[-1].ok:
                     told = f"{made[-1].kind}: {made[-1].detail}"
                     broken.append(f"a right product was refused: {name}, {how}: {told}")
@@ -157,7 +175,9 @@ def _false_alarms(
     return rows
 
 
-def _flips(flips: int, seed: int, device: torch.device, name: str, broken: list[str]) -> list[dict[str, Any]]:
+def _flips(
+    flips: int, seed: int, device: torch.device, name: str, broken: list[str]
+) -> list[dict[str, Any]]:
     """Flip each bit of a type `flips` times, in products of the smallest and of a middling size."""
     chance = random.Random(seed)  # noqa: S311 - repeatable is what is wanted
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -180,11 +200,19 @@ def _flips(flips: int, seed: int, device: torch.device, name: str, broken: list[
                 flip_bit(result, index, bit)
                 # What is no number any more has changed without measure.
                 sure = not math.isfinite(change) or change >= _SURELY
-                outcome = {"flips": True, "freivalds": by_freivalds, "repeat": by_repeat, "large": sure}
+                outcome = {
+                    "flips": True,
+                    "freivalds": by_freivalds,
+                    "repeat": by_repeat,
+                    "large": sure,
+                }
                 counts.update((kind, what) for what, happened in outcome.items() if happened)
                 counts[kind, "large_found"] += sure and by_freivalds
                 if sure and not by_freivalds:
-                    broken.append(f"{name}: Freivalds missed bit {bit}, a change of {change:.1f} tolerances, n {n}")
+                    broken.append(
+                        f"{name}: Freivalds missed bit {bit}, a change of {change:.1f} "
+                        f"tolerances, n {n}"
+                    )
                 if not by_repeat:
                     broken.append(f"{name}: the repeat missed bit {bit}, n {n}")
     return [

@@ -1,8 +1,10 @@
-"""What it costs the head when a run is watched: by `top` on terminals, by pages, and by a scrape each second.
+"""What it costs the head when a run is watched: by `top` on terminals, by pages, and by a scrape
+each second.
 
-The head is the real supervisor with its store, on a scripted fleet without Ray (`head.py`). Windows without viewers,
-with them, and with stopped ones take turns, in another order each round; each window's viewers are killed after it.
-A turn is the time from one question to the fleet to the next one.
+The head is the real supervisor with its store, on a scripted fleet without Ray (`head.py`). Windows
+without viewers, with them, and with stopped ones take turns, in another order each round; each
+window's viewers are killed after it. A turn is the time from one question to the fleet to the next
+one.
 """
 
 from __future__ import annotations
@@ -60,7 +62,10 @@ class _TimedFleet(ScriptedFleet):
 
 
 def head(pipe: Connection, folder: Path, workers: int) -> None:
-    """Run a head. Each line in the pipe is answered by its processor time and its turns since the last line."""
+    """Run a head.
+
+    Each line in the pipe is answered by its processor time and its turns since the last line.
+    """
     from benches.heads import supervise
 
     config, plans = scripted_nodes(workers)
@@ -87,19 +92,35 @@ class _Viewers:
         self._ended = threading.Event()
         self.read_bytes = 0
         command = [sys.executable, "-m", "orchestrator"]
-        of_run = ["--config", str(Path(__file__).parents[2] / "cluster.yaml"), "--run-dir", str(folder.parent)]
+        of_run = [
+            "--config",
+            str(Path(__file__).parents[2] / "cluster.yaml"),
+            "--run-dir",
+            str(folder.parent),
+        ]
         self.processes: list[subprocess.Popen[bytes]] = []
         for _ in range(tops):
             mine, theirs = pty.openpty()
-            screen = {**os.environ, "TERM": "xterm-256color", "COLUMNS": _SCREEN[0], "LINES": _SCREEN[1]}
+            screen = {
+                **os.environ,
+                "TERM": "xterm-256color",
+                "COLUMNS": _SCREEN[0],
+                "LINES": _SCREEN[1],
+            }
             top = subprocess.Popen(
-                [*command, "top", folder.name, *of_run], stdin=theirs, stdout=theirs, stderr=theirs, env=screen
+                [*command, "top", folder.name, *of_run],
+                stdin=theirs,
+                stdout=theirs,
+                stderr=theirs,
+                env=screen,
             )
             os.close(theirs)
             self.processes.append(top)
             self._start(self._read_terminal, mine)
         web = subprocess.Popen(
-            [*command, "web", folder.name, "--port", "0", *of_run], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+            [*command, "web", folder.name, "--port", "0", *of_run],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
         )
         self.processes.append(web)
         first = b"" if web.stdout is None else web.stdout.readline()
@@ -132,8 +153,12 @@ class _Viewers:
     def _scrape(self) -> None:
         with contextlib.suppress(OSError, http.client.HTTPException):
             while not self._ended.wait(1.0):
-                connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_PATIENCE_S)
-                connection.request("GET", "/metrics", headers={**self._headers, "Accept-Encoding": "gzip"})
+                connection = http.client.HTTPConnection(
+                    "127.0.0.1", self._port, timeout=_PATIENCE_S
+                )
+                connection.request(
+                    "GET", "/metrics", headers={**self._headers, "Accept-Encoding": "gzip"}
+                )
                 self.read_bytes += len(connection.getresponse().read())
                 connection.close()
 
@@ -192,13 +217,18 @@ def run(workers: int, tops: int, pages: int, rounds: int, window_s: float) -> Re
                         told["viewers_core_pct"] = 100 * (viewers.cpu_s() - before_s[0]) / took_s
                         told["viewers_kb_per_s"] = (viewers.read_bytes - before_s[1]) / took_s / 1e3
                 windows[kind].append(told)
-                progress(f"{kind:>8}: " + ", ".join(f"{name} {value:.2f}" for name, value in told.items()))
+                progress(
+                    f"{kind:>8}: "
+                    + ", ".join(f"{name} {value:.2f}" for name, value in told.items())
+                )
 
             for number in range(rounds):
                 in_turn(number, {kind: partial(window, kind) for kind in windows})
     alone, watched, stopped = (_medians(told) for told in windows.values())
     more_pct = max(watched["core_pct"], stopped["core_pct"]) - alone["core_pct"]
-    slower_pct = 100 * (max(watched["turn_p99_ms"], stopped["turn_p99_ms"]) / alone["turn_p99_ms"] - 1)
+    slower_pct = 100 * (
+        max(watched["turn_p99_ms"], stopped["turn_p99_ms"]) / alone["turn_p99_ms"] - 1
+    )
     figures = {
         "workers": workers,
         "tops": tops,

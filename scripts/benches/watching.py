@@ -1,7 +1,9 @@
-"""What it costs a worker to look at its sensors and to check its results, timed as the acceptance checks time it.
+"""What it costs a worker to look at its sensors and to check its results, timed as the acceptance
+checks time it.
 
-The sensors are those of the card, or a script's through the real nvidia-ml-py where there is none. Each look and each
-check is timed by itself: a comparison of whole turns with and without them shows only the noise of the turns.
+The sensors are those of the card, or a script's through the real nvidia-ml-py where there is none.
+Each look and each check is timed by itself: a comparison of whole turns with and without them shows
+only the noise of the turns.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ def run(rounds: int, seconds: float, size: int | None, device: str) -> Result:
         for number in range(rounds):
             with closing(Child("the worker", _measure, spec, seconds, fake)) as worker:
                 rows.append({"round": number + 1, **worker.receive()})
-            progress(f"{number + 1}/{rounds}  {rows[-1]['look_us']:.0f} us, checks {rows[-1]['checks_share']:.2%}")
+            progress(
+                f"{number + 1}/{rounds}  {rows[-1]['look_us']:.0f} us, checks "
+                f"{rows[-1]['checks_share']:.2%}"
+            )
     look_us = statistics.median(row["look_us"] for row in rows)
     look_share = look_us / 1e6 / SAMPLE_EVERY_S
     wrong = sum(row["wrong"] for row in rows)
@@ -48,10 +53,16 @@ def run(rounds: int, seconds: float, size: int | None, device: str) -> Result:
         **spread("checks_share", [row["checks_share"] for row in rows]),
         "rounds": rows,
     }
-    return Result(bench="watching", figures=figures, broken=[f"{wrong} right results were called wrong"] * bool(wrong))
+    return Result(
+        bench="watching",
+        figures=figures,
+        broken=[f"{wrong} right results were called wrong"] * bool(wrong),
+    )
 
 
-def _measure(answer: Connection, spec: WorkerSpec, seconds: float, fake: FakeSensors | None) -> None:
+def _measure(
+    answer: Connection, spec: WorkerSpec, seconds: float, fake: FakeSensors | None
+) -> None:
     if fake is not None:
         load(fake)
     looked, _ = look("cuda" if fake is not None else spec.device, "idle", _LOOKS)

@@ -1,9 +1,11 @@
-"""Whether the page answers while a program without a login holds connections and sends what is no HTTP.
+"""Whether the page answers while a program without a login holds connections and sends what is no
+HTTP.
 
-The head is the real supervisor on a scripted fleet (`viewers.py`), `web` the real command; all over loopback. A third
-of the sockets has sent half of its headers, one third nothing, and one third a whole request and then nothing. What the
-server closes is opened again, at most `_AGAIN_PER_S` a second. Meanwhile the page is asked over new connections, and a
-page that has logged in follows the stream.
+The head is the real supervisor on a scripted fleet (`viewers.py`), `web` the real command; all over
+loopback. A third of the sockets has sent half of its headers, one third nothing, and one third a
+whole request and then nothing. What the server closes is opened again, at most `_AGAIN_PER_S` a
+second. Meanwhile the page is asked over new connections, and a page that has logged in follows the
+stream.
 """
 
 from __future__ import annotations
@@ -49,8 +51,14 @@ _MALFORMED: Final = (
     b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nA b: c\r\n\r\n",
     b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: -1\r\n\r\n",
     b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX: " + b"x" * 20_000 + b"\r\n\r\n",
-    b"POST /api/v1/login HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n\r\n",
-    b"POST /api/v1/login HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Encoding: gzip\r\nContent-Length: 4\r\n\r\nnope",
+    (
+        b"POST /api/v1/login HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: "
+        b"chunked\r\n\r\nzz\r\n\r\n"
+    ),
+    (
+        b"POST /api/v1/login HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Encoding: gzip\r\nContent-Length: "
+        b"4\r\n\r\nnope"
+    ),
     b"\0" * 64 + b"\r\n\r\n",
 )
 
@@ -64,7 +72,17 @@ class _Server:
 
     def __init__(self, folder: Path) -> None:
         config = Path(__file__).parents[2] / "cluster.yaml"
-        command = [sys.executable, "-m", "orchestrator", "web", folder.name, "--port", "0", "--config", str(config)]
+        command = [
+            sys.executable,
+            "-m",
+            "orchestrator",
+            "web",
+            folder.name,
+            "--port",
+            "0",
+            "--config",
+            str(config),
+        ]
         command += ["--run-dir", str(folder.parent)]
         self._printed = folder.parent / "web.err"
         with self._printed.open("wb") as printed:
@@ -96,7 +114,9 @@ class _Server:
 
 
 class _Questions:
-    """Asks the page over new connections all the time, and counts the frames of a page that follows."""
+    """Asks the page over new connections all the time, and counts the frames of a page that
+    follows.
+    """
 
     def __init__(self, server: _Server) -> None:
         self._server = server
@@ -104,7 +124,9 @@ class _Questions:
         self.took_s: list[float] = []
         self.failures: Counter[str] = Counter()
         self.frames = 0
-        self._threads = [threading.Thread(target=body, daemon=True) for body in (self._ask, self._follow)]
+        self._threads = [
+            threading.Thread(target=body, daemon=True) for body in (self._ask, self._follow)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -113,7 +135,11 @@ class _Questions:
             for path in ("/", "/app.js", "/api/v1/run"):
                 began_s = time.monotonic()
                 try:
-                    with closing(http.client.HTTPConnection("127.0.0.1", self._server.port, timeout=_PATIENCE_S)) as to:
+                    with closing(
+                        http.client.HTTPConnection(
+                            "127.0.0.1", self._server.port, timeout=_PATIENCE_S
+                        )
+                    ) as to:
                         to.request("GET", path, headers=self._server.headers)
                         answer = to.getresponse()
                         answer.read()
@@ -188,12 +214,17 @@ class _Slow:
 
 
 def _send_malformed(port: int, count: int) -> int:
-    """Send so many requests that are none, for a limited time, and return how many were answered or closed."""
+    """Send so many requests that are none, for a limited time, and return how many were answered or
+    closed.
+    """
     done, until_s = 0, time.monotonic() + _MALFORMED_MOST_S
     for number in range(count):
         if time.monotonic() > until_s:
             break
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), _PATIENCE_S) as to:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", port), _PATIENCE_S) as to,
+        ):
             to.sendall(_MALFORMED[number % len(_MALFORMED)])
             to.shutdown(socket.SHUT_WR)
             while to.recv(65_536):
@@ -261,10 +292,16 @@ def run(sockets: int, malformed: int, hold_s: float, workers: int) -> Result:
         "load": os.getloadavg()[0],
     }
     wrong = {
-        f"a question took {max(during_s):.2f} s, more than {_ANSWER_MOST_S:g}": max(during_s) > _ANSWER_MOST_S,
+        f"a question took {max(during_s):.2f} s, more than {_ANSWER_MOST_S:g}": max(during_s)
+        > _ANSWER_MOST_S,
         f"{sum(questions.failures.values())} questions had no answer": bool(questions.failures),
-        f"{malformed - answered} malformed requests were neither answered nor closed": answered < malformed,
+        f"{malformed - answered} malformed requests were neither answered nor closed": answered
+        < malformed,
         f"{tracebacks} tracebacks on the terminal": tracebacks > 0,
         f"web and head grew by {grown_mib}": max(grown_mib.values()) > _GROWTH_MOST_MIB,
     }
-    return Result(bench="web-flood", figures=figures, broken=[words for words, is_so in wrong.items() if is_so])
+    return Result(
+        bench="web-flood",
+        figures=figures,
+        broken=[words for words, is_so in wrong.items() if is_so],
+    )

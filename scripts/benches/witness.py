@@ -1,7 +1,9 @@
-"""A workload that keeps counts of its own: one byte in `$ORCH_WITNESS_DIR/<seed>.steps` for each step it has finished.
+"""A workload that keeps counts of its own: one byte in `$ORCH_WITNESS_DIR/<seed>.steps` for each
+step it has finished.
 
-Each slot has a seed of its own. A byte is written by one call of the kernel before the step is told to the engine, so
-the size of the file is the number of finished steps whenever the process is killed.
+Each slot has a seed of its own. A byte is written by one call of the kernel before the step is told
+to the engine, so the size of the file is the number of finished steps whenever the process is
+killed.
 
     python -m orchestrator run --workload scripts.benches.witness:Witness
 """
@@ -22,12 +24,16 @@ _REST_S = 0.1
 
 
 class Witness(Matmul):
-    """Matmul, counted independently. Fails to open where the folder is not named or cannot be written."""
+    """Matmul, counted independently.
+
+    Fails to open where the folder is not named or cannot be written.
+    """
 
     def __init__(self, context: WorkloadContext) -> None:
         super().__init__(context)
         path = Path(os.environ[FOLDER_VARIABLE]) / f"{context.seed}.steps"
-        # Processes of one slot follow each other, and for a moment two may live: each byte goes to the end.
+        # Processes of one slot follow each other, and for a moment two may live: each byte goes to
+        # the end.
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def step(self, size: int, batch: int) -> StepResult:
@@ -37,7 +43,10 @@ class Witness(Matmul):
 
 
 class Resting(Witness):
-    """One product a step and a long rest, as of a processor that waits for its card. Every step is the same work."""
+    """One product a step and a long rest, as of a processor that waits for its card.
+
+    Every step is the same work.
+    """
 
     def step(self, size: int, batch: int) -> StepResult:
         time.sleep(_REST_S)

@@ -1,1 +1,3 @@
-"""Makes docs/observability from the catalogues of metrics and alerts, and made-up runs that try the alerts."""
+"""Makes docs/observability from the catalogues of metrics and alerts, and made-up runs that try the
+alerts.
+"""

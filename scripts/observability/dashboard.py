@@ -1,4 +1,7 @@
-"""The dashboard of Grafana, as JSON. Units, titles and names of metrics come from the catalogue where it has them."""
+"""The dashboard of Grafana, as JSON.
+
+Units, titles and names of metrics come from the catalogue where it has them.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +47,13 @@ class Panel:
 
 
 def _stat(title: str, expression: str, unit: str = "short") -> Panel:
-    options = {"reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False}, "colorMode": "value"}
-    return Panel(title=title, kind="stat", queries=[(expression, "")], unit=unit, width=4, options=options)
+    options = {
+        "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+        "colorMode": "value",
+    }
+    return Panel(
+        title=title, kind="stat", queries=[(expression, "")], unit=unit, width=4, options=options
+    )
 
 
 def _lines(title: str, *queries: tuple[str, str], unit: str = "short", width: int = 8) -> Panel:
@@ -53,7 +61,9 @@ def _lines(title: str, *queries: tuple[str, str], unit: str = "short", width: in
 
 
 def _of(key: str, *more: str) -> Panel:
-    """Return the course of what the catalogue has under some keys: of the same slots or cards, in the same unit."""
+    """Return the course of what the catalogue has under some keys: of the same slots or cards, in
+    the same unit.
+    """
     queries = []
     for each in (key, *more):
         field = FIELDS[each]
@@ -83,22 +93,37 @@ _TABLE: Final = (
     ("FLOP/s", f"sum by (node, slot) ({_FLOPS})"),
     (
         "memory of cap",
-        f"sum by (node, slot) (orchestrator_slot_allocated_bytes{{{_SLOT}}} / orchestrator_slot_cap_bytes)",
+        (
+            f"sum by (node, slot) (orchestrator_slot_allocated_bytes{{{_SLOT}}} / "
+            "orchestrator_slot_cap_bytes)"
+        ),
     ),
-    ("OOM/min", f"sum by (node, slot) (rate(orchestrator_slot_ooms_total{{{_SLOT}}}[{_RATE}])) * 60"),
-    ("duty", f"sum by (node, slot) (rate(orchestrator_slot_busy_seconds_total{{{_SLOT}}}[{_RATE}]))"),
+    (
+        "OOM/min",
+        f"sum by (node, slot) (rate(orchestrator_slot_ooms_total{{{_SLOT}}}[{_RATE}])) * 60",
+    ),
+    (
+        "duty",
+        f"sum by (node, slot) (rate(orchestrator_slot_busy_seconds_total{{{_SLOT}}}[{_RATE}]))",
+    ),
     ("restarts", f"sum by (node, slot) (orchestrator_slot_restarts_total{{{_SLOT}}})"),
     ("wrong results", f"sum by (node, slot) (orchestrator_slot_wrong_results_total{{{_SLOT}}})"),
 )
 
 #: Each query of a table brings its own columns with labels and times.
-_UNSHOWN: Final = ("Value #A", *(f"{name} {index}" for name in ("Time", "node") for index in range(2, len(_TABLE) + 1)))
+_UNSHOWN: Final = (
+    "Value #A",
+    *(f"{name} {index}" for name in ("Time", "node") for index in range(2, len(_TABLE) + 1)),
+)
 
 _OVERVIEW: Final = (
     _stat("Nodes up", f"sum(orchestrator_node_up{{{_NODE}}})"),
     _stat("Slots", f"count(orchestrator_slot_info{{{_SLOT}}})"),
     _stat("FLOP/s", f"sum({_FLOPS})", "flops"),
-    _stat("Out-of-memory a minute", f"sum(rate(orchestrator_slot_ooms_total{{{_SLOT}}}[{_RATE}])) * 60"),
+    _stat(
+        "Out-of-memory a minute",
+        f"sum(rate(orchestrator_slot_ooms_total{{{_SLOT}}}[{_RATE}])) * 60",
+    ),
     _stat("Wrong results", f"sum(orchestrator_slot_wrong_results_total{{{_SLOT}}})"),
     _stat("Records are old by", "max(orchestrator_frame_age_seconds)", "s"),
     Panel(
@@ -123,7 +148,10 @@ _SLOTS: Final = (
                 "id": "organize",
                 "options": {
                     "excludeByName": dict.fromkeys(_UNSHOWN, True),
-                    "renameByName": {f"Value #{chr(65 + index)}": title for index, (title, _) in enumerate(_TABLE)},
+                    "renameByName": {
+                        f"Value #{chr(65 + index)}": title
+                        for index, (title, _) in enumerate(_TABLE)
+                    },
                 },
             },
         ],
@@ -135,7 +163,10 @@ _SLOTS: Final = (
         (f"rate(orchestrator_slot_busy_seconds_total{{{_SLOT}}}[{_RATE}])", "{{slot}}"),
         unit="percentunit",
     ),
-    _lines("Steps a second", (f"sum by (slot, result) (rate(orchestrator_slot_steps_total{{{_SLOT}}}[{_RATE}]))", "")),
+    _lines(
+        "Steps a second",
+        (f"sum by (slot, result) (rate(orchestrator_slot_steps_total{{{_SLOT}}}[{_RATE}]))", ""),
+    ),
     _of("baseline_pct", "peak_pct"),
     _of("size"),
 )
@@ -153,7 +184,10 @@ _CARDS: Final = (
     _lines(
         "Memory used by other programs",
         (
-            f"orchestrator_card_memory_used_bytes{{{_NODE}}} - on (instance, node, gpu_uuid) {_OWN}",
+            (
+                f"orchestrator_card_memory_used_bytes{{{_NODE}}} - on (instance, node, gpu_uuid) "
+                f"{_OWN}"
+            ),
             "{{node}} {{gpu_uuid}}",
         ),
         unit="bytes",
@@ -223,7 +257,14 @@ def _placed(rows: Mapping[str, Iterable[Panel]]) -> Iterator[dict[str, Any]]:
     for title, panels in rows.items():
         number += 1
         place = {"x": 0, "y": top, "w": _WIDTH, "h": 1}
-        yield {"id": number, "type": "row", "title": title, "collapsed": False, "panels": [], "gridPos": place}
+        yield {
+            "id": number,
+            "type": "row",
+            "title": title,
+            "collapsed": False,
+            "panels": [],
+            "gridPos": place,
+        }
         top, left, height = top + 1, 0, _HEIGHT
         for panel in panels:
             height = _HEIGHT // 2 if panel.kind == "stat" else _HEIGHT
@@ -257,7 +298,10 @@ def _panel(panel: Panel, number: int, place: Mapping[str, int]) -> dict[str, Any
             }
             for index, (expression, legend) in enumerate(panel.queries)
         ],
-        "fieldConfig": {"defaults": {"unit": panel.unit, "mappings": list(panel.mappings)}, "overrides": []},
+        "fieldConfig": {
+            "defaults": {"unit": panel.unit, "mappings": list(panel.mappings)},
+            "overrides": [],
+        },
         "options": dict(panel.options or {}),
         "transformations": list(panel.transformations),
     }

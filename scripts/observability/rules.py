@@ -1,4 +1,6 @@
-"""Alerting rules of Prometheus, and the tests of `promtool` for them, made from the catalogue and the made-up runs."""
+"""Alerting rules of Prometheus, and the tests of `promtool` for them, made from the catalogue and
+the made-up runs.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def rule_tests() -> str:
     """Return the tests of the rules for `promtool test rules`: each alert on its two made-up runs."""
     tests = [_rule_test(trace) for trace in traces()]
     files = ["alerts.yml", "alerts_optional.yml"]
-    return _HEADER + _yaml({"rule_files": files, "evaluation_interval": f"{STEP_S}s", "tests": tests})
+    return _HEADER + _yaml(
+        {"rule_files": files, "evaluation_interval": f"{STEP_S}s", "tests": tests}
+    )
 
 
 def _rule_test(trace: Trace) -> dict[str, Any]:
@@ -80,11 +84,18 @@ def _rule_test(trace: Trace) -> dict[str, Any]:
 
 
 def _expected(firing: Firing) -> dict[str, Any]:
-    """Return what Prometheus tells of an alert that fires; what it leaves out is known by the shape of its rule."""
+    """Return what Prometheus tells of an alert that fires.
+
+    What it leaves out is known by the shape of its rule.
+    """
     alert, subject = firing.alert, firing.subject
     labels = {"severity": alert.severity, **subject_labels(firing), **_more_labels(alert)}
     named = _NAMES[alert.scope].replace("{{ $labels.instance }}", INSTANCE)
-    for label, value in (("node", subject.node), ("slot", subject.name), ("gpu_uuid", subject.name)):
+    for label, value in (
+        ("node", subject.node),
+        ("slot", subject.name),
+        ("gpu_uuid", subject.name),
+    ):
         named = named.replace(f"{{{{ $labels.{label} }}}}", value)
     annotations = {"summary": alert.summary.format(subject=named), "description": alert.what_to_do}
     return {"exp_labels": labels, "exp_annotations": annotations}
@@ -103,7 +114,9 @@ def subject_labels(firing: Firing) -> dict[str, str]:
 
 
 def _more_labels(alert: Alert) -> dict[str, str]:
-    """Return the labels of an alert besides those of its subject: of the target, and those that its rule asks for."""
+    """Return the labels of an alert besides those of its subject: of the target, and those that its
+    rule asks for.
+    """
     is_by = re.match(r"(max|sum) by \(instance, node, slot\)", alert.promql)
     more = {"instance": INSTANCE} if is_by else dict(_TARGET)
     first = alert.promql.split(" unless ")[0].split(" and ")[0]
@@ -123,12 +136,16 @@ def verdicts(trace: Trace) -> list[tuple[Firing, ...]]:
 
 
 def series_of(trace: Trace) -> Series:
-    """Return what Prometheus scrapes of a made-up run: for each series its values, `None` where it is absent."""
+    """Return what Prometheus scrapes of a made-up run: for each series its values, `None` where it
+    is absent.
+    """
     series: Series = {("up", tuple(_TARGET.items())): []}
     for number, (frame, deliveries) in enumerate(trace.looks):
         samples = {("up", tuple(_TARGET.items())): float(frame is not None)}
         if frame is not None:
-            for family in text_string_to_metric_families(exposition(frame, deliveries, {}).decode()):
+            for family in text_string_to_metric_families(
+                exposition(frame, deliveries, {}).decode()
+            ):
                 for sample in family.samples:
                     samples[sample.name, tuple((_TARGET | sample.labels).items())] = sample.value
         for key in samples.keys() - series.keys():

@@ -43,7 +43,8 @@ _FACTS: Final = RunFacts(
     host="pc1",
 )
 
-#: What a moment differs in from one at which all is well: fields of a frame, its run, or of the slot.
+#: What a moment differs in from one at which all is well: fields of a frame, its run, or of the
+#: slot.
 Moment = Mapping[str, Any]
 
 
@@ -59,12 +60,20 @@ class Trace:
 
 
 def frame_at(second: float, *, slots_per_node: int = 2, **changed: Any) -> Frame:  # noqa: ANN401 - of any field
-    """Return a healthy run so many seconds after its beginning, but for what is said: `on` slots of such names."""
-    of_slot = {key: changed.pop(key) for key in (*Row.__slots__, *StepCounts.__slots__) if key in changed}
+    """Return a healthy run so many seconds after its beginning, but for what is said: `on` slots of
+    such names.
+    """
+    of_slot = {
+        key: changed.pop(key) for key in (*Row.__slots__, *StepCounts.__slots__) if key in changed
+    }
     nodes, where = changed.pop("nodes_seen", ("pc1", "pc2")), changed.pop("on", SLOT)
     freshness, late_s = changed.pop("freshness", Freshness.LIVE), changed.pop("late_s", 0.25)
-    names = [(node, f"{node}/{index}") for node in ("pc1", "pc2") for index in range(slots_per_node)]
-    rows = tuple(_row(second, node, name, of_slot if name.startswith(where) else {}) for node, name in names)
+    names = [
+        (node, f"{node}/{index}") for node in ("pc1", "pc2") for index in range(slots_per_node)
+    ]
+    rows = tuple(
+        _row(second, node, name, of_slot if name.startswith(where) else {}) for node, name in names
+    )
     counters = {"work_flop": 1e13 * second, "busy_s": 0.6 * second}
     run = StoredRun(
         folder=Path(),
@@ -92,7 +101,9 @@ def frame_at(second: float, *, slots_per_node: int = 2, **changed: Any) -> Frame
     if changed:
         raise TypeError(f"nothing has {', '.join(changed)}")
     snapshot = replace(run.snapshot(), rows=rows)
-    return Frame(number=1, run=run, snapshot=snapshot, events=(), freshness=freshness, late_s=late_s)
+    return Frame(
+        number=1, run=run, snapshot=snapshot, events=(), freshness=freshness, late_s=late_s
+    )
 
 
 def _row(second: float, node: str, name: str, changed: Moment) -> Row:
@@ -134,7 +145,9 @@ def _row(second: float, node: str, name: str, changed: Moment) -> Row:
         throttle_pct=3.0,
         heartbeat_age_s=0.8,
     )
-    return replace(row, **{key: value for key, value in changed.items() if key not in StepCounts.__slots__})
+    return replace(
+        row, **{key: value for key, value in changed.items() if key not in StepCounts.__slots__}
+    )
 
 
 Course = Callable[[int], Moment | None]
@@ -146,8 +159,14 @@ def _trace(alert: str, fires: bool, seconds: int, course: Course) -> Trace:
     for second in range(0, seconds + 1, STEP_S):
         moment = course(second)
         failed = 0 if moment is None else moment.get("failed", 0)
-        others = {} if moment is None else {key: value for key, value in moment.items() if key != "failed"}
-        looks.append((None if moment is None else frame_at(second, **others), Deliveries(5, failed)))
+        others = (
+            {}
+            if moment is None
+            else {key: value for key, value in moment.items() if key != "failed"}
+        )
+        looks.append(
+            (None if moment is None else frame_at(second, **others), Deliveries(5, failed))
+        )
     return Trace(alert=alert, fires=fires, looks=tuple(looks))
 
 
@@ -163,12 +182,19 @@ def _growing(key: str, by: int, every_s: int) -> Course:
 
 def _failing(errors: int, of: int) -> Course:
     """Return a course on which some of the steps fail."""
-    return lambda second: {"steps_ok": second // STEP_S * (of - errors), "steps_error": second // STEP_S * errors}
+    return lambda second: {
+        "steps_ok": second // STEP_S * (of - errors),
+        "steps_error": second // STEP_S * errors,
+    }
 
 
 def _wrong(second: int) -> Moment:
     """Return a slot that is CORRUPT before a wrong result is counted."""
-    return {"state": WorkerState.CORRUPT} if 45 <= second < 75 else {"verify_errors": int(second >= 105)}
+    return (
+        {"state": WorkerState.CORRUPT}
+        if 45 <= second < 75
+        else {"verify_errors": int(second >= 105)}
+    )
 
 
 _ENDED: Final[dict[str, Any]] = {"freshness": Freshness.ENDED}
@@ -183,10 +209,18 @@ _COURSES: Final[Mapping[str, tuple[int, Course, Course]]] = MappingProxyType(
             _from(45, freshness=Freshness.HEAD_GONE),
             _from(45, 60, freshness=Freshness.HEAD_GONE),  # another head goes on
         ),
-        "WatcherDown": (240, lambda second: None if second >= 60 else {}, lambda s: None if 60 <= s < 120 else {}),
+        "WatcherDown": (
+            240,
+            lambda second: None if second >= 60 else {},
+            lambda s: None if 60 <= s < 120 else {},
+        ),
         "RecordsLate": (120, _from(45, late_s=40.0), _from(45, late_s=10.0)),
         "RecordsIncomplete": (60, _from(30, incomplete=True), _from(30, late_s=10.0)),
-        "NodeMissing": (180, _from(60, nodes_seen=("pc2",), **_LOST), _from(60, 105, nodes_seen=("pc2",), **_LOST)),
+        "NodeMissing": (
+            180,
+            _from(60, nodes_seen=("pc2",), **_LOST),
+            _from(60, 105, nodes_seen=("pc2",), **_LOST),
+        ),
         "RunEnded": (60, _from(30, outcome="good", exit_code=0, **_ENDED), _from(30, late_s=40.0)),
         "RunDegraded": (
             60,
@@ -208,7 +242,9 @@ _COURSES: Final[Mapping[str, tuple[int, Course, Course]]] = MappingProxyType(
         "SlotNotWorking": (
             450,
             lambda second: (
-                {"state": WorkerState.BACKOFF if second % 30 else WorkerState.WARMING} if 15 <= second < 360 else {}
+                {"state": WorkerState.BACKOFF if second % 30 else WorkerState.WARMING}
+                if 15 <= second < 360
+                else {}
             ),  # it fires for two minutes after it works again
             lambda second: {} if second in {0, 240} else {"state": HeadState.STARTING},
         ),
@@ -217,11 +253,31 @@ _COURSES: Final[Mapping[str, tuple[int, Course, Course]]] = MappingProxyType(
         "OomStorm": (900, _growing("oom_count", 40, 150), _growing("oom_count", 14, 150)),
         "SuccessLow": (1200, _failing(2, 12), _failing(1, 30)),
         "Slow": (720, _from(60, baseline_pct=71.0), _from(60, 600, baseline_pct=71.0)),
-        "Leaking": (420, _from(60, reason="LEAK: its process keeps 300 MiB"), _from(60, reason="keeps a ring")),
-        "CardPaused": (240, _from(60, state=WorkerState.PAUSED), _from(60, 150, state=WorkerState.PAUSED)),
-        "CardSlowed": (420, _from(60, throttle_pct=35.0, heartbeat_age_s=0.1), _from(60, throttle_pct=15.0)),
-        "CardTempHigh": (720, _from(60, margin_c=2.0, heartbeat_age_s=0.1), _from(60, margin_c=5.0)),
-        "CardVanished": (720, _from(60, on="pc1", state=HeadState.RESTARTING), _from(60, nodes_seen=("pc2",), **_LOST)),
+        "Leaking": (
+            420,
+            _from(60, reason="LEAK: its process keeps 300 MiB"),
+            _from(60, reason="keeps a ring"),
+        ),
+        "CardPaused": (
+            240,
+            _from(60, state=WorkerState.PAUSED),
+            _from(60, 150, state=WorkerState.PAUSED),
+        ),
+        "CardSlowed": (
+            420,
+            _from(60, throttle_pct=35.0, heartbeat_age_s=0.1),
+            _from(60, throttle_pct=15.0),
+        ),
+        "CardTempHigh": (
+            720,
+            _from(60, margin_c=2.0, heartbeat_age_s=0.1),
+            _from(60, margin_c=5.0),
+        ),
+        "CardVanished": (
+            720,
+            _from(60, on="pc1", state=HeadState.RESTARTING),
+            _from(60, nodes_seen=("pc2",), **_LOST),
+        ),
     }
 )
 

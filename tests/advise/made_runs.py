@@ -39,7 +39,10 @@ def make_run(
     seconds: int = SECONDS,
     events: Iterable[Mapping[str, object]] = (),
 ) -> Path:
-    """Make the folder of a run on one card. A worker is what differs from `BUSY`, maybe by second."""
+    """Make the folder of a run on one card.
+
+    A worker is what differs from `BUSY`, maybe by second.
+    """
     folder = runs_dir / FACTS.run_id
     folder.mkdir(parents=True)
     store = RunStore(folder / STORE_NAME)
@@ -58,18 +61,27 @@ def make_run(
     return folder
 
 
-def _row(slot: str, worker: Callable[[int], Mapping[str, Any]] | Mapping[str, Any], second: int) -> Row:
-    return make_row(slot=slot, **{**BUSY, **(worker if isinstance(worker, Mapping) else worker(second))})
+def _row(
+    slot: str, worker: Callable[[int], Mapping[str, Any]] | Mapping[str, Any], second: int
+) -> Row:
+    return make_row(
+        slot=slot, **{**BUSY, **(worker if isinstance(worker, Mapping) else worker(second))}
+    )
 
 
 def _write(store: RunStore, rows: Iterable[Row], second: int) -> None:
     rows = tuple(rows)
-    store.slots(record(row.slot, state=row.state.value, reason=row.reason, row=row.to_dict()) for row in rows)
+    store.slots(
+        record(row.slot, state=row.state.value, reason=row.reason, row=row.to_dict())
+        for row in rows
+    )
     store.update(make_snapshot(*rows, elapsed_s=float(second)))
 
 
 def _change(row: Row, before: SlotState | None, second: int) -> dict[str, object]:
-    at = datetime.fromtimestamp(FACTS.started_at_unix_s + second, tz=UTC).isoformat(timespec="milliseconds")
+    at = datetime.fromtimestamp(FACTS.started_at_unix_s + second, tz=UTC).isoformat(
+        timespec="milliseconds"
+    )
     from_state = None if before is None else before.value
     return {
         "at": at.replace("+00:00", "Z"),
@@ -84,5 +96,15 @@ def _change(row: Row, before: SlotState | None, second: int) -> dict[str, object
 def hot(second: int) -> Mapping[str, Any]:
     """Return a worker that pauses for a minute of every two, and does less before."""
     if second % 120 < 60:
-        return {"state": WorkerState.THROTTLED, "duty_measured": 0.6, "temperature_c": 81.0, "throttle_pct": 20.0}
-    return {"state": WorkerState.PAUSED, "duty_measured": 0.0, "temperature_c": 84.0, "utilisation_pct": 0.0}
+        return {
+            "state": WorkerState.THROTTLED,
+            "duty_measured": 0.6,
+            "temperature_c": 81.0,
+            "throttle_pct": 20.0,
+        }
+    return {
+        "state": WorkerState.PAUSED,
+        "duty_measured": 0.0,
+        "temperature_c": 84.0,
+        "utilisation_pct": 0.0,
+    }

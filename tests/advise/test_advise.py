@@ -56,7 +56,14 @@ SITUATIONS: dict[str, tuple[list[Worker], str, float, str | None]] = {
     "transfers": ([trains(copies_pct=38.0)], "copies", 38.0, "train.non_blocking"),
     "heat": ([hot], "heat", 69.5, None),
     "a neighbour": (
-        [{"baseline_pct": 45.0, "utilisation_pct": 100.0, "device_used_bytes": 11 * GIB, "duty_measured": 0.97}],
+        [
+            {
+                "baseline_pct": 45.0,
+                "utilisation_pct": 100.0,
+                "device_used_bytes": 11 * GIB,
+                "duty_measured": 0.97,
+            }
+        ],
         *("neighbour", 53.0, None),
     ),
     "duty": (
@@ -81,14 +88,23 @@ def test_the_right_cause_is_named_first(situation: str, tmp_path: Path) -> None:
     assert first["command"]
 
 
-def test_what_is_proposed_to_measure_a_cooler_card_is_a_sweep_that_can_be_typed(tmp_path: Path) -> None:
+def test_what_is_proposed_to_measure_a_cooler_card_is_a_sweep_that_can_be_typed(
+    tmp_path: Path,
+) -> None:
     make_run(tmp_path, hot)
     measure = asked(tmp_path)[1]["advice"][0]["measure"]
     assert parse_sweep(measure.split()[-1]).values == (350, 325, 300, 275, 250, 225, 200)
 
 
-def test_a_busy_card_needs_no_change_and_seven_workers_that_rest_in_turn_keep_one_busy(tmp_path: Path) -> None:
-    rests = {"duty_requested": 0.6, "duty_measured": 0.58, "device_used_bytes": 18 * GIB, **trains()}
+def test_a_busy_card_needs_no_change_and_seven_workers_that_rest_in_turn_keep_one_busy(
+    tmp_path: Path,
+) -> None:
+    rests = {
+        "duty_requested": 0.6,
+        "duty_measured": 0.58,
+        "device_used_bytes": 18 * GIB,
+        **trains(),
+    }
     for name, workers in {"one": [BUSY], "seven": [rests] * 7}.items():
         make_run(tmp_path / name, *workers)
         code, told = asked(tmp_path / name)
@@ -111,12 +127,23 @@ def test_the_text_says_share_cause_gain_source_and_what_to_type(tmp_path: Path) 
     said: list[str] = []
     assert verb.advise(tmp_path, "latest", said.append, UNICODE, json=False) == verb.ADVICE
     text = "\n".join(said)
-    for words in ("Why is the card not busy?", "50 %  data", "at most 2.00 x", "the counters of this run", "type: "):
+    for words in (
+        "Why is the card not busy?",
+        "50 %  data",
+        "at most 2.00 x",
+        "the counters of this run",
+        "type: ",
+    ):
         assert words in text
 
 
 def test_a_pass_of_the_profiler_tells_synchronisations_from_gaps(tmp_path: Path) -> None:
-    shares = {"kernels_pct": 40.0, "copies_pct": 8.0, "synchronisations_pct": 35.0, "idle_pct": 17.0}
+    shares = {
+        "kernels_pct": 40.0,
+        "copies_pct": 8.0,
+        "synchronisations_pct": 35.0,
+        "idle_pct": 17.0,
+    }
     told = {**event(name="profiled", **shares), "slot": "pc1/0"}
     make_run(tmp_path, {**trains(), "utilisation_pct": 45.0}, config=TRAINS, events=[told])
     (card,) = asked(tmp_path)[1]["cards"]
@@ -138,7 +165,10 @@ def test_a_tuning_with_the_versions_of_the_run_goes_before_one_of_this_very_card
     tuned(state_dir, torch="2.9")
     tuned(state_dir, card="GPU-9")
     make_run(tmp_path / "new", trains(data_wait_pct=60.0), config=TRAINS, events=[OPENED])
-    assert asked(tmp_path / "new")[1]["advice"][0]["source"] == "measured on the same card type, tuning of-GPU-9"
+    assert (
+        asked(tmp_path / "new")[1]["advice"][0]["source"]
+        == "measured on the same card type, tuning of-GPU-9"
+    )
     make_run(tmp_path / "old", trains(data_wait_pct=60.0), config=TRAINS)
     source = asked(tmp_path / "old")[1]["advice"][0]["source"]
     assert "with torch 2.9 and driver 580, this run has not recorded its own" in source
@@ -150,7 +180,11 @@ def test_the_shares_of_a_training_are_those_of_all_its_processes(tmp_path: Path)
     def killed_at_90(second: int) -> Mapping[str, Any]:
         if second < 90:
             return trains(copies_pct=40.0)
-        return {"state": HeadState.RESTARTING, "progress": Progress()} if second < 92 else trains(copies_pct=4.0)
+        return (
+            {"state": HeadState.RESTARTING, "progress": Progress()}
+            if second < 92
+            else trains(copies_pct=4.0)
+        )
 
     make_run(tmp_path, killed_at_90)
     causes = {each["cause"]: each["share_pct"] for each in asked(tmp_path)[1]["cards"][0]["causes"]}
@@ -160,18 +194,27 @@ def test_the_shares_of_a_training_are_those_of_all_its_processes(tmp_path: Path)
 
 def test_what_the_driver_says_of_a_card_here_is_advice_with_its_source() -> None:
     slot = SlotFacts(slot="pc1/0", states_s={WorkerState.RUNNING: 60.0}, duty_got=1.0, copies=0.3)
-    told = {"power_limit_w": 250.0, "usual_power_limit_w": 350.0, "pcie_lanes": 4, "most_pcie_lanes": 16}
+    told = {
+        "power_limit_w": 250.0,
+        "usual_power_limit_w": 350.0,
+        "pcie_lanes": 4,
+        "most_pcie_lanes": 16,
+    }
     card = CardFacts(node="pc1", name="card", uuid="GPU-0", slots=(slot,), **told)  # type: ignore[arg-type]
     run = RunFacts(run_id="night", cards=(card,))
     made = advice(run, answers(run), Known())
     assert [one.source for one in made] == [FROM_COUNTERS, FROM_DRIVER, FROM_DRIVER]
     assert made[1].command == "sudo nvidia-smi -i GPU-0 -pl 350"
     assert "4 of 16 PCIe lanes" in made[2].text
-    asked_for = RunFacts(run_id="night", cards=(card,), keys={"nodes": {"pc1": {"power_limit_w": 250.0}}})
+    asked_for = RunFacts(
+        run_id="night", cards=(card,), keys={"nodes": {"pc1": {"power_limit_w": 250.0}}}
+    )
     assert all("-pl" not in one.command for one in advice(asked_for, answers(asked_for), Known()))
 
 
-def test_several_trainings_on_one_card_are_told_of_and_words_keep_to_the_terminal(tmp_path: Path) -> None:
+def test_several_trainings_on_one_card_are_told_of_and_words_keep_to_the_terminal(
+    tmp_path: Path,
+) -> None:
     make_run(tmp_path, *[trains(data_wait_pct=60.0)] * 3, config=TRAINS)
     said: list[str] = []
     verb.advise(tmp_path, "latest", said.append, UNICODE, json=False, width=60)
@@ -233,7 +276,10 @@ def test_what_a_tuning_measured_goes_before_what_the_counters_allow(
     _, told = asked(tmp_path / "runs")
     by_key = {one["key"]: one for one in told["advice"]}
     first = by_key["train.loader_workers"]
-    assert first["measure"] == "python -m orchestrator tune --rehearse --preset gpt-mini --levers loader_workers"
+    assert (
+        first["measure"]
+        == "python -m orchestrator tune --rehearse --preset gpt-mini --levers loader_workers"
+    )
     if source is None:
         assert first["source"].startswith(FROM_COUNTERS)
         assert "tune --rehearse --preset gpt-mini" in told["notes"][0]
@@ -241,14 +287,21 @@ def test_what_a_tuning_measured_goes_before_what_the_counters_allow(
         return
     assert first["source"] == source
     assert (first["gain_low"], first["gain_high"]) == pytest.approx((1.35, 1.45))
-    assert list(by_key) == ["train.loader_workers", "train.precision"], "compile may as well be slower"
-    assert (by_key["train.precision"]["value"], by_key["train.precision"]["cause"]) == ("bf16", None)
+    assert list(by_key) == ["train.loader_workers", "train.precision"], (
+        "compile may as well be slower"
+    )
+    assert (by_key["train.precision"]["value"], by_key["train.precision"]["cause"]) == (
+        "bf16",
+        None,
+    )
 
 
 def test_a_guide_is_named_where_nothing_was_measured(tmp_path: Path, state_dir: Path) -> None:
     make_run(tmp_path / "runs", trains(data_wait_pct=60.0), config=TRAINS)
     source = asked(tmp_path / "runs")[1]["advice"][0]["source"]
-    assert re.search(r"the counters of this run.*; guide \d{3}, line \d+: .*loader workers", source), source
+    assert re.search(
+        r"the counters of this run.*; guide \d{3}, line \d+: .*loader workers", source
+    ), source
 
 
 @pytest.mark.parametrize(
@@ -263,9 +316,24 @@ def test_a_guide_is_named_where_nothing_was_measured(tmp_path: Path, state_dir: 
 def test_a_loss_of_speed_is_put_down_to_another_program_only_if_one_is_seen(
     changed: dict[str, Any], cause: Cause
 ) -> None:
-    slot = SlotFacts(slot="pc1/0", states_s={WorkerState.RUNNING: 60.0}, duty_got=1.0, of_best=0.5, own_bytes=3 * GIB)
-    card = CardFacts(node="pc1", name="card", uuid="GPU-0", slots=(slot,), used_bytes=3 * GIB, total_bytes=24 * GIB)
-    shares = divide(CardFacts(**{**{name: getattr(card, name) for name in CardFacts.__slots__}, **changed})).shares
+    slot = SlotFacts(
+        slot="pc1/0",
+        states_s={WorkerState.RUNNING: 60.0},
+        duty_got=1.0,
+        of_best=0.5,
+        own_bytes=3 * GIB,
+    )
+    card = CardFacts(
+        node="pc1",
+        name="card",
+        uuid="GPU-0",
+        slots=(slot,),
+        used_bytes=3 * GIB,
+        total_bytes=24 * GIB,
+    )
+    shares = divide(
+        CardFacts(**{**{name: getattr(card, name) for name in CardFacts.__slots__}, **changed})
+    ).shares
     assert max(shares, key=lambda each: shares[each]) is cause
 
 
@@ -275,7 +343,9 @@ _SHARES = st.one_of(st.none(), st.floats(0, 1))
 
 @given(
     states_s=st.dictionaries(st.sampled_from(_STATES), st.floats(0, 1e5), max_size=4),
-    told=st.fixed_dictionaries(dict.fromkeys(("duty_asked", "duty_got", "data_wait", "copies", "of_best"), _SHARES)),
+    told=st.fixed_dictionaries(
+        dict.fromkeys(("duty_asked", "duty_got", "data_wait", "copies", "of_best"), _SHARES)
+    ),
     of_card=st.fixed_dictionaries(dict.fromkeys(("utilisation", "slowed", "clock"), _SHARES)),
     uuid=st.sampled_from([None, "GPU-0"]),
     workers=st.integers(1, 3),
@@ -287,7 +357,9 @@ def test_every_share_is_a_share(
     uuid: str | None,
     workers: int,
 ) -> None:
-    slots = tuple(SlotFacts(slot=f"pc1/{index}", states_s=states_s, **told) for index in range(workers))
+    slots = tuple(
+        SlotFacts(slot=f"pc1/{index}", states_s=states_s, **told) for index in range(workers)
+    )
     division = divide(CardFacts(node="pc1", name="card", uuid=uuid, slots=slots, **of_card))
     assert all(0 <= share <= 1 for share in division.shares.values())
     assert division.busy is None or 0 <= division.busy <= 1
@@ -298,4 +370,6 @@ def test_the_shares_of_a_card_and_the_rest_sum_to_100(shares: list[float]) -> No
     percents = _percents(shares)
     assert (len(percents), sum(percents)) == (len(shares) + 1, 100)
     if sum(shares) <= 1:
-        assert all(abs(percent - 100 * share) < 1 for percent, share in zip(percents, shares, strict=False))
+        assert all(
+            abs(percent - 100 * share) < 1 for percent, share in zip(percents, shares, strict=False)
+        )

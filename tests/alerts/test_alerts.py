@@ -27,7 +27,8 @@ from tests.watch.scene import FACTS, event, make_row, make_snapshot
 from workers.messages import WorkerState
 
 PROMTOOL = pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="promtool is not installed; on Debian: apt install prometheus"
+    shutil.which("promtool") is None,
+    reason="promtool is not installed; on Debian: apt install prometheus",
 )
 TRACES = traces()
 RENDERED = rendered()
@@ -62,7 +63,12 @@ def test_conditions_and_promql_agree_on_every_look_of_every_run(tmp_path: Path) 
                 "expr": 'count by (alertname, node, slot, gpu_uuid) (ALERTS{alertstate="firing"})',
                 "eval_time": f"{number * STEP_S}s",
                 "exp_samples": [
-                    {"labels": _noted({"alertname": one.alert.name, **rules.subject_labels(one)}), "value": 1}
+                    {
+                        "labels": _noted(
+                            {"alertname": one.alert.name, **rules.subject_labels(one)}
+                        ),
+                        "value": 1,
+                    }
                     for one in firing
                 ],
             }
@@ -70,7 +76,14 @@ def test_conditions_and_promql_agree_on_every_look_of_every_run(tmp_path: Path) 
         ]
         series = rules.input_series(rules.series_of(trace))
         name = f"{trace.alert} {trace.fires}"
-        tests.append({"name": name, "interval": f"{STEP_S}s", "input_series": series, "promql_expr_test": by_look})
+        tests.append(
+            {
+                "name": name,
+                "interval": f"{STEP_S}s",
+                "input_series": series,
+                "promql_expr_test": by_look,
+            }
+        )
     files = ["alerts.yml", "alerts_optional.yml"]
     for file in files:
         shutil.copy(FOLDER / file, tmp_path)
@@ -95,12 +108,19 @@ def test_what_is_checked_in_is_what_the_catalogue_makes(name: str) -> None:
     assert (FOLDER / name).read_text(encoding="utf-8") == RENDERED[name], told
 
 
-@pytest.mark.parametrize("trace", [trace for trace in TRACES if trace.fires], ids=lambda trace: trace.alert)
+@pytest.mark.parametrize(
+    "trace", [trace for trace in TRACES if trace.fires], ids=lambda trace: trace.alert
+)
 def test_what_a_person_holds_never_alerts(trace: Trace) -> None:
     def held(snapshot: Snapshot) -> Snapshot:
-        return replace(snapshot, rows=tuple(replace(row, state=HeadState.HELD) for row in snapshot.rows))
+        return replace(
+            snapshot, rows=tuple(replace(row, state=HeadState.HELD) for row in snapshot.rows)
+        )
 
-    looks = tuple((frame and replace(frame, snapshot=held(frame.snapshot)), told) for frame, told in trace.looks)
+    looks = tuple(
+        (frame and replace(frame, snapshot=held(frame.snapshot)), told)
+        for frame, told in trace.looks
+    )
     firing = rules.verdicts(replace(trace, looks=looks))[-1]
     assert {one.alert.scope for one in firing} <= {"run", "node"}
 
@@ -110,11 +130,13 @@ def test_badges_show_what_fires_each_alert_once(trace: Trace) -> None:
     for firing in rules.verdicts(trace):
         shown = badges(firing)
         loud = [one for one in firing if one.alert.severity != "info"]
-        assert sorted((badge.name, subject) for badge in shown for subject in badge.subjects) == sorted(
-            (one.alert.name, one.subject.name) for one in loud
-        )
+        assert sorted(
+            (badge.name, subject) for badge in shown for subject in badge.subjects
+        ) == sorted((one.alert.name, one.subject.name) for one in loud)
         assert len({badge.name for badge in shown}) == len(shown)
-        assert [badge.severity for badge in shown] == sorted(badge.severity for badge in shown), "critical first"
+        assert [badge.severity for badge in shown] == sorted(badge.severity for badge in shown), (
+            "critical first"
+        )
 
 
 def test_a_run_that_was_not_good_says_why(tmp_path: Path) -> None:
@@ -182,7 +204,9 @@ def test_history_keeps_few_points() -> None:
 
 
 def test_notifications_that_fail_are_told_of() -> None:
-    watch, firing = judge(AlertWatch(), frame_at(0), 0.0, failed_notifications=Deliveries(5, 2).failed)
+    watch, firing = judge(
+        AlertWatch(), frame_at(0), 0.0, failed_notifications=Deliveries(5, 2).failed
+    )
     assert firing == ()
     _, firing = judge(watch, frame_at(1), 1.0, failed_notifications=3)
     assert [one.alert.name for one in firing] == ["NotifyFailing"]

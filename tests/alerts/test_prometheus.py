@@ -30,7 +30,8 @@ from tests.web.scene import facts_here, put_turn
 from workers.messages import Progress, StepCounts
 
 pytestmark = pytest.mark.skipif(
-    shutil.which("prometheus") is None, reason="prometheus is not installed; on Debian: apt install prometheus"
+    shutil.which("prometheus") is None,
+    reason="prometheus is not installed; on Debian: apt install prometheus",
 )
 VARIABLES = {"$__rate_interval": "30s", "$node": ".*", "$slot": ".*"}
 
@@ -44,7 +45,9 @@ class Server:
     def ask(self, path: str, **query: str) -> dict[str, Any]:
         """Ask its API."""
         try:
-            with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}") as answer:  # noqa: S310
+            with urllib.request.urlopen(  # noqa: S310
+                f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}"
+            ) as answer:
                 return dict(json.load(answer))
         except urllib.error.HTTPError as refused:
             return dict(json.load(refused))
@@ -80,7 +83,17 @@ def _served(folder: Path) -> Iterator[Server]:
     store = RunStore(run / STORE_NAME)
     store.begin(facts_here(run.name, duration_s=3600.0))
     _turn(store, 1)
-    command = [sys.executable, "-m", "orchestrator", "web", run.name, "--run-dir", str(run.parent), "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "orchestrator",
+        "web",
+        run.name,
+        "--run-dir",
+        str(run.parent),
+        "--port",
+        "0",
+    ]
     with ExitStack() as stack:
         stack.callback(store.end, "good", 0, None, ())
         page = _started(stack, command, ROOT)
@@ -88,13 +101,26 @@ def _served(folder: Path) -> Iterator[Server]:
         told = b"".join(page.stdout.readline() for _ in range(3)).decode()
         found = re.search(r":(?P<port>\d+)/#.* in (?P<tokens>/\S+) as", told, re.DOTALL)
         assert found is not None, told
-        config = (FOLDER / "prometheus.yml").read_text().replace(": 15s", ": 1s").replace("8470", found["port"])
-        (folder / "prometheus.yml").write_text(config.replace("read.token", f"{found['tokens']}/read.token"))
+        config = (
+            (FOLDER / "prometheus.yml")
+            .read_text()
+            .replace(": 15s", ": 1s")
+            .replace("8470", found["port"])
+        )
+        (folder / "prometheus.yml").write_text(
+            config.replace("read.token", f"{found['tokens']}/read.token")
+        )
         for name in ("alerts.yml", "alerts_optional.yml"):
             (folder / name).write_text((FOLDER / name).read_text().replace(": 15s", ": 1s"))
         address = f"127.0.0.1:{free_port()}"
-        given = {"config.file": "prometheus.yml", "storage.tsdb.path": "data", "web.listen-address": address}
-        prometheus = _started(stack, ["prometheus", *(f"--{name}={value}" for name, value in given.items())], folder)
+        given = {
+            "config.file": "prometheus.yml",
+            "storage.tsdb.path": "data",
+            "web.listen-address": address,
+        }
+        prometheus = _started(
+            stack, ["prometheus", *(f"--{name}={value}" for name, value in given.items())], folder
+        )
         server = Server(f"http://{address}")
 
         def scraped() -> bool:
@@ -112,7 +138,11 @@ def _served(folder: Path) -> Iterator[Server]:
 def _started(stack: ExitStack, command: list[str], folder: Path) -> subprocess.Popen[bytes]:
     """Start a process that ends with the test."""
     process = subprocess.Popen(
-        command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     stack.enter_context(process)
     stack.callback(process.terminate)
@@ -129,7 +159,11 @@ def _turn(store: RunStore, second: int) -> None:
             memory_temperature_c=80.0,
             sm_clock_mhz=1695,
             heartbeat_age_s=0.2,
-            state=HeadState.QUARANTINED if index == 2 else HeadState.STARTING if index == 3 else make_row().state,
+            state=HeadState.QUARANTINED
+            if index == 2
+            else HeadState.STARTING
+            if index == 3
+            else make_row().state,
         )
         for index in range(4)
     ]
@@ -171,6 +205,11 @@ def test_the_dashboard_names_no_source_and_no_fixed_rate() -> None:
             assert set(re.findall(r"\[(.*?)\]", target["expr"])) <= {"$__rate_interval"}
     assert len({panel["id"] for panel in told["panels"]}) == len(told["panels"])
     places = [panel["gridPos"] for panel in told["panels"]]
-    cells = [(x, y) for p in places for x in range(p["x"], p["x"] + p["w"]) for y in range(p["y"], p["y"] + p["h"])]
+    cells = [
+        (x, y)
+        for p in places
+        for x in range(p["x"], p["x"] + p["w"])
+        for y in range(p["y"], p["y"] + p["h"])
+    ]
     assert len(set(cells)) == len(cells)
     assert max(x for x, _ in cells) == 23

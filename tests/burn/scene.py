@@ -26,7 +26,12 @@ ROW = Row(
 )
 
 GOOD = Sample(
-    at_s=0.0, state=WorkerState.RUNNING, tflops=20.0, reserved_bytes=950, temperature_c=70.0, throttle_pct=0.0
+    at_s=0.0,
+    state=WorkerState.RUNNING,
+    tflops=20.0,
+    reserved_bytes=950,
+    temperature_c=70.0,
+    throttle_pct=0.0,
 )
 
 
@@ -36,11 +41,13 @@ def measured(
     length_s: float = LENGTH_S,
     alarms: tuple[str, ...] = (),
     unchecked: str | None = None,
-    **changes: Any,  # noqa: ANN401 - whatever a sample holds
+    **changes: Any,
 ) -> Measured:
     """A worker seen once a second; `changes` are fields of a sample, or functions of its time."""
     samples = []
     for at_s in range(1, int(length_s)):
-        values = {name: value(at_s) if callable(value) else value for name, value in changes.items()}
+        values = {
+            name: value(at_s) if callable(value) else value for name, value in changes.items()
+        }
         samples.append(replace(GOOD, at_s=float(at_s), **values))
     return Measured(row=row, length_s=length_s, samples=samples, alarms=alarms, unchecked=unchecked)

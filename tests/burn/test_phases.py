@@ -13,7 +13,13 @@ ALL = ("fp32", "tf32", "fp16", "bf16")
 
 def config(**changes: object) -> Config:
     nodes = {
-        "pc1": {"gpu": "rtx-3090", "workers": 7, "vram_per_worker_gib": 3.0, "gpu_share": 0.6, "dtype": "bf16"},
+        "pc1": {
+            "gpu": "rtx-3090",
+            "workers": 7,
+            "vram_per_worker_gib": 3.0,
+            "gpu_share": 0.6,
+            "dtype": "bf16",
+        },
         "pc2": {"gpu": "rtx-3070", "workers": 3, "vram_per_worker_gib": 1.5},
     }
     return config_from_data({"nodes": nodes, "cluster": {"head": "pc2"}, **changes})
@@ -41,7 +47,9 @@ def test_a_card_is_asked_for_the_types_it_has_units_for(
 @pytest.mark.parametrize(
     ("heat_s", "lengths_s"), [(HEAT_S, [30.0, 30.0, 30.0, 30.0, 3600.0, 300.0]), (12.5, [12.5] * 6)]
 )
-def test_all_three_phases_in_their_order_and_none_longer_than_heat(heat_s: float, lengths_s: list[float]) -> None:
+def test_all_three_phases_in_their_order_and_none_longer_than_heat(
+    heat_s: float, lengths_s: list[float]
+) -> None:
     planned = takes(config(), {"pc1": ALL, "pc2": ALL}, heat_s, set(Phase))
     assert [(take.phase, take.dtype) for take in planned] == [
         *((Phase.CAPS, dtype) for dtype in ALL),
@@ -84,7 +92,9 @@ def test_heat_is_full_duty_with_matmul_and_nothing_else() -> None:
     (heat,) = takes(loaded, {"pc1": ALL, "pc2": ALL}, 600.0, {Phase.HEAT})
     assert heat.config.compute_share_mode == "none"
     assert heat.config.workload.name == "matmul"
-    assert heat.config.thermal == loaded.thermal, "the governor keeps watch: a burn-in must not cook a card"
+    assert heat.config.thermal == loaded.thermal, (
+        "the governor keeps watch: a burn-in must not cook a card"
+    )
     sizes = {node.size for node in heat.config.nodes.values()} | {heat.config.workload.size}
     assert sizes == {8192, None}, "those of another workload are no edges of matrices"
     assert heat.config.workload.batch == 128

@@ -25,17 +25,24 @@ from tests.burn.scene import ROW, measured
 from tests.counting import with_changes
 from workers.messages import WorkerState
 
-CONFIG = config_from_data({"nodes": {"pc1": {"gpu": "rtx-3090", "workers": 1, "vram_per_worker_gib": 3.0}}})
+CONFIG = config_from_data(
+    {"nodes": {"pc1": {"gpu": "rtx-3090", "workers": 1, "vram_per_worker_gib": 3.0}}}
+)
 TAKES = takes(CONFIG, {"pc1": ("fp32", "fp16")}, 600.0, set(Phase))
 
 
-def worker(slot: str = "pc1/0", **changes: Any) -> Judged:  # noqa: ANN401 - fields of a sample, else of a row
+def worker(slot: str = "pc1/0", **changes: Any) -> Judged:
     row = {name: changes.pop(name) for name in list(changes) if not hasattr(SEEN, name)}
-    return judge(measured(with_changes(ROW, slot=slot, node=slot.partition("/")[0], **row), **changes))
+    return judge(
+        measured(with_changes(ROW, slot=slot, node=slot.partition("/")[0], **row), **changes)
+    )
 
 
-def result(*workers: tuple[Judged, ...], **last: Any) -> BurnResult:  # noqa: ANN401 - fields of a run
-    """Return a burn-in of the first takes, each with its workers; `last` is what befell the last one."""
+def result(*workers: tuple[Judged, ...], **last: Any) -> BurnResult:
+    """Return a burn-in of the first takes, each with its workers.
+
+    `last` is what befell the last one.
+    """
     taken = [
         Taken(take=take, workers=judged, folder=Path("runs/20260101-000000-abcd"), elapsed_s=600.0)
         for take, judged in zip(TAKES, workers, strict=False)
@@ -51,7 +58,9 @@ def result(*workers: tuple[Judged, ...], **last: Any) -> BurnResult:  # noqa: AN
 
 def drawn(found: BurnResult, width: int = 80, glyphs: Glyphs = UNICODE) -> list[str]:
     stream = io.StringIO()
-    console = Console(file=stream, width=width, color_system=None, highlight=False, markup=False, emoji=False)
+    console = Console(
+        file=stream, width=width, color_system=None, highlight=False, markup=False, emoji=False
+    )
     for piece in result_lines(found, width, glyphs):
         console.print(piece)
     return stream.getvalue().splitlines()
@@ -95,9 +104,13 @@ def test_a_hot_node_fails_its_phase_and_not_the_other_nodes() -> None:
 
 
 def test_a_node_shows_its_worst_worker() -> None:
-    lines = drawn(result((worker(), worker("pc1/1", reserved_bytes=500, steps_error=2, verify_errors=1))))
+    lines = drawn(
+        result((worker(), worker("pc1/1", reserved_bytes=500, steps_error=2, verify_errors=1)))
+    )
     (row,) = [line.split() for line in lines if line.startswith("pc1")]
-    assert row[:7] == ["pc1", "fp32", "(fp16)", "FAIL", "50.0", "2", "1/20"], "with the type that was really used"
+    assert row[:7] == ["pc1", "fp32", "(fp16)", "FAIL", "50.0", "2", "1/20"], (
+        "with the type that was really used"
+    )
 
 
 def test_what_nobody_could_judge_is_no_pass() -> None:
@@ -136,8 +149,22 @@ def test_a_run_that_an_error_ended_fails_its_phase() -> None:
 
 HOSTILE = (
     worker("pc1/0", reserved_bytes=10, temperature_c=99.0),
-    worker("a-node-with-a-name-that-is-much-too-long-for-any-table/0", state=WorkerState.PAUSED, tflops=1e6),
-    judge(measured(replace(ROW, slot="pc3/0", node="pc3\x1b[2J", state=HeadState.LOST, reason="\x1b]0;x\x07 " * 50))),
+    worker(
+        "a-node-with-a-name-that-is-much-too-long-for-any-table/0",
+        state=WorkerState.PAUSED,
+        tflops=1e6,
+    ),
+    judge(
+        measured(
+            replace(
+                ROW,
+                slot="pc3/0",
+                node="pc3\x1b[2J",
+                state=HeadState.LOST,
+                reason="\x1b]0;x\x07 " * 50,
+            )
+        )
+    ),
 )
 
 
@@ -148,7 +175,10 @@ def test_it_fits_and_steers_no_terminal(width: int, glyphs: Glyphs) -> None:
     assert all(cell_len(line) <= width for line in lines)
     assert all(line.isprintable() for line in lines)
     titles = next(line for line in lines if line.startswith("node"))
-    assert " ".join(titles.split()) == "node verdict VRAM % errors wrong max C hot % slow % TFLOP/s cv %", "none is cut"
+    assert (
+        " ".join(titles.split())
+        == "node verdict VRAM % errors wrong max C hot % slow % TFLOP/s cv %"
+    ), "none is cut"
     if glyphs is ASCII:
         assert all(line.isascii() for line in lines)
 

@@ -13,7 +13,15 @@ from orchestrator.config.load import load_config
 from orchestrator.errors import UsageError
 from orchestrator.lab.burn import phases
 from orchestrator.lab.burn.results import Taken
-from orchestrator.lab.burn.sweep import Lever, Point, Sweep, efficient, next_value, parse_sweep, points_of
+from orchestrator.lab.burn.sweep import (
+    Lever,
+    Point,
+    Sweep,
+    efficient,
+    next_value,
+    parse_sweep,
+    points_of,
+)
 from orchestrator.lab.burn.sweep_verb import SweepResult, sweep_dict, sweep_lines
 from orchestrator.lab.burn.verdict import judge
 from orchestrator.record.model import Row
@@ -27,7 +35,9 @@ CONFIG = load_config(str(ROOT / "cluster.yaml"), [])
 (TAKE,) = phases.at_one_value(CONFIG, 90.0)
 
 
-def taken(*rows: Row, error: str | None = None, alarms: tuple[str, ...] = (), **seen: object) -> Taken:
+def taken(
+    *rows: Row, error: str | None = None, alarms: tuple[str, ...] = (), **seen: object
+) -> Taken:
     """Return a run of some workers that were seen like this."""
     workers = tuple(judge(measured(row, length_s=90.0, alarms=alarms, **seen)) for row in rows)
     return Taken(take=TAKE, workers=workers, folder=Path("runs/x"), elapsed_s=90.0, error=error)
@@ -47,7 +57,9 @@ def at(value: int, watts: float, rate: float, stop: str | None = None) -> Point:
         ("memory-offset=-100..100:100", Lever.MEMORY_OFFSET, (-100, 0, 100)),
     ],
 )
-def test_power_goes_down_and_an_offset_goes_up(text: str, lever: Lever, values: tuple[int, ...]) -> None:
+def test_power_goes_down_and_an_offset_goes_up(
+    text: str, lever: Lever, values: tuple[int, ...]
+) -> None:
     assert parse_sweep(text) == Sweep(lever=lever, values=values)
 
 
@@ -94,24 +106,40 @@ def test_it_stops_at_the_first_value_that_goes_wrong(run: Taken, words: str) -> 
     assert words in (result.stopped or "")
     assert (result.exit_code, sweep_dict(result)["stopped"]) == (1, result.stopped)
     assert any("WRONG" in line for line in sweep_lines(result, UNICODE))
-    assert all(point.value == 0 for point in efficient(points)), "a value that went wrong is never recommended"
+    assert all(point.value == 0 for point in efficient(points)), (
+        "a value that went wrong is never recommended"
+    )
 
 
 def test_a_training_that_follows_gives_the_rate_and_need_not_be_checked() -> None:
-    config = CONFIG.model_copy(update={"workload": CONFIG.workload.model_copy(update={"name": "train"})})
+    config = CONFIG.model_copy(
+        update={"workload": CONFIG.workload.model_copy(update={"name": "train"})}
+    )
     checked, trained = phases.at_one_value(config, 90.0)
     assert (checked.config.workload.name, trained.config.workload.name) == ("matmul", "train")
     assert checked.config.verify.share >= 0.25
     assert {checked.config.compute_share_mode, trained.config.compute_share_mode} == {"none"}
     (point,) = points_of(300, [taken(ROW), taken(UNCHECKED, power_w=290.0, samples_per_s=12.0)])
-    assert (point.rate, point.rate_unit, point.watts, point.stop) == (12.0, "samples/s", 290.0, None)
+    assert (point.rate, point.rate_unit, point.watts, point.stop) == (
+        12.0,
+        "samples/s",
+        290.0,
+        None,
+    )
 
 
 def test_the_efficient_value_does_most_work_for_each_watt_on_each_card() -> None:
-    points = (at(350, 350.0, 35.0), at(300, 300.0, 33.0), at(250, 250.0, 30.0), at(200, 200.0, 20.0))
+    points = (
+        at(350, 350.0, 35.0),
+        at(300, 300.0, 33.0),
+        at(250, 250.0, 30.0),
+        at(200, 200.0, 20.0),
+    )
     other = replace(ROW, slot="pc2/0", node="pc2")
     points += points_of(350, [taken(other, power_w=None)])
-    assert [(point.node, point.value) for point in efficient(points)] == [("pc1", 250)], "no sensor, no efficiency"
+    assert [(point.node, point.value) for point in efficient(points)] == [("pc1", 250)], (
+        "no sensor, no efficiency"
+    )
     result = SweepResult(sweep=parse_sweep("power=200..350:50"), points=points)
     text = "\n".join(sweep_lines(result, UNICODE))
     assert "efficient: 250 W: 86 % of the fastest (350 W) with 71 % of its watts" in text
@@ -126,12 +154,17 @@ def test_two_workers_of_a_card_share_its_watts_and_add_their_work() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--rehearse", "--sweep", "power=200..350:25"], "a rehearsal has none: add --fake-sensors"),
+        (
+            ["--rehearse", "--sweep", "power=200..350:25"],
+            "a rehearsal has none: add --fake-sensors",
+        ),
         (["--local", "--sweep", "power=200..350:25", "--phase", "2"], "it excludes --phase"),
         (["--local", "--sweep", "volts=1..2:1"], "is no sweep"),
     ],
 )
-def test_a_sweep_that_cannot_be_is_refused_before_anything_starts(arguments: list[str], words: str) -> None:
+def test_a_sweep_that_cannot_be_is_refused_before_anything_starts(
+    arguments: list[str], words: str
+) -> None:
     done = CliRunner().invoke(app, ["burn", "--config", str(ROOT / "cluster.yaml"), *arguments])
     assert isinstance(done.exception, UsageError)
     assert words in str(done.exception)

@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 
 from orchestrator.core.slot import HeadState
 from orchestrator.lab.burn.phases import Phase
-from orchestrator.lab.burn.verdict import PURPOSE, Check, Judged, Measured, Sample, Verdict, judge, overall, verdict_of
+from orchestrator.lab.burn.verdict import (
+    PURPOSE,
+    Check,
+    Judged,
+    Measured,
+    Sample,
+    Verdict,
+    judge,
+    overall,
+    verdict_of,
+)
 from tests.burn.scene import ROW, measured
 from tests.counting import with_changes
 from workers.messages import WorkerState
@@ -94,7 +104,12 @@ def test_where_a_pass_ends(check: Check, seen: Seen, expected: Verdict, said: st
         (Check.ERRORS, {"steps_error": 1}, FAIL, "1 error of the workload"),
         (Check.ERRORS, {"restarts": 1}, FAIL, "1 restart"),
         (Check.ERRORS, {"steps_ok": 0}, FAIL, "did no step"),
-        (Check.ERRORS, {"state": HeadState.QUARANTINED, "reason": "5 deaths"}, FAIL, "ended QUARANTINED: 5 deaths"),
+        (
+            Check.ERRORS,
+            {"state": HeadState.QUARANTINED, "reason": "5 deaths"},
+            FAIL,
+            "ended QUARANTINED: 5 deaths",
+        ),
         (Check.ERRORS, {"state": HeadState.LOST}, FAIL, "ended LOST"),
         (Check.ERRORS, {"state": HeadState.RESTARTING}, FAIL, "ended RESTARTING"),
         (Check.ERRORS, {"state": EMERGENCY}, FAIL, "ended EMERGENCY"),
@@ -107,7 +122,9 @@ def test_where_a_pass_ends(check: Check, seen: Seen, expected: Verdict, said: st
         (Check.THROUGHPUT, {"device": "cpu"}, NOT_JUDGED, "a processor"),
     ],
 )
-def test_what_a_row_says_of_its_worker(check: Check, changes: dict[str, Any], expected: Verdict, said: str) -> None:
+def test_what_a_row_says_of_its_worker(
+    check: Check, changes: dict[str, Any], expected: Verdict, said: str
+) -> None:
     finding = judge(measured(with_changes(ROW, **changes))).findings[check]
     assert finding.verdict is expected
     assert said in finding.text
@@ -117,25 +134,39 @@ def test_results_that_were_checked_for_a_while_are_not_judged() -> None:
     judged = judge(measured(with_changes(ROW, verify_checks=10), unchecked="no memory for it"))
     assert text(judged, Check.RESULTS) == "10 results checked, then no more: no memory for it"
     assert verdict_of(Phase.CAPS, [judged]) is NOT_JUDGED
-    assert verdict(judge(measured(with_changes(ROW, verify_errors=1), unchecked="no memory")), Check.RESULTS) is FAIL
+    assert (
+        verdict(
+            judge(measured(with_changes(ROW, verify_errors=1), unchecked="no memory")),
+            Check.RESULTS,
+        )
+        is FAIL
+    )
 
 
 def test_without_sensors_heat_has_no_verdict_and_the_rest_has() -> None:
     judged = judge(measured(temperature_c=None, throttle_pct=None))
     assert verdict(judged, Check.SLOWDOWN) is NOT_JUDGED
     assert judged.figures.slowed_pct is None
-    assert verdict_of(Phase.HEAT, [judged]) is verdict_of(Phase.HEAT, [judge(measured()), judged]) is NOT_JUDGED
+    assert (
+        verdict_of(Phase.HEAT, [judged])
+        is verdict_of(Phase.HEAT, [judge(measured()), judged])
+        is NOT_JUDGED
+    )
     assert verdict_of(Phase.CAPS, [judged]) is verdict_of(Phase.FULL_LOAD, [judged]) is PASS
 
 
 def test_after_a_gap_in_the_samples_no_window_overlaps_another() -> None:
     seen = measured(tflops=lambda at_s: 5.0 if 400 <= at_s < 410 else 20.0)
-    figures = judge(replace(seen, samples=[each for each in seen.samples if not 200 < each.at_s < 400])).figures
+    figures = judge(
+        replace(seen, samples=[each for each in seen.samples if not 200 < each.at_s < 400])
+    ).figures
     assert figures.tflops_mean == pytest.approx(20.0, rel=0.05)
 
 
 def test_a_worker_that_never_came_fails() -> None:
-    row = with_changes(ROW, state=HeadState.STARTING, cap_bytes=None, steps_ok=0, verify_checks=0, device=None)
+    row = with_changes(
+        ROW, state=HeadState.STARTING, cap_bytes=None, steps_ok=0, verify_checks=0, device=None
+    )
     judged = judge(Measured(row=row, length_s=60.0, samples=()))
     assert [check for check in Check if verdict(judged, check) is FAIL] == [Check.ERRORS]
     assert [check for check in Check if verdict(judged, check) is PASS] == []
@@ -173,8 +204,14 @@ samples = st.lists(
 
 
 @given(samples, st.integers(0, 2000) | st.none(), st.sampled_from(WorkerState))
-def test_anything_that_may_be_seen_is_judged(seen: list[Sample], cap_bytes: int | None, state: WorkerState) -> None:
-    judged = judge(Measured(row=with_changes(ROW, cap_bytes=cap_bytes, state=state), length_s=100.0, samples=seen))
+def test_anything_that_may_be_seen_is_judged(
+    seen: list[Sample], cap_bytes: int | None, state: WorkerState
+) -> None:
+    judged = judge(
+        Measured(
+            row=with_changes(ROW, cap_bytes=cap_bytes, state=state), length_s=100.0, samples=seen
+        )
+    )
     assert list(judged.findings) == list(Check)
     assert all(finding.text for finding in judged.findings.values())
     if all(sample.temperature_c is None for sample in seen):
@@ -184,9 +221,14 @@ def test_anything_that_may_be_seen_is_judged(seen: list[Sample], cap_bytes: int 
 @given(samples, st.floats(0.0, 50.0))
 def test_a_warmer_card_is_never_better_off(seen: list[Sample], more_c: float) -> None:
     warmer = [
-        replace(sample, temperature_c=None if sample.temperature_c is None else sample.temperature_c + more_c)
+        replace(
+            sample,
+            temperature_c=None if sample.temperature_c is None else sample.temperature_c + more_c,
+        )
         for sample in seen
     ]
-    before, after = (judge(Measured(row=ROW, length_s=100.0, samples=given_)) for given_ in (seen, warmer))
+    before, after = (
+        judge(Measured(row=ROW, length_s=100.0, samples=given_)) for given_ in (seen, warmer)
+    )
     if verdict(before, Check.TEMPERATURE) is FAIL:
         assert verdict(after, Check.TEMPERATURE) is FAIL

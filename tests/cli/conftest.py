@@ -24,6 +24,8 @@ def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
         with pytest.raises(SystemExit) as ended:
             main()
         printed = capfd.readouterr()
-        return subprocess.CompletedProcess(arguments, int(str(ended.value.code)), printed.out, printed.err)
+        return subprocess.CompletedProcess(
+            arguments, int(str(ended.value.code)), printed.out, printed.err
+        )
 
     return run

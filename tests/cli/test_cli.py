@@ -1,4 +1,7 @@
-"""The command line from outside: what it prints, where, and the exit code. No verb here starts a cluster."""
+"""The command line from outside: what it prints, where, and the exit code.
+
+No verb here starts a cluster.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,11 @@ pytestmark = pytest.mark.usefixtures("nowhere")
 
 SHIPPED = str(ROOT / "cluster.yaml")
 RUN = ("run", "-c", SHIPPED, "--duration", "30s")
-CARD = {"name": "NVIDIA GeForce RTX 3090", "uuid": "GPU-3090f00d-0000-4000-8000-000000003090", "total_bytes": 2**34}
+CARD = {
+    "name": "NVIDIA GeForce RTX 3090",
+    "uuid": "GPU-3090f00d-0000-4000-8000-000000003090",
+    "total_bytes": 2**34,
+}
 
 VERBS = ("run", "plan", "up", "stop")
 
@@ -36,7 +43,14 @@ finally:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["plan", "-c", SHIPPED], ["up", "pc2", "-c", SHIPPED], ["run", "--help"], ["limits"]]
+    "arguments",
+    [
+        ["--help"],
+        ["plan", "-c", SHIPPED],
+        ["up", "pc2", "-c", SHIPPED],
+        ["run", "--help"],
+        ["limits"],
+    ],
 )
 def test_what_needs_no_cluster_loads_neither_ray_nor_torch(arguments: list[str]) -> None:
     done = python("-c", LOADED, *arguments)
@@ -64,7 +78,10 @@ def test_without_a_verb_the_help_is_shown_as_a_usage_error(command: Command) -> 
         (["run", "--duration"], "--duration"),
         (["run", "-c", SHIPPED, "--duration", "soon"], "--duration soon: 'soon' is not a duration"),
         (["run", "-c", SHIPPED, "--duration", "0"], "--duration 0"),
-        (["run", "-c", SHIPPED, "--local", "--rehearse"], "--local and --rehearse exclude each other"),
+        (
+            ["run", "-c", SHIPPED, "--local", "--rehearse"],
+            "--local and --rehearse exclude each other",
+        ),
         (["run", "-c", SHIPPED, "--scale", "0.5"], "--scale only makes sense with --rehearse"),
         (["run", "-c", SHIPPED, "--policy", "nosuch"], "memory.policy"),
         (["run", "-c", SHIPPED, "--set", "workload.sise=1"], "workload.sise"),
@@ -91,15 +108,24 @@ def test_without_a_verb_the_help_is_shown_as_a_usage_error(command: Command) -> 
             "under MPS that can end every other worker",
         ),
         ([*RUN, "--chaos", "node:pc2@3s", "--yes-really"], "only a rehearsal owns the raylets"),
-        ([*RUN, "--rehearse", "--chaos", "node:pc3@3s"], "there is no such node; did you mean pc2?; valid: pc2"),
+        (
+            [*RUN, "--rehearse", "--chaos", "node:pc3@3s"],
+            "there is no such node; did you mean pc2?; valid: pc2",
+        ),
         ([*RUN, "--rehearse", "--chaos", "node:pc1@3s"], "its raylet carries the head"),
         ([*RUN, "--rehearse", "--fake-sensors", "none.json"], "cards"),
         ([*RUN, "--rehearse", "--fake-sensors", "half.json"], "half.json"),
-        ([*RUN, "--local", "--fake-sensors", "card.json"], "--fake-sensors only makes sense with --rehearse"),
+        (
+            [*RUN, "--local", "--fake-sensors", "card.json"],
+            "--fake-sensors only makes sense with --rehearse",
+        ),
         # One worker in this process.
         ([*RUN, "--debug", "--local"], "excludes --local and --rehearse"),
         ([*RUN, "--debug", "--rehearse"], "excludes --local and --rehearse"),
-        (["run", "-c", SHIPPED, "--debug", "--resume", "latest"], "uses the run's own configuration"),
+        (
+            ["run", "-c", SHIPPED, "--debug", "--resume", "latest"],
+            "uses the run's own configuration",
+        ),
         ([*RUN, "--debug", "--chaos", "kill:rate=1"], "there is none but this one"),
         ([*RUN, "--debug", "--apply-power-limit"], "does not start"),
         ([*RUN, "--debug", "--fake-sensors", "card.json"], "only makes sense with --rehearse"),
@@ -108,7 +134,11 @@ def test_without_a_verb_the_help_is_shown_as_a_usage_error(command: Command) -> 
 def test_a_usage_error_is_said_in_words_or_as_one_object_and_exits_2(
     command: Command, nowhere: Path, arguments: list[str], said: str
 ) -> None:
-    for name, script in (("none", '{"cards": []}'), ("half", "{"), ("card", json.dumps({"cards": [CARD]}))):
+    for name, script in (
+        ("none", '{"cards": []}'),
+        ("half", "{"),
+        ("card", json.dumps({"cards": [CARD]})),
+    ):
         (nowhere / f"{name}.json").write_text(script)
     done = command(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
@@ -118,7 +148,12 @@ def test_a_usage_error_is_said_in_words_or_as_one_object_and_exits_2(
     verb, *rest = arguments
     done = command(verb, "--json", *rest)
     found = only_object(done.stdout)
-    assert (done.returncode, found["exit_code"], found["outcome"], found["schema"]) == (2, 2, "failed", 1)
+    assert (done.returncode, found["exit_code"], found["outcome"], found["schema"]) == (
+        2,
+        2,
+        "failed",
+        1,
+    )
     # `up` and `stop` know no --json, which is then what is wrong.
     assert said in found["error"] or "--json" in found["error"]
     assert "Traceback" not in done.stderr
@@ -148,7 +183,9 @@ def test_a_defect_is_told_with_its_traceback_and_in_one_sentence() -> None:
     assert done.stderr.strip().splitlines()[-1] == "RuntimeError: a bug of ours"
 
 
-def test_each_problem_of_a_configuration_is_one_line_with_its_place(command: Command, tmp_path: Path) -> None:
+def test_each_problem_of_a_configuration_is_one_line_with_its_place(
+    command: Command, tmp_path: Path
+) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
         "nodes:\n  pc1: {gpu: rtx-3090, workers: 7, vram_per_worker_gib: 3.3, memory_fractoin: 0.99}\n"
@@ -176,7 +213,9 @@ def test_each_problem_of_a_configuration_is_one_line_with_its_place(command: Com
         ("ascii", ["up", "ü"]),
     ],
 )
-def test_text_that_a_terminal_cannot_show_breaks_no_object(arguments: list[str], encoding: str) -> None:
+def test_text_that_a_terminal_cannot_show_breaks_no_object(
+    arguments: list[str], encoding: str
+) -> None:
     done = orchestrator(*arguments, "--json", PYTHONIOENCODING=encoding)
     assert "Traceback" not in done.stderr
     assert (done.returncode, only_object(done.stdout)["outcome"]) == (2, "failed")
@@ -189,10 +228,15 @@ def test_an_interrupted_command_is_one_object_too(verb: str, tmp_path: Path) -> 
     os.mkfifo(endless)
     command = [sys.executable, "-m", "orchestrator", verb, "-c", str(endless), "--json"]
     with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process,
         endless.open("w"),  # waits until the other side has opened it
     ):
-        wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_SLEEPING, "command that reads")
+        wait_for(
+            lambda: psutil.Process(process.pid).status() == psutil.STATUS_SLEEPING,
+            "command that reads",
+        )
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, only_object(stdout)["outcome"]) == (130, "interrupted")
@@ -203,7 +247,16 @@ def test_plan_is_a_table_for_people_and_an_object_for_programs(command: Command)
     text = command("plan", "-c", SHIPPED)
     assert (text.returncode, text.stderr) == (0, "")
     assert "23.10 GiB" in text.stdout
-    done = command("plan", "-c", SHIPPED, "--json", "--set", "nodes.pc1.workers=2", "--set", "workload.size=512")
+    done = command(
+        "plan",
+        "-c",
+        SHIPPED,
+        "--json",
+        "--set",
+        "nodes.pc1.workers=2",
+        "--set",
+        "workload.size=512",
+    )
     nodes = {node["node"]: node for node in only_object(done.stdout)["nodes"]}
     assert (len(nodes["pc1"]["workers"]), nodes["pc2"]["workers"][0]["size"]) == (2, 512)
 
@@ -214,7 +267,12 @@ def test_plan_does_not_mind_a_reader_that_goes_away() -> None:
     try:
         command = [sys.executable, "-m", "orchestrator", "plan", "-c", SHIPPED]
         done = subprocess.run(
-            command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False
+            command,
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
         )
     finally:
         os.close(writer)
@@ -225,7 +283,12 @@ def test_a_run_without_a_cluster_is_one_object_and_leaves_its_summary(nowhere: P
     done = orchestrator("run", "-c", SHIPPED, "--json", "--run-dir", "records")
     found = only_object(done.stdout)
     assert (done.returncode, found["exit_code"], found["outcome"]) == (3, 3, "failed")
-    for words in ("no Ray cluster runs on this machine", "orchestrator up pc1 --exec", "--rehearse", "--local"):
+    for words in (
+        "no Ray cluster runs on this machine",
+        "orchestrator up pc1 --exec",
+        "--rehearse",
+        "--local",
+    ):
         assert words in found["error"]
     (folder,) = (nowhere / "records").iterdir()
     assert {"events.jsonl", "head.json", "summary.json"} <= {path.name for path in folder.iterdir()}

@@ -50,7 +50,9 @@ def test_a_problem_does_not_repeat_all_of_a_very_long_key_or_override() -> None:
         (PreflightError(["pc2 is missing", "pc1 has 0 GPUs"]), 3, "pc2 is missing\npc1 has 0 GPUs"),
     ],
 )
-def test_errors_say_how_to_exit_and_survive_pickling(error: OrchestratorError, exit_code: int, text: str) -> None:
+def test_errors_say_how_to_exit_and_survive_pickling(
+    error: OrchestratorError, exit_code: int, text: str
+) -> None:
     for same in (error, pickle.loads(pickle.dumps(error))):  # noqa: S301  # our own bytes
         assert type(same) is type(error)
         assert (same.exit_code, str(same)) == (exit_code, text)

@@ -35,7 +35,9 @@ def limit(
         card=card, total_bytes=24 * 2**30, driver=driver, torch="2.13.0+cu130", dtype="fp16", workload=workload,
         cap_bytes=int(2.625 * 2**30),
     )  # fmt: skip
-    learned = Learned(size=20992, fixed_bytes=None if unit_bytes is None else 0.0, unit_bytes=unit_bytes)
+    learned = Learned(
+        size=20992, fixed_bytes=None if unit_bytes is None else 0.0, unit_bytes=unit_bytes
+    )
     return StoredLimit(key=key, learned=learned, peak_bytes=2**30, learned_at_unix_s=now_s - age_s)
 
 
@@ -59,7 +61,12 @@ def three(store: LimitStore) -> LimitStore:
     now_s = time.time()
     store.remember(
         limit(now_s=now_s),
-        limit("NVIDIA GeForce RTX 3070", "mine.steps:Mlp@0123456789ab", now_s=now_s, unit_bytes=2.5 * 2**20),
+        limit(
+            "NVIDIA GeForce RTX 3070",
+            "mine.steps:Mlp@0123456789ab",
+            now_s=now_s,
+            unit_bytes=2.5 * 2**20,
+        ),
         limit("NVIDIA GeForce RTX 3070", now_s=now_s, age_s=20 * 86_400),
     )
     assert store.problem is None
@@ -67,9 +74,22 @@ def three(store: LimitStore) -> LimitStore:
 
 
 def test_a_limit_is_one_line_of_the_table(store: LimitStore) -> None:
-    store.remember(limit(), limit("cpu", "mine:Mlp", age_s=29.9 * 86_400, driver=None, unit_bytes=None))
+    store.remember(
+        limit(), limit("cpu", "mine:Mlp", age_s=29.9 * 86_400, driver=None, unit_bytes=None)
+    )
     title, *lines = limits_text(store, ALL, NOW_S, None).splitlines()
-    columns = ["card", "driver", "torch", "type", "workload", "cap", "size", "per unit", "age", "expires in"]
+    columns = [
+        "card",
+        "driver",
+        "torch",
+        "type",
+        "workload",
+        "cap",
+        "size",
+        "per unit",
+        "age",
+        "expires in",
+    ]
     assert [word.strip() for word in title.split("  ") if word.strip()] == columns
     cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
     assert cells == [
@@ -78,7 +98,9 @@ def test_a_limit_is_one_line_of_the_table(store: LimitStore) -> None:
         ["cpu", "–", "2.13.0+cu130", "fp16", "mine:Mlp", "2.62 GiB", "20992", "–", "29d 21h", "2h 24m"],  # noqa: RUF001
     ]  # fmt: skip
     assert limits_text(store, ALL, NOW_S, None, ASCII).isascii()
-    assert "  0s  " in limits_text(store, ALL, NOW_S - 300, None), "what a clock ahead of this one has learned"
+    assert "  0s  " in limits_text(store, ALL, NOW_S - 300, None), (
+        "what a clock ahead of this one has learned"
+    )
 
 
 def test_a_narrow_terminal_loses_nothing(store: LimitStore) -> None:
@@ -111,13 +133,20 @@ def test_without_a_limit_it_says_where_they_will_be(store: LimitStore) -> None:
     assert cleared_text(store, ALL, NOW_S) == f"there is nothing to forget in {store.path}"
     store.remember(limit())
     assert limits_text(store, ALL, NOW_S + EXPIRY_S, 80).endswith(str(store.path))
-    assert limits_text(store, Selection(card="4090"), NOW_S, 80) == "none of the 1 learned limit matches --card 4090"
+    assert (
+        limits_text(store, Selection(card="4090"), NOW_S, 80)
+        == "none of the 1 learned limit matches --card 4090"
+    )
 
 
-def test_the_verb_lists_what_is_meant(limits: Command, three: LimitStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_verb_lists_what_is_meant(
+    limits: Command, three: LimitStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = limits()
     assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (0, "", 4)
-    assert max(map(len, done.stdout.splitlines())) > 120  # no terminal: a line each, whatever its length
+    assert (
+        max(map(len, done.stdout.splitlines())) > 120
+    )  # no terminal: a line each, whatever its length
     monkeypatch.setattr(os, "get_terminal_size", lambda *_: os.terminal_size((60, 24)))
     few = limits("--card", "3070", "--workload", "MATMUL")
     assert (few.returncode, few.stderr) == (0, "")
@@ -141,28 +170,49 @@ def test_the_verb_as_an_object(limits: Command, three: LimitStore) -> None:
     assert only_object(limits("--json", "--card", "4090").stdout)["limits"] == []
 
 
-def test_the_verb_forgets_what_is_meant_and_says_how_many(limits: Command, three: LimitStore) -> None:
+def test_the_verb_forgets_what_is_meant_and_says_how_many(
+    limits: Command, three: LimitStore
+) -> None:
     none = limits("--clear", "--card", "4090")
-    assert (none.returncode, none.stdout, none.stderr) == (0, "no learned limit matches --card 4090\n", "")
+    assert (none.returncode, none.stdout, none.stderr) == (
+        0,
+        "no learned limit matches --card 4090\n",
+        "",
+    )
     refused = limits("--clear", "--card", "")
-    assert (refused.returncode, "leave it out" in refused.stderr, len(three.all(time.time()))) == (2, True, 3)
+    assert (refused.returncode, "leave it out" in refused.stderr, len(three.all(time.time()))) == (
+        2,
+        True,
+        3,
+    )
     one = limits("--clear", "--card", "3070", "--workload", "mlp")
     assert (one.returncode, one.stdout.split(";")[0]) == (0, "1 learned limit forgotten")
     assert [known.key.workload for known in three.all(time.time())] == ["matmul@0.1.0"] * 2
     done = limits("--clear", "--json")
     assert done.returncode == 0
-    assert only_object(done.stdout) == {"schema": 1, "path": str(three.path), "cleared": 2, "set_aside_path": None}
+    assert only_object(done.stdout) == {
+        "schema": 1,
+        "path": str(three.path),
+        "cleared": 2,
+        "set_aside_path": None,
+    }
     assert three.all(time.time()) == ()
 
 
-def test_a_damaged_store_is_a_sentence_that_says_what_to_type(limits: Command, three: LimitStore) -> None:
+def test_a_damaged_store_is_a_sentence_that_says_what_to_type(
+    limits: Command, three: LimitStore
+) -> None:
     three.path.write_bytes(b"\0" * 100)
     for arguments in ((), ("--card", "x"), ("--clear", "--card", "x")):
         done = limits(*arguments)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
         assert "limits --clear" in done.stderr
         failed = limits(*arguments, "--json")
-        assert (failed.returncode, only_object(failed.stdout)["outcome"], failed.stderr) == (2, "failed", "")
+        assert (failed.returncode, only_object(failed.stdout)["outcome"], failed.stderr) == (
+            2,
+            "failed",
+            "",
+        )
     done = limits("--clear")
     assert (done.returncode, done.stderr) == (0, "")
     moved = three.path.with_name("limits.json.unreadable-1")
@@ -173,7 +223,9 @@ def test_a_damaged_store_is_a_sentence_that_says_what_to_type(limits: Command, t
     assert (found["cleared"], found["set_aside_path"]) == (0, f"{three.path}.unreadable-2")
 
 
-def test_a_store_that_is_no_file_or_that_cannot_be_had_is_not_cleared(limits: Command, store: LimitStore) -> None:
+def test_a_store_that_is_no_file_or_that_cannot_be_had_is_not_cleared(
+    limits: Command, store: LimitStore
+) -> None:
     store.path.mkdir()
     done = limits("--clear")
     assert (done.returncode, done.stdout, store.path.is_dir()) == (2, "", True)

@@ -47,7 +47,9 @@ def start() -> Iterator[Starter]:
         def started(command: list[str], **environment: str) -> subprocess.Popen[str]:
             usual = {name: value for name, value in os.environ.items() if name != NODE_MARK}
             process = stack.enter_context(
-                subprocess.Popen(command, env={**usual, **environment}, stdout=subprocess.PIPE, text=True)
+                subprocess.Popen(
+                    command, env={**usual, **environment}, stdout=subprocess.PIPE, text=True
+                )
             )
             stack.callback(process.kill)
             return process
@@ -65,7 +67,9 @@ def recorded(runs: Path, pid: object, name: str = "run-1") -> Path:
 
 def none_in(folder: Path) -> bool:
     """Say whether `stop_runs` finds none, and says where it has looked."""
-    with pytest.raises(UsageError, match=rf"^no run is under way in {re.escape(str(folder))}(\n|$)"):
+    with pytest.raises(
+        UsageError, match=rf"^no run is under way in {re.escape(str(folder))}(\n|$)"
+    ):
         list(stop_runs(str(folder)))
     return True
 
@@ -77,18 +81,23 @@ def head(start: Starter) -> subprocess.Popen[str]:
     return process
 
 
-def test_every_run_under_way_is_interrupted_as_by_ctrl_c_and_a_bystander_is_not(start: Starter, tmp_path: Path) -> None:
+def test_every_run_under_way_is_interrupted_as_by_ctrl_c_and_a_bystander_is_not(
+    start: Starter, tmp_path: Path
+) -> None:
     heads, bystander = [head(start), head(start)], head(start)
     for index, process in enumerate(heads):
         recorded(tmp_path, process.pid, f"run-{index}")
     assert list(stop_runs(str(tmp_path))) == [
-        f"asked run run-{index} (process {process.pid}) to end" for index, process in enumerate(heads)
+        f"asked run run-{index} (process {process.pid}) to end"
+        for index, process in enumerate(heads)
     ]
     assert [process.wait(PATIENCE_S) for process in heads] == [7, 7]
     assert bystander.poll() is None
 
 
-@pytest.mark.parametrize("why", ["it has its summary", "its process is younger than its note", "its head has ended"])
+@pytest.mark.parametrize(
+    "why", ["it has its summary", "its process is younger than its note", "its head has ended"]
+)
 def test_a_run_that_is_over_is_not_under_way(start: Starter, tmp_path: Path, why: str) -> None:
     process = head(start)
     folder = recorded(tmp_path, process.pid)
@@ -127,7 +136,9 @@ def test_a_note_that_no_head_wrote_signals_no_process(
 ) -> None:
     # The one stand-in: were it to be signalled, process 1 is nothing a test may try it on.
     signalled: list[tuple[int, int]] = []
-    monkeypatch.setattr(psutil.Process, "send_signal", lambda self, number: signalled.append((self.pid, number)))
+    monkeypatch.setattr(
+        psutil.Process, "send_signal", lambda self, number: signalled.append((self.pid, number))
+    )
     (recorded(tmp_path, 0) / "head.json").write_bytes(content)
     assert none_in(tmp_path)
     assert signalled == []
@@ -154,7 +165,9 @@ def test_a_head_that_may_not_be_signalled_is_told_and_the_others_end(
     assert mine.wait(PATIENCE_S) == 7
 
 
-def test_a_run_with_another_folder_is_named_with_the_command_that_ends_it(start: Starter, tmp_path: Path) -> None:
+def test_a_run_with_another_folder_is_named_with_the_command_that_ends_it(
+    start: Starter, tmp_path: Path
+) -> None:
     folder = tmp_path / "my runs" / "run-1"
     folder.mkdir(parents=True)
     body = f"from orchestrator.run.run_dir import owned\nfrom pathlib import Path\nwith owned(Path({str(folder)!r})):"
@@ -163,27 +176,41 @@ def test_a_run_with_another_folder_is_named_with_the_command_that_ends_it(start:
     assert process.stdout.readline() == "ready\n"
     # As typed, in a folder without a configuration of its own.
     typed = [sys.executable, "-m", "orchestrator", "stop", "-c", str(ROOT / "cluster.yaml")]
-    told = subprocess.run(typed, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    told = subprocess.run(
+        typed, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert told.returncode == 2
     first, *others = told.stderr.splitlines()
     assert first == f"no run is under way in {tmp_path / 'runs'}"
-    (line,) = (line for line in others if str(tmp_path) in line)  # other runs of this machine are named, too
+    (line,) = (
+        line for line in others if str(tmp_path) in line
+    )  # other runs of this machine are named, too
     command = shlex.split(line.partition("end it: ")[2])
     assert command[:4] == ["python", "-m", "orchestrator", "stop"]
-    done = subprocess.run([*typed, *command[4:]], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert (done.returncode, done.stdout) == (0, f"asked run run-1 (process {process.pid}) to end\n")
+    done = subprocess.run(
+        [*typed, *command[4:]], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert (done.returncode, done.stdout) == (
+        0,
+        f"asked run run-1 (process {process.pid}) to end\n",
+    )
     assert process.wait(PATIENCE_S) == 7
 
 
 def test_a_node_is_ended_only_after_its_run(start: Starter, tmp_path: Path) -> None:
     process = head(start)
     recorded(tmp_path, process.pid)
-    assert [line.split()[0] for line in stop_runs(str(tmp_path), wait_s=60.0)] == ["asked", "waiting"]
+    assert [line.split()[0] for line in stop_runs(str(tmp_path), wait_s=60.0)] == [
+        "asked",
+        "waiting",
+    ]
     assert process.poll() is not None
 
 
 def test_a_run_that_does_not_end_is_named(start: Starter, tmp_path: Path) -> None:
-    body = "import signal; signal.signal(2, signal.SIG_IGN); print('ready', flush=1); signal.pause()"
+    body = (
+        "import signal; signal.signal(2, signal.SIG_IGN); print('ready', flush=1); signal.pause()"
+    )
     deaf = start([sys.executable, "-c", body])
     assert deaf.stdout is not None
     assert deaf.stdout.readline() == "ready\n"
@@ -213,14 +240,20 @@ def ended_by_stop() -> int:
 
 def test_the_marked_processes_of_a_node_are_ended_and_no_others(start: Starter) -> None:
     marked = [sleeper(start, **{NODE_MARK: NODE}) for _ in range(2)]
-    others = [sleeper(start), sleeper(start, **{NODE_MARK: f"{NODE}-2"}), sleeper(start, OTHER=NODE)]
+    others = [
+        sleeper(start),
+        sleeper(start, **{NODE_MARK: f"{NODE}-2"}),
+        sleeper(start, OTHER=NODE),
+    ]
     assert ended_by_stop() == 2
     assert [process.poll() is None for process in marked] == [False] * 2
     assert [process.poll() for process in others] == [None] * 3
 
 
 def test_the_children_of_a_marked_process_end_with_it_even_without_the_mark(start: Starter) -> None:
-    parent = start(["/bin/sh", "-c", f"env -u {NODE_MARK} sleep 60 & echo $!; wait"], **{NODE_MARK: NODE})
+    parent = start(
+        ["/bin/sh", "-c", f"env -u {NODE_MARK} sleep 60 & echo $!; wait"], **{NODE_MARK: NODE}
+    )
     assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
     assert ended_by_stop() == 2
@@ -234,20 +267,25 @@ def test_a_node_of_the_same_name_in_a_container_is_left_alone(start: Starter) ->
     trial = subprocess.run([*container, "true"], capture_output=True, text=True, check=False)
     if trial.returncode != 0:
         pytest.skip(f"a namespace of processes cannot be made here: {trial.stderr.strip()}")
-    holder = start([*container, "env", f"{NODE_MARK}={NODE}", "sh", "-c", "echo ready; sleep 60; :"])
+    holder = start(
+        [*container, "env", f"{NODE_MARK}={NODE}", "sh", "-c", "echo ready; sleep 60; :"]
+    )
     assert holder.stdout is not None
     assert holder.stdout.readline() == "ready\n"
     assert list(stop_node(NODE)) == [f"no process of node {NODE} runs here"]
     assert holder.poll() is None
 
 
-@pytest.mark.parametrize(("trap", "grace_s", "status"), [("", 0.5, -signal.SIGKILL), ("sleep 0.5; exit 7", 10.0, 7)])
+@pytest.mark.parametrize(
+    ("trap", "grace_s", "status"), [("", 0.5, -signal.SIGKILL), ("sleep 0.5; exit 7", 10.0, 7)]
+)
 def test_a_marked_process_that_will_not_end_is_killed_after_its_time(
     start: Starter, monkeypatch: pytest.MonkeyPatch, trap: str, grace_s: float, status: int
 ) -> None:
     monkeypatch.setattr("orchestrator.cli.nodes._GRACE_S", grace_s)
     stubborn = start(
-        ["/bin/sh", "-c", f'trap "{trap}" TERM; sleep 60 & echo ready; while :; do wait; done'], **{NODE_MARK: NODE}
+        ["/bin/sh", "-c", f'trap "{trap}" TERM; sleep 60 & echo ready; while :; do wait; done'],
+        **{NODE_MARK: NODE},
     )
     assert stubborn.stdout is not None
     stubborn.stdout.readline()
@@ -293,11 +331,16 @@ def test_the_heads_address_is_this_pcs_where_nothing_says_otherwise() -> None:
     assert re.fullmatch(r"--address=\d+\.\d+\.\d+\.\d+:6379", command.argv[2])
 
 
-def test_executing_runs_the_steps_then_ray_with_the_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_executing_runs_the_steps_then_ray_with_the_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stand-in for `ray` beside this Python, because nothing may really be started here."""
     tool = f"import os, sys\nopen('{tmp_path}/argv', 'w').write(' '.join(sys.argv[1:]))\n"
     tool += f"open('{tmp_path}/environment', 'w').write('\\n'.join('='.join(each) for each in os.environ.items()))\n"
-    for name, text in (("ray", f"{tool}sys.exit(5)\n"), ("python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')):
+    for name, text in (
+        ("ray", f"{tool}sys.exit(5)\n"),
+        ("python", f'#!/bin/sh\nexec {sys.executable} "$@"\n'),
+    ):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o700)
     (tmp_path / ".ray").mkdir()
@@ -330,7 +373,9 @@ def test_the_heads_store_is_ended_after_all_others(tmp_path: Path) -> None:
     """Ended together with them, it would wait for them until it is killed."""
     shutil.copy(shutil.which("sleep") or "sleep", tmp_path / "gcs_server")
     store = subprocess.Popen([tmp_path / "gcs_server", "600"])
-    at_the_end = f"sleep 0.5; grep -q zombie /proc/{store.pid}/status || touch {tmp_path}/store-lives; exit"
+    at_the_end = (
+        f"sleep 0.5; grep -q zombie /proc/{store.pid}/status || touch {tmp_path}/store-lives; exit"
+    )
     loop = f"touch {tmp_path}/ready; while :; do sleep 0.1; done"
     other = subprocess.Popen(["sh", "-c", f"trap '{at_the_end}' TERM; {loop}"])
     wait_for((tmp_path / "ready").exists, "trap")

@@ -30,14 +30,24 @@ def numbers(config: Config) -> dict[str, Any]:
 def test_every_worker_of_the_reference_pair_is_one_line_of_the_table() -> None:
     table = plan_text(REFERENCE).split("\n\n")[0].splitlines()
     assert [line.split()[0] for line in table] == ["worker", *SLOTS]
-    assert " ".join(table[1].split()) == "pc1/0 rtx-3090 #0 fp16 0.1428 8 3.30 GiB 2.64 GiB 60% 8192 128"
-    assert " ".join(table[-1].split()) == "pc2/2 rtx-3070 #0 fp16 0.3333 4 1.50 GiB 0.84 GiB 70% 4096 128"
+    assert (
+        " ".join(table[1].split())
+        == "pc1/0 rtx-3090 #0 fp16 0.1428 8 3.30 GiB 2.64 GiB 60% 8192 128"
+    )
+    assert (
+        " ".join(table[-1].split())
+        == "pc2/2 rtx-3070 #0 fp16 0.3333 4 1.50 GiB 0.84 GiB 70% 4096 128"
+    )
 
 
 def test_the_sums_of_the_reference_pair_are_the_guides() -> None:
     sums = plan_text(REFERENCE).split("\n\n")[1].splitlines()
-    assert sums[0].startswith("pc1: 7 workers, 56 CPUs, a card holds 7 x 3.30 GiB = 23.10 GiB, of 23.32 GiB allowed")
-    assert sums[1].startswith("pc2: 3 workers, 12 CPUs, a card holds 3 x 1.50 GiB = 4.50 GiB, of 5.75 GiB allowed")
+    assert sums[0].startswith(
+        "pc1: 7 workers, 56 CPUs, a card holds 7 x 3.30 GiB = 23.10 GiB, of 23.32 GiB allowed"
+    )
+    assert sums[1].startswith(
+        "pc2: 3 workers, 12 CPUs, a card holds 3 x 1.50 GiB = 4.50 GiB, of 5.75 GiB allowed"
+    )
     assert ["420% duty" in sums[0], "210% duty" in sums[1]] == [True, True]
     assert ["0.9996 of its Ray GPU" in sums[0], "0.9999 of its Ray GPU" in sums[1]] == [True, True]
 
@@ -60,7 +70,9 @@ def test_the_workers_of_the_reference_pair_fit_80_cells_and_their_kind_is_told()
     assert (numbers(mine)["workload"], numbers(mine)["policy"]) == ("mlp:Mlp", "classic")
 
 
-def test_the_table_is_the_same_to_the_letter_in_a_terminal_of_any_width(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_is_the_same_to_the_letter_in_a_terminal_of_any_width(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("COLUMNS", "20")
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert plan_text(one_node(workers=2)).split("\n\n")[0].splitlines() == [
@@ -72,7 +84,11 @@ def test_the_table_is_the_same_to_the_letter_in_a_terminal_of_any_width(monkeypa
 
 def test_words_are_to_the_left_and_numbers_to_the_right_of_a_column() -> None:
     rows = [("name", "steps", "said"), ("a", "7", "yes"), ("longer", "123456", "")]
-    assert list(aligned(rows, {"name", "said"})) == ["name     steps  said", "a            7  yes", "longer  123456"]
+    assert list(aligned(rows, {"name", "said"})) == [
+        "name     steps  said",
+        "a            7  yes",
+        "longer  123456",
+    ]
 
 
 def test_the_longest_names_are_not_cut() -> None:
@@ -98,7 +114,11 @@ def test_a_node_without_cards_has_no_card_no_context_and_no_total() -> None:
     assert "its memory holds 3 x 1.00 GiB = 3.00 GiB" in text
     assert "of its Ray GPU" not in text
     (node,) = numbers(config)["nodes"]
-    assert (node["card_total_bytes"], node["card_allowed_bytes"], node["workers"][0]["card"]) == (None, None, None)
+    assert (node["card_total_bytes"], node["card_allowed_bytes"], node["workers"][0]["card"]) == (
+        None,
+        None,
+        None,
+    )
     assert node["workers"][0]["cap_about_bytes"] == GIB
 
 

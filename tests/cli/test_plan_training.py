@@ -45,7 +45,10 @@ STATE = ("weights_bytes", "gradients_bytes", "optimizer_bytes", "average_bytes")
 def config_of(nodes: dict[str, float], **train: object) -> Config:
     """Return nodes with a cap of so many MiB on a card each, and a training."""
     gib = {node: (cap * MIB + ASSUMED_CONTEXT_BYTES) / 2**30 for node, cap in nodes.items()}
-    many = {node: {"gpu": "card", "workers": 1, "vram_per_worker_gib": size} for node, size in gib.items()}
+    many = {
+        node: {"gpu": "card", "workers": 1, "vram_per_worker_gib": size}
+        for node, size in gib.items()
+    }
     return Config.model_validate({"nodes": many, "workload": {"name": "train"}, "train": train})
 
 
@@ -58,11 +61,16 @@ def planned(config: Config) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def small() -> tuple[Config, dict[str, Any]]:
     """Plan gpt2-small, which takes 16,843 MiB as a whole, for five nodes that have four caps."""
-    config = config_of({"pc1": 20_000, "pc2": 10_000, "pc3": 2_800, "pc4": 2_600, "pc5": 20_000}, preset="gpt2-small")
+    config = config_of(
+        {"pc1": 20_000, "pc2": 10_000, "pc3": 2_800, "pc4": 2_600, "pc5": 20_000},
+        preset="gpt2-small",
+    )
     return config, planned(config)
 
 
-def test_each_cap_gets_a_verdict_and_steps_whose_parts_add_up(small: tuple[Config, dict[str, Any]]) -> None:
+def test_each_cap_gets_a_verdict_and_steps_whose_parts_add_up(
+    small: tuple[Config, dict[str, Any]],
+) -> None:
     config, training = small
     assert json.loads(plan_json(config, training))["training"] == training
     verdicts = {tuple(cap["nodes"]): cap["verdict"] for cap in training["caps"]}
@@ -81,12 +89,19 @@ def test_each_cap_gets_a_verdict_and_steps_whose_parts_add_up(small: tuple[Confi
     for cap in training["caps"]:
         for step in cap["steps"]:
             highest = max(step["activations_bytes"], step["update_bytes"])
-            assert step["total_bytes"] == sum(step[key] for key in STATE) + highest + step["workspace_bytes"]
+            assert (
+                step["total_bytes"]
+                == sum(step[key] for key in STATE) + highest + step["workspace_bytes"]
+            )
             assert step["fits"] == (step["total_bytes"] <= cap["cap_bytes"])
 
 
-def test_a_person_reads_the_parts_the_verdict_and_what_to_change(small: tuple[Config, dict[str, Any]]) -> None:
-    _, _, fits = plan_text(*small).partition("Will it fit? gpt2-small, bf16, batch 16, train.checkpoint: auto\n\n")
+def test_a_person_reads_the_parts_the_verdict_and_what_to_change(
+    small: tuple[Config, dict[str, Any]],
+) -> None:
+    _, _, fits = plan_text(*small).partition(
+        "Will it fit? gpt2-small, bf16, batch 16, train.checkpoint: auto\n\n"
+    )
     first, *_, last, _ = fits.split("\n\n")
     table = [line.split() for line in first.splitlines()]
     assert first.startswith("pc1, pc5: cap about 20000 MiB, cuda\n")
@@ -95,7 +110,9 @@ def test_a_person_reads_the_parts_the_verdict_and_what_to_change(small: tuple[Co
         "weights", "gradients", "optimizer", "activations", "update", "workspace", "total", "snapshot_copy", "on_host",
         "fits",
     ]  # fmt: skip
-    assert first.endswith("pc1, pc5: fits whole with micro-batch 16 x accumulation 1, which takes 16851 of 20000 MiB")
+    assert first.endswith(
+        "pc1, pc5: fits whole with micro-batch 16 x accumulation 1, which takes 16851 of 20000 MiB"
+    )
     sentence = last.splitlines()[-1]
     assert sentence.startswith(
         "pc4: does not fit: the smallest step, with all 12 blocks checkpointed, needs 2685 MiB, "
@@ -110,8 +127,12 @@ def test_a_person_reads_the_parts_the_verdict_and_what_to_change(small: tuple[Co
 def test_where_states_may_go_to_the_host_it_says_what_lies_there() -> None:
     whole_blocks = config_of({"pc1": 158}, preset="gpt-mini", states_on_host="auto")
     (cap,) = planned(whole_blocks)["caps"]
-    assert cap["sentence"].startswith("fits with states on the host and micro-batch 1 x accumulation 16, ")
-    checkpointed = config_of({"pc1": 158}, preset="gpt-mini", states_on_host="auto", micro=4, exact=True)
+    assert cap["sentence"].startswith(
+        "fits with states on the host and micro-batch 1 x accumulation 16, "
+    )
+    checkpointed = config_of(
+        {"pc1": 158}, preset="gpt-mini", states_on_host="auto", micro=4, exact=True
+    )
     training = planned(checkpointed)
     (cap,) = training["caps"]
     assert "fits with checkpointing of all 6 blocks and states on the host" in cap["sentence"]
@@ -120,21 +141,30 @@ def test_where_states_may_go_to_the_host_it_says_what_lies_there() -> None:
 
 def test_where_checkpointing_is_turned_off_it_is_what_to_change() -> None:
     # The text lies on other PCs alone.
-    config = config_of({"pc1": 250}, preset="gpt-mini", checkpoint="none", micro=4, exact=True, data="/nowhere")
+    config = config_of(
+        {"pc1": 250}, preset="gpt-mini", checkpoint="none", micro=4, exact=True, data="/nowhere"
+    )
     (cap,) = planned(config)["caps"]
     assert cap["verdict"] == "does_not_fit"
-    assert "does not fit with train.checkpoint: none; it fits only with checkpointing of all 6" in cap["sentence"]
+    assert (
+        "does not fit with train.checkpoint: none; it fits only with checkpointing of all 6"
+        in cap["sentence"]
+    )
     assert cap["sentence"].endswith("set train.checkpoint: auto")
 
 
 def test_rows_of_ones_own_documents_are_planned_as_those_of_made_ones() -> None:
     # The text lies on other PCs alone.
-    mine = config_of({"pc1": 2_000}, preset="gpt-mini", data="/nowhere", documents="lines", packing=True)
+    mine = config_of(
+        {"pc1": 2_000}, preset="gpt-mini", data="/nowhere", documents="lines", packing=True
+    )
     made = config_of({"pc1": 2_000}, preset="gpt-mini", min_seq=8, packing=True)
     plain = config_of({"pc1": 2_000}, preset="gpt-mini", data="/nowhere")
     (rows,), (made_rows,), (windows,) = (planned(config)["caps"] for config in (mine, made, plain))
     assert rows == made_rows
-    assert rows["steps"][0]["activations_bytes"] > windows["steps"][0]["activations_bytes"], "the mask of rows"
+    assert rows["steps"][0]["activations_bytes"] > windows["steps"][0]["activations_bytes"], (
+        "the mask of rows"
+    )
 
 
 @pytest.fixture
@@ -143,8 +173,15 @@ def own(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Co
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_tasks.py").write_text(OWN)
 
-    def plan(preset: str, *more: str) -> Any:  # noqa: ANN401 - as `command` returns it
-        config = ("-c", str(ROOT / "cluster.yaml"), "--set", "workload.name=train", "--set", f"train.preset={preset}")
+    def plan(preset: str, *more: str) -> Any:
+        config = (
+            "-c",
+            str(ROOT / "cluster.yaml"),
+            "--set",
+            "workload.name=train",
+            "--set",
+            f"train.preset={preset}",
+        )
         return command("plan", *config, *more)
 
     return plan
@@ -168,7 +205,9 @@ def test_a_task_in_the_current_folder_is_planned(own: Command) -> None:
         ),
     ],
 )
-def test_what_cannot_be_trained_is_refused_in_one_sentence(own: Command, task: str, said: str) -> None:
+def test_what_cannot_be_trained_is_refused_in_one_sentence(
+    own: Command, task: str, said: str
+) -> None:
     done = own(task)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
@@ -178,11 +217,18 @@ def test_what_cannot_be_trained_is_refused_in_one_sentence(own: Command, task: s
 @pytest.mark.parametrize(
     ("task", "said"),
     [
-        ("own_tasks:reads_a_value", "the model cannot be computed on tensors without data: DataDependentOutput"),
+        (
+            "own_tasks:reads_a_value",
+            "the model cannot be computed on tensors without data: DataDependentOutput",
+        ),
         ("own_tasks:ends", "the process that computes it ended with status 7"),
     ],
 )
-def test_what_the_run_must_find_out_is_said_below_the_plan(own: Command, task: str, said: str) -> None:
+def test_what_the_run_must_find_out_is_said_below_the_plan(
+    own: Command, task: str, said: str
+) -> None:
     done = own(task)
     assert done.returncode == 0
-    assert done.stdout.splitlines()[-1].startswith(f"Not known, so the run finds out by itself: {said}")
+    assert done.stdout.splitlines()[-1].startswith(
+        f"Not known, so the run finds out by itself: {said}"
+    )

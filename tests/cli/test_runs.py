@@ -1,8 +1,9 @@
 """What `runs` and `report` print of runs that ended, are under way, were killed, or left next to nothing.
 
-The folders in `tests/fixtures/runs` were written by the version before the layers: a run that ended, with injected
-faults, and one whose head was killed. `tests/fixtures/told` is what its `runs --json` and `report --json` printed.
-That such a run can be resumed on a real cluster is in `tests/cluster/nodes/test_head_faults.py`.
+The folders in `tests/fixtures/runs` were written by the version before the layers: a run that
+ended, with injected faults, and one whose head was killed. `tests/fixtures/told` is what its `runs
+--json` and `report --json` printed. That such a run can be resumed on a real cluster is in
+`tests/cluster/nodes/test_head_faults.py`.
 """
 
 from __future__ import annotations
@@ -37,26 +38,38 @@ RUN_ID = "20261120-051500-0b76"
 FIXTURES = ROOT / "tests" / "fixtures"
 ENDED, KILLED = "20261122-120644-0b69", "20261122-120716-07c8"
 TRACEBACK = (
-    'Traceback (most recent call last):\n  File "x.py", line 3, in step\n    boom()\nValueError: no good\nmore\n'
+    'Traceback (most recent call last):\n  File "x.py", line 3, in step\n    boom()\n'
+    "ValueError: no good\nmore\n"
 )
 
 
 def snapshot_of(run_id: str) -> Snapshot:
     row = make_row(restarts=2, steps_ok=990, steps_oom=10, oom_count=10, verify_checks=0)
     return make_snapshot(
-        row, run_id=run_id, elapsed_s=125.0, duration_s=300.0, restart_count=2, notices=("pc1 runs hot",)
+        row,
+        run_id=run_id,
+        elapsed_s=125.0,
+        duration_s=300.0,
+        restart_count=2,
+        notices=("pc1 runs hot",),
     )
 
 
-def written(runs: Path, run_id: str = RUN_ID, **changed: Any) -> RunStore:  # noqa: ANN401 - of the facts
+def written(runs: Path, run_id: str = RUN_ID, **changed: Any) -> RunStore:
     """Write a run as a head does, up to but not including its end."""
     (runs / run_id).mkdir(parents=True)
     store = RunStore(runs / run_id / STORE_NAME)
-    here = replace(FACTS, run_id=run_id, duration_s=300.0, head_started="1", host=socket.gethostname())
+    here = replace(
+        FACTS, run_id=run_id, duration_s=300.0, head_started="1", host=socket.gethostname()
+    )
     store.begin(replace(here, **changed))
     snapshot = snapshot_of(run_id)
-    store.slots([record(steps_at_risk=40, counters={"restarts": 2}, row=snapshot.rows[0].to_dict())])
-    store.event({**event(name="state", to_state="RESTARTING", cause="killed\x1b[2J"), "slot": "pc1/0"})
+    store.slots(
+        [record(steps_at_risk=40, counters={"restarts": 2}, row=snapshot.rows[0].to_dict())]
+    )
+    store.event(
+        {**event(name="state", to_state="RESTARTING", cause="killed\x1b[2J"), "slot": "pc1/0"}
+    )
     store.event({**event(name="state", to_state="RUNNING", cause="steady"), "slot": "pc1/0"})
     store.event(event(name="node_left", node="pc2"))
     store.event({**event(name="workload_error", traceback=TRACEBACK), "slot": "pc1/0"})
@@ -82,7 +95,9 @@ def test_the_list_is_one_line_for_each_run_the_newest_first(tmp_path: Path) -> N
     assert runs_text(tmp_path, ASCII).isascii()
 
 
-@pytest.mark.parametrize("changed", [{"elapsed_s": 299.5}, {"head_started": start_time(os.getpid())}])
+@pytest.mark.parametrize(
+    "changed", [{"elapsed_s": 299.5}, {"head_started": start_time(os.getpid())}]
+)
 def test_no_run_under_way_or_without_time_is_offered_nor_one_that_is_not_the_newest(
     tmp_path: Path, changed: dict[str, Any]
 ) -> None:
@@ -167,7 +182,9 @@ def test_what_a_slot_printed_last_is_shown(command: Command, tmp_path: Path) -> 
     written(tmp_path).commit()
     kept = tmp_path / RUN_ID / "output" / "pc1" / "0.log"
     kept.parent.mkdir(parents=True)
-    kept.write_text("".join(f"line {number}\n" for number in range(150)) + "\x1b[31mred\n", encoding="utf-8")
+    kept.write_text(
+        "".join(f"line {number}\n" for number in range(150)) + "\x1b[31mred\n", encoding="utf-8"
+    )
     shown = command("logs", "pc1/0", "--run-dir", str(tmp_path))
     assert (shown.returncode, shown.stdout.splitlines()[::99]) == (0, ["line 51", "red"])
     assert "pc1/0 red" in report_text(tmp_path / RUN_ID, 100)
@@ -192,7 +209,9 @@ def test_faults_are_grouped_by_what_became_of_them(tmp_path: Path) -> None:
 def test_a_bad_night_is_told_by_its_last_lines(tmp_path: Path) -> None:
     store = written(tmp_path)
     for number in range(100):
-        store.event({"at": "now", "event": "workload_error", "slot": "pc1/0", "traceback": f"E: {number}"})
+        store.event(
+            {"at": "now", "event": "workload_error", "slot": "pc1/0", "traceback": f"E: {number}"}
+        )
     store.commit()
     text = report_text(tmp_path / RUN_ID, 100)
     assert "E: 99" in text
@@ -237,7 +256,9 @@ def test_a_run_that_began_where_no_calendar_goes_is_told(tmp_path: Path) -> None
 
 def test_a_run_that_only_left_a_summary_is_told_from_it(tmp_path: Path) -> None:
     (tmp_path / RUN_ID).mkdir()
-    summary = summary_dict(snapshot_of(RUN_ID), "failed", 3, "2023-11-14T22:13:20.000+00:00", "no cluster\x1b")
+    summary = summary_dict(
+        snapshot_of(RUN_ID), "failed", 3, "2023-11-14T22:13:20.000+00:00", "no cluster\x1b"
+    )
     write_summary(tmp_path / RUN_ID / "summary.json", summary)
     text = report_text(tmp_path / RUN_ID, 100)
     assert "outcome: failed, exit code 3: an error ended it (no cluster )" in text
@@ -262,7 +283,10 @@ def test_the_verbs_tell_a_run_under_way(tmp_path: Path, encoding: str) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["report", "--text"], "exclude each other"), (["run", "--debug"], "the debugger talks there")],
+    [
+        (["report", "--text"], "exclude each other"),
+        (["run", "--debug"], "the debugger talks there"),
+    ],
 )
 def test_what_is_for_people_and_an_object_exclude_each_other(
     command: Command, tmp_path: Path, arguments: list[str], words: str
@@ -281,7 +305,7 @@ def test_a_damaged_store_is_a_sentence(command: Command, tmp_path: Path) -> None
     assert STORE_NAME in done.stderr
 
 
-def told(name: str) -> Any:  # noqa: ANN401 - one JSON object
+def told(name: str) -> Any:
     return json.loads((FIXTURES / "told" / f"{name}.json").read_text(encoding="utf-8"))
 
 
@@ -304,7 +328,9 @@ def test_runs_of_the_version_before_are_told_as_it_told_them(old_runs: Path) -> 
         assert all(f"{row['slot']} " in text for row in told(run_id)["workers"])
 
 
-def test_a_killed_run_of_the_version_before_is_resumed_with_its_counters_and_sizes(old_runs: Path) -> None:
+def test_a_killed_run_of_the_version_before_is_resumed_with_its_counters_and_sizes(
+    old_runs: Path,
+) -> None:
     stored = read_run(old_runs / KILLED)
     environment, past = environment_of(stored), past_of(stored)
     before = {worker["slot"]: worker for worker in told(KILLED)["workers"]}
@@ -316,7 +342,9 @@ def test_a_killed_run_of_the_version_before_is_resumed_with_its_counters_and_siz
         assert slot.counts.steps_ok == before[name]["steps_ok"] > 0
 
 
-@pytest.mark.parametrize("verb", [["report"], ["runs"], ["top", "--once"], ["advise"], ["stop"], ["pause", "pc1/0"]])
+@pytest.mark.parametrize(
+    "verb", [["report"], ["runs"], ["top", "--once"], ["advise"], ["stop"], ["pause", "pc1/0"]]
+)
 def test_a_verb_that_only_reads_needs_no_cluster_yaml(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: list[str]
 ) -> None:

@@ -16,7 +16,8 @@ from orchestrator.cli.service import unit_text
 from orchestrator.core.node_commands import NODE_MARK
 from tests.scene import PATIENCE_S, ROOT, orchestrator
 
-#: Stands in for systemctl, because nothing may really be enabled here: notes what it is asked, and is content.
+#: Stands in for systemctl, because nothing may really be enabled here: notes what it is asked, and
+#: is content.
 CONTENT = '#!/bin/sh\necho "$@" >> "$0.asked"\n'
 
 #: A node is found by its name when it is kept or ended, and other tests have a pc2.
@@ -40,7 +41,9 @@ def service(home: Path, systemctl: str, *arguments: str) -> subprocess.Completed
     tool.chmod(0o700)
     path = f"{tool.parent}:/usr/bin:/bin"
     config = ("--config", str(config_of(home)))
-    return orchestrator("up", NODE, "--service", *config, *arguments, HOME=str(home), PATH=path, XDG_CONFIG_HOME="")
+    return orchestrator(
+        "up", NODE, "--service", *config, *arguments, HOME=str(home), PATH=path, XDG_CONFIG_HOME=""
+    )
 
 
 def config_of(home: Path) -> Path:
@@ -60,25 +63,44 @@ def test_the_unit_is_written_enabled_started_and_explained(home: Path) -> None:
         *("--config", str(home / "cluster.yaml"), "--set", f"nodes.{NODE}.workers=1", *HEAD),
     ]
     asked = (home / "bin" / "systemctl.asked").read_text().splitlines()
-    assert [words.split()[1] for words in asked] == ["show-environment", "stop", "daemon-reload", "enable", "start"]
+    assert [words.split()[1] for words in asked] == [
+        "show-environment",
+        "stop",
+        "daemon-reload",
+        "enable",
+        "start",
+    ]
     assert str(unit) in done.stdout
     assert unit.read_text() in done.stdout
-    for command in ("journalctl --user", "systemctl --user stop", "disable --now", "loginctl enable-linger"):
+    for command in (
+        "journalctl --user",
+        "systemctl --user stop",
+        "disable --now",
+        "loginctl enable-linger",
+    ):
         assert command in done.stdout
 
 
-def test_without_a_systemd_of_the_user_nothing_is_written_and_the_command_to_type_is_named(home: Path) -> None:
+def test_without_a_systemd_of_the_user_nothing_is_written_and_the_command_to_type_is_named(
+    home: Path,
+) -> None:
     done = service(home, "#!/bin/sh\necho Failed to connect to bus >&2; exit 1\n", *HEAD)
     assert done.returncode == 2
     assert "no systemd on this PC (Failed to connect to bus)" in done.stderr
     command = done.stderr.splitlines()[-1]
     assert command.startswith("nohup ")
-    assert command.endswith(f"up {NODE} --exec --stay --config {home / 'cluster.yaml'} {' '.join(HEAD)} > {NODE}.log &")
+    assert command.endswith(
+        f"up {NODE} --exec --stay --config {home / 'cluster.yaml'} {' '.join(HEAD)} > {NODE}.log &"
+    )
     assert not (home / ".config").exists()
 
 
-def test_what_a_service_would_end_at_once_for_is_said_before_anything_is_written(home: Path) -> None:
-    keeper = subprocess.Popen(["sh", "-c", "sleep 600; :", "up", "--stay"], env={**os.environ, NODE_MARK: NODE})
+def test_what_a_service_would_end_at_once_for_is_said_before_anything_is_written(
+    home: Path,
+) -> None:
+    keeper = subprocess.Popen(
+        ["sh", "-c", "sleep 600; :", "up", "--stay"], env={**os.environ, NODE_MARK: NODE}
+    )
     try:
         done = service(home, CONTENT, *HEAD)
     finally:
@@ -89,12 +111,21 @@ def test_what_a_service_would_end_at_once_for_is_said_before_anything_is_written
     assert not (home / ".config").exists()
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+@pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed"
+)
 def test_systemd_takes_the_unit_whatever_is_in_the_command_and_the_path(tmp_path: Path) -> None:
     folder = tmp_path / "50 % of 'it'"
     folder.mkdir()
     unit = tmp_path / "orchestrator-pc2.service"
-    words = [sys.executable, "-m", "orchestrator", "--set", 'nodes.pc2.card="50 %z of $HOME\\n"', "a'b"]
+    words = [
+        sys.executable,
+        "-m",
+        "orchestrator",
+        "--set",
+        'nodes.pc2.card="50 %z of $HOME\\n"',
+        "a'b",
+    ]
     unit.write_text(unit_text("pc2", words, str(folder)))
     done = subprocess.run(
         ["systemd-analyze", "verify", "--user", "--man=no", str(unit)],
@@ -109,7 +140,8 @@ def test_systemd_takes_the_unit_whatever_is_in_the_command_and_the_path(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("options", "words"), [(["--stay"], "needs --exec"), (["--service", "--exec"], "--service excludes --exec")]
+    ("options", "words"),
+    [(["--stay"], "needs --exec"), (["--service", "--exec"], "--service excludes --exec")],
 )
 def test_options_that_do_not_go_together_are_refused(options: list[str], words: str) -> None:
     done = orchestrator("up", "pc2", *options)

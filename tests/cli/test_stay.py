@@ -1,7 +1,7 @@
 """What `up NODE --exec --stay` does with processes, a socket for the head, and a stand-in for Ray.
 
-The stand-in is a script that leaves a process of the raylet's name behind, or fails; `tests/cluster/nodes` has Ray.
-As Ray's own program it is written in Python, and goes on as a shell.
+The stand-in is a script that leaves a process of the raylet's name behind, or fails;
+`tests/cluster/nodes` has Ray. As Ray's own program it is written in Python, and goes on as a shell.
 """
 
 from __future__ import annotations
@@ -96,14 +96,18 @@ def raylet() -> psutil.Process:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_it_waits_for_the_head_until_it_is_asked_to_end(keep: Callable[..., Kept], number: int) -> None:
+def test_it_waits_for_the_head_until_it_is_asked_to_end(
+    keep: Callable[..., Kept], number: int
+) -> None:
     kept = keep("exit 1")
     kept.says(f"{NODE}: waiting: the Ray head at 127.0.0.1:1 cannot be reached")
     time.sleep(2.5)  # two more looks
     kept.process.send_signal(number)
     code, said = kept.ended()
     assert code == 130
-    assert [line.split(" ", 1)[-1].split(":")[0] for line in said.splitlines()] == [NODE, NODE], "one line, and the end"
+    assert [line.split(" ", 1)[-1].split(":")[0] for line in said.splitlines()] == [NODE, NODE], (
+        "one line, and the end"
+    )
 
 
 def test_a_raylet_that_is_killed_is_started_again_and_stop_ends_it_and_its_keeper(
@@ -121,18 +125,24 @@ def test_a_raylet_that_is_killed_is_started_again_and_stop_ends_it_and_its_keepe
     assert processes_of(NODE) == set()
 
 
-def test_why_a_start_has_failed_is_said(keep: Callable[..., Kept], head: str, tmp_path: Path) -> None:
+def test_why_a_start_has_failed_is_said(
+    keep: Callable[..., Kept], head: str, tmp_path: Path
+) -> None:
     kept = keep(f"{tmp_path}/raylet 600 & echo; echo the port is in use; echo; exit 1", head)
     kept.says("`ray start` has failed: the port is in use; next try after 2 s")
 
 
-def test_a_start_whose_raylet_has_ended_is_not_waited_for(keep: Callable[..., Kept], head: str, tmp_path: Path) -> None:
+def test_a_start_whose_raylet_has_ended_is_not_waited_for(
+    keep: Callable[..., Kept], head: str, tmp_path: Path
+) -> None:
     """Ray's own start would wait half a minute for it."""
     kept = keep(f"{tmp_path}/raylet 3 & sleep 600", head)
     kept.says("what `ray start` has started has ended", times=2)
     (tmp_path / "ray.sh").write_text(f"{tmp_path}/raylet 600 &")
     kept.says("up, a member")
-    assert [process.name() for process in processes_of(NODE) if process.name() in {"sh", "sleep"}] == []
+    assert [
+        process.name() for process in processes_of(NODE) if process.name() in {"sh", "sleep"}
+    ] == []
 
 
 def test_a_child_with_the_raylets_name_is_not_taken_for_it(

@@ -33,7 +33,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 #: Three workers on two nodes: everything a cluster has, in a third of the time.
 SMALL = ("--set", "nodes.pc1.workers=2", "--set", "nodes.pc2.workers=1")
 
-#: A loaded machine may take minutes for a start or a step. Timeouts are tested in virtual time (tests/run).
+#: A loaded machine may take minutes for a start or a step. Timeouts are tested in virtual time
+#: (tests/run).
 PATIENT = tuple(f"--set=run.{name}_timeout_s={PATIENCE_S:.0f}" for name in ("start", "hang"))
 
 
@@ -46,14 +47,19 @@ class Head:
 
     def folder(self) -> Path:
         """The run folder, once there is one."""
-        return wait_for(lambda: next(iter(self.runs.glob("*/head.json")), None), "a run folder").parent
+        return wait_for(
+            lambda: next(iter(self.runs.glob("*/head.json")), None), "a run folder"
+        ).parent
 
     def events(self) -> list[dict[str, Any]]:
         """What the event log says so far."""
         return read_events(self.folder())
 
     def wait(self, ask: Callable[[], Any], what: str) -> None:
-        """Wait for something while the run goes on; if it does not come, say what the log said last."""
+        """Wait for something while the run goes on.
+
+        If it does not come, say what the log said last.
+        """
 
         def asked() -> bool:
             assert self.process.poll() is None, f"the run ended early: {self.process.communicate()}"
@@ -75,9 +81,14 @@ class Head:
         self.wait(enough, f"{workers} running workers")
 
     def rows(self) -> dict[str, Mapping[str, Any]]:
-        """The rows of the table by their slots, as the store last got them; none before it has any."""
+        """The rows of the table by their slots, as the store last got them.
+
+        None before it has any.
+        """
         with contextlib.suppress(NothingStoredError):
-            return {record.slot: record.row for record in read_run(self.folder()).slots if record.row}
+            return {
+                record.slot: record.row for record in read_run(self.folder()).slots if record.row
+            }
         return {}
 
     def interrupt_when(self, ask: Callable[[], Any], what: str) -> dict[str, Any]:
@@ -158,12 +169,17 @@ def nothing_left() -> Iterator[None]:
     shared = shared_memory()
     yield
     try:
-        wait_for(lambda: not [p for p in descendants() if p.pid not in before], "end of the processes we started")
+        wait_for(
+            lambda: not [p for p in descendants() if p.pid not in before],
+            "end of the processes we started",
+        )
     finally:
         for process in descendants():
             if process.pid not in before:
                 process.kill()
-    wait_for(lambda: shared_memory() <= shared, f"end of {shared_memory() - shared}")  # others make files there, too
+    wait_for(
+        lambda: shared_memory() <= shared, f"end of {shared_memory() - shared}"
+    )  # others make files there, too
 
 
 @pytest.fixture
@@ -192,9 +208,23 @@ def start(nothing_left: None, short_tmp: Path) -> Iterator[Starter]:
     ) -> Head:
         """Start it; `runs` is a folder that is there already, `before` goes before the command."""
         runs = runs or short_tmp / f"runs{len(heads)}"
-        command = [*before, sys.executable, "-m", "orchestrator", "run", "--config", str(ROOT / "cluster.yaml")]
+        command = [
+            *before,
+            sys.executable,
+            "-m",
+            "orchestrator",
+            "run",
+            "--config",
+            str(ROOT / "cluster.yaml"),
+        ]
         process = subprocess.Popen(
-            [*command, "--run-dir", str(runs), *(() if "--resume" in arguments else PATIENT), *arguments],
+            [
+                *command,
+                "--run-dir",
+                str(runs),
+                *(() if "--resume" in arguments else PATIENT),
+                *arguments,
+            ],
             cwd=cwd,
             env={**os.environ, "TMPDIR": str(short_tmp), **(environment or {})},
             stdin=subprocess.DEVNULL,
@@ -218,7 +248,8 @@ def start(nothing_left: None, short_tmp: Path) -> Iterator[Starter]:
         for folder in head.runs.glob("*"):
             illegal = [event for event in read_events(folder) if event["event"] == "illegal_event"]
             assert illegal == [], "the lifecycle got an event that its table does not allow"
-    # What a run leaves in its temporary folder besides the runs themselves is litter; a killed head's goes a bit later.
+    # What a run leaves in its temporary folder besides the runs themselves is litter; a killed
+    # head's goes a bit later.
     wait_for(lambda: not list(short_tmp.glob("orch-*")), f"end of {list(short_tmp.glob('orch-*'))}")
 
 
@@ -268,11 +299,15 @@ class ByHand:
 
     def stop_node(self, node: str) -> str:
         # Without the folder it would also end other runs that are under way in this working tree.
-        return self.orchestrator("stop", "--node", node, "--set", f"run.dir={self.environment['HOME']}")
+        return self.orchestrator(
+            "stop", "--node", node, "--set", f"run.dir={self.environment['HOME']}"
+        )
 
     def ask_ray(self) -> dict[str, int]:
         environment = {"RAY_AUTH_MODE": "token"}
-        return dict(json.loads(self._run([sys.executable, "-c", _ASK_RAY], **environment).splitlines()[-1]))
+        return dict(
+            json.loads(self._run([sys.executable, "-c", _ASK_RAY], **environment).splitlines()[-1])
+        )
 
     def status_command(self) -> str:
         return self._run([sys.executable, "-c", _STATUS_COMMAND]).splitlines()[-1]

@@ -18,7 +18,8 @@ from tests.scene import PATIENCE_S, ROOT
 
 pytestmark = pytest.mark.ray
 
-#: Far too big for every cap, also after scaling to a quarter: 16384 x 16384 needs 1.5 GiB for three matrices.
+#: Far too big for every cap, also after scaling to a quarter: 16384 x 16384 needs 1.5 GiB for three
+#: matrices.
 TOO_BIG = ("--set", "workload.size=65536")
 
 ONE_EACH = ("--set", "nodes.pc1.workers=1", "--set", "nodes.pc2.workers=1")
@@ -27,15 +28,22 @@ ONE_EACH = ("--set", "nodes.pc1.workers=1", "--set", "nodes.pc2.workers=1")
 HELD = 0.95
 
 
-def interrupted_when_held(head: Head, least: float = HELD, workers: int = 3, failures_most: int = 0) -> dict[str, Any]:
-    """Interrupt a run once each worker holds this share of its cap, and no more went wrong; return its summary."""
+def interrupted_when_held(
+    head: Head, least: float = HELD, workers: int = 3, failures_most: int = 0
+) -> dict[str, Any]:
+    """Interrupt a run once each worker holds this share of its cap, and no more went wrong.
+
+    Return its summary.
+    """
 
     def held_by_all() -> bool:
         shares = [held(row) for row in head.rows().values() if row["state"] == "RUNNING"]
         return len(shares) == workers and min(shares) >= least
 
     summary = head.interrupt_when(held_by_all, f"{least:.0%} of its cap in each worker")
-    assert max(summary["oom_count"], summary["emergency_count"], summary["steps_oom"]) <= failures_most
+    assert (
+        max(summary["oom_count"], summary["emergency_count"], summary["steps_oom"]) <= failures_most
+    )
     assert summary["steps_error"] == 0
     for row in summary["workers"]:
         assert (row["state"], row["policy"]) == ("RUNNING", "adaptive")
@@ -57,7 +65,9 @@ def remembered(head: Head) -> list[str]:
 def limits(*arguments: str) -> dict[str, Any]:
     """What `limits` says of the store that the runs of this test used."""
     command = [sys.executable, "-m", "orchestrator", "limits", "--json", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return dict(json.loads(done.stdout))
 
@@ -70,7 +80,9 @@ def test_workers_hold_nearly_all_of_their_caps_without_a_failure_and_the_next_ru
     summary = interrupted_when_held(first)
     slots = [row["slot"] for row in summary["workers"]]
     assert slots == ["pc1/0", "pc1/1", "pc2/0"]
-    assert {row["size"] for row in summary["workers"]} == {2048, 1024}, "a quarter of what each node asks for"
+    assert {row["size"] for row in summary["workers"]} == {2048, 1024}, (
+        "a quarter of what each node asks for"
+    )
     assert remembered(first) == []
     assert state_dir / "limits.json" in state_dir.iterdir()
 
@@ -81,17 +93,25 @@ def test_workers_hold_nearly_all_of_their_caps_without_a_failure_and_the_next_ru
     known = limits()
     assert known["path"] == str(state_dir / "limits.json")
     caps_bytes = {row["cap_bytes"] for row in summary["workers"]}
-    assert {limit["dtype"] for limit in known["limits"]} == {row["dtype"] for row in summary["workers"]}
+    assert {limit["dtype"] for limit in known["limits"]} == {
+        row["dtype"] for row in summary["workers"]
+    }
     for limit in known["limits"]:
         assert limit["workload"].startswith("matmul@")
         assert min(caps_bytes) * 0.98 <= limit["cap_bytes"] <= max(caps_bytes) * 1.02
         assert HELD * 0.98 * limit["cap_bytes"] <= limit["size"] <= limit["cap_bytes"]
-    assert {limit["workload"].rpartition("size=")[2] for limit in known["limits"]} == {"2048", "1024"}
+    assert {limit["workload"].rpartition("size=")[2] for limit in known["limits"]} == {
+        "2048",
+        "1024",
+    }
     assert limits("--workload", "nobody's")["limits"] == []
 
 
-def test_sizes_far_too_big_for_every_cap_fail_nowhere_and_a_killed_worker_holds_the_same_again(start: Starter) -> None:
-    # A product as large as 3.30 GiB / 16 allows takes a processor many seconds, and a step must end in each slice.
+def test_sizes_far_too_big_for_every_cap_fail_nowhere_and_a_killed_worker_holds_the_same_again(
+    start: Starter,
+) -> None:
+    # A product as large as 3.30 GiB / 16 allows takes a processor many seconds, and a step must end
+    # in each slice.
     quick = ("--set", "nodes.pc1.vram_per_worker_gib=1.5", "--set", "compute_share_mode=none")
     head = start("--rehearse", "--duration", "10", "--json", *TOO_BIG, *SMALL, *quick)
     head.wait_until_running(3)
@@ -104,12 +124,18 @@ def test_sizes_far_too_big_for_every_cap_fail_nowhere_and_a_killed_worker_holds_
     # 3 MiB of these small caps stay free for the kernels of the processor.
     summary = interrupted_when_held(head, HELD - 0.02)
     rows = {row["slot"]: row for row in summary["workers"]}
-    assert {slot: row["restarts"] for slot, row in rows.items()} == {"pc1/0": 0, "pc1/1": 1, "pc2/0": 0}
+    assert {slot: row["restarts"] for slot, row in rows.items()} == {
+        "pc1/0": 0,
+        "pc1/1": 1,
+        "pc2/0": 0,
+    }
     assert all(256 < row["size"] < 16384 for row in rows.values())
     # The second process went on where the first had been.
     assert [event["slot"] for event in head.events() if event["event"] == "resumed"] == ["pc1/1"]
     assert rows["pc1/1"]["claim_bytes"] == pytest.approx(rows["pc1/0"]["claim_bytes"], rel=0.12)
-    sizes = [sample["size"] for sample in samples(head.folder())["pc1/1"] if sample["size"] is not None]
+    sizes = [
+        sample["size"] for sample in samples(head.folder())["pc1/1"] if sample["size"] is not None
+    ]
     assert min(sizes) >= 0.9 * max(sizes), "never small, not even after the kill"
     assert not {"oom", "backoff", "emergency"} & {event["event"] for event in head.events()}
 
@@ -135,5 +161,6 @@ def test_a_users_workload_finds_the_largest_batch(start: Starter, short_tmp: Pat
     (short_tmp / "mine.py").write_text(_ROWS)
     workload = ("--workload", "mine:Rows", "--set", "workload.batch=16384")
     head = start("--rehearse", "--duration", "10", "--json", *workload, *ONE_EACH, cwd=short_tmp)
-    # What the other threads of a process map may take a step that fills its cap to the last byte beyond it, once.
+    # What the other threads of a process map may take a step that fills its cap to the last byte
+    # beyond it, once.
     interrupted_when_held(head, 0.9, workers=2, failures_most=1)

@@ -12,7 +12,9 @@ from tests.bench_command import bench
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 #: `tests/cluster` kills workers, heads and nodes, too.
-by_hand = pytest.mark.skipif("BENCHES" not in os.environ, reason="a bench of half a minute; BENCHES=1 runs it, too")
+by_hand = pytest.mark.skipif(
+    "BENCHES" not in os.environ, reason="a bench of half a minute; BENCHES=1 runs it, too"
+)
 
 
 @by_hand
@@ -42,7 +44,13 @@ def test_startup() -> None:
 def test_soak() -> None:
     result = bench("soak", "--minutes", "0.3", "--pace", "2")
     # Which of them a short run meets depends on how fast the machine starts processes.
-    assert len({"kill", "segv", "exit", "poison", "hang", "node"} & {row["kind"] for row in result["kinds"]}) >= 3
+    assert (
+        len(
+            {"kill", "segv", "exit", "poison", "hang", "node"}
+            & {row["kind"] for row in result["kinds"]}
+        )
+        >= 3
+    )
     assert result["strikes_and_nodes"] >= 3
     assert result["steps_ok"] > 0
     assert 0 <= result["steps_really_lost"] <= result["steps_lost_at_most"]
@@ -51,10 +59,14 @@ def test_soak() -> None:
 
 @by_hand
 def test_kills() -> None:
-    result = bench("kills", "--kills", "2", "--set", "nodes.pc1.workers=2", "--set", "nodes.pc2.workers=1")
+    result = bench(
+        "kills", "--kills", "2", "--set", "nodes.pc1.workers=2", "--set", "nodes.pc2.workers=1"
+    )
     assert result["kills"] == result["restarts"] == 2
     assert result["slots_lost"] == 0
-    assert result["ratio_of_medians"] == pytest.approx(result["ours_median_s"] / result["bare_median_s"])
+    assert result["ratio_of_medians"] == pytest.approx(
+        result["ours_median_s"] / result["bare_median_s"]
+    )
 
 
 @by_hand
@@ -74,7 +86,10 @@ def test_rejoin() -> None:
 
 
 def test_cuts() -> None:
-    """A short cut leaves the node as it is. After a long one Ray has declared it dead, and it is replaced."""
+    """A short cut leaves the node as it is.
+
+    After a long one Ray has declared it dead, and it is replaced.
+    """
     if (why := missing()) is not None:
         pytest.skip(f"two PCs of namespaces cannot be made here: {why}")
     result = bench("cuts", "--seconds", "5", "75", "--workers", "1")

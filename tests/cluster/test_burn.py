@@ -29,7 +29,11 @@ def script(folder: Path, *temperatures_c: float) -> Path:
     shipped = json.loads((ROOT / "scripts" / "heat.json").read_text(encoding="utf-8"))
     cool = shipped["cards"][1]
     cards = [
-        {**cool, "uuid": f"GPU-{index:08d}-0000-4000-8000-000000000000", "temperature_c": temperature_c}
+        {
+            **cool,
+            "uuid": f"GPU-{index:08d}-0000-4000-8000-000000000000",
+            "temperature_c": temperature_c,
+        }
         for index, temperature_c in enumerate(temperatures_c)
     ]
     path = folder / "sensors.json"
@@ -39,7 +43,15 @@ def script(folder: Path, *temperatures_c: float) -> Path:
 
 @contextmanager
 def burning(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "orchestrator", "burn", "--config", str(ROOT / "cluster.yaml"), "--rehearse"]
+    command = [
+        sys.executable,
+        "-m",
+        "orchestrator",
+        "burn",
+        "--config",
+        str(ROOT / "cluster.yaml"),
+        "--rehearse",
+    ]
     with subprocess.Popen(
         [*command, *SMALL, "--run-dir", str(folder / "runs"), *arguments],
         cwd=ROOT,
@@ -60,16 +72,31 @@ def burning(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 def test_a_hot_card_fails_the_heat_phase_and_an_interrupt_ends_the_next(short_tmp: Path) -> None:
     sensors = script(short_tmp, HOT_C, 61)
-    arguments = ("--phase", "2", "--phase", "3", "--fake-sensors", str(sensors), "--duration", "6s", "--json")
+    arguments = (
+        "--phase",
+        "2",
+        "--phase",
+        "3",
+        "--fake-sensors",
+        str(sensors),
+        "--duration",
+        "6s",
+        "--json",
+    )
     with burning(short_tmp, *arguments) as process:
         wait_for(lambda: runs_that_counted(short_tmp / "runs") == 2, "second phase that counts")
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=PATIENCE_S)
     told: dict[str, Any] = json.loads(out)
-    assert (process.returncode, told["exit_code"], told["outcome"]) == (130, 130, "interrupted"), err
+    assert (process.returncode, told["exit_code"], told["outcome"]) == (130, 130, "interrupted"), (
+        err
+    )
     phase, interrupted = told["phases"]
     assert (phase["phase"], phase["title"], phase["verdict"]) == (2, "heat", "fail")
-    assert phase["nodes"] == [{"node": "pc1", "verdict": "fail"}, {"node": "pc2", "verdict": "pass"}]
+    assert phase["nodes"] == [
+        {"node": "pc1", "verdict": "fail"},
+        {"node": "pc2", "verdict": "pass"},
+    ]
     by_slot = {worker["slot"]: worker for worker in phase["workers"]}
     assert {slot: worker["temperature_verdict"] for slot, worker in by_slot.items()} == {
         "pc1/0": "fail",
@@ -77,13 +104,19 @@ def test_a_hot_card_fails_the_heat_phase_and_an_interrupt_ends_the_next(short_tm
         "pc2/0": "pass",
     }
     assert by_slot["pc1/0"]["temperature_max_c"] == HOT_C
-    assert all(worker["errors_verdict"] == "pass" and worker["steps_ok"] > 0 for worker in by_slot.values())
+    assert all(
+        worker["errors_verdict"] == "pass" and worker["steps_ok"] > 0 for worker in by_slot.values()
+    )
     # What was seen until then may be enough for a verdict.
     assert (interrupted["phase"], interrupted["verdict"] in {"fail", "not_judged"}) == (3, True)
     (written,) = (short_tmp / "runs").glob("burn-*.json")
     assert json.loads(written.read_text(encoding="utf-8")) == told
-    assert phase["runs"][0]["run_id"] in {run.run_id for run in list_runs(short_tmp / "runs")}, "a run like any other"
+    assert phase["runs"][0]["run_id"] in {run.run_id for run in list_runs(short_tmp / "runs")}, (
+        "a run like any other"
+    )
 
 
 def runs_that_counted(runs: Path) -> int:
-    return sum("counting" in path.read_text(encoding="utf-8") for path in runs.glob("*/events.jsonl"))
+    return sum(
+        "counting" in path.read_text(encoding="utf-8") for path in runs.glob("*/events.jsonl")
+    )

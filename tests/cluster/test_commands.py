@@ -14,7 +14,14 @@ from workers.units import MIB
 pytestmark = pytest.mark.ray
 
 #: It never saves by itself.
-TRAINING = ("--workload", "train", "--set", "train.save_every_s=36000", "--set", "train.steps=1000000")
+TRAINING = (
+    "--workload",
+    "train",
+    "--set",
+    "train.save_every_s=36000",
+    "--set",
+    "train.steps=1000000",
+)
 
 
 def typed(head: Head, *arguments: str) -> tuple[int, str]:
@@ -35,7 +42,9 @@ def sent_by_page(head: Head, do: str, *slots: str) -> int:
     return asyncio.run(scene())
 
 
-def test_slots_are_held_capped_and_saved_as_typed_and_the_next_head_goes_on_so(start: Starter) -> None:
+def test_slots_are_held_capped_and_saved_as_typed_and_the_next_head_goes_on_so(
+    start: Starter,
+) -> None:
     head = start("--rehearse", "--duration", "10m", *SMALL, *TRAINING)
     head.wait_until_running(3)
     budget_bytes = head.rows()["pc1/0"]["budget_bytes"]
@@ -50,7 +59,11 @@ def test_slots_are_held_capped_and_saved_as_typed_and_the_next_head_goes_on_so(s
     )
     assert typed(head, "save", "pc1/0")[0] == 0
     code, said = typed(head, "save", "pc2/0")
-    assert (code, "pc2/0 is held and gets no slice to save in: `resume pc2/0` first; nothing was changed" in said) == (
+    assert (
+        code,
+        "pc2/0 is held and gets no slice to save in: `resume pc2/0` first; nothing was changed"
+        in said,
+    ) == (
         2,
         True,
     )
@@ -76,4 +89,6 @@ def test_slots_are_held_capped_and_saved_as_typed_and_the_next_head_goes_on_so(s
     assert rows["pc1/0"]["cap_bytes"] == 3 * budget_bytes // 4 // MIB * MIB
     assert sent_by_page(again, "resume", "pc1/1", "pc2/0") == 200
     wait_for_state(again, "RUNNING", "pc1/1", "pc2/0")
-    again.interrupt_when(lambda: all(again.rows()[slot]["steps_ok"] > steps[slot] for slot in steps), "more steps")
+    again.interrupt_when(
+        lambda: all(again.rows()[slot]["steps_ok"] > steps[slot] for slot in steps), "more steps"
+    )

@@ -23,7 +23,8 @@ NODE = "here"
 def ray_fleet() -> Iterator[Fleet]:
     """A cluster for all scenarios, whose node is not ours to end."""
     with pytest.MonkeyPatch.context() as patch:
-        # Ray's workers import the scenarios' workloads; the raylet hands its environment on to them.
+        # Ray's workers import the scenarios' workloads; the raylet hands its environment on to
+        # them.
         patch.setenv("PYTHONPATH", str(ROOT / "tests" / "fleet"), prepend=os.pathsep)
         with rehearsed([RayletPlan(name=NODE, cpus=32, gpus=0)]) as cluster:
             from orchestrator.cluster.ray_fleet import RayFleet

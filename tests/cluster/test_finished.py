@@ -1,4 +1,7 @@
-"""A training on real Ray: a killed worker goes on from its snapshot to the same weights; all done, the run ends."""
+"""A training on real Ray: a killed worker goes on from its snapshot to the same weights.
+
+All done, the run ends.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,21 @@ from tests.scene import python
 
 pytestmark = pytest.mark.ray
 
-#: Parts of a batch stay as they are, so that a kill changes no bit; memory is there for all of them.
+#: Parts of a batch stay as they are, so that a kill changes no bit; memory is there for all of
+#: them.
 KEYS: dict[str, Any] = {
     "steps": 120, "batch": 8, "micro": 4, "exact": True, "seq": 16, "precision": "fp32", "dropout": 0.1,
     "save_every_s": 0.5, "snapshots": "head",
 }  # fmt: skip
-TRAINING = ("--workload", "train", *(f"--set=train.{key}={json.dumps(value)}" for key, value in KEYS.items()))
+TRAINING = (
+    "--workload",
+    "train",
+    *(f"--set=train.{key}={json.dumps(value)}" for key, value in KEYS.items()),
+)
 
 
-#: Trains without the engine, and without an interruption; prints the hash of the weights for each seed.
+#: Trains without the engine, and without an interruption; prints the hash of the weights for each
+#: seed.
 UNDISTURBED = f"""
 import torch
 from workers.training.settings import TrainSettings
@@ -46,7 +55,11 @@ def test_a_training_with_a_killed_worker_ends_before_its_time_with_the_same_weig
     head = start("--rehearse", *SMALL, "--duration", "30m", "--json", *TRAINING)
     head.wait_until_running(3)
     head.wait(lambda: head.rows().get("pc1/0", {}).get("saved_step"), "a snapshot of pc1/0")
-    opened = next(event for event in head.events() if event["event"] == "device_opened" and event["slot"] == "pc1/0")
+    opened = next(
+        event
+        for event in head.events()
+        if event["event"] == "device_opened" and event["slot"] == "pc1/0"
+    )
     os.kill(opened["pid"], signal.SIGKILL)
     code, out, err = head.finish()
     assert code == 0, out + err
@@ -54,11 +67,15 @@ def test_a_training_with_a_killed_worker_ends_before_its_time_with_the_same_weig
     assert summary["outcome"] == "good"
     assert summary["duration_s"] < 1800
     rows = {row["slot"]: row for row in summary["workers"]}
-    assert {slot: (row["state"], row["train_step"], row["saved_step"]) for slot, row in rows.items()} == dict.fromkeys(
-        ("pc1/0", "pc1/1", "pc2/0"), ("DONE", 120, 120)
-    )
+    assert {
+        slot: (row["state"], row["train_step"], row["saved_step"]) for slot, row in rows.items()
+    } == dict.fromkeys(("pc1/0", "pc1/1", "pc2/0"), ("DONE", 120, 120))
     assert all(row["loss"] < row["first_loss"] for row in rows.values())
-    assert {slot: row["restarts"] for slot, row in rows.items()} == {"pc1/0": 1, "pc1/1": 0, "pc2/0": 0}
+    assert {slot: row["restarts"] for slot, row in rows.items()} == {
+        "pc1/0": 1,
+        "pc1/1": 0,
+        "pc2/0": 0,
+    }
     assert [event["slot"] for event in head.events() if event["event"] == "restored"] == ["pc1/0"]
     assert [row["redone_steps"] for slot, row in sorted(rows.items())][1:] == [0, 0]
     undisturbed = python("-c", UNDISTURBED).stdout.split()

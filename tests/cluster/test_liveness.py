@@ -21,14 +21,18 @@ Address = tuple[str, int]
 REFUSALS = 2
 PATIENCE_S = 5.0
 
-linux_only = pytest.mark.skipif(sys.platform != "linux", reason="counts the descriptors and fills the queues of Linux")
+linux_only = pytest.mark.skipif(
+    sys.platform != "linux", reason="counts the descriptors and fills the queues of Linux"
+)
 
 
 class Raylet:
     """A listening socket that takes every connection that was made to it, as a raylet does."""
 
     def __init__(self, host: str = "127.0.0.1") -> None:
-        self.socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        self.socket = socket.socket(
+            socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM
+        )
         self.socket.bind((host, 0))
         self.socket.listen(16)
         self.socket.setblocking(False)
@@ -104,7 +108,8 @@ def test_a_node_whose_port_is_closed_is_silent_after_two_refusals(raylet: Raylet
     assert not watch.pulse.refuses("pc1")
     for _ in range(5):
         assert watch.look(later_s=0.1) == {"pc1"}
-        # Said by the machine itself: what a worker that outlives its raylet reports does not speak against it.
+        # Said by the machine itself: what a worker that outlives its raylet reports does not speak
+        # against it.
         assert watch.pulse.refuses("pc1")
 
 
@@ -179,7 +184,9 @@ def test_a_node_that_ended_while_this_process_was_suspended_is_found_out(raylet:
     assert watch.look() == {"pc1"}
 
 
-def test_a_node_that_is_no_longer_named_is_forgotten_and_known_anew_without_its_past(raylet: Raylet) -> None:
+def test_a_node_that_is_no_longer_named_is_forgotten_and_known_anew_without_its_past(
+    raylet: Raylet,
+) -> None:
     watch = Watch(pc1=raylet.address)
     watch.look()
     raylet.end()

@@ -18,8 +18,9 @@ pytestmark = pytest.mark.ray
 #: The guides' own way of finding a size, by failing: only so do these runs run out of memory.
 GUIDES = ("--set", "memory.policy=classic", "--set", "run.min_success_rate=0")
 
-#: Too big for every cap, also after scaling to a quarter: three matrices of 6144 x 6144 need 432 MiB. The caps are
-#: small, because MKL is ten times slower where it gets no memory of its own, and ten workers share two cores.
+#: Too big for every cap, also after scaling to a quarter: three matrices of 6144 x 6144 need 432
+#: MiB. The caps are small, because MKL is ten times slower where it gets no memory of its own, and
+#: ten workers share two cores.
 TOO_BIG = (
     *("--set", "workload.size=24576", "--set", "workload.dtype=fp32"),
     *("--set", "nodes.pc1.vram_per_worker_gib=1.25", "--set", "nodes.pc2.vram_per_worker_gib=1.25"),
@@ -41,7 +42,9 @@ def test_ten_workers_survive_sizes_too_big_for_every_cap(start: Starter, short_t
     witness = short_tmp / "the-head-loaded-torch"
     (short_tmp / "sitecustomize.py").write_text(_TELL_TALE.format(witness=witness))
     watched = {"PYTHONPATH": str(short_tmp)}
-    head = start("--rehearse", "--duration", "20s", "--json", *TOO_BIG, *GUIDES, environment=watched)
+    head = start(
+        "--rehearse", "--duration", "20s", "--json", *TOO_BIG, *GUIDES, environment=watched
+    )
     code, out, err = head.finish()
     assert not witness.exists()
     assert code == 0, out + err
@@ -57,12 +60,26 @@ def test_ten_workers_survive_sizes_too_big_for_every_cap(start: Starter, short_t
         assert row["steps_ok"] > 0
         assert 0 < row["size"] < 6144
         assert row["state"] == "RUNNING"
-        assert 0.95 * row["cap_bytes"] <= row["reserved_bytes"] <= row["cap_bytes"] <= row["budget_bytes"]
+        assert (
+            0.95 * row["cap_bytes"]
+            <= row["reserved_bytes"]
+            <= row["cap_bytes"]
+            <= row["budget_bytes"]
+        )
 
     folder = head.folder()
     assert load_config(str(folder / "config.yaml")).nodes["pc1"].workers == 7
     names = {event["event"] for event in read_events(folder)}
-    assert {"run_started", "node_joined", "device_opened", "claimed", "oom", "backoff", "state", "run_ended"} <= names
+    assert {
+        "run_started",
+        "node_joined",
+        "device_opened",
+        "claimed",
+        "oom",
+        "backoff",
+        "state",
+        "run_ended",
+    } <= names
     with sqlite3.connect(folder / "run.sqlite") as store:
         (slots,) = store.execute("SELECT COUNT(DISTINCT slot) FROM samples").fetchone()
     store.close()
@@ -70,7 +87,9 @@ def test_ten_workers_survive_sizes_too_big_for_every_cap(start: Starter, short_t
     assert err == ""  # nothing of Ray's, and nothing of ours beside the one object
 
 
-def test_this_machine_alone_runs_with_what_it_really_has_and_without_a_reader(start: Starter) -> None:
+def test_this_machine_alone_runs_with_what_it_really_has_and_without_a_reader(
+    start: Starter,
+) -> None:
     head = start("--local", "--duration", "3s")
     for stream in (head.process.stdout, head.process.stderr):
         assert stream is not None

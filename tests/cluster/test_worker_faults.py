@@ -1,4 +1,7 @@
-"""Workers that crash, leave, leak or eat the PC's memory, for real; and what becomes of their slots and their card."""
+"""Workers that crash, leave, leak or eat the PC's memory, for real.
+
+And what becomes of their slots and their card.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +103,14 @@ def test_crashed_and_leaking_workers_are_replaced_and_a_card_on_which_all_die_is
 ) -> None:
     write_faults(short_tmp)
     slots = ("--set", "nodes.pc1.workers=5", "--set", "nodes.pc2.workers=2")
-    leaks = ("--set", "run.slice_s=0.5", "--set", "run.leak_flag_mib=30", "--set", "run.leak_limit_mib=100")
+    leaks = (
+        "--set",
+        "run.slice_s=0.5",
+        "--set",
+        "run.leak_flag_mib=30",
+        "--set",
+        "run.leak_limit_mib=100",
+    )
     workload = ("--workload", "faults:BySlot", "--duration", "10")
     head = start("--rehearse", "--json", *workload, *slots, *leaks, cwd=short_tmp)
 
@@ -108,15 +118,21 @@ def test_crashed_and_leaking_workers_are_replaced_and_a_card_on_which_all_die_is
         rows = head.rows()
         if len(rows) < 7:
             return False
-        back = all(rows[slot]["state"] == "RUNNING" and rows[slot]["restarts"] == 1 for slot in ("pc1/0", "pc1/1"))
+        back = all(
+            rows[slot]["state"] == "RUNNING" and rows[slot]["restarts"] == 1
+            for slot in ("pc1/0", "pc1/1")
+        )
         given_up = all(rows[slot]["state"] == "QUARANTINED" for slot in ("pc2/0", "pc2/1"))
         told = {event["slot"] for event in head.events() if event["event"] == "leak"}
         replaced = (
-            all(rows[slot]["restarts"] >= 1 for slot in ("pc1/2", "pc1/4")) and rows["pc1/4"]["state"] == "RUNNING"
+            all(rows[slot]["restarts"] >= 1 for slot in ("pc1/2", "pc1/4"))
+            and rows["pc1/4"]["state"] == "RUNNING"
         )
         return back and given_up and replaced and "pc1/3" in told
 
-    summary = head.interrupt_when(all_came_to_their_end, "two slots that are back, two replaced, one leak, one card")
+    summary = head.interrupt_when(
+        all_came_to_their_end, "two slots that are back, two replaced, one leak, one card"
+    )
     assert summary["steps_error"] == 0
     events = head.events()
     rows = {row["slot"]: row for row in summary["workers"]}
@@ -139,12 +155,20 @@ def test_crashed_and_leaking_workers_are_replaced_and_a_card_on_which_all_die_is
     leaky, slightly = rows["pc1/2"], rows["pc1/3"]
     assert len(causes("pc1/2")) == leaky["restarts"] >= 1
     odd = [
-        cause for cause in causes("pc1/2") if not ("that its work does not need" in cause and "was replaced" in cause)
+        cause
+        for cause in causes("pc1/2")
+        if not ("that its work does not need" in cause and "was replaced" in cause)
     ]
     assert odd == []
     kept = causes("pc1/4")
-    assert [cause for cause in kept if not ("that its work does not need" in cause and "was replaced" in cause)] == []
-    assert "EMERGENCY" not in {e["to_state"] for e in events if e["event"] == "state" and e["slot"] == "pc1/4"}
+    assert [
+        cause
+        for cause in kept
+        if not ("that its work does not need" in cause and "was replaced" in cause)
+    ] == []
+    assert "EMERGENCY" not in {
+        e["to_state"] for e in events if e["event"] == "state" and e["slot"] == "pc1/4"
+    }
     assert leaky["state"] in {"RUNNING", "RESTARTING"}
     assert slightly["restarts"] == 0
     assert slightly["state"] == "RUNNING"
@@ -166,7 +190,9 @@ def test_a_worker_that_eats_the_ram_is_ended_by_ray_and_told_apart_from_a_crash(
     start: Starter, short_tmp: Path
 ) -> None:
     memory = psutil.virtual_memory()
-    room_bytes = 5 * GIB  # for the cluster itself, and for what else begins on this machine meanwhile
+    room_bytes = (
+        5 * GIB
+    )  # for the cluster itself, and for what else begins on this machine meanwhile
     write_faults(short_tmp, most_bytes=room_bytes + 2 * GIB)
     threshold = (memory.total - memory.available + room_bytes) / memory.total
     slots = ("--set", "nodes.pc1.workers=2", "--set", "nodes.pc2.workers=1")
@@ -175,9 +201,16 @@ def test_a_worker_that_eats_the_ram_is_ended_by_ray_and_told_apart_from_a_crash(
     head = start("--rehearse", "--json", *workload, *slots, cwd=short_tmp, environment=environment)
     head.wait_until_running(3)
     reason = "Ray ended its process because the PC's RAM was nearly full"
-    # Ray may also end those who only stand beside it, and it tells the reason a little later than the death.
-    wait_for(lambda: reason in [slot.reason for slot in read_run(head.folder()).slots], "a death for want of RAM")
-    wait_for(lambda: {slot.state for slot in read_run(head.folder()).slots} == {"RUNNING"}, "work of all slots")
+    # Ray may also end those who only stand beside it, and it tells the reason a little later than
+    # the death.
+    wait_for(
+        lambda: reason in [slot.reason for slot in read_run(head.folder()).slots],
+        "a death for want of RAM",
+    )
+    wait_for(
+        lambda: {slot.state for slot in read_run(head.folder()).slots} == {"RUNNING"},
+        "work of all slots",
+    )
     head.process.send_signal(signal.SIGINT)
     code, out, _ = head.finish()
     rows = {row["slot"]: row for row in json.loads(out)["workers"]}

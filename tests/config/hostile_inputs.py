@@ -1,6 +1,7 @@
 """Hypothesis strategies for what a user may hand to `plan`: a file that is right, nearly right or far off, and `--set`.
 
-There is no model of what is valid: about a third of the inputs is meant to be good. The words are in hostile.json.
+There is no model of what is valid: about a third of the inputs is meant to be good. The words are
+in hostile.json.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ _GOOD: Mapping[str, str] = _WORDS["good"]
 
 def _spelled(words: list[str | list[tuple[str, int]]]) -> st.SearchStrategy[str]:
     """Draw one of the words; a long one is stored as pieces and how often each stands there."""
-    return st.sampled_from([w if isinstance(w, str) else "".join(piece * times for piece, times in w) for w in words])
+    return st.sampled_from(
+        [w if isinstance(w, str) else "".join(piece * times for piece, times in w) for w in words]
+    )
 
 
 #: Values that are not typed by hand: wrong types, wrong sizes, and rare forms of YAML.
@@ -41,7 +44,9 @@ _KEYS = _spelled(_WORDS["keys"])
 _ODD = st.one_of(
     _NASTY,
     (st.floats(0, 100) | st.integers(-3, 200) | st.floats(1, 1e9)).map(repr),
-    st.text(st.characters(max_codepoint=255) | st.sampled_from("\u202e\U0001f600"), max_size=9).map(json.dumps),
+    st.text(st.characters(max_codepoint=255) | st.sampled_from("\u202e\U0001f600"), max_size=9).map(
+        json.dumps
+    ),
 )
 
 
@@ -59,7 +64,10 @@ def _values(key: str) -> st.SearchStrategy[str]:
 
 
 _DAMAGE = st.sampled_from(
-    ["replace"] * 8 + ["insert"] * 2 + ["remove"] * 2 + ["swap", "indent", "repeat", "crowd", "alias"]
+    ["replace"] * 8
+    + ["insert"] * 2
+    + ["remove"] * 2
+    + ["swap", "indent", "repeat", "crowd", "alias"]
 )
 _A_NODE = "gpu: cpu, gpus: 0, workers: 1, vram_per_worker_gib: 1"
 
@@ -89,10 +97,17 @@ def _damaged_lines(draw: st.DrawFn) -> bytes:
             case "repeat":
                 lines.insert(at, lines[at])
             case "crowd":
-                count, prefix = draw(st.sampled_from([3, 9, 30, 300, 1200])), draw(st.sampled_from(["n", "N", "n-"]))
-                _put_below_nodes(lines, [f"  {prefix}{index}: {{{_A_NODE}}}" for index in range(count)])
+                count, prefix = (
+                    draw(st.sampled_from([3, 9, 30, 300, 1200])),
+                    draw(st.sampled_from(["n", "N", "n-"])),
+                )
+                _put_below_nodes(
+                    lines, [f"  {prefix}{index}: {{{_A_NODE}}}" for index in range(count)]
+                )
             case "alias":
-                alias = draw(st.sampled_from(["*n", "{<<: *n}", "{<<: [*n, *n], workers: 1}", "[*n]"]))
+                alias = draw(
+                    st.sampled_from(["*n", "{<<: *n}", "{<<: [*n, *n], workers: 1}", "[*n]"])
+                )
                 _put_below_nodes(lines, [f"  pc4: &n {{{_A_NODE}}}", f"  pc3: {alias}"])
     shape: Callable[[str], bytes] = draw(st.sampled_from((_plain,) * 3 * len(_SHAPES) + _SHAPES))
     return shape("".join(f"{line}\n" for line in lines))
@@ -147,7 +162,10 @@ def _damaged_bytes(draw: st.DrawFn) -> bytes:
         at = draw(st.integers(0, len(raw)))
         after = at + draw(st.sampled_from([0, 1, 1, 2, 5, 20, 200]))
         value = _plain(draw(_values("")))
-        middle = draw(st.sampled_from([b"", raw[at:after] * 2, value + raw[at:after]]) | st.binary(max_size=40))
+        middle = draw(
+            st.sampled_from([b"", raw[at:after] * 2, value + raw[at:after]])
+            | st.binary(max_size=40)
+        )
         is_cut = draw(st.integers(0, 19)) == 19
         raw = raw[:at] + middle + (b"" if is_cut else raw[after:])
     return raw
@@ -156,11 +174,17 @@ def _damaged_bytes(draw: st.DrawFn) -> bytes:
 @st.composite
 def _override(draw: st.DrawFn) -> str:
     key = draw(st.sampled_from(_PATHS))
-    match draw(st.sampled_from(["right"] * 12 + ["elsewhere", "misspelt", "deep", "no value", "two lines"])):
+    match draw(
+        st.sampled_from(["right"] * 12 + ["elsewhere", "misspelt", "deep", "no value", "two lines"])
+    ):
         case "elsewhere":
             key = f"nodes.{draw(_KEYS)}.{draw(_KEYS)}"
         case "misspelt":
-            key = draw(st.sampled_from([f"{key}.x", f".{key}", f"{key}.", f" {key} ", key.upper(), "", "="]))
+            key = draw(
+                st.sampled_from(
+                    [f"{key}.x", f".{key}", f"{key}.", f" {key} ", key.upper(), "", "="]
+                )
+            )
         case "deep":
             key = ".".join([draw(_KEYS)] * draw(st.sampled_from([3, 70, 3000])))
         case "no value":

@@ -1,6 +1,7 @@
 """Judges what `plan`, `up` and a rehearsal make of an input: a refusal in words, or a plan that adds up.
 
-Starts no Ray and runs no command. Whatever else comes out is an AssertionError that says what is wrong.
+Starts no Ray and runs no command. Whatever else comes out is an AssertionError that says what is
+wrong.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ from tests.scene import vm_data_bytes
 
 #: For one input: some hundred times what the slowest takes, because the machine is shared.
 TIME_LIMIT_S = 60.0
-#: What one input may take: an explosion becomes a MemoryError here instead of the end of the machine.
+#: What one input may take: an explosion becomes a MemoryError here instead of the end of the
+#: machine.
 _MEMORY_LIMIT_BYTES = 3 * 2**30
-#: A sentence names a source (180 characters) and a key (180), each of which may be written in escapes of ten, and a
-#: few words of the file. The usual sentence is below 200.
+#: A sentence names a source (180 characters) and a key (180), each of which may be written in
+#: escapes of ten, and a few words of the file. The usual sentence is below 200.
 _LONGEST_LINE = 5000
-#: What all workers of a rehearsal may hold here, so that no plan depends on this machine's free memory.
+#: What all workers of a rehearsal may hold here, so that no plan depends on this machine's free
+#: memory.
 _REHEARSAL_BYTES = 2 * 2**30
 #: `up` is asked for the head and as many more nodes.
 _NODES_ASKED = 5
@@ -42,7 +45,10 @@ _HEADS = (None, "192.168.1.10", "[fe80::1]:7000", "$(touch /tmp/owned); '\"")
 
 
 class TooSlow(BaseException):
-    """The watchdog's. Not an `Exception`, so that nothing in the product can take it for its own."""
+    """The watchdog's.
+
+    Not an `Exception`, so that nothing in the product can take it for its own.
+    """
 
 
 def judge(hostile: HostileInput, folder: Path) -> str:
@@ -78,15 +84,23 @@ def _check_plan(config: Config) -> None:
     assert (plan["schema"], plan["compute_share_mode"]) == (1, config.compute_share_mode)
     workers = [worker for node in plan["nodes"] for worker in node["workers"]]
     slots = [worker["slot"] for worker in workers]
-    expected = [f"{name}/{index}" for name, node in config.nodes.items() for index in range(node.workers)]
+    expected = [
+        f"{name}/{index}" for name, node in config.nodes.items() for index in range(node.workers)
+    ]
     assert slots == expected, "the slots are not node/index of every worker"
-    assert [line.split()[0] for line in text.splitlines()[1 : len(slots) + 1]] == slots, "the table is not the plan"
+    assert [line.split()[0] for line in text.splitlines()[1 : len(slots) + 1]] == slots, (
+        "the table is not the plan"
+    )
     for node in plan["nodes"]:
         _check_sums(node)
     placed = list(map(_placed, plan_slots(config, Target())))
-    assert [{key: worker[key] for key in placed[0]} for worker in workers] == placed, "what is placed is not the plan"
+    assert [{key: worker[key] for key in placed[0]} for worker in workers] == placed, (
+        "what is placed is not the plan"
+    )
     again = read_yaml_text(dump_config(config), "dump")
-    assert config_from_data(again.data) == config, "written and read again it is another configuration"
+    assert config_from_data(again.data) == config, (
+        "written and read again it is another configuration"
+    )
 
 
 def _placed(slot: SlotPlan) -> dict[str, Any]:
@@ -109,13 +123,17 @@ def _check_sums(node: dict[str, Any]) -> None:
     fullest = sum(worker["budget_bytes"] for worker in workers[: node["workers_per_card"]])
     assert fullest == node["card_budget_bytes"], f"{name}: bytes of a card"
     if node["card_allowed_bytes"] is not None:
-        assert fullest <= node["card_allowed_bytes"] <= node["card_total_bytes"], f"{name}: a card is overbooked"
+        assert fullest <= node["card_allowed_bytes"] <= node["card_total_bytes"], (
+            f"{name}: a card is overbooked"
+        )
     if node["gpus"]:
         share = sum(worker["gpu_fraction"] for worker in workers[: node["workers_per_card"]])
         assert 0 < share <= 1 + 1e-9, f"{name}: fractions of {share} on a card"
         assert set(cards) <= set(range(node["gpus"])), f"{name}: a card that is not there"
     for worker in workers:
-        assert 0 <= worker["cap_about_bytes"] <= worker["budget_bytes"], f"{name}: a cap above its budget"
+        assert 0 <= worker["cap_about_bytes"] <= worker["budget_bytes"], (
+            f"{name}: a cap above its budget"
+        )
         assert worker["duty"] is None or 0 < worker["duty"] <= 1, f"{name}: duty {worker['duty']}"
         assert worker["size"] >= 1, f"{name}: size {worker['size']}"
         assert worker["batch"] >= 1, f"{name}: batch {worker['batch']}"
@@ -126,11 +144,15 @@ def _check_commands(config: Config) -> None:
         for head in _HEADS:
             command = command_for(config, node, head)
             assignments = [f"{name}={value}" for name, value in command.environment.items()]
-            assert shlex.split(command.line) == [*assignments, *command.argv], f"{node}: the shell reads other words"
+            assert shlex.split(command.line) == [*assignments, *command.argv], (
+                f"{node}: the shell reads other words"
+            )
             lines = command.script(node).split("\n")
             assert lines[-1] == command.line, f"{node}: the script is torn"
             assert lines[0].startswith("# on "), f"{node}: the script is torn"
-            assert _steers_nothing(command.script(node)), f"{node}: a script with control characters"
+            assert _steers_nothing(command.script(node)), (
+                f"{node}: a script with control characters"
+            )
 
 
 def _check_rehearsal(config: Config) -> str:
@@ -139,7 +161,9 @@ def _check_rehearsal(config: Config) -> str:
     except OrchestratorError as error:
         _check_refusal(error)
         return "plan"
-    held_bytes = sum(slot.spec.budget_bytes for slot in plan_slots(small, Target(device="cpu", one_machine=True)))
+    held_bytes = sum(
+        slot.spec.budget_bytes for slot in plan_slots(small, Target(device="cpu", one_machine=True))
+    )
     assert held_bytes <= _REHEARSAL_BYTES, f"a rehearsal of {held_bytes} bytes"
     again = read_yaml_text(dump_config(small), "config.yaml of the run")
     assert config_from_data(again.data) == small, "a rehearsal's configuration cannot be read again"

@@ -18,7 +18,9 @@ SHIPPED = str(ROOT / "cluster.yaml")
 SMALL = {"nodes": {"pc1": {"gpu": "rtx-3090", "workers": 1, "vram_per_worker_gib": 1}}}
 
 
-def sections(model: type[BaseModel], data: dict[str, Any]) -> list[tuple[type[BaseModel], dict[str, Any]]]:
+def sections(
+    model: type[BaseModel], data: dict[str, Any]
+) -> list[tuple[type[BaseModel], dict[str, Any]]]:
     """Return each section model with each of its mappings in `data`, the root included."""
     found = [(model, data)]
     for name, field in model.model_fields.items():
@@ -111,12 +113,19 @@ def test_an_override_reaches_a_section_that_the_file_leaves_out_or_empty(file: P
 
 
 def test_an_override_reaches_a_node_with_dots_in_its_name(file: Path) -> None:
-    file.write_text(yaml.safe_dump({"nodes": {"pc1.lan.home": SMALL["nodes"]["pc1"]}}), encoding="utf-8")
-    assert load_config(str(file), ["nodes.pc1.lan.home.workers=2"]).nodes["pc1.lan.home"].workers == 2
+    file.write_text(
+        yaml.safe_dump({"nodes": {"pc1.lan.home": SMALL["nodes"]["pc1"]}}), encoding="utf-8"
+    )
+    assert (
+        load_config(str(file), ["nodes.pc1.lan.home.workers=2"]).nodes["pc1.lan.home"].workers == 2
+    )
 
 
 def test_aliases_save_typing_and_share_nothing(file: Path) -> None:
-    file.write_text("nodes:\n  a: &pc {gpu: h200, workers: 2, vram_per_worker_gib: 8}\n  b: *pc\n", encoding="utf-8")
+    file.write_text(
+        "nodes:\n  a: &pc {gpu: h200, workers: 2, vram_per_worker_gib: 8}\n  b: *pc\n",
+        encoding="utf-8",
+    )
     config = load_config(str(file), ["nodes.a.workers=3"])
     assert (config.nodes["a"].workers, config.nodes["b"].workers) == (3, 2)
 
@@ -146,9 +155,21 @@ def test_node_names_that_are_allowed(name: str) -> None:
 
 
 def test_every_profile_can_be_named_and_shows_less_than_its_box() -> None:
-    nominal_gib = {"rtx-3060": 12, "rtx-3070": 8, "rtx-3090": 24, "rtx-4090": 24, "h100": 80, "h200": 141}
+    nominal_gib = {
+        "rtx-3060": 12,
+        "rtx-3070": 8,
+        "rtx-3090": 24,
+        "rtx-4090": 24,
+        "h100": 80,
+        "h200": 141,
+    }
     assert list(PROFILES) == list(nominal_gib)
     for key, profile in PROFILES.items():
-        node = {"gpu": key, "workers": 1, "vram_per_worker_gib": profile.shown_gib, "memory_fraction": 1}
+        node = {
+            "gpu": key,
+            "workers": 1,
+            "vram_per_worker_gib": profile.shown_gib,
+            "memory_fraction": 1,
+        }
         config_from_data({"nodes": {"pc1": node}})
         assert 0.9 * nominal_gib[key] < profile.shown_gib < nominal_gib[key]

@@ -36,8 +36,14 @@ def test_what_may_be_typed(typed: str | float, seconds: float) -> None:
         (1e300, "longer than a year"),
         ("366d", "longer than a year"),
         ("999999999999h", "longer than a year"),
-        *((typed, "not a duration") for typed in ("", "   ", "s", "5x", "30m1h", "1h-30m", "-30s", "nan", "1e3", True)),
-        *((typed, "not a duration") for typed in ("\u0665", "1h" + " " * 100_000 + "x", "9" * 100_000)),
+        *(
+            (typed, "not a duration")
+            for typed in ("", "   ", "s", "5x", "30m1h", "1h-30m", "-30s", "nan", "1e3", True)
+        ),
+        *(
+            (typed, "not a duration")
+            for typed in ("\u0665", "1h" + " " * 100_000 + "x", "9" * 100_000)
+        ),
     ],
 )
 def test_refusals_say_what_is_valid(typed: str | float, why: str) -> None:

@@ -1,7 +1,7 @@
 """Hostile configurations by the hundred: refused in words, or a plan that adds up; never a traceback, never a hang.
 
-FUZZ_EXAMPLES=50000 tries so many of each family. What was once found is kept as a file in `fuzz_seeds`: `NAME.yaml`,
-and `NAME.set` with an override on each line.
+FUZZ_EXAMPLES=50000 tries so many of each family. What was once found is kept as a file in
+`fuzz_seeds`: `NAME.yaml`, and `NAME.set` with an override on each line.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def kept(name: str) -> HostileInput:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_input_is_a_refusal_in_words_or_a_plan_that_adds_up(family: str, tmp_path: Path) -> None:
+def test_every_input_is_a_refusal_in_words_or_a_plan_that_adds_up(
+    family: str, tmp_path: Path
+) -> None:
     verdicts: Counter[str] = Counter()
 
     @settings(max_examples=EXAMPLES)
@@ -88,9 +90,17 @@ def test_the_judge_lets_the_shipped_configuration_pass(tmp_path: Path) -> None:
     assert judge(HostileInput(SHIPPED, ("nonsense",)), tmp_path) == "refusal"
 
 
-@pytest.mark.parametrize("text", ["null", "yes", "1e3", "1234", "a: b #c", "- ", "1:30", "\u00fc '\""])
-def test_text_that_looks_like_another_value_is_written_and_read_again(text: str, tmp_path: Path) -> None:
-    overrides = (f"run.dir={json.dumps(text)}", "nodes.pc1.power_limit_w=287.5", "memory.size_decay=1.0e-300")
+@pytest.mark.parametrize(
+    "text", ["null", "yes", "1e3", "1234", "a: b #c", "- ", "1:30", "\u00fc '\""]
+)
+def test_text_that_looks_like_another_value_is_written_and_read_again(
+    text: str, tmp_path: Path
+) -> None:
+    overrides = (
+        f"run.dir={json.dumps(text)}",
+        "nodes.pc1.power_limit_w=287.5",
+        "memory.size_decay=1.0e-300",
+    )
     assert judge(HostileInput(SHIPPED, overrides), tmp_path) == "scaled"
 
 
@@ -113,7 +123,9 @@ def test_the_judge_sees_a_refusal_that_is_none(
         judge(GOOD, tmp_path)
 
 
-def test_the_judge_sees_an_answer_that_does_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_judge_sees_an_answer_that_does_not_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(plan_judge, "TIME_LIMIT_S", 0.2)
     monkeypatch.setattr(plan_judge, "load_config", lambda *_: time.sleep(60))
     with pytest.raises(TooSlow, match="took more than"):

@@ -25,25 +25,35 @@ from workers.units import GIB
 PROFILE = pytest.mark.parametrize("profile", PROFILES.values(), ids=lambda profile: profile.key)
 
 
-def live(name: str, total_gib: float = 10.0, **facts: Any) -> GpuProfile:  # noqa: ANN401 - of CardFacts
+def live(name: str, total_gib: float = 10.0, **facts: Any) -> GpuProfile:
     """Return what is known of a card from what its driver tells."""
-    return profile_of(CardFacts(index=0, name=name, uuid="GPU-0", total_bytes=round(total_gib * GIB), **facts))
+    return profile_of(
+        CardFacts(index=0, name=name, uuid="GPU-0", total_bytes=round(total_gib * GIB), **facts)
+    )
 
 
 @PROFILE
 @pytest.mark.parametrize("dtype", PEAK_DTYPES)
-def test_every_rated_peak_is_the_formula_at_the_rated_clock(profile: GpuProfile, dtype: str) -> None:
+def test_every_rated_peak_is_the_formula_at_the_rated_clock(
+    profile: GpuProfile, dtype: str
+) -> None:
     # Hopper's FP32 is rated at another clock than its tensor types.
-    clock_mhz = 1980 if profile.compute_capability == (9, 0) and dtype == "fp32" else profile.boost_mhz
+    clock_mhz = (
+        1980 if profile.compute_capability == (9, 0) and dtype == "fp32" else profile.boost_mhz
+    )
     assert clock_mhz is not None
-    assert peak_tflops(profile, dtype) == pytest.approx(peak_tflops(profile, dtype, clock_mhz), rel=0.01)
+    assert peak_tflops(profile, dtype) == pytest.approx(
+        peak_tflops(profile, dtype, clock_mhz), rel=0.01
+    )
 
 
 def test_a_peak_follows_the_sampled_clock() -> None:
     full = peak_tflops(PROFILES["rtx-3090"], "fp16", 1695)
     assert full == pytest.approx(71.2, abs=0.1)
     for clock_mhz in (847.5, 1900):
-        assert peak_tflops(PROFILES["rtx-3090"], "fp16", clock_mhz) == pytest.approx(full * clock_mhz / 1695)
+        assert peak_tflops(PROFILES["rtx-3090"], "fp16", clock_mhz) == pytest.approx(
+            full * clock_mhz / 1695
+        )
 
 
 def test_a_type_that_does_not_exist_is_refused_by_name() -> None:
@@ -97,14 +107,23 @@ def test_the_advice_fits_the_card_and_uses_it(profile: GpuProfile) -> None:
             (advice.memory_fraction, advice.workers * advice.vram_per_worker_gib)
             for advice in (profile.desktop, profile.alone)
         ]
-        assert all(less < more for less, more in zip(*fractions_gib, strict=True)), "a desktop takes some, too"
+        assert all(less < more for less, more in zip(*fractions_gib, strict=True)), (
+            "a desktop takes some, too"
+        )
 
 
 @pytest.mark.parametrize(
     ("key", "memory_clock_mhz", "bits"),
-    [("rtx-3060", 7501, 192), ("rtx-3070", 7001, 256), ("rtx-3090", 9751, 384), ("rtx-4090", 10501, 384)],
+    [
+        ("rtx-3060", 7501, 192),
+        ("rtx-3070", 7001, 256),
+        ("rtx-3090", 9751, 384),
+        ("rtx-4090", 10501, 384),
+    ],
 )
-def test_the_formula_gives_the_table_for_the_cards_in_it(key: str, memory_clock_mhz: int, bits: int) -> None:
+def test_the_formula_gives_the_table_for_the_cards_in_it(
+    key: str, memory_clock_mhz: int, bits: int
+) -> None:
     """Given what a driver tells of a known card, under another name, it must come to the same peaks."""
     known = PROFILES[key]
     assert known.compute_capability is not None
@@ -148,7 +167,9 @@ def test_what_a_card_does_not_tell_and_what_is_not_known_of_its_generation_stays
     ("name", "capability"),
     [("NVIDIA RTX A4000", (8, 6)), ("NVIDIA L40S", (8, 9)), ("NVIDIA GeForce GTX 1660", (7, 5))],
 )
-def test_tensor_rates_of_cards_that_are_not_geforce_rtx_are_not_guessed(name: str, capability: tuple[int, int]) -> None:
+def test_tensor_rates_of_cards_that_are_not_geforce_rtx_are_not_guessed(
+    name: str, capability: tuple[int, int]
+) -> None:
     card = live(name, 16, compute_capability=capability, cores=48 * 128, max_sm_clock_mhz=1560)
     assert peak_tflops(card, "fp32") is not None
     assert peak_tflops(card, "fp16") is None

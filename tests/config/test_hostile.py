@@ -1,7 +1,7 @@
 """Hostile names run no command and leave no folder; secrets stay in their file, which no other user can read.
 
-Commands are really run, with recording stand-ins for `ray` and `scp`. The secrets of a whole rehearsal are looked for
-in `tests/cluster/test_secrets.py`.
+Commands are really run, with recording stand-ins for `ray` and `scp`. The secrets of a whole
+rehearsal are looked for in `tests/cluster/test_secrets.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ pytestmark = pytest.mark.slow
 
 SECRET = "5ec3e7" * 11
 
-#: Writes down how it was called; as `ray` it makes and shows a token as Ray does, as `scp` it brings one.
+#: Writes down how it was called; as `ray` it makes and shows a token as Ray does, as `scp` it
+#: brings one.
 STAND_IN = f"""#!{sys.executable}
 import json, os, stat, sys
 name, token = os.path.basename(sys.argv[0]), os.path.expanduser("~/.ray/auth_token")
@@ -81,7 +82,10 @@ class Desk:
     def config(self, nodes: dict[str, dict[str, object]], **cluster: object) -> str:
         """Write a configuration (JSON is YAML) beside the folders and return its path."""
         usual = {"gpu": "card (x) + y", "workers": 1, "vram_per_worker_gib": 1.0, "vram_gib": 8.0}
-        data = {"cluster": cluster, "nodes": {name: {**usual, **keys} for name, keys in nodes.items()}}
+        data = {
+            "cluster": cluster,
+            "nodes": {name: {**usual, **keys} for name, keys in nodes.items()},
+        }
         self.file.write_text(json.dumps(data))
         return str(self.file)
 
@@ -94,7 +98,9 @@ class Desk:
         assert done.exit_code == 0, done.output
         return done.output
 
-    def run(self, command: list[str], script: str | None = None) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, command: list[str], script: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """Run so that all users may read what is made, unless the command itself says otherwise."""
         return subprocess.run(
             command,
@@ -109,7 +115,11 @@ class Desk:
         )
 
     def calls(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self._calls.read_text().splitlines()] if self._calls.exists() else []
+        return (
+            [json.loads(line) for line in self._calls.read_text().splitlines()]
+            if self._calls.exists()
+            else []
+        )
 
     def assert_untouched(self) -> None:
         assert list(self.here.iterdir()) == [], "a name ran a command"
@@ -130,7 +140,9 @@ def type_script(desk: Desk, script: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-@pytest.mark.parametrize(("name", "host"), [*zip(NODE_NAMES, HOSTS, strict=False), ("pc2", HOSTS[-1])])
+@pytest.mark.parametrize(
+    ("name", "host"), [*zip(NODE_NAMES, HOSTS, strict=False), ("pc2", HOSTS[-1])]
+)
 def test_odd_names_that_are_valid_arrive_as_they_are(desk: Desk, name: str, host: str) -> None:
     config = desk.config({"head": {"host": host}, name: {"host": host}})
     for node in ("head", name):
@@ -154,18 +166,28 @@ def test_a_head_address_runs_no_command_whether_printed_or_executed(
         ["scp", "--", f"{address}:.ray/auth_token", str(desk.token)],
         ["ray", "start", f"--address={address}:6379"],
     ]
-    assert [call["argv"][: len(want)] for call, want in zip(desk.calls(), expected, strict=True)] == expected
+    assert [
+        call["argv"][: len(want)] for call, want in zip(desk.calls(), expected, strict=True)
+    ] == expected
     desk.token.unlink()
 
     # As `--exec` does it; in this process, because beside the real Python lies the real ray.
     tools = desk.here.parent / "tools"
-    expected[1] = ["python", "-m", "orchestrator.cluster.known_agent_ports", str(tools / "ray"), *expected[1][1:]]
+    expected[1] = [
+        "python",
+        "-m",
+        "orchestrator.cluster.known_agent_ports",
+        str(tools / "ray"),
+        *expected[1][1:],
+    ]
     for key, value in desk.environment.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setattr(sys, "executable", str(tools / "python"))
     monkeypatch.chdir(desk.here)
     assert execute(command_for(load_config(config), "pc2", address)) == 0
-    assert [call["argv"][: len(want)] for call, want in zip(desk.calls()[2:], expected, strict=True)] == expected
+    assert [
+        call["argv"][: len(want)] for call, want in zip(desk.calls()[2:], expected, strict=True)
+    ] == expected
     desk.assert_untouched()
 
 
@@ -200,7 +222,9 @@ def test_a_run_folder_is_where_it_is_told_and_nowhere_else(desk: Desk, folder: s
     assert list(desk.home.iterdir()) == []
 
 
-@pytest.mark.parametrize("character", ["\n", "\x1b", "\x7f", "\x9b", "\x85", "\u202e", "\u2028", "\x00"])
+@pytest.mark.parametrize(
+    "character", ["\n", "\x1b", "\x7f", "\x9b", "\x85", "\u202e", "\u2028", "\x00"]
+)
 def test_a_run_folder_that_could_steer_a_terminal_is_refused(character: str) -> None:
     with pytest.raises(ConfigError, match=r"run\.dir") as caught:
         load_config(str(ROOT / "cluster.yaml"), [f"run.dir={json.dumps(f'runs{character}x')}"])
@@ -212,7 +236,9 @@ def mode(path: Path) -> int:
 
 
 @pytest.mark.parametrize("node", ["pc1", "pc2"])
-def test_a_token_made_or_fetched_is_never_readable_by_others_and_never_shown(desk: Desk, node: str) -> None:
+def test_a_token_made_or_fetched_is_never_readable_by_others_and_never_shown(
+    desk: Desk, node: str
+) -> None:
     script = desk.steps(node, desk.config({"pc1": {"host": "pc1.lan"}, "pc2": {}}))
     done = type_script(desk, script)
     made, started = desk.calls()
@@ -278,7 +304,8 @@ def test_a_private_token_is_closed_to_others_and_written_over_nothing(
     assert not (tmp_path / "elsewhere").exists()
 
 
-#: Turns text into code, or bytes into objects; `exec` and `eval` are refused by the linter's rules S102 and S307.
+#: Turns text into code, or bytes into objects; `exec` and `eval` are refused by the linter's rules
+#: S102 and S307.
 DANGEROUS = re.compile(
     r"""\bos\.(?:system|popen)|\bpickle\.(?:loads?|Unpickler)\b|\b(?:marshal|shelve)\b"""
     r"""|\btorch\.load\((?![^)]*weights_only=True)|\byaml\.(?:unsafe_|full_)?load"""
@@ -289,10 +316,18 @@ DANGEROUS = re.compile(
 def test_nothing_turns_text_into_code_but_the_steps_that_up_prints() -> None:
     """The one exception: `nodes.execute` gives a shell the very steps that `up` prints for the user to type.
 
-    They hold `||`, a subshell and a umask, so that a shell is what they are for; and nothing from outside but the
-    head's address, quoted, which `test_a_head_address_runs_no_command_whether_printed_or_executed` tries to break.
+    They hold `||`, a subshell and a umask, so that a shell is what they are for; and nothing from
+    outside but the head's address, quoted, which
+    `test_a_head_address_runs_no_command_whether_printed_or_executed` tries to break.
     """
-    files = [path for room in ("orchestrator", "workers") for path in sorted((ROOT / room).rglob("*.py"))]
+    files = [
+        path for room in ("orchestrator", "workers") for path in sorted((ROOT / room).rglob("*.py"))
+    ]
     assert len(files) > 40
-    found = {str(path.relative_to(ROOT)): DANGEROUS.findall(path.read_text(encoding="utf-8")) for path in files}
-    assert {path: what for path, what in found.items() if what} == {"orchestrator/cli/nodes.py": ['"/bin/sh"']}
+    found = {
+        str(path.relative_to(ROOT)): DANGEROUS.findall(path.read_text(encoding="utf-8"))
+        for path in files
+    }
+    assert {path: what for path, what in found.items() if what} == {
+        "orchestrator/cli/nodes.py": ['"/bin/sh"']
+    }

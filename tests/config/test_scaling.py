@@ -20,7 +20,10 @@ SHIPPED = str(ROOT / "cluster.yaml")
 
 def budgets_bytes(config: Config) -> int:
     """Return what all workers of all nodes may hold together."""
-    return sum(node.workers * node_budget(name, node, config).budget_bytes for name, node in config.nodes.items())
+    return sum(
+        node.workers * node_budget(name, node, config).budget_bytes
+        for name, node in config.nodes.items()
+    )
 
 
 def test_the_reference_pair_at_the_rehearsal_scale() -> None:
@@ -48,11 +51,24 @@ def test_the_reference_pair_at_the_rehearsal_scale() -> None:
 def test_everything_else_stays() -> None:
     before = load_config(SHIPPED)
     after = scale_config(before, REHEARSAL_SCALE, None).config
-    assert (after.cluster, after.run, after.workload) == (before.cluster, before.run, before.workload)
+    assert (after.cluster, after.run, after.workload) == (
+        before.cluster,
+        before.run,
+        before.workload,
+    )
     memory_changes = {"floor_mib": 6.25, "leave_free_mib": 8.0, "size_floor": 128}
     assert after.memory == before.memory.model_copy(update=memory_changes)
     for name, node in before.nodes.items():
-        kept = {"gpu", "gpus", "workers", "cpus_per_worker", "gpu_share", "memory_fraction", "dtype", "host"}
+        kept = {
+            "gpu",
+            "gpus",
+            "workers",
+            "cpus_per_worker",
+            "gpu_share",
+            "memory_fraction",
+            "dtype",
+            "host",
+        }
         assert after.nodes[name].model_dump(include=kept) == node.model_dump(include=kept)
 
 
@@ -89,7 +105,10 @@ def test_scale_one_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("scale", "limit_bytes", "words"),
     [
-        *((scale, None, "valid: above 0, at most 1") for scale in (0, -1, 1.01, float("nan"), float("inf"))),
+        *(
+            (scale, None, "valid: above 0, at most 1")
+            for scale in (0, -1, 1.01, float("nan"), float("inf"))
+        ),
         (1, 0, "valid: more than 0 bytes"),
         (1, -1, "valid: more than 0 bytes"),
         (1e-300, None, "less than 1 MiB"),
@@ -112,9 +131,17 @@ def test_a_node_without_cards_has_no_total_to_scale() -> None:
 
 @pytest.mark.parametrize(
     ("size", "scale", "at_least", "expected"),
-    [(8192, 1 / 16, 1, 2048), (1000, 0.25, 1, 512), (100, 0.25, 1, 64), (32, 0.25, 1, 32), (256, 1 / 16, 128, 128)],
+    [
+        (8192, 1 / 16, 1, 2048),
+        (1000, 0.25, 1, 512),
+        (100, 0.25, 1, 64),
+        (32, 0.25, 1, 32),
+        (256, 1 / 16, 128, 128),
+    ],
 )
-def test_sizes_are_multiples_of_64_and_never_grow(size: int, scale: float, at_least: int, expected: int) -> None:
+def test_sizes_are_multiples_of_64_and_never_grow(
+    size: int, scale: float, at_least: int, expected: int
+) -> None:
     assert scaled_size(size, scale, at_least) == expected
 
 
@@ -133,16 +160,26 @@ def test_the_size_floor_stays_at_or_above_the_emergency_size_but_never_grows() -
 def test_whatever_the_scale_the_rehearsal_fits_where_the_real_thing_does(
     scale: float, limit_bytes: int | None, size: int | None, workers: int
 ) -> None:
-    overrides = [f"workload.size={'null' if size is None else size}", f"nodes.pc1.workers={workers}"]
+    overrides = [
+        f"workload.size={'null' if size is None else size}",
+        f"nodes.pc1.workers={workers}",
+    ]
     before = load_config(SHIPPED, overrides)
     scaled = scale_config(before, scale, limit_bytes)
     assert 0 < scaled.scale <= scale
     assert limit_bytes is None or budgets_bytes(scaled.config) <= limit_bytes
     for name, node in scaled.config.nodes.items():
         assert overbooked(node) is None
-        small, large = node_budget(name, node, scaled.config), node_budget(name, before.nodes[name], before)
+        small, large = (
+            node_budget(name, node, scaled.config),
+            node_budget(name, before.nodes[name], before),
+        )
         assert small.size <= large.size
-        assert (small.gpu_fraction, small.batch, small.duty) == (large.gpu_fraction, large.batch, large.duty)
+        assert (small.gpu_fraction, small.batch, small.duty) == (
+            large.gpu_fraction,
+            large.batch,
+            large.duty,
+        )
     assert config_from_data(scaled.config.model_dump()) == scaled.config
 
 

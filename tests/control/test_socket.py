@@ -51,14 +51,19 @@ def answers(ears: Ears) -> int:
     heard = ears.heard()
     for connection, line in heard:
         command = command_of(line)
-        ears.answer(connection, Answer(ok=True, id=command.id, effect=f"{command.do} {' '.join(command.slots)}"))
+        ears.answer(
+            connection,
+            Answer(ok=True, id=command.id, effect=f"{command.do} {' '.join(command.slots)}"),
+        )
     return len(heard)
 
 
 def sent(folder: Path, poll: Callable[[], object]) -> Answer:
     """Send a command from another thread, while the head polls."""
     got: list[Answer] = []
-    sender = threading.Thread(target=lambda: got.append(send(folder, "pause", ["pc1/3"], by="test", timeout_s=20)))
+    sender = threading.Thread(
+        target=lambda: got.append(send(folder, "pause", ["pc1/3"], by="test", timeout_s=20))
+    )
     sender.start()
     wait_for(lambda: (poll(), got)[1], "answer")
     sender.join()
@@ -104,7 +109,9 @@ def test_where_the_file_system_has_no_sockets_the_users_own_folder_has_it(
     sysfs = Path("/sys/kernel")
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     with closing(Ears(sysfs)) as deaf:
-        assert "this run takes no commands: /sys/kernel/control.sock cannot be made" in str(deaf.problem)
+        assert "this run takes no commands: /sys/kernel/control.sock cannot be made" in str(
+            deaf.problem
+        )
         assert deaf.heard() == []
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with closing(Ears(sysfs)) as ears:
@@ -112,14 +119,19 @@ def test_where_the_file_system_has_no_sockets_the_users_own_folder_has_it(
         assert sent(sysfs, lambda: answers(ears)).ok
 
 
-def test_a_line_without_an_end_is_refused_and_one_that_does_not_come_is_given_up(folder: Path) -> None:
+def test_a_line_without_an_end_is_refused_and_one_that_does_not_come_is_given_up(
+    folder: Path,
+) -> None:
     now_s = 0.0
     with closing(Ears(folder, lambda: now_s)) as ears:
         too_long, silent, left = (connected(folder / "control.sock") for _ in range(3))
         left.close()
         too_long.sendall(b"x" * (LINE_MOST_BYTES + 1))
         assert ears.heard() == []
-        assert json.loads(too_long.recv(1000))["error"] == f"a line has at most {LINE_MOST_BYTES} bytes"
+        assert (
+            json.loads(too_long.recv(1000))["error"]
+            == f"a line has at most {LINE_MOST_BYTES} bytes"
+        )
         silent.sendall(b"{")
         now_s = 1.5
         assert ears.heard() == []

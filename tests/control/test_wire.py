@@ -8,14 +8,21 @@ from typing import Any
 
 import pytest
 
-from orchestrator.control.wire import Answer, WireError, answer_line, answer_of, command_line, command_of
+from orchestrator.control.wire import (
+    Answer,
+    WireError,
+    answer_line,
+    answer_of,
+    command_line,
+    command_of,
+)
 from orchestrator.core.user_commands import Command, Do
 
 PAUSE = {"v": 1, "id": "a1", "do": "pause", "slots": ["pc1/3", "pc2/0"], "by": "top"}
 WITHOUT = object()
 
 
-def line(**changes: Any) -> bytes:  # noqa: ANN401 - anything may come
+def line(**changes: Any) -> bytes:
     told = {key: value for key, value in {**PAUSE, **changes}.items() if value is not WITHOUT}
     return json.dumps(told).encode() + b"\n"
 
@@ -25,7 +32,10 @@ def test_a_command_and_an_answer_come_through_as_they_were() -> None:
     assert command_of(line()) == paused == command_of(command_line(paused))
     capped = Command(id="x", do=Do.CAP, slots=("pc1/0",), by="web", amount_bytes=2**31)
     assert command_of(command_line(capped)) == capped
-    for answer in (Answer(ok=True, id="x", effect="held"), Answer(ok=False, id="", error="no such slot")):
+    for answer in (
+        Answer(ok=True, id="x", effect="held"),
+        Answer(ok=False, id="", error="no such slot"),
+    ):
         assert answer_of(answer_line(answer)) == answer
 
 
@@ -48,13 +58,17 @@ def test_a_command_and_an_answer_come_through_as_they_were() -> None:
         ({"do": "cap", "amount_bytes": True}, "whole number"),
     ],
 )
-def test_what_is_no_command_is_refused_with_what_would_be_one(changes: dict[str, Any], words: str) -> None:
+def test_what_is_no_command_is_refused_with_what_would_be_one(
+    changes: dict[str, Any], words: str
+) -> None:
     with pytest.raises(WireError, match=words):
         command_of(line(**changes))
 
 
 def test_a_command_with_more_slots_than_fit_is_refused_before_it_is_sent() -> None:
-    many = Command(id="x", do=Do.SAVE, slots=tuple(f"pc1/{index}" for index in range(9_000)), by="web")
+    many = Command(
+        id="x", do=Do.SAVE, slots=tuple(f"pc1/{index}" for index in range(9_000)), by="web"
+    )
     with pytest.raises(WireError, match="name fewer of them at a time"):
         command_line(many)
 

@@ -16,7 +16,8 @@ GIB = 2**30
 CARD_BYTES = 24 * GIB
 LEAVE_BYTES = GIB // 8
 
-#: What may be missing from a fair share: a difference that is not worth moving a lease for, and what is spared.
+#: What may be missing from a fair share: a difference that is not worth moving a lease for, and
+#: what is spared.
 NEARLY = 0.96
 SPARED_BYTES = CARD_BYTES // 100
 
@@ -42,7 +43,10 @@ class Person:
 
 @dataclass
 class World:
-    """One card, on which only the workers and what is outside take memory. Each of them reports once a second."""
+    """One card, on which only the workers and what is outside take memory.
+
+    Each of them reports once a second.
+    """
 
     people: list[Person]
     outside_bytes: int = 0
@@ -67,7 +71,10 @@ class World:
         person.leases.pop(0)
         self.now_s += 1.0 / len(self.people)
         free_bytes = max(0, self.free_bytes + noise_bytes)
-        told = {other.slot: self.claimant(other, free_bytes if other is person else None) for other in self.people}
+        told = {
+            other.slot: self.claimant(other, free_bytes if other is person else None)
+            for other in self.people
+        }
         told[person.slot] = replace(told[person.slot], starving=starving)
         self.books, self.leases = leased(self.books, list(told.values()), self.now_s)
         while len(person.leases) < 2:
@@ -110,7 +117,9 @@ class World:
             for other in self.people
             if other is not person
         }
-        shares = fair_shares(self.there_bytes - SPARED_BYTES, {**others, person.slot: person.wants_bytes})
+        shares = fair_shares(
+            self.there_bytes - SPARED_BYTES, {**others, person.slot: person.wants_bytes}
+        )
         return NEARLY * shares[person.slot]
 
 

@@ -1,7 +1,8 @@
 """A simulated fleet's own books of one slot, made from the commands alone.
 
-They say what is under way, what was counted, what was lost, and how many steps each slice really did, those included
-whose report never came or came too late. For `test_lifecycle_machine.py`, which says what happens and what must hold.
+They say what is under way, what was counted, what was lost, and how many steps each slice really
+did, those included whose report never came or came too late. For `test_lifecycle_machine.py`, which
+says what happens and what must hold.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ from workers.messages import NO_COUNTS, STARVED, Directive, Progress
 
 FINAL = {Phase.QUARANTINED, Phase.STOPPED, Phase.DONE}
 
-#: What the membership, the circuit breaker and the judge of commands never tell a slot of a phase. Everything else may
-#: happen at any time.
+#: What the membership, the circuit breaker and the judge of commands never tell a slot of a phase.
+#: Everything else may happen at any time.
 ILLEGAL: set[tuple[Phase, type[Event]]] = {
     (Phase.ABSENT, NodeLeft),
     (Phase.ABSENT, CardQuarantined),
@@ -53,7 +54,10 @@ ILLEGAL: set[tuple[Phase, type[Event]]] = {
     (Phase.PAUSING, NodeJoined),
     (Phase.PAUSING, NodeRefused),
     (Phase.STOPPED, CardQuarantined),
-    *((Phase.HELD, event) for event in (NodeJoined, NodeRefused, CardQuarantined, Reinstated, SaveAsked)),
+    *(
+        (Phase.HELD, event)
+        for event in (NodeJoined, NodeRefused, CardQuarantined, Reinstated, SaveAsked)
+    ),
     *(
         (phase, event)
         for phase in (Phase.STOPPED, Phase.DONE)
@@ -90,7 +94,9 @@ class Books(RuleBasedStateMachine):
         self.now_s = 1000.0
         self.ends_at_s: float | None = None
         # A run that another head began: its last incarnation is gone.
-        self.slot = Slot(slot="pc1/0", incarnation=earlier_incarnations, next_sequence=10 * earlier_incarnations)
+        self.slot = Slot(
+            slot="pc1/0", incarnation=earlier_incarnations, next_sequence=10 * earlier_incarnations
+        )
         self.first_sequence = self.slot.next_sequence
         self.node_is_there = self.placed = self.abandoned = self.drained = False
         self.save_waits = False
@@ -123,7 +129,7 @@ class Books(RuleBasedStateMachine):
         left = self.submitted[name].step_limit - self.really_done[name]
         self.really_done[name] += round(share * left)
 
-    def accepted(self, name: Name, counts: dict[str, int | float], **changes: Any) -> None:  # noqa: ANN401 - of any field
+    def accepted(self, name: Name, counts: dict[str, int | float], **changes: Any) -> None:
         # No more time than may have passed since the slice was sent: the head believes no more.
         seconds = {key: min(counts[key], 0.5) for key in ("busy_s", "wall_s") if key in counts}
         counts = {**counts, **seconds, "steps_ok": self.really_done[name]}
@@ -134,7 +140,9 @@ class Books(RuleBasedStateMachine):
         self.reported.add(name)
         for counter in SUMMED:
             self.expected[counter] += counts.get(counter, 0)
-        self.last_resume = event.report.resume if event.report.resume is not None else self.last_resume
+        self.last_resume = (
+            event.report.resume if event.report.resume is not None else self.last_resume
+        )
         commands = self.feed(event)
         assert commands[0] == Accept(report=event.report)
         assert not refusals(commands)
@@ -148,7 +156,9 @@ class Books(RuleBasedStateMachine):
             self.perform(command)
         self.history.append(self.slot)
         same = advance(before, event, self.now_s, self.run_rules, self.ends_at_s)
-        assert same == (self.slot, commands), "the same event at the same time gives the same result"
+        assert same == (self.slot, commands), (
+            "the same event at the same time gives the same result"
+        )
         return commands
 
     def refused(self, event: SliceReported) -> None:
@@ -208,7 +218,9 @@ class Books(RuleBasedStateMachine):
         assert self.slot.phase is not Phase.DONE, "what is done is not begun again"
         assert self.slot.orders.hold is None or is_last, "what is held gets no work"
         assert self.node_is_there
-        assert submit.sequence == self.first_sequence + len(self.submitted), "sequences are counted without a gap"
+        assert submit.sequence == self.first_sequence + len(self.submitted), (
+            "sequences are counted without a gap"
+        )
         assert submit.incarnation == self.slot.incarnation
         assert submit.resume == self.last_resume
         assert submit.step_limit is not None
@@ -217,7 +229,9 @@ class Books(RuleBasedStateMachine):
         self.save_waits = False
         mine = [name for name in self.submitted if name[0] == submit.incarnation]
         if not any(self.fates[name] is FaultOutcome.COUNTED for name in mine):
-            assert (submit.duration_s, submit.step_limit) == (0.0, 1), "the first slice of a process is one step"
+            assert (submit.duration_s, submit.step_limit) == (0.0, 1), (
+                "the first slice of a process is one step"
+            )
             assert not self.under_way, "nothing more is sent before its report"
             return
         assert self.run_rules.slice_s / 10 <= submit.duration_s <= self.run_rules.slice_s
@@ -226,13 +240,22 @@ class Books(RuleBasedStateMachine):
             assert self.now_s + busy_s + submit.duration_s <= self.ends_at_s + 1e-6
 
 
-def reported(slot: str, name: Name, counts: dict[str, int | float], **changes: Any) -> SliceReported:  # noqa: ANN401 - of any field
+def reported(
+    slot: str,
+    name: Name,
+    counts: dict[str, int | float],
+    **changes: Any,
+) -> SliceReported:
     return SliceReported(report=report_of(slot, *name, **{**counts, **changes}))
 
 
 def failed(name: Name, failure: SliceFailure) -> SliceFailed:
-    return SliceFailed(slot="pc1/0", incarnation=name[0], sequence=name[1], failure=failure, text="gone")
+    return SliceFailed(
+        slot="pc1/0", incarnation=name[0], sequence=name[1], failure=failure, text="gone"
+    )
 
 
 def refusals(commands: tuple[Command, ...]) -> int:
-    return sum(isinstance(command, Note) and command.name == "report_refused" for command in commands)
+    return sum(
+        isinstance(command, Note) and command.name == "report_refused" for command in commands
+    )

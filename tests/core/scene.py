@@ -1,7 +1,7 @@
 """A slot on a stage of its own: its clock, what it is fed, and reports and failures of its slices to feed it with.
 
-Shared by the tests of the lifecycle. Knows nothing of what should come out. Here, too, is the configuration that is
-shipped, for all tests that plan or run it.
+Shared by the tests of the lifecycle. Knows nothing of what should come out. Here, too, is the
+configuration that is shipped, for all tests that plan or run it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,13 @@ def report_of(slot: str, incarnation: int, sequence: int, **changes: object) -> 
 class Scene:
     """One slot, from the beginning."""
 
-    def __init__(self, *, ends_at_s: float | None = None, slot: str = "pc1/0", **rules: Any) -> None:  # noqa: ANN401 - of any rule
+    def __init__(
+        self,
+        *,
+        ends_at_s: float | None = None,
+        slot: str = "pc1/0",
+        **rules: Any,
+    ) -> None:
         """Begin at second 1000, with some rules changed."""
         self.slot = Slot(slot=slot)
         self.now_s = 1000.0
@@ -99,14 +105,14 @@ class Scene:
         self.rules = replace(RULES, **rules)
 
     @classmethod
-    def joined(cls, **begin: Any) -> Self:  # noqa: ANN401 - as of the constructor
+    def joined(cls, **begin: Any) -> Self:
         """Begin on a node that is there."""
         scene = cls(**begin)
         scene.feed(NodeJoined())
         return scene
 
     @classmethod
-    def working(cls, **begin: Any) -> Self:  # noqa: ANN401 - as of the constructor
+    def working(cls, **begin: Any) -> Self:
         """Begin with a process that has reported."""
         scene = cls(**begin)
         scene.work()
@@ -120,14 +126,18 @@ class Scene:
 
     def deeds(self, event: Event, *, later_s: float = 0.0) -> list[Command]:
         """As `feed`, without what only the books and the log need."""
-        return [command for command in self.feed(event, later_s=later_s) if not isinstance(command, Note | Accept)]
+        return [
+            command
+            for command in self.feed(event, later_s=later_s)
+            if not isinstance(command, Note | Accept)
+        ]
 
     def report(self, **changes: object) -> SliceReported:
         """Make the report of the running slice."""
         sequence = self.slot.in_flight[0].sequence if self.slot.in_flight else 0
         return SliceReported(report=report_of(**{**self._names(sequence), **changes}))
 
-    def failure(self, kind: SliceFailure = SliceFailure.DIED, **changes: Any) -> SliceFailed:  # noqa: ANN401 - of any field
+    def failure(self, kind: SliceFailure = SliceFailure.DIED, **changes: Any) -> SliceFailed:
         """Make the failure of the running slice."""
         usual: dict[str, Any] = {
             "slot": self.slot.slot,
@@ -171,4 +181,8 @@ def sequences(commands: list[Command]) -> list[int]:
 
 def notes(commands: list[Command], name: str) -> list[dict[str, Any]]:
     """Return the fields of each note of a name."""
-    return [dict(command.fields) for command in commands if isinstance(command, Note) and command.name == name]
+    return [
+        dict(command.fields)
+        for command in commands
+        if isinstance(command, Note) and command.name == name
+    ]

@@ -31,7 +31,9 @@ def config(one: NodeConfig, **sections: object) -> Config:
 
 
 @given(gpus=st.integers(1, 16), data=st.data())
-def test_every_worker_gets_onto_a_card_and_no_card_takes_more_than_planned(gpus: int, data: st.DataObject) -> None:
+def test_every_worker_gets_onto_a_card_and_no_card_takes_more_than_planned(
+    gpus: int, data: st.DataObject
+) -> None:
     workers = data.draw(st.integers(gpus, gpus * MAX_WORKERS_PER_CARD))
     # Ray's own arithmetic: whole steps of 1/10000, the rest cut off.
     steps = int(Fraction(repr(gpu_fraction(workers, gpus))) * 10_000)
@@ -55,7 +57,11 @@ def test_every_worker_gets_onto_a_card_and_no_card_takes_more_than_planned(gpus:
         ({"size": 8192}, {"workload": {"size": 512}}, {"size": 512}),
         ({"size": None}, {"workload": {"size": 512}}, {"size": 512}),
         ({"dtype": "bf16"}, {}, {"dtype": "bf16"}),
-        ({"vram_gib": 2.0, "memory_fraction": 0.5}, {}, {"card_total_bytes": 2 << 30, "card_allowed_bytes": 1 << 30}),
+        (
+            {"vram_gib": 2.0, "memory_fraction": 0.5},
+            {},
+            {"card_total_bytes": 2 << 30, "card_allowed_bytes": 1 << 30},
+        ),
     ],
 )
 def test_what_a_worker_gets_follows_from_its_node_and_the_workload(
@@ -113,17 +119,28 @@ def test_what_does_not_fit_is_refused_with_the_sum_and_the_ways_out(
 
 
 def test_a_sum_that_is_a_hair_too_much_is_shown_with_enough_digits() -> None:
-    excess = overbooked(node(workers=1, vram_per_worker_gib=4.0001, vram_gib=4, memory_fraction=1.0))
+    excess = overbooked(
+        node(workers=1, vram_per_worker_gib=4.0001, vram_gib=4, memory_fraction=1.0)
+    )
     assert excess is not None
     assert "= 4.0001 GiB, but 1 of the 4 GiB of a rtx-3090 is 4.0000 GiB" in excess.text
-    tiny = overbooked(node(workers=1, vram_per_worker_gib=4.0000001, vram_gib=4, memory_fraction=1.0))
+    tiny = overbooked(
+        node(workers=1, vram_per_worker_gib=4.0000001, vram_gib=4, memory_fraction=1.0)
+    )
     assert tiny is not None
-    assert "x 4.0000001 GiB = 4.0000000997 GiB, but 1 of the 4 GiB of a rtx-3090 is 4.0000000000 GiB" in tiny.text
+    assert (
+        "x 4.0000001 GiB = 4.0000000997 GiB, but 1 of the 4 GiB of a rtx-3090 is 4.0000000000 GiB"
+        in tiny.text
+    )
 
 
 def test_an_exact_fit_is_not_refused() -> None:
-    assert overbooked(node(workers=4, vram_per_worker_gib=1, vram_gib=8, memory_fraction=0.5)) is None
-    assert overbooked(node(workers=3, vram_per_worker_gib=1, vram_gib=10, memory_fraction=0.3)) is None
+    assert (
+        overbooked(node(workers=4, vram_per_worker_gib=1, vram_gib=8, memory_fraction=0.5)) is None
+    )
+    assert (
+        overbooked(node(workers=3, vram_per_worker_gib=1, vram_gib=10, memory_fraction=0.3)) is None
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -137,7 +154,13 @@ def test_an_exact_fit_is_not_refused() -> None:
 def test_following_either_advice_makes_it_fit(
     workers: int, gpus: int, each_gib: float, total_gib: float, fraction: float
 ) -> None:
-    one = node(workers=workers, gpus=gpus, vram_per_worker_gib=each_gib, vram_gib=total_gib, memory_fraction=fraction)
+    one = node(
+        workers=workers,
+        gpus=gpus,
+        vram_per_worker_gib=each_gib,
+        vram_gib=total_gib,
+        memory_fraction=fraction,
+    )
     excess = overbooked(one)
     if excess is None:
         found = node_budget("pc1", one, config(one))

@@ -14,7 +14,9 @@ from workers.settings import FailureKind, StepFaults
 GOOD = {
     "oom:rate=0.05": [FaultRule(kind=FaultKind.OOM, rate=0.05)],
     "oom:num=2": [FaultRule(kind=FaultKind.OOM, num=2)],
-    "oom:num=2,skip=10,kind=probable": [FaultRule(kind=FaultKind.OOM, num=2, skip=10, oom_kind=FailureKind.PROBABLE)],
+    "oom:num=2,skip=10,kind=probable": [
+        FaultRule(kind=FaultKind.OOM, num=2, skip=10, oom_kind=FailureKind.PROBABLE)
+    ],
     "oom:rate=.5;oom:num=1,kind=definite": [FaultRule(kind=FaultKind.OOM, rate=0.5, num=1)],
     "flip:rate=0.1": [FaultRule(kind=FaultKind.FLIP, rate=0.1)],
     "raise:rate=1e-3": [FaultRule(kind=FaultKind.RAISE, rate=0.001)],
@@ -82,7 +84,8 @@ BAD = {
     "node:pc2@30s;node:pc2@40s": (
         "--chaos node:pc2@40s: it is still down then, until 45s; valid: a later time, or a shorter pause"
     ),
-    "kill:every=1s\x1b[2J": "--chaos kill:every=1s\\x1b[2J: '1s\\x1b[2J' is not a time; valid: " + TIME,
+    "kill:every=1s\x1b[2J": "--chaos kill:every=1s\\x1b[2J: '1s\\x1b[2J' is not a time; valid: "
+    + TIME,
 }
 
 
@@ -106,7 +109,9 @@ def test_a_text_without_end_is_refused_shortly() -> None:
     assert len(str(caught.value)) < 300
 
 
-GRAMMAR = st.text(st.sampled_from("oom:;,=@+ .0159smhkile:every=rate=nodepc2\x00\n\u0663é"), max_size=60)
+GRAMMAR = st.text(
+    st.sampled_from("oom:;,=@+ .0159smhkile:every=rate=nodepc2\x00\n\u0663é"), max_size=60
+)
 
 
 @given(st.one_of(st.text(max_size=3000), GRAMMAR))
@@ -123,7 +128,9 @@ def test_any_text_is_a_plan_or_a_refusal_of_one_line(text: str) -> None:
 
 
 def test_describes_itself_in_one_line() -> None:
-    text = "oom:rate=0.05,num=2,skip=10,kind=probable;raise:rate=0.001;kill:every=90s;hang:rate=0.25"
+    text = (
+        "oom:rate=0.05,num=2,skip=10,kind=probable;raise:rate=0.001;kill:every=90s;hang:rate=0.25"
+    )
     assert parse_chaos(f"{text};node:pc2@30s+20s;node:every=2m", 7).describe() == (
         "oom (probable) in 5 % of steps; oom (probable) in 2 steps after the first 10 of each process; "
         "raise in 0.1 % of steps; kill every 1m 30s; hang in 25 % of steps; node pc2 at 30s for 20s; "
@@ -138,7 +145,9 @@ def test_says_what_a_worker_must_know() -> None:
     assert parse_chaos("oom:num=2,skip=3,kind=probable;flip:rate=1", 7).step_faults() == StepFaults(
         seed=7, oom_num=2, oom_skip=3, oom_kind=FailureKind.PROBABLE, flip_rate=1.0
     )
-    assert parse_chaos("kill:every=5s", 7).step_faults() == StepFaults(seed=7), "strikes happen inside the workload"
+    assert parse_chaos("kill:every=5s", 7).step_faults() == StepFaults(seed=7), (
+        "strikes happen inside the workload"
+    )
     assert parse_chaos("node:pc2@5s", 7).step_faults() is None
 
 
@@ -161,7 +170,12 @@ ALONE = "node:…: pc1 is the only node, and its raylet carries the head; valid:
         ("node:every=5s", "pc1 pc2", True, None),
         ("node:pc2@5s", "pc1 pc2", False, NOT_OURS),
         ("node:pc1@5s", "pc1 pc2 pc3", True, HEADS),
-        ("node:pc22@5s", "pc1 pc2", True, "node:pc22: there is no such node; did you mean pc2?; valid: pc2"),
+        (
+            "node:pc22@5s",
+            "pc1 pc2",
+            True,
+            "node:pc22: there is no such node; did you mean pc2?; valid: pc2",
+        ),
         ("node:xyz@5s", "pc1 pc2", True, "node:xyz: there is no such node; valid: pc2"),
         ("node:every=5s", "pc1", True, ALONE),
     ],

@@ -17,7 +17,7 @@ NOW_S = 10_000.0
 CARD = "pc1's NVIDIA GeForce RTX 3090"
 
 
-def worker(index: int, deaths: int, *, ago_s: float = 1.0, **changes: Any) -> Slot:  # noqa: ANN401 - of any field
+def worker(index: int, deaths: int, *, ago_s: float = 1.0, **changes: Any) -> Slot:
     """Return a worker that died so often, so long ago, and waits to be started again."""
     died = tuple(NOW_S - ago_s - deaths + death for death in range(deaths))
     usual: dict[str, Any] = {"phase": Phase.PAUSING, "deaths_at_s": died, "placed": True}
@@ -29,7 +29,9 @@ def is_faulty(*slots: Slot, rules: Rules = RULES) -> bool:
 
 
 def test_a_card_on_which_every_worker_keeps_dying_is_quarantined_with_one_message() -> None:
-    slots = [worker(index, 3 + index, ago_s=7.0 - index, reason=f"reason {index}") for index in range(7)]
+    slots = [
+        worker(index, 3 + index, ago_s=7.0 - index, reason=f"reason {index}") for index in range(7)
+    ]
     text = f"{CARD}: all 7 workers keep dying, at least 3 times each in 300 s; the last: reason 6"
     assert cards_to_quarantine({CARD: slots}, NOW_S, RULES) == {CARD: text}
     # Where to look in the hardware is said only of hardware.

@@ -16,12 +16,19 @@ from workers.messages import Progress, Report, WorkerState
 
 CARD = replace(CPU, kind="cuda")
 
-#: Reports of one work before growth is known: the one that begins it, three to settle, five for the base, five recent.
+#: Reports of one work before growth is known: the one that begins it, three to settle, five for the
+#: base, five recent.
 UNTIL_KNOWN = 14
 
 
 def report(rss_bytes: int | None, **changes: object) -> Report:
-    usual: dict[str, Any] = {"slot": "pc1/0", "incarnation": 0, "sequence": 0, "device": CPU, "memory": MEMORY}
+    usual: dict[str, Any] = {
+        "slot": "pc1/0",
+        "incarnation": 0,
+        "sequence": 0,
+        "device": CPU,
+        "memory": MEMORY,
+    }
     return report_of(**{**usual, "rss_bytes": rss_bytes, **changes})
 
 
@@ -60,7 +67,9 @@ def test_memory_that_grows_with_every_slice_is_found_to_the_byte(
 )
 def test_a_steady_sawtooth_is_no_leak(low: int, teeth: list[int], first: int, reports: int) -> None:
     """As long as one tooth, of whatever form, is seen by the base and by what is recent."""
-    watch = after(report((low + teeth[(first + index) % len(teeth)]) * MIB) for index in range(reports))
+    watch = after(
+        report((low + teeth[(first + index) % len(teeth)]) * MIB) for index in range(reports)
+    )
     assert watch.growth_bytes is not None
     assert watch.growth_bytes <= 0
 
@@ -81,7 +90,9 @@ def test_what_a_worker_needs_at_first_is_no_leak() -> None:
 
 def test_the_base_is_the_most_that_was_held_while_it_was_taken() -> None:
     base = [report(mib * MIB) for mib in (100, 150, 100, 100, 100)]
-    assert after([*[report(100 * MIB)] * 4, *base, *[report(140 * MIB)] * 5]).growth_bytes == -10 * MIB
+    assert (
+        after([*[report(100 * MIB)] * 4, *base, *[report(140 * MIB)] * 5]).growth_bytes == -10 * MIB
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,8 +116,14 @@ def test_on_a_cpu_what_tensors_hold_is_resident_already_and_not_counted_twice() 
 
 def test_on_a_card_what_tensors_hold_is_added_to_what_is_resident() -> None:
     tensors = [replace(MEMORY, allocated_bytes=index * MIB) for index in range(UNTIL_KNOWN)]
-    assert after(report(100 * MIB, device=CARD, memory=memory) for memory in tensors).growth_bytes == MIB
-    both = after(report((100 + index) * MIB, device=CARD, memory=memory) for index, memory in enumerate(tensors))
+    assert (
+        after(report(100 * MIB, device=CARD, memory=memory) for memory in tensors).growth_bytes
+        == MIB
+    )
+    both = after(
+        report((100 + index) * MIB, device=CARD, memory=memory)
+        for index, memory in enumerate(tensors)
+    )
     assert both.growth_bytes == 2 * MIB
 
 
@@ -128,7 +145,9 @@ def test_a_report_that_measured_nothing_changes_nothing(unknown: Report) -> None
     assert watch.growth_bytes == 0
 
 
-def training(rss_mib: int, step: int, *, state: WorkerState = WorkerState.RUNNING, **told: int) -> Report:
+def training(
+    rss_mib: int, step: int, *, state: WorkerState = WorkerState.RUNNING, **told: int
+) -> Report:
     return report(rss_mib * MIB, state=state, progress=Progress(train_step=step, **told))
 
 
@@ -137,14 +156,18 @@ def test_a_training_is_watched_from_the_third_optimiser_step_of_its_process_on()
     assert after(slow_start).growth_bytes is None
     steady = [*slow_start, *[training(900, 702)] * UNTIL_KNOWN]
     assert after(steady).growth_bytes == 0
-    assert after([*steady, *[training(990, 710)] * 5]).growth_bytes == 90 * MIB, "a leak is found all the same"
+    assert after([*steady, *[training(990, 710)] * 5]).growth_bytes == 90 * MIB, (
+        "a leak is found all the same"
+    )
 
 
 def test_a_state_that_waits_in_host_memory_is_no_leak() -> None:
     steady = [training(100, step) for step in range(30)]
     parked = [*steady, *[training(1500, 29, state=WorkerState.PARKED)] * 30]
     assert after(parked).growth_bytes is None
-    assert after([*parked, *[training(1500, 30)] * UNTIL_KNOWN]).growth_bytes == 0, "the copy may stay"
+    assert after([*parked, *[training(1500, 30)] * UNTIL_KNOWN]).growth_bytes == 0, (
+        "the copy may stay"
+    )
 
 
 @pytest.mark.parametrize("change", [{"memory_level": 2}, {"saved_step": 20}])

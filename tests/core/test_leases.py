@@ -11,15 +11,27 @@ from hypothesis import strategies as st
 
 from orchestrator.core.memory_broker.demand import FRESH, Demand, heard
 from orchestrator.core.memory_broker.leases import NO_BOOKS, Claimant, fair_shares, leased
-from tests.core.lease_world import CARD_BYTES, GIB, LEAVE_BYTES, SPARED_BYTES, World, crowd, four, seeded, seen
+from tests.core.lease_world import (
+    CARD_BYTES,
+    GIB,
+    LEAVE_BYTES,
+    SPARED_BYTES,
+    World,
+    crowd,
+    four,
+    seeded,
+    seen,
+)
 
 pytestmark = pytest.mark.slow
 
-#: Rounds of reports after which shares are fair, whoever wants little. Two directives are under way when a lease is
-#: cut, what is left untaken is lent out after five reports, and what is lent may be more than others want.
+#: Rounds of reports after which shares are fair, whoever wants little. Two directives are under way
+#: when a lease is cut, what is left untaken is lent out after five reports, and what is lent may be
+#: more than others want.
 ROUNDS = 24
 
-#: And where many want little: each that leaves its share makes those of the others larger, who are then asked again.
+#: And where many want little: each that leaves its share makes those of the others larger, who are
+#: then asked again.
 LONG_ROUNDS = 60
 
 
@@ -49,7 +61,9 @@ def test_shares_are_max_min_fair_use_up_the_pool_and_grow_with_it(
 
 
 @given(world=worlds, draw=draws)
-def test_what_is_promised_is_there_and_a_lease_is_never_above_its_cap(world: World, draw: Random) -> None:
+def test_what_is_promised_is_there_and_a_lease_is_never_above_its_cap(
+    world: World, draw: Random
+) -> None:
     for _ in range(12):
         for person in draw.sample(world.people, len(world.people)):
             world.report(person)
@@ -83,7 +97,12 @@ def test_shares_are_fair_after_some_rounds_and_stay_as_they_are(world: World, dr
     assert world.leases == before
 
 
-@given(caps=caps, wants=st.lists(st.floats(0.0, 1.0), min_size=7, max_size=7), spare=st.floats(0.0, 0.5), draw=draws)
+@given(
+    caps=caps,
+    wants=st.lists(st.floats(0.0, 1.0), min_size=7, max_size=7),
+    spare=st.floats(0.0, 0.5),
+    draw=draws,
+)
 def test_where_all_caps_fit_every_lease_is_the_cap_from_the_first_report_on(
     caps: list[int], wants: list[float], spare: float, draw: Random
 ) -> None:
@@ -101,7 +120,9 @@ def test_where_all_caps_fit_every_lease_is_the_cap_from_the_first_report_on(
 def test_a_lease_that_is_hardly_below_its_cap_becomes_the_cap_when_all_fit() -> None:
     world, draw = four(0.04), seeded(1)
     world.rounds(3, draw)
-    assert all(0.97 < world.lease_of(person.slot) / person.cap_bytes < 1.0 for person in world.people)
+    assert all(
+        0.97 < world.lease_of(person.slot) / person.cap_bytes < 1.0 for person in world.people
+    )
     world.outside_bytes = 0
     world.rounds(8, draw)
     assert all(world.lease_of(person.slot) == person.cap_bytes for person in world.people)
@@ -117,13 +138,17 @@ def test_more_memory_takes_nothing_from_those_who_all_want_more(
     world.outside_bytes = int((1.0 - more) * world.outside_bytes)
     for _ in range(ROUNDS):
         world.rounds(1, draw)
-        assert all(world.lease_of(slot) >= lease for slot, lease in before.items() if lease is not None)
+        assert all(
+            world.lease_of(slot) >= lease for slot, lease in before.items() if lease is not None
+        )
     assert world.broken == 0
 
 
 @settings(max_examples=30)
 @given(draw=draws, outside=st.floats(0.1, 0.6), noise=st.floats(0.0, 0.004))
-def test_noise_of_less_than_is_spared_moves_nobody(draw: Random, outside: float, noise: float) -> None:
+def test_noise_of_less_than_is_spared_moves_nobody(
+    draw: Random, outside: float, noise: float
+) -> None:
     world = four(outside)
     world.rounds(ROUNDS, draw, noise)
     before = dict(world.leases)
@@ -212,7 +237,9 @@ def test_a_worker_that_is_above_its_new_share_is_told_so_by_the_report_that_show
 def test_leases_are_cut_to_what_somebody_else_has_left(more: float) -> None:
     world, draw = four(0.1), seeded(1)
     for person in world.people:
-        person.wants_bytes = int(0.84 * person.cap_bytes)  # so that his bytes come out of nobody's hands
+        person.wants_bytes = int(
+            0.84 * person.cap_bytes
+        )  # so that his bytes come out of nobody's hands
     world.rounds(ROUNDS, draw)
     world.outside_bytes += int(more * CARD_BYTES)
     assert sum(world.lease_of(person.slot) for person in world.people) > world.there_bytes
@@ -221,12 +248,16 @@ def test_leases_are_cut_to_what_somebody_else_has_left(more: float) -> None:
 
 
 def test_what_a_directive_under_way_allows_is_promised_even_if_its_worker_holds_less() -> None:
-    first = Claimant(slot="pc1/0", card="GPU-1", report=(0, 1), cap_bytes=16 * GIB, memory=seen(0, 16 * GIB))
+    first = Claimant(
+        slot="pc1/0", card="GPU-1", report=(0, 1), cap_bytes=16 * GIB, memory=seen(0, 16 * GIB)
+    )
     other = replace(first, slot="pc1/1")
     books, leases = leased(NO_BOOKS, [replace(first, granted_bytes=16 * GIB), other], 1.0)
     assert leases["pc1/0"] is not None
     assert leases["pc1/1"] == 0, "until the first heeds its lease, all of the bytes may be gone"
-    _, leases = leased(books, [replace(first, report=(0, 2), granted_bytes=leases["pc1/0"]), other], 2.0)
+    _, leases = leased(
+        books, [replace(first, report=(0, 2), granted_bytes=leases["pc1/0"]), other], 2.0
+    )
     assert leases["pc1/1"] == pytest.approx(leases["pc1/0"], abs=1)
 
 
@@ -299,7 +330,8 @@ def test_a_worker_that_can_run_nothing_lends_its_share_and_is_asked_again() -> N
         shares.append(world.lease_of(stuck.slot) / CARD_BYTES)
     assert min(shares[ROUNDS:]) < 0.02
     times_asked = sum(
-        before < 0.1 < after for before, after in zip(shares[ROUNDS:], shares[ROUNDS + 1 :], strict=False)
+        before < 0.1 < after
+        for before, after in zip(shares[ROUNDS:], shares[ROUNDS + 1 :], strict=False)
     )
     assert 2 <= times_asked <= 3, "about once a minute"
 
@@ -337,7 +369,9 @@ def test_a_process_that_is_about_to_open_the_card_has_its_share_kept_and_no_leas
     world, draw = crowd([int(0.3 * CARD_BYTES)] * 2, outside=0.5), seeded(1)
     world.rounds(ROUNDS, draw)
     there = [world.claimant(person, None) for person in world.people]
-    coming = Claimant(slot="pc1/9", card="GPU-1", cap_bytes=int(0.3 * CARD_BYTES), unopened_bytes=GIB // 2)
+    coming = Claimant(
+        slot="pc1/9", card="GPU-1", cap_bytes=int(0.3 * CARD_BYTES), unopened_bytes=GIB // 2
+    )
     for later_s in range(4):
         world.books, leases = leased(world.books, [*there, coming], world.now_s + later_s)
     assert leases["pc1/9"] == 0

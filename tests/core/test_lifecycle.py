@@ -1,7 +1,7 @@
 """The ordinary course of a slot: it joins, reports, works, loses its node, pauses, and ends with its run.
 
-One event in, the state and the commands that come out. What goes wrong is in `test_lifecycle_faults.py`, any order of
-events, and how one begins, in `test_lifecycle_machine.py`.
+One event in, the state and the commands that come out. What goes wrong is in
+`test_lifecycle_faults.py`, any order of events, and how one begins, in `test_lifecycle_machine.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,12 @@ def test_a_report_counts_and_the_next_slice_goes_out_at_once() -> None:
     scene.feed(scene.report())
     known = {"steps_ok": 7, "steps_oom": 2, "steps_error": 1, "oom_count": 3, "emergency_count": 4}
     counted = {**known, "verify_checks": 5, "verify_errors": 6, "work_flop": 1e12, "busy_s": 0.5}
-    told = {"wall_s": 1.0, "reason": "size 4096", "state": WorkerState.BACKOFF, "resume": {"failures": 2}}
+    told = {
+        "wall_s": 1.0,
+        "reason": "size 4096",
+        "state": WorkerState.BACKOFF,
+        "resume": {"failures": 2},
+    }
     event = scene.report(**counted, **told)
     commands = scene.feed(event, later_s=2)
     assert counters_of(scene.slot) == counters(**counted)
@@ -45,10 +50,19 @@ def test_a_report_counts_and_the_next_slice_goes_out_at_once() -> None:
         Directive(incarnation=0, sequence=3, duration_s=1.0, step_limit=18, resume={"failures": 2}),
         Note(
             name="state",
-            fields=(("from_state", "RUNNING"), ("to_state", "BACKOFF"), ("cause", "size 4096"), ("incarnation", 0)),
+            fields=(
+                ("from_state", "RUNNING"),
+                ("to_state", "BACKOFF"),
+                ("cause", "size 4096"),
+                ("incarnation", 0),
+            ),
         ),
     ]
-    assert (scene.slot.state, scene.slot.reason, scene.slot.heard_at_s) == (WorkerState.BACKOFF, "size 4096", 1002.0)
+    assert (scene.slot.state, scene.slot.reason, scene.slot.heard_at_s) == (
+        WorkerState.BACKOFF,
+        "size 4096",
+        1002.0,
+    )
     assert scene.slot.report is event.report
     assert [flight.sequence for flight in scene.slot.in_flight] == [2, 3]
 
@@ -86,7 +100,7 @@ def test_a_slot_that_has_nothing_left_to_do_waits_for_the_end_without_alarm() ->
     assert scene.slot.phase is Phase.STOPPED
 
 
-def pauses_s(deaths: int, **scene: Any) -> list[float]:  # noqa: ANN401 - of any rule
+def pauses_s(deaths: int, **scene: Any) -> list[float]:
     acted = Scene(**{"max_deaths": deaths + 1, "death_window_s": 1e9, **scene})
     acted.work()
     return [acted.die() for _ in range(deaths)]
@@ -100,7 +114,8 @@ def test_the_same_seed_pauses_the_same_and_another_seed_or_slot_otherwise() -> N
 
 def test_workers_that_die_together_do_not_come_back_together() -> None:
     second_pauses_s = [
-        pauses_s(2, slot=f"pc1/{index}", restart_backoff_s=60.0, restart_backoff_max_s=60.0)[1] for index in range(50)
+        pauses_s(2, slot=f"pc1/{index}", restart_backoff_s=60.0, restart_backoff_max_s=60.0)[1]
+        for index in range(50)
     ]
     assert max(second_pauses_s) - min(second_pauses_s) > 20
     assert len({round(pause, 3) for pause in second_pauses_s}) == 50
@@ -115,7 +130,9 @@ def test_workers_that_die_together_do_not_come_back_together() -> None:
 def test_a_pause_is_between_half_and_whole_and_never_beyond_the_maximum(
     seed: int, slot: str, first_s: float, most_s: float
 ) -> None:
-    waited_s = pauses_s(7, seed=seed, slot=slot, restart_backoff_s=first_s, restart_backoff_max_s=most_s)
+    waited_s = pauses_s(
+        7, seed=seed, slot=slot, restart_backoff_s=first_s, restart_backoff_max_s=most_s
+    )
     assert waited_s[0] == 0
     for doublings, pause in enumerate(waited_s[1:]):
         whole = min(first_s * 2**doublings, most_s)
@@ -130,15 +147,23 @@ def test_a_thousand_deaths_overflow_nothing() -> None:
 
 def done(scene: Scene, **changes: object) -> list[Command]:
     """Let the running slice be the one in which all is done."""
-    return scene.deeds(scene.report(verdict=Verdict.DONE, state=WorkerState.DONE, reason="all is done", **changes))
+    return scene.deeds(
+        scene.report(verdict=Verdict.DONE, state=WorkerState.DONE, reason="all is done", **changes)
+    )
 
 
-def test_a_slot_whose_work_is_done_gets_nothing_more_and_its_process_ends_after_its_last_report() -> None:
+def test_a_slot_whose_work_is_done_gets_nothing_more_and_its_process_ends_after_its_last_report() -> (
+    None
+):
     scene = Scene.working()
     scene.feed(scene.report())
     assert done(scene, steps_ok=3) == [], "a queued slice is still awaited"
     assert done(scene) == [Abandon()]
-    assert (scene.slot.phase, scene.slot.in_flight, scene.slot.counts.steps_ok) == (Phase.DONE, (), 3)
+    assert (scene.slot.phase, scene.slot.in_flight, scene.slot.counts.steps_ok) == (
+        Phase.DONE,
+        (),
+        3,
+    )
     assert scene.slot.steps_lost_upper_bound == 0
     for event in (NodeLeft(), NodeJoined(), Tick(), Drain(), Close()):
         assert scene.feed(event, later_s=500) == []
@@ -155,7 +180,9 @@ def test_the_report_of_the_slice_before_counts_when_it_comes_in_last() -> None:
 
 
 @pytest.mark.parametrize("end", ["dies", "unsent", "left", "closed"])
-def test_a_process_that_goes_with_a_slice_that_is_no_longer_needed_is_not_replaced(end: str) -> None:
+def test_a_process_that_goes_with_a_slice_that_is_no_longer_needed_is_not_replaced(
+    end: str,
+) -> None:
     scene = Scene.working()
     done(scene)
     unsent = scene.failure(SliceFailure.UNSENT)

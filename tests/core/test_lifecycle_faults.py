@@ -42,7 +42,11 @@ def test_a_slice_that_fails_in_a_process_that_worked_is_a_death_in_its_own_words
 ) -> None:
     scene = Scene.working()
     scene.feed(scene.failure(failure))
-    assert (scene.slot.phase, scene.slot.state, scene.slot.reason) == (Phase.PAUSING, HeadState.RESTARTING, words)
+    assert (scene.slot.phase, scene.slot.state, scene.slot.reason) == (
+        Phase.PAUSING,
+        HeadState.RESTARTING,
+        words,
+    )
     assert (scene.slot.restarts, scene.slot.deaths_at_s) == (1, (scene.now_s,))
 
 
@@ -50,7 +54,9 @@ FULL_RAM = DeathExplained(cause=DeathCause(host_memory=True, text="NODE_OUT_OF_M
 
 
 @pytest.mark.parametrize("now", ["pauses", "starts again", "was given up"])
-def test_a_death_that_full_ram_caused_is_told_in_words_that_help_and_is_still_one_death(now: str) -> None:
+def test_a_death_that_full_ram_caused_is_told_in_words_that_help_and_is_still_one_death(
+    now: str,
+) -> None:
     scene = Scene.working(max_deaths=1 if now == "was given up" else 6)
     scene.feed(scene.failure())
     if now == "starts again":
@@ -125,7 +131,9 @@ def test_an_actor_that_cannot_be_reached_for_the_start_timeout_is_quarantined() 
 
 
 def test_the_back_off_is_no_part_of_the_start_timeout() -> None:
-    scene = Scene.working(restart_backoff_s=600.0, restart_backoff_max_s=600.0, death_window_s=3600.0)
+    scene = Scene.working(
+        restart_backoff_s=600.0, restart_backoff_max_s=600.0, death_window_s=3600.0
+    )
     scene.die()
     scene.feed(scene.failure())
     scene.feed(Tick(), later_s=600)
@@ -162,14 +170,19 @@ def test_an_overdue_slice_is_stale_until_its_report_comes() -> None:
     scene.feed(Tick(), later_s=11)
     assert scene.slot.reason == "steady"
     scene.feed(Tick(), later_s=1)
-    assert (scene.slot.state, scene.slot.reason) == (WorkerState.RUNNING, "STALE: its slice is 11 s overdue")
+    assert (scene.slot.state, scene.slot.reason) == (
+        WorkerState.RUNNING,
+        "STALE: its slice is 11 s overdue",
+    )
     scene.feed(scene.report(), later_s=1)
     assert scene.slot.reason == "steady"
 
 
 @pytest.mark.parametrize("ready", [False, True], ids=["first step", "later step"])
 @pytest.mark.parametrize("slow_step_s", [30.0, 600.0])
-def test_a_step_that_may_be_slow_is_waited_for_whether_it_is_the_first_or_not(ready: bool, slow_step_s: float) -> None:
+def test_a_step_that_may_be_slow_is_waited_for_whether_it_is_the_first_or_not(
+    ready: bool, slow_step_s: float
+) -> None:
     begin = Scene.working if ready else Scene.joined
     scene = begin(slow_step_s=slow_step_s)
     limit_s = max(slow_step_s, RULES.hang_timeout_s if ready else RULES.start_timeout_s)
@@ -188,11 +201,17 @@ def test_a_queued_slice_is_not_overdue_while_another_runs() -> None:
         assert scene.slot.reason == "steady"
 
 
-@pytest.mark.parametrize("full", [{}, {"device": CPU, "oom_count": 1}], ids=["", "out of memory on an open device"])
+@pytest.mark.parametrize(
+    "full", [{}, {"device": CPU, "oom_count": 1}], ids=["", "out of memory on an open device"]
+)
 def test_a_poisoned_process_is_replaced_and_its_last_report_counts(full: dict[str, object]) -> None:
     scene = Scene.working()
     report = scene.report(
-        verdict=Verdict.CONTEXT_CORRUPTED, reason="illegal access", steps_ok=2, resume={"failures": 1}, **full
+        verdict=Verdict.CONTEXT_CORRUPTED,
+        reason="illegal access",
+        steps_ok=2,
+        resume={"failures": 1},
+        **full,
     )
     assert scene.deeds(report) == [Forget(), Restart()]
     assert (scene.slot.phase, scene.slot.state, scene.slot.reason) == (
@@ -200,7 +219,9 @@ def test_a_poisoned_process_is_replaced_and_its_last_report_counts(full: dict[st
         HeadState.RESTARTING,
         "illegal access",
     )
-    counted = counters(steps_ok=2, restarts=1, steps_lost_upper_bound=LEAST, oom_count=len(full) // 2)
+    counted = counters(
+        steps_ok=2, restarts=1, steps_lost_upper_bound=LEAST, oom_count=len(full) // 2
+    )
     assert counters_of(scene.slot) == counted
     assert scene.slot.resume == {"failures": 1}
     assert len(scene.slot.deaths_at_s) == 1
@@ -208,7 +229,9 @@ def test_a_poisoned_process_is_replaced_and_its_last_report_counts(full: dict[st
 
 def test_a_card_too_full_for_a_context_is_waited_for_and_no_death() -> None:
     scene = Scene.joined()
-    full = scene.report(verdict=Verdict.CONTEXT_CORRUPTED, device=None, oom_count=1, reason="out of memory")
+    full = scene.report(
+        verdict=Verdict.CONTEXT_CORRUPTED, device=None, oom_count=1, reason="out of memory"
+    )
     assert scene.deeds(full) == [Forget(), Restart()]
     assert (scene.slot.phase, scene.slot.state) == (Phase.PAUSING, WorkerState.EMERGENCY)
     assert scene.slot.deaths_at_s == ()
@@ -219,7 +242,9 @@ def test_a_card_too_full_for_a_context_is_waited_for_and_no_death() -> None:
     assert scene.slot.restarts == 1
 
 
-def test_a_worker_that_cannot_be_built_but_has_worked_in_an_earlier_process_is_started_again() -> None:
+def test_a_worker_that_cannot_be_built_but_has_worked_in_an_earlier_process_is_started_again() -> (
+    None
+):
     scene = Scene.working()
     scene.feed(scene.failure())
     scene.feed(Tick())
@@ -231,14 +256,25 @@ def test_a_worker_that_cannot_be_built_but_has_worked_in_an_earlier_process_is_s
 def test_errors_of_the_workload_in_a_row_end_in_quarantine_also_over_a_death(deaths: int) -> None:
     scene = Scene.working()
     for _ in range(2):
-        assert len(sequences(scene.feed(scene.report(error="Traceback …", reason="boom", steps_error=1)))) == 1
+        assert (
+            len(
+                sequences(
+                    scene.feed(scene.report(error="Traceback …", reason="boom", steps_error=1))
+                )
+            )
+            == 1
+        )
     for _ in range(deaths):
         scene.feed(scene.failure())
         scene.feed(Tick())
-    assert scene.deeds(scene.report(error="Traceback …", reason="boom", steps_error=1)) == [Abandon()]
+    assert scene.deeds(scene.report(error="Traceback …", reason="boom", steps_error=1)) == [
+        Abandon()
+    ]
     assert scene.slot.reason == "3 times in a row: boom"
     lost = LEAST if deaths == 0 else 2 * LEAST
-    assert counters_of(scene.slot) == counters(steps_error=3, restarts=deaths, steps_lost_upper_bound=lost)
+    assert counters_of(scene.slot) == counters(
+        steps_error=3, restarts=deaths, steps_lost_upper_bound=lost
+    )
 
 
 def test_errors_of_the_workload_count_whatever_else_the_report_says() -> None:
@@ -258,7 +294,9 @@ def test_a_good_slice_between_errors_of_the_workload_forgives_them() -> None:
 
 
 @pytest.mark.parametrize(("died_before_s", "blamed"), [(59, True), (61, False)])
-def test_deaths_shortly_before_a_node_leaves_are_blamed_on_the_node(died_before_s: float, blamed: bool) -> None:
+def test_deaths_shortly_before_a_node_leaves_are_blamed_on_the_node(
+    died_before_s: float, blamed: bool
+) -> None:
     scene = Scene.working(max_deaths=2)
     scene.feed(scene.failure())
     scene.feed(NodeLeft(), later_s=died_before_s)
@@ -271,7 +309,9 @@ def test_deaths_shortly_before_a_node_leaves_are_blamed_on_the_node(died_before_
 def test_a_slot_that_pauses_on_a_quarantined_card_is_quarantined_and_waits_for_nothing() -> None:
     scene = Scene.working()
     scene.feed(scene.failure())
-    assert scene.deeds(CardQuarantined(reason="pc1's card: all 7 workers keep dying")) == [Abandon()]
+    assert scene.deeds(CardQuarantined(reason="pc1's card: all 7 workers keep dying")) == [
+        Abandon()
+    ]
     assert (scene.slot.phase, scene.slot.wake_at_s) == (Phase.QUARANTINED, None)
     assert scene.slot.reason == "pc1's card: all 7 workers keep dying"
 
@@ -281,7 +321,9 @@ class Leaking(Scene):
 
     def hold(self, mib: int, **changes: object) -> list[dict[str, Any]]:
         """Report so much resident memory; return the notes of a leak."""
-        event = self.report(**{"rss_bytes": mib * MIB, "device": CPU, "memory": MEMORY, "wall_s": 0.1, **changes})
+        event = self.report(
+            **{"rss_bytes": mib * MIB, "device": CPU, "memory": MEMORY, "wall_s": 0.1, **changes}
+        )
         self.commands = self.feed(event, later_s=1)
         return notes(self.commands, "leak")
 
@@ -328,17 +370,25 @@ def test_a_leak_up_to_the_limit_is_a_fresh_process_and_no_death() -> None:
         assert scene.slot.phase is Phase.WORKING
         queued = scene.slot.in_flight[1]
         scene.hold(160)
-    assert [command for command in scene.commands if isinstance(command, Forget | Restart)] == [Forget(), Restart()]
+    assert [command for command in scene.commands if isinstance(command, Forget | Restart)] == [
+        Forget(),
+        Restart(),
+    ]
     assert submits(scene.commands) == []
     assert (scene.slot.phase, scene.slot.state, scene.slot.wake_at_s) == (
         Phase.PAUSING,
         HeadState.RESTARTING,
         scene.now_s,
     )
-    assert scene.slot.reason == "its process keeps 60 MiB that its work does not need; its process was replaced"
+    assert (
+        scene.slot.reason
+        == "its process keeps 60 MiB that its work does not need; its process was replaced"
+    )
     assert (scene.slot.deaths_at_s, scene.slot.in_flight) == ((), ())
     assert counters_of(scene.slot) == counters(restarts=1, steps_lost_upper_bound=queued.step_limit)
-    assert [(submit.incarnation, submit.step_limit) for submit in submits(scene.feed(Tick()))] == [(1, 1)]
+    assert [(submit.incarnation, submit.step_limit) for submit in submits(scene.feed(Tick()))] == [
+        (1, 1)
+    ]
     scene.settle()
     assert scene.slot.phase is Phase.WORKING
 
@@ -357,8 +407,15 @@ def test_what_stays_after_a_release_is_a_leak_whatever_the_size_was() -> None:
     scene.hold(100, **keeping(66))
     assert scene.slot.phase is Phase.WORKING
     scene.hold(100, **keeping(67))
-    assert (scene.slot.state, scene.slot.deaths_at_s, scene.slot.restarts) == (HeadState.RESTARTING, (), 1)
-    assert scene.slot.reason == "its process keeps 67 MiB that its work does not need; its process was replaced"
+    assert (scene.slot.state, scene.slot.deaths_at_s, scene.slot.restarts) == (
+        HeadState.RESTARTING,
+        (),
+        1,
+    )
+    assert (
+        scene.slot.reason
+        == "its process keeps 67 MiB that its work does not need; its process was replaced"
+    )
 
 
 def test_where_nothing_runs_any_more_an_eighth_of_the_cap_is_too_much() -> None:
@@ -368,7 +425,9 @@ def test_where_nothing_runs_any_more_an_eighth_of_the_cap_is_too_much() -> None:
     scene.hold(100, **keeping(24), state=WorkerState.EMERGENCY)
     scene.hold(100, **keeping(25))
     assert scene.slot.phase is Phase.WORKING
-    assert scene.hold(100, **keeping(25), state=WorkerState.EMERGENCY) == [{"growth_bytes": 25 * MIB}]
+    assert scene.hold(100, **keeping(25), state=WorkerState.EMERGENCY) == [
+        {"growth_bytes": 25 * MIB}
+    ]
     assert (scene.slot.state, scene.slot.deaths_at_s) == (HeadState.RESTARTING, ())
 
 
@@ -380,7 +439,9 @@ def test_a_process_that_keeps_too_much_at_once_counts_as_a_death() -> None:
     assert "drop every tensor in the workload's `release`" in scene.slot.reason
 
 
-def test_a_fresh_process_that_has_measured_nothing_yet_is_not_replaced_for_what_the_last_one_held() -> None:
+def test_a_fresh_process_that_has_measured_nothing_yet_is_not_replaced_for_what_the_last_one_held() -> (
+    None
+):
     scene = Leaking.joined(leak_limit_bytes=60 * MIB)
     scene.settle()
     scene.grow(60)

@@ -1,7 +1,7 @@
 """The lifecycle under any order of events: what a cluster, a clock and a user may do to a slot, and what must hold.
 
-Reports come late, twice, in the wrong order, from another process and for another slot. `lifecycle_books.py` keeps
-books of it all; the slot's own must agree with them.
+Reports come late, twice, in the wrong order, from another process and for another slot.
+`lifecycle_books.py` keeps books of it all; the slot's own must agree with them.
 """
 
 from __future__ import annotations
@@ -89,7 +89,12 @@ seldom = st.sampled_from([False] * 7 + [True])
 class LifecycleMachine(Books):
     """Plays cluster, clock and user."""
 
-    @initialize(run_rules=rules_of_run, earlier_incarnations=st.integers(0, 3), waits=seldom, trains=st.booleans())
+    @initialize(
+        run_rules=rules_of_run,
+        earlier_incarnations=st.integers(0, 3),
+        waits=seldom,
+        trains=st.booleans(),
+    )
     def start(self, run_rules: Rules, earlier_incarnations: int, waits: bool, trains: bool) -> None:
         self.open(run_rules, earlier_incarnations)
         self.trains = trains
@@ -105,7 +110,9 @@ class LifecycleMachine(Books):
         self.node_is_there = True
         self.feed(NodeJoined())
         if before.phase not in FINAL and before.orders.hold is None:
-            assert self.slot.incarnation == before.incarnation + before.placed, "its actor starts again"
+            assert self.slot.incarnation == before.incarnation + before.placed, (
+                "its actor starts again"
+            )
 
     @precondition(lambda self: self.node_is_there)
     @rule(
@@ -130,7 +137,9 @@ class LifecycleMachine(Books):
         assert self.slot.reason == (before.reason if before.phase in FINAL else "pc1 offers 4 CPUs")
         assert self.slot == replace(before, reason=self.slot.reason)
 
-    @precondition(lambda self: len(self.history) > 10 and self.slot.phase in {Phase.WORKING, Phase.PAUSING})
+    @precondition(
+        lambda self: len(self.history) > 10 and self.slot.phase in {Phase.WORKING, Phase.PAUSING}
+    )
     @rule(sick=seldom)
     def card_may_be_quarantined(self, sick: bool) -> None:
         if sick:
@@ -161,7 +170,9 @@ class LifecycleMachine(Books):
         counts=sums,
         resume=resumes,
         state=working_states,
-        verdict=st.sampled_from([Verdict.OK] * 14 + [Verdict.CONTEXT_CORRUPTED] * 3 + [Verdict.INCOMPATIBLE]),
+        verdict=st.sampled_from(
+            [Verdict.OK] * 14 + [Verdict.CONTEXT_CORRUPTED] * 3 + [Verdict.INCOMPATIBLE]
+        ),
         error=st.sampled_from([None] * 5 + ["Traceback …"]),
         share=st.floats(0, 1),
         save_due=st.booleans(),
@@ -183,7 +194,9 @@ class LifecycleMachine(Books):
         name = data.draw(st.sampled_from(self.under_way))
         self.do_steps(name, share)
         is_due = save_due and self.trains
-        self.accepted(name, counts, resume=resume, state=state, verdict=verdict, error=error, save_due=is_due)
+        self.accepted(
+            name, counts, resume=resume, state=state, verdict=verdict, error=error, save_due=is_due
+        )
 
     @precondition(lambda self: self.under_way)
     @rule(data=st.data(), counts=sums, is_finished=seldom, share=st.floats(0, 1))
@@ -194,7 +207,9 @@ class LifecycleMachine(Books):
         if is_finished:
             name = data.draw(st.sampled_from(self.under_way))
             self.do_steps(name, share)
-            self.accepted(name, counts, state=WorkerState.DONE, verdict=Verdict.DONE, reason="all is done")
+            self.accepted(
+                name, counts, state=WorkerState.DONE, verdict=Verdict.DONE, reason="all is done"
+            )
             assert self.slot.phase is Phase.DONE
 
     @precondition(lambda self: self.under_way)
@@ -212,7 +227,9 @@ class LifecycleMachine(Books):
 
     @precondition(lambda self: self.submitted)
     @rule(data=st.data(), counts=sums, share=st.floats(0, 1))
-    def report_is_late_or_twice(self, data: st.DataObject, counts: dict[str, int | float], share: float) -> None:
+    def report_is_late_or_twice(
+        self, data: st.DataObject, counts: dict[str, int | float], share: float
+    ) -> None:
         """Report a slice that is not under way any more, whatever ended it; it must not count."""
         over = [name for name in self.submitted if name not in self.under_way]
         if over:
@@ -230,7 +247,12 @@ class LifecycleMachine(Books):
         sequence=st.integers(-3, 3),
     )
     def report_is_foreign(
-        self, data: st.DataObject, counts: dict[str, int | float], slot: str, incarnation: int, sequence: int
+        self,
+        data: st.DataObject,
+        counts: dict[str, int | float],
+        slot: str,
+        incarnation: int,
+        sequence: int,
     ) -> None:
         """Report what is not one of ours under way: another slot's slice, another process's, one never sent."""
         name = (self.slot.incarnation + incarnation, self.slot.next_sequence + sequence)
@@ -242,7 +264,11 @@ class LifecycleMachine(Books):
     @precondition(lambda self: self.under_way)
     @rule(data=st.data(), failure=failures)
     def slice_fails(self, data: st.DataObject, failure: SliceFailure) -> None:
-        if failure is SliceFailure.UNBUILDABLE and self.ends_at_s is None and self.slot.report is None:
+        if (
+            failure is SliceFailure.UNBUILDABLE
+            and self.ends_at_s is None
+            and self.slot.report is None
+        ):
             return  # see run_can_never_work
         name = data.draw(st.sampled_from(self.under_way))
         if failure is SliceFailure.UNSENT:
@@ -265,12 +291,16 @@ class LifecycleMachine(Books):
     def death_is_explained(self, host_memory: bool) -> None:
         """Explain the last death, at any time: the cluster finds out when it will."""
         before = self.slot
-        assert self.feed(DeathExplained(cause=DeathCause(host_memory=host_memory, text="why"))) == ()
+        assert (
+            self.feed(DeathExplained(cause=DeathCause(host_memory=host_memory, text="why"))) == ()
+        )
         assert self.slot == replace(before, reason=self.slot.reason), "nothing but words"
         if not host_memory or before.state not in {HeadState.RESTARTING, HeadState.QUARANTINED}:
             assert self.slot == before
 
-    @precondition(lambda self: self.under_way and self.slot.report is None and self.ends_at_s is None)
+    @precondition(
+        lambda self: self.under_way and self.slot.report is None and self.ends_at_s is None
+    )
     @rule(data=st.data(), how=st.sampled_from(["incompatible", "unbuildable"]))
     def run_can_never_work(self, data: st.DataObject, how: str) -> None:
         name = data.draw(st.sampled_from(self.under_way))
@@ -278,7 +308,9 @@ class LifecycleMachine(Books):
         if how == "incompatible":
             event = reported("pc1/0", name, {}, verdict=Verdict.INCOMPATIBLE)
         _, commands = advance(self.slot, event, self.now_s, self.run_rules, self.ends_at_s)
-        assert [type(command) for command in commands if not isinstance(command, Note | Accept)] == [EndRun]
+        assert [
+            type(command) for command in commands if not isinstance(command, Note | Accept)
+        ] == [EndRun]
         # What the slot would be now does not matter: the machine goes on as if it had not been.
 
     # What the clock and the user may do
@@ -305,13 +337,21 @@ class LifecycleMachine(Books):
     def user_may_hold(self, hold: Hold, now: bool) -> None:
         if now:
             before = self.slot
-            self.save_waits |= before.phase is Phase.WORKING and bool(before.in_flight) and self.saves_first(before)
+            self.save_waits |= (
+                before.phase is Phase.WORKING
+                and bool(before.in_flight)
+                and self.saves_first(before)
+            )
             self.feed(Held(hold=hold))
             assert self.slot.in_flight == before.in_flight, "what was sent runs to its end"
             if before.phase is not Phase.ABSENT and not before.in_flight:
                 assert self.slot.phase is Phase.HELD
 
-    @precondition(lambda self: self.slot.orders.hold is not None and self.slot.phase not in FINAL and not self.drained)
+    @precondition(
+        lambda self: (
+            self.slot.orders.hold is not None and self.slot.phase not in FINAL and not self.drained
+        )
+    )
     @rule()
     def user_lets_go(self) -> None:
         before = self.slot
@@ -350,7 +390,9 @@ class LifecycleMachine(Books):
         if now:
             before = self.slot
             self.drained = True
-            self.save_waits |= before.phase not in FINAL and before.ready and self.saves_first(before)
+            self.save_waits |= (
+                before.phase not in FINAL and before.ready and self.saves_first(before)
+            )
             self.feed(Drain())
             # Only a process that has reported is known to run what was sent to it.
             is_awaited = before.ready and (before.in_flight or self.slot.in_flight)
@@ -370,14 +412,20 @@ class LifecycleMachine(Books):
     # What must hold
 
     @invariant()
-    def counters_are_the_sum_of_the_accepted_reports_and_the_bounds_of_the_lost_slices_exactly(self) -> None:
+    def counters_are_the_sum_of_the_accepted_reports_and_the_bounds_of_the_lost_slices_exactly(
+        self,
+    ) -> None:
         assert asdict(self.slot.counts) == self.expected
         assert self.slot.steps_lost_upper_bound == self.expected_lost
 
     @invariant()
     def no_step_that_was_really_done_is_beyond_what_was_counted_lost_or_is_under_way(self) -> None:
         known = self.slot.counts.steps_ok + self.slot.steps_lost_upper_bound
-        over = sum(done for name, done in self.really_done.items() if self.fates[name] is not FaultOutcome.UNDER_WAY)
+        over = sum(
+            done
+            for name, done in self.really_done.items()
+            if self.fates[name] is not FaultOutcome.UNDER_WAY
+        )
         assert known >= over
         at_risk = sum(flight.step_limit for flight in self.slot.in_flight)
         assert known + at_risk >= self.really_done.total()
@@ -385,7 +433,9 @@ class LifecycleMachine(Books):
     @invariant()
     def every_slice_is_counted_lost_or_under_way(self) -> None:
         assert len(self.submitted) == self.slot.next_sequence - self.first_sequence
-        assert [(self.slot.incarnation, flight.sequence) for flight in self.slot.in_flight] == self.under_way
+        assert [
+            (self.slot.incarnation, flight.sequence) for flight in self.slot.in_flight
+        ] == self.under_way
         assert [flight.step_limit for flight in self.slot.in_flight] == [
             self.submitted[name].step_limit for name in self.under_way
         ]
@@ -395,13 +445,17 @@ class LifecycleMachine(Books):
     def counters_never_go_backwards(self) -> None:
         for before, after in zip(self.history[-2:], self.history[-1:], strict=False):
             now = counters_of(after)
-            assert {name for name, value in counters_of(before).items() if now[name] < value} == set()
+            assert {
+                name for name, value in counters_of(before).items() if now[name] < value
+            } == set()
 
     @invariant()
     def every_slot_that_is_not_final_has_a_flight_a_timer_or_waits_for_its_node(self) -> None:
         slot = self.slot
         if slot.draining:
-            assert slot.phase in {Phase.WORKING, *FINAL}, "a slot whose run is ending waits for nothing new"
+            assert slot.phase in {Phase.WORKING, *FINAL}, (
+                "a slot whose run is ending waits for nothing new"
+            )
         match slot.phase:
             case Phase.ABSENT:
                 assert not self.node_is_there
@@ -411,7 +465,9 @@ class LifecycleMachine(Books):
                 assert (slot.in_flight, slot.wake_at_s) == ((), None)
                 assert self.placed or not slot.ready
                 assert self.placed == slot.placed
-                assert slot.orders.hold is Hold.PAUSE or (slot.orders.hold is Hold.DRAIN and not self.placed)
+                assert slot.orders.hold is Hold.PAUSE or (
+                    slot.orders.hold is Hold.DRAIN and not self.placed
+                )
             case Phase.PAUSING:
                 assert slot.orders.hold is None
                 assert slot.wake_at_s is not None
@@ -423,7 +479,9 @@ class LifecycleMachine(Books):
                 assert slot.in_flight or self.at_its_end(slot)
             case Phase.DONE:
                 assert slot.wake_at_s is None
-                assert self.abandoned == (not slot.in_flight), "its process is ended once nothing is awaited from it"
+                assert self.abandoned == (not slot.in_flight), (
+                    "its process is ended once nothing is awaited from it"
+                )
             case Phase.QUARANTINED | Phase.STOPPED:
                 assert (slot.in_flight, slot.wake_at_s) == ((), None)
 
@@ -435,15 +493,29 @@ class LifecycleMachine(Books):
         assert (slot.phase is Phase.DONE) == (slot.state is WorkerState.DONE)
         if slot.phase is Phase.ABSENT and slot.orders.hold is None:
             assert slot.state is (HeadState.LOST if slot.placed else HeadState.STARTING)
-        is_held = slot.phase is Phase.HELD or (slot.phase is Phase.ABSENT and slot.orders.hold is not None)
+        is_held = slot.phase is Phase.HELD or (
+            slot.phase is Phase.ABSENT and slot.orders.hold is not None
+        )
         assert (slot.state is HeadState.HELD) == is_held or slot.phase is Phase.STOPPED
 
     @invariant()
     def quarantined_stopped_and_done_are_final(self) -> None:
         before, after = self.history[-2:] if len(self.history) > 1 else self.history * 2
         if before.phase is Phase.DONE:
-            assert (after.phase, after.incarnation, after.restarts, after.next_sequence, after.reason) == (
-                (before.phase, before.incarnation, before.restarts, before.next_sequence, before.reason)
+            assert (
+                after.phase,
+                after.incarnation,
+                after.restarts,
+                after.next_sequence,
+                after.reason,
+            ) == (
+                (
+                    before.phase,
+                    before.incarnation,
+                    before.restarts,
+                    before.next_sequence,
+                    before.reason,
+                )
             ), "only what was under way is still counted"
         elif before.phase in FINAL:
             # Why the last process ended may be known only later.
@@ -477,7 +549,9 @@ class LifecycleMachine(Books):
                 assert slot.wake_at_s is not None
                 now_s = max(now_s, slot.wake_at_s)
             else:
-                event = reported("pc1/0", (slot.incarnation, slot.in_flight[0].sequence), {"steps_ok": 1})
+                event = reported(
+                    "pc1/0", (slot.incarnation, slot.in_flight[0].sequence), {"steps_ok": 1}
+                )
             slot, _ = advance(slot, event, now_s, self.run_rules, self.ends_at_s)
         raise AssertionError(f"stuck in {slot}")
 
@@ -488,7 +562,8 @@ class LifecycleMachine(Books):
         if self.slot.orders.hold is not None:
             return
         slot, now_s, tries = self.slot, self.now_s, 0
-        # Each try costs one tick to be given up and one to be begun again; a working process may have one of before.
+        # Each try costs one tick to be given up and one to be begun again; a working process may
+        # have one of before.
         for ticks in range(2 * self.run_rules.max_deaths + 2):
             now_s += self.longest_wait_s
             slot, commands = advance(slot, Tick(), now_s, self.run_rules, self.ends_at_s)
@@ -503,13 +578,20 @@ class LifecycleMachine(Books):
     @property
     def longest_wait_s(self) -> float:
         numbers = self.run_rules
-        slowest_s = max(numbers.hang_timeout_s, numbers.start_timeout_s, numbers.slow_step_s) + numbers.slice_s
+        slowest_s = (
+            max(numbers.hang_timeout_s, numbers.start_timeout_s, numbers.slow_step_s)
+            + numbers.slice_s
+        )
         return max(slowest_s, numbers.restart_backoff_max_s) + 1.0
 
     def at_its_end(self, slot: Slot) -> bool:
         """Whether nothing more fits into the run, so that the slot waits for Drain, which the end of a run brings."""
         left_s = self.ends_at_s - self.now_s if self.ends_at_s is not None else float("inf")
-        return slot.phase is Phase.WORKING and not slot.in_flight and left_s < self.run_rules.slice_s / 10
+        return (
+            slot.phase is Phase.WORKING
+            and not slot.in_flight
+            and left_s < self.run_rules.slice_s / 10
+        )
 
 
 LifecycleMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=60)

@@ -1,4 +1,7 @@
-"""The table of the lifecycle: each phase and event is handled, ignored for a reason, or illegal; one of the three."""
+"""The table of the lifecycle: each phase and event is handled, ignored for a reason, or illegal.
+
+One of the three.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,9 @@ def in_phase(phase: Phase) -> Slot:
 
 
 def test_every_pair_of_phase_and_event_is_handled_or_ignored_or_illegal() -> None:
-    assert {type(event) for event in EVENTS} == set(get_args(Event)), "the list above has one of each"
+    assert {type(event) for event in EVENTS} == set(get_args(Event)), (
+        "the list above has one of each"
+    )
     assert set(lifecycle._CELLS) == {(phase, type(event)) for phase, event in CELLS}
     assert {key for key, cell in lifecycle._CELLS.items() if cell is None} == ILLEGAL
 
@@ -93,13 +98,20 @@ def test_the_end_of_a_run_does_not_change_how_a_slot_has_ended(phase: Phase, eve
 
 
 @pytest.mark.parametrize(
-    ("phase", "event"), CELLS, ids=[f"{phase.value}-{type(event).__name__}" for phase, event in CELLS]
+    ("phase", "event"),
+    CELLS,
+    ids=[f"{phase.value}-{type(event).__name__}" for phase, event in CELLS],
 )
-def test_an_event_is_refused_loudly_or_ignored_or_leads_to_a_slot(phase: Phase, event: Event) -> None:
+def test_an_event_is_refused_loudly_or_ignored_or_leads_to_a_slot(
+    phase: Phase, event: Event
+) -> None:
     slot = in_phase(phase)
     key = (phase, type(event))
     if key in ILLEGAL:
-        with pytest.raises(IllegalEventError, match=f"pc1/0: {type(event).__name__} cannot happen while {phase.value}"):
+        with pytest.raises(
+            IllegalEventError,
+            match=f"pc1/0: {type(event).__name__} cannot happen while {phase.value}",
+        ):
             advance(slot, event, 2000.0, RULES, None)
         return
     after, commands = advance(slot, event, 2000.0, RULES, None)

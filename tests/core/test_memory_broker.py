@@ -47,7 +47,11 @@ class House:
         """Let the running slice end with a look at the card, and send what comes next."""
         self.now_s += 0.1
         self.held_bytes[name] = held_bytes
-        used_bytes = self.outside_bytes + sum(self.held_bytes.values()) + len(self.held_bytes) * CONTEXT_BYTES
+        used_bytes = (
+            self.outside_bytes
+            + sum(self.held_bytes.values())
+            + len(self.held_bytes) * CONTEXT_BYTES
+        )
         memory = replace(
             MEMORY,
             device_total_bytes=TOTAL_BYTES,
@@ -55,14 +59,18 @@ class House:
             reserved_bytes=held_bytes,
             peak_bytes=held_bytes,
         )
-        event: SliceReported = self.scenes[name].report(device=card(self.plans[name]), **{"memory": memory, **changes})
+        event: SliceReported = self.scenes[name].report(
+            device=card(self.plans[name]), **{"memory": memory, **changes}
+        )
         self.after(name, self.scenes[name].feed(event))
 
     def after(self, name: str, commands: list[Command]) -> None:
         """Do as the supervisor does at the end of a turn."""
         for scene in self.scenes.values():
             scene.now_s = self.now_s
-        new = self.broker.look({other: scene.slot for other, scene in self.scenes.items()}, self.now_s)
+        new = self.broker.look(
+            {other: scene.slot for other, scene in self.scenes.items()}, self.now_s
+        )
         if new:
             self.news.append(new)
         for command in submits(commands):
@@ -74,7 +82,9 @@ class House:
             for name in names or tuple(self.plans):
                 running = self.sent[name][-len(self.scenes[name].slot.in_flight)]
                 cap_bytes = card(self.plans[name]).cap_bytes
-                self.report(name, int(share * (cap_bytes if running is None else min(running, cap_bytes))))
+                self.report(
+                    name, int(share * (cap_bytes if running is None else min(running, cap_bytes)))
+                )
             self.now_s += 1.0
 
     def caps(self) -> Mapping[str, int]:
@@ -102,7 +112,9 @@ def test_a_process_that_does_not_come_is_not_waited_for_with_its_share_for_ever(
     house = seven(outside_bytes=TOTAL_BYTES // 2)
     house.settle("pc1/0", "pc1/1", rounds=40)
     share_bytes = (TOTAL_BYTES // 2 - 2 * CONTEXT_BYTES - 128 * MIB) / 2
-    assert house.sent["pc1/0"][-1] == pytest.approx(min(share_bytes, house.caps()["pc1/0"]), rel=0.05)
+    assert house.sent["pc1/0"][-1] == pytest.approx(
+        min(share_bytes, house.caps()["pc1/0"]), rel=0.05
+    )
 
 
 def test_what_a_directive_under_way_allows_is_not_promised_to_anybody_else() -> None:
@@ -118,7 +130,9 @@ def test_what_a_directive_under_way_allows_is_not_promised_to_anybody_else() -> 
             house.report(name, house.held_bytes[name])
             assert house.sent[name][-1] < 0.8 * before
         house.report("pc1/2", 0)
-        assert house.sent["pc1/2"][-1] < 0.1 * before, "they have been told, and have not done it yet"
+        assert house.sent["pc1/2"][-1] < 0.1 * before, (
+            "they have been told, and have not done it yet"
+        )
     house.settle("pc1/0", "pc1/1", "pc1/2", rounds=8)
     assert house.sent["pc1/2"][-1] == pytest.approx(house.sent["pc1/0"][-1], rel=0.05)
 
@@ -184,7 +198,9 @@ def test_on_a_node_with_two_cards_nobody_is_expected_on_either_before_it_has_ope
     pc1 = REFERENCE.nodes["pc1"].model_copy(update={"workers": 4, "gpus": 2})
     house = House(plan_slots(REFERENCE.model_copy(update={"nodes": {"pc1": pc1}}), Target()))
     house.join()
-    house.scenes["pc1/0"].slot = replace(house.scenes["pc1/0"].slot, device=card(house.plans["pc1/0"], "GPU-2"))
+    house.scenes["pc1/0"].slot = replace(
+        house.scenes["pc1/0"].slot, device=card(house.plans["pc1/0"], "GPU-2")
+    )
     house.report("pc1/1", 0)
     house.report("pc1/2", 0)
     assert house.sent["pc1/2"][-1] == house.caps()["pc1/2"]
@@ -202,7 +218,9 @@ class Dividing(MemoryBroker):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_card_with_enough_for_every_cap_gives_the_leases_that_dividing_it_would_give(seed: int) -> None:
+def test_a_card_with_enough_for_every_cap_gives_the_leases_that_dividing_it_would_give(
+    seed: int,
+) -> None:
     drawn = Random(seed)  # noqa: S311 - repeatable is what is wanted
     quick, thorough = House(PC1), House(PC1)
     thorough.broker = Dividing(thorough.plans)

@@ -16,7 +16,8 @@ from orchestrator.core.node_commands import NODE_MARK, node_command
 from tests.core.scene import REFERENCE
 from tests.scene import PATIENCE_S
 
-#: Lets the `ray` command line read arguments without doing anything, and its own reader read the label.
+#: Lets the `ray` command line read arguments without doing anything, and its own reader read the
+#: label.
 READ_BY_RAY = """
 import json, sys
 from ray._private.label_utils import parse_node_labels_string
@@ -80,7 +81,9 @@ def test_the_script_says_where_makes_the_token_and_starts_last() -> None:
         assert where in lines[0]
         assert lines[-1] == command.line
         assert all(line.startswith("#") for line in lines[:2])
-        assert ("python -m orchestrator up NODE" in lines[-2]) is command.is_head  # and not what Ray prints
+        assert (
+            "python -m orchestrator up NODE" in lines[-2]
+        ) is command.is_head  # and not what Ray prints
 
 
 def test_the_head_is_told_what_of_rays_own_advice_to_ignore() -> None:
@@ -89,7 +92,11 @@ def test_the_head_is_told_what_of_rays_own_advice_to_ignore() -> None:
 
 
 @settings(deadline=None, max_examples=50)
-@given(host=st.text(st.characters(exclude_characters="\x00", exclude_categories=["Cs"]), min_size=1, max_size=30))
+@given(
+    host=st.text(
+        st.characters(exclude_characters="\x00", exclude_categories=["Cs"]), min_size=1, max_size=30
+    )
+)
 def test_a_shell_reads_back_exactly_what_was_meant(host: str) -> None:
     command = node_command(REFERENCE, "pc2", f"{host}:6379")
     words = shlex.split(command.line)
@@ -101,7 +108,10 @@ def test_every_argument_and_name_of_a_node_is_known_to_the_installed_ray() -> No
     argvs = [node_command(REFERENCE, node, "10.0.0.1:6379").argv for node in ("pc1", "pc2")]
     names = ["a", "pc-1", "pc.1", "pc_1", "0", "a" * 63, "1.2.3.4"]
     card = {"gpu": "card", "workers": 1, "vram_per_worker_gib": 1.0}
-    argvs += [node_command(Config.model_validate({"nodes": {name: card}}), name, "h:6379").argv for name in names]
+    argvs += [
+        node_command(Config.model_validate({"nodes": {name: card}}), name, "h:6379").argv
+        for name in names
+    ]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", READ_BY_RAY, json.dumps(argvs)],
         capture_output=True,
@@ -114,7 +124,21 @@ def test_every_argument_and_name_of_a_node_is_known_to_the_installed_ray() -> No
     common = {"num_gpus": 1, "disable_usage_stats": True}
     assert [read["labels"]["node"] for read in found["read"][2:]] == names
     assert found["read"][:2] == [
-        {**common, "head": True, "port": 6379, "address": None, "num_cpus": 56, "labels": {"node": "pc1"}},
-        {**common, "head": False, "port": None, "address": "10.0.0.1:6379", "num_cpus": 12, "labels": {"node": "pc2"}},
+        {
+            **common,
+            "head": True,
+            "port": 6379,
+            "address": None,
+            "num_cpus": 56,
+            "labels": {"node": "pc1"},
+        },
+        {
+            **common,
+            "head": False,
+            "port": None,
+            "address": "10.0.0.1:6379",
+            "num_cpus": 12,
+            "labels": {"node": "pc2"},
+        },
     ]
     assert "--generate" in found["token_options"]

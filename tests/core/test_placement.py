@@ -14,7 +14,15 @@ from orchestrator.config.capacity import MAX_WORKERS_PER_CARD
 from orchestrator.config.schema import Config
 from orchestrator.core.budget import node_budget
 from orchestrator.core.fleet import NodeFact, Reservation
-from orchestrator.core.placement import Missing, SlotPlan, Target, memory_settings, plan_slots, refusals, unnamed
+from orchestrator.core.placement import (
+    Missing,
+    SlotPlan,
+    Target,
+    memory_settings,
+    plan_slots,
+    refusals,
+    unnamed,
+)
 from tests.core.scene import REFERENCE
 from tests.scene import GUIDES
 from workers.training.settings import TrainSettings
@@ -27,27 +35,54 @@ PC2 = NodeFact(name="pc2", node_id="b", address="10.0.0.2", cpus=12.0, gpus=1.0)
 def config(nodes: dict[str, dict[str, object]], **sections: object) -> Config:
     """Return a configuration with these nodes, each an unknown card of any size unless it says otherwise."""
     usual: dict[str, object] = {"gpu": "card", "workers": 1, "vram_per_worker_gib": 1.0}
-    return Config.model_validate({"nodes": {name: {**usual, **node} for name, node in nodes.items()}, **sections})
+    return Config.model_validate(
+        {"nodes": {name: {**usual, **node} for name, node in nodes.items()}, **sections}
+    )
 
 
 def fact(**changes: object) -> NodeFact:
-    usual: dict[str, object] = {"name": "pc1", "node_id": "a", "address": "10.0.0.1", "cpus": 56.0, "gpus": 1.0}
+    usual: dict[str, object] = {
+        "name": "pc1",
+        "node_id": "a",
+        "address": "10.0.0.1",
+        "cpus": 56.0,
+        "gpus": 1.0,
+    }
     return NodeFact(**{**usual, **changes})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("slot", "cpus", "gpus", "budget_gib", "fraction", "duty", "size", "gpu"),
-    [("pc1/6", 8, 0.1428, 3.3, 0.99, 0.6, 8192, "rtx-3090"), ("pc2/2", 4, 0.3333, 1.5, 0.75, 0.7, 4096, "rtx-3070")],
+    [
+        ("pc1/6", 8, 0.1428, 3.3, 0.99, 0.6, 8192, "rtx-3090"),
+        ("pc2/2", 4, 0.3333, 1.5, 0.75, 0.7, 4096, "rtx-3070"),
+    ],
 )
 def test_a_worker_of_the_reference_pair_gets_the_numbers_of_its_guide(
-    slot: str, cpus: int, gpus: float, budget_gib: float, fraction: float, duty: float, size: int, gpu: str
+    slot: str,
+    cpus: int,
+    gpus: float,
+    budget_gib: float,
+    fraction: float,
+    duty: float,
+    size: int,
+    gpu: str,
 ) -> None:
     plan = {plan.reservation.slot: plan for plan in plan_slots(REFERENCE, Target())}[slot]
     spec, node = plan.spec, slot.partition("/")[0]
     assert plan.reservation == Reservation(slot=slot, node=node, num_cpus=cpus, num_gpus=gpus)
     assert (spec.slot, spec.node, spec.device, spec.policy) == (slot, node, "cuda", "adaptive")
-    assert (spec.budget_bytes, spec.memory_fraction, plan.gpu) == (int(budget_gib * GIB), fraction, gpu)
-    assert (spec.duty, spec.workload.size, spec.workload.batch, spec.workload.dtype) == (duty, size, 128, "fp16")
+    assert (spec.budget_bytes, spec.memory_fraction, plan.gpu) == (
+        int(budget_gib * GIB),
+        fraction,
+        gpu,
+    )
+    assert (spec.duty, spec.workload.size, spec.workload.batch, spec.workload.dtype) == (
+        duty,
+        size,
+        128,
+        "fp16",
+    )
 
 
 def test_the_seed_of_the_configuration_moves_all_seeds() -> None:
@@ -56,11 +91,20 @@ def test_the_seed_of_the_configuration_moves_all_seeds() -> None:
 
 
 def test_the_train_section_reaches_every_worker_flat() -> None:
-    plans = plan_slots(config({"pc1": {"workers": 2}}, train={"steps": 7, "micro": 3, "ema_decay": 0.9}), Target())
+    plans = plan_slots(
+        config({"pc1": {"workers": 2}}, train={"steps": 7, "micro": 3, "ema_decay": 0.9}), Target()
+    )
     for plan in plans:
         settings = plan.spec.workload.settings
-        assert settings == {**TrainSettings().model_dump(), "steps": 7, "micro": 3, "ema_decay": 0.9}
-        assert all(value is None or isinstance(value, str | int | float) for value in settings.values())
+        assert settings == {
+            **TrainSettings().model_dump(),
+            "steps": 7,
+            "micro": 3,
+            "ema_decay": 0.9,
+        }
+        assert all(
+            value is None or isinstance(value, str | int | float) for value in settings.values()
+        )
 
 
 def test_the_memory_section_reaches_every_worker_in_bytes() -> None:
@@ -78,16 +122,23 @@ def test_the_memory_section_reaches_every_worker_in_bytes() -> None:
         (Target(device="cuda"), 0, "cuda"),
     ],
 )
-def test_the_device_is_the_grounds_or_follows_from_the_cards(target: Target, gpus: int, device: str) -> None:
+def test_the_device_is_the_grounds_or_follows_from_the_cards(
+    target: Target, gpus: int, device: str
+) -> None:
     (plan,) = plan_slots(config({"pc1": {"gpus": gpus}}), target)
     assert plan.spec.device == device
 
 
 def test_a_rehearsal_changes_only_where_workers_stand() -> None:
-    real, rehearsed = plan_slots(REFERENCE, Target()), plan_slots(REFERENCE, Target(device="cpu", one_machine=True))
+    real, rehearsed = (
+        plan_slots(REFERENCE, Target()),
+        plan_slots(REFERENCE, Target(device="cpu", one_machine=True)),
+    )
     assert [plan.reservation for plan in real] == [plan.reservation for plan in rehearsed]
     assert [plan.spec.workload for plan in real] == [plan.spec.workload for plan in rehearsed]
-    assert [plan.spec.budget_bytes for plan in real] == [plan.spec.budget_bytes for plan in rehearsed]
+    assert [plan.spec.budget_bytes for plan in real] == [
+        plan.spec.budget_bytes for plan in rehearsed
+    ]
 
 
 def test_a_cluster_that_is_all_there_is_not_refused() -> None:
@@ -98,9 +149,13 @@ def test_a_cluster_that_is_all_there_is_not_refused() -> None:
 @pytest.mark.parametrize(
     ("live", "expected"),
     [
-        pytest.param([PC2], [("pc1", Missing.NODE, "no live node has the label node=pc1")], id="missing"),
         pytest.param(
-            [PC2, fact(name=None)], [("pc1", Missing.NODE, "no live node has the label node=pc1")], id="unnamed"
+            [PC2], [("pc1", Missing.NODE, "no live node has the label node=pc1")], id="missing"
+        ),
+        pytest.param(
+            [PC2, fact(name=None)],
+            [("pc1", Missing.NODE, "no live node has the label node=pc1")],
+            id="unnamed",
         ),
         pytest.param(
             [fact(cpus=16.0), PC2],
@@ -138,11 +193,18 @@ def test_a_cluster_that_is_all_there_is_not_refused() -> None:
 def test_what_is_missing_is_refused_with_the_sum(
     live: list[NodeFact], expected: list[tuple[str, Missing, str]]
 ) -> None:
-    assert [(refusal.node, refusal.missing, refusal.text) for refusal in refusals(REFERENCE, live)] == expected
+    assert [
+        (refusal.node, refusal.missing, refusal.text) for refusal in refusals(REFERENCE, live)
+    ] == expected
 
 
 def test_nodes_without_a_label_are_named_by_their_address() -> None:
-    live = [PC1, fact(name=None, address="10.0.0.9"), fact(name=None, address="10.0.0.3"), fact(name="other")]
+    live = [
+        PC1,
+        fact(name=None, address="10.0.0.9"),
+        fact(name=None, address="10.0.0.3"),
+        fact(name="other"),
+    ]
     assert unnamed(live) == ("10.0.0.3", "10.0.0.9")
 
 
@@ -150,7 +212,11 @@ def test_nodes_without_a_label_are_named_by_their_address() -> None:
 def configs(draw: st.DrawFn) -> Config:
     """Draw a configuration of a few nodes with and without cards, of sizes nobody knows."""
     names = draw(
-        st.lists(st.from_regex(r"[a-z0-9]([a-z0-9_.-]{0,6}[a-z0-9])?", fullmatch=True), min_size=1, max_size=4)
+        st.lists(
+            st.from_regex(r"[a-z0-9]([a-z0-9_.-]{0,6}[a-z0-9])?", fullmatch=True),
+            min_size=1,
+            max_size=4,
+        )
     )
     nodes: dict[str, dict[str, object]] = {}
     for name in names:
@@ -164,7 +230,9 @@ def configs(draw: st.DrawFn) -> Config:
     return config(nodes, workload={"seed": draw(st.integers(0, 2**32 - 1))})
 
 
-grounds = st.builds(Target, device=st.sampled_from([None, "cpu", "cuda"]), one_machine=st.booleans())
+grounds = st.builds(
+    Target, device=st.sampled_from([None, "cpu", "cuda"]), one_machine=st.booleans()
+)
 
 
 def by_node(plans: Iterable[SlotPlan]) -> dict[str, list[SlotPlan]]:
@@ -176,17 +244,25 @@ def by_node(plans: Iterable[SlotPlan]) -> dict[str, list[SlotPlan]]:
 
 @settings(deadline=None)
 @given(drawn=configs(), target=grounds)
-def test_slots_stand_in_the_order_of_the_configuration_under_names_that_stay(drawn: Config, target: Target) -> None:
+def test_slots_stand_in_the_order_of_the_configuration_under_names_that_stay(
+    drawn: Config, target: Target
+) -> None:
     plans = plan_slots(drawn, target)
-    expected = [f"{name}/{index}" for name, node in drawn.nodes.items() for index in range(node.workers)]
-    assert [plan.reservation.slot for plan in plans] == [plan.spec.slot for plan in plans] == expected
+    expected = [
+        f"{name}/{index}" for name, node in drawn.nodes.items() for index in range(node.workers)
+    ]
+    assert (
+        [plan.reservation.slot for plan in plans] == [plan.spec.slot for plan in plans] == expected
+    )
     assert len(set(expected)) == len(expected)
     assert plan_slots(drawn, target) == plans
     # One worker more on the last node moves nobody else.
     *_, last = drawn.nodes
     data = drawn.model_dump()
     data["nodes"][last]["workers"] += 1
-    assert [plan.reservation.slot for plan in plan_slots(Config.model_validate(data), target)][: len(plans)] == expected
+    assert [plan.reservation.slot for plan in plan_slots(Config.model_validate(data), target)][
+        : len(plans)
+    ] == expected
 
 
 @settings(deadline=None)
@@ -202,8 +278,12 @@ def test_the_sums_of_a_node_agree_with_its_workers(drawn: Config, target: Target
         assert steps <= budget.gpus
         for plan in node_plans:
             shared = [other.spec.budget_bytes for other in node_plans][: budget.workers_per_card]
-            assert plan.spec.card_budget_bytes == (everything if target.one_machine else sum(shared))
-            assert plan.spec.workers_on_host == (len(plans) if target.one_machine else len(node_plans))
+            assert plan.spec.card_budget_bytes == (
+                everything if target.one_machine else sum(shared)
+            )
+            assert plan.spec.workers_on_host == (
+                len(plans) if target.one_machine else len(node_plans)
+            )
     assert len({plan.spec.workload.seed for plan in plans}) == len(plans)
 
 
@@ -213,9 +293,15 @@ def test_a_cluster_started_with_the_planned_numbers_is_never_refused_and_one_sho
     drawn: Config, data: st.DataObject
 ) -> None:
     budgets = [node_budget(name, node, drawn) for name, node in drawn.nodes.items()]
-    live = [fact(name=budget.node, cpus=float(budget.cpus_total), gpus=float(budget.gpus)) for budget in budgets]
+    live = [
+        fact(name=budget.node, cpus=float(budget.cpus_total), gpus=float(budget.gpus))
+        for budget in budgets
+    ]
     assert refusals(drawn, live) == ()
     short = data.draw(st.integers(0, len(live) - 1))
-    poorer = [fact(name=one.name, cpus=one.cpus - (index == short), gpus=one.gpus) for index, one in enumerate(live)]
+    poorer = [
+        fact(name=one.name, cpus=one.cpus - (index == short), gpus=one.gpus)
+        for index, one in enumerate(live)
+    ]
     (refusal,) = refusals(drawn, poorer)
     assert (refusal.node, refusal.missing) == (live[short].name, Missing.CPUS)

@@ -13,7 +13,10 @@ from orchestrator.core.rejoin import Action, Node, NodePhase, Sample, turn
 
 @dataclass
 class PC:
-    """A PC whose `ray start` takes so long, mostly 3 s, and whose head answers at once; one turn a second."""
+    """A PC whose `ray start` takes so long, mostly 3 s, and whose head answers at once.
+
+    One turn a second.
+    """
 
     starts: Callable[[float], bool] = lambda _now_s: True
     """Whether a start that begins at this moment ends well."""
@@ -112,7 +115,9 @@ def test_a_head_that_does_not_answer_is_asked_again_and_the_node_stays() -> None
 
 
 @pytest.mark.parametrize("away_s", [0, 300])
-def test_a_node_that_has_ended_is_started_again_as_soon_as_the_head_can_be_reached(away_s: int) -> None:
+def test_a_node_that_has_ended_is_started_again_as_soon_as_the_head_can_be_reached(
+    away_s: int,
+) -> None:
     pc = joined()
     pc.pass_s(3600)
     pc.is_running, pc.is_plugged = False, away_s == 0
@@ -121,11 +126,15 @@ def test_a_node_that_has_ended_is_started_again_as_soon_as_the_head_can_be_reach
     assert Action.START in pc.pass_s(3)
 
 
-def test_the_pause_between_starts_that_fail_doubles_up_to_a_minute_and_begins_anew_after_a_steady_minute() -> None:
+def test_the_pause_between_starts_that_fail_doubles_up_to_a_minute_and_begins_anew_after_a_steady_minute() -> (
+    None
+):
     repaired_s = float("inf")
     pc = PC(starts=lambda now_s: now_s >= repaired_s)
     pc.pass_s(600)
-    pauses_s = [after - before - 3.0 for before, after in zip(pc.started_s, pc.started_s[1:], strict=False)]
+    pauses_s = [
+        after - before - 3.0 for before, after in zip(pc.started_s, pc.started_s[1:], strict=False)
+    ]
     assert set(pc.actions[0::2]) == {Action.START}
     assert set(pc.actions[1::2]) == {Action.END}, "what a start that failed has left holds the card"
     assert pauses_s[:9] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]

@@ -45,7 +45,10 @@ def test_a_loop_without_end_is_a_hang_in_the_end(activity: Activity) -> None:
     ended_s = watched(scene, activity, 200)
     assert ended_s is not None
     assert 120 < ended_s < 125
-    assert "its process has computed for 121 s without ending a step, more than 120 s" in scene.slot.reason
+    assert (
+        "its process has computed for 121 s without ending a step, more than 120 s"
+        in scene.slot.reason
+    )
 
 
 def test_a_process_that_does_nothing_is_a_hang() -> None:
@@ -70,7 +73,9 @@ def test_a_late_answer_is_waited_for_but_not_for_long() -> None:
     assert watched(scene, None, 5) is not None
 
 
-@pytest.mark.parametrize(("activity", "words"), [(None, "did not come up"), (IDLE, "no report for")])
+@pytest.mark.parametrize(
+    ("activity", "words"), [(None, "did not come up"), (IDLE, "no report for")]
+)
 def test_only_what_did_not_come_up_is_said_not_to(activity: Activity | None, words: str) -> None:
     scene = Scene.joined(start_timeout_s=20.0)
     if activity is None:

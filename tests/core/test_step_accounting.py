@@ -65,7 +65,10 @@ def test_the_bound_is_at_most_twice_what_is_likely_and_five_more(
 
 
 def limited_slices(rates_of_slices: list[float], slice_s: float, proof_s: float) -> list[bool]:
-    """Run a worker of these speeds as the lifecycle does, two slices sent ahead; return which its limit cut short."""
+    """Run a worker of these speeds as the lifecycle does, two slices sent ahead.
+
+    Return which its limit cut short.
+    """
     slot = slot_after(1, proof_s)
     sent = deque([step_accounting.step_limit(slot, slice_s)] * 2)
     cut: list[bool] = []
@@ -95,7 +98,9 @@ def test_each_counter_is_added_to_its_own_sum_and_to_no_other(name: str) -> None
 
 
 def test_counts_of_nothing_change_no_sum() -> None:
-    assert StepCounts(steps_ok=3, work_flop=1e12) + NO_COUNTS == StepCounts(steps_ok=3, work_flop=1e12)
+    assert StepCounts(steps_ok=3, work_flop=1e12) + NO_COUNTS == StepCounts(
+        steps_ok=3, work_flop=1e12
+    )
     assert StepCounts.total(()) == NO_COUNTS
 
 
@@ -106,9 +111,12 @@ def test_a_report_that_took_no_time_to_speak_of_does_not_break_the_sum() -> None
 
 
 @pytest.mark.parametrize(
-    ("told_s", "counted_s"), [(1.0, 1.0), (1e300, 2.5), (math.inf, 2.5), (-5.0, 0.0), (math.nan, 0.0)]
+    ("told_s", "counted_s"),
+    [(1.0, 1.0), (1e300, 2.5), (math.inf, 2.5), (-5.0, 0.0), (math.nan, 0.0)],
 )
-def test_seconds_of_a_report_are_at_most_those_since_its_slice(told_s: float, counted_s: float) -> None:
+def test_seconds_of_a_report_are_at_most_those_since_its_slice(
+    told_s: float, counted_s: float
+) -> None:
     scene = Scene.working()
     sent = scene.slot.in_flight[0]
     before_s = scene.slot.counts.busy_s

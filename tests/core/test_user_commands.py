@@ -66,9 +66,13 @@ def event_for(state: str, do: Do, *, amount_mib: int | None = None, ending: bool
     return event
 
 
-#: Each command in each state: how the refusal goes on after the slot's name, or `None` where it is taken.
+#: Each command in each state: how the refusal goes on after the slot's name, or `None` where it is
+#: taken.
 REFUSALS: dict[Do, dict[str, str | None]] = {
-    Do.PAUSE: {"quarantined": "is QUARANTINED: `reinstate pc1/0` starts it again", "done": "has finished its work"},
+    Do.PAUSE: {
+        "quarantined": "is QUARANTINED: `reinstate pc1/0` starts it again",
+        "done": "has finished its work",
+    },
     Do.DRAIN: {"quarantined": "is QUARANTINED: `reinstate", "done": "has finished its work"},
     Do.RESUME: {
         "absent": "is STARTING, and not held",
@@ -117,17 +121,27 @@ def test_a_command_is_taken_or_refused_with_what_to_type_instead(do: Do, state: 
 def test_a_cap_is_within_the_budget_and_the_whole_budget_lifts_it() -> None:
     assert event_for("running", Do.CAP, amount_mib=1).cap_bytes == MIB  # type: ignore[union-attr]
     assert event_for("running", Do.CAP, amount_mib=BUDGET_MIB).cap_bytes is None  # type: ignore[union-attr]
-    with pytest.raises(RefusedError, match=f"has a budget of {BUDGET_MIB} MiB: type an amount from 1MiB"):
+    with pytest.raises(
+        RefusedError, match=f"has a budget of {BUDGET_MIB} MiB: type an amount from 1MiB"
+    ):
         event_for("running", Do.CAP, amount_mib=BUDGET_MIB + 1)
-    classic = {"pc1/0": replace(PLANS["pc1/0"], spec=replace(PLANS["pc1/0"].spec, policy="classic"))}
+    classic = {
+        "pc1/0": replace(PLANS["pc1/0"], spec=replace(PLANS["pc1/0"].spec, policy="classic"))
+    }
     command = Command(id="a", do=Do.CAP, slots=("pc1/0",), by="test", amount_bytes=MIB)
     with pytest.raises(RefusedError, match="policy classic: run with --policy adaptive"):
         events_of(command, {"pc1/0": slot_in("running").slot}, classic, [])
 
 
 def test_one_slot_that_is_wrong_or_unknown_keeps_the_others_as_they_are() -> None:
-    slots = {"pc1/0": slot_in("running").slot, "pc1/1": replace(slot_in("quarantined").slot, slot="pc1/1")}
-    for name, words in (("pc1/1", "pc1/1 is QUARANTINED"), ("pc9/1", "no slot 'pc9/1'; .*top --once")):
+    slots = {
+        "pc1/0": slot_in("running").slot,
+        "pc1/1": replace(slot_in("quarantined").slot, slot="pc1/1"),
+    }
+    for name, words in (
+        ("pc1/1", "pc1/1 is QUARANTINED"),
+        ("pc9/1", "no slot 'pc9/1'; .*top --once"),
+    ):
         command = Command(id="a", do=Do.PAUSE, slots=("pc1/0", name), by="test")
         with pytest.raises(RefusedError, match=words):
             events_of(command, slots, PLANS, ["pc1"])
@@ -142,7 +156,11 @@ def test_a_paused_slot_goes_on_in_its_process_and_a_drained_one_in_another() -> 
     place, first = drained.deeds(Unheld())
     assert isinstance(place, Place)
     assert [(sent.incarnation, sent.step_limit) for sent in submits([first])] == [(1, 1)]
-    assert (drained.slot.restarts, drained.slot.steps_lost_upper_bound, drained.slot.counts.steps_ok) == (0, 0, 6)
+    assert (
+        drained.slot.restarts,
+        drained.slot.steps_lost_upper_bound,
+        drained.slot.counts.steps_ok,
+    ) == (0, 0, 6)
 
 
 def test_a_slot_that_was_to_be_held_and_is_resumed_at_once_has_its_pipeline_full_again() -> None:
@@ -154,9 +172,12 @@ def test_a_slot_that_was_to_be_held_and_is_resumed_at_once_has_its_pipeline_full
 
 
 @pytest.mark.parametrize(
-    ("how", "commands"), [(Hold.PAUSE, [Forget(), Restart()]), (Hold.DRAIN, [Forget(), Restart(), Abandon()])]
+    ("how", "commands"),
+    [(Hold.PAUSE, [Forget(), Restart()]), (Hold.DRAIN, [Forget(), Restart(), Abandon()])],
 )
-def test_a_process_that_hangs_before_it_is_held_is_ended_and_not_replaced(how: Hold, commands: list[object]) -> None:
+def test_a_process_that_hangs_before_it_is_held_is_ended_and_not_replaced(
+    how: Hold, commands: list[object]
+) -> None:
     scene = slot_in("running")
     scene.feed(Held(hold=how))
     assert scene.deeds(Tick(), later_s=1000) == commands
@@ -217,15 +238,23 @@ def test_the_next_slice_alone_is_asked_to_save() -> None:
     assert told == [True, False, False]
 
 
-@pytest.mark.parametrize(("event", "phase"), [(Held(hold=Hold.PAUSE), Phase.HELD), (Drain(), Phase.STOPPED)])
-def test_a_training_gets_slices_until_it_has_saved_or_has_no_memory_to_end_its_step(event: Event, phase: Phase) -> None:
+@pytest.mark.parametrize(
+    ("event", "phase"), [(Held(hold=Hold.PAUSE), Phase.HELD), (Drain(), Phase.STOPPED)]
+)
+def test_a_training_gets_slices_until_it_has_saved_or_has_no_memory_to_end_its_step(
+    event: Event, phase: Phase
+) -> None:
     for last in ({"save_due": False}, {"save_due": True, "state": WorkerState.PARKED}):
         scene = slot_in("training")
         trains = {"progress": Progress(train_step=1)}
         scene.feed(event)
         while len(scene.slot.in_flight) > 1:
             assert submits(scene.feed(scene.report(**trains))) == []
-        told = [sent.save for _ in range(3) for sent in submits(scene.feed(scene.report(**trains, save_due=True)))]
+        told = [
+            sent.save
+            for _ in range(3)
+            for sent in submits(scene.feed(scene.report(**trains, save_due=True)))
+        ]
         assert told == [True, False, False]
         assert submits(scene.feed(scene.report(**trains, **last))) == []
         assert scene.slot.phase is phase

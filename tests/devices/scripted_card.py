@@ -1,7 +1,8 @@
 """A card without a card: torch.cuda and NVML as far as `CudaDevice` asks them, on an allocator that counts.
 
-As the real one it takes blocks out of segments, best fit first, splits them, joins free neighbours, and
-reserves a segment where none fits. Past its limit it gives whole unused segments back before it refuses.
+As the real one it takes blocks out of segments, best fit first, splits them, joins free neighbours,
+and reserves a segment where none fits. Past its limit it gives whole unused segments back before it
+refuses.
 """
 
 from __future__ import annotations
@@ -52,14 +53,23 @@ class Card:
         return {
             "allocated_bytes": sum(size for size, used, _ in blocks if used),
             "reserved_bytes": sum(size for size, _, _ in blocks),
-            "inactive_split_bytes": sum(size for size, used, count in blocks if not used and count > 1),
+            "inactive_split_bytes": sum(
+                size for size, used, count in blocks if not used and count > 1
+            ),
         }
 
     def nested(self, _device: object = None) -> dict[str, Any]:
-        return {name: {"all": {"current": now, "peak": self.peaks[name]}} for name, now in self.stats().items()}
+        return {
+            name: {"all": {"current": now, "peak": self.peaks[name]}}
+            for name, now in self.stats().items()
+        }
 
     def flat(self, _device: object = None) -> dict[str, int]:
-        kinds = {f"{name}.all.{kind}": n for name, s in self.nested().items() for kind, n in s["all"].items()}
+        kinds = {
+            f"{name}.all.{kind}": n
+            for name, s in self.nested().items()
+            for kind, n in s["all"].items()
+        }
         return {**kinds, "num_alloc_retries": 0}
 
     def reset(self, _device: object = None) -> None:
@@ -80,7 +90,9 @@ class Card:
                 self.empty()
             if self.stats()["reserved_bytes"] + size > self.fraction * TOTAL_BYTES:
                 self.refused += 1
-                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size // MIB}.00 MiB.")
+                raise torch.OutOfMemoryError(
+                    f"CUDA out of memory. Tried to allocate {size // MIB}.00 MiB."
+                )
             self.segments.append([(size, False)])
             free = [(size, len(self.segments) - 1, 0)]
         found, at, number = min(free)

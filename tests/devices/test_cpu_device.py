@@ -45,7 +45,8 @@ def limit_bytes() -> int:
     return resource.getrlimit(resource.RLIMIT_DATA)[0]
 
 
-# --- the wall ----------------------------------------------------------------------------------------------------
+# --- the wall
+# ----------------------------------------------------------------------------------------------------
 
 
 def up_to_the_wall(spec: WorkerSpec) -> Found:
@@ -88,17 +89,23 @@ class TestWall:
         # A block is refused when it would pass the cap, so the last one may be missing.
         assert 0.99 * cap_bytes - MIB <= wall["obtained_bytes"] <= cap_bytes
 
-        assert cap_bytes == pytest.approx(wall["above_bytes"], abs=SLACK_BYTES), "read back from the kernel"
+        assert cap_bytes == pytest.approx(wall["above_bytes"], abs=SLACK_BYTES), (
+            "read back from the kernel"
+        )
         assert wall["failure"].kind is FailureKind.DEFINITE
         assert "DefaultCPUAllocator" in wall["failure"].text
 
     def test_context_and_cap_make_the_budget(self, wall: Found) -> None:
-        assert wall["info"].cap_bytes + wall["info"].context_bytes == pytest.approx(BUDGET_BYTES, abs=4096)
+        assert wall["info"].cap_bytes + wall["info"].context_bytes == pytest.approx(
+            BUDGET_BYTES, abs=4096
+        )
         assert wall["info"].context_source.startswith("measured")
 
     def test_what_it_calls_free_is_the_cap_less_the_margin(self, wall: Found) -> None:
         margin_bytes = 2 * MIB + wall["info"].threads * MIB
-        assert wall["free_bytes"] == pytest.approx(wall["info"].cap_bytes - margin_bytes, abs=SLACK_BYTES)
+        assert wall["free_bytes"] == pytest.approx(
+            wall["info"].cap_bytes - margin_bytes, abs=SLACK_BYTES
+        )
         assert wall["allowed_bytes"] == [pytest.approx(wall["free_bytes"], abs=SLACK_BYTES), 0]
         assert wall["free_again_bytes"] == pytest.approx(wall["free_bytes"], abs=SLACK_BYTES)
         assert wall["lifted_again"], "between steps the kernel's limit is lifted"
@@ -127,7 +134,12 @@ def in_between(spec: WorkerSpec) -> Found:
     with device.enforced():
         blocks, _ = fill(MIB)
         obtained_later_bytes = sum(each.nbytes for each in blocks)
-    return {"cap": cap_bytes, "free": free_bytes, "obtained": obtained_bytes, "later": obtained_later_bytes}
+    return {
+        "cap": cap_bytes,
+        "free": free_bytes,
+        "obtained": obtained_bytes,
+        "later": obtained_later_bytes,
+    }
 
 
 def test_what_others_take_and_give_back_between_steps_changes_nothing(in_child: InChild) -> None:
@@ -137,13 +149,15 @@ def test_what_others_take_and_give_back_between_steps_changes_nothing(in_child: 
         assert 0.98 * found["cap"] - MIB <= obtained_bytes <= found["cap"]
 
 
-# --- giving back -------------------------------------------------------------------------------------------------
+# --- giving back
+# -------------------------------------------------------------------------------------------------
 
 
 def give_and_take(spec: WorkerSpec, block_bytes: int) -> Found:
     device = CpuDevice(spec)
-    # Several times: glibc raises its threshold after the first large block is freed, unless it was told not to, and
-    # what a thousand tensor objects take on the small heaps comes with the first rounds.
+    # Several times: glibc raises its threshold after the first large block is freed, unless it was
+    # told not to, and what a thousand tensor objects take on the small heaps comes with the first
+    # rounds.
     seen = []
     for _ in range(6):
         with device.enforced():
@@ -156,7 +170,13 @@ def give_and_take(spec: WorkerSpec, block_bytes: int) -> Found:
             del blocks
         device.release()
         left_bytes = vm_data_bytes() - before_bytes
-        seen.append({"taken": held_bytes - before_bytes, "half": half_bytes - before_bytes, "left": left_bytes})
+        seen.append(
+            {
+                "taken": held_bytes - before_bytes,
+                "half": half_bytes - before_bytes,
+                "left": left_bytes,
+            }
+        )
     return {"seen": seen}
 
 
@@ -171,14 +191,16 @@ def test_released_memory_goes_back_to_the_kernel(in_child: InChild, block_bytes:
     assert seen["left"] <= SLACK_BYTES
 
 
-# --- the emergency product ---------------------------------------------------------------------------------------
+# --- the emergency product
+# ---------------------------------------------------------------------------------------
 
 
 def emergency_at_the_wall(spec: WorkerSpec) -> Found:
     device = CpuDevice(spec)
     with device.enforced():
         blocks = [block(MIB)]
-        # Nothing here may need memory of its own: a few pages are left, and Python gets no more either.
+        # Nothing here may need memory of its own: a few pages are left, and Python gets no more
+        # either.
         for block_bytes in (MIB, 64 * 1024):
             try:
                 while True:
@@ -196,7 +218,9 @@ def emergency_at_the_wall(spec: WorkerSpec) -> Found:
 
 def failed_work(spec: WorkerSpec) -> tuple[int, int]:
     device = CpuDevice(spec)
-    blocks: list[torch.Tensor] = []  # as those of a step that is cut off: they live until its handler is left
+    blocks: list[
+        torch.Tensor
+    ] = []  # as those of a step that is cut off: they live until its handler is left
     with contextlib.suppress(RuntimeError), device.enforced():
         while True:
             blocks.append(block(MIB))
@@ -218,7 +242,9 @@ def test_the_emergency_product_runs_at_the_wall_and_takes_nothing(in_child: InCh
     assert found["after"] == found["before"]
 
 
-def test_a_wrong_product_is_noticed_and_so_is_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_product_is_noticed_and_so_is_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     product = EmergencyProduct(128, torch.device("cpu"))
     product.run()
     product._left.mul_(1.5)
@@ -229,7 +255,8 @@ def test_a_wrong_product_is_noticed_and_so_is_the_one_before(monkeypatch: pytest
         product.run()
 
 
-# --- element types -----------------------------------------------------------------------------------------------
+# --- element types
+# -----------------------------------------------------------------------------------------------
 
 
 def opened_with(spec: WorkerSpec) -> tuple[str, str, float]:
@@ -249,7 +276,8 @@ def test_says_which_type_it_really_uses(in_child: InChild, asked: str, given: se
     assert value == 64.0
 
 
-# --- a process that grows ----------------------------------------------------------------------------------------
+# --- a process that grows
+# ----------------------------------------------------------------------------------------
 
 
 def leaking(spec: WorkerSpec) -> Found:
@@ -271,7 +299,9 @@ def leaking(spec: WorkerSpec) -> Found:
     }
 
 
-def test_a_little_growth_of_the_process_is_not_charged_and_a_leak_cannot_raise_the_cap(in_child: InChild) -> None:
+def test_a_little_growth_of_the_process_is_not_charged_and_a_leak_cannot_raise_the_cap(
+    in_child: InChild,
+) -> None:
     found = in_child(leaking, spec_of(budget_bytes=BUDGET_BYTES))
     assert found["free_after_drift"] >= 0.95 * found["cap"]
     assert found["kept"] <= found["cap"] + 64 * MIB
@@ -301,7 +331,9 @@ def test_the_peak_of_a_step_that_frees_all_is_measured_or_it_is_said_why_not(
     assert found["source"].startswith(says)
 
 
-@pytest.mark.parametrize(("cores", "workers", "threads"), [(16, 7, 2), (4, 8, 1), (1, 1, 1), (16, 1, 16), (10, 10, 1)])
+@pytest.mark.parametrize(
+    ("cores", "workers", "threads"), [(16, 7, 2), (4, 8, 1), (1, 1, 1), (16, 1, 16), (10, 10, 1)]
+)
 def test_threads_never_exceed_the_cores_unless_workers_do(
     cores: int, workers: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
 
 def spec(workload: type) -> WorkerSpec:
     name = f"{workload.__module__}:{workload.__name__}"
-    asked = spec_of(device="cuda", budget_bytes=BUDGET_BYTES, name=name, policy="adaptive", batch_floor=1)
+    asked = spec_of(
+        device="cuda", budget_bytes=BUDGET_BYTES, name=name, policy="adaptive", batch_floor=1
+    )
     return replace(asked, workload=replace(asked.workload, size=1, batch=4096))
 
 
@@ -66,7 +68,9 @@ class Trains(OnCard):
     def step(self, size: int, batch: int) -> StepResult:
         Trains.steps += 1
         self.state = self.state or [self.card.take(8 * MIB) for _ in range(25)]
-        held: list[Block | None] = [self.card.take((batch * (3 + i % 5) // 40 + 1) * MIB) for i in range(12)]
+        held: list[Block | None] = [
+            self.card.take((batch * (3 + i % 5) // 40 + 1) * MIB) for i in range(12)
+        ]
         held[::2] = [None] * 6
         held.append(self.card.take((batch // 3 + 1) * MIB))
         for i in range(1, 12, 2):
@@ -95,7 +99,10 @@ def test_gaps_within_a_step_count_as_needed(card: Card) -> None:
     device.obtain(160 * MIB)  # as progressive allocation leaves it
     for _ in range(3):
         device.timed(lambda: with_gaps(card, 160))
-        assert (card.peaks["allocated_bytes"], card.peaks["reserved_bytes"]) == (160 * MIB, 200 * MIB)
+        assert (card.peaks["allocated_bytes"], card.peaks["reserved_bytes"]) == (
+            160 * MIB,
+            200 * MIB,
+        )
         assert device.step_peak_bytes() == 200 * MIB
         assert device.step_peak_bytes() == 200 * MIB, "it is asked twice"
 
@@ -109,8 +116,13 @@ def test_what_is_reserved_and_unused_is_not_needed(card: Card) -> None:
     assert card.stats()["reserved_bytes"] == 750 * MIB
 
 
-def test_steps_with_gaps_are_sized_by_what_they_reserve(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten minutes of a training, a step a second; the cap of 1000 MiB holds a batch of about 430."""
+def test_steps_with_gaps_are_sized_by_what_they_reserve(
+    card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten minutes of a training, a step a second.
+
+    The cap of 1000 MiB holds a batch of about 430.
+    """
     real_s = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: real_s() + Trains.steps)
     reports = slices(spec(Trains), [{}] * 400)

@@ -17,7 +17,7 @@ CUDA_TORCH = TorchFacts(
 CPU_TORCH = TorchFacts(version="2.13.0+cpu")
 
 
-def card(**changes: Any) -> CardFacts:  # noqa: ANN401 - any field of the card
+def card(**changes: Any) -> CardFacts:
     """An RTX 3090 with nothing on it."""
     plain = CardFacts(
         index=0,
@@ -37,7 +37,7 @@ def card(**changes: Any) -> CardFacts:  # noqa: ANN401 - any field of the card
     return replace(plain, **changes)
 
 
-def laptop(**changes: Any) -> MachineFacts:  # noqa: ANN401 - any field of the machine
+def laptop(**changes: Any) -> MachineFacts:
     """A PC without a card on which everything is right."""
     plain = MachineFacts(
         hostname="laptop",
@@ -61,7 +61,7 @@ def laptop(**changes: Any) -> MachineFacts:  # noqa: ANN401 - any field of the m
     return replace(plain, **changes)
 
 
-def workstation(**changes: Any) -> MachineFacts:  # noqa: ANN401 - any field of the machine
+def workstation(**changes: Any) -> MachineFacts:
     """A PC with an RTX 3090 on which everything is right."""
     with_card = {
         "hostname": "workstation",
@@ -75,7 +75,12 @@ def workstation(**changes: Any) -> MachineFacts:  # noqa: ANN401 - any field of 
     return laptop(**{**with_card, **changes})
 
 
-def wsl(**changes: Any) -> MachineFacts:  # noqa: ANN401 - any field of the machine
+def wsl(**changes: Any) -> MachineFacts:
     """The same PC under WSL2."""
-    own = {"kernel": "5.15.167.4-microsoft-standard-WSL2", "is_wsl": True, "pci_cards": None, "cpu_governors": ()}
+    own = {
+        "kernel": "5.15.167.4-microsoft-standard-WSL2",
+        "is_wsl": True,
+        "pci_cards": None,
+        "cpu_governors": (),
+    }
     return workstation(**{**own, **changes})

@@ -46,7 +46,9 @@ def test_a_machine_without_a_card_is_told_that_nothing_is_wrong() -> None:
     assert [finding for finding in findings if finding.verdict is WARN] == [found]
 
 
-WORKERS = tuple(Holder(pid=pid, name="ray::WorkerActor.run_slice", used_bytes=3 * GIB) for pid in range(7))
+WORKERS = tuple(
+    Holder(pid=pid, name="ray::WorkerActor.run_slice", used_bytes=3 * GIB) for pid in range(7)
+)
 HOLDERS = (
     Holder(pid=900, name="Xorg", used_bytes=GIB // 2),
     Holder(pid=4711, name="game.exe", used_bytes=9 * GIB),
@@ -158,7 +160,9 @@ TWO_CARDS = (card(), card(index=1, uuid="GPU-2", name="NVIDIA GeForce RTX 3070")
         )),
     ],
 )  # fmt: skip
-def test_one_thing_is_wrong(facts: MachineFacts, check: str, verdict: Verdict, words: str, fix: str | None) -> None:
+def test_one_thing_is_wrong(
+    facts: MachineFacts, check: str, verdict: Verdict, words: str, fix: str | None
+) -> None:
     found = only(examine(facts), check)
     assert (found.verdict, found.fix) == (verdict, fix)
     assert words in found.found
@@ -213,7 +217,11 @@ def test_mps_is_asked_for_and_may_not_be_there(
 
 
 def test_one_lost_card_does_not_hide_the_other() -> None:
-    findings = [found for found in examine(workstation(card_errors=("card 1 is lost",))) if found.check == "card"]
+    findings = [
+        found
+        for found in examine(workstation(card_errors=("card 1 is lost",)))
+        if found.check == "card"
+    ]
     assert [found.verdict for found in findings] == [FAIL, OK]
 
 
@@ -255,7 +263,12 @@ def test_the_disk_of_run_folders(free_bytes: int | None, verdict: Verdict) -> No
 def test_every_failure_says_what_to_do() -> None:
     """Broken in every way at once: each FAIL has a command, or a hint where no command does it."""
     broken = laptop(
-        system="win32", python="3.9.0", ray="1.0", torch=TorchFacts(), pci_cards=2, card_errors=("card 1 is lost",)
+        system="win32",
+        python="3.9.0",
+        ray="1.0",
+        torch=TorchFacts(),
+        pci_cards=2,
+        card_errors=("card 1 is lost",),
     )
     failures = [found for found in examine(broken, mode="mps") if found.verdict is FAIL]
     assert len(failures) >= 6
@@ -270,7 +283,10 @@ def test_no_finding_names_a_package_index() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "numbers"), [("2.13.0+cu128", (2, 13, 0)), ("2.9.0rc1", (2, 9, 0)), ("", ()), (None, ()), ("dev", ())]
+    ("text", "numbers"),
+    [("2.13.0+cu128", (2, 13, 0)), ("2.9.0rc1", (2, 9, 0)), ("", ()), (None, ()), ("dev", ())],
 )
-def test_versions_are_read_as_far_as_they_are_numbers(text: str | None, numbers: tuple[int, ...]) -> None:
+def test_versions_are_read_as_far_as_they_are_numbers(
+    text: str | None, numbers: tuple[int, ...]
+) -> None:
     assert versions(text) == numbers

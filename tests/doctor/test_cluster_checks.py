@@ -53,7 +53,9 @@ CPU_NODE = NodeConfig(gpu="cpu", gpus=0, workers=4, vram_per_worker_gib=1.0)
         (CPU_NODE, workstation(), [WARN], "lets pc1 work on its processor, and it has a NVIDIA GeForce RTX 3090"),
     ],
 )  # fmt: skip
-def test_a_plan_against_the_machine(plan: NodeConfig, facts: MachineFacts, verdicts: list[Verdict], words: str) -> None:
+def test_a_plan_against_the_machine(
+    plan: NodeConfig, facts: MachineFacts, verdicts: list[Verdict], words: str
+) -> None:
     found = list(check_plan("pc1", plan, facts, is_sure=True))
     assert [finding.verdict for finding in found] == verdicts
     assert words in found[0].found
@@ -70,9 +72,13 @@ def test_a_plan_that_does_not_fit_says_what_would() -> None:
     assert found.hint == "in cluster.yaml: at most 2 workers, or vram_per_worker_gib <= 1.08"
 
 
-def answer(name: str | None = "pc1", **changes: Any) -> NodeAnswer:  # noqa: ANN401 - any field of the answer
+def answer(name: str | None = "pc1", **changes: Any) -> NodeAnswer:
     plain = NodeAnswer(
-        name=name, address="192.168.1.10", facts=workstation(), clock_offset_s=0.004, clock_error_s=0.001
+        name=name,
+        address="192.168.1.10",
+        facts=workstation(),
+        clock_offset_s=0.004,
+        clock_error_s=0.001,
     )
     return replace(plain, **changes)
 
@@ -89,7 +95,7 @@ def clock(offset_s: float | None, error_s: float | None) -> tuple[NodeAnswer]:
     return (answer(clock_offset_s=offset_s, clock_error_s=error_s),)
 
 
-def unlike(**facts: Any) -> tuple[NodeAnswer, NodeAnswer]:  # noqa: ANN401 - any field of the machine
+def unlike(**facts: Any) -> tuple[NodeAnswer, NodeAnswer]:
     return answer(), answer("pc2", facts=workstation(**facts))
 
 
@@ -118,7 +124,9 @@ def unlike(**facts: Any) -> tuple[NodeAnswer, NodeAnswer]:  # noqa: ANN401 - any
         (unlike(torch=CPU_TORCH), "None/versions", OK, "the same on every node"),
     ],
 )  # fmt: skip
-def test_what_nodes_answer(answers: tuple[NodeAnswer, ...], check: str, verdict: Verdict, words: str) -> None:
+def test_what_nodes_answer(
+    answers: tuple[NodeAnswer, ...], check: str, verdict: Verdict, words: str
+) -> None:
     found = nodes(*answers)[check]
     assert found.verdict is verdict
     assert words in found.found
@@ -129,7 +137,10 @@ def test_a_missing_node_comes_with_the_exact_command() -> None:
     absent = Refusal(node="pc2", missing=Missing.NODE, text="no live node has the label node=pc2")
     found = nodes(answer(), missing=(absent,))["pc2/nodes"]
     assert found.verdict is FAIL
-    assert "ray start --address=192.168.1.10:6379 --labels=node=pc2 --num-cpus=12 --num-gpus=1" in str(found.fix)
+    assert (
+        "ray start --address=192.168.1.10:6379 --labels=node=pc2 --num-cpus=12 --num-gpus=1"
+        in str(found.fix)
+    )
 
 
 @pytest.mark.parametrize(

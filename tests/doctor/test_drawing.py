@@ -25,7 +25,12 @@ def drawn(found: Diagnosis, width: int | None = 80) -> list[str]:
 
 def test_each_verdict_is_a_word() -> None:
     lines = drawn(diagnosis(*named({"a": ok("x"), "b": skip("x"), "c": warn("x"), "d": fail("x")})))
-    assert [line.split()[:2] for line in lines[2:6]] == [["OK", "a"], ["–", "b"], ["WARN", "c"], ["FAIL", "d"]]  # noqa: RUF001
+    assert [line.split()[:2] for line in lines[2:6]] == [
+        ["OK", "a"],
+        ["–", "b"],  # noqa: RUF001
+        ["WARN", "c"],
+        ["FAIL", "d"],
+    ]
 
 
 def test_words_are_broken_at_the_width_and_commands_never() -> None:
@@ -70,13 +75,17 @@ def test_a_terminal_without_unicode_gets_ascii() -> None:
         ([warn("x")], {"has_config": False}, "python -m orchestrator init"),
     ],
 )
-def test_the_last_line_says_what_to_do_next(findings: list[Finding], changes: dict[str, bool], words: str) -> None:
+def test_the_last_line_says_what_to_do_next(
+    findings: list[Finding], changes: dict[str, bool], words: str
+) -> None:
     lines = drawn(diagnosis(*findings, **changes), width=None)
     assert words in lines[-1]
 
 
 def test_the_json_is_flat_and_complete() -> None:
-    report = json.loads(diagnosis_json(diagnosis(*named({"a": ok("x"), "b": fail("y", hint="h", fix="f")}))))
+    report = json.loads(
+        diagnosis_json(diagnosis(*named({"a": ok("x"), "b": fail("y", hint="h", fix="f")})))
+    )
     assert report == {
         "schema": 1,
         "where": "this machine (laptop)",

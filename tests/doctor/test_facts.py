@@ -27,8 +27,12 @@ def test_this_machine_answers_and_the_answer_travels(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.torch
-def test_a_torch_that_cannot_be_imported_is_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
+def test_a_torch_that_cannot_be_imported_is_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text(
+        "raise ImportError('libcudart.so.12: cannot open shared object file')"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     torch = ask_torch()
     assert torch.version is None
@@ -36,4 +40,6 @@ def test_a_torch_that_cannot_be_imported_is_an_answer(tmp_path: Path, monkeypatc
 
 
 def test_a_folder_that_is_not_there_yet_is_on_the_disk_of_its_parent(tmp_path: Path) -> None:
-    assert free_bytes(str(tmp_path / "not" / "there")) == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
+    assert free_bytes(str(tmp_path / "not" / "there")) == pytest.approx(
+        shutil.disk_usage(tmp_path).free, rel=0.1
+    )

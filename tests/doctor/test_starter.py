@@ -38,7 +38,8 @@ CARDS = st.builds(
     | st.sampled_from([8, 12, 24, 80, 141]).flatmap(
         lambda gib: st.integers(int(0.88 * gib * GIB), int(1.02 * gib * GIB))
     ),
-    compute_capability=st.none() | st.sampled_from([(6, 1), (7, 5), (8, 6), (8, 9), (9, 0), (12, 0)]),
+    compute_capability=st.none()
+    | st.sampled_from([(6, 1), (7, 5), (8, 6), (8, 9), (9, 0), (12, 0)]),
     display=st.none() | st.booleans(),
     visible=st.booleans(),
     holders=st.sampled_from([(), (Holder(pid=1, name="Xorg", used_bytes=None),)]),
@@ -77,7 +78,8 @@ def test_for_any_machine_the_file_loads_fits_and_plans(facts: MachineFacts) -> N
     usable = [found for found in large if 4 * found.total_bytes > largest_bytes]
     assert node.gpus == len(usable)
     if usable:
-        # It also fits what the smallest card really has, whatever the table of known cards believes.
+        # It also fits what the smallest card really has, whatever the table of known cards
+        # believes.
         real_gib = min(found.total_bytes for found in usable) / GIB
         assert overbooked(node.model_copy(update={"vram_gib": min(4096.0, real_gib)})) is None
         assert node_budget("pc1", node, config).workers_per_card <= MAX_WORKERS_PER_CARD
@@ -117,7 +119,9 @@ def with_cards(*cards: CardFacts) -> MachineFacts:
 
 
 SMALL = card(index=1, name="NVIDIA GeForce RTX 3070", total_bytes=round(7.67 * GIB))
-DISPLAY = card(index=1, name="NVIDIA GeForce GT 1030", total_bytes=2 * GIB, compute_capability=(6, 1))
+DISPLAY = card(
+    index=1, name="NVIDIA GeForce GT 1030", total_bytes=2 * GIB, compute_capability=(6, 1)
+)
 OLD = card(name="NVIDIA GeForce GTX 1080", total_bytes=8 * GIB, compute_capability=(6, 1))
 XORG = card(holders=(Holder(pid=1, name="Xorg", used_bytes=1),))
 
@@ -138,7 +142,8 @@ def processor(ram_gib: int, cores: int) -> MachineFacts:
         (with_cards(XORG), {"workers": 6, "memory_fraction": 0.85}, "xorg draws on"),
         (wsl(), {"workers": 6, "memory_fraction": 0.85}, "Windows and its desktop"),
         (with_cards(card(total_bytes=20 * GIB)), {"workers": 6, "memory_fraction": 0.90}, None),
-        # Two unlike cards are planned by the smaller one, but not by one that is there for the display.
+        # Two unlike cards are planned by the smaller one, but not by one that is there for the
+        # display.
         (with_cards(card(), SMALL), {"gpus": 2, "gpu": "rtx-3070", "vram_gib": 7.66, "workers": 2 * 2}, None),
         (
             with_cards(card(), DISPLAY), {"gpus": 1, "gpu": "rtx-3090", "workers": 7},
@@ -156,7 +161,9 @@ def processor(ram_gib: int, cores: int) -> MachineFacts:
         (processor(0, 8), {"workers": 1, "vram_per_worker_gib": 0.01}, None),
     ],
 )  # fmt: skip
-def test_what_is_chosen_for_a_machine_and_why(facts: MachineFacts, expected: dict[str, Any], why: str | None) -> None:
+def test_what_is_chosen_for_a_machine_and_why(
+    facts: MachineFacts, expected: dict[str, Any], why: str | None
+) -> None:
     text, config, _ = written(facts)
     assert config.nodes["pc1"].model_dump(include=set(expected)) == expected
     assert (why in text) if why else ("is left to it" not in text)
@@ -169,7 +176,9 @@ def test_the_summary_names_what_is_used() -> None:
 
 def test_the_port_of_a_head_that_runs_already_is_written_down() -> None:
     nodes = {"pc1": choose(workstation())}
-    assert [config_from_text(render(template(), nodes, port), "x").cluster.port for port in (None, 7000)] == [
+    assert [
+        config_from_text(render(template(), nodes, port), "x").cluster.port for port in (None, 7000)
+    ] == [
         6379,
         7000,
     ]
@@ -185,14 +194,25 @@ def test_no_number_of_the_reference_pair_is_left_in_the_nodes() -> None:
 
 
 def test_the_packaged_template_is_the_file_at_the_root() -> None:
-    """`init` needs it where no checkout is. After a change: cp cluster.yaml orchestrator/cluster.yaml."""
+    """`init` needs it where no checkout is.
+
+    After a change: cp cluster.yaml orchestrator/cluster.yaml.
+    """
     assert template() == (ROOT / "cluster.yaml").read_text(encoding="utf-8")
 
 
 @given(st.integers(GIB, 200 * GIB), st.integers(1, 8))
-def test_this_machine_alone_is_divided_by_the_same_formula_too(total_bytes: int, count: int) -> None:
-    found = [CardFacts(index=at, name="card", uuid=f"GPU-{at}", total_bytes=total_bytes) for at in range(count)]
+def test_this_machine_alone_is_divided_by_the_same_formula_too(
+    total_bytes: int, count: int
+) -> None:
+    found = [
+        CardFacts(index=at, name="card", uuid=f"GPU-{at}", total_bytes=total_bytes)
+        for at in range(count)
+    ]
     node = NodeConfig.model_validate(environment._card_node(found))
     advice = by_formula(total_bytes / GIB)
-    assert (node.workers, node.vram_per_worker_gib) == (count * advice.workers, advice.vram_per_worker_gib)
+    assert (node.workers, node.vram_per_worker_gib) == (
+        count * advice.workers,
+        advice.vram_per_worker_gib,
+    )
     assert overbooked(node) is None

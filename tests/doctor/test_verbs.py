@@ -35,7 +35,9 @@ def found(report: dict[str, Any], check: str) -> list[dict[str, Any]]:
 def test_a_newcomer_without_card_cluster_or_file_is_not_failed() -> None:
     done = orchestrator("doctor", COLUMNS="80")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "no Ray cluster runs on this machine; only this machine was looked at" in " ".join(done.stdout.split())
+    assert "no Ray cluster runs on this machine; only this machine was looked at" in " ".join(
+        done.stdout.split()
+    )
     assert "python -m orchestrator init" in done.stdout
     assert "\x1b" not in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
@@ -62,13 +64,18 @@ def test_the_way_from_nothing_to_a_checked_configuration(nowhere: Path) -> None:
     assert Path("cluster.yaml").read_text() == "mine"
     assert orchestrator("init", "--force").returncode == 0
     assert list(load_config("cluster.yaml").nodes) == ["pc1"]
-    assert sorted(path.name for path in nowhere.iterdir()) == ["cluster.yaml"], "no temporary file stays"
+    assert sorted(path.name for path in nowhere.iterdir()) == ["cluster.yaml"], (
+        "no temporary file stays"
+    )
 
 
 def test_a_place_that_cannot_be_written_to_is_said() -> None:
     done = orchestrator("init", "--output", "no/such/folder/mine.yaml")
     assert done.returncode == 2
-    assert done.stderr.strip() == "no/such/folder/mine.yaml cannot be written: No such file or directory"
+    assert (
+        done.stderr.strip()
+        == "no/such/folder/mine.yaml cannot be written: No such file or directory"
+    )
 
 
 def test_a_typing_error_is_a_finding_and_the_machine_is_checked_all_the_same() -> None:
@@ -92,17 +99,26 @@ def test_a_file_that_is_not_there_can_be_made_and_torch_is_not_loaded_in_this_pr
     done = python("-c", probe, "doctor", "--json", "--config", "mine.yaml")
     assert done.stderr.strip().endswith("[]")
     (config,) = found(report_of(done), "config")
-    assert (config["verdict"], config["fix"]) == ("fail", "python -m orchestrator init --output mine.yaml")
+    assert (config["verdict"], config["fix"]) == (
+        "fail",
+        "python -m orchestrator init --output mine.yaml",
+    )
 
 
 @without_card
 def test_what_is_to_be_typed_names_the_configuration_that_was_read() -> None:
     shutil.copy(ROOT / "cluster.yaml", "my own.yaml")
     done = orchestrator("doctor", "--config", "my own.yaml")
-    typed = [line.partition("type: ")[2] for line in done.stdout.splitlines() if "type: python -m" in line]
+    typed = [
+        line.partition("type: ")[2]
+        for line in done.stdout.splitlines()
+        if "type: python -m" in line
+    ]
     assert "python -m orchestrator run --rehearse --duration 1 --config 'my own.yaml'" in typed
     assert all(line.endswith("--config 'my own.yaml'") or " init " in line for line in typed)
-    assert " ".join(done.stdout.split()).endswith("`python -m orchestrator run --rehearse --config 'my own.yaml'`.")
+    assert " ".join(done.stdout.split()).endswith(
+        "`python -m orchestrator run --rehearse --config 'my own.yaml'`."
+    )
 
 
 def test_a_machine_that_is_said_to_be_a_node_is_compared_with_it() -> None:

@@ -1,7 +1,7 @@
 """A training in small: rungs, levels, a state worth keeping, boundaries, progress and an end; no model.
 
-An optimiser step takes `batch` samples in as many micro-batches as memory asks for. What a sample takes is written, so
-that the kernel counts it.
+An optimiser step takes `batch` samples in as many micro-batches as memory asks for. What a sample
+takes is written, so that the kernel counts it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class Counting(Workload):
     def __init__(self, context: WorkloadContext) -> None:
         super().__init__(context)
         Counting.made.append(context)
-        self.batch, self.steps = int(context.settings["batch"] or 0), int(context.settings["steps"] or 0)
+        self.batch, self.steps = (
+            int(context.settings["batch"] or 0),
+            int(context.settings["steps"] or 0),
+        )
         self.state_mib = int(context.settings.get("state_mib") or 8)
         self.level = self.step_done = self.in_step = self.micro = 0
         self.saved_step: int | None = None
@@ -64,9 +67,13 @@ class Counting(Workload):
 
     def step(self, size: int, batch: int) -> StepResult:
         if self.state is None:
-            self.state = torch.ones(self.state_mib * MIB, dtype=torch.uint8, device=self.context.device)
+            self.state = torch.ones(
+                self.state_mib * MIB, dtype=torch.uint8, device=self.context.device
+            )
         self.micro = min(batch, self.batch - self.in_step)
-        torch.ones(self.micro * SAMPLE_MIB[self.level] * MIB, dtype=torch.uint8, device=self.context.device)
+        torch.ones(
+            self.micro * SAMPLE_MIB[self.level] * MIB, dtype=torch.uint8, device=self.context.device
+        )
         self.in_step += self.micro
         Counting.samples.append(self.micro)
         if self.in_step == self.batch:
@@ -137,7 +144,7 @@ class HardToUnpark(Counting):
 class TellsText(Counting):
     """Its progress is no `Progress`."""
 
-    def progress(self) -> Any:  # noqa: ANN401 - wrong on purpose
+    def progress(self) -> Any:
         return "half of it"
 
 
@@ -151,11 +158,14 @@ class Unordered(Counting):
 def counted(
     spec: WorkerSpec, directives: list[dict[str, Any]]
 ) -> tuple[list[Report], list[tuple[str, Any]], list[int], list[WorkloadContext]]:
-    """Run slices; return the reports, what the engine called, the micro-batches, and the contexts."""
+    """Run slices.
+
+    Return the reports, what the engine called, the micro-batches, and the contexts.
+    """
     return slices(spec, directives), Counting.calls, Counting.samples, Counting.made
 
 
-def counted_in(folder: str, spec: WorkerSpec, directives: list[dict[str, Any]]) -> Any:  # noqa: ANN401 - as of `counted`
+def counted_in(folder: str, spec: WorkerSpec, directives: list[dict[str, Any]]) -> Any:
     """Run slices on a machine that keeps states in this folder."""
     os.environ["ORCHESTRATOR_STATE_DIR"] = folder
     return counted(spec, directives)

@@ -1,4 +1,7 @@
-"""Steps as users write them, well and badly; on any device. What they take is written, so that the kernel counts it."""
+"""Steps as users write them, well and badly; on any device.
+
+What they take is written, so that the kernel counts it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ from workers.workloads.base import StepResult, Workload, WorkloadContext
 
 
 class Squares(Workload):
-    """Makes so many squares and frees them before its step returns; says nothing about what it needs."""
+    """Makes so many squares and frees them before its step returns.
+
+    Says nothing about what it needs.
+    """
 
     batch_power = 0.0
     squares: ClassVar[int] = 2
@@ -85,7 +91,10 @@ class KeepsError(Squares):
 
 
 class Deep(Workload):
-    """A network of sixteen layers, forwards and backwards; its memory grows with `size`, the rows of a batch."""
+    """A network of sixteen layers, forwards and backwards.
+
+    Its memory grows with `size`, the rows of a batch.
+    """
 
     size_power = 1.0
     batch_power = 0.0
@@ -93,7 +102,9 @@ class Deep(Workload):
 
     def step(self, size: int, batch: int) -> StepResult:
         if self.network is None:
-            layers = (torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.GELU()) for _ in range(16))
+            layers = (
+                torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.GELU()) for _ in range(16)
+            )
             self.network = torch.nn.Sequential(*layers).to(self.context.device)
         rows = torch.randn(size, 128, device=self.context.device)
         self.network(rows).square().mean().backward()

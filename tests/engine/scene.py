@@ -10,16 +10,27 @@ from workers.messages import Directive, Report, Verdict, WorkerEvent, WorkerStat
 from workers.settings import WorkerSpec
 
 
-def slice_of(engine: Engine, sequence: int = 0, **directive: Any) -> Report:  # noqa: ANN401 - fields of a directive
+def slice_of(engine: Engine, sequence: int = 0, **directive: Any) -> Report:
     """Run one slice, which ends with its first good step unless it is told otherwise."""
-    fields: dict[str, Any] = {"incarnation": 0, "sequence": sequence, "duration_s": 0.0, "resume": None, **directive}
+    fields: dict[str, Any] = {
+        "incarnation": 0,
+        "sequence": sequence,
+        "duration_s": 0.0,
+        "resume": None,
+        **directive,
+    }
     return engine.run_slice(Directive(**fields))
 
 
 def slices(spec: WorkerSpec, directives: Sequence[Mapping[str, Any]]) -> list[Report]:
-    """Run slices one after the other in a fresh engine; each directive names what is different in it."""
+    """Run slices one after the other in a fresh engine.
+
+    Each directive names what is different in it.
+    """
     engine = Engine(spec)
-    return [slice_of(engine, sequence, **directive) for sequence, directive in enumerate(directives)]
+    return [
+        slice_of(engine, sequence, **directive) for sequence, directive in enumerate(directives)
+    ]
 
 
 def own(workload: type) -> str:
@@ -30,7 +41,9 @@ def own(workload: type) -> str:
 def events(reports: Report | Sequence[Report], *names: str) -> list[WorkerEvent]:
     """Return the events of these names, or all."""
     every = [reports] if isinstance(reports, Report) else reports
-    return [event for report in every for event in report.events if not names or event.name in names]
+    return [
+        event for report in every for event in report.events if not names or event.name in names
+    ]
 
 
 def names(reports: Report | Sequence[Report]) -> list[str]:
@@ -41,7 +54,12 @@ def all_is_well(reports: Sequence[Report]) -> bool:
     """Whether nothing failed and nothing waited."""
     return all(
         (report.verdict, report.state) == (Verdict.OK, WorkerState.RUNNING)
-        and (report.counts.steps_oom, report.counts.oom_count, report.counts.emergency_count, report.counts.steps_error)
+        and (
+            report.counts.steps_oom,
+            report.counts.oom_count,
+            report.counts.emergency_count,
+            report.counts.steps_error,
+        )
         == (0, 0, 0, 0)
         for report in reports
     )

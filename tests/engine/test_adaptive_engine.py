@@ -1,7 +1,8 @@
 """The adaptive policy in a real process against a real wall: every out-of-memory here is the kernel's.
 
-Each scenario is a plain function that runs in a child process and returns reports; the tests judge them. Memory is
-mapped and not touched, so that half a gigabyte costs nothing; the kernel's cap counts it all the same.
+Each scenario is a plain function that runs in a child process and returns reports; the tests judge
+them. Memory is mapped and not touched, so that half a gigabyte costs nothing; the kernel's cap
+counts it all the same.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ REHEARSAL_BUDGET_BYTES = 213 * MIB
 
 ROOMY_BUDGET_BYTES = 512 * MIB
 
-#: Of the cap, the part that a workload may count on: kernels of oneDNN and the like need a little beside it.
+#: Of the cap, the part that a workload may count on: kernels of oneDNN and the like need a little
+#: beside it.
 NEARLY_ALL = 0.97
 
 
 class Rows(Workload):
-    """Holds a fixed part and so many bytes for each row of its batch, until the next step; says nothing about it."""
+    """Holds a fixed part and so many bytes for each row of its batch, until the next step.
+
+    Says nothing about it.
+    """
 
     size_power = 0.0
 
@@ -77,7 +82,9 @@ class Squares(Workload):
 
     def step(self, size: int, batch: int) -> StepResult:
         if self.held is None:
-            self.held = torch.empty(max(self.claim_bytes, self.needed_bytes(size, batch)), dtype=torch.uint8)
+            self.held = torch.empty(
+                max(self.claim_bytes, self.needed_bytes(size, batch)), dtype=torch.uint8
+            )
         return StepResult(flop=1.0)
 
     def release(self) -> None:
@@ -115,7 +122,9 @@ class TestFilling:
     ) -> None:
         assert all_is_well(filled)
         assert not events(filled, "oom", "backoff", "emergency")
-        assert len({report.claim_bytes for report in filled}) <= 4, "each change fills all of the memory anew"
+        assert len({report.claim_bytes for report in filled}) <= 4, (
+            "each change fills all of the memory anew"
+        )
         for report in filled:
             assert 0.95 <= share_held(report) <= 1.0
             assert 3 * matrix_bytes(report.size, torch.float32) <= report.claim_bytes
@@ -125,7 +134,9 @@ class TestFilling:
 SQUEEZED = [*[None] * 2, *[80 * MIB] * 3, *[40 * MIB] * 3]
 
 
-ALL_SQUARES = spec_of(name=own(Squares), policy="adaptive", budget_bytes=REHEARSAL_BUDGET_BYTES, size=65536)
+ALL_SQUARES = spec_of(
+    name=own(Squares), policy="adaptive", budget_bytes=REHEARSAL_BUDGET_BYTES, size=65536
+)
 
 
 @pytest.fixture(scope="module")
@@ -136,13 +147,19 @@ def squeezed(in_child: InChild) -> list[Report]:
 class TestLease:
     """What the head lets a worker hold goes down and up again."""
 
-    def test_it_gives_way_in_the_very_next_step_and_nothing_fails_and_grows_back(self, squeezed: list[Report]) -> None:
+    def test_it_gives_way_in_the_very_next_step_and_nothing_fails_and_grows_back(
+        self, squeezed: list[Report]
+    ) -> None:
         assert all_is_well(squeezed)
         for report, lease_bytes in zip(squeezed, SQUEEZED, strict=False):
             if lease_bytes is not None:
-                # Two cuts within a second look like a program that loads: a third piece is kept in reserve.
+                # Two cuts within a second look like a program that loads: a third piece is kept in
+                # reserve.
                 assert 0.65 * lease_bytes <= report.claim_bytes <= lease_bytes
-        assert all(3 * matrix_bytes(report.size, torch.float32) <= report.claim_bytes for report in squeezed)
+        assert all(
+            3 * matrix_bytes(report.size, torch.float32) <= report.claim_bytes
+            for report in squeezed
+        )
         assert squeezed[1].size > squeezed[4].size > squeezed[7].size, "the size follows"
         assert share_held(squeezed[-1]) >= 0.95
 
@@ -150,14 +167,20 @@ class TestLease:
         assert all(report.reason == "" for report in squeezed[:2])
         assert all("share" in report.reason for report in squeezed[2:8])
         changes = events(squeezed, "gave_way", "grew")
-        told = [event.detail["allowed_bytes"] if event.name == "gave_way" else None for event in changes]
-        assert [allowed_bytes for allowed_bytes in told if allowed_bytes in {80 * MIB, 40 * MIB}] == [
+        told = [
+            event.detail["allowed_bytes"] if event.name == "gave_way" else None for event in changes
+        ]
+        assert [
+            allowed_bytes for allowed_bytes in told if allowed_bytes in {80 * MIB, 40 * MIB}
+        ] == [
             80 * MIB,
             40 * MIB,
         ]
         assert "grew" in [event.name for event in changes[told.index(40 * MIB) :]]
 
-    def test_less_than_its_smallest_step_needs_is_an_emergency_that_ends(self, in_child: InChild) -> None:
+    def test_less_than_its_smallest_step_needs_is_an_emergency_that_ends(
+        self, in_child: InChild
+    ) -> None:
         reports = in_child(slices, ALL_SQUARES, leases(None, MIB // 2, MIB // 2, *[None] * 27))
         states = [report.state for report in reports]
         assert states == ["RUNNING", "EMERGENCY", "EMERGENCY", *["RUNNING"] * 27]
@@ -166,7 +189,7 @@ class TestLease:
         assert share_held(reports[-1]) >= 0.9
 
 
-def rows(workload: type = Rows, **changes: Any) -> WorkerSpec:  # noqa: ANN401 - of spec_of
+def rows(workload: type = Rows, **changes: Any) -> WorkerSpec:
     settings: dict[str, Any] = {"batch": 16384, "budget_bytes": ROOMY_BUDGET_BYTES, **changes}
     return spec_of(name=own(workload), policy="adaptive", **settings)
 
@@ -182,13 +205,17 @@ def measured(in_child: InChild) -> list[Report]:
 
 
 class TestRows:
-    def test_from_knowing_nothing_to_nearly_all_of_the_cap_without_a_failure(self, measured: list[Report]) -> None:
+    def test_from_knowing_nothing_to_nearly_all_of_the_cap_without_a_failure(
+        self, measured: list[Report]
+    ) -> None:
         assert all_is_well(measured)
         cap_bytes = measured[-1].device.cap_bytes
         assert measured[0].batch <= 16384 / 64, "the first step of all is small"
         assert taken_bytes(measured[6]) >= 0.85 * cap_bytes, "most of it after a few steps"
         assert taken_bytes(measured[-1]) >= NEARLY_ALL * cap_bytes
-        assert {report.size for report in measured} == {512}, "what does not move memory stays as asked"
+        assert {report.size for report in measured} == {512}, (
+            "what does not move memory stays as asked"
+        )
 
 
 def lying(spec: WorkerSpec, times: float, count: int) -> list[Report]:
@@ -198,7 +225,9 @@ def lying(spec: WorkerSpec, times: float, count: int) -> list[Report]:
 
 class TestLies:
     @pytest.mark.parametrize("times", [0.0, 0.9])
-    def test_a_workload_that_needs_more_than_it_says_is_measured(self, in_child: InChild, times: float) -> None:
+    def test_a_workload_that_needs_more_than_it_says_is_measured(
+        self, in_child: InChild, times: float
+    ) -> None:
         reports = in_child(lying, rows(Liar), times, 40)
         assert failures(reports) <= 1
         assert all(report.state is WorkerState.RUNNING for report in reports)
@@ -232,7 +261,9 @@ class TestLearned:
         assert stored.learned.fixed_bytes == pytest.approx(Rows.fixed_bytes, rel=0.1)
         assert stored.peak_bytes == pytest.approx(taken_bytes(measured[-1]), rel=0.02)
 
-    def test_a_worker_that_is_sent_it_starts_there(self, in_child: InChild, measured: list[Report]) -> None:
+    def test_a_worker_that_is_sent_it_starts_there(
+        self, in_child: InChild, measured: list[Report]
+    ) -> None:
         spec = replace(rows(), learned=(measured[-1].learned,))
         reports = in_child(slices, spec, [{}] * 2)
         assert names(reports).count("remembered") == 1
@@ -243,7 +274,9 @@ class TestLearned:
         self, in_child: InChild, measured: list[Report]
     ) -> None:
         key = measured[-1].learned.key
-        known = StoredLimit(key=key, learned=Learned(size=50), peak_bytes=None, learned_at_unix_s=0.0)
+        known = StoredLimit(
+            key=key, learned=Learned(size=50), peak_bytes=None, learned_at_unix_s=0.0
+        )
         spec = replace(rows(batch=16384, budget_bytes=4 * ROOMY_BUDGET_BYTES), policy="classic")
         (report,) = in_child(slices, replace(spec, learned=(known,)), [{}])
         assert report.batch == 16384

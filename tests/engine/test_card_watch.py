@@ -22,7 +22,14 @@ from workers.messages import Directive, Report, Verdict, WorkerState
 from workers.nvml.fake.prepare import prepare
 from workers.policy.base import StepOk
 from workers.readings import SensorReading
-from workers.settings import THERMAL_OFF, FailureKind, FakeSensors, StepFaults, ThermalSettings, WorkerSpec
+from workers.settings import (
+    THERMAL_OFF,
+    FailureKind,
+    FakeSensors,
+    StepFaults,
+    ThermalSettings,
+    WorkerSpec,
+)
 from workers.testing import injected_error
 from workers.workloads.base import Workload
 
@@ -38,7 +45,7 @@ def until_it_works(spec: WorkerSpec, folder: Path) -> list[Report]:
     return reports
 
 
-def sensors(folder: Path, **card: Any) -> FakeSensors:  # noqa: ANN401 - of a script's card
+def sensors(folder: Path, **card: Any) -> FakeSensors:
     script = folder / "script.json"
     plain = {"name": "NVIDIA GeForce RTX 3090", "uuid": "GPU-3090f00d-0000-4000-8000-000000003090"}
     script.write_text(json.dumps({"cards": [{**plain, "total_bytes": 2**34, **card}]}))
@@ -50,19 +57,31 @@ def hot(spec: WorkerSpec, fake: FakeSensors, thermal: ThermalSettings | None = N
 
 
 class TestHeat:
-    def test_a_critical_card_pauses_it_before_the_first_step(self, in_child: InChild, tmp_path: Path) -> None:
-        reports = in_child(slices, hot(spec_of(), sensors(tmp_path, temperature_c=86)), [{"duration_s": 0.3}] * 2)
+    def test_a_critical_card_pauses_it_before_the_first_step(
+        self, in_child: InChild, tmp_path: Path
+    ) -> None:
+        reports = in_child(
+            slices, hot(spec_of(), sensors(tmp_path, temperature_c=86)), [{"duration_s": 0.3}] * 2
+        )
         for report in reports:
-            assert (report.verdict, report.state, report.counts.steps_ok) == (Verdict.OK, WorkerState.PAUSED, 0)
+            assert (report.verdict, report.state, report.counts.steps_ok) == (
+                Verdict.OK,
+                WorkerState.PAUSED,
+                0,
+            )
             assert "paused at 86 C, goes on below 75 C" in report.reason
 
-    def test_it_goes_on_when_the_card_is_cool_again(self, in_child: InChild, tmp_path: Path) -> None:
+    def test_it_goes_on_when_the_card_is_cool_again(
+        self, in_child: InChild, tmp_path: Path
+    ) -> None:
         reports = in_child(until_it_works, spec_of(), tmp_path)
         assert reports[0].state is WorkerState.PAUSED
         assert reports[-1].counts.steps_ok > 0
         assert [event.detail["band"] for event in events(reports, "thermal_band")] == ["NORMAL"]
 
-    def test_without_thresholds_nothing_is_done_about_it(self, in_child: InChild, tmp_path: Path) -> None:
+    def test_without_thresholds_nothing_is_done_about_it(
+        self, in_child: InChild, tmp_path: Path
+    ) -> None:
         fake = sensors(tmp_path, temperature_c=99, power_w=205)
         (report,) = in_child(slices, hot(spec_of(), fake, THERMAL_OFF), [{}])
         assert (report.state, report.counts.steps_ok) == (WorkerState.RUNNING, 1)
@@ -82,17 +101,23 @@ class TestHeat:
         assert reports[-1].sensors is not None
         assert reports[-1].sensors.throttle_pct == 100
 
-    def test_a_lost_card_of_a_script_is_an_alarm_and_no_crash(self, in_child: InChild, tmp_path: Path) -> None:
+    def test_a_lost_card_of_a_script_is_an_alarm_and_no_crash(
+        self, in_child: InChild, tmp_path: Path
+    ) -> None:
         fake = sensors(tmp_path, temperature_c=65, lost_after_calls=0)
         reports = in_child(slices, hot(spec_of(), fake), [HALF] * 2)
-        assert all(report.verdict is Verdict.OK and report.counts.steps_ok > 0 for report in reports)
+        assert all(
+            report.verdict is Verdict.OK and report.counts.steps_ok > 0 for report in reports
+        )
         assert [event.detail["alarm"] for event in events(reports, "alarm_raised")] == ["card lost"]
         assert reports[-1].sensors is not None
         assert reports[-1].sensors.lost
         assert "card lost" in reports[-1].reason
 
     def test_sensors_that_cannot_be_had_are_a_misfit_in_words(self, in_child: InChild) -> None:
-        nowhere = FakeSensors(library_path="/nowhere/libnvidia-ml.so.1", script_path="/nowhere/script")
+        nowhere = FakeSensors(
+            library_path="/nowhere/libnvidia-ml.so.1", script_path="/nowhere/script"
+        )
         (report,) = in_child(slices, hot(spec_of(), nowhere), [{}])
         assert report.verdict is Verdict.INCOMPATIBLE
         assert "/nowhere/libnvidia-ml.so.1" in report.reason
@@ -112,7 +137,9 @@ def test_a_hot_processor_is_no_cause_for_alarm(stats: SliceStats) -> None:
     assert heat.decision.reason == "thermal limits are off"
 
 
-def test_the_memory_is_timed_once_in_a_while(stats: SliceStats, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_is_timed_once_in_a_while(
+    stats: SliceStats, monkeypatch: pytest.MonkeyPatch
+) -> None:
     heat, timed = ThermalControl(spec_of(), None), []
     heat.reading = SensorReading(memory_clock_mhz=9751)
     for now_s in (1e9, 1e9 + 1, 1e9 + 29, 1e9 + 31):
@@ -123,7 +150,9 @@ def test_the_memory_is_timed_once_in_a_while(stats: SliceStats, monkeypatch: pyt
 
 class TestResults:
     @pytest.mark.parametrize("share", [0.2, 0.0])
-    def test_right_results_are_checked_now_and_then_if_asked_for(self, in_child: InChild, share: float) -> None:
+    def test_right_results_are_checked_now_and_then_if_asked_for(
+        self, in_child: InChild, share: float
+    ) -> None:
         reports = in_child(slices, replace(spec_of(), check_share=share), [HALF] * 2)
         assert (sum(report.counts.verify_checks for report in reports) >= 1) == (share > 0)
         assert [report.counts.verify_errors for report in reports] == [0, 0]
@@ -158,7 +187,9 @@ class RunsOut(Raises):
         raise injected_error(FailureKind.DEFINITE)
 
 
-@pytest.mark.parametrize(("workload", "kind", "told"), [(Raises, "other", 1), (RunsOut, "definite", None)])
+@pytest.mark.parametrize(
+    ("workload", "kind", "told"), [(Raises, "other", 1), (RunsOut, "definite", None)]
+)
 def test_a_check_that_cannot_run_costs_the_worker_nothing(
     in_child: InChild, workload: type, kind: str, told: int | None
 ) -> None:
@@ -167,9 +198,12 @@ def test_a_check_that_cannot_run_costs_the_worker_nothing(
     failed = events(reports, "check_failed")
     assert {event.detail["kind"] for event in failed} == {kind}
     assert told is None or len(failed) == told, "a bug is told once"
-    assert all(report.state is WorkerState.RUNNING and report.counts.steps_ok > 0 for report in reports)
+    assert all(
+        report.state is WorkerState.RUNNING and report.counts.steps_ok > 0 for report in reports
+    )
     assert [
-        (r.counts.oom_count, r.counts.steps_oom, r.counts.steps_error, r.counts.verify_checks) for r in reports
+        (r.counts.oom_count, r.counts.steps_oom, r.counts.steps_error, r.counts.verify_checks)
+        for r in reports
     ] == [(0, 0, 0, 0)] * 2
 
 
@@ -189,7 +223,9 @@ class Instant:
         """Nothing is held."""
 
 
-def test_a_failed_check_costs_time_and_only_failures_in_a_row_end_the_checks(stats: SliceStats) -> None:
+def test_a_failed_check_costs_time_and_only_failures_in_a_row_end_the_checks(
+    stats: SliceStats,
+) -> None:
     checks, workload = ResultChecks(0.5, "pc1/0"), RunsOutAtTimes(None)
     step = StepOk(at_s=0.0, size=64, batch=1, peak_bytes=0, seconds=1.0, allowed_bytes=None)
     costs_time = [checks.after_step(Instant(), workload, step, stats) > 0 for _ in range(20)]

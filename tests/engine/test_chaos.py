@@ -49,19 +49,23 @@ class Long(Brief):
 BRIEF = own(Brief)
 
 
-def with_faults(spec: WorkerSpec, **faults: Any) -> WorkerSpec:  # noqa: ANN401 - whatever the field takes
+def with_faults(spec: WorkerSpec, **faults: Any) -> WorkerSpec:
     return replace(spec, step_faults=StepFaults(seed=7, **faults))
 
 
 def told(report: Report, kind: FaultKind) -> int:
     """How many faults of a kind a report tells of; one event for each kind at most."""
-    counts = [event.detail["count"] for event in events(report, "chaos") if event.detail["kind"] == kind]
+    counts = [
+        event.detail["count"] for event in events(report, "chaos") if event.detail["kind"] == kind
+    ]
     assert len(counts) <= 1
     return sum(counts)
 
 
 class TestSteps:
-    def test_a_rate_of_out_of_memory_is_survived_with_a_real_recovery(self, in_child: InChild) -> None:
+    def test_a_rate_of_out_of_memory_is_survived_with_a_real_recovery(
+        self, in_child: InChild
+    ) -> None:
         spec = with_faults(spec_of(size=512), oom_rate=0.3)
         reports: list[Report] = in_child(slices, spec, [*[{}] * 12, {"duration_s": 1.0}])
         assert all(report.verdict is Verdict.OK for report in reports)
@@ -69,11 +73,15 @@ class TestSteps:
         assert struck
         for report in reports:
             assert report.counts.steps_oom == told(report, FaultKind.OOM)
-            assert report.counts.emergency_count >= report.counts.steps_oom, "the device was proven alive each time"
+            assert report.counts.emergency_count >= report.counts.steps_oom, (
+                "the device was proven alive each time"
+            )
             assert names(report).count("oom") == report.counts.steps_oom
             assert report.error is None
         assert sum(report.counts.steps_ok for report in reports) > 0, "and went on working"
-        assert "type torch.OutOfMemoryError" in {event.detail["evidence"] for event in events(struck, "oom")}
+        assert "type torch.OutOfMemoryError" in {
+            event.detail["evidence"] for event in events(struck, "oom")
+        }
 
     def test_a_rate_is_met_and_repeats(self, in_child: InChild) -> None:
         spec = with_faults(spec_of(name=BRIEF), raise_rate=0.2)
@@ -83,18 +91,26 @@ class TestSteps:
         assert sum(failed) / len(failed) == pytest.approx(0.2, abs=0.07)
 
     def test_so_many_after_so_many_to_the_step(self, in_child: InChild) -> None:
-        spec = with_faults(spec_of(name=BRIEF, size=4096), oom_num=2, oom_skip=5, oom_kind=FailureKind.PROBABLE)
+        spec = with_faults(
+            spec_of(name=BRIEF, size=4096), oom_num=2, oom_skip=5, oom_kind=FailureKind.PROBABLE
+        )
         reports = in_child(slices, spec, [{}] * 10)
         assert [report.counts.steps_oom for report in reports] == [0, 0, 0, 0, 0, 2, 0, 0, 0, 0]
         assert [told(report, FaultKind.OOM) for report in reports] == [0, 0, 0, 0, 0, 2, 0, 0, 0, 0]
         assert {event.detail["kind"] for event in events(reports, "oom")} == {"probable"}
         assert [report.counts.steps_ok for report in reports] == [1] * 10
 
-    def test_a_raise_is_an_error_of_the_workload_and_ends_the_slice(self, in_child: InChild) -> None:
+    def test_a_raise_is_an_error_of_the_workload_and_ends_the_slice(
+        self, in_child: InChild
+    ) -> None:
         spec = with_faults(spec_of(name=BRIEF), raise_rate=1.0)
         for report in in_child(slices, spec, [{"duration_s": 1.0}] * 2):
             assert report.verdict is Verdict.OK
-            assert (report.counts.steps_ok, report.counts.steps_oom, report.counts.steps_error) == (0, 0, 1)
+            assert (report.counts.steps_ok, report.counts.steps_oom, report.counts.steps_error) == (
+                0,
+                0,
+                1,
+            )
             assert told(report, FaultKind.RAISE) == 1
             assert report.state is WorkerState.BACKOFF
             assert "(injected)" in report.error
@@ -118,10 +134,14 @@ def test_all_that_a_workload_can_be_asked_is_handed_on() -> None:
     inner = find_workload("matmul")(context)
     chaotic = ChaoticWorkload(inner, StepFaults(seed=0))
     public = {name for name in vars(Workload) if not name.startswith("_")}
-    assert {name for name in public if getattr(chaotic, name) != getattr(inner, name)} == {"step", "check"}
+    assert {name for name in public if getattr(chaotic, name) != getattr(inner, name)} == {
+        "step",
+        "check",
+    }
 
 
-#: As the tests' other children, but its reports leave it one by one: it will not live to return them.
+#: As the tests' other children, but its reports leave it one by one: it will not live to return
+#: them.
 STRUCK = """
 import faulthandler, pickle, sys, warnings
 from pathlib import Path
@@ -153,7 +173,9 @@ def start(tmp_path: Path, fork_server: ForkServer) -> Iterator[Start]:
         process_fault = ProcessFault(kind=kind, at_share=0.5)
         directives = [
             Directive(incarnation=0, sequence=0, duration_s=0.0, resume=None),
-            Directive(incarnation=0, sequence=1, duration_s=0.4, resume=None, process_fault=process_fault),
+            Directive(
+                incarnation=0, sequence=1, duration_s=0.4, resume=None, process_fault=process_fault
+            ),
             Directive(incarnation=0, sequence=2, duration_s=0.4, resume=None),
         ]
         given = tmp_path / "directives"
@@ -170,9 +192,15 @@ def start(tmp_path: Path, fork_server: ForkServer) -> Iterator[Start]:
 class TestStrikes:
     @pytest.mark.parametrize(
         ("kind", "status"),
-        [(FaultKind.KILL, -signal.SIGKILL), (FaultKind.SEGV, -signal.SIGSEGV), (FaultKind.EXIT, EXIT_STATUS)],
+        [
+            (FaultKind.KILL, -signal.SIGKILL),
+            (FaultKind.SEGV, -signal.SIGSEGV),
+            (FaultKind.EXIT, EXIT_STATUS),
+        ],
     )
-    def test_a_strike_really_ends_the_process(self, start: Start, kind: FaultKind, status: int) -> None:
+    def test_a_strike_really_ends_the_process(
+        self, start: Start, kind: FaultKind, status: int
+    ) -> None:
         child = start(kind)
         assert child.wait(PATIENCE_S) == status, child.err
         assert child.out == FIRST_SLICE, "the struck slice gives no report"
@@ -190,9 +218,16 @@ class TestStrikes:
         assert child.wait(PATIENCE_S) == -signal.SIGKILL
         assert child.out == FIRST_SLICE, "it reported nothing more"
 
-    def test_poison_leaves_a_report_and_a_process_that_does_no_more(self, in_child: InChild) -> None:
-        strike = {"duration_s": 0.4, "process_fault": ProcessFault(kind=FaultKind.POISON, at_share=0.5)}
-        good, struck, after = in_child(slices, with_faults(spec_of(name=BRIEF)), [{}, strike, {"duration_s": 0.4}])
+    def test_poison_leaves_a_report_and_a_process_that_does_no_more(
+        self, in_child: InChild
+    ) -> None:
+        strike = {
+            "duration_s": 0.4,
+            "process_fault": ProcessFault(kind=FaultKind.POISON, at_share=0.5),
+        }
+        good, struck, after = in_child(
+            slices, with_faults(spec_of(name=BRIEF)), [{}, strike, {"duration_s": 0.4}]
+        )
         assert good.verdict is Verdict.OK
         assert struck.verdict is after.verdict is Verdict.CONTEXT_CORRUPTED
         assert struck.counts.steps_ok > 0, "it struck in the middle of the slice"
@@ -202,9 +237,18 @@ class TestStrikes:
 
     def test_a_strike_that_no_step_met_waits_for_the_next_slice(self, in_child: InChild) -> None:
         """The step takes longer than the slice, so that none begins after the strike's time."""
-        late = {"duration_s": 0.1, "process_fault": ProcessFault(kind=FaultKind.POISON, at_share=0.9)}
-        reports = in_child(slices, with_faults(spec_of(name=own(Long))), [{}, late, {"duration_s": 0.1}])
-        assert [report.verdict for report in reports] == [Verdict.OK, Verdict.OK, Verdict.CONTEXT_CORRUPTED]
+        late = {
+            "duration_s": 0.1,
+            "process_fault": ProcessFault(kind=FaultKind.POISON, at_share=0.9),
+        }
+        reports = in_child(
+            slices, with_faults(spec_of(name=own(Long))), [{}, late, {"duration_s": 0.1}]
+        )
+        assert [report.verdict for report in reports] == [
+            Verdict.OK,
+            Verdict.OK,
+            Verdict.CONTEXT_CORRUPTED,
+        ]
         assert reports[2].counts.steps_ok == 0, "at its first step"
 
     def test_what_is_no_strike_is_refused(self) -> None:

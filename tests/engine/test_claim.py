@@ -1,4 +1,7 @@
-"""Progressive allocation against a device whose bytes are counted, not taken. Only the device is a stand-in."""
+"""Progressive allocation against a device whose bytes are counted, not taken.
+
+Only the device is a stand-in.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,14 @@ RuntimeErrorMaker = Callable[[str], RuntimeError]
 
 
 class Counted:
-    """A device that promises `free` bytes and has `there`; refuses in torch's own type, or in the one given."""
+    """A device that promises `free` bytes and has `there`.
 
-    def __init__(self, free: int, there: int, refusal: RuntimeErrorMaker = torch.OutOfMemoryError) -> None:
+    Refuses in torch's own type, or in the one given.
+    """
+
+    def __init__(
+        self, free: int, there: int, refusal: RuntimeErrorMaker = torch.OutOfMemoryError
+    ) -> None:
         self.asked: list[int] = []
         self.refused: list[bool] = []
         self.released = True
@@ -39,7 +47,9 @@ class Counted:
         self.released = True
 
     def obtain(self, size_bytes: int) -> int:
-        assert self.released, "the block before still lies in the pool: two stages would be held at once"
+        assert self.released, (
+            "the block before still lies in the pool: two stages would be held at once"
+        )
         self.released = False
         self.asked.append(size_bytes)
         self.refused.append(size_bytes > self._there)
@@ -52,7 +62,9 @@ class Counted:
 
 
 def stages(target_bytes: int, fraction: float) -> list[int]:
-    return [int(min(1.0, fraction * n) * target_bytes) for n in range(1, math.ceil(1 / fraction) + 1)]
+    return [
+        int(min(1.0, fraction * n) * target_bytes) for n in range(1, math.ceil(1 / fraction) + 1)
+    ]
 
 
 def test_where_all_is_there_the_last_block_is_left_in_the_pool() -> None:
@@ -66,24 +78,36 @@ class TestLessIsThere:
         device = Counted(free=1000 * MIB, there=0)
         went = ramp_up(device.as_device(), GUIDES)
         assert went.claim_bytes == 0
-        assert went.failures == 7  # 200, 180, 162, 145.8, 131.2, 118.1, 106.3; 95.7 is under the floor
+        assert (
+            went.failures == 7
+        )  # 200, 180, 162, 145.8, 131.2, 118.1, 106.3; 95.7 is under the floor
         assert all(device.refused)
         assert device.released
 
     @pytest.mark.parametrize(
         "refusal",
         [
-            lambda _: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-            lambda _: RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+            lambda _: RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            lambda _: RuntimeError(
+                "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"
+            ),
         ],
     )
     def test_every_way_of_saying_no_memory_counts(self, refusal: RuntimeErrorMaker) -> None:
-        went = ramp_up(Counted(free=1000 * MIB, there=500 * MIB, refusal=refusal).as_device(), GUIDES)
+        went = ramp_up(
+            Counted(free=1000 * MIB, there=500 * MIB, refusal=refusal).as_device(), GUIDES
+        )
         assert 400 * MIB - 1 <= went.claim_bytes <= 500 * MIB
         assert went.failures >= 1
 
     @pytest.mark.parametrize(
-        "words", ["CUDA error: an illegal memory access was encountered", "Expected all tensors on the same device"]
+        "words",
+        [
+            "CUDA error: an illegal memory access was encountered",
+            "Expected all tensors on the same device",
+        ],
     )
     def test_another_failure_is_not_taken_for_a_full_card(self, words: str) -> None:
         device = Counted(free=1000 * MIB, there=500 * MIB, refusal=lambda _: RuntimeError(words))
@@ -108,7 +132,9 @@ def test_whatever_is_there(free: int, share: float, settings: MemorySettings) ->
     went = ramp_up(device.as_device(), settings)
 
     # The claim was really obtained, and is never more than was asked for.
-    granted = [size for size, refused in zip(device.asked, device.refused, strict=True) if not refused]
+    granted = [
+        size for size, refused in zip(device.asked, device.refused, strict=True) if not refused
+    ]
     assert went.claim_bytes == max(granted, default=0)
     assert went.claim_bytes <= min(went.target_bytes, there)
     assert went.target_bytes == free
@@ -116,21 +142,25 @@ def test_whatever_is_there(free: int, share: float, settings: MemorySettings) ->
 
     wanted = stages(free, settings.first_fraction) if free else []
     granted_first = list(itertools.takewhile(lambda size: size <= there, device.asked))
-    assert granted_first == pytest.approx(wanted[: len(granted_first)], abs=1, rel=1e-9), "in stages"
+    assert granted_first == pytest.approx(wanted[: len(granted_first)], abs=1, rel=1e-9), (
+        "in stages"
+    )
     if there >= free:
         assert (went.claim_bytes, went.failures) == (free, 0)
     if not went.failures:
         assert went.claim_bytes == free
         return
 
-    # Failures come in one series, each smaller than the one before by the reduction, none at or under the floor.
+    # Failures come in one series, each smaller than the one before by the reduction, none at or
+    # under the floor.
     first = device.refused.index(True)
     reached = max(device.asked[:first], default=0)
     assert not any(device.refused[:first])
     retries = device.asked[first + 1 :]
     assert all(size > max(settings.floor_bytes, reached) for size in retries)
     assert all(
-        after == int(before * (1 - settings.retry_reduction)) for before, after in pairwise(device.asked[first:])
+        after == int(before * (1 - settings.retry_reduction))
+        for before, after in pairwise(device.asked[first:])
     )
     assert went.claim_bytes >= reached, "a refusal at one stage keeps what the stage before had"
     shrinking = max(1, settings.floor_bytes) / max(1, device.asked[first])

@@ -1,6 +1,7 @@
 """The engine against a real wall: every out-of-memory here is the kernel's, or torch's own type from an injector.
 
-Each scenario is a plain function that runs in a child process and returns reports; the tests judge them.
+Each scenario is a plain function that runs in a child process and returns reports; the tests judge
+them.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ class Deep(Workload):
             return
         local = torch.empty(Deep.block_bytes, dtype=torch.uint8)
         Deep.witness = weakref.ref(local)
-        torch.empty(Deep.block_bytes, dtype=torch.uint8)  # the kernel refuses: only one of them fits
+        torch.empty(
+            Deep.block_bytes, dtype=torch.uint8
+        )  # the kernel refuses: only one of them fits
 
     def release(self) -> None:
         self.look()
@@ -169,7 +172,9 @@ def test_what_fits_fills_its_cap_and_its_time_without_a_failure(in_child: InChil
     assert second.counts.work_flop > 0
     assert 0 < second.counts.busy_s <= second.wall_s
     assert 0.9 * second.claim_bytes <= second.memory.allocated_bytes <= second.device.cap_bytes
-    assert second.device.cap_bytes + second.device.context_bytes == pytest.approx(REHEARSAL_BUDGET_BYTES, abs=4096)
+    assert second.device.cap_bytes + second.device.context_bytes == pytest.approx(
+        REHEARSAL_BUDGET_BYTES, abs=4096
+    )
     assert ["device_opened" in names(report) for report in reports] == [True, False, False]
 
 
@@ -192,7 +197,10 @@ class TestTooLarge:
             if 3 * matrix_bytes(int(16384 * 0.7**count), torch.float32) <= shrunk.claim_bytes
         )
         assert shrunk.state is WorkerState.RUNNING
-        assert (shrunk.size, shrunk.batch) == (int(16384 * 0.7**failures), max(32, 128 - 16 * failures))
+        assert (shrunk.size, shrunk.batch) == (
+            int(16384 * 0.7**failures),
+            max(32, 128 - 16 * failures),
+        )
         assert (shrunk.counts.steps_oom, shrunk.counts.steps_ok) == (failures, 1)
         assert (shrunk.counts.steps_oom_probe, shrunk.counts.success_rate) == (failures, 1.0)
 
@@ -207,7 +215,9 @@ class TestTooLarge:
         assert shrunk.counts.steps_error == 0
         assert shrunk.error is None
 
-    def test_another_process_resumes_at_the_learned_size(self, in_child: InChild, shrunk: Report) -> None:
+    def test_another_process_resumes_at_the_learned_size(
+        self, in_child: InChild, shrunk: Report
+    ) -> None:
         (resumed,) = in_child(slices, TOO_LARGE, [{"resume": shrunk.resume}])
         assert (resumed.size, resumed.batch) == (shrunk.size, shrunk.batch)
         assert (resumed.counts.oom_count, resumed.counts.steps_ok) == (0, 1)
@@ -217,12 +227,18 @@ class TestTooLarge:
         self, in_child: InChild, shrunk: Report
     ) -> None:
         resumes = [None, {**shrunk.resume, "failures": 2}, {"policy": "another"}]
-        directives = [{"incarnation": number, "resume": resume} for number, resume in enumerate(resumes)]
-        first, second, third, *later = in_child(slices, spec_of(size=1024, dtype="fp32"), [*directives, directives[-1]])
+        directives = [
+            {"incarnation": number, "resume": resume} for number, resume in enumerate(resumes)
+        ]
+        first, second, third, *later = in_child(
+            slices, spec_of(size=1024, dtype="fp32"), [*directives, directives[-1]]
+        )
         assert first.size == 1024
         assert second.size == int(1024 * 0.7**2)
         assert second.resume["failures"] == 2
-        assert "resume_refused" in names(third), "a state of another policy starts afresh, and says so"
+        assert "resume_refused" in names(third), (
+            "a state of another policy starts afresh, and says so"
+        )
         assert names(later) == [], "it is read once"
         assert third.size == 1024
 
@@ -244,13 +260,19 @@ def memory_returns(spec: WorkerSpec, says_its_need: bool) -> dict[str, list[Repo
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tells its need", "does not tell"])
 def starved_then_fed(request: pytest.FixtureRequest, in_child: InChild) -> Found:
-    return in_child(memory_returns, spec_of(name=own(Hungry)), request.param) | {"told": request.param}
+    return in_child(memory_returns, spec_of(name=own(Hungry)), request.param) | {
+        "told": request.param
+    }
 
 
 class TestEmergency:
     def test_where_nothing_fits_every_slice_says_emergency(self, starved_then_fed: Found) -> None:
         for report in starved_then_fed["starved"]:
-            assert (report.verdict, report.state, report.error) == (Verdict.OK, WorkerState.EMERGENCY, None)
+            assert (report.verdict, report.state, report.error) == (
+                Verdict.OK,
+                WorkerState.EMERGENCY,
+                None,
+            )
             assert "smallest step" in report.reason
             assert report.counts.emergency_count >= 1, "each slice proves that the device answers"
             assert report.counts.steps_ok == 0
@@ -261,12 +283,19 @@ class TestEmergency:
         assert starved_then_fed["starved"][0].size == 256
         ooms = events(starved_then_fed["starved"][0], "oom")
         steps = [(event.detail["size"], event.detail["batch"]) for event in ooms]
-        # 512 reaches its floor after two failures, the batch of 128 after six; the seventh failure is at the floor.
+        # 512 reaches its floor after two failures, the batch of 128 after six; the seventh failure
+        # is at the floor.
         assert steps == [(max(256, int(512 * 0.7**n)), 128 - 16 * n) for n in range(7)]
 
-    def test_when_memory_returns_it_runs_again_at_once_if_it_tells_its_need(self, starved_then_fed: Found) -> None:
+    def test_when_memory_returns_it_runs_again_at_once_if_it_tells_its_need(
+        self, starved_then_fed: Found
+    ) -> None:
         last = starved_then_fed["fed"][-1]
-        assert (last.state, last.counts.steps_ok, last.counts.steps_oom) == (WorkerState.RUNNING, 1, 0)
+        assert (last.state, last.counts.steps_ok, last.counts.steps_oom) == (
+            WorkerState.RUNNING,
+            1,
+            0,
+        )
         attempts = sum(report.counts.steps_oom for report in starved_then_fed["starved"][1:])
         if starved_then_fed["told"]:
             assert len(starved_then_fed["fed"]) == 1
@@ -295,7 +324,11 @@ def test_recovery_begins_after_the_traceback_has_let_go_and_the_next_step_has_al
     assert deep["alive"], "the workload was never asked to release: the scenario did not happen"
     assert not any(deep["alive"])
     report, cap_bytes = deep["report"], deep["report"].device.cap_bytes
-    assert (deep["good_steps"], report.counts.steps_oom, report.state) == (1, 1, WorkerState.RUNNING)
+    assert (deep["good_steps"], report.counts.steps_oom, report.state) == (
+        1,
+        1,
+        WorkerState.RUNNING,
+    )
     (oom,) = events(report, "oom")
     assert oom.detail["free_bytes"] >= 0.95 * cap_bytes
     assert report.claim_bytes >= 0.95 * cap_bytes
@@ -311,7 +344,9 @@ def injected(spec: WorkerSpec, injectors: list[OomInjector]) -> list[Report]:
 
 
 def test_an_out_of_memory_says_what_became_smaller(in_child: InChild) -> None:
-    reports = in_child(slices, spec_of(name=own(Starved), size=300, batch=64), [{"duration_s": 0.01}] * 2)
+    reports = in_child(
+        slices, spec_of(name=own(Starved), size=300, batch=64), [{"duration_s": 0.01}] * 2
+    )
     first, second = [report.reason for report in reports]
     assert first == "out of memory at size 300, batch 64; down to size 256 and batch 48"
     assert second == "out of memory at size 256, batch 48; down to batch 32"
@@ -321,7 +356,11 @@ class TestWorkloadErrors:
     def test_a_bug_ends_the_slice_and_nothing_else(self, in_child: InChild) -> None:
         for report in in_child(slices, spec_of(name=own(Buggy)), [{}] * 3):
             assert report.verdict is Verdict.OK
-            assert (report.counts.steps_error, report.counts.steps_ok, report.counts.steps_oom) == (1, 0, 0)
+            assert (report.counts.steps_error, report.counts.steps_ok, report.counts.steps_oom) == (
+                1,
+                0,
+                0,
+            )
             assert report.state is WorkerState.BACKOFF
             assert "the labels are missing" in report.reason
             assert report.error.startswith("Traceback")
@@ -342,11 +381,18 @@ class TestWorkloadErrors:
             assert reason in report.reason
             assert error in report.error
 
-    def test_probable_memory_is_believed_twice_in_a_row_and_a_good_step_ends_the_row(self, in_child: InChild) -> None:
+    def test_probable_memory_is_believed_twice_in_a_row_and_a_good_step_ends_the_row(
+        self, in_child: InChild
+    ) -> None:
         injectors = [OomInjector(num, kind=FailureKind.PROBABLE) for num in (2, 2, 3, 1, 0)]
         reports = in_child(injected, spec_of(name=own(Injected), size=2048), injectors)
-        assert [report.counts.steps_oom for report in reports] == [MAX_PROBABLE_IN_A_ROW] * 3 + [0, 0]
-        assert [report.counts.steps_error for report in reports] == [0, 0, 1, 1, 0], "the fourth is of the same row"
+        assert [report.counts.steps_oom for report in reports] == [MAX_PROBABLE_IN_A_ROW] * 3 + [
+            0,
+            0,
+        ]
+        assert [report.counts.steps_error for report in reports] == [0, 0, 1, 1, 0], (
+            "the fourth is of the same row"
+        )
         assert reports[0].size == int(2048 * 0.7**MAX_PROBABLE_IN_A_ROW)
         assert "CUBLAS_STATUS_ALLOC_FAILED" in reports[2].error
         assert (reports[-1].state, reports[-1].error) == (WorkerState.RUNNING, None)
@@ -377,7 +423,9 @@ class TestWorkloadErrors:
         ({"policy": "brave"}, ["classic"]),
     ],
 )
-def test_what_can_never_work_is_told_in_words(in_child: InChild, wrong: dict[str, Any], words: list[str]) -> None:
+def test_what_can_never_work_is_told_in_words(
+    in_child: InChild, wrong: dict[str, Any], words: list[str]
+) -> None:
     (report,) = in_child(slices, spec_of(**wrong), [{}])
     assert report.verdict is Verdict.INCOMPATIBLE
     assert report.state is WorkerState.STOPPED
@@ -388,8 +436,13 @@ def test_what_can_never_work_is_told_in_words(in_child: InChild, wrong: dict[str
 def test_duty_is_the_share_of_time_the_device_is_busy(
     in_child: InChild, duty: float | None, low: float, high: float
 ) -> None:
-    _, *reports = in_child(slices, spec_of(name=own(Busy), duty=duty), [{}, *[{"duration_s": 0.4}] * 4])
-    busy_s, wall_s = sum(report.counts.busy_s for report in reports), sum(report.wall_s for report in reports)
+    _, *reports = in_child(
+        slices, spec_of(name=own(Busy), duty=duty), [{}, *[{"duration_s": 0.4}] * 4]
+    )
+    busy_s, wall_s = (
+        sum(report.counts.busy_s for report in reports),
+        sum(report.wall_s for report in reports),
+    )
     assert low <= busy_s / wall_s <= high
 
 
@@ -402,7 +455,10 @@ def test_rest_beyond_what_is_owed_is_no_credit() -> None:
 
 
 def test_an_injector_with_a_seed_spreads_the_failures_and_repeats_them() -> None:
-    runs = [[injector.due() for _ in range(60)] for injector in (OomInjector(9, 4, seed=1) for _ in range(2))]
+    runs = [
+        [injector.due() for _ in range(60)]
+        for injector in (OomInjector(9, 4, seed=1) for _ in range(2))
+    ]
     assert runs[0] == runs[1]
     assert sum(runs[0]) == 9
     assert not any(runs[0][:4])

@@ -14,12 +14,20 @@ from workers.devices.common import alone_on
 from workers.messages import Verdict, WorkerState
 
 
-def test_it_opens_its_device_and_waits_and_then_climbs_in_bytes_of_its_own(in_child: InChild) -> None:
+def test_it_opens_its_device_and_waits_and_then_climbs_in_bytes_of_its_own(
+    in_child: InChild,
+) -> None:
     resume = {"policy": "adaptive", "units": 20 * MIB, "fixed_bytes": 0.0, "unit_bytes": 1.0}
-    leases = [{"lease_bytes": lease_bytes, "resume": resume} for lease_bytes in (0, 0, 40 * MIB, None)]
+    leases = [
+        {"lease_bytes": lease_bytes, "resume": resume} for lease_bytes in (0, 0, 40 * MIB, None)
+    ]
     *waiting, leased, free = in_child(slices, spec_of(policy="adaptive"), leases)
     for report in waiting:
-        assert (report.verdict, report.state, report.counts.steps_ok) == (Verdict.OK, WorkerState.WARMING, 0)
+        assert (report.verdict, report.state, report.counts.steps_ok) == (
+            Verdict.OK,
+            WorkerState.WARMING,
+            0,
+        )
         assert "waits for its share" in report.reason
         assert report.device is not None
         assert report.memory.allocated_bytes < 2 * MIB, "nothing but an arena of Python is held yet"
@@ -33,7 +41,9 @@ def test_it_opens_its_device_and_waits_and_then_climbs_in_bytes_of_its_own(in_ch
     assert free.counts.steps_ok > 0
 
 
-def test_a_worker_that_may_hold_nothing_any_more_gives_all_of_it_back_and_is_in_no_emergency(in_child: InChild) -> None:
+def test_a_worker_that_may_hold_nothing_any_more_gives_all_of_it_back_and_is_in_no_emergency(
+    in_child: InChild,
+) -> None:
     reports = in_child(slices, spec_of(policy="adaptive"), [{}, {}, {"lease_bytes": 0}, {}, {}])
     held = [report.memory.allocated_bytes for report in reports]
     assert held[1] > 20 * MIB
@@ -55,7 +65,10 @@ with alone_on("a device of this test"):
 
 def test_who_climbs_is_alone_on_the_device_and_a_dead_one_is_in_no_ones_way() -> None:
     other = subprocess.Popen(
-        [sys.executable, "-c", HOLDS_UNTIL_TOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDS_UNTIL_TOLD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert other.stdout is not None
     assert other.stdout.readline() == "held\n"

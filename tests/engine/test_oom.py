@@ -65,7 +65,8 @@ TEXTS = {
         "cuFFT error: CUFFT_ALLOC_FAILED",
         "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
         "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
-        # aten/src/ATen/native/cudnn/Conv_v8.cpp: OutOfMemoryError of each plan is swallowed before this is raised.
+        # aten/src/ATen/native/cudnn/Conv_v8.cpp: OutOfMemoryError of each plan is swallowed before
+        # this is raised.
         "FIND was unable to find an engine to execute this computation",
         "GET was unable to find an engine to execute this computation",
         # aten/src/ATen/native/cudnn/Conv_v7.cpp, where no algorithm's workspace could be had.
@@ -128,10 +129,12 @@ TEXTS = {
 
 #: Texts that name the refused request, and its bytes.
 REQUESTS = {
-    "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 23.69 GiB": 20 * 2**30,
+    "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 23.69 GiB": 20
+    * 2**30,
     "CUDA out of memory. Tried to allocate 512.00 MiB (GPU 0; 7.79 GiB total capacity": 512 * 2**20,
     "DefaultCPUAllocator: can't allocate memory: you tried to allocate 400 bytes. Error code 12": 400,
-    "Allocation on device 0 would exceed allowed memory. (out of memory)\nRequested               : 1.00 GiB": 2**30,
+    "Allocation on device 0 would exceed allowed memory. (out of memory)\nRequested               : 1.00 GiB": 2
+    ** 30,
     "Unable to allocate 7.45 GiB for an array with shape (1000000000,)": int(7.45 * 2**30),
     "CUDA out of memory.": None,
     "tried to allocate 1.2.3 GiB": None,
@@ -139,21 +142,30 @@ REQUESTS = {
 
 
 class TestText:
-    @pytest.mark.parametrize(("kind", "message"), [(kind, text) for kind, texts in TEXTS.items() for text in texts])
-    def test_it_decides_where_neither_type_nor_code_does(self, kind: FailureKind, message: str) -> None:
+    @pytest.mark.parametrize(
+        ("kind", "message"), [(kind, text) for kind, texts in TEXTS.items() for text in texts]
+    )
+    def test_it_decides_where_neither_type_nor_code_does(
+        self, kind: FailureKind, message: str
+    ) -> None:
         assert classify(RuntimeError(message)).kind is kind
 
     @pytest.mark.parametrize(
         ("exception_type", "kind"),
         [
-            *((other, OTHER) for other in (ValueError, Exception, AssertionError, KeyError, OSError)),
+            *(
+                (other, OTHER)
+                for other in (ValueError, Exception, AssertionError, KeyError, OSError)
+            ),
             *((of_torch, DEFINITE) for of_torch in (NotImplementedError, SystemError)),
         ],
     )
     def test_it_counts_only_in_the_family_of_what_torch_raises(
         self, exception_type: type[Exception], kind: FailureKind
     ) -> None:
-        assert classify(exception_type("CUDA out of memory. Tried to allocate 2.00 GiB")).kind is kind
+        assert (
+            classify(exception_type("CUDA out of memory. Tried to allocate 2.00 GiB")).kind is kind
+        )
 
     @pytest.mark.parametrize(("message", "requested_bytes"), REQUESTS.items())
     def test_what_was_refused_stands_in_it(self, message: str, requested_bytes: int | None) -> None:
@@ -175,7 +187,10 @@ class TestCode:
     def test_poisoned(self, case: str) -> None:
         code, _, name = case.partition(":")
         failure = classify(accelerator_error(int(code)))
-        assert (failure.kind, failure.evidence) == (CONTEXT_CORRUPTED, f"code {code} (cudaError{name})")
+        assert (failure.kind, failure.evidence) == (
+            CONTEXT_CORRUPTED,
+            f"code {code} (cudaError{name})",
+        )
 
     @pytest.mark.parametrize("code", [0, 1, 219, 701, 720, None, "700", [700]])
     def test_a_refused_call_or_nonsense_is_neither(self, code: object) -> None:
@@ -194,24 +209,50 @@ TORCHS = torch_class("OutOfMemoryError")
     ("error", "kind", "evidence"),
     [
         (MemoryError(), DEFINITE, "type MemoryError"),
-        (type("ArrayMemoryError", (MemoryError,), {})("Unable to allocate 2 GiB"), DEFINITE, "type MemoryError"),
+        (
+            type("ArrayMemoryError", (MemoryError,), {})("Unable to allocate 2 GiB"),
+            DEFINITE,
+            "type MemoryError",
+        ),
         (TORCHS("no words needed"), DEFINITE, "type torch.OutOfMemoryError"),
-        (torch_class("OutOfMemoryError", "torch.cuda")(), DEFINITE, "type torch.cuda.OutOfMemoryError"),
+        (
+            torch_class("OutOfMemoryError", "torch.cuda")(),
+            DEFINITE,
+            "type torch.cuda.OutOfMemoryError",
+        ),
         (torch_class("OutOfMemoryError", "torch._C")(), DEFINITE, "type torch._C.OutOfMemoryError"),
-        (type("Mine", (TORCHS,), {"__module__": "mine"})("x"), DEFINITE, "type torch.OutOfMemoryError"),
+        (
+            type("Mine", (TORCHS,), {"__module__": "mine"})("x"),
+            DEFINITE,
+            "type torch.OutOfMemoryError",
+        ),
         # The same name from elsewhere means nothing.
         (torch_class("OutOfMemoryError", "torchlike")("of the quarter"), OTHER, "no rule matched"),
-        (torch_class("OutOfMemoryError", "accounting.torch")("of the quarter"), OTHER, "no rule matched"),
+        (
+            torch_class("OutOfMemoryError", "accounting.torch")("of the quarter"),
+            OTHER,
+            "no rule matched",
+        ),
         (OSError(12, "Cannot allocate memory"), DEFINITE, "code errno 12 (ENOMEM)"),
         (OSError(2, "No such file or directory"), OTHER, "no rule matched"),
         (accelerator_error(2), DEFINITE, "code 2 (cudaErrorMemoryAllocation)"),
         # The code goes before the text, which decides where there is none.
-        (accelerator_error(719, "CUDA error: out of memory"), CONTEXT_CORRUPTED, "code 719 (cudaErrorLaunchFailure)"),
-        (torch_class("AcceleratorError")("HIP error: out of memory"), DEFINITE, 'text "HIP error: out of memory"'),
+        (
+            accelerator_error(719, "CUDA error: out of memory"),
+            CONTEXT_CORRUPTED,
+            "code 719 (cudaErrorLaunchFailure)",
+        ),
+        (
+            torch_class("AcceleratorError")("HIP error: out of memory"),
+            DEFINITE,
+            'text "HIP error: out of memory"',
+        ),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
 )
-def test_type_code_and_text_decide_in_this_order(error: Exception, kind: FailureKind, evidence: str) -> None:
+def test_type_code_and_text_decide_in_this_order(
+    error: Exception, kind: FailureKind, evidence: str
+) -> None:
     failure = classify(error)
     assert (failure.kind, failure.evidence) == (kind, evidence)
     assert failure.text in {str(error), type(error).__name__}
@@ -249,7 +290,9 @@ class TestChain:
         assert classify(caused_by(OOM), OOM).kind is DEFINITE, "it was named as the cause"
 
     def test_the_members_of_groups_count_however_deep(self) -> None:
-        group = ExceptionGroup("several", [ValueError("a"), ExceptionGroup("inner", [KeyError("b"), caused_by(OOM)])])
+        group = ExceptionGroup(
+            "several", [ValueError("a"), ExceptionGroup("inner", [KeyError("b"), caused_by(OOM)])]
+        )
         assert classify(group).kind is DEFINITE
 
     @pytest.mark.parametrize(
@@ -263,12 +306,17 @@ class TestChain:
             ([ValueError("x"), ALLOC_FAILED], PROBABLE),
         ],
     )
-    def test_the_gravest_link_wins_wherever_it_stands(self, links: list[Exception], kind: FailureKind) -> None:
+    def test_the_gravest_link_wins_wherever_it_stands(
+        self, links: list[Exception], kind: FailureKind
+    ) -> None:
         copies = [type(link)(*link.args) for link in links]
         for outer, inner in pairwise(copies):
             outer.__cause__ = inner
         assert classify(copies[0]).kind is kind
-        assert classify(ExceptionGroup("both", [type(link)(*link.args) for link in links])).kind is kind
+        assert (
+            classify(ExceptionGroup("both", [type(link)(*link.args) for link in links])).kind
+            is kind
+        )
 
     def test_of_equals_the_nearest_is_quoted(self) -> None:
         assert classify(caused_by(OOM, MemoryError("the nearest"))).text == "the nearest"
@@ -297,7 +345,9 @@ class TestFailure:
             def __str__(self) -> str:
                 raise ValueError("no")
 
-        assert classify(MuteError()) == Failure(kind=OTHER, evidence="no rule matched", text="MuteError")
+        assert classify(MuteError()) == Failure(
+            kind=OTHER, evidence="no rule matched", text="MuteError"
+        )
 
 
 def fail() -> None:
@@ -323,7 +373,10 @@ class TestTraceback:
 
 
 def refused() -> tuple[Failure, float]:
-    """Have the kernel refuse memory beyond RLIMIT_DATA; torch raises whatever it raises, and the process goes on."""
+    """Have the kernel refuse memory beyond RLIMIT_DATA.
+
+    Torch raises whatever it raises, and the process goes on.
+    """
     torch.zeros(MIB) @ torch.zeros(MIB)
     limit_bytes = vm_data_bytes() + 64 * MIB
     resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
@@ -338,5 +391,8 @@ def refused() -> tuple[Failure, float]:
 
 def test_a_real_refusal_by_the_kernel_is_definite(in_child: InChild) -> None:
     failure, still_alive = in_child(refused)
-    assert (failure.kind, failure.evidence) == (DEFINITE, 'text "DefaultCPUAllocator: can\'t allocate memory"')
+    assert (failure.kind, failure.evidence) == (
+        DEFINITE,
+        'text "DefaultCPUAllocator: can\'t allocate memory"',
+    )
     assert still_alive == MIB

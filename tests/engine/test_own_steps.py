@@ -20,7 +20,13 @@ BUDGET_BYTES = 212 * MIB
 
 def spec(workload: type, **changes: object) -> WorkerSpec:
     """A worker that is asked for far more than fits."""
-    usual = {"policy": "adaptive", "budget_bytes": BUDGET_BYTES, "size": 65536, "batch": 1, "batch_floor": 1}
+    usual = {
+        "policy": "adaptive",
+        "budget_bytes": BUDGET_BYTES,
+        "size": 65536,
+        "batch": 1,
+        "batch_floor": 1,
+    }
     return spec_of(name=own(workload), **{**usual, "size_floor": 64, **changes})
 
 
@@ -49,7 +55,9 @@ def test_a_step_that_takes_six_times_as_much_every_17th_time_is_expected_and_the
     in_child: InChild,
 ) -> None:
     reports = in_child(slices, spec(own_steps.Uneven), [{}] * (17 * 24))
-    assert all(report.state in {WorkerState.RUNNING, WorkerState.BACKOFF} for report in reports), "nothing rests"
+    assert all(report.state in {WorkerState.RUNNING, WorkerState.BACKOFF} for report in reports), (
+        "nothing rests"
+    )
     assert failures(reports) <= 12
     late = reports[17 * 14 :]
     assert failures(late) == 0
@@ -58,8 +66,16 @@ def test_a_step_that_takes_six_times_as_much_every_17th_time_is_expected_and_the
 
 def test_what_stays_after_a_release_is_reported_long_before_nothing_fits(in_child: InChild) -> None:
     reports = in_child(slices, spec(own_steps.Leaking), [{}] * 60)
-    kept = [report.memory.kept_bytes for report in reports if report.memory is not None and report.memory.kept_bytes]
-    in_time = next(report for report in reports if (report.memory.kept_bytes or 0) >= report.device.cap_bytes / 3)
+    kept = [
+        report.memory.kept_bytes
+        for report in reports
+        if report.memory is not None and report.memory.kept_bytes
+    ]
+    in_time = next(
+        report
+        for report in reports
+        if (report.memory.kept_bytes or 0) >= report.device.cap_bytes / 3
+    )
     assert in_time.state is WorkerState.RUNNING
     assert kept == sorted(kept)
 
@@ -72,12 +88,16 @@ def test_what_stays_is_found_without_any_failure_too(in_child: InChild) -> None:
 
 def test_no_leak_is_seen_where_there_is_none(in_child: InChild) -> None:
     reports = in_child(slices, spec(own_steps.Deep), [{}] * 40)
-    assert max(report.memory.kept_bytes or 0 for report in reports) < reports[-1].device.cap_bytes / 8
+    assert (
+        max(report.memory.kept_bytes or 0 for report in reports) < reports[-1].device.cap_bytes / 8
+    )
 
 
 def test_many_small_tensors_are_no_leak(in_child: InChild) -> None:
     """Their 47 MiB stay on malloc's free lists, almost a quarter of the cap."""
-    reports = in_child(slices, spec(own_steps.Small, size=40_000, policy="classic", cleanup_every=2), [{}] * 6)
+    reports = in_child(
+        slices, spec(own_steps.Small, size=40_000, policy="classic", cleanup_every=2), [{}] * 6
+    )
     assert failures(reports) == 0
     kept = [report.memory.kept_bytes for report in reports if report.memory is not None]
     assert max(found or 0 for found in kept) < reports[-1].device.cap_bytes / 8
@@ -103,9 +123,13 @@ def test_a_constructor_that_needs_more_than_the_cap_is_refused_in_words(in_child
 
 def test_an_oom_tells_what_the_step_would_have_held_at_least(in_child: InChild) -> None:
     reports = in_child(slices, spec(own_steps.Squares), [{}])
-    told = [(event.detail["size"], event.detail["at_least_bytes"]) for event in events(reports, "oom")]
+    told = [
+        (event.detail["size"], event.detail["at_least_bytes"]) for event in events(reports, "oom")
+    ]
     assert told
     for size, at_least_bytes in told:
         square_bytes = 4 * size * size
-        assert at_least_bytes == pytest.approx(square_bytes * round(at_least_bytes / square_bytes), rel=0.05)
+        assert at_least_bytes == pytest.approx(
+            square_bytes * round(at_least_bytes / square_bytes), rel=0.05
+        )
         assert at_least_bytes > BUDGET_BYTES * 0.8

@@ -1,8 +1,9 @@
 """Only engine/session.py changes a `Session`, and only engine/slice_stats.py a `SliceStats`.
 
-The rule is checked in the source of every module that can hold one of them: those of workers/engine, and those that
-import from there. In these modules an object changes its own attributes (`self.name = ...`) and nothing else: not those
-of another object under whatever name, nor a container that is an attribute of one. So no alias can hide a change.
+The rule is checked in the source of every module that can hold one of them: those of
+workers/engine, and those that import from there. In these modules an object changes its own
+attributes (`self.name = ...`) and nothing else: not those of another object under whatever name,
+nor a container that is an attribute of one. So no alias can hide a change.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ MUTATORS = frozenset(
     """.split()  # noqa: SIM905 - two dozen quoted names are no easier to read
 )
 
-#: Functions that change an attribute of their first argument, or hand out the dict of its attributes.
+#: Functions that change an attribute of their first argument, or hand out the dict of its
+#: attributes.
 ATTRIBUTE_FUNCTIONS = frozenset({"setattr", "delattr", "vars"})
 
 #: A class elsewhere that inherits one of these could change it as `self`.
@@ -67,7 +69,9 @@ def _is_change(node: ast.AST, aliases: set[str]) -> bool:
     match node:
         case ast.Attribute(attr="__dict__"):
             change = True
-        case ast.Attribute(ctx=ast.Store() | ast.Del()) | ast.Subscript(ctx=ast.Store() | ast.Del()):
+        case (
+            ast.Attribute(ctx=ast.Store() | ast.Del()) | ast.Subscript(ctx=ast.Store() | ast.Del())
+        ):
             change = _is_foreign(node, aliases)
         case ast.AugAssign(target=ast.Name(id=name)):
             change = name in aliases
@@ -85,7 +89,9 @@ def modules() -> Iterator[Path]:
     """Yield each module of the product that can hold a session."""
     for package in ("orchestrator", "workers"):
         for path in sorted((ROOT / package).rglob("*.py")):
-            if path.parent == ROOT / "workers/engine" or "workers.engine" in path.read_text(encoding="utf-8"):
+            if path.parent == ROOT / "workers/engine" or "workers.engine" in path.read_text(
+                encoding="utf-8"
+            ):
                 yield path
 
 
@@ -97,7 +103,11 @@ def test_no_module_changes_an_object_that_is_not_its_own(path: Path) -> None:
 
 def test_the_modules_in_question_are_all_found() -> None:
     names = {str(path.relative_to(ROOT)) for path in modules()}
-    assert {"workers/engine/session.py", "workers/engine/engine.py", "orchestrator/cluster/actor.py"} <= names
+    assert {
+        "workers/engine/session.py",
+        "workers/engine/engine.py",
+        "orchestrator/cluster/actor.py",
+    } <= names
 
 
 CHANGES = [
@@ -142,7 +152,8 @@ READINGS = [
 
 
 @pytest.mark.parametrize(
-    ("source", "is_change"), [*((change, True) for change in CHANGES), *((reading, False) for reading in READINGS)]
+    ("source", "is_change"),
+    [*((change, True) for change in CHANGES), *((reading, False) for reading in READINGS)],
 )
 def test_each_kind_of_change_is_found_and_nothing_else(source: str, is_change: bool) -> None:
     body = "\n    ".join(source.split("; "))

@@ -24,7 +24,10 @@ def spec(**changes: object) -> WorkerSpec:
     usual = spec_of(name="train", policy="adaptive", budget_bytes=160 * MIB)
     # One thread: with more, a sum may be added up in another order.
     return replace(
-        usual, run_id="r", workers_on_host=64, workload=replace(usual.workload, settings=settings(**changes))
+        usual,
+        run_id="r",
+        workers_on_host=64,
+        workload=replace(usual.workload, settings=settings(**changes)),
     )
 
 
@@ -47,20 +50,27 @@ def test_a_training_ends_by_done_with_all_that_the_table_shows(undisturbed: Repo
     assert told.loss is not None
     assert told.first_loss is not None
     assert told.samples_per_s is not None
-    assert told.tokens_per_s == pytest.approx(15 * told.samples_per_s), "a sample of 16 tokens predicts 15"
+    assert told.tokens_per_s == pytest.approx(15 * told.samples_per_s), (
+        "a sample of 16 tokens predicts 15"
+    )
     assert told.weights_sha256 is not None
     assert undisturbed.counts.steps_ok == 12
     assert undisturbed.counts.work_flop > 1e6
 
 
-def test_states_go_to_the_host_while_memory_is_short_and_no_bit_changes(in_child: InChild, tmp_path: Path) -> None:
+def test_states_go_to_the_host_while_memory_is_short_and_no_bit_changes(
+    in_child: InChild, tmp_path: Path
+) -> None:
     keys: dict[str, object] = {"preset": task("wide"), "steps": 24, "save_every_s": 1e6}
     alone = in_child(trained, str(tmp_path / "alone"), spec(**keys), [WHOLE])
-    # Weights, sums of gradients and states are 9, 9 and 18 MiB, and the gradients of a part 9 MiB. The first step loads
-    # libraries, and so takes 40 MiB although its states are on the host: not less, or no size would seem to fit.
+    # Weights, sums of gradients and states are 9, 9 and 18 MiB, and the gradients of a part 9 MiB.
+    # The first step loads libraries, and so takes 40 MiB although its states are on the host: not
+    # less, or no size would seem to fit.
     short = [{}] * 14 + [{"lease_bytes": 44 * MIB}] * 14 + [{}] * 20
     reports = in_child(trained, str(tmp_path / "short"), spec(**keys, states_on_host="auto"), short)
-    assert [(each.counts.steps_error, each.counts.emergency_count) for each in reports] == [(0, 0)] * len(reports)
+    assert [(each.counts.steps_error, each.counts.emergency_count) for each in reports] == [
+        (0, 0)
+    ] * len(reports)
     told = events(reports, "memory_moved")
     shares = [each.detail["states_on_host_pct"] for each in told]
     assert shares[-1] == 0, "and back"
@@ -85,8 +95,15 @@ def test_a_run_tells_once_what_its_plan_predicted_within_a_fifth_of_what_it_meas
     assert told.detail["predicted_bytes"] == pytest.approx(told.detail["measured_bytes"], rel=0.2)
 
 
-def test_levers_of_the_model_work_together_and_tell_what_really_ran(in_child: InChild, tmp_path: Path) -> None:
-    model = {"attention": "cudnn", "activations_on_host": True, "adapter": "dora", "adapter_rank": 4}
+def test_levers_of_the_model_work_together_and_tell_what_really_ran(
+    in_child: InChild, tmp_path: Path
+) -> None:
+    model = {
+        "attention": "cudnn",
+        "activations_on_host": True,
+        "adapter": "dora",
+        "adapter_rank": 4,
+    }
     objective = {"layer_decay": 0.9, "dropout": 0.1, "r_drop": 1.0, "label_smoothing": 0.1}
     levers = {**model, **objective, "ema_decay": 0.9, "ema_on": "host", "states_on_host": 50}
     (report,) = in_child(trained, str(tmp_path), spec(**levers), [WHOLE])
@@ -94,14 +111,19 @@ def test_levers_of_the_model_work_together_and_tell_what_really_ran(in_child: In
     (attention,) = events(report, "attention")
     assert attention.detail == {"asked": "cudnn", "ran": "flash"}, "a CPU has no cuDNN"
     (adapter,) = events(report, "adapter")
-    # Of four blocks of width 64: rank 4 for 64 to 192, 64 to 64, 64 to 256 and 256 to 64, and a length for each row.
-    assert adapter.detail["trained_parameters"] == 4 * (4 * (256 + 128 + 320 + 320) + 192 + 64 + 256 + 64)
+    # Of four blocks of width 64: rank 4 for 64 to 192, 64 to 64, 64 to 256 and 256 to 64, and a
+    # length for each row.
+    assert adapter.detail["trained_parameters"] == 4 * (
+        4 * (256 + 128 + 320 + 320) + 192 + 64 + 256 + 64
+    )
     assert adapter.detail["trained_pct"] == pytest.approx(7.8, abs=0.2)
     (evaluated,) = events(report, "evaluated")
     assert 1 < evaluated.detail["validation_loss"] < 6
 
 
-def test_packed_lines_of_ones_own_are_evaluated_and_an_edited_file_is_told(in_child: InChild, tmp_path: Path) -> None:
+def test_packed_lines_of_ones_own_are_evaluated_and_an_edited_file_is_told(
+    in_child: InChild, tmp_path: Path
+) -> None:
     path = tmp_path / "mine.jsonl"
     lines = [json.dumps({"text": f"{place} times " * (1 + place % 3)}) for place in range(400)]
     path.write_text("\n".join(lines))
@@ -125,7 +147,9 @@ def test_a_pass_of_the_profiler_tells_where_the_time_went_and_changes_no_bit(
     (report,) = in_child(trained, str(tmp_path), spec(profile=2), [WHOLE])
     assert "profile_failed" not in names(report)
     (told,) = events(report, "profiled")
-    parts = [told.detail[f"{name}_pct"] for name in ("kernels", "copies", "synchronisations", "idle")]
+    parts = [
+        told.detail[f"{name}_pct"] for name in ("kernels", "copies", "synchronisations", "idle")
+    ]
     assert sum(parts) == pytest.approx(100)
     assert told.detail["kernels_pct"] > 5
     assert told.detail["steps"] == 2
@@ -134,7 +158,9 @@ def test_a_pass_of_the_profiler_tells_where_the_time_went_and_changes_no_bit(
     assert tmp_path in trace.parents
     with gzip.open(trace, "rt") as file:
         optimizers = [
-            each for each in json.load(file)["traceEvents"] if each.get("name") == "Optimizer.step#AdamW.step"
+            each
+            for each in json.load(file)["traceEvents"]
+            if each.get("name") == "Optimizer.step#AdamW.step"
         ]
     assert len(optimizers) == 2
     assert report.progress is not None
@@ -148,7 +174,9 @@ def test_another_process_goes_on_from_the_snapshot_to_the_same_bits(
     often = {"save_every_s": 0.001}
     first = in_child(trained, str(tmp_path), spec(**often), [{}] * 7)
     assert first[-1].progress.train_step == 3
-    (last,) = in_child(trained, str(tmp_path), spec(**often, profile=1), [{**WHOLE, "incarnation": 1}])
+    (last,) = in_child(
+        trained, str(tmp_path), spec(**often, profile=1), [{**WHOLE, "incarnation": 1}]
+    )
     (restored,) = events(last, "restored")
     assert "profiled" not in names(last), "the process before may have died of the profiler"
     assert 0 < restored.detail["step"] <= 3
@@ -166,7 +194,12 @@ def test_a_node_that_has_lost_its_disk_goes_on_from_the_heads_copy(
         keeper.take(report)
     copy = keeper.copy_for("pc1/0", 1)
     assert copy is not None
-    last = in_child(trained, str(tmp_path / "other"), wanted, [{**WHOLE, "incarnation": 1, "snapshot": copy}] * 2)
+    last = in_child(
+        trained,
+        str(tmp_path / "other"),
+        wanted,
+        [{**WHOLE, "incarnation": 1, "snapshot": copy}] * 2,
+    )
     (restored,) = events(last, "restored")
     assert 0 < restored.detail["step"] <= 4
     assert last[-1].verdict is Verdict.DONE
@@ -174,7 +207,9 @@ def test_a_node_that_has_lost_its_disk_goes_on_from_the_heads_copy(
     for report in last:
         keeper.take(report)
     whole = keeper.copy_for("pc1/0", 2)
-    assert whole in {path.read_bytes() for path in (tmp_path / "other").rglob("generation-?.pt")}, "all of it has left"
+    assert whole in {path.read_bytes() for path in (tmp_path / "other").rglob("generation-?.pt")}, (
+        "all of it has left"
+    )
 
 
 def test_without_memory_it_is_parked_and_ends_with_the_same_bits(
@@ -184,8 +219,12 @@ def test_without_memory_it_is_parked_and_ends_with_the_same_bits(
     reports = in_child(trained, str(tmp_path), spec(), directives)
     parked = reports[5:8]
     assert [report.state for report in parked[1:]] == [WorkerState.PARKED] * 2
-    assert parked[-1].progress.train_step == reports[4].progress.train_step, "it can be asked while it is parked"
-    assert reports[8].state is WorkerState.RUNNING, "the next slice after memory is back does a step"
+    assert parked[-1].progress.train_step == reports[4].progress.train_step, (
+        "it can be asked while it is parked"
+    )
+    assert reports[8].state is WorkerState.RUNNING, (
+        "the next slice after memory is back does a step"
+    )
     assert reports[-1].progress.weights_sha256 == undisturbed.progress.weights_sha256
     assert sum(report.counts.steps_oom + report.counts.steps_error for report in reports) == 0
 
@@ -201,7 +240,9 @@ def test_a_loss_that_is_not_finite_stops_the_slot_and_names_step_and_snapshot(
     assert str(tmp_path) in report.reason
 
 
-def test_an_update_that_is_cut_off_is_rolled_back_and_said(in_child: InChild, tmp_path: Path) -> None:
+def test_an_update_that_is_cut_off_is_rolled_back_and_said(
+    in_child: InChild, tmp_path: Path
+) -> None:
     cut = spec(preset=task("cut_update"), seq=None)
     reports = in_child(trained, str(tmp_path / "cut"), cut, [WHOLE] * 2)
     assert [report.verdict for report in reports] == [Verdict.OK, Verdict.DONE]
@@ -209,15 +250,23 @@ def test_an_update_that_is_cut_off_is_rolled_back_and_said(in_child: InChild, tm
     assert rolled_back.detail == {"step": 0, "redone_steps": 3}
     assert "the training went back to step 0, and does 3 steps again" in reports[0].reason
     assert reports[-1].progress.redone_steps == 3
-    (good,) = in_child(trained, str(tmp_path / "good"), spec(preset=task("uncut_update"), seq=None), [WHOLE])
+    (good,) = in_child(
+        trained, str(tmp_path / "good"), spec(preset=task("uncut_update"), seq=None), [WHOLE]
+    )
     assert reports[-1].progress.weights_sha256 == good.progress.weights_sha256
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"preset": task("no_parameters")}, "the model of numbers has no parameter that is trained"),
-        ({"preset": task("absent")}, "train.preset 'trainings:absent' cannot be loaded on this machine"),
+        (
+            {"preset": task("no_parameters")},
+            "the model of numbers has no parameter that is trained",
+        ),
+        (
+            {"preset": task("absent")},
+            "train.preset 'trainings:absent' cannot be loaded on this machine",
+        ),
         ({"seq": 1024}, "train.seq is 1024, and gpt-nano reads at most"),
         ({"data": "/nowhere"}, "/nowhere"),
     ],
@@ -235,7 +284,9 @@ def test_a_folder_that_cannot_be_written_costs_no_step(in_child: InChild, tmp_pa
     (report,) = in_child(trained, str(tmp_path), spec(save_every_s=0.001), [WHOLE])
     assert report.verdict is Verdict.DONE
     assert report.progress.saved_step is None
-    assert any("Not a directory" in event.detail["reason"] for event in events(report, "snapshot_failed"))
+    assert any(
+        "Not a directory" in event.detail["reason"] for event in events(report, "snapshot_failed")
+    )
     assert "restored" not in names(report)
 
 

@@ -34,14 +34,14 @@ class Failing(SGD):
 
     updates: ClassVar[int] = 0
 
-    def step(self, closure: Any = None) -> None:  # noqa: ANN401 - as torch has it
+    def step(self, closure: Any = None) -> None:
         Failing.updates += 1
         super().step(closure)
         if Failing.updates == 4:
             raise injected_error(FailureKind.DEFINITE)
 
 
-def _task(**changes: Any) -> TrainTask:  # noqa: ANN401 - fields of a task
+def _task(**changes: Any) -> TrainTask:
     fields: dict[str, Any] = {
         "name": "numbers",
         "model": lambda: nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)),
@@ -65,18 +65,31 @@ becomes_nan = _task(loss=_nan)
 cut_update = _task(optimizer=lambda parameters: Failing(list(parameters), lr=0.1))
 uncut_update = _task(optimizer=lambda parameters: SGD(list(parameters), lr=0.1))
 #: Of 9 MiB: most of its memory is weights and what belongs to them.
-wide = _task(model=lambda: nn.Sequential(nn.Linear(1, 448), *(nn.Linear(448, 448) for _ in range(12))))
+wide = _task(
+    model=lambda: nn.Sequential(nn.Linear(1, 448), *(nn.Linear(448, 448) for _ in range(12)))
+)
 no_parameters = _task(model=nn.Identity)
 
 
 def settings(**changes: object) -> dict[str, Any]:
     """Return what the head would send as the section `train:`."""
-    small = {"preset": "gpt-nano", "batch": 8, "micro": 4, "exact": True, "seq": 16, "steps": 6, "precision": "fp32"}
+    small = {
+        "preset": "gpt-nano",
+        "batch": 8,
+        "micro": 4,
+        "exact": True,
+        "seq": 16,
+        "steps": 6,
+        "precision": "fp32",
+    }
     return TrainSettings.model_validate({**small, **changes}).model_dump()
 
 
 def trained(
-    folder: str, spec: WorkerSpec, directives: Sequence[Mapping[str, Any]], before: Callable[[str], None] | None = None
+    folder: str,
+    spec: WorkerSpec,
+    directives: Sequence[Mapping[str, Any]],
+    before: Callable[[str], None] | None = None,
 ) -> list[Report]:
     """Run slices on a machine that keeps states in this folder, until all is done."""
     os.environ["ORCHESTRATOR_STATE_DIR"] = folder

@@ -1,6 +1,7 @@
 """What holds for any fleet, one scenario each, and the workloads that they run. Knows no implementation.
 
-Each scenario has a slot of its own. What a fleet may do in two ways is written down here as two allowed outcomes.
+Each scenario has a slot of its own. What a fleet may do in two ways is written down here as two
+allowed outcomes.
 """
 
 from __future__ import annotations
@@ -99,7 +100,10 @@ class Stage:
     ) -> None:
         """Ask a slot for a slice."""
         self.fleet.submit(
-            slot, Directive(incarnation=incarnation, sequence=sequence, duration_s=duration_s, resume=resume)
+            slot,
+            Directive(
+                incarnation=incarnation, sequence=sequence, duration_s=duration_s, resume=resume
+            ),
         )
 
     def wait(self, count: int) -> list[SliceEnded]:
@@ -117,10 +121,14 @@ class Stage:
         ended = self.wait(count)
         assert all(isinstance(each, SliceReported) for each in ended), ended
         reports = [each.report for each in ended if isinstance(each, SliceReported)]
-        assert all(report.verdict is not Verdict.INCOMPATIBLE for report in reports), reports[0].reason
+        assert all(report.verdict is not Verdict.INCOMPATIBLE for report in reports), reports[
+            0
+        ].reason
         return reports
 
-    def report_of_new_process(self, slot: str, sequence: int, resume: ResumeState | None = None) -> Report:
+    def report_of_new_process(
+        self, slot: str, sequence: int, resume: ResumeState | None = None
+    ) -> Report:
         """Ask for a slice until a process reports, as the lifecycle does: the old one may still take some with it."""
         deadline_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline_s:
@@ -225,7 +233,9 @@ def of_what_was_given_up_no_failure_is_told(stage: Stage) -> None:
     sequences: list[int] = []
     while 3 not in sequences:
         sequences += [report.sequence for report in stage.reports(1)]
-    assert sequences in ([3], [1, 3], [2, 3], [1, 2, 3]), "a report that comes all the same may be told"
+    assert sequences in ([3], [1, 3], [2, 3], [1, 2, 3]), (
+        "a report that comes all the same may be told"
+    )
 
 
 def a_restarted_slot_answers_from_a_fresh_engine_with_the_same_specification(stage: Stage) -> None:

@@ -1,4 +1,7 @@
-"""What the supervisor relies on holds without Ray, too; `tests/cluster/test_contract.py` plays the same with Ray."""
+"""What the supervisor relies on holds without Ray, too.
+
+`tests/cluster/test_contract.py` plays the same with Ray.
+"""
 
 from __future__ import annotations
 

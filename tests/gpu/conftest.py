@@ -33,12 +33,20 @@ def in_child(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     environment = {**os.environ, "PYTHONWARNINGS": ""}
     set_for_cuda(environment, DETERMINISTIC_WORKSPACE)  # as a worker's actor does
 
-    def run(function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - whatever the function returns
+    def run(function: Callable[..., Any], *arguments: object) -> Any:
         folder = tmp_path_factory.mktemp("child")
         given, wanted = folder / "given", folder / "wanted"
         given.write_bytes(pickle.dumps(arguments))
         here = Path(function.__code__.co_filename)
-        command = [sys.executable, "-c", CHILD, str(ROOT), str(here.parent), here.stem, function.__name__]
+        command = [
+            sys.executable,
+            "-c",
+            CHILD,
+            str(ROOT),
+            str(here.parent),
+            here.stem,
+            function.__name__,
+        ]
         done = subprocess.run(
             [*command, str(given), str(wanted)],
             capture_output=True,
@@ -47,7 +55,9 @@ def in_child(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
             check=False,
             env=environment,
         )
-        assert done.returncode == 0, f"{function.__name__} ended with {done.returncode}:\n{done.stderr[-4000:]}"
+        assert done.returncode == 0, (
+            f"{function.__name__} ended with {done.returncode}:\n{done.stderr[-4000:]}"
+        )
         return pickle.loads(wanted.read_bytes())  # noqa: S301 - written by our own child
 
     return run

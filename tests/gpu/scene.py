@@ -10,11 +10,19 @@ import torch
 from tests import scene
 from tests.scene import MIB
 
-ON_A_CARD = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card here")]
+ON_A_CARD = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card here"),
+]
 
 #: The 3090 guide's: seven of these share a card.
 BUDGET_BYTES = int(3.3 * 2**30)
 
 spec_of = partial(
-    scene.spec_of, device="cuda", dtype="fp16", size=4096, budget_bytes=BUDGET_BYTES, floor_bytes=100 * MIB
+    scene.spec_of,
+    device="cuda",
+    dtype="fp16",
+    size=4096,
+    budget_bytes=BUDGET_BYTES,
+    floor_bytes=100 * MIB,
 )

@@ -1,8 +1,9 @@
 """The real card: its sensors, the governor that listens to them, and the check of what it computes.
 
-    python -m pytest tests/gpu/test_card.py      # where the project is installed with what its tests need
-    # From a bare checkout, with torch, psutil, nvidia-ml-py and pytest alone:
-    python -m pytest -c /dev/null --rootdir . --confcutdir tests/gpu --import-mode=importlib tests/gpu/test_card.py
+    python -m pytest tests/gpu/test_card.py      # where the project is installed with what its
+    tests need # From a bare checkout, with torch, psutil, nvidia-ml-py and pytest alone: python -m
+    pytest -c /dev/null --rootdir . --confcutdir tests/gpu --import-mode=importlib
+    tests/gpu/test_card.py
 
 A value that a card does not tell may be missing; what it tells has to be plausible.
 """
@@ -35,7 +36,8 @@ pytestmark = ON_A_CARD
 
 Found: TypeAlias = dict[str, Any]
 
-#: The least and the most that a card between a GT 1030 and a data-centre module says when it tells the truth.
+#: The least and the most that a card between a GT 1030 and a data-centre module says when it tells
+#: the truth.
 PLAUSIBLE: dict[str, tuple[float, float]] = {
     "temperature_c": (5, 110),
     "margin_c": (-30, 110),
@@ -57,13 +59,19 @@ PLAUSIBLE: dict[str, tuple[float, float]] = {
     "process_used_bytes": (16 * MIB, 2**50),
 }
 
-DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
 
 #: Right products of each type, and how many of them share their operands.
 PRODUCTS, OF_A_KIND = 200, 10
 
 
-# --- sensors -----------------------------------------------------------------------------------------------------
+# --- sensors
+# -----------------------------------------------------------------------------------------------------
 
 
 def idle_and_busy() -> Found:
@@ -126,7 +134,11 @@ class TestSensors:
             assert not reading.lost
 
     def test_it_notices_work(self, seen: Found) -> None:
-        told = [reading.utilisation_pct for reading in seen["busy"] if reading.utilisation_pct is not None]
+        told = [
+            reading.utilisation_pct
+            for reading in seen["busy"]
+            if reading.utilisation_pct is not None
+        ]
         if not told:
             pytest.skip("this card does not tell its utilisation")
         assert max(told) > 0
@@ -154,7 +166,8 @@ class TestSensors:
             assert card.index == int(seen["card"])
 
 
-# --- the governor ------------------------------------------------------------------------------------------------
+# --- the governor
+# ------------------------------------------------------------------------------------------------
 
 
 def test_the_shipped_thresholds_accept_whatever_the_card_says(seen: Found) -> None:
@@ -167,7 +180,8 @@ def test_the_shipped_thresholds_accept_whatever_the_card_says(seen: Found) -> No
         assert decision.reason
 
 
-# --- the check of results ----------------------------------------------------------------------------------------
+# --- the check of results
+# ----------------------------------------------------------------------------------------
 
 
 def checks(name: str) -> Found:
@@ -190,7 +204,10 @@ def checks(name: str) -> Found:
             torch.cuda.reset_peak_memory_stats()
             check = workload.check(number)
             grown.append(
-                (torch.cuda.memory_allocated() - before_bytes, torch.cuda.max_memory_allocated() - before_bytes)
+                (
+                    torch.cuda.memory_allocated() - before_bytes,
+                    torch.cuda.max_memory_allocated() - before_bytes,
+                )
             )
             assert check is not None
             kinds.add(check.kind)
@@ -212,7 +229,14 @@ def checks(name: str) -> Found:
         check = workload.check(1)
         if check is None or check.ok:
             missed.append(f"seed {seed}, any bit: {flipped}: {check}")
-    return {"missing": None, "alarms": alarms, "kinds": kinds, "grown": grown, "worst": worst, "missed": missed}
+    return {
+        "missing": None,
+        "alarms": alarms,
+        "kinds": kinds,
+        "grown": grown,
+        "worst": worst,
+        "missed": missed,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +273,8 @@ class TestChecks:
         assert set(checked(name)["grown"]) == {(0, 0)}
 
 
-# --- the engine --------------------------------------------------------------------------------------------------
+# --- the engine
+# --------------------------------------------------------------------------------------------------
 
 
 SLICES = [{}, {"duration_s": 1.0}, {"duration_s": 1.0}]
@@ -259,7 +284,9 @@ class TestAdaptive:
     def test_it_fills_its_cap_without_a_failure(self, in_child: Callable[..., Any]) -> None:
         reports = in_child(slices, spec_of(size=8192, policy="adaptive"), SLICES)
         for report in reports:
-            assert (report.verdict, report.state) == (Verdict.OK, WorkerState.RUNNING), report.reason
+            assert (report.verdict, report.state) == (Verdict.OK, WorkerState.RUNNING), (
+                report.reason
+            )
             assert (report.size, report.counts.oom_count, report.counts.steps_error) == (8192, 0, 0)
         last = reports[-1]
         assert 0.95 * last.device.cap_bytes <= last.memory.reserved_bytes <= last.device.cap_bytes
@@ -268,12 +295,15 @@ class TestAdaptive:
     def test_it_makes_do_with_less_than_was_asked(self, in_child: Callable[..., Any]) -> None:
         reports = in_child(slices, spec_of(size=65536, policy="adaptive"), SLICES)
         for report in reports:
-            assert (report.verdict, report.state) == (Verdict.OK, WorkerState.RUNNING), report.reason
+            assert (report.verdict, report.state) == (Verdict.OK, WorkerState.RUNNING), (
+                report.reason
+            )
             assert 256 <= report.size < 65536
         assert sum(report.counts.steps_oom for report in reports[1:]) == 0
 
 
-# --- cost --------------------------------------------------------------------------------------------------------
+# --- cost
+# --------------------------------------------------------------------------------------------------------
 
 
 def costs_s() -> list[float]:

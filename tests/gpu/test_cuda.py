@@ -1,10 +1,11 @@
 """The engine on a real card: caps, real out-of-memory, a poisoned context. Needs torch, psutil, NVML and pytest alone.
 
     python -m pytest tests/gpu          # where the project is installed; from a bare checkout:
-    python -m pytest -c /dev/null --rootdir . --confcutdir tests/gpu --import-mode=importlib tests/gpu
+    python -m pytest -c /dev/null --rootdir . --confcutdir tests/gpu --import-mode=importlib
+    tests/gpu
 
-Every scenario runs in a process of its own: a cap stays with its process, and a poisoned context too. The process of
-the tests itself never makes a context, so that it holds nothing of the card.
+Every scenario runs in a process of its own: a cap stays with its process, and a poisoned context
+too. The process of the tests itself never makes a context, so that it holds nothing of the card.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ Found: TypeAlias = dict[str, Any]
 SEGMENT_BYTES = 2 * MIB
 
 
-# --- the wall ----------------------------------------------------------------------------------------------------
+# --- the wall
+# ----------------------------------------------------------------------------------------------------
 
 
 def up_to_the_wall(spec: WorkerSpec) -> Found:
@@ -52,10 +54,18 @@ def up_to_the_wall(spec: WorkerSpec) -> Found:
             blocks.append(torch.empty(8 * SEGMENT_BYTES, dtype=torch.uint8, device="cuda"))
         except RuntimeError as error:
             failure = oom.classify(error)
-    before = (torch.cuda.memory_reserved(), torch.cuda.memory_allocated(), device.memory().alloc_retries)
+    before = (
+        torch.cuda.memory_reserved(),
+        torch.cuda.memory_allocated(),
+        device.memory().alloc_retries,
+    )
     for _ in range(20):
         device.emergency()
-    after = (torch.cuda.memory_reserved(), torch.cuda.memory_allocated(), device.memory().alloc_retries)
+    after = (
+        torch.cuda.memory_reserved(),
+        torch.cuda.memory_allocated(),
+        device.memory().alloc_retries,
+    )
     memory = device.memory()
     del blocks
     device.release()
@@ -85,7 +95,9 @@ class TestWall:
         assert info.cap_bytes + info.context_bytes == pytest.approx(BUDGET_BYTES, rel=0.01)
 
     def test_the_cap_is_read_back_from_the_allocator(self, wall: Found) -> None:
-        assert wall["info"].cap_bytes == pytest.approx(wall["fraction"] * wall["info"].total_bytes, rel=0.01)
+        assert wall["info"].cap_bytes == pytest.approx(
+            wall["fraction"] * wall["info"].total_bytes, rel=0.01
+        )
 
     def test_the_context_was_measured_and_says_how(self, wall: Found) -> None:
         info = wall["info"]
@@ -94,7 +106,11 @@ class TestWall:
 
     def test_blocks_are_granted_up_to_the_cap_and_no_further(self, wall: Found) -> None:
         reserved_bytes, _, _ = wall["before"]
-        assert 0.99 * wall["info"].cap_bytes - 8 * SEGMENT_BYTES <= reserved_bytes <= wall["info"].cap_bytes
+        assert (
+            0.99 * wall["info"].cap_bytes - 8 * SEGMENT_BYTES
+            <= reserved_bytes
+            <= wall["info"].cap_bytes
+        )
 
     def test_the_refusal_is_definite(self, wall: Found) -> None:
         assert wall["failure"].kind is FailureKind.DEFINITE
@@ -115,7 +131,8 @@ class TestWall:
         assert wall["free_again_bytes"] >= wall["free_bytes"] - 8 * SEGMENT_BYTES
 
 
-# --- the engine --------------------------------------------------------------------------------------------------
+# --- the engine
+# --------------------------------------------------------------------------------------------------
 
 
 def too_large(spec: WorkerSpec, resume: ResumeState | None) -> Found:
@@ -148,7 +165,10 @@ class TestTooLarge:
         for report in (first, second):
             assert report.verdict is Verdict.OK
             assert report.state is WorkerState.RUNNING
-            assert (report.size, report.batch) == (int(65536 * 0.7**failures), max(32, 128 - 16 * failures))
+            assert (report.size, report.batch) == (
+                int(65536 * 0.7**failures),
+                max(32, 128 - 16 * failures),
+            )
         assert failures >= 3
         # One failure may be forgiven: where a size only just does not fit, it is tried once more.
         assert first.counts.steps_oom in {failures, failures + 1}
@@ -173,10 +193,14 @@ class TestTooLarge:
         report = shrunk["reports"][1]
         cap_bytes = report.device.cap_bytes
         assert report.claim_bytes >= 0.95 * cap_bytes
-        assert 0.95 * cap_bytes <= shrunk["allocated_bytes"] <= shrunk["reserved_bytes"] <= cap_bytes
+        assert (
+            0.95 * cap_bytes <= shrunk["allocated_bytes"] <= shrunk["reserved_bytes"] <= cap_bytes
+        )
         assert 0.95 * cap_bytes <= shrunk["most_allocated_bytes"] <= cap_bytes
 
-    def test_another_process_resumes_without_a_failure(self, in_child: Callable[..., Any], shrunk: Found) -> None:
+    def test_another_process_resumes_without_a_failure(
+        self, in_child: Callable[..., Any], shrunk: Found
+    ) -> None:
         learned = shrunk["reports"][0]
         resumed = in_child(too_large, spec_of(size=65536), learned.resume)["reports"][0]
         assert (resumed.size, resumed.batch) == (learned.size, learned.batch)
@@ -217,10 +241,13 @@ def test_memory_comes_back_after_every_failure(in_child: Callable[..., Any]) -> 
     assert [report.counts.steps_oom for report in reports] == [1] * 12
     for report in reports:
         assert report.state is WorkerState.RUNNING
-        assert report.claim_bytes >= 0.95 * report.device.cap_bytes, "a failed step's tensors were still there"
+        assert report.claim_bytes >= 0.95 * report.device.cap_bytes, (
+            "a failed step's tensors were still there"
+        )
 
 
-# --- a broken context --------------------------------------------------------------------------------------------
+# --- a broken context
+# --------------------------------------------------------------------------------------------
 
 
 class Asserting(Workload):
@@ -255,7 +282,8 @@ def test_a_device_assert_poisons_the_process_for_good(in_child: Callable[..., An
     assert found["steps"] == 2, "nothing touched the broken context again"
 
 
-# --- element types -----------------------------------------------------------------------------------------------
+# --- element types
+# -----------------------------------------------------------------------------------------------
 
 
 def products(spec: WorkerSpec) -> float:
@@ -272,16 +300,23 @@ def products(spec: WorkerSpec) -> float:
     left, right = tensors._left.cpu().double(), tensors._right.cpu().double()
     reference = left @ right
     written = [result.cpu().double() for result in tensors._ring[:3]]
-    return max(float((result - reference).abs().max() / reference.abs().max()) for result in written)
+    return max(
+        float((result - reference).abs().max() / reference.abs().max()) for result in written
+    )
 
 
 @pytest.fixture(scope="module")
 def errors(in_child: Callable[..., Any]) -> dict[str, float]:
-    return {dtype: in_child(products, spec_of(dtype=dtype)) for dtype in ("fp32", "tf32", "fp16", "bf16")}
+    return {
+        dtype: in_child(products, spec_of(dtype=dtype))
+        for dtype in ("fp32", "tf32", "fp16", "bf16")
+    }
 
 
 class TestTypes:
-    @pytest.mark.parametrize(("dtype", "most"), [("fp32", 1e-5), ("tf32", 2e-3), ("fp16", 4e-3), ("bf16", 1e-2)])
+    @pytest.mark.parametrize(
+        ("dtype", "most"), [("fp32", 1e-5), ("tf32", 2e-3), ("fp16", 4e-3), ("bf16", 1e-2)]
+    )
     def test_products_are_right(self, errors: dict[str, float], dtype: str, most: float) -> None:
         assert errors[dtype] <= most
 
@@ -295,10 +330,13 @@ class TestTypes:
         ).stdout.split()
         if int(name) < 8:
             pytest.skip("tf32 begins with Ampere")
-        assert errors["tf32"] > 10 * errors["fp32"], "the precision of fp32: tf32 was not switched on"
+        assert errors["tf32"] > 10 * errors["fp32"], (
+            "the precision of fp32: tf32 was not switched on"
+        )
 
 
-# --- what cannot work --------------------------------------------------------------------------------------------
+# --- what cannot work
+# --------------------------------------------------------------------------------------------
 
 
 def first_slice(spec: WorkerSpec) -> Report:
@@ -311,7 +349,9 @@ def test_a_budget_that_the_context_eats_names_the_key(in_child: Callable[..., An
     assert "nodes.pc1.vram_per_worker_gib" in report.reason
 
 
-def test_budgets_beyond_the_real_card_are_refused_with_the_sum(in_child: Callable[..., Any]) -> None:
+def test_budgets_beyond_the_real_card_are_refused_with_the_sum(
+    in_child: Callable[..., Any],
+) -> None:
     report = in_child(first_slice, spec_of(budget_bytes=2**40))
     assert report.verdict is Verdict.INCOMPATIBLE
     assert "1024.00 GiB in sum" in report.reason

@@ -21,7 +21,14 @@ pytestmark = ON_A_CARD
 
 Found = dict[str, Any]
 
-SMALL: Found = {"preset": "gpt2-small", "batch": 8, "seq": 256, "steps": 4, "checkpoint": "none", "dropout": 0.1}
+SMALL: Found = {
+    "preset": "gpt2-small",
+    "batch": 8,
+    "seq": 256,
+    "steps": 4,
+    "checkpoint": "none",
+    "dropout": 0.1,
+}
 
 
 def trained(levers: Found) -> Found:
@@ -45,10 +52,13 @@ def trained(levers: Found) -> Found:
     }
 
 
-def test_what_waits_on_the_host_changes_no_bit_and_takes_the_memory_of_the_plan(in_child: Callable[..., Any]) -> None:
+def test_what_waits_on_the_host_changes_no_bit_and_takes_the_memory_of_the_plan(
+    in_child: Callable[..., Any],
+) -> None:
     plain = in_child(trained, {"deterministic": True, "ema_decay": 0.9})
     levered = in_child(
-        trained, {"deterministic": True, "ema_decay": 0.9, "activations_on_host": True, "ema_on": "host"}
+        trained,
+        {"deterministic": True, "ema_decay": 0.9, "activations_on_host": True, "ema_on": "host"},
     )
     assert levered["losses"] == plain["losses"]
     assert levered["sha256"] == plain["sha256"]
@@ -58,7 +68,9 @@ def test_what_waits_on_the_host_changes_no_bit_and_takes_the_memory_of_the_plan(
 
 
 @pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn", "math"])
-def test_the_kernel_that_is_asked_for_runs_in_half_precision(in_child: Callable[..., Any], kernel: str) -> None:
+def test_the_kernel_that_is_asked_for_runs_in_half_precision(
+    in_child: Callable[..., Any], kernel: str
+) -> None:
     if kernel in {"flash", "cudnn"} and torch.cuda.get_device_capability() < (8, 0):
         pytest.skip(f"{kernel} needs an Ampere card or a later one")
     found = in_child(trained, {"attention": kernel})
@@ -67,7 +79,9 @@ def test_the_kernel_that_is_asked_for_runs_in_half_precision(in_child: Callable[
 
 
 @pytest.mark.parametrize("adapter", ["lora", "dora"])
-def test_an_adapter_takes_the_memory_of_its_plan(in_child: Callable[..., Any], adapter: str) -> None:
+def test_an_adapter_takes_the_memory_of_its_plan(
+    in_child: Callable[..., Any], adapter: str
+) -> None:
     found = in_child(trained, {"adapter": adapter, "ema_decay": 0.9, "ema_on": "host"})
     assert found["planned_bytes"] == pytest.approx(found["peak_bytes"], rel=0.1)
     assert found["losses"][0] == pytest.approx(in_child(trained, {})["losses"][0], rel=1e-3)

@@ -18,7 +18,9 @@ pytestmark = ON_A_CARD
 
 def spec(workload: type) -> WorkerSpec:
     """A worker that is asked for far more than fits."""
-    return spec_of(name=own(workload), policy="adaptive", size=262_144, batch=1, batch_floor=1, size_floor=64)
+    return spec_of(
+        name=own(workload), policy="adaptive", size=262_144, batch=1, batch_floor=1, size_floor=64
+    )
 
 
 def failures(reports: list[Report]) -> int:
@@ -26,7 +28,9 @@ def failures(reports: list[Report]) -> int:
 
 
 @pytest.mark.parametrize("workload", [own_steps.Squares, own_steps.Deep, own_steps.KeepsError])
-def test_the_size_is_found_with_three_failures(in_child: Callable[..., Any], workload: type) -> None:
+def test_the_size_is_found_with_three_failures(
+    in_child: Callable[..., Any], workload: type
+) -> None:
     reports = in_child(slices, spec(workload), [{}] * 40)
     assert failures(reports) <= 3
     assert failures(reports[10:]) == 0
@@ -40,16 +44,29 @@ def test_a_heavy_step_every_17th_time_is_expected(in_child: Callable[..., Any]) 
     assert failures(reports[17 * 14 :]) == 0
 
 
-def test_what_stays_after_a_release_is_reported_long_before_nothing_fits(in_child: Callable[..., Any]) -> None:
+def test_what_stays_after_a_release_is_reported_long_before_nothing_fits(
+    in_child: Callable[..., Any],
+) -> None:
     leaking = spec_of(
-        name=own(own_steps.Leaking), policy="adaptive", size=262_144, batch=1, batch_floor=1, budget_bytes=2 * 2**30
+        name=own(own_steps.Leaking),
+        policy="adaptive",
+        size=262_144,
+        batch=1,
+        batch_floor=1,
+        budget_bytes=2 * 2**30,
     )
     reports = in_child(slices, leaking, [{"duration_s": 0.5}] * 200)
-    in_time = next(report for report in reports if (report.memory.kept_bytes or 0) >= report.device.cap_bytes / 3)
+    in_time = next(
+        report
+        for report in reports
+        if (report.memory.kept_bytes or 0) >= report.device.cap_bytes / 3
+    )
     assert in_time.state is WorkerState.RUNNING
 
 
-def test_a_constructor_that_needs_more_than_the_cap_is_refused_in_words(in_child: Callable[..., Any]) -> None:
+def test_a_constructor_that_needs_more_than_the_cap_is_refused_in_words(
+    in_child: Callable[..., Any],
+) -> None:
     (report, *_), _, obtained = in_child(own_steps.greedy, spec(own_steps.Greedy), "__init__")
     assert (report.verdict, obtained) == (Verdict.INCOMPATIBLE, [])
     assert "the constructor of workload" in report.reason

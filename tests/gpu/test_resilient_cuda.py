@@ -1,6 +1,7 @@
 """`resilient` on a real card: torch's own out-of-memory under a cap, measured peaks, and making room before it fails.
 
-Run as `test_cuda.py` is. Every scenario has a process of its own, because a cap stays with its process.
+Run as `test_cuda.py` is. Every scenario has a process of its own, because a cap stays with its
+process.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ Found: TypeAlias = dict[str, Any]
 #: What a scenario's process may hold.
 CAP_BYTES = 2 * 2**30
 
-#: Of one item of a batch: large enough that each tensor has segments of its own in the allocator's pool.
+#: Of one item of a batch: large enough that each tensor has segments of its own in the allocator's
+#: pool.
 ITEM_BYTES = 16 * MIB
 
 
@@ -39,7 +41,8 @@ def block(size_bytes: int) -> torch.Tensor:
     return torch.empty(size_bytes, dtype=torch.uint8, device="cuda")
 
 
-# --- shrinking ---------------------------------------------------------------------------------------------------
+# --- shrinking
+# ---------------------------------------------------------------------------------------------------
 
 
 def two_calls() -> Found:
@@ -55,7 +58,9 @@ def two_calls() -> Found:
     return {"told": told, "failures": failures, "first": first, "second": work()}
 
 
-def test_it_shrinks_under_torchs_own_cap_and_the_next_call_does_not_fail(in_child: Callable[..., Any]) -> None:
+def test_it_shrinks_under_torchs_own_cap_and_the_next_call_does_not_fail(
+    in_child: Callable[..., Any],
+) -> None:
     found = in_child(two_calls)
     fits = CAP_BYTES // ITEM_BYTES
     assert 0.45 * fits <= found["first"] <= fits
@@ -96,7 +101,8 @@ def test_the_card_has_everything_back_before_the_next_attempt(in_child: Callable
     assert all(seen_there == (0, 0) for seen_there in seen)
 
 
-# --- what is measured --------------------------------------------------------------------------------------------
+# --- what is measured
+# --------------------------------------------------------------------------------------------
 
 
 def room_and_peaks() -> Found:
@@ -172,7 +178,8 @@ def test_it_makes_room_before_it_fails_and_comes_back(in_child: Callable[..., An
     assert found["again"][-1] == 100
 
 
-# --- errors that are not ours ------------------------------------------------------------------------------------
+# --- errors that are not ours
+# ------------------------------------------------------------------------------------
 
 
 def poisoned() -> Found:

@@ -62,8 +62,21 @@ answer = [told(), spent_s, os.fstat(1).st_size]
     assert spent_s < 5.0  # of processor time, 1 s on a slow machine
 
 
-@pytest.mark.parametrize("death", ["ctypes.string_at(0)", "os.kill(os.getpid(), 9)"], ids=["segv", "kill"])
-def test_the_next_process_tells_the_last_words_of_the_one_before(tmp_path: Path, death: str) -> None:
-    printed_by(f"ctypes.CDLL(None).puts(b'native words'); {death}", tmp_path, -11 if "string_at" in death else -9)
+@pytest.mark.parametrize(
+    "death", ["ctypes.string_at(0)", "os.kill(os.getpid(), 9)"], ids=["segv", "kill"]
+)
+def test_the_next_process_tells_the_last_words_of_the_one_before(
+    tmp_path: Path, death: str
+) -> None:
+    printed_by(
+        f"ctypes.CDLL(None).puts(b'native words'); {death}",
+        tmp_path,
+        -11 if "string_at" in death else -9,
+    )
     text, _ = printed_by("print('hello'); answer = told()", tmp_path)
-    assert text.splitlines() == ["native words", "", "[the process ended here; another one begins]", "hello"]
+    assert text.splitlines() == [
+        "native words",
+        "",
+        "[the process ended here; another one begins]",
+        "hello",
+    ]

@@ -6,7 +6,11 @@ from workers.host.cuda_environment import set_for_cuda, workspace_bytes, workspa
 
 
 def test_other_allocators_are_put_aside_and_the_rest_stays() -> None:
-    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "HOME": "/"}
+    environment = {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "HOME": "/",
+    }
     set_for_cuda(environment)
     assert environment == {
         "HOME": "/",

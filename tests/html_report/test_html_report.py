@@ -35,13 +35,26 @@ def make_run(place: Path, tflops: float, slots: int, **facts: object) -> Path:
     store.begin(replace(FACTS, run_id=place.name, **facts))  # type: ignore[arg-type]  # of any field
     for second in range(60):
         rows = [
-            make_row(slot=f"pc1/{index}", tflops=tflops, temperature_c=50.0 + second, reason=HOSTILE, oom_count=second)
+            make_row(
+                slot=f"pc1/{index}",
+                tflops=tflops,
+                temperature_c=50.0 + second,
+                reason=HOSTILE,
+                oom_count=second,
+            )
             for index in range(slots)
         ]
         store.slots(record(row.slot, reason=row.reason, row=row.to_dict()) for row in rows)
         store.update(make_snapshot(*rows, elapsed_s=float(second), notices=(HOSTILE,)))
-    store.event({**event(name="state", from_state="RUNNING", to_state="BACKOFF", cause=HOSTILE), "slot": "pc1/0"})
-    store.event({**event(name="workload_error", traceback=f"Traceback\n{HOSTILE}"), "slot": "pc1/0"})
+    store.event(
+        {
+            **event(name="state", from_state="RUNNING", to_state="BACKOFF", cause=HOSTILE),
+            "slot": "pc1/0",
+        }
+    )
+    store.event(
+        {**event(name="workload_error", traceback=f"Traceback\n{HOSTILE}"), "slot": "pc1/0"}
+    )
     store.event(event(name="run_ended", missed=[f"pc1/0: {HOSTILE}"]))
     store.end("good", 0, None, ())
     return place
@@ -56,24 +69,39 @@ def folder(tmp_path: Path) -> Path:
 def other(tmp_path: Path) -> Path:
     """Return the folder of a run that began a day before, with one slot, which was slower."""
     began = FACTS.started_at_unix_s - 86_400
-    return make_run(tmp_path / "runs" / f"other-{HOSTILE.replace('/', '')}"[:60], 7.5, 1, started_at_unix_s=began)
+    return make_run(
+        tmp_path / "runs" / f"other-{HOSTILE.replace('/', '')}"[:60],
+        7.5,
+        1,
+        started_at_unix_s=began,
+    )
 
 
-def test_what_is_frozen_is_the_last_picture_and_the_course_of_what_was_sampled(folder: Path) -> None:
+def test_what_is_frozen_is_the_last_picture_and_the_course_of_what_was_sampled(
+    folder: Path,
+) -> None:
     told = facts.frozen(folder)
     assert [row["slot"] for row in told["table"]["rows"]] == ["pc1/0", "pc1/1"]
     heat = told["history"]["pc1/1"]["temperature_c"]
     assert len(told["times"]) == len(heat["mean"]) == facts.parts_for(1)
-    assert [value for value in heat["mean"] if value is not None] == [50.0 + second for second in range(60)]
+    assert [value for value in heat["mean"] if value is not None] == [
+        50.0 + second for second in range(60)
+    ]
     assert "loss" not in told["history"]["pc1/1"], "nothing was trained"
     assert told["history"]["pc1/1"].keys() <= told["labels"].keys()
     assert {row["event"] for row in told["events"]} == {"state", "workload error", "run ended"}
-    (summary,) = (course for course in told["summary"]["charts"] if course["label"].startswith("TFLOP/s"))
-    assert {value for value in summary["mean"] if value is not None} == {18.0}, "the sum of two slots"
+    (summary,) = (
+        course for course in told["summary"]["charts"] if course["label"].startswith("TFLOP/s")
+    )
+    assert {value for value in summary["mean"] if value is not None} == {18.0}, (
+        "the sum of two slots"
+    )
     assert told["summary"]["missed"] == [f"pc1/0: {HOSTILE}"]
 
 
-def test_two_runs_stand_side_by_side_with_differences_in_per_cent(folder: Path, other: Path) -> None:
+def test_two_runs_stand_side_by_side_with_differences_in_per_cent(
+    folder: Path, other: Path
+) -> None:
     figures = facts.frozen(folder, other)["summary"]["figures"]
     rows = {row[0]: row[1:] for row in figures["rows"]}
     assert rows["TFLOP/s, mean of the sum"] == ["18.00", "7.50", ("+140.0 %", "good")]
@@ -81,7 +109,9 @@ def test_two_runs_stand_side_by_side_with_differences_in_per_cent(folder: Path, 
     assert rows["hottest temperature, C, mean"][2] == "0.0 %"
     slots = {row[0]: row[1:] for row in figures["slots"]["rows"]}
     assert slots["pc1/0"][:3] == ["9.000", "7.500", ("+20.0 %", "good")]
-    assert slots["pc1/1"][:3] == ["9.000", UNICODE.missing, UNICODE.missing], "the other run has no such slot"
+    assert slots["pc1/1"][:3] == ["9.000", UNICODE.missing, UNICODE.missing], (
+        "the other run has no such slot"
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,12 +130,20 @@ def test_two_runs_stand_side_by_side_with_differences_in_per_cent(folder: Path, 
         (-50.0, -100.0, 1, ("+50.0 %", "good")),
     ],
 )
-def test_a_difference_in_words(value: float | None, than: float | None, better: int, told: object) -> None:
+def test_a_difference_in_words(
+    value: float | None, than: float | None, better: int, told: object
+) -> None:
     assert difference(value, than, better) == told
 
 
 def test_courses_are_thinned_out_until_all_of_them_fit() -> None:
-    assert [facts.parts_for(courses) for courses in (0, 10, 1_000, 6_000, 60_000)] == [300, 300, 133, 22, 16]
+    assert [facts.parts_for(courses) for courses in (0, 10, 1_000, 6_000, 60_000)] == [
+        300,
+        300,
+        133,
+        22,
+        16,
+    ]
 
 
 def test_the_file_is_written_whole_or_refused_in_a_sentence(folder: Path, tmp_path: Path) -> None:
@@ -119,7 +157,9 @@ def test_the_file_is_written_whole_or_refused_in_a_sentence(folder: Path, tmp_pa
     data = re.search(r'id="frozen">(.*?)</script>', text, re.DOTALL)
     assert data is not None
     assert json.loads(data[1])["slots"]["pc1/0"]["reason"] == HOSTILE
-    refused = CliRunner().invoke(app, ["report", "--html", str(tmp_path / "nowhere" / "r.html"), *where])
+    refused = CliRunner().invoke(
+        app, ["report", "--html", str(tmp_path / "nowhere" / "r.html"), *where]
+    )
     assert "cannot be written: No such file" in str(refused.exception)
     both = CliRunner().invoke(app, ["report", "--html", str(path), "--json", *where])
     assert "exclude each other" in str(both.exception)
@@ -142,17 +182,27 @@ def test_a_browser_shows_it_without_a_request_and_hostile_texts_stay_text(
             await shown.js("location.hash = '#view=slot&slot=pc1%2F0'")
             await shown.until("document.querySelectorAll('canvas').length > 1")
             await shown.until(DRAWN)
-            await shown.until("document.querySelector('#charts .u-legend').textContent.includes('mean')")
+            await shown.until(
+                "document.querySelector('#charts .u-legend').textContent.includes('mean')"
+            )
             await shown.js("location.hash = '#view=slot&slot=pc1%2F0&field=allocated_bytes'")
-            await shown.until("document.querySelector('#charts .u-legend').textContent.includes('cap')")
+            await shown.until(
+                "document.querySelector('#charts .u-legend').textContent.includes('cap')"
+            )
             assert HOSTILE in await shown.js("document.getElementById('traceback').textContent")
             await shown.js("document.getElementById('summary-link').click()")
             await shown.until("document.getElementById('by-slot').textContent.includes('+20.0 %')")
-            await shown.until(f"document.querySelectorAll('#run-charts canvas').length > 1 && {DRAWN}")
+            await shown.until(
+                f"document.querySelectorAll('#run-charts canvas').length > 1 && {DRAWN}"
+            )
             assert HOSTILE in await shown.js("document.getElementById('missed').textContent")
-            assert "other run" in await shown.js("document.querySelector('#run-charts .u-legend').textContent")
+            assert "other run" in await shown.js(
+                "document.querySelector('#run-charts .u-legend').textContent"
+            )
             assert await shown.js("window.evil === undefined")
-            assert [url for url in shown.requests() if not url.startswith(("file:", "data:", "about:"))] == []
+            assert [
+                url for url in shown.requests() if not url.startswith(("file:", "data:", "about:"))
+            ] == []
             assert shown.complaints() == []
 
     asyncio.run(look())
@@ -192,6 +242,8 @@ def test_a_run_writes_its_report_when_it_has_ended_if_that_is_wanted(
     (folder,) = set(Path("runs").iterdir()) - {without}
     path = folder / "report.html"
     assert f"Report: {path}" in done.stderr
-    opened = wait_for(lambda: (tmp_path / "opened").exists() and (tmp_path / "opened").read_text(), "the browser")
+    opened = wait_for(
+        lambda: (tmp_path / "opened").exists() and (tmp_path / "opened").read_text(), "the browser"
+    )
     assert opened == f"{path.resolve().as_uri()}\n"
     assert "ended: good" in path.read_text(encoding="utf-8")

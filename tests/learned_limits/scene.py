@@ -20,7 +20,7 @@ KEY = LimitKey(
 )
 
 
-def limit(size: int = 1, *, learned_at_unix_s: float = NOW_S, **changed: Any) -> StoredLimit:  # noqa: ANN401
+def limit(size: int = 1, *, learned_at_unix_s: float = NOW_S, **changed: Any) -> StoredLimit:
     """Return a limit under this key; name what is different in the key."""
     return StoredLimit(
         key=dataclasses.replace(KEY, **changed),

@@ -46,7 +46,9 @@ LIMITS = st.builds(
         workload=TEXTS,
         cap_bytes=WHOLE,
     ),
-    learned=st.builds(Learned, size=WHOLE, fixed_bytes=st.none() | NUMBERS, unit_bytes=st.none() | NUMBERS),
+    learned=st.builds(
+        Learned, size=WHOLE, fixed_bytes=st.none() | NUMBERS, unit_bytes=st.none() | NUMBERS
+    ),
     peak_bytes=st.none() | WHOLE,
     learned_at_unix_s=NUMBERS,
     best_tflops=st.none() | NUMBERS,
@@ -64,19 +66,27 @@ def test_a_limit_survives_its_plain_form_and_json(any_limit: StoredLimit) -> Non
 
 def test_the_plain_form_is_one_flat_object() -> None:
     fields = [field.name for part in (LimitKey, Learned) for field in dataclasses.fields(part)]
-    assert sorted(to_plain(LIMIT)) == sorted([*fields, "peak_bytes", "learned_at_unix_s", "best_tflops", "best_under"])
+    assert sorted(to_plain(LIMIT)) == sorted(
+        [*fields, "peak_bytes", "learned_at_unix_s", "best_tflops", "best_under"]
+    )
 
 
 @pytest.mark.parametrize("name", NEEDED)
 def test_what_a_limit_cannot_be_without_is_missed(name: str) -> None:
-    for plain in ({**to_plain(LIMIT), name: None}, {k: v for k, v in to_plain(LIMIT).items() if k != name}):
+    for plain in (
+        {**to_plain(LIMIT), name: None},
+        {k: v for k, v in to_plain(LIMIT).items() if k != name},
+    ):
         with pytest.raises(ValueError, match=name):
             from_plain(plain)
 
 
 def test_what_may_be_unknown_may_be_missing_and_keys_of_a_later_version_are_ignored() -> None:
     unknown = {name for name, value in to_plain(LIMIT).items() if name not in NEEDED}
-    plain = {**{name: value for name, value in to_plain(LIMIT).items() if name in NEEDED}, "colour": "red"}
+    plain = {
+        **{name: value for name, value in to_plain(LIMIT).items() if name in NEEDED},
+        "colour": "red",
+    }
     assert {name for name, value in to_plain(from_plain(plain)).items() if value is None} == unknown
 
 
@@ -84,11 +94,19 @@ def test_what_may_be_unknown_may_be_missing_and_keys_of_a_later_version_are_igno
     ("names", "values"),
     [
         (("card", "driver", "torch", "dtype", "workload"), ("", 1, ["x"], "x" * (TEXT_MOST + 1))),
-        (("total_bytes", "cap_bytes", "size", "peak_bytes"), (0, -1, 1.0, True, "1", 2**63, math.inf)),
-        (("fixed_bytes", "unit_bytes", "learned_at_unix_s"), (-1.0, True, "1", math.nan, math.inf, 10**400)),
+        (
+            ("total_bytes", "cap_bytes", "size", "peak_bytes"),
+            (0, -1, 1.0, True, "1", 2**63, math.inf),
+        ),
+        (
+            ("fixed_bytes", "unit_bytes", "learned_at_unix_s"),
+            (-1.0, True, "1", math.nan, math.inf, 10**400),
+        ),
     ],
 )
-def test_no_value_of_another_kind_is_taken_for_a_limit(names: tuple[str, ...], values: tuple[object, ...]) -> None:
+def test_no_value_of_another_kind_is_taken_for_a_limit(
+    names: tuple[str, ...], values: tuple[object, ...]
+) -> None:
     for name in names:
         for value in values:
             with pytest.raises(ValueError, match=name):
@@ -132,13 +150,21 @@ def test_a_limit_is_offered_within_one_per_cent_of_its_cap_and_nowhere_else(
     learned_bytes: int, wanted_bytes: int
 ) -> None:
     is_near = 99 * learned_bytes <= 100 * wanted_bytes <= 101 * learned_bytes
-    assert (choose([limit(cap_bytes=learned_bytes)], limit(cap_bytes=wanted_bytes).key) is not None) == is_near
+    assert (
+        choose([limit(cap_bytes=learned_bytes)], limit(cap_bytes=wanted_bytes).key) is not None
+    ) == is_near
 
 
-@given(offsets=st.lists(st.integers(min_value=-9_000, max_value=9_000), min_size=1, max_size=6), data=st.data())
-def test_the_nearest_cap_is_chosen_whatever_the_order(offsets: list[int], data: st.DataObject) -> None:
+@given(
+    offsets=st.lists(st.integers(min_value=-9_000, max_value=9_000), min_size=1, max_size=6),
+    data=st.data(),
+)
+def test_the_nearest_cap_is_chosen_whatever_the_order(
+    offsets: list[int], data: st.DataObject
+) -> None:
     candidates = [
-        limit(cap_bytes=10**6 + offset, learned_at_unix_s=float(index)) for index, offset in enumerate(offsets)
+        limit(cap_bytes=10**6 + offset, learned_at_unix_s=float(index))
+        for index, offset in enumerate(offsets)
     ]
     chosen = choose(candidates, limit(cap_bytes=10**6).key)
     assert chosen is not None
@@ -179,12 +205,18 @@ def test_a_changed_step_has_another_fingerprint(module: Callable[[str, str], Non
     assert workload_fingerprint("burn_steps:Mlp") not in {first, "burn_steps:Mlp"}
 
 
-def test_name_and_class_have_one_fingerprint_loaded_or_not(module: Callable[[str, str], None]) -> None:
+def test_name_and_class_have_one_fingerprint_loaded_or_not(
+    module: Callable[[str, str], None],
+) -> None:
     module("burn_pack.deep.steps", "class Mlp: pass\ndef step(batch_size): pass\n")
     before = workload_fingerprint("burn_pack.deep.steps:Mlp")
     loaded = importlib.import_module("burn_pack.deep.steps")
     assert "@" in before
-    assert workload_fingerprint("burn_pack.deep.steps:Mlp") == workload_fingerprint(loaded.Mlp) == before
+    assert (
+        workload_fingerprint("burn_pack.deep.steps:Mlp")
+        == workload_fingerprint(loaded.Mlp)
+        == before
+    )
     assert workload_fingerprint(loaded.step) == before.replace(":Mlp@", ":step@")
 
 
@@ -196,7 +228,14 @@ def test_a_name_is_looked_up_without_running_anything(module: Callable[[str, str
 
 
 @pytest.mark.parametrize(
-    "name", ["no_such_module:Step", "no_such_package.steps:Step", "json.no_such:Step", "sys:Step", "json.decoder.x:Y"]
+    "name",
+    [
+        "no_such_module:Step",
+        "no_such_package.steps:Step",
+        "json.no_such:Step",
+        "sys:Step",
+        "json.decoder.x:Y",
+    ],
 )
 def test_a_source_that_cannot_be_read_leaves_the_name(name: str) -> None:
     assert workload_fingerprint(name) == name
@@ -220,4 +259,6 @@ def test_settings_that_change_the_footprint_change_the_fingerprint() -> None:
     assert told == f"{plain} batch=128 power=2"
     assert told == workload_fingerprint("matmul", batch=128, power=2)
     assert told != workload_fingerprint("matmul", batch=64, power=2)
-    assert workload_fingerprint("matmul", share=0.1234567) != workload_fingerprint("matmul", share=0.1234568)
+    assert workload_fingerprint("matmul", share=0.1234567) != workload_fingerprint(
+        "matmul", share=0.1234568
+    )

@@ -31,7 +31,8 @@ pytestmark = pytest.mark.slow
 
 DAY_S = 86_400.0
 
-#: Writes its own limits one after the other, as many as are asked for, and says the number of each that is kept.
+#: Writes its own limits one after the other, as many as are asked for, and says the number of each
+#: that is kept.
 WRITER = """
 import os, sys
 from pathlib import Path
@@ -73,7 +74,11 @@ def store(path: Path) -> LimitStore:
 
 
 def test_asking_makes_nothing(path: Path, store: LimitStore) -> None:
-    assert (store.best(KEY, NOW_S), store.candidates("matmul", NOW_S), store.all(NOW_S)) == (None, (), ())
+    assert (store.best(KEY, NOW_S), store.candidates("matmul", NOW_S), store.all(NOW_S)) == (
+        None,
+        (),
+        (),
+    )
     store.forget(KEY)
     store.remember()
     assert (store.clear(NOW_S), store.problem, path.parent.exists()) == (0, None, False)
@@ -108,7 +113,9 @@ def test_remembered_is_offered_and_forgotten_is_not(
         assert store.problem is None
 
 
-def test_an_old_limit_is_not_offered_and_goes_with_the_next_write(path: Path, store: LimitStore) -> None:
+def test_an_old_limit_is_not_offered_and_goes_with_the_next_write(
+    path: Path, store: LimitStore
+) -> None:
     store.remember(limit(1))
     store.remember(limit(2, card="another", learned_at_unix_s=NOW_S + DAY_S))
     just_before, then = NOW_S + EXPIRY_S - 1, NOW_S + EXPIRY_S
@@ -118,7 +125,9 @@ def test_an_old_limit_is_not_offered_and_goes_with_the_next_write(path: Path, st
     assert kept(path) == [2, 3]
 
 
-def test_a_limit_from_the_far_future_is_not_believed_for_ever(path: Path, store: LimitStore) -> None:
+def test_a_limit_from_the_far_future_is_not_believed_for_ever(
+    path: Path, store: LimitStore
+) -> None:
     """Its clock was wrong; a little wrong does no harm."""
     store.remember(limit(1, learned_at_unix_s=NOW_S + 400 * DAY_S))
     assert sizes(store) == []
@@ -136,7 +145,8 @@ def test_beyond_the_most_the_oldest_go(path: Path) -> None:
 def test_a_thousand_limits_are_kept_and_no_more(path: Path, store: LimitStore) -> None:
     long = "\udcff" * 500  # what takes the most room as JSON
     many = [
-        limit(n, card=long[4:] + f"{n:04}", workload=long, torch=long, dtype=long, driver=long) for n in range(1, 1202)
+        limit(n, card=long[4:] + f"{n:04}", workload=long, torch=long, dtype=long, driver=long)
+        for n in range(1, 1202)
     ]
     store.remember(*many)
     assert len(sizes(store)) == len(kept(path)) == 1000
@@ -157,8 +167,12 @@ def test_candidates_are_those_of_the_workload_whatever_its_version(store: LimitS
     assert store.candidates("mine.steps:Mlp", NOW_S + EXPIRY_S) == ()
 
 
-def test_clearing_takes_what_is_meant_and_counts_what_was_still_good(path: Path, store: LimitStore) -> None:
-    store.remember(limit(1), limit(2, card="RTX 3070"), limit(3, card="RTX 3070", workload="matmul@0.1.0"))
+def test_clearing_takes_what_is_meant_and_counts_what_was_still_good(
+    path: Path, store: LimitStore
+) -> None:
+    store.remember(
+        limit(1), limit(2, card="RTX 3070"), limit(3, card="RTX 3070", workload="matmul@0.1.0")
+    )
     assert store.clear(NOW_S, card="rtx 3070", workload="mlp") == 1
     assert kept(path) == [1, 3]
     assert store.clear(NOW_S, card="4090") == 0
@@ -176,7 +190,10 @@ def test_nobody_else_may_read_any_of_it(path: Path, store: LimitStore) -> None:
         store.remember(limit(2))
     finally:
         os.umask(before)
-    modes = {found.name: stat.S_IMODE(found.stat().st_mode) for found in (path.parent, *path.parent.iterdir())}
+    modes = {
+        found.name: stat.S_IMODE(found.stat().st_mode)
+        for found in (path.parent, *path.parent.iterdir())
+    }
     assert modes == {"state": 0o700, "limits.json": 0o600, "limits.json.lock": 0o600}
 
 
@@ -189,11 +206,19 @@ def test_a_limit_that_no_reader_would_accept_is_refused(path: Path, store: Limit
     assert sizes(store) == [1]
 
 
-def test_writers_at_once_lose_nothing_and_readers_see_whole_files(path: Path, store: LimitStore) -> None:
+def test_writers_at_once_lose_nothing_and_readers_see_whole_files(
+    path: Path, store: LimitStore
+) -> None:
     names = [f"writer-{number}" for number in range(3)]
     program = [sys.executable, "-c", WRITER, str(path)]
     writers = [
-        subprocess.Popen([*program, name, "40"], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*program, name, "40"],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for name in names
     ]
     while any(writer.poll() is None for writer in writers):
@@ -209,20 +234,29 @@ def test_a_writer_that_is_killed_leaves_what_it_said(path: Path, store: LimitSto
     chance = random.Random(4)  # noqa: S311 - the moments of the kills, again in every run
     for kill in range(5):
         with subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path), f"kill-{kill}", str(10**6)], cwd=ROOT, stdout=subprocess.PIPE
+            [sys.executable, "-c", WRITER, str(path), f"kill-{kill}", str(10**6)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
         ) as writer:
             assert writer.stdout is not None
             assert writer.stdout.readline() == b"1\n"
             time.sleep(chance.uniform(0.0, 0.1))
             writer.send_signal(signal.SIGKILL)
             said = int(([b"1", *writer.stdout.read().split()])[-1])
-        found = [known.learned.size for known in store.all(NOW_S) if known.key.card.startswith(f"kill-{kill} ")]
+        found = [
+            known.learned.size
+            for known in store.all(NOW_S)
+            if known.key.card.startswith(f"kill-{kill} ")
+        ]
         assert store.problem is None
         assert max(found) in {said, said + 1}
         path.with_name("limits.json.new").write_text('{"schema": 1, "lim')  # half done
         store.remember(limit(kill + 1))
         assert store.problem is None
-    assert sorted(found.name for found in path.parent.iterdir()) == ["limits.json", "limits.json.lock"]
+    assert sorted(found.name for found in path.parent.iterdir()) == [
+        "limits.json",
+        "limits.json.lock",
+    ]
 
 
 def test_a_lock_that_is_never_given_up_costs_a_sentence(path: Path) -> None:
@@ -240,12 +274,18 @@ def test_a_lock_that_is_never_given_up_costs_a_sentence(path: Path) -> None:
 
 def test_a_child_forked_under_the_lock_does_not_keep_it(path: Path) -> None:
     with locked(path, 0.0):
-        shared = next(os.dup(int(each.name)) for each in Path("/proc/self/fd").iterdir() if each.resolve() == path)
+        shared = next(
+            os.dup(int(each.name))
+            for each in Path("/proc/self/fd").iterdir()
+            if each.resolve() == path
+        )
     with locked(path, 0.0):
         os.close(shared)
 
 
-WHOLE = json.dumps({"schema": 1, "limits": [to_plain(limit(1)), to_plain(limit(2, card="another"))]}).encode()
+WHOLE = json.dumps(
+    {"schema": 1, "limits": [to_plain(limit(1)), to_plain(limit(2, card="another"))]}
+).encode()
 ENTRY = json.dumps(to_plain(limit(1)))
 
 
@@ -262,8 +302,16 @@ ENTRY = json.dumps(to_plain(limit(1)))
         (b'{"schema": 0, "limits": []}', "another kind"),
         (b'{"schema": 1, "limits": {}}', "another kind"),
         (b'{"schema": 1, "limits": [3]}', "damaged"),
-        (b'{"schema": 1, "limits": [' + ENTRY.replace('"size": 1', '"size": -1').encode() + b"]}", "damaged"),
-        (b'{"schema": 1, "limits": [' + ENTRY.replace("1700000000.0", "NaN").encode() + b"]}", "damaged"),
+        (
+            b'{"schema": 1, "limits": ['
+            + ENTRY.replace('"size": 1', '"size": -1').encode()
+            + b"]}",
+            "damaged",
+        ),
+        (
+            b'{"schema": 1, "limits": [' + ENTRY.replace("1700000000.0", "NaN").encode() + b"]}",
+            "damaged",
+        ),
         (b'{"schema": 2, "limits": [], "more": 1}', "update this installation"),
         (b" " * (16 * 2**20 + 1), "larger than"),
         *((WHOLE[:length], "damaged") for length in (1, 20, len(WHOLE) // 2, len(WHOLE) - 1)),
@@ -294,7 +342,11 @@ def test_a_file_that_is_no_store_is_told_of_left_alone_and_can_be_moved(
     assert sizes(store) == [4]
 
 
-@given(at=st.integers(min_value=0, max_value=len(WHOLE)), hole=st.integers(0, 40), filling=st.binary(max_size=40))
+@given(
+    at=st.integers(min_value=0, max_value=len(WHOLE)),
+    hole=st.integers(0, 40),
+    filling=st.binary(max_size=40),
+)
 def test_no_change_of_a_file_makes_a_reader_raise(
     at: int, hole: int, filling: bytes, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -307,7 +359,9 @@ def test_no_change_of_a_file_makes_a_reader_raise(
     assert (store.problem is None) == (path.read_bytes() != content)
 
 
-def test_only_what_is_no_store_is_moved_and_nothing_is_moved_over(path: Path, store: LimitStore) -> None:
+def test_only_what_is_no_store_is_moved_and_nothing_is_moved_over(
+    path: Path, store: LimitStore
+) -> None:
     assert (store.set_aside(), store.problem) == (None, None)
     store.remember(limit(1))
     assert (store.set_aside(), store.problem) == (None, None)
@@ -336,7 +390,9 @@ def strange(request: pytest.FixtureRequest, path: Path) -> Iterator[Path]:
         yield path
 
 
-def test_what_is_no_regular_file_is_neither_waited_for_nor_touched(strange: Path, store: LimitStore) -> None:
+def test_what_is_no_regular_file_is_neither_waited_for_nor_touched(
+    strange: Path, store: LimitStore
+) -> None:
     before = strange.lstat()
     for call in (
         lambda: store.best(KEY, NOW_S),
@@ -353,7 +409,11 @@ def test_a_file_that_cannot_grow_costs_a_sentence(path: Path, store: LimitStore)
     """As on a full disk, after the file was made."""
     store.remember(limit(1))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for call in (lambda: store.remember(limit(2, card="x")), lambda: store.forget(KEY), lambda: store.clear(NOW_S)):
+    for call in (
+        lambda: store.remember(limit(2, card="x")),
+        lambda: store.forget(KEY),
+        lambda: store.clear(NOW_S),
+    ):
         resource.setrlimit(resource.RLIMIT_FSIZE, (4, before[1]))
         try:
             assert not call()
@@ -362,7 +422,10 @@ def test_a_file_that_cannot_grow_costs_a_sentence(path: Path, store: LimitStore)
         assert "File too large" in (store.problem or "")
         assert "ORCHESTRATOR_STATE_DIR" in (store.problem or "")
         assert sizes(store) == [1]
-        assert {found.name for found in path.parent.iterdir()} == {"limits.json", "limits.json.lock"}
+        assert {found.name for found in path.parent.iterdir()} == {
+            "limits.json",
+            "limits.json.lock",
+        }
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
@@ -375,7 +438,11 @@ def test_a_file_of_somebody_else_costs_a_sentence(path: Path, store: LimitStore)
         store.all(NOW_S)
         refused = store.problem or ""
         store.remember(limit(2))
-        os._exit(0 if "Permission denied" in refused and "Permission denied" in (store.problem or "") else 1)
+        os._exit(
+            0
+            if "Permission denied" in refused and "Permission denied" in (store.problem or "")
+            else 1
+        )
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert sizes(store) == [1]
 
@@ -388,7 +455,9 @@ def test_a_folder_that_cannot_be_made_costs_a_sentence(tmp_path: Path) -> None:
         assert "Not a directory" in (store.problem or "")
 
 
-def test_without_a_home_no_folder_is_made_in_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_no_folder_is_made_in_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     store = LimitStore(Path("~/.local/state/oom-orchestrator/limits.json"))
     store.remember(limit(1))

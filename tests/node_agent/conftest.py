@@ -46,7 +46,8 @@ print(to_line(agent.outcome()), flush=True)
 time.sleep(600)
 """
 
-#: Behaves like nvidia-cuda-mps-control as far as NVIDIA's documents say, with a socket of its own kind.
+#: Behaves like nvidia-cuda-mps-control as far as NVIDIA's documents say, with a socket of its own
+#: kind.
 _STAND_IN = """#!{python}
 import json, os, signal, socket, sys
 from pathlib import Path
@@ -89,7 +90,7 @@ except OSError:
 """
 
 
-def card(number: int = 1, **changes: Any) -> dict[str, Any]:  # noqa: ANN401 - any key of the script
+def card(number: int = 1, **changes: Any) -> dict[str, Any]:
     """Return a card of a fake NVML with a power limit of 350 W."""
     return {
         "name": "NVIDIA GeForce RTX 3090",
@@ -132,17 +133,17 @@ class Node:
         self.parents: list[subprocess.Popen[str]] = []
         self.agents: list[AgentClient] = []
 
-    def orders(self, **changes: Any) -> AgentOrders:  # noqa: ANN401 - any field of the orders
+    def orders(self, **changes: Any) -> AgentOrders:
         """Return orders for this machine."""
         fields = {"node": "pc1", "run_id": RUN_ID, "card_count": 1, "fake": self.fake, **changes}
         return AgentOrders(**fields)
 
-    def agent(self, **changes: Any) -> AgentClient:  # noqa: ANN401 - any field of the orders
+    def agent(self, **changes: Any) -> AgentClient:
         """Start an agent as a child of this process."""
         self.agents.append(AgentClient(self.orders(**changes)))
         return self.agents[-1]
 
-    def parent(self, **changes: Any) -> subprocess.Popen[str]:  # noqa: ANN401 - any field of the orders
+    def parent(self, **changes: Any) -> subprocess.Popen[str]:
         """Start an agent as the child of a process of its own, which can be killed."""
         command = [sys.executable, "-c", _PARENT, to_line(self.orders(**changes))]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -177,7 +178,9 @@ class Node:
 
 
 @pytest.fixture
-def node(library_folder: Path, tmp_path: Path, state_dir: Path, nothing_left: None) -> Iterator[Callable[..., Node]]:
+def node(
+    library_folder: Path, tmp_path: Path, state_dir: Path, nothing_left: None
+) -> Iterator[Callable[..., Node]]:
     """Make ready a machine with some cards."""
     made: list[Node] = []
 

@@ -22,7 +22,10 @@ def test_an_offset_and_a_power_limit_are_put_back_together(node: Ready) -> None:
     assert outcome.power_problem is None
     assert outcome.notes[1].endswith("memory offset 450 MHz until the run ends (before: -100 MHz)")
     assert (pc.offsets_mhz(), pc.limits_w()) == ([450, 0], [300.0, 350.0])
-    assert [change["setting"] for change in pc.record()["changes"]] == ["power_limit", "memory_offset"]
+    assert [change["setting"] for change in pc.record()["changes"]] == [
+        "power_limit",
+        "memory_offset",
+    ]
     assert agent.end()[0].endswith("memory offset back at -100 MHz"), "last things first"
     assert (pc.offsets_mhz(), pc.limits_w()) == ([-100, 0], [350.0, 350.0])
     assert pc.is_clean()
@@ -43,8 +46,16 @@ def test_the_offset_is_put_back_when_the_process_that_asked_for_it_is_killed(nod
     ("changes", "offset_mhz", "words"),
     [
         ({}, 7000, "--sweep memory-offset at 7000 is out of range"),
-        ({"fails": {"set_memory_offset": "no_permission"}}, 50, "can only be set by root: start Ray as root on pc1"),
-        ({"memory_offset_mhz": None}, 50, "pc1: the memory offset of card 0 cannot be set: Not Supported"),
+        (
+            {"fails": {"set_memory_offset": "no_permission"}},
+            50,
+            "can only be set by root: start Ray as root on pc1",
+        ),
+        (
+            {"memory_offset_mhz": None},
+            50,
+            "pc1: the memory offset of card 0 cannot be set: Not Supported",
+        ),
     ],
 )
 def test_an_offset_that_cannot_be_set_is_refused_and_the_power_limit_is_put_back(

@@ -38,7 +38,9 @@ def commands(stand_in: Path, pipes: str) -> list[str]:
 
 
 @pytest.fixture
-def strangers_daemon(stand_in: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[psutil.Process]:
+def strangers_daemon(
+    stand_in: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[psutil.Process]:
     """A daemon that somebody else has started, in the pipe directory that the environment names."""
     folder = tmp_path_factory.mktemp("theirs")
     environment = {
@@ -113,12 +115,16 @@ def test_only_the_own_daemon_is_ended(
     assert strangers_daemon.is_running()
 
 
-def test_without_the_program_it_says_so(node: Ready, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_the_program_it_says_so(
+    node: Ready, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     agent = node().agent(mps=True)
     outcome = agent.outcome()
     assert outcome.pipe_directory is None
-    assert "nvidia-cuda-mps-control is not on the PATH; it comes with the driver" in str(outcome.mps_problem)
+    assert "nvidia-cuda-mps-control is not on the PATH; it comes with the driver" in str(
+        outcome.mps_problem
+    )
     assert agent.end() == ()
 
 
@@ -132,7 +138,9 @@ def test_a_daemon_that_ends_at_once_is_quoted(node: Ready, stand_in: Path) -> No
     assert pc.is_clean()
 
 
-def test_a_daemon_that_does_not_answer_is_ended(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_daemon_that_does_not_answer_is_ended(
+    stand_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mps, "_START_S", 0.6)
     monkeypatch.setattr(mps, "_END_S", 0.2)
     (stand_in / "manner").write_text("mute")
@@ -141,10 +149,14 @@ def test_a_daemon_that_does_not_answer_is_ended(stand_in: Path, monkeypatch: pyt
     with pytest.raises(mps.MpsError, match="nvidia-cuda-mps-control does not answer"):
         mps.start(daemon)
     assert not Path(daemon.folder).exists()
-    assert [child for child in psutil.Process().children() if child not in before and not is_gone(child)] == []
+    assert [
+        child for child in psutil.Process().children() if child not in before and not is_gone(child)
+    ] == []
 
 
-def test_a_daemon_that_does_not_quit_is_ended_by_its_process(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_daemon_that_does_not_quit_is_ended_by_its_process(
+    stand_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mps, "_END_S", 0.2)
     (stand_in / "manner").write_text("stubborn")
     daemon = mps.start(mps.new_daemon(f"test-{os.getpid()}"))
@@ -198,8 +210,13 @@ def test_the_daemon_of_a_killed_guard_is_ended_by_the_next(node: Ready, stand_in
     assert psutil.Process(pid).is_running()
     second = pc.agent(mps=True)
     outcome = second.outcome()
-    assert outcome.notes[0] == "left by a run that was killed: pc1: the MPS daemon of the run has ended"
-    assert outcome.pipe_directory == first.pipe_directory  # the same run, so that its workers find it again
+    assert (
+        outcome.notes[0]
+        == "left by a run that was killed: pc1: the MPS daemon of the run has ended"
+    )
+    assert (
+        outcome.pipe_directory == first.pipe_directory
+    )  # the same run, so that its workers find it again
     assert start_time(pid) is None
     second.end()
     assert pc.is_clean()
@@ -213,7 +230,9 @@ def test_a_daemon_whose_guard_was_killed_while_it_started_is_ended_too(stand_in:
     assert not Path(daemon.folder).exists()
 
 
-AMPERE = CardIdentity(index=0, uuid="GPU-1", name="RTX 3090", compute_capability=(8, 6), compute_mode=3)
+AMPERE = CardIdentity(
+    index=0, uuid="GPU-1", name="RTX 3090", compute_capability=(8, 6), compute_mode=3
+)
 PROHIBITED = replace(AMPERE, compute_mode=2)
 PASCAL = CardIdentity(index=1, uuid="GPU-2", name="GTX 1080", compute_capability=(6, 1))
 
@@ -221,12 +240,22 @@ PASCAL = CardIdentity(index=1, uuid="GPU-2", name="GTX 1080", compute_capability
 @pytest.mark.parametrize(
     ("system", "kernel", "cards", "words"),
     [
-        ("linux", "5.15.153.1-microsoft-standard-WSL2", [AMPERE], "MPS runs on Linux only, and this is WSL2"),
+        (
+            "linux",
+            "5.15.153.1-microsoft-standard-WSL2",
+            [AMPERE],
+            "MPS runs on Linux only, and this is WSL2",
+        ),
         ("linux", "4.4.0-19041-Microsoft", [AMPERE], "MPS runs on Linux only, and this is WSL2"),
         ("win32", "10", [AMPERE], "MPS runs on Linux only, and this is win32"),
         ("linux", "6.8.0", [], "there is no card for MPS to share"),
         ("linux", "6.8.0", [AMPERE, PASCAL], "GTX 1080 is older than Volta"),
-        ("linux", "6.8.0", [PROHIBITED], "RTX 3090 is in compute mode PROHIBITED; type: sudo nvidia-smi -i 0"),
+        (
+            "linux",
+            "6.8.0",
+            [PROHIBITED],
+            "RTX 3090 is in compute mode PROHIBITED; type: sudo nvidia-smi -i 0",
+        ),
         ("linux", "6.8.0", [AMPERE], None),
     ],
 )

@@ -23,7 +23,9 @@ SHIPPED = str(Path(__file__).parents[2] / "cluster.yaml")
 FAKE = FakeSensors(library_path="/l", script_path="/s")
 
 
-def environment(*overrides: str, mode: Mode = Mode.CLUSTER, device: str | None = None) -> Environment:
+def environment(
+    *overrides: str, mode: Mode = Mode.CLUSTER, device: str | None = None
+) -> Environment:
     config = load_config(SHIPPED, overrides)
     return Environment(mode=mode, config=config, target=Target(device=device), lines=())
 
@@ -32,10 +34,15 @@ def orders(made: Environment, *, apply: bool = False, fake: bool = False) -> dic
     plans = made.plans
     if fake:
         plans = tuple(
-            replace(plan, spec=replace(plan.spec, fake_sensors=FAKE, fake_card=int(plan.spec.node == "pc2")))
+            replace(
+                plan,
+                spec=replace(plan.spec, fake_sensors=FAKE, fake_card=int(plan.spec.node == "pc2")),
+            )
             for plan in plans
         )
-    return node_setup.orders_for(made, plans, run_id="r", cards=node_setup.CardSettings(apply_power_limit=apply))
+    return node_setup.orders_for(
+        made, plans, run_id="r", cards=node_setup.CardSettings(apply_power_limit=apply)
+    )
 
 
 LIMIT = "nodes.pc1.power_limit_w=280"
@@ -57,7 +64,11 @@ PC2 = AgentOrders(node="pc2", run_id="r", card_count=1)
             [replace(PC1, mps=True), replace(PC2, mps=True, card_count=2)],
         ),
         (environment(MPS, "nodes.pc2.gpus=0"), {}, [replace(PC1, mps=True)]),
-        (environment(MPS, mode=Mode.LOCAL, device="cuda"), {}, [replace(PC1, mps=True), replace(PC2, mps=True)]),
+        (
+            environment(MPS, mode=Mode.LOCAL, device="cuda"),
+            {},
+            [replace(PC1, mps=True), replace(PC2, mps=True)],
+        ),
         # A rehearsal touches no card but fake ones.
         (environment(LIMIT, MPS, mode=Mode.REHEARSE), {"apply": True}, []),
         (environment(LIMIT, MPS, mode=Mode.REHEARSE, device="cpu"), {"apply": True}, []),
@@ -79,18 +90,27 @@ def test_each_node_is_told_what_it_is_to_keep(
 
 
 def test_an_option_without_a_limit_is_a_mistake() -> None:
-    with pytest.raises(UsageError, match=r"no node has one; set it, such as --set nodes\.pc1\.power_limit_w=250"):
+    with pytest.raises(
+        UsageError, match=r"no node has one; set it, such as --set nodes\.pc1\.power_limit_w=250"
+    ):
         orders(environment(), apply=True)
 
 
 def test_workers_are_told_where_their_daemon_is_and_what_they_may_hold() -> None:
     made = environment(MPS)
-    plans = node_setup.with_outcomes(made.config, made.plans, {"pc1": AgentOutcome(pipe_directory="/tmp/p")})
-    assert {(p.spec.node, p.spec.mps_pipe_directory, p.spec.thread_share, p.spec.duty) for p in plans} == {
+    plans = node_setup.with_outcomes(
+        made.config, made.plans, {"pc1": AgentOutcome(pipe_directory="/tmp/p")}
+    )
+    assert {
+        (p.spec.node, p.spec.mps_pipe_directory, p.spec.thread_share, p.spec.duty) for p in plans
+    } == {
         ("pc1", "/tmp/p", 0.6, None),
         ("pc2", None, None, 0.7),  # its ceiling holds by duty
     }
-    assert {plan.spec.mps_memory_limit_bytes for plan in plans} == {plans[0].spec.budget_bytes, None}
+    assert {plan.spec.mps_memory_limit_bytes for plan in plans} == {
+        plans[0].spec.budget_bytes,
+        None,
+    }
 
 
 @pytest.mark.parametrize("mode", ["duty", "none"])
@@ -106,7 +126,7 @@ class Told:
         self.lines: list[str] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
 
-    def write(self, event: str, /, **fields: Any) -> None:  # noqa: ANN401 - as an event log takes them
+    def write(self, event: str, /, **fields: Any) -> None:
         self.events.append((event, fields))
 
 
@@ -141,12 +161,15 @@ def test_a_node_that_is_not_there_yet_is_told_and_works_by_duty() -> None:
 def test_a_limit_that_is_not_asked_for_is_shown() -> None:
     made = environment(LIMIT, "nodes.pc2.gpus=0", "nodes.pc2.power_limit_w=100")
     lines = list(node_setup.left_out(made, {}, {}, apply_power_limit=False))
-    assert lines == ["pc1: power_limit_w 280 is not set; to set it for the length of a run: --apply-power-limit"]
+    assert lines == [
+        "pc1: power_limit_w 280 is not set; to set it for the length of a run: --apply-power-limit"
+    ]
     (line,) = node_setup.left_out(made, {}, {}, apply_power_limit=True)
     assert line == "pc1: power_limit_w 280 is not set: this run uses no card of that PC"
 
 
-#: Loads the engine as worker processes do, and tells what CUDA would have found in the environment by then.
+#: Loads the engine as worker processes do, and tells what CUDA would have found in the environment
+#: by then.
 _WORKERS = """
 import json, os, sys
 from dataclasses import replace
@@ -177,7 +200,12 @@ def test_a_worker_has_the_environment_of_its_daemon_and_does_not_start_without_i
         monkeypatch.delenv(name)
     (tmp_path / "nvidia-cuda-mps-control.pid").write_text("1")
     pipes = str(tmp_path)
-    specs = [(None, None, None), (f"{pipes}/gone", 0.5, 1), (pipes, 0.6, 3_575_000_000), (pipes, 0.125, 2**20 + 1)]
+    specs = [
+        (None, None, None),
+        (f"{pipes}/gone", 0.5, 1),
+        (pipes, 0.6, 3_575_000_000),
+        (pipes, 0.125, 2**20 + 1),
+    ]
     done = python("-W", "ignore", "-c", _WORKERS, SHIPPED, json.dumps(specs))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [

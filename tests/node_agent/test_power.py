@@ -31,19 +31,25 @@ def test_a_limit_is_set_read_back_and_put_back_at_the_end(node: Ready) -> None:
     agent = pc.agent(power_limit_w=280.5)
     outcome = agent.outcome()
     assert outcome.power_problem is None
-    assert outcome.notes == ("pc1's NVIDIA GeForce RTX 3090: power limit 280.5 W until the run ends (before: 350 W)",)
+    assert outcome.notes == (
+        "pc1's NVIDIA GeForce RTX 3090: power limit 280.5 W until the run ends (before: 350 W)",
+    )
     assert pc.limits_w() == [280.5, 350.0]  # the node lends one card
     (path,) = pc.records.glob("*.json")
     assert [stat.S_IMODE(each.stat().st_mode) for each in (path, pc.records)] == [0o600, 0o700]
     told = pc.record()
     assert is_alive(told["pid"], told["started"])
-    assert told["changes"] == [{"setting": "power_limit", "uuid": card()["uuid"], "before": 350_000, "set_to": 280_500}]
+    assert told["changes"] == [
+        {"setting": "power_limit", "uuid": card()["uuid"], "before": 350_000, "set_to": 280_500}
+    ]
     assert agent.end() == ("pc1's NVIDIA GeForce RTX 3090: power limit back at 350 W",)
     assert pc.limits_w() == [350.0, 350.0]
     assert pc.is_clean()
 
 
-def test_the_cards_of_a_node_are_those_it_lends(node: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cards_of_a_node_are_those_it_lends(
+    node: Ready, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pc = node(card(1), card(2), card(3))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
     agent = pc.agent(power_limit_w=200.0, card_count=2)
@@ -60,12 +66,28 @@ def test_the_cards_of_a_node_are_those_it_lends(node: Ready, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("changes", "limit_w", "words"),
     [
-        ({}, 99.9, "nodes.pc1.power_limit_w 99.9 is out of range: pc1's NVIDIA GeForce RTX 3090 takes 100 to 366 W"),
+        (
+            {},
+            99.9,
+            "nodes.pc1.power_limit_w 99.9 is out of range: pc1's NVIDIA GeForce RTX 3090 takes 100 to 366 W",
+        ),
         ({}, 367.0, "nodes.pc1.power_limit_w 367 is out of range"),
-        ({"fails": {"set_power_limit": "no_permission"}}, 280.0, "can only be set by root: start Ray as root on pc1"),
+        (
+            {"fails": {"set_power_limit": "no_permission"}},
+            280.0,
+            "can only be set by root: start Ray as root on pc1",
+        ),
         ({"fails": {"set_power_limit": "unknown"}}, 280.0, "cannot be set: Unknown Error"),
-        ({"power_limit_w": None}, 280.0, "pc1: the power limit of card 0 cannot be set: Not Supported"),
-        ({"lost_after_calls": 0}, 280.0, "pc1: the power limit of card 0 cannot be set: GPU is lost"),
+        (
+            {"power_limit_w": None},
+            280.0,
+            "pc1: the power limit of card 0 cannot be set: Not Supported",
+        ),
+        (
+            {"lost_after_calls": 0},
+            280.0,
+            "pc1: the power limit of card 0 cannot be set: GPU is lost",
+        ),
     ],
 )
 def test_a_limit_that_cannot_be_set_is_refused_in_words(
@@ -109,7 +131,9 @@ def test_a_guard_that_is_asked_to_end_undoes_first(node: Ready, number: signal.S
     assert pc.limits_w() == [350.0]
 
 
-def test_what_a_killed_guard_left_is_put_back_by_the_next_and_taken_for_the_original(node: Ready) -> None:
+def test_what_a_killed_guard_left_is_put_back_by_the_next_and_taken_for_the_original(
+    node: Ready,
+) -> None:
     pc = node()
     first = pc.agent(power_limit_w=280.0)
     first.outcome()
@@ -118,7 +142,10 @@ def test_what_a_killed_guard_left_is_put_back_by_the_next_and_taken_for_the_orig
     assert pc.limits_w() == [280.0]
     second = pc.agent(power_limit_w=300.0)
     undone, done = second.outcome().notes
-    assert undone == "left by a run that was killed: pc1's NVIDIA GeForce RTX 3090: power limit back at 350 W"
+    assert (
+        undone
+        == "left by a run that was killed: pc1's NVIDIA GeForce RTX 3090: power limit back at 350 W"
+    )
     assert "(before: 350 W)" in done
     assert pc.limits_w() == [300.0]
     second.end()
@@ -132,7 +159,9 @@ def test_a_guard_of_another_machine_is_none_of_ours(node: Ready) -> None:
     pc.agent(power_limit_w=280.0).outcome()
     pc.kill_guard()
     (path,) = pc.records.glob("*.json")
-    path.write_text(path.read_text().replace(f'"host": "{pc.record()["host"]}"', '"host": "elsewhere"'))
+    path.write_text(
+        path.read_text().replace(f'"host": "{pc.record()["host"]}"', '"host": "elsewhere"')
+    )
     agent = pc.agent()
     assert agent.outcome().notes == ()
     agent.end()
@@ -152,14 +181,21 @@ def test_what_somebody_else_has_set_meanwhile_stays(node: Ready) -> None:
     assert pc.is_clean()
 
 
-def test_what_cannot_be_put_back_is_told_and_stays_written_down(node: Ready, library_folder: Path) -> None:
+def test_what_cannot_be_put_back_is_told_and_stays_written_down(
+    node: Ready, library_folder: Path
+) -> None:
     pc = node()
     pc.agent(power_limit_w=280.0).outcome()
     pc.kill_guard()
-    refusing = node(card(1, fails={"set_power_limit": "no_permission"}))  # the same script: root no more
+    refusing = node(
+        card(1, fails={"set_power_limit": "no_permission"})
+    )  # the same script: root no more
     agent = refusing.agent()
     (sentence,) = agent.outcome().notes
-    assert "could not be put back: Insufficient Permissions; type: sudo nvidia-smi -i GPU-1aaaaaaa" in sentence
+    assert (
+        "could not be put back: Insufficient Permissions; type: sudo nvidia-smi -i GPU-1aaaaaaa"
+        in sentence
+    )
     assert sentence.endswith("-pl 350")
     agent.end()
     assert not pc.is_clean()
@@ -218,7 +254,12 @@ def test_nothing_is_changed_that_cannot_be_written_down(
 def test_what_is_no_record_is_left_alone(node: Ready) -> None:
     pc = node()
     pc.records.mkdir(parents=True)
-    for name, text in {"a": "", "b": "[]", "c": '{"schema": 1}', "d": '{"schema": 2, "changes": [{}]}'}.items():
+    for name, text in {
+        "a": "",
+        "b": "[]",
+        "c": '{"schema": 1}',
+        "d": '{"schema": 2, "changes": [{}]}',
+    }.items():
         (pc.records / f"{name}.json").write_text(text)
     agent = pc.agent(power_limit_w=280.0)
     assert agent.outcome().power_problem is None
@@ -230,11 +271,15 @@ def test_without_a_driver_the_guard_says_so(nothing_left: None) -> None:
     if Path("/dev/nvidiactl").exists():
         pytest.skip("this machine has a driver")
     agent = AgentClient(AgentOrders(node="pc1", run_id="x", card_count=1, power_limit_w=280.0))
-    assert "pc1: its driver does not answer: NVML Shared Library Not Found" in str(agent.outcome().power_problem)
+    assert "pc1: its driver does not answer: NVML Shared Library Not Found" in str(
+        agent.outcome().power_problem
+    )
     assert agent.end() == ()
 
 
-def test_an_agent_finds_its_package_wherever_it_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_finds_its_package_wherever_it_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is asked for by name, and the folder in which it is started is not searched."""
     told = json.dumps({**asdict(AgentOutcome()), "notes": ["%s"]})
     stand_in = tmp_path / "python"

@@ -1,7 +1,7 @@
 """A head with nothing but its store, as a process of its own: `python -m tests.notify.head FOLDER`.
 
-Each line of its input is a JSON object: `states` of slots (those that are not named work), `gone` nodes, or an `end`
-with what was `missed`. It says `ok` when that is stored.
+Each line of its input is a JSON object: `states` of slots (those that are not named work), `gone`
+nodes, or an `end` with what was `missed`. It says `ok` when that is stored.
 """
 
 from __future__ import annotations
@@ -49,7 +49,12 @@ def head_of(folder: Path) -> Iterator[Head]:
     folder.mkdir(parents=True)
     command = [sys.executable, "-m", "tests.notify.head", str(folder)]
     with subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+        command,
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
     ) as process:
         head = Head(process)
         try:
@@ -89,7 +94,10 @@ def main(folder: Path) -> None:
             elapsed_s=elapsed_s,
             now_unix_s=time.time(),
         )
-        store.slots(record(row.slot, state=row.state.value, reason=row.reason, row=row.to_dict()) for row in rows)
+        store.slots(
+            record(row.slot, state=row.state.value, reason=row.reason, row=row.to_dict())
+            for row in rows
+        )
         store.update(snapshot)
         store.commit()
         if "end" in told:

@@ -73,9 +73,15 @@ def smtp_receiver() -> Iterator[Receiver]:
                     self.wfile.write(b"354 go on\r\n")
                     lines = iter(self.rfile.readline, b".\r\n")
                     mail = message_from_string(b"".join(lines).decode())
-                    parts = [part.get_payload(decode=True) for part in mail.walk() if not part.is_multipart()]
+                    parts = [
+                        part.get_payload(decode=True)
+                        for part in mail.walk()
+                        if not part.is_multipart()
+                    ]
                     body = "\n".join(part.decode() for part in parts if isinstance(part, bytes))
-                    receiver.messages.append((str(make_header(decode_header(mail["Subject"]))), body))
+                    receiver.messages.append(
+                        (str(make_header(decode_header(mail["Subject"]))), body)
+                    )
                     self.wfile.write(b"250 taken\r\n")
                 elif word == b"QUIT":
                     self.wfile.write(b"221 bye\r\n")

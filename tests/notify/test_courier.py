@@ -24,7 +24,13 @@ SMALL = {"nodes": {"pc1": {"gpu": "rtx-3090", "workers": 1, "vram_per_worker_gib
 
 def test_a_letter_reaches_http_and_mail_and_the_answers_hold_no_secret() -> None:
     with http_receiver() as http, smtp_receiver() as mail:
-        sent = deliver([http.json_url(), mail.mail_url()], "pc2 is gone", "first\nsecond", "critical", PATIENCE_S)
+        sent = deliver(
+            [http.json_url(), mail.mail_url()],
+            "pc2 is gone",
+            "first\nsecond",
+            "critical",
+            PATIENCE_S,
+        )
         assert [one.taken for one in sent] == [True, True], sent
         assert http.messages == [("pc2 is gone", "first\nsecond")]
         (subject, text) = mail.messages[0]
@@ -48,7 +54,9 @@ def test_a_server_that_refuses_is_named_with_its_reason_and_the_others_get_the_l
 
 
 @pytest.mark.parametrize("scheme", ["http", "smtp"])
-def test_a_server_that_never_answers_is_given_up_at_the_deadline_and_delays_no_other(scheme: str) -> None:
+def test_a_server_that_never_answers_is_given_up_at_the_deadline_and_delays_no_other(
+    scheme: str,
+) -> None:
     with black_hole() as hole, http_receiver() as http:
         # Longer than the test may take: apprise's own limits must not be what ends it.
         url = f"{hole.json_url() if scheme == 'http' else hole.mail_url()}&cto={PATIENCE_S}&rto={PATIENCE_S}"
@@ -59,7 +67,10 @@ def test_a_server_that_never_answers_is_given_up_at_the_deadline_and_delays_no_o
     assert sent[0].reason == "no answer within 8 s"
     assert str(hole.port) in sent[0].name
     assert took_s < PATIENCE_S / 2
-    left = [" ".join(child.as_dict(["cmdline"])["cmdline"] or []) for child in psutil.Process().children()]
+    left = [
+        " ".join(child.as_dict(["cmdline"])["cmdline"] or [])
+        for child in psutil.Process().children()
+    ]
     assert not [line for line in left if "courier" in line]
 
 
@@ -82,7 +93,9 @@ def test_addresses_come_from_a_private_file_or_from_the_environment(
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
-def test_a_file_of_addresses_that_others_can_read_or_change_is_refused(urls_file: Path, mode: int) -> None:
+def test_a_file_of_addresses_that_others_can_read_or_change_is_refused(
+    urls_file: Path, mode: int
+) -> None:
     urls_file.chmod(mode)
     with pytest.raises(UsageError, match=f"chmod 600 {urls_file}"):
         notify_urls(NotifyConfig(urls_file=str(urls_file)))
@@ -104,7 +117,9 @@ def test_an_address_in_the_configuration_is_refused_without_repeating_it() -> No
     assert "hush" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("typed", "seconds"), [("10m", 600.0), (2, 120.0), ("off", None), (False, None)])
+@pytest.mark.parametrize(
+    ("typed", "seconds"), [("10m", 600.0), (2, 120.0), ("off", None), (False, None)]
+)
 def test_the_interval_of_digests(typed: object, seconds: float | None) -> None:
     assert config_from_data({**SMALL, "notify": {"every": typed}}).notify.every_s == seconds
 
@@ -141,7 +156,9 @@ def test_without_addresses_or_apprise_the_verb_says_what_to_do(nowhere: Path) ->
     done = python("-m", "orchestrator", "notify", "--test")
     assert done.returncode == 2
     assert "notify.urls_file" in done.stderr
-    hidden = "import sys; sys.modules['apprise'] = None; from orchestrator.cli.main import main; main()"
+    hidden = (
+        "import sys; sys.modules['apprise'] = None; from orchestrator.cli.main import main; main()"
+    )
     done = python("-c", hidden, "notify", "--test", **{URLS_VARIABLE: Receiver(port=1).json_url()})
     assert done.returncode == 2
     assert "pip install '.[notify]'" in done.stderr

@@ -19,7 +19,13 @@ MINUTE_S, HOUR_S = 60.0, 3600.0
 
 def trouble(subject: str = "pc1/0", alert: str = "CardPaused", place: str = "pc1 GPU-0") -> Trouble:
     return Trouble(
-        alert=alert, severity="warning", subject=subject, node=place, place=place, since_unix_s=0.0, text="it is hot"
+        alert=alert,
+        severity="warning",
+        subject=subject,
+        node=place,
+        place=place,
+        since_unix_s=0.0,
+        text="it is hot",
     )
 
 
@@ -28,9 +34,15 @@ NODE = trouble("pc2", "NodeMissing", "pc2")
 
 
 def course(
-    there: Mapping[float, Iterable[Trouble]], until_s: float, every_s: float | None = None, fails: Iterable[int] = ()
+    there: Mapping[float, Iterable[Trouble]],
+    until_s: float,
+    every_s: float | None = None,
+    fails: Iterable[int] = (),
 ) -> list[tuple[float, Message]]:
-    """Look every second; what is there changes at moments. Return the messages; those in `fails` were not taken."""
+    """Look every second; what is there changes at moments.
+
+    Return the messages; those in `fails` were not taken.
+    """
     state, now, sent = digest.new_digest(every_s, 0.0), (), []
     for second in range(int(until_s) + 1):
         now = there.get(second, now)
@@ -92,7 +104,9 @@ def test_what_flaps_on_one_card_is_told_together() -> None:
     """Each slot at a moment of its own, and still not seven messages an hour."""
     there: dict[float, list[Trouble]] = {}
     for second in range(0, 3 * 3600, 10):
-        there[second] = [one for number, one in enumerate(SEVEN) if (second + 90 * number) // 600 % 2]
+        there[second] = [
+            one for number, one in enumerate(SEVEN) if (second + 90 * number) // 600 % 2
+        ]
     sent = course(there, until_s=3 * 3600)
     assert len([second for second, _ in sent if second > HOUR_S + 10 * MINUTE_S]) <= 3
 
@@ -104,9 +118,15 @@ def test_after_an_hour_of_rest_it_is_told_at_once_again() -> None:
 
 def test_digests_come_at_their_interval_with_what_is_there_and_with_what_waits() -> None:
     sent = course({100: [NODE]}, until_s=1300, every_s=600)
-    assert [(second, message.is_digest) for second, message in sent] == [(105, False), (600, True), (1200, True)]
+    assert [(second, message.is_digest) for second, message in sent] == [
+        (105, False),
+        (600, True),
+        (1200, True),
+    ]
     assert sent[1][1].there == (NODE,)
-    assert [(second, message.is_digest) for second, message in course({598: [NODE]}, 700, 600)] == [(600, True)]
+    assert [(second, message.is_digest) for second, message in course({598: [NODE]}, 700, 600)] == [
+        (600, True)
+    ]
 
 
 def test_a_message_that_no_address_took_is_tried_again_later_each_time() -> None:
@@ -135,12 +155,23 @@ def test_what_cannot_be_known_stays_as_it_was() -> None:
     state = digest.seen(state, [NODE, *SEVEN[1:]], 1.0, lambda one: one.place == "pc1 GPU-0")
     message = digest.due(state, 10.0)
     assert message is not None
-    assert {(news.trouble.subject, news.is_there) for news in message.news} == {("pc1/0", True), ("pc2", True)}
+    assert {(news.trouble.subject, news.is_there) for news in message.news} == {
+        ("pc1/0", True),
+        ("pc2", True),
+    }
 
 
-SUBJECTS = [trouble(f"pc{node}/{slot}", alert, f"pc{node}") for node in (1, 2) for slot in (0, 1) for alert in "AB"]
+SUBJECTS = [
+    trouble(f"pc{node}/{slot}", alert, f"pc{node}")
+    for node in (1, 2)
+    for slot in (0, 1)
+    for alert in "AB"
+]
 STEPS = st.lists(
-    st.tuples(st.sampled_from([1, 2, 7, 30, 61, 700, 4000]), st.sets(st.sampled_from(range(len(SUBJECTS))))),
+    st.tuples(
+        st.sampled_from([1, 2, 7, 30, 61, 700, 4000]),
+        st.sets(st.sampled_from(range(len(SUBJECTS)))),
+    ),
     max_size=40,
 )
 
@@ -185,10 +216,12 @@ def test_never_two_messages_in_a_minute_and_nothing_is_lost(
     moments = [(second, news.trouble.key) for second, message in sent for news in message.news]
     for key in began:
         own = [second for second, other in moments if other == key]
-        # The beginning, its end, and what followed in the same hour, told as one story; and tries that failed.
-        assert all(sum(second <= other < second + HOUR_S for other in own) <= 3 + len(fails) for second in own), (
-            "one story an hour"
-        )
+        # The beginning, its end, and what followed in the same hour, told as one story; and tries
+        # that failed.
+        assert all(
+            sum(second <= other < second + HOUR_S for other in own) <= 3 + len(fails)
+            for second in own
+        ), "one story an hour"
 
 
 def test_a_trouble_that_is_over_and_told_is_forgotten() -> None:

@@ -17,7 +17,9 @@ from workers.messages import WorkerState
 NOW_UNIX_S = 10_000.0
 
 
-def run(outcome: str = "running", exit_code: int | None = None, error: str | None = None) -> StoredRun:
+def run(
+    outcome: str = "running", exit_code: int | None = None, error: str | None = None
+) -> StoredRun:
     return StoredRun(
         folder=Path("here"),
         facts=FACTS,
@@ -37,7 +39,9 @@ def run(outcome: str = "running", exit_code: int | None = None, error: str | Non
     )
 
 
-def trouble(subject: str, alert: str = "CardPaused", severity: str = "warning", text: str = "at 84 C") -> Trouble:
+def trouble(
+    subject: str, alert: str = "CardPaused", severity: str = "warning", text: str = "at 84 C"
+) -> Trouble:
     return Trouble(
         alert=alert,
         severity=severity,  # type: ignore[arg-type]  # one of the three
@@ -50,7 +54,9 @@ def trouble(subject: str, alert: str = "CardPaused", severity: str = "warning", 
     )
 
 
-def letter(*news: News, rows: tuple[Row, ...] = (), told: StoredRun | None = None, still: int = 0) -> Letter:
+def letter(
+    *news: News, rows: tuple[Row, ...] = (), told: StoredRun | None = None, still: int = 0
+) -> Letter:
     there = tuple(trouble(f"pc9/{number}") for number in range(still))
     message = Message(news=news, there=there, is_digest=not news, is_last=told is not None)
     return worded(message, told or run(), make_snapshot(*rows), Deliveries(7, 1), NOW_UNIX_S)
@@ -88,10 +94,17 @@ def test_what_is_only_over_alarms_no_one() -> None:
     [
         ("good", 0, "info", "0b76: the run has ended: good, exit code 0"),
         ("failed", 3, "warning", "0b76: the run has ended: failed, exit code 3"),
-        ("interrupted", None, "critical", "0b76: the head is gone; `python -m orchestrator run --resume"),
+        (
+            "interrupted",
+            None,
+            "critical",
+            "0b76: the head is gone; `python -m orchestrator run --resume",
+        ),
     ],
 )
-def test_the_end_of_a_run_says_how(outcome: str, code: int | None, severity: str, title: str) -> None:
+def test_the_end_of_a_run_says_how(
+    outcome: str, code: int | None, severity: str, title: str
+) -> None:
     told = letter(told=run(outcome, code, error=None if code == 0 else "no memory\nleft"))
     assert told.title.startswith(title)
     assert told.severity == severity
@@ -102,10 +115,17 @@ def test_a_digest_has_each_card_once_with_temperature_memory_load_and_power() ->
     """As the mails of the guides have, every ten minutes."""
     busy = make_row(utilisation_pct=98.0)
     other = make_row(
-        slot="pc2/0", node="pc2", gpu_name=None, gpu_uuid=None, temperature_c=61.4, state=WorkerState.PAUSED
+        slot="pc2/0",
+        node="pc2",
+        gpu_name=None,
+        gpu_uuid=None,
+        temperature_c=61.4,
+        state=WorkerState.PAUSED,
     )
     blank = dict.fromkeys(("device_used_bytes", "device_total_bytes", "power_w"))
-    told = letter(rows=(busy, make_row(slot="pc1/1"), make_row(slot="pc3/0", node="pc3", **blank), other))
+    told = letter(
+        rows=(busy, make_row(slot="pc1/1"), make_row(slot="pc3/0", node="pc3", **blank), other)
+    )
     assert told.title == "0b76: 1 PAUSED, 3 RUNNING"
     lines = told.body.splitlines()
     assert "pc1 NVIDIA GeForce RTX 3090: 71 C, 21.0 of 24.0 GiB, 98 % busy, 281 of 350 W" in lines

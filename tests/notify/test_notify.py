@@ -24,7 +24,9 @@ from tests.notify.receivers import Receiver, black_hole, http_receiver
 from tests.scene import PATIENCE_S, ROOT, orchestrator, wait_for
 
 HUSH = "hush-hush"
-LOST = {slot: {"state": "LOST", "reason": "its node has left"} for slot in ("pc2/0", "pc2/1", "pc2/2")}
+LOST = {
+    slot: {"state": "LOST", "reason": "its node has left"} for slot in ("pc2/0", "pc2/1", "pc2/2")
+}
 #: Writes down what workers see of their environment.
 WORKLOAD = """
 import os
@@ -54,12 +56,18 @@ def head(folder: Path) -> Iterator[Head]:
 
 
 @contextlib.contextmanager
-def teller(folder: Path, *receivers: Receiver, deadline_s: float = PATIENCE_S) -> Iterator[subprocess.Popen[str]]:
+def teller(
+    folder: Path, *receivers: Receiver, deadline_s: float = PATIENCE_S
+) -> Iterator[subprocess.Popen[str]]:
     """Let the verb follow a run at a quick pace; it is killed at the end if it has not ended."""
     urls = " ".join(receiver.json_url(HUSH) for receiver in receivers)
     command = [sys.executable, "-m", "tests.notify.teller", str(folder), str(deadline_s)]
     with subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, URLS_VARIABLE: urls}, stdout=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env={**os.environ, URLS_VARIABLE: urls},
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         try:
             yield process
@@ -83,7 +91,9 @@ def holders(folder: Path) -> list[Path]:
     ]
 
 
-def test_a_lost_node_seven_quarantined_slots_and_the_end_are_four_messages(folder: Path, head: Head) -> None:
+def test_a_lost_node_seven_quarantined_slots_and_the_end_are_four_messages(
+    folder: Path, head: Head
+) -> None:
     with http_receiver() as http, teller(folder, http) as process:
         head.store(gone=["pc2"], states=LOST)
         first = message(http, 1)
@@ -131,7 +141,9 @@ def test_only_one_process_tells_of_a_run(folder: Path, head: Head) -> None:
     with http_receiver() as http, teller(folder, http) as process:
         head.store(gone=["pc2"], states=LOST)
         message(http, 1)
-        second = Teller(folder=folder, settings=NotifyConfig(), urls=[], say=said.append, lock_patience_s=0.1)
+        second = Teller(
+            folder=folder, settings=NotifyConfig(), urls=[], say=said.append, lock_patience_s=0.1
+        )
         with pytest.raises(UsageError, match="another process tells of run"):
             second.follow()
         assert len(said) == 2, "it says why it waits"
@@ -141,8 +153,14 @@ def test_only_one_process_tells_of_a_run(folder: Path, head: Head) -> None:
             assert "NodeMissing pc2" in message(http, 2)
 
 
-def test_a_server_that_never_answers_costs_its_deadline_and_is_counted(folder: Path, head: Head) -> None:
-    with black_hole() as hole, http_receiver() as http, teller(folder, hole, http, deadline_s=3.0) as process:
+def test_a_server_that_never_answers_costs_its_deadline_and_is_counted(
+    folder: Path, head: Head
+) -> None:
+    with (
+        black_hole() as hole,
+        http_receiver() as http,
+        teller(folder, hole, http, deadline_s=3.0) as process,
+    ):
         head.store(gone=["pc2"], states=LOST)
         message(http, 1)
         wait_for(lambda: read_deliveries(folder) == Deliveries(taken=1, failed=1), "the count")
@@ -154,7 +172,9 @@ def test_a_server_that_never_answers_costs_its_deadline_and_is_counted(folder: P
     assert HUSH not in said
 
 
-def test_where_no_address_answers_the_process_ends_after_some_tries(folder: Path, head: Head) -> None:
+def test_where_no_address_answers_the_process_ends_after_some_tries(
+    folder: Path, head: Head
+) -> None:
     head.store(end="good", code=0, missed=[])
     with http_receiver(status=500) as http, teller(folder, http) as process:
         assert process.wait(PATIENCE_S) == 1
@@ -181,7 +201,9 @@ def test_the_command_tells_at_its_own_pace_and_ends_when_it_is_asked_to(
     with http_receiver() as http:
         options = typed(nowhere, urls_file, http)
         command = [sys.executable, "-m", "orchestrator", "notify", "0b76", *options]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:
             head.store(gone=["pc2"], states=LOST)
             assert "NodeMissing pc2" in message(http, 1)
             done = orchestrator("notify", "--once", *options)

@@ -16,10 +16,12 @@ from tests.watch.scene import make_row, make_snapshot
 from workers.messages import WorkerState
 
 
-def frame(*rows: Row, freshness: Freshness = Freshness.LIVE, **changed: Any) -> Frame:  # noqa: ANN401 - of a snapshot
+def frame(*rows: Row, freshness: Freshness = Freshness.LIVE, **changed: Any) -> Frame:
     stored = replace(run(), updated_at_unix_s=100.0)
     snapshot = make_snapshot(*rows, **changed)
-    return Frame(number=1, run=stored, snapshot=snapshot, events=(), freshness=freshness, late_s=0.0)
+    return Frame(
+        number=1, run=stored, snapshot=snapshot, events=(), freshness=freshness, late_s=0.0
+    )
 
 
 def judged(judge: Judge, told: Frame | None, unix_s: float = 100.0) -> list[tuple[str, str, str]]:
@@ -37,7 +39,11 @@ def test_a_run_that_works_has_no_trouble_and_one_that_starts_has_none_yet() -> N
     ("state", "reason", "expected"),
     [
         (HeadState.QUARANTINED, "died 5 times", ("SlotQuarantined", "pc1/0", "critical")),
-        (HeadState.QUARANTINED, "pc1/0: loss of optimiser step 12 is nan", ("LossNotFinite", "pc1/0", "critical")),
+        (
+            HeadState.QUARANTINED,
+            "pc1/0: loss of optimiser step 12 is nan",
+            ("LossNotFinite", "pc1/0", "critical"),
+        ),
         (WorkerState.CORRUPT, "a product was wrong", ("WrongResults", "pc1/0", "critical")),
         (WorkerState.PAUSED, "84 C", ("CardPaused", "pc1/0", "warning")),
     ],
@@ -74,12 +80,24 @@ def test_what_the_last_message_says_is_no_trouble_of_its_own() -> None:
         assert judged(judge, told, 0.0) + judged(judge, told, 100.0) == []
 
 
-def test_slots_of_a_missing_node_cannot_be_known_and_nothing_can_when_the_head_is_gone_or_the_run_unreadable() -> None:
+def test_slots_of_a_missing_node_cannot_be_known_and_nothing_can_when_the_head_is_gone_or_the_run_unreadable() -> (
+    None
+):
     judge = Judge("info")
-    rows = (make_row(slot="pc2/0", node="pc2", state=WorkerState.PAUSED), make_row(state=WorkerState.PAUSED))
+    rows = (
+        make_row(slot="pc2/0", node="pc2", state=WorkerState.PAUSED),
+        make_row(state=WorkerState.PAUSED),
+    )
     troubles = judge.troubles(frame(*rows, nodes_seen=("pc1",)), 0.0)
-    assert {one.subject: judge.is_unknown(one) for one in troubles} == {"pc2": False, "pc2/0": True, "pc1/0": False}
-    for told in (*(frame(*rows, freshness=gone) for gone in (Freshness.HEAD_GONE, Freshness.ENDED)), None):
+    assert {one.subject: judge.is_unknown(one) for one in troubles} == {
+        "pc2": False,
+        "pc2/0": True,
+        "pc1/0": False,
+    }
+    for told in (
+        *(frame(*rows, freshness=gone) for gone in (Freshness.HEAD_GONE, Freshness.ENDED)),
+        None,
+    ):
         judge.troubles(told, 1.0)
         assert all(map(judge.is_unknown, troubles))
 

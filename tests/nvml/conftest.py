@@ -15,7 +15,8 @@ from tests.scene import ROOT, python
 from workers.nvml.fake.prepare import prepare
 from workers.settings import FakeSensors
 
-#: Does steps one after the other in a process of its own, and prints what each reading and answer was.
+#: Does steps one after the other in a process of its own, and prints what each reading and answer
+#: was.
 CHILD = """
 import json, sys
 from dataclasses import asdict
@@ -79,7 +80,10 @@ def scene(library_folder: Path, tmp_path: Path) -> Callable[..., Step]:
 
 @pytest.fixture
 def look(tmp_path: Path) -> Callable[..., list[Any]]:
-    """Do the steps in a fresh interpreter that knows only what is installed; return what was told."""
+    """Do the steps in a fresh interpreter that knows only what is installed.
+
+    Return what was told.
+    """
 
     def told(*steps: Step, **environment: str) -> list[Any]:
         done = python("-c", CHILD, json.dumps(steps), cwd=tmp_path, **environment)

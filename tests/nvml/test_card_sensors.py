@@ -74,7 +74,10 @@ def test_a_card_that_tells_everything_is_read_whole(scene: Scene, look: Look) ->
 
 
 def test_an_older_driver_is_asked_by_the_older_functions(scene: Scene, look: Look) -> None:
-    """Drivers of the Ampere years know none of these; the answers are the same but for the margin."""
+    """Drivers of the Ampere years know none of these.
+
+    The answers are the same but for the margin.
+    """
     missing = [
         "nvmlDeviceGetTemperatureV",
         "nvmlDeviceGetMarginTemperature",
@@ -87,8 +90,16 @@ def test_an_older_driver_is_asked_by_the_older_functions(scene: Scene, look: Loo
         asdict(replace(EXPECTED, margin_c=28.0)),
         [3_000_000_000, 2_500_000_000, None],
     ]
-    bare = scene(without("margin_c", "slowdown_c", "processes"), missing_functions=["nvmlDeviceGetFieldValues"])
-    expected = {"margin_c": None, "memory_temperature_c": None, "power_w": 498.0, "process_used_bytes": None}
+    bare = scene(
+        without("margin_c", "slowdown_c", "processes"),
+        missing_functions=["nvmlDeviceGetFieldValues"],
+    )
+    expected = {
+        "margin_c": None,
+        "memory_temperature_c": None,
+        "power_w": 498.0,
+        "process_used_bytes": None,
+    }
     assert look(bare, ("open", UUID), ("read", 0.0)) == [asdict(EXPECTED) | expected]
 
 
@@ -96,21 +107,37 @@ def test_what_is_not_supported_is_missing_and_nothing_else(scene: Scene, look: L
     """Each question in turn is one that the card, the driver or its rights refuse."""
     steps, expected = [], []
     for key, changes in WITHOUT.items():
-        for refused in (without(key), {**FULL, "fails": {key: "no_permission"}}, {**FULL, "fails": {key: "unknown"}}):
+        for refused in (
+            without(key),
+            {**FULL, "fails": {key: "no_permission"}},
+            {**FULL, "fails": {key: "unknown"}},
+        ):
             steps += [scene(refused), ("open", UUID), ("read", 0.0)]
             expected.append(asdict(EXPECTED) | changes)
     steps += [scene(without("margin_c", "temperature_c")), ("open", UUID), ("read", 0.0)]
     expected.append(asdict(EXPECTED) | {"margin_c": None, "temperature_c": None})
     # A 4090 answers, with rows that it does not remap, and with 0 degrees; ECC may be switched off.
-    geforce = {**FULL, "name": "NVIDIA GeForce RTX 4090", "memory_temperature_c": 0, "ecc_enabled": False}
+    geforce = {
+        **FULL,
+        "name": "NVIDIA GeForce RTX 4090",
+        "memory_temperature_c": 0,
+        "ecc_enabled": False,
+    }
     steps += [scene(geforce), ("open", UUID), ("read", 0.0)]
-    expected.append(asdict(EXPECTED) | {"memory_temperature_c": None, "remapped_rows": None, "ecc_errors": None})
+    expected.append(
+        asdict(EXPECTED) | {"memory_temperature_c": None, "remapped_rows": None, "ecc_errors": None}
+    )
     assert look(*steps) == expected
 
 
 @pytest.mark.parametrize(
     ("error", "later"),
-    [("not_supported", None), ("function_not_found", None), ("no_permission", 40.0), ("unknown", 40.0)],
+    [
+        ("not_supported", None),
+        ("function_not_found", None),
+        ("no_permission", 40.0),
+        ("unknown", 40.0),
+    ],
 )
 def test_only_what_is_not_supported_is_not_asked_again(
     scene: Scene, look: Look, error: str, later: float | None
@@ -123,24 +150,37 @@ def test_only_what_is_not_supported_is_not_asked_again(
     assert second["temperature_c"] == 62.0
 
 
-def test_limits_link_and_errors_are_asked_rarely_and_when_a_card_is_back(scene: Scene, look: Look) -> None:
+def test_limits_link_and_errors_are_asked_rarely_and_when_a_card_is_back(
+    scene: Scene, look: Look
+) -> None:
     before, after = {"power_limit_w": 700, "fan_pct": 40}, {"power_limit_w": 350, "fan_pct": 80}
     steps = [scene({**FULL, **before}), ("open", UUID), ("read", 0.0), scene({**FULL, **after})]
-    back = [scene({**FULL, "lost_after_calls": 0}), ("read", 31.0), scene({**FULL, **before}), ("read", 45.0)]
+    back = [
+        scene({**FULL, "lost_after_calls": 0}),
+        ("read", 31.0),
+        scene({**FULL, **before}),
+        ("read", 45.0),
+    ]
     told = look(*steps, ("read", 1.0), ("read", RARELY_S - 1), ("read", RARELY_S), *back)
     asked = [(row["power_limit_w"], row["fan_pct"]) for row in told]
     assert asked == [(700, 40), (700, 80), (700, 80), (350, 80), (None, None), (700, 40)]
 
 
 def test_xids_of_applications_say_nothing_of_the_card(scene: Scene, look: Look) -> None:
-    both = scene(without("xids", xids=[[0, 13], [0, 48], [0, 31]]), without("xids", uuid="GPU-2", xids=[[0, 43]]))
+    both = scene(
+        without("xids", xids=[[0, 13], [0, 48], [0, 31]]),
+        without("xids", uuid="GPU-2", xids=[[0, 43]]),
+    )
     told = look(both, ("open", "0"), ("read", 0.0), ("read", 1.0), ("open", "1"), ("read", 0.0))
     assert [reading["xid"] for reading in told] == [48, 48, None]
 
 
 def test_memory_of_this_process_among_others_and_under_mps(scene: Scene, look: Look) -> None:
     of_others = {**FULL, "processes": [{"pid": os.getpid(), "used_bytes": 7}]}
-    under_mps = {**FULL, "processes": [{"pid": 1, "used_bytes": 7}, {"used_bytes": 9, "under_mps": True}]}
+    under_mps = {
+        **FULL,
+        "processes": [{"pid": 1, "used_bytes": 7}, {"used_bytes": 9, "under_mps": True}],
+    }
     under_wddm = {**FULL, "processes": [{"used_bytes": None}]}
     steps: list[tuple[str, Any]] = []
     for card in (of_others, under_mps, under_wddm, {**FULL, "processes": []}):
@@ -157,13 +197,26 @@ def test_a_lost_card_is_an_event_and_it_may_come_back(scene: Scene, look: Look) 
     assert first > 0
     back = first + round(REOPEN_S)
     assert told[first:back] == [LOST] * (back - first)
-    assert all(not reading["lost"] and reading["temperature_c"] == 62.0 for reading in told[:first] + told[back:])
+    assert all(
+        not reading["lost"] and reading["temperature_c"] == 62.0
+        for reading in told[:first] + told[back:]
+    )
 
 
 def test_nvml_is_closed_and_opened_again_in_balance(scene: Scene, look: Look) -> None:
-    """Also after a card was lost and came back. That a card is not there later does not make it lost again."""
+    """Also after a card was lost and came back.
+
+    That a card is not there later does not make it lost again.
+    """
     lost = scene({**FULL, "lost_after_calls": 5, "lost_for_s": 0.0}, driver="1.0")
-    there = [("read", 0.0), ("read", 9.0), ("once", UUID), ("read", 10.0), ("once", "7"), ("close", None)]
+    there = [
+        ("read", 0.0),
+        ("read", 9.0),
+        ("once", UUID),
+        ("read", 10.0),
+        ("once", "7"),
+        ("close", None),
+    ]
     told = look(lost, ("open", UUID), *there, scene(), ("read", 99.0))
     full = asdict(EXPECTED)
     once = [[3_000_000_000, 2_500_000_000, "1.0"], [None, None, "1.0"]]
@@ -171,7 +224,10 @@ def test_nvml_is_closed_and_opened_again_in_balance(scene: Scene, look: Look) ->
 
 
 def test_a_card_that_stays_lost_is_only_looked_for(scene: Scene, look: Look) -> None:
-    """Lost from the beginning, then not listed any more; lost in the middle; and because the driver wants a reset."""
+    """Lost from the beginning, then not listed any more; lost in the middle.
+
+    And because the driver wants a reset.
+    """
     later = [("read", 10.0 * step) for step in range(1, 5)]
     told = look(
         *(scene({**FULL, "lost_after_calls": 0}), ("open", UUID), *later[:2], scene(), *later[2:]),
@@ -182,25 +238,40 @@ def test_a_card_that_stays_lost_is_only_looked_for(scene: Scene, look: Look) -> 
 
 
 def test_two_cards_by_uuid_and_by_index_and_none_by_other_names(scene: Scene, look: Look) -> None:
-    both = scene({**FULL, "lost_after_calls": 10_000}, {**FULL, "uuid": "GPU-2", "temperature_c": 41})
+    both = scene(
+        {**FULL, "lost_after_calls": 10_000}, {**FULL, "uuid": "GPU-2", "temperature_c": 41}
+    )
     steps = [step for name in (UUID, "GPU-2", "0", "1") for step in (("open", name), ("read", 0.0))]
     told = look(both, *steps)
     assert [reading["temperature_c"] for reading in told] == [62, 41, 62, 41]
-    strangers = [step for name in ("GPU-3", "2", "-1", "none") for step in (("open", name), ("read", 0.0))]
+    strangers = [
+        step for name in ("GPU-3", "2", "-1", "none") for step in (("open", name), ("read", 0.0))
+    ]
     assert look(both, *strangers) == [NOTHING] * 4
     told = look(both, ("open", None), ("read", 0.0), CUDA_VISIBLE_DEVICES="GPU-2,GPU-3")
     assert [reading["temperature_c"] for reading in told] == [41]
 
 
-def test_a_machine_without_nvml_answers_nothing_and_raises_nothing(look: Look, tmp_path: Path) -> None:
+def test_a_machine_without_nvml_answers_nothing_and_raises_nothing(
+    look: Look, tmp_path: Path
+) -> None:
     """Where there is a driver, a file in front of its library that is none keeps it from being found."""
     (tmp_path / "libnvidia-ml.so.1").write_bytes(b"this is no library, however long it is")
-    reads = [("open", "0"), ("read", 0.0), ("read", 1.0), ("read", 60.0), ("cards", None), ("once", "0")]
+    reads = [
+        ("open", "0"),
+        ("read", 0.0),
+        ("read", 1.0),
+        ("read", 60.0),
+        ("cards", None),
+        ("once", "0"),
+    ]
     told = look(*reads, LD_LIBRARY_PATH=str(tmp_path))
     assert told == [NOTHING, NOTHING, NOTHING, [], [None, None, None]]
 
 
-def test_curves_are_straight_between_points_held_at_the_ends_and_repeated(scene: Scene, look: Look) -> None:
+def test_curves_are_straight_between_points_held_at_the_ends_and_repeated(
+    scene: Scene, look: Look
+) -> None:
     """Over days, so that no pause of the machine matters."""
     day_s = 86_400.0
     curve = [[day_s, 20], [11 * day_s, 120]]
@@ -220,7 +291,10 @@ def test_curves_are_straight_between_points_held_at_the_ends_and_repeated(scene:
 
 
 def test_the_heat_of_the_example(heat: FakeSensors, look: Look) -> None:
-    """Warm, hot and cooler within two minutes, thermal bits where it is hot; the second card stays cool."""
+    """Warm, hot and cooler within two minutes, thermal bits where it is hot.
+
+    The second card stays cool.
+    """
     hot, cool = read_script(Path(__file__).parents[2] / "scripts" / "heat.json").cards
     temperature_c = dict(hot.temperature_c or ())
     assert (temperature_c[0], max(temperature_c.values()), temperature_c[110]) == (60, 86, 65)

@@ -16,7 +16,7 @@ Scene = Callable[..., tuple[str, Any]]
 Look = Callable[..., list[Any]]
 
 
-def card(number: int = 1, **changes: Any) -> dict[str, Any]:  # noqa: ANN401 - any key of the script
+def card(number: int = 1, **changes: Any) -> dict[str, Any]:
     return {
         "name": "NVIDIA GeForce RTX 3070",
         "uuid": f"GPU-{number}aaaaaaa-0000-0000-0000-000000000000",
@@ -28,7 +28,11 @@ def card(number: int = 1, **changes: Any) -> dict[str, Any]:  # noqa: ANN401 - a
 
 
 def test_which_cards_there_are_a_lost_one_among_them(scene: Scene, look: Look) -> None:
-    first, bare, lost = card(1, compute_capability="9.0", compute_mode=3), card(2), card(3, lost_after_calls=0)
+    first, bare, lost = (
+        card(1, compute_capability="9.0", compute_mode=3),
+        card(2),
+        card(3, lost_after_calls=0),
+    )
     (cards,) = look(scene(first, bare, lost), ("cards", None))
     same = {"name": first["name"], "total_bytes": 8 * GIB, "lost": False}
     assert cards == [
@@ -44,11 +48,26 @@ def test_what_a_card_says_and_who_holds_it(scene: Scene, look: Look) -> None:
     held = card(processes=strangers, compute_capability="8.6")
     script = scene(held, driver="580.65.06", cuda_driver="13.0")
     (found,) = look(script, ("facts", None), CUDA_VISIBLE_DEVICES="0")
-    assert (found["driver"], found["driver_cuda"], found["nvml_error"]) == ("580.65.06", [13, 0], None)
+    assert (found["driver"], found["driver_cuda"], found["nvml_error"]) == (
+        "580.65.06",
+        [13, 0],
+        None,
+    )
     assert (found["card_errors"], len(found["cards"])) == ([], 1)
-    expected = {"name": held["name"], "total_bytes": 8 * GIB, "used_bytes": GIB, "compute_capability": [8, 6]}
+    expected = {
+        "name": held["name"],
+        "total_bytes": 8 * GIB,
+        "used_bytes": GIB,
+        "compute_capability": [8, 6],
+    }
     # What this card does not tell is unknown, not nothing.
-    expected |= {"visible": True, "cores": None, "persistence": None, "bus_width_bits": None, "power_limit_w": 220.0}
+    expected |= {
+        "visible": True,
+        "cores": None,
+        "persistence": None,
+        "bus_width_bits": None,
+        "power_limit_w": 220.0,
+    }
     assert found["cards"][0] | expected == found["cards"][0]
     assert found["cards"][0]["holders"] == [
         {"pid": os.getpid(), "name": psutil.Process().name(), "used_bytes": GIB},
@@ -65,20 +84,35 @@ def test_a_lost_card_is_named_and_a_hidden_one_marked(scene: Scene, look: Look) 
 
 @pytest.mark.parametrize(
     ("setting", "visible"),
-    [(None, True), ("0", True), ("1", False), ("", False), ("1, 0", True), ("GPU-1aaa", True), ("GPU-2", False)],
+    [
+        (None, True),
+        ("0", True),
+        ("1", False),
+        ("", False),
+        ("1, 0", True),
+        ("GPU-1aaa", True),
+        ("GPU-2", False),
+    ],
 )
 def test_which_cards_are_visible(setting: str | None, visible: bool) -> None:
     assert is_visible(0, "GPU-1aaaaaaa-0000", setting) is visible
 
 
 def test_the_reserve_of_the_driver_belongs_to_no_budget(scene: Scene, look: Look) -> None:
-    """What CUDA shows is less than what newer drivers call the total; an older one leaves the reserve out by itself."""
+    """What CUDA shows is less than what newer drivers call the total.
+
+    An older one leaves the reserve out by itself.
+    """
     size = {"total_bytes": 12288 * MIB, "used_bytes": MIB}
     older = scene(card(**size), missing_functions=["nvmlDeviceGetMemoryInfo_v2"])
     scripts = [scene(card(**size, reserved_bytes=380 * MIB)), scene(card(**size)), older]
-    told = look(*(step for script in scripts for step in (script, ("shown", None))), CUDA_VISIBLE_DEVICES="0")
+    told = look(
+        *(step for script in scripts for step in (script, ("shown", None))),
+        CUDA_VISIBLE_DEVICES="0",
+    )
     assert told == [
-        [shown_mib * MIB, shown_mib * MIB, MIB, (shown_mib - 1) * MIB] for shown_mib in (12288 - 380, 12288, 12288)
+        [shown_mib * MIB, shown_mib * MIB, MIB, (shown_mib - 1) * MIB]
+        for shown_mib in (12288 - 380, 12288, 12288)
     ]
 
 
@@ -99,13 +133,18 @@ def test_the_fake_answers_what_its_script_says_and_nothing_else(
     scene: Scene, look: Look, says: dict[str, Any], told: list[Any]
 ) -> None:
     driver = {"cuda_driver": says["cuda_driver"]} if "cuda_driver" in says else {}
-    script = scene(card(**{key: value for key, value in says.items() if key not in driver}), **driver)
+    script = scene(
+        card(**{key: value for key, value in says.items() if key not in driver}), **driver
+    )
     questions: list[list[Any]] = [
         ["nvmlSystemGetCudaDriverVersion_v2"],
         ["nvmlSystemGetCudaDriverVersion"],
         ["nvmlDeviceGetPersistenceMode", "card"],
         ["nvmlDeviceGetComputeMode", "card"],
-        *(["nvmlDeviceSetPowerManagementLimit", "card", limit_mw] for limit_mw in (99_999, 366_001, 100_000)),
+        *(
+            ["nvmlDeviceSetPowerManagementLimit", "card", limit_mw]
+            for limit_mw in (99_999, 366_001, 100_000)
+        ),
         ["nvmlDeviceGetPowerManagementLimit", "card"],
     ]
     assert look(script, ("ask", questions)) == [told]

@@ -18,7 +18,11 @@ from workers.nvml.fake.prepare import build, prepare
 from workers.nvml.fake.script import read_script
 from workers.settings import FakeSensors
 
-CARD: dict[str, Any] = {"name": "NVIDIA GeForce RTX 3070", "uuid": "GPU-1", "total_bytes": 8_232_108_032}
+CARD: dict[str, Any] = {
+    "name": "NVIDIA GeForce RTX 3070",
+    "uuid": "GPU-1",
+    "total_bytes": 8_232_108_032,
+}
 
 LOAD = """
 import ctypes, json, sys
@@ -72,7 +76,9 @@ def loaded(tmp_path: Path, fake: FakeSensors, *before: Path) -> subprocess.Compl
         ({"cards": [{**CARD, "a": 1, "b": 2, "c": 3}]}, "(and 2 more)"),
     ],
 )  # fmt: skip
-def test_a_bad_script_is_refused_in_one_line(tmp_path: Path, script: dict[str, Any], complaint: str) -> None:
+def test_a_bad_script_is_refused_in_one_line(
+    tmp_path: Path, script: dict[str, Any], complaint: str
+) -> None:
     path = tmp_path / "heat.json"
     path.write_text(json.dumps(script))
     with pytest.raises(FakeSensorsError) as refusal:
@@ -98,12 +104,21 @@ def test_what_is_no_script_is_refused_with_its_place(tmp_path: Path) -> None:
         read_script(path)
 
 
-def test_the_largest_script_is_understood_by_the_library(library_folder: Path, tmp_path: Path) -> None:
+def test_the_largest_script_is_understood_by_the_library(
+    library_folder: Path, tmp_path: Path
+) -> None:
     """The tables of the library are as large as the model allows, and its lines long enough."""
     points = [[at_s + 0.123456789, 1e16 / 3] for at_s in range(256)]
-    curves = {"temperature_c": points, "power_w": points, "xids": [[at_s, 79] for at_s, _ in points]}
+    curves = {
+        "temperature_c": points,
+        "power_w": points,
+        "xids": [[at_s, 79] for at_s, _ in points],
+    }
     processes = [{"pid": 2**31, "used_bytes": None} for _ in range(64)]
-    cards = [{**CARD, "name": "x" * 95, "uuid": f"GPU-{i:080x}", **curves, "processes": processes} for i in range(16)]
+    cards = [
+        {**CARD, "name": "x" * 95, "uuid": f"GPU-{i:080x}", **curves, "processes": processes}
+        for i in range(16)
+    ]
     missing = [f"nvml{'x' * 80}{i}" for i in range(64)]
     path = tmp_path / "large.json"
     path.write_text(json.dumps({"cards": cards, "missing_functions": missing, "driver": "9" * 80}))
@@ -111,7 +126,9 @@ def test_the_largest_script_is_understood_by_the_library(library_folder: Path, t
     assert (done.returncode, done.stdout) == (0, "16\n"), done.stderr
 
 
-def test_the_source_has_nothing_a_compiler_would_warn_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_source_has_nothing_a_compiler_would_warn_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CC", f"{os.environ.get('CC', 'cc')} -Wpedantic -Werror")
     assert build(tmp_path).exists()
 
@@ -126,10 +143,15 @@ def test_a_library_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         build(tmp_path / "elsewhere")
 
 
-def test_without_a_compiler_the_message_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_message_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(FakeSensorsError, match=r"no C compiler: there is no cc, gcc, clang; install one .*apt install"):
+    with pytest.raises(
+        FakeSensorsError,
+        match=r"no C compiler: there is no cc, gcc, clang; install one .*apt install",
+    ):
         build(tmp_path)
     monkeypatch.setenv("CC", "tcc -O")
     with pytest.raises(FakeSensorsError, match="CC names 'tcc', which is not there"):
@@ -145,10 +167,14 @@ def test_fake_sensors_travel_and_load_twice(heat: FakeSensors, tmp_path: Path) -
 def test_another_nvml_in_the_process_is_refused(heat: FakeSensors, tmp_path: Path) -> None:
     other = build(tmp_path / "other")
     done = loaded(tmp_path, heat, other)
-    assert "has loaded another libnvidia-ml.so.1 before the fake one" in done.stderr.splitlines()[-1]
+    assert (
+        "has loaded another libnvidia-ml.so.1 before the fake one" in done.stderr.splitlines()[-1]
+    )
 
 
-def test_what_was_prepared_and_is_gone_or_changed_is_refused(heat: FakeSensors, tmp_path: Path) -> None:
+def test_what_was_prepared_and_is_gone_or_changed_is_refused(
+    heat: FakeSensors, tmp_path: Path
+) -> None:
     done = loaded(tmp_path, replace(heat, library_path=str(tmp_path / "nothing.so")))
     assert "the fake NVML cannot be loaded" in done.stderr.splitlines()[-1]
     done = loaded(tmp_path, replace(heat, script_path=str(tmp_path / "nothing")))

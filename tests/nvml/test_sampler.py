@@ -44,7 +44,11 @@ def test_sensors_are_read_once_a_second_however_often_and_late_they_are_asked() 
 
 
 def test_a_lost_card_says_nothing_but_that() -> None:
-    sampler = Sampler(Thermometer(SensorReading(throttle_bits=Throttle.HARDWARE_THERMAL), SensorReading(lost=True)))
+    sampler = Sampler(
+        Thermometer(
+            SensorReading(throttle_bits=Throttle.HARDWARE_THERMAL), SensorReading(lost=True)
+        )
+    )
     first, second = sampler.sample_if_due(0.0), sampler.sample_if_due(1.0)
     assert first is not None
     assert first.throttle_pct == 100.0
@@ -54,13 +58,19 @@ def test_a_lost_card_says_nothing_but_that() -> None:
 @given(st.lists(st.tuples(st.floats(0, 40), st.none() | st.integers(0, 2**11 - 1)), max_size=60))
 @example([(0.0, None), (1.0, 0x80), (1.0, None), (58.9, None), (0.1, None)])
 @example([(0.0, 0x80), (60.0, None)])
-def test_the_share_is_that_of_the_samples_of_the_last_minute(samples: list[tuple[float, int | None]]) -> None:
+def test_the_share_is_that_of_the_samples_of_the_last_minute(
+    samples: list[tuple[float, int | None]],
+) -> None:
     window, seen, now_s = ThrottleWindow(), [], 0.0
     for pause_s, bits in samples:
         now_s += pause_s
         seen.append((now_s, bits))
         recent = [bits for at_s, bits in seen if now_s - at_s < 60 and bits is not None]
-        expected = 100.0 * sum(bits & THROTTLE_ALARMS != 0 for bits in recent) / len(recent) if recent else None
+        expected = (
+            100.0 * sum(bits & THROTTLE_ALARMS != 0 for bits in recent) / len(recent)
+            if recent
+            else None
+        )
         assert window.add(now_s, bits) == expected
 
 
@@ -78,12 +88,28 @@ class Sensor(NamedTuple):
         ({}, None, None),
         ({"nvme": [Sensor("Composite", 41.0, 85.0)], "acpitz": [Sensor("", 27.8)]}, None, None),
         (
-            {"coretemp": [Sensor("Core 0", 99.0, 100.0), Sensor("Package id 0", 61.0, 100.0)], "k10temp": []},
+            {
+                "coretemp": [Sensor("Core 0", 99.0, 100.0), Sensor("Package id 0", 61.0, 100.0)],
+                "k10temp": [],
+            },
             61.0,
             39.0,
         ),
-        ({"coretemp": [Sensor("Package id 0", 61.0, 100.0), Sensor("Package id 1", 72.0, 105.0)]}, 72.0, 33.0),
-        ({"k10temp": [Sensor("Tctl", 80.0), Sensor("Tdie", 70.0), Sensor("Tccd1", 66.0)]}, 70.0, None),
+        (
+            {
+                "coretemp": [
+                    Sensor("Package id 0", 61.0, 100.0),
+                    Sensor("Package id 1", 72.0, 105.0),
+                ]
+            },
+            72.0,
+            33.0,
+        ),
+        (
+            {"k10temp": [Sensor("Tctl", 80.0), Sensor("Tdie", 70.0), Sensor("Tccd1", 66.0)]},
+            70.0,
+            None,
+        ),
         ({"k10temp": [Sensor("Tctl", 80.0), Sensor("Tccd1", 66.0)]}, 80.0, None),
         ({"cpu_thermal": [Sensor("", 55.5)]}, 55.5, None),
     ],
@@ -91,7 +117,9 @@ class Sensor(NamedTuple):
 def test_the_processor_is_as_warm_as_its_package(
     chips: Mapping[str, list[Sensor]], temperature_c: float | None, margin_c: float | None
 ) -> None:
-    assert package_reading(chips) == SensorReading(temperature_c=temperature_c, margin_c=margin_c, of_processor=True)
+    assert package_reading(chips) == SensorReading(
+        temperature_c=temperature_c, margin_c=margin_c, of_processor=True
+    )
 
 
 def test_a_computer_without_a_card_tells_what_its_system_tells() -> None:

@@ -108,22 +108,35 @@ class Loop:
 
     def fork(self, **changes: object) -> Loop:
         """Return a loop in the same state, in a world of its own from now on."""
-        other = replace(self, events=[], answers=[], tries=[], draw=Random(self.questions), **changes)  # type: ignore[arg-type]  # noqa: S311
+        other = replace(
+            self,
+            events=[],
+            answers=[],
+            tries=[],
+            draw=Random(self.questions),  # noqa: S311 - a draw of the simulated world
+            **changes,
+        )  # type: ignore[arg-type]
         other.state, other.shell = self.state, None
         return other
 
     def ask(self) -> int | None:
         said_bytes = self._said_bytes()
         self.questions += 1
-        self.state, size = sizer.asked(self.state, self.bounds, *self._noted(sizer.asked, said_bytes))
+        self.state, size = sizer.asked(
+            self.state, self.bounds, *self._noted(sizer.asked, said_bytes)
+        )
         if self.shell is not None:
             assert (self.shell.next(said_bytes), self.shell.reason) == (size, self.state.reason)
         self.answers.append(size)
-        self.tries.append(Try(self.now_s, said_bytes, size, self.state.reason, self.now_s, failed=False))
+        self.tries.append(
+            Try(self.now_s, said_bytes, size, self.state.reason, self.now_s, failed=False)
+        )
         return size
 
     def ended_well(self, size: int, peak_bytes: int | None) -> None:
-        self.state = sizer.succeeded(self.state, self.bounds, *self._noted(sizer.succeeded, size, peak_bytes))
+        self.state = sizer.succeeded(
+            self.state, self.bounds, *self._noted(sizer.succeeded, size, peak_bytes)
+        )
         if self.shell is not None:
             self.shell.succeeded(size, peak_bytes)
 
@@ -180,9 +193,9 @@ class Loop:
     def is_plainly_told(self) -> bool:
         """Whether steps of the smallest size can tell if the signal is right.
 
-        Garbage may be right by chance, and is believed for a while; noise as large as the signal is garbage. So is a
-        signal that leaves the smallest size just about enough: its own peak never proves that wrong, and the margins
-        forbid it now and then.
+        Garbage may be right by chance, and is believed for a while; noise as large as the signal is
+        garbage. So is a signal that leaves the smallest size just about enough: its own peak never
+        proves that wrong, and the margins forbid it now and then.
         """
         signal = self.signal
         if signal.garbage or signal.garbage_peaks or signal.noise >= 1.0:
@@ -201,7 +214,9 @@ class Loop:
             return self._garbage_bytes()
         if signal.stuck_share is not None:
             return int(signal.stuck_share * self.workload.need_bytes(self.bounds.largest, 0.0))
-        return max(0, int(self.free_bytes * signal.lie * (1.0 + signal.noise * self.draw.gauss(0.0, 1.0))))
+        return max(
+            0, int(self.free_bytes * signal.lie * (1.0 + signal.noise * self.draw.gauss(0.0, 1.0)))
+        )
 
     def _garbage_bytes(self) -> int:
         return self.draw.choice([0, 1, MOST_BYTES, int(10 ** self.draw.uniform(0.0, 15.0))])
@@ -209,17 +224,40 @@ class Loop:
 
 # From 1 to a million, small ones as often as large ones.
 magnitudes = st.floats(min_value=0.0, max_value=6.0).map(lambda power: int(10**power))
-steps_s = st.sampled_from([0.0, 1e-6, 1e-3, 0.05, 1.0, 20.0]) | st.floats(min_value=0.0, max_value=100.0)
-pauses_s = st.sampled_from([1e-6, 4.9, 5.0, 9.9, 10.0, 59.9, 60.0, 61.0, 3600.0]) | st.floats(0.0, 1e7)
+steps_s = st.sampled_from([0.0, 1e-6, 1e-3, 0.05, 1.0, 20.0]) | st.floats(
+    min_value=0.0, max_value=100.0
+)
+pauses_s = st.sampled_from([1e-6, 4.9, 5.0, 9.9, 10.0, 59.9, 60.0, 61.0, 3600.0]) | st.floats(
+    0.0, 1e7
+)
 #: Free memory as a share of what the largest size needs.
-shares = st.sampled_from([0.0, 1.0]) | st.floats(0.0, 1.5) | st.floats(-5.0, 1.0).map(lambda power: 10.0**power)
+shares = (
+    st.sampled_from([0.0, 1.0])
+    | st.floats(0.0, 1.5)
+    | st.floats(-5.0, 1.0).map(lambda power: 10.0**power)
+)
 peaks = st.sampled_from([True, True, True, False])
 signals = st.one_of(
     st.builds(Signal, peaks=peaks),
     st.builds(Signal, every=st.sampled_from([1, 2, 10, 40]), peaks=peaks),
-    st.builds(Signal, every=st.integers(1, 40), peaks=peaks, lie=st.sampled_from([0.0, 0.1, 0.5, 0.9, 0.98])),
-    st.builds(Signal, every=st.integers(1, 40), peaks=peaks, lie=st.sampled_from([1.02, 1.1, 1.5, 3.0, 100.0])),
-    st.builds(Signal, every=st.integers(1, 40), peaks=peaks, noise=st.sampled_from([0.01, 0.03, 0.1, 0.3, 1.0])),
+    st.builds(
+        Signal,
+        every=st.integers(1, 40),
+        peaks=peaks,
+        lie=st.sampled_from([0.0, 0.1, 0.5, 0.9, 0.98]),
+    ),
+    st.builds(
+        Signal,
+        every=st.integers(1, 40),
+        peaks=peaks,
+        lie=st.sampled_from([1.02, 1.1, 1.5, 3.0, 100.0]),
+    ),
+    st.builds(
+        Signal,
+        every=st.integers(1, 40),
+        peaks=peaks,
+        noise=st.sampled_from([0.01, 0.03, 0.1, 0.3, 1.0]),
+    ),
     st.builds(Signal, every=st.integers(1, 40), peaks=peaks, stuck_share=shares),
     st.builds(Signal, every=st.integers(1, 40), peaks=peaks, garbage=st.just(True)),
     st.builds(Signal, every=st.integers(0, 40), peaks=st.just(True), garbage_peaks=st.just(True)),

@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 
 from tests.scene import GUIDES, MIB
 from workers.policy.adaptive.policy import AdaptivePolicy, AdaptiveState
-from workers.policy.base import Decision, Emergency, Event, Growth, Pressure, Release, Run, StepOk, StepOom
+from workers.policy.base import (
+    Decision,
+    Emergency,
+    Event,
+    Growth,
+    Pressure,
+    Release,
+    Run,
+    StepOk,
+    StepOom,
+)
 from workers.settings import Learned, Scalar, WorkloadSpec
 
 ASKED = WorkloadSpec(name="mine:Mlp", dtype="fp16", size=4096, batch=1024, seed=0)
@@ -48,19 +58,32 @@ def three_squares(size: int, batch: int) -> int:
 
 
 BATCH_ONLY = Growth(
-    size_power=0.0, batch_power=1.0, fills_claim=False, needed_bytes=lambda _size, _batch: None, most_bytes=1 << 40
+    size_power=0.0,
+    batch_power=1.0,
+    fills_claim=False,
+    needed_bytes=lambda _size, _batch: None,
+    most_bytes=1 << 40,
 )
 BOTH = replace(BATCH_ONLY, size_power=2.0)
-MATMUL = Growth(size_power=2.0, batch_power=0.0, fills_claim=True, needed_bytes=three_squares, most_bytes=200 * MIB)
+MATMUL = Growth(
+    size_power=2.0,
+    batch_power=0.0,
+    fills_claim=True,
+    needed_bytes=three_squares,
+    most_bytes=200 * MIB,
+)
 
 
-def adaptive(growth: Growth, workload: WorkloadSpec = ASKED, **memory: Any) -> AdaptivePolicy:  # noqa: ANN401
+def adaptive(growth: Growth, workload: WorkloadSpec = ASKED, **memory: Any) -> AdaptivePolicy:
     return AdaptivePolicy(replace(GUIDES, **memory), workload, growth)
 
 
 @dataclass
 class Card:
-    """Follows the policy as the engine does, on memory that is counted and not taken. Steps take a second."""
+    """Follows the policy as the engine does, on memory that is counted and not taken.
+
+    Steps take a second.
+    """
 
     policy: AdaptivePolicy
     takes: Footprint
@@ -88,7 +111,10 @@ class Card:
         return decision
 
     def slice(self, steps: int = 1) -> Decision:
-        """Run a slice of so many good steps; return the last decision, which is an emergency if it ended so."""
+        """Run a slice of so many good steps.
+
+        Return the last decision, which is an emergency if it ended so.
+        """
         decision, done = self.look(), 0
         while not isinstance(decision, Emergency):
             if isinstance(decision, Release):
@@ -109,7 +135,11 @@ class Card:
         return decision
 
     def bytes_of(self, run: Run) -> int:
-        return self.takes(run.size, run.batch) if run.hold_bytes is None else run.hold_bytes + self.beside_bytes
+        return (
+            self.takes(run.size, run.batch)
+            if run.hold_bytes is None
+            else run.hold_bytes + self.beside_bytes
+        )
 
     def look(self) -> Decision:
         floor = self.policy.floor
@@ -129,7 +159,9 @@ class Card:
             batch=run.batch,
             peak_bytes=self.bytes_of(run),
             seconds=1.0,
-            allowed_bytes=None if len(self.good) % self.measured_every else self.shows_bytes(self.allowed_bytes),
+            allowed_bytes=None
+            if len(self.good) % self.measured_every
+            else self.shows_bytes(self.allowed_bytes),
         )
 
     def ran_out(self, run: Run) -> StepOom:
@@ -157,7 +189,7 @@ def matmul(allowed_bytes: int = 200 * MIB, claim_bytes: int = 200 * MIB, size: i
     return Card(policy, three_squares, allowed_bytes).begin(claim_bytes)
 
 
-def mlp(allowed_bytes: int, **memory: Any) -> Card:  # noqa: ANN401 - MemorySettings has many types
+def mlp(allowed_bytes: int, **memory: Any) -> Card:
     return Card(adaptive(BATCH_ONLY, **memory), by_batch, allowed_bytes).begin()
 
 
@@ -189,7 +221,9 @@ class TestFilling:
             card.slice(20)
             assert 0.85 * 200 * MIB <= card.last_bytes <= 200 * MIB
         assert card.last_bytes >= 0.96 * 200 * MIB
-        assert len({run.hold_bytes for run in card.good}) <= 12, "each change fills all of the memory anew"
+        assert len({run.hold_bytes for run in card.good}) <= 12, (
+            "each change fills all of the memory anew"
+        )
         card.allowed_bytes = 90 * MIB
         card.slice(20)
         assert 0.85 * 90 * MIB <= card.last_bytes <= 90 * MIB
@@ -209,7 +243,9 @@ class TestFilling:
         assert card.last_bytes >= card.bytes_of(full)
         assert card.failed == []
 
-    def test_what_a_step_takes_beside_its_claim_costs_one_failure_and_is_learned_for_the_next_run(self) -> None:
+    def test_what_a_step_takes_beside_its_claim_costs_one_failure_and_is_learned_for_the_next_run(
+        self,
+    ) -> None:
         first = matmul()
         first.beside_bytes = 20 * MIB
         first.slice(30)
@@ -263,7 +299,9 @@ class TestStepping:
     ) -> None:
         """Of the batches there are it ends at the largest that fits, or close to it, and nothing fails on the way."""
         policy = adaptive(BATCH_ONLY, replace(ASKED, batch=batch), batch_floor=batch_floor)
-        card = Card(policy, lambda _size, rows: fixed_mib * MIB + row_bytes * rows, room_mib * MIB).begin()
+        card = Card(
+            policy, lambda _size, rows: fixed_mib * MIB + row_bytes * rows, room_mib * MIB
+        ).begin()
         smallest_bytes = card.takes(ASKED.size, min(batch, batch_floor))
         for _ in range(60):
             card.slice(2)
@@ -272,7 +310,9 @@ class TestStepping:
             assert card.failed
             return
         if smallest_bytes > 0.8 * room_mib * MIB:
-            assert len(card.failed) <= 3, "so near to its floor it grows slowly, and may find out where that ends"
+            assert len(card.failed) <= 3, (
+                "so near to its floor it grows slowly, and may find out where that ends"
+            )
             return
         assert card.failed == []
         between = max(1, batch // 256)  # two neighbouring batches
@@ -321,7 +361,9 @@ class TestStepping:
 
 
 class TestWhatTheWorkloadSays:
-    def test_a_floor_that_is_said_not_to_fit_is_an_emergency_at_once_and_says_by_how_much(self) -> None:
+    def test_a_floor_that_is_said_not_to_fit_is_an_emergency_at_once_and_says_by_how_much(
+        self,
+    ) -> None:
         growth = replace(BATCH_ONLY, needed_bytes=by_batch)
         card = Card(adaptive(growth), by_batch, 100 * MIB).begin()
         assert card.slice() == Emergency(
@@ -336,12 +378,18 @@ class TestWhatTheWorkloadSays:
         rooms=st.lists(st.integers(0, 1200), min_size=1, max_size=30),
         learned=st.none() | st.builds(Learned, size=st.integers(1, 1 << 40)),
     )
-    def test_nothing_is_run_that_is_said_not_to_fit(self, rooms: list[int], learned: Learned | None) -> None:
-        card = Card(adaptive(replace(BATCH_ONLY, needed_bytes=by_batch)), by_batch, 0).begin(0, learned)
+    def test_nothing_is_run_that_is_said_not_to_fit(
+        self, rooms: list[int], learned: Learned | None
+    ) -> None:
+        card = Card(adaptive(replace(BATCH_ONLY, needed_bytes=by_batch)), by_batch, 0).begin(
+            0, learned
+        )
         for room_mib in rooms:
             card.allowed_bytes = room_mib * MIB
             ended = card.slice(2)
-            assert isinstance(ended, Emergency) == (room_mib < 132) or 132 <= room_mib < 140, "the margin of a step"
+            assert isinstance(ended, Emergency) == (room_mib < 132) or 132 <= room_mib < 140, (
+                "the margin of a step"
+            )
         assert card.failed == []
 
 
@@ -356,10 +404,18 @@ class TestLearned:
                 200,
                 id="checked against the room first",
             ),
-            pytest.param(700, Learned(size=500), 500, 500, id="without a footprint it is believed until it fails"),
+            pytest.param(
+                700,
+                Learned(size=500),
+                500,
+                500,
+                id="without a footprint it is believed until it fails",
+            ),
         ],
     )
-    def test_a_learned_size_is_the_first(self, allowed_mib: int, learned: Learned, least: float, most: float) -> None:
+    def test_a_learned_size_is_the_first(
+        self, allowed_mib: int, learned: Learned, least: float, most: float
+    ) -> None:
         card = mlp(allowed_bytes=allowed_mib * MIB)
         card.begin(0, learned)
         card.slice(1)
@@ -376,7 +432,9 @@ class TestLearned:
     @given(size=st.integers(1, 1024), fixed_mib=st.floats(0, 10_000), row_mib=st.floats(0.01, 100))
     @example(size=600, fixed_mib=0.0, row_mib=0.01)
     @example(size=600, fixed_mib=10_000.0, row_mib=100.0)
-    def test_however_wrong_it_finds_its_way(self, size: int, fixed_mib: float, row_mib: float) -> None:
+    def test_however_wrong_it_finds_its_way(
+        self, size: int, fixed_mib: float, row_mib: float
+    ) -> None:
         card = mlp(allowed_bytes=700 * MIB)
         card.begin(0, Learned(size=size, fixed_bytes=fixed_mib * MIB, unit_bytes=row_mib * MIB))
         for _ in range(300):
@@ -390,13 +448,17 @@ def test_a_step_that_had_less_to_do_than_was_asked_for_teaches_nothing() -> None
     card.slice(20)
     before, settled = card.state, card.last
     for _ in range(20):
-        card.tell(replace(card.ended_well(card.last), peak_bytes=MIB, allowed_bytes=None, partial=True))
+        card.tell(
+            replace(card.ended_well(card.last), peak_bytes=MIB, allowed_bytes=None, partial=True)
+        )
     assert card.state.sizer.line == before.sizer.line
     assert card.slice() == settled
     assert card.failed == []
 
 
-def test_what_rests_because_nothing_has_ever_ended_well_says_why_and_goes_on_a_minute_later() -> None:
+def test_what_rests_because_nothing_has_ever_ended_well_says_why_and_goes_on_a_minute_later() -> (
+    None
+):
     card = mlp(allowed_bytes=700 * MIB, failures_per_minute=2)
     card.takes = lambda _size, _batch: 1 << 40
     while not isinstance(ended := card.slice(), Emergency):
@@ -494,7 +556,9 @@ class TestResume:
     @example(units=600, fixed=1e308, unit=1e308)
     @example(units=600, fixed=0.0, unit=5e-324)
     @example(units=10**400, fixed=None, unit=None)
-    def test_any_damage_is_refused_or_survived(self, units: Scalar, fixed: Scalar, unit: Scalar) -> None:
+    def test_any_damage_is_refused_or_survived(
+        self, units: Scalar, fixed: Scalar, unit: Scalar
+    ) -> None:
         card = mlp(allowed_bytes=700 * MIB)
         try:
             card.state = card.policy.load(
@@ -521,7 +585,9 @@ def test_the_same_events_give_the_same_decisions(
     growth: Growth, rooms: list[int], wobbles: list[float], lies: float, claim_bytes: int
 ) -> None:
     """Whatever happened: what was asked for is within what was asked of it, and a log replays."""
-    card = Card(adaptive(growth), by_both, 0, shows_bytes=lambda allowed_bytes: int(lies * allowed_bytes))
+    card = Card(
+        adaptive(growth), by_both, 0, shows_bytes=lambda allowed_bytes: int(lies * allowed_bytes)
+    )
     card.begin(claim_bytes)
     for number, allowed_bytes in enumerate(rooms):
         wobble = wobbles[number % len(wobbles)]

@@ -9,7 +9,12 @@ import pytest
 
 from tests.scene import GUIDES
 from workers.policy.base import Decision, Emergency, Event, Pressure, Release, Run, StepOk, StepOom
-from workers.policy.classic import GOOD_STEPS_PER_RETRY, PRESSURES_PER_BLIND_TRY, ClassicPolicy, ClassicState
+from workers.policy.classic import (
+    GOOD_STEPS_PER_RETRY,
+    PRESSURES_PER_BLIND_TRY,
+    ClassicPolicy,
+    ClassicState,
+)
 from workers.settings import WorkloadSpec
 
 PC2 = WorkloadSpec(name="matmul", dtype="fp16", size=4096, batch=128, seed=0)
@@ -18,10 +23,20 @@ GUIDE_BATCHES = [128, 112, 96, 80, 64, 48, 32, 32, 32]
 
 OK = StepOk(at_s=0.0, size=1, batch=1, peak_bytes=1, seconds=0.1, allowed_bytes=None)
 NEED_BYTES = 1 << 20
-GONE = StepOom(at_s=0.0, size=1, batch=1, needed_bytes=NEED_BYTES, at_least_bytes=0, free_bytes=0, allowed_bytes=0)
+GONE = StepOom(
+    at_s=0.0,
+    size=1,
+    batch=1,
+    needed_bytes=NEED_BYTES,
+    at_least_bytes=0,
+    free_bytes=0,
+    allowed_bytes=0,
+)
 BACK = replace(GONE, free_bytes=NEED_BYTES)
 NEED_UNKNOWN = replace(BACK, needed_bytes=None)
-PRESSURE_ENOUGH = Pressure(at_s=0.0, allowed_bytes=NEED_BYTES, free_bytes=NEED_BYTES, needed_at_floor_bytes=NEED_BYTES)
+PRESSURE_ENOUGH = Pressure(
+    at_s=0.0, allowed_bytes=NEED_BYTES, free_bytes=NEED_BYTES, needed_at_floor_bytes=NEED_BYTES
+)
 PRESSURE_LOW = replace(PRESSURE_ENOUGH, free_bytes=NEED_BYTES - 1)
 PRESSURE_NEED_UNKNOWN = replace(PRESSURE_ENOUGH, needed_at_floor_bytes=None)
 EARNED = [OK] * GOOD_STEPS_PER_RETRY
@@ -35,7 +50,9 @@ def classic(*, size: int = PC2.size, batch: int = PC2.batch, **settings: float) 
     return ClassicPolicy(replace(GUIDES, **memory), replace(PC2, size=size, batch=batch))
 
 
-def play(policy: ClassicPolicy, *events: Event, state: ClassicState | None = None) -> tuple[ClassicState, Decision]:
+def play(
+    policy: ClassicPolicy, *events: Event, state: ClassicState | None = None
+) -> tuple[ClassicState, Decision]:
     """Feed the events, return the last state and decision."""
     state = policy.initial(0, None) if state is None else state
     decision: Decision | None = None
@@ -54,7 +71,9 @@ def in_emergency(policy: ClassicPolicy) -> ClassicState:
     raise AssertionError("20 failures led to no emergency")
 
 
-@pytest.mark.parametrize(("events", "is_probe"), [([GONE], True), ([GONE, OK], False), ([OK, GONE], False)])
+@pytest.mark.parametrize(
+    ("events", "is_probe"), [([GONE], True), ([GONE, OK], False), ([OK, GONE], False)]
+)
 def test_the_search_ends_with_the_first_good_step(events: list[Event], is_probe: bool) -> None:
     state, decision = play(classic(), *events)
     assert isinstance(decision, Run)
@@ -66,27 +85,53 @@ def test_the_search_ends_with_the_first_good_step(events: list[Event], is_probe:
     ("settings", "events", "failures", "size", "batch"),
     [
         *(
-            pytest.param({}, [PRESSURE_LOW, *[GONE] * failures], failures, size, batch, id=f"guide after {failures}")
+            pytest.param(
+                {},
+                [PRESSURE_LOW, *[GONE] * failures],
+                failures,
+                size,
+                batch,
+                id=f"guide after {failures}",
+            )
             for failures, (size, batch) in enumerate(zip(GUIDE_SIZES, GUIDE_BATCHES, strict=True))
         ),
-        pytest.param({}, [*[GONE] * 8, BACK], 8, 256, 32, id="the floor is retried before the emergency"),
+        pytest.param(
+            {}, [*[GONE] * 8, BACK], 8, 256, 32, id="the floor is retried before the emergency"
+        ),
         *(
-            pytest.param({}, [GONE, event], 1, 2867, 112, id="nothing but a failure changes the step")
+            pytest.param(
+                {}, [GONE, event], 1, 2867, 112, id="nothing but a failure changes the step"
+            )
             for event in (OK, PRESSURE_LOW, PRESSURE_ENOUGH, PRESSURE_NEED_UNKNOWN)
         ),
-        pytest.param({"size": 200, "batch": 8}, [PRESSURE_LOW], 0, 200, 8, id="a base below a floor is the floor"),
-        pytest.param({"size": 256}, [GONE], 1, 256, 112, id="at the size floor the batch still shrinks"),
+        pytest.param(
+            {"size": 200, "batch": 8},
+            [PRESSURE_LOW],
+            0,
+            200,
+            8,
+            id="a base below a floor is the floor",
+        ),
+        pytest.param(
+            {"size": 256}, [GONE], 1, 256, 112, id="at the size floor the batch still shrinks"
+        ),
         # 3 * 0.9 ** failures is 2.7, 2.43, 2.19, and only at the fourth failure below 2
         pytest.param(ROUNDED, [GONE], 1, 2, 128, id="rounding"),
-        pytest.param(ROUNDED, [GONE] * 2, 4, 1, 128, id="failures that rounding hides are counted on"),
+        pytest.param(
+            ROUNDED, [GONE] * 2, 4, 1, 128, id="failures that rounding hides are counted on"
+        ),
         pytest.param({}, [BACK], 0, 4096, 128, id="a first failure is retried if memory came back"),
         pytest.param({}, [NEED_UNKNOWN], 1, 2867, 112, id="a need that is unknown is not retried"),
         *(
             pytest.param({}, [BACK] * times, *expected, id=f"each size is retried once: {times}")
             for times, expected in ((2, (1, 2867, 112)), (3, (1, 2867, 112)), (4, (2, 2007, 96)))
         ),
-        pytest.param(NO_CLEANUP, [BACK, *EARNED[1:], BACK], 1, 2867, 112, id="a retry not yet earned"),
-        pytest.param(NO_CLEANUP, [BACK, *EARNED, BACK], 0, 4096, 128, id="a retry that good steps earned"),
+        pytest.param(
+            NO_CLEANUP, [BACK, *EARNED[1:], BACK], 1, 2867, 112, id="a retry not yet earned"
+        ),
+        pytest.param(
+            NO_CLEANUP, [BACK, *EARNED, BACK], 0, 4096, 128, id="a retry that good steps earned"
+        ),
     ],
 )
 def test_the_step_after_what_happened(
@@ -112,13 +157,19 @@ def test_the_floor_is_where_neither_formula_shrinks_any_further_and_failures_sto
     policy = classic(**settings)
     state = in_emergency(policy)
     assert isinstance(play(policy, PRESSURE_LOW, state=state)[1], Emergency)
-    assert play(policy, PRESSURE_ENOUGH, state=state)[1] == policy.floor == Run(size=size, batch=batch)
+    assert (
+        play(policy, PRESSURE_ENOUGH, state=state)[1] == policy.floor == Run(size=size, batch=batch)
+    )
     assert state.failures == play(policy, *[GONE] * 1000, state=state)[0].failures == failures
 
 
 class TestCleanUp:
-    @pytest.mark.parametrize(("every", "released_after"), [(15, [15, 30, 45]), (0, []), (1, list(range(1, 46)))])
-    def test_memory_is_released_after_every_so_many_good_steps(self, every: int, released_after: list[int]) -> None:
+    @pytest.mark.parametrize(
+        ("every", "released_after"), [(15, [15, 30, 45]), (0, []), (1, list(range(1, 46)))]
+    )
+    def test_memory_is_released_after_every_so_many_good_steps(
+        self, every: int, released_after: list[int]
+    ) -> None:
         policy, state, released = classic(cleanup_every=every), ClassicState(), []
         for step in range(1, 46):
             state, decision = policy.decide(state, OK)

@@ -41,7 +41,14 @@ def need_bytes(step: Run) -> int:
 
 def ended_well(step: Run) -> StepOk:
     peak_bytes = need_bytes(step)
-    return StepOk(at_s=0.0, size=step.size, batch=step.batch, peak_bytes=peak_bytes, seconds=0.01, allowed_bytes=None)
+    return StepOk(
+        at_s=0.0,
+        size=step.size,
+        batch=step.batch,
+        peak_bytes=peak_bytes,
+        seconds=0.01,
+        allowed_bytes=None,
+    )
 
 
 def ran_out(step: Run, free_bytes: int, *, need_known: bool) -> StepOom:
@@ -59,7 +66,12 @@ def ran_out(step: Run, free_bytes: int, *, need_known: bool) -> StepOom:
 
 def pressure(policy: ClassicPolicy, free_bytes: int, *, need_known: bool) -> Pressure:
     needed_bytes = need_bytes(policy.floor) if need_known else None
-    return Pressure(at_s=0.0, allowed_bytes=free_bytes, free_bytes=free_bytes, needed_at_floor_bytes=needed_bytes)
+    return Pressure(
+        at_s=0.0,
+        allowed_bytes=free_bytes,
+        free_bytes=free_bytes,
+        needed_at_floor_bytes=needed_bytes,
+    )
 
 
 class ClassicMachine(RuleBasedStateMachine):

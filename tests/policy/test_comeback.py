@@ -1,7 +1,8 @@
 """A job that starts in a squeeze and fails there, until four times as much memory is there.
 
-As a training step on a CPU looks from outside: below some batch it takes as much as its optimiser, the peaks of small
-steps are seen too low, the process itself holds a little more or less, and what is there changes while a step runs.
+As a training step on a CPU looks from outside: below some batch it takes as much as its optimiser,
+the peaks of small steps are seen too low, the process itself holds a little more or less, and what
+is there changes while a step runs.
 """
 
 from __future__ import annotations
@@ -62,22 +63,36 @@ def play(seed: int) -> Played:
     return Played(failed[False], failed[True], until_back)
 
 
-def test_once_memory_is_back_so_is_the_size_within_60_steps_with_a_failure_in_two_courses_at_most() -> None:
+def test_once_memory_is_back_so_is_the_size_within_60_steps_with_a_failure_in_two_courses_at_most() -> (
+    None
+):
     courses = [play(seed) for seed in range(30)]
     squeezed = sum(played.squeezed_failures >= 2 for played in courses)
     assert squeezed > len(courses) / 2, "else no failure is held against a size"
     slow = [
-        seed for seed, played in enumerate(courses) if played.steps_until_back is None or played.steps_until_back > 60
+        seed
+        for seed, played in enumerate(courses)
+        if played.steps_until_back is None or played.steps_until_back > 60
     ]
     assert not slow, f"not back within 60 good steps with seeds {slow}"
     assert sum(played.released_failures for played in courses) <= len(courses) / 2
 
 
-def test_a_signal_that_was_wrong_while_memory_was_short_is_heard_when_it_tells_of_far_more() -> None:
-    """The smallest step fits although the signal denies it; then it fails; then nearly everything is there."""
+def test_a_signal_that_was_wrong_while_memory_was_short_is_heard_when_it_tells_of_far_more() -> (
+    None
+):
+    """The smallest step fits although the signal denies it; then it fails.
+
+    Then nearly everything is there.
+    """
     now_s, good = 0.0, []
     size_of = AdaptiveSize(1000, clock=lambda: now_s)
-    for until_s, told_mib, there_mib in ((20.0, 5000, 5000), (30.0, 90, 600), (70.0, 170, 100), (90.0, 4000, 4000)):
+    for until_s, told_mib, there_mib in (
+        (20.0, 5000, 5000),
+        (30.0, 90, 600),
+        (70.0, 170, 100),
+        (90.0, 4000, 4000),
+    ):
         good.clear()
         while now_s < until_s:
             size = size_of.next(told_mib * _MIB)

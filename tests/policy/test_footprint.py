@@ -22,7 +22,9 @@ def need(x: float) -> float:
 def line_after(*steps: float, extra: float = 0.0) -> Footprint:
     line: Footprint | None = None
     for at_s, x in enumerate(steps):
-        line = measured(line, x, need(x) * (1.0 + (extra if at_s == len(steps) - 1 else 0.0)), float(at_s))
+        line = measured(
+            line, x, need(x) * (1.0 + (extra if at_s == len(steps) - 1 else 0.0)), float(at_s)
+        )
     assert line is not None
     return line
 
@@ -54,7 +56,8 @@ def test_what_is_promised_fits_by_the_line_with_its_margin(
     x = line.largest_x(limit_bytes)
     if x > 0:
         assert line.bytes_at(x) * (1.0 + line.margin) <= limit_bytes * (1 + 1e-9)
-        # What is k times as large as all before takes at most k times as much, and no more is promised.
+        # What is k times as large as all before takes at most k times as much, and no more is
+        # promised.
         assert x <= max(large, large / (fixed + unit * large) * limit_bytes)
 
 

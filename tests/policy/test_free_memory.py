@@ -47,7 +47,9 @@ def test_a_walk_is_followed_faster_than_noise() -> None:
 def test_few_samples_are_worth_less_than_many() -> None:
     samples = noisy(60)
     assert fed(samples[:3]).error > fed(samples).error
-    once, often = (Level(level_bytes=GIB, sample_bytes=GIB, samples=samples) for samples in (1, 100))
+    once, often = (
+        Level(level_bytes=GIB, sample_bytes=GIB, samples=samples) for samples in (1, 100)
+    )
     assert once.error > 2 * often.error
 
 
@@ -64,7 +66,9 @@ def test_an_exact_sample_is_used_as_it_is_and_others_are_not() -> None:
 
 
 @given(samples=st.lists(st.floats(0.0, 1e13), min_size=1, max_size=40), exact=st.booleans())
-def test_usable_is_never_more_than_was_seen_and_never_negative(samples: list[float], exact: bool) -> None:
+def test_usable_is_never_more_than_was_seen_and_never_negative(
+    samples: list[float], exact: bool
+) -> None:
     level: Level | None = None
     for place, sample in enumerate(samples, start=1):
         level = sampled(level, sample, exact=exact)
@@ -72,7 +76,9 @@ def test_usable_is_never_more_than_was_seen_and_never_negative(samples: list[flo
         assert level.usable_bytes <= level.likely_bytes
 
 
-def test_a_third_piece_is_expected_after_two_in_a_row_and_what_has_failed_a_step_for_two_minutes() -> None:
+def test_a_third_piece_is_expected_after_two_in_a_row_and_what_has_failed_a_step_for_two_minutes() -> (
+    None
+):
     level = sampled(sampled(None, 100.0, exact=True), 90.0, exact=True, passed_s=0.1)
     assert level.usable_bytes == 90.0
     level = sampled(level, 80.0, exact=True, passed_s=0.1)
@@ -82,9 +88,13 @@ def test_a_third_piece_is_expected_after_two_in_a_row_and_what_has_failed_a_step
     assert sampled(apart, 70.0, exact=True, passed_s=2.0).usable_bytes == 70.0
 
     jittery = sampled(sampled(None, 100.0, exact=True), 96.0, exact=True, failed=True)
-    assert sampled(jittery, 100.0, exact=True, passed_s=119.0).usable_bytes == 100.0 * (1.0 - jittery.jitter)
+    assert sampled(jittery, 100.0, exact=True, passed_s=119.0).usable_bytes == 100.0 * (
+        1.0 - jittery.jitter
+    )
     assert 0.039 < jittery.jitter < 0.041
     assert sampled(jittery, 100.0, exact=True, passed_s=120.0).usable_bytes == 100.0
     taken = sampled(jittery, 40.0, exact=True, passed_s=1.0)
     assert taken.usable_bytes == 40.0 * (1.0 - taken.jitter)
-    assert sampled(taken, 100.0, exact=True, passed_s=1.0).usable_bytes == 100.0, "a program was the reason"
+    assert sampled(taken, 100.0, exact=True, passed_s=1.0).usable_bytes == 100.0, (
+        "a program was the reason"
+    )

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from workers.policy.adaptive.heavy_steps import HeavySteps
 
 
-def played(*, every: int, steps: int, ratio: float = 4.0, repeats: bool = False) -> list[tuple[bool, bool]]:
+def played(
+    *, every: int, steps: int, ratio: float = 4.0, repeats: bool = False
+) -> list[tuple[bool, bool]]:
     """Whether each step was heavy, and whether it had been expected; one that was not expected fails.
 
-    `repeats`: a heavy step that failed comes again at once, as where only steps that end well are counted, and ends
-    well then, because it is run smaller.
+    `repeats`: a heavy step that failed comes again at once, as where only steps that end well are
+    counted, and ends well then, because it is run smaller.
     """
     heavy, seen, number = HeavySteps(), list[tuple[bool, bool]](), 0
     for step in range(steps):
@@ -33,12 +35,16 @@ def played(*, every: int, steps: int, ratio: float = 4.0, repeats: bool = False)
 
 @pytest.mark.parametrize("repeats", [False, True])
 @given(every=st.integers(3, 60))
-def test_after_three_equal_gaps_and_a_few_failures_only_heavy_steps_are_expected(*, repeats: bool, every: int) -> None:
+def test_after_three_equal_gaps_and_a_few_failures_only_heavy_steps_are_expected(
+    *, repeats: bool, every: int
+) -> None:
     seen = played(every=every, steps=12 * every, repeats=repeats)
     assert all(is_heavy == expected for is_heavy, expected in seen[-4 * every :])
 
 
-def test_a_step_that_failed_for_another_reason_costs_one_more_small_step_and_not_the_period() -> None:
+def test_a_step_that_failed_for_another_reason_costs_one_more_small_step_and_not_the_period() -> (
+    None
+):
     """Whether the workload counted it is not known: the next one may come a step earlier."""
     for counted in (False, True):
         heavy, at_s = HeavySteps(), 0.0
@@ -72,7 +78,9 @@ def test_a_period_is_found_among_others_and_given_up_after_two_that_did_not_come
 
 
 @given(seed=st.integers(0, 1000))
-def test_irregular_ones_are_reckoned_with_while_they_come_more_than_once_a_minute(seed: int) -> None:
+def test_irregular_ones_are_reckoned_with_while_they_come_more_than_once_a_minute(
+    seed: int,
+) -> None:
     draw = random.Random(seed)  # noqa: S311 - repeatable is what is wanted
     heavy, now_s = HeavySteps(), 0.0
     for gap in (3, 17, 8, 29, 5):

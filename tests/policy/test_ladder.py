@@ -17,7 +17,8 @@ from workers.settings import WorkloadSpec
 
 ASKED = WorkloadSpec(name="mine:Mlp", dtype="fp16", size=4096, batch=128, seed=0)
 
-#: Adjacent rungs are at most this far apart near what was asked for: a finer row would only make longer tables.
+#: Adjacent rungs are at most this far apart near what was asked for: a finer row would only make
+#: longer tables.
 FINE_ENOUGH = 1.02
 
 
@@ -30,7 +31,7 @@ def says_nothing(size: int, batch: int) -> None:
     return None
 
 
-def stepping(size_power: float = 2.0, batch_power: float = 1.0, **growth: Any) -> Growth:  # noqa: ANN401 - of Growth
+def stepping(size_power: float = 2.0, batch_power: float = 1.0, **growth: Any) -> Growth:
     return Growth(
         size_power=size_power,
         batch_power=batch_power,
@@ -40,8 +41,14 @@ def stepping(size_power: float = 2.0, batch_power: float = 1.0, **growth: Any) -
     )
 
 
-def filling(most_bytes: int, needed_bytes: Any = three_squares) -> Growth:  # noqa: ANN401 - says_nothing too
-    return Growth(size_power=2.0, batch_power=0.0, fills_claim=True, needed_bytes=needed_bytes, most_bytes=most_bytes)
+def filling(most_bytes: int, needed_bytes: Any = three_squares) -> Growth:
+    return Growth(
+        size_power=2.0,
+        batch_power=0.0,
+        fills_claim=True,
+        needed_bytes=needed_bytes,
+        most_bytes=most_bytes,
+    )
 
 
 def runs_of(ladder: Ladder) -> list[Run]:
@@ -51,7 +58,9 @@ def runs_of(ladder: Ladder) -> list[Run]:
 class TestStepping:
     def test_on_the_way_down_the_batch_gives_way_before_the_size(self) -> None:
         runs = list(reversed(runs_of(ladder_of(GUIDES, ASKED, stepping()))))
-        smallest_batch = next(index for index, run in enumerate(runs) if run.batch == GUIDES.batch_floor)
+        smallest_batch = next(
+            index for index, run in enumerate(runs) if run.batch == GUIDES.batch_floor
+        )
         assert all(run.size == ASKED.size for run in runs[: smallest_batch + 1])
         assert all(run.batch == GUIDES.batch_floor for run in runs[smallest_batch:])
         assert (runs[-1], runs[0]) == (Run(size=256, batch=32), Run(size=4096, batch=128))
@@ -64,9 +73,13 @@ class TestStepping:
         assert {run.batch for run in only_size} == {128}
         assert [run.size for run in only_size] == list(range(256, 4097, TILE))
 
-    def test_where_nothing_moves_memory_and_below_the_floors_there_is_one_step_as_asked(self) -> None:
+    def test_where_nothing_moves_memory_and_below_the_floors_there_is_one_step_as_asked(
+        self,
+    ) -> None:
         assert runs_of(ladder_of(GUIDES, ASKED, stepping(0.0, 0.0))) == [Run(size=4096, batch=128)]
-        assert runs_of(ladder_of(GUIDES, replace(ASKED, size=100, batch=8), stepping())) == [Run(size=100, batch=8)]
+        assert runs_of(ladder_of(GUIDES, replace(ASKED, size=100, batch=8), stepping())) == [
+            Run(size=100, batch=8)
+        ]
 
     def test_sizes_between_the_ends_are_whole_tiles_and_the_ends_are_as_asked(self) -> None:
         asked = replace(ASKED, size=1000)
@@ -111,7 +124,11 @@ class TestWithin:
     @example(limit_bytes=three_squares(256, 32))
     def test_it_is_the_highest_rung_that_is_said_to_fit(self, limit_bytes: int) -> None:
         ladder = ladder_of(GUIDES, ASKED, stepping())
-        fitting = [units for units in ladder.units if three_squares(ladder.run(units).size, 0) <= limit_bytes]
+        fitting = [
+            units
+            for units in ladder.units
+            if three_squares(ladder.run(units).size, 0) <= limit_bytes
+        ]
         assert ladder.within(limit_bytes, three_squares) == (fitting[-1] if fitting else None)
 
 
@@ -150,13 +167,18 @@ def test_whatever_is_asked_for(
     most_bytes=st.integers(1, 1 << 38),
     limit_bytes=st.integers(0, 1 << 38),
 )
-def test_whatever_fills_its_claim(size: int, size_floor: int, most_bytes: int, limit_bytes: int) -> None:
+def test_whatever_fills_its_claim(
+    size: int, size_floor: int, most_bytes: int, limit_bytes: int
+) -> None:
     memory = replace(GUIDES, size_floor=size_floor)
     ladder = ladder_of(memory, replace(ASKED, size=size), filling(most_bytes=most_bytes))
     assert list(ladder.units) == sorted(set(ladder.units))
     assert ladder.units[-1] == most_bytes
     near_the_top = [units for units in ladder.units if units >= most_bytes / 2]
-    assert all(larger <= FINE_ENOUGH * units or larger - units == 1 for units, larger in pairwise(near_the_top))
+    assert all(
+        larger <= FINE_ENOUGH * units or larger - units == 1
+        for units, larger in pairwise(near_the_top)
+    )
     within = ladder.within(limit_bytes, three_squares)
     if within is not None:
         assert three_squares(ladder.run(within).size, 1) <= limit_bytes

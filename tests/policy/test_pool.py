@@ -1,4 +1,7 @@
-"""Workers on one simulated card: with leases they share it, at rest and in full; without, they do not."""
+"""Workers on one simulated card: with leases they share it, at rest and in full.
+
+Without, they do not.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ HABITS: dict[str, dict[str, bool]] = {
 class Watched(pool.Play):
     """Notes how little was free."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - as `Play`
+    def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.seen_bytes: list[int] = []
 
@@ -61,8 +64,11 @@ COURSES = [
 
 
 @pytest.mark.parametrize(("name", "habits", "workers"), COURSES)
-def test_workers_share_a_card_fairly_at_rest_and_in_full(name: str, habits: str, workers: int) -> None:
-    # A worker that samples only once a second fails more often, and is careful for a while each time.
+def test_workers_share_a_card_fairly_at_rest_and_in_full(
+    name: str, habits: str, workers: int
+) -> None:
+    # A worker that samples only once a second fails more often, and is careful for a while each
+    # time.
     fair = 0.95 if HABITS[habits].get("looks_every_step", True) else 0.9
     _, found = played(name, SEEDS[list(HABITS).index(habits)], workers=workers, habits=habits)
     assert found["jain_bytes"] >= fair
@@ -94,18 +100,24 @@ def test_a_run_judges_its_rows() -> None:
     result = pool.run(SEEDS[0], minutes=0.5).figures
     rows: list[dict[str, Any]] = result["pool"]
     assert {(row["scene"], row["memory"], row["leases"]) for row in rows} == {
-        (name, memory, leases) for name in SCENES for memory in ("kept", "given back") for leases in ("yes", "no")
+        (name, memory, leases)
+        for name in SCENES
+        for memory in ("kept", "given back")
+        for leases in ("yes", "no")
     }
     targets = {target["target"]: target for target in result["pool_targets"]}
     with_leases = [row for row in rows if row["leases"] == "yes"]
-    assert float(targets["used"]["found"]) == pytest.approx(min(row["used"] for row in with_leases), rel=1e-3)
+    assert float(targets["used"]["found"]) == pytest.approx(
+        min(row["used"] for row in with_leases), rel=1e-3
+    )
     assert targets["used"]["asked"] == ">= 0.92"
     assert set(targets) == {"jain_bytes", "jain_work", "used", "quiet_changes_per_minute"}
     assert {target["met"] for target in targets.values()} <= {"yes", "NO"}
 
 
 @pytest.mark.parametrize(
-    ("values", "index"), [([1.0, 1.0, 1.0, 1.0], 1.0), ([4.0, 0.0, 0.0, 0.0], 0.25), ([0.0, 0.0], 1.0), ([1, 3], 0.8)]
+    ("values", "index"),
+    [([1.0, 1.0, 1.0, 1.0], 1.0), ([4.0, 0.0, 0.0, 0.0], 0.25), ([0.0, 0.0], 1.0), ([1, 3], 0.8)],
 )
 def test_jain(values: list[float], index: float) -> None:
     assert pool.jain(values) == pytest.approx(index)

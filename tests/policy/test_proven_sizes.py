@@ -20,10 +20,14 @@ def after(steps: list[tuple[int, int]]) -> Proofs:
 
 
 @given(steps=STEPS, memory_bytes=st.integers(0, 1000))
-def test_only_what_ended_well_under_no_more_memory_is_proven(steps: list[tuple[int, int]], memory_bytes: int) -> None:
+def test_only_what_ended_well_under_no_more_memory_is_proven(
+    steps: list[tuple[int, int]], memory_bytes: int
+) -> None:
     """Samples are noisy: 5 % more is no more."""
     found = largest_proven(after(steps), memory_bytes, 60.0)
-    assert found is None or any(size == found and 0.95 * needed <= memory_bytes for size, needed in steps)
+    assert found is None or any(
+        size == found and 0.95 * needed <= memory_bytes for size, needed in steps
+    )
 
 
 @given(steps=STEPS)
@@ -39,10 +43,13 @@ def test_what_fails_is_not_proven_any_more_nor_is_what_is_nearly_as_large(
     steps: list[tuple[int, int]], size: int, memory_bytes: int
 ) -> None:
     left = refuted(after(steps), size, memory_bytes)
-    assert largest_proven(left, memory_bytes, 60.0) is None or largest_proven(left, memory_bytes, 60.0) < 0.8 * size  # type: ignore[operator]
-    assert {proof for proof in after(steps) if 0.95 * proof.memory_bytes > memory_bytes} <= set(left), (
-        "under more it may fit"
-    )
+    assert (
+        largest_proven(left, memory_bytes, 60.0) is None
+        or largest_proven(left, memory_bytes, 60.0) < 0.8 * size
+    )  # type: ignore[operator]
+    assert {proof for proof in after(steps) if 0.95 * proof.memory_bytes > memory_bytes} <= set(
+        left
+    ), "under more it may fit"
 
 
 def test_a_proof_lasts_ten_minutes_and_is_renewed() -> None:

@@ -12,7 +12,11 @@ from workers.policy.registry import make_policy
 from workers.settings import WorkloadSpec
 
 GROWTH = Growth(
-    size_power=2.0, batch_power=0.0, fills_claim=False, needed_bytes=lambda size, _: 6 * size**2, most_bytes=1 << 30
+    size_power=2.0,
+    batch_power=0.0,
+    fills_claim=False,
+    needed_bytes=lambda size, _: 6 * size**2,
+    most_bytes=1 << 30,
 )
 PRESSURE = Pressure(at_s=0.0, allowed_bytes=1 << 30, free_bytes=1 << 30, needed_at_floor_bytes=1)
 
@@ -24,7 +28,12 @@ def policy(request: pytest.FixtureRequest) -> Policy[Any]:
 
 
 def made(name: str) -> Policy[Any]:
-    return make_policy(name, GUIDES, WorkloadSpec(name="mine:Mlp", dtype="fp16", size=4096, batch=128, seed=0), GROWTH)
+    return make_policy(
+        name,
+        GUIDES,
+        WorkloadSpec(name="mine:Mlp", dtype="fp16", size=4096, batch=128, seed=0),
+        GROWTH,
+    )
 
 
 def test_a_policy_is_built_by_its_name_and_runs(policy: Policy[Any]) -> None:
@@ -44,7 +53,11 @@ def test_the_dump_of_a_fresh_state_loads_as_a_fresh_state(policy: Policy[Any]) -
 
 def test_the_state_of_another_policy_is_refused(policy: Policy[Any]) -> None:
     data = policy.dump(policy.initial(0, None))
-    for foreign, name in (({**data, "policy": "other"}, "'other'"), ({**data, "policy": None}, "None"), ({}, "None")):
+    for foreign, name in (
+        ({**data, "policy": "other"}, "'other'"),
+        ({**data, "policy": None}, "None"),
+        ({}, "None"),
+    ):
         with pytest.raises(ValueError, match=f"written by policy {name}"):
             policy.load(foreign)
 
@@ -52,6 +65,10 @@ def test_the_state_of_another_policy_is_refused(policy: Policy[Any]) -> None:
 def test_a_missing_or_unknown_key_is_refused_by_name(policy: Policy[Any]) -> None:
     data = policy.dump(policy.initial(0, None))
     for key in [*(data.keys() - {"policy"}), "surprise"]:
-        other = {**data, "surprise": 1} if key == "surprise" else {name: data[name] for name in data if name != key}
+        other = (
+            {**data, "surprise": 1}
+            if key == "surprise"
+            else {name: data[name] for name in data if name != key}
+        )
         with pytest.raises(ValueError, match=key):
             policy.load(other)

@@ -69,7 +69,9 @@ class Cheat:
     def next(self, free_bytes: int | None = None) -> int | None:
         available = next(
             level
-            for at_s, level in zip(reversed(self.world.times_s), reversed(self.world.levels_bytes), strict=True)
+            for at_s, level in zip(
+                reversed(self.world.times_s), reversed(self.world.levels_bytes), strict=True
+            )
             if at_s <= self.clock()
         )
         return self.world.largest_that_fits(available, self.step, blocks=self.blocks) or None
@@ -78,7 +80,9 @@ class Cheat:
         self.step += 1
 
     def failed(self, size: int) -> None:
-        raise AssertionError(f"the oracle's size {size} failed in step {self.step} of {self.world.name}")
+        raise AssertionError(
+            f"the oracle's size {size} failed in step {self.step} of {self.world.name}"
+        )
 
 
 def level(gib: float, duration_s: float = 120.0) -> World:
@@ -97,14 +101,18 @@ def test_no_size_above_the_oracles_fits_and_the_oracles_does(blocks: bool) -> No
     for step in range(60):
         available = int((0.3 + 0.125 * step) * GIB)
         fitting = [
-            size for size in range(1, 4200) if world.need_bytes(size, step, blocks=blocks) <= available
+            size
+            for size in range(1, 4200)
+            if world.need_bytes(size, step, blocks=blocks) <= available
         ]  # beyond 4200 items nothing fits into 7.8 GiB
         assert world.largest_that_fits(available, step, blocks=blocks) == max(fitting, default=0)
 
 
 @pytest.mark.parametrize("regime", HALF_SPEED_ITEMS)
 @pytest.mark.parametrize("signal", [EXACT, REAL], ids=lambda signal: signal.name)
-def test_who_knows_what_the_oracle_knows_never_fails_and_does_exactly_its_work(regime: str, signal: Signal) -> None:
+def test_who_knows_what_the_oracle_knows_never_fails_and_does_exactly_its_work(
+    regime: str, signal: Signal
+) -> None:
     for world in worlds(8, regime, 1000.0):
         outcome = play(partial(Cheat, world, blocks=signal.blocks), world, signal)
         assert outcome.failures == 0
@@ -116,8 +124,12 @@ def test_a_rule_that_always_fails_does_no_work_and_pays_half_a_step_and_the_clea
     rule, outcome = watch(world, LARGEST, EXACT)
     cost_s = world.job.step_s(LARGEST) / 2 + FAILURE_S
     assert outcome.score == outcome.items == 0
-    assert [at_s for at_s, _, _ in rule.ends] == pytest.approx([cost_s * n for n in range(1, len(rule.ends) + 1)])
-    assert outcome.failures == len(outcome.tried) == len(rule.ends) == -(-world.duration_s // cost_s)
+    assert [at_s for at_s, _, _ in rule.ends] == pytest.approx(
+        [cost_s * n for n in range(1, len(rule.ends) + 1)]
+    )
+    assert (
+        outcome.failures == len(outcome.tried) == len(rule.ends) == -(-world.duration_s // cost_s)
+    )
     assert outcome.worst_minute == -(-60 // cost_s)
 
 
@@ -134,7 +146,9 @@ def test_each_signal_tells_what_it_says_and_no_more(signal: Signal) -> None:
         assert statistics.fmean(error for _, error in samples) == pytest.approx(0, abs=0.003)
         assert statistics.stdev(error for _, error in samples) == pytest.approx(0.03, rel=0.1)
     else:
-        assert [error for _, error in samples] == ([0.0] * len(rule.told) if signal is EXACT else [])
+        assert [error for _, error in samples] == (
+            [0.0] * len(rule.told) if signal is EXACT else []
+        )
 
 
 @pytest.mark.parametrize("size", [0, LARGEST + 1])
@@ -166,10 +180,18 @@ def test_rules_of_today_do_what_their_authors_wrote() -> None:
 
 @pytest.mark.parametrize(
     ("name", "precious", "saturating"),
-    [("accelerate", 0.742, 0.898), ("toma", 0.641, 0.852), ("guide", 0.709, 0.888), ("aimd", 0.884, 0.937)],
+    [
+        ("accelerate", 0.742, 0.898),
+        ("toma", 0.641, 0.852),
+        ("guide", 0.709, 0.888),
+        ("aimd", 0.884, 0.937),
+    ],
 )
 def test_the_worlds_are_as_hard_as_they_were(name: str, precious: float, saturating: float) -> None:
-    """A seed draws the same worlds each time; a change of how hard they are changes these scores."""
+    """A seed draws the same worlds each time.
+
+    A change of how hard they are changes these scores.
+    """
     worlds.cache_clear()
     for regime, signal, rate_per_s, expected in (
         ("precious", BLIND, 10_000.0, precious),
@@ -200,7 +222,9 @@ def test_a_run_has_a_row_for_each_rule_and_signal_and_judges_its_targets() -> No
 
 
 def test_the_verb_runs_the_rules_that_are_asked_for_and_no_others() -> None:
-    assert len(bench("policy", "--seeds", "1", "--rate", "1000", "--rules", "toma")["precious"]) == 1
+    assert (
+        len(bench("policy", "--seeds", "1", "--rate", "1000", "--rules", "toma")["precious"]) == 1
+    )
     done = typed("policy", "--rules", "luck")
     assert done.returncode == 2
     assert "adaptive" in done.stderr

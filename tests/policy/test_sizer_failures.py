@@ -27,7 +27,9 @@ def worked(bounds: Bounds, steps: int) -> Sizer:
 
 @pytest.mark.parametrize("failures_per_minute", [1, 2, 6])
 @pytest.mark.parametrize("smallest", [1, 40])
-def test_while_nothing_fits_failures_stay_within_what_is_allowed(smallest: int, failures_per_minute: int) -> None:
+def test_while_nothing_fits_failures_stay_within_what_is_allowed(
+    smallest: int, failures_per_minute: int
+) -> None:
     """Also where memory seems to come back at each question, so that the smallest size is promised."""
     bounds = Bounds(largest=40, smallest=smallest, failures_per_minute=failures_per_minute)
     state, failed_s = worked(bounds, 30), list[float]()
@@ -36,13 +38,21 @@ def test_while_nothing_fits_failures_stay_within_what_is_allowed(smallest: int, 
         if size is not None:
             state = sizer.failed(state, bounds, second + 0.5, size)
             failed_s.append(second + 0.5)
-    allowed = failures_per_minute + (6 if smallest < bounds.largest else 0)  # what it takes to shrink
+    allowed = failures_per_minute + (
+        6 if smallest < bounds.largest else 0
+    )  # what it takes to shrink
     assert len(failed_s) > allowed
-    assert all(later - sooner >= sizer.WINDOW_S for sooner, later in zip(failed_s, failed_s[allowed:], strict=False))
+    assert all(
+        later - sooner >= sizer.WINDOW_S
+        for sooner, later in zip(failed_s, failed_s[allowed:], strict=False)
+    )
 
 
 def test_what_had_ended_well_is_given_up_although_heavy_steps_come_often() -> None:
-    """No signal tells that memory was taken; each step may have been a heavy one, and each was run smaller."""
+    """No signal tells that memory was taken.
+
+    Each step may have been a heavy one, and each was run smaller.
+    """
     bounds = Bounds(largest=1000)
     state = worked(bounds, 40)
     at_s = 100.0
@@ -66,7 +76,10 @@ def test_what_had_ended_well_is_given_up_although_heavy_steps_come_often() -> No
 
 @pytest.mark.parametrize("peaks", [True, False])
 def test_absurd_peaks_of_the_only_size_are_forgotten_after_two_steps(*, peaks: bool) -> None:
-    """They say that it does not fit. It ends well all the same when it is tried: with a peak, or against the signal."""
+    """They say that it does not fit.
+
+    It ends well all the same when it is tried: with a peak, or against the signal.
+    """
     bounds = Bounds(largest=8, smallest=8)
     state, rests = worked(bounds, 3), 0
     for at_s in (10.0, 11.0):

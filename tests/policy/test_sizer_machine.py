@@ -1,8 +1,9 @@
 """The sizer in worlds nobody would design: named invariants that hold whatever happens.
 
-Covers arbitrary sizes, footprints, courses of memory and signals, lying ones too; what is promised once a world stays
-as it is; and reports that no question led to. `SIZER_EXAMPLES=100` tries a hundred times as many examples. Does not
-cover how much work gets done while memory comes and goes as it does in practice; that is `test_simulator.py`.
+Covers arbitrary sizes, footprints, courses of memory and signals, lying ones too; what is promised
+once a world stays as it is; and reports that no question led to. `SIZER_EXAMPLES=100` tries a
+hundred times as many examples. Does not cover how much work gets done while memory comes and goes
+as it does in practice; that is `test_simulator.py`.
 """
 
 from __future__ import annotations
@@ -41,13 +42,20 @@ from workers.settings import Learned
 
 EXAMPLES: Final = int(os.environ.get("SIZER_EXAMPLES", "1"))
 
-#: The same examples every time, unless more are asked for. Campaigns with fresh ones still find a known limit: a signal
-#: that lies and proves itself by turns can keep a worker resting for ten seconds between two steps.
+#: The same examples every time, unless more are asked for. Campaigns with fresh ones still find a
+#: known limit: a signal that lies and proves itself by turns can keep a worker resting for ten
+#: seconds between two steps.
 STEADY = EXAMPLES == 1
 TRIFLE_S: Final = 1e-6
 """What sums of times may be off by."""
 
-FORGOTTEN_S: Final = brackets.FORGET_S + sizer.WINDOW_S + sizer._LONGEST_WAIT_S + brackets._PROBE_EVERY_S + 2 * IDLE_S
+FORGOTTEN_S: Final = (
+    brackets.FORGET_S
+    + sizer.WINDOW_S
+    + sizer._LONGEST_WAIT_S
+    + brackets._PROBE_EVERY_S
+    + 2 * IDLE_S
+)
 """After so long without a failure no bad size is remembered, no failure counted, no emergency waited out, and a probe
 may be had again."""
 
@@ -64,9 +72,14 @@ def steps_to_grow(ratio: float) -> int:
 
 def settling_s(bounds: Bounds, step_s: float) -> float:
     """Return how long it may take from the largest size, failing all the way, to the smallest one that ends well."""
-    size, failures = bounds.largest, 2  # a probe beyond it may fail first, and leaves it where it is
+    size, failures = (
+        bounds.largest,
+        2,
+    )  # a probe beyond it may fail first, and leaves it where it is
     while size > bounds.smallest:
-        size = bounds.down(min(size * brackets._KEPT_AFTER[-1 if failures > 6 else failures - 2], size - 1))
+        size = bounds.down(
+            min(size * brackets._KEPT_AFTER[-1 if failures > 6 else failures - 2], size - 1)
+        )
         failures += 1
     rests = math.ceil(failures / bounds.failures_per_minute) + 1
     return rests * sizer.WINDOW_S + sizer._LONGEST_WAIT_S + failures * step_s + 2 * IDLE_S
@@ -81,7 +94,9 @@ def numbers(value: object) -> Iterator[float]:
         yield value
 
 
-def replayed(bounds: Bounds, learned: Learned | None, events: list[Event]) -> Iterator[tuple[Sizer, int | None, bool]]:
+def replayed(
+    bounds: Bounds, learned: Learned | None, events: list[Event]
+) -> Iterator[tuple[Sizer, int | None, bool]]:
     """Yield the state after each event, the answer, and whether the event was a question.
 
     Each event is answered twice, and the state goes through pickle before.
@@ -138,16 +153,29 @@ class SizerMachine(RuleBasedStateMachine):
         old = self.loop
         self.what_happened_can_be_replayed()
         learned = sizer.learned_of(old.state)
-        self.loop = Loop(old.bounds, old.workload, old.signal, old.free_bytes, old.draw, learned, old.now_s)
-        self.looked_at, self.failed, self.told_bytes, self.lowest_bytes, self.risen = 0, None, None, None, False
+        self.loop = Loop(
+            old.bounds, old.workload, old.signal, old.free_bytes, old.draw, learned, old.now_s
+        )
+        self.looked_at, self.failed, self.told_bytes, self.lowest_bytes, self.risen = (
+            0,
+            None,
+            None,
+            None,
+            False,
+        )
 
     # What the world does.
 
     @rule(share=shares)
     def memory_comes_or_goes(self, share: float) -> None:
-        self.loop.free_bytes = int(share * self.loop.workload.need_bytes(self.loop.bounds.largest, 0.0))
+        self.loop.free_bytes = int(
+            share * self.loop.workload.need_bytes(self.loop.bounds.largest, 0.0)
+        )
 
-    @rule(factor=st.sampled_from([0.1, 0.5, 0.9, 1.0, 1.1, 2.0, 10.0]), wobble=st.sampled_from([0.0, 0.01, 0.3]))
+    @rule(
+        factor=st.sampled_from([0.1, 0.5, 0.9, 1.0, 1.1, 2.0, 10.0]),
+        wobble=st.sampled_from([0.0, 0.01, 0.3]),
+    )
     def needs_jump(self, factor: float, wobble: float) -> None:
         self.loop.workload = replace(self.loop.workload, factor=factor, wobble=wobble)
 
@@ -155,11 +183,15 @@ class SizerMachine(RuleBasedStateMachine):
     def the_signal_changes(self, signal: Signal) -> None:
         self.loop.signal = signal
 
-    # What is promised once it stays as it is; of a fork, so that the loop goes on as if nobody had looked.
+    # What is promised once it stays as it is; of a fork, so that the loop goes on as if nobody had
+    # looked.
 
     @rule(step_s=st.sampled_from([0.05, 1.0, 20.0]))
     def what_stays_as_it_is_runs_or_rests(self, step_s: float) -> None:
-        """In a world that stays as it is, steps end well if the smallest fits; if nothing fits, there is rest."""
+        """In a world that stays as it is, steps end well if the smallest fits.
+
+        If nothing fits, there is rest.
+        """
         loop, within_s = self.loop.fork(), settling_s(self.loop.bounds, step_s)
         if loop.surely_fits(loop.bounds.smallest):
             self._runs(loop, within_s, step_s)
@@ -169,12 +201,16 @@ class SizerMachine(RuleBasedStateMachine):
     def _runs(self, loop: Loop, within_s: float, step_s: float) -> None:
         end_s = loop.now_s + within_s + step_s
         while not _good(loop.turn(step_s)):
-            assert loop.now_s <= end_s, f"no step ended well for {within_s:.0f} s, and the smallest fits"
+            assert loop.now_s <= end_s, (
+                f"no step ended well for {within_s:.0f} s, and the smallest fits"
+            )
         if loop.surely_fits(loop.bounds.smallest, 2.0) and loop.is_plainly_told():
             loop.turns_for(within_s, max(step_s, 1.0))
             turns = loop.turns_for(300.0 + 10 * step_s, step_s)
             run_s = sum(turn.ended_at_s - turn.at_s for turn in turns if _good(turn))
-            assert run_s >= (turns[-1].at_s - turns[0].at_s) / 4, "it rests, and there is room for twice the smallest"
+            assert run_s >= (turns[-1].at_s - turns[0].at_s) / 4, (
+                "it rests, and there is room for twice the smallest"
+            )
 
     def _rests(self, loop: Loop, within_s: float, step_s: float) -> None:
         loop.turns_for(within_s, step_s)
@@ -187,15 +223,21 @@ class SizerMachine(RuleBasedStateMachine):
         assert max(later - sooner for sooner, later in pairwise(times_s)) <= longest_s
         room = 2 * loop.workload.need_bytes(loop.bounds.largest, 1.0)
         freed = loop.fork(free_bytes=room, signal=Signal(every=1, peaks=True))
-        assert any(_good(turn) for turn in freed.turns_for(longest_s, step_s)), "memory returned, and nothing runs"
+        assert any(_good(turn) for turn in freed.turns_for(longest_s, step_s)), (
+            "memory returned, and nothing runs"
+        )
 
     @rule(step_s=st.sampled_from([1.0, 20.0, 100.0]), every=st.sampled_from([0, 1, 10]))
     def what_returns_is_used(self, step_s: float, every: int) -> None:
         """Once nothing bad is remembered, `steps_to_grow` clean steps lead to the largest size, if that fits."""
         old, bounds = self.loop.workload, self.loop.bounds
         workload = replace(old, factor=1.0, wobble=min(old.wobble, 0.05))
-        free_bytes = 4 * max(workload.need_bytes(size, 1.0) for size in (bounds.largest, max(1, bounds.largest - 1)))
-        loop = self.loop.fork(workload=workload, free_bytes=free_bytes, signal=Signal(every=every, peaks=every > 0))
+        free_bytes = 4 * max(
+            workload.need_bytes(size, 1.0) for size in (bounds.largest, max(1, bounds.largest - 1))
+        )
+        loop = self.loop.fork(
+            workload=workload, free_bytes=free_bytes, signal=Signal(every=every, peaks=every > 0)
+        )
         turns = loop.turns_for(FORGOTTEN_S, step_s)
         assert not any(turn.failed for turn in turns)
         for _ in range(steps_to_grow(bounds.largest / bounds.smallest)):
@@ -219,13 +261,21 @@ class SizerMachine(RuleBasedStateMachine):
             assert bool(turn.reason) == (turn.size is None)
             if "within a minute" in turn.reason:
                 lately = sum(turn.at_s - sizer.WINDOW_S < at_s <= turn.at_s for at_s in failures_s)
-                assert lately >= self.loop.bounds.failures_per_minute, "it rests for failures that are long past"
+                assert lately >= self.loop.bounds.failures_per_minute, (
+                    "it rests for failures that are long past"
+                )
 
     @invariant()
-    def failures_within_a_minute_stay_within_what_is_allowed_and_what_it_takes_to_shrink_without_a_pause(self) -> None:
+    def failures_within_a_minute_stay_within_what_is_allowed_and_what_it_takes_to_shrink_without_a_pause(
+        self,
+    ) -> None:
         """Each further one is of a proven size, or leads to a size that is smaller by a third at the least."""
         bounds = self.loop.bounds
-        allowed = bounds.failures_per_minute + 1 + math.ceil(math.log(bounds.largest / bounds.smallest, 1.5))
+        allowed = (
+            bounds.failures_per_minute
+            + 1
+            + math.ceil(math.log(bounds.largest / bounds.smallest, 1.5))
+        )
         failures_s = [turn.ended_at_s for turn in self.loop.tries if turn.failed]
         for first_s, one_too_many_s in zip(failures_s, failures_s[allowed:], strict=False):
             assert one_too_many_s - first_s >= sizer.WINDOW_S - TRIFLE_S
@@ -236,21 +286,34 @@ class SizerMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_size_fails_twice_without_a_release_between(self) -> None:
-        """After a failure the next size is smaller. Only the smallest is tried again, after a rest or a rise."""
+        """After a failure the next size is smaller.
+
+        Only the smallest is tried again, after a rest or a rise.
+        """
         failures_s = [turn.ended_at_s for turn in self.loop.tries[: self.looked_at] if turn.failed]
         for turn in self._news(forget=True):
             if (told_bytes := turn.told_bytes) is not None:
                 self.risen |= self.lowest_bytes is None or told_bytes > self.lowest_bytes
-                self.lowest_bytes = told_bytes if self.lowest_bytes is None else min(self.lowest_bytes, told_bytes)
+                self.lowest_bytes = (
+                    told_bytes if self.lowest_bytes is None else min(self.lowest_bytes, told_bytes)
+                )
                 self.told_bytes = told_bytes
             if turn.size is None:
                 continue
-            if (failed := self.failed) is not None and failed.size is not None and turn.size >= failed.size:
+            if (
+                (failed := self.failed) is not None
+                and failed.size is not None
+                and turn.size >= failed.size
+            ):
                 assert turn.size == failed.size == self.loop.bounds.smallest
                 rested_s = turn.at_s - failed.ended_at_s
                 lately = sum(at_s > turn.at_s - sizer.WINDOW_S + TRIFLE_S for at_s in failures_s)
-                assert lately < self.loop.bounds.failures_per_minute, "the smallest is tried too often"
-                assert self.risen or rested_s >= sizer._FIRST_WAIT_S - TRIFLE_S, "it failed, and nothing has changed"
+                assert lately < self.loop.bounds.failures_per_minute, (
+                    "the smallest is tried too often"
+                )
+                assert self.risen or rested_s >= sizer._FIRST_WAIT_S - TRIFLE_S, (
+                    "it failed, and nothing has changed"
+                )
             failures_s += [turn.ended_at_s] if turn.failed else []
             self.failed = turn if turn.failed else None
             self.lowest_bytes, self.risen = self.told_bytes, False
@@ -259,7 +322,10 @@ class SizerMachine(RuleBasedStateMachine):
         self.what_happened_can_be_replayed()
 
     def what_happened_can_be_replayed(self) -> None:
-        """Equal events give equal states and equal sizes; a state is a plain value, which survives pickling."""
+        """Equal events give equal states and equal sizes.
+
+        A state is a plain value, which survives pickling.
+        """
         if not hasattr(self, "loop") or not self.loop.events:
             return
         course = list(replayed(self.loop.bounds, self.loop.learned, self.loop.events))
@@ -290,9 +356,15 @@ def reports(draw: st.DrawFn) -> list[Event]:
     sizes = st.integers(0, 100) | st.integers(0, 10**7)
     amounts = st.none() | st.sampled_from([0, 1, MOST_BYTES]) | st.integers(0, MOST_BYTES)
     at_s, events = 0.0, list[Event]()
-    for kind in draw(st.lists(st.sampled_from([sizer.asked, sizer.asked, sizer.succeeded, sizer.failed]), max_size=40)):
+    for kind in draw(
+        st.lists(
+            st.sampled_from([sizer.asked, sizer.asked, sizer.succeeded, sizer.failed]), max_size=40
+        )
+    ):
         at_s += draw(st.sampled_from([0.0, 1e-6, 1.0, 60.0]) | pauses_s)
-        told = {sizer.asked: [amounts], sizer.succeeded: [sizes, amounts], sizer.failed: [sizes]}[kind]
+        told = {sizer.asked: [amounts], sizer.succeeded: [sizes, amounts], sizer.failed: [sizes]}[
+            kind
+        ]
         events.append((kind, (at_s, *map(draw, told))))
     return events
 
@@ -301,7 +373,9 @@ learned_bytes = st.floats(0.0, 1e15)
 all_learned = st.one_of(
     st.none(),
     st.builds(Learned, size=st.integers(0, 10**7)),
-    st.builds(Learned, size=st.integers(0, 10**7), fixed_bytes=learned_bytes, unit_bytes=learned_bytes),
+    st.builds(
+        Learned, size=st.integers(0, 10**7), fixed_bytes=learned_bytes, unit_bytes=learned_bytes
+    ),
 )
 
 

@@ -1,7 +1,8 @@
 """How much of an oracle's work the adaptive size does, in worlds that nobody tuned on, and how it starts.
 
-The targets are those of `scripts/bench.py policy`. Steps come several to a sample (10,000 items a second) and with a
-sample each (1,500). Does not cover what holds in worlds nobody would design; that is `test_sizer_machine.py`.
+The targets are those of `scripts/bench.py policy`. Steps come several to a sample (10,000 items a
+second) and with a sample each (1,500). Does not cover what holds in worlds nobody would design;
+that is `test_sizer_machine.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,14 @@ import statistics
 from dataclasses import replace
 
 import pytest
-from benches.policy import COLD_LEVELS_GIB, FAILURES_PER_MINUTE, TARGETS, THERE, Target, constant_world
+from benches.policy import (
+    COLD_LEVELS_GIB,
+    FAILURES_PER_MINUTE,
+    TARGETS,
+    THERE,
+    Target,
+    constant_world,
+)
 from benches.simulator import EXACT, LARGEST, Outcome, World, play, worlds
 
 from workers.resilience.adaptive_size import AdaptiveSize, Learned
@@ -25,17 +33,25 @@ SEEDS = {10_000.0: (9001,), 1_500.0: (9001, 9002)}
 @pytest.mark.parametrize(
     ("target", "rate_per_s"),
     [
-        pytest.param(target, rate_per_s, id=f"{target.regime}-{target.signal.name}-{rate_per_s:.0f}")
+        pytest.param(
+            target, rate_per_s, id=f"{target.regime}-{target.signal.name}-{rate_per_s:.0f}"
+        )
         for target in TARGETS
         for rate_per_s in SEEDS
         if (target.regime, rate_per_s) != ("saturating", 10_000.0)
     ],
 )
 def test_the_targets_are_met_in_fresh_worlds(target: Target, rate_per_s: float) -> None:
-    fresh = [world for seed in SEEDS[rate_per_s] for world in worlds(seed, target.regime, rate_per_s)]
+    fresh = [
+        world for seed in SEEDS[rate_per_s] for world in worlds(seed, target.regime, rate_per_s)
+    ]
     exact = target.signal.every_step
     outcomes = [
-        play(lambda clock: AdaptiveSize(LARGEST, exact_samples=exact, clock=clock), world, target.signal)
+        play(
+            lambda clock: AdaptiveSize(LARGEST, exact_samples=exact, clock=clock),
+            world,
+            target.signal,
+        )
         for world in fresh
     ]
     assert statistics.fmean(outcome.score for outcome in outcomes) >= target.mean
@@ -47,7 +63,11 @@ def test_the_targets_are_met_in_fresh_worlds(target: Target, rate_per_s: float) 
 
 
 def run(world: World, learned: Learned | None = None) -> tuple[AdaptiveSize, Outcome]:
-    outcome = play(lambda clock: AdaptiveSize(LARGEST, exact_samples=True, learned=learned, clock=clock), world, EXACT)
+    outcome = play(
+        lambda clock: AdaptiveSize(LARGEST, exact_samples=True, learned=learned, clock=clock),
+        world,
+        EXACT,
+    )
     assert isinstance(outcome.rule, AdaptiveSize)
     return outcome.rule, outcome
 

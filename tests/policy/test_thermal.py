@@ -1,4 +1,7 @@
-"""The thermal governor's bands, pauses, words and alarms, one event at a time; test_thermal_loop.py closes the loop."""
+"""The thermal governor's bands, pauses, words and alarms, one event at a time.
+
+Test_thermal_loop.py closes the loop.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,12 @@ from hypothesis import strategies as st
 
 from tests.scene import ROOT
 from workers.policy.thermal.alarms import CALM_S, SLOW_MEMORY
-from workers.policy.thermal.governor import ThermalBand, ThermalDecision, ThermalGovernor, ThermalState
+from workers.policy.thermal.governor import (
+    ThermalBand,
+    ThermalDecision,
+    ThermalGovernor,
+    ThermalState,
+)
 from workers.readings import THROTTLE_ALARMS, SensorReading, Throttle
 from workers.settings import ThermalSettings
 
@@ -59,13 +67,17 @@ class Played:
         self.now_s = 0.0
         self.decisions: list[ThermalDecision] = []
 
-    def see(self, temperature_c: float | None, *, bits: int | None = 0, lost: bool = False) -> ThermalDecision:
+    def see(
+        self, temperature_c: float | None, *, bits: int | None = 0, lost: bool = False
+    ) -> ThermalDecision:
         """Read the sensors a second later."""
         self.now_s += 1.0
         reading = SensorReading(temperature_c=temperature_c, throttle_bits=bits, lost=lost)
         return self.tell(reading)
 
-    def follow(self, course: Iterable[tuple[float, SensorReading]]) -> Iterator[tuple[SensorReading, ThermalDecision]]:
+    def follow(
+        self, course: Iterable[tuple[float, SensorReading]]
+    ) -> Iterator[tuple[SensorReading, ThermalDecision]]:
         """Yield each reading of a course with what was decided on it."""
         for passed_s, reading in course:
             self.now_s += passed_s
@@ -78,12 +90,16 @@ class Played:
 
     def measure(self, gb_per_s: float, clock_mhz: int = 9500) -> ThermalDecision:
         self.now_s += 10.0
-        self.state, decision = self.governor.after_bandwidth(self.state, gb_per_s * 1e9, clock_mhz, self.now_s)
+        self.state, decision = self.governor.after_bandwidth(
+            self.state, gb_per_s * 1e9, clock_mhz, self.now_s
+        )
         self.decisions.append(decision)
         return decision
 
     def edges(self) -> list[tuple[str, bool]]:
-        return [(alarm.name, alarm.raised) for decision in self.decisions for alarm in decision.alarms]
+        return [
+            (alarm.name, alarm.raised) for decision in self.decisions for alarm in decision.alarms
+        ]
 
 
 def bands(temperatures_c: Iterable[float], settings: ThermalSettings = SHIPPED) -> list[str]:
@@ -179,7 +195,11 @@ def test_a_card_that_was_cool_keeps_half_of_its_time_when_it_is_warm_again() -> 
 
 def test_each_threshold_can_be_off() -> None:
     full = Played(ThermalSettings(hot_c=None))
-    assert [full.see(told_c).duty for told_c in [82] * 50 + [83, 76, 74]] == [1.0] * 50 + [0.0, 0.0, 1.0]
+    assert [full.see(told_c).duty for told_c in [82] * 50 + [83, 76, 74]] == [1.0] * 50 + [
+        0.0,
+        0.0,
+        1.0,
+    ]
     assert full.see(60, bits=0x40).duty == 1.0
     assert full.edges() == [("thermal slowdown by the hardware", True)], "a complaint only alarms"
     no_pause = Played(ThermalSettings(critical_c=None))
@@ -212,7 +232,9 @@ def test_all_off_does_nothing() -> None:
         ({"longest_pause_s": -1.0}, "longest_pause_s must be from"),
     ],
 )
-def test_thresholds_that_make_no_sense_are_refused(wrong: dict[str, float | None], words: str) -> None:
+def test_thresholds_that_make_no_sense_are_refused(
+    wrong: dict[str, float | None], words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
         ThermalSettings(**wrong)  # type: ignore[arg-type]
 
@@ -260,12 +282,20 @@ def test_an_alarm_bit_is_hot_takes_duty_and_is_named_once(bit: Throttle) -> None
     assert decision.duty == 1.0
 
 
-@pytest.mark.parametrize("bits", [[0], [0x1], [0x2], [0x4], [0x10], [0x100], [0x117], [None], [0x8, 0]])
-def test_everyday_bits_and_a_single_look_at_a_hardware_slowdown_do_nothing(bits: list[int | None]) -> None:
+@pytest.mark.parametrize(
+    "bits", [[0], [0x1], [0x2], [0x4], [0x10], [0x100], [0x117], [None], [0x8, 0]]
+)
+def test_everyday_bits_and_a_single_look_at_a_hardware_slowdown_do_nothing(
+    bits: list[int | None],
+) -> None:
     played = Played()
     decisions = [played.see(60, bits=each) for each in bits * 20]
     assert decisions[-1].duty == 1.0
-    assert all(decision.duty == 1.0 for decision, each in zip(decisions, bits * 20, strict=True) if each != 0x8)
+    assert all(
+        decision.duty == 1.0
+        for decision, each in zip(decisions, bits * 20, strict=True)
+        if each != 0x8
+    )
     assert played.edges() == []
 
 
@@ -301,11 +331,18 @@ def test_falling_bandwidth_alarms_and_clears() -> None:
 @pytest.mark.parametrize(
     "measured",
     [
-        pytest.param([(900.0, 9500), (60.0, 810), (1.0, 0), (0.0, 9500)] + [(450.0, 9500)] * 3, id="beside another"),
-        pytest.param([(900.0, 9500)] * 10 + [(900.0 * 9100 / 9500, 9100)] * 20, id="a slower clock"),
+        pytest.param(
+            [(900.0, 9500), (60.0, 810), (1.0, 0), (0.0, 9500)] + [(450.0, 9500)] * 3,
+            id="beside another",
+        ),
+        pytest.param(
+            [(900.0, 9500)] * 10 + [(900.0 * 9100 / 9500, 9100)] * 20, id="a slower clock"
+        ),
     ],
 )
-def test_bandwidth_at_another_clock_or_beside_another_program_is_no_alarm(measured: list[tuple[float, int]]) -> None:
+def test_bandwidth_at_another_clock_or_beside_another_program_is_no_alarm(
+    measured: list[tuple[float, int]],
+) -> None:
     played = Played()
     for gb_per_s, clock_mhz in measured * 20:
         played.measure(gb_per_s, clock_mhz)
@@ -313,7 +350,9 @@ def test_bandwidth_at_another_clock_or_beside_another_program_is_no_alarm(measur
 
 
 @given(settings=thresholds, course=courses)
-def test_the_duty_is_a_share_and_critical_is_a_pause(settings: ThermalSettings, course: Readings) -> None:
+def test_the_duty_is_a_share_and_critical_is_a_pause(
+    settings: ThermalSettings, course: Readings
+) -> None:
     again, played = Played(settings).follow(course), Played(settings)
     for reading, decision in played.follow(course):
         assert next(again) == (reading, decision), "equal events give equal decisions"
@@ -321,7 +360,11 @@ def test_the_duty_is_a_share_and_critical_is_a_pause(settings: ThermalSettings, 
         assert decision.reason
         assert (decision.band is ThermalBand.CRITICAL) == decision.paused
         told_c = reading.temperature_c
-        if told_c is not None and settings.critical_c is not None and settings.critical_c <= told_c < 150.0:
+        if (
+            told_c is not None
+            and settings.critical_c is not None
+            and settings.critical_c <= told_c < 150.0
+        ):
             assert decision.paused
         if settings.hot_c is None:
             assert decision.duty in {0.0, 1.0}

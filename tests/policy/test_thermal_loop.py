@@ -22,16 +22,31 @@ FIRST = random.SystemRandom().randrange(10**6) if os.environ.get("HYPOTHESIS_FRE
 SEEDS = tuple(range(FIRST, FIRST + 5))
 
 #: One worker on a card of one mass; fast and slow; and the other extreme of both kinds of sharing.
-PLAIN = replace(draw(1), full_c=100.0, ambient_c=25.0, die_share=0.0, fan=0.0, lag_s=1.0, noise_c=0.1, slot_duty=1.0)
+PLAIN = replace(
+    draw(1),
+    full_c=100.0,
+    ambient_c=25.0,
+    die_share=0.0,
+    fan=0.0,
+    lag_s=1.0,
+    noise_c=0.1,
+    slot_duty=1.0,
+)
 EXTREMES = {
     "fast, alone": replace(PLAIN, heatsink_s=10.0, lag_s=3.0, full_c=105.0, offsets_s=(0.5,)),
     "slow, alone": replace(PLAIN, heatsink_s=200.0, full_c=105.0, offsets_s=(0.5,)),
-    "fast, seven": replace(PLAIN, heatsink_s=10.0, fills_gaps=True, offsets_s=tuple(n / 7 for n in range(7))),
-    "slow, seven": replace(PLAIN, heatsink_s=200.0, fills_gaps=True, offsets_s=tuple(n / 7 for n in range(7))),
+    "fast, seven": replace(
+        PLAIN, heatsink_s=10.0, fills_gaps=True, offsets_s=tuple(n / 7 for n in range(7))
+    ),
+    "slow, seven": replace(
+        PLAIN, heatsink_s=200.0, fills_gaps=True, offsets_s=tuple(n / 7 for n in range(7))
+    ),
     "fast, seven that add up": replace(
         PLAIN, heatsink_s=10.0, fills_gaps=False, offsets_s=tuple(n / 7 for n in range(7))
     ),
-    "light die": replace(PLAIN, heatsink_s=100.0, die_share=0.4, die_s=2.0, lag_s=3.0, offsets_s=(0.1, 0.6)),
+    "light die": replace(
+        PLAIN, heatsink_s=100.0, die_share=0.4, die_s=2.0, lag_s=3.0, offsets_s=(0.1, 0.6)
+    ),
 }
 
 
@@ -52,7 +67,8 @@ def calm(card: Card, figures: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "scene"), [*((seed, "steady") for seed in SEEDS), *((seed, "ambient") for seed in SEEDS[:2])]
+    ("seed", "scene"),
+    [*((seed, "steady") for seed in SEEDS), *((seed, "ambient") for seed in SEEDS[:2])],
 )
 def test_a_drawn_card_settles_in_the_band_and_stays(seed: int, scene: str) -> None:
     _, figures = governed(seed, scene)
@@ -88,13 +104,17 @@ def test_a_game_that_comes_and_goes_is_given_way_and_forgotten(seed: int) -> Non
     card = draw(seed)
     course, figures = governed(seed, "game")
     assert figures["critical_settled_s"] == 0.0
-    assert figures["critical_unsettled_s"] <= 30.0, "a pause is all that a worker can do about somebody else's heat"
+    assert figures["critical_unsettled_s"] <= 30.0, (
+        "a pause is all that a worker can do about somebody else's heat"
+    )
     looks = [look for look in course.looks if look.settled]
     before = [look.duty for look in looks if look.at_s < 900.0]
     after = [look.duty for look in looks if look.at_s > 1800.0]
-    assert card.used([card.slot_duty * statistics.fmean(after)] * len(card.offsets_s)) > 0.9 * card.used(
-        [card.slot_duty * statistics.fmean(before)] * len(card.offsets_s)
-    ), "what the game took comes back"
+    assert card.used(
+        [card.slot_duty * statistics.fmean(after)] * len(card.offsets_s)
+    ) > 0.9 * card.used([card.slot_duty * statistics.fmean(before)] * len(card.offsets_s)), (
+        "what the game took comes back"
+    )
 
 
 def test_a_game_that_alone_is_too_hot_leaves_the_workers_paused_or_at_the_floor() -> None:

@@ -27,7 +27,9 @@ def smaller_by(step: int, start: int) -> Callable[[], int]:
 def fits(batch_size: int, most: int, tried: list[int]) -> str:
     tried.append(batch_size)
     if batch_size > most:
-        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")  # as torch says it; no card is needed
+        raise RuntimeError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB"
+        )  # as torch says it; no card is needed
     return f"trained with {batch_size}"
 
 
@@ -48,7 +50,9 @@ def test_the_callers_own_function_chooses_every_smaller_size(decorated: bool) ->
     tried: list[int] = []
     reduce = smaller_by(10, 100)
     if decorated:
-        train = find_executable_batch_size(starting_batch_size=100, reduce_batch_size_fn=reduce)(fits)
+        train = find_executable_batch_size(starting_batch_size=100, reduce_batch_size_fn=reduce)(
+            fits
+        )
     else:
         train = find_executable_batch_size(fits, 100, reduce)
     assert train(75, tried) == "trained with 70"
@@ -74,10 +78,14 @@ def test_a_call_with_its_own_sizes_does_not_wait_after_many_failures() -> None:
         pytest.param(lambda: 4, 4, id="the same size again"),
     ],
 )
-def test_where_no_size_is_left_the_error_is_accelerates(reduce: Callable[[], int] | None, last: int) -> None:
+def test_where_no_size_is_left_the_error_is_accelerates(
+    reduce: Callable[[], int] | None, last: int
+) -> None:
     tried: list[int] = []
     train = find_executable_batch_size(fits, 16, reduce)
-    with pytest.raises(RuntimeError, match=r"No executable batch size found, reached zero\.$") as caught:
+    with pytest.raises(
+        RuntimeError, match=r"No executable batch size found, reached zero\.$"
+    ) as caught:
         train(0, tried)
     assert isinstance(caught.value, OutOfBatchError)
     assert tried[-1] == last

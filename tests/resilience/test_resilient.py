@@ -52,8 +52,10 @@ class Clock:
         self.slept_s += seconds
 
 
-def attempts_of(clock: Clock, starting: int, **rules: Any) -> Attempts:  # noqa: ANN401 - fields of the rules
-    return Attempts(Rules(name="work", starting_batch_size=starting, clock=clock, sleep=clock.sleep, **rules))
+def attempts_of(clock: Clock, starting: int, **rules: Any) -> Attempts:
+    return Attempts(
+        Rules(name="work", starting_batch_size=starting, clock=clock, sleep=clock.sleep, **rules)
+    )
 
 
 def two_calls(spec: WorkerSpec) -> Found:
@@ -68,7 +70,13 @@ def two_calls(spec: WorkerSpec) -> Found:
         first = work()
         failures = len(told)
         second = work()
-    return {"cap": device.info.cap_bytes, "told": told, "failures": failures, "first": first, "second": second}
+    return {
+        "cap": device.info.cap_bytes,
+        "told": told,
+        "failures": failures,
+        "first": first,
+        "second": second,
+    }
 
 
 def test_it_shrinks_to_what_fits_and_the_next_call_begins_there(in_child: InChild) -> None:
@@ -76,7 +84,9 @@ def test_it_shrinks_to_what_fits_and_the_next_call_begins_there(in_child: InChil
     fits = found["cap"] // MIB
     assert 0.45 * fits <= found["first"] <= fits
     assert found["told"][0].batch_size == 512
-    assert all("DefaultCPUAllocator: can't allocate memory" in retry.reason for retry in found["told"])
+    assert all(
+        "DefaultCPUAllocator: can't allocate memory" in retry.reason for retry in found["told"]
+    )
     assert found["failures"] == len(found["told"]) > 0, "the second call did not fail"
     assert found["second"] >= found["first"]
 
@@ -89,7 +99,9 @@ class Model:
         self.myself = self
 
 
-def held_at_each_attempt(spec: WorkerSpec, starting: int, smallest: int, step: int | None = None) -> Found:
+def held_at_each_attempt(
+    spec: WorkerSpec, starting: int, smallest: int, step: int | None = None
+) -> Found:
     gc.disable()  # nothing else shall tidy up
     device = CpuDevice(spec)
     models: list[weakref.ref[Model]] = []
@@ -100,7 +112,9 @@ def held_at_each_attempt(spec: WorkerSpec, starting: int, smallest: int, step: i
 
     reduce = None if step is None else lambda: starting - step * len(seen)
 
-    @resilient(starting_batch_size=starting, reduce_batch_size_fn=reduce, smallest_batch_size=smallest)
+    @resilient(
+        starting_batch_size=starting, reduce_batch_size_fn=reduce, smallest_batch_size=smallest
+    )
     def work(batch_size: int) -> int:
         seen.append(held())
         model = Model(60)
@@ -116,7 +130,9 @@ def held_at_each_attempt(spec: WorkerSpec, starting: int, smallest: int, step: i
 
 
 @pytest.mark.parametrize("step", [None, 50], ids=["sizes by experience", "sizes of the caller"])
-def test_memory_of_a_failed_attempt_is_released_before_the_next(in_child: InChild, step: int | None) -> None:
+def test_memory_of_a_failed_attempt_is_released_before_the_next(
+    in_child: InChild, step: int | None
+) -> None:
     """Fails if the recovery happens inside the handler: there the traceback keeps the frames, and they the model."""
     found = in_child(held_at_each_attempt, spec_of(budget_bytes=BUDGET_BYTES), 200, 1, step)
     assert len(found["seen"]) >= 2
@@ -140,7 +156,8 @@ def to_the_last_byte(spec: WorkerSpec) -> list[int]:
     def work(batch_size: int) -> int:
         tried.append(batch_size)
         kept: object = None
-        # Small things as well as large ones, and no list that would be refused first: little is left to judge it with.
+        # Small things as well as large ones, and no list that would be refused first: little is
+        # left to judge it with.
         for size in (MIB, 64 * 1024, 4096, *range(512, 0, -16)):
             try:
                 while batch_size > 1:
@@ -209,7 +226,11 @@ def refused_above(
     fits=st.lists(st.integers(0, 100_000), min_size=1, max_size=4),
 )
 def test_every_call_ends_with_a_size_that_fits_if_the_smallest_does(
-    starting: int, smallest_share: float, multiple_of: int, failures_per_minute: int, fits: list[int]
+    starting: int,
+    smallest_share: float,
+    multiple_of: int,
+    failures_per_minute: int,
+    fits: list[int],
 ) -> None:
     clock = Clock()
     smallest = max(1, int(smallest_share * starting))
@@ -237,14 +258,21 @@ def test_every_call_ends_with_a_size_that_fits_if_the_smallest_does(
     assert all(size in {smallest, starting} or size % multiple_of == 0 for size in tried)
 
 
-@given(starting=st.integers(64, 100_000), failures_per_minute=st.integers(1, 6), calls=st.integers(1, 12))
+@given(
+    starting=st.integers(64, 100_000),
+    failures_per_minute=st.integers(1, 6),
+    calls=st.integers(1, 12),
+)
 def test_failures_are_rationed(starting: int, failures_per_minute: int, calls: int) -> None:
     clock, failed_at_s = Clock(), list[float]()
-    attempts = attempts_of(clock, starting, failures_per_minute=failures_per_minute, max_wait_s=3600.0)
+    attempts = attempts_of(
+        clock, starting, failures_per_minute=failures_per_minute, max_wait_s=3600.0
+    )
     for call in range(calls):
         with contextlib.suppress(OutOfBatchError):  # in the end nothing fits, call after call
             assert attempts.run(refused_above(64 >> call, clock, failed_at_s)) <= 64
-    # Beyond the ration it only shrinks, at least by half each time, and tries the smallest size a few times.
+    # Beyond the ration it only shrinks, at least by half each time, and tries the smallest size a
+    # few times.
     most = failures_per_minute + math.ceil(math.log2(64)) + 4
     for first, last in zip(failed_at_s, failed_at_s[most:], strict=False):
         assert last - first >= 59.9
@@ -282,16 +310,18 @@ def example(spec: WorkerSpec, source: str) -> Found:
     scope: Found = {}
     with device.enforced():
         exec(source, scope)  # noqa: S102 - our own document
-    return {name: value for name, value in scope.items() if isinstance(value, int | float | list)} | {
-        "train": getattr(scope.get("train"), "batch_size", None)
-    }
+    return {
+        name: value for name, value in scope.items() if isinstance(value, int | float | list)
+    } | {"train": getattr(scope.get("train"), "batch_size", None)}
 
 
 class TestDocument:
     @pytest.fixture(scope="module")
     @staticmethod
     def examples() -> list[str]:
-        return re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+        return re.findall(
+            r"^```python\n(.*?)^```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+        )
 
     def test_the_function_survives(self, examples: list[str], in_child: InChild) -> None:
         found = in_child(example, spec_of(budget_bytes=BUDGET_BYTES), examples[0])
@@ -307,7 +337,11 @@ class TestDocument:
         document = DOCUMENT.read_text(encoding="utf-8")
         options = inspect.signature(resilient).parameters
         for name, parameter in list(options.items())[1:]:
-            default = f"{parameter.default:g}" if isinstance(parameter.default, float) else str(parameter.default)
+            default = (
+                f"{parameter.default:g}"
+                if isinstance(parameter.default, float)
+                else str(parameter.default)
+            )
             assert re.search(rf"^\| `{name}` \| `?{default}`? \|", document, re.MULTILINE), name
 
 
@@ -362,14 +396,20 @@ class TestRemembering:
 
     def test_a_size_that_no_longer_holds_is_only_where_it_begins(self, store: LimitStore) -> None:
         resilient(lambda batch_size: batch_size, 64, remember="my job")()
-        work = resilient(lambda batch_size: bytearray(2**60 if batch_size > 10 else 1), 64, remember="my job")
+        work = resilient(
+            lambda batch_size: bytearray(2**60 if batch_size > 10 else 1), 64, remember="my job"
+        )
         work()
         assert work.batch_size is not None
         assert work.batch_size <= 10
 
     def test_it_is_written_at_most_every_ten_seconds(self, store: LimitStore) -> None:
         fitting = [64, 10]
-        work = resilient(lambda batch_size: bytearray(2**60 if batch_size > fitting[0] else 1), 64, remember="my job")
+        work = resilient(
+            lambda batch_size: bytearray(2**60 if batch_size > fitting[0] else 1),
+            64,
+            remember="my job",
+        )
         work()
         fitting.pop(0)
         work()

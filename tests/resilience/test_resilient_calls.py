@@ -1,7 +1,8 @@
 """`resilient` as it is written and called: what it accepts, what it refuses and how, and what it leaves alone.
 
-Running out of memory is real here too, if cheap: no machine has the exbibyte that `out_of_memory` asks for, so Python
-raises its own `MemoryError` at once. That memory is given back is for `test_resilient.py`, under a cap.
+Running out of memory is real here too, if cheap: no machine has the exbibyte that `out_of_memory`
+asks for, so Python raises its own `MemoryError` at once. That memory is given back is for
+`test_resilient.py`, under a cap.
 """
 
 from __future__ import annotations
@@ -59,15 +60,24 @@ def test_whatever_can_be_called_can_be_wrapped() -> None:
         def step(self, batch_size: int, add: int) -> int:
             return batch_size + add
 
-    assert resilient(items, starting_batch_size=8)() == resilient(function=items, starting_batch_size=8)() == 8
+    assert (
+        resilient(items, starting_batch_size=8)()
+        == resilient(function=items, starting_batch_size=8)()
+        == 8
+    )
     assert resilient(Model(), 4)() == 4
     assert resilient(Model().step, 4)(1) == 5
     assert resilient(functools.partial(items, fits=3), 4)() <= 3
     assert resilient(range, 4)() == range(4)
-    assert resilient(lambda *args, **kwargs: (args, kwargs), 2)("a", "b", c=1) == ((2, "a", "b"), {"c": 1})
+    assert resilient(lambda *args, **kwargs: (args, kwargs), 2)("a", "b", c=1) == (
+        (2, "a", "b"),
+        {"c": 1},
+    )
 
 
-def test_it_begins_at_the_top_and_shrinks_and_the_next_call_begins_where_it_ended_until_it_is_reset() -> None:
+def test_it_begins_at_the_top_and_shrinks_and_the_next_call_begins_where_it_ended_until_it_is_reset() -> (
+    None
+):
     told: list[Retry] = []
     work = resilient(items, 64, on_retry=told.append)
     assert work.batch_size is None
@@ -75,7 +85,10 @@ def test_it_begins_at_the_top_and_shrinks_and_the_next_call_begins_where_it_ende
     assert 5 <= size <= 10
     assert work.batch_size == size
     assert told[0].batch_size == 64
-    assert [retry.next_batch_size for retry in told] == [*(retry.batch_size for retry in told[1:]), size]
+    assert [retry.next_batch_size for retry in told] == [
+        *(retry.batch_size for retry in told[1:]),
+        size,
+    ]
     assert all(retry.next_batch_size < retry.batch_size for retry in told)
     assert told[0].reason == "MemoryError"
     told.clear()
@@ -99,7 +112,9 @@ def test_where_nothing_fits_the_smallest_size_was_tried_and_the_error_says_what_
         resilient(items, 8, smallest_batch_size=2)(fits=0)
     error = caught.value
     assert (error.tried[0], error.tried[-1]) == (8, 2)
-    assert str(error).startswith("items ran out of memory at its smallest batch size too; tried 8, ")
+    assert str(error).startswith(
+        "items ran out of memory at its smallest batch size too; tried 8, "
+    )
     assert "2 (MemoryError). Free memory" in str(error)
     assert str(error).endswith("or lower smallest_batch_size=2")
     assert isinstance(error, RuntimeError), "an out-of-memory for whatever called"
@@ -171,15 +186,24 @@ def test_an_error_leaves_what_was_learned() -> None:
 
 
 @pytest.mark.parametrize(("kinds", "believed"), [("pp", True), ("ppp", False), ("ppdp", True)])
-def test_a_probable_out_of_memory_is_believed_twice_in_a_row_and_not_three_times(kinds: str, believed: bool) -> None:
-    errors = [injected_error(FailureKind.PROBABLE if kind == "p" else FailureKind.DEFINITE) for kind in kinds]
+def test_a_probable_out_of_memory_is_believed_twice_in_a_row_and_not_three_times(
+    kinds: str, believed: bool
+) -> None:
+    errors = [
+        injected_error(FailureKind.PROBABLE if kind == "p" else FailureKind.DEFINITE)
+        for kind in kinds
+    ]
 
     @resilient
     def work(batch_size: int) -> None:
         if errors:
             raise errors.pop(0)
 
-    with contextlib.nullcontext() if believed else pytest.raises(RuntimeError, match="CUBLAS_STATUS_ALLOC_FAILED"):
+    with (
+        contextlib.nullcontext()
+        if believed
+        else pytest.raises(RuntimeError, match="CUBLAS_STATUS_ALLOC_FAILED")
+    ):
         work()
     assert errors == []
 
@@ -207,7 +231,10 @@ def test_a_bug_met_while_the_caller_handles_an_out_of_memory_is_still_a_bug() ->
 
 
 def test_a_batch_size_by_hand_is_refused_with_the_call_it_should_be() -> None:
-    with pytest.raises(TypeError, match=r"^train was given 3 arguments and has room for 2, .* train\(model, rate\)$"):
+    with pytest.raises(
+        TypeError,
+        match=r"^train was given 3 arguments and has room for 2, .* train\(model, rate\)$",
+    ):
         train(64, "m", 0.1)  # type: ignore[call-arg, arg-type]
     with pytest.raises(TypeError, match=r"^train was given batch_size, but .*: train\(model=…\)$"):
         train(batch_size=64, model="m")  # type: ignore[call-arg]
@@ -233,8 +260,12 @@ class OfAClass:
         (OfAClass.no_size, r"def no_size\(self, batch_size\)"),
     ],
 )
-def test_a_function_without_room_for_a_batch_size_is_refused(function: Callable[..., object], example: str) -> None:
-    with pytest.raises(TypeError, match=f"takes no argument that could be its batch size.*{example}"):
+def test_a_function_without_room_for_a_batch_size_is_refused(
+    function: Callable[..., object], example: str
+) -> None:
+    with pytest.raises(
+        TypeError, match=f"takes no argument that could be its batch size.*{example}"
+    ):
         resilient(function)
 
 
@@ -276,12 +307,17 @@ def test_an_option_in_the_functions_place_is_refused() -> None:
         ({"smallest_batch_size": 0}, "smallest_batch_size of items must be at least 1"),
         ({"multiple_of": -8}, "multiple_of of items must be at least 1"),
         ({"failures_per_minute": 0}, "failures_per_minute of items must be at least 1"),
-        ({"smallest_batch_size": 129}, r"\(129\) must not be above its starting_batch_size \(128\)"),
+        (
+            {"smallest_batch_size": 129},
+            r"\(129\) must not be above its starting_batch_size \(128\)",
+        ),
         ({"max_wait_s": -1.0}, "max_wait_s of items must be 0 or more seconds"),
         ({"max_wait_s": float("nan")}, "max_wait_s of items must be 0 or more seconds"),
     ],
 )
-def test_options_that_leave_nothing_to_try_are_refused(options: dict[str, Any], sentence: str) -> None:
+def test_options_that_leave_nothing_to_try_are_refused(
+    options: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(ValueError, match=sentence):
         resilient(items, **options)
 
@@ -329,7 +365,9 @@ class TestMethods:
         assert small.step() == 64
 
     def test_a_batch_size_by_hand_is_refused_here_too(self) -> None:
-        with pytest.raises(TypeError, match=r"^Trainer.step was given 2 arguments and has room for 1.*step\(add\)$"):
+        with pytest.raises(
+            TypeError, match=r"^Trainer.step was given 2 arguments and has room for 1.*step\(add\)$"
+        ):
             Trainer(fits=100).step(64, 1)  # type: ignore[call-arg]
 
     def test_class_methods_and_static_methods_go_above(self) -> None:

@@ -18,7 +18,7 @@ def new_run(tmp_path: Path) -> Iterator[RunMaker]:
     """Make a run in a folder of its own; see `Run`."""
     runs: list[Run] = []
 
-    def make(**settings: Any) -> Run:  # noqa: ANN401 - of any kind
+    def make(**settings: Any) -> Run:
         folder = settings.pop("folder", tmp_path / f"run{len(runs)}")
         folder.mkdir(exist_ok=True)
         runs.append(Run(folder, **settings))

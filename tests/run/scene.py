@@ -50,7 +50,11 @@ def events_in(folder: Path, name: str, **fields: object) -> list[dict[str, Any]]
     """Return the events of a name with these fields from a run folder."""
     lines = (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
     wanted = {"event": name, **fields}.items()
-    return [event for event in map(json.loads, lines) if all(event.get(key) == value for key, value in wanted)]
+    return [
+        event
+        for event in map(json.loads, lines)
+        if all(event.get(key) == value for key, value in wanted)
+    ]
 
 
 class Recorder:
@@ -93,12 +97,16 @@ class Run:
             for name, workers in (("pc1", pc1), ("pc2", pc2), ("pc3", pc3))
             if workers
         }
-        self.config = config_from_data({"nodes": nodes, "run": {"duration": "20s", **settings}}, "scene")
+        self.config = config_from_data(
+            {"nodes": nodes, "run": {"duration": "20s", **settings}}, "scene"
+        )
         for name in nodes:
             if name not in absent:
                 self.fleet.join(name)
         self.store = RunStore(folder / STORE_NAME, monotonic_s=self.clock.monotonic_s)
-        self.log = EventLog(folder / "events.jsonl", unix_s=self.clock.unix_s, also=self.store.event)
+        self.log = EventLog(
+            folder / "events.jsonl", unix_s=self.clock.unix_s, also=self.store.event
+        )
         self.began_unix_s = self.clock.unix_s()
         self.past = past or Past()
         facts = facts_of(
@@ -113,7 +121,9 @@ class Run:
         self.store.begin(facts)
         plan = None if chaos is None else parse_chaos(chaos, chaos_seed)
         plans = with_faults(plan_slots(self.config, Target(device="cpu")), plan)
-        self.injector = None if plan is None else FaultInjector(plan, plans, "pc1", self.log, self.clock)
+        self.injector = (
+            None if plan is None else FaultInjector(plan, plans, "pc1", self.log, self.clock)
+        )
         self.recorder = Recorder()
         outlets = Outlets(watchers=(self.recorder,), events=self.log, store=self.store)
         self.commands = Commands(folder, outlets, self.clock, self.past.answers)
@@ -137,7 +147,10 @@ class Run:
     def can_never_work(self, slot: str, how: str) -> None:
         """Let a slot's workers find that they can never work here: by their report, or by not being built."""
         if how == "incompatible":
-            self.fleet.says[slot] = {"verdict": Verdict.INCOMPATIBLE, "reason": f"{slot}: no such card"}
+            self.fleet.says[slot] = {
+                "verdict": Verdict.INCOMPATIBLE,
+                "reason": f"{slot}: no such card",
+            }
         else:
             self.fleet.unbuildable.add(slot)
 
@@ -163,8 +176,15 @@ class Run:
                 counted -= before.counts.steps_ok
                 lost -= before.steps_lost_upper_bound
             assert slot.steps_at_risk == 0, slot
-            assert counted <= self.fleet.told[slot.slot] <= self.fleet.really_done[slot.slot] <= counted + lost, slot
-            sequences = [directive.sequence for directive in self.fleet.directives.get(slot.slot, [])]
+            assert (
+                counted
+                <= self.fleet.told[slot.slot]
+                <= self.fleet.really_done[slot.slot]
+                <= counted + lost
+            ), slot
+            sequences = [
+                directive.sequence for directive in self.fleet.directives.get(slot.slot, [])
+            ]
             first = 0 if before is None else before.next_sequence
             assert sequences == list(range(first, first + len(sequences))), slot
 
@@ -185,4 +205,6 @@ class Run:
 
     def shown(self, slot: str) -> list[Row]:
         """Every row that a watcher was shown of a slot."""
-        return [row for snapshot in self.recorder.shown for row in snapshot.rows if row.slot == slot]
+        return [
+            row for snapshot in self.recorder.shown for row in snapshot.rows if row.slot == slot
+        ]

@@ -1,7 +1,7 @@
 """A fleet in virtual time: processes, nodes and slices as Ray treats them, with faults when a script says so.
 
-Nothing sleeps. `wait` moves the clock to the next thing that happens. The fleet keeps its own books of what was really
-done, so that a scenario can compare them with those of the supervisor.
+Nothing sleeps. `wait` moves the clock to the next thing that happens. The fleet keeps its own books
+of what was really done, so that a scenario can compare them with those of the supervisor.
 """
 
 from __future__ import annotations
@@ -147,7 +147,9 @@ class ScriptedFleet:
         """Let a node join, or join again as another raylet."""
         self._node_count += 1
         node_id = f"{name}#{self._node_count}"
-        self._nodes[node_id] = NodeFact(name=name, node_id=node_id, address="10.0.0.1", cpus=cpus, gpus=1.0)
+        self._nodes[node_id] = NodeFact(
+            name=name, node_id=node_id, address="10.0.0.1", cpus=cpus, gpus=1.0
+        )
         for slot, actor in self._actors.items():
             if actor.node == name and actor.process is None:
                 actor.process = self._new_process(slot)
@@ -163,11 +165,16 @@ class ScriptedFleet:
             if fact.name == name:
                 self.silence(name)
                 self._without_power.add(node_id)
-                self._schedule(self._now_s + LISTED_S, lambda gone=node_id: self._nodes.pop(gone, None))
+                self._schedule(
+                    self._now_s + LISTED_S, lambda gone=node_id: self._nodes.pop(gone, None)
+                )
         self._end_processes_of(name)
 
     def silence(self, name: str, *, silent: bool = True, refuses: bool = False) -> None:
-        """Let a node not answer, whatever its workers do; or say itself that nothing of Ray runs there any more."""
+        """Let a node not answer, whatever its workers do.
+
+        Or say itself that nothing of Ray runs there any more.
+        """
         for node_id, fact in self._nodes.items():
             if fact.name == name and node_id not in self._without_power:
                 self._nodes[node_id] = replace(fact, answers=not silent, refuses=refuses)
@@ -260,7 +267,9 @@ class ScriptedFleet:
         if actor is not None and actor.process is not None:
             for work in actor.process.queue:
                 work.forgotten = True
-        self._ended = [ended for ended in self._ended if ended.slot != slot or isinstance(ended, SliceReported)]
+        self._ended = [
+            ended for ended in self._ended if ended.slot != slot or isinstance(ended, SliceReported)
+        ]
 
     def restart(self, slot: str) -> None:
         self._now_s = self.clock.now_s
@@ -298,11 +307,16 @@ class ScriptedFleet:
         heapq.heappush(self._agenda, (at_s, self._number, action))
 
     def _has(self, node: str) -> bool:
-        return any(fact.name == node and id_ not in self._without_power for id_, fact in self._nodes.items())
+        return any(
+            fact.name == node and id_ not in self._without_power
+            for id_, fact in self._nodes.items()
+        )
 
     def _is_busy(self) -> bool:
         processes = (actor.process for actor in self._actors.values() if actor.process is not None)
-        return bool(self._ended) or any(not work.forgotten for process in processes for work in process.queue)
+        return bool(self._ended) or any(
+            not work.forgotten for process in processes for work in process.queue
+        )
 
     def _process(self, slot: str) -> _Process:
         process = self._actors[slot].process
@@ -310,7 +324,9 @@ class ScriptedFleet:
         return process
 
     def _new_process(self, slot: str) -> _Process:
-        return _Process(up_at_s=self._now_s + self.start_s.get(slot, START_S), train_step=self.saved[slot])
+        return _Process(
+            up_at_s=self._now_s + self.start_s.get(slot, START_S), train_step=self.saved[slot]
+        )
 
     def _begin(self, slot: str, process: _Process) -> None:
         """Let the first slice of the queue run to its end, whatever that will be."""
@@ -320,11 +336,21 @@ class ScriptedFleet:
         if slot in self.dies_at_once:
             self._schedule(began_s, lambda: self._if_alive(slot, process, lambda: self.kill(slot)))
         elif fault is not None:
-            strike = {FaultKind.HANG: self.hang, FaultKind.POISON: self.corrupt}.get(fault.kind, self.kill)
-            after_s = 0.0 if fault.kind is FaultKind.POISON else fault.at_share * work.directive.duration_s
-            self._schedule(began_s + after_s, lambda: self._if_alive(slot, process, lambda: strike(slot)))
+            strike = {FaultKind.HANG: self.hang, FaultKind.POISON: self.corrupt}.get(
+                fault.kind, self.kill
+            )
+            after_s = (
+                0.0
+                if fault.kind is FaultKind.POISON
+                else fault.at_share * work.directive.duration_s
+            )
+            self._schedule(
+                began_s + after_s, lambda: self._if_alive(slot, process, lambda: strike(slot))
+            )
         ends_at_s = began_s + work.steps / STEPS_PER_S
-        self._schedule(ends_at_s, lambda: self._if_alive(slot, process, lambda: self._end(slot, process, work)))
+        self._schedule(
+            ends_at_s, lambda: self._if_alive(slot, process, lambda: self._end(slot, process, work))
+        )
 
     def _if_alive(self, slot: str, process: _Process, action: Callable[[], None]) -> None:
         actor = self._actors.get(slot)
@@ -333,7 +359,10 @@ class ScriptedFleet:
 
     def _end(self, slot: str, process: _Process, work: _Slice) -> None:
         process.queue.remove(work)
-        left = self.finished_after.get(slot, self.really_done[slot] + work.steps) - self.really_done[slot]
+        left = (
+            self.finished_after.get(slot, self.really_done[slot] + work.steps)
+            - self.really_done[slot]
+        )
         done = min(work.steps, left) if process.corrupted is None else 0
         self.really_done[slot] += done
         assert work.began_s is not None
@@ -345,14 +374,20 @@ class ScriptedFleet:
             "resume": {"done": self.really_done[slot]},
         }
         if slot in self.finished_after and done == left:
-            report |= {"verdict": Verdict.DONE, "state": WorkerState.DONE, "reason": "all its work is done"}
+            report |= {
+                "verdict": Verdict.DONE,
+                "state": WorkerState.DONE,
+                "reason": "all its work is done",
+            }
         if process.corrupted is not None:
             report |= {"verdict": Verdict.CONTEXT_CORRUPTED, "reason": process.corrupted}
         if slot in self.trains:
             process.train_step += done
             self.saved[slot] = process.train_step // SAVED_EVERY * SAVED_EVERY
             loss = 10.0 / (1 + process.train_step)
-            report["progress"] = Progress(train_step=process.train_step, saved_step=self.saved[slot], loss=loss)
+            report["progress"] = Progress(
+                train_step=process.train_step, saved_step=self.saved[slot], loss=loss
+            )
         report |= self.says.get(slot, {})
         directive = work.directive
         told = report_of(slot, directive.incarnation, directive.sequence, **report)
@@ -373,7 +408,9 @@ class ScriptedFleet:
             self.redone[slot] += max(0, process.train_step - self.saved[slot])
         for work in process.queue if process is not None else ():
             if work.began_s is not None:
-                self.really_done[slot] += min(work.steps, int(max(0.0, self._now_s - work.began_s) * STEPS_PER_S))
+                self.really_done[slot] += min(
+                    work.steps, int(max(0.0, self._now_s - work.began_s) * STEPS_PER_S)
+                )
             self._fail(slot, work, failure)
 
     def _fail(self, slot: str, work: _Slice, failure: SliceFailure) -> None:

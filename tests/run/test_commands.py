@@ -31,8 +31,15 @@ from workers.messages import Directive, Progress, WorkerState
 class Asked:
     """A command that is sent while a run goes on; the answer is read after the run."""
 
-    def __init__(self, run: Run, after_s: float, do: str, *slots: str, **more: Any) -> None:  # noqa: ANN401 - of a line
-        told = {"v": 1, "id": f"{do} at {after_s}", "do": do, "slots": list(slots), "by": "test", **more}
+    def __init__(self, run: Run, after_s: float, do: str, *slots: str, **more: Any) -> None:
+        told = {
+            "v": 1,
+            "id": f"{do} at {after_s}",
+            "do": do,
+            "slots": list(slots),
+            "by": "test",
+            **more,
+        }
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.settimeout(10)
         self._line = json.dumps(told).encode() + b"\n"
@@ -72,7 +79,7 @@ def sent_between(run: Run, slot: str) -> Callable[[float, float], list[Directive
     return lambda from_s, to_s: [directive for at_s, directive in at if from_s < at_s < to_s]
 
 
-def shown_at(run: Run, slot: str, after_s: float) -> Any:  # noqa: ANN401 - a row
+def shown_at(run: Run, slot: str, after_s: float) -> Any:
     """Return the row of a slot in the first snapshot from then on."""
     from_s = run.began_unix_s + after_s
     snapshot = next(shown for shown in run.recorder.shown if shown.now_unix_s >= from_s)
@@ -83,19 +90,33 @@ def outcome(run: Run) -> str:
     return outcome_of(run.supervisor.shortfalls(), interrupted=False)[0]
 
 
-def test_a_paused_slot_gets_nothing_and_keeps_its_process_until_it_is_resumed(ask: Ask, new_run: RunMaker) -> None:
+def test_a_paused_slot_gets_nothing_and_keeps_its_process_until_it_is_resumed(
+    ask: Ask, new_run: RunMaker
+) -> None:
     run = new_run(duration="40s")
     between = sent_between(run, "pc1/0")
     pause, resume = ask(run, 5, "pause", "pc1/0"), ask(run, 30, "resume", "pc1/0")
     rows = run.finish()
-    assert pause.answer()["effect"] == "held when its last slice ends; its process and its memory stay"
+    assert (
+        pause.answer()["effect"] == "held when its last slice ends; its process and its memory stay"
+    )
     assert resume.answer() == {"ok": True, "id": "resume at 30", "effect": "gets work again"}
     assert (between(5.3, 30), len(between(30, 33)) > 2) == ([], True)
     assert run.states("pc1/0") == ["RUNNING", "HELD", "RUNNING"]
     row = shown_at(run, "pc1/0", 20)
-    assert (row.state, row.heartbeat_age_s, row.reserved_bytes is None) == (HeadState.HELD, None, False)
-    assert (run.fleet.placed, run.fleet.restarts, run.fleet.abandoned) == (["pc1/0", "pc2/0"], [], [])
-    assert rows["pc2/0"].counts.steps_ok == pytest.approx(40 * STEPS_PER_S, rel=0.1), "the other one works on"
+    assert (row.state, row.heartbeat_age_s, row.reserved_bytes is None) == (
+        HeadState.HELD,
+        None,
+        False,
+    )
+    assert (run.fleet.placed, run.fleet.restarts, run.fleet.abandoned) == (
+        ["pc1/0", "pc2/0"],
+        [],
+        [],
+    )
+    assert rows["pc2/0"].counts.steps_ok == pytest.approx(40 * STEPS_PER_S, rel=0.1), (
+        "the other one works on"
+    )
     assert rows["pc1/0"].counts.steps_ok == pytest.approx(16 * STEPS_PER_S, rel=0.2)
     assert outcome(run) == "good", "it was held for more than half of its time"
     first, second = run.events("command")
@@ -109,7 +130,9 @@ def pause_effect(event: dict[str, Any]) -> str:
     return str(event["effect"])
 
 
-def test_a_drained_slot_has_no_process_and_gets_another_when_it_is_resumed(ask: Ask, new_run: RunMaker) -> None:
+def test_a_drained_slot_has_no_process_and_gets_another_when_it_is_resumed(
+    ask: Ask, new_run: RunMaker
+) -> None:
     run = new_run(duration="40s")
     ask(run, 5, "drain", "pc1/0")
     ask(run, 20, "resume", "pc1/0")
@@ -124,7 +147,9 @@ def test_a_drained_slot_has_no_process_and_gets_another_when_it_is_resumed(ask: 
 
 
 @pytest.mark.parametrize("do", ["pause", "drain"])
-def test_a_run_whose_slots_are_all_held_goes_on_until_its_time_is_up(ask: Ask, new_run: RunMaker, do: str) -> None:
+def test_a_run_whose_slots_are_all_held_goes_on_until_its_time_is_up(
+    ask: Ask, new_run: RunMaker, do: str
+) -> None:
     run = new_run()
     ask(run, 5, do, "pc1/0", "pc2/0")
     rows = run.finish()
@@ -142,7 +167,9 @@ def test_a_run_whose_slots_are_all_held_ends_with_ctrl_c(ask: Ask, new_run: RunM
     assert run.clock.now_s - run.fleet.began_s == pytest.approx(10, abs=0.5)
 
 
-def test_a_command_that_comes_while_the_run_ends_changes_nothing(ask: Ask, new_run: RunMaker) -> None:
+def test_a_command_that_comes_while_the_run_ends_changes_nothing(
+    ask: Ask, new_run: RunMaker
+) -> None:
     interrupts = Interrupts()
     run = new_run(interrupts=interrupts)
     ask(run, 5, "pause", "pc1/0")
@@ -152,7 +179,9 @@ def test_a_command_that_comes_while_the_run_ends_changes_nothing(ask: Ask, new_r
     assert late.answer()["error"] == "the run is ending: nothing can be changed any more"
 
 
-def test_a_card_that_was_given_up_works_again_once_all_its_slots_are_reinstated(ask: Ask, new_run: RunMaker) -> None:
+def test_a_card_that_was_given_up_works_again_once_all_its_slots_are_reinstated(
+    ask: Ask, new_run: RunMaker
+) -> None:
     run = new_run(duration="60s", pc1=2, max_deaths=5)
     slots = ("pc1/0", "pc1/1")
     run.fleet.at(5, lambda: run.fleet.dies_at_once.update(slots))
@@ -167,7 +196,9 @@ def test_a_card_that_was_given_up_works_again_once_all_its_slots_are_reinstated(
     assert len(run.events("state", to_state="QUARANTINED")) == 2
 
 
-def test_a_cap_travels_with_each_slice_until_it_is_lifted_also_to_the_next_process(ask: Ask, new_run: RunMaker) -> None:
+def test_a_cap_travels_with_each_slice_until_it_is_lifted_also_to_the_next_process(
+    ask: Ask, new_run: RunMaker
+) -> None:
     run = new_run(duration="30s")
     between = sent_between(run, "pc1/0")
     budget_bytes = 2 * 1024 * MIB
@@ -181,14 +212,18 @@ def test_a_cap_travels_with_each_slice_until_it_is_lifted_also_to_the_next_proce
     assert {sent.lease_bytes for sent in run.fleet.directives["pc2/0"]} == {None}
 
 
-def test_the_next_slice_of_a_training_saves_and_what_trains_nothing_is_refused(ask: Ask, new_run: RunMaker) -> None:
+def test_the_next_slice_of_a_training_saves_and_what_trains_nothing_is_refused(
+    ask: Ask, new_run: RunMaker
+) -> None:
     run = new_run()
     run.fleet.says["pc1/0"] = {"progress": Progress(train_step=1)}
     ask(run, 5, "save", "pc1/0")
     refused = ask(run, 6, "save", "pc1/0", "pc2/0")
     run.finish()
     asked = [sent.save for sent in run.fleet.directives["pc1/0"]]
-    assert (asked.count(True), asked[-1]) == (2, True), "when it was asked to, and once more as the run ends"
+    assert (asked.count(True), asked[-1]) == (2, True), (
+        "when it was asked to, and once more as the run ends"
+    )
     assert not any(sent.save for sent in run.fleet.directives["pc2/0"])
     words = "pc2/0 keeps no state that could be saved: only a training does; nothing was changed"
     assert refused.answer() == {"ok": False, "id": "save at 6", "effect": "", "error": words}
@@ -235,7 +270,10 @@ run.finish()
 
 
 def after_the_kill(folder: Path, new_run: RunMaker, do: str, *slots: str) -> Run:
-    """Let a head be killed between storing a command and performing it; return the next head's run."""
+    """Let a head be killed between storing a command and performing it.
+
+    Return the next head's run.
+    """
     folder.mkdir()
     done = python("-c", KILLED, str(folder), do, *slots, cwd=ROOT)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -269,14 +307,20 @@ def test_a_cap_and_a_save_that_were_stored_and_not_performed_are_obeyed_by_the_n
     assert saved.fleet.directives["pc2/0"][0].save
 
 
-def test_a_run_without_a_head_says_how_it_goes_on_or_that_it_is_over(new_run: RunMaker, tmp_path: Path) -> None:
+def test_a_run_without_a_head_says_how_it_goes_on_or_that_it_is_over(
+    new_run: RunMaker, tmp_path: Path
+) -> None:
     run = after_the_kill(tmp_path / "killed", new_run, "pause", "pc1/0")
     run.commands.close()
     killed = send(run.folder, "resume", ["pc1/0"], by="test")
-    assert "has no head any more (interrupted): `python -m orchestrator run --resume 2026" in str(killed.error)
+    assert "has no head any more (interrupted): `python -m orchestrator run --resume 2026" in str(
+        killed.error
+    )
     run.finish()
     assert str(send(run.folder, "pause", ["pc1/0"], by="test").error).endswith(
         "has no head any more (good); it is over"
     )
     assert "holds no record of a run" in str(send(tmp_path, "pause", ["pc1/0"], by="test").error)
-    assert "no command 'stop'; valid: pause, resume" in str(send(tmp_path, "stop", ["pc1/0"], by="test").error)
+    assert "no command 'stop'; valid: pause, resume" in str(
+        send(tmp_path, "stop", ["pc1/0"], by="test").error
+    )

@@ -49,12 +49,18 @@ class Terminal:
         """How much of it was waited for."""
         self._end, theirs = pty.openpty()
         # Import of Ray or of its parts would be seen as a module that cannot be found.
-        (folder / "ray.py").write_text("raise ImportError('--debug works without Ray')\n", encoding="utf-8")
+        (folder / "ray.py").write_text(
+            "raise ImportError('--debug works without Ray')\n", encoding="utf-8"
+        )
         config = ("--config", str(ROOT / "cluster.yaml"), "--run-dir", str(self.runs))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "orchestrator", "run", *config, *arguments],
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), "TERM": "dumb"},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
+                "TERM": "dumb",
+            },
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
@@ -112,9 +118,24 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def stopped(folder: Path) -> Iterator[Terminal]:
     """A run that has stopped at the breakpoint."""
-    impatient = ("--set", "run.hang_timeout_s=1", "--set", "run.stale_after_s=0.5", "--set", "run.slice_s=0.5")
+    impatient = (
+        "--set",
+        "run.hang_timeout_s=1",
+        "--set",
+        "run.stale_after_s=0.5",
+        "--set",
+        "run.slice_s=0.5",
+    )
     terminal = Terminal(
-        folder, "--debug", "--workload", "mine:Mine", "--duration", "4s", "--set", "compute_share_mode=duty", *impatient
+        folder,
+        "--debug",
+        "--workload",
+        "mine:Mine",
+        "--duration",
+        "4s",
+        "--set",
+        "compute_share_mode=duty",
+        *impatient,
     )
     try:
         terminal.read_until("(Pdb)")
@@ -130,7 +151,9 @@ def test_a_breakpoint_in_a_workload_stops_shows_a_variable_and_goes_on(stopped: 
     stopped.type("p answer")
     stopped.read_until("answer 43")
     stopped.read_until("(Pdb)")
-    time.sleep(2)  # longer than a worker may be silent: at a prompt, it is this process that stands still
+    time.sleep(
+        2
+    )  # longer than a worker may be silent: at a prompt, it is this process that stands still
     stopped.type("c")
     assert stopped.wait() == 0, stopped.shown
     assert "local/0 RUNNING" in stopped.shown
@@ -139,9 +162,16 @@ def test_a_breakpoint_in_a_workload_stops_shows_a_variable_and_goes_on(stopped: 
     summary = stopped.summary()
     assert summary["outcome"] == "good"
     (row,) = summary["workers"]
-    assert (row["slot"], row["state"], row["steps_error"], row["restarts"]) == ("local/0", "RUNNING", 0, 0)
+    assert (row["slot"], row["state"], row["steps_error"], row["restarts"]) == (
+        "local/0",
+        "RUNNING",
+        0,
+        0,
+    )
     assert row["steps_ok"] > 3
-    assert row["duty_requested"] is None, "the worker does not rest for the time that was spent at the prompt"
+    assert row["duty_requested"] is None, (
+        "the worker does not rest for the time that was spent at the prompt"
+    )
     (folder,) = stopped.runs.iterdir()
     for event in ("run_started", "node_joined", "device_opened", "counting", "run_ended"):
         assert len(events_in(folder, event)) == 1

@@ -32,7 +32,9 @@ class Faulty:
     """A run of nine workers on three nodes under faults, and what it sent and told about them."""
 
     def __init__(self, new_run: RunMaker, chaos: str, *, seed: int = 0, **settings: object) -> None:
-        self.run: Run = new_run(pc1=3, pc2=3, pc3=3, chaos=chaos, chaos_seed=seed, **{**ENDURING, **settings})
+        self.run: Run = new_run(
+            pc1=3, pc2=3, pc3=3, chaos=chaos, chaos_seed=seed, **{**ENDURING, **settings}
+        )
         self.strikes: list[tuple[str, Directive, ProcessFault]] = []
         self.run.fleet.on_submit = self.sent
         self.looks: list[list[dict[str, Any]]] = []
@@ -74,13 +76,18 @@ def test_a_rate_is_that_of_steps(rate: float, expected: float) -> None:
     assert struck / 2000 == pytest.approx(expected, rel=0.25)
 
 
-def test_nothing_is_struck_before_the_run_counts_nor_in_a_slice_that_proves_a_process(new_run: RunMaker) -> None:
+def test_nothing_is_struck_before_the_run_counts_nor_in_a_slice_that_proves_a_process(
+    new_run: RunMaker,
+) -> None:
     scene = Faulty(new_run, "kill:rate=1", duration="60s")
     scene.finish()
     (counting,) = scene.run.events("counting")
     assert len(scene.strikes) > 50
     assert all(strike["at_s"] >= counting["at_s"] for strike in scene.run.events("chaos_strike"))
-    assert all(directive.duration_s > 0 and 0.0 <= fault.at_share < 1.0 for _, directive, fault in scene.strikes)
+    assert all(
+        directive.duration_s > 0 and 0.0 <= fault.at_share < 1.0
+        for _, directive, fault in scene.strikes
+    )
 
 
 def test_every_so_often_is_as_often_as_asked(new_run: RunMaker) -> None:
@@ -93,7 +100,9 @@ def test_every_so_often_is_as_often_as_asked(new_run: RunMaker) -> None:
 
 @pytest.mark.parametrize(("duration_s", "calm_s"), [(310, 60), (50, 10)])
 def test_the_end_of_a_run_is_left_alone(new_run: RunMaker, duration_s: int, calm_s: int) -> None:
-    scene = Faulty(new_run, "kill:every=1s;hang:rate=1;node:every=2s,for=1s", duration=f"{duration_s}s")
+    scene = Faulty(
+        new_run, "kill:every=1s;hang:rate=1;node:every=2s,for=1s", duration=f"{duration_s}s"
+    )
     last_s = max(fault["at_s"] for fault in scene.finish())
     assert duration_s - calm_s - 15 < last_s < duration_s - calm_s
 
@@ -114,11 +123,19 @@ def test_a_worker_that_comes_back_is_recovered(new_run: RunMaker) -> None:
         assert fault["became"] == f"RUNNING again after {fault['recovered_s']:.1f} s"
         assert fault["detail"].startswith("its process ended"), "how the head saw it"
         assert 2.0 <= fault["recovered_s"] <= 5.0
-    assert scene.counts("kill") == {"injected": 2, "recovered": 2, "given_up": 0, "pending": 0, "moot": 0}
+    assert scene.counts("kill") == {
+        "injected": 2,
+        "recovered": 2,
+        "given_up": 0,
+        "pending": 0,
+        "moot": 0,
+    }
 
 
 def test_a_slot_that_is_given_up_says_so(new_run: RunMaker) -> None:
-    scene = Faulty(new_run, "kill:rate=0.05", seed=1, duration="60s", max_deaths=2, death_window_s=300)
+    scene = Faulty(
+        new_run, "kill:rate=0.05", seed=1, duration="60s", max_deaths=2, death_window_s=300
+    )
     lost = [fault for fault in scene.finish() if fault["fate"] == "given_up"]
     assert len(lost) == 9
     assert all(fault["became"].startswith("given up: 2 deaths in 300 s") for fault in lost)
@@ -132,7 +149,9 @@ def test_a_node_that_comes_back_without_a_slot_that_was_given_up_says_so(new_run
     assert fault["became"] == f"back after {fault['recovered_s']:.1f} s without pc2/1"
 
 
-def test_a_slot_that_was_given_up_before_its_node_was_ended_is_not_waited_for(new_run: RunMaker) -> None:
+def test_a_slot_that_was_given_up_before_its_node_was_ended_is_not_waited_for(
+    new_run: RunMaker,
+) -> None:
     scene = Faulty(new_run, "node:pc2@15s+5s", duration="60s", max_deaths=2, death_window_s=300)
     scene.run.fleet.dies_at_once.add("pc2/1")
     (fault,) = scene.finish()
@@ -140,11 +159,15 @@ def test_a_slot_that_was_given_up_before_its_node_was_ended_is_not_waited_for(ne
     assert fault["became"] == f"all its workers report again after {fault['recovered_s']:.1f} s"
 
 
-def test_a_strike_under_way_on_a_node_that_is_ended_is_not_counted_as_struck(new_run: RunMaker) -> None:
+def test_a_strike_under_way_on_a_node_that_is_ended_is_not_counted_as_struck(
+    new_run: RunMaker,
+) -> None:
     scene = Faulty(new_run, "hang:rate=1;node:pc2@2s", duration="30s")
     scene.finish()
     overtaken = [fault for fault in scene.faults("hang") if fault["target"].startswith("pc2/")][:3]
-    assert {(fault["became"], fault["fate"]) for fault in overtaken} == {("overtaken: its node was lost first", "moot")}
+    assert {(fault["became"], fault["fate"]) for fault in overtaken} == {
+        ("overtaken: its node was lost first", "moot")
+    }
 
 
 def test_a_death_before_the_struck_slice_is_not_the_strike(new_run: RunMaker) -> None:
@@ -156,11 +179,16 @@ def test_a_death_before_the_struck_slice_is_not_the_strike(new_run: RunMaker) ->
         # From the third on, a slice is queued behind the one that runs.
         if not numbers and directive.process_fault is not None and directive.sequence > 2:
             numbers.append(len(scene.strikes))
-            scene.run.fleet.at(scene.run.clock.now_s - scene.run.fleet.began_s, lambda: scene.run.fleet.kill(slot))
+            scene.run.fleet.at(
+                scene.run.clock.now_s - scene.run.fleet.began_s, lambda: scene.run.fleet.kill(slot)
+            )
 
     scene.run.fleet.on_submit = die_first
     (fault,) = (fault for fault in scene.finish() if fault["number"] in numbers)
-    assert (fault["fate"], fault["became"]) == ("moot", "overtaken: its process ended in an earlier slice first")
+    assert (fault["fate"], fault["became"]) == (
+        "moot",
+        "overtaken: its process ended in an earlier slice first",
+    )
 
 
 def test_what_is_not_back_when_the_run_ends_says_so(new_run: RunMaker) -> None:
@@ -169,13 +197,20 @@ def test_what_is_not_back_when_the_run_ends_says_so(new_run: RunMaker) -> None:
     assert (kill["kind"], node["kind"]) == ("kill", "node")
     assert {kill["became"], node["became"]} == {"not back when the run ended"}
     assert node["detail"] == "waiting for pc3/0, pc3/1, pc3/2"
-    assert (never["target"], never["at_s"], never["became"]) == ("pc2", 100.0, "never struck: the run ended first")
+    assert (never["target"], never["at_s"], never["became"]) == (
+        "pc2",
+        100.0,
+        "never struck: the run ended first",
+    )
 
 
 def test_a_hang_at_the_end_is_told_from_a_strike_that_never_struck(new_run: RunMaker) -> None:
     scene = Faulty(new_run, "hang:every=1s", duration="7s", hang_timeout_s=60)
     fates = Counter((fault["fate"], fault["became"]) for fault in scene.finish())
-    assert set(fates) <= {("not_back", "not back when the run ended"), ("moot", "never struck: the run ended first")}
+    assert set(fates) <= {
+        ("not_back", "not back when the run ended"),
+        ("moot", "never struck: the run ended first"),
+    }
     assert fates["not_back", "not back when the run ended"] >= 4
 
 
@@ -183,7 +218,13 @@ def test_faults_of_steps_are_one_entry_for_each_slot_and_outcome(new_run: RunMak
     scene = Faulty(new_run, "oom:rate=0.5;raise:rate=0.1;flip:rate=0.1", duration="20s")
     counts = {FaultKind.OOM: 3, FaultKind.RAISE: 1, FaultKind.FLIP: 2}
     told = [{"kind": kind.value, "count": count} for kind, count in counts.items()]
-    odd = [{"kind": "oom"}, {"kind": "flood", "count": 1}, {"kind": "kill", "count": 1}, {"count": 2}, {}]
+    odd = [
+        {"kind": "oom"},
+        {"kind": "flood", "count": 1},
+        {"kind": "kill", "count": 1},
+        {"count": 2},
+        {},
+    ]
     events = [WorkerEvent(name="chaos", at_unix_s=0.0, detail=detail) for detail in (*told, *odd)]
     other = WorkerEvent(name="oom", at_unix_s=0.0, detail={"kind": "oom", "count": 1})
     scene.run.fleet.says["pc1/0"] = {"events": (*events, other)}
@@ -194,7 +235,11 @@ def test_faults_of_steps_are_one_entry_for_each_slot_and_outcome(new_run: RunMak
     ]
     assert [fault["count"] for fault in entries] == [reports * count for count in counts.values()]
     became = [fault["became"] for fault in entries]
-    assert became == ["survived in the same slice", "survived in the same slice", "not all found by the checks"]
+    assert became == [
+        "survived in the same slice",
+        "survived in the same slice",
+        "not all found by the checks",
+    ]
     assert scene.counts("oom") == {
         "injected": 3 * reports,
         "recovered": 3 * reports,
@@ -204,7 +249,9 @@ def test_faults_of_steps_are_one_entry_for_each_slot_and_outcome(new_run: RunMak
     }
 
 
-def test_the_list_is_bounded_and_the_count_is_not(new_run: RunMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_list_is_bounded_and_the_count_is_not(
+    new_run: RunMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chaos_faults, "MAX_KEPT", 10)
     scene = Faulty(new_run, "kill:rate=1", duration="60s")
     faults = scene.finish()
@@ -267,8 +314,13 @@ def test_each_fault_gets_exactly_one_outcome_and_the_same_seed_brings_the_same_f
     assert sum(fault["kind"] == "node" and fault["fate"] != "moot" for fault in last) == len(ends)
     counts = scene.run.injector.counts()
     assert [each["kind"] for each in counts] == [kind.value for kind in parse_chaos(chaos).kinds()]
-    assert sum(each["injected"] + each["moot"] for each in counts) == sum(fault["count"] for fault in last)
-    assert all(each["injected"] == each["recovered"] + each["given_up"] + each["pending"] for each in counts)
+    assert sum(each["injected"] + each["moot"] for each in counts) == sum(
+        fault["count"] for fault in last
+    )
+    assert all(
+        each["injected"] == each["recovered"] + each["given_up"] + each["pending"]
+        for each in counts
+    )
     for node in ("pc1", "pc2", "pc3"):
         mine = [
             (event["at_s"], name)
@@ -277,9 +329,14 @@ def test_each_fault_gets_exactly_one_outcome_and_the_same_seed_brings_the_same_f
         ]
         mine.sort(key=lambda event: event[0])  # of what happened at once, the start was first
         assert all(
-            name == ("chaos_node_started" if index % 2 else "chaos_node_ended") for index, (_, name) in enumerate(mine)
+            name == ("chaos_node_started" if index % 2 else "chaos_node_ended")
+            for index, (_, name) in enumerate(mine)
         )
-        downs_s = [later - before for (before, name), (later, _) in pairwise(mine) if name == "chaos_node_ended"]
+        downs_s = [
+            later - before
+            for (before, name), (later, _) in pairwise(mine)
+            if name == "chaos_node_ended"
+        ]
         assert all(down_s >= 0.8 for down_s in downs_s), "it is down for its whole pause"
         assert node != "pc1" or not mine, "the head's node is left alone"
     again = Faulty(new_run, chaos, seed=seed, duration="30s")
@@ -289,7 +346,10 @@ def test_each_fault_gets_exactly_one_outcome_and_the_same_seed_brings_the_same_f
 
 def test_another_seed_brings_others(new_run: RunMaker) -> None:
     one, two = (
-        [fault["target"] for fault in Faulty(new_run, "kill:every=2s", seed=seed, duration="30s").finish()]
+        [
+            fault["target"]
+            for fault in Faulty(new_run, "kill:every=2s", seed=seed, duration="30s").finish()
+        ]
         for seed in (1, 2)
     )
     assert one != two

@@ -36,14 +36,18 @@ def test_the_run_ends_well_as_soon_as_all_is_done(new_run: RunMaker) -> None:
     assert not scene.stored().is_resumable
 
 
-def test_one_that_is_done_rests_while_the_others_go_on_until_the_time_is_up(new_run: RunMaker) -> None:
+def test_one_that_is_done_rests_while_the_others_go_on_until_the_time_is_up(
+    new_run: RunMaker,
+) -> None:
     scene = new_run()
     scene.fleet.finished_after = {"pc1/0": 10}
     scene.fleet.at(8.0, lambda: scene.fleet.leave("pc1"))
     scene.fleet.at(12.0, lambda: scene.fleet.join("pc1"))
     rows = scene.finish()
     assert states(rows) == {"pc1/0": WorkerState.DONE, "pc2/0": WorkerState.RUNNING}
-    assert scene.supervisor.shortfalls() == (), "it worked for less than half of the time, and did all that there was"
+    assert scene.supervisor.shortfalls() == (), (
+        "it worked for less than half of the time, and did all that there was"
+    )
     assert (rows["pc1/0"].counts.steps_ok, rows["pc1/0"].restarts) == (10, 0)
     assert scene.recorder.shown[-1].elapsed_s == 20.0
     assert scene.states("pc1/0") == ["RUNNING", "DONE"]

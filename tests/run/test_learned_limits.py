@@ -1,4 +1,7 @@
-"""What a run knows of earlier ones and keeps for later ones, in a real store; a broken one costs a sentence."""
+"""What a run knows of earlier ones and keeps for later ones, in a real store.
+
+A broken one costs a sentence.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ KEY = LimitKey(
 )
 
 
-def limit(size: int = 2 * GIB, age_s: float = 0.0, **key: Any) -> StoredLimit:  # noqa: ANN401 - of LimitKey
+def limit(size: int = 2 * GIB, age_s: float = 0.0, **key: Any) -> StoredLimit:
     return StoredLimit(
         key=replace(KEY, **key),
         learned=Learned(size=size, fixed_bytes=0.0, unit_bytes=1.0),
@@ -65,7 +68,11 @@ class Run:
 
     def told(self) -> list[str]:
         lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
-        return [event["reason"] for event in map(json.loads, lines) if event["event"] == "limits_unavailable"]
+        return [
+            event["reason"]
+            for event in map(json.loads, lines)
+            if event["event"] == "limits_unavailable"
+        ]
 
 
 @pytest.fixture
@@ -102,7 +109,8 @@ def known(store: LimitStore) -> list[StoredLimit]:
 
 def plans_of(workload: str) -> tuple[SlotPlan, ...]:
     return tuple(
-        replace(plan, spec=replace(plan.spec, workload=replace(plan.spec.workload, name=workload))) for plan in PLANS
+        replace(plan, spec=replace(plan.spec, workload=replace(plan.spec.workload, name=workload)))
+        for plan in PLANS
     )
 
 
@@ -110,19 +118,28 @@ class TestSentAlong:
     def test_every_worker_gets_all_that_is_known_of_its_workload_and_nothing_else_changes(
         self, run: Run, store: LimitStore
     ) -> None:
-        matmul = [limit(), limit(cap_bytes=GIB, size=GIB // 2), limit(dtype="bf16"), limit(card="another card")]
+        matmul = [
+            limit(),
+            limit(cap_bytes=GIB, size=GIB // 2),
+            limit(dtype="bf16"),
+            limit(card="another card"),
+        ]
         mine = limit(workload="mine.steps:Mlp@3f9a0c51d2e8 batch=128 size=512")
         store.remember(*matmul, mine, limit(age_s=EXPIRY_S + 60.0, card="expired"))
         sent = run.sent()
         for plan in sent:
-            assert set(plan.spec.learned) == set(matmul), "which of them is its own, the worker alone can tell"
+            assert set(plan.spec.learned) == set(matmul), (
+                "which of them is its own, the worker alone can tell"
+            )
         assert tuple(replace(plan, spec=replace(plan.spec, learned=())) for plan in sent) == PLANS
         for plan in run.sent(plans_of("mine.steps:Mlp")):
             assert plan.spec.learned == (mine,)
         for plan in run.sent(plans_of("mine.steps")):
             assert plan.spec.learned == (), "part of a name is another name"
 
-    def test_a_full_store_does_not_travel_with_every_directive(self, run: Run, store: LimitStore) -> None:
+    def test_a_full_store_does_not_travel_with_every_directive(
+        self, run: Run, store: LimitStore
+    ) -> None:
         store.remember(*(limit(card=f"card {age}", age_s=float(age)) for age in range(100)))
         (sent,) = {plan.spec.learned for plan in run.sent()}
         assert [one.key.card for one in sent] == [f"card {age}" for age in range(64)], "the newest"
@@ -148,12 +165,16 @@ class TestKept:
         run.learn(None)
         assert [one.learned.size for one in known(store)] == [2 * GIB]
 
-    @pytest.mark.parametrize("sizes", [(GIB, 2 * GIB, 3 * GIB), (3 * GIB, 2 * GIB, GIB), (2 * GIB, GIB, 3 * GIB)])
+    @pytest.mark.parametrize(
+        "sizes", [(GIB, 2 * GIB, 3 * GIB), (3 * GIB, 2 * GIB, GIB), (2 * GIB, GIB, 3 * GIB)]
+    )
     def test_of_workers_in_the_same_circumstances_the_most_careful_counts(
         self, run: Run, store: LimitStore, sizes: tuple[int, ...]
     ) -> None:
         # The measured context, and with it the cap, is not quite the same for each.
-        run.learn(*(limit(size, cap_bytes=3 * GIB + index * 2**20) for index, size in enumerate(sizes)))
+        run.learn(
+            *(limit(size, cap_bytes=3 * GIB + index * 2**20) for index, size in enumerate(sizes))
+        )
         assert [one.learned.size for one in known(store)] == [GIB]
 
     def test_circumstances_that_differ_are_kept_apart_and_what_others_have_learned_meanwhile_stays(
@@ -166,7 +187,9 @@ class TestKept:
         run.learn(*learned)
         assert set(known(store)) == {*learned, other}
 
-    def test_a_run_that_knows_and_learns_nothing_makes_nothing(self, run: Run, store: LimitStore) -> None:
+    def test_a_run_that_knows_and_learns_nothing_makes_nothing(
+        self, run: Run, store: LimitStore
+    ) -> None:
         assert run.sent() == PLANS
         run.learn(None)
         assert not store.path.parent.exists()

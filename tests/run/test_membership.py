@@ -24,8 +24,17 @@ SILENT = NodeLeft(reason="its node does not answer")
 TOO_FEW = "pc1 offers 4 CPUs, the plan needs 2 workers x 4 = 8"
 
 
-def fact(name: str | None = "pc1", node_id: str = "a", *, cpus: float = 8.0, answers: bool = True) -> NodeFact:
-    return NodeFact(name=name, node_id=node_id, address=f"10.0.0.{node_id}", cpus=cpus, gpus=1.0, answers=answers)
+def fact(
+    name: str | None = "pc1", node_id: str = "a", *, cpus: float = 8.0, answers: bool = True
+) -> NodeFact:
+    return NodeFact(
+        name=name,
+        node_id=node_id,
+        address=f"10.0.0.{node_id}",
+        cpus=cpus,
+        gpus=1.0,
+        answers=answers,
+    )
 
 
 class Watcher:

@@ -19,11 +19,16 @@ from workers.messages import WorkerState
 Script: TypeAlias = Callable[[Run], object]
 
 
-def says(slot: str, state: WorkerState, *, from_s: float = 0.0, until_s: float = 99.0, **more: object) -> Script:
+def says(
+    slot: str, state: WorkerState, *, from_s: float = 0.0, until_s: float = 99.0, **more: object
+) -> Script:
     """Have a slot's workers report a state for a while."""
 
     def script(run: Run) -> None:
-        run.fleet.at(from_s, lambda: run.fleet.says.update({slot: {"state": state, "reason": "as told", **more}}))
+        run.fleet.at(
+            from_s,
+            lambda: run.fleet.says.update({slot: {"state": state, "reason": "as told", **more}}),
+        )
         run.fleet.at(until_s, lambda: run.fleet.says.pop(slot, None))
 
     return script
@@ -42,7 +47,9 @@ def works_while_the_other_starts(run: Run) -> None:
 
 
 def once(at_s: float, what: str) -> Script:
-    return lambda run: run.fleet.at(at_s, lambda: getattr(run.fleet, what)("pc2" if what == "leave" else "pc2/0"))
+    return lambda run: run.fleet.at(
+        at_s, lambda: getattr(run.fleet, what)("pc2" if what == "leave" else "pc2/0")
+    )
 
 
 def joins_late(run: Run) -> None:
@@ -66,12 +73,30 @@ def joins_late(run: Run) -> None:
             works_while_the_other_starts,
             r"pc2/0: worked 1\d\.\d of 30\.\d s, .* \(restarts 0, .*",
         ),
-        (says("pc2/0", WorkerState.RUNNING, verify_checks=2, verify_errors=1), r"pc2/0: \d+ wrong of \d+ .*"),
-        (says("pc2/0", WorkerState.RUNNING, steps_oom=3), r"success rate 0\.\d{3} < run.min_success_rate 0.95"),
+        (
+            says("pc2/0", WorkerState.RUNNING, verify_checks=2, verify_errors=1),
+            r"pc2/0: \d+ wrong of \d+ .*",
+        ),
+        (
+            says("pc2/0", WorkerState.RUNNING, steps_oom=3),
+            r"success rate 0\.\d{3} < run.min_success_rate 0.95",
+        ),
     ],
-    ids=["emergency", "parked", "hangs in every process", "hangs", "restarting", "lost", "idle", "wrong", "rate"],
+    ids=[
+        "emergency",
+        "parked",
+        "hangs in every process",
+        "hangs",
+        "restarting",
+        "lost",
+        "idle",
+        "wrong",
+        "rate",
+    ],
 )
-def test_what_fell_short_degrades_the_run_and_is_named(new_run: RunMaker, script: Script, missed: str) -> None:
+def test_what_fell_short_degrades_the_run_and_is_named(
+    new_run: RunMaker, script: Script, missed: str
+) -> None:
     run = new_run(hang_timeout_s=5, stale_after_s=4, max_deaths=9, duration="30s", stop_grace_s=60)
     script(run)
     run.finish()
@@ -110,7 +135,9 @@ def test_what_is_no_fault_of_a_slot_leaves_the_run_good(new_run: RunMaker, scrip
     assert outcome_of((), interrupted=False) == ("good", 0)
 
 
-def test_a_step_that_outlasts_the_run_is_no_fault_unless_it_is_stale_by_the_rule(new_run: RunMaker) -> None:
+def test_a_step_that_outlasts_the_run_is_no_fault_unless_it_is_stale_by_the_rule(
+    new_run: RunMaker,
+) -> None:
     run = new_run(duration="30s", stop_grace_s=10, stale_after_s=120, hang_timeout_s=300)
     once(29.5, "hang")(run)
     run.finish()

@@ -1,4 +1,7 @@
-"""From what a worker tells of its training to rows, records, summary and the next head; in virtual time."""
+"""From what a worker tells of its training to rows, records, summary and the next head.
+
+In virtual time.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +17,35 @@ from tests.run.test_finished import head_is_killed
 from workers.messages import NO_PROGRESS, Progress
 
 
-def test_progress_is_in_the_rows_the_store_and_the_summary_of_slots_that_train_only(new_run: RunMaker) -> None:
+def test_progress_is_in_the_rows_the_store_and_the_summary_of_slots_that_train_only(
+    new_run: RunMaker,
+) -> None:
     scene = new_run()
     scene.fleet.trains = {"pc1/0"}
     rows = scene.finish()
     step = rows["pc1/0"].progress.train_step
     assert step is not None
     assert step == rows["pc1/0"].counts.steps_ok > 300
-    expected = Progress(train_step=step, saved_step=step // 50 * 50, loss=10.0 / (1 + step), redone_steps=0)
+    expected = Progress(
+        train_step=step, saved_step=step // 50 * 50, loss=10.0 / (1 + step), redone_steps=0
+    )
     assert rows["pc1/0"].progress == expected
     assert rows["pc2/0"].progress == NO_PROGRESS
     stored = {row.slot: row for row in scene.stored().snapshot().rows}
     assert stored["pc1/0"].progress == expected
     summary = json.loads(json.dumps(summary_dict(scene.recorder.shown[-1], "good", 0, "")))
     told = {row["slot"]: row for row in summary["workers"]}
-    assert (told["pc1/0"]["train_step"], told["pc1/0"]["mfu_pct"], told["pc2/0"]["train_step"]) == (step, None, None)
+    assert (told["pc1/0"]["train_step"], told["pc1/0"]["mfu_pct"], told["pc2/0"]["train_step"]) == (
+        step,
+        None,
+        None,
+    )
     assert snapshot_from_summary(summary).rows[0].progress == expected
 
 
-def test_what_dead_processes_had_told_of_and_not_saved_is_counted_as_redone(new_run: RunMaker) -> None:
+def test_what_dead_processes_had_told_of_and_not_saved_is_counted_as_redone(
+    new_run: RunMaker,
+) -> None:
     scene = new_run(duration="40s", max_deaths=9)
     scene.fleet.trains = {"pc1/0", "pc2/0"}
     for at_s in (7.3, 12.9, 21.4):
@@ -66,7 +79,9 @@ def test_without_a_process_there_is_no_speed(new_run: RunMaker) -> None:
     assert row.progress == Progress(train_step=5, loss=2.0, redone_steps=0)
 
 
-def test_another_head_counts_what_the_one_before_had_been_told_of(new_run: RunMaker, tmp_path: Path) -> None:
+def test_another_head_counts_what_the_one_before_had_been_told_of(
+    new_run: RunMaker, tmp_path: Path
+) -> None:
     first = new_run(folder=tmp_path / "run", pc2=0)
     first.fleet.trains = {"pc1/0"}
     first.fleet.says["pc1/0"] = {"resume": {"the same": "all the time"}}
@@ -83,7 +98,9 @@ def test_another_head_counts_what_the_one_before_had_been_told_of(new_run: RunMa
     with pytest.raises(KeyboardInterrupt):
         first.supervisor.run()
     first.close()
-    assert [stored for stored, _ in found] == [told for _, told in found], "also between two samples"
+    assert [stored for stored, _ in found] == [told for _, told in found], (
+        "also between two samples"
+    )
     second = new_run(folder=tmp_path / "run", pc2=0, past=past_of(first.stored()))
     second.fleet.trains = {"pc1/0"}
     second.fleet.saved["pc1/0"] = first.fleet.saved["pc1/0"]

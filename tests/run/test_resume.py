@@ -30,7 +30,7 @@ def facts(**changes: object) -> RunFacts:
     return facts_of(CONFIG, elapsed_s=100.0, **changes)
 
 
-def record(**changes: Any) -> SlotRecord:  # noqa: ANN401 - of any field
+def record(**changes: Any) -> SlotRecord:
     counters = {"steps_ok": 500, "restarts": 3, "steps_lost_upper_bound": 7, "busy_s": 1.5}
     usual = scene.record(incarnation=4, next_sequence=90, counters=counters, resume={"failures": 2})
     return replace(usual, **changes)
@@ -67,14 +67,18 @@ def stored(*records: SlotRecord, folder: Path = Path("runs/x"), **changes: objec
     ],
 )
 def test_slow_steps_are_known_from_what_is_compiled(given: list[str], slow_step_s: float) -> None:
-    assert rules_of(load_config(str(ROOT / "cluster.yaml"), given), Past()).slow_step_s == slow_step_s
+    assert (
+        rules_of(load_config(str(ROOT / "cluster.yaml"), given), Past()).slow_step_s == slow_step_s
+    )
 
 
 def test_a_slot_goes_on_with_its_counters_and_what_was_under_way_is_lost() -> None:
     past = past_of(stored(record()))
     slot = past.slots["pc1/0"]
     assert past.elapsed_s == 100.0
-    assert counters_of(slot) == counters(steps_ok=500, restarts=3, steps_lost_upper_bound=7 + 12, busy_s=1.5)
+    assert counters_of(slot) == counters(
+        steps_ok=500, restarts=3, steps_lost_upper_bound=7 + 12, busy_s=1.5
+    )
     # A report of a process of before must not be taken for one of the next.
     assert (slot.incarnation, slot.next_sequence) == (5, 90)
     assert slot.resume == {"failures": 2}
@@ -88,7 +92,9 @@ def test_a_quarantined_slot_gets_another_chance_and_incomplete_records_stay_so()
     assert past.incomplete
 
 
-@pytest.mark.parametrize("value", [-5, 10**400, 2**63, True, None, "many", 1.5, float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "value", [-5, 10**400, 2**63, True, None, "many", 1.5, float("nan"), float("inf")]
+)
 def test_a_counter_that_makes_no_sense_begins_at_nothing(value: object) -> None:
     slot = past_of(stored(record(counters={"steps_ok": value, "restarts": 2}))).slots["pc1/0"]
     assert counters_of(slot) == counters(restarts=2, steps_lost_upper_bound=12)
@@ -124,12 +130,16 @@ def test_the_first_raylet_is_that_of_the_head(monkeypatch: pytest.MonkeyPatch) -
         ({"facts": facts(mode="moon")}, "cluster, rehearse, local"),
     ],
 )
-def test_a_run_that_is_under_way_or_over_or_of_another_version_is_refused(changes: dict[str, Any], words: str) -> None:
+def test_a_run_that_is_under_way_or_over_or_of_another_version_is_refused(
+    changes: dict[str, Any], words: str
+) -> None:
     with pytest.raises(UsageError, match=words):
         environment_of(stored(**changes))
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "nodes: 7", 'a: "\\UFFFFFFFF"', "d: 2001-99-99", "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["", "[1]", "nodes: 7", 'a: "\\UFFFFFFFF"', "d: 2001-99-99", "[" * 100_000]
+)
 def test_a_configuration_that_cannot_be_used_is_refused_with_its_run(text: str) -> None:
     with pytest.raises(ConfigError, match="the configuration of run 20260101-000000-abcd"):
         environment_of(stored(facts=facts(config_yaml=text)))
@@ -155,11 +165,17 @@ def test_a_folder_that_others_may_write_in_or_own_is_refused(folder: Path, whose
     assert list(folder.iterdir()) == []
 
 
-def test_a_resume_that_cannot_start_leaves_the_record_as_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_that_cannot_start_leaves_the_record_as_it_was(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "summary.json").write_text("of the head before")
     # No cluster has this address: nothing listens on port 1 of this machine.
-    config = config_from_text(dump_config(CONFIG).replace("address: auto", "address: 127.0.0.1:1"), "x")
-    gone = stored(folder=folder, facts=replace(facts(mode="cluster"), config_yaml=dump_config(config)))
+    config = config_from_text(
+        dump_config(CONFIG).replace("address: auto", "address: 127.0.0.1:1"), "x"
+    )
+    gone = stored(
+        folder=folder, facts=replace(facts(mode="cluster"), config_yaml=dump_config(config))
+    )
     monkeypatch.chdir(folder.parent)
     with pytest.raises(Exception, match="start one"):
         go_on(gone, OPTIONS)

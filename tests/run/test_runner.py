@@ -107,12 +107,21 @@ class UserFolder:
 
     def type(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Type `orchestrator run --debug …`."""
-        usual = ("run", "--debug", "--config", str(ROOT / "cluster.yaml"), "--run-dir", str(self.runs))
+        usual = (
+            "run",
+            "--debug",
+            "--config",
+            str(ROOT / "cluster.yaml"),
+            "--run-dir",
+            str(self.runs),
+        )
         return self.run(COMMAND, *usual, *arguments)
 
     def run(self, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run code that finds the user's module and the product."""
-        return self._server.run(FIND_BOTH + code, str(ROOT), *arguments, cwd=self.folder, environment=dict(os.environ))
+        return self._server.run(
+            FIND_BOTH + code, str(ROOT), *arguments, cwd=self.folder, environment=dict(os.environ)
+        )
 
     @property
     def run_dir(self) -> Path:
@@ -133,7 +142,9 @@ def user(tmp_path: Path, fork_server: ForkServer) -> UserFolder:
     return UserFolder(tmp_path, fork_server)
 
 
-def test_a_workload_that_always_fails_is_quarantined_and_its_traceback_is_in_the_event_log(user: UserFolder) -> None:
+def test_a_workload_that_always_fails_is_quarantined_and_its_traceback_is_in_the_event_log(
+    user: UserFolder,
+) -> None:
     done = user.type("--duration", "1h", "--workload", "mine:Faulty")
     assert done.returncode == 1, done.stdout + done.stderr
     (row,) = user.summary()["workers"]
@@ -141,8 +152,12 @@ def test_a_workload_that_always_fails_is_quarantined_and_its_traceback_is_in_the
     assert "no such column" in row["reason"]
     assert any("raise ValueError" in event["traceback"] for event in user.events("workload_error"))
     assert user.summary()["outcome"] == "degraded"
-    last = done.stderr.partition("\nlast error of the workload\n")[2].partition("\n\n")[0].splitlines()
-    assert any("mine.py" in line and "in step" in line for line in last), "the line of the user's file is shown"
+    last = (
+        done.stderr.partition("\nlast error of the workload\n")[2].partition("\n\n")[0].splitlines()
+    )
+    assert any("mine.py" in line and "in step" in line for line in last), (
+        "the line of the user's file is shown"
+    )
     assert last[-1] == "  ValueError: no such column"
 
 
@@ -152,7 +167,11 @@ def test_a_step_that_leaves_by_an_exit_is_an_error_like_others(user: UserFolder)
     (row,) = user.summary()["workers"]
     assert (row["state"], row["steps_error"]) == ("QUARANTINED", 5)
     ends = {event["traceback"].strip().splitlines()[-1] for event in user.events("workload_error")}
-    assert {end.split(":")[0] for end in ends} >= {"SystemExit", "KeyboardInterrupt", "GeneratorExit"}
+    assert {end.split(":")[0] for end in ends} >= {
+        "SystemExit",
+        "KeyboardInterrupt",
+        "GeneratorExit",
+    }
 
 
 @pytest.mark.parametrize(
@@ -176,7 +195,9 @@ def test_a_workload_that_cannot_be_made_ends_the_run_with_a_sentence(
     assert summary["error"] in sentence
 
 
-def test_a_defect_of_the_head_ends_the_run_and_the_record_says_what_was_lost(user: UserFolder) -> None:
+def test_a_defect_of_the_head_ends_the_run_and_the_record_says_what_was_lost(
+    user: UserFolder,
+) -> None:
     done = user.run(WITH_A_DEFECT, str(ROOT / "cluster.yaml"), str(user.runs))
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1] == "RuntimeError: a bug of ours"
@@ -210,7 +231,9 @@ def test_the_last_lines_and_the_report_say_what_fell_short(
         told = lines[lines.index("what fell short") + 1 :]
         assert any(re.fullmatch(said, line) for line in told), told
     assert last[-2].startswith("Outcome: degraded.")
-    assert last[-1].startswith(f"See what happened: python -m orchestrator report {user.run_dir.name}")
+    assert last[-1].startswith(
+        f"See what happened: python -m orchestrator report {user.run_dir.name}"
+    )
     assert {line.strip() for line in last} >= set(user.summary()["notices"])
     assert any(re.fullmatch(said, f"  {notice}") for notice in user.summary()["notices"])
 

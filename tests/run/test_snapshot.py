@@ -20,7 +20,9 @@ PLAN = plan_slots(REFERENCE, Target())[3]
 
 OPENED = (WorkerEvent(name="device_opened", at_unix_s=0.0),)
 
-DEVICE = replace(CPU, kind="cuda", name="NVIDIA GeForce RTX 3090", uuid="GPU-0", cap_bytes=3, dtype="bf16")
+DEVICE = replace(
+    CPU, kind="cuda", name="NVIDIA GeForce RTX 3090", uuid="GPU-0", cap_bytes=3, dtype="bf16"
+)
 MEMORY = MemoryInfo(
     device_total_bytes=24,
     device_used_bytes=20,
@@ -30,19 +32,26 @@ MEMORY = MemoryInfo(
     peak_bytes=3,
     alloc_retries=7,
 )
-SENSORS = SensorReading(temperature_c=61.0, margin_c=22.0, power_w=250.0, sm_clock_mhz=1700, utilisation_pct=97.0)
+SENSORS = SensorReading(
+    temperature_c=61.0, margin_c=22.0, power_w=250.0, sm_clock_mhz=1700, utilisation_pct=97.0
+)
 
 
-def report(**changes: Any) -> Report:  # noqa: ANN401 - any field
+def report(**changes: Any) -> Report:
     """Return the report of a slice of one second at 10 TFLOP/s, half of it busy."""
     second = {"work_flop": 1e13, "busy_s": 0.5, "wall_s": 1.0}
     usual = {**second, "device": DEVICE, "memory": MEMORY, "claim_bytes": 5}
     return report_of("pc1/3", 0, 0, **{**usual, **changes})
 
 
-def slot_with(one: Report, **changes: Any) -> Slot:  # noqa: ANN401 - any field
+def slot_with(one: Report, **changes: Any) -> Slot:
     """Return a slot that works and had this report."""
-    usual = {"phase": Phase.WORKING, "state": WorkerState.RUNNING, "report": one, "device": one.device}
+    usual = {
+        "phase": Phase.WORKING,
+        "state": WorkerState.RUNNING,
+        "report": one,
+        "device": one.device,
+    }
     return Slot(slot="pc1/3", **{**usual, **changes})
 
 
@@ -60,7 +69,9 @@ def test_throughput_is_work_over_wall_time_and_duty_is_busy_over_wall_time() -> 
 
 
 @pytest.mark.parametrize("earlier", [0, 2], ids=["first process", "new process"])
-def test_the_first_report_of_a_process_begins_a_window_and_serves_only_until_there_is_another(earlier: int) -> None:
+def test_the_first_report_of_a_process_begins_a_window_and_serves_only_until_there_is_another(
+    earlier: int,
+) -> None:
     meter = metered(*[report()] * earlier, report(work_flop=1e12, events=OPENED))
     assert meter.tflops == pytest.approx(1.0)
     meter.add(report(work_flop=8e12))
@@ -137,13 +148,17 @@ def test_before_the_first_report_only_the_plan_is_known() -> None:
         "dtype": "fp16",
         "budget_bytes": PLAN.spec.budget_bytes,
         "duty_requested": 0.6,
-        **dict.fromkeys(["steps_ok", "steps_oom", "steps_error", "oom_count", "emergency_count", "restarts"], 0),
+        **dict.fromkeys(
+            ["steps_ok", "steps_oom", "steps_error", "oom_count", "emergency_count", "restarts"], 0
+        ),
         **dict.fromkeys(["verify_checks", "verify_errors", "steps_oom_probe"], 0),
     }
 
 
 def test_a_process_that_is_awaited_says_for_how_long() -> None:
-    slot = Slot(slot="pc1/3", state=HeadState.STARTING, reason="its process starts", working_since_s=1000.0)
+    slot = Slot(
+        slot="pc1/3", state=HeadState.STARTING, reason="its process starts", working_since_s=1000.0
+    )
     assert row(PLAN, slot, Meter(), 1009.5).reason == "its process starts, 9 s so far"
 
 
@@ -199,7 +214,13 @@ def test_a_report_without_device_and_memory_leaves_them_unknown() -> None:
     bare = report(device=None, memory=None, size=None, batch=None, claim_bytes=None)
     shown = row(PLAN, slot_with(bare), Meter(), 0.0)
     assert (shown.gpu_name, shown.dtype, shown.device) == ("rtx-3090", "fp16", "cuda")
-    unknown = (shown.cap_bytes, shown.allocated_bytes, shown.size, shown.gpu_uuid, shown.temperature_of)
+    unknown = (
+        shown.cap_bytes,
+        shown.allocated_bytes,
+        shown.size,
+        shown.gpu_uuid,
+        shown.temperature_of,
+    )
     assert unknown == (None,) * 5
 
 
@@ -209,11 +230,17 @@ def test_a_slot_without_a_working_process_has_no_throughput_and_no_duty(state: S
     if isinstance(state, HeadState):
         assert (shown.tflops, shown.baseline_pct, shown.duty_measured) == (None, None, None)
     else:
-        assert (shown.tflops, shown.baseline_pct, shown.duty_measured) == (pytest.approx(10.0), 100.0, 0.5)
+        assert (shown.tflops, shown.baseline_pct, shown.duty_measured) == (
+            pytest.approx(10.0),
+            100.0,
+            0.5,
+        )
 
 
 def test_of_a_held_slot_the_memory_of_its_process_is_shown_and_none_without_one() -> None:
-    paused = slot_with(report(), state=HeadState.HELD, phase=Phase.HELD, ready=True, heard_at_s=10.0)
+    paused = slot_with(
+        report(), state=HeadState.HELD, phase=Phase.HELD, ready=True, heard_at_s=10.0
+    )
     shown = row(PLAN, paused, Meter(), 100.0)
     assert (shown.size, shown.reserved_bytes, shown.heartbeat_age_s) == (8192, 3, None)
     drained = row(PLAN, replace(paused, ready=False), Meter(), 100.0)
@@ -226,6 +253,11 @@ def test_of_a_held_slot_the_memory_of_its_process_is_shown_and_none_without_one(
 def test_what_was_last_known_of_a_lost_worker_stays_in_its_row() -> None:
     slot = slot_with(report(), state=HeadState.LOST, heard_at_s=10.0, counts=StepCounts(steps_ok=5))
     shown = row(PLAN, slot, Meter(), 100.0)
-    assert (shown.size, shown.counts.steps_ok, shown.heartbeat_age_s, shown.gpu_uuid) == (8192, 5, 90.0, "GPU-0")
+    assert (shown.size, shown.counts.steps_ok, shown.heartbeat_age_s, shown.gpu_uuid) == (
+        8192,
+        5,
+        90.0,
+        "GPU-0",
+    )
     again = row(PLAN, replace(slot, state=HeadState.STARTING, heard_at_s=None), Meter(), 100.0)
     assert (again.counts.steps_ok, again.heartbeat_age_s) == (5, None)

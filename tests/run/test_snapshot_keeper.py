@@ -18,7 +18,13 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot_pieces, "_PIECE_BYTES", 10)
 
 
-def sent(pieces: SnapshotPieces, keeper: SnapshotKeeper, newest: Path, incarnation: int = 0, most: int = 100) -> int:
+def sent(
+    pieces: SnapshotPieces,
+    keeper: SnapshotKeeper,
+    newest: Path,
+    incarnation: int = 0,
+    most: int = 100,
+) -> int:
     count = 0
     while count < most and (piece := pieces.next(newest)) is not None:
         keeper.take(report_of("pc1/0", incarnation, 0, snapshot=piece))
@@ -27,7 +33,11 @@ def sent(pieces: SnapshotPieces, keeper: SnapshotKeeper, newest: Path, incarnati
 
 
 def test_a_file_arrives_whole_once_and_its_successor_after_it(tmp_path: Path) -> None:
-    newest, keeper, pieces = tmp_path / "newest", SnapshotKeeper(tmp_path / "head"), SnapshotPieces()
+    newest, keeper, pieces = (
+        tmp_path / "newest",
+        SnapshotKeeper(tmp_path / "head"),
+        SnapshotPieces(),
+    )
     newest.write_bytes(bytes(range(35)))
     assert pieces.pending(newest)
     assert sent(pieces, keeper, newest, most=2) == 2
@@ -45,7 +55,11 @@ def test_a_file_arrives_whole_once_and_its_successor_after_it(tmp_path: Path) ->
 
 
 def test_a_piece_that_continues_nothing_is_dropped(tmp_path: Path) -> None:
-    newest, keeper, pieces = tmp_path / "newest", SnapshotKeeper(tmp_path / "head"), SnapshotPieces()
+    newest, keeper, pieces = (
+        tmp_path / "newest",
+        SnapshotKeeper(tmp_path / "head"),
+        SnapshotPieces(),
+    )
     newest.write_bytes(b"x" * 25)
     sent(pieces, keeper, newest, most=1)
     lost = pieces.next(newest)

@@ -106,7 +106,9 @@ except OSError as error:
         ),
     ],
 )
-def test_whose_words_go_where(tmp_path: Path, script: str, out: str, err: str, logged: list[str] | None) -> None:
+def test_whose_words_go_where(
+    tmp_path: Path, script: str, out: str, err: str, logged: list[str] | None
+) -> None:
     log = tmp_path / "log"
     done = run(script, log)
     assert (done.returncode, done.stdout, done.stderr) == (0, out, err)
@@ -213,7 +215,9 @@ sys.exit(130)
 
 def test_a_storm_of_signals_changes_no_exit_code() -> None:
     command = [sys.executable, "-c", _STORM]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"

@@ -1,4 +1,7 @@
-"""A step that leaves by a BaseException is an error of the workload; a signal's handler ends the process."""
+"""A step that leaves by a BaseException is an error of the workload.
+
+A signal's handler ends the process.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,9 @@ def in_a_slot(spec: WorkerSpec) -> list[Report]:
 
 def test_a_step_may_leave_in_any_way_and_the_next_works(in_child: InChild) -> None:
     *left, worked = in_child(in_a_slot, spec_of(name=own(Leaves)))
-    for report, words in zip(left, ("SystemExit: 3", "KeyboardInterrupt", "GeneratorExit"), strict=True):
+    for report, words in zip(
+        left, ("SystemExit: 3", "KeyboardInterrupt", "GeneratorExit"), strict=True
+    ):
         assert (report.verdict, report.counts.steps_error) == (Verdict.OK, 1)
         assert report.reason == f"the workload failed: {words}"
         assert report.error.rstrip().endswith(words)
@@ -72,5 +77,7 @@ def how_it_ended(spec: WorkerSpec, number: int) -> str:
     ("number", "ended"),
     [(signal.SIGTERM, "SystemExit(15)"), (signal.SIGINT, "KeyboardInterrupt()")],
 )
-def test_a_signal_in_a_step_still_ends_its_process(in_child: InChild, number: int, ended: str) -> None:
+def test_a_signal_in_a_step_still_ends_its_process(
+    in_child: InChild, number: int, ended: str
+) -> None:
     assert in_child(how_it_ended, spec_of(name=own(IsTold)), number) == ended

@@ -27,7 +27,9 @@ def test_every_slot_is_placed_once_and_works_to_the_planned_end(new_run: RunMake
     for row in rows.values():
         assert (row.state, row.restarts) == (WorkerState.RUNNING, 0)
         assert row.counts.steps_ok == pytest.approx(20 * STEPS_PER_S, rel=0.1)
-        assert run.fleet.really_done[row.slot] == row.counts.steps_ok, "what was sent is waited for, and counted"
+        assert run.fleet.really_done[row.slot] == row.counts.steps_ok, (
+            "what was sent is waited for, and counted"
+        )
     (counting,) = run.events("counting")
     assert counting["startup_s"] == pytest.approx(START_S, abs=0.2)
     last = run.recorder.shown[-1]
@@ -45,7 +47,9 @@ def test_a_process_is_sent_one_step_and_only_after_its_report_more(new_run: RunM
     sent = run.fleet.directives["pc1/0"]
     assert {directive.incarnation for directive in sent} == {0, 1}
     for incarnation in (0, 1):
-        limits = [directive.step_limit for directive in sent if directive.incarnation == incarnation]
+        limits = [
+            directive.step_limit for directive in sent if directive.incarnation == incarnation
+        ]
         tries = limits.count(1)
         assert limits[:tries] == [1] * tries
         assert len(limits) > tries >= 1
@@ -92,7 +96,11 @@ def test_the_store_knows_of_every_slice_before_it_is_sent(new_run: RunMaker) -> 
 def test_a_run_in_which_every_slot_was_given_up_ends_at_once(new_run: RunMaker) -> None:
     run = new_run(duration="1h", max_workload_errors=3)
     for slot in ("pc1/0", "pc2/0"):
-        run.fleet.says[slot] = {"error": "Traceback …", "reason": "no such column", "steps_error": 1}
+        run.fleet.says[slot] = {
+            "error": "Traceback …",
+            "reason": "no such column",
+            "steps_error": 1,
+        }
     rows = run.finish()
     assert {row.state for row in rows.values()} == {HeadState.QUARANTINED}
     assert all(row.reason.endswith("no such column") for row in rows.values())
@@ -114,11 +122,14 @@ def interrupts() -> Iterator[Interrupts]:
 
 
 def press_ctrl_c() -> None:
-    # By SIGTERM, which means the same: a program that was started in the background may have SIGINT ignored.
+    # By SIGTERM, which means the same: a program that was started in the background may have SIGINT
+    # ignored.
     signal.raise_signal(signal.SIGTERM)
 
 
-def test_an_interrupted_run_lets_its_slices_end_and_begins_none(new_run: RunMaker, interrupts: Interrupts) -> None:
+def test_an_interrupted_run_lets_its_slices_end_and_begins_none(
+    new_run: RunMaker, interrupts: Interrupts
+) -> None:
     run = new_run(duration="1h", interrupts=interrupts)
     run.fleet.at(10, press_ctrl_c)
     rows = run.finish()
@@ -143,12 +154,18 @@ def test_the_second_interrupt_ends_the_run_at_once_and_loses_what_was_under_way(
     run.check_books()
 
 
-def test_a_worker_that_hangs_at_the_end_is_waited_for_so_long_and_then_lost(new_run: RunMaker) -> None:
+def test_a_worker_that_hangs_at_the_end_is_waited_for_so_long_and_then_lost(
+    new_run: RunMaker,
+) -> None:
     run = new_run(stop_grace_s=3)
     run.fleet.at(START_S + 19, lambda: run.fleet.hang("pc2/0"))
     rows = run.finish()
     assert run.clock.now_s - run.fleet.began_s == pytest.approx(START_S + 20 + 3 + 3, abs=1)
-    assert run.recorder.shown[-1].steps_lost_upper_bound == run.stored().slots[1].counters["steps_lost_upper_bound"] > 0
+    assert (
+        run.recorder.shown[-1].steps_lost_upper_bound
+        == run.stored().slots[1].counters["steps_lost_upper_bound"]
+        > 0
+    )
     assert rows["pc1/0"].counts.steps_ok == run.fleet.really_done["pc1/0"]
 
 
@@ -170,7 +187,9 @@ def test_what_was_under_way_when_the_head_failed_is_lost_and_said_so(new_run: Ru
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_an_event_that_no_phase_allows_is_raised_or_logged_as_the_caller_wants(new_run: RunMaker, strict: bool) -> None:
+def test_an_event_that_no_phase_allows_is_raised_or_logged_as_the_caller_wants(
+    new_run: RunMaker, strict: bool
+) -> None:
     run = new_run(strict=strict)
     absent = NodeLeft()
     if strict:
@@ -178,9 +197,9 @@ def test_an_event_that_no_phase_allows_is_raised_or_logged_as_the_caller_wants(n
             run.supervisor._feed("pc1/0", absent)
         return
     run.supervisor._feed("pc1/0", absent)
-    assert [(event["phase"], event["refused"]) for event in run.events("illegal_event", slot="pc1/0")] == [
-        ("absent", "NodeLeft")
-    ]
+    assert [
+        (event["phase"], event["refused"]) for event in run.events("illegal_event", slot="pc1/0")
+    ] == [("absent", "NodeLeft")]
     assert run.finish()["pc1/0"].counts.steps_ok > 0
 
 
@@ -209,7 +228,9 @@ def happening(run: Run, drawn: random.Random) -> Callable[[], object]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
-def test_a_run_ends_and_its_books_hold_whatever_happens_and_when(new_run: RunMaker, seed: int) -> None:
+def test_a_run_ends_and_its_books_hold_whatever_happens_and_when(
+    new_run: RunMaker, seed: int
+) -> None:
     drawn = random.Random(seed)  # noqa: S311 - repeatable is what is wanted
     patience = {"hang_timeout_s": 8, "stale_after_s": 3, "start_timeout_s": 15, "max_deaths": 8}
     run = new_run(pc1=2, pc2=2, duration="200s", **patience)
@@ -217,11 +238,15 @@ def test_a_run_ends_and_its_books_hold_whatever_happens_and_when(new_run: RunMak
         run.fleet.at(drawn.uniform(0, CALM_AFTER_S), happening(run, drawn))
     for node in NODES:
         run.fleet.at(CALM_AFTER_S + 1, lambda node=node: run.fleet.silence(node, silent=False))
-        run.fleet.at(CALM_AFTER_S + 20, lambda node=node: run.fleet.has_node(node) or run.fleet.join(node))
+        run.fleet.at(
+            CALM_AFTER_S + 20, lambda node=node: run.fleet.has_node(node) or run.fleet.join(node)
+        )
     rows = run.finish()
     assert run.recorder.shown[-1].elapsed_s == 200
     for row in rows.values():
-        assert row.state is WorkerState.RUNNING or (row.state is HeadState.QUARANTINED and row.restarts >= 3), row
+        assert row.state is WorkerState.RUNNING or (
+            row.state is HeadState.QUARANTINED and row.restarts >= 3
+        ), row
     for slot in SLOTS:
         for name in ("steps_ok", "restarts"):
             values = [row.to_dict()[name] for row in run.shown(slot)]

@@ -11,7 +11,9 @@ from tests.run.scripted_fleet import START_S, STEPS_PER_S
 from workers.messages import WorkerState
 
 
-def test_a_node_that_joins_late_is_named_until_then_and_works_from_then_on(new_run: RunMaker) -> None:
+def test_a_node_that_joins_late_is_named_until_then_and_works_from_then_on(
+    new_run: RunMaker,
+) -> None:
     run = new_run(pc2=2, absent=("pc2",))
     run.fleet.at(10, lambda: run.fleet.join("pc2"))
     rows = run.finish()
@@ -19,15 +21,24 @@ def test_a_node_that_joins_late_is_named_until_then_and_works_from_then_on(new_r
     assert counting["startup_s"] < 3, "the run does not wait for a node that is not there"
     assert run.recorder.shown[0].notices == ("pc2 has not joined",)
     assert run.recorder.shown[0].nodes_seen == ("pc1",)
-    assert (run.recorder.shown[-1].notices, run.recorder.shown[-1].nodes_seen) == ((), ("pc1", "pc2"))
-    assert [event["at_s"] for event in run.events("node_joined", node="pc2")] == [pytest.approx(10, abs=1.1)]
+    assert (run.recorder.shown[-1].notices, run.recorder.shown[-1].nodes_seen) == (
+        (),
+        ("pc1", "pc2"),
+    )
+    assert [event["at_s"] for event in run.events("node_joined", node="pc2")] == [
+        pytest.approx(10, abs=1.1)
+    ]
     late_s = START_S + 20 - 10 - START_S
     for slot in ("pc2/0", "pc2/1"):
         assert rows[slot].state is WorkerState.RUNNING
-        assert rows[slot].counts.steps_ok == pytest.approx(late_s * STEPS_PER_S, abs=1.5 * STEPS_PER_S)
+        assert rows[slot].counts.steps_ok == pytest.approx(
+            late_s * STEPS_PER_S, abs=1.5 * STEPS_PER_S
+        )
 
 
-def test_the_slots_of_a_lost_node_are_lost_within_two_seconds_and_go_on_when_it_is_back(new_run: RunMaker) -> None:
+def test_the_slots_of_a_lost_node_are_lost_within_two_seconds_and_go_on_when_it_is_back(
+    new_run: RunMaker,
+) -> None:
     run = new_run(pc2=2, duration="60s")
     run.fleet.at(10, lambda: run.fleet.lose("pc2"))
     run.fleet.at(30, lambda: run.fleet.join("pc2"))
@@ -63,10 +74,14 @@ def test_a_node_that_is_replaced_between_two_looks_has_left_and_joined(new_run: 
     assert len(run.events("node_left", node="pc2")) == 1
     assert len(run.events("node_joined", node="pc2")) == 2
     assert rows["pc2/0"].state is WorkerState.RUNNING
-    assert run.fleet.placed == ["pc1/0", "pc2/0"], "Ray brings the actor back; it is not created twice"
+    assert run.fleet.placed == ["pc1/0", "pc2/0"], (
+        "Ray brings the actor back; it is not created twice"
+    )
 
 
-def test_a_node_that_does_not_answer_is_there_as_long_as_its_workers_report(new_run: RunMaker) -> None:
+def test_a_node_that_does_not_answer_is_there_as_long_as_its_workers_report(
+    new_run: RunMaker,
+) -> None:
     run = new_run()
     run.fleet.at(5, lambda: run.fleet.silence("pc2"))
     rows = run.finish()
@@ -85,7 +100,9 @@ def test_a_node_that_says_itself_that_ray_is_gone_has_left_although_its_worker_h
     assert rows["pc2/0"].state is HeadState.LOST
 
 
-def test_a_node_that_offers_too_little_is_refused_in_words_and_used_once_it_offers_enough(new_run: RunMaker) -> None:
+def test_a_node_that_offers_too_little_is_refused_in_words_and_used_once_it_offers_enough(
+    new_run: RunMaker,
+) -> None:
     run = new_run(pc2=8, absent=("pc2",), duration="30s")
     run.fleet.at(3, lambda: run.fleet.join("pc2", cpus=2))
     run.fleet.at(10, lambda: run.fleet.leave("pc2"))
@@ -94,13 +111,17 @@ def test_a_node_that_offers_too_little_is_refused_in_words_and_used_once_it_offe
     (refused, left) = run.events("node_refused", node="pc2")
     assert "pc2 offers 2 CPUs, the plan needs" in refused["reason"]
     assert left["reason"] == "its node has left the cluster"
-    assert any("pc2 cannot be used: pc2 offers 2 CPUs" in n for s in run.recorder.shown for n in s.notices)
+    assert any(
+        "pc2 cannot be used: pc2 offers 2 CPUs" in n for s in run.recorder.shown for n in s.notices
+    )
     assert any("pc2 offers 2 CPUs" in row.reason for row in run.shown("pc2/7"))
     assert all(row.state is WorkerState.RUNNING for row in rows.values())
 
 
 @pytest.mark.parametrize("how", ["incompatible", "unbuildable"])
-def test_a_node_that_joins_late_and_can_never_work_costs_its_slots_and_not_the_run(new_run: RunMaker, how: str) -> None:
+def test_a_node_that_joins_late_and_can_never_work_costs_its_slots_and_not_the_run(
+    new_run: RunMaker, how: str
+) -> None:
     run = new_run(absent=("pc2",))
     run.can_never_work("pc2/0", how)
     run.fleet.at(10, lambda: run.fleet.join("pc2"))
@@ -109,7 +130,9 @@ def test_a_node_that_joins_late_and_can_never_work_costs_its_slots_and_not_the_r
     assert rows["pc2/0"].reason.startswith("pc2/0: ")
     assert run.fleet.abandoned == ["pc2/0"]
     assert rows["pc1/0"].counts.steps_ok == pytest.approx(20 * STEPS_PER_S, rel=0.1)
-    assert len(run.events("slice_failed", failure=SliceFailure.UNBUILDABLE.value)) == (how == "unbuildable")
+    assert len(run.events("slice_failed", failure=SliceFailure.UNBUILDABLE.value)) == (
+        how == "unbuildable"
+    )
 
 
 @pytest.mark.parametrize("stood_still_s", [9.0, 100.0])
@@ -126,7 +149,9 @@ def test_a_head_that_stood_still_blames_no_worker_and_no_node(
     assert not any("STALE" in row.reason for row in run.shown("pc1/0"))
 
 
-def test_a_worker_that_hangs_while_the_head_stands_still_is_found_afterwards(new_run: RunMaker) -> None:
+def test_a_worker_that_hangs_while_the_head_stands_still_is_found_afterwards(
+    new_run: RunMaker,
+) -> None:
     run = new_run(hang_timeout_s=5, stale_after_s=3, duration="60s")
     run.fleet.at(10, lambda: run.fleet.hang("pc2/0"))
     run.fleet.at(10.5, lambda: run.fleet.head_stands_still(20))

@@ -20,7 +20,10 @@ from workers.messages import Verdict, WorkerState
 
 @pytest.mark.parametrize(
     ("how", "cause", "restarted_by_us"),
-    [("kill", "its process ended: killed, or crashed", []), ("corrupt", "illegal memory access", ["pc2/0"])],
+    [
+        ("kill", "its process ended: killed, or crashed", []),
+        ("corrupt", "illegal memory access", ["pc2/0"]),
+    ],
 )
 def test_a_process_that_ends_or_loses_its_device_is_replaced_in_its_slot_and_goes_on_where_it_was(
     new_run: RunMaker, how: str, cause: str, restarted_by_us: list[str]
@@ -33,25 +36,35 @@ def test_a_process_that_ends_or_loses_its_device_is_replaced_in_its_slot_and_goe
     assert cause in died["cause"]
     assert run.fleet.restarts == restarted_by_us
     assert (rows["pc2/0"].restarts, run.recorder.shown[-1].restart_count) == (1, 1)
-    assert rows["pc2/0"].counts.steps_ok == pytest.approx((20 - START_S) * STEPS_PER_S, abs=2.5 * STEPS_PER_S)
+    assert rows["pc2/0"].counts.steps_ok == pytest.approx(
+        (20 - START_S) * STEPS_PER_S, abs=2.5 * STEPS_PER_S
+    )
     last_of_the_first = [d for d in run.fleet.directives["pc2/0"] if d.incarnation == 0][-1]
     first_of_the_second = next(d for d in run.fleet.directives["pc2/0"] if d.incarnation == 1)
     assert first_of_the_second.resume["done"] >= last_of_the_first.resume["done"] > 0
     assert run.states("pc1/0") == ["RUNNING"]
 
 
-@pytest.mark.parametrize(("known_at_s", "times"), [(11.5, 1), (15.0, 0)], ids=["in time", "too late"])
+@pytest.mark.parametrize(
+    ("known_at_s", "times"), [(11.5, 1), (15.0, 0)], ids=["in time", "too late"]
+)
 def test_a_death_for_want_of_ram_is_explained_when_the_cluster_knows_why(
     new_run: RunMaker, known_at_s: float, times: int
 ) -> None:
     run = new_run()
     run.fleet.start_s["pc2/0"] = 5.0
     run.fleet.at(10, lambda: run.fleet.kill("pc2/0"))
-    cause = DeathCause(host_memory=True, text="Task was killed due to the node running low on memory.")
+    cause = DeathCause(
+        host_memory=True, text="Task was killed due to the node running low on memory."
+    )
     run.fleet.at(known_at_s, lambda: setattr(run.fleet, "cause", cause))
     run.finish()
-    assert [each["text"] for each in run.events("death_explained", slot="pc2/0")] == [cause.text] * times
-    assert any(row.reason.endswith("the PC's RAM was nearly full") for row in run.shown("pc2/0")) == bool(times)
+    assert [each["text"] for each in run.events("death_explained", slot="pc2/0")] == [
+        cause.text
+    ] * times
+    assert any(
+        row.reason.endswith("the PC's RAM was nearly full") for row in run.shown("pc2/0")
+    ) == bool(times)
 
 
 def test_a_worker_that_hangs_is_stale_first_and_then_replaced(new_run: RunMaker) -> None:
@@ -63,7 +76,10 @@ def test_a_worker_that_hangs_is_stale_first_and_then_replaced(new_run: RunMaker)
     (restarted,) = run.events("state", slot="pc2/0", to_state="RESTARTING")
     assert restarted["at_s"] == pytest.approx(10 + 1 + 10, abs=1.2)
     assert "no report for 10 s" in restarted["cause"]
-    assert [(row.state, row.restarts) for row in rows.values()] == [(WorkerState.RUNNING, 0), (WorkerState.RUNNING, 1)]
+    assert [(row.state, row.restarts) for row in rows.values()] == [
+        (WorkerState.RUNNING, 0),
+        (WorkerState.RUNNING, 1),
+    ]
 
 
 def test_a_worker_that_keeps_dying_is_given_up_and_the_others_go_on(new_run: RunMaker) -> None:
@@ -71,14 +87,18 @@ def test_a_worker_that_keeps_dying_is_given_up_and_the_others_go_on(new_run: Run
     run.fleet.dies_at_once.add("pc1/1")
     rows = run.finish()
     assert (rows["pc1/1"].state, rows["pc1/1"].restarts) == (HeadState.QUARANTINED, 3)
-    assert rows["pc1/1"].reason.startswith("3 deaths in 300 s without progress; the last: its process ended")
+    assert rows["pc1/1"].reason.startswith(
+        "3 deaths in 300 s without progress; the last: its process ended"
+    )
     assert run.fleet.abandoned == ["pc1/1"]
     assert rows["pc1/0"].counts.steps_ok == pytest.approx(rows["pc2/0"].counts.steps_ok, rel=0.1)
     assert run.events("card_quarantined") == []
 
 
 @pytest.mark.parametrize("after_s", [0, 10], ids=["from the beginning", "after good work"])
-def test_a_card_on_which_all_workers_die_is_given_up_with_one_message(new_run: RunMaker, after_s: float) -> None:
+def test_a_card_on_which_all_workers_die_is_given_up_with_one_message(
+    new_run: RunMaker, after_s: float
+) -> None:
     run = new_run(pc2=2, duration="60s", max_deaths=6)
     run.fleet.at(after_s, lambda: run.fleet.dies_at_once.update(("pc2/0", "pc2/1")))
     rows = run.finish()
@@ -91,19 +111,31 @@ def test_a_card_on_which_all_workers_die_is_given_up_with_one_message(new_run: R
     assert rows["pc1/0"].state is WorkerState.RUNNING
 
 
-def test_workers_without_memory_for_a_context_wait_and_do_not_use_up_their_deaths(new_run: RunMaker) -> None:
+def test_workers_without_memory_for_a_context_wait_and_do_not_use_up_their_deaths(
+    new_run: RunMaker,
+) -> None:
     run = new_run(duration="60s", max_deaths=2, restart_backoff_max_s=4)
-    full = {"verdict": Verdict.CONTEXT_CORRUPTED, "device": None, "oom_count": 1, "steps_ok": 0, "reason": "card full"}
+    full = {
+        "verdict": Verdict.CONTEXT_CORRUPTED,
+        "device": None,
+        "oom_count": 1,
+        "steps_ok": 0,
+        "reason": "card full",
+    }
     run.fleet.at(10, lambda: run.fleet.says.update({"pc2/0": full}))
     run.fleet.at(40, run.fleet.says.clear)
     rows = run.finish()
-    assert (rows["pc2/0"].state, rows["pc2/0"].restarts) == (WorkerState.RUNNING, len(run.fleet.restarts))
+    assert (rows["pc2/0"].state, rows["pc2/0"].restarts) == (
+        WorkerState.RUNNING,
+        len(run.fleet.restarts),
+    )
     assert len(run.fleet.restarts) >= 5
     assert "EMERGENCY" in run.states("pc2/0")
 
 
 @pytest.mark.parametrize(
-    ("how", "words"), [("incompatible", "no such card"), ("unbuildable", "cannot be started: The actor died")]
+    ("how", "words"),
+    [("incompatible", "no such card"), ("unbuildable", "cannot be started: The actor died")],
 )
 def test_what_can_never_work_ends_the_run_before_it_counts_and_loses_what_was_sent(
     new_run: RunMaker, how: str, words: str
@@ -122,7 +154,10 @@ def test_what_can_never_work_costs_a_resumed_run_only_its_slot(new_run: RunMaker
     run = new_run(past=Past(elapsed_s=5.0))
     run.can_never_work("pc2/0", "unbuildable")
     rows = run.finish()
-    assert (rows["pc1/0"].state, rows["pc2/0"].state) == (WorkerState.RUNNING, HeadState.QUARANTINED)
+    assert (rows["pc1/0"].state, rows["pc2/0"].state) == (
+        WorkerState.RUNNING,
+        HeadState.QUARANTINED,
+    )
 
 
 def test_the_planned_time_does_not_wait_for_a_worker_that_was_given_up(new_run: RunMaker) -> None:
@@ -136,7 +171,9 @@ def test_the_planned_time_does_not_wait_for_a_worker_that_was_given_up(new_run: 
 
 @pytest.mark.parametrize("kind", ["kill", "segv", "exit", "hang", "poison"])
 def test_every_injected_fault_is_told_and_recovered_from(new_run: RunMaker, kind: str) -> None:
-    run = new_run(pc1=2, pc2=2, duration="90s", chaos=f"{kind}:every=15s", hang_timeout_s=5, stale_after_s=3)
+    run = new_run(
+        pc1=2, pc2=2, duration="90s", chaos=f"{kind}:every=15s", hang_timeout_s=5, stale_after_s=3
+    )
     rows = run.finish()
     faults = run.injector.faults()
     assert len(run.events("chaos_strike", kind=kind)) == len(faults) >= 4
@@ -146,11 +183,16 @@ def test_every_injected_fault_is_told_and_recovered_from(new_run: RunMaker, kind
     assert run.recorder.shown[-1].steps_lost_upper_bound > 0
 
 
-def test_a_run_whose_head_was_killed_goes_on_with_its_counters_and_slices(new_run: RunMaker, tmp_path: Path) -> None:
+def test_a_run_whose_head_was_killed_goes_on_with_its_counters_and_slices(
+    new_run: RunMaker, tmp_path: Path
+) -> None:
     first = new_run(duration="40s", pc1=2)
     copy = tmp_path / "killed"
     # What a head leaves that is killed now: its files, as they are on the disk.
-    first.fleet.at(15, lambda: shutil.copytree(first.folder, copy, ignore=shutil.ignore_patterns("control.sock")))
+    first.fleet.at(
+        15,
+        lambda: shutil.copytree(first.folder, copy, ignore=shutil.ignore_patterns("control.sock")),
+    )
     first.finish()
 
     left = read_run(copy)
@@ -160,8 +202,13 @@ def test_a_run_whose_head_was_killed_goes_on_with_its_counters_and_slices(new_ru
     run = new_run(duration="40s", pc1=2, folder=copy, past=past_of(left))
     rows = run.finish()
     last = run.recorder.shown[-1]
-    assert (last.elapsed_s, last.steps_lost_upper_bound) == (40.0, sum(slot.steps_at_risk for slot in left.slots))
-    assert run.clock.now_s - run.fleet.began_s == pytest.approx(START_S + 40 - left.elapsed_s, abs=1)
+    assert (last.elapsed_s, last.steps_lost_upper_bound) == (
+        40.0,
+        sum(slot.steps_at_risk for slot in left.slots),
+    )
+    assert run.clock.now_s - run.fleet.began_s == pytest.approx(
+        START_S + 40 - left.elapsed_s, abs=1
+    )
     for slot in left.slots:
         assert run.fleet.directives[slot.slot][0].incarnation == slot.incarnation + 1
         assert run.fleet.directives[slot.slot][0].resume == slot.resume

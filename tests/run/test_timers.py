@@ -12,7 +12,9 @@ CALLS = st.lists(st.tuples(st.sampled_from("abc"), MOMENTS | st.none()) | MOMENT
 
 
 @given(CALLS)
-def test_a_slot_comes_up_once_when_its_earliest_moment_has_come(calls: list[tuple[str, float | None] | float]) -> None:
+def test_a_slot_comes_up_once_when_its_earliest_moment_has_come(
+    calls: list[tuple[str, float | None] | float],
+) -> None:
     timers = Timers()
     earliest: dict[str, float] = {}
     for call in calls:

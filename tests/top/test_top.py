@@ -1,4 +1,7 @@
-"""`top` on terminals of several sizes: the screens as text, the keys, the replay; and `--once` and `--json`."""
+"""`top` on terminals of several sizes: the screens as text, the keys, the replay.
+
+And `--once` and `--json`.
+"""
 
 from __future__ import annotations
 
@@ -39,15 +42,23 @@ UPDATE = bool(os.environ.get("UPDATE_GOLDENS"))
 HOSTILE = "\x1b[31mred\x1b[0m [bold]markup[/bold] \u202eturned\nline"
 
 
-def made(folder: Path, *looks: list[Row], outcome: str | None = "good", lives: bool = False) -> Path:
-    """Make the folder of a run that looked like this, second by second. Its head lives on another PC, or is gone."""
+def made(
+    folder: Path, *looks: list[Row], outcome: str | None = "good", lives: bool = False
+) -> Path:
+    """Make the folder of a run that looked like this, second by second.
+
+    Its head lives on another PC, or is gone.
+    """
     place = folder / FACTS.run_id
     place.mkdir(parents=True)
     store = RunStore(place / STORE_NAME)
     gone = replace(FACTS, head_pid=2**22 - 1, head_started="1", host=socket.gethostname())
     store.begin(FACTS if lives else gone)
     for second, rows in enumerate(looks):
-        store.slots(record(row.slot, state=row.state.value, reason=row.reason, row=row.to_dict()) for row in rows)
+        store.slots(
+            record(row.slot, state=row.state.value, reason=row.reason, row=row.to_dict())
+            for row in rows
+        )
         told = {"from_state": "STARTING", "to_state": "RUNNING", "cause": HOSTILE}
         store.event({**event(name="state", **told), "slot": rows[0].slot if rows else None})
         store.update(make_snapshot(*rows, elapsed_s=float(second)))
@@ -65,7 +76,9 @@ def every_state() -> list[Row]:
 
 def screen(top: Top) -> list[str]:
     return [
-        line.plain.rstrip() for name in ("#header", "#rows", "#keys") for line in top.query_one(name, LinesView).lines
+        line.plain.rstrip()
+        for name in ("#header", "#rows", "#keys")
+        for line in top.query_one(name, LinesView).lines
     ]
 
 
@@ -103,8 +116,14 @@ def pressed(*keys: str) -> Callable[[Pilot[None]], Awaitable[None]]:
 
 CASES: dict[str, tuple[list[Row], str | None]] = {
     "states": (every_state(), "good"),
-    "many": ([make_row(slot=f"pc{n // 50}/{n % 50}", node=f"pc{n // 50}") for n in range(1_000)], "good"),
-    "killed": ([make_row(), make_row(slot="pc1/1", state=WorkerState.BACKOFF, reason="memory ran out")], None),
+    "many": (
+        [make_row(slot=f"pc{n // 50}/{n % 50}", node=f"pc{n // 50}") for n in range(1_000)],
+        "good",
+    ),
+    "killed": (
+        [make_row(), make_row(slot="pc1/1", state=WorkerState.BACKOFF, reason="memory ran out")],
+        None,
+    ),
     "empty": ([], "good"),
 }
 
@@ -123,7 +142,9 @@ def assert_golden(lines: list[str], name: str) -> None:
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 30), (200, 60)], ids="{0[0]}x{0[1]}".format)
 @pytest.mark.parametrize("case", CASES)
-def test_the_screen_is_the_one_that_was_looked_at(tmp_path: Path, case: str, size: tuple[int, int]) -> None:
+def test_the_screen_is_the_one_that_was_looked_at(
+    tmp_path: Path, case: str, size: tuple[int, int]
+) -> None:
     rows, outcome = CASES[case]
     lines = comparable(driven(made(tmp_path, rows, outcome=outcome), size))
     assert_golden(lines, f"{case}-{size[0]}x{size[1]}")
@@ -131,7 +152,9 @@ def test_the_screen_is_the_one_that_was_looked_at(tmp_path: Path, case: str, siz
 
 
 @pytest.mark.parametrize("size", [(40, 10), (20, 5)], ids="{0[0]}x{0[1]}".format)
-def test_a_tiny_terminal_without_unicode_shows_what_fits(tmp_path: Path, size: tuple[int, int]) -> None:
+def test_a_tiny_terminal_without_unicode_shows_what_fits(
+    tmp_path: Path, size: tuple[int, int]
+) -> None:
     lines = driven(made(tmp_path, every_state()), size, glyphs=ASCII)
     assert any("pc1/0" in line for line in lines)
     assert all(line.isascii() for line in lines)
@@ -168,7 +191,10 @@ def test_a_head_that_writes_nothing_is_shown_as_late(tmp_path: Path) -> None:
 
 
 def test_alerts_stand_on_top_and_have_a_page_with_what_to_do(tmp_path: Path) -> None:
-    lost = [make_row(slot=f"pc1/{number}", state=HeadState.QUARANTINED, reason=HOSTILE) for number in range(7)]
+    lost = [
+        make_row(slot=f"pc1/{number}", state=HeadState.QUARANTINED, reason=HOSTILE)
+        for number in range(7)
+    ]
     folder = made(tmp_path, lost, outcome=None, lives=True)
     assert driven(folder, (120, 20))[0].startswith("! slot pc1/0 was given up: [31mred")
     assert driven(folder, (120, 20))[0].endswith("(and 6 more)")
@@ -202,14 +228,18 @@ def test_keys_sort_filter_hide_and_move(tmp_path: Path) -> None:
     assert "write a unit" in wrong[-1], "it can be corrected"
     assert "pc1/1" in driven(folder, (120, 20), pressed("j", "enter"))[1]
     assert any("/batch" in line for line in driven(folder, (120, 20)))
-    hidden = driven(folder, (120, 20), pressed("c", *["j"] * HIDEABLE.index("size"), "space", "escape"))
+    hidden = driven(
+        folder, (120, 20), pressed("c", *["j"] * HIDEABLE.index("size"), "space", "escape")
+    )
     assert not any("/batch" in line for line in hidden)
     assert slots("o", *"temp", "enter") == ["pc1/1", "pc1/0", "pc2/0"]
     assert any("goes back" in line for line in driven(folder, (120, 40), pressed("question_mark")))
 
 
 def test_a_mouse_moves_the_cursor_and_opens_a_slot(tmp_path: Path) -> None:
-    folder = made(tmp_path, [make_row(slot=f"pc1/{number}", reason=f"of {number}") for number in range(30)])
+    folder = made(
+        tmp_path, [make_row(slot=f"pc1/{number}", reason=f"of {number}") for number in range(30)]
+    )
 
     def clicked(line: int, times: int = 1, notches: int = 0) -> list[str]:
         async def hands(pilot: Pilot[None]) -> None:
@@ -221,13 +251,25 @@ def test_a_mouse_moves_the_cursor_and_opens_a_slot(tmp_path: Path) -> None:
 
     titles = 3
     assert "pc1/4 RUNNING: of 4" in clicked(titles + 4)
-    assert "pc1/2 RUNNING: of 2" in clicked(titles + 2, notches=1), "what is on the screen stays there"
+    assert "pc1/2 RUNNING: of 2" in clicked(titles + 2, notches=1), (
+        "what is on the screen stays there"
+    )
     assert "pc1/4" in clicked(titles + 4, times=2)[1]
 
 
-def test_the_page_of_a_slot_shows_facts_courses_states_and_events_and_hostile_text_stays_text(tmp_path: Path) -> None:
+def test_the_page_of_a_slot_shows_facts_courses_states_and_events_and_hostile_text_stays_text(
+    tmp_path: Path,
+) -> None:
     looks = [
-        [make_row(slot="pc1/0", temperature_c=50.0 + second, oom_count=second // 5, reason=HOSTILE, gpu_name=HOSTILE)]
+        [
+            make_row(
+                slot="pc1/0",
+                temperature_c=50.0 + second,
+                oom_count=second // 5,
+                reason=HOSTILE,
+                gpu_name=HOSTILE,
+            )
+        ]
         for second in range(30)
     ]
     lines = driven(made(tmp_path, *looks), (120, 60), pressed("enter"))
@@ -238,7 +280,9 @@ def test_the_page_of_a_slot_shows_facts_courses_states_and_events_and_hostile_te
     assert "[bold]markup[/bold]" in text
     assert "\x1b" not in text
     assert "\u202e" not in text
-    assert "temp C" in "\n".join(driven(tmp_path / FACTS.run_id, (60, 60), pressed("enter", "m"), ASCII))
+    assert "temp C" in "\n".join(
+        driven(tmp_path / FACTS.run_id, (60, 60), pressed("enter", "m"), ASCII)
+    )
     cards = driven(tmp_path / FACTS.run_id, (120, 20), pressed("d"))
     assert any("1 worker " in line and "79" in line for line in cards)
     assert any("state" in line for line in driven(tmp_path / FACTS.run_id, (120, 20), pressed("e")))
@@ -247,9 +291,14 @@ def test_the_page_of_a_slot_shows_facts_courses_states_and_events_and_hostile_te
 def test_pages_of_nodes_and_runs(tmp_path: Path) -> None:
     folder = made(tmp_path, [make_row(slot="pc1/0")])
     shutil.copytree(folder, tmp_path / "20261121-051500-0b77")
-    assert any("pc1" in line and "1 RUNNING" in line for line in driven(folder, (120, 20), pressed("n")))
+    assert any(
+        "pc1" in line and "1 RUNNING" in line for line in driven(folder, (120, 20), pressed("n"))
+    )
     listed = driven(folder, (120, 20), pressed("u"))
-    assert [line[:20] for line in listed if line.startswith("2026")] == ["20261121-051500-0b77", FACTS.run_id]
+    assert [line[:20] for line in listed if line.startswith("2026")] == [
+        "20261121-051500-0b77",
+        FACTS.run_id,
+    ]
     assert any("pc1/0" in line for line in driven(folder, (120, 20), pressed("u", "j", "enter")))
 
 
@@ -291,7 +340,9 @@ def test_a_finished_run_is_replayed_second_by_second(tmp_path: Path) -> None:
 
     def size_after(*keys: str) -> str:
         (line,) = (
-            line for line in driven(folder, (200, 20), pressed(*keys)) if line.startswith("pc1/0 ") and "/128" in line
+            line
+            for line in driven(folder, (200, 20), pressed(*keys))
+            if line.startswith("pc1/0 ") and "/128" in line
         )
         return line.partition("/128")[0].split()[-1]
 
@@ -320,15 +371,24 @@ def test_a_run_that_goes_on_is_followed(tmp_path: Path) -> None:
 
 
 def test_once_and_json_print_what_the_screen_would_show(tmp_path: Path) -> None:
-    rows = [make_row(slot="pc1/0", temperature_c=60.0), make_row(slot="pc1/1", temperature_c=80.0, reason=HOSTILE)]
+    rows = [
+        make_row(slot="pc1/0", temperature_c=60.0),
+        make_row(slot="pc1/1", temperature_c=80.0, reason=HOSTILE),
+    ]
     made(tmp_path, rows)
     where = ["--run-dir", str(tmp_path)]
     once = CliRunner().invoke(app, ["top", "--once", "--sort", "temp", *where])
     lines = [line.split()[0] for line in once.output.splitlines() if line.startswith("pc1/")]
     assert (once.exit_code, lines) == (0, ["pc1/1", "pc1/0"])
     assert "\x1b" not in once.output
-    told = json.loads(CliRunner().invoke(app, ["top", "--json", "--filter", "temp<75", *where]).output)
-    assert (told["schema"], told["freshness"], [row["slot"] for row in told["workers"]]) == (1, "ended", ["pc1/0"])
+    told = json.loads(
+        CliRunner().invoke(app, ["top", "--json", "--filter", "temp<75", *where]).output
+    )
+    assert (told["schema"], told["freshness"], [row["slot"] for row in told["workers"]]) == (
+        1,
+        "ended",
+        ["pc1/0"],
+    )
     wrong = CliRunner().invoke(app, ["top", "--once", "--filter", "cap>3", *where])
     assert "write a unit" in str(wrong.exception)
 

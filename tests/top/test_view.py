@@ -24,7 +24,10 @@ frames = st.lists(
 orders = st.builds(Order, st.sampled_from(SORTS), st.booleans())
 
 
-@given(st.lists(st.tuples(frames, orders, st.integers(1, 12)), min_size=1, max_size=12), st.integers(-40, 40))
+@given(
+    st.lists(st.tuples(frames, orders, st.integers(1, 12)), min_size=1, max_size=12),
+    st.integers(-40, 40),
+)
 def test_the_cursor_stays_with_its_slot_and_the_slot_on_the_screen(
     looks: list[tuple[list[Row], Order, int]], by: int
 ) -> None:

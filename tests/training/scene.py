@@ -20,11 +20,17 @@ GPT, CNN = "gpt", "cnn"
 
 def settings(**keys: object) -> TrainSettings:
     """Return settings for `trainer`."""
-    small: dict[str, Any] = {"steps": 200, "batch": 12, "precision": "fp32", "dropout": 0.1, "ema_decay": 0.9}
+    small: dict[str, Any] = {
+        "steps": 200,
+        "batch": 12,
+        "precision": "fp32",
+        "dropout": 0.1,
+        "ema_decay": 0.9,
+    }
     return TrainSettings(**(small | keys))
 
 
-def task(kind: str, dropout: float = 0.1, **shape: Any) -> TrainTask:  # noqa: ANN401
+def task(kind: str, dropout: float = 0.1, **shape: Any) -> TrainTask:
     """Return the task of a preset with a smaller model, of 71,000 or 58,000 parameters."""
     if kind == CNN:
         edges = CnnShape(edge=16, widths=(16, 24))

@@ -50,18 +50,30 @@ def test_an_adapted_layer_and_its_gradients_are_those_of_the_definition(dora: bo
 
 
 @pytest.mark.parametrize("adapter", ["lora", "dora"])
-def test_an_adapter_begins_as_the_model_is_learns_and_leaves_its_weights_alone(adapter: str) -> None:
+def test_an_adapter_begins_as_the_model_is_learns_and_leaves_its_weights_alone(
+    adapter: str,
+) -> None:
     keys: dict[str, Any] = {"steps": 20, "lr": 0.02, "adapter": adapter, "adapter_rank": 4}
     full, run = trainer(GPT, steps=20), trainer(GPT, **keys)
     course = losses(run)
     assert losses(full)[0] == pytest.approx(course[0], rel=1e-6)
-    assert course[-1] < 0.99 * course[0], "as far as it can with a model that has learned nothing before"
-    assert losses(trainer(GPT, **keys), limit=12) == pytest.approx(course, rel=1e-6), "whatever the micro-batch is"
+    assert course[-1] < 0.99 * course[0], (
+        "as far as it can with a model that has learned nothing before"
+    )
+    assert losses(trainer(GPT, **keys), limit=12) == pytest.approx(course, rel=1e-6), (
+        "whatever the micro-batch is"
+    )
     first = trainer(GPT, **keys).model.state_dict()
     changed = {name for name, each in run.model.state_dict().items() if not each.equal(first[name])}
     assert changed == {name for name, each in run.model.named_parameters() if each.requires_grad}
-    assert {name.rpartition(".")[2] for name in changed} == {"up", "down", *(["lengths"] if adapter == "dora" else [])}
-    assert sum(each.numel() for each in run.parameters) < 0.3 * sum(each.numel() for each in full.parameters)
+    assert {name.rpartition(".")[2] for name in changed} == {
+        "up",
+        "down",
+        *(["lengths"] if adapter == "dora" else []),
+    }
+    assert sum(each.numel() for each in run.parameters) < 0.3 * sum(
+        each.numel() for each in full.parameters
+    )
 
 
 def test_a_training_of_adapters_is_resumed_to_the_same_bits_and_belongs_to_its_rank() -> None:
@@ -90,7 +102,9 @@ def test_the_plan_of_memory_has_gradients_and_states_of_the_adapters_alone() -> 
     numbers = 24 * 8 * ((1024 + 3072) + (1024 + 1024) + 2 * (1024 + 4096))
     assert plans["lora"].gradients_bytes == pytest.approx(4 * numbers, rel=0.01)
     assert plans["lora"].optimizer_bytes == pytest.approx(8 * numbers, rel=0.02)
-    assert plans["lora"].weights_bytes == pytest.approx(plans["none"].weights_bytes + 4 * numbers, rel=1e-3)
+    assert plans["lora"].weights_bytes == pytest.approx(
+        plans["none"].weights_bytes + 4 * numbers, rel=1e-3
+    )
     assert plans["lora"].total_bytes < 0.6 * plans["none"].total_bytes
 
 

@@ -24,7 +24,9 @@ from workers.training.trainer import Trainer
 from workers.units import MIB
 
 #: The compiler's own code uses what torch has deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -35,14 +37,20 @@ def _nothing_compiled() -> Iterator[None]:
 
 def test_the_blocks_are_one_graph_for_all_sizes_and_levels_and_the_loss_goes_its_way() -> None:
     drawn = random.Random(5)  # noqa: S311 - repeatable
-    plain, compiled, other_seed = trainer(steps=12), trainer(steps=12, compile="block"), trainer(steps=12, seed=8)
+    plain, compiled, other_seed = (
+        trainer(steps=12),
+        trainer(steps=12, compile="block"),
+        trainer(steps=12, seed=8),
+    )
     losses = train(plain, lambda: 12)
     again = train(compiled, lambda: drawn.randint(1, 12), lambda: drawn.randint(0, 2))
     assert gap(again, losses) < 0.1 * gap(train(other_seed, lambda: 12), losses)
     ((name, figures),) = compiled.compiling.news()
     assert (name, figures["unit"], figures["graphs"]) == ("compiled", "block", 1)
     assert figures["seconds"] > 0
-    assert {rows for rows, *_ in compiled.course.splits} > {1}, "one sample alone was computed too, without a graph"
+    assert {rows for rows, *_ in compiled.course.splits} > {1}, (
+        "one sample alone was computed too, without a graph"
+    )
     assert compiled.compiling.news() == []
 
 
@@ -63,7 +71,7 @@ class Stubborn(nn.Module):
         return result
 
 
-def compiling(model: nn.Module, backend: Any) -> tuple[Compiling, Callable[[int], Tensor]]:  # noqa: ANN401 - torch's
+def compiling(model: nn.Module, backend: Any) -> tuple[Compiling, Callable[[int], Tensor]]:
     """Return it, and what computes some rows."""
     made = Compiling(settings(compile="model"), model, [], backend)
     return made, lambda rows: made.run(rows, lambda: model(torch.ones(rows, 8)).sum())
@@ -93,7 +101,10 @@ def test_a_compiler_that_fails_costs_its_own_time_only() -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [torch.OutOfMemoryError("CUDA out of memory. (injected)"), RuntimeError("Triton Error [CUDA]: out of memory")],
+    [
+        torch.OutOfMemoryError("CUDA out of memory. (injected)"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
 )
 def test_a_compiler_that_runs_out_of_memory_is_given_three_trials(error: Exception) -> None:
     def backend(*_: object) -> None:
@@ -129,7 +140,9 @@ def test_an_error_of_the_model_itself_is_not_the_compilers() -> None:
         loss=lambda model, part: model(part[0][:, :7]).sum(),
     )
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        Trainer(wrong, TrainSettings(batch=4, precision="fp32", compile="model"), CPU, 0).micro_batch(4)
+        Trainer(
+            wrong, TrainSettings(batch=4, precision="fp32", compile="model"), CPU, 0
+        ).micro_batch(4)
 
 
 def test_blocks_that_a_task_does_not_name_cannot_be_compiled() -> None:

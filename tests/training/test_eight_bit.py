@@ -38,8 +38,12 @@ def test_the_loss_goes_its_way_and_states_take_a_quarter() -> None:
 
 
 @pytest.mark.usefixtures("_installed")
-def test_it_is_the_same_training_over_a_rollback_a_snapshot_parking_and_with_states_on_the_host() -> None:
-    alone, run, later = (trainer(steps=8, optimizer=EIGHT, states_on_host=share) for share in (0, 50, 100))
+def test_it_is_the_same_training_over_a_rollback_a_snapshot_parking_and_with_states_on_the_host() -> (
+    None
+):
+    alone, run, later = (
+        trainer(steps=8, optimizer=EIGHT, states_on_host=share) for share in (0, 50, 100)
+    )
     train(alone, lambda: 5)
     run.micro_batch(12)
     assert run.rollback(None) == 1
@@ -75,11 +79,15 @@ def test_a_plan_needs_no_package_and_counts_a_quarter() -> None:
     for optimizer in ("adamw-fused", EIGHT):
         chosen = TrainSettings(preset="gpt-mini", optimizer=optimizer, precision="fp32", seq=16)
         plans.append(MemoryPlanner(find_task(chosen, 0), chosen, on_card=True).plan(1, 0))
-    assert plans[1].optimizer_bytes / plans[0].optimizer_bytes == pytest.approx((1 + 4 / 256) / 4, rel=0.01)
+    assert plans[1].optimizer_bytes / plans[0].optimizer_bytes == pytest.approx(
+        (1 + 4 / 256) / 4, rel=0.01
+    )
 
 
 def test_without_a_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("bitsandbytes.optim", "torchao.optim"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(TaskError, match=r"pip install 'bitsandbytes>=0\.50' there, or set train.optimizer"):
+    with pytest.raises(
+        TaskError, match=r"pip install 'bitsandbytes>=0\.50' there, or set train.optimizer"
+    ):
         trainer(optimizer=EIGHT)

@@ -63,7 +63,9 @@ def test_a_loop_whose_memory_comes_and_goes_has_the_losses_of_one_that_has_enoug
         courses.append(losses)
     assert courses[0][-1] < 0.7 * courses[0][0]
     assert max(abs(a - b) / a for a, b in zip(*courses, strict=True)) < 1e-6
-    assert all(sum(each) == 12 for each in parts), "no sample is computed twice in a step, or left out"
+    assert all(sum(each) == 12 for each in parts), (
+        "no sample is computed twice in a step, or left out"
+    )
     assert {max(each) for each in parts[21:30]} <= {1, 2}
     assert loss.failures <= 6
 
@@ -94,7 +96,9 @@ def test_with_a_count_the_loss_is_a_sum_over_items_that_parts_may_have_unequally
             def loss(part: Batch, model: nn.Module = model, room: int = room) -> Tensor:
                 if len(part[0]) > room:
                     raise torch.OutOfMemoryError("CUDA out of memory. (acted)")
-                return functional.cross_entropy(model(part[0]), part[1], ignore_index=-100, reduction="sum")
+                return functional.cross_entropy(
+                    model(part[0]), part[1], ignore_index=-100, reduction="sum"
+                )
 
             losses.append(elastic.step((inputs, targets), loss, count=3))
     assert losses[:5] == pytest.approx(losses[5:], rel=1e-6)
@@ -114,7 +118,9 @@ def test_when_not_one_sample_fits_it_says_so_and_the_next_step_works() -> None:
     model, optimizer = made()
     elastic = ElasticStep(model, optimizer, max_wait_s=0)
     batch = batches(1)[0]
-    with pytest.raises(OutOfBatchError, match="ElasticStep ran out of memory at its smallest batch size too"):
+    with pytest.raises(
+        OutOfBatchError, match="ElasticStep ran out of memory at its smallest batch size too"
+    ):
         elastic.step(batch, Memory(model, lambda: 0))
     assert elastic.steps == 0
     elastic.step(batch, Memory(model, lambda: 12))

@@ -52,15 +52,23 @@ def test_a_plain_script_becomes_elastic_by_at_most_ten_lines_and_its_losses_stay
 def own_task(folder: str) -> object:
     sys.path.insert(0, str(EXAMPLES))
     usual = spec_of(name="train", policy="adaptive", budget_bytes=160 * MIB)
-    keys = TrainSettings(preset="own_task:rings", batch=32, steps=60, precision="fp32", warmup_steps=5)
-    spec = replace(usual, workers_on_host=64, workload=replace(usual.workload, settings=keys.model_dump()))
+    keys = TrainSettings(
+        preset="own_task:rings", batch=32, steps=60, precision="fp32", warmup_steps=5
+    )
+    spec = replace(
+        usual, workers_on_host=64, workload=replace(usual.workload, settings=keys.model_dump())
+    )
     return trained(folder, spec, [{"duration_s": 600.0}])[-1]
 
 
-def test_the_documented_task_is_the_file_and_is_trained_to_its_end(in_child: InChild, tmp_path: Path) -> None:
+def test_the_documented_task_is_the_file_and_is_trained_to_its_end(
+    in_child: InChild, tmp_path: Path
+) -> None:
     text = (EXAMPLES / "own_task.py").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 30
-    assert text in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text("utf-8"), re.DOTALL)
+    assert text in re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text("utf-8"), re.DOTALL
+    )
     report = in_child(own_task, str(tmp_path))
     assert report.verdict is Verdict.DONE
     assert report.progress.loss < 0.9 * report.progress.first_loss

@@ -26,8 +26,12 @@ class WithKeyBias(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens)
-        query, key, value = torch.cat([each(x) for each in self.projections], dim=-1).chunk(3, dim=-1)
-        return functional.linear(x + functional.scaled_dot_product_attention(query, key, value), self.tokens.weight)
+        query, key, value = torch.cat([each(x) for each in self.projections], dim=-1).chunk(
+            3, dim=-1
+        )
+        return functional.linear(
+            x + functional.scaled_dot_product_attention(query, key, value), self.tokens.weight
+        )
 
 
 class Classic(nn.Module):
@@ -55,14 +59,28 @@ def test_the_presets_have_none_and_are_left_as_they_are(kind: str) -> None:
 @pytest.mark.parametrize(
     ("model", "named"),
     [
-        (lambda: WithKeyBias(one_projection=False), "of the gradient of projections.1.bias is nothing but rounding"),
-        (lambda: WithKeyBias(one_projection=True), "of the gradient of projections.0.bias is nothing but rounding"),
-        (lambda: Classic(functional_dropout=False), r"norm \(BatchNorm1d\) normalises over the samples"),
-        (lambda: Classic(functional_dropout=True), "the model draws from torch's own random numbers"),
+        (
+            lambda: WithKeyBias(one_projection=False),
+            "of the gradient of projections.1.bias is nothing but rounding",
+        ),
+        (
+            lambda: WithKeyBias(one_projection=True),
+            "of the gradient of projections.0.bias is nothing but rounding",
+        ),
+        (
+            lambda: Classic(functional_dropout=False),
+            r"norm \(BatchNorm1d\) normalises over the samples",
+        ),
+        (
+            lambda: Classic(functional_dropout=True),
+            "the model draws from torch's own random numbers",
+        ),
     ],
     ids=["key bias", "key bias in one projection", "batch norm", "functional dropout"],
 )
-def test_a_hazard_is_named_alone_and_the_model_stays_as_it_was(model: type[nn.Module], named: str) -> None:
+def test_a_hazard_is_named_alone_and_the_model_stays_as_it_was(
+    model: type[nn.Module], named: str
+) -> None:
     own = replace(task(GPT), model=model, blocks=lambda _: ())
     run = Trainer(own, settings(precision="bf16"), CPU, 1)
     before = run.weights_sha256()

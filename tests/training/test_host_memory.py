@@ -1,7 +1,8 @@
 """What waits in host memory for a card: what is pinned for it, what stays there, and how the host waits for a card.
 
-No card is needed. A tensor that says it is on one has its data on the host, and the pinned memory is that of an
-allocator that does as torch's: it rounds up to powers of two, and keeps what is free until it is asked to give it back.
+No card is needed. A tensor that says it is on one has its data on the host, and the pinned memory
+is that of an allocator that does as torch's: it rounds up to powers of two, and keeps what is free
+until it is asked to give it back.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class HostAllocator:
 
     def pinned(self, size: int) -> Tensor:
         block = torch.zeros(size, dtype=torch.uint8)
-        storage = block.untyped_storage()  # torch keeps this object as long as the memory has a user
+        storage = (
+            block.untyped_storage()
+        )  # torch keeps this object as long as the memory has a user
         self.used[id(storage)] = whole = 1 << (size - 1).bit_length()
         if whole in self.free:
             self.free.remove(whole)
@@ -94,7 +97,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> CardLog:
         def elapsed_time(self, _other: object) -> float:
             return 0.0
 
-    def tolist(tensor: Tensor) -> Any:  # noqa: ANN401
+    def tolist(tensor: Tensor) -> Any:
         calls.append("read")
         return Tensor.tolist(tensor.as_subclass(Tensor))
 
@@ -109,10 +112,16 @@ def allocator(monkeypatch: pytest.MonkeyPatch, log: CardLog) -> Iterator[HostAll
     """Pin by the model of torch's allocator; what is new on a card is on the host."""
     model, empty, empty_like = HostAllocator(), torch.empty, torch.empty_like
 
-    def made(*shape: Any, pin_memory: bool = False, **keys: Any) -> Tensor:  # noqa: ANN401
+    def made(*shape: Any, pin_memory: bool = False, **keys: Any) -> Tensor:
         return model.pinned(*shape) if pin_memory else empty(*shape, **keys)
 
-    def made_like(tensor: Tensor, *, device: Any = None, pin_memory: bool = False, **keys: Any) -> Tensor:  # noqa: ANN401
+    def made_like(
+        tensor: Tensor,
+        *,
+        device: Any = None,
+        pin_memory: bool = False,
+        **keys: Any,
+    ) -> Tensor:
         if pin_memory:
             return model.pinned(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
         if device == CARD:
@@ -142,7 +151,9 @@ def test_parking_pins_what_it_must_and_gives_it_back(allocator: HostAllocator) -
     assert all(one.equal(other) for one, other in zip(held, values, strict=True))
 
 
-def test_a_snapshot_is_copied_into_few_blocks_by_a_thread_that_sleeps(allocator: HostAllocator, log: CardLog) -> None:
+def test_a_snapshot_is_copied_into_few_blocks_by_a_thread_that_sleeps(
+    allocator: HostAllocator, log: CardLog
+) -> None:
     state = {"weights": weights(), "step": 3}
     copy = HostCopy()
     copy.take(state, 3)
@@ -154,9 +165,14 @@ def test_a_snapshot_is_copied_into_few_blocks_by_a_thread_that_sleeps(allocator:
     assert all(one.equal(other) for one, other in zip(held, state["weights"], strict=True))  # type: ignore[call-overload]
 
 
-def test_states_that_go_back_to_the_card_are_pinned_no_more(allocator: HostAllocator, monkeypatch: Any) -> None:  # noqa: ANN401
+def test_states_that_go_back_to_the_card_are_pinned_no_more(
+    allocator: HostAllocator,
+    monkeypatch: Any,
+) -> None:
     parameters = [nn.Parameter(each) for each in weights()]
-    monkeypatch.setattr(host_states, "_copied", lambda states, _: {k: on_card(v.clone()) for k, v in states.items()})
+    monkeypatch.setattr(
+        host_states, "_copied", lambda states, _: {k: on_card(v.clone()) for k, v in states.items()}
+    )
     optimizer = torch.optim.AdamW([torch.zeros(1)])
     optimizer.param_groups[0]["params"] = parameters
     states = HostStates(optimizer, parameters, 100)
@@ -169,10 +185,14 @@ def test_states_that_go_back_to_the_card_are_pinned_no_more(allocator: HostAlloc
 
 
 def test_a_plan_counts_states_and_the_copy_for_a_snapshot() -> None:
-    chosen = TrainSettings(preset="gpt-mini", states_on_host=100, batch=1, seq=16, activations_on_host=True)
+    chosen = TrainSettings(
+        preset="gpt-mini", states_on_host=100, batch=1, seq=16, activations_on_host=True
+    )
     plan = MemoryPlanner(find_task(chosen, 0), chosen, on_card=True).plan(1, 0)
     states, copy = 2 * plan.weights_bytes, 3 * plan.weights_bytes
-    assert plan.on_host_bytes > states + copy, "the states, a copy of them and of the weights, and activations"
+    assert plan.on_host_bytes > states + copy, (
+        "the states, a copy of them and of the weights, and activations"
+    )
     assert plan.snapshot_copy_bytes == pytest.approx(copy, rel=0.05)
 
 
@@ -181,9 +201,14 @@ def test_8_bit_states_stay_on_the_host(monkeypatch: pytest.MonkeyPatch, loads: b
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (extra train8bit)")
     for module in (host_states, optimizers):
         monkeypatch.setattr(
-            module, "like_all", lambda some, **_: [torch.empty_like(each, device="cpu") for each in some], raising=False
+            module,
+            "like_all",
+            lambda some, **_: [torch.empty_like(each, device="cpu") for each in some],
+            raising=False,
         )
-        monkeypatch.setattr(module, "like", lambda each: torch.empty_like(each, device="cpu"), raising=False)
+        monkeypatch.setattr(
+            module, "like", lambda each: torch.empty_like(each, device="cpu"), raising=False
+        )
     monkeypatch.setattr(host_states, "wait_asleep", lambda _: None, raising=False)
     monkeypatch.setattr(host_states, "give_back", lambda _: None, raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(synchronize=int))
@@ -195,7 +220,9 @@ def test_8_bit_states_stay_on_the_host(monkeypatch: pytest.MonkeyPatch, loads: b
     with mode, torch.no_grad():
         states = HostStates(optimizer, parameters, 100)
         on_device: list[int] = []
-        monkeypatch.setattr(optimizer, "update_step", lambda *_: on_device.append(_on_card(optimizer, parameters)))
+        monkeypatch.setattr(
+            optimizer, "update_step", lambda *_: on_device.append(_on_card(optimizer, parameters))
+        )
         if loads:
             saved = optimizer.state_dict()
             forget_states(optimizer)
@@ -209,9 +236,11 @@ def test_8_bit_states_stay_on_the_host(monkeypatch: pytest.MonkeyPatch, loads: b
     assert _on_card(optimizer, parameters) == 0
 
 
-def _on_card(optimizer: Any, parameters: list[nn.Parameter]) -> int:  # noqa: ANN401
+def _on_card(optimizer: Any, parameters: list[nn.Parameter]) -> int:
     """Return of how many parameters a state is on the card."""
-    return sum(any(each.is_cuda for each in states_of(optimizer, own).values()) for own in parameters)
+    return sum(
+        any(each.is_cuda for each in states_of(optimizer, own).values()) for own in parameters
+    )
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -223,7 +252,8 @@ def test_weights_that_autocast_made_narrower_stay(frozen: bool) -> None:
     with torch.autocast("cpu", torch.bfloat16), waits.saving():
         loss = model(torch.randn(2, 1024)).float().sum()
     loss.backward()
-    # What went into a layer, of 2 x 1024 numbers with 2 bytes each; of the frozen one only its weight is needed.
+    # What went into a layer, of 2 x 1024 numbers with 2 bytes each; of the frozen one only its
+    # weight is needed.
     assert waits.waiting_bytes == (4096 if frozen else 2 * 4096)
 
 

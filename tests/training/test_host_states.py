@@ -31,13 +31,18 @@ SHARES_PCT = (0, 25, 50, 100)
 def private_bytes(run: Trainer) -> int:
     """Return the bytes of the optimiser's states that the cap of a CPU device counts."""
     optimizer = run._update.optimizer
-    states = [each for parameter in run.parameters for each in states_of(optimizer, parameter).values()]
+    states = [
+        each for parameter in run.parameters for each in states_of(optimizer, parameter).values()
+    ]
     return sum(each.nbytes for each in states if not in_shared_memory(each))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "adamw-foreach", "adamw-loop"])
 def test_no_bit_changes_with_the_share_of_states_on_the_host(optimizer: str) -> None:
-    runs = [trainer(steps=15, clip=0.1, optimizer=optimizer, states_on_host=share) for share in SHARES_PCT]
+    runs = [
+        trainer(steps=15, clip=0.1, optimizer=optimizer, states_on_host=share)
+        for share in SHARES_PCT
+    ]
     losses = [train(each, lambda: 5) for each in runs]
     assert losses[0][-1] < losses[0][0]
     assert losses[1:] == losses[:1] * 3
@@ -74,7 +79,9 @@ def test_an_update_that_runs_out_of_memory_among_its_parts_is_rolled_back() -> N
     run.micro_batch(12)
 
     class Full(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if "_to_copy" in str(func) and in_shared_memory(args[0]):
                 raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
             return func(*args, **kwargs or {})
@@ -87,10 +94,11 @@ def test_an_update_that_runs_out_of_memory_among_its_parts_is_rolled_back() -> N
     assert run.weights_sha256() == alone.weights_sha256()
 
 
-def test_memory_falls_as_the_plan_predicts(in_child: InChild, record_property: Any) -> None:  # noqa: ANN401
+def test_memory_falls_as_the_plan_predicts(in_child: InChild, record_property: Any) -> None:
     planned, measured = in_child(_planned_and_measured)
     record_property(
-        "planned_and_measured_mib", [(a / 2**20, b / 2**20) for a, b in zip(planned, measured, strict=True)]
+        "planned_and_measured_mib",
+        [(a / 2**20, b / 2**20) for a, b in zip(planned, measured, strict=True)],
     )
     assert planned[0] - planned[3] > 80 * 2**20
     for share in (1, 2, 3):
@@ -105,7 +113,9 @@ def _planned_and_measured() -> tuple[list[int], list[int]]:
     torch.set_num_threads(1)
     planned, measured = [], []
     for share in (None, *SHARES_PCT):  # once before, for what libraries load
-        chosen = TrainSettings(preset="gpt-mini", batch=4, seq=64, precision="fp32", states_on_host=share or 0)
+        chosen = TrainSettings(
+            preset="gpt-mini", batch=4, seq=64, precision="fp32", states_on_host=share or 0
+        )
         found = find_task(chosen, 0)
         run = Trainer(found, chosen, CPU, 0)
         run.micro_batch(4)
@@ -120,7 +130,7 @@ def _planned_and_measured() -> tuple[list[int], list[int]]:
 
 
 def test_states_that_are_not_known_before_the_first_step_are_refused() -> None:
-    def own(parameters: Any) -> torch.optim.Optimizer:  # noqa: ANN401
+    def own(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
     other = dataclasses.replace(task("gpt"), optimizer=own)
@@ -134,4 +144,10 @@ def test_the_largest_that_fit_are_chosen_and_never_more_than_the_share() -> None
     def chosen(share_pct: int) -> list[int]:
         return [len(each) for each in hosted_of(parameters, share_pct)]
 
-    assert [chosen(share) for share in (0, 3, 40, 65, 100)] == [[], [], [30, 6, 4], [60, 4], [60, 30, 6, 4]]
+    assert [chosen(share) for share in (0, 3, 40, 65, 100)] == [
+        [],
+        [],
+        [30, 6, 4],
+        [60, 4],
+        [60, 30, 6, 4],
+    ]

@@ -29,16 +29,24 @@ def test_tensors_and_plain_numbers_agree_to_the_bit() -> None:
     """So every device that wraps integers as the standard says gives these bits."""
     numbers = torch.tensor([0, 1, 2**40 + 7])
     drawn = keyed.bits(keyed.row_keys(2**63 + 5, [3, 4], numbers).flatten(), 50)
-    wanted = [[plain_bits(2**63 + 5, s, n, p) for p in range(50)] for s in (3, 4) for n in numbers.tolist()]
+    wanted = [
+        [plain_bits(2**63 + 5, s, n, p) for p in range(50)]
+        for s in (3, 4)
+        for n in numbers.tolist()
+    ]
     assert [[each & _WORD for each in row] for row in drawn.tolist()] == wanted
 
 
 def test_the_numbers_are_even_and_independent() -> None:
     """Over 256 samples, 2 layers and 1,024 positions: 16 classes, each bit, and neighbours in all three directions."""
-    drawn = keyed.uniform(keyed.row_keys(1, [0, 1], torch.arange(256)).flatten(), 1024).view(2, 256, 1024)
+    drawn = keyed.uniform(keyed.row_keys(1, [0, 1], torch.arange(256)).flatten(), 1024).view(
+        2, 256, 1024
+    )
     counts = torch.histc(drawn, 16, 0, 1)
     expected = drawn.numel() / 16
-    assert ((counts - expected) ** 2 / expected).sum() < 45, "chi-squared with 15 degrees of freedom; 1 in 10,000"
+    assert ((counts - expected) ** 2 / expected).sum() < 45, (
+        "chi-squared with 15 degrees of freedom; 1 in 10,000"
+    )
     centred = drawn - 0.5
     for one, other in (
         (centred[0], centred[1]),
@@ -78,5 +86,7 @@ def test_dropout_drops_its_share_scales_the_rest_and_rests_in_evaluation() -> No
 def test_a_tensor_without_samples_as_its_first_dimension_is_refused() -> None:
     layer = keyed.KeyedDropout(0.5, layer=2)
     layer.keys = keyed.row_keys(0, [0], torch.arange(4))[0]
-    with pytest.raises(TaskError, match=r"dropout 2 got a tensor of shape \(5, 4\) in a micro-batch of 4 samples"):
+    with pytest.raises(
+        TaskError, match=r"dropout 2 got a tensor of shape \(5, 4\) in a micro-batch of 4 samples"
+    ):
         layer(torch.ones(5, 4))

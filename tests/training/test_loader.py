@@ -23,7 +23,10 @@ BATCH = 6
 
 
 class Items(Dataset[torch.Tensor]):
-    """Says which item was asked for, and in which process it was made; fails once where a file tells it to."""
+    """Says which item was asked for, and in which process it was made.
+
+    Fails once where a file tells it to.
+    """
 
     def __init__(self, trouble: Path | None = None) -> None:
         self.trouble = trouble
@@ -74,7 +77,7 @@ def test_a_batch_that_failed_is_made_again(tmp_path: Path) -> None:
     _makes_a_failed_batch_again(0, tmp_path)
 
 
-def test_with_processes_of_its_own_it_does_the_same(in_child: Any, tmp_path: Path) -> None:  # noqa: ANN401
+def test_with_processes_of_its_own_it_does_the_same(in_child: Any, tmp_path: Path) -> None:
     in_child(_with_processes, tmp_path)
 
 
@@ -112,7 +115,10 @@ def _goes_on_anywhere(workers: int) -> None:
 def _makes_a_failed_batch_again(workers: int, folder: Path) -> None:
     (folder / "trouble").touch()
     loader = Loader(
-        Items(folder / "trouble"), lambda used, count: range(used, used + count), 10, LoaderSettings(workers=workers)
+        Items(folder / "trouble"),
+        lambda used, count: range(used, used + count),
+        10,
+        LoaderSettings(workers=workers),
     )
     assert [keys(loader.next_batch())[0] for _ in range(2)] == [0, 10]
     with pytest.raises(ValueError, match="this item is broken"):
@@ -137,15 +143,21 @@ def _replaces_a_killed_process() -> None:
 
 def _says_what_cannot_be_sent() -> None:
     loader = Loader(NotPicklable(), order, BATCH, LoaderSettings(workers=1))
-    with pytest.raises(TaskError, match=r"cannot be sent to loader processes .*set train\.loader_workers to 0"):
+    with pytest.raises(
+        TaskError, match=r"cannot be sent to loader processes .*set train\.loader_workers to 0"
+    ):
         loader.next_batch()
     loader.close()
 
 
 def _ends_them_with_an_epoch_if_told_so() -> None:
-    loader = Loader(TwoBatches(), order, BATCH, LoaderSettings(workers=1, prefetch=1, persistent=False))
+    loader = Loader(
+        TwoBatches(), order, BATCH, LoaderSettings(workers=1, prefetch=1, persistent=False)
+    )
     batches = [loader.next_batch() for _ in range(6)]
-    assert [keys(each) for each in batches] == [list(order(turn * BATCH, BATCH)) for turn in range(6)]
+    assert [keys(each) for each in batches] == [
+        list(order(turn * BATCH, BATCH)) for turn in range(6)
+    ]
     makers = [int(each[0, 1]) for each in batches]
     assert makers[0::2] == makers[1::2]
     assert len(set(makers)) == 3
@@ -190,7 +202,9 @@ def test_a_part_of_a_batch_is_copied_whatever_its_shape() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_shortage_of_pinned_memory_is_told_once(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+def test_a_shortage_of_pinned_memory_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
     """Not taken for one of the card's memory, which a smaller part of the batch would cure."""
 
     def pin_memory(*_: object, **__: object) -> torch.Tensor:
@@ -198,11 +212,15 @@ def test_a_shortage_of_pinned_memory_is_told_once(monkeypatch: pytest.MonkeyPatc
 
     # torch pins only where there is an accelerator, and does so in this process.
     monkeypatch.setattr(torch.accelerator, "is_available", lambda *_, **__: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cpu"))
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cpu")
+    )
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    loader = Loader(Items(), order, BATCH, LoaderSettings(workers=workers, pin=True, start_method="fork"))
+    loader = Loader(
+        Items(), order, BATCH, LoaderSettings(workers=workers, pin=True, start_method="fork")
+    )
     batches = [loader.next_batch() for _ in range(3)]
     loader.close()
     assert [key for batch in batches for key in keys(batch)] == order(0, 3 * BATCH)

@@ -35,7 +35,9 @@ CARD = HostShare(cores=8, ram_bytes=16 * GIB, on_card=True)
         (CARD, {"prefetch": 64, "batch_bytes": 32 * MIB}, (1, 64)),
     ],
 )
-def test_processes_follow_cores_and_ram(host: HostShare, asked: dict[str, Any], expected: tuple[int, int]) -> None:
+def test_processes_follow_cores_and_ram(
+    host: HostShare, asked: dict[str, Any], expected: tuple[int, int]
+) -> None:
     keys: dict[str, Any] = {"workers": "auto", "prefetch": "auto", "batch_bytes": MIB} | asked
     told = loader_numbers(host, ram_cache=False, items_bytes=None, **keys)
     assert (told.workers, told.prefetch) == expected
@@ -46,14 +48,20 @@ def test_processes_follow_cores_and_ram(host: HostShare, asked: dict[str, Any], 
     ("items_bytes", "cached", "words"),
     [
         (8 * GIB, True, "kept in RAM: it takes 8192 MiB"),
-        (8 * GIB + 1, False, "not kept in RAM: it takes 8192 MiB, and half of the free RAM is 8192 MiB"),
+        (
+            8 * GIB + 1,
+            False,
+            "not kept in RAM: it takes 8192 MiB, and half of the free RAM is 8192 MiB",
+        ),
         (None, False, "change from epoch to epoch"),
     ],
 )
 def test_a_data_set_is_kept_if_it_fits_into_half_of_the_free_ram(
     items_bytes: int | None, cached: bool, words: str
 ) -> None:
-    told = loader_numbers(CARD, workers=3, prefetch=2, ram_cache=True, batch_bytes=1, items_bytes=items_bytes)
+    told = loader_numbers(
+        CARD, workers=3, prefetch=2, ram_cache=True, batch_bytes=1, items_bytes=items_bytes
+    )
     assert (told.workers, told.ram_cache) == (3, cached)
     assert words in told.reason
 
@@ -92,7 +100,8 @@ def test_from_ram_come_the_same_bits_and_each_item_is_made_once() -> None:
     going_on = copy.deepcopy(run.state())
     run.replay([[12, 0, 4]])
     assert run.weights_sha256() == plain.weights_sha256()
-    # One to see what it takes; of the ninth batch eight begin the second epoch, before the first is complete.
+    # One to see what it takes; of the ninth batch eight begin the second epoch, before the first is
+    # complete.
     assert counting.asked == 1 + 9 * 12
     cache = run._feed._loader._cache
     assert cache is not None

@@ -24,22 +24,38 @@ from workers.training.trainer import Trainer
 M_MMAP_THRESHOLD, THRESHOLD_BYTES = -3, 64 * 1024
 
 CASES = [
-    ({"preset": "gpt-nano", "batch": 64, "precision": "fp32", "dropout": 0.1, "ema_decay": 0.99}, 0),
+    (
+        {"preset": "gpt-nano", "batch": 64, "precision": "fp32", "dropout": 0.1, "ema_decay": 0.99},
+        0,
+    ),
     ({"preset": "gpt-nano", "batch": 128, "precision": "fp32"}, 4),
     ({"preset": "gpt-nano", "batch": 64, "precision": "bf16"}, 0),
     ({"preset": "gpt-nano", "batch": 64, "precision": "fp32", "attention": "math"}, 0),
-    ({"preset": "gpt-nano", "batch": 128, "precision": "fp32", "activations_on_host": True, "dropout": 0.1}, 0),
+    (
+        {
+            "preset": "gpt-nano",
+            "batch": 128,
+            "precision": "fp32",
+            "activations_on_host": True,
+            "dropout": 0.1,
+        },
+        0,
+    ),
     ({"preset": "cnn-landmarks", "batch": 32, "precision": "bf16", "activations_on_host": True}, 2),
     ({"preset": "gpt-nano", "batch": 128, "precision": "fp32", "adapter": "dora"}, 0),
-    ({"preset": "cnn-landmarks", "batch": 32, "precision": "fp32", "optimizer": "adamw-foreach"}, 0),
+    (
+        {"preset": "cnn-landmarks", "batch": 32, "precision": "fp32", "optimizer": "adamw-foreach"},
+        0,
+    ),
     ({"preset": "cnn-landmarks", "batch": 32, "precision": "bf16"}, 4),
 ]
 
-#: In bf16 a CPU's library takes what it needs for its own conversions: by its kind 15 % more or less than is planned.
+#: In bf16 a CPU's library takes what it needs for its own conversions: by its kind 15 % more or
+#: less than is planned.
 TOLERANCES = {"fp32": 0.1, "bf16": 0.2}
 
 
-def planner_of(on_card: bool = False, **settings: Any) -> MemoryPlanner:  # noqa: ANN401
+def planner_of(on_card: bool = False, **settings: Any) -> MemoryPlanner:
     """Plan a preset."""
     wanted = TrainSettings(**settings)
     return MemoryPlanner(find_task(wanted, 0), wanted, on_card=on_card)
@@ -48,13 +64,15 @@ def planner_of(on_card: bool = False, **settings: Any) -> MemoryPlanner:  # noqa
 @pytest.mark.parametrize(
     ("settings", "level"),
     CASES,
-    ids=lambda each: "-".join(map(str, each.values())) if isinstance(each, dict) else f"level {each}",
+    ids=lambda each: (
+        "-".join(map(str, each.values())) if isinstance(each, dict) else f"level {each}"
+    ),
 )
 def test_the_predicted_peak_is_the_measured_one(
     in_child: InChild,
     settings: dict[str, Any],
     level: int,
-    record_property: Any,  # noqa: ANN401
+    record_property: Any,
 ) -> None:
     planned, measured = in_child(_planned_and_measured, settings, level)
     record_property("error_pct", 100 * (planned / measured - 1))
@@ -84,7 +102,9 @@ def _planned_and_measured(chosen: dict[str, Any], level: int) -> tuple[int, int]
 
 
 def test_the_parts_of_a_plan_are_those_of_the_model() -> None:
-    plan = planner_of(preset="gpt-nano", precision="fp32", ema_decay=0.9, optimizer="adamw-foreach").plan(4, 0)
+    plan = planner_of(
+        preset="gpt-nano", precision="fp32", ema_decay=0.9, optimizer="adamw-foreach"
+    ).plan(4, 0)
     model = find_task(TrainSettings(preset="gpt-nano"), 0).model()
     weights = sum(each.nbytes for each in model.parameters())
     assert plan.weights_bytes == plan.average_bytes == plan.update_bytes == weights
@@ -104,7 +124,9 @@ def test_a_card_that_does_not_exist_is_planned_for_without_its_memory() -> None:
 
 def test_pictures_are_planned_for_a_card_in_the_order_of_numbers_that_a_card_uses() -> None:
     plan = planner_of(on_card=True, preset="cnn-small", batch=8, precision="bf16").plan(8, 0)
-    other = planner_of(on_card=True, preset="cnn-small", batch=8, precision="bf16", channels_last=False).plan(8, 0)
+    other = planner_of(
+        on_card=True, preset="cnn-small", batch=8, precision="bf16", channels_last=False
+    ).plan(8, 0)
     assert plan.state_bytes == other.state_bytes
     assert plan.activations_bytes == pytest.approx(other.activations_bytes, rel=0.5)
 
@@ -136,13 +158,19 @@ def test_what_rungs_say_of_a_checkpointed_step_is_never_far_below_its_plan() -> 
 def test_a_task_of_the_user_with_an_optimiser_of_his_own_is_planned() -> None:
     task = TrainTask(
         name="own",
-        model=lambda: nn.Sequential(nn.Linear(64, 256), nn.Dropout(0.1), nn.BatchNorm1d(256), nn.Linear(256, 2)),
+        model=lambda: nn.Sequential(
+            nn.Linear(64, 256), nn.Dropout(0.1), nn.BatchNorm1d(256), nn.Linear(256, 2)
+        ),
         dataset=TensorDataset(torch.zeros(8, 64), torch.zeros(8, dtype=torch.int64)),
-        loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"),
+        loss=lambda model, batch: nn.functional.cross_entropy(
+            model(batch[0]), batch[1], reduction="sum"
+        ),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )
     plan = MemoryPlanner(task, TrainSettings(batch=8, precision="fp32"), on_card=False).plan(8, 0)
     numbers = 64 * 256 + 256 + 256 * 2 + 256 * 2 + 2
-    assert plan.weights_bytes == 4 * (numbers + 2 * 256) + 8  # the means, variances and the counter of the norm
+    assert (
+        plan.weights_bytes == 4 * (numbers + 2 * 256) + 8
+    )  # the means, variances and the counter of the norm
     assert plan.gradients_bytes == pytest.approx(4 * numbers, abs=16)
     assert plan.optimizer_bytes == 0

@@ -66,20 +66,27 @@ def test_an_exact_lever_changes_no_bit(kind: str, lever: dict[str, Any]) -> None
     assert losses(plain) == losses(levered, level=1), "also together with a checkpointed block"
     assert plain.weights_sha256() == levered.weights_sha256()
     assert all(
-        one.equal(other) for one, other in zip(plain.state()["average"], levered.state()["average"], strict=True)
+        one.equal(other)
+        for one, other in zip(plain.state()["average"], levered.state()["average"], strict=True)
     )
-    assert plain.identity == levered.identity, "a training may go on with it from a snapshot without it"
+    assert plain.identity == levered.identity, (
+        "a training may go on with it from a snapshot without it"
+    )
 
 
 @pytest.mark.parametrize(("kind", "lever"), NUMERIC, ids=str)
-def test_a_numeric_lever_stays_within_a_tenth_of_what_another_seed_changes(kind: str, lever: dict[str, Any]) -> None:
+def test_a_numeric_lever_stays_within_a_tenth_of_what_another_seed_changes(
+    kind: str, lever: dict[str, Any]
+) -> None:
     plain, levered = trainer(kind, seed=1, steps=STEPS), trainer(kind, seed=1, steps=STEPS, **lever)
     assert late_gap(losses(plain), losses(levered)) <= 0.1 * seed_noise(kind)
     assert plain.identity != levered.identity
 
 
 @pytest.mark.parametrize(("preset", "lever"), OBJECTIVE, ids=str)
-def test_a_lever_of_the_objective_is_compared_by_the_loss_of_unseen_samples(preset: str, lever: dict[str, Any]) -> None:
+def test_a_lever_of_the_objective_is_compared_by_the_loss_of_unseen_samples(
+    preset: str, lever: dict[str, Any]
+) -> None:
     before, plain = validated(preset)
     same, levered = validated(preset, *next(iter(lever.items())))
     assert before == same, "what is measured does not depend on the lever"
@@ -90,7 +97,8 @@ def test_a_lever_of_the_objective_is_compared_by_the_loss_of_unseen_samples(pres
 
 def test_smoothed_labels_are_those_of_the_definition() -> None:
     smoothed, plain, uniform = (
-        find_task(TrainSettings(preset="gpt-nano", label_smoothing=share), 0).loss for share in (0.1, 0.0, 1 - 1e-12)
+        find_task(TrainSettings(preset="gpt-nano", label_smoothing=share), 0).loss
+        for share in (0.1, 0.0, 1 - 1e-12)
     )
     task = find_task(TrainSettings(preset="gpt-nano"), 0)
     model, tokens = task.model(), torch.stack([task.dataset[0], task.dataset[1]])
@@ -100,8 +108,12 @@ def test_smoothed_labels_are_those_of_the_definition() -> None:
         find_task(TrainSettings(preset="cnn-small", label_smoothing=0.1), 0)
 
 
-def test_r_drop_adds_the_divergence_of_two_passes_and_keeps_to_rounding_when_the_micro_batch_changes() -> None:
-    chosen = TrainSettings(preset="gpt-nano", batch=4, steps=6, precision="fp32", dropout=0.2, r_drop=2.0)
+def test_r_drop_adds_the_divergence_of_two_passes_and_keeps_to_rounding_when_the_micro_batch_changes() -> (
+    None
+):
+    chosen = TrainSettings(
+        preset="gpt-nano", batch=4, steps=6, precision="fp32", dropout=0.2, r_drop=2.0
+    )
     task = find_task(chosen, 0)
     runs = [Trainer(task, chosen, CPU, 0) for _ in range(2)]
     whole, split = losses(runs[0], limit=4), losses(runs[1], limit=1)
@@ -110,13 +122,19 @@ def test_r_drop_adds_the_divergence_of_two_passes_and_keeps_to_rounding_when_the
     model, tokens = task.model().eval(), torch.stack([task.dataset[0], task.dataset[1]])
     torch.testing.assert_close(task.loss(model, tokens), next_token_loss(model, tokens))
     model.train()
-    for each, dropout in enumerate(each for each in model.modules() if isinstance(each, KeyedDropout)):
+    for each, dropout in enumerate(
+        each for each in model.modules() if isinstance(each, KeyedDropout)
+    ):
         dropout.keys = row_keys(0, [each], torch.arange(2))[0]
     logits = model(tokens[:, :-1].repeat_interleave(2, dim=0))
     one, other = torch.log_softmax(logits, -1).view(2, 2, *logits.shape[1:]).unbind(1)
-    divergence = sum(functional.kl_div(a, b, reduction="sum", log_target=True) for a, b in ((one, other), (other, one)))
+    divergence = sum(
+        functional.kl_div(a, b, reduction="sum", log_target=True)
+        for a, b in ((one, other), (other, one))
+    )
     crossed = [
-        functional.nll_loss(each.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum") for each in (one, other)
+        functional.nll_loss(each.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+        for each in (one, other)
     ]
     torch.testing.assert_close(task.loss(model, tokens), sum(crossed) / 2 + 2.0 * divergence / 2)
     assert divergence > 0
@@ -133,7 +151,9 @@ def test_a_training_with_its_average_on_the_host_is_parked_evaluated_and_resumed
     run.load(run.state())
     before = run.weights_sha256()
     tokens = torch.stack([run.task.dataset[0]])
-    run.task = replace(run.task, evaluate=lambda model: {"loss": float(next_token_loss(model, tokens))})
+    run.task = replace(
+        run.task, evaluate=lambda model: {"loss": float(next_token_loss(model, tokens))}
+    )
     alone.task = run.task
     run.evaluate()
     assert run.weights_sha256() == before, "the weights are back in their place"
@@ -147,7 +167,10 @@ def test_each_block_learns_slower_than_the_one_after_it() -> None:
     run = trainer(GPT, layer_decay=0.5, weight_decay=0.0, warmup_steps=0, clip=None, dropout=0.0)
     before = {name: each.detach().clone() for name, each in run.model.named_parameters()}
     run.micro_batch(12)
-    moved = {name: float((each.detach() - before[name]).abs().max()) for name, each in run.model.named_parameters()}
+    moved = {
+        name: float((each.detach() - before[name]).abs().max())
+        for name, each in run.model.named_parameters()
+    }
     top = moved["norm.weight"]
     shares = {"blocks.1.widen.weight": 0.5, "blocks.0.merge.weight": 0.25, "tokens.weight": 0.125}
     assert {name: moved[name] / top for name in shares} == pytest.approx(shares, rel=0.02)
@@ -159,12 +182,12 @@ class Saves(torch.autograd.Function):
     back: tuple[torch.Tensor, ...] = ()
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *saved: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+    def forward(ctx: Any, x: torch.Tensor, *saved: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*saved)
         return x.sum()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # noqa: ANN401
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         Saves.back = ctx.saved_tensors
         return (gradients[0].expand(1), *(None for _ in Saves.back))
 
@@ -188,20 +211,30 @@ def test_what_waits_on_the_host_comes_back_as_it_was_also_parts_and_repeated_ten
     for one, other in zip(Saves.back, saved, strict=True):
         assert one.equal(other)
         assert one.stride() == other.stride()
-    stayed = [one.data_ptr() == other.data_ptr() for one, other in zip(Saves.back, saved, strict=True)]
+    stayed = [
+        one.data_ptr() == other.data_ptr() for one, other in zip(Saves.back, saved, strict=True)
+    ]
     assert stayed == [False, False, False, False, True, True], "weights stay, and what is small"
     parts = (whole.nbytes, whole.nbytes, whole[:, :, 1].nbytes, 4 * 3 * 8)
     assert host.waiting_bytes == sum(map(power_of_two, parts))
 
 
 def test_the_kernel_of_attention_that_really_ran_is_told() -> None:
-    ran = {asked: trainer(GPT, attention=asked).attention_kernels() for asked in ("auto", "math", "flash", "cudnn")}
-    assert ran == {"auto": "flash", "math": "math", "flash": "flash", "cudnn": "flash"}, "a CPU has these two alone"
+    ran = {
+        asked: trainer(GPT, attention=asked).attention_kernels()
+        for asked in ("auto", "math", "flash", "cudnn")
+    }
+    assert ran == {"auto": "flash", "math": "math", "flash": "flash", "cudnn": "flash"}, (
+        "a CPU has these two alone"
+    )
     assert trainer(CNN).attention_kernels() == ""
 
 
 def test_a_checkpointed_block_computes_its_attention_again_with_the_same_kernel() -> None:
-    plain, levered = trainer(GPT, attention="math", steps=4), trainer(GPT, attention="math", steps=4)
+    plain, levered = (
+        trainer(GPT, attention="math", steps=4),
+        trainer(GPT, attention="math", steps=4),
+    )
     assert losses(plain) == losses(levered, level=2)
 
 
@@ -214,6 +247,8 @@ def test_cudnn_tries_its_kernels_only_if_it_is_asked_to() -> None:
 
 
 @pytest.mark.parametrize("lever", [{"cudnn_benchmark": True}, {"attention": "cudnn"}], ids=str)
-def test_what_changes_bits_from_run_to_run_is_refused_with_deterministic(lever: dict[str, Any]) -> None:
+def test_what_changes_bits_from_run_to_run_is_refused_with_deterministic(
+    lever: dict[str, Any],
+) -> None:
     with pytest.raises(ValidationError, match="deterministic: true promises the same bits"):
         TrainSettings(deterministic=True, **lever)

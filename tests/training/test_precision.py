@@ -15,7 +15,9 @@ pytestmark = pytest.mark.torch
 READERS: dict[str, Callable[[], object]] = {
     "matmul precision": torch.get_float32_matmul_precision,
     "matmul.allow_tf32": lambda: torch.backends.cuda.matmul.allow_tf32,
-    "cudnn.allow_tf32": lambda: torch.backends.cudnn.allow_tf32,  # inductor's template of convolutions
+    "cudnn.allow_tf32": lambda: (
+        torch.backends.cudnn.allow_tf32
+    ),  # inductor's template of convolutions
     "cudnn.flags": lambda: torch.backends.cudnn.flags(enabled=True).__enter__(),  # users' code
     "matmul.fp32_precision": lambda: torch.backends.cuda.matmul.fp32_precision,
     "conv.fp32_precision": lambda: torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]

@@ -10,7 +10,8 @@ from pathlib import Path
 from tests.fork_server import Child, ForkServer
 from tests.scene import PATIENCE_S, ROOT, wait_for
 
-#: Trains with dropout, averaged weights and parts that change with the step; tells where it began, and each step.
+#: Trains with dropout, averaged weights and parts that change with the step; tells where it began,
+#: and each step.
 TRAINS = """
 import sys, torch
 from pathlib import Path
@@ -63,4 +64,7 @@ def test_killed_trainings_go_on_from_the_last_snapshot_and_end_with_the_same_bit
         safe = max([safe, *(int(words[1]) for words in told if words[0].isdigit())])
     assert ["weights", *undisturbed.stdout.split()[-1:]] == told[-1]
     assert len(set(begins)) > 2, "so few kills came after a snapshot"
-    assert sorted(each.name for each in (tmp_path / "killed").iterdir()) == ["generation-0.pt", "generation-1.pt"]
+    assert sorted(each.name for each in (tmp_path / "killed").iterdir()) == [
+        "generation-0.pt",
+        "generation-1.pt",
+    ]

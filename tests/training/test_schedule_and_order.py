@@ -12,7 +12,9 @@ from workers.training import order, schedule
 
 
 @given(st.integers(1, 500), st.integers(1, 500))
-def test_a_batch_is_split_into_as_few_and_as_equal_parts_as_the_limit_allows(batch: int, limit: int) -> None:
+def test_a_batch_is_split_into_as_few_and_as_equal_parts_as_the_limit_allows(
+    batch: int, limit: int
+) -> None:
     sizes = schedule.parts(batch, limit)
     assert sum(sizes) == batch
     assert len(sizes) == -(-batch // limit)
@@ -20,8 +22,13 @@ def test_a_batch_is_split_into_as_few_and_as_equal_parts_as_the_limit_allows(bat
     assert max(sizes) - min(sizes) <= 1
 
 
-@given(st.integers(1, 200), st.lists(st.tuples(st.integers(1, 200), st.integers(0, 3)), min_size=1, max_size=40))
-def test_recorded_splits_give_the_same_parts_again(batch: int, wanted: list[tuple[int, int]]) -> None:
+@given(
+    st.integers(1, 200),
+    st.lists(st.tuples(st.integers(1, 200), st.integers(0, 3)), min_size=1, max_size=40),
+)
+def test_recorded_splits_give_the_same_parts_again(
+    batch: int, wanted: list[tuple[int, int]]
+) -> None:
     runs: list[schedule.Run] = []
     done, remaining, previous = [], batch, None
     for limit, level in wanted:
@@ -48,7 +55,9 @@ def test_a_limit_that_stays_is_one_run() -> None:
 
 
 def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
-    rates = [schedule.learning_rate(step, highest=2.0, steps=100, warmup_steps=10) for step in range(101)]
+    rates = [
+        schedule.learning_rate(step, highest=2.0, steps=100, warmup_steps=10) for step in range(101)
+    ]
     assert rates[0] == pytest.approx(0.2)
     assert max(rates) == rates[9] == rates[10] == 2.0
     assert all(later < earlier for earlier, later in pairwise(rates[10:]))
@@ -64,10 +73,20 @@ def test_an_epoch_uses_each_item_once_and_the_next_one_in_another_order(items: i
     assert items < 64 or (first != second and first != list(range(items)))
 
 
-@given(st.integers(0, 2**63), st.integers(1, 300), st.integers(0, 5000), st.integers(0, 40), st.integers(0, 40))
-def test_the_order_does_not_depend_on_where_one_begins(seed: int, items: int, first: int, one: int, two: int) -> None:
+@given(
+    st.integers(0, 2**63),
+    st.integers(1, 300),
+    st.integers(0, 5000),
+    st.integers(0, 40),
+    st.integers(0, 40),
+)
+def test_the_order_does_not_depend_on_where_one_begins(
+    seed: int, items: int, first: int, one: int, two: int
+) -> None:
     together = order.samples(seed, items, first, one + two)
-    assert together == order.samples(seed, items, first, one) + order.samples(seed, items, first + one, two)
+    assert together == order.samples(seed, items, first, one) + order.samples(
+        seed, items, first + one, two
+    )
 
 
 def test_an_item_stands_anywhere() -> None:

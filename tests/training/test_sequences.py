@@ -36,7 +36,9 @@ def unequal(packing: bool = False) -> TrainTask:
     """Return the small GPT on documents of unequal lengths."""
     if packing:
         rows = PackedRows(documents(), SEQ)
-        return replace(task(GPT), dataset=rows, loss=sequences.packed_loss, count=sequences.packed_tokens)
+        return replace(
+            task(GPT), dataset=rows, loss=sequences.packed_loss, count=sequences.packed_tokens
+        )
     return replace(
         task(GPT),
         dataset=documents(),
@@ -48,7 +50,7 @@ def unequal(packing: bool = False) -> TrainTask:
     )
 
 
-def trained(what: TrainTask, splits: list[list[int]], **keys: Any) -> Trainer:  # noqa: ANN401
+def trained(what: TrainTask, splits: list[list[int]], **keys: Any) -> Trainer:
     run = Trainer(what, settings(steps=20, **keys), CPU, 7)
     run.replay(splits)
     return run
@@ -69,13 +71,17 @@ def test_made_documents_have_the_lengths_that_are_told_and_the_words_of_longer_o
 def test_batches_of_similar_length_use_each_sample_once() -> None:
     size = pool_samples(10_000, 8)
     assert size == 8 * 64
-    assert pool_samples(100, 12) == 24, "of a small data set at most a quarter, or an item came twice in a batch"
+    assert pool_samples(100, 12) == 24, (
+        "of a small data set at most a quarter, or an item came twice in a batch"
+    )
     pool = samples(1, 10_000, size, size)
     lengths = MadeText(256, 256, 0, least_seq=8).lengths([each.index for each in pool])
     found = by_length(pool, lengths, 8, seed=1)
     assert sorted(each.number for each in found) == [each.number for each in pool]
     length_of = dict(zip((each.number for each in pool), lengths, strict=True))
-    batches = [[length_of[each.number] for each in found[first : first + 8]] for first in range(0, size, 8)]
+    batches = [
+        [length_of[each.number] for each in found[first : first + 8]] for first in range(0, size, 8)
+    ]
     assert max(max(each) - min(each) for each in batches) < 32
     longest = [max(each) for each in batches]
     assert longest not in (sorted(longest), sorted(longest, reverse=True)), "their order is drawn"
@@ -88,7 +94,9 @@ def test_each_document_is_in_one_row_and_rows_are_full() -> None:
     found = PackedRows(made, 256)
     rows = [found.documents_of(row) for row in range(len(found))]
     assert sorted(document for row in rows for document in row) == list(range(5000))
-    assert max(max(row) - min(row) for row in rows) < 1024, "those of a row lie near each other in a file"
+    assert max(max(row) - min(row) for row in rows) < 1024, (
+        "those of a row lie near each other in a file"
+    )
     filled = [sum(lengths[document] for document in row) for row in rows]
     assert max(filled) <= 256
     assert sum(filled) > 0.98 * 256 * len(rows)
@@ -96,12 +104,16 @@ def test_each_document_is_in_one_row_and_rows_are_full() -> None:
         packed([8, 9], 8)
 
 
-def losses_and_gradient(inputs: Tensor, labels: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor]:
+def losses_and_gradient(
+    inputs: Tensor, labels: Tensor, places: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return the loss of each label, in the order of the documents, and the gradient of their sum."""
     torch.manual_seed(0)
     model = task(GPT, dropout=0.0).model()
     logits = model(inputs, places)
-    each = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=NO_TOKEN)
+    each = functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=NO_TOKEN
+    )
     each = each[labels.flatten() != NO_TOKEN]
     gradients = torch.autograd.grad(each.sum(), list(model.parameters()))
     return each.detach(), torch.cat([gradient.flatten() for gradient in gradients])
@@ -131,7 +143,9 @@ def test_what_is_left_of_a_row_has_no_label() -> None:
 
 
 @pytest.mark.parametrize("lever", ["none", "bucketing", "packing"])
-def test_another_micro_batch_changes_the_loss_by_rounding_only_and_a_state_goes_on(lever: str) -> None:
+def test_another_micro_batch_changes_the_loss_by_rounding_only_and_a_state_goes_on(
+    lever: str,
+) -> None:
     what, keys = unequal(packing=lever == "packing"), {"bucketing": lever == "bucketing"}
     alone = trained(what, [[12, 0, 20]], **keys)
     parts = trained(what, [[12, 0, 3], [5, 1, 3 * 12], [3, 0, 4 * 5]], **keys)
@@ -146,7 +160,9 @@ def test_another_micro_batch_changes_the_loss_by_rounding_only_and_a_state_goes_
 
 def test_less_is_filled_up_in_batches_of_similar_length_and_nearly_nothing_in_packed_rows() -> None:
     text = MadeText(64, 256, 0, items=2000, least_seq=4)
-    tasks = [replace(unequal(), dataset=text)] * 2 + [replace(unequal(packing=True), dataset=PackedRows(text, 64))]
+    tasks = [replace(unequal(), dataset=text)] * 2 + [
+        replace(unequal(packing=True), dataset=PackedRows(text, 64))
+    ]
     wasted = []
     for what, bucketing in zip(tasks, (False, True, False), strict=True):
         run = Trainer(what, settings(batch=12, bucketing=bucketing), CPU, 7)
@@ -165,10 +181,18 @@ def test_less_is_filled_up_in_batches_of_similar_length_and_nearly_nothing_in_pa
 def test_a_preset_plans_for_its_longest_document(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("some words\n" * 20)
     plans, own = list[int](), {"data": str(tmp_path), "documents": "lines"}
-    kinds: list[dict[str, Any]] = [{}, {"min_seq": 4}, {"min_seq": 4, "packing": True}, own, own | {"packing": True}]
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"min_seq": 4},
+        {"min_seq": 4, "packing": True},
+        own,
+        own | {"packing": True},
+    ]
     for keys in kinds:
         chosen = TrainSettings(preset="gpt-nano", batch=4, **keys)
-        plans.append(MemoryPlanner(find_task(chosen, 0), chosen, on_card=False).plan(4, 0).activations_bytes)
+        plans.append(
+            MemoryPlanner(find_task(chosen, 0), chosen, on_card=False).plan(4, 0).activations_bytes
+        )
     assert plans[1] == pytest.approx(plans[0], rel=0.02)
     assert plans[2] >= plans[0]
     assert plans[3:] == plans[1:3], "whatever lengths the text has"
@@ -177,13 +201,24 @@ def test_a_preset_plans_for_its_longest_document(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
-        ({"packing": True}, r"set train.documents \(your own text\) or train.min_seq \(made text\)"),
-        ({"packing": True, "preset": "cnn-small"}, "train.packing is for the GPT presets, and cnn-small is none"),
-        ({"bucketing": True}, "those of gpt-nano have one length, or do not tell it; set train.documents "),
+        (
+            {"packing": True},
+            r"set train.documents \(your own text\) or train.min_seq \(made text\)",
+        ),
+        (
+            {"packing": True, "preset": "cnn-small"},
+            "train.packing is for the GPT presets, and cnn-small is none",
+        ),
+        (
+            {"bucketing": True},
+            "those of gpt-nano have one length, or do not tell it; set train.documents ",
+        ),
         ({"min_seq": 64}, "train.min_seq is 64, and a text has at most 64 tokens"),
     ],
 )
-def test_what_has_no_unequal_lengths_is_refused_in_one_sentence(keys: dict[str, object], sentence: str) -> None:
+def test_what_has_no_unequal_lengths_is_refused_in_one_sentence(
+    keys: dict[str, object], sentence: str
+) -> None:
     chosen = TrainSettings(**keys)  # type: ignore[arg-type]
     with pytest.raises(TaskError, match=sentence):
         Trainer(find_task(chosen, 0), chosen, CPU, 0)

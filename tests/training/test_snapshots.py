@@ -36,7 +36,12 @@ def state_at(step: int) -> dict[str, Any]:
     """A state whose every value is its step."""
     return {
         "weights": {name: torch.full_like(weight, step) for name, weight in WEIGHTS.items()},
-        "moments": [{"step": torch.tensor(float(step)), "of": {0: torch.full((5,), step, dtype=torch.int64)}}],
+        "moments": [
+            {
+                "step": torch.tensor(float(step)),
+                "of": {0: torch.full((5,), step, dtype=torch.int64)},
+            }
+        ],
         "samples_used": step * 16,
         "splits": [[4, step]],
         "betas": (0.9, None),
@@ -47,9 +52,17 @@ def state_at(step: int) -> dict[str, Any]:
 def same(left: object, right: object) -> bool:
     """Whether two states are equal in every bit and type."""
     if isinstance(left, torch.Tensor):
-        return isinstance(right, torch.Tensor) and left.dtype == right.dtype and torch.equal(left, right)
+        return (
+            isinstance(right, torch.Tensor)
+            and left.dtype == right.dtype
+            and torch.equal(left, right)
+        )
     if isinstance(left, dict):
-        return isinstance(right, dict) and left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
+        return (
+            isinstance(right, dict)
+            and left.keys() == right.keys()
+            and all(same(left[k], right[k]) for k in left)
+        )
     if isinstance(left, list | tuple):
         return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
     return left == right and type(left) is type(right)
@@ -60,7 +73,7 @@ def opened(tmp_path: Path) -> Iterator[Open]:
     """Open the snapshots of a folder; they are closed when the test ends."""
     living: list[Snapshots] = []
 
-    def open_(folder: Path = tmp_path, identity: Identity = OURS, **settings: Any) -> Snapshots:  # noqa: ANN401
+    def open_(folder: Path = tmp_path, identity: Identity = OURS, **settings: Any) -> Snapshots:
         living.append(Snapshots(folder, identity, **settings))
         return living[-1]
 
@@ -113,7 +126,9 @@ def test_the_copy_is_of_the_moment_of_the_call_and_its_buffers_are_used_again(op
     assert same(opened().load().state, state_at(2))
 
 
-def test_a_file_cut_at_any_byte_is_refused_and_the_other_generation_used(opened: Open, tmp_path: Path) -> None:
+def test_a_file_cut_at_any_byte_is_refused_and_the_other_generation_used(
+    opened: Open, tmp_path: Path
+) -> None:
     saved(opened(), 1, 2)
     damaged = newest(tmp_path)
     whole = damaged.read_bytes()
@@ -130,7 +145,9 @@ def test_a_file_cut_at_any_byte_is_refused_and_the_other_generation_used(opened:
     assert loaded.sentences()[-1] == "training goes on from step 1"
 
 
-def test_one_flipped_bit_in_any_byte_is_refused_and_the_other_generation_used(opened: Open, tmp_path: Path) -> None:
+def test_one_flipped_bit_in_any_byte_is_refused_and_the_other_generation_used(
+    opened: Open, tmp_path: Path
+) -> None:
     saved(opened(), 1, 2)
     damaged = newest(tmp_path)
     whole = bytearray(damaged.read_bytes())
@@ -153,7 +170,9 @@ def test_one_flipped_bit_in_any_byte_is_refused_and_the_other_generation_used(op
 
 
 @pytest.mark.parametrize("place", [200, -40], ids=["tensors", "end"])
-def test_a_damaged_file_is_written_over_and_not_the_good_one(opened: Open, tmp_path: Path, place: int) -> None:
+def test_a_damaged_file_is_written_over_and_not_the_good_one(
+    opened: Open, tmp_path: Path, place: int
+) -> None:
     saved(opened(), 1, 2)
     damaged = newest(tmp_path)
     content = bytearray(damaged.read_bytes())
@@ -169,7 +188,10 @@ def test_a_damaged_file_is_written_over_and_not_the_good_one(opened: Open, tmp_p
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
-        (Identity.of("gpt-mini", WEIGHTS, {"lr": 0.1}), "it holds the model gpt-nano, and this run trains gpt-mini"),
+        (
+            Identity.of("gpt-mini", WEIGHTS, {"lr": 0.1}),
+            "it holds the model gpt-nano, and this run trains gpt-mini",
+        ),
         (
             Identity.of("gpt-nano", {**WEIGHTS, "a": torch.zeros(4, 3)}, {"lr": 0.1}),
             "its weight a is float32 3x4, and that of this model is float32 4x3",
@@ -182,7 +204,10 @@ def test_a_damaged_file_is_written_over_and_not_the_good_one(opened: Open, tmp_p
             Identity.of("gpt-nano", {"a": WEIGHTS["a"]}, {"lr": 0.1}),
             "its weight b is bfloat16 2, and that of this model is absent",
         ),
-        (Identity.of("gpt-nano", WEIGHTS, {"lr": 0.2}), "it was trained with lr=0.1, and this run has lr=0.2"),
+        (
+            Identity.of("gpt-nano", WEIGHTS, {"lr": 0.2}),
+            "it was trained with lr=0.1, and this run has lr=0.2",
+        ),
     ],
     ids=["name", "shape", "type", "weights", "levers"],
 )
@@ -196,7 +221,9 @@ def test_another_model_is_refused_in_words_and_training_begins_anew(
     assert loaded.sentences()[2:] == ("training begins anew",)
 
 
-def test_training_that_began_anew_is_found_beside_the_refused_file_of_a_higher_number(opened: Open) -> None:
+def test_training_that_began_anew_is_found_beside_the_refused_file_of_a_higher_number(
+    opened: Open,
+) -> None:
     saved(opened(), 1, 2, 3, 4, 5)
     other = Identity.of("another", WEIGHTS)
     saved(opened(identity=other), 1)
@@ -206,7 +233,9 @@ def test_training_that_began_anew_is_found_beside_the_refused_file_of_a_higher_n
     assert discarding.load().sentences() == ()
 
 
-def test_another_version_of_the_format_is_named(opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_of_the_format_is_named(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved(opened(), 1)
     with monkeypatch.context() as later:
         later.setattr(snapshot_file, "VERSION", 2)
@@ -222,7 +251,9 @@ def test_a_file_that_would_run_code_is_refused(opened: Open, tmp_path: Path) -> 
             return (Path.touch, (tmp_path / "ran",))
 
     saved(opened(), 1)
-    snapshot_file.write(tmp_path / "generation-1.pt", {"identity": OURS.plain(), "step": 2, "state": Runs()}, 9)
+    snapshot_file.write(
+        tmp_path / "generation-1.pt", {"identity": OURS.plain(), "step": 2, "state": Runs()}, 9
+    )
     loaded = opened().load()
     assert loaded.step == 1
     assert loaded.refused[0].endswith("it holds more than tensors, numbers, strings and lists")
@@ -390,7 +421,10 @@ def test_a_full_and_a_read_only_disk_cost_no_step_and_are_told(tmp_path: Path) -
     assert end == "7 7.0 7.0 5"
 
 
-def test_a_limit_on_the_size_of_files_is_told_and_nothing_is_left(in_child: Any, tmp_path: Path) -> None:  # noqa: ANN401
+def test_a_limit_on_the_size_of_files_is_told_and_nothing_is_left(
+    in_child: Any,
+    tmp_path: Path,
+) -> None:
     failure, left = in_child(_saved_under_a_limit, tmp_path)
     assert "File too large" in failure
     assert left == []

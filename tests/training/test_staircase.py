@@ -27,7 +27,9 @@ def seconds_with(part: float, again: float, host: float, best_s: float = 0.2):  
     """Return how fast a made-up machine is."""
 
     def seconds(point: Point) -> float:
-        return best_s * (1 + part / point.micro + again * point.level / LEVELS + host * point.share_pct / 100)
+        return best_s * (
+            1 + part / point.micro + again * point.level / LEVELS + host * point.share_pct / 100
+        )
 
     return seconds
 
@@ -39,7 +41,10 @@ def walked(staircase: Staircase, machine, points: list[Point], batches: int = 4)
         parts = BATCH // point.micro
         for part in range(parts):
             moved = staircase.note(
-                point, machine(point) * point.micro, round(planned_bytes(point)), updated=part == parts - 1
+                point,
+                machine(point) * point.micro,
+                round(planned_bytes(point)),
+                updated=part == parts - 1,
             )
             told += [] if moved is None else [moved]
     return told
@@ -58,21 +63,30 @@ def test_each_rung_is_the_fastest_for_its_memory_and_all_three_move() -> None:
         assert rule.seconds(point) == min(map(rule.seconds, cheaper)), place
     assert chosen[0] == Point(1, LEVELS, 100)
     assert chosen[-1] == Point(16, 0, 0)
-    assert {len({getattr(each, name) for each in chosen}) > 1 for name in ("micro", "level", "share_pct")} == {True}
+    assert {
+        len({getattr(each, name) for each in chosen}) > 1
+        for name in ("micro", "level", "share_pct")
+    } == {True}
 
 
 def test_a_few_measured_points_tell_of_all_others() -> None:
     drawn = random.Random(1)  # noqa: S311 - repeatable
     machine = seconds_with(part=0.5, again=0.2, host=0.05)
     visited = [Point(16), Point(4), Point(4, LEVELS), Point(8, 2, 50), Point(2, 0, 100)]
-    speeds = Speeds(BATCH, LEVELS, {point: machine(point) * drawn.gauss(1, 0.01) for point in visited})
+    speeds = Speeds(
+        BATCH, LEVELS, {point: machine(point) * drawn.gauss(1, 0.01) for point in visited}
+    )
     for point in POINTS:
         assert speeds.seconds(point) == pytest.approx(machine(point), rel=0.1), point
 
 
 def test_a_machine_that_was_disturbed_does_not_lose_its_largest_steps() -> None:
     staircase = Staircase(POINTS, LEVELS, BATCH, planned_bytes)
-    walked(staircase, lambda point: 0.2 + 0.1 * point.micro - 0.001 * point.share_pct, on(staircase)[::4])
+    walked(
+        staircase,
+        lambda point: 0.2 + 0.1 * point.micro - 0.001 * point.share_pct,
+        on(staircase)[::4],
+    )
     staircase.reordered()
     assert on(staircase)[-1] == Point(16, 0, 0)
 
@@ -88,8 +102,14 @@ def test_where_the_host_is_faster_than_the_rule_says_the_staircase_goes_there_fi
 
     def lost_s(chosen: list[Point]) -> float:
         """Return the seconds that a sample takes too long, summed over all amounts of memory."""
-        amounts = [planned_bytes(each) for each in POINTS if planned_bytes(each) >= planned_bytes(chosen[0])]
-        best = [min(machine(each) for each in POINTS if planned_bytes(each) <= room) for room in amounts]
+        amounts = [
+            planned_bytes(each)
+            for each in POINTS
+            if planned_bytes(each) >= planned_bytes(chosen[0])
+        ]
+        best = [
+            min(machine(each) for each in POINTS if planned_bytes(each) <= room) for room in amounts
+        ]
         taken = [[each for each in chosen if planned_bytes(each) <= room][-1] for room in amounts]
         return sum(machine(each) - fastest for each, fastest in zip(taken, best, strict=True))
 
@@ -107,7 +127,10 @@ def test_a_move_is_told_with_the_bytes_it_bought_and_the_time_it_cost() -> None:
     (back,) = walked(staircase, machine, [Point(4), Point(16)], batches=1) or [{}]
     assert back == {}, "what did not last for a whole batch is told with the next one that does"
     (back,) = walked(staircase, machine, [Point(16)], batches=1)
-    assert (back["bought_bytes"], back["time_cost_pct"]) == (-moved["bought_bytes"], pytest.approx(-100 / 3, abs=0.01))
+    assert (back["bought_bytes"], back["time_cost_pct"]) == (
+        -moved["bought_bytes"],
+        pytest.approx(-100 / 3, abs=0.01),
+    )
 
 
 def test_states_go_to_a_host_that_has_room_for_them() -> None:

@@ -30,7 +30,9 @@ def test_a_pass_that_is_given_up_is_made_later_from_its_beginning(tmp_path: Path
     assert [each.name for each in tmp_path.iterdir()] == ["trace.json.gz"]
 
 
-def test_a_training_that_ends_first_has_a_shorter_pass_and_a_full_disk_ends_it(tmp_path: Path) -> None:
+def test_a_training_that_ends_first_has_a_shorter_pass_and_a_full_disk_ends_it(
+    tmp_path: Path,
+) -> None:
     short = StepProfile(10, CPU, None)
     (tmp_path / "file").touch()
     nowhere = StepProfile(1, CPU, tmp_path / "file")

@@ -62,16 +62,24 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("cnn-landmarks", 1.73), ("gpt-1b", 1313.6),
     ],
 )  # fmt: skip
-def test_a_preset_has_its_size_and_no_bias_that_only_rounding_moves(preset: str, millions: float) -> None:
+def test_a_preset_has_its_size_and_no_bias_that_only_rounding_moves(
+    preset: str, millions: float
+) -> None:
     assert preset in PRESETS
     with torch.device("meta"):
         model = find_task(TrainSettings(preset=preset), 0).model()
-    assert sum(each.numel() for each in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
+    assert sum(each.numel() for each in model.parameters()) / 1e6 == pytest.approx(
+        millions, abs=0.06
+    )
     assert not [name for name, _ in model.named_parameters() if "query_key_value.bias" in name]
-    assert not [each for each in model.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
+    assert not [
+        each for each in model.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)
+    ]
 
 
-@pytest.mark.parametrize(("preset", "precision"), [("gpt-nano", "bf16"), ("gpt-nano", "fp16"), ("cnn-small", "tf32")])
+@pytest.mark.parametrize(
+    ("preset", "precision"), [("gpt-nano", "bf16"), ("gpt-nano", "fp16"), ("cnn-small", "tf32")]
+)
 def test_the_loss_of_a_small_preset_falls(preset: str, precision: str) -> None:
     settings = TrainSettings(preset=preset, steps=25, warmup_steps=5, batch=8, precision=precision)
     run = Trainer(find_task(settings, 0), settings, CPU, 0)
@@ -84,7 +92,9 @@ def test_the_loss_of_a_small_preset_falls(preset: str, precision: str) -> None:
 def test_the_error_of_landmarks_is_in_per_cent_of_the_distance_of_the_eyes() -> None:
     settings = TrainSettings(preset="cnn-small", steps=25, warmup_steps=5, batch=8)
     task = find_task(settings, 0)
-    pictures, points = default_collate([task.dataset[Sample(number=0, epoch=0, index=place)] for place in range(3)])
+    pictures, points = default_collate(
+        [task.dataset[Sample(number=0, epoch=0, index=place)] for place in range(3)]
+    )
     eyes = (points[:, 36] - points[:, 45]).norm(dim=-1)
 
     class Missing(nn.Module):
@@ -100,7 +110,9 @@ def test_the_error_of_landmarks_is_in_per_cent_of_the_distance_of_the_eyes() -> 
 
 @pytest.mark.usefixtures("own_module")
 def test_a_users_own_task_is_trained_evaluated_and_resumed() -> None:
-    settings = TrainSettings(preset="own_task:task", epochs=10, batch=16, precision="fp32", warmup_steps=0)
+    settings = TrainSettings(
+        preset="own_task:task", epochs=10, batch=16, precision="fp32", warmup_steps=0
+    )
     run = Trainer(find_task(settings, 0), settings, CPU, 0)
     assert run.steps == 40
     run.replay([[16, 0, 20]])
@@ -119,15 +131,23 @@ def test_a_users_own_task_is_trained_evaluated_and_resumed() -> None:
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
-        ({"preset": "own_task:nothing"}, "'own_task:nothing' cannot be loaded on this machine: AttributeError"),
+        (
+            {"preset": "own_task:nothing"},
+            "'own_task:nothing' cannot be loaded on this machine: AttributeError",
+        ),
         ({"preset": "no_such:task"}, "ModuleNotFoundError: No module named 'no_such'"),
         ({"preset": "own_task:number"}, "TypeError: 'int' object is not callable"),
         ({"preset": "own_task:empty"}, "the model of empty has no parameter that is trained"),
-        ({"preset": "gpt-nano", "seq": 65}, "train.seq is 65, and gpt-nano reads at most 64 tokens"),
+        (
+            {"preset": "gpt-nano", "seq": 65},
+            "train.seq is 65, and gpt-nano reads at most 64 tokens",
+        ),
         ({"preset": "cnn-small", "data": "here"}, "trains on drawn faces; leave train.data out"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_in_one_sentence(keys: dict[str, object], sentence: str) -> None:
+def test_what_cannot_be_trained_is_refused_in_one_sentence(
+    keys: dict[str, object], sentence: str
+) -> None:
     settings = TrainSettings(**keys)  # type: ignore[arg-type]
     with pytest.raises(TaskError, match=sentence) as refused:
         Trainer(find_task(settings, 0), settings, CPU, 0)
@@ -141,7 +161,9 @@ def test_what_cannot_be_trained_is_refused_in_one_sentence(keys: dict[str, objec
         ({"preset": "gpt-nano", "ema_decay": 0.9}, "one of them has no averaged weights"),
     ],
 )
-def test_a_state_of_another_model_is_refused_and_changes_nothing(keys: dict[str, object], sentence: str) -> None:
+def test_a_state_of_another_model_is_refused_and_changes_nothing(
+    keys: dict[str, object], sentence: str
+) -> None:
     settings = TrainSettings(preset="gpt-nano")
     run = Trainer(find_task(settings, 0), settings, CPU, 0)
     before = run.weights_sha256()
@@ -168,6 +190,8 @@ def test_the_operations_of_a_sample_are_those_of_the_model(checkpoint: str) -> N
     settings = TrainSettings(preset="gpt-nano", checkpoint=checkpoint, dropout=0.1, batch=2)
     run = Trainer(find_task(settings, 0), settings, CPU, 0)
     matrices = sum(
-        each.numel() for name, each in run.model.named_parameters() if each.dim() == 2 and "places" not in name
+        each.numel()
+        for name, each in run.model.named_parameters()
+        if each.dim() == 2 and "places" not in name
     )
     assert run.flop_per_sample() == pytest.approx(64 * (6 * matrices + 12 * 4 * 64 * 64), rel=0.01)

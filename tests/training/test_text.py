@@ -15,7 +15,9 @@ from workers.training.text import TextData, TextError
 
 
 @given(
-    files=some.lists(some.binary(max_size=40).map(lambda each: each.replace(b"\0", b"a")), max_size=6),
+    files=some.lists(
+        some.binary(max_size=40).map(lambda each: each.replace(b"\0", b"a")), max_size=6
+    ),
     seq=some.integers(1, 20),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -53,7 +55,11 @@ def test_a_folder_is_read_in_the_order_of_names_without_hidden_files(tmp_path: P
     [
         (None, 4, "there is no {path}; name a text file, or a folder of them, on this machine"),
         (b"", 4, "{path} holds no text; name a file or folder that does"),
-        (b"abcd", 4, "{path} has 4 bytes, and one sample takes 5; give more text, or lower train.seq to 3 or less"),
+        (
+            b"abcd",
+            4,
+            "{path} has 4 bytes, and one sample takes 5; give more text, or lower train.seq to 3 or less",
+        ),
         (
             b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" * 9,
             4,

@@ -28,7 +28,8 @@ from workers.training.text_documents import TextDocuments
 from workers.training.trainer import Trainer
 from workers.training.validation import SAMPLES, held_out
 
-#: Of 288 lines `bucketing` sorts 72 at once, so that an epoch has whole pools; fewer than 320 hold nothing out.
+#: Of 288 lines `bucketing` sorts 72 at once, so that an epoch has whole pools; fewer than 320 hold
+#: nothing out.
 LINES, BATCH = 288, 12
 
 
@@ -41,7 +42,10 @@ class File:
     ended: bool
 
     def content(self) -> bytes:
-        lines = [(json.dumps({"text": text}) if self.json else text).encode() + end for text, end in self.lines]
+        lines = [
+            (json.dumps({"text": text}) if self.json else text).encode() + end
+            for text, end in self.lines
+        ]
         last = lines[-1:] if self.ended else [each.rstrip(b"\r\n") for each in lines[-1:]]
         return b"".join([*lines[:-1], *last])
 
@@ -58,14 +62,16 @@ FILES = some.lists(
 )
 
 
-def tokens(data: Any) -> list[bytes]:  # noqa: ANN401 - any data set of bytes
+def tokens(data: Any) -> list[bytes]:
     return [bytes(data[index].tolist()) for index in range(len(data))]
 
 
 def written(folder: Path, lines: int = LINES, longest: int = 90) -> Path:
     """Write lines of made words, of unequal lengths."""
     texts = [
-        " ".join(f"word{(place * line * 7) % 23}" for place in range(1 + line * 37 % (longest // 6)))
+        " ".join(
+            f"word{(place * line * 7) % 23}" for place in range(1 + line * 37 % (longest // 6))
+        )
         for line in range(lines)
     ]
     path = folder / "texts.txt"
@@ -73,7 +79,7 @@ def written(folder: Path, lines: int = LINES, longest: int = 90) -> Path:
     return path
 
 
-def chosen(path: Path, **keys: Any) -> TrainSettings:  # noqa: ANN401
+def chosen(path: Path, **keys: Any) -> TrainSettings:
     usual: dict[str, Any] = {
         "preset": "gpt-nano",
         "seq": 32,
@@ -86,7 +92,7 @@ def chosen(path: Path, **keys: Any) -> TrainSettings:  # noqa: ANN401
     return TrainSettings(**(usual | keys))
 
 
-def training(path: Path, **keys: Any) -> Trainer:  # noqa: ANN401
+def training(path: Path, **keys: Any) -> Trainer:
     wanted = chosen(path, **keys)
     return Trainer(find_task(wanted, 0), wanted, CPU, 0)
 
@@ -122,17 +128,32 @@ def test_pieces_are_the_lines_cut_like_windows(
 
 
 def test_each_file_is_a_document(tmp_path: Path) -> None:
-    for name, content in {"a.txt": "abcdefg\n", "b.jsonl": '{"text": 1}', "c": "x", "d/e": "yz"}.items():
+    for name, content in {
+        "a.txt": "abcdefg\n",
+        "b.jsonl": '{"text": 1}',
+        "c": "x",
+        "d/e": "yz",
+    }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
-    assert tokens(TextDocuments(tmp_path, 4, "files")) == [b"abcde", b"efg\n", b'{"tex', b'xt": ', b" 1}", b"yz"]
+    assert tokens(TextDocuments(tmp_path, 4, "files")) == [
+        b"abcde",
+        b"efg\n",
+        b'{"tex',
+        b'xt": ',
+        b" 1}",
+        b"yz",
+    ]
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
         ('{"text": "cut', "is no JSON (Unterminated string starting at, column 10); correct"),
-        ('{"body": "b", "id": 1}', """has no "text" that is a string (it has the keys 'body', 'id')"""),
+        (
+            '{"body": "b", "id": 1}',
+            """has no "text" that is a string (it has the keys 'body', 'id')""",
+        ),
         ('{"text": 5}', """has no "text" that is a string (it has the keys 'text')"""),
         ('["text"]', 'has no "text" that is a string (it has a list)'),
         ("[" * 100_000, "is no JSON ("),
@@ -148,7 +169,9 @@ def test_a_line_of_json_without_a_text_is_named(tmp_path: Path, line: str, words
     assert str(refusal.value).endswith('valid: {"text": "a document"}')
 
 
-def test_a_line_of_json_is_not_read_without_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_of_json_is_not_read_without_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(text_index, "_LONGEST_LINE_BYTES", text_index.MIB)
     path = tmp_path / "mine.jsonl"
     path.write_text(json.dumps({"text": "a" * text_index.MIB}))
@@ -158,7 +181,9 @@ def test_a_line_of_json_is_not_read_without_a_bound(tmp_path: Path, monkeypatch:
 
 def test_a_text_without_a_document_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a\n\nb\n")
-    with pytest.raises(TextError, match=f"train.data: no line of {tmp_path} has two bytes or more; name a file"):
+    with pytest.raises(
+        TextError, match=f"train.data: no line of {tmp_path} has two bytes or more; name a file"
+    ):
         TextDocuments(tmp_path, 8, "lines")
 
 
@@ -175,7 +200,9 @@ def test_lines_that_move_under_the_training_are_noticed_and_new_ones_are_not_min
     path.write_text("\n".join([*lines, "more"]))
     assert tokens(data) == whole == [b"one", b"the seco" + b"n", b"nd line", b"three"]
     path.write_text("\n".join([lines[0], lines[1][:-1].replace("line", "li"), lines[2]]))
-    with pytest.raises(TextError, match="was changed while it was trained on: the line at byte") as refusal:
+    with pytest.raises(
+        TextError, match="was changed while it was trained on: the line at byte"
+    ) as refusal:
         tokens(data)
     assert str(path) in str(refusal.value)
 
@@ -194,7 +221,9 @@ def test_lines_that_come_while_the_text_is_read_are_left_out(tmp_path: Path, suf
 
 
 @pytest.mark.parametrize("unit", ["windows", "files", "lines"])
-def test_a_training_on_an_edited_file_does_not_go_on_from_its_snapshot(tmp_path: Path, unit: str) -> None:
+def test_a_training_on_an_edited_file_does_not_go_on_from_its_snapshot(
+    tmp_path: Path, unit: str
+) -> None:
     path = written(tmp_path)
     run = training(path, documents=unit)
     run.replay([[BATCH, 0, 2]])
@@ -206,7 +235,9 @@ def test_a_training_on_an_edited_file_does_not_go_on_from_its_snapshot(tmp_path:
     assert (same.step, same.refused) == (2, ())
     content = path.read_text()
     # Of lines every byte is read for the index.
-    path.write_text(content.replace("word1 ", "word7 ", 1) if unit == "lines" else content + "more\n")
+    path.write_text(
+        content.replace("word1 ", "word7 ", 1) if unit == "lines" else content + "more\n"
+    )
     other = Snapshots(tmp_path / "saved", training(path, documents=unit).identity).load()
     assert other.state is None
     assert "it was trained with data_fingerprint=" in other.sentences()[0]
@@ -248,7 +279,9 @@ def test_a_damaged_index_is_made_again(tmp_path: Path, states: Path, damage: str
     (kept,) = states.glob("*.index")
     content = kept.read_bytes()
     changed = content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
-    kept.write_bytes({"cut": content[:-8], "changed": changed, "header": b"[]\n" + content, "empty": b""}[damage])
+    kept.write_bytes(
+        {"cut": content[:-8], "changed": changed, "header": b"[]\n" + content, "empty": b""}[damage]
+    )
     rewritten(path)
     after = TextDocuments(path, 16, "lines")
     assert after.fingerprint() != before.fingerprint(), "it was read again"
@@ -256,7 +289,9 @@ def test_a_damaged_index_is_made_again(tmp_path: Path, states: Path, damage: str
     assert TextDocuments(path, 16, "lines").fingerprint() == after.fingerprint(), "and kept"
 
 
-def test_an_index_that_was_not_used_for_a_month_goes_when_another_is_kept(tmp_path: Path, states: Path) -> None:
+def test_an_index_that_was_not_used_for_a_month_goes_when_another_is_kept(
+    tmp_path: Path, states: Path
+) -> None:
     path = written(tmp_path)
     TextDocuments(path, 16, "lines")
     (kept,) = states.glob("*.index")
@@ -269,7 +304,9 @@ def test_an_index_that_was_not_used_for_a_month_goes_when_another_is_kept(tmp_pa
     assert not kept.exists()
 
 
-def test_without_a_place_to_keep_it_the_text_is_read_each_time(tmp_path: Path, states: Path) -> None:
+def test_without_a_place_to_keep_it_the_text_is_read_each_time(
+    tmp_path: Path, states: Path
+) -> None:
     states.parent.write_text("no folder")
     path = written(tmp_path)
     first = TextDocuments(path, 16, "lines")
@@ -283,7 +320,9 @@ def test_another_division_of_a_text_is_another_training(tmp_path: Path) -> None:
     assert len({each.levers["data_fingerprint"] for each in found}) == 3
 
 
-def losses_of_an_epoch(task: TrainTask, batches: list[Tensor], model: torch.nn.Module) -> tuple[float, int]:
+def losses_of_an_epoch(
+    task: TrainTask, batches: list[Tensor], model: torch.nn.Module
+) -> tuple[float, int]:
     """Return the loss per token of all batches, and how many tokens they have."""
     with torch.no_grad():
         count = sum(task.count(batch) for batch in batches)
@@ -291,14 +330,18 @@ def losses_of_an_epoch(task: TrainTask, batches: list[Tensor], model: torch.nn.M
 
 
 @pytest.mark.parametrize("unit", ["lines", "files"])
-def test_an_epoch_has_the_same_loss_per_token_filled_up_bucketed_and_packed(tmp_path: Path, unit: str) -> None:
+def test_an_epoch_has_the_same_loss_per_token_filled_up_bucketed_and_packed(
+    tmp_path: Path, unit: str
+) -> None:
     path = written(tmp_path, longest=54)  # none is cut
     if unit == "files":
         for number, line in enumerate(path.read_text().splitlines()):
             (tmp_path / f"{number}.txt").write_text(line)
         path.unlink()
         path = tmp_path
-    plain, bucketed = (training(path, seq=64, documents=unit, bucketing=each) for each in (False, True))
+    plain, bucketed = (
+        training(path, seq=64, documents=unit, bucketing=each) for each in (False, True)
+    )
     assert len(plain.task.dataset) == LINES
     batches, wide = [list[Tensor](), list[Tensor]()], []
     for run, found in zip((plain, bucketed), batches, strict=True):
@@ -324,7 +367,9 @@ def test_an_epoch_has_the_same_loss_per_token_filled_up_bucketed_and_packed(tmp_
 
 
 @pytest.mark.parametrize("lever", ["none", "bucketing", "packing"])
-def test_a_training_on_lines_goes_on_in_the_middle_of_an_epoch_to_the_same_bits(tmp_path: Path, lever: str) -> None:
+def test_a_training_on_lines_goes_on_in_the_middle_of_an_epoch_to_the_same_bits(
+    tmp_path: Path, lever: str
+) -> None:
     path = written(tmp_path)
     keys = {} if lever == "none" else {lever: True}
     whole, first = training(path, dropout=0.1, **keys), training(path, dropout=0.1, **keys)
@@ -343,12 +388,20 @@ def test_a_training_on_lines_goes_on_in_the_middle_of_an_epoch_to_the_same_bits(
 
 
 def test_what_is_held_out_is_the_last_hundredth_and_of_little_text_nothing() -> None:
-    assert [len(held_out(samples)) for samples in (1, 319, 320, 3_200, 100_000)] == [0, 0, SAMPLES, SAMPLES, 1_000]
+    assert [len(held_out(samples)) for samples in (1, 319, 320, 3_200, 100_000)] == [
+        0,
+        0,
+        SAMPLES,
+        SAMPLES,
+        1_000,
+    ]
     assert held_out(100_000) == range(99_000, 100_000)
 
 
 @pytest.mark.parametrize("unit", ["windows", "lines"])
-def test_samples_that_are_held_out_are_evaluated_and_never_trained_on(tmp_path: Path, unit: str) -> None:
+def test_samples_that_are_held_out_are_evaluated_and_never_trained_on(
+    tmp_path: Path, unit: str
+) -> None:
     path = written(tmp_path, lines=1_000)
     content = path.read_bytes()
     run = training(path, documents=unit, seq=64)
@@ -367,12 +420,16 @@ def test_samples_that_are_held_out_are_evaluated_and_never_trained_on(tmp_path: 
         assert trained + held == pieces
         packed = find_task(chosen(path, seq=64, packing=True), 0).dataset
         assert isinstance(packed, PackedRows)
-        assert sorted(each for row in range(len(packed)) for each in packed.documents_of(row)) == list(range(len(data)))
+        assert sorted(
+            each for row in range(len(packed)) for each in packed.documents_of(row)
+        ) == list(range(len(data)))
     figures = run.evaluate()
     model = run.model.eval()
     with torch.no_grad():
         total = sum(float(next_token_loss(model, each[None])) for each in data.held_out)
-    assert figures == {"validation_loss": pytest.approx(total / sum(len(each) - 1 for each in held), rel=1e-6)}
+    assert figures == {
+        "validation_loss": pytest.approx(total / sum(len(each) - 1 for each in held), rel=1e-6)
+    }
 
 
 def test_little_text_is_trained_on_as_a_whole_and_not_evaluated(tmp_path: Path) -> None:

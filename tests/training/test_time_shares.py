@@ -36,7 +36,7 @@ def test_an_optimiser_that_takes_half_of_the_time_is_seen_as_such() -> None:
     began_s = time.perf_counter()
 
     class Slow(torch.optim.SGD):
-        def step(self, *keys: Any, **more: Any) -> None:  # type: ignore[override]  # noqa: ANN401
+        def step(self, *keys: Any, **more: Any) -> None:  # type: ignore[override]
             super().step(*keys, **more)
             time.sleep(time.perf_counter() - began_s)  # as long as all before it
 

@@ -10,7 +10,14 @@ from workers.training.trace_shares import TraceShares, trace_shares
 
 
 def event(kind: str, name: str, first_us: float, last_us: float, thread: int = 1) -> dict[str, Any]:
-    return {"ph": "X", "cat": kind, "name": name, "ts": first_us, "dur": last_us - first_us, "tid": thread}
+    return {
+        "ph": "X",
+        "cat": kind,
+        "name": name,
+        "ts": first_us,
+        "dur": last_us - first_us,
+        "tid": thread,
+    }
 
 
 def test_each_moment_of_a_card_counts_once() -> None:

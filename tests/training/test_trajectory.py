@@ -17,7 +17,9 @@ from workers.training.snapshots.tensor_bytes import tensors_in
 from workers.training.trainer import Trainer
 
 
-def train(run: Trainer, limit: Callable[[], int], level: Callable[[], int] = lambda: 0) -> list[float]:
+def train(
+    run: Trainer, limit: Callable[[], int], level: Callable[[], int] = lambda: 0
+) -> list[float]:
     """Train to the end; return the loss of each step."""
     losses: list[float] = []
     while not run.finished:
@@ -39,7 +41,9 @@ def held_by(run: Trainer) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", [GPT, CNN])
-def test_a_micro_batch_drawn_anew_for_each_part_changes_the_loss_by_rounding_only(kind: str) -> None:
+def test_a_micro_batch_drawn_anew_for_each_part_changes_the_loss_by_rounding_only(
+    kind: str,
+) -> None:
     alone = train(trainer(kind), lambda: 12)
     control = train(trainer(kind), lambda: 5)
     drawn = random.Random(3)  # noqa: S311 - repeatable
@@ -55,7 +59,9 @@ def test_a_micro_batch_drawn_anew_for_each_part_changes_the_loss_by_rounding_onl
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", [GPT, CNN])
-def test_a_checkpointing_level_drawn_anew_for_each_part_changes_no_bit(kind: str, precision: str) -> None:
+def test_a_checkpointing_level_drawn_anew_for_each_part_changes_no_bit(
+    kind: str, precision: str
+) -> None:
     keys: dict[str, Any] = {"precision": precision, "steps": 40}
     alone = trainer(kind, **keys)
     changing = trainer(kind, **keys)
@@ -73,7 +79,12 @@ def test_a_checkpointing_level_drawn_anew_for_each_part_changes_no_bit(kind: str
 
 
 def test_another_seed_is_another_training() -> None:
-    assert gap(train(trainer(seed=1, steps=5), lambda: 12), train(trainer(seed=2, steps=5), lambda: 12)) > 1e-4
+    assert (
+        gap(
+            train(trainer(seed=1, steps=5), lambda: 12), train(trainer(seed=2, steps=5), lambda: 12)
+        )
+        > 1e-4
+    )
 
 
 def test_a_training_goes_on_from_its_state_as_if_it_had_not_stopped() -> None:
@@ -108,12 +119,16 @@ def test_a_training_is_parked_in_the_middle_of_a_batch_and_goes_on_to_the_same_b
         run.micro_batch(5)
     needed_bytes = sum(each.nbytes for each in held_by(run))
     assert run.park() == needed_bytes
-    assert all(in_shared_memory(each) for each in held_by(run)), "on a CPU, outside of what the cap counts"
+    assert all(in_shared_memory(each) for each in held_by(run)), (
+        "on a CPU, outside of what the cap counts"
+    )
 
     class Full(TorchDispatchMode):
         left = 30
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             self.left -= 1
             if self.left < 0:
                 raise torch.OutOfMemoryError("CUDA out of memory. (injected)")

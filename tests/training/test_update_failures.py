@@ -1,7 +1,8 @@
 """Memory runs out in a training, at all kinds of operations of one effective batch.
 
-The failures are injected where torch dispatches its operations, below its Python functions. So each operation is a
-place to fail, those of the backward pass included. An operation on lists can also end halfway.
+The failures are injected where torch dispatches its operations, below its Python functions. So each
+operation is a place to fail, those of the backward pass included. An operation on lists can also
+end halfway.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ class Watched(TorchDispatchMode):
         self._injector = OomInjector(num=0 if fail_at is None else 1, skip=fail_at or 0)
         self._halfway = halfway
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(func.overloadpacket.__name__)
         if self._injector.due():
             if self._halfway:
-                func(*(each[: len(each) // 2] if isinstance(each, list) else each for each in args), **kwargs or {})
+                func(
+                    *(each[: len(each) // 2] if isinstance(each, list) else each for each in args),
+                    **kwargs or {},
+                )
             raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
         return func(*args, **kwargs or {})
 
@@ -42,10 +46,12 @@ class Watched(TorchDispatchMode):
 def small(**keys: object) -> Trainer:
     """Return a training of three steps and 3,000 parameters, whose gradients are always clipped."""
     chosen = settings(**{"batch": 4, "steps": 3, "warmup_steps": 0, "clip": 0.01} | keys)
-    return Trainer(task("gpt", chosen.dropout, layers=1, width=12, heads=1, vocabulary=16), chosen, CPU, 5)
+    return Trainer(
+        task("gpt", chosen.dropout, layers=1, width=12, heads=1, vocabulary=16), chosen, CPU, 5
+    )
 
 
-def copied(tree: Any) -> Any:  # noqa: ANN401
+def copied(tree: Any) -> Any:
     """Return a copy of a state."""
     if isinstance(tree, torch.Tensor):
         return tree.clone()
@@ -55,7 +61,10 @@ def copied(tree: Any) -> Any:  # noqa: ANN401
 
 
 def course(run: Trainer, watched: Watched) -> str:
-    """Do the second optimiser step under watch, and one more; return which kind of failure was met."""
+    """Do the second optimiser step under watch, and one more.
+
+    Return which kind of failure was met.
+    """
     failure, kinds = "none", []
     saved = copied(run.state())
     while run.step < 2:
@@ -85,7 +94,9 @@ def outcome(run: Trainer) -> str:
     """Return weights, moments, averages and numbers of updates."""
     state = run.state()
     tensors = list(tensors_in([state[key] for key in ("weights", "optimizer", "average")]))
-    return weights_sha256({f"{place:04}": each for place, each in enumerate(tensors)}) + str(run.course.losses)
+    return weights_sha256({f"{place:04}": each for place, each in enumerate(tensors)}) + str(
+        run.course.losses
+    )
 
 
 class Begun:
@@ -102,7 +113,10 @@ class Begun:
         self.undisturbed = outcome(self._run)
 
     def with_failure(self, place: int, *, halfway: bool = False) -> str:
-        """Fail at one operation; return which kind of failure that was, once all has ended as without it."""
+        """Fail at one operation.
+
+        Return which kind of failure that was, once all has ended as without it.
+        """
         self._run.load(self._state)
         failure = course(self._run, Watched(place, halfway=halfway))
         assert outcome(self._run) == self.undisturbed, f"{self.names[place]} at {place}"
@@ -119,13 +133,22 @@ def test_an_operation_that_runs_out_of_memory_anywhere_costs_no_bit() -> None:
             found[begun.with_failure(place)].add(name)
     assert not found["none"]
     assert {"_foreach_mul_", "_fused_adamw_", "_foreach_lerp_"} <= found["update"]
-    assert {"mm", "gelu", "gelu_backward", "_foreach_copy_", "_foreach_add_", "_foreach_norm"} <= found["out of memory"]
+    assert {
+        "mm",
+        "gelu",
+        "gelu_backward",
+        "_foreach_copy_",
+        "_foreach_add_",
+        "_foreach_norm",
+    } <= found["out of memory"]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "adamw-foreach"])
 def test_an_operation_on_lists_that_ends_halfway_costs_no_bit(optimizer: str) -> None:
     begun = Begun(optimizer)
-    places = [place for place, name in enumerate(begun.names) if name.startswith(("_foreach_", "_fused_"))]
+    places = [
+        place for place, name in enumerate(begun.names) if name.startswith(("_foreach_", "_fused_"))
+    ]
     assert len(places) >= 6
     for place in places:
         assert begun.with_failure(place, halfway=True) != "none"

@@ -41,7 +41,9 @@ def of(how: str) -> list[Claim]:
     return [claim for claim in CLAIMS.all if claim.how == how]
 
 
-def test_each_line_of_the_guides_with_a_number_has_its_claims_or_the_reason_why_it_has_none() -> None:
+def test_each_line_of_the_guides_with_a_number_has_its_claims_or_the_reason_why_it_has_none() -> (
+    None
+):
     listed = guide_lines()
     assert len(listed) > 400
     counted = Counter((claim.seed, claim.line) for claim in CLAIMS.all)
@@ -72,7 +74,14 @@ def test_without_any_fact_only_the_guides_own_numbers_decide() -> None:
         assert here.reason
 
 
-def row(claim: Claim, low: float, high: float, verdict: Verdict = Verdict.CONFIRMED, *, against: bool = False) -> Row:
+def row(
+    claim: Claim,
+    low: float,
+    high: float,
+    verdict: Verdict = Verdict.CONFIRMED,
+    *,
+    against: bool = False,
+) -> Row:
     """Return a made row of `tune` for the setting that is claimed, or for the one that it is compared with."""
     setting = claim.against if against else claim.setting
     assert claim.lever
@@ -81,7 +90,9 @@ def row(claim: Claim, low: float, high: float, verdict: Verdict = Verdict.CONFIR
     return Row(lever=claim.lever, setting=setting, verdict=verdict, reason="made", **measured)
 
 
-@pytest.mark.parametrize("claim", of("tune"), ids=lambda claim: f"{claim.seed}-{claim.line}-{claim.lever}")
+@pytest.mark.parametrize(
+    "claim", of("tune"), ids=lambda claim: f"{claim.seed}-{claim.line}-{claim.lever}"
+)
 def test_the_verdict_on_a_speed_follows_the_rows_of_the_tuning(claim: Claim) -> None:
     assert claim.workload
 
@@ -102,7 +113,9 @@ def test_the_verdict_on_a_speed_follows_the_rows_of_the_tuning(claim: Claim) -> 
         assert verdict(row(claim, 20.0, 20.0), *other) is Verdict.CONFIRMED  # more of a gain
     else:
         assert verdict(row(claim, 0.1, 0.1), *other) is Verdict.REFUTED  # more of a cost
-    assert verdict(row(claim, 0.5 * min(low, 1), 2 * max(high, 1)), *other) is Verdict.UNDECIDED  # too wide to tell
+    assert (
+        verdict(row(claim, 0.5 * min(low, 1), 2 * max(high, 1)), *other) is Verdict.UNDECIDED
+    )  # too wide to tell
     unmeasured = replace(row(claim, wrong, wrong, Verdict.REFUTED), speed_low=None, speed_high=None)
     assert verdict(unmeasured, *other) is Verdict.UNDECIDED
     if not other:
@@ -119,10 +132,14 @@ def test_the_verdict_on_a_speed_follows_the_rows_of_the_tuning(claim: Claim) -> 
     assert (nothing.verdict, bool(nothing.command)) == (Verdict.UNDECIDED, True)
 
 
-FROM_FACTS = [claim for claim in CLAIMS.all if claim.value is not None and data.names_in(claim.value)]
+FROM_FACTS = [
+    claim for claim in CLAIMS.all if claim.value is not None and data.names_in(claim.value)
+]
 
 
-@pytest.mark.parametrize("claim", FROM_FACTS, ids=lambda claim: f"{claim.seed}-{claim.line}-{claim.how}")
+@pytest.mark.parametrize(
+    "claim", FROM_FACTS, ids=lambda claim: f"{claim.seed}-{claim.line}-{claim.how}"
+)
 def test_the_verdict_on_a_value_follows_the_facts(claim: Claim) -> None:
     assert claim.value is not None
     first, *others = dict.fromkeys(data.names_in(claim.value))
@@ -133,7 +150,9 @@ def test_the_verdict_on_a_value_follows_the_facts(claim: Claim) -> None:
     bounds = [bound for bound in (claim.low, claim.high) if bound is not None]
     inside = sum(bounds) / len(bounds)
     outside = [
-        bound + way * (10 + abs(bound)) for bound, way in ((claim.low, -1), (claim.high, 1)) if bound is not None
+        bound + way * (10 + abs(bound))
+        for bound, way in ((claim.low, -1), (claim.high, 1))
+        if bound is not None
     ]
     facts = Facts(cards=frozenset({claim.on or "any"}))
     for wanted, is_confirmed in ((inside, True), *((each, False) for each in outside)):
@@ -178,9 +197,14 @@ def test_what_cannot_be_tested_says_what_is_missing_and_no_longer_when_it_is_the
 
 
 def test_a_claim_of_another_card_is_not_judged_by_this_one() -> None:
-    (claim,) = (claim for claim in CLAIMS.all if (claim.seed, claim.line, claim.how) == ("004", 15, "here"))
+    (claim,) = (
+        claim for claim in CLAIMS.all if (claim.seed, claim.line, claim.how) == ("004", 15, "here")
+    )
     values = {"here.power_limit_w": 170.0}
-    assert judge(claim, Facts(values=values, cards=frozenset({"rtx-3060"})), NEEDS).verdict is Verdict.CONFIRMED
+    assert (
+        judge(claim, Facts(values=values, cards=frozenset({"rtx-3060"})), NEEDS).verdict
+        is Verdict.CONFIRMED
+    )
     elsewhere = judge(claim, Facts(values=values, cards=frozenset({"h200"})), NEEDS)
     assert (elsewhere.verdict, "h200" in elsewhere.reason) == (Verdict.UNAVAILABLE, True)
 
@@ -191,7 +215,9 @@ def test_what_a_run_would_record_is_undecided_until_there_is_one() -> None:
         assert (here.verdict, here.command) == (Verdict.UNDECIDED, command)
 
 
-@pytest.mark.parametrize("expression", ["__import__('os')", "2 ** 100", "[1]", "'a'", "plan.a.b()", "-1"])
+@pytest.mark.parametrize(
+    "expression", ["__import__('os')", "2 ** 100", "[1]", "'a'", "plan.a.b()", "-1"]
+)
 def test_an_expression_holds_arithmetic_only(expression: str) -> None:
     with pytest.raises(ValueError, match=r"may hold|letters and dots"):
         span_of(expression, {"plan.a.b": 1.0})
@@ -209,7 +235,15 @@ def test_an_expression_holds_arithmetic_only(expression: str) -> None:
     ],
 )
 def test_a_row_that_could_not_be_computed_is_refused(changed: dict[str, object], said: str) -> None:
-    whole = {"seed": "000", "line": 1, "says": "1", "how": "sum", "quantity": "pct", "low": 1, "value": "1"}
+    whole = {
+        "seed": "000",
+        "line": 1,
+        "says": "1",
+        "how": "sum",
+        "quantity": "pct",
+        "low": 1,
+        "value": "1",
+    }
     Claim.model_validate(whole)
     with pytest.raises(ValueError, match=said):
         Claim.model_validate({**whole, **changed})
@@ -231,7 +265,9 @@ def test_the_page_has_every_claim_and_says_what_would_measure_more() -> None:
 
 def test_a_row_of_a_tuning_says_what_guides_claim_of_it_against_the_same_baseline() -> None:
     def said(lever: str, setting: str, workload: data.Workload = "gpt") -> str | None:
-        found = guides_say(CLAIMS, workload, lever, setting, {"optimizer": "adamw-foreach", "attention": "auto"})
+        found = guides_say(
+            CLAIMS, workload, lever, setting, {"optimizer": "adamw-foreach", "attention": "auto"}
+        )
         return None if found is None else found.said
 
     assert said("precision", "bf16") == "1.5 to 2 x (003)"
@@ -247,7 +283,11 @@ def test_a_row_of_a_tuning_says_what_guides_claim_of_it_against_the_same_baselin
 def test_each_command_that_is_named_can_be_typed() -> None:
     verbs = typer.main.get_command(app)
     assert isinstance(verbs, typer.core.TyperGroup)
-    named = {judge(claim, Facts(on_card=on_card), NEEDS).command for claim in CLAIMS.all for on_card in (True, False)}
+    named = {
+        judge(claim, Facts(on_card=on_card), NEEDS).command
+        for claim in CLAIMS.all
+        for on_card in (True, False)
+    }
     for command in named - {None}:
         verb, *words = str(command).split()
         known = {option for each in verbs.commands[verb].params for option in each.opts}

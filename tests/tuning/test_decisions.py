@@ -31,10 +31,13 @@ from workers.tuning.messages import Opened
 from workers.units import GIB, MIB
 
 BASE = levers.baseline_of(TrainSettings(), on_card=False)
-SEEDS = [Course(losses=[4.0, 3.0 + shift, 2.0 + shift], validation_loss=2.0 + shift) for shift in (0.0, 0.1, 0.2)]
+SEEDS = [
+    Course(losses=[4.0, 3.0 + shift, 2.0 + shift], validation_loss=2.0 + shift)
+    for shift in (0.0, 0.1, 0.2)
+]
 
 
-def candidate(key: str, value: object, **more: Any) -> Candidate:  # noqa: ANN401 - fields of a candidate
+def candidate(key: str, value: object, **more: Any) -> Candidate:
     fields: dict[str, Any] = {"parity": ParityClass.NUMERIC, **more}
     return Candidate(lever=key, setting=str(value), changes={key: value}, **fields)
 
@@ -47,7 +50,7 @@ NEVER = candidate("adapter", "lora")
 ALL = [FAST, SLOW, SMALL, WRONG, DEAD, NEVER]
 
 
-def opened(**fields: Any) -> Opened:  # noqa: ANN401 - fields of a message
+def opened(**fields: Any) -> Opened:
     steps = {"losses": (4.0, 3.0, 2.0), "weights_sha256": "a", "first_step_s": 1.1, "step_s": 0.1}
     return Opened(**{**steps, "host_bytes": 100, "peak_bytes": 100 * MIB, "flop": 2e9, **fields})
 
@@ -67,14 +70,21 @@ def found() -> Measurements:
     arms = {
         "baseline": opened(),
         "seed 1": opened(peak_bytes=101 * MIB),
-        FAST.name: opened(losses=(4.0, 3.001, 2.001), weights_sha256="b", peak_bytes=90 * MIB, first_step_s=3.1),
+        FAST.name: opened(
+            losses=(4.0, 3.001, 2.001), weights_sha256="b", peak_bytes=90 * MIB, first_step_s=3.1
+        ),
         SLOW.name: opened(),
         SMALL.name: opened(peak_bytes=60 * MIB, host_bytes=250),
         WRONG.name: opened(losses=(4.0, 3.2, 2.3), weights_sha256="c"),
         DEAD.name: opened(),
     }
     return Measurements(
-        data=data, opened=arms, noise=noise_of(SEEDS), resolve=0.01, confidence=0.95, seed_names=["seed 1"]
+        data=data,
+        opened=arms,
+        noise=noise_of(SEEDS),
+        resolve=0.01,
+        confidence=0.95,
+        seed_names=["seed 1"],
     )
 
 
@@ -97,8 +107,12 @@ def test_two_rounds_name_no_pareto_set(found: Measurements) -> None:
 
 def test_a_budget_in_which_no_lever_has_its_rounds_is_refused() -> None:
     path = ROOT / "cluster.yaml"
-    with pytest.raises(UsageError, match="--budget 5s ends before any lever has had its rounds; the least is 60s"):
-        asked_of(load_config(str(path)), path.read_text("utf-8"), rehearse=True, budget_s=5.0, wanted=())
+    with pytest.raises(
+        UsageError, match="--budget 5s ends before any lever has had its rounds; the least is 60s"
+    ):
+        asked_of(
+            load_config(str(path)), path.read_text("utf-8"), rehearse=True, budget_s=5.0, wanted=()
+        )
 
 
 def test_a_lever_without_an_interval_of_speed_is_not_confirmed(found: Measurements) -> None:
@@ -118,7 +132,11 @@ def gains(found: Measurements, objective: Objective) -> dict[str, Gain]:
 
 @pytest.mark.parametrize(
     ("objective", "names"),
-    [("speed", [FAST.name]), ("memory", [FAST.name, SMALL.name]), ("balanced", [FAST.name, SMALL.name])],
+    [
+        ("speed", [FAST.name]),
+        ("memory", [FAST.name, SMALL.name]),
+        ("balanced", [FAST.name, SMALL.name]),
+    ],
 )
 def test_levers_that_help_and_keep_the_result_are_stacked(
     found: Measurements, objective: Objective, names: list[str]
@@ -127,7 +145,9 @@ def test_levers_that_help_and_keep_the_result_are_stacked(
     judged = list(zip(ALL, rows_of(ALL, found, {NEVER.name: ""}), strict=True))
     gained = gains(found, objective)
     assert [each.name for each in passes.winners(judged, gained, objective, 0.01)] == names
-    assert passes.open_questions(judged, gained, objective, 0.01) == [DEAD.name], "it died, and might be better"
+    assert passes.open_questions(judged, gained, objective, 0.01) == [DEAD.name], (
+        "it died, and might be better"
+    )
 
 
 def test_figures_of_an_arm_stand_beside_the_baselines(found: Measurements) -> None:
@@ -143,39 +163,62 @@ def test_figures_of_an_arm_stand_beside_the_baselines(found: Measurements) -> No
 
 
 def test_mfu_is_of_the_cards_rating_in_the_number_type_of_the_arm_at_its_clock() -> None:
-    card = opened(card="GPU-1", device_name="NVIDIA GeForce RTX 3090", device_bytes=24 * GIB, flop=1e12)
+    card = opened(
+        card="GPU-1", device_name="NVIDIA GeForce RTX 3090", device_bytes=24 * GIB, flop=1e12
+    )
     rated = absolute_of([0.05], card, "bf16", [1695.0])
     assert rated.tflops == 20.0
     assert rated.mfu_pct == pytest.approx(100 * 20 / 71.2, rel=0.01)
-    assert absolute_of([0.05], card, "bf16", [1695.0 / 2]).mfu_pct == pytest.approx(200 * 20 / 71.2, rel=0.01)
-    assert absolute_of([0.05], card, "fp32", [1695.0]).mfu_pct == pytest.approx(100 * 20 / 35.6, rel=0.01)
+    assert absolute_of([0.05], card, "bf16", [1695.0 / 2]).mfu_pct == pytest.approx(
+        200 * 20 / 71.2, rel=0.01
+    )
+    assert absolute_of([0.05], card, "fp32", [1695.0]).mfu_pct == pytest.approx(
+        100 * 20 / 35.6, rel=0.01
+    )
 
 
 def test_a_lever_that_needs_another_one_is_judged_against_that(found: Measurements) -> None:
-    """On the host the average takes no memory of the device; with the baseline, it would take all of its own."""
+    """On the host the average takes no memory of the device.
+
+    With the baseline, it would take all of its own.
+    """
     device = candidate("ema_decay", 0.99, parity=ParityClass.OBJECTIVE, aim="loss")
     (host,) = levers.chosen(levers.train_candidates(BASE), ["ema_on"])
     assert host.beside == "ema_decay=0.99"
     for each in found.data.rounds:
         each.update({device.name: 1.0, host.name: 1.3})  # type: ignore[attr-defined]
-    arms = {**found.opened, device.name: opened(peak_bytes=140 * MIB), host.name: opened(peak_bytes=110 * MIB)}
+    arms = {
+        **found.opened,
+        device.name: opened(peak_bytes=140 * MIB),
+        host.name: opened(peak_bytes=110 * MIB),
+    }
     (row,) = rows_of([host], replace(found, opened=arms), {})
     assert row.verdict == "CONFIRMED"
     assert "-21.4 % peak memory; against ema_decay=0.99" in row.reason
     assert row.peak_delta_bytes == 10 * MIB
-    (alone,) = rows_of([host], replace(found, opened={**found.opened, host.name: arms[host.name]}), {})
+    (alone,) = rows_of(
+        [host], replace(found, opened={**found.opened, host.name: arms[host.name]}), {}
+    )
     assert alone.verdict == "REFUTED", "without the other arm the baseline stands for it"
 
 
 @pytest.mark.parametrize("width", [None, 200, 120, 80, 60])
-def test_a_table_has_the_columns_that_its_terminal_has_room_for(found: Measurements, width: int | None) -> None:
-    rows = rows_of(ALL, replace(found, claims={FAST.name: Claimed(said="1.5 to 2 x (003)", low=1.5, high=2.0)}), {})
+def test_a_table_has_the_columns_that_its_terminal_has_room_for(
+    found: Measurements, width: int | None
+) -> None:
+    rows = rows_of(
+        ALL,
+        replace(found, claims={FAST.name: Claimed(said="1.5 to 2 x (003)", low=1.5, high=2.0)}),
+        {},
+    )
     result = Result(
         tune_id="t", subject=Subject(card="cpu", driver=None, torch="2.13", model="gpt-nano"), device_name="CPU",
         created_at="", duration_s=1.0, rounds=12, rows=tuple(rows),
     )  # fmt: skip
     _, _, _, headings, first, *_ = table(result, width)
-    assert {"lever", "setting", "speed x", "peak MiB", "verdict"} <= set(re.split(r"\s{2,}", headings))
+    assert {"lever", "setting", "speed x", "peak MiB", "verdict"} <= set(
+        re.split(r"\s{2,}", headings)
+    )
     assert ("once s" in headings) is (width is None or width >= 200)
     assert ("1.5 to 2 x (003)" in first) is (width is None or width >= 120)
     assert width is None or width == 60 or max(len(headings), len(first)) <= width
@@ -195,7 +238,9 @@ def test_of_two_levers_of_a_key_the_faster_one_is_taken() -> None:
         {"precision": "bf16"},
         {"precision": "bf16", "optimizer": "adamw-fused"},
     ]
-    assert {name: dict(rest.changes) for name, rest in passes.with_one_left_out(several).items()} == {
+    assert {
+        name: dict(rest.changes) for name, rest in passes.with_one_left_out(several).items()
+    } == {
         FAST.name: {"optimizer": "adamw-fused"},
         other.name: {"precision": "bf16"},
     }
@@ -242,7 +287,10 @@ def test_a_parity_class_says_how_far_losses_may_differ(
 
 def test_what_cannot_run_is_found_out_and_not_listed() -> None:
     future = candidate("no_such_key", True)
-    assert levers.unavailable(future, BASE, on_card=True) == "this version has no key train.no_such_key"
+    assert (
+        levers.unavailable(future, BASE, on_card=True)
+        == "this version has no key train.no_such_key"
+    )
     assert "fp32" in str(levers.unavailable(candidate("precision", "fp4"), BASE, on_card=True))
     (tf32,) = levers.chosen(levers.train_candidates(BASE), ["precision=tf32"])
     assert levers.unavailable(tf32, BASE, on_card=True) is None
@@ -257,12 +305,16 @@ def test_tuned_yaml_is_the_users_file_with_other_values_of_train() -> None:
     changes = {"precision": "fp32", "optimizer": "adamw-loop"}
     edited = tuned(text, config, changes, {"precision": "tune x: 1.2 x\nthe speed"})
     wanted = {**config.train.model_dump(), **changes}
-    assert config_from_text(edited, "tuned.yaml") == config.model_copy(update={"train": TrainSettings(**wanted)})
+    assert config_from_text(edited, "tuned.yaml") == config.model_copy(
+        update={"train": TrainSettings(**wanted)}
+    )
     differing = [line for line in edited.splitlines() if line not in text.splitlines()]
     assert differing == ["  precision: fp32  # tune x: 1.2 x the speed", "  optimizer: adamw-loop"]
 
 
-@pytest.mark.parametrize("section", ["", "train: {preset: gpt-mini, batch: 8}\n", "train:\n    preset: gpt-mini\n"])
+@pytest.mark.parametrize(
+    "section", ["", "train: {preset: gpt-mini, batch: 8}\n", "train:\n    preset: gpt-mini\n"]
+)
 def test_tuned_yaml_can_be_made_of_any_file(section: str) -> None:
     text = f"nodes:\n  pc1: {{gpu: rtx-3090, workers: 1, vram_per_worker_gib: 3}}\n{section}run: {{duration: 3}}\n"
     config = config_from_text(text, "x.yaml")
@@ -275,7 +327,11 @@ def test_tuned_yaml_can_be_made_of_any_file(section: str) -> None:
 def test_levers_of_matmul_that_cannot_be_measured_say_what_would(*, on_card: bool) -> None:
     several = products.candidates(products.baseline_of(4096), 0.7)
     why = products.impossible(
-        several, on_card=on_card, mps_obstacle="no MPS here", room_bytes=8 * 2**30, budget_bytes=2**31
+        several,
+        on_card=on_card,
+        mps_obstacle="no MPS here",
+        room_bytes=8 * 2**30,
+        budget_bytes=2**31,
     )
     assert [each.setting for each in several if each.lever == "duty"] == ["0.7", "0.6"]
     assert ("dtype=tf32" in why) is not on_card
@@ -292,7 +348,9 @@ def test_levers_of_matmul_that_cannot_be_measured_say_what_would(*, on_card: boo
 
 def test_each_objective_has_its_own_gain_and_words() -> None:
     effect = Effect(ratio=1.1, low=1.0, high=1.2, p=0.01, rounds=20)
-    speed, memory, balanced = (gain_of(each, effect, 80, 100, 0.01) for each in ("speed", "memory", "balanced"))
+    speed, memory, balanced = (
+        gain_of(each, effect, 80, 100, 0.01) for each in ("speed", "memory", "balanced")
+    )
     assert speed is not None
     assert memory is not None
     assert balanced is not None
@@ -300,7 +358,9 @@ def test_each_objective_has_its_own_gain_and_words() -> None:
     assert told("memory", "checkpoint=all", memory) == (
         "checkpoint=all takes 0.800 x your file's peak memory, 0.792 to 0.808"
     )
-    assert told("speed", "micro=4", speed) == "micro=4 has 1.100 x your file's speed, 1.000 to 1.200"
+    assert (
+        told("speed", "micro=4", speed) == "micro=4 has 1.100 x your file's speed, 1.000 to 1.200"
+    )
     assert gain_of("memory", None, 80, 100, 0.01) == memory, "peaks need no rounds"
     assert gain_of("balanced", None, 80, 100, 0.01) is None
     assert gain_of("memory", effect, None, 100, 0.01) is None

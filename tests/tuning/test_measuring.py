@@ -25,11 +25,17 @@ def test_parked_arms_fit_half_of_the_free_memory() -> None:
     assert arms_at_once(3, PARKED_BYTES, 60 * GIB) == 3
 
 
-def test_memory_for_less_than_three_arms_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_for_less_than_three_arms_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     journal = Journal(tmp_path)
     journal.note_opened(BASELINE, Opened(parked_bytes=PARKED_BYTES), 0.0)
     plan = Plan(budget_s=60, turn_s=1, least_steps=1, resolve=0.1, confidence=0.95, at_once=20)
     measuring = Measuring(plan, journal, Clock(0.0), lambda *_: None, lambda _: None)  # type: ignore[arg-type, return-value]
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4 * GIB))
-    with pytest.raises(BaselineError, match=r"an arm takes 2\.1 GiB of host memory .* and 4\.0 GiB are free for at"):
-        measuring.run("singles", [Candidate(lever="lever", setting="on", changes={})], 10.0, lambda _: False)
+    with pytest.raises(
+        BaselineError, match=r"an arm takes 2\.1 GiB of host memory .* and 4\.0 GiB are free for at"
+    ):
+        measuring.run(
+            "singles", [Candidate(lever="lever", setting="on", changes={})], 10.0, lambda _: False
+        )

@@ -82,7 +82,7 @@ def tuned(
     folder: Path,
     machine: Machine,
     budget_s: float,
-    **plan: Any,  # noqa: ANN401
+    **plan: Any,
 ) -> tuple[Found, Journal]:
     """Tune all levers of a rehearsal on the machine."""
     monkeypatch.setattr(measuring, "Arm", machine.arm)
@@ -96,11 +96,20 @@ def tuned(
         model="gpt-nano", trains=True, dtype_key="precision", baseline=BASE, candidates=candidates,
         impossible={name: why for name, why in reasons.items() if why}, yours=None, make_spec=spec,
     )  # fmt: skip
-    fields = {"turn_s": 0.2, "least_steps": 2, "resolve": 0.01, "confidence": 0.95, "at_once": 40, "seeds": 3}
+    fields = {
+        "turn_s": 0.2,
+        "least_steps": 2,
+        "resolve": 0.01,
+        "confidence": 0.95,
+        "at_once": 40,
+        "seeds": 3,
+    }
     how = measuring.Plan(budget_s=budget_s, **{**fields, **plan})
     journal = Journal(folder)
     clock = measuring.Clock(0.0, lambda: machine.now_s)
-    course = Course(kind, how, "speed", journal, measuring.Measuring(how, journal, clock, spec, lambda _: None))
+    course = Course(
+        kind, how, "speed", journal, measuring.Measuring(how, journal, clock, spec, lambda _: None)
+    )
     return course.run(), journal
 
 
@@ -115,7 +124,9 @@ def narrow(rows: Sequence[Row]) -> list[Row]:
 
 
 @pytest.mark.parametrize("step_s", [0.05, 0.2])
-def test_four_minutes_decide_a_dozen_levers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, step_s: float) -> None:
+def test_four_minutes_decide_a_dozen_levers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, step_s: float
+) -> None:
     """On two cores a step takes 0.05 s; the other machine is four times slower."""
     machine = Machine(step_s)
     found, journal = tuned(monkeypatch, tmp_path, machine, 240.0)
@@ -133,7 +144,9 @@ def test_four_minutes_decide_a_dozen_levers(monkeypatch: pytest.MonkeyPatch, tmp
     assert sum("precision=bf16" in each for each in journal.passes["alone"].rounds) < 10
 
 
-def test_a_short_budget_says_which_levers_it_did_not_begin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_short_budget_says_which_levers_it_did_not_begin(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """It begins with those of which most is expected, and measures each that it begins."""
     found, _ = tuned(monkeypatch, tmp_path, Machine(0.2), 120.0)
     not_begun = [each for each in found.rows if each.reason.startswith("not begun")]
@@ -145,7 +158,9 @@ def test_a_short_budget_says_which_levers_it_did_not_begin(monkeypatch: pytest.M
     assert all(each.speed_high is not None for each in begun)
 
 
-def test_a_machine_that_slows_down_decides_fewer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_machine_that_slows_down_decides_fewer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Other programs take three quarters of it once all levers have begun."""
     machine = Machine(0.05)
     machine.slower_after_s, machine.slower = 70.0, 4.0
@@ -156,7 +171,9 @@ def test_a_machine_that_slows_down_decides_fewer(monkeypatch: pytest.MonkeyPatch
     assert machine.now_s <= 240
 
 
-def test_a_machine_that_is_never_quiet_decides_as_many(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_machine_that_is_never_quiet_decides_as_many(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Rounds beside other programs are dropped only while there is time for others."""
     machine = Machine(0.15)
     machine.neighbour_share = 0.5
@@ -166,14 +183,18 @@ def test_a_machine_that_is_never_quiet_decides_as_many(monkeypatch: pytest.Monke
     assert found.rows[0].speed_high is not None
 
 
-def test_arms_that_leave_make_room_for_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_arms_that_leave_make_room_for_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     machine = Machine(0.05)
     found, _ = tuned(monkeypatch, tmp_path, machine, 600.0, at_once=9, resolve=0.1)
     assert machine.most_alive == 9 + 2
     assert not [each for each in found.rows if each.reason.startswith("not begun")]
 
 
-def test_a_tuning_that_goes_on_does_not_begin_what_is_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_tuning_that_goes_on_does_not_begin_what_is_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     tuned(monkeypatch, tmp_path, Machine(0.1), 160.0)
     journal = Journal(tmp_path)
     before = len(journal.passes["alone"].rounds)
@@ -188,8 +209,12 @@ def test_a_tuning_that_goes_on_does_not_begin_what_is_over(monkeypatch: pytest.M
     ("objective", "first", "last"),
     [("speed", "precision", "r_drop"), ("memory", "checkpoint", "r_drop")],
 )
-def test_levers_come_in_the_order_of_expected_gain(objective: Objective, first: str, last: str) -> None:
+def test_levers_come_in_the_order_of_expected_gain(
+    objective: Objective, first: str, last: str
+) -> None:
     order = passes.by_expected_gain(levers.train_candidates(BASE), objective)
     assert (order[0].lever, order[-1].lever) == (first, last)
     names = [each.name for each in order]
-    assert all(names.index(each.beside) < names.index(each.name) for each in order if each.beside in names)
+    assert all(
+        names.index(each.beside) < names.index(each.name) for each in order if each.beside in names
+    )

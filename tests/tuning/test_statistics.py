@@ -46,14 +46,18 @@ def step(place: int) -> float:
     return 1.25 if place > 2010 else 1.6 if 700 < place < 712 else 1.0
 
 
-def simulated(seed: int, drift: Drift, planted: Sequence[str] = (), rounds: int = 40) -> list[Mapping[str, float]]:
+def simulated(
+    seed: int, drift: Drift, planted: Sequence[str] = (), rounds: int = 40
+) -> list[Mapping[str, float]]:
     """Seconds a sample of a baseline, an A/A arm and all levers, of which the planted ones are 3 % faster."""
     draw = random.Random(seed)  # noqa: S311 - a simulation
     place, found = 0, []
     for number in range(rounds):
         blocks = []
         for arm in turns(["a/a", *LEVERS], seed, number):
-            seconds = drift(place) * draw.lognormvariate(0, NOISE) / (1.03 if arm in planted else 1.0)
+            seconds = (
+                drift(place) * draw.lognormvariate(0, NOISE) / (1.03 if arm in planted else 1.0)
+            )
             blocks.append((arm, seconds))
             place += 1
         found.append(seconds_of(blocks))
@@ -64,14 +68,19 @@ def judged(rounds: Sequence[Mapping[str, float]]) -> dict[str, tuple[Effect, Ver
     measured = effects(rounds, "baseline", ["a/a", *LEVERS], 0.95)
     real = holm({lever: measured[lever].p for lever in LEVERS}, 0.05)
     return {
-        lever: (measured[lever], judge_speed(measured[lever], real=lever in real, resolve=0.01).verdict)
+        lever: (
+            measured[lever],
+            judge_speed(measured[lever], real=lever in real, resolve=0.01).verdict,
+        )
         for lever in LEVERS
     }
 
 
 @pytest.mark.parametrize("drift", [steady, slow_trend, step])
 @pytest.mark.parametrize("seed", range(2))
-def test_of_a_hundred_levers_without_effect_hardly_one_seems_to_have_one(drift: Drift, seed: int) -> None:
+def test_of_a_hundred_levers_without_effect_hardly_one_seems_to_have_one(
+    drift: Drift, seed: int
+) -> None:
     found = judged(simulated(seed, drift)).values()
     assert sum(effect.excludes_one for effect, _ in found) <= 5
     assert sum(verdict == Verdict.CONFIRMED for _, verdict in found) <= 1
@@ -81,7 +90,9 @@ def test_of_a_hundred_levers_without_effect_hardly_one_seems_to_have_one(drift: 
 def test_effects_of_3_percent_are_found_in_40_rounds(drift: Drift) -> None:
     planted = LEVERS[:20]
     hits = sum(
-        judged(simulated(seed, drift, planted))[lever][1] == "CONFIRMED" for seed in range(2) for lever in planted
+        judged(simulated(seed, drift, planted))[lever][1] == "CONFIRMED"
+        for seed in range(2)
+        for lever in planted
     )
     assert hits >= 0.9 * 2 * len(planted)
 
@@ -91,15 +102,23 @@ def test_the_interval_is_the_one_that_many_resamples_show() -> None:
     values = [draw.gauss(0.05, 0.03) for _ in range(21)]
     medians = sorted(sorted(draw.choices(values, k=21))[10] for _ in range(20_000))
     effect = effect_of(values, 0.95)
-    assert log_ratios([{"b": 1.0, "a": effect.low}], "a", "b") == pytest.approx([medians[500]], abs=1e-9)
-    assert log_ratios([{"b": 1.0, "a": effect.high}], "a", "b") == pytest.approx([medians[-500]], abs=1e-9)
+    assert log_ratios([{"b": 1.0, "a": effect.low}], "a", "b") == pytest.approx(
+        [medians[500]], abs=1e-9
+    )
+    assert log_ratios([{"b": 1.0, "a": effect.high}], "a", "b") == pytest.approx(
+        [medians[-500]], abs=1e-9
+    )
 
 
 @pytest.mark.parametrize("arms", [1, 22])
-def test_the_least_rounds_are_the_first_with_an_interval_and_enough_for_a_lever_to_be_real(arms: int) -> None:
+def test_the_least_rounds_are_the_first_with_an_interval_and_enough_for_a_lever_to_be_real(
+    arms: int,
+) -> None:
     enough = least_rounds(arms, 0.95)
     names = [f"lever {number}" for number in range(arms)]
-    rounds = [{"baseline": 2.0, **dict.fromkeys(names, 1.0 + 0.01 * number)} for number in range(enough)]
+    rounds = [
+        {"baseline": 2.0, **dict.fromkeys(names, 1.0 + 0.01 * number)} for number in range(enough)
+    ]
     found = effects(rounds, "baseline", names, 0.95)
     assert all(effect.excludes_one and effect.high < 3 for effect in found.values())
     assert holm({name: effect.p for name, effect in found.items()}, 0.05) == set(names)
@@ -107,7 +126,9 @@ def test_the_least_rounds_are_the_first_with_an_interval_and_enough_for_a_lever_
     assert {effect.low for effect in too_few.values()} == {0.0}
 
 
-def left(seed: int, speeds: Mapping[str, float], disturbed: float, confidence: float) -> dict[str, int]:
+def left(
+    seed: int, speeds: Mapping[str, float], disturbed: float, confidence: float
+) -> dict[str, int]:
     """After which of 30 rounds each arm leaves that seems slower than the baseline, with a look after each round."""
     draw = random.Random(seed)  # noqa: S311 - a simulation
     ratios: dict[str, list[float]] = {arm: [] for arm in speeds}
@@ -153,7 +174,9 @@ def test_an_anytime_interval_is_the_published_one() -> None:
 
     effect = anytime_effect(values, 0.99)
     assert effect is not None
-    assert [martingale(math.log(end)) for end in (effect.low, effect.high)] == pytest.approx([100, 100])
+    assert [martingale(math.log(end)) for end in (effect.low, effect.high)] == pytest.approx(
+        [100, 100]
+    )
     assert effect.p == pytest.approx(1 / martingale(0.0))
     assert anytime_effect(values[:1], 0.99) is None
     assert anytime_effect(values[:3], 0.9999) is None
@@ -161,7 +184,9 @@ def test_an_anytime_interval_is_the_published_one() -> None:
 
 def test_signed_ranks_count_all_signs() -> None:
     values = [1.0, 2.0, -3.0, 4.0, 5.0, 6.0]
-    assert signed_rank_p(values) == pytest.approx(2 * 5 / 64)  # sums of at most 3: {}, {1}, {2}, {3}, {1, 2}
+    assert signed_rank_p(values) == pytest.approx(
+        2 * 5 / 64
+    )  # sums of at most 3: {}, {1}, {2}, {3}, {1, 2}
     assert signed_rank_p([0.0]) == 1.0
 
 
@@ -196,7 +221,9 @@ def test_a_claim_is_compared_with_the_interval(
     low: float, high: float, claim: tuple[float, float] | None, verdict: str
 ) -> None:
     claimed = None if claim is None else Claimed(said="so much (001)", low=claim[0], high=claim[1])
-    assert judge_speed(an_effect(low, high), real=True, resolve=0.01, claim=claimed).verdict == verdict
+    assert (
+        judge_speed(an_effect(low, high), real=True, resolve=0.01, claim=claimed).verdict == verdict
+    )
 
 
 @pytest.mark.parametrize(
@@ -207,14 +234,24 @@ def test_a_claim_is_compared_with_the_interval(
         (0.10, ["CONFIRMED", "UNDECIDED", "UNDECIDED", "REFUTED", "UNDECIDED"]),
     ],
 )
-def test_a_memory_lever_is_judged_by_bytes_that_equal_arms_do_not_differ_by(noise: float, verdicts: list[str]) -> None:
+def test_a_memory_lever_is_judged_by_bytes_that_equal_arms_do_not_differ_by(
+    noise: float, verdicts: list[str]
+) -> None:
     peaks = (600, 970, 1000, 1400, None)
-    assert [judge_memory(peak, 1000, noise=noise, resolve=0.01).verdict for peak in peaks] == verdicts
+    assert [
+        judge_memory(peak, 1000, noise=noise, resolve=0.01).verdict for peak in peaks
+    ] == verdicts
 
 
 def test_the_newest_result_for_a_card_is_found_again(tmp_path: Path) -> None:
     subject = store.Subject(card="cpu", driver=None, torch="2.13.0", model="gpt-nano")
-    row = Row(lever="precision", setting="bf16", speed_ratio=1.1, verdict=Verdict.CONFIRMED, reason="faster")
+    row = Row(
+        lever="precision",
+        setting="bf16",
+        speed_ratio=1.1,
+        verdict=Verdict.CONFIRMED,
+        reason="faster",
+    )
     for number in (1, 2):
         folder = tmp_path / f"t{number}"
         folder.mkdir()
@@ -229,7 +266,12 @@ def test_the_newest_result_for_a_card_is_found_again(tmp_path: Path) -> None:
     found = store.newest(subject, tmp_path)
     assert found is not None
     assert (found.tune_id, found.rows, found.chosen) == ("t2", (row,), {"precision": "bf16"})
-    assert store.newest(store.Subject(card="cpu", driver=None, torch="2.12.0", model="gpt-nano"), tmp_path) is None
+    assert (
+        store.newest(
+            store.Subject(card="cpu", driver=None, torch="2.12.0", model="gpt-nano"), tmp_path
+        )
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -238,10 +280,19 @@ def test_the_newest_result_for_a_card_is_found_again(tmp_path: Path) -> None:
         ([Block(arm="a", seconds_per_sample=1.0), Block(arm="b", seconds_per_sample=2.0)], None),
         ([Block(arm="a", seconds_per_sample=1.0, throttled=True)], "throttled"),
         (
-            [Block(arm=arm, seconds_per_sample=1.0, clock_mhz=mhz) for arm, mhz in (("a", 1700.0), ("b", 1740.0))],
+            [
+                Block(arm=arm, seconds_per_sample=1.0, clock_mhz=mhz)
+                for arm, mhz in (("a", 1700.0), ("b", 1740.0))
+            ],
             "clock moved",
         ),
-        ([Block(arm=arm, seconds_per_sample=1.0, clock_mhz=mhz) for arm, mhz in (("a", 1700.0), ("b", 1730.0))], None),
+        (
+            [
+                Block(arm=arm, seconds_per_sample=1.0, clock_mhz=mhz)
+                for arm, mhz in (("a", 1700.0), ("b", 1730.0))
+            ],
+            None,
+        ),
         ([Block(arm="a", seconds_per_sample=1.0, neighbour_share=0.5)], "another program"),
     ],
 )

@@ -25,7 +25,15 @@ LEVERS = "micro=2,optimizer=adamw-loop,precision=tf32"
 def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "ORCHESTRATOR_STATE_DIR": str(folder), "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [sys.executable, "-m", "orchestrator", "tune", "--config", str(ROOT / "cluster.yaml"), *arguments],
+        [
+            sys.executable,
+            "-m",
+            "orchestrator",
+            "tune",
+            "--config",
+            str(ROOT / "cluster.yaml"),
+            *arguments,
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -35,7 +43,10 @@ def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def notes(folder: Path, kind: str) -> int:
-    return sum(path.read_text().count(f'"kind": "{kind}"') for path in folder.glob("tunings/*/rounds.jsonl"))
+    return sum(
+        path.read_text().count(f'"kind": "{kind}"')
+        for path in folder.glob("tunings/*/rounds.jsonl")
+    )
 
 
 @pytest.mark.torch
@@ -43,8 +54,13 @@ def test_a_tuning_goes_on_after_a_kill_and_an_arm_that_dies_is_a_row(tmp_path: P
     first = started(tmp_path, "--rehearse", "--budget", "30m", "--levers", LEVERS, *SMALL)
     wait_for(lambda: notes(tmp_path, "round") >= 2, "two rounds")
     (folder,) = tmp_path.glob("tunings/*")
-    # The third one that began: after the baseline, without which there is no comparison, and its repetition.
-    arms = [each for each in psutil.Process(first.pid).children(recursive=True) if _logs_to(each, folder / "arms.log")]
+    # The third one that began: after the baseline, without which there is no comparison, and its
+    # repetition.
+    arms = [
+        each
+        for each in psutil.Process(first.pid).children(recursive=True)
+        if _logs_to(each, folder / "arms.log")
+    ]
     sorted(arms, key=psutil.Process.create_time)[2].kill()
     wait_for(lambda: notes(tmp_path, "lost"), "the loss of an arm")
     first.send_signal(signal.SIGKILL)
@@ -59,12 +75,17 @@ def test_a_tuning_goes_on_after_a_kill_and_an_arm_that_dies_is_a_row(tmp_path: P
     assert second.returncode == 0, errors
     result = json.loads(output)
     assert result == json.loads((folder / "tune.json").read_text())
-    assert result["rounds"] + sum(result["dropped"].values()) == notes(tmp_path, "round") == measured
+    assert (
+        result["rounds"] + sum(result["dropped"].values()) == notes(tmp_path, "round") == measured
+    )
     rows = {f"{row['lever']}={row['setting']}": row for row in result["rows"]}
     assert rows["precision=tf32"]["verdict"] == "UNAVAILABLE"
     assert rows["optimizer=adamw-loop"]["verdict"] == "UNDECIDED"
     assert "ended by SIGKILL" in rows["optimizer=adamw-loop"]["reason"]
-    assert (rows["micro=2"]["parity_class"], rows["micro=2"]["verdict"] != "BROKEN") == ("exact", True)
+    assert (rows["micro=2"]["parity_class"], rows["micro=2"]["verdict"] != "BROKEN") == (
+        "exact",
+        True,
+    )
     assert rows["micro=2"]["speed_ratio"] > 0
     assert rows["micro=2"]["samples_per_s"] > 0
     assert rows["micro=2"]["host_bytes"] > 0
@@ -79,7 +100,9 @@ def test_a_tuning_goes_on_after_a_kill_and_an_arm_that_dies_is_a_row(tmp_path: P
 
 
 @pytest.mark.torch
-def test_a_tuning_that_is_killed_at_random_moments_keeps_what_it_has_measured(tmp_path: Path) -> None:
+def test_a_tuning_that_is_killed_at_random_moments_keeps_what_it_has_measured(
+    tmp_path: Path,
+) -> None:
     command, measured = ["--rehearse", "--levers", LEVERS, *SMALL], b""
     for _ in range(3):
         process = started(tmp_path, *command, "--budget", "30m")

@@ -31,7 +31,9 @@ class Product:
             if how == "positive":
                 operand.abs_().add_(0.5)
             elif how == "scaled":
-                operand.mul_(torch.exp2(torch.randint(-5, 6, (n, 1), generator=generator)).to(dtype))
+                operand.mul_(
+                    torch.exp2(torch.randint(-5, 6, (n, 1), generator=generator)).to(dtype)
+                )
             elif how == "zero rows":
                 operand[::3] = 0.0
             elif how == "zero":
@@ -57,7 +59,9 @@ class Product:
         allowed = tolerance(self.result.dtype, len(self.result), "cpu")
         sizes = self.result.double().square().sum(dim=1)
         spreads = self.left.double().square() @ self.right.double().square().sum(dim=1)
-        return (allowed.stored * sizes + allowed.summed * spreads.maximum(sizes) + allowed.least).sqrt()
+        return (
+            allowed.stored * sizes + allowed.summed * spreads.maximum(sizes) + allowed.least
+        ).sqrt()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -68,7 +72,9 @@ def test_a_right_product_passes_whatever_the_operands(dtype: torch.dtype, n: int
         product = Product(dtype, n, how, seed)
         check = product.freivalds(seed)
         assert check.ok, check.detail
-        assert check == Check(kind="freivalds", ok=True, worst=check.worst, detail=f"{n} x {n} {str(dtype)[6:]}")
+        assert check == Check(
+            kind="freivalds", ok=True, worst=check.worst, detail=f"{n} x {n} {str(dtype)[6:]}"
+        )
         again = product.repeat()
         assert (again.kind, again.ok, again.worst) == ("repeat", True, 0.0)
 
@@ -100,7 +106,10 @@ def test_the_errors_are_no_larger_than_their_model(dtype: torch.dtype, how: str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_flip_beyond_the_tolerance_is_found(dtype: torch.dtype, seed: int) -> None:
-    """Rounding takes at most one tolerance away from a change, as the row passed before; so from two on it is sure."""
+    """Rounding takes at most one tolerance away from a change, as the row passed before.
+
+    So from two on it is sure.
+    """
     n = 64
     product = Product(dtype, n, seed=seed)
     edges = product.tolerated().tolist()
@@ -151,12 +160,16 @@ def test_a_repeated_error_passes_the_repeat_and_not_freivalds() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_products_summed_in_different_orders_are_not_compared(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_summed_in_different_orders_are_not_compared(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What MKL does with the rows of a thread that gets no memory for its buffers."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     product = Product(torch.float32, 128)
     other, rows = product.result.clone(), slice(128 // threads)
-    other[rows] = product.left[rows, :64] @ product.right[:64] + product.left[rows, 64:] @ product.right[64:]
+    other[rows] = (
+        product.left[rows, :64] @ product.right[:64] + product.left[rows, 64:] @ product.right[64:]
+    )
     assert not torch.equal(other, product.result)
     assert repeat.same_bits(product.result, other, product.scratch) is None
     assert product.freivalds().ok
@@ -183,11 +196,18 @@ class TestScratch:
         with pytest.raises(ValueError, match="do not hold a row"):
             product.freivalds()
         with pytest.raises(ValueError, match="do not hold a row"):
-            repeat.same_bits(product.result, product.again, product.scratch[: repeat.least_scratch(64) - 1])
+            repeat.same_bits(
+                product.result, product.again, product.scratch[: repeat.least_scratch(64) - 1]
+            )
 
-    def test_vector_by_vector_gives_the_same_as_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_vector_by_vector_gives_the_same_as_at_once(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The way taken on a card."""
-        chunk, vectors = torch.randn(5, 96, dtype=torch.float64), torch.randn(VECTORS, 96, dtype=torch.float64)
+        chunk, vectors = (
+            torch.randn(5, 96, dtype=torch.float64),
+            torch.randn(VECTORS, 96, dtype=torch.float64),
+        )
         for less in (False, True):
             ways = []
             for one_by_one in (False, True):
@@ -199,8 +219,12 @@ class TestScratch:
 
 
 class TestFlip:
-    @pytest.mark.parametrize(("dtype", "fraction", "exponent"), list(zip(DTYPES, (23, 7, 10), (8, 8, 5), strict=True)))
-    def test_the_classes_of_the_bits(self, dtype: torch.dtype, fraction: int, exponent: int) -> None:
+    @pytest.mark.parametrize(
+        ("dtype", "fraction", "exponent"), list(zip(DTYPES, (23, 7, 10), (8, 8, 5), strict=True))
+    )
+    def test_the_classes_of_the_bits(
+        self, dtype: torch.dtype, fraction: int, exponent: int
+    ) -> None:
         classes = [bit_class(dtype, bit) for bit in range(torch.finfo(dtype).bits)]
         assert classes == ["fraction"] * fraction + ["exponent"] * exponent + ["sign"]
 

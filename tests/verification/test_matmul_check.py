@@ -38,8 +38,12 @@ def checked(workload: Matmul, seed: int) -> Check:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("size", "places"), [(64, 4.0), (64, 9.3), (128, 2.0), (192, 2.5), (192, 3.0)])
-def test_every_result_of_the_ring_passes_both_kinds(dtype: torch.dtype, size: int, places: float) -> None:
+@pytest.mark.parametrize(
+    ("size", "places"), [(64, 4.0), (64, 9.3), (128, 2.0), (192, 2.5), (192, 3.0)]
+)
+def test_every_result_of_the_ring_passes_both_kinds(
+    dtype: torch.dtype, size: int, places: float
+) -> None:
     workload = stepped(dtype, size=size, places=places, steps=0)
     for seed in range(12):
         workload.step(size, 1)
@@ -67,13 +71,17 @@ def test_a_flipped_exponent_is_found_by_both_and_the_next_product_is_right_again
     highest = 8 * dtype.itemsize - 2
     for index in (0, 5077, 128**2 - 1):
         flip_bit(latest(workload), index, highest)
-        found = [checked(workload, kind) for kind in (0, 1)]  # Freivalds' test leaves the result as it is
+        found = [
+            checked(workload, kind) for kind in (0, 1)
+        ]  # Freivalds' test leaves the result as it is
         assert [(check.kind, check.ok) for check in found] == [(kind, False) for kind in KINDS]
         workload.step(128, 1)
         assert checked(workload, 0).ok
 
 
-def test_a_repeat_uses_the_result_up_and_freivalds_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repeat_uses_the_result_up_and_freivalds_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     workload = stepped(torch.float32)
     assert [workload.check(0) is None for _ in range(3)] == [False] * 3
     assert [workload.check(1) is None for _ in range(3)] == [False, True, True]
@@ -81,7 +89,9 @@ def test_a_repeat_uses_the_result_up_and_freivalds_does_not(monkeypatch: pytest.
     workload.step(128, 1)
     assert workload.check(0) is not None
     monkeypatch.setattr("workers.workloads.matmul._MOVED_BYTES", 2**15)
-    assert (workload.move(), workload.check(0)) == (2**16, None), "timing the memory uses it up, too"
+    assert (workload.move(), workload.check(0)) == (2**16, None), (
+        "timing the memory uses it up, too"
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -9,8 +9,13 @@ from hypothesis import strategies as st
 from workers.verification.check import CheckSchedule
 
 
-def checks_of(schedule: CheckSchedule, steps: list[tuple[int, float]], check_s: float) -> tuple[list[int], float]:
-    """Run steps of (size, seconds); return the numbers of the checks that were due, and what they took."""
+def checks_of(
+    schedule: CheckSchedule, steps: list[tuple[int, float]], check_s: float
+) -> tuple[list[int], float]:
+    """Run steps of (size, seconds).
+
+    Return the numbers of the checks that were due, and what they took.
+    """
     numbers = []
     for size, seconds in steps:
         number = schedule.after_step(size, 1, seconds)
@@ -74,7 +79,10 @@ def test_kinds_that_differ_in_price_share_it() -> None:
 
 @given(
     share=st.floats(0.0, 0.9),
-    steps=st.lists(st.tuples(st.sampled_from([64, 128]), st.floats(0.0, 10.0), st.floats(1e-3, 10.0)), max_size=60),
+    steps=st.lists(
+        st.tuples(st.sampled_from([64, 128]), st.floats(0.0, 10.0), st.floats(1e-3, 10.0)),
+        max_size=60,
+    ),
 )
 def test_never_more_than_the_share_and_what_is_allowed_in_advance(
     share: float, steps: list[tuple[int, float, float]]
@@ -90,7 +98,8 @@ def test_never_more_than_the_share_and_what_is_allowed_in_advance(
         checked_s += check_s
         longest_s = max(longest_s, check_s)
         schedule.after_check(check_s)
-        # A check may take longer than was expected of it, and so may the first two; the ones after it wait.
+        # A check may take longer than was expected of it, and so may the first two; the ones after
+        # it wait.
         assert checked_s <= stepped_s * share / (1.0 - share) + 60.0 * share + 2 * longest_s + 1e-6
     assert due >= min(2, len(steps)) or share == 0.0
 

@@ -27,14 +27,20 @@ def main(folder: Path) -> None:
     (folder / "head.json").write_text(json.dumps({"pid": pid}))
     store = RunStore(folder / STORE_NAME)
     started, here = start_time(pid), socket.gethostname()
-    store.begin(replace(FACTS, run_id=folder.name, head_pid=pid, head_started=started, host=here, duration_s=1e6))
+    store.begin(
+        replace(
+            FACTS, run_id=folder.name, head_pid=pid, head_started=started, host=here, duration_s=1e6
+        )
+    )
     store.event(event(name="run_started"))
     store.commit()
     os.write(1, b"0\n")
     for turn in range(1, 10**9):
         rows = [make_row(slot=f"pc1/{index}", steps_ok=turn) for index in range(SLOTS)]
         store.event(event(turn, name="turn"))
-        store.slots(record(row.slot, next_sequence=turn, counters={}, row=row.to_dict()) for row in rows)
+        store.slots(
+            record(row.slot, next_sequence=turn, counters={}, row=row.to_dict()) for row in rows
+        )
         if turn % 3 == 0:
             store.update(make_snapshot(*rows, elapsed_s=turn))
         store.commit()

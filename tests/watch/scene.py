@@ -114,16 +114,26 @@ def make_snapshot(*rows: Row, **changed: object) -> Snapshot:
     return Snapshot(**given)
 
 
-def record(slot: str = "pc1/0", **changed: Any) -> SlotRecord:  # noqa: ANN401 - of any field
+def record(slot: str = "pc1/0", **changed: Any) -> SlotRecord:
     """Return what a store keeps of a slot."""
     return replace(_RECORD, **{"slot": slot, "node": slot.partition("/")[0], **changed})
 
 
-def event(number: int | None = None, *, name: str = "numbered", **details: object) -> dict[str, object]:
+def event(
+    number: int | None = None, *, name: str = "numbered", **details: object
+) -> dict[str, object]:
     """Return an event as the diary tells it."""
-    return {"at": "2023-11-14T22:13:20.123Z", "event": name, "slot": None, "number": number, **details}
+    return {
+        "at": "2023-11-14T22:13:20.123Z",
+        "event": name,
+        "slot": None,
+        "number": number,
+        **details,
+    }
 
 
 def head_process(folder: Path) -> subprocess.Popen[bytes]:
     """Start a head that works on this folder until it is killed."""
-    return subprocess.Popen([sys.executable, "-m", "tests.watch.head", str(folder)], cwd=ROOT, stdout=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.watch.head", str(folder)], cwd=ROOT, stdout=subprocess.PIPE
+    )

@@ -24,7 +24,10 @@ def _any(kind: type) -> st.SearchStrategy[Any]:
     """Return a strategy for a dataclass with anything in it that its types allow."""
     hints = get_type_hints(kind)
     values = {name: get_args(hint) or (hint,) for name, hint in hints.items()}
-    return st.builds(kind, **{name: st.one_of(*(_BY_TYPE[each] for each in kinds)) for name, kinds in values.items()})
+    return st.builds(
+        kind,
+        **{name: st.one_of(*(_BY_TYPE[each] for each in kinds)) for name, kinds in values.items()},
+    )
 
 
 _BY_TYPE[Progress] = _any(Progress)

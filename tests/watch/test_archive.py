@@ -1,4 +1,7 @@
-"""Stores read back: beside a writer, after a kill, from a read-only folder, damaged; and names that lead elsewhere."""
+"""Stores read back: beside a writer, after a kill, from a read-only folder, damaged.
+
+And names that lead elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +99,11 @@ def test_everything_comes_back_as_it_was(folder: Path, store: RunStore) -> None:
     store.slots([record(row=row.to_dict())])
     store.event({**event(name="state", cause="\udc80 \u2028"), "slot": "pc1/0"})
     store.event(event(name="other"))
-    store.close(make_snapshot(row, elapsed_s=12.5, notices=("pc2 has left",), nodes_seen=("pc1",), restart_count=3))
+    store.close(
+        make_snapshot(
+            row, elapsed_s=12.5, notices=("pc2 has left",), nodes_seen=("pc1",), restart_count=3
+        )
+    )
     store.end("degraded", 1, "too few", [{"kind": "kill", "became": "restarted"}])
 
     run = read_run(folder)
@@ -120,7 +127,9 @@ def test_everything_comes_back_as_it_was(folder: Path, store: RunStore) -> None:
 
 
 def test_losses_and_restarts_are_what_the_slots_add_up_to(folder: Path, store: RunStore) -> None:
-    store.update(make_snapshot(make_row(), restart_count=90, steps_lost_upper_bound=900))  # older than the slots
+    store.update(
+        make_snapshot(make_row(), restart_count=90, steps_lost_upper_bound=900)
+    )  # older than the slots
     store.slots([
         record(counters={"steps_lost_upper_bound": 30, "restarts": 2}),
         record("pc2/0", counters={"steps_lost_upper_bound": 5, "restarts": 1}),
@@ -144,7 +153,9 @@ def test_a_run_without_slots_has_lost_what_it_said_itself(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("nonsense", [-5, 3.5, True, None, "7", [], {}, float("nan")])
-def test_a_counter_that_is_no_count_is_none(folder: Path, store: RunStore, nonsense: object) -> None:
+def test_a_counter_that_is_no_count_is_none(
+    folder: Path, store: RunStore, nonsense: object
+) -> None:
     counters = {"steps_lost_upper_bound": nonsense, "restarts": nonsense}
     store.slots([record(counters=counters, steps_at_risk=-40), record("pc2/0", counters={})])
     store.end("good", 0, None, [])
@@ -159,24 +170,50 @@ def test_what_is_offered_to_be_resumed_is_what_resuming_accepts(
 ) -> None:
     slow = "run: {duration: 30s, slice_s: 1.5}\nnodes: {pc1: {gpu: cpu, gpus: 0, workers: 1, vram_per_worker_gib: 1}}\n"
     run = read_run(folder)
-    run = replace(run, outcome=outcome, elapsed_s=elapsed_s, facts=replace(run.facts, config_yaml=slow, mode="local"))
+    run = replace(
+        run,
+        outcome=outcome,
+        elapsed_s=elapsed_s,
+        facts=replace(run.facts, config_yaml=slow, mode="local"),
+    )
     was_refused = elapsed_s == 0 and outcome == "failed"
     assert run.is_resumable == (elapsed_s < 29.1 and outcome != "running" and not was_refused)
     if run.is_resumable:
         assert environment_of(run).config.run.slice_s == 1.5
     elif outcome != "running":
-        with pytest.raises(UsageError, match="before it began" if was_refused else "has worked all of its 30 s"):
+        with pytest.raises(
+            UsageError, match="before it began" if was_refused else "has worked all of its 30 s"
+        ):
             environment_of(run)
 
 
 def test_a_row_keeps_what_makes_sense_of_it(folder: Path, store: RunStore) -> None:
-    store.slots([record(row={"steps_ok": 5, "size": "huge", "tflops": 1, "from_the_future": 1, "state": "NEW"})])
+    store.slots(
+        [
+            record(
+                row={
+                    "steps_ok": 5,
+                    "size": "huge",
+                    "tflops": 1,
+                    "from_the_future": 1,
+                    "state": "NEW",
+                }
+            )
+        ]
+    )
     store.commit()
     row = read_run(folder).snapshot().rows[0]
-    assert (row.counts.steps_ok, row.size, row.tflops, row.state) == (5, None, 1, WorkerState.RUNNING)
+    assert (row.counts.steps_ok, row.size, row.tflops, row.state) == (
+        5,
+        None,
+        1,
+        WorkerState.RUNNING,
+    )
 
 
-def test_a_run_under_way_is_running_and_its_writer_is_not_disturbed(folder: Path, store: RunStore) -> None:
+def test_a_run_under_way_is_running_and_its_writer_is_not_disturbed(
+    folder: Path, store: RunStore
+) -> None:
     for number in range(50):
         store.event(event(number))
         store.commit()
@@ -189,9 +226,17 @@ def test_a_run_under_way_is_running_and_its_writer_is_not_disturbed(folder: Path
 
 @pytest.mark.parametrize(
     "changed",
-    [{"head_started": "1"}, {"head_pid": 2**40}, {"head_pid": -1}, {"host": "elsewhere"}, {"head_started": None}],
+    [
+        {"head_started": "1"},
+        {"head_pid": 2**40},
+        {"head_pid": -1},
+        {"host": "elsewhere"},
+        {"head_started": None},
+    ],
 )
-def test_a_head_whose_process_is_another_now_was_killed(folder: Path, changed: dict[str, Any]) -> None:
+def test_a_head_whose_process_is_another_now_was_killed(
+    folder: Path, changed: dict[str, Any]
+) -> None:
     store = RunStore(folder / STORE_NAME)
     store.begin(replace(MINE, **changed))
     store.slots([record(), record("pc1/1")])
@@ -212,7 +257,8 @@ def test_a_killed_head_is_interrupted_even_before_its_parent_takes_note(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("kept", "files"), [("all", 3), ("no shared memory", 2), ("closed in WAL mode", 1), ("ended", 1)]
+    ("kept", "files"),
+    [("all", 3), ("no shared memory", 2), ("closed in WAL mode", 1), ("ended", 1)],
 )
 def test_a_folder_that_cannot_be_written_can_be_read(tmp_path: Path, kept: str, files: int) -> None:
     folder = tmp_path / IDS[0]
@@ -261,7 +307,9 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_damaged_file_is_a_sentence_or_still_a_run(folder: Path, intact: bytes, data: st.DataObject) -> None:
+def test_a_damaged_file_is_a_sentence_or_still_a_run(
+    folder: Path, intact: bytes, data: st.DataObject
+) -> None:
     content = bytearray(intact)
     for _ in range(data.draw(st.integers(0, 8))):
         at = data.draw(st.integers(0, len(content) - 1))
@@ -304,7 +352,10 @@ ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELEC
         (f"ALTER TABLE runs RENAME TO r; CREATE VIEW runs AS {ENDLESS}", "runs is no table"),
         (f"ALTER TABLE meta RENAME TO m; CREATE VIEW META AS {ENDLESS}", "meta is no table"),
         ("DROP TABLE slots; CREATE VIRTUAL TABLE slots USING fts5(slot)", "slots is no table"),
-        ("ALTER TABLE runs ADD COLUMN more AS (instr(hex(zeroblob(8000000)), 'x'))", "computed columns"),
+        (
+            "ALTER TABLE runs ADD COLUMN more AS (instr(hex(zeroblob(8000000)), 'x'))",
+            "computed columns",
+        ),
         ("UPDATE runs SET config_yaml = zeroblob(16777217)", "too big"),
         ("UPDATE slots SET row = hex(zeroblob(9000000))", "too big"),
     ],
@@ -362,7 +413,9 @@ def test_no_more_slots_and_events_are_read_than_there_can_be(
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "folder", "socket", "huge"])
 @pytest.mark.parametrize("name", [STORE_NAME, "summary.json", "head.json"])
-def test_what_only_has_the_name_of_a_file_of_ours_is_not_read(folder: Path, name: str, kind: str) -> None:
+def test_what_only_has_the_name_of_a_file_of_ours_is_not_read(
+    folder: Path, name: str, kind: str
+) -> None:
     path = folder / name
     if kind == "pipe":
         os.mkfifo(path)  # opening it would wait until a writer comes
@@ -381,14 +434,20 @@ def test_what_only_has_the_name_of_a_file_of_ours_is_not_read(folder: Path, name
     (listed,) = list_runs(folder.parent)
     if name == "summary.json":
         assert listed.outcome == "unreadable"
-        assert ("larger than 16384 KiB" if kind == "huge" else "no regular file") in str(listed.error)
+        assert ("larger than 16384 KiB" if kind == "huge" else "no regular file") in str(
+            listed.error
+        )
     elif name == "head.json" or kind != "huge":
         assert (listed.outcome, listed.run) == ("interrupted", None)
 
 
 def test_a_heads_note_of_a_usual_length_is_read(tmp_path: Path) -> None:
     note = json.dumps({"pid": os.getppid(), "started": start_time(os.getppid())})
-    for padding, known in ((0, True), (64 * 2**10 - len(note), True), (64 * 2**10 - len(note) + 1, False)):
+    for padding, known in (
+        (0, True),
+        (64 * 2**10 - len(note), True),
+        (64 * 2**10 - len(note) + 1, False),
+    ):
         (tmp_path / "head.json").write_text(note + " " * padding)
         assert (head_of(tmp_path) is not None) == known
 

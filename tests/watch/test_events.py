@@ -87,7 +87,13 @@ def test_values_that_json_does_not_know(path: Path, log: EventLog) -> None:
     deep: list[object] = []
     for _ in range(1000):
         deep = [deep]
-    log.write("odd", numbers=[math.nan, math.inf, 1.5], huge=10**5000, deep=deep, inner={"a": {1: (2, None)}})
+    log.write(
+        "odd",
+        numbers=[math.nan, math.inf, 1.5],
+        huge=10**5000,
+        deep=deep,
+        inner={"a": {1: (2, None)}},
+    )
 
     ((read),) = lines(path)
     assert read["numbers"] == [None, None, 1.5]
@@ -110,7 +116,9 @@ def test_details_may_be_called_anything(path: Path, log: EventLog) -> None:
         st.one_of(st.text(st.characters()), st.floats(), st.integers(), st.none(), st.binary()),
     )
 )
-def test_any_details_make_one_line_of_json(tmp_path_factory: pytest.TempPathFactory, fields: dict[str, object]) -> None:
+def test_any_details_make_one_line_of_json(
+    tmp_path_factory: pytest.TempPathFactory, fields: dict[str, object]
+) -> None:
     path = tmp_path_factory.mktemp("log") / "events.jsonl"
     log = EventLog(path)
     log.write("any", **fields)

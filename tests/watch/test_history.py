@@ -1,4 +1,7 @@
-"""The course of a run is read back from its store: values, states, one moment; a run is followed while it goes."""
+"""The course of a run is read back from its store: values, states, one moment.
+
+A run is followed while it goes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,16 @@ from orchestrator.record.follow import LATE_AFTER_S, Follower, Freshness
 from orchestrator.record.records import STORE_NAME
 from orchestrator.record.store import RunStore
 from tests.scene import wait_for
-from tests.watch.scene import FACTS, STARTED_UNIX_S, Clock, event, head_process, make_row, make_snapshot, record
+from tests.watch.scene import (
+    FACTS,
+    STARTED_UNIX_S,
+    Clock,
+    event,
+    head_process,
+    make_row,
+    make_snapshot,
+    record,
+)
 from workers.messages import Progress, WorkerState
 
 SLOTS = ("pc1/0", "pc1/1")
@@ -56,8 +68,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if second == 20:
             for slot in SLOTS:
                 told = {"from_state": "RUNNING", "to_state": "BACKOFF", "cause": "memory ran out"}
-                store.event({**event(name="state"), "at": "2023-11-14T22:13:40.000Z", "slot": slot, **told})
-        store.slots(record(row.slot, state=row.state.value, reason=row.reason, row=row.to_dict()) for row in rows)  # type: ignore[attr-defined]
+                store.event(
+                    {**event(name="state"), "at": "2023-11-14T22:13:40.000Z", "slot": slot, **told}
+                )
+        store.slots(
+            record(row.slot, state=row.state.value, reason=row.reason, row=row.to_dict())
+            for row in rows
+        )  # type: ignore[attr-defined]
         store.update(make_snapshot(*rows, elapsed_s=float(second)))  # type: ignore[arg-type]
     store.close(make_snapshot(*rows_at(SECONDS), elapsed_s=float(SECONDS)))  # type: ignore[arg-type]
     store.end("good", 0, None, ())
@@ -87,12 +104,18 @@ def test_one_pass_over_all_slots_finds_what_a_look_at_each_finds(folder: Path, c
     heat = found[SLOTS[0]]["temperature_c"]
     assert whole["temperature_c"] == heat, "the hottest of two that are alike"
     assert whole["allocated_bytes"].at_unix_s == heat.at_unix_s
-    one = history.buckets(folder, SLOTS[0], ("allocated_bytes",), *between, count)["allocated_bytes"]
-    assert whole["allocated_bytes"].mean == tuple(None if value is None else 2 * value for value in one.mean)
+    one = history.buckets(folder, SLOTS[0], ("allocated_bytes",), *between, count)[
+        "allocated_bytes"
+    ]
+    assert whole["allocated_bytes"].mean == tuple(
+        None if value is None else 2 * value for value in one.mean
+    )
 
 
 def test_the_states_of_all_slots_are_those_of_each(folder: Path) -> None:
-    assert history.all_state_spans(folder) == {slot: history.state_spans(folder, slot) for slot in SLOTS}
+    assert history.all_state_spans(folder) == {
+        slot: history.state_spans(folder, slot) for slot in SLOTS
+    }
 
 
 @pytest.mark.parametrize("key", ["reason", "state", "no such key", "slot"])
@@ -120,7 +143,9 @@ def test_a_store_of_an_earlier_version_gives_what_it_has_and_takes_the_rest_once
     store.update(make_snapshot(*rows_at(60), elapsed_s=60.0))  # type: ignore[arg-type]
     assert store.problem is None
     store.end("good", 0, None, ())
-    assert history.buckets(old, "pc1/0", ("loss",), at(59), at(61), 1)["loss"].mean[0] == pytest.approx(5.0 / 61)
+    assert history.buckets(old, "pc1/0", ("loss",), at(59), at(61), 1)["loss"].mean[
+        0
+    ] == pytest.approx(5.0 / 61)
 
 
 def test_a_moment_equals_the_picture_of_that_moment_in_all_that_is_sampled(folder: Path) -> None:
@@ -133,13 +158,20 @@ def test_a_moment_equals_the_picture_of_that_moment_in_all_that_is_sampled(folde
         assert shown.elapsed_s == pytest.approx(second)
     assert history.moment(folder, at(25)).rows[0].reason == "memory ran out"
     assert history.moment(folder, at(5)).rows[0].reason == "", "its cause is not known"
-    assert history.moment(folder, at(-100)).rows[0].temperature_c == 50.0, "before the first sample, that"
+    assert history.moment(folder, at(-100)).rows[0].temperature_c == 50.0, (
+        "before the first sample, that"
+    )
     assert history.sampled_between(folder) == (at(0), at(SECONDS))
 
 
 def test_states_are_spans_and_events_are_numbered(folder: Path) -> None:
     (span,) = history.state_spans(folder, "pc1/1")
-    assert (span.state, span.from_unix_s, span.to_unix_s, span.cause) == ("BACKOFF", at(20), None, "memory ran out")
+    assert (span.state, span.from_unix_s, span.to_unix_s, span.cause) == (
+        "BACKOFF",
+        at(20),
+        None,
+        "memory ran out",
+    )
     told = history.events(folder)
     assert [each.number for each in told] == [1, 2]
     assert history.events(folder, after=1) == told[1:]

@@ -31,12 +31,19 @@ class Lost(io.StringIO):
 
 def terminal(stream: io.StringIO, width: int = 100, height: int = 20) -> Console:
     return Console(
-        file=stream, force_terminal=True, width=width, height=height, color_system=None, _environ={"TERM": "xterm"}
+        file=stream,
+        force_terminal=True,
+        width=width,
+        height=height,
+        color_system=None,
+        _environ={"TERM": "xterm"},
     )
 
 
 @pytest.mark.parametrize(("cost_s", "drawn"), [(0.0, 40), (0.02, 10), (0.5, 5)])
-def test_at_most_four_redraws_a_second_and_fewer_where_they_take_more_than_2_percent(cost_s: float, drawn: int) -> None:
+def test_at_most_four_redraws_a_second_and_fewer_where_they_take_more_than_2_percent(
+    cost_s: float, drawn: int
+) -> None:
     stream, now, cpu = io.StringIO(), Clock(), Clock()
 
     def cpu_s() -> float:
@@ -56,11 +63,15 @@ def test_at_most_four_redraws_a_second_and_fewer_where_they_take_more_than_2_per
 def test_the_last_frame_stays_whole_with_the_totals_and_the_cursor_is_back() -> None:
     stream, now = io.StringIO(), Clock()
     table = LiveTable(terminal(stream), now)
-    snapshot = make_snapshot(*(make_row(slot=f"pc1/{index}") for index in range(70)), restart_count=2)
+    snapshot = make_snapshot(
+        *(make_row(slot=f"pc1/{index}") for index in range(70)), restart_count=2
+    )
     stdout = sys.stdout
     table.update(snapshot)
     assert "more RUNNING" in stream.getvalue()
-    assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")  # never hidden for long
+    assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex(
+        "\x1b[?25l"
+    )  # never hidden for long
     stream.truncate(0)
     table.close(snapshot)
 
@@ -97,7 +108,9 @@ def test_closed_before_the_first_update_it_still_shows_the_end() -> None:
 
 
 @pytest.mark.parametrize("failure", [OSError(5, "terminal gone"), BrokenPipeError()])
-def test_a_lost_terminal_does_not_end_the_run(failure: OSError | ValueError, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_terminal_does_not_end_the_run(
+    failure: OSError | ValueError, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stream = Lost(failure)
     console = terminal(stream)
 
@@ -114,16 +127,22 @@ def test_a_lost_terminal_does_not_end_the_run(failure: OSError | ValueError, mon
     assert sys.stdout is stdout
 
 
-def test_plain_lines_say_changes_once_and_progress_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_lines_say_changes_once_and_progress_every_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TZ", "UTC")
     stream = io.StringIO()
     plain = PlainLines(stream)
     first = make_snapshot(make_row(), elapsed_s=0.0)
-    fallen = make_row(state=WorkerState.BACKOFF, size=5734, reason="out of memory\x1b[31m\nat 8192", oom_count=3)
+    fallen = make_row(
+        state=WorkerState.BACKOFF, size=5734, reason="out of memory\x1b[31m\nat 8192", oom_count=3
+    )
     for elapsed_s in (0.0, 1.0, 2.0):
         plain.update(replace(first, elapsed_s=elapsed_s))
     for elapsed_s in (5.0, 9.9, 10.2, 15.0, 30.0, 31.0):
-        plain.update(replace(first, rows=(fallen,), elapsed_s=elapsed_s, notices=("pc2 has not joined",)))
+        plain.update(
+            replace(first, rows=(fallen,), elapsed_s=elapsed_s, notices=("pc2 has not joined",))
+        )
 
     lines = [re.sub(r"^\d\d:\d\d:\d\d ", "AT ", line) for line in stream.getvalue().splitlines()]
     assert lines == [
@@ -135,7 +154,9 @@ def test_plain_lines_say_changes_once_and_progress_every_ten_seconds(monkeypatch
     ]
 
 
-def test_plain_lines_report_progress_while_workers_start_and_from_the_planned_beginning_again() -> None:
+def test_plain_lines_report_progress_while_workers_start_and_from_the_planned_beginning_again() -> (
+    None
+):
     stream = io.StringIO()
     plain = PlainLines(stream)
     for starting_s in (0.0, 9.9, 10.1, 20.1, 24.0):
@@ -153,7 +174,9 @@ def test_plain_lines_report_progress_while_workers_start_and_from_the_planned_be
 def test_plain_lines_end_with_the_totals() -> None:
     stream = io.StringIO()
     rows = (make_row(), make_row(slot="pc2/0", node="pc2", tflops=None, steps_ok=0))
-    PlainLines(stream).close(make_snapshot(*rows, restart_count=1, steps_lost_upper_bound=7, elapsed_s=1.0))
+    PlainLines(stream).close(
+        make_snapshot(*rows, restart_count=1, steps_lost_upper_bound=7, elapsed_s=1.0)
+    )
 
     assert stream.getvalue().splitlines()[-3:] == [
         "pc1    1 worker  9.610 TFLOP/s  100 % of 400 steps good  0 OOM  0 restarts",

@@ -44,7 +44,12 @@ def test_a_long_line_without_an_end_is_cleaned_at_once() -> None:
 def test_a_slot_keeps_its_newest_1_mib_and_tells_what_was_dropped(tmp_path: Path) -> None:
     files = OutputFiles(tmp_path)
     for number in range(200):
-        files.take(told(f"slice {number}\n" + ("x" * 99 + "\n") * 160, dropped_bytes=5 if number == 199 else 0))
+        files.take(
+            told(
+                f"slice {number}\n" + ("x" * 99 + "\n") * 160,
+                dropped_bytes=5 if number == 199 else 0,
+            )
+        )
     kept = list((tmp_path / "output" / "pc1").iterdir())
     assert {path.name for path in kept} == {"3.log", "3.log.1"}
     assert 2**19 < sum(path.stat().st_size for path in kept) <= 2**20

@@ -19,9 +19,23 @@ from workers.messages import Progress, WorkerState
 
 ROWS = (
     make_row(slot="pc1/10", temperature_c=71.0, oom_count=3, steps_ok=90, steps_oom=10),
-    make_row(slot="pc1/2", temperature_c=None, cap_bytes=4 * GIB, reason="memory ran out: 3.1 GiB asked"),
-    make_row(slot="pc2/0", node="pc2", state=HeadState.LOST, reason="its node has left", temperature_c=80.0),
-    make_row(slot="pc2/1", node="pc2", state=WorkerState.EMERGENCY, gpu_name="NVIDIA RTX 3070", temperature_c=80.0),
+    make_row(
+        slot="pc1/2", temperature_c=None, cap_bytes=4 * GIB, reason="memory ran out: 3.1 GiB asked"
+    ),
+    make_row(
+        slot="pc2/0",
+        node="pc2",
+        state=HeadState.LOST,
+        reason="its node has left",
+        temperature_c=80.0,
+    ),
+    make_row(
+        slot="pc2/1",
+        node="pc2",
+        state=WorkerState.EMERGENCY,
+        gpu_name="NVIDIA RTX 3070",
+        temperature_c=80.0,
+    ),
 )
 
 
@@ -31,7 +45,9 @@ def chosen(text: str) -> list[str]:
 
 def test_every_key_of_a_row_and_every_column_of_the_table_is_in_the_catalogue_once() -> None:
     assert tuple(FIELDS) == ROW_KEYS
-    columns = {column.name for column in columns_for((make_row(progress=Progress(train_step=1)),), UNICODE)}
+    columns = {
+        column.name for column in columns_for((make_row(progress=Progress(train_step=1)),), UNICODE)
+    }
     shown = [field.column for field in FIELDS.values() if field.column is not None]
     assert sorted(shown) == sorted({*columns, "reason"})
     metrics = [field.metric.name for field in FIELDS.values() if field.metric is not None]
@@ -105,7 +121,9 @@ def test_no_pattern_that_is_taken_can_stop_a_viewer(pattern: str) -> None:
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_unknown_values_are_last_either_way_and_equal_ones_in_order_of_their_slots(reverse: bool) -> None:
+def test_unknown_values_are_last_either_way_and_equal_ones_in_order_of_their_slots(
+    reverse: bool,
+) -> None:
     mixed = (ROWS[2], ROWS[0], ROWS[3], ROWS[1])
     slots = [row.slot for row in select(mixed, parse(""), order_of("temp", reverse=reverse))]
     known = ["pc2/0", "pc2/1", "pc1/10"] if not reverse else ["pc1/10", "pc2/0", "pc2/1"]

@@ -16,7 +16,9 @@ SCRIPT = str(ROOT / "scripts" / "render_table.py")
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     snapshot = make_snapshot(make_row(reason="<b>&[red]"), elapsed_s=30.0)
-    write_summary(tmp_path / "summary.json", summary_dict(snapshot, "good", 0, "2026-01-01T00:00:00Z"))
+    write_summary(
+        tmp_path / "summary.json", summary_dict(snapshot, "good", 0, "2026-01-01T00:00:00Z")
+    )
     return tmp_path
 
 
@@ -47,7 +49,9 @@ def test_text_of_a_width(folder: Path) -> None:
         (["summary.json", "table.svg", "--width", "3"], "at least 40"),
     ],
 )
-def test_what_cannot_be_drawn_is_said_in_a_line(folder: Path, arguments: list[str], said: str) -> None:
+def test_what_cannot_be_drawn_is_said_in_a_line(
+    folder: Path, arguments: list[str], said: str
+) -> None:
     (folder / "list.json").write_text("[]")
 
     done = python(SCRIPT, *arguments, cwd=folder)

@@ -78,12 +78,17 @@ def read(path: Path, query: str) -> list[tuple[Any, ...]]:
 
 
 def numbers(path: Path, name: str = "numbered") -> list[int]:
-    query = f"SELECT json_extract(details, '$.number') FROM events WHERE event = '{name}' ORDER BY id"  # noqa: S608 - ours
+    query = (
+        f"SELECT json_extract(details, '$.number') FROM events WHERE event = '{name}' ORDER BY id"  # noqa: S608 - ours
+    )
     return [number for (number,) in read(path, query)]
 
 
 def test_a_sample_per_slot_and_second(path: Path, store: RunStore) -> None:
-    rows = (make_row(), make_row(slot="pc1/1", state=WorkerState.BACKOFF, tflops=None, power_w=math.nan))
+    rows = (
+        make_row(),
+        make_row(slot="pc1/1", state=WorkerState.BACKOFF, tflops=None, power_w=math.nan),
+    )
     for tenth in range(21):
         store.update(make_snapshot(*rows, elapsed_s=tenth / 10))
     # Committed as it goes: another process sees them while the store is open.
@@ -94,14 +99,18 @@ def test_a_sample_per_slot_and_second(path: Path, store: RunStore) -> None:
     assert (store.problem, store.incomplete) == (None, False)
     assert read(path, "SELECT count(*) FROM samples") == [(8,)]
     assert read(path, "SELECT key, value FROM meta") == [("schema_version", "2")]
-    assert read(path, "SELECT slot, state, tflops, power_w FROM samples ORDER BY at_unix_s DESC, slot")[:2] == [
+    assert read(
+        path, "SELECT slot, state, tflops, power_w FROM samples ORDER BY at_unix_s DESC, slot"
+    )[:2] == [
         ("pc1/0", "RUNNING", 9.61, 281.4),
         ("pc1/1", "BACKOFF", None, None),
     ]
     assert read(path, "SELECT max(at_unix_s) FROM samples") == [(1_700_000_002.05,)]
 
 
-def test_samples_go_on_after_the_clock_of_the_machine_was_set_back(path: Path, store: RunStore) -> None:
+def test_samples_go_on_after_the_clock_of_the_machine_was_set_back(
+    path: Path, store: RunStore
+) -> None:
     for now_unix_s in (5000.0, 1000.0, 1000.5, 1001.0):
         store.update(make_snapshot(make_row(), now_unix_s=now_unix_s))
     assert read(path, "SELECT at_unix_s FROM samples") == [(1000.0,), (1001.0,), (5000.0,)]
@@ -115,13 +124,18 @@ def test_the_last_sample_may_fall_on_the_one_before(path: Path, store: RunStore)
     assert read(path, "SELECT steps_ok FROM samples") == [(500,)]
 
 
-def test_a_transaction_holds_all_that_waited_and_nothing_is_written_without_need(path: Path, store: RunStore) -> None:
+def test_a_transaction_holds_all_that_waited_and_nothing_is_written_without_need(
+    path: Path, store: RunStore
+) -> None:
     store.slots([record(), record("pc1/1")])
     store.slots([record(next_sequence=4)])
     store.event(event(1))
     assert not path.exists()
     store.commit()
-    assert read(path, "SELECT slot, next_sequence FROM slots ORDER BY rowid") == [("pc1/0", 4), ("pc1/1", 3)]
+    assert read(path, "SELECT slot, next_sequence FROM slots ORDER BY rowid") == [
+        ("pc1/0", 4),
+        ("pc1/1", 3),
+    ]
     assert numbers(path) == [1]
     assert read(path, "SELECT run_id, heads, outcome FROM runs") == [(FACTS.run_id, 1, None)]
 
@@ -149,17 +163,25 @@ def test_progress_counts_before_the_record_of_its_slot(path: Path, store: RunSto
     first, second = read_run(path.parent).slots
     assert (first.next_sequence, first.steps_at_risk) == (9, 5)
     assert (first.counters["steps_ok"], first.counters["restarts"]) == (600, 2)
-    assert (first.row["steps_ok"], first.row["restarts"], first.row["success_rate"]) == (600, 2, 1.0)
+    assert (first.row["steps_ok"], first.row["restarts"], first.row["success_rate"]) == (
+        600,
+        2,
+        1.0,
+    )
     assert first.row["heartbeat_age_s"] == 0.5
     assert first.row["size"] == make_row().size, "of the last sample"
     store.progress([moved_on(600, heard_at_unix_s=1_700_000_003.0)])
     store.commit()
-    assert read_run(path.parent).slots[0].row["heartbeat_age_s"] == 0.0, "heard after the last snapshot"
+    assert read_run(path.parent).slots[0].row["heartbeat_age_s"] == 0.0, (
+        "heard after the last snapshot"
+    )
     assert (second.next_sequence, second.counters) == (3, record().counters)
 
 
 @pytest.mark.parametrize(("counted", "told"), [(2**70, 2**63 - 1), (math.nan, 0), (math.inf, 0)])
-def test_progress_with_an_impossible_counter_is_written(path: Path, store: RunStore, counted: float, told: int) -> None:
+def test_progress_with_an_impossible_counter_is_written(
+    path: Path, store: RunStore, counted: float, told: int
+) -> None:
     store.slots([record()])
     store.progress([moved_on(counted)])
     store.commit()
@@ -184,7 +206,9 @@ def test_another_head_goes_on_where_the_first_one_stopped(path: Path) -> None:
     second.update(make_snapshot(make_row(), elapsed_s=0.0))  # before it begins to count
 
     query = "SELECT started_at_unix_s, elapsed_s, heads, head_pid, outcome, exit_code, error, faults FROM runs"
-    assert read(path, query) == [(1_700_000_000.0, 20.0, 2, 7, None, None, None, '[{"kind":"kill"}]')]
+    assert read(path, query) == [
+        (1_700_000_000.0, 20.0, 2, 7, None, None, None, '[{"kind":"kill"}]')
+    ]
     second.end("good", 0, None, [])
     assert read(path, "SELECT heads, outcome, exit_code FROM runs") == [(2, "good", 0)]
 
@@ -241,7 +265,9 @@ def test_a_run_that_never_began_is_no_problem(path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_writer_that_is_killed_at_any_moment_leaves_what_it_committed(path: Path, seed: int) -> None:
+def test_a_writer_that_is_killed_at_any_moment_leaves_what_it_committed(
+    path: Path, seed: int
+) -> None:
     """In several lives, each killed at a random moment after it began to write."""
     chance = random.Random(seed)  # noqa: S311 - moments, not secrets
     turns_before = 0
@@ -256,14 +282,21 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_what_it_committed(path: Pa
         run = read_run(path.parent)
         assert (run.outcome, run.heads) == ("interrupted", life)
         assert read(path, "PRAGMA integrity_check") == [("ok",)]
-        # A turn may have been committed and not said any more, never the other way round; and none is there in part.
+        # A turn may have been committed and not said any more, never the other way round; and none
+        # is there in part.
         turns = numbers(path, "turn")[turns_before:]
         assert turns == list(range(1, len(turns) + 1))
         assert told <= len(turns) <= told + 1
         turns_before += len(turns)
         if told > 0:
-            assert {(slot.next_sequence, slot.row["steps_ok"]) for slot in run.slots} == {(len(turns), len(turns))}
-            assert run.snapshot().steps_lost_upper_bound == sum(slot.steps_at_risk for slot in run.slots) > 0
+            assert {(slot.next_sequence, slot.row["steps_ok"]) for slot in run.slots} == {
+                (len(turns), len(turns))
+            }
+            assert (
+                run.snapshot().steps_lost_upper_bound
+                == sum(slot.steps_at_risk for slot in run.slots)
+                > 0
+            )
 
 
 def test_a_disk_that_is_full_and_empties_again(tmp_path: Path) -> None:
@@ -273,7 +306,9 @@ def test_a_disk_that_is_full_and_empties_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("opened_before", [True, False])
-def test_a_locked_file_costs_one_short_wait_a_second_and_no_event(path: Path, opened_before: bool) -> None:
+def test_a_locked_file_costs_one_short_wait_a_second_and_no_event(
+    path: Path, opened_before: bool
+) -> None:
     store = RunStore(path, clock := Clock())
     if opened_before:
         store.event(event(0))
@@ -338,7 +373,9 @@ def test_a_file_that_is_taken_away_is_made_again_with_all_that_is_known(
     store.progress([moved_on(500, slot="pc1/1")])
     store.event(event(1))
     store.commit()
-    suffixes = {"file": [""], "log": ["-wal"], "both": ["", "-wal"], "all": ["", "-wal", "-shm"]}[taken]
+    suffixes = {"file": [""], "log": ["-wal"], "both": ["", "-wal"], "all": ["", "-wal", "-shm"]}[
+        taken
+    ]
     for suffix in suffixes:
         path.with_name(STORE_NAME + suffix).unlink()
     store.slots([record(next_sequence=8)])
@@ -392,7 +429,9 @@ def test_what_cannot_be_written_at_the_end_is_a_gap(tmp_path: Path, place: str) 
         {"row": {1: {2, 3}}}, {"row": {"text": "\ud800"}},
     ],
 )  # fmt: skip
-def test_a_hostile_value_does_not_keep_the_others_out(path: Path, store: RunStore, hostile: dict[str, Any]) -> None:
+def test_a_hostile_value_does_not_keep_the_others_out(
+    path: Path, store: RunStore, hostile: dict[str, Any]
+) -> None:
     store.slots([record("pc1/7"), record(**{"node": "pc1", **hostile})])
     store.event(event(1))
     store.commit()
@@ -406,15 +445,25 @@ def test_a_hostile_value_does_not_keep_the_others_out(path: Path, store: RunStor
         assert run.slots[1].counters == {"work_flop": math.inf}
 
 
-@pytest.mark.parametrize("changed", [{"size": 2**63}, {"slot": "\udc80"}, {"steps_ok": 2**70}, {"tflops": math.inf}])
-def test_a_hostile_sample_does_not_keep_the_others_out(path: Path, store: RunStore, changed: dict[str, Any]) -> None:
-    store.update(make_snapshot(make_row(**changed), make_row(slot="pc1/9"), elapsed_s=math.nan, notices=("\udc80",)))
+@pytest.mark.parametrize(
+    "changed", [{"size": 2**63}, {"slot": "\udc80"}, {"steps_ok": 2**70}, {"tflops": math.inf}]
+)
+def test_a_hostile_sample_does_not_keep_the_others_out(
+    path: Path, store: RunStore, changed: dict[str, Any]
+) -> None:
+    store.update(
+        make_snapshot(
+            make_row(**changed), make_row(slot="pc1/9"), elapsed_s=math.nan, notices=("\udc80",)
+        )
+    )
     assert store.problem is None
     assert read(path, "SELECT count(*) FROM samples") == [(2,)]
     assert read_run(path.parent).notices == ("\udc80",)
 
 
-def test_the_diary_tells_the_store_whatever_it_is_told(path: Path, store: RunStore, tmp_path: Path) -> None:
+def test_the_diary_tells_the_store_whatever_it_is_told(
+    path: Path, store: RunStore, tmp_path: Path
+) -> None:
     log = EventLog(tmp_path / "nowhere" / "events.jsonl", lambda: 1_700_000_000.5, also=store.event)
     log.write("boom\udc80", slot="pc1/0", number=math.nan, at="mine", huge=10**5000, path=Path("x"))
     log.write("quiet")
@@ -433,7 +482,9 @@ def test_the_diary_tells_the_store_whatever_it_is_told(path: Path, store: RunSto
 
 def test_a_gap_is_still_told_when_writing_goes_on(tmp_path: Path) -> None:
     store = RunStore(tmp_path / STORE_NAME, clock := Clock())
-    outlets = Outlets(watchers=(), events=EventLog(tmp_path / "events.jsonl", also=store.event), store=store)
+    outlets = Outlets(
+        watchers=(), events=EventLog(tmp_path / "events.jsonl", also=store.event), store=store
+    )
     outlets.show(make_snapshot(make_row(), now_unix_s=1000.0))
     assert outlets.problems == ()
 

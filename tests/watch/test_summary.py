@@ -41,7 +41,9 @@ def test_the_keys_of_a_row_are_those_of_the_design() -> None:
 def test_every_state_has_its_place() -> None:
     assert sorted(STATES_WORST_FIRST) == sorted([*WorkerState, *HeadState])
     assert not set(WorkerState) & set(HeadState), "a word says whose state it is"
-    assert [type(slot_state(state.value)) for state in STATES_WORST_FIRST] == [type(s) for s in STATES_WORST_FIRST]
+    assert [type(slot_state(state.value)) for state in STATES_WORST_FIRST] == [
+        type(s) for s in STATES_WORST_FIRST
+    ]
 
 
 def test_worst_first_by_state_then_trouble_then_natural_slot() -> None:
@@ -55,8 +57,19 @@ def test_worst_first_by_state_then_trouble_then_natural_slot() -> None:
 
     ordered = [row.slot for row in worst_first(rows)]
 
-    others = [f"x/{state}" for state in STATES_WORST_FIRST if state not in {"RUNNING", "DONE", "STOPPED"}]
-    assert ordered == [*others, "pc1/4", "pc1/3", "pc1/2", "pc1/10", "x/RUNNING", "x/DONE", "x/STOPPED"]
+    others = [
+        f"x/{state}" for state in STATES_WORST_FIRST if state not in {"RUNNING", "DONE", "STOPPED"}
+    ]
+    assert ordered == [
+        *others,
+        "pc1/4",
+        "pc1/3",
+        "pc1/2",
+        "pc1/10",
+        "x/RUNNING",
+        "x/DONE",
+        "x/STOPPED",
+    ]
 
 
 @pytest.mark.parametrize("name", ["", "7", "pc/٣", "a" * 50 + "9" * 5000, "1/2/3"])
@@ -65,14 +78,18 @@ def test_natural_order_takes_any_name(name: str) -> None:
 
 
 def test_sums_before_anything_is_known() -> None:
-    snapshot = make_snapshot(make_row(tflops=None, steps_ok=0), make_row(tflops=math.nan, steps_ok=0))
+    snapshot = make_snapshot(
+        make_row(tflops=None, steps_ok=0), make_row(tflops=math.nan, steps_ok=0)
+    )
 
     assert snapshot.tflops_total is None
     assert snapshot.counts.success_rate is None
 
 
 def test_oom_steps_count_against_the_success_rate() -> None:
-    snapshot = make_snapshot(make_row(steps_ok=90, steps_oom=6), make_row(steps_ok=0, steps_error=4, tflops=None))
+    snapshot = make_snapshot(
+        make_row(steps_ok=90, steps_oom=6), make_row(steps_ok=0, steps_error=4, tflops=None)
+    )
 
     assert snapshot.counts.success_rate == 0.9
     assert snapshot.tflops_total == 9.61
@@ -92,7 +109,11 @@ def test_a_row_from_a_newer_version_is_read_without_its_news() -> None:
 
 @pytest.mark.parametrize(
     ("changed", "said"),
-    [({"size": "big"}, "size cannot be 'big'"), ({"steps_ok": True}, "steps_ok"), ({"state": "HAPPY"}, "HAPPY")],
+    [
+        ({"size": "big"}, "size cannot be 'big'"),
+        ({"steps_ok": True}, "steps_ok"),
+        ({"state": "HAPPY"}, "HAPPY"),
+    ],
 )
 def test_a_row_with_a_wrong_value_is_refused(changed: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
@@ -133,7 +154,11 @@ def test_a_failure_before_the_run_has_the_same_keys() -> None:
     failure = failure_dict("no cluster", 3)
 
     assert " ".join(failure) == f"{KEYS} error"
-    assert (failure["outcome"], failure["exit_code"], failure["error"]) == ("failed", 3, "no cluster")
+    assert (failure["outcome"], failure["exit_code"], failure["error"]) == (
+        "failed",
+        3,
+        "no cluster",
+    )
     assert failure["workers"] == []
     assert failure["success_rate"] is None
     assert failure["run_id"] is None
@@ -161,12 +186,16 @@ def test_a_file_that_cannot_be_written_is_an_os_error(tmp_path: Path) -> None:
 
 
 def test_a_snapshot_comes_back_from_its_summary() -> None:
-    snapshot = make_snapshot(make_row(), elapsed_s=30.0, notices=("x",), restart_count=2, started_at=1767225600.0)
+    snapshot = make_snapshot(
+        make_row(), elapsed_s=30.0, notices=("x",), restart_count=2, started_at=1767225600.0
+    )
 
     assert snapshot_from_summary(summary_dict(snapshot, "good", 0, AT)) == snapshot
 
 
-@pytest.mark.parametrize("wrong", [[], {}, {"schema": 2}, {"schema": 1}, {**failure_dict("x", 3), "workers": 7}])
+@pytest.mark.parametrize(
+    "wrong", [[], {}, {"schema": 2}, {"schema": 1}, {**failure_dict("x", 3), "workers": 7}]
+)
 def test_what_is_no_summary_is_refused(wrong: object) -> None:
     with pytest.raises(ValueError, match="summary"):
         snapshot_from_summary(wrong)

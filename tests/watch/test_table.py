@@ -13,7 +13,16 @@ from rich.console import Console
 
 from orchestrator.core.slot import HeadState
 from orchestrator.record.model import Row, Snapshot
-from orchestrator.view.cells import ASCII, UNICODE, Glyphs, clock, glyphs_for, number, share_pct, whole
+from orchestrator.view.cells import (
+    ASCII,
+    UNICODE,
+    Glyphs,
+    clock,
+    glyphs_for,
+    number,
+    share_pct,
+    whole,
+)
 from orchestrator.view.columns import columns_for, kept_longest_first
 from orchestrator.view.table import health_table
 from tests.watch.scene import make_row, make_snapshot
@@ -31,7 +40,11 @@ NASTY = (
     {"tflops": math.nan, "power_w": math.inf, "heartbeat_age_s": 1e9, "temperature_c": -273.15},
     {"allocated_bytes": 10**400, "reserved_bytes": 0, "cap_bytes": 0, "device_used_bytes": 10**400},
     {"slot": "the-workstation-in-the-cellar-of-the-house/12", "state": HeadState.LOST},
-    {"progress": Progress(train_step=10**400, loss=math.nan, first_loss=10**400, eta_s=math.inf, micro_batch=-1)},
+    {
+        "progress": Progress(
+            train_step=10**400, loss=math.nan, first_loss=10**400, eta_s=math.inf, micro_batch=-1
+        )
+    },
     {"dtype": "\udc80", "gpu_name": "", "reason": "", "state": WorkerState.WARMING},
 )
 
@@ -56,10 +69,14 @@ PROGRESS = Progress(
 TRAINING = make_row(progress=PROGRESS)
 
 
-def table_of(snapshot: Snapshot, width: int, height: int | None = None, glyphs: Glyphs = UNICODE) -> list[str]:
+def table_of(
+    snapshot: Snapshot, width: int, height: int | None = None, glyphs: Glyphs = UNICODE
+) -> list[str]:
     """Print the table to a real console of a width and return its lines, without colour."""
     stream = io.StringIO()
-    Console(file=stream, width=width, color_system=None).print(health_table(snapshot, width, height, glyphs))
+    Console(file=stream, width=width, color_system=None).print(
+        health_table(snapshot, width, height, glyphs)
+    )
     return stream.getvalue().splitlines()
 
 
@@ -68,7 +85,9 @@ def table_of(snapshot: Snapshot, width: int, height: int | None = None, glyphs: 
 def test_nasty_rows_keep_to_their_lines(width: int, glyphs: Glyphs) -> None:
     rows = [make_row(**{"slot": f"pc1/{index}", **nasty}) for index, nasty in enumerate(NASTY)]
     snapshot = make_snapshot(
-        *rows, Row(slot="pc1/77", node="pc1", state=HeadState.STARTING, reason=""), notices=("disk\nfull" * 50,)
+        *rows,
+        Row(slot="pc1/77", node="pc1", state=HeadState.STARTING, reason=""),
+        notices=("disk\nfull" * 50,),
     )
 
     lines = table_of(snapshot, width, glyphs=glyphs)
@@ -76,7 +95,10 @@ def test_nasty_rows_keep_to_their_lines(width: int, glyphs: Glyphs) -> None:
     assert all(cell_len(line) <= width for line in lines)
     assert all(line.replace(" ", "a").isprintable() for line in lines)
     rule = next(number for number, line in enumerate(lines) if set(line.strip()) == {glyphs.rule})
-    assert sum(state.value in line for line in lines[rule:] for state in (*WorkerState, *HeadState)) == len(NASTY) + 1
+    assert (
+        sum(state.value in line for line in lines[rule:] for state in (*WorkerState, *HeadState))
+        == len(NASTY) + 1
+    )
     if glyphs is ASCII:
         assert "\n".join(lines).isascii()
 
@@ -97,7 +119,9 @@ def test_slot_state_size_and_throughput_are_always_there(width: int) -> None:
 @settings(deadline=None)
 @given(st.lists(ANY_ROW, max_size=5), st.integers(1, 220), st.one_of(st.none(), st.integers(1, 60)))
 def test_any_rows_fit_any_width(rows: list[Row], width: int, height: int | None) -> None:
-    table = health_table(make_snapshot(*rows, elapsed_s=0.0, duration_s=0.0, nodes_seen=()), width, height)
+    table = health_table(
+        make_snapshot(*rows, elapsed_s=0.0, duration_s=0.0, nodes_seen=()), width, height
+    )
 
     assert all(cell_len(line.plain) <= width for line in table.renderables)
 
@@ -123,7 +147,13 @@ def test_nothing_that_is_asked_for_is_missing_when_there_is_room() -> None:
 
 
 def test_columns_without_one_value_go_before_any_other() -> None:
-    sensors = {"temperature_c": None, "margin_c": None, "power_w": None, "power_limit_w": None, "throttle_pct": None}
+    sensors = {
+        "temperature_c": None,
+        "margin_c": None,
+        "power_w": None,
+        "power_limit_w": None,
+        "throttle_pct": None,
+    }
     snapshot = make_snapshot(make_row(**sensors))
 
     assert "temp" not in "\n".join(table_of(snapshot, 120))
@@ -137,7 +167,9 @@ def test_what_a_card_does_not_tell_is_said_and_not_left_to_be_guessed() -> None:
         return "\n".join(table_of(make_snapshot(make_row(**values)), 120))
 
     assert "VRAM temperature: not reported by GeForce" in drawn(gpu_name="NVIDIA GeForce RTX 3090")
-    assert "not reported" not in drawn(gpu_name="NVIDIA GeForce RTX 3090", memory_temperature_c=84.0)
+    assert "not reported" not in drawn(
+        gpu_name="NVIDIA GeForce RTX 3090", memory_temperature_c=84.0
+    )
     assert "not reported" not in drawn(gpu_name="NVIDIA H100 80GB HBM3")
     assert "not reported" not in drawn(gpu_name="NVIDIA GeForce RTX 3090", temperature_c=None)
 
@@ -147,7 +179,10 @@ def test_what_a_card_does_not_tell_is_said_and_not_left_to_be_guessed() -> None:
     [
         (80, "step loss samples ETA micro saved"),
         (120, "step loss samples ETA micro saved level data MFU"),
-        (200, "step loss samples ETA micro saved level data MFU epoch tokens redone card VRAM OOM good"),
+        (
+            200,
+            "step loss samples ETA micro saved level data MFU epoch tokens redone card VRAM OOM good",
+        ),
     ],
 )
 def test_what_trains_shows_how_far_it_is_and_nothing_else_does(width: int, shown: str) -> None:
@@ -182,7 +217,9 @@ def test_a_reason_gets_its_own_line_when_narrow_unless_all_is_well() -> None:
 
 
 @pytest.mark.parametrize("alike", [True, False], ids=["alike", "different"])
-def test_a_terminal_of_80x24_shows_all_rows_of_the_reference_pair_and_the_worst_reasons(alike: bool) -> None:
+def test_a_terminal_of_80x24_shows_all_rows_of_the_reference_pair_and_the_worst_reasons(
+    alike: bool,
+) -> None:
     slots = [*(f"pc1/{index}" for index in range(7)), *(f"pc2/{index}" for index in range(3))]
     states = (HeadState.QUARANTINED, WorkerState.BACKOFF, WorkerState.BACKOFF)
     rows = [
@@ -207,12 +244,17 @@ def test_a_terminal_of_80x24_shows_all_rows_of_the_reference_pair_and_the_worst_
 
 
 def test_where_not_all_rows_fit_the_worst_keep_their_reasons() -> None:
-    rows = [make_row(slot=f"a/{index}", state=WorkerState.BACKOFF, reason=f"{index}") for index in range(20)]
+    rows = [
+        make_row(slot=f"a/{index}", state=WorkerState.BACKOFF, reason=f"{index}")
+        for index in range(20)
+    ]
 
     lines = table_of(make_snapshot(*rows), 80, 23)
 
     assert [line for line in lines if "└" in line] == ["  └ 0", "  └ 1", "  └ 2"]
-    long = table_of(make_snapshot(make_row(state=WorkerState.BACKOFF, reason="out of memory, " * 20)), 80, 23)
+    long = table_of(
+        make_snapshot(make_row(state=WorkerState.BACKOFF, reason="out of memory, " * 20)), 80, 23
+    )
     (reason,) = (line for line in long if "└" in line)
     assert reason.endswith("…"), reason
     assert "… and 10 more BACKOFF" in lines
@@ -256,11 +298,14 @@ def test_no_workers_yet() -> None:
 
 @pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
 def test_glyphs_of_a_style_are_one_cell_wide(glyphs: Glyphs) -> None:
-    assert {cell_len(char) for char in (glyphs.full, glyphs.part, glyphs.empty, glyphs.missing)} == {1}
+    assert {
+        cell_len(char) for char in (glyphs.full, glyphs.part, glyphs.empty, glyphs.missing)
+    } == {1}
 
 
 @pytest.mark.parametrize(
-    ("encoding", "glyphs"), [("utf-8", UNICODE), ("UTF8", UNICODE), ("ascii", ASCII), ("cp1252", ASCII), (None, ASCII)]
+    ("encoding", "glyphs"),
+    [("utf-8", UNICODE), ("UTF8", UNICODE), ("ascii", ASCII), ("cp1252", ASCII), (None, ASCII)],
 )
 def test_glyphs_suit_the_encoding(encoding: str | None, glyphs: Glyphs) -> None:
     assert glyphs_for(encoding) is glyphs

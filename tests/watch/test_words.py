@@ -12,7 +12,9 @@ from orchestrator.view.phrases import event_words, time_of_day
 
 
 def stored(name: str, **details: object) -> StoredEvent:
-    return StoredEvent(number=1, at="2026-11-22T12:07:34.677Z", event=name, slot=None, details=details)
+    return StoredEvent(
+        number=1, at="2026-11-22T12:07:34.677Z", event=name, slot=None, details=details
+    )
 
 
 def test_lines_are_broken_between_words_and_commands_are_not() -> None:
@@ -38,7 +40,9 @@ def test_lines_are_broken_between_words_and_commands_are_not() -> None:
         ("run_ended", {"missed": ["one", "two"], "exit_code": 1}, ("run ended", "missed one; two, exit code 1")),
     ],
 )  # fmt: skip
-def test_events_are_told_in_words_with_units(event: str, details: dict[str, object], words: tuple[str, str]) -> None:
+def test_events_are_told_in_words_with_units(
+    event: str, details: dict[str, object], words: tuple[str, str]
+) -> None:
     assert event_words(stored(event, worker_at_unix_s=1795349254.58, **details)) == words
 
 

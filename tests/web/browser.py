@@ -19,14 +19,20 @@ import pytest
 
 from tests.scene import PATIENCE_S
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt install chromium)")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="needs Chromium (apt install chromium)"
+)
 
 
 class Browser:
     """One page in a browser of its own."""
 
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse, process: asyncio.subprocess.Process) -> None:
+    def __init__(
+        self, socket: aiohttp.ClientWebSocketResponse, process: asyncio.subprocess.Process
+    ) -> None:
         self._socket = socket
         self._number = 0
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -50,14 +56,22 @@ class Browser:
         assert "error" not in told, told
         return told["result"]
 
-    async def js(self, code: str) -> Any:  # noqa: ANN401 - whatever the page says
-        told = await self.do("Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True)
+    async def js(self, code: str) -> Any:
+        told = await self.do(
+            "Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True
+        )
         assert "exceptionDetails" not in told, told
         return told["result"].get("value")
 
-    async def until(self, code: str) -> Any:  # noqa: ANN401 - whatever the page says
-        """Wait until an expression is true; return its value. While a page loads there may be nothing to ask."""
-        return await until(lambda: self.js(f"(() => {{ try {{ return {code} }} catch {{ return null }} }})()"), code)
+    async def until(self, code: str) -> Any:
+        """Wait until an expression is true; return its value.
+
+        While a page loads there may be nothing to ask.
+        """
+        return await until(
+            lambda: self.js(f"(() => {{ try {{ return {code} }} catch {{ return null }} }})()"),
+            code,
+        )
 
     async def key(self, key: str, text: str | None = None) -> None:
         for kind in ("keyDown", "keyUp"):
@@ -68,7 +82,11 @@ class Browser:
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         await self.do("Emulation.setEmulatedMedia", features=scheme)
         await self.do(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
         )
         await asyncio.sleep(1.0)
         told = await self.do("Page.captureScreenshot", format="png")
@@ -76,17 +94,27 @@ class Browser:
 
     def requests(self) -> list[str]:
         return [
-            told["params"]["request"]["url"] for told in self.events if told["method"] == "Network.requestWillBeSent"
+            told["params"]["request"]["url"]
+            for told in self.events
+            if told["method"] == "Network.requestWillBeSent"
         ]
 
     def complaints(self) -> list[str]:
         """What the console said: errors of scripts, and what the content security policy has blocked."""
-        exceptions = [str(told["params"]) for told in self.events if told["method"] == "Runtime.exceptionThrown"]
-        entries = [told["params"]["entry"] for told in self.events if told["method"] == "Log.entryAdded"]
-        return exceptions + [f"{each['text']} {each.get('url')}" for each in entries if each["source"] != "network"]
+        exceptions = [
+            str(told["params"])
+            for told in self.events
+            if told["method"] == "Runtime.exceptionThrown"
+        ]
+        entries = [
+            told["params"]["entry"] for told in self.events if told["method"] == "Log.entryAdded"
+        ]
+        return exceptions + [
+            f"{each['text']} {each.get('url')}" for each in entries if each["source"] != "network"
+        ]
 
 
-async def until(ask: Callable[[], Any], what: str) -> Any:  # noqa: ANN401 - whatever the page says
+async def until(ask: Callable[[], Any], what: str) -> Any:
     """Ask until the answer is true; return it. `wait_for` of `tests.scene` for coroutines."""
     ends_s = asyncio.get_running_loop().time() + PATIENCE_S
     while asyncio.get_running_loop().time() < ends_s:
@@ -125,7 +153,11 @@ async def browser(folder: Path, *options: str) -> AsyncIterator[Browser]:
                 yield made
                 listening.cancel()
     finally:
-        children = psutil.Process(process.pid).children(recursive=True) if process.returncode is None else []
+        children = (
+            psutil.Process(process.pid).children(recursive=True)
+            if process.returncode is None
+            else []
+        )
         for each in children:
             with suppress(psutil.Error):
                 each.send_signal(signal.SIGKILL)

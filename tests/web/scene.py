@@ -44,13 +44,22 @@ REASONS = {
 def facts_here(run_id: str, **changed: object) -> RunFacts:
     """Return the facts of a run whose head is this very process."""
     pid = os.getpid()
-    here = replace(FACTS, run_id=run_id, head_pid=pid, head_started=start_time(pid), host=socket.gethostname())
+    here = replace(
+        FACTS, run_id=run_id, head_pid=pid, head_started=start_time(pid), host=socket.gethostname()
+    )
     return replace(here, **changed)  # type: ignore[arg-type]  # of any field
 
 
 def rows_at(second: float, slots: int, *, varied: bool = True) -> list[Row]:
-    """Return rows that change from second to second; with `varied` the first ones are in trouble."""
-    states = [*STATES_WORST_FIRST[:10], *([WorkerState.RUNNING] * slots)] if varied else [WorkerState.RUNNING] * slots
+    """Return rows that change from second to second.
+
+    With `varied` the first ones are in trouble.
+    """
+    states = (
+        [*STATES_WORST_FIRST[:10], *([WorkerState.RUNNING] * slots)]
+        if varied
+        else [WorkerState.RUNNING] * slots
+    )
     per_node = max(1, (slots + 1) // 2)
     made = []
     for index in range(slots):
@@ -80,15 +89,27 @@ def rows_at(second: float, slots: int, *, varied: bool = True) -> list[Row]:
 def put_turn(store: RunStore, second: float, rows: list[Row], **changed: object) -> None:
     """Write what one turn of the head writes."""
     store.slots(
-        record(row.slot, node=row.node, state=row.state.value, reason=row.reason, counters={}, row=row.to_dict())
+        record(
+            row.slot,
+            node=row.node,
+            state=row.state.value,
+            reason=row.reason,
+            counters={},
+            row=row.to_dict(),
+        )
         for row in rows
     )
     usual = {"started_at": STARTED_UNIX_S, "duration_s": 3600.0}
     store.update(make_snapshot(*rows, elapsed_s=second, **{**usual, **changed}))
 
 
-def make_run(folder: Path, slots: int = 10, seconds: int = SECONDS, *, varied: bool = True, run: str = "") -> RunStore:
-    """Make a run that goes on: its store is open. It has samples of every tenth second, and some events."""
+def make_run(
+    folder: Path, slots: int = 10, seconds: int = SECONDS, *, varied: bool = True, run: str = ""
+) -> RunStore:
+    """Make a run that goes on: its store is open.
+
+    It has samples of every tenth second, and some events.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     store = RunStore(folder / STORE_NAME)
     store.begin(facts_here(run or folder.name, duration_s=3600.0, started_at_unix_s=STARTED_UNIX_S))
@@ -105,10 +126,14 @@ def make_run(folder: Path, slots: int = 10, seconds: int = SECONDS, *, varied: b
 
 def at(second: float) -> str:
     """Return a moment of the run as events tell it."""
-    return datetime.fromtimestamp(STARTED_UNIX_S + second, tz=UTC).isoformat().replace("+00:00", "Z")
+    return (
+        datetime.fromtimestamp(STARTED_UNIX_S + second, tz=UTC).isoformat().replace("+00:00", "Z")
+    )
 
 
-def add_state(store: RunStore, second: float, slot: str, before: str, after: str, cause: str) -> None:
+def add_state(
+    store: RunStore, second: float, slot: str, before: str, after: str, cause: str
+) -> None:
     """Add a change of state to the events."""
     told = event(name="state", from_state=before, to_state=after, cause=cause)
     store.event({**told, "at": at(second), "slot": slot})
@@ -150,12 +175,14 @@ class Server:
         self.site.codes.append(Code(text, self.site.unix_s()))
         return text
 
-    async def ask(self, path: str, method: str = "GET", token: str = "read", **more: Any) -> Answer:  # noqa: ANN401, S107
+    async def ask(self, path: str, method: str = "GET", token: str = "read", **more: Any) -> Answer:  # noqa: S107
         """Ask as a program does, with a token."""
         tokens = {"read": self.site.rules.read_token, "control": self.site.rules.control_token}
         headers = {"Authorization": f"Bearer {tokens[token]}"} if token else {}
         headers |= more.pop("headers", {})
-        async with self.session.request(method, f"{self.url}{path}", headers=headers, **more) as answer:
+        async with self.session.request(
+            method, f"{self.url}{path}", headers=headers, **more
+        ) as answer:
             return Answer(answer.status, answer.headers, await answer.read())
 
 
@@ -168,6 +195,6 @@ class Answer:
     content: bytes
 
     @property
-    def told(self) -> Any:  # noqa: ANN401 - whatever JSON holds
+    def told(self) -> Any:
         """The content as JSON."""
         return json.loads(self.content)

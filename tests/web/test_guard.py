@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 
 from orchestrator.view.web import guard
-from orchestrator.view.web.guard import CODE_VALID_S, ROUTES, SESSION_S, Asked, Code, Level, Refusal, Route, Rules
+from orchestrator.view.web.guard import (
+    CODE_VALID_S,
+    ROUTES,
+    SESSION_S,
+    Asked,
+    Code,
+    Level,
+    Refusal,
+    Route,
+    Rules,
+)
 
 NOW_UNIX_S = 1_800_000_000.0
 RULES = Rules(
@@ -30,7 +40,19 @@ EVIL_ORIGINS = [
     "ftp://127.0.0.1:8470", "http://localhost:8470", "127.0.0.1:8470",
 ]  # fmt: skip
 GOOD_ORIGIN = "http://127.0.0.1:8470"
-METHODS = ["HEAD", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "get", "post", "", "PROPFIND"]
+METHODS = [
+    "HEAD",
+    "PUT",
+    "DELETE",
+    "PATCH",
+    "OPTIONS",
+    "TRACE",
+    "CONNECT",
+    "get",
+    "post",
+    "",
+    "PROPFIND",
+]
 EVIL_TOKENS: list[dict[str, Any]] = [
     {},
     {"authorization": "Bearer "},
@@ -42,7 +64,11 @@ EVIL_TOKENS: list[dict[str, Any]] = [
     {"cookie": f"2.1800000000.{'0' * 64}"},
     {"cookie": guard.cookie_value(Level.READ, RULES, NOW_UNIX_S).replace("1.", "2.", 1)},
     {"cookie": guard.cookie_value(Level.CONTROL, replace(RULES, port=8471), NOW_UNIX_S)},
-    {"cookie": guard.cookie_value(Level.CONTROL, replace(RULES, control_token="d" * 43), NOW_UNIX_S)},
+    {
+        "cookie": guard.cookie_value(
+            Level.CONTROL, replace(RULES, control_token="d" * 43), NOW_UNIX_S
+        )
+    },
     {"cookie": guard.cookie_value(Level.CONTROL, RULES, NOW_UNIX_S - SESSION_S - 1)},
     # A wrong token is not made good by a cookie.
     {"authorization": "Bearer x", "cookie": guard.cookie_value(Level.CONTROL, RULES, NOW_UNIX_S)},
@@ -58,7 +84,7 @@ def route_of(path: str) -> Route | None:
     return Route("GET", Level.NOTHING) if path == FILE else ROUTES.get(path)
 
 
-def asked(path: str, **changed: Any) -> Asked:  # noqa: ANN401 - of any field
+def asked(path: str, **changed: Any) -> Asked:
     """Make the request that the page itself sends, but without a login."""
     route = route_of(path)
     usual = Asked(
@@ -83,7 +109,9 @@ def test_what_the_page_itself_asks_is_answered(path: str, token: dict[str, Any])
             answer = judged(asked(path, host=host, origin=f"{scheme}://{host}", **token))
             route = route_of(path)
             assert route is not None
-            assert answer in ({Level.NOTHING} if route.needs is Level.NOTHING else {Level.CONTROL}), answer
+            assert answer in (
+                {Level.NOTHING} if route.needs is Level.NOTHING else {Level.CONTROL}
+            ), answer
 
 
 @paths
@@ -93,7 +121,11 @@ def test_all_pairs_of_bad_hosts_origins_methods_and_tokens_are_refused(path: str
         # A page of another host name that leads here (DNS rebinding) names that host in both.
         (
             "host",
-            [{"host": host, "origin": origin} for host in EVIL_HOSTS for origin in (f"http://{host}", GOOD_ORIGIN)],
+            [
+                {"host": host, "origin": origin}
+                for host in EVIL_HOSTS
+                for origin in (f"http://{host}", GOOD_ORIGIN)
+            ],
         ),
         ("origin", [{"origin": origin} for origin in EVIL_ORIGINS]),
         ("site", [{"fetch_site": "cross-site"}, {"fetch_site": "same-site"}]),
@@ -131,8 +163,16 @@ def test_what_is_refused_says_why() -> None:
         (asked("/nowhere", method="DELETE", **good), 405, "GET and POST"),
         (asked("/nowhere", **good), 404, "nothing"),
         (asked("/api/v1/run"), 401, "log in"),
-        (asked("/api/v1/commands", authorization=f"Bearer {RULES.read_token}"), 403, "control token"),
-        (asked("/api/v1/commands", cookie=guard.cookie_value(Level.READ, RULES, NOW_UNIX_S)), 403, "login"),
+        (
+            asked("/api/v1/commands", authorization=f"Bearer {RULES.read_token}"),
+            403,
+            "control token",
+        ),
+        (
+            asked("/api/v1/commands", cookie=guard.cookie_value(Level.READ, RULES, NOW_UNIX_S)),
+            403,
+            "login",
+        ),
         (asked("/api/v1/commands", cookie=GOOD_TOKENS[1]["cookie"], origin=None), 403, "Origin"),
         (asked("/api/v1/login", origin=None), 403, "Origin"),
     ):

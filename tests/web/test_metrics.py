@@ -31,9 +31,9 @@ def samples(content: bytes) -> dict[str, dict[tuple[str, ...], float]]:
     found: dict[str, dict[tuple[str, ...], float]] = {}
     for family in text_string_to_metric_families(content.decode()):
         for sample in family.samples:
-            found.setdefault(sample.name, {})[tuple(sample.labels[name] for name in sorted(sample.labels))] = (
-                sample.value
-            )
+            found.setdefault(sample.name, {})[
+                tuple(sample.labels[name] for name in sorted(sample.labels))
+            ] = sample.value
     return found
 
 
@@ -42,12 +42,15 @@ def of_frame(frame: Frame) -> dict[str, dict[tuple[str, ...], float]]:
 
 
 @pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="promtool is not installed; on Debian: apt install prometheus"
+    shutil.which("promtool") is None,
+    reason="promtool is not installed; on Debian: apt install prometheus",
 )
 @pytest.mark.parametrize("freshness", Freshness)
 def test_promtool_finds_nothing_wrong(freshness: Freshness) -> None:
     content = exposition(frame_at(60, freshness=freshness), NOTHING_TOLD, {})
-    done = subprocess.run(["promtool", "check", "metrics"], input=content, capture_output=True, check=False)
+    done = subprocess.run(
+        ["promtool", "check", "metrics"], input=content, capture_output=True, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
@@ -60,23 +63,37 @@ def test_values_are_in_base_units() -> None:
     assert told["orchestrator_slot_busy_seconds_total"]["pc1", "pc1/0"] == 36
     assert told["orchestrator_card_slowed_ratio"]["GPU-pc1", "pc1"] == 0.35
     assert told["orchestrator_card_sm_clock_hertz"]["GPU-pc1", "pc1"] == 1.695e9
-    updated, heard = (told[f"orchestrator_{name}_timestamp_seconds"] for name in ("run_updated", "slot_last_report"))
+    updated, heard = (
+        told[f"orchestrator_{name}_timestamp_seconds"]
+        for name in ("run_updated", "slot_last_report")
+    )
     assert updated[()] - heard["pc1", "pc1/0"] == pytest.approx(0.5, abs=0.05)
 
 
 def test_a_card_has_its_metrics_once_and_from_the_slot_that_heard_last() -> None:
     told = of_frame(frame_at(60, temperature_c=80.0, heartbeat_age_s=0.1))
-    assert told["orchestrator_card_temperature_celsius"] == {("GPU-pc1", "pc1"): 80.0, ("GPU-pc2", "pc2"): 71.0}
+    assert told["orchestrator_card_temperature_celsius"] == {
+        ("GPU-pc1", "pc1"): 80.0,
+        ("GPU-pc2", "pc2"): 71.0,
+    }
     assert told["orchestrator_card_up"] == {("GPU-pc1", "pc1"): 1.0, ("GPU-pc2", "pc2"): 1.0}
 
 
 def test_what_is_unknown_has_no_series() -> None:
-    unknown = {key: None for key, field in FIELDS.items() if field.metric and field.metric.kind == "gauge"}
-    own = {key: value for key, value in unknown.items() if not key.startswith("train") and key in frame_keys()}
+    unknown = {
+        key: None for key, field in FIELDS.items() if field.metric and field.metric.kind == "gauge"
+    }
+    own = {
+        key: value
+        for key, value in unknown.items()
+        if not key.startswith("train") and key in frame_keys()
+    }
     told = of_frame(frame_at(60, heartbeat_age_s=None, **own))
     present = {name for name, series in told.items() if ("pc1", "pc1/0") in series}
     assert {name for name in present if not name.endswith("_total")} == set()
-    infinite = of_frame(frame_at(60, baseline_pct=float("nan"), margin_c=float("inf"), heartbeat_age_s=0.1))
+    infinite = of_frame(
+        frame_at(60, baseline_pct=float("nan"), margin_c=float("inf"), heartbeat_age_s=0.1)
+    )
     assert ("pc1", "pc1/0") not in infinite["orchestrator_slot_baseline_ratio"]
     assert ("GPU-pc1", "pc1") not in infinite["orchestrator_card_temperature_margin_celsius"]
 
@@ -98,7 +115,9 @@ def test_without_a_head_only_counts_and_the_outcome_remain(freshness: Freshness)
     assert {name for name in of_slots if not name.endswith(("_total", "slot_info"))} == set()
     assert "orchestrator_slot_steps_total" in of_slots
     outcome = "degraded" if freshness is Freshness.ENDED else "running"
-    assert {word for (word,), value in told["orchestrator_run_outcome"].items() if value} == {outcome}
+    assert {word for (word,), value in told["orchestrator_run_outcome"].items() if value} == {
+        outcome
+    }
     assert told["orchestrator_head_up"][()] == 0
 
 
@@ -131,16 +150,34 @@ def test_a_thousand_slots_are_at_most_120_kb_compressed() -> None:
         for index, row in enumerate(frame.snapshot.rows)
     ]
     records = [
-        replace(record, counters={"work_flop": 1e18 * luck.random(), "busy_s": 28_000 * luck.random()})
+        replace(
+            record, counters={"work_flop": 1e18 * luck.random(), "busy_s": 28_000 * luck.random()}
+        )
         for record in frame.run.slots
     ]
-    run, snapshot = replace(frame.run, slots=tuple(records)), replace(frame.snapshot, rows=tuple(rows))
-    assert len(gzip.compress(exposition(replace(frame, run=run, snapshot=snapshot), NOTHING_TOLD, {}), 6)) <= 120_000
+    run, snapshot = (
+        replace(frame.run, slots=tuple(records)),
+        replace(frame.snapshot, rows=tuple(rows)),
+    )
+    assert (
+        len(
+            gzip.compress(
+                exposition(replace(frame, run=run, snapshot=snapshot), NOTHING_TOLD, {}), 6
+            )
+        )
+        <= 120_000
+    )
 
 
 def command_record(identity: str, is_taken: bool) -> CommandRecord:
     return CommandRecord(
-        id=identity, at_unix_s=0.0, do="pause", slots=("pc1/0",), by="test", amount_bytes=None, answer={"ok": is_taken}
+        id=identity,
+        at_unix_s=0.0,
+        do="pause",
+        slots=("pc1/0",),
+        by="test",
+        amount_bytes=None,
+        answer={"ok": is_taken},
     )
 
 
@@ -157,7 +194,10 @@ def test_the_server_tells_them_to_who_has_the_token(tmp_path: Path) -> None:
             assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
             assert told["orchestrator_head_up"] == {(): 1.0}
             assert told["orchestrator_notifications_total"] == {("taken",): 2.0, ("failed",): 1.0}
-            assert told["orchestrator_commands_total"] == {("pause", "taken"): 2.0, ("pause", "refused"): 1.0}
+            assert told["orchestrator_commands_total"] == {
+                ("pause", "taken"): 2.0,
+                ("pause", "refused"): 1.0,
+            }
             assert len(told["orchestrator_slot_state"]) == 10
             assert (await server.ask("/metrics", token="")).status == 401
         store.end("good", 0, None, ())

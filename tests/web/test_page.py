@@ -48,7 +48,9 @@ async def opened(page: Browser, server: Server, fragment: str = "") -> None:
         await page.js(f"location.hash = {json.dumps(fragment)}")
 
 
-def test_one_login_shows_the_table_and_nothing_is_asked_elsewhere(folder: Path, tmp_path: Path) -> None:
+def test_one_login_shows_the_table_and_nothing_is_asked_elsewhere(
+    folder: Path, tmp_path: Path
+) -> None:
     store = make_run(folder, slots=24)
 
     async def scene() -> None:
@@ -64,7 +66,9 @@ def test_one_login_shows_the_table_and_nothing_is_asked_elsewhere(folder: Path, 
             assert not server.site.codes[0].redeem(code, server.site.unix_s())
             # As in the terminal: the worst first, each with its reason.
             assert await page.js(f"{NAMES}[0]") == "pc1/0"
-            assert "QUARANTINED" in await page.js("document.querySelector('#table tbody').innerText")
+            assert "QUARANTINED" in await page.js(
+                "document.querySelector('#table tbody').innerText"
+            )
             # Also what fires; what was opened stays open while frames come.
             await page.js("document.querySelector('#alerts summary').click()")
             before = server.site.hub.looks
@@ -76,7 +80,9 @@ def test_one_login_shows_the_table_and_nothing_is_asked_elsewhere(folder: Path, 
             await page.until(f"{NAMES}.length === 24")
             for view in ("slot&slot=pc1%2F0", "cards", "events"):
                 await page.js(f"location.hash = 'view={view}'")
-                await page.until("[...document.querySelectorAll('main tr, figure')].some((line) => line.offsetParent)")
+                await page.until(
+                    "[...document.querySelectorAll('main tr, figure')].some((line) => line.offsetParent)"
+                )
             await page.js("location.hash = 'view=slot&slot=pc1%2F0'")
             await page.until("document.querySelectorAll('canvas').length > 1")
             hosts = {urlsplit(url).netloc for url in page.requests()}
@@ -87,7 +93,9 @@ def test_one_login_shows_the_table_and_nothing_is_asked_elsewhere(folder: Path, 
     store.end("good", 0, None, [])
 
 
-def test_a_person_sorts_filters_and_opens_a_slot_with_the_keyboard(folder: Path, tmp_path: Path) -> None:
+def test_a_person_sorts_filters_and_opens_a_slot_with_the_keyboard(
+    folder: Path, tmp_path: Path
+) -> None:
     store = make_run(folder, slots=24)
 
     async def scene() -> None:
@@ -99,7 +107,9 @@ def test_a_person_sorts_filters_and_opens_a_slot_with_the_keyboard(folder: Path,
             await page.key("Escape")
             for _ in range(2):  # past the slot to its card
                 await page.key(">")
-            await page.until("document.querySelector('[aria-sort]')?.textContent.startsWith('card')")
+            await page.until(
+                "document.querySelector('[aria-sort]')?.textContent.startsWith('card')"
+            )
             assert (await page.js(NAMES))[0].startswith("pc2")  # an RTX 3070 before an RTX 3090
             await page.key("r")
             await page.until("document.querySelector('[aria-sort=ascending]') !== null")
@@ -117,7 +127,9 @@ def test_a_person_sorts_filters_and_opens_a_slot_with_the_keyboard(folder: Path,
             await until(lambda: asyncio.sleep(0, server.site.hub.looks > before + 1), "looks")
             assert await page.js("document.activeElement.textContent") == second
             await page.key("Enter", "\r")
-            await page.until(f"document.getElementById('slot').textContent === {json.dumps(second)}")
+            await page.until(
+                f"document.getElementById('slot').textContent === {json.dumps(second)}"
+            )
             await page.until("document.querySelectorAll('#facts > div').length > 10")
             await page.key("Escape")
             await page.until(f"{NAMES}.length === 16")
@@ -143,7 +155,9 @@ def test_another_run_is_chosen_on_the_page(folder: Path, tmp_path: Path) -> None
                 f"(() => {{ const all = document.getElementById('chooser'); all.value = '{older.name}'; "
                 "all.dispatchEvent(new Event('change')); })()"
             )
-            await page.until(f"{NAMES}.length === 3 && document.title === 'ended: good · {older.name}'")
+            await page.until(
+                f"{NAMES}.length === 3 && document.title === 'ended: good · {older.name}'"
+            )
             await page.js("location.hash = location.hash + '&view=slot&slot=pc1%2F1'")
             printed = await page.until("document.getElementById('printed').textContent")
             assert printed.splitlines() == [HOSTILE, "epoch 1"]
@@ -156,18 +170,34 @@ def test_another_run_is_chosen_on_the_page(folder: Path, tmp_path: Path) -> None
 def test_hostile_names_reasons_and_errors_stay_text(folder: Path, tmp_path: Path) -> None:
     store = make_run(folder, slots=3)
     slot = f"pc1/{HOSTILE}"
-    store.event({"at": "2023-11-14T22:20:00Z", "event": "workload_error", "slot": slot, "traceback": f"E: {HOSTILE}"})
+    store.event(
+        {
+            "at": "2023-11-14T22:20:00Z",
+            "event": "workload_error",
+            "slot": slot,
+            "traceback": f"E: {HOSTILE}",
+        }
+    )
     store.event({"at": "2023-11-14T22:20:00Z", "event": HOSTILE, "slot": slot, HOSTILE: HOSTILE})
-    row = make_row(slot=slot, reason=HOSTILE, gpu_name=HOSTILE, dtype=HOSTILE, policy=HOSTILE, gpu_uuid=HOSTILE)
+    row = make_row(
+        slot=slot, reason=HOSTILE, gpu_name=HOSTILE, dtype=HOSTILE, policy=HOSTILE, gpu_uuid=HOSTILE
+    )
     put_turn(store, 601, [row], notices=(HOSTILE,), nodes_seen=(HOSTILE,))
 
     async def scene() -> None:
         async with serving(folder) as server, browser(tmp_path) as page:
             await opened(page, server)
-            for fragment in ("view=events", "view=cards", f"view=slot&slot={slot.replace('&', '%26')}", ""):
+            for fragment in (
+                "view=events",
+                "view=cards",
+                f"view=slot&slot={slot.replace('&', '%26')}",
+                "",
+            ):
                 await page.js(f"location.hash = {json.dumps(fragment)}")
                 await page.until("document.body.innerText.includes('<img src=x')")
-            await page.js(f"location.hash = 'view=slot&slot=' + encodeURIComponent({json.dumps(slot)})")
+            await page.js(
+                f"location.hash = 'view=slot&slot=' + encodeURIComponent({json.dumps(slot)})"
+            )
             await page.until("document.getElementById('traceback').textContent.includes('<img')")
             assert await page.js("document.querySelectorAll('img').length") == 0
             assert await page.js("document.title") != "hit"
@@ -204,12 +234,19 @@ def test_a_hidden_page_is_sent_nothing(folder: Path, tmp_path: Path) -> None:
     async def scene() -> None:
         async with serving(folder) as server, browser(tmp_path) as page:
             await opened(page, server)
-            await page.js("Object.defineProperty(document, 'hidden', { get: () => window.gone, configurable: true })")
+            await page.js(
+                "Object.defineProperty(document, 'hidden', { get: () => window.gone, configurable: true })"
+            )
             for is_gone in (True, False):
                 await page.js(
                     f"window.gone = {json.dumps(is_gone)}; document.dispatchEvent(new Event('visibilitychange'))"
                 )
-                await until(lambda is_gone=is_gone: asyncio.sleep(0, bool(server.site.hub._views) != is_gone), "change")
+                await until(
+                    lambda is_gone=is_gone: asyncio.sleep(
+                        0, bool(server.site.hub._views) != is_gone
+                    ),
+                    "change",
+                )
 
     asyncio.run(scene())
     store.end("good", 0, None, [])
@@ -249,15 +286,24 @@ def test_the_same_page_runs_from_one_file(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280, 1920])
-def test_the_page_fits_and_its_words_can_be_read(folder: Path, tmp_path: Path, width: int, dark: bool) -> None:
-    """Nothing is wider than the window, and each text has the contrast of AA. Keeps the pictures in docs/pictures."""
+def test_the_page_fits_and_its_words_can_be_read(
+    folder: Path, tmp_path: Path, width: int, dark: bool
+) -> None:
+    """Nothing is wider than the window, and each text has the contrast of AA.
+
+    Keeps the pictures in docs/pictures.
+    """
     store = make_run(folder, slots=24)
     tests = (Path(__file__).parent / "contrast.js").read_text()
 
     async def scene() -> None:
         async with serving(folder) as server, browser(tmp_path) as page:
             await opened(page, server)
-            for name, fragment in (("table", ""), ("slot", "view=slot&slot=pc1%2F6"), ("events", "view=events")):
+            for name, fragment in (
+                ("table", ""),
+                ("slot", "view=slot&slot=pc1%2F6"),
+                ("events", "view=events"),
+            ):
                 await page.js(f"location.hash = {json.dumps(fragment)}")
                 await page.until(f"!document.getElementById('view-{name}').hidden")
                 if name == "slot":
@@ -267,7 +313,12 @@ def test_the_page_fits_and_its_words_can_be_read(folder: Path, tmp_path: Path, w
                     await page.until("document.getElementById('mark').textContent === 'live'")
                 if name == "table":
                     await page.until("document.querySelectorAll('#overview canvas').length > 0")
-                await page.picture(tmp_path / f"web-{name}-{width}.png", width, 844 if width == 390 else 900, dark=dark)
+                await page.picture(
+                    tmp_path / f"web-{name}-{width}.png",
+                    width,
+                    844 if width == 390 else 900,
+                    dark=dark,
+                )
                 assert await page.js("document.documentElement.scrollWidth - innerWidth") <= 0
                 assert await page.js(tests) == []
                 if name == "table":
@@ -278,7 +329,9 @@ def test_the_page_fits_and_its_words_can_be_read(folder: Path, tmp_path: Path, w
 
     asyncio.run(scene())
     store.end("good", 0, None, [])
-    for name in (f"web-table-{width}.png", "web-slot-1280.png") if KEEP and dark == (width == 1920) else ():
+    for name in (
+        (f"web-table-{width}.png", "web-slot-1280.png") if KEEP and dark == (width == 1920) else ()
+    ):
         if (tmp_path / name).exists():
             shutil.copy(tmp_path / name, ROOT / "docs" / "pictures" / name)
 

@@ -60,7 +60,10 @@ def test_each_path_answers_and_refuses_what_it_does_not_know(folder: Path) -> No
                 assert "default-src 'self'" in answer.headers["Content-Security-Policy"]
                 assert "Access-Control-Allow-Origin" not in answer.headers
                 answer = await server.ask(f"{path}?colour=red")
-                assert path == "/" or (answer.status, "colour" in answer.told["error"]) == (400, True)
+                assert path == "/" or (answer.status, "colour" in answer.told["error"]) == (
+                    400,
+                    True,
+                )
                 answer = await server.ask(path, method="DELETE")
                 assert (answer.status, answer.headers["Allow"]) == (405, "GET")
                 assert answer.told["error"]
@@ -94,7 +97,9 @@ def test_each_path_answers_and_refuses_what_it_does_not_know(folder: Path) -> No
         ("/uplot-LICENSE", 404, "path"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_a_sentence(folder: Path, path: str, status: int, word: str) -> None:
+def test_what_makes_no_sense_is_refused_with_a_sentence(
+    folder: Path, path: str, status: int, word: str
+) -> None:
     async def scene() -> None:
         async with serving(folder) as server:
             answer = await server.ask(path)
@@ -130,22 +135,31 @@ def test_a_slot_has_its_history_states_and_events(folder: Path, store: RunStore)
             told = (await server.ask("/api/v1/slot?name=pc1/0")).told
             assert told["row"]["slot"] == "pc1/0"
             assert [span["state"][0] for span in told["spans"]] == ["RUNNING", told["state"][0]]
-            assert ["GiB allocated /reserved/cap", "1.90/2.20/2.63"] in told["facts"] or told["facts"]
+            assert ["GiB allocated /reserved/cap", "1.90/2.20/2.63"] in told["facts"] or told[
+                "facts"
+            ]
             begin, end = told["sampled"]
             query = f"?slot=pc1/0&field=allocated_bytes&from={begin}&to={end}&buckets=20"
             told = (await server.ask(f"/api/v1/history{query}")).told
             assert told["label"] == "allocated, MiB"
             assert [len(told[key]) for key in ("t", "min", "mean", "max")] == [20] * 4
-            known = [(low, mean, high) for low, mean, high in zip(*map(told.get, ("min", "mean", "max")), strict=True)]
+            known = [
+                (low, mean, high)
+                for low, mean, high in zip(*map(told.get, ("min", "mean", "max")), strict=True)
+            ]
             assert all(1400 <= low <= mean <= high <= 2500 for low, mean, high in known)
             events = (await server.ask("/api/v1/events?slot=pc1/0&limit=1")).told["events"]
             assert [event["event"] for event in events] == ["state"]
-            assert (await server.ask(f"/api/v1/events?after={events[0]['number'] + 1000}")).told["events"] == []
+            assert (await server.ask(f"/api/v1/events?after={events[0]['number'] + 1000}")).told[
+                "events"
+            ] == []
 
     asyncio.run(scene())
 
 
-async def events_of(server: Server, query: str = "", **headers: str) -> AsyncIterator[tuple[str, Any]]:
+async def events_of(
+    server: Server, query: str = "", **headers: str
+) -> AsyncIterator[tuple[str, Any]]:
     """Follow the stream: yields the kind and the data of each event."""
     given = {"Authorization": f"Bearer {server.site.rules.read_token}", **headers}
     async with server.session.get(f"{server.url}/api/v1/stream{query}", headers=given) as answer:
@@ -160,7 +174,9 @@ async def events_of(server: Server, query: str = "", **headers: str) -> AsyncIte
 
 
 @pytest.mark.parametrize("packing", ["identity", "gzip"])
-def test_a_page_gets_the_table_and_then_what_has_changed(folder: Path, store: RunStore, packing: str) -> None:
+def test_a_page_gets_the_table_and_then_what_has_changed(
+    folder: Path, store: RunStore, packing: str
+) -> None:
     async def scene() -> None:
         async with serving(folder) as server:
             stream = events_of(server, "?limit=4&filter=node:pc1", **{"Accept-Encoding": packing})
@@ -169,10 +185,14 @@ def test_a_page_gets_the_table_and_then_what_has_changed(folder: Path, store: Ru
             names = [column["name"] for column in told["all"]["columns"]]
             rows = rows_at(600, 10)
             changed = next(row for row in rows if row.slot == told["all"]["rows"][0]["slot"])
-            store.event({"at": "2026-11-23T10:00:00Z", "event": "leased", "slot": "pc1/0", "lease_bytes": 5})
+            store.event(
+                {"at": "2026-11-23T10:00:00Z", "event": "leased", "slot": "pc1/0", "lease_bytes": 5}
+            )
             from dataclasses import replace
 
-            put_turn(store, 601, [replace(row, power_w=111.0) if row is changed else row for row in rows])
+            put_turn(
+                store, 601, [replace(row, power_w=111.0) if row is changed else row for row in rows]
+            )
             deltas: dict[str, Any] = {}
             seen = []
             while "rows" not in deltas or "leased" not in [event["event"] for event in seen]:
@@ -229,14 +249,16 @@ def test_one_look_serves_all_pages_and_without_a_page_there_is_none(folder: Path
             await asyncio.gather(*(server.ask("/api/v1/run") for _ in range(40)))
             assert hub.looks <= before + 20
 
-    async def until_looks(hub: Any, count: int) -> int:  # noqa: ANN401
+    async def until_looks(hub: Any, count: int) -> int:
         await until(lambda: asyncio.sleep(0, hub.looks >= count), "looks")
         return int(hub.looks)
 
     asyncio.run(scene())
 
 
-def test_a_page_that_does_not_read_costs_no_memory_and_hinders_no_other(folder: Path, store: RunStore) -> None:
+def test_a_page_that_does_not_read_costs_no_memory_and_hinders_no_other(
+    folder: Path, store: RunStore
+) -> None:
     async def scene() -> None:
         async with serving(folder) as server:
             hub = server.site.hub
@@ -255,8 +277,10 @@ def test_a_page_that_does_not_read_costs_no_memory_and_hinders_no_other(folder: 
                 assert kind == "table"
                 await reading.aclose()
 
-    def json_of(page: Any) -> str:  # noqa: ANN401
-        return "".join(page.waiting.get_nowait().plain.decode() for _ in range(page.waiting.qsize()))
+    def json_of(page: Any) -> str:
+        return "".join(
+            page.waiting.get_nowait().plain.decode() for _ in range(page.waiting.qsize())
+        )
 
     asyncio.run(scene())
 
@@ -266,7 +290,9 @@ def test_the_login_code_works_once_and_the_cookie_outlives_the_server(folder: Pa
         async with serving(folder) as server:
             port = server.site.rules.port
             login = {"method": "POST", "token": "", "headers": {"Origin": server.url}}
-            assert (await server.ask("/api/v1/login", json={"code": "wrong"}, **login)).status == 401
+            assert (
+                await server.ask("/api/v1/login", json={"code": "wrong"}, **login)
+            ).status == 401
             code = server.code()
             answer = await server.ask("/api/v1/login", json={"code": code}, **login)
             assert answer.status == 200
@@ -278,7 +304,9 @@ def test_the_login_code_works_once_and_the_cookie_outlives_the_server(folder: Pa
             assert (await server.ask("/api/v1/run", token="", headers=evil)).status == 403
         async with serving(folder, port=port) as server:
             value = cookie.partition(";")[0]
-            assert (await server.ask("/api/v1/run", token="", headers={"Cookie": value})).status == 200
+            assert (
+                await server.ask("/api/v1/run", token="", headers={"Cookie": value})
+            ).status == 200
             assert (await server.ask("/api/v1/run", token="")).status == 401
 
     asyncio.run(scene())
@@ -287,9 +315,17 @@ def test_the_login_code_works_once_and_the_cookie_outlives_the_server(folder: Pa
 def test_bodies_that_are_no_json_or_too_large_are_refused(folder: Path) -> None:
     async def scene() -> None:
         async with serving(folder) as server:
-            for content, status in ((b"", 400), (b"[]", 400), (b"[" * 50_000, 400), (b"{}", 401), (b"x" * 70_000, 413)):
+            for content, status in (
+                (b"", 400),
+                (b"[]", 400),
+                (b"[" * 50_000, 400),
+                (b"{}", 401),
+                (b"x" * 70_000, 413),
+            ):
                 headers = {"Origin": server.url}
-                answer = await server.ask("/api/v1/login", "POST", "", data=content, headers=headers)
+                answer = await server.ask(
+                    "/api/v1/login", "POST", "", data=content, headers=headers
+                )
                 assert (answer.status, list(answer.told)) == (status, ["error"])
 
     asyncio.run(scene())
@@ -313,13 +349,17 @@ def test_commands_are_taken_only_with_control_and_name_their_slots(folder: Path)
                 ({"slots": [1]}, "slots"),
                 ({"amount": "2 apples"}, "GiB"),
             ):
-                answer = await server.ask("/api/v1/commands", "POST", "control", json={**good, **wrong})
+                answer = await server.ask(
+                    "/api/v1/commands", "POST", "control", json={**good, **wrong}
+                )
                 assert (answer.status, word in answer.told["error"]) == (400, True), wrong
 
     asyncio.run(scene())
 
 
-def test_a_command_reaches_the_head_under_its_own_id_and_a_refusal_is_a_sentence(folder: Path) -> None:
+def test_a_command_reaches_the_head_under_its_own_id_and_a_refusal_is_a_sentence(
+    folder: Path,
+) -> None:
     taken: list[Command] = []
 
     def listen(ears: Ears) -> None:
@@ -328,19 +368,27 @@ def test_a_command_reaches_the_head_under_its_own_id_and_a_refusal_is_a_sentence
                 taken.append(command := command_of(line))
                 refused = Answer(ok=False, id=command.id, error="pc1/0 is RUNNING, and not held")
                 is_refused = command.do is Do.RESUME
-                ears.answer(connection, refused if is_refused else Answer(ok=True, id=command.id, effect="held"))
+                ears.answer(
+                    connection,
+                    refused if is_refused else Answer(ok=True, id=command.id, effect="held"),
+                )
             time.sleep(0.01)
 
     async def scene() -> None:
         async with serving(folder, control=True) as server:
 
             async def ask(**told: object) -> tuple[int, object]:
-                answer = await server.ask("/api/v1/commands", "POST", "control", json={"slots": ["pc1/0"], **told})
+                answer = await server.ask(
+                    "/api/v1/commands", "POST", "control", json={"slots": ["pc1/0"], **told}
+                )
                 return answer.status, answer.told
 
             assert await ask(id="a", do="pause") == (200, {"id": "a", "ok": True, "effect": "held"})
             assert (await ask(id="b", do="cap", amount="2.5 GiB"))[0] == 200
-            assert await ask(id="c", do="resume") == (409, {"error": "pc1/0 is RUNNING, and not held"})
+            assert await ask(id="c", do="resume") == (
+                409,
+                {"error": "pc1/0 is RUNNING, and not held"},
+            )
             assert [command.id for command in taken] == ["a", "b", "c"]
             assert (taken[1].amount_bytes, taken[1].by) == (5 * 2**29, "web")
 
@@ -367,12 +415,18 @@ def test_a_run_that_is_gone_is_a_sentence(tmp_path: Path) -> None:
     asyncio.run(scene())
 
 
-def test_a_connection_that_says_half_a_request_is_closed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_says_half_a_request_is_closed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("orchestrator.view.web.connections.SILENT_MOST_S", 0.2)
 
     async def scene() -> None:
         async with serving(folder) as server:
-            for content in (b"", b"GET / HTTP/1.1\r\nHost: ", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+            for content in (
+                b"",
+                b"GET / HTTP/1.1\r\nHost: ",
+                b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n",
+            ):
                 reader, writer = await asyncio.open_connection("127.0.0.1", server.site.rules.port)
                 writer.write(content)
                 assert (await asyncio.wait_for(reader.read(), PATIENCE_S)).startswith(
@@ -383,8 +437,19 @@ def test_a_connection_that_says_half_a_request_is_closed(folder: Path, monkeypat
     asyncio.run(scene())
 
 
-def test_idle_connections_and_garbage_hinder_no_page(folder: Path, nowhere: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "orchestrator", "web", "--config", CONFIG, "--run-dir", str(folder.parent)]
+def test_idle_connections_and_garbage_hinder_no_page(
+    folder: Path, nowhere: Path, tmp_path: Path
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "orchestrator",
+        "web",
+        "--config",
+        CONFIG,
+        "--run-dir",
+        str(folder.parent),
+    ]
     limited = ["bash", "-c", 'ulimit -n 500; exec "$@"', "web", *command, "--port", "0"]
     with (
         (tmp_path / "printed").open("wb") as printed,
@@ -395,9 +460,9 @@ def test_idle_connections_and_garbage_hinder_no_page(folder: Path, nowhere: Path
         try:
             port = int(process.stdout.readline().partition("/#")[0].rpartition(":")[2])
             for number in range(600):  # more than the server has descriptors for
-                idle.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE_S)).sendall(
-                    b"GET /" * (number % 2)
-                )
+                idle.enter_context(
+                    socket.create_connection(("127.0.0.1", port), PATIENCE_S)
+                ).sendall(b"GET /" * (number % 2))
             for content in (b"\x16\x03\x01\r\n\r\n", b"GET / HTTP/9.x\r\n\r\n") * 5:
                 with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as garbage:
                     garbage.sendall(content)
@@ -425,13 +490,17 @@ def verb(folder: Path, *arguments: str) -> Iterator[tuple[str, str]]:
         assert process.wait(PATIENCE_S) == 0
 
 
-def test_the_verb_serves_until_it_is_told_to_stop(folder: Path, nowhere: Path, state_dir: Path) -> None:
+def test_the_verb_serves_until_it_is_told_to_stop(
+    folder: Path, nowhere: Path, state_dir: Path
+) -> None:
     with verb(folder) as (url, code):
         port = url.rpartition(":")[2]
 
         async def scene() -> None:
             async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session:
-                async with session.post(f"{url}/api/v1/login", json={"code": code}, headers={"Origin": url}) as answer:
+                async with session.post(
+                    f"{url}/api/v1/login", json={"code": code}, headers={"Origin": url}
+                ) as answer:
                     assert answer.status == 200
                 async with session.get(f"{url}/api/v1/table") as answer:
                     assert (await answer.json())["total"] == 10
@@ -441,24 +510,51 @@ def test_the_verb_serves_until_it_is_told_to_stop(folder: Path, nowhere: Path, s
                     assert answer.status == 200
 
         asyncio.run(scene())
-        assert {path.stat().st_mode & 0o777 for path in (state_dir / "web").glob("*.token")} == {0o600}
-        taken = orchestrator("web", "--config", CONFIG, "--run-dir", str(folder.parent), "--port", port)
+        assert {path.stat().st_mode & 0o777 for path in (state_dir / "web").glob("*.token")} == {
+            0o600
+        }
+        taken = orchestrator(
+            "web", "--config", CONFIG, "--run-dir", str(folder.parent), "--port", port
+        )
         assert (taken.returncode, f"port {port} is in use" in taken.stderr) == (2, True)
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl, which makes the certificate")
+@pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="needs openssl, which makes the certificate"
+)
 def test_with_a_certificate_the_page_and_its_cookie_go_over_tls_alone(
     folder: Path, nowhere: Path, tmp_path: Path
 ) -> None:
     certificate, key = tmp_path / "pc1.pem", tmp_path / "pc1.key"
-    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=pc1"]
-    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    made = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=pc1",
+    ]
+    names = [
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+        "-keyout",
+        str(key),
+        "-out",
+        str(certificate),
+    ]
     subprocess.run([*made, *names], check=True, capture_output=True)
     served = ("--bind", "0.0.0.0", "--certificate", str(certificate), "--key", str(key))  # noqa: S104 - with TLS
     with verb(folder, *served) as (url, code):
         assert url.startswith(f"https://{socket.gethostname().lower()}:")
         port = url.rpartition(":")[2]
-        here, trusted = f"https://127.0.0.1:{port}", ssl.create_default_context(cafile=str(certificate))
+        here, trusted = (
+            f"https://127.0.0.1:{port}",
+            ssl.create_default_context(cafile=str(certificate)),
+        )
 
         async def scene() -> None:
             connector = aiohttp.TCPConnector(ssl=trusted)
@@ -487,11 +583,15 @@ def test_with_a_certificate_the_page_and_its_cookie_go_over_tls_alone(
 def test_an_address_that_others_could_read_is_refused(
     folder: Path, nowhere: Path, arguments: list[str], word: str
 ) -> None:
-    done = orchestrator("web", "--config", CONFIG, "--run-dir", str(folder.parent), "--port", "0", *arguments)
+    done = orchestrator(
+        "web", "--config", CONFIG, "--run-dir", str(folder.parent), "--port", "0", *arguments
+    )
     assert (done.returncode, word in done.stderr) == (2, True), done.stderr
 
 
-def test_a_token_that_others_can_read_is_refused(folder: Path, nowhere: Path, state_dir: Path) -> None:
+def test_a_token_that_others_can_read_is_refused(
+    folder: Path, nowhere: Path, state_dir: Path
+) -> None:
     (state_dir / "web").mkdir()
     (state_dir / "web" / "read.token").write_text("x" * 43)
     (state_dir / "web" / "read.token").chmod(0o644)

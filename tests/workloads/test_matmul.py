@@ -15,7 +15,8 @@ from workers.settings import FailureKind, WorkerSpec
 from workers.workloads.base import WorkloadContext
 from workers.workloads.matmul import TILE, Matmul, matrix_bytes, rounded
 
-#: What rounding once to the type may cost, relative to the size of the numbers; accumulation is in fp32.
+#: What rounding once to the type may cost, relative to the size of the numbers; accumulation is in
+#: fp32.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 
 
@@ -68,7 +69,9 @@ class TestClaim:
         left, right, ring = matrices(workload)
         each_bytes = matrix_bytes(256, torch.float32)
         assert left.untyped_storage().nbytes() == claim_bytes, "one block, all of the claim"
-        assert {t.untyped_storage().data_ptr() for t in (left, right, *ring)} == {left.untyped_storage().data_ptr()}
+        assert {t.untyped_storage().data_ptr() for t in (left, right, *ring)} == {
+            left.untyped_storage().data_ptr()
+        }
         assert claim_bytes - each_bytes < (2 + len(ring)) * each_bytes <= claim_bytes
 
     def test_without_one_it_takes_the_least(self) -> None:
@@ -76,7 +79,9 @@ class TestClaim:
         workload.step(256, 1)
         assert len(matrices(workload)[2]) == 1
 
-    def test_a_new_one_is_filled_from_the_next_step_on_and_the_same_one_keeps_the_tensors(self) -> None:
+    def test_a_new_one_is_filled_from_the_next_step_on_and_the_same_one_keeps_the_tensors(
+        self,
+    ) -> None:
         workload = matmul(torch.float32)
         found = []
         for claim_mib in (2, 2, 4):
@@ -104,13 +109,17 @@ class TestStep:
         workload = matmul(torch.float32)
         products = [workload.step(64, 3).flop / (2.0 * 64**3) for _ in range(12)]
         assert products[0] == 1, "the first step of a size says how long one product takes"
-        assert max(products) == 3, "a step that was interrupted may queue fewer, and none queues more"
+        assert max(products) == 3, (
+            "a step that was interrupted may queue fewer, and none queues more"
+        )
 
     def test_a_new_size_starts_afresh(self) -> None:
         workload = matmul(torch.float32, claim_bytes=MIB)
         for _ in range(4):
             workload.step(64, 128)
-        assert workload.step(256, 128).flop == 2.0 * 256**3, "how long one product takes is not known yet"
+        assert workload.step(256, 128).flop == 2.0 * 256**3, (
+            "how long one product takes is not known yet"
+        )
         assert matrices(workload)[0].shape == (256, 256)
 
 
@@ -123,7 +132,8 @@ def test_rounding_is_down_to_a_whole_tile(size: int) -> None:
     assert rounded(n) == n
 
 
-# --- against a real wall -----------------------------------------------------------------------------------------
+# --- against a real wall
+# -----------------------------------------------------------------------------------------
 
 
 def room_for(spec: WorkerSpec, sizes: list[int], spare_bytes: int) -> list[FailureKind | None]:
@@ -132,7 +142,12 @@ def room_for(spec: WorkerSpec, sizes: list[int], spare_bytes: int) -> list[Failu
     workload = Matmul(WorkloadContext(device=device.torch_device, dtype=device.torch_dtype, seed=0))
     ended: list[FailureKind | None] = []
     for size in sizes:
-        ballast_bytes = device.info.cap_bytes - device.held_bytes() - workload.needed_bytes(size, 1) - spare_bytes
+        ballast_bytes = (
+            device.info.cap_bytes
+            - device.held_bytes()
+            - workload.needed_bytes(size, 1)
+            - spare_bytes
+        )
         with device.enforced():
             ballast = torch.empty(ballast_bytes, dtype=torch.uint8)
             try:
@@ -149,7 +164,8 @@ def room_for(spec: WorkerSpec, sizes: list[int], spare_bytes: int) -> list[Failu
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_needs_what_it_says_and_no_more(in_child: InChild, dtype: str) -> None:
     sizes = [512, 1024]
-    # The device keeps 2 MiB and 1 MiB a thread out of what it calls free, for the kernels' own scratch.
+    # The device keeps 2 MiB and 1 MiB a thread out of what it calls free, for the kernels' own
+    # scratch.
     spare_bytes = 2 * MIB + torch.get_num_threads() * MIB
     spec = spec_of(budget_bytes=160 * MIB, dtype=dtype)
     assert in_child(room_for, spec, sizes, spare_bytes) == [None] * len(sizes)
@@ -182,5 +198,6 @@ def test_a_check_needs_no_memory_of_its_own(in_child: InChild, dtype: str) -> No
     sizes = [512, 1024]
     found = in_child(checks_at_the_wall, spec_of(budget_bytes=96 * MIB, dtype=dtype), sizes)
     assert found[0::2] == [("freivalds", True)] * 4
-    # A product without memory for its buffers may be summed in another order, and is then not compared.
+    # A product without memory for its buffers may be summed in another order, and is then not
+    # compared.
     assert set(found[1::2]) <= {("repeat", True), None}

@@ -20,19 +20,23 @@ from workers.messages import ContextCorruptedError
 
 
 def alone_on(device: str) -> AbstractContextManager[None]:
-    """Hold the lock of a device, named by whatever identifies it on this machine, for the duration of a `with`.
+    """Hold the lock of a device, named by whatever identifies it on this machine, for the duration
+    of a `with`.
 
-    Workers that start together must neither count each other's context nor grow into the same free bytes.
+    Workers that start together must neither count each other's context nor grow into the same free
+    bytes.
     """
     key = hashlib.sha256(device.encode()).hexdigest()[:16]
-    return locked(Path(tempfile.gettempdir()) / f"orchestrator-context-{os.getuid()}-{key}.lock", math.inf)
+    return locked(
+        Path(tempfile.gettempdir()) / f"orchestrator-context-{os.getuid()}-{key}.lock", math.inf
+    )
 
 
 def threads_for(workers_on_host: int) -> int:
     """Return this worker's share of the physical cores here, one at the least.
 
-    Not Ray's `num_cpus`, which only admits: Ray sets OMP_NUM_THREADS to it, and seven workers with 8 each would run 56
-    threads on an ordinary PC.
+    Not Ray's `num_cpus`, which only admits: Ray sets OMP_NUM_THREADS to it, and seven workers with
+    8 each would run 56 threads on an ordinary PC.
     """
     return max(1, (psutil.cpu_count(logical=False) or os.cpu_count() or 1) // workers_on_host)
 
@@ -40,14 +44,18 @@ def threads_for(workers_on_host: int) -> int:
 class EmergencyProduct:
     """C = A B for square matrices of ones and twos, whose every element is exactly `2 x size`.
 
-    Whether the device still computes, asked without allocating anything: the operands, the result and (on CUDA) the
-    cuBLAS handle and workspace exist since the device was opened.
+    Whether the device still computes, asked without allocating anything: the operands, the result
+    and (on CUDA) the cuBLAS handle and workspace exist since the device was opened.
 
-    fp32 whatever the workload's type: the value stays exact up to 2^24, and the kernel is never missing.
+    fp32 whatever the workload's type: the value stays exact up to 2^24, and the kernel is never
+    missing.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        """Allocate and run once, so that handle, workspace and kernel are loaded; `size` is the guides' 128."""
+        """Allocate and run once, so that handle, workspace and kernel are loaded.
+
+        `size` is the guides' 128.
+        """
         self.size = size
         self._left = torch.ones((size, size), dtype=torch.float32, device=device)
         self._right = torch.full((size, size), 2.0, dtype=torch.float32, device=device)
@@ -66,5 +74,6 @@ class EmergencyProduct:
         corner = self._result[-1, -1].item()
         if corner != 2.0 * self.size:
             raise ContextCorruptedError(
-                f"the {self.size}x{self.size} emergency product gave {corner}, not {2.0 * self.size}"
+                f"the {self.size}x{self.size} emergency product gave {corner}, not "
+                f"{2.0 * self.size}"
             )

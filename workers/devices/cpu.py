@@ -1,12 +1,14 @@
-"""The CPU as a device with a real cap: past it the kernel refuses, and torch raises its own out-of-memory.
+"""The CPU as a device with a real cap: past it the kernel refuses, and torch raises its own
+out-of-memory.
 
-`RLIMIT_DATA` bounds a process's private writable memory (man 2 getrlimit; since Linux 4.7 it counts private
-mappings too). Set to the present size plus the cap, it makes every recovery path of the engine happen for real on a
-machine without a GPU. Linux only. Does not bound the resident set, nor memory that other processes share.
+`RLIMIT_DATA` bounds a process's private writable memory (man 2 getrlimit; since Linux 4.7 it counts
+private mappings too). Set to the present size plus the cap, it makes every recovery path of the
+engine happen for real on a machine without a GPU. Linux only. Does not bound the resident set, nor
+memory that other processes share.
 
-The limit holds while the workload computes and while memory is obtained, and is lifted in between. Otherwise the kernel
-would refuse buffers of Ray or Python, and the process would end instead of backing off. Growth of the process in
-between is not charged to the cap.
+The limit holds while the workload computes and while memory is obtained, and is lifted in between.
+Otherwise the kernel would refuse buffers of Ray or Python, and the process would end instead of
+backing off. Growth of the process in between is not charged to the cap.
 """
 
 from __future__ import annotations
@@ -35,9 +37,9 @@ from workers.units import MIB
 
 T = TypeVar("T")
 
-#: glibc's M_MMAP_THRESHOLD (malloc.h). Blocks at least this large get a mapping of their own, so freeing one gives
-#: it back to the kernel at once. The default threshold grows to 32 MiB with use, and what a worker released would
-#: stay on its heap and count against its cap.
+#: glibc's M_MMAP_THRESHOLD (malloc.h). Blocks at least this large get a mapping of their own, so
+#: freeing one gives it back to the kernel at once. The default threshold grows to 32 MiB with use,
+#: and what a worker released would stay on its heap and count against its cap.
 _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD_BYTES = 64 * 1024
 
@@ -45,8 +47,9 @@ _MMAP_THRESHOLD_BYTES = 64 * 1024
 _STOCK_CHUNKS = 171
 _STOCK_CHUNK_BYTES = 48 * 1024
 
-#: glibc's M_ARENA_MAX. Where the kernel refuses a mapping, malloc looks for room on the heap of another arena, which
-#: grows to 64 MiB and never shrinks below its last living block: seen after 1000 refusals, 64 MiB not given back.
+#: glibc's M_ARENA_MAX. Where the kernel refuses a mapping, malloc looks for room on the heap of
+#: another arena, which grows to 64 MiB and never shrinks below its last living block: seen after
+#: 1000 refusals, 64 MiB not given back.
 _M_ARENA_MAX = -8
 
 #: The fields of `struct mallinfo2`; `fordblks` is what is free.
@@ -55,27 +58,31 @@ _MALLOC_INFO = (
     *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
 )
 
-#: Kept out of what a worker may obtain, and why: oneDNN builds a kernel for each new shape, taking up to 2 MiB with
-#: one thread and 4 MiB with two (measured, torch 2.13, bf16, n = 256 to 5568); under 0.5 MiB it crashes the process
-#: instead of raising. malloc's header page of each mapping comes out of this too.
+#: Kept out of what a worker may obtain, and why: oneDNN builds a kernel for each new shape, taking
+#: up to 2 MiB with one thread and 4 MiB with two (measured, torch 2.13, bf16, n = 256 to 5568);
+#: under 0.5 MiB it crashes the process instead of raising. malloc's header page of each mapping
+#: comes out of this too.
 _MARGIN_BYTES = 2 * 2**20
 _MARGIN_PER_THREAD_BYTES = 2**20
 
 #: With less than this a worker could not even run the smallest product.
 _LEAST_USABLE_BYTES = 2**20
 
-#: How far other threads may push the data size up before it counts against the cap. It is bounded, because a workload
-#: that never frees its tensors looks the same, and without a bound each recovery would allow it another cap.
+#: How far other threads may push the data size up before it counts against the cap. It is bounded,
+#: because a workload that never frees its tensors looks the same, and without a bound each recovery
+#: would allow it another cap.
 _DRIFT_LIMIT_BYTES = 64 * 2**20
 
 _RESET = "measured: the highest resident size, which is reset before each step"
 _NOT_RESET = (
-    "not measured: the kernel does not let this process reset its highest resident size (/proc/self/clear_refs), so "
+    "not measured: the kernel does not let this process reset its highest resident size "
+    "(/proc/self/clear_refs), so "
     "memory that a step frees before it returns is not seen"
 )
 
-#: Kernels that oneDNN keeps ready, unless the user has said it. Its own 1,024 take 15 MiB for each new shape of a small
-#: GPT's steps, without a limit; a step of cnn-small needs between 48 and 64 (measured, torch 2.13).
+#: Kernels that oneDNN keeps ready, unless the user has said it. Its own 1,024 take 15 MiB for each
+#: new shape of a small GPT's steps, without a limit; a step of cnn-small needs between 48 and 64
+#: (measured, torch 2.13).
 _ONEDNN_CACHE = "64"
 
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
@@ -101,7 +108,8 @@ class CpuDevice:
         self.torch_dtype = _usable_dtype(spec.workload.dtype, cpuinfo)
         before_bytes = process_memory().data_bytes
         self._emergency = EmergencyProduct(spec.memory.emergency_size, self.torch_device)
-        # The kernel library builds what it keeps, so that this is charged to the context and not to the cap.
+        # The kernel library builds what it keeps, so that this is charged to the context and not to
+        # the cap.
         ones = torch.ones((512, 512), dtype=self.torch_dtype)
         torch.mm(ones, ones)
         del ones
@@ -117,14 +125,18 @@ class CpuDevice:
         floor_bytes = max(spec.memory.floor_bytes, _LEAST_USABLE_BYTES)
         if self.most_bytes < floor_bytes:
             raise IncompatibleError(
-                f"{spec.slot}: of the budget of {spec.budget_bytes / MIB:.1f} MiB the runtime leaves "
-                f"{self.most_bytes / MIB:.1f} MiB, under the floor of {floor_bytes / MIB:.1f} MiB; raise "
+                f"{spec.slot}: of the budget of {spec.budget_bytes / MIB:.1f} MiB the runtime "
+                "leaves "
+                f"{self.most_bytes / MIB:.1f} MiB, under the floor of {floor_bytes / MIB:.1f} "
+                "MiB; raise "
                 f"nodes.{spec.node}.vram_per_worker_gib (or the scale), or lower memory.floor_mib"
             )
         self._peak_bytes = 0
         self._resets_peaks = can_reset_highest()
         with self.enforced():
-            cap_read_back_bytes = resource.getrlimit(resource.RLIMIT_DATA)[0] - self._base.data_bytes
+            cap_read_back_bytes = (
+                resource.getrlimit(resource.RLIMIT_DATA)[0] - self._base.data_bytes
+            )
         self.info = DeviceInfo(
             kind="cpu",
             name="CPU" if name is None else name[1].strip(),
@@ -151,7 +163,9 @@ class CpuDevice:
             return torch.empty(size_bytes, dtype=torch.uint8).nbytes
 
     def held_bytes(self) -> int:
-        """See `Device.held_bytes`: growth of the process's data under the limit, as there is no pool."""
+        """See `Device.held_bytes`: growth of the process's data under the limit, as there is no
+        pool.
+        """
         return max(0, self._now.data_bytes - self._base.data_bytes)
 
     def kept_bytes(self) -> int:
@@ -164,12 +178,16 @@ class CpuDevice:
         return max(0, self._now.data_bytes - self._opened_bytes - free_bytes)
 
     def step_peak_bytes(self) -> int:
-        """What was held before the step and the growth of the resident memory in it, or what is held now if more.
+        """What was held before the step and the growth of the resident memory in it, or what is
+        held now if more.
 
-        The kernel keeps no highest data size. Memory that was freed within the step without ever being written is not
-        seen.
+        The kernel keeps no highest data size. Memory that was freed within the step without ever
+        being written is not seen.
         """
-        peak = max(self.held_bytes(), self._now.highest_bytes - self._base.resident_bytes if self._resets_peaks else 0)
+        peak = max(
+            self.held_bytes(),
+            self._now.highest_bytes - self._base.resident_bytes if self._resets_peaks else 0,
+        )
         self._peak_bytes = max(self._peak_bytes, peak)
         return peak
 
@@ -179,7 +197,12 @@ class CpuDevice:
 
     def allowed_bytes(self, leave_bytes: int) -> int:
         """See `Device.allowed_bytes`; the machine's available RAM bounds it too."""
-        return max(0, min(self.most_bytes, self.held_bytes() + psutil.virtual_memory().available - leave_bytes))
+        return max(
+            0,
+            min(
+                self.most_bytes, self.held_bytes() + psutil.virtual_memory().available - leave_bytes
+            ),
+        )
 
     def memory(self) -> MemoryInfo:
         machine = psutil.virtual_memory()
@@ -214,13 +237,15 @@ class CpuDevice:
     def rebase(self) -> int:
         """See `Device.rebase`.
 
-        Other threads of the process grow it over the hours (their stacks and heaps count as data); without this,
-        what they took during a step would eat the cap that was promised to tensors.
+        Other threads of the process grow it over the hours (their stacks and heaps count as data);
+        without this, what they took during a step would eat the cap that was promised to tensors.
         """
         self._now = process_memory()
         data_bytes = min(self._now.data_bytes, self._opened_bytes + _DRIFT_LIMIT_BYTES)
         held_bytes = self._now.data_bytes - data_bytes
-        self._base = replace(self._now, data_bytes=data_bytes, resident_bytes=self._now.resident_bytes - held_bytes)
+        self._base = replace(
+            self._now, data_bytes=data_bytes, resident_bytes=self._now.resident_bytes - held_bytes
+        )
         return 0
 
     @contextmanager
@@ -230,7 +255,8 @@ class CpuDevice:
         data_bytes = self._now.data_bytes - before.data_bytes
         resident_bytes = self._now.resident_bytes - before.resident_bytes
         if self._failed:
-            # What shrank since then was freed with the frames of the work that failed: it was held under the cap.
+            # What shrank since then was freed with the frames of the work that failed: it was held
+            # under the cap.
             data_bytes, resident_bytes = max(0, data_bytes), max(0, resident_bytes)
         self._base = replace(
             self._base,
@@ -258,10 +284,11 @@ def _use_mappings_for_blocks() -> None:
 def _lay_in_stock() -> None:
     """Keep space on the heap for small allocations, which no block can take.
 
-    While the cap is used up, the other threads of the process live on it: refused the few kilobytes of a message,
-    Ray's would end the process (seen once in 300,000 to 700,000 walls without it). Each chunk is smaller than any
-    block and has a neighbour that stays, so that they never grow together into room for one. It is there before the
-    cap is measured, and costs address space more than memory.
+    While the cap is used up, the other threads of the process live on it: refused the few kilobytes
+    of a message, Ray's would end the process (seen once in 300,000 to 700,000 walls without it).
+    Each chunk is smaller than any block and has a neighbour that stays, so that they never grow
+    together into room for one. It is there before the cap is measured, and costs address space more
+    than memory.
     """
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
@@ -286,7 +313,9 @@ def _free_in_malloc_bytes() -> int:
 
 
 def _usable_dtype(name: str, cpuinfo: str) -> torch.dtype:
-    """The type a CPU runs in place of `name`: it has no fast fp16, and bf16 only where the instructions exist."""
+    """The type a CPU runs in place of `name`: it has no fast fp16, and bf16 only where the
+    instructions exist.
+    """
     if name == "fp16":
         fast_bf16 = any(word in cpuinfo for word in ("avx512_bf16", "amx_bf16", " bf16"))
         return torch.bfloat16 if fast_bf16 else torch.float32

@@ -1,8 +1,10 @@
-"""A CUDA card as a device: torch's caching allocator under a cap, and the context it costs, measured.
+"""A CUDA card as a device: torch's caching allocator under a cap, and the context it costs,
+measured.
 
-`torch.cuda.set_per_process_memory_fraction` makes the allocator refuse past a share of the card's total memory; it
-is read back. It does not cover what lies outside that allocator (the context, cuBLAS handles, other libraries), so
-the cap is the budget less that, measured per process. Never changes the card's settings.
+`torch.cuda.set_per_process_memory_fraction` makes the allocator refuse past a share of the card's
+total memory; it is read back. It does not cover what lies outside that allocator (the context,
+cuBLAS handles, other libraries), so the cap is the budget less that, measured per process. Never
+changes the card's settings.
 """
 
 from __future__ import annotations
@@ -28,12 +30,19 @@ from workers.verification.freivalds import freivalds, least_scratch
 
 T = TypeVar("T")
 
-_DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
 
-#: The caching allocator maps blocks over 10 MiB in multiples of this (kRoundLarge, c10/cuda/CUDACachingAllocator).
+#: The caching allocator maps blocks over 10 MiB in multiples of this (kRoundLarge,
+#: c10/cuda/CUDACachingAllocator).
 _SEGMENT_BYTES = 2 * 2**20
 
-#: Large enough for the kernels that large products use: with lazy loading they take memory when they first run.
+#: Large enough for the kernels that large products use: with lazy loading they take memory when
+#: they first run.
 _WARM_UP_SIZE = 4096
 
 #: So many rows at a time are checked there: row by row it would be many thousand launches.
@@ -51,15 +60,18 @@ class CudaDevice:
     """This process's share of one card: the first that CUDA_VISIBLE_DEVICES shows.
 
     Raises:
-        IncompatibleError: No card is visible, the budgets do not fit the card, or the context uses up the budget.
+        IncompatibleError: No card is visible, the budgets do not fit the card, or the context uses
+            up the budget.
         RuntimeError: The card is out of memory even for a context, or broken.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
         if not torch.cuda.is_available():
             raise IncompatibleError(
-                f"{spec.slot}: torch {torch.__version__} sees no CUDA card on {socket.gethostname()} "
-                f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}); {_why_no_card()}"
+                f"{spec.slot}: torch {torch.__version__} sees no CUDA card on "
+                f"{socket.gethostname()} "
+                f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}); "
+                f"{_why_no_card()}"
             )
         self.torch_device = torch.device("cuda", 0)
         card = queries.visible_card()
@@ -68,8 +80,9 @@ class CudaDevice:
         threads = threads_for(spec.workers_on_host)
         torch.set_num_threads(threads)
         self._card = card
-        # Where the driver does not report memory per process (WSL2, containers), the context is the growth of the
-        # card's use; without the lock, workers that start together would count each other's contexts.
+        # Where the driver does not report memory per process (WSL2, containers), the context is the
+        # growth of the card's use; without the lock, workers that start together would count each
+        # other's contexts.
         with alone_on(card):
             used_before_bytes = queries.card_used_bytes(card)
             properties = torch.cuda.get_device_properties(self.torch_device)
@@ -81,16 +94,20 @@ class CudaDevice:
         cap_bytes = spec.budget_bytes - context_bytes
         if cap_bytes < spec.memory.floor_bytes:
             raise IncompatibleError(
-                f"{spec.slot}: the budget of {spec.budget_bytes / MIB:.0f} MiB leaves {cap_bytes / MIB:.0f} MiB "
-                f"after a CUDA context of {context_bytes / MIB:.0f} MiB ({source}), under the floor of "
-                f"{spec.memory.floor_bytes / MIB:.0f} MiB; raise nodes.{spec.node}.vram_per_worker_gib or start "
+                f"{spec.slot}: the budget of {spec.budget_bytes / MIB:.0f} MiB leaves "
+                f"{cap_bytes / MIB:.0f} MiB "
+                f"after a CUDA context of {context_bytes / MIB:.0f} MiB ({source}), under the "
+                "floor of "
+                f"{spec.memory.floor_bytes / MIB:.0f} MiB; raise "
+                f"nodes.{spec.node}.vram_per_worker_gib or start "
                 f"fewer workers"
             )
         self._set_cap(cap_bytes)
         self._peak_bytes = 0
         self._reserved_before_bytes = 0
         self._gap_bytes = 0
-        """Of the pool as it is: what steps had to reserve although as many bytes of it were unused."""
+        """Of the pool as it is: what steps had to reserve although as many bytes of it were unused.
+        """
         self.info = DeviceInfo(
             kind="cuda",
             name=properties.name,
@@ -98,7 +115,8 @@ class CudaDevice:
             total_bytes=self._total_bytes,
             context_bytes=context_bytes,
             context_source=source,
-            peak_source="measured: highest allocated bytes of torch's allocator, and gaps in its segments",
+            peak_source="measured: highest allocated bytes of torch's allocator, and gaps in its "
+            "segments",
             cap_bytes=self.most_bytes,
             dtype=spec.workload.dtype,
             threads=threads,
@@ -116,7 +134,9 @@ class CudaDevice:
         return alone_on(self._card)
 
     def obtain(self, size_bytes: int) -> int:
-        """Take one block, in whole allocator segments so that rounding never asks for more than was meant."""
+        """Take one block, in whole allocator segments so that rounding never asks for more than was
+        meant.
+        """
         whole = size_bytes - size_bytes % _SEGMENT_BYTES or size_bytes
         return torch.empty(whole, dtype=torch.uint8, device=self.torch_device).nbytes
 
@@ -129,24 +149,35 @@ class CudaDevice:
 
     def free_bytes(self) -> int:
         """See `Device.free_bytes`; asks the driver, so other tenants of the card count."""
-        return self._obtainable(torch.cuda.memory_stats(self.torch_device), self._free_on_card_bytes())
+        return self._obtainable(
+            torch.cuda.memory_stats(self.torch_device), self._free_on_card_bytes()
+        )
 
     def allowed_bytes(self, leave_bytes: int) -> int:
-        """See `Device.allowed_bytes`. Gaps in segments that are partly in use do not count: no block is sure to fit."""
+        """See `Device.allowed_bytes`.
+
+        Gaps in segments that are partly in use do not count: no block is sure to fit.
+        """
         stats = torch.cuda.memory_stats(self.torch_device)
-        within_reach = int(stats["reserved_bytes.all.current"]) + self._free_on_card_bytes() - leave_bytes
-        return max(0, min(self.most_bytes, within_reach) - int(stats["inactive_split_bytes.all.current"]))
+        within_reach = (
+            int(stats["reserved_bytes.all.current"]) + self._free_on_card_bytes() - leave_bytes
+        )
+        return max(
+            0, min(self.most_bytes, within_reach) - int(stats["inactive_split_bytes.all.current"])
+        )
 
     def step_peak_bytes(self) -> int:
         """See `Device.step_peak_bytes`: the highest bytes in tensors, and the gaps between them.
 
-        The highest reserved bytes alone say too much: larger steps leave their segments in the pool,
-        and whole unused ones are given back before anything is refused. But where a step made the
-        pool grow although part of it was unused, that part had gaps. They last as long as the pool.
+        The highest reserved bytes alone say too much: larger steps leave their segments in the
+        pool, and whole unused ones are given back before anything is refused. But where a step made
+        the pool grow although part of it was unused, that part had gaps. They last as long as the
+        pool.
         """
         stats = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
         allocated, reserved, splits = (
-            int(stats[name]["all"]["peak"]) for name in ("allocated_bytes", "reserved_bytes", "inactive_split_bytes")
+            int(stats[name]["all"]["peak"])
+            for name in ("allocated_bytes", "reserved_bytes", "inactive_split_bytes")
         )
         if reserved > self._reserved_before_bytes:
             grown_in_vain = reserved - max(self._reserved_before_bytes, allocated)
@@ -208,11 +239,16 @@ class CudaDevice:
         self._gap_bytes = 0
 
     def emergency(self) -> None:
-        torch.cuda.synchronize(self.torch_device)  # an error of an earlier launch surfaces here, not in the next step
+        torch.cuda.synchronize(
+            self.torch_device
+        )  # an error of an earlier launch surfaces here, not in the next step
         self._emergency.run()
 
     def timed(self, work: Callable[[], T]) -> tuple[T, float]:
-        """See `Device.timed`; by events on the card. Turns that its other tenants take in between are included."""
+        """See `Device.timed`; by events on the card.
+
+        Turns that its other tenants take in between are included.
+        """
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         self._reserved_before_bytes = torch.cuda.memory_reserved(self.torch_device)
         # Blocking events: a waiting worker must not spin, or seven of them take seven cores.
@@ -227,35 +263,51 @@ class CudaDevice:
     def _free_on_card_bytes(self) -> int:
         """Return what the card has free for this process.
 
-        CUDA reports to a client of MPS that has a memory limit what is free below that limit, and nothing of the card:
-        there the driver is asked too, and the smaller one counts.
+        CUDA reports to a client of MPS that has a memory limit what is free below that limit, and
+        nothing of the card: there the driver is asked too, and the smaller one counts.
         """
         free_bytes = torch.cuda.mem_get_info(self.torch_device)[0]
         on_card_bytes = queries.card_free_bytes(self._card) if _MPS_LIMIT in os.environ else None
         return free_bytes if on_card_bytes is None else min(free_bytes, on_card_bytes)
 
     def _used_on_card_bytes(self) -> int:
-        """Return what all programs use of the card; see `_free_on_card_bytes` for why not always by CUDA."""
+        """Return what all programs use of the card.
+
+        See `_free_on_card_bytes` for why not always by CUDA.
+        """
         used_bytes = queries.card_used_bytes(self._card) if _MPS_LIMIT in os.environ else None
-        return self._total_bytes - torch.cuda.mem_get_info(self.torch_device)[0] if used_bytes is None else used_bytes
+        return (
+            self._total_bytes - torch.cuda.mem_get_info(self.torch_device)[0]
+            if used_bytes is None
+            else used_bytes
+        )
 
     def _obtainable(self, stats: Mapping[str, int], free_on_card_bytes: int) -> int:
         """Return what one more block may take.
 
-        Segments of the allocator's pool that nothing uses count: they are given back before anything is refused.
-        Gaps in segments that are partly in use (`inactive_split_bytes`) do not: they cannot be given back.
+        Segments of the allocator's pool that nothing uses count: they are given back before
+        anything is refused. Gaps in segments that are partly in use (`inactive_split_bytes`) do
+        not: they cannot be given back.
         """
         reserved = stats["reserved_bytes.all.current"]
-        unused = reserved - stats["allocated_bytes.all.current"] - stats["inactive_split_bytes.all.current"]
+        unused = (
+            reserved
+            - stats["allocated_bytes.all.current"]
+            - stats["inactive_split_bytes.all.current"]
+        )
         return max(0, min(self.most_bytes - reserved, free_on_card_bytes) + unused)
 
     def _warm_up(self, budget_bytes: int) -> None:
-        """Load the kernels and the workspace of the real element type, so that they count as context or reserve."""
+        """Load the kernels and the workspace of the real element type, so that they count as
+        context or reserve.
+        """
         n = _WARM_UP_SIZE
         while 4 * n * n * self.torch_dtype.itemsize > budget_bytes // 4:
             n //= 2
         generator = torch.Generator(device=self.torch_device).manual_seed(0)
-        left = torch.empty((n, n), dtype=self.torch_dtype, device=self.torch_device).normal_(generator=generator)
+        left = torch.empty((n, n), dtype=self.torch_dtype, device=self.torch_device).normal_(
+            generator=generator
+        )
         product, again = torch.mm(left, left), torch.mm(left, left)
         doubles = max(least_scratch(n), repeat.least_scratch(n)) + _WARM_UP_ROWS * n
         scratch = torch.empty(doubles, dtype=torch.float64, device=self.torch_device)
@@ -268,10 +320,12 @@ class CudaDevice:
 
 
 def _compute_as_named(dtype: str) -> None:
-    """Have products computed in exactly the requested type, independent of this computer's settings.
+    """Have products computed in exactly the requested type, independent of this computer's
+    settings.
 
-    A library may also add the parts of a product in the narrow type (torch's `allow_..._reduced_precision_reduction`):
-    results are then further off than their own rounding explains, and checks would have to let more through.
+    A library may also add the parts of a product in the narrow type (torch's
+    `allow_..._reduced_precision_reduction`): results are then further off than their own rounding
+    explains, and checks would have to let more through.
     """
     matmul = torch.backends.cuda.matmul
     allow_tf32(allowed=dtype == "tf32")
@@ -284,7 +338,8 @@ def _why_no_card() -> str:
     if torch.version.cuda is None:
         return "this torch is a CPU build: install a CUDA build of it there"
     return (
-        f"it is built for CUDA {torch.version.cuda}, and the driver is missing or too old for that: nvidia-smi there "
+        f"it is built for CUDA {torch.version.cuda}, and the driver is missing or too old for "
+        "that: nvidia-smi there "
         f"shows the newest CUDA it can; update the driver, or install a torch built for that CUDA"
     )
 
@@ -294,8 +349,10 @@ def _check_card(spec: WorkerSpec, total_bytes: int, name: str) -> None:
     allowed = int(spec.memory_fraction * total_bytes)
     if spec.card_budget_bytes > allowed:
         raise IncompatibleError(
-            f"{spec.node}: the workers of one card may hold {spec.card_budget_bytes / 2**30:.2f} GiB in sum, but "
-            f"{spec.memory_fraction:.2f} of the {total_bytes / 2**30:.2f} GiB this {name} really has is "
+            f"{spec.node}: the workers of one card may hold {spec.card_budget_bytes / 2**30:.2f} "
+            "GiB in sum, but "
+            f"{spec.memory_fraction:.2f} of the {total_bytes / 2**30:.2f} GiB this {name} really "
+            "has is "
             f"{allowed / 2**30:.2f} GiB; lower nodes.{spec.node}.workers or .vram_per_worker_gib"
         )
 

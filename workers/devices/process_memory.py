@@ -1,4 +1,7 @@
-"""What the kernel counts as the memory of this process, now and at its highest. Linux only; decides nothing."""
+"""What the kernel counts as the memory of this process, now and at its highest.
+
+Linux only; decides nothing.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ _RESET_HIGHEST: Final = "5"
 
 #: In the order in which the kernel writes them (fs/proc/task_mmu.c, task_mem).
 _LINES: Final = re.compile(
-    r"VmHWM:\s*(\d+) kB\nVmRSS:\s*(\d+) kB\nRssAnon:.*\nRssFile:\s*(\d+) kB\nRssShmem:\s*(\d+) kB\nVmData:\s*(\d+) kB"
+    r"VmHWM:\s*(\d+) kB\nVmRSS:\s*(\d+) kB\nRssAnon:.*\nRssFile:\s*(\d+) kB\nRssShmem:\s*(\d+) "
+    r"kB\nVmData:\s*(\d+) kB"
 )
 
 
@@ -25,7 +29,8 @@ _LINES: Final = re.compile(
 class ProcessMemory:
     """One look; bytes.
 
-    Pages of files, such as a library's code, and shared memory are not counted: a cap does not hold them either.
+    Pages of files, such as a library's code, and shared memory are not counted: a cap does not hold
+    them either.
     """
 
     data_bytes: int
@@ -48,17 +53,26 @@ def process_memory() -> ProcessMemory:
     try:
         status = _STATUS.read_text(encoding="ascii", errors="replace")
     except OSError as error:
-        raise IncompatibleError(f"the CPU device needs Linux's {_STATUS} to cap memory: {error}") from error
+        raise IncompatibleError(
+            f"the CPU device needs Linux's {_STATUS} to cap memory: {error}"
+        ) from error
     found = _LINES.search(status)
     if found is None:
-        raise IncompatibleError(f"the CPU device needs VmHWM to VmData in {_STATUS} (Linux 4.5) to cap memory")
+        raise IncompatibleError(
+            f"the CPU device needs VmHWM to VmData in {_STATUS} (Linux 4.5) to cap memory"
+        )
     highest, resident, file, shared, data = (1024 * int(kib) for kib in found.groups())
     other = file + shared
-    return ProcessMemory(data_bytes=data, resident_bytes=resident - other, highest_bytes=highest - other)
+    return ProcessMemory(
+        data_bytes=data, resident_bytes=resident - other, highest_bytes=highest - other
+    )
 
 
 def reset_highest() -> None:
-    """Make the highest resident size the present one; an OSError where `can_reset_highest` said no."""
+    """Make the highest resident size the present one.
+
+    An OSError where `can_reset_highest` said no.
+    """
     _CLEAR.write_text(_RESET_HIGHEST, encoding="ascii")
 
 

@@ -1,4 +1,6 @@
-"""The duty of a worker: how long it sleeps, so that it keeps the device busy only for a share of the time."""
+"""The duty of a worker: how long it sleeps, so that it keeps the device busy only for a share of
+the time.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ import time
 class DutyCycle:
     """The idle time that is due after work, and the sleep for it.
 
-    `duty` is the share of the time for which the slot may keep the device busy; `None` does not limit it.
+    `duty` is the share of the time for which the slot may keep the device busy; `None` does not
+    limit it.
     """
 
     def __init__(self, duty: float | None) -> None:

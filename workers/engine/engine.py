@@ -1,8 +1,9 @@
 """One slice: ask the policy, run steps, rest between them, report.
 
-The engine lives as long as the worker's process. It never decides a size (the policy does). What follows a step that
-fails is in `oom_recovery.py`. No exception leaves `run_slice` except a request to stop the process (a signal's handler
-raised it): failures are text in the report, and a SystemExit of the workload is one of them.
+The engine lives as long as the worker's process. It never decides a size (the policy does). What
+follows a step that fails is in `oom_recovery.py`. No exception leaves `run_slice` except a request
+to stop the process (a signal's handler raised it): failures are text in the report, and a
+SystemExit of the workload is one of them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from typing import Final
 import psutil
 
 from workers import oom
-from workers.engine.oom_recovery import ask_after_oom, claim_memory, handle_failure, stay_in_emergency
+from workers.engine.oom_recovery import (
+    ask_after_oom,
+    claim_memory,
+    handle_failure,
+    stay_in_emergency,
+)
 from workers.engine.open_session import open_session
 from workers.engine.session import Session
 from workers.engine.slice_stats import SliceStats
@@ -36,8 +42,8 @@ from workers.policy.base import Emergency, Release, Run, StepOk, StepOom
 from workers.settings import FailureKind, WorkerSpec
 from workers.workloads.base import StepResult
 
-#: Length of a slice without work, and time between two sensor readings of a card that is too hot. It is short, because
-#: the head may change the lease at any time.
+#: Length of a slice without work, and time between two sensor readings of a card that is too hot.
+#: It is short, because the head may change the lease at any time.
 _IDLE_POLL_S: Final = 0.1
 
 
@@ -51,7 +57,10 @@ class Engine:
         self._corrupted: str | None = None
 
     def run_slice(self, directive: Directive) -> Report:
-        """Work for about `directive.duration_s`; the report's verdict says whether this process may continue."""
+        """Work for about `directive.duration_s`.
+
+        The report's verdict says whether this process may continue.
+        """
         stats = SliceStats(slot=self._spec.slot, directive=directive)
         memory: MemoryInfo | None = None
         progress: Progress | None = None
@@ -83,7 +92,9 @@ class Engine:
                 verdict = self._give_up(stats, failure.text)
             else:  # an error of the workload: it ends the slice and nothing else
                 stats.count(StepCounts(steps_error=1))
-                stats.settle(WorkerState.BACKOFF, f"the workload failed outside its step: {failure.text}")
+                stats.settle(
+                    WorkerState.BACKOFF, f"the workload failed outside its step: {failure.text}"
+                )
         return replace(self._report(stats, verdict, memory), progress=progress)
 
     def _give_up(self, stats: SliceStats, reason: str) -> Verdict:
@@ -121,20 +132,25 @@ class Engine:
             events=(*report.events, *session.told.taken()),
             snapshot=session.pieces.next(session.workload.saved),
             save_due=session.workload.save_due,
-            # After every failure too: without it the head takes an out-of-memory for a card that is full.
+            # After every failure too: without it the head takes an out-of-memory for a card that is
+            # full.
             device=session.device.info,
             sensors=session.thermal.reading,
             claim_bytes=None if memory is None else session.claim_bytes,
-            resume=directive.resume if session.state is None else session.policy.dump(session.state),
+            resume=directive.resume
+            if session.state is None
+            else session.policy.dump(session.state),
             learned=None if memory is None else session.learned_limit(memory.peak_bytes),
         )
 
 
 def _prepare(session: Session, stats: SliceStats) -> bool:
-    """Find out what memory there is, and give the policy its state, unless that is done; say whether it is.
+    """Find out what memory there is, and give the policy its state, unless that is done; say
+    whether it is.
 
-    A lease of 0 bytes asks a process that shares its card to open it and to report what memory there is, and no more:
-    progressive allocation waits until the head has said how many bytes are for this worker.
+    A lease of 0 bytes asks a process that shares its card to open it and to report what memory
+    there is, and no more: progressive allocation waits until the head has said how many bytes are
+    for this worker.
     """
     if session.lease_bytes == 0:
         if session.state is not None:
@@ -151,7 +167,10 @@ def _prepare(session: Session, stats: SliceStats) -> bool:
 
 
 def _work(session: Session, stats: SliceStats) -> None:
-    """Follow the policy until the slice is over; an error of the workload ends it, so that the head learns of it."""
+    """Follow the policy until the slice is over.
+
+    An error of the workload ends it, so that the head learns of it.
+    """
     if session.last_run is not None:
         stats.use(session.last_run.size, session.last_run.batch)
     if session.duty.rest(stats.remaining_s) and stats.directive.duration_s > 0:
@@ -176,7 +195,9 @@ def _work(session: Session, stats: SliceStats) -> None:
             _between_steps(session, stats, event)
             # Measured after the sleep: other processes may have taken memory meanwhile.
             allowed_bytes = session.measure_allowed_if_due()
-            decision = session.ask(replace(event, at_s=time.monotonic(), allowed_bytes=allowed_bytes))
+            decision = session.ask(
+                replace(event, at_s=time.monotonic(), allowed_bytes=allowed_bytes)
+            )
             if stats.remaining_s <= 0:
                 if isinstance(decision, Release):
                     session.device.release()  # the next slice asks again, and the policy counts this one as done
@@ -188,7 +209,10 @@ def _work(session: Session, stats: SliceStats) -> None:
 
 
 def _step(session: Session, stats: SliceStats, run: Run) -> StepOk | StepOom | None:
-    """Run one step; `None` ends the slice: the workload failed by its own fault, or the card is too hot."""
+    """Run one step.
+
+    `None` ends the slice: the workload failed by its own fault, or the card is too hot.
+    """
     if not _wait_until_cool(session, stats):
         return None
     failure: Failure | None = None
@@ -200,7 +224,8 @@ def _step(session: Session, stats: SliceStats, run: Run) -> StepOk | StepOom | N
     except IncompatibleError:
         raise  # no step will ever do better
     except BaseException as error:  # noqa: BLE001 - classified outside the handler
-        # Only text leaves the handler: the traceback holds the frames, and the frames hold the tensors.
+        # Only text leaves the handler: the traceback holds the frames, and the frames hold the
+        # tensors.
         failure = failure_of_workload(error)
         traceback = oom.traceback_text(error)
         # And what they hold: it is gone as soon as the handler is left.
@@ -245,10 +270,14 @@ def _wait_until_cool(session: Session, stats: SliceStats) -> bool:
 
 
 def _between_steps(session: Session, stats: SliceStats, step: StepOk) -> None:
-    """Read the sensors and check the step's result, as far as that is due; then rest as the duty asks."""
+    """Read the sensors and check the step's result, as far as that is due.
+
+    Then rest as the duty asks.
+    """
     session.thermal.sample(stats)
     checked_s = session.checks.after_step(session.device, session.workload, step, stats)
-    # Under MPS other processes compute while the memory is timed, which makes it look slower than it is.
+    # Under MPS other processes compute while the memory is timed, which makes it look slower than
+    # it is.
     if session.device.info.kind == "cuda" and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ:
         session.thermal.measure_bandwidth(session.bandwidth, stats)
     stats.settle(*session.working_state())

@@ -1,7 +1,9 @@
-"""A workload into which `run --chaos` injects faults: failures of single steps, and faults that end its process.
+"""A workload into which `run --chaos` injects faults: failures of single steps, and faults that end
+its process.
 
-They come at the beginning of a step, before anything allocates: torch's own exceptions, real signals, a step that does
-not return. Does not decide which slice carries a process fault (the head does) and recovers from nothing.
+They come at the beginning of a step, before anything allocates: torch's own exceptions, real
+signals, a step that does not return. Does not decide which slice carries a process fault (the head
+does) and recovers from nothing.
 """
 
 from __future__ import annotations
@@ -46,22 +48,30 @@ class ChaoticWorkload:
         return getattr(self._inner, name)
 
     def begin_slice(self, stats: SliceStats) -> None:
-        """Begin a slice: seed its random faults, and take its process fault unless an earlier one still waits."""
+        """Begin a slice: seed its random faults, and take its process fault unless an earlier one
+        still waits.
+        """
         directive = stats.directive
         self._stats = stats
         identity = (self._faults.seed, stats.slot, directive.incarnation, directive.sequence)
         self._chance = random.Random("/".join(map(str, identity)))  # noqa: S311 - repeatable is what is wanted
         if self._process_fault is None and directive.process_fault is not None:
             self._process_fault = directive.process_fault
-            self._process_fault_at_s = time.monotonic() + directive.process_fault.at_share * stats.remaining_s
+            self._process_fault_at_s = (
+                time.monotonic() + directive.process_fault.at_share * stats.remaining_s
+            )
 
     def step(self, size: int, batch: int) -> StepResult | None:
         """Inject what is due, or let the wrapped workload do its step."""
         if self._process_fault is not None and time.monotonic() >= self._process_fault_at_s:
             process_fault, self._process_fault = self._process_fault, None
             perform(process_fault.kind)
-        # Both are drawn at every step, so that a fault of one kind does not change the rate of the other.
-        runs_out, fails = (self._chance.random() < rate for rate in (self._faults.oom_rate, self._faults.raise_rate))
+        # Both are drawn at every step, so that a fault of one kind does not change the rate of the
+        # other.
+        runs_out, fails = (
+            self._chance.random() < rate
+            for rate in (self._faults.oom_rate, self._faults.raise_rate)
+        )
         if self._counted.due() or runs_out:
             self._note(FaultKind.OOM)
             raise injected_error(self._faults.oom_kind)
@@ -95,7 +105,9 @@ def perform(kind: FaultKind) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case FaultKind.SEGV:  # as the kernel sends it, whatever handler is set
             faulthandler.disable()
-            with suppress(ValueError):  # not in the main thread: the handlers in place pass the signal on
+            with suppress(
+                ValueError
+            ):  # not in the main thread: the handlers in place pass the signal on
                 signal.signal(signal.SIGSEGV, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGSEGV)
         case FaultKind.EXIT:

@@ -1,7 +1,9 @@
-"""From a failed step to the next one: give memory back, prove that the device answers, obtain memory, ask the policy.
+"""From a failed step to the next one: give memory back, prove that the device answers, obtain
+memory, ask the policy.
 
-The functions stand in the order in which they run. Runs outside every exception handler: the traceback of a
-handler holds the frames, and the frames hold the tensors. Decides no size (the policy does).
+The functions stand in the order in which they run. Runs outside every exception handler: the
+traceback of a handler holds the frames, and the frames hold the tensors. Decides no size (the
+policy does).
 """
 
 from __future__ import annotations
@@ -21,12 +23,18 @@ from workers.settings import FailureKind, MemorySettings
 #: Share by which a claim must have changed to be an event: free memory always moves a little.
 _MIN_CLAIM_CHANGE = 0.01
 
-#: Pause between two emergency products when no step fits: the worker reports that it lives, and waits.
+#: Pause between two emergency products when no step fits: the worker reports that it lives, and
+#: waits.
 _EMERGENCY_PAUSE_S = 0.1
 
 
 def handle_failure(
-    session: Session, stats: SliceStats, run: Run, failure: Failure, traceback: str, at_least_bytes: int
+    session: Session,
+    stats: SliceStats,
+    run: Run,
+    failure: Failure,
+    traceback: str,
+    at_least_bytes: int,
 ) -> StepOom | None:
     """Recover from a failed step, and return what to tell the policy of an out-of-memory.
 
@@ -41,7 +49,9 @@ def handle_failure(
         return _recover(session, stats, run, failure, at_least_bytes)
     session.shed()
     session.rebase(stats)
-    broken = _emergency_failure(session)  # some failures of the device itself read like a bug of the workload
+    broken = _emergency_failure(
+        session
+    )  # some failures of the device itself read like a bug of the workload
     if broken is not None:
         raise ContextCorruptedError(broken.text)
     stats.count(StepCounts(steps_error=1))
@@ -50,7 +60,9 @@ def handle_failure(
     return None
 
 
-def _recover(session: Session, stats: SliceStats, run: Run, failure: Failure, at_least_bytes: int) -> StepOom:
+def _recover(
+    session: Session, stats: SliceStats, run: Run, failure: Failure, at_least_bytes: int
+) -> StepOom:
     started_s = time.monotonic()
     stats.count(StepCounts(steps_oom=1, steps_oom_probe=int(run.is_probe), oom_count=1))
     session.shed()
@@ -86,10 +98,14 @@ def _recover(session: Session, stats: SliceStats, run: Run, failure: Failure, at
 
 
 def _prove_alive(session: Session, stats: SliceStats) -> None:
-    """Run the emergency product; a device that cannot do even that does not answer this process any more."""
+    """Run the emergency product.
+
+    A device that cannot do even that does not answer this process any more.
+    """
     failure = _emergency_failure(session)
     if failure is not None and failure.kind in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
-        # The error of the step itself may have surfaced only here: clear it before the device is called broken.
+        # The error of the step itself may have surfaced only here: clear it before the device is
+        # called broken.
         session.device.release()
         failure = _emergency_failure(session)
     if failure is not None:
@@ -98,7 +114,10 @@ def _prove_alive(session: Session, stats: SliceStats) -> None:
 
 
 def _emergency_failure(session: Session) -> Failure | None:
-    """Return why the device cannot run the emergency product, or `None` if it can. A wrong result is raised."""
+    """Return why the device cannot run the emergency product, or `None` if it can.
+
+    A wrong result is raised.
+    """
     try:
         session.device.emergency()
     except ContextCorruptedError:
@@ -109,13 +128,21 @@ def _emergency_failure(session: Session) -> Failure | None:
 
 
 def claim_memory(session: Session, stats: SliceStats) -> None:
-    """Find out by progressive allocation how much memory there is, and tell the workload. Its tensors must be gone."""
+    """Find out by progressive allocation how much memory there is, and tell the workload.
+
+    Its tensors must be gone.
+    """
     ramp = ramp_up(session.device, session.spec.memory, session.lease_bytes)
     claim_bytes = int(session.claim_share * ramp.claim_bytes)
     stats.count(StepCounts(oom_count=ramp.failures))
     moved = abs(claim_bytes - session.claim_bytes) > _MIN_CLAIM_CHANGE * session.claim_bytes
     if moved or ramp.failures:
-        stats.event("claimed", claim_bytes=claim_bytes, target_bytes=ramp.target_bytes, failures=ramp.failures)
+        stats.event(
+            "claimed",
+            claim_bytes=claim_bytes,
+            target_bytes=ramp.target_bytes,
+            failures=ramp.failures,
+        )
     session.set_claim(claim_bytes)
     if not session.growth.fills_claim:
         # A state that lives in that block would leave gaps beside it which no release gives back.
@@ -135,15 +162,16 @@ class Ramp:
 
 
 def ramp_up(device: Device, settings: MemorySettings, lease_bytes: int | None = None) -> Ramp:
-    """Obtain growing blocks, one at a time, until one is refused for good or all of the free memory is obtained.
+    """Obtain growing blocks, one at a time, until one is refused for good or all of the free memory
+    is obtained.
 
-    The 3070 guide's third technique: 20, 40, 60, 80, 100 % of the cap; a failed stage is tried again 10 % smaller, down
-    to a floor.
+    The 3070 guide's third technique: 20, 40, 60, 80, 100 % of the cap; a failed stage is tried
+    again 10 % smaller, down to a floor.
 
-    Each stage is a block of its own, and the last one stays in the allocator's pool in one piece (unless a larger one
-    was refused, which empties the pool): a workload that fills its claim cuts its tensors out of it without gaps. The
-    target is what is free now, so that the memory of other processes causes no failures. No tensor of the workload may
-    be alive.
+    Each stage is a block of its own, and the last one stays in the allocator's pool in one piece
+    (unless a larger one was refused, which empties the pool): a workload that fills its claim cuts
+    its tensors out of it without gaps. The target is what is free now, so that the memory of other
+    processes causes no failures. No tensor of the workload may be alive.
 
     Raises:
         ContextCorruptedError: The device failed in another way than by lack of memory.
@@ -173,7 +201,10 @@ def ramp_up(device: Device, settings: MemorySettings, lease_bytes: int | None = 
 
 
 def _obtained(device: Device, wanted_bytes: int) -> int | None:
-    """Obtain a block and let it go; return the size it really had, or `None` if memory was short."""
+    """Obtain a block and let it go.
+
+    Return the size it really had, or `None` if memory was short.
+    """
     failure = None
     try:
         obtained_bytes = device.obtain(wanted_bytes)
@@ -183,18 +214,28 @@ def _obtained(device: Device, wanted_bytes: int) -> int | None:
         return obtained_bytes
     if failure.kind in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
         return None
-    raise ContextCorruptedError(f"allocating {wanted_bytes} bytes failed for another reason: {failure.text}")
+    raise ContextCorruptedError(
+        f"allocating {wanted_bytes} bytes failed for another reason: {failure.text}"
+    )
 
 
 def ask_after_oom(session: Session, stats: SliceStats, event: StepOom) -> Decision:
-    """Tell the policy of an out-of-memory, and return what it wants next: another step, a release or the emergency."""
+    """Tell the policy of an out-of-memory, and return what it wants next: another step, a release
+    or the emergency.
+    """
     failed, decision = session.last_run, session.ask(event)
     if isinstance(decision, Run) and failed is not None:
-        changed = [name for name in ("size", "batch", "level") if getattr(decision, name) != getattr(failed, name)]
+        changed = [
+            name
+            for name in ("size", "batch", "level")
+            if getattr(decision, name) != getattr(failed, name)
+        ]
         again = not changed
         words = " and ".join(f"{name} {getattr(decision, name)}" for name in changed)
         then = "once more the same" if again else f"down to {words}"
-        stats.settle(WorkerState.BACKOFF, f"out of memory at size {event.size}, batch {event.batch}; {then}")
+        stats.settle(
+            WorkerState.BACKOFF, f"out of memory at size {event.size}, batch {event.batch}; {then}"
+        )
         stats.event(
             "retry" if again else "backoff",
             from_size=event.size,
@@ -207,7 +248,9 @@ def ask_after_oom(session: Session, stats: SliceStats, event: StepOom) -> Decisi
 
 
 def stay_in_emergency(session: Session, stats: SliceStats, reason: str) -> None:
-    """No step fits: prove that the device answers, wait for the end of the slice, and measure again for the next."""
+    """No step fits: prove that the device answers, wait for the end of the slice, and measure again
+    for the next.
+    """
     session.enter_emergency(stats, reason)
     session.park(stats)
     stats.settle(*session.waiting_state(WorkerState.EMERGENCY, reason))

@@ -29,11 +29,16 @@ from workers.workloads.base import Workload, WorkloadContext, find_workload
 
 
 def _state_dir(spec: WorkerSpec) -> Path | None:
-    return None if spec.run_id is None else default_path().parent / "state" / spec.run_id / spec.slot
+    return (
+        None if spec.run_id is None else default_path().parent / "state" / spec.run_id / spec.slot
+    )
 
 
 def _make_workload(spec: WorkerSpec, device: Device, context: WorkloadContext) -> Workload:
-    """Make the workload under its cap; `IncompatibleError` if it can never fit, else what its constructor raises."""
+    """Make the workload under its cap.
+
+    `IncompatibleError` if it can never fit, else what its constructor raises.
+    """
     make = find_workload(spec.workload.name)
     try:
         with device.enforced():
@@ -44,8 +49,10 @@ def _make_workload(spec: WorkerSpec, device: Device, context: WorkloadContext) -
         if failure.kind is not FailureKind.DEFINITE or held_bytes <= device.most_bytes:
             raise
     raise IncompatibleError(
-        f"{spec.slot}: the constructor of workload {spec.workload.name} needs {held_bytes / MIB:.0f} MiB or more, and "
-        f"the cap is {device.most_bytes / MIB:.0f} MiB; allocate in `step` what its size decides, or raise "
+        f"{spec.slot}: the constructor of workload {spec.workload.name} needs "
+        f"{held_bytes / MIB:.0f} MiB or more, and "
+        f"the cap is {device.most_bytes / MIB:.0f} MiB; allocate in `step` what its size decides, "
+        "or raise "
         f"nodes.{spec.node}.vram_per_worker_gib"
     )
 
@@ -57,8 +64,9 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
         IncompatibleError: They can never work here.
         ContextCorruptedError: The device failed while it was opened; a fresh process may do better.
     """
-    # torch's modules are never freed. Hidden from the collector, they make a collection cost 1 ms instead of 70. There
-    # is no collection before it: that would cost each start what this saves, for little garbage.
+    # torch's modules are never freed. Hidden from the collector, they make a collection cost 1 ms
+    # instead of 70. There is no collection before it: that would cost each start what this saves,
+    # for little garbage.
     gc.freeze()
     failure: Failure | None = None
     chaos: ChaoticWorkload | None = None
@@ -94,7 +102,9 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
         if failure.kind is FailureKind.OTHER:
             raise IncompatibleError(f"{spec.slot}: cannot start: {text}")
         if failure.kind is not FailureKind.CONTEXT_CORRUPTED:
-            stats.count(StepCounts(oom_count=1))  # tells the head that the card is full, and not that it is broken
+            stats.count(
+                StepCounts(oom_count=1)
+            )  # tells the head that the card is full, and not that it is broken
         raise ContextCorruptedError(f"cannot open the device: {text}")
     growth = Growth(
         size_power=workload.size_power,
@@ -144,7 +154,9 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
             cap_bytes=info.cap_bytes,
         ),
         thermal=thermal,
-        checks=ResultChecks(spec.check_share, f"{spec.slot}, {info.name}" + (f" {info.uuid}" if info.uuid else "")),
+        checks=ResultChecks(
+            spec.check_share, f"{spec.slot}, {info.name}" + (f" {info.uuid}" if info.uuid else "")
+        ),
         duty=DutyCycle(spec.duty),
         chaos=chaos,
         told=told,

@@ -1,6 +1,7 @@
 """Runs a workload's own checks of its results when they are due, and keeps what they found.
 
-Does not know how a result is checked. One wrong result marks the worker for as long as its process lives.
+Does not know how a result is checked. One wrong result marks the worker for as long as its process
+lives.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ class ResultChecks:
     """The checks of one worker process."""
 
     def __init__(self, share: float, where: str) -> None:
-        """Let checks take this share of the time, 0 for none; `where` is slot and card, to find a faulty one."""
+        """Let checks take this share of the time, 0 for none.
+
+        `where` is slot and card, to find a faulty one.
+        """
         self.reason: str | None = None
         """The last wrong result, in words; `None` if there was none."""
         self._schedule = CheckSchedule(share)
@@ -34,8 +38,11 @@ class ResultChecks:
         self._broken = False
         self._failures = 0
 
-    def after_step(self, device: Device, workload: Workload, step: StepOk, stats: SliceStats) -> float:
-        """Check the result of a step if that is due; return the seconds for which the check kept the device busy.
+    def after_step(
+        self, device: Device, workload: Workload, step: StepOk, stats: SliceStats
+    ) -> float:
+        """Check the result of a step if that is due; return the seconds for which the check kept
+        the device busy.
 
         Out of memory within a check is no out-of-memory of the worker: then there was no check.
 
@@ -63,7 +70,9 @@ class ResultChecks:
             if not check.ok:
                 self.reason = f"wrong result on {self._where}: {check.detail}"
                 worst = check.worst if math.isfinite(check.worst) else None
-                stats.event("corrupt", kind=check.kind, where=self._where, detail=check.detail, worst=worst)
+                stats.event(
+                    "corrupt", kind=check.kind, where=self._where, detail=check.detail, worst=worst
+                )
         return seconds
 
     def _after_failure(self, failure: oom.Failure, device: Device, stats: SliceStats) -> None:
@@ -73,7 +82,8 @@ class ResultChecks:
             stats.event("check_failed", kind=failure.kind.value, text=failure.text)
         self._failures += 1
         device.release()
-        # A check that cannot run is a bug of the workload, or never gets its memory: results go unchecked from here on.
+        # A check that cannot run is a bug of the workload, or never gets its memory: results go
+        # unchecked from here on.
         self._broken = failure.kind is FailureKind.OTHER or self._failures >= _MAX_FAILURES_IN_A_ROW
         if self._broken:
             stats.event("checks_ended", text=failure.text)

@@ -1,7 +1,7 @@
 """What one worker process holds for its slot, from the first directive on.
 
-Only this file changes a `Session`: others call the methods. Does not open one (`open_session.py`), run steps
-(`engine.py`), or recover from failures (`oom_recovery.py`).
+Only this file changes a `Session`: others call the methods. Does not open one (`open_session.py`),
+run steps (`engine.py`), or recover from failures (`oom_recovery.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from workers.workloads.base import StepResult, Workload
 #: Shortest time between two measurements of free memory after steps: each takes up to 0.2 ms.
 _MEASURE_EVERY_S: Final = 0.02
 
-#: The fastest of this many copies is the memory's speed: during the others, other processes may use the card.
+#: The fastest of this many copies is the memory's speed: during the others, other processes may use
+#: the card.
 _COPIES: Final = 8
 
 #: A step that is larger or smaller than the last reported one by this factor is an event.
@@ -84,8 +85,8 @@ class Session:
     state: Any = None
     """The policy's state; `None` until `load_policy_state`."""
     claim_bytes: int = 0
-    """What the workload may fill: what progressive allocation obtained last, times `claim_share`, or what the policy
-    wants held."""
+    """What the workload may fill: what progressive allocation obtained last, times `claim_share`,
+    or what the policy wants held."""
     claim_share: float = 1.0
     """Below 1 after steps that should have fitted into the claim and did not."""
     lease_bytes: int | None = None
@@ -98,18 +99,24 @@ class Session:
     level: int = 0
     """Of the last step, as the workload was told it."""
     parked_bytes: int = 0
-    """The workload's state that waits in host memory; 0 while it is on the device, or there is none."""
+    """The workload's state that waits in host memory; 0 while it is on the device, or there is
+    none.
+    """
     reported_run: Run | None = None
     """The last run whose size was told by an event, or the first one."""
     failed_run: Run | None = None
-    """The run that ran out of memory although it should have fitted; `None` again after a step that ends well."""
+    """The run that ran out of memory although it should have fitted; `None` again after a step that
+    ends well.
+    """
     probable_in_a_row: int = 0
     """Probable out-of-memory errors since the last step that ended well."""
     in_emergency: bool = False
     opened_kept_bytes: int = 0
     """What the process held after the workload was made."""
     kept_bytes: int | None = None
-    """What it held beyond that after the last release; `None` also of a workload that keeps a state."""
+    """What it held beyond that after the last release; `None` also of a workload that keeps a
+    state.
+    """
     is_warm: bool = False
     """Whether the context was measured after the kernels of the workload were loaded."""
     checked_held_bytes: int | None = None
@@ -133,17 +140,24 @@ class Session:
         self.thermal.sample(stats)
 
     def _offer_again(self) -> None:
-        """Give the policy the workload's new rungs, if it has some; what it has learned of memory stays true."""
+        """Give the policy the workload's new rungs, if it has some.
+
+        What it has learned of memory stays true.
+        """
         rungs = self.workload.reordered()
         if rungs is not None:
             self.growth = replace(self.growth, rungs=rungs)
-            policy = make_policy(self.spec.policy, self.spec.memory, self.spec.workload, self.growth)
+            policy = make_policy(
+                self.spec.policy, self.spec.memory, self.spec.workload, self.growth
+            )
             if self.state is not None:
                 self.state = policy.load(self.policy.dump(self.state))
             self.policy = policy
 
     def load_policy_state(self, stats: SliceStats) -> None:
-        """Give the policy its state: that of the slot's last report, else one made from what earlier runs learned."""
+        """Give the policy its state: that of the slot's last report, else one made from what
+        earlier runs learned.
+        """
         resume = stats.directive.resume
         if resume is not None:
             try:
@@ -155,7 +169,9 @@ class Session:
                 return
         limit = choose(self.spec.learned, self.key)
         if limit is not None:
-            stats.event("remembered", size=limit.learned.size, learned_at_unix_s=limit.learned_at_unix_s)
+            stats.event(
+                "remembered", size=limit.learned.size, learned_at_unix_s=limit.learned_at_unix_s
+            )
         self.state = self.policy.initial(self.claim_bytes, None if limit is None else limit.learned)
 
     def ask(self, event: Event) -> Decision:
@@ -164,7 +180,9 @@ class Session:
         return decision
 
     def start_step(self, run: Run, stats: SliceStats) -> None:
-        """Note the step that begins now, and make the workload fill what the policy wants held for it."""
+        """Note the step that begins now, and make the workload fill what the policy wants held for
+        it.
+        """
         self._report_size_change(run, stats)
         self.last_run = run
         if run.hold_bytes is not None and run.hold_bytes != self.claim_bytes:
@@ -174,7 +192,9 @@ class Session:
                 self.device.release()
 
     def step(self, run: Run) -> StepResult | None:
-        """Have the workload do a step, with its state back on the device, at the level that is asked for."""
+        """Have the workload do a step, with its state back on the device, at the level that is
+        asked for.
+        """
         if self.parked_bytes:
             self.workload.unpark()
             self.parked_bytes = 0
@@ -190,15 +210,21 @@ class Session:
         self.failed_run = None
 
     def believes(self, failure: Failure) -> bool:
-        """Count a step's failure if it is an out-of-memory only by its text; say whether it is taken for one."""
+        """Count a step's failure if it is an out-of-memory only by its text.
+
+        Say whether it is taken for one.
+        """
         self.probable_in_a_row += failure.kind is FailureKind.PROBABLE
-        return failure.kind is not FailureKind.OTHER and self.probable_in_a_row <= MAX_PROBABLE_IN_A_ROW
+        return (
+            failure.kind is not FailureKind.OTHER
+            and self.probable_in_a_row <= MAX_PROBABLE_IN_A_ROW
+        )
 
     def note_unexpected_oom(self, run: Run) -> None:
         """Note that a step ran out of memory although it should have fitted into the claim.
 
-        After the second time the workload gets a smaller share of the claim: the step takes more than it says, and if
-        the workload fills its claim, no size would be small enough.
+        After the second time the workload gets a smaller share of the claim: the step takes more
+        than it says, and if the workload fills its claim, no size would be small enough.
         """
         if self.failed_run == run:
             self.claim_share *= 1.0 - self.spec.memory.retry_reduction
@@ -211,13 +237,17 @@ class Session:
         self.in_emergency = True
 
     def _report_size_change(self, run: Run, stats: SliceStats) -> None:
-        """Report a step much smaller or larger than the last reported one; after a failure `backoff` has done so."""
+        """Report a step much smaller or larger than the last reported one.
+
+        After a failure `backoff` has done so.
+        """
         before = self.reported_run
         if before is None or run == before:
             self.reported_run = run
             return
         now_units, before_units = (
-            each.units or each.hold_bytes or each.size * each.size * each.batch for each in (run, before)
+            each.units or each.hold_bytes or each.size * each.size * each.batch
+            for each in (run, before)
         )
         if max(now_units, before_units) < _MIN_CHANGE_FACTOR * min(now_units, before_units):
             return
@@ -235,14 +265,19 @@ class Session:
         )
 
     def shed(self) -> None:
-        """Have the workload drop what it can do without, and everything unused go back to the device."""
+        """Have the workload drop what it can do without, and everything unused go back to the
+        device.
+        """
         if not self.parked_bytes:
             with self.device.enforced():
                 self.workload.shed()
         self._given_back()
 
     def park(self, stats: SliceStats) -> None:
-        """Have the workload take all it has off the device; its state waits in host memory if it keeps one."""
+        """Have the workload take all it has off the device.
+
+        Its state waits in host memory if it keeps one.
+        """
         if self.parked_bytes:
             return
         with self.device.enforced():
@@ -259,7 +294,9 @@ class Session:
         self.checked_held_bytes = None
 
     def rebase(self, stats: SliceStats) -> None:
-        """Measure what the process holds besides tensors, unless a state on a CPU would be taken for that."""
+        """Measure what the process holds besides tensors, unless a state on a CPU would be taken
+        for that.
+        """
         if self.device.info.kind == "cpu" and self._keeps_state():
             return
         grown_bytes = self.device.rebase()
@@ -273,7 +310,9 @@ class Session:
             )
 
     def rebase_once_warm(self, stats: SliceStats) -> None:
-        """Measure it once more when all of the workload's kernels have run: a training's with its first update."""
+        """Measure it once more when all of the workload's kernels have run: a training's with its
+        first update.
+        """
         if self.is_warm or self.device.info.kind == "cpu":
             return
         progress = self.progress()
@@ -292,7 +331,9 @@ class Session:
         raise TypeError(f"progress must return a Progress or None, not {type(progress).__name__}")
 
     def release_if_grown(self) -> None:
-        """Have what can be dropped released if far more is held between steps than before: the rest is a leak."""
+        """Have what can be dropped released if far more is held between steps than before: the rest
+        is a leak.
+        """
         held_bytes = self.device.held_bytes()
         if self.checked_held_bytes is None:
             self.checked_held_bytes = held_bytes
@@ -309,16 +350,23 @@ class Session:
         """Measure how many bytes a step may hold in all: min(cap, lease, held + free - leave_free)."""
         self.measured_at_s = time.monotonic()
         allowed_bytes = self.device.allowed_bytes(self.spec.memory.leave_free_bytes)
-        self.allowed_bytes = allowed_bytes if self.lease_bytes is None else min(allowed_bytes, self.lease_bytes)
+        self.allowed_bytes = (
+            allowed_bytes if self.lease_bytes is None else min(allowed_bytes, self.lease_bytes)
+        )
         return self.allowed_bytes
 
     def measure_allowed_if_due(self) -> int | None:
-        """Measure, unless the last time was less than 20 ms ago: after short steps it would cost too much."""
+        """Measure, unless the last time was less than 20 ms ago: after short steps it would cost
+        too much.
+        """
         due = time.monotonic() - self.measured_at_s >= _MEASURE_EVERY_S
         return self.measure_allowed() if due else None
 
     def bandwidth(self) -> float | None:
-        """Time copies in the device's memory, in bytes per second; `None` if the workload has no memory for it."""
+        """Time copies in the device's memory, in bytes per second.
+
+        `None` if the workload has no memory for it.
+        """
         best: float | None = None
         for _ in range(_COPIES):
             moved_bytes, seconds = self.device.timed(self.workload.move)
@@ -328,12 +376,20 @@ class Session:
         return best
 
     def learned_limit(self, peak_bytes: int) -> StoredLimit | None:
-        """Return what a later run under the same circumstances could start from; `None` if nothing was learned."""
+        """Return what a later run under the same circumstances could start from.
+
+        `None` if nothing was learned.
+        """
         learned = None if self.state is None else self.policy.learned(self.state)
         if learned is None:
             return None
         # A peak of 0 is no measurement: what small tensors take was in the process's memory before.
-        return StoredLimit(key=self.key, learned=learned, peak_bytes=peak_bytes or None, learned_at_unix_s=time.time())
+        return StoredLimit(
+            key=self.key,
+            learned=learned,
+            peak_bytes=peak_bytes or None,
+            learned_at_unix_s=time.time(),
+        )
 
     def pressure(self) -> Pressure:
         """Measure how much memory there is, for the policy."""
@@ -349,10 +405,16 @@ class Session:
         """Return the state of a worker that has no memory for a step, and the reason to show."""
         if not self.parked_bytes:
             return state, reason
-        return WorkerState.PARKED, f"{self.parked_bytes / MIB:.0f} MiB of its state wait in host memory: {reason}"
+        return (
+            WorkerState.PARKED,
+            f"{self.parked_bytes / MIB:.0f} MiB of its state wait in host memory: {reason}",
+        )
 
     def working_state(self, note: str = "") -> tuple[WorkerState, str]:
-        """Return the state of a worker that does its work, and the reason to show; `note` is the least of reasons."""
+        """Return the state of a worker that does its work, and the reason to show.
+
+        `note` is the least of reasons.
+        """
         if self.checks.reason is not None:
             return WorkerState.CORRUPT, self.checks.reason
         if self.thermal.slows:
@@ -367,7 +429,9 @@ class Session:
             return ""
         leased = self.lease_bytes is not None and self.lease_bytes <= self.allowed_bytes
         why = (
-            "its share while the card is short, or its user's cap" if leased else "all that others leave on the device"
+            "its share while the card is short, or its user's cap"
+            if leased
+            else "all that others leave on the device"
         )
         return f"{self.allowed_bytes / MIB:.0f} of {cap_bytes / MIB:.0f} MiB: {why}"
 

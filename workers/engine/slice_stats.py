@@ -35,7 +35,10 @@ class SliceStats:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds until the slice should end; 0 after that time, and when it has done all steps that it may."""
+        """Seconds until the slice should end.
+
+        0 after that time, and when it has done all steps that it may.
+        """
         limit = self.directive.step_limit
         if limit is not None and self.counts.steps_ok >= limit:
             return 0.0
@@ -52,7 +55,9 @@ class SliceStats:
         if not count:
             self.event(name, kind=kind, count=1)
         else:
-            self.events[index] = replace(self.events[index], detail={"kind": kind, "count": count + 1})
+            self.events[index] = replace(
+                self.events[index], detail={"kind": kind, "count": count + 1}
+            )
 
     def settle(self, state: WorkerState, reason: str) -> None:
         """Set the state and the reason that the table shows."""

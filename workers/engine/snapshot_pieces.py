@@ -1,7 +1,7 @@
 """A workload's newest file of its state, in pieces that reports carry to the head.
 
-Pieces keep reports small: the head is never kept busy for long, and needs little memory. Does not know what the file
-holds; who reads it verifies it.
+Pieces keep reports small: the head is never kept busy for long, and needs little memory. Does not
+know what the file holds; who reads it verifies it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ class SnapshotPieces:
         self._count = 0
 
     def next(self, newest: Path | None) -> SnapshotPiece | None:
-        """Return the next piece; `None`: all is sent, there is nothing, or it cannot be read now."""
+        """Return the next piece.
+
+        `None`: all is sent, there is nothing, or it cannot be read now.
+        """
         try:
             if self._file is None and not self._opened(newest):
                 return None
@@ -37,14 +40,18 @@ class SnapshotPieces:
         except OSError:
             self.close()
             return None
-        piece = SnapshotPiece(number=self._count, offset_bytes=offset_bytes, total_bytes=self._total_bytes, data=data)
+        piece = SnapshotPiece(
+            number=self._count, offset_bytes=offset_bytes, total_bytes=self._total_bytes, data=data
+        )
         if piece.is_last or not data:
             self.close()
         return piece
 
     def pending(self, newest: Path | None) -> bool:
         """Whether there is something that was not sent yet."""
-        return self._file is not None or (newest is not None and _identity(newest) not in {None, self._sent})
+        return self._file is not None or (
+            newest is not None and _identity(newest) not in {None, self._sent}
+        )
 
     def close(self) -> None:
         """Send no more of the present file."""

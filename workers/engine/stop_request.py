@@ -32,7 +32,9 @@ def failure_of_workload(error: BaseException) -> Failure:
 def _is_request(error: BaseException) -> bool:
     """Say whether a signal's handler raised it; Python's own for Ctrl-C leaves no frame."""
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    if handlers[signal.SIGINT] is signal.default_int_handler and isinstance(error, KeyboardInterrupt):
+    if handlers[signal.SIGINT] is signal.default_int_handler and isinstance(
+        error, KeyboardInterrupt
+    ):
         return True
     codes = {getattr(handler, "__code__", None) for handler in handlers.values()}
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))

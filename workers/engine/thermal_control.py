@@ -1,4 +1,5 @@
-"""Connects the thermal governor to a worker: reads the sensors when that is due, and keeps what the governor decides.
+"""Connects the thermal governor to a worker: reads the sensors when that is due, and keeps what the
+governor decides.
 
 Reports alarms and changed bands. Does not sleep (the engine does) and sets nothing on the card.
 """
@@ -15,10 +16,12 @@ from workers.policy.thermal.governor import ThermalDecision, ThermalGovernor, Th
 from workers.readings import SensorReading
 from workers.settings import THERMAL_OFF, WorkerSpec
 
-#: Time between two measurements of a card's memory bandwidth: a faulty card gets slower over minutes.
+#: Time between two measurements of a card's memory bandwidth: a faulty card gets slower over
+#: minutes.
 _BANDWIDTH_EVERY_S: Final = 30.0
 
-#: The governor reduces the duty slightly long before a card is hot; from this duty on it is not reported.
+#: The governor reduces the duty slightly long before a card is hot; from this duty on it is not
+#: reported.
 _UNLIMITED_DUTY: Final = 0.95
 
 
@@ -26,8 +29,13 @@ class ThermalControl:
     """The last sensor reading, and what the governor decided on it."""
 
     def __init__(self, spec: WorkerSpec, card: str | None) -> None:
-        """Open the sensors that belong to a worker; `card` is the UUID of its card, `None` on a processor."""
-        kind, card = (spec.device, card) if spec.fake_sensors is None else ("cuda", str(spec.fake_card))
+        """Open the sensors that belong to a worker.
+
+        `card` is the UUID of its card, `None` on a processor.
+        """
+        kind, card = (
+            (spec.device, card) if spec.fake_sensors is None else ("cuda", str(spec.fake_card))
+        )
         self._sampler = open_sampler(kind, card)
         # A processor at 90 C is normal and protects itself, so its temperature is only shown.
         self._governor = ThermalGovernor(spec.thermal if kind == "cuda" else THERMAL_OFF)
@@ -56,7 +64,10 @@ class ThermalControl:
         self._follow(self._governor.after_reading(self._state, reading, now_s), stats)
 
     def measure_bandwidth(self, measure: Callable[[], float | None], stats: SliceStats) -> None:
-        """Measure the bandwidth of the card's memory if that is due; `measure` returns bytes per second, if it can."""
+        """Measure the bandwidth of the card's memory if that is due.
+
+        `measure` returns bytes per second, if it can.
+        """
         now_s = time.monotonic()
         clock_mhz = None if self.reading is None else self.reading.memory_clock_mhz
         if clock_mhz is None or now_s - self._bandwidth_at_s < _BANDWIDTH_EVERY_S:
@@ -64,14 +75,25 @@ class ThermalControl:
         self._bandwidth_at_s = now_s
         bytes_per_s = measure()
         if bytes_per_s is not None:
-            self._follow(self._governor.after_bandwidth(self._state, bytes_per_s, clock_mhz, now_s), stats)
+            self._follow(
+                self._governor.after_bandwidth(self._state, bytes_per_s, clock_mhz, now_s), stats
+            )
 
     def _follow(self, decided: tuple[ThermalState, ThermalDecision], stats: SliceStats) -> None:
         before = self.decision
         self._state, self.decision = decided
         decision = self.decision
         for alarm in decision.alarms:
-            stats.event("alarm_raised" if alarm.raised else "alarm_cleared", alarm=alarm.name, text=alarm.text)
+            stats.event(
+                "alarm_raised" if alarm.raised else "alarm_cleared",
+                alarm=alarm.name,
+                text=alarm.text,
+            )
         if decision.band is not None and before.band not in {None, decision.band}:
             temperature_c = None if self.reading is None else self.reading.temperature_c
-            stats.event("thermal_band", band=decision.band.value, temperature_c=temperature_c, duty=decision.duty)
+            stats.event(
+                "thermal_band",
+                band=decision.band.value,
+                temperature_c=temperature_c,
+                duty=decision.duty,
+            )

@@ -1,7 +1,7 @@
 """What processes of this machine do, seen from outside: computing, waiting for a CPU, or nothing.
 
-For a process that does not report. Reads Linux's /proc and asks NVML; never talks to the process. Does not judge
-whether a process hangs (`orchestrator/core/silence.py` does).
+For a process that does not report. Reads Linux's /proc and asks NVML; never talks to the process.
+Does not judge whether a process hangs (`orchestrator/core/silence.py` does).
 """
 
 from __future__ import annotations
@@ -49,7 +49,11 @@ class ActivityMeter:
         now = {pid: _look(pid) for pid in pids}
         self._before = now
         on_cards = self._on_cards([pid for pid, has_card in pids.items() if has_card])
-        return {pid: _between(before[pid], look, on_card=pid in on_cards) for pid, look in now.items() if look.threads}
+        return {
+            pid: _between(before[pid], look, on_card=pid in on_cards)
+            for pid, look in now.items()
+            if look.threads
+        }
 
     def _on_cards(self, pids: list[int]) -> set[int]:
         """Return for which of the processes a card computed since the last call."""
@@ -84,11 +88,16 @@ def _look(pid: int) -> _Look:
 
 def _between(before: _Look, now: _Look, *, on_card: bool) -> Activity:
     used = [
-        (ran_s - before.threads.get(tid, (0.0, 0.0))[0], waited_s - before.threads.get(tid, (0.0, 0.0))[1])
+        (
+            ran_s - before.threads.get(tid, (0.0, 0.0))[0],
+            waited_s - before.threads.get(tid, (0.0, 0.0))[1],
+        )
         for tid, (ran_s, waited_s) in now.threads.items()
     ]
     ran_s, waited_s = max(used, key=sum)
-    return Activity(interval_s=now.at_s - before.at_s, wanted_s=ran_s + waited_s, cpu_s=ran_s, on_card=on_card)
+    return Activity(
+        interval_s=now.at_s - before.at_s, wanted_s=ran_s + waited_s, cpu_s=ran_s, on_card=on_card
+    )
 
 
 def _with_children(pid: int) -> Iterator[int]:
@@ -101,13 +110,21 @@ def _with_children(pid: int) -> Iterator[int]:
 
 
 def _times(pid: int, tid: int) -> tuple[float, float] | None:
-    """Return the seconds that a thread ran and waited for a CPU (Linux, Documentation/scheduler/sched-stats.rst)."""
+    """Return the seconds that a thread ran and waited for a CPU (Linux,
+    Documentation/scheduler/sched-stats.rst).
+    """
     with contextlib.suppress(OSError, ValueError):
-        ran_ns, waited_ns, _ = Path(f"/proc/{pid}/task/{tid}/schedstat").read_text(encoding="ascii").split()
+        ran_ns, waited_ns, _ = (
+            Path(f"/proc/{pid}/task/{tid}/schedstat").read_text(encoding="ascii").split()
+        )
         return int(ran_ns) / 1e9, int(waited_ns) / 1e9
     with contextlib.suppress(OSError, ValueError, IndexError):
         # A kernel without CONFIG_SCHED_INFO: what it ran is known, what it waited is not.
-        fields = Path(f"/proc/{pid}/task/{tid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
+        fields = (
+            Path(f"/proc/{pid}/task/{tid}/stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(")")[2]
+        )
         user_ticks, system_ticks = fields.split()[11:13]
         return (int(user_ticks) + int(system_ticks)) / os.sysconf("SC_CLK_TCK"), 0.0
     return None

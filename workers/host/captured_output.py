@@ -1,8 +1,10 @@
-"""Catches what this process prints: its file descriptors 1 and 2 lead to a file that is emptied after each slice.
+"""Catches what this process prints: its file descriptors 1 and 2 lead to a file that is emptied
+after each slice.
 
-A file and not a pipe: a step that prints natively while it holds Python's lock would wait for a reader of this very
-process. Until it is emptied the file grows by what one slice prints. It stays where it is when the process dies.
-The next process of the slot on the same machine tells its content; where none comes, the user can read it.
+A file and not a pipe: a step that prints natively while it holds Python's lock would wait for a
+reader of this very process. Until it is emptied the file grows by what one slice prints. It stays
+where it is when the process dies. The next process of the slot on the same machine tells its
+content; where none comes, the user can read it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ _ENDED: Final = b"\n[the process ended here; another one begins]\n"
 
 
 class CapturedOutput:
-    """The output of one slot's process; where no file can be written, it goes where it went before."""
+    """The output of one slot's process.
+
+    Where no file can be written, it goes where it went before.
+    """
 
     def __init__(self, name: str) -> None:
         """Redirect both descriptors of this process into a file called after `name`."""
@@ -34,7 +39,9 @@ class CapturedOutput:
         self._dropped_bytes = 0
         self._file: int | None = None
         with contextlib.suppress(OSError):
-            self._file = os.open(file_of(name), os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            self._file = os.open(
+                file_of(name), os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600
+            )
             self._before, self._dropped_bytes = self._read()
             self._before += _ENDED if self._before else b""
             _flush()
@@ -43,7 +50,10 @@ class CapturedOutput:
             _print_by_lines()
 
     def take(self) -> PrintedOutput | None:
-        """Return what was printed since the last call, at most its newest `KEPT_BYTES`; `None`: nothing."""
+        """Return what was printed since the last call, at most its newest `KEPT_BYTES`.
+
+        `None`: nothing.
+        """
         if self._file is None:
             return None
         _flush()
@@ -71,7 +81,9 @@ class CapturedOutput:
 
 
 def file_of(name: str) -> Path:
-    """Return the file: in the folder of the file to which this process prints now, that of Ray's logs."""
+    """Return the file: in the folder of the file to which this process prints now, that of Ray's
+    logs.
+    """
     with contextlib.suppress(OSError):
         printed = Path("/proc/self/fd/1").readlink()
         if printed.is_file():
@@ -86,10 +98,14 @@ def _flush() -> None:
 
 
 def _print_by_lines() -> None:
-    """Have Python and the C library hand on each line: what they still held when a process dies would be lost."""
+    """Have Python and the C library hand on each line: what they still held when a process dies
+    would be lost.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
     with contextlib.suppress(AttributeError, OSError, ValueError):
         library = ctypes.CDLL(None)
-        library.setvbuf(ctypes.c_void_p.in_dll(library, "stdout"), None, _LINE_BUFFERED, ctypes.c_size_t(0))
+        library.setvbuf(
+            ctypes.c_void_p.in_dll(library, "stdout"), None, _LINE_BUFFERED, ctypes.c_size_t(0)
+        )

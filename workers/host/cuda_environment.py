@@ -1,6 +1,7 @@
 """What CUDA and torch read from the environment, set before either is loaded. Loads neither.
 
-Settings of a shell, such as the one that ran `ray start`, must not change how a worker's cap is enforced.
+Settings of a shell, such as the one that ran `ray start`, must not change how a worker's cap is
+enforced.
 """
 
 from __future__ import annotations
@@ -9,19 +10,25 @@ from collections.abc import Mapping, MutableMapping
 from typing import Final
 
 #: With another allocator, or one that grows segments in place, the cap is not kept to the byte.
-_ALLOCATOR_SETTINGS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING")
+_ALLOCATOR_SETTINGS: Final = (
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+)
 
-#: cuBLAS's own memory, `:SIZE_KIB:COUNT` and so on, read once with the first product (cuBLAS, "Results
-#: reproducibility"). By default what torch takes on cards before Hopper, where it would take 32 MiB by itself.
+#: cuBLAS's own memory, `:SIZE_KIB:COUNT` and so on, read once with the first product (cuBLAS,
+#: "Results reproducibility"). By default what torch takes on cards before Hopper, where it would
+#: take 32 MiB by itself.
 WORKSPACE: Final = ":4096:2:16:8"
-#: The smallest but one of the two with which torch computes deterministically; `:16:8` makes products slow.
+#: The smallest but one of the two with which torch computes deterministically; `:16:8` makes
+#: products slow.
 DETERMINISTIC_WORKSPACE: Final = ":4096:8"
 
 _DEFAULTS: Final = {
     # The same numbers must mean the same cards to CUDA and to NVML.
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-    # From 2026 on torch takes cuBLAS's workspace anew for each product (pytorch #194311); a product at the wall, the
-    # emergency one above all, needs it to be there. Older versions always keep it.
+    # From 2026 on torch takes cuBLAS's workspace anew for each product (pytorch #194311); a product
+    # at the wall, the emergency one above all, needs it to be there. Older versions always keep it.
     "TORCH_CUBLAS_WORKSPACE_CACHE": "1",
 }
 
@@ -29,7 +36,9 @@ _DEFAULTS: Final = {
 def workspace_bytes(config: str) -> int:
     """Return what `CUBLAS_WORKSPACE_CONFIG` makes cuBLAS take for each of its handles."""
     numbers = [int(number) for number in config.split(":") if number]
-    return 1024 * sum(size_kib * count for size_kib, count in zip(numbers[::2], numbers[1::2], strict=True))
+    return 1024 * sum(
+        size_kib * count for size_kib, count in zip(numbers[::2], numbers[1::2], strict=True)
+    )
 
 
 def workspace_of(train: Mapping[str, object]) -> str:
@@ -38,7 +47,8 @@ def workspace_of(train: Mapping[str, object]) -> str:
 
 
 def set_for_cuda(environment: MutableMapping[str, str], workspace: str | None = WORKSPACE) -> None:
-    """Change the environment of a process that is going to use a card; what is no matter of the cap stays.
+    """Change the environment of a process that is going to use a card; what is no matter of the cap
+    stays.
 
     `None` leaves the workspace of cuBLAS to the processes that this one starts.
     """

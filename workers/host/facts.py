@@ -1,7 +1,7 @@
 """What one machine says of itself: values that cross processes and become JSON.
 
-Covers the values. Does not collect them (`workers.host.machine` does) nor judge them (the head's doctor does). Imports
-neither torch, Ray nor NVML.
+Covers the values. Does not collect them (`workers.host.machine` does) nor judge them (the head's
+doctor does). Imports neither torch, Ray nor NVML.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What NVML says of this machine's cards, once: identity, properties, and who holds memory.
 
-Every answer but name, UUID and memory may be `None`. A card that does not answer is a sentence and never hides the
-others. Does not sample and sets nothing (`nvml.sampler` samples).
+Every answer but name, UUID and memory may be `None`. A card that does not answer is a sentence and
+never hides the others. Does not sample and sets nothing (`nvml.sampler` samples).
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _PROPERTIES: Final = {
     "max_sm_clock_mhz": Question(("nvmlDeviceGetMaxClockInfo",), (pynvml.NVML_CLOCK_SM,)),
     "max_memory_clock_mhz": Question(("nvmlDeviceGetMaxClockInfo",), (pynvml.NVML_CLOCK_MEM,)),
     "bus_width_bits": Question(("nvmlDeviceGetMemoryBusWidth",)),
-    "power_limit_w": Question(("nvmlDeviceGetPowerManagementDefaultLimit",), convert=lambda limit_mw: limit_mw / 1e3),
+    "power_limit_w": Question(
+        ("nvmlDeviceGetPowerManagementDefaultLimit",), convert=lambda limit_mw: limit_mw / 1e3
+    ),
     "pcie_lanes": Question(("nvmlDeviceGetCurrPcieLinkWidth",)),
     "most_pcie_lanes": Question(("nvmlDeviceGetMaxPcieLinkWidth",)),
     "persistence": Question(("nvmlDeviceGetPersistenceMode",), convert=bool),
@@ -38,7 +40,9 @@ def look_at_cards() -> DriverFacts:
             cuda = queries.answer("nvmlSystemGetCudaDriverVersion_v2")
             return DriverFacts(
                 driver=queries.answer("nvmlSystemGetDriverVersion"),
-                driver_cuda=None if cuda is None else (cuda // 1000, cuda % 1000 // 10),  # 12080 is 12.8
+                driver_cuda=None
+                if cuda is None
+                else (cuda // 1000, cuda % 1000 // 10),  # 12080 is 12.8
                 card_errors=tuple(
                     f"card {identity.index} {'is lost' if identity.lost else 'does not answer'}"
                     for identity, card in found.items()
@@ -51,7 +55,10 @@ def look_at_cards() -> DriverFacts:
 
 
 def visible_cards() -> tuple[CardFacts, ...]:
-    """Return the cards of this machine that CUDA_VISIBLE_DEVICES does not hide; none if there is no driver."""
+    """Return the cards of this machine that CUDA_VISIBLE_DEVICES does not hide.
+
+    None if there is no driver.
+    """
     return tuple(card for card in look_at_cards().cards if card.visible)
 
 
@@ -77,7 +84,9 @@ def _card(identity: queries.CardIdentity) -> CardFacts | None:
 
 
 def is_visible(index: int, uuid: str, setting: str | None) -> bool:
-    """Say whether a value of CUDA_VISIBLE_DEVICES leaves a card visible, by index or by the beginning of its UUID."""
+    """Say whether a value of CUDA_VISIBLE_DEVICES leaves a card visible, by index or by the
+    beginning of its UUID.
+    """
     if setting is None:
         return True
     names = [name.strip() for name in setting.split(",") if name.strip()]

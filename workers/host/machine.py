@@ -1,7 +1,8 @@
 """Looks at this machine once and says what it found: `MachineFacts`.
 
-Covers the processor, memory, the platform, the driver and its cards, torch, and the environment. Does not judge what it
-finds and changes nothing. torch is asked in a process of its own: it may be broken, and need not be loaded here.
+Covers the processor, memory, the platform, the driver and its cards, torch, and the environment.
+Does not judge what it finds and changes nothing. torch is asked in a process of its own: it may be
+broken, and need not be loaded here.
 """
 
 from __future__ import annotations
@@ -81,9 +82,11 @@ def look_around(*, with_torch: bool = True) -> MachineFacts:
         torch=ask_torch() if with_torch else TorchFacts(),
         environment=tuple((name, os.environ[name]) for name in SETTINGS if name in os.environ),
         cpu_governors=_cpu_governors(),
-        cpu_scaling_driver=_read(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_driver")) or None,
+        cpu_scaling_driver=_read(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_driver"))
+        or None,
         mps_daemon=any(
-            (process.info["name"] or "").startswith("nvidia-cuda-mps") for process in psutil.process_iter(["name"])
+            (process.info["name"] or "").startswith("nvidia-cuda-mps")
+            for process in psutil.process_iter(["name"])
         ),
         **{field.name: getattr(driver, field.name) for field in fields(driver)},
     )
@@ -109,7 +112,9 @@ def ask_torch() -> TorchFacts:
         return TorchFacts(**{**said, "architectures": tuple(said["architectures"])})
     except (ValueError, IndexError, TypeError, KeyError):
         last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
-        return TorchFacts(error=last[0].strip()[:300] if last else f"it ended with status {done.returncode}")
+        return TorchFacts(
+            error=last[0].strip()[:300] if last else f"it ended with status {done.returncode}"
+        )
 
 
 def _version(distribution: str) -> str | None:
@@ -119,7 +124,10 @@ def _version(distribution: str) -> str | None:
 
 
 def free_bytes(path: str) -> int | None:
-    """Return what is free on the disk that holds `path`, or would hold it; `None` if it is unknown."""
+    """Return what is free on the disk that holds `path`, or would hold it.
+
+    `None` if it is unknown.
+    """
     folder = Path(path).absolute()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -143,7 +151,10 @@ def _pci_cards() -> int | None:
 
 
 def _cpu_governors() -> tuple[str, ...]:
-    found = {_read(path) for path in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cpufreq/scaling_governor")}
+    found = {
+        _read(path)
+        for path in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cpufreq/scaling_governor")
+    }
     return tuple(sorted(found - {""}))
 
 

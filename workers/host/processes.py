@@ -1,4 +1,7 @@
-"""Whether a recorded process id still names the same process. Uses Linux's /proc; does not talk to the process."""
+"""Whether a recorded process id still names the same process.
+
+Uses Linux's /proc; does not talk to the process.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ _STARTTIME_FIELD = 19
 
 
 def start_time(pid: int) -> str | None:
-    """Return when a process began, in the kernel's ticks; `None` if it is gone. Unique together with the pid."""
+    """Return when a process began, in the kernel's ticks; `None` if it is gone.
+
+    Unique together with the pid.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,8 +1,9 @@
-"""What was learned of a workload on a card, which worker may start from it, and what distinguishes workloads.
+"""What was learned of a workload on a card, which worker may start from it, and what distinguishes
+workloads.
 
-Covers the values, their plain form and their matching. Does not cover storing them (`store.py`), nor how a policy uses
-one: it starts there and checks it with each step. Loads no torch: the head passes these values on, and the worker
-chooses, because only the worker knows its card.
+Covers the values, their plain form and their matching. Does not cover storing them (`store.py`),
+nor how a policy uses one: it starts there and checks it with each step. Loads no torch: the head
+passes these values on, and the worker chooses, because only the worker knows its card.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ _MARK: Final = "@"
 #: Enough hexadecimal digits that no two versions of a file share them by chance.
 _HASH_DIGITS: Final = 12
 
-#: Characters of a name; the longest workload's has 255, and what distinguishes its versions comes on top.
+#: Characters of a name; the longest workload's has 255, and what distinguishes its versions comes
+#: on top.
 TEXT_MOST: Final = 500
 
-#: Of each type of value what may stand for it, its least and most (of a text its length), and its name.
+#: Of each type of value what may stand for it, its least and most (of a text its length), and its
+#: name.
 _KINDS: Final[Mapping[type, tuple[set[type], int, int, str]]] = {
     str: ({str}, 1, TEXT_MOST, f"text of 1 to {TEXT_MOST} characters"),
     int: ({int}, 1, 2**63 - 1, "whole number above 0"),
@@ -56,7 +59,8 @@ def to_plain(limit: StoredLimit) -> dict[str, Scalar]:
 
 
 def from_plain(plain: Mapping[str, object]) -> StoredLimit:
-    """Return the limit that `to_plain` made an object of; keys that this version does not know are ignored.
+    """Return the limit that `to_plain` made an object of; keys that this version does not know are
+    ignored.
 
     Raises:
         ValueError: Something is missing, or no value that a limit can have.
@@ -65,7 +69,10 @@ def from_plain(plain: Mapping[str, object]) -> StoredLimit:
 
 
 def choose(candidates: Iterable[StoredLimit], key: LimitKey) -> StoredLimit | None:
-    """Return the limit learned at the cap nearest to that of `key`; of two as near the smaller cap, then the newer."""
+    """Return the limit learned at the cap nearest to that of `key`.
+
+    Of two as near the smaller cap, then the newer.
+    """
 
     def distance(limit: StoredLimit) -> tuple[int, int, float]:
         cap_bytes = limit.key.cap_bytes
@@ -75,7 +82,10 @@ def choose(candidates: Iterable[StoredLimit], key: LimitKey) -> StoredLimit | No
 
 
 def is_about(limit: StoredLimit, *, card: str | None = None, workload: str | None = None) -> bool:
-    """Whether a limit's card and workload contain these texts, in upper or lower case; `None` asks for nothing."""
+    """Whether a limit's card and workload contain these texts, in upper or lower case.
+
+    `None` asks for nothing.
+    """
     return (card is None or card.casefold() in limit.key.card.casefold()) and (
         workload is None or workload.casefold() in limit.key.workload.casefold()
     )
@@ -84,11 +94,13 @@ def is_about(limit: StoredLimit, *, card: str | None = None, workload: str | Non
 def workload_fingerprint(workload: str | Callable[..., object], **settings: Scalar) -> str:
     """Return what distinguishes this workload from others and from other versions of itself.
 
-    Its name, then the product's version for `matmul`, or a hash of the source file of the user's module where that
-    can be read: `mine.steps:Mlp@3f9a0c51d2e8`. What it imports from elsewhere is not looked at. Loads nothing.
+    Its name, then the product's version for `matmul`, or a hash of the source file of the user's
+    module where that can be read: `mine.steps:Mlp@3f9a0c51d2e8`. What it imports from elsewhere is
+    not looked at. Loads nothing.
 
     Args:
-        workload: `matmul`, or `package.module:Class` where the class is defined in that very module; or the class or
+        workload: `matmul`, or `package.module:Class` where the class is defined in that very
+        module; or the class or
             function itself.
         settings: What else decides how many bytes a step of some size takes, such as `batch=128`.
     """
@@ -117,7 +129,9 @@ def _name_of(workload: Callable[..., object]) -> str:
 
 
 def _word(value: Scalar) -> str:
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)  # 2 and 2.0 are one
+    return (
+        str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+    )  # 2 and 2.0 are one
 
 
 def _product_version() -> str | None:
@@ -130,13 +144,23 @@ def _product_version() -> str | None:
 def _source_hash(module: str) -> str | None:
     try:
         path = _source_of(module)
-        return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:_HASH_DIGITS]
-    except (OSError, ImportError, ValueError, AttributeError):  # the last three: what finders of others may raise
+        return (
+            None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:_HASH_DIGITS]
+        )
+    except (
+        OSError,
+        ImportError,
+        ValueError,
+        AttributeError,
+    ):  # the last three: what finders of others may raise
         return None
 
 
 def _source_of(module: str) -> Path | None:
-    """Return the file of a module, loaded or not. Not by `find_spec` of the whole name, which loads its packages."""
+    """Return the file of a module, loaded or not.
+
+    Not by `find_spec` of the whole name, which loads its packages.
+    """
     if module in sys.modules:
         file = getattr(sys.modules[module], "__file__", None)
         return Path(file) if isinstance(file, str) else None
@@ -144,13 +168,20 @@ def _source_of(module: str) -> Path | None:
     spec = importlib.util.find_spec(top)
     for part in others:
         folders = None if spec is None else spec.submodule_search_locations
-        # A name without dots: of others the finder would look up the parent among the loaded modules.
+        # A name without dots: of others the finder would look up the parent among the loaded
+        # modules.
         spec = None if folders is None else PathFinder.find_spec(part, list(folders))
-    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin is not None else None
+    return (
+        Path(spec.origin)
+        if spec is not None and spec.has_location and spec.origin is not None
+        else None
+    )
 
 
 def _read(part: type[T], plain: Mapping[str, object], **known: Any) -> T:  # noqa: ANN401 - of any field
-    """Return a dataclass of the values in `plain` that are named and typed as its fields, and of the known ones."""
+    """Return a dataclass of the values in `plain` that are named and typed as its fields, and of
+    the known ones.
+    """
     for name, (kind, *or_none) in _FIELDS[part].items():
         if name not in known:
             value: Any = plain.get(name)

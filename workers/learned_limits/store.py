@@ -1,8 +1,9 @@
 """The learned limits of this user, in one small file that all processes of the user read and write.
 
-Covers whole files only (a writer holds a lock, writes beside the file and renames), expiry, and the sentences for what
-cannot be read or written. Does not cover which limit fits a worker (`limits.py`). The store is optional: nothing in it
-raises, `problem` says what went wrong, and a worker then starts without a learned limit.
+Covers whole files only (a writer holds a lock, writes beside the file and renames), expiry, and the
+sentences for what cannot be read or written. Does not cover which limit fits a worker
+(`limits.py`). The store is optional: nothing in it raises, `problem` says what went wrong, and a
+worker then starts without a learned limit.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from workers.learned_limits.limits import choose, from_plain, is_about, to_plain
 from workers.settings import LimitKey, StoredLimit
 
 EXPIRY_S: Final = 30 * 86_400.0
-"""Age from which a limit is neither offered nor kept: drivers, programs in the background and the step itself change.
-One learned that far in the future, by a clock that was wrong, is not used either."""
+"""Age from which a limit is neither offered nor kept: drivers, programs in the background and the
+step itself change. One learned that far in the future, by a clock that was wrong, is not used either."""
 LIMITS_MOST: Final = 1_000
 """Kept at once; a user with ten cards and ten workloads has a hundred."""
 STATE_DIR_VARIABLE: Final = "ORCHESTRATOR_STATE_DIR"
@@ -35,7 +36,9 @@ _SCHEMA: Final = 1
 _PATIENCE_S: Final = 2.0
 """For a lock that others hold for some milliseconds at a time."""
 _FILE_MOST_BYTES: Final = 16 * 2**20
-"""`LIMITS_MOST` limits with the longest names (`TEXT_MOST`) take less, each character as an escape of six."""
+"""`LIMITS_MOST` limits with the longest names (`TEXT_MOST`) take less, each character as an escape
+of six.
+"""
 
 
 class _NoStoreError(ValueError):
@@ -43,16 +46,27 @@ class _NoStoreError(ValueError):
 
 
 def default_path() -> Path:
-    """Return where the store is: below `ORCHESTRATOR_STATE_DIR` if that is set, else in the user's state folder."""
+    """Return where the store is: below `ORCHESTRATOR_STATE_DIR` if that is set, else in the user's
+    state folder.
+    """
     chosen = os.environ.get(STATE_DIR_VARIABLE)
-    return (Path(chosen) if chosen else platformdirs.user_state_path("oom-orchestrator")) / "limits.json"
+    return (
+        Path(chosen) if chosen else platformdirs.user_state_path("oom-orchestrator")
+    ) / "limits.json"
 
 
 class LimitStore:
-    """Limits that outlive a run, for each key what was learned last. The time comes from the caller (Unix, seconds)."""
+    """Limits that outlive a run, for each key what was learned last.
+
+    The time comes from the caller (Unix, seconds).
+    """
 
     def __init__(
-        self, path: Path | None = None, *, limits_most: int = LIMITS_MOST, patience_s: float = _PATIENCE_S
+        self,
+        path: Path | None = None,
+        *,
+        limits_most: int = LIMITS_MOST,
+        patience_s: float = _PATIENCE_S,
     ) -> None:
         """Prepare; nothing is made before there is something to remember.
 
@@ -69,12 +83,15 @@ class LimitStore:
         return choose(self.all(now_unix_s), key)
 
     def candidates(self, workload: str, now_unix_s: float) -> tuple[StoredLimit, ...]:
-        """Return every limit that a worker of this workload may have a use for, for it to `choose` from.
+        """Return every limit that a worker of this workload may have a use for, for it to `choose`
+        from.
 
         Of a fingerprint only the name counts, since the worker's own copy of the source decides.
         """
         name = workload_name(workload)
-        return tuple(limit for limit in self.all(now_unix_s) if workload_name(limit.key.workload) == name)
+        return tuple(
+            limit for limit in self.all(now_unix_s) if workload_name(limit.key.workload) == name
+        )
 
     def all(self, now_unix_s: float) -> tuple[StoredLimit, ...]:
         """Return every limit that has not expired, the newest first."""
@@ -88,7 +105,9 @@ class LimitStore:
         if not limits:
             return
         with self._told("written"):
-            checked = [from_plain(to_plain(limit)) for limit in limits]  # what no reader accepts must not be written
+            checked = [
+                from_plain(to_plain(limit)) for limit in limits
+            ]  # what no reader accepts must not be written
             with self._locked():
                 kept = _fresh(_read(self.path), max(limit.learned_at_unix_s for limit in checked))
                 for limit in checked:
@@ -99,8 +118,13 @@ class LimitStore:
         """Delete all that would be offered for `key`: it was tried and did not fit."""
         self._remove(lambda limit: limit.key.serves(key))
 
-    def clear(self, now_unix_s: float, *, card: str | None = None, workload: str | None = None) -> int:
-        """Delete the limits that `is_about` finds, all if nothing is given; return how many had not expired."""
+    def clear(
+        self, now_unix_s: float, *, card: str | None = None, workload: str | None = None
+    ) -> int:
+        """Delete the limits that `is_about` finds, all if nothing is given.
+
+        Return how many had not expired.
+        """
         gone = self._remove(lambda limit: is_about(limit, card=card, workload=workload))
         return len(_fresh(gone, now_unix_s))
 
@@ -114,7 +138,10 @@ class LimitStore:
             try:
                 _read(self.path)
             except _NoStoreError:
-                names = (self.path.with_name(f"{self.path.name}.unreadable-{number}") for number in itertools.count(1))
+                names = (
+                    self.path.with_name(f"{self.path.name}.unreadable-{number}")
+                    for number in itertools.count(1)
+                )
                 free = next(name for name in names if not os.path.lexists(name))
                 self.path.rename(free)
                 moved = free
@@ -123,7 +150,8 @@ class LimitStore:
     def _remove(self, unwanted: Callable[[StoredLimit], bool]) -> list[StoredLimit]:
         gone: list[StoredLimit] = []
         with self._told("written"):
-            # Where nothing is to be done nothing is made either: the folder may not be ours to write.
+            # Where nothing is to be done nothing is made either: the folder may not be ours to
+            # write.
             if any(map(unwanted, _read(self.path))):
                 with self._locked():
                     known = _read(self.path)
@@ -134,7 +162,12 @@ class LimitStore:
     def _write(self, limits: list[StoredLimit]) -> None:
         """Replace the file atomically, readable only by this user; the lock must be held."""
         newest = sorted(limits, key=attrgetter("learned_at_unix_s"))[-self._limits_most :]
-        text = json.dumps({"schema": _SCHEMA, "limits": [to_plain(limit) for limit in newest]}, indent=1) + "\n"
+        text = (
+            json.dumps(
+                {"schema": _SCHEMA, "limits": [to_plain(limit) for limit in newest]}, indent=1
+            )
+            + "\n"
+        )
         replace_whole(self.path, text)
 
     @contextmanager
@@ -156,7 +189,8 @@ class LimitStore:
             )
         except OSError as failure:
             self.problem = (
-                f"learned limits cannot be {what}: {self.path}: {failure.strerror or failure}; make it accessible, "
+                f"learned limits cannot be {what}: {self.path}: {failure.strerror or failure}; "
+                "make it accessible, "
                 f"or name another folder in {STATE_DIR_VARIABLE}"
             )
         except ValueError as failure:
@@ -181,12 +215,15 @@ def _read(path: Path) -> list[StoredLimit]:
         raise
     except (ValueError, RecursionError) as failure:
         raise _NoStoreError(f"it is damaged ({failure})") from failure
-    schema, plains = (stored.get("schema"), stored.get("limits")) if isinstance(stored, dict) else (None, None)
+    schema, plains = (
+        (stored.get("schema"), stored.get("limits")) if isinstance(stored, dict) else (None, None)
+    )
     if type(schema) is not int or schema < 1 or not isinstance(plains, list):
         raise _NoStoreError("it is a file of another kind")
     if schema != _SCHEMA:
         raise _NoStoreError(
-            f"it has schema {schema}, written by a newer version, and this one reads schema {_SCHEMA}: "
+            f"it has schema {schema}, written by a newer version, and this one reads schema "
+            f"{_SCHEMA}: "
             f"update this installation"
         )
     try:

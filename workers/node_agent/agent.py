@@ -1,12 +1,15 @@
-"""The agent of one node: sets what a run needs on it, and undoes all of it when the process that started it has ended.
+"""The agent of one node: sets what a run needs on it, and undoes all of it when the process that
+started it has ended.
 
-    python -m workers.node_agent.agent         input: one line of orders, later `end`; output: the outcome, then the end
-    python -m workers.node_agent.agent --undo  put back what runs that were killed have left on this machine, and say so
+    python -m workers.node_agent.agent         input: one line of orders, later `end`; output: the
+    outcome, then the end python -m workers.node_agent.agent --undo  put back what runs that were
+    killed have left on this machine, and say so
 
-It detaches from the process that starts it, because Ray ends the children of a worker with the worker. A pipe still
-connects the two. Closing the pipe, `end`, SIGTERM, SIGHUP and SIGINT all mean: undo, in reverse order, and exit. If the
-agent is killed, the next agent on the machine undoes its changes, by the file that was written before anything was
-changed. Knows neither torch nor Ray, and decides nothing.
+It detaches from the process that starts it, because Ray ends the children of a worker with the
+worker. A pipe still connects the two. Closing the pipe, `end`, SIGTERM, SIGHUP and SIGINT all mean:
+undo, in reverse order, and exit. If the agent is killed, the next agent on the machine undoes its
+changes, by the file that was written before anything was changed. Knows neither torch nor Ray, and
+decides nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ from workers.nvml.fake.library import load
 _ENDINGS: Final = frozenset({signal.SIGTERM, signal.SIGHUP, signal.SIGINT})
 #: Another agent is done in less, even if MPS has to be forced.
 _LOCK_S: Final = 45.0
-#: So long an agent that is in the way may take to begin to end: that of a run that is over, or of this one.
+#: So long an agent that is in the way may take to begin to end: that of a run that is over, or of
+#: this one.
 _OTHER_S: Final = 5.0
 _LOOK_EVERY_S: Final = 0.1
 
@@ -46,7 +50,9 @@ class NodeAgent:
 
     def __init__(self, orders: AgentOrders) -> None:
         self._orders = orders
-        self._kept = journal.mine(orders.node, None if orders.fake is None else orders.fake.script_path)
+        self._kept = journal.mine(
+            orders.node, None if orders.fake is None else orders.fake.script_path
+        )
 
     def do(self) -> AgentOutcome:
         """Do what the orders say, and undo what an earlier agent could not. NVML has to be open.
@@ -60,14 +66,20 @@ class NodeAgent:
                     other = self._in_the_way()
                     if other is None or time.monotonic() > until_s:
                         return self._do(other)
-                time.sleep(_LOOK_EVERY_S)  # of this run, and about to end: its actor was started again
+                time.sleep(
+                    _LOOK_EVERY_S
+                )  # of this run, and about to end: its actor was started again
         except OSError as error:
-            return self._orders.failed(f"nothing is changed that could not be written down: {error}")
+            return self._orders.failed(
+                f"nothing is changed that could not be written down: {error}"
+            )
 
     def undo(self) -> tuple[str, ...]:
         """Undo everything, last things first; return what was put back, and what could not be."""
         with contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError):  # better undone at the same time as another agent than not at all
+            with contextlib.suppress(
+                OSError
+            ):  # better undone at the same time as another agent than not at all
                 stack.enter_context(journal.one_at_a_time(_LOCK_S))
             return _undo(self._kept)
 
@@ -76,8 +88,14 @@ class NodeAgent:
         uuids = {card.uuid for card in self._identities()} if self._orders.card_settings else set()
         folder = self._daemon().folder if self._orders.mps else None
         with_agent = [other for other in journal.others(self._kept.nvml) if other.is_guarded]
-        by_card = (other for other in with_agent if uuids & {change.uuid for change in other.changes})
-        by_daemon = (other for other in with_agent if other.daemon is not None and other.daemon.folder == folder)
+        by_card = (
+            other for other in with_agent if uuids & {change.uuid for change in other.changes}
+        )
+        by_daemon = (
+            other
+            for other in with_agent
+            if other.daemon is not None and other.daemon.folder == folder
+        )
         return next(itertools.chain(by_card, by_daemon), None)
 
     def _do(self, other: JournalEntry | None) -> AgentOutcome:
@@ -100,7 +118,8 @@ class NodeAgent:
         changes = card_settings.plan_changes(node, self._cards(), setting, value)
         if other is not None and other.changes:
             raise CardSettingError(
-                f"{node}: another run has set a {known.title} on its cards (the agent is process {other.pid}); try "
+                f"{node}: another run has set a {known.title} on its cards (the agent is process "
+                f"{other.pid}); try "
                 f"again when that run has ended"
             )
         if not changes:
@@ -109,9 +128,14 @@ class NodeAgent:
         return [card_settings.apply(node, change) for change in changes]
 
     def _share_cards(self) -> tuple[str, str]:
-        """See to it that an MPS daemon runs; return its pipe directory, and what was done in words."""
+        """See to it that an MPS daemon runs.
+
+        Return its pipe directory, and what was done in words.
+        """
         node = self._orders.node
-        obstacle = mps.obstacle(system=sys.platform, kernel=platform.release(), cards=self._identities())
+        obstacle = mps.obstacle(
+            system=sys.platform, kernel=platform.release(), cards=self._identities()
+        )
         if obstacle is not None:
             raise mps.MpsError(obstacle)
         pipes = mps.running()
@@ -125,10 +149,15 @@ class NodeAgent:
             self._write(replace(self._kept, daemon=None))
             raise
         self._write(replace(self._kept, daemon=daemon))
-        return daemon.pipe_directory, f"{node}: an MPS daemon runs for this run, process {daemon.pid}"
+        return (
+            daemon.pipe_directory,
+            f"{node}: an MPS daemon runs for this run, process {daemon.pid}",
+        )
 
     def _daemon(self) -> mps.Daemon:
-        return mps.new_daemon(re.sub(r"[^A-Za-z0-9]", "-", f"{self._orders.node[:16]}-{self._orders.run_id[-8:]}"))
+        return mps.new_daemon(
+            re.sub(r"[^A-Za-z0-9]", "-", f"{self._orders.node[:16]}-{self._orders.run_id[-8:]}")
+        )
 
     def _write(self, record: JournalEntry) -> None:
         journal.write(record)
@@ -136,17 +165,28 @@ class NodeAgent:
 
     def _identities(self) -> list[queries.CardIdentity]:
         chosen = self._cards()
-        return [card for card in queries.cards() if str(card.index) in chosen or card.uuid in chosen]
+        return [
+            card for card in queries.cards() if str(card.index) in chosen or card.uuid in chosen
+        ]
 
     def _cards(self) -> list[str]:
         if self._orders.cards:
             return list(self._orders.cards)
-        visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-        return (visible or [str(index) for index in range(self._orders.card_count)])[: self._orders.card_count]
+        visible = [
+            name.strip()
+            for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            if name.strip()
+        ]
+        return (visible or [str(index) for index in range(self._orders.card_count)])[
+            : self._orders.card_count
+        ]
 
 
 def undo_leftovers(nvml: str | None = None) -> tuple[str, ...]:
-    """Undo what agents that were killed have left on this machine and NVML, which is open; return what was done."""
+    """Undo what agents that were killed have left on this machine and NVML, which is open.
+
+    Return what was done.
+    """
     return tuple(
         f"left by a run that was killed: {sentence}"
         for other in journal.others(nvml)
@@ -196,7 +236,9 @@ def _tell(line: str) -> None:
 
 
 def _read_line() -> str:
-    """Read one line of standard input and nothing behind it, so that `select` sees whether there is more."""
+    """Read one line of standard input and nothing behind it, so that `select` sees whether there is
+    more.
+    """
     line = bytearray()
     while (byte := os.read(0, 1)) not in {b"", b"\n"}:
         line += byte
@@ -204,7 +246,8 @@ def _read_line() -> str:
 
 
 def _bell() -> int:
-    """Turn the signals that mean the end into bytes in a pipe, so that nothing is interrupted; return its other end.
+    """Turn the signals that mean the end into bytes in a pipe, so that nothing is interrupted;
+    return its other end.
 
     What is started here later has them as usual: a handler does not outlive exec(2).
     """
@@ -217,7 +260,10 @@ def _bell() -> int:
 
 
 def _undo_by_hand() -> str:
-    """Undo what agents that were killed have left on this machine; return what was done, in lines."""
+    """Undo what agents that were killed have left on this machine.
+
+    Return what was done, in lines.
+    """
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:

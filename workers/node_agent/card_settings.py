@@ -1,7 +1,9 @@
-"""Sets power limits and memory offsets of cards through NVML and puts them back: the one place that changes a card.
+"""Sets power limits and memory offsets of cards through NVML and puts them back: the one place that
+changes a card.
 
-NVML has to be open, and stay open: without persistence mode a driver forgets a setting when no process has the card
-open. Does not decide whether anything is set, nor remember it beyond this process (`journal.py` does).
+NVML has to be open, and stay open: without persistence mode a driver forgets a setting when no
+process has the card open. Does not decide whether anything is set, nor remember it beyond this
+process (`journal.py` does).
 """
 
 from __future__ import annotations
@@ -57,11 +59,13 @@ SETTINGS: Final[Mapping[str, Setting]] = MappingProxyType(
             bounds="nvmlDeviceGetPowerManagementLimitConstraints",
             write="nvmlDeviceSetPowerManagementLimit",
             asked="nodes.{node}.power_limit_w {value}",
-            for_root="type `sudo nvidia-smi -pl {value}` there yourself, or leave out --apply-power-limit",
+            for_root="type `sudo nvidia-smi -pl {value}` there yourself, or leave out "
+            "--apply-power-limit",
             by_hand="sudo nvidia-smi -i {uuid} -pl {value}",
         ),
-        # NVML marks these functions as deprecated from CUDA 13 on; drivers since R515 have them, newer ones only on the
-        # newest cards have something else. The number is MHz of the transfer rate, twice that of the memory's clock.
+        # NVML marks these functions as deprecated from CUDA 13 on; drivers since R515 have them,
+        # newer ones only on the newest cards have something else. The number is MHz of the transfer
+        # rate, twice that of the memory's clock.
         MEMORY_OFFSET: Setting(
             title="memory offset",
             unit="MHz",
@@ -88,8 +92,11 @@ class CardChange:
     set_to: int
 
 
-def plan_changes(node: str, cards: Sequence[str], setting: str, value: float) -> tuple[CardChange, ...]:
-    """Return what would have to be changed for every card to be set so; nothing where it is already.
+def plan_changes(
+    node: str, cards: Sequence[str], setting: str, value: float
+) -> tuple[CardChange, ...]:
+    """Return what would have to be changed for every card to be set so; nothing where it is
+    already.
 
     Raises:
         CardSettingError: A card is not there, has no such setting, or not this value.
@@ -104,12 +111,15 @@ def plan_changes(node: str, cards: Sequence[str], setting: str, value: float) ->
             before = int(_nvml(known.read)(handle))
             least, most = _nvml(known.bounds)(handle)
         except pynvml.NVMLError as error:
-            raise CardSettingError(f"{node}: the {known.title} of card {card} cannot be set: {error}") from None
+            raise CardSettingError(
+                f"{node}: the {known.title} of card {card} cannot be set: {error}"
+            ) from None
         set_to = round(known.per_unit * value)
         if not least <= set_to <= most:
             asked = known.asked.format(node=node, value=f"{value:g}")
             raise CardSettingError(
-                f"{asked} is out of range: {name} takes {least / known.per_unit:g} to {known.words(most)}"
+                f"{asked} is out of range: {name} takes {least / known.per_unit:g} to "
+                f"{known.words(most)}"
             )
         if set_to != before:
             changes.append(CardChange(setting=setting, uuid=uuid, before=before, set_to=set_to))
@@ -133,19 +143,24 @@ def apply(node: str, change: CardChange) -> str:
         if error.value == pynvml.NVML_ERROR_NO_PERMISSION:
             what = known.for_root.format(value=f"{change.set_to / known.per_unit:g}")
             raise CardSettingError(
-                f"the {known.title} of {name} can only be set by root: start Ray as root on {node}, {what}"
+                f"the {known.title} of {name} can only be set by root: start Ray as root on "
+                f"{node}, {what}"
             ) from None
         raise CardSettingError(f"the {known.title} of {name} cannot be set: {error}") from None
     if now != change.set_to:
         raise CardSettingError(
-            f"{name} was given a {known.title} of {known.words(change.set_to)} and has {known.words(now)}"
+            f"{name} was given a {known.title} of {known.words(change.set_to)} and has "
+            f"{known.words(now)}"
         )
     before = known.words(change.before)
-    return f"{name}: {known.title} {known.words(change.set_to)} until the run ends (before: {before})"
+    return (
+        f"{name}: {known.title} {known.words(change.set_to)} until the run ends (before: {before})"
+    )
 
 
 def restore(node: str, change: CardChange) -> str | None:
-    """Put one card back unless another program has changed it; return a sentence, `None` if it is as it was before.
+    """Put one card back unless another program has changed it; return a sentence, `None` if it is
+    as it was before.
 
     Raises:
         CardSettingError: It has not been put back.
@@ -163,7 +178,10 @@ def restore(node: str, change: CardChange) -> str | None:
         if now == change.before:
             return None
         if now != change.set_to:
-            return f"{name}: {known.title} left at {known.words(now)}, which another program has set meanwhile"
+            return (
+                f"{name}: {known.title} left at {known.words(now)}, which another program has "
+                "set meanwhile"
+            )
         _nvml(known.write)(handle, change.before)
         now = int(_nvml(known.read)(handle))
     except pynvml.NVMLError as error:

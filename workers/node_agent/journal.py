@@ -1,7 +1,8 @@
-"""Small files that say what an agent has changed on this machine, so that another can put it back if it is killed.
+"""Small files that say what an agent has changed on this machine, so that another can put it back
+if it is killed.
 
-One file for each agent, written before anything is changed, gone when all of it is put back. Covers reading and writing
-them, and whose they are. Does not put anything back (`agent.py` does).
+One file for each agent, written before anything is changed, gone when all of it is put back. Covers
+reading and writing them, and whose they are. Does not put anything back (`agent.py` does).
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def folder() -> Path:
 def mine(node: str, nvml: str | None) -> JournalEntry:
     """Return the record of this process, with nothing in it yet."""
     pid = os.getpid()
-    return JournalEntry(node=node, pid=pid, started=start_time(pid), host=socket.gethostname(), nvml=nvml)
+    return JournalEntry(
+        node=node, pid=pid, started=start_time(pid), host=socket.gethostname(), nvml=nvml
+    )
 
 
 def write(kept: JournalEntry) -> None:
@@ -74,7 +77,10 @@ def remove(kept: JournalEntry) -> None:
 
 
 def others(nvml: str | None) -> tuple[JournalEntry, ...]:
-    """Return the records of other agents on this machine and NVML, guarded or not. What is no record is left alone."""
+    """Return the records of other agents on this machine and NVML, guarded or not.
+
+    What is no record is left alone.
+    """
     found = []
     for path in sorted(folder().glob("*.json")):
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -86,7 +92,10 @@ def others(nvml: str | None) -> tuple[JournalEntry, ...]:
 
 
 def one_at_a_time(patience_s: float) -> AbstractContextManager[None]:
-    """Keep other agents of this user from changing things meanwhile; `OSError` if the lock cannot be had."""
+    """Keep other agents of this user from changing things meanwhile.
+
+    `OSError` if the lock cannot be had.
+    """
     return locked(folder() / "lock", patience_s)
 
 
@@ -100,4 +109,6 @@ def _read(path: Path) -> JournalEntry:
         raise ValueError("written by another version")
     changes = tuple(CardChange(**change) for change in told.pop("changes"))
     daemon = told.pop("daemon")
-    return JournalEntry(**told, changes=changes, daemon=None if daemon is None else Daemon(**daemon))
+    return JournalEntry(
+        **told, changes=changes, daemon=None if daemon is None else Daemon(**daemon)
+    )

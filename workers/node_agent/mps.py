@@ -1,7 +1,9 @@
-"""NVIDIA's Multi-Process Service on this machine: whether it can work, its control daemon, and what a client gets.
+"""NVIDIA's Multi-Process Service on this machine: whether it can work, its control daemon, and what
+a client gets.
 
-Covers starting, asking and ending a control daemon by its own pipe directory and process id. Does not decide whether a
-run wants it. The commands and variables are those of docs.nvidia.com/deploy/mps.
+Covers starting, asking and ending a control daemon by its own pipe directory and process id. Does
+not decide whether a run wants it. The commands and variables are those of
+docs.nvidia.com/deploy/mps.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ DEFAULT_PIPES: Final = "/tmp/nvidia-mps"  # noqa: S108 - NVIDIA's own default
 #: The daemon writes its process id here, below its pipe directory, once it listens.
 _PID_FILE: Final = "nvidia-cuda-mps-control.pid"
 _PREFIX: Final = "orch-mps-"
-#: Unix socket paths end at 107 bytes; the daemon puts at most 24 of its own behind its pipe directory.
+#: Unix socket paths end at 107 bytes; the daemon puts at most 24 of its own behind its pipe
+#: directory.
 _LONGEST_FOLDER: Final = 80
 
 #: Limits for single clients came with Volta.
@@ -82,41 +85,59 @@ def client_environment(
     Args:
         pipe_directory: Of the daemon.
         thread_share: Share of the card's multiprocessors it may use; a ceiling, no reservation.
-        memory_limit_bytes: What it may allocate on its card through CUDA, CUDA's own allocations counted in. Rounded
-            up to whole MiB, the smallest unit there is. Its card is number 0: a worker sees no other.
+        memory_limit_bytes: What it may allocate on its card through CUDA, CUDA's own allocations
+        counted in. Rounded
+            up to whole MiB, the smallest unit there is. Its card is number 0: a worker sees no
+            other.
     """
     environment = {"CUDA_MPS_PIPE_DIRECTORY": pipe_directory}
     if thread_share is not None:
         environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{100 * thread_share:g}"
     if memory_limit_bytes is not None:
-        environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"0={math.ceil(memory_limit_bytes / MIB)}M"
+        environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = (
+            f"0={math.ceil(memory_limit_bytes / MIB)}M"
+        )
     return environment
 
 
 def obstacle(*, system: str, kernel: str, cards: Sequence[CardIdentity]) -> str | None:
-    """Return why MPS cannot work with these cards under such a system and kernel release; `None` if it is not known."""
+    """Return why MPS cannot work with these cards under such a system and kernel release.
+
+    `None` if it is not known.
+    """
     if system != "linux" or "microsoft" in kernel.lower():
         return f"MPS runs on Linux only, and this is {'WSL2' if system == 'linux' else system}"
     if not cards:
         return "there is no card for MPS to share"
     if shutil.which(CONTROL) is None:
-        return f"{CONTROL} is not on the PATH; it comes with the driver (on Ubuntu: nvidia-compute-utils-NNN)"
+        return (
+            f"{CONTROL} is not on the PATH; it comes with the driver (on Ubuntu: "
+            "nvidia-compute-utils-NNN)"
+        )
     for card in cards:
         if card.compute_capability is not None and card.compute_capability < _FIRST_WITH_LIMITS:
             return f"{card.name} is older than Volta: MPS cannot limit single workers on it"
         if card.compute_mode == _PROHIBITED:
-            return f"{card.name} is in compute mode PROHIBITED; type: sudo nvidia-smi -i {card.index} -c DEFAULT"
+            return (
+                f"{card.name} is in compute mode PROHIBITED; type: sudo nvidia-smi -i "
+                f"{card.index} -c DEFAULT"
+            )
     return None
 
 
 def running() -> str | None:
-    """Return the pipe directory of a daemon that another program has started and that answers, if there is one."""
+    """Return the pipe directory of a daemon that another program has started and that answers, if
+    there is one.
+    """
     pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or DEFAULT_PIPES
     return pipes if _answers(pipes) else None
 
 
 def new_daemon(name: str) -> Daemon:
-    """Return where an own daemon would be; the same name, of letters, digits and hyphens, leads to the same place."""
+    """Return where an own daemon would be.
+
+    The same name, of letters, digits and hyphens, leads to the same place.
+    """
     usual = tempfile.gettempdir()
     longest = _LONGEST_FOLDER - len(_PREFIX) - len(name) - len("/pipe/")
     above = usual if len(usual) <= longest else "/tmp"  # noqa: S108 - the folder in it is private
@@ -151,18 +172,32 @@ def start(daemon: Daemon) -> Daemon:
         raise MpsError(f"{CONTROL} could not be started: {error}") from None
     _children[process.pid] = process
     started = Daemon(folder=daemon.folder, pid=process.pid, started=start_time(process.pid))
-    if _wait_for(lambda: process.poll() is not None or _answers(str(pipes)), _START_S) and process.poll() is None:
+    if (
+        _wait_for(lambda: process.poll() is not None or _answers(str(pipes)), _START_S)
+        and process.poll() is None
+    ):
         return started
-    why = f"ended with status {process.returncode}" if process.poll() is not None else "does not answer"
+    why = (
+        f"ended with status {process.returncode}"
+        if process.poll() is not None
+        else "does not answer"
+    )
     said: list[str] = []
     with contextlib.suppress(OSError):
-        said = (logs / "control.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        said = (
+            (logs / "control.log")
+            .read_text(encoding="utf-8", errors="replace")
+            .strip()
+            .splitlines()
+        )
     end(started)
     raise MpsError(f"{CONTROL} {why}" + (f": {said[-1].strip()[:200]}" if said else ""))
 
 
 def end(daemon: Daemon) -> None:
-    """End a daemon of ours by its own pipe directory, else by its process id, and remove its folder."""
+    """End a daemon of ours by its own pipe directory, else by its process id, and remove its
+    folder.
+    """
     if daemon.pid is None:  # the agent that started it was killed before it could note the process
         with contextlib.suppress(OSError, ValueError):
             pid = int((Path(daemon.pipe_directory) / _PID_FILE).read_text(encoding="ascii"))
@@ -179,24 +214,30 @@ def end(daemon: Daemon) -> None:
                 os.kill(daemon.pid, force)
     _is_gone(daemon, _END_S)
     for server in servers:
-        with contextlib.suppress(psutil.Error):  # compares the time of its start: never another process
+        with contextlib.suppress(
+            psutil.Error
+        ):  # compares the time of its start: never another process
             server.kill()
     shutil.rmtree(daemon.folder, ignore_errors=True)
 
 
 def end_client(pipe_directory: str, pid: int) -> bool:
-    """Have the daemon end a client before its process is killed; say whether a server took the command.
+    """Have the daemon end a client before its process is killed; say whether a server took the
+    command.
 
-    A client that dies while it computes can end the other clients of its server with it (docs.nvidia.com/deploy/mps,
-    "Client Early Termination").
+    A client that dies while it computes can end the other clients of its server with it
+    (docs.nvidia.com/deploy/mps, "Client Early Termination").
     """
     servers = _ask(pipe_directory, "get_server_list", _CLIENT_S) or ""
-    commands = (f"terminate_client {server} {pid}" for server in servers.split() if server.isdigit())
+    commands = (
+        f"terminate_client {server} {pid}" for server in servers.split() if server.isdigit()
+    )
     return any([_tell(pipe_directory, command, _CLIENT_S) for command in commands])  # noqa: C419 - tells every server
 
 
 def await_daemon(pipe_directory: str, patience_s: float) -> None:
-    """Wait until the daemon of a pipe directory is there: a client that does not find one runs without any limit.
+    """Wait until the daemon of a pipe directory is there: a client that does not find one runs
+    without any limit.
 
     Raises:
         MpsError: It does not come.
@@ -213,7 +254,9 @@ def _wait_for(ask: Callable[[], bool], within_s: float) -> bool:
 
 
 def _answers(pipe_directory: str) -> bool:
-    return (Path(pipe_directory) / _PID_FILE).exists() and _tell(pipe_directory, "get_server_list", _ANSWER_S)
+    return (Path(pipe_directory) / _PID_FILE).exists() and _tell(
+        pipe_directory, "get_server_list", _ANSWER_S
+    )
 
 
 def _tell(pipe_directory: str, command: str, timeout_s: float) -> bool:
@@ -241,7 +284,9 @@ def _ask(pipe_directory: str, command: str, timeout_s: float) -> str | None:
 
 
 def _environment(pipe_directory: str) -> dict[str, str]:
-    """Return this process's environment without what would limit or renumber the cards for every client."""
+    """Return this process's environment without what would limit or renumber the cards for every
+    client.
+    """
     own = {
         name: value
         for name, value in os.environ.items()

@@ -1,7 +1,8 @@
-"""What is to be done to a node for the length of a run, what came of it, and the agent process that does it.
+"""What is to be done to a node for the length of a run, what came of it, and the agent process that
+does it.
 
-Covers the words between the head and an agent process, as lines of JSON, and starting and ending the process. Does not
-do any of it (`agent.py` does).
+Covers the words between the head and an agent process, as lines of JSON, and starting and ending
+the process. Does not do any of it (`agent.py` does).
 """
 
 from __future__ import annotations
@@ -43,11 +44,16 @@ class AgentOrders:
 
     node: str
     run_id: str
-    """Names the folder of an own MPS daemon: an agent that is started again finds the same place."""
+    """Names the folder of an own MPS daemon: an agent that is started again finds the same place.
+    """
     card_count: int
-    """How many cards the node lends to the cluster: the first ones that CUDA_VISIBLE_DEVICES leaves visible."""
+    """How many cards the node lends to the cluster: the first ones that CUDA_VISIBLE_DEVICES leaves
+    visible.
+    """
     cards: tuple[str, ...] = ()
-    """The cards themselves, as UUIDs or indices in the order of the PCI bus; empty: as `card_count` says."""
+    """The cards themselves, as UUIDs or indices in the order of the PCI bus; empty: as `card_count`
+    says.
+    """
     mps: bool = False
     """See to it that an MPS control daemon runs."""
     power_limit_w: float | None = None
@@ -66,7 +72,10 @@ class AgentOrders:
     def failed(self, why: str) -> AgentOutcome:
         """Return the outcome if nothing of this was done."""
         text = f"{self.node}: {why}"
-        return AgentOutcome(mps_problem=text if self.mps else None, power_problem=text if self.card_settings else None)
+        return AgentOutcome(
+            mps_problem=text if self.mps else None,
+            power_problem=text if self.card_settings else None,
+        )
 
 
 Message = TypeVar("Message", AgentOrders, AgentOutcome)
@@ -106,7 +115,12 @@ class AgentClient:
         """
         paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "workers.node_agent.agent"],  # -P: whatever the folder it is started in holds
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "workers.node_agent.agent",
+            ],  # -P: whatever the folder it is started in holds
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -129,7 +143,8 @@ class AgentClient:
         return from_line(AgentOutcome, line)
 
     def end(self) -> tuple[str, ...]:
-        """Have it undo everything, wait for that, and return what was put back and what could not be.
+        """Have it undo everything, wait for that, and return what was put back and what could not
+        be.
 
         Nothing is told the second time.
         """

@@ -1,8 +1,8 @@
 """The sensors of one card, read through an NVML that stays open.
 
-Every query may fail, and then its value is `None`. A query that the card or its driver does not support is not
-repeated. A lost card is reported as such and searched again. Does not keep time (`sampler` does), does not judge, and
-never sets anything. Starts no thread.
+Every query may fail, and then its value is `None`. A query that the card or its driver does not
+support is not repeated. A lost card is reported as such and searched again. Does not keep time
+(`sampler` does), does not judge, and never sets anything. Starts no thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ REOPEN_S: Final = 5.0
 
 _NEVER: Final = frozenset({pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND})
 
-#: Xid errors that an application causes, as in NVIDIA's k8s-device-plugin: they say nothing about the card.
+#: Xid errors that an application causes, as in NVIDIA's k8s-device-plugin: they say nothing about
+#: the card.
 _APPLICATION_XIDS: Final = frozenset({13, 31, 43, 45, 68, 109})
 _MOST_EVENTS: Final = 16
 
@@ -37,17 +38,25 @@ _SLOWDOWN_TLIMIT: Final = pynvml.NVML_FI_DEV_TEMPERATURE_SLOWDOWN_TLIMIT
 #: The fields of a reading that are one question each, asked every time …
 _OFTEN: Final = {
     "temperature_c": Question(
-        ("nvmlDeviceGetTemperatureV", "nvmlDeviceGetTemperature"), (pynvml.NVML_TEMPERATURE_GPU,), float
+        ("nvmlDeviceGetTemperatureV", "nvmlDeviceGetTemperature"),
+        (pynvml.NVML_TEMPERATURE_GPU,),
+        float,
     ),
     "sm_clock_mhz": Question(("nvmlDeviceGetClockInfo",), (pynvml.NVML_CLOCK_SM,)),
     "memory_clock_mhz": Question(("nvmlDeviceGetClockInfo",), (pynvml.NVML_CLOCK_MEM,)),
-    "utilisation_pct": Question(("nvmlDeviceGetUtilizationRates",), convert=lambda rates: float(rates.gpu)),
-    "throttle_bits": Question(("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")),
+    "utilisation_pct": Question(
+        ("nvmlDeviceGetUtilizationRates",), convert=lambda rates: float(rates.gpu)
+    ),
+    "throttle_bits": Question(
+        ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
+    ),
     "fan_pct": Question(("nvmlDeviceGetFanSpeed",), convert=float),
 }
 #: … and rarely.
 _RARELY: Final = {
-    "power_limit_w": Question(("nvmlDeviceGetEnforcedPowerLimit",), convert=lambda limit_mw: limit_mw / 1e3),
+    "power_limit_w": Question(
+        ("nvmlDeviceGetEnforcedPowerLimit",), convert=lambda limit_mw: limit_mw / 1e3
+    ),
     "sm_clock_max_mhz": Question(("nvmlDeviceGetMaxClockInfo",), (pynvml.NVML_CLOCK_SM,)),
     "pcie_generation": Question(("nvmlDeviceGetCurrPcieLinkGeneration",)),
     "pcie_lanes": Question(("nvmlDeviceGetCurrPcieLinkWidth",)),
@@ -55,7 +64,10 @@ _RARELY: Final = {
 
 
 class CardSensors:
-    """One card, named by UUID or by index in the order of the PCI bus; looked at as often as `read` is called."""
+    """One card, named by UUID or by index in the order of the PCI bus.
+
+    Looked at as often as `read` is called.
+    """
 
     def __init__(self, card: str) -> None:
         self._card = card
@@ -72,7 +84,10 @@ class CardSensors:
         self._xid: int | None = None
 
     def read(self, now_s: float) -> SensorReading:
-        """Read once; never raises for an error of NVML. `now_s`, by any monotonic clock, decides what is due again."""
+        """Read once; never raises for an error of NVML.
+
+        `now_s`, by any monotonic clock, decides what is due again.
+        """
         if self._closed_until_s is not None and now_s < self._closed_until_s:
             return SensorReading(lost=self._lost)
         try:
@@ -100,14 +115,18 @@ class CardSensors:
         self._handle = self._events = self._due_s = None
 
     def _open(self) -> None:
-        """Open NVML and find the card, which may be lost or not be there, as may the library or the driver."""
+        """Open NVML and find the card, which may be lost or not be there, as may the library or the
+        driver.
+        """
         pynvml.nvmlInit()
         self._is_open = True
         self._handle = handle_of(self._card)
         with suppress(pynvml.NVMLError):  # WSL2 and Windows have no events
             events = pynvml.nvmlEventSetCreate()
             try:
-                pynvml.nvmlDeviceRegisterEvents(self._handle, pynvml.nvmlEventTypeXidCriticalError, events)
+                pynvml.nvmlDeviceRegisterEvents(
+                    self._handle, pynvml.nvmlEventTypeXidCriticalError, events
+                )
             except pynvml.NVMLError:
                 pynvml.nvmlEventSetFree(events)
             else:
@@ -126,7 +145,8 @@ class CardSensors:
             self._rarely,
             **often,
             margin_c=self._margin_c(often["temperature_c"]),
-            memory_temperature_c=fields.get(_MEMORY_TEMPERATURE) or None,  # GeForce says 0 for "not reported"
+            memory_temperature_c=fields.get(_MEMORY_TEMPERATURE)
+            or None,  # GeForce says 0 for "not reported"
             power_w=None if power_mw is None else power_mw / 1e3,
             xid=self._last_xid(),
             process_used_bytes=own_bytes(self._ask),
@@ -134,17 +154,22 @@ class CardSensors:
 
     def _look_rarely(self) -> None:
         self._rarely = SensorReading(
-            **answers(_RARELY, self._ask), ecc_errors=self._ecc_errors(), remapped_rows=self._remapped_rows()
+            **answers(_RARELY, self._ask),
+            ecc_errors=self._ecc_errors(),
+            remapped_rows=self._remapped_rows(),
         )
-        self._slowdown_c = self._ask("nvmlDeviceGetTemperatureThreshold", pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)
+        self._slowdown_c = self._ask(
+            "nvmlDeviceGetTemperatureThreshold", pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+        )
         self._slowdown_tlimit_c = self._fields(_SLOWDOWN_TLIMIT).get(_SLOWDOWN_TLIMIT, 0.0)
 
     def _margin_c(self, temperature_c: float | None) -> float | None:
         """Say how much warmer the die may get before the hardware slows down.
 
-        Since Ada, NVML's margin counts to the highest temperature the card is meant to work at, and the slowdown is
-        given as a (negative) margin; the two are on one scale (nvidia-smi(1), "T.Limit"). Older cards give absolute
-        thresholds instead, which NVML's manual declares unreliable from Ada on.
+        Since Ada, NVML's margin counts to the highest temperature the card is meant to work at, and
+        the slowdown is given as a (negative) margin; the two are on one scale (nvidia-smi(1),
+        "T.Limit"). Older cards give absolute thresholds instead, which NVML's manual declares
+        unreliable from Ada on.
         """
         margin_c = self._ask("nvmlDeviceGetMarginTemperature")
         if margin_c is not None:
@@ -154,7 +179,8 @@ class CardSensors:
         return self._slowdown_c - temperature_c
 
     def _remapped_rows(self) -> int | None:
-        """Count the rows replaced after uncorrectable errors, where the product can replace rows at all.
+        """Count the rows replaced after uncorrectable errors, where the product can replace rows at
+        all.
 
         The query itself does not refuse on a 4090 (gpud, PR 351).
         """
@@ -169,12 +195,17 @@ class CardSensors:
         if mode is None or mode[0] != pynvml.NVML_FEATURE_ENABLED:
             return None
         errors: int | None = self._ask(
-            "nvmlDeviceGetTotalEccErrors", pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+            "nvmlDeviceGetTotalEccErrors",
+            pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+            pynvml.NVML_VOLATILE_ECC,
         )
         return errors
 
     def _last_xid(self) -> int | None:
-        """Take what the driver has told since the last look; an Xid of the card is kept until another comes."""
+        """Take what the driver has told since the last look.
+
+        An Xid of the card is kept until another comes.
+        """
         for _ in range(_MOST_EVENTS if self._events is not None else 0):
             try:
                 event = pynvml.nvmlEventSetWait_v2(self._events, 0)
@@ -190,7 +221,9 @@ class CardSensors:
         told = {}
         for value in (self._ask("nvmlDeviceGetFieldValues", wanted) or ()) if wanted else ():
             if value.nvmlReturn == pynvml.NVML_SUCCESS:
-                told[int(value.fieldId)] = float(getattr(value.value, _VALUE_MEMBERS[value.valueType]))
+                told[int(value.fieldId)] = float(
+                    getattr(value.value, _VALUE_MEMBERS[value.valueType])
+                )
             else:
                 self._note(("field", int(value.fieldId)), value.nvmlReturn)
         return told

@@ -1,8 +1,10 @@
-"""Queries to NVML for what torch does not know: the cards, and their use by all programs or by one process.
+"""Queries to NVML for what torch does not know: the cards, and their use by all programs or by one
+process.
 
-Covers how NVML is asked. No answer is `None`: no library, no card, or a platform that does not report it (WSL2 and WDDM
-give no memory per process). What takes no handle opens NVML and closes it again; that is for before a sampler exists,
-and for the head. Does not sample over time (`sampler` does), and never sets anything.
+Covers how NVML is asked. No answer is `None`: no library, no card, or a platform that does not
+report it (WSL2 and WDDM give no memory per process). What takes no handle opens NVML and closes it
+again; that is for before a sampler exists, and for the head. Does not sample over time (`sampler`
+does), and never sets anything.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import pynvml
 
 T = TypeVar("T")
 
-#: Asks one card: the name of a function of NVML, then what follows the handle. Returns `None` if there is no answer.
+#: Asks one card: the name of a function of NVML, then what follows the handle. Returns `None` if
+#: there is no answer.
 Ask: TypeAlias = Callable[..., Any]
 
 #: The driver says that the card does not answer any more.
@@ -47,8 +50,9 @@ def _process_list(kind: str) -> Question:
     return Question((f"{name}_v3", f"{name}_v2"), convert=list)
 
 
-#: Who computes on a card; clients of an MPS server are in a list of their own. The second function of each is that of
-#: drivers before 510. (By the names without a version, nvidia-ml-py raises what is no NVMLError if the driver is old.)
+#: Who computes on a card; clients of an MPS server are in a list of their own. The second function
+#: of each is that of drivers before 510. (By the names without a version, nvidia-ml-py raises what
+#: is no NVMLError if the driver is old.)
 PROCESS_LISTS: Final = (_process_list("Compute"), _process_list("MPSCompute"))
 #: Who draws on a card.
 GRAPHICS_LIST: Final = _process_list("Graphics")
@@ -56,7 +60,10 @@ GRAPHICS_LIST: Final = _process_list("Graphics")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardIdentity:
-    """One card of this machine: what does not change while it runs. `None`: not reported by the card or its driver."""
+    """One card of this machine: what does not change while it runs.
+
+    `None`: not reported by the card or its driver.
+    """
 
     index: int
     """NVML's, in the order of the PCI bus; CUDA's too under CUDA_DEVICE_ORDER=PCI_BUS_ID."""
@@ -71,9 +78,11 @@ class CardIdentity:
 
 
 def visible_card() -> str:
-    """The card this process computes on, as CUDA_VISIBLE_DEVICES names its first: a UUID, or an index.
+    """The card this process computes on, as CUDA_VISIBLE_DEVICES names its first: a UUID, or an
+    index.
 
-    An index means the same card to NVML only under CUDA_DEVICE_ORDER=PCI_BUS_ID, which the actor sets.
+    An index means the same card to NVML only under CUDA_DEVICE_ORDER=PCI_BUS_ID, which the actor
+    sets.
     """
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
 
@@ -93,7 +102,10 @@ def opened() -> Iterator[None]:
 
 
 def answer(function: str, *arguments: object) -> Any:  # noqa: ANN401 - nvidia-ml-py has no types
-    """Return what NVML answers; `None` for any error, and if neither nvidia-ml-py nor the driver has the function."""
+    """Return what NVML answers.
+
+    `None` for any error, and if neither nvidia-ml-py nor the driver has the function.
+    """
     known = getattr(pynvml, function, None)
     with suppress(pynvml.NVMLError):
         return None if known is None else known(*arguments)
@@ -111,7 +123,10 @@ def answers(questions: Mapping[str, Question], ask: Ask) -> dict[str, Any]:
 
 
 def cards() -> tuple[CardIdentity, ...]:
-    """Return all cards of this machine, whatever CUDA_VISIBLE_DEVICES says; none if there is no driver."""
+    """Return all cards of this machine, whatever CUDA_VISIBLE_DEVICES says.
+
+    None if there is no driver.
+    """
     with suppress(pynvml.NVMLError), opened():
         return tuple(_identity(index) for index in range(pynvml.nvmlDeviceGetCount()))
     return ()
@@ -124,7 +139,9 @@ def card_used_bytes(card: str) -> int | None:
 
 def card_free_bytes(card: str) -> int | None:
     """Bytes of the card that no program uses."""
-    return _ask_once(card, Question(("nvmlDeviceGetMemoryInfo",), convert=lambda memory: int(memory.free)).put)
+    return _ask_once(
+        card, Question(("nvmlDeviceGetMemoryInfo",), convert=lambda memory: int(memory.free)).put
+    )
 
 
 def process_used_bytes(card: str) -> int | None:
@@ -149,7 +166,8 @@ def driver_version() -> str | None:
 
 
 def handle_of(card: str) -> Any:  # noqa: ANN401 - nvidia-ml-py has no types
-    """Return NVML's handle of a card, named by UUID or by index in the order of the PCI bus; NVML has to be open.
+    """Return NVML's handle of a card, named by UUID or by index in the order of the PCI bus; NVML
+    has to be open.
 
     Raises `pynvml.NVMLError` if there is no such card, or it is lost.
     """
@@ -190,11 +208,16 @@ def _identity(index: int) -> CardIdentity:
 
 
 def _shown_bytes(ask: Ask) -> int | None:
-    """Return what CUDA shows of a card's memory: NVML's total without what the driver keeps for itself.
+    """Return what CUDA shows of a card's memory: NVML's total without what the driver keeps for
+    itself.
 
-    Newer drivers count that in the first version of `nvmlDeviceGetMemoryInfo`, and tell it in the second (NVML API
-    reference, nvmlMemory_v2_t); older ones leave it out of the first, and have no second.
+    Newer drivers count that in the first version of `nvmlDeviceGetMemoryInfo`, and tell it in the
+    second (NVML API reference, nvmlMemory_v2_t); older ones leave it out of the first, and have no
+    second.
     """
-    memory, newer = ask("nvmlDeviceGetMemoryInfo"), ask("nvmlDeviceGetMemoryInfo", pynvml.nvmlMemory_v2)
+    memory, newer = (
+        ask("nvmlDeviceGetMemoryInfo"),
+        ask("nvmlDeviceGetMemoryInfo", pynvml.nvmlMemory_v2),
+    )
     reserved_bytes = 0 if newer is None else int(newer.reserved)
     return None if memory is None else max(0, int(memory.total) - reserved_bytes)

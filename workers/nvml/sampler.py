@@ -1,7 +1,8 @@
-"""Reads the sensors of what this process computes on: at most once a second, with the last minute of throttling.
+"""Reads the sensors of what this process computes on: at most once a second, with the last minute
+of throttling.
 
-One sampler per process. It has no clock of its own and starts no thread: the engine asks between two steps whether a
-sample is due. Does not judge what it reads (`policy.thermal` does).
+One sampler per process. It has no clock of its own and starts no thread: the engine asks between
+two steps whether a sample is due. Does not judge what it reads (`policy.thermal` does).
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from workers.readings import THROTTLE_ALARMS, SensorReading
 SAMPLE_EVERY_S: Final = 1.0
 THROTTLE_WINDOW_S: Final = 60.0
 
-#: Where Linux reports the temperature of a processor: driver, label of the package's sensor (None: any of them).
+#: Where Linux reports the temperature of a processor: driver, label of the package's sensor (None:
+#: any of them).
 _PACKAGE_SENSORS: Final = (
     ("coretemp", "Package id"),
     ("k10temp", "Tdie"),
@@ -48,9 +50,11 @@ class ThrottleWindow:
         self._samples: deque[tuple[float, bool]] = deque()
 
     def add(self, now_s: float, bits: int | None) -> float | None:
-        """Take in a sample; return the share of alarms in percent, or `None` if no sample of the minute told.
+        """Take in a sample; return the share of alarms in percent, or `None` if no sample of the
+        minute told.
 
-        `now_s` is by any monotonic clock; `bits` is the sum of `Throttle` bits, `None` if they were not reported.
+        `now_s` is by any monotonic clock; `bits` is the sum of `Throttle` bits, `None` if they were
+        not reported.
         """
         if bits is not None:
             self._samples.append((now_s, bool(bits & THROTTLE_ALARMS)))
@@ -71,7 +75,10 @@ class Sampler:
         self._window = ThrottleWindow()
 
     def sample_if_due(self, now_s: float) -> SensorReading | None:
-        """Read the sensors; `None` if that was done a moment ago. The time is by any clock that does not go back."""
+        """Read the sensors; `None` if that was done a moment ago.
+
+        The time is by any clock that does not go back.
+        """
         if self._last_s is not None and now_s - self._last_s < self._every_s:
             return None
         self._last_s = now_s
@@ -89,7 +96,9 @@ class ProcessorSensors:
 
     def read(self, now_s: float) -> SensorReading:  # noqa: ARG002 - nothing here is asked more rarely
         """Look once."""
-        ask = getattr(psutil, "sensors_temperatures", dict)  # only Linux and FreeBSD have it in psutil
+        ask = getattr(
+            psutil, "sensors_temperatures", dict
+        )  # only Linux and FreeBSD have it in psutil
         with suppress(OSError):
             return package_reading(ask())
         return package_reading({})
@@ -99,20 +108,30 @@ class ProcessorSensors:
 
 
 def package_reading(chips: Mapping[str, Sequence[Any]]) -> SensorReading:
-    """Choose the hottest processor package of all that `psutil.sensors_temperatures` returns: sensors by driver."""
+    """Choose the hottest processor package of all that `psutil.sensors_temperatures` returns:
+    sensors by driver.
+    """
     for driver, label in _PACKAGE_SENSORS:
-        sensors = [sensor for sensor in chips.get(driver, ()) if label is None or sensor.label.startswith(label)]
+        sensors = [
+            sensor
+            for sensor in chips.get(driver, ())
+            if label is None or sensor.label.startswith(label)
+        ]
         if sensors:
             hottest = max(sensors, key=lambda sensor: sensor.current)
             margin_c = hottest.critical - hottest.current if hottest.critical else None
-            return SensorReading(temperature_c=hottest.current, margin_c=margin_c, of_processor=True)
+            return SensorReading(
+                temperature_c=hottest.current, margin_c=margin_c, of_processor=True
+            )
     return SensorReading(of_processor=True)
 
 
 def open_sampler(kind: str, card: str | None = None) -> Sampler:
-    """Return the sampler of a device, whose kind is as in `DeviceInfo.kind`; raise `ValueError` for another kind.
+    """Return the sampler of a device, whose kind is as in `DeviceInfo.kind`; raise `ValueError` for
+    another kind.
 
-    The card is a UUID, or an index in the order of the PCI bus; by default the first that this process sees.
+    The card is a UUID, or an index in the order of the PCI bus; by default the first that this
+    process sees.
     """
     if kind == "cuda":
         return Sampler(CardSensors(card or visible_card()))

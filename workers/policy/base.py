@@ -1,9 +1,10 @@
-"""Events and decisions of policies, the `Policy` protocol between them, and checks of a dumped state.
+"""Events and decisions of policies, the `Policy` protocol between them, and checks of a dumped
+state.
 
-The engine sends events, and the policy returns decisions. Does not cover what a policy decides (each has its own
-module), how a step is run or memory released (the engine does), nor what a size means in tensors (the workload says).
-Pure: no device, clock, randomness or logging, so that the same events give the same decisions. Time comes in with the
-events.
+The engine sends events, and the policy returns decisions. Does not cover what a policy decides
+(each has its own module), how a step is run or memory released (the engine does), nor what a size
+means in tensors (the workload says). Pure: no device, clock, randomness or logging, so that the
+same events give the same decisions. Time comes in with the events.
 
 The sequence of one slice::
 
@@ -34,16 +35,21 @@ class StepOk:
     """The most bytes that the step needed: in live tensors, and on a card in gaps between them."""
     seconds: float
     allowed_bytes: int | None
-    """What the next step may hold in all, see `Pressure.allowed_bytes`; `None` if not measured after this step."""
+    """What the next step may hold in all, see `Pressure.allowed_bytes`; `None` if not measured
+    after this step.
+    """
     partial: bool = False
-    """Whether it had less to do than a step of this size and batch usually has, so that its peak says nothing."""
+    """Whether it had less to do than a step of this size and batch usually has, so that its peak
+    says nothing.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOom:
     """A step ran out of memory, and the engine has already released what it could.
 
-    Policies are never asked about a corrupted context or an error of the workload: these are no reason to shrink.
+    Policies are never asked about a corrupted context or an error of the workload: these are no
+    reason to shrink.
     """
 
     at_s: float
@@ -52,7 +58,9 @@ class StepOom:
     needed_bytes: int | None
     """What the workload says a step of this size needs at least; `None` if it does not say."""
     at_least_bytes: int
-    """What the step would have held, as the failure itself shows: what it held, and what was refused on top of that."""
+    """What the step would have held, as the failure itself shows: what it held, and what was
+    refused on top of that.
+    """
     free_bytes: int
     """What the worker can obtain now, after the release."""
     allowed_bytes: int
@@ -66,8 +74,8 @@ class Pressure:
     free_bytes: int
     """What the worker can obtain now."""
     allowed_bytes: int
-    """What a step may hold in all: the worker's own memory counted back, bounded by its cap and its lease, less what
-    has to stay free for others."""
+    """What a step may hold in all: the worker's own memory counted back, bounded by its cap and its
+    lease, less what has to stay free for others."""
     needed_at_floor_bytes: int | None
     """What a step at the policy's `floor` needs at least; `None` if the workload does not say."""
 
@@ -137,7 +145,10 @@ S = TypeVar("S")
 
 
 class Policy(Protocol[S]):
-    """A pure reducer over events; `S` is its state, an immutable value that only the policy understands."""
+    """A pure reducer over events.
+
+    `S` is its state, an immutable value that only the policy understands.
+    """
 
     @property
     def name(self) -> str:
@@ -145,16 +156,27 @@ class Policy(Protocol[S]):
 
     @property
     def floor(self) -> Run:
-        """The smallest step this policy ever asks for; what `Pressure.needed_at_floor_bytes` is about."""
+        """The smallest step this policy ever asks for.
+
+        What `Pressure.needed_at_floor_bytes` is about.
+        """
 
     def initial(self, claim_bytes: int, learned: Learned | None) -> S:
-        """Return the state of a worker that has run no step, from what it obtained and what earlier runs learned."""
+        """Return the state of a worker that has run no step, from what it obtained and what earlier
+        runs learned.
+        """
 
     def decide(self, state: S, event: Event) -> tuple[S, Decision]:
-        """Return the state after `event` and what to do next; equal arguments give equal results."""
+        """Return the state after `event` and what to do next.
+
+        Equal arguments give equal results.
+        """
 
     def learned(self, state: S) -> Learned | None:
-        """Return what a later run under the same circumstances could start from; `None` if nothing."""
+        """Return what a later run under the same circumstances could start from.
+
+        `None` if nothing.
+        """
 
     def dump(self, state: S) -> dict[str, Scalar]:
         """Return `state` in a form that JSON and any store can keep; `load` reads it back."""
@@ -174,9 +196,13 @@ def check_keys(data: Mapping[str, Scalar], name: str, keys: Iterable[str]) -> No
         ValueError: It was another policy, or there are other keys.
     """
     if data.get("policy") != name:
-        raise ValueError(f"this state was written by policy {data.get('policy')!r}, not by {name!r}")
+        raise ValueError(
+            f"this state was written by policy {data.get('policy')!r}, not by {name!r}"
+        )
     if found := data.keys() ^ {"policy", *keys}:
-        raise ValueError(f"the state of policy {name!r} has missing or unknown keys: {sorted(found)}")
+        raise ValueError(
+            f"the state of policy {name!r} has missing or unknown keys: {sorted(found)}"
+        )
 
 
 def whole(data: Mapping[str, Scalar], key: str, lowest: int, highest: int) -> int:

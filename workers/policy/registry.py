@@ -1,4 +1,6 @@
-"""The policies a user can name: the way from a name to a policy, without discovery, plug-ins or defaults."""
+"""The policies a user can name: the way from a name to a policy, without discovery, plug-ins or
+defaults.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,23 @@ from workers.settings import MemorySettings, WorkloadSpec
 
 
 # Each policy has a state type of its own, and callers only pass it back: hence Any.
-def make_policy(name: str, memory: MemorySettings, workload: WorkloadSpec, growth: Growth) -> Policy[Any]:
+def make_policy(
+    name: str, memory: MemorySettings, workload: WorkloadSpec, growth: Growth
+) -> Policy[Any]:
     """Return the policy called `name`, built from the settings of one worker.
 
     Raises:
-        ValueError: no policy has this name (the message lists those there are), or it refuses the settings.
+        ValueError: no policy has this name (the message lists those there are), or it refuses the
+            settings.
     """
     if name == AdaptivePolicy.name:
         return AdaptivePolicy(memory, workload, growth)
     if name == ClassicPolicy.name:
         if growth.rungs is not None:
-            raise ValueError(f"workload {workload.name!r} needs memory.policy: adaptive; classic knows no rungs")
+            raise ValueError(
+                f"workload {workload.name!r} needs memory.policy: adaptive; classic knows no rungs"
+            )
         return ClassicPolicy(memory, workload)
-    raise ValueError(f"no policy is called {name!r}; there are: {AdaptivePolicy.name}, {ClassicPolicy.name}")
+    raise ValueError(
+        f"no policy is called {name!r}; there are: {AdaptivePolicy.name}, {ClassicPolicy.name}"
+    )

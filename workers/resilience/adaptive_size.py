@@ -1,13 +1,13 @@
-"""The adaptive size for a loop of your own: ask for a size, run a step, report how it went (docs/resilient.md).
+"""The adaptive size for a loop of your own: ask for a size, run a step, report how it went
+(docs/resilient.md).
 
-    size = sizes.next(free_bytes=free_now())   # or next(), without a signal
-    if size is None:                           # nothing fits now: run nothing, ask again a little later
-    …
-    sizes.failed(size)                         # outside the handler, after memory was released
-    sizes.succeeded(size, peak_bytes=torch.cuda.max_memory_allocated())
+    size = sizes.next(free_bytes=free_now())   # or next(), without a signal if size is None:
+    # nothing fits now: run nothing, ask again a little later … sizes.failed(size)
+    # outside the handler, after memory was released sizes.succeeded(size,
+    peak_bytes=torch.cuda.max_memory_allocated())
 
-`workers.policy.adaptive.sizer` decides. Measures no memory and releases none; `workers.resilient` does both around a
-function. Loads neither torch nor Ray.
+`workers.policy.adaptive.sizer` decides. Measures no memory and releases none; `workers.resilient`
+does both around a function. Loads neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -44,10 +44,13 @@ class AdaptiveSize:
             smallest: No size is smaller; when this fails, `next` returns `None` for a while.
             quantum: Sizes are multiples of this, but for `smallest` and `largest` themselves.
             power: Memory grows as size^power: 1 for a batch, 2 for the n of an n x n matrix.
-            failures_per_minute: Never more failures within any 60 s; `next` returns `None` when they are used up.
-            exact_samples: Whether `free_bytes` is true to the byte when `next` is told it, as from the device's own
+            failures_per_minute: Never more failures within any 60 s; `next` returns `None` when
+            they are used up.
+            exact_samples: Whether `free_bytes` is true to the byte when `next` is told it, as from
+            the device's own
                 count; else it is taken for noisy, and smoothed.
-            learned: What `learned` returned in an earlier run on the same card with the same workload.
+            learned: What `learned` returned in an earlier run on the same card with the same
+            workload.
             clock: Seconds that only go forward.
 
         Raises:
@@ -65,17 +68,22 @@ class AdaptiveSize:
         self._clock = clock
 
     def next(self, free_bytes: int | None = None) -> int | None:
-        """Return the size of the next step; `None` when nothing fits now: run nothing, ask again a little later.
+        """Return the size of the next step; `None` when nothing fits now: run nothing, ask again a
+        little later.
 
         Args:
-            free_bytes: All that one step may use now: what the device has free, plus what this process holds and would
-                use again, within its cap. `None` when nothing was measured since the last call, or there is no signal.
+            free_bytes: All that one step may use now: what the device has free, plus what this
+            process holds and would
+                use again, within its cap. `None` when nothing was measured since the last call, or
+                there is no signal.
         """
         self._state, size = sizer.asked(self._state, self._bounds, self._clock(), free_bytes)
         return size
 
     def succeeded(self, size: int, peak_bytes: int | None = None) -> None:
-        """Say that a step of this size ended well, and the most memory it held, if that was measured."""
+        """Say that a step of this size ended well, and the most memory it held, if that was
+        measured.
+        """
         self._state = sizer.succeeded(self._state, self._bounds, self._clock(), size, peak_bytes)
 
     def failed(self, size: int) -> None:

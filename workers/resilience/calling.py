@@ -1,6 +1,7 @@
 """How a function takes its arguments: where its batch size goes, and calls that must be refused.
 
-Covers what can be known without calling. Every refusal names the function and what to write instead.
+Covers what can be known without calling. Every refusal names the function and what to write
+instead.
 """
 
 from __future__ import annotations
@@ -27,13 +28,18 @@ class Shape:
     without_size: inspect.Signature | None = None
 
     def refuse_size_by_hand(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        """Refuse a call that brings its own batch size, by a `TypeError` with the call it should be."""
+        """Refuse a call that brings its own batch size, by a `TypeError` with the call it should
+        be.
+        """
         given = len(args) - self.owners
         if self.size_name in kwargs:
             names = [f"{name}=…" for name in kwargs if name != self.size_name]
             what, call = f"was given {self.size_name}", [*("…" for _ in range(given)), *names]
         elif self.others is not None and given > len(self.others):
-            what, call = f"was given {given} arguments and has room for {len(self.others)}", [*self.others]
+            what, call = (
+                f"was given {given} arguments and has room for {len(self.others)}",
+                [*self.others],
+            )
         else:
             return
         raise TypeError(
@@ -46,7 +52,8 @@ def shape_of(function: Callable[..., object]) -> Shape:
     """Find out where the batch size goes.
 
     Raises:
-        TypeError: There is no room for one, or `function` is none, or one whose body does not run when it is called.
+        TypeError: There is no room for one, or `function` is none, or one whose body does not run
+            when it is called.
     """
     _refuse_what_cannot_be_repeated(function)
     name = name_of(function)
@@ -55,7 +62,11 @@ def shape_of(function: Callable[..., object]) -> Shape:
     except ValueError:  # some functions of extension modules have no signature
         return Shape(name=name)
     parameters = list(signature.parameters.values())
-    positional = [each for each in parameters if each.kind in {each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD}]
+    positional = [
+        each
+        for each in parameters
+        if each.kind in {each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD}
+    ]
     endless = any(each.kind is each.VAR_POSITIONAL for each in parameters)
     owners = int(bool(positional) and positional[0].name in _OWNERS)
     if len(positional) <= owners:
@@ -63,7 +74,8 @@ def shape_of(function: Callable[..., object]) -> Shape:
             return Shape(name=name, owners=owners)
         example = ", ".join([*(each.name for each in positional), "batch_size"])
         raise TypeError(
-            f"{name} takes no argument that could be its batch size, and resilient calls it with one; write "
+            f"{name} takes no argument that could be its batch size, and resilient calls it with "
+            "one; write "
             f"def {name.rpartition('.')[2]}({example})"
         )
     size = positional[owners]
@@ -72,7 +84,9 @@ def shape_of(function: Callable[..., object]) -> Shape:
         owners=owners,
         size_name=size.name if size.kind is size.POSITIONAL_OR_KEYWORD else None,
         others=None if endless else tuple(each.name for each in positional[owners + 1 :]),
-        without_size=signature.replace(parameters=[each for each in parameters if each is not size]),
+        without_size=signature.replace(
+            parameters=[each for each in parameters if each is not size]
+        ),
     )
 
 
@@ -92,7 +106,8 @@ def _refuse_what_cannot_be_repeated(function: object) -> None:
     ):
         if found(function) or found(type(function).__call__):
             raise TypeError(
-                f"{name_of(function)} is {kind}: its body runs after the call has returned, where resilient cannot see "
+                f"{name_of(function)} is {kind}: its body runs after the call has returned, where "
+                "resilient cannot see "
                 f"it run out of memory; decorate the plain function that does one step of it"
             )
 

@@ -1,7 +1,9 @@
-"""Memory of the current CUDA card around one call of a function, and giving memory back after a failure.
+"""Memory of the current CUDA card around one call of a function, and giving memory back after a
+failure.
 
-Covers torch's allocator on the current device, from the moment CUDA is initialised in this process; before that and on
-a CPU all of it is `None`. Never loads torch and never initialises CUDA. Sets no cap and chooses no size.
+Covers torch's allocator on the current device, from the moment CUDA is initialised in this process;
+before that and on a CPU all of it is `None`. Never loads torch and never initialises CUDA. Sets no
+cap and chooses no size.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ class Look:
     allocated_bytes: int
     """Bytes in live tensors."""
     free_bytes: int
-    """What more tensors could take: free on the card or unused in the allocator's pool, within the process's cap."""
+    """What more tensors could take: free on the card or unused in the allocator's pool, within the
+    process's cap.
+    """
 
 
 def look() -> Look | None:
@@ -38,18 +42,22 @@ def look() -> Look | None:
     allocated_bytes = int(stats.get("allocated_bytes.all.current", 0))
     reserved_bytes = int(stats.get("reserved_bytes.all.current", 0))
     # Gaps in segments that are partly in use cannot be given back. Not every backend counts them.
-    unused_bytes = reserved_bytes - allocated_bytes - int(stats.get("inactive_split_bytes.all.current", 0))
+    unused_bytes = (
+        reserved_bytes - allocated_bytes - int(stats.get("inactive_split_bytes.all.current", 0))
+    )
     cap_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total_bytes)
     free_bytes = max(0, min(cap_bytes - reserved_bytes, free_on_card_bytes) + unused_bytes)
     return Look(device=device, allocated_bytes=allocated_bytes, free_bytes=free_bytes)
 
 
 class Peak:
-    """The highest number of bytes that tensors took during a `with`, beyond those that were there before.
+    """The highest number of bytes that tensors took during a `with`, beyond those that were there
+    before.
 
-    It restarts the device's own measurement (`torch.cuda.reset_peak_memory_stats`), which the whole process shares;
-    what was measured until then is first told to every other `Peak` under way, so that they may lie within one
-    another or in other threads. What other threads take on the same device counts as well.
+    It restarts the device's own measurement (`torch.cuda.reset_peak_memory_stats`), which the whole
+    process shares; what was measured until then is first told to every other `Peak` under way, so
+    that they may lie within one another or in other threads. What other threads take on the same
+    device counts as well.
     """
 
     def __init__(self, before: Look | None) -> None:
@@ -58,7 +66,9 @@ class Peak:
         self._before_bytes = 0 if before is None else before.allocated_bytes
         self._highest_bytes = 0
         self.bytes: int | None = None
-        """The result, once the `with` is over; `None` if this device's tensors never grew: it tells nothing."""
+        """The result, once the `with` is over; `None` if this device's tensors never grew: it tells
+        nothing.
+        """
 
     def __enter__(self) -> Peak:
         with _lock:
@@ -73,13 +83,18 @@ class Peak:
         with _lock:
             torch = _torch_with_cuda()
             if torch is not None:
-                _tell_all(torch, torch.cuda.current_device() if self._device is None else self._device)
+                _tell_all(
+                    torch, torch.cuda.current_device() if self._device is None else self._device
+                )
             _under_way.remove(self)
         grown_bytes = self._highest_bytes - self._before_bytes
         self.bytes = grown_bytes if grown_bytes > 0 else None
 
     def tell(self, device: int, highest_bytes: int) -> None:
-        """Take note of what a device measured; a `Peak` that began before CUDA takes the first one it hears of."""
+        """Take note of what a device measured.
+
+        A `Peak` that began before CUDA takes the first one it hears of.
+        """
         if self._device is None:
             self._device = device
         if self._device == device:
@@ -97,10 +112,12 @@ def _tell_all(torch: ModuleType, device: int) -> None:
 
 
 def release() -> None:
-    """Give back what a failed attempt no longer holds; call it outside the handler, when nothing holds its frames.
+    """Give back what a failed attempt no longer holds; call it outside the handler, when nothing
+    holds its frames.
 
     Raises:
-        Exception: The device no longer answers; an out-of-memory that only surfaces here is dropped.
+        Exception: The device no longer answers; an out-of-memory that only surfaces here is
+            dropped.
     """
     gc.collect()
     torch = _torch_with_cuda()

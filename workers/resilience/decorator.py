@@ -1,15 +1,17 @@
-"""`resilient`: a function that takes a batch size first is called with the largest that fits in memory.
+"""`resilient`: a function that takes a batch size first is called with the largest that fits in
+memory.
 
     @resilient(starting_batch_size=512)
     def train(batch_size, model): ...
 
     train(model)          # not train(512, model)
 
-The calling convention is that of accelerate's `find_executable_batch_size`, and so are the first three arguments.
+The calling convention is that of accelerate's `find_executable_batch_size`, and so are the first
+three arguments.
 
-Covers the decorator and the types of what it returns. Which functions it accepts is in `calling.py`, the course of a
-call in `retry.py`. Caps no memory, loads neither torch nor Ray, and works for every function that raises an
-out-of-memory of Python or torch.
+Covers the decorator and the types of what it returns. Which functions it accepts is in
+`calling.py`, the course of a call in `retry.py`. Caps no memory, loads neither torch nor Ray, and
+works for every function that raises an out-of-memory of Python or torch.
 """
 
 from __future__ import annotations
@@ -123,33 +125,40 @@ def resilient(  # noqa: PLR0913 - accelerate's three, and options with names
 ) -> object:
     """Call `function` with the largest batch size that fits in memory; docs/resilient.md says more.
 
-    Each call begins with the size that experience allows. After an out-of-memory everything is given back and the
-    function is called again, smaller, from its beginning, so it must bear being called twice. Once memory is there
-    again, later calls grow back. All other errors pass unchanged.
+    Each call begins with the size that experience allows. After an out-of-memory everything is
+    given back and the function is called again, smaller, from its beginning, so it must bear being
+    called twice. Once memory is there again, later calls grow back. All other errors pass
+    unchanged.
 
     Args:
-        function: Takes the batch size as its first argument; a method, known by the name `self` or `cls` of its first
+        function: Takes the batch size as its first argument; a method, known by the name `self` or
+        `cls` of its first
             parameter, as its second. Left out, a decorator is returned.
         starting_batch_size: The largest that is ever tried, and where the first call begins.
-        reduce_batch_size_fn: Called without arguments after each out-of-memory; returns the next size, which must be
-            smaller. Then sizes never grow back, no call waits, and `multiple_of` and `failures_per_minute` mean
-            nothing.
+        reduce_batch_size_fn: Called without arguments after each out-of-memory; returns the next
+        size, which must be
+            smaller. Then sizes never grow back, no call waits, and `multiple_of` and
+            `failures_per_minute` mean nothing.
         smallest_batch_size: If this one fails, so does the call.
         multiple_of: Sizes are multiples of this, apart from the two above.
-        failures_per_minute: Never more failed attempts within any 60 s, over all calls; a call that has to go on waits.
-        max_wait_s: How long one call waits in all, for that or for memory that others hold. When it is over, the
+        failures_per_minute: Never more failed attempts within any 60 s, over all calls; a call that
+        has to go on waits.
+        max_wait_s: How long one call waits in all, for that or for memory that others hold. When it
+        is over, the
             smallest size is tried once in any case.
-        remember: Begin with what an earlier run learned, and keep what this one learns, in this user's store, under the
+        remember: Begin with what an earlier run learned, and keep what this one learns, in this
+        user's store, under the
             function's name and source, or under this text.
-        on_retry: Called for each failed attempt, when the next one begins. What it raises ends the call.
+        on_retry: Called for each failed attempt, when the next one begins. What it raises ends the
+        call.
 
     Returns:
         The function without its batch size, with `batch_size` and `reset()`; see `Resilient`.
 
     Raises:
-        TypeError: `function` cannot be called like this: it takes no argument, is a coroutine function or a generator
-            function, or a `staticmethod` or `classmethod` object (put `resilient` below those). Or a batch size is no
-            whole number.
+        TypeError: `function` cannot be called like this: it takes no argument, is a coroutine
+            function or a generator function, or a `staticmethod` or `classmethod` object (put
+            `resilient` below those). Or a batch size is no whole number.
         ValueError: The options leave no size to try.
     """
     options: dict[str, Any] = {
@@ -194,10 +203,12 @@ def _wrapped(function: Callable[..., R], rules: Rules, remember: bool | str) -> 
 
 
 class _States:
-    """What is known of a function; of a method, for each object by itself: each has tensors of its own.
+    """What is known of a function; of a method, for each object by itself: each has tensors of its
+    own.
 
-    A function that was defined in the main script travels to other processes by value, with all it refers to; what was
-    learned does not, because it is of this process: its card and what else it holds there.
+    A function that was defined in the main script travels to other processes by value, with all it
+    refers to; what was learned does not, because it is of this process: its card and what else it
+    holds there.
     """
 
     def __init__(self, rules: Rules) -> None:

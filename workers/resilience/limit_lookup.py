@@ -1,8 +1,9 @@
-"""Looks up what an earlier process learned of a function on this card, and stores what this one learns.
+"""Looks up what an earlier process learned of a function on this card, and stores what this one
+learns.
 
-Covers where a function runs (`LimitKey`) and when a change is large enough to write; the file is that of
-`workers.learned_limits.store`. Initialises CUDA if torch is loaded and sees a card, because the card must be known
-before the first call.
+Covers where a function runs (`LimitKey`) and when a change is large enough to write; the file is
+that of `workers.learned_limits.store`. Initialises CUDA if torch is loaded and sees a card, because
+the card must be known before the first call.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ _log = logging.getLogger(__name__)
 
 
 class Recall:
-    """What one function has learned, across processes. An error of the store is only logged, once."""
+    """What one function has learned, across processes.
+
+    An error of the store is only logged, once.
+    """
 
     def __init__(self, workload: str, clock: Callable[[], float]) -> None:
         self._workload = workload
@@ -51,7 +55,9 @@ class Recall:
             return
         key = _key(self._workload)
         self._store.remember(
-            StoredLimit(key=key, learned=learned, peak_bytes=peak_bytes, learned_at_unix_s=time.time())
+            StoredLimit(
+                key=key, learned=learned, peak_bytes=peak_bytes, learned_at_unix_s=time.time()
+            )
         )
         self._complain()
         self._kept, self._kept_at_s = learned, self._clock()
@@ -79,8 +85,12 @@ def _key(workload: str) -> LimitKey:
         cap_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total_bytes)
     else:
         name, total_bytes, driver = "CPU", psutil.virtual_memory().total, None
-        limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
-        cap_bytes = min([total_bytes, *(limit for limit in limits if limit != resource.RLIM_INFINITY)])
+        limits = [
+            resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)
+        ]
+        cap_bytes = min(
+            [total_bytes, *(limit for limit in limits if limit != resource.RLIM_INFINITY)]
+        )
     return LimitKey(
         card=name,
         total_bytes=total_bytes,

@@ -1,11 +1,12 @@
 """One call of a function that may run out of memory: try, give back, try smaller.
 
-Covers the options of `resilient` with their checks, and the course of a call: the way back after a failure, how long to
-wait and when to give up. Does not choose sizes (`adaptive_size.py`) nor wrap functions (`decorator.py`). No torch.
+Covers the options of `resilient` with their checks, and the course of a call: the way back after a
+failure, how long to wait and when to give up. Does not choose sizes (`adaptive_size.py`) nor wrap
+functions (`decorator.py`). No torch.
 
-A call always ends. A size is tried, given back and followed by the next one at most `_ATTEMPT_LIMIT` times, waiting at
-most `max_wait_s` in all, and no call ends in `OutOfBatchError` before its smallest size has really failed: an error
-rests on a failure, never on a prediction.
+A call always ends. A size is tried, given back and followed by the next one at most
+`_ATTEMPT_LIMIT` times, waiting at most `max_wait_s` in all, and no call ends in `OutOfBatchError`
+before its smallest size has really failed: an error rests on a failure, never on a prediction.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ _log = logging.getLogger(__name__)
 class OutOfBatchError(MemoryError, RuntimeError):
     """Not even the smallest batch size fits.
 
-    It is a `MemoryError` as well, so that a caller (another resilient function or a worker's engine) treats it as an
-    out-of-memory and may shrink its own size. Can be pickled.
+    It is a `MemoryError` as well, so that a caller (another resilient function or a worker's
+    engine) treats it as an out-of-memory and may shrink its own size. Can be pickled.
     """
 
     def __init__(self, sentence: str, tried: tuple[int, ...]) -> None:
@@ -65,7 +66,9 @@ class OutOfBatchError(MemoryError, RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """What `on_retry` gets: an attempt ran out of memory, all was given back, and another one begins."""
+    """What `on_retry` gets: an attempt ran out of memory, all was given back, and another one
+    begins.
+    """
 
     batch_size: int
     """The one that failed."""
@@ -76,7 +79,10 @@ class Retry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What a function's user asked for; `workers.resilience.decorator.resilient` says what it means and raises."""
+    """What a function's user asked for.
+
+    `workers.resilience.decorator.resilient` says what it means and raises.
+    """
 
     name: str
     """The function's, for messages."""
@@ -93,7 +99,12 @@ class Rules:
     sleep: Callable[[float], None] = time.sleep
 
     def __post_init__(self) -> None:
-        for name in ("starting_batch_size", "smallest_batch_size", "multiple_of", "failures_per_minute"):
+        for name in (
+            "starting_batch_size",
+            "smallest_batch_size",
+            "multiple_of",
+            "failures_per_minute",
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"{name} of {self.name} must be a whole number, not {value!r}")
@@ -101,11 +112,14 @@ class Rules:
                 raise ValueError(f"{name} of {self.name} must be at least 1, not {value}")
         if self.smallest_batch_size > self.starting_batch_size:
             raise ValueError(
-                f"smallest_batch_size of {self.name} ({self.smallest_batch_size}) must not be above its "
+                f"smallest_batch_size of {self.name} ({self.smallest_batch_size}) must not be "
+                "above its "
                 f"starting_batch_size ({self.starting_batch_size}), the largest that is ever tried"
             )
         if not self.max_wait_s >= 0:
-            raise ValueError(f"max_wait_s of {self.name} must be 0 or more seconds, not {self.max_wait_s}")
+            raise ValueError(
+                f"max_wait_s of {self.name} must be 0 or more seconds, not {self.max_wait_s}"
+            )
 
 
 class Attempts:
@@ -129,10 +143,11 @@ class Attempts:
         """Forget everything learned."""
         with self._lock:
             self._to_recall = False
-            # A call may be all there ever is, a whole training, so it begins at the top and not with small steps that
-            # calibrate.
+            # A call may be all there ever is, a whole training, so it begins at the top and not
+            # with small steps that calibrate.
             self._begin(Learned(size=self._rules.starting_batch_size))
-            #: Whether this device's memory says anything about the function. It does not if that works elsewhere.
+            #: Whether this device's memory says anything about the function. It does not if that
+            #: works elsewhere.
             self._tells = True
             #: Whether the last call ended because the smallest size failed.
             self._gave_up = False
@@ -140,7 +155,8 @@ class Attempts:
             """The size of the last success."""
 
     def run(self, function: Callable[[int], R]) -> R:
-        """Call `function` with a size, smaller ones after each out-of-memory, and return what it returns.
+        """Call `function` with a size, smaller ones after each out-of-memory, and return what it
+        returns.
 
         Raises:
             OutOfBatchError: The smallest size failed.
@@ -152,7 +168,11 @@ class Attempts:
             size, before = self._choose(course)
             if course.failure is not None and self._rules.on_retry is not None:
                 self._rules.on_retry(
-                    Retry(batch_size=course.tried[-1], next_batch_size=size, reason=course.failure.text)
+                    Retry(
+                        batch_size=course.tried[-1],
+                        next_batch_size=size,
+                        reason=course.failure.text,
+                    )
                 )
             failure: Failure | None = None
             handled = sys.exception()
@@ -160,7 +180,8 @@ class Attempts:
                 try:
                     result = function(size)
                 except Exception as error:
-                    # Only strings leave the handler: the traceback holds the frames, and the frames hold the tensors.
+                    # Only strings leave the handler: the traceback holds the frames, and the frames
+                    # hold the tensors.
                     failure = classify(error, handled)
                     if not course.believes(failure):
                         raise
@@ -176,8 +197,8 @@ class Attempts:
 
     def _begin(self, learned: Learned) -> None:
         rules = self._rules
-        #: Where the first call begins. A size from an earlier process is not exceeded before it has held, unless its
-        #: footprint is known too: then free memory says what fits.
+        #: Where the first call begins. A size from an earlier process is not exceeded before it has
+        #: held, unless its footprint is known too: then free memory says what fits.
         self._start = learned.size if learned.unit_bytes is None else rules.starting_batch_size
         self._sizer = AdaptiveSize(
             rules.starting_batch_size,
@@ -206,7 +227,10 @@ class Attempts:
                 self._recall.keep(self._sizer.learned, peak_bytes)
 
     def _choose(self, course: _Course) -> tuple[int, Look | None]:
-        """Return the size of the next attempt and what memory looks like before it; wait if nothing may run now."""
+        """Return the size of the next attempt and what memory looks like before it.
+
+        Wait if nothing may run now.
+        """
         if self._rules.reduce_batch_size_fn is not None:
             return self._reduced(course, self._rules.reduce_batch_size_fn), look()
         smallest = self._rules.smallest_batch_size
@@ -216,18 +240,25 @@ class Attempts:
             if course.tried.count(smallest) > 1 or (size is None and smallest in course.tried):
                 raise self._given_up(course)
             left_s = self._rules.max_wait_s - course.waited_s
-            if len(course.tried) >= _ATTEMPT_LIMIT or (size is None and (left_s <= 0 or self._is_worth_a_try(course))):
+            if len(course.tried) >= _ATTEMPT_LIMIT or (
+                size is None and (left_s <= 0 or self._is_worth_a_try(course))
+            ):
                 return smallest, before
             if size is not None:
                 return size, before
             if course.waited_s == 0:
                 reason = self._sizer.reason
-                _log.warning("%s waits for memory, %.0f s at the most: %s", self._rules.name, left_s, reason)
+                _log.warning(
+                    "%s waits for memory, %.0f s at the most: %s", self._rules.name, left_s, reason
+                )
             self._rules.sleep(min(_POLL_S, left_s))
             course.waited_s += min(_POLL_S, left_s)
 
     def _reduced(self, course: _Course, reduce: Callable[[], int]) -> int:
-        """Return the size that the caller's function chooses after a failure; before one, the last that it chose."""
+        """Return the size that the caller's function chooses after a failure.
+
+        Before one, the last that it chose.
+        """
         if course.tried:
             size = reduce()
             if not self._rules.smallest_batch_size <= size < course.tried[-1]:
@@ -238,7 +269,8 @@ class Attempts:
     def _is_worth_a_try(self, course: _Course) -> bool:
         """Whether to try the smallest size now although the last call gave up there.
 
-        The caller may be a resilient function that has shrunk its own size, and must not wait for the policy.
+        The caller may be a resilient function that has shrunk its own size, and must not wait for
+        the policy.
         """
         with self._lock:
             failures, most = self._failed_at_s, self._rules.failures_per_minute
@@ -247,29 +279,39 @@ class Attempts:
 
     def _next(self, course: _Course, before: Look | None) -> int | None:
         with self._lock:
-            size = self._sizer.next(None if before is None or not self._tells else before.free_bytes)
+            size = self._sizer.next(
+                None if before is None or not self._tells else before.free_bytes
+            )
             if size is None or self.batch_size is not None:
                 return size
         if not course.tried:
             return size if size <= self._start else self._down(self._start)
-        # No size has succeeded yet, so it is unknown by how much the start was too large. Take half of what failed and
-        # not less: if there is only this call, everything runs with the size it ends at.
+        # No size has succeeded yet, so it is unknown by how much the start was too large. Take half
+        # of what failed and not less: if there is only this call, everything runs with the size it
+        # ends at.
         return max(size, self._down(course.tried[-1] // 2))
 
     def _down(self, size: int) -> int:
-        return max(self._rules.smallest_batch_size, size // self._rules.multiple_of * self._rules.multiple_of)
+        return max(
+            self._rules.smallest_batch_size,
+            size // self._rules.multiple_of * self._rules.multiple_of,
+        )
 
     def _given_up(self, course: _Course) -> OutOfBatchError:
         rules = self._rules
         self._gave_up = True
         tried = tuple(course.tried)
-        sizes = ("… " if len(tried) > _SIZES_TOLD else "") + ", ".join(str(size) for size in tried[-_SIZES_TOLD:])
+        sizes = ("… " if len(tried) > _SIZES_TOLD else "") + ", ".join(
+            str(size) for size in tried[-_SIZES_TOLD:]
+        )
         failure = "" if course.failure is None else f" ({course.failure.text})"
         smallest = rules.smallest_batch_size
         end = f", or lower smallest_batch_size={smallest}" if smallest > 1 else f". {_NOTHING_LEFT}"
         return OutOfBatchError(
-            f"{rules.name} ran out of memory at its smallest batch size too; tried {sizes}{failure}. Free memory that "
-            f"this process or another one holds (on a card nvidia-smi tells), or make the model or one item "
+            f"{rules.name} ran out of memory at its smallest batch size too; tried "
+            f"{sizes}{failure}. Free memory that "
+            "this process or another one holds (on a card nvidia-smi tells), or make the model "
+            "or one item "
             f"smaller{end}",
             tried,
         )
@@ -289,4 +331,6 @@ class _Course:
         """Count a failure; return whether it counts as out-of-memory."""
         probable = failure.kind is FailureKind.PROBABLE
         self.probable_in_a_row = self.probable_in_a_row + 1 if probable else 0
-        return failure.kind is FailureKind.DEFINITE or (probable and self.probable_in_a_row <= MAX_PROBABLE_IN_A_ROW)
+        return failure.kind is FailureKind.DEFINITE or (
+            probable and self.probable_in_a_row <= MAX_PROBABLE_IN_A_ROW
+        )

@@ -1,7 +1,9 @@
-"""The gradient of an effective batch, added up over its parts in memory that exists before the first step.
+"""The gradient of an effective batch, added up over its parts in memory that exists before the
+first step.
 
-`autograd.grad` returns new tensors and changes none, so a part that fails leaves the finished ones as they were. The
-loss of the effective batch is the sum over its items divided by their count, which is known before the first part.
+`autograd.grad` returns new tensors and changes none, so a part that fails leaves the finished ones
+as they were. The loss of the effective batch is the sum over its items divided by their count,
+which is known before the first part.
 """
 
 from __future__ import annotations
@@ -20,10 +22,15 @@ from workers.training.precision import LossScaler
 
 
 class Accumulator:
-    """One effective batch after the other: sums of gradients and of losses, and how many rows are in them."""
+    """One effective batch after the other: sums of gradients and of losses, and how many rows are
+    in them.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, set_to_none: bool = True) -> None:
-        """Allocate the sums. Without `set_to_none` an effective batch begins with zeros, as `zero_grad` would do it."""
+        """Allocate the sums.
+
+        Without `set_to_none` an effective batch begins with zeros, as `zero_grad` would do it.
+        """
         self._parameters = parameters
         self._set_to_none = set_to_none
         self.gradients = [torch.zeros_like(each, dtype=_sum_type(each)) for each in parameters]
@@ -50,15 +57,23 @@ class Accumulator:
         return self._adding
 
     def next_rows(self, limit: int) -> int:
-        """Return the size of the next part, 0 after the last. After an addition that was cut off all begins again."""
+        """Return the size of the next part, 0 after the last.
+
+        After an addition that was cut off all begins again.
+        """
         if self._adding:
             self.begin(self._rows, self._count)
         return schedule.next_part(self.remaining, limit) if self.remaining else 0
 
     def gradients_of(self, loss: Tensor, scale: float = 1.0) -> list[Tensor | None]:
-        """Return the gradients of a part's summed loss; `None` for a parameter that it does not depend on."""
+        """Return the gradients of a part's summed loss.
+
+        `None` for a parameter that it does not depend on.
+        """
         seed = torch.full_like(loss, scale / self._count)
-        return list(torch.autograd.grad(loss, self._parameters, grad_outputs=seed, allow_unused=True))
+        return list(
+            torch.autograd.grad(loss, self._parameters, grad_outputs=seed, allow_unused=True)
+        )
 
     @torch.no_grad()
     def add(self, rows: int, loss: Tensor, gradients: Sequence[Tensor | None]) -> None:
@@ -82,9 +97,16 @@ class Accumulator:
         self._adding = False
 
     def finish(
-        self, update: Update, scaler: LossScaler, *, step: int, clip: float | None, rate_share: float | None
+        self,
+        update: Update,
+        scaler: LossScaler,
+        *,
+        step: int,
+        clip: float | None,
+        rate_share: float | None,
     ) -> tuple[float, bool]:
-        """Unscale, clip and update; return the loss, and whether it was updated. Can be repeated until that begins.
+        """Unscale, clip and update; return the loss, and whether it was updated. Can be repeated
+        until that begins.
 
         Raises:
             NotFiniteError: The loss or the gradient is NaN or infinite; nothing was changed.
@@ -105,7 +127,9 @@ class Accumulator:
 
     @torch.no_grad()
     def _loss_and_norm(self) -> tuple[float, float]:
-        """Read the sum of losses and the norm of all gradients: the one moment at which the host waits for a card."""
+        """Read the sum of losses and the norm of all gradients: the one moment at which the host
+        waits for a card.
+        """
         norms = torch.stack(torch._foreach_norm(self.gradients)).to(torch.float64)
         both = torch.stack((self.loss[0], torch.linalg.vector_norm(norms)))
         wait_asleep(both.device)
@@ -115,7 +139,8 @@ class Accumulator:
 
 def _not_finite(what: str, value: float, step: int) -> NotFiniteError:
     return NotFiniteError(
-        f"the {what} of optimiser step {step} is {value}; training stopped, and the weights are those of the step "
+        f"the {what} of optimiser step {step} is {value}; training stopped, and the weights are "
+        "those of the step "
         "before; lower the learning rate, or the largest norm of the gradient",
         step,
     )

@@ -1,7 +1,9 @@
-"""Adapters: the model's own weights stay, and small matrices beside its `nn.Linear` modules are trained.
+"""Adapters: the model's own weights stay, and small matrices beside its `nn.Linear` modules are
+trained.
 
-LoRA (Hu et al., 2021) adds `up x down` of a low rank to each weight. DoRA (Liu et al., 2024) also trains the length of
-each row of the sum. Does not merge them into the weights, and does not adapt convolutions or embeddings.
+LoRA (Hu et al., 2021) adds `up x down` of a low rank to each weight. DoRA (Liu et al., 2024) also
+trains the length of each row of the sum. Does not merge them into the weights, and does not adapt
+convolutions or embeddings.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class AdaptedLinear(nn.Module):
         self.down = nn.Parameter(base.weight.new_empty(rank, base.in_features))
         self.up = nn.Parameter(base.weight.new_zeros(base.out_features, rank))
         nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))  # as nn.Linear does
-        self.lengths = nn.Parameter(torch.linalg.vector_norm(base.weight.detach(), dim=1)) if dora else None
+        self.lengths = (
+            nn.Parameter(torch.linalg.vector_norm(base.weight.detach(), dim=1)) if dora else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what the layer with the adapted weight would."""
@@ -45,7 +49,8 @@ class AdaptedLinear(nn.Module):
 
     @torch.no_grad()
     def _row_lengths(self) -> Tensor:
-        """Return the length of each row of the weight and what is added to it, without computing that sum.
+        """Return the length of each row of the weight and what is added to it, without computing
+        that sum.
 
         It counts as a constant in the backward pass (section 4.3 of the paper).
         """
@@ -72,8 +77,13 @@ def new_model(task: TrainTask, settings: TrainSettings) -> nn.Module:
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
                 if child not in adapted:
-                    adapted[child] = AdaptedLinear(child, settings.adapter_rank, dora=settings.adapter == "dora")
+                    adapted[child] = AdaptedLinear(
+                        child, settings.adapter_rank, dora=settings.adapter == "dora"
+                    )
                 setattr(parent, name, adapted[child])
     if not adapted:
-        raise TaskError(f"train.adapter needs nn.Linear modules, and the model of {task.name} has none; leave it out")
+        raise TaskError(
+            f"train.adapter needs nn.Linear modules, and the model of {task.name} has none; leave "
+            "it out"
+        )
     return model

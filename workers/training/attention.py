@@ -1,7 +1,9 @@
-"""Which kernel computes attention: the one that is asked for, where it can, and which one it really was.
+"""Which kernel computes attention: the one that is asked for, where it can, and which one it really
+was.
 
-A kernel that cannot compute a model's attention on this device is replaced by the next one, so that a training never
-fails for it. Covers `scaled_dot_product_attention` of torch, not attention that a model writes out itself.
+A kernel that cannot compute a model's attention on this device is replaced by the next one, so that
+a training never fails for it. Covers `scaled_dot_product_attention` of torch, not attention that a
+model writes out itself.
 """
 
 from __future__ import annotations
@@ -32,20 +34,27 @@ _OPERATORS: Final = {
 
 
 def kernels(wanted: Attention, *, deterministic: bool) -> AbstractContextManager[object]:
-    """Return the region for forward and backward pass: what is checkpointed must choose the same kernel again.
+    """Return the region for forward and backward pass: what is checkpointed must choose the same
+    kernel again.
 
-    `auto` leaves the choice to torch. cuDNN's backward pass is never the replacement where bits must be the same.
+    `auto` leaves the choice to torch. cuDNN's backward pass is never the replacement where bits
+    must be the same.
     """
     if wanted == "auto":
         return nullcontext()
     if wanted == "math":
         return sdpa_kernel(SDPBackend.MATH)
-    others = [name for name in _KERNELS if name != wanted and not (deterministic and name == "cudnn")]
+    others = [
+        name for name in _KERNELS if name != wanted and not (deterministic and name == "cudnn")
+    ]
     return sdpa_kernel([_KERNELS[name] for name in (wanted, *others)], set_priority=True)
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # missing in torch's stubs
-    """Sees which kernels run. Not a profiler: that would write to the terminal, and there is one of it in a process."""
+    """Sees which kernels run.
+
+    Not a profiler: that would write to the terminal, and there is one of it in a process.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -64,5 +73,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # missing in t
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - whatever the operator returns
         name = func._schema.name  # type: ignore[attr-defined]  # of an operator
-        self._kernels.update(kernel for start, kernel in _OPERATORS.items() if name.startswith(start))
+        self._kernels.update(
+            kernel for start, kernel in _OPERATORS.items() if name.startswith(start)
+        )
         return func(*args, **(kwargs or {}))

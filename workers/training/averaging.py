@@ -1,4 +1,6 @@
-"""An exponential moving average of the weights, which often evaluates better than the weights themselves."""
+"""An exponential moving average of the weights, which often evaluates better than the weights
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,23 @@ from workers.training.host_memory import like, like_all, wait_asleep
 class Average:
     """Holds one more copy of the weights, on their device or in host memory.
 
-    In host memory it takes nothing of the device, and each update copies all weights there. The weights are the same to
-    the bit; the average may differ in the last bit on a card, where the host then computes it.
+    In host memory it takes nothing of the device, and each update copies all weights there. The
+    weights are the same to the bit; the average may differ in the last bit on a card, where the
+    host then computes it.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], decay: float, *, on_host: bool = False) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], decay: float, *, on_host: bool = False
+    ) -> None:
         """Begin at the weights."""
         self._parameters = parameters
         self._decay = decay
         self.on_host = on_host
         weights = [each.detach() for each in parameters]
         new = like_all(weights) if on_host else [torch.empty_like(each) for each in weights]
-        self.tensors: list[Tensor] = [own.copy_(each) for own, each in zip(new, weights, strict=True)]
+        self.tensors: list[Tensor] = [
+            own.copy_(each) for own, each in zip(new, weights, strict=True)
+        ]
         self._staging: Tensor | None = None
         if on_host and parameters[0].is_cuda:
             self._staging = like(max(parameters, key=lambda each: each.nbytes).detach().flatten())
@@ -36,7 +43,9 @@ class Average:
         if self._staging is None:
             torch._foreach_lerp_(self.tensors, list(self._parameters), 1 - self._decay)
             return
-        wait_asleep(self._parameters[0].device)  # the first copy would wait for the whole update, in a loop
+        wait_asleep(
+            self._parameters[0].device
+        )  # the first copy would wait for the whole update, in a loop
         for own, weight in zip(self.tensors, self._parameters, strict=True):
             own.lerp_(self._on_host(weight, own), 1 - self._decay)
 

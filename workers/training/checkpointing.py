@@ -1,7 +1,9 @@
-"""Activation checkpointing of a model's first blocks, as many as one likes, changed at any time between two steps.
+"""Activation checkpointing of a model's first blocks, as many as one likes, changed at any time
+between two steps.
 
-A checkpointed block keeps only its input and computes the rest again in the backward pass. That changes memory and
-time, and no bit of the result: the second computation repeats the first, keyed dropout included.
+A checkpointed block keeps only its input and computes the rest again in the backward pass. That
+changes memory and time, and no bit of the result: the second computation repeats the first, keyed
+dropout included.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class Checkpointing:
     def level_of(self, wanted: str | int, offered: int) -> int:
         """Return the level for `train.checkpoint`; `auto` takes what the caller offers."""
         level = (
-            {"auto": offered, "none": 0, "all": self.most}.get(wanted, wanted) if isinstance(wanted, str) else wanted
+            {"auto": offered, "none": 0, "all": self.most}.get(wanted, wanted)
+            if isinstance(wanted, str)
+            else wanted
         )
         return max(0, min(int(level), self.most))
 

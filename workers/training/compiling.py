@@ -1,8 +1,10 @@
-"""torch.compile for a model, or for each of its blocks; taken back where it fails or compiles again and again.
+"""torch.compile for a model, or for each of its blocks; taken back where it fails or compiles again
+and again.
 
-The first dimension of what goes in is marked dynamic, so that one graph serves parts of all sizes. A part of one
-sample is computed without it: torch would compile that size anew. Only parts of a training are compiled, not its
-evaluation. The result differs by rounding. Says what it did in `news`; does not say whether it pays.
+The first dimension of what goes in is marked dynamic, so that one graph serves parts of all sizes.
+A part of one sample is computed without it: torch would compile that size anew. Only parts of a
+training are compiled, not its evaluation. The result differs by rounding. Says what it did in
+`news`; does not say whether it pays.
 """
 
 from __future__ import annotations
@@ -26,18 +28,20 @@ from workers.units import MIB
 
 T = TypeVar("T")
 
-#: Graphs of one piece of code, for blocks that are alike or for one model. A training needs two: without and with
-#: checkpointing. With more, something that changes in every step is compiled into them.
+#: Graphs of one piece of code, for blocks that are alike or for one model. A training needs two:
+#: without and with checkpointing. With more, something that changes in every step is compiled into
+#: them.
 _MOST_GRAPHS: Final = 4
 
-#: Parts that may run out of memory before the first compiled one ends well. The compiler takes host memory itself,
-#: and on a CPU the cap counts that.
+#: Parts that may run out of memory before the first compiled one ends well. The compiler takes host
+#: memory itself, and on a CPU the cap counts that.
 _MOST_FAILURES: Final = 3
 
 #: Of an error's text.
 _LONGEST: Final = 300
 
-#: Host memory that the compiler takes and keeps. Measured with two small blocks: 95 MiB; larger graphs take more.
+#: Host memory that the compiler takes and keeps. Measured with two small blocks: 95 MiB; larger
+#: graphs take more.
 _NEEDED_BYTES: Final = 256 * MIB
 
 _COMPILED_TOO_OFTEN: Final = "FailOnRecompileLimitHit"
@@ -68,7 +72,9 @@ class Compiling:
         self._dropouts = [each for each in model.modules() if isinstance(each, KeyedDropout)]
         self._news: list[tuple[str, dict[str, Any]]] = []
         if self._unit == "block" and not blocks:
-            raise TaskError("train.compile: block needs a task that names its blocks; set train.compile: model")
+            raise TaskError(
+                "train.compile: block needs a task that names its blocks; set train.compile: model"
+            )
         units = {"off": [], "block": list(blocks), "model": [model]}[self._unit]
         kinds = {tuple(each.shape for each in unit.parameters()) for unit in units}
         self._most_graphs = _MOST_GRAPHS * len(kinds)
@@ -86,7 +92,8 @@ class Compiling:
     def run(self, rows: int, compute: Callable[[], T]) -> T:
         """Compute a part of so many samples, compiled if that is wanted and possible.
 
-        `compute` must change nothing: after a failure of the compiler it is called again without it.
+        `compute` must change nothing: after a failure of the compiler it is called again without
+        it.
         """
         if not self._pending or rows == 1:
             return compute()
@@ -111,7 +118,10 @@ class Compiling:
         return compute()
 
     def park(self) -> None:
-        """Drop CUDA graphs: they hold memory, and the addresses of what moves now. The next part makes new ones."""
+        """Drop CUDA graphs: they hold memory, and the addresses of what moves now.
+
+        The next part makes new ones.
+        """
         if self._pending and self._mode != "default":
             self._forget()
 
@@ -125,7 +135,9 @@ class Compiling:
 
         if not self._made:
             mode = None if self._mode == "default" else self._mode
-            self._made = [torch.compile(each, backend=self._backend, mode=mode) for each in self._eager]
+            self._made = [
+                torch.compile(each, backend=self._backend, mode=mode) for each in self._eager
+            ]
         limits = {"recompile_limit": self._most_graphs, "fail_on_recompile_limit_hit": True}
         self._on = True
         try:
@@ -152,9 +164,15 @@ class Compiling:
             return None
         if found.kind is not FailureKind.OTHER:
             self._failures += not self._graphs
-            return None if self._graphs or self._failures < _MOST_FAILURES else f"memory ran out: {found.text}"
+            return (
+                None
+                if self._graphs or self._failures < _MOST_FAILURES
+                else f"memory ran out: {found.text}"
+            )
         if type(error).__name__ == _COMPILED_TOO_OFTEN:
-            return f"it was compiled more than {self._most_graphs} times, and would be in every step"
+            return (
+                f"it was compiled more than {self._most_graphs} times, and would be in every step"
+            )
         return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_LONGEST]
 
     def _note(self, rows: int, seconds: float) -> None:
@@ -164,14 +182,25 @@ class Compiling:
             self._graphs = graphs
 
     def _tell(self, name: str, seconds: float, **figures: object) -> None:
-        self._news.append((name, {"unit": self._unit, "mode": self._mode, "seconds": round(seconds, 3), **figures}))
+        self._news.append(
+            (
+                name,
+                {"unit": self._unit, "mode": self._mode, "seconds": round(seconds, 3), **figures},
+            )
+        )
 
 
 def _lack() -> str | None:
-    """Return why the cap of a CPU device leaves no room for the compiler; `None`: it does, or there is no such cap."""
+    """Return why the cap of a CPU device leaves no room for the compiler.
+
+    `None`: it does, or there is no such cap.
+    """
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_DATA)
     left_bytes = limit_bytes - psutil.Process().memory_info().data
     if limit_bytes == resource.RLIM_INFINITY or left_bytes >= _NEEDED_BYTES:
         return None
     left_mib, needed_mib = left_bytes // MIB, _NEEDED_BYTES // MIB
-    return f"the cap leaves {left_mib} MiB, and the compiler may take and keep {needed_mib} MiB of that on a CPU"
+    return (
+        f"the cap leaves {left_mib} MiB, and the compiler may take and keep {needed_mib} MiB "
+        "of that on a CPU"
+    )

@@ -28,7 +28,9 @@ class Course:
         """Return a copy that a file can hold."""
         return asdict(self)
 
-    def finished_step(self, loss: float, parts: Iterable[tuple[int, int]], *, updated: bool) -> None:
+    def finished_step(
+        self, loss: float, parts: Iterable[tuple[int, int]], *, updated: bool
+    ) -> None:
         """Count an optimiser step that was made of parts, each of so many rows at a level."""
         sizes = list(parts)
         remaining = batch = sum(rows for rows, _ in sizes)

@@ -1,7 +1,9 @@
-"""AdamW whose states have 8 bits each: that of bitsandbytes, or torchao's where that is what is installed.
+"""AdamW whose states have 8 bits each: that of bitsandbytes, or torchao's where that is what is
+installed.
 
-Both keep a scale for each 256 states, and matrices of less than 4,096 numbers in fp32. bitsandbytes is preferred: it
-needs no compiler (torchao compiled for 45 s before its first step on a CPU). Does not decide whether 8 bits suffice.
+Both keep a scale for each 256 states, and matrices of less than 4,096 numbers in fp32. bitsandbytes
+is preferred: it needs no compiler (torchao compiled for 45 s before its first step on a CPU). Does
+not decide whether 8 bits suffice.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ _TABLES: Final = ("qmap1", "qmap2")
 _MODULES: Final = ("bitsandbytes.optim", "torchao.optim")
 
 
-def adamw_8bit(groups: Sequence[dict[str, Any]], lr: float, betas: tuple[float, float]) -> Optimizer:
+def adamw_8bit(
+    groups: Sequence[dict[str, Any]], lr: float, betas: tuple[float, float]
+) -> Optimizer:
     """Make the optimiser.
 
     Raises:
@@ -42,27 +46,36 @@ def adamw_8bit(groups: Sequence[dict[str, Any]], lr: float, betas: tuple[float, 
             optimizer: Optimizer = made(groups, lr=lr, betas=betas)
             return optimizer
     raise TaskError(
-        f"train.optimizer is adamw-8bit, and no package on this machine has it ({'; '.join(missing)}); "
+        "train.optimizer is adamw-8bit, and no package on this machine has it "
+        f"({'; '.join(missing)}); "
         "pip install 'bitsandbytes>=0.50' there, or set train.optimizer: adamw-fused"
     )
 
 
 class PlannedAdamW8bit(Optimizer):
-    """Has the states of bitsandbytes' AdamW8bit, so that a plan needs no package. Cannot do a step."""
+    """Has the states of bitsandbytes' AdamW8bit, so that a plan needs no package.
+
+    Cannot do a step.
+    """
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
         super().__init__(groups, {})
         self._table = torch.empty(256)
 
     def init_state(self, _group: object, parameter: Tensor, _number: int, _place: int) -> None:
-        """Allocate the states of a parameter (Optimizer2State.init_state in bitsandbytes/optim/optimizer.py, 0.50)."""
+        """Allocate the states of a parameter (Optimizer2State.init_state in
+        bitsandbytes/optim/optimizer.py, 0.50).
+        """
         quantised = parameter.numel() >= _LEAST_QUANTISED
         states = {
-            name: torch.zeros_like(parameter, dtype=torch.uint8 if quantised else torch.float32) for name in _STATES
+            name: torch.zeros_like(parameter, dtype=torch.uint8 if quantised else torch.float32)
+            for name in _STATES
         }
         if quantised:
             blocks = -(-parameter.numel() // _BLOCK)
-            scales = {f"absmax{number}": torch.zeros(blocks, device=parameter.device) for number in (1, 2)}
+            scales = {
+                f"absmax{number}": torch.zeros(blocks, device=parameter.device) for number in (1, 2)
+            }
             states |= {**scales, **dict.fromkeys(_TABLES, self._table)}
         self.state[parameter] = {"step": 0, **states}
 
@@ -74,7 +87,8 @@ def allocate(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, dict[str, Any
     """
     own: Any = optimizer
     if not isinstance(optimizer, PlannedAdamW8bit):
-        # The rest of what its first step does is to bring every state to the card (Optimizer8bit.step and to_gpu).
+        # The rest of what its first step does is to bring every state to the card
+        # (Optimizer8bit.step and to_gpu).
         own.check_overrides()
         own.initialized = True
     for number, group in enumerate(own.param_groups):
@@ -86,7 +100,9 @@ def allocate(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, dict[str, Any
 
 def is_bitsandbytes(optimizer: Optimizer) -> bool:
     """Whether it is one of bitsandbytes, or stands for it in a plan."""
-    return isinstance(optimizer, PlannedAdamW8bit) or type(optimizer).__module__.startswith("bitsandbytes.")
+    return isinstance(optimizer, PlannedAdamW8bit) or type(optimizer).__module__.startswith(
+        "bitsandbytes."
+    )
 
 
 def is_table(name: str) -> bool:
@@ -95,8 +111,10 @@ def is_table(name: str) -> bool:
 
 
 def update_bytes(parameters: Sequence[Tensor], *, on_card: bool) -> int:
-    """Return what a step of bitsandbytes allocates: nothing on a card, on a CPU five fp32 copies of one parameter.
+    """Return what a step of bitsandbytes allocates: nothing on a card, on a CPU five fp32 copies of
+    one parameter.
 
-    They hold both states and the gradient in fp32, a root and a quotient (bitsandbytes/backends/cpu/ops.py, 0.50).
+    They hold both states and the gradient in fp32, a root and a quotient
+    (bitsandbytes/backends/cpu/ops.py, 0.50).
     """
     return 0 if on_card else 5 * 4 * max((each.numel() for each in parameters), default=0)

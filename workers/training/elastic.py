@@ -1,10 +1,12 @@
-"""`ElasticStep`: a training step for a loop of your own, that splits its batch into what fits in memory now.
+"""`ElasticStep`: a training step for a loop of your own, that splits its batch into what fits in
+memory now.
 
     elastic = ElasticStep(model, optimizer, clip=1.0)
     for batch in batches:                                    # tokens and targets
         loss = elastic.step(batch, lambda part: model(*part))  # the mean loss of a part
 
-It replaces the loop over micro-batches, `backward`, clipping, `optimizer.step` and `zero_grad`. Without Ray.
+It replaces the loop over micro-batches, `backward`, clipping, `optimizer.step` and `zero_grad`.
+Without Ray.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class ElasticStep:
     ) -> None:
         """Allocate what outlives a step: sums of gradients, and the states of an Adam.
 
-        The model's `nn.Dropout` modules become keyed by seed and sample, so that they do not depend on the parts.
+        The model's `nn.Dropout` modules become keyed by seed and sample, so that they do not depend
+        on the parts.
 
         Args:
             model: On the device where it is trained.
@@ -51,7 +54,8 @@ class ElasticStep:
             seed: For dropout.
             fp16: Scale the loss, as torch's GradScaler does.
             max_wait_s: How long a step may wait when not even one sample fits.
-            on_retry: Told about each part that ran out of memory, before it is tried with fewer samples.
+            on_retry: Told about each part that ran out of memory, before it is tried with fewer
+            samples.
             sleep: Waits so many seconds.
 
         Raises:
@@ -67,7 +71,9 @@ class ElasticStep:
         self._scaler = LossScaler(enabled=fp16)
         self._clip = clip
         self._device = parameters[0].device
-        self._rules = partial(Rules, name="ElasticStep", max_wait_s=max_wait_s, on_retry=on_retry, sleep=sleep)
+        self._rules = partial(
+            Rules, name="ElasticStep", max_wait_s=max_wait_s, on_retry=on_retry, sleep=sleep
+        )
         self._attempts: Attempts | None = None
         self.steps = 0
         """Optimiser steps that are done."""
@@ -75,18 +81,25 @@ class ElasticStep:
         self.parts: list[int] = []
         """Rows of each part of the last step."""
 
-    def step(self, batch: Batch, loss: Callable[[Batch], Tensor], count: int | None = None) -> float:
+    def step(
+        self, batch: Batch, loss: Callable[[Batch], Tensor], count: int | None = None
+    ) -> float:
         """Train on a batch and return its loss.
 
         Args:
-            batch: A tensor, or a tuple, list or mapping of tensors; the first dimension of each is the samples.
-            loss: From a part of it to the mean loss of the part's samples; with `count` to the sum over its items.
+            batch: A tensor, or a tuple, list or mapping of tensors; the first dimension of each is
+            the samples.
+            loss: From a part of it to the mean loss of the part's samples; with `count` to the sum
+            over its items.
             count: How many items (such as tokens that are not padding) the whole batch has.
 
         Raises:
-            OutOfBatchError: One sample at a time did not fit for `max_wait_s`. The weights were not changed.
-            NotFiniteError: The loss or its gradient is NaN or infinite; the weights were not changed.
-            UpdateInterruptedError: Memory ran out in the update itself: load your last snapshot, model and optimiser.
+            OutOfBatchError: One sample at a time did not fit for `max_wait_s`. The weights were not
+                changed.
+            NotFiniteError: The loss or its gradient is NaN or infinite; the weights were not
+                changed.
+            UpdateInterruptedError: Memory ran out in the update itself: load your last snapshot,
+                model and optimiser.
         """
         self._update.check()
         rows = rows_of(batch)
@@ -96,7 +109,9 @@ class ElasticStep:
         self.parts = []
         done: list[float] = []
         while not done:
-            done = self._attempts.run(lambda size: self._advance(size, batch, loss, by_items=count is not None))
+            done = self._attempts.run(
+                lambda size: self._advance(size, batch, loss, by_items=count is not None)
+            )
         self.steps += 1
         self.samples_used += rows
         return done[0]
@@ -105,7 +120,9 @@ class ElasticStep:
         """Say that model and optimiser were loaded from a snapshot after an interrupted update."""
         self._update.cut = False
 
-    def _advance(self, limit: int, batch: Batch, loss: Callable[[Batch], Tensor], *, by_items: bool) -> list[float]:
+    def _advance(
+        self, limit: int, batch: Batch, loss: Callable[[Batch], Tensor], *, by_items: bool
+    ) -> list[float]:
         """Compute one part; after the last one update, and return the loss."""
         rows = self._accumulator.next_rows(limit)
         first = self._accumulator.done
@@ -113,7 +130,9 @@ class ElasticStep:
         if rows:
             self._dropouts.key(self.samples_used + first, rows, self._device)
             value = loss(part_of(batch, first, rows)) * (1 if by_items else rows)
-            self._accumulator.add(rows, value.detach(), self._accumulator.gradients_of(value, self._scaler.scale))
+            self._accumulator.add(
+                rows, value.detach(), self._accumulator.gradients_of(value, self._scaler.scale)
+            )
             self.parts.append(rows)
         if self._accumulator.remaining:
             return []

@@ -1,7 +1,7 @@
 """What can go wrong in a training, each with a sentence for the person who can act.
 
-None of them is an out-of-memory, whatever its text quotes, so none of them is answered by a smaller step. Therefore
-none is a `RuntimeError`, whose text `workers.oom` reads.
+None of them is an out-of-memory, whatever its text quotes, so none of them is answered by a smaller
+step. Therefore none is a `RuntimeError`, whose text `workers.oom` reads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ class TaskError(TrainingError):
 
 
 class NotFiniteError(TrainingError):
-    """The loss or its gradient is NaN or infinite; the weights are still those of the last good step."""
+    """The loss or its gradient is NaN or infinite.
+
+    The weights are still those of the last good step.
+    """
 
     def __init__(self, sentence: str, step: int) -> None:
         super().__init__(sentence)
@@ -29,7 +32,10 @@ class NotFiniteError(TrainingError):
 
 
 class UpdateInterruptedError(TrainingError):
-    """An update of the weights was cut off, so they belong to no step. Load a snapshot; never run the step again."""
+    """An update of the weights was cut off, so they belong to no step.
+
+    Load a snapshot; never run the step again.
+    """
 
 
 class StateMismatchError(TrainingError):

@@ -22,7 +22,9 @@ from workers.training.tasks import Batch, TrainTask, refuse_without_data, rows_o
 class Feed:
     """One effective batch at a time; it stays until the next one is asked for."""
 
-    def __init__(self, task: TrainTask, settings: TrainSettings, device: torch.device, seed: int) -> None:
+    def __init__(
+        self, task: TrainTask, settings: TrainSettings, device: torch.device, seed: int
+    ) -> None:
         """Start nothing yet.
 
         Raises:
@@ -35,13 +37,17 @@ class Feed:
         self._bucketing = settings.bucketing
         if self._bucketing and (task.collate is None or not hasattr(task.dataset, "lengths")):
             raise TaskError(
-                f"train.bucketing sorts samples by their lengths, and those of {task.name} have one length, or do not "
-                "tell it; set train.documents (your own text) or train.min_seq (made text), or give your data set a "
+                f"train.bucketing sorts samples by their lengths, and those of {task.name} have "
+                "one length, or do not "
+                "tell it; set train.documents (your own text) or train.min_seq (made text), or "
+                "give your data set a "
                 "method `lengths`, and the task a `collate`"
             )
         self._pool: tuple[int, list[order.Sample]] | None = None
         """Its number, and its samples as they are used."""
-        pin = should_pin(device) if settings.pin == "auto" else settings.pin and device.type == "cuda"
+        pin = (
+            should_pin(device) if settings.pin == "auto" else settings.pin and device.type == "cuda"
+        )
         numbers = self._numbers(settings, device)
         self._loader = Loader(
             cast("Dataset[Any]", task.dataset),
@@ -73,10 +79,15 @@ class Feed:
         """
         batch = self._loader.next_batch()
         if (rows := rows_of(batch)) != self._batch_rows:
-            raise TaskError(f"the data set of {self._task.name} gave {rows} samples, not {self._batch_rows}")
+            raise TaskError(
+                f"the data set of {self._task.name} gave {rows} samples, not {self._batch_rows}"
+            )
         count = self._task.count(batch)
         if count < 1:
-            raise TaskError(f"a batch of {self._task.name} counts {count} items, so there is nothing to learn from it")
+            raise TaskError(
+                f"a batch of {self._task.name} counts {count} items, so there is nothing to learn "
+                "from it"
+            )
         self.batch, self.count = batch, count
 
     def seek(self, samples_used: int) -> None:
@@ -98,7 +109,11 @@ class Feed:
 
     def _numbers(self, settings: TrainSettings, device: torch.device) -> LoaderNumbers:
         """Decide what the settings leave open. Makes one sample, if they do."""
-        workers, prefetch, ram_cache = settings.loader_workers, settings.prefetch, settings.ram_cache
+        workers, prefetch, ram_cache = (
+            settings.loader_workers,
+            settings.prefetch,
+            settings.ram_cache,
+        )
         if workers != "auto" and prefetch != "auto" and not ram_cache:
             return LoaderNumbers(workers=workers, prefetch=prefetch, ram_cache=False, reason="")
         task = self._task
@@ -110,7 +125,9 @@ class Feed:
             ram_cache=ram_cache,
             batch_bytes=settings.batch * (of_row or 0),
             items_bytes=(
-                None if of_row is None or task.by_sample or task.shorten is not None else len(task.dataset) * of_row
+                None
+                if of_row is None or task.by_sample or task.shorten is not None
+                else len(task.dataset) * of_row
             ),
         )
 
@@ -124,20 +141,31 @@ class Feed:
 
     def _bucketed(self, samples_used: int, count: int) -> list[order.Sample]:
         """Return the samples of a part of the training in which each batch has similar lengths."""
-        items, size = len(self._task.dataset), pool_samples(len(self._task.dataset), self._batch_rows)
+        items, size = (
+            len(self._task.dataset),
+            pool_samples(len(self._task.dataset), self._batch_rows),
+        )
         found: list[order.Sample] = []
         while len(found) < count:
             begin, within = divmod(samples_used + len(found), size)
             if self._pool is None or self._pool[0] != begin:
                 pool = order.samples(self._seed, items, begin * size, size)
-                lengths = cast("Documents", self._task.dataset).lengths([each.index for each in pool])
+                lengths = cast("Documents", self._task.dataset).lengths(
+                    [each.index for each in pool]
+                )
                 self._pool = begin, by_length(pool, lengths, self._batch_rows, self._seed)
             found.extend(self._pool[1][within : within + count - len(found)])
         return found
 
 
 def host_share(*, on_card: bool) -> HostShare:
-    """Return what this training has of its host: torch's threads here are its share of the physical cores."""
+    """Return what this training has of its host: torch's threads here are its share of the physical
+    cores.
+    """
     physical = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
     cores = min(torch.get_num_threads(), physical)
-    return HostShare(cores=cores, ram_bytes=psutil.virtual_memory().available * cores // physical, on_card=on_card)
+    return HostShare(
+        cores=cores,
+        ram_bytes=psutil.virtual_memory().available * cores // physical,
+        on_card=on_card,
+    )

@@ -1,6 +1,8 @@
-"""The loss of some samples of the current batch, computed as `train:` says: precision, kernels, checkpoints, dropout.
+"""The loss of some samples of the current batch, computed as `train:` says: precision, kernels,
+checkpoints, dropout.
 
-Computes no gradients of its own and changes nothing; buffers that the model itself updates are the exception.
+Computes no gradients of its own and changes nothing; buffers that the model itself updates are the
+exception.
 """
 
 from __future__ import annotations
@@ -31,7 +33,13 @@ class ForwardPass:
     """One model with its levers, and the data that it reads."""
 
     def __init__(
-        self, task: TrainTask, settings: TrainSettings, model: nn.Module, feed: Feed, shares: TimeShares, seed: int
+        self,
+        task: TrainTask,
+        settings: TrainSettings,
+        model: nn.Module,
+        feed: Feed,
+        shares: TimeShares,
+        seed: int,
     ) -> None:
         """Prepare the model, which lies on its device."""
         self._task = task
@@ -40,13 +48,17 @@ class ForwardPass:
         self._feed = feed
         self._shares = shares
         self._device = device = next(model.parameters()).device
-        self.levers = ModelLevers(settings, model, device_type=device.type, on_card=device.type == "cuda")
+        self.levers = ModelLevers(
+            settings, model, device_type=device.type, on_card=device.type == "cuda"
+        )
         self.blocks = task.blocks(model)
         self.dropouts = Dropouts(model, order.mixed(seed, 1))
         self.compiling = Compiling(settings, model, self.blocks)
         self.checkpointing = Checkpointing(self.blocks)
 
-    def loss(self, first: int, rows: int, level: int, arithmetic: Precision, samples_used: int) -> Tensor:
+    def loss(
+        self, first: int, rows: int, level: int, arithmetic: Precision, samples_used: int
+    ) -> Tensor:
         """Return the summed loss of the samples `first` to `first + rows - 1` of the batch.
 
         Args:
@@ -67,18 +79,26 @@ class ForwardPass:
         with precision.autocast(arithmetic, self._device), self.levers.saving():
             loss = self._task.loss(self._model, self.levers.ordered(part))
         if loss.dim():
-            raise TaskError(f"the loss of {self._task.name} has the shape {tuple(loss.shape)}; it must be one number")
+            raise TaskError(
+                f"the loss of {self._task.name} has the shape {tuple(loss.shape)}; it must be one "
+                "number"
+            )
         return loss
 
     def flop_per_sample(self, samples_used: int) -> float:
         """Count the operations of a sample's forward and backward pass.
 
-        The backward pass takes as many as the forward pass for what goes in, and as many for the weights; with adapters
-        nearly none for the weights.
+        The backward pass takes as many as the forward pass for what goes in, and as many for the
+        weights; with adapters nearly none for the weights.
         """
         # Of the attention's kernels not all are counted, the matrix products are.
         kernel = sdpa_kernel(SDPBackend.MATH)
-        with self.buffers_kept(), torch.no_grad(), kernel, FlopCounterMode(display=False) as counter:
+        with (
+            self.buffers_kept(),
+            torch.no_grad(),
+            kernel,
+            FlopCounterMode(display=False) as counter,
+        ):
             self.loss(0, 1, 0, "fp32", samples_used)
         passes = 3.0 if self._settings.adapter == "none" else 2.0
         flop = passes * int(counter.get_total_flops())
@@ -86,10 +106,18 @@ class ForwardPass:
             return flop
         # Lengths differ: the operations of an item are nearly the same.
         batch = self._feed.batch
-        return flop * self._feed.count / rows_of(batch) / max(1, self._task.count(part_of(batch, 0, 1)))
+        return (
+            flop
+            * self._feed.count
+            / rows_of(batch)
+            / max(1, self._task.count(part_of(batch, 0, 1)))
+        )
 
     def attention_kernels(self, samples_used: int) -> str:
-        """Return the kernels that attention really runs on, such as `flash`; empty: the model has no attention."""
+        """Return the kernels that attention really runs on, such as `flash`.
+
+        Empty: the model has no attention.
+        """
         with self.buffers_kept(), self.levers.region(), Watch() as watch:
             self.loss(0, 1, 0, self._settings.precision, samples_used)
         ran: str = watch.ran  # its base class has no types

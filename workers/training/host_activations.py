@@ -1,8 +1,10 @@
-"""What the backward pass will need waits in host memory: each tensor is copied there when the forward pass saves it.
+"""What the backward pass will need waits in host memory: each tensor is copied there when the
+forward pass saves it.
 
-It comes back when the backward pass asks for it. Copies change no bit. Weights stay where they are, also those that
-autocast has made narrower, and so does what a checkpointed block computes again. The host needs room for all
-activations of a part of a batch. What a compiled graph saves does not say what it came from: there such weights move.
+It comes back when the backward pass asks for it. Copies change no bit. Weights stay where they are,
+also those that autocast has made narrower, and so does what a checkpointed block computes again.
+The host needs room for all activations of a part of a batch. What a compiled graph saves does not
+say what it came from: there such weights move.
 """
 
 from __future__ import annotations
@@ -23,7 +25,13 @@ from workers.training.host_memory import like, power_of_two
 _LEAST_BYTES: Final = 4096
 
 #: Through these a weight becomes what autocast computes with, and what a product saves of it.
-_CASTS: Final = {"ToCopyBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0"}
+_CASTS: Final = {
+    "ToCopyBackward0",
+    "TBackward0",
+    "TransposeBackward0",
+    "PermuteBackward0",
+    "ViewBackward0",
+}
 
 _NARROW: Final = {torch.bfloat16, torch.float16}
 
@@ -36,7 +44,9 @@ class HostActivations:
         self._device_type = device_type
         self._free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
         self.waiting_bytes = 0
-        """What the forward pass under way, or the last one, takes of host memory, rounding included."""
+        """What the forward pass under way, or the last one, takes of host memory, rounding
+        included.
+        """
 
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return the region for a forward pass."""
@@ -62,14 +72,27 @@ class HostActivations:
             return leaf is not None and leaf.untyped_storage()._cdata in weights
 
         def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
-            if tensor.nbytes < _LEAST_BYTES or tensor.device.type != self._device_type or is_weight(tensor):
+            if (
+                tensor.nbytes < _LEAST_BYTES
+                or tensor.device.type != self._device_type
+                or is_weight(tensor)
+            ):
                 return tensor
             once = _once(tensor.detach())
             self.waiting_bytes += power_of_two(once.nbytes)
             fill = _leave if isinstance(tensor, FakeTensor) else self._copied(once)
-            size, stride, kept, dtype, device = tensor.shape, tensor.stride(), once.shape, tensor.dtype, tensor.device
-            # With the strides that it had, though it may take gaps: a compiled backward pass insists on them.
-            return lambda: fill(torch.empty_strided(kept, stride, dtype=dtype, device=device)).expand(size)
+            size, stride, kept, dtype, device = (
+                tensor.shape,
+                tensor.stride(),
+                once.shape,
+                tensor.dtype,
+                tensor.device,
+            )
+            # With the strides that it had, though it may take gaps: a compiled backward pass
+            # insists on them.
+            return lambda: fill(
+                torch.empty_strided(kept, stride, dtype=dtype, device=device)
+            ).expand(size)
 
         def unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
             return packed if isinstance(packed, Tensor) else packed()
@@ -79,13 +102,15 @@ class HostActivations:
     def _copied(self, tensor: Tensor) -> Callable[[Tensor], Tensor]:
         """Copy it to the host, and return what copies it back into another tensor."""
         host = like(tensor) if tensor.is_cuda else self._shared(tensor)
-        # Pageable memory must be written before anything reads it; pinned memory is read in the order of the stream.
+        # Pageable memory must be written before anything reads it; pinned memory is read in the
+        # order of the stream.
         fast = host.is_pinned()
         host.copy_(tensor, non_blocking=fast)
         return lambda back: back.copy_(host, non_blocking=fast)
 
     def _shared(self, tensor: Tensor) -> Tensor:
-        """Return memory that no cap counts, from blocks that stay: the kernel's highest size is then that of the rest.
+        """Return memory that no cap counts, from blocks that stay: the kernel's highest size is
+        then that of the rest.
 
         On a card torch keeps its pinned blocks in the same way, by powers of two.
         """
@@ -101,7 +126,10 @@ class HostActivations:
 
 def _once(tensor: Tensor) -> Tensor:
     """Return the tensor without the dimensions along which it only repeats itself."""
-    size = [1 if step == 0 else length for length, step in zip(tensor.shape, tensor.stride(), strict=True)]
+    size = [
+        1 if step == 0 else length
+        for length, step in zip(tensor.shape, tensor.stride(), strict=True)
+    ]
     return tensor.as_strided(size, tensor.stride())
 
 

@@ -1,11 +1,11 @@
 """Tensors in host memory that a worker's cap does not count.
 
-On a card every tensor on the host is one. On a CPU the cap counts what is private to the process, so these share their
-memory with processes that do not exist.
+On a card every tensor on the host is one. On a CPU the cap counts what is private to the process,
+so these share their memory with processes that do not exist.
 
-For a card they are pinned. torch rounds a pinned block up to a power of two and keeps it when it is free
-(aten/src/ATen/core/CachingHostAllocator.h), so `like_all` puts several tensors into few blocks, and `give_back` returns
-the free ones to the system.
+For a card they are pinned. torch rounds a pinned block up to a power of two and keeps it when it is
+free (aten/src/ATen/core/CachingHostAllocator.h), so `like_all` puts several tensors into few
+blocks, and `give_back` returns the free ones to the system.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _ALIGNED_BYTES: Final = 512
 
 
 def like(tensor: Tensor) -> Tensor:
-    """Return an empty tensor of the same type, shape and strides; pinned if this one is on a card and that is possible.
+    """Return an empty tensor of the same type, shape and strides; pinned if this one is on a card
+    and that is possible.
 
     Raises:
         RuntimeError, OSError, OverflowError: There is no memory.
@@ -31,10 +32,11 @@ def like(tensor: Tensor) -> Tensor:
 
 
 def like_all(tensors: Sequence[Tensor], *, pinned: bool = False) -> list[Tensor]:
-    """Return an empty tensor for each, as `like` does; those for a card, or all if `pinned`, share few pinned blocks.
+    """Return an empty tensor for each, as `like` does; those for a card, or all if `pinned`, share
+    few pinned blocks.
 
-    A block is pinned as long as one of its tensors lives. torch does not know which copies of a shared block are under
-    way: wait for them before the last of its tensors goes (`wait_asleep`).
+    A block is pinned as long as one of its tensors lives. torch does not know which copies of a
+    shared block are under way: wait for them before the last of its tensors goes (`wait_asleep`).
 
     Raises:
         RuntimeError, OSError, OverflowError: There is no memory.
@@ -50,9 +52,11 @@ def like_all(tensors: Sequence[Tensor], *, pinned: bool = False) -> list[Tensor]
 
 
 def packed(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return blocks whose sizes are powers of two, and for each of `sizes` (bytes) its block and offset. Pure.
+    """Return blocks whose sizes are powers of two, and for each of `sizes` (bytes) its block and
+    offset. Pure.
 
-    The largest come first. A new block is at most as large as all that is left, unless one size needs more.
+    The largest come first. A new block is at most as large as all that is left, unless one size
+    needs more.
     """
     whole = [-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES for size in sizes]
     blocks: list[int] = []
@@ -82,7 +86,9 @@ def host_bytes(sizes: Sequence[int], *, on_card: bool) -> int:
 
 
 def give_back(device: torch.device) -> None:
-    """Return pinned blocks that no tensor uses to the system, where the tensors were those of a card."""
+    """Return pinned blocks that no tensor uses to the system, where the tensors were those of a
+    card.
+    """
     if device.type == "cuda":
         # `torch.accelerator` has it since 2.12; before, only the binding that it calls.
         empty = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache
@@ -92,7 +98,8 @@ def give_back(device: torch.device) -> None:
 def wait_asleep(device: torch.device) -> None:
     """Wait for what the current stream of a card has to do, without keeping a processor busy.
 
-    Reading a value of the card, or `synchronize` of a stream, waits in a loop that takes a whole processor.
+    Reading a value of the card, or `synchronize` of a stream, waits in a loop that takes a whole
+    processor.
     """
     if device.type == "cuda":
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # no types here
@@ -108,14 +115,21 @@ def _pinned(size: int) -> Tensor:
 
 
 def _over(part: torch.UntypedStorage | None, tensor: Tensor) -> Tensor:
-    """Return a tensor like another one over its part of a block; without one, in memory that no cap counts."""
-    layout = torch.empty_like(tensor, device="meta")  # without the gaps that a slice of another tensor has
+    """Return a tensor like another one over its part of a block.
+
+    Without one, in memory that no cap counts.
+    """
+    layout = torch.empty_like(
+        tensor, device="meta"
+    )  # without the gaps that a slice of another tensor has
     if part is not None:
-        # A storage of its own: `torch.save` writes whole storages, and refuses one that has two types.
+        # A storage of its own: `torch.save` writes whole storages, and refuses one that has two
+        # types.
         return torch.empty(0, dtype=tensor.dtype).set_(part, 0, layout.shape, layout.stride())
     if not tensor.numel():
         return torch.empty_like(tensor, device="cpu")
-    # Anonymous, and gone with the last tensor that uses it: no file descriptor, and no name in /dev/shm.
+    # Anonymous, and gone with the last tensor that uses it: no file descriptor, and no name in
+    # /dev/shm.
     block = torch.frombuffer(mmap.mmap(-1, layout.nbytes), dtype=tensor.dtype)
     return block.as_strided(layout.shape, layout.stride())
 

@@ -1,8 +1,9 @@
-"""States of the optimiser in host memory: those of some parameters, from none to all, changed between any two steps.
+"""States of the optimiser in host memory: those of some parameters, from none to all, changed
+between any two steps.
 
-For the update they come to the device, a few parameters at a time, and go back. So the update is computed where it
-always is, to the same bits, and clipping sees all gradients. Each byte of a state is copied twice in each optimiser
-step. Does not decide how many states; see `rungs`.
+For the update they come to the device, a few parameters at a time, and go back. So the update is
+computed where it always is, to the same bits, and clipping sees all gradients. Each byte of a state
+is copied twice in each optimiser step. Does not decide how many states; see `rungs`.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from workers.units import MIB
 #: States that come to the device at once, unless those of a single parameter are more.
 _PART_BYTES: Final = 32 * MIB
 
-#: So many parts at least, as far as single parameters allow: of a small model too, most states stay on the host.
+#: So many parts at least, as far as single parameters allow: of a small model too, most states stay
+#: on the host.
 _LEAST_PARTS: Final = 8
 
 
 def hosted_of(parameters: Sequence[nn.Parameter], share_pct: int) -> list[nn.Parameter]:
-    """Return the parameters whose states are on the host: at most so many per cent, the largest that fit first."""
+    """Return the parameters whose states are on the host: at most so many per cent, the largest
+    that fit first.
+    """
     left = sum(each.nbytes for each in parameters) * share_pct // 100
     found = []
     for each in sorted(parameters, key=lambda each: -each.nbytes):
@@ -44,7 +48,10 @@ def states_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor
 
 def parts_of(optimizer: Optimizer, hosted: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Return the parameters that are updated together."""
-    needs = {parameter: sum(each.nbytes for each in states_of(optimizer, parameter).values()) for parameter in hosted}
+    needs = {
+        parameter: sum(each.nbytes for each in states_of(optimizer, parameter).values())
+        for parameter in hosted
+    }
     parts: list[list[nn.Parameter]] = []
     room = 0
     for parameter, needed in needs.items():
@@ -59,11 +66,14 @@ def parts_of(optimizer: Optimizer, hosted: Iterable[nn.Parameter]) -> list[list[
 class HostStates:
     """Says of an optimiser's states which are where, and does its step."""
 
-    def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], share_pct: int) -> None:
+    def __init__(
+        self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], share_pct: int
+    ) -> None:
         """Allocate all states that can be known before the first step, each where it belongs.
 
         Raises:
-            TaskError: States are asked for on the host, and what states the optimiser has is not known.
+            TaskError: States are asked for on the host, and what states the optimiser has is not
+                known.
         """
         self._optimizer = optimizer
         self._parameters = parameters
@@ -74,8 +84,10 @@ class HostStates:
         self._hosted = {each: states_of(optimizer, each) for each in hosted}
         if share_pct and not optimizer.state:
             raise TaskError(
-                f"train.states_on_host is {share_pct}, and the states of {type(optimizer).__name__} are not known "
-                "before its first step; set train.states_on_host: 0, or use an optimiser of torch's Adam family"
+                f"train.states_on_host is {share_pct}, and the states of "
+                f"{type(optimizer).__name__} are not known "
+                "before its first step; set train.states_on_host: 0, or use an optimiser of "
+                "torch's Adam family"
             )
 
     @property
@@ -84,22 +96,30 @@ class HostStates:
         return [each for states in self._hosted.values() for each in states.values()]
 
     def hold(self, share_pct: int) -> None:
-        """Have the states of so many per cent on the host. May run out of memory, and can then be called again."""
+        """Have the states of so many per cent on the host.
+
+        May run out of memory, and can then be called again.
+        """
         hosted = hosted_of(self._parameters, share_pct)
         leaving = set(self._hosted).difference(hosted)
         for parameter in leaving:
-            self._optimizer.state[parameter].update(_copied(self._hosted[parameter], parameter.device))
+            self._optimizer.state[parameter].update(
+                _copied(self._hosted[parameter], parameter.device)
+            )
         wait_asleep(self._device)
         for parameter in leaving:
             del self._hosted[parameter]
-        # Those that stay move to other blocks if some leave: a block is pinned as long as one of its tensors lives.
+        # Those that stay move to other blocks if some leave: a block is pinned as long as one of
+        # its tensors lives.
         moving = [
             (parameter, name, each)
             for parameter in hosted
             for name, each in states_of(self._optimizer, parameter).items()
             if leaving or self._hosted.get(parameter, {}).get(name) is not each
         ]
-        for (parameter, name, each), host in zip(moving, like_all([each for *_, each in moving]), strict=True):
+        for (parameter, name, each), host in zip(
+            moving, like_all([each for *_, each in moving]), strict=True
+        ):
             self._optimizer.state[parameter][name] = host.copy_(each)
         self._hosted = {each: states_of(self._optimizer, each) for each in hosted}
         if moving:
@@ -124,7 +144,9 @@ class HostStates:
         # The copies to pinned memory must have ended before the host reads them, as for a snapshot.
         wait_asleep(self._device)
 
-    def _step(self, part: Iterable[nn.Parameter], gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
+    def _step(
+        self, part: Iterable[nn.Parameter], gradients: Mapping[nn.Parameter, Tensor | None]
+    ) -> None:
         try:
             for parameter in part:
                 here = _copied(self._hosted[parameter], parameter.device)
@@ -135,7 +157,8 @@ class HostStates:
                 for name, each in self._hosted[parameter].items():
                     each.copy_(self._optimizer.state[parameter][name], non_blocking=True)
         finally:
-            # After a failure too: what they hold then belongs to no step, and the update says that it was cut off.
+            # After a failure too: what they hold then belongs to no step, and the update says that
+            # it was cut off.
             for parameter in part:
                 self._optimizer.state[parameter].update(self._hosted[parameter])
                 parameter.grad = None

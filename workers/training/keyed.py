@@ -1,7 +1,8 @@
 """Random numbers that are a function of what they are for: seed, layer, sample and position.
 
-There is no state. So a number does not depend on how a batch was split, on what was computed before, or on where a
-training was interrupted. Only integer arithmetic that wraps is used: a CPU and a card compute the same bits.
+There is no state. So a number does not depend on how a batch was split, on what was computed
+before, or on where a training was interrupted. Only integer arithmetic that wraps is used: a CPU
+and a card compute the same bits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from workers.training.order import mixed
 
 
 def _signed(number: int, bits: int) -> int:
-    """Return the number that has these bits in two's complement, as torch has no unsigned arithmetic."""
+    """Return the number that has these bits in two's complement, as torch has no unsigned
+    arithmetic.
+    """
     return number - (1 << bits) if number >= 1 << (bits - 1) else number
 
 
@@ -59,7 +62,10 @@ def _shifted(state: Tensor, by: int, width: int) -> Tensor:
 
 
 class KeyedDropout(nn.Module):
-    """Dropout whose mask depends on seed, sample, layer and position only. Samples are the first dimension."""
+    """Dropout whose mask depends on seed, sample, layer and position only.
+
+    Samples are the first dimension.
+    """
 
     def __init__(self, p: float, layer: int = 0) -> None:
         super().__init__()
@@ -76,7 +82,8 @@ class KeyedDropout(nn.Module):
         if self.keys is None or x.shape[0] % len(self.keys):
             keys = "no sample" if self.keys is None else f"{len(self.keys)} samples"
             raise TaskError(
-                f"dropout {self.layer} got a tensor of shape {tuple(x.shape)} in a micro-batch of {keys}; the first "
+                f"dropout {self.layer} got a tensor of shape {tuple(x.shape)} in a micro-batch of "
+                f"{keys}; the first "
                 "dimension must be the samples, or samples times something"
             )
         drawn = bits(self.keys, x.numel() // len(self.keys)).view(x.shape)
@@ -98,7 +105,9 @@ class Dropouts:
         self._seed = seed
 
     def key(self, first: int, rows: int, device: torch.device) -> None:
-        """Prepare for the samples that have the numbers `first` and following in the course of the training."""
+        """Prepare for the samples that have the numbers `first` and following in the course of the
+        training.
+        """
         if self._layers:
             numbers = torch.arange(first, first + rows, device=device)
             keys = row_keys(self._seed, range(len(self._layers)), numbers)

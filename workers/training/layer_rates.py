@@ -1,7 +1,8 @@
-"""Learning rates that fall from the last layer to the first one, which keeps what a model has learned before.
+"""Learning rates that fall from the last layer to the first one, which keeps what a model has
+learned before.
 
-As in ULMFiT (Howard and Ruder, 2018, "discriminative fine-tuning"): each block has the rate of the block after it,
-times `decay`.
+As in ULMFiT (Howard and Ruder, 2018, "discriminative fine-tuning"): each block has the rate of the
+block after it, times `decay`.
 """
 
 from __future__ import annotations
@@ -25,9 +26,14 @@ def depths(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Parameter, 
     """
     if not blocks:
         raise TaskError(
-            "train.layer_decay needs a task that names its blocks; name them, or set train.layer_decay to 1.0"
+            "train.layer_decay needs a task that names its blocks; name them, or set "
+            "train.layer_decay to 1.0"
         )
-    own = {parameter: len(blocks) - place for place, block in enumerate(blocks) for parameter in block.parameters()}
+    own = {
+        parameter: len(blocks) - place
+        for place, block in enumerate(blocks)
+        for parameter in block.parameters()
+    }
     found: dict[nn.Parameter, int] = {}
     outside = len(blocks) + 1
     for parameter in model.parameters():
@@ -38,7 +44,9 @@ def depths(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Parameter, 
 
 
 def decay_rates(optimizer: Optimizer, depth: dict[nn.Parameter, int], decay: float) -> None:
-    """Split the groups of an optimiser that has no states yet, so that each depth has a rate of its own."""
+    """Split the groups of an optimiser that has no states yet, so that each depth has a rate of its
+    own.
+    """
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         for each in sorted({depth[parameter] for parameter in group["params"]}):

@@ -1,7 +1,8 @@
-"""Which samples come together where their lengths differ: batches of similar length, or several documents in a row.
+"""Which samples come together where their lengths differ: batches of similar length, or several
+documents in a row.
 
-Pure. Both are functions of the seed, the lengths and of how many samples were used, so a training can go on anywhere.
-Does not read data: lengths are given.
+Pure. Both are functions of the seed, the lengths and of how many samples were used, so a training
+can go on anywhere. Does not read data: lengths are given.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Final
 
 from workers.training.order import Sample, mixed, permuted
 
-#: Batches that are sorted together, at most. More would make batches more alike, and neighbours in time as well.
+#: Batches that are sorted together, at most. More would make batches more alike, and neighbours in
+#: time as well.
 _POOL_BATCHES: Final = 64
 
 #: A pool is at most one part in so many of the data set: else an item would come twice in a batch.
@@ -29,7 +31,9 @@ def pool_samples(items: int, batch: int) -> int:
     return batch * max(1, min(_POOL_BATCHES, items // (_POOLS_OF_EPOCH * batch)))
 
 
-def by_length(pool: Sequence[Sample], lengths: Sequence[int], batch: int, seed: int) -> list[Sample]:
+def by_length(
+    pool: Sequence[Sample], lengths: Sequence[int], batch: int, seed: int
+) -> list[Sample]:
     """Return a pool in batches of similar length; which length comes first is drawn."""
     places = sorted(range(len(pool)), key=lambda place: (lengths[place], pool[place].number))
     batches = [places[first : first + batch] for first in range(0, len(places), batch)]

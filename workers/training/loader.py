@@ -1,7 +1,8 @@
 """Effective batches on the host, made ahead of time, in an order that is given from outside.
 
-The order is a function of how many samples were used, so a loader can be closed and opened again anywhere, and nothing
-is left out or repeated. A batch that could not be made is made again by the next call. Does not split batches.
+The order is a function of how many samples were used, so a loader can be closed and opened again
+anywhere, and nothing is left out or repeated. A batch that could not be made is made again by the
+next call. Does not split batches.
 """
 
 from __future__ import annotations
@@ -122,7 +123,9 @@ class Loader:
         return batch
 
     def wait_share(self) -> float:
-        """Return the share of time since the first batch was asked for in which the training waited for data."""
+        """Return the share of time since the first batch was asked for in which the training waited
+        for data.
+        """
         return self.waited_s / (time.perf_counter() - self._opened_s) if self._opened_s else 0.0
 
     def close(self) -> None:
@@ -144,12 +147,16 @@ class Loader:
         return batch
 
     def _may_be_a_lost_process(self, failure: Exception) -> bool:
-        """Whether one may have been ended from outside; torch tells that by several exceptions, and restarts none.
+        """Whether one may have been ended from outside; torch tells that by several exceptions, and
+        restarts none.
 
-        A broken connection to it is told before its end is. One more attempt does no harm if it was something else.
+        A broken connection to it is told before its end is. One more attempt does no harm if it was
+        something else.
         """
         processes = getattr(self._batches, "_workers", ())
-        return any(isinstance(failure, OSError | EOFError) or not each.is_alive() for each in processes)
+        return any(
+            isinstance(failure, OSError | EOFError) or not each.is_alive() for each in processes
+        )
 
     def _open(self) -> Iterator[Any]:
         parallel = self._settings.workers > 0
@@ -162,53 +169,73 @@ class Loader:
             prefetch_factor=self._settings.prefetch if parallel else None,
             multiprocessing_context=self._settings.start_method if parallel else None,
             worker_init_fn=_in_loader_process if parallel else None,
-            generator=torch.Generator().manual_seed(0),  # else it would draw from torch's global generator
+            generator=torch.Generator().manual_seed(
+                0
+            ),  # else it would draw from torch's global generator
         )
         if parallel and self._settings.start_method == "forkserver":
-            multiprocessing.set_forkserver_preload(["torch.utils.data"])  # else each process imports torch anew
+            multiprocessing.set_forkserver_preload(
+                ["torch.utils.data"]
+            )  # else each process imports torch anew
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Got pickle error")  # told below, with what to do
                 return iter(loader)
         except (pickle.PicklingError, TypeError, AttributeError) as failure:
             raise TaskError(
-                f"the data set cannot be sent to loader processes ({failure}); set train.loader_workers to 0, or make "
+                f"the data set cannot be sent to loader processes ({failure}); set "
+                "train.loader_workers to 0, or make "
                 "what it holds picklable"
             ) from failure
 
 
 def _was_pinning(failure: BaseException) -> bool:
-    """Say whether a batch was being copied into page-locked memory: the host is short of that, and not the card.
+    """Say whether a batch was being copied into page-locked memory: the host is short of that, and
+    not the card.
 
-    The thread of a loader says so in words (torch/utils/data/_utils/pin_memory.py); without one the frame tells.
+    The thread of a loader says so in words (torch/utils/data/_utils/pin_memory.py); without one the
+    frame tells.
     """
     if oom.classify(failure).kind is FailureKind.CONTEXT_CORRUPTED:
         return False  # it only surfaced there
     if "pin memory thread" in str(failure):
         return True
     frames = traceback.walk_tb(failure.__traceback__)
-    return any("pin_memory" in {frame.f_code.co_name, *frame.f_code.co_names} for frame, _ in list(frames)[-1:])
+    return any(
+        "pin_memory" in {frame.f_code.co_name, *frame.f_code.co_names}
+        for frame, _ in list(frames)[-1:]
+    )
 
 
 def _what(failure: BaseException) -> str:
-    """Return what an error says; one of another thread of torch's comes with its traceback, as text."""
+    """Return what an error says.
+
+    One of another thread of torch's comes with its traceback, as text.
+    """
     lines = str(failure).splitlines() or [type(failure).__name__]
     return next((line for line in lines if re.match(r"[\w.]*Error: ", line)), lines[0])[:_LONGEST]
 
 
 def on_device(batch: Any, device: torch.device, *, non_blocking: bool = True) -> Any:  # noqa: ANN401 - any batch
-    """Copy the tensors of a batch, or of a part of it; from pinned memory the copy does not wait for the card."""
+    """Copy the tensors of a batch, or of a part of it.
+
+    From pinned memory the copy does not wait for the card.
+    """
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=non_blocking and batch.is_pinned())
     if isinstance(batch, Mapping):
-        return {key: on_device(each, device, non_blocking=non_blocking) for key, each in batch.items()}
+        return {
+            key: on_device(each, device, non_blocking=non_blocking) for key, each in batch.items()
+        }
     if isinstance(batch, list | tuple):
         return type(batch)(on_device(each, device, non_blocking=non_blocking) for each in batch)
     return batch
 
 
 def should_pin(device: torch.device) -> bool:
-    """Whether pinned batches help: on a card, but not under WSL2, where little memory can be pinned."""
+    """Whether pinned batches help: on a card, but not under WSL2, where little memory can be
+    pinned.
+    """
     return device.type == "cuda" and "microsoft" not in platform.release().lower()
 
 

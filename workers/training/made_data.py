@@ -1,7 +1,7 @@
 """Data that needs no download: text of made words, and drawn faces with 68 landmarks.
 
-Each item is a function of seed and index. So every machine and every loader process makes the same ones, and nothing
-is stored.
+Each item is a function of seed and index. So every machine and every loader process makes the same
+ones, and nothing is stored.
 """
 
 from __future__ import annotations
@@ -26,10 +26,18 @@ _DICTIONARY, _TEXT, _FACE, _PICTURE, _LENGTH = range(5)
 
 
 class MadeText(Dataset[Tensor]):
-    """Sentences of 128 made words of 4 tokens. Two tokens of a word tell the next one, so a loss falls far."""
+    """Sentences of 128 made words of 4 tokens.
 
-    def __init__(self, seq: int, vocabulary: int, seed: int, items: int = ITEMS, least_seq: int | None = None) -> None:
-        """Make no text yet. With `least_seq` a text has between so many tokens and `seq`, and one more."""
+    Two tokens of a word tell the next one, so a loss falls far.
+    """
+
+    def __init__(
+        self, seq: int, vocabulary: int, seed: int, items: int = ITEMS, least_seq: int | None = None
+    ) -> None:
+        """Make no text yet.
+
+        With `least_seq` a text has between so many tokens and `seq`, and one more.
+        """
         self._seq = seq
         self._least_seq = seq if least_seq is None else least_seq
         self._seed = seed
@@ -48,7 +56,8 @@ class MadeText(Dataset[Tensor]):
         """Return several samples; torch's loader prefers this."""
         keys = row_keys(self._seed, [_TEXT], torch.tensor(indices))[0]
         drawn = uniform(keys, self._seq // _LETTERS + 3)
-        # The square makes words unequally frequent; the first number says where in a word the text begins.
+        # The square makes words unequally frequent; the first number says where in a word the text
+        # begins.
         words = (drawn[:, 1:].square() * _WORDS).to(torch.int64)
         begins = (drawn[:, :1] * _LETTERS).to(torch.int64)
         tokens = self._words[words].flatten(1)
@@ -82,14 +91,22 @@ class DrawnFaces(Dataset[tuple[Tensor, Tensor]]):
         return self.__getitems__([sample])[0]
 
     def __getitems__(self, samples: Sequence[Sample]) -> list[tuple[Tensor, Tensor]]:
-        """Return several; the face depends on the item, and the noise in the picture also on the epoch."""
+        """Return several.
+
+        The face depends on the item, and the noise in the picture also on the epoch.
+        """
         index = torch.tensor([each.index for each in samples])
         epoch = torch.tensor([each.epoch for each in samples])
         points = self._points(uniform(row_keys(self._seed, [_FACE], index)[0], 7))
         pixels = torch.linspace(-1, 1, self._edge)
-        across, down = (torch.exp(-((points[..., axis, None] - pixels) ** 2) * self._edge**2 / 4) for axis in (0, 1))
+        across, down = (
+            torch.exp(-((points[..., axis, None] - pixels) ** 2) * self._edge**2 / 4)
+            for axis in (0, 1)
+        )
         pictures = torch.einsum("bph,bpw->bhw", down, across).clamp(max=1.0)
-        noise = uniform(row_keys(self._seed, [_PICTURE], index + self._items * epoch)[0], self._edge**2)
+        noise = uniform(
+            row_keys(self._seed, [_PICTURE], index + self._items * epoch)[0], self._edge**2
+        )
         pictures += 0.2 * (noise.view(pictures.shape) - 0.5)
         return list(zip(pictures[:, None], points, strict=True))
 
@@ -101,17 +118,30 @@ class DrawnFaces(Dataset[tuple[Tensor, Tensor]]):
         y = y + mouth * (0.25 * smile * x.abs() + 0.15 * gape * (y - 0.45))
         sine, cosine, size = torch.sin(0.4 * turn), torch.cos(0.4 * turn), 0.65 * (1 + 0.15 * scale)
         return torch.stack(
-            (size * (cosine * x - sine * y) + 0.15 * right, size * (sine * x + cosine * y) + 0.15 * down), dim=-1
+            (
+                size * (cosine * x - sine * y) + 0.15 * right,
+                size * (sine * x + cosine * y) + 0.15 * down,
+            ),
+            dim=-1,
         )
 
 
 def _mean_face() -> Tensor:
-    """Return 68 points in the order of 300-W: jaw 17, brows 2 x 5, nose 9, eyes 2 x 6, mouth 12 + 8."""
+    """Return 68 points in the order of 300-W: jaw 17, brows 2 x 5, nose 9, eyes 2 x 6, mouth 12 +
+    8.
+    """
 
-    def arc(count: int, centre: tuple[float, float], radii: tuple[float, float], ends: tuple[float, float]) -> None:
+    def arc(
+        count: int,
+        centre: tuple[float, float],
+        radii: tuple[float, float],
+        ends: tuple[float, float],
+    ) -> None:
         for place in range(count):
             angle = math.pi * (ends[0] + (ends[1] - ends[0]) * place / (count - 1))
-            points.append((centre[0] + radii[0] * math.cos(angle), centre[1] + radii[1] * math.sin(angle)))
+            points.append(
+                (centre[0] + radii[0] * math.cos(angle), centre[1] + radii[1] * math.sin(angle))
+            )
 
     points: list[tuple[float, float]] = []
     arc(17, (0.0, -0.1), (0.9, 1.0), (1.0, 0.0))

@@ -1,8 +1,9 @@
-"""Whether a training fits, told without a card and without its memory: it is computed on tensors that have no data.
+"""Whether a training fits, told without a card and without its memory: it is computed on tensors
+that have no data.
 
-Covers what tensors take: weights, sums of gradients, states of the optimiser, averaged weights, and the highest level
-that activations reach in a part of a batch. Not what a runtime takes (see `devices`), and not what an allocator loses
-between its blocks.
+Covers what tensors take: weights, sums of gradients, states of the optimiser, averaged weights, and
+the highest level that activations reach in a part of a batch. Not what a runtime takes (see
+`devices`), and not what an allocator loses between its blocks.
 """
 
 from __future__ import annotations
@@ -39,15 +40,16 @@ from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, refuse_without_data, trained_parameters
 from workers.units import MIB
 
-#: What the caching allocator rounds a block up to (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
+#: What the caching allocator rounds a block up to (c10/cuda/CUDACachingAllocator.cpp,
+#: kMinBlockSize).
 _CUDA_BLOCK_BYTES: Final = 512
 
-#: cuBLAS handles of a training: torch has one for each thread that multiplies (at/cuda/detail/DeviceThreadHandles.h),
-#: and gradients are computed by a thread of autograd's.
+#: cuBLAS handles of a training: torch has one for each thread that multiplies
+#: (at/cuda/detail/DeviceThreadHandles.h), and gradients are computed by a thread of autograd's.
 _CUBLAS_HANDLES: Final = 2
 
-#: The same of oneDNN on a CPU, measured with one thread (torch 2.13): 1 MiB for matrices, 4 MiB for convolutions, 8 MiB
-#: in half precision.
+#: The same of oneDNN on a CPU, measured with one thread (torch 2.13): 1 MiB for matrices, 4 MiB for
+#: convolutions, 8 MiB in half precision.
 _ONEDNN_BYTES: Final = 4 * MIB
 _ONEDNN_HALF_BYTES: Final = 8 * MIB
 
@@ -66,14 +68,16 @@ class MemoryPlan:
     """Its states that are on the device."""
     average_bytes: int
     activations_bytes: int
-    """The most that a part takes beside all that: what is kept for the backward pass, and its gradients."""
+    """The most that a part takes beside all that: what is kept for the backward pass, and its
+    gradients.
+    """
     update_bytes: int
     """The most that the update takes, when no activations are there."""
     workspace_bytes: int
     """What libraries keep for their own use."""
     on_host_bytes: int
-    """What is pinned, or taken, of host memory: states of the optimiser, averaged weights, activations and the copy for
-    a snapshot, rounding included; not a part of the total."""
+    """What is pinned, or taken, of host memory: states of the optimiser, averaged weights,
+    activations and the copy for a snapshot, rounding included; not a part of the total."""
     snapshot_copy_bytes: int
     """Of that, the copy of the state that a snapshot is written from."""
 
@@ -85,7 +89,9 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         """The highest level of all."""
-        return self.state_bytes + max(self.activations_bytes, self.update_bytes) + self.workspace_bytes
+        return (
+            self.state_bytes + max(self.activations_bytes, self.update_bytes) + self.workspace_bytes
+        )
 
 
 class MemoryPlanner:
@@ -93,7 +99,8 @@ class MemoryPlanner:
 
     Raises:
         TaskError: There is nothing to train, or no data.
-        Exception: Whatever the task's model or data set raises. A model may also do what tensors without data cannot.
+        Exception: Whatever the task's model or data set raises. A model may also do what tensors
+            without data cannot.
     """
 
     def __init__(self, task: TrainTask, settings: TrainSettings, *, on_card: bool) -> None:
@@ -120,7 +127,9 @@ class MemoryPlanner:
             parameters = trained_parameters(task, self._model)
             self._accumulator = Accumulator(parameters)
             held.append(self._live.now_bytes)
-            optimizer = (task.optimizer or (lambda some: adamw(list(some), settings, 1e-3, planned=True)))(parameters)
+            optimizer = (
+                task.optimizer or (lambda some: adamw(list(some), settings, 1e-3, planned=True))
+            )(parameters)
             allocate_states(optimizer)
             held.append(self._live.now_bytes)
             if settings.ema_decay is not None and settings.ema_on == "device":
@@ -150,19 +159,33 @@ class MemoryPlanner:
         return self._checkpointing.most
 
     def level_of(self, offered: int) -> int:
-        """Return how many blocks a step checkpoints that is offered so many; `train.checkpoint` may have fixed it."""
+        """Return how many blocks a step checkpoints that is offered so many.
+
+        `train.checkpoint` may have fixed it.
+        """
         return self._checkpointing.level_of(self._settings.checkpoint, offered)
 
-    def largest_micro(self, cap_bytes: int, level: int, share_pct: int | None = None) -> MemoryPlan | None:
-        """Return the plan with the largest micro-batch of a run that fits; `None`: not even the smallest one fits."""
+    def largest_micro(
+        self, cap_bytes: int, level: int, share_pct: int | None = None
+    ) -> MemoryPlan | None:
+        """Return the plan with the largest micro-batch of a run that fits.
+
+        `None`: not even the smallest one fits.
+        """
         *smaller, most = offered_micro_batches(self._settings)
-        if (whole := self.plan(most, level, share_pct)).total_bytes <= cap_bytes:  # most trainings fit as a whole
+        if (
+            whole := self.plan(most, level, share_pct)
+        ).total_bytes <= cap_bytes:  # most trainings fit as a whole
             return whole
-        fitting = bisect_right(smaller, cap_bytes, key=lambda micro: self.plan(micro, level, share_pct).total_bytes)
+        fitting = bisect_right(
+            smaller, cap_bytes, key=lambda micro: self.plan(micro, level, share_pct).total_bytes
+        )
         return self.plan(smaller[fitting - 1], level, share_pct) if fitting else None
 
     def _states(self, share_pct: int) -> tuple[int, int, int]:
-        """Return the bytes of the optimiser's states on the device and on the host, and what an update takes beside."""
+        """Return the bytes of the optimiser's states on the device and on the host, and what an
+        update takes beside.
+        """
         optimizer, on_card = self._optimizer, self._on_card
         hosted = hosted_of(self._parameters, share_pct)
         on_host_bytes = sum(self._states_bytes(each) for each in hosted)
@@ -172,11 +195,15 @@ class MemoryPlanner:
             for part in parts_of(optimizer, hosted)
         ]
         update_bytes = max(_update_bytes(optimizer, here, on_card=on_card), *coming, 0)
-        sizes = [each.nbytes for parameter in hosted for each in states_of(optimizer, parameter).values()]
+        sizes = [
+            each.nbytes for parameter in hosted for each in states_of(optimizer, parameter).values()
+        ]
         return self._state[2] - on_host_bytes, host_bytes(sizes, on_card=on_card), update_bytes
 
     def _plan(self, micro: int, level: int, share_pct: int | None = None) -> MemoryPlan:
-        """Return the plan for parts of `micro` samples, with so many per cent of the states on the host."""
+        """Return the plan for parts of `micro` samples, with so many per cent of the states on the
+        host.
+        """
         states = self.states(self._settings.first_share_pct if share_pct is None else share_pct)
         on_device_bytes, on_host_bytes, update_bytes = states
         activations_bytes, waiting_bytes = self._part(micro, level)
@@ -191,12 +218,19 @@ class MemoryPlanner:
             activations_bytes=activations_bytes,
             update_bytes=update_bytes,
             workspace_bytes=self._workspace_bytes(),
-            on_host_bytes=(on_host_bytes + self._average_on_host_bytes + waiting_bytes + self._snapshot_copy_bytes),
+            on_host_bytes=(
+                on_host_bytes
+                + self._average_on_host_bytes
+                + waiting_bytes
+                + self._snapshot_copy_bytes
+            ),
             snapshot_copy_bytes=self._snapshot_copy_bytes,
         )
 
     def _computed(self, micro: int, level: int) -> tuple[int, int]:
-        """Return what a part takes beside the state on the device, and what of it waits on the host."""
+        """Return what a part takes beside the state on the device, and what of it waits on the
+        host.
+        """
         with self._without_data():
             before_bytes = self._live.begin()
             self._compute_part(micro, level)
@@ -205,7 +239,10 @@ class MemoryPlanner:
         return self._live.peak_bytes - before_bytes, waiting_bytes
 
     def _states_bytes(self, parameter: nn.Parameter) -> int:
-        return sum(self._live.rounded(each.nbytes) for each in states_of(self._optimizer, parameter).values())
+        return sum(
+            self._live.rounded(each.nbytes)
+            for each in states_of(self._optimizer, parameter).values()
+        )
 
     def _workspace_bytes(self) -> int:
         if self._on_card:
@@ -220,7 +257,10 @@ class MemoryPlanner:
         self._dropouts.key(0, micro, torch.device("cpu"))
         self._accumulator.begin(micro, 1)
         with self._levers.region():
-            with precision.autocast(self._settings.precision, torch.device("cpu")), self._levers.saving():
+            with (
+                precision.autocast(self._settings.precision, torch.device("cpu")),
+                self._levers.saving(),
+            ):
                 loss = self._task.loss(self._model, self._levers.ordered(part))
             self._accumulator.add(micro, loss.detach(), self._accumulator.gradients_of(loss))
 
@@ -285,7 +325,10 @@ def _of_rows(one: object, rows: int) -> object:
 
 
 def _update_bytes(optimizer: Optimizer, parameters: list[nn.Parameter], *, on_card: bool) -> int:
-    """What torch's Adam allocates in a step (torch/optim/adam.py); of other optimisers little is known."""
+    """What torch's Adam allocates in a step (torch/optim/adam.py).
+
+    Of other optimisers little is known.
+    """
     if eight_bit.is_bitsandbytes(optimizer):
         return eight_bit.update_bytes(parameters, on_card=on_card)
     sizes = [0, *(each.numel() * each.element_size() for each in parameters)]

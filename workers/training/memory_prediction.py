@@ -19,13 +19,18 @@ class Prediction:
         self._peak_bytes = 0
 
     def note(self, micro: int, part: MicroBatch, share_pct: int) -> None:
-        """Take note of a good step, that computed at most `micro` samples with so many states on the host."""
+        """Take note of a good step, that computed at most `micro` samples with so many states on
+        the host.
+        """
         if self._rung != (micro, part.level, share_pct):
             self._rung, self._settled, self._peak_bytes = (micro, part.level, share_pct), False, 0
         self._part = part
 
     def measured(self, peak_bytes: int) -> bool:
-        """Take note of the peak of that step; say whether it ended a whole effective batch of settled steps."""
+        """Take note of the peak of that step.
+
+        Say whether it ended a whole effective batch of settled steps.
+        """
         settled, self._settled = self._settled, self._settled or self._part.updated
         self._peak_bytes = max(self._peak_bytes, peak_bytes) if settled else 0
         return settled and self._part.updated

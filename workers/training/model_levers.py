@@ -1,4 +1,5 @@
-"""How a model is computed, as far as `train:` says so: attention, the order of pictures, where activations wait.
+"""How a model is computed, as far as `train:` says so: attention, the order of pictures, where
+activations wait.
 
 One object for the training and for the plan of its memory, so that both do the same.
 """
@@ -20,7 +21,9 @@ from workers.training.tasks import Batch
 class ModelLevers:
     """The levers of one model."""
 
-    def __init__(self, settings: TrainSettings, model: nn.Module, *, device_type: str, on_card: bool) -> None:
+    def __init__(
+        self, settings: TrainSettings, model: nn.Module, *, device_type: str, on_card: bool
+    ) -> None:
         """Put the weights of convolutions into the order that is asked for.
 
         Args:
@@ -31,7 +34,8 @@ class ModelLevers:
         """
         self._settings = settings
         self._channels_last = settings.channels_last is True or (
-            # cuDNN's kernels for tensor cores read this order; in fp32 and on a CPU there is little to gain.
+            # cuDNN's kernels for tensor cores read this order; in fp32 and on a CPU there is little
+            # to gain.
             settings.channels_last == "auto"
             and on_card
             and settings.precision in {"bf16", "fp16"}
@@ -41,17 +45,22 @@ class ModelLevers:
         if settings.activations_on_host:
             self.host_activations = HostActivations(model, device_type)
         if self._channels_last:
-            # Not `model.to`: on tensors without data that replaces each parameter, which a memory plan cannot follow.
+            # Not `model.to`: on tensors without data that replaces each parameter, which a memory
+            # plan cannot follow.
             for each in (*model.parameters(), *model.buffers()):
                 if each.dim() == 4:
                     each.data = each.data.contiguous(memory_format=torch.channels_last)
 
     def region(self) -> AbstractContextManager[object]:
         """Return the region for the forward and the backward pass of a part."""
-        return attention.kernels(self._settings.attention, deterministic=self._settings.deterministic)
+        return attention.kernels(
+            self._settings.attention, deterministic=self._settings.deterministic
+        )
 
     def saving(self) -> AbstractContextManager[object]:
-        """Return the region for the forward pass alone: it says where what the backward pass needs is kept."""
+        """Return the region for the forward pass alone: it says where what the backward pass needs
+        is kept.
+        """
         return nullcontext() if self.host_activations is None else self.host_activations.saving()
 
     def ordered(self, part: Batch) -> Batch:

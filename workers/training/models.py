@@ -1,6 +1,8 @@
-"""The presets' models. They avoid what amplifies rounding, so that a training may change its micro-batch.
+"""The presets' models. They avoid what amplifies rounding, so that a training may change its
+micro-batch.
 
-- The projection to queries, keys and values has no bias. The gradient of a key's bias is zero but for rounding, and
+- The projection to queries, keys and values has no bias. The gradient of a key's bias is zero but
+for rounding, and
   Adam scales it up to a full step.
 - GroupNorm in place of BatchNorm, whose result depends on which samples are computed together.
 - Dropout is keyed, and there is none inside the attention.
@@ -55,7 +57,8 @@ GPTS = {
     # 50,257 tokens of GPT-2, rounded up to a multiple of 64.
     "gpt2-small": GptShape(layers=12, heads=12, width=768, seq=1024, vocabulary=50_304),
     "gpt2-medium": GptShape(layers=24, heads=16, width=1024, seq=1024, vocabulary=50_304),
-    # GPT-3 XL (Brown et al., 2020, table 2.1) with the heads of 128 that cards prefer: 1.3 billion parameters.
+    # GPT-3 XL (Brown et al., 2020, table 2.1) with the heads of 128 that cards prefer: 1.3 billion
+    # parameters.
     "gpt-1b": GptShape(layers=24, heads=16, width=2048, seq=1024, vocabulary=50_304),
 }
 CNNS = {
@@ -72,7 +75,9 @@ class Gpt(nn.Module):
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
         self.places = nn.Embedding(shape.seq, shape.width)
         self.dropout = KeyedDropout(dropout)
-        self.blocks = nn.ModuleList(Block(shape.width, shape.heads, dropout) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(
+            Block(shape.width, shape.heads, dropout) for _ in range(shape.layers)
+        )
         self.norm = nn.LayerNorm(shape.width)
         for name, weight in self.named_parameters():
             if weight.dim() > 1:
@@ -82,7 +87,10 @@ class Gpt(nn.Module):
                 nn.init.zeros_(weight)
 
     def forward(self, tokens: Tensor, places: Tensor | None = None) -> Tensor:
-        """Return the logits of each next token. With `places`, a row holds several documents, each from place 0 on."""
+        """Return the logits of each next token.
+
+        With `places`, a row holds several documents, each from place 0 on.
+        """
         seen = None if places is None else own_document(places)
         places = torch.arange(tokens.shape[1], device=tokens.device) if places is None else places
         x = self.dropout(self.tokens(tokens) + self.places(places))
@@ -107,11 +115,16 @@ class Block(nn.Module):
         self.dropout_perceptron = KeyedDropout(dropout)
 
     def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Return (rows, tokens, width). `seen` says which tokens each one sees; `None`: all up to itself."""
+        """Return (rows, tokens, width).
+
+        `seen` says which tokens each one sees; `None`: all up to itself.
+        """
         rows, seq, width = x.shape
         parts = self.query_key_value(self.norm_attention(x)).view(rows, seq, 3, self._heads, -1)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
-        read = functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, is_causal=seen is None)
+        read = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=seen, is_causal=seen is None
+        )
         x = x + self.dropout_attention(self.merge(read.transpose(1, 2).reshape(rows, seq, width)))
         hidden = functional.gelu(self.widen(self.norm_perceptron(x)), approximate="tanh")
         added: Tensor = self.dropout_perceptron(self.shrink(hidden))
@@ -124,7 +137,9 @@ class Cnn(nn.Module):
     def __init__(self, shape: CnnShape, dropout: float) -> None:
         super().__init__()
         inputs = (1, *shape.widths[:-1])
-        self.blocks = nn.ModuleList(Stage(*widths) for widths in zip(inputs, shape.widths, strict=True))
+        self.blocks = nn.ModuleList(
+            Stage(*widths) for widths in zip(inputs, shape.widths, strict=True)
+        )
         self.dropout = KeyedDropout(dropout)
         self.head = nn.Linear(shape.widths[-1] * _CELLS**2, 2 * POINTS)
 

@@ -1,7 +1,9 @@
-"""Which samples come when: a function of the seed and of how many samples were used, so nothing else has to be saved.
+"""Which samples come when: a function of the seed and of how many samples were used, so nothing
+else has to be saved.
 
-Pure. Each epoch has a permutation of its own. It is computed index by index, so it takes no memory, and a training can
-begin anywhere in it. It does not depend on batch sizes, loader processes or where a run was interrupted.
+Pure. Each epoch has a permutation of its own. It is computed index by index, so it takes no memory,
+and a training can begin anywhere in it. It does not depend on batch sizes, loader processes or
+where a run was interrupted.
 """
 
 from __future__ import annotations
@@ -34,11 +36,16 @@ def samples(seed: int, items: int, first: int, count: int) -> list[Sample]:
 
 
 def permuted(seed: int, epoch: int, items: int, place: int) -> int:
-    """Return which item stands at `place` in an epoch; for all places together this is a permutation."""
+    """Return which item stands at `place` in an epoch.
+
+    For all places together this is a permutation.
+    """
     bits = max(1, (items - 1).bit_length())
     mask, shift = 2**bits - 1, max(1, bits // 2)
     value = place
-    while True:  # walks the cycle of a permutation of 2^bits numbers until it is back among the items
+    while (
+        True
+    ):  # walks the cycle of a permutation of 2^bits numbers until it is back among the items
         for factor, summand in _keys(seed, epoch):
             value = (value * factor + summand) & mask
             value ^= value >> shift
@@ -65,4 +72,6 @@ def _samples(seed: int, items: int, first: int, count: int) -> Iterator[Sample]:
 
 @lru_cache(maxsize=16)
 def _keys(seed: int, epoch: int) -> list[tuple[int, int]]:
-    return [(mixed(seed, epoch, turn, 0) | 1, mixed(seed, epoch, turn, 1)) for turn in range(_ROUNDS)]
+    return [
+        (mixed(seed, epoch, turn, 0) | 1, mixed(seed, epoch, turn, 1)) for turn in range(_ROUNDS)
+    ]

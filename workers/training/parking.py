@@ -40,8 +40,11 @@ class Parking:
         self._device = device
         self._parked: list[_Place] = []
 
-    def park(self, model: nn.Module, containers: Iterable[Container], on_host: Iterable[Tensor] = ()) -> int:
-        """Move all tensors of the device to host memory; return the bytes that they take there, rounding included.
+    def park(
+        self, model: nn.Module, containers: Iterable[Container], on_host: Iterable[Tensor] = ()
+    ) -> int:
+        """Move all tensors of the device to host memory; return the bytes that they take there,
+        rounding included.
 
         What is `on_host` anyway stays there, also after `unpark`.
         """

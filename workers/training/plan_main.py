@@ -1,7 +1,8 @@
-"""`python -m workers.training.plan_main`: says for `plan` what memory a training takes, without a card.
+"""`python -m workers.training.plan_main`: says for `plan` what memory a training takes, without a
+card.
 
-Reads one JSON object from standard input, and writes one as the last line of standard output. What a user's task prints
-goes to standard error. Does not judge: `plan` makes the sentences.
+Reads one JSON object from standard input, and writes one as the last line of standard output. What
+a user's task prints goes to standard error. Does not judge: `plan` makes the sentences.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _ALL_PCT = 100
 
 
 def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the blocks of the model, and each cap with the steps to show for it; or why that cannot be told.
+    """Return the blocks of the model, and each cap with the steps to show for it; or why that
+    cannot be told.
 
     `asked` holds `settings`, `seed` and `caps`, each of these with `cap_bytes` and `device`.
     """
@@ -34,15 +36,20 @@ def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
     if settings.preset in GPTS:
         # What the text says changes no size, and it may lie on the other PCs alone.
         least = settings.min_seq if settings.documents == "windows" else 1
-        settings = settings.model_copy(update={"data": None, "documents": "windows", "min_seq": least})
+        settings = settings.model_copy(
+            update={"data": None, "documents": "windows", "min_seq": least}
+        )
     try:
         task = find_task(settings, asked["seed"])
         devices = {cap["device"] for cap in asked["caps"]}
-        planners = {device: MemoryPlanner(task, settings, on_card=device == "cuda") for device in devices}
+        planners = {
+            device: MemoryPlanner(task, settings, on_card=device == "cuda") for device in devices
+        }
         return {
             "blocks": max(planner.most_level for planner in planners.values()),
             "caps": [
-                {**cap, "steps": _steps(planners[cap["device"]], settings, cap["cap_bytes"])} for cap in asked["caps"]
+                {**cap, "steps": _steps(planners[cap["device"]], settings, cap["cap_bytes"])}
+                for cap in asked["caps"]
             ],
         }
     except TrainingError as error:
@@ -53,7 +60,9 @@ def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _steps(planner: MemoryPlanner, settings: TrainSettings, cap_bytes: int) -> list[dict[str, Any]]:
-    """Return the smallest step, and if that fits the largest ones with and without what saves memory, each one once."""
+    """Return the smallest step, and if that fits the largest ones with and without what saves
+    memory, each one once.
+    """
     least, share_pct = offered_micro_batches(settings)[0], settings.first_share_pct
     most_share_pct = _ALL_PCT if settings.states_on_host == "auto" else share_pct
     usual = [(level, share_pct) for level in (0, planner.level_of(0), planner.most_level)]
@@ -61,15 +70,28 @@ def _steps(planner: MemoryPlanner, settings: TrainSettings, cap_bytes: int) -> l
     found = []
     if smallest.total_bytes <= cap_bytes:
         points = dict.fromkeys([*usual, (0, most_share_pct), (planner.most_level, most_share_pct)])
-        found = [planner.largest_micro(cap_bytes, *point) or planner.plan(least, *point) for point in points]
+        found = [
+            planner.largest_micro(cap_bytes, *point) or planner.plan(least, *point)
+            for point in points
+        ]
     return [_told(plan, settings.batch, cap_bytes) for plan in dict.fromkeys([*found, smallest])]
 
 
 def _told(plan: MemoryPlan, batch: int, cap_bytes: int) -> dict[str, Any]:
     parts = {key: value for key, value in asdict(plan).items() if key.endswith("_bytes")}
-    split = {"micro_batch": plan.micro, "accumulation": -(-batch // plan.micro), "memory_level": plan.level}
+    split = {
+        "micro_batch": plan.micro,
+        "accumulation": -(-batch // plan.micro),
+        "memory_level": plan.level,
+    }
     on_host = {key: parts.pop(key) for key in ("snapshot_copy_bytes", "on_host_bytes")}
-    return {**split, **parts, "total_bytes": plan.total_bytes, **on_host, "fits": plan.total_bytes <= cap_bytes}
+    return {
+        **split,
+        **parts,
+        "total_bytes": plan.total_bytes,
+        **on_host,
+        "fits": plan.total_bytes <= cap_bytes,
+    }
 
 
 if __name__ == "__main__":

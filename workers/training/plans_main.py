@@ -1,7 +1,8 @@
 """`python -m workers.training.plans_main`: computes named memory plans for a card, without one.
 
-Reads one JSON object of plans from standard input, and writes one as the last line of standard output, with torch's
-defaults. `plan` asks `plan_main` whether a configuration fits; this answers for trainings that are not configured.
+Reads one JSON object of plans from standard input, and writes one as the last line of standard
+output, with torch's defaults. `plan` asks `plan_main` whether a configuration fits; this answers
+for trainings that are not configured.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ _WEIGHT_BYTES = 4
 def answer(plans: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the parts of each plan in GiB, or why it cannot be computed; and torch's defaults.
 
-    A plan holds keys of `train:` and either `rows`, the samples computed at once, or `cap_gib`, for which the largest
-    micro-batch up to the batch that fits is found (0: none). `level` is `none` or `all`: blocks that are checkpointed.
+    A plan holds keys of `train:` and either `rows`, the samples computed at once, or `cap_gib`, for
+    which the largest micro-batch up to the batch that fits is found (0: none). `level` is `none` or
+    `all`: blocks that are checkpointed.
     """
     return {
         "plans": {name: _plan(plan) for name, plan in plans.items()},
@@ -52,22 +54,32 @@ def _plan(asked: Mapping[str, Any]) -> dict[str, Any]:
         if "rows" in asked:
             return _told(planner.plan(asked["rows"], level))
         fitting = range(1, batch + 1)
-        rows = bisect_right(fitting, asked["cap_gib"] * GIB, key=lambda micro: planner.plan(micro, level).total_bytes)
+        rows = bisect_right(
+            fitting,
+            asked["cap_gib"] * GIB,
+            key=lambda micro: planner.plan(micro, level).total_bytes,
+        )
         return _told(planner.plan(rows, level)) if rows else {"micro": 0}
     except ValidationError as error:
-        told = (f"{'.'.join(['train', *map(str, each['loc'])])}: {each['msg']}" for each in error.errors())
+        told = (
+            f"{'.'.join(['train', *map(str, each['loc'])])}: {each['msg']}"
+            for each in error.errors()
+        )
         return {"refused": f"this version cannot plan it: {'; '.join(told)}"}
     except TrainingError as error:
         return {"refused": str(error)}
     except Exception as error:  # noqa: BLE001 - one plan that fails must not hide the others
         return {
-            "refused": f"its memory cannot be computed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            "refused": f"its memory cannot be computed: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:300]}"
         }
 
 
 @cache
 def _planner(settings: TrainSettings) -> tuple[MemoryPlanner, int]:
-    """Return one planner for all plans that differ in their parts only, and the most samples of a part."""
+    """Return one planner for all plans that differ in their parts only, and the most samples of a
+    part.
+    """
     return MemoryPlanner(find_task(settings, 0), settings, on_card=True), settings.batch
 
 

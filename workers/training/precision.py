@@ -1,4 +1,7 @@
-"""In which arithmetic a model is computed: fp32, tf32, bf16 or fp16. Weights, gradients and moments stay fp32."""
+"""In which arithmetic a model is computed: fp32, tf32, bf16 or fp16.
+
+Weights, gradients and moments stay fp32.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ _LARGEST_SCALE: Final = 2.0**24
 
 
 class LossScaler:
-    """Scales the loss up, so that small gradients are not rounded to zero in fp16. Decides once for each update.
+    """Scales the loss up, so that small gradients are not rounded to zero in fp16. Decides once for
+    each update.
 
     It is told what came out and looks at no tensor.
     """
@@ -41,7 +45,10 @@ class LossScaler:
             self.scale, self.good_steps = min(self.scale * 2, _LARGEST_SCALE), 0
 
     def overflowed(self) -> bool:
-        """Say that they were not; return whether to skip this update and go on with a smaller scale."""
+        """Say that they were not.
+
+        Return whether to skip this update and go on with a smaller scale.
+        """
         if not self.enabled or self.scale <= 1:
             return False
         self.scale, self.good_steps = self.scale / 2, 0
@@ -57,7 +64,10 @@ class LossScaler:
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """Return the region for one forward pass. It keeps half-precision copies of the weights until it ends."""
+    """Return the region for one forward pass.
+
+    It keeps half-precision copies of the weights until it ends.
+    """
     if precision not in _HALVES:
         return nullcontext()
     return torch.autocast(device.type, dtype=_HALVES[precision])
@@ -66,8 +76,9 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 def allow_tf32(*, allowed: bool) -> None:
     """Let products and convolutions of fp32 be computed in tf32, or not; for the whole process.
 
-    By the older of torch's two families of switches. After one of the newer family (`fp32_precision`) was set, readers
-    of the older one raise, and those are in users' code and in inductor (torch, notes/cuda.rst, "TensorFloat-32").
+    By the older of torch's two families of switches. After one of the newer family
+    (`fp32_precision`) was set, readers of the older one raise, and those are in users' code and in
+    inductor (torch, notes/cuda.rst, "TensorFloat-32").
     """
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     torch.backends.cudnn.allow_tf32 = allowed
@@ -78,7 +89,8 @@ def set_up(precision: Precision, *, deterministic: bool, cudnn_benchmark: bool =
     torch.backends.cudnn.benchmark = cudnn_benchmark
     allow_tf32(allowed=precision == "tf32")
     if deterministic:
-        # Of a loop without an actor: torch refuses any other, and cuBLAS reads it with its first product.
+        # Of a loop without an actor: torch refuses any other, and cuBLAS reads it with its first
+        # product.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_WORKSPACE)
         torch.use_deterministic_algorithms(True)
         torch.backends.cuda.enable_cudnn_sdp(False)

@@ -1,6 +1,8 @@
-"""The steps of memory that a training can take: micro-batch, checkpointed blocks, and states on the host. Pure.
+"""The steps of memory that a training can take: micro-batch, checkpointed blocks, and states on the
+host. Pure.
 
-Decides nothing: the policy moves along the rungs. What a rung takes is told by a memory plan, how fast it is by speeds.
+Decides nothing: the policy moves along the rungs. What a rung takes is told by a memory plan, how
+fast it is by speeds.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from workers.policy.base import Rung
 from workers.training.settings import TrainSettings
 from workers.training.speeds import Point
 
-#: No micro-batch is nearer to the one above than this share of it: a finer one would not be worth a change.
+#: No micro-batch is nearer to the one above than this share of it: a finer one would not be worth a
+#: change.
 _FINEST: Final = 1 / 16
 
 #: With torch.compile: its CUDA graphs keep memory for each size.
@@ -44,18 +47,26 @@ def offered_micro_batches(settings: TrainSettings) -> list[int]:
 def thinned(micros: Sequence[int], most: int) -> list[int]:
     """Return at most so many of them, the first and the last among them, spread evenly."""
     last = len(micros) - 1
-    return [micros[round(place * last / (most - 1))] for place in range(most)] if last >= most else list(micros)
+    return (
+        [micros[round(place * last / (most - 1))] for place in range(most)]
+        if last >= most
+        else list(micros)
+    )
 
 
 def offered_shares(settings: TrainSettings, states_bytes: int, free_bytes: int) -> list[int]:
-    """Return the shares of states on the host, in per cent, that a training may use on a host with so much free."""
+    """Return the shares of states on the host, in per cent, that a training may use on a host with
+    so much free.
+    """
     if settings.states_on_host != "auto":
         return [settings.states_on_host]
     return [each for each in _SHARES_PCT if states_bytes * each <= 100 * _HOST_SHARE * free_bytes]
 
 
 def micro_batches(batch: int, most: int) -> list[int]:
-    """Return the micro-batches up to `most` that are worth telling apart: each splits `batch` into fewer parts."""
+    """Return the micro-batches up to `most` that are worth telling apart: each splits `batch` into
+    fewer parts.
+    """
     found: list[int] = []
     for micro in sorted({-(-batch // parts) for parts in range(1, batch + 1)}):
         if micro <= most and (not found or micro >= (1 + _FINEST) * found[-1]):
@@ -64,10 +75,17 @@ def micro_batches(batch: int, most: int) -> list[int]:
 
 
 def rungs_of(
-    points: Iterable[Point], bytes_of: Callable[[Point], float], seconds_of: Callable[[Point], float]
+    points: Iterable[Point],
+    bytes_of: Callable[[Point], float],
+    seconds_of: Callable[[Point], float],
 ) -> tuple[Rung, ...]:
-    """Return the rungs in ascending order of memory; one that is slower than a smaller one is left out."""
-    steps = [(max(1, round(bytes_of(point) / _UNIT_BYTES)), seconds_of(point), point) for point in points]
+    """Return the rungs in ascending order of memory.
+
+    One that is slower than a smaller one is left out.
+    """
+    steps = [
+        (max(1, round(bytes_of(point) / _UNIT_BYTES)), seconds_of(point), point) for point in points
+    ]
     kept: list[Rung] = []
     fastest = float("inf")
     for units, seconds, point in sorted(steps):
@@ -87,11 +105,15 @@ def points_of(
     return [Point(*each) for each in product(micros, levels, shares_pct)]
 
 
-def bilinear(at: Callable[[int, int], float], most: int, most_level: int) -> Callable[[int, int], float]:
-    """Return what `at` would say of any micro-batch up to `most` and any level, from what it says of both ends.
+def bilinear(
+    at: Callable[[int, int], float], most: int, most_level: int
+) -> Callable[[int, int], float]:
+    """Return what `at` would say of any micro-batch up to `most` and any level, from what it says
+    of both ends.
 
-    Between them it is on the safe side: a part takes the larger of what its gradients and what its samples take. With
-    all blocks of gpt2-medium checkpointed, a line through 1 and 2 samples told 69 % too little of 16.
+    Between them it is on the safe side: a part takes the larger of what its gradients and what its
+    samples take. With all blocks of gpt2-medium checkpointed, a line through 1 and 2 samples told
+    69 % too little of 16.
     """
     none = at(1, 0), at(most, 0)
     full = (at(1, most_level), at(most, most_level)) if most_level else none

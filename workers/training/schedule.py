@@ -1,7 +1,7 @@
 """How an effective batch is split, which learning rate a step has, and how splits are recorded.
 
-Pure. A split is described by limits: "at most so many rows at once". The parts follow from the limit, so that one limit
-describes all parts of all steps for as long as it does not change.
+Pure. A split is described by limits: "at most so many rows at once". The parts follow from the
+limit, so that one limit describes all parts of all steps for as long as it does not change.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def parts(batch: int, limit: int) -> list[int]:
 
 
 def learning_rate(step: int, *, highest: float, steps: int, warmup_steps: int) -> float:
-    """Return the rate of the optimiser step `step`, counted from 0: it rises evenly, then falls as a cosine."""
+    """Return the rate of the optimiser step `step`, counted from 0: it rises evenly, then falls as
+    a cosine.
+    """
     if step < warmup_steps:
         return highest * (step + 1) / warmup_steps
     done = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
@@ -54,7 +56,9 @@ def unrolled(runs: Iterable[Run]) -> Iterator[tuple[int, int]]:
 
 
 def canonical(remaining: int, rows: int, previous: int | None) -> int:
-    """Return the limit to record for a part of `rows`: the previous one if it would have given the same part."""
+    """Return the limit to record for a part of `rows`: the previous one if it would have given the
+    same part.
+    """
     if previous is not None and next_part(remaining, previous) == rows:
         return previous
     return rows

@@ -1,7 +1,8 @@
-"""Documents of unequal lengths for a GPT: filled up to the longest one of a part, or several in a row.
+"""Documents of unequal lengths for a GPT: filled up to the longest one of a part, or several in a
+row.
 
-In a row of several documents each one sees itself alone, and its positions begin at 0. So the loss of each token is the
-same either way, to rounding, and no token that only fills up counts.
+In a row of several documents each one sees itself alone, and its positions begin at 0. So the loss
+of each token is the same either way, to rounding, and no token that only fills up counts.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Documents(Protocol):
 
 
 class PackedRows(Dataset[Tensor]):
-    """Rows of several documents, each row of the same length: (3, seq) of inputs, labels and positions."""
+    """Rows of several documents, each row of the same length: (3, seq) of inputs, labels and
+    positions.
+    """
 
     def __init__(self, documents: Documents, seq: int) -> None:
         """Decide which documents share a row; a document of n tokens takes n - 1 of it.
@@ -50,7 +53,8 @@ class PackedRows(Dataset[Tensor]):
             ends.extend(used + torch.tensor([len(row) for row in rows]).cumsum(0))
             used += len(together)
         self._order = order.whole()
-        """Documents row by row, each counted from the first one of those that are packed together."""
+        """Documents row by row, each counted from the first one of those that are packed together.
+        """
         self._ends = ends.whole()
         """Where the rows end in it."""
 
@@ -77,11 +81,16 @@ class PackedRows(Dataset[Tensor]):
 
 
 def packed_row(documents: Sequence[Tensor], seq: int) -> Tensor:
-    """Return a row (3, seq) of inputs, labels and positions. What is left at its end is a document without labels."""
+    """Return a row (3, seq) of inputs, labels and positions.
+
+    What is left at its end is a document without labels.
+    """
     left = seq - sum(len(each) - 1 for each in documents)
     inputs = torch.cat([*(each[:-1] for each in documents), torch.zeros(left, dtype=torch.int64)])
     labels = torch.cat([*(each[1:] for each in documents), torch.full((left,), NO_TOKEN)])
-    places = torch.cat([torch.arange(length) for length in (*(len(each) - 1 for each in documents), left)])
+    places = torch.cat(
+        [torch.arange(length) for length in (*(len(each) - 1 for each in documents), left)]
+    )
     return torch.stack((inputs, labels, places))
 
 
@@ -119,7 +128,9 @@ def packed_tokens(rows: Tensor) -> int:
 
 
 def own_document(places: Tensor) -> Tensor:
-    """Return a mask (rows, 1, tokens, tokens) of what each token sees: its own document, as far as itself."""
+    """Return a mask (rows, 1, tokens, tokens) of what each token sees: its own document, as far as
+    itself.
+    """
     document = (places == 0).cumsum(dim=1)
     seen = document[:, :, None] == document[:, None, :]
     return seen.tril()[:, None]

@@ -1,6 +1,7 @@
 """What a user may set about a training: the `train:` section of cluster.yaml, as one frozen model.
 
-Does not load torch, so that the head can read it too. What a key does is in the module that uses it.
+Does not load torch, so that the head can read it too. What a key does is in the module that uses
+it.
 """
 
 from __future__ import annotations
@@ -18,14 +19,28 @@ TextUnit: TypeAlias = Literal["windows", "files", "lines"]
 Optimizer: TypeAlias = Literal["adamw-fused", "adamw-foreach", "adamw-loop", "adamw-8bit"]
 
 #: `preset` names one of these, or the user's own `package.module:name`.
-PRESETS: Final = ("gpt-nano", "gpt-mini", "gpt2-small", "gpt2-medium", "gpt-1b", "cnn-small", "cnn-landmarks")
+PRESETS: Final = (
+    "gpt-nano",
+    "gpt-mini",
+    "gpt2-small",
+    "gpt2-medium",
+    "gpt-1b",
+    "cnn-small",
+    "cnn-landmarks",
+)
 
-#: A step in which torch compiles took 22 to 47 s on an idle PC, and 83 to 168 s with max-autotune (ml-engineering,
-#: torch 2.13). Ten times that: workers compile at the same time, with one thread each.
-_COMPILING_S: Final[dict[CompileMode, float]] = {"default": 600.0, "reduce-overhead": 600.0, "max-autotune": 1800.0}
+#: A step in which torch compiles took 22 to 47 s on an idle PC, and 83 to 168 s with max-autotune
+#: (ml-engineering, torch 2.13). Ten times that: workers compile at the same time, with one thread
+#: each.
+_COMPILING_S: Final[dict[CompileMode, float]] = {
+    "default": 600.0,
+    "reduce-overhead": 600.0,
+    "max-autotune": 1800.0,
+}
 
-#: Keys that do not change what is trained: a training may go on from a snapshot that was made with other values.
-#: `documents` does; it is in the fingerprint of the text, and so not in that of trainings without one.
+#: Keys that do not change what is trained: a training may go on from a snapshot that was made with
+#: other values. `documents` does; it is in the fingerprint of the text, and so not in that of
+#: trainings without one.
 _FREE: Final = frozenset(
     {
         "documents",
@@ -56,7 +71,8 @@ _FREE: Final = frozenset(
 def _known(preset: str) -> str:
     if preset not in PRESETS and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", preset):
         raise ValueError(
-            f"there is no preset {preset!r}; valid: {', '.join(PRESETS)}, or your own as package.module:name"
+            f"there is no preset {preset!r}; valid: {', '.join(PRESETS)}, or your own as "
+            "package.module:name"
         )
     return preset
 
@@ -83,7 +99,9 @@ class TrainSettings(BaseModel):
     micro: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Samples computed at once, at most."""
     exact: bool = False
-    """Move only what changes no bit of the result: the number of checkpointed blocks, not the micro-batch."""
+    """Move only what changes no bit of the result: the number of checkpointed blocks, not the
+    micro-batch.
+    """
     seq: Annotated[int, Field(ge=2, le=1_048_576)] | None = None
     """Tokens of a sample."""
     min_seq: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
@@ -91,7 +109,8 @@ class TrainSettings(BaseModel):
     bucketing: bool = False
     """Batches of documents of similar length."""
     packing: bool = False
-    """Rows of several documents, as many as `seq` tokens hold. `batch` and `micro` then count rows."""
+    """Rows of several documents, as many as `seq` tokens hold. `batch` and `micro` then count rows.
+    """
     lr: Annotated[float, Field(gt=0)] | None = None
     warmup_steps: Annotated[int, Field(ge=0)] = 20
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
@@ -110,7 +129,9 @@ class TrainSettings(BaseModel):
     activations_on_host: bool = False
     """Keep what the backward pass needs in host memory."""
     set_to_none: bool = True
-    """Replace the sums of gradients by the first part of a batch; `False`: write zeros first, and add to them."""
+    """Replace the sums of gradients by the first part of a batch; `False`: write zeros first, and
+    add to them.
+    """
     cudnn_benchmark: bool = False
     precision: Precision = "bf16"
     checkpoint: Literal["auto", "none", "all"] | Annotated[int, Field(ge=0)] = "auto"
@@ -120,7 +141,9 @@ class TrainSettings(BaseModel):
     compile_mode: CompileMode = "default"
     optimizer: Optimizer = "adamw-fused"
     states_on_host: Literal["auto"] | Annotated[int, Field(ge=0, le=100)] = 0
-    """Per cent of the optimiser's states that are in host memory; they come to the device for the update."""
+    """Per cent of the optimiser's states that are in host memory; they come to the device for the
+    update.
+    """
     adapter: Literal["none", "lora", "dora"] = "none"
     """What is trained instead of the model's own weights."""
     adapter_rank: Annotated[int, Field(ge=1, le=4096)] = 8
@@ -146,7 +169,8 @@ class TrainSettings(BaseModel):
     def _exact_parts(self) -> Self:
         if self.exact and self.micro == "auto":
             raise ValueError(
-                "exact: true keeps the part of a batch that is computed at once, and micro: auto changes it; valid: "
+                "exact: true keeps the part of a batch that is computed at once, and micro: auto "
+                "changes it; valid: "
                 f"also set train.micro to a number of samples from 1 to {self.batch}"
             )
         return self
@@ -155,7 +179,8 @@ class TrainSettings(BaseModel):
     def _two_passes(self) -> Self:
         if self.r_drop and not self.dropout:
             raise ValueError(
-                f"r_drop: {self.r_drop} compares two passes with different dropout, and dropout: 0.0 makes them equal; "
+                f"r_drop: {self.r_drop} compares two passes with different dropout, and dropout: "
+                "0.0 makes them equal; "
                 "valid: also set train.dropout, such as 0.1"
             )
         return self
@@ -164,17 +189,20 @@ class TrainSettings(BaseModel):
     def _same_bits(self) -> Self:
         if self.exact and self.compile != "off":
             raise ValueError(
-                "exact: true promises the same bits at any memory, and where the compiler fails a training goes on "
+                "exact: true promises the same bits at any memory, and where the compiler fails a "
+                "training goes on "
                 "without what it compiled; valid: compile: off, or exact: false"
             )
         if self.deterministic and self.cudnn_benchmark:
             raise ValueError(
-                "cudnn_benchmark: true takes the fastest kernel, which may be another one at the next run, and "
+                "cudnn_benchmark: true takes the fastest kernel, which may be another one at the "
+                "next run, and "
                 "deterministic: true promises the same bits; valid: one of them"
             )
         if self.deterministic and self.attention == "cudnn":
             raise ValueError(
-                "attention: cudnn is not deterministic, and deterministic: true promises the same bits; "
+                "attention: cudnn is not deterministic, and deterministic: true promises the same "
+                "bits; "
                 "valid: auto, flash, efficient, math"
             )
         return self
@@ -183,19 +211,26 @@ class TrainSettings(BaseModel):
     def _lengths(self) -> Self:
         if self.bucketing and self.packing:
             raise ValueError(
-                "bucketing: true sorts documents by length, and packing: true fills rows with them, so that all have "
+                "bucketing: true sorts documents by length, and packing: true fills rows with "
+                "them, so that all have "
                 "one length; valid: one of them"
             )
         if self.min_seq is not None and self.data is not None:
-            raise ValueError("min_seq is for made text, and data names your own; valid: one of them")
+            raise ValueError(
+                "min_seq is for made text, and data names your own; valid: one of them"
+            )
         if self.documents != "windows" and self.data is None:
             raise ValueError(
-                f"documents: {self.documents} is for your own text, and data: null is made text; valid: documents: "
+                f"documents: {self.documents} is for your own text, and data: null is made text; "
+                "valid: documents: "
                 "windows, or also set train.data"
             )
         if self.unequal and self.r_drop:
             key = "documents" if self.min_seq is None else "min_seq"
-            raise ValueError(f"r_drop compares documents of one length, and {key} makes others; valid: one of them")
+            raise ValueError(
+                f"r_drop compares documents of one length, and {key} makes others; valid: one of "
+                "them"
+            )
         return self
 
     @property
@@ -210,9 +245,14 @@ class TrainSettings(BaseModel):
 
     @property
     def slow_step_s(self) -> float:
-        """How long (seconds) a step may take in which torch compiles; 0 where nothing is compiled."""
+        """How long (seconds) a step may take in which torch compiles.
+
+        0 where nothing is compiled.
+        """
         return 0.0 if self.compile == "off" else _COMPILING_S[self.compile_mode]
 
     def fingerprint(self) -> dict[str, str]:
-        """Return what decides on the course of the training, for a comparison with that of a snapshot."""
+        """Return what decides on the course of the training, for a comparison with that of a
+        snapshot.
+        """
         return {key: repr(value) for key, value in self.model_dump().items() if key not in _FREE}

@@ -1,8 +1,10 @@
-"""A training's ladder: micro-batch, checkpointed blocks and states on the host, as one staircase of memory and speed.
+"""A training's ladder: micro-batch, checkpointed blocks and states on the host, as one staircase of
+memory and speed.
 
-Each rung is the fastest point for its memory. What a point takes is planned; how fast it is a rule says at first, then
-the steps that were measured there, and the staircase is made anew. Each move that lasts is told with what it bought
-and what it cost. Does not decide where to stand: the policy does.
+Each rung is the fastest point for its memory. What a point takes is planned; how fast it is a rule
+says at first, then the steps that were measured there, and the staircase is made anew. Each move
+that lasts is told with what it bought and what it cost. Does not decide where to stand: the policy
+does.
 """
 
 from __future__ import annotations
@@ -13,21 +15,32 @@ from typing import Final
 
 from workers.policy.base import Rung
 from workers.training.memory_plan import MemoryPlanner
-from workers.training.rungs import bilinear, offered_micro_batches, offered_shares, points_of, rungs_of
+from workers.training.rungs import (
+    bilinear,
+    offered_micro_batches,
+    offered_shares,
+    points_of,
+    rungs_of,
+)
 from workers.training.settings import TrainSettings
 from workers.training.speeds import Point, Speeds
 
-#: Whole batches at a point until its speed counts, and the last so many of which the median is taken.
+#: Whole batches at a point until its speed counts, and the last so many of which the median is
+#: taken.
 _SETTLED: Final = 3
 _REMEMBERED: Final = 9
 
 
 def planned(planner: MemoryPlanner, settings: TrainSettings, host_free_bytes: int) -> Staircase:
-    """Return the staircase of a training whose memory is planned, on a host with so much free memory."""
+    """Return the staircase of a training whose memory is planned, on a host with so much free
+    memory.
+    """
     most_level = planner.most_level if settings.checkpoint == "auto" else 0
     micros = offered_micro_batches(settings)
     activations_bytes = bilinear(
-        lambda micro, level: planner.plan(micro, planner.level_of(level)).activations_bytes, micros[-1], most_level
+        lambda micro, level: planner.plan(micro, planner.level_of(level)).activations_bytes,
+        micros[-1],
+        most_level,
     )
     shares_pct = offered_shares(settings, planner.states(0)[0], host_free_bytes)
     states = {share_pct: planner.states(share_pct) for share_pct in shares_pct}
@@ -37,14 +50,20 @@ def planned(planner: MemoryPlanner, settings: TrainSettings, host_free_bytes: in
         """Return what differs between points: what all of them take is left out."""
         on_device_bytes, _, update_bytes = states[point.share_pct]
         part_bytes = activations_bytes(point.micro, point.level)
-        return on_device_bytes - least_bytes + max(part_bytes, update_bytes if len(states) > 1 else 0)
+        return (
+            on_device_bytes - least_bytes + max(part_bytes, update_bytes if len(states) > 1 else 0)
+        )
 
-    return Staircase(points_of(settings, micros, most_level, shares_pct), most_level, settings.batch, moved_bytes)
+    return Staircase(
+        points_of(settings, micros, most_level, shares_pct), most_level, settings.batch, moved_bytes
+    )
 
 
 def unplanned(settings: TrainSettings) -> Staircase:
     """Return the staircase of a training of which only the micro-batch is known to take memory."""
-    points = [Point(micro, 0, settings.first_share_pct) for micro in offered_micro_batches(settings)]
+    points = [
+        Point(micro, 0, settings.first_share_pct) for micro in offered_micro_batches(settings)
+    ]
     return Staircase(points, 0, settings.batch, lambda point: 1024.0 * point.micro)
 
 
@@ -52,7 +71,11 @@ class Staircase:
     """Follows the steps of one training."""
 
     def __init__(
-        self, points: Iterable[Point], most_level: int, batch: int, planned_bytes: Callable[[Point], float]
+        self,
+        points: Iterable[Point],
+        most_level: int,
+        batch: int,
+        planned_bytes: Callable[[Point], float],
     ) -> None:
         """Make the first staircase, by the rule for speeds."""
         self._points = tuple(points)
@@ -69,14 +92,19 @@ class Staircase:
         self._settled: Point | None = None
         """Where a whole batch was measured last."""
         self._whole = False
-        """Whether the batch under way began at the point of now, with all that is loaded in a first step."""
+        """Whether the batch under way began at the point of now, with all that is loaded in a first
+        step.
+        """
         self._batch_s = 0.0
         self._batch_peak_bytes = 0
 
-    def note(self, point: Point, seconds: float, peak_bytes: int, *, updated: bool) -> dict[str, int | float] | None:
+    def note(
+        self, point: Point, seconds: float, peak_bytes: int, *, updated: bool
+    ) -> dict[str, int | float] | None:
         """Take note of a good step; return the move that it completes, if it does so.
 
-        A move is complete after a whole batch. Those that did not last as long are told with the one after them.
+        A move is complete after a whole batch. Those that did not last as long are told with the
+        one after them.
         """
         if point != self._now:
             self._now, self._whole, self._batch_s, self._batch_peak_bytes = point, False, 0.0, 0
@@ -90,14 +118,19 @@ class Staircase:
         return self._measured(point, of_sample_s, peak_bytes) if whole else None
 
     def reordered(self) -> Sequence[Rung] | None:
-        """Return the rungs if measured speeds have changed which ones there are; `None`: they are as before."""
+        """Return the rungs if measured speeds have changed which ones there are.
+
+        `None`: they are as before.
+        """
         if not self._stale:
             return None
         self._stale = False
         before, self.rungs = self.rungs, self._made()
         return None if self.rungs == before else self.rungs
 
-    def _measured(self, point: Point, seconds: float, peak_bytes: int) -> dict[str, int | float] | None:
+    def _measured(
+        self, point: Point, seconds: float, peak_bytes: int
+    ) -> dict[str, int | float] | None:
         speeds = self._seconds.setdefault(point, [])
         speeds.append(seconds)
         self._stale = self._stale or len(speeds) == _SETTLED
@@ -119,6 +152,8 @@ class Staircase:
         }
 
     def _made(self) -> tuple[Rung, ...]:
-        known = {point: median(each) for point, each in self._seconds.items() if len(each) >= _SETTLED}
+        known = {
+            point: median(each) for point, each in self._seconds.items() if len(each) >= _SETTLED
+        }
         speeds = Speeds(self._batch, self._most_level, known)
         return rungs_of(self._points, self._planned_bytes, speeds.seconds)

@@ -1,7 +1,9 @@
-"""A pass of torch.profiler over some optimiser steps, on request: a Chrome trace in a file, and its shares.
+"""A pass of torch.profiler over some optimiser steps, on request: a Chrome trace in a file, and its
+shares.
 
-Open the file in chrome://tracing or ui.perfetto.dev. Does not say what the shares mean (see `trace_shares`). The
-profiler slows the steps that it looks at, and keeps some kilobytes of host memory for each of their operators.
+Open the file in chrome://tracing or ui.perfetto.dev. Does not say what the shares mean (see
+`trace_shares`). The profiler slows the steps that it looks at, and keeps some kilobytes of host
+memory for each of their operators.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from workers.settings import Scalar
 from workers.training.host_memory import wait_asleep
 from workers.training.trace_shares import trace_shares
 
-#: Optimiser steps of this process before the pass: they choose kernels, and fill the allocator's pool.
+#: Optimiser steps of this process before the pass: they choose kernels, and fill the allocator's
+#: pool.
 _WARM_UP_STEPS: Final = 2
 
 _NAME: Final = "trace.json.gz"
@@ -63,7 +66,8 @@ class StepProfile:
             self._steps, self._begins_at, self._profiler = steps, step, profiler
 
     def abandon(self) -> None:
-        """Stop a pass that is under way, and begin another later: torch has one profiler for a process.
+        """Stop a pass that is under way, and begin another later: torch has one profiler for a
+        process.
 
         Raises:
             Exception: Whatever torch's profiler raises; there is no pass then.
@@ -73,12 +77,14 @@ class StepProfile:
             profiler.stop()
 
     def end(self, step: int, *, finished: bool) -> dict[str, Scalar] | None:
-        """Stop after the last step, write the trace, and return what to tell; `None`: it goes on, or there is none.
+        """Stop after the last step, write the trace, and return what to tell; `None`: it goes on,
+        or there is none.
 
         Takes some seconds. Call it where host memory is not capped.
 
         Raises:
-            Exception: The trace cannot be written or read, or the profiler fails; the pass is then over.
+            Exception: The trace cannot be written or read, or the profiler fails; the pass is then
+                over.
         """
         profiler, first = self._profiler, self._begins_at or 0
         if profiler is None or (step < first + self._steps and not finished):

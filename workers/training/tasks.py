@@ -1,7 +1,7 @@
 """What is trained: a `TrainTask` of model, data set, loss, and optionally optimiser and evaluation.
 
-The presets are tasks, and so is what a user writes; `train.preset` names either. A task knows neither the size of a
-batch nor how it is split.
+The presets are tasks, and so is what a user writes; `train.preset` names either. A task knows
+neither the size of a batch nor how it is split.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from workers.training.text_documents import TextDocuments
 from workers.training.validation import SAMPLES, validation
 
 Batch: TypeAlias = Any
-"""A tensor, or tuples, lists and mappings of tensors; the first dimension of each is the samples."""
+"""A tensor, or tuples, lists and mappings of tensors; the first dimension of each is the samples.
+"""
 
 
 class Items(Protocol):
@@ -94,32 +95,44 @@ class TrainTask:
     name: str
     """Snapshots of a task with another name are refused."""
     model: Callable[[], nn.Module]
-    """Makes the model on the CPU. May draw from torch's random numbers: they are seeded around the call."""
+    """Makes the model on the CPU. May draw from torch's random numbers: they are seeded around the
+    call.
+    """
     dataset: Items
     loss: Callable[[nn.Module, Batch], Tensor]
     """The sum (not the mean) of the losses of all items in a part of a batch."""
     count: Callable[[Batch], int] = rows_of
-    """The items (samples, tokens) in a whole batch; its loss is the sum over its parts divided by this."""
+    """The items (samples, tokens) in a whole batch; its loss is the sum over its parts divided by
+    this.
+    """
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None
     """`None`: AdamW, as the settings say."""
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
-    """Figures of merit, for the model in evaluation mode and with averaged weights if there are some."""
+    """Figures of merit, for the model in evaluation mode and with averaged weights if there are
+    some.
+    """
     blocks: Callable[[nn.Module], Sequence[nn.Module]] = _no_blocks
     """The modules that can be checkpointed one by one."""
     collate: Callable[[list[Any]], Batch] | None = None
     """Makes a batch of samples; `None`: tensors are stacked."""
     shorten: Callable[[Batch], Batch] | None = None
-    """Takes off what fills up all samples of a part on the host; `None`: all samples have one shape."""
+    """Takes off what fills up all samples of a part on the host; `None`: all samples have one
+    shape.
+    """
     largest: Callable[[], Batch] | None = None
     """Makes a part of the one sample that takes the most memory; `None`: any one does."""
     by_sample: bool = False
-    """Whether the data set is asked by `Sample` (number, epoch, index) and not by index, to augment by epoch."""
+    """Whether the data set is asked by `Sample` (number, epoch, index) and not by index, to augment
+    by epoch.
+    """
     lr: float = 1e-3
     """Where the settings name none."""
     items: str = "samples"
     """What `count` counts."""
     fingerprint: str = ""
-    """Of the data, where that may change: snapshots of a training on other data are refused. Empty: not known."""
+    """Of the data, where that may change: snapshots of a training on other data are refused. Empty:
+    not known.
+    """
 
     def shortened(self, part: Batch) -> Batch:
         """Return a part on the host without what fills up all of its samples."""
@@ -127,13 +140,16 @@ class TrainTask:
 
 
 def find_task(settings: TrainSettings, seed: int) -> TrainTask:
-    """Return the preset, or the user's `package.module:name`: a `TrainTask`, or a function that makes one of settings.
+    """Return the preset, or the user's `package.module:name`: a `TrainTask`, or a function that
+    makes one of settings.
 
     Raises:
         TaskError: There is no such task, it fails, or it is none.
     """
     if settings.packing and settings.preset not in GPTS:
-        raise TaskError(f"train.packing is for the GPT presets, and {settings.preset} is none; leave it out")
+        raise TaskError(
+            f"train.packing is for the GPT presets, and {settings.preset} is none; leave it out"
+        )
     if settings.preset in GPTS:
         return _gpt_task(settings, GPTS[settings.preset], seed)
     if settings.preset in CNNS:
@@ -144,16 +160,19 @@ def find_task(settings: TrainSettings, seed: int) -> TrainTask:
         task = found if isinstance(found, TrainTask) else found(settings)
     except Exception as error:
         raise TaskError(
-            f"train.preset {settings.preset!r} cannot be loaded on this machine: {type(error).__name__}: {error}"
+            f"train.preset {settings.preset!r} cannot be loaded on this machine: "
+            f"{type(error).__name__}: {error}"
         ) from error
     if not isinstance(task, TrainTask):
         raise TaskError(
-            f"train.preset {settings.preset!r} is a {type(task).__name__}; it must be a TrainTask of "
+            f"train.preset {settings.preset!r} is a {type(task).__name__}; it must be a TrainTask "
+            "of "
             "workers.training.tasks, or a function that takes the settings and returns one"
         )
     if found is task and (lever := _lever_of_loss(settings)):
         raise TaskError(
-            f"train.{lever} changes a loss, and that of {settings.preset!r} is its own; name a function that takes the "
+            f"train.{lever} changes a loss, and that of {settings.preset!r} is its own; name a "
+            "function that takes the "
             f"settings and returns a TrainTask, or leave train.{lever} out"
         )
     return task
@@ -167,16 +186,22 @@ def _lever_of_loss(settings: TrainSettings) -> str:
 def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
     seq = settings.seq or shape.seq
     if seq > shape.seq:
-        raise TaskError(f"train.seq is {seq}, and {settings.preset} reads at most {shape.seq} tokens")
+        raise TaskError(
+            f"train.seq is {seq}, and {settings.preset} reads at most {shape.seq} tokens"
+        )
     if settings.min_seq is not None and settings.min_seq >= seq:
-        raise TaskError(f"train.min_seq is {settings.min_seq}, and a text has at most {seq} tokens; lower it")
+        raise TaskError(
+            f"train.min_seq is {settings.min_seq}, and a text has at most {seq} tokens; lower it"
+        )
     text, unseen = _text_of(settings, seq, shape.vocabulary, seed)
     task = TrainTask(
         name=settings.preset,
         model=partial(Gpt, shape, settings.dropout),
         dataset=text,
         fingerprint="" if isinstance(text, MadeText) else text.fingerprint(),
-        loss=partial(next_token_loss, label_smoothing=settings.label_smoothing, r_drop=settings.r_drop),
+        loss=partial(
+            next_token_loss, label_smoothing=settings.label_smoothing, r_drop=settings.r_drop
+        ),
         count=next_tokens,
         blocks=blocks_of,
         evaluate=None if unseen is None else validation(unseen, next_token_loss, next_tokens),
@@ -186,7 +211,8 @@ def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
     if settings.packing:
         if isinstance(text, TextData) or not settings.unequal:
             raise TaskError(
-                "train.packing puts several documents into a row, and all have its length; set train.documents (your "
+                "train.packing puts several documents into a row, and all have its length; set "
+                "train.documents (your "
                 "own text) or train.min_seq (made text)"
             )
         return replace(
@@ -209,9 +235,14 @@ def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
 
 def _cnn_task(settings: TrainSettings, shape: CnnShape, seed: int) -> TrainTask:
     if settings.data:
-        raise TaskError(f"train.data is text, and {settings.preset} trains on drawn faces; leave train.data out")
+        raise TaskError(
+            f"train.data is text, and {settings.preset} trains on drawn faces; leave train.data out"
+        )
     if lever := _lever_of_loss(settings):
-        raise TaskError(f"train.{lever} is for labels, and {settings.preset} finds points; leave train.{lever} out")
+        raise TaskError(
+            f"train.{lever} is for labels, and {settings.preset} finds points; leave "
+            f"train.{lever} out"
+        )
     faces = DrawnFaces(shape.edge, seed)
     keys = [order.Sample(number=0, epoch=0, index=ITEMS + place) for place in range(SAMPLES)]
     unseen = partial(map, lambda key: default_collate([faces[key]]), keys)
@@ -248,21 +279,28 @@ def _one_by_one(samples: Iterable[Tensor]) -> Iterator[Tensor]:
     return (each[None] for each in samples)
 
 
-def next_token_loss(model: nn.Module, tokens: Tensor, label_smoothing: float = 0.0, r_drop: float = 0.0) -> Tensor:
+def next_token_loss(
+    model: nn.Module, tokens: Tensor, label_smoothing: float = 0.0, r_drop: float = 0.0
+) -> Tensor:
     """Sum the cross-entropy of all tokens but the first of each sample.
 
-    With `r_drop` each sample is computed twice, each time with its own dropout: the loss is the mean of both, plus
-    `r_drop` times half the two divergences (Kullback-Leibler) of their predictions (R-Drop, Liang et al., 2021).
+    With `r_drop` each sample is computed twice, each time with its own dropout: the loss is the
+    mean of both, plus `r_drop` times half the two divergences (Kullback-Leibler) of their
+    predictions (R-Drop, Liang et al., 2021).
     """
     passes = 2 if r_drop else 1
-    inputs, labels = (part.repeat_interleave(passes, dim=0) for part in (tokens[:, :-1], tokens[:, 1:]))
+    inputs, labels = (
+        part.repeat_interleave(passes, dim=0) for part in (tokens[:, :-1], tokens[:, 1:])
+    )
     logits = model(inputs).float()
     loss = functional.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=label_smoothing
     )
     if not r_drop:
         return loss
-    one, other = functional.log_softmax(logits, dim=-1).view(len(tokens), 2, *logits.shape[1:]).unbind(1)
+    one, other = (
+        functional.log_softmax(logits, dim=-1).view(len(tokens), 2, *logits.shape[1:]).unbind(1)
+    )
     # KL(p, q) + KL(q, p) = sum of (p - q) (log p - log q)
     divergences = ((one.exp() - other.exp()) * (one - other)).sum()
     return loss / 2 + r_drop * divergences / 2
@@ -281,7 +319,8 @@ def landmark_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
 
 
 def landmark_error_pct(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-    """Sum over samples the mean distance of points, in per cent of that between the outer corners of the eyes.
+    """Sum over samples the mean distance of points, in per cent of that between the outer corners
+    of the eyes.
 
     It is the normalised mean error of 300-W (Sagonas et al., 2013).
     """

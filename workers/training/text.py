@@ -1,9 +1,10 @@
-"""The user's own text as bytes: a file, or all files of a folder one after the other, cut into windows.
+"""The user's own text as bytes: a file, or all files of a folder one after the other, cut into
+windows.
 
 Documents of unequal lengths are made of it in `text_documents`.
 
-The vocabulary is the 256 values of a byte. Files are read window by window and not mapped: reading a mapped file that
-became shorter would end the process.
+The vocabulary is the 256 values of a byte. Files are read window by window and not mapped: reading
+a mapped file that became shorter would end the process.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from workers.training.validation import held_out, spread
 
 VOCABULARY: Final = 256
 
-#: Read of each file to see whether it is text. Images, archives, programs and UTF-16 have a zero byte in it.
+#: Read of each file to see whether it is text. Images, archives, programs and UTF-16 have a zero
+#: byte in it.
 _LOOK_BYTES: Final = 65_536
 
 
@@ -47,12 +49,20 @@ class TextFiles:
         """Where each file ends in the stream."""
         self.total = self.ends[-1] if self.ends else 0
         if self.total == 0:
-            raise TextError(f"train.data: {self.root} holds no text; name a file or folder that does")
+            raise TextError(
+                f"train.data: {self.root} holds no text; name a file or folder that does"
+            )
 
     def place(self, start: int) -> tuple[Path, int, int]:
-        """Return the file in which this byte of the stream is, where it is there, and how many bytes follow from it."""
+        """Return the file in which this byte of the stream is, where it is there, and how many
+        bytes follow from it.
+        """
         number = bisect.bisect_right(self.ends, start)
-        return self.paths[number], start - (self.ends[number - 1] if number else 0), self.ends[number] - start
+        return (
+            self.paths[number],
+            start - (self.ends[number - 1] if number else 0),
+            self.ends[number] - start,
+        )
 
     def read(self, start: int, count: int) -> bytearray:
         """Return bytes of the stream.
@@ -67,7 +77,8 @@ class TextFiles:
             piece = read_at(path, offset, here)
             if len(piece) < here:
                 raise TextError(
-                    f"train.data: {path} became shorter while it was trained on; put it back, or begin anew"
+                    f"train.data: {path} became shorter while it was trained on; put it back, or "
+                    "begin anew"
                 )
             pieces += piece
             start, count = start + here, count - here
@@ -82,7 +93,8 @@ class TextFiles:
 
 
 class TextData(Dataset[torch.Tensor]):
-    """Windows of `seq` + 1 bytes, `seq` apart: each byte but the first is predicted once in an epoch.
+    """Windows of `seq` + 1 bytes, `seq` apart: each byte but the first is predicted once in an
+    epoch.
 
     The last windows are held out where the text is long enough: they are no items of the data set.
 
@@ -96,7 +108,8 @@ class TextData(Dataset[torch.Tensor]):
         self._seq = seq
         if files.total <= seq:
             raise TextError(
-                f"train.data: {files.root} has {files.total} bytes, and one sample takes {seq + 1}; give more text, or "
+                f"train.data: {files.root} has {files.total} bytes, and one sample takes "
+                f"{seq + 1}; give more text, or "
                 f"lower train.seq to {max(2, files.total - 1)} or less"
             )
         windows = (files.total - 1) // seq
@@ -134,12 +147,18 @@ def as_tokens(content: bytearray) -> torch.Tensor:
 
 
 def _files_below(root: Path) -> Iterator[Path]:
-    """Yield the regular files in an order that every machine agrees on; hidden files and folders are left out."""
+    """Yield the regular files in an order that every machine agrees on.
+
+    Hidden files and folders are left out.
+    """
     if root.is_file():
         yield root
         return
     if not root.exists():
-        raise TextError(f"train.data: there is no {root}; name a text file, or a folder of them, on this machine")
+        raise TextError(
+            f"train.data: there is no {root}; name a text file, or a folder of them, on this "
+            "machine"
+        )
     for folder, folders, names in os.walk(root, onerror=_refuse):
         folders[:] = sorted(each for each in folders if not each.startswith("."))
         for name in sorted(names):
@@ -149,7 +168,9 @@ def _files_below(root: Path) -> Iterator[Path]:
 
 
 def _refuse(failure: OSError) -> None:
-    raise TextError(f"train.data: {failure.filename} cannot be read: {failure.strerror}") from failure
+    raise TextError(
+        f"train.data: {failure.filename} cannot be read: {failure.strerror}"
+    ) from failure
 
 
 def _size_of_text(path: Path) -> int:
@@ -157,7 +178,8 @@ def _size_of_text(path: Path) -> int:
         with path.open("rb") as file:
             if b"\0" in file.read(_LOOK_BYTES):
                 raise TextError(
-                    f"train.data: {path} is no text (it has zero bytes, as images, archives and UTF-16 have); take it "
+                    f"train.data: {path} is no text (it has zero bytes, as images, archives and "
+                    "UTF-16 have); take it "
                     "out, or convert it to UTF-8"
                 )
             return file.seek(0, os.SEEK_END)
@@ -175,4 +197,6 @@ def read_at(path: Path, offset: int, count: int) -> bytes:
         with path.open("rb", buffering=0) as file:
             return os.pread(file.fileno(), count, offset)
     except OSError as failure:
-        raise TextError(f"train.data: {path} cannot be read any more: {failure.strerror}") from failure
+        raise TextError(
+            f"train.data: {path} cannot be read any more: {failure.strerror}"
+        ) from failure

@@ -1,7 +1,8 @@
-"""The index of a large text in a file, so that of all processes of a machine one reads the text, and once.
+"""The index of a large text in a file, so that of all processes of a machine one reads the text,
+and once.
 
-A file that has another size or was written to since is another text. Without a place to write nothing is kept, and
-nothing fails.
+A file that has another size or was written to since is another text. Without a place to write
+nothing is kept, and nothing fails.
 """
 
 from __future__ import annotations
@@ -62,7 +63,11 @@ def _key(files: TextFiles, seq: int) -> str:
             facts = path.stat()
         except OSError as failure:
             raise TextError(f"train.data: {path} cannot be read: {failure.strerror}") from failure
-        digest.update(f"{path.resolve()} {end} {facts.st_size} {facts.st_mtime_ns}\n".encode(errors="surrogateescape"))
+        digest.update(
+            f"{path.resolve()} {end} {facts.st_size} {facts.st_mtime_ns}\n".encode(
+                errors="surrogateescape"
+            )
+        )
     return digest.hexdigest()
 
 
@@ -82,7 +87,10 @@ def _read(path: Path) -> tuple[Tensor, str] | None:
             if not 0 < 8 * length <= os.fstat(file.fileno()).st_size:
                 return None
             index = host_memory.like(torch.empty(length, dtype=torch.int64, device="meta"))
-            if file.readinto(_bytes_of(index)) < index.nbytes or zlib.crc32(_bytes_of(index)) != crc:
+            if (
+                file.readinto(_bytes_of(index)) < index.nbytes
+                or zlib.crc32(_bytes_of(index)) != crc
+            ):
                 return None
         os.utime(path)
     except (OSError, ValueError):

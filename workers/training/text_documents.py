@@ -1,4 +1,5 @@
-"""The documents of the user's own text, of unequal lengths: they are filled up, bucketed or packed as made ones are.
+"""The documents of the user's own text, of unequal lengths: they are filled up, bucketed or packed
+as made ones are.
 
 Does not hold the text: a sample is read from its file when it is used.
 """
@@ -22,7 +23,8 @@ _LENGTH = 2**LENGTH_BITS - 1
 
 
 class TextDocuments(Dataset[Tensor]):
-    """Documents, and pieces of those that are longer than `seq` + 1 bytes. The last ones are held out.
+    """Documents, and pieces of those that are longer than `seq` + 1 bytes. The last ones are held
+    out.
 
     Raises:
         TextError: There is no text, no document in it, or a line that is none.
@@ -33,10 +35,13 @@ class TextDocuments(Dataset[Tensor]):
         self._files = files = TextFiles(path)
         self._seq = seq
         self._unit = unit
-        self._index, checksum = kept_index_of_lines(files, seq) if unit == "lines" else (index_of_files(files, seq), "")
+        self._index, checksum = (
+            kept_index_of_lines(files, seq) if unit == "lines" else (index_of_files(files, seq), "")
+        )
         if not len(self._index):
             raise TextError(
-                f"train.data: no {unit.removesuffix('s')} of {files.root} has two bytes or more; name a file or folder "
+                f"train.data: no {unit.removesuffix('s')} of {files.root} has two bytes or more; "
+                "name a file or folder "
                 "with text in it"
             )
         held = held_out(len(self._index))
@@ -70,7 +75,9 @@ class TextDocuments(Dataset[Tensor]):
         return found
 
     def fingerprint(self) -> str:
-        """Return what changes when documents get other numbers or, where they are lines, other bytes."""
+        """Return what changes when documents get other numbers or, where they are lines, other
+        bytes.
+        """
         return self._fingerprint
 
     def _piece(self, index: int) -> Tensor:
@@ -78,7 +85,11 @@ class TextDocuments(Dataset[Tensor]):
         if self._unit == "files":
             return as_tokens(self._files.read(start, length))
         path, offset, _ = self._files.place(start)
-        return as_tokens(self._of_json(index, path, offset) if is_json(path) else self._of_line(index, path, offset))
+        return as_tokens(
+            self._of_json(index, path, offset)
+            if is_json(path)
+            else self._of_line(index, path, offset)
+        )
 
     def _place(self, index: int) -> tuple[int, int]:
         entry = int(self._index[index])
@@ -97,7 +108,11 @@ class TextDocuments(Dataset[Tensor]):
         found = read_at(path, offset - before, before + length + 1)
         text, after = found[before : before + length], found[before + length :]
         moved = before and found[:1] != b"\n"
-        if moved or len(text) < length or (after not in (b"", b"\n", b"\r") and not self._goes_on(index + 1)):
+        if (
+            moved
+            or len(text) < length
+            or (after not in (b"", b"\n", b"\r") and not self._goes_on(index + 1))
+        ):
             raise _changed(path, offset)
         return bytearray(text)
 
@@ -111,7 +126,9 @@ class TextDocuments(Dataset[Tensor]):
             text = text_of(line[before:], "")
         except TextError as failure:
             raise _changed(path, offset) from failure
-        first = int(torch.searchsorted(self._index, start << LENGTH_BITS))  # pieces of a line have one start
+        first = int(
+            torch.searchsorted(self._index, start << LENGTH_BITS)
+        )  # pieces of a line have one start
         place = (index - first) * self._seq
         piece = bytearray(text[place : place + self._seq + 1])
         if len(piece) != length:
@@ -133,6 +150,7 @@ def _line_at(path: Path, offset: int, skipped: int, most_bytes: int) -> bytes:
 
 def _changed(path: Path, offset: int) -> TextError:
     return TextError(
-        f"train.data: {path} was changed while it was trained on: the line at byte {offset} is not the one "
+        f"train.data: {path} was changed while it was trained on: the line at byte {offset} is "
+        "not the one "
         "that was there; put it back, or begin anew"
     )

@@ -1,8 +1,9 @@
-"""Where the documents of a text are: each piece of one as a number of 8 bytes, found in one pass over the files.
+"""Where the documents of a text are: each piece of one as a number of 8 bytes, found in one pass
+over the files.
 
-A document is a whole file or a line. In a file named .jsonl a line is a JSON object, and the document its "text". One
-that is longer than a sample is cut into pieces as `TextData` cuts a text. Documents of less than two bytes are left
-out: nothing in them can be predicted.
+A document is a whole file or a line. In a file named .jsonl a line is a JSON object, and the
+document its "text". One that is longer than a sample is cut into pieces as `TextData` cuts a text.
+Documents of less than two bytes are left out: nothing in them can be predicted.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from workers.training.host_memory import HostArray
 from workers.training.text import TextError, TextFiles
 from workers.units import MIB
 
-#: Of a number: the length of the piece, at most `seq` + 1. The other bits are its place in the stream.
+#: Of a number: the length of the piece, at most `seq` + 1. The other bits are its place in the
+#: stream.
 LENGTH_BITS: Final = 21
 
 _PART_BYTES: Final = MIB
@@ -54,7 +56,11 @@ def index_of_lines(files: TextFiles, seq: int) -> tuple[Tensor, str]:
     """
     found, digest = HostArray(torch.int64), hashlib.blake2b(digest_size=8)
     for path, first, end in zip(files.paths, [0, *files.ends[:-1]], files.ends, strict=True):
-        lines, step = (_json_lines(path, end - first), 0) if is_json(path) else (_lines(path, end - first), seq)
+        lines, step = (
+            (_json_lines(path, end - first), 0)
+            if is_json(path)
+            else (_lines(path, end - first), seq)
+        )
         of_file = 0
         try:
             for starts, lengths, checksum in lines:
@@ -84,21 +90,34 @@ def text_of(line: bytes, where: str) -> bytes:
     try:
         said = json.loads(line)
     except (ValueError, RecursionError) as failure:
-        why = f"{failure.msg}, column {failure.colno}" if isinstance(failure, json.JSONDecodeError) else failure
+        why = (
+            f"{failure.msg}, column {failure.colno}"
+            if isinstance(failure, json.JSONDecodeError)
+            else failure
+        )
         raise TextError(
-            f'train.data: {where} is no JSON ({why}); correct the line, or take it out; valid: {{"text": "a document"}}'
+            f"train.data: {where} is no JSON ({why}); correct the line, or take it out; valid: "
+            f'{{"text": "a document"}}'
         ) from failure
     text = said.get("text") if isinstance(said, dict) else None
     if not isinstance(text, str):
-        has = f"the keys {', '.join(map(repr, said))}" if isinstance(said, dict) else f"a {type(said).__name__}"
+        has = (
+            f"the keys {', '.join(map(repr, said))}"
+            if isinstance(said, dict)
+            else f"a {type(said).__name__}"
+        )
         raise TextError(
-            f'train.data: {where} has no "text" that is a string (it has {has[:200]}); valid: {{"text": "a document"}}'
+            f'train.data: {where} has no "text" that is a string (it has {has[:200]}); valid: '
+            f'{{"text": "a document"}}'
         )
     return text.encode(errors="surrogatepass")  # JSON can hold halves of a character
 
 
 def _pieces(starts: Tensor, lengths: Tensor, seq: int, *, step: int) -> Iterator[Tensor]:
-    """Cut documents; a piece begins `step` bytes after the one before it, or with 0 where its document does."""
+    """Cut documents.
+
+    A piece begins `step` bytes after the one before it, or with 0 where its document does.
+    """
     counts = (lengths + seq - 2) // seq  # each byte but the first is predicted in one piece
     ends = counts.cumsum(0)
     total = int(ends[-1]) if len(ends) else 0
@@ -111,7 +130,8 @@ def _pieces(starts: Tensor, lengths: Tensor, seq: int, *, step: int) -> Iterator
 
 
 def _lines(path: Path, size: int) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Yield the lines in the first `size` bytes of a file, part by part: starts, lengths, checksum so far.
+    """Yield the lines in the first `size` bytes of a file, part by part: starts, lengths, checksum
+    so far.
 
     The lengths are without the ends of the lines. What another program adds meanwhile is left out.
     """
@@ -125,7 +145,11 @@ def _lines(path: Path, size: int) -> Iterator[tuple[Tensor, Tensor, int]]:
             # What is left at the end is a line, too.
             lines = part.split(b"\n") if part else [b"", b""]
             sizes = [len(line) for line in lines]
-            ends = [line.endswith(b"\r") for line in lines] if returned or b"\r" in part else [False] * len(lines)
+            ends = (
+                [line.endswith(b"\r") for line in lines]
+                if returned or b"\r" in part
+                else [False] * len(lines)
+            )
             ends[0] = ends[0] or (returned and not lines[0])
             sizes[0] += carried
             carried, returned = sizes.pop(), ends.pop()
@@ -142,14 +166,19 @@ def _json_lines(path: Path, size: int) -> Iterator[tuple[Tensor, Tensor, int]]:
     with path.open("rb") as file:
         while True:
             starts, lengths = list[int](), list[int]()
-            for line in itertools.islice(iter(lambda: file.readline(_LONGEST_LINE_BYTES), b""), _LINES):
+            for line in itertools.islice(
+                iter(lambda: file.readline(_LONGEST_LINE_BYTES), b""), _LINES
+            ):
                 if begin + len(line) > size:
                     size = 0  # so no later line, either
                     break
                 number += 1
                 where = f"line {number} of {path}"
                 if len(line) == _LONGEST_LINE_BYTES:
-                    raise TextError(f"train.data: {where} is longer than {_LONGEST_LINE_BYTES // MIB} MiB; divide it")
+                    raise TextError(
+                        f"train.data: {where} is longer than {_LONGEST_LINE_BYTES // MIB} MiB; "
+                        "divide it"
+                    )
                 starts.append(begin)
                 lengths.append(len(text_of(line, where)))
                 begin += len(line)

@@ -1,7 +1,8 @@
 """Shares of a training's time that go to copies to the device and to the optimiser.
 
-On a card the time is that between two events in its stream, so nothing waits for the card to learn it; on a CPU it is
-the time that passed. Does not count the wait for data (see `loader`), nor copies that torch makes inside a step.
+On a card the time is that between two events in its stream, so nothing waits for the card to learn
+it; on a CPU it is the time that passed. Does not count the wait for data (see `loader`), nor copies
+that torch makes inside a step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a Chrome trace of torch.profiler says of a device's time. Pure.
 
-Each moment of the trace counts once: as computing if a kernel runs, else as copying, else as synchronising if the host
-is still waiting for the device, else as idle. On a CPU the operators are the kernels, and copies are taken out of them.
-Does not know what made the device idle.
+Each moment of the trace counts once: as computing if a kernel runs, else as copying, else as
+synchronising if the host is still waiting for the device, else as idle. On a CPU the operators are
+the kernels, and copies are taken out of them. Does not know what made the device idle.
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ class TraceShares:
 
 def trace_shares(events: Iterable[Mapping[str, Any]]) -> TraceShares | None:
     """Return the shares of the `traceEvents` of a Chrome trace; `None`: nothing in it took time."""
-    known = [each for each in events if each.get("ph") == "X" and each.get("cat") in _COUNTED and "dur" in each]
+    known = [
+        each
+        for each in events
+        if each.get("ph") == "X" and each.get("cat") in _COUNTED and "dur" in each
+    ]
     if not known:
         return None
     window_us = max(_span(each)[1] for each in known) - min(_span(each)[0] for each in known)
@@ -83,7 +87,9 @@ def _span(event: Mapping[str, Any]) -> Span:
 
 
 def _waits(event: Mapping[str, Any]) -> bool:
-    return event["cat"] in _CALLS and (event["name"].endswith("Synchronize") or event["name"] == "cudaMemcpy")
+    return event["cat"] in _CALLS and (
+        event["name"].endswith("Synchronize") or event["name"] == "cudaMemcpy"
+    )
 
 
 def _covered_us(spans: Iterable[Span]) -> float:

@@ -1,11 +1,13 @@
-"""A training as a state machine: each call computes one part of the current effective batch, the last one updates.
+"""A training as a state machine: each call computes one part of the current effective batch, the
+last one updates.
 
     trainer = Trainer(find_task(settings, seed), settings, device, seed)
     while not trainer.finished:
-        trainer.micro_batch(limit)     # at most so many samples at once; after an out-of-memory call it with fewer
+        trainer.micro_batch(limit)     # at most so many samples at once; after an out-of-memory
+        call it with fewer
 
-Does not choose sizes, catch out-of-memory, or write snapshots. What it computes does not depend on the limits, but for
-rounding; with the same limits in the same order it is the same to the bit.
+Does not choose sizes, catch out-of-memory, or write snapshots. What it computes does not depend on
+the limits, but for rounding; with the same limits in the same order it is the same to the bit.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ class MicroBatch:
 class Trainer:
     """One training on one device."""
 
-    def __init__(self, task: TrainTask, settings: TrainSettings, device: torch.device, seed: int) -> None:
+    def __init__(
+        self, task: TrainTask, settings: TrainSettings, device: torch.device, seed: int
+    ) -> None:
         """Make the model and allocate all that outlives a step.
 
         Raises:
@@ -64,7 +68,9 @@ class Trainer:
         self._feed = Feed(task, settings, device, seed)
         self.loader_numbers = self._feed.numbers
         precision.set_up(
-            settings.precision, deterministic=settings.deterministic, cudnn_benchmark=settings.cudnn_benchmark
+            settings.precision,
+            deterministic=settings.deterministic,
+            cudnn_benchmark=settings.cudnn_benchmark,
         )
         self.task = task
         self.settings = settings
@@ -80,13 +86,17 @@ class Trainer:
         self.checkpointing, self.compiling = self._forward.checkpointing, self._forward.compiling
         self._accumulator = Accumulator(self.parameters, set_to_none=settings.set_to_none)
         lr = settings.lr or task.lr
-        optimizer = (task.optimizer or (lambda some: adamw(list(some), settings, lr)))(self.parameters)
+        optimizer = (task.optimizer or (lambda some: adamw(list(some), settings, lr)))(
+            self.parameters
+        )
         if settings.layer_decay < 1:
             decay_rates(optimizer, depths(self.model, self._forward.blocks), settings.layer_decay)
         self.host_states = HostStates(optimizer, self.parameters, settings.first_share_pct)
         self._average = None
         if settings.ema_decay is not None:
-            self._average = Average(self.parameters, settings.ema_decay, on_host=settings.ema_on == "host")
+            self._average = Average(
+                self.parameters, settings.ema_decay, on_host=settings.ema_on == "host"
+            )
         self._update = Update(optimizer, self._average, self.host_states.step)
         self._scaler = precision.LossScaler(enabled=settings.precision == "fp16")
         self._parking = Parking(device)
@@ -115,12 +125,18 @@ class Trainer:
 
     @property
     def remaining_rows(self) -> int:
-        """Samples of the current effective batch that are not computed yet; 0: only the update is left."""
+        """Samples of the current effective batch that are not computed yet.
+
+        0: only the update is left.
+        """
         return self.settings.batch if self._feed.batch is None else self._accumulator.remaining
 
     @property
     def items_per_sample(self) -> float:
-        """Items (samples, tokens) that a sample of the current effective batch counts; 0 before the first."""
+        """Items (samples, tokens) that a sample of the current effective batch counts.
+
+        0 before the first.
+        """
         return self._feed.count / self.settings.batch
 
     def news(self) -> list[tuple[str, dict[str, Any]]]:
@@ -128,17 +144,19 @@ class Trainer:
         return [*self.compiling.news(), *self._feed.news()]
 
     def micro_batch(self, limit: int, level: int = 0) -> MicroBatch:
-        """Compute the next part of the effective batch, of at most `limit` samples, and update after the last part.
+        """Compute the next part of the effective batch, of at most `limit` samples, and update
+        after the last part.
 
-        When it fails, finished parts stay, and the next call goes on. An out-of-memory in the update itself is the
-        exception: see `rollback`.
+        When it fails, finished parts stay, and the next call goes on. An out-of-memory in the
+        update itself is the exception: see `rollback`.
 
         Args:
             limit: Samples computed at once, at most. Parts are as equal as possible.
             level: How many blocks to checkpoint, where `train.checkpoint` is `auto`.
 
         Raises:
-            NotFiniteError: The loss or its gradient is NaN or infinite; the weights were not changed.
+            NotFiniteError: The loss or its gradient is NaN or infinite; the weights were not
+                changed.
             UpdateInterruptedError: An update was cut off.
             Exception: Whatever the model, the data set or torch raised.
         """
@@ -149,7 +167,9 @@ class Trainer:
         first = self._accumulator.done
         self._parts = self._parts if first else []
         if rows:
-            part = partial(self._part, first, rows, level, self.settings.precision, self._scaler.scale)
+            part = partial(
+                self._part, first, rows, level, self.settings.precision, self._scaler.scale
+            )
             self._accumulator.add(rows, *self.compiling.run(rows, part))
             self._parts.append((rows, level))
         updated = self._accumulator.remaining == 0
@@ -182,10 +202,11 @@ class Trainer:
         )
 
     def probe(self, sizes: Sequence[int], scale: float = 1.0) -> dict[str, Tensor]:
-        """Return the gradient of the next batch's first samples, computed in fp32 in parts of these sizes, on the host.
+        """Return the gradient of the next batch's first samples, computed in fp32 in parts of these
+        sizes, on the host.
 
-        Call it between two optimiser steps. It changes nothing, buffers of the model included. `scale` is what the loss
-        is scaled by on the way; it is taken out again.
+        Call it between two optimiser steps. It changes nothing, buffers of the model included.
+        `scale` is what the loss is scaled by on the way; it is taken out again.
         """
         self._begin_batch()
         try:
@@ -201,15 +222,18 @@ class Trainer:
             self._accumulator.begin(self.settings.batch, self._feed.count)
 
     def flop_per_sample(self) -> float:
-        """Count the operations that the model takes for a sample, forward and backward, without what is repeated.
+        """Count the operations that the model takes for a sample, forward and backward, without
+        what is repeated.
 
-        The backward pass takes twice those of the forward pass. Call it between two optimiser steps.
+        The backward pass takes twice those of the forward pass. Call it between two optimiser
+        steps.
         """
         self._begin_batch()
         return self._forward.flop_per_sample(self.course.samples_used)
 
     def attention_kernels(self) -> str:
-        """Return the kernels that attention really runs on, such as `flash`; empty: the model has none.
+        """Return the kernels that attention really runs on, such as `flash`; empty: the model has
+        none.
 
         Call it between two optimiser steps.
         """
@@ -243,13 +267,16 @@ class Trainer:
         return Identity.of(self.task.name, self.model.state_dict(), levers)
 
     def state(self) -> dict[str, Any]:
-        """Return all that `load` needs. The tensors are the training's own: copy them before the next call.
+        """Return all that `load` needs. The tensors are the training's own: copy them before the
+        next call.
 
         Raises:
             RuntimeError: A part of an effective batch is under way.
         """
         if not self.at_boundary:
-            raise RuntimeError("a training has a state only between two optimiser steps; see at_boundary")
+            raise RuntimeError(
+                "a training has a state only between two optimiser steps; see at_boundary"
+            )
         return {
             "version": _STATE_VERSION,
             "torch": str(torch.__version__),
@@ -278,13 +305,19 @@ class Trainer:
         self.host_states.hold(self.host_states.share_pct)
         self._scaler.load(state["scaler"])
         self.course = Course(**state["course"])
-        self.course.losses, self.course.splits = list(self.course.losses), [list(run) for run in self.course.splits]
+        self.course.losses, self.course.splits = (
+            list(self.course.losses),
+            [list(run) for run in self.course.splits],
+        )
         self._feed.seek(self.course.samples_used)
         self._accumulator.begin(self.settings.batch, 1)
         self._update.cut = False
 
     def rollback(self, state: Mapping[str, Any] | None) -> int:
-        """Go back to a saved state, or with `None` to the beginning; return how many optimiser steps are redone."""
+        """Go back to a saved state, or with `None` to the beginning.
+
+        Return how many optimiser steps are redone.
+        """
         step = self.step
         self.load(self._first_state() if state is None else state)
         self.redone_steps += step - self.step
@@ -293,11 +326,14 @@ class Trainer:
     @property
     def on_host_bytes(self) -> int:
         """What is in host memory at all times: states of the optimiser, and averaged weights."""
-        average = self._average.tensors if self._average is not None and self._average.on_host else []
+        average = (
+            self._average.tensors if self._average is not None and self._average.on_host else []
+        )
         return sum(each.nbytes for each in (*self.host_states.tensors, *average))
 
     def park(self) -> int:
-        """Move all tensors to host memory, finished parts included; return how many bytes wait there.
+        """Move all tensors to host memory, finished parts included; return how many bytes wait
+        there.
 
         Between this and `unpark` only `state` and `progress` may be called.
         """
@@ -311,7 +347,10 @@ class Trainer:
         return self._parking.park(self.model, [*held, *average], self.host_states.tensors)
 
     def unpark(self) -> None:
-        """Move them back; if there is not memory for all of them, they stay and this can be called again."""
+        """Move them back.
+
+        If there is not memory for all of them, they stay and this can be called again.
+        """
         self._parking.unpark()
 
     def close(self) -> None:
@@ -319,7 +358,9 @@ class Trainer:
         self._feed.close()
 
     def _new_model(self) -> nn.Module:
-        """Make the model with weights that depend on the seed alone, and leave torch's random numbers as they were."""
+        """Make the model with weights that depend on the seed alone, and leave torch's random
+        numbers as they were.
+        """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(order.mixed(self.seed, 0) >> 1)
             return new_model(self.task, self.settings)
@@ -341,14 +382,17 @@ class Trainer:
     def _refuse(self, state: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
         if state.get("version") != _STATE_VERSION:
             raise StateMismatchError(
-                f"the saved state has version {state.get('version')}, and this program reads {_STATE_VERSION}; go on "
+                f"the saved state has version {state.get('version')}, and this program reads "
+                f"{_STATE_VERSION}; go on "
                 "with the version that wrote it, or begin anew"
             )
         theirs = Identity.of(self.task.name, state["weights"]).plain()
         if difference := Identity.of(self.task.name, own).difference(theirs):
             raise StateMismatchError(f"the saved state is of another model: {difference}")
         if len(state["average"]) != len(self._average.tensors if self._average else []):
-            raise StateMismatchError("the saved state and train.ema_decay differ: one of them has no averaged weights")
+            raise StateMismatchError(
+                "the saved state and train.ema_decay differ: one of them has no averaged weights"
+            )
 
     def _begin_batch(self) -> None:
         if self._feed.batch is None:
@@ -358,17 +402,29 @@ class Trainer:
     def _part(
         self, first: int, rows: int, level: int, arithmetic: Precision, scale: float
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Compute loss and gradients of the samples `first` to `first + rows - 1` of the batch; changes nothing."""
+        """Compute loss and gradients of the samples `first` to `first + rows - 1` of the batch.
+
+        Changes nothing.
+        """
         with self._forward.levers.region():
             loss = self._forward.loss(first, rows, level, arithmetic, self.course.samples_used)
             return loss.detach(), self._accumulator.gradients_of(loss, scale)
 
     def _finish(self) -> None:
-        """Update the weights with the finished effective batch. Until the update itself begins it can be run again."""
-        share = schedule.learning_rate(self.step, highest=1, steps=self.steps, warmup_steps=self.settings.warmup_steps)
+        """Update the weights with the finished effective batch.
+
+        Until the update itself begins it can be run again.
+        """
+        share = schedule.learning_rate(
+            self.step, highest=1, steps=self.steps, warmup_steps=self.settings.warmup_steps
+        )
         with self._shares.timing(Part.OPTIMIZER):
             loss, updated = self._accumulator.finish(
-                self._update, self._scaler, step=self.step, clip=self.settings.clip, rate_share=share
+                self._update,
+                self._scaler,
+                step=self.step,
+                clip=self.settings.clip,
+                rate_share=share,
             )
         self.course.finished_step(loss, self._parts, updated=updated)
         self._accumulation = len(self._parts)

@@ -1,7 +1,8 @@
-"""The loss of samples that a training never sees, without what only a training adds to it (smoothing, dropout).
+"""The loss of samples that a training never sees, without what only a training adds to it
+(smoothing, dropout).
 
-Trainings whose losses mean different things are compared by it. Of made data such samples are made; of a text of the
-user's the last ones are held out.
+Trainings whose losses mean different things are compared by it. Of made data such samples are made;
+of a text of the user's the last ones are held out.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from workers.training.loader import on_device
 #: Samples, one computed after the other: that never takes more memory than the training itself.
 SAMPLES: Final = 32
 
-#: Samples of a text of the user's are held out up from so many, and then at least `SAMPLES`: at most a tenth.
+#: Samples of a text of the user's are held out up from so many, and then at least `SAMPLES`: at
+#: most a tenth.
 _LEAST_TO_HOLD_OUT: Final = 10 * SAMPLES
 
 _HELD_OUT_SHARE: Final = 100
@@ -42,7 +44,8 @@ def validation(
     count: Callable[[Any], int],
     **figures: Callable[[nn.Module, Any], Tensor],
 ) -> Callable[[nn.Module], Mapping[str, float]]:
-    """Return a `TrainTask.evaluate` that gives the mean loss of all items of `samples`, as `validation_loss`.
+    """Return a `TrainTask.evaluate` that gives the mean loss of all items of `samples`, as
+    `validation_loss`.
 
     `figures`: others, by their names; each returns a sum over items, and its mean is given.
     """

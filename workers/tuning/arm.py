@@ -1,7 +1,8 @@
-"""The process of an arm: opens the device under the cap of the spec, and trains or multiplies when it is asked to.
+"""The process of an arm: opens the device under the cap of the spec, and trains or multiplies when
+it is asked to.
 
-Between two turns its tensors wait in host memory, so that arms share a card that holds one of them. Does not choose
-what is measured or in which order, and compares nothing: the head does.
+Between two turns its tensors wait in host memory, so that arms share a card that holds one of them.
+Does not choose what is measured or in which order, and compares nothing: the head does.
 """
 
 from __future__ import annotations
@@ -24,11 +25,22 @@ from workers.oom import classify
 from workers.readings import THROTTLE_ALARMS, SensorReading
 from workers.settings import FailureKind
 from workers.training.errors import TrainingError
-from workers.tuning.messages import NO_ROOM, ArmSpec, Done, Evaluate, Evaluated, Open, Opened, Refused, Turn
+from workers.tuning.messages import (
+    NO_ROOM,
+    ArmSpec,
+    Done,
+    Evaluate,
+    Evaluated,
+    Open,
+    Opened,
+    Refused,
+    Turn,
+)
 from workers.tuning.products import Products
 from workers.tuning.trained import Trained
 
-# Without NumPy, which nothing here uses, torch says so when its compiler is imported, on the user's terminal.
+# Without NumPy, which nothing here uses, torch says so when its compiler is imported, on the user's
+# terminal.
 warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
 
 #: Of an error's text that is not our own.
@@ -60,7 +72,9 @@ def serve(connection: Connection, spec: ArmSpec) -> None:
     gc.freeze()
     try:
         device = open_device(spec.spec)
-        work: Work = Products(spec, device) if spec.spec.workload.name == "matmul" else Trained(spec, device)
+        work: Work = (
+            Products(spec, device) if spec.spec.workload.name == "matmul" else Trained(spec, device)
+        )
         while True:
             connection.send(_answer(connection.recv(), work, device))
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -96,7 +110,10 @@ def _answer(message: object, work: Work, device: Device) -> Opened | Done | Eval
 
 
 def _turn(turn: Turn, work: Work, device: Device) -> Done:
-    """Work for as long as asked. The first step is not counted: on a card it fills the allocator's pool again."""
+    """Work for as long as asked.
+
+    The first step is not counted: on a card it fills the allocator's pool again.
+    """
     work.unpark()
     work.step()
     with _Watch(device) as watch:
@@ -141,7 +158,9 @@ class _Watch:
             return
         wall_s, busy_s, own_s = (
             after - before
-            for after, before in zip((time.monotonic(), self._busy_s(), self._own_s()), self._began, strict=True)
+            for after, before in zip(
+                (time.monotonic(), self._busy_s(), self._own_s()), self._began, strict=True
+            )
         )
         cores = psutil.cpu_count() or 1
         if wall_s > 0:

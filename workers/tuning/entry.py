@@ -1,10 +1,11 @@
-"""Where the process of an arm begins. Loads no torch before the process is a child of the fork server.
+"""Where the process of an arm begins. Loads no torch before the process is a child of the fork
+server.
 
     context = fork_context()
     context.Process(target=run_arm, args=(connection, spec))
 
-The fork server has imported torch once, so that an arm begins in milliseconds and shares the library's memory. It has
-not touched a card: a context of CUDA does not survive a fork.
+The fork server has imported torch once, so that an arm begins in milliseconds and shares the
+library's memory. It has not touched a card: a context of CUDA does not survive a fork.
 """
 
 from __future__ import annotations
@@ -23,13 +24,18 @@ from workers.tuning.messages import ArmSpec
 #: Named, not imported: the head, which imports this module, never loads torch.
 _ARM: Final = "workers.tuning.arm"
 
-#: The first optimiser of a process imports it, which takes 1.5 s of a core: more than all else that an arm begins with.
+#: The first optimiser of a process imports it, which takes 1.5 s of a core: more than all else that
+#: an arm begins with.
 _SLOW: Final = "torch._dynamo"
 
 
 def fork_context() -> ForkServerContext:
-    """Return how to start arms. Whatever starts the fork server first in this process decides what it has imported."""
-    # The fork server loads torch, which reads there which allocator to use. It inherits this process's environment.
+    """Return how to start arms.
+
+    Whatever starts the fork server first in this process decides what it has imported.
+    """
+    # The fork server loads torch, which reads there which allocator to use. It inherits this
+    # process's environment.
     set_for_cuda(os.environ, None)
     multiprocessing.set_forkserver_preload([_ARM, _SLOW])
     return multiprocessing.get_context("forkserver")
@@ -42,6 +48,7 @@ def run_arm(connection: Connection, spec: ArmSpec) -> None:
     os.dup2(log, 1)  # standard output belongs to the head
     os.dup2(log, 2)
     os.environ.update(spec.environment)
-    # After what the arm asks for: another allocator than that of a run would be measured, or another card.
+    # After what the arm asks for: another allocator than that of a run would be measured, or
+    # another card.
     set_for_cuda(os.environ, workspace_of(spec.settings))
     importlib.import_module(_ARM).serve(connection, spec)

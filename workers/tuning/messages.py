@@ -1,4 +1,5 @@
-"""What an arm is told, and what it answers. Pickled through a pipe between a head and its own child process.
+"""What an arm is told, and what it answers. Pickled through a pipe between a head and its own child
+process.
 
 Loads neither torch nor Ray.
 """
@@ -37,7 +38,10 @@ class ArmSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Open:
-    """Make the training, and do the first optimiser steps; their losses are compared with the baseline's."""
+    """Make the training, and do the first optimiser steps.
+
+    Their losses are compared with the baseline's.
+    """
 
     steps: int
 
@@ -57,10 +61,12 @@ class Opened:
     step_s: float = 0.0
     """The median of the other ones."""
     peak_bytes: int = 0
-    """The highest use of the device by tensors in a step. Turns are not looked at: what parking leaves on a CPU's heap
-    differs between equal arms by 15 %, and these peaks by 1 % (measured)."""
+    """The highest use of the device by tensors in a step. Turns are not looked at: what parking
+    leaves on a CPU's heap differs between equal arms by 15 %, and these peaks by 1 % (measured)."""
     flop: float | None = None
-    """Of what a turn counts one of, in `Done.samples`: the operations of the model, without what is repeated."""
+    """Of what a turn counts one of, in `Done.samples`: the operations of the model, without what is
+    repeated.
+    """
     micro: int = 0
     """Samples computed at once. Less than asked, if those did not fit."""
     device_name: str = ""

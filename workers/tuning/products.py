@@ -26,9 +26,13 @@ class Products:
         workload = spec.spec.workload
         self._size, self._batch = workload.size, workload.batch
         if device.info.dtype != workload.dtype:
-            raise IncompatibleError(f"this device computes {device.info.dtype} in place of {workload.dtype}")
+            raise IncompatibleError(
+                f"this device computes {device.info.dtype} in place of {workload.dtype}"
+            )
         self._duty = DutyCycle(spec.spec.duty)
-        context = WorkloadContext(device=device.torch_device, dtype=device.torch_dtype, seed=spec.seed)
+        context = WorkloadContext(
+            device=device.torch_device, dtype=device.torch_dtype, seed=spec.seed
+        )
         with device.enforced():
             self._matmul = Matmul(context)
 

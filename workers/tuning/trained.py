@@ -41,13 +41,17 @@ class Trained:
 
     def __init__(self, spec: ArmSpec, device: Device) -> None:
         self._device = device
-        self._settings = TrainSettings.model_validate({**spec.settings, "steps": _STEPS, "epochs": None})
+        self._settings = TrainSettings.model_validate(
+            {**spec.settings, "steps": _STEPS, "epochs": None}
+        )
         plain = TrainSettings.model_validate({**spec.plain, "steps": _STEPS, "epochs": None})
         data_seed = spec.spec.workload.seed
         task = find_task(self._settings, data_seed)
         if task.evaluate is None:
             judge = find_task(plain, data_seed)
-            task = replace(task, evaluate=partial(_validation, judge, device.torch_device, data_seed))
+            task = replace(
+                task, evaluate=partial(_validation, judge, device.torch_device, data_seed)
+            )
         self._task = task
         self._seed = spec.seed
         self._trainer: Trainer | None = None
@@ -55,16 +59,24 @@ class Trained:
         self._micro = min(self._settings.batch, self._settings.batch if micro == "auto" else micro)
 
     def open(self, steps: int) -> Opened:
-        """Make the model and do the first steps; where they do not fit, with half as many samples at once."""
+        """Make the model and do the first steps.
+
+        Where they do not fit, with half as many samples at once.
+        """
         while True:
             try:
                 return self._open(steps)
             except Exception as error:
-                shrinks = classify(error).kind in {FailureKind.DEFINITE, FailureKind.PROBABLE} and self._micro > 1
+                shrinks = (
+                    classify(error).kind in {FailureKind.DEFINITE, FailureKind.PROBABLE}
+                    and self._micro > 1
+                )
                 if not shrinks:
                     raise
                 drop_frames(error)
-            if self._trainer is not None:  # outside the handler, which holds the tensors of the failure
+            if (
+                self._trainer is not None
+            ):  # outside the handler, which holds the tensors of the failure
                 self._trainer.close()
             self._trainer = None
             self._micro //= 2
@@ -72,7 +84,9 @@ class Trained:
 
     def _open(self, steps: int) -> Opened:
         with self._device.enforced():
-            self._trainer = trainer = Trainer(self._task, self._settings, self._device.torch_device, self._seed)
+            self._trainer = trainer = Trainer(
+                self._task, self._settings, self._device.torch_device, self._seed
+            )
             flop = trainer.flop_per_sample() / self._items()
         seconds, losses, peak_bytes = [], [], 0
         for _ in range(steps):
@@ -107,7 +121,10 @@ class Trained:
         return self._settings.batch * self._items()
 
     def _items(self) -> float:
-        """Return what a sample counts for. A row of packed documents is more than one document; a token is a token."""
+        """Return what a sample counts for.
+
+        A row of packed documents is more than one document; a token is a token.
+        """
         return 1.0 if self._task.shorten is None else self._opened().items_per_sample
 
     def unpark(self) -> None:
@@ -136,7 +153,9 @@ class Trained:
         return self._trainer
 
 
-def _validation(judge: TrainTask, device: torch.device, seed: int, model: nn.Module) -> dict[str, float]:
+def _validation(
+    judge: TrainTask, device: torch.device, seed: int, model: nn.Module
+) -> dict[str, float]:
     """Return the mean loss of samples at the end of the first epoch."""
     items = len(judge.dataset)
     count = min(_VALIDATION_SAMPLES, items)

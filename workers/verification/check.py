@@ -1,6 +1,8 @@
-"""What a check of a result found, and when the next check is due, so that checks take about a given share of the time.
+"""What a check of a result found, and when the next check is due, so that checks take about a given
+share of the time.
 
-Pure: it gets as arguments how long steps and checks took, and has no clock. Does not check anything.
+Pure: it gets as arguments how long steps and checks took, and has no clock. Does not check
+anything.
 """
 
 from __future__ import annotations
@@ -8,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-#: Checks before the share is kept to: of the first results after the start and after each change, one of each kind.
+#: Checks before the share is kept to: of the first results after the start and after each change,
+#: one of each kind.
 _AT_ONCE: Final = 2
 
-#: At most the share of so much working time may be spent in advance on checks after changes of size. Otherwise a size
-#: that changes all the time would take far more than the share.
+#: At most the share of so much working time may be spent in advance on checks after changes of
+#: size. Otherwise a size that changes all the time would take far more than the share.
 _ADVANCE_S: Final = 60.0
 
 #: Weight of the latest check in what a check is expected to take.
@@ -27,7 +30,9 @@ class Check:
     """`freivalds` or `repeat`; a workload of the user's may have a word of its own."""
     ok: bool
     worst: float
-    """Largest ratio of an error to what is tolerated; `inf` where bits differ or a number is not finite."""
+    """Largest ratio of an error to what is tolerated; `inf` where bits differ or a number is not
+    finite.
+    """
     detail: str
     """Size and element type, and where it failed, in words."""
 
@@ -35,9 +40,10 @@ class Check:
 class CheckSchedule:
     """Hands out the number of each check; two that follow each other are of different kinds.
 
-    A check is due once the steps since the last one have earned what it will probably take. The first two after the
-    start and after each change of size are due at once, one of each kind: a new size uses other kernels, and its first
-    check says what one takes. What they took is earned afterwards like any other.
+    A check is due once the steps since the last one have earned what it will probably take. The
+    first two after the start and after each change of size are due at once, one of each kind: a new
+    size uses other kernels, and its first check says what one takes. What they took is earned
+    afterwards like any other.
     """
 
     def __init__(self, share: float = 0.01) -> None:
@@ -56,7 +62,8 @@ class CheckSchedule:
         self._run: tuple[int, int] | None = None
 
     def after_step(self, size: int, batch: int, seconds: float) -> int | None:
-        """Count a good step, and return the number of the check that is due now, for `Workload.check`; else `None`.
+        """Count a good step, and return the number of the check that is due now, for
+        `Workload.check`; else `None`.
 
         The caller reports it to `after_check`; until then it stays due.
         """
@@ -66,10 +73,13 @@ class CheckSchedule:
             self._run = (size, batch)
             self._at_once = _AT_ONCE
             self._expected_s = None
-        # share = checks / (checks + steps), so a second of steps earns share / (1 - share) seconds of checks.
+        # share = checks / (checks + steps), so a second of steps earns share / (1 - share) seconds
+        # of checks.
         self._earned_s += seconds * self._share / (1.0 - self._share)
         in_advance = self._number < _AT_ONCE or self._earned_s > -_ADVANCE_S * self._share
-        if (self._at_once and in_advance) or (self._expected_s is not None and self._earned_s >= self._expected_s):
+        if (self._at_once and in_advance) or (
+            self._expected_s is not None and self._earned_s >= self._expected_s
+        ):
             return self._number
         return None
 

@@ -1,16 +1,17 @@
 """Bitwise repeat: a product computed once more, and compared bit by bit.
 
-It finds every transient error, down to one flipped bit, whatever the tolerance. It cannot see an error that the device
-repeats; `freivalds` does. Like that it allocates nothing on the device.
+It finds every transient error, down to one flipped bit, whatever the tolerance. It cannot see an
+error that the device repeats; `freivalds` does. Like that it allocates nothing on the device.
 
-The same product gives the same bits: cuBLAS promises it for a given version on cards of one architecture and number of
-multiprocessors, as long as one stream is active (cuBLAS manual, "Results reproducibility"); the workload has one. Intel
-MKL promises it for a fixed number of threads and operands aligned alike (oneMKL, "Reproducibility Conditions").
-So both results must lie at addresses of the same alignment; places of one ring of whole tiles do.
+The same product gives the same bits: cuBLAS promises it for a given version on cards of one
+architecture and number of multiprocessors, as long as one stream is active (cuBLAS manual, "Results
+reproducibility"); the workload has one. Intel MKL promises it for a fixed number of threads and
+operands aligned alike (oneMKL, "Reproducibility Conditions"). So both results must lie at addresses
+of the same alignment; places of one ring of whole tiles do.
 
-MKL has an exception: a thread that gets no memory for its buffers sums in another order (seen with 2024.2 under a cap),
-and memory may have run out, or come back, between the two products. Then nearly all elements of that thread's part
-differ, in their last bits.
+MKL has an exception: a thread that gets no memory for its buffers sums in another order (seen with
+2024.2 under a cap), and memory may have run out, or come back, between the two products. Then
+nearly all elements of that thread's part differ, in their last bits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from workers.verification.check import Check
 from workers.verification.freivalds import chunk_rows, product_into, verdict
 from workers.verification.tamper import bits_of
 
-#: On a CPU, results that differ in more than this share of one thread's rows were summed in different orders.
+#: On a CPU, results that differ in more than this share of one thread's rows were summed in
+#: different orders.
 _OTHER_ORDER: Final = 0.5
 
 
@@ -39,11 +41,13 @@ def same_bits(result: torch.Tensor, again: torch.Tensor, scratch: torch.Tensor) 
     Args:
         result: n x n.
         again: The repeat; same shape, type and device.
-        scratch: A flat tensor of doubles on that device, `least_scratch` or more, that does not overlap `again`. It may
+        scratch: A flat tensor of doubles on that device, `least_scratch` or more, that does not
+        overlap `again`. It may
             overlap `result`, which is not read again once the bits are compared.
 
     Returns:
-        What was found; `None` if the two cannot be compared, because a CPU summed them in different orders.
+        What was found; `None` if the two cannot be compared, because a CPU summed them in different
+        orders.
 
     Raises:
         ValueError: The scratch is too small.
@@ -64,4 +68,6 @@ def same_bits(result: torch.Tensor, again: torch.Tensor, scratch: torch.Tensor) 
     differing_rows = int(differs.sum().item())
     if result.device.type == "cpu" and differing_rows > _OTHER_ORDER * n / torch.get_num_threads():
         return None
-    return verdict("repeat", math.inf if differing_rows else 0.0, int(differs.int().argmax().item()), result)
+    return verdict(
+        "repeat", math.inf if differing_rows else 0.0, int(differs.int().argmax().item()), result
+    )

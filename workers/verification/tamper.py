@@ -14,7 +14,8 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flip_bit(tensor: torch.Tensor, index: int, bit: int) -> None:
-    """Flip one bit of one element of a contiguous tensor in place; bit 0 is the least, the highest is the sign.
+    """Flip one bit of one element of a contiguous tensor in place; bit 0 is the least, the highest
+    is the sign.
 
     Raises:
         ValueError: There is no such bit.

@@ -1,7 +1,9 @@
-"""The contract between the engine and what it computes, matmul or a user's own step, and how that is found by name.
+"""The contract between the engine and what it computes, matmul or a user's own step, and how that
+is found by name.
 
-A workload turns the two numbers a policy moves, size and batch, into tensors and work. It does not catch
-out-of-memory, choose sizes, sleep or report: the engine does. See docs/workloads.md for an example.
+A workload turns the two numbers a policy moves, size and batch, into tensors and work. It does not
+catch out-of-memory, choose sizes, sleep or report: the engine does. See docs/workloads.md for an
+example.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from workers.policy.base import Rung
 from workers.settings import Scalar
 from workers.verification.check import Check
 
-_BUILT_IN: Final = {"matmul": "workers.workloads.matmul:Matmul", "train": "workers.workloads.train:Train"}
+_BUILT_IN: Final = {
+    "matmul": "workers.workloads.matmul:Matmul",
+    "train": "workers.workloads.train:Train",
+}
 
 
 def _no_log(name: str, **detail: Scalar) -> None:
@@ -42,11 +47,17 @@ class WorkloadContext:
     slot: str = ""
     """Such as `pc1/3`."""
     state_dir: Path | None = None
-    """Where on this machine the slot's state of this run may be kept; made by who needs it. `None`: nowhere."""
+    """Where on this machine the slot's state of this run may be kept; made by who needs it. `None`:
+    nowhere.
+    """
     fresh: bool = True
-    """Whether this is the slot's first process in the run: what lies in `state_dir` is then not to be continued."""
+    """Whether this is the slot's first process in the run: what lies in `state_dir` is then not to
+    be continued.
+    """
     snapshot: bytes | None = None
-    """The head's copy of what an earlier process of the slot had in `saved`; it may be older than what lies here."""
+    """The head's copy of what an earlier process of the slot had in `saved`; it may be older than
+    what lies here.
+    """
     tell: Callable[..., None] = _no_log
     """Adds an event to the run's event log: its name, and figures or text by keyword."""
 
@@ -58,32 +69,39 @@ class StepResult:
     flop: float = 0.0
     """Floating-point operations, for TFLOP/s; 0 when the workload does not count them."""
     partial: bool = False
-    """Whether there was less left to do than this size and batch allow: then nothing is learned from its memory."""
+    """Whether there was less left to do than this size and batch allow: then nothing is learned
+    from its memory.
+    """
 
 
 class Workload(ABC):
     """A workload. Subclass it, or write a class with the same methods."""
 
-    #: The memory of a step grows with size^size_power x batch^batch_power, beside what is fixed. 0: a number that does
-    #: not change memory, and is never changed to save some. A guess is enough: what a step really takes is measured.
+    #: The memory of a step grows with size^size_power x batch^batch_power, beside what is fixed. 0:
+    #: a number that does not change memory, and is never changed to save some. A guess is enough:
+    #: what a step really takes is measured.
     size_power: float = 2.0
     batch_power: float = 1.0
 
-    #: Whether a step holds all of the claim whatever its size is, see `resize`; then `needed_bytes` must be known.
+    #: Whether a step holds all of the claim whatever its size is, see `resize`; then `needed_bytes`
+    #: must be known.
     fills_claim: bool = False
 
-    #: Whether all is done that there was to do, and whatever must outlive the process is written. Looked at before a
-    #: slice and after each step; a class may make it a property. The slot is then DONE, and its process is ended.
+    #: Whether all is done that there was to do, and whatever must outlive the process is written.
+    #: Looked at before a slice and after each step; a class may make it a property. The slot is
+    #: then DONE, and its process is ended.
     finished: bool = False
 
-    #: Whether `save_soon` was called, and `save` has not been able to write since: a slot that is to rest or to end
-    #: gets another slice then. A class may make it a property.
+    #: Whether `save_soon` was called, and `save` has not been able to write since: a slot that is
+    #: to rest or to end gets another slice then. A class may make it a property.
     save_due: bool = False
 
-    #: The newest file with its state, which reports then carry to the head piece by piece; `None`: it stays here.
+    #: The newest file with its state, which reports then carry to the head piece by piece; `None`:
+    #: it stays here.
     saved: Path | None = None
 
-    #: What the table says of it while it works, such as a snapshot that cannot be written; empty: nothing.
+    #: What the table says of it while it works, such as a snapshot that cannot be written; empty:
+    #: nothing.
     notice: str = ""
 
     def __init__(self, context: WorkloadContext) -> None:
@@ -94,23 +112,29 @@ class Workload(ABC):
     def step(self, size: int, batch: int) -> StepResult | None:
         """Do one unit of work of about 0.1 to 1 s at this size and batch.
 
-        Called again after an out-of-memory, with the same numbers or smaller ones, and must then start from the
-        beginning: a step counts only when it returns. May raise whatever torch raises.
+        Called again after an out-of-memory, with the same numbers or smaller ones, and must then
+        start from the beginning: a step counts only when it returns. May raise whatever torch
+        raises.
         """
 
     @abstractmethod
     def release(self) -> None:
-        """Drop every tensor, so that nothing this workload holds keeps memory. Called when memory has run out."""
+        """Drop every tensor, so that nothing this workload holds keeps memory.
+
+        Called when memory has run out.
+        """
 
     def shed(self) -> None:
-        """Drop what a failed step has left, and keep the state that took many steps to make. Drops all by default.
+        """Drop what a failed step has left, and keep the state that took many steps to make. Drops
+        all by default.
 
         Called after every step that failed, and when far more is held between steps than before.
         """
         self.release()
 
     def park(self) -> int:
-        """Move the state to host memory, so that no tensor is left on the device; return the bytes that wait there.
+        """Move the state to host memory, so that no tensor is left on the device; return the bytes
+        that wait there.
 
         Called when not even the smallest step fits. By default all is dropped, and nothing waits.
         """
@@ -120,74 +144,102 @@ class Workload(ABC):
     def unpark(self) -> None:  # noqa: B027 - by default nothing waits
         """Move the state back; called before the next step if `park` returned more than 0.
 
-        May run out of memory: the state must then still be in host memory, and this is called again later.
+        May run out of memory: the state must then still be in host memory, and this is called again
+        later.
         """
 
     def rungs(self, batch: int) -> Sequence[Rung] | None:
-        """Offer the only steps there are, in ascending order of memory; `None`: any size, and any batch up to this.
+        """Offer the only steps there are, in ascending order of memory; `None`: any size, and any
+        batch up to this.
 
-        For workloads whose memory does not follow size and batch alone. `set_level` tells which rung is meant.
+        For workloads whose memory does not follow size and batch alone. `set_level` tells which
+        rung is meant.
         """
         del batch  # not used by default
         return None
 
     def set_level(self, level: int) -> None:
-        """Take note of the level of the next step, if that is not the one before. 0 at first. Allocate nothing here."""
+        """Take note of the level of the next step, if that is not the one before.
+
+        0 at first. Allocate nothing here.
+        """
         del level  # there is none by default
 
     def reordered(self) -> Sequence[Rung] | None:
-        """Offer other rungs than before, in the same units; `None`: they stay. Asked at the beginning of each slice."""
+        """Offer other rungs than before, in the same units; `None`: they stay.
+
+        Asked at the beginning of each slice.
+        """
         return None
 
     def measured(self, peak_bytes: int, seconds: float) -> None:
-        """Take note of the most memory that was held in a good step, and how long it took; called after each."""
+        """Take note of the most memory that was held in a good step, and how long it took.
+
+        Called after each.
+        """
         del peak_bytes, seconds  # not used by default
 
     def save(self) -> None:  # noqa: B027 - by default there is nothing to save
-        """Write the state down if that is due. Called after each good step; what it takes does not count as the step's.
+        """Write the state down if that is due. Called after each good step; what it takes does not
+        count as the step's.
 
-        While `save_due` says so, a slice begins with it, also while the state waits in host memory. On a CPU what it
-        takes of host memory does not count; on a card the cap holds here too.
+        While `save_due` says so, a slice begins with it, also while the state waits in host memory.
+        On a CPU what it takes of host memory does not count; on a card the cap holds here too.
         """
 
     def save_soon(self) -> None:  # noqa: B027 - as above
-        """Have `save` write the state the next time that it can, due or not: the user has asked for it."""
+        """Have `save` write the state the next time that it can, due or not: the user has asked for
+        it.
+        """
 
     def progress(self) -> Progress | None:
-        """Tell how far it is, at the end of every slice; `None`: it has no end and keeps no state between steps."""
+        """Tell how far it is, at the end of every slice.
+
+        `None`: it has no end and keeps no state between steps.
+        """
         return None
 
     def resize(self, claim_bytes: int) -> None:
-        """Take note of the claim: the bytes that progressive allocation has obtained. Ignored by default."""
+        """Take note of the claim: the bytes that progressive allocation has obtained.
+
+        Ignored by default.
+        """
         del claim_bytes  # most workloads allocate what they need in `step`
 
     def needed_bytes(self, size: int, batch: int) -> int | None:
-        """The least memory a step of this size and batch takes, or `None` if it cannot be told beforehand."""
+        """The least memory a step of this size and batch takes, or `None` if it cannot be told
+        beforehand.
+        """
         del size, batch  # not used by default
         return None
 
     def check(self, seed: int) -> Check | None:
         """Verify the latest result; `None`: there is nothing to verify, or this workload cannot.
 
-        Called between two steps now and then, about 1 % of the time. Must leave the next step as it would have been,
-        and should take no memory beyond what the last step held. May raise whatever torch raises.
+        Called between two steps now and then, about 1 % of the time. Must leave the next step as it
+        would have been, and should take no memory beyond what the last step held. May raise
+        whatever torch raises.
 
         Args:
-            seed: For what it draws at random. Counts up: a workload with several kinds of check takes them in turn.
+            seed: For what it draws at random. Counts up: a workload with several kinds of check
+            takes them in turn.
         """
         del seed  # the default cannot
         return None
 
     def move(self) -> int | None:
-        """Copy a fixed and large part of the memory this workload holds; return the bytes read and written.
+        """Copy a fixed and large part of the memory this workload holds; return the bytes read and
+        written.
 
-        Used to time the bandwidth of a card's memory now and then: falling bandwidth is a sign of a fault. `None`:
-        there is not enough to copy, or this workload does not support it. It may overwrite the latest result.
+        Used to time the bandwidth of a card's memory now and then: falling bandwidth is a sign of a
+        fault. `None`: there is not enough to copy, or this workload does not support it. It may
+        overwrite the latest result.
         """
         return None
 
     def tamper(self, seed: int) -> str | None:
-        """Corrupt the latest result, as a faulty device would, and say what was done; `None`: there is none.
+        """Corrupt the latest result, as a faulty device would, and say what was done; `None`: there
+        is none.
 
         For `run --chaos` alone, which wants to see that `check` finds it.
         """
@@ -206,9 +258,12 @@ def find_workload(name: str) -> type[Workload]:
         found = getattr(importlib.import_module(module_name), class_name)
     except Exception as error:
         raise IncompatibleError(
-            f"workload {name!r} cannot be loaded on this machine: {type(error).__name__}: {error}; install it here, "
+            f"workload {name!r} cannot be loaded on this machine: {type(error).__name__}: "
+            f"{error}; install it here, "
             f"or start from the folder that holds {module_name.split('.')[0]}.py"
         ) from error
     if not (isinstance(found, type) and issubclass(found, Workload)):
-        raise IncompatibleError(f"workload {name!r} is not a subclass of workers.workloads.base.Workload")
+        raise IncompatibleError(
+            f"workload {name!r} is not a subclass of workers.workloads.base.Workload"
+        )
     return found

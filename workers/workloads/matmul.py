@@ -1,8 +1,9 @@
 """Matrix multiplication as a burn-in: C = A B over a ring of results that fills the claim.
 
-A burn-in must really hold each worker's memory to show that the card can serve all of them. So every result goes to the
-next place of a ring that takes all of the claim besides the operands. Results are verified without more memory: the
-places of older ones are scratch. Decides neither sizes nor when to verify.
+A burn-in must really hold each worker's memory to show that the card can serve all of them. So
+every result goes to the next place of a ring that takes all of the claim besides the operands.
+Results are verified without more memory: the places of older ones are scratch. Decides neither
+sizes nor when to verify.
 """
 
 from __future__ import annotations
@@ -17,21 +18,24 @@ from workers.verification.freivalds import freivalds, least_scratch
 from workers.verification.tamper import flip_any_bit
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 
-#: Rows and columns are a multiple of this: whole tiles of every tensor core so far; odd widths cost speed
-#: (pytorch #181718: n % 16 == 8 slows bf16 on a 4090).
+#: Rows and columns are a multiple of this: whole tiles of every tensor core so far; odd widths cost
+#: speed (pytorch #181718: n % 16 == 8 slows bf16 on a 4090).
 TILE = 64
 
-#: What is copied to time the card's memory: several times the largest L2 cache (72 MB, RTX 4090), and so little that a
-#: copy fits into one turn on a shared card.
+#: What is copied to time the card's memory: several times the largest L2 cache (72 MB, RTX 4090),
+#: and so little that a copy fits into one turn on a shared card.
 _MOVED_BYTES = 256 * 2**20
 
-#: A step queues as many products as take about this long, so that waiting for the device costs little and a stop is
-#: still prompt.
+#: A step queues as many products as take about this long, so that waiting for the device costs
+#: little and a stop is still prompt.
 _STEP_S = 0.1
 
 
 class Matmul(Workload):
-    """Square products. `size` is n; `batch` is the most products queued between two waits for the device."""
+    """Square products.
+
+    `size` is n; `batch` is the most products queued between two waits for the device.
+    """
 
     size_power = 2.0
     batch_power = 0.0
@@ -42,7 +46,8 @@ class Matmul(Workload):
         self._claim_bytes = 0
         self._tensors: _Tensors | None = None
         self._products_per_step = 1
-        # A small product and each kind of check, so that their kernels are in memory before all of it is taken.
+        # A small product and each kind of check, so that their kernels are in memory before all of
+        # it is taken.
         warm_up = _Tensors(TILE, 8 * matrix_bytes(TILE, context.dtype), context)
         for seed in (0, 1):
             warm_up.multiply()
@@ -85,8 +90,9 @@ class Matmul(Workload):
     def check(self, seed: int) -> Check | None:
         """Verify the latest product by Freivalds' test (even seeds) or by repeating it (odd ones).
 
-        A ring of one place has nowhere to put a repeat: it gets Freivalds' test always, or none where the claim leaves
-        nothing beside it. (With n = 64 in half precision it takes a ring of four; from 128 on, two do.)
+        A ring of one place has nowhere to put a repeat: it gets Freivalds' test always, or none
+        where the claim leaves nothing beside it. (With n = 64 in half precision it takes a ring of
+        four; from 128 on, two do.)
         """
         return None if self._tensors is None else self._tensors.check(seed)
 
@@ -103,15 +109,19 @@ class Matmul(Workload):
 class _Tensors:
     """The operands and the ring for one size, cut out of one block.
 
-    One block, because the claim lies in the allocator's pool in one piece: many tensors would leave gaps there.
+    One block, because the claim lies in the allocator's pool in one piece: many tensors would leave
+    gaps there.
     """
 
     def __init__(self, size: int, claim_bytes: int, context: WorkloadContext) -> None:
         self.size = size
         n = rounded(size)
         each_bytes = matrix_bytes(size, context.dtype)
-        # Two operands and one result at the least: where even that does not fit, the device says so.
-        block = torch.empty(max(claim_bytes, 3 * each_bytes), dtype=torch.uint8, device=context.device)
+        # Two operands and one result at the least: where even that does not fit, the device says
+        # so.
+        block = torch.empty(
+            max(claim_bytes, 3 * each_bytes), dtype=torch.uint8, device=context.device
+        )
         matrices = block[: len(block) // each_bytes * each_bytes].view(context.dtype).view(-1, n, n)
         generator = torch.Generator(device=context.device).manual_seed(context.seed)
         # Drawn in the final type: a detour over fp32 would need more memory for a moment.
@@ -146,7 +156,11 @@ class _Tensors:
                 self._multiplied = False  # the comparison may use up both of them
                 return repeat.same_bits(latest, again, scratch)
         scratch = self._scratch((self._next - 1) % len(self._ring))
-        return freivalds(self._left, self._right, latest, scratch, seed) if len(scratch) >= least_scratch(n) else None
+        return (
+            freivalds(self._left, self._right, latest, scratch, seed)
+            if len(scratch) >= least_scratch(n)
+            else None
+        )
 
     def move(self) -> int | None:
         """See `Matmul.move`."""
@@ -158,9 +172,14 @@ class _Tensors:
         return 2 * _MOVED_BYTES
 
     def _scratch(self, kept: int) -> torch.Tensor:
-        """Return the longer stretch of the block on either side of one place of the ring, as doubles."""
+        """Return the longer stretch of the block on either side of one place of the ring, as
+        doubles.
+        """
         begin = (2 + kept) * self._each_bytes
-        before, after = self._block[2 * self._each_bytes : begin], self._block[begin + self._each_bytes :]
+        before, after = (
+            self._block[2 * self._each_bytes : begin],
+            self._block[begin + self._each_bytes :],
+        )
         stretch = max(before, after, key=len)
         return stretch[: len(stretch) // 8 * 8].view(torch.float64)
 

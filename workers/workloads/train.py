@@ -1,7 +1,8 @@
-"""The workload `train`: a step is one part of an effective batch, and what is trained survives whatever ends it.
+"""The workload `train`: a step is one part of an effective batch, and what is trained survives
+whatever ends it.
 
-Puts together the training (`workers/training`), its snapshots, and what the engine asks of a workload. Computes
-nothing itself, and decides neither sizes nor levels.
+Puts together the training (`workers/training`), its snapshots, and what the engine asks of a
+workload. Computes nothing itself, and decides neither sizes nor levels.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Train(Workload):
     """One training for each slot; the seed makes each a different one."""
 
     def __init__(self, context: WorkloadContext) -> None:
-        """Find what is trained. The model is made by the first step, where running out of memory is survived.
+        """Find what is trained. The model is made by the first step, where running out of memory is
+        survived.
 
         Raises:
             IncompatibleError: The section `train:` cannot be used, or names no task.
@@ -69,7 +71,8 @@ class Train(Workload):
         self._updated = False
         self._computed = 0
         self._computed_items = 0.0
-        # Not again after a process that may have died of it: under a small cap of host memory the profiler can.
+        # Not again after a process that may have died of it: under a small cap of host memory the
+        # profiler can.
         steps = self._settings.profile if context.fresh else 0
         self._profile = StepProfile(steps, context.device, context.state_dir)
 
@@ -80,7 +83,9 @@ class Train(Workload):
 
     @property
     def save_due(self) -> bool:  # type: ignore[override]
-        """Whether a snapshot was asked for, and there was no moment between two optimiser steps since."""
+        """Whether a snapshot was asked for, and there was no moment between two optimiser steps
+        since.
+        """
         return self._save_soon and self._trainer is not None and self._snapshots is not None
 
     @property
@@ -96,7 +101,10 @@ class Train(Workload):
         return self._snapshots.newest_file()
 
     def rungs(self, batch: int) -> Sequence[Rung]:
-        """Offer micro-batches, checkpointed blocks and states on the host; `workload.batch` has no say."""
+        """Offer micro-batches, checkpointed blocks and states on the host.
+
+        `workload.batch` has no say.
+        """
         del batch
         settings, on_card = self._settings, self.context.device.type == "cuda"
         try:
@@ -114,15 +122,20 @@ class Train(Workload):
         return None if self._staircase is None else self._staircase.reordered()
 
     def set_level(self, level: int) -> None:
-        """Take the number of blocks that the next step checkpoints, and the states that are on the host."""
+        """Take the number of blocks that the next step checkpoints, and the states that are on the
+        host.
+        """
         self._level = level
 
     def step(self, size: int, batch: int) -> StepResult:
-        """Compute a part of at most `batch` samples, and update the weights after the last one of an effective batch.
+        """Compute a part of at most `batch` samples, and update the weights after the last one of
+        an effective batch.
 
         Raises:
-            IncompatibleError: The loss is not finite, or the task cannot be trained: no other step would do better.
-            UpdateInterruptedError: The update was cut off; the training went back to its last snapshot.
+            IncompatibleError: The loss is not finite, or the task cannot be trained: no other step
+                would do better.
+            UpdateInterruptedError: The update was cut off; the training went back to its last
+                snapshot.
         """
         del size
         try:
@@ -134,7 +147,10 @@ class Train(Workload):
                 return StepResult()  # what follows the last step has failed, and comes again
             self._begin_profile(trainer)
             point = self._point = Point.of(batch, self._level)
-            if self._settings.states_on_host == "auto" and point.share_pct != trainer.host_states.share_pct:
+            if (
+                self._settings.states_on_host == "auto"
+                and point.share_pct != trainer.host_states.share_pct
+            ):
                 trainer.host_states.hold(point.share_pct)
             part = trainer.micro_batch(batch, point.level)
         except NotFiniteError as error:
@@ -158,7 +174,10 @@ class Train(Workload):
         raise UpdateInterruptedError(sentence)
 
     def measured(self, peak_bytes: int, seconds: float) -> None:
-        """Tell once what the plan of memory says and what steps really take; tell each move of memory."""
+        """Tell once what the plan of memory says and what steps really take.
+
+        Tell each move of memory.
+        """
         if self._staircase is not None and self._point is not None:
             moved = self._staircase.note(self._point, seconds, peak_bytes, updated=self._updated)
             if moved is not None:
@@ -168,7 +187,10 @@ class Train(Workload):
             self.context.tell("memory_predicted", **prediction.told())
 
     def save(self) -> None:
-        """Copy the state between two optimiser steps if a snapshot is due; wait for one that was asked for."""
+        """Copy the state between two optimiser steps if a snapshot is due.
+
+        Wait for one that was asked for.
+        """
         trainer, snapshots = self._trainer, self._snapshots
         if trainer is None or not trainer.at_boundary:
             return
@@ -249,12 +271,17 @@ class Train(Workload):
                 self.context.tell("profiled", **told)
 
     def _opened(self) -> Trainer:
-        """Return the training; the first time, and after a release, go on from the last good snapshot."""
+        """Return the training.
+
+        The first time, and after a release, go on from the last good snapshot.
+        """
         if self._trainer is not None:
             return self._trainer
         settings = self._settings
         if settings.states_on_host == "auto":
-            settings = settings.model_copy(update={"states_on_host": Point.of(1, self._level).share_pct})
+            settings = settings.model_copy(
+                update={"states_on_host": Point.of(1, self._level).share_pct}
+            )
         trainer = Trainer(self._task, settings, self.context.device, self.context.seed)
         if self.context.state_dir is not None:
             self._go_on(trainer, self.context.state_dir)
@@ -266,7 +293,8 @@ class Train(Workload):
         self._flop_per_unit = trainer.flop_per_sample() / self._units_per_sample(trainer)
         if self._settings.adapter != "none":
             trained, all_of = (
-                sum(each.numel() for each in some) for some in (trainer.parameters, trainer.model.parameters())
+                sum(each.numel() for each in some)
+                for some in (trainer.parameters, trainer.model.parameters())
             )
             self.context.tell(
                 "adapter",
@@ -281,19 +309,25 @@ class Train(Workload):
         return trainer
 
     def _units_per_sample(self, trainer: Trainer) -> float:
-        """Return what the operations of a sample go by: its items where lengths differ, else nothing."""
+        """Return what the operations of a sample go by: its items where lengths differ, else
+        nothing.
+        """
         return 1.0 if self._task.shorten is None else trainer.items_per_sample
 
     def _go_on(self, trainer: Trainer, folder: Path) -> None:
         """Load the last good snapshot, unless this is the beginning of a run."""
         begins = self._snapshots is None and self.context.fresh
         if self._snapshots is None:
-            self._snapshots = Snapshots(folder, trainer.identity, save_every_s=self._settings.save_every_s)
+            self._snapshots = Snapshots(
+                folder, trainer.identity, save_every_s=self._settings.save_every_s
+            )
         if begins:
             try:
                 self._snapshots.discard()
             except OSError as failure:
-                self.context.tell("snapshot_failed", reason=f"{folder} cannot be cleared: {failure.strerror}")
+                self.context.tell(
+                    "snapshot_failed", reason=f"{folder} cannot be cleared: {failure.strerror}"
+                )
             if (lack := self._snapshots.lacks_room(trainer.state())) is not None:
                 self.context.tell("snapshot_room", reason=lack)
             return
@@ -341,4 +375,6 @@ class Train(Workload):
         began_s, samples, items = self._speed[0]
         if now_s <= began_s:
             return 0.0, 0.0
-        return (self._computed - samples) / (now_s - began_s), (self._computed_items - items) / (now_s - began_s)
+        return (self._computed - samples) / (now_s - began_s), (self._computed_items - items) / (
+            now_s - began_s
+        )

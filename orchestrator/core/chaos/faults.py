@@ -1,7 +1,7 @@
 """The injected faults of one run, and the outcome of each.
 
-A fault gets one outcome, and keeps it. If it is unknown whether it struck, the outcome is MOOT. Decides nothing
-(`injection.py` does). Pure.
+A fault gets one outcome, and keeps it. If it is unknown whether it struck, the outcome is MOOT.
+Decides nothing (`injection.py` does). Pure.
 """
 
 from __future__ import annotations
@@ -37,11 +37,16 @@ class FaultOutcome(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class Fault:
-    """One injected fault and what became of it; those of single steps are one entry for each slot and outcome."""
+    """One injected fault and what became of it.
+
+    Those of single steps are one entry for each slot and outcome.
+    """
 
     number: int
     at_s: float
-    """Seconds since the run began to count when it was sent; of a group, when the first was reported."""
+    """Seconds since the run began to count when it was sent; of a group, when the first was
+    reported.
+    """
     kind: FaultKind
     target: str
     fate: FaultOutcome = FaultOutcome.PENDING
@@ -50,7 +55,9 @@ class Fault:
     detail: str = ""
     """How the head saw it: the slot's reason."""
     recovered_s: float | None = None
-    """From the last report before it (of a node: from its end) to the first report, or the last slot's, after it."""
+    """From the last report before it (of a node: from its end) to the first report, or the last
+    slot's, after it.
+    """
     count: int = 1
 
 
@@ -67,10 +74,14 @@ class FaultLog:
     def enter(self, kind: FaultKind, target: str, at_s: float) -> Fault:
         """Return a new fault that is under way from now on."""
         self._number += 1
-        self._kept[self._number] = fault = Fault(number=self._number, at_s=at_s, kind=kind, target=target)
+        self._kept[self._number] = fault = Fault(
+            number=self._number, at_s=at_s, kind=kind, target=target
+        )
         return fault
 
-    def close(self, fault: Fault, fate: FaultOutcome, became: str, recovered_s: float | None = None) -> None:
+    def close(
+        self, fault: Fault, fate: FaultOutcome, became: str, recovered_s: float | None = None
+    ) -> None:
         """Give a fault its one outcome; of very many closed ones, only the last are kept."""
         fault.fate, fault.became, fault.recovered_s = fate, became, recovered_s
         self._closed.append(fault)
@@ -80,14 +91,17 @@ class FaultLog:
             self._dropped[oldest.kind, oldest.fate] += oldest.count
 
     def faults(self) -> list[Fault]:
-        """Return those that are kept: all that are under way, and the last `MAX_KEPT` that are closed."""
+        """Return those that are kept: all that are under way, and the last `MAX_KEPT` that are
+        closed.
+        """
         return list(self._kept.values())
 
     def tally(self, kinds: Iterable[FaultKind]) -> list[dict[str, Any]]:
         """Count the faults of each of these kinds, those no longer kept included.
 
-        `injected` is the sum of `recovered` (or survived in the same slice), `given_up` and `pending` (under way, or
-        not back when the run ended). `moot` were planned or sent, and overtaken by something else.
+        `injected` is the sum of `recovered` (or survived in the same slice), `given_up` and
+        `pending` (under way, or not back when the run ended). `moot` were planned or sent, and
+        overtaken by something else.
         """
         counts = Counter(self._dropped)
         for fault in self._kept.values():

@@ -1,4 +1,5 @@
-"""Which slice carries a fault of its process, when a node is ended and started again, and what becomes of each fault.
+"""Which slice carries a fault of its process, when a node is ended and started again, and what
+becomes of each fault.
 
 Rules:
 
@@ -20,8 +21,8 @@ from orchestrator.core.chaos.plan import STEP_FAULTS, ChaosPlan, FaultRule
 from orchestrator.core.slot import Phase, Slot
 from workers.messages import Directive, FaultKind, ProcessFault, Report, Verdict
 
-#: The last seconds of a run that are left alone, and how much of a short run at most. A process that was killed is back
-#: after some seconds, a node after half a minute.
+#: The last seconds of a run that are left alone, and how much of a short run at most. A process
+#: that was killed is back after some seconds, a node after half a minute.
 _CALM_S = 60.0
 _CALM_SHARE = 0.2
 
@@ -120,8 +121,9 @@ class Chaos:
     def begin(self, now_s: float, ends_at_s: float) -> None:
         """The run begins to count: all times of the plan are from here.
 
-        Shortly before `ends_at_s` nothing is struck by the clock or by chance any more, so that what was struck can
-        come back and the outcome of the run says something. A node that the plan names is ended when the plan says so.
+        Shortly before `ends_at_s` nothing is struck by the clock or by chance any more, so that
+        what was struck can come back and the outcome of the run says something. A node that the
+        plan names is ended when the plan says so.
         """
         self._began_s = now_s
         self._timers = [
@@ -132,7 +134,10 @@ class Chaos:
         self._calm_from_s = ends_at_s - min(_CALM_S, _CALM_SHARE * (ends_at_s - now_s))
 
     def strike_for(self, slot: Slot, submit: Directive, now_s: float) -> ProcessFault | None:
-        """Decide whether the next slice carries a strike; the first one never does: its process is not at work yet."""
+        """Decide whether the next slice carries a strike.
+
+        The first one never does: its process is not at work yet.
+        """
         name = slot.slot
         targets = self._targets()
         if name not in targets or now_s >= self._calm_from_s:
@@ -140,11 +145,18 @@ class Chaos:
         kind = self._due(targets, name, now_s) or self._by_chance(slot, submit)
         if kind is None:
             return None
-        self._strikes[name] = _Strike(fault=self._enter(kind, name, now_s), sequence=submit.sequence)
-        return ProcessFault(kind=kind, at_share=chance(self.plan.seed, "share", name, submit.sequence))
+        self._strikes[name] = _Strike(
+            fault=self._enter(kind, name, now_s), sequence=submit.sequence
+        )
+        return ProcessFault(
+            kind=kind, at_share=chance(self.plan.seed, "share", name, submit.sequence)
+        )
 
     def node_commands(self, now_s: float) -> list[NodeCommand]:
-        """Return what to do with nodes now; everything overdue at once, but a node is down for its whole pause."""
+        """Return what to do with nodes now.
+
+        Everything overdue at once, but a node is down for its whole pause.
+        """
         commands: list[NodeCommand] = []
         if self._began_s is None or self._over:
             return commands
@@ -168,9 +180,11 @@ class Chaos:
         return commands
 
     def watch(self, before: Slot, after: Slot, accepted: Report | None, now_s: float) -> None:
-        """Take in what an event made of a slot; called at every one, before the commands that follow are performed.
+        """Take in what an event made of a slot; called at every one, before the commands that
+        follow are performed.
 
-        `accepted` is the report that the event brought, if it was accepted; `now_s` are monotonic seconds.
+        `accepted` is the report that the event brought, if it was accepted; `now_s` are monotonic
+        seconds.
         """
         if after is before or self._over:
             return
@@ -178,18 +192,33 @@ class Chaos:
         died = after.restarts > before.restarts
         left = after.phase is Phase.ABSENT and before.phase is not Phase.ABSENT
         given_up = after.phase is Phase.QUARANTINED and before.phase is not Phase.QUARANTINED
-        silent = after.phase is Phase.STOPPED and bool(before.in_flight) and not after.in_flight and accepted is None
+        silent = (
+            after.phase is Phase.STOPPED
+            and bool(before.in_flight)
+            and not after.in_flight
+            and accepted is None
+        )
         if accepted is not None:
             self._take_step_faults(after, accepted, given_up=given_up, now_s=now_s)
         if died or left:
             self._process_gone(before, after, accepted, died=died, now_s=now_s)
-        elif silent and (strike := self._strikes.get(slot)) is not None and strike.can_have_met(before):
+        elif (
+            silent
+            and (strike := self._strikes.get(slot)) is not None
+            and strike.can_have_met(before)
+        ):
             strike.struck(before, "no report when the run ended", now_s)
         if after.phase is Phase.DONE:
             self._over_for_good.add(slot)
         if given_up:
             self._slot_given_up(after, now_s)
-        elif after.ready and not before.ready and not died and after.report and after.report.verdict in _WELL:
+        elif (
+            after.ready
+            and not before.ready
+            and not died
+            and after.report
+            and after.report.verdict in _WELL
+        ):
             self._slot_back(after, now_s)
         if after.phase is Phase.WORKING and after.ready and not after.draining:
             self._working.add(slot)
@@ -197,7 +226,10 @@ class Chaos:
             self._working.discard(slot)
 
     def end(self, now_s: float) -> None:
-        """The run is over: give every fault that is under way its outcome. Nothing is injected or started again."""
+        """The run is over: give every fault that is under way its outcome.
+
+        Nothing is injected or started again.
+        """
         if self._over:
             return
         self._over = True
@@ -216,17 +248,24 @@ class Chaos:
             self.log.close(fault, FaultOutcome.MOOT, _RUN_ENDED_FIRST)
 
     def _enter(self, kind: FaultKind, target: str, now_s: float) -> Fault:
-        return self.log.enter(kind, target, now_s - self._began_s if self._began_s is not None else 0.0)
+        return self.log.enter(
+            kind, target, now_s - self._began_s if self._began_s is not None else 0.0
+        )
 
     def _targets(self) -> list[str]:
         if self._began_s is None or self._over:
             return []
         return sorted(
-            slot for slot in self._working if slot not in self._strikes and self.homes[slot] not in self._down
+            slot
+            for slot in self._working
+            if slot not in self._strikes and self.homes[slot] not in self._down
         )
 
     def _due(self, targets: list[str], slot: str, now_s: float) -> FaultKind | None:
-        """The kind whose due strike falls on this slot. It draws again when the targets change, so none is lost."""
+        """The kind whose due strike falls on this slot.
+
+        It draws again when the targets change, so none is lost.
+        """
         for timer in self._timers:
             due = timer.rule.kind is not FaultKind.NODE and now_s >= timer.at_s
             if due and timer.drawn_from(targets, self.plan.seed) == slot:
@@ -235,7 +274,10 @@ class Chaos:
         return None
 
     def _by_chance(self, slot: Slot, submit: Directive) -> FaultKind | None:
-        """Draw for each kind with a rate, as often as the slice is expected to have steps; the first that hits."""
+        """Draw for each kind with a rate, as often as the slice is expected to have steps.
+
+        The first that hits.
+        """
         report, steps = slot.report, 1.0
         if report is not None and report.wall_s > 0:
             steps = max(1.0, report.counts.steps / report.wall_s * submit.duration_s)
@@ -248,17 +290,22 @@ class Chaos:
 
     def _end_node(self, node: str, pause_s: float, now_s: float) -> NodeCommand:
         if (before := self._down.pop(node, None)) is not None:
-            self.log.close(before.fault, FaultOutcome.NOT_BACK, "not back before it was ended again")
+            self.log.close(
+                before.fault, FaultOutcome.NOT_BACK, "not back before it was ended again"
+            )
         self._down[node] = _Down(
             fault=self._enter(FaultKind.NODE, node, now_s),
             ended_at_s=now_s,
             start_at_s=now_s + pause_s,
-            waiting={slot for slot, home in self.homes.items() if home == node} - self._over_for_good,
+            waiting={slot for slot, home in self.homes.items() if home == node}
+            - self._over_for_good,
             given_up=[],
         )
         return NodeCommand(node=node, start=False)
 
-    def _process_gone(self, before: Slot, after: Slot, accepted: Report | None, *, died: bool, now_s: float) -> None:
+    def _process_gone(
+        self, before: Slot, after: Slot, accepted: Report | None, *, died: bool, now_s: float
+    ) -> None:
         """The slot's process is gone: by the injected fault, or by something else."""
         down = self._down.get(self.homes[after.slot])
         if down is not None:
@@ -277,7 +324,9 @@ class Chaos:
             return
         self._close_strike(after.slot, FaultOutcome.MOOT, f"overtaken: {first} first")
 
-    def _close_strike(self, slot: str, fate: FaultOutcome, became: str, recovered_s: float | None = None) -> None:
+    def _close_strike(
+        self, slot: str, fate: FaultOutcome, became: str, recovered_s: float | None = None
+    ) -> None:
         self.log.close(self._strikes.pop(slot).fault, fate, became, recovered_s)
 
     def _slot_back(self, after: Slot, now_s: float) -> None:
@@ -298,7 +347,9 @@ class Chaos:
             if strike.last_heard_s is not None:
                 self._close_strike(slot, FaultOutcome.GIVEN_UP, f"given up: {after.reason}")
             else:
-                self._close_strike(slot, FaultOutcome.MOOT, "overtaken: its slot was given up first")
+                self._close_strike(
+                    slot, FaultOutcome.MOOT, "overtaken: its slot was given up first"
+                )
         if node in self._down and slot in self._down[node].waiting:
             self._down[node].waiting.discard(slot)
             self._down[node].given_up.append(slot)
@@ -312,10 +363,15 @@ class Chaos:
         took_s = now_s - down.ended_at_s
         fate, became = FaultOutcome.RECOVERED, f"all its workers report again after {took_s:.1f} s"
         if down.given_up:
-            fate, became = FaultOutcome.GIVEN_UP, f"back after {took_s:.1f} s without {', '.join(down.given_up)}"
+            fate, became = (
+                FaultOutcome.GIVEN_UP,
+                f"back after {took_s:.1f} s without {', '.join(down.given_up)}",
+            )
         self.log.close(down.fault, fate, became, took_s)
 
-    def _take_step_faults(self, after: Slot, report: Report, *, given_up: bool, now_s: float) -> None:
+    def _take_step_faults(
+        self, after: Slot, report: Report, *, given_up: bool, now_s: float
+    ) -> None:
         fate, became = FaultOutcome.SURVIVED, "survived in the same slice"
         if given_up:
             fate, became = FaultOutcome.GIVEN_UP, f"given up: {after.reason}"
@@ -327,7 +383,11 @@ class Chaos:
                 continue
             words = became
             if kind == FaultKind.FLIP:
-                words = "found by the check" if report.counts.verify_errors >= count else "not all found by the checks"
+                words = (
+                    "found by the check"
+                    if report.counts.verify_errors >= count
+                    else "not all found by the checks"
+                )
             key = (FaultKind(str(kind)), after.slot, words)
             if key in self._steps:
                 self._steps[key].count += count
@@ -337,7 +397,9 @@ class Chaos:
 
 
 def chance(seed: int, *words: object) -> float:
-    """Return a number in [0, 1) that looks random and is always the same for the same seed and words."""
+    """Return a number in [0, 1) that looks random and is always the same for the same seed and
+    words.
+    """
     text = "\x1f".join(str(word) for word in (seed, *words))
     drawn = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return (int.from_bytes(drawn, "big") >> 11) / 2**53

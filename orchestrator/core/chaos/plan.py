@@ -28,7 +28,8 @@ _MIN_EVERY_S = 1.0
 #: How long an ended node stays down unless the user says: long enough for Ray to notice.
 _NODE_PAUSE_S = 15.0
 
-#: Faults of single steps and checks: they happen inside a worker, and reports name them by their events.
+#: Faults of single steps and checks: they happen inside a worker, and reports name them by their
+#: events.
 STEP_FAULTS = frozenset({FaultKind.OOM, FaultKind.RAISE, FaultKind.FLIP})
 
 #: Faults of a whole process: the directive of a slice carries them.
@@ -47,7 +48,10 @@ _COUNT = re.compile(r"\d{1,9}", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultRule:
-    """One kind of fault: by chance, by the clock, or in given steps. Each kind has some of the fields."""
+    """One kind of fault: by chance, by the clock, or in given steps.
+
+    Each kind has some of the fields.
+    """
 
     kind: FaultKind
     rate: float | None = None
@@ -62,7 +66,11 @@ class FaultRule:
 
     def describe(self) -> list[str]:
         """The rule in words, for the user."""
-        kind = f"{self.kind}" if self.oom_kind is FailureKind.DEFINITE else f"{self.kind} ({self.oom_kind})"
+        kind = (
+            f"{self.kind}"
+            if self.oom_kind is FailureKind.DEFINITE
+            else f"{self.kind} ({self.oom_kind})"
+        )
         words = []
         if self.kind is FaultKind.FLIP:
             words.append(f"flip a bit before {100 * (self.rate or 0.0):g} % of checks")
@@ -73,7 +81,11 @@ class FaultRule:
         if self.every_s is not None:
             every = f"every {format_duration(self.every_s)}"
             is_node = self.kind is FaultKind.NODE
-            words.append(f"a random node {every} for {format_duration(self.pause_s)}" if is_node else f"{kind} {every}")
+            words.append(
+                f"a random node {every} for {format_duration(self.pause_s)}"
+                if is_node
+                else f"{kind} {every}"
+            )
         return words
 
 
@@ -102,7 +114,10 @@ class ChaosPlan:
         if all(rule.kind is FaultKind.NODE for rule in self.rules):
             return None
         rates = {rule.kind: rule.rate or 0.0 for rule in self.rules}
-        oom = next((rule for rule in self.rules if rule.kind is FaultKind.OOM), FaultRule(kind=FaultKind.OOM))
+        oom = next(
+            (rule for rule in self.rules if rule.kind is FaultKind.OOM),
+            FaultRule(kind=FaultKind.OOM),
+        )
         return StepFaults(
             seed=self.seed,
             oom_rate=oom.rate or 0.0,
@@ -115,14 +130,17 @@ class ChaosPlan:
 
     def kinds(self) -> tuple[FaultKind, ...]:
         """The kinds of fault that it can bring, in the order of `FaultKind`."""
-        kinds = {rule.kind for rule in self.rules} | ({FaultKind.NODE} if self.node_faults else set())
+        kinds = {rule.kind for rule in self.rules} | (
+            {FaultKind.NODE} if self.node_faults else set()
+        )
         return tuple(kind for kind in FaultKind if kind in kinds)
 
     def describe(self) -> str:
         """The plan in one line, for the user."""
         words: dict[FaultKind, list[str]] = {kind: [] for kind in FaultKind}
         words[FaultKind.NODE] = [
-            f"node {fault.node} at {format_duration(fault.at_s)} for {format_duration(fault.pause_s)}"
+            f"node {fault.node} at {format_duration(fault.at_s)} for "
+            f"{format_duration(fault.pause_s)}"
             for fault in self.node_faults
         ]
         for rule in self.rules:
@@ -158,19 +176,29 @@ def parse_chaos(text: str, seed: int = 0) -> ChaosPlan:
 
 
 def check(plan: ChaosPlan, nodes: Collection[str], head_node: str, *, is_rehearsal: bool) -> None:
-    """Refuse, as a `UsageError`, faults of nodes outside a rehearsal, or of one that is not there or the head's."""
+    """Refuse, as a `UsageError`, faults of nodes outside a rehearsal, or of one that is not there
+    or the head's.
+    """
     if FaultKind.NODE not in plan.kinds():
         return
     what = "node:…"
     if not is_rehearsal:
-        raise _refusal(what, "only a rehearsal owns the raylets that it could end", "faults of workers, or --rehearse")
+        raise _refusal(
+            what,
+            "only a rehearsal owns the raylets that it could end",
+            "faults of workers, or --rehearse",
+        )
     others = [node for node in nodes if node != head_node]
     valid = ", ".join(others) or "no node: the head's is the only one"
     if not others:
-        raise _refusal(what, f"{head_node} is the only node, and its raylet carries the head", valid)
+        raise _refusal(
+            what, f"{head_node} is the only node, and its raylet carries the head", valid
+        )
     for node in (fault.node for fault in plan.node_faults):
         if node == head_node:
-            raise _refusal(f"node:{node}", "its raylet carries the head, which would end with it", valid)
+            raise _refusal(
+                f"node:{node}", "its raylet carries the head, which would end with it", valid
+            )
         if node not in nodes:
             raise _refusal(f"node:{node}", f"there is no such node{_nearest(node, others)}", valid)
 
@@ -199,7 +227,11 @@ def _options(piece: str, kind: FaultKind, rest: str, before: Collection[str]) ->
     for option in rest.split(","):
         key, equals, value = (part.strip() for part in option.partition("="))
         if not equals or key not in _OPTIONS[kind]:
-            raise _refusal(piece, f"{kind} takes {', '.join(f'{known}=' for known in _OPTIONS[kind])}", _VALID[kind])
+            raise _refusal(
+                piece,
+                f"{kind} takes {', '.join(f'{known}=' for known in _OPTIONS[kind])}",
+                _VALID[kind],
+            )
         name, read = _OPTIONS[kind][key]
         if name in options or name in before:
             raise _refusal(piece, f"{key} of {kind} is given twice", _VALID[kind])
@@ -228,7 +260,9 @@ def _node_fault(piece: str, rest: str) -> NodeFault:
     if not node:
         raise _refusal(piece, "names no node before the @", _VALID[FaultKind.NODE])
     at, plus, pause = (part.strip() for part in when.partition("+"))
-    return NodeFault(node=node, at_s=_time(piece, at), pause_s=_time(piece, pause) if plus else _NODE_PAUSE_S)
+    return NodeFault(
+        node=node, at_s=_time(piece, at), pause_s=_time(piece, pause) if plus else _NODE_PAUSE_S
+    )
 
 
 def _in_order(faults: Sequence[NodeFault]) -> tuple[NodeFault, ...]:
@@ -237,7 +271,11 @@ def _in_order(faults: Sequence[NodeFault]) -> tuple[NodeFault, ...]:
     for fault in ordered:
         if fault.at_s <= down_until_s.get(fault.node, 0.0):
             text = f"it is still down then, until {format_duration(down_until_s[fault.node])}"
-            raise _refusal(f"node:{fault.node}@{format_duration(fault.at_s)}", text, "a later time, or a shorter pause")
+            raise _refusal(
+                f"node:{fault.node}@{format_duration(fault.at_s)}",
+                text,
+                "a later time, or a shorter pause",
+            )
         down_until_s[fault.node] = fault.at_s + fault.pause_s
     return ordered
 
@@ -245,7 +283,9 @@ def _in_order(faults: Sequence[NodeFault]) -> tuple[NodeFault, ...]:
 def _every(piece: str, text: str) -> float:
     every_s = _time(piece, text)
     if every_s < _MIN_EVERY_S:
-        raise _refusal(piece, f"{format_duration(every_s)} is too often", f"every={_MIN_EVERY_S:g}s and longer")
+        raise _refusal(
+            piece, f"{format_duration(every_s)} is too often", f"every={_MIN_EVERY_S:g}s and longer"
+        )
     return every_s
 
 
@@ -260,14 +300,20 @@ def _time(piece: str, text: str) -> float:
 def _rate(piece: str, text: str) -> float:
     rate = float(text) if _RATE.fullmatch(text) else 0.0
     if not 0.0 < rate <= 1.0:
-        raise _refusal(piece, f"{_quoted(text)} is not a rate", "a share of steps above 0, at most 1: 0.05 is 5 %")
+        raise _refusal(
+            piece,
+            f"{_quoted(text)} is not a rate",
+            "a share of steps above 0, at most 1: 0.05 is 5 %",
+        )
     return rate
 
 
 def _count(piece: str, text: str, *, at_least: int) -> int:
     count = int(text) if _COUNT.fullmatch(text) else -1
     if count < at_least:
-        raise _refusal(piece, f"{_quoted(text)} is not a count", f"a whole number from {at_least} to 999999999")
+        raise _refusal(
+            piece, f"{_quoted(text)} is not a count", f"a whole number from {at_least} to 999999999"
+        )
     return count
 
 

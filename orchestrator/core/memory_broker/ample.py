@@ -1,9 +1,10 @@
-"""A card with memory for every worker: what must be looked at in a report while every lease is the cap. Pure.
+"""A card with memory for every worker: what must be looked at in a report while every lease is the
+cap. Pure.
 
-Dividing a card costs a few hundred microseconds, and a head of a thousand workers hears a thousand reports a second. As
-long as what is free and what is held allow every worker its cap, the division would change nothing. So reports are only
-compared with the least that was seen, and kept. When that is not enough any more, those of the last seconds are handed
-to `leases.py`, which divides.
+Dividing a card costs a few hundred microseconds, and a head of a thousand workers hears a thousand
+reports a second. As long as what is free and what is held allow every worker its cap, the division
+would change nothing. So reports are only compared with the least that was seen, and kept. When that
+is not enough any more, those of the last seconds are handed to `leases.py`, which divides.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from orchestrator.core.memory_broker.leases import Books, Claimant, taken_in
 from orchestrator.core.slot import Phase, Slot
 from workers.messages import STARVED, MemoryInfo, Report
 
-#: When a report came, its slot, its incarnation and sequence, and what it said. The rest of it need not be kept.
+#: When a report came, its slot, its incarnation and sequence, and what it said. The rest of it need
+#: not be kept.
 _Look: TypeAlias = tuple[float, str, tuple[int, int], MemoryInfo]
 
 
 class AmpleCards:
-    """The cards of one machine, each with enough for every cap, and the reports since they were divided."""
+    """The cards of one machine, each with enough for every cap, and the reports since they were
+    divided.
+    """
 
     def __init__(self, books: Books, claimants: Sequence[Claimant]) -> None:
         self._claimants = {claimant.slot: claimant for claimant in claimants}
@@ -36,12 +40,16 @@ class AmpleCards:
         """Of each card the least bytes that were seen to be free."""
         self._least_held: dict[str, int] = {}
         self.spare: dict[str, int] = {}
-        """Of each card, how much more that is, with what its workers held at least, than all of them may hold."""
+        """Of each card, how much more that is, with what its workers held at least, than all of
+        them may hold.
+        """
         for card, book in books.items():
             sharing = self._sharing(card)
             looks = [look for look in book.looks.taken if look.free_bytes is not None]
             held = {
-                claimant.slot: min((look.held_bytes for look in looks if look.slot == claimant.slot), default=0)
+                claimant.slot: min(
+                    (look.held_bytes for look in looks if look.slot == claimant.slot), default=0
+                )
                 for claimant in sharing
             }
             free_bytes = min((look.free_bytes or 0 for look in looks), default=0)
@@ -62,7 +70,11 @@ class AmpleCards:
             if told == self._last[slot.slot]:
                 continue
             memory = report.memory
-            if memory is None or memory.device_used_bytes is None or memory.device_total_bytes is None:
+            if (
+                memory is None
+                or memory.device_used_bytes is None
+                or memory.device_total_bytes is None
+            ):
                 return False
             self._last[slot.slot] = told
             kept.append((now_s, slot.slot, told, memory))
@@ -88,7 +100,9 @@ class AmpleCards:
     def caught_up(self, books: Books) -> Books:
         """Return the books with the reports of the last seconds in them."""
         for at_s, slot, told, memory in (*self._older.values(), *self._kept):
-            self._claimants[slot] = claimant = replace(self._claimants[slot], report=told, memory=memory)
+            self._claimants[slot] = claimant = replace(
+                self._claimants[slot], report=told, memory=memory
+            )
             card = claimant.card or ""
             books = {**books, card: taken_in(books[card], self._sharing(card), at_s)}
         return books
@@ -98,7 +112,9 @@ class AmpleCards:
 
 
 def _is_as_before(slot: Slot, report: Report, claimant: Claimant) -> bool:
-    """Whether it is the same process at work on the same card, with the same cap, and it can run something."""
+    """Whether it is the same process at work on the same card, with the same cap, and it can run
+    something.
+    """
     device = slot.device
     return (
         claimant.report is not None
@@ -112,10 +128,18 @@ def _is_as_before(slot: Slot, report: Report, claimant: Claimant) -> bool:
     )
 
 
-def ample_cards(books: Books, claimants: Sequence[Claimant], leases: Mapping[str, int | None]) -> AmpleCards | None:
-    """Return the cards as they were just divided, or `None` if one of them is short or not known well enough."""
+def ample_cards(
+    books: Books, claimants: Sequence[Claimant], leases: Mapping[str, int | None]
+) -> AmpleCards | None:
+    """Return the cards as they were just divided, or `None` if one of them is short or not known
+    well enough.
+    """
     known = all(claimant.card is not None and claimant.report is not None for claimant in claimants)
-    if not books or not known or any(leases[claimant.slot] != claimant.cap_bytes for claimant in claimants):
+    if (
+        not books
+        or not known
+        or any(leases[claimant.slot] != claimant.cap_bytes for claimant in claimants)
+    ):
         return None
     cards = AmpleCards(books, claimants)
     return cards if min(cards.spare.values()) >= 0 else None

@@ -1,11 +1,12 @@
-"""Connects slots to leases: collects what reports say about each card, and what directives under way allow. Pure.
+"""Connects slots to leases: collects what reports say about each card, and what directives under
+way allow. Pure.
 
-The supervisor calls `look` once a turn, and asks for the lease of each directive when it sends it. `leases.py` computes
-the leases.
+The supervisor calls `look` once a turn, and asks for the lease of each directive when it sends it.
+`leases.py` computes the leases.
 
-Leases also order the starts. Where several workers share a card, the first directive of a process lets it hold nothing:
-it opens the card, one process at a time, and reports what is there. So no worker
-obtains memory before the head knows the card, and then each worker obtains bytes of its own.
+Leases also order the starts. Where several workers share a card, the first directive of a process
+lets it hold nothing: it opens the card, one process at a time, and reports what is there. So no
+worker obtains memory before the head knows the card, and then each worker obtains bytes of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from orchestrator.core.slot import Phase, Slot
 from workers.messages import STARVED
 from workers.settings import ASSUMED_CONTEXT_BYTES
 
-#: A share is kept free so long for a process that was sent for: loading torch and opening the card take some seconds.
+#: A share is kept free so long for a process that was sent for: loading torch and opening the card
+#: take some seconds.
 _EXPECTED_S: Final = 30.0
 
 #: Directives of a slot that are remembered before those that have ended are dropped.
@@ -32,8 +34,14 @@ class MemoryBroker:
     """The books of one run's leases, by the machine that cards belong to."""
 
     def __init__(self, plans: Mapping[str, SlotPlan]) -> None:
-        shared = (plan.spec for plan in plans.values() if plan.spec.card_budget_bytes > plan.spec.budget_bytes)
-        self._specs = {spec.slot: spec for spec in shared if spec.policy != "classic" and spec.device == "cuda"}
+        shared = (
+            plan.spec
+            for plan in plans.values()
+            if plan.spec.card_budget_bytes > plan.spec.budget_bytes
+        )
+        self._specs = {
+            spec.slot: spec for spec in shared if spec.policy != "classic" and spec.device == "cuda"
+        }
         nodes = Counter(plan.spec.node for plan in plans.values())
         self._machines: defaultdict[str, list[str]] = defaultdict(list)
         self._machine_of: dict[str, str] = {}
@@ -52,9 +60,11 @@ class MemoryBroker:
     def look(
         self, slots: Mapping[str, Slot], now_s: float, changed: Iterable[str] | None = None
     ) -> dict[str, int | None]:
-        """Take in what reports say at `now_s` (monotonic seconds), and return the leases that are not what they were.
+        """Take in what reports say at `now_s` (monotonic seconds), and return the leases that are
+        not what they were.
 
-        `changed` are those of the slots that are not as they were at the last call; `None` for all of them.
+        `changed` are those of the slots that are not as they were at the last call; `None` for all
+        of them.
         """
         touched: defaultdict[str, list[str]] = defaultdict(list)
         for name in self._specs if changed is None else changed:
@@ -69,18 +79,24 @@ class MemoryBroker:
         return news
 
     def grant(self, slot: Slot, sequence: int) -> int | None:
-        """Return the lease of a directive that is about to be sent, and remember it while that is under way."""
+        """Return the lease of a directive that is about to be sent, and remember it while that is
+        under way.
+        """
         if slot.slot not in self._specs:
             return slot.orders.cap_bytes
         lease_bytes = self._leases.get(slot.slot) if slot.ready else 0
-        lease_bytes = slot.orders.cap_bytes if lease_bytes is None else slot.orders.within_cap(lease_bytes)
+        lease_bytes = (
+            slot.orders.cap_bytes if lease_bytes is None else slot.orders.within_cap(lease_bytes)
+        )
         granted = self._granted[slot.slot]
         granted[sequence] = lease_bytes
         if len(granted) > _UNDER_WAY:
             self._drop_ended(slot)
         return lease_bytes
 
-    def _settle(self, machine: str, slots: Mapping[str, Slot], now_s: float) -> dict[str, int | None]:
+    def _settle(
+        self, machine: str, slots: Mapping[str, Slot], now_s: float
+    ) -> dict[str, int | None]:
         sharing = {name: slots[name] for name in self._machines[machine]}
         cards = self._cards(sharing)
         contexts: dict[str | None, int] = {}
@@ -108,10 +124,15 @@ class MemoryBroker:
     def _drop_ended(self, slot: Slot) -> None:
         under_way = {flight.sequence for flight in slot.in_flight}
         granted = self._granted[slot.slot]
-        self._granted[slot.slot] = {sent: lease for sent, lease in granted.items() if sent in under_way}
+        self._granted[slot.slot] = {
+            sent: lease for sent, lease in granted.items() if sent in under_way
+        }
 
     def _cards(self, sharing: Mapping[str, Slot]) -> dict[str, str | None]:
-        """Return what identifies each slot's card; before it was opened, the one that its neighbours have opened."""
+        """Return what identifies each slot's card.
+
+        Before it was opened, the one that its neighbours have opened.
+        """
         seen: defaultdict[str, set[str | None]] = defaultdict(set)
         for name, slot in sharing.items():
             if slot.device is not None:
@@ -127,9 +148,15 @@ class MemoryBroker:
         spec = self._specs[slot.slot]
         report = slot.report if slot.ready else None
         unopened_bytes = context_bytes if report is None else 0
-        cap_bytes = slot.device.cap_bytes if slot.device is not None else max(0, spec.budget_bytes - context_bytes)
+        cap_bytes = (
+            slot.device.cap_bytes
+            if slot.device is not None
+            else max(0, spec.budget_bytes - context_bytes)
+        )
         cap_bytes = slot.orders.within_cap(cap_bytes)
-        allowed = (cap_bytes if lease is None else lease for lease in self._granted[slot.slot].values())
+        allowed = (
+            cap_bytes if lease is None else lease for lease in self._granted[slot.slot].values()
+        )
         return Claimant(
             slot=slot.slot,
             card=card,
@@ -146,4 +173,6 @@ class MemoryBroker:
 def _is_expected(slot: Slot, now_s: float) -> bool:
     if slot.phase is not Phase.WORKING:
         return False
-    return slot.ready or (slot.working_since_s is not None and now_s < slot.working_since_s + _EXPECTED_S)
+    return slot.ready or (
+        slot.working_since_s is not None and now_s < slot.working_since_s + _EXPECTED_S
+    )

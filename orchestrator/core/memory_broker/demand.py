@@ -1,8 +1,8 @@
 """Whether a worker uses its lease, or leaves it to the others. Pure.
 
-A worker with small steps, or one that can run nothing, holds little even with a large lease. What it leaves unused for
-some reports is lent to others, except a reserve above what it holds. When it grows into that reserve, it wants more.
-Divides nothing (`leases.py` does).
+A worker with small steps, or one that can run nothing, holds little even with a large lease. What
+it leaves unused for some reports is lent to others, except a reserve above what it holds. When it
+grows into that reserve, it wants more. Divides nothing (`leases.py` does).
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ _TAKEN: Final = 0.8
 #: A worker that holds more by this share than at the report before is growing.
 _GROWING: Final = 0.03
 
-#: Reports in a row that leave a lease unused before it is lent out. Two slices are under way when a lease is raised,
-#: and one more must run before it shows. Doubled each time that the worker wants it back, so that a worker whose need
-#: changes often disturbs the others less and less.
+#: Reports in a row that leave a lease unused before it is lent out. Two slices are under way when a
+#: lease is raised, and one more must run before it shows. Doubled each time that the worker wants
+#: it back, so that a worker whose need changes often disturbs the others less and less.
 _PATIENCE: Final = 5
 _LONGEST_PATIENCE: Final = 80
 
-#: The reserve that is left to it, as a multiple of what it holds and a share of its cap; and how far it must have grown
-#: into that to want more. The gap between the two is wider than the margin that a policy keeps below its lease.
+#: The reserve that is left to it, as a multiple of what it holds and a share of its cap; and how
+#: far it must have grown into that to want more. The gap between the two is wider than the margin
+#: that a policy keeps below its lease.
 _ROOM: Final = 1.2
 _ROOM_OF_CAP: Final = 1 / 32
 _GROWN: Final = 1.08
@@ -32,8 +33,8 @@ _GROWN_OF_CAP: Final = 1 / 128
 #: A share that was left is offered again once it is larger by this.
 _WORTH_OFFERING: Final = 1.5
 
-#: A worker that can run nothing cannot grow, and what it needs may have changed: asked again after so many reports,
-#: about a minute.
+#: A worker that can run nothing cannot grow, and what it needs may have changed: asked again after
+#: so many reports, about a minute.
 _ASK_AGAIN: Final = 60
 
 
@@ -44,7 +45,8 @@ class Demand:
     held_bytes: int = 0
     """The most in the slice that it reported last."""
     untaken: int = 0
-    """Reports in a row in which it left its lease, although the bytes were free, and did not grow."""
+    """Reports in a row in which it left its lease, although the bytes were free, and did not grow.
+    """
     patience: int = _PATIENCE
     content_bytes: int | None = None
     """What it held when its share was lent out; `None` while it has a whole one."""
@@ -70,12 +72,18 @@ FRESH: Final = Demand()
 
 
 def heard(
-    demand: Demand, *, cap_bytes: int, lease_bytes: int, held_bytes: int, free_bytes: int, starving: bool
+    demand: Demand,
+    *,
+    cap_bytes: int,
+    lease_bytes: int,
+    held_bytes: int,
+    free_bytes: int,
+    starving: bool,
 ) -> Demand:
     """Return the demand after a report of a worker that may ever hold its cap, and now its lease.
 
-    `held_bytes` is the most since the report before, `free_bytes` what the card has free besides: what is not there was
-    not left. A starving worker could run nothing.
+    `held_bytes` is the most since the report before, `free_bytes` what the card has free besides:
+    what is not there was not left. A starving worker could run nothing.
     """
     grew = held_bytes > (1.0 + _GROWING) * demand.held_bytes
     demand = replace(demand, held_bytes=held_bytes, waited=demand.waited + 1)

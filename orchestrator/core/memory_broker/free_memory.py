@@ -1,8 +1,10 @@
-"""Estimates the memory of a card for our workers, from samples that they took at different moments. Pure.
+"""Estimates the memory of a card for our workers, from samples that they took at different moments.
+Pure.
 
-A report says how much its worker held and what the card had free at that moment. What the other workers held then lies
-between their reports before and after. A sample is used as exact if this makes no difference. While workers grow or
-shrink there may be no such sample, and then only bounds are known. Divides nothing among the workers (`leases.py`).
+A report says how much its worker held and what the card had free at that moment. What the other
+workers held then lies between their reports before and after. A sample is used as exact if this
+makes no difference. While workers grow or shrink there may be no such sample, and then only bounds
+are known. Divides nothing among the workers (`leases.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ class Look:
     most_bytes: int
     """The most that it held since its previous sample."""
     free_bytes: int | None
-    """Free on the card; `None` for a process that has ended: it measured nothing, and holds nothing."""
+    """Free on the card; `None` for a process that has ended: it measured nothing, and holds
+    nothing.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +56,8 @@ def looked(looks: Looks, look: Look) -> Looks:
     kept = tuple(
         old
         for place, old in enumerate(taken)
-        if old.at_s > look.at_s - WINDOW_S or (last[old.slot] == place and old.free_bytes is not None)
+        if old.at_s > look.at_s - WINDOW_S
+        or (last[old.slot] == place and old.free_bytes is not None)
     )
     return replace(looks, taken=kept)
 
@@ -63,11 +68,12 @@ def gone(looks: Looks, slot: str, now_s: float) -> Looks:
 
 
 def available(looks: Looks, total_bytes: int) -> tuple[int, int] | None:
-    """Return the least and the most that the card may have for our workers: what they hold, and what is free.
+    """Return the least and the most that the card may have for our workers: what they hold, and
+    what is free.
 
-    The least is that of the whole window, so that memory that is free only for a moment is not promised. The most is
-    that of the last sample of each worker, so that a short lack changes no lease and a lasting one does at once.
-    `None` before the first report.
+    The least is that of the whole window, so that memory that is free only for a moment is not
+    promised. The most is that of the last sample of each worker, so that a short lack changes no
+    lease and a lasting one does at once. `None` before the first report.
     """
     bounds = _bounds(looks)
     if not bounds:
@@ -79,15 +85,19 @@ def available(looks: Looks, total_bytes: int) -> tuple[int, int] | None:
 
 
 def _bounds(looks: Looks) -> list[tuple[str, int, int]]:
-    """Return for each sample its worker, and the least and the most that there was for our workers then."""
+    """Return for each sample its worker, and the least and the most that there was for our workers
+    then.
+    """
     most: dict[str, int] = {}
     before: list[int] = []
     for look in looks.taken:
         before.append(most.get(look.slot, 0))
         most[look.slot] = look.most_bytes
-    # Backwards from now, of each worker the least and the most that it may have held; what it has come to hold since
-    # its last report is bounded by what it was allowed.
-    spans = {slot: (bytes_, max(bytes_, looks.granted.get(slot, 0))) for slot, bytes_ in most.items()}
+    # Backwards from now, of each worker the least and the most that it may have held; what it has
+    # come to hold since its last report is bounded by what it was allowed.
+    spans = {
+        slot: (bytes_, max(bytes_, looks.granted.get(slot, 0))) for slot, bytes_ in most.items()
+    }
     low_bytes, high_bytes = (sum(span[end] for span in spans.values()) for end in (0, 1))
     bounds = []
     for look, before_bytes in zip(reversed(looks.taken), reversed(before), strict=True):

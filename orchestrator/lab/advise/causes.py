@@ -70,7 +70,10 @@ def _text(cause: Cause, card: CardFacts) -> str:  # noqa: C901, PLR0911, PLR0912
         case Cause.OPTIMIZER:
             return "gradients were clipped and weights updated"
         case Cause.SYNCHRONISATIONS:
-            return "the program waited for the card with nothing more for it to do, as it does to read a value"
+            return (
+                "the program waited for the card with nothing more for it to do, as it does to "
+                "read a value"
+            )
         case Cause.GAPS:
             return "it had work and ran no kernel: it waited for the host between kernels"
         case Cause.DUTY:
@@ -78,13 +81,17 @@ def _text(cause: Cause, card: CardFacts) -> str:  # noqa: C901, PLR0911, PLR0912
             return f"its workers rested: the duty lets each of them use {asked} % of the time"
         case Cause.HEAT:
             hot = "" if card.hottest_c is None else f", up to {card.hottest_c:.0f} C"
-            return f"workers paused or did less, or the card lowered its clock, because it was hot{hot}"
+            return (
+                "workers paused or did less, or the card lowered its clock, because it was "
+                f"hot{hot}"
+            )
         case Cause.NEIGHBOUR:
             return f"another program uses the card{_who(card)}"
         case Cause.SLOW:
             best = _range(slot.of_best for slot in card.slots)
             return (
-                f"it was slower than such workers have been on it ({best} % of their best), and nothing here says why"
+                f"it was slower than such workers have been on it ({best} % of their best), "
+                "and nothing here says why"
             )
         case Cause.MEMORY:
             return "not even the smallest step of a worker fitted into its memory"
@@ -107,11 +114,15 @@ def _range(values: Iterable[float | None]) -> str:
 
 
 def _in_state(card: CardFacts, state: str) -> tuple[str, ...]:
-    return tuple(slot.slot for slot in card.slots if any(known.value == state for known in slot.states_s))
+    return tuple(
+        slot.slot for slot in card.slots if any(known.value == state for known in slot.states_s)
+    )
 
 
 def _who(card: CardFacts) -> str:
     foreign = card.foreign_bytes
     held = f", and holds {foreign / GIB:.1f} GiB of it" if foreign else ""
-    names = ", ".join(f"{holder.name or 'unknown'} (pid {holder.pid})" for holder in card.holders[:3])
+    names = ", ".join(
+        f"{holder.name or 'unknown'} (pid {holder.pid})" for holder in card.holders[:3]
+    )
     return f"{held}; now there: {names}" if names else held

@@ -29,7 +29,14 @@ from workers.host.machine import look_around
 from workers.messages import WorkerState
 
 _COURSES: Final = (
-    *("duty_measured", "baseline_pct", "utilisation_pct", "throttle_pct", "sm_clock_mhz", "temperature_c"),
+    *(
+        "duty_measured",
+        "baseline_pct",
+        "utilisation_pct",
+        "throttle_pct",
+        "sm_clock_mhz",
+        "temperature_c",
+    ),
     "device_used_bytes",
     *("data_wait_pct", "copies_pct", "optimizer_pct"),
 )
@@ -59,8 +66,16 @@ def facts_of(folder: Path) -> RunFacts:
     if between is not None:
         courses = history.courses(folder, _COURSES, between[0], between[1] + 0.001, _PARTS)
     spans = history.all_state_spans(folder)
-    ends_unix_s = between[1] if run.updated_at_unix_s is None and between is not None else run.updated_at_unix_s
-    machine, profiles, versions = look_around(with_torch=False), _profiles(folder), _versions(folder)
+    ends_unix_s = (
+        between[1]
+        if run.updated_at_unix_s is None and between is not None
+        else run.updated_at_unix_s
+    )
+    machine, profiles, versions = (
+        look_around(with_torch=False),
+        _profiles(folder),
+        _versions(folder),
+    )
     is_here = run.facts.one_machine and run.facts.host == machine.hostname
     by_card: defaultdict[tuple[str, str | None], list[Row]] = defaultdict(list)
     for row in run.snapshot().rows:
@@ -68,14 +83,21 @@ def facts_of(folder: Path) -> RunFacts:
     cards = tuple(
         _card(
             rows,
-            [_slot(row, courses.get(row.slot, {}), spans.get(row.slot, ()), ends_unix_s, profiles) for row in rows],
+            [
+                _slot(
+                    row, courses.get(row.slot, {}), spans.get(row.slot, ()), ends_unix_s, profiles
+                )
+                for row in rows
+            ],
             [courses.get(row.slot, {}) for row in rows],
             next((versions[row.slot] for row in rows if row.slot in versions), (None, None)),
             _here(uuid, machine, is_here=is_here),
         )
         for (_, uuid), rows in by_card.items()
     )
-    return RunFacts(run_id=run.facts.run_id, cards=cards, mode=run.facts.mode, keys=_keys(run.facts.config_yaml))
+    return RunFacts(
+        run_id=run.facts.run_id, cards=cards, mode=run.facts.mode, keys=_keys(run.facts.config_yaml)
+    )
 
 
 def _keys(text: str) -> Keys:
@@ -105,7 +127,10 @@ def _card(
         utilisation=_share(_mean(of_slots, "utilisation_pct")) if is_card else None,
         slowed=_share(_mean(of_slots, "throttle_pct")) if is_card else None,
         clock=fmean(clocks) / max(clocks) if clocks and max(clocks) > 0 else None,
-        hottest_c=max((value for course in of_slots for value in _known(course, "temperature_c")), default=None),
+        hottest_c=max(
+            (value for course in of_slots for value in _known(course, "temperature_c")),
+            default=None,
+        ),
         power_limit_w=first.power_limit_w if is_card else None,
         used_bytes=_whole(_mean(of_slots, "device_used_bytes")) if is_card else None,
         total_bytes=first.device_total_bytes,
@@ -116,12 +141,22 @@ def _card(
 
 
 def _slot(
-    row: Row, course: _Course, spans: Sequence[Span], ends_unix_s: float | None, profiles: Mapping[str, Profile]
+    row: Row,
+    course: _Course,
+    spans: Sequence[Span],
+    ends_unix_s: float | None,
+    profiles: Mapping[str, Profile],
 ) -> SlotFacts:
     told, own = row.progress, None
     begins = [span.from_unix_s for span in spans if span.state in _NEW_PROCESS]
-    if row.reserved_bytes is not None and row.budget_bytes is not None and row.cap_bytes is not None:
-        own = row.reserved_bytes + max(0, row.budget_bytes - row.cap_bytes)  # the rest of the budget is the context
+    if (
+        row.reserved_bytes is not None
+        and row.budget_bytes is not None
+        and row.cap_bytes is not None
+    ):
+        own = row.reserved_bytes + max(
+            0, row.budget_bytes - row.cap_bytes
+        )  # the rest of the budget is the context
     return SlotFacts(
         slot=row.slot,
         states_s=_states(spans, ends_unix_s),
@@ -157,11 +192,13 @@ def _versions(folder: Path) -> dict[str, tuple[str | None, str | None]]:
     return found
 
 
-def _of_all_processes(course: _Course, key: str, begins: Sequence[float], last_pct: float | None) -> float | None:
+def _of_all_processes(
+    course: _Course, key: str, begins: Sequence[float], last_pct: float | None
+) -> float | None:
     """Return a share of the time of all processes of a slot.
 
-    Each of them tells it of the time since its own beginning. So the last that it said counts, for as long as it
-    lived. Where there is no course of it, what the row says counts.
+    Each of them tells it of the time since its own beginning. So the last that it said counts, for
+    as long as it lived. Where there is no course of it, what the row says counts.
     """
     parts = course.get(key)
     told: dict[int, tuple[float, int]] = {}
@@ -173,7 +210,11 @@ def _of_all_processes(course: _Course, key: str, begins: Sequence[float], last_p
             if pct is not None and bisect_right(begins, at + half_s) == process:
                 told[process] = (pct, told.get(process, (0.0, 0))[1] + 1)
     counted = sum(count for _, count in told.values())
-    return sum(pct * count for pct, count in told.values()) / counted / 100 if counted else _share(last_pct)
+    return (
+        sum(pct * count for pct, count in told.values()) / counted / 100
+        if counted
+        else _share(last_pct)
+    )
 
 
 def _states(spans: Iterable[Span], ends_unix_s: float | None) -> dict[SlotState, float]:
@@ -210,14 +251,18 @@ def _whole(value: float | None) -> int | None:
 
 
 def _here(uuid: str | None, machine: MachineFacts, *, is_here: bool) -> dict[str, Any]:
-    """Return what this machine says of a card, or of its processor where the run has used that; nothing of another's.
+    """Return what this machine says of a card, or of its processor where the run has used that;
+    nothing of another's.
 
     Who holds the card is neither this run's workers nor this process.
     """
     card = next((each for each in machine.cards if each.uuid == uuid), None)
     if card is None and (uuid is not None or not is_here):
         return {}
-    told: dict[str, Any] = {"is_wsl": machine.is_wsl, "cores": machine.cores_physical or machine.cores_logical}
+    told: dict[str, Any] = {
+        "is_wsl": machine.is_wsl,
+        "cores": machine.cores_physical or machine.cores_logical,
+    }
     if card is not None:
         others = (each for each in card.holders if each.pid != os.getpid() and not _is_of_ray(each))
         told |= {

@@ -20,7 +20,11 @@ QUESTION = "Why is the card not busy?"
 
 
 def answer_json(
-    run_id: str | None, code: int, answers: Sequence[CardAnswer], advice: Sequence[Advice], notes: Sequence[str]
+    run_id: str | None,
+    code: int,
+    answers: Sequence[CardAnswer],
+    advice: Sequence[Advice],
+    notes: Sequence[str],
 ) -> str:
     """Return the answer as one JSON object; `null` is unknown."""
     told: dict[str, Any] = {
@@ -46,7 +50,8 @@ def _card(answer: CardAnswer) -> dict[str, Any]:
         "busy_pct": None if busy is None else 100 * busy,
         "unknown": answer.unknown,
         "causes": [
-            {"cause": found.cause.value, "share_pct": 100 * found.share, "text": found.text} for found in answer.causes
+            {"cause": found.cause.value, "share_pct": 100 * found.share, "text": found.text}
+            for found in answer.causes
         ],
     }
 
@@ -61,7 +66,8 @@ def answer_lines(
 ) -> Iterator[str]:
     """Yield the answer, line by line: each card with its causes, then what to do.
 
-    Words are broken at a width, commands are not: they are there to be copied. `None`: nothing is broken.
+    Words are broken at a width, commands are not: they are there to be copied. `None`: nothing is
+    broken.
     """
     yield f"{QUESTION}" + ("" if run_id is None else f" (run {glyphs.clean(run_id)})")
     for answer in answers:
@@ -73,7 +79,9 @@ def answer_lines(
     for number, one in enumerate(advice, start=1):
         key = "" if one.key is None else f"{one.key}: {one.value}. "
         yield from _wrapped(f"{number:3}  ", glyphs.clean(key + one.text), width)
-        yield from _wrapped(" " * 5, f"expected: {_gain(one)} (source: {glyphs.clean(one.source)})", width)
+        yield from _wrapped(
+            " " * 5, f"expected: {_gain(one)} (source: {glyphs.clean(one.source)})", width
+        )
         yield f"     type: {glyphs.clean(one.command)}"
         if one.measure is not None:
             yield f"     measure: {glyphs.clean(one.measure)}"
@@ -94,14 +102,22 @@ def _wrapped(head: str, words: str, width: int | None) -> list[str]:
     if width is None:
         return [head + words]
     indent = " " * len(head)
-    return wrap(head + words, max(width, 40), subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+    return wrap(
+        head + words,
+        max(width, 40),
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 def _card_lines(answer: CardAnswer, glyphs: Glyphs, width: int | None) -> Iterator[str]:
     card, busy = answer.card, answer.division.busy
     title = glyphs.clean(f"{card.node}, {card.name}, {counted(len(card.slots), 'worker')}")
     if answer.unknown is not None:
-        yield from _wrapped("", f"{title}: cannot tell, because {glyphs.clean(answer.unknown)}", width)
+        yield from _wrapped(
+            "", f"{title}: cannot tell, because {glyphs.clean(answer.unknown)}", width
+        )
         return
     told = "busy share unknown" if busy is None else f"busy {100 * busy:.0f} % of the time"
     yield from _wrapped("", f"{title}: {told}", width)
@@ -114,7 +130,8 @@ def _card_lines(answer: CardAnswer, glyphs: Glyphs, width: int | None) -> Iterat
 def _percents(shares: Sequence[float]) -> list[int]:
     """Return shares of the time, and then what they leave, as whole percents that add up to 100.
 
-    Rounded down, and up those of the largest remainders. Shares of more than all of the time are scaled down to it.
+    Rounded down, and up those of the largest remainders. Shares of more than all of the time are
+    scaled down to it.
     """
     exact = [100 * share / max(1.0, sum(shares)) for share in (*shares, max(0.0, 1 - sum(shares)))]
     whole = [math.floor(percent) for percent in exact]

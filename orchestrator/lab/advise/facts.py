@@ -1,6 +1,7 @@
 """What is known of a run's cards and slots: the values that causes are found from. Pure.
 
-Does not read them (`collect.py`) nor judge them (`shares.py`). `None` means unknown, shares are 0..1.
+Does not read them (`collect.py`) nor judge them (`shares.py`). `None` means unknown, shares are
+0..1.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class SlotFacts:
     duty_asked: float | None = None
     """`None`: no duty limits it."""
     duty_got: float | None = None
-    """Share of the time in which it reported for which its steps took the device; their waits are in it."""
+    """Share of the time in which it reported for which its steps took the device; their waits are
+    in it.
+    """
     data_wait: float | None = None
     """Share of the time in which a training waited for data."""
     copies: float | None = None
@@ -79,7 +82,9 @@ class CardFacts:
     driver: str | None = None
     """The same of its driver; `None` of a processor as well."""
     holders: tuple[Holder, ...] = ()
-    """Other programs that hold memory of this card now; only of a card in this machine, as all below."""
+    """Other programs that hold memory of this card now; only of a card in this machine, as all
+    below.
+    """
     usual_power_limit_w: float | None = None
     """The limit that the driver sets by itself."""
     pcie_lanes: int | None = None
@@ -111,7 +116,10 @@ class RunFacts:
 
     @property
     def model(self) -> str | None:
-        """What a tuning calls what the run computes: a preset, or `matmul`; `None` of another workload."""
+        """What a tuning calls what the run computes: a preset, or `matmul`.
+
+        `None` of another workload.
+        """
         name = self.key("workload", "name", "matmul")
         told = self.key("train", "preset") if name == "train" else name
         return told if isinstance(told, str) else None

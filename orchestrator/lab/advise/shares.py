@@ -1,7 +1,8 @@
 """From facts to the shares of time that each cause has cost a card. Pure.
 
-A slot's time, from its first report on, is divided by its states; the time in which it reported is divided further by
-its counters. Shares need not add up to 1: the rest is work. Says nothing in words (`causes.py`).
+A slot's time, from its first report on, is divided by its states; the time in which it reported is
+divided further by its counters. Shares need not add up to 1: the rest is work. Says nothing in
+words (`causes.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Cause(StrEnum):
     DATA = "data"
     COPIES = "copies"
     OPTIMIZER = "optimizer"
-    #: The program waits for the card, and gives it nothing to do meanwhile; only a pass of torch.profiler tells it.
+    #: The program waits for the card, and gives it nothing to do meanwhile; only a pass of
+    #: torch.profiler tells it.
     SYNCHRONISATIONS = "synchronisations"
     #: The card waits for the host between kernels: these are too small, or started too late.
     GAPS = "gaps"
@@ -65,7 +67,13 @@ _OF_STATE: Final[Mapping[HeadState, Cause]] = {
 
 #: Time in which the card does nothing for this slot; another slot of the card may use it.
 _IDLE: Final = frozenset(
-    {Cause.DATA, Cause.DUTY, Cause.MEMORY, Cause.HEAD, *_OF_STATE.values()}  # not heat: it slows all slots of a card
+    {
+        Cause.DATA,
+        Cause.DUTY,
+        Cause.MEMORY,
+        Cause.HEAD,
+        *_OF_STATE.values(),
+    }  # not heat: it slows all slots of a card
 )
 
 
@@ -100,7 +108,9 @@ def divide(card: CardFacts) -> Division:
     # While one slot is idle another may use the card; only what all of them leave idle is lost.
     idle_of_slot = 1 - fmean(known)
     part_idle = min(1.0, (1 - together) / idle_of_slot) if idle_of_slot > 0 else 0.0
-    shares = {cause: share * part_idle if cause in _IDLE else share for cause, share in shares.items()}
+    shares = {
+        cause: share * part_idle if cause in _IDLE else share for cause, share in shares.items()
+    }
     if card.utilisation is not None and together - card.utilisation >= _LEAST_GAPS:
         if all(slot.profile is None for slot in slots):
             shares[Cause.GAPS] = together - card.utilisation
@@ -128,7 +138,8 @@ def _of_slot(slot: SlotFacts, card: CardFacts, *, has_neighbour: bool) -> dict[C
     got = _got(slot)
     if got is None:
         return shares
-    # What its own duty takes from the time in which it could work; heat takes what it gets less than that.
+    # What its own duty takes from the time in which it could work; heat takes what it gets less
+    # than that.
     could = max(0.0, reported - paused - starved)
     duty = 1.0 if slot.duty_asked is None else slot.duty_asked
     idle = max(0.0, could - got)
@@ -147,7 +158,9 @@ def _of_slot(slot: SlotFacts, card: CardFacts, *, has_neighbour: bool) -> dict[C
     by_clock = 0.0
     if card.slowed:
         # What the clock fell; where it is unknown, at most the time in which the card was slowed.
-        by_clock = got * (min(card.slowed, 1 - card.clock) if card.clock is not None else card.slowed)
+        by_clock = got * (
+            min(card.slowed, 1 - card.clock) if card.clock is not None else card.slowed
+        )
         shares[Cause.HEAT] += by_clock
     if slot.of_best is not None:
         explained = by_clock + by_heat + shares[Cause.DATA] + shares[Cause.COPIES]
@@ -159,7 +172,10 @@ def _of_slot(slot: SlotFacts, card: CardFacts, *, has_neighbour: bool) -> dict[C
 def _reported(slot: SlotFacts) -> float:
     """Return the share of the time in which a process reported."""
     seen_s = sum(slot.states_s.values())
-    return sum(seconds for state, seconds in slot.states_s.items() if isinstance(state, WorkerState)) / seen_s
+    return (
+        sum(seconds for state, seconds in slot.states_s.items() if isinstance(state, WorkerState))
+        / seen_s
+    )
 
 
 def _got(slot: SlotFacts) -> float | None:
@@ -173,9 +189,13 @@ def _works(slot: SlotFacts) -> float | None:
 
 
 def _has_neighbour(card: CardFacts, slots: list[SlotFacts]) -> bool:
-    """Say whether another program holds or uses the card, by its memory, its load, or what its driver says now."""
+    """Say whether another program holds or uses the card, by its memory, its load, or what its
+    driver says now.
+    """
     foreign = card.foreign_bytes
-    if foreign is not None and foreign > max(_FOREIGN_LEAST_BYTES, _FOREIGN_LEAST_SHARE * (card.total_bytes or 0)):
+    if foreign is not None and foreign > max(
+        _FOREIGN_LEAST_BYTES, _FOREIGN_LEAST_SHARE * (card.total_bytes or 0)
+    ):
         return True
     works = [_works(slot) for slot in slots]
     if card.utilisation is not None and all(each is not None for each in works):

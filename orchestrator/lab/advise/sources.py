@@ -1,7 +1,9 @@
-"""What a change of a key may bring, and who says so: a tuning on this card or on its type, or a guide. Pure.
+"""What a change of a key may bring, and who says so: a tuning on this card or on its type, or a
+guide. Pure.
 
-A tuning holds for one card, driver, torch and model. One that was made with the run's driver and torch goes before
-one that was not, then one of this card before one of its type, and all before a guide. Does not read them.
+A tuning holds for one card, driver, torch and model. One that was made with the run's driver and
+torch goes before one that was not, then one of this card before one of its type, and all before a
+guide. Does not read them.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class Gain:
 
 
 def measured(run: RunFacts, card: CardFacts, key: str, value: str, known: Known) -> Gain | None:
-    """Return what tunings have measured of a key of `train:` at a value, less what the present value brings."""
+    """Return what tunings have measured of a key of `train:` at a value, less what the present
+    value brings.
+    """
     for result, source in _fitting(run, card, known):
         row = _row(result, key, value)
         if row is None or row.speed_low is None or row.speed_high is None:
@@ -53,10 +57,14 @@ def measured(run: RunFacts, card: CardFacts, key: str, value: str, known: Known)
 
 
 def chosen(run: RunFacts, card: CardFacts, known: Known) -> Mapping[str, str]:
-    """Return the keys of `train:` that the newest tuning that fits has chosen, where the run has them otherwise."""
+    """Return the keys of `train:` that the newest tuning that fits has chosen, where the run has
+    them otherwise.
+    """
     for result, _ in _fitting(run, card, known):
         told = {key: text_of(value) for key, value in result.chosen.items()}
-        return {key: value for key, value in told.items() if value != text_of(run.key("train", key))}
+        return {
+            key: value for key, value in told.items() if value != text_of(run.key("train", key))
+        }
     return MappingProxyType({})
 
 
@@ -71,13 +79,17 @@ def guide(run: RunFacts, key: str, value: str, claims: Iterable[Claim]) -> Claim
     fitting = (
         claim
         for claim in claims
-        if claim.how == "tune" and claim.quantity == "speed" and (claim.lever, claim.setting) == (key, value)
+        if claim.how == "tune"
+        and claim.quantity == "speed"
+        and (claim.lever, claim.setting) == (key, value)
     )
     return next((claim for claim in fitting if claim.against in {None, now}), None)
 
 
 def _fitting(run: RunFacts, card: CardFacts, known: Known) -> Iterator[tuple[Result, str]]:
-    """Yield the tunings of the run's model on such a card, those that fit it best first, and say what does not fit."""
+    """Yield the tunings of the run's model on such a card, those that fit it best first, and say
+    what does not fit.
+    """
     ranked = []
     for result in known.results:
         is_here = result.subject.card == (card.uuid or _CPU)
@@ -85,7 +97,14 @@ def _fitting(run: RunFacts, card: CardFacts, known: Known) -> Iterator[tuple[Res
         if result.subject.model == run.model and (is_here or is_of_type):
             other = _otherwise(result, card)
             where = "here" if is_here else "on the same card type"
-            ranked.append((bool(other), not is_here, result, f"measured {where}{other}, tuning {result.tune_id}"))
+            ranked.append(
+                (
+                    bool(other),
+                    not is_here,
+                    result,
+                    f"measured {where}{other}, tuning {result.tune_id}",
+                )
+            )
     for _, _, result, source in sorted(ranked, key=lambda each: each[:2]):
         yield result, source
 
@@ -98,12 +117,17 @@ def _otherwise(result: Result, card: CardFacts) -> str:
     if not others:
         return ""
     had = " and ".join(f"{name} {tuned or 'unknown'}" for name, (tuned, _) in others.items())
-    return f" with {had}, this run has {' and '.join(now or 'not recorded its own' for _, now in others.values())}"
+    return (
+        f" with {had}, this run has "
+        f"{' and '.join(now or 'not recorded its own' for _, now in others.values())}"
+    )
 
 
 def _row(result: Result, key: str, value: str) -> Row | None:
     rows = (row for row in result.rows if (row.lever, row.setting) == (key, value))
-    return next((row for row in rows if row.verdict not in _NOTHING and row.speed_ratio is not None), None)
+    return next(
+        (row for row in rows if row.verdict not in _NOTHING and row.speed_ratio is not None), None
+    )
 
 
 def text_of(value: object) -> str:

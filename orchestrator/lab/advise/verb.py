@@ -21,9 +21,16 @@ CANNOT_TELL: Final = 3
 
 
 def advise(
-    runs_dir: Path, run_id: str, say: Callable[[str], None], glyphs: Glyphs, *, json: bool, width: int | None = None
+    runs_dir: Path,
+    run_id: str,
+    say: Callable[[str], None],
+    glyphs: Glyphs,
+    *,
+    json: bool,
+    width: int | None = None,
 ) -> int:
-    """Print the answer for a run and return the exit code: 0 nothing to change, 1 advice, 3 cannot tell.
+    """Print the answer for a run and return the exit code: 0 nothing to change, 1 advice, 3 cannot
+    tell.
 
     `width` is that of the terminal; `None`: there is none, and no line is broken.
 
@@ -32,7 +39,9 @@ def advise(
         ArchiveError: It cannot be read.
     """
     if run_id == LATEST and not list_runs(runs_dir):
-        return _unknown(None, f"there is no run in {runs_dir}; type: python -m orchestrator run", say, json=json)
+        return _unknown(
+            None, f"there is no run in {runs_dir}; type: python -m orchestrator run", say, json=json
+        )
     folder = find_run(runs_dir, run_id)
     try:
         facts = facts_of(folder)
@@ -40,7 +49,11 @@ def advise(
         return _unknown(folder.name, str(error), say, json=json)
     if not facts.cards:
         run = read_run(folder)
-        why = f"run {run.facts.run_id} has had no worker yet" if run.error is None else f"it had no worker: {run.error}"
+        why = (
+            f"run {run.facts.run_id} has had no worker yet"
+            if run.error is None
+            else f"it had no worker: {run.error}"
+        )
         return _unknown(folder.name, one_line(why), say, json=json)
     told = answers(facts)
     known = known_here()

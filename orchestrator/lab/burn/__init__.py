@@ -1,1 +1,3 @@
-"""The verb `burn`: three phases of validation, each a run, and a verdict on every worker, node and phase."""
+"""The verb `burn`: three phases of validation, each a run, and a verdict on every worker, node and
+phase.
+"""

@@ -1,4 +1,5 @@
-"""The result of a burn-in for people: a table for each phase, the reasons below it, one word at the end. No I/O.
+"""The result of a burn-in for people: a table for each phase, the reasons below it, one word at the
+end. No I/O.
 
 A verdict is a word and a colour; no information is in the colour alone.
 """
@@ -26,21 +27,39 @@ _WIDEST = 110
 
 _NODE_CELLS = 20
 
-_TITLES = ("node", "verdict", "VRAM %", "errors", "wrong", "max C", "hot %", "slow %", "TFLOP/s", "cv %")
+_TITLES = (
+    "node",
+    "verdict",
+    "VRAM %",
+    "errors",
+    "wrong",
+    "max C",
+    "hot %",
+    "slow %",
+    "TFLOP/s",
+    "cv %",
+)
 
 
 def result_lines(result: BurnResult, width: int, glyphs: Glyphs) -> Iterator[RenderableType]:
-    """Yield the result, piece by piece, for a terminal with lines of `width` cells and these glyphs."""
+    """Yield the result, piece by piece, for a terminal with lines of `width` cells and these
+    glyphs.
+    """
     room = min(width, _WIDEST)
     for phase in result.phases:
         length_s = sum(taken.elapsed_s for taken in phase.taken)
         yield Text()
-        head = f"Phase {phase.phase.value}, {phase.phase.title}, {glyphs.clean(format_duration(length_s))}: "
+        head = (
+            f"Phase {phase.phase.value}, {phase.phase.title}, "
+            f"{glyphs.clean(format_duration(length_s))}: "
+        )
         yield Text(head, style="bold").append_text(_word(phase.verdict, glyphs))
         if phase.workers:
             yield _table(phase, glyphs)
         for line in _reasons(phase, glyphs):
-            for text in wrap(line, room, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False):
+            for text in wrap(
+                line, room, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
+            ):
                 yield Text(text)
     yield Text()
     for line in wrap(_closing(result), room, break_on_hyphens=False):
@@ -55,25 +74,33 @@ def _word(verdict: Verdict, glyphs: Glyphs) -> Text:
 def _table(phase: PhaseResult, glyphs: Glyphs) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for title in _TITLES:
-        table.add_column(title, justify="left" if title in {"node", "verdict"} else "right", no_wrap=True)
+        table.add_column(
+            title, justify="left" if title in {"node", "verdict"} else "right", no_wrap=True
+        )
     for taken in phase.taken:
         for _, workers in by_node(taken.workers):
             table.add_row(*_cells(phase, taken, workers, glyphs))
     return table
 
 
-def _cells(phase: PhaseResult, taken: Taken, workers: Sequence[Judged], glyphs: Glyphs) -> Iterator[Text]:
+def _cells(
+    phase: PhaseResult, taken: Taken, workers: Sequence[Judged], glyphs: Glyphs
+) -> Iterator[Text]:
     """Yield a node's cells: of its workers, always what the worst one shows."""
     figures = [worker.figures for worker in workers]
     counts = StepCounts.total(worker.row.counts for worker in workers)
     checks, wrong = counts.verify_checks, counts.verify_errors
     sums = [one.tflops_mean for one in figures if one.tflops_mean is not None]
     total = sum(sums) if sums else None
-    held_pct = min((one.vram_held_pct for one in figures if one.vram_held_pct is not None), default=None)
+    held_pct = min(
+        (one.vram_held_pct for one in figures if one.vram_held_pct is not None), default=None
+    )
     asked, used = taken.take.dtype, workers[0].row.dtype
     name = workers[0].row.node
     if asked is not None:
-        name += f" {asked}" if used in {asked, None} else f" {asked} ({used})"  # a processor runs fp16 as bf16
+        name += (
+            f" {asked}" if used in {asked, None} else f" {asked} ({used})"
+        )  # a processor runs fp16 as bf16
     yield Text(glyphs.shorten(glyphs.clean(name), _NODE_CELLS))
     yield _word(verdict_of(phase.phase, workers, whole=taken.whole), glyphs)
     cells = (
@@ -111,7 +138,11 @@ def _reasons(phase: PhaseResult, glyphs: Glyphs) -> Iterator[str]:
         more = f" (and {counted(len(lines) - 1, 'more worker')})" if len(lines) > 1 else ""
         yield glyphs.clean(f"FAIL {check}{f' in {dtype}' if dtype else ''}, {lines[0]}{more}")
     # What could not be judged has the same reason everywhere.
-    unknown = [(check, finding.text) for _, _, check, finding in judged if finding.verdict is Verdict.NOT_JUDGED]
+    unknown = [
+        (check, finding.text)
+        for _, _, check, finding in judged
+        if finding.verdict is Verdict.NOT_JUDGED
+    ]
     for check, text in dict.fromkeys(unknown):
         yield glyphs.clean(f"{glyphs.missing} {check} not judged: {text}")
 
@@ -129,7 +160,11 @@ def _closing(result: BurnResult) -> str:
         unknown = " and ".join(phases(Verdict.NOT_JUDGED))
         return f"NOT JUDGED: nothing failed, but {unknown} could not be judged, so this is no pass."
     unknown = ", ".join(result.not_judged)
-    return f"PASS: nothing failed; not judged everywhere: {unknown}." if unknown else "PASS: all of it."
+    return (
+        f"PASS: nothing failed; not judged everywhere: {unknown}."
+        if unknown
+        else "PASS: all of it."
+    )
 
 
 def _most(values: Iterator[float | None]) -> float | None:

@@ -1,10 +1,11 @@
-"""The three phases of the guides' validation as configurations: what each one changes, and for how long it runs.
+"""The three phases of the guides' validation as configurations: what each one changes, and for how
+long it runs.
 
-Covers which number types a card can do and the plan of runs. Does not run anything (`verb.py`) and does not judge
-(`verdict.py`). Pure.
+Covers which number types a card can do and the plan of runs. Does not run anything (`verb.py`) and
+does not judge (`verdict.py`). Pure.
 
-1. Caps and precision: one short run for each number type, results checked densely.
-2. Heat: every worker at full duty, for as long as the user asks; the guides' thermal test takes `--duration=60`.
+1. Caps and precision: one short run for each number type, results checked densely. 2. Heat: every
+worker at full duty, for as long as the user asks; the guides' thermal test takes `--duration=60`.
 3. Full load: the configuration as it is, with its own workload, shares and caps.
 """
 
@@ -23,10 +24,12 @@ HEAT_S = 3600.0
 #: Long enough for a worker to climb to its cap and to check some hundred results.
 _PRECISION_S = 30.0
 
-#: Share of the time for checks in the first phase: one result in a few, and the caps stay filled meanwhile.
+#: Share of the time for checks in the first phase: one result in a few, and the caps stay filled
+#: meanwhile.
 _DENSE_SHARE = 0.25
 
-#: Edge of the products where the configuration's sizes are meant for another workload: large enough to heat any card.
+#: Edge of the products where the configuration's sizes are meant for another workload: large enough
+#: to heat any card.
 _SIZE = 8192
 
 #: Optimiser steps that no run of a sweep ends in its time.
@@ -63,11 +66,15 @@ class Take:
 
 
 def number_types(device: str, compute_capability: tuple[int, int] | None) -> tuple[str, ...]:
-    """Return the number types to try on a `cuda` or `cpu` device: those it has units for, all on an unknown card."""
+    """Return the number types to try on a `cuda` or `cpu` device: those it has units for, all on an
+    unknown card.
+    """
     if device == "cpu":
         return _PROCESSOR_TYPES
     known = None if compute_capability is None else ARCHITECTURES.get(compute_capability)
-    return _TYPES if known is None else tuple(name for name in _TYPES if name in known.multiply_adds)
+    return (
+        _TYPES if known is None else tuple(name for name in _TYPES if name in known.multiply_adds)
+    )
 
 
 def takes(
@@ -77,7 +84,8 @@ def takes(
 
     Args:
         config: As loaded.
-        types: Of each node, as `number_types` says; other names than the configuration's stand for all of its nodes
+        types: Of each node, as `number_types` says; other names than the configuration's stand for
+        all of its nodes
             (`--local` has a node of its own).
         heat_s: Length of the second phase; the others are never longer.
         wanted: Which phases.
@@ -88,7 +96,13 @@ def takes(
         if able:
             planned.append(_precision(config, dtype, able, min(heat_s, _PRECISION_S)))
     if Phase.HEAT in wanted:
-        heat = _changed(config, heat_s, workload=_matmul(config), nodes=_sized(config), compute_share_mode="none")
+        heat = _changed(
+            config,
+            heat_s,
+            workload=_matmul(config),
+            nodes=_sized(config),
+            compute_share_mode="none",
+        )
         planned.append(Take(phase=Phase.HEAT, config=heat))
     if Phase.FULL_LOAD in wanted:
         full = _changed(config, min(heat_s, config.run.duration_s))
@@ -97,7 +111,9 @@ def takes(
 
 
 def at_one_value(config: Config, length_s: float) -> tuple[Take, ...]:
-    """Return the runs at each value of a sweep: products that are checked, then the training, if one is configured."""
+    """Return the runs at each value of a sweep: products that are checked, then the training, if
+    one is configured.
+    """
     checked = _changed(
         config,
         length_s,
@@ -108,7 +124,12 @@ def at_one_value(config: Config, length_s: float) -> tuple[Take, ...]:
     )
     planned = [Take(phase=Phase.CAPS, config=checked)]
     if config.workload.name == "train":
-        trained = _changed(config, length_s, compute_share_mode="none", train={"steps": _STEPS_MANY, "epochs": None})
+        trained = _changed(
+            config,
+            length_s,
+            compute_share_mode="none",
+            train={"steps": _STEPS_MANY, "epochs": None},
+        )
         planned.append(Take(phase=Phase.FULL_LOAD, config=trained))
     return tuple(planned)
 
@@ -116,7 +137,11 @@ def at_one_value(config: Config, length_s: float) -> tuple[Take, ...]:
 def _precision(config: Config, dtype: str, able: Set[str], length_s: float) -> Take:
     """Return the run of one number type, on the nodes that can do it."""
     sized = _sized(config)
-    nodes = {name: {**sized[name], "dtype": None} for name in sized if name in able or able.isdisjoint(sized)}
+    nodes = {
+        name: {**sized[name], "dtype": None}
+        for name in sized
+        if name in able or able.isdisjoint(sized)
+    }
     changed = _changed(
         config,
         length_s,
@@ -129,19 +154,29 @@ def _precision(config: Config, dtype: str, able: Set[str], length_s: float) -> T
 
 
 def _matmul(config: Config) -> dict[str, object]:
-    """Return what makes the workload matmul; the size and batch of another one mean something else."""
-    own = {} if config.workload.name == "matmul" else {"size": None, "batch": WorkloadConfig().batch}
+    """Return what makes the workload matmul.
+
+    The size and batch of another one mean something else.
+    """
+    own = (
+        {} if config.workload.name == "matmul" else {"size": None, "batch": WorkloadConfig().batch}
+    )
     return {"name": "matmul", **own}
 
 
 def _sized(config: Config) -> dict[str, dict[str, object]]:
-    """Return the nodes with sizes for matmul: their own, unless those are meant for another workload."""
+    """Return the nodes with sizes for matmul: their own, unless those are meant for another
+    workload.
+    """
     own = {} if config.workload.name == "matmul" else {"size": _SIZE}
     return {name: {**node, **own} for name, node in config.model_dump()["nodes"].items()}
 
 
 def _changed(config: Config, length_s: float, **changes: object) -> Config:
-    """Return the configuration with other values; those of a section are added to what it has, nodes are replaced."""
+    """Return the configuration with other values.
+
+    Those of a section are added to what it has, nodes are replaced.
+    """
     data = config.model_dump()
     for key, value in {**changes, "run": {"duration": f"{length_s:.3f}s"}}.items():
         data[key] = {**data[key], **value} if isinstance(value, dict) and key != "nodes" else value

@@ -1,6 +1,8 @@
-"""What a burn-in found, as values and as one JSON object. Does not find anything out and does not draw.
+"""What a burn-in found, as values and as one JSON object. Does not find anything out and does not
+draw.
 
-The keys of the object are a promise to scripts: names and order stay, `schema` counts up if they must not.
+The keys of the object are a promise to scripts: names and order stay, `schema` counts up if they
+must not.
 """
 
 from __future__ import annotations
@@ -92,7 +94,9 @@ class BurnResult:
         """What could not be judged of some worker in some phase."""
         workers = [worker for phase in self.phases for worker in phase.workers]
         return tuple(
-            check for check in Check if any(worker.findings[check].verdict is Verdict.NOT_JUDGED for worker in workers)
+            check
+            for check in Check
+            if any(worker.findings[check].verdict is Verdict.NOT_JUDGED for worker in workers)
         )
 
     @property
@@ -157,7 +161,11 @@ def _phase_dict(phase: PhaseResult) -> dict[str, Any]:
             {"node": name, "verdict": verdict_of(phase.phase, workers, whole=phase.whole).value}
             for name, workers in by_node(phase.workers)
         ],
-        "workers": [_worker_dict(phase.phase, taken, worker) for taken in phase.taken for worker in taken.workers],
+        "workers": [
+            _worker_dict(phase.phase, taken, worker)
+            for taken in phase.taken
+            for worker in taken.workers
+        ],
     }
 
 
@@ -177,5 +185,9 @@ def _worker_dict(phase: Phase, taken: Taken, worker: Judged) -> dict[str, Any]:
     return {
         **{key: known[key] for key in _WORKER_KEYS},
         **{f"{check}_verdict": finding.verdict.value for check, finding in findings},
-        "reasons": [f"{check}: {finding.text}" for check, finding in findings if finding.verdict is not Verdict.PASS],
+        "reasons": [
+            f"{check}: {finding.text}"
+            for check, finding in findings
+            if finding.verdict is not Verdict.PASS
+        ],
     }

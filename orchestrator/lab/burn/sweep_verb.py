@@ -1,7 +1,9 @@
-"""The verb `burn --sweep`: a run for each value, the cards set by the node agents, until anything is wrong.
+"""The verb `burn --sweep`: a run for each value, the cards set by the node agents, until anything
+is wrong.
 
-Each run is an ordinary one, and when it ends, however it ends, the agents put back what the cards had. So they also do
-if this process is killed. Does not decide which value comes next, nor what is efficient (`sweep.py`).
+Each run is an ordinary one, and when it ends, however it ends, the agents put back what the cards
+had. So they also do if this process is killed. Does not decide which value comes next, nor what is
+efficient (`sweep.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +22,16 @@ from orchestrator.config.schema import Config
 from orchestrator.errors import UsageError
 from orchestrator.lab.burn import phases
 from orchestrator.lab.burn.results import EXIT_INTERRUPTED, Taken
-from orchestrator.lab.burn.sweep import STEP_S, Lever, Point, Sweep, efficient, next_value, parse_sweep, points_of
+from orchestrator.lab.burn.sweep import (
+    STEP_S,
+    Lever,
+    Point,
+    Sweep,
+    efficient,
+    next_value,
+    parse_sweep,
+    points_of,
+)
 from orchestrator.lab.burn.verb import MakeEnvironment, run_and_judge, say
 from orchestrator.record.summary import SCHEMA, summary_text, write_summary
 from orchestrator.run import runner as runs
@@ -56,9 +67,16 @@ class SweepResult:
 
 
 def typed(
-    text: str, config: Config, make_environment: MakeEnvironment, step_s: float | None, options: runs.Options
+    text: str,
+    config: Config,
+    make_environment: MakeEnvironment,
+    step_s: float | None,
+    options: runs.Options,
 ) -> int:
-    """Do what `--sweep TEXT` asks for, with so long a run at each value; `UsageError` if it asks for nothing."""
+    """Do what `--sweep TEXT` asks for, with so long a run at each value.
+
+    `UsageError` if it asks for nothing.
+    """
     try:
         sweep = parse_sweep(text)
     except ValueError as error:
@@ -67,7 +85,11 @@ def typed(
 
 
 def burn_sweep(
-    config: Config, make_environment: MakeEnvironment, sweep: Sweep, step_s: float, options: runs.Options
+    config: Config,
+    make_environment: MakeEnvironment,
+    sweep: Sweep,
+    step_s: float,
+    options: runs.Options,
 ) -> int:
     """Try the values one after the other, print what was seen, and return the exit code.
 
@@ -83,13 +105,22 @@ def burn_sweep(
     interrupts.install()
     is_interrupted = False
     try:
-        while not is_interrupted and error is None and (value := next_value(sweep, points)) is not None:
+        while (
+            not is_interrupted
+            and error is None
+            and (value := next_value(sweep, points)) is not None
+        ):
             if not options.json:
-                say(f"{sweep.lever} {value} {sweep.lever.unit}: {format_duration(step_s * len(takes))}")
+                say(
+                    f"{sweep.lever} {value} {sweep.lever.unit}: "
+                    f"{format_duration(step_s * len(takes))}"
+                )
             chosen = replace(options, cards=_cards(sweep.lever, value))
             taken: list[Taken] = []
             for take in takes:
-                taken.append(run_and_judge(take, make_environment, chosen, is_first=not points and not taken))
+                taken.append(
+                    run_and_judge(take, make_environment, chosen, is_first=not points and not taken)
+                )
                 if interrupts.asked or not taken[-1].whole:
                     break
             is_interrupted = interrupts.asked or taken[-1].interrupted
@@ -104,11 +135,16 @@ def burn_sweep(
 
 
 def _check(environment: Environment, options: runs.Options) -> None:
-    """Refuse what could set nothing. On the nodes of a cluster, their agents say whether they may."""
+    """Refuse what could set nothing.
+
+    On the nodes of a cluster, their agents say whether they may.
+    """
     if options.fake_sensors is not None:
         return
     if environment.mode is Mode.REHEARSE:
-        raise UsageError("--sweep sets cards, and a rehearsal has none: add --fake-sensors FILE to rehearse it")
+        raise UsageError(
+            "--sweep sets cards, and a rehearsal has none: add --fake-sensors FILE to rehearse it"
+        )
     if not any(plan.spec.device == "cuda" for plan in environment.plans):
         raise UsageError("--sweep sets cards, and no node here has one")
     if environment.mode is Mode.LOCAL and os.geteuid() != _ROOT:
@@ -116,7 +152,11 @@ def _check(environment: Environment, options: runs.Options) -> None:
 
 
 def _cards(lever: Lever, value: int) -> CardSettings:
-    return CardSettings(power_limit_w=value) if lever is Lever.POWER else CardSettings(memory_offset_mhz=value)
+    return (
+        CardSettings(power_limit_w=value)
+        if lever is Lever.POWER
+        else CardSettings(memory_offset_mhz=value)
+    )
 
 
 def _tell(result: SweepResult, path: Path, options: runs.Options) -> None:
@@ -126,8 +166,14 @@ def _tell(result: SweepResult, path: Path, options: runs.Options) -> None:
         write_summary(path, told)
     except OSError as failure:
         place = f"not written, {path}: {failure.strerror}"
-    with contextlib.suppress(OSError, ValueError):  # the terminal may be gone; the exit code and the file are not
-        for line in [summary_text(told)] if options.json else [*sweep_lines(result, glyphs), f"Result: {place}"]:
+    with contextlib.suppress(
+        OSError, ValueError
+    ):  # the terminal may be gone; the exit code and the file are not
+        for line in (
+            [summary_text(told)]
+            if options.json
+            else [*sweep_lines(result, glyphs), f"Result: {place}"]
+        ):
             print(line, flush=True)  # noqa: T201 - the answer
 
 
@@ -143,7 +189,9 @@ def sweep_dict(result: SweepResult) -> dict[str, Any]:
         "interrupted": result.interrupted,
         "stopped": result.stopped,
         "points": [asdict(point) | {"rate_per_watt": point.per_watt} for point in result.points],
-        "efficient": [asdict(point) | {"rate_per_watt": point.per_watt} for point in efficient(result.points)],
+        "efficient": [
+            asdict(point) | {"rate_per_watt": point.per_watt} for point in efficient(result.points)
+        ],
     }
 
 
@@ -178,14 +226,24 @@ def _line(point: Point, decimals: int, glyphs: Glyphs) -> str:
         (str(point.checks), 8),
     )
     wrong = "" if point.stop is None else f"  WRONG: {glyphs.clean(point.stop)}"
-    return f"{point.value:>8}" + "".join(f"{text or glyphs.missing:>{width}}" for text, width in cells) + wrong
+    return (
+        f"{point.value:>8}"
+        + "".join(f"{text or glyphs.missing:>{width}}" for text, width in cells)
+        + wrong
+    )
 
 
 def _sentence(best: Point, points: Sequence[Point], lever: Lever) -> str:
     """Say where a card is efficient, beside where it is fastest."""
-    fastest = max((point for point in points if point.per_watt is not None), key=lambda point: point.rate or 0.0)
+    fastest = max(
+        (point for point in points if point.per_watt is not None),
+        key=lambda point: point.rate or 0.0,
+    )
     said = f"  efficient: {best.value} {lever.unit}"
     if best is fastest or not (fastest.rate and fastest.watts and best.rate and best.watts):
         return f"{said}, which is also the fastest"
     rate_pct, watts_pct = 100 * best.rate / fastest.rate, 100 * best.watts / fastest.watts
-    return f"{said}: {rate_pct:.0f} % of the fastest ({fastest.value} {lever.unit}) with {watts_pct:.0f} % of its watts"
+    return (
+        f"{said}: {rate_pct:.0f} % of the fastest ({fastest.value} {lever.unit}) with "
+        f"{watts_pct:.0f} % of its watts"
+    )

@@ -1,8 +1,9 @@
 """The verb `burn`: runs the phases one after the other, judges each, and returns the exit code.
 
-Each run is an ordinary run with its own run folder, which `runs` and `report` know. The caps of a worker are for the
-life of its process and a run ends every process it has started, so Ray too is started again for each rehearsed run.
-Does not judge (`verdict.py`) and does not know what a phase changes (`phases.py`).
+Each run is an ordinary run with its own run folder, which `runs` and `report` know. The caps of a
+worker are for the life of its process and a run ends every process it has started, so Ray too is
+started again for each rehearsed run. Does not judge (`verdict.py`) and does not know what a phase
+changes (`phases.py`).
 """
 
 from __future__ import annotations
@@ -88,22 +89,34 @@ def _surveyed(environment: Environment) -> tuple[Mode, dict[str, tuple[str, ...]
     devices = {plan.spec.node: plan.spec.device for plan in environment.plans}
     types: dict[str, tuple[str, ...]] = {}
     for name, node in environment.config.nodes.items():
-        profile = match_profile(here[0].name, here[0].total_bytes) if here else PROFILES.get(node.gpu)
+        profile = (
+            match_profile(here[0].name, here[0].total_bytes) if here else PROFILES.get(node.gpu)
+        )
         capability = None if profile is None else profile.compute_capability
         types[name] = phases.number_types(devices[name], capability)
     return environment.mode, types
 
 
-def _taken(take: Take, make_environment: MakeEnvironment, options: runs.Options, *, is_first: bool) -> Taken:
+def _taken(
+    take: Take, make_environment: MakeEnvironment, options: runs.Options, *, is_first: bool
+) -> Taken:
     """Say which run comes, and run it."""
     what = "" if take.dtype is None else f", {take.dtype}"
     if not options.json:
-        say(f"Phase {take.phase.value} of 3, {take.phase.title}{what}: {format_duration(take.config.run.duration_s)}")
+        say(
+            f"Phase {take.phase.value} of 3, {take.phase.title}{what}: "
+            f"{format_duration(take.config.run.duration_s)}"
+        )
     return run_and_judge(take, make_environment, options, is_first=is_first)
 
 
-def run_and_judge(take: Take, make_environment: MakeEnvironment, options: runs.Options, *, is_first: bool) -> Taken:
-    """Run a run and judge it. What cannot be run is an error of the verb for the first one, else of its phase."""
+def run_and_judge(
+    take: Take, make_environment: MakeEnvironment, options: runs.Options, *, is_first: bool
+) -> Taken:
+    """Run a run and judge it.
+
+    What cannot be run is an error of the verb for the first one, else of its phase.
+    """
     length_s = take.config.run.duration_s
     sampler = Sampler(length_s)
     code, error = 1, None
@@ -116,7 +129,9 @@ def run_and_judge(take: Take, make_environment: MakeEnvironment, options: runs.O
         if is_first:
             raise
         error = str(failure)
-    except KeyboardInterrupt:  # the second Ctrl-C: the run is torn down, and what was measured is still reported
+    except (
+        KeyboardInterrupt
+    ):  # the second Ctrl-C: the run is torn down, and what was measured is still reported
         code = EXIT_INTERRUPTED
     folder = None if sampler.last is None else Path(take.config.run.dir) / sampler.last.run_id
     return Taken(
@@ -155,7 +170,9 @@ def _tell(result: BurnResult, path: Path, *, as_json: bool) -> None:
         write_summary(path, told)
     except OSError as error:
         place = f"not written, {path}: {error.strerror}"
-    with contextlib.suppress(OSError, ValueError):  # the terminal may be gone; the exit code and the file are not
+    with contextlib.suppress(
+        OSError, ValueError
+    ):  # the terminal may be gone; the exit code and the file are not
         if as_json:
             print(summary_text(told), flush=True)  # noqa: T201 - the answer
             return
@@ -172,7 +189,8 @@ def say(line: str) -> None:
 
 
 class Sampler:
-    """Keeps what the verdict on a run of this planned length needs: samples of every worker, and the last snapshot.
+    """Keeps what the verdict on a run of this planned length needs: samples of every worker, and
+    the last snapshot.
 
     A watcher beside the one that shows the run. It sees nothing that the snapshot does not show.
     """
@@ -197,8 +215,13 @@ class Sampler:
         """Take the run as it ended."""
         self.last = snapshot
 
-    def measured(self, alarms: Mapping[str, Sequence[str]], unchecked: Mapping[str, str]) -> tuple[Measured, ...]:
-        """Return what was seen of every worker; by slot, which alarms were raised, and why checks ended."""
+    def measured(
+        self, alarms: Mapping[str, Sequence[str]], unchecked: Mapping[str, str]
+    ) -> tuple[Measured, ...]:
+        """Return what was seen of every worker.
+
+        By slot, which alarms were raised, and why checks ended.
+        """
         rows = () if self.last is None else self.last.rows
         return tuple(
             Measured(

@@ -1,10 +1,11 @@
 """The verdict on a worker, a node and a phase: measurements in, findings out.
 
-Covers the guides' success metrics (VRAM > 90 %, below 80 C sustained, zero errors) and what "sustained" and "stable"
-mean here. Does not measure (`verb.py`), and knows no clock: times are seconds since the work began. Pure.
+Covers the guides' success metrics (VRAM > 90 %, below 80 C sustained, zero errors) and what
+"sustained" and "stable" mean here. Does not measure (`verb.py`), and knows no clock: times are
+seconds since the work began. Pure.
 
-A metric that could not be measured is not judged, and that is never a pass: a phase whose purpose could not be judged
-has no verdict.
+A metric that could not be measured is not judged, and that is never a pass: a phase whose purpose
+could not be judged has no verdict.
 """
 
 from __future__ import annotations
@@ -25,15 +26,19 @@ from workers.messages import STARVED, WorkerState
 from workers.units import MIB
 
 #: What a worker must not be when its phase ends.
-_FALLEN = frozenset({HeadState.QUARANTINED, HeadState.LOST, HeadState.RESTARTING, HeadState.STARTING, *STARVED})
+_FALLEN = frozenset(
+    {HeadState.QUARANTINED, HeadState.LOST, HeadState.RESTARTING, HeadState.STARTING, *STARVED}
+)
 
 _SLOWED = frozenset({WorkerState.THROTTLED, WorkerState.PAUSED})
 
-#: A worker climbs to its cap and a card to its temperature first: so much of a phase is not judged for stability.
+#: A worker climbs to its cap and a card to its temperature first: so much of a phase is not judged
+#: for stability.
 _WARM_UP_SHARE = 0.2
 _WARM_UP_MOST_S = 120.0
 
-#: Throughput in a sample is the mean of about the last ten seconds; samples closer than that say the same twice.
+#: Throughput in a sample is the mean of about the last ten seconds; samples closer than that say
+#: the same twice.
 _WINDOW_S = 10.0
 _WINDOWS_LEAST = 4
 
@@ -67,7 +72,10 @@ PURPOSE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Where a pass ends. The first two are the guides' numbers. The names are those of the JSON result."""
+    """Where a pass ends.
+
+    The first two are the guides' numbers. The names are those of the JSON result.
+    """
 
     vram_held_least_pct: float = 90.0
     """A worker must hold more than this of its cap."""
@@ -76,12 +84,14 @@ class Limits:
     sustained_s: float = 30.0
     """At or above it for so long on end is sustained, however long the phase …"""
     sustained_pct: float = 10.0
-    """… and so is more than this share of the phase. Also the most that heat may slow a worker down."""
+    """… and so is more than this share of the phase. Also the most that heat may slow a worker
+    down.
+    """
     throughput_cv_most_pct: float = 5.0
     """Most that the throughput may scatter, as standard deviation over mean …"""
     throughput_drop_most_pct: float = 5.0
-    """… and fall from the first half to the second; "rejected on second-half drop or spread" is how ml-engineering's
-    mamf-finder determines what a card sustains."""
+    """… and fall from the first half to the second; "rejected on second-half drop or spread" is how
+    ml-engineering's mamf-finder determines what a card sustains."""
 
 
 GUIDES = Limits()
@@ -118,7 +128,9 @@ class Measured:
     alarms: tuple[str, ...] = ()
     """Names of the alarms that its card raised."""
     unchecked: str | None = None
-    """Why its results were checked no more, from some moment on; `None` if they were checked to the end."""
+    """Why its results were checked no more, from some moment on; `None` if they were checked to the
+    end.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,12 +146,16 @@ class Figures:
     """Longest time on end at or above the limit."""
     hot_pct: float | None = None
     slowed_pct: float | None = None
-    """Of the samples: how often the worker did less because of heat or an alarm. `None` without a sensor."""
+    """Of the samples: how often the worker did less because of heat or an alarm. `None` without a
+    sensor.
+    """
     throttle_max_pct: float | None = None
     tflops_mean: float | None = None
     tflops_cv_pct: float | None = None
     tflops_drop_pct: float | None = None
-    """By how much the second half was below the first, as a share of the first; negative if it was above."""
+    """By how much the second half was below the first, as a share of the first; negative if it was
+    above.
+    """
     power_w_mean: float | None = None
     """Of the worker's card, once it has warmed up; so are the next two."""
     samples_per_s_mean: float | None = None
@@ -171,14 +187,22 @@ def judge(measured: Measured) -> Judged:
     """Return the verdict on each metric of a worker."""
     figures = _figures(measured)
     opinions = {check: ask(measured, figures) for check, ask in _JUDGES.items()}
-    findings = {check: Finding(_VERDICTS[is_good], text) for check, (is_good, text) in opinions.items()}
+    findings = {
+        check: Finding(_VERDICTS[is_good], text) for check, (is_good, text) in opinions.items()
+    }
     return Judged(row=measured.row, figures=figures, findings=findings, alarms=measured.alarms)
 
 
 def verdict_of(phase: Phase, judged: Iterable[Judged], *, whole: bool = True) -> Verdict:
-    """Return the verdict on some workers in a phase: all must be good, its purpose judged, and it must have ended."""
+    """Return the verdict on some workers in a phase: all must be good, its purpose judged, and it
+    must have ended.
+    """
     workers = list(judged)
-    if any(finding.verdict is Verdict.FAIL for worker in workers for finding in worker.findings.values()):
+    if any(
+        finding.verdict is Verdict.FAIL
+        for worker in workers
+        for finding in worker.findings.values()
+    ):
         return Verdict.FAIL
     needed = [worker.findings[check].verdict for worker in workers for check in PURPOSE[phase]]
     passed = whole and needed and all(verdict is Verdict.PASS for verdict in needed)
@@ -196,8 +220,9 @@ def overall(verdicts: Iterable[Verdict]) -> Verdict:
 def error_count(row: Row, figures: Figures) -> int:
     """Return how many things went wrong with a worker, wrong results apart.
 
-    An out-of-memory error that was survived does not count, nor the emergency product after it: finding the largest
-    size that fits may cost one. A worker without memory for any step was not at work.
+    An out-of-memory error that was survived does not count, nor the emergency product after it:
+    finding the largest size that fits may cost one. A worker without memory for any step was not at
+    work.
     """
     idle = row.state in _FALLEN or row.counts.steps_ok == 0 or bool(figures.emergency_pct)
     return row.counts.steps_error + row.restarts + idle
@@ -208,7 +233,11 @@ def _figures(measured: Measured) -> Figures:
     warm_up_s = min(_WARM_UP_SHARE * measured.length_s, _WARM_UP_MOST_S)
     settled = [sample for sample in samples if sample.at_s >= warm_up_s] or list(samples)
     held = [sample.reserved_bytes for sample in settled if sample.reserved_bytes is not None]
-    warmth = [(sample.at_s, sample.temperature_c) for sample in samples if sample.temperature_c is not None]
+    warmth = [
+        (sample.at_s, sample.temperature_c)
+        for sample in samples
+        if sample.temperature_c is not None
+    ]
     hot = [(at_s, temperature_c >= GUIDES.temperature_limit_c) for at_s, temperature_c in warmth]
     throttled = [sample.throttle_pct for sample in samples if sample.throttle_pct is not None]
     windows = _windows(samples, warm_up_s)
@@ -222,7 +251,9 @@ def _figures(measured: Measured) -> Figures:
         temperature_max_c=max((temperature_c for _, temperature_c in warmth), default=None),
         hot_longest_s=_longest_s(hot) if hot else None,
         hot_pct=_pct_of(is_hot for _, is_hot in hot),
-        slowed_pct=_pct_of(sample.state in _SLOWED for sample in settled) if warmth or throttled else None,
+        slowed_pct=_pct_of(sample.state in _SLOWED for sample in settled)
+        if warmth or throttled
+        else None,
         throttle_max_pct=max(throttled, default=None),
         tflops_mean=mean,
         tflops_cv_pct=100 * pstdev(windows) / mean if mean and is_long else None,
@@ -257,7 +288,11 @@ def _windows(samples: Sequence[Sample], warm_up_s: float) -> list[float]:
 
 def _longest_s(flags: Sequence[tuple[float, bool]]) -> float:
     """Return the longest time between the first and the last of neighbours that are all true."""
-    runs = [[at_s for at_s, _ in group] for is_hot, group in groupby(flags, key=lambda flag: flag[1]) if is_hot]
+    runs = [
+        [at_s for at_s, _ in group]
+        for is_hot, group in groupby(flags, key=lambda flag: flag[1])
+        if is_hot
+    ]
     return max((times_s[-1] - times_s[0] for times_s in runs), default=0.0)
 
 
@@ -274,7 +309,10 @@ def _memory(measured: Measured, figures: Figures) -> _Opinion:
     most_bytes = max(sample.reserved_bytes or 0 for sample in measured.samples)
     if most_bytes > cap_bytes:
         return False, f"held {most_bytes / MIB:.0f} MiB, over its cap of {cap_bytes / MIB:.0f} MiB"
-    text = f"held {_pct(held_pct)} of its cap, more than {_pct(GUIDES.vram_held_least_pct)} is required"
+    text = (
+        f"held {_pct(held_pct)} of its cap, more than {_pct(GUIDES.vram_held_least_pct)} is "
+        "required"
+    )
     return held_pct > GUIDES.vram_held_least_pct, text
 
 
@@ -283,7 +321,9 @@ def _errors(measured: Measured, figures: Figures) -> _Opinion:
     said = {
         f"ended {row.state}: {row.reason}": row.state in _FALLEN,
         "did no step": row.counts.steps_ok == 0,
-        counted(row.counts.steps_error, "error of the workload", "errors of the workload"): row.counts.steps_error,
+        counted(
+            row.counts.steps_error, "error of the workload", "errors of the workload"
+        ): row.counts.steps_error,
         f"without memory for any step for {_pct(starved_pct or 0.0)} of the time": starved_pct,
         counted(row.restarts, "restart"): row.restarts,
     }
@@ -301,15 +341,23 @@ def _results(measured: Measured, _figures: Figures) -> _Opinion:
 
 
 def _temperature(_measured: Measured, figures: Figures) -> _Opinion:
-    if figures.temperature_max_c is None or figures.hot_pct is None or figures.hot_longest_s is None:
+    if (
+        figures.temperature_max_c is None
+        or figures.hot_pct is None
+        or figures.hot_longest_s is None
+    ):
         return None, "no sensor tells it"
     text = f"{figures.temperature_max_c:.0f} C at most"
     if figures.hot_pct:
         text += (
-            f", at or above {GUIDES.temperature_limit_c:.0f} C for {figures.hot_longest_s:.0f} s on end and "
+            f", at or above {GUIDES.temperature_limit_c:.0f} C for {figures.hot_longest_s:.0f} s "
+            "on end and "
             f"{_pct(figures.hot_pct)} of the time"
         )
-    return figures.hot_longest_s < GUIDES.sustained_s and figures.hot_pct <= GUIDES.sustained_pct, text
+    return (
+        figures.hot_longest_s < GUIDES.sustained_s and figures.hot_pct <= GUIDES.sustained_pct,
+        text,
+    )
 
 
 def _slowdown(measured: Measured, figures: Figures) -> _Opinion:
@@ -331,7 +379,9 @@ def _throughput(measured: Measured, figures: Figures) -> _Opinion:
     if cv_pct is None or drop_pct is None:
         return None, "too short, or the workload counts no operations: it takes a minute to tell"
     fell = drop_pct > GUIDES.throughput_drop_most_pct
-    text = f"scatters by {_pct(cv_pct)}" + (f", fell by {_pct(drop_pct)} in the second half" if fell else "")
+    text = f"scatters by {_pct(cv_pct)}" + (
+        f", fell by {_pct(drop_pct)} in the second half" if fell else ""
+    )
     return cv_pct <= GUIDES.throughput_cv_most_pct and not fell, text
 
 

@@ -1,6 +1,8 @@
-"""What an arm does and takes, not compared with the baseline: its columns of samples, operations, memory and seconds.
+"""What an arm does and takes, not compared with the baseline: its columns of samples, operations,
+memory and seconds.
 
-Pure. Speeds of different rounds are comparable only as far as the machine was the same, so verdicts use ratios.
+Pure. Speeds of different rounds are comparable only as far as the machine was the same, so verdicts
+use ratios.
 """
 
 from __future__ import annotations
@@ -20,10 +22,13 @@ class Absolute:
     """One arm. `None` is not known."""
 
     items_per_s: float | None = None
-    """Samples, tokens where lengths differ, or 10^9 operations of products; the median over rounds."""
+    """Samples, tokens where lengths differ, or 10^9 operations of products; the median over rounds.
+    """
     tflops: float | None = None
     mfu_pct: float | None = None
-    """These operations, of what the card is rated for in the arm's number type at the clock of the rounds."""
+    """These operations, of what the card is rated for in the arm's number type at the clock of the
+    rounds.
+    """
     peak_bytes: int | None = None
     host_bytes: int | None = None
     once_s: float | None = None
@@ -38,10 +43,11 @@ class Absolute:
         return _less(self.host_bytes, other.host_bytes)
 
     def pays_after_s(self, other: Absolute, effect: Effect | None) -> float | None:
-        """Return after how many seconds of training it has done as much as a slower arm that began faster.
+        """Return after how many seconds of training it has done as much as a slower arm that began
+        faster.
 
-        Where o are the seconds once and r the ratio of speeds, both have done as much at T with r (T - o1) = T - o2.
-        `None`: it is not known to be faster.
+        Where o are the seconds once and r the ratio of speeds, both have done as much at T with r
+        (T - o1) = T - o2. `None`: it is not known to be faster.
         """
         if effect is None or effect.low <= 1.0 or self.once_s is None or other.once_s is None:
             return None
@@ -51,7 +57,10 @@ class Absolute:
 
 
 def absolute_of(
-    per_item_s: Sequence[float], opened: Opened | None, dtype: str | None, clocks_mhz: Sequence[float]
+    per_item_s: Sequence[float],
+    opened: Opened | None,
+    dtype: str | None,
+    clocks_mhz: Sequence[float],
 ) -> Absolute:
     """Return what is known of an arm.
 
@@ -80,7 +89,11 @@ def _rated_tflops(opened: Opened, dtype: str | None, clocks_mhz: Sequence[float]
     if opened.card == "cpu" or dtype is None:
         return None
     profile = match_profile(opened.device_name, opened.device_bytes)
-    rated = None if profile is None else peak_tflops(profile, dtype, median(clocks_mhz) if clocks_mhz else None)
+    rated = (
+        None
+        if profile is None
+        else peak_tflops(profile, dtype, median(clocks_mhz) if clocks_mhz else None)
+    )
     return rated if rated is not None and math.isfinite(rated) else None
 
 

@@ -1,7 +1,8 @@
-"""The processes of arms, as the head sees them: started, asked one at a time, and ended by their own handles.
+"""The processes of arms, as the head sees them: started, asked one at a time, and ended by their
+own handles.
 
-An arm that dies, hangs or refuses is an `ArmError` with the reason, and never the end of the tuning. Does not choose
-what is asked.
+An arm that dies, hangs or refuses is an `ArmError` with the reason, and never the end of the
+tuning. Does not choose what is asked.
 """
 
 from __future__ import annotations
@@ -28,10 +29,15 @@ class Arm:
     """One arm: one process, or several that work at the same time."""
 
     def __init__(self, spec: ArmSpec, patience_s: float, copies: int = 1) -> None:
-        """Start the processes; they open nothing yet. One that does not answer within `patience_s` is killed."""
+        """Start the processes; they open nothing yet.
+
+        One that does not answer within `patience_s` is killed.
+        """
         self.name = spec.name
         self._patience_s = patience_s
-        self._members = [_Member(replace(spec, seed=spec.seed + number)) for number in range(copies)]
+        self._members = [
+            _Member(replace(spec, seed=spec.seed + number)) for number in range(copies)
+        ]
 
     def open(self, steps: int) -> Opened:
         """Have it do its first steps.
@@ -53,7 +59,9 @@ class Arm:
         Raises:
             ArmError: It cannot.
         """
-        done = self._ask(Turn(seconds=seconds, least_steps=least_steps), Done, self._patience_s + seconds)
+        done = self._ask(
+            Turn(seconds=seconds, least_steps=least_steps), Done, self._patience_s + seconds
+        )
         speed = sum(each.samples / each.seconds for each in done if each.seconds > 0)
         if speed <= 0:
             raise ArmError("it did nothing in its turn")
@@ -91,7 +99,8 @@ class _Member:
     def __init__(self, spec: ArmSpec) -> None:
         context = fork_context()
         self._connection, theirs = context.Pipe()
-        # Not a daemon: those may have no children, and a loader has some. It ends when the connection does.
+        # Not a daemon: those may have no children, and a loader has some. It ends when the
+        # connection does.
         self._process = context.Process(target=run_arm, args=(theirs, spec), name=spec.name)
         self._process.start()
         theirs.close()
@@ -111,7 +120,10 @@ class _Member:
         return answer
 
     def close(self) -> None:
-        """Close the connection, which ends the process once its turn is over; after some seconds kill it."""
+        """Close the connection, which ends the process once its turn is over.
+
+        After some seconds kill it.
+        """
         self._connection.close()
         self._process.join(_END_S)
         if self._process.is_alive():
@@ -122,7 +134,9 @@ class _Member:
         connection: Connection = self._connection
         if not connection.poll(patience_s):
             self._process.kill()
-            raise ArmError(f"it took more than {patience_s:.0f} s, so that the budget leaves it no rounds")
+            raise ArmError(
+                f"it took more than {patience_s:.0f} s, so that the budget leaves it no rounds"
+            )
         try:
             return connection.recv()
         except (EOFError, ConnectionResetError) as error:
@@ -134,5 +148,7 @@ class _Member:
         if code is None:
             return "its connection was lost"
         return (
-            f"its process was ended by {signal.Signals(-code).name}" if code < 0 else f"its process ended with {code}"
+            f"its process was ended by {signal.Signals(-code).name}"
+            if code < 0
+            else f"its process ended with {code}"
         )

@@ -20,8 +20,8 @@ from workers.files import replace_whole
 #: A rehearsal is for looking at the tool, and its figures hold for no card.
 _REHEARSAL_S: Final = 270.0
 
-#: The baseline and its repetition load torch, take their first steps and compete in three rounds, which an interval
-#: needs: half a minute at best. A lever has no turn in less than this.
+#: The baseline and its repetition load torch, take their first steps and compete in three rounds,
+#: which an interval needs: half a minute at best. A lever has no turn in less than this.
 _LEAST_S: Final = 60.0
 
 FILE: Final = "asked.json"
@@ -56,7 +56,9 @@ def begin(asked: Asked) -> Path:
     folder = store.tunings_folder() / f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     folder.mkdir(mode=0o700, parents=True)
     plain = {name: getattr(asked, name) for name in Asked.__dataclass_fields__}
-    replace_whole(folder / FILE, json.dumps({**plain, "created_at": now.isoformat(timespec="seconds")}))
+    replace_whole(
+        folder / FILE, json.dumps({**plain, "created_at": now.isoformat(timespec="seconds")})
+    )
     return folder
 
 
@@ -70,7 +72,8 @@ def folder_of(tune_id: str) -> Path:
     if len(found) != 1:
         known = sorted(each.parent.name for each in store.tunings_folder().glob(f"*/{FILE}"))[-3:]
         raise UsageError(
-            f"{len(found) or 'no'} tunings end with {tune_id!r} in {store.tunings_folder()}; the newest: "
+            f"{len(found) or 'no'} tunings end with {tune_id!r} in {store.tunings_folder()}; the "
+            "newest: "
             f"{', '.join(known) or 'none'}"
         )
     return found[0]
@@ -86,7 +89,9 @@ def read(folder: Path) -> Asked:
         plain = json.loads((folder / FILE).read_text(encoding="utf-8"))
         return Asked(**{**plain, "wanted": tuple(plain["wanted"])})
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UsageError(f"{folder / FILE} cannot be read ({one_line(str(error))[:200]}); run `tune` anew") from error
+        raise UsageError(
+            f"{folder / FILE} cannot be read ({one_line(str(error))[:200]}); run `tune` anew"
+        ) from error
 
 
 def asked_of(
@@ -101,17 +106,24 @@ def asked_of(
     """Return what is kept of a command line; what it leaves open the section `tune:` says.
 
     Raises:
-        UsageError: A lever is named that there is none of, the budget ends before a lever can be judged, or this
-            machine leaves a worker no memory.
+        UsageError: A lever is named that there is none of, the budget ends before a lever can be
+            judged, or this machine leaves a worker no memory.
     """
     if budget_s is not None and budget_s < _LEAST_S:
-        raise UsageError(f"--budget {budget_s:g}s ends before any lever has had its rounds; the least is {_LEAST_S:g}s")
+        raise UsageError(
+            f"--budget {budget_s:g}s ends before any lever has had its rounds; the least is "
+            f"{_LEAST_S:g}s"
+        )
     if workload not in {"train", products.WORKLOAD}:
-        raise UsageError(f"--workload {workload}: no levers are known of it; valid: train, {products.WORKLOAD}")
+        raise UsageError(
+            f"--workload {workload}: no levers are known of it; valid: train, {products.WORKLOAD}"
+        )
     if workload == "train":
         of_file = [] if config.tune.levers == "all" else names_in(config.tune.levers)
         named, wanted = "--levers" if wanted else "tune.levers", wanted or of_file
-        levers.chosen(levers.train_candidates(levers.baseline_of(config.train, on_card=True)), wanted, named)
+        levers.chosen(
+            levers.train_candidates(levers.baseline_of(config.train, on_card=True)), wanted, named
+        )
     config_from_text(file_text, "the configuration")  # tuned.yaml is made of it without `--set`
     environment = in_rehearsal(config, None) if rehearse else on_this_machine(config)
     return Asked(
@@ -121,6 +133,7 @@ def asked_of(
         one_machine=environment.target.one_machine,
         rehearse=rehearse,
         workload=workload,
-        budget_s=budget_s or (min(config.tune.budget_s, _REHEARSAL_S) if rehearse else config.tune.budget_s),
+        budget_s=budget_s
+        or (min(config.tune.budget_s, _REHEARSAL_S) if rehearse else config.tune.budget_s),
         wanted=tuple(wanted),
     )

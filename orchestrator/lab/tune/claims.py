@@ -1,6 +1,8 @@
-"""The guides' claims as values: what `claims.toml` holds, checked. Pure, but for `load`, which reads that file.
+"""The guides' claims as values: what `claims.toml` holds, checked. Pure, but for `load`, which
+reads that file.
 
-Does not judge a claim (`claims_verdict.py`) and does not collect what is known here (`claims_facts.py`).
+Does not judge a claim (`claims_verdict.py`) and does not collect what is known here
+(`claims_facts.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 How: TypeAlias = Literal["tune", "plan", "card", "torch", "sum", "here", "run", "none"]
 Workload: TypeAlias = Literal["gpt", "cnn", "matmul"]
 
-#: What is claimed, the unit that is shown, and the value of "no effect". `None`: right or wrong as it is.
+#: What is claimed, the unit that is shown, and the value of "no effect". `None`: right or wrong as
+#: it is.
 QUANTITIES: Final[Mapping[str, tuple[str, float | None]]] = {
     "speed": ("x", 1.0),
     "saved_pct": ("%", 0.0),
@@ -41,7 +44,8 @@ QUANTITIES: Final[Mapping[str, tuple[str, float | None]]] = {
 #: What a claim needs that this product does not bring, and so why it cannot be tested.
 NEEDS: Final[Mapping[str, str]] = {
     "sharding": "no model is divided among workers here: each worker trains its own",
-    "overclocking": "a run never changes clocks; only `burn --sweep` does, as root, and it measures no training",
+    "overclocking": "a run never changes clocks; only `burn --sweep` does, as root, and it "
+    "measures no training",
     "own-kernels": "no CUDA kernel was written for this product",
     "power-supply": "no sensor tells what a power supply can deliver",
     "memory-use": "how long a card's memory is busy is not recorded",
@@ -49,9 +53,11 @@ NEEDS: Final[Mapping[str, str]] = {
     "guide-program": "it is about the guide's own program as it was, which is not here",
     "guide-images": "the images of 300W-LP and BIWI are not here: data sets are made, or yours",
     "guide-model": "the weights and texts of the guide's model, Gemma-1B, are not here",
-    "item-key": "no key adds a second .item(): the loop reads the loss once for each optimiser step",
+    "item-key": "no key adds a second .item(): the loop reads the loss once for each optimiser "
+    "step",
     "evaluation-key": "no key moves the sums of an evaluation off the card: they are made there",
-    "tripled-batch": "a tuning tries a batch half as large again and one twice as large, not one of three times",
+    "tripled-batch": "a tuning tries a batch half as large again and one twice as large, not one "
+    "of three times",
     "person": "how long a person works on it is not measured",
     "points": "points have no unit in which they could be measured",
 }
@@ -107,19 +113,27 @@ class Claim(BaseModel):
     def _complete(self) -> Self:
         """Refuse a row that could not be computed."""
         if self.quantity not in QUANTITIES:
-            raise ValueError(f"there is no quantity {self.quantity!r}; valid: {', '.join(QUANTITIES)}")
+            raise ValueError(
+                f"there is no quantity {self.quantity!r}; valid: {', '.join(QUANTITIES)}"
+            )
         if self.low is None and self.high is None:
             raise ValueError("it claims no number: set low or high")
         arm = (self.lever, self.setting, self.workload)
         if (self.how == "tune") != all(arm) or (self.how != "tune" and any(arm)):
-            raise ValueError("lever, setting and workload belong to how: tune, which needs all three")
+            raise ValueError(
+                "lever, setting and workload belong to how: tune, which needs all three"
+            )
         if (self.how == "none") != bool(self.needs):
             raise ValueError("needs belongs to how: none, which needs it")
         if (self.value is None) != (self.how in {"tune", "none"}):
             raise ValueError("a value belongs to each how but tune and none")
-        families = {name.split(".")[0] for name in names_in(f"{self.value or ''} {self.value_high or ''}")}
+        families = {
+            name.split(".")[0] for name in names_in(f"{self.value or ''} {self.value_high or ''}")
+        }
         if families - _FAMILIES[self.how]:
-            raise ValueError(f"how: {self.how} knows no {', '.join(sorted(families - _FAMILIES[self.how]))}")
+            raise ValueError(
+                f"how: {self.how} knows no {', '.join(sorted(families - _FAMILIES[self.how]))}"
+            )
         return self
 
 
@@ -139,7 +153,9 @@ class Claims(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     plan: Mapping[str, Mapping[str, Any]] = Field(default_factory=dict)
-    """Memory plans by name: keys of `train:` and what `workers.training.plans_main` takes beside them."""
+    """Memory plans by name: keys of `train:` and what `workers.training.plans_main` takes beside
+    them.
+    """
     guide: tuple[Guide, ...] = ()
 
     @property

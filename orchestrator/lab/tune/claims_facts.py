@@ -1,6 +1,8 @@
-"""Collects what this machine knows of the guides' claims: cards, memory plans, the newest run, and stored tunings.
+"""Collects what this machine knows of the guides' claims: cards, memory plans, the newest run, and
+stored tunings.
 
-Measures nothing on a card. The memory plans are computed by a process of their own, because that needs torch.
+Measures nothing on a card. The memory plans are computed by a process of their own, because that
+needs torch.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ def facts_of(claims: Claims, runs_dir: Path) -> Facts:
         rows={workload: (*result.rows, *_chosen_row(result)) for workload, result in tuned.items()},
         plain={workload: _plain_of(result) for workload, result in tuned.items()},
         on_card=bool(cards),
-        cards=frozenset(profile.key for card in cards if (profile := match_profile(card.name, card.total_bytes))),
+        cards=frozenset(
+            profile.key for card in cards if (profile := match_profile(card.name, card.total_bytes))
+        ),
     )
 
 
@@ -85,7 +89,9 @@ def _plain_of(result: Result) -> dict[str, str]:
     """Return the settings of a tuning's baseline, which has no row of its own."""
     if result.subject.model == WORKLOAD:
         return {key: _text(value) for key, value in baseline_of(0).items() if key != "size"}
-    batch = {key: value for key, value in result.chosen.items() if key == "batch"}  # no lever of speed: never chosen
+    batch = {
+        key: value for key, value in result.chosen.items() if key == "batch"
+    }  # no lever of speed: never chosen
     return {key: _text(value) for key, value in {**PLAIN, **batch}.items()}
 
 
@@ -95,15 +101,21 @@ def _chosen_row(result: Result) -> Iterator[Row]:
     needed = {key for key, value in plain.items() if chosen.get(key, value) != value}
     sets = [(_changes_of(row), row) for row in result.rows]
     fitting = [
-        (len(changes), row) for changes, row in sets if changes.items() <= chosen.items() and needed <= {*changes}
+        (len(changes), row)
+        for changes, row in sets
+        if changes.items() <= chosen.items() and needed <= {*changes}
     ]
     if needed and fitting:
         row = max(fitting, key=lambda each: each[0])[1]
-        yield replace(row, lever="all", setting="chosen", reason=f"{row.lever}={row.setting}: {row.reason}")
+        yield replace(
+            row, lever="all", setting="chosen", reason=f"{row.lever}={row.setting}: {row.reason}"
+        )
 
 
 def _changes_of(row: Row) -> dict[str, str]:
-    """Return what a row changes against the baseline, as its names say: `a + b` and `1 + 2 with c 3`."""
+    """Return what a row changes against the baseline, as its names say: `a + b` and `1 + 2 with c
+    3`.
+    """
     changes = {}
     for lever, setting in zip(row.lever.split(" + "), row.setting.split(" + "), strict=False):
         value, *beside = setting.split(" with ")
@@ -152,7 +164,10 @@ def _newest_run(runs_dir: Path) -> StoredRun | None:
 
 
 def _run_values(run: StoredRun, uuids: Collection[str]) -> Iterator[tuple[str, float]]:
-    """Yield what a run recorded at its end; of several slots on the cards of this machine the highest value."""
+    """Yield what a run recorded at its end.
+
+    Of several slots on the cards of this machine the highest value.
+    """
     snapshot = run.snapshot()
     counts = snapshot.counts
     if counts.success_rate is not None:
@@ -185,7 +200,9 @@ def _row_values(row: SlotRow) -> Iterator[tuple[str, float]]:
 
 
 def _planned(plans: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, float], dict[str, str]]:
-    """Return the values of the memory plans and torch's defaults, and the names that have none with the reason."""
+    """Return the values of the memory plans and torch's defaults, and the names that have none with
+    the reason.
+    """
     try:
         done = subprocess.run(
             [sys.executable, "-m", "workers.training.plans_main"],
@@ -198,15 +215,21 @@ def _planned(plans: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, float], 
         )
         told = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
-        return {}, dict.fromkeys(("plan", "torch"), f"the memory plans took longer than {_TIMEOUT_S:.0f} s")
+        return {}, dict.fromkeys(
+            ("plan", "torch"), f"the memory plans took longer than {_TIMEOUT_S:.0f} s"
+        )
     except (ValueError, IndexError):
         last = [one_line(line)[:300] for line in done.stderr.splitlines() if line.strip()][-1:]
-        said = ": ".join([f"the process that computes it ended with status {done.returncode}", *last])
+        said = ": ".join(
+            [f"the process that computes it ended with status {done.returncode}", *last]
+        )
         return {}, dict.fromkeys(("plan", "torch"), said)
     values = {f"torch.{name}": float(value) for name, value in told["torch"].items()}
     refused = {}
     for name, plan in told["plans"].items():
         if "refused" in plan:
             refused[f"plan.{name}"] = plan["refused"]
-        values |= {f"plan.{name}.{part}": value for part, value in plan.items() if part != "refused"}
+        values |= {
+            f"plan.{name}.{part}": value for part, value in plan.items() if part != "refused"
+        }
     return values, refused

@@ -37,20 +37,27 @@ def judged(claims: Claims, facts: Facts) -> tuple[Judged, ...]:
 
 
 def page_text(claims: Claims, all_judged: Sequence[Judged]) -> str:
-    """Return a table for each guide, how many claims got which verdict, and the commands that would measure more."""
+    """Return a table for each guide, how many claims got which verdict, and the commands that would
+    measure more.
+    """
     return "\n".join(_lines(claims, all_judged)) + "\n"
 
 
 def page_json(all_judged: Sequence[Judged]) -> str:
     """Return the same as one JSON object; the keys are a promise to scripts."""
     rows = [_plain(each) for each in all_judged]
-    return json.dumps({"schema": SCHEMA, "claims": rows, "verdicts": _counts(all_judged)}, indent=1, allow_nan=False)
+    return json.dumps(
+        {"schema": SCHEMA, "claims": rows, "verdicts": _counts(all_judged)},
+        indent=1,
+        allow_nan=False,
+    )
 
 
 def guides_say(
     claims: Claims, workload: Workload | None, lever: str, setting: str, plain: Mapping[str, object]
 ) -> Claimed | None:
-    """Return what guides claim of the speed of a lever at a setting, all of them together; `None`: nothing.
+    """Return what guides claim of the speed of a lever at a setting, all of them together; `None`:
+    nothing.
 
     Args:
         claims: The claims of all guides.
@@ -69,7 +76,9 @@ def guides_say(
     if not found:
         return None
     return Claimed(
-        said=", ".join(dict.fromkeys(f"{_span(each.low, each.high, 'x')} ({each.seed})" for each in found)),
+        said=", ".join(
+            dict.fromkeys(f"{_span(each.low, each.high, 'x')} ({each.seed})" for each in found)
+        ),
         low=min(-math.inf if each.low is None else each.low for each in found),
         high=max(math.inf if each.high is None else each.high for each in found),
     )
@@ -79,9 +88,13 @@ def _lines(claims: Claims, all_judged: Sequence[Judged]) -> Iterator[str]:
     for guide in claims.guide:
         yield f"Guide {guide.seed}: {guide.title}"
         mine = [each for each in all_judged if each.claim.seed == guide.seed]
-        yield from aligned([_HEADINGS, *(_cells(each) for each in mine)], set(_HEADINGS[1:2] + _HEADINGS[4:]))
+        yield from aligned(
+            [_HEADINGS, *(_cells(each) for each in mine)], set(_HEADINGS[1:2] + _HEADINGS[4:])
+        )
         yield ""
-    yield f"{len(all_judged)} claims: " + ", ".join(f"{count} {name}" for name, count in _counts(all_judged).items())
+    yield f"{len(all_judged)} claims: " + ", ".join(
+        f"{count} {name}" for name, count in _counts(all_judged).items()
+    )
     commands = Counter(each.here.command for each in all_judged if each.here.command is not None)
     for command, count in commands.most_common():
         yield f"python -m orchestrator {command}    # would measure {count} more"

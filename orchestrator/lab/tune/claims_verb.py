@@ -1,4 +1,7 @@
-"""`tune --claims`: the guides' tables with what this machine knows of each claim. Measures nothing on a card."""
+"""`tune --claims`: the guides' tables with what this machine knows of each claim.
+
+Measures nothing on a card.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""What this machine says of a guide's claim: computed from the claim and from facts, never stored. Pure.
+"""What this machine says of a guide's claim: computed from the claim and from facts, never stored.
+Pure.
 
-The facts are the rows of a tuning, the memory plan, the card's data, torch's defaults, and what a run recorded. What is
-missing among them gives UNAVAILABLE (it cannot be had here) or UNDECIDED (a command would measure it), with the reason.
+The facts are the rows of a tuning, the memory plan, the card's data, torch's defaults, and what a
+run recorded. What is missing among them gives UNAVAILABLE (it cannot be had here) or UNDECIDED (a
+command would measure it), with the reason.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ class Facts:
     values: Mapping[str, float] = field(default_factory=dict)
     """By name, such as `plan.medium_fp32.total_gib`."""
     absent: Mapping[str, str] = field(default_factory=dict)
-    """Why a name, or all names that begin so, cannot have a value here: UNAVAILABLE. A name in neither: UNDECIDED."""
+    """Why a name, or all names that begin so, cannot have a value here: UNAVAILABLE. A name in
+    neither: UNDECIDED.
+    """
     sources: Mapping[str, str] = field(default_factory=dict)
     """Where the values of a family come from, such as `run` from `run 20261123-…`."""
     rows: Mapping[Workload, tuple[Row, ...]] = field(default_factory=dict)
@@ -80,7 +84,9 @@ class Here:
     verdict: Verdict
     reason: str
     low: float | None = None
-    """The value here, in the unit of the claim's quantity; with `high` a range. `None`: there is none."""
+    """The value here, in the unit of the claim's quantity; with `high` a range. `None`: there is
+    none.
+    """
     high: float | None = None
     command: str | None = None
     """What would measure it; `None` where nothing is missing, or nothing helps."""
@@ -91,7 +97,10 @@ class _NoValueError(Exception):
 
 
 def judge(claim: Claim, facts: Facts, needs: Mapping[str, str]) -> Here:
-    """Return what the facts say of a claim; `needs` says why something that a claim needs is not here."""
+    """Return what the facts say of a claim.
+
+    `needs` says why something that a claim needs is not here.
+    """
     missing = [needs[need] for need in claim.needs if need in needs]
     if missing:
         return Here(verdict=Verdict.UNAVAILABLE, reason="; ".join(missing))
@@ -99,7 +108,9 @@ def judge(claim: Claim, facts: Facts, needs: Mapping[str, str]) -> Here:
         return Here(verdict=Verdict.UNDECIDED, reason="nothing measures it yet")
     if claim.on is not None and claim.on not in facts.cards:
         others = (
-            f"this machine has {', '.join(sorted(facts.cards))}" if facts.cards else "this machine has no known card"
+            f"this machine has {', '.join(sorted(facts.cards))}"
+            if facts.cards
+            else "this machine has no known card"
         )
         return Here(verdict=Verdict.UNAVAILABLE, reason=f"it is of {claim.on}; {others}")
     return _of_tuning(claim, facts) if claim.how == "tune" else _of_value(claim, facts)
@@ -119,10 +130,13 @@ def span_of(expression: str, values: Mapping[str, float]) -> float:
 def compare(claim: Claim, low: float, high: float) -> Verdict:
     """Return the verdict on a claim, of a value between `low` and `high`.
 
-    A value that overlaps the claim confirms it, any other one refutes it. An effect (see `QUANTITIES`) may also be
-    absent, or smaller than claimed; see `verdicts.against`.
+    A value that overlaps the claim confirms it, any other one refutes it. An effect (see
+    `QUANTITIES`) may also be absent, or smaller than claimed; see `verdicts.against`.
     """
-    claimed = (-math.inf if claim.low is None else claim.low, math.inf if claim.high is None else claim.high)
+    claimed = (
+        -math.inf if claim.low is None else claim.low,
+        math.inf if claim.high is None else claim.high,
+    )
     neutral = QUANTITIES[claim.quantity][1]
     if neutral is None:
         return Verdict.CONFIRMED if low <= claimed[1] and high >= claimed[0] else Verdict.REFUTED
@@ -137,7 +151,10 @@ def _of_value(claim: Claim, facts: Facts) -> Here:
         return _without(str(error), facts)
     reason = facts.sources.get(claim.how) or _SOURCES.get(claim.how, claim.how)
     if claim.how == "plan":
-        reason += f" of {', '.join(dict.fromkeys(name.split('.')[1] for name in names_in(claim.value or '')))}"
+        reason += (
+            " of "
+            f"{', '.join(dict.fromkeys(name.split('.')[1] for name in names_in(claim.value or '')))}"
+        )
     return Here(verdict=compare(claim, low, high), reason=reason, low=low, high=high)
 
 
@@ -157,7 +174,11 @@ def _without(name: str, facts: Facts) -> Here:
         if known in facts.absent:
             return Here(verdict=Verdict.UNAVAILABLE, reason=facts.absent[known])
     if parts[0] == "run":
-        return Here(verdict=Verdict.UNDECIDED, reason="no run has recorded it here", command=_RUN[not facts.on_card])
+        return Here(
+            verdict=Verdict.UNDECIDED,
+            reason="no run has recorded it here",
+            command=_RUN[not facts.on_card],
+        )
     return Here(verdict=Verdict.UNAVAILABLE, reason=f"{name} is not known here")
 
 
@@ -169,7 +190,11 @@ def _of_tuning(claim: Claim, facts: Facts) -> Here:
     for setting in (claim.setting, claim.against):
         found = _arm(claim, facts, setting)
         if found is None:
-            return _unmeasured(claim, facts, f"the newest tuning of {claim.workload} has no {claim.lever}={setting}")
+            return _unmeasured(
+                claim,
+                facts,
+                f"the newest tuning of {claim.workload} has no {claim.lever}={setting}",
+            )
         told = f"{found.lever}={found.setting}: {found.reason}"
         if found.verdict in {Verdict.BROKEN, Verdict.UNAVAILABLE}:
             return Here(verdict=found.verdict, reason=told)
@@ -181,8 +206,13 @@ def _of_tuning(claim: Claim, facts: Facts) -> Here:
     high = (arm.speed_high or 0.0) / (other.speed_low or 1.0)
     verdict = compare(claim, low, high)
     measured = [each for each in arms if each.reason]
-    # The verdict of an arm whose objective differs is on its loss, and two arms are not compared with the baseline.
-    on_speed = [each for each in measured if len(measured) == 1 and each.parity_class != ParityClass.OBJECTIVE]
+    # The verdict of an arm whose objective differs is on its loss, and two arms are not compared
+    # with the baseline.
+    on_speed = [
+        each
+        for each in measured
+        if len(measured) == 1 and each.parity_class != ParityClass.OBJECTIVE
+    ]
     if any(each.verdict is Verdict.UNDECIDED for each in on_speed):
         verdict = Verdict.UNDECIDED  # the test over all levers together did not find it real
     return Here(
@@ -195,11 +225,21 @@ def _of_tuning(claim: Claim, facts: Facts) -> Here:
 
 
 def _arm(claim: Claim, facts: Facts, setting: str | None) -> Row | None:
-    """Return the row of a setting of the claim's lever; the baseline, which has none, is 1.0 by definition."""
+    """Return the row of a setting of the claim's lever.
+
+    The baseline, which has none, is 1.0 by definition.
+    """
     lever, wanted = claim.lever or "", (setting or "").lower()
     plain = facts.plain.get(claim.workload or "gpt", {}).get(lever)
     if setting is None or wanted == plain:
-        return Row(lever=lever, setting=wanted, speed_low=1.0, speed_high=1.0, verdict=Verdict.CONFIRMED, reason="")
+        return Row(
+            lever=lever,
+            setting=wanted,
+            speed_low=1.0,
+            speed_high=1.0,
+            verdict=Verdict.CONFIRMED,
+            reason="",
+        )
     for row in facts.rows.get(claim.workload or "gpt", ()):
         # An arm that needs other keys beside its own says so: "0.5 with dropout 0.1".
         if row.lever == lever and row.setting.lower().split(" with ")[0] == wanted:
@@ -223,10 +263,14 @@ def _computed(node: ast.expr, values: Mapping[str, float]) -> float:
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         return float(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_computed(node.left, values), _computed(node.right, values))
+        return _OPERATORS[type(node.op)](
+            _computed(node.left, values), _computed(node.right, values)
+        )
     if isinstance(node, ast.Attribute):
         return values[_dotted(node)]
-    raise ValueError(f"an expression may hold numbers, names and + - * /, not {ast.unparse(node)!r}")
+    raise ValueError(
+        f"an expression may hold numbers, names and + - * /, not {ast.unparse(node)!r}"
+    )
 
 
 def _dotted(node: Any) -> str:  # noqa: ANN401 - any part of an expression

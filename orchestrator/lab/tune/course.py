@@ -1,4 +1,5 @@
-"""The three passes of one tuning: each lever alone, those that help together, and each of these left out.
+"""The three passes of one tuning: each lever alone, those that help together, and each of these
+left out.
 
 Decides in `passes.py` and `report.py`; arms run in `measuring.py`. Writes no file but the journal.
 """
@@ -43,9 +44,13 @@ class Found:
 
 
 class Course:
-    """The passes of one tuning, of which those that were measured before a kill are not measured again."""
+    """The passes of one tuning, of which those that were measured before a kill are not measured
+    again.
+    """
 
-    def __init__(self, kind: Kind, plan: Plan, objective: Objective, journal: Journal, measuring: Measuring) -> None:
+    def __init__(
+        self, kind: Kind, plan: Plan, objective: Objective, journal: Journal, measuring: Measuring
+    ) -> None:
         self._kind = kind
         self._plan = plan
         self._objective = objective
@@ -63,7 +68,11 @@ class Course:
         possible = [each for each in several if each.name not in self._kind.impossible]
         first = self._measuring.settle_steps(len(possible))
         alone = self._run("alone", passes.by_expected_gain(possible, self._objective), _ALONE)
-        every = list(zip([self._again(), *several], self._rows([self._again(), *several], alone), strict=True))
+        every = list(
+            zip(
+                [self._again(), *several], self._rows([self._again(), *several], alone), strict=True
+            )
+        )
         judged = every[1:]
         gains = self._gains(possible, alone)
         helping = passes.winners(judged, gains, self._objective, self._plan.resolve)
@@ -76,17 +85,25 @@ class Course:
             data = self._run("cumulative", shown, _STACKED)
             # A set of one lever is that lever, and has a row already.
             known = {each.name for each, _ in every}
-            every += [pair for pair in zip(shown, self._rows(shown, data), strict=True) if pair[0].name not in known]
+            every += [
+                pair
+                for pair in zip(shown, self._rows(shown, data), strict=True)
+                if pair[0].name not in known
+            ]
             best, last = self._best_of(self._stacked(helping, stacked_sets, data), data)
             every += last.rows
             if yours is not None:
-                best_to_yours = self._gain(last.data, BASELINE if best is None else best.name, yours.name)
+                best_to_yours = self._gain(
+                    last.data, BASELINE if best is None else best.name, yours.name
+                )
         open_levers = passes.open_questions(judged, gains, self._objective, self._plan.resolve)
         return Found(
             first=first,
             rows=tuple(row for _, row in every),
             choice=passes.choose(best, yours, best_to_yours, open_levers, self._objective),
-            pareto=pareto_names([each for each, _ in every], [row for _, row in every], self._journal.opened),
+            pareto=pareto_names(
+                [each for each, _ in every], [row for _, row in every], self._journal.opened
+            ),
         )
 
     def _run(self, pass_name: str, candidates: Sequence[Candidate], share: float) -> PassData:
@@ -102,13 +119,21 @@ class Course:
         """Whether a pass may begin, or has begun."""
         return pass_name in self._journal.passes or self._journal.elapsed_s < self._plan.budget_s
 
-    def _stacked(self, several: Sequence[Candidate], sets: Sequence[Candidate], data: PassData) -> list[Candidate]:
+    def _stacked(
+        self, several: Sequence[Candidate], sets: Sequence[Candidate], data: PassData
+    ) -> list[Candidate]:
         """Return the levers that did not make the set below them worse."""
         names = [BASELINE, *(each.name for each in sets)]
-        return passes.kept_after_stacking(several, [self._gain(data, upper, lower) for lower, upper in pairwise(names)])
+        return passes.kept_after_stacking(
+            several, [self._gain(data, upper, lower) for lower, upper in pairwise(names)]
+        )
 
-    def _best_of(self, kept: Sequence[Candidate], stacked: PassData) -> tuple[Candidate | None, _Last]:
-        """Return the best set, after it was measured without each of its levers, and the pass that compares it."""
+    def _best_of(
+        self, kept: Sequence[Candidate], stacked: PassData
+    ) -> tuple[Candidate | None, _Last]:
+        """Return the best set, after it was measured without each of its levers, and the pass that
+        compares it.
+        """
         if not kept:
             return None, _Last(data=stacked)
         whole, rests = passes.merged(kept), passes.with_one_left_out(kept)
@@ -127,7 +152,9 @@ class Course:
         return best, _Last(data=data, rows=rows)
 
     def _gain(self, data: PassData, name: str, against: str) -> Gain | None:
-        return None if name in data.lost else self._measured(data).gain(self._objective, name, against)
+        return (
+            None if name in data.lost else self._measured(data).gain(self._objective, name, against)
+        )
 
     def _gains(self, several: Sequence[Candidate], data: PassData) -> Mapping[str, Gain]:
         """Return what each lever gains over the baseline; the intervals hold together."""
@@ -144,7 +171,9 @@ class Course:
         return Measurements(
             data=data,
             opened=opened,
-            noise=noise_of([course_of(opened[name]) for name in (BASELINE, *seeds) if name in opened]),
+            noise=noise_of(
+                [course_of(opened[name]) for name in (BASELINE, *seeds) if name in opened]
+            ),
             resolve=self._plan.resolve,
             confidence=self._plan.confidence,
             seed_names=seeds,
@@ -173,7 +202,9 @@ class _Last:
     rows: tuple[tuple[Candidate, Row], ...] = ()
 
 
-def result_of(folder_name: str, created_at: str, kind: Kind, journal: Journal, found: Found) -> store.Result:
+def result_of(
+    folder_name: str, created_at: str, kind: Kind, journal: Journal, found: Found
+) -> store.Result:
     """Return the result of a tuning, as it is stored."""
     first, data = found.first, journal.passes.values()
     dropped: dict[str, int] = {}
@@ -182,7 +213,9 @@ def result_of(folder_name: str, created_at: str, kind: Kind, journal: Journal, f
             dropped[reason] = dropped.get(reason, 0) + count
     return store.Result(
         tune_id=folder_name,
-        subject=store.Subject(card=first.card, driver=first.driver, torch=first.torch, model=kind.model),
+        subject=store.Subject(
+            card=first.card, driver=first.driver, torch=first.torch, model=kind.model
+        ),
         device_name=first.device_name,
         created_at=created_at,
         duration_s=round(journal.elapsed_s, 1),
@@ -200,6 +233,7 @@ def _claims_of(kind: Kind) -> Mapping[str, Claimed]:
     """Return what guides say of the candidates of a kind, by name."""
     guides, workload = load(), workload_of(kind.model)
     said = {
-        each.name: guides_say(guides, workload, each.lever, each.setting, kind.baseline) for each in kind.candidates
+        each.name: guides_say(guides, workload, each.lever, each.setting, kind.baseline)
+        for each in kind.candidates
     }
     return {name: claim for name, claim in said.items() if claim is not None}

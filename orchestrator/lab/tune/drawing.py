@@ -14,8 +14,18 @@ from workers.units import MIB
 _WORDS: Final = frozenset({"lever", "setting", "guide says", "interval", "verdict"})
 _UNKNOWN: Final = "–"  # noqa: RUF001 - the sign for an unknown value
 
-#: Left out one after the other where a terminal is too narrow; what has no value in any row is left out anyway.
-_FIRST_TO_GO: Final = ("once s", "pays after", "host MiB", "gap x noise", "TFLOP/s", "guide says", "MFU %", "samples/s")
+#: Left out one after the other where a terminal is too narrow; what has no value in any row is left
+#: out anyway.
+_FIRST_TO_GO: Final = (
+    "once s",
+    "pays after",
+    "host MiB",
+    "gap x noise",
+    "TFLOP/s",
+    "guide says",
+    "MFU %",
+    "samples/s",
+)
 
 _LONGEST: Final = 40
 _LONGEST_IF_NARROW: Final = 18
@@ -31,11 +41,17 @@ def table(result: Result, width: int | None) -> Iterator[str]:
     subject = result.subject
     yield f"Tuning {result.tune_id}: {subject.model} on {result.device_name}, torch {subject.torch}"
     dropped = ", ".join(f"{count} for {reason}" for reason, count in result.dropped.items())
-    yield f"{counted(result.rounds, 'round')} in {result.duration_s:.0f} s; dropped: {dropped or 'none'}"
+    yield (
+        f"{counted(result.rounds, 'round')} in {result.duration_s:.0f} s; dropped: "
+        f"{dropped or 'none'}"
+    )
     yield ""
     yield from _fitting(result.rows, width)
     yield ""
-    yield from (f"{row.lever} {_cut(row.setting, _LONGEST)}: {row.verdict}: {row.reason}" for row in result.rows)
+    yield from (
+        f"{row.lever} {_cut(row.setting, _LONGEST)}: {row.verdict}: {row.reason}"
+        for row in result.rows
+    )
     yield ""
     if result.pareto:
         yield f"Not beaten in speed and memory: {'; '.join(result.pareto)}"
@@ -51,7 +67,9 @@ def _fitting(rows: Sequence[Row], width: int | None) -> list[str]:
         for gone in (None, *_FIRST_TO_GO):
             left_out = [*left_out, *([] if gone is None else [gone])]
             names = [name for name in kept if name not in left_out]
-            lines = list(aligned([names, *([row[name] for name in names] for row in cells)], _WORDS))
+            lines = list(
+                aligned([names, *([row[name] for name in names] for row in cells)], _WORDS)
+            )
             if width is None or max(map(len, lines)) <= width:
                 return lines
     return lines
@@ -87,7 +105,9 @@ def _mib(size_bytes: int | None, more_bytes: int | None) -> str:
     """Return a size with its difference to the baseline's, such as `24.7 (-1.5)`."""
     if size_bytes is None:
         return _UNKNOWN
-    return f"{size_bytes / MIB:.1f}" + (f" ({more_bytes / MIB:+.1f})" if more_bytes is not None else "")
+    return f"{size_bytes / MIB:.1f}" + (
+        f" ({more_bytes / MIB:+.1f})" if more_bytes is not None else ""
+    )
 
 
 def _duration(seconds: float) -> str:

@@ -1,6 +1,7 @@
 """What a tuning has measured so far, one JSON object a line, so that one that was killed can go on.
 
-Each line is written as soon as it is known. The last one may be cut off by a kill, and is then left out.
+Each line is written as soon as it is known. The last one may be cut off by a kill, and is then left
+out.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class PassData:
     clocks_mhz: list[float] = field(default_factory=list)
     """Of the card, one of each round that counts; empty without a card."""
     later: dict[str, dict[int, float]] = field(default_factory=dict)
-    """Validation losses after so many turns. Those of two arms after equally many are those at equal time."""
+    """Validation losses after so many turns. Those of two arms after equally many are those at
+    equal time.
+    """
     over_at_s: float = -1.0
     """The budget with which the pass came to its end; a larger one continues it."""
 

@@ -1,4 +1,6 @@
-"""What differs between tuning a training and tuning matmul: baseline, candidates, and what an arm is told."""
+"""What differs between tuning a training and tuning matmul: baseline, candidates, and what an arm
+is told.
+"""
 
 from __future__ import annotations
 
@@ -52,17 +54,22 @@ def training(
 ) -> Kind:
     """Return the tuning of `train:`; `choose` picks the candidates that were asked for.
 
-    Where the plain baseline does not fit, `checkpoint` is `all` in it and in all arms that do not say otherwise.
+    Where the plain baseline does not fit, `checkpoint` is `all` in it and in all arms that do not
+    say otherwise.
     """
     on_card, seed = spec.device == "cuda", config.workload.seed
     baseline = {**levers.baseline_of(config.train, on_card=on_card), "checkpoint": checkpoint}
     candidates = choose(levers.train_candidates(baseline))
-    impossible = {each.name: levers.unavailable(each, baseline, on_card=on_card) for each in candidates}
+    impossible = {
+        each.name: levers.unavailable(each, baseline, on_card=on_card) for each in candidates
+    }
 
     def make_spec(name: str, changes: Mapping[str, Any], more_seed: int) -> ArmSpec:
         return ArmSpec(
             name=name,
-            spec=replace(spec, slot=f"tune/{name}", duty=None, workload=replace(spec.workload, name="train")),
+            spec=replace(
+                spec, slot=f"tune/{name}", duty=None, workload=replace(spec.workload, name="train")
+            ),
             settings={**baseline, **changes},
             plain=baseline,
             seed=seed + more_seed,
@@ -88,15 +95,22 @@ def matmul(
     choose: Callable[[Sequence[Candidate]], Sequence[Candidate]],
     shared: AgentOutcome,
 ) -> Kind:
-    """Return the tuning of matmul on one card, or on the CPU; `shared` says where MPS is, or why it is not."""
+    """Return the tuning of matmul on one card, or on the CPU.
+
+    `shared` says where MPS is, or why it is not.
+    """
     on_card, seed = spec.device == "cuda", config.workload.seed
     baseline = products.baseline_of(spec.workload.size)
     candidates = choose(products.candidates(baseline, spec.duty))
-    room_bytes = spec.card_budget_bytes if on_card else int(_HOST_SHARE * psutil.virtual_memory().available)
+    room_bytes = (
+        spec.card_budget_bytes if on_card else int(_HOST_SHARE * psutil.virtual_memory().available)
+    )
 
     def make_spec(name: str, changes: Mapping[str, Any], more_seed: int) -> ArmSpec:
         keys = {**baseline, **changes}
-        workload = replace(spec.workload, name=products.WORKLOAD, dtype=keys["dtype"], size=keys["size"])
+        workload = replace(
+            spec.workload, name=products.WORKLOAD, dtype=keys["dtype"], size=keys["size"]
+        )
         own = replace(spec, slot=f"tune/{name}", duty=keys["duty"], workload=workload)
         environment = {}
         if keys["compute_share_mode"] == "mps" and shared.pipe_directory is not None:
@@ -112,7 +126,9 @@ def matmul(
         impossible=products.impossible(
             candidates,
             on_card=on_card,
-            mps_obstacle=None if shared.pipe_directory is not None else shared.mps_problem or "MPS is not on",
+            mps_obstacle=None
+            if shared.pipe_directory is not None
+            else shared.mps_problem or "MPS is not on",
             room_bytes=room_bytes,
             budget_bytes=spec.budget_bytes,
         ),
@@ -123,7 +139,10 @@ def matmul(
 
 @contextmanager
 def mps_for(tune_id: str, *, on_card: bool) -> Iterator[AgentOutcome]:
-    """Have an MPS daemon on this PC for the length of a tuning, as a run has; also a killed one ends it."""
+    """Have an MPS daemon on this PC for the length of a tuning, as a run has.
+
+    Also a killed one ends it.
+    """
     orders = AgentOrders(node="this PC", run_id=tune_id, card_count=1, mps=True)
     if not on_card:
         yield orders.failed("there is no card for MPS to share")

@@ -1,8 +1,9 @@
 """The levers that `tune` measures, as data, and the baseline they are compared with. Pure.
 
-A lever is a key of `train:` at a value. In the baseline every lever that changes no objective has its plain value, so
-that a row says what the lever alone brings. Keys that change what is trained stay as the user has them. Whether this
-version and this machine can run a lever is computed: by `TrainSettings`, by the kind of device, and by the arm itself.
+A lever is a key of `train:` at a value. In the baseline every lever that changes no objective has
+its plain value, so that a row says what the lever alone brings. Keys that change what is trained
+stay as the user has them. Whether this version and this machine can run a lever is computed: by
+`TrainSettings`, by the kind of device, and by the arm itself.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Candidate:
     slow: bool = False
     """Whether it takes longer to begin than a rehearsal has time for."""
     beside: str | None = None
-    """The arm that has the other keys which this lever needs, and not the lever: what it is judged against."""
+    """The arm that has the other keys which this lever needs, and not the lever: what it is judged
+    against.
+    """
 
     @property
     def name(self) -> str:
@@ -94,7 +97,13 @@ _LEVERS: Final = (
     _Lever("attention", ("math", "efficient", "flash"), _NUMERIC),
     _Lever("attention", ("cudnn",), _NUMERIC, needs_card="cuDNN is a library for cards"),
     _Lever("compile", ("block", "model"), _NUMERIC, slow=True),
-    _Lever("compile_mode", ("reduce-overhead", "max-autotune"), _NUMERIC, beside={"compile": "block"}, slow=True),
+    _Lever(
+        "compile_mode",
+        ("reduce-overhead", "max-autotune"),
+        _NUMERIC,
+        beside={"compile": "block"},
+        slow=True,
+    ),
     _Lever("channels_last", (True,), _NUMERIC),
     _Lever("cudnn_benchmark", (True,), _NUMERIC, needs_card="cuDNN is a library for cards"),
     _Lever("optimizer", ("adamw-fused", "adamw-loop"), _NUMERIC),
@@ -142,15 +151,24 @@ def baseline_of(train: TrainSettings, *, on_card: bool) -> dict[str, Any]:
     Without a card, keys that only a card heeds stay as they are.
     """
     kept = frozenset() if on_card else _OF_A_CARD
-    return {key: value if key in kept else PLAIN.get(key, value) for key, value in train.model_dump().items()}
+    return {
+        key: value if key in kept else PLAIN.get(key, value)
+        for key, value in train.model_dump().items()
+    }
 
 
 def train_candidates(baseline: Mapping[str, Any]) -> list[Candidate]:
     """Return one candidate for each lever and value that is not the baseline's own."""
-    return [each for each in _all(baseline) if any(baseline.get(key) != value for key, value in each.changes.items())]
+    return [
+        each
+        for each in _all(baseline)
+        if any(baseline.get(key) != value for key, value in each.changes.items())
+    ]
 
 
-def chosen(candidates: Sequence[Candidate], wanted: Sequence[str], where: str = "--levers") -> list[Candidate]:
+def chosen(
+    candidates: Sequence[Candidate], wanted: Sequence[str], where: str = "--levers"
+) -> list[Candidate]:
     """Return the candidates that are named `where`, by key or by `key=value`; all if none is named.
 
     Raises:
@@ -159,23 +177,41 @@ def chosen(candidates: Sequence[Candidate], wanted: Sequence[str], where: str = 
     known = {name for each in candidates for name in (each.lever, each.name)}
     if unknown := [name for name in wanted if name not in known]:
         levers = ", ".join(dict.fromkeys(each.lever for each in candidates))
-        raise UsageError(f"{where} names {unknown[0]!r}, which is none; valid: {levers}, or one as KEY=VALUE")
+        raise UsageError(
+            f"{where} names {unknown[0]!r}, which is none; valid: {levers}, or one as KEY=VALUE"
+        )
     return picked(candidates, wanted)
 
 
 def picked(candidates: Sequence[Candidate], wanted: Sequence[str]) -> list[Candidate]:
-    """Return the same, where names were checked before; what the baseline has already is no candidate."""
-    return [each for each in candidates if not wanted or each.lever in wanted or each.name in wanted]
+    """Return the same, where names were checked before.
+
+    What the baseline has already is no candidate.
+    """
+    return [
+        each for each in candidates if not wanted or each.lever in wanted or each.name in wanted
+    ]
 
 
 def for_rehearsal(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return one value of each key, without those that are slow to begin: what fits into minutes on two cores."""
-    first = {each.lever: each for each in reversed(candidates) if not each.slow and each.needs_card is None}
-    return [each for each in candidates if first.get(each.lever) is each or each.needs_card is not None]
+    """Return one value of each key, without those that are slow to begin: what fits into minutes on
+    two cores.
+    """
+    first = {
+        each.lever: each
+        for each in reversed(candidates)
+        if not each.slow and each.needs_card is None
+    }
+    return [
+        each for each in candidates if first.get(each.lever) is each or each.needs_card is not None
+    ]
 
 
 def unavailable(candidate: Candidate, baseline: Mapping[str, Any], *, on_card: bool) -> str | None:
-    """Return why this version or this kind of device cannot run a candidate; `None`: only trying tells."""
+    """Return why this version or this kind of device cannot run a candidate.
+
+    `None`: only trying tells.
+    """
     try:
         TrainSettings.model_validate({**baseline, **candidate.changes})
     except ValidationError as error:
@@ -193,10 +229,20 @@ def _all(baseline: Mapping[str, Any]) -> Iterator[Candidate]:
     batch = int(baseline["batch"])
     for micro in dict.fromkeys((batch // 2, batch // 4)):
         if micro:
-            yield Candidate(lever="micro", setting=str(micro), changes={"micro": micro}, parity=_EXACT, aim="memory")
+            yield Candidate(
+                lever="micro",
+                setting=str(micro),
+                changes={"micro": micro},
+                parity=_EXACT,
+                aim="memory",
+            )
     for lever in _LEVERS:
         for value in lever.values:
-            beside = {key: other for key, other in (lever.beside or {}).items() if baseline.get(key) != other}
+            beside = {
+                key: other
+                for key, other in (lever.beside or {}).items()
+                if baseline.get(key) != other
+            }
             with_ = "".join(f" with {key} {_text(other)}" for key, other in beside.items())
             arms = [f"{key}={_text(other)}" for key, other in beside.items()]
             yield Candidate(
@@ -210,7 +256,9 @@ def _all(baseline: Mapping[str, Any]) -> Iterator[Candidate]:
                 beside=arms[0] if len(arms) == 1 else None,
             )
     for more in (batch + batch // 2, 2 * batch):
-        yield Candidate(lever="batch", setting=str(more), changes={"batch": more}, parity=_OBJECTIVE)
+        yield Candidate(
+            lever="batch", setting=str(more), changes={"batch": more}, parity=_OBJECTIVE
+        )
 
 
 def _text(value: object) -> str:

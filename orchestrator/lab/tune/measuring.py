@@ -1,4 +1,5 @@
-"""Runs the arms of a pass in interleaved rounds, and writes down what they took. Owns the clock of a tuning.
+"""Runs the arms of a pass in interleaved rounds, and writes down what they took. Owns the clock of
+a tuning.
 
 Decides no verdict. What a killed tuning has measured is in its journal, and is not measured again.
 """
@@ -39,8 +40,8 @@ MakeSpec: TypeAlias = Callable[[str, Mapping[str, Any], int], ArmSpec]
 #: Of the budget: until then a pass may go on that has too few rounds for any interval.
 _LATEST: Final = 0.9
 
-#: Of the budget, for an answer of an arm; and the bounds of that. In 15 minutes this leaves room for the longest
-#: compilation that was measured, 170 s; an arm that is slower would have no rounds.
+#: Of the budget, for an answer of an arm; and the bounds of that. In 15 minutes this leaves room
+#: for the longest compilation that was measured, 170 s; an arm that is slower would have no rounds.
 _PATIENCE_SHARE: Final = 0.25
 _LEAST_PATIENCE_S: Final = 30.0
 _MOST_PATIENCE_S: Final = 600.0
@@ -53,7 +54,8 @@ _AS_SLOW: Final = 2.0
 #: Of a turn's length, what it is guessed to take beside its steps until a round was measured.
 _SHARE_BESIDE: Final = 0.25
 
-#: What the process of an arm takes of the host's memory beside its parked state, and of what is free for all arms.
+#: What the process of an arm takes of the host's memory beside its parked state, and of what is
+#: free for all arms.
 _ARM_HOST_BYTES: Final = 250 * 2**20
 _HOST_SHARE: Final = 0.5
 #: The baseline and its repetition live in any case.
@@ -83,8 +85,10 @@ def arms_at_once(most: int, parked_bytes: int, free_bytes: int) -> int:
     arm_bytes = _ARM_HOST_BYTES + parked_bytes
     if (1 + _ALWAYS) * arm_bytes > free_bytes:
         raise BaselineError(
-            f"an arm takes {arm_bytes / 2**30:.1f} GiB of host memory between its turns, and {free_bytes / 2**30:.1f} "
-            f"GiB are free for at least {1 + _ALWAYS} arms; end other programs, or take a smaller train.preset"
+            f"an arm takes {arm_bytes / 2**30:.1f} GiB of host memory between its turns, and "
+            f"{free_bytes / 2**30:.1f} "
+            f"GiB are free for at least {1 + _ALWAYS} arms; end other programs, or take a smaller "
+            "train.preset"
         )
     return max(1, min(most, int(_HOST_SHARE * free_bytes / arm_bytes) - _ALWAYS))
 
@@ -100,12 +104,15 @@ class Plan:
     """A share: an arm leaves when its interval is at most so wide on either side."""
     confidence: float
     at_once: int
-    """Arms beside the baseline and its repetition that may live at the same time; host memory may allow fewer."""
+    """Arms beside the baseline and its repetition that may live at the same time; host memory may
+    allow fewer.
+    """
     seed: int = 0
     compared_steps: int = _FEWEST_STEPS
     """First steps of each arm, at most."""
     seeds: int = 1
-    """Baselines that differ by their seed alone; 1: nothing is trained, so no losses are compared."""
+    """Baselines that differ by their seed alone; 1: nothing is trained, so no losses are compared.
+    """
 
     @property
     def seed_names(self) -> tuple[str, ...]:
@@ -161,7 +168,12 @@ class Measuring:
     """The rounds of all passes."""
 
     def __init__(
-        self, plan: Plan, journal: Journal, clock: Clock, make_spec: MakeSpec, say: Callable[[str], None]
+        self,
+        plan: Plan,
+        journal: Journal,
+        clock: Clock,
+        make_spec: MakeSpec,
+        say: Callable[[str], None],
     ) -> None:
         self._plan = plan
         self._journal = journal
@@ -170,7 +182,8 @@ class Measuring:
         self._say = say
 
     def settle_steps(self, arms: int) -> Opened:
-        """Find out how fast the baseline is, and how many first steps of each arm the budget allows.
+        """Find out how fast the baseline is, and how many first steps of each arm the budget
+        allows.
 
         Raises:
             BaselineError: It cannot be measured.
@@ -183,7 +196,9 @@ class Measuring:
             self._journal.note("steps", self._clock.spent_s(), steps=steps)
         if BASELINE not in self._journal.opened:
             self._journal.note_opened(
-                BASELINE, self._baseline(BASELINE, self._journal.steps or _FEWEST_STEPS), self._clock.spent_s()
+                BASELINE,
+                self._baseline(BASELINE, self._journal.steps or _FEWEST_STEPS),
+                self._clock.spent_s(),
             )
         for number, name in enumerate(self._plan.seed_names, 1):
             if name not in self._journal.opened:
@@ -192,9 +207,14 @@ class Measuring:
         return self._journal.opened[BASELINE]
 
     def run(
-        self, pass_name: str, candidates: Sequence[Candidate], until_s: float, is_over: Callable[[Candidate], bool]
+        self,
+        pass_name: str,
+        candidates: Sequence[Candidate],
+        until_s: float,
+        is_over: Callable[[Candidate], bool],
     ) -> PassData:
-        """Measure candidates against the baseline, in their order, until all are over or the time is.
+        """Measure candidates against the baseline, in their order, until all are over or the time
+        is.
 
         A candidate begins if there is time for enough rounds of it and of all that have begun, and
         leaves the rounds as soon as `is_over` says so. It goes on after `until_s`, to 0.9 of the
@@ -206,7 +226,8 @@ class Measuring:
         data, begin_s = self._journal.data(pass_name), self._clock.spent_s()
         if data.over_at_s >= self._plan.budget_s or (data.rounds and begin_s >= until_s):
             return data
-        # What was compared before a kill is not compared again, but arms have to warm up, all of them by equal steps.
+        # What was compared before a kill is not compared again, but arms have to warm up, all of
+        # them by equal steps.
         names = [BASELINE, AGAIN, *(each.name for each in candidates)]
         known = all(name in self._journal.opened or name in data.lost for name in names)
         parked_bytes = max(each.parked_bytes for each in self._journal.opened.values())
@@ -216,11 +237,15 @@ class Measuring:
             at_once=arms_at_once(self._plan.at_once, parked_bytes, free_bytes),
             data=data,
             is_over=is_over,
-            waiting=[each for each in candidates if each.name not in data.lost and not is_over(each)],
+            waiting=[
+                each for each in candidates if each.name not in data.lost and not is_over(each)
+            ],
             begin_s=begin_s,
             until_s=until_s,
             latest_s=max(until_s, _LATEST * self._plan.budget_s),
-            enough_rounds=least_rounds(len(candidates) + 1, 1 - (1 - LEAVING_SHARE) * (1 - self._plan.confidence)),
+            enough_rounds=least_rounds(
+                len(candidates) + 1, 1 - (1 - LEAVING_SHARE) * (1 - self._plan.confidence)
+            ),
             steps=_WARM_UP_STEPS if known else self._journal.steps or _FEWEST_STEPS,
             overhead_s=_SHARE_BESIDE * self._plan.turn_s,
         )
@@ -237,7 +262,9 @@ class Measuring:
         finally:
             for arm in race.arms.values():
                 arm.close()
-        self._journal.note("over", self._clock.spent_s(), pass_name=pass_name, budget_s=self._plan.budget_s)
+        self._journal.note(
+            "over", self._clock.spent_s(), pass_name=pass_name, budget_s=self._plan.budget_s
+        )
         return data
 
     def _fill(self, race: _Race) -> bool:
@@ -282,7 +309,9 @@ class Measuring:
         data, measured, began_s = race.data, list[Block](), self._clock.spent_s()
         kept, dropped = len(data.rounds), sum(data.dropped.values())
         steps_s = self._steps_s(race)
-        for name in turns([each for each in race.arms if each != BASELINE], self._plan.seed, kept + dropped):
+        for name in turns(
+            [each for each in race.arms if each != BASELINE], self._plan.seed, kept + dropped
+        ):
             try:
                 measured.append(race.arms[name].turn(turn.seconds, turn.least_steps))
                 race.turns[name] += 1
@@ -290,20 +319,30 @@ class Measuring:
                 self._lose(race, name, str(error))
                 if name == BASELINE:
                     raise BaselineError(str(error)) from error
-        # On a machine that is never quiet, at most half of the rounds are given away for nothing, and
-        # none that an interval needs.
+        # On a machine that is never quiet, at most half of the rounds are given away for nothing,
+        # and none that an interval needs.
         may_drop = dropped < kept and self._decided_at_s(race) <= race.latest_s
         why = disturbance(measured) if may_drop else None
         seconds = seconds_of((block.arm, block.seconds_per_sample) for block in measured)
-        detail: dict[str, Any] = {"seconds": dict(seconds), "clock_mhz": clock_of(measured), "dropped": why}
+        detail: dict[str, Any] = {
+            "seconds": dict(seconds),
+            "clock_mhz": clock_of(measured),
+            "dropped": why,
+        }
         self._journal.note("round", self._clock.spent_s(), pass_name=race.pass_name, **detail)
         beside_s = self._clock.spent_s() - began_s - round_s(turn, steps_s, 0.0)
         race.overhead_s = (race.overhead_s + max(0.0, beside_s / len(steps_s))) / 2
         waiting = f", {len(race.waiting)} not begun" if race.waiting else ""
-        self._say(f"{race.pass_name}: round {len(data.rounds)}, {len(race.racing)} arms{waiting}, {self._left()}")
+        self._say(
+            f"{race.pass_name}: round {len(data.rounds)}, {len(race.racing)} arms{waiting}, "
+            f"{self._left()}"
+        )
 
     def _evaluate(self, race: _Race) -> None:
-        """Compute the validation losses that are compared, after 1, 2, 4, ... times enough rounds."""
+        """Compute the validation losses that are compared, after 1, 2, 4, ...
+
+        times enough rounds.
+        """
         judged = [each for each in (*race.racing.values(), *race.waiting) if each.aim == "loss"]
         for name in {name for each in judged for name in (each.name, each.beside or AGAIN)}:
             whole, rest = divmod(race.turns[name], race.enough_rounds)
@@ -316,7 +355,9 @@ class Measuring:
                 continue
             if loss is not None and math.isfinite(loss):
                 detail: dict[str, Any] = {"arm": name, "turns": race.turns[name], "loss": loss}
-                self._journal.note("later", self._clock.spent_s(), pass_name=race.pass_name, **detail)
+                self._journal.note(
+                    "later", self._clock.spent_s(), pass_name=race.pass_name, **detail
+                )
 
     def _part(self, race: _Race) -> None:
         """End the arms that are over, unless another one is judged against them.
@@ -361,7 +402,9 @@ class Measuring:
     def _lose(self, race: _Race, name: str, reason: str) -> None:
         race.arms.pop(name).close()
         race.racing.pop(name, None)
-        self._journal.note("lost", self._clock.spent_s(), pass_name=race.pass_name, arm=name, reason=reason)
+        self._journal.note(
+            "lost", self._clock.spent_s(), pass_name=race.pass_name, arm=name, reason=reason
+        )
 
     def _open_and_close(self, name: str, seed: int) -> None:
         arm = self._arm(name, {}, seed)
@@ -388,7 +431,11 @@ class Measuring:
     def _patience_s(self) -> float:
         """How long an arm may take for its first steps, or a turn."""
         baseline = self._journal.opened.get(BASELINE)
-        usual_s = 0.0 if baseline is None else baseline.first_step_s + baseline.step_s * (self._journal.steps or 0)
+        usual_s = (
+            0.0
+            if baseline is None
+            else baseline.first_step_s + baseline.step_s * (self._journal.steps or 0)
+        )
         wanted_s = max(_LEAST_PATIENCE_S, _PATIENCE_SHARE * self._plan.budget_s, _AS_LONG * usual_s)
         return min(_MOST_PATIENCE_S, wanted_s)
 

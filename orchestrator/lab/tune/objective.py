@@ -1,7 +1,7 @@
 """What the chosen settings are to be best at: speed, memory, or speed for each byte. Pure.
 
-Makes one interval of a speed and two peaks of memory, so that stacking, leaving out and choosing follow one rule for
-all objectives. Does not measure.
+Makes one interval of a speed and two peaks of memory, so that stacking, leaving out and choosing
+follow one rule for all objectives. Does not measure.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ _WORDS: Final = {"speed": "speed", "balanced": "speed for each byte of its peak"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """How many times better one set of settings is than another, with its interval; 1.0 is no difference."""
+    """How many times better one set of settings is than another, with its interval.
+
+    1.0 is no difference.
+    """
 
     ratio: float
     low: float
@@ -50,17 +53,26 @@ def gain_of(
     if not peak_bytes or not against_bytes:
         return None
     fewer = against_bytes / peak_bytes
-    bytes_gain = Gain(ratio=fewer, low=fewer / (1 + peak_noise), high=fewer * (1 + peak_noise), narrows=False)
+    bytes_gain = Gain(
+        ratio=fewer, low=fewer / (1 + peak_noise), high=fewer * (1 + peak_noise), narrows=False
+    )
     if objective == "memory":
         return bytes_gain
     if speed is None:
         return None
-    return Gain(ratio=speed.ratio * fewer, low=speed.low * bytes_gain.low, high=speed.high * bytes_gain.high)
+    return Gain(
+        ratio=speed.ratio * fewer, low=speed.low * bytes_gain.low, high=speed.high * bytes_gain.high
+    )
 
 
 def told(objective: Objective, name: str, gain: Gain) -> str:
     """Return how a set compares with the user's file, in words."""
     if objective == "memory":
         few, most = 1 / gain.high, 1 / gain.low
-        return f"{name} takes {1 / gain.ratio:.3f} x your file's peak memory, {few:.3f} to {most:.3f}"
-    return f"{name} has {gain.ratio:.3f} x your file's {_WORDS[objective]}, {gain.low:.3f} to {gain.high:.3f}"
+        return (
+            f"{name} takes {1 / gain.ratio:.3f} x your file's peak memory, {few:.3f} to {most:.3f}"
+        )
+    return (
+        f"{name} has {gain.ratio:.3f} x your file's {_WORDS[objective]}, {gain.low:.3f} to "
+        f"{gain.high:.3f}"
+    )

@@ -1,6 +1,7 @@
 """Whether a lever leaves the result of a training as its parity class promises. Pure.
 
-Losses of the first optimiser steps are compared with the baseline's, and the difference with what another seed changes.
+Losses of the first optimiser steps are compared with the baseline's, and the difference with what
+another seed changes.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Parity:
 
     kept: bool | None
     gap_noise: float | None
-    """The gap as a multiple of the noise; of validation losses where the lever changes what is trained."""
+    """The gap as a multiple of the noise; of validation losses where the lever changes what is
+    trained.
+    """
     said: str
 
 
@@ -62,7 +65,9 @@ def noise_of(courses: Sequence[Course]) -> Noise:
 def parity_of(kind: ParityClass, arm: Course, baseline: Course, noise: Noise) -> Parity:
     """Compare an arm with the baseline, as its class asks."""
     if kind is ParityClass.OBJECTIVE:
-        return _validation(arm.validation_loss, baseline.validation_loss, noise.validation, "at equal steps")
+        return _validation(
+            arm.validation_loss, baseline.validation_loss, noise.validation, "at equal steps"
+        )
     gap = _gap(arm.losses, baseline.losses)
     share = None if gap is None or not noise.loss else gap / noise.loss
     if kind is ParityClass.NUMERIC:
@@ -77,17 +82,24 @@ def parity_of(kind: ParityClass, arm: Course, baseline: Course, noise: Noise) ->
         return Parity(kept=None, gap_noise=None, said="its losses cannot be compared")
     largest = max(abs(one - other) / max(abs(other), 1e-12) for one, other in pairs)
     kept = largest <= EXACT_GAP
-    return Parity(kept=kept, gap_noise=share, said=f"other bits; the loss differs by {largest:.1e} at most")
+    return Parity(
+        kept=kept, gap_noise=share, said=f"other bits; the loss differs by {largest:.1e} at most"
+    )
 
 
 def judge_loss(at_steps: Parity, at_time: Parity) -> Judged:
-    """Judge a lever whose aim is a lower validation loss, at equal time; that at equal steps is told as well."""
+    """Judge a lever whose aim is a lower validation loss, at equal time.
+
+    That at equal steps is told as well.
+    """
     if at_time.gap_noise is None:
         return Judged(verdict=Verdict.UNDECIDED, reason="its validation loss cannot be compared")
     said = f"{at_time.said}; {at_steps.said}"
     if abs(at_time.gap_noise) <= 1:
         return Judged(verdict=Verdict.NO_EFFECT, reason=said)
-    return Judged(verdict=Verdict.CONFIRMED if at_time.gap_noise < 0 else Verdict.REFUTED, reason=said)
+    return Judged(
+        verdict=Verdict.CONFIRMED if at_time.gap_noise < 0 else Verdict.REFUTED, reason=said
+    )
 
 
 def at_equal_time(arm_loss: float | None, baseline_loss: float | None, noise: Noise) -> Parity:
@@ -95,7 +107,9 @@ def at_equal_time(arm_loss: float | None, baseline_loss: float | None, noise: No
     return _validation(arm_loss, baseline_loss, noise.validation, "at equal time")
 
 
-def _validation(arm: float | None, baseline: float | None, noise: float | None, when: str) -> Parity:
+def _validation(
+    arm: float | None, baseline: float | None, noise: float | None, when: str
+) -> Parity:
     if arm is None or baseline is None or not noise:
         return Parity(kept=None, gap_noise=None, said=f"no validation loss {when}")
     gap = (arm - baseline) / noise

@@ -1,7 +1,8 @@
 """What the second and third pass measure, and what is chosen in the end. Pure.
 
-First each lever alone. Then those that helped are put on top of each other, in the order of the ladder. Then each one
-is left out of what was chosen, which finds levers that help alone and harm together.
+First each lever alone. Then those that helped are put on top of each other, in the order of the
+ladder. Then each one is left out of what was chosen, which finds levers that help alone and harm
+together.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Choice:
 def winners(
     judged: Sequence[Judged], gains: Mapping[str, Gain], objective: Objective, resolve: float
 ) -> list[Candidate]:
-    """Return the levers that help and keep the result, one for each key, in the order of the ladder.
+    """Return the levers that help and keep the result, one for each key, in the order of the
+    ladder.
 
     Args:
         judged: Each lever with its row.
@@ -83,7 +85,11 @@ def merged(several: Sequence[Candidate]) -> Candidate:
         lever=" + ".join(each.lever for each in several),
         setting=" + ".join(each.setting for each in several),
         changes={key: value for each in several for key, value in each.changes.items()},
-        parity=None if several[0].parity is None else ParityClass.EXACT if exact else ParityClass.NUMERIC,
+        parity=None
+        if several[0].parity is None
+        else ParityClass.EXACT
+        if exact
+        else ParityClass.NUMERIC,
         aim="memory" if any(each.aim == "memory" for each in several) else "speed",
         copies=max(each.copies for each in several),
     )
@@ -125,13 +131,25 @@ def your_file(baseline: Mapping[str, Any], yours: Mapping[str, Any]) -> Candidat
     )
 
 
-def kept_after_stacking(several: Sequence[Candidate], steps: Sequence[Gain | None]) -> list[Candidate]:
-    """Return the levers that did not make the set before them worse; `steps` compares each set with that one."""
-    return [each for each, gain in zip(several, steps, strict=True) if gain is None or gain.high >= 1.0]
+def kept_after_stacking(
+    several: Sequence[Candidate], steps: Sequence[Gain | None]
+) -> list[Candidate]:
+    """Return the levers that did not make the set before them worse.
+
+    `steps` compares each set with that one.
+    """
+    return [
+        each for each, gain in zip(several, steps, strict=True) if gain is None or gain.high >= 1.0
+    ]
 
 
-def kept_after_leaving_out(several: Sequence[Candidate], without: Mapping[str, Gain | None]) -> list[Candidate]:
-    """Return the levers without which the set was not better; `without` compares each rest with the whole set."""
+def kept_after_leaving_out(
+    several: Sequence[Candidate], without: Mapping[str, Gain | None]
+) -> list[Candidate]:
+    """Return the levers without which the set was not better.
+
+    `without` compares each rest with the whole set.
+    """
     kept = []
     for each in several:
         gain = without.get(each.name)
@@ -148,7 +166,10 @@ def open_questions(
         each.name
         for each, row in judged
         if _may_be_chosen(each, row, objective)
-        and ((gain := gains.get(each.name)) is None or (gain.narrows and gain.low <= 1.0 < 1.0 + resolve < gain.high))
+        and (
+            (gain := gains.get(each.name)) is None
+            or (gain.narrows and gain.low <= 1.0 < 1.0 + resolve < gain.high)
+        )
     ]
 
 
@@ -159,16 +180,27 @@ def choose(
     open_levers: Sequence[str],
     objective: Objective,
 ) -> Choice:
-    """Return the better one of the best set and the user's file; the file where that cannot be told.
+    """Return the better one of the best set and the user's file; the file where that cannot be
+    told.
 
     `best` is `None` if no lever helped: then the baseline stands for it.
     """
     decided = not open_levers
-    doubt = "" if decided else f"; UNDECIDED for {', '.join(open_levers[:4])}{' and more' * (len(open_levers) > 4)}"
+    doubt = (
+        ""
+        if decided
+        else f"; UNDECIDED for {', '.join(open_levers[:4])}{' and more' * (len(open_levers) > 4)}"
+    )
     name, changes = ("baseline", {}) if best is None else (best.name, best.changes)
     if yours is None:
-        found = "no lever is better than the baseline" if best is None else f"{best.name} is better than the baseline"
-        return Choice(name=name, changes=changes, reason=f"for {objective}, {found}{doubt}", decided=decided)
+        found = (
+            "no lever is better than the baseline"
+            if best is None
+            else f"{best.name} is better than the baseline"
+        )
+        return Choice(
+            name=name, changes=changes, reason=f"for {objective}, {found}{doubt}", decided=decided
+        )
     if best_to_yours is None:
         reason = "your file was not measured against the best set, so it stays"
         return Choice(name=yours.name, changes=yours.changes, reason=reason + doubt, decided=False)
@@ -179,13 +211,22 @@ def choose(
     if best_to_yours.low > 1.0:
         return Choice(name=name, changes=changes, reason=f"{span}{doubt}", decided=decided)
     sure = decided and best_to_yours.high < 1.0
-    return Choice(name=yours.name, changes=yours.changes, reason=f"your file stays: {span}{doubt}", decided=sure)
+    return Choice(
+        name=yours.name,
+        changes=yours.changes,
+        reason=f"your file stays: {span}{doubt}",
+        decided=sure,
+    )
 
 
 def _may_be_chosen(candidate: Candidate, row: Row, objective: Objective) -> bool:
     """Whether a lever keeps the result, and is for what counts."""
     keeps = candidate.parity in {ParityClass.EXACT, ParityClass.NUMERIC, None}
-    return _is_for(candidate, objective) and keeps and row.verdict not in {Verdict.BROKEN, Verdict.UNAVAILABLE}
+    return (
+        _is_for(candidate, objective)
+        and keeps
+        and row.verdict not in {Verdict.BROKEN, Verdict.UNAVAILABLE}
+    )
 
 
 def _is_for(candidate: Candidate, objective: Objective) -> bool:

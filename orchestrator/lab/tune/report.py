@@ -15,11 +15,19 @@ from orchestrator.lab.tune.pareto import Point, pareto_set
 from orchestrator.lab.tune.parity import Course, Noise, Parity, at_equal_time, judge_loss, parity_of
 from orchestrator.lab.tune.rounds import AGAIN, BASELINE
 from orchestrator.lab.tune.rows import ParityClass, Row, Verdict
-from orchestrator.lab.tune.statistics import LEAVING_SHARE, Effect, anytime_effect, effects, holm, log_ratios
+from orchestrator.lab.tune.statistics import (
+    LEAVING_SHARE,
+    Effect,
+    anytime_effect,
+    effects,
+    holm,
+    log_ratios,
+)
 from orchestrator.lab.tune.verdicts import Claimed, judge_memory, judge_speed
 from workers.tuning.messages import Opened
 
-#: Two draws of a normal distribution differ by less than so many standard deviations in 95 % of cases.
+#: Two draws of a normal distribution differ by less than so many standard deviations in 95 % of
+#: cases.
 _TWO_DRAWS: Final = 2.77
 
 #: The mean range of 2, 3, 4 and more draws, in standard deviations (Tippett, 1925).
@@ -27,7 +35,9 @@ _MEAN_RANGES: Final = (1.13, 1.69, 2.06, 2.33, 2.53, 2.70, 2.85, 2.97, 3.08, 3.1
 
 
 #: The order in which a budget is spent is that of `passes.by_expected_gain`.
-NOT_BEGUN: Final = "not begun: the budget went to levers of which more is expected; give it a longer --budget"
+NOT_BEGUN: Final = (
+    "not begun: the budget went to levers of which more is expected; give it a longer --budget"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +70,15 @@ class Measurements:
         return so_far if so_far is not None and so_far.excludes_one else effect
 
     def effect_so_far(self, name: str, against: str = BASELINE, of: int = 1) -> Effect | None:
-        """Return the effect with an interval that one may look at after each round, if there is one."""
+        """Return the effect with an interval that one may look at after each round, if there is
+        one.
+        """
         ratios = log_ratios(self.data.rounds, against, name)
         return anytime_effect(ratios, 1 - LEAVING_SHARE * (1 - self.confidence) / max(1, of))
 
     def is_over(self, candidate: Candidate, objective: Objective, of: int) -> bool:
-        """Whether more rounds of an arm say nothing: it is measured finely enough, or it cannot win.
+        """Whether more rounds of an arm say nothing: it is measured finely enough, or it cannot
+        win.
 
         It cannot once it is slower than the baseline and no better by what counts. That is
         successive elimination (E. Even-Dar, S. Mannor, Y. Mansour: Action elimination and stopping
@@ -78,14 +91,20 @@ class Measurements:
         effect, so_far = self.effect(name, of=of), self.effect_so_far(name, of=of)
         if effect is None or so_far is None:
             return False
-        gain = gain_of(objective, so_far, self.peak_bytes(name), self.peak_bytes(BASELINE), self.peak_noise)
+        gain = gain_of(
+            objective, so_far, self.peak_bytes(name), self.peak_bytes(BASELINE), self.peak_noise
+        )
         cannot_win = so_far.high < 1 and (gain is None or gain.high < 1)
         return cannot_win or effect.half_width <= self.resolve
 
-    def gain(self, objective: Objective, name: str, against: str = BASELINE, of: int = 1) -> Gain | None:
+    def gain(
+        self, objective: Objective, name: str, against: str = BASELINE, of: int = 1
+    ) -> Gain | None:
         """Return what an arm gains over another one, by what is to be best."""
         effect = self.effect(name, against, of)
-        return gain_of(objective, effect, self.peak_bytes(name), self.peak_bytes(against), self.peak_noise)
+        return gain_of(
+            objective, effect, self.peak_bytes(name), self.peak_bytes(against), self.peak_noise
+        )
 
     def peak_bytes(self, name: str) -> int | None:
         """Return the highest use of the device by tensors in the first steps of an arm."""
@@ -93,8 +112,12 @@ class Measurements:
 
     @property
     def peak_noise(self) -> float:
-        """The share by which peaks of equal arms differ: from the baseline, its repetition, and other seeds."""
-        known = [peak for name in (BASELINE, AGAIN, *self.seed_names) if (peak := self.peak_bytes(name))]
+        """The share by which peaks of equal arms differ: from the baseline, its repetition, and
+        other seeds.
+        """
+        known = [
+            peak for name in (BASELINE, AGAIN, *self.seed_names) if (peak := self.peak_bytes(name))
+        ]
         if len(known) < 2:
             return 0.0
         return _TWO_DRAWS / _MEAN_RANGES[len(known) - 2] * (max(known) / min(known) - 1)
@@ -103,14 +126,24 @@ class Measurements:
         """Return what an arm does and takes, not compared with anything; `None`: the baseline."""
         name = BASELINE if candidate is None else candidate.name
         per_item_s = [each[name] for each in self.data.rounds if name in each]
-        return absolute_of(per_item_s, self.opened.get(name), self.dtype_of(candidate), self.data.clocks_mhz)
+        return absolute_of(
+            per_item_s, self.opened.get(name), self.dtype_of(candidate), self.data.clocks_mhz
+        )
 
 
-def rows_of(candidates: Sequence[Candidate], found: Measurements, impossible: Mapping[str, str]) -> list[Row]:
+def rows_of(
+    candidates: Sequence[Candidate], found: Measurements, impossible: Mapping[str, str]
+) -> list[Row]:
     """Return a row for each candidate; `impossible` says why some could not be tried."""
     possible = [each for each in candidates if each.name not in impossible]
-    judged = {each.name: found.effect(each.name, _against(each, found), len(possible)) for each in possible}
-    real = holm({name: effect.p for name, effect in judged.items() if effect is not None}, 1 - found.confidence)
+    judged = {
+        each.name: found.effect(each.name, _against(each, found), len(possible))
+        for each in possible
+    }
+    real = holm(
+        {name: effect.p for name, effect in judged.items() if effect is not None},
+        1 - found.confidence,
+    )
     return [
         Row(
             lever=each.lever,
@@ -121,16 +154,24 @@ def rows_of(candidates: Sequence[Candidate], found: Measurements, impossible: Ma
             reason=impossible[each.name],
         )
         if each.name in impossible
-        else _row(each, found.effect(each.name, of=len(possible)), judged[each.name], found, real=each.name in real)
+        else _row(
+            each,
+            found.effect(each.name, of=len(possible)),
+            judged[each.name],
+            found,
+            real=each.name in real,
+        )
         for each in candidates
     ]
 
 
-def pareto_names(candidates: Sequence[Candidate], rows: Sequence[Row], opened: Mapping[str, Opened]) -> tuple[str, ...]:
+def pareto_names(
+    candidates: Sequence[Candidate], rows: Sequence[Row], opened: Mapping[str, Opened]
+) -> tuple[str, ...]:
     """Return the names of the rows that nothing beats in speed, device bytes and host bytes.
 
-    The baseline has no row, so its repetition stands for it. A speed without an interval, from two rounds or fewer, is
-    no ground for a name.
+    The baseline has no row, so its repetition stands for it. A speed without an interval, from two
+    rounds or fewer, is no ground for a name.
     """
     points = [
         Point(
@@ -153,14 +194,24 @@ def pareto_names(candidates: Sequence[Candidate], rows: Sequence[Row], opened: M
 
 def course_of(opened: Opened) -> Course:
     """Return what is compared of an arm's first steps."""
-    return Course(losses=opened.losses, weights_sha256=opened.weights_sha256, validation_loss=opened.validation_loss)
+    return Course(
+        losses=opened.losses,
+        weights_sha256=opened.weights_sha256,
+        validation_loss=opened.validation_loss,
+    )
 
 
 def _against(candidate: Candidate, found: Measurements) -> str:
-    """Return what a candidate is judged against: the arm of the keys that it needs beside its own, if there was one."""
+    """Return what a candidate is judged against: the arm of the keys that it needs beside its own,
+    if there was one.
+    """
     beside = candidate.beside
     is_known = beside is not None and beside in found.opened and beside not in found.data.lost
-    return beside if beside is not None and is_known and found.effect(candidate.name, beside) else BASELINE
+    return (
+        beside
+        if beside is not None and is_known and found.effect(candidate.name, beside)
+        else BASELINE
+    )
 
 
 def _said(candidate: Candidate, found: Measurements) -> str | None:
@@ -168,7 +219,14 @@ def _said(candidate: Candidate, found: Measurements) -> str | None:
     return None if claim is None else claim.said
 
 
-def _row(candidate: Candidate, effect: Effect | None, judged: Effect | None, found: Measurements, *, real: bool) -> Row:
+def _row(
+    candidate: Candidate,
+    effect: Effect | None,
+    judged: Effect | None,
+    found: Measurements,
+    *,
+    real: bool,
+) -> Row:
     """Return the row of a candidate.
 
     Args:
@@ -204,15 +262,21 @@ def _row(candidate: Candidate, effect: Effect | None, judged: Effect | None, fou
         # One that never began cannot run here; one that began was ended, and might run again.
         rounds = 0 if effect is None else effect.rounds
         verdict = Verdict.UNAVAILABLE if opened is None else Verdict.UNDECIDED
-        return replace(row, verdict=verdict, reason=f"{lost}, after {rounds} rounds" if opened else lost)
+        return replace(
+            row, verdict=verdict, reason=f"{lost}, after {rounds} rounds" if opened else lost
+        )
     if opened is None:
         return row
     return _judged(row, candidate, judged, found, real=real)
 
 
-def _judged(row: Row, candidate: Candidate, effect: Effect | None, found: Measurements, *, real: bool) -> Row:
+def _judged(
+    row: Row, candidate: Candidate, effect: Effect | None, found: Measurements, *, real: bool
+) -> Row:
     against = _against(candidate, found)
-    speed = judge_speed(effect, real=real, resolve=found.resolve, claim=found.claims.get(candidate.name))
+    speed = judge_speed(
+        effect, real=real, resolve=found.resolve, claim=found.claims.get(candidate.name)
+    )
     if against != BASELINE:
         speed = replace(speed, reason=f"against {against}: {speed.reason}")
     parity = _parity(candidate, found, against)
@@ -227,7 +291,8 @@ def _judged(row: Row, candidate: Candidate, effect: Effect | None, found: Measur
             judged = replace(judged, verdict=Verdict.UNDECIDED)  # what it costs is not known
         judged = replace(judged, reason=f"{judged.reason}; {speed.reason}")
     elif candidate.aim == "loss" and parity is not None:
-        # The baseline itself has two turns in each round, and has trained for longer than its repetition.
+        # The baseline itself has two turns in each round, and has trained for longer than its
+        # repetition.
         same_time = AGAIN if against == BASELINE else against
         arm, other = (found.data.later.get(name, {}) for name in (candidate.name, same_time))
         turns = max(arm.keys() & other.keys(), default=0)

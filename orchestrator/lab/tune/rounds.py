@@ -1,7 +1,8 @@
 """In which order and how long the arms of a round take their turns, and which rounds count.
 
-Each round runs the baseline twice and every other arm once, in an order drawn anew. Two turns of the baseline cost one
-block a round, and take a quarter off the variance of every ratio. Pure: randomness comes from a seed.
+Each round runs the baseline twice and every other arm once, in an order drawn anew. Two turns of
+the baseline cost one block a round, and take a quarter off the variance of every ratio. Pure:
+randomness comes from a seed.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ BASELINE: Final = "baseline"
 AGAIN: Final = "a/a=the baseline"
 """The arm that is the baseline once more: what it seems to gain is the error of the method."""
 
-#: Clocks that differ by more than this share between two arms of a round make their speeds incomparable.
+#: Clocks that differ by more than this share between two arms of a round make their speeds
+#: incomparable.
 _CLOCK_SHARE: Final = 0.02
 
-#: Of its usual length: a turn is so short where there is no time for enough longer ones. The 0.1 s of
-#: a rehearsal are 20 ticks of two cores, in which the share of other programs is counted.
+#: Of its usual length: a turn is so short where there is no time for enough longer ones. The 0.1 s
+#: of a rehearsal are 20 ticks of two cores, in which the share of other programs is counted.
 _SHORTEST: Final = 0.5
 
 #: A core that others used for more than this share of a block.
@@ -40,7 +42,9 @@ class Block:
     throttled: bool = False
     """Whether the card slowed itself down, for heat or power."""
     neighbour_share: float | None = None
-    """What other programs used of the card, or of the processors that the arm's threads had; 0 to 1."""
+    """What other programs used of the card, or of the processors that the arm's threads had; 0 to
+    1.
+    """
 
 
 def turns(arms: Sequence[str], seed: int, number: int) -> list[str]:

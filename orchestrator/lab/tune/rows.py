@@ -1,4 +1,5 @@
-"""What a tuning says of one lever: the row that is shown, stored, and read by `advise` and `tune --claims`.
+"""What a tuning says of one lever: the row that is shown, stored, and read by `advise` and `tune
+--claims`.
 
 Holds values only. How they are computed is in `statistics.py` and `verdicts.py`.
 """
@@ -26,7 +27,8 @@ class Verdict(StrEnum):
     UNAVAILABLE = "UNAVAILABLE"
     """This machine or this version cannot run it."""
     UNDECIDED = "UNDECIDED"
-    """The budget ended before the interval was narrow enough, or the arm did not live long enough."""
+    """The budget ended before the interval was narrow enough, or the arm did not live long enough.
+    """
 
 
 class ParityClass(StrEnum):
@@ -42,7 +44,10 @@ class ParityClass(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One lever at one setting. Its fields are the keys of `tune --json`; `None` means not known."""
+    """One lever at one setting.
+
+    Its fields are the keys of `tune --json`; `None` means not known.
+    """
 
     lever: str
     """The key of `train:` or `workload:`; of several keys, joined by ` + `."""
@@ -63,7 +68,9 @@ class Row:
     verdict: Verdict
     reason: str
     samples_per_s: float | None = None
-    """Optimised samples, or tokens where lengths differ; the median over rounds. Of matmul not given."""
+    """Optimised samples, or tokens where lengths differ; the median over rounds. Of matmul not
+    given.
+    """
     tflops: float | None = None
     """Operations of the model, without what is repeated, in 10^12 a second."""
     mfu_pct: float | None = None
@@ -76,7 +83,9 @@ class Row:
     once_s: float | None = None
     """What the first step took beyond another one, such as a compilation."""
     pays_after_s: float | None = None
-    """When it has done as much as the baseline, which began sooner; `None` while it is not known to be faster."""
+    """When it has done as much as the baseline, which began sooner; `None` while it is not known to
+    be faster.
+    """
 
     def plain(self) -> dict[str, Any]:
         """Return it as JSON holds it."""

@@ -1,8 +1,8 @@
 """How much faster one arm is than the baseline, and how sure that is. Pure.
 
-An arm is compared with the baseline of the same round only, so that a machine that becomes slower over minutes changes
-no ratio. The median is not moved by the few rounds in which something happened between two arms. Does not measure, and
-does not judge (`verdicts.py`).
+An arm is compared with the baseline of the same round only, so that a machine that becomes slower
+over minutes changes no ratio. The median is not moved by the few rounds in which something happened
+between two arms. Does not measure, and does not judge (`verdicts.py`).
 """
 
 from __future__ import annotations
@@ -54,12 +54,20 @@ class Effect:
 
 
 def log_ratios(rounds: Sequence[Mapping[str, float]], baseline: str, arm: str) -> list[float]:
-    """Return log(speed / speed of the baseline) of each round that has both; rounds hold seconds a sample."""
-    return [math.log(each[baseline] / each[arm]) for each in rounds if baseline in each and arm in each]
+    """Return log(speed / speed of the baseline) of each round that has both.
+
+    Rounds hold seconds a sample.
+    """
+    return [
+        math.log(each[baseline] / each[arm]) for each in rounds if baseline in each and arm in each
+    ]
 
 
 def effect_of(ratios: Sequence[float], confidence: float) -> Effect | None:
-    """Return the effect that log ratios show, with an interval of this confidence; `None` without any round."""
+    """Return the effect that log ratios show, with an interval of this confidence.
+
+    `None` without any round.
+    """
     if not ratios:
         return None
     if len(ratios) < least_rounds(1, confidence):
@@ -76,7 +84,8 @@ def effect_of(ratios: Sequence[float], confidence: float) -> Effect | None:
 
 
 def anytime_effect(ratios: Sequence[float], confidence: float) -> Effect | None:
-    """Return the effect with an interval that holds after every round, so that one may look and stop.
+    """Return the effect with an interval that holds after every round, so that one may look and
+    stop.
 
     It is the confidence sequence of a t-test with a normal prior of the effect size, and `p` the
     inverse of its test martingale at no difference (H. Wang, A. Ramdas: Anytime-valid t-tests and
@@ -107,9 +116,11 @@ def anytime_effect(ratios: Sequence[float], confidence: float) -> Effect | None:
 
 
 def least_rounds(arms: int, confidence: float) -> int:
-    """Return how many rounds the intervals of so many arms need to hold together with this confidence.
+    """Return how many rounds the intervals of so many arms need to hold together with this
+    confidence.
 
-    Even the whole range of n values misses the median if all of them lie on one side of it: 2 chances in 2^n.
+    Even the whole range of n values misses the median if all of them lie on one side of it: 2
+    chances in 2^n.
     """
     return 1 + math.ceil(math.log2(max(1, arms) / (1 - confidence)))
 
@@ -119,8 +130,8 @@ def effects(
 ) -> dict[str, Effect]:
     """Return the effect of each arm that has a round.
 
-    The intervals are simultaneous: with the probability `confidence` all of them hold their true values. All arms share
-    the baseline's noise, so that intervals of their own would miss together.
+    The intervals are simultaneous: with the probability `confidence` all of them hold their true
+    values. All arms share the baseline's noise, so that intervals of their own would miss together.
     """
     each = 1 - (1 - confidence) / max(1, len(arms))
     found = {arm: effect_of(log_ratios(rounds, baseline, arm), each) for arm in arms}
@@ -128,11 +139,13 @@ def effects(
 
 
 def bootstrap_interval(values: Sequence[float], confidence: float) -> tuple[float, float]:
-    """Return the percentile bootstrap interval of the median, computed exactly instead of by drawing.
+    """Return the percentile bootstrap interval of the median, computed exactly instead of by
+    drawing.
 
-    The median of n values drawn with replacement is at most the k-th smallest value if at least half of the draws are
-    among the k smallest, which is a tail of the binomial distribution (Efron, 1979). Where n is even, the lower bound
-    uses the lower of the two middle values and the upper bound the upper one.
+    The median of n values drawn with replacement is at most the k-th smallest value if at least
+    half of the draws are among the k smallest, which is a tail of the binomial distribution (Efron,
+    1979). Where n is even, the lower bound uses the lower of the two middle values and the upper
+    bound the upper one.
     """
     ordered = sorted(values)
     count, half = len(ordered), (len(ordered) + 1) // 2
@@ -145,14 +158,18 @@ def _at_least(successes: int, count: int, chance: float) -> float:
     """Return the probability of at least so many successes of `count`."""
     if chance >= 1:
         return 1.0
-    return math.fsum(math.comb(count, k) * chance**k * (1 - chance) ** (count - k) for k in range(successes, count + 1))
+    return math.fsum(
+        math.comb(count, k) * chance**k * (1 - chance) ** (count - k)
+        for k in range(successes, count + 1)
+    )
 
 
 def signed_rank_p(values: Sequence[float]) -> float:
     """Return the two-sided p of Wilcoxon's signed-rank test that `values` are symmetric around 0.
 
-    Exact below 60 values (by counting the sets of ranks with each sum), otherwise by the normal approximation. Values
-    that are 0 say nothing and are left out. Equal values get ranks in their order: measured times are rarely equal.
+    Exact below 60 values (by counting the sets of ranks with each sum), otherwise by the normal
+    approximation. Values that are 0 say nothing and are left out. Equal values get ranks in their
+    order: measured times are rarely equal.
     """
     nonzero = [value for value in values if value != 0]
     count = len(nonzero)
@@ -173,7 +190,10 @@ def signed_rank_p(values: Sequence[float]) -> float:
 
 
 def holm(p_values: Mapping[str, float], alpha: float) -> frozenset[str]:
-    """Return the names whose effect is real; the probability of one or more errors is at most `alpha` (Holm, 1979)."""
+    """Return the names whose effect is real.
+
+    The probability of one or more errors is at most `alpha` (Holm, 1979).
+    """
     real: set[str] = set()
     for place, name in enumerate(sorted(p_values, key=lambda each: p_values[each])):
         if p_values[name] > alpha / (len(p_values) - place):

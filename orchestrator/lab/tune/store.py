@@ -1,10 +1,12 @@
-"""Where the results of tunings are kept: one folder each below the user's state folder, found again by what was tuned.
+"""Where the results of tunings are kept: one folder each below the user's state folder, found again
+by what was tuned.
 
     STATE/tunings/ID/tune.json     header and rows, for `tune --claims` and `advise`
     STATE/tunings/ID/rounds.jsonl  what was measured so far, for `tune --resume ID`
     STATE/tunings/ID/tuned.yaml    the user's file with the chosen settings
 
-A result holds for one card, driver, torch and model. Whether it still helps another one is for the reader to say.
+A result holds for one card, driver, torch and model. Whether it still helps another one is for the
+reader to say.
 """
 
 from __future__ import annotations
@@ -94,9 +96,14 @@ def read(folder: Path) -> Result:
     try:
         return _result_from(json.loads(read_small(path, _MOST_BYTES)))
     except FileNotFoundError:
-        raise UsageError(f"there is no result of a tuning at {path}; `tune --resume {folder.name}` makes it") from None
+        raise UsageError(
+            f"there is no result of a tuning at {path}; `tune --resume {folder.name}` makes it"
+        ) from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        told = f"{path} cannot be read ({one_line(str(error))[:200]}); remove {folder}, and run `tune` again"
+        told = (
+            f"{path} cannot be read ({one_line(str(error))[:200]}); remove {folder}, and run "
+            "`tune` again"
+        )
         raise UsageError(told) from error
 
 
@@ -119,5 +126,8 @@ def newest(subject: Subject, folder: Path | None = None) -> Result | None:
 def _result_from(plain: dict[str, Any]) -> Result:
     if plain.pop("schema") != SCHEMA:
         raise ValueError("it is of another version of this program")
-    subject, rows = Subject(**plain.pop("subject")), tuple(row_from(each) for each in plain.pop("rows"))
+    subject, rows = (
+        Subject(**plain.pop("subject")),
+        tuple(row_from(each) for each in plain.pop("rows")),
+    )
     return Result(**{**plain, "pareto": tuple(plain["pareto"])}, subject=subject, rows=rows)

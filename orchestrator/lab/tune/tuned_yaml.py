@@ -1,7 +1,9 @@
-"""The user's file with the chosen settings: only keys of `train:` change, each with its measurement beside it.
+"""The user's file with the chosen settings: only keys of `train:` change, each with its measurement
+beside it.
 
-Edits lines, so that comments and everything else stay. Where the section is written in a way that lines cannot be
-edited (in braces, with anchors), the whole configuration is written anew. Does not choose.
+Edits lines, so that comments and everything else stay. Where the section is written in a way that
+lines cannot be edited (in braces, with anchors), the whole configuration is written anew. Does not
+choose.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def tuned(text: str, config: Config, changes: Mapping[str, Any], notes: Mapping[
         changes: Keys of `train:` with their new values.
         notes: What is said beside each key.
     """
-    wanted = Config.model_validate({**config.model_dump(), "train": {**config.train.model_dump(), **changes}})
+    wanted = Config.model_validate(
+        {**config.model_dump(), "train": {**config.train.model_dump(), **changes}}
+    )
     edited = _edited(text, changes, notes)
     try:
         if config_from_text(edited, "tuned.yaml") == wanted:
@@ -53,13 +57,18 @@ def notes_of(changes: Mapping[str, Any], rows: Sequence[Row], tune_id: str) -> d
     for key, value in changes.items():
         found = by_name.get(f"{key}={str(value).lower() if isinstance(value, bool) else value}")
         other = "as the baseline" if key in PLAIN else "as it was measured"
-        notes[key] = f"tune {tune_id}: {other if found is None else ', '.join(_figures(found)) or other}"
+        notes[key] = (
+            f"tune {tune_id}: {other if found is None else ', '.join(_figures(found)) or other}"
+        )
     return notes
 
 
 def _figures(row: Row) -> Iterator[str]:
     if row.speed_ratio is not None and row.speed_low is not None and row.speed_high is not None:
-        yield f"{row.speed_ratio:.3f} x the baseline's speed ({row.speed_low:.3f} to {row.speed_high:.3f})"
+        yield (
+            f"{row.speed_ratio:.3f} x the baseline's speed ({row.speed_low:.3f} to "
+            f"{row.speed_high:.3f})"
+        )
     if row.peak_bytes is not None and row.peak_delta_bytes is not None:
         yield f"{row.peak_delta_bytes / MIB:+.1f} MiB peak memory"
 
@@ -68,7 +77,9 @@ def _edited(text: str, changes: Mapping[str, Any], notes: Mapping[str, str]) -> 
     lines = text if text.endswith("\n") or not text else f"{text}\n"
     found = _SECTION.search(lines)
     if found is None:
-        return f"{lines}train:\n" + "".join(_line("  ", key, changes[key], notes) for key in changes)
+        return f"{lines}train:\n" + "".join(
+            _line("  ", key, changes[key], notes) for key in changes
+        )
     following = _NEXT.search(lines, found.end())
     end = len(lines) if following is None else following.start()
     head, section, rest = lines[: found.end() + 1], lines[found.end() + 1 : end], lines[end:]
@@ -77,7 +88,9 @@ def _edited(text: str, changes: Mapping[str, Any], notes: Mapping[str, str]) -> 
         line = _line(indent, key, value, notes)
         pattern = re.compile(rf"^{indent}{re.escape(key)}:.*\n", re.MULTILINE)
         there = pattern.search(section)
-        before, after = ("", section) if there is None else (section[: there.start()], section[there.end() :])
+        before, after = (
+            ("", section) if there is None else (section[: there.start()], section[there.end() :])
+        )
         section = before + line + after
     return head + section + rest
 

@@ -1,4 +1,6 @@
-"""The verb `tune`: from what the user asked to the three passes, the table, and the files that stay."""
+"""The verb `tune`: from what the user asked to the three passes, the table, and the files that
+stay.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +50,14 @@ def tune(folder: Path, say: Callable[[str], None], budget_s: float | None = None
 
     def choose(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         named = (levers.picked if trains else levers.chosen)(candidates, asked.wanted)
-        return levers.for_rehearsal(named) if asked.rehearse and trains and not asked.wanted else named
+        return (
+            levers.for_rehearsal(named) if asked.rehearse and trains and not asked.wanted else named
+        )
 
     log, trains = folder / "arms.log", asked.workload != products.WORKLOAD
-    compared = {"compared_steps": config.tune.parity_steps, "seeds": config.tune.seeds} if trains else {}
+    compared = (
+        {"compared_steps": config.tune.parity_steps, "seeds": config.tune.seeds} if trains else {}
+    )
     plan = Plan(
         budget_s=budget_s or asked.budget_s,
         turn_s=0.2 if asked.rehearse else 1.5,
@@ -85,7 +91,8 @@ def tune(folder: Path, say: Callable[[str], None], budget_s: float | None = None
         result = run_training() if trains else run_matmul()
     except BaselineError as error:
         raise UsageError(
-            f"the baseline cannot be measured: {one_line(str(error))}; see {folder}/arms.log, and go on with "
+            f"the baseline cannot be measured: {one_line(str(error))}; see {folder}/arms.log, and "
+            "go on with "
             f"`tune --resume {folder.name}`"
         ) from error
     store.write(folder, result)
@@ -111,10 +118,11 @@ def _write_tuned(folder: Path, asked: Asked, result: store.Result) -> None:
 
 
 def _with_room(spec: WorkerSpec) -> tuple[WorkerSpec, int]:
-    """Return how many candidates the device lets live beside the baseline and its repetition, and their spec.
+    """Return how many candidates the device lets live beside the baseline and its repetition, and
+    their spec.
 
-    On a card each keeps a context while it waits. What the card has beside one worker's budget pays for those; where
-    that is not enough for the fewest arms, the budget does.
+    On a card each keeps a context while it waits. What the card has beside one worker's budget pays
+    for those; where that is not enough for the fewest arms, the budget does.
     """
     if spec.device != "cuda":
         return spec, _MOST_AT_ONCE

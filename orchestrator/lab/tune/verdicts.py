@@ -1,7 +1,8 @@
 """Which verdict a measured effect gets. Pure.
 
-A claim is a range, such as a speed ratio of 1.05 to 1.10. Without one, what is judged is "it helps": more speed, or for
-a lever whose aim is memory, fewer bytes. Does not measure and does not know which lever it judges.
+A claim is a range, such as a speed ratio of 1.05 to 1.10. Without one, what is judged is "it
+helps": more speed, or for a lever whose aim is memory, fewer bytes. Does not measure and does not
+know which lever it judges.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ class Judged:
     reason: str
 
 
-def against(claimed: tuple[float, float], low: float, high: float, *, neutral: float, width: float) -> Verdict:
+def against(
+    claimed: tuple[float, float], low: float, high: float, *, neutral: float, width: float
+) -> Verdict:
     """Return the verdict on a claimed range, of a value between `low` and `high`.
 
-    More of a gain than claimed confirms it, more of a cost refutes it. An interval that holds both the claim and no
-    effect is too wide to tell.
+    More of a gain than claimed confirms it, more of a cost refutes it. An interval that holds both
+    the claim and no effect is too wide to tell.
 
     Args:
         claimed: Lowest and highest value; infinite where only one end is claimed.
@@ -55,7 +58,9 @@ def against(claimed: tuple[float, float], low: float, high: float, *, neutral: f
     overlaps = low <= claimed_high and high >= claimed_low
     if claimed_low <= neutral <= claimed_high:
         is_within = low >= claimed_low - width and high <= claimed_high + width
-        return Verdict.CONFIRMED if is_within else Verdict.UNDECIDED if overlaps else Verdict.REFUTED
+        return (
+            Verdict.CONFIRMED if is_within else Verdict.UNDECIDED if overlaps else Verdict.REFUTED
+        )
     if low >= neutral - width and high <= neutral + width:
         return Verdict.NO_EFFECT
     if low <= neutral <= high:
@@ -67,7 +72,9 @@ def against(claimed: tuple[float, float], low: float, high: float, *, neutral: f
     return Verdict.CONFIRMED if overlaps or is_beyond else Verdict.PARTLY
 
 
-def judge_speed(effect: Effect | None, *, real: bool, resolve: float, claim: Claimed | None = None) -> Judged:
+def judge_speed(
+    effect: Effect | None, *, real: bool, resolve: float, claim: Claimed | None = None
+) -> Judged:
     """Judge a speed.
 
     Args:
@@ -84,17 +91,25 @@ def judge_speed(effect: Effect | None, *, real: bool, resolve: float, claim: Cla
         return Judged(verdict=Verdict.UNDECIDED, reason=reason)
     says_none = claim is not None and claim.low <= 1 <= claim.high
     if not says_none and effect.low >= 1 - resolve and effect.high <= 1 + resolve:
-        return Judged(verdict=Verdict.NO_EFFECT, reason=f"no difference above {100 * resolve:g} %: {span}")
+        return Judged(
+            verdict=Verdict.NO_EFFECT, reason=f"no difference above {100 * resolve:g} %: {span}"
+        )
     if not says_none and not (real and effect.excludes_one):
-        return Judged(verdict=Verdict.UNDECIDED, reason=f"{span} does not tell whether it makes a difference")
+        return Judged(
+            verdict=Verdict.UNDECIDED, reason=f"{span} does not tell whether it makes a difference"
+        )
     if claim is None:
         verdict = Verdict.CONFIRMED if effect.ratio > 1 else Verdict.REFUTED
-        return Judged(verdict=verdict, reason=f"{'faster' if effect.ratio > 1 else 'slower'}: {span}")
+        return Judged(
+            verdict=verdict, reason=f"{'faster' if effect.ratio > 1 else 'slower'}: {span}"
+        )
     verdict = against((claim.low, claim.high), effect.low, effect.high, neutral=1.0, width=resolve)
     return Judged(verdict=verdict, reason=f"claimed {claim.said}, measured {span}")
 
 
-def judge_memory(peak_bytes: int | None, against_bytes: int | None, *, noise: float, resolve: float) -> Judged:
+def judge_memory(
+    peak_bytes: int | None, against_bytes: int | None, *, noise: float, resolve: float
+) -> Judged:
     """Judge a lever whose aim is memory by the peaks of the first steps.
 
     Args:
@@ -111,4 +126,6 @@ def judge_memory(peak_bytes: int | None, against_bytes: int | None, *, noise: fl
         return Judged(verdict=Verdict.CONFIRMED if ratio < 1 else Verdict.REFUTED, reason=said)
     if least <= _SAME_BYTES:
         return Judged(verdict=Verdict.NO_EFFECT, reason=said)
-    return Judged(verdict=Verdict.UNDECIDED, reason=f"{said}, and equal arms differ by {100 * noise:.0f} %")
+    return Judged(
+        verdict=Verdict.UNDECIDED, reason=f"{said}, and equal arms differ by {100 * noise:.0f} %"
+    )

@@ -31,7 +31,11 @@ class Badge:
     @property
     def words(self) -> str:
         """What stands on it: what is wrong with the first subject, and how many others there are."""
-        return self.text if len(self.subjects) == 1 else f"{self.text} (and {len(self.subjects) - 1} more)"
+        return (
+            self.text
+            if len(self.subjects) == 1
+            else f"{self.text} (and {len(self.subjects) - 1} more)"
+        )
 
 
 def badges(firing: Iterable[Firing]) -> tuple[Badge, ...]:
@@ -40,8 +44,14 @@ def badges(firing: Iterable[Firing]) -> tuple[Badge, ...]:
     for one in firing:
         if one.alert.severity != "info":
             found.setdefault(one.alert.name, []).append(one)
-    made = [_badge(sorted(together, key=lambda one: one.since_unix_s)) for together in found.values()]
-    return tuple(sorted(made, key=lambda badge: (_ORDER.index(badge.severity), badge.since_unix_s, badge.name)))
+    made = [
+        _badge(sorted(together, key=lambda one: one.since_unix_s)) for together in found.values()
+    ]
+    return tuple(
+        sorted(
+            made, key=lambda badge: (_ORDER.index(badge.severity), badge.since_unix_s, badge.name)
+        )
+    )
 
 
 def _badge(together: list[Firing]) -> Badge:
@@ -52,6 +62,8 @@ def _badge(together: list[Firing]) -> Badge:
         subjects=tuple(one.subject.name for one in together),
         since_unix_s=first.since_unix_s,
         # The person looks at this very run.
-        text=first.text.replace(f"run {first.subject.name}", "the run") if first.alert.scope == "run" else first.text,
+        text=first.text.replace(f"run {first.subject.name}", "the run")
+        if first.alert.scope == "run"
+        else first.text,
         what_to_do=first.alert.what_to_do,
     )

@@ -1,7 +1,9 @@
-"""The catalogue of alerts: each with its condition over frames, and the same condition in PromQL. Pure.
+"""The catalogue of alerts: each with its condition over frames, and the same condition in PromQL.
+Pure.
 
-A slot that a person holds never alerts. Neither does a slot, card or node of a run on which no head works: for that
-there is `HeadGone`. A test compares both conditions of each alert on the same made-up runs.
+A slot that a person holds never alerts. Neither does a slot, card or node of a run on which no head
+works: for that there is `HeadGone`. A test compares both conditions of each alert on the same
+made-up runs.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ _NOT_WORKING: Final[frozenset[SlotState]] = frozenset(
     {HeadState.STARTING, HeadState.RESTARTING, HeadState.LOST}
     | {WorkerState.WARMING, WorkerState.BACKOFF, WorkerState.EMERGENCY, WorkerState.PARKED}
 )
-_REPORTING: Final[frozenset[SlotState]] = frozenset(WorkerState) - {WorkerState.DONE, WorkerState.STOPPED}
+_REPORTING: Final[frozenset[SlotState]] = frozenset(WorkerState) - {
+    WorkerState.DONE,
+    WorkerState.STOPPED,
+}
 
 _LATE_S: Final = 15.0
 _SILENT_S: Final = 30.0
@@ -37,7 +42,9 @@ _STEPS_LEAST: Final = 20.0
 _BY_SLOT: Final = "by (instance, node, slot)"
 _ON_SLOT: Final = "on (instance, node, slot)"
 #: What is computed from counters must also say that the slot counts now: counters outlive the head.
-_COUNTS_NOW: Final = f"unless {_ON_SLOT} orchestrator_slot_held == 1 and on (instance) orchestrator_head_up == 1"
+_COUNTS_NOW: Final = (
+    f"unless {_ON_SLOT} orchestrator_slot_held == 1 and on (instance) orchestrator_head_up == 1"
+)
 
 _Condition: TypeAlias = Callable[[Sight], Iterable[Subject]]
 
@@ -69,7 +76,9 @@ def _cards(condition: Callable[[Card, Frame], bool]) -> _Condition:
     def holds(sight: Sight) -> Iterator[Subject]:
         for card in facts.cards(sight.frame):
             if condition(card, sight.frame):
-                yield Subject(card.uuid, card.node, card.uuid, f"{card.name or 'card'} of {card.node}")
+                yield Subject(
+                    card.uuid, card.node, card.uuid, f"{card.name or 'card'} of {card.node}"
+                )
 
     return holds
 
@@ -121,7 +130,8 @@ _OF_RUN: Final = (
         for_s=30,
         summary="the head of run {subject} is gone",
         what_to_do="Type: python -m orchestrator run --resume",
-        promql='orchestrator_head_up == 0 and on (instance) orchestrator_run_outcome{outcome="running"} == 1',
+        promql="orchestrator_head_up == 0 and on (instance) "
+        'orchestrator_run_outcome{outcome="running"} == 1',
         holds=_run(lambda frame: frame.freshness is Freshness.HEAD_GONE),
     ),
     WATCHER_DOWN,
@@ -131,8 +141,10 @@ _OF_RUN: Final = (
         scope="run",
         for_s=30,
         summary="the records of run {subject} are late",
-        what_to_do="Look whether the head's machine is overloaded, and whether the disk of the run folder answers.",
-        promql=f"orchestrator_frame_age_seconds > {_LATE_S:.0f} and on (instance) orchestrator_head_up == 1",
+        what_to_do="Look whether the head's machine is overloaded, and whether the disk of the "
+        "run folder answers.",
+        promql=f"orchestrator_frame_age_seconds > {_LATE_S:.0f} and on (instance) "
+        "orchestrator_head_up == 1",
         holds=_run(lambda frame: facts.is_up(frame) and frame.late_s > _LATE_S),
     ),
     Alert(
@@ -177,7 +189,8 @@ _OF_RUN: Final = (
         severity="warning",
         scope="run",
         summary="notifications of run {subject} are not delivered",
-        what_to_do="Type: python -m orchestrator notify --test. It says which address fails, and why.",
+        what_to_do="Type: python -m orchestrator notify --test. It says which address fails, and "
+        "why.",
         promql='increase(orchestrator_notifications_total{result="failed"}[15m]) > 0',
         holds=lambda sight: _run(lambda _: sight.history.growth("failed") > 0)(sight),
     ),
@@ -189,10 +202,13 @@ _OF_SLOTS: Final = (
         severity="critical",
         scope="slot",
         summary="slot {subject} was given up",
-        what_to_do="See docs/troubleshooting.md#quarantined, then type: python -m orchestrator reinstate SLOT",
+        what_to_do="See docs/troubleshooting.md#quarantined, then type: python -m orchestrator "
+        "reinstate SLOT",
         promql='orchestrator_slot_state{state="quarantined"} == 1'
         f" unless {_ON_SLOT} orchestrator_slot_loss_not_finite == 1",
-        holds=_slots(lambda row, _: row.state is HeadState.QUARANTINED and not facts.is_not_finite(row)),
+        holds=_slots(
+            lambda row, _: row.state is HeadState.QUARANTINED and not facts.is_not_finite(row)
+        ),
     ),
     Alert(
         name="LossNotFinite",
@@ -208,11 +224,14 @@ _OF_SLOTS: Final = (
         severity="critical",
         scope="slot",
         summary="slot {subject} computed wrong results",
-        what_to_do="Lower the clocks of the card, those of its memory first. Then type: python -m orchestrator burn",
+        what_to_do="Lower the clocks of the card, those of its memory first. Then type: python -m "
+        "orchestrator burn",
         promql=f"max {_BY_SLOT} (increase(orchestrator_slot_wrong_results_total[1h]) > 0"
         f' or orchestrator_slot_state{{state="corrupt"}}) {_COUNTS_NOW}',
         holds=_slots(
-            lambda row, history: row.state is WorkerState.CORRUPT or history.growth("verify_errors", row.slot) > 0
+            lambda row, history: (
+                row.state is WorkerState.CORRUPT or history.growth("verify_errors", row.slot) > 0
+            )
         ),
     ),
     Alert(
@@ -233,18 +252,22 @@ _OF_SLOTS: Final = (
         scope="slot",
         for_s=30,
         summary="slot {subject} has not reported for half a minute",
-        what_to_do="Look at that PC: nvidia-smi, top. After run.hang_timeout_s its process is replaced.",
+        what_to_do="Look at that PC: nvidia-smi, top. After run.hang_timeout_s its process is "
+        "replaced.",
         promql="orchestrator_run_updated_timestamp_seconds - on (instance) group_right ()"
         f" orchestrator_slot_last_report_timestamp_seconds > {_SILENT_S:.0f}"
         f' and {_ON_SLOT} orchestrator_slot_state{{state=~"{_words(_REPORTING)}"}} == 1',
-        holds=_slots(lambda row, _: row.state in _REPORTING and (row.heartbeat_age_s or 0.0) > _SILENT_S),
+        holds=_slots(
+            lambda row, _: row.state in _REPORTING and (row.heartbeat_age_s or 0.0) > _SILENT_S
+        ),
     ),
     Alert(
         name="SlotRestarting",
         severity="warning",
         scope="slot",
         summary="slot {subject} has had more than three new processes in 15 minutes",
-        what_to_do="See why they end: python -m orchestrator report. After run.max_deaths the slot is given up.",
+        what_to_do="See why they end: python -m orchestrator report. After run.max_deaths the "
+        "slot is given up.",
         promql=f"increase(orchestrator_slot_restarts_total[15m]) > {_RESTARTS} {_COUNTS_NOW}",
         holds=_slots(lambda row, history: history.growth("restarts", row.slot) > _RESTARTS),
     ),
@@ -264,10 +287,12 @@ _OF_SLOTS: Final = (
         scope="slot",
         for_s=900,
         summary="slot {subject} fails in more than 5 % of its steps",
-        what_to_do="Its reason says why: python -m orchestrator report. The run counts as degraded if it stays so.",
+        what_to_do="Its reason says why: python -m orchestrator report. The run counts as "
+        "degraded if it stays so.",
         promql=f'sum {_BY_SLOT} (increase(orchestrator_slot_steps_total{{result="ok"}}[15m]))'
         f" / sum {_BY_SLOT} (increase(orchestrator_slot_steps_total[15m])) < {LOW_SUCCESS_RATE}"
-        f" and {_ON_SLOT} sum {_BY_SLOT} (increase(orchestrator_slot_steps_total[15m])) > {_STEPS_LEAST:.0f}"
+        f" and {_ON_SLOT} sum {_BY_SLOT} (increase(orchestrator_slot_steps_total[15m])) > "
+        f"{_STEPS_LEAST:.0f}"
         f" {_COUNTS_NOW}",
         holds=_slots(_is_low),
     ),
@@ -282,7 +307,9 @@ _OF_SLOTS: Final = (
         f' and {_ON_SLOT} orchestrator_slot_state{{state="running"}} == 1',
         holds=_slots(
             lambda row, _: (
-                row.state is WorkerState.RUNNING and row.baseline_pct is not None and row.baseline_pct < _SLOW_PCT
+                row.state is WorkerState.RUNNING
+                and row.baseline_pct is not None
+                and row.baseline_pct < _SLOW_PCT
             )
         ),
     ),
@@ -292,7 +319,8 @@ _OF_SLOTS: Final = (
         scope="slot",
         for_s=300,
         summary="the process of slot {subject} keeps memory that its work does not need",
-        what_to_do="Drop every tensor in the workload's `release`. After run.leak_limit_mib its process is replaced.",
+        what_to_do="Drop every tensor in the workload's `release`. After run.leak_limit_mib its "
+        "process is replaced.",
         promql="orchestrator_slot_leaking == 1",
         holds=_slots(lambda row, _: facts.is_leaking(row)),
     ),
@@ -315,7 +343,8 @@ _OF_CARDS: Final = (
         scope="card",
         for_s=300,
         summary="heat or power slows card {subject}",
-        what_to_do="Check airflow, or lower its limit so that it is steady: power_limit_w in cluster.yaml.",
+        what_to_do="Check airflow, or lower its limit so that it is steady: power_limit_w in "
+        "cluster.yaml.",
         promql=f"orchestrator_card_slowed_ratio > {_SLOWED_PCT / 100}",
         holds=_cards(lambda card, _: (_sensor(card, "throttle_pct") or 0.0) > _SLOWED_PCT),
     ),
@@ -327,7 +356,11 @@ _OF_CARDS: Final = (
         summary="card {subject} is within 3 C of its limit",
         what_to_do="Check dust, airflow and the fan curve.",
         promql=f"orchestrator_card_temperature_margin_celsius <= {_MARGIN_C:.0f}",
-        holds=_cards(lambda card, _: (margin := _sensor(card, "margin_c")) is not None and margin <= _MARGIN_C),
+        holds=_cards(
+            lambda card, _: (
+                (margin := _sensor(card, "margin_c")) is not None and margin <= _MARGIN_C
+            )
+        ),
         opt_in=True,
     ),
     Alert(
@@ -336,7 +369,8 @@ _OF_CARDS: Final = (
         scope="card",
         for_s=600,
         summary="no worker comes up on card {subject} any more",
-        what_to_do="On its PC type: nvidia-smi; sudo dmesg | grep Xid. A card that is off the bus needs a restart.",
+        what_to_do="On its PC type: nvidia-smi; sudo dmesg | grep Xid. A card that is off the bus "
+        "needs a restart.",
         promql="orchestrator_card_up == 0 and on (instance, node) orchestrator_node_up == 1",
         holds=_cards(_is_vanished),
     ),

@@ -1,7 +1,8 @@
-"""What a frame says beyond the values of its rows: which nodes and cards are there, and what a reason means. Pure.
+"""What a frame says beyond the values of its rows: which nodes and cards are there, and what a
+reason means. Pure.
 
-Metrics and alerts both take it from here, so that they cannot disagree. What is no longer true, because the head has
-ended or the slot has no worker, is not told.
+Metrics and alerts both take it from here, so that they cannot disagree. What is no longer true,
+because the head has ended or the slot has no worker, is not told.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ def rows(frame: Frame) -> tuple[Row, ...]:
 
 
 def nodes_up(frame: Frame) -> Mapping[str, bool]:
-    """Say of each planned node whether it is in the cluster; nothing before the run has told for the first time."""
+    """Say of each planned node whether it is in the cluster.
+
+    Nothing before the run has told for the first time.
+    """
     if not is_up(frame) or frame.run.updated_at_unix_s is None:
         return {}
     return {node: node in frame.snapshot.nodes_seen for node in frame.snapshot.nodes_planned}
@@ -67,7 +71,9 @@ class Card:
     uuid: str
     name: str | None
     is_up: bool
-    """Whether it has a worker, or slots that are held; not up while all its workers are awaited or lost."""
+    """Whether it has a worker, or slots that are held; not up while all its workers are awaited or
+    lost.
+    """
     teller: Row | None
     """The slot that heard of its sensors last; `None` if no worker reports."""
 

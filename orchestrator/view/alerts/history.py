@@ -1,6 +1,7 @@
 """What alerts need of the frames before: how much a counter has grown within a time. Pure.
 
-Keeps few points of each counter. A growth counts from the first look on, as `increase` of Prometheus does.
+Keeps few points of each counter. A growth counts from the first look on, as `increase` of
+Prometheus does.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from orchestrator.record.follow import Frame
 
 #: Counter of a slot -> the longest time over which it is asked for.
 _WINDOWS_S: Final[Mapping[str, float]] = MappingProxyType(
-    {"restarts": 900.0, "oom_count": 600.0, "steps": 900.0, "steps_ok": 900.0, "verify_errors": 3600.0}
+    {
+        "restarts": 900.0,
+        "oom_count": 600.0,
+        "steps": 900.0,
+        "steps_ok": 900.0,
+        "verify_errors": 3600.0,
+    }
 )
 _FAILED: Final = "failed"
 _FAILED_WINDOW_S: Final = 900.0
@@ -36,7 +43,10 @@ class History:
         return max(0.0, self.now[key] - self.courses[key][0][1]) if key in self.now else 0.0
 
     def after(self, frame: Frame, failed: int, now_s: float) -> History:
-        """Return the history with one frame more; `failed` are the notifications that failed so far."""
+        """Return the history with one frame more.
+
+        `failed` are the notifications that failed so far.
+        """
         now, courses = {}, {}
         for key, value, window_s in _counted(frame, failed):
             now[key] = value
@@ -55,7 +65,8 @@ def _counted(frame: Frame, failed: int) -> Iterator[tuple[tuple[str, str], float
 def _longer(course: _Course, value: float, now_s: float, window_s: float) -> _Course:
     """Return a course with the value of now, if it is new, and without points that count no more."""
     if not course or value != course[-1][1]:
-        # What grows at nearly the same time is one point. The first is what growth is counted from, and stays.
+        # What grows at nearly the same time is one point. The first is what growth is counted from,
+        # and stays.
         is_same = len(course) > 1 and now_s - course[-1][0] < window_s / _POINTS
         course = (*course[:-1], (course[-1][0], value)) if is_same else (*course, (now_s, value))
     first = 0

@@ -1,4 +1,5 @@
-"""From frames to alerts that fire: one that holds is pending, fires after a while, and is over after another. Pure.
+"""From frames to alerts that fire: one that holds is pending, fires after a while, and is over
+after another. Pure.
 
 As Prometheus does it with `for` and `keep_firing_for`. Does not say what is wrong (`catalogue.py`).
 """
@@ -42,7 +43,10 @@ class AlertWatch:
 def judge(
     watch: AlertWatch, frame: Frame | None, now_unix_s: float, *, failed_notifications: int = 0
 ) -> tuple[AlertWatch, tuple[Firing, ...]]:
-    """Take in how the run is now, and return what fires; `frame` is `None` if the run cannot be read."""
+    """Take in how the run is now, and return what fires.
+
+    `frame` is `None` if the run cannot be read.
+    """
     if frame is not None and frame.run.facts.run_id != watch.run_id:
         watch = AlertWatch(alerts=watch.alerts, run_id=frame.run.facts.run_id)
     history, held = watch.history, tuple[tuple[Alert, Subject], ...]()
@@ -70,10 +74,14 @@ def _followed(
         before = active.get(key)
         since_unix_s = now_unix_s if before is None else before.since_unix_s
         fires = (before is not None and before.fires) or now_unix_s - since_unix_s >= alert.for_s
-        followed[key] = _Active(alert=alert, subject=subject, since_unix_s=since_unix_s, fires=fires)
+        followed[key] = _Active(
+            alert=alert, subject=subject, since_unix_s=since_unix_s, fires=fires
+        )
     for key, before in active.items():
         if key not in followed and before.fires:
-            over_since_unix_s = now_unix_s if before.over_since_unix_s is None else before.over_since_unix_s
+            over_since_unix_s = (
+                now_unix_s if before.over_since_unix_s is None else before.over_since_unix_s
+            )
             if now_unix_s - over_since_unix_s < before.alert.keep_s:
                 followed[key] = replace(before, over_since_unix_s=over_since_unix_s)
     return followed

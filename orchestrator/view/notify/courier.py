@@ -1,7 +1,8 @@
 """Sends one letter to all addresses from a child process, and ends it after a deadline.
 
-Services have no limit of time that can be trusted: a server that accepts and never answers must cost seconds, once.
-Addresses go to the child through its standard input, and come back without their secrets. Retries nothing.
+Services have no limit of time that can be trusted: a server that accepts and never answers must
+cost seconds, once. Addresses go to the child through its standard input, and come back without
+their secrets. Retries nothing.
 """
 
 from __future__ import annotations
@@ -42,15 +43,24 @@ def deliver(
     urls: Sequence[str], title: str, body: str, severity: str, deadline_s: float = DEADLINE_S
 ) -> tuple[Delivery, ...]:
     """Return what became of the letter at each address, after `deadline_s` at the latest."""
-    job = {"urls": urls, "title": title, "body": body, "type": _TYPES[severity], "deadline_s": deadline_s}
+    job = {
+        "urls": urls,
+        "title": title,
+        "body": body,
+        "type": _TYPES[severity],
+        "deadline_s": deadline_s,
+    }
     out, why = _by_child(json.dumps(job).encode(), deadline_s)
     told = {
-        number: Delivery(number=number, name=f"address {number}", taken=False, reason=why) for number in _numbers(urls)
+        number: Delivery(number=number, name=f"address {number}", taken=False, reason=why)
+        for number in _numbers(urls)
     }
     for line in out.splitlines():
         with contextlib.suppress(ValueError, TypeError):  # cut off by the deadline
             delivery = Delivery(**json.loads(line))
-            told[delivery.number] = delivery if delivery.taken or delivery.reason else replace(delivery, reason=why)
+            told[delivery.number] = (
+                delivery if delivery.taken or delivery.reason else replace(delivery, reason=why)
+            )
     return tuple(told.values())
 
 
@@ -60,7 +70,11 @@ def _by_child(job: bytes, deadline_s: float) -> tuple[bytes, str]:
     try:
         # In a session of its own: a Ctrl-C in the terminal must not cut a delivery in two.
         child = subprocess.Popen(  # noqa: S603 - this very module
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
     except OSError as failure:
         return b"", f"the process that sends cannot be started: {failure.strerror}"
@@ -81,39 +95,65 @@ def _numbers(urls: Sequence[str]) -> range:
 
 
 def _main() -> None:
-    """Send the job on standard input; say what became of it, a line for each address as soon as it is known."""
+    """Send the job on standard input.
+
+    Say what became of it, a line for each address as soon as it is known.
+    """
     job = json.load(sys.stdin)
     signal.alarm(int(job["deadline_s"]) + 5)  # should the parent be killed
     with ThreadPoolExecutor(max_workers=len(job["urls"])) as pool:
-        list(pool.map(lambda number: _send(number, job["urls"][number - 1], job), _numbers(job["urls"])))
+        list(
+            pool.map(
+                lambda number: _send(number, job["urls"][number - 1], job), _numbers(job["urls"])
+            )
+        )
 
 
 def _send(number: int, url: str, job: dict[str, Any]) -> None:
     import apprise  # noqa: PLC0415 - an extra, and it takes half a second
 
     # In memory: else some services keep what they know of an address in files.
-    asset = apprise.AppriseAsset(storage_mode=apprise.PersistentStoreMode.MEMORY, secure_logging=True)
+    asset = apprise.AppriseAsset(
+        storage_mode=apprise.PersistentStoreMode.MEMORY, secure_logging=True
+    )
     service = apprise.Apprise.instantiate(url, asset=asset, suppress_exceptions=True)
     if service is None:
         _say(
-            Delivery(number=number, name=f"address {number}", taken=False, reason="it is no address that apprise knows")
+            Delivery(
+                number=number,
+                name=f"address {number}",
+                taken=False,
+                reason="it is no address that apprise knows",
+            )
         )
         return
-    # What stands before the first slash: apprise shows paths and parameters of some services as they are.
+    # What stands before the first slash: apprise shows paths and parameters of some services as
+    # they are.
     shown = re.match(r"[^:]+://[^/?]*", str(service.url(privacy=True)))  # type: ignore[no-untyped-call]
     name = shown.group() if shown else str(service.service_name)
     _say(Delivery(number=number, name=name, taken=False))
     sender = apprise.Apprise(asset=asset)
     sender.add(service)
-    result = sender.notify(title=job["title"], body=job["body"], notify_type=job["type"], body_format="text")
+    result = sender.notify(
+        title=job["title"], body=job["body"], notify_type=job["type"], body_format="text"
+    )
     reasons = [entry.message for entry in result.logs()]
-    _say(Delivery(number=number, name=name, taken=bool(result), reason="" if result else _harmless(reasons, url, name)))
+    _say(
+        Delivery(
+            number=number,
+            name=name,
+            taken=bool(result),
+            reason="" if result else _harmless(reasons, url, name),
+        )
+    )
 
 
 def _harmless(reasons: Sequence[str], url: str, name: str) -> str:
     """Return the last reason without any word of the address that is not in its name."""
     text = reasons[-1] if reasons else "it was not taken"
-    for word in sorted(set(re.split(r"[\s/:@?&=+,]+", f"{url} {unquote(url)}")), key=len, reverse=True):
+    for word in sorted(
+        set(re.split(r"[\s/:@?&=+,]+", f"{url} {unquote(url)}")), key=len, reverse=True
+    ):
         if len(word) > 2 and word not in name:
             text = text.replace(word, "***")
     return text[:_REASON_MOST]

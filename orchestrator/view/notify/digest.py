@@ -1,8 +1,8 @@
 """Decides what is told, and when: troubles that are there and the time in, messages out. Pure.
 
-At most one message a minute, one story an hour about what comes and goes, and a digest at its interval. Nothing is
-lost: what may not be told yet is told later. Does not judge a run, word a message (`letter`)
-or send it (`courier`).
+At most one message a minute, one story an hour about what comes and goes, and a digest at its
+interval. Nothing is lost: what may not be told yet is told later. Does not judge a run, word a
+message (`letter`) or send it (`courier`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Trouble:
     node: str
     """Its node; empty for the run."""
     place: str
-    """The card or node that the subject belongs to: what befalls several subjects of it is told together."""
+    """The card or node that the subject belongs to: what befalls several subjects of it is told
+    together.
+    """
     since_unix_s: float
     text: str
     what_to_do: str = ""
@@ -110,7 +112,13 @@ class _Kept:
             came_alone = is_first and self.changed_at_s >= self.quiet_until_s
             quiet_until_s = self.quiet_until_s if came_alone else now_s + flapping_s
         told_at_s = now_s if self.times else self.told_at_s
-        return replace(self, told_there=self.is_there, times=0, told_at_s=told_at_s, quiet_until_s=quiet_until_s)
+        return replace(
+            self,
+            told_there=self.is_there,
+            times=0,
+            told_at_s=told_at_s,
+            quiet_until_s=quiet_until_s,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,12 +143,20 @@ def new_digest(every_s: float | None, now_s: float, pace: Pace = USUAL_PACE) -> 
 
 
 def seen(
-    digest: Digest, troubles: Iterable[Trouble], now_s: float, is_unknown: Callable[[Trouble], bool] = lambda _: False
+    digest: Digest,
+    troubles: Iterable[Trouble],
+    now_s: float,
+    is_unknown: Callable[[Trouble], bool] = lambda _: False,
 ) -> Digest:
-    """Take in what is there now. What is unknown, because its node or the head is gone, stays as it was."""
+    """Take in what is there now.
+
+    What is unknown, because its node or the head is gone, stays as it was.
+    """
     kept = dict(digest.kept)
     there = {trouble.key: trouble for trouble in troubles if not is_unknown(trouble)}
-    there |= {key: one.trouble for key, one in kept.items() if one.is_there and is_unknown(one.trouble)}
+    there |= {
+        key: one.trouble for key, one in kept.items() if one.is_there and is_unknown(one.trouble)
+    }
     for key, trouble in there.items():
         before = kept.get(key)
         if before is None:
@@ -150,7 +166,11 @@ def seen(
         else:
             changed_at_s = before.changed_at_s if before.has_news else now_s
             kept[key] = replace(
-                before, trouble=trouble, is_there=True, times=before.times + 1, changed_at_s=changed_at_s
+                before,
+                trouble=trouble,
+                is_there=True,
+                times=before.times + 1,
+                changed_at_s=changed_at_s,
             )
     for key, before in digest.kept.items():
         if key not in there and before.is_there:
@@ -190,13 +210,19 @@ def told(digest: Digest, message: Message, now_s: float) -> Digest:
     for news in message.news:
         kept[news.trouble.key] = kept[news.trouble.key].told(now_s, digest.pace.flapping_s)
     due_at_s = _next_due_at_s(digest, message, now_s)
-    return replace(digest, kept=kept, sent_at_s=now_s, wait_s=digest.pace.between_s, due_at_s=due_at_s)
+    return replace(
+        digest, kept=kept, sent_at_s=now_s, wait_s=digest.pace.between_s, due_at_s=due_at_s
+    )
 
 
 def given_up(digest: Digest, message: Message, now_s: float) -> Digest:
-    """Return the state after no address has taken the message: its news is tried again, later each time."""
+    """Return the state after no address has taken the message: its news is tried again, later each
+    time.
+    """
     wait_s = min(2 * digest.wait_s, digest.pace.wait_most_s)
-    return replace(digest, sent_at_s=now_s, wait_s=wait_s, due_at_s=_next_due_at_s(digest, message, now_s))
+    return replace(
+        digest, sent_at_s=now_s, wait_s=wait_s, due_at_s=_next_due_at_s(digest, message, now_s)
+    )
 
 
 def _next_due_at_s(digest: Digest, message: Message, now_s: float) -> float:

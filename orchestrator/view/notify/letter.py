@@ -1,6 +1,8 @@
-"""Words a message: a title that says enough on a locked phone, what is new, and how the run is. Pure.
+"""Words a message: a title that says enough on a locked phone, what is new, and how the run is.
+Pure.
 
-Text from a run may be hostile: it comes out as harmless lines of bounded length. Does not decide what is told.
+Text from a run may be hostile: it comes out as harmless lines of bounded length. Does not decide
+what is told.
 """
 
 from __future__ import annotations
@@ -54,9 +56,16 @@ def worded(
     more = f", {len(groups) - 1} more" if len(groups) > 1 else ""
     title = "; ".join(essence or [_states(snapshot)]) + more
     blocks = [
-        [_end(run), *([] if run.error is None else [run.error]), *_cut(list(missed))] if message.is_last else [],
+        [_end(run), *([] if run.error is None else [run.error]), *_cut(list(missed))]
+        if message.is_last
+        else [],
         _cut([line for group in _grouped(news) for line in _told(group, unix_s)]),
-        _cut([f"still: {_headline(group)}, for {_for(group[0].trouble, unix_s)}" for group in _grouped(told_before)]),
+        _cut(
+            [
+                f"still: {_headline(group)}, for {_for(group[0].trouble, unix_s)}"
+                for group in _grouped(told_before)
+            ]
+        ),
         [*_status(snapshot), *_cut(list(_cards(snapshot.rows))), *_failures(deliveries)],
     ]
     severest = min((_order(one.trouble) for one in news if one.is_there), default=(2, "", ()))[0]
@@ -64,7 +73,9 @@ def worded(
         severest = min(severest, 0 if run.exit_code is None else 1)
     return Letter(
         title=_line(f"{run.facts.run_id[-4:]}: {title}", _TITLE_CELLS),
-        body="\n\n".join("\n".join(_line(line, _CELLS_MOST) for line in block) for block in blocks if block),
+        body="\n\n".join(
+            "\n".join(_line(line, _CELLS_MOST) for line in block) for block in blocks if block
+        ),
         severity=SEVEREST_FIRST[severest],
     )
 
@@ -109,7 +120,10 @@ def _for(trouble: Trouble, unix_s: float) -> str:
 def _end(run: StoredRun) -> str:
     if run.exit_code is not None:
         return f"the run has ended: {run.outcome}, exit code {run.exit_code}"
-    return f"the head is gone; `python -m orchestrator run --resume {run.facts.run_id}` continues the run"
+    return (
+        f"the head is gone; `python -m orchestrator run --resume {run.facts.run_id}` continues "
+        "the run"
+    )
 
 
 def _states(snapshot: Snapshot) -> str:
@@ -118,7 +132,10 @@ def _states(snapshot: Snapshot) -> str:
 
 
 def _status(snapshot: Snapshot) -> Iterator[str]:
-    yield f"run {snapshot.run_id}: {time_words(snapshot)}, {tflops_words(snapshot.tflops_total, UNICODE)}"
+    yield (
+        f"run {snapshot.run_id}: {time_words(snapshot)}, "
+        f"{tflops_words(snapshot.tflops_total, UNICODE)}"
+    )
     yield f"{_states(snapshot)}; {', '.join(totals(snapshot))}"
     yield from snapshot.notices
 
@@ -146,14 +163,20 @@ def _cards(rows: Iterable[Row]) -> Iterator[str]:
         if "busy" in known:
             said.append(f"{known['busy']:.0f} % busy")
         if "power" in known:
-            said.append(f"{known['power']:.0f}" + (f" of {known['limit']:.0f} W" if "limit" in known else " W"))
+            said.append(
+                f"{known['power']:.0f}"
+                + (f" of {known['limit']:.0f} W" if "limit" in known else " W")
+            )
         if said:
             yield f"{node} {name or 'processor'}: {', '.join(said)}"
 
 
 def _failures(deliveries: Deliveries) -> Iterator[str]:
     if deliveries.failed:
-        yield f"{counted(deliveries.failed, 'delivery', 'deliveries')} of {sum(deliveries)} failed so far"
+        yield (
+            f"{counted(deliveries.failed, 'delivery', 'deliveries')} of {sum(deliveries)} "
+            "failed so far"
+        )
 
 
 def _line(text: str, cells: int) -> str:

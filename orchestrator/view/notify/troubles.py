@@ -1,7 +1,7 @@
 """What fires in a run, as troubles with the place that each belongs to.
 
-The alerts are those of `orchestrator.view.alerts`; what a person is told of at once fires without its pause. Does not
-decide what is told of it (`digest.py`).
+The alerts are those of `orchestrator.view.alerts`; what a person is told of at once fires without
+its pause. Does not decide what is told of it (`digest.py`).
 """
 
 from __future__ import annotations
@@ -44,11 +44,15 @@ class Judge:
         """Return what fires now; `frame` is `None` where the run cannot be read."""
         self._is_blind = frame is None or not is_up(frame)
         self._watch, firing = judge(self._watch, frame, unix_s)
-        self._missing = frozenset(one.subject.node for one in firing if one.alert.name == _NODE_MISSING)
+        self._missing = frozenset(
+            one.subject.node for one in firing if one.alert.name == _NODE_MISSING
+        )
         return tuple(map(_trouble, firing))
 
     def is_unknown(self, trouble: Trouble) -> bool:
-        """Say whether it cannot be known how a trouble stands: its node is missing, no head works, nothing is read."""
+        """Say whether it cannot be known how a trouble stands: its node is missing, no head works,
+        nothing is read.
+        """
         if trouble.alert == WATCHER_DOWN.name:
             return False
         return self._is_blind or (trouble.alert != _NODE_MISSING and trouble.node in self._missing)

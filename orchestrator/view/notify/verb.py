@@ -1,7 +1,8 @@
-"""The verb `notify`: follows one run until it ends, and has the messages sent that `digest.py` decides on.
+"""The verb `notify`: follows one run until it ends, and has the messages sent that `digest.py`
+decides on.
 
-A process of its own, so that a dead head is told of, too. Reads the run folder and nothing else; writes only how many
-messages were taken, and no address anywhere.
+A process of its own, so that a dead head is told of, too. Reads the run folder and nothing else;
+writes only how many messages were taken, and no address anywhere.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ Say = Callable[[str], None]
 
 def send_test(urls: Sequence[str], say: Say) -> int:
     """Send one message to all addresses; return the exit code."""
-    sent = courier.deliver(urls, "orchestrator: test", "Messages about runs will come here.", "info")
+    sent = courier.deliver(
+        urls, "orchestrator: test", "Messages about runs will come here.", "info"
+    )
     for one in sent:
         say(f"{one.number}  {one.name}  {'taken' if one.taken else f'not taken: {one.reason}'}")
     return 0 if all(one.taken for one in sent) else 1
@@ -66,7 +69,11 @@ class Teller:
         frame = self._follower.look()
         self._take(frame, time.monotonic())
         there = tuple(kept.trouble for kept in self._state.kept.values())
-        return 0 if self._send(Message(news=(), there=there, is_digest=True, is_last=False), frame) else 1
+        return (
+            0
+            if self._send(Message(news=(), there=there, is_digest=True, is_last=False), frame)
+            else 1
+        )
 
     def follow(self) -> int:
         """Tell of the run until it has ended; return the exit code.
@@ -81,11 +88,17 @@ class Teller:
                 try:
                     stack.enter_context(locked(lock, patience_s))
                 except TimeoutError:
-                    self.say(f"another process tells of run {run_id}; this one begins if that ends soon")
+                    self.say(
+                        f"another process tells of run {run_id}; this one begins if that ends soon"
+                    )
                     continue
                 except OSError as failure:
-                    raise UsageError(one_line(f"{lock} cannot be made: {failure.strerror}")) from failure
-                self.say(f"telling of run {run_id} at {counted(len(self.urls), 'address', 'addresses')}")
+                    raise UsageError(
+                        one_line(f"{lock} cannot be made: {failure.strerror}")
+                    ) from failure
+                self.say(
+                    f"telling of run {run_id} at {counted(len(self.urls), 'address', 'addresses')}"
+                )
                 signal.signal(signal.SIGTERM, signal.default_int_handler)
                 return self._until_the_end()
         raise UsageError(f"another process tells of run {run_id} already; end it first")
@@ -103,7 +116,9 @@ class Teller:
                 message = digest.due(self._state, now_s, is_last=is_last)
                 if message is not None:
                     is_taken = self._send(message, last)
-                    self._state = (digest.told if is_taken else digest.given_up)(self._state, message, now_s)
+                    self._state = (digest.told if is_taken else digest.given_up)(
+                        self._state, message, now_s
+                    )
                     if is_taken and is_last:
                         return 0
                     tries += is_last
@@ -111,7 +126,10 @@ class Teller:
         return 1
 
     def _look(self) -> Frame | None:
-        """Return the run as it is; `None` if nothing has been stored yet, or it cannot be read just now."""
+        """Return the run as it is.
+
+        `None` if nothing has been stored yet, or it cannot be read just now.
+        """
         try:
             return self._follower.look()
         except NothingStoredError:
@@ -122,7 +140,11 @@ class Teller:
             return None
 
     def _is_over(self, frame: Frame | None, now_s: float) -> bool:
-        is_gone = head_of(self.folder) is None if frame is None else frame.freshness is Freshness.HEAD_GONE
+        is_gone = (
+            head_of(self.folder) is None
+            if frame is None
+            else frame.freshness is Freshness.HEAD_GONE
+        )
         if not is_gone:
             self._gone_since_s = None
             return frame is not None and frame.freshness is Freshness.ENDED
@@ -147,12 +169,19 @@ class Teller:
         before = read_deliveries(self.folder)
         missed = self._missed() if message.is_last else ()
         letter = worded(message, frame.run, frame.snapshot, before, time.time(), missed)
-        sent = courier.deliver(self.urls, letter.title, letter.body, letter.severity, self.deadline_s)
+        sent = courier.deliver(
+            self.urls, letter.title, letter.body, letter.severity, self.deadline_s
+        )
         taken = sum(one.taken for one in sent)
         for one in sent:
-            self.say(f"{letter.title}: {one.name}: " + ("taken" if one.taken else f"not taken: {one.reason}"))
+            self.say(
+                f"{letter.title}: {one.name}: "
+                + ("taken" if one.taken else f"not taken: {one.reason}")
+            )
         try:
-            write_deliveries(self.folder, Deliveries(before.taken + taken, before.failed + len(sent) - taken))
+            write_deliveries(
+                self.folder, Deliveries(before.taken + taken, before.failed + len(sent) - taken)
+            )
         except OSError as failure:
             self.say(f"how many messages were taken cannot be written: {failure}")
         return taken > 0

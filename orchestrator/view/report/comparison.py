@@ -29,7 +29,9 @@ class Side:
     run: StoredRun
     snapshot: Snapshot
     means: Mapping[str, float | None]
-    """Over the whole run, by the keys of `history.TOTALS`: sums over its slots, and the highest temperature."""
+    """Over the whole run, by the keys of `history.TOTALS`: sums over its slots, and the highest
+    temperature.
+    """
     tflops: Mapping[str, float | None]
     """Mean over the whole run, by slot."""
 
@@ -49,7 +51,11 @@ class _Figure:
         words = self.words or (lambda value: number(value, decimals))
         told = [words(finite(value)) or UNICODE.missing for value in self.values]
         first = self.values[0]
-        return [self.title, *told, *(difference(first, other, self.better) for other in self.values[1:])]
+        return [
+            self.title,
+            *told,
+            *(difference(first, other, self.better) for other in self.values[1:]),
+        ]
 
 
 def compared(sides: Sequence[Side]) -> Json:
@@ -57,8 +63,13 @@ def compared(sides: Sequence[Side]) -> Json:
     names = [UNICODE.clean(side.run.facts.run_id) for side in sides]
     figures = [_Figure(title=title, better=better, values=[get(side) for side in sides], words=words)
                for title, better, get, words in _FIGURES]  # fmt: skip
-    told: Json = {"titles": ["", *names, *_DIFFERENCE[: len(sides) - 1]], "rows": [_verdicts(sides)]}
-    told["rows"] += [figure.cells() for figure in figures if any(value is not None for value in figure.values)]
+    told: Json = {
+        "titles": ["", *names, *_DIFFERENCE[: len(sides) - 1]],
+        "rows": [_verdicts(sides)],
+    }
+    told["rows"] += [
+        figure.cells() for figure in figures if any(value is not None for value in figure.values)
+    ]
     return told if len(sides) == 1 else {**told, "slots": _slots(sides)}
 
 
@@ -67,10 +78,16 @@ def difference(value: float | None, other: float | None, better: int) -> Cell:
     value, other = finite(value), finite(other)
     if value is None or other is None or (other == 0 and value != 0):
         return UNICODE.missing
-    more = 0.0 if value == other else round(100 * (value - other) / abs(other), 1) + 0.0  # never -0.0
+    more = (
+        0.0 if value == other else round(100 * (value - other) / abs(other), 1) + 0.0
+    )  # never -0.0
     text = f"{number(more, 1) or UNICODE.missing} %"
     shown = f"+{text}" if more > 0 else text
-    return (shown, "good" if more * better > 0 else "bad") if better and abs(more) >= _WORTH_COLOUR else shown
+    return (
+        (shown, "good" if more * better > 0 else "bad")
+        if better and abs(more) >= _WORTH_COLOUR
+        else shown
+    )
 
 
 def _verdicts(sides: Iterable[Side]) -> list[Cell]:
@@ -85,13 +102,22 @@ def _slots(sides: Sequence[Side]) -> Json:
     told: list[list[Cell]] = []
     for name in names:
         cells: list[Cell] = [UNICODE.clean(name)]
-        for better, get, words in ((1, _tflops, None), (1, _steps_per_hour, _whole), (-1, _ooms, _whole)):
+        for better, get, words in (
+            (1, _tflops, None),
+            (1, _steps_per_hour, _whole),
+            (-1, _ooms, _whole),
+        ):
             values = [
-                get(side, known[name]) if name in known else None for side, known in zip(sides, rows, strict=True)
+                get(side, known[name]) if name in known else None
+                for side, known in zip(sides, rows, strict=True)
             ]
             cells += _Figure(title="", better=better, values=values, words=words).cells()[1:]
         told.append(cells)
-    titles = [part for title in ("TFLOP/s, mean", "good steps/h", "OOM") for part in (title, "other", _DIFFERENCE[0])]
+    titles = [
+        part
+        for title in ("TFLOP/s, mean", "good steps/h", "OOM")
+        for part in (title, "other", _DIFFERENCE[0])
+    ]
     return {"titles": ["slot", *titles], "rows": told}
 
 
@@ -116,7 +142,11 @@ def _mean(name: str, times: float = 1.0) -> Callable[[Side], float | None]:
 
 
 def _good_per_hour(side: Side) -> float | None:
-    return side.snapshot.counts.steps_ok / side.run.elapsed_s * _HOUR_S if side.run.elapsed_s > 0 else None
+    return (
+        side.snapshot.counts.steps_ok / side.run.elapsed_s * _HOUR_S
+        if side.run.elapsed_s > 0
+        else None
+    )
 
 
 def _loss(side: Side) -> float | None:

@@ -1,7 +1,8 @@
-"""Reads all that the frozen page shows of a run, as one value for JSON; its shape is in `web/page/source.js`.
+"""Reads all that the frozen page shows of a run, as one value for JSON; its shape is in
+`web/page/source.js`.
 
-The courses of values are thinned out until they fit: of few slots in 300 parts each, of a thousand in 16. Does not
-write the file (`page.py`), nor compare two runs (`comparison.py`).
+The courses of values are thinned out until they fit: of few slots in 300 parts each, of a thousand
+in 16. Does not write the file (`page.py`), nor compare two runs (`comparison.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,15 @@ _PRINTED_LEAST: Final = 3
 _PRINTED_CHARS: Final = 200
 
 _OF_SLOT: Final = ("state", "reason", "spans", "events", "traceback", "printed")
-_CHARTED: Final = ("tflops", "allocated_bytes", "size", "oom_count", "temperature_c", "power_w", "loss")
+_CHARTED: Final = (
+    "tflops",
+    "allocated_bytes",
+    "size",
+    "oom_count",
+    "temperature_c",
+    "power_w",
+    "loss",
+)
 _COURSES: Final = (
     *(*_CHARTED, "cap_bytes", "reserved_bytes", "duty_measured"),
     *("samples_per_s", "tokens_per_s", "data_wait_pct"),
@@ -48,7 +57,8 @@ _COURSES: Final = (
 
 
 def frozen(folder: Path, other: Path | None = None) -> Json:
-    """Return the run in a run folder, with its last picture and the course of its values, beside another run.
+    """Return the run in a run folder, with its last picture and the course of its values, beside
+    another run.
 
     Raises:
         NothingStoredError: Nothing is stored in one of them yet.
@@ -71,24 +81,37 @@ def frozen(folder: Path, other: Path | None = None) -> Json:
     slots = {}
     for row in rows:
         printed = [line[:_PRINTED_CHARS] for line in last_lines(folder, row.slot, lines)]
-        its_spans, its_events = spans.get(row.slot, ())[-most:], by_slot[row.slot][-_EVENTS_OF_SLOT:]
+        its_spans, its_events = (
+            spans.get(row.slot, ())[-most:],
+            by_slot[row.slot][-_EVENTS_OF_SLOT:],
+        )
         told = page_data.slot_of(frame, row.slot, its_spans, its_events, printed)
         if told is not None:
-            more = [fact for fact in told["facts"] if fact[0] not in headings]  # the others are in the table
+            more = [
+                fact for fact in told["facts"] if fact[0] not in headings
+            ]  # the others are in the table
             slots[row.slot] = {name: told[name] for name in _OF_SLOT} | {"more": more}
     return {
         **table,
         "slots": slots,
-        "every_slot": {"sampled": sampled, "utc_offset_s": page_data.offset_s(frame.snapshot.now_unix_s)},
+        "every_slot": {
+            "sampled": sampled,
+            "utc_offset_s": page_data.offset_s(frame.snapshot.now_unix_s),
+        },
         "times": _times(courses),
         "labels": {key: page_data.field_label(key) for key in _COURSES},
         "charts": _CHARTED,
         "missing": UNICODE.missing,
-        "history": {slot: {key: _drawn(key, course) for key, course in told.items()} for slot, told in courses.items()},
+        "history": {
+            slot: {key: _drawn(key, course) for key, course in told.items()}
+            for slot, told in courses.items()
+        },
         "beside": dict.fromkeys(("allocated_bytes", "reserved_bytes"), ("cap_bytes", "cap")),
         "events": [page_data.event_of(event) for event in events[-_EVENTS_TOLD:]],
         "cards": page_data.cards_of(frame),
-        "summary": _summary(frame, events, courses, None if other is None else Follower(other).look()),
+        "summary": _summary(
+            frame, events, courses, None if other is None else Follower(other).look()
+        ),
     }
 
 
@@ -103,9 +126,13 @@ def _summary(
     slots: Mapping[str, Mapping[str, Buckets]],
     other: Frame | None,
 ) -> Json:
-    """Return the run as a whole: what fell short, its course, and its figures beside those of another run."""
+    """Return the run as a whole: what fell short, its course, and its figures beside those of
+    another run.
+    """
     frames = [frame] if other is None else [frame, other]
-    width_s = max((between[1] - between[0] for each in frames if (between := _between(each.run))), default=1.0)
+    width_s = max(
+        (between[1] - between[0] for each in frames if (between := _between(each.run))), default=1.0
+    )
     courses = [_totals(each.run, width_s) for each in frames]
     of_slots = [slots, *(_courses(each.run, ("tflops",), _PARTS_LEAST) for each in frames[1:])]
     charts = []
@@ -128,7 +155,9 @@ def _summary(
     }
 
 
-def _side(frame: Frame, whole: Mapping[str, Buckets], each: Mapping[str, Mapping[str, Buckets]]) -> Side:
+def _side(
+    frame: Frame, whole: Mapping[str, Buckets], each: Mapping[str, Mapping[str, Buckets]]
+) -> Side:
     return Side(
         run=frame.run,
         snapshot=frame.snapshot,
@@ -144,14 +173,22 @@ def _mean(course: Buckets) -> float | None:
 
 def _totals(run: StoredRun, width_s: float) -> dict[str, Buckets]:
     between = _between(run)
-    return {} if between is None else history.totals(run.folder, between[0], between[0] + width_s, _PARTS_MOST)
+    return (
+        {}
+        if between is None
+        else history.totals(run.folder, between[0], between[0] + width_s, _PARTS_MOST)
+    )
 
 
 def _courses(run: StoredRun, keys: Sequence[str], parts: int) -> dict[str, dict[str, Buckets]]:
     between = _between(run)
     found = {} if between is None else history.courses(run.folder, keys, *between, parts)
     return {
-        slot: {key: course for key, course in told.items() if any(value is not None for value in course.mean)}
+        slot: {
+            key: course
+            for key, course in told.items()
+            if any(value is not None for value in course.mean)
+        }
         for slot, told in found.items()
     }
 
@@ -169,10 +206,14 @@ def _times(courses: Mapping[str, Mapping[str, Buckets]]) -> list[float]:
 
 
 def _drawn(key: str, course: Buckets) -> Json:
-    """Return a course in few characters: with its least and most only where they differ, and without times."""
+    """Return a course in few characters: with its least and most only where they differ, and
+    without times.
+    """
     told = page_data.history_of(key, course)
     found = {name: [_short(value) for value in told[name]] for name in ("mean", "min", "max")}
-    return {name: values for name, values in found.items() if name == "mean" or values != found["mean"]}
+    return {
+        name: values for name, values in found.items() if name == "mean" or values != found["mean"]
+    }
 
 
 def _short(value: float | None) -> float | None:

@@ -9,7 +9,10 @@ from orchestrator.view.report import facts, page
 
 
 def write(path: Path, folder: Path, other: Path | None) -> None:
-    """Write the run in a run folder into one file, beside another run; `OrchestratorError` if that is not possible."""
+    """Write the run in a run folder into one file, beside another run.
+
+    `OrchestratorError` if that is not possible.
+    """
     try:
         page.write(path, page.html(facts.frozen(folder, other), f"run {folder.name}"))
     except OSError as failure:

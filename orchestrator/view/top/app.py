@@ -1,7 +1,7 @@
 """`top` on a terminal: keys in, lines out. Reads the run folder once a second, and nothing else.
 
-What is shown of a slot is in `slot_page.py`, what keys do to the table in `view.py`. Commands to the run are
-asked for first (`ask.py`); nothing else changes it.
+What is shown of a slot is in `slot_page.py`, what keys do to the table in `view.py`. Commands to
+the run are asked for first (`ask.py`); nothing else changes it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ from orchestrator.view.top.keys import BINDINGS, HELP
 from orchestrator.view.top.replay import Replay
 from orchestrator.view.top.rows import SCREEN_CSS, LinesView, saved
 from orchestrator.view.top.slot_page import RANGES_S, event_line, read_slot_lines
-from orchestrator.view.top.status import badge_line, freshness_words, key_line, reason_line, slots_words
+from orchestrator.view.top.status import (
+    badge_line,
+    freshness_words,
+    key_line,
+    reason_line,
+    slots_words,
+)
 from orchestrator.view.top.view import HIDEABLE, View, followed, marked_line, moved, sorted_by_next
 
 _LOOK_EVERY_S = 1.0
@@ -88,7 +94,10 @@ class Top(App[None]):
                 _Page("slot", self._slot_lines),
                 _Page("events", self._event_lines),
                 _Page("cards", self._card_lines),
-                _Page("alerts", lambda: alert_lines(self._badges, time.time(), self.size.width, self._glyphs)),
+                _Page(
+                    "alerts",
+                    lambda: alert_lines(self._badges, time.time(), self.size.width, self._glyphs),
+                ),
                 _Page("nodes", lambda: node_lines(self._snapshot, self._glyphs)),
                 _Page("columns", lambda: column_lines(self._view.hidden), self._pick_column),
                 _Page("runs", lambda: run_lines(self._runs, self._glyphs), self._pick_run),
@@ -145,12 +154,16 @@ class Top(App[None]):
     def draw(self) -> None:
         """Draw header, table or page, and the line of keys."""
         snapshot = self._snapshot
-        header, rows, keys = (self.query_one(name, LinesView) for name in ("#header", "#rows", "#keys"))
+        header, rows, keys = (
+            self.query_one(name, LinesView) for name in ("#header", "#rows", "#keys")
+        )
         width = max(20, self.size.width)
         if snapshot is None:
             rows.show([Text(self._said or "nothing is stored yet", "dim")])
             return
-        above = header_lines(snapshot, width, self._glyphs)[: max(1, self.size.height // _HEADER_SHARE)]
+        above = header_lines(snapshot, width, self._glyphs)[
+            : max(1, self.size.height // _HEADER_SHARE)
+        ]
         if self._badges and self._replay.at_unix_s is None:
             above = [badge_line(self._badges, width, self._glyphs), *above]
         header.styles.height = len(above)
@@ -164,8 +177,13 @@ class Top(App[None]):
             if page.picked is not None:
                 self._scrolled = min(max(self._scrolled, self._chosen - height + 1), self._chosen)
             self._scrolled = max(0, min(self._scrolled, len(lines) - height))
-            rows.show(lines[self._scrolled :], None if page.picked is None else self._chosen - self._scrolled)
-        fresh = None if self._frame is None else freshness_words(self._frame, self._replay.at_unix_s)
+            rows.show(
+                lines[self._scrolled :],
+                None if page.picked is None else self._chosen - self._scrolled,
+            )
+        fresh = (
+            None if self._frame is None else freshness_words(self._frame, self._replay.at_unix_s)
+        )
         name = None if page is None else page.name
         keys.show(
             [
@@ -181,7 +199,16 @@ class Top(App[None]):
         first = self._view.first
         lines = table_lines(shown[first : first + height], width, self._glyphs, self._view.hidden)
         if not shown:
-            rows.show([Text("no slot matches the filter" if self._view.wanted.text else "no workers yet", "dim")])
+            rows.show(
+                [
+                    Text(
+                        "no slot matches the filter"
+                        if self._view.wanted.text
+                        else "no workers yet",
+                        "dim",
+                    )
+                ]
+            )
             return
         titles = lines.titles if height < rows.size.height else ()
         bodies = (
@@ -198,7 +225,9 @@ class Top(App[None]):
     # What keys do.
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:  # noqa: ARG002 - of Textual
-        """Say whether a key means an action now, see Textual: while a filter is typed, keys are letters."""
+        """Say whether a key means an action now, see Textual: while a filter is typed, keys are
+        letters.
+        """
         return not self._is_typing or action in {"leave", "quit"}
 
     def action_end(self) -> None:
@@ -206,7 +235,10 @@ class Top(App[None]):
         self.exit()
 
     def action_page(self, name: str) -> None:
-        """Open a page; of a slot only if the cursor is on one. On a page with a cursor, enter picks a line."""
+        """Open a page; of a slot only if the cursor is on one.
+
+        On a page with a cursor, enter picks a line.
+        """
         if name == "slot" and self._page is not None and self._page.picked is not None:
             self._page.picked(self._chosen)
         if name != "slot" or (self._view.slot is not None and self._page is None):
@@ -233,7 +265,9 @@ class Top(App[None]):
         if self._page is not None:
             self._scrolled, self._chosen = max(0, self._scrolled + by), max(0, self._chosen + by)
         elif self._snapshot is not None:
-            self._view = moved(self._view, self._view.rows(self._snapshot.rows), by, self._table_height())
+            self._view = moved(
+                self._view, self._view.rows(self._snapshot.rows), by, self._table_height()
+            )
         self.draw()
 
     def action_move_pages(self, by: int) -> None:
@@ -272,7 +306,11 @@ class Top(App[None]):
         if index < len(self._runs):
             self._folder = self._runs[index].folder
             self._follower, self._frame, self._snapshot = Follower(self._folder), None, None
-            self._view, self._events, self._page = replace(self._view, slot=None, marked=frozenset()), [], None
+            self._view, self._events, self._page = (
+                replace(self._view, slot=None, marked=frozenset()),
+                [],
+                None,
+            )
             self._replay, self._said = Replay(self._folder), ""
             self.look()
 
@@ -282,7 +320,9 @@ class Top(App[None]):
         """Ask whether a command shall be sent to the marked slots, or to the one under the cursor."""
         slots = self._view.marked or ({self._view.slot} if self._view.slot is not None else set())
         self._said = refusal(
-            can_send=self._send is not None, is_replay=self._replay.at_unix_s is not None, frame=self._frame
+            can_send=self._send is not None,
+            is_replay=self._replay.at_unix_s is not None,
+            frame=self._frame,
         )
         if not self._said and slots:
             self._asked = Ask(do, tuple(sorted(slots, key=natural_order)))
@@ -319,7 +359,11 @@ class Top(App[None]):
         """Let the person type a filter, a column to sort by or a cap."""
         asking = self.query_one(Input)
         self._typed = what
-        asking.placeholder = {"filter": "state:lost temp>75", "sort": "column", "cap": "cap of each, as 3GiB"}[what]
+        asking.placeholder = {
+            "filter": "state:lost temp>75",
+            "sort": "column",
+            "cap": "cap of each, as 3GiB",
+        }[what]
         asking.value = self._view.wanted.text if what == "filter" else ""
         self._is_typing = asking.display = True
         self.screen.set_focus(asking)
@@ -372,7 +416,10 @@ class Top(App[None]):
     def action_save(self) -> None:
         """Write what is on the screen as text."""
         views = (self.query_one(name, LinesView) for name in ("#header", "#rows", "#keys"))
-        self._said = saved(Path.cwd() / f"top-{self._folder.name}.txt", [line for view in views for line in view.lines])
+        self._said = saved(
+            Path.cwd() / f"top-{self._folder.name}.txt",
+            [line for view in views for line in view.lines],
+        )
         self.draw()
 
     # Pages.
@@ -386,13 +433,17 @@ class Top(App[None]):
         if row is None or snapshot is None:
             return [Text("the slot is gone", "dim")]
         width = max(20, self.size.width)
-        return read_slot_lines(self._folder, row, snapshot, RANGES_S[self._range], width, self._glyphs)
+        return read_slot_lines(
+            self._folder, row, snapshot, RANGES_S[self._range], width, self._glyphs
+        )
 
     def _event_lines(self) -> Sequence[Text]:
         return list(reversed(self._events)) or [Text("no events yet", "dim")]
 
     def _card_lines(self) -> Sequence[Text]:
-        return card_lines(() if self._snapshot is None else self._snapshot.rows, self.size.width, self._glyphs)
+        return card_lines(
+            () if self._snapshot is None else self._snapshot.rows, self.size.width, self._glyphs
+        )
 
     def _question_lines(self) -> Sequence[Text]:
         return [] if self._asked is None else question_lines(self._asked, self._glyphs)

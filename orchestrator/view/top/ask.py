@@ -1,4 +1,6 @@
-"""Commands to the run: what a key asks for, and the question that names each slot before anything is sent. Pure."""
+"""Commands to the run: what a key asks for, and the question that names each slot before anything
+is sent. Pure.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from workers.units import MIB
 class Send(Protocol):
     """Sends a command to the head and waits for its answer."""
 
-    def __call__(self, folder: Path, do: str, slots: Sequence[str], *, amount_bytes: int | None) -> Answer:
+    def __call__(
+        self, folder: Path, do: str, slots: Sequence[str], *, amount_bytes: int | None
+    ) -> Answer:
         """Return what the head answered: `ok`, `effect` and `error`."""
 
 
@@ -37,7 +41,10 @@ def question_lines(ask: Ask, glyphs: Glyphs) -> list[Text]:
     """Return the question: what would happen, and a line for each slot."""
     amount = "" if ask.amount_bytes is None else f" at {ask.amount_bytes / MIB:.0f} MiB"
     return [
-        Text(f"{ask.do} {counted(len(ask.slots), 'slot')}{amount}? y sends it, esc does not", "bold yellow"),
+        Text(
+            f"{ask.do} {counted(len(ask.slots), 'slot')}{amount}? y sends it, esc does not",
+            "bold yellow",
+        ),
         Text(f"each of them: {EFFECTS[Do(ask.do)]}", "dim"),
         *(Text(f"  {glyphs.clean(slot)}") for slot in ask.slots),
     ]

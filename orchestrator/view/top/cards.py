@@ -18,7 +18,9 @@ from orchestrator.view.phrases import counted
 from orchestrator.view.top.status import SEVERITY_STYLES
 from orchestrator.view.top.view import HIDEABLE
 
-_COLUMNS = frozenset(field.column for field in FIELDS.values() if field.of == "card" and field.column) - {"card"}
+_COLUMNS = frozenset(
+    field.column for field in FIELDS.values() if field.of == "card" and field.column
+) - {"card"}
 
 
 def card_lines(rows: Iterable[Row], width: int, glyphs: Glyphs) -> list[Text]:
@@ -38,13 +40,19 @@ def card_lines(rows: Iterable[Row], width: int, glyphs: Glyphs) -> list[Text]:
     return lines
 
 
-def alert_lines(badges: Iterable[Badge], now_unix_s: float, width: int, glyphs: Glyphs) -> list[Text]:
-    """Return what fires: each alert with its subjects, what is wrong with the first, and what to type."""
+def alert_lines(
+    badges: Iterable[Badge], now_unix_s: float, width: int, glyphs: Glyphs
+) -> list[Text]:
+    """Return what fires: each alert with its subjects, what is wrong with the first, and what to
+    type.
+    """
     lines = []
     for badge in badges:
         held = clock(max(0.0, now_unix_s - badge.since_unix_s))
         said = glyphs.separator.join([badge.severity, f"for {held}", ", ".join(badge.subjects)])
-        lines.append(Text(glyphs.shorten(glyphs.clean(said), width), SEVERITY_STYLES[badge.severity]))
+        lines.append(
+            Text(glyphs.shorten(glyphs.clean(said), width), SEVERITY_STYLES[badge.severity])
+        )
         for words in (badge.text, badge.what_to_do):
             indented = textwrap.wrap(glyphs.clean(words), max(20, width - 3))
             lines += [Text(f"   {line}") for line in indented]
@@ -81,6 +89,10 @@ def run_lines(runs: Iterable[Listed], glyphs: Glyphs) -> list[Text]:
     """Return a line for each run, to choose one."""
     lines = []
     for one in runs:
-        told = "" if one.run is None else f"  {counted(len(one.run.slots), 'slot')}  {clock(one.run.elapsed_s)}"
+        told = (
+            ""
+            if one.run is None
+            else f"  {counted(len(one.run.slots), 'slot')}  {clock(one.run.elapsed_s)}"
+        )
         lines.append(Text(glyphs.clean(f"{one.run_id}  {one.outcome}{told}")))
     return lines or [Text("no runs", "dim")]

@@ -66,5 +66,6 @@ _KEYS: Final = (
     ("s", "save"),
 )
 
-#: Priority: a key acts before the one after it is handed on, so that what is typed after `/` goes into the filter.
+#: Priority: a key acts before the one after it is handed on, so that what is typed after `/` goes
+#: into the filter.
 BINDINGS: Final[list[BindingType]] = [Binding(key, action, priority=True) for key, action in _KEYS]

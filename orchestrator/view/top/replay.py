@@ -20,7 +20,8 @@ class Replay:
     plays: bool = False
 
     def seek(self, by_s: float, run: StoredRun) -> Snapshot | None:
-        """Go so much later or earlier and return the run as it was then; `None` if nothing was sampled yet.
+        """Go so much later or earlier and return the run as it was then; `None` if nothing was
+        sampled yet.
 
         Raises:
             ArchiveError: The run folder cannot be read.

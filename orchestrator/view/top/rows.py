@@ -1,4 +1,7 @@
-"""The virtual table: only rows on the screen are made, and only lines that differ are drawn; and lines as a file."""
+"""The virtual table: only rows on the screen are made, and only lines that differ are drawn.
+
+And lines as a file.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ _LINES_PER_NOTCH = 3
 
 
 class LinesView(Widget):
-    """Shows lines of text as they are given, from the top; what it is given again is not drawn again."""
+    """Shows lines of text as they are given, from the top.
+
+    What it is given again is not drawn again.
+    """
 
     can_focus = True
 
@@ -46,9 +52,13 @@ class LinesView(Widget):
             for index in range(max(len(given), len(before)))
             if index >= len(given) or index >= len(before) or given[index] != before[index]
         ]
-        changed += [line for line in (marked, self._marked) if line is not None and self._marked != marked]
+        changed += [
+            line for line in (marked, self._marked) if line is not None and self._marked != marked
+        ]
         self._lines, self._marked = given, marked
-        self._strips = self._strips[: len(given)] + [Strip.blank(width)] * (len(given) - len(self._strips))
+        self._strips = self._strips[: len(given)] + [Strip.blank(width)] * (
+            len(given) - len(self._strips)
+        )
         for index in set(changed):
             if index < len(given):
                 self._strips[index] = self._strip(given[index], is_marked=index == marked)

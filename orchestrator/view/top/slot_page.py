@@ -1,4 +1,6 @@
-"""One slot in lines of text: its facts, the course of its values, its states, its last events, what it printed."""
+"""One slot in lines of text: its facts, the course of its values, its states, its last events, what
+it printed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from orchestrator.view.cells import Glyphs, clock
 from orchestrator.view.columns import columns_for
 from orchestrator.view.phrases import event_words, time_of_day
 
-#: What is drawn over time, and how it is called; the last is counted up over the run, and drawn as its growth.
+#: What is drawn over time, and how it is called; the last is counted up over the run, and drawn as
+#: its growth.
 COURSES: Mapping[str, str] = {
     "tflops": "TFLOP/s",
     "allocated_bytes": "allocated",
@@ -46,7 +49,9 @@ _TEXT_LINES_MOST = 20
 def read_slot_lines(
     folder: Path, row: Row, snapshot: Snapshot, back_s: float | None, width: int, glyphs: Glyphs
 ) -> list[Text]:
-    """Return the page of a slot from its run folder, over so many seconds before the snapshot, or the whole run."""
+    """Return the page of a slot from its run folder, over so many seconds before the snapshot, or
+    the whole run.
+    """
     ends = snapshot.now_unix_s
     begins = ends - back_s if back_s is not None else min(snapshot.started_at, ends - 1.0)
     try:
@@ -60,7 +65,11 @@ def read_slot_lines(
     shown = f"last {clock(back_s)}" if back_s is not None else "the whole run"
     page = slot_lines(row, courses, spans, events, width, glyphs)
     if printed:
-        page += [Text(), Text("printed", "bold"), *(each for line in printed for each in _folded(line, width, glyphs))]
+        page += [
+            Text(),
+            Text("printed", "bold"),
+            *(each for line in printed for each in _folded(line, width, glyphs)),
+        ]
     return [*page[:2], Text(f"courses: {shown} (m)", "dim"), *page[2:]]
 
 
@@ -94,7 +103,10 @@ def slot_lines(
 
 
 def sparkline(key: str, found: Buckets, width: int, glyphs: Glyphs) -> Text | None:
-    """Return a value over time as one line, with its lowest and highest; `None` if nothing was sampled."""
+    """Return a value over time as one line, with its lowest and highest.
+
+    `None` if nothing was sampled.
+    """
     values = _growth(found.high) if key in _GROWTH else found.mean
     known = [value for value in values if value is not None]
     if not known:
@@ -103,7 +115,9 @@ def sparkline(key: str, found: Buckets, width: int, glyphs: Glyphs) -> Text | No
     levels = _LEVELS if glyphs.charset == "utf-8" else _ASCII_LEVELS
     steps = len(levels) - 1
     drawn = "".join(
-        " " if value is None else levels[round(steps * (value - low) / (high - low)) if high > low else 0]
+        " "
+        if value is None
+        else levels[round(steps * (value - low) / (high - low)) if high > low else 0]
         for value in values
     )
     if key not in _GROWTH:
@@ -136,7 +150,8 @@ def _facts(row: Row, width: int, glyphs: Glyphs) -> Iterator[Text]:
     cells = [
         (" ".join(filter(None, (column.title, column.unit))).replace("- ", ""), cell)
         for column in columns_for((row,), glyphs)
-        if column.name not in {"slot", "state", "vram_bar"} and (cell := column.cell(row)) is not None
+        if column.name not in {"slot", "state", "vram_bar"}
+        and (cell := column.cell(row)) is not None
     ]
     if not cells:
         return
@@ -156,14 +171,20 @@ def _states(spans: Sequence[Span], width: int, glyphs: Glyphs) -> Iterator[Text]
         yield Text("no change of state is recorded", "dim")
     first_s = spans[0].from_unix_s if spans else 0.0
     for span in spans[-_EVENTS_MOST:]:
-        lasted = "" if span.to_unix_s is None else f" for {clock(span.to_unix_s - span.from_unix_s)}"
+        lasted = (
+            "" if span.to_unix_s is None else f" for {clock(span.to_unix_s - span.from_unix_s)}"
+        )
         cause = glyphs.shorten(glyphs.clean(span.cause), max(10, width - 32))
         try:
             style = STATE_STYLES[slot_state(span.state)]
         except ValueError:
             style = ""
         shown = glyphs.clean(span.state)[:12]
-        yield Text.assemble(f"+{clock(span.from_unix_s - first_s):>7}  ", (f"{shown:<12}", style), f"  {cause}{lasted}")
+        yield Text.assemble(
+            f"+{clock(span.from_unix_s - first_s):>7}  ",
+            (f"{shown:<12}", style),
+            f"  {cause}{lasted}",
+        )
 
 
 def _events(events: Sequence[StoredEvent], width: int, glyphs: Glyphs) -> Iterator[Text]:
@@ -189,5 +210,6 @@ def event_line(event: StoredEvent, width: int, glyphs: Glyphs) -> Text:
     name, details = event_words(event)
     said = f"{event.slot or '':<10}  {name}  {details}"
     return Text.assemble(
-        (f"{time_of_day(event.at)[:8]}  ", "dim"), glyphs.shorten(glyphs.clean(said), max(10, width - 10))
+        (f"{time_of_day(event.at)[:8]}  ", "dim"),
+        glyphs.shorten(glyphs.clean(said), max(10, width - 10)),
     )

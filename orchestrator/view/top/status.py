@@ -1,4 +1,6 @@
-"""The lines at the bottom: why a slot is in its state, how fresh the picture is, what is sorted and filtered. Pure."""
+"""The lines at the bottom: why a slot is in its state, how fresh the picture is, what is sorted and
+filtered. Pure.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,18 @@ from orchestrator.view.cells import Glyphs, clock
 from orchestrator.view.phrases import counted
 from orchestrator.view.top.view import View
 
-SEVERITY_STYLES: Final[dict[Severity, str]] = {"critical": "bold red", "warning": "bold yellow", "info": "cyan"}
+SEVERITY_STYLES: Final[dict[Severity, str]] = {
+    "critical": "bold red",
+    "warning": "bold yellow",
+    "info": "cyan",
+}
 _MORE_CELLS: Final = len("!  · 99 more")
 
 
 def reason_line(row: Row | None, width: int, glyphs: Glyphs) -> Text:
-    """Return why the slot under the cursor is in its state: the table has room for that on wide terminals only."""
+    """Return why the slot under the cursor is in its state: the table has room for that on wide
+    terminals only.
+    """
     if row is None or not row.reason:
         return Text()
     said = f"{row.slot} {row.state.value}: {row.reason}"
@@ -40,7 +48,9 @@ def badge_line(badges: Sequence[Badge], width: int, glyphs: Glyphs) -> Text:
     return Text(said, SEVERITY_STYLES[badges[0].severity])
 
 
-def key_line(fresh: str | None, view: View, page: str | None, said: str, width: int, glyphs: Glyphs) -> Text:
+def key_line(
+    fresh: str | None, view: View, page: str | None, said: str, width: int, glyphs: Glyphs
+) -> Text:
     """Return what the picture shows, and what happened last or which keys there are."""
     parts = [] if fresh is None else [fresh]
     order = FIELDS[view.order.key].column or view.order.key if view.order.key else "worst first"

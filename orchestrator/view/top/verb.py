@@ -1,4 +1,6 @@
-"""The verb `top`: on a terminal the screen of `app.py`, elsewhere, or with `--once`, one plain frame; or JSON."""
+"""The verb `top`: on a terminal the screen of `app.py`, elsewhere, or with `--once`, one plain
+frame; or JSON.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ from orchestrator.view.top.view import View
 def view_of(sort: str | None, wanted: str | None) -> View:
     """Return the view that the options ask for; `UsageError` where they make no sense."""
     try:
-        order = WORST_FIRST if sort is None else order_of(sort.removeprefix("-"), reverse=sort.startswith("-"))
+        order = (
+            WORST_FIRST
+            if sort is None
+            else order_of(sort.removeprefix("-"), reverse=sort.startswith("-"))
+        )
         return View(order=order, wanted=parse(wanted or ""))
     except QueryError as failure:
         raise UsageError(str(failure)) from failure
@@ -37,7 +43,9 @@ def frame_text(folder: Path, view: View, width: int, glyphs: Glyphs) -> str:
     rows = view.rows(frame.snapshot.rows)
     header = header_lines(frame.snapshot, width, glyphs)
     lines = table_lines(rows, width, glyphs, view.hidden)
-    said = [*header, *lines.titles, *lines.rows] if rows else [*header, "no slot matches the filter"]
+    said = (
+        [*header, *lines.titles, *lines.rows] if rows else [*header, "no slot matches the filter"]
+    )
     stream = io.StringIO()
     console = Console(file=stream, width=width, color_system=None)
     for line in said:
@@ -61,7 +69,11 @@ def watch(folder: Path, view: View, glyphs: Glyphs, *, read_only: bool) -> None:
 def is_terminal() -> bool:
     """Say whether a screen can be drawn and keys be read."""
     streams = (sys.stdin, sys.stdout, sys.stderr)  # Textual draws on the last one
-    return all(stream.isatty() for stream in streams) and os.environ.get("TERM") not in {None, "", "dumb"}
+    return all(stream.isatty() for stream in streams) and os.environ.get("TERM") not in {
+        None,
+        "",
+        "dumb",
+    }
 
 
 def _frame_dict(frame: Frame, rows: Sequence[Row]) -> dict[str, object]:

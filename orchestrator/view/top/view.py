@@ -1,4 +1,6 @@
-"""What a person looks at: filter, order, columns, cursor and marks, and how they follow frames and keys. Pure."""
+"""What a person looks at: filter, order, columns, cursor and marks, and how they follow frames and
+keys. Pure.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,17 @@ from orchestrator.record.model import Row
 from orchestrator.record.query import ALL_ROWS, WORST_FIRST, Filter, Order, select
 
 #: Columns in the order in which `<` and `>` go through them; the first entry is worst first.
-SORTS: tuple[str | None, ...] = (None, *(key for key, field in FIELDS.items() if field.column is not None))
+SORTS: tuple[str | None, ...] = (
+    None,
+    *(key for key, field in FIELDS.items() if field.column is not None),
+)
 
 _STAY = frozenset({"slot", "state"})
 #: Columns that can be taken away.
 HIDEABLE: tuple[str, ...] = tuple(
-    name for name in dict.fromkeys(field.column for field in FIELDS.values()) if name not in _STAY and name
+    name
+    for name in dict.fromkeys(field.column for field in FIELDS.values())
+    if name not in _STAY and name
 )
 
 
@@ -60,11 +67,15 @@ def sorted_by_next(view: View, step: int) -> View:
 
 
 def marked_line(line: Text) -> Text:
-    """Return the line of a marked slot: a star in the gap behind its name, as not every terminal has colours."""
+    """Return the line of a marked slot: a star in the gap behind its name, as not every terminal
+    has colours.
+    """
     at = line.plain.find("  ")
     if at < 0:
         return line
-    return Text(f"{line.plain[:at]}*{line.plain[at + 1 :]}", spans=[*line.spans, Span(0, at + 1, "bold")])
+    return Text(
+        f"{line.plain[:at]}*{line.plain[at + 1 :]}", spans=[*line.spans, Span(0, at + 1, "bold")]
+    )
 
 
 def _line_of(view: View, shown: Sequence[Row]) -> int:

@@ -1,9 +1,9 @@
 """Accepts the connections of the server, and decides which one is closed for a new one.
 
-A connection without a login may be of any program that can reach the port. There is a limit of them, and the oldest
-one is closed for a new one, so that no number of idle connections keeps a browser out. asyncio's own `create_server`
-has no limit, and where no file descriptor is left it accepts again at once and prints a traceback for each try. Does
-not answer requests (`server.py`).
+A connection without a login may be of any program that can reach the port. There is a limit of
+them, and the oldest one is closed for a new one, so that no number of idle connections keeps a
+browser out. asyncio's own `create_server` has no limit, and where no file descriptor is left it
+accepts again at once and prints a traceback for each try. Does not answer requests (`server.py`).
 """
 
 from __future__ import annotations
@@ -20,19 +20,32 @@ from typing import Any, Final
 from aiohttp import http_exceptions, web
 
 SILENT_MOST_S: Final = 10.0
-"""So long a connection without a login may take for the headers of a request, and be idle between two."""
+"""So long a connection without a login may take for the headers of a request, and be idle between
+two.
+"""
 STRANGERS_MOST: Final = 128
-"""Connections without a login. One with TLS takes 256 KiB in asyncio, so that these take 32 MiB at most."""
+"""Connections without a login. One with TLS takes 256 KiB in asyncio, so that these take 32 MiB at
+most.
+"""
 _KNOWN_MOST = 256
 _KNOWN_SILENT_MOST_S = 150.0
-"""More than the usual 60 s between two scrapes: a client whose connection is closed as it asks gets an error."""
+"""More than the usual 60 s between two scrapes: a client whose connection is closed as it asks gets
+an error.
+"""
 _AT_ONCE = 8
-"""Accepted in one turn of the loop. A new connection is heard within a few turns, long before it is the oldest."""
+"""Accepted in one turn of the loop. A new connection is heard within a few turns, long before it is
+the oldest.
+"""
 _AGAIN_S = 0.1
 _BACKLOG = 1_024
 _DESCRIPTORS = 4_096
 
-_OF_THE_CLIENT = (http_exceptions.HttpProcessingError, web.RequestPayloadError, ConnectionError, TimeoutError)
+_OF_THE_CLIENT = (
+    http_exceptions.HttpProcessingError,
+    web.RequestPayloadError,
+    ConnectionError,
+    TimeoutError,
+)
 
 
 class Connection(web.RequestHandler):
@@ -40,7 +53,8 @@ class Connection(web.RequestHandler):
 
     def __init__(self, door: _Door, server: web.Server) -> None:
         loop = asyncio.get_running_loop()
-        # aiohttp's timer runs from the beginning of a connection, or from the end of its last response.
+        # aiohttp's timer runs from the beginning of a connection, or from the end of its last
+        # response.
         super().__init__(
             server,
             loop=loop,
@@ -69,7 +83,9 @@ class Connection(web.RequestHandler):
 class _Door:
     """Accepts connections at one listening socket."""
 
-    def __init__(self, server: web.Server, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, server: web.Server, listener: socket.socket, tls: ssl.SSLContext | None
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._server, self._listener, self._tls = server, listener, tls
         self._strangers: dict[Connection, asyncio.Task[Any]] = {}

@@ -1,8 +1,8 @@
 """Decides whether a request is answered: its host, method and origin, and what it may do. Pure.
 
-A browser sends this user's cookies to every page that can name this server, and cookies are shared by all ports of a
-host. So a request must name a host of ours, must not come from another page, and must bring a token or our own cookie.
-Does not read the body of a request, nor the clock.
+A browser sends this user's cookies to every page that can name this server, and cookies are shared
+by all ports of a host. So a request must name a host of ours, must not come from another page, and
+must bring a token or our own cookie. Does not read the body of a request, nor the clock.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One path of the server: the only method it answers, what that needs, and which keys its query may have."""
+    """One path of the server: the only method it answers, what that needs, and which keys its query
+    may have.
+    """
 
     method: str
     needs: Level
@@ -55,7 +57,9 @@ ROUTES: Final[Mapping[str, Route]] = MappingProxyType(
         "/api/v1/overview": Route("GET", Level.READ, ("run",)),
         "/api/v1/table": Route("GET", Level.READ, _VIEW),
         "/api/v1/slot": Route("GET", Level.READ, ("name", "run")),
-        "/api/v1/history": Route("GET", Level.READ, ("slot", "field", "from", "to", "buckets", "run")),
+        "/api/v1/history": Route(
+            "GET", Level.READ, ("slot", "field", "from", "to", "buckets", "run")
+        ),
         "/api/v1/events": Route("GET", Level.READ, ("after", "slot", "limit", "run")),
         "/api/v1/stream": Route("GET", Level.READ, _VIEW),
         "/api/v1/login": Route("POST", Level.NOTHING),
@@ -69,7 +73,9 @@ class Rules:
     """Of one server."""
 
     hosts: frozenset[str]
-    """Names under which it may be asked, in lower case, without a port: behind a tunnel the port is another one."""
+    """Names under which it may be asked, in lower case, without a port: behind a tunnel the port is
+    another one.
+    """
     port: int
     read_token: str
     control_token: str
@@ -114,17 +120,28 @@ class Code:
 
 
 def judge(asked: Asked, route: Route | None, rules: Rules, now_unix_s: float) -> Refusal | Level:
-    """Return what the request may do, or why it is refused; `route` is `None` for a path that leads nowhere."""
+    """Return what the request may do, or why it is refused.
+
+    `route` is `None` for a path that leads nowhere.
+    """
     refusal = _misdirected(asked, rules) or _misused(asked, route)
     if refusal is not None or route is None or route.needs is Level.NOTHING:
         return refusal or Level.NOTHING
     if route.needs is Level.CONTROL and not rules.with_control:
-        return Refusal(403, "this server only shows the run; start it with `web --control` to send commands")
+        return Refusal(
+            403, "this server only shows the run; start it with `web --control` to send commands"
+        )
     level = _level_of(asked, rules, now_unix_s)
     if level is Level.NOTHING:
-        return Refusal(401, "log in with the address that `web` prints, or send a token as Authorization: Bearer")
+        return Refusal(
+            401,
+            "log in with the address that `web` prints, or send a token as Authorization: Bearer",
+        )
     if level < route.needs:
-        return Refusal(403, "this token or login may only look; commands need the control token, or a new login")
+        return Refusal(
+            403,
+            "this token or login may only look; commands need the control token, or a new login",
+        )
     return level
 
 
@@ -144,8 +161,14 @@ def _misdirected(asked: Asked, rules: Rules) -> Refusal | None:
     host = (asked.host or "").lower()
     found = _NAME.fullmatch(host)
     if found is None or found["name"] not in rules.hosts:
-        return Refusal(403, "this server does not answer under that host name; use the address that `web` prints")
-    if asked.origin is not None and asked.origin.lower() not in {f"http://{host}", f"https://{host}"}:
+        return Refusal(
+            403,
+            "this server does not answer under that host name; use the address that `web` prints",
+        )
+    if asked.origin is not None and asked.origin.lower() not in {
+        f"http://{host}",
+        f"https://{host}",
+    }:
         return Refusal(403, "the request comes from a page of another origin")
     if asked.path != "/" and asked.fetch_site not in _OWN_SITE:
         return Refusal(403, "the request comes from a page of another site")
@@ -153,7 +176,9 @@ def _misdirected(asked: Asked, rules: Rules) -> Refusal | None:
 
 
 def _misused(asked: Asked, route: Route | None) -> Refusal | None:
-    """Refuse a path or a method that does not exist, and a POST of which nothing says that this page has sent it."""
+    """Refuse a path or a method that does not exist, and a POST of which nothing says that this
+    page has sent it.
+    """
     if asked.method not in {"GET", "POST"} or (route is not None and asked.method != route.method):
         allowed = "GET and POST" if route is None else route.method
         return Refusal(405, f"the method must be {allowed}")

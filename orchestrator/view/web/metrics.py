@@ -1,7 +1,8 @@
 """A frame as metrics of Prometheus, in its text format. Pure.
 
-Nothing is kept between two scrapes: a slot that is gone has no series any more, and what is unknown has none either.
-Which key of a row is which metric stands in `watch/catalogue.py`. Does not serve them (`server.py`).
+Nothing is kept between two scrapes: a slot that is gone has no series any more, and what is unknown
+has none either. Which key of a row is which metric stands in `watch/catalogue.py`. Does not serve
+them (`server.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from typing import Final, TypeAlias
 
 import yaml
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from orchestrator.record.catalogue import FIELDS, Field
@@ -62,7 +68,11 @@ class _Collected(Collector):
 def _of_run(frame: Frame, deliveries: Deliveries, commands: Commands) -> Iterator[Metric]:
     run, snapshot = frame.run, frame.snapshot
     policies = sorted({row.policy for row in snapshot.rows if row.policy is not None})
-    build = {"version": _version("oom-orchestrator"), "ray": _version("ray"), "python": platform.python_version()}
+    build = {
+        "version": _version("oom-orchestrator"),
+        "ray": _version("ray"),
+        "python": platform.python_version(),
+    }
     about = {
         "run_id": run.facts.run_id,
         "mode": run.facts.mode,
@@ -79,18 +89,26 @@ def _of_run(frame: Frame, deliveries: Deliveries, commands: Commands) -> Iterato
     yield _gauge("run_updated_timestamp_seconds", "When the head told last.", run.updated_at_unix_s)
     yield _gauge("run_elapsed_seconds", "Time that the run has worked.", snapshot.elapsed_s)
     yield _gauge("run_planned_seconds", "Planned length of the run.", snapshot.duration_s)
-    yield _gauge("records_incomplete", "1 if anything of the run could not be stored.", run.incomplete)
+    yield _gauge(
+        "records_incomplete", "1 if anything of the run could not be stored.", run.incomplete
+    )
     yield _gauge("notices", "Warnings shown in the header.", len(snapshot.notices))
     lost = snapshot.steps_lost_upper_bound
-    yield _gauge("steps_lost_upper_bound", "Most good steps that ended processes may have done unseen.", lost)
+    yield _gauge(
+        "steps_lost_upper_bound", "Most good steps that ended processes may have done unseen.", lost
+    )
     yield _gauge("frame_age_seconds", "Time since the records last changed.", frame.late_s)
     nodes = (((node,), float(up)) for node, up in facts.nodes_up(frame).items())
     yield _gauges("node_up", "1 while a planned node is in the cluster.", ("node",), nodes)
-    told = CounterMetricFamily("orchestrator_notifications", "Notifications, for each address.", labels=("result",))
+    told = CounterMetricFamily(
+        "orchestrator_notifications", "Notifications, for each address.", labels=("result",)
+    )
     told.add_metric(("taken",), deliveries.taken)
     told.add_metric(("failed",), deliveries.failed)
     yield told
-    given = CounterMetricFamily("orchestrator_commands", "Commands of the user.", labels=("command", "result"))
+    given = CounterMetricFamily(
+        "orchestrator_commands", "Commands of the user.", labels=("command", "result")
+    )
     for labels, times in sorted(commands.items()):
         given.add_metric(labels, times)
     yield given
@@ -98,14 +116,26 @@ def _of_run(frame: Frame, deliveries: Deliveries, commands: Commands) -> Iterato
 
 def _of_slots(frame: Frame) -> Iterator[Metric]:
     # Counts stay true when the head has ended; what a slot is or holds does not.
-    everything, present = [((row.node, row.slot), row) for row in frame.snapshot.rows], facts.rows(frame)
+    everything, present = (
+        [((row.node, row.slot), row) for row in frame.snapshot.rows],
+        facts.rows(frame),
+    )
     now = [((row.node, row.slot), row) for row in present]
     # What a slot is not has no series: with zeros, these would be most of all series.
     states = (((*labels, row.state.value.lower()), 1.0) for labels, row in now)
-    yield _gauges("slot_state", "1 for the state of the slot; other states are absent.", (*_SLOT, "state"), states)
+    yield _gauges(
+        "slot_state",
+        "1 for the state of the slot; other states are absent.",
+        (*_SLOT, "state"),
+        states,
+    )
     for name, text, holds in (
         ("slot_held", "1 while a person holds the slot, else absent.", facts.is_held),
-        ("slot_leaking", "1 while its process keeps memory for nothing, else absent.", facts.is_leaking),
+        (
+            "slot_leaking",
+            "1 while its process keeps memory for nothing, else absent.",
+            facts.is_leaking,
+        ),
         (
             "slot_loss_not_finite",
             "1 if a NaN or infinite loss has stopped its training, else absent.",
@@ -114,13 +144,30 @@ def _of_slots(frame: Frame) -> Iterator[Metric]:
     ):
         yield _gauges(name, text, _SLOT, ((labels, 1.0) for labels, row in now if holds(row)))
     updated = frame.snapshot.now_unix_s
-    heard = ((of, round(updated - row.heartbeat_age_s, 1)) for of, row in now if row.heartbeat_age_s is not None)
-    yield _gauges("slot_last_report_timestamp_seconds", "When its worker last reported.", _SLOT, heard)
+    heard = (
+        (of, round(updated - row.heartbeat_age_s, 1))
+        for of, row in now
+        if row.heartbeat_age_s is not None
+    )
+    yield _gauges(
+        "slot_last_report_timestamp_seconds", "When its worker last reported.", _SLOT, heard
+    )
     on_card = ((*labels, row.gpu_uuid) for labels, row in everything if row.gpu_uuid is not None)
-    yield _gauges("slot_info", "On which card the slot is.", (*_SLOT, "gpu_uuid"), ((of, 1.0) for of in on_card))
-    steps = CounterMetricFamily("orchestrator_slot_steps", "Steps by how they ended.", labels=(*_SLOT, "result"))
-    work = CounterMetricFamily("orchestrator_slot_work_flop", "Work done, in floating-point operations.", labels=_SLOT)
-    busy = CounterMetricFamily("orchestrator_slot_busy_seconds", "Time the device was kept busy.", labels=_SLOT)
+    yield _gauges(
+        "slot_info",
+        "On which card the slot is.",
+        (*_SLOT, "gpu_uuid"),
+        ((of, 1.0) for of in on_card),
+    )
+    steps = CounterMetricFamily(
+        "orchestrator_slot_steps", "Steps by how they ended.", labels=(*_SLOT, "result")
+    )
+    work = CounterMetricFamily(
+        "orchestrator_slot_work_flop", "Work done, in floating-point operations.", labels=_SLOT
+    )
+    busy = CounterMetricFamily(
+        "orchestrator_slot_busy_seconds", "Time the device was kept busy.", labels=_SLOT
+    )
     for labels, row in everything:
         counts = row.counts
         steps.add_metric((*labels, "ok"), counts.steps_ok)
@@ -129,7 +176,9 @@ def _of_slots(frame: Frame) -> Iterator[Metric]:
     for record in frame.run.slots:
         labels, counters = (record.node, record.slot), record.counters
         if "work_flop" in counters:
-            work.add_metric(labels, float(f"{counters['work_flop']:.9g}"))  # more digits would only take space
+            work.add_metric(
+                labels, float(f"{counters['work_flop']:.9g}")
+            )  # more digits would only take space
         if "busy_s" in counters:
             busy.add_metric(labels, round(counters["busy_s"], 1))
     yield from (steps, work, busy)
@@ -143,21 +192,27 @@ def _of_cards(frame: Frame) -> Iterator[Metric]:
     names = (((card.node, card.uuid, card.name or ""), 1.0) for card in cards)
     yield _gauges("card_info", "Which card it is.", (*_CARD, "gpu_name"), names)
     ups = (((card.node, card.uuid), float(card.is_up)) for card in cards)
-    yield _gauges("card_up", "1 while a worker on the card reports, 0 while all are awaited.", _CARD, ups)
+    yield _gauges(
+        "card_up", "1 while a worker on the card reports, 0 while all are awaited.", _CARD, ups
+    )
     tellers = [((card.node, card.uuid), card.teller) for card in cards if card.teller is not None]
     for field in FIELDS.values():
         if field.metric is not None and field.of == "card":
             yield _family(field, _CARD, tellers)
 
 
-def _family(field: Field, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], Row]]) -> Metric:
+def _family(
+    field: Field, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], Row]]
+) -> Metric:
     metric = field.metric
     assert metric is not None  # noqa: S101 - only fields with a metric are asked for
     kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
     family = kind(metric.name, metric.help, labels=labels)
     for of, row in rows:
         value = field.value(row)
-        if isinstance(value, int | float) and (field.key != "temperature_c" or row.temperature_of == "card"):
+        if isinstance(value, int | float) and (
+            field.key != "temperature_c" or row.temperature_of == "card"
+        ):
             family.add_metric(of, value if metric.factor == 1 else round(value * metric.factor, 3))
     return family
 
@@ -166,7 +221,9 @@ def _gauge(name: str, text: str, value: float | None) -> Metric:
     return _gauges(name, text, (), () if value is None else (((), float(value)),))
 
 
-def _gauges(name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]) -> Metric:
+def _gauges(
+    name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]
+) -> Metric:
     family = GaugeMetricFamily(f"orchestrator_{name}", text, labels=labels)
     for of, value in values:
         family.add_metric(of, value)

@@ -1,7 +1,8 @@
-"""What the page shows, as values for JSON: cells, words and colours are made here, so that the page has no units.
+"""What the page shows, as values for JSON: cells, words and colours are made here, so that the page
+has no units.
 
-Pure. The same shapes are served (`server.py`), streamed (`stream.py`) and frozen into a file. A cell is its text, or
-its text and a tone (`TONES`). Does not read the run folder.
+Pure. The same shapes are served (`server.py`), streamed (`stream.py`) and frozen into a file. A
+cell is its text, or its text and a tone (`TONES`). Does not read the run folder.
 """
 
 from __future__ import annotations
@@ -24,28 +25,47 @@ from orchestrator.record.summary import SCHEMA
 from orchestrator.view.alerts.badges import Badge
 from orchestrator.view.cells import UNICODE, clock
 from orchestrator.view.columns import Column, columns_for, kept_longest_first
-from orchestrator.view.phrases import counted, event_words, tflops_words, time_of_day, time_words, totals
+from orchestrator.view.phrases import (
+    counted,
+    event_words,
+    tflops_words,
+    time_of_day,
+    time_words,
+    totals,
+)
 from workers.messages import WorkerState
 from workers.units import MIB
 
 Cell: TypeAlias = str | tuple[str, str]
 Json: TypeAlias = dict[str, Any]
 
-#: Styles of the terminal -> classes of the page's style sheet. Colour only repeats what the words say.
+#: Styles of the terminal -> classes of the page's style sheet. Colour only repeats what the words
+#: say.
 TONES: Final[Mapping[str, str]] = {
     "bold red": "bad", "red": "bad", "magenta": "odd", "bold yellow": "warn", "yellow": "warn", "cyan": "info",
     "green": "good", "bold green": "good", "dim": "dim",
 }  # fmt: skip
 
 _STATE_TONES: Final = {state.value: TONES[style] for state, style in STATE_STYLES.items()}
-_SEVERITY_TONES: Final[Mapping[Severity, str]] = {"critical": "bad", "warning": "warn", "info": "info"}
+_SEVERITY_TONES: Final[Mapping[Severity, str]] = {
+    "critical": "bad",
+    "warning": "warn",
+    "info": "info",
+}
 _OUTCOME_TONES: Final = {"good": "good", "degraded": "warn", "interrupted": "warn", "failed": "bad"}
 _QUIET_STATES: Final = frozenset({WorkerState.RUNNING, WorkerState.DONE, WorkerState.STOPPED})
 _CARD_COLUMNS: Final = (
     "card_memory", "utilisation", "temperature", "memory_temperature", "power", "clock", "throttle",
 )  # fmt: skip
 #: Drawn before any other, as far as something was sampled.
-CHARTED: Final = ("tflops", "allocated_bytes", "temperature_c", "power_w", "duty_measured", "oom_count")
+CHARTED: Final = (
+    "tflops",
+    "allocated_bytes",
+    "temperature_c",
+    "power_w",
+    "duty_measured",
+    "oom_count",
+)
 _TEXT_MOST: Final = 400
 _TOTALS: Final = {
     "tflops": "TFLOP/s of all slots",
@@ -54,7 +74,8 @@ _TOTALS: Final = {
     "temperature_c": "hottest temperature, C",
     "samples_per_s": "samples a second of all slots",
 }
-#: Widths of the page from which on the next columns are shown, the least important last: names of style classes.
+#: Widths of the page from which on the next columns are shown, the least important last: names of
+#: style classes.
 _WIDTHS: Final = ((4, "always"), (8, "small"), (14, "medium"), (18, "large"))
 
 _UNITS: Final = {"bytes": ("MiB", 1 / MIB), "ratio": ("%", 100.0)}
@@ -90,7 +111,11 @@ class Table:
         """Return what is different from a table before; `None` where only all of it will do."""
         if self.columns != before.columns:
             return None
-        told: Json = {"head": {key: value for key, value in self.head.items() if before.head.get(key) != value}}
+        told: Json = {
+            "head": {
+                key: value for key, value in self.head.items() if before.head.get(key) != value
+            }
+        }
         if self._counts() != before._counts():
             told |= self._counts()
         if tuple(self.rows) != tuple(before.rows):
@@ -108,7 +133,9 @@ class Table:
         return {"total": self.total, "matched": self.matched}
 
 
-def table_of(frame: Frame, view: View, firing: Sequence[Badge] = (), *, with_control: bool = False) -> Table:
+def table_of(
+    frame: Frame, view: View, firing: Sequence[Badge] = (), *, with_control: bool = False
+) -> Table:
     """Return the table of one view; `QueryError` where its filter makes no sense."""
     rows = frame.snapshot.rows
     found = select(rows, parse(view.filter), view.order)
@@ -124,7 +151,8 @@ def table_of(frame: Frame, view: View, firing: Sequence[Badge] = (), *, with_con
 
 
 def frozen_table(frame: Frame) -> Json:
-    """Return the whole table for a page without a server, and for each column the order of its rows.
+    """Return the whole table for a page without a server, and for each column the order of its
+    rows.
 
     `known` of them have a value: the others stay last when the order is turned round.
     """
@@ -135,12 +163,18 @@ def frozen_table(frame: Frame) -> Json:
     for column in table.columns:
         order = order_of(column["name"])
         known = sum(FIELDS[order.key or "slot"].value(row) is not None for row in rows)
-        orders[column["name"]] = {"rows": [places[row.slot] for row in select(rows, Filter(), order)], "known": known}
+        orders[column["name"]] = {
+            "rows": [places[row.slot] for row in select(rows, Filter(), order)],
+            "known": known,
+        }
     return {"table": table.to_dict(), "orders": orders}
 
 
 def row_cells(row: Row, columns: Sequence[Column]) -> tuple[Cell, ...]:
-    """Return the cells of a slot, then its reason; with a tone where the reason is worth a line of its own."""
+    """Return the cells of a slot, then its reason.
+
+    With a tone where the reason is worth a line of its own.
+    """
     reason = UNICODE.clean(row.reason)
     is_quiet = row.state in _QUIET_STATES
     loud = reason and (not is_quiet or trouble(row))
@@ -159,7 +193,10 @@ def head_of(frame: Frame, firing: Sequence[Badge] = (), *, with_control: bool = 
         "mode": UNICODE.clean(run.facts.mode),
         "mark": _mark(frame),
         "nodes": (f"nodes {seen}/{planned}", "" if seen >= planned else "bad"),
-        "states": [(state.value, TONES[STATE_STYLES[state]], count) for state, count in snapshot.state_counts.items()],
+        "states": [
+            (state.value, TONES[STATE_STYLES[state]], count)
+            for state, count in snapshot.state_counts.items()
+        ],
         "tflops": tflops_words(snapshot.tflops_total, UNICODE),
         "time": time_words(snapshot),
         "share": round(share, 3),
@@ -187,7 +224,9 @@ def cards_of(frame: Frame) -> Json:
     told = []
     for (node, _), workers in rows.items():
         # A worker that has ended says nothing of the card: the one that says most is asked.
-        best = max(workers, key=lambda row: sum(FIELDS[key].value(row) is not None for key in FIELDS))
+        best = max(
+            workers, key=lambda row: sum(FIELDS[key].value(row) is not None for key in FIELDS)
+        )
         flops = [known for row in workers if (known := finite(row.tflops)) is not None]
         told.append(
             (
@@ -198,14 +237,27 @@ def cards_of(frame: Frame) -> Json:
                 *(_cell(columns[name].cell(best)) for name in _CARD_COLUMNS),
             )
         )
-    titles = ["node", "card", "workers", "sum", *(_heading(columns[name]) for name in _CARD_COLUMNS)]
+    titles = [
+        "node",
+        "card",
+        "workers",
+        "sum",
+        *(_heading(columns[name]) for name in _CARD_COLUMNS),
+    ]
     return {"titles": titles, "rows": told}
 
 
 def slot_of(
-    frame: Frame, name: str, spans: Sequence[Span], events: Sequence[StoredEvent], printed: Sequence[str]
+    frame: Frame,
+    name: str,
+    spans: Sequence[Span],
+    events: Sequence[StoredEvent],
+    printed: Sequence[str],
 ) -> Json | None:
-    """Return all that is known of one slot, with the lines it printed; `None` where there is no such slot."""
+    """Return all that is known of one slot, with the lines it printed.
+
+    `None` where there is no such slot.
+    """
     row = next((row for row in frame.snapshot.rows if row.slot == name), None)
     if row is None:
         return None
@@ -250,14 +302,19 @@ def history_of(key: str, found: Buckets) -> Json:
 
 def totals_of(found: Mapping[str, Buckets]) -> list[Json]:
     """Return the charts of all slots together, without those of which nothing is known."""
-    drawn = [{**history_of(key, course), "label": _TOTALS.get(key, field_label(key))} for key, course in found.items()]
+    drawn = [
+        {**history_of(key, course), "label": _TOTALS.get(key, field_label(key))}
+        for key, course in found.items()
+    ]
     return [each for each in drawn if any(value is not None for value in each["mean"])]
 
 
 def event_of(event: StoredEvent) -> Json:
     """Return one event as a line."""
     name, text = event_words(event)
-    tone = _STATE_TONES.get(str(event.details.get("to_state")), "bad" if event.event == "workload_error" else "")
+    tone = _STATE_TONES.get(
+        str(event.details.get("to_state")), "bad" if event.event == "workload_error" else ""
+    )
     return {
         "number": event.number,
         "at_unix_s": _unix_s(event.at),
@@ -302,7 +359,10 @@ def _mark(frame: Frame) -> tuple[str, str]:
     if frame.freshness is Freshness.ENDED:
         return f"ended: {frame.run.outcome}", _OUTCOME_TONES.get(frame.run.outcome, "dim")
     if frame.freshness is Freshness.LATE:
-        return f"late {clock(frame.late_s)}" if frame.late_s >= 60 else f"late {frame.late_s:.0f} s", "warn"
+        return (
+            f"late {clock(frame.late_s)}" if frame.late_s >= 60 else f"late {frame.late_s:.0f} s",
+            "warn",
+        )
     return frame.freshness.value, "good" if frame.freshness is Freshness.LIVE else "bad"
 
 
@@ -339,7 +399,13 @@ def field_label(key: str) -> str:
     """Return how a chart names what it shows, with the unit."""
     unit = FIELDS[key].unit
     shown, _ = _UNITS.get(unit, (unit, 1.0))
-    name = key.removesuffix(f"_{unit}").removesuffix("_pct").removesuffix("_mhz").removesuffix("_c").removesuffix("_w")
+    name = (
+        key.removesuffix(f"_{unit}")
+        .removesuffix("_pct")
+        .removesuffix("_mhz")
+        .removesuffix("_c")
+        .removesuffix("_w")
+    )
     name = {"tflops": "TFLOP/s", "oom_count": "OOM"}.get(key, name.replace("_", " "))
     return f"{name}, {shown}" if shown else name
 

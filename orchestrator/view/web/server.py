@@ -1,7 +1,9 @@
-"""The HTTP server of one run: what each path answers, and the headers that keep a browser from doing more.
+"""The HTTP server of one run: what each path answers, and the headers that keep a browser from
+doing more.
 
-Every request passes `guard.py` first. The run folder is read in threads; the head knows nothing of it. Does not say
-what the page shows (`page_data.py`), nor how addresses, tokens and certificates are chosen (`verb.py`).
+Every request passes `guard.py` first. The run folder is read in threads; the head knows nothing of
+it. Does not say what the page shows (`page_data.py`), nor how addresses, tokens and certificates
+are chosen (`verb.py`).
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ _KINDS: Final = {
     "uplot.js": "text/javascript", "app.css": "text/css", "uplot.css": "text/css", "icon.svg": "image/svg+xml",
 }  # fmt: skip
 _HEADERS: Final = {
-    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -84,10 +87,14 @@ class Site:
     """Those of the addresses that were printed."""
 
     def __post_init__(self) -> None:
-        self.hub = Hub(Follower(self.folder).look, self.unix_s, with_control=self.rules.with_control)
+        self.hub = Hub(
+            Follower(self.folder).look, self.unix_s, with_control=self.rules.with_control
+        )
         self._others: dict[str, Site] = {}
         self._overview: tuple[float, dict[str, Any]] = (float("-inf"), {})
-        self._files = {f"/{name}".removesuffix("index.html"): (PAGE / name).read_bytes() for name in _KINDS}
+        self._files = {
+            f"/{name}".removesuffix("index.html"): (PAGE / name).read_bytes() for name in _KINDS
+        }
 
     def application(self) -> web.Application:
         """Return the server's application."""
@@ -128,7 +135,9 @@ class Site:
             answer: _Handler = getattr(site, f"_get_{path.rpartition('/')[2]}")
             return await answer(request, query)
         except _RefusedError as refused:
-            headers = {"Allow": route.method if route else "GET, POST"} if refused.status == 405 else {}
+            headers = (
+                {"Allow": route.method if route else "GET, POST"} if refused.status == 405 else {}
+            )
             return _json(request, {"error": str(refused)}, refused.status, headers)
         except ArchiveError as error:
             return _json(request, {"error": str(error)}, 503)
@@ -192,7 +201,10 @@ class Site:
         return _json(request, {"schema": SCHEMA, **told, "sampled": sampled})
 
     async def _get_overview(self, request: web.Request, _query: Query) -> web.StreamResponse:
-        """Answer with the last ten minutes of all slots together; one look serves all pages for some seconds."""
+        """Answer with the last ten minutes of all slots together.
+
+        One look serves all pages for some seconds.
+        """
         now_s = asyncio.get_running_loop().time()
         if now_s - self._overview[0] > _OVERVIEW_EVERY_S:
             sampled = await asyncio.to_thread(history.sampled_between, self.folder)
@@ -200,29 +212,44 @@ class Site:
             between = (last - _OVERVIEW_S, last + 0.001)
             found = await asyncio.to_thread(history.totals, self.folder, *between, _OVERVIEW_PARTS)
             told = {"charts": page_data.totals_of(found), "from": between[0], "to": between[1]}
-            self._overview = (now_s, {**told, "spans": [], "events": [], "utc_offset_s": page_data.offset_s(last)})
+            self._overview = (
+                now_s,
+                {**told, "spans": [], "events": [], "utc_offset_s": page_data.offset_s(last)},
+            )
         return _json(request, {"schema": SCHEMA, **self._overview[1]})
 
     async def _get_history(self, request: web.Request, query: Query) -> web.StreamResponse:
         slot, key = _wanted(query, "slot"), _wanted(query, "field")
         between = await asyncio.to_thread(history.sampled_between, self.folder) or (0.0, 1.0)
-        begin, end = (_number(query, name, usual) for name, usual in zip(("from", "to"), between, strict=True))
+        begin, end = (
+            _number(query, name, usual) for name, usual in zip(("from", "to"), between, strict=True)
+        )
         count = _whole(query, "buckets", 300, 1, history.BUCKETS_MOST)
-        found = await asyncio.to_thread(history.buckets, self.folder, slot, [key], begin, end, count)
-        return _json(request, {"schema": SCHEMA, "slot": slot, **page_data.history_of(key, found[key])})
+        found = await asyncio.to_thread(
+            history.buckets, self.folder, slot, [key], begin, end, count
+        )
+        return _json(
+            request, {"schema": SCHEMA, "slot": slot, **page_data.history_of(key, found[key])}
+        )
 
     async def _get_events(self, request: web.Request, query: Query) -> web.StreamResponse:
         after = _whole(query, "after", 0, 0, 2**62)
         limit = _whole(query, "limit", 100, 1, _LIMIT_MOST)
-        found = await asyncio.to_thread(history.events, self.folder, after=after, slot=query.get("slot"), limit=limit)
-        return _json(request, {"schema": SCHEMA, "events": [page_data.event_of(event) for event in found]})
+        found = await asyncio.to_thread(
+            history.events, self.folder, after=after, slot=query.get("slot"), limit=limit
+        )
+        return _json(
+            request, {"schema": SCHEMA, "events": [page_data.event_of(event) for event in found]}
+        )
 
     async def _get_stream(self, request: web.Request, query: Query) -> web.StreamResponse:
         if self.hub.is_full:
             raise _RefusedError(503, "too many pages follow this run; close some")
         is_packed = _takes_gzip(request)
         headers = {**_HEADERS, "Content-Type": "text/event-stream; charset=utf-8"}
-        response = web.StreamResponse(headers=headers | ({"Content-Encoding": "gzip"} if is_packed else {}))
+        response = web.StreamResponse(
+            headers=headers | ({"Content-Encoding": "gzip"} if is_packed else {})
+        )
         comment = b": still here\n\n"
         async with self.hub.following(_view_of(query)) as page:
             await response.prepare(request)
@@ -242,7 +269,10 @@ class Site:
         told = await _body(request)
         code, now_s = told.get("code"), self.unix_s()
         if not isinstance(code, str) or not any(each.redeem(code, now_s) for each in self.codes):
-            raise _RefusedError(401, "this code was used, or is older than two minutes; ask `web` for another address")
+            raise _RefusedError(
+                401,
+                "this code was used, or is older than two minutes; ask `web` for another address",
+            )
         level = Level.CONTROL if self.rules.with_control else Level.READ
         response = _json(request, {"ok": True})
         response.set_cookie(
@@ -260,12 +290,16 @@ class Site:
         """Send a command to the head, which obeys an id that comes again only once."""
         told = await _body(request)
         identity, do, slots = told.get("id"), told.get("do"), told.get("slots")
-        if not (isinstance(identity, str) and 0 < len(identity) <= _TEXT_MOST and isinstance(do, str)):
+        if not (
+            isinstance(identity, str) and 0 < len(identity) <= _TEXT_MOST and isinstance(do, str)
+        ):
             raise _RefusedError(400, "a command needs an id and what to do, as texts")
         if not (isinstance(slots, list) and slots and all(isinstance(slot, str) for slot in slots)):
             raise _RefusedError(400, "a command names its slots one by one, in a list")
         amount_bytes = _amount_bytes(told.get("amount"))
-        sent = asyncio.to_thread(send, self.folder, do, slots, by="web", amount_bytes=amount_bytes, identity=identity)
+        sent = asyncio.to_thread(
+            send, self.folder, do, slots, by="web", amount_bytes=amount_bytes, identity=identity
+        )
         answer = await sent
         if not answer.ok:
             raise _RefusedError(409, answer.error or "the head has refused it")
@@ -288,7 +322,9 @@ def _query_of(request: web.Request, route: Route) -> Query:
     for key in request.query:
         if key not in route.keys:
             valid = ", ".join(route.keys) or "none"
-            raise _RefusedError(400, one_line(f"the query has an unknown key {key[:40]!r}; valid: {valid}"))
+            raise _RefusedError(
+                400, one_line(f"the query has an unknown key {key[:40]!r}; valid: {valid}")
+            )
         if len(request.query.getall(key)) > 1:
             raise _RefusedError(400, f"the query has {key} more than once")
     return request.query
@@ -351,7 +387,11 @@ def _json(
 
 
 def _response(
-    request: web.Request, content: bytes, kind: str, status: int = 200, headers: Mapping[str, str] | None = None
+    request: web.Request,
+    content: bytes,
+    kind: str,
+    status: int = 200,
+    headers: Mapping[str, str] | None = None,
 ) -> web.Response:
     more = {"Content-Type": kind, **(headers or {})}
     if len(content) >= _COMPRESSED_FROM_BYTES and _takes_gzip(request):

@@ -1,7 +1,8 @@
-"""One look at the run for all pages: each page follows a view, and gets what has changed in it since the last look.
+"""One look at the run for all pages: each page follows a view, and gets what has changed in it
+since the last look.
 
-Looks only while a page follows. A page that does not read misses frames and then gets a whole one, so that it costs no
-memory. Knows nothing of HTTP but the form of an event (`server.py`).
+Looks only while a page follows. A page that does not read misses frames and then gets a whole one,
+so that it costs no memory. Knows nothing of HTTP but the form of an event (`server.py`).
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ class Page:
         self.needs_all = True
 
     def put(self, event: Event) -> None:
-        """Hand an event on; where the page is too slow, forget what waits: it needs all of the table again."""
+        """Hand an event on.
+
+        Where the page is too slow, forget what waits: it needs all of the table again.
+        """
         try:
             self.waiting.put_nowait(event)
         except asyncio.QueueFull:
@@ -76,9 +80,13 @@ class _Followed:
 
 
 class Hub:
-    """Looks at the run for all pages that follow it, once a second, or less often if a look takes long."""
+    """Looks at the run for all pages that follow it, once a second, or less often if a look takes
+    long.
+    """
 
-    def __init__(self, look: Callable[[], Frame], unix_s: Callable[[], float], *, with_control: bool) -> None:
+    def __init__(
+        self, look: Callable[[], Frame], unix_s: Callable[[], float], *, with_control: bool
+    ) -> None:
         self._look = look
         self._unix_s = unix_s
         self._alerts = AlertWatch()
@@ -117,7 +125,9 @@ class Hub:
     async def table(self, view: View) -> Table:
         """Return the table of a view as it is now; `ArchiveError` as for `frame`."""
         frame = await self.frame()
-        return await asyncio.to_thread(table_of, frame, view, self._badges, with_control=self._with_control)
+        return await asyncio.to_thread(
+            table_of, frame, view, self._badges, with_control=self._with_control
+        )
 
     @property
     def is_full(self) -> bool:
@@ -165,7 +175,9 @@ class Hub:
 
     async def _show(self, frame: Frame) -> None:
         for view, followed in list(self._views.items()):
-            table = await asyncio.to_thread(table_of, frame, view, self._badges, with_control=self._with_control)
+            table = await asyncio.to_thread(
+                table_of, frame, view, self._badges, with_control=self._with_control
+            )
             before, followed.table = followed.table, table
             changes = None if before is None else table.changes(before)
             event = None if not changes else Event("table", changes, frame.number)

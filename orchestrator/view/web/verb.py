@@ -62,7 +62,9 @@ def tokens_dir() -> Path:
     return default_path().parent / "web"
 
 
-async def _serve(folder: Path, options: Options, tls: ssl.SSLContext | None, say: Callable[[str], None]) -> None:
+async def _serve(
+    folder: Path, options: Options, tls: ssl.SSLContext | None, say: Callable[[str], None]
+) -> None:
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     listener = _listening(options)
     port = listener.getsockname()[1]
@@ -80,7 +82,9 @@ async def _serve(folder: Path, options: Options, tls: ssl.SSLContext | None, say
     def say_address() -> None:
         code = secrets.token_urlsafe(24)
         site.codes = [*site.codes[1 - _CODES_KEPT :], Code(code, site.unix_s())]
-        say(f"{'http' if tls is None else 'https'}://{_shown_host(options.bind)}:{port}/#code={code}")
+        say(
+            f"{'http' if tls is None else 'https'}://{_shown_host(options.bind)}:{port}/#code={code}"
+        )
 
     def another() -> None:
         if not sys.stdin.readline():
@@ -114,9 +118,12 @@ def _listening(options: Options) -> socket.socket:
         listener.close()
         if failure.errno == errno.EADDRINUSE:
             raise UsageError(
-                f"port {options.port} is in use, perhaps by the page of another run; `--port 0` takes any free one"
+                f"port {options.port} is in use, perhaps by the page of another run; `--port 0` "
+                "takes any free one"
             ) from failure
-        raise UsageError(f"--bind {options.bind} --port {options.port}: {failure.strerror}") from failure
+        raise UsageError(
+            f"--bind {options.bind} --port {options.port}: {failure.strerror}"
+        ) from failure
     return listener
 
 
@@ -125,31 +132,48 @@ def _tls(options: Options) -> ssl.SSLContext | None:
     try:
         address = ipaddress.ip_address(options.bind)
     except ValueError:
-        raise UsageError(one_line(f"--bind {options.bind[:80]}: valid is an IP address, such as 0.0.0.0")) from None
+        raise UsageError(
+            one_line(f"--bind {options.bind[:80]}: valid is an IP address, such as 0.0.0.0")
+        ) from None
     if options.certificate is None:
         if not (address.is_loopback or options.without_tls):
             raise UsageError(
-                f"--bind {address}: other machines could read along; name --certificate and --key, or leave --bind out "
-                f"and use `ssh -L {options.port}:127.0.0.1:{options.port}`; on a network that is safe, --without-tls"
+                f"--bind {address}: other machines could read along; name --certificate and "
+                "--key, or leave --bind out "
+                f"and use `ssh -L {options.port}:127.0.0.1:{options.port}`; on a network that is "
+                "safe, --without-tls"
             )
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(options.certificate, options.key)
     except (OSError, ValueError) as failure:
-        raise UsageError(one_line(f"--certificate {options.certificate}: it cannot be used: {failure}")) from failure
+        raise UsageError(
+            one_line(f"--certificate {options.certificate}: it cannot be used: {failure}")
+        ) from failure
     return context
 
 
 def _hosts(bind: str) -> frozenset[str]:
-    """Return the names under which a browser may reach the server. A name of someone else may lead here, too."""
+    """Return the names under which a browser may reach the server.
+
+    A name of someone else may lead here, too.
+    """
     address = ipaddress.ip_address(bind)
     found = {"127.0.0.1", "localhost", "[::1]"}
     if address.is_loopback:
         return frozenset(found)
     own = [each.address for kinds in psutil.net_if_addrs().values() for each in kinds]
-    texts = {text.partition("%")[0].lower() for text in own} if address.is_unspecified else {str(address)}
-    return frozenset(found | {f"[{text}]" if ":" in text else text for text in texts} | {socket.gethostname().lower()})
+    texts = (
+        {text.partition("%")[0].lower() for text in own}
+        if address.is_unspecified
+        else {str(address)}
+    )
+    return frozenset(
+        found
+        | {f"[{text}]" if ":" in text else text for text in texts}
+        | {socket.gethostname().lower()}
+    )
 
 
 def _shown_host(bind: str) -> str:
@@ -159,7 +183,10 @@ def _shown_host(bind: str) -> str:
 
 
 def _token(name: str) -> str:
-    """Return one of the user's tokens, which is made where there is none; `UsageError` if others can read it."""
+    """Return one of the user's tokens, which is made where there is none.
+
+    `UsageError` if others can read it.
+    """
     path = tokens_dir() / f"{name}.token"
     try:
         with locked(path.with_suffix(".lock"), _PATIENCE_S):
@@ -168,7 +195,11 @@ def _token(name: str) -> str:
             text = read_small(path, _TOKEN_MOST_BYTES).strip()
             is_open = path.stat().st_mode & 0o077
     except (OSError, UnicodeDecodeError) as failure:
-        raise UsageError(one_line(f"the token {path} cannot be read or made: {failure}")) from failure
+        raise UsageError(
+            one_line(f"the token {path} cannot be read or made: {failure}")
+        ) from failure
     if is_open or len(text) < 20:
-        raise UsageError(f"others can read the token {path}, or it is too short: delete it; `web` makes another")
+        raise UsageError(
+            f"others can read the token {path}, or it is too short: delete it; `web` makes another"
+        )
     return text

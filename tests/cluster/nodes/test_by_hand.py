@@ -23,7 +23,9 @@ def test_nodes_started_by_hand_run_what_is_planned_and_a_missing_one_is_named_or
     assert token.stat().st_mode & 0o077 == 0
 
     began = time.monotonic()
-    refused = start("--duration", "30s", "--json", *by_hand.arguments, environment=by_hand.environment)
+    refused = start(
+        "--duration", "30s", "--json", *by_hand.arguments, environment=by_hand.environment
+    )
     code, out, err = refused.finish()
     assert code == 3
     refused_s, began = time.monotonic() - began, time.monotonic()
@@ -47,7 +49,11 @@ def test_nodes_started_by_hand_run_what_is_planned_and_a_missing_one_is_named_or
     assert code == 130, err
     summary = json.loads(out)
     assert summary["outcome"] == "interrupted"
-    assert [row["node"] for row in summary["workers"] if row["steps_ok"] > 0] == ["pc1", "pc1", "pc2"]
+    assert [row["node"] for row in summary["workers"] if row["steps_ok"] > 0] == [
+        "pc1",
+        "pc1",
+        "pc2",
+    ]
     wait_for(lambda: by_hand.ask_ray() == {}, "end of the actors with their head")
     assert token.read_text() not in "".join(
         path.read_text(errors="replace")

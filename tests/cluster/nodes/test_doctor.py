@@ -18,7 +18,9 @@ from tests.scene import PATIENCE_S, ROOT
 pytestmark = pytest.mark.ray
 
 
-def test_every_node_of_a_running_cluster_is_asked_and_a_missing_one_is_named(by_hand: ByHand, tmp_path: Path) -> None:
+def test_every_node_of_a_running_cluster_is_asked_and_a_missing_one_is_named(
+    by_hand: ByHand, tmp_path: Path
+) -> None:
     by_hand.type_what_up_prints("pc1")
     code, report = doctor(by_hand)
     assert code == 1
@@ -26,7 +28,9 @@ def test_every_node_of_a_running_cluster_is_asked_and_a_missing_one_is_named(by_
     (absent,) = [row for row in report["findings"] if row["node"] == "pc2"]
     assert absent["verdict"] == "fail"
     assert "no live node has the label node=pc2" in absent["found"]
-    assert absent["fix"].startswith("ORCHESTRATOR_NODE=pc2 RAY_AUTH_MODE=token ray start --address=")
+    assert absent["fix"].startswith(
+        "ORCHESTRATOR_NODE=pc2 RAY_AUTH_MODE=token ray start --address="
+    )
 
     by_hand.type_what_up_prints("pc2")
     code, report = doctor(by_hand)
@@ -35,7 +39,9 @@ def test_every_node_of_a_running_cluster_is_asked_and_a_missing_one_is_named(by_
         assert rows[node, "torch"]["verdict"] == "ok"
         assert rows[node, "network"]["verdict"] == "ok"
         assert rows[node, "clock"]["verdict"] == "ok"
-        assert rows[node, "plan"]["verdict"] == "fail", "cluster.yaml gives both a card, and this machine has none"
+        assert rows[node, "plan"]["verdict"] == "fail", (
+            "cluster.yaml gives both a card, and this machine has none"
+        )
         assert "no NVIDIA card answers there" in rows[node, "plan"]["found"]
     assert rows[None, "versions"]["verdict"] == "ok"
     assert rows[None, "token"]["verdict"] == "ok"

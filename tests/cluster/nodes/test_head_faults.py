@@ -1,4 +1,7 @@
-"""A head that is killed, whose disk is full, read-only or locked; and faults that nobody may ask of it."""
+"""A head that is killed, whose disk is full, read-only or locked.
+
+And faults that nobody may ask of it.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,14 @@ needs_mounts = pytest.mark.skipif(
 
 
 def ask(*arguments: str, runs: Path) -> tuple[int, str, str]:
-    """Ask something about the runs in a folder; return exit code, standard output and standard error."""
+    """Ask something about the runs in a folder.
+
+    Return exit code, standard output and standard error.
+    """
     command = [sys.executable, "-m", "orchestrator", *arguments, "--run-dir", str(runs)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -61,7 +69,11 @@ def test_a_killed_head_leaves_a_run_that_another_head_brings_to_its_end(start: S
     code, out, err = ask("runs", "--json", runs=runs)
     assert code == 0, err
     (listed,) = json.loads(out)["runs"]
-    assert (listed["run_id"], listed["outcome"], listed["exit_code"]) == (folder.name, "interrupted", None)
+    assert (listed["run_id"], listed["outcome"], listed["exit_code"]) == (
+        folder.name,
+        "interrupted",
+        None,
+    )
     code, out, err = ask("report", "--text", runs=runs)
     assert code == 0, err
     assert folder.name in out
@@ -84,7 +96,10 @@ def test_a_killed_head_leaves_a_run_that_another_head_brings_to_its_end(start: S
     rows = {row["slot"]: row for row in summary["workers"]}
     for slot in left.slots:
         assert rows[slot.slot]["steps_ok"] > slot.counters["steps_ok"] > 0
-        assert all(rows[slot.slot][name] >= slot.counters[name] for name in ("oom_count", "restarts", "steps_oom"))
+        assert all(
+            rows[slot.slot][name] >= slot.counters[name]
+            for name in ("oom_count", "restarts", "steps_oom")
+        )
     ended = read_run(folder)
     assert (ended.outcome, ended.exit_code, ended.heads, ended.incomplete) == ("good", 0, 2, False)
 
@@ -99,10 +114,19 @@ def test_a_run_folder_that_becomes_read_only_does_not_end_a_run_and_is_told(star
     head = start("--rehearse", "--duration", "14s", "--plain", *ONE_EACH, before=UNSHARED)
     known = stored_when(head, 2.0)
     folder = head.folder()
-    inside = ["nsenter", f"--target={head.process.pid}", "--user", "--mount", "--preserve-credentials"]
+    inside = [
+        "nsenter",
+        f"--target={head.process.pid}",
+        "--user",
+        "--mount",
+        "--preserve-credentials",
+    ]
     read_only = f"mount --bind {head.runs} {head.runs} && mount -o remount,bind,ro {head.runs}"
-    subprocess.run([*inside, "sh", "-c", read_only], check=True, capture_output=True, timeout=PATIENCE_S)
-    # What is open stays writable; whoever must open it again finds out. A lock makes the store open it again.
+    subprocess.run(
+        [*inside, "sh", "-c", read_only], check=True, capture_output=True, timeout=PATIENCE_S
+    )
+    # What is open stays writable; whoever must open it again finds out. A lock makes the store open
+    # it again.
     with contextlib.closing(sqlite3.connect(folder / STORE_NAME, isolation_level=None)) as store:
         store.execute("BEGIN EXCLUSIVE")
         time.sleep(2)
@@ -127,7 +151,9 @@ def test_a_run_of_the_version_before_the_layers_goes_on(start: Starter, tmp_path
     head.wait_until_running(len(before.slots), after=len(head.events()))
 
     def work_on() -> bool:
-        return all(head.rows()[slot.slot]["steps_ok"] > slot.counters["steps_ok"] for slot in before.slots)
+        return all(
+            head.rows()[slot.slot]["steps_ok"] > slot.counters["steps_ok"] for slot in before.slots
+        )
 
     summary = head.interrupt_when(work_on, "more steps of each slot")
     assert summary["run_id"] == run_id
@@ -136,17 +162,25 @@ def test_a_run_of_the_version_before_the_layers_goes_on(start: Starter, tmp_path
 
 
 def test_a_cluster_whose_head_ends_ends_the_run(start: Starter) -> None:
-    """Ray itself would be silent for 60 s and then end the process; what was reported until then would be lost."""
+    """Ray itself would be silent for 60 s and then end the process.
+
+    What was reported until then would be lost.
+    """
     head = start("--rehearse", "--duration", "10", *ONE_EACH)
     stored_when(head, 1.0)
     stores = [
-        child for child in psutil.Process(head.process.pid).children(recursive=True) if child.name() == "gcs_server"
+        child
+        for child in psutil.Process(head.process.pid).children(recursive=True)
+        if child.name() == "gcs_server"
     ]
     assert len(stores) == 1
     stores[0].kill()
     _, err = head.process.communicate(timeout=PATIENCE_S)
     assert head.process.returncode == 3
-    assert "has ended, and the cluster with it; what was reported until then is in the run folder" in err
+    assert (
+        "has ended, and the cluster with it; what was reported until then is in the run folder"
+        in err
+    )
     summary = json.loads((head.folder() / "summary.json").read_text(encoding="utf-8"))
     assert (summary["outcome"], summary["exit_code"]) == ("failed", 3)
     assert summary["steps_ok"] > 0

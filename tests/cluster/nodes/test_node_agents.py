@@ -42,7 +42,9 @@ def keeper() -> psutil.Process | None:
     return None
 
 
-def test_a_limit_is_put_back_when_the_actor_the_run_or_the_head_ends(start: Starter, state_dir: Path) -> None:
+def test_a_limit_is_put_back_when_the_actor_the_run_or_the_head_ends(
+    start: Starter, state_dir: Path
+) -> None:
     head = start(*LIMITED, "--duration", "10m", "--apply-power-limit")
     head.wait_until_running(3)
     assert limit_w(head) == 280.0
@@ -51,7 +53,9 @@ def test_a_limit_is_put_back_when_the_actor_the_run_or_the_head_ends(start: Star
     actor = wait_for(keeper, "keeper")
 
     actor.kill()  # Ray starts it again, and it another agent, which finds what was there before the first
-    second = wait_for(lambda: (found := record(state_dir)) and found["pid"] != first["pid"] and found, "agent")
+    second = wait_for(
+        lambda: (found := record(state_dir)) and found["pid"] != first["pid"] and found, "agent"
+    )
     assert second["changes"] == [{**first["changes"][0], "before": 350_000}]
     wait_for(lambda: limit_w(head) == 280.0, "limit")
 
@@ -62,7 +66,9 @@ def test_a_limit_is_put_back_when_the_actor_the_run_or_the_head_ends(start: Star
     assert record(state_dir) is None
     (restored,) = [event for event in head.events() if event["event"] == "node_restored"]
     assert restored["text"] == "pc1's NVIDIA GeForce RTX 3090: power limit back at 350 W"
-    assert "pc1's NVIDIA GeForce RTX 3090: power limit 280 W until the run ends (before: 350 W)" in err
+    assert (
+        "pc1's NVIDIA GeForce RTX 3090: power limit 280 W until the run ends (before: 350 W)" in err
+    )
 
     killed = start(*LIMITED, "--duration", "10m", "--apply-power-limit")
     killed.wait_until_running(3)
@@ -70,10 +76,14 @@ def test_a_limit_is_put_back_when_the_actor_the_run_or_the_head_ends(start: Star
     os.kill(killed.process.pid, signal.SIGKILL)
     wait_for(lambda: record(state_dir) is None, "agent that undoes")
     assert limit_w(killed) == 350.0
-    wait_for(lambda: not list(killed.runs.parent.glob("orch-*")), "removal of the rehearsal's folder")
+    wait_for(
+        lambda: not list(killed.runs.parent.glob("orch-*")), "removal of the rehearsal's folder"
+    )
 
 
-def test_the_first_ctrl_c_is_heard_while_a_guard_waits_for_another(start: Starter, state_dir: Path) -> None:
+def test_the_first_ctrl_c_is_heard_while_a_guard_waits_for_another(
+    start: Starter, state_dir: Path
+) -> None:
     (state_dir / "kept").mkdir(mode=0o700, parents=True)
     with (state_dir / "kept" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # as an agent of another run has it
@@ -83,5 +93,7 @@ def test_the_first_ctrl_c_is_heard_while_a_guard_waits_for_another(start: Starte
         code, _, err = head.finish()
     assert code == 130, err
     assert head.summary()["outcome"] == "interrupted"
-    wait_for(lambda: record(state_dir) is None, "agent that undoes what it did when the lock was free")
+    wait_for(
+        lambda: record(state_dir) is None, "agent that undoes what it did when the lock was free"
+    )
     assert limit_w(head) in {None, 350.0}

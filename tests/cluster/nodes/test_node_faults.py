@@ -18,15 +18,24 @@ from tests.scene import wait_for
 
 pytestmark = pytest.mark.ray
 
-#: Far too big for every cap: three matrices of this edge need 1.5 GiB, also after scaling. So sizes must be learned,
-#: the guides' way: by failing.
-TOO_BIG = ("--set", "workload.size=65536", "--set", "memory.policy=classic", "--set", "run.min_success_rate=0")
+#: Far too big for every cap: three matrices of this edge need 1.5 GiB, also after scaling. So sizes
+#: must be learned, the guides' way: by failing.
+TOO_BIG = (
+    "--set",
+    "workload.size=65536",
+    "--set",
+    "memory.policy=classic",
+    "--set",
+    "run.min_success_rate=0",
+)
 
 _COUNTERS = ("steps_ok", "steps_oom", "steps_error", "oom_count", "emergency_count", "restarts")
 
 
 def states(events: list[dict[str, Any]], slot: str, state: str) -> list[dict[str, Any]]:
-    return [e for e in events if e["event"] == "state" and e["slot"] == slot and e["to_state"] == state]
+    return [
+        e for e in events if e["event"] == "state" and e["slot"] == slot and e["to_state"] == state
+    ]
 
 
 def test_the_slots_of_an_ended_node_are_lost_at_once_and_go_on_where_they_were_when_it_is_back(
@@ -37,10 +46,13 @@ def test_the_slots_of_an_ended_node_are_lost_at_once_and_go_on_where_they_were_w
     head = start("--rehearse", "--duration", "2", "--json", *TOO_BIG, *workers, *fault)
     wait_for(lambda: states(head.events(), "pc2/0", "LOST"), "LOST of pc2")
     steps_ok = head.rows()["pc1/0"]["steps_ok"]
-    # Ray takes a quarter of a minute to give up the old node, and only then starts its actors on the new one.
+    # Ray takes a quarter of a minute to give up the old node, and only then starts its actors on
+    # the new one.
     before = len(head.events())
     head.wait_until_running(2, after=before)
-    summary = head.interrupt_when(lambda: head.rows()["pc1/0"]["steps_ok"] > steps_ok, "work on pc1 meanwhile")
+    summary = head.interrupt_when(
+        lambda: head.rows()["pc1/0"]["steps_ok"] > steps_ok, "work on pc1 meanwhile"
+    )
     events = head.events()
     (ended,) = [event for event in events if event["event"] == "chaos_node_ended"]
     (left,) = [event for event in events if event["event"] == "node_left"]
@@ -98,20 +110,28 @@ def test_a_raylet_that_is_killed_comes_back_once_it_offers_enough_and_a_killed_h
     by_hand.type(script.replace("--num-cpus=4", "--num-cpus=2"))
 
     def refused() -> bool:
-        return any("pc2 cannot be used: pc2 offers 2 CPUs" in notice for notice in read_run(folder).notices)
+        return any(
+            "pc2 cannot be used: pc2 offers 2 CPUs" in notice for notice in read_run(folder).notices
+        )
 
     wait_for(refused, "refusal of pc2")
     stored = {slot.slot: slot for slot in read_run(folder).slots}
     assert "offers 2 CPUs, the plan needs" in stored["pc2/0"].reason
-    assert "pc2 offers 2 CPUs" in next(e["reason"] for e in head.events() if e["event"] == "node_refused")
+    assert "pc2 offers 2 CPUs" in next(
+        e["reason"] for e in head.events() if e["event"] == "node_refused"
+    )
     steps_ok = stored["pc1/0"].counters["steps_ok"]
-    wait_for(lambda: head.rows()["pc1/0"]["steps_ok"] > steps_ok, "work on pc1 beside the refused node")
+    wait_for(
+        lambda: head.rows()["pc1/0"]["steps_ok"] > steps_ok, "work on pc1 beside the refused node"
+    )
 
     by_hand.stop_node("pc2")
     before = len(head.events())
     by_hand.type_what_up_prints("pc2")
     wait_for(lambda: states(head.events()[before:], "pc2/0", "RUNNING"), "work on pc2")
-    assert [e for e in head.events() if e["event"] == "state" and e["slot"] in {"pc1/0", "pc1/1"}][2:] == []
+    assert [e for e in head.events() if e["event"] == "state" and e["slot"] in {"pc1/0", "pc1/1"}][
+        2:
+    ] == []
 
     raylets = {raylet_of("pc1").pid, raylet_of("pc2").pid}
     opened = {e["slot"]: e["pid"] for e in head.events() if e["event"] == "device_opened"}
@@ -126,7 +146,9 @@ def test_a_raylet_that_is_killed_comes_back_once_it_offers_enough_and_a_killed_h
     assert stored_run.was_killed
 
     before = len(head.events())
-    again = start("--resume", folder.name, "--json", runs=head.runs, environment=by_hand.environment)
+    again = start(
+        "--resume", folder.name, "--json", runs=head.runs, environment=by_hand.environment
+    )
     again.wait_until_running(3, after=before)
     os.kill(again.process.pid, signal.SIGINT)
     code, out, err = again.finish()

@@ -51,7 +51,16 @@ class Kept:
 
     def __init__(self, by_hand: ByHand, node: str, said: Path) -> None:
         self.node, self._said = node, said
-        command = [sys.executable, "-m", "orchestrator", "up", node, "--exec", "--stay", *by_hand.arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "orchestrator",
+            "up",
+            node,
+            "--exec",
+            "--stay",
+            *by_hand.arguments,
+        ]
         with said.open("w") as stream:
             self.process = subprocess.Popen(
                 command,
@@ -70,7 +79,11 @@ class Kept:
 
         def is_up() -> bool:
             assert self.process.poll() is None, self.said()
-            ups = [line for line in self.said().splitlines() if f"{self.node}: up," in line and "up, but" not in line]
+            ups = [
+                line
+                for line in self.said().splitlines()
+                if f"{self.node}: up," in line and "up, but" not in line
+            ]
             return len(ups) >= times
 
         try:
@@ -116,7 +129,9 @@ def test_a_node_whose_process_is_killed_is_started_again_until_it_is_stopped(
     assert ray_process(node, victim) is None
 
 
-def test_a_node_joins_although_its_agents_have_not_started(by_hand: ByHand, keep: Callable[[str], Kept]) -> None:
+def test_a_node_joins_although_its_agents_have_not_started(
+    by_hand: ByHand, keep: Callable[[str], Kept]
+) -> None:
     """On a loaded machine they need longer than Ray's raylet would wait for them."""
     by_hand.type_what_up_prints("pc1")
     kept = keep("pc2")
@@ -141,7 +156,8 @@ def test_a_node_joins_the_new_cluster_of_a_head_that_was_stopped_and_started_and
 
     by_hand.stop_node("pc1")
     wait_for(lambda: "cannot be reached" in kept.said(), "node that waits for the head")
-    # On one machine Ray takes pc2's raylet for a head that still runs, if it has this note of the old one.
+    # On one machine Ray takes pc2's raylet for a head that still runs, if it has this note of the
+    # old one.
     (Path(by_hand.environment["RAY_TMPDIR"]) / "ray" / "ray_current_cluster").unlink()
     by_hand.type_what_up_prints("pc1")
     kept.wait_until_up(2)

@@ -1,7 +1,7 @@
 """Loads the fake NVML into a process, so that nvidia-ml-py talks to it.
 
-Imports neither torch nor pydantic: every worker of a rehearsal does this. Does not build the library (`build` does)
-and does not read what a person wrote (`script` does).
+Imports neither torch nor pydantic: every worker of a rehearsal does this. Does not build the
+library (`build` does) and does not read what a person wrote (`script` does).
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ class FakeSensorsError(Exception):
 def load(fake: FakeSensors) -> None:
     """Make `fake` the NVML of this process. To be called before anything here has asked a real one.
 
-    A library that is already loaded is found under its soname, so what nvidia-ml-py opens later by that name is the
-    one that is opened here by its path (dlopen(3)).
+    A library that is already loaded is found under its soname, so what nvidia-ml-py opens later by
+    that name is the one that is opened here by its path (dlopen(3)).
 
     Raises:
-        FakeSensorsError: The files are not there or do not fit together, or this process has another NVML already.
+        FakeSensorsError: The files are not there or do not fit together, or this process has
+            another NVML already.
     """
     try:
         library = ctypes.CDLL(fake.library_path, mode=ctypes.RTLD_GLOBAL)
@@ -36,7 +37,8 @@ def load(fake: FakeSensors) -> None:
     # The same library has the same handle (dlopen(3)).
     if found._handle != library._handle:
         raise FakeSensorsError(
-            f"this process has loaded another {SONAME} before the fake one {fake.library_path}; fake sensors have to "
+            f"this process has loaded another {SONAME} before the fake one {fake.library_path}; "
+            "fake sensors have to "
             f"be loaded first, before anything asks NVML or opens a card"
         )
     bad_line = library.fake_nvml_script(fake.script_path.encode())

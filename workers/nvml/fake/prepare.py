@@ -1,6 +1,8 @@
-"""Prepares fake sensors on this machine: reads the script, builds the library, writes down the start time.
+"""Prepares fake sensors on this machine: reads the script, builds the library, writes down the
+start time.
 
-The library is built from its C source with whatever compiler the machine has, once for each state of the source.
+The library is built from its C source with whatever compiler the machine has, once for each state
+of the source.
 """
 
 from __future__ import annotations
@@ -23,19 +25,24 @@ from workers.nvml.fake.script import ANSWERS, FakeCard, Script, read_script
 from workers.settings import FakeSensors
 
 _SOURCE: Final = Path(__file__).with_name("fake_nvml.c")
-_HEADERS: Final = tuple(Path(__file__).with_name(name) for name in ("script.h", "settings.h", "xids.h"))
+_HEADERS: Final = tuple(
+    Path(__file__).with_name(name) for name in ("script.h", "settings.h", "xids.h")
+)
 _FLAGS: Final = ("-std=c11", "-O1", "-Wall", "-Wextra", "-shared", "-fPIC", "-fvisibility=hidden")
 _COMPILERS: Final = ("cc", "gcc", "clang")
 _TIMEOUT_S: Final = 120.0
 
 #: What does not change between two points: counts, sums of bits, steps of the link.
-_STEPS: Final = frozenset({"throttle", "xids", "pcie_generation", "pcie_lanes", "ecc_errors", "remapped_rows"})
+_STEPS: Final = frozenset(
+    {"throttle", "xids", "pcie_generation", "pcie_lanes", "ecc_errors", "remapped_rows"}
+)
 #: NVML's "not available", in a list of processes.
 _NO_BYTES: Final = 2**64 - 1
 
 
 def prepare(script_path: Path, folder: Path, *, elapsed_s: float = 0.0) -> FakeSensors:
-    """Make the fake sensors of a script ready; what comes back is for `library.load`, in any process of this machine.
+    """Make the fake sensors of a script ready; what comes back is for `library.load`, in any
+    process of this machine.
 
     Args:
         script_path: What a person wrote.
@@ -49,7 +56,10 @@ def prepare(script_path: Path, folder: Path, *, elapsed_s: float = 0.0) -> FakeS
     library = build(folder)
     prepared = folder.absolute() / f"{script_path.stem}.sensors"
     fresh = prepared.with_suffix(".fresh")
-    fresh.write_text("".join(f"{line}\n" for line in _lines(script, time.monotonic() - elapsed_s)), encoding="ascii")
+    fresh.write_text(
+        "".join(f"{line}\n" for line in _lines(script, time.monotonic() - elapsed_s)),
+        encoding="ascii",
+    )
     fresh.replace(prepared)
     return FakeSensors(library_path=str(library), script_path=str(prepared))
 
@@ -76,7 +86,9 @@ def _card_lines(card: FakeCard) -> Iterator[str]:
     if card.repeat_s is not None:
         yield f"repeat_s {card.repeat_s!r}"
     if card.lost_after_calls is not None:
-        yield f"lost {card.lost_after_calls} {-1.0 if card.lost_for_s is None else card.lost_for_s!r}"
+        yield (
+            f"lost {card.lost_after_calls} {-1.0 if card.lost_for_s is None else card.lost_for_s!r}"
+        )
     for key, error in card.fails.items():
         yield f"error {key} {getattr(pynvml, f'NVML_ERROR_{error.upper()}')}"
     if card.processes is not None:
@@ -97,7 +109,8 @@ def build(folder: Path) -> Path:
     """Build the library below `folder`, unless this source was built there before.
 
     Args:
-        folder: Any folder; is made if it is not there. May be shared by processes that build at the same time.
+        folder: Any folder; is made if it is not there. May be shared by processes that build at the
+        same time.
 
     Returns:
         The path of `libnvidia-ml.so.1`, in a folder named after the source.
@@ -115,20 +128,30 @@ def build(folder: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         fresh = Path(scratch) / SONAME
         command = [*compiler, *_FLAGS, f"-Wl,-soname,{SONAME}", str(_SOURCE), "-o", str(fresh)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)  # noqa: S603 - CC is the user's own choice
+        done = subprocess.run(  # noqa: S603 - CC is the user's own choice
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
         if done.returncode:
-            raise FakeSensorsError(f"{shlex.join(command)} failed with exit code {done.returncode}:\n{done.stderr}")
+            raise FakeSensorsError(
+                f"{shlex.join(command)} failed with exit code {done.returncode}:\n{done.stderr}"
+            )
         fresh.replace(library)  # atomic, also if another process builds
     return library
 
 
 def _compiler() -> list[str]:
-    """Return the command of a C compiler: CC, which may hold arguments, or the first usual name on the PATH."""
+    """Return the command of a C compiler: CC, which may hold arguments, or the first usual name on
+    the PATH.
+    """
     chosen = shlex.split(os.environ.get("CC", ""))
     for command in [chosen] if chosen else [[name] for name in _COMPILERS]:
         if shutil.which(command[0]):
             return command
-    looked_for = f"CC names {chosen[0]!r}, which is not there" if chosen else f"there is no {', '.join(_COMPILERS)}"
+    looked_for = (
+        f"CC names {chosen[0]!r}, which is not there"
+        if chosen
+        else f"there is no {', '.join(_COMPILERS)}"
+    )
     raise FakeSensorsError(
         f"fake sensors are built from C source, and this machine has no C compiler: {looked_for}; "
         f"install one (sudo apt install gcc, sudo dnf install gcc) or set CC to yours"

@@ -1,8 +1,9 @@
 """The script of fake sensors as a person writes it, in JSON: its models, and the refusals.
 
-A value is a number, or a curve: points `[seconds, value]` with straight lines between them, the last value held. Time
-zero is the moment of preparation, for all processes. A query that a card's entry does not mention is not supported by
-that card. Does not pass the script to the library (`prepare` does).
+A value is a number, or a curve: points `[seconds, value]` with straight lines between them, the
+last value held. Time zero is the moment of preparation, for all processes. A query that a card's
+entry does not mention is not supported by that card. Does not pass the script to the library
+(`prepare` does).
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from workers.nvml.fake.library import FakeSensorsError
@@ -41,7 +50,9 @@ def _as_bits(names: Any) -> Any:  # noqa: ANN401 - whatever the JSON holds
         raise ValueError("a list of reasons is wanted")  # noqa: TRY004 - pydantic's way
     for name in names:
         if not isinstance(name, str) or name not in Throttle.__members__:
-            raise ValueError(f"{name!r} is no reason to throttle; valid: {', '.join(Throttle.__members__)}")
+            raise ValueError(
+                f"{name!r} is no reason to throttle; valid: {', '.join(Throttle.__members__)}"
+            )
     return sum(Throttle[name] for name in set(names))
 
 
@@ -49,13 +60,20 @@ def _ascending(points: tuple[tuple[float, Any], ...]) -> tuple[tuple[float, Any]
     """Refuse a curve that goes back in time."""
     for (before_s, _), (at_s, _) in pairwise(points):
         if at_s <= before_s:
-            raise ValueError(f"the point at {at_s:g} s does not come after the one at {before_s:g} s")
+            raise ValueError(
+                f"the point at {at_s:g} s does not come after the one at {before_s:g} s"
+            )
     return points
 
 
 #: Errors that a question may be answered with, by NVML's names (nvmlReturn_t).
 Error: TypeAlias = Literal[
-    "not_supported", "no_permission", "function_not_found", "gpu_is_lost", "reset_required", "unknown"
+    "not_supported",
+    "no_permission",
+    "function_not_found",
+    "gpu_is_lost",
+    "reset_required",
+    "unknown",
 ]
 
 #: Whole numbers up to here are exact, and stay within 64 bits in thousandths too.
@@ -66,13 +84,21 @@ _Positive: TypeAlias = Annotated[float, Field(strict=True, ge=0, le=_MOST)]
 _Whole: TypeAlias = Annotated[int, Field(strict=True, ge=0, le=_MOST)]
 _LENGTH: Final = Field(min_length=1, max_length=_MAX_POINTS)
 _Curve: TypeAlias = Annotated[
-    tuple[tuple[_Positive, _Positive], ...], _LENGTH, AfterValidator(_ascending), BeforeValidator(_as_points)
+    tuple[tuple[_Positive, _Positive], ...],
+    _LENGTH,
+    AfterValidator(_ascending),
+    BeforeValidator(_as_points),
 ]
 _SignedCurve: TypeAlias = Annotated[
-    tuple[tuple[_Positive, _Number], ...], _LENGTH, AfterValidator(_ascending), BeforeValidator(_as_points)
+    tuple[tuple[_Positive, _Number], ...],
+    _LENGTH,
+    AfterValidator(_ascending),
+    BeforeValidator(_as_points),
 ]
 _Steps: TypeAlias = Annotated[
-    tuple[tuple[_Positive, Annotated[int, BeforeValidator(_as_bits)]], ...], _LENGTH, AfterValidator(_ascending)
+    tuple[tuple[_Positive, Annotated[int, BeforeValidator(_as_bits)]], ...],
+    _LENGTH,
+    AfterValidator(_ascending),
 ]
 
 
@@ -117,12 +143,15 @@ class FakeCard(_Model):
     """`[seconds, [names of Throttle]]`; each holds until the next."""
     used_bytes: _Curve = ((0.0, 0.0),)
     reserved_bytes: _Curve = ((0.0, 0.0),)
-    """What the driver keeps for itself; told by the second version of NVML's question about memory."""
+    """What the driver keeps for itself; told by the second version of NVML's question about memory.
+    """
     temperature_c: _Curve | None = None
     slowdown_c: _Curve | None = None
     """Threshold of cards before Ada."""
     margin_c: _SignedCurve | None = None
-    """As NVML reports it on Ada and later: to the highest temperature that the card is meant to work at."""
+    """As NVML reports it on Ada and later: to the highest temperature that the card is meant to
+    work at.
+    """
     slowdown_tlimit_c: _SignedCurve | None = None
     """At which margin the hardware slows down, on Ada and later; negative."""
     memory_temperature_c: _Curve | None = None
@@ -152,10 +181,16 @@ class FakeCard(_Model):
 
     @model_validator(mode="after")
     def _fails_what_is_asked(self) -> Self:
-        valid = (*ANSWERS, "set_power_limit", "set_memory_offset")  # not asked for, and can fail all the same
+        valid = (
+            *ANSWERS,
+            "set_power_limit",
+            "set_memory_offset",
+        )  # not asked for, and can fail all the same
         for key in self.fails:
             if key not in valid:
-                raise ValueError(f"fails: {key!r} is nothing that is asked for; valid: {', '.join(valid)}")
+                raise ValueError(
+                    f"fails: {key!r} is nothing that is asked for; valid: {', '.join(valid)}"
+                )
         return self
 
 
@@ -195,7 +230,9 @@ def read_script(path: Path) -> Script:
     except OSError as error:
         raise FakeSensorsError(f"{path} cannot be read: {error.strerror}") from None
     except json.JSONDecodeError as error:
-        raise FakeSensorsError(f"{path}, line {error.lineno}, column {error.colno}: {error.msg}") from None
+        raise FakeSensorsError(
+            f"{path}, line {error.lineno}, column {error.colno}: {error.msg}"
+        ) from None
     except UnicodeDecodeError:
         raise FakeSensorsError(f"{path} is no text in UTF-8") from None
     try:
@@ -208,13 +245,19 @@ def read_script(path: Path) -> Script:
 
 def _in_words(problem: ErrorDetails) -> str:
     place = problem["loc"]
-    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(
+        "."
+    )
     if problem["type"] == "extra_forbidden":
         key = str(place[-1])
-        model: type[_Model] = FakeProcess if "processes" in place else FakeCard if len(place) > 1 else Script
+        model: type[_Model] = (
+            FakeProcess if "processes" in place else FakeCard if len(place) > 1 else Script
+        )
         valid = list(model.model_fields)
         near = get_close_matches(key, valid, n=1)
-        return f"{where}: no such key; " + (f"did you mean {near[0]}?" if near else f"valid: {', '.join(valid)}")
+        return f"{where}: no such key; " + (
+            f"did you mean {near[0]}?" if near else f"valid: {', '.join(valid)}"
+        )
     message = problem["msg"].removeprefix("Value error, ")
     message = (message[0].lower() + message[1:]).replace("tuple", "list")  # JSON has no tuples
     return f"{where}: {message}" if where else message

@@ -1,9 +1,10 @@
 """How much memory a step of some size takes, learned from the peaks of steps that ended well.
 
-The model is a line in x = size^power (power 2 for the n of an n x n product, 1 for a batch). It goes through two
-measured points: the present one, smoothed, and the farthest one. The margin of the line is what steps took beyond it:
-it grows when a prediction fails and shrinks while predictions hold. A step far off the line means that the workload has
-changed, and the line begins anew. Does not know how much memory there is, nor decide anything.
+The model is a line in x = size^power (power 2 for the n of an n x n product, 1 for a batch). It
+goes through two measured points: the present one, smoothed, and the farthest one. The margin of the
+line is what steps took beyond it: it grows when a prediction fails and shrinks while predictions
+hold. A step far off the line means that the workload has changed, and the line begins anew. Does
+not know how much memory there is, nor decide anything.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ _FOLLOW: Final = 0.1
 #: Share of the way that one deviation moves the mean deviation.
 _SPREAD_FOLLOW: Final = 0.03
 
-#: Mean deviations that the margin covers. A step that wobbles evenly by +-w deviates by w/2 on average, so 2 would
-#: just cover it; a failure costs ten times what the rest of the margin does.
+#: Mean deviations that the margin covers. A step that wobbles evenly by +-w deviates by w/2 on
+#: average, so 2 would just cover it; a failure costs ten times what the rest of the margin does.
 _COVERS: Final = 2.5
 
 #: What is assumed of a workload that was never measured, and the lower bound of the estimate.
@@ -32,7 +33,8 @@ _FADE_S: Final = 1500.0
 #: What deviates by more, as no workspace does, is a step that has changed.
 _JUMP: Final = 0.08
 
-#: While the slope is not known, peaks of one size are smoothed. One so many times as high or as low is a change.
+#: While the slope is not known, peaks of one size are smoothed. One so many times as high or as low
+#: is a change.
 _OTHER: Final = 2.0
 
 #: After a failure the margin is this much of what it was; never more than this in all.
@@ -42,20 +44,25 @@ _LARGEST_SURPRISE: Final = 0.5
 #: Two sizes this close are one place.
 _SAME_PLACE: Final = 0.1
 
-#: At least this share of a step's memory is assumed to grow with its size, so that a flat line does not predict that
-#: any size fits.
+#: At least this share of a step's memory is assumed to grow with its size, so that a flat line does
+#: not predict that any size fits.
 _LEAST_GROWING_SHARE: Final = 0.05
 
 
 class Footprint(NamedTuple):
-    """Bytes of a step as a function of x = size^power; an immutable value, changed with `_replace`."""
+    """Bytes of a step as a function of x = size^power.
+
+    An immutable value, changed with `_replace`.
+    """
 
     here_x: float
     here_bytes: float
     """Where the worker was last, smoothed over the steps there."""
     far_x: float
     far_bytes: float
-    """The measured place with the largest distance from `here`; the same place while there is only one."""
+    """The measured place with the largest distance from `here`; the same place while there is only
+    one.
+    """
     unit_bytes: float
     """Growth per unit of x."""
     spread: float = _FIRST_SPREAD
@@ -81,7 +88,9 @@ class Footprint(NamedTuple):
 
     @property
     def here_need_bytes(self) -> float:
-        """What a step takes at the place where it was last, wobble included: no surprise is to be feared there."""
+        """What a step takes at the place where it was last, wobble included: no surprise is to be
+        feared there.
+        """
         return self.here_bytes * (1.0 + _COVERS * self.spread)
 
     @property
@@ -94,11 +103,12 @@ class Footprint(NamedTuple):
         return max(0.0, self.here_bytes + self.unit_bytes * (x - self.here_x))
 
     def largest_x(self, limit_bytes: float) -> float:
-        """Return the x whose predicted peak, margin included, is `limit_bytes`; negative when nothing fits.
+        """Return the x whose predicted peak, margin included, is `limit_bytes`; negative when
+        nothing fits.
 
-        A line through small steps may be too flat, because the optimiser's memory hides theirs. A step that is k times
-        as large takes at most k times as much, so the line predicts nothing beyond that. Where steps end well now, a
-        surprise elsewhere says nothing.
+        A line through small steps may be too flat, because the optimiser's memory hides theirs. A
+        step that is k times as large takes at most k times as much, so the line predicts nothing
+        beyond that. Where steps end well now, a surprise elsewhere says nothing.
         """
         on_the_line = self.hoped_x(limit_bytes)
         if self.fits_here and limit_bytes >= self.here_need_bytes:
@@ -106,15 +116,25 @@ class Footprint(NamedTuple):
         most_x, most_bytes = self._largest
         if on_the_line <= most_x:
             return on_the_line
-        return min(on_the_line, max(most_x, most_x / max(1.0, most_bytes) * limit_bytes / (1.0 + self.margin)))
+        return min(
+            on_the_line,
+            max(most_x, most_x / max(1.0, most_bytes) * limit_bytes / (1.0 + self.margin)),
+        )
 
     def hoped_x(self, limit_bytes: float) -> float:
-        """Return the x at which the line reaches `limit_bytes`, margin included, however far away that is."""
+        """Return the x at which the line reaches `limit_bytes`, margin included, however far away
+        that is.
+        """
         return self.here_x + (limit_bytes / (1.0 + self.margin) - self.here_bytes) / self.unit_bytes
 
     def predicts(self, x: float) -> bool:
-        """Whether a peak at `x` can be compared with the line; beyond all that was measured it is only a bound."""
-        near = x == self.here_x or (self.has_slope and abs(x - self.here_x) <= _SAME_PLACE * self.here_x)
+        """Whether a peak at `x` can be compared with the line.
+
+        Beyond all that was measured it is only a bound.
+        """
+        near = x == self.here_x or (
+            self.has_slope and abs(x - self.here_x) <= _SAME_PLACE * self.here_x
+        )
         return near or (self.has_slope and not self.is_beyond(x))
 
     def is_beyond(self, x: float) -> bool:
@@ -128,10 +148,16 @@ class Footprint(NamedTuple):
     @property
     def _largest(self) -> tuple[float, float]:
         """The larger of the two places."""
-        return (self.here_x, self.here_bytes) if self.here_x >= self.far_x else (self.far_x, self.far_bytes)
+        return (
+            (self.here_x, self.here_bytes)
+            if self.here_x >= self.far_x
+            else (self.far_x, self.far_bytes)
+        )
 
     def surprised(self, x: float, limit_bytes: float) -> Footprint:
-        """Return the line after a step of `x` did not fit into `limit_bytes`, although this line said it would."""
+        """Return the line after a step of `x` did not fit into `limit_bytes`, although this line
+        said it would.
+        """
         beyond = limit_bytes / max(1.0, self.bytes_at(x)) - 1.0
         surprise = min(_LARGEST_SURPRISE, max(self.margin, beyond) * _SURPRISED + _LEAST_SPREAD)
         return self._replace(surprise=surprise, fits_here=False)
@@ -163,14 +189,21 @@ def measured(line: Footprint | None, x: float, peak_bytes: float, at_s: float) -
     has_slope = line.has_slope
     # While the slope is not known, only the very same size is the same place.
     stayed = x == line.here_x or (has_slope and abs(x - line.here_x) <= _SAME_PLACE * line.here_x)
-    predicted = stayed or (has_slope and not line.is_beyond(x))  # what is larger than all before is only bounded
-    has_changed = abs(deviation) > _JUMP if has_slope else _ratio(peak_bytes, max(1.0, line.bytes_at(x))) > _OTHER
+    predicted = stayed or (
+        has_slope and not line.is_beyond(x)
+    )  # what is larger than all before is only bounded
+    has_changed = (
+        abs(deviation) > _JUMP
+        if has_slope
+        else _ratio(peak_bytes, max(1.0, line.bytes_at(x))) > _OTHER
+    )
     if predicted and has_changed:
         # The workload has changed: no point that was measured holds any more.
         return first_footprint(x, peak_bytes, at_s)._replace(spread=line.spread)
     here_bytes, far_x, far_bytes = peak_bytes, line.far_x, line.far_bytes
     if stayed:
-        # Smoothed along the line, so that a place slightly larger is not mistaken for a larger need.
+        # Smoothed along the line, so that a place slightly larger is not mistaken for a larger
+        # need.
         along = line.here_bytes + line.unit_bytes * (x - line.here_x)
         here_bytes = max(1.0, along + max(_FOLLOW, 1.0 / (line.steps + 1)) * (peak_bytes - along))
         if far_x == line.here_x:
@@ -186,7 +219,10 @@ def measured(line: Footprint | None, x: float, peak_bytes: float, at_s: float) -
     surprise = line.surprise * max(0.0, 1.0 - (at_s - line.at_s) / _FADE_S)
     if predicted:
         # One absurd peak must not widen the margin for hours.
-        spread = max(_LEAST_SPREAD, spread + _SPREAD_FOLLOW * (min(abs(deviation), _LARGEST_SURPRISE) - spread))
+        spread = max(
+            _LEAST_SPREAD,
+            spread + _SPREAD_FOLLOW * (min(abs(deviation), _LARGEST_SURPRISE) - spread),
+        )
         if deviation > line.margin:
             surprise = min(_LARGEST_SURPRISE, deviation)
     steps = line.steps + 1 if stayed else 1

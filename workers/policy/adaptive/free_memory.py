@@ -1,23 +1,26 @@
 """How much memory one step may use now, from samples of the device's free memory.
 
-Samples may be taken before every step, once a second, or never. The caller says whether they are exact. An exact sample
-taken for this step is used as it is, less what may go away while the step runs. All others are smoothed, and some
-standard errors of the smoothed level are kept in reserve. Does not know what a step needs.
+Samples may be taken before every step, once a second, or never. The caller says whether they are
+exact. An exact sample taken for this step is used as it is, less what may go away while the step
+runs. All others are smoothed, and some standard errors of the smoothed level are kept in reserve.
+Does not know what a step needs.
 """
 
 from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-#: Share of the way that one sample moves the smoothed level. At the best share, one miss says nothing about the next
-#: (Muth 1960, Mehra 1970); misses that go the same way twice raise it, misses that go to and fro lower it.
+#: Share of the way that one sample moves the smoothed level. At the best share, one miss says
+#: nothing about the next (Muth 1960, Mehra 1970); misses that go the same way twice raise it,
+#: misses that go to and fro lower it.
 _FIRST_GAIN: Final = 0.2
 _LEAST_GAIN: Final = 0.04
 _MOST_GAIN: Final = 0.7
 _GAIN_FOLLOW: Final = 0.008
 _LARGEST_PRODUCT: Final = 4.0
 
-#: What is assumed of the mean miss until there are some, and the share of the way that one miss moves it.
+#: What is assumed of the mean miss until there are some, and the share of the way that one miss
+#: moves it.
 _FIRST_SPREAD: Final = 0.03
 _SPREAD_FOLLOW: Final = 0.05
 
@@ -36,19 +39,21 @@ _MOST_SAMPLES: Final = 100
 #: Standard errors of the level that are kept in reserve.
 _RESERVE: Final = 2.0
 
-#: A program that loads takes its memory in pieces. After a second fall by more than this share, another one is
-#: expected, so many times as large and up to this share of what is left. That fades within this time, and falls that
-#: are farther apart do not belong together.
+#: A program that loads takes its memory in pieces. After a second fall by more than this share,
+#: another one is expected, so many times as large and up to this share of what is left. That fades
+#: within this time, and falls that are farther apart do not belong together.
 _PIECE: Final = 0.05
 _NEXT_PIECE: Final = 1.25
 _LARGEST_PIECE: Final = 0.3
 _FALL_FADES_S: Final = 1.0
 
-#: A step that failed because no more than this share went away while it ran: as much is expected again for so long.
+#: A step that failed because no more than this share went away while it ran: as much is expected
+#: again for so long.
 _LARGEST_JITTER: Final = 0.12
 _JITTER_LASTS_S: Final = 120.0
 
-#: Memory that fell at once by more than this share may do so again, and come back between two samples, for so long.
+#: Memory that fell at once by more than this share may do so again, and come back between two
+#: samples, for so long.
 _DROP: Final = 0.2
 _DROP_LASTS_S: Final = 300.0
 
@@ -68,11 +73,14 @@ class Level(NamedTuple):
     samples: int = 1
     """Samples that the level is smoothed over, up to a few."""
     exact: bool = False
-    """Whether the last sample is exact and was taken for the step that comes now, so that it is used as it is."""
+    """Whether the last sample is exact and was taken for the step that comes now, so that it is
+    used as it is.
+    """
     since_fall_s: float | None = None
     """How long ago a sample was lower by a piece than the one before; `None` before the first."""
     fall: float = 0.0
-    """Share of the last sample that may go away while the next step runs, because a program loads."""
+    """Share of the last sample that may go away while the next step runs, because a program loads.
+    """
     jitter: float = 0.0
     """The same, because a step has failed for so little."""
     jitter_left_s: float = 0.0
@@ -84,7 +92,9 @@ class Level(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Standard error of the smoothed level, as a share: what remains of a miss when the gain is the best one."""
+        """Standard error of the smoothed level, as a share: what remains of a miss when the gain is
+        the best one.
+        """
         gain = max(self.gain, 1.0 / self.samples)
         return _SIGMA * self.spread * float((gain * (1.0 - self.gain)) ** 0.5)
 
@@ -106,11 +116,17 @@ class Level(NamedTuple):
 
 
 def sampled(
-    level: Level | None, sample_bytes: float, *, exact: bool = False, passed_s: float = 0.0, failed: bool = False
+    level: Level | None,
+    sample_bytes: float,
+    *,
+    exact: bool = False,
+    passed_s: float = 0.0,
+    failed: bool = False,
 ) -> Level:
     """Return the level after a new sample; `None` is the level before the first one.
 
-    `exact`: it is true to the byte. `passed_s`: since the last one. `failed`: whether a step ran out of memory since.
+    `exact`: it is true to the byte. `passed_s`: since the last one. `failed`: whether a step ran
+    out of memory since.
     """
     if level is None:
         return Level(level_bytes=sample_bytes, sample_bytes=sample_bytes, exact=exact)
@@ -124,7 +140,9 @@ def sampled(
         spread += _SPREAD_FOLLOW * (abs(miss) - spread)
         sigma = _SIGMA * spread
         if sigma > 0.0:
-            product = max(-_LARGEST_PRODUCT, min(_LARGEST_PRODUCT, (miss / sigma) * (level.miss / sigma)))
+            product = max(
+                -_LARGEST_PRODUCT, min(_LARGEST_PRODUCT, (miss / sigma) * (level.miss / sigma))
+            )
             gain = max(_LEAST_GAIN, min(_MOST_GAIN, gain + _GAIN_FOLLOW * product))
         follow = max(gain, 1.0 / samples)
     fell = 1.0 - sample_bytes / max(1.0, level.sample_bytes)

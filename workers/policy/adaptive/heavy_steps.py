@@ -1,19 +1,21 @@
 """Which steps take several times what others of their size take, and when the next one is due.
 
-Validation every n steps, an optimiser that steps every k-th time: such steps come after equal numbers of ordinary ones.
-Once two equal gaps were seen, the next one is expected and can be run smaller. Those that come irregularly, and more
-than once a minute, are reckoned with in every step. Does not know how much memory there is, and decides no size.
+Validation every n steps, an optimiser that steps every k-th time: such steps come after equal
+numbers of ordinary ones. Once two equal gaps were seen, the next one is expected and can be run
+smaller. Those that come irregularly, and more than once a minute, are reckoned with in every step.
+Does not know how much memory there is, and decides no size.
 """
 
 from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-#: A step that takes so many times what the line says is no wobble. It is no change of the workload either, unless the
-#: next one takes as much.
+#: A step that takes so many times what the line says is no wobble. It is no change of the workload
+#: either, unless the next one takes as much.
 HEAVY: Final = 1.25
 
-#: A heavy step that did not fit although it was expected takes at least so many times more than was thought.
+#: A heavy step that did not fit although it was expected takes at least so many times more than was
+#: thought.
 _HEAVIER: Final = 2.0
 
 #: Irregular ones are reckoned with after so many within so long: more than one a minute.
@@ -41,12 +43,15 @@ class HeavySteps(NamedTuple):
     due: int = 0
     """Where the next of these is expected, at the latest."""
     slack: int = 0
-    """Steps since the last heavy one that failed for another reason: some workloads count them, and some do not."""
+    """Steps since the last heavy one that failed for another reason: some workloads count them, and
+    some do not.
+    """
     misses: int = 0
     confirmed: bool = False
     """Whether one came when it was due."""
     ratio: float = 1.0
-    """A heavy step takes so many times what an ordinary one of its size takes, as far as is known."""
+    """A heavy step takes so many times what an ordinary one of its size takes, as far as is known.
+    """
     failed: bool = False
     """Whether the last step was heavy and failed: it may be tried again at once."""
     streak: bool = False
@@ -55,7 +60,9 @@ class HeavySteps(NamedTuple):
     @property
     def is_due(self) -> bool:
         """Whether the next step is expected to be heavy."""
-        return self.period is not None and (self.failed or self.due - self.slack <= self.ordinary <= self.due)
+        return self.period is not None and (
+            self.failed or self.due - self.slack <= self.ordinary <= self.due
+        )
 
     def factor(self, now_s: float) -> float:
         """Return how many times an ordinary step's memory the next one may take."""
@@ -65,7 +72,9 @@ class HeavySteps(NamedTuple):
         return self.ratio if often else 1.0
 
     def met(self, at_s: float, ratio: float, *, failed: bool) -> HeavySteps:
-        """Return what is known after a heavy step that took, or would have taken, so many times the memory."""
+        """Return what is known after a heavy step that took, or would have taken, so many times the
+        memory.
+        """
         if failed:
             ratio = max(ratio, self.ratio * (_HEAVIER if self.is_due else 1.0))
         if self.failed:  # the same one again
@@ -91,7 +100,10 @@ class HeavySteps(NamedTuple):
         )
 
     def passed(self, *, failed: bool = False) -> HeavySteps:
-        """Return what is known after an ordinary step; `failed`: for another reason than its weight."""
+        """Return what is known after an ordinary step.
+
+        `failed`: for another reason than its weight.
+        """
         if failed:
             return self._replace(slack=self.slack + 1, streak=False)
         if self.period is None or self.ordinary < self.due or self.failed:
@@ -109,6 +121,15 @@ class HeavySteps(NamedTuple):
 
 
 def _period(places: tuple[int, ...]) -> int | None:
-    """Return the distance of the last place from one before it, if another one is as far before that."""
+    """Return the distance of the last place from one before it, if another one is as far before
+    that.
+    """
     *earlier, last = places
-    return next((last - place for place in reversed(earlier) if 2 * place - last in earlier and place < last), None)
+    return next(
+        (
+            last - place
+            for place in reversed(earlier)
+            if 2 * place - last in earlier and place < last
+        ),
+        None,
+    )

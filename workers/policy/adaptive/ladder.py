@@ -1,7 +1,8 @@
 """The sizes and batches a policy may ask for, as one row of rungs with growing memory.
 
-A workload moves two numbers, the sizer one. Each rung is a number of work units (size^size_power x batch^batch_power,
-with which memory grows in a straight line) and the step that it stands for. Decides nothing, and measures nothing.
+A workload moves two numbers, the sizer one. Each rung is a number of work units (size^size_power x
+batch^batch_power, with which memory grows in a straight line) and the step that it stands for.
+Decides nothing, and measures nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from workers.settings import MemorySettings, WorkloadSpec
 #: Sizes are a multiple of this: whole tiles of every tensor core so far.
 TILE = 64
 
-#: No rung is nearer to the one below than this share of it: a finer one would not be worth a change.
+#: No rung is nearer to the one below than this share of it: a finer one would not be worth a
+#: change.
 _FINEST = 1 / 256
 
 
@@ -32,8 +34,11 @@ class Ladder:
     first: int | None = None
     """Rung of a gentle start; `None` where the ladder knows none."""
 
-    def within(self, limit_bytes: int, needed_bytes: Callable[[int, int], int | None]) -> int | None:
-        """Return the units of the highest rung that is said to need no more than `limit_bytes`; `None`: not even one.
+    def within(
+        self, limit_bytes: int, needed_bytes: Callable[[int, int], int | None]
+    ) -> int | None:
+        """Return the units of the highest rung that is said to need no more than `limit_bytes`;
+        `None`: not even one.
 
         A workload that does not say what it needs is taken to need nothing.
         """
@@ -48,23 +53,33 @@ class Ladder:
 
 
 def ladder_of(memory: MemorySettings, workload: WorkloadSpec, growth: Growth) -> Ladder:
-    """Return the ladder of a workload: its own rungs, bytes held where it fills its claim, else sizes and batches.
+    """Return the ladder of a workload: its own rungs, bytes held where it fills its claim, else
+    sizes and batches.
 
     Raises:
-        ValueError: It fills its claim and does not say what a size needs, or its rungs are none or not in order.
+        ValueError: It fills its claim and does not say what a size needs, or its rungs are none or
+            not in order.
     """
     if growth.rungs is not None:
         return _offered(workload, growth.rungs)
-    return _filling(memory, workload, growth) if growth.fills_claim else _stepping(memory, workload, growth)
+    return (
+        _filling(memory, workload, growth)
+        if growth.fills_claim
+        else _stepping(memory, workload, growth)
+    )
 
 
 def _offered(workload: WorkloadSpec, rungs: Sequence[Rung]) -> Ladder:
     """Rungs as the workload offers them."""
     units = tuple(rung.units for rung in rungs)
     if not units or units[0] < 1 or any(lower >= upper for lower, upper in pairwise(units)):
-        raise ValueError(f"the rungs of workload {workload.name!r} must have ascending units from 1 up, not {units}")
+        raise ValueError(
+            f"the rungs of workload {workload.name!r} must have ascending units from 1 up, not "
+            f"{units}"
+        )
     steps = {
-        rung.units: Run(size=workload.size, batch=rung.batch, level=rung.level, units=rung.units) for rung in rungs
+        rung.units: Run(size=workload.size, batch=rung.batch, level=rung.level, units=rung.units)
+        for rung in rungs
     }
     return Ladder(units=units, run=steps.__getitem__)
 
@@ -83,7 +98,10 @@ def _filling(memory: MemorySettings, workload: WorkloadSpec, growth: Growth) -> 
 
 
 def _stepping(memory: MemorySettings, workload: WorkloadSpec, growth: Growth) -> Ladder:
-    """Rungs of steps: what does not move memory stays as asked; of two that do, the batch shrinks first."""
+    """Rungs of steps: what does not move memory stays as asked.
+
+    Of two that do, the batch shrinks first.
+    """
     sizes = [workload.size]
     if growth.size_power > 0:
         sizes = [*_spread(min(memory.size_floor, workload.size), workload.size, TILE)]
@@ -93,7 +111,8 @@ def _stepping(memory: MemorySettings, workload: WorkloadSpec, growth: Growth) ->
     path = [(size, batches[0]) for size in sizes] + [(sizes[-1], batch) for batch in batches[1:]]
     # Of two that take the same the larger.
     steps = {_units(size, batch, growth): Run(size=size, batch=batch) for size, batch in path}
-    # The smallest batch at the full size: a change of size makes most workloads rebuild their model.
+    # The smallest batch at the full size: a change of size makes most workloads rebuild their
+    # model.
     first = _units(sizes[-1], batches[0], growth) if len(batches) > 1 else None
     return Ladder(units=tuple(steps), run=steps.__getitem__, first=first)
 
@@ -115,5 +134,7 @@ def _spread(lowest: int, highest: int, quantum: int) -> Iterator[int]:
 
 def _known(needed_bytes: int | None, name: str) -> int:
     if needed_bytes is None:
-        raise ValueError(f"workload {name!r} fills its claim, so its needed_bytes must say what a size needs")
+        raise ValueError(
+            f"workload {name!r} fills its claim, so its needed_bytes must say what a size needs"
+        )
     return needed_bytes

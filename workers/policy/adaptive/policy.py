@@ -1,10 +1,11 @@
 """The default policy: the largest step that fits, before anything fails.
 
-Makes a policy of the sizer: a ladder turns its one number into size and batch, or into the bytes that a workload
-which fills its claim should hold. `workload.size` and `workload.batch` are the largest step it ever runs. Below that it
-runs what fits, shrinks when other programs take memory, and grows again. It starts at the learned limit of an earlier
-run, else where progressive allocation ended. The one decision of this module is when to give memory back: whenever a
-step shrinks, because otherwise the allocator would keep what the step no longer uses.
+Makes a policy of the sizer: a ladder turns its one number into size and batch, or into the bytes
+that a workload which fills its claim should hold. `workload.size` and `workload.batch` are the
+largest step it ever runs. Below that it runs what fits, shrinks when other programs take memory,
+and grows again. It starts at the learned limit of an earlier run, else where progressive allocation
+ended. The one decision of this module is when to give memory back: whenever a step shrinks, because
+otherwise the allocator would keep what the step no longer uses.
 """
 
 from __future__ import annotations
@@ -19,7 +20,17 @@ from workers.policy.adaptive.footprint import Footprint
 from workers.policy.adaptive.ladder import ladder_of
 from workers.policy.adaptive.size_bounds import Bounds
 from workers.policy.adaptive.sizer import Sizer
-from workers.policy.base import Decision, Emergency, Event, Growth, Pressure, Release, Run, StepOk, StepOom
+from workers.policy.base import (
+    Decision,
+    Emergency,
+    Event,
+    Growth,
+    Pressure,
+    Release,
+    Run,
+    StepOk,
+    StepOom,
+)
 from workers.settings import Learned, MemorySettings, Scalar, WorkloadSpec
 from workers.units import MIB
 
@@ -75,7 +86,8 @@ class AdaptivePolicy:
         """Return the state of a worker that starts at what was learned, or at its claim, or small."""
         if not self._growth.fills_claim or claim_bytes < self._bounds.smallest:
             return AdaptiveState(sizer=sizer.cold(self._bounds, learned), units=0)
-        # The climb of progressive allocation was a calibration: a byte held takes a byte, and that many were there.
+        # The climb of progressive allocation was a calibration: a byte held takes a byte, and that
+        # many were there.
         start = Learned(size=claim_bytes) if learned is None else learned
         sized = sizer.cold(self._bounds, start)._replace(line=_filled(start.size, start.size))
         return AdaptiveState(sizer=sized, units=0, calibrated=False)
@@ -89,13 +101,21 @@ class AdaptivePolicy:
             case StepOk(partial=True):
                 return self._next(state, event.at_s, event.allowed_bytes)
             case StepOk():
-                sized = sizer.succeeded(state.sizer, bounds, event.at_s, state.units, event.peak_bytes)
+                sized = sizer.succeeded(
+                    state.sizer, bounds, event.at_s, state.units, event.peak_bytes
+                )
                 if not state.calibrated:
                     sized = sized._replace(line=_filled(state.units, event.peak_bytes))
-                return self._next(AdaptiveState(sizer=sized, units=state.units), event.at_s, event.allowed_bytes)
+                return self._next(
+                    AdaptiveState(sizer=sized, units=state.units), event.at_s, event.allowed_bytes
+                )
             case StepOom():
-                sized = sizer.failed(state.sizer, bounds, event.at_s, state.units, event.at_least_bytes)
-                return self._next(replace(state, sizer=sized, units=0), event.at_s, event.allowed_bytes)
+                sized = sizer.failed(
+                    state.sizer, bounds, event.at_s, state.units, event.at_least_bytes
+                )
+                return self._next(
+                    replace(state, sizer=sized, units=0), event.at_s, event.allowed_bytes
+                )
             case _:
                 assert_never(event)
 
@@ -126,20 +146,29 @@ class AdaptivePolicy:
         return AdaptiveState(sizer=sizer.cold(self._bounds, learned), units=0)
 
     def _needed_bytes(self, run: Run) -> int | None:
-        return self._growth.needed_bytes(run.size, run.batch) if run.hold_bytes is None else run.hold_bytes
+        return (
+            self._growth.needed_bytes(run.size, run.batch)
+            if run.hold_bytes is None
+            else run.hold_bytes
+        )
 
     def _within(self, allowed_bytes: int) -> int | None:
         if self._growth.fills_claim:
-            return self._bounds.down(allowed_bytes) if allowed_bytes >= self._bounds.smallest else None
+            return (
+                self._bounds.down(allowed_bytes) if allowed_bytes >= self._bounds.smallest else None
+            )
         return self._ladder.within(allowed_bytes, self._growth.needed_bytes)
 
     def _too_little(self, allowed_bytes: int) -> str:
         needed_bytes = self._needed_bytes(self.floor) or 0
         return (
-            f"{self._bounds.smallest_step} needs {needed_bytes / MIB:.1f} MiB, {allowed_bytes / MIB:.1f} MiB are there"
+            f"{self._bounds.smallest_step} needs {needed_bytes / MIB:.1f} MiB, "
+            f"{allowed_bytes / MIB:.1f} MiB are there"
         )
 
-    def _next(self, state: AdaptiveState, at_s: float, allowed_bytes: int | None) -> tuple[AdaptiveState, Decision]:
+    def _next(
+        self, state: AdaptiveState, at_s: float, allowed_bytes: int | None
+    ) -> tuple[AdaptiveState, Decision]:
         sized, units = sizer.asked(state.sizer, self._bounds, at_s, allowed_bytes)
         if units is None:
             return replace(state, sizer=sized, units=0), Emergency(reason=sized.reason)
@@ -149,7 +178,9 @@ class AdaptivePolicy:
             # The workload says what it needs; the sizer would have to learn it by failing.
             within = self._within(allowed_bytes)
             if within is None:
-                return replace(state, sizer=sized, units=0), Emergency(reason=self._too_little(allowed_bytes))
+                return replace(state, sizer=sized, units=0), Emergency(
+                    reason=self._too_little(allowed_bytes)
+                )
             units, run = within, self._ladder.run(within)
         if run.hold_bytes is None and units < state.units * (1.0 - _WORTH_RELEASING):
             return replace(state, sizer=sized, units=0), Release()
@@ -164,7 +195,9 @@ def _in_words(smallest: Run) -> str:
 
 
 def _filled(hold_bytes: int, peak_bytes: int) -> Footprint:
-    """Return the footprint of a workload that fills its claim: each byte of that, and what it takes beside."""
+    """Return the footprint of a workload that fills its claim: each byte of that, and what it takes
+    beside.
+    """
     far_bytes = min(hold_bytes, peak_bytes) // 2
     return Footprint(
         here_x=hold_bytes,
@@ -181,6 +214,10 @@ def _bytes(data: Mapping[str, Scalar], key: str) -> float | None:
     value = data[key]
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < _MOST_BYTES:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not 0 <= value < _MOST_BYTES
+    ):
         raise ValueError(f"{key} must be a number of bytes, not {value!r}")
     return float(value)

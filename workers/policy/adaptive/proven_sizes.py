@@ -1,7 +1,8 @@
-"""Sizes that have ended well lately, and under how much memory: what still runs when no failure can be afforded.
+"""Sizes that have ended well lately, and under how much memory: what still runs when no failure can
+be afforded.
 
-Keeps one of each neighbourhood, so that a smaller one is known when memory falls. Does not know what a step takes
-(`footprint.py`), and probes nothing (`size_bounds.py`).
+Keeps one of each neighbourhood, so that a smaller one is known when memory falls. Does not know
+what a step takes (`footprint.py`), and probes nothing (`size_bounds.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ Proofs = tuple[Proof, ...]
 def proven(proofs: Proofs, new: Proof) -> Proofs:
     """Return the proofs with a new one, which replaces those of sizes near to it."""
     for old in proofs:
-        if old.size == new.size and old.memory_bytes <= new.memory_bytes and new.at_s < old.at_s + _RENEWED_S:
+        if (
+            old.size == new.size
+            and old.memory_bytes <= new.memory_bytes
+            and new.at_s < old.at_s + _RENEWED_S
+        ):
             return proofs
     kept = (old for old in proofs if not new.size / _APART < old.size < new.size * _APART)
     return (*kept, new)
@@ -46,13 +51,20 @@ def proven(proofs: Proofs, new: Proof) -> Proofs:
 def refuted(proofs: Proofs, size: int, memory_bytes: float) -> Proofs:
     """Return the proofs that remain after a failure of this size under so much memory."""
     return tuple(
-        proof for proof in proofs if proof.size < _REFUTED * size or _ALIKE * proof.memory_bytes > memory_bytes
+        proof
+        for proof in proofs
+        if proof.size < _REFUTED * size or _ALIKE * proof.memory_bytes > memory_bytes
     )
 
 
 def largest_proven(proofs: Proofs, memory_bytes: float, at_s: float) -> int | None:
-    """Return the largest size that has ended well lately under no more memory; `None` if there is none."""
+    """Return the largest size that has ended well lately under no more memory.
+
+    `None` if there is none.
+    """
     fit = (
-        proof.size for proof in proofs if _ALIKE * proof.memory_bytes <= memory_bytes and at_s < proof.at_s + _LASTS_S
+        proof.size
+        for proof in proofs
+        if _ALIKE * proof.memory_bytes <= memory_bytes and at_s < proof.at_s + _LASTS_S
     )
     return max(fit, default=None)

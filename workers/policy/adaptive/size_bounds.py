@@ -1,8 +1,10 @@
-"""The sizes that are possible, and what experience allows of them: nothing as large as what failed lately.
+"""The sizes that are possible, and what experience allows of them: nothing as large as what failed
+lately.
 
-It bisects between the largest good size and the smallest bad one. After a bad size is forgotten, it grows in
-increasing steps. Probes above the largest good size may fail, so their number is limited. Uses neither needed nor free
-memory: without a free-memory signal this is the only bound, and it holds also when the signal is wrong.
+It bisects between the largest good size and the smallest bad one. After a bad size is forgotten, it
+grows in increasing steps. Probes above the largest good size may fail, so their number is limited.
+Uses neither needed nor free memory: without a free-memory signal this is the only bound, and it
+holds also when the signal is wrong.
 """
 
 from __future__ import annotations
@@ -11,11 +13,12 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-#: Share of a good size that is kept after it fails, by the number of failures in a row. Each further failure is
-#: costly, so the share falls fast.
+#: Share of a good size that is kept after it fails, by the number of failures in a row. Each
+#: further failure is costly, so the share falls fast.
 _KEPT_AFTER: Final = (0.8, 0.6, 0.45, 0.3, 0.15)
 
-#: The same before any step has ended well: a step that is too small costs next to nothing then, as growth follows.
+#: The same before any step has ended well: a step that is too small costs next to nothing then, as
+#: growth follows.
 _KEPT_COLD: Final = (0.8, 0.4, 0.25, 0.1)
 
 #: A known-bad size is forgotten after so long.
@@ -24,13 +27,15 @@ FORGET_S: Final = 20.0
 #: Bisection ends when the gap between good and bad is this share of the good size.
 _CLOSE_ENOUGH: Final = 0.03
 
-#: The first probe beyond a forgotten limit is this share larger, each next one so much bolder, at most doubling.
+#: The first probe beyond a forgotten limit is this share larger, each next one so much bolder, at
+#: most doubling.
 _FIRST_PROBE: Final = 0.06
 _GALLOP: Final = 1.8
 _DOUBLING: Final = 1.0
 
-#: Probes that may fail: one for so long, saved up to a few. The farther the size is below the largest that has ended
-#: well in the last minutes, the more a probe may win: far below, there is one more for each time of the second length.
+#: Probes that may fail: one for so long, saved up to a few. The farther the size is below the
+#: largest that has ended well in the last minutes, the more a probe may win: far below, there is
+#: one more for each time of the second length.
 _PROBE_EVERY_S: Final = 75.0
 _FAR_BELOW_EVERY_S: Final = 20.0
 _BEST_FADES_S: Final = 300.0
@@ -50,7 +55,9 @@ class Bounds:
     quantum: int = 1
     """Sizes are multiples of this; `smallest` and `largest` themselves are always allowed."""
     rungs: tuple[int, ...] = ()
-    """The only sizes there are, ascending, from `smallest` to `largest`; empty for all multiples of `quantum`."""
+    """The only sizes there are, ascending, from `smallest` to `largest`; empty for all multiples of
+    `quantum`.
+    """
     first: int | None = None
     """Where a workload that was never measured begins; `None` for a small share of `largest`."""
     power: float = 1.0
@@ -60,14 +67,21 @@ class Bounds:
     failures_per_minute: int = 6
     """Never more within any 60 s."""
     exact_samples: bool = False
-    """Whether samples of free memory are true to the byte when they are taken; else they are smoothed."""
+    """Whether samples of free memory are true to the byte when they are taken; else they are
+    smoothed.
+    """
     smallest_step: str = "the smallest step"
     """In words for a user, to whom a size in the units of a policy says nothing."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.smallest <= self.largest:
-            raise ValueError(f"sizes must be 1 <= smallest <= largest, not {self.smallest} and {self.largest}")
-        for name, value in {"quantum": self.quantum, "failures_per_minute": self.failures_per_minute}.items():
+            raise ValueError(
+                f"sizes must be 1 <= smallest <= largest, not {self.smallest} and {self.largest}"
+            )
+        for name, value in {
+            "quantum": self.quantum,
+            "failures_per_minute": self.failures_per_minute,
+        }.items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         if self.power <= 0:
@@ -108,7 +122,8 @@ class Bracket(NamedTuple):
     in_row: int = 0
     """Failures since a step ended well."""
     taken: bool = False
-    """Whether these began at a size that had ended well: memory was taken, and nothing was probed."""
+    """Whether these began at a size that had ended well: memory was taken, and nothing was probed.
+    """
     untried: bool = False
     """Whether `good` is only remembered from an earlier run."""
 
@@ -119,8 +134,8 @@ class Bracket(NamedTuple):
     def allowed(self, good: int, bounds: Bounds, now_s: float, *, promised: bool) -> int:
         """Return the largest size to try now; `good` is `self.good`, which must be known.
 
-        `promised`: something else bounds the size from above. Then what is not forbidden is allowed, and between good
-        and bad it is no probe that must be earned.
+        `promised`: something else bounds the size from above. Then what is not forbidden is
+        allowed, and between good and bad it is no probe that must be earned.
         """
         if self.in_row or self.untried:
             return good
@@ -157,10 +172,19 @@ class Bracket(NamedTuple):
         )
 
     def ran_out(self, bounds: Bounds, size: int, now_s: float, *, cold: bool = False) -> Bracket:
-        """Return the bracket after a step that ran out of memory; `cold`: before any has ended well."""
+        """Return the bracket after a step that ran out of memory.
+
+        `cold`: before any has ended well.
+        """
         probe = self.good is not None and size > self.good and self.in_row == 0
-        taken = self.taken if self.in_row else self.good is not None and size <= self.good and not self.untried
-        free = taken and (self.bad is None or self.in_row > 0)  # it had not climbed back towards a size that failed
+        taken = (
+            self.taken
+            if self.in_row
+            else self.good is not None and size <= self.good and not self.untried
+        )
+        free = taken and (
+            self.bad is None or self.in_row > 0
+        )  # it had not climbed back towards a size that failed
         shares = _KEPT_COLD if cold else _KEPT_AFTER
         kept = shares[min(self.in_row, len(shares) - 1)]
         return Bracket(
@@ -176,12 +200,16 @@ class Bracket(NamedTuple):
         )
 
     def forgiven(self) -> Bracket:
-        """Return the bracket without its bad size: memory was taken, the size itself is not to blame."""
+        """Return the bracket without its bad size: memory was taken, the size itself is not to
+        blame.
+        """
         return self._replace(bad=None, untried=False)
 
     def _saved(self, now_s: float) -> float:
         below = max(0.0, 1.0 - (self.good or 0) / self.best) if self.best else 0.0
-        return self.probes + max(0.0, now_s - self.probes_at_s) * (1 / _PROBE_EVERY_S + below / _FAR_BELOW_EVERY_S)
+        return self.probes + max(0.0, now_s - self.probes_at_s) * (
+            1 / _PROBE_EVERY_S + below / _FAR_BELOW_EVERY_S
+        )
 
 
 def started_at(size: int) -> Bracket:

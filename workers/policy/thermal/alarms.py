@@ -1,11 +1,14 @@
-"""Alarms of a card besides its temperature: throttle reasons of the hardware, a card that is gone, slow memory.
+"""Alarms of a card besides its temperature: throttle reasons of the hardware, a card that is gone,
+slow memory.
 
-Alarms are edges: each is raised once, and cleared when its trouble has stayed away for `CALM_S`. Does not decide what
-to do about one (`thermal` lowers the duty) and does not measure. Pure: time comes with the events.
+Alarms are edges: each is raised once, and cleared when its trouble has stayed away for `CALM_S`.
+Does not decide what to do about one (`thermal` lowers the duty) and does not measure. Pure: time
+comes with the events.
 
-Falling bandwidth: GDDR6X repeats a transfer that failed (GA102 whitepaper, appendix B), so a faulty memory bus shows as
-slower memory, not as wrong results. A measurement is also low while another program uses the card, so the second
-highest of a few is judged. It is compared with the best value of this card since the process began, at the same clock.
+Falling bandwidth: GDDR6X repeats a transfer that failed (GA102 whitepaper, appendix B), so a faulty
+memory bus shows as slower memory, not as wrong results. A measurement is also low while another
+program uses the card, so the second highest of a few is judged. It is compared with the best value
+of this card since the process began, at the same clock.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from typing import Final
 
 from workers.readings import THROTTLE_ALARMS, SensorReading, Throttle
 
-#: For so long its trouble must stay away before an alarm is cleared: any alarm is raised once a minute at the most.
+#: For so long its trouble must stay away before an alarm is cleared: any alarm is raised once a
+#: minute at the most.
 CALM_S: Final = 60.0
 
 LOST: Final = "card lost"
@@ -24,7 +28,8 @@ SLOW_MEMORY: Final = "memory bandwidth"
 
 #: Measurements of the bandwidth that are judged together.
 _JUDGED: Final = 8
-#: A measurement at less than this share of the highest memory clock seen was taken while the card rested.
+#: A measurement at less than this share of the highest memory clock seen was taken while the card
+#: rested.
 _SAME_CLOCK: Final = 0.95
 
 #: Each bit's name, what it means (NVML's documentation of the clock event reasons), and what to do.
@@ -32,7 +37,8 @@ _COMPLAINTS: Final[Mapping[Throttle, tuple[str, str]]] = {
     Throttle.HARDWARE_SLOWDOWN: (
         "hardware slowdown",
         (
-            "clocks are halved or worse: too hot, too much power, or the power supply asked for it; "
+            "clocks are halved or worse: too hot, too much power, or the power supply asked for "
+            "it; "
             "check dust and airflow, then the power cables and the power supply"
         ),
     ),
@@ -40,7 +46,8 @@ _COMPLAINTS: Final[Mapping[Throttle, tuple[str, str]]] = {
         "thermal slowdown by the driver",
         (
             "die or memory is at its highest operating temperature; "
-            "check dust, airflow and fan curve, and the thermal pads of the memory if the die is cool"
+            "check dust, airflow and fan curve, and the thermal pads of the memory if the die is "
+            "cool"
         ),
     ),
     Throttle.HARDWARE_THERMAL: (
@@ -51,7 +58,8 @@ _COMPLAINTS: Final[Mapping[Throttle, tuple[str, str]]] = {
         "power brake",
         (
             "the power supply or the board asked the card to slow down; "
-            "check the power cables, one for each socket, and whether the power supply is strong enough"
+            "check the power cables, one for each socket, and whether the power supply is strong "
+            "enough"
         ),
     ),
 }
@@ -73,7 +81,9 @@ class AlarmState:
     """Which alarms stand, and what is known of the memory's bandwidth."""
 
     standing: Mapping[str, float] = field(default_factory=dict)
-    """When the trouble of each alarm that was raised and not cleared was last seen; the oldest alarm first."""
+    """When the trouble of each alarm that was raised and not cleared was last seen; the oldest
+    alarm first.
+    """
     recent_bytes_per_mhz: tuple[float, ...] = ()
     """The last few measurements, each divided by the memory clock in MHz."""
     best_bytes_per_mhz: float = 0.0
@@ -89,13 +99,15 @@ def after_reading(
 ) -> tuple[AlarmState, tuple[ThermalAlarm, ...]]:
     """Return the state after a reading, and the alarms it raised or cleared."""
     seen = Throttle((reading.throttle_bits or 0) & THROTTLE_ALARMS)
-    # NVML may show this one during a mere change of clocks, so alone it must be there twice in a row.
+    # NVML may show this one during a mere change of clocks, so alone it must be there twice in a
+    # row.
     bits = seen if state.slowdown_seen or seen != Throttle.HARDWARE_SLOWDOWN else Throttle(0)
     state = replace(state, slowdown_seen=Throttle.HARDWARE_SLOWDOWN in seen, complains=bool(bits))
     troubles = {name: text for bit, (name, text) in _COMPLAINTS.items() if bits & bit}
     if reading.lost:
         troubles[LOST] = (
-            "the driver no longer finds the card; look for Xid 79 in the kernel log, check its seat and power "
+            "the driver no longer finds the card; look for Xid 79 in the kernel log, check its "
+            "seat and power "
             "cables, then restart the computer"
         )
     over = [
@@ -126,28 +138,40 @@ def after_bandwidth(
     if not clock_mhz or bytes_per_s <= 0 or clock_mhz < _SAME_CLOCK * state.highest_clock_mhz:
         return state, ()
     recent = (*state.recent_bytes_per_mhz, bytes_per_s / clock_mhz)[-_JUDGED:]
-    state = replace(state, recent_bytes_per_mhz=recent, highest_clock_mhz=max(clock_mhz, state.highest_clock_mhz))
+    state = replace(
+        state,
+        recent_bytes_per_mhz=recent,
+        highest_clock_mhz=max(clock_mhz, state.highest_clock_mhz),
+    )
     if len(recent) < _JUDGED:
         return state, ()
     level = sorted(recent)[-2]
     best = max(level, state.best_bytes_per_mhz)
     state = replace(state, best_bytes_per_mhz=best)
     figures = (
-        f"{level * clock_mhz / 1e9:.0f} GB/s, {level / best:.0%} of the {best * clock_mhz / 1e9:.0f} GB/s "
+        f"{level * clock_mhz / 1e9:.0f} GB/s, {level / best:.0%} of the "
+        f"{best * clock_mhz / 1e9:.0f} GB/s "
         "that it did at this clock"
     )
     since_s = state.standing.get(SLOW_MEMORY)
     if since_s is None and level < (1.0 - alarming_drop) * best:
         text = (
-            f"the memory moves {figures}; a bus that repeats failed transfers looks like this: lower the memory clock "
+            f"the memory moves {figures}; a bus that repeats failed transfers looks like this: "
+            "lower the memory clock "
             "and check the cooling of the memory, unless another program always uses the card"
         )
         standing = {**state.standing, SLOW_MEMORY: at_s}
-        return replace(state, standing=standing), (ThermalAlarm(name=SLOW_MEMORY, raised=True, text=text),)
+        return replace(state, standing=standing), (
+            ThermalAlarm(name=SLOW_MEMORY, raised=True, text=text),
+        )
     calm = since_s is not None and at_s - since_s >= CALM_S
     if calm and level >= (1.0 - alarming_drop / 2.0) * best:
-        standing = {name: last_at_s for name, last_at_s in state.standing.items() if name != SLOW_MEMORY}
-        return replace(state, standing=standing), (_cleared(SLOW_MEMORY, f"the memory moves {figures}"),)
+        standing = {
+            name: last_at_s for name, last_at_s in state.standing.items() if name != SLOW_MEMORY
+        }
+        return replace(state, standing=standing), (
+            _cleared(SLOW_MEMORY, f"the memory moves {figures}"),
+        )
     return state, ()
 
 

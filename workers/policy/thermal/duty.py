@@ -1,26 +1,36 @@
-"""The control law of the thermal governor: the duty that holds a card's temperature, with unknown cooling.
+"""The control law of the thermal governor: the duty that holds a card's temperature, with unknown
+cooling.
 
-A PI law on the *logarithm* of the duty, in its incremental form. Does not know bands and pauses (`governor`), alarms
-(`alarms`), nor how a duty becomes sleep (the engine). Pure: time comes with the readings.
+A PI law on the *logarithm* of the duty, in its incremental form. Does not know bands and pauses
+(`governor`), alarms (`alarms`), nor how a duty becomes sleep (the engine). Pure: time comes with
+the readings.
 
 Theory:
 
-- Why the logarithm. Several workers on a card run this law side by side, on the same temperature, and share the card:
-  the device is busy for 1 − Π(1 − duty) of the time when they fill each other's gaps, for their mean when they do
-  not. From one worker to seven, the heat that a change of duty makes differs by a factor of 25; the heat that a
-  *relative* change makes differs by 5. One gain then fits all, without knowing who else is there, and workers
-  that share a card shrink in proportion.
-- Why increments. Each reading adds to the duty; the bounds clip the sum, so that nothing is left to unwind when a
+- Why the logarithm. Several workers on a card run this law side by side, on the same temperature,
+and share the card:
+  the device is busy for 1 − Π(1 − duty) of the time when they fill each other's gaps, for their
+  mean when they do not. From one worker to seven, the heat that a change of duty makes differs by a
+  factor of 25; the heat that a *relative* change makes differs by 5. One gain then fits all,
+  without knowing who else is there, and workers that share a card shrink in proportion.
+- Why increments. Each reading adds to the duty; the bounds clip the sum, so that nothing is left to
+unwind when a
   card that was cool for an hour gets hot.
-- Gain and time. The gain is low enough for a card that answers within 10 s through a sensor that lags by 3 s; the
+- Gain and time. The gain is low enough for a card that answers within 10 s through a sensor that
+lags by 3 s; the
   integral's time is long enough for one that takes 200 s. (With gain K, time constant T: damping
   (1 + K·k) / (2·√(T·K·k / Ti)), which is above 0.7 for K of 14 to 66 C, T of 10 to 200 s.)
-- What a constant gain cannot do is done by three one-sided terms, none of which moves in the steady state: two brakes
-  look ahead along the slope and act when that ends above the ceiling; growth acts when it ends below the hot band.
-- The aim is a margin below the ceiling. Sensors report whole degrees, so a margin of 1.5 C keeps the reading flickering
-  between two values of which neither is the ceiling; the more single readings stand out, the wider the margin.
+- What a constant gain cannot do is done by three one-sided terms, none of which moves in the steady
+state: two brakes
+  look ahead along the slope and act when that ends above the ceiling; growth acts when it ends
+  below the hot band.
+- The aim is a margin below the ceiling. Sensors report whole degrees, so a margin of 1.5 C keeps
+the reading flickering
+  between two values of which neither is the ceiling; the more single readings stand out, the wider
+  the margin.
 
-Each term falls, or stays, when the newest reading is higher: for equal history the duty is monotone in it.
+Each term falls, or stays, when the newest reading is higher: for equal history the duty is monotone
+in it.
 """
 
 from __future__ import annotations
@@ -34,11 +44,13 @@ _GAIN_PER_C: Final = 0.02
 _INTEGRAL_S: Final = 90.0
 #: Over what a reading is smoothed: twice a sensor's lag.
 _SMOOTH_S: Final = 3.0
-#: The other smoothing times, whose distance from the first is the slope: for cards that answer quickly, and slowly.
+#: The other smoothing times, whose distance from the first is the slope: for cards that answer
+#: quickly, and slowly.
 _QUICK_SLOPE_S: Final = 3.0
 _SLOW_SLOPE_S: Final = 15.0
 
-#: The brakes: how far they look ahead, and how hard they act for each degree above the ceiling there.
+#: The brakes: how far they look ahead, and how hard they act for each degree above the ceiling
+#: there.
 _NEAR_S: Final = 6.0
 _NEAR_PER_C_S: Final = 0.03
 #: Half the quantum of a sensor that reports whole degrees.
@@ -46,7 +58,8 @@ _HALF_DEGREE_C: Final = 0.5
 _FAR_S: Final = 60.0
 _FAR_PER_C_S: Final = 0.009
 
-#: Growth below the hot band, for each degree that is missing to it, and at the most: back from 5 % within 150 s.
+#: Growth below the hot band, for each degree that is missing to it, and at the most: back from 5 %
+#: within 150 s.
 _GROWTH_PER_C_S: Final = 0.002
 _MOST_GROWTH_PER_S: Final = 0.02
 #: How far below the aim that ends.
@@ -102,7 +115,9 @@ class DutyState:
     alarmed: bool = False
     """Whether the hardware complained at the last reading."""
     back_to_log_duty: float = -math.inf
-    """Up to here the duty may return at the rate of growth, although the card is hot; see `restarted`."""
+    """Up to here the duty may return at the rate of growth, although the card is hot; see
+    `restarted`.
+    """
 
     @property
     def duty(self) -> float:
@@ -117,17 +132,26 @@ def aim_c(state: DutyState, bounds: DutyBounds) -> float:
 
 
 def after_reading(
-    state: DutyState, bounds: DutyBounds, temperature_c: float | None, at_s: float, *, paused: bool, alarmed: bool
+    state: DutyState,
+    bounds: DutyBounds,
+    temperature_c: float | None,
+    at_s: float,
+    *,
+    paused: bool,
+    alarmed: bool,
 ) -> DutyState:
     """Return the state after a reading.
 
     Args:
         state: Before it.
         bounds: What to hold.
-        temperature_c: A finite number; `None` if it is unknown, then only the hardware's complaints count.
-        at_s: When it was taken, in monotonic seconds; a reading from before the last one moves nothing but the steps
+        temperature_c: A finite number; `None` if it is unknown, then only the hardware's complaints
+        count.
+        at_s: When it was taken, in monotonic seconds; a reading from before the last one moves
+        nothing but the steps
             that need no time.
-        paused: Whether nothing runs, so that the temperature says nothing about the duty: it is followed, not answered.
+        paused: Whether nothing runs, so that the temperature says nothing about the duty: it is
+        followed, not answered.
         alarmed: Whether the hardware complains.
     """
     passed_s = 0.0 if state.at_s is None else min(_LONGEST_STEP_S, max(0.0, at_s - state.at_s))
@@ -154,10 +178,11 @@ def lowered(state: DutyState, bounds: DutyBounds) -> DutyState:
 
 
 def restarted(state: DutyState, bounds: DutyBounds) -> DutyState:
-    """Return the state of one that begins at the smallest duty on a hot card, and grows back to what it had.
+    """Return the state of one that begins at the smallest duty on a hot card, and grows back to
+    what it had.
 
-    For a worker whose neighbours on the card continued while it was paused, and took its share: they reduce their duty
-    slowly, as the temperature changes.
+    For a worker whose neighbours on the card continued while it was paused, and took its share:
+    they reduce their duty slowly, as the temperature changes.
     """
     return replace(state, log_duty=math.log(bounds.smallest_duty), back_to_log_duty=state.log_duty)
 
@@ -165,8 +190,8 @@ def restarted(state: DutyState, bounds: DutyBounds) -> DutyState:
 def while_cool(state: DutyState) -> DutyState:
     """Return the state of a card so cool that it is used all of the time whatever the law says.
 
-    What the brakes have taken meanwhile keeps a card that warms fast from going too high, but too much of it would be
-    missing for minutes.
+    What the brakes have taken meanwhile keeps a card that warms fast from going too high, but too
+    much of it would be missing for minutes.
     """
     return replace(state, log_duty=max(math.log(_LEAST_WHILE_COOL), state.log_duty))
 
@@ -189,7 +214,9 @@ def _toward(old: float, new: float, passed_s: float, time_s: float) -> float:
     return old + (new - old) * passed_s / (passed_s + time_s)
 
 
-def _change(state: DutyState, bounds: DutyBounds, temperature_c: float, moved_c: float, passed_s: float) -> float:
+def _change(
+    state: DutyState, bounds: DutyBounds, temperature_c: float, moved_c: float, passed_s: float
+) -> float:
     """Return by how much the logarithm of the duty changes."""
     smooth_c = temperature_c if state.smooth_c is None else state.smooth_c
     above_aim_c = smooth_c - aim_c(state, bounds)
@@ -198,7 +225,11 @@ def _change(state: DutyState, bounds: DutyBounds, temperature_c: float, moved_c:
 
     near_c = temperature_c + _NEAR_S * quick_c_per_s - (bounds.ceiling_c - _HALF_DEGREE_C)
     far_c = smooth_c + _FAR_S * slow_c_per_s - bounds.ceiling_c
-    below_c = aim_c(state, bounds) - _NEARLY_THERE_C - max(smooth_c, smooth_c + _INTEGRAL_S * quick_c_per_s)
+    below_c = (
+        aim_c(state, bounds)
+        - _NEARLY_THERE_C
+        - max(smooth_c, smooth_c + _INTEGRAL_S * quick_c_per_s)
+    )
 
     per_s = -_GAIN_PER_C / _INTEGRAL_S * above_aim_c
     per_s -= _NEAR_PER_C_S * max(0.0, near_c) + _FAR_PER_C_S * max(0.0, far_c)

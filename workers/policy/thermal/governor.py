@@ -1,20 +1,22 @@
-"""The thermal governor: readings of a card's sensors in, the share of time in which a worker may use it out.
+"""The thermal governor: readings of a card's sensors in, the share of time in which a worker may
+use it out.
 
-Covers the bands of temperature with their hysteresis, the pause at the critical one, and the words for the health
-table. The law that holds a temperature is in `duty`, alarms are in `alarms`. Does not read sensors, sleep, or set
-anything on the card: NVML's setters need root, a duty does not. Knows nothing of the other workers on its card; each
-runs its own governor on the same temperature. Nothing is kept across processes: the first reading is enough, and a
-critical one pauses at once.
+Covers the bands of temperature with their hysteresis, the pause at the critical one, and the words
+for the health table. The law that holds a temperature is in `duty`, alarms are in `alarms`. Does
+not read sensors, sleep, or set anything on the card: NVML's setters need root, a duty does not.
+Knows nothing of the other workers on its card; each runs its own governor on the same temperature.
+Nothing is kept across processes: the first reading is enough, and a critical one pauses at once.
 
 Bands, by the guides' numbers::
 
-    NORMAL    < 70 C    BOOST: all of the time
-    WARM      70 to 78  MAINTAIN: the duty stays, or grows back if it was reduced; less if the card warms fast
-    HOT       78 to 83  REDUCE: the duty settles where the temperature stays below 83, at 81.5 as a rule
-    CRITICAL  >= 83     paused until below 75
+    NORMAL    < 70 C    BOOST: all of the time WARM      70 to 78  MAINTAIN: the duty stays, or
+    grows back if it was reduced; less if the card warms fast HOT       78 to 83  REDUCE: the duty
+    settles where the temperature stays below 83, at 81.5 as a rule CRITICAL  >= 83     paused until
+    below 75
 
-A complaint of the hardware (`THROTTLE_ALARMS`) counts as HOT at least, and takes duty as long as it stands. One below
-70 C has another cause than the die's heat: for `CALM_S` after it the duty only grows back.
+A complaint of the hardware (`THROTTLE_ALARMS`) counts as HOT at least, and takes duty as long as it
+stands. One below 70 C has another cause than the die's heat: for `CALM_S` after it the duty only
+grows back.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class ThermalDecision:
     band: ThermalBand | None
     """`None`: the temperature is unknown, or the governor is off."""
     duty: float
-    """Share of wall time in which the worker may keep the device busy, of what it may otherwise; 0 is a pause."""
+    """Share of wall time in which the worker may keep the device busy, of what it may otherwise; 0
+    is a pause.
+    """
     reason: str
     """In words, for the health table."""
     alarms: tuple[ThermalAlarm, ...] = ()
@@ -102,18 +106,24 @@ class ThermalGovernor:
     def after_bandwidth(
         self, state: ThermalState, bytes_per_s: float, clock_mhz: int, at_s: float
     ) -> tuple[ThermalState, ThermalDecision]:
-        """Return the state after a measurement of the memory's bandwidth, and what to do; see `after_reading`."""
+        """Return the state after a measurement of the memory's bandwidth, and what to do.
+
+        See `after_reading`.
+        """
         if self._settings.off:
             return state, _OFF
         drop = self._settings.alarming_bandwidth_drop
-        known, alarms = alarm_rules.after_bandwidth(state.alarms, bytes_per_s, clock_mhz, at_s, drop)
+        known, alarms = alarm_rules.after_bandwidth(
+            state.alarms, bytes_per_s, clock_mhz, at_s, drop
+        )
         state = replace(state, alarms=known)
         return state, self._decision(state, alarms)
 
     def after_reading(
         self, state: ThermalState, reading: SensorReading, at_s: float
     ) -> tuple[ThermalState, ThermalDecision]:
-        """Return the state after a reading at `at_s` (monotonic seconds), and what to do until the next one.
+        """Return the state after a reading at `at_s` (monotonic seconds), and what to do until the
+        next one.
 
         Equal arguments give equal results.
         """
@@ -155,7 +165,11 @@ class ThermalGovernor:
         state = replace(state, temperature_c=temperature_c, told_at_s=at_s)
         if settings.critical_c is not None and temperature_c >= settings.critical_c:
             return replace(state, band=ThermalBand.CRITICAL, critical_at_s=at_s)
-        if state.band is ThermalBand.CRITICAL and self._resume_c is not None and temperature_c >= self._resume_c:
+        if (
+            state.band is ThermalBand.CRITICAL
+            and self._resume_c is not None
+            and temperature_c >= self._resume_c
+        ):
             patience_s = settings.longest_pause_s
             if patience_s is None or at_s - state.critical_at_s < patience_s:
                 return state
@@ -165,7 +179,9 @@ class ThermalGovernor:
             (ThermalBand.HOT, settings.hot_c, hot),
             (ThermalBand.WARM, settings.warm_c, hot or warm),
         ):
-            if from_c is not None and temperature_c >= from_c - (settings.hysteresis_c if stays else 0.0):
+            if from_c is not None and temperature_c >= from_c - (
+                settings.hysteresis_c if stays else 0.0
+            ):
                 return replace(state, band=band)
         return replace(state, band=ThermalBand.NORMAL)
 
@@ -174,20 +190,29 @@ class ThermalGovernor:
         duty = 0.0 if band is ThermalBand.CRITICAL else 1.0 if state.cool else state.duty.duty
         if state.alarms.complains and band is not ThermalBand.CRITICAL:
             band = ThermalBand.HOT
-        return ThermalDecision(band=band, duty=duty, reason=self._reason(state, band, duty), alarms=alarms)
+        return ThermalDecision(
+            band=band, duty=duty, reason=self._reason(state, band, duty), alarms=alarms
+        )
 
     def _reason(self, state: ThermalState, band: ThermalBand | None, duty: float) -> str:
         settings = self._settings
-        told = "temperature unknown" if state.temperature_c is None else f"{state.temperature_c:.0f} C"
+        told = (
+            "temperature unknown" if state.temperature_c is None else f"{state.temperature_c:.0f} C"
+        )
         if band is not None:
             told = f"{told}, {_action(band, duty)}"
         words = told
         if state.band is ThermalBand.CRITICAL:
             words = f"paused at {state.temperature_c:.0f} C, goes on below {self._resume_c:g} C"
         elif duty <= 1.001 * settings.smallest_duty < 1.0:
-            words = f"{told}, at the smallest duty of {duty:.0%}: other work heats the card, or its cooling fails"
+            words = (
+                f"{told}, at the smallest duty of {duty:.0%}: other work heats the card, or "
+                "its cooling fails"
+            )
         elif duty < 1.0 and state.temperature_c is not None:
-            words = f"{told}, duty {duty:.0%} to hold {duty_law.aim_c(state.duty, self._bounds):.1f} C"
+            words = (
+                f"{told}, duty {duty:.0%} to hold {duty_law.aim_c(state.duty, self._bounds):.1f} C"
+            )
         elif duty < 1.0:
             words = f"{told}, duty {duty:.0%}"
         return "; ".join((words, *state.alarms.standing))
@@ -204,7 +229,10 @@ _OFF: Final = ThermalDecision(band=None, duty=1.0, reason="thermal limits are of
 
 
 def _bounds(settings: ThermalSettings) -> DutyBounds:
-    """Return what to hold; where the duty is never reduced, its smallest value is all of the time."""
+    """Return what to hold.
+
+    Where the duty is never reduced, its smallest value is all of the time.
+    """
     hot_c = HOTTEST_C if settings.hot_c is None else settings.hot_c
     return DutyBounds(
         hot_c=hot_c,

@@ -7,8 +7,8 @@ from typing import Final
 MOST_SHARE: Final = 0.01
 """Of the training's time that snapshots may cost."""
 EARLIER: Final = 0.8
-"""A step must end before a snapshot is taken, and writing takes time: so it is due before all of the time has passed,
-and no more than that is lost."""
+"""A step must end before a snapshot is taken, and writing takes time: so it is due before all of
+the time has passed, and no more than that is lost."""
 RETRY_S: Final = 60.0
 """After a failure the next attempt comes no later than this, however rare snapshots are."""
 

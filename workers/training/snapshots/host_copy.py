@@ -1,4 +1,7 @@
-"""A copy of a state in host memory, outside of what a worker's cap counts. Its buffers are kept and used again."""
+"""A copy of a state in host memory, outside of what a worker's cap counts.
+
+Its buffers are kept and used again.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,12 @@ class HostCopy:
         self._host_s = 0.0
 
     def take(self, state: Mapping[str, Any], step: int) -> None:
-        """Copy; on CUDA this only queues the copies on the current stream, before whatever changes the state next.
+        """Copy; on CUDA this only queues the copies on the current stream, before whatever changes
+        the state next.
 
         Raises:
-            RuntimeError, OSError, OverflowError: There is no memory for the buffers; what was held before stays.
+            RuntimeError, OSError, OverflowError: There is no memory for the buffers; what was held
+            before stays.
         """
         began_s = time.perf_counter()
         self._lay_out(state)
@@ -71,7 +76,9 @@ class HostCopy:
         if before:
             del before
             self.state = {}
-            give_back(torch.device("cuda" if any(each.is_cuda for each in tensors.values()) else "cpu"))
+            give_back(
+                torch.device("cuda" if any(each.is_cuda for each in tensors.values()) else "cpu")
+            )
 
     def _copied(self, tree: Any, path: _Path) -> Any:  # noqa: ANN401 - a tree of plain values
         if isinstance(tree, torch.Tensor):

@@ -1,4 +1,6 @@
-"""What a snapshot belongs to: a model by its name, shapes and types, and the settings that it was trained with."""
+"""What a snapshot belongs to: a model by its name, shapes and types, and the settings that it was
+trained with.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,17 @@ class Identity:
     """Settings that change what the weights become; not those that only move memory."""
 
     @classmethod
-    def of(cls, model: str, weights: Mapping[str, torch.Tensor], levers: Mapping[str, Lever] | None = None) -> Identity:
+    def of(
+        cls,
+        model: str,
+        weights: Mapping[str, torch.Tensor],
+        levers: Mapping[str, Lever] | None = None,
+    ) -> Identity:
         """Describe these weights."""
         return cls(
-            model=model, weights={name: _described(each) for name, each in weights.items()}, levers=dict(levers or {})
+            model=model,
+            weights={name: _described(each) for name, each in weights.items()},
+            levers=dict(levers or {}),
         )
 
     def plain(self) -> dict[str, Any]:
@@ -33,7 +42,9 @@ class Identity:
         return {"model": self.model, "weights": dict(self.weights), "levers": dict(self.levers)}
 
     def difference(self, saved: object) -> str | None:
-        """Say what `saved`, once made by `plain`, has that this training has not, or the reverse; `None`: nothing."""
+        """Say what `saved`, once made by `plain`, has that this training has not, or the reverse;
+        `None`: nothing.
+        """
         match saved:
             case {"model": str(model), "weights": dict(weights), "levers": dict(levers)}:
                 pass
@@ -42,7 +53,10 @@ class Identity:
         if model != self.model:
             return f"it holds the model {model}, and this run trains {self.model}"
         for name, then, now in _differing(weights, self.weights):
-            return f"its weight {name} is {then or 'absent'}, and that of this model is {now or 'absent'}"
+            return (
+                f"its weight {name} is {then or 'absent'}, and that of this model is "
+                f"{now or 'absent'}"
+            )
         for name, then, now in _differing(levers, self.levers):
             return f"it was trained with {name}={then}, and this run has {name}={now}"
         return None

@@ -1,8 +1,9 @@
-"""One snapshot in one file: written whole or not at all, and believed only if every byte is as it was written.
+"""One snapshot in one file: written whole or not at all, and believed only if every byte is as it
+was written.
 
-The file is what `torch.save` writes, so `torch.load` opens it, and 68 bytes after it: a mark, the version of this
-format, a number that counts up, the length, a BLAKE2b hash of all of that, and a checksum of these fields. All versions
-of the format end so.
+The file is what `torch.save` writes, so `torch.load` opens it, and 68 bytes after it: a mark, the
+version of this format, a number that counts up, the length, a BLAKE2b hash of all of that, and a
+checksum of these fields. All versions of the format end so.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class RefusedError(Exception):
 def write(path: Path, content: dict[str, Any], number: int) -> int:
     """Write beside the file, then replace it; return its bytes. One thread of a process at a time.
 
-    The temporary file is named after the process, so that two processes never rename each other's half-written file.
+    The temporary file is named after the process, so that two processes never rename each other's
+    half-written file.
 
     Raises:
         Exception: It could not be written. The file is as it was, and no temporary file is left.
@@ -68,7 +70,10 @@ def write(path: Path, content: dict[str, Any], number: int) -> int:
 
 
 def read_number(path: Path) -> int | None:
-    """Return the number that counts up; `None`: there is no snapshot, or its last bytes are damaged."""
+    """Return the number that counts up.
+
+    `None`: there is no snapshot, or its last bytes are damaged.
+    """
     try:
         with path.open("rb") as file:
             return _trailer(file)[1]
@@ -90,7 +95,9 @@ def read(path: Path) -> dict[str, Any]:
             if _digest_of(file, length + _FIELDS.size) != digest:
                 raise RefusedError("its bytes are not those that were written (the hash differs)")
             if version != VERSION:
-                raise RefusedError(f"it has format version {version}, and this program reads version {VERSION}")
+                raise RefusedError(
+                    f"it has format version {version}, and this program reads version {VERSION}"
+                )
             file.seek(0)
             content = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as failure:
@@ -103,7 +110,9 @@ def read(path: Path) -> dict[str, Any]:
 
 
 class _HashingSink(io.RawIOBase):
-    """Hashes what it writes, in pieces: neither the hash nor the file system holds up the other threads for long."""
+    """Hashes what it writes, in pieces: neither the hash nor the file system holds up the other
+    threads for long.
+    """
 
     def __init__(self, file: io.FileIO) -> None:
         self.digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
@@ -137,7 +146,11 @@ def _trailer(file: io.BufferedReader) -> tuple[int, int, int, bytes]:
     end = file.read(_TRAILER_BYTES)
     trailer, checksum = end[: -_CHECKSUM.size], end[-_CHECKSUM.size :]
     mark, version, number, length = _FIELDS.unpack(trailer[: _FIELDS.size])
-    whole = mark == _MARK and length == size - _TRAILER_BYTES and checksum == _CHECKSUM.pack(zlib.crc32(trailer))
+    whole = (
+        mark == _MARK
+        and length == size - _TRAILER_BYTES
+        and checksum == _CHECKSUM.pack(zlib.crc32(trailer))
+    )
     if not whole:
         raise RefusedError("it is no snapshot, or its end is damaged or cut off")
     return version, number, length, trailer[_FIELDS.size :]

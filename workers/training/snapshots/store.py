@@ -1,7 +1,8 @@
-"""The snapshots of one training in one folder: saved by a thread while the training goes on, found again afterwards.
+"""The snapshots of one training in one folder: saved by a thread while the training goes on, found
+again afterwards.
 
-A snapshot that cannot be written costs no step: `report` says what went wrong, and it is tried again. Does not know
-what a state means, nor who asks for one.
+A snapshot that cannot be written costs no step: `report` says what went wrong, and it is tried
+again. Does not know what a state means, nor who asks for one.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ FROM_HEAD: Final = "from-head.pt"
 GENERATIONS: Final = 2
 """Kept at least, so that one is good while the other is written over."""
 
-#: Seconds that a training on the CPU loses for each second of processor time of the thread that writes: they share
-#: cores, caches and memory. Measured on two busy cores: 1.0 with 2.5 MiB; with 124 MiB 2.0, and 2.5 at the upper end of
-#: its 95 % interval.
+#: Seconds that a training on the CPU loses for each second of processor time of the thread that
+#: writes: they share cores, caches and memory. Measured on two busy cores: 1.0 with 2.5 MiB; with
+#: 124 MiB 2.0, and 2.5 at the upper end of its 95 % interval.
 _CPU_LOSS: Final = 2.5
 
 
@@ -46,7 +47,8 @@ class SnapshotReport:
     """Unix time at which it was complete; `None` where this process did not write it."""
     saved_bytes: int = 0
     failure: str | None = None
-    """One sentence: what could not be written, where and why; `None` once it has succeeded again."""
+    """One sentence: what could not be written, where and why; `None` once it has succeeded again.
+    """
     written: int = 0
     failed: int = 0
     stalled_s: float = 0.0
@@ -67,12 +69,19 @@ class Loaded:
         """Say what was refused, and what is done instead."""
         if not self.refused:
             return ()
-        instead = f"training goes on from step {self.step}" if self.state is not None else "training begins anew"
+        instead = (
+            f"training goes on from step {self.step}"
+            if self.state is not None
+            else "training begins anew"
+        )
         return *self.refused, instead
 
 
 class Snapshots:
-    """Opens a folder and keeps the last generations in it, so that one is always good. One training to a folder."""
+    """Opens a folder and keeps the last generations in it, so that one is always good.
+
+    One training to a folder.
+    """
 
     def __init__(
         self,
@@ -83,7 +92,10 @@ class Snapshots:
         keep: int = GENERATIONS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Remove what a killed process has left, and start the thread that writes. Raises nothing."""
+        """Remove what a killed process has left, and start the thread that writes.
+
+        Raises nothing.
+        """
         self.report = SnapshotReport()
         self._folder = folder
         self._identity = identity
@@ -93,7 +105,9 @@ class Snapshots:
         self._taken_at = clock()
         self._due_at = self._taken_at + pause_s(save_every_s, 0.0, failed=False)
         self._slots = [folder / f"generation-{index}.pt" for index in range(max(keep, GENERATIONS))]
-        self._good: Path | None = None  # the newest file that is known to be good is never written over
+        self._good: Path | None = (
+            None  # the newest file that is known to be good is never written over
+        )
         self._number = 0
         self._opened = False
         self._idle = threading.Event()
@@ -123,7 +137,9 @@ class Snapshots:
                 refused.append(f"the snapshot {path} is not used: {failure}")
                 continue
             self._good = path
-            self.report = replace(self.report, saved_step=content["step"], saved_bytes=path.stat().st_size)
+            self.report = replace(
+                self.report, saved_step=content["step"], saved_bytes=path.stat().st_size
+            )
             return Loaded(state=content["state"], step=content["step"], refused=tuple(refused))
         return Loaded(state=None, refused=tuple(refused))
 
@@ -142,7 +158,9 @@ class Snapshots:
         """Say what is missing on the disk for this state, in one sentence; `None`: nothing."""
         needed = (len(self._slots) + 1) * sum(each.nbytes for each in tensors_in(state))
         try:
-            disk = os.statvfs(next(each for each in (self._folder, *self._folder.parents) if each.exists()))
+            disk = os.statvfs(
+                next(each for each in (self._folder, *self._folder.parents) if each.exists())
+            )
             there = sum(path.stat().st_size for path in self._slots if path.exists())
         except OSError as failure:
             return f"the folder of snapshots {self._folder} cannot be used: {failure.strerror}"
@@ -150,8 +168,10 @@ class Snapshots:
         if free >= needed:
             return None
         return (
-            f"snapshots in {self._folder} need {needed / MIB:.0f} MiB ({len(self._slots)} and one that is being "
-            f"written), and the disk has {free / MIB:.0f} MiB for them; free some, or choose another folder"
+            f"snapshots in {self._folder} need {needed / MIB:.0f} MiB ({len(self._slots)} and one "
+            "that is being "
+            f"written), and the disk has {free / MIB:.0f} MiB for them; free some, or choose "
+            "another folder"
         )
 
     def due(self) -> bool:
@@ -159,13 +179,16 @@ class Snapshots:
         return self._idle.is_set() and self._clock() >= self._due_at
 
     def save(self, state: Mapping[str, Any], step: int) -> bool:
-        """Copy a state of tensors, numbers, strings, lists and mappings, and have it written; return at once.
+        """Copy a state of tensors, numbers, strings, lists and mappings, and have it written;
+        return at once.
 
-        `False`: another one is still being written, or there is no memory for the copy (see `report`).
+        `False`: another one is still being written, or there is no memory for the copy (see
+        `report`).
         """
         if not self._opened:
             raise RuntimeError(
-                "`load` or `discard` must come before the first `save`: it could replace a good snapshot"
+                "`load` or `discard` must come before the first `save`: it could replace a good "
+                "snapshot"
             )
         if not self._idle.is_set():
             return False
@@ -180,7 +203,10 @@ class Snapshots:
         return True
 
     def newest_copy(self) -> Mapping[str, Any] | None:
-        """Return the state that was saved last, from host memory, even if the disk refused it. Do not change it."""
+        """Return the state that was saved last, from host memory, even if the disk refused it.
+
+        Do not change it.
+        """
         if self._copy.step is None:
             return None
         self._copy.complete()
@@ -230,7 +256,9 @@ class Snapshots:
         self._finish(step, cost_s, failure, written_bytes)
         self._idle.set()
 
-    def _finish(self, step: int, cost_s: float, failure: Exception | None, written_bytes: int = 0) -> None:
+    def _finish(
+        self, step: int, cost_s: float, failure: Exception | None, written_bytes: int = 0
+    ) -> None:
         pause = pause_s(self._save_every_s, cost_s, failed=failure is not None)
         self._due_at = self._taken_at + pause
         known = replace(self.report, stalled_s=self.report.stalled_s + cost_s)
@@ -245,8 +273,15 @@ class Snapshots:
             )
             return
         none = known.saved_step is None
-        last = "there is no good one yet" if none else f"the last good one is of step {known.saved_step}"
-        said = getattr(failure, "strerror", None) or (str(failure).splitlines() or [type(failure).__name__])[0]
+        last = (
+            "there is no good one yet"
+            if none
+            else f"the last good one is of step {known.saved_step}"
+        )
+        said = (
+            getattr(failure, "strerror", None)
+            or (str(failure).splitlines() or [type(failure).__name__])[0]
+        )
         sentence = (
             f"the snapshot of step {step} could not be written in {self._folder}: {said}; "
             f"training goes on and tries again in {pause:.0f} s; {last}"
@@ -254,7 +289,10 @@ class Snapshots:
         self.report = replace(known, failure=sentence, failed=known.failed + 1)
 
     def _target(self) -> Path:
-        """Return where the next one goes: never over the newest good one; first where there is nothing good."""
+        """Return where the next one goes: never over the newest good one.
+
+        First where there is nothing good.
+        """
         others = [path for path in self._slots if path != self._good]
         return min(others, key=lambda path: snapshot_file.read_number(path) or 0)
 
@@ -264,11 +302,15 @@ class Snapshots:
                 try:
                     leftover.unlink(missing_ok=True)
                 except OSError as failure:
-                    self.report = replace(self.report, failure=f"{leftover} cannot be removed: {failure.strerror}")
+                    self.report = replace(
+                        self.report, failure=f"{leftover} cannot be removed: {failure.strerror}"
+                    )
 
 
 def _is_there(path: Path) -> bool:
-    """Whether there is a file, also one that cannot be looked at: that is to be told, and not taken for none."""
+    """Whether there is a file, also one that cannot be looked at: that is to be told, and not taken
+    for none.
+    """
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):

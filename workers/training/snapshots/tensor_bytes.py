@@ -29,7 +29,10 @@ def state_bytes(state: object) -> int:
 
 
 def weights_sha256(weights: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 of names, types, shapes and values, in the order of the names; equal on every device."""
+    """SHA-256 of names, types, shapes and values, in the order of the names.
+
+    Equal on every device.
+    """
     digest = hashlib.sha256()
     for device in {each.device for each in weights.values()}:
         wait_asleep(device)
