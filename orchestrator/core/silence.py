@@ -3,7 +3,7 @@ lifecycle.
 
 A process hangs if it does nothing, or if it computes for much longer than its steps took. A process
 that computes is never ended for being slow. Times are monotonic seconds. Does not look at processes
-(`workers/host/activity.py` does).
+(`workers/host/processes.py` does).
 """
 
 from __future__ import annotations

@@ -22,11 +22,10 @@ from orchestrator.record.output import OutputFiles
 from orchestrator.record.records import STORE_NAME, RunFacts
 from orchestrator.record.store import RunStore
 from orchestrator.run.clock import Clock
-from orchestrator.run.commands import Commands
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
-from orchestrator.run.snapshot_keeper import SnapshotKeeper
-from orchestrator.run.supervisor import Supervisor
+from orchestrator.run.run_dir import SnapshotKeeper
+from orchestrator.run.supervisor import Commands, Supervisor
 from orchestrator.view.live import Outlets, Watcher
 from workers.host.processes import start_time
 from workers.messages import Report

@@ -46,8 +46,7 @@ class BareLoop:
 
 
 def run(rounds: int, seconds: float, size: int, dtype: str, slice_s: float) -> Result:
-    from orchestrator.cluster.local_cluster import rehearsed
-    from orchestrator.cluster.raylets import RayletPlan
+    from orchestrator.cluster.local_cluster import RayletPlan, rehearsed
 
     node = {
         "gpu": "cpu",

@@ -36,7 +36,7 @@ from typing import Any
 from benches.common import Result, judged
 from benches.pool_card import CARD_BYTES, LEAVE_FREE_BYTES, Card, Scene, Worker, jobs, scenes
 from benches.simulator import WOBBLE
-from orchestrator.core.memory_broker.leases import NO_BOOKS, Books, Claimant, fair_shares, leased
+from orchestrator.core.leases import NO_BOOKS, Books, Claimant, fair_shares, leased
 from workers.messages import MemoryInfo
 from workers.units import MIB
 

@@ -107,8 +107,7 @@ def run(errors: int, budget_mib: float, *, bare: bool) -> Result:
     spec = lone_worker(budget_bytes=int(budget_mib * MIB))
     if bare:
         return _judged(errors, Storm(spec).provoke, where="plain process")
-    from orchestrator.cluster.local_cluster import rehearsed
-    from orchestrator.cluster.raylets import RayletPlan
+    from orchestrator.cluster.local_cluster import RayletPlan, rehearsed
 
     with rehearsed([RayletPlan(name="bench", cpus=2, gpus=0)]):
         import ray  # not earlier: it reads the rehearsal's token settings when it is imported

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from orchestrator.core.memory_broker.leases import NO_BOOKS, Books, Claimant, fair_shares, leased
+from orchestrator.core.leases import NO_BOOKS, Books, Claimant, fair_shares, leased
 from tests.core.scene import MEMORY
 from workers.messages import MemoryInfo
 

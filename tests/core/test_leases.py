@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.core.memory_broker.demand import FRESH, Demand, heard
-from orchestrator.core.memory_broker.leases import NO_BOOKS, Claimant, fair_shares, leased
+from orchestrator.core.leases import FRESH, NO_BOOKS, Claimant, Demand, fair_shares, heard, leased
 from tests.core.lease_world import (
     CARD_BYTES,
     GIB,

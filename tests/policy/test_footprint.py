@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.policy.adaptive.footprint import Footprint, first_footprint, footprint_of, measured
+from workers.policy.memory_needed import Footprint, first_footprint, footprint_of, measured
 from workers.settings import Learned
 
 MIB = 2.0**20

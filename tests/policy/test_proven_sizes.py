@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.policy.adaptive.proven_sizes import Proof, Proofs, largest_proven, proven, refuted
+from workers.policy.sizes_tried import Proof, Proofs, largest_proven, proven, refuted
 
 STEPS = st.lists(st.tuples(st.integers(1, 10_000), st.integers(0, 1000)), min_size=1, max_size=60)
 

@@ -19,12 +19,11 @@ from orchestrator.record.model import Row, Snapshot
 from orchestrator.record.output import OutputFiles
 from orchestrator.record.records import STORE_NAME, RunFacts
 from orchestrator.record.store import RunStore
-from orchestrator.run.commands import Commands
 from orchestrator.run.fault_injection import FaultInjector, with_faults
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
-from orchestrator.run.snapshot_keeper import SnapshotKeeper
-from orchestrator.run.supervisor import Supervisor
+from orchestrator.run.run_dir import SnapshotKeeper
+from orchestrator.run.supervisor import Commands, Supervisor
 from orchestrator.run.terminal import Interrupts
 from orchestrator.view.live import Outlets
 from tests.run.scripted_fleet import ScriptedFleet, VirtualClock

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.run.snapshot_keeper import SnapshotKeeper
+from orchestrator.run.run_dir import SnapshotKeeper
 from tests.core.scene import report_of
-from workers.engine import snapshot_pieces
-from workers.engine.snapshot_pieces import SnapshotPieces
+from workers.engine import slice_stats
+from workers.engine.slice_stats import SnapshotPieces
 from workers.messages import SnapshotPiece
 
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot_pieces, "_PIECE_BYTES", 10)
+    monkeypatch.setattr(slice_stats, "_PIECE_BYTES", 10)
 
 
 def sent(

@@ -1,8 +1,9 @@
 """One call of a function that may run out of memory: try, give back, try smaller.
 
-Covers the options of `resilient` with their checks, and the course of a call: the way back after a
-failure, how long to wait and when to give up. Does not choose sizes (`adaptive_size.py`) nor wrap
-functions (`decorator.py`). No torch.
+Covers the options of `resilient` with their checks, the course of a call (the way back after a
+failure, how long to wait and when to give up), and the memory of the current CUDA card around it.
+Does not choose sizes (`adaptive_size.py`) nor wrap functions (`decorator.py`). Never loads torch
+and never initialises CUDA.
 
 A call always ends. A size is tried, given back and followed by the next one at most
 `_ATTEMPT_LIMIT` times, waiting at most `max_wait_s` in all, and no call ends in `OutOfBatchError`
@@ -11,6 +12,7 @@ before its smallest size has really failed: an error rests on a failure, never o
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import threading
@@ -18,15 +20,137 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from workers import oom
 from workers.oom import MAX_PROBABLE_IN_A_ROW, Failure, classify
 from workers.resilience.adaptive_size import AdaptiveSize
-from workers.resilience.card_memory import Look, Peak, look, release
 from workers.settings import FailureKind, Learned
 
 if TYPE_CHECKING:
     from workers.resilience.limit_lookup import Recall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardMemory:
+    """What the allocator and the driver said at one moment."""
+
+    device: int
+    allocated_bytes: int
+    """Bytes in live tensors."""
+    free_bytes: int
+    """What more tensors could take: free on the card or unused in the allocator's pool, within the
+    process's cap.
+    """
+
+
+def look() -> CardMemory | None:
+    """Ask the current device; `None` where CUDA is not initialised."""
+    torch = _torch_with_cuda()
+    if torch is None:
+        return None
+    device = torch.cuda.current_device()
+    free_on_card_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    stats = torch.cuda.memory_stats(device)
+    allocated_bytes = int(stats.get("allocated_bytes.all.current", 0))
+    reserved_bytes = int(stats.get("reserved_bytes.all.current", 0))
+    # Gaps in segments that are partly in use cannot be given back. Not every backend counts them.
+    unused_bytes = (
+        reserved_bytes - allocated_bytes - int(stats.get("inactive_split_bytes.all.current", 0))
+    )
+    cap_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total_bytes)
+    free_bytes = max(0, min(cap_bytes - reserved_bytes, free_on_card_bytes) + unused_bytes)
+    return CardMemory(device=device, allocated_bytes=allocated_bytes, free_bytes=free_bytes)
+
+
+class Peak:
+    """The highest number of bytes that tensors took during a `with`, beyond those that were there
+    before.
+
+    It restarts the device's own measurement (`torch.cuda.reset_peak_memory_stats`), which the whole
+    process shares; what was measured until then is first told to every other `Peak` under way, so
+    that they may lie within one another or in other threads. What other threads take on the same
+    device counts as well.
+    """
+
+    def __init__(self, before: CardMemory | None) -> None:
+        #: `None` as long as CUDA is not initialised; then no device holds a tensor.
+        self._device = None if before is None else before.device
+        self._before_bytes = 0 if before is None else before.allocated_bytes
+        self._highest_bytes = 0
+        self.bytes: int | None = None
+        """The result, once the `with` is over; `None` if this device's tensors never grew: it tells
+        nothing.
+        """
+
+    def __enter__(self) -> Peak:
+        with _lock:
+            torch = _torch_with_cuda()
+            if torch is not None and self._device is not None:
+                _tell_all(torch, self._device)
+                torch.cuda.reset_peak_memory_stats(self._device)
+            _under_way.append(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with _lock:
+            torch = _torch_with_cuda()
+            if torch is not None:
+                _tell_all(
+                    torch, torch.cuda.current_device() if self._device is None else self._device
+                )
+            _under_way.remove(self)
+        grown_bytes = self._highest_bytes - self._before_bytes
+        self.bytes = grown_bytes if grown_bytes > 0 else None
+
+    def tell(self, device: int, highest_bytes: int) -> None:
+        """Take note of what a device measured.
+
+        A `Peak` that began before CUDA takes the first one it hears of.
+        """
+        if self._device is None:
+            self._device = device
+        if self._device == device:
+            self._highest_bytes = max(self._highest_bytes, highest_bytes)
+
+
+_lock = threading.Lock()
+_under_way: list[Peak] = []
+
+
+def _tell_all(torch: ModuleType, device: int) -> None:
+    highest_bytes = int(torch.cuda.max_memory_allocated(device))
+    for peak in _under_way:
+        peak.tell(device, highest_bytes)
+
+
+def release() -> None:
+    """Give back what a failed attempt no longer holds; call it outside the handler, when nothing
+    holds its frames.
+
+    Raises:
+        Exception: The device no longer answers; an out-of-memory that only surfaces here is
+            dropped.
+    """
+    gc.collect()
+    torch = _torch_with_cuda()
+    if torch is None:
+        return
+    try:
+        torch.cuda.synchronize()  # an error of an earlier launch surfaces here and not in the next attempt
+        torch.cuda.empty_cache()
+    except Exception as error:
+        if oom.classify(error).kind not in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
+            raise
+
+
+def _torch_with_cuda() -> ModuleType | None:
+    """Return torch if it is loaded and has a CUDA context in this process."""
+    torch = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)  # absent while another thread is still importing torch
+    return torch if cuda is not None and cuda.is_initialized() else None
+
 
 R = TypeVar("R")
 
@@ -78,7 +202,7 @@ class Retry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class RetryRules:
     """What a function's user asked for.
 
     `workers.resilience.decorator.resilient` says what it means and raises.
@@ -125,7 +249,7 @@ class Rules:
 class Attempts:
     """What is known from one call of a function to the next. Threads may share it."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: RetryRules) -> None:
         self._rules = rules
         self._lock = threading.Lock()
         self._recall: Recall | None = None
@@ -226,7 +350,7 @@ class Attempts:
             if self._recall is not None:
                 self._recall.keep(self._sizer.learned, peak_bytes)
 
-    def _choose(self, course: _Course) -> tuple[int, Look | None]:
+    def _choose(self, course: _Course) -> tuple[int, CardMemory | None]:
         """Return the size of the next attempt and what memory looks like before it.
 
         Wait if nothing may run now.
@@ -277,7 +401,7 @@ class Attempts:
             may_fail = len(failures) < most or self._rules.clock() - failures[0] >= _MINUTE_S
             return self._gave_up and may_fail and not course.tried
 
-    def _next(self, course: _Course, before: Look | None) -> int | None:
+    def _next(self, course: _Course, before: CardMemory | None) -> int | None:
         with self._lock:
             size = self._sizer.next(
                 None if before is None or not self._tells else before.free_bytes

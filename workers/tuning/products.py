@@ -8,7 +8,7 @@ from typing import Final
 import psutil
 
 from workers.devices.base import Device
-from workers.engine.duty_cycle import DutyCycle
+from workers.engine.between_steps import DutyCycle
 from workers.messages import IncompatibleError
 from workers.tuning.messages import ArmSpec, Evaluated, Opened
 from workers.workloads.base import WorkloadContext

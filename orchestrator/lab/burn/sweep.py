@@ -15,7 +15,7 @@ from typing import Final
 
 from orchestrator.lab.burn.results import Taken
 from orchestrator.lab.burn.verdict import Check, Judged, Verdict
-from workers.policy.thermal.alarms import SLOW_MEMORY
+from workers.policy.thermal import SLOW_MEMORY
 
 #: Of each value: every half minute the bandwidth of the memory is measured, and a change needs two
 #: measurements.

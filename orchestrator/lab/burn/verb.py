@@ -34,7 +34,7 @@ from orchestrator.run import runner as runs
 from orchestrator.run.environment import Environment, Mode
 from orchestrator.run.terminal import Interrupts
 from orchestrator.view.cells import glyphs_for
-from workers.host.gpu_facts import visible_cards
+from workers.host.machine import visible_cards
 
 #: Samples of a long run with a thousand workers must fit into memory.
 _SAMPLES_MOST = 600

@@ -27,7 +27,7 @@ from orchestrator.record.archive import StoredRun, read_run
 from orchestrator.record.folders import LATEST, find_run
 from orchestrator.record.model import Row as SlotRow
 from workers.host.facts import CardFacts
-from workers.host.gpu_facts import look_at_cards
+from workers.host.machine import look_at_cards
 from workers.units import GIB
 
 #: About twenty plans of a second each, on a slow disk.
