@@ -168,7 +168,7 @@ def _bytes(data: Mapping[str, Scalar], key: str) -> float | None:
     value = data[key]
     if value is None:
         return None
-    if type(value) not in {int, float} or not 0 <= float(value) < 1 << 63:
+    if isinstance(value, str | bool) or not 0 <= value < 1 << 63:
         raise ValueError(f"{key} must be a number of bytes, not {value!r}")
     return float(value)
 
