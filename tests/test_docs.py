@@ -71,7 +71,7 @@ OPTIONS = {
         "--fake-sensors", "--apply-power-limit", "--sweep", "--help",
     },
     "tune": {
-        "--config", "-c", "--local", "--rehearse", "--preset", "--workload", "--budget", "--levers", "--claims",
+        "--config", "-c", "--local", "--rehearse", "--preset", "--workload", "--budget", "--levers",
         "--resume", "--set", "--json", "--help",
     },
     "doctor": {"--config", "-c", "--set", "--node", "--json", "--help"},
