@@ -23,7 +23,7 @@ from orchestrator.config.schema import Config
 from orchestrator.errors import UsageError
 from orchestrator.record.archive import NOTE_NAME
 from workers.host.processes import start_time
-from workers.messages import Report, SnapshotPiece
+from workers.messages import CheckpointPiece, Report
 
 
 def new_folder(config: Config) -> Path:
@@ -83,7 +83,7 @@ def _unwritable(folder: Path, error: OSError) -> UsageError:
     )
 
 
-class SnapshotKeeper:
+class CheckpointKeeper:
     """The copies of one run; a folder that cannot be written costs only them."""
 
     def __init__(self, folder: Path) -> None:
@@ -101,7 +101,7 @@ class SnapshotKeeper:
 
         One that does not continue what is here is dropped, with all before it.
         """
-        piece = report.snapshot
+        piece = report.checkpoint
         if piece is None:
             return
         told = (report.incarnation, piece.number, piece.offset_bytes)
@@ -131,7 +131,7 @@ class SnapshotKeeper:
         except OSError:
             return None
 
-    def _add(self, slot: str, piece: SnapshotPiece) -> None:
+    def _add(self, slot: str, piece: CheckpointPiece) -> None:
         path = self._path(slot)
         part = path.with_suffix(".part")
         if not piece.offset_bytes:

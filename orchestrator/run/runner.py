@@ -54,7 +54,7 @@ from orchestrator.run.environment import Environment, Mode
 from orchestrator.run.fault_injection import FaultInjector
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
-from orchestrator.run.run_dir import SnapshotKeeper
+from orchestrator.run.run_dir import CheckpointKeeper
 from orchestrator.run.supervisor import Commands, Supervisor, answers_before
 from orchestrator.run.terminal import (
     Interrupts,
@@ -257,7 +257,7 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
                 outlets=record.outlets,
                 interrupted=lambda: interrupts.asked,
                 learned_limits=learned_limits,
-                snapshots=SnapshotKeeper(record.folder / "states"),
+                checkpoints=CheckpointKeeper(record.folder / "states"),
                 output=OutputFiles(record.folder),
                 commands=commands,
                 injector=injector,

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from orchestrator.config.schema import Config
-from orchestrator.control.ears import Connection, Ears
+from orchestrator.control.listener import Connection, Listener
 from orchestrator.control.wire import Answer, WireError, answer_from, command_of
 from orchestrator.core import circuit_breaker, lifecycle, run_outcome, slices
 from orchestrator.core import slot as slots
@@ -37,7 +37,7 @@ from orchestrator.run.fault_injection import FaultInjector
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.node_watch import NodeWatch
 from orchestrator.run.resume import Past, rules_of
-from orchestrator.run.run_dir import SnapshotKeeper
+from orchestrator.run.run_dir import CheckpointKeeper
 from orchestrator.run.snapshot import Meter, Recorder, SlotRows
 from orchestrator.view.live import GAPS, Outlets
 from workers.messages import Directive
@@ -110,7 +110,7 @@ class Supervisor:
     """
     interrupted: Callable[[], bool]
     learned_limits: LearnedLimits
-    snapshots: SnapshotKeeper
+    checkpoints: CheckpointKeeper
     output: OutputFiles
     commands: Commands
     """Those of the user."""
@@ -183,7 +183,7 @@ class Supervisor:
         now_s = self.clock.monotonic_s()
         counting_since_s = self._counting_since_s if self._counting_since_s is not None else now_s
         elapsed_s = self.past.elapsed_s + now_s - counting_since_s
-        kept = (self.snapshots.problem, self.output.problem)
+        kept = (self.checkpoints.problem, self.output.problem)
         return Snapshot(
             run_id=self.facts.run_id,
             started_at=self.facts.started_at_unix_s,
@@ -360,7 +360,7 @@ class Supervisor:
     def _take(self, ended: SliceEnded) -> None:
         match ended:
             case SliceReported(report=report):
-                self.snapshots.take(report)
+                self.checkpoints.take(report)
                 self.output.take(report)
                 for happened in report.events:
                     self.outlets.events.write(
@@ -438,14 +438,14 @@ class Supervisor:
                 now_s = self.clock.monotonic_s()
                 fault = None if injector is None else injector.process_fault(slot, command, now_s)
                 lease_bytes = self._broker.grant(slot, command.sequence)
-                copy = self.snapshots.copy_for(name, command.incarnation)
+                copy = self.checkpoints.copy_for(name, command.incarnation)
                 if (fault, lease_bytes, copy) != (
                     None,
                     None,
                     None,
                 ):  # hardly ever, and a copy takes time
                     command = replace(
-                        command, process_fault=fault, lease_bytes=lease_bytes, snapshot=copy
+                        command, process_fault=fault, lease_bytes=lease_bytes, checkpoint=copy
                     )
                 self.fleet.submit(name, command)
             case slots.Forget():
@@ -501,10 +501,10 @@ class Commands:
 
         `answers` are those that earlier heads gave, by the ids of the commands.
         """
-        self._ears = Ears(folder)
-        self.problem = self._ears.problem
+        self._listener = Listener(folder)
+        self.problem = self._listener.problem
         """Why none can come; `None` if they can."""
-        self.close = self._ears.close
+        self.close = self._listener.close
         self._outlets = outlets
         self._clock = clock
         self._answers = dict(answers)
@@ -522,7 +522,7 @@ class Commands:
 
         A command that comes twice gets the same answer, and nothing happens again.
         """
-        for connection, line in self._ears.heard():
+        for connection, line in self._listener.received():
             try:
                 command = command_of(line)
             except WireError as error:
@@ -542,7 +542,7 @@ class Commands:
         """Send the answers that wait; what they say is stored."""
         waiting, self._waiting = self._waiting, []
         for connection, answer in waiting:
-            self._ears.answer(connection, answer)
+            self._listener.answer(connection, answer)
 
     def _record(self, command: Command, answer: Answer) -> None:
         self._answers[command.id] = answer

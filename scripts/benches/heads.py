@@ -24,7 +24,7 @@ from orchestrator.record.store import RunStore
 from orchestrator.run.clock import Clock
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
-from orchestrator.run.run_dir import SnapshotKeeper
+from orchestrator.run.run_dir import CheckpointKeeper
 from orchestrator.run.supervisor import Commands, Supervisor
 from orchestrator.view.live import Outlets, Watcher
 from workers.host.processes import start_time
@@ -84,7 +84,7 @@ def supervise(
         outlets=outlets,
         interrupted=interrupted,
         learned_limits=LearnedLimits(None, events),
-        snapshots=SnapshotKeeper(folder / "states"),
+        checkpoints=CheckpointKeeper(folder / "states"),
         output=OutputFiles(folder),
         commands=commands,
         clock=clock,

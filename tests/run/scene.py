@@ -22,7 +22,7 @@ from orchestrator.record.store import RunStore
 from orchestrator.run.fault_injection import FaultInjector, with_faults
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
-from orchestrator.run.run_dir import SnapshotKeeper
+from orchestrator.run.run_dir import CheckpointKeeper
 from orchestrator.run.supervisor import Commands, Supervisor
 from orchestrator.run.terminal import Interrupts
 from orchestrator.view.live import Outlets
@@ -135,7 +135,7 @@ class Run:
             outlets=outlets,
             interrupted=lambda: interrupts is not None and interrupts.asked,
             learned_limits=LearnedLimits(None, self.log),
-            snapshots=SnapshotKeeper(folder / "states"),
+            checkpoints=CheckpointKeeper(folder / "states"),
             output=OutputFiles(folder),
             commands=self.commands,
             injector=self.injector,

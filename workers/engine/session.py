@@ -17,7 +17,7 @@ from workers import oom
 from workers.devices.base import Device, open_device
 from workers.engine.between_steps import DutyCycle, ResultChecks, ThermalControl
 from workers.engine.fault_injection import ChaoticWorkload
-from workers.engine.slice_stats import SliceStats, SnapshotPieces
+from workers.engine.slice_stats import CheckpointPieces, SliceStats
 from workers.learned_limits.limits import choose, settings_hash, workload_fingerprint
 from workers.learned_limits.store import default_path
 from workers.messages import (
@@ -88,7 +88,7 @@ class Session:
     chaos: ChaoticWorkload | None
     """`workload` itself, where `run --chaos` wrapped it."""
     told: Told
-    pieces: SnapshotPieces
+    pieces: CheckpointPieces
 
     # Changed by the methods below.
     incarnation: int
@@ -508,7 +508,7 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
             state_dir=_state_dir(spec),
             # A process that comes up while its slot is held is not told from the one before it.
             fresh=stats.directive.incarnation == 0 and stats.directive.sequence == 0,
-            snapshot=stats.directive.snapshot,
+            checkpoint=stats.directive.checkpoint,
             tell=told.add,
         )
         workload = _make_workload(spec, device, context)
@@ -583,7 +583,7 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
         duty=DutyCycle(spec.duty),
         chaos=chaos,
         told=told,
-        pieces=SnapshotPieces(),
+        pieces=CheckpointPieces(),
         incarnation=stats.directive.incarnation,
         opened_kept_bytes=device.kept_bytes(),
     )
