@@ -50,7 +50,7 @@ PLANTED = {
         ("workers/policy/base.py", "workers.resilience.decorator"),
         ("workers/host/processes.py", "workers.policy.base"),
         ("workers/nvml/queries.py", "workers.host.processes"),
-        ("workers/learned_limits/limits.py", "workers.nvml.queries"),
+        ("workers/learned_limits.py", "workers.nvml.queries"),
         ("workers/messages.py", "workers.oom"),
     ],
     "The engine knows neither Ray nor the head": [

@@ -19,13 +19,10 @@ import socket
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from orchestrator.cluster.raylets import Raylets
 from orchestrator.core.fleet import Fleet
 from orchestrator.errors import NoClusterError
-
-if TYPE_CHECKING:
-    from orchestrator.cluster.local_cluster import Raylets  # which connects
 
 #: Long enough for a LAN, short enough not to be mistaken for a hang.
 _REACH_S = 3.0

@@ -26,8 +26,8 @@ from ray.exceptions import (
 
 from orchestrator.cluster.actor import WorkerActor
 from orchestrator.cluster.liveness import Pulse
-from orchestrator.cluster.local_cluster import Raylets
 from orchestrator.cluster.node_tasks import NODE_LABEL, ProcessWatch, in_a_line, status_command
+from orchestrator.cluster.raylets import Raylets
 from orchestrator.core.fleet import (
     DeathCause,
     NodeFact,

@@ -20,7 +20,8 @@ import psutil
 
 from orchestrator.cluster.connect import connected
 from orchestrator.cluster.in_process_fleet import in_process
-from orchestrator.cluster.local_cluster import RayletPlan, rehearsed
+from orchestrator.cluster.local_cluster import rehearsed
+from orchestrator.cluster.raylets import RayletPlan
 from orchestrator.config import scaling
 from orchestrator.config.load import config_from_data
 from orchestrator.config.scaling import REHEARSAL_SCALE, Scaled, scale_config

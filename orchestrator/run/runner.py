@@ -68,7 +68,7 @@ from orchestrator.view.cells import glyphs_for, width_of, wrapped
 from orchestrator.view.live import LiveTable, Outlets, PlainLines, Watcher
 from orchestrator.view.phrases import fault_lines, section
 from workers.host.processes import start_time
-from workers.learned_limits.store import LimitStore
+from workers.learned_limits import LimitStore
 from workers.messages import FaultKind
 
 _SUMMARY_NAME = "summary.json"

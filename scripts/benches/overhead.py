@@ -46,7 +46,8 @@ class BareLoop:
 
 
 def run(rounds: int, seconds: float, size: int, dtype: str, slice_s: float) -> Result:
-    from orchestrator.cluster.local_cluster import RayletPlan, rehearsed
+    from orchestrator.cluster.local_cluster import rehearsed
+    from orchestrator.cluster.raylets import RayletPlan
 
     node = {
         "gpu": "cpu",

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benches.common import Child, Result, in_turn, progress, spread
-from orchestrator.cluster.local_cluster import Raylets
+from orchestrator.cluster.raylets import Raylets
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TARGET = 1.0
@@ -89,13 +89,13 @@ class _RaysOwn(Raylets):
             Node,
         )  # not earlier: it reads the rehearsal's settings when it is imported
 
-        from orchestrator.cluster import local_cluster
+        from orchestrator.cluster import raylets
 
         def node(params: Any, **options: Any) -> Node:  # noqa: ANN401 - Ray's parameters
             params.include_dashboard = False
             return Node(params, **options)
 
-        local_cluster.private_node_class = lambda: node
+        raylets.private_node_class = lambda: node
         super().start(name)
 
 
@@ -108,7 +108,7 @@ def _start_bare_actors(answer: Connection, config: str, overrides: Sequence[str]
     from orchestrator.config.load import load_config
     from orchestrator.run import environment as environments
 
-    local_cluster.Raylets = _RaysOwn  # type: ignore[misc]  # this process does nothing else
+    local_cluster.Raylets = _RaysOwn  # type: ignore[attr-defined]  # this process does nothing else
     environment = environments.in_rehearsal(load_config(config, list(overrides)), None)
     with environment.fleet:
         import ray  # not earlier: it reads the rehearsal's token settings when it is imported

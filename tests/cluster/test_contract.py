@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from orchestrator.cluster.local_cluster import RayletPlan, rehearsed
+from orchestrator.cluster.local_cluster import rehearsed
+from orchestrator.cluster.raylets import RayletPlan
 from orchestrator.core.fleet import Fleet
 from tests.fleet.scenarios import SCENARIOS, play
 from tests.in_child import MakeSpec

@@ -21,7 +21,7 @@ from tests.in_child import InChild
 from tests.scene import MIB, ROOT, spec_of, vm_data_bytes
 from workers import OutOfBatchError, Retry, resilient
 from workers.devices.cpu import CpuDevice
-from workers.learned_limits.store import LimitStore
+from workers.learned_limits import LimitStore
 from workers.resilience import retry
 from workers.resilience.retry import Attempts, Peak, RetryRules, look
 from workers.settings import WorkerSpec

@@ -17,7 +17,7 @@ from hypothesis import strategies as some
 from torch import Tensor
 
 from tests.training.scene import CPU
-from workers.learned_limits.store import EXPIRY_S, STATE_DIR_VARIABLE
+from workers.learned_limits import EXPIRY_S, STATE_DIR_VARIABLE
 from workers.training import text_cache, text_index
 from workers.training.checkpoints.store import Checkpoints
 from workers.training.sequences import PackedRows, packed_loss, packed_tokens

@@ -1,8 +1,8 @@
 """What the engine asks of a device: a cap it enforces, memory it measures, and a product that
 always fits; and what all devices use for that.
 
-Opens the device a spec asks for. Loads torch, and `devices.cuda` only when it is needed. The lock
-of a device is a file of this user on this machine; it keeps out no other users or programs.
+Loads torch. The lock of a device is a file of this user on this machine; it keeps out no other users
+or programs.
 """
 
 from __future__ import annotations
@@ -14,17 +14,13 @@ import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import psutil
 import torch
 
 from workers.files import locked
-from workers.messages import ContextCorruptedError, DeviceInfo, IncompatibleError, MemoryInfo
-from workers.settings import WorkerSpec
-
-if TYPE_CHECKING:
-    import torch
+from workers.messages import ContextCorruptedError, DeviceInfo, MemoryInfo
 
 
 T = TypeVar("T")
@@ -112,23 +108,6 @@ class Device(Protocol):
         """Run `work` with the cap enforced, wait for the device, and return the result and the
         seconds it took.
         """
-
-
-def open_device(spec: WorkerSpec) -> Device:
-    """Open and cap the device of `spec` for this process.
-
-    Raises:
-        IncompatibleError: There is no such device here, or the budget does not fit it.
-    """
-    if spec.device == "cuda":
-        from workers.devices.cuda import CudaDevice  # noqa: PLC0415 - a CPU worker never loads it
-
-        return CudaDevice(spec)
-    if spec.device == "cpu":
-        from workers.devices.cpu import CpuDevice  # noqa: PLC0415 - needs Linux; a CUDA worker does not
-
-        return CpuDevice(spec)
-    raise IncompatibleError(f"{spec.slot}: unknown device {spec.device!r}; valid: cuda, cpu")
 
 
 def alone_on(device: str) -> AbstractContextManager[None]:

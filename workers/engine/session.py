@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from workers import oom
-from workers.devices.base import Device, open_device
+from workers.devices import open_device
+from workers.devices.base import Device
 from workers.engine.between_steps import DutyCycle, ResultChecks, ThermalControl
 from workers.engine.fault_injection import ChaoticWorkload
 from workers.engine.slice_stats import CheckpointPieces, SliceStats
-from workers.learned_limits.limits import choose, settings_hash, workload_fingerprint
-from workers.learned_limits.store import default_path
+from workers.learned_limits import choose, default_path, settings_hash, workload_fingerprint
 from workers.messages import (
     ContextCorruptedError,
     IncompatibleError,

@@ -35,7 +35,7 @@ import pynvml
 
 from workers.files import locked, read_small, replace_whole
 from workers.host.processes import is_alive, start_time
-from workers.learned_limits.store import default_path
+from workers.learned_limits import default_path
 from workers.node_agent import card_settings, mps
 from workers.node_agent.card_settings import CardChange, CardSettingError
 from workers.node_agent.mps import Daemon

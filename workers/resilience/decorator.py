@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, cast, overload
 
-from workers.learned_limits.limits import workload_fingerprint
+from workers.learned_limits import workload_fingerprint
 from workers.resilience.retry import Attempts, Retry, RetryRules
 
 #: A method is recognised by the name of its first parameter; its batch size comes second.

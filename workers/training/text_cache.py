@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from workers.files import locked
-from workers.learned_limits.store import EXPIRY_S, default_path
+from workers.learned_limits import EXPIRY_S, default_path
 from workers.training import host_memory
 from workers.training.text import TextError, TextFiles
 from workers.training.text_index import index_of_lines

@@ -17,7 +17,8 @@ from typing import Final, Protocol
 
 import psutil
 
-from workers.devices.base import Device, open_device
+from workers.devices import open_device
+from workers.devices.base import Device
 from workers.messages import IncompatibleError
 from workers.nvml.card_sensors import CardSensors
 from workers.nvml.queries import visible_card

@@ -20,7 +20,7 @@ from typing import Any, Final
 from orchestrator.errors import UsageError, one_line
 from orchestrator.lab.tune.rows import Row, row_from
 from workers.files import read_small, replace_whole
-from workers.learned_limits.store import default_path
+from workers.learned_limits import default_path
 
 SCHEMA: Final = 2
 RESULT: Final = "tune.json"

@@ -27,7 +27,7 @@ from orchestrator.view.web.guard import CODE_VALID_S, Code, Rules
 from orchestrator.view.web.page_data import View
 from orchestrator.view.web.server import Site
 from workers.files import locked, read_small, replace_whole
-from workers.learned_limits.store import default_path
+from workers.learned_limits import default_path
 
 PORT: Final = 8470
 _TOKEN_MOST_BYTES: Final = 200

@@ -1,0 +1,216 @@
+"""The raylets of a rehearsal: started, ended as a power cut would end them, and started again.
+
+With each cluster Ray 2.60 starts a dashboard, and with each raylet two agents: one for metrics and
+logs, one that prepares runtime environments. Each takes a second of a core before the raylet is
+ready. A run uses none of them (its figures come with the workers' reports, its logs are files, and
+all its processes use the Python of this one), so they are left out. Neither connects to the cluster
+nor cleans up what a raylet leaves behind (`local_cluster.py` does).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from orchestrator.errors import NoClusterError
+
+#: Ray's least (ray_constants.OBJECT_STORE_MINIMUM_MEMORY_BYTES is 75 MiB); reports are inlined and
+#: need none of it.
+_OBJECT_STORE_BYTES = 80 * 2**20
+
+#: Where Ray's servers listen on this address, they listen on no other.
+_LOOPBACK = "127.0.0.1"
+
+#: A raylet must have agents, and ends when one of them ends. `cat` reads a pipe from the raylet,
+#: and ends with it.
+_IDLE = "cat"
+_AGENTS = ("--dashboard_agent_command", "--runtime_env_agent_command")
+
+#: What Ray's own agents write where they do not serve.
+_NO_PORT = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayletPlan:
+    """One raylet to start."""
+
+    name: str
+    cpus: int
+    gpus: int
+
+
+def private_node_class() -> Any:  # noqa: ANN401 - Ray's own, which reads its settings when it is imported
+    """Return Ray's own `Node`, without the processes that a run does not use."""
+    from ray import _raylet  # noqa: PLC0415 - imports ray
+    from ray._private import services  # noqa: PLC0415
+    from ray._private.node import Node  # noqa: PLC0415
+
+    ports = [
+        getattr(_raylet, name)
+        for name in (
+            "DASHBOARD_AGENT_LISTEN_PORT_NAME",
+            "METRICS_AGENT_PORT_NAME",
+            "METRICS_EXPORT_PORT_NAME",
+            "RUNTIME_ENV_AGENT_PORT_NAME",
+        )
+    ]
+
+    class PrivateNode(Node):
+        def start_api_server(self, **options: object) -> None:
+            """Start no dashboard."""
+
+        def start_raylet(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - Ray's own
+            """Start the raylet with idle processes as its agents, and say in their place that they
+            serve nothing.
+            """
+            for port in ports:
+                _raylet.persist_port(self._session_dir, self.node_id, port, _NO_PORT)  # type: ignore[attr-defined]
+            start = services.start_ray_process
+
+            def start_idle(command: list[str], *rest: Any, **named: Any) -> object:  # noqa: ANN401 - as above
+                idle = [
+                    f"{name}={_IDLE}" if (name := word.partition("=")[0]) in _AGENTS else word
+                    for word in command
+                ]
+                return start(idle, *rest, **named)
+
+            services.start_ray_process = start_idle
+            try:
+                super().start_raylet(*arguments, **options)
+            finally:
+                services.start_ray_process = start
+
+    return PrivateNode
+
+
+class Raylets:
+    """One raylet for each node of the configuration, all on this machine.
+
+    The first carries the head.
+    """
+
+    def __init__(self, plans: Sequence[RayletPlan], folder: Path) -> None:
+        """Prepare; nothing is started before `start`.
+
+        `folder` is where Ray may put all that it puts anywhere.
+        """
+        self._plans = {plan.name: plan for plan in plans}
+        self._folder = folder
+        self._nodes: dict[str, Any] = {}
+        self._orphans: list[int] = []
+        self._starting: dict[str, Future[None]] = {}
+        # One thread for the whole run: the kernel ends what a thread has started when that thread
+        # ends (PR_SET_PDEATHSIG, prctl(2), which Ray's `spawn_reaper` sets).
+        self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="start-node")
+
+    @property
+    def gcs_address(self) -> str:
+        """`host:port` of the cluster's head, once that is started."""
+        return str(next(iter(self._nodes.values())).gcs_address)
+
+    def start(self, name: str) -> None:
+        """Start the raylet of one node, and wait until its processes run.
+
+        `NoClusterError` where Ray cannot.
+        """
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        from ray._private.parameter import RayParams  # noqa: PLC0415 - ray reads its settings when it is imported
+
+        plan, is_head = self._plans[name], not self._nodes
+        params = RayParams(
+            labels={"node": plan.name},
+            num_cpus=plan.cpus,
+            num_gpus=plan.gpus,
+            node_ip_address=_LOOPBACK,
+            gcs_address=None if is_head else self.gcs_address,
+            temp_dir=str(self._folder / "ray"),
+            object_store_memory=_OBJECT_STORE_BYTES,
+            node_manager_port=0,
+            min_worker_port=0,
+            max_worker_port=0,
+            dashboard_agent_listen_port=0,
+            include_log_monitor=False,  # type: ignore[arg-type]  # Ray tests its truth
+            no_monitor=True,
+        )
+        try:
+            # spawn_reaper makes the kernel end these processes with this one, even after kill -9.
+            self._nodes[name] = private_node_class()(
+                params, head=is_head, shutdown_at_exit=False, spawn_reaper=True
+            )
+        except Exception as error:  # Ray raises many types here
+            raise NoClusterError(
+                f"Ray could not start a node for {name} on this machine: {error}"
+            ) from error
+
+    def end(self, name: str) -> None:
+        """End a node as a power cut would: everything on it, at once, without a message."""
+        self._await_start(name)
+        node = self._nodes.get(name)
+        if node is None:
+            return
+        pids = [info.process.pid for infos in node.all_processes.values() for info in infos]
+        family = [child for pid in pids for child in _family(pid)]
+        self._orphans += [process.pid for process in family if process.pid not in pids]
+        for process in family:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        with contextlib.suppress(Exception):  # it finds them dead, and reaps them
+            node.kill_all_processes(check_alive=False, allow_graceful=False)
+        self._reap()
+
+    def start_again(self, name: str) -> None:
+        """Begin to start a node that was ended.
+
+        It takes a second or two, in which a run must not stand still.
+        """
+
+        def begin() -> None:
+            try:
+                self.start(name)
+            except NoClusterError as error:  # the node stays away, and the table shows it
+                sys.stderr.write(f"{error}\n")  # into the run's ray.log
+
+        self._await_start(name)
+        self._reap()
+        self._starting[name] = self._starter.submit(begin)
+
+    def end_all(self) -> None:
+        """End what was started, the head last."""
+        for name in list(self._starting):
+            self._await_start(name)
+        for node in reversed(list(self._nodes.values())):
+            with contextlib.suppress(Exception):  # what it leaves is ended by the caller
+                node.kill_all_processes(check_alive=False, allow_graceful=False)
+        self._starter.shutdown()
+
+    def _reap(self) -> None:
+        """Take note of the end of processes whose raylet died before them: they became children of
+        this one.
+        """
+        left = []
+        for pid in self._orphans:
+            with contextlib.suppress(ChildProcessError):  # it was never ours, or is noted already
+                if os.waitpid(pid, os.WNOHANG) == (0, 0):
+                    left.append(pid)
+        self._orphans = left
+
+    def _await_start(self, name: str) -> None:
+        start = self._starting.pop(name, None)
+        if start is not None:
+            start.result()
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.Error:
+        return []
