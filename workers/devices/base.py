@@ -22,7 +22,6 @@ import torch
 from workers.files import locked
 from workers.messages import ContextCorruptedError, DeviceInfo, MemoryInfo
 
-
 T = TypeVar("T")
 
 
