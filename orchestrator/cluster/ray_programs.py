@@ -49,10 +49,7 @@ def _with_known_ports(start_raylet: Any) -> Any:  # noqa: ANN401 - Ray's own
 
     @functools.wraps(start_raylet)
     def start(node: Any, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - as above
-        from ray._raylet import (  # type: ignore[attr-defined]  # noqa: PLC0415 - its stubs are not complete
-            DASHBOARD_AGENT_LISTEN_PORT_NAME,
-            persist_port,
-        )
+        from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, persist_port  # type: ignore[attr-defined]  # noqa: PLC0415 - its stubs are not complete
 
         params = node._ray_params
         names = (

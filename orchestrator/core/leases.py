@@ -68,7 +68,7 @@ class Looks:
 NO_LOOKS: Final = Looks()
 
 
-def looked(looks: Looks, look: Look) -> Looks:
+def with_look(looks: Looks, look: Look) -> Looks:
     """Add a sample, and drop those that are too old."""
     taken = (*looks.taken, look)
     last = {look.slot: place for place, look in enumerate(taken)}
@@ -81,9 +81,11 @@ def looked(looks: Looks, look: Look) -> Looks:
     return replace(looks, taken=kept)
 
 
-def gone(looks: Looks, slot: str, now_s: float) -> Looks:
+def without_process(looks: Looks, slot: str, now_s: float) -> Looks:
     """Note that a worker's process has ended, and what it held with it."""
-    return looked(looks, Look(slot=slot, at_s=now_s, held_bytes=0, most_bytes=0, free_bytes=None))
+    return with_look(
+        looks, Look(slot=slot, at_s=now_s, held_bytes=0, most_bytes=0, free_bytes=None)
+    )
 
 
 def available(looks: Looks, total_bytes: int) -> tuple[int, int] | None:
@@ -183,7 +185,7 @@ class Demand:
             return cap_bytes
         return min(cap_bytes, int(_ROOM * self.content_bytes + _ROOM_OF_CAP * cap_bytes))
 
-    def offered(self, share_bytes: int) -> Demand:
+    def offer(self, share_bytes: int) -> Demand:
         """Return the demand for a share: whole again if what it left was less."""
         if share_bytes <= _WORTH_OFFERING * self.left_bytes:
             return self
@@ -194,7 +196,7 @@ class Demand:
 FRESH: Final = Demand()
 
 
-def heard(
+def with_report(
     demand: Demand,
     *,
     cap_bytes: int,
@@ -296,7 +298,7 @@ Books: TypeAlias = Mapping[str, CardBook]
 NO_BOOKS: Final[Books] = MappingProxyType({})
 
 
-def leased(
+def divide(
     books: Books, claimants: Sequence[Claimant], now_s: float
 ) -> tuple[Books, dict[str, int | None]]:
     """Take in what is new, and return the books for the next call and what each worker may hold
@@ -314,7 +316,7 @@ def leased(
     leases: dict[str, int | None] = {claimant.slot: None for claimant in claimants}
     after: dict[str, CardBook] = {}
     for card, sharing in cards.items():
-        book = taken_in(books.get(card, CardBook()), sharing, now_s)
+        book = take_in(books.get(card, CardBook()), sharing, now_s)
         if len(sharing) > 1 and book.total_bytes is not None:
             book = _settled(book, book.total_bytes, sharing, now_s)
             lent = {slot: account.lease_bytes for slot, account in book.accounts.items()}
@@ -335,7 +337,7 @@ def fair_shares(pool_bytes: int, wanted: Mapping[str, int]) -> dict[str, int]:
     return shares
 
 
-def taken_in(book: CardBook, sharing: Sequence[Claimant], now_s: float) -> CardBook:
+def take_in(book: CardBook, sharing: Sequence[Claimant], now_s: float) -> CardBook:
     """Return the book of a card with what is new in the reports of its workers.
 
     `now_s` is when they came.
@@ -349,7 +351,7 @@ def taken_in(book: CardBook, sharing: Sequence[Claimant], now_s: float) -> CardB
         if present.get(slot) == account.report[0]:
             accounts[slot] = account
         else:
-            looks = gone(looks, slot, now_s)
+            looks = without_process(looks, slot, now_s)
     for claimant in sharing:
         known = accounts.get(claimant.slot)
         if claimant.report is None or (known is not None and known.report == claimant.report):
@@ -370,8 +372,8 @@ def taken_in(book: CardBook, sharing: Sequence[Claimant], now_s: float) -> CardB
                 most_bytes=max(memory.reserved_bytes, memory.peak_bytes),
                 free_bytes=free_bytes,
             )
-            looks = looked(looks, look)
-            demand = heard(
+            looks = with_look(looks, look)
+            demand = with_report(
                 account.demand,
                 cap_bytes=claimant.cap_bytes,
                 lease_bytes=account.lease_bytes,
@@ -458,7 +460,7 @@ def _offered(
         if demand.content_bytes is None:
             continue
         share_bytes = fair_shares(pool_bytes, {**_wanted(after, caps), slot: caps[slot]})[slot]
-        after[slot] = demand.offered(share_bytes)
+        after[slot] = demand.offer(share_bytes)
     return after
 
 

@@ -177,7 +177,7 @@ def _time_passed_while_working(slot: Slot, _: Tick, moment: Moment) -> Transitio
 
 
 def _process_seen(slot: Slot, event: ProcessSeen, moment: Moment) -> Transition:
-    return replace(slot, silence=silence.seen(slot.silence, event.activity, moment.now_s)), ()
+    return replace(slot, silence=silence.observe(slot.silence, event.activity, moment.now_s)), ()
 
 
 def _drain(slot: Slot, _: Drain, moment: Moment) -> Transition:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, TypeAlias
 
-from orchestrator.core.leases import NO_BOOKS, WINDOW_S, Books, Claimant, leased, taken_in
+from orchestrator.core.leases import NO_BOOKS, WINDOW_S, Books, Claimant, divide, take_in
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import Phase, Slot
 from workers.messages import STARVED, MemoryInfo, Report
@@ -114,8 +114,8 @@ class MemoryBroker:
         books = self._books[machine]
         ample = self._ample.pop(machine, None)
         if ample is not None:
-            books = ample.caught_up(books)
-        self._books[machine], leases = leased(books, claimants, now_s)
+            books = ample.catch_up(books)
+        self._books[machine], leases = divide(books, claimants, now_s)
         ample = ample_cards(self._books[machine], claimants, leases)
         if ample is not None:
             self._ample[machine] = ample
@@ -258,14 +258,14 @@ class AmpleCards:
             self.spare[card] -= less_held_bytes
         return self.spare[card] >= 0
 
-    def caught_up(self, books: Books) -> Books:
+    def catch_up(self, books: Books) -> Books:
         """Return the books with the reports of the last seconds in them."""
         for at_s, slot, told, memory in (*self._older.values(), *self._kept):
             self._claimants[slot] = claimant = replace(
                 self._claimants[slot], report=told, memory=memory
             )
             card = claimant.card or ""
-            books = {**books, card: taken_in(books[card], self._sharing(card), at_s)}
+            books = {**books, card: take_in(books[card], self._sharing(card), at_s)}
         return books
 
     def _sharing(self, card: str) -> list[Claimant]:

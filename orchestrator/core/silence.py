@@ -39,7 +39,7 @@ class Silence:
 NOT_SEEN = Silence()
 
 
-def seen(silence: Silence, activity: Activity | None, now_s: float) -> Silence:
+def observe(silence: Silence, activity: Activity | None, now_s: float) -> Silence:
     """Take in what a process did; `None`: its node was asked and has not answered yet."""
     if activity is None:
         return silence if silence.asked_at_s is not None else replace(silence, asked_at_s=now_s)

@@ -14,7 +14,7 @@ from typing import Final
 
 from orchestrator.core import slices
 from orchestrator.core.fleet import DeathCause, SliceFailed, SliceFailure, SliceReported
-from orchestrator.core.leak_detector import observed
+from orchestrator.core.leak_detector import observe
 from orchestrator.core.silence import NOT_SEEN
 from orchestrator.core.slot import (
     Abandon,
@@ -34,7 +34,7 @@ from orchestrator.core.slot import (
     Transition,
     changed,
 )
-from orchestrator.core.training import followed
+from orchestrator.core.training import follow
 from workers.messages import STARVED, Report, Verdict, WorkerState
 from workers.units import MIB
 
@@ -145,7 +145,7 @@ def _counted(slot: Slot, flight: Flight, report: Report, moment: Moment) -> Slot
         state=report.state,
         reason=report.reason,
         report=report,
-        training=followed(slot.training, report),
+        training=follow(slot.training, report),
         device=report.device if report.device is not None else slot.device,
         resume=report.resume if report.resume is not None else slot.resume,
         counts=slot.counts + report.counts,
@@ -154,7 +154,7 @@ def _counted(slot: Slot, flight: Flight, report: Report, moment: Moment) -> Slot
         else slot.first_report_s,
         worked_s=slot.worked_s + (0.0 if moment.ends_at_s is None else slices.worked_s(report)),
         errors_in_a_row=slot.errors_in_a_row + 1 if report.error is not None else 0,
-        leak=observed(slot.leak, report),
+        leak=observe(slot.leak, report),
     )
 
 

@@ -198,9 +198,7 @@ class Slot:
     first_report_s: float | None = None
     """When it first reported more than that it warms up, in this head's time."""
     worked_s: float = 0.0
-    """Time for which it worked or was held since then, once the run counts
-    (`slices.worked_s`).
-    """
+    """Time for which it worked or was held since then, once the run counts (`slices.worked_s`)."""
     ended_stale: bool = False
     """Whether its slice was overdue by more than `stale_after_s` when the run ended; `reason` says
     by how much.

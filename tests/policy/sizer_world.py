@@ -121,8 +121,8 @@ class Loop:
     def ask(self) -> int | None:
         said_bytes = self._said_bytes()
         self.questions += 1
-        self.state, size = Sizer.asked(
-            self.state, self.bounds, *self._noted(Sizer.asked, said_bytes)
+        self.state, size = Sizer.next_size(
+            self.state, self.bounds, *self._noted(Sizer.next_size, said_bytes)
         )
         if self.shell is not None:
             assert (self.shell.next(said_bytes), self.shell.reason) == (size, self.state.reason)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.policy.memory_seen import FreeMemory, sampled
+from workers.policy.memory_seen import FreeMemory, with_sample
 
 GIB = 2.0**30
 
@@ -18,7 +18,7 @@ GIB = 2.0**30
 def fed(samples: Iterable[float]) -> FreeMemory:
     level: FreeMemory | None = None
     for sample in samples:
-        level = sampled(level, sample)
+        level = with_sample(level, sample)
     assert level is not None
     return level
 
@@ -56,14 +56,14 @@ def test_few_samples_are_worth_less_than_many() -> None:
 
 @pytest.mark.parametrize("now_bytes", [2 * GIB, 8 * GIB], ids=["taken", "given"])
 def test_memory_that_is_taken_or_given_shows_at_once(now_bytes: int) -> None:
-    assert sampled(fed(noisy(100)), now_bytes).level_bytes == now_bytes
+    assert with_sample(fed(noisy(100)), now_bytes).level_bytes == now_bytes
 
 
 def test_an_exact_sample_is_used_as_it_is_and_others_are_not() -> None:
     level = fed(noisy(50))
-    exact = sampled(level, 4.4 * GIB, exact=True)
+    exact = with_sample(level, 4.4 * GIB, exact=True)
     assert exact.usable_bytes == exact.likely_bytes == 4.4 * GIB
-    assert sampled(level, 4.4 * GIB).usable_bytes < 4.4 * GIB
+    assert with_sample(level, 4.4 * GIB).usable_bytes < 4.4 * GIB
 
 
 @given(samples=st.lists(st.floats(0.0, 1e13), min_size=1, max_size=40), exact=st.booleans())
@@ -72,7 +72,7 @@ def test_usable_is_never_more_than_was_seen_and_never_negative(
 ) -> None:
     level: FreeMemory | None = None
     for place, sample in enumerate(samples, start=1):
-        level = sampled(level, sample, exact=exact)
+        level = with_sample(level, sample, exact=exact)
         assert 0.0 <= level.usable_bytes <= max(samples[:place]) * (1 + 1e-9)
         assert level.usable_bytes <= level.likely_bytes
 
@@ -80,18 +80,22 @@ def test_usable_is_never_more_than_was_seen_and_never_negative(
 def test_a_third_piece_is_expected_after_two_in_a_row_and_what_has_failed_a_step_for_two_minutes() -> (
     None
 ):
-    level = sampled(sampled(None, 100.0, exact=True), 90.0, 0.1, exact=True)
+    level = with_sample(with_sample(None, 100.0, exact=True), 90.0, 0.1, exact=True)
     assert level.usable_bytes == 90.0
-    level = sampled(level, 80.0, 0.2, exact=True)
+    level = with_sample(level, 80.0, 0.2, exact=True)
     assert 65.0 < level.usable_bytes < 70.0
-    assert sampled(level, 80.0, 1.2, exact=True).usable_bytes == 80.0
-    apart = sampled(sampled(None, 90.0, exact=True), 80.0, 2.0, exact=True)
-    assert sampled(apart, 70.0, 4.0, exact=True).usable_bytes == 70.0
+    assert with_sample(level, 80.0, 1.2, exact=True).usable_bytes == 80.0
+    apart = with_sample(with_sample(None, 90.0, exact=True), 80.0, 2.0, exact=True)
+    assert with_sample(apart, 70.0, 4.0, exact=True).usable_bytes == 70.0
 
-    jittery = sampled(sampled(None, 100.0, exact=True), 96.0, exact=True, failed=True)
-    assert sampled(jittery, 100.0, 119.0, exact=True).usable_bytes == 100.0 * (1.0 - jittery.jitter)
+    jittery = with_sample(with_sample(None, 100.0, exact=True), 96.0, exact=True, failed=True)
+    assert with_sample(jittery, 100.0, 119.0, exact=True).usable_bytes == 100.0 * (
+        1.0 - jittery.jitter
+    )
     assert 0.039 < jittery.jitter < 0.041
-    assert sampled(jittery, 100.0, 120.0, exact=True).usable_bytes == 100.0
-    taken = sampled(jittery, 40.0, 1.0, exact=True)
+    assert with_sample(jittery, 100.0, 120.0, exact=True).usable_bytes == 100.0
+    taken = with_sample(jittery, 40.0, 1.0, exact=True)
     assert taken.usable_bytes == 40.0 * (1.0 - taken.jitter)
-    assert sampled(taken, 100.0, 2.0, exact=True).usable_bytes == 100.0, "a program was the reason"
+    assert with_sample(taken, 100.0, 2.0, exact=True).usable_bytes == 100.0, (
+        "a program was the reason"
+    )

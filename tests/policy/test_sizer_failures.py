@@ -19,7 +19,7 @@ def worked(bounds: Bounds, steps: int) -> Sizer:
     """The state after so many steps under free memory that is told, whose needs are their sizes."""
     state = Sizer.cold(bounds)
     for second in range(steps):
-        state, size = Sizer.asked(state, bounds, float(second), _FREE_BYTES)
+        state, size = Sizer.next_size(state, bounds, float(second), _FREE_BYTES)
         assert size is not None
         state = Sizer.succeeded(state, bounds, second + 0.5, size, size)
     return state
@@ -34,7 +34,9 @@ def test_while_nothing_fits_failures_stay_within_what_is_allowed(
     bounds = Bounds(largest=40, smallest=smallest, failures_per_minute=failures_per_minute)
     state, failed_s = worked(bounds, 30), list[float]()
     for second in range(100, 700):
-        state, size = Sizer.asked(state, bounds, float(second), 1000 * second if second % 2 else 10)
+        state, size = Sizer.next_size(
+            state, bounds, float(second), 1000 * second if second % 2 else 10
+        )
         if size is not None:
             state = Sizer.failed(state, bounds, second + 0.5, size)
             failed_s.append(second + 0.5)
@@ -59,14 +61,14 @@ def test_what_had_ended_well_is_given_up_although_heavy_steps_come_often() -> No
     for gap in (1, 3, 2):  # so that no period is seen
         for ratio in (*[1.0] * gap, 2.0 * MUCH_MORE):
             at_s += 0.1
-            state, size = Sizer.asked(state, bounds, at_s, _FREE_BYTES)
+            state, size = Sizer.next_size(state, bounds, at_s, _FREE_BYTES)
             assert size is not None
             state = Sizer.succeeded(state, bounds, at_s, size, int(ratio * size))
     assert state.heavy.factor(at_s) > 1.0
     sizes = list[int]()
     for _ in range(40):
         at_s += 0.1
-        state, size = Sizer.asked(state, bounds, at_s, None)
+        state, size = Sizer.next_size(state, bounds, at_s, None)
         if size is not None:
             state = Sizer.failed(state, bounds, at_s, size)
             sizes.append(size)
@@ -85,7 +87,7 @@ def test_absurd_peaks_of_the_only_size_are_forgotten_after_two_steps(*, peaks: b
     for at_s in (10.0, 11.0):
         state = Sizer.succeeded(state, bounds, at_s, 8, 10**15)
     for second in range(20, 320):
-        state, size = Sizer.asked(state, bounds, float(second), _FREE_BYTES)
+        state, size = Sizer.next_size(state, bounds, float(second), _FREE_BYTES)
         rests += size is None
         if size is not None:
             state = Sizer.succeeded(state, bounds, second + 0.5, size, size if peaks else None)

@@ -100,7 +100,7 @@ def replayed(
         before = pickle.loads(pickle.dumps(state))  # noqa: S301 - our own
         answer = reducer(before, bounds, *told)
         assert reducer(before, bounds, *told) == answer
-        question = reducer is Sizer.asked
+        question = reducer is Sizer.next_size
         state, size = answer if question else (answer, None)
         yield state, size, question
 
@@ -352,13 +352,16 @@ def reports(draw: st.DrawFn) -> list[Event]:
     at_s, events = 0.0, list[Event]()
     for kind in draw(
         st.lists(
-            st.sampled_from([Sizer.asked, Sizer.asked, Sizer.succeeded, Sizer.failed]), max_size=40
+            st.sampled_from([Sizer.next_size, Sizer.next_size, Sizer.succeeded, Sizer.failed]),
+            max_size=40,
         )
     ):
         at_s += draw(st.sampled_from([0.0, 1e-6, 1.0, 60.0]) | pauses_s)
-        told = {Sizer.asked: [amounts], Sizer.succeeded: [sizes, amounts], Sizer.failed: [sizes]}[
-            kind
-        ]
+        told = {
+            Sizer.next_size: [amounts],
+            Sizer.succeeded: [sizes, amounts],
+            Sizer.failed: [sizes],
+        }[kind]
         events.append((kind, (at_s, *map(draw, told))))
     return events
 

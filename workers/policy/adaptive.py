@@ -280,10 +280,7 @@ def _stepping(memory: MemorySettings, workload: WorkloadSpec, growth: Growth) ->
     # model.
     first = _units(sizes[-1], batches[0], growth) if len(batches) > 1 else None
     return Ladder(
-        units=tuple(steps),
-        run=steps.__getitem__,
-        needed_bytes=growth.needed_bytes,
-        first=first,
+        units=tuple(steps), run=steps.__getitem__, needed_bytes=growth.needed_bytes, first=first
     )
 
 

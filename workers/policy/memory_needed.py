@@ -201,7 +201,7 @@ def footprint_of(learned: Learned, power: float) -> Footprint | None:
     return Footprint(x, here, far_x, max(1.0, here - unit_bytes * (x - far_x)), unit_bytes)
 
 
-def measured(line: Footprint | None, x: float, peak_bytes: float, at_s: float) -> Footprint:
+def with_peak(line: Footprint | None, x: float, peak_bytes: float, at_s: float) -> Footprint:
     """Return the line after a step of `x` that took `peak_bytes` and ended at `at_s`."""
     if line is None:
         return first_footprint(x, peak_bytes, at_s)

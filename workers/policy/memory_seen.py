@@ -110,7 +110,7 @@ class FreeMemory(NamedTuple):
         return self.likely_bytes * kept * (1.0 - max(self.fall, self.jitter))
 
 
-def sampled(
+def with_sample(
     level: FreeMemory | None,
     sample_bytes: float,
     at_s: float = 0.0,

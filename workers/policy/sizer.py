@@ -33,18 +33,18 @@ from workers.policy.memory_needed import (
     Footprint,
     HeavySteps,
     footprint_of,
-    measured,
+    with_peak,
 )
-from workers.policy.memory_seen import MINUTE_S, FreeMemory, sampled
+from workers.policy.memory_seen import MINUTE_S, FreeMemory, with_sample
 from workers.policy.sizes_tried import (
     Bounds,
     Bracket,
     Proof,
     Proofs,
     largest_proven,
-    proven,
-    refuted,
     started_at,
+    with_proof,
+    without_refuted,
 )
 from workers.settings import Learned
 
@@ -143,7 +143,7 @@ class Sizer(NamedTuple):
         """Say whether no step as large has ended well in the last minutes."""
         return not self.has_worked or size > max(self.bracket.good or 0, self.bracket.best)
 
-    def asked(
+    def next_size(
         self, bounds: Bounds, at_s: float, free_bytes: int | None
     ) -> tuple[Sizer, int | None]:
         """Return the state when a step is about to begin, and its size: none while nothing may run.
@@ -213,8 +213,8 @@ class Sizer(NamedTuple):
                 doubts = 0
         return self._replace(
             bracket=bracket,
-            proofs=proven(self.proofs, Proof(size, self._memory_bytes(unknown=0.0), at_s)),
-            line=line if peak_bytes is None else measured(line, x, peak_bytes, at_s),
+            proofs=with_proof(self.proofs, Proof(size, self._memory_bytes(unknown=0.0), at_s)),
+            line=line if peak_bytes is None else with_peak(line, x, peak_bytes, at_s),
             doubts=doubts,
             contradicted_bytes=contradicted_bytes,
             failed_size=None,
@@ -236,7 +236,7 @@ class Sizer(NamedTuple):
         if heavy.is_due:  # it says nothing of the steps between
             ordinary_size = int(size * self.factor ** (1.0 / bounds.power))
         else:
-            proofs = refuted(proofs, size, self._memory_bytes(unknown=math.inf))
+            proofs = without_refuted(proofs, size, self._memory_bytes(unknown=math.inf))
         failures = (*self.failures, (at_s, ordinary_size))[-2 * bounds.failures_per_minute :]
         if line is not None and line.predicts(x):
             shown = (at_least_bytes or 0) / line.bytes_at(x)
@@ -297,7 +297,9 @@ class Sizer(NamedTuple):
             return state._replace(level=level._replace(exact=False)) if level.exact else state
 
         before_bytes = math.inf if level is None else level.most_bytes
-        level = sampled(level, float(free_bytes), at_s, exact=bounds.exact_samples, failed=unsure)
+        level = with_sample(
+            level, float(free_bytes), at_s, exact=bounds.exact_samples, failed=unsure
+        )
         state = state._replace(level=level)
         if state.low_bytes is not None and unsure:
             state = state._replace(low_bytes=min(state.low_bytes, level.sample_bytes))
@@ -332,7 +334,9 @@ class Sizer(NamedTuple):
                 heavy=now._replace(ratio=before.ratio)
                 if before.confirmed
                 else before._replace(ordinary=now.ordinary),
-                proofs=self.proofs if bad is None else refuted(unjudged.proofs, bad, low_bytes),
+                proofs=self.proofs
+                if bad is None
+                else without_refuted(unjudged.proofs, bad, low_bytes),
             )
         if bad is None or self.heavy.confirmed:
             return state._replace(bracket=self.bracket.forgiven())

@@ -240,7 +240,7 @@ class Proof(NamedTuple):
 Proofs = tuple[Proof, ...]
 
 
-def proven(proofs: Proofs, new: Proof) -> Proofs:
+def with_proof(proofs: Proofs, new: Proof) -> Proofs:
     """Return the proofs with a new one, which replaces those of sizes near to it."""
     for old in proofs:
         if (
@@ -253,7 +253,7 @@ def proven(proofs: Proofs, new: Proof) -> Proofs:
     return (*kept, new)
 
 
-def refuted(proofs: Proofs, size: int, memory_bytes: float) -> Proofs:
+def without_refuted(proofs: Proofs, size: int, memory_bytes: float) -> Proofs:
     """Return the proofs that remain after a failure of this size under so much memory.
 
     It says the same of sizes down to the share that is kept after it.

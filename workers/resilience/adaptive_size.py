@@ -78,7 +78,7 @@ class AdaptiveSize:
                 use again, within its cap. `None` when nothing was measured since the last call, or
                 there is no signal.
         """
-        self._state, size = self._state.asked(self._bounds, self._clock(), free_bytes)
+        self._state, size = self._state.next_size(self._bounds, self._clock(), free_bytes)
         return size
 
     def succeeded(self, size: int, peak_bytes: int | None = None) -> None:
