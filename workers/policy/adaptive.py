@@ -99,7 +99,7 @@ class AdaptivePolicy:
             sizer = sizer.succeeded(bounds, event.at_s, units, event.peak_bytes)
             if not calibrated:
                 sizer, calibrated = sizer._replace(line=_filled(units, event.peak_bytes)), True
-        sizer, now = sizer.asked(bounds, event.at_s, event.allowed_bytes)
+        sizer, now = sizer.next_size(bounds, event.at_s, event.allowed_bytes)
         reason = sizer.reason
         if now is not None and event.allowed_bytes is not None:
             # The workload may say what it needs; the sizer would have to learn it by failing.
