@@ -1,7 +1,4 @@
-"""What `run --chaos` asks for: the grammar of the option, and what a cluster must be for it.
-
-Does not choose the slices (`injection.py`), and injects nothing. Pure.
-"""
+"""What `run --chaos` asks for: the grammar of the option, and what a cluster must be for it. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from typing import Any
 from orchestrator.config.duration import format_duration, parse_duration
 from orchestrator.errors import Problem, UsageError
 from workers.messages import FaultKind
-from workers.settings import FailureKind, StepFaults
+from workers.settings import FailureKind
 
 #: Longest text of the option; a plan that needs more is a typing error.
 _MAX_CHARS = 2000
@@ -28,11 +25,10 @@ _MIN_EVERY_S = 1.0
 #: How long an ended node stays down unless the user says: long enough for Ray to notice.
 _NODE_PAUSE_S = 15.0
 
-#: Faults of single steps and checks: they happen inside a worker, and reports name them by their
-#: events.
+#: Faults of single steps and checks, which reports name by their events.
 STEP_FAULTS = frozenset({FaultKind.OOM, FaultKind.RAISE, FaultKind.FLIP})
 
-#: Faults of a whole process: the directive of a slice carries them.
+#: Faults of a whole process.
 _STRIKES = tuple(kind for kind in FaultKind if kind not in {*STEP_FAULTS, FaultKind.NODE})
 
 _VALID = {
@@ -109,24 +105,22 @@ class ChaosPlan:
     node_faults: tuple[NodeFault, ...] = ()
     """In the order of their times."""
 
-    def step_faults(self) -> StepFaults | None:
-        """What every worker gets; `None` if no fault of this plan happens inside a worker."""
+    def step_faults(self) -> dict[str, Any] | None:
+        """What every worker gets: fields of `workers.workloads.chaos.StepFaults`.
+
+        `None` if no fault of this plan happens inside a worker.
+        """
         if all(rule.kind is FaultKind.NODE for rule in self.rules):
             return None
-        rates = {rule.kind: rule.rate or 0.0 for rule in self.rules}
-        oom = next(
-            (rule for rule in self.rules if rule.kind is FaultKind.OOM),
-            FaultRule(kind=FaultKind.OOM),
-        )
-        return StepFaults(
-            seed=self.seed,
-            oom_rate=oom.rate or 0.0,
-            oom_num=oom.num,
-            oom_skip=oom.skip,
-            oom_kind=oom.oom_kind,
-            raise_rate=rates.get(FaultKind.RAISE, 0.0),
-            flip_rate=rates.get(FaultKind.FLIP, 0.0),
-        )
+        faults: dict[str, Any] = {"seed": self.seed}
+        for rule in self.rules:
+            if rule.kind in STEP_FAULTS:
+                faults[f"{rule.kind}_rate"] = rule.rate or 0.0
+            if rule.kind is FaultKind.OOM:
+                faults |= {
+                    "oom_num": rule.num, "oom_skip": rule.skip, "oom_kind": rule.oom_kind.value
+                }
+        return faults
 
     def kinds(self) -> tuple[FaultKind, ...]:
         """The kinds of fault that it can bring, in the order of `FaultKind`."""
@@ -175,7 +169,9 @@ def parse_chaos(text: str, seed: int = 0) -> ChaosPlan:
     )
 
 
-def check(plan: ChaosPlan, nodes: Collection[str], head_node: str, *, is_rehearsal: bool) -> None:
+def check_nodes(
+    plan: ChaosPlan, nodes: Collection[str], head_node: str, *, is_rehearsal: bool
+) -> None:
     """Refuse, as a `UsageError`, faults of nodes outside a rehearsal, or of one that is not there
     or the head's.
     """
