@@ -292,7 +292,7 @@ _TRAINING = (
     _field(
         "saved_step",
         "saved",
-        metric=_gauge("slot_train_saved_step", "Optimiser steps in the last snapshot."),
+        metric=_gauge("slot_train_saved_step", "Optimiser steps in the last checkpoint."),
     ),
     _field(
         "redone_steps",

@@ -61,7 +61,7 @@ class Row:
     """One slot of the health table; `ROW_KEYS` are its keys in summary.json.
 
     Counts are the head's, over the whole run: they outlive the process in the slot and never go
-    backwards. Progress does, when a process begins at a snapshot.
+    backwards. Progress does, when a process begins at a checkpoint.
     """
 
     slot: str

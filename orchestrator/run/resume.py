@@ -115,7 +115,7 @@ def _slot(record: SlotRecord) -> Slot:
     )
     orders = _orders(record.orders or {})
     if orders.hold is not None and not done:
-        finished = {"state": HeadState.HELD, "reason": "it gets no work until `resume`"}
+        finished = {"state": HeadState.HELD, "reason": "it gets no work until `unpause`"}
     told = {
         name: value
         for name in Progress.__slots__

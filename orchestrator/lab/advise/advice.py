@@ -398,7 +398,7 @@ _WHAT_TO_DO: Final[Mapping[Cause, Callable[[Found, RunFacts], Advice]]] = Mappin
             "Keep that PC in the cluster: type this there.",
             "python -m orchestrator up {node} --exec --stay",
         ),
-        Cause.HELD: _typing("Let them work again.", "python -m orchestrator resume {slots}"),
+        Cause.HELD: _typing("Let them work again.", "python -m orchestrator unpause {slots}"),
         Cause.QUARANTINED: _typing(
             "Read why, then start them again.", "python -m orchestrator reinstate {slots}"
         ),
