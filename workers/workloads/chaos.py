@@ -102,10 +102,9 @@ class Chaotic(_Base):
 
     def check(self, seed: int) -> Check | None:
         """Check the latest result, after a bit of it was flipped if that is due."""
-        tamper = getattr(self, "tamper", None)
-        if self._flips.random() < self._faults.flip_rate and tamper is not None:
-            if tamper(seed) is not None:
-                self._note(FaultKind.FLIP)
+        tamper = getattr(self, "tamper", lambda _seed: None)
+        if self._flips.random() < self._faults.flip_rate and tamper(seed) is not None:
+            self._note(FaultKind.FLIP)
         return super().check(seed)
 
     def _note(self, kind: FaultKind) -> None:

@@ -33,6 +33,7 @@ from orchestrator.lab.burn.sweep import (
     points_of,
 )
 from orchestrator.lab.burn.verb import MakeEnvironment, run_and_judge, say
+from orchestrator.lab.sensors import FakeSensors
 from orchestrator.record.summary import SCHEMA, summary_text, write_summary
 from orchestrator.run import runner as runs
 from orchestrator.run.environment import Environment, Mode
@@ -139,7 +140,7 @@ def _check(environment: Environment, options: runs.Options) -> None:
 
     On the nodes of a cluster, their agents say whether they may.
     """
-    if options.fake_sensors is not None:
+    if any(isinstance(each, FakeSensors) for each in options.experiments):
         return
     if environment.mode is Mode.REHEARSE:
         raise UsageError(

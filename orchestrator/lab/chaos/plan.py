@@ -118,7 +118,9 @@ class ChaosPlan:
                 faults[f"{rule.kind}_rate"] = rule.rate or 0.0
             if rule.kind is FaultKind.OOM:
                 faults |= {
-                    "oom_num": rule.num, "oom_skip": rule.skip, "oom_kind": rule.oom_kind.value
+                    "oom_num": rule.num,
+                    "oom_skip": rule.skip,
+                    "oom_kind": rule.oom_kind.value,
                 }
         return faults
 
