@@ -420,10 +420,11 @@ def burn(  # noqa: PLR0913 - one parameter for each option of the command
     run_dir: opt.NewRunDir = None,
     fake_sensors: opt.FakeSensors = None,
     apply_power_limit: opt.ApplyPowerLimit = False,
-    sweep: opt.SweepOf = None,
+    sweep_text: opt.SweepOf = None,
 ) -> None:
     """Validate every card: PASS or FAIL. In three phases: caps and precision, heat, full load."""
-    from orchestrator.lab.burn import phases, sweep_verb, verb
+    from orchestrator.lab.burn import phases, sweep
+    from orchestrator.lab.burn.verdict import Phase
     from orchestrator.run import environment as environments
     from orchestrator.run import runner
 
@@ -442,17 +443,16 @@ def burn(  # noqa: PLR0913 - one parameter for each option of the command
         experiments=tuple(_experiments(fake_sensors)),
         apply_power_limit=apply_power_limit,
     )
-    if sweep is not None:
+    if sweep_text is not None:
         if phase or apply_power_limit:
             raise UsageError(
                 "--sweep sets the cards itself, and has no phases: it excludes --phase, "
                 "--apply-power-limit"
             )
-        raise typer.Exit(
-            sweep_verb.typed(sweep, loaded, make_environment, duration_s(duration), options)
-        )
-    wanted = {phases.Phase(number) for number in phase or (1, 2, 3)}
-    raise typer.Exit(verb.burn(loaded, make_environment, heat_s, wanted, options))
+        step_s = duration_s(duration) or sweep.STEP_S
+        raise typer.Exit(sweep.burn_sweep(loaded, make_environment, sweep_text, step_s, options))
+    wanted = {Phase(number) for number in phase or (1, 2, 3)}
+    raise typer.Exit(phases.burn(loaded, make_environment, heat_s, wanted, options))
 
 
 @app.command()

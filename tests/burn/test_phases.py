@@ -6,7 +6,8 @@ import pytest
 
 from orchestrator.config.load import config_from_data
 from orchestrator.config.schema import Config
-from orchestrator.lab.burn.phases import HEAT_S, Phase, number_types, takes
+from orchestrator.lab.burn.phases import HEAT_S, number_types, takes
+from orchestrator.lab.burn.verdict import Phase
 
 ALL = ("fp32", "tf32", "fp16", "bf16")
 

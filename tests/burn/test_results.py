@@ -14,10 +14,15 @@ from rich.console import Console
 
 from orchestrator.config.load import config_from_data
 from orchestrator.core.slot import HeadState
-from orchestrator.lab.burn.drawing import result_lines
-from orchestrator.lab.burn.phases import Phase, takes
-from orchestrator.lab.burn.results import BurnResult, Taken, by_phase, result_dict
-from orchestrator.lab.burn.verdict import Judged, judge
+from orchestrator.lab.burn.phases import takes
+from orchestrator.lab.burn.results import (
+    BurnResult,
+    Taken,
+    by_phase,
+    result_dict,
+    result_lines,
+)
+from orchestrator.lab.burn.verdict import Judged, Phase, judge
 from orchestrator.record.summary import summary_text
 from orchestrator.view.cells import ASCII, UNICODE, Glyphs
 from tests.burn.scene import GOOD as SEEN

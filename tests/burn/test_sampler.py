@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.core.slot import HeadState
-from orchestrator.lab.burn.verb import Sampler, told
+from orchestrator.lab.burn.phases import Sampler, warnings_of
 from orchestrator.record.model import Snapshot
 from orchestrator.record.records import STORE_NAME
 from orchestrator.record.store import RunStore
@@ -66,8 +66,8 @@ def test_what_the_store_tells_of_alarms_and_of_checks_that_ended(tmp_path: Path)
     ):
         store.event({"at": at, "event": name, "slot": slot, **details})
     store.commit()
-    assert told(tmp_path) == ({"pc1/0": ["power brake"]}, {"pc1/0": r"no memory\nfor it"})
-    assert told(None) == told(tmp_path / "nowhere") == ({}, {})
+    assert warnings_of(tmp_path) == ({"pc1/0": ["power brake"]}, {"pc1/0": r"no memory\nfor it"})
+    assert warnings_of(None) == warnings_of(tmp_path / "nowhere") == ({}, {})
 
 
 def test_every_worker_has_its_own_samples_its_last_row_and_its_alarms() -> None:

@@ -14,15 +14,17 @@ from orchestrator.errors import UsageError
 from orchestrator.lab.burn import phases
 from orchestrator.lab.burn.results import Taken
 from orchestrator.lab.burn.sweep import (
-    Lever,
-    Point,
     Sweep,
+    SweepPoint,
+    SweepResult,
+    SweptSetting,
     efficient,
     next_value,
     parse_sweep,
     points_of,
+    sweep_dict,
+    sweep_lines,
 )
-from orchestrator.lab.burn.sweep_verb import SweepResult, sweep_dict, sweep_lines
 from orchestrator.lab.burn.verdict import judge
 from orchestrator.record.model import Row
 from orchestrator.view.cells import UNICODE
@@ -43,7 +45,7 @@ def taken(
     return Taken(take=TAKE, workers=workers, folder=Path("runs/x"), elapsed_s=90.0, error=error)
 
 
-def at(value: int, watts: float, rate: float, stop: str | None = None) -> Point:
+def at(value: int, watts: float, rate: float, stop: str | None = None) -> SweepPoint:
     return points_of(value, [taken(ROW, power_w=watts, tflops=rate)])[0] if stop is None else replace(
         at(value, watts, rate), stop=stop
     )  # fmt: skip
@@ -52,13 +54,13 @@ def at(value: int, watts: float, rate: float, stop: str | None = None) -> Point:
 @pytest.mark.parametrize(
     ("text", "lever", "values"),
     [
-        ("power=200..350:50", Lever.POWER, (350, 300, 250, 200)),
-        ("memory-offset=0..500:100", Lever.MEMORY_OFFSET, (0, 100, 200, 300, 400, 500)),
-        ("memory-offset=-100..100:100", Lever.MEMORY_OFFSET, (-100, 0, 100)),
+        ("power=200..350:50", SweptSetting.POWER, (350, 300, 250, 200)),
+        ("memory-offset=0..500:100", SweptSetting.MEMORY_OFFSET, (0, 100, 200, 300, 400, 500)),
+        ("memory-offset=-100..100:100", SweptSetting.MEMORY_OFFSET, (-100, 0, 100)),
     ],
 )
 def test_power_goes_down_and_an_offset_goes_up(
-    text: str, lever: Lever, values: tuple[int, ...]
+    text: str, lever: SweptSetting, values: tuple[int, ...]
 ) -> None:
     assert parse_sweep(text) == Sweep(lever=lever, values=values)
 

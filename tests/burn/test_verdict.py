@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.core.slot import HeadState
-from orchestrator.lab.burn.phases import Phase
 from orchestrator.lab.burn.verdict import (
     PURPOSE,
+    BurnVerdict,
     Check,
     Judged,
     Measured,
+    Phase,
     Sample,
-    Verdict,
     judge,
     overall,
     verdict_of,
@@ -26,10 +26,10 @@ from tests.burn.scene import ROW, measured
 from tests.counting import with_changes
 from workers.messages import WorkerState
 
-PASS, FAIL, NOT_JUDGED = Verdict.PASS, Verdict.FAIL, Verdict.NOT_JUDGED
+PASS, FAIL, NOT_JUDGED = BurnVerdict.PASS, BurnVerdict.FAIL, BurnVerdict.NOT_JUDGED
 
 
-def verdict(judged: Judged, check: Check) -> Verdict:
+def verdict(judged: Judged, check: Check) -> BurnVerdict:
     return judged.findings[check].verdict
 
 
@@ -92,7 +92,7 @@ RUNNING, EMERGENCY, PAUSED = WorkerState.RUNNING, WorkerState.EMERGENCY, WorkerS
         (Check.THROUGHPUT, {"length_s": 70.0}, PASS, ""),
     ],
 )  # fmt: skip
-def test_where_a_pass_ends(check: Check, seen: Seen, expected: Verdict, said: str) -> None:
+def test_where_a_pass_ends(check: Check, seen: Seen, expected: BurnVerdict, said: str) -> None:
     finding = judge(measured(**seen)).findings[check]
     assert finding.verdict is expected
     assert said in finding.text
@@ -123,7 +123,7 @@ def test_where_a_pass_ends(check: Check, seen: Seen, expected: Verdict, said: st
     ],
 )
 def test_what_a_row_says_of_its_worker(
-    check: Check, changes: dict[str, Any], expected: Verdict, said: str
+    check: Check, changes: dict[str, Any], expected: BurnVerdict, said: str
 ) -> None:
     finding = judge(measured(with_changes(ROW, **changes))).findings[check]
     assert finding.verdict is expected
@@ -182,8 +182,8 @@ def test_a_phase_that_was_cut_short_or_had_no_workers_has_no_pass(phase: Phase) 
     assert Check.ERRORS in PURPOSE[phase]
 
 
-@given(st.lists(st.sampled_from(Verdict), max_size=6))
-def test_only_passes_pass(verdicts: list[Verdict]) -> None:
+@given(st.lists(st.sampled_from(BurnVerdict), max_size=6))
+def test_only_passes_pass(verdicts: list[BurnVerdict]) -> None:
     assert (overall(verdicts) is PASS) == (bool(verdicts) and all(one is PASS for one in verdicts))
     assert (overall(verdicts) is FAIL) == (FAIL in verdicts)
 

@@ -8,10 +8,16 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from orchestrator.lab.tune.journal import Journal
+from orchestrator.lab.tune.arms import BASELINE
 from orchestrator.lab.tune.levers import Candidate
-from orchestrator.lab.tune.measuring import BaselineError, Clock, Measuring, Plan, arms_at_once
-from orchestrator.lab.tune.rounds import BASELINE
+from orchestrator.lab.tune.measuring import (
+    BaselineError,
+    Clock,
+    Journal,
+    Measuring,
+    Plan,
+    arms_at_once,
+)
 from workers.tuning.messages import Opened
 
 GIB = 2**30

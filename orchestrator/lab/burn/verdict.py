@@ -1,8 +1,8 @@
 """The verdict on a worker, a node and a phase: measurements in, findings out.
 
-Covers memory (VRAM > 90 %), heat (below 80 C sustained), errors, and what
-"sustained" and "stable" mean here. Does not measure (`verb.py`), and knows no clock: times are
-seconds since the work began. Pure.
+Covers memory (VRAM > 90 %), heat (below 80 C sustained), errors, and what "sustained" and "stable"
+mean here. Does not measure (`phases.py`), and knows no clock: times are seconds since the work
+began. Pure.
 
 A metric that could not be measured is not judged, and that is never a pass: a phase whose purpose
 could not be judged has no verdict.
@@ -13,13 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from itertools import groupby
 from statistics import fmean, median, pstdev
 from typing import TypeAlias
 
 from orchestrator.core.slot import HeadState, SlotState
-from orchestrator.lab.burn.phases import Phase
 from orchestrator.record.model import Row
 from orchestrator.view.phrases import counted
 from workers.messages import STARVED, WorkerState
@@ -43,7 +42,20 @@ _WINDOW_S = 10.0
 _WINDOWS_LEAST = 4
 
 
-class Verdict(StrEnum):
+class Phase(IntEnum):
+    """Which of the three."""
+
+    CAPS = 1
+    HEAT = 2
+    FULL_LOAD = 3
+
+    @property
+    def title(self) -> str:
+        """In words."""
+        return {1: "caps and precision", 2: "heat", 3: "full load"}[self.value]
+
+
+class BurnVerdict(StrEnum):
     """What came out."""
 
     PASS = "pass"  # noqa: S105 - no password
@@ -101,7 +113,7 @@ _THROTTLE_MOST_PCT = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class WorkerSample:
     """One worker at one moment."""
 
     at_s: float
@@ -124,7 +136,7 @@ class Measured:
     """As the run ended."""
     length_s: float
     """Planned, of the run."""
-    samples: Sequence[Sample]
+    samples: Sequence[WorkerSample]
     alarms: tuple[str, ...] = ()
     """Names of the alarms that its card raised."""
     unchecked: str | None = None
@@ -167,7 +179,7 @@ class Figures:
 class Finding:
     """The verdict on one metric, and why."""
 
-    verdict: Verdict
+    verdict: BurnVerdict
     text: str
 
 
@@ -193,28 +205,30 @@ def judge(measured: Measured) -> Judged:
     return Judged(row=measured.row, figures=figures, findings=findings, alarms=measured.alarms)
 
 
-def verdict_of(phase: Phase, judged: Iterable[Judged], *, whole: bool = True) -> Verdict:
+def verdict_of(phase: Phase, judged: Iterable[Judged], *, whole: bool = True) -> BurnVerdict:
     """Return the verdict on some workers in a phase: all must be good, its purpose judged, and it
     must have ended.
     """
     workers = list(judged)
     if any(
-        finding.verdict is Verdict.FAIL
+        finding.verdict is BurnVerdict.FAIL
         for worker in workers
         for finding in worker.findings.values()
     ):
-        return Verdict.FAIL
+        return BurnVerdict.FAIL
     needed = [worker.findings[check].verdict for worker in workers for check in PURPOSE[phase]]
-    passed = whole and needed and all(verdict is Verdict.PASS for verdict in needed)
-    return Verdict.PASS if passed else Verdict.NOT_JUDGED
+    passed = whole and needed and all(verdict is BurnVerdict.PASS for verdict in needed)
+    return BurnVerdict.PASS if passed else BurnVerdict.NOT_JUDGED
 
 
-def overall(verdicts: Iterable[Verdict]) -> Verdict:
+def overall(verdicts: Iterable[BurnVerdict]) -> BurnVerdict:
     """Return the verdict on several phases: one failure fails, and only passes pass."""
     known = list(verdicts)
-    if Verdict.FAIL in known:
-        return Verdict.FAIL
-    return Verdict.PASS if known and set(known) == {Verdict.PASS} else Verdict.NOT_JUDGED
+    if BurnVerdict.FAIL in known:
+        return BurnVerdict.FAIL
+    return (
+        BurnVerdict.PASS if known and set(known) == {BurnVerdict.PASS} else BurnVerdict.NOT_JUDGED
+    )
 
 
 def error_count(row: Row, figures: Figures) -> int:
@@ -274,7 +288,7 @@ def _pct_of(flags: Iterable[bool]) -> float | None:
     return 100 * sum(known) / len(known) if known else None
 
 
-def _windows(samples: Sequence[Sample], warm_up_s: float) -> list[float]:
+def _windows(samples: Sequence[WorkerSample], warm_up_s: float) -> list[float]:
     """Return means that do not overlap; a window without work has a mean of 0."""
     found: list[float] = []
     due_s = warm_up_s + _WINDOW_S
@@ -299,7 +313,7 @@ def _longest_s(flags: Sequence[tuple[float, bool]]) -> float:
 #: Whether a metric is good, or `None` if it could not be judged; and why.
 _Opinion: TypeAlias = tuple[bool | None, str]
 
-_VERDICTS = {True: Verdict.PASS, False: Verdict.FAIL, None: Verdict.NOT_JUDGED}
+_VERDICTS = {True: BurnVerdict.PASS, False: BurnVerdict.FAIL, None: BurnVerdict.NOT_JUDGED}
 
 
 def _memory(measured: Measured, figures: Figures) -> _Opinion:

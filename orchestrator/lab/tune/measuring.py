@@ -1,27 +1,28 @@
-"""Runs the arms of a pass in interleaved rounds, and writes down what they took. Owns the clock of
-a tuning.
+"""Runs the arms of a pass in interleaved rounds, and keeps what they took. Owns the clock of a
+tuning.
 
 Decides no verdict. What a killed tuning has measured is in its journal, and is not measured again.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
 
 import psutil
 
-from orchestrator.lab.tune.arms import Arm, ArmError
-from orchestrator.lab.tune.journal import Journal, PassData
-from orchestrator.lab.tune.levers import Candidate
-from orchestrator.lab.tune.rounds import (
+from orchestrator.lab.tune.arms import (
     AGAIN,
     BASELINE,
+    Arm,
+    ArmError,
     Block,
     clock_of,
     disturbance,
@@ -31,11 +32,99 @@ from orchestrator.lab.tune.rounds import (
     turn_that_fits,
     turns,
 )
+from orchestrator.lab.tune.levers import Candidate, MakeSpec
 from orchestrator.lab.tune.statistics import LEAVING_SHARE, least_rounds
-from workers.tuning.messages import ArmSpec, Opened, Turn
+from workers.tuning.messages import Opened, Turn
 
-MakeSpec: TypeAlias = Callable[[str, Mapping[str, Any], int], ArmSpec]
-"""From name, changes against the baseline, and how much to add to the seed."""
+FILE: Final = "rounds.jsonl"
+
+
+@dataclass(slots=True, kw_only=True)
+class PassData:
+    """The measurements of one pass."""
+
+    rounds: list[Mapping[str, float]] = field(default_factory=list)
+    """Seconds a sample of each arm, of the rounds that count."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """By reason."""
+    lost: dict[str, str] = field(default_factory=dict)
+    """Arms that refused or died, with the reason."""
+    clocks_mhz: list[float] = field(default_factory=list)
+    """Of the card, one of each round that counts; empty without a card."""
+    later: dict[str, dict[int, float]] = field(default_factory=dict)
+    """Validation losses after so many turns. Those of two arms after equally many are those at
+    equal time.
+    """
+    over_at_s: float = -1.0
+    """The budget with which the pass came to its end; a larger one continues it."""
+
+
+class Journal:
+    """What a tuning has measured so far, in memory and in a file of one JSON object a line.
+
+    Each line is written as soon as it is known. The last one may be cut off by a kill, and is then
+    left out.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Read what is there."""
+        self._path = folder / FILE
+        self.opened: dict[str, Opened] = {}
+        """First steps of each arm, of all passes."""
+        self.passes: dict[str, PassData] = {}
+        self.steps: int | None = None
+        """Of the comparison; `None` until the baseline's speed is known."""
+        self.elapsed_s = 0.0
+        """That earlier processes have spent."""
+        text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
+        if text and not text.endswith("\n"):
+            self._append("")
+        for line in text.splitlines():
+            with suppress(ValueError):  # the line that a kill cut off
+                self._take(json.loads(line))
+
+    def data(self, name: str) -> PassData:
+        """Return the measurements of a pass."""
+        return self.passes.setdefault(name, PassData())
+
+    def note(self, kind: str, elapsed_s: float, **detail: Any) -> None:  # noqa: ANN401 - whatever JSON holds
+        """Take in a measurement, and write it."""
+        entry = {"kind": kind, "elapsed_s": round(elapsed_s, 3), **detail}
+        self._append(json.dumps(entry))
+        self._take(entry)
+
+    def note_opened(self, name: str, opened: Opened, elapsed_s: float) -> None:
+        """Take in the first steps of an arm."""
+        self.note("opened", elapsed_s, arm=name, opened=asdict(opened))
+
+    def _append(self, line: str) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def _take(self, entry: Mapping[str, Any]) -> None:
+        self.elapsed_s = max(self.elapsed_s, float(entry["elapsed_s"]))
+        if entry["kind"] == "steps":
+            self.steps = int(entry["steps"])
+            return
+        if entry["kind"] == "opened":
+            plain = entry["opened"]
+            self.opened[entry["arm"]] = Opened(**{**plain, "losses": tuple(plain["losses"])})
+            return
+        data = self.data(entry["pass_name"])
+        match entry["kind"]:
+            case "round" if entry["dropped"] is not None:
+                data.dropped[entry["dropped"]] = data.dropped.get(entry["dropped"], 0) + 1
+            case "round":
+                data.rounds.append(entry["seconds"])
+                if entry.get("clock_mhz"):
+                    data.clocks_mhz.append(entry["clock_mhz"])
+            case "lost":
+                data.lost[entry["arm"]] = entry["reason"]
+            case "later":
+                data.later.setdefault(entry["arm"], {})[entry["turns"]] = entry["loss"]
+            case "over":
+                data.over_at_s = entry["budget_s"]
+
 
 #: Of the budget: until then a pass may go on that has too few rounds for any interval.
 _LATEST: Final = 0.9
@@ -188,23 +277,27 @@ class Measuring:
         Raises:
             BaselineError: It cannot be measured.
         """
-        if self._journal.steps is None:
-            probe = self._baseline("baseline, once", _FEWEST_STEPS)
-            step_s = max(probe.step_s, 1e-6)
-            steps = int(_OPENING_SHARE * self._plan.budget_s / (arms + 4) / step_s)
-            steps = min(self._plan.compared_steps, max(_FEWEST_STEPS, steps))
-            self._journal.note("steps", self._clock.spent_s(), steps=steps)
-        if BASELINE not in self._journal.opened:
-            self._journal.note_opened(
-                BASELINE,
-                self._baseline(BASELINE, self._journal.steps or _FEWEST_STEPS),
-                self._clock.spent_s(),
-            )
-        for number, name in enumerate(self._plan.seed_names, 1):
-            if name not in self._journal.opened:
+        journal = self._journal
+        self._say(f"preparing the baseline, {self._left()}")
+        try:
+            if journal.steps is None:
+                probe = self._open_once("baseline, once", _FEWEST_STEPS)
+                step_s = max(probe.step_s, 1e-6)
+                steps = int(_OPENING_SHARE * self._plan.budget_s / (arms + 4) / step_s)
+                steps = min(self._plan.compared_steps, max(_FEWEST_STEPS, steps))
+                journal.note("steps", self._clock.spent_s(), steps=steps)
+            steps = journal.steps or _FEWEST_STEPS
+            if BASELINE not in journal.opened:
+                opened = self._open_once(BASELINE, steps)
+                journal.note_opened(BASELINE, opened, self._clock.spent_s())
+        except ArmError as error:
+            raise BaselineError(str(error)) from error
+        for seed, name in enumerate(self._plan.seed_names, 1):
+            if name not in journal.opened:
                 with suppress(ArmError):
-                    self._open_and_close(name, number)
-        return self._journal.opened[BASELINE]
+                    opened = self._open_once(name, steps, seed)
+                    journal.note_opened(name, opened, self._clock.spent_s())
+        return journal.opened[BASELINE]
 
     def run(
         self,
@@ -406,21 +499,11 @@ class Measuring:
             "lost", self._clock.spent_s(), pass_name=race.pass_name, arm=name, reason=reason
         )
 
-    def _open_and_close(self, name: str, seed: int) -> None:
-        arm = self._arm(name, {}, seed)
-        try:
-            opened = arm.open(self._journal.steps or _FEWEST_STEPS)
-        finally:
-            arm.close()
-        self._journal.note_opened(name, opened, self._clock.spent_s())
-
-    def _baseline(self, name: str, steps: int) -> Opened:
-        self._say(f"preparing the baseline, {self._left()}")
-        arm = Arm(self._make_spec(name, {}, 0), _MOST_PATIENCE_S)
+    def _open_once(self, name: str, steps: int, more_seed: int = 0) -> Opened:
+        """Have a baseline do its first steps, and end it."""
+        arm = self._arm(name, {}, more_seed)
         try:
             return arm.open(steps)
-        except ArmError as error:
-            raise BaselineError(str(error)) from error
         finally:
             arm.close()
 
@@ -431,11 +514,9 @@ class Measuring:
     def _patience_s(self) -> float:
         """How long an arm may take for its first steps, or a turn."""
         baseline = self._journal.opened.get(BASELINE)
-        usual_s = (
-            0.0
-            if baseline is None
-            else baseline.first_step_s + baseline.step_s * (self._journal.steps or 0)
-        )
+        if baseline is None:
+            return _MOST_PATIENCE_S
+        usual_s = baseline.first_step_s + baseline.step_s * (self._journal.steps or 0)
         wanted_s = max(_LEAST_PATIENCE_S, _PATIENCE_SHARE * self._plan.budget_s, _AS_LONG * usual_s)
         return min(_MOST_PATIENCE_S, wanted_s)
 
