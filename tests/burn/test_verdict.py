@@ -17,7 +17,7 @@ from orchestrator.lab.burn.verdict import (
     Judged,
     Measured,
     Phase,
-    Sample,
+    WorkerSample,
     judge,
     overall,
     verdict_of,
@@ -191,7 +191,7 @@ def test_only_passes_pass(verdicts: list[BurnVerdict]) -> None:
 known = st.none() | st.floats(-20.0, 120.0)
 samples = st.lists(
     st.builds(
-        Sample,
+        WorkerSample,
         at_s=st.floats(0.0, 100.0),
         state=st.sampled_from(WorkerState),
         tflops=st.none() | st.floats(0.0, 1000.0),
@@ -205,7 +205,7 @@ samples = st.lists(
 
 @given(samples, st.integers(0, 2000) | st.none(), st.sampled_from(WorkerState))
 def test_anything_that_may_be_seen_is_judged(
-    seen: list[Sample], cap_bytes: int | None, state: WorkerState
+    seen: list[WorkerSample], cap_bytes: int | None, state: WorkerState
 ) -> None:
     judged = judge(
         Measured(
@@ -219,7 +219,7 @@ def test_anything_that_may_be_seen_is_judged(
 
 
 @given(samples, st.floats(0.0, 50.0))
-def test_a_warmer_card_is_never_better_off(seen: list[Sample], more_c: float) -> None:
+def test_a_warmer_card_is_never_better_off(seen: list[WorkerSample], more_c: float) -> None:
     warmer = [
         replace(
             sample,

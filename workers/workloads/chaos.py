@@ -52,7 +52,10 @@ class StepFaults:
     """Share of checks before which a bit of the result is flipped, 0..1."""
 
 
-_Base = Workload if TYPE_CHECKING else object
+if TYPE_CHECKING:
+    _Base = Workload
+else:
+    _Base = object
 
 
 class Chaotic(_Base):
@@ -98,7 +101,7 @@ class Chaotic(_Base):
         if fails:
             self._note(FaultKind.RAISE)
             raise injected_error(FailureKind.OTHER)
-        return super().step(size, batch)
+        return super().step(size, batch)  # type: ignore[safe-super]  # the wrapped workload has it
 
     def check(self, seed: int) -> Check | None:
         """Check the latest result, after a bit of it was flipped if that is due."""

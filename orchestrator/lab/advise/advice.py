@@ -164,9 +164,9 @@ def _as_measured(
     section, _, key = (one.key or "").partition(".")
     if section != "train" or one.value is None:
         return one
-    one = replace(one, measure=f"{_tune(run)} --levers {key}")
+    value, one = one.value, replace(one, measure=f"{_tune(run)} --levers {key}")
     for result, source in _fitting(run, card, tunings):
-        row = _row(result, key, one.value)
+        row = _row(result, key, value)
         if row is None or row.speed_low is None or row.speed_high is None:
             continue
         now = _row(result, key, text_of(run.key("train", key)))  # the baseline has no row

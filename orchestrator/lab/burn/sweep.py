@@ -269,14 +269,14 @@ def burn_sweep(
     started = datetime.now(UTC)
     takes = at_one_value(config, step_s)
     points: tuple[SweepPoint, ...] = ()
-    error: str | None = None
+    failure: str | None = None
     interrupts = Interrupts()
     interrupts.install()
     is_interrupted = False
     try:
         while (
             not is_interrupted
-            and error is None
+            and failure is None
             and (value := next_value(sweep, points)) is not None
         ):
             if not options.json:
@@ -293,12 +293,12 @@ def burn_sweep(
                 if interrupts.asked or not taken[-1].whole:
                     break
             is_interrupted = interrupts.asked or taken[-1].interrupted
-            error = next((one.error for one in taken if one.error is not None), None)
+            failure = next((one.error for one in taken if one.error is not None), None)
             if not is_interrupted:
                 points += points_of(value, taken)
     finally:
         interrupts.restore()
-    result = SweepResult(sweep=sweep, points=points, error=error, interrupted=is_interrupted)
+    result = SweepResult(sweep=sweep, points=points, error=failure, interrupted=is_interrupted)
     path = Path(config.run.dir) / f"sweep-{started:%Y%m%d-%H%M%S}.json"
     lines = sweep_lines(result, glyphs_for(sys.stdout.encoding))
     write_answer(path, sweep_dict(result), lines, as_json=options.json)

@@ -480,7 +480,7 @@ def _judged(
         same_time = AGAIN if against == BASELINE else against
         arms = [measured.data.later.get(name, {}) for name in (candidate.name, same_time)]
         turns = max(arms[0].keys() & arms[1].keys(), default=0)
-        losses = [arm.get(turns) for arm in arms]
+        losses = (arms[0].get(turns), arms[1].get(turns))
         at_time = validation_parity(*losses, measured.noise, "at equal time")
         verdict, reason = judge_loss(parity, at_time)
         verdict = LeverVerdict.UNDECIDED if no_interval else verdict
