@@ -2,7 +2,7 @@
 its stored record.
 
 Slices that were under way when the head ended count as lost: their processes ended with it. Does
-not read the store (`watch/archive.py`) and starts nothing.
+not read the store (`record/archive.py`) and starts nothing.
 """
 
 from __future__ import annotations

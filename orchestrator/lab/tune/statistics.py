@@ -2,7 +2,7 @@
 
 An arm is compared with the baseline of the same round only, so that a machine that becomes slower
 over minutes changes no ratio. The median is not moved by the few rounds in which something happened
-between two arms. Does not measure, and does not judge (`verdicts.py`).
+between two arms. Does not measure, and does not judge (`report.py`).
 """
 
 from __future__ import annotations
