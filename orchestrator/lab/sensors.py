@@ -15,9 +15,8 @@ from orchestrator.core.placement import SlotPlan
 from orchestrator.errors import UsageError
 from orchestrator.run.environment import Environment, Mode
 from orchestrator.run.runner import Experiment
-from workers.nvml.fake.library import FakeSensorsError
-from workers.nvml.fake.prepare import prepare
-from workers.nvml.fake.script import read_script
+from workers.nvml.fake import FakeSensorsError
+from workers.nvml.fake.script import prepare, read_script
 
 
 class FakeSensors(Experiment):

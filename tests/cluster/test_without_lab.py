@@ -11,7 +11,6 @@ import pytest
 from tests.cluster.conftest import SMALL, Starter
 from tests.scene import ROOT, python
 
-
 #: An editable installation would find the folder where the sources are.
 _NO_EDITABLE = """
 import sys

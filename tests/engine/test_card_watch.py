@@ -19,7 +19,7 @@ from workers.engine.result_checks import ResultChecks
 from workers.engine.slice_stats import SliceStats
 from workers.engine.thermal_control import ThermalControl
 from workers.messages import Directive, Report, Verdict, WorkerState
-from workers.nvml.fake.prepare import prepare
+from workers.nvml.fake.script import prepare
 from workers.policy.base import StepOk
 from workers.readings import SensorReading
 from workers.settings import (

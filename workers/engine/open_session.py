@@ -17,7 +17,7 @@ from workers.engine.thermal_control import ThermalControl
 from workers.learned_limits.limits import settings_hash, workload_fingerprint
 from workers.learned_limits.store import default_path
 from workers.messages import ContextCorruptedError, IncompatibleError, StepCounts
-from workers.nvml.fake.library import load
+from workers.nvml.fake import load
 from workers.oom import Failure
 from workers.policy.base import Growth
 from workers.policy.registry import make_policy
