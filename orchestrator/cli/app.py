@@ -55,9 +55,9 @@ def _experiments(
 ) -> Iterator[Experiment]:
     """Yield what the laboratory adds to a run."""
     if fake_sensors is not None:
-        from orchestrator.lab.sensors import FakeSensors
+        from orchestrator.lab.sensors import ScriptedSensors
 
-        yield FakeSensors(fake_sensors)
+        yield ScriptedSensors(fake_sensors)
     if chaos is not None:
         from orchestrator.lab.chaos.fleet import Chaos
         from orchestrator.lab.chaos.plan import parse_chaos
@@ -424,7 +424,7 @@ def burn(  # noqa: PLR0913 - one parameter for each option of the command
 ) -> None:
     """Validate every card: PASS or FAIL. In three phases: caps and precision, heat, full load."""
     from orchestrator.lab.burn import phases, sweep
-    from orchestrator.lab.burn.verdict import Phase
+    from orchestrator.lab.burn.verdict import BurnPhase
     from orchestrator.run import environment as environments
     from orchestrator.run import runner
 
@@ -451,7 +451,7 @@ def burn(  # noqa: PLR0913 - one parameter for each option of the command
             )
         step_s = duration_s(duration) or sweep.STEP_S
         raise typer.Exit(sweep.burn_sweep(loaded, make_environment, sweep_text, step_s, options))
-    wanted = {Phase(number) for number in phase or (1, 2, 3)}
+    wanted = {BurnPhase(number) for number in phase or (1, 2, 3)}
     raise typer.Exit(phases.burn(loaded, make_environment, heat_s, wanted, options))
 
 

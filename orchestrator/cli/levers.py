@@ -61,7 +61,7 @@ def add_to(app: typer.Typer) -> None:
                 workload=workload,
             )
             folder = tuning.begin(request)
-        progress = tuning.Progress()
+        progress = tuning.ProgressLine()
         progress.line(f"If this is interrupted: python -m orchestrator tune --resume {folder.name}")
         try:
             result = tuning.tune(folder, progress, budget_s)

@@ -19,7 +19,7 @@ from workers.nvml.fake import FakeSensorsError
 from workers.nvml.fake.script import prepare, read_script
 
 
-class FakeSensors(Experiment):
+class ScriptedSensors(Experiment):
     """`--fake-sensors` as an addition to a run."""
 
     def __init__(self, script: Path) -> None:

@@ -19,12 +19,12 @@ from orchestrator.lab.advise import answer
 from orchestrator.lab.advise.advice import FROM_COUNTERS, FROM_DRIVER, advice
 from orchestrator.lab.advise.answer import _percents
 from orchestrator.lab.advise.causes import Cause, answers, divide
-from orchestrator.lab.advise.facts import CardFacts, RunFacts, SlotFacts
+from orchestrator.lab.advise.facts import CardHistory, RunHistory, SlotHistory
 from orchestrator.lab.burn.sweep import parse_sweep
 from orchestrator.lab.tune.results import (
     LeverRow,
     LeverVerdict,
-    Subject,
+    TunedSubject,
     TuningResult,
     write_result,
 )
@@ -194,20 +194,20 @@ def test_the_shares_of_a_training_are_those_of_all_its_processes(tmp_path: Path)
 
 
 def test_what_the_driver_says_of_a_card_here_is_advice_with_its_source() -> None:
-    slot = SlotFacts(slot="pc1/0", states_s={WorkerState.RUNNING: 60.0}, duty_got=1.0, copies=0.3)
+    slot = SlotHistory(slot="pc1/0", states_s={WorkerState.RUNNING: 60.0}, duty_got=1.0, copies=0.3)
     told = {
         "power_limit_w": 250.0,
         "usual_power_limit_w": 350.0,
         "pcie_lanes": 4,
         "most_pcie_lanes": 16,
     }
-    card = CardFacts(node="pc1", name="card", uuid="GPU-0", slots=(slot,), **told)  # type: ignore[arg-type]
-    run = RunFacts(run_id="night", cards=(card,))
+    card = CardHistory(node="pc1", name="card", uuid="GPU-0", slots=(slot,), **told)  # type: ignore[arg-type]
+    run = RunHistory(run_id="night", cards=(card,))
     made = advice(run, answers(run), ())
     assert [one.source for one in made] == [FROM_COUNTERS, FROM_DRIVER, FROM_DRIVER]
     assert made[1].command == "sudo nvidia-smi -i GPU-0 -pl 350"
     assert "4 of 16 PCIe lanes" in made[2].text
-    asked_for = RunFacts(
+    asked_for = RunHistory(
         run_id="night", cards=(card,), keys={"nodes": {"pc1": {"power_limit_w": 250.0}}}
     )
     assert all("-pl" not in one.command for one in advice(asked_for, answers(asked_for), ()))
@@ -245,7 +245,7 @@ def tuned(folder: Path, **subject: str) -> None:
     path.mkdir(parents=True)
     result = TuningResult(
         tune_id=path.name,
-        subject=Subject(**here),  # type: ignore[arg-type]  # all of them are texts here
+        subject=TunedSubject(**here),  # type: ignore[arg-type]  # all of them are texts here
         device_name="NVIDIA GeForce RTX 3090",
         created_at="2026-11-23T20:00:00Z",
         duration_s=60.0,
@@ -309,14 +309,14 @@ def test_what_a_tuning_measured_goes_before_what_the_counters_allow(
 def test_a_loss_of_speed_is_put_down_to_another_program_only_if_one_is_seen(
     changed: dict[str, Any], cause: Cause
 ) -> None:
-    slot = SlotFacts(
+    slot = SlotHistory(
         slot="pc1/0",
         states_s={WorkerState.RUNNING: 60.0},
         duty_got=1.0,
         of_best=0.5,
         own_bytes=3 * GIB,
     )
-    card = CardFacts(
+    card = CardHistory(
         node="pc1",
         name="card",
         uuid="GPU-0",
@@ -325,7 +325,7 @@ def test_a_loss_of_speed_is_put_down_to_another_program_only_if_one_is_seen(
         total_bytes=24 * GIB,
     )
     shares = divide(
-        CardFacts(**{**{name: getattr(card, name) for name in CardFacts.__slots__}, **changed})
+        CardHistory(**{**{name: getattr(card, name) for name in CardHistory.__slots__}, **changed})
     ).shares
     assert max(shares, key=lambda each: shares[each]) is cause
 
@@ -351,9 +351,9 @@ def test_every_share_is_a_share(
     workers: int,
 ) -> None:
     slots = tuple(
-        SlotFacts(slot=f"pc1/{index}", states_s=states_s, **told) for index in range(workers)
+        SlotHistory(slot=f"pc1/{index}", states_s=states_s, **told) for index in range(workers)
     )
-    division = divide(CardFacts(node="pc1", name="card", uuid=uuid, slots=slots, **of_card))
+    division = divide(CardHistory(node="pc1", name="card", uuid=uuid, slots=slots, **of_card))
     assert all(0 <= share <= 1 for share in division.shares.values())
     assert division.busy is None or 0 <= division.busy <= 1
 

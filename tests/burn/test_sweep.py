@@ -12,7 +12,7 @@ from orchestrator.cli.app import app
 from orchestrator.config.load import load_config
 from orchestrator.errors import UsageError
 from orchestrator.lab.burn import phases
-from orchestrator.lab.burn.results import Taken
+from orchestrator.lab.burn.results import JudgedRun
 from orchestrator.lab.burn.sweep import (
     Sweep,
     SweepPoint,
@@ -39,10 +39,10 @@ CONFIG = load_config(str(ROOT / "cluster.yaml"), [])
 
 def taken(
     *rows: Row, error: str | None = None, alarms: tuple[str, ...] = (), **seen: object
-) -> Taken:
+) -> JudgedRun:
     """Return a run of some workers that were seen like this."""
     workers = tuple(judge(measured(row, length_s=90.0, alarms=alarms, **seen)) for row in rows)
-    return Taken(take=TAKE, workers=workers, folder=Path("runs/x"), elapsed_s=90.0, error=error)
+    return JudgedRun(take=TAKE, workers=workers, folder=Path("runs/x"), elapsed_s=90.0, error=error)
 
 
 def at(value: int, watts: float, rate: float, stop: str | None = None) -> SweepPoint:
@@ -98,7 +98,7 @@ DEAD = replace(ROW, restarts=1)
         (taken(ROW, error="the cluster is gone"), "the cluster is gone"),
     ],
 )
-def test_it_stops_at_the_first_value_that_goes_wrong(run: Taken, words: str) -> None:
+def test_it_stops_at_the_first_value_that_goes_wrong(run: JudgedRun, words: str) -> None:
     sweep = parse_sweep("memory-offset=0..300:100")
     points = points_of(0, [taken(ROW)])
     assert next_value(sweep, points) == 100

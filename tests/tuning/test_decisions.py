@@ -29,7 +29,7 @@ from orchestrator.lab.tune.results import (
     LeverRow,
     LeverVerdict,
     ParityClass,
-    Subject,
+    TunedSubject,
     TuningResult,
     result_table,
 )
@@ -226,7 +226,7 @@ def test_a_table_has_the_columns_that_its_terminal_has_room_for(
 ) -> None:
     rows = rows_of(ALL, found, {})
     result = TuningResult(
-        tune_id="t", subject=Subject(card="cpu", driver=None, torch="2.13", model="gpt-nano"), device_name="CPU",
+        tune_id="t", subject=TunedSubject(card="cpu", driver=None, torch="2.13", model="gpt-nano"), device_name="CPU",
         created_at="", duration_s=1.0, rounds=12, rows=tuple(rows),
     )  # fmt: skip
     _, _, _, headings, first, *_ = result_table(result, width)

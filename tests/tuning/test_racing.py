@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from orchestrator.lab.tune import levers, measuring, passes
-from orchestrator.lab.tune.arms import Block
+from orchestrator.lab.tune.arms import TurnResult
 from orchestrator.lab.tune.levers import TuningTask
 from orchestrator.lab.tune.measuring import Journal
 from orchestrator.lab.tune.report import Objective
@@ -62,11 +62,13 @@ class Arm:
             validation_loss=2.0 + self._machine.draw.random(), peak_bytes=500, host_bytes=500,
         )  # fmt: skip
 
-    def turn(self, seconds: float, least_steps: int) -> Block:
+    def turn(self, seconds: float, least_steps: int) -> TurnResult:
         self._machine.pass_by(0.03 + self._step_s + max(seconds, least_steps * self._step_s))
         noise = self._machine.draw.lognormvariate(0, 0.03)
         share = self._machine.neighbour_share
-        return Block(arm=self.name, seconds_per_sample=self._step_s * noise, neighbour_share=share)
+        return TurnResult(
+            arm=self.name, seconds_per_sample=self._step_s * noise, neighbour_share=share
+        )
 
     def evaluate(self) -> Evaluated:
         self._machine.pass_by(2 * self._step_s)
@@ -105,7 +107,7 @@ def tuned(
     }
     how = measuring.Plan(budget_s=budget_s, **{**fields, **plan})
     journal = Journal(folder)
-    clock = measuring.Clock(0.0, lambda: machine.now_s)
+    clock = measuring.TuningClock(0.0, lambda: machine.now_s)
     runner = measuring.Measuring(how, journal, clock, spec, lambda _: None)
     return passes.Passes(task, how, "speed", journal, runner).run("t", ""), journal
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.lab.tune.arms import Block, disturbance, seconds_of, turns
+from orchestrator.lab.tune.arms import TurnResult, disturbance, seconds_of, turns
 from orchestrator.lab.tune.report import judge_memory, judge_speed
 from orchestrator.lab.tune.results import (
     LeverRow,
     LeverVerdict,
     ParityClass,
-    Subject,
+    TunedSubject,
     TuningResult,
     read_results,
     write_result,
@@ -236,7 +236,7 @@ def test_a_memory_lever_is_judged_by_bytes_that_equal_arms_do_not_differ_by(
 
 
 def test_results_are_found_again_the_newest_first(state_dir: Path) -> None:
-    subject = Subject(card="cpu", driver=None, torch="2.13.0", model="gpt-nano")
+    subject = TunedSubject(card="cpu", driver=None, torch="2.13.0", model="gpt-nano")
     row = LeverRow(
         lever="precision",
         setting="bf16",
@@ -263,24 +263,30 @@ def test_results_are_found_again_the_newest_first(state_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("blocks", "why"),
     [
-        ([Block(arm="a", seconds_per_sample=1.0), Block(arm="b", seconds_per_sample=2.0)], None),
-        ([Block(arm="a", seconds_per_sample=1.0, throttled=True)], "throttled"),
         (
             [
-                Block(arm=arm, seconds_per_sample=1.0, clock_mhz=mhz)
+                TurnResult(arm="a", seconds_per_sample=1.0),
+                TurnResult(arm="b", seconds_per_sample=2.0),
+            ],
+            None,
+        ),
+        ([TurnResult(arm="a", seconds_per_sample=1.0, throttled=True)], "throttled"),
+        (
+            [
+                TurnResult(arm=arm, seconds_per_sample=1.0, clock_mhz=mhz)
                 for arm, mhz in (("a", 1700.0), ("b", 1740.0))
             ],
             "clock moved",
         ),
         (
             [
-                Block(arm=arm, seconds_per_sample=1.0, clock_mhz=mhz)
+                TurnResult(arm=arm, seconds_per_sample=1.0, clock_mhz=mhz)
                 for arm, mhz in (("a", 1700.0), ("b", 1730.0))
             ],
             None,
         ),
-        ([Block(arm="a", seconds_per_sample=1.0, neighbour_share=0.5)], "another program"),
+        ([TurnResult(arm="a", seconds_per_sample=1.0, neighbour_share=0.5)], "another program"),
     ],
 )
-def test_a_disturbed_round_does_not_count(blocks: list[Block], why: str | None) -> None:
+def test_a_disturbed_round_does_not_count(blocks: list[TurnResult], why: str | None) -> None:
     assert disturbance(blocks) == why

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from orchestrator.lab.advise.causes import CardAnswer, Cause, CauseShare
-from orchestrator.lab.advise.facts import CardFacts, RunFacts
+from orchestrator.lab.advise.facts import CardHistory, RunHistory
 from orchestrator.lab.tune.results import LeverRow, LeverVerdict, TuningResult
 
 #: What a run of this kind is started with, beside its own keys.
@@ -34,7 +34,7 @@ _NOTHING: Final = frozenset({LeverVerdict.BROKEN, LeverVerdict.UNAVAILABLE, Leve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
+class Recommendation:
     """One thing to do."""
 
     text: str
@@ -56,15 +56,15 @@ class Advice:
 
 
 def advice(
-    run: RunFacts, answers: Sequence[CardAnswer], tunings: Sequence[TuningResult]
-) -> tuple[Advice, ...]:
+    run: RunHistory, answers: Sequence[CardAnswer], tunings: Sequence[TuningResult]
+) -> tuple[Recommendation, ...]:
     """Return what to do about the causes of all cards, the largest share of time first, each thing
     once.
 
     Then what tunings have found to be faster than what the run had.
     """
     causes = [(found, answer.card) for answer in answers for found in answer.causes]
-    made: dict[tuple[str | None, str], Advice] = {}
+    made: dict[tuple[str | None, str], Recommendation] = {}
     for found, card in sorted(causes, key=lambda pair: -pair[0].share):
         one = _WHAT_TO_DO[found.cause](found, card, run)
         # What a change gains at most is the time that its cause took: 1 / (1 - share).
@@ -82,7 +82,7 @@ def advice(
 
 
 def notes(
-    run: RunFacts, answers: Iterable[CardAnswer], tunings: Sequence[TuningResult]
+    run: RunHistory, answers: Iterable[CardAnswer], tunings: Sequence[TuningResult]
 ) -> tuple[str, ...]:
     """Return what cannot be known from what is there, and what would tell, a sentence each."""
     if run.key("workload", "name") != "train":
@@ -112,20 +112,20 @@ def text_of(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
-def _start(run: RunFacts) -> str:
+def _start(run: RunHistory) -> str:
     """Return what starts a run of this kind again."""
     name = run.key("workload", "name", "matmul")
     workload = "" if name == "matmul" else f" --workload {name}"
     return f"python -m orchestrator run{_MODES.get(run.mode, '')}{workload}"
 
 
-def _tune(run: RunFacts) -> str:
+def _tune(run: RunHistory) -> str:
     """Return what measures the levers of the run's model where the run was."""
     mode = _MODES.get(run.mode, "") if run.mode != "debug" else " --local"
     return f"python -m orchestrator tune{mode} --preset {run.model}"
 
 
-def _of_machine(run: RunFacts, answer: CardAnswer) -> Iterator[Advice]:
+def _of_machine(run: RunHistory, answer: CardAnswer) -> Iterator[Recommendation]:
     """Yield what the driver of this PC says of a card that cost the run speed, whatever its
     counters say.
     """
@@ -135,7 +135,7 @@ def _of_machine(run: RunFacts, answer: CardAnswer) -> Iterator[Advice]:
     is_asked = isinstance(node, Mapping) and node.get("power_limit_w") is not None
     is_low = bool(limit_w and usual_w and limit_w < _LESS_POWER * usual_w)
     if is_low and Cause.HEAT not in causes and not is_asked:
-        yield Advice(
+        yield Recommendation(
             text=f"Its power limit is {limit_w:.0f} W, and usually {usual_w:.0f} W: less makes it "
             "cooler and slower.",
             source=FROM_DRIVER,
@@ -144,7 +144,7 @@ def _of_machine(run: RunFacts, answer: CardAnswer) -> Iterator[Advice]:
     lanes, most = card.pcie_lanes, card.most_pcie_lanes
     copies = Cause.COPIES in causes or run.key("train", "states_on_host", 0) != 0
     if lanes and most and lanes < most and copies:
-        yield Advice(
+        yield Recommendation(
             text=f"It copies over {lanes} of {most} PCIe lanes: seat it again, or take the slot "
             "next to the processor.",
             source=FROM_DRIVER,
@@ -156,8 +156,8 @@ def _of_machine(run: RunFacts, answer: CardAnswer) -> Iterator[Advice]:
 
 
 def _as_measured(
-    one: Advice, run: RunFacts, card: CardFacts, tunings: Sequence[TuningResult]
-) -> Advice:
+    one: Recommendation, run: RunHistory, card: CardHistory, tunings: Sequence[TuningResult]
+) -> Recommendation:
     """Return advice on a key of `train:` with what was measured of it, less what the present value
     brings.
     """
@@ -177,8 +177,8 @@ def _as_measured(
 
 
 def _of_tunings(
-    run: RunFacts, card: CardFacts, tunings: Sequence[TuningResult]
-) -> Iterator[Advice]:
+    run: RunHistory, card: CardHistory, tunings: Sequence[TuningResult]
+) -> Iterator[Recommendation]:
     """Yield the keys that the tuning that fits best has chosen and found faster alone.
 
     Those chosen for their memory are left out.
@@ -188,7 +188,7 @@ def _of_tunings(
             value = text_of(chosen)
             if value == text_of(run.key("train", key)):
                 continue
-            one = Advice(
+            one = Recommendation(
                 text="A tuning has chosen it for this model.",
                 key=f"train.{key}",
                 value=value,
@@ -201,7 +201,7 @@ def _of_tunings(
 
 
 def _fitting(
-    run: RunFacts, card: CardFacts, tunings: Sequence[TuningResult]
+    run: RunHistory, card: CardHistory, tunings: Sequence[TuningResult]
 ) -> Iterator[tuple[TuningResult, str]]:
     """Yield the tunings of the run's model on such a card, those that fit it best first, and say
     what does not fit.
@@ -219,7 +219,7 @@ def _fitting(
         yield result, source
 
 
-def _other_versions(result: TuningResult, card: CardFacts) -> str:
+def _other_versions(result: TuningResult, card: CardHistory) -> str:
     """Return with what other versions than the run's it was measured; empty: with the same."""
     subject = result.subject
     pairs = {"torch": (subject.torch, card.torch), "driver": (subject.driver, card.driver)}
@@ -240,16 +240,16 @@ def _row(result: TuningResult, key: str, value: str) -> LeverRow | None:
 
 # What to do about each cause
 
-_Adviser = Callable[[CauseShare, CardFacts, RunFacts], Advice]
+_Adviser = Callable[[CauseShare, CardHistory, RunHistory], Recommendation]
 
 
-def _set(run: RunFacts, key: str, value: str, text: str) -> Advice:
+def _set(run: RunHistory, key: str, value: str, text: str) -> Recommendation:
     command = f"{_start(run)} --set {key}={value}"
-    return Advice(text=text, key=key, value=value, source=FROM_COUNTERS, command=command)
+    return Recommendation(text=text, key=key, value=value, source=FROM_COUNTERS, command=command)
 
 
-def _plain(text: str, command: str) -> Advice:
-    return Advice(text=text, source=FROM_COUNTERS, command=command)
+def _plain(text: str, command: str) -> Recommendation:
+    return Recommendation(text=text, source=FROM_COUNTERS, command=command)
 
 
 def _typing(text: str, command: str) -> _Adviser:
@@ -258,14 +258,14 @@ def _typing(text: str, command: str) -> _Adviser:
     In the command, `{node}`, `{slots}` and so on are filled in.
     """
 
-    def made(found: CauseShare, card: CardFacts, run: RunFacts) -> Advice:
+    def made(found: CauseShare, card: CardHistory, run: RunHistory) -> Recommendation:
         fields = {"node": card.node, "run": run.run_id, "start": _start(run)}
         return _plain(text, command.format(slots=" ".join(found.slots), **fields))
 
     return made
 
 
-def _loading(_: CauseShare, card: CardFacts, run: RunFacts) -> Advice:
+def _loading(_: CauseShare, card: CardHistory, run: RunHistory) -> Recommendation:
     workers = run.key("train", "loader_workers", 0)
     if workers == 0:
         text = "Prepare data in processes of their own, while the card computes."
@@ -283,7 +283,7 @@ def _loading(_: CauseShare, card: CardFacts, run: RunFacts) -> Advice:
     return _plain(text, f"{_start(run)} --debug")
 
 
-def _copying(_: CauseShare, card: CardFacts, run: RunFacts) -> Advice:
+def _copying(_: CauseShare, card: CardHistory, run: RunHistory) -> Recommendation:
     if run.key("train", "non_blocking", default=True) is False:
         text = "Copy data to the card while it computes."
         return _set(run, "train.non_blocking", "true", text)
@@ -299,7 +299,7 @@ def _copying(_: CauseShare, card: CardFacts, run: RunFacts) -> Advice:
     return _plain(text, f"{_start(run)} --set train.profile=10")
 
 
-def _updating(_: CauseShare, __: CardFacts, run: RunFacts) -> Advice:
+def _updating(_: CauseShare, __: CardHistory, run: RunHistory) -> Recommendation:
     if run.key("train", "states_on_host", 0) not in {0, None}:
         text = "Keep the optimiser's states on the card, if they fit."
         return _set(run, "train.states_on_host", "0", text)
@@ -312,7 +312,7 @@ def _updating(_: CauseShare, __: CardFacts, run: RunFacts) -> Advice:
     return _set(run, "train.batch", larger, text)
 
 
-def _filling(_: CauseShare, __: CardFacts, run: RunFacts) -> Advice:
+def _filling(_: CauseShare, __: CardHistory, run: RunHistory) -> Recommendation:
     if run.key("workload", "name") == "train" and run.key("train", "compile", "off") == "off":
         text = "Compile blocks: fewer and larger kernels."
         return _set(run, "train.compile", "block", text)
@@ -320,7 +320,7 @@ def _filling(_: CauseShare, __: CardFacts, run: RunFacts) -> Advice:
     return _plain(text, "python -m orchestrator plan")
 
 
-def _lacking_memory(_: CauseShare, card: CardFacts, run: RunFacts) -> Advice:
+def _lacking_memory(_: CauseShare, card: CardHistory, run: RunHistory) -> Recommendation:
     workers = len(card.slots) - 1
     if not workers:
         text = "Give its worker more memory, or train a smaller model."
@@ -329,19 +329,19 @@ def _lacking_memory(_: CauseShare, card: CardFacts, run: RunFacts) -> Advice:
     return _set(run, f"nodes.{card.node}.workers", str(workers), text)
 
 
-def _waiting_for_slices(_: CauseShare, __: CardFacts, run: RunFacts) -> Advice:
+def _waiting_for_slices(_: CauseShare, __: CardHistory, run: RunHistory) -> Recommendation:
     slice_s = run.key("run", "slice_s", 1.0)
     longer = f"{2 * slice_s:g}" if isinstance(slice_s, int | float) else "2.0"
     text = "Report less often, and plan no more workers than cores."
     return _set(run, "run.slice_s", longer, text)
 
 
-def _resting(_: CauseShare, card: CardFacts, run: RunFacts) -> Advice:
+def _resting(_: CauseShare, card: CardHistory, run: RunHistory) -> Recommendation:
     text = "Let its workers use all of their time."
     return _set(run, f"nodes.{card.node}.gpu_share", "1.0", text)
 
 
-def _cooling(_: CauseShare, card: CardFacts, __: RunFacts) -> Advice:
+def _cooling(_: CauseShare, card: CardHistory, __: RunHistory) -> Recommendation:
     text = (
         "Check dust, airflow and fan curve; then lower its power limit, which costs less than "
         "pauses."
@@ -355,7 +355,7 @@ def _cooling(_: CauseShare, card: CardFacts, __: RunFacts) -> Advice:
     return replace(made, measure=measure)
 
 
-def _looking_around(_: CauseShare, card: CardFacts, __: RunFacts) -> Advice:
+def _looking_around(_: CauseShare, card: CardHistory, __: RunHistory) -> Recommendation:
     look = "top" if card.uuid is None else "nvidia-smi -q -d CLOCK,PERFORMANCE,PIDS"
     return _plain("Look for other programs and low clocks on that PC.", look)
 

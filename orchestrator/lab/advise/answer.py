@@ -10,7 +10,7 @@ from textwrap import wrap
 from typing import Any, Final
 
 from orchestrator.errors import NothingStoredError, one_line
-from orchestrator.lab.advise.advice import Advice, advice, notes
+from orchestrator.lab.advise.advice import Recommendation, advice, notes
 from orchestrator.lab.advise.causes import CardAnswer, answers
 from orchestrator.lab.advise.facts import facts_of
 from orchestrator.lab.tune.results import read_results
@@ -29,7 +29,7 @@ def answer_json(
     run_id: str | None,
     code: int,
     answers: Sequence[CardAnswer],
-    advice: Sequence[Advice],
+    advice: Sequence[Recommendation],
     notes: Sequence[str],
 ) -> str:
     """Return the answer as one JSON object; `null` is unknown."""
@@ -65,7 +65,7 @@ def _card(answer: CardAnswer) -> dict[str, Any]:
 def answer_lines(
     run_id: str | None,
     answers: Sequence[CardAnswer],
-    advice: Sequence[Advice],
+    advice: Sequence[Recommendation],
     notes: Sequence[str],
     glyphs: Glyphs,
     width: int | None = None,
@@ -145,7 +145,7 @@ def _percents(shares: Sequence[float]) -> list[int]:
     return [percent + (at in largest) for at, percent in enumerate(whole)]
 
 
-def _gain(one: Advice) -> str:
+def _gain(one: Recommendation) -> str:
     if one.gain_high is None:
         return "cannot be said"
     if one.gain_low is None or one.gain_low == 1.0:

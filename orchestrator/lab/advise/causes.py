@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Final
 
 from orchestrator.core.slot import HeadState
-from orchestrator.lab.advise.facts import CardFacts, RunFacts, SlotFacts
+from orchestrator.lab.advise.facts import CardHistory, RunHistory, SlotHistory
 from workers.messages import STARVED, WorkerState
 from workers.units import GIB, MIB
 
@@ -88,7 +88,7 @@ class Division:
     """All that are known, also the small ones."""
 
 
-def divide(card: CardFacts) -> Division:
+def divide(card: CardHistory) -> Division:
     """Return where the time of a card has gone."""
     slots = [slot for slot in card.slots if sum(slot.states_s.values()) > 0]
     seen_s = sum(sum(slot.states_s.values()) for slot in slots)
@@ -120,7 +120,7 @@ def _positive(shares: Mapping[Cause, float]) -> dict[Cause, float]:
     return {cause: min(1.0, share) for cause, share in shares.items() if share > 0}
 
 
-def _of_slot(slot: SlotFacts, card: CardFacts, *, has_neighbour: bool) -> dict[Cause, float]:
+def _of_slot(slot: SlotHistory, card: CardHistory, *, has_neighbour: bool) -> dict[Cause, float]:
     seen_s = sum(slot.states_s.values())
     shares = dict.fromkeys(Cause, 0.0)
     for state, seconds in slot.states_s.items():
@@ -167,7 +167,7 @@ def _of_slot(slot: SlotFacts, card: CardFacts, *, has_neighbour: bool) -> dict[C
     return shares
 
 
-def _reported(slot: SlotFacts) -> float:
+def _reported(slot: SlotHistory) -> float:
     """Return the share of the time in which a process reported."""
     seen_s = sum(slot.states_s.values())
     return (
@@ -176,17 +176,17 @@ def _reported(slot: SlotFacts) -> float:
     )
 
 
-def _got(slot: SlotFacts) -> float | None:
+def _got(slot: SlotHistory) -> float | None:
     return None if slot.duty_got is None else min(1.0, slot.duty_got) * _reported(slot)
 
 
-def _works(slot: SlotFacts) -> float | None:
+def _works(slot: SlotHistory) -> float | None:
     """Return the share of the time in which it kept the device at work, without the wait for data."""
     got = _got(slot)
     return None if got is None else max(0.0, got - _reported(slot) * (slot.data_wait or 0.0))
 
 
-def _has_neighbour(card: CardFacts, slots: list[SlotFacts]) -> bool:
+def _has_neighbour(card: CardHistory, slots: list[SlotHistory]) -> bool:
     """Say whether another program holds or uses the card, by its memory, its load, or what its
     driver says now.
     """
@@ -218,7 +218,7 @@ class CauseShare:
 class CardAnswer:
     """Why one card was not busy."""
 
-    card: CardFacts
+    card: CardHistory
     division: Division
     causes: tuple[CauseShare, ...]
     """The largest first, without those that hardly count."""
@@ -226,12 +226,12 @@ class CardAnswer:
     """Why nothing can be said; `None` if something can."""
 
 
-def answers(run: RunFacts) -> tuple[CardAnswer, ...]:
+def answers(run: RunHistory) -> tuple[CardAnswer, ...]:
     """Return the answer for each card, in the order of the facts."""
     return tuple(_answer(card) for card in run.cards)
 
 
-def _answer(card: CardFacts) -> CardAnswer:
+def _answer(card: CardHistory) -> CardAnswer:
     division, unknown = divide(card), None
     if division.seen_s < LEAST_SEEN_S:
         unknown = f"its workers were seen at work for {division.seen_s:.0f} s, which is too short"
@@ -266,7 +266,7 @@ _TEXTS: Final[Mapping[Cause, str]] = {
 }
 
 
-def _cause(cause: Cause, share: float, card: CardFacts) -> CauseShare:
+def _cause(cause: Cause, share: float, card: CardHistory) -> CauseShare:
     states = {Cause.HELD: "HELD", Cause.QUARANTINED: "QUARANTINED"}
     slots = [slot.slot for slot in card.slots if states.get(cause) in slot.states_s]
     text = _TEXTS[cause].format(
@@ -286,7 +286,7 @@ def _range(values: Iterable[float | None]) -> str:
     return f"{pcts[0]} to {pcts[-1]}" if len(pcts) > 1 else "".join(map(str, pcts))
 
 
-def _who(card: CardFacts) -> str:
+def _who(card: CardHistory) -> str:
     foreign = card.foreign_bytes
     held = f", and holds {foreign / GIB:.1f} GiB of it" if foreign else ""
     names = [f"{holder.name or 'unknown'} (pid {holder.pid})" for holder in card.holders[:3]]

@@ -43,7 +43,7 @@ class Profile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlotFacts:
+class SlotHistory:
     """One slot, from its first report on."""
 
     slot: str
@@ -70,7 +70,7 @@ class SlotFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CardFacts:
+class CardHistory:
     """One card, or the processor of a node without one."""
 
     node: str
@@ -78,7 +78,7 @@ class CardFacts:
     """As the driver says, or `CPU`."""
     uuid: str | None = None
     """`None` of a processor."""
-    slots: tuple[SlotFacts, ...]
+    slots: tuple[SlotHistory, ...]
     utilisation: float | None = None
     """Share of the time in which a kernel of any program ran, as NVML says."""
     slowed: float | None = None
@@ -118,11 +118,11 @@ class CardFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunFacts:
+class RunHistory:
     """One run, with the configuration that it used."""
 
     run_id: str
-    cards: tuple[CardFacts, ...]
+    cards: tuple[CardHistory, ...]
     mode: str = "cluster"
     """How it was started: `cluster`, `local`, `rehearse` or `debug`."""
     keys: Keys = field(default_factory=dict)
@@ -168,7 +168,7 @@ _NEW_PROCESS: Final = frozenset({HeadState.STARTING.value, HeadState.RESTARTING.
 _Course = Mapping[str, Buckets]
 
 
-def facts_of(folder: Path) -> RunFacts:
+def facts_of(folder: Path) -> RunHistory:
     """Return what is known of the run in a run folder; `ArchiveError` if it cannot be read."""
     run = read_run(folder)
     between = history.sampled_between(folder)
@@ -205,7 +205,7 @@ def facts_of(folder: Path) -> RunFacts:
         )
         for (_, uuid), rows in by_card.items()
     )
-    return RunFacts(
+    return RunHistory(
         run_id=run.facts.run_id, cards=cards, mode=run.facts.mode, keys=_keys(run.facts.config_yaml)
     )
 
@@ -221,15 +221,15 @@ def _keys(text: str) -> Keys:
 
 def _card(
     rows: Sequence[Row],
-    slots: Sequence[SlotFacts],
+    slots: Sequence[SlotHistory],
     of_slots: Sequence[_Course],
     versions: tuple[str | None, str | None],
     here: Mapping[str, Any],
-) -> CardFacts:
+) -> CardHistory:
     first = rows[0]
     is_card = first.gpu_uuid is not None
     clocks = [value for course in of_slots for value in _known(course, "sm_clock_mhz")]
-    return CardFacts(
+    return CardHistory(
         node=first.node,
         name=first.gpu_name or "CPU",
         uuid=first.gpu_uuid,
@@ -256,7 +256,7 @@ def _slot(
     spans: Sequence[Span],
     ends_unix_s: float | None,
     profiles: Mapping[str, Profile],
-) -> SlotFacts:
+) -> SlotHistory:
     progress, own = row.progress, None
     begins = [span.from_unix_s for span in spans if span.state in _NEW_PROCESS]
     if (
@@ -267,7 +267,7 @@ def _slot(
         own = row.reserved_bytes + max(
             0, row.budget_bytes - row.cap_bytes
         )  # the rest of the budget is the context
-    return SlotFacts(
+    return SlotHistory(
         slot=row.slot,
         states_s=_states(spans, ends_unix_s),
         duty_asked=row.duty_requested,

@@ -28,13 +28,13 @@ from orchestrator.errors import ArchiveError, OrchestratorError, one_line
 from orchestrator.lab.burn.results import (
     EXIT_INTERRUPTED,
     BurnResult,
-    Take,
-    Taken,
+    JudgedRun,
+    PlannedRun,
     by_phase,
     result_dict,
     result_lines,
 )
-from orchestrator.lab.burn.verdict import Measured, Phase, WorkerSample, judge
+from orchestrator.lab.burn.verdict import BurnPhase, Measured, WorkerSample, judge
 from orchestrator.record.archive import read_events
 from orchestrator.record.model import Row, Snapshot
 from orchestrator.record.summary import summary_text, write_summary
@@ -78,9 +78,9 @@ def number_types(device: str, compute_capability: tuple[int, int] | None) -> tup
     return tuple(name for name in _TYPES if units is None or name in units.multiply_adds)
 
 
-def takes(
-    config: Config, types: Mapping[str, Sequence[str]], heat_s: float, wanted: Collection[Phase]
-) -> tuple[Take, ...]:
+def planned_runs(
+    config: Config, types: Mapping[str, Sequence[str]], heat_s: float, wanted: Collection[BurnPhase]
+) -> tuple[PlannedRun, ...]:
     """Return the runs of the phases that are wanted, in their order.
 
     Args:
@@ -90,12 +90,12 @@ def takes(
         heat_s: Length of the second phase; the others are never longer.
         wanted: Which phases.
     """
-    planned: list[Take] = []
-    for dtype in _TYPES if Phase.CAPS in wanted else ():
+    planned: list[PlannedRun] = []
+    for dtype in _TYPES if BurnPhase.CAPS in wanted else ():
         able = {node for node, known in types.items() if dtype in known}
         if able:
             planned.append(_precision(config, dtype, able, min(heat_s, _PRECISION_S)))
-    if Phase.HEAT in wanted:
+    if BurnPhase.HEAT in wanted:
         heat = _changed(
             config,
             heat_s,
@@ -103,14 +103,14 @@ def takes(
             nodes=_sized(config),
             compute_share_mode="none",
         )
-        planned.append(Take(phase=Phase.HEAT, config=heat))
-    if Phase.FULL_LOAD in wanted:
+        planned.append(PlannedRun(phase=BurnPhase.HEAT, config=heat))
+    if BurnPhase.FULL_LOAD in wanted:
         full = _changed(config, min(heat_s, config.run.duration_s))
-        planned.append(Take(phase=Phase.FULL_LOAD, config=full))
+        planned.append(PlannedRun(phase=BurnPhase.FULL_LOAD, config=full))
     return tuple(planned)
 
 
-def at_one_value(config: Config, length_s: float) -> tuple[Take, ...]:
+def at_one_value(config: Config, length_s: float) -> tuple[PlannedRun, ...]:
     """Return the runs at each value of a sweep: products that are checked, then the training, if
     one is configured.
     """
@@ -122,7 +122,7 @@ def at_one_value(config: Config, length_s: float) -> tuple[Take, ...]:
         verify={"share": max(config.verify.share, _DENSE_SHARE)},
         compute_share_mode="none",
     )
-    planned = [Take(phase=Phase.CAPS, config=checked)]
+    planned = [PlannedRun(phase=BurnPhase.CAPS, config=checked)]
     if config.workload.name == "train":
         trained = _changed(
             config,
@@ -130,11 +130,11 @@ def at_one_value(config: Config, length_s: float) -> tuple[Take, ...]:
             compute_share_mode="none",
             train={"steps": _STEPS_MANY, "epochs": None},
         )
-        planned.append(Take(phase=Phase.FULL_LOAD, config=trained))
+        planned.append(PlannedRun(phase=BurnPhase.FULL_LOAD, config=trained))
     return tuple(planned)
 
 
-def _precision(config: Config, dtype: str, able: Set[str], length_s: float) -> Take:
+def _precision(config: Config, dtype: str, able: Set[str], length_s: float) -> PlannedRun:
     """Return the run of one number type, on the nodes that can do it."""
     sized = _sized(config)
     nodes = {
@@ -150,7 +150,7 @@ def _precision(config: Config, dtype: str, able: Set[str], length_s: float) -> T
         cluster={"head": config.cluster.head if config.cluster.head in nodes else None},
         nodes=nodes,
     )
-    return Take(phase=Phase.CAPS, config=changed, dtype=dtype)
+    return PlannedRun(phase=BurnPhase.CAPS, config=changed, dtype=dtype)
 
 
 def _matmul(config: Config) -> dict[str, object]:
@@ -196,20 +196,20 @@ def burn(
     config: Config,
     make_environment: MakeEnvironment,
     heat_s: float,
-    wanted: Collection[Phase],
+    wanted: Collection[BurnPhase],
     options: runs.Options,
 ) -> int:
     """Run the phases, print the result, and return the exit code: 0 only if all of them passed.
 
-    The second phase takes `heat_s`; the others are never longer.
+    The second phase planned_runs `heat_s`; the others are never longer.
 
     Raises:
         OrchestratorError: Nothing could be run. What ends a later run is a failure of its phase.
     """
     started = datetime.now(UTC)
     mode, types = _surveyed(make_environment(config))
-    planned = takes(config, types, heat_s, wanted)
-    taken: list[Taken] = []
+    planned = planned_runs(config, types, heat_s, wanted)
+    taken: list[JudgedRun] = []
     interrupts = Interrupts()
     interrupts.install()
     try:
@@ -254,14 +254,14 @@ def _surveyed(environment: Environment) -> tuple[Mode, dict[str, tuple[str, ...]
 
 
 def run_and_judge(
-    take: Take, make_environment: MakeEnvironment, options: runs.Options, *, is_first: bool
-) -> Taken:
+    take: PlannedRun, make_environment: MakeEnvironment, options: runs.Options, *, is_first: bool
+) -> JudgedRun:
     """Run a run and judge it.
 
     What cannot be run is an error of the verb for the first one, else of its phase.
     """
     length_s = take.config.run.duration_s
-    sampler = Sampler(length_s)
+    sampler = SnapshotSampler(length_s)
     code, error = 1, None
     try:
         environment = make_environment(take.config)
@@ -276,7 +276,7 @@ def run_and_judge(
         # The second Ctrl-C: the run is torn down, and what was measured is still reported.
         code = EXIT_INTERRUPTED
     folder = None if sampler.last is None else Path(take.config.run.dir) / sampler.last.run_id
-    return Taken(
+    return JudgedRun(
         take=take,
         workers=tuple(judge(measured) for measured in sampler.measured(*warnings_of(folder))),
         folder=folder,
@@ -330,7 +330,7 @@ def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)  # noqa: T201 - the terminal
 
 
-class Sampler:
+class SnapshotSampler:
     """Keeps what the verdict on a run of this planned length needs: samples of every worker, and
     the last snapshot.
 

@@ -21,10 +21,10 @@ from orchestrator.config.duration import format_duration
 from orchestrator.config.schema import Config
 from orchestrator.lab.burn.verdict import (
     LIMITS,
+    BurnCheck,
+    BurnPhase,
     BurnVerdict,
-    Check,
-    Judged,
-    Phase,
+    JudgedWorker,
     error_count,
     overall,
     verdict_of,
@@ -47,21 +47,21 @@ _WORKER_KEYS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Take:
+class PlannedRun:
     """One run of a phase."""
 
-    phase: Phase
+    phase: BurnPhase
     config: Config
     dtype: str | None = None
     """The number type that is tried; `None` where each node keeps its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class JudgedRun:
     """One run of a phase, judged."""
 
-    take: Take
-    workers: tuple[Judged, ...]
+    take: PlannedRun
+    workers: tuple[JudgedWorker, ...]
     folder: Path | None
     """Of the run; `None` if it never began."""
     elapsed_s: float
@@ -79,11 +79,11 @@ class Taken:
 class PhaseResult:
     """A phase: its runs, one for each number type in the first."""
 
-    phase: Phase
-    taken: tuple[Taken, ...]
+    phase: BurnPhase
+    taken: tuple[JudgedRun, ...]
 
     @property
-    def workers(self) -> tuple[Judged, ...]:
+    def workers(self) -> tuple[JudgedWorker, ...]:
         """Every worker of every run."""
         return tuple(worker for taken in self.taken for worker in taken.workers)
 
@@ -117,12 +117,12 @@ class BurnResult:
         return overall(phase.verdict for phase in self.phases)
 
     @property
-    def not_judged(self) -> tuple[Check, ...]:
+    def not_judged(self) -> tuple[BurnCheck, ...]:
         """What could not be judged of some worker in some phase."""
         workers = [worker for phase in self.phases for worker in phase.workers]
         return tuple(
             check
-            for check in Check
+            for check in BurnCheck
             if any(worker.findings[check].verdict is BurnVerdict.NOT_JUDGED for worker in workers)
         )
 
@@ -139,15 +139,15 @@ class BurnResult:
         return 0 if self.verdict is BurnVerdict.PASS else 1
 
 
-def by_node(workers: Iterable[Judged]) -> Iterator[tuple[str, list[Judged]]]:
+def by_node(workers: Iterable[JudgedWorker]) -> Iterator[tuple[str, list[JudgedWorker]]]:
     """Yield the workers of each node, the nodes in the order in which they are first met."""
-    nodes: dict[str, list[Judged]] = {}
+    nodes: dict[str, list[JudgedWorker]] = {}
     for worker in workers:
         nodes.setdefault(worker.row.node, []).append(worker)
     yield from nodes.items()
 
 
-def by_phase(taken: Sequence[Taken]) -> tuple[PhaseResult, ...]:
+def by_phase(taken: Sequence[JudgedRun]) -> tuple[PhaseResult, ...]:
     """Return runs in their order, put together by phase."""
     groups = groupby(taken, key=lambda one: one.take.phase)
     return tuple(PhaseResult(phase=phase, taken=tuple(group)) for phase, group in groups)
@@ -196,7 +196,7 @@ def _phase_dict(phase: PhaseResult) -> dict[str, Any]:
     }
 
 
-def _worker_dict(phase: Phase, taken: Taken, worker: Judged) -> dict[str, Any]:
+def _worker_dict(phase: BurnPhase, taken: JudgedRun, worker: JudgedWorker) -> dict[str, Any]:
     row = worker.row
     known = {
         **{
@@ -288,7 +288,7 @@ def _table(phase: PhaseResult, glyphs: Glyphs) -> Table:
 
 
 def _cells(
-    phase: PhaseResult, taken: Taken, workers: Sequence[Judged], glyphs: Glyphs
+    phase: PhaseResult, taken: JudgedRun, workers: Sequence[JudgedWorker], glyphs: Glyphs
 ) -> Iterator[Text]:
     """Yield a node's cells: of its workers, always what the worst one shows."""
     figures = [worker.figures for worker in workers]
@@ -308,14 +308,17 @@ def _cells(
     yield Text(glyphs.shorten(glyphs.clean(name), _NODE_CELLS))
     yield _word(verdict_of(phase.phase, workers, whole=taken.whole), glyphs)
     cells = (
-        (Check.MEMORY, share_pct(None if held_pct is None else held_pct / 100)),
-        (Check.ERRORS, whole(sum(error_count(worker.row, worker.figures) for worker in workers))),
-        (Check.RESULTS, f"{whole(wrong)}/{whole(checks)}" if checks or wrong else None),
-        (Check.TEMPERATURE, number(_most(one.temperature_max_c for one in figures), 0)),
-        (Check.TEMPERATURE, number(_most(one.hot_pct for one in figures), 0)),
-        (Check.SLOWDOWN, number(_most(one.slowed_pct for one in figures), 0)),
-        (Check.THROUGHPUT, number(total, decimals_for((total,)))),
-        (Check.THROUGHPUT, number(_most(one.tflops_cv_pct for one in figures), 1)),
+        (BurnCheck.MEMORY, share_pct(None if held_pct is None else held_pct / 100)),
+        (
+            BurnCheck.ERRORS,
+            whole(sum(error_count(worker.row, worker.figures) for worker in workers)),
+        ),
+        (BurnCheck.RESULTS, f"{whole(wrong)}/{whole(checks)}" if checks or wrong else None),
+        (BurnCheck.TEMPERATURE, number(_most(one.temperature_max_c for one in figures), 0)),
+        (BurnCheck.TEMPERATURE, number(_most(one.hot_pct for one in figures), 0)),
+        (BurnCheck.SLOWDOWN, number(_most(one.slowed_pct for one in figures), 0)),
+        (BurnCheck.THROUGHPUT, number(total, decimals_for((total,)))),
+        (BurnCheck.THROUGHPUT, number(_most(one.tflops_cv_pct for one in figures), 1)),
     )
     for check, text in cells:
         failed = any(worker.findings[check].verdict is BurnVerdict.FAIL for worker in workers)
@@ -333,7 +336,7 @@ def _reasons(phase: PhaseResult, glyphs: Glyphs) -> Iterator[str]:
         for worker in taken.workers
         for check, finding in worker.findings.items()
     ]
-    failures: dict[tuple[Check, str, str | None], list[str]] = {}  # each node has its own
+    failures: dict[tuple[BurnCheck, str, str | None], list[str]] = {}  # each node has its own
     for dtype, worker, check, finding in judged:
         if finding.verdict is BurnVerdict.FAIL:
             key = (check, worker.row.node, dtype)

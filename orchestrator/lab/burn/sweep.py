@@ -27,9 +27,9 @@ from orchestrator.lab.burn.phases import (
     say,
     write_answer,
 )
-from orchestrator.lab.burn.results import EXIT_INTERRUPTED, Taken
-from orchestrator.lab.burn.verdict import BurnVerdict, Check, Judged
-from orchestrator.lab.sensors import FakeSensors
+from orchestrator.lab.burn.results import EXIT_INTERRUPTED, JudgedRun
+from orchestrator.lab.burn.verdict import BurnCheck, BurnVerdict, JudgedWorker
+from orchestrator.lab.sensors import ScriptedSensors
 from orchestrator.record.summary import SCHEMA
 from orchestrator.run import runner as runs
 from orchestrator.run.environment import Environment, Mode
@@ -141,9 +141,9 @@ def next_value(sweep: Sweep, points: Iterable[SweepPoint]) -> int | None:
     return next((value for value in sweep.values if value not in tried), None)
 
 
-def points_of(value: int, taken: Sequence[Taken]) -> tuple[SweepPoint, ...]:
+def points_of(value: int, taken: Sequence[JudgedRun]) -> tuple[SweepPoint, ...]:
     """Return what each card did at a value: checked in the first of its runs, measured in the last."""
-    cards: dict[tuple[str, str | None], list[list[Judged]]] = {}
+    cards: dict[tuple[str, str | None], list[list[JudgedWorker]]] = {}
     for index, one in enumerate(taken):
         for worker in one.workers:
             runs = cards.setdefault((worker.row.node, worker.row.gpu_uuid), [[] for _ in taken])
@@ -152,7 +152,7 @@ def points_of(value: int, taken: Sequence[Taken]) -> tuple[SweepPoint, ...]:
     return tuple(_point(value, runs, errors[0] if errors else None) for runs in cards.values())
 
 
-def _point(value: int, runs: Sequence[Sequence[Judged]], error: str | None) -> SweepPoint:
+def _point(value: int, runs: Sequence[Sequence[JudgedWorker]], error: str | None) -> SweepPoint:
     everyone = [worker for workers in runs for worker in workers]
     measured = runs[-1]
     samples = [worker.figures.samples_per_s_mean for worker in measured]
@@ -190,12 +190,12 @@ def _point(value: int, runs: Sequence[Sequence[Judged]], error: str | None) -> S
     )
 
 
-def _wrong(worker: Judged, *, is_checked: bool) -> str | None:
+def _wrong(worker: JudgedWorker, *, is_checked: bool) -> str | None:
     """Return what a worker found.
 
     A run whose results nothing checked says nothing about the value.
     """
-    results, errors = worker.findings[Check.RESULTS], worker.findings[Check.ERRORS]
+    results, errors = worker.findings[BurnCheck.RESULTS], worker.findings[BurnCheck.ERRORS]
     if results.verdict is BurnVerdict.FAIL or (
         is_checked and results.verdict is not BurnVerdict.PASS
     ):
@@ -267,7 +267,7 @@ def burn_sweep(
         raise UsageError(f"--sweep {error}") from error
     _check(make_environment(config), options)
     started = datetime.now(UTC)
-    takes = at_one_value(config, step_s)
+    planned = at_one_value(config, step_s)
     points: tuple[SweepPoint, ...] = ()
     failure: str | None = None
     interrupts = Interrupts()
@@ -282,11 +282,11 @@ def burn_sweep(
             if not options.json:
                 say(
                     f"{sweep.lever} {value} {sweep.lever.unit}: "
-                    f"{format_duration(step_s * len(takes))}"
+                    f"{format_duration(step_s * len(planned))}"
                 )
             chosen = replace(options, cards=_cards(sweep.lever, value))
-            taken: list[Taken] = []
-            for take in takes:
+            taken: list[JudgedRun] = []
+            for take in planned:
                 taken.append(
                     run_and_judge(take, make_environment, chosen, is_first=not points and not taken)
                 )
@@ -310,7 +310,7 @@ def _check(environment: Environment, options: runs.Options) -> None:
 
     On the nodes of a cluster, their agents say whether they may.
     """
-    if any(isinstance(each, FakeSensors) for each in options.experiments):
+    if any(isinstance(each, ScriptedSensors) for each in options.experiments):
         return
     if environment.mode is Mode.REHEARSE:
         raise UsageError(

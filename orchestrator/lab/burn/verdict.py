@@ -42,7 +42,7 @@ _WINDOW_S = 10.0
 _WINDOWS_LEAST = 4
 
 
-class Phase(IntEnum):
+class BurnPhase(IntEnum):
     """Which of the three."""
 
     CAPS = 1
@@ -63,7 +63,7 @@ class BurnVerdict(StrEnum):
     NOT_JUDGED = "not_judged"
 
 
-class Check(StrEnum):
+class BurnCheck(StrEnum):
     """What is judged of a worker."""
 
     MEMORY = "memory"
@@ -76,9 +76,9 @@ class Check(StrEnum):
 
 #: What a phase is there for: without a verdict on these it has none.
 PURPOSE = {
-    Phase.CAPS: frozenset({Check.MEMORY, Check.ERRORS, Check.RESULTS}),
-    Phase.HEAT: frozenset({Check.ERRORS, Check.TEMPERATURE}),
-    Phase.FULL_LOAD: frozenset({Check.MEMORY, Check.ERRORS}),
+    BurnPhase.CAPS: frozenset({BurnCheck.MEMORY, BurnCheck.ERRORS, BurnCheck.RESULTS}),
+    BurnPhase.HEAT: frozenset({BurnCheck.ERRORS, BurnCheck.TEMPERATURE}),
+    BurnPhase.FULL_LOAD: frozenset({BurnCheck.MEMORY, BurnCheck.ERRORS}),
 }
 
 
@@ -176,7 +176,7 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class BurnFinding:
     """The verdict on one metric, and why."""
 
     verdict: BurnVerdict
@@ -184,28 +184,32 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class JudgedWorker:
     """One worker, judged."""
 
     row: Row
     figures: Figures
-    findings: Mapping[Check, Finding]
+    findings: Mapping[BurnCheck, BurnFinding]
     """One for each check, in their order."""
     alarms: tuple[str, ...] = ()
     """Names of the alarms that its card raised."""
 
 
-def judge(measured: Measured) -> Judged:
+def judge(measured: Measured) -> JudgedWorker:
     """Return the verdict on each metric of a worker."""
     figures = _figures(measured)
     opinions = {check: ask(measured, figures) for check, ask in _JUDGES.items()}
     findings = {
-        check: Finding(_VERDICTS[is_good], text) for check, (is_good, text) in opinions.items()
+        check: BurnFinding(_VERDICTS[is_good], text) for check, (is_good, text) in opinions.items()
     }
-    return Judged(row=measured.row, figures=figures, findings=findings, alarms=measured.alarms)
+    return JudgedWorker(
+        row=measured.row, figures=figures, findings=findings, alarms=measured.alarms
+    )
 
 
-def verdict_of(phase: Phase, judged: Iterable[Judged], *, whole: bool = True) -> BurnVerdict:
+def verdict_of(
+    phase: BurnPhase, judged: Iterable[JudgedWorker], *, whole: bool = True
+) -> BurnVerdict:
     """Return the verdict on some workers in a phase: all must be good, its purpose judged, and it
     must have ended.
     """
@@ -391,7 +395,10 @@ def _throughput(measured: Measured, figures: Figures) -> _Opinion:
     if measured.row.device != "cuda":
         return None, "a processor is never left to the workers alone"
     if cv_pct is None or drop_pct is None:
-        return None, "too short, or the workload counts no operations: it takes a minute to tell"
+        return (
+            None,
+            "too short, or the workload counts no operations: it takes a minute to tell",
+        )
     fell = drop_pct > LIMITS.throughput_drop_most_pct
     text = f"scatters by {_pct(cv_pct)}" + (
         f", fell by {_pct(drop_pct)} in the second half" if fell else ""
@@ -399,13 +406,13 @@ def _throughput(measured: Measured, figures: Figures) -> _Opinion:
     return cv_pct <= LIMITS.throughput_cv_most_pct and not fell, text
 
 
-_JUDGES: dict[Check, Callable[[Measured, Figures], _Opinion]] = {
-    Check.MEMORY: _memory,
-    Check.ERRORS: _errors,
-    Check.RESULTS: _results,
-    Check.TEMPERATURE: _temperature,
-    Check.SLOWDOWN: _slowdown,
-    Check.THROUGHPUT: _throughput,
+_JUDGES: dict[BurnCheck, Callable[[Measured, Figures], _Opinion]] = {
+    BurnCheck.MEMORY: _memory,
+    BurnCheck.ERRORS: _errors,
+    BurnCheck.RESULTS: _results,
+    BurnCheck.TEMPERATURE: _temperature,
+    BurnCheck.SLOWDOWN: _slowdown,
+    BurnCheck.THROUGHPUT: _throughput,
 }
 
 

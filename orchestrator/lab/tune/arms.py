@@ -39,7 +39,7 @@ _NEIGHBOUR_SHARE: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class TurnResult:
     """One turn of one arm."""
 
     arm: str
@@ -83,7 +83,7 @@ def turn_that_fits(usual: Turn, steps_s: Sequence[float], overhead_s: float, roo
     return replace(least, seconds=min(usual.seconds, least.seconds + spare_s))
 
 
-def disturbance(blocks: Sequence[Block]) -> str | None:
+def disturbance(blocks: Sequence[TurnResult]) -> str | None:
     """Return why a round does not count; `None` if it does."""
     if any(block.throttled for block in blocks):
         return "throttled"
@@ -95,7 +95,7 @@ def disturbance(blocks: Sequence[Block]) -> str | None:
     return None
 
 
-def clock_of(blocks: Sequence[Block]) -> float | None:
+def clock_of(blocks: Sequence[TurnResult]) -> float | None:
     """Return the mean clock of the card in a round; `None` where it has no sensor."""
     clocks = [block.clock_mhz for block in blocks if block.clock_mhz]
     return sum(clocks) / len(clocks) if clocks else None
@@ -141,7 +141,7 @@ class Arm:
             parked_bytes=sum(each.parked_bytes for each in answers),
         )
 
-    def turn(self, seconds: float, least_steps: int) -> Block:
+    def turn(self, seconds: float, least_steps: int) -> TurnResult:
         """Have it work, all of its processes together.
 
         Raises:
@@ -155,7 +155,7 @@ class Arm:
             raise ArmError("it did nothing in its turn")
         clocks = [each.clock_mhz for each in done if each.clock_mhz]
         shares = [each.neighbour_share for each in done if each.neighbour_share is not None]
-        return Block(
+        return TurnResult(
             arm=self.name,
             seconds_per_sample=1 / speed,
             clock_mhz=sum(clocks) / len(clocks) if clocks else None,

@@ -23,7 +23,7 @@ from orchestrator.lab.tune.arms import (
     BASELINE,
     Arm,
     ArmError,
-    Block,
+    TurnResult,
     clock_of,
     disturbance,
     round_s,
@@ -241,7 +241,7 @@ class _Race:
         return sum(name in each for each in self.data.rounds)
 
 
-class Clock:
+class TuningClock:
     """The time that a tuning has spent, with that of the processes that were killed."""
 
     def __init__(self, before_s: float, now: Callable[[], float] = time.monotonic) -> None:
@@ -260,7 +260,7 @@ class Measuring:
         self,
         plan: Plan,
         journal: Journal,
-        clock: Clock,
+        clock: TuningClock,
         make_spec: MakeSpec,
         say: Callable[[str], None],
     ) -> None:
@@ -399,7 +399,7 @@ class Measuring:
         return turn if first or ends_s <= (race.latest_s if lacking else race.until_s) else None
 
     def _round(self, race: _Race, turn: Turn) -> None:
-        data, measured, began_s = race.data, list[Block](), self._clock.spent_s()
+        data, measured, began_s = race.data, list[TurnResult](), self._clock.spent_s()
         kept, dropped = len(data.rounds), sum(data.dropped.values())
         steps_s = self._steps_s(race)
         for name in turns(

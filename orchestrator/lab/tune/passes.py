@@ -28,7 +28,7 @@ from orchestrator.lab.tune.results import (
     LeverRow,
     LeverVerdict,
     ParityClass,
-    Subject,
+    TunedSubject,
     TuningResult,
 )
 
@@ -37,7 +37,7 @@ _ALONE: Final = 0.7
 _STACKED: Final = 0.85
 _LEFT_OUT: Final = 1.0
 
-Judged = tuple[Candidate, LeverRow]
+JudgedLever = tuple[Candidate, LeverRow]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Choice:
 
 
 def winners(
-    judged: Sequence[Judged], gains: Mapping[str, Gain], objective: Objective, resolve: float
+    judged: Sequence[JudgedLever], gains: Mapping[str, Gain], objective: Objective, resolve: float
 ) -> list[Candidate]:
     """Return the levers that help and keep the result, one for each key, in the order of the
     ladder.
@@ -145,7 +145,7 @@ def your_file(baseline: Mapping[str, Any], yours: Mapping[str, Any]) -> Candidat
 
 
 def open_questions(
-    judged: Sequence[Judged], gains: Mapping[str, Gain], objective: Objective, resolve: float
+    judged: Sequence[JudgedLever], gains: Mapping[str, Gain], objective: Objective, resolve: float
 ) -> list[str]:
     """Return the levers that could still turn out to help by more than the resolution."""
 
@@ -266,7 +266,7 @@ class Passes:
         reasons = dict.fromkeys(reason for data in passes for reason in data.dropped)
         return TuningResult(
             tune_id=tune_id,
-            subject=Subject(
+            subject=TunedSubject(
                 card=first.card, driver=first.driver, torch=first.torch, model=task.model
             ),
             device_name=first.device_name,
@@ -307,7 +307,7 @@ class Passes:
 
     def _best_of(
         self, several: Sequence[Candidate], stacked: PassData
-    ) -> tuple[Candidate | None, PassData, list[Judged]]:
+    ) -> tuple[Candidate | None, PassData, list[JudgedLever]]:
         """Return the best set, after it was measured without each of its levers.
 
         With it the pass that compares it with the user's file, and the rows that it brought.
@@ -343,7 +343,7 @@ class Passes:
         gains = {name: measured.gain(self._objective, name, of=of) for name in names}
         return {name: gain for name, gain in gains.items() if gain is not None}
 
-    def _judged(self, candidates: Sequence[Candidate], data: PassData) -> list[Judged]:
+    def _judged(self, candidates: Sequence[Candidate], data: PassData) -> list[JudgedLever]:
         rows = rows_of(candidates, self._measured(data), self._task.impossible)
         return list(zip(candidates, rows, strict=True))
 

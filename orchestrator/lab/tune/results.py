@@ -120,7 +120,7 @@ class LeverRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class TunedSubject:
     """What a result holds for."""
 
     card: str
@@ -136,7 +136,7 @@ class TuningResult:
     """A tuning that is over, or as far as it came."""
 
     tune_id: str
-    subject: Subject
+    subject: TunedSubject
     device_name: str
     """As people know it, such as `NVIDIA GeForce RTX 3090`."""
     created_at: str
@@ -212,7 +212,7 @@ def _result_from(plain: dict[str, Any]) -> TuningResult:
     return TuningResult(
         **{
             **plain,
-            "subject": Subject(**plain["subject"]),
+            "subject": TunedSubject(**plain["subject"]),
             "rows": rows,
             "pareto": tuple(plain["pareto"]),
         }

@@ -25,7 +25,7 @@ from orchestrator.core.placement import Target, plan_slots
 from orchestrator.errors import ConfigError, UsageError, one_line
 from orchestrator.lab.tune import levers
 from orchestrator.lab.tune.levers import MATMUL, TuningTask
-from orchestrator.lab.tune.measuring import BaselineError, Clock, Journal, Measuring, Plan
+from orchestrator.lab.tune.measuring import BaselineError, Journal, Measuring, Plan, TuningClock
 from orchestrator.lab.tune.passes import Passes, your_file
 from orchestrator.lab.tune.results import (
     LeverRow,
@@ -193,7 +193,7 @@ def tune(folder: Path, say: Callable[[str], None], budget_s: float | None = None
         plan = replace(plan, compared_steps=config.tune.parity_steps, seeds=config.tune.seeds)
 
     def run(task: TuningTask) -> TuningResult:
-        measuring = Measuring(plan, journal, Clock(journal.elapsed_s), task.make_spec, say)
+        measuring = Measuring(plan, journal, TuningClock(journal.elapsed_s), task.make_spec, say)
         passes = Passes(task, plan, config.tune.objective, journal, measuring)
         return passes.run(folder.name, request.created_at)
 
@@ -429,7 +429,7 @@ def _line(indent: str, key: str, value: object, notes: Mapping[str, str]) -> str
     return f"{indent}{plain}  # {note}\n" if note else f"{indent}{plain}\n"
 
 
-class Progress:
+class ProgressLine:
     """Tells the progress on standard error: on a terminal in one line, else a line now and then."""
 
     def __init__(self) -> None:
