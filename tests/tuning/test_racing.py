@@ -106,9 +106,8 @@ def tuned(
         "seeds": 3,
     }
     how = measuring.Plan(budget_s=budget_s, **{**fields, **plan})
-    journal = Journal(folder)
-    clock = measuring.TuningClock(0.0, lambda: machine.now_s)
-    runner = measuring.Measuring(how, journal, clock, spec, lambda _: None)
+    journal = Journal(folder, lambda: machine.now_s)
+    runner = measuring.Measuring(how, journal, spec, lambda _: None)
     return passes.Passes(task, how, "speed", journal, runner).run("t", ""), journal
 
 

@@ -63,46 +63,53 @@ class Journal:
     """What a tuning has measured so far, in memory and in a file of one JSON object a line.
 
     Each line is written as soon as it is known. The last one may be cut off by a kill, and is then
-    left out.
+    left out. The journal also keeps the time that a tuning has spent, with that of the processes
+    that were killed.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, now: Callable[[], float] = time.monotonic) -> None:
         """Read what is there."""
         self._path = folder / FILE
+        self._now = now
         self.opened: dict[str, Opened] = {}
         """First steps of each arm, of all passes."""
         self.passes: dict[str, PassData] = {}
         self.steps: int | None = None
         """Of the comparison; `None` until the baseline's speed is known."""
-        self.elapsed_s = 0.0
-        """That earlier processes have spent."""
+        self.noted_s = 0.0
+        """When the last measurement was taken, in the tuning's time."""
         text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
         if text and not text.endswith("\n"):
             self._append("")
         for line in text.splitlines():
             with suppress(ValueError):  # the line that a kill cut off
                 self._take(json.loads(line))
+        self._began_s = now() - self.noted_s
+
+    def spent_s(self) -> float:
+        """Return the seconds since the tuning began, without pauses between its processes."""
+        return self._now() - self._began_s
 
     def data(self, name: str) -> PassData:
         """Return the measurements of a pass."""
         return self.passes.setdefault(name, PassData())
 
-    def note(self, kind: str, elapsed_s: float, **detail: Any) -> None:  # noqa: ANN401 - whatever JSON holds
+    def note(self, kind: str, **detail: Any) -> None:  # noqa: ANN401 - whatever JSON holds
         """Take in a measurement, and write it."""
-        entry = {"kind": kind, "elapsed_s": round(elapsed_s, 3), **detail}
+        entry = {"kind": kind, "elapsed_s": round(self.spent_s(), 3), **detail}
         self._append(json.dumps(entry))
         self._take(entry)
 
-    def note_opened(self, name: str, opened: Opened, elapsed_s: float) -> None:
+    def note_opened(self, name: str, opened: Opened) -> None:
         """Take in the first steps of an arm."""
-        self.note("opened", elapsed_s, arm=name, opened=asdict(opened))
+        self.note("opened", arm=name, opened=asdict(opened))
 
     def _append(self, line: str) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
     def _take(self, entry: Mapping[str, Any]) -> None:
-        self.elapsed_s = max(self.elapsed_s, float(entry["elapsed_s"]))
+        self.noted_s = max(self.noted_s, float(entry["elapsed_s"]))
         if entry["kind"] == "steps":
             self.steps = int(entry["steps"])
             return
@@ -241,18 +248,6 @@ class _Race:
         return sum(name in each for each in self.data.rounds)
 
 
-class TuningClock:
-    """The time that a tuning has spent, with that of the processes that were killed."""
-
-    def __init__(self, before_s: float, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._began_s = now() - before_s
-
-    def spent_s(self) -> float:
-        """Return the seconds since the tuning began, without pauses between its processes."""
-        return self._now() - self._began_s
-
-
 class Measuring:
     """The rounds of all passes."""
 
@@ -260,13 +255,11 @@ class Measuring:
         self,
         plan: Plan,
         journal: Journal,
-        clock: TuningClock,
         make_spec: MakeSpec,
         say: Callable[[str], None],
     ) -> None:
         self._plan = plan
         self._journal = journal
-        self._clock = clock
         self._make_spec = make_spec
         self._say = say
 
@@ -285,18 +278,18 @@ class Measuring:
                 step_s = max(probe.step_s, 1e-6)
                 steps = int(_OPENING_SHARE * self._plan.budget_s / (arms + 4) / step_s)
                 steps = min(self._plan.compared_steps, max(_FEWEST_STEPS, steps))
-                journal.note("steps", self._clock.spent_s(), steps=steps)
+                journal.note("steps", steps=steps)
             steps = journal.steps or _FEWEST_STEPS
             if BASELINE not in journal.opened:
                 opened = self._open_once(BASELINE, steps)
-                journal.note_opened(BASELINE, opened, self._clock.spent_s())
+                journal.note_opened(BASELINE, opened)
         except ArmError as error:
             raise BaselineError(str(error)) from error
         for seed, name in enumerate(self._plan.seed_names, 1):
             if name not in journal.opened:
                 with suppress(ArmError):
                     opened = self._open_once(name, steps, seed)
-                    journal.note_opened(name, opened, self._clock.spent_s())
+                    journal.note_opened(name, opened)
         return journal.opened[BASELINE]
 
     def run(
@@ -316,7 +309,7 @@ class Measuring:
         Raises:
             BaselineError: The baseline has died, or the host has no memory for three arms.
         """
-        data, begin_s = self._journal.data(pass_name), self._clock.spent_s()
+        data, begin_s = self._journal.data(pass_name), self._journal.spent_s()
         if data.over_at_s >= self._plan.budget_s or (data.rounds and begin_s >= until_s):
             return data
         # What was compared before a kill is not compared again, but arms have to warm up, all of
@@ -355,9 +348,7 @@ class Measuring:
         finally:
             for arm in race.arms.values():
                 arm.close()
-        self._journal.note(
-            "over", self._clock.spent_s(), pass_name=pass_name, budget_s=self._plan.budget_s
-        )
+        self._journal.note("over", pass_name=pass_name, budget_s=self._plan.budget_s)
         return data
 
     def _fill(self, race: _Race) -> bool:
@@ -373,7 +364,7 @@ class Measuring:
             return True  # the baseline, its repetition, and one candidate are measured in any case
         if len(race.racing) >= race.at_once:
             return False
-        begin_s = (self._clock.spent_s() - race.begin_s) / race.begun
+        begin_s = (self._journal.spent_s() - race.begin_s) / race.begun
         return self._decided_at_s(race, race.waiting[0].name) + begin_s <= race.until_s
 
     def _decided_at_s(self, race: _Race, *more: str) -> float:
@@ -382,14 +373,14 @@ class Measuring:
         steps_s = [min(most_s, each) for each in self._steps_s(race, *more)]
         lacking = race.enough_rounds - min(race.count(name) for name in (*race.arms, *more))
         shortest_s = round_s(shortest(self._usual), steps_s, race.overhead_s)
-        return self._clock.spent_s() + max(0, lacking) * shortest_s
+        return self._journal.spent_s() + max(0, lacking) * shortest_s
 
     def _next_turn(self, race: _Race) -> Turn | None:
         """Return how long the next turns are, so that enough rounds are in time; `None` ends them.
 
         The first round is measured in any case.
         """
-        spent_s, steps_s = self._clock.spent_s(), self._steps_s(race)
+        spent_s, steps_s = self._journal.spent_s(), self._steps_s(race)
         lacking = max(0, race.enough_rounds - min(race.count(name) for name in race.arms))
         room_s = (race.until_s - spent_s) / max(1, lacking)
         turn = turn_that_fits(self._usual, steps_s, race.overhead_s, room_s)
@@ -399,7 +390,7 @@ class Measuring:
         return turn if first or ends_s <= (race.latest_s if lacking else race.until_s) else None
 
     def _round(self, race: _Race, turn: Turn) -> None:
-        data, measured, began_s = race.data, list[TurnResult](), self._clock.spent_s()
+        data, measured, began_s = race.data, list[TurnResult](), self._journal.spent_s()
         kept, dropped = len(data.rounds), sum(data.dropped.values())
         steps_s = self._steps_s(race)
         for name in turns(
@@ -416,14 +407,14 @@ class Measuring:
         # and none that an interval needs.
         may_drop = dropped < kept and self._decided_at_s(race) <= race.latest_s
         why = disturbance(measured) if may_drop else None
-        seconds = seconds_of((block.arm, block.seconds_per_sample) for block in measured)
-        detail: dict[str, Any] = {
-            "seconds": dict(seconds),
-            "clock_mhz": clock_of(measured),
-            "dropped": why,
-        }
-        self._journal.note("round", self._clock.spent_s(), pass_name=race.pass_name, **detail)
-        beside_s = self._clock.spent_s() - began_s - round_s(turn, steps_s, 0.0)
+        self._journal.note(
+            "round",
+            pass_name=race.pass_name,
+            seconds=seconds_of((turn.arm, turn.seconds_per_sample) for turn in measured),
+            clock_mhz=clock_of(measured),
+            dropped=why,
+        )
+        beside_s = self._journal.spent_s() - began_s - round_s(turn, steps_s, 0.0)
         race.overhead_s = (race.overhead_s + max(0.0, beside_s / len(steps_s))) / 2
         waiting = f", {len(race.waiting)} not begun" if race.waiting else ""
         self._say(
@@ -447,9 +438,12 @@ class Measuring:
                 self._lose(race, name, str(error))
                 continue
             if loss is not None and math.isfinite(loss):
-                detail: dict[str, Any] = {"arm": name, "turns": race.turns[name], "loss": loss}
                 self._journal.note(
-                    "later", self._clock.spent_s(), pass_name=race.pass_name, **detail
+                    "later",
+                    pass_name=race.pass_name,
+                    arm=name,
+                    turns=race.turns[name],
+                    loss=loss,
                 )
 
     def _part(self, race: _Race) -> None:
@@ -490,14 +484,12 @@ class Measuring:
             self._lose(race, arm.name, str(error))
             return
         if arm.name not in self._journal.opened:
-            self._journal.note_opened(arm.name, opened, self._clock.spent_s())
+            self._journal.note_opened(arm.name, opened)
 
     def _lose(self, race: _Race, name: str, reason: str) -> None:
         race.arms.pop(name).close()
         race.racing.pop(name, None)
-        self._journal.note(
-            "lost", self._clock.spent_s(), pass_name=race.pass_name, arm=name, reason=reason
-        )
+        self._journal.note("lost", pass_name=race.pass_name, arm=name, reason=reason)
 
     def _open_once(self, name: str, steps: int, more_seed: int = 0) -> Opened:
         """Have a baseline do its first steps, and end it."""
@@ -521,5 +513,5 @@ class Measuring:
         return min(_MOST_PATIENCE_S, wanted_s)
 
     def _left(self) -> str:
-        seconds = max(0.0, self._plan.budget_s - self._clock.spent_s())
+        seconds = max(0.0, self._plan.budget_s - self._journal.spent_s())
         return f"{int(seconds // 60)}m{int(seconds % 60):02d}s left"

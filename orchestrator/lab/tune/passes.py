@@ -271,7 +271,7 @@ class Passes:
             ),
             device_name=first.device_name,
             created_at=created_at,
-            duration_s=round(self._journal.elapsed_s, 1),
+            duration_s=round(self._journal.noted_s, 1),
             rounds=sum(len(data.rounds) for data in passes),
             dropped={
                 reason: sum(data.dropped.get(reason, 0) for data in passes) for reason in reasons
@@ -294,7 +294,7 @@ class Passes:
 
     def _in_time(self, pass_name: str) -> bool:
         """Whether a pass may begin, or has begun."""
-        return pass_name in self._journal.passes or self._journal.elapsed_s < self._plan.budget_s
+        return pass_name in self._journal.passes or self._journal.spent_s() < self._plan.budget_s
 
     def _stacked(
         self, several: Sequence[Candidate], sets: Sequence[Candidate], data: PassData

@@ -25,7 +25,7 @@ from orchestrator.core.placement import Target, plan_slots
 from orchestrator.errors import ConfigError, UsageError, one_line
 from orchestrator.lab.tune import levers
 from orchestrator.lab.tune.levers import MATMUL, TuningTask
-from orchestrator.lab.tune.measuring import BaselineError, Journal, Measuring, Plan, TuningClock
+from orchestrator.lab.tune.measuring import BaselineError, Journal, Measuring, Plan
 from orchestrator.lab.tune.passes import Passes, your_file
 from orchestrator.lab.tune.results import (
     LeverRow,
@@ -193,7 +193,7 @@ def tune(folder: Path, say: Callable[[str], None], budget_s: float | None = None
         plan = replace(plan, compared_steps=config.tune.parity_steps, seeds=config.tune.seeds)
 
     def run(task: TuningTask) -> TuningResult:
-        measuring = Measuring(plan, journal, TuningClock(journal.elapsed_s), task.make_spec, say)
+        measuring = Measuring(plan, journal, task.make_spec, say)
         passes = Passes(task, plan, config.tune.objective, journal, measuring)
         return passes.run(folder.name, request.created_at)
 
