@@ -63,13 +63,13 @@ def advice(
 
     Then what tunings have found to be faster than what the run had.
     """
-    causes = [(found, answer.card) for answer in answers for found in answer.causes]
+    causes = [(cause, answer.card) for answer in answers for cause in answer.causes]
     made: dict[tuple[str | None, str], Recommendation] = {}
-    for found, card in sorted(causes, key=lambda pair: -pair[0].share):
-        one = _WHAT_TO_DO[found.cause](found, card, run)
+    for cause, card in sorted(causes, key=lambda pair: -pair[0].share):
+        one = _WHAT_TO_DO[cause.cause](cause, card, run)
         # What a change gains at most is the time that its cause took: 1 / (1 - share).
-        most = None if found.share >= 1 else 1 / (1 - found.share)
-        one = replace(one, cause=found.cause, gain_low=1.0, gain_high=most)
+        most = None if cause.share >= 1 else 1 / (1 - cause.share)
+        one = replace(one, cause=cause.cause, gain_low=1.0, gain_high=most)
         one = _as_measured(one, run, card, tunings)
         made.setdefault((one.key, one.command), one)
     for answer in answers:
@@ -129,7 +129,7 @@ def _of_machine(run: RunHistory, answer: CardAnswer) -> Iterator[Recommendation]
     """Yield what the driver of this PC says of a card that cost the run speed, whatever its
     counters say.
     """
-    card, causes = answer.card, {found.cause for found in answer.causes}
+    card, causes = answer.card, {cause.cause for cause in answer.causes}
     limit_w, usual_w = card.power_limit_w, card.usual_power_limit_w
     node = run.key("nodes", card.node, {})
     is_asked = isinstance(node, Mapping) and node.get("power_limit_w") is not None
@@ -184,8 +184,8 @@ def _of_tunings(
     Those chosen for their memory are left out.
     """
     for result, _ in [*_fitting(run, card, tunings)][:1]:
-        for key, chosen in result.chosen.items():
-            value = text_of(chosen)
+        for key, setting in result.chosen.items():
+            value = text_of(setting)
             if value == text_of(run.key("train", key)):
                 continue
             one = Recommendation(
@@ -258,9 +258,9 @@ def _typing(text: str, command: str) -> _Adviser:
     In the command, `{node}`, `{slots}` and so on are filled in.
     """
 
-    def made(found: CauseShare, card: CardHistory, run: RunHistory) -> Recommendation:
+    def made(cause: CauseShare, card: CardHistory, run: RunHistory) -> Recommendation:
         fields = {"node": card.node, "run": run.run_id, "start": _start(run)}
-        return _plain(text, command.format(slots=" ".join(found.slots), **fields))
+        return _plain(text, command.format(slots=" ".join(cause.slots), **fields))
 
     return made
 

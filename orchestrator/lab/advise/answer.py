@@ -56,8 +56,8 @@ def _card(answer: CardAnswer) -> dict[str, Any]:
         "busy_pct": None if busy is None else 100 * busy,
         "unknown": answer.unknown,
         "causes": [
-            {"cause": found.cause.value, "share_pct": 100 * found.share, "text": found.text}
-            for found in answer.causes
+            {"cause": cause.cause.value, "share_pct": 100 * cause.share, "text": cause.text}
+            for cause in answer.causes
         ],
     }
 
@@ -127,8 +127,8 @@ def _card_lines(answer: CardAnswer, glyphs: Glyphs, width: int | None) -> Iterat
         return
     share = "busy share unknown" if busy is None else f"busy {100 * busy:.0f} % of the time"
     yield from _wrapped("", f"{title}: {share}", width)
-    causes = [(found.cause.value, glyphs.clean(found.text)) for found in answer.causes]
-    percents = _percents([found.share for found in answer.causes])
+    causes = [(cause.cause.value, glyphs.clean(cause.text)) for cause in answer.causes]
+    percents = _percents([cause.share for cause in answer.causes])
     for percent, (name, text) in zip(percents, [*causes, ("the rest", _REST)], strict=True):
         yield from _wrapped(f"  {percent:3} %  {name:<11}  ", text, width)
 

@@ -9,6 +9,7 @@ import os
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -144,17 +145,9 @@ class RunHistory:
 
 
 _COURSES: Final = (
-    *(
-        "duty_measured",
-        "baseline_pct",
-        "utilisation_pct",
-        "throttle_pct",
-        "sm_clock_mhz",
-        "temperature_c",
-    ),
-    "device_used_bytes",
-    *("data_wait_pct", "copies_pct", "optimizer_pct"),
-)
+    "duty_measured", "baseline_pct", "utilisation_pct", "throttle_pct", "sm_clock_mhz",
+    "temperature_c", "device_used_bytes", "data_wait_pct", "copies_pct", "optimizer_pct",
+)  # fmt: skip
 #: Into so many parts the time of a run is divided.
 _PARTS: Final = 120
 #: In these a slot has nothing to do.
@@ -176,16 +169,11 @@ def facts_of(folder: Path) -> RunHistory:
     if between is not None:
         courses = history.courses(folder, _COURSES, between[0], between[1] + 0.001, _PARTS)
     spans = history.all_state_spans(folder)
-    ends_unix_s = (
-        between[1]
-        if run.updated_at_unix_s is None and between is not None
-        else run.updated_at_unix_s
-    )
-    machine, profiles, versions = (
-        look_around(with_torch=False),
-        _profiles(folder),
-        _versions(folder),
-    )
+    ends_unix_s = run.updated_at_unix_s
+    if ends_unix_s is None and between is not None:
+        ends_unix_s = between[1]
+    machine, profiles = look_around(with_torch=False), _profiles(folder)
+    versions = _versions(folder)
     is_here = run.facts.one_machine and run.facts.host == machine.hostname
     by_card: defaultdict[tuple[str, str | None], list[Row]] = defaultdict(list)
     for row in run.snapshot().rows:
@@ -212,11 +200,10 @@ def facts_of(folder: Path) -> RunHistory:
 
 def _keys(text: str) -> Keys:
     """Return the run's own configuration; nothing where it cannot be read."""
-    try:
-        found = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return {}
-    return found if isinstance(found, dict) else {}
+    with suppress(yaml.YAMLError):
+        keys = yaml.safe_load(text)
+        return keys if isinstance(keys, dict) else {}
+    return {}
 
 
 def _card(
@@ -257,16 +244,13 @@ def _slot(
     ends_unix_s: float | None,
     profiles: Mapping[str, Profile],
 ) -> SlotHistory:
-    progress, own = row.progress, None
+    progress, own_bytes = row.progress, row.reserved_bytes
     begins = [span.from_unix_s for span in spans if span.state in _NEW_PROCESS]
-    if (
-        row.reserved_bytes is not None
-        and row.budget_bytes is not None
-        and row.cap_bytes is not None
-    ):
-        own = row.reserved_bytes + max(
-            0, row.budget_bytes - row.cap_bytes
-        )  # the rest of the budget is the context
+    if own_bytes is not None:
+        # The rest of the budget is the context.
+        is_known = row.budget_bytes is not None and row.cap_bytes is not None
+        context_bytes = max(0, (row.budget_bytes or 0) - (row.cap_bytes or 0))
+        own_bytes = own_bytes + context_bytes if is_known else None
     return SlotHistory(
         slot=row.slot,
         states_s=_states(spans, ends_unix_s),
@@ -276,30 +260,34 @@ def _slot(
         copies=_of_all_processes(course, "copies_pct", begins, progress.copies_pct),
         optimizer=_of_all_processes(course, "optimizer_pct", begins, progress.optimizer_pct),
         of_best=_share(_mean([course], "baseline_pct")),
-        own_bytes=own,
+        own_bytes=own_bytes,
         profile=profiles.get(row.slot),
     )
 
 
 def _profiles(folder: Path) -> dict[str, Profile]:
     """Return what the last pass of torch.profiler told of each slot."""
-    found = {}
+    profiles = {}
     for event in read_events(folder, ["profiled"]):
-        pcts = [event.details.get(f"{part}_pct") for part in ("copies", "synchronisations", "idle")]
-        known = [pct / 100 for pct in pcts if isinstance(pct, int | float) and 0 <= pct <= 100]
-        if event.slot is not None and len(known) == len(pcts):
-            found[event.slot] = Profile(copies=known[0], synchronisations=known[1], idle=known[2])
-    return found
+        pcts = {part: event.details.get(f"{part}_pct") for part in Profile.__slots__}
+        shares = {
+            part: pct / 100
+            for part, pct in pcts.items()
+            if isinstance(pct, int | float) and 0 <= pct <= 100
+        }
+        if event.slot is not None and len(shares) == len(pcts):
+            profiles[event.slot] = Profile(**shares)
+    return profiles
 
 
 def _versions(folder: Path) -> dict[str, tuple[str | None, str | None]]:
     """Return torch's and the driver's version of the last process of each slot that told them."""
-    found: dict[str, tuple[str | None, str | None]] = {}
+    versions: dict[str, tuple[str | None, str | None]] = {}
     for event in read_events(folder, ["device_opened"]):
         torch, driver = event.details.get("torch"), event.details.get("driver")
         if event.slot is not None and isinstance(torch, str):
-            found[event.slot] = (torch, driver if isinstance(driver, str) else None)
-    return found
+            versions[event.slot] = (torch, driver if isinstance(driver, str) else None)
+    return versions
 
 
 def _of_all_processes(
@@ -331,10 +319,7 @@ def _states(spans: Iterable[Span], ends_unix_s: float | None) -> dict[SlotState,
     seconds: defaultdict[SlotState, float] = defaultdict(float)
     has_begun = False
     for span in spans:
-        try:
-            state = slot_state(span.state)
-        except ValueError:
-            continue  # of a later version
+        state = slot_state(span.state)
         has_begun = has_begun or state not in _BEFORE
         until = span.to_unix_s if span.to_unix_s is not None else ends_unix_s
         if has_begun and state not in _OVER and until is not None and until > span.from_unix_s:

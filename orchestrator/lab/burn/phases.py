@@ -92,7 +92,7 @@ def planned_runs(
     """
     planned: list[PlannedRun] = []
     for dtype in _TYPES if BurnPhase.CAPS in wanted else ():
-        able = {node for node, known in types.items() if dtype in known}
+        able = {node for node, names in types.items() if dtype in names}
         if able:
             planned.append(_precision(config, dtype, able, min(heat_s, _PRECISION_S)))
     if BurnPhase.HEAT in wanted:

@@ -198,7 +198,7 @@ def _phase_dict(phase: PhaseResult) -> dict[str, Any]:
 
 def _worker_dict(phase: BurnPhase, taken: JudgedRun, worker: JudgedWorker) -> dict[str, Any]:
     row = worker.row
-    known = {
+    values = {
         **{
             name: getattr(row, name)
             for name in ("slot", "node", "dtype", "gpu_name", "device", "cap_bytes", "restarts")
@@ -210,7 +210,7 @@ def _worker_dict(phase: BurnPhase, taken: JudgedRun, worker: JudgedWorker) -> di
     }
     findings = worker.findings.items()
     return {
-        **{key: known[key] for key in _WORKER_KEYS},
+        **{key: values[key] for key in _WORKER_KEYS},
         **{f"{check}_verdict": finding.verdict.value for check, finding in findings},
         "reasons": [
             f"{check}: {finding.text}"
@@ -299,11 +299,11 @@ def _cells(
     held_pct = min(
         (one.vram_held_pct for one in figures if one.vram_held_pct is not None), default=None
     )
-    asked, used = taken.take.dtype, workers[0].row.dtype
+    dtype, used = taken.take.dtype, workers[0].row.dtype
     name = workers[0].row.node
-    if asked is not None:
+    if dtype is not None:
         name += (
-            f" {asked}" if used in {asked, None} else f" {asked} ({used})"
+            f" {dtype}" if used in {dtype, None} else f" {dtype} ({used})"
         )  # a processor runs fp16 as bf16
     yield Text(glyphs.shorten(glyphs.clean(name), _NODE_CELLS))
     yield _word(verdict_of(phase.phase, workers, whole=taken.whole), glyphs)

@@ -107,13 +107,13 @@ def parse_sweep(text: str) -> Sweep:
     Raises:
         ValueError: It is something else, or its steps are too large; says what would be right.
     """
-    found = _ASKED.fullmatch(text)
-    if found is None:
+    match = _ASKED.fullmatch(text)
+    if match is None:
         raise ValueError(
             f"{text!r:.60} is no sweep; valid: power=200..350:25 (watts) or "
             "memory-offset=0..500:50 (MHz)"
         )
-    lever, first, last, step = SweptSetting(found[1]), int(found[2]), int(found[3]), int(found[4])
+    lever, first, last, step = SweptSetting(match[1]), int(match[2]), int(match[3]), int(match[4])
     if not 0 < step <= lever.step_most:
         raise ValueError(f"the step must be 1 to {lever.step_most} {lever.unit}, not {step}")
     if first > last or (lever is SweptSetting.POWER and first <= 0):
@@ -134,10 +134,10 @@ def next_value(sweep: Sweep, points: Iterable[SweepPoint]) -> int | None:
 
     `None` when all are tried, or anything was wrong with any card.
     """
-    known = tuple(points)
-    if any(point.stop is not None for point in known):
+    tried_points = tuple(points)
+    if any(point.stop is not None for point in tried_points):
         return None
-    tried = {point.value for point in known}
+    tried = {point.value for point in tried_points}
     return next((value for value in sweep.values if value not in tried), None)
 
 
@@ -158,7 +158,7 @@ def _point(value: int, runs: Sequence[Sequence[JudgedWorker]], error: str | None
     samples = [worker.figures.samples_per_s_mean for worker in measured]
     tflops = [worker.figures.tflops_settled_mean for worker in measured]
     is_training = any(each is not None for each in samples)
-    known = [each for each in (samples if is_training else tflops) if each is not None]
+    rates = [each for each in (samples if is_training else tflops) if each is not None]
     watts = [
         worker.figures.power_w_mean
         for worker in measured
@@ -182,7 +182,7 @@ def _point(value: int, runs: Sequence[Sequence[JudgedWorker]], error: str | None
         gpu_uuid=first.gpu_uuid,
         value=value,
         watts=max(watts, default=None),  # each worker reads the same card
-        rate=sum(known) if known else None,
+        rate=sum(rates) if rates else None,
         rate_unit="samples/s" if is_training else "TFLOP/s",
         checks=sum(worker.row.counts.verify_checks for worker in runs[0]),
         temperature_max_c=max(heat, default=None),
@@ -284,11 +284,13 @@ def burn_sweep(
                     f"{sweep.lever} {value} {sweep.lever.unit}: "
                     f"{format_duration(step_s * len(planned))}"
                 )
-            chosen = replace(options, cards=_cards(sweep.lever, value))
+            at_value = replace(options, cards=_cards(sweep.lever, value))
             taken: list[JudgedRun] = []
             for take in planned:
                 taken.append(
-                    run_and_judge(take, make_environment, chosen, is_first=not points and not taken)
+                    run_and_judge(
+                        take, make_environment, at_value, is_first=not points and not taken
+                    )
                 )
                 if interrupts.asked or not taken[-1].whole:
                     break

@@ -227,11 +227,13 @@ def verdict_of(
 
 def overall(verdicts: Iterable[BurnVerdict]) -> BurnVerdict:
     """Return the verdict on several phases: one failure fails, and only passes pass."""
-    known = list(verdicts)
-    if BurnVerdict.FAIL in known:
+    present = list(verdicts)
+    if BurnVerdict.FAIL in present:
         return BurnVerdict.FAIL
     return (
-        BurnVerdict.PASS if known and set(known) == {BurnVerdict.PASS} else BurnVerdict.NOT_JUDGED
+        BurnVerdict.PASS
+        if present and set(present) == {BurnVerdict.PASS}
+        else BurnVerdict.NOT_JUDGED
     )
 
 
@@ -283,25 +285,25 @@ def _figures(measured: Measured) -> Figures:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+    present = [value for value in values if value is not None]
+    return fmean(present) if present else None
 
 
 def _pct_of(flags: Iterable[bool]) -> float | None:
-    known = list(flags)
-    return 100 * sum(known) / len(known) if known else None
+    present = list(flags)
+    return 100 * sum(present) / len(present) if present else None
 
 
 def _windows(samples: Sequence[WorkerSample], warm_up_s: float) -> list[float]:
     """Return means that do not overlap; a window without work has a mean of 0."""
-    found: list[float] = []
+    means: list[float] = []
     due_s = warm_up_s + _WINDOW_S
-    known = any(sample.tflops is not None for sample in samples)
+    counts_work = any(sample.tflops is not None for sample in samples)
     for sample in samples:
-        if known and sample.at_s >= due_s:
-            found.append(sample.tflops or 0.0)
+        if counts_work and sample.at_s >= due_s:
+            means.append(sample.tflops or 0.0)
             due_s = sample.at_s + _WINDOW_S
-    return found
+    return means
 
 
 def _longest_s(flags: Sequence[tuple[float, bool]]) -> float:
@@ -345,8 +347,8 @@ def _errors(measured: Measured, figures: Figures) -> _Opinion:
         f"without memory for any step for {_pct(starved_pct or 0.0)} of the time": starved_pct,
         counted(row.restarts, "restart"): row.restarts,
     }
-    told = ", ".join(text for text, is_so in said.items() if is_so)
-    return error_count(row, figures) == 0, told or "none"
+    reasons = ", ".join(text for text, is_so in said.items() if is_so)
+    return error_count(row, figures) == 0, reasons or "none"
 
 
 def _results(measured: Measured, _figures: Figures) -> _Opinion:

@@ -205,16 +205,16 @@ def _refusal(piece: str, text: str, valid: str | None = None) -> UsageError:
     return UsageError(str(Problem(f"--chaos {piece}", None, None, text, valid)))
 
 
-def _nearest(word: str, known: Sequence[str]) -> str:
-    near = get_close_matches(word[:50].lower(), known, n=1)
+def _nearest(word: str, valid: Sequence[str]) -> str:
+    near = get_close_matches(word[:50].lower(), valid, n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def _kind_of(piece: str) -> tuple[FaultKind, str]:
     word, _, rest = (part.strip() for part in piece.partition(":"))
-    known = [kind.value for kind in FaultKind]
-    if word not in known:
-        raise _refusal(piece, f"there is no such fault{_nearest(word, known)}", ", ".join(known))
+    valid = [kind.value for kind in FaultKind]
+    if word not in valid:
+        raise _refusal(piece, f"there is no such fault{_nearest(word, valid)}", ", ".join(valid))
     if not rest:
         raise _refusal(piece, "does not say how often", _VALID[FaultKind(word)])
     return FaultKind(word), rest
@@ -227,7 +227,7 @@ def _options(piece: str, kind: FaultKind, rest: str, before: Collection[str]) ->
         if not equals or key not in _OPTIONS[kind]:
             raise _refusal(
                 piece,
-                f"{kind} takes {', '.join(f'{known}=' for known in _OPTIONS[kind])}",
+                f"{kind} takes {', '.join(f'{valid}=' for valid in _OPTIONS[kind])}",
                 _VALID[kind],
             )
         name, read = _OPTIONS[kind][key]

@@ -71,7 +71,9 @@ def round_s(turn: Turn, steps_s: Sequence[float], overhead_s: float) -> float:
 
     A turn has one step that is not counted, and `overhead_s` beside its steps, such as parking.
     """
-    return sum(overhead_s + each + max(turn.seconds, turn.least_steps * each) for each in steps_s)
+    return sum(
+        overhead_s + step_s + max(turn.seconds, turn.least_steps * step_s) for step_s in steps_s
+    )
 
 
 def turn_that_fits(usual: Turn, steps_s: Sequence[float], overhead_s: float, room_s: float) -> Turn:
@@ -106,7 +108,7 @@ def seconds_of(blocks: Iterable[tuple[str, float]]) -> Mapping[str, float]:
     logs: dict[str, list[float]] = {}
     for arm, seconds in blocks:
         logs.setdefault(arm, []).append(math.log(seconds))
-    return {arm: math.exp(math.fsum(each) / len(each)) for arm, each in logs.items()}
+    return {arm: math.exp(math.fsum(values) / len(values)) for arm, values in logs.items()}
 
 
 class ArmError(Exception):
@@ -136,9 +138,9 @@ class Arm:
         answers = self._ask(Open(steps=steps), Opened, self._patience_s)
         return replace(
             answers[0],
-            peak_bytes=sum(each.peak_bytes for each in answers),
-            host_bytes=sum(each.host_bytes for each in answers),
-            parked_bytes=sum(each.parked_bytes for each in answers),
+            peak_bytes=sum(answer.peak_bytes for answer in answers),
+            host_bytes=sum(answer.host_bytes for answer in answers),
+            parked_bytes=sum(answer.parked_bytes for answer in answers),
         )
 
     def turn(self, seconds: float, least_steps: int) -> TurnResult:
@@ -150,16 +152,16 @@ class Arm:
         done = self._ask(
             Turn(seconds=seconds, least_steps=least_steps), Done, self._patience_s + seconds
         )
-        speed = sum(each.samples / each.seconds for each in done if each.seconds > 0)
+        speed = sum(one.samples / one.seconds for one in done if one.seconds > 0)
         if speed <= 0:
             raise ArmError("it did nothing in its turn")
-        clocks = [each.clock_mhz for each in done if each.clock_mhz]
-        shares = [each.neighbour_share for each in done if each.neighbour_share is not None]
+        clocks = [one.clock_mhz for one in done if one.clock_mhz]
+        shares = [one.neighbour_share for one in done if one.neighbour_share is not None]
         return TurnResult(
             arm=self.name,
             seconds_per_sample=1 / speed,
             clock_mhz=sum(clocks) / len(clocks) if clocks else None,
-            throttled=any(each.throttled for each in done),
+            throttled=any(one.throttled for one in done),
             # Each copy takes the others for neighbours.
             neighbour_share=shares[0] if len(done) == 1 and shares else None,
         )

@@ -171,22 +171,26 @@ def baseline_of(train: TrainSettings, *, on_card: bool) -> dict[str, Any]:
 def train_candidates(baseline: Mapping[str, Any]) -> list[Candidate]:
     """Return one candidate for each lever and value that is not the baseline's own."""
     return [
-        each
-        for each in _train_candidates(baseline)
-        if any(baseline.get(key) != value for key, value in each.changes.items())
+        candidate
+        for candidate in _train_candidates(baseline)
+        if any(baseline.get(key) != value for key, value in candidate.changes.items())
     ]
 
 
 def named(candidates: Sequence[Candidate], names: Sequence[str]) -> list[Candidate]:
     """Return the candidates that are named, by key or by `key=value`; all if none is named."""
-    return [each for each in candidates if not names or {each.lever, each.name} & {*names}]
+    return [
+        candidate
+        for candidate in candidates
+        if not names or {candidate.lever, candidate.name} & {*names}
+    ]
 
 
 def check_names(candidates: Sequence[Candidate], names: Sequence[str], where: str) -> None:
     """Refuse, as a `UsageError`, a name that fits no lever; `where` is where it stands."""
-    valid = {name for each in candidates for name in (each.lever, each.name)}
+    valid = {name for candidate in candidates for name in (candidate.lever, candidate.name)}
     if unknown := [name for name in names if name not in valid]:
-        levers = ", ".join(dict.fromkeys(each.lever for each in candidates))
+        levers = ", ".join(dict.fromkeys(candidate.lever for candidate in candidates))
         raise UsageError(
             f"{where} names {unknown[0]!r}, which is none; valid: {levers}, or one as KEY=VALUE"
         )
@@ -196,10 +200,14 @@ def for_rehearsal(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return one value of each key, without those that are slow to begin: what fits into minutes on
     two cores.
     """
-    quick = [each for each in candidates if not each.slow and each.needs_card is None]
-    first = {each.lever: each for each in reversed(quick)}
+    quick = [
+        candidate for candidate in candidates if not candidate.slow and candidate.needs_card is None
+    ]
+    first = {candidate.lever: candidate for candidate in reversed(quick)}
     return [
-        each for each in candidates if first.get(each.lever) is each or each.needs_card is not None
+        candidate
+        for candidate in candidates
+        if first.get(candidate.lever) is candidate or candidate.needs_card is not None
     ]
 
 
@@ -250,12 +258,12 @@ def matmul_candidates(baseline: Mapping[str, Any], duty: float | None) -> list[C
     shared = [
         Candidate(
             lever="compute_share_mode",
-            setting=f"mps with workers {each.copies}",
-            changes={"compute_share_mode": "mps", "workers": each.copies},
-            copies=each.copies,
-            beside=each.name,
+            setting=f"mps with workers {candidate.copies}",
+            changes={"compute_share_mode": "mps", "workers": candidate.copies},
+            copies=candidate.copies,
+            beside=candidate.name,
         )
-        for each in several
+        for candidate in several
     ]
     return [*plain, *several, *shared]
 
@@ -278,18 +286,18 @@ def matmul_impossible(
         budget_bytes: What each of them holds.
     """
     reasons: dict[str, str] = {}
-    for each in candidates:
-        if each.needs_card is not None and not on_card:
-            reasons[each.name] = each.needs_card
-        elif each.lever == "compute_share_mode" and mps_obstacle is not None:
-            reasons[each.name] = mps_obstacle
-        elif each.lever == "power_limit_w":
+    for candidate in candidates:
+        if candidate.needs_card is not None and not on_card:
+            reasons[candidate.name] = candidate.needs_card
+        elif candidate.lever == "compute_share_mode" and mps_obstacle is not None:
+            reasons[candidate.name] = mps_obstacle
+        elif candidate.lever == "power_limit_w":
             sweep = "burn --sweep power=FROM..TO:STEP measures it, as root"
             without = "there is no card whose power could be limited"
-            reasons[each.name] = sweep if on_card else without
-        elif each.copies * budget_bytes > room_bytes:
-            reasons[each.name] = (
-                f"{each.copies} workers of {budget_bytes / 2**30:.2f} GiB do not fit "
+            reasons[candidate.name] = sweep if on_card else without
+        elif candidate.copies * budget_bytes > room_bytes:
+            reasons[candidate.name] = (
+                f"{candidate.copies} workers of {budget_bytes / 2**30:.2f} GiB do not fit "
                 f"{room_bytes / 2**30:.2f} GiB"
             )
     return reasons

@@ -245,7 +245,7 @@ class _Race:
 
     def count(self, name: str) -> int:
         """Return how many rounds of an arm count."""
-        return sum(name in each for each in self.data.rounds)
+        return sum(name in arms for arms in self.data.rounds)
 
 
 class Measuring:
@@ -314,9 +314,9 @@ class Measuring:
             return data
         # What was compared before a kill is not compared again, but arms have to warm up, all of
         # them by equal steps.
-        names = [BASELINE, AGAIN, *(each.name for each in candidates)]
-        known = all(name in self._journal.opened or name in data.lost for name in names)
-        parked_bytes = max(each.parked_bytes for each in self._journal.opened.values())
+        names = [BASELINE, AGAIN, *(candidate.name for candidate in candidates)]
+        are_opened = all(name in self._journal.opened or name in data.lost for name in names)
+        parked_bytes = max(opened.parked_bytes for opened in self._journal.opened.values())
         free_bytes = psutil.virtual_memory().available  # while no arm lives
         race = _Race(
             pass_name=pass_name,
@@ -324,7 +324,9 @@ class Measuring:
             data=data,
             is_over=is_over,
             waiting=[
-                each for each in candidates if each.name not in data.lost and not is_over(each)
+                candidate
+                for candidate in candidates
+                if candidate.name not in data.lost and not is_over(candidate)
             ],
             begin_s=begin_s,
             until_s=until_s,
@@ -332,7 +334,7 @@ class Measuring:
             enough_rounds=least_rounds(
                 len(candidates) + 1, 1 - (1 - LEAVING_SHARE) * (1 - self._plan.confidence)
             ),
-            steps=_WARM_UP_STEPS if known else self._journal.steps or _FEWEST_STEPS,
+            steps=_WARM_UP_STEPS if are_opened else self._journal.steps or _FEWEST_STEPS,
             overhead_s=_SHARE_BESIDE * self._plan.turn_s,
         )
         try:
@@ -354,9 +356,9 @@ class Measuring:
     def _fill(self, race: _Race) -> bool:
         """Begin what there is room and time for; return whether anything is left to measure."""
         while race.waiting and self._is_time_for_another(race):
-            each = race.waiting.pop(0)
-            race.racing[each.name] = each
-            self._begin(race, self._arm(each.name, each.changes, 0, each.copies))
+            candidate = race.waiting.pop(0)
+            race.racing[candidate.name] = candidate
+            self._begin(race, self._arm(candidate.name, candidate.changes, 0, candidate.copies))
         return bool(race.racing) or (AGAIN in race.arms and race.count(AGAIN) < race.enough_rounds)
 
     def _is_time_for_another(self, race: _Race) -> bool:
@@ -370,7 +372,7 @@ class Measuring:
     def _decided_at_s(self, race: _Race, *more: str) -> float:
         """Return when all arms that have begun, and more, can have enough rounds at the soonest."""
         most_s = _AS_SLOW * self._journal.opened[BASELINE].step_s
-        steps_s = [min(most_s, each) for each in self._steps_s(race, *more)]
+        steps_s = [min(most_s, step_s) for step_s in self._steps_s(race, *more)]
         lacking = race.enough_rounds - min(race.count(name) for name in (*race.arms, *more))
         shortest_s = round_s(shortest(self._usual), steps_s, race.overhead_s)
         return self._journal.spent_s() + max(0, lacking) * shortest_s
@@ -391,10 +393,10 @@ class Measuring:
 
     def _round(self, race: _Race, turn: Turn) -> None:
         data, measured, began_s = race.data, list[TurnResult](), self._journal.spent_s()
-        kept, dropped = len(data.rounds), sum(data.dropped.values())
+        counted, dropped = len(data.rounds), sum(data.dropped.values())
         steps_s = self._steps_s(race)
         for name in turns(
-            [each for each in race.arms if each != BASELINE], self._plan.seed, kept + dropped
+            [arm for arm in race.arms if arm != BASELINE], self._plan.seed, counted + dropped
         ):
             try:
                 measured.append(race.arms[name].turn(turn.seconds, turn.least_steps))
@@ -405,7 +407,7 @@ class Measuring:
                     raise BaselineError(str(error)) from error
         # On a machine that is never quiet, at most half of the rounds are given away for nothing,
         # and none that an interval needs.
-        may_drop = dropped < kept and self._decided_at_s(race) <= race.latest_s
+        may_drop = dropped < counted and self._decided_at_s(race) <= race.latest_s
         why = disturbance(measured) if may_drop else None
         self._journal.note(
             "round",
@@ -427,8 +429,14 @@ class Measuring:
 
         times enough rounds.
         """
-        judged = [each for each in (*race.racing.values(), *race.waiting) if each.aim == "loss"]
-        for name in {name for each in judged for name in (each.name, each.beside or AGAIN)}:
+        judged = [
+            candidate
+            for candidate in (*race.racing.values(), *race.waiting)
+            if candidate.aim == "loss"
+        ]
+        for name in {
+            name for candidate in judged for name in (candidate.name, candidate.beside or AGAIN)
+        }:
             whole, rest = divmod(race.turns[name], race.enough_rounds)
             if name not in race.arms or rest or whole.bit_count() != 1:
                 continue
@@ -452,11 +460,11 @@ class Measuring:
         Where rounds take longer than they did, the last ones wait again, so that there is time to
         decide the others.
         """
-        others = {each.beside for each in (*race.racing.values(), *race.waiting)}
-        for each in list(race.racing.values()):
-            if each.name not in others and race.is_over(each):
-                del race.racing[each.name]
-                race.arms.pop(each.name).close()
+        others = {candidate.beside for candidate in (*race.racing.values(), *race.waiting)}
+        for candidate in list(race.racing.values()):
+            if candidate.name not in others and race.is_over(candidate):
+                del race.racing[candidate.name]
+                race.arms.pop(candidate.name).close()
         while len(race.racing) > 1 and self._decided_at_s(race) > race.latest_s:
             name, last = race.racing.popitem()
             race.arms.pop(name).close()

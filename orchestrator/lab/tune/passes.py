@@ -65,18 +65,18 @@ def winners(
         resolve: Gains of at most this share count as none.
     """
     helping = [
-        (gain.ratio, each)
-        for each, row in judged
-        if _may_be_chosen(each, row, objective)
-        and (gain := gains.get(each.name)) is not None
+        (gain.ratio, candidate)
+        for candidate, row in judged
+        if _may_be_chosen(candidate, row, objective)
+        and (gain := gains.get(candidate.name)) is not None
         and gain.low > 1.0
         and gain.high > 1.0 + resolve
     ]
     taken: list[Candidate] = []
-    for _, each in sorted(helping, key=lambda pair: -pair[0]):
-        if not any(each.changes.keys() & other.changes.keys() for other in taken):
-            taken.append(each)
-    return [each for each, _ in judged if each in taken]
+    for _, candidate in sorted(helping, key=lambda pair: -pair[0]):
+        if not any(candidate.changes.keys() & other.changes.keys() for other in taken):
+            taken.append(candidate)
+    return [candidate for candidate, _ in judged if candidate in taken]
 
 
 def by_expected_gain(several: Sequence[Candidate], objective: Objective) -> list[Candidate]:
@@ -85,13 +85,13 @@ def by_expected_gain(several: Sequence[Candidate], objective: Objective) -> list
     First those that may be chosen, then those for something else, last those that change what is
     trained; of each the highest expected gain. A lever that is judged against another follows it.
     """
-    by_name = {each.name: each for each in several}
+    by_name = {candidate.name: candidate for candidate in several}
 
-    def rank(each: Candidate) -> tuple[bool, bool, float]:
-        speed, peak = EXPECTED.get(each.lever, (1.0, 1.0))
+    def rank(candidate: Candidate) -> tuple[bool, bool, float]:
+        speed, peak = EXPECTED.get(candidate.lever, (1.0, 1.0))
         gain = {"speed": speed, "memory": 1 / peak, "balanced": speed / peak}[objective]
-        own = (each.parity is ParityClass.OBJECTIVE, not _is_for(each, objective), -gain)
-        beside = by_name.get(each.beside or "")
+        own = (candidate.parity is ParityClass.OBJECTIVE, not _is_for(candidate, objective), -gain)
+        beside = by_name.get(candidate.beside or "")
         return own if beside is None else max(own, rank(beside))
 
     return sorted(several, key=rank)
@@ -101,15 +101,15 @@ def merged(several: Sequence[Candidate]) -> Candidate:
     """Return one candidate with the changes of several."""
     parity = several[0].parity
     if parity is not None:
-        is_exact = all(each.parity is ParityClass.EXACT for each in several)
+        is_exact = all(candidate.parity is ParityClass.EXACT for candidate in several)
         parity = ParityClass.EXACT if is_exact else ParityClass.NUMERIC
     return Candidate(
-        lever=" + ".join(each.lever for each in several),
-        setting=" + ".join(each.setting for each in several),
-        changes={key: value for each in several for key, value in each.changes.items()},
+        lever=" + ".join(candidate.lever for candidate in several),
+        setting=" + ".join(candidate.setting for candidate in several),
+        changes={key: value for candidate in several for key, value in candidate.changes.items()},
         parity=parity,
-        aim="memory" if any(each.aim == "memory" for each in several) else "speed",
-        copies=max(each.copies for each in several),
+        aim="memory" if any(candidate.aim == "memory" for candidate in several) else "speed",
+        copies=max(candidate.copies for candidate in several),
     )
 
 
@@ -124,7 +124,7 @@ def with_one_left_out(several: Sequence[Candidate]) -> dict[str, Candidate]:
         return {}
     return {
         left.name: replace(
-            merged([each for each in several if each is not left]),
+            merged([candidate for candidate in several if candidate is not left]),
             lever=f"all chosen but {left.lever}",
         )
         for left in several
@@ -153,9 +153,9 @@ def open_questions(
         return gain is None or (gain.narrows and gain.low <= 1.0 < 1.0 + resolve < gain.high)
 
     return [
-        each.name
-        for each, row in judged
-        if _may_be_chosen(each, row, objective) and is_open(gains.get(each.name))
+        candidate.name
+        for candidate, row in judged
+        if _may_be_chosen(candidate, row, objective) and is_open(gains.get(candidate.name))
     ]
 
 
@@ -235,7 +235,9 @@ class Passes:
             BaselineError: The baseline cannot be measured.
         """
         task, objective = self._task, self._objective
-        possible = [each for each in task.candidates if each.name not in task.impossible]
+        possible = [
+            candidate for candidate in task.candidates if candidate.name not in task.impossible
+        ]
         first = self._measuring.settle_steps(len(possible))
         alone = self._measure("alone", by_expected_gain(possible, objective), _ALONE)
         lever, _, setting = AGAIN.partition("=")
@@ -251,7 +253,7 @@ class Passes:
         if (sets or yours) and self._in_time("cumulative"):
             data = self._measure("cumulative", [*sets, *yours], _STACKED)
             # A set of one lever is that lever, and has a row already.
-            names = {each.name for each, _ in every}
+            names = {candidate.name for candidate, _ in every}
             stacked = self._judged([*sets, *yours], data)
             every += [pair for pair in stacked if pair[0].name not in names]
             best, data, more = self._best_of(self._stacked(helping, sets, data), data)
@@ -280,15 +282,17 @@ class Passes:
             chosen={**task.baseline, **choice.changes},
             choice=choice.reason,
             decided=choice.decided,
-            pareto=pareto_names([each for each, _ in every], rows, self._journal.opened),
+            pareto=pareto_names([candidate for candidate, _ in every], rows, self._journal.opened),
         )
 
     def _measure(self, pass_name: str, candidates: Sequence[Candidate], share: float) -> PassData:
         """Measure candidates until this share of the budget."""
         of = len(candidates) + 1  # with the repetition of the baseline
 
-        def is_over(each: Candidate) -> bool:
-            return self._measured(self._journal.data(pass_name)).is_over(each, self._objective, of)
+        def is_over(candidate: Candidate) -> bool:
+            return self._measured(self._journal.data(pass_name)).is_over(
+                candidate, self._objective, of
+            )
 
         return self._measuring.run(pass_name, candidates, share * self._plan.budget_s, is_over)
 
@@ -300,10 +304,10 @@ class Passes:
         self, several: Sequence[Candidate], sets: Sequence[Candidate], data: PassData
     ) -> list[Candidate]:
         """Return the levers that did not make the set below them worse."""
-        names = [BASELINE, *(each.name for each in sets)]
+        names = [BASELINE, *(candidate.name for candidate in sets)]
         gains = [self._gain(data, upper, lower) for lower, upper in pairwise(names)]
         pairs = zip(several, gains, strict=True)
-        return [each for each, gain in pairs if gain is None or gain.high >= 1.0]
+        return [candidate for candidate, gain in pairs if gain is None or gain.high >= 1.0]
 
     def _best_of(
         self, several: Sequence[Candidate], stacked: PassData
@@ -323,11 +327,13 @@ class Passes:
         without = list(rests.values())
         data = self._measure("one left out", [whole, *without, *own], _LEFT_OUT)
         needed = []
-        for each in several:
-            gain = self._gain(data, rests[each.name].name, whole.name)
+        for candidate in several:
+            gain = self._gain(data, rests[candidate.name].name, whole.name)
             if gain is None or gain.low <= 1.0:  # the set is not better without it
-                needed.append(each)
-        by_changes = {tuple(each.changes.items()): each for each in (whole, *without)}
+                needed.append(candidate)
+        by_changes = {
+            tuple(candidate.changes.items()): candidate for candidate in (whole, *without)
+        }
         best = by_changes.get(tuple(merged(needed).changes.items()), whole) if needed else whole
         return best, data, self._judged(without, data)
 
@@ -339,7 +345,7 @@ class Passes:
     def _gains(self, several: Sequence[Candidate], data: PassData) -> dict[str, Gain]:
         """Return what each lever gains over the baseline; the intervals hold together."""
         measured, of = self._measured(data), len(several)
-        names = [each.name for each in several if each.name not in data.lost]
+        names = [candidate.name for candidate in several if candidate.name not in data.lost]
         gains = {name: measured.gain(self._objective, name, of=of) for name in names}
         return {name: gain for name, gain in gains.items() if gain is not None}
 

@@ -331,7 +331,7 @@ class Measurements:
         Those of different rounds are comparable only as far as the machine was the same, so
         verdicts use ratios.
         """
-        seconds = [each[name] for each in self.data.rounds if name in each]
+        seconds = [arms[name] for arms in self.data.rounds if name in arms]
         return 1 / median(seconds) if seconds else None
 
     def against(self, candidate: Candidate) -> str:
@@ -348,27 +348,29 @@ def rows_of(
     candidates: Sequence[Candidate], measured: Measurements, impossible: Mapping[str, str]
 ) -> list[LeverRow]:
     """Return a row for each candidate; `impossible` says why some could not be tried."""
-    possible = [each for each in candidates if each.name not in impossible]
+    possible = [candidate for candidate in candidates if candidate.name not in impossible]
     judged = {
-        each.name: measured.effect(each.name, measured.against(each), len(possible))
-        for each in possible
+        candidate.name: measured.effect(candidate.name, measured.against(candidate), len(possible))
+        for candidate in possible
     }
     p_values = {name: effect.p for name, effect in judged.items() if effect is not None}
     real = holm(p_values, 1 - measured.confidence)
     rows = []
-    for each in candidates:
+    for candidate in candidates:
         row = LeverRow(
-            lever=each.lever,
-            setting=each.setting,
-            parity_class=each.parity,
+            lever=candidate.lever,
+            setting=candidate.setting,
+            parity_class=candidate.parity,
             verdict=LeverVerdict.UNAVAILABLE,
-            reason=impossible.get(each.name, ""),
+            reason=impossible.get(candidate.name, ""),
         )
-        if each.name not in impossible:
-            effect = measured.effect(each.name, of=len(possible))
-            row = _with_figures(row, each, effect, measured)
+        if candidate.name not in impossible:
+            effect = measured.effect(candidate.name, of=len(possible))
+            row = _with_figures(row, candidate, effect, measured)
             if row.verdict is LeverVerdict.UNDECIDED and not row.reason:
-                row = _judged(row, each, judged[each.name], measured, real=each.name in real)
+                row = _judged(
+                    row, candidate, judged[candidate.name], measured, real=candidate.name in real
+                )
         rows.append(row)
     return rows
 
@@ -505,14 +507,14 @@ def pareto_names(
     rounds or fewer, is no ground for a name.
     """
     costs = {
-        BASELINE if each.name == AGAIN else each.name: (
-            -(row.speed_ratio or 0.0), row.peak_bytes, opened[each.name].host_bytes
+        BASELINE if candidate.name == AGAIN else candidate.name: (
+            -(row.speed_ratio or 0.0), row.peak_bytes, opened[candidate.name].host_bytes
         )
-        for each, row in zip(candidates, rows, strict=True)
+        for candidate, row in zip(candidates, rows, strict=True)
         if None not in {row.speed_ratio, row.speed_low, row.speed_high, row.peak_bytes}
         and row.verdict not in {LeverVerdict.BROKEN, LeverVerdict.UNAVAILABLE}
         and row.parity_class is not ParityClass.OBJECTIVE
-        and each.name in opened
+        and candidate.name in opened
     }  # fmt: skip
 
     def is_beaten(cost: tuple[float, int | None, int]) -> bool:
