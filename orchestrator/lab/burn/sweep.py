@@ -129,18 +129,6 @@ def parse_sweep(text: str) -> Sweep:
     )
 
 
-def next_value(sweep: Sweep, points: Iterable[SweepPoint]) -> int | None:
-    """Return the value to try next.
-
-    `None` when all are tried, or anything was wrong with any card.
-    """
-    tried_points = tuple(points)
-    if any(point.stop is not None for point in tried_points):
-        return None
-    tried = {point.value for point in tried_points}
-    return next((value for value in sweep.values if value not in tried), None)
-
-
 def points_of(value: int, taken: Sequence[JudgedRun]) -> tuple[SweepPoint, ...]:
     """Return what each card did at a value: checked in the first of its runs, measured in the last."""
     cards: dict[tuple[str, str | None], list[list[JudgedWorker]]] = {}
@@ -154,40 +142,31 @@ def points_of(value: int, taken: Sequence[JudgedRun]) -> tuple[SweepPoint, ...]:
 
 def _point(value: int, runs: Sequence[Sequence[JudgedWorker]], error: str | None) -> SweepPoint:
     everyone = [worker for workers in runs for worker in workers]
-    measured = runs[-1]
-    samples = [worker.figures.samples_per_s_mean for worker in measured]
-    tflops = [worker.figures.tflops_settled_mean for worker in measured]
-    is_training = any(each is not None for each in samples)
-    rates = [each for each in (samples if is_training else tflops) if each is not None]
-    watts = [
-        worker.figures.power_w_mean
-        for worker in measured
-        if worker.figures.power_w_mean is not None
-    ]
-    heat = [
-        worker.figures.temperature_max_c
-        for worker in everyone
-        if worker.figures.temperature_max_c is not None
-    ]
-    wrong = [
-        reason for worker in runs[0] if (reason := _wrong(worker, is_checked=True)) is not None
-    ]
-    wrong += [
-        reason for worker in everyone if (reason := _wrong(worker, is_checked=False)) is not None
-    ]
+    figures = [worker.figures for worker in runs[-1]]
+    samples = _present(one.samples_per_s_mean for one in figures)
+    rates = samples or _present(one.tflops_settled_mean for one in figures)
+    checked = [_wrong(worker, is_checked=True) for worker in runs[0]]
+    wrong = [*checked, *(_wrong(worker, is_checked=False) for worker in everyone), error]
     first = everyone[0].row
     return SweepPoint(
         node=first.node,
         gpu_name=first.gpu_name,
         gpu_uuid=first.gpu_uuid,
         value=value,
-        watts=max(watts, default=None),  # each worker reads the same card
+        # Each worker reads the same card.
+        watts=max(_present(one.power_w_mean for one in figures), default=None),
         rate=sum(rates) if rates else None,
-        rate_unit="samples/s" if is_training else "TFLOP/s",
+        rate_unit="samples/s" if samples else "TFLOP/s",
         checks=sum(worker.row.counts.verify_checks for worker in runs[0]),
-        temperature_max_c=max(heat, default=None),
-        stop=next(iter(wrong), error),
+        temperature_max_c=max(
+            _present(worker.figures.temperature_max_c for worker in everyone), default=None
+        ),
+        stop=next((reason for reason in wrong if reason is not None), None),
     )
+
+
+def _present(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
 
 
 def _wrong(worker: JudgedWorker, *, is_checked: bool) -> str | None:
@@ -213,17 +192,11 @@ def efficient(points: Iterable[SweepPoint]) -> tuple[SweepPoint, ...]:
 
     No point of a card without a sensor.
     """
-    best: dict[tuple[str, str | None], SweepPoint] = {}
+    cards: dict[tuple[str, str | None], list[SweepPoint]] = {}
     for point in points:
-        key = point.node, point.gpu_uuid
-        if point.per_watt is not None and (
-            key not in best or point.per_watt > (best[key].per_watt or 0.0)
-        ):
-            best[key] = point
-    return tuple(best.values())
-
-
-_ROOT: Final = 0
+        if point.per_watt is not None:
+            cards.setdefault((point.node, point.gpu_uuid), []).append(point)
+    return tuple(max(card, key=lambda point: point.per_watt or 0.0) for card in cards.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,11 +247,7 @@ def burn_sweep(
     interrupts.install()
     is_interrupted = False
     try:
-        while (
-            not is_interrupted
-            and failure is None
-            and (value := next_value(sweep, points)) is not None
-        ):
+        for value in sweep.values:
             if not options.json:
                 say(
                     f"{sweep.lever} {value} {sweep.lever.unit}: "
@@ -298,6 +267,8 @@ def burn_sweep(
             failure = next((one.error for one in taken if one.error is not None), None)
             if not is_interrupted:
                 points += points_of(value, taken)
+            if is_interrupted or failure or any(point.stop for point in points):
+                break
     finally:
         interrupts.restore()
     result = SweepResult(sweep=sweep, points=points, error=failure, interrupted=is_interrupted)
@@ -320,7 +291,7 @@ def _check(environment: Environment, options: runs.Options) -> None:
         )
     if not any(plan.spec.device == "cuda" for plan in environment.plans):
         raise UsageError("--sweep sets cards, and no node here has one")
-    if environment.mode is Mode.LOCAL and os.geteuid() != _ROOT:
+    if environment.mode is Mode.LOCAL and os.geteuid() != 0:
         raise UsageError("--sweep sets cards, which only root may: type it with sudo")
 
 
