@@ -17,7 +17,7 @@ from workers import oom
 from workers.devices.base import Device
 from workers.engine.slice_stats import SliceStats
 from workers.messages import ContextCorruptedError, StepCounts
-from workers.nvml.sampler import open_sampler
+from workers.nvml.sensors import open_sampler
 from workers.policy.base import Run
 from workers.policy.thermal import ThermalDecision, ThermalGovernor, ThermalState
 from workers.readings import SensorReading

@@ -11,13 +11,12 @@ import gc
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from workers import oom
 from workers.devices import open_device
 from workers.devices.base import Device
 from workers.engine.between_steps import DutyCycle, ResultChecks, ThermalControl
-from workers.engine.fault_injection import ChaoticWorkload
 from workers.engine.slice_stats import CheckpointPieces, SliceStats
 from workers.learned_limits import choose, default_path, settings_hash, workload_fingerprint
 from workers.messages import (
@@ -28,7 +27,7 @@ from workers.messages import (
     WorkerEvent,
     WorkerState,
 )
-from workers.nvml.fake.library import load
+from workers.nvml.fake import load
 from workers.oom import MAX_PROBABLE_IN_A_ROW, Failure
 from workers.policy import make_policy
 from workers.policy.base import Decision, Event, Growth, Policy, Pressure, Run
@@ -60,8 +59,15 @@ class Told:
         self._events: list[WorkerEvent] = []
 
     def add(self, name: str, /, **detail: Scalar) -> None:
-        """Keep an event for the next report."""
-        self._events.append(WorkerEvent(name=name, at_unix_s=time.time(), detail=detail))
+        """Keep an event for the next report. Those that differ by their `count` alone are one."""
+        event = WorkerEvent(name=name, at_unix_s=time.time(), detail=detail)
+        for index, other in enumerate(self._events if "count" in detail else ()):
+            if (name, {**detail, "count": None}) == (other.name, {**other.detail, "count": None}):
+                counts = (detail["count"], other.detail["count"])
+                detail["count"] = sum(count for count in counts if isinstance(count, int))
+                self._events[index] = replace(other, detail=detail)
+                return
+        self._events.append(event)
 
     def taken(self) -> list[WorkerEvent]:
         """Return them, and forget them."""
@@ -85,8 +91,6 @@ class Session:
     thermal: ThermalControl
     checks: ResultChecks
     duty: DutyCycle
-    chaos: ChaoticWorkload | None
-    """`workload` itself, where `run --chaos` wrapped it."""
     told: Told
     pieces: CheckpointPieces
 
@@ -145,8 +149,7 @@ class Session:
         if self.workload.save_due:
             self.workload.save()  # the last slice ended at the moment for it, or no step follows
         self._offer_again()
-        if self.chaos is not None:
-            self.chaos.begin_slice(stats)
+        self.workload.begin_slice(directive)
         self.thermal.sample(stats)
 
     def _offer_again(self) -> None:
@@ -492,7 +495,6 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
     # for little garbage.
     gc.freeze()
     failure: Failure | None = None
-    chaos: ChaoticWorkload | None = None
     told = Told()
     try:
         if spec.fake_sensors is not None:
@@ -512,9 +514,6 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
             tell=told.add,
         )
         workload = _make_workload(spec, device, context)
-        if spec.step_faults is not None:
-            chaos = ChaoticWorkload(workload, spec.step_faults)
-            workload = cast("Workload", chaos)
         rungs = workload.rungs(spec.workload.batch)
     except (IncompatibleError, ContextCorruptedError):
         raise
@@ -581,7 +580,6 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
             spec.check_share, f"{spec.slot}, {info.name}" + (f" {info.uuid}" if info.uuid else "")
         ),
         duty=DutyCycle(spec.duty),
-        chaos=chaos,
         told=told,
         pieces=CheckpointPieces(),
         incarnation=stats.directive.incarnation,

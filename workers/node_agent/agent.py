@@ -41,7 +41,7 @@ from workers.node_agent.card_settings import CardChange, CardSettingError
 from workers.node_agent.mps import Daemon
 from workers.node_agent.protocol import AgentOrders, AgentOutcome, from_line, to_line
 from workers.nvml import queries
-from workers.nvml.fake.library import load
+from workers.nvml.fake import load
 
 _SCHEMA: Final = 2
 _FOLDER: Final = "kept"

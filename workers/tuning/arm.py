@@ -20,8 +20,8 @@ import psutil
 from workers.devices import open_device
 from workers.devices.base import Device
 from workers.messages import IncompatibleError
-from workers.nvml.card_sensors import CardSensors
 from workers.nvml.queries import visible_card
+from workers.nvml.sensors import CardSensors
 from workers.oom import classify
 from workers.readings import THROTTLE_ALARMS, SensorReading
 from workers.settings import FailureKind

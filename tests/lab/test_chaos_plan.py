@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.chaos.plan import FaultRule, NodeFault, check, parse_chaos
 from orchestrator.errors import UsageError
+from orchestrator.lab.chaos.plan import FaultRule, NodeFault, check_nodes, parse_chaos
 from workers.messages import FaultKind
-from workers.settings import FailureKind, StepFaults
+from workers.settings import FailureKind
 
 GOOD = {
     "oom:rate=0.05": [FaultRule(kind=FaultKind.OOM, rate=0.05)],
@@ -139,13 +139,16 @@ def test_describes_itself_in_one_line() -> None:
 
 
 def test_says_what_a_worker_must_know() -> None:
-    assert parse_chaos("oom:rate=0.5;raise:rate=0.2", 7).step_faults() == StepFaults(
-        seed=7, oom_rate=0.5, raise_rate=0.2
-    )
-    assert parse_chaos("oom:num=2,skip=3,kind=probable;flip:rate=1", 7).step_faults() == StepFaults(
-        seed=7, oom_num=2, oom_skip=3, oom_kind=FailureKind.PROBABLE, flip_rate=1.0
-    )
-    assert parse_chaos("kill:every=5s", 7).step_faults() == StepFaults(seed=7), (
+    assert parse_chaos("raise:rate=0.2", 7).step_faults() == {"seed": 7, "raise_rate": 0.2}
+    assert parse_chaos("oom:num=2,skip=3,kind=probable;flip:rate=1", 7).step_faults() == {
+        "seed": 7,
+        "oom_rate": 0.0,
+        "oom_num": 2,
+        "oom_skip": 3,
+        "oom_kind": "probable",
+        "flip_rate": 1.0,
+    }
+    assert parse_chaos("kill:every=5s", 7).step_faults() == {"seed": 7}, (
         "strikes happen inside the workload"
     )
     assert parse_chaos("node:pc2@5s", 7).step_faults() is None
@@ -183,7 +186,7 @@ ALONE = "node:…: pc1 is the only node, and its raylet carries the head; valid:
 def test_checks_the_nodes(text: str, nodes: str, is_rehearsal: bool, refusal: str | None) -> None:
     said = None
     try:
-        check(parse_chaos(text), nodes.split(), "pc1", is_rehearsal=is_rehearsal)
+        check_nodes(parse_chaos(text), nodes.split(), "pc1", is_rehearsal=is_rehearsal)
     except UsageError as error:
         said = str(error)
     assert said == (None if refusal is None else f"--chaos {refusal}")

@@ -1,15 +1,21 @@
-"""The answer as text for people and as JSON for scripts. No I/O."""
+"""The verb `advise`: says why the cards of a run were not busy, and what to change."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from textwrap import wrap
-from typing import Any
+from typing import Any, Final
 
-from orchestrator.lab.advise.advice import Advice
-from orchestrator.lab.advise.causes import CardAnswer
+from orchestrator.errors import NothingStoredError, one_line
+from orchestrator.lab.advise.advice import Recommendation, advice, notes
+from orchestrator.lab.advise.causes import CardAnswer, answers
+from orchestrator.lab.advise.facts import facts_of
+from orchestrator.lab.tune.results import read_results
+from orchestrator.record.archive import read_run
+from orchestrator.record.folders import LATEST, find_run, list_runs
 from orchestrator.record.summary import SCHEMA, summary_text
 from orchestrator.view.cells import Glyphs
 from orchestrator.view.phrases import counted
@@ -23,20 +29,20 @@ def answer_json(
     run_id: str | None,
     code: int,
     answers: Sequence[CardAnswer],
-    advice: Sequence[Advice],
+    advice: Sequence[Recommendation],
     notes: Sequence[str],
 ) -> str:
     """Return the answer as one JSON object; `null` is unknown."""
-    told: dict[str, Any] = {
+    answer: dict[str, Any] = {
         "schema": SCHEMA,
         "run_id": run_id,
         "exit_code": code,
         "question": QUESTION,
-        "cards": [_card(answer) for answer in answers],
+        "cards": [_card(one) for one in answers],
         "advice": [asdict(one) for one in advice],
         "notes": list(notes),
     }
-    return summary_text(told)
+    return summary_text(answer)
 
 
 def _card(answer: CardAnswer) -> dict[str, Any]:
@@ -50,8 +56,8 @@ def _card(answer: CardAnswer) -> dict[str, Any]:
         "busy_pct": None if busy is None else 100 * busy,
         "unknown": answer.unknown,
         "causes": [
-            {"cause": found.cause.value, "share_pct": 100 * found.share, "text": found.text}
-            for found in answer.causes
+            {"cause": cause.cause.value, "share_pct": 100 * cause.share, "text": cause.text}
+            for cause in answer.causes
         ],
     }
 
@@ -59,7 +65,7 @@ def _card(answer: CardAnswer) -> dict[str, Any]:
 def answer_lines(
     run_id: str | None,
     answers: Sequence[CardAnswer],
-    advice: Sequence[Advice],
+    advice: Sequence[Recommendation],
     notes: Sequence[str],
     glyphs: Glyphs,
     width: int | None = None,
@@ -119,10 +125,10 @@ def _card_lines(answer: CardAnswer, glyphs: Glyphs, width: int | None) -> Iterat
             "", f"{title}: cannot tell, because {glyphs.clean(answer.unknown)}", width
         )
         return
-    told = "busy share unknown" if busy is None else f"busy {100 * busy:.0f} % of the time"
-    yield from _wrapped("", f"{title}: {told}", width)
-    causes = [(found.cause.value, glyphs.clean(found.text)) for found in answer.causes]
-    percents = _percents([found.share for found in answer.causes])
+    share = "busy share unknown" if busy is None else f"busy {100 * busy:.0f} % of the time"
+    yield from _wrapped("", f"{title}: {share}", width)
+    causes = [(cause.cause.value, glyphs.clean(cause.text)) for cause in answer.causes]
+    percents = _percents([cause.share for cause in answer.causes])
     for percent, (name, text) in zip(percents, [*causes, ("the rest", _REST)], strict=True):
         yield from _wrapped(f"  {percent:3} %  {name:<11}  ", text, width)
 
@@ -139,9 +145,67 @@ def _percents(shares: Sequence[float]) -> list[int]:
     return [percent + (at in largest) for at, percent in enumerate(whole)]
 
 
-def _gain(one: Advice) -> str:
+def _gain(one: Recommendation) -> str:
     if one.gain_high is None:
         return "cannot be said"
     if one.gain_low is None or one.gain_low == 1.0:
         return f"at most {one.gain_high:.2f} x"
     return f"{one.gain_low:.2f} to {one.gain_high:.2f} x"
+
+
+NOTHING: Final = 0
+ADVICE: Final = 1
+CANNOT_TELL: Final = 3
+
+
+def advise(
+    runs_dir: Path,
+    run_id: str,
+    say: Callable[[str], None],
+    glyphs: Glyphs,
+    *,
+    json: bool,
+    width: int | None = None,
+) -> int:
+    """Print the answer for a run and return the exit code: 0 nothing to change, 1 advice, 3 cannot
+    tell.
+
+    `width` is that of the terminal; `None`: there is none, and no line is broken.
+
+    Raises:
+        UsageError: There is no such run.
+        ArchiveError: It cannot be read.
+    """
+    if run_id == LATEST and not list_runs(runs_dir):
+        return _unknown(
+            None, f"there is no run in {runs_dir}; type: python -m orchestrator run", say, json=json
+        )
+    folder = find_run(runs_dir, run_id)
+    try:
+        facts = facts_of(folder)
+    except NothingStoredError as error:
+        return _unknown(folder.name, str(error), say, json=json)
+    if not facts.cards:
+        run = read_run(folder)
+        why = (
+            f"run {run.facts.run_id} has had no worker yet"
+            if run.error is None
+            else f"it had no worker: {run.error}"
+        )
+        return _unknown(folder.name, one_line(why), say, json=json)
+    cards = answers(facts)
+    tunings = read_results()
+    todo, more = advice(facts, cards, tunings), notes(facts, cards, tunings)
+    can_tell = any(answer.unknown is None for answer in cards)
+    code = ADVICE if todo else NOTHING if can_tell else CANNOT_TELL
+    if json:
+        say(answer_json(facts.run_id, code, cards, todo, more))
+    else:
+        for line in answer_lines(facts.run_id, cards, todo, more, glyphs, width):
+            say(line)
+    return code
+
+
+def _unknown(run_id: str | None, reason: str, say: Callable[[str], None], *, json: bool) -> int:
+    say(answer_json(run_id, CANNOT_TELL, (), (), (reason,)) if json else f"Cannot tell: {reason}")
+    return CANNOT_TELL

@@ -1,7 +1,4 @@
-"""What `run --chaos` asks for: the grammar of the option, and what a cluster must be for it.
-
-Does not choose the slices (`injection.py`), and injects nothing. Pure.
-"""
+"""What `run --chaos` asks for: the grammar of the option, and what a cluster must be for it. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from typing import Any
 from orchestrator.config.duration import format_duration, parse_duration
 from orchestrator.errors import Problem, UsageError
 from workers.messages import FaultKind
-from workers.settings import FailureKind, StepFaults
+from workers.settings import FailureKind
 
 #: Longest text of the option; a plan that needs more is a typing error.
 _MAX_CHARS = 2000
@@ -28,11 +25,10 @@ _MIN_EVERY_S = 1.0
 #: How long an ended node stays down unless the user says: long enough for Ray to notice.
 _NODE_PAUSE_S = 15.0
 
-#: Faults of single steps and checks: they happen inside a worker, and reports name them by their
-#: events.
+#: Faults of single steps and checks, which reports name by their events.
 STEP_FAULTS = frozenset({FaultKind.OOM, FaultKind.RAISE, FaultKind.FLIP})
 
-#: Faults of a whole process: the directive of a slice carries them.
+#: Faults of a whole process.
 _STRIKES = tuple(kind for kind in FaultKind if kind not in {*STEP_FAULTS, FaultKind.NODE})
 
 _VALID = {
@@ -109,24 +105,24 @@ class ChaosPlan:
     node_faults: tuple[NodeFault, ...] = ()
     """In the order of their times."""
 
-    def step_faults(self) -> StepFaults | None:
-        """What every worker gets; `None` if no fault of this plan happens inside a worker."""
+    def step_faults(self) -> dict[str, Any] | None:
+        """What every worker gets: fields of `workers.workloads.chaos.StepFaults`.
+
+        `None` if no fault of this plan happens inside a worker.
+        """
         if all(rule.kind is FaultKind.NODE for rule in self.rules):
             return None
-        rates = {rule.kind: rule.rate or 0.0 for rule in self.rules}
-        oom = next(
-            (rule for rule in self.rules if rule.kind is FaultKind.OOM),
-            FaultRule(kind=FaultKind.OOM),
-        )
-        return StepFaults(
-            seed=self.seed,
-            oom_rate=oom.rate or 0.0,
-            oom_num=oom.num,
-            oom_skip=oom.skip,
-            oom_kind=oom.oom_kind,
-            raise_rate=rates.get(FaultKind.RAISE, 0.0),
-            flip_rate=rates.get(FaultKind.FLIP, 0.0),
-        )
+        faults: dict[str, Any] = {"seed": self.seed}
+        for rule in self.rules:
+            if rule.kind in STEP_FAULTS:
+                faults[f"{rule.kind}_rate"] = rule.rate or 0.0
+            if rule.kind is FaultKind.OOM:
+                faults |= {
+                    "oom_num": rule.num,
+                    "oom_skip": rule.skip,
+                    "oom_kind": rule.oom_kind.value,
+                }
+        return faults
 
     def kinds(self) -> tuple[FaultKind, ...]:
         """The kinds of fault that it can bring, in the order of `FaultKind`."""
@@ -175,7 +171,9 @@ def parse_chaos(text: str, seed: int = 0) -> ChaosPlan:
     )
 
 
-def check(plan: ChaosPlan, nodes: Collection[str], head_node: str, *, is_rehearsal: bool) -> None:
+def check_nodes(
+    plan: ChaosPlan, nodes: Collection[str], head_node: str, *, is_rehearsal: bool
+) -> None:
     """Refuse, as a `UsageError`, faults of nodes outside a rehearsal, or of one that is not there
     or the head's.
     """
@@ -207,16 +205,16 @@ def _refusal(piece: str, text: str, valid: str | None = None) -> UsageError:
     return UsageError(str(Problem(f"--chaos {piece}", None, None, text, valid)))
 
 
-def _nearest(word: str, known: Sequence[str]) -> str:
-    near = get_close_matches(word[:50].lower(), known, n=1)
+def _nearest(word: str, valid: Sequence[str]) -> str:
+    near = get_close_matches(word[:50].lower(), valid, n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def _kind_of(piece: str) -> tuple[FaultKind, str]:
     word, _, rest = (part.strip() for part in piece.partition(":"))
-    known = [kind.value for kind in FaultKind]
-    if word not in known:
-        raise _refusal(piece, f"there is no such fault{_nearest(word, known)}", ", ".join(known))
+    valid = [kind.value for kind in FaultKind]
+    if word not in valid:
+        raise _refusal(piece, f"there is no such fault{_nearest(word, valid)}", ", ".join(valid))
     if not rest:
         raise _refusal(piece, "does not say how often", _VALID[FaultKind(word)])
     return FaultKind(word), rest
@@ -229,7 +227,7 @@ def _options(piece: str, kind: FaultKind, rest: str, before: Collection[str]) ->
         if not equals or key not in _OPTIONS[kind]:
             raise _refusal(
                 piece,
-                f"{kind} takes {', '.join(f'{known}=' for known in _OPTIONS[kind])}",
+                f"{kind} takes {', '.join(f'{valid}=' for valid in _OPTIONS[kind])}",
                 _VALID[kind],
             )
         name, read = _OPTIONS[kind][key]
