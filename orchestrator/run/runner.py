@@ -48,12 +48,11 @@ from orchestrator.record.records import STORE_NAME, RunFacts
 from orchestrator.record.store import RunStore
 from orchestrator.record.summary import failure_dict, summary_dict, summary_text, write_summary
 from orchestrator.run import node_setup, resume, run_dir
-from orchestrator.run.clock import Clock
 from orchestrator.run.environment import Environment, Mode
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
 from orchestrator.run.run_dir import CheckpointKeeper
-from orchestrator.run.supervisor import Commands, Supervisor, answers_before
+from orchestrator.run.supervisor import Clock, Commands, Supervisor, answers_before
 from orchestrator.run.terminal import (
     Interrupts,
     Screen,

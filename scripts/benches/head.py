@@ -32,7 +32,7 @@ from orchestrator.config.schema import Config
 from orchestrator.core.fleet import NodeFact, Reservation, SliceReported
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
 from orchestrator.record import tables
-from orchestrator.run.clock import Clock
+from orchestrator.run.supervisor import Clock
 from workers.messages import (
     Activity,
     DeviceInfo,

@@ -31,9 +31,9 @@ from orchestrator.core.slot import HeadState
 from orchestrator.errors import UsageError
 from orchestrator.lab.chaos.plan import STEP_FAULTS, ChaosPlan, FaultRule, check_nodes
 from orchestrator.record.events import EventLog
-from orchestrator.run.clock import Clock
 from orchestrator.run.environment import Environment, Mode
 from orchestrator.run.runner import Experiment
+from orchestrator.run.supervisor import Clock
 from workers.messages import Directive, FaultKind, Report, StruckDirective, Verdict
 from workers.settings import WorkerSpec
 
