@@ -87,9 +87,7 @@ def kept(
         finally:
             if any(outcome.pipe_directory is not None for outcome in outcomes.values()):
                 for plan in plans:
-                    fleet.abandon(
-                        plan.reservation.slot
-                    )  # a daemon ends when it has no clients any more
+                    fleet.abandon(plan.spec.slot)  # a daemon ends when it has no clients any more
 
 
 def orders_for(

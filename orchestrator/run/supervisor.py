@@ -175,7 +175,7 @@ class Supervisor:
     """The traceback of the last error of the workload."""
 
     def __post_init__(self) -> None:
-        self._plans = {plan.reservation.slot: plan for plan in self.plans}
+        self._plans = {plan.spec.slot: plan for plan in self.plans}
         self._rules = rules_of(self.config, self.past)
         self._slots = {name: self.past.slots.get(name, Slot(slot=name)) for name in self._plans}
         self._meters = {name: Meter() for name in self._plans}
@@ -476,7 +476,8 @@ class Supervisor:
         match command:
             case slots.Place():
                 plan = self._plans[name]
-                self.fleet.place(plan.reservation, replace(plan.spec, run_id=self.facts.run_id))
+                spec = replace(plan.spec, run_id=self.facts.run_id)
+                self.fleet.place(spec, plan.num_cpus, plan.num_gpus)
             case Directive():
                 lease_bytes = self._broker.grant(self._slots[name], command.sequence)
                 copy = self.checkpoints.copy_for(name, command.incarnation)

@@ -334,7 +334,7 @@ def test_a_killed_run_of_the_version_before_is_resumed_with_its_counters_and_siz
     stored = read_run(old_runs / KILLED)
     environment, past = environment_of(stored), past_of(stored)
     before = {worker["slot"]: worker for worker in told(KILLED)["workers"]}
-    assert [plan.reservation.slot for plan in environment.plans] == list(before)
+    assert [plan.spec.slot for plan in environment.plans] == list(before)
     assert past.elapsed_s == stored.elapsed_s > 8.0
     for name, slot in past.slots.items():
         assert slot.incarnation == 1
