@@ -46,7 +46,7 @@ from benches.train_job import (
     trainer,
     warmed_up,
 )
-from workers.training.rungs import micro_batches
+from workers.training.ladder import micro_batches
 from workers.units import MIB
 
 _HERE = Path(__file__).parent

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from tests.training.parity import losses
 from tests.training.scene import CPU, GPT, settings, task, trainer
-from workers.training.adapters import AdaptedLinear
 from workers.training.errors import StateMismatchError, TaskError
+from workers.training.lora import AdaptedLinear
 from workers.training.memory_plan import MemoryPlanner
 from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task

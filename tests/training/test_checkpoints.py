@@ -19,12 +19,15 @@ from hypothesis import strategies as some
 
 from tests.fork_server import ForkServer
 from tests.scene import namespaced, wait_for
-from workers.training.checkpoints import checkpoint_file
-from workers.training.checkpoints.cadence import EARLIER, MOST_SHARE, pause_s
-from workers.training.checkpoints.checkpoint_file import RefusedError
-from workers.training.checkpoints.identity import Identity
-from workers.training.checkpoints.store import Checkpoints
-from workers.training.checkpoints.tensor_bytes import weights_sha256
+from workers.training import checkpoints as files
+from workers.training.checkpoints import (
+    EARLIER,
+    MOST_SHARE,
+    Checkpoints,
+    Identity,
+    pause_s,
+    weights_sha256,
+)
 
 Open = Callable[..., Checkpoints]
 
@@ -88,13 +91,13 @@ def saved(checkpoints: Checkpoints, *steps: int) -> Checkpoints:
     for step in steps:
         assert checkpoints.save(state_at(step), step)
         assert checkpoints.wait(60)
-        assert checkpoints.report.failure is None
+        assert checkpoints.failure is None
     return checkpoints
 
 
 def newest(folder: Path) -> Path:
     """The file that counts."""
-    return max(folder.glob("*.pt"), key=lambda path: checkpoint_file.read_number(path) or 0)
+    return max(folder.glob("*.pt"), key=lambda path: files.read_number(path) or 0)
 
 
 def test_the_newest_of_two_generations_is_loaded_bit_for_bit(opened: Open, tmp_path: Path) -> None:
@@ -103,7 +106,7 @@ def test_the_newest_of_two_generations_is_loaded_bit_for_bit(opened: Open, tmp_p
     loaded = again.load()
     assert (loaded.step, loaded.refused) == (3, ())
     assert same(loaded.state, state_at(3))
-    assert again.report.saved_step == 3
+    assert again.saved_step == 3
     assert len(list(tmp_path.iterdir())) == 2
     saved(again, 4)
     assert opened().load().step == 4
@@ -135,14 +138,14 @@ def test_a_file_cut_at_any_byte_is_refused_and_the_other_generation_used(
     checkpoints = opened()
     for length in range(len(whole)):
         damaged.write_bytes(whole[:length])
-        with pytest.raises(RefusedError):
-            checkpoint_file.read(damaged)
+        with pytest.raises(files.RefusedError):
+            files.read_file(damaged)
         if length % 64:
             continue
         loaded = checkpoints.load()
         assert loaded.step == 1
         assert loaded.refused[0].startswith(f"the checkpoint {damaged} is not used: it ")
-    assert loaded.sentences()[-1] == "training goes on from step 1"
+    assert loaded.refused[-1] == "training goes on from step 1"
 
 
 def test_one_flipped_bit_in_any_byte_is_refused_and_the_other_generation_used(
@@ -156,13 +159,13 @@ def test_one_flipped_bit_in_any_byte_is_refused_and_the_other_generation_used(
         whole[place] ^= 1 << place % 8
         damaged.write_bytes(whole)
         whole[place] ^= 1 << place % 8
-        with pytest.raises(RefusedError):
-            checkpoint_file.read(damaged)
+        with pytest.raises(files.RefusedError):
+            files.read_file(damaged)
         if place % 64 and place < len(whole) - 68:
             continue
         loaded = checkpoints.load()
         assert loaded.step == 1
-        assert len(loaded.refused) == 1
+        assert len(loaded.refused) == 2, "the file, and what is done instead"
     damaged.write_bytes(whole + b"x")
     assert checkpoints.load().step == 1
     damaged.write_bytes(whole)
@@ -180,7 +183,7 @@ def test_a_damaged_file_is_written_over_and_not_the_good_one(
     damaged.write_bytes(content)
     saved(opened(), 3)
     assert newest(tmp_path) == damaged
-    assert opened().load().sentences() == ()
+    assert opened().load().refused == ()
     damaged.unlink()
     assert opened().load().step == 1
 
@@ -218,7 +221,7 @@ def test_another_model_is_refused_in_words_and_training_begins_anew(
     loaded = opened(identity=other).load()
     assert loaded.state is None
     assert loaded.refused[0] == f"the checkpoint {newest(tmp_path)} is not used: {reason}"
-    assert loaded.sentences()[2:] == ("training begins anew",)
+    assert loaded.refused[2:] == ("training begins anew",)
 
 
 def test_training_that_began_anew_is_found_beside_the_refused_file_of_a_higher_number(
@@ -230,7 +233,7 @@ def test_training_that_began_anew_is_found_beside_the_refused_file_of_a_higher_n
     assert opened(identity=other).load().step == 1
     discarding = opened(identity=other)
     discarding.discard()
-    assert discarding.load().sentences() == ()
+    assert discarding.load().refused == ()
 
 
 def test_another_version_of_the_format_is_named(
@@ -238,9 +241,9 @@ def test_another_version_of_the_format_is_named(
 ) -> None:
     saved(opened(), 1)
     with monkeypatch.context() as later:
-        later.setattr(checkpoint_file, "VERSION", 2)
-        checkpoint_file.write(tmp_path / "generation-1.pt", {"step": 2, "state": {}}, 9)
-    (refused,) = (loaded := opened().load()).refused
+        later.setattr(files, "VERSION", 2)
+        files.write_file(tmp_path / "generation-1.pt", {"step": 2, "state": {}}, 9)
+    (refused, _) = (loaded := opened().load()).refused
     assert loaded.step == 1
     assert refused.endswith("it has format version 2, and this program reads version 1")
 
@@ -251,7 +254,7 @@ def test_a_file_that_would_run_code_is_refused(opened: Open, tmp_path: Path) -> 
             return (Path.touch, (tmp_path / "ran",))
 
     saved(opened(), 1)
-    checkpoint_file.write(
+    files.write_file(
         tmp_path / "generation-1.pt", {"identity": OURS.plain(), "step": 2, "state": Runs()}, 9
     )
     loaded = opened().load()
@@ -306,9 +309,7 @@ def _held_open(checkpoints: Checkpoints) -> Callable[[], None]:
 WRITER = """
 import sys, torch
 from pathlib import Path
-from workers.training.checkpoints.identity import Identity
-from workers.training.checkpoints.checkpoint_file import RefusedError
-from workers.training.checkpoints.store import Checkpoints
+from workers.training.checkpoints import Checkpoints, Identity
 torch.set_num_threads(1)
 weights = {"a": torch.zeros(300_000)}
 checkpoints = Checkpoints(Path(sys.argv[1]), Identity.of("m", weights))
@@ -320,7 +321,7 @@ while True:
     weights["a"].fill_(step)
     assert checkpoints.save({"weights": weights, "step": step}, step)
     assert checkpoints.wait(60)
-    assert checkpoints.report.failure is None, checkpoints.report.failure
+    assert checkpoints.failure is None, checkpoints.failure
     print(step, flush=True)
 """
 
@@ -357,9 +358,7 @@ def test_a_writer_killed_at_50_random_moments_leaves_a_good_generation(
 FULL_DISK = """
 import sys, subprocess, torch
 from pathlib import Path
-from workers.training.checkpoints.identity import Identity
-from workers.training.checkpoints.checkpoint_file import RefusedError
-from workers.training.checkpoints.store import Checkpoints
+from workers.training.checkpoints import Checkpoints, Identity
 torch.set_num_threads(1)
 disk = Path(sys.argv[1])
 weights = {"a": torch.zeros(2**18)}
@@ -374,8 +373,7 @@ def train(times):
         assert checkpoints.save({"weights": weights}, steps)
         assert checkpoints.wait(60)
 def look():
-    report = checkpoints.report
-    print(report.failure, report.written, report.failed, report.saved_step, sep="|")
+    print(checkpoints.failure, checkpoints.saved_step, sep="|")
     print(*sorted(each.name for each in (disk / "slot").iterdir()))
 print(checkpoints.lacks_room({"weights": weights}))
 (disk / "other").write_bytes(bytes(2**19))
@@ -408,14 +406,14 @@ def test_a_full_and_a_read_only_disk_cost_no_step_and_are_told(tmp_path: Path) -
     )
     assert full == (
         f"the checkpoint of step 3 could not be written in {where}: No space left on device; training goes on and "
-        "tries again in N s; the last good one is of step 1|1|2|1"
+        "tries again in N s; the last good one is of step 1|1"
     )
     assert left == "generation-0.pt"
     assert room_again == "None"
-    assert (good, both) == ("None|3|2|5", "generation-0.pt generation-1.pt")
+    assert (good, both) == ("None|5", "generation-0.pt generation-1.pt")
     assert read_only == (
         f"the checkpoint of step 7 could not be written in {where}: Read-only file system; training goes on and tries "
-        "again in N s; the last good one is of step 5|3|4|5"
+        "again in N s; the last good one is of step 5|5"
     )
     assert kept == both
     assert end == "7 7.0 7.0 5"
@@ -437,13 +435,13 @@ def _saved_under_a_limit(folder: Path) -> tuple[str | None, list[str]]:
     checkpoints.load()
     checkpoints.save({"weights": weights}, 1)
     assert checkpoints.wait(60)
-    return checkpoints.report.failure, [each.name for each in folder.iterdir()]
+    return checkpoints.failure, [each.name for each in folder.iterdir()]
 
 
 def test_no_memory_for_the_copy_costs_no_step_and_the_last_copy_stays(opened: Open) -> None:
     checkpoints = saved(opened(), 1)
     assert not checkpoints.save({"weights": torch.zeros(1).expand(2**60)}, 2)
-    assert "could not be written" in str(checkpoints.report.failure)
+    assert "could not be written" in str(checkpoints.failure)
     assert same(checkpoints.newest_copy(), state_at(1))
     saved(checkpoints, 2)
 
@@ -454,7 +452,7 @@ def test_a_folder_that_cannot_be_made_costs_no_step(opened: Open, tmp_path: Path
     assert checkpoints.load().state is None
     assert checkpoints.save(state_at(1), 1)
     assert checkpoints.wait(60)
-    assert "Not a directory" in str(checkpoints.report.failure)
+    assert "Not a directory" in str(checkpoints.failure)
 
 
 def test_the_hash_of_weights_sees_names_types_shapes_and_values_and_no_strides() -> None:

@@ -15,9 +15,9 @@ from torch.utils.data import TensorDataset
 
 from tests.training.scene import CPU, settings, trainer
 from tests.training.test_trajectory import gap, train
-from workers.training.compiling import Compiling
 from workers.training.errors import TaskError
-from workers.training.rungs import offered_micro_batches
+from workers.training.ladder import offered_micro_batches
+from workers.training.model_levers import Compiling
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask
 from workers.training.trainer import Trainer

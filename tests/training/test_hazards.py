@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.training.scene import CNN, CPU, GPT, settings, task, trainer
-from workers.training.hazards import hazards
-from workers.training.trainer import Trainer
+from workers.training.trainer import Trainer, hazards
 
 
 class WithKeyBias(nn.Module):

@@ -23,12 +23,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.training.scene import trainer
 from workers.training import host_memory, host_states, optimizers
 from workers.training.accumulator import Accumulator
-from workers.training.checkpoints.host_copy import HostCopy
-from workers.training.host_activations import HostActivations
+from workers.training.checkpoints import HostCopy
+from workers.training.host_memory import Parking
 from workers.training.host_states import HostStates, states_of
 from workers.training.memory_plan import MemoryPlanner
+from workers.training.model_levers import HostActivations
 from workers.training.optimizers import Update, adamw, forget_states, load_states
-from workers.training.parking import Parking
 from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task
 

@@ -16,8 +16,9 @@ import torch
 from torch.utils.data import Dataset
 
 from tests.scene import vm_data_bytes, wait_for
+from workers.training.batches import on_device
 from workers.training.errors import TaskError
-from workers.training.loader import Loader, LoaderSettings, on_device
+from workers.training.loader import Loader, LoaderSettings
 
 BATCH = 6
 

@@ -11,8 +11,7 @@ import torch
 
 from tests.training.scene import CNN, CPU, GPT, settings, task, trainer
 from tests.training.test_trajectory import in_shared_memory
-from workers.training.loader_numbers import HostShare, loader_numbers
-from workers.training.ram_cache import row_bytes
+from workers.training.loader import HostShare, loader_numbers, row_bytes
 from workers.training.trainer import Trainer
 from workers.units import GIB, MIB
 
@@ -103,7 +102,7 @@ def test_from_ram_come_the_same_bits_and_each_item_is_made_once() -> None:
     # One to see what it takes; of the ninth batch eight begin the second epoch, before the first is
     # complete.
     assert counting.asked == 1 + 9 * 12
-    cache = run._feed._loader._cache
+    cache = run._feed.loader._cache
     assert cache is not None
     assert in_shared_memory(cache._rows), "on a CPU, outside of what the cap counts"
     run.load(going_on)

@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset
 
 from tests.in_child import InChild
 from workers.devices.process_memory import process_memory, reset_highest
+from workers.training.ladder import bilinear
 from workers.training.memory_plan import MemoryPlan, MemoryPlanner
-from workers.training.rungs import bilinear
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, find_task
 from workers.training.trainer import Trainer

@@ -16,10 +16,9 @@ from torch.nn import functional
 from tests.training.scene import CPU, GPT, settings, task
 from workers.training import sequences
 from workers.training.errors import TaskError
-from workers.training.length_order import by_length, packed, pool_samples
 from workers.training.made_data import MadeText
 from workers.training.memory_plan import MemoryPlanner
-from workers.training.order import samples
+from workers.training.order import by_length, packed_rows, pool_samples, samples
 from workers.training.sequences import NO_TOKEN, PackedRows, filled_up, packed_row
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, find_task
@@ -101,7 +100,7 @@ def test_each_document_is_in_one_row_and_rows_are_full() -> None:
     assert max(filled) <= 256
     assert sum(filled) > 0.98 * 256 * len(rows)
     with pytest.raises(ValueError, match="document 1 has 9 tokens, and a row 8"):
-        packed([8, 9], 8)
+        packed_rows([8, 9], 8)
 
 
 def losses_and_gradient(

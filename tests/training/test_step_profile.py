@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.training.scene import CPU
-from workers.training.step_profile import StepProfile
+from workers.training.profiling import StepProfile
 
 
 def test_a_pass_that_is_given_up_is_made_later_from_its_beginning(tmp_path: Path) -> None:

@@ -96,12 +96,12 @@ def test_files_that_change_under_the_training_end_no_process(tmp_path: Path) -> 
     path = tmp_path / "data.txt"
     path.write_text("a" * 100_000)
     data = TextData(path, 10)
-    before = data.fingerprint()
+    before = data.fingerprint
     path.write_text("b" * 99)
     assert data[0].eq(ord("b")).all()
     with pytest.raises(TextError, match="became shorter while it was trained on"):
         data[9]
-    assert TextData(path, 10).fingerprint() != before
+    assert TextData(path, 10).fingerprint != before
     path.unlink()
     with pytest.raises(TextError, match="cannot be read any more: No such file"):
         data[0]

@@ -18,15 +18,22 @@ from torch import Tensor
 
 from tests.training.scene import CPU
 from workers.learned_limits.store import EXPIRY_S, STATE_DIR_VARIABLE
-from workers.training import text_cache, text_index
-from workers.training.checkpoints.store import Checkpoints
+from workers.training import text as text_module
+from workers.training.checkpoints import Checkpoints
 from workers.training.sequences import PackedRows, packed_loss, packed_tokens
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, find_task, next_token_loss
-from workers.training.text import TextData, TextError, TextFiles
-from workers.training.text_documents import TextDocuments
+from workers.training.text import (
+    SAMPLES,
+    TextData,
+    TextDocuments,
+    TextError,
+    TextFiles,
+    held_out,
+    index_of_lines,
+)
 from workers.training.trainer import Trainer
-from workers.training.validation import SAMPLES, held_out
+from workers.units import MIB
 
 #: Of 288 lines `bucketing` sorts 72 at once, so that an epoch has whole pools; fewer than 320 hold
 #: nothing out.
@@ -97,7 +104,7 @@ def training(path: Path, **keys: Any) -> Trainer:
     return Trainer(find_task(wanted, 0), wanted, CPU, 0)
 
 
-@pytest.mark.parametrize("part", [text_index.MIB, 5])
+@pytest.mark.parametrize("part", [MIB, 5])
 @given(files=FILES, seq=some.integers(2, 9))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_pieces_are_the_lines_cut_like_windows(
@@ -107,9 +114,9 @@ def test_pieces_are_the_lines_cut_like_windows(
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(text_index, "_PART_BYTES", part)
-    monkeypatch.setattr(text_index, "_LINES", part)
-    monkeypatch.setattr(text_index, "_PIECES", part)
+    monkeypatch.setattr(text_module, "_PART_BYTES", part)
+    monkeypatch.setattr(text_module, "_LINES", part)
+    monkeypatch.setattr(text_module, "_PIECES", part)
     folder = tmp_path_factory.mktemp("text")
     for number, each in enumerate(files):
         (folder / f"{number}.{'jsonl' if each.json else 'txt'}").write_bytes(each.content())
@@ -172,9 +179,9 @@ def test_a_line_of_json_without_a_text_is_named(tmp_path: Path, line: str, words
 def test_a_line_of_json_is_not_read_without_a_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_index, "_LONGEST_LINE_BYTES", text_index.MIB)
+    monkeypatch.setattr(text_module, "_LONGEST_LINE_BYTES", MIB)
     path = tmp_path / "mine.jsonl"
-    path.write_text(json.dumps({"text": "a" * text_index.MIB}))
+    path.write_text(json.dumps({"text": "a" * MIB}))
     with pytest.raises(TextError, match=r"line 1 of .*mine\.jsonl is longer than 1 MiB; divide it"):
         TextDocuments(path, 8, "lines")
 
@@ -213,10 +220,10 @@ def test_lines_that_come_while_the_text_is_read_are_left_out(tmp_path: Path, suf
     path.write_text('{"text": "one"}\n{"text": "two"}\n')
     (tmp_path / "b.txt").write_text("the next file\n")
     files = TextFiles(tmp_path)
-    found, checksum = text_index.index_of_lines(files, 64)
+    found, checksum = index_of_lines(files, 64)
     with path.open("a") as file:
         file.write('{"text": "of another program"}\n{"text": "3"}\n')
-    again, checksum_again = text_index.index_of_lines(files, 64)
+    again, checksum_again = index_of_lines(files, 64)
     assert (again.tolist(), checksum_again) == (found.tolist(), checksum)
 
 
@@ -240,15 +247,15 @@ def test_a_training_on_an_edited_file_does_not_go_on_from_its_checkpoint(
     )
     other = Checkpoints(tmp_path / "saved", training(path, documents=unit).identity).load()
     assert other.state is None
-    assert "it was trained with data_fingerprint=" in other.sentences()[0]
-    assert other.sentences()[-1] == "training begins anew"
+    assert "it was trained with data_fingerprint=" in other.refused[0]
+    assert other.refused[-1] == "training begins anew"
 
 
 @pytest.fixture
 def states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Keep the index of any text in this folder."""
     monkeypatch.setenv(STATE_DIR_VARIABLE, str(tmp_path / "states"))
-    monkeypatch.setattr(text_cache, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(text_module, "_LEAST_KEPT_BYTES", 0)
     return tmp_path / "states" / "texts"
 
 
@@ -264,10 +271,10 @@ def test_a_large_text_is_read_once_until_it_is_written_to(tmp_path: Path, states
     first = TextDocuments(path, 16, "lines")
     rewritten(path)
     second = TextDocuments(path, 16, "lines")
-    assert second.fingerprint() == first.fingerprint(), "it was not read again"
+    assert second.fingerprint == first.fingerprint, "it was not read again"
     assert second.lengths(range(len(second))) == first.lengths(range(len(first)))
     os.utime(path)
-    assert TextDocuments(path, 16, "lines").fingerprint() != first.fingerprint()
+    assert TextDocuments(path, 16, "lines").fingerprint != first.fingerprint
     assert len(TextDocuments(path, 20, "lines")) != len(first), "pieces of another length"
     assert len(list(states.glob("*.index"))) == 3
 
@@ -284,9 +291,9 @@ def test_a_damaged_index_is_made_again(tmp_path: Path, states: Path, damage: str
     )
     rewritten(path)
     after = TextDocuments(path, 16, "lines")
-    assert after.fingerprint() != before.fingerprint(), "it was read again"
+    assert after.fingerprint != before.fingerprint, "it was read again"
     rewritten(path)
-    assert TextDocuments(path, 16, "lines").fingerprint() == after.fingerprint(), "and kept"
+    assert TextDocuments(path, 16, "lines").fingerprint == after.fingerprint, "and kept"
 
 
 def test_an_index_that_was_not_used_for_a_month_goes_when_another_is_kept(
@@ -311,7 +318,7 @@ def test_without_a_place_to_keep_it_the_text_is_read_each_time(
     path = written(tmp_path)
     first = TextDocuments(path, 16, "lines")
     rewritten(path)
-    assert TextDocuments(path, 16, "lines").fingerprint() != first.fingerprint()
+    assert TextDocuments(path, 16, "lines").fingerprint != first.fingerprint
 
 
 def test_another_division_of_a_text_is_another_training(tmp_path: Path) -> None:

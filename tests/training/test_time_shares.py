@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.training.scene import CPU, GPT, settings, task
-from workers.training.time_shares import Part, TimeShares
+from workers.training.profiling import Part, TimeShares
 from workers.training.trainer import Trainer
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from workers.training.trace_shares import TraceShares, trace_shares
+from workers.training.profiling import TraceShares, trace_shares
 
 
 def event(kind: str, name: str, first_us: float, last_us: float, thread: int = 1) -> dict[str, Any]:

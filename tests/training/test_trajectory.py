@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.training.scene import CNN, GPT, trainer
-from workers.training.checkpoints.tensor_bytes import tensors_in
+from workers.training.batches import tensors_in
 from workers.training.trainer import Trainer
 
 

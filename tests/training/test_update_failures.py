@@ -17,7 +17,8 @@ from tests.training.scene import CPU, settings, task
 from workers.oom import classify
 from workers.settings import FailureKind
 from workers.testing import OomInjector
-from workers.training.checkpoints.tensor_bytes import tensors_in, weights_sha256
+from workers.training.batches import tensors_in
+from workers.training.checkpoints import weights_sha256
 from workers.training.errors import NotFiniteError, UpdateInterruptedError
 from workers.training.trainer import Trainer
 
@@ -75,7 +76,7 @@ def course(run: Trainer, watched: Watched) -> str:
                 run.micro_batch(2)
         except torch.OutOfMemoryError:
             failure = "out of memory"
-            if run.remaining_rows == remaining == 2 and not run._accumulator.torn:
+            if run.remaining_rows == remaining == 2 and not run._accumulator._adding:
                 assert all(map(torch.equal, sums, before)), "the finished part was changed"
         except UpdateInterruptedError as error:
             failure = "update"

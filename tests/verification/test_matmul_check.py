@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from workers.verification.check import Check
-from workers.verification.tamper import flip_bit
+from workers.verification.repeat import flip_bit
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 from workers.workloads.matmul import Matmul, matrix_bytes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from benches import verify
 
-from workers.verification.tolerance import Tolerance, tolerance
+from workers.verification.freivalds import Tolerance, tolerance
 
 
 def test_it_counts_checks_and_flips() -> None:

@@ -33,7 +33,10 @@ class Accumulator:
         """
         self._parameters = parameters
         self._set_to_none = set_to_none
-        self.gradients = [torch.zeros_like(each, dtype=_sum_type(each)) for each in parameters]
+        self.gradients = [
+            torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32))
+            for each in parameters
+        ]
         #: A list, so that it can be parked like the gradients.
         self.loss = [torch.zeros((), dtype=torch.float64, device=parameters[0].device)]
         self.begin(0, 1)
@@ -50,11 +53,6 @@ class Accumulator:
     def remaining(self) -> int:
         """Rows that are still missing; 0: only the update is left."""
         return self._rows - self.done
-
-    @property
-    def torn(self) -> bool:
-        """Whether an addition was cut off, so that some sums have a part and others have not."""
-        return self._adding
 
     def next_rows(self, limit: int) -> int:
         """Return the size of the next part, 0 after the last.
@@ -82,8 +80,6 @@ class Accumulator:
         sums = [own for own, new in pairs if new is not None]
         summands = [new for _, new in pairs if new is not None]
         self._adding = True
-        if self.done == 0 and not self._set_to_none:
-            torch._foreach_zero_([*self.gradients, *self.loss])
         if self.done == 0 and self._set_to_none:
             torch._foreach_copy_(sums, summands)
             for own, new in pairs:
@@ -91,6 +87,8 @@ class Accumulator:
                     own.zero_()
             self.loss[0].copy_(loss)
         else:
+            if self.done == 0:
+                torch._foreach_zero_([*self.gradients, *self.loss])
             torch._foreach_add_(sums, summands)
             self.loss[0].add_(loss)
         self.done += rows
@@ -114,12 +112,16 @@ class Accumulator:
         """
         total, scaled_norm = self._loss_and_norm()
         loss, norm = total / self._count, scaled_norm / scaler.scale
-        if not math.isfinite(loss):
-            raise _not_finite("loss", loss, step)
-        if not math.isfinite(norm):
-            if not scaler.overflowed():
-                raise _not_finite("norm of the gradient", norm, step)
+        if math.isfinite(loss) and not math.isfinite(norm) and scaler.overflowed():
             return loss, False
+        for what, value in (("loss", loss), ("norm of the gradient", norm)):
+            if not math.isfinite(value):
+                raise NotFiniteError(
+                    f"the {what} of optimiser step {step} is {value}; training stopped, and the "
+                    "weights are those of the step before; lower the learning rate, or the largest "
+                    "norm of the gradient",
+                    step,
+                )
         factor = 1.0 if clip is None or norm <= clip else clip / norm
         update.run(self._parameters, self.gradients, factor / scaler.scale, rate_share)
         scaler.succeeded()
@@ -135,16 +137,3 @@ class Accumulator:
         wait_asleep(both.device)
         loss, norm = both.tolist()
         return loss, norm
-
-
-def _not_finite(what: str, value: float, step: int) -> NotFiniteError:
-    return NotFiniteError(
-        f"the {what} of optimiser step {step} is {value}; training stopped, and the weights are "
-        "those of the step "
-        "before; lower the learning rate, or the largest norm of the gradient",
-        step,
-    )
-
-
-def _sum_type(parameter: nn.Parameter) -> torch.dtype:
-    return torch.float64 if parameter.dtype == torch.float64 else torch.float32

@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 
 from workers.resilience.retry import Attempts, Retry, Rules
 from workers.training.accumulator import Accumulator
+from workers.training.batches import Batch, part_of, rows_of
 from workers.training.errors import TaskError
 from workers.training.keyed import Dropouts
 from workers.training.optimizers import Update, allocate_states
 from workers.training.precision import LossScaler
-from workers.training.tasks import Batch, part_of, rows_of
 
 
 class ElasticStep:

@@ -3,7 +3,7 @@ between any two steps.
 
 For the update they come to the device, a few parameters at a time, and go back. So the update is
 computed where it always is, to the same bits, and clipping sees all gradients. Each byte of a state
-is copied twice in each optimiser step. Does not decide how many states; see `rungs`.
+is copied twice in each optimiser step. Does not decide how many states; see `ladder`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def hosted_of(parameters: Sequence[nn.Parameter], share_pct: int) -> list[nn.Par
     """Return the parameters whose states are on the host: at most so many per cent, the largest
     that fit first.
     """
-    left = sum(each.nbytes for each in parameters) * share_pct // 100
-    found = []
-    for each in sorted(parameters, key=lambda each: -each.nbytes):
-        if each.nbytes <= left:
-            found.append(each)
-            left -= each.nbytes
-    return found
+    left_bytes = sum(each.nbytes for each in parameters) * share_pct // 100
+    hosted = []
+    for parameter in sorted(parameters, key=lambda each: -each.nbytes):
+        if parameter.nbytes <= left_bytes:
+            hosted.append(parameter)
+            left_bytes -= parameter.nbytes
+    return hosted
 
 
 def states_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:

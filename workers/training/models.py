@@ -2,8 +2,7 @@
 micro-batch.
 
 - The projection to queries, keys and values has no bias. The gradient of a key's bias is zero but
-for rounding, and
-  Adam scales it up to a full step.
+  for rounding, and Adam scales it up to a full step.
 - GroupNorm in place of BatchNorm, whose result depends on which samples are computed together.
 - Dropout is keyed, and there is none inside the attention.
 """

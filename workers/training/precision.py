@@ -24,10 +24,9 @@ _LARGEST_SCALE: Final = 2.0**24
 
 
 class LossScaler:
-    """Scales the loss up, so that small gradients are not rounded to zero in fp16. Decides once for
-    each update.
+    """Scales the loss up, so that small gradients are not rounded to zero in fp16.
 
-    It is told what came out and looks at no tensor.
+    Decides once for each update. It is told what came out and looks at no tensor.
     """
 
     def __init__(self, *, enabled: bool) -> None:

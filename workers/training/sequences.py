@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from workers.training.host_memory import HostArray
-from workers.training.length_order import PACKED_TOGETHER, packed
+from workers.training.order import PACKED_TOGETHER, packed_rows
 
 #: In the place of a token that is not there, or is not to be predicted.
 NO_TOKEN: Final = -1
@@ -48,7 +48,7 @@ class PackedRows(Dataset[Tensor]):
         order, ends, used = HostArray(torch.int16), HostArray(torch.int64), 0
         for first in range(0, len(documents), PACKED_TOGETHER):
             together = range(first, min(first + PACKED_TOGETHER, len(documents)))
-            rows = packed([length - 1 for length in documents.lengths(together)], seq)
+            rows = packed_rows([length - 1 for length in documents.lengths(together)], seq)
             order.extend(torch.tensor([document for row in rows for document in row]))
             ends.extend(used + torch.tensor([len(row) for row in rows]).cumsum(0))
             used += len(together)
