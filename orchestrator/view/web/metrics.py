@@ -1,7 +1,7 @@
 """A frame as metrics of Prometheus, in its text format. Pure.
 
 Nothing is kept between two scrapes: a slot that is gone has no series any more, and what is unknown
-has none either. Which key of a row is which metric stands in `watch/catalogue.py`. Does not serve
+has none either. Which key of a row is which metric stands in `record/catalogue.py`. Does not serve
 them (`server.py`).
 """
 
