@@ -110,8 +110,8 @@ def planned_for_cards() -> dict[str, Any]:
     """Return the largest micro-batch of the guide's model on each card, and its parameters, in
     millions.
     """
-    from workers.training.memory_plan import MemoryPlanner  # noqa: PLC0415 - loads torch
-    from workers.training.tasks import find_task  # noqa: PLC0415 - as above
+    from workers.training.memory_plan import MemoryPlanner
+    from workers.training.tasks import find_task
 
     settings = TrainSettings(preset=_PRESET, batch=_BATCH, precision="bf16")
     planner = MemoryPlanner(find_task(settings, 0), settings, on_card=True)
