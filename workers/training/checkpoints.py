@@ -188,7 +188,7 @@ class Checkpoints:
         """
         self.wait()
         self._opened = True
-        refused = []
+        refused: list[str] = []
         candidates = (*self._slots, self._folder / FROM_HEAD)
         present = {path: read_number(path) for path in candidates if _is_there(path)}
         self._number = max(number or 0 for number in (self._number, *present.values()))

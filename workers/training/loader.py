@@ -252,17 +252,22 @@ def loader_numbers(
         by_cores = host.cores - 1 if host.on_card else host.cores // _CPU_CORES_PER_PROCESS
         ahead_bytes = (_LEAST_PREFETCH if prefetch == "auto" else prefetch) * batch_bytes
         by_ram = int(allowed_bytes // (_PROCESS_BYTES + ahead_bytes))
-        workers = max(0, min(by_cores, by_ram, _MOST_WORKERS))
+        processes = max(0, min(by_cores, by_ram, _MOST_WORKERS))
         reasons.append(
-            f"{workers} loader processes: {host.cores} cores allow {by_cores}, RAM allows {by_ram}"
+            f"{processes} loader processes: {host.cores} cores allow {by_cores}, RAM allows "
+            f"{by_ram}"
         )
+    else:
+        processes = workers
     if prefetch == "auto":
-        left_bytes = allowed_bytes / max(1, workers) - _PROCESS_BYTES
-        prefetch = max(1, min(_MOST_PREFETCH, int(left_bytes // max(1, batch_bytes))))
-        if workers:
-            reasons.append(f"each keeps {prefetch} batches of {batch_bytes / MIB:.1f} MiB ready")
+        left_bytes = allowed_bytes / max(1, processes) - _PROCESS_BYTES
+        ahead = max(1, min(_MOST_PREFETCH, int(left_bytes // max(1, batch_bytes))))
+        if processes:
+            reasons.append(f"each keeps {ahead} batches of {batch_bytes / MIB:.1f} MiB ready")
+    else:
+        ahead = prefetch
     return LoaderNumbers(
-        workers=workers, prefetch=prefetch, ram_cache=cached, reason="; ".join(reasons)
+        workers=processes, prefetch=ahead, ram_cache=cached, reason="; ".join(reasons)
     )
 
 
