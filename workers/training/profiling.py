@@ -23,15 +23,18 @@ from torch.profiler import ProfilerActivity, profile
 from workers.settings import Scalar
 from workers.training.host_memory import wait_asleep
 
-Span: TypeAlias = tuple[float, float]
-"""Beginning and end, in microseconds."""
+_Span: TypeAlias = tuple[float, float, str, object]
+"""Beginning and end, in microseconds, name, and thread."""
 
-#: Categories of a trace's events (libkineto/src/output_json.cpp).
-_KERNELS: Final = frozenset({"kernel", "gpu_memset"})
-_COPIES: Final = frozenset({"gpu_memcpy"})
-_CALLS: Final = frozenset({"cuda_runtime", "cuda_driver"})
-_OPERATORS: Final = frozenset({"cpu_op"})
-_COUNTED: Final = _KERNELS | _COPIES | _CALLS | _OPERATORS
+#: Of categories of a trace's events (libkineto/src/output_json.cpp).
+_KINDS: Final = {
+    "kernel": "kernels",
+    "gpu_memset": "kernels",
+    "gpu_memcpy": "copies",
+    "cuda_runtime": "calls",
+    "cuda_driver": "calls",
+    "cpu_op": "operators",
+}
 
 #: Of these the longest are named.
 _LONGEST: Final = 3
@@ -207,30 +210,38 @@ def trace_shares(events: Iterable[Mapping[str, Any]]) -> TraceShares | None:
     as synchronising if the host is still waiting for the device, else as idle. On a CPU the
     operators are the kernels, and copies are taken out of them.
     """
-    counted = [
-        each
-        for each in events
-        if each.get("ph") == "X" and each.get("cat") in _COUNTED and "dur" in each
-    ]
-    if not counted:
-        return None
-    window_us = max(_span(each)[1] for each in counted) - min(_span(each)[0] for each in counted)
+    spans: defaultdict[str, list[_Span]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") in _KINDS and event.get("ph") == "X" and "dur" in event:
+            began_us = float(event["ts"])
+            span = began_us, began_us + float(event["dur"]), event["name"], event.get("tid")
+            spans[_KINDS[event["cat"]]].append(span)
+    every = [span for some in spans.values() for span in some]
+    window_us = max((span[1] for span in every), default=0.0) - min(
+        (span[0] for span in every), default=0.0
+    )
     if window_us <= 0:
         return None
-    waits = [_span(each) for each in counted if _waits(each)]
-    kernels = [each for each in counted if each["cat"] in _KERNELS]
-    copies = [_span(each) for each in counted if each["cat"] in _COPIES]
+    waits = [
+        span
+        for span in spans["calls"]
+        if span[2].endswith("Synchronize") or span[2] == "cudaMemcpy"
+    ]
+    kernels, copies = spans["kernels"], spans["copies"]
     if kernels:
-        kernels_us = _covered_us(_span(each) for each in kernels)
-        copies_us = _covered_us([*map(_span, kernels), *copies]) - kernels_us
-        waits_us = _covered_us([*map(_span, kernels), *copies, *waits]) - kernels_us - copies_us
+        kernels_us = _covered_us(kernels)
+        busy_us = _covered_us(kernels + copies)
+        copies_us, waits_us = busy_us - kernels_us, _covered_us(kernels + copies + waits) - busy_us
     else:
-        kernels = _outermost(each for each in counted if each["cat"] in _OPERATORS)
-        copies = [_span(each) for each in counted if each["name"] == "aten::copy_"]
-        copies_us = _covered_us(copies)
-        kernels_us = _covered_us([*map(_span, kernels), *copies]) - copies_us
-        waits_us = 0.0
+        kernels = _outermost(spans["operators"])
+        copies = [span for span in spans["operators"] if span[2] == "aten::copy_"]
+        copies_us, waits_us = _covered_us(copies), 0.0
+        kernels_us = _covered_us(kernels + copies) - copies_us
     share = 100 / window_us
+    sums: defaultdict[str, float] = defaultdict(float)
+    for begin, end, name, _ in kernels:
+        sums[name[:_LONGEST_NAME]] += share * (end - begin)
+    longest = sorted(sums, key=lambda name: -sums[name])[:_LONGEST]
     return TraceShares(
         duration_s=window_us / 1e6,
         kernels_pct=share * kernels_us,
@@ -238,45 +249,25 @@ def trace_shares(events: Iterable[Mapping[str, Any]]) -> TraceShares | None:
         synchronisations_pct=share * waits_us,
         idle_pct=max(0.0, 100 - share * (kernels_us + copies_us + waits_us)),
         host_waits_pct=share * _covered_us(waits),
-        longest=_longest(kernels, share),
+        longest=", ".join(f"{name} {sums[name]:.0f} %" for name in longest),
     )
 
 
-def _span(event: Mapping[str, Any]) -> Span:
-    began = float(event["ts"])
-    return began, began + float(event["dur"])
-
-
-def _waits(event: Mapping[str, Any]) -> bool:
-    return event["cat"] in _CALLS and (
-        event["name"].endswith("Synchronize") or event["name"] == "cudaMemcpy"
-    )
-
-
-def _covered_us(spans: Iterable[Span]) -> float:
+def _covered_us(spans: Iterable[_Span]) -> float:
     """Return the length of the union."""
-    covered, end = 0.0, float("-inf")
-    for first, last in sorted(spans):
-        covered += max(0.0, last - max(first, end))
-        end = max(end, last)
+    covered, until = 0.0, float("-inf")
+    for begin, end, *_ in sorted(spans, key=lambda span: span[:2]):
+        covered += max(0.0, end - max(begin, until))
+        until = max(until, end)
     return covered
 
 
-def _outermost(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _outermost(operators: Iterable[_Span]) -> list[_Span]:
     """Return the operators that no other operator of their thread has called."""
-    outermost: list[Mapping[str, Any]] = []
-    ends: defaultdict[Any, float] = defaultdict(lambda: float("-inf"))
-    for event in sorted(events, key=lambda each: (_span(each)[0], -_span(each)[1])):
-        first, last = _span(event)
-        if first >= ends[event["tid"]]:
-            outermost.append(event)
-            ends[event["tid"]] = last
+    outermost: list[_Span] = []
+    ends: defaultdict[object, float] = defaultdict(lambda: float("-inf"))
+    for begin, end, name, thread in sorted(operators, key=lambda span: (span[0], -span[1])):
+        if begin >= ends[thread]:
+            outermost.append((begin, end, name, thread))
+            ends[thread] = end
     return outermost
-
-
-def _longest(events: Iterable[Mapping[str, Any]], share: float) -> str:
-    sums: defaultdict[str, float] = defaultdict(float)
-    for event in events:
-        sums[event["name"][:_LONGEST_NAME]] += share * float(event["dur"])
-    longest = sorted(sums, key=lambda name: -sums[name])[:_LONGEST]
-    return ", ".join(f"{name} {sums[name]:.0f} %" for name in longest)

@@ -20,6 +20,7 @@ import hashlib
 import itertools
 import json
 import os
+import struct
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -68,7 +69,10 @@ _LEAST_KEPT_BYTES: Final = 64 * MIB
 #: For another process that reads the text; after that this one reads it, too.
 _PATIENCE_S: Final = 3600.0
 
-_INDEX_VERSION: Final = 1
+_INDEX_VERSION: Final = 2
+
+#: Of an index in a file: how many numbers, CRC32 of all that follows, checksum of the text.
+_HEADER: Final = struct.Struct("<QI16s")
 
 
 class TextError(TaskError):
@@ -319,31 +323,22 @@ class TextDocuments(_TextSamples):
 
     def _of_json(self, index: int, path: Path, offset: int) -> bytearray | None:
         """Return a piece of the text in a line; `None`: there is another line now."""
-        start, length = self._place(index)
         before = int(offset > 0)
-        line = _line_at(path, offset - before, before, most_bytes=2 * length)
-        if before and line[:1] != b"\n":
-            return None
         try:
-            text = _text_of(line[before:], "")
+            with path.open("rb") as file:
+                file.seek(offset - before)
+                gap, line = file.read(before), file.readline(_LONGEST_LINE_BYTES)
+        except OSError as failure:
+            raise _unreadable(path, failure, " any more") from failure
+        try:
+            text = _text_of(line, "")
         except TextError:
             return None
         # Pieces of a line have one start.
+        start, _ = self._place(index)
         first = int(torch.searchsorted(self._index, start << _LENGTH_BITS))
         begin = (index - first) * self._seq
-        return bytearray(text[begin : begin + self._seq + 1])
-
-
-def _line_at(path: Path, offset: int, skipped: int, most_bytes: int) -> bytes:
-    """Return the bytes from `offset` to the end of a line, that after the first `skipped` ones."""
-    count = most_bytes + 4096
-    while True:
-        content = _read_at(path, offset, count)
-        if (end := content.find(b"\n", skipped)) >= 0:
-            return content[:end]
-        if len(content) < count:
-            return content
-        count *= 4
+        return bytearray(text[begin : begin + self._seq + 1]) if gap in {b"", b"\n"} else None
 
 
 def _index_of_files(files: TextFiles, seq: int) -> Tensor:
@@ -507,47 +502,45 @@ def _index_key(files: TextFiles, seq: int) -> str:
     return digest.hexdigest()
 
 
-def _bytes_of(numbers: Tensor) -> memoryview:
-    return memoryview((ctypes.c_char * numbers.nbytes).from_address(numbers.data_ptr())).cast("B")
-
-
 def _read_index(path: Path) -> tuple[Tensor, str] | None:
     """Return what was written; `None`: nothing, or not all of it."""
     try:
         with path.open("rb") as file:
-            match json.loads(file.readline(1000)):
-                case {"numbers": int(length), "crc32": int(crc), "checksum": str(checksum)}:
-                    pass
-                case _:
-                    return None
+            length, crc, checksum = _HEADER.unpack(file.read(_HEADER.size))
             if not 0 < 8 * length <= os.fstat(file.fileno()).st_size:
                 return None
             index = like(torch.empty(length, dtype=torch.int64, device="meta"))
             content = _bytes_of(index)
-            if file.readinto(content) < index.nbytes or zlib.crc32(content) != crc:
-                return None
+            whole = file.readinto(content) == index.nbytes
         os.utime(path)
-    except (OSError, ValueError):
+    except (OSError, struct.error):
         return None
-    return index, checksum
+    return (index, checksum.decode()) if whole and crc == _crc(content, checksum) else None
 
 
 def _write_index(path: Path, index: Tensor, checksum: str) -> None:
     """Write it whole or not at all, and remove those that were not used for a month."""
     if not len(index):
         return
-    fresh = path.with_suffix(".new")
-    header = {"numbers": len(index), "crc32": zlib.crc32(_bytes_of(index)), "checksum": checksum}
+    fresh, content, of_lines = path.with_suffix(".new"), _bytes_of(index), checksum.encode()
     try:
         for other in path.parent.glob("*.*"):
             if time.time() - other.stat().st_mtime > EXPIRY_S:
                 other.unlink()
         with fresh.open("wb") as file:
-            file.write(json.dumps(header).encode() + b"\n")
-            file.write(_bytes_of(index))
+            file.write(_HEADER.pack(len(index), _crc(content, of_lines), of_lines))
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         fresh.replace(path)
     except OSError:
         with suppress(OSError):
             fresh.unlink(missing_ok=True)
+
+
+def _bytes_of(numbers: Tensor) -> memoryview:
+    return memoryview((ctypes.c_char * numbers.nbytes).from_address(numbers.data_ptr())).cast("B")
+
+
+def _crc(index: memoryview, checksum: bytes) -> int:
+    return zlib.crc32(index, zlib.crc32(checksum))
