@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.nn import functional
 
-from tests.training.scene import CPU, GPT, settings, task
+from tests.training.scene import CPU, GPT, replay, settings, task
 from workers.training import sequences
 from workers.training.errors import TaskError
 from workers.training.made_data import MadeText
@@ -51,7 +51,7 @@ def unequal(packing: bool = False) -> TrainTask:
 
 def trained(what: TrainTask, splits: list[list[int]], **keys: Any) -> Trainer:
     run = Trainer(what, settings(steps=20, **keys), CPU, 7)
-    run.replay(splits)
+    replay(run, splits)
     return run
 
 
@@ -153,7 +153,7 @@ def test_another_micro_batch_changes_the_loss_by_rounding_only_and_a_state_goes_
     first = trained(what, [[12, 0, 7]], **keys)
     second = Trainer(what, settings(steps=20, **keys), CPU, 7)
     second.load(copy.deepcopy(first.state()))
-    second.replay([[12, 0, 13]])
+    replay(second, [[12, 0, 13]])
     assert second.weights_sha256() == alone.weights_sha256()
 
 
@@ -248,6 +248,6 @@ def test_operations_go_by_tokens_and_not_by_what_fills_up() -> None:
     for _ in range(6):
         rates.append(run.flop_per_sample() / run.items_per_sample)
         lengths.append(run.items_per_sample)
-        run.replay([[12, 0, 1]])
+        replay(run, [[12, 0, 1]])
     assert max(lengths) > 1.5 * min(lengths)
     assert max(rates) < 1.05 * min(rates)

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 from torch import Tensor
 
-from tests.training.scene import CPU
+from tests.training.scene import CPU, replay
 from workers.learned_limits.store import EXPIRY_S, STATE_DIR_VARIABLE
 from workers.training import text as text_module
 from workers.training.checkpoints import Checkpoints
@@ -233,7 +233,7 @@ def test_a_training_on_an_edited_file_does_not_go_on_from_its_checkpoint(
 ) -> None:
     path = written(tmp_path)
     run = training(path, documents=unit)
-    run.replay([[BATCH, 0, 2]])
+    replay(run, [[BATCH, 0, 2]])
     checkpoints = Checkpoints(tmp_path / "saved", run.identity)
     checkpoints.discard()
     checkpoints.save(run.state(), run.step)
@@ -380,16 +380,16 @@ def test_a_training_on_lines_goes_on_in_the_middle_of_an_epoch_to_the_same_bits(
     path = written(tmp_path)
     keys = {} if lever == "none" else {lever: True}
     whole, first = training(path, dropout=0.1, **keys), training(path, dropout=0.1, **keys)
-    whole.replay([[5, 0, 8 * 3]])
+    replay(whole, [[5, 0, 8 * 3]])
     assert whole.finished
-    first.replay([[5, 0, 3 * 3]])
+    replay(first, [[5, 0, 3 * 3]])
     second = training(path, dropout=0.1, loader_workers=1, **keys)
     second.load(pickle.loads(pickle.dumps(first.state())))  # noqa: S301 - our own
-    second.replay([[5, 0, 5 * 3]])
+    replay(second, [[5, 0, 5 * 3]])
     second.close()
     assert second.weights_sha256() == whole.weights_sha256()
     other_parts = training(path, dropout=0.1, **keys)
-    other_parts.replay([[BATCH, 0, 8]])
+    replay(other_parts, [[BATCH, 0, 8]])
     for one, other in zip(whole.course.losses, other_parts.course.losses, strict=True):
         assert abs(one / other - 1) <= 1e-6
 

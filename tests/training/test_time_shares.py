@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.scene import CPU, GPT, settings, task
+from tests.training.scene import CPU, GPT, replay, settings, task
 from workers.training.profiling import Part, TimeShares
 from workers.training.trainer import Trainer
 
@@ -42,7 +42,7 @@ def test_an_optimiser_that_takes_half_of_the_time_is_seen_as_such() -> None:
 
     chosen = settings(steps=3)
     run = Trainer(replace(task(GPT), optimizer=lambda some: Slow(some, lr=0.01)), chosen, CPU, 7)
-    run.replay([[12, 0, 3]])
+    replay(run, [[12, 0, 3]])
     told = run.progress()
     assert told.optimizer_pct is not None
     assert told.copies_pct is not None

@@ -48,11 +48,17 @@ def test_a_micro_batch_drawn_anew_for_each_part_changes_the_loss_by_rounding_onl
     control = train(trainer(kind), lambda: 5)
     drawn = random.Random(3)  # noqa: S311 - repeatable
     changing = trainer(kind)
-    losses = train(changing, lambda: drawn.randint(1, 12))
+    limits: list[int] = []
+
+    def limit() -> int:
+        limits.append(drawn.randint(1, 12))
+        return limits[-1]
+
+    losses = train(changing, limit)
     assert alone[-1] < 0.8 * alone[0], "it learns, so a difference would show"
     assert gap(losses, alone) <= max(1e-6, 3 * gap(control, alone))
     again = trainer(kind)
-    again.replay(changing.course.splits)
+    train(again, iter(limits).__next__)
     assert again.step == 200
     assert again.weights_sha256() == changing.weights_sha256()
 
@@ -75,7 +81,6 @@ def test_a_recomputation_level_drawn_anew_for_each_part_changes_no_bit(
     assert train(alone, lambda: 6) == train(changing, lambda: 6, level)
     assert alone.weights_sha256() == changing.weights_sha256()
     assert set(levels) == {0, 1, 2}
-    assert [run[:2] for run in changing.course.splits][:3] != [[6, 0]] * 3, "levels are recorded"
 
 
 def test_another_seed_is_another_training() -> None:
@@ -97,7 +102,7 @@ def test_a_training_goes_on_from_its_state_as_if_it_had_not_stopped() -> None:
     second.load(first.state())
     train(second, lambda: 5)
     assert second.weights_sha256() == whole.weights_sha256()
-    assert second.course.splits == whole.course.splits
+    assert second.course == whole.course
     for one, other in zip(second.state()["average"], whole.state()["average"], strict=True):
         assert one.equal(other)
 

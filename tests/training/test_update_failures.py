@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.training.scene import CPU, settings, task
+from tests.training.scene import CPU, replay, settings, task
 from workers.oom import classify
 from workers.settings import FailureKind
 from workers.testing import OomInjector
@@ -69,14 +69,14 @@ def course(run: Trainer, watched: Watched) -> str:
     failure, kinds = "none", []
     saved = copied(run.state())
     while run.step < 2:
-        sums, remaining = run._accumulator.gradients, run.remaining_rows
+        sums, remaining = run._accumulator.gradients, run._accumulator.remaining
         before = copied(sums)
         try:
             with watched:
                 run.micro_batch(2)
         except torch.OutOfMemoryError:
             failure = "out of memory"
-            if run.remaining_rows == remaining == 2 and not run._accumulator._adding:
+            if run._accumulator.remaining == remaining == 2 and not run._accumulator._adding:
                 assert all(map(torch.equal, sums, before)), "the finished part was changed"
         except UpdateInterruptedError as error:
             failure = "update"
@@ -178,8 +178,8 @@ def test_without_a_saved_state_an_interrupted_update_goes_back_to_the_beginning(
 def test_a_loss_that_is_not_a_number_stops_with_the_step_and_changes_no_weight() -> None:
     run = small(lr=1e30, clip=None, ema_decay=None)
     with pytest.raises(NotFiniteError, match=r"of optimiser step \d is (nan|inf)") as stopped:
-        run.replay([[4, 0, 3]])
+        replay(run, [[4, 0, 3]])
     assert stopped.value.step == run.step > 0
     shorter = small(lr=1e30, clip=None, ema_decay=None)
-    shorter.replay([[4, 0, run.step]])
+    replay(shorter, [[4, 0, run.step]])
     assert run.weights_sha256() == shorter.weights_sha256()

@@ -1,15 +1,14 @@
-"""How an effective batch is split, which learning rate a step has, and how splits are recorded.
+"""How an effective batch is split, which learning rate a step has, and how far a training is.
 
-Pure. A split is described by limits: "at most so many rows at once". The parts follow from the
-limit, so that one limit describes all parts of all steps for as long as it does not change.
+Pure. A split is described by limits: "at most so many rows at once"; the parts follow from the
+limit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final
 
 from workers.training.settings import TrainSettings
 
@@ -23,21 +22,10 @@ _FINEST: Final = 1 / 16
 #: Micro-batches with torch.compile: its CUDA graphs keep memory for each size.
 _MOST_COMPILED: Final = 6
 
-#: A run of equal micro-batches: limit, level, how many.
-Run: TypeAlias = list[int]
-
 
 def next_part(remaining: int, limit: int) -> int:
     """Return the size of the next part: the largest of as few and as equal parts as `limit` allows."""
     return -(-remaining // -(-remaining // limit))
-
-
-def parts(batch: int, limit: int) -> list[int]:
-    """Split `batch` into parts of at most `limit`, as few as possible and as equal as possible."""
-    sizes: list[int] = []
-    while (remaining := batch - sum(sizes)) > 0:
-        sizes.append(next_part(remaining, limit))
-    return sizes
 
 
 def learning_rate(step: int, *, highest: float, steps: int, warmup_steps: int) -> float:
@@ -85,45 +73,10 @@ class Course:
     """Because fp16 gradients overflowed."""
     losses: list[float] = field(default_factory=list)
     """Of the first and of the last optimiser step."""
-    splits: list[Run] = field(default_factory=list)
-    """Limit, level and number of all micro-batches."""
 
-    def finished_step(
-        self, loss: float, parts: Iterable[tuple[int, int]], *, updated: bool
-    ) -> None:
-        """Count an optimiser step that was made of parts, each of so many rows at a level."""
-        sizes = list(parts)
-        remaining = batch = sum(rows for rows, _ in sizes)
-        limit = self.splits[-1][0] if self.splits else None
-        for rows, level in sizes:
-            limit = canonical(remaining, rows, limit)
-            record(self.splits, limit, level)
-            remaining -= rows
+    def finished_step(self, loss: float, batch: int, *, updated: bool) -> None:
+        """Count an optimiser step of so many samples."""
         self.losses = [*self.losses[:1], loss]
         self.step += 1
         self.samples_used += batch
         self.skipped_updates += not updated
-
-
-def record(runs: list[Run], limit: int, level: int) -> None:
-    """Add one micro-batch to recorded runs, in place."""
-    if runs and runs[-1][:2] == [limit, level]:
-        runs[-1][2] += 1
-    else:
-        runs.append([limit, level, 1])
-
-
-def unrolled(runs: Iterable[Run]) -> Iterator[tuple[int, int]]:
-    """Yield limit and level of each recorded micro-batch."""
-    for limit, level, count in runs:
-        for _ in range(count):
-            yield limit, level
-
-
-def canonical(remaining: int, rows: int, previous: int | None) -> int:
-    """Return the limit to record for a part of `rows`: the previous one if it would have given the
-    same part.
-    """
-    if previous is not None and next_part(remaining, previous) == rows:
-        return previous
-    return rows

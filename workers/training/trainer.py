@@ -13,7 +13,7 @@ on the limits, but for rounding; with the same limits in the same order it is th
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -49,7 +49,7 @@ from workers.training.schedule import Course
 from workers.training.settings import Precision, TrainSettings
 from workers.training.tasks import TrainTask, trained_parameters
 
-_STATE_VERSION: Final = 1
+_STATE_VERSION: Final = 2
 
 #: For `hazards` the loss is scaled by this a second time, so that all is rounded differently,
 #: whatever the parts are.
@@ -134,8 +134,8 @@ class Trainer:
         self.course = Course()
         self.redone_steps = 0
         """Lost by rolling back, and done again."""
-        self._parts: list[tuple[int, int]] = []
-        """Rows and level of each finished part of the current effective batch."""
+        self._parts = 0
+        """Finished ones of the current effective batch."""
 
     @property
     def step(self) -> int:
@@ -151,14 +151,6 @@ class Trainer:
     def at_boundary(self) -> bool:
         """Whether no part of an effective batch is under way, and the weights belong to a step."""
         return self._accumulator.done == 0 and not self._update.cut
-
-    @property
-    def remaining_rows(self) -> int:
-        """Samples of the current effective batch that are not computed yet.
-
-        0: only the update is left.
-        """
-        return self.settings.batch if self._feed.batch is None else self._accumulator.remaining
 
     @property
     def items_per_sample(self) -> float:
@@ -194,23 +186,18 @@ class Trainer:
         rows = self._accumulator.next_rows(limit)
         level = self._recomputation.level_of(self.settings.recompute, level)
         first = self._accumulator.done
-        self._parts = self._parts if first else []
+        self._parts = self._parts if first else 0
         if rows:
             part = partial(
                 self._part, first, rows, level, self.settings.precision, self._scaler.scale
             )
             self._accumulator.add(rows, *self.compiling.run(rows, part))
-            self._parts.append((rows, level))
+            self._parts += 1
         updated = self._accumulator.remaining == 0
         if updated:
             self._finish()
         self._last = MicroBatch(rows=rows, level=level, updated=updated)
         return self._last
-
-    def replay(self, splits: Iterable[schedule.Run]) -> None:
-        """Compute all recorded micro-batches of another run again, to its last step."""
-        for limit, level in schedule.unrolled(splits):
-            self.micro_batch(limit, level)
 
     def progress(self) -> Progress:
         """Say how far the training is, as far as that needs no clock."""
@@ -491,8 +478,8 @@ class Trainer:
                 clip=self.settings.clip,
                 rate_share=share,
             )
-        self.course.finished_step(loss, self._parts, updated=updated)
-        self._accumulation = len(self._parts)
+        self.course.finished_step(loss, self.settings.batch, updated=updated)
+        self._accumulation = self._parts
         self._feed.batch = None
         self._accumulator.begin(self.settings.batch, 1)
 
