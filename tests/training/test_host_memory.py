@@ -156,11 +156,12 @@ def test_a_checkpoint_is_copied_into_few_blocks_by_a_thread_that_sleeps(
 ) -> None:
     state = {"weights": weights(), "step": 3}
     copy = HostCopy()
-    copy.take(state, 3)
+    copy.take(state)
     copy.complete()
     size = sum(each.nbytes for each in state["weights"])  # type: ignore[attr-defined]
     assert allocator.pinned_bytes <= 1.1 * size
     assert log == ["sleeping"]
+    assert copy.state is not None
     held = copy.state["weights"]
     assert all(one.equal(other) for one, other in zip(held, state["weights"], strict=True))  # type: ignore[call-overload]
 

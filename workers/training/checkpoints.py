@@ -90,7 +90,11 @@ class Identity:
         """Describe these weights."""
         return cls(
             model=model,
-            weights={name: _described(weight) for name, weight in weights.items()},
+            weights={
+                name: f"{str(weight.dtype).removeprefix('torch.')} "
+                + ("x".join(map(str, weight.shape)) or "scalar")
+                for name, weight in weights.items()
+            },
             levers=dict(levers or {}),
         )
 
@@ -121,11 +125,6 @@ def _differing(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[tup
     for name in sorted({*saved, *own}):
         if saved.get(name) != own.get(name):
             yield name, saved.get(name), own.get(name)
-
-
-def _described(weight: torch.Tensor) -> str:
-    shape = "x".join(map(str, weight.shape)) or "scalar"
-    return f"{str(weight.dtype).removeprefix('torch.')} {shape}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +251,7 @@ class Checkpoints:
             return False
         began_s, self._taken_at = time.perf_counter(), self._clock()
         try:
-            self._copy.take(state, step)
+            self._copy.take(state)
         except (RuntimeError, OSError, OverflowError, MemoryError) as failure:
             self._finish(step, time.perf_counter() - began_s, failure)
             return False
@@ -265,9 +264,8 @@ class Checkpoints:
 
         Do not change it.
         """
-        if self._copy.step is None:
-            return None
-        self._copy.complete()
+        if self._copy.state is not None:
+            self._copy.complete()
         return self._copy.state
 
     def newest_file(self) -> Path | None:
@@ -324,8 +322,8 @@ class Checkpoints:
         first_line = (str(failure).splitlines() or [type(failure).__name__])[0]
         self.failure = (
             f"the checkpoint of step {step} could not be written in {self._folder}: "
-            f"{getattr(failure, 'strerror', None) or first_line}; "
-            f"training goes on and tries again in {pause:.0f} s; {last}"
+            f"{getattr(failure, 'strerror', None) or first_line}; training goes on and tries again "
+            f"in {pause:.0f} s; {last}"
         )
 
     def _remove_leftovers(self) -> None:
@@ -360,16 +358,15 @@ class HostCopy:
 
     def __init__(self) -> None:
         """Allocate nothing yet."""
-        self.step: int | None = None
-        """The step of the state that is held; `None`: none is complete."""
-        self.state: dict[str, Any] = {}
+        self.state: dict[str, Any] | None = None
+        """What is held; `None`: nothing is complete."""
         self.from_card = False
         """Whether the state was on a card."""
         self._buffers: list[torch.Tensor] = []
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._host_s = 0.0
 
-    def take(self, state: Mapping[str, Any], step: int) -> None:
+    def take(self, state: Mapping[str, Any]) -> None:
         """Copy; on CUDA this only queues the copies on the current stream, before whatever changes
         the state next.
 
@@ -380,7 +377,7 @@ class HostCopy:
         began_s = time.perf_counter()
         tensors = list(tensors_in(state))
         self._lay_out(tensors)
-        self.step, self._events = None, None
+        self.state, self._events = None, None
         self.from_card = any(tensor.is_cuda for tensor in tensors)
         if self.from_card:
             # Blocking: the thread that waits for the copy sleeps.
@@ -397,7 +394,6 @@ class HostCopy:
             after.record()
             self._events = before, after
         self._host_s = time.perf_counter() - began_s
-        self.step = step
 
     def complete(self) -> float:
         """Wait until the copy is done; return the seconds in which the training could not go on."""
@@ -416,7 +412,7 @@ class HostCopy:
             return
         self._buffers = like_all(tensors)
         if kept:
-            self.state = {}
+            self.state = None
             on_card = any(tensor.is_cuda for tensor in tensors)
             give_back(torch.device("cuda" if on_card else "cpu"))
 

@@ -85,9 +85,8 @@ class HostStates:
         if share_pct and not optimizer.state:
             raise TaskError(
                 f"train.states_on_host is {share_pct}, and the states of "
-                f"{type(optimizer).__name__} are not known "
-                "before its first step; set train.states_on_host: 0, or use an optimiser of "
-                "torch's Adam family"
+                f"{type(optimizer).__name__} are not known before its first step; set "
+                "train.states_on_host: 0, or use an optimiser of torch's Adam family"
             )
 
     @property

@@ -83,8 +83,7 @@ class KeyedDropout(nn.Module):
             keys = "no sample" if self.keys is None else f"{len(self.keys)} samples"
             raise TaskError(
                 f"dropout {self.layer} got a tensor of shape {tuple(x.shape)} in a micro-batch of "
-                f"{keys}; the first "
-                "dimension must be the samples, or samples times something"
+                f"{keys}; the first dimension must be the samples, or samples times something"
             )
         drawn = bits(self.keys, x.numel() // len(self.keys)).view(x.shape)
         kept = drawn >= int(self.p * 2**32) - 2**31

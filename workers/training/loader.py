@@ -86,8 +86,8 @@ class Feed:
             raise TaskError(
                 f"train.bucketing sorts samples by their lengths, and those of {task.name} have "
                 "one length, or do not tell it; set train.documents (your own text) or "
-                "train.min_seq (made text), or give your data set a method `lengths`, and the "
-                "task a `collate`"
+                "train.min_seq (made text), or give your data set a method `lengths`, and the task "
+                "a `collate`"
             )
         self._pool: tuple[int, list[order.Sample]] | None = None
         """Its number, and its samples as they are used."""

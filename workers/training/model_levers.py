@@ -461,6 +461,6 @@ def _lack() -> str | None:
         return None
     left_mib, needed_mib = left_bytes // MIB, _NEEDED_BYTES // MIB
     return (
-        f"the cap leaves {left_mib} MiB, and the compiler may take and keep {needed_mib} MiB "
-        "of that on a CPU"
+        f"the cap leaves {left_mib} MiB, and the compiler may take and keep {needed_mib} MiB of "
+        "that on a CPU"
     )

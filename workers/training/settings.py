@@ -160,8 +160,8 @@ class TrainSettings(BaseModel):
         )
         _refuse_if(
             self.r_drop and not self.dropout,
-            f"r_drop: {self.r_drop} compares two passes with different dropout, and dropout: "
-            "0.0 makes them equal; valid: also set train.dropout, such as 0.1",
+            f"r_drop: {self.r_drop} compares two passes with different dropout, and dropout: 0.0 "
+            "makes them equal; valid: also set train.dropout, such as 0.1",
         )
         _refuse_if(
             self.exact and self.compile != "off",
@@ -170,8 +170,8 @@ class TrainSettings(BaseModel):
         )
         _refuse_if(
             self.deterministic and self.cudnn_benchmark,
-            "cudnn_benchmark: true takes the fastest kernel, which may be another one at the "
-            "next run, and deterministic: true promises the same bits; valid: one of them",
+            "cudnn_benchmark: true takes the fastest kernel, which may be another one at the next "
+            "run, and deterministic: true promises the same bits; valid: one of them",
         )
         _refuse_if(
             self.deterministic and self.attention == "cudnn",
@@ -180,8 +180,8 @@ class TrainSettings(BaseModel):
         )
         _refuse_if(
             self.bucketing and self.packing,
-            "bucketing: true sorts documents by length, and packing: true fills rows with "
-            "them, so that all have one length; valid: one of them",
+            "bucketing: true sorts documents by length, and packing: true fills rows with them, so "
+            "that all have one length; valid: one of them",
         )
         _refuse_if(
             self.min_seq is not None and self.data is not None,
@@ -194,8 +194,8 @@ class TrainSettings(BaseModel):
         )
         _refuse_if(
             self.unequal and self.r_drop,
-            f"r_drop compares documents of one length, and {unequal_key} makes others; valid: "
-            "one of them",
+            f"r_drop compares documents of one length, and {unequal_key} makes others; valid: one "
+            "of them",
         )
         return self
 

@@ -215,8 +215,8 @@ def _cnn_task(settings: TrainSettings, shape: CnnShape, seed: int) -> TrainTask:
         )
     if lever := _lever_of_loss(settings):
         raise TaskError(
-            f"train.{lever} is for labels, and {settings.preset} finds points; leave "
-            f"train.{lever} out"
+            f"train.{lever} is for labels, and {settings.preset} finds points; leave train.{lever} "
+            "out"
         )
     faces = DrawnFaces(shape.edge, seed)
     keys = [order.Sample(number=0, epoch=0, index=ITEMS + place) for place in range(SAMPLES)]
