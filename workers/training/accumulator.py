@@ -22,15 +22,10 @@ from workers.training.precision import LossScaler
 
 
 class Accumulator:
-    """One effective batch after the other: sums of gradients and of losses, and how many rows are
-    in them.
-    """
+    """Sums of gradients and of losses of one effective batch after the other."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, set_to_none: bool = True) -> None:
-        """Allocate the sums.
-
-        Without `set_to_none` an effective batch begins with zeros, as `zero_grad` would do it.
-        """
+        """Allocate the sums. Without `set_to_none` each effective batch begins with zeros."""
         self._parameters = parameters
         self._set_to_none = set_to_none
         self.gradients = [
@@ -55,19 +50,13 @@ class Accumulator:
         return self._rows - self.done
 
     def next_rows(self, limit: int) -> int:
-        """Return the size of the next part, 0 after the last.
-
-        After an addition that was cut off all begins again.
-        """
+        """Return the size of the next part, 0 after the last. A cut addition begins all again."""
         if self._adding:
             self.begin(self._rows, self._count)
         return schedule.next_part(self.remaining, limit) if self.remaining else 0
 
     def gradients_of(self, loss: Tensor, scale: float = 1.0) -> list[Tensor | None]:
-        """Return the gradients of a part's summed loss.
-
-        `None` for a parameter that it does not depend on.
-        """
+        """Return the gradients of a part's summed loss; `None`: the parameter has none."""
         seed = torch.full_like(loss, scale / self._count)
         return list(
             torch.autograd.grad(loss, self._parameters, grad_outputs=seed, allow_unused=True)
@@ -129,9 +118,7 @@ class Accumulator:
 
     @torch.no_grad()
     def _loss_and_norm(self) -> tuple[float, float]:
-        """Read the sum of losses and the norm of all gradients: the one moment at which the host
-        waits for a card.
-        """
+        """Read loss and norm: the one moment at which the host waits for a card."""
         norms = torch.stack(torch._foreach_norm(self.gradients)).to(torch.float64)
         both = torch.stack((self.loss[0], torch.linalg.vector_norm(norms)))
         wait_asleep(both.device)

@@ -139,10 +139,7 @@ class Loaded:
 
 
 class Checkpoints:
-    """Opens a folder and keeps the last generations in it, so that one is always good.
-
-    One training to a folder.
-    """
+    """Keeps the last generations of one training in a folder, so that one is always good."""
 
     def __init__(
         self,
@@ -260,10 +257,7 @@ class Checkpoints:
         return True
 
     def newest_copy(self) -> Mapping[str, Any] | None:
-        """Return the state that was saved last, from host memory, even if the disk refused it.
-
-        Do not change it.
-        """
+        """Return the state that was copied last, even if the disk refused it. Do not change it."""
         if self._copy.state is not None:
             self._copy.complete()
         return self._copy.state
@@ -351,10 +345,7 @@ def _is_there(path: Path) -> bool:
 
 
 class HostCopy:
-    """A copy of a state in host memory, outside of what a worker's cap counts.
-
-    One at a time; its buffers are used again.
-    """
+    """One copy of a state in host memory that no cap counts; its buffers are used again."""
 
     def __init__(self) -> None:
         """Allocate nothing yet."""
@@ -418,10 +409,7 @@ class HostCopy:
 
 
 def weights_sha256(weights: Mapping[str, torch.Tensor]) -> str:
-    """Return the SHA-256 of names, types, shapes and values, in the order of the names.
-
-    Equal on every device. No NumPy.
-    """
+    """Return the SHA-256 of names, types, shapes and values; equal on every device. No NumPy."""
     digest = hashlib.sha256()
     for device in {weight.device for weight in weights.values()}:
         wait_asleep(device)
@@ -508,9 +496,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 class _HashingSink(io.RawIOBase):
-    """Hashes what it writes, in pieces: neither the hash nor the file system holds up the other
-    threads for long.
-    """
+    """Hashes what it writes, in pieces, so that other threads are not held up for long."""
 
     def __init__(self, file: io.FileIO) -> None:
         self.digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)

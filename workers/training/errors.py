@@ -16,10 +16,7 @@ class TaskError(TrainingError):
 
 
 class NotFiniteError(TrainingError):
-    """The loss or its gradient is NaN or infinite.
-
-    The weights are still those of the last good step.
-    """
+    """The loss or its gradient is NaN or infinite; the weights are those of the last good step."""
 
     def __init__(self, sentence: str, step: int) -> None:
         super().__init__(sentence)

@@ -118,10 +118,7 @@ def _pinned(size: int) -> Tensor:
 
 
 def _over(part: torch.UntypedStorage | None, tensor: Tensor) -> Tensor:
-    """Return a tensor like another one over its part of a block.
-
-    Without one, in memory that no cap counts.
-    """
+    """Return a tensor like another one over its part of a block, or in memory no cap counts."""
     # Without the gaps that a slice of another tensor has.
     layout = torch.empty_like(tensor, device="meta")
     if part is not None:

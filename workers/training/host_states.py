@@ -29,9 +29,7 @@ _LEAST_PARTS: Final = 8
 
 
 def hosted_of(parameters: Sequence[nn.Parameter], share_pct: int) -> list[nn.Parameter]:
-    """Return the parameters whose states are on the host: at most so many per cent, the largest
-    that fit first.
-    """
+    """Return whose states are on the host: at most so many per cent, the largest that fit first."""
     left_bytes = sum(each.nbytes for each in parameters) * share_pct // 100
     hosted = []
     for parameter in sorted(parameters, key=lambda each: -each.nbytes):
@@ -95,10 +93,7 @@ class HostStates:
         return [each for states in self._hosted.values() for each in states.values()]
 
     def hold(self, share_pct: int) -> None:
-        """Have the states of so many per cent on the host.
-
-        May run out of memory, and can then be called again.
-        """
+        """Have so many per cent on the host. After running out of memory, call it again."""
         hosted = hosted_of(self._parameters, share_pct)
         leaving = set(self._hosted).difference(hosted)
         for parameter in leaving:

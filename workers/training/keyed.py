@@ -18,9 +18,7 @@ from workers.training.order import mixed
 
 
 def _signed(number: int, bits: int) -> int:
-    """Return the number that has these bits in two's complement, as torch has no unsigned
-    arithmetic.
-    """
+    """Return these bits in two's complement: torch has no unsigned arithmetic."""
     return number - (1 << bits) if number >= 1 << (bits - 1) else number
 
 
@@ -62,10 +60,7 @@ def _shifted(state: Tensor, by: int, width: int) -> Tensor:
 
 
 class KeyedDropout(nn.Module):
-    """Dropout whose mask depends on seed, sample, layer and position only.
-
-    Samples are the first dimension.
-    """
+    """Dropout by seed, sample, layer and position only. Samples are the first dimension."""
 
     def __init__(self, p: float, layer: int = 0) -> None:
         super().__init__()
@@ -104,9 +99,7 @@ class Dropouts:
         self._seed = seed
 
     def key(self, first: int, rows: int, device: torch.device) -> None:
-        """Prepare for the samples that have the numbers `first` and following in the course of the
-        training.
-        """
+        """Prepare for the samples `first` and following, by their numbers in the whole training."""
         if self._layers:
             numbers = torch.arange(first, first + rows, device=device)
             keys = row_keys(self._seed, range(len(self._layers)), numbers)

@@ -124,9 +124,7 @@ class Ladder:
         self._settled: Point | None = None
         """Where a whole batch was measured last."""
         self._whole = False
-        """Whether the batch under way began at the point of now, with all that is loaded in a first
-        step.
-        """
+        """Whether the batch under way began at the point of now, after a first step there."""
         self._batch_s = 0.0
         self._batch_peak_bytes = 0
 
@@ -150,10 +148,7 @@ class Ladder:
         return list(self._measured(point, of_sample_s, peak_bytes)) if whole else []
 
     def reordered(self) -> Sequence[Rung] | None:
-        """Return the rungs if measured speeds have changed which ones there are.
-
-        `None`: they are as before.
-        """
+        """Return the rungs if measured speeds have changed them; `None`: they are as before."""
         if not self._stale:
             return None
         self._stale = False
@@ -255,9 +250,7 @@ def unplanned_ladder(settings: TrainSettings) -> Ladder:
 
 
 def offered_shares(settings: TrainSettings, states_bytes: int, free_bytes: int) -> list[int]:
-    """Return the shares of states on the host, in per cent, that a training may use on a host with
-    so much free.
-    """
+    """Return the shares of states on the host, in per cent, that so much free memory allows."""
     if settings.states_on_host != "auto":
         return [settings.states_on_host]
     return [pct for pct in _SHARES_PCT if states_bytes * pct <= 100 * _HOST_SHARE * free_bytes]
@@ -308,10 +301,7 @@ class Speeds:
             self._factors = self._fitted(measured)
 
     def seconds(self, point: Point) -> float:
-        """Return the seconds of a sample.
-
-        Before anything was measured as a multiple of what it takes at best.
-        """
+        """Return the seconds of a sample; before anything was measured, a multiple of the best."""
         return sum(
             factor * term for factor, term in zip(self._factors, self._terms(point), strict=True)
         )
@@ -323,9 +313,7 @@ class Speeds:
         return 1.0, part, again, self._host * point.share_pct / 100
 
     def _fitted(self, measured: Mapping[Point, float]) -> list[float]:
-        """Return a factor for each of the four: least squares, with the rule as a measurement of
-        its own.
-        """
+        """Return a factor for each of the four: least squares, with the rule as a measurement."""
         rows = [self._terms(point) for point in measured]
         scale = median(
             seconds / sum(row) for row, seconds in zip(rows, measured.values(), strict=True)

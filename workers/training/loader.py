@@ -194,9 +194,7 @@ class HostShare:
 
 
 def host_share(*, on_card: bool) -> HostShare:
-    """Return what this training has of its host: torch's threads here are its share of the physical
-    cores.
-    """
+    """Return this training's share of its host: torch's threads of the physical cores."""
     physical = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
     cores = min(torch.get_num_threads(), physical)
     ram_bytes = psutil.virtual_memory().available * cores // physical
@@ -298,10 +296,7 @@ class Loader:
         collate: Callable[[list[Any]], Any] | None = None,
         cache: RamCache | None = None,
     ) -> None:
-        """Start nothing yet. `collate` makes a batch of samples; by default tensors are stacked.
-
-        With a cache, `order` must give indices.
-        """
+        """Start nothing yet. With a cache, `order` must give indices."""
         self._dataset = dataset
         self._order = order
         self._batch = batch
@@ -360,9 +355,7 @@ class Loader:
         return batch
 
     def wait_share(self) -> float:
-        """Return the share of time since the first batch was asked for in which the training waited
-        for data.
-        """
+        """Return the share of time since the first batch that the training waited for data."""
         return self.waited_s / (time.perf_counter() - self._opened_s) if self._opened_s else 0.0
 
     def close(self) -> None:
@@ -449,10 +442,7 @@ def _was_pinning(failure: BaseException) -> bool:
 
 
 def _reason(failure: BaseException) -> str:
-    """Return what an error says.
-
-    One of another thread of torch's comes with its traceback, as text.
-    """
+    """Return what an error says. That of a thread of torch's has a traceback in its text."""
     lines = str(failure).splitlines() or [type(failure).__name__]
     return next((line for line in lines if re.match(r"[\w.]*Error: ", line)), lines[0])[:_LONGEST]
 
@@ -476,9 +466,7 @@ class RamCache:
         self._seen = torch.zeros(items, dtype=torch.bool)
         self._rows: Any = None
         self._failed = False
-        """Whether rows of different shapes have come, or there was no memory after all; then
-        nothing is kept.
-        """
+        """Whether rows of other shapes came, or there was no memory: then nothing is kept."""
         self.complete = False
         """Whether all items are here."""
 
@@ -517,10 +505,7 @@ class RamCache:
 
 
 def row_bytes(batch: Batch) -> int | None:
-    """Return the bytes of a row of a batch.
-
-    `None`: not all of it is tensors of so many rows, so it cannot be kept.
-    """
+    """Return the bytes of a row of a batch; `None`: not all of it is tensors of so many rows."""
     leaves = tree_leaves(batch)
     if not all(isinstance(leaf, Tensor) and leaf.dim() and len(leaf) for leaf in leaves):
         return None

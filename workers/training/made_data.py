@@ -26,18 +26,12 @@ _DICTIONARY, _TEXT, _FACE, _PICTURE, _LENGTH = range(5)
 
 
 class MadeText(Dataset[Tensor]):
-    """Sentences of 128 made words of 4 tokens.
-
-    Two tokens of a word tell the next one, so a loss falls far.
-    """
+    """Sentences of 128 made words of 4 tokens, of which two tell the next: a loss falls far."""
 
     def __init__(
         self, seq: int, vocabulary: int, seed: int, items: int = ITEMS, least_seq: int | None = None
     ) -> None:
-        """Make no text yet.
-
-        With `least_seq` a text has between so many tokens and `seq`, and one more.
-        """
+        """Make no text yet. With `least_seq` a text has so many tokens to `seq`, and one more."""
         self._seq = seq
         self._least_seq = seq if least_seq is None else least_seq
         self._seed = seed
@@ -91,10 +85,7 @@ class DrawnFaces(Dataset[tuple[Tensor, Tensor]]):
         return self.__getitems__([sample])[0]
 
     def __getitems__(self, samples: Sequence[Sample]) -> list[tuple[Tensor, Tensor]]:
-        """Return several.
-
-        The face depends on the item, and the noise in the picture also on the epoch.
-        """
+        """Return several. The face depends on the item, the noise also on the epoch."""
         index = torch.tensor([each.index for each in samples])
         epoch = torch.tensor([each.epoch for each in samples])
         points = self._points(uniform(row_keys(self._seed, [_FACE], index)[0], 7))
@@ -127,9 +118,7 @@ class DrawnFaces(Dataset[tuple[Tensor, Tensor]]):
 
 
 def _mean_face() -> Tensor:
-    """Return 68 points in the order of 300-W: jaw 17, brows 2 x 5, nose 9, eyes 2 x 6, mouth 12 +
-    8.
-    """
+    """Return the points of 300-W: jaw 17, brows 2 x 5, nose 9, eyes 2 x 6, mouth 12 + 8."""
 
     def arc(
         count: int,

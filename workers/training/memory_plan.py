@@ -78,9 +78,7 @@ class MemoryPlan:
     """Its states that are on the device."""
     average_bytes: int
     activations_bytes: int
-    """The most that a part takes beside all that: what is kept for the backward pass, and its
-    gradients.
-    """
+    """The most that a part takes beside that: what the backward pass needs, and its gradients."""
     update_bytes: int
     """The most that the update takes, when no activations are there."""
     workspace_bytes: int
@@ -166,19 +164,13 @@ class MemoryPlanner:
         return self._recomputation.most
 
     def level_of(self, offered: int) -> int:
-        """Return how many blocks a step recomputes that is offered so many.
-
-        `train.recompute` may have fixed it.
-        """
+        """Return how many blocks a step recomputes; `auto` takes what is offered."""
         return self._recomputation.level_of(self._settings.recompute, offered)
 
     def largest_micro(
         self, cap_bytes: int, level: int, share_pct: int | None = None
     ) -> MemoryPlan | None:
-        """Return the plan with the largest micro-batch of a run that fits.
-
-        `None`: not even the smallest one fits.
-        """
+        """Return the plan with the largest micro-batch that fits; `None`: none does."""
         *smaller, most = offered_micro_batches(self._settings)
         whole = self.plan(most, level, share_pct)
         if whole.total_bytes <= cap_bytes:  # most trainings fit as a whole
@@ -189,9 +181,7 @@ class MemoryPlanner:
         return self.plan(smaller[fitting - 1], level, share_pct) if fitting else None
 
     def _states(self, share_pct: int) -> tuple[int, int, int]:
-        """Return the bytes of the optimiser's states on the device and on the host, and what an
-        update takes beside.
-        """
+        """Return the bytes of states on device and host, and what an update takes beside."""
         optimizer, on_card = self._optimizer, self._on_card
         hosted = hosted_of(self._parameters, share_pct)
         on_host_bytes = sum(map(self._states_bytes, hosted))
@@ -207,9 +197,7 @@ class MemoryPlanner:
         return self._state[2] - on_host_bytes, host_bytes(sizes, on_card=on_card), highest_bytes
 
     def _plan(self, micro: int, level: int, share_pct: int | None = None) -> MemoryPlan:
-        """Return the plan for parts of `micro` samples, with so many per cent of the states on the
-        host.
-        """
+        """Return the plan of parts of `micro` samples, with this share of states on the host."""
         share_pct = self._settings.first_share_pct if share_pct is None else share_pct
         on_device_bytes, on_host_bytes, highest_bytes = self.states(share_pct)
         activations_bytes, waiting_bytes = self._part(micro, level)
@@ -231,9 +219,7 @@ class MemoryPlanner:
         )
 
     def _computed(self, micro: int, level: int) -> tuple[int, int]:
-        """Return what a part takes beside the state on the device, and what of it waits on the
-        host.
-        """
+        """Return what a part takes beside the state, and what of it waits on the host."""
         with self._without_data():
             before_bytes = self._live.begin()
             self._compute_part(micro, level)
@@ -352,9 +338,7 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _steps(planner: MemoryPlanner, settings: TrainSettings, cap_bytes: int) -> list[dict[str, Any]]:
-    """Return the smallest step, and if that fits the largest ones with and without what saves
-    memory, each one once.
-    """
+    """Return the smallest step; if it fits also the largest with and without what saves memory."""
     least, share_pct = offered_micro_batches(settings)[0], settings.first_share_pct
     most_share_pct = 100 if settings.states_on_host == "auto" else share_pct
     smallest = planner.plan(least, planner.most_level, most_share_pct)

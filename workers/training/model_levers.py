@@ -132,9 +132,7 @@ class ModelLevers:
         return sdpa_kernel([_KERNELS[name] for name in names], set_priority=True)
 
     def saving(self) -> AbstractContextManager[object]:
-        """Return the region for the forward pass alone: it says where what the backward pass needs
-        is kept.
-        """
+        """Return the region of the forward pass: where what the backward pass needs is kept."""
         return nullcontext() if self.host_activations is None else self.host_activations.saving()
 
     def ordered(self, part: Batch) -> Batch:
@@ -175,10 +173,7 @@ class Recomputation:
 
 
 class KernelWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # missing in torch's stubs
-    """Sees which kernels of attention run.
-
-    Not a profiler: that would write to the terminal, and there is one of it in a process.
-    """
+    """Sees which kernels of attention run. Not a profiler: a process has only one."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -218,9 +213,7 @@ class HostActivations:
         self._device_type = device_type
         self._free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
         self.waiting_bytes = 0
-        """What the forward pass under way, or the last one, takes of host memory, rounding
-        included.
-        """
+        """Host memory of the forward pass under way, or of the last one, rounding included."""
 
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return the region for a forward pass."""
@@ -385,10 +378,7 @@ class Compiling:
         return compute()
 
     def park(self) -> None:
-        """Drop CUDA graphs: they hold memory, and the addresses of what moves now.
-
-        The next part makes new ones.
-        """
+        """Drop CUDA graphs, which hold memory and addresses; the next part makes new ones."""
         if self._pending and self._mode != "default":
             self._forget()
 
@@ -451,10 +441,7 @@ class Compiling:
 
 
 def _lack() -> str | None:
-    """Return why the cap of a CPU device leaves no room for the compiler.
-
-    `None`: it does, or there is no such cap.
-    """
+    """Return why the cap of a CPU leaves no room for the compiler; `None`: it does."""
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_DATA)
     left_bytes = limit_bytes - psutil.Process().memory_info().data
     if limit_bytes == resource.RLIM_INFINITY or left_bytes >= _NEEDED_BYTES:

@@ -86,10 +86,7 @@ class Gpt(nn.Module):
                 nn.init.zeros_(weight)
 
     def forward(self, tokens: Tensor, places: Tensor | None = None) -> Tensor:
-        """Return the logits of each next token.
-
-        With `places`, a row holds several documents, each from place 0 on.
-        """
+        """Return the logits of each next token. `places`: of rows that hold several documents."""
         seen = None if places is None else own_document(places)
         places = torch.arange(tokens.shape[1], device=tokens.device) if places is None else places
         x = self.dropout(self.tokens(tokens) + self.places(places))
@@ -114,10 +111,7 @@ class Block(nn.Module):
         self.dropout_perceptron = KeyedDropout(dropout)
 
     def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Return (rows, tokens, width).
-
-        `seen` says which tokens each one sees; `None`: all up to itself.
-        """
+        """Return (rows, tokens, width). `seen`: what each token sees; `None`: up to itself."""
         rows, seq, width = x.shape
         parts = self.query_key_value(self.norm_attention(x)).view(rows, seq, 3, self._heads, -1)
         query, key, value = parts.permute(2, 0, 3, 1, 4)

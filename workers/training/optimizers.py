@@ -85,19 +85,14 @@ def _adamw_8bit(groups: Sequence[dict[str, Any]], lr: float) -> Optimizer:
 
 
 class PlannedAdamW8bit(Optimizer):
-    """Has the states of bitsandbytes' AdamW8bit, so that a plan needs no package.
-
-    Cannot do a step.
-    """
+    """Has the states of bitsandbytes' AdamW8bit, for a plan without the package; cannot step."""
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
         super().__init__(groups, {})
         self._table = torch.empty(256)
 
     def init_state(self, _group: object, parameter: Tensor, _number: int, _place: int) -> None:
-        """Allocate the states of a parameter (Optimizer2State.init_state in
-        bitsandbytes/optim/optimizer.py, 0.50).
-        """
+        """Allocate as Optimizer2State.init_state (bitsandbytes/optim/optimizer.py, 0.50)."""
         quantised = parameter.numel() >= _LEAST_QUANTISED
         dtype = torch.uint8 if quantised else torch.float32
         states: dict[str, Any] = {
@@ -180,10 +175,7 @@ def allocate_states(optimizer: Optimizer, on_host: Set[nn.Parameter] = frozenset
 
 
 def _allocate_8bit(optimizer: Any) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:  # noqa: ANN401 - bitsandbytes' own
-    """Have bitsandbytes allocate its states as in its first step; yield each parameter with them.
-
-    torchao allocates in its first step only.
-    """
+    """Have bitsandbytes allocate its states as in its first step; yield them by parameter."""
     if not isinstance(optimizer, PlannedAdamW8bit):
         # The rest of what its first step does is to bring every state to the card
         # (Optimizer8bit.step and to_gpu).
@@ -197,10 +189,7 @@ def _allocate_8bit(optimizer: Any) -> Iterator[tuple[nn.Parameter, dict[str, Any
 
 
 def large(states: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
-    """Return the states that grow with the parameter.
-
-    Not the number of steps, scales, or a table that others share.
-    """
+    """Return the states that grow with the parameter: no steps, scales or shared tables."""
     least = max(2, parameter.numel())
     return {
         name: each
@@ -214,9 +203,7 @@ def _without_data(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _fill_on_host(optimizer: Optimizer, on_host: Set[nn.Parameter]) -> None:
-    """Put zeros in host memory in the place of all states without data, together: see
-    `host_memory`.
-    """
+    """Put zeros in host memory, together, in the place of all states without data."""
     places = [
         (optimizer.state[parameter], name, each)
         for parameter in on_host
@@ -230,10 +217,7 @@ def _fill_on_host(optimizer: Optimizer, on_host: Set[nn.Parameter]) -> None:
 
 
 def update_bytes(optimizer: Optimizer, parameters: Sequence[Tensor], *, on_card: bool) -> int:
-    """Return what a step of AdamW allocates for these parameters (torch/optim/adam.py).
-
-    Of optimisers of the user's little is known.
-    """
+    """Return what a step of AdamW allocates (torch/optim/adam.py); of others little is known."""
     if _is_bitsandbytes(optimizer):
         # On a CPU five fp32 copies of one parameter: both states and the gradient, a root and a
         # quotient (bitsandbytes/backends/cpu/ops.py, 0.50).
@@ -247,10 +231,7 @@ def update_bytes(optimizer: Optimizer, parameters: Sequence[Tensor], *, on_card:
 
 
 def forget_states(optimizer: Optimizer) -> None:
-    """Go back to the states before the first step.
-
-    Where they are known, in the memory that they have.
-    """
+    """Go back to the states before the first step, in the memory that they have."""
     if not isinstance(optimizer, Adam) and not _is_bitsandbytes(optimizer):
         optimizer.state.clear()
         allocate_states(optimizer)
@@ -294,9 +275,7 @@ def load_states(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 
 
 def _flat(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of a parameter by their own names: bitsandbytes saves most of them in a
-    mapping within it.
-    """
+    """Return states by their own names: bitsandbytes saves most of them in an inner mapping."""
     flat = {name: each for name, each in state.items() if not isinstance(each, Mapping)}
     for each in state.values():
         flat |= each if isinstance(each, Mapping) else {}
@@ -380,9 +359,7 @@ class Update:
         average: Average | None = None,
         step: Callable[[], object] | None = None,
     ) -> None:
-        """Take an optimiser, what averages its weights, and what does its step where that is not
-        its own.
-        """
+        """Take an optimiser, what averages the weights, and what steps in its place."""
         self.optimizer = optimizer
         self._step = optimizer.step if step is None else step
         self.cut = False

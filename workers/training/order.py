@@ -52,10 +52,7 @@ def samples(seed: int, items: int, first: int, count: int) -> list[Sample]:
 
 
 def permuted(seed: int, epoch: int, items: int, place: int) -> int:
-    """Return which item stands at `place` in an epoch.
-
-    For all places together this is a permutation.
-    """
+    """Return which item stands at `place` in an epoch: a permutation of all places."""
     bits = max(1, (items - 1).bit_length())
     mask, shift = 2**bits - 1, max(1, bits // 2)
     value = place

@@ -29,9 +29,7 @@ def next_part(remaining: int, limit: int) -> int:
 
 
 def learning_rate(step: int, *, highest: float, steps: int, warmup_steps: int) -> float:
-    """Return the rate of the optimiser step `step`, counted from 0: it rises evenly, then falls as
-    a cosine.
-    """
+    """Return the rate of step `step`, counted from 0: it rises evenly, then falls as a cosine."""
     if step < warmup_steps:
         return highest * (step + 1) / warmup_steps
     done = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
@@ -51,9 +49,7 @@ def offered_micro_batches(settings: TrainSettings) -> list[int]:
 
 
 def micro_batches(batch: int, most: int) -> list[int]:
-    """Return the micro-batches up to `most` that are worth telling apart: each splits `batch` into
-    fewer parts.
-    """
+    """Return the micro-batches up to `most` that each split `batch` into fewer parts."""
     micros: list[int] = []
     for micro in sorted({-(-batch // count) for count in range(1, batch + 1)}):
         if micro <= most and (not micros or micro >= (1 + _FINEST) * micros[-1]):

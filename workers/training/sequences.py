@@ -34,9 +34,7 @@ class Documents(Protocol):
 
 
 class PackedRows(Dataset[Tensor]):
-    """Rows of several documents, each row of the same length: (3, seq) of inputs, labels and
-    positions.
-    """
+    """Rows (3, seq) of several documents: inputs, labels and positions."""
 
     def __init__(self, documents: Documents, seq: int) -> None:
         """Decide which documents share a row; a document of n tokens takes n - 1 of it.
@@ -81,10 +79,7 @@ class PackedRows(Dataset[Tensor]):
 
 
 def packed_row(documents: Sequence[Tensor], seq: int) -> Tensor:
-    """Return a row (3, seq) of inputs, labels and positions.
-
-    What is left at its end is a document without labels.
-    """
+    """Return a row (3, seq); what is left at its end is a document without labels."""
     left = seq - sum(len(each) - 1 for each in documents)
     inputs = torch.cat([*(each[:-1] for each in documents), torch.zeros(left, dtype=torch.int64)])
     labels = torch.cat([*(each[1:] for each in documents), torch.full((left,), NO_TOKEN)])
@@ -128,9 +123,7 @@ def packed_tokens(rows: Tensor) -> int:
 
 
 def own_document(places: Tensor) -> Tensor:
-    """Return a mask (rows, 1, tokens, tokens) of what each token sees: its own document, as far as
-    itself.
-    """
+    """Return a mask (rows, 1, tokens, tokens): each token sees its document, as far as itself."""
     document = (places == 0).cumsum(dim=1)
     seen = document[:, :, None] == document[:, None, :]
     return seen.tril()[:, None]

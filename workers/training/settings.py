@@ -82,9 +82,7 @@ class TrainSettings(BaseModel):
     micro: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Samples computed at once, at most."""
     exact: bool = False
-    """Move only what changes no bit of the result: the number of recomputed blocks, not the
-    micro-batch.
-    """
+    """Move only what changes no bit: the number of recomputed blocks, not the micro-batch."""
     seq: Annotated[int, Field(ge=2, le=1_048_576)] | None = None
     """Tokens of a sample."""
     min_seq: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
@@ -112,9 +110,7 @@ class TrainSettings(BaseModel):
     activations_on_host: bool = False
     """Keep what the backward pass needs in host memory."""
     set_to_none: bool = True
-    """Replace the sums of gradients by the first part of a batch; `False`: write zeros first, and
-    add to them.
-    """
+    """Replace sums of gradients by the first part of a batch; `False`: add to zeros."""
     cudnn_benchmark: bool = False
     precision: Precision = "bf16"
     recompute: Literal["auto", "none", "all"] | Annotated[int, Field(ge=0)] = "auto"
@@ -124,9 +120,7 @@ class TrainSettings(BaseModel):
     compile_mode: CompileMode = "default"
     optimizer: Optimizer = "adamw-fused"
     states_on_host: Literal["auto"] | Annotated[int, Field(ge=0, le=100)] = 0
-    """Per cent of the optimiser's states that are in host memory; they come to the device for the
-    update.
-    """
+    """Per cent of the optimiser's states in host memory; they come back for the update."""
     adapter: Literal["none", "lora", "dora"] = "none"
     """What is trained instead of the model's own weights."""
     adapter_rank: Annotated[int, Field(ge=1, le=4096)] = 8
@@ -211,14 +205,9 @@ class TrainSettings(BaseModel):
 
     @property
     def slow_step_s(self) -> float:
-        """How long (seconds) a step may take in which torch compiles.
-
-        0 where nothing is compiled.
-        """
+        """How long (seconds) a step may take in which torch compiles; 0: nothing is compiled."""
         return 0.0 if self.compile == "off" else _COMPILING_S[self.compile_mode]
 
     def fingerprint(self) -> dict[str, str]:
-        """Return what decides on the course of the training, for a comparison with that of a
-        checkpoint.
-        """
+        """Return what decides on the course of the training, to compare it with a checkpoint's."""
         return {key: repr(value) for key, value in self.model_dump().items() if key not in _FREE}

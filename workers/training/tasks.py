@@ -73,44 +73,32 @@ class TrainTask:
     name: str
     """Checkpoints of a task with another name are refused."""
     model: Callable[[], nn.Module]
-    """Makes the model on the CPU. May draw from torch's random numbers: they are seeded around the
-    call.
-    """
+    """Makes the model on the CPU. torch's random numbers are seeded around the call."""
     dataset: Items
     loss: Callable[[nn.Module, Batch], Tensor]
     """The sum (not the mean) of the losses of all items in a part of a batch."""
     count: Callable[[Batch], int] = rows_of
-    """The items (samples, tokens) in a whole batch; its loss is the sum over its parts divided by
-    this.
-    """
+    """The items (samples, tokens) in a whole batch, by which the sum of its loss is divided."""
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None
     """`None`: AdamW, as the settings say."""
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
-    """Figures of merit, for the model in evaluation mode and with averaged weights if there are
-    some.
-    """
+    """Figures of merit, of the model in evaluation mode, with averaged weights if there are."""
     blocks: Callable[[nn.Module], Sequence[nn.Module]] = _no_blocks
     """The modules that can be recomputed one by one."""
     collate: Callable[[list[Any]], Batch] | None = None
     """Makes a batch of samples; `None`: tensors are stacked."""
     shorten: Callable[[Batch], Batch] | None = None
-    """Takes off what fills up all samples of a part on the host; `None`: all samples have one
-    shape.
-    """
+    """Takes off what fills up all samples of a part; `None`: all samples have one shape."""
     largest: Callable[[], Batch] | None = None
     """Makes a part of the one sample that takes the most memory; `None`: any one does."""
     by_sample: bool = False
-    """Whether the data set is asked by `Sample` (number, epoch, index) and not by index, to augment
-    by epoch.
-    """
+    """Whether the data set is asked by `Sample` and not by index, to augment by epoch."""
     lr: float = 1e-3
     """Where the settings name none."""
     items: str = "samples"
     """What `count` counts."""
     fingerprint: str = ""
-    """Of the data, where that may change: checkpoints of a training on other data are refused. Empty:
-    not known.
-    """
+    """Of the data: checkpoints of a training on other data are refused. Empty: not known."""
 
     def shortened(self, part: Batch) -> Batch:
         """Return a part on the host without what fills up all of its samples."""

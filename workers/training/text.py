@@ -103,9 +103,7 @@ class TextFiles:
             )
 
     def place(self, start: int) -> tuple[Path, int, int]:
-        """Return the file in which this byte of the stream is, where it is there, and how many
-        bytes follow from it.
-        """
+        """Return the file of a byte of the stream, its place there, and how many bytes follow."""
         number = bisect.bisect_right(self.ends, start)
         begin = self.ends[number - 1] if number else 0
         return self.paths[number], start - begin, self.ends[number] - start
@@ -139,10 +137,7 @@ class TextFiles:
 
 
 def _files_below(root: Path) -> Iterator[Path]:
-    """Yield the regular files in an order that every machine agrees on.
-
-    Hidden files and folders are left out.
-    """
+    """Yield the files, but hidden ones, in an order that every machine agrees on."""
     if root.is_file():
         yield root
         return

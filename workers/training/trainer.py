@@ -154,10 +154,7 @@ class Trainer:
 
     @property
     def items_per_sample(self) -> float:
-        """Items (samples, tokens) that a sample of the current effective batch counts.
-
-        0 before the first.
-        """
+        """Items (samples, tokens) that a sample of this batch counts; 0 before the first."""
         return self._feed.count / self.settings.batch
 
     def news(self) -> list[tuple[str, dict[str, Any]]]:
@@ -338,10 +335,7 @@ class Trainer:
         self._update.cut = False
 
     def rollback(self, state: Mapping[str, Any] | None) -> int:
-        """Go back to a saved state, or with `None` to the beginning.
-
-        Return how many optimiser steps are redone.
-        """
+        """Go back to a saved state or, with `None`, to the beginning; return the steps to redo."""
         step = self.step
         self.load(self._first_state() if state is None else state)
         self.redone_steps += step - self.step
@@ -371,10 +365,7 @@ class Trainer:
         return self._parking.park(self.model, held, self.host_states.tensors)
 
     def unpark(self) -> None:
-        """Move them back.
-
-        If there is not memory for all of them, they stay and this can be called again.
-        """
+        """Move them back. Without memory for all of them they stay; then call it again."""
         self._parking.unpark()
 
     def close(self) -> None:
@@ -382,9 +373,7 @@ class Trainer:
         self._feed.loader.close()
 
     def _new_model(self) -> nn.Module:
-        """Make the model with weights that depend on the seed alone, and leave torch's random
-        numbers as they were.
-        """
+        """Make the model by the seed alone; leave torch's random numbers as they were."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(order.mixed(self.seed, 0) >> 1)
             return new_model(self.task, self.settings)
@@ -424,10 +413,7 @@ class Trainer:
     def _part(
         self, first: int, rows: int, level: int, arithmetic: Precision, scale: float
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Compute loss and gradients of the samples `first` to `first + rows - 1` of the batch.
-
-        Changes nothing.
-        """
+        """Compute loss and gradients of so many samples from `first` on. Changes nothing."""
         with self._levers.region():
             loss = self._loss(first, rows, level, arithmetic)
             return loss.detach(), self._accumulator.gradients_of(loss, scale)
@@ -463,10 +449,7 @@ class Trainer:
                 buffer.copy_(saved)
 
     def _finish(self) -> None:
-        """Update the weights with the finished effective batch.
-
-        Until the update itself begins it can be run again.
-        """
+        """Update the weights. Until the update itself begins this can be run again."""
         share = schedule.learning_rate(
             self.step, highest=1, steps=self.steps, warmup_steps=self.settings.warmup_steps
         )
