@@ -1,12 +1,13 @@
-"""Batches and states: tensors in mappings, lists and tuples."""
+"""Batches and states, which are tensors in mappings, lists and tuples; and what has samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 Batch: TypeAlias = Any
 """A tensor, or tuples, lists and mappings of tensors; the first dimension of each is the samples.
@@ -49,3 +50,19 @@ def on_device(batch: Batch, device: torch.device, *, non_blocking: bool = True) 
     return map_tensors(
         lambda tensor: tensor.to(device, non_blocking=non_blocking and tensor.is_pinned()), batch
     )
+
+
+class Samples(Dataset[Any]):
+    """A data set that makes several samples at once."""
+
+    _items: int
+
+    def __len__(self) -> int:
+        return self._items
+
+    def __getitem__(self, key: Any) -> Any:  # noqa: ANN401 - an index, or an `order.Sample`
+        return self.__getitems__([key])[0]
+
+    def __getitems__(self, keys: Sequence[Any]) -> list[Any]:
+        """Return several; torch's loader prefers this."""
+        raise NotImplementedError

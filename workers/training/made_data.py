@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
+from workers.training.batches import Samples
 from workers.training.keyed import bits, row_keys, uniform
 from workers.training.models import POINTS
 from workers.training.order import Sample
@@ -25,7 +25,7 @@ _WORDS, _LETTERS = 128, 4
 _DICTIONARY, _TEXT, _FACE, _PICTURE, _LENGTH = range(5)
 
 
-class MadeText(Dataset[Tensor]):
+class MadeText(Samples):
     """Sentences of 128 made words of 4 tokens, of which two tell the next: a loss falls far."""
 
     def __init__(
@@ -39,15 +39,8 @@ class MadeText(Dataset[Tensor]):
         letters = bits(row_keys(seed, [_DICTIONARY], torch.arange(_WORDS))[0], _LETTERS)
         self._words = letters.to(torch.int64) % vocabulary
 
-    def __len__(self) -> int:
-        return self._items
-
-    def __getitem__(self, index: int) -> Tensor:
-        """Return seq + 1 tokens, or fewer where lengths differ."""
-        return self.__getitems__([index])[0]
-
     def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
-        """Return several samples; torch's loader prefers this."""
+        """Return seq + 1 tokens of each, or fewer where lengths differ."""
         keys = row_keys(self._seed, [_TEXT], torch.tensor(indices))[0]
         drawn = uniform(keys, self._seq // _LETTERS + 3)
         # The square makes words unequally frequent; the first number says where in a word the text
@@ -68,7 +61,7 @@ class MadeText(Dataset[Tensor]):
         return found
 
 
-class DrawnFaces(Dataset[tuple[Tensor, Tensor]]):
+class DrawnFaces(Samples):
     """Grey pictures of line faces, turned, moved and scaled, with the places of their 68 points."""
 
     def __init__(self, edge: int, seed: int, items: int = ITEMS) -> None:
@@ -77,15 +70,11 @@ class DrawnFaces(Dataset[tuple[Tensor, Tensor]]):
         self._items = items
         self._mean = _mean_face()
 
-    def __len__(self) -> int:
-        return self._items
-
-    def __getitem__(self, sample: Sample) -> tuple[Tensor, Tensor]:
-        """Return a picture (1, edge, edge) and points (68, 2) from -1 to 1."""
-        return self.__getitems__([sample])[0]
-
     def __getitems__(self, samples: Sequence[Sample]) -> list[tuple[Tensor, Tensor]]:
-        """Return several. The face depends on the item, the noise also on the epoch."""
+        """Return pictures (1, edge, edge) and points (68, 2) from -1 to 1.
+
+        The face depends on the item, the noise also on the epoch.
+        """
         index = torch.tensor([each.index for each in samples])
         epoch = torch.tensor([each.epoch for each in samples])
         points = self._points(uniform(row_keys(self._seed, [_FACE], index)[0], 7))

@@ -13,8 +13,8 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import Dataset
 
+from workers.training.batches import Samples
 from workers.training.host_memory import HostArray
 from workers.training.order import PACKED_TOGETHER, packed_rows
 
@@ -33,7 +33,7 @@ class Documents(Protocol):
         """Return how many tokens each of them has."""
 
 
-class PackedRows(Dataset[Tensor]):
+class PackedRows(Samples):
     """Rows (3, seq) of several documents: inputs, labels and positions."""
 
     def __init__(self, documents: Documents, seq: int) -> None:
@@ -55,14 +55,7 @@ class PackedRows(Dataset[Tensor]):
         """
         self._ends = ends.whole()
         """Where the rows end in it."""
-
-    def __len__(self) -> int:
-        """Return how many rows there are."""
-        return len(self._ends)
-
-    def __getitem__(self, index: int) -> Tensor:
-        """Return one row."""
-        return self.__getitems__([index])[0]
+        self._items = len(self._ends)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
         """Return several rows."""

@@ -30,10 +30,10 @@ from typing import Final, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from workers.files import locked
 from workers.learned_limits.store import EXPIRY_S, default_path
+from workers.training.batches import Samples
 from workers.training.errors import TaskError
 from workers.training.host_memory import HostArray, like
 from workers.units import MIB
@@ -186,10 +186,8 @@ def held_out(samples: int) -> range:
     return range(samples - count, samples)
 
 
-class _TextSamples(Dataset[Tensor]):
+class _TextSamples(Samples):
     """Samples of a text by their number; the last ones are held out where there are enough."""
-
-    _items: int
 
     def _hold_out(self, samples: int) -> None:
         held = held_out(samples)
@@ -198,16 +196,8 @@ class _TextSamples(Dataset[Tensor]):
         self.held_out = [self._piece(held[place * len(held) // count]) for place in range(count)]
         """Some that are never trained on, evenly spread; none: the text is too short for that."""
 
-    def __len__(self) -> int:
-        """Return how many there are to train on."""
-        return self._items
-
-    def __getitem__(self, index: int) -> Tensor:
-        """Return one as int64; see `__getitems__`."""
-        return self.__getitems__([index])[0]
-
     def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
-        """Return several.
+        """Return several as int64.
 
         Raises:
             IndexError: There are fewer.
