@@ -90,7 +90,7 @@ def test_a_tuning_goes_on_after_a_kill_and_an_arm_that_dies_is_a_row(tmp_path: P
     assert rows["micro=2"]["samples_per_s"] > 0
     assert rows["micro=2"]["host_bytes"] > 0
     assert list(result["rows"][0]) == [
-        "lever", "setting", "claim", "speed_ratio", "speed_low", "speed_high", "peak_bytes", "parity_class",
+        "lever", "setting", "speed_ratio", "speed_low", "speed_high", "peak_bytes", "parity_class",
         "loss_gap_noise", "verdict", "reason", "samples_per_s", "tflops", "mfu_pct", "peak_delta_bytes", "host_bytes",
         "host_delta_bytes", "once_s", "pays_after_s",
     ]  # fmt: skip
