@@ -83,6 +83,7 @@ class Accumulator:
         self.done += rows
         self._adding = False
 
+    @torch.no_grad()
     def finish(
         self,
         update: Update,
@@ -99,28 +100,17 @@ class Accumulator:
             NotFiniteError: The loss or the gradient is NaN or infinite; nothing was changed.
             UpdateInterruptedError: Memory ran out in the update.
         """
-        total, scaled_norm = self._loss_and_norm()
+        norms = torch.stack(torch._foreach_norm(self.gradients)).to(torch.float64)
+        both = torch.stack((self.loss[0], torch.linalg.vector_norm(norms)))
+        wait_asleep(both.device)  # the one moment at which the host waits for a card
+        total, scaled_norm = both.tolist()
         loss, norm = total / self._count, scaled_norm / scaler.scale
         if math.isfinite(loss) and not math.isfinite(norm) and scaler.overflowed():
             return loss, False
         for what, value in (("loss", loss), ("norm of the gradient", norm)):
             if not math.isfinite(value):
-                raise NotFiniteError(
-                    f"the {what} of optimiser step {step} is {value}; training stopped, and the "
-                    "weights are those of the step before; lower the learning rate, or the largest "
-                    "norm of the gradient",
-                    step,
-                )
+                raise NotFiniteError(what, value, step)
         factor = 1.0 if clip is None or norm <= clip else clip / norm
         update.run(self._parameters, self.gradients, factor / scaler.scale, rate_share)
         scaler.succeeded()
         return loss, True
-
-    @torch.no_grad()
-    def _loss_and_norm(self) -> tuple[float, float]:
-        """Read loss and norm: the one moment at which the host waits for a card."""
-        norms = torch.stack(torch._foreach_norm(self.gradients)).to(torch.float64)
-        both = torch.stack((self.loss[0], torch.linalg.vector_norm(norms)))
-        wait_asleep(both.device)
-        loss, norm = both.tolist()
-        return loss, norm

@@ -62,10 +62,6 @@ def refuse_without_data(task: TrainTask) -> None:
         raise TaskError(f"the data set of {task.name} is empty")
 
 
-def _no_blocks(_: nn.Module) -> Sequence[nn.Module]:
-    return ()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainTask:
     """What is trained."""
@@ -83,7 +79,7 @@ class TrainTask:
     """`None`: AdamW, as the settings say."""
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
     """Figures of merit, of the model in evaluation mode, with averaged weights if there are."""
-    blocks: Callable[[nn.Module], Sequence[nn.Module]] = _no_blocks
+    blocks: Callable[[nn.Module], Sequence[nn.Module]] = lambda _: ()
     """The modules that can be recomputed one by one."""
     collate: Callable[[list[Any]], Batch] | None = None
     """Makes a batch of samples; `None`: tensors are stacked."""
