@@ -29,8 +29,8 @@ class Accumulator:
         self._parameters = parameters
         self._set_to_none = set_to_none
         self.gradients = [
-            torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32))
-            for each in parameters
+            torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+            for parameter in parameters
         ]
         #: A list, so that it can be parked like the gradients.
         self.loss = [torch.zeros((), dtype=torch.float64, device=parameters[0].device)]

@@ -61,7 +61,7 @@ class ElasticStep:
         Raises:
             TaskError: The model has no parameter that is trained.
         """
-        parameters = [each for each in model.parameters() if each.requires_grad]
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not parameters:
             raise TaskError("the model has no parameter that is trained")
         self._dropouts = Dropouts(model, seed)

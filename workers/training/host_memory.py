@@ -46,14 +46,14 @@ def like_all(tensors: Sequence[Tensor], *, pinned: bool = False) -> list[Tensor]
     Raises:
         RuntimeError, OSError, OverflowError: There is no memory.
     """
-    on_card = [number for number, each in enumerate(tensors) if pinned or each.is_cuda]
+    on_card = [number for number, tensor in enumerate(tensors) if pinned or tensor.is_cuda]
     sizes, places = blocks_for([tensors[number].nbytes for number in on_card])
     blocks = [_pinned(size) for size in sizes]
     parts = {
         number: blocks[block].untyped_storage()[offset : offset + tensors[number].nbytes]
         for number, (block, offset) in zip(on_card, places, strict=True)
     }
-    return [_over(parts.get(number), each) for number, each in enumerate(tensors)]
+    return [_over(parts.get(number), tensor) for number, tensor in enumerate(tensors)]
 
 
 def blocks_for(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:

@@ -81,8 +81,8 @@ class KeyedDropout(nn.Module):
                 f"{keys}; the first dimension must be the samples, or samples times something"
             )
         drawn = bits(self.keys, x.numel() // len(self.keys)).view(x.shape)
-        kept = drawn >= int(self.p * 2**32) - 2**31
-        return torch.where(kept, x * (1 / (1 - self.p)), 0.0)
+        stays = drawn >= int(self.p * 2**32) - 2**31
+        return torch.where(stays, x * (1 / (1 - self.p)), 0.0)
 
 
 class Dropouts:
@@ -93,9 +93,9 @@ class Dropouts:
             for name, child in list(parent.named_children()):
                 if type(child) is nn.Dropout:
                     setattr(parent, name, KeyedDropout(child.p).train(child.training))
-        self._layers = [each for each in model.modules() if isinstance(each, KeyedDropout)]
-        for layer, each in enumerate(self._layers):
-            each.layer = layer
+        self._layers = [module for module in model.modules() if isinstance(module, KeyedDropout)]
+        for layer, dropout in enumerate(self._layers):
+            dropout.layer = layer
         self._seed = seed
 
     def key(self, first: int, rows: int, device: torch.device) -> None:
@@ -103,10 +103,10 @@ class Dropouts:
         if self._layers:
             numbers = torch.arange(first, first + rows, device=device)
             keys = row_keys(self._seed, range(len(self._layers)), numbers)
-            for each in self._layers:
-                each.keys = keys[each.layer]
+            for dropout in self._layers:
+                dropout.keys = keys[dropout.layer]
 
     def forget(self) -> None:
         """Drop the keys; the next `key` makes new ones."""
-        for each in self._layers:
-            each.keys = None
+        for dropout in self._layers:
+            dropout.keys = None

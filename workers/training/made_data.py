@@ -57,8 +57,8 @@ class MadeText(Samples):
         """Return how many tokens these texts have. Short ones are more frequent."""
         drawn = uniform(row_keys(self._seed, [_LENGTH], torch.tensor(indices))[0], 1)[:, 0]
         more = (drawn.square() * (self._seq - self._least_seq + 1)).to(torch.int64)
-        found: list[int] = (more + self._least_seq + 1).tolist()
-        return found
+        lengths: list[int] = (more + self._least_seq + 1).tolist()
+        return lengths
 
 
 class DrawnFaces(Samples):
@@ -75,8 +75,8 @@ class DrawnFaces(Samples):
 
         The face depends on the item, the noise also on the epoch.
         """
-        index = torch.tensor([each.index for each in samples])
-        epoch = torch.tensor([each.epoch for each in samples])
+        index = torch.tensor([sample.index for sample in samples])
+        epoch = torch.tensor([sample.epoch for sample in samples])
         points = self._points(uniform(row_keys(self._seed, [_FACE], index)[0], 7))
         pixels = torch.linspace(-1, 1, self._edge)
         across, down = (

@@ -147,13 +147,15 @@ class MemoryPlanner:
         self._state = [after - before for before, after in pairwise(held)]
         self._average_on_host_bytes = 0
         if averages and settings.ema_on == "host":
-            sizes = [each.nbytes for each in self._parameters]
+            sizes = [parameter.nbytes for parameter in self._parameters]
             # On a card the largest weight is copied to a place of its own before it is averaged.
             staging_bytes = power_of_two(max(sizes)) if on_card else 0
             self._average_on_host_bytes = host_bytes(sizes, on_card=on_card) + staging_bytes
         state = [self._model.state_dict(), list(self._optimizer.state.values())]
         copied = [*tensors_in(state), *(self._parameters if averages else ())]
-        self._checkpoint_copy_bytes = host_bytes([each.nbytes for each in copied], on_card=on_card)
+        self._checkpoint_copy_bytes = host_bytes(
+            [tensor.nbytes for tensor in copied], on_card=on_card
+        )
         self.states = cache(self._states)
         self._part = cache(self._computed)
         self.plan = cache(self._plan)
@@ -185,14 +187,16 @@ class MemoryPlanner:
         optimizer, on_card = self._optimizer, self._on_card
         hosted = hosted_of(self._parameters, share_pct)
         on_host_bytes = sum(map(self._states_bytes, hosted))
-        here = [each for each in self._parameters if each not in set(hosted)]
+        here = [parameter for parameter in self._parameters if parameter not in set(hosted)]
         coming = [
             sum(map(self._states_bytes, part)) + update_bytes(optimizer, part, on_card=on_card)
             for part in parts_of(optimizer, hosted)
         ]
         highest_bytes = max(update_bytes(optimizer, here, on_card=on_card), *coming, 0)
         sizes = [
-            each.nbytes for parameter in hosted for each in states_of(optimizer, parameter).values()
+            tensor.nbytes
+            for parameter in hosted
+            for tensor in states_of(optimizer, parameter).values()
         ]
         return self._state[2] - on_host_bytes, host_bytes(sizes, on_card=on_card), highest_bytes
 
@@ -241,7 +245,7 @@ class MemoryPlanner:
 
     def _states_bytes(self, parameter: nn.Parameter) -> int:
         states = states_of(self._optimizer, parameter).values()
-        return sum(self._live.rounded(each.nbytes) for each in states)
+        return sum(self._live.rounded(tensor.nbytes) for tensor in states)
 
     def _workspace_bytes(self) -> int:
         if self._on_card:
@@ -281,9 +285,9 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # missing
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - whatever the operator returns
         result = func(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
-            if isinstance(each, Tensor):
-                self._count(each.untyped_storage())
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._count(leaf.untyped_storage())
         return result
 
     def rounded(self, size: int) -> int:

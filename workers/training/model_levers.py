@@ -103,7 +103,7 @@ class ModelLevers:
             settings.channels_last == "auto"
             and on_card
             and settings.precision in {"bf16", "fp16"}
-            and any(isinstance(each, nn.Conv2d) for each in model.modules())
+            and any(isinstance(module, nn.Conv2d) for module in model.modules())
         )
         self.host_activations: HostActivations | None = None
         if settings.activations_on_host:
@@ -111,8 +111,8 @@ class ModelLevers:
         if self._channels_last:
             # Not `model.to`: on tensors without data that replaces each parameter, which a memory
             # plan cannot follow.
-            for each in (*model.parameters(), *model.buffers()):
-                each.data = _channels_last(each.data)
+            for weight in (*model.parameters(), *model.buffers()):
+                weight.data = _channels_last(weight.data)
 
     def region(self) -> AbstractContextManager[object]:
         """Return the region for the forward and the backward pass of a part: it says which kernel
@@ -218,13 +218,13 @@ class HostActivations:
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return the region for a forward pass."""
         self.waiting_bytes = 0
-        weights = {each.untyped_storage()._cdata for each in self._model.parameters()}
+        weights = {parameter.untyped_storage()._cdata for parameter in self._model.parameters()}
         # No graph leads to a frozen one, so its copy is known by its shape alone.
         frozen = {
             shape
-            for each in self._model.parameters()
-            if not each.requires_grad
-            for shape in (each.shape, each.shape[::-1])
+            for parameter in self._model.parameters()
+            if not parameter.requires_grad
+            for shape in (parameter.shape, parameter.shape[::-1])
         }
 
         def is_weight(tensor: Tensor) -> bool:
@@ -329,14 +329,14 @@ class Compiling:
         """Whether such a part is being computed."""
         self._failures = 0
         self._graphs = 0
-        self._dropouts = [each for each in model.modules() if isinstance(each, KeyedDropout)]
+        self._dropouts = [module for module in model.modules() if isinstance(module, KeyedDropout)]
         self._news: list[tuple[str, dict[str, Any]]] = []
         if self._unit == "block" and not blocks:
             raise TaskError(
                 "train.compile: block needs a task that names its blocks; set train.compile: model"
             )
         units = {"off": [], "block": list(blocks), "model": [model]}[self._unit]
-        kinds = {tuple(each.shape for each in unit.parameters()) for unit in units}
+        kinds = {tuple(parameter.shape for parameter in unit.parameters()) for unit in units}
         self._most_graphs = _MOST_GRAPHS * len(kinds)
         self._eager: list[Callable[..., Any]] = [unit.forward for unit in units]
         self._made: list[Callable[..., Any]] = []
@@ -393,7 +393,7 @@ class Compiling:
         if not self._made:
             mode = None if self._mode == "default" else self._mode
             self._made = [
-                torch.compile(each, backend=self._backend, mode=mode) for each in self._eager
+                torch.compile(forward, backend=self._backend, mode=mode) for forward in self._eager
             ]
         limits = {"recompile_limit": self._most_graphs, "fail_on_recompile_limit_hit": True}
         self._on = True
@@ -409,9 +409,9 @@ class Compiling:
     def _forward(self, place: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the unit's own
         if not self._on:
             return self._eager[place](*args, **kwargs)
-        for each in (*args, *kwargs.values(), *(dropout.keys for dropout in self._dropouts)):
-            if isinstance(each, Tensor) and each.dim():
-                torch._dynamo.mark_dynamic(each, 0)
+        for tensor in (*args, *kwargs.values(), *(dropout.keys for dropout in self._dropouts)):
+            if isinstance(tensor, Tensor) and tensor.dim():
+                torch._dynamo.mark_dynamic(tensor, 0)
         return self._made[place](*args, **kwargs)
 
     def _reason(self, error: Exception) -> str | None:

@@ -49,8 +49,8 @@ def adamw(
     Raises:
         TaskError: Its states shall have 8 bits, and no package for that is installed.
     """
-    matrices = [each for each in parameters if each.dim() > 1]
-    others = [each for each in parameters if each.dim() <= 1]
+    matrices = [parameter for parameter in parameters if parameter.dim() > 1]
+    others = [parameter for parameter in parameters if parameter.dim() <= 1]
     groups = [
         {"params": some, "weight_decay": decay}
         for some, decay in ((matrices, settings.weight_decay), (others, 0.0))
@@ -169,7 +169,7 @@ def allocate_states(optimizer: Optimizer, on_host: Set[nn.Parameter] = frozenset
                 if parameter in on_host:
                     state = _without_data(state)
                 else:
-                    state = {name: torch.zeros_like(each) for name, each in state.items()}
+                    state = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
                 optimizer.state[parameter] = {"step": step, **state}
     _fill_on_host(optimizer, on_host)
 
@@ -192,26 +192,26 @@ def large(states: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
     """Return the states that grow with the parameter: no steps, scales or shared tables."""
     least = max(2, parameter.numel())
     return {
-        name: each
-        for name, each in states.items()
-        if isinstance(each, Tensor) and each.numel() >= least
+        name: tensor
+        for name, tensor in states.items()
+        if isinstance(tensor, Tensor) and tensor.numel() >= least
     }
 
 
 def _without_data(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: torch.empty_like(each, device="meta") for name, each in states.items()}
+    return {name: torch.empty_like(tensor, device="meta") for name, tensor in states.items()}
 
 
 def _fill_on_host(optimizer: Optimizer, on_host: Set[nn.Parameter]) -> None:
     """Put zeros in host memory, together, in the place of all states without data."""
     places = [
-        (optimizer.state[parameter], name, each)
+        (optimizer.state[parameter], name, tensor)
         for parameter in on_host
-        for name, each in optimizer.state.get(parameter, {}).items()
-        if isinstance(each, Tensor) and each.is_meta
+        for name, tensor in optimizer.state.get(parameter, {}).items()
+        if isinstance(tensor, Tensor) and tensor.is_meta
     ]
     on_card = any(parameter.is_cuda for parameter in on_host)
-    hosts = like_all([each for *_, each in places], pinned=on_card)
+    hosts = like_all([tensor for *_, tensor in places], pinned=on_card)
     for (state, name, _), host in zip(places, hosts, strict=True):
         state[name] = host.zero_()
 
@@ -221,8 +221,8 @@ def update_bytes(optimizer: Optimizer, parameters: Sequence[Tensor], *, on_card:
     if _is_bitsandbytes(optimizer):
         # On a CPU five fp32 copies of one parameter: both states and the gradient, a root and a
         # quotient (bitsandbytes/backends/cpu/ops.py, 0.50).
-        return 0 if on_card else 5 * 4 * max((each.numel() for each in parameters), default=0)
-    sizes = [0, *(each.nbytes for each in parameters)]
+        return 0 if on_card else 5 * 4 * max((weight.numel() for weight in parameters), default=0)
+    sizes = [0, *(weight.nbytes for weight in parameters)]
     if optimizer.defaults.get("fused"):
         return 0
     if optimizer.defaults.get("foreach"):
@@ -237,20 +237,20 @@ def forget_states(optimizer: Optimizer) -> None:
         allocate_states(optimizer)
         return
     for state in optimizer.state.values():
-        for name, each in state.items():
-            if not isinstance(each, Tensor):
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
                 state[name] = 0  # bitsandbytes counts steps in Python
             elif name not in _TABLES:
-                each.zero_()
+                value.zero_()
 
 
 def load_states(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Go on from a saved `state_dict`; into the tensors that are there, if they are alike."""
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     own = {
-        place: optimizer.state[each]
-        for place, each in enumerate(parameters)
-        if optimizer.state.get(each)
+        place: optimizer.state[parameter]
+        for place, parameter in enumerate(parameters)
+        if optimizer.state.get(parameter)
     }
     states = {int(place): _flat(state) for place, state in saved["state"].items() if state}
     pairs = [
@@ -276,9 +276,9 @@ def load_states(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 
 def _flat(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return states by their own names: bitsandbytes saves most of them in an inner mapping."""
-    flat = {name: each for name, each in state.items() if not isinstance(each, Mapping)}
-    for each in state.values():
-        flat |= each if isinstance(each, Mapping) else {}
+    flat = {name: value for name, value in state.items() if not isinstance(value, Mapping)}
+    for value in state.values():
+        flat |= value if isinstance(value, Mapping) else {}
     return flat
 
 
@@ -303,14 +303,15 @@ class Average:
         self._parameters = parameters
         self._decay = decay
         self.on_host = on_host
-        weights = [each.detach() for each in parameters]
-        new = like_all(weights) if on_host else [torch.empty_like(each) for each in weights]
+        weights = [parameter.detach() for parameter in parameters]
+        new = like_all(weights) if on_host else [torch.empty_like(weight) for weight in weights]
         self.tensors: list[Tensor] = [
-            own.copy_(each) for own, each in zip(new, weights, strict=True)
+            own.copy_(weight) for own, weight in zip(new, weights, strict=True)
         ]
         self._staging: Tensor | None = None
         if on_host and parameters[0].is_cuda:
-            self._staging = like(max(parameters, key=lambda each: each.nbytes).detach().flatten())
+            largest = max(weights, key=lambda weight: weight.nbytes)
+            self._staging = like(largest.flatten())
 
     @torch.no_grad()
     def update(self) -> None:

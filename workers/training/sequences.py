@@ -68,16 +68,18 @@ class PackedRows(Samples):
         begin, end = int(self._ends[index - 1]) if index else 0, int(self._ends[index])
         # Those that are packed together come in no other place of the order.
         together = begin - begin % PACKED_TOGETHER
-        return [together + each for each in self._order[begin:end].tolist()]
+        return [together + place for place in self._order[begin:end].tolist()]
 
 
 def packed_row(documents: Sequence[Tensor], seq: int) -> Tensor:
     """Return a row (3, seq); what is left at its end is a document without labels."""
-    left = seq - sum(len(each) - 1 for each in documents)
-    inputs = torch.cat([*(each[:-1] for each in documents), torch.zeros(left, dtype=torch.int64)])
-    labels = torch.cat([*(each[1:] for each in documents), torch.full((left,), NO_TOKEN)])
+    left = seq - sum(len(document) - 1 for document in documents)
+    inputs = torch.cat(
+        [*(document[:-1] for document in documents), torch.zeros(left, dtype=torch.int64)]
+    )
+    labels = torch.cat([*(document[1:] for document in documents), torch.full((left,), NO_TOKEN)])
     places = torch.cat(
-        [torch.arange(length) for length in (*(len(each) - 1 for each in documents), left)]
+        [torch.arange(length) for length in (*(len(document) - 1 for document in documents), left)]
     )
     return torch.stack((inputs, labels, places))
 

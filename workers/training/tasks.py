@@ -51,7 +51,7 @@ def trained_parameters(task: TrainTask, model: nn.Module) -> list[nn.Parameter]:
     Raises:
         TaskError: There is none.
     """
-    if parameters := [each for each in model.parameters() if each.requires_grad]:
+    if parameters := [parameter for parameter in model.parameters() if parameter.requires_grad]:
         return parameters
     raise TaskError(f"the model of {task.name} has no parameter that is trained")
 

@@ -360,13 +360,13 @@ class _Watch:
     @property
     def clock_mhz(self) -> float | None:
         """The mean of the clocks at the beginning and at the end."""
-        clocks = [each.sm_clock_mhz for each in self._readings if each.sm_clock_mhz]
+        clocks = [reading.sm_clock_mhz for reading in self._readings if reading.sm_clock_mhz]
         return sum(clocks) / len(clocks) if clocks else None
 
     @property
     def throttled(self) -> bool:
         """Whether the card said so at the beginning or at the end."""
-        return any((each.throttle_bits or 0) & THROTTLE_ALARMS for each in self._readings)
+        return any((reading.throttle_bits or 0) & THROTTLE_ALARMS for reading in self._readings)
 
     def _look(self) -> None:
         if self._card is not None:
@@ -380,8 +380,8 @@ class _Watch:
     def _own_s(self) -> float:
         """Return the processor time of this process and of its loaders."""
         total_s = 0.0
-        for each in [self._process, *self._process.children(recursive=True)]:
+        for process in [self._process, *self._process.children(recursive=True)]:
             with suppress(psutil.Error):  # it has ended since
-                times = each.cpu_times()
+                times = process.cpu_times()
                 total_s += float(times.user + times.system)
         return total_s
