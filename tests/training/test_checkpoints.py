@@ -112,7 +112,7 @@ def test_the_newest_of_two_generations_is_loaded_bit_for_bit(opened: Open, tmp_p
     assert opened().load().step == 4
 
 
-def test_the_copy_is_of_the_moment_of_the_call_and_its_buffers_are_used_again(opened: Open) -> None:
+def test_the_copy_is_of_the_moment_of_the_call(opened: Open) -> None:
     checkpoints = opened()
     checkpoints.load()
     addresses = set()
@@ -129,9 +129,7 @@ def test_the_copy_is_of_the_moment_of_the_call_and_its_buffers_are_used_again(op
     assert same(opened().load().state, state_at(2))
 
 
-def test_a_file_cut_at_any_byte_is_refused_and_the_other_generation_used(
-    opened: Open, tmp_path: Path
-) -> None:
+def test_a_file_cut_at_any_byte_is_refused(opened: Open, tmp_path: Path) -> None:
     saved(opened(), 1, 2)
     damaged = newest(tmp_path)
     whole = damaged.read_bytes()
@@ -148,9 +146,7 @@ def test_a_file_cut_at_any_byte_is_refused_and_the_other_generation_used(
     assert loaded.refused[-1] == "training goes on from step 1"
 
 
-def test_one_flipped_bit_in_any_byte_is_refused_and_the_other_generation_used(
-    opened: Open, tmp_path: Path
-) -> None:
+def test_one_flipped_bit_in_any_byte_is_refused(opened: Open, tmp_path: Path) -> None:
     saved(opened(), 1, 2)
     damaged = newest(tmp_path)
     whole = bytearray(damaged.read_bytes())
@@ -214,7 +210,7 @@ def test_a_damaged_file_is_written_over_and_not_the_good_one(
     ],
     ids=["name", "shape", "type", "weights", "levers"],
 )
-def test_another_model_is_refused_in_words_and_training_begins_anew(
+def test_a_checkpoint_of_another_model_is_refused_in_words(
     opened: Open, tmp_path: Path, other: Identity, reason: str
 ) -> None:
     saved(opened(), 1, 2)
@@ -224,7 +220,7 @@ def test_another_model_is_refused_in_words_and_training_begins_anew(
     assert loaded.refused[2:] == ("training begins anew",)
 
 
-def test_training_that_began_anew_is_found_beside_the_refused_file_of_a_higher_number(
+def test_a_new_training_is_found_beside_a_refused_file(
     opened: Open,
 ) -> None:
     saved(opened(), 1, 2, 3, 4, 5)
@@ -267,7 +263,7 @@ def test_a_file_that_would_run_code_is_refused(opened: Open, tmp_path: Path) -> 
     save_every_s=some.floats(0, 3600),
     rounds=some.lists(some.tuples(some.floats(0, 100), some.booleans()), min_size=1, max_size=30),
 )
-def test_whatever_checkpoints_cost_the_cadence_keeps_it_under_a_hundredth_of_the_time(
+def test_checkpoints_cost_less_than_a_hundredth_of_the_time(
     save_every_s: float, rounds: list[tuple[float, bool]]
 ) -> None:
     pauses = [pause_s(save_every_s, cost_s, failed=failed) for cost_s, failed in rounds]
@@ -278,7 +274,7 @@ def test_whatever_checkpoints_cost_the_cadence_keeps_it_under_a_hundredth_of_the
     )
 
 
-def test_a_checkpoint_is_due_after_the_pause_and_never_while_one_is_written(opened: Open) -> None:
+def test_a_checkpoint_is_due_after_the_pause_and_one_at_a_time(opened: Open) -> None:
     now = [100.0]
     checkpoints = opened(save_every_s=1000.0, clock=lambda: now[0])
     checkpoints.load()
@@ -326,7 +322,7 @@ while True:
 """
 
 
-def test_a_writer_killed_at_50_random_moments_leaves_a_good_generation(
+def test_a_writer_killed_at_50_moments_leaves_a_good_file(
     fork_server: ForkServer, opened: Open, tmp_path: Path
 ) -> None:
     drawn, step, interrupted = random.Random(5), 0, 0  # noqa: S311 - moments of a test
@@ -419,7 +415,7 @@ def test_a_full_and_a_read_only_disk_cost_no_step_and_are_told(tmp_path: Path) -
     assert end == "7 7.0 7.0 5"
 
 
-def test_a_limit_on_the_size_of_files_is_told_and_nothing_is_left(
+def test_a_limit_on_the_size_of_files_is_told(
     in_child: Any,
     tmp_path: Path,
 ) -> None:
@@ -438,7 +434,7 @@ def _saved_under_a_limit(folder: Path) -> tuple[str | None, list[str]]:
     return checkpoints.failure, [each.name for each in folder.iterdir()]
 
 
-def test_no_memory_for_the_copy_costs_no_step_and_the_last_copy_stays(opened: Open) -> None:
+def test_no_memory_for_the_copy_costs_no_step(opened: Open) -> None:
     checkpoints = saved(opened(), 1)
     assert not checkpoints.save({"weights": torch.zeros(1).expand(2**60)}, 2)
     assert "could not be written" in str(checkpoints.failure)
@@ -455,7 +451,7 @@ def test_a_folder_that_cannot_be_made_costs_no_step(opened: Open, tmp_path: Path
     assert "Not a directory" in str(checkpoints.failure)
 
 
-def test_the_hash_of_weights_sees_names_types_shapes_and_values_and_no_strides() -> None:
+def test_the_hash_of_weights_sees_all_but_strides() -> None:
     weights = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(1, dtype=torch.bfloat16)}
     turned = {"b": weights["b"], "a": weights["a"].t().contiguous().t()}
     assert weights_sha256(weights) == weights_sha256(turned)

@@ -35,7 +35,7 @@ def _nothing_compiled() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def test_the_blocks_are_one_graph_for_all_sizes_and_levels_and_the_loss_goes_its_way() -> None:
+def test_the_blocks_are_one_graph_for_all_sizes_and_levels() -> None:
     drawn = random.Random(5)  # noqa: S311 - repeatable
     plain, compiled, other_seed = (
         trainer(steps=12),
@@ -105,7 +105,7 @@ def test_a_compiler_that_fails_costs_its_own_time_only() -> None:
         RuntimeError("Triton Error [CUDA]: out of memory"),
     ],
 )
-def test_a_compiler_that_runs_out_of_memory_is_given_three_trials(error: Exception) -> None:
+def test_a_compiler_out_of_memory_is_given_three_trials(error: Exception) -> None:
     def backend(*_: object) -> None:
         raise error
 

@@ -151,7 +151,7 @@ def test_parking_pins_what_it_must_and_gives_it_back(allocator: HostAllocator) -
     assert all(one.equal(other) for one, other in zip(held, values, strict=True))
 
 
-def test_a_checkpoint_is_copied_into_few_blocks_by_a_thread_that_sleeps(
+def test_a_checkpoint_is_copied_into_few_pinned_blocks(
     allocator: HostAllocator, log: CardLog
 ) -> None:
     state = {"weights": weights(), "step": 3}

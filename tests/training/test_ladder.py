@@ -52,7 +52,7 @@ def on(ladder: Ladder) -> list[Point]:
     return [Point.of(rung.batch, rung.level) for rung in ladder.rungs]
 
 
-def test_each_rung_is_the_fastest_for_its_memory_and_all_three_move() -> None:
+def test_each_rung_is_the_fastest_for_its_memory() -> None:
     ladder = Ladder(POINTS, LEVELS, BATCH, planned_bytes)
     rule = Speeds(BATCH, LEVELS)
     chosen = on(ladder)
@@ -78,7 +78,7 @@ def test_a_few_measured_points_tell_of_all_others() -> None:
         assert speeds.seconds(point) == pytest.approx(machine(point), rel=0.1), point
 
 
-def test_a_machine_that_was_disturbed_does_not_lose_its_largest_steps() -> None:
+def test_a_disturbed_machine_keeps_its_largest_steps() -> None:
     ladder = Ladder(POINTS, LEVELS, BATCH, planned_bytes)
     walked(
         ladder,
@@ -89,7 +89,7 @@ def test_a_machine_that_was_disturbed_does_not_lose_its_largest_steps() -> None:
     assert on(ladder)[-1] == Point(16, 0, 0)
 
 
-def test_where_the_host_is_faster_than_the_rule_says_the_ladder_goes_there_first() -> None:
+def test_a_fast_host_comes_first_in_the_ladder() -> None:
     ladder = Ladder(POINTS, LEVELS, BATCH, planned_bytes)
     machine = seconds_with(part=0.16, again=0.9, host=0.01)
     first = on(ladder)
@@ -114,7 +114,7 @@ def test_where_the_host_is_faster_than_the_rule_says_the_ladder_goes_there_first
     assert lost_s(on(ladder)) < 0.1 * lost_s(first)
 
 
-def test_a_move_is_told_with_the_bytes_it_bought_and_the_time_it_cost() -> None:
+def test_a_move_is_told_with_its_bytes_and_its_time() -> None:
     ladder = Ladder(POINTS, LEVELS, BATCH, planned_bytes)
     machine = seconds_with(part=0, again=0, host=0.5)
     (moved,) = walked(ladder, machine, [Point(16), Point(8, 0, 100)])

@@ -70,7 +70,7 @@ def keys(batch: torch.Tensor) -> list[int]:
     return [int(row[0]) for row in batch]
 
 
-def test_a_loader_goes_on_anywhere_in_the_given_order_and_draws_nothing() -> None:
+def test_a_loader_goes_on_anywhere_in_the_given_order() -> None:
     _goes_on_anywhere(0)
 
 

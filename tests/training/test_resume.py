@@ -43,9 +43,7 @@ def lines(child: Child) -> list[list[str]]:
     return [line.split() for line in child.out[: child.out.rfind("\n") + 1].splitlines()]
 
 
-def test_killed_trainings_go_on_from_the_last_checkpoint_and_end_with_the_same_bits(
-    fork_server: ForkServer, tmp_path: Path
-) -> None:
+def test_killed_trainings_end_with_the_same_bits(fork_server: ForkServer, tmp_path: Path) -> None:
     undisturbed = fork_server.run(TRAINS, str(ROOT), str(tmp_path / "alone"), "1000")
     assert undisturbed.returncode == 0, undisturbed.stderr
     drawn, begins, safe = random.Random(3), [], 0  # noqa: S311 - moments of a test

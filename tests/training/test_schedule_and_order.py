@@ -12,9 +12,7 @@ from workers.training import order, schedule
 
 
 @given(st.integers(1, 500), st.integers(1, 500))
-def test_a_batch_is_split_into_as_few_and_as_equal_parts_as_the_limit_allows(
-    batch: int, limit: int
-) -> None:
+def test_a_batch_is_split_into_few_and_equal_parts(batch: int, limit: int) -> None:
     sizes: list[int] = []
     while (remaining := batch - sum(sizes)) > 0:
         sizes.append(schedule.next_part(remaining, limit))
@@ -35,7 +33,7 @@ def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
 
 
 @pytest.mark.parametrize("items", [1, 2, 3, 7, 64, 65, 1000])
-def test_an_epoch_uses_each_item_once_and_the_next_one_in_another_order(items: int) -> None:
+def test_an_epoch_uses_each_item_once_in_its_own_order(items: int) -> None:
     used = order.samples(5, items, 0, 2 * items)
     first, second = [each.index for each in used[:items]], [each.index for each in used[items:]]
     assert sorted(first) == sorted(second) == list(range(items))

@@ -59,7 +59,7 @@ def gap(one: list[float], other: list[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
 
 
-def test_made_documents_have_the_lengths_that_are_told_and_the_words_of_longer_ones() -> None:
+def test_made_documents_have_the_lengths_that_are_told() -> None:
     made, whole = documents(), MadeText(SEQ, 256, 0, items=ITEMS)
     lengths = made.lengths(range(ITEMS))
     assert [len(made[index]) for index in range(ITEMS)] == lengths
@@ -142,7 +142,7 @@ def test_what_is_left_of_a_row_has_no_label() -> None:
 
 
 @pytest.mark.parametrize("lever", ["none", "bucketing", "packing"])
-def test_another_micro_batch_changes_the_loss_by_rounding_only_and_a_state_goes_on(
+def test_another_micro_batch_changes_the_loss_by_rounding_only(
     lever: str,
 ) -> None:
     what, keys = unequal(packing=lever == "packing"), {"bucketing": lever == "bucketing"}
@@ -157,7 +157,7 @@ def test_another_micro_batch_changes_the_loss_by_rounding_only_and_a_state_goes_
     assert second.weights_sha256() == alone.weights_sha256()
 
 
-def test_less_is_filled_up_in_batches_of_similar_length_and_nearly_nothing_in_packed_rows() -> None:
+def test_bucketing_and_packing_fill_up_less() -> None:
     text = MadeText(64, 256, 0, items=2000, least_seq=4)
     tasks = [replace(unequal(), dataset=text)] * 2 + [
         replace(unequal(packing=True), dataset=PackedRows(text, 64))

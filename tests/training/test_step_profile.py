@@ -11,7 +11,7 @@ from tests.training.scene import CPU
 from workers.training.profiling import StepProfile
 
 
-def test_a_pass_that_is_given_up_is_made_later_from_its_beginning(tmp_path: Path) -> None:
+def test_a_pass_that_is_given_up_is_made_later(tmp_path: Path) -> None:
     one = StepProfile(2, CPU, tmp_path)
     for step in (5, 6, 7):
         one.begin(step)
@@ -30,7 +30,7 @@ def test_a_pass_that_is_given_up_is_made_later_from_its_beginning(tmp_path: Path
     assert [each.name for each in tmp_path.iterdir()] == ["trace.json.gz"]
 
 
-def test_a_training_that_ends_first_has_a_shorter_pass_and_a_full_disk_ends_it(
+def test_a_training_that_ends_first_has_a_shorter_pass(
     tmp_path: Path,
 ) -> None:
     short = StepProfile(10, CPU, None)

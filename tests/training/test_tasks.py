@@ -62,9 +62,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("cnn-landmarks", 1.73), ("gpt-1b", 1313.6),
     ],
 )  # fmt: skip
-def test_a_preset_has_its_size_and_no_bias_that_only_rounding_moves(
-    preset: str, millions: float
-) -> None:
+def test_a_preset_has_its_size_and_no_bias_of_keys(preset: str, millions: float) -> None:
     assert preset in PRESETS
     with torch.device("meta"):
         model = find_task(TrainSettings(preset=preset), 0).model()
@@ -89,7 +87,7 @@ def test_the_loss_of_a_small_preset_falls(preset: str, precision: str) -> None:
     assert run.course.skipped_updates < 5
 
 
-def test_the_error_of_landmarks_is_in_per_cent_of_the_distance_of_the_eyes() -> None:
+def test_the_error_of_landmarks_is_in_per_cent_of_the_eyes() -> None:
     settings = TrainSettings(preset="cnn-small", steps=25, warmup_steps=5, batch=8)
     task = find_task(settings, 0)
     pictures, points = default_collate(
@@ -177,7 +175,7 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing(
     assert run.at_boundary
 
 
-def test_neither_model_nor_training_draws_from_torchs_own_random_numbers() -> None:
+def test_nothing_draws_from_torchs_own_random_numbers() -> None:
     settings = TrainSettings(preset="gpt-nano", steps=2, dropout=0.1, batch=4)
     before = torch.get_rng_state()
     replay(Trainer(find_task(settings, 0), settings, CPU, 0), [[3, 1, 4]])

@@ -195,9 +195,7 @@ def test_a_text_without_a_document_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["txt", "jsonl"])
-def test_lines_that_move_under_the_training_are_noticed_and_new_ones_are_not_minded(
-    tmp_path: Path, suffix: str
-) -> None:
+def test_lines_that_move_under_the_training_are_noticed(tmp_path: Path, suffix: str) -> None:
     texts = ["one", "the second line", "three"]
     lines = [json.dumps({"text": text}) if suffix == "jsonl" else text for text in texts]
     path = tmp_path / f"mine.{suffix}"
@@ -228,9 +226,7 @@ def test_lines_that_come_while_the_text_is_read_are_left_out(tmp_path: Path, suf
 
 
 @pytest.mark.parametrize("unit", ["windows", "files", "lines"])
-def test_a_training_on_an_edited_file_does_not_go_on_from_its_checkpoint(
-    tmp_path: Path, unit: str
-) -> None:
+def test_a_checkpoint_of_an_edited_file_is_refused(tmp_path: Path, unit: str) -> None:
     path = written(tmp_path)
     run = training(path, documents=unit)
     replay(run, [[BATCH, 0, 2]])
@@ -296,9 +292,7 @@ def test_a_damaged_index_is_made_again(tmp_path: Path, states: Path, damage: str
     assert TextDocuments(path, 16, "lines").fingerprint == after.fingerprint, "and kept"
 
 
-def test_an_index_that_was_not_used_for_a_month_goes_when_another_is_kept(
-    tmp_path: Path, states: Path
-) -> None:
+def test_an_index_that_was_not_used_for_a_month_goes(tmp_path: Path, states: Path) -> None:
     path = written(tmp_path)
     TextDocuments(path, 16, "lines")
     (kept,) = states.glob("*.index")
@@ -337,9 +331,7 @@ def losses_of_an_epoch(
 
 
 @pytest.mark.parametrize("unit", ["lines", "files"])
-def test_an_epoch_has_the_same_loss_per_token_filled_up_bucketed_and_packed(
-    tmp_path: Path, unit: str
-) -> None:
+def test_filled_up_bucketed_and_packed_epochs_have_one_loss(tmp_path: Path, unit: str) -> None:
     path = written(tmp_path, longest=54)  # none is cut
     if unit == "files":
         for number, line in enumerate(path.read_text().splitlines()):
@@ -374,9 +366,7 @@ def test_an_epoch_has_the_same_loss_per_token_filled_up_bucketed_and_packed(
 
 
 @pytest.mark.parametrize("lever", ["none", "bucketing", "packing"])
-def test_a_training_on_lines_goes_on_in_the_middle_of_an_epoch_to_the_same_bits(
-    tmp_path: Path, lever: str
-) -> None:
+def test_a_training_on_lines_goes_on_in_the_middle_of_an_epoch(tmp_path: Path, lever: str) -> None:
     path = written(tmp_path)
     keys = {} if lever == "none" else {lever: True}
     whole, first = training(path, dropout=0.1, **keys), training(path, dropout=0.1, **keys)
@@ -394,7 +384,7 @@ def test_a_training_on_lines_goes_on_in_the_middle_of_an_epoch_to_the_same_bits(
         assert abs(one / other - 1) <= 1e-6
 
 
-def test_what_is_held_out_is_the_last_hundredth_and_of_little_text_nothing() -> None:
+def test_the_last_hundredth_is_held_out_and_of_little_nothing() -> None:
     assert [len(held_out(samples)) for samples in (1, 319, 320, 3_200, 100_000)] == [
         0,
         0,
@@ -406,9 +396,7 @@ def test_what_is_held_out_is_the_last_hundredth_and_of_little_text_nothing() -> 
 
 
 @pytest.mark.parametrize("unit", ["windows", "lines"])
-def test_samples_that_are_held_out_are_evaluated_and_never_trained_on(
-    tmp_path: Path, unit: str
-) -> None:
+def test_held_out_samples_are_evaluated_and_never_trained_on(tmp_path: Path, unit: str) -> None:
     path = written(tmp_path, lines=1_000)
     content = path.read_bytes()
     run = training(path, documents=unit, seq=64)

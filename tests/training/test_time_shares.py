@@ -14,7 +14,7 @@ from workers.training.profiling import Part, TimeShares
 from workers.training.trainer import Trainer
 
 
-def test_what_fails_counts_too_and_without_anything_there_is_no_share() -> None:
+def test_what_fails_is_timed_too() -> None:
     shares = TimeShares(CPU)
     assert shares.pct(Part.COPIES) is None
     began_s = time.perf_counter()
@@ -32,7 +32,7 @@ def test_what_fails_counts_too_and_without_anything_there_is_no_share() -> None:
     assert shares.pct(Part.OPTIMIZER) == 0
 
 
-def test_an_optimiser_that_takes_half_of_the_time_is_seen_as_such() -> None:
+def test_an_optimiser_that_takes_half_of_the_time_is_seen() -> None:
     began_s = time.perf_counter()
 
     class Slow(torch.optim.SGD):

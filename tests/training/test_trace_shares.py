@@ -45,7 +45,7 @@ def test_each_moment_of_a_card_counts_once() -> None:
     )
 
 
-def test_on_a_cpu_operators_are_the_kernels_and_what_they_call_counts_once() -> None:
+def test_on_a_cpu_operators_are_the_kernels() -> None:
     told = trace_shares(
         [
             event("cpu_op", "aten::linear", 0, 400),

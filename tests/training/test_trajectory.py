@@ -41,7 +41,7 @@ def held_by(run: Trainer) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", [GPT, CNN])
-def test_a_micro_batch_drawn_anew_for_each_part_changes_the_loss_by_rounding_only(
+def test_any_micro_batches_change_the_loss_by_rounding_only(
     kind: str,
 ) -> None:
     alone = train(trainer(kind), lambda: 12)
@@ -65,9 +65,7 @@ def test_a_micro_batch_drawn_anew_for_each_part_changes_the_loss_by_rounding_onl
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", [GPT, CNN])
-def test_a_recomputation_level_drawn_anew_for_each_part_changes_no_bit(
-    kind: str, precision: str
-) -> None:
+def test_any_recomputation_levels_change_no_bit(kind: str, precision: str) -> None:
     keys: dict[str, Any] = {"precision": precision, "steps": 40}
     alone = trainer(kind, **keys)
     changing = trainer(kind, **keys)
@@ -92,7 +90,7 @@ def test_another_seed_is_another_training() -> None:
     )
 
 
-def test_a_training_goes_on_from_its_state_as_if_it_had_not_stopped() -> None:
+def test_a_training_goes_on_from_its_state_to_the_same_bits() -> None:
     whole = trainer(steps=12)
     train(whole, lambda: 5)
     first = trainer(steps=12)
@@ -117,7 +115,7 @@ def in_shared_memory(tensor: Tensor) -> bool:
     raise AssertionError("the tensor is not in this process's memory")
 
 
-def test_a_training_is_parked_in_the_middle_of_a_batch_and_goes_on_to_the_same_bits() -> None:
+def test_parking_in_the_middle_of_a_batch_changes_no_bit() -> None:
     alone, run = trainer(steps=4), trainer(steps=4)
     train(alone, lambda: 5)
     for _ in range(4):

@@ -124,7 +124,7 @@ class Begun:
         return failure
 
 
-def test_an_operation_that_runs_out_of_memory_anywhere_costs_no_bit() -> None:
+def test_running_out_of_memory_anywhere_costs_no_bit() -> None:
     """Each kind of operation fails where it is met first, and where it is met last."""
     begun = Begun("adamw-fused")
     found: dict[str, set[str]] = {"none": set(), "out of memory": set(), "update": set()}
@@ -155,7 +155,7 @@ def test_an_operation_on_lists_that_ends_halfway_costs_no_bit(optimizer: str) ->
         assert begun.with_failure(place, halfway=True) != "none"
 
 
-def test_without_a_saved_state_an_interrupted_update_goes_back_to_the_beginning() -> None:
+def test_without_a_saved_state_an_update_goes_to_the_beginning() -> None:
     alone, run = small(), small()
     while not alone.finished:
         alone.micro_batch(4)
@@ -175,7 +175,7 @@ def test_without_a_saved_state_an_interrupted_update_goes_back_to_the_beginning(
     assert run.progress().redone_steps == 1
 
 
-def test_a_loss_that_is_not_a_number_stops_with_the_step_and_changes_no_weight() -> None:
+def test_a_loss_that_is_no_number_changes_no_weight() -> None:
     run = small(lr=1e30, clip=None, ema_decay=None)
     with pytest.raises(NotFiniteError, match=r"of optimiser step \d is (nan|inf)") as stopped:
         replay(run, [[4, 0, 3]])

@@ -187,7 +187,7 @@ class TestScratch:
             assert piecewise.worst == pytest.approx(wholly.worst, rel=1e-6)
             assert (piecewise.ok, piecewise.detail) == (wholly.ok, wholly.detail)
 
-    def test_too_little_is_refused_and_so_are_fewer_rows_than_vectors(self) -> None:
+    def test_too_little_scratch_or_too_few_rows_are_refused(self) -> None:
         with pytest.raises(ValueError, match="at least 8 rows, not 7"):
             Product(torch.float32, VECTORS - 1).freivalds()
         product = Product(torch.float32, 64)
