@@ -264,8 +264,7 @@ class Trainer:
         self._begin_batch()
         with self._buffers_kept(), self._levers.region(), KernelWatch() as watch:
             self._loss(0, 1, 0, self.settings.precision)
-        ran: str = watch.ran  # its base class has no types
-        return ran
+        return str(watch.ran)  # its base class has no types
 
     def evaluate(self) -> dict[str, float]:
         """Return the task's own figures, for the averaged weights if there are some."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 import gc
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from pydantic import ValidationError
 
@@ -31,6 +31,8 @@ from workers.training.settings import PRESETS, TrainSettings
 from workers.training.tasks import find_task
 from workers.training.trainer import Trainer, hazards
 from workers.workloads.base import StepResult, Workload, WorkloadContext
+
+T = TypeVar("T")
 
 #: The speed that is told is that of the last so many seconds.
 _SPEED_WINDOW_S: Final = 20.0
@@ -138,7 +140,8 @@ class Train(Workload):
             trainer = self._opened()
             if trainer.finished:
                 return StepResult()  # what follows the last step has failed, and comes again
-            self._begin_profile(trainer)
+            if trainer.at_boundary:
+                self._profiling(lambda: self._profile.begin(trainer.step))
             point = self._point = Point.of(batch, self._level)
             hosted = trainer.host_states
             if self._settings.states_on_host == "auto" and point.share_pct != hosted.share_pct:
@@ -178,7 +181,11 @@ class Train(Workload):
         trainer, checkpoints = self._trainer, self._checkpoints
         if trainer is None or not trainer.at_boundary:
             return
-        self._end_profile(trainer)
+        figures = self._profiling(
+            lambda: self._profile.end(trainer.step, finished=trainer.finished)
+        )
+        if figures is not None:
+            self.context.tell("profiled", **figures)
         waits = trainer.finished or self._save_soon
         if checkpoints is not None and (waits or checkpoints.due()):
             if waits:
@@ -191,8 +198,8 @@ class Train(Workload):
             self._told_failure = checkpoints.failure
             self._save_soon = False
         if trainer.finished:
-            if figures := trainer.evaluate():
-                self.context.tell("evaluated", step=trainer.step, **figures)
+            if merits := trainer.evaluate():
+                self.context.tell("evaluated", step=trainer.step, **merits)
             self._sha256 = trainer.weights_sha256()
 
     def save_soon(self) -> None:
@@ -206,10 +213,7 @@ class Train(Workload):
         self._trainer = None
         gc.collect()  # a model refers to itself
         give_back(self.context.device)
-        try:
-            self._profile.abandon()
-        except Exception as error:  # noqa: BLE001 - whatever the profiler raises, the training goes on
-            self._tell_error("profile_failed", error)
+        self._profiling(self._profile.abandon)
 
     def shed(self) -> None:
         """Keep the state: what a failed step has left is gone with its frames."""
@@ -245,21 +249,13 @@ class Train(Workload):
     def _tell_error(self, event: str, error: Exception) -> None:
         self.context.tell(event, reason=f"{type(error).__name__}: {error}")
 
-    def _begin_profile(self, trainer: Trainer) -> None:
-        if trainer.at_boundary:
-            try:
-                self._profile.begin(trainer.step)
-            except Exception as error:  # noqa: BLE001 - whatever the profiler raises, the training goes on
-                self._tell_error("profile_failed", error)
-
-    def _end_profile(self, trainer: Trainer) -> None:
+    def _profiling(self, act: Callable[[], T]) -> T | None:
+        """Do it; whatever the profiler raises is told, and the training goes on."""
         try:
-            figures = self._profile.end(trainer.step, finished=trainer.finished)
+            return act()
         except Exception as error:  # noqa: BLE001 - as above
             self._tell_error("profile_failed", error)
-        else:
-            if figures is not None:
-                self.context.tell("profiled", **figures)
+            return None
 
     def _opened(self) -> Trainer:
         """Return the training.
