@@ -17,7 +17,7 @@ from tests.training.scene import CNN, CPU, GPT, trainer
 from tests.training.test_trajectory import in_shared_memory
 from workers.training.errors import TaskError
 from workers.training.host_memory import power_of_two
-from workers.training.keyed import KeyedDropout, row_keys
+from workers.training.keyed_random import KeyedDropout, row_keys
 from workers.training.model_levers import HostActivations
 from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task, next_token_loss

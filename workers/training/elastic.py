@@ -22,7 +22,7 @@ from workers.resilience.retry import Attempts, Retry, Rules
 from workers.training.accumulator import Accumulator
 from workers.training.batches import Batch, part_of, rows_of
 from workers.training.errors import TaskError
-from workers.training.keyed import Dropouts
+from workers.training.keyed_random import Dropouts
 from workers.training.optimizers import Update, allocate_states
 from workers.training.precision import LossScaler
 

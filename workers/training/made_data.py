@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from workers.training.batches import Samples
-from workers.training.keyed import bits, row_keys, uniform
+from workers.training.keyed_random import bits, row_keys, uniform
 from workers.training.models import POINTS
 from workers.training.order import Sample
 

@@ -37,7 +37,7 @@ from workers.training.batches import map_tensors, tensors_in
 from workers.training.errors import TrainingError
 from workers.training.host_memory import host_bytes, power_of_two
 from workers.training.host_states import hosted_of, parts_of, states_of
-from workers.training.keyed import Dropouts
+from workers.training.keyed_random import Dropouts
 from workers.training.lora import new_model
 from workers.training.model_levers import ModelLevers, Recomputation
 from workers.training.models import GPTS
@@ -206,8 +206,6 @@ class MemoryPlanner:
         on_device_bytes, on_host_bytes, highest_bytes = self.states(share_pct)
         activations_bytes, waiting_bytes = self._part(micro, level)
         weights_bytes, gradients_bytes, _, average_bytes = self._state
-        for more_bytes in (self._average_on_host_bytes, waiting_bytes, self._checkpoint_copy_bytes):
-            on_host_bytes += more_bytes
         return MemoryPlan(
             micro=micro,
             level=level,
@@ -218,7 +216,12 @@ class MemoryPlanner:
             activations_bytes=activations_bytes,
             update_bytes=highest_bytes,
             workspace_bytes=self._workspace_bytes(),
-            on_host_bytes=on_host_bytes,
+            on_host_bytes=(
+                on_host_bytes
+                + self._average_on_host_bytes
+                + waiting_bytes
+                + self._checkpoint_copy_bytes
+            ),
             checkpoint_copy_bytes=self._checkpoint_copy_bytes,
         )
 

@@ -29,7 +29,7 @@ from workers.settings import FailureKind
 from workers.training.batches import Batch, map_tensors
 from workers.training.errors import TaskError, TrainingError
 from workers.training.host_memory import like, power_of_two
-from workers.training.keyed import KeyedDropout
+from workers.training.keyed_random import KeyedDropout
 from workers.training.settings import TrainSettings
 from workers.units import MIB
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from workers.training.keyed import KeyedDropout
+from workers.training.keyed_random import KeyedDropout
 from workers.training.sequences import own_document
 
 #: Landmarks of a face, as in the iBUG 300-W annotation.

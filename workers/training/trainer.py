@@ -32,7 +32,7 @@ from workers.training.checkpoints import Identity, Lever, weights_sha256
 from workers.training.errors import StateMismatchError, TaskError
 from workers.training.host_memory import Parking
 from workers.training.host_states import HostStates
-from workers.training.keyed import Dropouts
+from workers.training.keyed_random import Dropouts
 from workers.training.loader import Feed
 from workers.training.lora import new_model
 from workers.training.model_levers import Compiling, KernelWatch, ModelLevers, Recomputation

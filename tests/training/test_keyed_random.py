@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from workers.training import keyed
+from workers.training import keyed_random as keyed
 from workers.training.errors import TaskError
 from workers.training.order import mixed
 
