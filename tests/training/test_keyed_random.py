@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from workers.training import keyed
+from workers.training import keyed_random as keyed
 from workers.training.errors import TaskError
 from workers.training.order import mixed
 
@@ -73,7 +73,7 @@ def test_a_dropped_element_does_not_depend_on_the_split() -> None:
     assert not (model(rows) == 0).equal(whole == 0), "other samples, another mask"
 
 
-def test_dropout_drops_its_share_scales_the_rest_and_rests_in_evaluation() -> None:
+def test_dropout_drops_its_share_and_scales_the_rest() -> None:
     layer = keyed.KeyedDropout(0.25)
     layer.keys = keyed.row_keys(0, [0], torch.arange(64))[0]
     ones = torch.ones(64, 16, 32)
@@ -83,7 +83,7 @@ def test_dropout_drops_its_share_scales_the_rest_and_rests_in_evaluation() -> No
     assert layer.eval()(ones) is ones
 
 
-def test_a_tensor_without_samples_as_its_first_dimension_is_refused() -> None:
+def test_a_tensor_whose_rows_are_no_samples_is_refused() -> None:
     layer = keyed.KeyedDropout(0.5, layer=2)
     layer.keys = keyed.row_keys(0, [0], torch.arange(4))[0]
     with pytest.raises(

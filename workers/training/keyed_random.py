@@ -18,9 +18,7 @@ from workers.training.order import mixed
 
 
 def _signed(number: int, bits: int) -> int:
-    """Return the number that has these bits in two's complement, as torch has no unsigned
-    arithmetic.
-    """
+    """Return these bits in two's complement: torch has no unsigned arithmetic."""
     return number - (1 << bits) if number >= 1 << (bits - 1) else number
 
 
@@ -62,10 +60,7 @@ def _shifted(state: Tensor, by: int, width: int) -> Tensor:
 
 
 class KeyedDropout(nn.Module):
-    """Dropout whose mask depends on seed, sample, layer and position only.
-
-    Samples are the first dimension.
-    """
+    """Dropout by seed, sample, layer and position only. Samples are the first dimension."""
 
     def __init__(self, p: float, layer: int = 0) -> None:
         super().__init__()
@@ -83,12 +78,11 @@ class KeyedDropout(nn.Module):
             keys = "no sample" if self.keys is None else f"{len(self.keys)} samples"
             raise TaskError(
                 f"dropout {self.layer} got a tensor of shape {tuple(x.shape)} in a micro-batch of "
-                f"{keys}; the first "
-                "dimension must be the samples, or samples times something"
+                f"{keys}; the first dimension must be the samples, or samples times something"
             )
         drawn = bits(self.keys, x.numel() // len(self.keys)).view(x.shape)
-        kept = drawn >= int(self.p * 2**32) - 2**31
-        return torch.where(kept, x * (1 / (1 - self.p)), 0.0)
+        stays = drawn >= int(self.p * 2**32) - 2**31
+        return torch.where(stays, x * (1 / (1 - self.p)), 0.0)
 
 
 class Dropouts:
@@ -99,22 +93,20 @@ class Dropouts:
             for name, child in list(parent.named_children()):
                 if type(child) is nn.Dropout:
                     setattr(parent, name, KeyedDropout(child.p).train(child.training))
-        self._layers = [each for each in model.modules() if isinstance(each, KeyedDropout)]
-        for layer, each in enumerate(self._layers):
-            each.layer = layer
+        self._layers = [module for module in model.modules() if isinstance(module, KeyedDropout)]
+        for layer, dropout in enumerate(self._layers):
+            dropout.layer = layer
         self._seed = seed
 
     def key(self, first: int, rows: int, device: torch.device) -> None:
-        """Prepare for the samples that have the numbers `first` and following in the course of the
-        training.
-        """
+        """Prepare for the samples `first` and following, by their numbers in the whole training."""
         if self._layers:
             numbers = torch.arange(first, first + rows, device=device)
             keys = row_keys(self._seed, range(len(self._layers)), numbers)
-            for each in self._layers:
-                each.keys = keys[each.layer]
+            for dropout in self._layers:
+                dropout.keys = keys[dropout.layer]
 
     def forget(self) -> None:
         """Drop the keys; the next `key` makes new ones."""
-        for each in self._layers:
-            each.keys = None
+        for dropout in self._layers:
+            dropout.keys = None

@@ -49,11 +49,7 @@ class AdaptedLinear(nn.Module):
 
     @torch.no_grad()
     def _row_lengths(self) -> Tensor:
-        """Return the length of each row of the weight and what is added to it, without computing
-        that sum.
-
-        It counts as a constant in the backward pass (section 4.3 of the paper).
-        """
+        """Return the length of each row of the adapted weight, a constant in the backward pass."""
         with torch.autocast(self.up.device.type, enabled=False):
             own = torch.linalg.vector_norm(self.base.weight, dim=1).square()
             crossed = ((self.base.weight @ self.down.T) * self.up).sum(1)

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from tests.training.parity import losses
 from tests.training.scene import CPU, GPT, settings, task, trainer
-from workers.training.adapters import AdaptedLinear
 from workers.training.errors import StateMismatchError, TaskError
+from workers.training.lora import AdaptedLinear
 from workers.training.memory_plan import MemoryPlanner
 from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task
@@ -32,7 +32,7 @@ def adapted(*, dora: bool) -> tuple[AdaptedLinear, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-def test_an_adapted_layer_and_its_gradients_are_those_of_the_definition(dora: bool) -> None:
+def test_an_adapted_layer_is_that_of_the_definition(dora: bool) -> None:
     layer, x = adapted(dora=dora)
     weight = layer.base.weight.detach() + 2 * layer.up @ layer.down
     if layer.lengths is not None:
@@ -50,7 +50,7 @@ def test_an_adapted_layer_and_its_gradients_are_those_of_the_definition(dora: bo
 
 
 @pytest.mark.parametrize("adapter", ["lora", "dora"])
-def test_an_adapter_begins_as_the_model_is_learns_and_leaves_its_weights_alone(
+def test_an_adapter_begins_as_the_model_and_leaves_its_weights(
     adapter: str,
 ) -> None:
     keys: dict[str, Any] = {"steps": 20, "lr": 0.02, "adapter": adapter, "adapter_rank": 4}
@@ -76,7 +76,7 @@ def test_an_adapter_begins_as_the_model_is_learns_and_leaves_its_weights_alone(
     )
 
 
-def test_a_training_of_adapters_is_resumed_to_the_same_bits_and_belongs_to_its_rank() -> None:
+def test_adapters_are_resumed_to_the_same_bits_at_their_rank() -> None:
     keys: dict[str, Any] = {"steps": 6, "adapter": "dora", "adapter_rank": 4, "ema_on": "host"}
     whole, first, second = (trainer(GPT, **keys) for _ in range(3))
     losses(whole)
@@ -94,7 +94,7 @@ def test_a_training_of_adapters_is_resumed_to_the_same_bits_and_belongs_to_its_r
         other.load(whole.state())
 
 
-def test_the_plan_of_memory_has_gradients_and_states_of_the_adapters_alone() -> None:
+def test_a_plan_has_gradients_and_states_of_adapters_alone() -> None:
     plans = {}
     for adapter in ("none", "lora"):
         chosen = TrainSettings(preset="gpt2-medium", adapter=adapter, adapter_rank=8, seq=128)

@@ -7,10 +7,8 @@ import random
 
 import pytest
 
-from workers.training.rungs import offered_shares, points_of
+from workers.training.ladder import Ladder, Point, Speeds, offered_shares, points_of
 from workers.training.settings import TrainSettings
-from workers.training.speeds import Point, Speeds
-from workers.training.staircase import Staircase
 
 BATCH, LEVELS, STATES = 16, 4, 400.0
 AUTO = TrainSettings(batch=BATCH, states_on_host="auto")
@@ -34,30 +32,30 @@ def seconds_with(part: float, again: float, host: float, best_s: float = 0.2):  
     return seconds
 
 
-def walked(staircase: Staircase, machine, points: list[Point], batches: int = 4) -> list[dict]:  # noqa: ANN001
+def walked(ladder: Ladder, machine, points: list[Point], batches: int = 4) -> list[dict]:  # noqa: ANN001
     """Train for some batches at each point; return the moves that were told."""
     told = []
     for point, _ in itertools.product(points, range(batches)):
         parts = BATCH // point.micro
         for part in range(parts):
-            moved = staircase.note(
+            events = ladder.note(
                 point,
                 machine(point) * point.micro,
                 round(planned_bytes(point)),
                 updated=part == parts - 1,
             )
-            told += [] if moved is None else [moved]
+            told += [figures for name, figures in events if name == "memory_moved"]
     return told
 
 
-def on(staircase: Staircase) -> list[Point]:
-    return [Point.of(rung.batch, rung.level) for rung in staircase.rungs]
+def on(ladder: Ladder) -> list[Point]:
+    return [Point.of(rung.batch, rung.level) for rung in ladder.rungs]
 
 
-def test_each_rung_is_the_fastest_for_its_memory_and_all_three_move() -> None:
-    staircase = Staircase(POINTS, LEVELS, BATCH, planned_bytes)
+def test_each_rung_is_the_fastest_for_its_memory() -> None:
+    ladder = Ladder(POINTS, LEVELS, BATCH, planned_bytes)
     rule = Speeds(BATCH, LEVELS)
-    chosen = on(staircase)
+    chosen = on(ladder)
     for place, point in enumerate(chosen):
         cheaper = [each for each in POINTS if planned_bytes(each) <= planned_bytes(point)]
         assert rule.seconds(point) == min(map(rule.seconds, cheaper)), place
@@ -80,25 +78,25 @@ def test_a_few_measured_points_tell_of_all_others() -> None:
         assert speeds.seconds(point) == pytest.approx(machine(point), rel=0.1), point
 
 
-def test_a_machine_that_was_disturbed_does_not_lose_its_largest_steps() -> None:
-    staircase = Staircase(POINTS, LEVELS, BATCH, planned_bytes)
+def test_a_disturbed_machine_keeps_its_largest_steps() -> None:
+    ladder = Ladder(POINTS, LEVELS, BATCH, planned_bytes)
     walked(
-        staircase,
+        ladder,
         lambda point: 0.2 + 0.1 * point.micro - 0.001 * point.share_pct,
-        on(staircase)[::4],
+        on(ladder)[::4],
     )
-    staircase.reordered()
-    assert on(staircase)[-1] == Point(16, 0, 0)
+    ladder.reordered()
+    assert on(ladder)[-1] == Point(16, 0, 0)
 
 
-def test_where_the_host_is_faster_than_the_rule_says_the_staircase_goes_there_first() -> None:
-    staircase = Staircase(POINTS, LEVELS, BATCH, planned_bytes)
+def test_a_fast_host_comes_first_in_the_ladder() -> None:
+    ladder = Ladder(POINTS, LEVELS, BATCH, planned_bytes)
     machine = seconds_with(part=0.16, again=0.9, host=0.01)
-    first = on(staircase)
-    assert staircase.reordered() is None
-    walked(staircase, machine, first[::3])
-    assert staircase.reordered() is not None
-    assert staircase.reordered() is None, "told once"
+    first = on(ladder)
+    assert ladder.reordered() is None
+    walked(ladder, machine, first[::3])
+    assert ladder.reordered() is not None
+    assert ladder.reordered() is None, "told once"
 
     def lost_s(chosen: list[Point]) -> float:
         """Return the seconds that a sample takes too long, summed over all amounts of memory."""
@@ -113,20 +111,20 @@ def test_where_the_host_is_faster_than_the_rule_says_the_staircase_goes_there_fi
         taken = [[each for each in chosen if planned_bytes(each) <= room][-1] for room in amounts]
         return sum(machine(each) - fastest for each, fastest in zip(taken, best, strict=True))
 
-    assert lost_s(on(staircase)) < 0.1 * lost_s(first)
+    assert lost_s(on(ladder)) < 0.1 * lost_s(first)
 
 
-def test_a_move_is_told_with_the_bytes_it_bought_and_the_time_it_cost() -> None:
-    staircase = Staircase(POINTS, LEVELS, BATCH, planned_bytes)
+def test_a_move_is_told_with_its_bytes_and_its_time() -> None:
+    ladder = Ladder(POINTS, LEVELS, BATCH, planned_bytes)
     machine = seconds_with(part=0, again=0, host=0.5)
-    (moved,) = walked(staircase, machine, [Point(16), Point(8, 0, 100)])
+    (moved,) = walked(ladder, machine, [Point(16), Point(8, 0, 100)])
     assert moved["bought_bytes"] == planned_bytes(Point(16)) - planned_bytes(Point(8, 0, 100))
     assert moved["time_cost_pct"] == pytest.approx(50)
     assert (moved["from_micro_batch"], moved["from_states_on_host_pct"]) == (16, 0)
     assert (moved["micro_batch"], moved["states_on_host_pct"]) == (8, 100)
-    (back,) = walked(staircase, machine, [Point(4), Point(16)], batches=1) or [{}]
+    (back,) = walked(ladder, machine, [Point(4), Point(16)], batches=1) or [{}]
     assert back == {}, "what did not last for a whole batch is told with the next one that does"
-    (back,) = walked(staircase, machine, [Point(16)], batches=1)
+    (back,) = walked(ladder, machine, [Point(16)], batches=1)
     assert (back["bought_bytes"], back["time_cost_pct"]) == (
         -moved["bought_bytes"],
         pytest.approx(-100 / 3, abs=0.01),
