@@ -63,7 +63,7 @@ PLANTED = {
         ("orchestrator/view/cells.py", "ray"),
     ],
     "What watches a run from outside never imports what makes it": [
-        ("orchestrator/view/notify/verb.py", "orchestrator.run.clock"),
+        ("orchestrator/view/notify/notifier.py", "orchestrator.run.clock"),
         ("orchestrator/lab/advise/collect.py", "orchestrator.run.clock"),
         ("orchestrator/view/notify/digest.py", "torch"),
         ("orchestrator/view/web/page_data.py", "orchestrator.cluster.connect"),

@@ -19,8 +19,7 @@ from benches.heads import facts
 from benches.outside import Ledger
 
 from orchestrator.config.load import load_config
-from orchestrator.record.records import STORE_NAME, SlotRecord
-from orchestrator.record.store import RunStore
+from orchestrator.record.store import STORE_NAME, RunStore, SlotRecord
 from tests.bench_command import bench, typed
 from tests.fork_server import ForkServer
 from tests.scene import PATIENCE_S, ROOT

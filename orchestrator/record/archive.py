@@ -1,8 +1,7 @@
 """Reads a run store back: while the run goes, after its end, and after its head was killed.
 
-Also tells whether a run still goes that did not record its outcome. Does not cover writing
-(`store.py`), opening (`opening.py`) nor run folders (`folders.py`). A file may come from anywhere:
-it can only cause an `ArchiveError`.
+Never disturbs the process that writes. A file may come from anywhere: it can only cause an
+`ArchiveError`. Does not cover run folders (`folders.py`) nor values over time (`history.py`).
 """
 
 from __future__ import annotations
@@ -10,10 +9,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import socket
 import sqlite3
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -22,13 +26,143 @@ from typing import Any, get_args, get_origin, get_type_hints
 import psutil
 
 from orchestrator.core.slot import slot_state
-from orchestrator.errors import NothingStoredError
+from orchestrator.errors import ArchiveError, NothingStoredError
 from orchestrator.record.model import ROW_KEYS, Row, Snapshot
-from orchestrator.record.opening import explained, reading
-from orchestrator.record.records import COMMANDS_KNOWN, COUNTERS, STORE_NAME, RunFacts, SlotRecord
+from orchestrator.record.store import (
+    COMMANDS_KNOWN,
+    COUNTERS,
+    SCHEMA_VERSION,
+    STORE_NAME,
+    RunFacts,
+    SlotRecord,
+)
 from workers.files import read_small
 from workers.host.processes import is_alive
 from workers.messages import StepCounts, WorkerState
+
+_PATIENCE_S = 2.0
+"""A reader can wait for a lock."""
+_READING_MOST_S = 5.0
+"""A run of ten thousand workers is read in less than one; a file that takes longer was not written
+by this program.
+"""
+_CLOCK_EVERY = 1_000
+"""SQLite checks the time after so many of its own steps. Ctrl-C also waits for this check."""
+_VALUE_MOST_BYTES = 16 * 2**20
+"""Of one value, and of one line; SQL functions could otherwise make a gigabyte of text."""
+
+#: What a store is read from. Anything else of that name (a view, a column that is computed) runs
+#: the file's own SQL.
+_TABLES = ("meta", "runs", "slots", "progress", "samples", "events", "commands")
+
+#: SQLite's words (their low byte) for "there is a file, but I may not make what I need beside it".
+_CANNOT_SHARE = frozenset({sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM})
+
+_DAMAGE = (sqlite3.Error, ValueError, LookupError, TypeError, RecursionError, OverflowError)
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[sqlite3.Connection]:
+    """Open a store for one consistent look.
+
+    Read-only; a writer may be active. That needs a shared file beside the store. Where none can be
+    made (a folder that is read-only or another user's) no writer can use this path either, and a
+    private copy is read.
+
+    Raises:
+        NothingStoredError: There is none, or nothing in it yet.
+        ArchiveError: It cannot be opened, or what is done with it fails because it is damaged.
+    """
+    path = folder / STORE_NAME
+    if not folder.is_dir():
+        raise ArchiveError(
+            f"there is no run folder {folder}; `python -m orchestrator runs` lists those there are"
+        )
+    if path.is_symlink() or not path.is_file():
+        raise NothingStoredError(folder, STORE_NAME)
+    with explained(path), ExitStack() as stack:
+        try:
+            store = stack.enter_context(_connected(f"{path.absolute().as_uri()}?mode=ro"))
+        except sqlite3.OperationalError as failure:
+            if failure.sqlite_errorcode & 0xFF not in _CANNOT_SHARE:
+                raise
+            place = stack.enter_context(tempfile.TemporaryDirectory(prefix="orchestrator-"))
+            store = stack.enter_context(_connected(_copied(path, Path(place)).as_uri()))
+        _check_schema(store, path)
+        yield store
+
+
+def _copied(path: Path, place: Path) -> Path:
+    for source in (path, path.with_name(f"{path.name}-wal")):
+        if source == path or source.exists():
+            shutil.copyfile(source, place / source.name)
+    return place / path.name
+
+
+@contextmanager
+def _connected(uri: str) -> Iterator[sqlite3.Connection]:
+    """Hold a connection that aborts statements that take too long or grow too large."""
+    until_s = time.monotonic() + _READING_MOST_S
+    try:
+        with closing(
+            sqlite3.connect(uri, uri=True, timeout=_PATIENCE_S, isolation_level=None)
+        ) as store:
+            store.set_progress_handler(lambda: time.monotonic() > until_s, _CLOCK_EVERY)
+            store.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _VALUE_MOST_BYTES)
+            store.row_factory = sqlite3.Row
+            store.text_factory = lambda content: content.decode("utf-8", "replace")
+            store.execute("PRAGMA trusted_schema = OFF")
+            store.execute("BEGIN")
+            store.execute(
+                "SELECT count(*) FROM sqlite_master"
+            ).fetchone()  # only now is the file opened
+            yield store
+    except sqlite3.OperationalError as failure:
+        if failure.sqlite_errorcode != sqlite3.SQLITE_INTERRUPT:
+            raise
+        if time.monotonic() <= until_s:
+            # Nothing but a signal ends the look at the clock early, and SQLite keeps to itself what
+            # that raised.
+            raise KeyboardInterrupt from failure
+        raise ValueError(f"it takes longer than {_READING_MOST_S:.0f} s") from failure
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turn what a damaged file raises into a sentence."""
+    try:
+        yield
+    except OSError as failure:
+        raise ArchiveError(f"{path} cannot be read: {failure.strerror}") from failure
+    except _DAMAGE as failure:
+        raise ArchiveError(
+            f"{path} cannot be read, it is damaged or no record of a run: {failure}; events.jsonl "
+            "beside it has "
+            f"what happened as text, and moving the folder away takes it out of the list"
+        ) from failure
+
+
+def _check_schema(store: sqlite3.Connection, path: Path) -> None:
+    if store.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
+        raise NothingStoredError(path.parent, STORE_NAME)
+    for name in _TABLES:
+        # Not from sqlite_master: a file may say anything there, and SQLite goes by the statement
+        # alone. SQLite itself reports a missing table.
+        if any(entry["type"] != "table" for entry in store.execute(f"PRAGMA table_list({name})")):
+            raise ValueError(f"{name} is no table")
+        if any(column["hidden"] for column in store.execute(f"PRAGMA table_xinfo({name})")):
+            raise ValueError(f"{name} has computed columns")
+    found = store.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
+    version = int(found["value"]) if found is not None else 0
+    if version > SCHEMA_VERSION:
+        raise ArchiveError(
+            f"{path} was written by a newer version of this program (schema {version}, this one "
+            "reads up to "
+            f"{SCHEMA_VERSION}): update this installation to look at it"
+        )
+    if version < 1:
+        raise ValueError("it does not say which schema it has")
+
 
 NOTE_NAME = "head.json"
 """The note in a run folder that says which process works on it."""
@@ -373,3 +507,119 @@ def _value(line: sqlite3.Row, name: str, hint: Any) -> Any:  # noqa: ANN401 - wh
         if all(isinstance(item, item_kind) for item in found):
             return tuple(found)
     raise ValueError(f"{name} cannot be {value!r:.80}")
+
+
+#: The head writes several times a second. Its store is late when nothing came for so long, and, on
+#: another machine where its process cannot be looked up, the head counts as gone after the second.
+LATE_AFTER_S = 5.0
+_GONE_AFTER_S = 30.0
+
+
+class Freshness(StrEnum):
+    """How far what is shown can be believed to be so now."""
+
+    LIVE = "live"
+    LATE = "late"
+    HEAD_GONE = "head gone"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """A run as its store tells it at one look."""
+
+    number: int
+    """Counts the frames that differ in what was read."""
+    run: StoredRun
+    snapshot: Snapshot
+    events: tuple[StoredEvent, ...]
+    """What has happened since the frame before; of the first frame, the last events."""
+    freshness: Freshness
+    late_s: float
+    """Seconds since the store last changed."""
+    missed: tuple[str, ...] = ()
+    """What fell short, of a run that has ended and was not good."""
+
+
+class Follower:
+    """Looks at one run folder again and again."""
+
+    def __init__(
+        self,
+        folder: Path,
+        monotonic_s: Callable[[], float] = time.monotonic,
+        unix_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._folder = folder
+        self._monotonic_s = monotonic_s
+        self._unix_s = unix_s
+        self._here = socket.gethostname()
+        self._state: tuple[tuple[int, int, int] | None, ...] = ()
+        self._frame: Frame | None = None
+        self._updated_at_unix_s: float | None = None
+        self._changed_at_s = monotonic_s()
+        self._event = 0
+
+    def look(self) -> Frame:
+        """Return the run as it is now.
+
+        Raises:
+            NothingStoredError: The head has not stored anything yet.
+            ArchiveError: The folder or its store cannot be read.
+        """
+        state = tuple(_state_of(self._folder / f"{STORE_NAME}{suffix}") for suffix in ("", "-wal"))
+        before, now_s = self._frame, self._monotonic_s()
+        if before is not None and (state == self._state or before.freshness is Freshness.ENDED):
+            # Whether its head still lives does not show in the store.
+            run = before.run if before.freshness is Freshness.ENDED else self._run_again(before.run)
+            freshness, late_s = self._judged(run, now_s)
+            self._frame = replace(before, run=run, events=(), freshness=freshness, late_s=late_s)
+            return self._frame
+        run = read_run(self._folder)
+        events = read_events_after(self._folder, self._event)
+        self._state = state
+        self._event = max((self._event, *(event.number for event in events)))
+        if before is None and run.updated_at_unix_s is not None and run.facts.host == self._here:
+            self._changed_at_s = now_s - max(0.0, self._unix_s() - run.updated_at_unix_s)
+        elif run.updated_at_unix_s != self._updated_at_unix_s or events:
+            self._changed_at_s = now_s
+        self._updated_at_unix_s = run.updated_at_unix_s
+        freshness, late_s = self._judged(run, now_s)
+        self._frame = Frame(
+            number=1 if before is None else before.number + 1,
+            run=run,
+            snapshot=run.snapshot(),
+            events=events,
+            freshness=freshness,
+            late_s=late_s,
+            missed=_missed(events) or (() if before is None else before.missed),
+        )
+        return self._frame
+
+    def _run_again(self, run: StoredRun) -> StoredRun:
+        if self._monotonic_s() - self._changed_at_s < LATE_AFTER_S:
+            return run
+        return read_run(self._folder)
+
+    def _judged(self, run: StoredRun, now_s: float) -> tuple[Freshness, float]:
+        late_s = max(0.0, now_s - self._changed_at_s)
+        if run.outcome != "running" and not run.was_killed:
+            return Freshness.ENDED, late_s
+        is_foreign = run.facts.host != self._here
+        if (late_s > _GONE_AFTER_S) if is_foreign else run.was_killed:
+            return Freshness.HEAD_GONE, late_s
+        return (Freshness.LATE if late_s > LATE_AFTER_S else Freshness.LIVE), late_s
+
+
+def _missed(events: Iterable[StoredEvent]) -> tuple[str, ...]:
+    ends = [event.details.get("missed") for event in events if event.event == "run_ended"]
+    return tuple(map(str, ends[-1])) if ends and isinstance(ends[-1], list) else ()
+
+
+def _state_of(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes when a file is written; `None` if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns

@@ -1,7 +1,8 @@
 """Finds runs: lists the run folders, and resolves a run id as the user typed it.
 
-Covers the names of runs, which are hostile input, and runs that left no store. Does not cover what
-is in a store (`archive.py`). A folder that cannot be read is an `ArchiveError`.
+Covers the names of runs, which are hostile input, runs that left no store, and how many
+notifications of a run were taken. Does not cover what is in a store (`archive.py`). A folder that
+cannot be read is an `ArchiveError`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from orchestrator.config.schema import RunConfig
 from orchestrator.errors import ArchiveError, NothingStoredError, UsageError, one_line
 from orchestrator.record.archive import StoredRun, head_of, read_run
-from workers.files import read_small
+from workers.files import read_small, replace_whole
 
 LATEST = "latest"
 RUNNING = "running"
@@ -234,3 +235,34 @@ def _without_store(folder: Path) -> Listed:
         exit_code=code if isinstance(code, int) else None,
         error=None if error is None else str(error),
     )
+
+
+DELIVERIES_NAME: Final = "notifications.json"
+
+_MOST_BYTES: Final = 4096
+
+
+class Deliveries(NamedTuple):
+    """Messages times addresses, over all processes that told of the run."""
+
+    taken: int = 0
+    failed: int = 0
+
+
+def read_deliveries(folder: Path) -> Deliveries:
+    """Return what was counted; zeros where nothing was, or where the file makes no sense."""
+    try:
+        told = json.loads(read_small(folder / DELIVERIES_NAME, _MOST_BYTES))
+        counts = [told[name] for name in Deliveries._fields]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return Deliveries()
+    return (
+        Deliveries(*counts)
+        if all(type(count) is int and count >= 0 for count in counts)
+        else Deliveries()
+    )
+
+
+def write_deliveries(folder: Path, deliveries: Deliveries) -> None:
+    """Write the counts; `OSError` where that is not possible."""
+    replace_whole(folder / DELIVERIES_NAME, json.dumps(deliveries._asdict()) + "\n")

@@ -19,13 +19,12 @@ from orchestrator.record.archive import (
     StoredRun,
     events_of,
     read_run,
+    reading,
     rows_of,
     success_rate,
 )
-from orchestrator.record.catalogue import FIELDS
-from orchestrator.record.model import ROW_KEYS, Snapshot, is_row_value
-from orchestrator.record.opening import reading
-from orchestrator.record.records import SlotRecord
+from orchestrator.record.model import FIELDS, ROW_KEYS, Snapshot, is_row_value
+from orchestrator.record.store import SlotRecord
 
 BUCKETS_MOST = 1_000
 EVENTS_MOST = 10_000

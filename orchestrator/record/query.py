@@ -22,8 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from orchestrator.record.catalogue import FIELDS, Field, Value
-from orchestrator.record.model import Row, natural_order, worst_first
+from orchestrator.record.model import FIELDS, Field, Row, Value, natural_order, worst_first
 
 #: Keys that a text without a name is looked for in.
 _SEARCHED = ("slot", "node", "gpu_name", "state", "reason")

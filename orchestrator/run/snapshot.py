@@ -17,8 +17,7 @@ from orchestrator.core.slot import NO_ORDERS, HeadState, Orders, Phase, Slot, Sl
 from orchestrator.core.step_accounting import steps_at_risk
 from orchestrator.core.training import Training
 from orchestrator.record.model import Brief, LazyRows, Row
-from orchestrator.record.records import COUNTERS, SlotProgress, SlotRecord
-from orchestrator.record.store import RunStore
+from orchestrator.record.store import COUNTERS, RunStore, SlotProgress, SlotRecord
 from workers.messages import (
     DeviceInfo,
     MemoryInfo,

@@ -24,7 +24,7 @@ from orchestrator.core.slot import Phase, Slot
 from orchestrator.errors import PreflightError
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import OutputFiles
-from orchestrator.record.records import RunFacts
+from orchestrator.record.store import RunFacts
 from orchestrator.run.clock import Clock, Timers
 from orchestrator.run.commands import Commands
 from orchestrator.run.fault_injection import FaultInjector

@@ -33,7 +33,7 @@ import psutil
 from benches.common import Child, Result, in_turn, percentile, progress
 from benches.head import ScriptedFleet, scripted_nodes
 from orchestrator.run.clock import Clock
-from orchestrator.view.web.verb import tokens_dir
+from orchestrator.view.web.listener import tokens_dir
 
 _TARGET_PCT: Final = 1.0
 _TARGET_TURN_PCT: Final = 5.0

@@ -34,7 +34,7 @@ import psutil
 from benches.common import Child, Result, percentile, progress
 from benches.viewers import RUN_ID, head
 from orchestrator.record.archive import read_run
-from orchestrator.view.web.verb import tokens_dir
+from orchestrator.view.web.listener import tokens_dir
 from workers.units import MIB
 
 _ANSWER_MOST_S: Final = 1.0

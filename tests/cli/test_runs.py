@@ -23,8 +23,7 @@ from orchestrator.lab.advise.verb import CANNOT_TELL, advise
 from orchestrator.record.archive import read_run
 from orchestrator.record.folders import find_run
 from orchestrator.record.model import Snapshot
-from orchestrator.record.records import STORE_NAME
-from orchestrator.record.store import RunStore
+from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.record.summary import summary_dict, write_summary
 from orchestrator.run.resume import environment_of, past_of
 from orchestrator.view.cells import ASCII, UNICODE

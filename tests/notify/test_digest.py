@@ -11,22 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.view.alerts.catalogue import ALERTS, Firing, Subject
 from orchestrator.view.notify import digest
-from orchestrator.view.notify.digest import Digest, Message, News, Trouble
+from orchestrator.view.notify.digest import Digest, Message, News
 
+ALERT = next(alert for alert in ALERTS if alert.name == "CardPaused")
 MINUTE_S, HOUR_S = 60.0, 3600.0
 
 
-def trouble(subject: str = "pc1/0", alert: str = "CardPaused", place: str = "pc1 GPU-0") -> Trouble:
-    return Trouble(
-        alert=alert,
-        severity="warning",
-        subject=subject,
-        node=place,
-        place=place,
-        since_unix_s=0.0,
-        text="it is hot",
-    )
+def trouble(subject: str = "pc1/0", alert: str = "CardPaused", place: str = "pc1 GPU-0") -> Firing:
+    alert_ = replace(ALERT, name=alert)
+    return Firing(alert=alert_, subject=Subject(subject, place), since_unix_s=0.0)
 
 
 SEVEN = tuple(trouble(f"pc1/{number}") for number in range(7))
@@ -34,7 +29,7 @@ NODE = trouble("pc2", "NodeMissing", "pc2")
 
 
 def course(
-    there: Mapping[float, Iterable[Trouble]],
+    there: Mapping[float, Iterable[Firing]],
     until_s: float,
     every_s: float | None = None,
     fails: Iterable[int] = (),
@@ -59,7 +54,7 @@ def words(sent: Iterable[tuple[float, Message]]) -> list[str]:
     return [
         f"{second:g}: "
         + " ".join(
-            f"{'+' if news.is_there else '-'}{news.trouble.subject}{f' x{news.times}' if news.times > 1 else ''}"
+            f"{'+' if news.is_there else '-'}{news.firing.subject.name}{f' x{news.times}' if news.times > 1 else ''}"
             for news in message.news
         )
         for second, message in sent
@@ -74,7 +69,7 @@ def test_one_lost_node_is_one_message_within_30_s_and_one_that_it_is_over() -> N
 def test_seven_slots_of_a_card_are_one_message_although_they_do_not_fall_at_once() -> None:
     there = {10 + number: SEVEN[: number + 1] for number in range(4)} | {14: SEVEN}
     ((second, message),) = course(there, until_s=HOUR_S)
-    assert (second, [news.trouble for news in message.news]) == (15, list(SEVEN))
+    assert (second, [news.firing for news in message.news]) == (15, list(SEVEN))
     assert message.there == SEVEN
 
 
@@ -102,7 +97,7 @@ def test_a_slot_that_comes_and_goes_is_told_of_once_an_hour_and_until_then_not_a
 
 def test_what_flaps_on_one_card_is_told_together() -> None:
     """Each slot at a moment of its own, and still not seven messages an hour."""
-    there: dict[float, list[Trouble]] = {}
+    there: dict[float, list[Firing]] = {}
     for second in range(0, 3 * 3600, 10):
         there[second] = [
             one for number, one in enumerate(SEVEN) if (second + 90 * number) // 600 % 2
@@ -143,7 +138,7 @@ def test_the_last_message_tells_everything_but_keeps_the_distance() -> None:
     last = digest.due(state, 65.0, is_last=True)
     assert last is not None
     assert last.is_last
-    assert {(news.trouble.subject, news.is_there) for news in last.news} == {
+    assert {(news.firing.subject.name, news.is_there) for news in last.news} == {
         ("pc2", False),
         *((slot.subject, True) for slot in SEVEN),
     }
@@ -155,7 +150,7 @@ def test_what_cannot_be_known_stays_as_it_was() -> None:
     state = digest.seen(state, [NODE, *SEVEN[1:]], 1.0, lambda one: one.place == "pc1 GPU-0")
     message = digest.due(state, 10.0)
     assert message is not None
-    assert {(news.trouble.subject, news.is_there) for news in message.news} == {
+    assert {(news.firing.subject.name, news.is_there) for news in message.news} == {
         ("pc1/0", True),
         ("pc2", True),
     }
@@ -195,8 +190,8 @@ def test_never_two_messages_in_a_minute_and_nothing_is_lost(
         if len(sent) in fails:
             return digest.given_up(state, message, now_s)
         for news in message.news:
-            told[news.trouble.key] += news.times
-            last_told[news.trouble.key] = news
+            told[news.firing.key] += news.times
+            last_told[news.firing.key] = news
         return digest.told(state, message, now_s)
 
     for wait_s, present in steps:
@@ -213,7 +208,7 @@ def test_never_two_messages_in_a_minute_and_nothing_is_lost(
     assert digests <= now_s / (every_s or now_s * 2), "one at each interval at most"
     at_the_end = {SUBJECTS[index].key for index in there}
     assert {key for key, news in last_told.items() if news.is_there} == at_the_end
-    moments = [(second, news.trouble.key) for second, message in sent for news in message.news]
+    moments = [(second, news.firing.key) for second, message in sent for news in message.news]
     for key in began:
         own = [second for second, other in moments if other == key]
         # The beginning, its end, and what followed in the same hour, told as one story; and tries
@@ -238,7 +233,11 @@ def test_a_trouble_that_is_over_and_told_is_forgotten() -> None:
 def test_the_state_tells_the_newest_text(times: int) -> None:
     state = digest.new_digest(None, 0.0)
     for number in range(times):
-        state = digest.seen(state, [replace(NODE, text=f"text {number}")], float(number))
+        state = digest.seen(
+            state,
+            [replace(NODE, subject=replace(NODE.subject, text=f"text {number}"))],
+            float(number),
+        )
     message = digest.due(state, 10.0)
     assert message is not None
-    assert message.news[0].trouble.text == f"text {times - 1}"
+    assert message.news[0].firing.subject.text == f"text {times - 1}"

@@ -17,8 +17,8 @@ import pytest
 from orchestrator.config.notify_urls import URLS_VARIABLE
 from orchestrator.config.schema import NotifyConfig
 from orchestrator.errors import UsageError
-from orchestrator.record.deliveries import Deliveries, read_deliveries
-from orchestrator.view.notify.verb import Teller
+from orchestrator.record.folders import Deliveries, read_deliveries
+from orchestrator.view.notify.notifier import Teller
 from tests.notify.head import RUN_ID, Head, head_of
 from tests.notify.receivers import Receiver, black_hole, http_receiver
 from tests.scene import PATIENCE_S, ROOT, orchestrator, wait_for
@@ -61,7 +61,7 @@ def teller(
 ) -> Iterator[subprocess.Popen[str]]:
     """Let the verb follow a run at a quick pace; it is killed at the end if it has not ended."""
     urls = " ".join(receiver.json_url(HUSH) for receiver in receivers)
-    command = [sys.executable, "-m", "tests.notify.teller", str(folder), str(deadline_s)]
+    command = [sys.executable, "-m", "tests.notify.notifier_process", str(folder), str(deadline_s)]
     with subprocess.Popen(
         command,
         cwd=ROOT,

@@ -12,8 +12,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from orchestrator.record.records import STORE_NAME
-from orchestrator.record.store import RunStore
+from orchestrator.record.store import STORE_NAME, RunStore
 from tests.watch.scene import FACTS, event, make_row, make_snapshot, record
 from workers.host.processes import start_time
 

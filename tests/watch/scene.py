@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.record.model import Row, Snapshot
-from orchestrator.record.records import RunFacts, SlotRecord
+from orchestrator.record.store import RunFacts, SlotRecord
 from tests.counting import with_counts
 from workers.messages import WorkerState
 

@@ -27,11 +27,10 @@ from hypothesis import strategies as st
 
 from orchestrator.core.slot import HeadState
 from orchestrator.errors import ArchiveError, NothingStoredError, UsageError
-from orchestrator.record import archive, opening
+from orchestrator.record import archive
 from orchestrator.record.archive import head_of, read_events, read_run
 from orchestrator.record.folders import find_run, list_runs, summary_of
-from orchestrator.record.records import STORE_NAME
-from orchestrator.record.store import RunStore
+from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.run.resume import environment_of
 from tests.scene import namespaced
 from tests.watch.scene import FACTS, event, head_process, make_row, make_snapshot, record
@@ -382,8 +381,8 @@ def test_a_store_that_is_none_or_says_nonsense_is_a_sentence(
 def test_a_look_that_takes_too_long_is_a_sentence(
     folder: Path, store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "_READING_MOST_S", 0.3)
-    with pytest.raises(ArchiveError, match="longer than"), opening.reading(folder) as connection:
+    monkeypatch.setattr(archive, "_READING_MOST_S", 0.3)
+    with pytest.raises(ArchiveError, match="longer than"), archive.reading(folder) as connection:
         connection.execute(ENDLESS).fetchone()
 
 
@@ -391,7 +390,7 @@ def test_ctrl_c_ends_a_look_that_takes_long(folder: Path, store: RunStore) -> No
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     try:
-        with pytest.raises(KeyboardInterrupt), opening.reading(folder) as connection:
+        with pytest.raises(KeyboardInterrupt), archive.reading(folder) as connection:
             connection.execute(ENDLESS).fetchone()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)

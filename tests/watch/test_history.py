@@ -17,11 +17,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.record import history
-from orchestrator.record.archive import read_run
-from orchestrator.record.catalogue import FIELDS
-from orchestrator.record.follow import LATE_AFTER_S, Follower, Freshness
-from orchestrator.record.records import STORE_NAME
-from orchestrator.record.store import RunStore
+from orchestrator.record.archive import LATE_AFTER_S, Follower, Freshness, read_run
+from orchestrator.record.model import FIELDS
+from orchestrator.record.store import STORE_NAME, RunStore
 from tests.scene import wait_for
 from tests.watch.scene import (
     FACTS,

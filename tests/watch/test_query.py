@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.core.slot import HeadState
-from orchestrator.record.catalogue import FIELDS
-from orchestrator.record.model import ROW_KEYS, Row
+from orchestrator.record.model import FIELDS, ROW_KEYS, Row
 from orchestrator.record.query import Order, QueryError, field_of, order_of, parse, select
 from orchestrator.view.cells import UNICODE
-from orchestrator.view.columns import columns_for
+from orchestrator.view.table import columns_for
 from tests.watch.scene import GIB, make_row
 from workers.messages import Progress, WorkerState
 

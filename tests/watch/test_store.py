@@ -17,9 +17,14 @@ import pytest
 
 from orchestrator.record.archive import read_run
 from orchestrator.record.events import EventLog
-from orchestrator.record.records import COUNTERS, STORE_NAME, SlotProgress
-from orchestrator.record.store import EVENTS_KEPT, RunStore
-from orchestrator.record.tables import FAULTS_KEPT
+from orchestrator.record.store import (
+    COUNTERS,
+    EVENTS_KEPT,
+    FAULTS_KEPT,
+    STORE_NAME,
+    RunStore,
+    SlotProgress,
+)
 from orchestrator.view.live import Outlets
 from tests.scene import namespaced
 from tests.watch.scene import FACTS, Clock, event, head_process, make_row, make_snapshot, record

@@ -23,8 +23,7 @@ from orchestrator.view.cells import (
     share_pct,
     whole,
 )
-from orchestrator.view.columns import columns_for, kept_longest_first
-from orchestrator.view.table import health_table
+from orchestrator.view.table import columns_for, health_table, kept_longest_first
 from tests.watch.scene import make_row, make_snapshot
 from tests.watch.strategies import ANY_ROW
 from workers.messages import Progress, WorkerState

@@ -13,16 +13,16 @@ from orchestrator.view.web.guard import (
     CODE_VALID_S,
     ROUTES,
     SESSION_S,
-    Asked,
+    Access,
     Code,
     Level,
     Refusal,
+    RequestFacts,
     Route,
-    Rules,
 )
 
 NOW_UNIX_S = 1_800_000_000.0
-RULES = Rules(
+RULES = Access(
     hosts=frozenset({"127.0.0.1", "localhost", "[::1]"}),
     port=8470,
     read_token="r" * 43,
@@ -84,10 +84,10 @@ def route_of(path: str) -> Route | None:
     return Route("GET", Level.NOTHING) if path == FILE else ROUTES.get(path)
 
 
-def asked(path: str, **changed: Any) -> Asked:
+def asked(path: str, **changed: Any) -> RequestFacts:
     """Make the request that the page itself sends, but without a login."""
     route = route_of(path)
-    usual = Asked(
+    usual = RequestFacts(
         method="GET" if route is None else route.method,
         path=path,
         host="127.0.0.1:8470",
@@ -97,8 +97,8 @@ def asked(path: str, **changed: Any) -> Asked:
     return replace(usual, **changed)
 
 
-def judged(request: Asked, rules: Rules = RULES) -> Refusal | Level:
-    return guard.judge(request, route_of(request.path), rules, NOW_UNIX_S)
+def judged(request: RequestFacts, access: Access = RULES) -> Refusal | Level:
+    return guard.judge(request, route_of(request.path), access, NOW_UNIX_S)
 
 
 @paths

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from orchestrator.view.report import facts
+from orchestrator.view.report import page
 from orchestrator.view.report import page as page_file
 from tests.scene import ROOT
 from tests.watch.scene import make_row
@@ -145,7 +145,7 @@ def test_another_run_is_chosen_on_the_page(folder: Path, tmp_path: Path) -> None
     printed = older / "output" / "pc1"
     printed.mkdir(parents=True)
     (printed / "1.log").write_text(f"{HOSTILE}\nepoch 1\n", encoding="utf-8")
-    assert facts.frozen(older)["slots"]["pc1/1"]["printed"] == f"{HOSTILE}\nepoch 1"
+    assert page.frozen(older)["slots"]["pc1/1"]["printed"] == f"{HOSTILE}\nepoch 1"
 
     async def scene() -> None:
         async with serving(folder) as server, browser(tmp_path) as page:
@@ -214,7 +214,7 @@ def test_the_page_goes_on_after_the_server_and_after_the_head(folder: Path, tmp_
     async def scene() -> None:
         async with browser(tmp_path) as page:
             async with serving(folder) as server:
-                port = server.site.rules.port
+                port = server.site.access.port
                 await opened(page, server)
                 put_turn(store, 611, rows_at(611, 4))
                 await page.until(f"{mark} === 'live'")
@@ -254,7 +254,7 @@ def test_a_hidden_page_is_sent_nothing(folder: Path, tmp_path: Path) -> None:
 
 def test_the_same_page_runs_from_one_file(folder: Path, tmp_path: Path) -> None:
     make_run(folder, slots=24).end("good", 0, None, [])
-    page_file.write(tmp_path / "run.html", page_file.html(facts.frozen(folder), "one file"))
+    page_file.write(tmp_path / "run.html", page_file.html(page.frozen(folder), "one file"))
 
     async def scene() -> None:
         async with browser(tmp_path) as page:

@@ -161,7 +161,7 @@ async def events_of(
     server: Server, query: str = "", **headers: str
 ) -> AsyncIterator[tuple[str, Any]]:
     """Follow the stream: yields the kind and the data of each event."""
-    given = {"Authorization": f"Bearer {server.site.rules.read_token}", **headers}
+    given = {"Authorization": f"Bearer {server.site.access.read_token}", **headers}
     async with server.session.get(f"{server.url}/api/v1/stream{query}", headers=given) as answer:
         assert answer.status == 200, await answer.text()
         kind = ""
@@ -262,9 +262,9 @@ def test_a_page_that_does_not_read_costs_no_memory_and_hinders_no_other(
     async def scene() -> None:
         async with serving(folder) as server:
             hub = server.site.hub
-            from orchestrator.view.web.page_data import View
+            from orchestrator.view.web.page_data import TableView
 
-            async with hub.following(View()) as stuck:
+            async with hub.following(TableView()) as stuck:
                 reading = events_of(server)
                 await anext(reading)
                 for second in range(601, 612):
@@ -288,7 +288,7 @@ def test_a_page_that_does_not_read_costs_no_memory_and_hinders_no_other(
 def test_the_login_code_works_once_and_the_cookie_outlives_the_server(folder: Path) -> None:
     async def scene() -> None:
         async with serving(folder) as server:
-            port = server.site.rules.port
+            port = server.site.access.port
             login = {"method": "POST", "token": "", "headers": {"Origin": server.url}}
             assert (
                 await server.ask("/api/v1/login", json={"code": "wrong"}, **login)
@@ -418,7 +418,7 @@ def test_a_run_that_is_gone_is_a_sentence(tmp_path: Path) -> None:
 def test_a_connection_that_says_half_a_request_is_closed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestrator.view.web.connections.SILENT_MOST_S", 0.2)
+    monkeypatch.setattr("orchestrator.view.web.listener.SILENT_MOST_S", 0.2)
 
     async def scene() -> None:
         async with serving(folder) as server:
@@ -427,7 +427,7 @@ def test_a_connection_that_says_half_a_request_is_closed(
                 b"GET / HTTP/1.1\r\nHost: ",
                 b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n",
             ):
-                reader, writer = await asyncio.open_connection("127.0.0.1", server.site.rules.port)
+                reader, writer = await asyncio.open_connection("127.0.0.1", server.site.access.port)
                 writer.write(content)
                 assert (await asyncio.wait_for(reader.read(), PATIENCE_S)).startswith(
                     b"HTTP/1.1 200" * (b"/h" in content)

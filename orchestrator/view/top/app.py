@@ -1,47 +1,249 @@
 """`top` on a terminal: keys in, lines out. Reads the run folder once a second, and nothing else.
 
-What is shown of a slot is in `slot_page.py`, what keys do to the table in `view.py`. Commands to
-the run are asked for first (`ask.py`); nothing else changes it.
+What pages show is in `pages.py`, what keys do to the table in `view.py`. Commands to the run are
+asked for first; nothing else changes it.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from rich.text import Text
 from textual.app import App, ComposeResult
-from textual.binding import BindingType
-from textual.events import Resize
+from textual.binding import Binding, BindingType
+from textual.events import Click, Resize
+from textual.geometry import Region
+from textual.strip import Strip
+from textual.widget import Widget
 from textual.widgets import Input
 
 from orchestrator.config.byte_size import parse_bytes
 from orchestrator.errors import ArchiveError, OrchestratorError
+from orchestrator.record import history
+from orchestrator.record.archive import Follower, Frame, StoredRun
 from orchestrator.record.folders import Listed, list_runs
-from orchestrator.record.follow import Follower, Frame
 from orchestrator.record.model import Row, Snapshot, natural_order
 from orchestrator.record.query import WORST_FIRST, order_of, parse
-from orchestrator.view.alerts.badges import Badge, badges
-from orchestrator.view.alerts.judge import AlertWatch, judge
+from orchestrator.view.alerts.judge import AlertWatch, Badge, badges, judge
 from orchestrator.view.cells import Glyphs
 from orchestrator.view.table import header_lines, table_lines
-from orchestrator.view.top.ask import Ask, Send, question_lines, refusal
-from orchestrator.view.top.cards import alert_lines, card_lines, column_lines, node_lines, run_lines
-from orchestrator.view.top.keys import BINDINGS, HELP
-from orchestrator.view.top.replay import Replay
-from orchestrator.view.top.rows import SCREEN_CSS, LinesView, saved
-from orchestrator.view.top.slot_page import RANGES_S, event_line, read_slot_lines
-from orchestrator.view.top.status import (
+from orchestrator.view.top.pages import (
+    RANGES_S,
+    alert_lines,
     badge_line,
+    card_lines,
+    column_lines,
+    event_line,
     freshness_words,
     key_line,
+    node_lines,
+    read_slot_lines,
     reason_line,
+    run_lines,
     slots_words,
 )
-from orchestrator.view.top.view import HIDEABLE, View, followed, marked_line, moved, sorted_by_next
+from orchestrator.view.top.view import (
+    HIDEABLE,
+    Ask,
+    Send,
+    View,
+    followed,
+    marked_line,
+    moved,
+    question_lines,
+    refusal,
+    sorted_by_next,
+)
+
+HELP: Final = """
+ q ctrl-c      leave                         ? h  this help; esc goes back
+ up down j k   move, as the mouse does; g G first and last; pgup pgdn a page
+ enter         the slot under the cursor  a e d n u  alerts events cards nodes runs
+ /             filter: state:lost temp>75 cap>3GiB !node:pc1 /regex/ word
+ < > , .       sort by the column before or after; o by its name
+ r 0           turn the order; worst first
+ c             choose columns; space takes one away or back
+ space         mark the slot for a command; a new filter clears the marks
+ P U D R C W   pause, resume, drain, reinstate, cap, save now: the marked slots,
+               or the one under the cursor; asks first
+ m             how far back the courses of a slot go: 2 m, 10 m, 1 h, all
+ t             replay; left right 1 s, [ ] 1 min, home end, p plays
+ s             save this screen as text in the present folder
+"""
+
+_KEYS: Final = (
+    ("q", "end"),
+    ("ctrl+c", "quit"),
+    ("question_mark,h", "page('help')"),
+    ("a", "page('alerts')"),
+    ("e", "page('events')"),
+    ("d", "page('cards')"),
+    ("enter", "page('slot')"),
+    ("escape", "leave"),
+    ("down,j", "move(1)"),
+    ("up,k", "move(-1)"),
+    ("pagedown", "move_pages(1)"),
+    ("pageup", "move_pages(-1)"),
+    ("g", "move(-1000000)"),
+    ("G", "move(1000000)"),
+    ("slash", "ask('filter')"),
+    ("greater_than_sign,full_stop", "sort(1)"),
+    ("less_than_sign,comma", "sort(-1)"),
+    ("r", "reverse"),
+    ("0", "worst"),
+    ("o", "ask('sort')"),
+    ("c", "page('columns')"),
+    ("n", "page('nodes')"),
+    ("u", "page('runs')"),
+    ("space", "pick"),
+    ("P", "command('pause')"),
+    ("U", "command('resume')"),
+    ("D", "command('drain')"),
+    ("R", "command('reinstate')"),
+    ("C", "command('cap')"),
+    ("W", "command('save')"),
+    ("y", "yes"),
+    ("m", "range"),
+    ("t", "replay"),
+    ("left", "seek(-1)"),
+    ("right", "seek(1)"),
+    ("left_square_bracket", "seek(-60)"),
+    ("right_square_bracket", "seek(60)"),
+    ("home", "seek(-1000000000)"),
+    ("end", "seek(1000000000)"),
+    ("p", "play"),
+    ("s", "save"),
+)
+
+#: Priority: a key acts before the one after it is handed on, so that what is typed after `/` goes
+#: into the filter.
+BINDINGS: Final[list[BindingType]] = [Binding(key, action, priority=True) for key, action in _KEYS]
+
+
+@dataclass(slots=True)
+class Replay:
+    """Of one run folder."""
+
+    folder: Path
+    at_unix_s: float | None = None
+    """The moment that is shown; `None`: now."""
+    plays: bool = False
+
+    def seek(self, by_s: float, run: StoredRun) -> Snapshot | None:
+        """Go so much later or earlier and return the run as it was then; `None` if nothing was
+        sampled yet.
+
+        Raises:
+            ArchiveError: The run folder cannot be read.
+        """
+        known = history.sampled_between(self.folder)
+        if known is None:
+            return None
+        at_unix_s = known[1] if self.at_unix_s is None else self.at_unix_s
+        self.at_unix_s = min(max(at_unix_s + by_s, known[0]), known[1])
+        self.plays = self.plays and self.at_unix_s < known[1]
+        return history.moment(self.folder, self.at_unix_s, run)
+
+
+#: How the parts of the screen stand, in the language of Textual.
+SCREEN_CSS = """
+Screen { layout: vertical; background: ansi_default; color: ansi_default; }
+LinesView { height: 1fr; background: ansi_default; }
+#header { height: 2; }
+#keys { height: 2; }
+Input { height: 1; border: none; padding: 0; display: none; background: ansi_default; }
+"""
+
+_LINES_PER_NOTCH = 3
+"""Of the wheel of a mouse."""
+
+
+class LinesView(Widget):
+    """Shows lines of text as they are given, from the top.
+
+    What it is given again is not drawn again.
+    """
+
+    can_focus = True
+
+    def __init__(self, *, name: str) -> None:
+        super().__init__(id=name)
+        self._lines: list[Text] = []
+        self._strips: list[Strip] = []
+        self._marked: int | None = None
+
+    def show(self, lines: Sequence[Text], marked: int | None = None) -> None:
+        """Draw the lines that differ from those shown before; the `marked` one in reverse."""
+        height, width = max(1, self.size.height), self.size.width
+        given = list(lines[:height])
+        before = self._lines
+        changed = [
+            index
+            for index in range(max(len(given), len(before)))
+            if index >= len(given) or index >= len(before) or given[index] != before[index]
+        ]
+        changed += [
+            line for line in (marked, self._marked) if line is not None and self._marked != marked
+        ]
+        self._lines, self._marked = given, marked
+        self._strips = self._strips[: len(given)] + [Strip.blank(width)] * (
+            len(given) - len(self._strips)
+        )
+        for index in set(changed):
+            if index < len(given):
+                self._strips[index] = self._strip(given[index], is_marked=index == marked)
+            self.refresh(Region(0, index, max(1, width), 1))
+
+    @property
+    def lines(self) -> tuple[Text, ...]:
+        """What is shown."""
+        return tuple(self._lines)
+
+    def on_resize(self) -> None:
+        """Forget what was drawn for another width."""
+        self._lines, self._strips = [], []
+
+    async def on_click(self, event: Click) -> None:
+        """Move the cursor to the line; a second click opens what it is on."""
+        if self._marked is not None and event.y < len(self._lines):
+            await self.app.run_action(f"move({event.y - self._marked})")
+            if event.chain > 1:
+                await self.app.run_action("page('slot')")
+
+    async def on_mouse_scroll_down(self) -> None:
+        """Move on."""
+        await self.app.run_action(f"move({_LINES_PER_NOTCH})")
+
+    async def on_mouse_scroll_up(self) -> None:
+        """Move back."""
+        await self.app.run_action(f"move({-_LINES_PER_NOTCH})")
+
+    def render_line(self, y: int) -> Strip:
+        """Return a line, see Textual."""
+        return self._strips[y] if y < len(self._strips) else Strip.blank(self.size.width)
+
+    def _strip(self, line: Text, *, is_marked: bool) -> Strip:
+        text = line.copy()
+        text.no_wrap, text.end = True, ""
+        if is_marked:
+            text.stylize("reverse")
+        strip = Strip(text.render(self.app.console)).simplify()
+        return strip.adjust_cell_length(max(1, self.size.width), None)
+
+
+def saved(path: Path, lines: Iterable[Text]) -> str:
+    """Write lines as plain text; return where they are, or why they could not be written."""
+    try:
+        path.write_text("\n".join(line.plain for line in lines) + "\n", encoding="utf-8")
+    except OSError as failure:
+        return f"{path} cannot be written: {os.strerror(failure.errno or 0)}"
+    return f"saved as {path}"
+
 
 _LOOK_EVERY_S = 1.0
 _EVENTS_KEPT = 500

@@ -1,7 +1,7 @@
 """A frame as metrics of Prometheus, in its text format. Pure.
 
 Nothing is kept between two scrapes: a slot that is gone has no series any more, and what is unknown
-has none either. Which key of a row is which metric stands in `watch/catalogue.py`. Does not serve
+has none either. Which key of a row is which metric stands in `record/model.py`. Does not serve
 them (`server.py`).
 """
 
@@ -23,11 +23,11 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from orchestrator.record.catalogue import FIELDS, Field
-from orchestrator.record.deliveries import Deliveries
-from orchestrator.record.follow import Frame
-from orchestrator.record.model import Row
-from orchestrator.view.alerts import facts
+from orchestrator.record.archive import Frame
+from orchestrator.record.folders import Deliveries
+from orchestrator.record.model import FIELDS, Field, Row
+from orchestrator.view.alerts import catalogue
+from orchestrator.view.alerts.catalogue import Firing
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -39,30 +39,34 @@ _CARD: Final = ("node", "gpu_uuid")
 Commands: TypeAlias = Mapping[tuple[str, str], int]
 
 
-def exposition(frame: Frame, deliveries: Deliveries, commands: Commands) -> bytes:
+def exposition(
+    frame: Frame, firing: Iterable[Firing], deliveries: Deliveries, commands: Commands
+) -> bytes:
     """Return all metrics of a run as text. `deliveries` are the notifications of the run so far."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collected(frame, deliveries, commands))
+    families = (
+        *_of_run(frame, deliveries, commands),
+        *_of_slots(frame),
+        *_of_cards(frame),
+        _of_alerts(firing),
+    )
+    registry.register(_Collected(families))
     return generate_latest(registry)
 
 
 class _Collected(Collector):
-    """The metrics of one frame."""
+    """Families that are known already."""
 
-    def __init__(self, frame: Frame, deliveries: Deliveries, commands: Commands) -> None:
-        self._frame = frame
-        self._deliveries = deliveries
-        self._commands = commands
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
 
     def describe(self) -> Iterable[Metric]:
         """Nothing is known before it is collected."""
         return ()
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterable[Metric]:
         """Return all families."""
-        yield from _of_run(self._frame, self._deliveries, self._commands)
-        yield from _of_slots(self._frame)
-        yield from _of_cards(self._frame)
+        return self._families
 
 
 def _of_run(frame: Frame, deliveries: Deliveries, commands: Commands) -> Iterator[Metric]:
@@ -81,10 +85,10 @@ def _of_run(frame: Frame, deliveries: Deliveries, commands: Commands) -> Iterato
     }
     yield InfoMetricFamily("orchestrator_build", "Versions of what shows the run.", value=build)
     yield InfoMetricFamily("orchestrator_run", "Which run it is.", value=about)
-    now = facts.outcome(frame)
-    outcomes = (((each,), float(each == now)) for each in facts.OUTCOMES)
+    now = catalogue.outcome(frame)
+    outcomes = (((each,), float(each == now)) for each in catalogue.OUTCOMES)
     yield _gauges("run_outcome", "1 for how the run stands.", ("outcome",), outcomes)
-    yield _gauge("head_up", "1 while a head works on the run.", facts.is_up(frame))
+    yield _gauge("head_up", "1 while a head works on the run.", catalogue.is_up(frame))
     yield _gauge("run_started_timestamp_seconds", "When the run began.", snapshot.started_at)
     yield _gauge("run_updated_timestamp_seconds", "When the head told last.", run.updated_at_unix_s)
     yield _gauge("run_elapsed_seconds", "Time that the run has worked.", snapshot.elapsed_s)
@@ -98,7 +102,7 @@ def _of_run(frame: Frame, deliveries: Deliveries, commands: Commands) -> Iterato
         "steps_lost_upper_bound", "Most good steps that ended processes may have done unseen.", lost
     )
     yield _gauge("frame_age_seconds", "Time since the records last changed.", frame.late_s)
-    nodes = (((node,), float(up)) for node, up in facts.nodes_up(frame).items())
+    nodes = (((node,), float(up)) for node, up in catalogue.nodes_up(frame).items())
     yield _gauges("node_up", "1 while a planned node is in the cluster.", ("node",), nodes)
     told = CounterMetricFamily(
         "orchestrator_notifications", "Notifications, for each address.", labels=("result",)
@@ -118,7 +122,7 @@ def _of_slots(frame: Frame) -> Iterator[Metric]:
     # Counts stay true when the head has ended; what a slot is or holds does not.
     everything, present = (
         [((row.node, row.slot), row) for row in frame.snapshot.rows],
-        facts.rows(frame),
+        catalogue.rows(frame),
     )
     now = [((row.node, row.slot), row) for row in present]
     # What a slot is not has no series: with zeros, these would be most of all series.
@@ -130,16 +134,16 @@ def _of_slots(frame: Frame) -> Iterator[Metric]:
         states,
     )
     for name, text, holds in (
-        ("slot_held", "1 while a person holds the slot, else absent.", facts.is_held),
+        ("slot_held", "1 while a person holds the slot, else absent.", catalogue.is_held),
         (
             "slot_leaking",
             "1 while its process keeps memory for nothing, else absent.",
-            facts.is_leaking,
+            catalogue.is_leaking,
         ),
         (
             "slot_loss_not_finite",
             "1 if a NaN or infinite loss has stopped its training, else absent.",
-            facts.is_not_finite,
+            catalogue.is_not_finite,
         ),
     ):
         yield _gauges(name, text, _SLOT, ((labels, 1.0) for labels, row in now if holds(row)))
@@ -188,7 +192,7 @@ def _of_slots(frame: Frame) -> Iterator[Metric]:
 
 
 def _of_cards(frame: Frame) -> Iterator[Metric]:
-    cards = facts.cards(frame)
+    cards = catalogue.cards(frame)
     names = (((card.node, card.uuid, card.name or ""), 1.0) for card in cards)
     yield _gauges("card_info", "Which card it is.", (*_CARD, "gpu_name"), names)
     ups = (((card.node, card.uuid), float(card.is_up)) for card in cards)
@@ -199,6 +203,17 @@ def _of_cards(frame: Frame) -> Iterator[Metric]:
     for field in FIELDS.values():
         if field.metric is not None and field.of == "card":
             yield _family(field, _CARD, tellers)
+
+
+def _of_alerts(firing: Iterable[Firing]) -> Metric:
+    """Return what fires; the rules of Prometheus ask for nothing else."""
+    values = []
+    for one in firing:
+        subject, alert = one.subject, one.alert
+        name = f"{subject.name} of {subject.node}" if alert.scope == "card" else subject.name
+        values.append(((alert.name, alert.severity, name, subject.node), 1.0))
+    text = "1 while an alert fires, else absent."
+    return _gauges("alert", text, ("name", "severity", "subject", "node"), values)
 
 
 def _family(

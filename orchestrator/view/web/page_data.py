@@ -15,16 +15,13 @@ from typing import Any, Final, TypeAlias
 from rich.text import Text
 
 from orchestrator.config.schema import Severity
-from orchestrator.record.archive import StoredEvent
-from orchestrator.record.catalogue import FIELDS
-from orchestrator.record.follow import Frame, Freshness
+from orchestrator.record.archive import Frame, Freshness, StoredEvent
 from orchestrator.record.history import SAMPLED_NUMBERS, Buckets, Span
-from orchestrator.record.model import STATE_STYLES, Row, finite, trouble
+from orchestrator.record.model import FIELDS, STATE_STYLES, Row, finite, trouble
 from orchestrator.record.query import Filter, Order, order_of, parse, select
 from orchestrator.record.summary import SCHEMA
-from orchestrator.view.alerts.badges import Badge
+from orchestrator.view.alerts.judge import Badge
 from orchestrator.view.cells import UNICODE, clock
-from orchestrator.view.columns import Column, columns_for, kept_longest_first
 from orchestrator.view.phrases import (
     counted,
     event_words,
@@ -33,6 +30,7 @@ from orchestrator.view.phrases import (
     time_words,
     totals,
 )
+from orchestrator.view.table import Column, columns_for, kept_longest_first
 from workers.messages import WorkerState
 from workers.units import MIB
 
@@ -82,7 +80,7 @@ _UNITS: Final = {"bytes": ("MiB", 1 / MIB), "ratio": ("%", 100.0)}
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class TableView:
     """Which rows of the table one page looks at."""
 
     filter: str = ""
@@ -134,7 +132,7 @@ class Table:
 
 
 def table_of(
-    frame: Frame, view: View, firing: Sequence[Badge] = (), *, with_control: bool = False
+    frame: Frame, view: TableView, firing: Sequence[Badge] = (), *, with_control: bool = False
 ) -> Table:
     """Return the table of one view; `QueryError` where its filter makes no sense."""
     rows = frame.snapshot.rows
@@ -157,7 +155,7 @@ def frozen_table(frame: Frame) -> Json:
     `known` of them have a value: the others stay last when the order is turned round.
     """
     rows = frame.snapshot.rows
-    table = table_of(frame, View(limit=len(rows)))
+    table = table_of(frame, TableView(limit=len(rows)))
     places = {slot: place for place, slot in enumerate(table.rows)}
     orders = {}
     for column in table.columns:

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from orchestrator.record.archive import StoredRun, read_run
-from orchestrator.record.records import STORE_NAME
+from orchestrator.record.store import STORE_NAME
 from tests.cluster.conftest import Head, Starter
 from tests.scene import PATIENCE_S, ROOT, wait_for
 

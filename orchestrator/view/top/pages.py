@@ -1,26 +1,177 @@
-"""One slot in lines of text: its facts, the course of its values, its states, its last events, what
-it printed.
+"""The lines of each page of `top`: one slot, cards, alerts, nodes, runs, columns, and the lines at the
+bottom.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from rich.cells import chop_cells
 from rich.text import Text
 
+from orchestrator.config.schema import Severity
 from orchestrator.core.slot import slot_state
 from orchestrator.errors import ArchiveError
 from orchestrator.record import history
-from orchestrator.record.archive import StoredEvent
-from orchestrator.record.catalogue import FIELDS
+from orchestrator.record.archive import Frame, Freshness, StoredEvent
+from orchestrator.record.folders import Listed
 from orchestrator.record.history import Buckets, Span
-from orchestrator.record.model import STATE_STYLES, Row, Snapshot
+from orchestrator.record.model import FIELDS, STATE_STYLES, Row, Snapshot
 from orchestrator.record.output import last_lines
-from orchestrator.view.cells import Glyphs, clock
-from orchestrator.view.columns import columns_for
-from orchestrator.view.phrases import event_words, time_of_day
+from orchestrator.view.alerts.judge import Badge
+from orchestrator.view.cells import Glyphs, clock, flow
+from orchestrator.view.phrases import counted, event_words, time_of_day
+from orchestrator.view.table import columns_for
+from orchestrator.view.top.view import HIDEABLE, View
+
+SEVERITY_STYLES: Final[dict[Severity, str]] = {
+    "critical": "bold red",
+    "warning": "bold yellow",
+    "info": "cyan",
+}
+_MORE_CELLS: Final = len("!  · 99 more")
+
+
+def reason_line(row: Row | None, width: int, glyphs: Glyphs) -> Text:
+    """Return why the slot under the cursor is in its state: the table has room for that on wide
+    terminals only.
+    """
+    if row is None or not row.reason:
+        return Text()
+    said = f"{row.slot} {row.state.value}: {row.reason}"
+    return Text(glyphs.shorten(glyphs.clean(said), width), STATE_STYLES[row.state])
+
+
+def badge_line(badges: Sequence[Badge], width: int, glyphs: Glyphs) -> Text:
+    """Return the alerts that fire; those that have no room are counted."""
+    room, shown = max(1, width - _MORE_CELLS), list[str]()
+    for badge in badges:
+        if shown and len(glyphs.separator.join([*shown, badge.words])) > room:
+            break
+        shown.append(glyphs.clean(badge.words))
+    more = [f"{len(badges) - len(shown)} more"] if len(shown) < len(badges) else []
+    said = glyphs.shorten(f"! {glyphs.separator.join([*shown, *more])}", width)
+    return Text(said, SEVERITY_STYLES[badges[0].severity])
+
+
+def key_line(
+    fresh: str | None, view: View, page: str | None, said: str, width: int, glyphs: Glyphs
+) -> Text:
+    """Return what the picture shows, and what happened last or which keys there are."""
+    parts = [] if fresh is None else [fresh]
+    order = FIELDS[view.order.key].column or view.order.key if view.order.key else "worst first"
+    parts.append(f"by {order}{' reversed' if view.order.reverse else ''}")
+    if view.wanted.text:
+        parts.append(f"filter {view.wanted.text}")
+    if view.marked:
+        parts.append(f"{len(view.marked)} marked")
+    if page is not None:
+        parts.append(f"{page}, esc goes back")
+    if said or page is None:
+        parts.append(said or "? help  / filter  < > sort  enter slot  q leave")
+    return Text(glyphs.shorten(glyphs.separator.join(map(glyphs.clean, parts)), width), "dim")
+
+
+def freshness_words(frame: Frame, replay_unix_s: float | None) -> str:
+    """Return how far what is shown is so now."""
+    said = frame.freshness.value
+    if frame.freshness is Freshness.ENDED:
+        said = f"ended, {frame.run.outcome}"
+    elif frame.freshness is not Freshness.LIVE:
+        said = f"{said} for {clock(frame.late_s)}"
+    if replay_unix_s is None:
+        return said
+    return f"{said}, replay {clock(replay_unix_s - frame.run.facts.started_at_unix_s)}"
+
+
+def slots_words(slots: tuple[str, ...]) -> str:
+    """Return which slots are meant: the name of one, the number of several."""
+    return slots[0] if len(slots) == 1 else counted(len(slots), "slot")
+
+
+_COLUMNS = frozenset(
+    field.column for field in FIELDS.values() if field.of == "card" and field.column
+) - {"card"}
+
+
+def card_lines(rows: Iterable[Row], width: int, glyphs: Glyphs) -> list[Text]:
+    """Return a line for each card, or more where it has no room, in the order of their first slots."""
+    cards: defaultdict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        cards[row.node, row.gpu_uuid or row.gpu_name or row.device or ""].append(row)
+    lines = []
+    for (node, _), of_card in cards.items():
+        said = Text(glyphs.clean(f"{node}  {of_card[0].gpu_name or 'unknown'}"), "bold")
+        segments = [said, Text(counted(len(of_card), "worker"))]
+        for column in columns_for(of_card, glyphs):
+            cell = next((cell for row in of_card if (cell := column.cell(row)) is not None), None)
+            if column.name in _COLUMNS and cell is not None:
+                segments.append(Text.assemble((f"{column.title} {column.unit} ", "dim"), cell))
+        lines += flow(segments, width, "   ")
+    return lines
+
+
+def alert_lines(
+    badges: Iterable[Badge], now_unix_s: float, width: int, glyphs: Glyphs
+) -> list[Text]:
+    """Return what fires: each alert with its subjects, what is wrong with the first, and what to
+    type.
+    """
+    lines = []
+    for badge in badges:
+        held = clock(max(0.0, now_unix_s - badge.since_unix_s))
+        said = glyphs.separator.join([badge.severity, f"for {held}", ", ".join(badge.subjects)])
+        lines.append(
+            Text(glyphs.shorten(glyphs.clean(said), width), SEVERITY_STYLES[badge.severity])
+        )
+        for words in (badge.text, badge.what_to_do):
+            indented = textwrap.wrap(glyphs.clean(words), max(20, width - 3))
+            lines += [Text(f"   {line}") for line in indented]
+    return lines or [Text("no alert fires", "dim")]
+
+
+def column_lines(hidden: Container[str]) -> list[Text]:
+    """Return a line for each column that may be taken away."""
+    return [Text(f"[{' ' if name in hidden else 'x'}] {name}") for name in HIDEABLE]
+
+
+def node_lines(snapshot: Snapshot | None, glyphs: Glyphs) -> list[Text]:
+    """Return a line for each node that is planned or there: its slots by state."""
+    if snapshot is None:
+        return []
+    states = {node: Counter[str]() for node in (*snapshot.nodes_planned, *snapshot.nodes_seen)}
+    for brief in snapshot.briefs:
+        states.setdefault(brief.slot.rpartition("/")[0], Counter())[brief.state.value] += 1
+    lines = []
+    for node, counts in states.items():
+        missing = node not in snapshot.nodes_seen
+        said = ", ".join(f"{count} {state}" for state, count in counts.items()) or "no slots"
+        lines.append(
+            Text.assemble(
+                (glyphs.clean(node), "bold"),
+                ("  missing" if missing else "  there", "red" if missing else ""),
+                f"  {said}",
+            )
+        )
+    return lines or [Text("no nodes yet", "dim")]
+
+
+def run_lines(runs: Iterable[Listed], glyphs: Glyphs) -> list[Text]:
+    """Return a line for each run, to choose one."""
+    lines = []
+    for one in runs:
+        told = (
+            ""
+            if one.run is None
+            else f"  {counted(len(one.run.slots), 'slot')}  {clock(one.run.elapsed_s)}"
+        )
+        lines.append(Text(glyphs.clean(f"{one.run_id}  {one.outcome}{told}")))
+    return lines or [Text("no runs", "dim")]
+
 
 #: What is drawn over time, and how it is called; the last is counted up over the run, and drawn as
 #: its growth.

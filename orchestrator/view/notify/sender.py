@@ -1,4 +1,4 @@
-"""Sends one letter to all addresses from a child process, and ends it after a deadline.
+"""Sends one message to all addresses from a child process, and ends it after a deadline.
 
 Services have no limit of time that can be trusted: a server that accepts and never answers must
 cost seconds, once. Addresses go to the child through its standard input, and come back without

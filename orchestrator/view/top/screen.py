@@ -1,4 +1,4 @@
-"""The verb `top`: on a terminal the screen of `app.py`, elsewhere, or with `--once`, one plain
+"""Where `top` goes: on a terminal the screen of `app.py`, elsewhere, or with `--once`, one plain
 frame; or JSON.
 """
 
@@ -15,7 +15,7 @@ from rich.console import Console
 
 from orchestrator.control import client
 from orchestrator.errors import UsageError
-from orchestrator.record.follow import Follower, Frame
+from orchestrator.record.archive import Follower, Frame
 from orchestrator.record.model import Row
 from orchestrator.record.query import WORST_FIRST, QueryError, order_of, parse
 from orchestrator.record.summary import SCHEMA, summary_text

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from orchestrator.config.duration import format_duration
 from orchestrator.config.schema import Severity
 from orchestrator.record.archive import StoredRun
-from orchestrator.record.deliveries import Deliveries
+from orchestrator.record.folders import Deliveries
 from orchestrator.record.model import Row, Snapshot, natural_order
+from orchestrator.view.alerts.catalogue import SEVEREST_FIRST, Firing
 from orchestrator.view.cells import UNICODE
-from orchestrator.view.notify.digest import Message, News, Trouble
-from orchestrator.view.notify.troubles import SEVEREST_FIRST
+from orchestrator.view.notify.digest import Message, News
 from orchestrator.view.phrases import counted, tflops_words, time_words, totals
 from workers.units import GIB
 
@@ -30,7 +30,7 @@ _SUBJECTS_MOST = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Letter:
+class MessageText:
     """A message as it is sent."""
 
     title: str
@@ -38,19 +38,19 @@ class Letter:
     severity: Severity
 
 
-def worded(
+def message_text(
     message: Message,
     run: StoredRun,
     snapshot: Snapshot,
     deliveries: Deliveries,
     unix_s: float,
     missed: Sequence[str] = (),
-) -> Letter:
+) -> MessageText:
     """Return the words of a message about a run; of one that has ended, with what it `missed`."""
-    news = sorted(message.news, key=lambda one: (not one.is_there, _order(one.trouble)))
-    told = {one.trouble.key for one in news}
-    still = sorted((trouble for trouble in message.there if trouble.key not in told), key=_order)
-    told_before = [News(trouble=trouble, is_there=True, times=0) for trouble in still]
+    news = sorted(message.news, key=lambda one: (not one.is_there, _order(one.firing)))
+    new_keys = {one.firing.key for one in news}
+    still = sorted((one for one in message.there if one.key not in new_keys), key=_order)
+    earlier = [News(firing=one, is_there=True, times=0) for one in still]
     groups = [_headline(group) for group in _grouped(news)]
     essence = groups[:1] if not message.is_last else [_end(run), *groups[:1]]
     more = f", {len(groups) - 1} more" if len(groups) > 1 else ""
@@ -62,16 +62,16 @@ def worded(
         _cut([line for group in _grouped(news) for line in _told(group, unix_s)]),
         _cut(
             [
-                f"still: {_headline(group)}, for {_for(group[0].trouble, unix_s)}"
-                for group in _grouped(told_before)
+                f"still: {_headline(group)}, for {_for(group[0].firing, unix_s)}"
+                for group in _grouped(earlier)
             ]
         ),
         [*_status(snapshot), *_cut(list(_cards(snapshot.rows))), *_failures(deliveries)],
     ]
-    severest = min((_order(one.trouble) for one in news if one.is_there), default=(2, "", ()))[0]
+    severest = min((_order(one.firing) for one in news if one.is_there), default=(2, "", ()))[0]
     if message.is_last and run.exit_code != 0:
         severest = min(severest, 0 if run.exit_code is None else 1)
-    return Letter(
+    return MessageText(
         title=_line(f"{run.facts.run_id[-4:]}: {title}", _TITLE_CELLS),
         body="\n\n".join(
             "\n".join(_line(line, _CELLS_MOST) for line in block) for block in blocks if block
@@ -80,24 +80,24 @@ def worded(
     )
 
 
-def _order(trouble: Trouble) -> tuple[int, str, tuple[str | int, ...]]:
-    return SEVEREST_FIRST.index(trouble.severity), trouble.alert, natural_order(trouble.subject)
+def _order(one: Firing) -> tuple[int, str, tuple[str | int, ...]]:
+    return SEVEREST_FIRST.index(one.alert.severity), one.alert.name, natural_order(one.subject.name)
 
 
 def _grouped(news: Iterable[News]) -> list[list[News]]:
     """Return the news of one alert about one place together."""
     groups: defaultdict[tuple[bool, str, str], list[News]] = defaultdict(list)
     for one in news:
-        groups[one.is_there, one.trouble.alert, one.trouble.place].append(one)
+        groups[one.is_there, one.firing.alert.name, one.firing.subject.place].append(one)
     return list(groups.values())
 
 
 def _headline(group: Sequence[News]) -> str:
     """Return what is wrong, or no longer wrong, with which subjects."""
-    subjects = [one.trouble.subject for one in group]
+    subjects = [one.firing.subject.name for one in group]
     more = f" and {len(subjects) - _SUBJECTS_MOST} more" if len(subjects) > _SUBJECTS_MOST else ""
     over = "" if group[0].is_there else "over: "
-    return f"{over}{group[0].trouble.alert} {' '.join(subjects[:_SUBJECTS_MOST])}{more}"
+    return f"{over}{group[0].firing.alert.name} {' '.join(subjects[:_SUBJECTS_MOST])}{more}"
 
 
 def _told(group: Sequence[News], unix_s: float) -> Iterator[str]:
@@ -105,16 +105,16 @@ def _told(group: Sequence[News], unix_s: float) -> Iterator[str]:
     first, times = group[0], max(news.times for news in group)
     often = f", {times} times" if times > 1 else ""
     if not first.is_there:
-        yield f"{_headline(group)}, after {_for(first.trouble, unix_s)}{often}"
+        yield f"{_headline(group)}, after {_for(first.firing, unix_s)}{often}"
         return
-    yield f"{first.trouble.severity}: {_headline(group)}{often}"
-    yield f"  {first.trouble.text}"
-    if first.trouble.what_to_do:
-        yield f"  {first.trouble.what_to_do}"
+    yield f"{first.firing.alert.severity}: {_headline(group)}{often}"
+    yield f"  {first.firing.text}"
+    if first.firing.alert.what_to_do:
+        yield f"  {first.firing.alert.what_to_do}"
 
 
-def _for(trouble: Trouble, unix_s: float) -> str:
-    return format_duration(max(0.0, unix_s - trouble.since_unix_s))
+def _for(one: Firing, unix_s: float) -> str:
+    return format_duration(max(0.0, unix_s - one.since_unix_s))
 
 
 def _end(run: StoredRun) -> str:
