@@ -27,7 +27,7 @@ import psutil
 
 from orchestrator.core.slot import slot_state
 from orchestrator.errors import ArchiveError, NothingStoredError
-from orchestrator.record.model import ROW_KEYS, Row, Snapshot
+from orchestrator.record.model import FIELDS, Row, Snapshot
 from orchestrator.record.store import (
     COMMANDS_KNOWN,
     COUNTERS,
@@ -154,14 +154,13 @@ def _check_schema(store: sqlite3.Connection, path: Path) -> None:
             raise ValueError(f"{name} has computed columns")
     found = store.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
     version = int(found["value"]) if found is not None else 0
-    if version > SCHEMA_VERSION:
-        raise ArchiveError(
-            f"{path} was written by a newer version of this program (schema {version}, this one "
-            "reads up to "
-            f"{SCHEMA_VERSION}): update this installation to look at it"
-        )
     if version < 1:
         raise ValueError("it does not say which schema it has")
+    if version != SCHEMA_VERSION:
+        raise ArchiveError(
+            f"{path} was written by another version of this program (schema {version}, this one "
+            f"reads {SCHEMA_VERSION}): look at it with that one"
+        )
 
 
 NOTE_NAME = "head.json"
@@ -286,21 +285,16 @@ def read_run(folder: Path) -> StoredRun:
     `NothingStoredError` where nothing is stored in it yet.
     """
     with reading(folder) as store:
-        found = store.execute("SELECT * FROM runs ORDER BY rowid DESC LIMIT 1").fetchone()
-        if found is None:
+        line = store.execute("SELECT * FROM runs ORDER BY rowid DESC LIMIT 1").fetchone()
+        if line is None:
             raise NothingStoredError(folder, STORE_NAME)
-        lines = store.execute(
-            "SELECT * FROM slots ORDER BY rowid LIMIT ?", [_SLOTS_MOST]
+        slots = store.execute(
+            "SELECT * FROM slots JOIN progress USING (slot) ORDER BY slots.rowid LIMIT ?",
+            [_SLOTS_MOST],
         ).fetchall()
-        newer = []
-        if _has(store, "progress"):
-            newer = store.execute("SELECT * FROM progress LIMIT ?", [_SLOTS_MOST]).fetchall()
     with explained(folder / STORE_NAME):
-        progress = {line["slot"]: line for line in newer}
-        updated_at_unix_s = _value(found, "updated_at_unix_s", float | None)
-        return _run(
-            folder, found, tuple(_slot(line, progress, updated_at_unix_s) for line in lines)
-        )
+        updated_at_unix_s = _value(line, "updated_at_unix_s", float | None)
+        return _run(folder, line, tuple(_slot(slot, updated_at_unix_s) for slot in slots))
 
 
 def read_events(folder: Path, names: Sequence[str]) -> tuple[StoredEvent, ...]:
@@ -322,8 +316,6 @@ def read_events_after(folder: Path, number: int) -> tuple[StoredEvent, ...]:
 def count_commands(folder: Path) -> Mapping[tuple[str, str], int]:
     """Return how often each command of the user was `taken` or `refused`."""
     with reading(folder) as store:
-        if not _has(store, "commands"):
-            return {}
         query = (
             "SELECT do, json_extract(answer, '$.ok') AS ok, count(*) AS times FROM commands "
             "GROUP BY 1, 2"
@@ -338,8 +330,6 @@ def count_commands(folder: Path) -> Mapping[tuple[str, str], int]:
 def read_answers(folder: Path) -> dict[str, Mapping[str, Any]]:
     """Return what the last commands of the user were answered, by their ids."""
     with reading(folder) as store:
-        if not _has(store, "commands"):
-            return {}
         query = "SELECT id, answer FROM commands ORDER BY rowid DESC LIMIT ?"
         lines = store.execute(query, [COMMANDS_KNOWN]).fetchall()
         return {line["id"]: _value(line, "answer", Mapping[str, Any]) for line in reversed(lines)}
@@ -397,11 +387,6 @@ def head_of(folder: Path) -> psutil.Process | None:
     return process
 
 
-def _has(store: sqlite3.Connection, table: str) -> bool:
-    """Say whether a store has a table; one of an earlier version may lack it."""
-    return store.execute(f"PRAGMA table_list({table})").fetchone() is not None
-
-
 def _run(folder: Path, line: sqlite3.Row, slots: tuple[SlotRecord, ...]) -> StoredRun:
     facts = RunFacts(**_fields(line, RunFacts))
     outcome = _value(line, "outcome", str | None)
@@ -419,33 +404,15 @@ def _is_running(folder: Path, facts: RunFacts) -> bool:
     return is_alive(facts.head_pid, facts.head_started)
 
 
-def _slot(
-    line: sqlite3.Row, progress: Mapping[str, sqlite3.Row], updated_at_unix_s: float | None
-) -> SlotRecord:
-    record = SlotRecord(
-        **_fields(line, SlotRecord, besides=() if "orders" in line.keys() else ("orders",))  # noqa: SIM118 - a row, not a dict
-    )
+def _slot(line: sqlite3.Row, updated_at_unix_s: float | None) -> SlotRecord:
+    counters = {name: _counter(line, name) for name in COUNTERS}
+    record = SlotRecord(**_fields(line, SlotRecord, besides=("counters",)), counters=counters)
     slot_state(record.state)
-    newer = progress.get(record.slot)
-    if newer is None:
-        return record
-    known = set(newer.keys())  # a store of an earlier version lacks some
-    counters = {
-        **record.counters,
-        **{name: _counter(newer, name) for name in COUNTERS if name in known},
-    }
-    row = {**record.row, **{name: value for name, value in counters.items() if name in ROW_KEYS}}
+    row = {**record.row, **{name: value for name, value in counters.items() if name in FIELDS}}
     row["success_rate"] = success_rate(counters)
-    heard_at_unix_s = _value(newer, "heard_at_unix_s", float | None)
-    if heard_at_unix_s is not None and updated_at_unix_s is not None:
-        row["heartbeat_age_s"] = max(0.0, updated_at_unix_s - heard_at_unix_s)
-    return replace(
-        record,
-        next_sequence=_value(newer, "next_sequence", int),
-        steps_at_risk=_value(newer, "steps_at_risk", int),
-        counters=counters,
-        row=row,
-    )
+    if record.heard_at_unix_s is not None and updated_at_unix_s is not None:
+        row["heartbeat_age_s"] = max(0.0, updated_at_unix_s - record.heard_at_unix_s)
+    return replace(record, row=row)
 
 
 def success_rate(counters: Mapping[str, Any]) -> float | None:

@@ -23,7 +23,7 @@ from orchestrator.record.archive import (
     rows_of,
     success_rate,
 )
-from orchestrator.record.model import FIELDS, ROW_KEYS, Snapshot, is_row_value
+from orchestrator.record.model import FIELDS, Snapshot, is_row_value
 from orchestrator.record.store import SlotRecord
 
 BUCKETS_MOST = 1_000
@@ -55,11 +55,14 @@ _OF_ALL = (
 #: may last for days.
 _LOOKS_MOST = 25
 
+#: Keys whose course can be asked for.
+SAMPLED_NUMBERS = tuple(key for key, each in FIELDS.items() if each.sampled and key != "state")
+
 #: What the course of a whole run is told by.
 TOTALS = ("tflops", "allocated_bytes", "oom_count", "temperature_c", "samples_per_s")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Buckets:
     """A value over time, as so many equal parts of it; `None` where nothing was sampled."""
 
@@ -128,7 +131,6 @@ def moment(folder: Path, at_unix_s: float, run: StoredRun | None = None) -> Snap
     """
     known = read_run(folder) if run is None else run
     with reading(folder) as store:
-        there = _columns(store)
         (found,) = store.execute(
             "SELECT max(at_unix_s) FROM samples WHERE at_unix_s <= ?", [at_unix_s]
         ).fetchone()
@@ -138,8 +140,7 @@ def moment(folder: Path, at_unix_s: float, run: StoredRun | None = None) -> Snap
         names = [line["slot"] for line in lines]
         causes = {name: _cause_before(store, name, found) for name in names}
     sampled = {
-        line["slot"]: {key: line[key] for key in ROW_KEYS if key in there and key != "slot"}
-        for line in lines
+        line["slot"]: {key: line[key] for key in ("state", *SAMPLED_NUMBERS)} for line in lines
     }
     records = [
         _as_sampled(slot, sampled[slot.slot], causes[slot.slot])
@@ -185,10 +186,6 @@ def events(
         return events_of(store, where, values, min(limit, EVENTS_MOST))
 
 
-#: Keys whose course can be asked for.
-SAMPLED_NUMBERS = tuple(key for key, each in FIELDS.items() if each.sampled and key != "state")
-
-
 def _read(
     folder: Path,
     statement: str,
@@ -199,7 +196,7 @@ def _read(
 ) -> dict[str, dict[str, Buckets]]:
     """Return what a statement finds, by slot and key; of `slot` also where it finds nothing."""
     for key in keys:
-        if key not in FIELDS or not FIELDS[key].sampled or key == "state":
+        if key not in SAMPLED_NUMBERS:
             raise ValueError(
                 f"{key[:40]!r} is not sampled; sampled are {', '.join(SAMPLED_NUMBERS)}"
             )
@@ -210,12 +207,9 @@ def _read(
             "they begin"
         )
     width_s = (last - first) / count
-    with reading(folder) as store:
-        there = _columns(store)
-    found = [key for key in keys if key in there]  # an older store samples less
-    figures = "".join(f", min({key}), avg({key}), max({key})" for key in found)
+    figures = "".join(f", min({key}), avg({key}), max({key})" for key in keys)
     sums = "".join(
-        f", {'max' if key == 'temperature_c' else 'sum'}({key}) AS {key}" for key in found
+        f", {'max' if key == 'temperature_c' else 'sum'}({key}) AS {key}" for key in keys
     )
     values = {"first": first, "last": last, "width": width_s, "count": count, "slot": slot}
     step = count if statement is _OF_ONE else -(-count // _LOOKS_MOST)
@@ -230,10 +224,7 @@ def _read(
         parts.setdefault(line["slot"], {})[line["part"]] = line
     at_unix_s = tuple(first + (part + 0.5) * width_s for part in range(count))
 
-    def of(lines: Mapping[int, sqlite3.Row], key: str, which: int) -> tuple[float | None, ...]:
-        if key not in found:
-            return (None,) * count
-        column = 2 + 3 * found.index(key) + which
+    def part_values(lines: Mapping[int, sqlite3.Row], column: int) -> tuple[float | None, ...]:
         return tuple(
             _number(lines[part][column]) if part in lines else None for part in range(count)
         )
@@ -241,14 +232,12 @@ def _read(
     return {
         name: {
             key: Buckets(
-                at_unix_s=at_unix_s,
-                low=of(told, key, 0),
-                mean=of(told, key, 1),
-                high=of(told, key, 2),
+                at_unix_s,
+                *(part_values(found, 2 + 3 * place + which) for which in range(3)),
             )
-            for key in keys
+            for place, key in enumerate(keys)
         }
-        for name, told in parts.items()
+        for name, found in parts.items()
     }
 
 
@@ -266,10 +255,6 @@ def _spans(changes: Sequence[StoredEvent]) -> tuple[Span, ...]:
     )
 
 
-def _columns(store: sqlite3.Connection) -> frozenset[str]:
-    return frozenset(column["name"] for column in store.execute("PRAGMA table_info(samples)"))
-
-
 def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
@@ -285,6 +270,12 @@ def _cause_before(store: sqlite3.Connection, slot: str, at_unix_s: float) -> str
     return str(before[0].details.get("cause", "")) if before else ""
 
 
+#: What is not sampled because it does not change while a slot works.
+_CONSTANT = frozenset({"gpu_name", "gpu_uuid", "device", "policy", "dtype", "budget_bytes"}) | {
+    *("device_total_bytes", "temperature_of", "first_loss", "train_steps")
+}
+
+
 def _as_sampled(record: SlotRecord, values: Mapping[str, object], cause: str) -> SlotRecord:
     constant = {key: value for key, value in record.row.items() if key in _CONSTANT}
     known = {key: value for key, value in values.items() if is_row_value(key, value)}
@@ -295,21 +286,6 @@ def _as_sampled(record: SlotRecord, values: Mapping[str, object], cause: str) ->
         reason=cause,
         row={**constant, **known},
     )
-
-
-#: What is not sampled because it does not change while a slot works.
-_CONSTANT = frozenset(
-    {
-        "gpu_name",
-        "gpu_uuid",
-        "device",
-        "policy",
-        "dtype",
-        "budget_bytes",
-        "device_total_bytes",
-        "temperature_of",
-    }
-) | {"first_loss", "train_steps"}
 
 
 def _at(event: StoredEvent) -> float | None:

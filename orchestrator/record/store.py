@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from orchestrator.record.events import harmless
 from orchestrator.record.model import FIELDS, Row, Snapshot, finite, is_row_value
@@ -26,7 +26,7 @@ from workers.messages import ResumeState, StepCounts
 STORE_NAME = "run.sqlite"
 """The store's file in the run folder."""
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 1
 """Counts up when a reader of the version before could misunderstand the tables."""
 
 
@@ -61,21 +61,10 @@ class RunFacts:
     """Name of the machine the head runs on: its pid means nothing elsewhere."""
 
 
-#: Counters of a slot in the order of `SlotProgress.counters`.
+#: Counters of a slot, as its line in `progress` has them.
 COUNTERS = (*StepCounts.__slots__, "restarts", "steps_lost_upper_bound")
-
-
-class SlotProgress(NamedTuple):
-    """What changes with every report of a slot, and must be known before it is sent more."""
-
-    slot: str
-    next_sequence: int
-    steps_at_risk: int
-    """Most good steps that the slices under way may have done and not reported."""
-    heard_at_unix_s: float | None
-    """Of the last report of the present process; `None` before the first."""
-    counters: tuple[int | float, ...]
-    """By `COUNTERS`."""
+#: What every report of a slot changes, and must be known before it is sent more.
+ProgressLine: TypeAlias = tuple[str | int | float | None, ...]
 
 
 COMMANDS_KNOWN = 1_000
@@ -117,6 +106,17 @@ class SlotRecord:
     """`Row.known()` of the slot."""
     orders: Mapping[str, Any] | None = None
     """What the user has asked of it, as `core.slot.Orders`; `None`: nothing."""
+    heard_at_unix_s: float | None = None
+    """Of the last report of the present process; `None` before the first."""
+
+    @property
+    def progress(self) -> ProgressLine:
+        """Its line in `progress`."""
+        counters = (self.counters.get(name, 0) for name in COUNTERS)
+        return (
+            *(self.slot, self.next_sequence, self.steps_at_risk, self.heard_at_unix_s),
+            *counters,
+        )
 
 
 Line: TypeAlias = Mapping[str, str | int | float | None]
@@ -143,13 +143,12 @@ CREATE = (
     # With a rowid: slots stay in the order in which they were first told of, that of the plan.
     """CREATE TABLE IF NOT EXISTS slots (
         slot TEXT PRIMARY KEY, node TEXT NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL,
-        incarnation INTEGER NOT NULL, next_sequence INTEGER NOT NULL, steps_at_risk INTEGER NOT NULL,
-        counters TEXT NOT NULL, resume TEXT, row TEXT NOT NULL, orders TEXT
+        incarnation INTEGER NOT NULL, resume TEXT, row TEXT NOT NULL, orders TEXT
     )""",
     f"""CREATE TABLE IF NOT EXISTS samples (
         at_unix_s REAL NOT NULL, {_SAMPLED_COLUMNS}, PRIMARY KEY (at_unix_s, slot)
     ) WITHOUT ROWID""",
-    # What every report changes, in few bytes: it counts before the same columns of `slots`.
+    # What every report changes, in few bytes.
     f"""CREATE TABLE IF NOT EXISTS progress (
         slot TEXT PRIMARY KEY, next_sequence INTEGER NOT NULL, steps_at_risk INTEGER NOT NULL, heard_at_unix_s REAL,
         {", ".join(COUNTERS)}
@@ -164,21 +163,7 @@ CREATE = (
     )""",
 )
 
-#: Columns that a store of an earlier version may lack.
-LATER_COLUMNS: Mapping[str, Sequence[str]] = {
-    "samples": _SAMPLED,
-    "slots": ("orders",),
-    "progress": COUNTERS,
-}
-
-
-def columns_lacking(table: str, known: Iterable[str]) -> tuple[str, ...]:
-    """Return the statements that add them to one of `LATER_COLUMNS`."""
-    missing = [name for name in LATER_COLUMNS[table] if name not in set(known)]
-    return tuple(f"ALTER TABLE {table} ADD COLUMN {name}" for name in missing)
-
-
-SET_META = "INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)"
+_SET_META = "INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)"
 
 FAULTS_KEPT = 10_000
 """Injected faults of all heads together; beyond them the oldest go."""
@@ -206,7 +191,7 @@ def _excluded(names: Iterable[str], *but: str) -> dict[str, str]:
 
 #: Another head of the same run keeps when it began and what was done to it, and has not ended it
 #: yet.
-BEGIN_RUN = _upsert(
+_BEGIN_RUN = _upsert(
     "runs",
     (*_names(RunFacts), "heads"),
     "run_id",
@@ -220,49 +205,50 @@ BEGIN_RUN = _upsert(
     },
 )
 
-FIND_RUN = "SELECT started_at_unix_s, heads, faults FROM runs WHERE run_id = ?"
+_FIND_RUN = "SELECT started_at_unix_s, heads, faults FROM runs WHERE run_id = ?"
 
 #: A new head has no elapsed time until it counts: the time of earlier heads is kept.
-UPDATE_RUN = """UPDATE runs SET
+_UPDATE_RUN = """UPDATE runs SET
     elapsed_s = max(elapsed_s, :elapsed_s), updated_at_unix_s = :updated_at_unix_s, nodes_seen = :nodes_seen,
     notices = :notices, restart_count = :restart_count, steps_lost_upper_bound = :steps_lost_upper_bound,
     incomplete = max(incomplete, :incomplete)
 WHERE run_id = :run_id"""
 
-END_RUN = """UPDATE runs SET outcome = :outcome, exit_code = :exit_code, error = :error, faults = :faults
+_END_RUN = """UPDATE runs SET outcome = :outcome, exit_code = :exit_code, error = :error, faults = :faults
 WHERE run_id = :run_id"""
 
-PUT_SLOT = _upsert("slots", _names(SlotRecord), "slot", _excluded(_names(SlotRecord), "slot"))
+_SLOT_COLUMNS = ("slot", "node", "state", "reason", "incarnation", "resume", "row", "orders")
+PUT_SLOT = _upsert("slots", _SLOT_COLUMNS, "slot", _excluded(_SLOT_COLUMNS, "slot"))
 
-# By name: a column that was added later stands last.
-PUT_PROGRESS = f"""INSERT OR REPLACE INTO progress
-    (slot, next_sequence, steps_at_risk, heard_at_unix_s, {", ".join(COUNTERS)})
-VALUES (?, ?, ?, ?{", ?" * len(COUNTERS)})"""  # noqa: S608 - names of ours and question marks
+_MARKS = ", ".join("?" * (4 + len(COUNTERS)))
+PUT_PROGRESS = f"INSERT OR REPLACE INTO progress VALUES ({_MARKS})"  # noqa: S608 - question marks
 
 #: Both take what `sample_line` returns.
 PUT_ROW = "UPDATE slots SET row = :row WHERE slot = :slot"
 # The last sample of a run may fall on the moment of the one before it.
 PUT_SAMPLE = _insert("samples", ("at_unix_s", *_SAMPLED), "INSERT OR REPLACE")
 
-ADD_COMMAND = _insert("commands", _names(CommandRecord), "INSERT OR IGNORE")
+_ADD_COMMAND = _insert("commands", _names(CommandRecord), "INSERT OR IGNORE")
 
-ADD_EVENT = _insert("events", ("at", "event", "slot", "details"))
+_ADD_EVENT = _insert("events", ("at", "event", "slot", "details"))
 
 
-def line_of(record: RunFacts | SlotRecord | CommandRecord) -> Line:
+def line_of(
+    record: RunFacts | SlotRecord | CommandRecord, columns: Sequence[str] | None = None
+) -> Line:
     """Return a record as a line of its columns.
 
     A policy's state to the letter, as far as JSON can hold it.
     """
-    return _line(**{name: getattr(record, name) for name in _names(type(record))})
+    return _line(**{name: getattr(record, name) for name in columns or _names(type(record))})
 
 
-def run_line(facts: RunFacts, **changed: float) -> Line:
+def _run_line(facts: RunFacts, **changed: float) -> Line:
     """Return the run as it begins; `heads` only counts where the run is not known yet."""
     return {**line_of(facts), "heads": 1, **_line(**changed)}
 
 
-def figures_line(run_id: str, snapshot: Snapshot, *, incomplete: bool) -> Line:
+def _figures_line(run_id: str, snapshot: Snapshot, *, incomplete: bool) -> Line:
     """Return what a snapshot says of the run as a whole."""
     return _line(
         run_id=run_id,
@@ -276,32 +262,16 @@ def figures_line(run_id: str, snapshot: Snapshot, *, incomplete: bool) -> Line:
     )
 
 
-def end_line(run_id: str, outcome: str, exit_code: int, error: str | None) -> Line:
-    """Return how a run ended."""
-    return _line(run_id=run_id, outcome=outcome, exit_code=exit_code, error=error)
-
-
-def progress_line(progress: SlotProgress, *, cut: bool) -> tuple[str | int | float | None, ...]:
-    """Return what a report has changed.
-
-    `cut` to 64 bits, more of which SQLite refuses in a counter.
-    """
-    counters = progress.counters
-    if cut:
-        counters = tuple(_whole(count) if isinstance(count, int) else count for count in counters)
-    return *progress[:-1], *counters
-
-
 def sample_line(row: Row, at_unix_s: float) -> Line:
     """Return what is sampled of a slot, and its row."""
     known = row.known()
     return {
         **_line(at_unix_s=at_unix_s, **{name: known.get(name) for name in _SAMPLED}),
-        "row": json_text(known),
+        "row": _json_text(known),
     }
 
 
-def all_faults(before: object, own: Sequence[Mapping[str, Any]]) -> str:
+def _all_faults(before: object, own: Sequence[Mapping[str, Any]]) -> str:
     """Return the faults of the heads before, as their column holds them, and a head's own behind
     them.
     """
@@ -312,10 +282,10 @@ def all_faults(before: object, own: Sequence[Mapping[str, Any]]) -> str:
     earlier = (
         [fault for fault in known if isinstance(fault, dict)] if isinstance(known, list) else []
     )
-    return json_text([*earlier, *(dict(fault) for fault in own)][-FAULTS_KEPT:])
+    return _json_text([*earlier, *(dict(fault) for fault in own)][-FAULTS_KEPT:])
 
 
-def event_line(entry: Mapping[str, Any]) -> Line:
+def _event_line(entry: Mapping[str, Any]) -> Line:
     """Return an event of the diary; what is not a column of its own is in `details`."""
     details = {key: value for key, value in entry.items() if key not in {"at", "event", "slot"}}
     slot = entry.get("slot")
@@ -324,25 +294,21 @@ def event_line(entry: Mapping[str, Any]) -> Line:
         event=str(entry.get("event")),
         slot=None if slot is None else str(slot),
     )
-    return {**line, "details": json_text(details)}
+    return {**line, "details": _json_text(details)}
 
 
-def text(value: str) -> str:
+def _text(value: str) -> str:
     """Return a text that UTF-8 can hold: a lone surrogate, as in a file name, is written as an
     escape.
     """
     return value.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def json_text(value: object, *, allow_nan: bool = False) -> str:
+def _json_text(value: object, *, allow_nan: bool = False) -> str:
     """Return a value as JSON in ASCII, exactly if JSON can hold it, else made harmless."""
     try:
         return json.dumps(value, allow_nan=allow_nan, separators=(",", ":"))
-    except (
-        ValueError,
-        TypeError,
-        RecursionError,
-    ):  # not finite, thousands of digits, no JSON at all, a circle
+    except (ValueError, TypeError, RecursionError):  # not finite, thousands of digits, a circle
         return json.dumps(harmless(value), separators=(",", ":"))
 
 
@@ -357,13 +323,13 @@ def _value(value: object) -> str | int | float | None:
     if value is None:
         return None
     if isinstance(value, str):
-        return text(value)
+        return _text(value)
     if isinstance(value, int):
         return _whole(value)
     if isinstance(value, float):
         return finite(value) or 0.0
     # Python's JSON has words for infinity, and another head must go on from the very same numbers.
-    return json_text(value, allow_nan=True)
+    return _json_text(value, allow_nan=True)
 
 
 def _whole(value: int) -> int:
@@ -424,11 +390,11 @@ class RunStore:
         self._origin: _Origin | None = None
         self._snapshot: Snapshot | None = None
         self._slots: dict[str, SlotRecord] = {}
-        self._progress: dict[str, SlotProgress] = {}
+        self._progress: dict[str, ProgressLine] = {}
         # What waits for the next commit.
         self._begins = self._figures_wait = False
         self._slots_waiting: dict[str, SlotRecord] = {}
-        self._progress_waiting: dict[str, SlotProgress] = {}
+        self._progress_waiting: dict[str, ProgressLine] = {}
         self._samples: list[Line] = []
         self._rows_waiting: dict[str, Line] = {}
         self._events: deque[Line] = deque(maxlen=EVENTS_KEPT)
@@ -452,7 +418,7 @@ class RunStore:
         """Take an event as `EventLog` makes it: `at`, `event`, `slot`, then its details."""
         if len(self._events) == EVENTS_KEPT:
             self.incomplete = True
-        self._events.append(event_line(entry))
+        self._events.append(_event_line(entry))
 
     def command(self, record: CommandRecord) -> None:
         """Take a command of the user; what it changes of a slot is in the slot's record."""
@@ -463,14 +429,13 @@ class RunStore:
         for record in records:
             self._slots[record.slot] = self._slots_waiting[record.slot] = record
             self._rows_waiting.pop(record.slot, None)  # the record has a newer row
+            self.progress((record.progress,))
 
-    def progress(self, slots: Iterable[SlotProgress]) -> None:
-        """Take what reports have changed in slots that the store has a record of.
-
-        Counts before that record.
-        """
-        for progress in slots:
-            self._progress[progress.slot] = self._progress_waiting[progress.slot] = progress
+    def progress(self, lines: Iterable[ProgressLine]) -> None:
+        """Take what reports have changed in slots that the store has a record of."""
+        for line in lines:
+            slot = str(line[0])
+            self._progress[slot] = self._progress_waiting[slot] = line
 
     def update(self, snapshot: Snapshot) -> None:
         """Take the run as it is now, with a sample of every slot if the last one is old enough."""
@@ -505,7 +470,9 @@ class RunStore:
         before it stay.
         """
         if self._facts is not None:
-            self._verdict = end_line(self._facts.run_id, outcome, exit_code, error)
+            self._verdict = _line(
+                run_id=self._facts.run_id, outcome=outcome, exit_code=exit_code, error=error
+            )
             self._faults = tuple(faults)
             self._figures_wait = (
                 self._snapshot is not None
@@ -576,33 +543,30 @@ class RunStore:
             return None
         origin = self._origin
         if self._begins:
-            run = run_line(facts)
-            connection.execute(BEGIN_RUN, run)
-            origin = connection.execute(FIND_RUN, [run["run_id"]]).fetchone()
+            run = _run_line(facts)
+            connection.execute(_BEGIN_RUN, run)
+            origin = connection.execute(_FIND_RUN, [run["run_id"]]).fetchone()
         if self._figures_wait and self._snapshot is not None:
-            figures = figures_line(facts.run_id, self._snapshot, incomplete=self.incomplete)
-            connection.execute(UPDATE_RUN, figures)
+            figures = _figures_line(facts.run_id, self._snapshot, incomplete=self.incomplete)
+            connection.execute(_UPDATE_RUN, figures)
         if self._verdict is not None:
             before = None if origin is None else origin[2]
-            told = {**self._verdict, "faults": all_faults(before, self._faults)}
-            connection.execute(END_RUN, told)
+            told = {**self._verdict, "faults": _all_faults(before, self._faults)}
+            connection.execute(_END_RUN, told)
         return origin
 
     def _put_rest(self, connection: sqlite3.Connection, rows: Iterable[Line]) -> None:
-        connection.executemany(PUT_SLOT, map(line_of, self._slots_waiting.values()))
+        slots = self._slots_waiting.values()
+        connection.executemany(PUT_SLOT, (line_of(record, _SLOT_COLUMNS) for record in slots))
         progress = self._progress_waiting.values()
         try:
-            connection.executemany(
-                PUT_PROGRESS, (progress_line(slot, cut=False) for slot in progress)
-            )
+            connection.executemany(PUT_PROGRESS, progress)
         except OverflowError:  # cutting takes time, and is hardly ever needed
-            connection.executemany(
-                PUT_PROGRESS, (progress_line(slot, cut=True) for slot in progress)
-            )
+            connection.executemany(PUT_PROGRESS, (tuple(map(_value, line)) for line in progress))
         connection.executemany(PUT_ROW, rows)
         connection.executemany(PUT_SAMPLE, self._samples)
-        connection.executemany(ADD_EVENT, self._events)
-        connection.executemany(ADD_COMMAND, map(line_of, self._commands))
+        connection.executemany(_ADD_EVENT, self._events)
+        connection.executemany(_ADD_COMMAND, map(line_of, self._commands))
 
     def _connected(self, patience_s: float) -> sqlite3.Connection:
         """Return a connection to the file that is there now: SQLite would go on writing into a
@@ -624,12 +588,12 @@ class RunStore:
         """
         if self._facts is None or self._origin is None:
             return
-        if connection.execute(FIND_RUN, [text(self._facts.run_id)]).fetchone() is not None:
+        if connection.execute(_FIND_RUN, [_text(self._facts.run_id)]).fetchone() is not None:
             return
         self.incomplete = True
         started_at_unix_s, heads, _ = self._origin
-        run = run_line(self._facts, started_at_unix_s=started_at_unix_s, heads=heads)
-        connection.execute(BEGIN_RUN, run)
+        run = _run_line(self._facts, started_at_unix_s=started_at_unix_s, heads=heads)
+        connection.execute(_BEGIN_RUN, run)
         self._figures_wait = self._snapshot is not None
         self._slots_waiting, self._progress_waiting = dict(self._slots), dict(self._progress)
 
@@ -650,11 +614,7 @@ def _opened(path: Path, patience_s: float) -> sqlite3.Connection:
         connection.execute("BEGIN IMMEDIATE")
         for statement in CREATE:
             connection.execute(statement)
-        for table in LATER_COLUMNS:
-            there = [column[1] for column in connection.execute(f"PRAGMA table_info({table})")]
-            for statement in columns_lacking(table, there):
-                connection.execute(statement)
-        connection.execute(SET_META, ("schema_version", str(SCHEMA_VERSION)))
+        connection.execute(_SET_META, ("schema_version", str(SCHEMA_VERSION)))
         connection.execute("COMMIT")
     except BaseException:
         connection.close()

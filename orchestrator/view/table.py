@@ -9,16 +9,19 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from rich.cells import cell_len
 from rich.console import Group
 from rich.text import Span, Text
 
 from orchestrator.record.model import (
+    FIELDS,
     LOW_SUCCESS_RATE,
     STATE_STYLES,
     Brief,
+    Column,
+    Field,
     Row,
     Snapshot,
     finite,
@@ -31,28 +34,17 @@ from orchestrator.view.phrases import tflops_words, time_words, totals
 from workers.messages import WorkerState
 from workers.units import GIB, MIB
 
-_BAR_CELLS = 10
 _LONGEST_ETA_S = 9_999 * 3600.0
-
-#: Names of the columns, the most important first. A narrow terminal drops them from the end; the
-#: first few stay.
-KEPT_LONGEST_FIRST = (
-    "slot", "state", "size", "tflops", "vram", "oom", "baseline", "temperature", "verify", "success", "heartbeat",
-    "card", "vram_bar", "throttle", "duty", "power", "peak", "reason", "dtype", "restarts", "card_memory",
-    "utilisation", "clock", "memory_temperature",
-)  # fmt: skip
-#: How many of the first stay.
+#: How many columns a narrow terminal never drops.
 NEVER_DROPPED = 4
-
-#: What is there only where something is trained: the more important ones, and the others.
-_TRAINING = ("train_step", "loss", "samples", "eta", "micro", "saved", "level", "wait", "mfu")
-_TRAINING_LAST = ("tokens", "epoch", "redone")
+#: What says little of a slot that trains.
+_LAST_IN_TRAINING = frozenset({"size", "tflops"})
 
 Cell: TypeAlias = Callable[[Row], Text | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class TableColumn:
     """One column: two lines of heading and what it shows of a row (`None` when unknown)."""
 
     name: str
@@ -63,167 +55,119 @@ class Column:
     """Words are aligned to the left, numbers to the right."""
 
 
-def _trains(row: Row) -> bool:
-    return row.progress.train_step is not None
+def _declared(rows: Iterable[Row]) -> list[tuple[Field, Column]]:
+    """Return the columns of these rows, and `reason`; those of a training stand behind the state."""
+    is_training = any(row.progress.train_step is not None for row in rows)
+    shown = [(field, field.column) for field in FIELDS.values() if field.column is not None]
+    own = [pair for pair in shown if not pair[0].path.startswith("progress.")]
+    if not is_training:
+        return own
+    place = 1 + [column.name for _, column in own].index("state")
+    return [*own[:place], *(pair for pair in shown if pair not in own), *own[place:]]
 
 
 def kept_longest_first(rows: Iterable[Row]) -> tuple[str, ...]:
     """Return the names of the columns of these rows, and `reason`, the most important first."""
-    if not any(map(_trains, rows)):
-        return KEPT_LONGEST_FIRST
-    slot, state, size, tflops, *others = KEPT_LONGEST_FIRST
-    return (slot, state, *_TRAINING, *others[:2], *_TRAINING_LAST, *others[2:], size, tflops)
+    columns = [column for _, column in _declared(rows)]
+    trains = len(columns) != len(_declared(()))
+    columns.sort(key=lambda column: (trains and column.name in _LAST_IN_TRAINING, column.keep))
+    return tuple(column.name for column in columns)
 
 
-def columns_for(rows: Sequence[Row], glyphs: Glyphs) -> tuple[Column, ...]:
-    """Return all columns in the order they are shown, with units and decimals that suit these rows."""
-    tflops_decimals = cells.decimals_for(row.tflops for row in rows)
+def columns_for(rows: Sequence[Row], glyphs: Glyphs) -> tuple[TableColumn, ...]:
+    """Return all columns in the order they are shown, with units and decimals for these rows."""
     largest_cap = max((row.cap_bytes or row.budget_bytes or 0 for row in rows), default=0)
     # A rehearsal's caps are a sixteenth of the real ones: in GiB they would all read 0.2.
     unit, unit_bytes = ("GiB", GIB) if largest_cap >= GIB or not largest_cap else ("MiB", MIB)
-    decimals = (
-        cells.decimals_for((largest_cap / unit_bytes,), significant=3) if unit_bytes == GIB else 0
+    special: dict[str, Cell] = {
+        "state": lambda row: Text(row.state.value, STATE_STYLES[row.state]),
+        "card": lambda row: _words(_card(row), 16, glyphs),
+        "vram_bar": lambda row: _bar(row, glyphs),
+        "success": _success,
+        "verify": _verify,
+        "heartbeat": _heartbeat,
+        "micro": _micro,
+        "eta": _eta,
+    }
+
+    def made(field: Field, column: Column) -> TableColumn:
+        title, cell = column.title, special.get(column.name)
+        if column.name == "vram":
+            title = f"{unit} {title}"
+        if cell is None and column.cells is not None:
+            longest = column.cells
+            cell = lambda row: _words(row.value(field.key), longest, glyphs)  # noqa: E731
+        return TableColumn(
+            name=column.name,
+            title=title,
+            unit=column.unit,
+            cell=cell or _figures(field, column, rows, glyphs, unit_bytes, largest_cap),
+            is_words=column.cells is not None,
+        )
+
+    return tuple(made(*pair) for pair in _declared(rows) if pair[1].name != "reason")
+
+
+def _figures(
+    field: Field,
+    column: Column,
+    rows: Sequence[Row],
+    glyphs: Glyphs,
+    unit_bytes: int,
+    largest_cap: int,
+) -> Cell:
+    """Return the cell of some numbers with slashes between them."""
+    keys = (field.key, *column.more)
+    times, decimals, style = 1.0, 0, _STYLES.get(column.name, "")
+    if column.digits:
+        values = [row.value(key) for row in rows for key in keys]
+        decimals = cells.decimals_for(values, significant=column.digits)
+    elif field.unit == "ratio":
+        times = 100.0
+    elif field.unit == "bytes" and field.of == "card":
+        times, decimals = 1 / GIB, 1
+    elif field.unit == "bytes":
+        times = 1 / unit_bytes
+        if unit_bytes == GIB:
+            decimals = cells.decimals_for((largest_cap / GIB,), significant=3)
+
+    def shown(value: float | None) -> str | None:
+        if isinstance(value, int) and times == 1.0:
+            return whole(value)
+        # A whole number of any length would not become a float.
+        known = min(value, 2**80) if isinstance(value, int) else value
+        return None if known is None else number(known * times, decimals)
+
+    def cell(row: Row) -> Text | None:
+        values = [row.value(key) for key in keys]
+        text = joined(map(shown, values), glyphs.missing)
+        return None if text is None else Text(text, style if any(values) else "")
+
+    return cell
+
+
+#: Of counters that are worth a look once they are above 0.
+_STYLES: Final = {"oom": "yellow", "restarts": "magenta"}
+
+
+def _words(value: str | None, longest: int, glyphs: Glyphs) -> Text | None:
+    return Text(glyphs.shorten(glyphs.clean(value), longest)) if value else None
+
+
+def _card(row: Row) -> str | None:
+    # "NVIDIA GeForce RTX 3090" -> "RTX 3090": the maker's name is the same on every line.
+    return (row.gpu_name or "").removeprefix("NVIDIA ").removeprefix("GeForce ") or row.device
+
+
+def _bar(row: Row, glyphs: Glyphs) -> Text | None:
+    if row.allocated_bytes is None or row.reserved_bytes is None or not row.cap_bytes:
+        return None
+    # min() first: two huge whole numbers cannot be divided as floats.
+    full, part = (
+        min(held, row.cap_bytes) / row.cap_bytes
+        for held in (row.allocated_bytes, row.reserved_bytes)
     )
-
-    def words(get: Callable[[Row], str | None], longest: int) -> Cell:
-        return lambda row: _text(
-            glyphs.shorten(glyphs.clean(value), longest) if (value := get(row)) else None
-        )
-
-    def figures(*fields: str, decimals: int = 0, times: float = 1.0) -> Cell:
-        """Return the cell of some numbers with slashes between them."""
-
-        def shown(value: float | None) -> str | None:
-            # A whole number of any length would not become a float.
-            known = min(value, 2**80) if isinstance(value, int) else value
-            return None if known is None else number(known * times, decimals)
-
-        return lambda row: _text(
-            joined((shown(getattr(row, name)) for name in fields), glyphs.missing)
-        )
-
-    def card(row: Row) -> str | None:
-        # "NVIDIA GeForce RTX 3090" -> "RTX 3090": the maker's name is the same on every line.
-        return (row.gpu_name or "").removeprefix("NVIDIA ").removeprefix("GeForce ") or row.device
-
-    def size(row: Row) -> Text | None:
-        return _text(joined((whole(row.size), whole(row.batch)), glyphs.missing))
-
-    def bar(row: Row) -> Text | None:
-        if row.allocated_bytes is None or row.reserved_bytes is None or not row.cap_bytes:
-            return None
-        # min() first: two huge whole numbers cannot be divided as floats.
-        full, part = (
-            min(held, row.cap_bytes) / row.cap_bytes
-            for held in (row.allocated_bytes, row.reserved_bytes)
-        )
-        return Text(glyphs.bar(full=full, part=part, width=_BAR_CELLS), "cyan")
-
-    return (
-        Column("slot", "slot", "", words(lambda row: row.slot, 32), is_words=True),
-        Column("card", "card", "", words(card, 16), is_words=True),
-        Column(
-            "state",
-            "state",
-            "",
-            lambda row: Text(row.state.value, STATE_STYLES[row.state]),
-            is_words=True,
-        ),
-        *(_training_columns(rows, glyphs) if any(map(_trains, rows)) else ()),
-        Column("size", "size", "/batch", size),
-        Column("dtype", "type", "", words(lambda row: row.dtype, 10), is_words=True),
-        Column("tflops", "TFLOP/s", "", figures("tflops", decimals=tflops_decimals)),
-        Column("baseline", "base", "%", figures("baseline_pct")),
-        Column("peak", "peak", "%", figures("peak_pct")),
-        Column("vram_bar", "VRAM", "of cap", bar, is_words=True),
-        Column(
-            "vram",
-            f"{unit} allocated",
-            "/reserved/cap",
-            figures(
-                "allocated_bytes",
-                "reserved_bytes",
-                "cap_bytes",
-                decimals=decimals,
-                times=1 / unit_bytes,
-            ),
-        ),
-        Column(
-            "card_memory",
-            "card GiB",
-            "used/all",
-            figures("device_used_bytes", "device_total_bytes", decimals=1, times=1 / GIB),
-        ),
-        Column("utilisation", "card", "busy %", figures("utilisation_pct")),
-        Column("oom", "OOM", "/emerg", _oom),
-        Column("success", "good", "%", _success),
-        Column("duty", "duty %", "ask/got", figures("duty_requested", "duty_measured", times=100)),
-        Column("temperature", "temp C", "/margin", figures("temperature_c", "margin_c")),
-        Column("memory_temperature", "VRAM", "C", figures("memory_temperature_c")),
-        Column("power", "power", "/cap W", figures("power_w", "power_limit_w")),
-        Column("clock", "clock", "SM MHz", figures("sm_clock_mhz")),
-        Column("throttle", "slowed", "% time", figures("throttle_pct")),
-        Column("verify", "checks", "/wrong", _verify),
-        Column(
-            "restarts",
-            "re-",
-            "starts",
-            lambda row: Text(whole(row.restarts) or "", "magenta" if row.restarts else ""),
-        ),
-        Column("heartbeat", "seen", "s ago", _heartbeat),
-    )
-
-
-def _training_columns(rows: Sequence[Row], glyphs: Glyphs) -> tuple[Column, ...]:
-    """Return what is shown of slots that train."""
-    told = [row.progress for row in rows]
-
-    def count(*names: str) -> Cell:
-        return lambda row: _text(
-            joined((whole(getattr(row.progress, name)) for name in names), glyphs.missing)
-        )
-
-    def figure(*names: str, significant: int = 3) -> Cell:
-        values = (getattr(progress, name) for progress in told for name in names)
-        decimals = cells.decimals_for(values, significant=significant)
-        return lambda row: _text(
-            joined(
-                (number(getattr(row.progress, name), decimals) for name in names), glyphs.missing
-            )
-        )
-
-    def micro(row: Row) -> Text | None:
-        parts = (whole(row.progress.micro_batch), whole(row.progress.accumulation))
-        return _text(None if None in parts else "x".join(map(str, parts)))
-
-    def eta(row: Row) -> Text | None:
-        seconds = finite(row.progress.eta_s)
-        return _text(None if seconds is None else cells.clock(min(seconds, _LONGEST_ETA_S)))
-
-    return (
-        Column("train_step", "step", "/of", count("train_step", "train_steps")),
-        Column("loss", "loss", "/first", figure("loss", "first_loss", significant=4)),
-        Column("samples", "samples", "/s", figure("samples_per_s")),
-        Column("tokens", "tokens", "/s", figure("tokens_per_s")),
-        Column("eta", "ETA", "", eta),
-        Column("epoch", "epoch", "", figure("epoch")),
-        Column("micro", "micro", "x acc", micro),
-        Column("level", "level", "", count("memory_level")),
-        Column("saved", "saved", "step", count("saved_step")),
-        Column("redone", "redone", "steps", count("redone_steps")),
-        Column("wait", "data", "wait %", figure("data_wait_pct", significant=2)),
-        Column("mfu", "MFU", "%", figure("mfu_pct")),
-    )
-
-
-def _text(value: str | None, style: str = "") -> Text | None:
-    return None if value is None else Text(value, style)
-
-
-def _oom(row: Row) -> Text:
-    counts = row.counts
-    noted = f"{whole(counts.oom_count)}/{whole(counts.emergency_count)}"
-    return Text(noted, "yellow" if counts.oom_count or counts.emergency_count else "")
+    return Text(glyphs.bar(full=full, part=part, width=10), "cyan")
 
 
 def _success(row: Row) -> Text | None:
@@ -242,6 +186,20 @@ def _verify(row: Row) -> Text | None:
 def _heartbeat(row: Row) -> Text | None:
     age_s = finite(row.heartbeat_age_s)
     return _text(number(age_s, 0 if age_s is not None and age_s >= 10 else 1))
+
+
+def _micro(row: Row) -> Text | None:
+    parts = (whole(row.progress.micro_batch), whole(row.progress.accumulation))
+    return _text(None if None in parts else "x".join(map(str, parts)))
+
+
+def _eta(row: Row) -> Text | None:
+    seconds = finite(row.progress.eta_s)
+    return _text(None if seconds is None else cells.clock(min(seconds, _LONGEST_ETA_S)))
+
+
+def _text(value: str | None, style: str = "") -> Text | None:
+    return None if value is None else Text(value, style)
 
 
 _GAP_CELLS = 2
@@ -268,7 +226,7 @@ _QUIET_STATES = frozenset({WorkerState.RUNNING, WorkerState.DONE, WorkerState.ST
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    columns: tuple[Column, ...]
+    columns: tuple[TableColumn, ...]
     widths: dict[str, int]
     reason_cells: int | None
     """Width of the reason's column; `None` puts reasons on lines of their own."""
@@ -398,7 +356,7 @@ def _notices(notices: Sequence[str], width: int, most: int | None, glyphs: Glyph
 
 
 def _layout(
-    columns: Sequence[Column],
+    columns: Sequence[TableColumn],
     order: Sequence[str],
     cells: Sequence[dict[str, Text | None]],
     width: int,

@@ -31,6 +31,7 @@ from orchestrator.config.load import config_from_data
 from orchestrator.config.schema import Config
 from orchestrator.core.fleet import NodeFact, Reservation, SliceReported
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
+from orchestrator.record import store as tables
 from orchestrator.run.clock import Clock
 from workers.messages import (
     Activity,
@@ -280,10 +281,10 @@ def _bare_core_pct(
         for statement in (
             "PRAGMA journal_mode = WAL",
             "PRAGMA synchronous = NORMAL",
-            *store.CREATE,
+            *tables.CREATE,
         ):
             store.execute(statement)
-        store.executemany(store.PUT_SLOT, slots.values())
+        store.executemany(tables.PUT_SLOT, slots.values())
         cpu_s, done, sampled_rows = 0.0, 0, 0
         for turn in range(1, turns + 1):
             clock.sleep(took_s / turns)
@@ -298,13 +299,13 @@ def _bare_core_pct(
                 for number in range(sampled_rows, rows_due)
             ]
             store.execute("BEGIN IMMEDIATE")
-            store.executemany(store.PUT_PROGRESS, [progress[report.slot] for report in decoded])
+            store.executemany(tables.PUT_PROGRESS, [progress[report.slot] for report in decoded])
             # A record of a slot is written when what its policy has learned changes.
             store.executemany(
-                store.PUT_SLOT, [slots[report.slot] for report in decoded[::_REPORTS_TO_LEARN]]
+                tables.PUT_SLOT, [slots[report.slot] for report in decoded[::_REPORTS_TO_LEARN]]
             )
-            store.executemany(store.PUT_ROW, new_rows)
-            store.executemany(store.PUT_SAMPLE, new_rows)
+            store.executemany(tables.PUT_ROW, new_rows)
+            store.executemany(tables.PUT_SAMPLE, new_rows)
             store.execute("COMMIT")
             done, sampled_rows = due.stop, rows_due
             cpu_s += time.process_time() - began_s

@@ -334,7 +334,7 @@ ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELEC
     [
         (b"this is a text" * 1000, "not a database"),
         (random.Random(1).randbytes(100_000), "not a database"),  # noqa: S311 - no secrets
-        ("UPDATE meta SET value = '3'", "newer version"),
+        ("UPDATE meta SET value = '3'", "another version"),
         ("UPDATE meta SET value = 'two'", "damaged"),
         ("DELETE FROM meta", "which schema"),
         ("DROP TABLE slots", "no such table"),

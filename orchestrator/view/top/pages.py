@@ -63,7 +63,7 @@ def key_line(
 ) -> Text:
     """Return what the picture shows, and what happened last or which keys there are."""
     parts = [] if fresh is None else [fresh]
-    order = FIELDS[view.order.key].column or view.order.key if view.order.key else "worst first"
+    order = FIELDS[view.order.key].name if view.order.key else "worst first"
     parts.append(f"by {order}{' reversed' if view.order.reverse else ''}")
     if view.wanted.text:
         parts.append(f"filter {view.wanted.text}")
@@ -94,7 +94,7 @@ def slots_words(slots: tuple[str, ...]) -> str:
 
 
 _COLUMNS = frozenset(
-    field.column for field in FIELDS.values() if field.of == "card" and field.column
+    field.name for field in FIELDS.values() if field.of == "card" and field.column
 ) - {"card"}
 
 

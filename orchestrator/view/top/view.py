@@ -29,9 +29,7 @@ SORTS: tuple[str | None, ...] = (
 _STAY = frozenset({"slot", "state"})
 #: Columns that can be taken away.
 HIDEABLE: tuple[str, ...] = tuple(
-    name
-    for name in dict.fromkeys(field.column for field in FIELDS.values())
-    if name not in _STAY and name
+    field.name for field in FIELDS.values() if field.column and field.name not in _STAY
 )
 
 

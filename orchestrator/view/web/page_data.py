@@ -30,7 +30,7 @@ from orchestrator.view.phrases import (
     time_words,
     totals,
 )
-from orchestrator.view.table import Column, columns_for, kept_longest_first
+from orchestrator.view.table import TableColumn, columns_for, kept_longest_first
 from workers.messages import WorkerState
 from workers.units import MIB
 
@@ -168,7 +168,7 @@ def frozen_table(frame: Frame) -> Json:
     return {"table": table.to_dict(), "orders": orders}
 
 
-def row_cells(row: Row, columns: Sequence[Column]) -> tuple[Cell, ...]:
+def row_cells(row: Row, columns: Sequence[TableColumn]) -> tuple[Cell, ...]:
     """Return the cells of a slot, then its reason.
 
     With a tone where the reason is worth a line of its own.
@@ -364,7 +364,7 @@ def _mark(frame: Frame) -> tuple[str, str]:
     return frame.freshness.value, "good" if frame.freshness is Freshness.LIVE else "bad"
 
 
-def _column_list(columns: Sequence[Column], rows: Sequence[Row]) -> tuple[Json, ...]:
+def _column_list(columns: Sequence[TableColumn], rows: Sequence[Row]) -> tuple[Json, ...]:
     rank = {name: place for place, name in enumerate(kept_longest_first(rows))} | {"oom": 0}
 
     def width_of(name: str) -> str:
@@ -389,7 +389,7 @@ def _cell(text: Text | None) -> Cell:
     return text.plain if tone is None else (text.plain, tone)
 
 
-def _heading(column: Column) -> str:
+def _heading(column: TableColumn) -> str:
     return f"{column.title} {column.unit}".strip()
 
 
