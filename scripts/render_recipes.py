@@ -88,9 +88,7 @@ def sums_of(training: Mapping[str, Any]) -> list[str]:
         )
         total = f"{step['total_bytes'] / GIB:.2f} of {cap['cap_bytes'] / GIB:.2f} GiB"
         split = f"{step['micro_batch']} x {step['accumulation']} samples"
-        split += (
-            ", all blocks checkpointed" if 0 < step["memory_level"] == training["blocks"] else ""
-        )
+        split += ", all blocks recomputed" if 0 < step["memory_level"] == training["blocks"] else ""
         host = (
             f", {step['on_host_bytes'] / GIB:.2f} GiB in host memory"
             if step["on_host_bytes"]
@@ -140,7 +138,7 @@ def comparison(
         ("memory that it shows, GiB", "card's data", *(f"{PROFILES[key].shown_gib:.2f}" for key in CARDS)),
         ("batch x accumulation", "guide", *GUIDE["batch x accumulation"]),
         (f"micro x accumulation of {_BATCH} that fits", "plan", *(_split(plans[f"{key} none"]) for key in CARDS)),
-        ("with all blocks checkpointed", "plan", *(_split(plans[f"{key} all"]) for key in CARDS)),
+        ("with all blocks recomputed", "plan", *(_split(plans[f"{key} all"]) for key in CARDS)),
         ("states on the host", "guide", *GUIDE["states on the host"]),
         ("the same, needed for one sample", "plan", *(_states_needed(plans[f"{key} none"]) for key in CARDS)),
         ("bf16 peak, TFLOP/s", "card's data", *(f"{peak:.1f}" for peak in peaks)),

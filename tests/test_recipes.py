@@ -39,7 +39,7 @@ def test_a_recipe_that_does_not_fit_has_no_sum() -> None:
         "accumulation": 2,
         "memory_level": 0,
         "on_host_bytes": 0,
-        "snapshot_copy_bytes": 0,
+        "checkpoint_copy_bytes": 0,
     }
     step |= {"total_bytes": 2**31, "fits": True}
     step |= dict.fromkeys(
@@ -63,7 +63,7 @@ def test_a_recipe_that_does_not_fit_has_no_sum() -> None:
             "caps": [cap | {"steps": [step | {"fits": False}, step | {"memory_level": 6}]}],
         }
     )
-    assert of_last.startswith("# pc1 with 1 x 2 samples, all blocks checkpointed:\n")
+    assert of_last.startswith("# pc1 with 1 x 2 samples, all blocks recomputed:\n")
     refused = {"verdict": "does_not_fit", "sentence": "does not fit: the smallest step"}
     with pytest.raises(ValueError, match=refused["sentence"]):
         sums_of({"blocks": 6, "caps": [cap | refused]})

@@ -137,7 +137,7 @@ class Directive:
     lease_bytes: int | None = None
     """What the worker may hold now, its cap apart, so that those who share a card do not all grow
     into the same bytes; `None` does not limit it."""
-    snapshot: bytes | None = None
+    checkpoint: bytes | None = None
     """The head's copy of the slot's state, in the first slice of a process; `None`: there is none.
     """
     save: bool = False
@@ -309,9 +309,9 @@ class Progress:
     memory_level: int | None = None
     """How much is done to save memory; 0: nothing."""
     saved_step: int | None = None
-    """Optimiser steps in the last snapshot that is safe on disk."""
+    """Optimiser steps in the last checkpoint that is safe on disk."""
     redone_steps: int | None = None
-    """Optimiser steps that were done again after going back to a snapshot: by this process, or in a
+    """Optimiser steps that were done again after going back to a checkpoint: by this process, or in a
     row of the table by all of the slot's."""
     data_wait_pct: float | None = None
     """Share of the time in which the device waited for data."""
@@ -351,7 +351,7 @@ NO_PROGRESS = Progress()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotPiece:
+class CheckpointPiece:
     """A part of a file with a slot's state, on its way to the head."""
 
     number: int
@@ -421,7 +421,7 @@ class Report:
     resume: ResumeState | None = None
     progress: Progress | None = None
     """`None` of a workload without an end, and of a slice that failed before it could be asked."""
-    snapshot: SnapshotPiece | None = None
+    checkpoint: CheckpointPiece | None = None
     """Of the state that the head is to keep, too."""
     save_due: bool = False
     """Whether the workload was asked to save its state, and has not been able to since."""

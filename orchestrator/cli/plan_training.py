@@ -63,7 +63,7 @@ def training_plan(config: Config, budgets: Sequence[NodeBudget]) -> dict[str, An
     if "refused" in told:
         raise UsageError(one_line(told["refused"]))
     return {
-        **config.train.model_dump(include={"preset", "batch", "precision", "checkpoint"}),
+        **config.train.model_dump(include={"preset", "batch", "precision", "recompute"}),
         "blocks": told.get("blocks"),
         "not_planned": told.get("not_planned"),
         "caps": [{**cap, **_judged(cap, config, told["blocks"])} for cap in told.get("caps", ())],
@@ -73,7 +73,7 @@ def training_plan(config: Config, budgets: Sequence[NodeBudget]) -> dict[str, An
 def training_lines(training: _Told) -> Iterator[str]:
     """Yield the same for people: a table and a sentence for each cap."""
     kind = f"{training['preset']}, {training['precision']}, batch {training['batch']}"
-    yield f"Will it fit? {kind}, train.checkpoint: {training['checkpoint']}"
+    yield f"Will it fit? {kind}, train.recompute: {training['recompute']}"
     if training["not_planned"] is not None:
         yield f"Not known, so the run finds out by itself: {one_line(training['not_planned'])}"
         return
@@ -89,7 +89,7 @@ def training_lines(training: _Told) -> Iterator[str]:
                 *(f"{step['micro_batch']} x {step['accumulation']}" for step in steps),
             ),
             (
-                "checkpointed blocks",
+                "recomputed blocks",
                 *(f"{step['memory_level']} of {training['blocks']}" for step in steps),
             ),
             *(
@@ -118,9 +118,9 @@ def _judged(cap: _Told, config: Config, blocks: int) -> dict[str, str]:
     train, (*_, smallest) = config.train, cap["steps"]
     cap_text = f"{cap['cap_bytes'] / MIB:.0f} MiB"
     fixed = (
-        train.checkpoint
-        if isinstance(train.checkpoint, int)
-        else {"none": 0, "all": blocks}.get(train.checkpoint)
+        train.recompute
+        if isinstance(train.recompute, int)
+        else {"none": 0, "all": blocks}.get(train.recompute)
     )
     largest = {step["memory_level"]: step for step in reversed(cap["steps"]) if step["fits"]}
     usual, fullest = largest.get(min(fixed or 0, blocks)), largest.get(blocks)
@@ -131,15 +131,15 @@ def _judged(cap: _Told, config: Config, blocks: int) -> dict[str, str]:
         return {"verdict": "fits" if whole else "fits_in_parts", "sentence": said}
     if fullest is not None:
         is_shared = _is_shared(fullest, train)
-        how = f"with checkpointing of all {blocks} blocks" + (
+        how = f"with recomputation of all {blocks} blocks" + (
             " and states on the host" if is_shared else ""
         )
         said = f"fits {'' if is_shared else 'only '}{how}, with {_split(fullest)} of {cap_text}"
         if fixed is None:
-            return {"verdict": "fits_checkpointed", "sentence": said}
+            return {"verdict": "fits_recomputed", "sentence": said}
         advice = (
-            f"does not fit with train.checkpoint: {train.checkpoint}; it {said}: set "
-            "train.checkpoint: auto"
+            f"does not fit with train.recompute: {train.recompute}; it {said}: set "
+            "train.recompute: auto"
         )
         return {"verdict": "does_not_fit", "sentence": advice}
     needs_bytes, context_bytes = (
@@ -167,9 +167,9 @@ def _judged(cap: _Told, config: Config, blocks: int) -> dict[str, str]:
     if smallest["micro_batch"] > 1:
         cures.append("lower train.micro")
     cures.append("take a smaller train.preset" if is_preset else "make the model smaller")
-    checkpointed = f", with all {blocks} blocks checkpointed," if blocks else ""
+    recomputed = f", with all {blocks} blocks recomputed," if blocks else ""
     needs = (
-        f"the smallest step{checkpointed} needs {needs_bytes / MIB:.0f} MiB, the cap is about "
+        f"the smallest step{recomputed} needs {needs_bytes / MIB:.0f} MiB, the cap is about "
         f"{cap_text}"
     )
     return {"verdict": "does_not_fit", "sentence": f"does not fit: {needs}; {', or '.join(cures)}"}
@@ -179,7 +179,7 @@ def _is_shared(step: _Told, train: TrainSettings) -> bool:
     """Whether memory has decided on states as well: steps between those that are shown may fit,
     too.
     """
-    return step["on_host_bytes"] > step["snapshot_copy_bytes"] and train.states_on_host == "auto"
+    return step["on_host_bytes"] > step["checkpoint_copy_bytes"] and train.states_on_host == "auto"
 
 
 def _split(step: _Told) -> str:

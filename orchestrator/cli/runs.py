@@ -237,7 +237,7 @@ def _predicted(events: Sequence[StoredEvent]) -> Iterator[str]:
         )
         at = (
             f"at micro-batch {told.get('micro_batch')}, {told.get('memory_level')} blocks "
-            "checkpointed"
+            "recomputed"
         )
         yield f"{slot}: predicted {predicted}, measured {measured} {at}"
 

@@ -25,6 +25,7 @@ from orchestrator.config.gpu_specs import PROFILES
 from orchestrator.config.schema import Config, NodeConfig
 from orchestrator.config.yaml_source import KeyPath, YamlSource, listed
 from orchestrator.errors import ConfigError, Problem
+from workers.training.settings import RENAMED
 
 #: What pydantic found, by its name for it. A finding about a value that is missing does not show
 #: the value.
@@ -107,6 +108,8 @@ def _translated(source: YamlSource, details: ErrorDetails) -> Problem:
         valid = _merged(_schema_of(("cluster", "head")))["description"]
         return source.problem(path[:-1], "cannot be the name of a node", valid)
     if kind == "extra_forbidden":
+        if path[0] == "train" and (renamed := RENAMED.get(path[-1])):
+            return source.problem(path, "has a new name", f"train.{renamed}")
         keys = sorted(_schema_of(path[:-1])["properties"])
         return source.problem(path, f"unknown key{_nearest(path[-1], keys)}", ", ".join(keys))
     schema = _schema_of(path)

@@ -32,7 +32,7 @@ class LeakWatch:
     """What is known of one process's memory since its work last changed."""
 
     work: tuple[int | None, ...] | None = None
-    """Incarnation, size, batch and claim; of a training also its level, and whether a snapshot was
+    """Incarnation, size, batch and claim; of a training also its level, and whether a checkpoint was
     saved.
     """
     first_step: int | None = None
@@ -84,7 +84,7 @@ def observed(watch: LeakWatch, report: Report) -> LeakWatch:
     first_step, progress = watch.first_step, report.progress
     if progress is not None and progress.train_step is not None and work is not None:
         first_step = progress.train_step if first_step is None else first_step
-        # The copy that a snapshot is written from stays in memory.
+        # The copy that a checkpoint is written from stays in memory.
         work = (*work, progress.memory_level, progress.saved_step is not None)
         if progress.train_step < first_step + _FIRST_STEPS or report.state is WorkerState.PARKED:
             work = None

@@ -1,6 +1,6 @@
 """How far the training of a slot is, over all of its processes. Pure.
 
-A process that goes on from a snapshot does some steps again that the one before had done and told
+A process that goes on from a checkpoint does some steps again that the one before had done and told
 of. It cannot know how many; the reports of both together say it.
 """
 
@@ -21,7 +21,7 @@ class Training:
     """Of that process."""
     redone_before: int = 0
     """Steps done again by the processes before it, and by it because they had got further than
-    their snapshot.
+    their checkpoint.
     """
 
     @property

@@ -45,13 +45,13 @@ from orchestrator.run import (
     run_dir,
     viewers,
 )
+from orchestrator.run.checkpoint_keeper import CheckpointKeeper
 from orchestrator.run.clock import Clock
 from orchestrator.run.commands import Commands, answers_before
 from orchestrator.run.environment import Environment, Mode
 from orchestrator.run.fault_injection import FaultInjector
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
-from orchestrator.run.snapshot_keeper import SnapshotKeeper
 from orchestrator.run.supervisor import Supervisor
 from orchestrator.run.terminal import Interrupts, Screen, own_screen
 from orchestrator.view.cells import glyphs_for, width_of, wrapped
@@ -247,7 +247,7 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
                 outlets=record.outlets,
                 interrupted=lambda: interrupts.asked,
                 learned_limits=learned_limits,
-                snapshots=SnapshotKeeper(record.folder / "states"),
+                checkpoints=CheckpointKeeper(record.folder / "states"),
                 output=OutputFiles(record.folder),
                 commands=commands,
                 injector=injector,

@@ -25,6 +25,7 @@ from orchestrator.errors import PreflightError
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import OutputFiles
 from orchestrator.record.store import RunFacts
+from orchestrator.run.checkpoint_keeper import CheckpointKeeper
 from orchestrator.run.clock import Clock, Timers
 from orchestrator.run.commands import Commands
 from orchestrator.run.fault_injection import FaultInjector
@@ -32,7 +33,6 @@ from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.node_watch import NodeWatch
 from orchestrator.run.resume import Past, rules_of
 from orchestrator.run.snapshot import Meter, Recorder, SlotRows
-from orchestrator.run.snapshot_keeper import SnapshotKeeper
 from orchestrator.view.live import GAPS, Outlets
 from workers.messages import Directive
 
@@ -104,7 +104,7 @@ class Supervisor:
     """
     interrupted: Callable[[], bool]
     learned_limits: LearnedLimits
-    snapshots: SnapshotKeeper
+    checkpoints: CheckpointKeeper
     output: OutputFiles
     commands: Commands
     """Those of the user."""
@@ -177,7 +177,7 @@ class Supervisor:
         now_s = self.clock.monotonic_s()
         counting_since_s = self._counting_since_s if self._counting_since_s is not None else now_s
         elapsed_s = self.past.elapsed_s + now_s - counting_since_s
-        kept = (self.snapshots.problem, self.output.problem)
+        kept = (self.checkpoints.problem, self.output.problem)
         return Snapshot(
             run_id=self.facts.run_id,
             started_at=self.facts.started_at_unix_s,
@@ -354,7 +354,7 @@ class Supervisor:
     def _take(self, ended: SliceEnded) -> None:
         match ended:
             case SliceReported(report=report):
-                self.snapshots.take(report)
+                self.checkpoints.take(report)
                 self.output.take(report)
                 for happened in report.events:
                     self.outlets.events.write(
@@ -434,14 +434,14 @@ class Supervisor:
                 now_s = self.clock.monotonic_s()
                 fault = None if injector is None else injector.process_fault(slot, command, now_s)
                 lease_bytes = self._broker.grant(slot, command.sequence)
-                copy = self.snapshots.copy_for(name, command.incarnation)
+                copy = self.checkpoints.copy_for(name, command.incarnation)
                 if (fault, lease_bytes, copy) != (
                     None,
                     None,
                     None,
                 ):  # hardly ever, and a copy takes time
                     command = replace(
-                        command, process_fault=fault, lease_bytes=lease_bytes, snapshot=copy
+                        command, process_fault=fault, lease_bytes=lease_bytes, checkpoint=copy
                     )
                 self.fleet.submit(name, command)
             case slots.Forget():

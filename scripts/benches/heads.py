@@ -20,11 +20,11 @@ from orchestrator.record.events import EventLog
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import OutputFiles
 from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
+from orchestrator.run.checkpoint_keeper import CheckpointKeeper
 from orchestrator.run.clock import Clock
 from orchestrator.run.commands import Commands
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
-from orchestrator.run.snapshot_keeper import SnapshotKeeper
 from orchestrator.run.supervisor import Supervisor
 from orchestrator.view.live import Outlets, Watcher
 from workers.host.processes import start_time
@@ -84,7 +84,7 @@ def supervise(
         outlets=outlets,
         interrupted=interrupted,
         learned_limits=LearnedLimits(None, events),
-        snapshots=SnapshotKeeper(folder / "states"),
+        checkpoints=CheckpointKeeper(folder / "states"),
         output=OutputFiles(folder),
         commands=commands,
         clock=clock,

@@ -46,7 +46,7 @@ _SHAPE = GptShape(layers=8, heads=2, width=32, seq=16)
 _DATA = MadeText(_SHAPE.seq, _SHAPE.vocabulary, SEED, items=4096)
 KEYS: Mapping[str, Any] = {
     "preset": "benches.train_job:task", "batch": BATCH, "steps": 1_000_000, "warmup_steps": 20, "precision": "fp32",
-    "optimizer": "adamw-loop", "clip": None, "checkpoint": "none",
+    "optimizer": "adamw-loop", "clip": None, "recompute": "none",
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ followed by `run --resume`. In the third, a node is ended as by a power cut and 
 three must end with the same SHA-256 of all weights, slot by slot, and leave no process and no
 temporary file. Memory moves nothing here (`train.exact`).
 
-Work that a kill costs is told in seconds: from the newest snapshot to the kill, or from the moment
+Work that a kill costs is told in seconds: from the newest checkpoint to the kill, or from the moment
 when the process was ready for its first step.
 """
 
@@ -207,7 +207,7 @@ class _Killing:
         }
 
     def _unsaved_s(self, slot: str, ready_at_unix_s: float) -> float:
-        """Return the time since the newest snapshot, or since the process was ready if that is
+        """Return the time since the newest checkpoint, or since the process was ready if that is
         later.
         """
         files = (self._scene.folder / "state").rglob(f"{slot}/generation-?.pt")

@@ -77,13 +77,13 @@ def test_each_cap_gets_a_verdict_and_steps_whose_parts_add_up(
     assert verdicts == {
         ("pc1", "pc5"): "fits",
         ("pc2",): "fits_in_parts",
-        ("pc3",): "fits_checkpointed",
+        ("pc3",): "fits_recomputed",
         ("pc4",): "does_not_fit",
     }
-    whole, parts, checkpointed, too_large = (cap["steps"] for cap in training["caps"])
+    whole, parts, recomputed, too_large = (cap["steps"] for cap in training["caps"])
     splits = [(step["micro_batch"], step["accumulation"], step["memory_level"]) for step in parts]
     assert splits == [(8, 2, 0), (8, 2, 12), (1, 16, 12)]
-    assert [step["fits"] for step in checkpointed] == [False, True]
+    assert [step["fits"] for step in recomputed] == [False, True]
     assert [step["fits"] for step in too_large] == [False]
     assert whole[0]["micro_batch"] == 16
     for cap in training["caps"]:
@@ -100,22 +100,22 @@ def test_a_person_reads_the_parts_the_verdict_and_what_to_change(
     small: tuple[Config, dict[str, Any]],
 ) -> None:
     _, _, fits = plan_text(*small).partition(
-        "Will it fit? gpt2-small, bf16, batch 16, train.checkpoint: auto\n\n"
+        "Will it fit? gpt2-small, bf16, batch 16, train.recompute: auto\n\n"
     )
     first, *_, last, _ = fits.split("\n\n")
     table = [line.split() for line in first.splitlines()]
     assert first.startswith("pc1, pc5: cap about 20000 MiB, cuda\n")
     assert " ".join(table[1]) == "micro x accumulation 16 x 1 16 x 1 1 x 16"
     assert [line[0].strip(",") for line in table[3:13]] == [
-        "weights", "gradients", "optimizer", "activations", "update", "workspace", "total", "snapshot_copy", "on_host",
-        "fits",
+        "weights", "gradients", "optimizer", "activations", "update", "workspace", "total",
+        "checkpoint_copy", "on_host", "fits",
     ]  # fmt: skip
     assert first.endswith(
         "pc1, pc5: fits whole with micro-batch 16 x accumulation 1, which takes 16851 of 20000 MiB"
     )
     sentence = last.splitlines()[-1]
     assert sentence.startswith(
-        "pc4: does not fit: the smallest step, with all 12 blocks checkpointed, needs 2685 MiB, "
+        "pc4: does not fit: the smallest step, with all 12 blocks recomputed, needs 2685 MiB, "
     )
     assert sentence.endswith(
         "set nodes.pc4.vram_per_worker_gib to 3.29 or more, or lower train.seq, or raise train.states_on_host, "
@@ -130,27 +130,27 @@ def test_where_states_may_go_to_the_host_it_says_what_lies_there() -> None:
     assert cap["sentence"].startswith(
         "fits with states on the host and micro-batch 1 x accumulation 16, "
     )
-    checkpointed = config_of(
+    recomputed = config_of(
         {"pc1": 158}, preset="gpt-mini", states_on_host="auto", micro=4, exact=True
     )
-    training = planned(checkpointed)
+    training = planned(recomputed)
     (cap,) = training["caps"]
-    assert "fits with checkpointing of all 6 blocks and states on the host" in cap["sentence"]
+    assert "fits with recomputation of all 6 blocks and states on the host" in cap["sentence"]
     assert any(line.strip().startswith("on_host, MiB") for line in training_lines(training))
 
 
-def test_where_checkpointing_is_turned_off_it_is_what_to_change() -> None:
+def test_where_recomputation_is_turned_off_it_is_what_to_change() -> None:
     # The text lies on other PCs alone.
     config = config_of(
-        {"pc1": 250}, preset="gpt-mini", checkpoint="none", micro=4, exact=True, data="/nowhere"
+        {"pc1": 250}, preset="gpt-mini", recompute="none", micro=4, exact=True, data="/nowhere"
     )
     (cap,) = planned(config)["caps"]
     assert cap["verdict"] == "does_not_fit"
     assert (
-        "does not fit with train.checkpoint: none; it fits only with checkpointing of all 6"
+        "does not fit with train.recompute: none; it fits only with recomputation of all 6"
         in cap["sentence"]
     )
-    assert cap["sentence"].endswith("set train.checkpoint: auto")
+    assert cap["sentence"].endswith("set train.recompute: auto")
 
 
 def test_rows_of_ones_own_documents_are_planned_as_those_of_made_ones() -> None:

@@ -228,8 +228,8 @@ def test_the_last_prediction_of_each_training_stands_beside_its_measurement(tmp_
     lines = report_text(tmp_path / RUN_ID, 100).splitlines()
     first = lines.index("memory of trainings") + 1
     assert lines[first : first + 3] == [
-        "  pc1/0: predicted 57 MiB, measured 61 MiB at micro-batch 16, 0 blocks checkpointed",
-        "  pc1/1: predicted 57 MiB, measured unknown at micro-batch 16, 0 blocks checkpointed",
+        "  pc1/0: predicted 57 MiB, measured 61 MiB at micro-batch 16, 0 blocks recomputed",
+        "  pc1/1: predicted 57 MiB, measured unknown at micro-batch 16, 0 blocks recomputed",
         "",
     ]
 

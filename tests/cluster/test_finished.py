@@ -1,4 +1,4 @@
-"""A training on real Ray: a killed worker goes on from its snapshot to the same weights.
+"""A training on real Ray: a killed worker goes on from its checkpoint to the same weights.
 
 All done, the run ends.
 """
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.ray
 #: them.
 KEYS: dict[str, Any] = {
     "steps": 120, "batch": 8, "micro": 4, "exact": True, "seq": 16, "precision": "fp32", "dropout": 0.1,
-    "save_every_s": 0.5, "snapshots": "head",
+    "save_every_s": 0.5, "checkpoints": "head",
 }  # fmt: skip
 TRAINING = (
     "--workload",
@@ -54,7 +54,7 @@ def test_a_training_with_a_killed_worker_ends_before_its_time_with_the_same_weig
     monkeypatch.setenv("ORCHESTRATOR_STATE_DIR", str(tmp_path))
     head = start("--rehearse", *SMALL, "--duration", "30m", "--json", *TRAINING)
     head.wait_until_running(3)
-    head.wait(lambda: head.rows().get("pc1/0", {}).get("saved_step"), "a snapshot of pc1/0")
+    head.wait(lambda: head.rows().get("pc1/0", {}).get("saved_step"), "a checkpoint of pc1/0")
     opened = next(
         event
         for event in head.events()
@@ -80,6 +80,6 @@ def test_a_training_with_a_killed_worker_ends_before_its_time_with_the_same_weig
     assert [row["redone_steps"] for slot, row in sorted(rows.items())][1:] == [0, 0]
     undisturbed = python("-c", UNDISTURBED).stdout.split()
     assert [row["weights_sha256"] for _, row in sorted(rows.items())] == undisturbed
-    for slot in rows:  # the head's copy is the last snapshot
+    for slot in rows:  # the head's copy is the last checkpoint
         copy = (head.folder() / "states" / f"{slot}.pt").read_bytes()
         assert copy in {path.read_bytes() for path in tmp_path.rglob(f"{slot}/generation-?.pt")}

@@ -109,11 +109,22 @@ def test_the_text_these_tests_break_is_good(tmp_path: Path) -> None:
         ),
         (
             "run:\n",
-            "train: {checkpoint: -1}\nrun:\n",
+            "train: {recompute: -1}\nrun:\n",
             13,
-            "train.checkpoint",
+            "train.recompute",
             "-1 is not usable here",
             "auto, none, all",
+        ),
+        *(
+            (
+                "run:\n",
+                f"train: {{{old}: x}}\nrun:\n",
+                13,
+                f"train.{old}",
+                "new name",
+                f"train.{new}",
+            )
+            for old, new in (("checkpoint", "recompute"), ("snapshots", "checkpoints"))
         ),
         ("run:\n", "train: {batch: 0}\nrun:\n", 13, "train.batch", "0 is too small", "at least 1"),
         # ranges

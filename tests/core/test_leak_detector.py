@@ -171,7 +171,7 @@ def test_a_state_that_waits_in_host_memory_is_no_leak() -> None:
 
 
 @pytest.mark.parametrize("change", [{"memory_level": 2}, {"saved_step": 20}])
-def test_another_level_and_the_first_snapshot_are_other_work(change: dict[str, int]) -> None:
+def test_another_level_and_the_first_checkpoint_are_other_work(change: dict[str, int]) -> None:
     steady = [training(100, step) for step in range(30)]
     assert after([*steady, *[training(900, 30, **change)] * (UNTIL_KNOWN - 1)]).growth_bytes is None
     assert after([*steady, *[training(900, 30, **change)] * UNTIL_KNOWN]).growth_bytes == 0

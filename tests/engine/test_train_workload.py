@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.run.snapshot_keeper import SnapshotKeeper
+from orchestrator.run.checkpoint_keeper import CheckpointKeeper
 from tests.engine.scene import events, names
 from tests.engine.trainings import settings, trained
 from tests.in_child import InChild
@@ -135,7 +135,7 @@ def test_packed_lines_of_ones_own_are_evaluated_and_an_edited_file_is_told(
     in_child(trained, str(tmp_path / "edited"), wanted, [{}] * 7)
     path.write_text("\n".join([lines[0].replace("0", "9"), *lines[1:]]))
     (last,) = in_child(trained, str(tmp_path / "edited"), wanted, [{**WHOLE, "incarnation": 1}])
-    told = [str(each.detail["reason"]) for each in events(last, "snapshot_refused")]
+    told = [str(each.detail["reason"]) for each in events(last, "checkpoint_refused")]
     assert "it was trained with data_fingerprint=lines" in told[0]
     assert told[-1] == "training begins anew"
     assert last.verdict is Verdict.DONE
@@ -168,7 +168,7 @@ def test_a_pass_of_the_profiler_tells_where_the_time_went_and_changes_no_bit(
     assert report.progress.weights_sha256 == undisturbed.progress.weights_sha256
 
 
-def test_another_process_goes_on_from_the_snapshot_to_the_same_bits(
+def test_another_process_goes_on_from_the_checkpoint_to_the_same_bits(
     in_child: InChild, tmp_path: Path, undisturbed: Report
 ) -> None:
     often = {"save_every_s": 0.001}
@@ -187,8 +187,8 @@ def test_another_process_goes_on_from_the_snapshot_to_the_same_bits(
 def test_a_node_that_has_lost_its_disk_goes_on_from_the_heads_copy(
     in_child: InChild, tmp_path: Path, undisturbed: Report
 ) -> None:
-    keeper = SnapshotKeeper(tmp_path / "head")
-    wanted = spec(save_every_s=0.001, snapshots="head")
+    keeper = CheckpointKeeper(tmp_path / "head")
+    wanted = spec(save_every_s=0.001, checkpoints="head")
     first = in_child(trained, str(tmp_path / "one"), wanted, [{}] * 8)
     for report in first:
         keeper.take(report)
@@ -198,7 +198,7 @@ def test_a_node_that_has_lost_its_disk_goes_on_from_the_heads_copy(
         trained,
         str(tmp_path / "other"),
         wanted,
-        [{**WHOLE, "incarnation": 1, "snapshot": copy}] * 2,
+        [{**WHOLE, "incarnation": 1, "checkpoint": copy}] * 2,
     )
     (restored,) = events(last, "restored")
     assert 0 < restored.detail["step"] <= 4
@@ -229,14 +229,14 @@ def test_without_memory_it_is_parked_and_ends_with_the_same_bits(
     assert sum(report.counts.steps_oom + report.counts.steps_error for report in reports) == 0
 
 
-def test_a_loss_that_is_not_finite_stops_the_slot_and_names_step_and_snapshot(
+def test_a_loss_that_is_not_finite_stops_the_slot_and_names_step_and_checkpoint(
     in_child: InChild, tmp_path: Path
 ) -> None:
     nan = spec(preset=task("becomes_nan"), steps=100, save_every_s=0.001, seq=None)
     report = in_child(trained, str(tmp_path), nan, [WHOLE])[-1]
     assert report.verdict is Verdict.INCOMPATIBLE
     assert "the loss of optimiser step 6 is nan" in report.reason
-    assert "the last good snapshot is of step " in report.reason
+    assert "the last good checkpoint is of step " in report.reason
     assert str(tmp_path) in report.reason
 
 
@@ -285,7 +285,7 @@ def test_a_folder_that_cannot_be_written_costs_no_step(in_child: InChild, tmp_pa
     assert report.verdict is Verdict.DONE
     assert report.progress.saved_step is None
     assert any(
-        "Not a directory" in event.detail["reason"] for event in events(report, "snapshot_failed")
+        "Not a directory" in event.detail["reason"] for event in events(report, "checkpoint_failed")
     )
     assert "restored" not in names(report)
 

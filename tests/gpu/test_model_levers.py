@@ -26,7 +26,7 @@ SMALL: Found = {
     "batch": 8,
     "seq": 256,
     "steps": 4,
-    "checkpoint": "none",
+    "recompute": "none",
     "dropout": 0.1,
 }
 

@@ -18,11 +18,11 @@ from orchestrator.record.events import EventLog
 from orchestrator.record.model import Row, Snapshot
 from orchestrator.record.output import OutputFiles
 from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
+from orchestrator.run.checkpoint_keeper import CheckpointKeeper
 from orchestrator.run.commands import Commands
 from orchestrator.run.fault_injection import FaultInjector, with_faults
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
-from orchestrator.run.snapshot_keeper import SnapshotKeeper
 from orchestrator.run.supervisor import Supervisor
 from orchestrator.run.terminal import Interrupts
 from orchestrator.view.live import Outlets
@@ -135,7 +135,7 @@ class Run:
             outlets=outlets,
             interrupted=lambda: interrupts is not None and interrupts.asked,
             learned_limits=LearnedLimits(None, self.log),
-            snapshots=SnapshotKeeper(folder / "states"),
+            checkpoints=CheckpointKeeper(folder / "states"),
             output=OutputFiles(folder),
             commands=self.commands,
             injector=self.injector,

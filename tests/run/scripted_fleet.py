@@ -29,7 +29,7 @@ from workers.settings import WorkerSpec
 #: Steps of every worker in a second.
 STEPS_PER_S = 20
 
-#: Steps between two snapshots of what trains.
+#: Steps between two checkpoints of what trains.
 SAVED_EVERY = 50
 
 #: A process needs so long before it takes its first step.
@@ -114,9 +114,9 @@ class ScriptedFleet:
         self.finished_after: dict[str, int] = {}
         """Slot -> the steps after which its work is done."""
         self.trains: set[str] = set()
-        """Slots that tell their progress, an optimiser step for each step, with a snapshot of every 50th."""
+        """Slots that tell their progress, an optimiser step for each step, with a checkpoint of every 50th."""
         self.saved: Counter[str] = Counter()
-        """Of each slot the step of its last snapshot."""
+        """Of each slot the step of its last checkpoint."""
         self.redone: Counter[str] = Counter()
         """Steps that a slot had told of and had to do again."""
         self.start_s: dict[str, float] = {}

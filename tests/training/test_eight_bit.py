@@ -38,7 +38,7 @@ def test_the_loss_goes_its_way_and_states_take_a_quarter() -> None:
 
 
 @pytest.mark.usefixtures("_installed")
-def test_it_is_the_same_training_over_a_rollback_a_snapshot_parking_and_with_states_on_the_host() -> (
+def test_it_is_the_same_training_over_a_rollback_a_checkpoint_parking_and_with_states_on_the_host() -> (
     None
 ):
     alone, run, later = (

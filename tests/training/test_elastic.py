@@ -138,7 +138,7 @@ def test_errors_name_what_to_do() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
 
     handle = optimizer.register_step_pre_hook(fail)
-    with pytest.raises(UpdateInterruptedError, match="load the last snapshot"):
+    with pytest.raises(UpdateInterruptedError, match="load the last checkpoint"):
         elastic.step(batch, Memory(model, lambda: 12))
     handle.remove()
     with pytest.raises(UpdateInterruptedError):

@@ -23,13 +23,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.training.scene import trainer
 from workers.training import host_memory, host_states, optimizers
 from workers.training.accumulator import Accumulator
+from workers.training.checkpoints.host_copy import HostCopy
 from workers.training.host_activations import HostActivations
 from workers.training.host_states import HostStates, states_of
 from workers.training.memory_plan import MemoryPlanner
 from workers.training.optimizers import Update, adamw, forget_states, load_states
 from workers.training.parking import Parking
 from workers.training.settings import TrainSettings
-from workers.training.snapshots.host_copy import HostCopy
 from workers.training.tasks import find_task
 
 CARD = torch.device("cuda", 0)
@@ -151,7 +151,7 @@ def test_parking_pins_what_it_must_and_gives_it_back(allocator: HostAllocator) -
     assert all(one.equal(other) for one, other in zip(held, values, strict=True))
 
 
-def test_a_snapshot_is_copied_into_few_blocks_by_a_thread_that_sleeps(
+def test_a_checkpoint_is_copied_into_few_blocks_by_a_thread_that_sleeps(
     allocator: HostAllocator, log: CardLog
 ) -> None:
     state = {"weights": weights(), "step": 3}
@@ -184,7 +184,7 @@ def test_states_that_go_back_to_the_card_are_pinned_no_more(
     assert allocator.pinned_bytes == 0
 
 
-def test_a_plan_counts_states_and_the_copy_for_a_snapshot() -> None:
+def test_a_plan_counts_states_and_the_copy_for_a_checkpoint() -> None:
     chosen = TrainSettings(
         preset="gpt-mini", states_on_host=100, batch=1, seq=16, activations_on_host=True
     )
@@ -193,7 +193,7 @@ def test_a_plan_counts_states_and_the_copy_for_a_snapshot() -> None:
     assert plan.on_host_bytes > states + copy, (
         "the states, a copy of them and of the weights, and activations"
     )
-    assert plan.snapshot_copy_bytes == pytest.approx(copy, rel=0.05)
+    assert plan.checkpoint_copy_bytes == pytest.approx(copy, rel=0.05)
 
 
 @pytest.mark.parametrize("loads", [False, True])
@@ -228,7 +228,7 @@ def test_8_bit_states_stay_on_the_host(monkeypatch: pytest.MonkeyPatch, loads: b
             forget_states(optimizer)
             assert _on_card(optimizer, parameters) == 0, "a rollback to the beginning"
             load_states(optimizer, saved)
-            assert _on_card(optimizer, parameters) == 0, "a snapshot that is loaded"
+            assert _on_card(optimizer, parameters) == 0, "a checkpoint that is loaded"
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
         states.step()

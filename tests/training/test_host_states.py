@@ -52,7 +52,7 @@ def test_no_bit_changes_with_the_share_of_states_on_the_host(optimizer: str) -> 
     assert held[1:3] == pytest.approx([0.75 * held[0], 0.5 * held[0]], rel=0.05)
 
 
-def test_the_share_may_change_in_a_training_and_over_a_snapshot_a_rollback_and_parking() -> None:
+def test_the_share_may_change_in_a_training_and_over_a_checkpoint_a_rollback_and_parking() -> None:
     alone, run = trainer(steps=12), trainer(steps=12, states_on_host=25)
     train(alone, lambda: 5)
     for share in (25, 100, 50, 0):

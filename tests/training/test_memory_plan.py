@@ -143,7 +143,7 @@ def test_the_largest_part_that_fits_is_found_and_one_more_does_not_fit() -> None
     assert below_two.micro == 1
 
 
-def test_what_rungs_say_of_a_checkpointed_step_is_never_far_below_its_plan() -> None:
+def test_what_rungs_say_of_a_recomputed_step_is_never_far_below_its_plan() -> None:
     planner = planner_of(preset="gpt2-medium", batch=16, seq=128)
     most_level = planner.most_level
 

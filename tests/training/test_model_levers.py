@@ -63,14 +63,14 @@ def validated(preset: str, lever: str | None = None, value: float = 0.0) -> tupl
 def test_an_exact_lever_changes_no_bit(kind: str, lever: dict[str, Any]) -> None:
     common = {"steps": 8, "precision": lever.get("precision", "fp32")}
     plain, levered = trainer(kind, **common), trainer(kind, **(common | lever))
-    assert losses(plain) == losses(levered, level=1), "also together with a checkpointed block"
+    assert losses(plain) == losses(levered, level=1), "also together with a recomputed block"
     assert plain.weights_sha256() == levered.weights_sha256()
     assert all(
         one.equal(other)
         for one, other in zip(plain.state()["average"], levered.state()["average"], strict=True)
     )
     assert plain.identity == levered.identity, (
-        "a training may go on with it from a snapshot without it"
+        "a training may go on with it from a checkpoint without it"
     )
 
 
@@ -230,7 +230,7 @@ def test_the_kernel_of_attention_that_really_ran_is_told() -> None:
     assert trainer(CNN).attention_kernels() == ""
 
 
-def test_a_checkpointed_block_computes_its_attention_again_with_the_same_kernel() -> None:
+def test_a_recomputed_block_computes_its_attention_again_with_the_same_kernel() -> None:
     plain, levered = (
         trainer(GPT, attention="math", steps=4),
         trainer(GPT, attention="math", steps=4),

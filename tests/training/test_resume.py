@@ -18,10 +18,10 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 torch.set_num_threads(1)
 from tests.training.scene import trainer
-from workers.training.snapshots.store import Snapshots
+from workers.training.checkpoints.store import Checkpoints
 training = trainer(steps=80)
-snapshots = Snapshots(Path(sys.argv[2]), training.identity, save_every_s=float(sys.argv[3]))
-loaded = snapshots.load()
+checkpoints = Checkpoints(Path(sys.argv[2]), training.identity, save_every_s=float(sys.argv[3]))
+loaded = checkpoints.load()
 assert not loaded.refused, loaded.refused
 if loaded.state is not None:
     training.load(loaded.state)
@@ -29,11 +29,11 @@ print("from", training.step, flush=True)
 while not training.finished:
     training.micro_batch((12, 5, 3, 7)[training.step % 4], level=training.step % 3)
     if training.at_boundary:
-        print(training.step, snapshots.report.saved_step or 0, flush=True)
-        if snapshots.due():
-            snapshots.save(training.state(), training.step)
-assert snapshots.close(60)
-assert snapshots.report.failure is None, snapshots.report.failure
+        print(training.step, checkpoints.report.saved_step or 0, flush=True)
+        if checkpoints.due():
+            checkpoints.save(training.state(), training.step)
+assert checkpoints.close(60)
+assert checkpoints.report.failure is None, checkpoints.report.failure
 print("weights", training.weights_sha256(), flush=True)
 """
 
@@ -43,7 +43,7 @@ def lines(child: Child) -> list[list[str]]:
     return [line.split() for line in child.out[: child.out.rfind("\n") + 1].splitlines()]
 
 
-def test_killed_trainings_go_on_from_the_last_snapshot_and_end_with_the_same_bits(
+def test_killed_trainings_go_on_from_the_last_checkpoint_and_end_with_the_same_bits(
     fork_server: ForkServer, tmp_path: Path
 ) -> None:
     undisturbed = fork_server.run(TRAINS, str(ROOT), str(tmp_path / "alone"), "1000")
@@ -54,7 +54,7 @@ def test_killed_trainings_go_on_from_the_last_snapshot_and_end_with_the_same_bit
         began = wait_for(lambda child=child: lines(child) or child.err, "beginning of a training")
         assert began[0][0] == "from", child.err
         begins.append(int(began[0][1]))
-        assert begins[-1] >= safe, "a snapshot that was told to be safe is not lost"
+        assert begins[-1] >= safe, "a checkpoint that was told to be safe is not lost"
         if kills_left:
             time.sleep(drawn.uniform(0.1, 0.4))
             child.kill()
@@ -63,7 +63,7 @@ def test_killed_trainings_go_on_from_the_last_snapshot_and_end_with_the_same_bit
         child.close()
         safe = max([safe, *(int(words[1]) for words in told if words[0].isdigit())])
     assert ["weights", *undisturbed.stdout.split()[-1:]] == told[-1]
-    assert len(set(begins)) > 2, "so few kills came after a snapshot"
+    assert len(set(begins)) > 2, "so few kills came after a checkpoint"
     assert sorted(each.name for each in (tmp_path / "killed").iterdir()) == [
         "generation-0.pt",
         "generation-1.pt",

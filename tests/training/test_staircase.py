@@ -1,4 +1,4 @@
-"""The ladder of micro-batch, checkpointed blocks and states on the host, ordered by a rule, then by measured speeds."""
+"""The ladder of micro-batch, recomputed blocks and states on the host, ordered by a rule, then by measured speeds."""
 
 from __future__ import annotations
 

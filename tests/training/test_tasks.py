@@ -184,10 +184,10 @@ def test_neither_model_nor_training_draws_from_torchs_own_random_numbers() -> No
     assert torch.get_rng_state().equal(before)
 
 
-@pytest.mark.parametrize("checkpoint", ["none", "all"])
-def test_the_operations_of_a_sample_are_those_of_the_model(checkpoint: str) -> None:
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_the_operations_of_a_sample_are_those_of_the_model(recompute: str) -> None:
     """A token takes 6 for each weight of a matrix (the embedding once), and in each layer 12 x width x tokens."""
-    settings = TrainSettings(preset="gpt-nano", checkpoint=checkpoint, dropout=0.1, batch=2)
+    settings = TrainSettings(preset="gpt-nano", recompute=recompute, dropout=0.1, batch=2)
     run = Trainer(find_task(settings, 0), settings, CPU, 0)
     matrices = sum(
         each.numel()

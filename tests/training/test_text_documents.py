@@ -19,9 +19,9 @@ from torch import Tensor
 from tests.training.scene import CPU
 from workers.learned_limits.store import EXPIRY_S, STATE_DIR_VARIABLE
 from workers.training import text_cache, text_index
+from workers.training.checkpoints.store import Checkpoints
 from workers.training.sequences import PackedRows, packed_loss, packed_tokens
 from workers.training.settings import TrainSettings
-from workers.training.snapshots.store import Snapshots
 from workers.training.tasks import TrainTask, find_task, next_token_loss
 from workers.training.text import TextData, TextError, TextFiles
 from workers.training.text_documents import TextDocuments
@@ -221,24 +221,24 @@ def test_lines_that_come_while_the_text_is_read_are_left_out(tmp_path: Path, suf
 
 
 @pytest.mark.parametrize("unit", ["windows", "files", "lines"])
-def test_a_training_on_an_edited_file_does_not_go_on_from_its_snapshot(
+def test_a_training_on_an_edited_file_does_not_go_on_from_its_checkpoint(
     tmp_path: Path, unit: str
 ) -> None:
     path = written(tmp_path)
     run = training(path, documents=unit)
     run.replay([[BATCH, 0, 2]])
-    snapshots = Snapshots(tmp_path / "saved", run.identity)
-    snapshots.discard()
-    snapshots.save(run.state(), run.step)
-    assert snapshots.close(60)
-    same = Snapshots(tmp_path / "saved", training(path, documents=unit).identity).load()
+    checkpoints = Checkpoints(tmp_path / "saved", run.identity)
+    checkpoints.discard()
+    checkpoints.save(run.state(), run.step)
+    assert checkpoints.close(60)
+    same = Checkpoints(tmp_path / "saved", training(path, documents=unit).identity).load()
     assert (same.step, same.refused) == (2, ())
     content = path.read_text()
     # Of lines every byte is read for the index.
     path.write_text(
         content.replace("word1 ", "word7 ", 1) if unit == "lines" else content + "more\n"
     )
-    other = Snapshots(tmp_path / "saved", training(path, documents=unit).identity).load()
+    other = Checkpoints(tmp_path / "saved", training(path, documents=unit).identity).load()
     assert other.state is None
     assert "it was trained with data_fingerprint=" in other.sentences()[0]
     assert other.sentences()[-1] == "training begins anew"

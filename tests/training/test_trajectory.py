@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.training.scene import CNN, GPT, trainer
-from workers.training.snapshots.tensor_bytes import tensors_in
+from workers.training.checkpoints.tensor_bytes import tensors_in
 from workers.training.trainer import Trainer
 
 
@@ -59,7 +59,7 @@ def test_a_micro_batch_drawn_anew_for_each_part_changes_the_loss_by_rounding_onl
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", [GPT, CNN])
-def test_a_checkpointing_level_drawn_anew_for_each_part_changes_no_bit(
+def test_a_recomputation_level_drawn_anew_for_each_part_changes_no_bit(
     kind: str, precision: str
 ) -> None:
     keys: dict[str, Any] = {"precision": precision, "steps": 40}

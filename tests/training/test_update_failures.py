@@ -17,8 +17,8 @@ from tests.training.scene import CPU, settings, task
 from workers.oom import classify
 from workers.settings import FailureKind
 from workers.testing import OomInjector
+from workers.training.checkpoints.tensor_bytes import tensors_in, weights_sha256
 from workers.training.errors import NotFiniteError, UpdateInterruptedError
-from workers.training.snapshots.tensor_bytes import tensors_in, weights_sha256
 from workers.training.trainer import Trainer
 
 

@@ -43,7 +43,7 @@ def candidate(key: str, value: object, **more: Any) -> Candidate:
 
 
 FAST, SLOW = candidate("precision", "bf16"), candidate("deterministic", True)
-SMALL = candidate("checkpoint", "all", parity=ParityClass.EXACT, aim="memory")
+SMALL = candidate("recompute", "all", parity=ParityClass.EXACT, aim="memory")
 WRONG = candidate("compile", "block")
 DEAD = candidate("compile", "model")
 NEVER = candidate("adapter", "lora")
@@ -355,8 +355,8 @@ def test_each_objective_has_its_own_gain_and_words() -> None:
     assert memory is not None
     assert balanced is not None
     assert (speed.ratio, memory.ratio, balanced.ratio) == (1.1, 1.25, pytest.approx(1.375))
-    assert told("memory", "checkpoint=all", memory) == (
-        "checkpoint=all takes 0.800 x your file's peak memory, 0.792 to 0.808"
+    assert told("memory", "recompute=all", memory) == (
+        "recompute=all takes 0.800 x your file's peak memory, 0.792 to 0.808"
     )
     assert (
         told("speed", "micro=4", speed) == "micro=4 has 1.100 x your file's speed, 1.000 to 1.200"
@@ -371,11 +371,11 @@ def test_each_changed_key_of_tuned_yaml_has_its_own_measurement() -> None:
         lever="precision", setting="bf16", verdict=Verdict.CONFIRMED, reason="", speed_ratio=1.5, speed_low=1.4,
         speed_high=1.6, peak_bytes=80 * MIB, peak_delta_bytes=-20 * MIB,
     )  # fmt: skip
-    few = replace(row, lever="checkpoint", setting="all", speed_low=None, speed_high=None)
-    changes = {"precision": "bf16", "checkpoint": "all", "optimizer": "adamw-foreach", "steps": 5}
+    few = replace(row, lever="recompute", setting="all", speed_low=None, speed_high=None)
+    changes = {"precision": "bf16", "recompute": "all", "optimizer": "adamw-foreach", "steps": 5}
     assert notes_of(changes, [row, few, replace(row, speed_ratio=9.9)], "t") == {
         "precision": "tune t: 1.500 x the baseline's speed (1.400 to 1.600), -20.0 MiB peak memory",
-        "checkpoint": "tune t: -20.0 MiB peak memory",
+        "recompute": "tune t: -20.0 MiB peak memory",
         "optimizer": "tune t: as the baseline",
         "steps": "tune t: as it was measured",
     }

@@ -24,7 +24,7 @@ BASE = levers.baseline_of(TrainSettings(), on_card=False)
 
 #: Of a CPU without units for bf16, as measured there; other levers have the baseline's speed.
 SPEEDS = {
-    "precision": 0.23, "attention": 0.75, "optimizer": 1.05, "micro": 0.93, "checkpoint": 0.76,
+    "precision": 0.23, "attention": 0.75, "optimizer": 1.05, "micro": 0.93, "recompute": 0.76,
     "activations_on_host": 0.8, "r_drop": 0.4, "dropout": 0.79, "adapter": 0.69, "batch": 1.05,
 }  # fmt: skip
 
@@ -150,7 +150,7 @@ def test_a_short_budget_says_which_levers_it_did_not_begin(
     """It begins with those of which most is expected, and measures each that it begins."""
     found, _ = tuned(monkeypatch, tmp_path, Machine(0.2), 120.0)
     not_begun = [each for each in found.rows if each.reason.startswith("not begun")]
-    assert {each.lever for each in not_begun} >= {"checkpoint", "dropout", "r_drop"}
+    assert {each.lever for each in not_begun} >= {"recompute", "dropout", "r_drop"}
     assert {each.verdict for each in not_begun} == {Verdict.UNDECIDED}
 
     begun = [each for each in found.rows if each.speed_ratio is not None]
@@ -207,7 +207,7 @@ def test_a_tuning_that_goes_on_does_not_begin_what_is_over(
 
 @pytest.mark.parametrize(
     ("objective", "first", "last"),
-    [("speed", "precision", "r_drop"), ("memory", "checkpoint", "r_drop")],
+    [("speed", "precision", "r_drop"), ("memory", "recompute", "r_drop")],
 )
 def test_levers_come_in_the_order_of_expected_gain(
     objective: Objective, first: str, last: str

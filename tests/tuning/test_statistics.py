@@ -154,7 +154,7 @@ def test_the_best_arm_hardly_ever_leaves(disturbed: float) -> None:
 
 
 def test_slow_arms_leave_before_there_is_an_interval() -> None:
-    speeds = {"bf16": 0.23, "r_drop": 0.4, "checkpoint": 0.75, "best": 1.05}
+    speeds = {"bf16": 0.23, "r_drop": 0.4, "recompute": 0.75, "best": 1.05}
     for seed in range(10):
         gone = left(seed, speeds, 0.0, 0.995)
         assert gone.keys() == speeds.keys() - {"best"}

@@ -130,7 +130,7 @@ class Engine:
         return replace(
             report,
             events=(*report.events, *session.told.taken()),
-            snapshot=session.pieces.next(session.workload.saved),
+            checkpoint=session.pieces.next(session.workload.saved),
             save_due=session.workload.save_due,
             # After every failure too: without it the head takes an out-of-memory for a card that is
             # full.

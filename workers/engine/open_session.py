@@ -8,12 +8,12 @@ from typing import cast
 
 from workers import oom
 from workers.devices.base import Device, open_device
+from workers.engine.checkpoint_pieces import CheckpointPieces
 from workers.engine.duty_cycle import DutyCycle
 from workers.engine.fault_injection import ChaoticWorkload
 from workers.engine.result_checks import ResultChecks
 from workers.engine.session import Session, Told
 from workers.engine.slice_stats import SliceStats
-from workers.engine.snapshot_pieces import SnapshotPieces
 from workers.engine.stop_request import failure_of_workload
 from workers.engine.thermal_control import ThermalControl
 from workers.learned_limits.limits import settings_hash, workload_fingerprint
@@ -85,7 +85,7 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
             state_dir=_state_dir(spec),
             # A process that comes up while its slot is held is not told from the one before it.
             fresh=stats.directive.incarnation == 0 and stats.directive.sequence == 0,
-            snapshot=stats.directive.snapshot,
+            checkpoint=stats.directive.checkpoint,
             tell=told.add,
         )
         workload = _make_workload(spec, device, context)
@@ -160,7 +160,7 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
         duty=DutyCycle(spec.duty),
         chaos=chaos,
         told=told,
-        pieces=SnapshotPieces(),
+        pieces=CheckpointPieces(),
         incarnation=stats.directive.incarnation,
         opened_kept_bytes=device.kept_bytes(),
     )

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from workers.devices.base import Device
+from workers.engine.checkpoint_pieces import CheckpointPieces
 from workers.engine.duty_cycle import DutyCycle
 from workers.engine.fault_injection import ChaoticWorkload
 from workers.engine.result_checks import ResultChecks
 from workers.engine.slice_stats import SliceStats
-from workers.engine.snapshot_pieces import SnapshotPieces
 from workers.engine.thermal_control import ThermalControl
 from workers.learned_limits.limits import choose
 from workers.messages import Progress, WorkerEvent, WorkerState
@@ -78,7 +78,7 @@ class Session:
     chaos: ChaoticWorkload | None
     """`workload` itself, where `run --chaos` wrapped it."""
     told: Told
-    pieces: SnapshotPieces
+    pieces: CheckpointPieces
 
     # Changed by the methods below.
     incarnation: int

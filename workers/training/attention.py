@@ -34,7 +34,7 @@ _OPERATORS: Final = {
 
 
 def kernels(wanted: Attention, *, deterministic: bool) -> AbstractContextManager[object]:
-    """Return the region for forward and backward pass: what is checkpointed must choose the same
+    """Return the region for forward and backward pass: what is recomputed must choose the same
     kernel again.
 
     `auto` leaves the choice to torch. cuDNN's backward pass is never the replacement where bits

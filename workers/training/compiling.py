@@ -29,7 +29,7 @@ from workers.units import MIB
 T = TypeVar("T")
 
 #: Graphs of one piece of code, for blocks that are alike or for one model. A training needs two:
-#: without and with checkpointing. With more, something that changes in every step is compiled into
+#: without and with recomputation. With more, something that changes in every step is compiled into
 #: them.
 _MOST_GRAPHS: Final = 4
 

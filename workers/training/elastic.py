@@ -98,7 +98,7 @@ class ElasticStep:
                 changed.
             NotFiniteError: The loss or its gradient is NaN or infinite; the weights were not
                 changed.
-            UpdateInterruptedError: Memory ran out in the update itself: load your last snapshot,
+            UpdateInterruptedError: Memory ran out in the update itself: load your last checkpoint,
                 model and optimiser.
         """
         self._update.check()
@@ -117,7 +117,7 @@ class ElasticStep:
         return done[0]
 
     def recovered(self) -> None:
-        """Say that model and optimiser were loaded from a snapshot after an interrupted update."""
+        """Say that model and optimiser were loaded from a checkpoint after an interrupted update."""
         self._update.cut = False
 
     def _advance(

@@ -34,7 +34,7 @@ class NotFiniteError(TrainingError):
 class UpdateInterruptedError(TrainingError):
     """An update of the weights was cut off, so they belong to no step.
 
-    Load a snapshot; never run the step again.
+    Load a checkpoint; never run the step again.
     """
 
 

@@ -1,5 +1,5 @@
 """The loss of some samples of the current batch, computed as `train:` says: precision, kernels,
-checkpoints, dropout.
+recomputation, dropout.
 
 Computes no gradients of its own and changes nothing; buffers that the model itself updates are the
 exception.
@@ -17,13 +17,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from workers.training import order, precision
 from workers.training.attention import Watch
-from workers.training.checkpointing import Checkpointing
 from workers.training.compiling import Compiling
 from workers.training.errors import TaskError
 from workers.training.feed import Feed
 from workers.training.keyed import Dropouts
 from workers.training.loader import on_device
 from workers.training.model_levers import ModelLevers
+from workers.training.recompute import Recomputation
 from workers.training.settings import Precision, TrainSettings
 from workers.training.tasks import TrainTask, part_of, rows_of
 from workers.training.time_shares import Part, TimeShares
@@ -54,7 +54,7 @@ class ForwardPass:
         self.blocks = task.blocks(model)
         self.dropouts = Dropouts(model, order.mixed(seed, 1))
         self.compiling = Compiling(settings, model, self.blocks)
-        self.checkpointing = Checkpointing(self.blocks)
+        self.recomputation = Recomputation(self.blocks)
 
     def loss(
         self, first: int, rows: int, level: int, arithmetic: Precision, samples_used: int
@@ -64,14 +64,14 @@ class ForwardPass:
         Args:
             first: Place in the batch.
             rows: How many.
-            level: Blocks that are checkpointed.
+            level: Blocks that are recomputed.
             arithmetic: What is computed in.
             samples_used: Of all batches before this one; dropout is keyed by it.
 
         Raises:
             TaskError: What the task returned is no number.
         """
-        self.checkpointing.level = level
+        self.recomputation.level = level
         with self._shares.timing(Part.COPIES):
             samples = self._task.shortened(part_of(self._feed.batch, first, rows))
             part = on_device(samples, self._device, non_blocking=self._settings.non_blocking)

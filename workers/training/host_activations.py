@@ -2,7 +2,7 @@
 forward pass saves it.
 
 It comes back when the backward pass asks for it. Copies change no bit. Weights stay where they are,
-also those that autocast has made narrower, and so does what a checkpointed block computes again.
+also those that autocast has made narrower, and so does what a recomputed block computes again.
 The host needs room for all activations of a part of a batch. What a compiled graph saves does not
 say what it came from: there such weights move.
 """

@@ -29,12 +29,12 @@ from workers.training import eight_bit, order, precision
 from workers.training.accumulator import Accumulator
 from workers.training.adapters import new_model
 from workers.training.averaging import Average
-from workers.training.checkpointing import Checkpointing
 from workers.training.host_memory import host_bytes, power_of_two
 from workers.training.host_states import hosted_of, parts_of, states_of
 from workers.training.keyed import Dropouts
 from workers.training.model_levers import ModelLevers
 from workers.training.optimizers import adamw, allocate_states
+from workers.training.recompute import Recomputation
 from workers.training.rungs import offered_micro_batches
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, refuse_without_data, trained_parameters
@@ -60,7 +60,7 @@ class MemoryPlan:
 
     micro: int
     level: int
-    """Blocks that are checkpointed."""
+    """Blocks that are recomputed."""
     weights_bytes: int
     gradients_bytes: int
     """Sums over the parts of a batch, in fp32."""
@@ -77,9 +77,9 @@ class MemoryPlan:
     """What libraries keep for their own use."""
     on_host_bytes: int
     """What is pinned, or taken, of host memory: states of the optimiser, averaged weights,
-    activations and the copy for a snapshot, rounding included; not a part of the total."""
-    snapshot_copy_bytes: int
-    """Of that, the copy of the state that a snapshot is written from."""
+    activations and the copy for a checkpoint, rounding included; not a part of the total."""
+    checkpoint_copy_bytes: int
+    """Of that, the copy of the state that a checkpoint is written from."""
 
     @property
     def state_bytes(self) -> int:
@@ -121,7 +121,7 @@ class MemoryPlanner:
         with self._without_data():
             self._model = new_model(task, settings).train()
             self._levers = ModelLevers(settings, self._model, device_type="cpu", on_card=on_card)
-            self._checkpointing = Checkpointing(task.blocks(self._model))
+            self._recomputation = Recomputation(task.blocks(self._model))
             self._dropouts = Dropouts(self._model, 0)
             held.append(self._live.now_bytes)
             parameters = trained_parameters(task, self._model)
@@ -146,7 +146,7 @@ class MemoryPlanner:
             self._average_on_host_bytes = host_bytes(sizes, on_card=on_card) + staging_bytes
         state = [*self._model.state_dict().values(), *tree_leaves(list(optimizer.state.values()))]
         state += [] if settings.ema_decay is None else parameters
-        self._snapshot_copy_bytes = host_bytes(
+        self._checkpoint_copy_bytes = host_bytes(
             [each.nbytes for each in state if isinstance(each, Tensor)], on_card=on_card
         )
         self.states = cache(self._states)
@@ -155,15 +155,15 @@ class MemoryPlanner:
 
     @property
     def most_level(self) -> int:
-        """How many blocks can be checkpointed."""
-        return self._checkpointing.most
+        """How many blocks can be recomputed."""
+        return self._recomputation.most
 
     def level_of(self, offered: int) -> int:
-        """Return how many blocks a step checkpoints that is offered so many.
+        """Return how many blocks a step recomputes that is offered so many.
 
-        `train.checkpoint` may have fixed it.
+        `train.recompute` may have fixed it.
         """
-        return self._checkpointing.level_of(self._settings.checkpoint, offered)
+        return self._recomputation.level_of(self._settings.recompute, offered)
 
     def largest_micro(
         self, cap_bytes: int, level: int, share_pct: int | None = None
@@ -222,9 +222,9 @@ class MemoryPlanner:
                 on_host_bytes
                 + self._average_on_host_bytes
                 + waiting_bytes
-                + self._snapshot_copy_bytes
+                + self._checkpoint_copy_bytes
             ),
-            snapshot_copy_bytes=self._snapshot_copy_bytes,
+            checkpoint_copy_bytes=self._checkpoint_copy_bytes,
         )
 
     def _computed(self, micro: int, level: int) -> tuple[int, int]:
@@ -252,7 +252,7 @@ class MemoryPlanner:
 
     def _compute_part(self, micro: int, level: int) -> None:
         """Do what the trainer does with a part of a batch."""
-        self._checkpointing.level = max(0, min(level, self._checkpointing.most))
+        self._recomputation.level = max(0, min(level, self._recomputation.most))
         part = tree_map(lambda each: _of_rows(each, micro), self._batch_of_one)
         self._dropouts.key(0, micro, torch.device("cpu"))
         self._accumulator.begin(micro, 1)

@@ -208,7 +208,7 @@ class Update:
         if self.cut:
             raise UpdateInterruptedError(
                 "an update of the weights was cut off, so the training cannot go on from them; "
-                "load the last snapshot"
+                "load the last checkpoint"
             )
 
     def run(
@@ -241,7 +241,7 @@ class Update:
             raise UpdateInterruptedError(
                 f"memory ran out while the weights were being updated ({failure}); the update is "
                 "not run again, "
-                "because a part of it may have been done; load the last snapshot"
+                "because a part of it may have been done; load the last checkpoint"
             )
         self.cut = False
 

@@ -84,7 +84,7 @@ def _told(plan: MemoryPlan, batch: int, cap_bytes: int) -> dict[str, Any]:
         "accumulation": -(-batch // plan.micro),
         "memory_level": plan.level,
     }
-    on_host = {key: parts.pop(key) for key in ("snapshot_copy_bytes", "on_host_bytes")}
+    on_host = {key: parts.pop(key) for key in ("checkpoint_copy_bytes", "on_host_bytes")}
     return {
         **split,
         **parts,

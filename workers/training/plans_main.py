@@ -38,7 +38,7 @@ def answer(plans: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
     A plan holds keys of `train:` and either `rows`, the samples computed at once, or `cap_gib`, for
     which the largest micro-batch up to the batch that fits is found (0: none). `level` is `none` or
-    `all`: blocks that are checkpointed.
+    `all`: blocks that are recomputed.
     """
     return {
         "plans": {name: _plan(plan) for name, plan in plans.items()},

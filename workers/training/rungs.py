@@ -1,4 +1,4 @@
-"""The steps of memory that a training can take: micro-batch, checkpointed blocks, and states on the
+"""The steps of memory that a training can take: micro-batch, recomputed blocks, and states on the
 host. Pure.
 
 Decides nothing: the policy moves along the rungs. What a rung takes is told by a memory plan, how
@@ -98,7 +98,7 @@ def rungs_of(
 def points_of(
     settings: TrainSettings, micros: Sequence[int], most_level: int, shares_pct: Sequence[int]
 ) -> list[Point]:
-    """Return all points that a training may use, up to so many checkpointed blocks."""
+    """Return all points that a training may use, up to so many recomputed blocks."""
     # A model that is compiled as a whole is compiled for each level.
     stride = -(-most_level // (1 if settings.compile == "model" else _MOST_LEVELS)) or 1
     levels = sorted({*range(0, most_level, stride), most_level})
@@ -112,7 +112,7 @@ def bilinear(
     of both ends.
 
     Between them it is on the safe side: a part takes the larger of what its gradients and what its
-    samples take. With all blocks of gpt2-medium checkpointed, a line through 1 and 2 samples told
+    samples take. With all blocks of gpt2-medium recomputed, a line through 1 and 2 samples told
     69 % too little of 16.
     """
     none = at(1, 0), at(most, 0)

@@ -29,6 +29,9 @@ PRESETS: Final = (
     "cnn-landmarks",
 )
 
+#: Keys of before, and what they are called now. They differ in one letter, so neither is guessed.
+RENAMED: Final = {"checkpoint": "recompute", "snapshots": "checkpoints"}
+
 #: A step in which torch compiles took 22 to 47 s on an idle PC, and 83 to 168 s with max-autotune
 #: (ml-engineering, torch 2.13). Ten times that: workers compile at the same time, with one thread
 #: each.
@@ -38,7 +41,7 @@ _COMPILING_S: Final[dict[CompileMode, float]] = {
     "max-autotune": 1800.0,
 }
 
-#: Keys that do not change what is trained: a training may go on from a snapshot that was made with
+#: Keys that do not change what is trained: a training may go on from a checkpoint that was made with
 #: other values. `documents` does; it is in the fingerprint of the text, and so not in that of
 #: trainings without one.
 _FREE: Final = frozenset(
@@ -47,7 +50,7 @@ _FREE: Final = frozenset(
         "steps",
         "epochs",
         "micro",
-        "checkpoint",
+        "recompute",
         "states_on_host",
         "compile",
         "compile_mode",
@@ -63,7 +66,7 @@ _FREE: Final = frozenset(
         "start_method",
         "profile",
         "save_every_s",
-        "snapshots",
+        "checkpoints",
     }
 )
 
@@ -99,7 +102,7 @@ class TrainSettings(BaseModel):
     micro: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Samples computed at once, at most."""
     exact: bool = False
-    """Move only what changes no bit of the result: the number of checkpointed blocks, not the
+    """Move only what changes no bit of the result: the number of recomputed blocks, not the
     micro-batch.
     """
     seq: Annotated[int, Field(ge=2, le=1_048_576)] | None = None
@@ -134,7 +137,7 @@ class TrainSettings(BaseModel):
     """
     cudnn_benchmark: bool = False
     precision: Precision = "bf16"
-    checkpoint: Literal["auto", "none", "all"] | Annotated[int, Field(ge=0)] = "auto"
+    recompute: Literal["auto", "none", "all"] | Annotated[int, Field(ge=0)] = "auto"
     """How many blocks drop their activations and compute them again in the backward pass."""
     compile: Annotated[Compile, BeforeValidator(_off)] = "off"
     """What torch.compile makes one graph of."""
@@ -162,7 +165,7 @@ class TrainSettings(BaseModel):
     profile: Annotated[int, Field(ge=0, le=100)] = 0
     """Optimiser steps that torch.profiler looks at, once in each process."""
     save_every_s: Annotated[float, Field(gt=0)] = 60.0
-    snapshots: Literal["node", "head"] = "node"
+    checkpoints: Literal["node", "head"] = "node"
     deterministic: bool = False
 
     @model_validator(mode="after")
@@ -253,6 +256,6 @@ class TrainSettings(BaseModel):
 
     def fingerprint(self) -> dict[str, str]:
         """Return what decides on the course of the training, for a comparison with that of a
-        snapshot.
+        checkpoint.
         """
         return {key: repr(value) for key, value in self.model_dump().items() if key not in _FREE}

@@ -45,7 +45,7 @@ class Point:
     micro: int
     """Samples computed at once."""
     level: int = 0
-    """Blocks that are checkpointed."""
+    """Blocks that are recomputed."""
     share_pct: int = 0
     """Of the optimiser's states, on the host."""
 

@@ -1,4 +1,4 @@
-"""A training's ladder: micro-batch, checkpointed blocks and states on the host, as one staircase of
+"""A training's ladder: micro-batch, recomputed blocks and states on the host, as one staircase of
 memory and speed.
 
 Each rung is the fastest point for its memory. What a point takes is planned; how fast it is a rule
@@ -35,7 +35,7 @@ def planned(planner: MemoryPlanner, settings: TrainSettings, host_free_bytes: in
     """Return the staircase of a training whose memory is planned, on a host with so much free
     memory.
     """
-    most_level = planner.most_level if settings.checkpoint == "auto" else 0
+    most_level = planner.most_level if settings.recompute == "auto" else 0
     micros = offered_micro_batches(settings)
     activations_bytes = bilinear(
         lambda micro, level: planner.plan(micro, planner.level_of(level)).activations_bytes,

@@ -93,7 +93,7 @@ class TrainTask:
     """What is trained."""
 
     name: str
-    """Snapshots of a task with another name are refused."""
+    """Checkpoints of a task with another name are refused."""
     model: Callable[[], nn.Module]
     """Makes the model on the CPU. May draw from torch's random numbers: they are seeded around the
     call.
@@ -112,7 +112,7 @@ class TrainTask:
     some.
     """
     blocks: Callable[[nn.Module], Sequence[nn.Module]] = _no_blocks
-    """The modules that can be checkpointed one by one."""
+    """The modules that can be recomputed one by one."""
     collate: Callable[[list[Any]], Batch] | None = None
     """Makes a batch of samples; `None`: tensors are stacked."""
     shorten: Callable[[Batch], Batch] | None = None
@@ -130,7 +130,7 @@ class TrainTask:
     items: str = "samples"
     """What `count` counts."""
     fingerprint: str = ""
-    """Of the data, where that may change: snapshots of a training on other data are refused. Empty:
+    """Of the data, where that may change: checkpoints of a training on other data are refused. Empty:
     not known.
     """
 

@@ -6,7 +6,7 @@ last one updates.
         trainer.micro_batch(limit)     # at most so many samples at once; after an out-of-memory
         call it with fewer
 
-Does not choose sizes, catch out-of-memory, or write snapshots. What it computes does not depend on
+Does not choose sizes, catch out-of-memory, or write checkpoints. What it computes does not depend on
 the limits, but for rounding; with the same limits in the same order it is the same to the bit.
 """
 
@@ -25,6 +25,8 @@ from workers.training import order, precision, schedule
 from workers.training.accumulator import Accumulator
 from workers.training.adapters import new_model
 from workers.training.averaging import Average
+from workers.training.checkpoints.identity import Identity, Lever
+from workers.training.checkpoints.tensor_bytes import weights_sha256
 from workers.training.course import Course
 from workers.training.errors import StateMismatchError
 from workers.training.feed import Feed
@@ -34,8 +36,6 @@ from workers.training.layer_rates import decay_rates, depths
 from workers.training.optimizers import Update, adamw, forget_states, load_states
 from workers.training.parking import Parking
 from workers.training.settings import Precision, TrainSettings
-from workers.training.snapshots.identity import Identity, Lever
-from workers.training.snapshots.tensor_bytes import weights_sha256
 from workers.training.tasks import TrainTask, trained_parameters
 from workers.training.time_shares import Part, TimeShares
 
@@ -49,7 +49,7 @@ class MicroBatch:
     rows: int
     """Samples computed; 0 where only the update was left to do."""
     level: int
-    """Blocks that were checkpointed."""
+    """Blocks that were recomputed."""
     updated: bool
     """Whether it ended an optimiser step."""
 
@@ -83,7 +83,7 @@ class Trainer:
         self.parameters = trained_parameters(task, self.model)
         self._shares = TimeShares(device)
         self._forward = ForwardPass(task, settings, self.model, self._feed, self._shares, seed)
-        self.checkpointing, self.compiling = self._forward.checkpointing, self._forward.compiling
+        self.recomputation, self.compiling = self._forward.recomputation, self._forward.compiling
         self._accumulator = Accumulator(self.parameters, set_to_none=settings.set_to_none)
         lr = settings.lr or task.lr
         optimizer = (task.optimizer or (lambda some: adamw(list(some), settings, lr)))(
@@ -152,7 +152,7 @@ class Trainer:
 
         Args:
             limit: Samples computed at once, at most. Parts are as equal as possible.
-            level: How many blocks to checkpoint, where `train.checkpoint` is `auto`.
+            level: How many blocks to recompute, where `train.recompute` is `auto`.
 
         Raises:
             NotFiniteError: The loss or its gradient is NaN or infinite; the weights were not
@@ -163,7 +163,7 @@ class Trainer:
         self._update.check()
         self._begin_batch()
         rows = self._accumulator.next_rows(limit)
-        level = self.checkpointing.level_of(self.settings.checkpoint, level)
+        level = self.recomputation.level_of(self.settings.recompute, level)
         first = self._accumulator.done
         self._parts = self._parts if first else []
         if rows:
@@ -260,7 +260,7 @@ class Trainer:
 
     @property
     def identity(self) -> Identity:
-        """What a snapshot of this training belongs to."""
+        """What a checkpoint of this training belongs to."""
         levers: dict[str, Lever] = {**self.settings.fingerprint(), "seed": self.seed}
         if self.task.fingerprint:
             levers["data_fingerprint"] = self.task.fingerprint

@@ -54,7 +54,7 @@ class WorkloadContext:
     """Whether this is the slot's first process in the run: what lies in `state_dir` is then not to
     be continued.
     """
-    snapshot: bytes | None = None
+    checkpoint: bytes | None = None
     """The head's copy of what an earlier process of the slot had in `saved`; it may be older than
     what lies here.
     """
@@ -100,7 +100,7 @@ class Workload(ABC):
     #: it stays here.
     saved: Path | None = None
 
-    #: What the table says of it while it works, such as a snapshot that cannot be written; empty:
+    #: What the table says of it while it works, such as a checkpoint that cannot be written; empty:
     #: nothing.
     notice: str = ""
 

@@ -1,7 +1,7 @@
 """The workload `train`: a step is one part of an effective batch, and what is trained survives
 whatever ends it.
 
-Puts together the training (`workers/training`), its snapshots, and what the engine asks of a
+Puts together the training (`workers/training`), its checkpoints, and what the engine asks of a
 workload. Computes nothing itself, and decides neither sizes nor levels.
 """
 
@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from workers.messages import IncompatibleError, Progress
 from workers.policy.base import Rung
+from workers.training.checkpoints.store import FROM_HEAD, Checkpoints
 from workers.training.errors import NotFiniteError, TrainingError, UpdateInterruptedError
 from workers.training.feed import host_share
 from workers.training.hazards import hazards
@@ -27,7 +28,6 @@ from workers.training.host_memory import give_back
 from workers.training.memory_plan import MemoryPlanner
 from workers.training.memory_prediction import Prediction
 from workers.training.settings import PRESETS, TrainSettings
-from workers.training.snapshots.store import FROM_HEAD, Snapshots
 from workers.training.speeds import Point
 from workers.training.staircase import Staircase, planned, unplanned
 from workers.training.step_profile import StepProfile
@@ -56,7 +56,7 @@ class Train(Workload):
         except (ValidationError, TrainingError) as error:
             raise IncompatibleError(f"{context.slot}: {error}") from error
         self._trainer: Trainer | None = None
-        self._snapshots: Snapshots | None = None
+        self._checkpoints: Checkpoints | None = None
         self._level = 0
         self._flop_per_unit = 0.0
         self._sha256: str | None = None
@@ -78,30 +78,30 @@ class Train(Workload):
 
     @property
     def finished(self) -> bool:  # type: ignore[override]
-        """Whether all steps are done, and the last snapshot is written or refused."""
+        """Whether all steps are done, and the last checkpoint is written or refused."""
         return self._sha256 is not None
 
     @property
     def save_due(self) -> bool:  # type: ignore[override]
-        """Whether a snapshot was asked for, and there was no moment between two optimiser steps
+        """Whether a checkpoint was asked for, and there was no moment between two optimiser steps
         since.
         """
-        return self._save_soon and self._trainer is not None and self._snapshots is not None
+        return self._save_soon and self._trainer is not None and self._checkpoints is not None
 
     @property
     def notice(self) -> str:  # type: ignore[override]
-        """What went wrong with the last snapshot."""
-        return (self._snapshots.report.failure if self._snapshots is not None else None) or ""
+        """What went wrong with the last checkpoint."""
+        return (self._checkpoints.report.failure if self._checkpoints is not None else None) or ""
 
     @property
     def saved(self) -> Path | None:  # type: ignore[override]
-        """The newest snapshot, where `train.snapshots` is `head`."""
-        if self._snapshots is None or self._settings.snapshots != "head":
+        """The newest checkpoint, where `train.checkpoints` is `head`."""
+        if self._checkpoints is None or self._settings.checkpoints != "head":
             return None
-        return self._snapshots.newest_file()
+        return self._checkpoints.newest_file()
 
     def rungs(self, batch: int) -> Sequence[Rung]:
-        """Offer micro-batches, checkpointed blocks and states on the host.
+        """Offer micro-batches, recomputed blocks and states on the host.
 
         `workload.batch` has no say.
         """
@@ -122,7 +122,7 @@ class Train(Workload):
         return None if self._staircase is None else self._staircase.reordered()
 
     def set_level(self, level: int) -> None:
-        """Take the number of blocks that the next step checkpoints, and the states that are on the
+        """Take the number of blocks that the next step recomputes, and the states that are on the
         host.
         """
         self._level = level
@@ -135,7 +135,7 @@ class Train(Workload):
             IncompatibleError: The loss is not finite, or the task cannot be trained: no other step
                 would do better.
             UpdateInterruptedError: The update was cut off; the training went back to its last
-                snapshot.
+                checkpoint.
         """
         del size
         try:
@@ -187,22 +187,22 @@ class Train(Workload):
             self.context.tell("memory_predicted", **prediction.told())
 
     def save(self) -> None:
-        """Copy the state between two optimiser steps if a snapshot is due.
+        """Copy the state between two optimiser steps if a checkpoint is due.
 
         Wait for one that was asked for.
         """
-        trainer, snapshots = self._trainer, self._snapshots
+        trainer, checkpoints = self._trainer, self._checkpoints
         if trainer is None or not trainer.at_boundary:
             return
         self._end_profile(trainer)
         waits = trainer.finished or self._save_soon
-        if snapshots is not None and (waits or snapshots.due()):
+        if checkpoints is not None and (waits or checkpoints.due()):
             if waits:
-                snapshots.wait()
-            snapshots.save(trainer.state(), trainer.step)
+                checkpoints.wait()
+            checkpoints.save(trainer.state(), trainer.step)
             if waits:
-                snapshots.wait()
-            self._tell_failure(snapshots)
+                checkpoints.wait()
+            self._tell_failure(checkpoints)
             self._save_soon = False
         if trainer.finished:
             if figures := trainer.evaluate():
@@ -210,11 +210,11 @@ class Train(Workload):
             self._sha256 = trainer.weights_sha256()
 
     def save_soon(self) -> None:
-        """Have the next `save` between two optimiser steps not wait until a snapshot is due."""
+        """Have the next `save` between two optimiser steps not wait until a checkpoint is due."""
         self._save_soon = True
 
     def release(self) -> None:
-        """Drop model and state; the next step goes on from the last snapshot."""
+        """Drop model and state; the next step goes on from the last checkpoint."""
         if self._trainer is not None:
             self._trainer.close()
         self._trainer = None
@@ -239,7 +239,7 @@ class Train(Workload):
 
     def progress(self) -> Progress:
         """Tell how far the training is, and how fast."""
-        saved = None if self._snapshots is None else self._snapshots.report.saved_step
+        saved = None if self._checkpoints is None else self._checkpoints.report.saved_step
         if self._trainer is None:
             return Progress(saved_step=saved)
         told = self._trainer.progress()
@@ -273,7 +273,7 @@ class Train(Workload):
     def _opened(self) -> Trainer:
         """Return the training.
 
-        The first time, and after a release, go on from the last good snapshot.
+        The first time, and after a release, go on from the last good checkpoint.
         """
         if self._trainer is not None:
             return self._trainer
@@ -315,55 +315,57 @@ class Train(Workload):
         return 1.0 if self._task.shorten is None else trainer.items_per_sample
 
     def _go_on(self, trainer: Trainer, folder: Path) -> None:
-        """Load the last good snapshot, unless this is the beginning of a run."""
-        begins = self._snapshots is None and self.context.fresh
-        if self._snapshots is None:
-            self._snapshots = Snapshots(
+        """Load the last good checkpoint, unless this is the beginning of a run."""
+        begins = self._checkpoints is None and self.context.fresh
+        if self._checkpoints is None:
+            self._checkpoints = Checkpoints(
                 folder, trainer.identity, save_every_s=self._settings.save_every_s
             )
         if begins:
             try:
-                self._snapshots.discard()
+                self._checkpoints.discard()
             except OSError as failure:
                 self.context.tell(
-                    "snapshot_failed", reason=f"{folder} cannot be cleared: {failure.strerror}"
+                    "checkpoint_failed", reason=f"{folder} cannot be cleared: {failure.strerror}"
                 )
-            if (lack := self._snapshots.lacks_room(trainer.state())) is not None:
-                self.context.tell("snapshot_room", reason=lack)
+            if (lack := self._checkpoints.lacks_room(trainer.state())) is not None:
+                self.context.tell("checkpoint_room", reason=lack)
             return
-        if self.context.snapshot is not None:
+        if self.context.checkpoint is not None:
             with suppress(OSError):  # nothing can be written there either, and that is told
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                (folder / FROM_HEAD).write_bytes(self.context.snapshot)
-        loaded = self._snapshots.load()
+                (folder / FROM_HEAD).write_bytes(self.context.checkpoint)
+        loaded = self._checkpoints.load()
         for sentence in loaded.sentences():
-            self.context.tell("snapshot_refused", reason=sentence)
+            self.context.tell("checkpoint_refused", reason=sentence)
         if loaded.state is not None:
             trainer.load(loaded.state)
             self.context.tell("restored", step=trainer.step)
 
     def _rolled_back(self, trainer: Trainer) -> str:
-        """Go back to the last snapshot, and say so."""
+        """Go back to the last checkpoint, and say so."""
         state = None
-        if self._snapshots is not None:
-            # A process that began at a snapshot and has not saved since has no copy.
-            state = self._snapshots.newest_copy() or self._snapshots.load().state
+        if self._checkpoints is not None:
+            # A process that began at a checkpoint and has not saved since has no copy.
+            state = self._checkpoints.newest_copy() or self._checkpoints.load().state
         redone = trainer.rollback(state)
         self.context.tell("rolled_back", step=trainer.step, redone_steps=redone)
         return f"the training went back to step {trainer.step}, and does {redone} steps again"
 
     def _last_good(self) -> str:
-        if self._snapshots is not None:
-            self._snapshots.wait()  # one that is being written is the last good one
-        report = None if self._snapshots is None else self._snapshots.report
+        if self._checkpoints is not None:
+            self._checkpoints.wait()  # one that is being written is the last good one
+        report = None if self._checkpoints is None else self._checkpoints.report
         if report is None or report.saved_step is None:
-            return "there is no snapshot yet"
-        return f"the last good snapshot is of step {report.saved_step}, in {self.context.state_dir}"
+            return "there is no checkpoint yet"
+        return (
+            f"the last good checkpoint is of step {report.saved_step}, in {self.context.state_dir}"
+        )
 
-    def _tell_failure(self, snapshots: Snapshots) -> None:
-        failure = snapshots.report.failure
+    def _tell_failure(self, checkpoints: Checkpoints) -> None:
+        failure = checkpoints.report.failure
         if failure is not None and failure != self._told_failure:
-            self.context.tell("snapshot_failed", reason=failure)
+            self.context.tell("checkpoint_failed", reason=failure)
         self._told_failure = failure
 
     def _speeds(self) -> tuple[float, float]:

@@ -50,15 +50,15 @@ def training(
     log: Path,
     choose: Callable[[Sequence[Candidate]], Sequence[Candidate]],
     *,
-    checkpoint: str = "none",
+    recompute: str = "none",
 ) -> Kind:
     """Return the tuning of `train:`; `choose` picks the candidates that were asked for.
 
-    Where the plain baseline does not fit, `checkpoint` is `all` in it and in all arms that do not
+    Where the plain baseline does not fit, `recompute` is `all` in it and in all arms that do not
     say otherwise.
     """
     on_card, seed = spec.device == "cuda", config.workload.seed
-    baseline = {**levers.baseline_of(config.train, on_card=on_card), "checkpoint": checkpoint}
+    baseline = {**levers.baseline_of(config.train, on_card=on_card), "recompute": recompute}
     candidates = choose(levers.train_candidates(baseline))
     impossible = {
         each.name: levers.unavailable(each, baseline, on_card=on_card) for each in candidates

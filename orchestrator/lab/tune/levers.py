@@ -70,7 +70,7 @@ PLAIN: Final[Mapping[str, Any]] = {
     "cudnn_benchmark": False,
     "optimizer": "adamw-foreach",
     "micro": "auto",
-    "checkpoint": "none",
+    "recompute": "none",
     "activations_on_host": False,
     "states_on_host": 0,
     "set_to_none": True,
@@ -118,7 +118,7 @@ _LEVERS: Final = (
     _Lever("bucketing", (True,), _OBJECTIVE),
     _Lever("packing", (True,), _OBJECTIVE),
     _Lever("deterministic", (True,), _NUMERIC),
-    _Lever("checkpoint", ("all",), _EXACT, "memory"),
+    _Lever("recompute", ("all",), _EXACT, "memory"),
     _Lever("activations_on_host", (True,), _EXACT, "memory"),
     _Lever("states_on_host", (50, 100), _EXACT, "memory"),
     _Lever("ema_decay", (0.99,), _OBJECTIVE, "loss"),
@@ -141,7 +141,7 @@ EXPECTED: Final[Mapping[str, tuple[float, float]]] = {
     "batch": (1.05, 1.5), "prefetch": (1.02, 1.0), "set_to_none": (0.99, 1.0),
     "persistent": (0.98, 1.0), "states_on_host": (0.97, 0.9), "ema_on": (0.97, 1.0),
     "micro": (0.93, 0.6), "deterministic": (0.9, 1.0), "dropout": (0.9, 1.0), "adapter": (0.9, 0.9),
-    "activations_on_host": (0.8, 0.5), "checkpoint": (0.75, 0.5), "r_drop": (0.6, 1.7),
+    "activations_on_host": (0.8, 0.5), "recompute": (0.75, 0.5), "r_drop": (0.6, 1.7),
 }  # fmt: skip
 
 

@@ -80,8 +80,8 @@ def tune(folder: Path, say: Callable[[str], None], budget_s: float | None = None
         except BaselineError as error:
             if NO_ROOM not in str(error):
                 raise
-            say("the plain baseline does not fit, so every arm checkpoints its blocks")
-            return run(training(config, spec, log, choose, checkpoint="all"))
+            say("the plain baseline does not fit, so every arm recomputes its blocks")
+            return run(training(config, spec, log, choose, recompute="all"))
 
     def run_matmul() -> store.Result:
         with mps_for(folder.name, on_card=spec.device == "cuda") as shared:

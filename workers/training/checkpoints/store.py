@@ -1,7 +1,7 @@
-"""The snapshots of one training in one folder: saved by a thread while the training goes on, found
+"""The checkpoints of one training in one folder: saved by a thread while the training goes on, found
 again afterwards.
 
-A snapshot that cannot be written costs no step: `report` says what went wrong, and it is tried
+A checkpoint that cannot be written costs no step: `report` says what went wrong, and it is tried
 again. Does not know what a state means, nor who asks for one.
 """
 
@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from workers.training.snapshots import snapshot_file
-from workers.training.snapshots.cadence import pause_s
-from workers.training.snapshots.host_copy import HostCopy
-from workers.training.snapshots.identity import Identity
-from workers.training.snapshots.snapshot_file import RefusedError
-from workers.training.snapshots.tensor_bytes import tensors_in
+from workers.training.checkpoints import checkpoint_file
+from workers.training.checkpoints.cadence import pause_s
+from workers.training.checkpoints.checkpoint_file import RefusedError
+from workers.training.checkpoints.host_copy import HostCopy
+from workers.training.checkpoints.identity import Identity
+from workers.training.checkpoints.tensor_bytes import tensors_in
 from workers.units import MIB
 
 #: The head's copy, put there before `load`. It is read like the others and never written over.
@@ -38,11 +38,11 @@ _CPU_LOSS: Final = 2.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotReport:
+class CheckpointReport:
     """What was saved and what went wrong; a value that can cross processes."""
 
     saved_step: int | None = None
-    """Of the newest good snapshot; `None`: there is none."""
+    """Of the newest good checkpoint; `None`: there is none."""
     saved_at: float | None = None
     """Unix time at which it was complete; `None` where this process did not write it."""
     saved_bytes: int = 0
@@ -52,7 +52,7 @@ class SnapshotReport:
     written: int = 0
     failed: int = 0
     stalled_s: float = 0.0
-    """The time that all snapshots together took from the training."""
+    """The time that all checkpoints together took from the training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class Loaded:
         return *self.refused, instead
 
 
-class Snapshots:
+class Checkpoints:
     """Opens a folder and keeps the last generations in it, so that one is always good.
 
     One training to a folder.
@@ -96,7 +96,7 @@ class Snapshots:
 
         Raises nothing.
         """
-        self.report = SnapshotReport()
+        self.report = CheckpointReport()
         self._folder = folder
         self._identity = identity
         self._save_every_s = save_every_s
@@ -114,11 +114,11 @@ class Snapshots:
         self._idle.set()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._remove_leftovers()
-        self._writer = threading.Thread(target=self._write_jobs, name="snapshots", daemon=True)
+        self._writer = threading.Thread(target=self._write_jobs, name="checkpoints", daemon=True)
         self._writer.start()
 
     def load(self) -> Loaded:
-        """Read the newest good snapshot of this training, into host memory.
+        """Read the newest good checkpoint of this training, into host memory.
 
         Raises:
             RuntimeError: There is no memory for it.
@@ -127,14 +127,16 @@ class Snapshots:
         refused = []
         self._opened = True
         candidates = (*self._slots, self._folder / FROM_HEAD)
-        present = {path: snapshot_file.read_number(path) for path in candidates if _is_there(path)}
+        present = {
+            path: checkpoint_file.read_number(path) for path in candidates if _is_there(path)
+        }
         self._number = max(number or 0 for number in (self._number, *present.values()))
         # What cannot be dated comes first: it may be the newest, and its refusal is to be told.
         for path in sorted(present, key=lambda path: present[path] or math.inf, reverse=True):
             try:
                 content = self._read(path)
             except RefusedError as failure:
-                refused.append(f"the snapshot {path} is not used: {failure}")
+                refused.append(f"the checkpoint {path} is not used: {failure}")
                 continue
             self._good = path
             self.report = replace(
@@ -144,7 +146,7 @@ class Snapshots:
         return Loaded(state=None, refused=tuple(refused))
 
     def discard(self) -> None:
-        """Remove all snapshots: the training begins anew.
+        """Remove all checkpoints: the training begins anew.
 
         Raises:
             OSError: One of them cannot be removed.
@@ -163,19 +165,19 @@ class Snapshots:
             )
             there = sum(path.stat().st_size for path in self._slots if path.exists())
         except OSError as failure:
-            return f"the folder of snapshots {self._folder} cannot be used: {failure.strerror}"
+            return f"the folder of checkpoints {self._folder} cannot be used: {failure.strerror}"
         free = disk.f_bavail * disk.f_frsize + there
         if free >= needed:
             return None
         return (
-            f"snapshots in {self._folder} need {needed / MIB:.0f} MiB ({len(self._slots)} and one "
+            f"checkpoints in {self._folder} need {needed / MIB:.0f} MiB ({len(self._slots)} and one "
             "that is being "
             f"written), and the disk has {free / MIB:.0f} MiB for them; free some, or choose "
             "another folder"
         )
 
     def due(self) -> bool:
-        """Whether a snapshot should be taken now; never while one is being written."""
+        """Whether a checkpoint should be taken now; never while one is being written."""
         return self._idle.is_set() and self._clock() >= self._due_at
 
     def save(self, state: Mapping[str, Any], step: int) -> bool:
@@ -188,7 +190,7 @@ class Snapshots:
         if not self._opened:
             raise RuntimeError(
                 "`load` or `discard` must come before the first `save`: it could replace a good "
-                "snapshot"
+                "checkpoint"
             )
         if not self._idle.is_set():
             return False
@@ -227,7 +229,7 @@ class Snapshots:
         return not self._writer.is_alive()
 
     def _read(self, path: Path) -> dict[str, Any]:
-        content = snapshot_file.read(path)
+        content = checkpoint_file.read(path)
         difference = self._identity.difference(content.get("identity"))
         if difference is not None:
             raise RefusedError(difference)
@@ -245,7 +247,7 @@ class Snapshots:
             cost_s = self._copy.complete()
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             content = {"identity": self._identity.plain(), "step": step, "state": self._copy.state}
-            written_bytes = snapshot_file.write(target, content, self._number + 1)
+            written_bytes = checkpoint_file.write(target, content, self._number + 1)
         except Exception as error:  # noqa: BLE001 - whatever it is, training goes on, and the report says it
             failure = error
         else:
@@ -283,7 +285,7 @@ class Snapshots:
             or (str(failure).splitlines() or [type(failure).__name__])[0]
         )
         sentence = (
-            f"the snapshot of step {step} could not be written in {self._folder}: {said}; "
+            f"the checkpoint of step {step} could not be written in {self._folder}: {said}; "
             f"training goes on and tries again in {pause:.0f} s; {last}"
         )
         self.report = replace(known, failure=sentence, failed=known.failed + 1)
@@ -294,11 +296,11 @@ class Snapshots:
         First where there is nothing good.
         """
         others = [path for path in self._slots if path != self._good]
-        return min(others, key=lambda path: snapshot_file.read_number(path) or 0)
+        return min(others, key=lambda path: checkpoint_file.read_number(path) or 0)
 
     def _remove_leftovers(self) -> None:
         for path in self._slots:
-            for leftover in self._folder.glob(f"{path.name}.*{snapshot_file.TEMPORARY}"):
+            for leftover in self._folder.glob(f"{path.name}.*{checkpoint_file.TEMPORARY}"):
                 try:
                     leftover.unlink(missing_ok=True)
                 except OSError as failure:

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from workers.training.checkpoints.tensor_bytes import tensors_in
 from workers.training.host_memory import give_back, like_all
-from workers.training.snapshots.tensor_bytes import tensors_in
 
 _Path: TypeAlias = tuple[object, ...]
 

@@ -1,4 +1,4 @@
-"""One snapshot in one file: written whole or not at all, and believed only if every byte is as it
+"""One checkpoint in one file: written whole or not at all, and believed only if every byte is as it
 was written.
 
 The file is what `torch.save` writes, so `torch.load` opens it, and 68 bytes after it: a mark, the
@@ -32,7 +32,7 @@ _CHUNK_BYTES: Final = 4 * 2**20
 
 
 class RefusedError(Exception):
-    """This file is not a snapshot that can be used; its text says why, as the end of a sentence."""
+    """This file is not a checkpoint that can be used; its text says why, as the end of a sentence."""
 
 
 def write(path: Path, content: dict[str, Any], number: int) -> int:
@@ -72,7 +72,7 @@ def write(path: Path, content: dict[str, Any], number: int) -> int:
 def read_number(path: Path) -> int | None:
     """Return the number that counts up.
 
-    `None`: there is no snapshot, or its last bytes are damaged.
+    `None`: there is no checkpoint, or its last bytes are damaged.
     """
     try:
         with path.open("rb") as file:
@@ -152,7 +152,7 @@ def _trailer(file: io.BufferedReader) -> tuple[int, int, int, bytes]:
         and checksum == _CHECKSUM.pack(zlib.crc32(trailer))
     )
     if not whole:
-        raise RefusedError("it is no snapshot, or its end is damaged or cut off")
+        raise RefusedError("it is no checkpoint, or its end is damaged or cut off")
     return version, number, length, trailer[_FIELDS.size :]
 
 

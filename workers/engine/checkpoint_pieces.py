@@ -9,14 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import IO, Final
 
-from workers.messages import SnapshotPiece
+from workers.messages import CheckpointPiece
 from workers.units import MIB
 
 #: Of a report. A slice of one second then takes little of a home network of 1 Gbit/s.
 _PIECE_BYTES: Final = 8 * MIB
 
 
-class SnapshotPieces:
+class CheckpointPieces:
     """Sends each file once, from its beginning to its end, and after that the newest there is then."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class SnapshotPieces:
         """What tells files apart: inode, and time of the last change in nanoseconds."""
         self._count = 0
 
-    def next(self, newest: Path | None) -> SnapshotPiece | None:
+    def next(self, newest: Path | None) -> CheckpointPiece | None:
         """Return the next piece.
 
         `None`: all is sent, there is nothing, or it cannot be read now.
@@ -40,7 +40,7 @@ class SnapshotPieces:
         except OSError:
             self.close()
             return None
-        piece = SnapshotPiece(
+        piece = CheckpointPiece(
             number=self._count, offset_bytes=offset_bytes, total_bytes=self._total_bytes, data=data
         )
         if piece.is_last or not data:

@@ -1,7 +1,7 @@
-"""Activation checkpointing of a model's first blocks, as many as one likes, changed at any time
+"""Activation recomputation of a model's first blocks, as many as one likes, changed at any time
 between two steps.
 
-A checkpointed block keeps only its input and computes the rest again in the backward pass. That
+A recomputed block keeps only its input and computes the rest again in the backward pass. That
 changes memory and time, and no bit of the result: the second computation repeats the first, keyed
 dropout included.
 """
@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
-class Checkpointing:
-    """Takes over the `forward` of each block; `level` says how many of them are checkpointed."""
+class Recomputation:
+    """Takes over the `forward` of each block; `level` says how many of them are recomputed."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self.most = len(blocks)
@@ -27,7 +27,7 @@ class Checkpointing:
             setattr(block, "forward", partial(self._run, place, block.forward))  # noqa: B010 - mypy has methods constant
 
     def level_of(self, wanted: str | int, offered: int) -> int:
-        """Return the level for `train.checkpoint`; `auto` takes what the caller offers."""
+        """Return the level for `train.recompute`; `auto` takes what the caller offers."""
         level = (
             {"auto": offered, "none": 0, "all": self.most}.get(wanted, wanted)
             if isinstance(wanted, str)

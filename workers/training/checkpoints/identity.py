@@ -1,4 +1,4 @@
-"""What a snapshot belongs to: a model by its name, shapes and types, and the settings that it was
+"""What a checkpoint belongs to: a model by its name, shapes and types, and the settings that it was
 trained with.
 """
 
@@ -15,7 +15,7 @@ Lever: TypeAlias = bool | int | float | str | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Two trainings whose identities are equal can go on from each other's snapshots."""
+    """Two trainings whose identities are equal can go on from each other's checkpoints."""
 
     model: str
     weights: Mapping[str, str]

@@ -6,28 +6,28 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.run.snapshot_keeper import SnapshotKeeper
+from orchestrator.run.checkpoint_keeper import CheckpointKeeper
 from tests.core.scene import report_of
-from workers.engine import snapshot_pieces
-from workers.engine.snapshot_pieces import SnapshotPieces
-from workers.messages import SnapshotPiece
+from workers.engine import checkpoint_pieces
+from workers.engine.checkpoint_pieces import CheckpointPieces
+from workers.messages import CheckpointPiece
 
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot_pieces, "_PIECE_BYTES", 10)
+    monkeypatch.setattr(checkpoint_pieces, "_PIECE_BYTES", 10)
 
 
 def sent(
-    pieces: SnapshotPieces,
-    keeper: SnapshotKeeper,
+    pieces: CheckpointPieces,
+    keeper: CheckpointKeeper,
     newest: Path,
     incarnation: int = 0,
     most: int = 100,
 ) -> int:
     count = 0
     while count < most and (piece := pieces.next(newest)) is not None:
-        keeper.take(report_of("pc1/0", incarnation, 0, snapshot=piece))
+        keeper.take(report_of("pc1/0", incarnation, 0, checkpoint=piece))
         count += 1
     return count
 
@@ -35,8 +35,8 @@ def sent(
 def test_a_file_arrives_whole_once_and_its_successor_after_it(tmp_path: Path) -> None:
     newest, keeper, pieces = (
         tmp_path / "newest",
-        SnapshotKeeper(tmp_path / "head"),
-        SnapshotPieces(),
+        CheckpointKeeper(tmp_path / "head"),
+        CheckpointPieces(),
     )
     newest.write_bytes(bytes(range(35)))
     assert pieces.pending(newest)
@@ -57,8 +57,8 @@ def test_a_file_arrives_whole_once_and_its_successor_after_it(tmp_path: Path) ->
 def test_a_piece_that_continues_nothing_is_dropped(tmp_path: Path) -> None:
     newest, keeper, pieces = (
         tmp_path / "newest",
-        SnapshotKeeper(tmp_path / "head"),
-        SnapshotPieces(),
+        CheckpointKeeper(tmp_path / "head"),
+        CheckpointPieces(),
     )
     newest.write_bytes(b"x" * 25)
     sent(pieces, keeper, newest, most=1)
@@ -68,18 +68,18 @@ def test_a_piece_that_continues_nothing_is_dropped(tmp_path: Path) -> None:
     assert keeper.copy_for("pc1/0", 1) is None
     # Of another process: its file is another one, whatever its number is.
     pieces.close()
-    other_process = SnapshotPieces()
+    other_process = CheckpointPieces()
     sent(other_process, keeper, newest, most=1)
     other_process.close()
-    other = SnapshotPiece(number=1, offset_bytes=10, total_bytes=20, data=b"y" * 10)
-    keeper.take(report_of("pc1/0", 1, 0, snapshot=other))
+    other = CheckpointPiece(number=1, offset_bytes=10, total_bytes=20, data=b"y" * 10)
+    keeper.take(report_of("pc1/0", 1, 0, checkpoint=other))
     assert keeper.copy_for("pc1/0", 2) is None
 
 
 def test_a_folder_that_cannot_be_written_is_told_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "head").touch()
     (tmp_path / "newest").write_bytes(b"x" * 25)
-    keeper = SnapshotKeeper(tmp_path / "head")
-    assert sent(SnapshotPieces(), keeper, tmp_path / "newest") == 3
+    keeper = CheckpointKeeper(tmp_path / "head")
+    assert sent(CheckpointPieces(), keeper, tmp_path / "newest") == 3
     assert keeper.problem is not None
     assert str(tmp_path / "head") in keeper.problem

@@ -1,4 +1,4 @@
-"""Snapshots: whatever happens to a file, the disk or the process, a good state is found, or the refusal is told."""
+"""Checkpoints: whatever happens to a file, the disk or the process, a good state is found, or the refusal is told."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hypothesis import strategies as some
 
 from tests.fork_server import ForkServer
 from tests.scene import namespaced, wait_for
-from workers.training.snapshots import snapshot_file
-from workers.training.snapshots.cadence import EARLIER, MOST_SHARE, pause_s
-from workers.training.snapshots.identity import Identity
-from workers.training.snapshots.snapshot_file import RefusedError
-from workers.training.snapshots.store import Snapshots
-from workers.training.snapshots.tensor_bytes import weights_sha256
+from workers.training.checkpoints import checkpoint_file
+from workers.training.checkpoints.cadence import EARLIER, MOST_SHARE, pause_s
+from workers.training.checkpoints.checkpoint_file import RefusedError
+from workers.training.checkpoints.identity import Identity
+from workers.training.checkpoints.store import Checkpoints
+from workers.training.checkpoints.tensor_bytes import weights_sha256
 
-Open = Callable[..., Snapshots]
+Open = Callable[..., Checkpoints]
 
 WEIGHTS = {"a": torch.zeros(3, 4), "b": torch.zeros(2, dtype=torch.bfloat16)}
 OURS = Identity.of("gpt-nano", WEIGHTS, {"lr": 0.1})
@@ -70,11 +70,11 @@ def same(left: object, right: object) -> bool:
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Open]:
-    """Open the snapshots of a folder; they are closed when the test ends."""
-    living: list[Snapshots] = []
+    """Open the checkpoints of a folder; they are closed when the test ends."""
+    living: list[Checkpoints] = []
 
-    def open_(folder: Path = tmp_path, identity: Identity = OURS, **settings: Any) -> Snapshots:
-        living.append(Snapshots(folder, identity, **settings))
+    def open_(folder: Path = tmp_path, identity: Identity = OURS, **settings: Any) -> Checkpoints:
+        living.append(Checkpoints(folder, identity, **settings))
         return living[-1]
 
     yield open_
@@ -82,19 +82,19 @@ def opened(tmp_path: Path) -> Iterator[Open]:
         assert each.close(60)
 
 
-def saved(snapshots: Snapshots, *steps: int) -> Snapshots:
+def saved(checkpoints: Checkpoints, *steps: int) -> Checkpoints:
     """Save these steps, one after the other."""
-    snapshots.load()
+    checkpoints.load()
     for step in steps:
-        assert snapshots.save(state_at(step), step)
-        assert snapshots.wait(60)
-        assert snapshots.report.failure is None
-    return snapshots
+        assert checkpoints.save(state_at(step), step)
+        assert checkpoints.wait(60)
+        assert checkpoints.report.failure is None
+    return checkpoints
 
 
 def newest(folder: Path) -> Path:
     """The file that counts."""
-    return max(folder.glob("*.pt"), key=lambda path: snapshot_file.read_number(path) or 0)
+    return max(folder.glob("*.pt"), key=lambda path: checkpoint_file.read_number(path) or 0)
 
 
 def test_the_newest_of_two_generations_is_loaded_bit_for_bit(opened: Open, tmp_path: Path) -> None:
@@ -110,15 +110,15 @@ def test_the_newest_of_two_generations_is_loaded_bit_for_bit(opened: Open, tmp_p
 
 
 def test_the_copy_is_of_the_moment_of_the_call_and_its_buffers_are_used_again(opened: Open) -> None:
-    snapshots = opened()
-    snapshots.load()
+    checkpoints = opened()
+    checkpoints.load()
     addresses = set()
     for step in (1, 2):
         state = state_at(step)
-        snapshots.save(state, step)
+        checkpoints.save(state, step)
         state["weights"]["a"].fill_(99)
-        assert snapshots.wait(60)
-        copy = snapshots.newest_copy()
+        assert checkpoints.wait(60)
+        copy = checkpoints.newest_copy()
         assert copy is not None
         assert same(copy["weights"], state_at(step)["weights"])
         addresses.add(copy["weights"]["a"].data_ptr())
@@ -132,16 +132,16 @@ def test_a_file_cut_at_any_byte_is_refused_and_the_other_generation_used(
     saved(opened(), 1, 2)
     damaged = newest(tmp_path)
     whole = damaged.read_bytes()
-    snapshots = opened()
+    checkpoints = opened()
     for length in range(len(whole)):
         damaged.write_bytes(whole[:length])
         with pytest.raises(RefusedError):
-            snapshot_file.read(damaged)
+            checkpoint_file.read(damaged)
         if length % 64:
             continue
-        loaded = snapshots.load()
+        loaded = checkpoints.load()
         assert loaded.step == 1
-        assert loaded.refused[0].startswith(f"the snapshot {damaged} is not used: it ")
+        assert loaded.refused[0].startswith(f"the checkpoint {damaged} is not used: it ")
     assert loaded.sentences()[-1] == "training goes on from step 1"
 
 
@@ -151,22 +151,22 @@ def test_one_flipped_bit_in_any_byte_is_refused_and_the_other_generation_used(
     saved(opened(), 1, 2)
     damaged = newest(tmp_path)
     whole = bytearray(damaged.read_bytes())
-    snapshots = opened()
+    checkpoints = opened()
     for place in range(len(whole)):
         whole[place] ^= 1 << place % 8
         damaged.write_bytes(whole)
         whole[place] ^= 1 << place % 8
         with pytest.raises(RefusedError):
-            snapshot_file.read(damaged)
+            checkpoint_file.read(damaged)
         if place % 64 and place < len(whole) - 68:
             continue
-        loaded = snapshots.load()
+        loaded = checkpoints.load()
         assert loaded.step == 1
         assert len(loaded.refused) == 1
     damaged.write_bytes(whole + b"x")
-    assert snapshots.load().step == 1
+    assert checkpoints.load().step == 1
     damaged.write_bytes(whole)
-    assert snapshots.load().step == 2
+    assert checkpoints.load().step == 2
 
 
 @pytest.mark.parametrize("place", [200, -40], ids=["tensors", "end"])
@@ -217,7 +217,7 @@ def test_another_model_is_refused_in_words_and_training_begins_anew(
     saved(opened(), 1, 2)
     loaded = opened(identity=other).load()
     assert loaded.state is None
-    assert loaded.refused[0] == f"the snapshot {newest(tmp_path)} is not used: {reason}"
+    assert loaded.refused[0] == f"the checkpoint {newest(tmp_path)} is not used: {reason}"
     assert loaded.sentences()[2:] == ("training begins anew",)
 
 
@@ -238,8 +238,8 @@ def test_another_version_of_the_format_is_named(
 ) -> None:
     saved(opened(), 1)
     with monkeypatch.context() as later:
-        later.setattr(snapshot_file, "VERSION", 2)
-        snapshot_file.write(tmp_path / "generation-1.pt", {"step": 2, "state": {}}, 9)
+        later.setattr(checkpoint_file, "VERSION", 2)
+        checkpoint_file.write(tmp_path / "generation-1.pt", {"step": 2, "state": {}}, 9)
     (refused,) = (loaded := opened().load()).refused
     assert loaded.step == 1
     assert refused.endswith("it has format version 2, and this program reads version 1")
@@ -251,7 +251,7 @@ def test_a_file_that_would_run_code_is_refused(opened: Open, tmp_path: Path) -> 
             return (Path.touch, (tmp_path / "ran",))
 
     saved(opened(), 1)
-    snapshot_file.write(
+    checkpoint_file.write(
         tmp_path / "generation-1.pt", {"identity": OURS.plain(), "step": 2, "state": Runs()}, 9
     )
     loaded = opened().load()
@@ -264,7 +264,7 @@ def test_a_file_that_would_run_code_is_refused(opened: Open, tmp_path: Path) -> 
     save_every_s=some.floats(0, 3600),
     rounds=some.lists(some.tuples(some.floats(0, 100), some.booleans()), min_size=1, max_size=30),
 )
-def test_whatever_snapshots_cost_the_cadence_keeps_it_under_a_hundredth_of_the_time(
+def test_whatever_checkpoints_cost_the_cadence_keeps_it_under_a_hundredth_of_the_time(
     save_every_s: float, rounds: list[tuple[float, bool]]
 ) -> None:
     pauses = [pause_s(save_every_s, cost_s, failed=failed) for cost_s, failed in rounds]
@@ -275,30 +275,30 @@ def test_whatever_snapshots_cost_the_cadence_keeps_it_under_a_hundredth_of_the_t
     )
 
 
-def test_a_snapshot_is_due_after_the_pause_and_never_while_one_is_written(opened: Open) -> None:
+def test_a_checkpoint_is_due_after_the_pause_and_never_while_one_is_written(opened: Open) -> None:
     now = [100.0]
-    snapshots = opened(save_every_s=1000.0, clock=lambda: now[0])
-    snapshots.load()
+    checkpoints = opened(save_every_s=1000.0, clock=lambda: now[0])
+    checkpoints.load()
     now[0] = 899.0
-    assert not snapshots.due()
+    assert not checkpoints.due()
     now[0] = 900.0
-    assert snapshots.due()
-    held = _held_open(snapshots)
-    snapshots.save(state_at(1), 1)
-    assert not snapshots.due()
-    assert not snapshots.save(state_at(2), 2), "only one is in flight"
+    assert checkpoints.due()
+    held = _held_open(checkpoints)
+    checkpoints.save(state_at(1), 1)
+    assert not checkpoints.due()
+    assert not checkpoints.save(state_at(2), 2), "only one is in flight"
     held()
-    assert snapshots.wait(60)
-    assert not snapshots.due()
+    assert checkpoints.wait(60)
+    assert not checkpoints.due()
     now[0] = 1700.0
-    assert snapshots.due()
+    assert checkpoints.due()
     assert opened().load().step == 1
 
 
-def _held_open(snapshots: Snapshots) -> Callable[[], None]:
+def _held_open(checkpoints: Checkpoints) -> Callable[[], None]:
     """Keep the writer busy with a job before the next one; return what lets it go on."""
     gate = threading.Event()
-    snapshots._jobs.put(gate.wait)
+    checkpoints._jobs.put(gate.wait)
     return gate.set
 
 
@@ -306,21 +306,21 @@ def _held_open(snapshots: Snapshots) -> Callable[[], None]:
 WRITER = """
 import sys, torch
 from pathlib import Path
-from workers.training.snapshots.identity import Identity
-from workers.training.snapshots.snapshot_file import RefusedError
-from workers.training.snapshots.store import Snapshots
+from workers.training.checkpoints.identity import Identity
+from workers.training.checkpoints.checkpoint_file import RefusedError
+from workers.training.checkpoints.store import Checkpoints
 torch.set_num_threads(1)
 weights = {"a": torch.zeros(300_000)}
-snapshots = Snapshots(Path(sys.argv[1]), Identity.of("m", weights))
-loaded = snapshots.load()
+checkpoints = Checkpoints(Path(sys.argv[1]), Identity.of("m", weights))
+loaded = checkpoints.load()
 assert not loaded.refused, loaded.refused
 step = loaded.step or 0
 while True:
     step += 1
     weights["a"].fill_(step)
-    assert snapshots.save({"weights": weights, "step": step}, step)
-    assert snapshots.wait(60)
-    assert snapshots.report.failure is None, snapshots.report.failure
+    assert checkpoints.save({"weights": weights, "step": step}, step)
+    assert checkpoints.wait(60)
+    assert checkpoints.report.failure is None, checkpoints.report.failure
     print(step, flush=True)
 """
 
@@ -332,7 +332,7 @@ def test_a_writer_killed_at_50_random_moments_leaves_a_good_generation(
     identity = Identity.of("m", {"a": torch.zeros(300_000)})
     for _ in range(50):
         child = fork_server.start(WRITER, str(tmp_path))
-        wait_for(lambda child=child: child.out.split(), "first snapshot")
+        wait_for(lambda child=child: child.out.split(), "first checkpoint")
         time.sleep(drawn.uniform(0, 0.05))
         child.kill()
         child.wait(60)
@@ -340,8 +340,8 @@ def test_a_writer_killed_at_50_random_moments_leaves_a_good_generation(
         safe = int(told[: told.rindex("\n")].split()[-1])
         child.close()
         interrupted += any(tmp_path.glob("*.new"))
-        snapshots = opened(identity=identity)
-        loaded = snapshots.load()
+        checkpoints = opened(identity=identity)
+        loaded = checkpoints.load()
         assert loaded.refused == ()
         assert loaded.step is not None
         assert loaded.state is not None
@@ -349,7 +349,7 @@ def test_a_writer_killed_at_50_random_moments_leaves_a_good_generation(
         step = loaded.step
         assert loaded.state["weights"]["a"].eq(step).all()
         assert not list(tmp_path.glob("*.new")), "opening removes what the killed process left"
-        snapshots.close()
+        checkpoints.close()
     assert interrupted >= 5, "so few kills struck while a file was being written"
 
 
@@ -357,40 +357,40 @@ def test_a_writer_killed_at_50_random_moments_leaves_a_good_generation(
 FULL_DISK = """
 import sys, subprocess, torch
 from pathlib import Path
-from workers.training.snapshots.identity import Identity
-from workers.training.snapshots.snapshot_file import RefusedError
-from workers.training.snapshots.store import Snapshots
+from workers.training.checkpoints.identity import Identity
+from workers.training.checkpoints.checkpoint_file import RefusedError
+from workers.training.checkpoints.store import Checkpoints
 torch.set_num_threads(1)
 disk = Path(sys.argv[1])
 weights = {"a": torch.zeros(2**18)}
-snapshots = Snapshots(disk / "slot", Identity.of("m", weights), save_every_s=0)
-snapshots.load()
+checkpoints = Checkpoints(disk / "slot", Identity.of("m", weights), save_every_s=0)
+checkpoints.load()
 steps = 0
 def train(times):
     global steps
     for _ in range(times):
         steps += 1
         weights["a"].add_(1)
-        assert snapshots.save({"weights": weights}, steps)
-        assert snapshots.wait(60)
+        assert checkpoints.save({"weights": weights}, steps)
+        assert checkpoints.wait(60)
 def look():
-    report = snapshots.report
+    report = checkpoints.report
     print(report.failure, report.written, report.failed, report.saved_step, sep="|")
     print(*sorted(each.name for each in (disk / "slot").iterdir()))
-print(snapshots.lacks_room({"weights": weights}))
+print(checkpoints.lacks_room({"weights": weights}))
 (disk / "other").write_bytes(bytes(2**19))
 train(3)
 look()
 subprocess.run(["mount", "-o", "remount,size=16m", str(disk)], check=True)
-print(snapshots.lacks_room({"weights": weights}))
+print(checkpoints.lacks_room({"weights": weights}))
 train(2)
 look()
 subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
 train(2)
 look()
-copy = snapshots.newest_copy()
-print(steps, weights["a"][0].item(), copy["weights"]["a"][0].item(), snapshots.load().step)
-assert snapshots.close(60)
+copy = checkpoints.newest_copy()
+print(steps, weights["a"][0].item(), copy["weights"]["a"][0].item(), checkpoints.load().step)
+assert checkpoints.close(60)
 """
 
 
@@ -403,18 +403,18 @@ def test_a_full_and_a_read_only_disk_cost_no_step_and_are_told(tmp_path: Path) -
     ).splitlines()
     where = tmp_path / "slot"
     assert room == (
-        f"snapshots in {where} need 3 MiB (2 and one that is being written), and the disk has 2 MiB for them; "
+        f"checkpoints in {where} need 3 MiB (2 and one that is being written), and the disk has 2 MiB for them; "
         "free some, or choose another folder"
     )
     assert full == (
-        f"the snapshot of step 3 could not be written in {where}: No space left on device; training goes on and tries "
-        "again in N s; the last good one is of step 1|1|2|1"
+        f"the checkpoint of step 3 could not be written in {where}: No space left on device; training goes on and "
+        "tries again in N s; the last good one is of step 1|1|2|1"
     )
     assert left == "generation-0.pt"
     assert room_again == "None"
     assert (good, both) == ("None|3|2|5", "generation-0.pt generation-1.pt")
     assert read_only == (
-        f"the snapshot of step 7 could not be written in {where}: Read-only file system; training goes on and tries "
+        f"the checkpoint of step 7 could not be written in {where}: Read-only file system; training goes on and tries "
         "again in N s; the last good one is of step 5|3|4|5"
     )
     assert kept == both
@@ -433,28 +433,28 @@ def test_a_limit_on_the_size_of_files_is_told_and_nothing_is_left(
 def _saved_under_a_limit(folder: Path) -> tuple[str | None, list[str]]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**19, 2**19))
     weights = {"a": torch.zeros(2**18)}
-    snapshots = Snapshots(folder, Identity.of("m", weights))
-    snapshots.load()
-    snapshots.save({"weights": weights}, 1)
-    assert snapshots.wait(60)
-    return snapshots.report.failure, [each.name for each in folder.iterdir()]
+    checkpoints = Checkpoints(folder, Identity.of("m", weights))
+    checkpoints.load()
+    checkpoints.save({"weights": weights}, 1)
+    assert checkpoints.wait(60)
+    return checkpoints.report.failure, [each.name for each in folder.iterdir()]
 
 
 def test_no_memory_for_the_copy_costs_no_step_and_the_last_copy_stays(opened: Open) -> None:
-    snapshots = saved(opened(), 1)
-    assert not snapshots.save({"weights": torch.zeros(1).expand(2**60)}, 2)
-    assert "could not be written" in str(snapshots.report.failure)
-    assert same(snapshots.newest_copy(), state_at(1))
-    saved(snapshots, 2)
+    checkpoints = saved(opened(), 1)
+    assert not checkpoints.save({"weights": torch.zeros(1).expand(2**60)}, 2)
+    assert "could not be written" in str(checkpoints.report.failure)
+    assert same(checkpoints.newest_copy(), state_at(1))
+    saved(checkpoints, 2)
 
 
 def test_a_folder_that_cannot_be_made_costs_no_step(opened: Open, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    snapshots = opened(tmp_path / "file" / "slot")
-    assert snapshots.load().state is None
-    assert snapshots.save(state_at(1), 1)
-    assert snapshots.wait(60)
-    assert "Not a directory" in str(snapshots.report.failure)
+    checkpoints = opened(tmp_path / "file" / "slot")
+    assert checkpoints.load().state is None
+    assert checkpoints.save(state_at(1), 1)
+    assert checkpoints.wait(60)
+    assert "Not a directory" in str(checkpoints.report.failure)
 
 
 def test_the_hash_of_weights_sees_names_types_shapes_and_values_and_no_strides() -> None:

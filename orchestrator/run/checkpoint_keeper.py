@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from workers.messages import Report, SnapshotPiece
+from workers.messages import CheckpointPiece, Report
 
 
-class SnapshotKeeper:
+class CheckpointKeeper:
     """The copies of one run; a folder that cannot be written costs only them."""
 
     def __init__(self, folder: Path) -> None:
@@ -30,7 +30,7 @@ class SnapshotKeeper:
 
         One that does not continue what is here is dropped, with all before it.
         """
-        piece = report.snapshot
+        piece = report.checkpoint
         if piece is None:
             return
         told = (report.incarnation, piece.number, piece.offset_bytes)
@@ -60,7 +60,7 @@ class SnapshotKeeper:
         except OSError:
             return None
 
-    def _add(self, slot: str, piece: SnapshotPiece) -> None:
+    def _add(self, slot: str, piece: CheckpointPiece) -> None:
         path = self._path(slot)
         part = path.with_suffix(".part")
         if not piece.offset_bytes:
