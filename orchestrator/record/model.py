@@ -93,8 +93,8 @@ class Column:
     """The second line of the heading."""
     keep: int = 0
     """A narrow terminal drops the columns with the highest of these first."""
-    more: tuple[str, ...] = ()
-    """Keys that stand behind the first one, with slashes between them."""
+    shows: tuple[str, ...] = ()
+    """Keys with slashes between them; by default the one that it is declared with."""
     digits: int = 0
     """Significant digits of the largest number; 0 shows whole numbers."""
     cells: int | None = None
@@ -142,7 +142,7 @@ def _counter(name: str, text: str) -> Metric:
 #: Beside `progress`, whose fields they are.
 _PROGRESS_FIELDS = {
     "train_step": Field(
-        column=Column("train_step", "step", "/of", 11, more=("train_steps",)),
+        column=Column("train_step", "step", "/of", 11, shows=("train_step", "train_steps")),
         words=("step",),
         metric=Metric("slot_train_step", "Optimiser steps done."),
     ),
@@ -154,7 +154,7 @@ _PROGRESS_FIELDS = {
         metric=Metric("slot_train_epoch", "Times the data was seen."),
     ),
     "loss": Field(
-        column=Column("loss", "loss", "/first", 12, more=("first_loss",), digits=4),
+        column=Column("loss", "loss", "/first", 12, shows=("loss", "first_loss"), digits=4),
         metric=Metric("slot_train_loss", "Loss of the last optimiser step."),
     ),
     "first_loss": Field(sampled=False),
@@ -167,7 +167,7 @@ _PROGRESS_FIELDS = {
         metric=Metric("slot_train_tokens_per_second", "Tokens a second."),
     ),
     "micro_batch": Field(
-        column=Column("micro", "micro", "x acc", 15, more=("accumulation",)),
+        column=Column("micro", "micro", "x acc", 15, shows=("micro_batch", "accumulation")),
         metric=Metric("slot_train_micro_batch", "Samples computed at once."),
     ),
     "accumulation": Field(),
@@ -232,7 +232,7 @@ class Row:
     size: Annotated[
         int | None,
         Field(
-            column=Column("size", "size", "/batch", 20, more=("batch",)),
+            column=Column("size", "size", "/batch", 20, shows=("size", "batch")),
             metric=Metric("slot_size", "Size of the last step."),
         ),
     ] = None
@@ -273,7 +273,11 @@ class Row:
         Field(
             unit="bytes",
             column=Column(
-                "vram", "allocated", "/reserved/cap", 40, more=("reserved_bytes", "cap_bytes")
+                "vram",
+                "allocated",
+                "/reserved/cap",
+                40,
+                shows=("allocated_bytes", "reserved_bytes", "cap_bytes"),
             ),
             metric=Metric("slot_allocated_bytes", "In live tensors."),
         ),
@@ -310,7 +314,13 @@ class Row:
         int | None,
         Field(
             unit="bytes",
-            column=Column("card_memory", "card GiB", "used/all", 200, more=("device_total_bytes",)),
+            column=Column(
+                "card_memory",
+                "card GiB",
+                "used/all",
+                200,
+                shows=("device_used_bytes", "device_total_bytes"),
+            ),
             of="card",
             metric=Metric("card_memory_used_bytes", "Used on the card by all programs."),
         ),
@@ -333,7 +343,7 @@ class Row:
         unit="ratio", column=Column("success", "good", "%", 90), words=("good",), sampled=False
     )
     oom_count: ClassVar[Field] = Field(
-        column=Column("oom", "OOM", "/emerg", 50, more=("emergency_count",)),
+        column=Column("oom", "OOM", "/emerg", 50, shows=("oom_count", "emergency_count")),
         words=("ooms",),
         metric=_counter("slot_ooms", "Out-of-memory errors."),
     )
@@ -356,13 +366,21 @@ class Row:
         ),
     ] = None
     duty_measured: Annotated[
-        float | None, Field(unit="ratio", column=Column("duty", "duty %", "ask/got", 140))
+        float | None,
+        Field(
+            unit="ratio",
+            column=Column(
+                "duty", "duty %", "ask/got", 140, shows=("duty_requested", "duty_measured")
+            ),
+        ),
     ] = None
     temperature_c: Annotated[
         float | None,
         Field(
             unit="C",
-            column=Column("temperature", "temp C", "/margin", 70, more=("margin_c",)),
+            column=Column(
+                "temperature", "temp C", "/margin", 70, shows=("temperature_c", "margin_c")
+            ),
             of="card",
             metric=Metric("card_temperature_celsius", "Temperature of the die."),
         ),
@@ -393,7 +411,7 @@ class Row:
         float | None,
         Field(
             unit="W",
-            column=Column("power", "power", "/cap W", 150, more=("power_limit_w",)),
+            column=Column("power", "power", "/cap W", 150, shows=("power_w", "power_limit_w")),
             words=("watts",),
             of="card",
             metric=Metric("card_power_watts", "Power drawn."),
@@ -448,7 +466,7 @@ class Row:
         ),
     ] = None
     verify_checks: ClassVar[Field] = Field(
-        column=Column("verify", "checks", "/wrong", 80, more=("verify_errors",)),
+        column=Column("verify", "checks", "/wrong", 80, shows=("verify_checks", "verify_errors")),
         words=("checks",),
         metric=_counter("slot_checks", "Results checked."),
     )

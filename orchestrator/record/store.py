@@ -205,8 +205,6 @@ _BEGIN_RUN = _upsert(
     },
 )
 
-_FIND_RUN = "SELECT started_at_unix_s, heads, faults FROM runs WHERE run_id = ?"
-
 #: A new head has no elapsed time until it counts: the time of earlier heads is kept.
 _UPDATE_RUN = """UPDATE runs SET
     elapsed_s = max(elapsed_s, :elapsed_s), updated_at_unix_s = :updated_at_unix_s, nodes_seen = :nodes_seen,
@@ -241,11 +239,6 @@ def line_of(
     A policy's state to the letter, as far as JSON can hold it.
     """
     return _line(**{name: getattr(record, name) for name in columns or _names(type(record))})
-
-
-def _run_line(facts: RunFacts, **changed: float) -> Line:
-    """Return the run as it begins; `heads` only counts where the run is not known yet."""
-    return {**line_of(facts), "heads": 1, **_line(**changed)}
 
 
 def _figures_line(run_id: str, snapshot: Snapshot, *, incomplete: bool) -> Line:
@@ -363,11 +356,6 @@ _FAILURES = (sqlite3.Error, OSError, ValueError, TypeError, OverflowError, Recur
 _Identity: TypeAlias = tuple[tuple[int, int], ...]
 
 
-#: What must be known of a run to write it into another file: its start, its heads, and the faults
-#: of those before.
-_Origin: TypeAlias = tuple[float, int, str]
-
-
 class RunStore:
     """Keeps a run, its slots, samples of them, and its events. Nothing in it raises.
 
@@ -387,7 +375,7 @@ class RunStore:
         self._retry_at_s = float("-inf")
         self._sampled_at_unix_s = float("-inf")
         self._facts: RunFacts | None = None
-        self._origin: _Origin | None = None
+        self._has_begun = False
         self._snapshot: Snapshot | None = None
         self._slots: dict[str, SlotRecord] = {}
         self._progress: dict[str, ProgressLine] = {}
@@ -412,7 +400,7 @@ class RunStore:
 
         One that the store knows keeps when it started, and has one head more.
         """
-        self._facts, self._origin, self._begins = facts, None, True
+        self._facts, self._begins, self._has_begun = facts, True, False
 
     def event(self, entry: Mapping[str, Any]) -> None:
         """Take an event as `EventLog` makes it: `at`, `event`, `slot`, then its details."""
@@ -474,9 +462,8 @@ class RunStore:
                 run_id=self._facts.run_id, outcome=outcome, exit_code=exit_code, error=error
             )
             self._faults = tuple(faults)
-            self._figures_wait = (
-                self._snapshot is not None
-            )  # whether anything was lost is known only now
+            # Whether anything was lost is known only now.
+            self._figures_wait = self._snapshot is not None
         if self._anything_waits():
             self._write(_LAST_PATIENCE_S)
         if self._anything_waits():
@@ -518,7 +505,7 @@ class RunStore:
         try:
             connection = self._connected(patience_s)
             connection.execute("BEGIN IMMEDIATE")
-            origin = self._put_run(connection)
+            self._put_run(connection)
             self._put_rest(connection, rows.values())
             connection.execute("COMMIT")
         except _FAILURES as failure:
@@ -527,33 +514,32 @@ class RunStore:
             self._disconnect()  # a fresh connection is the surest way back
             return
         self.problem = None
-        self._origin = origin
+        self._has_begun |= self._begins
         self._begins = self._figures_wait = False
         self._slots_waiting, self._progress_waiting, self._samples, self._verdict = {}, {}, [], None
         self._rows_waiting = dict(islice(self._rows_waiting.items(), len(rows), None))
         self._events.clear()
         self._commands.clear()
 
-    def _put_run(self, connection: sqlite3.Connection) -> _Origin | None:
-        """Write the run's own line as far as that is due, and return what the store then knows of
-        it.
-        """
+    def _put_run(self, connection: sqlite3.Connection) -> None:
+        """Write the run's own line as far as that is due."""
         facts = self._facts
         if facts is None:
-            return None
-        origin = self._origin
+            return
         if self._begins:
-            run = _run_line(facts)
-            connection.execute(_BEGIN_RUN, run)
-            origin = connection.execute(_FIND_RUN, [run["run_id"]]).fetchone()
+            connection.execute(_BEGIN_RUN, {**line_of(facts), "heads": 1})
         if self._figures_wait and self._snapshot is not None:
             figures = _figures_line(facts.run_id, self._snapshot, incomplete=self.incomplete)
             connection.execute(_UPDATE_RUN, figures)
         if self._verdict is not None:
-            before = None if origin is None else origin[2]
-            told = {**self._verdict, "faults": _all_faults(before, self._faults)}
-            connection.execute(_END_RUN, told)
-        return origin
+            faults = _all_faults(self._faults_before(connection), self._faults)
+            connection.execute(_END_RUN, {**self._verdict, "faults": faults})
+
+    def _faults_before(self, connection: sqlite3.Connection) -> str | None:
+        """Return the faults of earlier heads as they are stored; `None`: no such run is stored."""
+        query = "SELECT faults FROM runs WHERE run_id = ?"
+        line = connection.execute(query, [_text(self._facts.run_id if self._facts else "")])
+        return next((str(faults) for (faults,) in line), None)
 
     def _put_rest(self, connection: sqlite3.Connection, rows: Iterable[Line]) -> None:
         slots = self._slots_waiting.values()
@@ -583,19 +569,11 @@ class RunStore:
         return self._connection
 
     def _put_back(self, connection: sqlite3.Connection) -> None:
-        """Put what is known of the run into a file that does not know it, because the one before
-        was taken away.
-        """
-        if self._facts is None or self._origin is None:
-            return
-        if connection.execute(_FIND_RUN, [_text(self._facts.run_id)]).fetchone() is not None:
-            return
-        self.incomplete = True
-        started_at_unix_s, heads, _ = self._origin
-        run = _run_line(self._facts, started_at_unix_s=started_at_unix_s, heads=heads)
-        connection.execute(_BEGIN_RUN, run)
-        self._figures_wait = self._snapshot is not None
-        self._slots_waiting, self._progress_waiting = dict(self._slots), dict(self._progress)
+        """Have all that is known of the run written again if the file before was taken away."""
+        if self._has_begun and self._faults_before(connection) is None:
+            self.incomplete = self._begins = True
+            self._figures_wait = self._snapshot is not None
+            self._slots_waiting, self._progress_waiting = dict(self._slots), dict(self._progress)
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None

@@ -117,7 +117,7 @@ def _figures(
     largest_cap: int,
 ) -> Cell:
     """Return the cell of some numbers with slashes between them."""
-    keys = (field.key, *column.more)
+    keys = column.shows or (field.key,)
     times, decimals, style = 1.0, 0, _STYLES.get(column.name, "")
     if column.digits:
         values = [row.value(key) for row in rows for key in keys]

@@ -22,8 +22,8 @@ from orchestrator.record.store import (
     EVENTS_KEPT,
     FAULTS_KEPT,
     STORE_NAME,
+    ProgressLine,
     RunStore,
-    SlotProgress,
 )
 from orchestrator.view.live import Outlets
 from tests.scene import namespaced
@@ -103,7 +103,7 @@ def test_a_sample_per_slot_and_second(path: Path, store: RunStore) -> None:
 
     assert (store.problem, store.incomplete) == (None, False)
     assert read(path, "SELECT count(*) FROM samples") == [(8,)]
-    assert read(path, "SELECT key, value FROM meta") == [("schema_version", "2")]
+    assert read(path, "SELECT key, value FROM meta") == [("schema_version", "1")]
     assert read(
         path, "SELECT slot, state, tflops, power_w FROM samples ORDER BY at_unix_s DESC, slot"
     )[:2] == [
@@ -137,7 +137,7 @@ def test_a_transaction_holds_all_that_waited_and_nothing_is_written_without_need
     store.event(event(1))
     assert not path.exists()
     store.commit()
-    assert read(path, "SELECT slot, next_sequence FROM slots ORDER BY rowid") == [
+    assert read(path, "SELECT slot, next_sequence FROM progress") == [
         ("pc1/0", 4),
         ("pc1/1", 3),
     ]
@@ -150,13 +150,11 @@ def test_a_transaction_holds_all_that_waited_and_nothing_is_written_without_need
     assert (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
 
 
-def moved_on(steps_ok: float, **changed: object) -> SlotProgress:
+def moved_on(
+    steps_ok: float, slot: str = "pc1/0", heard_at_unix_s: float = 1_700_000_001.5
+) -> ProgressLine:
     counters = {**dict.fromkeys(COUNTERS, 0), "steps_ok": steps_ok, "restarts": 2}
-    usual: dict[str, Any] = {
-        "slot": "pc1/0", "next_sequence": 9, "steps_at_risk": 5, "heard_at_unix_s": 1_700_000_001.5,
-        "counters": tuple(counters.values()),
-    }  # fmt: skip
-    return SlotProgress(**{**usual, **changed})
+    return (slot, 9, 5, heard_at_unix_s, *counters.values())
 
 
 def test_progress_counts_before_the_record_of_its_slot(path: Path, store: RunStore) -> None:

@@ -24,7 +24,7 @@ import pytest
 from orchestrator.control.ears import Ears
 from orchestrator.control.wire import Answer, command_of
 from orchestrator.core.user_commands import Command, Do
-from orchestrator.record.model import ROW_KEYS
+from orchestrator.record.model import FIELDS
 from orchestrator.record.store import RunStore
 from orchestrator.view.web.guard import ROUTES
 from tests.scene import PATIENCE_S, ROOT, orchestrator
@@ -115,7 +115,7 @@ def test_programs_get_raw_rows_sorted_and_filtered(folder: Path) -> None:
         async with serving(folder) as server:
             told = (await server.ask("/api/v1/table?sort=temp&limit=3&offset=1")).told
             assert (told["total"], told["matched"], len(told["rows"])) == (10, 10, 3)
-            assert list(told["rows"][0]) == list(ROW_KEYS)
+            assert list(told["rows"][0]) == list(FIELDS)
             hot = [row["temperature_c"] for row in told["rows"]]
             assert hot == sorted(hot, reverse=True)
             told = (await server.ask("/api/v1/table?filter=!node:pc2+state:running")).told

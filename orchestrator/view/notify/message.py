@@ -27,6 +27,10 @@ _LINES_MOST = 20
 _CELLS_MOST = 300
 _TITLE_CELLS = 120
 _SUBJECTS_MOST = 8
+_SENSORS = (
+    *("temperature_c", "device_used_bytes", "device_total_bytes"),
+    *("utilisation_pct", "power_w", "power_limit_w"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,27 +150,17 @@ def _cards(rows: Iterable[Row]) -> Iterator[str]:
     for row in rows:
         cards[row.node, row.gpu_uuid, row.gpu_name].append(row)
     for (node, _, name), held in cards.items():
-        known: dict[str, float] = {}
-        for row in held:
-            values = {
-                "temperature": row.temperature_c,
-                "used": row.device_used_bytes,
-                "total": row.device_total_bytes,
-                "busy": row.utilisation_pct,
-                "power": row.power_w,
-                "limit": row.power_limit_w,
-            }
-            known = {key: value for key, value in values.items() if value is not None} | known
-        said = [f"{known['temperature']:.0f} C"] if "temperature" in known else []
-        if "used" in known and "total" in known:
-            said.append(f"{known['used'] / GIB:.1f} of {known['total'] / GIB:.1f} GiB")
-        if "busy" in known:
-            said.append(f"{known['busy']:.0f} % busy")
-        if "power" in known:
-            said.append(
-                f"{known['power']:.0f}"
-                + (f" of {known['limit']:.0f} W" if "limit" in known else " W")
-            )
+        temperature, used, total, busy, power, limit = (
+            next((value for row in held if (value := row.value(key)) is not None), None)
+            for key in _SENSORS
+        )
+        said = [] if temperature is None else [f"{temperature:.0f} C"]
+        if used is not None and total is not None:
+            said.append(f"{used / GIB:.1f} of {total / GIB:.1f} GiB")
+        if busy is not None:
+            said.append(f"{busy:.0f} % busy")
+        if power is not None:
+            said.append(f"{power:.0f} W" if limit is None else f"{power:.0f} of {limit:.0f} W")
         if said:
             yield f"{node} {name or 'processor'}: {', '.join(said)}"
 

@@ -17,7 +17,6 @@ from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.events import Click, Resize
-from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets import Input
@@ -64,7 +63,7 @@ HELP: Final = """
  q ctrl-c      leave                         ? h  this help; esc goes back
  up down j k   move, as the mouse does; g G first and last; pgup pgdn a page
  enter         the slot under the cursor  a e d n u  alerts events cards nodes runs
- /             filter: state:lost temp>75 cap>3GiB !node:pc1 /regex/ word
+ /             filter: state:lost temp>75 cap>3GiB !node:pc1 word
  < > , .       sort by the column before or after; o by its name
  r 0           turn the order; worst first
  c             choose columns; space takes one away or back
@@ -164,10 +163,7 @@ _LINES_PER_NOTCH = 3
 
 
 class LinesView(Widget):
-    """Shows lines of text as they are given, from the top.
-
-    What it is given again is not drawn again.
-    """
+    """Shows lines of text as they are given, from the top; the same ones are not drawn again."""
 
     can_focus = True
 
@@ -178,26 +174,15 @@ class LinesView(Widget):
         self._marked: int | None = None
 
     def show(self, lines: Sequence[Text], marked: int | None = None) -> None:
-        """Draw the lines that differ from those shown before; the `marked` one in reverse."""
-        height, width = max(1, self.size.height), self.size.width
-        given = list(lines[:height])
-        before = self._lines
-        changed = [
-            index
-            for index in range(max(len(given), len(before)))
-            if index >= len(given) or index >= len(before) or given[index] != before[index]
+        """Draw the lines, the `marked` one in reverse."""
+        shown = list(lines[: max(1, self.size.height)])
+        if shown == self._lines and marked == self._marked and self._strips:
+            return
+        self._lines, self._marked = shown, marked
+        self._strips = [
+            self._strip(line, is_marked=index == marked) for index, line in enumerate(shown)
         ]
-        changed += [
-            line for line in (marked, self._marked) if line is not None and self._marked != marked
-        ]
-        self._lines, self._marked = given, marked
-        self._strips = self._strips[: len(given)] + [Strip.blank(width)] * (
-            len(given) - len(self._strips)
-        )
-        for index in set(changed):
-            if index < len(given):
-                self._strips[index] = self._strip(given[index], is_marked=index == marked)
-            self.refresh(Region(0, index, max(1, width), 1))
+        self.refresh()
 
     @property
     def lines(self) -> tuple[Text, ...]:

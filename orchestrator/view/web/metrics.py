@@ -37,6 +37,8 @@ _CARD: Final = ("node", "gpu_uuid")
 
 #: How often the user gave each command, by name and `taken` or `refused`.
 Commands: TypeAlias = Mapping[tuple[str, str], int]
+#: Labels of a series with its value.
+_Values: TypeAlias = Iterable[tuple[Sequence[str], float]]
 
 
 def exposition(
@@ -88,43 +90,35 @@ def _of_run(frame: Frame, deliveries: Deliveries, commands: Commands) -> Iterato
     now = catalogue.outcome(frame)
     outcomes = (((each,), float(each == now)) for each in catalogue.OUTCOMES)
     yield _gauges("run_outcome", "1 for how the run stands.", ("outcome",), outcomes)
-    yield _gauge("head_up", "1 while a head works on the run.", catalogue.is_up(frame))
-    yield _gauge("run_started_timestamp_seconds", "When the run began.", snapshot.started_at)
-    yield _gauge("run_updated_timestamp_seconds", "When the head told last.", run.updated_at_unix_s)
-    yield _gauge("run_elapsed_seconds", "Time that the run has worked.", snapshot.elapsed_s)
-    yield _gauge("run_planned_seconds", "Planned length of the run.", snapshot.duration_s)
-    yield _gauge(
-        "records_incomplete", "1 if anything of the run could not be stored.", run.incomplete
-    )
-    yield _gauge("notices", "Warnings shown in the header.", len(snapshot.notices))
-    lost = snapshot.steps_lost_upper_bound
-    yield _gauge(
-        "steps_lost_upper_bound", "Most good steps that ended processes may have done unseen.", lost
-    )
-    yield _gauge("frame_age_seconds", "Time since the records last changed.", frame.late_s)
+    for name, text, value in (
+        ("head_up", "1 while a head works on the run.", catalogue.is_up(frame)),
+        ("run_started_timestamp_seconds", "When the run began.", snapshot.started_at),
+        ("run_updated_timestamp_seconds", "When the head told last.", run.updated_at_unix_s),
+        ("run_elapsed_seconds", "Time that the run has worked.", snapshot.elapsed_s),
+        ("run_planned_seconds", "Planned length of the run.", snapshot.duration_s),
+        ("records_incomplete", "1 if anything of the run could not be stored.", run.incomplete),
+        ("notices", "Warnings shown in the header.", len(snapshot.notices)),
+        (
+            "steps_lost_upper_bound",
+            "Most good steps that ended processes may have done unseen.",
+            snapshot.steps_lost_upper_bound,
+        ),
+        ("frame_age_seconds", "Time since the records last changed.", frame.late_s),
+    ):
+        values = () if value is None else (((), float(value)),)
+        yield _gauges(name, text, (), values)
     nodes = (((node,), float(up)) for node, up in catalogue.nodes_up(frame).items())
     yield _gauges("node_up", "1 while a planned node is in the cluster.", ("node",), nodes)
-    told = CounterMetricFamily(
-        "orchestrator_notifications", "Notifications, for each address.", labels=("result",)
-    )
-    told.add_metric(("taken",), deliveries.taken)
-    told.add_metric(("failed",), deliveries.failed)
-    yield told
-    given = CounterMetricFamily(
-        "orchestrator_commands", "Commands of the user.", labels=("command", "result")
-    )
-    for labels, times in sorted(commands.items()):
-        given.add_metric(labels, times)
-    yield given
+    results = ((("taken",), deliveries.taken), (("failed",), deliveries.failed))
+    yield _counters("notifications", "Notifications, for each address.", ("result",), results)
+    given = sorted(commands.items())
+    yield _counters("commands", "Commands of the user.", ("command", "result"), given)
 
 
 def _of_slots(frame: Frame) -> Iterator[Metric]:
     # Counts stay true when the head has ended; what a slot is or holds does not.
-    everything, present = (
-        [((row.node, row.slot), row) for row in frame.snapshot.rows],
-        catalogue.rows(frame),
-    )
-    now = [((row.node, row.slot), row) for row in present]
+    everything = [((row.node, row.slot), row) for row in frame.snapshot.rows]
+    now = [((row.node, row.slot), row) for row in catalogue.rows(frame)]
     # What a slot is not has no series: with zeros, these would be most of all series.
     states = (((*labels, row.state.value.lower()), 1.0) for labels, row in now)
     yield _gauges(
@@ -163,29 +157,25 @@ def _of_slots(frame: Frame) -> Iterator[Metric]:
         (*_SLOT, "gpu_uuid"),
         ((of, 1.0) for of in on_card),
     )
-    steps = CounterMetricFamily(
-        "orchestrator_slot_steps", "Steps by how they ended.", labels=(*_SLOT, "result")
+    steps = (
+        ((*labels, result), getattr(row.counts, f"steps_{result}"))
+        for labels, row in everything
+        for result in ("ok", "oom", "error")
     )
-    work = CounterMetricFamily(
-        "orchestrator_slot_work_flop", "Work done, in floating-point operations.", labels=_SLOT
+    yield _counters("slot_steps", "Steps by how they ended.", (*_SLOT, "result"), steps)
+    # More digits would only take space.
+    work = (
+        ((slot.node, slot.slot), float(f"{slot.counters['work_flop']:.9g}"))
+        for slot in frame.run.slots
+        if "work_flop" in slot.counters
     )
-    busy = CounterMetricFamily(
-        "orchestrator_slot_busy_seconds", "Time the device was kept busy.", labels=_SLOT
+    yield _counters("slot_work_flop", "Work done, in floating-point operations.", _SLOT, work)
+    busy = (
+        ((slot.node, slot.slot), round(slot.counters["busy_s"], 1))
+        for slot in frame.run.slots
+        if "busy_s" in slot.counters
     )
-    for labels, row in everything:
-        counts = row.counts
-        steps.add_metric((*labels, "ok"), counts.steps_ok)
-        steps.add_metric((*labels, "oom"), counts.steps_oom)
-        steps.add_metric((*labels, "error"), counts.steps_error)
-    for record in frame.run.slots:
-        labels, counters = (record.node, record.slot), record.counters
-        if "work_flop" in counters:
-            work.add_metric(
-                labels, float(f"{counters['work_flop']:.9g}")
-            )  # more digits would only take space
-        if "busy_s" in counters:
-            busy.add_metric(labels, round(counters["busy_s"], 1))
-    yield from (steps, work, busy)
+    yield _counters("slot_busy_seconds", "Time the device was kept busy.", _SLOT, busy)
     for field in FIELDS.values():
         if field.metric is not None and field.of == "slot":
             yield _family(field, _SLOT, everything if field.metric.kind == "counter" else now)
@@ -221,25 +211,26 @@ def _family(
 ) -> Metric:
     metric = field.metric
     assert metric is not None  # noqa: S101 - only fields with a metric are asked for
-    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-    family = kind(metric.name, metric.help, labels=labels)
+    values = []
     for of, row in rows:
         value = field.value(row)
         if isinstance(value, int | float) and (
             field.key != "temperature_c" or row.temperature_of == "card"
         ):
-            family.add_metric(of, value if metric.factor == 1 else round(value * metric.factor, 3))
-    return family
+            values.append((of, value if metric.factor == 1 else round(value * metric.factor, 3)))
+    name = metric.name.removeprefix("orchestrator_")
+    return (_counters if metric.kind == "counter" else _gauges)(name, metric.help, labels, values)
 
 
-def _gauge(name: str, text: str, value: float | None) -> Metric:
-    return _gauges(name, text, (), () if value is None else (((), float(value)),))
+def _gauges(name: str, text: str, labels: Sequence[str], values: _Values) -> Metric:
+    return _filled(GaugeMetricFamily(f"orchestrator_{name}", text, labels=labels), values)
 
 
-def _gauges(
-    name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]
-) -> Metric:
-    family = GaugeMetricFamily(f"orchestrator_{name}", text, labels=labels)
+def _counters(name: str, text: str, labels: Sequence[str], values: _Values) -> Metric:
+    return _filled(CounterMetricFamily(f"orchestrator_{name}", text, labels=labels), values)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: _Values) -> Metric:
     for of, value in values:
         family.add_metric(of, value)
     return family
