@@ -40,6 +40,22 @@ from workers.files import read_small
 from workers.host.processes import is_alive
 from workers.messages import StepCounts, WorkerState
 
+NOTE_NAME = "head.json"
+"""The note in a run folder that says which process works on it."""
+LEAST_TO_RESUME_S = 1.0
+"""Less of its planned length is not worth starting a cluster for."""
+
+_NOTE_MOST_BYTES = 64 * 2**10
+_SLOTS_MOST = 20_000
+"""More than any cluster this program plans for."""
+EVENTS_MOST = 10_000
+_NEW_EVENTS_MOST = 1_000
+
+#: The head writes several times a second. Its store is late when nothing came for so long, and, on
+#: another machine where its process cannot be looked up, the head counts as gone after the second.
+LATE_AFTER_S = 5.0
+_GONE_AFTER_S = 30.0
+
 _PATIENCE_S = 2.0
 """A reader can wait for a lock."""
 _READING_MOST_S = 5.0
@@ -86,17 +102,12 @@ def reading(folder: Path) -> Iterator[sqlite3.Connection]:
         except sqlite3.OperationalError as failure:
             if failure.sqlite_errorcode & 0xFF not in _CANNOT_SHARE:
                 raise
-            place = stack.enter_context(tempfile.TemporaryDirectory(prefix="orchestrator-"))
-            store = stack.enter_context(_connected(_copied(path, Path(place)).as_uri()))
+            place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="orchestrator-")))
+            for source in folder.glob(f"{STORE_NAME}*"):  # with its log
+                shutil.copyfile(source, place / source.name)
+            store = stack.enter_context(_connected((place / STORE_NAME).as_uri()))
         _check_schema(store, path)
         yield store
-
-
-def _copied(path: Path, place: Path) -> Path:
-    for source in (path, path.with_name(f"{path.name}-wal")):
-        if source == path or source.exists():
-            shutil.copyfile(source, place / source.name)
-    return place / path.name
 
 
 @contextmanager
@@ -113,9 +124,8 @@ def _connected(uri: str) -> Iterator[sqlite3.Connection]:
             store.text_factory = lambda content: content.decode("utf-8", "replace")
             store.execute("PRAGMA trusted_schema = OFF")
             store.execute("BEGIN")
-            store.execute(
-                "SELECT count(*) FROM sqlite_master"
-            ).fetchone()  # only now is the file opened
+            # Only now is the file opened.
+            store.execute("SELECT count(*) FROM sqlite_master").fetchone()
             yield store
     except sqlite3.OperationalError as failure:
         if failure.sqlite_errorcode != sqlite3.SQLITE_INTERRUPT:
@@ -161,18 +171,6 @@ def _check_schema(store: sqlite3.Connection, path: Path) -> None:
             f"{path} was written by another version of this program (schema {version}, this one "
             f"reads {SCHEMA_VERSION}): look at it with that one"
         )
-
-
-NOTE_NAME = "head.json"
-"""The note in a run folder that says which process works on it."""
-LEAST_TO_RESUME_S = 1.0
-"""Less of its planned length is not worth starting a cluster for."""
-
-_NOTE_MOST_BYTES = 64 * 2**10
-_SLOTS_MOST = 20_000
-"""More than any cluster this program plans for."""
-_EVENTS_MOST = 10_000
-_NEW_EVENTS_MOST = 1_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,12 +255,10 @@ class StoredRun:
         """
         lost, restarts = self.steps_lost_upper_bound, self.restart_count
         if self.slots:
-            lost = sum(
-                _count(record.counters.get("steps_lost_upper_bound")) for record in self.slots
-            )
-            restarts = sum(_count(record.counters.get("restarts")) for record in self.slots)
+            lost = sum(int(slot.counters.get("steps_lost_upper_bound", 0)) for slot in self.slots)
+            restarts = sum(int(slot.counters.get("restarts", 0)) for slot in self.slots)
             if self.outcome != "running":
-                lost += sum(_count(record.steps_at_risk) for record in self.slots)
+                lost += sum(max(0, slot.steps_at_risk) for slot in self.slots)
         facts, updated_at_unix_s = self.facts, self.updated_at_unix_s
         return Snapshot(
             run_id=facts.run_id,
@@ -272,7 +268,7 @@ class StoredRun:
             duration_s=facts.duration_s,
             nodes_planned=facts.nodes_planned,
             nodes_seen=self.nodes_seen,
-            rows=tuple(_row(record) for record in self.slots),
+            rows=tuple(map(row_of, self.slots)),
             notices=self.notices,
             restart_count=restarts,
             steps_lost_upper_bound=lost,
@@ -297,20 +293,26 @@ def read_run(folder: Path) -> StoredRun:
         return _run(folder, line, tuple(_slot(slot, updated_at_unix_s) for slot in slots))
 
 
-def read_events(folder: Path, names: Sequence[str]) -> tuple[StoredEvent, ...]:
-    """Return the events of these names, in the order in which they happened.
+def read_events(
+    folder: Path,
+    names: Collection[str] = (),
+    *,
+    after: int = 0,
+    slot: str | None = None,
+    limit: int = EVENTS_MOST,
+) -> tuple[StoredEvent, ...]:
+    """Return the last events after the one of a number, in the order in which they happened.
 
-    The last ten thousand.
+    Of some names if any are given, and of one slot if one is.
     """
-    marks = ", ".join("?" * len(names))
+    where, values = "id > ?", [after, *names]
+    if names:
+        where += f" AND event IN ({', '.join('?' * len(names))})"
+    if slot is not None:
+        where += " AND slot = ?"
+        values.append(slot)
     with reading(folder) as store:
-        return events_of(store, f"event IN ({marks})", names, _EVENTS_MOST)
-
-
-def read_events_after(folder: Path, number: int) -> tuple[StoredEvent, ...]:
-    """Return the events after the one of this number; the last thousand."""
-    with reading(folder) as store:
-        return events_of(store, "id > ?", [number], _NEW_EVENTS_MOST)
+        return events_of(store, where, values, min(limit, EVENTS_MOST))
 
 
 def count_commands(folder: Path) -> Mapping[tuple[str, str], int]:
@@ -347,11 +349,6 @@ def events_of(
     return tuple(StoredEvent(**_fields(line, StoredEvent)) for line in reversed(lines))
 
 
-def rows_of(records: Iterable[SlotRecord]) -> tuple[Row, ...]:
-    """Return the rows of some slots, as far as their records make sense."""
-    return tuple(map(_row, records))
-
-
 def head_of(folder: Path) -> psutil.Process | None:
     """Return the head of a run folder if it still runs, by the note in it; `None` as well if it is
     this process.
@@ -368,23 +365,10 @@ def head_of(folder: Path) -> psutil.Process | None:
         process = psutil.Process(pid)
         is_head = process.create_time() <= note.stat().st_mtime + 1.0 and pid != os.getpid()
         began = told.get("started")
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-        psutil.Error,
-    ):
+    except (*_DAMAGE, OSError, AttributeError, psutil.Error):
         return None
-    if (
-        not is_head
-        or (began is not None and not is_alive(pid, began))
-        or (folder / "summary.json").exists()
-    ):
-        return None
-    return process
+    is_head &= began is None or is_alive(pid, began)
+    return process if is_head and not (folder / "summary.json").exists() else None
 
 
 def _run(folder: Path, line: sqlite3.Row, slots: tuple[SlotRecord, ...]) -> StoredRun:
@@ -428,17 +412,13 @@ def _counter(line: sqlite3.Row, name: str) -> int | float:
     return value if isinstance(value, int | float) and 0 <= value < math.inf else 0
 
 
-def _row(record: SlotRecord) -> Row:
+def row_of(record: SlotRecord) -> Row:
     """Return the slot's row.
 
     A key that is missing or makes no sense is left unknown, the others are kept.
     """
     own = {"slot": record.slot, "node": record.node, "state": record.state, "reason": record.reason}
     return Row.from_dict({**record.row, **own}, lenient=True)
-
-
-def _count(value: object) -> int:
-    return max(0, value) if type(value) is int else 0
 
 
 _hints = cache(get_type_hints)
@@ -474,12 +454,6 @@ def _value(line: sqlite3.Row, name: str, hint: Any) -> Any:  # noqa: ANN401 - wh
         if all(isinstance(item, item_kind) for item in found):
             return tuple(found)
     raise ValueError(f"{name} cannot be {value!r:.80}")
-
-
-#: The head writes several times a second. Its store is late when nothing came for so long, and, on
-#: another machine where its process cannot be looked up, the head counts as gone after the second.
-LATE_AFTER_S = 5.0
-_GONE_AFTER_S = 30.0
 
 
 class Freshness(StrEnum):
@@ -538,12 +512,17 @@ class Follower:
         before, now_s = self._frame, self._monotonic_s()
         if before is not None and (state == self._state or before.freshness is Freshness.ENDED):
             # Whether its head still lives does not show in the store.
-            run = before.run if before.freshness is Freshness.ENDED else self._run_again(before.run)
+            run = before.run
+            if (
+                before.freshness is not Freshness.ENDED
+                and now_s - self._changed_at_s > LATE_AFTER_S
+            ):
+                run = read_run(self._folder)
             freshness, late_s = self._judged(run, now_s)
             self._frame = replace(before, run=run, events=(), freshness=freshness, late_s=late_s)
             return self._frame
         run = read_run(self._folder)
-        events = read_events_after(self._folder, self._event)
+        events = read_events(self._folder, after=self._event, limit=_NEW_EVENTS_MOST)
         self._state = state
         self._event = max((self._event, *(event.number for event in events)))
         if before is None and run.updated_at_unix_s is not None and run.facts.host == self._here:
@@ -562,11 +541,6 @@ class Follower:
             missed=_missed(events) or (() if before is None else before.missed),
         )
         return self._frame
-
-    def _run_again(self, run: StoredRun) -> StoredRun:
-        if self._monotonic_s() - self._changed_at_s < LATE_AFTER_S:
-            return run
-        return read_run(self._folder)
 
     def _judged(self, run: StoredRun, now_s: float) -> tuple[Freshness, float]:
         late_s = max(0.0, now_s - self._changed_at_s)

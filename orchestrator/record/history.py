@@ -15,19 +15,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from orchestrator.record.archive import (
+    EVENTS_MOST,
     StoredEvent,
     StoredRun,
     events_of,
     read_run,
     reading,
-    rows_of,
+    row_of,
     success_rate,
 )
 from orchestrator.record.model import FIELDS, Snapshot, is_row_value
 from orchestrator.record.store import SlotRecord
 
 BUCKETS_MOST = 1_000
-EVENTS_MOST = 10_000
 _CHANGES_MOST = 50_000
 _LATEST_UNIX_S = 253_402_300_799.0
 """The end of the year 9999: no calendar goes further."""
@@ -150,7 +150,7 @@ def moment(folder: Path, at_unix_s: float, run: StoredRun | None = None) -> Snap
     now_unix_s = known.facts.started_at_unix_s if found is None else float(found)
     return replace(
         known.snapshot(),
-        rows=rows_of(records),
+        rows=tuple(map(row_of, records)),
         now_unix_s=now_unix_s,
         elapsed_s=max(0.0, known.elapsed_s - (known.snapshot().now_unix_s - now_unix_s)),
         notices=(),
@@ -172,18 +172,6 @@ def all_state_spans(folder: Path) -> dict[str, tuple[Span, ...]]:
         for event in events_of(store, "event = 'state' AND slot IS NOT NULL", (), _CHANGES_MOST):
             changes.setdefault(str(event.slot), []).append(event)
     return {slot: _spans(of_slot) for slot, of_slot in changes.items()}
-
-
-def events(
-    folder: Path, *, after: int = 0, slot: str | None = None, limit: int = 500
-) -> tuple[StoredEvent, ...]:
-    """Return the last events after the one of this number, oldest first.
-
-    Of one slot if one is named.
-    """
-    where, values = ("id > ?", (after,)) if slot is None else ("id > ? AND slot = ?", (after, slot))
-    with reading(folder) as store:
-        return events_of(store, where, values, min(limit, EVENTS_MOST))
 
 
 def _read(
@@ -232,8 +220,7 @@ def _read(
     return {
         name: {
             key: Buckets(
-                at_unix_s,
-                *(part_values(found, 2 + 3 * place + which) for which in range(3)),
+                at_unix_s, *(part_values(found, 2 + 3 * place + which) for which in range(3))
             )
             for place, key in enumerate(keys)
         }

@@ -401,7 +401,7 @@ def test_no_more_slots_and_events_are_read_than_there_can_be(
     folder: Path, store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(archive, "_SLOTS_MOST", 3)
-    monkeypatch.setattr(archive, "_EVENTS_MOST", 3)
+    monkeypatch.setattr(archive, "EVENTS_MOST", 3)
     store.slots(record(f"pc3/{index}") for index in range(5))
     for number in range(5):
         store.event(event(number))

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.record import history
-from orchestrator.record.archive import LATE_AFTER_S, Follower, Freshness, read_run
+from orchestrator.record.archive import LATE_AFTER_S, Follower, Freshness, read_events, read_run
 from orchestrator.record.model import FIELDS
 from orchestrator.record.store import STORE_NAME, RunStore
 from tests.scene import wait_for
@@ -170,10 +170,10 @@ def test_states_are_spans_and_events_are_numbered(folder: Path) -> None:
         None,
         "memory ran out",
     )
-    told = history.events(folder)
+    told = read_events(folder)
     assert [each.number for each in told] == [1, 2]
-    assert history.events(folder, after=1) == told[1:]
-    assert history.events(folder, slot="pc1/0") == told[:1]
+    assert read_events(folder, after=1) == told[1:]
+    assert read_events(folder, slot="pc1/0") == told[:1]
 
 
 def test_a_finished_run_is_followed_without_reading_it_again(folder: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_run_is_followed_while_its_head_works_hangs_and_is_killed(live: tuple[
         clock.now_s += 1.0
         wait_for(lambda number=number: follower.look().number >= number, "another frame")  # type: ignore[misc]
         assert follower.look().freshness is Freshness.LIVE
-    later = [each.number for each in history.events(folder, limit=10_000)]
+    later = [each.number for each in read_events(folder, limit=10_000)]
     assert later[: len(seen)] == seen
     os.kill(pid, signal.SIGSTOP)
     wait_for(lambda: follower.look().number == follower.look().number, "the head to stand still")

@@ -142,11 +142,7 @@ def seen(
         else:
             changed_at_s = before.changed_at_s if before.has_news else now_s
             kept[key] = replace(
-                before,
-                firing=one,
-                is_there=True,
-                times=before.times + 1,
-                changed_at_s=changed_at_s,
+                before, firing=one, is_there=True, times=before.times + 1, changed_at_s=changed_at_s
             )
     for key, before in digest.kept.items():
         if key not in there and before.is_there:

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from orchestrator.errors import UsageError
 from orchestrator.record import history
-from orchestrator.record.archive import Follower, Frame, StoredEvent, StoredRun
+from orchestrator.record.archive import Follower, Frame, StoredEvent, StoredRun, read_events
 from orchestrator.record.history import Buckets
 from orchestrator.record.output import LINES_SHOWN, last_lines
 from orchestrator.view.cells import UNICODE
@@ -72,7 +72,7 @@ def frozen(folder: Path, other: Path | None = None) -> Json:
     """
     frame = Follower(folder).look()
     rows = frame.snapshot.rows
-    events = history.events(folder, limit=_EVENTS_MOST)
+    events = read_events(folder, limit=_EVENTS_MOST)
     by_slot: defaultdict[str, list[StoredEvent]] = defaultdict(list)
     for event in events:
         if event.slot is not None:

@@ -17,7 +17,7 @@ from orchestrator.config.schema import Severity
 from orchestrator.core.slot import slot_state
 from orchestrator.errors import ArchiveError
 from orchestrator.record import history
-from orchestrator.record.archive import Frame, Freshness, StoredEvent
+from orchestrator.record.archive import Frame, Freshness, StoredEvent, read_events
 from orchestrator.record.folders import Listed
 from orchestrator.record.history import Buckets, Span
 from orchestrator.record.model import FIELDS, STATE_STYLES, Row, Snapshot
@@ -209,7 +209,7 @@ def read_slot_lines(
         parts = max(1, min(width - 40, 200))
         courses = history.buckets(folder, row.slot, tuple(COURSES), begins, ends + 0.5, parts)
         spans = history.state_spans(folder, row.slot)
-        events = history.events(folder, slot=row.slot, limit=50)
+        events = read_events(folder, slot=row.slot, limit=50)
         printed = last_lines(folder, row.slot)
     except ArchiveError as failure:
         return [Text(glyphs.clean(str(failure)), "red")]

@@ -27,7 +27,7 @@ from orchestrator.config.byte_size import parse_bytes
 from orchestrator.control.client import send
 from orchestrator.errors import ArchiveError, UsageError, one_line
 from orchestrator.record import history
-from orchestrator.record.archive import Follower, Frame, StoredEvent, count_commands
+from orchestrator.record.archive import Follower, Frame, StoredEvent, count_commands, read_events
 from orchestrator.record.folders import find_run, list_runs, read_deliveries, run_object
 from orchestrator.record.output import last_lines
 from orchestrator.record.query import Order, order_of, parse, select
@@ -396,7 +396,7 @@ class Site:
     async def _get_slot(self, request: web.Request, query: Query) -> web.StreamResponse:
         name, frame = _wanted(query, "name"), await self.hub.frame()
         spans = await asyncio.to_thread(history.state_spans, self.folder, name)
-        events = await asyncio.to_thread(history.events, self.folder, slot=name, limit=_SLOT_EVENTS)
+        events = await asyncio.to_thread(read_events, self.folder, slot=name, limit=_SLOT_EVENTS)
         sampled = await asyncio.to_thread(history.sampled_between, self.folder)
         printed = await asyncio.to_thread(last_lines, self.folder, name)
         told = page_data.slot_of(frame, name, spans, events, printed)
@@ -440,7 +440,7 @@ class Site:
         after = _whole(query, "after", 0, 0, 2**62)
         limit = _whole(query, "limit", 100, 1, _LIMIT_MOST)
         found = await asyncio.to_thread(
-            history.events, self.folder, after=after, slot=query.get("slot"), limit=limit
+            read_events, self.folder, after=after, slot=query.get("slot"), limit=limit
         )
         return _json(
             request, {"schema": SCHEMA, "events": [page_data.event_of(event) for event in found]}
