@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from datetime import datetime
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -184,6 +185,14 @@ class StoredEvent:
     event: str
     slot: str | None
     details: Mapping[str, Any]
+
+    @property
+    def at_unix_s(self) -> float | None:
+        """Its moment; `None` where `at` is none."""
+        try:
+            return datetime.fromisoformat(self.at).timestamp()
+        except (ValueError, OverflowError, OSError):
+            return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

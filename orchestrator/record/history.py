@@ -229,7 +229,7 @@ def _read(
 
 
 def _spans(changes: Sequence[StoredEvent]) -> tuple[Span, ...]:
-    known = [(at, event) for event in changes if (at := _at(event))]
+    known = [(at, event) for event in changes if (at := event.at_unix_s)]
     ends: list[float | None] = [at for at, _ in known[1:]]
     return tuple(
         Span(
@@ -273,10 +273,3 @@ def _as_sampled(record: SlotRecord, values: Mapping[str, object], cause: str) ->
         reason=cause,
         row={**constant, **known},
     )
-
-
-def _at(event: StoredEvent) -> float | None:
-    try:
-        return datetime.fromisoformat(event.at).timestamp()
-    except ValueError:
-        return None

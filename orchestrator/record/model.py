@@ -644,6 +644,15 @@ class Snapshot:
         return self.rows.of(brief)
 
 
+def rows_by_card(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
+    """Return the rows of each card, by its node and what is known of its name."""
+    by_card: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        card = row.gpu_uuid or row.gpu_name or row.device or ""
+        by_card.setdefault((row.node, card), []).append(row)
+    return by_card
+
+
 def trouble(row: Brief) -> int:
     """Return 2 for a slot with wrong results, 1 for one with too many failed steps, whatever its
     state; else 0.

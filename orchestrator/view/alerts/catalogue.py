@@ -14,7 +14,7 @@ from typing import Final, Literal, TypeAlias, get_args
 from orchestrator.config.schema import Severity
 from orchestrator.core.slot import HeadState, SlotState
 from orchestrator.record.archive import Frame, Freshness
-from orchestrator.record.model import LOW_SUCCESS_RATE, Row
+from orchestrator.record.model import LOW_SUCCESS_RATE, Row, rows_by_card
 from workers.messages import WorkerState
 
 OUTCOMES: Final = ("running", "good", "degraded", "interrupted", "failed")
@@ -80,15 +80,13 @@ class Card:
 
 def cards(frame: Frame) -> tuple[Card, ...]:
     """Return the cards on which the run has workers, or waits for them."""
-    of_card: dict[tuple[str, str], list[Row]] = {}
-    for row in rows(frame):
-        if row.gpu_uuid is not None and row.state is not HeadState.QUARANTINED:
-            of_card.setdefault((row.node, row.gpu_uuid), []).append(row)
+    waited_for = [row for row in rows(frame) if row.gpu_uuid is not None]
+    waited_for = [row for row in waited_for if row.state is not HeadState.QUARANTINED]
     found = []
-    for (node, uuid), slots in of_card.items():
-        tellers = [row for row in slots if isinstance(row.state, WorkerState) and not is_held(row)]
-        up = bool(tellers) or any(map(is_held, slots))
+    for (node, uuid), slots in rows_by_card(waited_for).items():
+        tellers = [row for row in slots if isinstance(row.state, WorkerState)]
         teller = min(tellers, key=_age_s, default=None)
+        up = bool(tellers) or any(map(is_held, slots))
         found.append(Card(node=node, uuid=uuid, name=slots[0].gpu_name, is_up=up, teller=teller))
     return tuple(found)
 
@@ -299,10 +297,6 @@ def _slots_not_working(sight: Sight) -> Iterator[Subject]:
 def _is_low(row: Row, history: History) -> bool:
     steps = history.growth("steps", row.slot)
     return steps > _STEPS_LEAST and history.growth("steps_ok", row.slot) < LOW_SUCCESS_RATE * steps
-
-
-def _is_vanished(card: Card, frame: Frame) -> bool:
-    return not card.is_up and nodes_up(frame).get(card.node, False)
 
 
 def _sensor(card: Card, key: str) -> float | None:
@@ -535,7 +529,7 @@ _OF_CARDS: Final = (
         summary="no worker comes up on card {subject} any more",
         what_to_do="On its PC type: nvidia-smi; sudo dmesg | grep Xid. A card that is off the bus "
         "needs a restart.",
-        holds=_cards(_is_vanished),
+        holds=_cards(lambda card, frame: not card.is_up and nodes_up(frame).get(card.node, False)),
     ),
 )
 

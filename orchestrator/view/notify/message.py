@@ -15,7 +15,7 @@ from orchestrator.config.duration import format_duration
 from orchestrator.config.schema import Severity
 from orchestrator.record.archive import StoredRun
 from orchestrator.record.folders import Deliveries
-from orchestrator.record.model import Row, Snapshot, natural_order
+from orchestrator.record.model import Row, Snapshot, natural_order, rows_by_card
 from orchestrator.view.alerts.catalogue import SEVEREST_FIRST, Firing
 from orchestrator.view.cells import UNICODE
 from orchestrator.view.notify.digest import Message, News
@@ -146,10 +146,7 @@ def _status(snapshot: Snapshot) -> Iterator[str]:
 
 def _cards(rows: Iterable[Row]) -> Iterator[str]:
     """Yield temperature, memory, load and power of each card, as far as they are known."""
-    cards: defaultdict[tuple[str, str | None, str | None], list[Row]] = defaultdict(list)
-    for row in rows:
-        cards[row.node, row.gpu_uuid, row.gpu_name].append(row)
-    for (node, _, name), held in cards.items():
+    for (node, _), held in rows_by_card(rows).items():
         temperature, used, total, busy, power, limit = (
             next((value for row in held if (value := row.value(key)) is not None), None)
             for key in _SENSORS
@@ -162,7 +159,7 @@ def _cards(rows: Iterable[Row]) -> Iterator[str]:
         if power is not None:
             said.append(f"{power:.0f} W" if limit is None else f"{power:.0f} of {limit:.0f} W")
         if said:
-            yield f"{node} {name or 'processor'}: {', '.join(said)}"
+            yield f"{node} {held[0].gpu_name or 'processor'}: {', '.join(said)}"
 
 
 def _failures(deliveries: Deliveries) -> Iterator[str]:

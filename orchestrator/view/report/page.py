@@ -259,7 +259,9 @@ def html(data: dict[str, Any], title: str) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>\n'
     )
     page = _ICON.sub("", _SCRIPT.sub("", _STYLE.sub("", page)))
-    page = page.replace("<title>OOM orchestrator</title>", f"<title>{_escaped(title)}</title>")
+    page = page.replace(
+        "<title>OOM orchestrator</title>", f"<title>{escape(title, quote=False)}</title>"
+    )
     page = page.replace("</head>", f"{head}</head>", 1)
     end = (
         '<script type="application/json" '
@@ -287,10 +289,6 @@ def _read(name: str) -> str:
 
 def _hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def write_report(path: Path, folder: Path, other: Path | None) -> None:

@@ -5,7 +5,7 @@ bottom.
 from __future__ import annotations
 
 import textwrap
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -20,7 +20,7 @@ from orchestrator.record import history
 from orchestrator.record.archive import Frame, Freshness, StoredEvent, read_events
 from orchestrator.record.folders import Listed
 from orchestrator.record.history import Buckets, Span
-from orchestrator.record.model import FIELDS, STATE_STYLES, Row, Snapshot
+from orchestrator.record.model import FIELDS, STATE_STYLES, Row, Snapshot, rows_by_card
 from orchestrator.record.output import last_lines
 from orchestrator.view.alerts.judge import Badge
 from orchestrator.view.cells import Glyphs, clock, flow
@@ -100,11 +100,8 @@ _COLUMNS = frozenset(
 
 def card_lines(rows: Iterable[Row], width: int, glyphs: Glyphs) -> list[Text]:
     """Return a line for each card, or more where it has no room, in the order of their first slots."""
-    cards: defaultdict[tuple[str, str], list[Row]] = defaultdict(list)
-    for row in rows:
-        cards[row.node, row.gpu_uuid or row.gpu_name or row.device or ""].append(row)
     lines = []
-    for (node, _), of_card in cards.items():
+    for (node, _), of_card in rows_by_card(rows).items():
         said = Text(glyphs.clean(f"{node}  {of_card[0].gpu_name or 'unknown'}"), "bold")
         segments = [said, Text(counted(len(of_card), "worker"))]
         for column in columns_for(of_card, glyphs):

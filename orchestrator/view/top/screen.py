@@ -7,7 +7,6 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +14,7 @@ from rich.console import Console
 
 from orchestrator.control import client
 from orchestrator.errors import UsageError
-from orchestrator.record.archive import Follower, Frame
-from orchestrator.record.model import Row
+from orchestrator.record.archive import Follower
 from orchestrator.record.query import WORST_FIRST, QueryError, order_of, parse
 from orchestrator.record.summary import SCHEMA, summary_text
 from orchestrator.view.cells import Glyphs
@@ -56,7 +54,20 @@ def frame_text(folder: Path, view: View, width: int, glyphs: Glyphs) -> str:
 def frame_json(folder: Path, view: View) -> str:
     """Return the same as one JSON object: the rows that are shown, in their order."""
     frame = Follower(folder).look()
-    return summary_text(_frame_dict(frame, view.rows(frame.snapshot.rows)))
+    snapshot = frame.snapshot
+    told = {
+        "schema": SCHEMA,
+        "run_id": snapshot.run_id,
+        "freshness": frame.freshness.value,
+        "late_s": round(frame.late_s, 1),
+        "outcome": frame.run.outcome,
+        "elapsed_s": snapshot.elapsed_s,
+        "duration_s": snapshot.duration_s,
+        "tflops_total": snapshot.tflops_total,
+        "workers": [row.to_dict() for row in view.rows(snapshot.rows)],
+        "notices": list(snapshot.notices),
+    }
+    return summary_text(told)
 
 
 def watch(folder: Path, view: View, glyphs: Glyphs, *, read_only: bool) -> None:
@@ -73,20 +84,4 @@ def is_terminal() -> bool:
         None,
         "",
         "dumb",
-    }
-
-
-def _frame_dict(frame: Frame, rows: Sequence[Row]) -> dict[str, object]:
-    snapshot = frame.snapshot
-    return {
-        "schema": SCHEMA,
-        "run_id": snapshot.run_id,
-        "freshness": frame.freshness.value,
-        "late_s": round(frame.late_s, 1),
-        "outcome": frame.run.outcome,
-        "elapsed_s": snapshot.elapsed_s,
-        "duration_s": snapshot.duration_s,
-        "tflops_total": snapshot.tflops_total,
-        "workers": [row.to_dict() for row in rows],
-        "notices": list(snapshot.notices),
     }

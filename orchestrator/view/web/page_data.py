@@ -17,7 +17,7 @@ from rich.text import Text
 from orchestrator.config.schema import Severity
 from orchestrator.record.archive import Frame, Freshness, StoredEvent
 from orchestrator.record.history import SAMPLED_NUMBERS, Buckets, Span
-from orchestrator.record.model import FIELDS, STATE_STYLES, Row, finite, trouble
+from orchestrator.record.model import FIELDS, STATE_STYLES, Row, finite, rows_by_card, trouble
 from orchestrator.record.query import Filter, Order, order_of, parse, select
 from orchestrator.record.summary import SCHEMA
 from orchestrator.view.alerts.judge import Badge
@@ -50,7 +50,7 @@ _SEVERITY_TONES: Final[Mapping[Severity, str]] = {
     "warning": "warn",
     "info": "info",
 }
-_OUTCOME_TONES: Final = {"good": "good", "degraded": "warn", "interrupted": "warn", "failed": "bad"}
+OUTCOME_TONES: Final = {"good": "good", "degraded": "warn", "interrupted": "warn", "failed": "bad"}
 _QUIET_STATES: Final = frozenset({WorkerState.RUNNING, WorkerState.DONE, WorkerState.STOPPED})
 _CARD_COLUMNS: Final = (
     "card_memory", "utilisation", "temperature", "memory_temperature", "power", "clock", "throttle",
@@ -215,12 +215,9 @@ def head_of(frame: Frame, firing: Sequence[Badge] = (), *, with_control: bool = 
 
 def cards_of(frame: Frame) -> Json:
     """Return the cards with what their sensors say, a line for each."""
-    rows: dict[tuple[str, str], list[Row]] = {}
-    for row in frame.snapshot.rows:
-        rows.setdefault((row.node, row.gpu_uuid or row.device or ""), []).append(row)
     columns = {column.name: column for column in columns_for(frame.snapshot.rows, UNICODE)}
     told = []
-    for (node, _), workers in rows.items():
+    for (node, _), workers in rows_by_card(frame.snapshot.rows).items():
         # A worker that has ended says nothing of the card: the one that says most is asked.
         best = max(
             workers, key=lambda row: sum(FIELDS[key].value(row) is not None for key in FIELDS)
@@ -315,7 +312,7 @@ def event_of(event: StoredEvent) -> Json:
     )
     return {
         "number": event.number,
-        "at_unix_s": _unix_s(event.at),
+        "at_unix_s": event.at_unix_s,
         "time": UNICODE.clean(time_of_day(event.at)),
         "slot": None if event.slot is None else UNICODE.clean(event.slot),
         "event": UNICODE.clean(event.event).replace("_", " "),
@@ -355,7 +352,7 @@ def run_of(frame: Frame) -> Json:
 
 def _mark(frame: Frame) -> tuple[str, str]:
     if frame.freshness is Freshness.ENDED:
-        return f"ended: {frame.run.outcome}", _OUTCOME_TONES.get(frame.run.outcome, "dim")
+        return f"ended: {frame.run.outcome}", OUTCOME_TONES.get(frame.run.outcome, "dim")
     if frame.freshness is Freshness.LATE:
         return (
             f"late {clock(frame.late_s)}" if frame.late_s >= 60 else f"late {frame.late_s:.0f} s",
@@ -424,10 +421,3 @@ def offset_s(at_unix_s: float) -> float:
     """Return how far the clock of this machine's time zone is ahead of UTC."""
     offset = datetime.fromtimestamp(at_unix_s).astimezone().utcoffset()
     return 0.0 if offset is None else offset.total_seconds()
-
-
-def _unix_s(at: str) -> float | None:
-    try:
-        return datetime.fromisoformat(at).timestamp()
-    except (ValueError, OverflowError, OSError):
-        return None
