@@ -21,10 +21,10 @@ from datetime import datetime
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 import psutil
+from pydantic import ConfigDict, TypeAdapter
 
 from orchestrator.core.slot import slot_state
 from orchestrator.errors import ArchiveError, NothingStoredError
@@ -433,6 +433,13 @@ def row_of(record: SlotRecord) -> Row:
 _hints = cache(get_type_hints)
 
 
+@cache
+def _adapter(hint: Any) -> TypeAdapter[Any]:  # noqa: ANN401 - a type or a union
+    # A policy's state may hold infinity, and another head must go on from the very same numbers.
+    is_finite = hint in (float, float | None)
+    return TypeAdapter(hint, config=ConfigDict(allow_inf_nan=not is_finite))
+
+
 def _fields(line: sqlite3.Row, kind: type, besides: Collection[str] = ()) -> dict[str, Any]:
     return {
         name: _value(line, name, hint) for name, hint in _hints(kind).items() if name not in besides
@@ -440,29 +447,15 @@ def _fields(line: sqlite3.Row, kind: type, besides: Collection[str] = ()) -> dic
 
 
 def _value(line: sqlite3.Row, name: str, hint: Any) -> Any:  # noqa: ANN401 - what the hint says
-    """Return a column's value if it fits the hint of a field: SQLite itself takes anything
-    anywhere.
-    """
+    """Return a column's value if it fits the hint of a field: SQLite takes anything anywhere."""
     value = line[name]
-    if type(value) is hint and hint is not float:  # nearly all of them
-        return value
-    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    if value is None and NoneType in kinds:
-        return None
-    kind, is_number = kinds[0], isinstance(value, int | float)
-    if kind in {float, bool} and is_number and math.isfinite(value):
-        return kind(value)
-    if type(value) is kind and kind is not float:
-        return value
-    container = get_origin(kind)
-    found = json.loads(value) if container is not None and type(value) is str else None
-    if container is Mapping and isinstance(found, dict):
-        return found
-    if container is tuple and isinstance(found, list):
-        item_kind = get_origin(get_args(kind)[0]) or get_args(kind)[0]
-        if all(isinstance(item, item_kind) for item in found):
-            return tuple(found)
-    raise ValueError(f"{name} cannot be {value!r:.80}")
+    try:
+        if isinstance(value, str) and hint not in (str, str | None):
+            # Not by pydantic, which refuses the escape of a lone surrogate, as in a file name.
+            value = json.loads(value)
+        return _adapter(hint).validate_python(value)
+    except ValueError as wrong:
+        raise ValueError(f"{name} cannot be {line[name]!r:.80}") from wrong
 
 
 class Freshness(StrEnum):
