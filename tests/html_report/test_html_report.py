@@ -76,7 +76,7 @@ def other(tmp_path: Path) -> Path:
     )
 
 
-def test_what_is_frozen_is_the_last_picture_and_the_course_of_what_was_sampled(
+def test_the_page_has_the_last_picture_and_the_courses(
     folder: Path,
 ) -> None:
     told = page.frozen(folder)
@@ -98,9 +98,7 @@ def test_what_is_frozen_is_the_last_picture_and_the_course_of_what_was_sampled(
     assert told["summary"]["missed"] == [f"pc1/0: {HOSTILE}"]
 
 
-def test_two_runs_stand_side_by_side_with_differences_in_per_cent(
-    folder: Path, other: Path
-) -> None:
+def test_two_runs_are_compared_in_per_cent(folder: Path, other: Path) -> None:
     figures = page.frozen(folder, other)["summary"]["figures"]
     rows = {row[0]: row[1:] for row in figures["rows"]}
     assert rows["TFLOP/s, mean of the sum"] == ["18.00", "7.50", ("+140.0 %", "good")]
@@ -167,9 +165,7 @@ def test_the_file_is_written_whole_or_refused_in_a_sentence(folder: Path, tmp_pa
 
 
 @needs_chromium
-def test_a_browser_shows_it_without_a_request_and_hostile_texts_stay_text(
-    folder: Path, other: Path, tmp_path: Path
-) -> None:
+def test_a_browser_shows_it_without_a_request(folder: Path, other: Path, tmp_path: Path) -> None:
     path = tmp_path / "r.html"
     page.write(path, page.html(page.frozen(folder, other), HOSTILE))
 
@@ -221,7 +217,7 @@ class Mine(Workload):
 
 
 @pytest.mark.torch
-def test_a_run_writes_its_report_when_it_has_ended_if_that_is_wanted(
+def test_a_run_writes_its_report_at_its_end_if_wanted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -61,12 +61,12 @@ def words(sent: Iterable[tuple[float, Message]]) -> list[str]:
     ]
 
 
-def test_one_lost_node_is_one_message_within_30_s_and_one_that_it_is_over() -> None:
+def test_a_lost_node_is_one_message_and_one_when_it_is_over() -> None:
     sent = words(course({10: [NODE], 200: []}, until_s=2 * HOUR_S))
     assert sent == ["15: +pc2", "205: -pc2"]
 
 
-def test_seven_slots_of_a_card_are_one_message_although_they_do_not_fall_at_once() -> None:
+def test_seven_slots_of_a_card_are_one_message() -> None:
     there = {10 + number: SEVEN[: number + 1] for number in range(4)} | {14: SEVEN}
     ((second, message),) = course(there, until_s=HOUR_S)
     assert (second, [news.firing for news in message.news]) == (15, list(SEVEN))
@@ -84,7 +84,7 @@ def test_what_began_and_ended_before_it_could_be_told_is_told() -> None:
     assert sent == ["15: +pc2", "75: -pc1/0"]
 
 
-def test_a_slot_that_comes_and_goes_is_told_of_once_an_hour_and_until_then_not_at_all() -> None:
+def test_a_flapping_slot_is_told_of_once_an_hour() -> None:
     flapping = {second: SEVEN[:1] if second // 40 % 2 else () for second in range(40, 4 * 3600, 40)}
     sent = course(flapping | {4 * 3600: ()}, until_s=8 * HOUR_S)
     assert words(sent)[:2] == ["45: +pc1/0", "105: -pc1/0"]
@@ -111,7 +111,7 @@ def test_after_an_hour_of_rest_it_is_told_at_once_again() -> None:
     assert sent == ["15: +pc2", "105: -pc2", "3805: +pc2", "3905: -pc2"]
 
 
-def test_digests_come_at_their_interval_with_what_is_there_and_with_what_waits() -> None:
+def test_digests_come_at_their_interval() -> None:
     sent = course({100: [NODE]}, until_s=1300, every_s=600)
     assert [(second, message.is_digest) for second, message in sent] == [
         (105, False),
@@ -124,12 +124,12 @@ def test_digests_come_at_their_interval_with_what_is_there_and_with_what_waits()
     ]
 
 
-def test_a_message_that_no_address_took_is_tried_again_later_each_time() -> None:
+def test_an_untaken_message_is_tried_again_later_each_time() -> None:
     sent = words(course({10: [NODE], 900: []}, until_s=2 * HOUR_S, fails=[0, 1, 2]))
     assert sent == ["15: +pc2", "135: +pc2", "375: +pc2", "855: +pc2", "915: -pc2"]
 
 
-def test_the_last_message_tells_everything_but_keeps_the_distance() -> None:
+def test_the_last_message_tells_all_and_keeps_the_distance() -> None:
     state = digest.seen(digest.new_digest(None, 0.0), [NODE], 0.0)
     first = digest.due(state, 5.0)
     assert first is not None

@@ -67,7 +67,7 @@ def began(one: Firing, times: int = 1) -> News:
     return News(firing=one, is_there=True, times=times)
 
 
-def test_the_severest_new_trouble_is_in_the_title_and_what_is_over_comes_last() -> None:
+def test_the_severest_new_alert_is_in_the_title() -> None:
     over = News(firing=trouble("pc3", "NodeMissing", "critical"), is_there=False, times=0)
     told = letter(over, began(trouble("pc1/0")), began(trouble("pc2", "WrongResults", "critical")))
     assert told.title == "0b76: WrongResults pc2, 2 more"
@@ -112,7 +112,7 @@ def test_the_end_of_a_run_says_how(
     assert ("no memory left" in told.body) == (code != 0)
 
 
-def test_a_digest_has_each_card_once_with_temperature_memory_load_and_power() -> None:
+def test_a_digest_has_each_card_once_with_its_sensors() -> None:
     """As the mails of the guides have, every ten minutes."""
     busy = make_row(utilisation_pct=98.0)
     other = make_row(

@@ -30,7 +30,7 @@ def judged(judge: Judge, told: Frame | None, unix_s: float = 100.0) -> list[tupl
     ]
 
 
-def test_a_run_that_works_has_no_trouble_and_one_that_starts_has_none_yet() -> None:
+def test_a_run_that_works_or_starts_has_no_alert() -> None:
     assert judged(Judge("info"), frame(make_row())) == []
     starting = frame(nodes_seen=())
     starting = replace(starting, run=replace(starting.run, updated_at_unix_s=None))
@@ -61,7 +61,7 @@ def test_states_that_are_told_at_the_first_look(
     assert trouble.alert.what_to_do
 
 
-def test_a_lost_node_is_told_at_the_first_look_and_other_alerts_when_they_have_lasted() -> None:
+def test_a_lost_node_fires_at_once_and_others_when_they_last() -> None:
     told = frame(make_row(state=WorkerState.BACKOFF), nodes_seen=("pc1",))
     judge = Judge("info")
     assert judged(judge, told, 0.0) == [("NodeMissing", "pc2", "critical")]
@@ -82,9 +82,7 @@ def test_what_the_last_message_says_is_no_trouble_of_its_own() -> None:
         assert judged(judge, told, 0.0) + judged(judge, told, 100.0) == []
 
 
-def test_slots_of_a_missing_node_cannot_be_known_and_nothing_can_when_the_head_is_gone_or_the_run_unreadable() -> (
-    None
-):
+def test_what_cannot_be_known_of_missing_nodes_and_heads() -> None:
     judge = Judge("info")
     rows = (
         make_row(slot="pc2/0", node="pc2", state=WorkerState.PAUSED),
@@ -104,7 +102,7 @@ def test_slots_of_a_missing_node_cannot_be_known_and_nothing_can_when_the_head_i
         assert all(map(judge.is_unknown, troubles))
 
 
-def test_a_run_that_cannot_be_read_for_two_minutes_is_a_trouble_that_is_known() -> None:
+def test_a_run_unreadable_for_two_minutes_is_an_alert() -> None:
     judge = Judge("warning")
     judge.firing(frame(make_row()), 0.0)
     assert judge.firing(None, 10.0) == ()

@@ -254,7 +254,7 @@ def test_a_mouse_moves_the_cursor_and_opens_a_slot(tmp_path: Path) -> None:
     assert "pc1/4" in clicked(titles + 4, times=2)[1]
 
 
-def test_the_page_of_a_slot_shows_facts_courses_states_and_events_and_hostile_text_stays_text(
+def test_the_page_of_a_slot_shows_all_and_hostile_text_is_text(
     tmp_path: Path,
 ) -> None:
     looks = [

@@ -28,7 +28,7 @@ orders = st.builds(Order, st.sampled_from(SORTS), st.booleans())
     st.lists(st.tuples(frames, orders, st.integers(1, 12)), min_size=1, max_size=12),
     st.integers(-40, 40),
 )
-def test_the_cursor_stays_with_its_slot_and_the_slot_on_the_screen(
+def test_the_cursor_stays_with_its_slot_on_the_screen(
     looks: list[tuple[list[Row], Order, int]], by: int
 ) -> None:
     view = View()
@@ -49,7 +49,7 @@ def test_the_cursor_stays_with_its_slot_and_the_slot_on_the_screen(
         assert view.first == 0 or view.first + height <= len(shown), "no line is left empty below"
 
 
-def test_every_column_can_be_sorted_by_and_the_round_ends_at_worst_first() -> None:
+def test_every_column_sorts_and_the_round_ends_at_worst_first() -> None:
     view = View()
     seen = []
     for _ in SORTS:
@@ -60,7 +60,7 @@ def test_every_column_can_be_sorted_by_and_the_round_ends_at_worst_first() -> No
     assert sorted_by_next(view, -1).order.key == SORTS[-1]
 
 
-def test_a_filter_takes_rows_away_and_the_cursor_goes_to_a_neighbour() -> None:
+def test_the_cursor_goes_to_a_neighbour_of_a_filtered_row() -> None:
     rows = [make_row(slot=f"pc1/{number}", state=WorkerState.RUNNING) for number in range(9)]
     view = moved(View(), View().rows(rows), 5, 4)
     assert (view.slot, view.first) == ("pc1/5", 2)

@@ -210,9 +210,7 @@ def test_a_row_keeps_what_makes_sense_of_it(folder: Path, store: RunStore) -> No
     )
 
 
-def test_a_run_under_way_is_running_and_its_writer_is_not_disturbed(
-    folder: Path, store: RunStore
-) -> None:
+def test_a_run_under_way_is_read_without_disturbing_it(folder: Path, store: RunStore) -> None:
     for number in range(50):
         store.event(event(number))
         store.commit()
@@ -245,7 +243,7 @@ def test_a_head_whose_process_is_another_now_was_killed(
     assert run.snapshot().steps_lost_upper_bound == 24
 
 
-def test_a_killed_head_is_interrupted_even_before_its_parent_takes_note(tmp_path: Path) -> None:
+def test_a_killed_head_is_interrupted_before_its_parent_notes(tmp_path: Path) -> None:
     folder = tmp_path / IDS[0]
     with begun_head(folder) as head:
         assert read_run(folder).outcome == "running"

@@ -113,7 +113,7 @@ def test_unknown_values_are_last_and_equal_ones_by_slot(
     assert slots == [*known, "pc1/2"]
 
 
-def test_words_ascend_numbers_descend_and_no_order_is_worst_first() -> None:
+def test_words_ascend_numbers_descend_no_order_is_worst_first() -> None:
     def slots(order: Order) -> list[str]:
         return [row.slot for row in select(ROWS, parse(""), order)]
 

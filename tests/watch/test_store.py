@@ -113,9 +113,7 @@ def test_a_sample_per_slot_and_second(path: Path, store: RunStore) -> None:
     assert read(path, "SELECT max(at_unix_s) FROM samples") == [(1_700_000_002.05,)]
 
 
-def test_samples_go_on_after_the_clock_of_the_machine_was_set_back(
-    path: Path, store: RunStore
-) -> None:
+def test_samples_go_on_after_the_clock_was_set_back(path: Path, store: RunStore) -> None:
     for now_unix_s in (5000.0, 1000.0, 1000.5, 1001.0):
         store.update(make_snapshot(make_row(), now_unix_s=now_unix_s))
     assert read(path, "SELECT at_unix_s FROM samples") == [(1000.0,), (1001.0,), (5000.0,)]
@@ -129,9 +127,7 @@ def test_the_last_sample_may_fall_on_the_one_before(path: Path, store: RunStore)
     assert read(path, "SELECT steps_ok FROM samples") == [(500,)]
 
 
-def test_a_transaction_holds_all_that_waited_and_nothing_is_written_without_need(
-    path: Path, store: RunStore
-) -> None:
+def test_a_transaction_holds_all_that_waited(path: Path, store: RunStore) -> None:
     store.slots([record(), record("pc1/1")])
     store.slots([record(next_sequence=4)])
     store.event(event(1))
@@ -268,9 +264,7 @@ def test_a_run_that_never_began_is_no_problem(path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_writer_that_is_killed_at_any_moment_leaves_what_it_committed(
-    path: Path, seed: int
-) -> None:
+def test_a_killed_writer_leaves_what_it_committed(path: Path, seed: int) -> None:
     """In several lives, each killed at a random moment after it began to write."""
     chance = random.Random(seed)  # noqa: S311 - moments, not secrets
     turns_before = 0
@@ -309,9 +303,7 @@ def test_a_disk_that_is_full_and_empties_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("opened_before", [True, False])
-def test_a_locked_file_costs_one_short_wait_a_second_and_no_event(
-    path: Path, opened_before: bool
-) -> None:
+def test_a_locked_file_costs_a_short_wait_and_no_event(path: Path, opened_before: bool) -> None:
     store = RunStore(path, clock := Clock())
     if opened_before:
         store.event(event(0))
@@ -368,7 +360,7 @@ def test_a_sample_that_the_next_one_overtakes_is_a_gap(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("taken", ["file", "log", "both", "all"])
-def test_a_file_that_is_taken_away_is_made_again_with_all_that_is_known(
+def test_a_removed_file_is_made_again_with_all_that_is_known(
     path: Path, store: RunStore, taken: str
 ) -> None:
     store.update(make_snapshot(make_row(), elapsed_s=1.0))
@@ -396,7 +388,7 @@ def test_a_file_that_is_taken_away_is_made_again_with_all_that_is_known(
     assert read_run(path.parent).outcome == "good"
 
 
-def test_a_folder_that_is_taken_away_is_a_problem_until_it_is_back(tmp_path: Path) -> None:
+def test_a_removed_folder_is_a_problem_until_it_is_back(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     store = RunStore(folder / STORE_NAME, clock := Clock())

@@ -115,7 +115,7 @@ def test_what_the_page_itself_asks_is_answered(path: str, token: dict[str, Any])
 
 
 @paths
-def test_all_pairs_of_bad_hosts_origins_methods_and_tokens_are_refused(path: str) -> None:
+def test_bad_hosts_origins_methods_and_tokens_are_refused(path: str) -> None:
     """Each of them alone, and each with each other, also where the rest of the request is good."""
     evil: list[tuple[str, list[dict[str, Any]]]] = [
         # A page of another host name that leads here (DNS rebinding) names that host in both.

@@ -70,7 +70,7 @@ def test_values_are_in_base_units() -> None:
     assert updated[()] - heard["pc1", "pc1/0"] == pytest.approx(0.5, abs=0.05)
 
 
-def test_a_card_has_its_metrics_once_and_from_the_slot_that_heard_last() -> None:
+def test_a_card_has_its_metrics_once_from_its_newest_slot() -> None:
     told = of_frame(frame_at(60, temperature_c=80.0, heartbeat_age_s=0.1))
     assert told["orchestrator_card_temperature_celsius"] == {
         ("GPU-pc1", "pc1"): 80.0,

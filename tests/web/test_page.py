@@ -48,9 +48,7 @@ async def opened(page: Browser, server: Server, fragment: str = "") -> None:
         await page.js(f"location.hash = {json.dumps(fragment)}")
 
 
-def test_one_login_shows_the_table_and_nothing_is_asked_elsewhere(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_one_login_shows_the_table_and_asks_nothing_elsewhere(folder: Path, tmp_path: Path) -> None:
     store = make_run(folder, slots=24)
 
     async def scene() -> None:
@@ -93,9 +91,7 @@ def test_one_login_shows_the_table_and_nothing_is_asked_elsewhere(
     store.end("good", 0, None, [])
 
 
-def test_a_person_sorts_filters_and_opens_a_slot_with_the_keyboard(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_the_keyboard_sorts_filters_and_opens_a_slot(folder: Path, tmp_path: Path) -> None:
     store = make_run(folder, slots=24)
 
     async def scene() -> None:

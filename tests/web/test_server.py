@@ -213,7 +213,7 @@ def test_a_page_gets_the_table_and_then_what_has_changed(
     asyncio.run(scene())
 
 
-def test_a_run_beside_the_served_one_is_served_too_and_nothing_else(folder: Path) -> None:
+def test_runs_beside_the_served_one_are_served_and_no_more(folder: Path) -> None:
     other = folder.parent / "20261122-101500-bbbb"
     make_run(other, slots=3, seconds=60, varied=False).end("good", 0, None, [])
 
@@ -229,7 +229,7 @@ def test_a_run_beside_the_served_one_is_served_too_and_nothing_else(folder: Path
     asyncio.run(scene())
 
 
-def test_one_look_serves_all_pages_and_without_a_page_there_is_none(folder: Path) -> None:
+def test_one_look_serves_all_pages_and_none_without_a_page(folder: Path) -> None:
     async def scene() -> None:
         async with serving(folder) as server:
             hub = server.site.hub
@@ -256,9 +256,7 @@ def test_one_look_serves_all_pages_and_without_a_page_there_is_none(folder: Path
     asyncio.run(scene())
 
 
-def test_a_page_that_does_not_read_costs_no_memory_and_hinders_no_other(
-    folder: Path, store: RunStore
-) -> None:
+def test_a_page_that_does_not_read_hinders_no_other(folder: Path, store: RunStore) -> None:
     async def scene() -> None:
         async with serving(folder) as server:
             hub = server.site.hub
@@ -285,7 +283,7 @@ def test_a_page_that_does_not_read_costs_no_memory_and_hinders_no_other(
     asyncio.run(scene())
 
 
-def test_the_login_code_works_once_and_the_cookie_outlives_the_server(folder: Path) -> None:
+def test_a_login_code_works_once_its_cookie_outlives_the_server(folder: Path) -> None:
     async def scene() -> None:
         async with serving(folder) as server:
             port = server.site.access.port
@@ -331,7 +329,7 @@ def test_bodies_that_are_no_json_or_too_large_are_refused(folder: Path) -> None:
     asyncio.run(scene())
 
 
-def test_commands_are_taken_only_with_control_and_name_their_slots(folder: Path) -> None:
+def test_commands_need_control_and_name_their_slots(folder: Path) -> None:
     good = {"id": "1", "do": "pause", "slots": ["pc1/0"]}
 
     async def scene() -> None:
@@ -357,7 +355,7 @@ def test_commands_are_taken_only_with_control_and_name_their_slots(folder: Path)
     asyncio.run(scene())
 
 
-def test_a_command_reaches_the_head_under_its_own_id_and_a_refusal_is_a_sentence(
+def test_a_command_reaches_the_head_under_its_own_id(
     folder: Path,
 ) -> None:
     taken: list[Command] = []
@@ -522,7 +520,7 @@ def test_the_verb_serves_until_it_is_told_to_stop(
 @pytest.mark.skipif(
     shutil.which("openssl") is None, reason="needs openssl, which makes the certificate"
 )
-def test_with_a_certificate_the_page_and_its_cookie_go_over_tls_alone(
+def test_with_a_certificate_page_and_cookie_go_over_tls_alone(
     folder: Path, nowhere: Path, tmp_path: Path
 ) -> None:
     certificate, key = tmp_path / "pc1.pem", tmp_path / "pc1.key"

@@ -4,13 +4,12 @@ frame; or JSON.
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
+from rich.text import Text
 
 from orchestrator.control import client
 from orchestrator.errors import UsageError
@@ -41,14 +40,11 @@ def frame_text(folder: Path, view: View, width: int, glyphs: Glyphs) -> str:
     rows = view.rows(frame.snapshot.rows)
     header = header_lines(frame.snapshot, width, glyphs)
     lines = table_lines(rows, width, glyphs, view.hidden)
-    said = (
-        [*header, *lines.titles, *lines.rows] if rows else [*header, "no slot matches the filter"]
-    )
-    stream = io.StringIO()
-    console = Console(file=stream, width=width, color_system=None)
-    for line in said:
-        console.print(line, no_wrap=True, overflow="crop", markup=False, highlight=False)
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+    said = [*lines.titles, *lines.rows] if rows else [Text("no slot matches the filter")]
+    shown = [line.copy() for line in (*header, *said)]
+    for line in shown:
+        line.truncate(width)
+    return "\n".join(line.plain.rstrip() for line in shown)
 
 
 def frame_json(folder: Path, view: View) -> str:
