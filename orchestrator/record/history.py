@@ -51,7 +51,7 @@ _OF_ALL = (
     f"WITH sums AS (SELECT at_unix_s{{sums}} FROM samples {_SLICE} GROUP BY at_unix_s) "  # noqa: S608 - constants
     f"SELECT '' AS slot, {_PART}{{figures}} FROM sums GROUP BY part"
 )
-#: All samples are read in so many looks at most: a look has a time limit (`opening.py`), and a run
+#: All samples are read in so many looks at most: a look has a time limit (`archive.py`), and a run
 #: may last for days.
 _LOOKS_MOST = 25
 

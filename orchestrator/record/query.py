@@ -8,7 +8,7 @@ A filter is a list of terms, and a row must match all of them:
     !node:pc1           the term does not match
     reason:"two words"  quotes keep spaces
 
-Names are keys of a row, columns of the table, their other words (`catalogue.py`), or the beginning
+Names are keys of a row, columns of the table, their other words (`model.py`), or the beginning
 of one of them. Draws nothing and reads nothing.
 """
 

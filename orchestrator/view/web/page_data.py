@@ -1,7 +1,7 @@
 """What the page shows, as values for JSON: cells, words and colours are made here, so that the page
 has no units.
 
-Pure. The same shapes are served (`server.py`), streamed (`stream.py`) and frozen into a file. A
+Pure. The same shapes are served and streamed (`server.py`), and frozen into a file. A
 cell is its text, or its text and a tone (`TONES`). Does not read the run folder.
 """
 
