@@ -1,7 +1,7 @@
 """Benchmarks. Each verb prints a table to standard error and one JSON object to standard output.
 
-    python scripts/bench.py oom-storm --errors 1000000
-    python scripts/bench.py soak --minutes 30
+    python scripts/bench.py kills
+    python scripts/bench.py policy --seeds 3
     python scripts/bench.py VERB --help
 
 Every figure is a ratio inside one run, or stands beside one: this machine's seconds say nothing

@@ -62,8 +62,8 @@ OPTIONS = {
         "run_id", "--port", "--bind", "--control", "--certificate", "--key", "--without-tls", "--config", "-c", "--set",
         "--run-dir", "--help",
     },
-    "pause": _NAMES_SLOTS, "resume": _NAMES_SLOTS, "drain": _NAMES_SLOTS, "reinstate": _NAMES_SLOTS,
-    "save": _NAMES_SLOTS,
+    "pause": _NAMES_SLOTS, "unpause": _NAMES_SLOTS, "resume": _NAMES_SLOTS, "drain": _NAMES_SLOTS,
+    "reinstate": _NAMES_SLOTS, "save": _NAMES_SLOTS,
     "cap": {"slot", "amount", "--run", "--config", "-c", "--set", "--run-dir", "--help"},
     "limits": {"--clear", "--card", "--workload", "--json", "--help"},
     "burn": {
@@ -71,7 +71,7 @@ OPTIONS = {
         "--fake-sensors", "--apply-power-limit", "--sweep", "--help",
     },
     "tune": {
-        "--config", "-c", "--local", "--rehearse", "--preset", "--workload", "--budget", "--levers", "--claims",
+        "--config", "-c", "--local", "--rehearse", "--preset", "--workload", "--budget", "--levers",
         "--resume", "--set", "--json", "--help",
     },
     "doctor": {"--config", "-c", "--set", "--node", "--json", "--help"},
@@ -152,7 +152,8 @@ def test_the_options_of_a_verb_are_frozen_documented_and_explained(verb: str) ->
     """The README shows how each verb is typed; the page of commands has every option."""
     named = {name for parameter in command_line().commands[verb].params for name in parameter.opts}
     assert named | {"--help"} == OPTIONS[verb]
-    assert re.search(rf"orchestrator {verb}\b|`{verb}[ `]", text_of(ROOT / "README.md"))
+    if not command_line().commands[verb].hidden:
+        assert re.search(rf"orchestrator {verb}\b|`{verb}[ `]", text_of(ROOT / "README.md"))
     options = {option for option in OPTIONS[verb] if option.startswith("-")} - {"--help"}
     assert {
         option for option in options if f"`{option}" not in text_of(ROOT / "docs" / "commands.md")
@@ -187,20 +188,20 @@ def test_every_documented_make_target_exists(document: Path) -> None:
             assert set(re.findall(r"(?:^|\s)(--?[a-z][a-z-]*)", arguments)) <= OPTIONS["run"], code
 
 
-def test_the_readme_explains_every_state_and_column() -> None:
-    readme = text_of(ROOT / "README.md")
-    explained = re.findall(r"^\| ([A-Z]{4,}(?:, [A-Z]+)*) \|", readme, re.MULTILINE)
+def test_the_page_of_the_table_has_every_state_and_column() -> None:
+    page = text_of(ROOT / "docs" / "table.md")
+    explained = re.findall(r"^\| ([A-Z]{4,}(?:, [A-Z]+)*) \|", page, re.MULTILINE)
     assert {state for words in explained for state in words.split(", ")} == {
         state.value for state in STATES_WORST_FIRST
     }
     for column in columns_for((make_row(progress=Progress(train_step=1)),), UNICODE):
         title = column.title.split()[-1].removesuffix("%").strip() or column.title.split()[0]
-        assert re.search(rf"^\| .*{re.escape(title)}.* \|", readme, re.MULTILINE), column.title
+        assert re.search(rf"^\| .*{re.escape(title)}.* \|", page, re.MULTILINE), column.title
 
 
-@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md"])
-def test_the_first_two_documents_stay_short(document: str) -> None:
-    assert len(text_of(ROOT / document).splitlines()) <= 200
+@pytest.mark.parametrize(("document", "most"), [("README.md", 110), ("ARCHITECTURE.md", 120)])
+def test_the_first_two_documents_stay_short(document: str, most: int) -> None:
+    assert len(text_of(ROOT / document).splitlines()) <= most
 
 
 def test_the_glossary_stays_short() -> None:

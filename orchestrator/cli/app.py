@@ -17,6 +17,7 @@ from orchestrator.cli import commands, levers
 from orchestrator.cli import options as opt
 from orchestrator.cli.loading import (
     config_of,
+    config_of_one_machine,
     config_to_read,
     duration_s,
     import_from_here,
@@ -87,7 +88,11 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     )
     more_s = duration_s(duration)
     changes = {"run.duration": duration, "workload.name": workload, "memory.policy": policy}
-    loaded = config_of(config, overrides, {**changes, "run.dir": run_dir})
+    typed = {**changes, "run.dir": run_dir}
+    if (rehearse or local) and resume is None:
+        loaded = config_of_one_machine(config, overrides, typed, rehearse=rehearse)
+    else:
+        loaded = config_of(config, overrides, typed)
     import_from_here()
     if resume is not None:
         if local or rehearse or debug or overrides or workload is not None or policy is not None:

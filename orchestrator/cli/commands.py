@@ -14,7 +14,7 @@ from orchestrator.record.folders import RUNNING, find_run
 #: Of the verbs that only name slots.
 _HELP = {
     "pause": "Hold slots: no more work; process and memory stay.",
-    "resume": "Let paused and drained slots work again.",
+    "unpause": "Let paused and drained slots work again.",
     "drain": "Hold slots and end their processes: their memory is free.",
     "reinstate": "Start quarantined slots again, their failures forgotten.",
     "save": "Have slots save now what they train.",
@@ -25,6 +25,7 @@ def add_to(app: typer.Typer) -> None:
     """Declare the verbs."""
     for do, summary in _HELP.items():
         _add(app, do, summary)
+    _add(app, "resume", "The old name of `unpause`.", hidden=True)
 
     @app.command()
     def cap(
@@ -39,8 +40,8 @@ def add_to(app: typer.Typer) -> None:
         _send("cap", [slot], run, config, overrides, run_dir, amount)
 
 
-def _add(app: typer.Typer, do: str, summary: str) -> None:
-    @app.command(do, help=summary)
+def _add(app: typer.Typer, do: str, summary: str, *, hidden: bool = False) -> None:
+    @app.command(do, help=summary, hidden=hidden)
     def verb(
         slots: opt.Slots,
         run: opt.OfRun = RUNNING,
@@ -48,6 +49,10 @@ def _add(app: typer.Typer, do: str, summary: str) -> None:
         overrides: opt.Overrides = None,
         run_dir: opt.RunDir = None,
     ) -> None:
+        if do == "resume":
+            typer.echo(
+                "`resume` is called `unpause` now; a run goes on with `run --resume`", err=True
+            )
         _send(do, slots, run, config, overrides, run_dir)
 
 
@@ -60,7 +65,7 @@ def _send(
     run_dir: str | None,
     amount: str | None = None,
 ) -> None:
-    from orchestrator.control.verb import command  # noqa: PLC0415 - only these verbs need it
+    from orchestrator.control.client import command  # noqa: PLC0415 - only these verbs need it
 
     folder = find_run(Path(config_to_read(config, overrides, run_dir).run.dir), run)
     print_text(command(folder, do, slots, amount))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 import sys
@@ -34,28 +33,15 @@ def add_to(app: typer.Typer) -> None:
         workload: opt.TunedWorkload = "train",
         budget: opt.Budget = None,
         levers: opt.Levers = None,
-        claims: opt.ShowClaims = False,
         resume: opt.ResumeTuning = None,
         overrides: opt.Overrides = None,
         json_output: opt.AsJson = False,
     ) -> None:
         """Measure what each setting brings here; write tuned.yaml."""
-        from orchestrator.lab.tune import asked, claims_verb, verb  # noqa: PLC0415 - `--help` should not wait
+        from orchestrator.lab.tune import asked, verb  # noqa: PLC0415 - `--help` should not wait
 
         if local and rehearse:
             raise UsageError("--local and --rehearse exclude each other")
-        if claims:
-            if local or rehearse or not (preset is budget is levers is resume is None):
-                raise UsageError(
-                    "--claims measures nothing: it goes with --config, --set and --json only"
-                )
-            runs_dir = Path(config_of(config, overrides, {}).run.dir)
-            print_text(
-                claims_verb.page(
-                    runs_dir, functools.partial(typer.echo, err=True), as_json=json_output
-                )
-            )
-            return
         import_from_here()
         budget_s = duration_s(budget)
         if resume is not None:

@@ -46,13 +46,30 @@ def config_to_read(config: str, overrides: list[str] | None, run_dir: str | None
     folder.
     """
     usual = Path(RunConfig.model_fields["dir"].default)
-    if (
-        config == DEFAULT_CONFIG
-        and not Path(config).exists()
-        and (run_dir is not None or usual.is_dir())
-    ):
-        config = str(resources.files("orchestrator").joinpath(DEFAULT_CONFIG))
+    if _is_missing(config) and (run_dir is not None or usual.is_dir()):
+        config = _shipped()
     return config_of(config, overrides, {"run.dir": run_dir})
+
+
+def config_of_one_machine(
+    config: str, overrides: list[str] | None, typed: Mapping[str, str | None], *, rehearse: bool
+) -> Config:
+    """Return the configuration for a run on this machine alone, and say if it is the shipped one."""
+    if _is_missing(config):
+        what = (
+            "both PCs of the reference pair are rehearsed" if rehearse else "its defaults are used"
+        )
+        typer.echo(f"no {DEFAULT_CONFIG} here: {what}; `init` writes one for your cards", err=True)
+        config = _shipped()
+    return config_of(config, overrides, typed)
+
+
+def _is_missing(config: str) -> bool:
+    return config == DEFAULT_CONFIG and not Path(config).exists()
+
+
+def _shipped() -> str:
+    return str(resources.files("orchestrator").joinpath(DEFAULT_CONFIG))
 
 
 def _quoted(value: str) -> str:

@@ -123,10 +123,6 @@ Levers = Annotated[
         metavar="KEY[=VALUE],...",
     ),
 ]
-ShowClaims = Annotated[
-    bool,
-    Option("--claims", help="Measure nothing; show the guides' claims beside what is known here."),
-]
 ResumeTuning = Annotated[
     Text, Option("--resume", help="Go on with a tuning that was interrupted.", metavar="ID")
 ]

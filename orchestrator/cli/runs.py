@@ -1,7 +1,7 @@
 """What `runs`, `report` and `logs` print: the list of runs, one run told again from its store, what
 a slot printed.
 
-Does not find and read (`watch/folders.py`, `watch/archive.py`). Text from a store passes through
+Does not find and read (`record/folders.py`, `record/archive.py`). Text from a store passes through
 `Glyphs.clean`: it may steer a terminal. A run or a folder that cannot be read, and a run that left
 nothing behind, is an `ArchiveError`.
 """

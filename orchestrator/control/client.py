@@ -8,10 +8,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator.control.place import places, short_name
+from orchestrator.config.byte_size import parse_bytes
+from orchestrator.control.listener import places, short_name
 from orchestrator.control.wire import LINE_MOST_BYTES, Answer, WireError, answer_of, command_line
 from orchestrator.core.user_commands import Command, Do
-from orchestrator.errors import ArchiveError, one_line
+from orchestrator.errors import ArchiveError, UsageError, one_line
 from orchestrator.record.archive import read_run
 
 #: Between two tries of a command whose answer was lost, or that found all of the head's connections
@@ -37,16 +38,18 @@ def send(
     log. `identity` is the id of a command that the caller may send again; default: a new one.
     """
     identity, until_s = identity or secrets.token_hex(8), time.monotonic() + timeout_s
-    if do not in list(Do):
-        return Answer(
-            ok=False, id=identity, error=one_line(f"no command {do[:40]!r}; valid: {', '.join(Do)}")
-        )
-    command = Command(id=identity, do=Do(do), slots=tuple(slots), by=by, amount_bytes=amount_bytes)
+    try:
+        order = Do(do)
+    except ValueError:
+        error = one_line(f"no command {do[:40]!r}; valid: {', '.join(Do)}")
+        return Answer(ok=False, id=identity, error=error)
+    command = Command(id=identity, do=order, slots=tuple(slots), by=by, amount_bytes=amount_bytes)
+
     try:
         line = command_line(command)
         while True:
             try:
-                answer = _asked(folder, line, until_s)
+                answer = _answered(folder, line, until_s)
             except (BlockingIOError, ConnectionResetError, BrokenPipeError):
                 if time.monotonic() + _AGAIN_S >= until_s:
                     raise
@@ -59,7 +62,19 @@ def send(
         return Answer(ok=False, id=identity, error=_why_none(folder))
 
 
-def _asked(folder: Path, line: bytes, until_s: float) -> Answer:
+def command(folder: Path, do: str, slots: Sequence[str], amount: str | None = None) -> str:
+    """Send a command, and return what becomes of its slots; `UsageError` if it is refused."""
+    try:
+        amount_bytes = None if amount is None else parse_bytes(amount)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    answer = send(folder, do, slots, by="command line", amount_bytes=amount_bytes)
+    if not answer.ok:
+        raise UsageError(answer.error or "the head has refused it")
+    return f"{', '.join(slots)}: {answer.effect}"
+
+
+def _answered(folder: Path, line: bytes, until_s: float) -> Answer:
     """Send a line once.
 
     `OSError` if no head takes it, `ConnectionResetError` if the answer was lost.
@@ -90,8 +105,7 @@ def _why_none(folder: Path) -> str:
     if run.outcome == "running":
         return (
             f"the head of run {name} did not answer: a run takes no commands while it starts or "
-            "ends, nor if an older "
-            f"version started it; try again in a moment"
+            "ends, nor if an older version started it; try again in a moment"
         )
     if host != socket.gethostname() and run.exit_code is None:
         return f"the head of run {name} is on {host}: type the command there"

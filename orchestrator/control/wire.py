@@ -51,20 +51,22 @@ def command_of(line: bytes) -> Command:
         raise WireError(
             f"a command has no key {unknown[0][:40]!r}; valid: {', '.join(sorted(_KEYS))}"
         )
-    do, names = told.get("do"), told.get("slots")
-    if do not in list(Do):
-        raise WireError(f"`do` must be one of {', '.join(Do)}")
+    names = told.get("slots")
+    try:
+        do = Do(told.get("do"))
+    except ValueError as error:
+        raise WireError(f"`do` must be one of {', '.join(Do)}") from error
     if not isinstance(names, list) or not names:
         raise WireError("`slots` must be a list that names each slot")
     amount_bytes = told.get("amount_bytes")
     # bool is an int
     if amount_bytes is not None and type(amount_bytes) is not int:
         raise WireError("`amount_bytes` must be a whole number")
-    if (amount_bytes is not None) != (do == Do.CAP):
+    if (amount_bytes is not None) != (do is Do.CAP):
         raise WireError("`cap` needs `amount_bytes`, and no other command has it")
     return Command(
         id=_text(told, "id"),
-        do=Do(do),
+        do=do,
         slots=tuple(_text({"slots": name}, "slots") for name in names),
         by=_text(told, "by"),
         amount_bytes=amount_bytes,

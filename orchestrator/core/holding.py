@@ -49,7 +49,7 @@ def shown_without_node(slot: Slot, moment: Moment) -> Slot:
     if slot.orders.hold is None or slot.phase is not Phase.ABSENT:
         return slot
     since_s = moment.now_s if slot.held_since_s is None else slot.held_since_s
-    reason = f"it gets no work until `resume`; {slot.reason}"
+    reason = f"it gets no work until `unpause`; {slot.reason}"
     return replace(slot, state=HeadState.HELD, reason=reason, held_since_s=since_s)
 
 

@@ -33,8 +33,8 @@ from workers.units import MIB
 #: A process that keeps too much by its first reports is no better than one that dies.
 _AT_ONCE_REPORTS: Final = 3
 
-_HELD_WITH_PROCESS: Final = "it gets no work, and its process keeps its memory, until `resume`"
-_HELD_WITHOUT: Final = "it gets no work, and its process has ended, until `resume`"
+_HELD_WITH_PROCESS: Final = "it gets no work, and its process keeps its memory, until `unpause`"
+_HELD_WITHOUT: Final = "it gets no work, and its process has ended, until `unpause`"
 
 
 def died(slot: Slot, why: str, moment: Moment, *, before: tuple[Command, ...] = ()) -> Transition:

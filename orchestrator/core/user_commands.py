@@ -32,17 +32,22 @@ class Do(StrEnum):
     """What a command asks for."""
 
     PAUSE = "pause"
-    RESUME = "resume"
+    UNPAUSE = "unpause"
     DRAIN = "drain"
     REINSTATE = "reinstate"
     CAP = "cap"
     SAVE = "save"
 
+    @classmethod
+    def _missing_(cls, value: object) -> Do | None:
+        """Take the old word of UNPAUSE, which also means to go on with a run."""
+        return cls.UNPAUSE if value == "resume" else None
+
 
 #: What becomes of each slot, once the command was taken.
 EFFECTS: Final[Mapping[Do, str]] = {
     Do.PAUSE: "held when its last slice ends; its process and its memory stay",
-    Do.RESUME: "gets work again",
+    Do.UNPAUSE: "gets work again",
     Do.DRAIN: "held when its last slice ends; then its process ends, and its memory is free",
     Do.REINSTATE: "starts again, with one step first; its failures are forgotten",
     Do.CAP: "capped from its next slice on",
@@ -107,7 +112,7 @@ def _event(command: Command, plan: SlotPlan, nodes: Collection[str]) -> Event:
             return Held(hold=Hold.PAUSE)
         case Do.DRAIN:
             return Held(hold=Hold.DRAIN)
-        case Do.RESUME:
+        case Do.UNPAUSE:
             return Unheld()
         case Do.REINSTATE:
             return Reinstated(node_is_there=plan.spec.node in nodes)
@@ -127,14 +132,14 @@ def _why_not(command: Command, slot: Slot, plan: SlotPlan) -> str:
     if command.do is Do.CAP:
         return _why_no_cap(command.amount_bytes or 0, plan)
     if (command.do is Do.REINSTATE) != (slot.phase is Phase.QUARANTINED):
-        what_then = f"`resume {name}` sends it work" if is_held else "it needs no reinstating"
+        what_then = f"`unpause {name}` sends it work" if is_held else "it needs no reinstating"
         is_given_up = f"is QUARANTINED: `reinstate {name}` starts it again"
         return (
             is_given_up
             if slot.phase is Phase.QUARANTINED
             else f"is {slot.state}, not QUARANTINED: {what_then}"
         )
-    if command.do is Do.RESUME and not is_held:
+    if command.do is Do.UNPAUSE and not is_held:
         return f"is {slot.state}, and not held: it gets work as it is"
     return _why_no_save(slot) if command.do is Do.SAVE else ""
 
@@ -150,7 +155,7 @@ def _why_no_cap(amount_bytes: int, plan: SlotPlan) -> str:
 
 def _why_no_save(slot: Slot) -> str:
     if slot.orders.hold is not None:
-        return f"is held and gets no slice to save in: `resume {slot.slot}` first"
+        return f"is held and gets no slice to save in: `unpause {slot.slot}` first"
     if slot.phase is not Phase.WORKING or isinstance(slot.state, HeadState):
         return f"has no process at work ({slot.state}): wait until it runs"
     if slot.report is None or slot.report.progress is None:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from orchestrator.control.ears import Connection, Ears
+from orchestrator.control.listener import Connection, Listener
 from orchestrator.control.wire import Answer, WireError, answer_from, command_of
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import Event, Slot
@@ -44,10 +44,10 @@ class Commands:
 
         `answers` are those that earlier heads gave, by the ids of the commands.
         """
-        self._ears = Ears(folder)
-        self.problem = self._ears.problem
+        self._listener = Listener(folder)
+        self.problem = self._listener.problem
         """Why none can come; `None` if they can."""
-        self.close = self._ears.close
+        self.close = self._listener.close
         self._outlets = outlets
         self._clock = clock
         self._answers = dict(answers)
@@ -65,7 +65,7 @@ class Commands:
 
         A command that comes twice gets the same answer, and nothing happens again.
         """
-        for connection, line in self._ears.heard():
+        for connection, line in self._listener.received():
             try:
                 command = command_of(line)
             except WireError as error:
@@ -85,7 +85,7 @@ class Commands:
         """Send the answers that wait; what they say is stored."""
         waiting, self._waiting = self._waiting, []
         for connection, answer in waiting:
-            self._ears.answer(connection, answer)
+            self._listener.answer(connection, answer)
 
     def _record(self, command: Command, answer: Answer) -> None:
         self._answers[command.id] = answer

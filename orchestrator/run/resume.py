@@ -2,7 +2,7 @@
 its stored record.
 
 Slices that were under way when the head ended count as lost: their processes ended with it. Does
-not read the store (`watch/archive.py`) and starts nothing.
+not read the store (`record/archive.py`) and starts nothing.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _slot(record: SlotRecord) -> Slot:
     )
     orders = _orders(record.orders or {})
     if orders.hold is not None and not done:
-        finished = {"state": HeadState.HELD, "reason": "it gets no work until `resume`"}
+        finished = {"state": HeadState.HELD, "reason": "it gets no work until `unpause`"}
     told = {
         name: value
         for name in Progress.__slots__

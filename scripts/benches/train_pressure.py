@@ -1,4 +1,4 @@
-"""A training whose memory others take and give back: ours in the real engine, Composer, accelerate,
+"""A training whose memory others take and give back: ours in the real engine, accelerate,
 and two bounds.
 
 Contestants train the same model on the same batches, one after the other, under a cap that is moved
@@ -15,12 +15,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
-import json
 import os
 import random
 import resource
 import statistics
-import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,7 +63,6 @@ def run(
     seed: int,
     course: Sequence[str],
     contestants: Sequence[str],
-    composer_venv: str,
 ) -> Result:
     os.environ.setdefault(
         "MALLOC_ARENA_MAX", "1"
@@ -83,7 +80,7 @@ def run(
         first = number % len(contestants)
         for contestant in (*contestants[first:], *contestants[:first]):
             try:
-                told = _turn(contestant, steps, seconds, whole_bytes, composer_venv)
+                told = _turn(contestant, steps, seconds, whole_bytes)
             except Exception as error:  # noqa: BLE001 - the others go on
                 told = {"ended": f"{type(error).__name__}: {error}"}
                 if contestant in {"ours", "fixed", "ideal"}:
@@ -185,7 +182,6 @@ def _figures(rows: Sequence[dict[str, Any]], contestants: Sequence[str]) -> dict
 
 def _targets(ours: Mapping[str, Any]) -> list[dict[str, str]]:
     return [
-        judged("useful samples/s, to Composer's", ours.get("to_composer"), at_least=1.25),
         judged("useful samples/s, to the ideal's", ours.get("to_ideal"), at_least=0.95),
         judged("s from a release to full size", ours["back_after_s"], at_most=10.0),
         judged("failures a minute", ours["failures_per_min"], at_most=2.0),
@@ -193,11 +189,7 @@ def _targets(ours: Mapping[str, Any]) -> list[dict[str, str]]:
     ]
 
 
-def _turn(
-    contestant: str, course: Course, seconds: float, whole_bytes: int, venv: str
-) -> dict[str, Any]:
-    if contestant == "composer":
-        return _composers_turn(course, seconds, whole_bytes, venv)
+def _turn(contestant: str, course: Course, seconds: float, whole_bytes: int) -> dict[str, Any]:
     with contextlib.closing(
         Child(contestant, _contest, contestant, course, seconds, whole_bytes)
     ) as one:
@@ -244,46 +236,6 @@ def _moved(
         mover.join()
         if cap is not None:
             cap.close()
-
-
-def _composers_turn(course: Course, seconds: float, whole_bytes: int, venv: str) -> dict[str, Any]:
-    python = Path(venv) / "bin" / "python"
-    if not python.exists():
-        return {"ended": f"not installed; type: scripts/benches/composer_venv.sh {venv}"}
-    command = [str(python), str(_HERE / "composer_contest.py"), json.dumps([seconds, course])]
-    one = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert one.stdin is not None  # noqa: S101
-    assert one.stdout is not None  # noqa: S101
-    try:
-        ready = _json_line(one)
-        cap = KernelCap(one.pid, ready["base_bytes"])
-        cap.leave(int(course[0][1] * whole_bytes))
-        one.stdin.write("go\n")
-        one.stdin.flush()
-        began_s = time.monotonic()
-        for at_s, share in course[1:]:
-            time.sleep(max(0.0, began_s + at_s - time.monotonic()))
-            if one.poll() is not None:
-                break
-            cap.leave(int(share * whole_bytes))
-        time.sleep(max(0.0, began_s + seconds - time.monotonic()))
-        cap.close()
-        return _json_line(one)
-    finally:
-        one.kill()
-        one.communicate()
-
-
-def _json_line(one: subprocess.Popen[str]) -> dict[str, Any]:
-    assert one.stdout is not None  # noqa: S101
-    for line in one.stdout:
-        if line.startswith("{"):
-            found: dict[str, Any] = json.loads(line)
-            return found
-    error = "" if one.stderr is None else one.stderr.read()
-    raise RuntimeError(f"Composer's process ended: {error[-600:]}")
 
 
 def _contest(

@@ -1,7 +1,7 @@
 """Whether the page answers while a program without a login holds connections and sends what is no
 HTTP.
 
-The head is the real supervisor on a scripted fleet (`viewers.py`), `web` the real command; all over
+The head is the real supervisor on a scripted fleet (`head.py`), `web` the real command; all over
 loopback. A third of the sockets has sent half of its headers, one third nothing, and one third a
 whole request and then nothing. What the server closes is opened again, at most `_AGAIN_PER_S` a
 second. Meanwhile the page is asked over new connections, and a page that has logged in follows the
@@ -26,21 +26,23 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil
 
 from benches.common import Child, Result, percentile, progress
-from benches.viewers import RUN_ID, head
+from benches.head import ScriptedFleet, scripted_nodes
 from orchestrator.record.archive import read_run
-from orchestrator.view.web.listener import tokens_dir
+from orchestrator.run.clock import Clock
 from workers.units import MIB
 
 _ANSWER_MOST_S: Final = 1.0
 _GROWTH_MOST_MIB: Final = 20.0
 _AGAIN_PER_S: Final = 400
 _PATIENCE_S: Final = 5.0
+_RUN_ID: Final = "20260101-000000-0000"
 _WARM_UP_S: Final = 4.0
 _MALFORMED_MOST_S: Final = 60.0
 _HALF: Final = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: "
@@ -65,6 +67,47 @@ _MALFORMED: Final = (
 
 #: A user's shell allows 1,024 descriptors, and more on request.
 _LIMITED: Final = ("bash", "-c", 'ulimit -S -n 1024; exec "$@"', "web")
+
+
+class _TimedFleet(ScriptedFleet):
+    """Also takes the time of the turns, without that of the script."""
+
+    _left_s: float | None = None
+
+    def __init__(self, *arguments: Any) -> None:  # noqa: ANN401 - as its base
+        super().__init__(*arguments)
+        self.turns_s: list[float] = []
+
+    def wait(self, timeout_s: float) -> Any:  # noqa: ANN401 - as its base
+        if self._left_s is not None:
+            self.turns_s.append(time.monotonic() - self._left_s)
+        outcomes = super().wait(timeout_s)
+        self._left_s = time.monotonic()
+        return outcomes
+
+
+def head(pipe: Connection, folder: Path, workers: int) -> None:
+    """Run a head.
+
+    Each line in the pipe is answered by its processor time and its turns since the last line.
+    """
+    from benches.heads import supervise
+
+    config, plans = scripted_nodes(workers)
+    clock = Clock()
+    fleet: Any = _TimedFleet(plans, clock)
+
+    def is_over() -> bool:
+        if pipe.poll():
+            try:
+                pipe.recv()
+            except EOFError:
+                return True
+            turns_s, fleet.turns_s = fleet.turns_s, []
+            pipe.send((time.process_time() - fleet.script_s, turns_s))
+        return False
+
+    supervise(config, plans, fleet, folder, config.run.duration_s, interrupted=is_over, clock=clock)
 
 
 class _Server:
@@ -245,7 +288,7 @@ def _many_descriptors(count: int) -> Iterator[None]:
 
 def run(sockets: int, malformed: int, hold_s: float, workers: int) -> Result:
     with tempfile.TemporaryDirectory(prefix="bench-") as parent, _many_descriptors(sockets):
-        folder = Path(parent) / RUN_ID
+        folder = Path(parent) / _RUN_ID
         folder.mkdir()
         with closing(Child("the head", head, folder, workers)):
             time.sleep(_WARM_UP_S)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -294,14 +293,6 @@ def test_what_a_tuning_measured_goes_before_what_the_counters_allow(
         "bf16",
         None,
     )
-
-
-def test_a_guide_is_named_where_nothing_was_measured(tmp_path: Path, state_dir: Path) -> None:
-    make_run(tmp_path / "runs", trains(data_wait_pct=60.0), config=TRAINS)
-    source = asked(tmp_path / "runs")[1]["advice"][0]["source"]
-    assert re.search(
-        r"the counters of this run.*; guide \d{3}, line \d+: .*loader workers", source
-    ), source
 
 
 @pytest.mark.parametrize(

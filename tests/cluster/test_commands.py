@@ -61,7 +61,7 @@ def test_slots_are_held_capped_and_saved_as_typed_and_the_next_head_goes_on_so(
     code, said = typed(head, "save", "pc2/0")
     assert (
         code,
-        "pc2/0 is held and gets no slice to save in: `resume pc2/0` first; nothing was changed"
+        "pc2/0 is held and gets no slice to save in: `unpause pc2/0` first; nothing was changed"
         in said,
     ) == (
         2,
@@ -76,7 +76,7 @@ def test_slots_are_held_capped_and_saved_as_typed_and_the_next_head_goes_on_so(
     head.process.kill()
     head.process.wait()
 
-    code, said = typed(head, "resume", "pc2/0", "--run", "latest")
+    code, said = typed(head, "unpause", "pc2/0", "--run", "latest")
     assert (code, "run --resume" in said) == (2, True)
     before = len(head.events())
     again = start("--resume", head.folder().name, "--json", runs=head.runs)
@@ -87,7 +87,7 @@ def test_slots_are_held_capped_and_saved_as_typed_and_the_next_head_goes_on_so(
     assert {slot: rows[slot]["steps_ok"] for slot in steps} == steps
     assert [rows[slot]["state"] for slot in steps] == ["HELD", "HELD"]
     assert rows["pc1/0"]["cap_bytes"] == 3 * budget_bytes // 4 // MIB * MIB
-    assert sent_by_page(again, "resume", "pc1/1", "pc2/0") == 200
+    assert sent_by_page(again, "unpause", "pc1/1", "pc2/0") == 200
     wait_for_state(again, "RUNNING", "pc1/1", "pc2/0")
     again.interrupt_when(
         lambda: all(again.rows()[slot]["steps_ok"] > steps[slot] for slot in steps), "more steps"

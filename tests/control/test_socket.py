@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.control.client import send
-from orchestrator.control.ears import CONNECTIONS_MOST, Ears
-from orchestrator.control.place import short_name
+from orchestrator.control.listener import CONNECTIONS_MOST, Listener, short_name
 from orchestrator.control.wire import LINE_MOST_BYTES, Answer, command_of
 from tests.scene import wait_for
 
@@ -32,8 +31,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def ears(folder: Path) -> Iterator[Ears]:
-    with closing(Ears(folder)) as listening:
+def ears(folder: Path) -> Iterator[Listener]:
+    with closing(Listener(folder)) as listening:
         assert listening.problem is None
         yield listening
 
@@ -46,9 +45,9 @@ def connected(path: Path) -> socket.socket:
     return connection
 
 
-def answers(ears: Ears) -> int:
+def answers(ears: Listener) -> int:
     """Answer all that has come in; return how much that was."""
-    heard = ears.heard()
+    heard = ears.received()
     for connection, line in heard:
         command = command_of(line)
         ears.answer(
@@ -71,7 +70,7 @@ def sent(folder: Path, poll: Callable[[], object]) -> Answer:
 
 
 def test_a_command_reaches_the_head_of_a_folder_of_any_depth_and_its_answer_comes_back(
-    ears: Ears, folder: Path
+    ears: Listener, folder: Path
 ) -> None:
     path = folder / "control.sock"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -81,11 +80,11 @@ def test_a_command_reaches_the_head_of_a_folder_of_any_depth_and_its_answer_come
     assert not path.exists()
 
 
-def test_a_lost_answer_is_asked_for_again_under_the_same_id(ears: Ears, folder: Path) -> None:
+def test_a_lost_answer_is_asked_for_again_under_the_same_id(ears: Listener, folder: Path) -> None:
     ids: list[str] = []
 
     def poll() -> None:
-        for connection, line in ears.heard():
+        for connection, line in ears.received():
             ids.append(command_of(line).id)
             if len(ids) == 1:
                 connection.socket.close()
@@ -97,8 +96,8 @@ def test_a_lost_answer_is_asked_for_again_under_the_same_id(ears: Ears, folder: 
     assert len(set(ids)) == 1
 
 
-def test_a_head_takes_the_place_of_one_that_was_killed(ears: Ears, folder: Path) -> None:
-    with closing(Ears(folder)) as next_one:
+def test_a_head_takes_the_place_of_one_that_was_killed(ears: Listener, folder: Path) -> None:
+    with closing(Listener(folder)) as next_one:
         assert next_one.problem is None
         assert sent(folder, lambda: answers(next_one)).ok
 
@@ -108,13 +107,13 @@ def test_where_the_file_system_has_no_sockets_the_users_own_folder_has_it(
 ) -> None:
     sysfs = Path("/sys/kernel")
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    with closing(Ears(sysfs)) as deaf:
+    with closing(Listener(sysfs)) as deaf:
         assert "this run takes no commands: /sys/kernel/control.sock cannot be made" in str(
             deaf.problem
         )
-        assert deaf.heard() == []
+        assert deaf.received() == []
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with closing(Ears(sysfs)) as ears:
+    with closing(Listener(sysfs)) as ears:
         assert ears.problem is None
         assert sent(sysfs, lambda: answers(ears)).ok
 
@@ -123,18 +122,18 @@ def test_a_line_without_an_end_is_refused_and_one_that_does_not_come_is_given_up
     folder: Path,
 ) -> None:
     now_s = 0.0
-    with closing(Ears(folder, lambda: now_s)) as ears:
+    with closing(Listener(folder, lambda: now_s)) as ears:
         too_long, silent, left = (connected(folder / "control.sock") for _ in range(3))
         left.close()
         too_long.sendall(b"x" * (LINE_MOST_BYTES + 1))
-        assert ears.heard() == []
+        assert ears.received() == []
         assert (
             json.loads(too_long.recv(1000))["error"]
             == f"a line has at most {LINE_MOST_BYTES} bytes"
         )
         silent.sendall(b"{")
         now_s = 1.5
-        assert ears.heard() == []
+        assert ears.received() == []
         assert silent.recv(1000) == b""
         for each in (too_long, silent):
             each.close()
@@ -142,14 +141,14 @@ def test_a_line_without_an_end_is_refused_and_one_that_does_not_come_is_given_up
 
 def test_more_connections_than_are_served_at_a_time_wait_for_their_turn(folder: Path) -> None:
     now_s = 0.0
-    with closing(Ears(folder, lambda: now_s)) as ears:
+    with closing(Listener(folder, lambda: now_s)) as ears:
         silent = [connected(folder / "control.sock") for _ in range(CONNECTIONS_MOST)]
-        assert ears.heard() == []
+        assert ears.received() == []
         asking = connected(folder / "control.sock")
         asking.sendall(b'{"v":1,"id":"a","do":"pause","slots":["pc1/0"],"by":"test"}\n')
-        assert ears.heard() == []
+        assert ears.received() == []
         now_s = 1.5
-        assert ears.heard() == [], "the silent ones are dropped"
+        assert ears.received() == [], "the silent ones are dropped"
         assert answers(ears) == 1
         for each in (*silent, asking):
             each.close()
@@ -158,7 +157,7 @@ def test_more_connections_than_are_served_at_a_time_wait_for_their_turn(folder: 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 def test_another_user_is_refused() -> None:
     # Not in pytest's own folder, which no other user may enter.
-    with tempfile.TemporaryDirectory() as place, closing(Ears(Path(place))) as ears:
+    with tempfile.TemporaryDirectory() as place, closing(Listener(Path(place))) as ears:
         path = Path(place) / "control.sock"
         Path(place).chmod(0o755)
         path.chmod(0o666)
@@ -173,6 +172,6 @@ def test_another_user_is_refused() -> None:
         os.close(write)
         with os.fdopen(read, "rb") as told:
             os.set_blocking(read, False)
-            answer = wait_for(lambda: ears.heard() or told.read(), "answer")
+            answer = wait_for(lambda: ears.received() or told.read(), "answer")
         os.waitpid(child, 0)
     assert json.loads(answer)["error"] == "this run belongs to another user"

@@ -43,7 +43,7 @@ def test_a_command_and_an_answer_come_through_as_they_were() -> None:
     ("changes", "words"),
     [
         ({"v": 2}, "different versions"),
-        ({"do": "stop"}, "pause, resume, drain, reinstate, cap, save"),
+        ({"do": "stop"}, "pause, unpause, drain, reinstate, cap, save"),
         ({"do": ["pause"]}, "must be one of"),
         ({"slots": []}, "names each slot"),
         ({"slots": "pc1/3"}, "names each slot"),

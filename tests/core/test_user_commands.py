@@ -74,7 +74,7 @@ REFUSALS: dict[Do, dict[str, str | None]] = {
         "done": "has finished its work",
     },
     Do.DRAIN: {"quarantined": "is QUARANTINED: `reinstate", "done": "has finished its work"},
-    Do.RESUME: {
+    Do.UNPAUSE: {
         "absent": "is STARTING, and not held",
         "running": "is RUNNING, and not held",
         "training": "is RUNNING, and not held",
@@ -87,7 +87,7 @@ REFUSALS: dict[Do, dict[str, str | None]] = {
         "running": "is RUNNING, not QUARANTINED: it needs no reinstating",
         "training": "is RUNNING, not QUARANTINED",
         "restarting": "is RESTARTING, not QUARANTINED",
-        "held": "is HELD, not QUARANTINED: `resume pc1/0` sends it work",
+        "held": "is HELD, not QUARANTINED: `unpause pc1/0` sends it work",
         "done": "has finished its work",
     },
     Do.CAP: {"done": "has finished its work"},
@@ -95,7 +95,7 @@ REFUSALS: dict[Do, dict[str, str | None]] = {
         "absent": "has no process at work .STARTING.: wait until it runs",
         "running": "keeps no state that could be saved",
         "restarting": "has no process at work .RESTARTING.",
-        "held": "is held and gets no slice to save in: `resume pc1/0` first",
+        "held": "is held and gets no slice to save in: `unpause pc1/0` first",
         "quarantined": "is QUARANTINED: `reinstate",
         "done": "has finished its work",
     },
@@ -197,7 +197,7 @@ def test_a_held_slot_stays_held_while_its_node_comes_and_goes() -> None:
     scene.feed(NodeLeft())
     assert (scene.slot.state, scene.slot.reason) == (
         HeadState.HELD,
-        "it gets no work until `resume`; its node has left the cluster",
+        "it gets no work until `unpause`; its node has left the cluster",
     )
     assert scene.deeds(NodeJoined(), later_s=100) == []
     assert scene.slot.phase is Phase.HELD

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from orchestrator.control.client import send
-from orchestrator.control.place import short_name
+from orchestrator.control.listener import short_name
 from orchestrator.core.run_outcome import outcome_of
 from orchestrator.core.slot import HeadState
 from orchestrator.record.archive import read_run

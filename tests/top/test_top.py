@@ -322,7 +322,7 @@ def test_commands_name_each_slot_and_wait_for_yes(tmp_path: Path) -> None:
     shown("space", "space", "P", "y")
     assert sent == [("pause", ("pc1/0", "pc1/1"), None)]
     shown("space", "slash", *"pc1/2", "enter", "U", "y")
-    assert sent == [("resume", ("pc1/2",), None)], "a new filter clears the marks"
+    assert sent == [("unpause", ("pc1/2",), None)], "a new filter clears the marks"
     shown("C", *"3", "x", "enter", "backspace", "backspace", *"2GiB", "enter", "y")
     assert sent == [("cap", ("pc1/0",), 2 * 2**30)], "what is no amount can be corrected"
     assert "refused: not now" in shown("D", "y")[-1]

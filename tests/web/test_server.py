@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from orchestrator.control.ears import Ears
+from orchestrator.control.listener import Listener
 from orchestrator.control.wire import Answer, command_of
 from orchestrator.core.user_commands import Command, Do
 from orchestrator.record.model import FIELDS
@@ -360,12 +360,12 @@ def test_a_command_reaches_the_head_under_its_own_id(
 ) -> None:
     taken: list[Command] = []
 
-    def listen(ears: Ears) -> None:
+    def listen(ears: Listener) -> None:
         while len(taken) < 3:
-            for connection, line in ears.heard():
+            for connection, line in ears.received():
                 taken.append(command := command_of(line))
                 refused = Answer(ok=False, id=command.id, error="pc1/0 is RUNNING, and not held")
-                is_refused = command.do is Do.RESUME
+                is_refused = command.do is Do.UNPAUSE
                 ears.answer(
                     connection,
                     refused if is_refused else Answer(ok=True, id=command.id, effect="held"),
@@ -390,7 +390,7 @@ def test_a_command_reaches_the_head_under_its_own_id(
             assert [command.id for command in taken] == ["a", "b", "c"]
             assert (taken[1].amount_bytes, taken[1].by) == (5 * 2**29, "web")
 
-    with closing(Ears(folder)) as ears:
+    with closing(Listener(folder)) as ears:
         head = threading.Thread(target=listen, args=[ears], daemon=True)
         head.start()
         asyncio.run(scene())

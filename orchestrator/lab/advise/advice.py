@@ -16,7 +16,7 @@ from orchestrator.lab.advise import sources
 from orchestrator.lab.advise.causes import CardAnswer, Found
 from orchestrator.lab.advise.facts import CardFacts, RunFacts
 from orchestrator.lab.advise.shares import Cause
-from orchestrator.lab.advise.sources import Known
+from orchestrator.lab.tune.store import Result
 
 #: What a run of this kind is started with, beside its own keys.
 _MODES: Final[Mapping[str, str]] = MappingProxyType(
@@ -54,7 +54,9 @@ class Advice:
     """Measures what it brings; `None` where no command does."""
 
 
-def advice(run: RunFacts, answers: Sequence[CardAnswer], known: Known) -> tuple[Advice, ...]:
+def advice(
+    run: RunFacts, answers: Sequence[CardAnswer], tunings: Sequence[Result]
+) -> tuple[Advice, ...]:
     """Return what to do about the causes of all cards, the largest share of time first, each thing
     once.
 
@@ -65,10 +67,10 @@ def advice(run: RunFacts, answers: Sequence[CardAnswer], known: Known) -> tuple[
     )
     made: dict[tuple[str | None, str], Advice] = {}
     for each in found:
-        one = _with_source(_WHAT_TO_DO[each.cause](each, run), run, each.card, known)
+        one = _with_source(_WHAT_TO_DO[each.cause](each, run), run, each.card, tunings)
         made.setdefault((one.key, one.command), one)
     for answer in answers:
-        for one in _of_tunings(run, answer.card, known):
+        for one in _of_tunings(run, answer.card, tunings):
             if one.key not in {other.key for other in made.values()}:
                 made[one.key, one.command] = one
         for one in _of_machine(run, answer):
@@ -76,7 +78,9 @@ def advice(run: RunFacts, answers: Sequence[CardAnswer], known: Known) -> tuple[
     return tuple(made.values())
 
 
-def notes(run: RunFacts, answers: Iterable[CardAnswer], known: Known) -> tuple[str, ...]:
+def notes(
+    run: RunFacts, answers: Iterable[CardAnswer], tunings: Sequence[Result]
+) -> tuple[str, ...]:
     """Return what cannot be known from what is there, and what would tell, a sentence each."""
     told = []
     if run.key("workload", "name") == "train":
@@ -84,7 +88,7 @@ def notes(run: RunFacts, answers: Iterable[CardAnswer], known: Known) -> tuple[s
             f"What other settings bring to {run.model} on {answer.card.name} was never measured; "
             f"type: {_tune(run)}"
             for answer in answers
-            if run.model is not None and not sources.is_tuned(run, answer.card, known)
+            if run.model is not None and not sources.is_tuned(run, answer.card, tunings)
         ]
         if all(slot.profile is None for answer in answers for slot in answer.card.slots):
             told.append(
@@ -163,36 +167,27 @@ def _of_machine(run: RunFacts, answer: CardAnswer) -> Iterator[Advice]:
         )
 
 
-def _with_source(one: Advice, run: RunFacts, card: CardFacts, known: Known) -> Advice:
-    """Return advice on a key of `train:` with what was measured of it, else with what a guide
-    claims of it.
-    """
+def _with_source(one: Advice, run: RunFacts, card: CardFacts, tunings: Sequence[Result]) -> Advice:
+    """Return advice on a key of `train:` with what was measured of it."""
     section, _, key = (one.key or "").partition(".")
     if section != "train" or one.value is None:
         return one
     measure = f"{_tune(run)} --levers {key}"
-    gain = sources.measured(run, card, key, one.value, known)
+    gain = sources.measured(run, card, key, one.value, tunings)
     if gain is not None:
         return replace(
             one, gain_low=gain.low, gain_high=gain.high, source=gain.source, measure=measure
         )
-    claim = sources.guide(run, key, one.value, known.claims)
-    if claim is None:
-        return replace(one, measure=measure)
-    return replace(
-        one,
-        source=f"{one.source}; guide {claim.seed}, line {claim.line}: {claim.says}",
-        measure=measure,
-    )
+    return replace(one, measure=measure)
 
 
-def _of_tunings(run: RunFacts, card: CardFacts, known: Known) -> Iterator[Advice]:
+def _of_tunings(run: RunFacts, card: CardFacts, tunings: Sequence[Result]) -> Iterator[Advice]:
     """Yield the keys that a tuning has chosen and found faster alone.
 
     Those chosen for their memory are left out.
     """
-    for key, value in sources.chosen(run, card, known).items():
-        gain = sources.measured(run, card, key, value, known)
+    for key, value in sources.chosen(run, card, tunings).items():
+        gain = sources.measured(run, card, key, value, tunings)
         if gain is not None and gain.low > 1.0:
             yield Advice(
                 text="A tuning has chosen it for this model.",
@@ -403,7 +398,7 @@ _WHAT_TO_DO: Final[Mapping[Cause, Callable[[Found, RunFacts], Advice]]] = Mappin
             "Keep that PC in the cluster: type this there.",
             "python -m orchestrator up {node} --exec --stay",
         ),
-        Cause.HELD: _typing("Let them work again.", "python -m orchestrator resume {slots}"),
+        Cause.HELD: _typing("Let them work again.", "python -m orchestrator unpause {slots}"),
         Cause.QUARANTINED: _typing(
             "Read why, then start them again.", "python -m orchestrator reinstate {slots}"
         ),

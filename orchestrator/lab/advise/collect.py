@@ -18,8 +18,6 @@ import yaml
 
 from orchestrator.core.slot import HeadState, SlotState, slot_state
 from orchestrator.lab.advise.facts import CardFacts, Keys, Profile, RunFacts, SlotFacts
-from orchestrator.lab.advise.sources import Known
-from orchestrator.lab.tune import claims, store
 from orchestrator.record import history
 from orchestrator.record.archive import read_events, read_run
 from orchestrator.record.history import Buckets, Span
@@ -51,11 +49,6 @@ _BEFORE: Final = frozenset({HeadState.STARTING, WorkerState.WARMING})
 _NEW_PROCESS: Final = frozenset({HeadState.STARTING.value, HeadState.RESTARTING.value})
 
 _Course = Mapping[str, Buckets]
-
-
-def known_here() -> Known:
-    """Return what tunings of this user have measured, and what the guides claim."""
-    return Known(results=store.results(), claims=claims.load().all)
 
 
 def facts_of(folder: Path) -> RunFacts:

@@ -1,20 +1,18 @@
-"""What a change of a key may bring, and who says so: a tuning on this card or on its type, or a
-guide. Pure.
+"""What a change of a key may bring, as a tuning on this card or on its type has measured. Pure.
 
 A tuning holds for one card, driver, torch and model. One that was made with the run's driver and
-torch goes before one that was not, then one of this card before one of its type, and all before a
-guide. Does not read them.
+torch goes before one that was not, then one of this card before one of its type. Does not read
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
 from orchestrator.lab.advise.facts import CardFacts, RunFacts
-from orchestrator.lab.tune.claims import Claim
 from orchestrator.lab.tune.rows import Row, Verdict
 from orchestrator.lab.tune.store import Result
 
@@ -22,15 +20,6 @@ from orchestrator.lab.tune.store import Result
 _NOTHING: Final = frozenset({Verdict.BROKEN, Verdict.UNAVAILABLE, Verdict.UNDECIDED})
 #: As a tuning names a processor.
 _CPU: Final = "cpu"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
-    """What other verbs and the guides know."""
-
-    results: Sequence[Result] = ()
-    """Of tunings, the newest first."""
-    claims: Sequence[Claim] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +31,13 @@ class Gain:
     source: str
 
 
-def measured(run: RunFacts, card: CardFacts, key: str, value: str, known: Known) -> Gain | None:
+def measured(
+    run: RunFacts, card: CardFacts, key: str, value: str, tunings: Sequence[Result]
+) -> Gain | None:
     """Return what tunings have measured of a key of `train:` at a value, less what the present
     value brings.
     """
-    for result, source in _fitting(run, card, known):
+    for result, source in _fitting(run, card, tunings):
         row = _row(result, key, value)
         if row is None or row.speed_low is None or row.speed_high is None:
             continue
@@ -56,11 +47,11 @@ def measured(run: RunFacts, card: CardFacts, key: str, value: str, known: Known)
     return None
 
 
-def chosen(run: RunFacts, card: CardFacts, known: Known) -> Mapping[str, str]:
+def chosen(run: RunFacts, card: CardFacts, tunings: Sequence[Result]) -> Mapping[str, str]:
     """Return the keys of `train:` that the newest tuning that fits has chosen, where the run has
     them otherwise.
     """
-    for result, _ in _fitting(run, card, known):
+    for result, _ in _fitting(run, card, tunings):
         told = {key: text_of(value) for key, value in result.chosen.items()}
         return {
             key: value for key, value in told.items() if value != text_of(run.key("train", key))
@@ -68,30 +59,19 @@ def chosen(run: RunFacts, card: CardFacts, known: Known) -> Mapping[str, str]:
     return MappingProxyType({})
 
 
-def is_tuned(run: RunFacts, card: CardFacts, known: Known) -> bool:
+def is_tuned(run: RunFacts, card: CardFacts, tunings: Sequence[Result]) -> bool:
     """Say whether anything was measured of this model on such a card."""
-    return next(_fitting(run, card, known), None) is not None
+    return next(_fitting(run, card, tunings), None) is not None
 
 
-def guide(run: RunFacts, key: str, value: str, claims: Iterable[Claim]) -> Claim | None:
-    """Return what a guide claims of the speed of a key of `train:` at a value."""
-    now = text_of(run.key("train", key))
-    fitting = (
-        claim
-        for claim in claims
-        if claim.how == "tune"
-        and claim.quantity == "speed"
-        and (claim.lever, claim.setting) == (key, value)
-    )
-    return next((claim for claim in fitting if claim.against in {None, now}), None)
-
-
-def _fitting(run: RunFacts, card: CardFacts, known: Known) -> Iterator[tuple[Result, str]]:
+def _fitting(
+    run: RunFacts, card: CardFacts, tunings: Sequence[Result]
+) -> Iterator[tuple[Result, str]]:
     """Yield the tunings of the run's model on such a card, those that fit it best first, and say
     what does not fit.
     """
     ranked = []
-    for result in known.results:
+    for result in tunings:
         is_here = result.subject.card == (card.uuid or _CPU)
         is_of_type = card.uuid is not None and result.device_name == card.name
         if result.subject.model == run.model and (is_here or is_of_type):

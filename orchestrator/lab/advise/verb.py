@@ -9,8 +9,9 @@ from typing import Final
 from orchestrator.errors import NothingStoredError, one_line
 from orchestrator.lab.advise.advice import advice, notes
 from orchestrator.lab.advise.causes import answers
-from orchestrator.lab.advise.collect import facts_of, known_here
+from orchestrator.lab.advise.collect import facts_of
 from orchestrator.lab.advise.drawing import answer_json, answer_lines
+from orchestrator.lab.tune.store import results
 from orchestrator.record.archive import read_run
 from orchestrator.record.folders import LATEST, find_run, list_runs
 from orchestrator.view.cells import Glyphs
@@ -56,8 +57,8 @@ def advise(
         )
         return _unknown(folder.name, one_line(why), say, json=json)
     told = answers(facts)
-    known = known_here()
-    todo, more = advice(facts, told, known), notes(facts, told, known)
+    tunings = results()
+    todo, more = advice(facts, told, tunings), notes(facts, told, tunings)
     can_tell = any(answer.unknown is None for answer in told)
     code = ADVICE if todo else NOTHING if can_tell else CANNOT_TELL
     if json:

@@ -1,11 +1,10 @@
-"""The three phases of the guides' validation as configurations: what each one changes, and for how
-long it runs.
+"""The three phases of validation as configurations: what each one changes, and for how long.
 
 Covers which number types a card can do and the plan of runs. Does not run anything (`verb.py`) and
 does not judge (`verdict.py`). Pure.
 
 1. Caps and precision: one short run for each number type, results checked densely. 2. Heat: every
-worker at full duty, for as long as the user asks; the guides' thermal test takes `--duration=60`.
+worker at full duty, for as long as the user asks.
 3. Full load: the configuration as it is, with its own workload, shares and caps.
 """
 
@@ -18,7 +17,7 @@ from enum import IntEnum
 from orchestrator.config.gpu_specs import ARCHITECTURES
 from orchestrator.config.schema import Config, WorkloadConfig
 
-#: The guides' "60+ minutes continuous" and `--phase=2 --duration=60`.
+#: Long enough for the air in a closed case to become as warm as it will.
 HEAT_S = 3600.0
 
 #: Long enough for a worker to climb to its cap and to check some hundred results.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.lab.burn.phases import Phase, Take
-from orchestrator.lab.burn.verdict import GUIDES, Check, Judged, Verdict, overall, verdict_of
+from orchestrator.lab.burn.verdict import LIMITS, Check, Judged, Verdict, overall, verdict_of
 from orchestrator.record.model import finite
 from orchestrator.record.summary import SCHEMA
 
@@ -135,7 +135,7 @@ def result_dict(result: BurnResult) -> dict[str, Any]:
         "started_at": result.started_at,
         "mode": result.mode,
         "not_judged": [check.value for check in result.not_judged],
-        **asdict(GUIDES),
+        **asdict(LIMITS),
         "phases": [_phase_dict(phase) for phase in result.phases],
     }
 

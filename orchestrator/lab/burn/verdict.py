@@ -1,6 +1,6 @@
 """The verdict on a worker, a node and a phase: measurements in, findings out.
 
-Covers the guides' success metrics (VRAM > 90 %, below 80 C sustained, zero errors) and what
+Covers memory (VRAM > 90 %), heat (below 80 C sustained), errors, and what
 "sustained" and "stable" mean here. Does not measure (`verb.py`), and knows no clock: times are
 seconds since the work began. Pure.
 
@@ -74,7 +74,7 @@ PURPOSE = {
 class Limits:
     """Where a pass ends.
 
-    The first two are the guides' numbers. The names are those of the JSON result.
+    The first two are from docs/guides.md. The names are those of the JSON result.
     """
 
     vram_held_least_pct: float = 90.0
@@ -94,7 +94,7 @@ class Limits:
     ml-engineering's mamf-finder determines what a card sustains."""
 
 
-GUIDES = Limits()
+LIMITS = Limits()
 
 #: Of one minute: a card's complaint may be a mere change of clocks once in a while.
 _THROTTLE_MOST_PCT = 5.0
@@ -238,7 +238,7 @@ def _figures(measured: Measured) -> Figures:
         for sample in samples
         if sample.temperature_c is not None
     ]
-    hot = [(at_s, temperature_c >= GUIDES.temperature_limit_c) for at_s, temperature_c in warmth]
+    hot = [(at_s, temperature_c >= LIMITS.temperature_limit_c) for at_s, temperature_c in warmth]
     throttled = [sample.throttle_pct for sample in samples if sample.throttle_pct is not None]
     windows = _windows(samples, warm_up_s)
     half = len(windows) // 2
@@ -310,10 +310,10 @@ def _memory(measured: Measured, figures: Figures) -> _Opinion:
     if most_bytes > cap_bytes:
         return False, f"held {most_bytes / MIB:.0f} MiB, over its cap of {cap_bytes / MIB:.0f} MiB"
     text = (
-        f"held {_pct(held_pct)} of its cap, more than {_pct(GUIDES.vram_held_least_pct)} is "
+        f"held {_pct(held_pct)} of its cap, more than {_pct(LIMITS.vram_held_least_pct)} is "
         "required"
     )
-    return held_pct > GUIDES.vram_held_least_pct, text
+    return held_pct > LIMITS.vram_held_least_pct, text
 
 
 def _errors(measured: Measured, figures: Figures) -> _Opinion:
@@ -350,12 +350,12 @@ def _temperature(_measured: Measured, figures: Figures) -> _Opinion:
     text = f"{figures.temperature_max_c:.0f} C at most"
     if figures.hot_pct:
         text += (
-            f", at or above {GUIDES.temperature_limit_c:.0f} C for {figures.hot_longest_s:.0f} s "
+            f", at or above {LIMITS.temperature_limit_c:.0f} C for {figures.hot_longest_s:.0f} s "
             "on end and "
             f"{_pct(figures.hot_pct)} of the time"
         )
     return (
-        figures.hot_longest_s < GUIDES.sustained_s and figures.hot_pct <= GUIDES.sustained_pct,
+        figures.hot_longest_s < LIMITS.sustained_s and figures.hot_pct <= LIMITS.sustained_pct,
         text,
     )
 
@@ -365,7 +365,7 @@ def _slowdown(measured: Measured, figures: Figures) -> _Opinion:
     said = [f"alarm: {name}" for name in measured.alarms]
     if throttle_pct is not None and throttle_pct > _THROTTLE_MOST_PCT:
         said.append(f"the card slowed itself down for {throttle_pct:.0f} % of a minute")
-    if slowed_pct is not None and slowed_pct > GUIDES.sustained_pct:
+    if slowed_pct is not None and slowed_pct > LIMITS.sustained_pct:
         said.append(f"slowed down by its heat or an alarm for {_pct(slowed_pct)} of the time")
     if said:
         return False, ", ".join(said)
@@ -378,11 +378,11 @@ def _throughput(measured: Measured, figures: Figures) -> _Opinion:
         return None, "a processor is never left to the workers alone"
     if cv_pct is None or drop_pct is None:
         return None, "too short, or the workload counts no operations: it takes a minute to tell"
-    fell = drop_pct > GUIDES.throughput_drop_most_pct
+    fell = drop_pct > LIMITS.throughput_drop_most_pct
     text = f"scatters by {_pct(cv_pct)}" + (
         f", fell by {_pct(drop_pct)} in the second half" if fell else ""
     )
-    return cv_pct <= GUIDES.throughput_cv_most_pct and not fell, text
+    return cv_pct <= LIMITS.throughput_cv_most_pct and not fell, text
 
 
 _JUDGES: dict[Check, Callable[[Measured, Figures], _Opinion]] = {

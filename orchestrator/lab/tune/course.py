@@ -12,8 +12,6 @@ from itertools import pairwise
 from typing import Final
 
 from orchestrator.lab.tune import passes, store
-from orchestrator.lab.tune.claims import load, workload_of
-from orchestrator.lab.tune.claims_page import guides_say
 from orchestrator.lab.tune.journal import Journal, PassData
 from orchestrator.lab.tune.kinds import Kind
 from orchestrator.lab.tune.levers import Candidate
@@ -23,7 +21,6 @@ from orchestrator.lab.tune.parity import noise_of
 from orchestrator.lab.tune.report import Measurements, course_of, pareto_names, rows_of
 from orchestrator.lab.tune.rounds import AGAIN, BASELINE
 from orchestrator.lab.tune.rows import ParityClass, Row
-from orchestrator.lab.tune.verdicts import Claimed
 from workers.tuning.messages import Opened
 
 #: When the three passes end, as shares of the budget.
@@ -56,7 +53,6 @@ class Course:
         self._objective = objective
         self._journal = journal
         self._measuring = measuring
-        self._claims = _claims_of(kind)
 
     def run(self) -> Found:
         """Measure the passes that are not over, and return what was found in all.
@@ -178,7 +174,6 @@ class Course:
             confidence=self._plan.confidence,
             seed_names=seeds,
             dtype_of=self._dtype_of,
-            claims=self._claims,
         )
 
     def _dtype_of(self, candidate: Candidate | None) -> str | None:
@@ -227,13 +222,3 @@ def result_of(
         decided=found.choice.decided,
         pareto=found.pareto,
     )
-
-
-def _claims_of(kind: Kind) -> Mapping[str, Claimed]:
-    """Return what guides say of the candidates of a kind, by name."""
-    guides, workload = load(), workload_of(kind.model)
-    said = {
-        each.name: guides_say(guides, workload, each.lever, each.setting, kind.baseline)
-        for each in kind.candidates
-    }
-    return {name: claim for name, claim in said.items() if claim is not None}

@@ -11,7 +11,7 @@ from orchestrator.view.cells import aligned
 from orchestrator.view.phrases import counted
 from workers.units import MIB
 
-_WORDS: Final = frozenset({"lever", "setting", "guide says", "interval", "verdict"})
+_WORDS: Final = frozenset({"lever", "setting", "interval", "verdict"})
 _UNKNOWN: Final = "–"  # noqa: RUF001 - the sign for an unknown value
 
 #: Left out one after the other where a terminal is too narrow; what has no value in any row is left
@@ -22,7 +22,6 @@ _FIRST_TO_GO: Final = (
     "host MiB",
     "gap x noise",
     "TFLOP/s",
-    "guide says",
     "MFU %",
     "samples/s",
 )
@@ -82,7 +81,6 @@ def _cells(row: Row, longest: int) -> dict[str, str]:
     return {
         "lever": _cut(row.lever, longest),
         "setting": _cut(row.setting, longest),
-        "guide says": row.claim or _UNKNOWN,
         "speed x": _number(row.speed_ratio, ".3f"),
         "interval": interval,
         "samples/s": _number(row.samples_per_s, ".4g"),

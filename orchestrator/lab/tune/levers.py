@@ -132,7 +132,7 @@ _LEVERS: Final = (
 
 
 #: Speed and peak memory to expect of a lever, times the baseline's; of others 1. Rough figures for
-#: cards (the guides), else measured on two cores. They decide what is measured first, and no more.
+#: cards (docs/guides.md), else measured on two cores. They decide what is measured first, and no more.
 EXPECTED: Final[Mapping[str, tuple[float, float]]] = {
     "precision": (1.75, 0.8), "packing": (1.5, 1.0), "bucketing": (1.3, 1.0), "compile": (1.3, 1.0),
     "loader_workers": (1.2, 1.0), "channels_last": (1.15, 1.0), "attention": (1.1, 1.0),

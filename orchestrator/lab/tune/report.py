@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from orchestrator.lab.tune.absolute import Absolute, absolute_of
@@ -23,7 +23,7 @@ from orchestrator.lab.tune.statistics import (
     holm,
     log_ratios,
 )
-from orchestrator.lab.tune.verdicts import Claimed, judge_memory, judge_speed
+from orchestrator.lab.tune.verdicts import judge_memory, judge_speed
 from workers.tuning.messages import Opened
 
 #: Two draws of a normal distribution differ by less than so many standard deviations in 95 % of
@@ -53,8 +53,6 @@ class Measurements:
     """The baselines with other seeds."""
     dtype_of: Callable[[Candidate | None], str | None] = lambda _: None
     """The number type of a candidate; `None`: of the baseline."""
-    claims: Mapping[str, Claimed] = field(default_factory=dict)
-    """What guides say of the speed of an arm."""
 
     def effect(self, name: str, against: str = BASELINE, of: int = 1) -> Effect | None:
         """Return the effect of an arm; its interval holds together with those of `of` arms in all.
@@ -148,7 +146,6 @@ def rows_of(
         Row(
             lever=each.lever,
             setting=each.setting,
-            claim=_said(each, found),
             parity_class=None if each.parity is None else each.parity.value,
             verdict=Verdict.UNAVAILABLE,
             reason=impossible[each.name],
@@ -214,11 +211,6 @@ def _against(candidate: Candidate, found: Measurements) -> str:
     )
 
 
-def _said(candidate: Candidate, found: Measurements) -> str | None:
-    claim = found.claims.get(candidate.name)
-    return None if claim is None else claim.said
-
-
 def _row(
     candidate: Candidate,
     effect: Effect | None,
@@ -241,7 +233,6 @@ def _row(
     row = Row(
         lever=candidate.lever,
         setting=candidate.setting,
-        claim=_said(candidate, found),
         speed_ratio=None if effect is None else effect.ratio,
         speed_low=None if effect is None or not effect.low else effect.low,
         speed_high=None if effect is None or math.isinf(effect.high) else effect.high,
@@ -274,9 +265,7 @@ def _judged(
     row: Row, candidate: Candidate, effect: Effect | None, found: Measurements, *, real: bool
 ) -> Row:
     against = _against(candidate, found)
-    speed = judge_speed(
-        effect, real=real, resolve=found.resolve, claim=found.claims.get(candidate.name)
-    )
+    speed = judge_speed(effect, real=real, resolve=found.resolve)
     if against != BASELINE:
         speed = replace(speed, reason=f"against {against}: {speed.reason}")
     parity = _parity(candidate, found, against)

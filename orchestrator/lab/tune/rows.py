@@ -1,5 +1,4 @@
-"""What a tuning says of one lever: the row that is shown, stored, and read by `advise` and `tune
---claims`.
+"""What a tuning says of one lever: the row that is shown, stored, and read by `advise`.
 
 Holds values only. How they are computed is in `statistics.py` and `verdicts.py`.
 """
@@ -13,11 +12,9 @@ from typing import Any
 
 
 class Verdict(StrEnum):
-    """What a measurement says of what is claimed of a lever; without a claim, of "it helps"."""
+    """What a measurement says of "this lever helps"."""
 
     CONFIRMED = "CONFIRMED"
-    PARTLY = "PARTLY"
-    """The right direction, less than claimed."""
     NO_EFFECT = "NO EFFECT"
     """The whole interval lies within the resolution around 1.0."""
     REFUTED = "REFUTED"
@@ -52,8 +49,6 @@ class Row:
     lever: str
     """The key of `train:` or `workload:`; of several keys, joined by ` + `."""
     setting: str
-    claim: str | None = None
-    """What guides say of its speed, such as `1.5 to 2 x (003)`."""
     speed_ratio: float | None = None
     """Samples per second divided by the baseline's of the same round, the median over rounds."""
     speed_low: float | None = None

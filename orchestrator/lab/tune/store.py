@@ -1,7 +1,7 @@
 """Where the results of tunings are kept: one folder each below the user's state folder, found again
 by what was tuned.
 
-    STATE/tunings/ID/tune.json     header and rows, for `tune --claims` and `advise`
+    STATE/tunings/ID/tune.json     header and rows, for `advise`
     STATE/tunings/ID/rounds.jsonl  what was measured so far, for `tune --resume ID`
     STATE/tunings/ID/tuned.yaml    the user's file with the chosen settings
 
@@ -22,7 +22,7 @@ from orchestrator.lab.tune.rows import Row, row_from
 from workers.files import read_small, replace_whole
 from workers.learned_limits.store import default_path
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 RESULT: Final = "tune.json"
 
 #: A few hundred rows with long reasons.

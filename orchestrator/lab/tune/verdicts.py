@@ -1,8 +1,7 @@
 """Which verdict a measured effect gets. Pure.
 
-A claim is a range, such as a speed ratio of 1.05 to 1.10. Without one, what is judged is "it
-helps": more speed, or for a lever whose aim is memory, fewer bytes. Does not measure and does not
-know which lever it judges.
+What is judged is "it helps": more speed, or for a lever whose aim is memory, fewer bytes. Does not
+measure and does not know which lever it judges.
 """
 
 from __future__ import annotations
@@ -22,16 +21,6 @@ _SAME_BYTES: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claimed:
-    """What guides claim of a speed ratio, all of them together."""
-
-    said: str
-    """Such as `1.5 to 2 x (003)`."""
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
     """A verdict and the sentence that says why."""
 
@@ -39,49 +28,13 @@ class Judged:
     reason: str
 
 
-def against(
-    claimed: tuple[float, float], low: float, high: float, *, neutral: float, width: float
-) -> Verdict:
-    """Return the verdict on a claimed range, of a value between `low` and `high`.
-
-    More of a gain than claimed confirms it, more of a cost refutes it. An interval that holds both
-    the claim and no effect is too wide to tell.
-
-    Args:
-        claimed: Lowest and highest value; infinite where only one end is claimed.
-        low: The least that the value may be.
-        high: The most.
-        neutral: The value of no effect: 1.0 of a ratio, 0 of a difference.
-        width: What counts as no difference from it.
-    """
-    claimed_low, claimed_high = claimed
-    overlaps = low <= claimed_high and high >= claimed_low
-    if claimed_low <= neutral <= claimed_high:
-        is_within = low >= claimed_low - width and high <= claimed_high + width
-        return (
-            Verdict.CONFIRMED if is_within else Verdict.UNDECIDED if overlaps else Verdict.REFUTED
-        )
-    if low >= neutral - width and high <= neutral + width:
-        return Verdict.NO_EFFECT
-    if low <= neutral <= high:
-        return Verdict.UNDECIDED
-    is_gain = claimed_low > neutral
-    is_beyond = low > claimed_high if is_gain else high < claimed_low
-    if (low > neutral) is not is_gain or (is_beyond and not is_gain):
-        return Verdict.REFUTED
-    return Verdict.CONFIRMED if overlaps or is_beyond else Verdict.PARTLY
-
-
-def judge_speed(
-    effect: Effect | None, *, real: bool, resolve: float, claim: Claimed | None = None
-) -> Judged:
+def judge_speed(effect: Effect | None, *, real: bool, resolve: float) -> Judged:
     """Judge a speed.
 
     Args:
         effect: What was measured; `None` if no round was.
         real: Whether it passed the test over all levers together (`statistics.holm`).
         resolve: Differences of at most this share count as none.
-        claim: What is claimed of it.
     """
     if effect is None:
         return Judged(verdict=Verdict.UNDECIDED, reason="no round was measured")
@@ -89,22 +42,15 @@ def judge_speed(
     if math.isinf(effect.high):
         reason = f"{effect.ratio:.3f} in {effect.rounds} rounds, which are too few for an interval"
         return Judged(verdict=Verdict.UNDECIDED, reason=reason)
-    says_none = claim is not None and claim.low <= 1 <= claim.high
-    if not says_none and effect.low >= 1 - resolve and effect.high <= 1 + resolve:
-        return Judged(
-            verdict=Verdict.NO_EFFECT, reason=f"no difference above {100 * resolve:g} %: {span}"
-        )
-    if not says_none and not (real and effect.excludes_one):
-        return Judged(
-            verdict=Verdict.UNDECIDED, reason=f"{span} does not tell whether it makes a difference"
-        )
-    if claim is None:
-        verdict = Verdict.CONFIRMED if effect.ratio > 1 else Verdict.REFUTED
-        return Judged(
-            verdict=verdict, reason=f"{'faster' if effect.ratio > 1 else 'slower'}: {span}"
-        )
-    verdict = against((claim.low, claim.high), effect.low, effect.high, neutral=1.0, width=resolve)
-    return Judged(verdict=verdict, reason=f"claimed {claim.said}, measured {span}")
+    if effect.low >= 1 - resolve and effect.high <= 1 + resolve:
+        reason = f"no difference above {100 * resolve:g} %: {span}"
+        return Judged(verdict=Verdict.NO_EFFECT, reason=reason)
+    if not (real and effect.excludes_one):
+        reason = f"{span} does not tell whether it makes a difference"
+        return Judged(verdict=Verdict.UNDECIDED, reason=reason)
+    if effect.ratio > 1:
+        return Judged(verdict=Verdict.CONFIRMED, reason=f"faster: {span}")
+    return Judged(verdict=Verdict.REFUTED, reason=f"slower: {span}")
 
 
 def judge_memory(

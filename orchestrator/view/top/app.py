@@ -68,7 +68,7 @@ HELP: Final = """
  r 0           turn the order; worst first
  c             choose columns; space takes one away or back
  space         mark the slot for a command; a new filter clears the marks
- P U D R C W   pause, resume, drain, reinstate, cap, save now: the marked slots,
+ P U D R C W   pause, unpause, drain, reinstate, cap, save now: the marked slots,
                or the one under the cursor; asks first
  m             how far back the courses of a slot go: 2 m, 10 m, 1 h, all
  t             replay; left right 1 s, [ ] 1 min, home end, p plays
@@ -101,7 +101,7 @@ _KEYS: Final = (
     ("u", "page('runs')"),
     ("space", "pick"),
     ("P", "command('pause')"),
-    ("U", "command('resume')"),
+    ("U", "command('unpause')"),
     ("D", "command('drain')"),
     ("R", "command('reinstate')"),
     ("C", "command('cap')"),

@@ -1,7 +1,8 @@
 """The socket of a head: takes in lines, at most one of each connection, and gives each its answer.
 
-Nothing in it blocks or raises; the head calls it once a turn. Does not know what a line means
-(`wire.py`).
+It is in the run folder, or, where its file system has no sockets, in the user's own folder under
+$XDG_RUNTIME_DIR. Nothing in it blocks or raises; the head calls it once a turn. Does not know what a
+line means (`wire.py`).
 """
 
 from __future__ import annotations
@@ -11,12 +12,11 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from orchestrator.control.place import places, short_name
 from orchestrator.control.wire import LINE_MOST_BYTES, Answer, answer_line
 
 CONNECTIONS_MOST = 8
@@ -28,6 +28,29 @@ _CREDENTIALS = struct.Struct("3i")
 """Process, user and group of the other end."""
 
 
+def places(folder: Path) -> tuple[Path, ...]:
+    """Return where the socket of a run folder may be, the better place first."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if not runtime:
+        return (folder / "control.sock",)
+    status = folder.stat()
+    name = f"orchestrator-{status.st_dev:x}-{status.st_ino:x}.sock"
+
+    return folder / "control.sock", Path(runtime) / name
+
+
+@contextmanager
+def short_name(path: Path) -> Iterator[str]:
+    """Yield another name of a path: the address of a socket has at most 107 bytes, and run folders
+    may lie deep.
+    """
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
 @dataclass(eq=False)
 class Connection:
     """One that was accepted."""
@@ -37,7 +60,7 @@ class Connection:
     content: bytearray = field(default_factory=bytearray)
 
 
-class Ears:
+class Listener:
     """Listens for the programs of this user."""
 
     def __init__(self, folder: Path, monotonic_s: Callable[[], float] = time.monotonic) -> None:
@@ -60,12 +83,14 @@ class Ears:
                 self._path, self.problem = path, None
                 break
 
-    def heard(self) -> list[tuple[Connection, bytes]]:
+    def received(self) -> list[tuple[Connection, bytes]]:
         """Return the lines that have arrived; each connection must be given to `answer`."""
         now_s = self._monotonic_s()
         self._accept(now_s)
-        whole, self._reading = self._reading, []
-        return [(each, line) for each in whole if (line := self._line(each, now_s)) is not None]
+        connections, self._reading = self._reading, []
+        lines = [(connection, self._line(connection, now_s)) for connection in connections]
+
+        return [(connection, line) for connection, line in lines if line is not None]
 
     def answer(self, connection: Connection, answer: Answer) -> None:
         """Send the answer and close.
@@ -78,8 +103,8 @@ class Ears:
 
     def close(self) -> None:
         """Take no more; a connection that waits gets no answer."""
-        for each in self._reading:
-            each.socket.close()
+        for connection in self._reading:
+            connection.socket.close()
         if self._listener is not None:
             self._listener.close()
         self._reading, self._listener = [], None
@@ -143,9 +168,8 @@ def _listening(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.setblocking(False)
-        os.fchmod(
-            listener.fileno(), 0o600
-        )  # before the name exists; Linux gives the name the socket's own mode
+        # Before the name exists: Linux gives the name the socket's own mode.
+        os.fchmod(listener.fileno(), 0o600)
         with short_name(path) as name:
             listener.bind(name)
         listener.listen(CONNECTIONS_MOST)

@@ -1,0 +1,26 @@
+"""The scripts start: every bench takes the options that its entry in verbs.yaml names."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.scene import ROOT
+
+BENCHES: dict[str, dict[str, Any]] = yaml.safe_load(
+    (ROOT / "scripts" / "benches" / "verbs.yaml").read_text(encoding="utf-8")
+)
+
+
+@pytest.mark.parametrize("bench", BENCHES)
+def test_bench_takes_the_options_of_its_entry(bench: str) -> None:
+    module = importlib.import_module(f"benches.{BENCHES[bench]['module']}")
+    options = {name.replace("-", "_") for name in BENCHES[bench]["options"]}
+    if "config" in options:
+        options.add("overrides")
+
+    assert set(inspect.signature(module.run).parameters) == options
