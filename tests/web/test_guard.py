@@ -15,9 +15,9 @@ from orchestrator.view.web.guard import (
     SESSION_S,
     Access,
     Code,
-    Level,
-    Refusal,
+    Permission,
     RequestFacts,
+    RequestRefusal,
     Route,
 )
 
@@ -62,26 +62,29 @@ EVIL_TOKENS: list[dict[str, Any]] = [
     {"authorization": "Bearer \udcff"},
     {"cookie": "2.1800000000."},
     {"cookie": f"2.1800000000.{'0' * 64}"},
-    {"cookie": guard.cookie_value(Level.READ, RULES, NOW_UNIX_S).replace("1.", "2.", 1)},
-    {"cookie": guard.cookie_value(Level.CONTROL, replace(RULES, port=8471), NOW_UNIX_S)},
+    {"cookie": guard.cookie_value(Permission.READ, RULES, NOW_UNIX_S).replace("1.", "2.", 1)},
+    {"cookie": guard.cookie_value(Permission.CONTROL, replace(RULES, port=8471), NOW_UNIX_S)},
     {
         "cookie": guard.cookie_value(
-            Level.CONTROL, replace(RULES, control_token="d" * 43), NOW_UNIX_S
+            Permission.CONTROL, replace(RULES, control_token="d" * 43), NOW_UNIX_S
         )
     },
-    {"cookie": guard.cookie_value(Level.CONTROL, RULES, NOW_UNIX_S - SESSION_S - 1)},
+    {"cookie": guard.cookie_value(Permission.CONTROL, RULES, NOW_UNIX_S - SESSION_S - 1)},
     # A wrong token is not made good by a cookie.
-    {"authorization": "Bearer x", "cookie": guard.cookie_value(Level.CONTROL, RULES, NOW_UNIX_S)},
+    {
+        "authorization": "Bearer x",
+        "cookie": guard.cookie_value(Permission.CONTROL, RULES, NOW_UNIX_S),
+    },
 ]
 GOOD_TOKENS: list[dict[str, Any]] = [
     {"authorization": f"Bearer {RULES.control_token}"},
-    {"cookie": guard.cookie_value(Level.CONTROL, RULES, NOW_UNIX_S - SESSION_S + 60)},
+    {"cookie": guard.cookie_value(Permission.CONTROL, RULES, NOW_UNIX_S - SESSION_S + 60)},
 ]
 paths = pytest.mark.parametrize("path", [*ROUTES, FILE])
 
 
 def route_of(path: str) -> Route | None:
-    return Route("GET", Level.NOTHING) if path == FILE else ROUTES.get(path)
+    return Route("GET", Permission.NOTHING) if path == FILE else ROUTES.get(path)
 
 
 def asked(path: str, **changed: Any) -> RequestFacts:
@@ -97,7 +100,7 @@ def asked(path: str, **changed: Any) -> RequestFacts:
     return replace(usual, **changed)
 
 
-def judged(request: RequestFacts, access: Access = RULES) -> Refusal | Level:
+def judged(request: RequestFacts, access: Access = RULES) -> RequestRefusal | Permission:
     return guard.judge(request, route_of(request.path), access, NOW_UNIX_S)
 
 
@@ -110,7 +113,7 @@ def test_what_the_page_itself_asks_is_answered(path: str, token: dict[str, Any])
             route = route_of(path)
             assert route is not None
             assert answer in (
-                {Level.NOTHING} if route.needs is Level.NOTHING else {Level.CONTROL}
+                {Permission.NOTHING} if route.needs is Permission.NOTHING else {Permission.CONTROL}
             ), answer
 
 
@@ -134,7 +137,7 @@ def test_bad_hosts_origins_methods_and_tokens_are_refused(path: str) -> None:
     ]
     route = route_of(path)
     assert route is not None
-    open_to_all = route.needs is Level.NOTHING
+    open_to_all = route.needs is Permission.NOTHING
     count = 0
     for (one, first), (other, second) in itertools.combinations_with_replacement(evil, 2):
         for left, right in itertools.product(first, second):
@@ -146,7 +149,7 @@ def test_bad_hosts_origins_methods_and_tokens_are_refused(path: str) -> None:
                 continue  # a link may lead to the page, which holds no data
             for good in [{}] if "token" in {one, other} else GOOD_TOKENS:
                 answer = judged(asked(path, **{**good, **left, **right}))
-                assert isinstance(answer, Refusal), (left, right, good)
+                assert isinstance(answer, RequestRefusal), (left, right, good)
                 assert answer.status in {401, 403, 405}
                 assert answer.error
                 count += 1
@@ -169,7 +172,9 @@ def test_what_is_refused_says_why() -> None:
             "control token",
         ),
         (
-            asked("/api/v1/commands", cookie=guard.cookie_value(Level.READ, RULES, NOW_UNIX_S)),
+            asked(
+                "/api/v1/commands", cookie=guard.cookie_value(Permission.READ, RULES, NOW_UNIX_S)
+            ),
             403,
             "login",
         ),
@@ -177,21 +182,21 @@ def test_what_is_refused_says_why() -> None:
         (asked("/api/v1/login", origin=None), 403, "Origin"),
     ):
         answer = judged(request)
-        assert isinstance(answer, Refusal)
+        assert isinstance(answer, RequestRefusal)
         assert (answer.status, word in answer.error) == (status, True), answer
 
 
 def test_a_program_needs_no_origin_and_a_typed_address_no_login() -> None:
     program = asked("/api/v1/commands", origin=None, fetch_site=None, **GOOD_TOKENS[0])
-    assert judged(program) is Level.CONTROL
-    assert judged(asked("/", origin=None, fetch_site="none")) is Level.NOTHING
-    assert judged(asked("/api/v1/stream", origin=None, **GOOD_TOKENS[1])) is Level.CONTROL
+    assert judged(program) is Permission.CONTROL
+    assert judged(asked("/", origin=None, fetch_site="none")) is Permission.NOTHING
+    assert judged(asked("/api/v1/stream", origin=None, **GOOD_TOKENS[1])) is Permission.CONTROL
 
 
 def test_without_control_no_token_commands() -> None:
     for good in GOOD_TOKENS:
         answer = judged(asked("/api/v1/commands", **good), replace(RULES, with_control=False))
-        assert isinstance(answer, Refusal)
+        assert isinstance(answer, RequestRefusal)
         assert (answer.status, "--control" in answer.error) == (403, True)
 
 

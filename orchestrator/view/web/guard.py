@@ -25,7 +25,7 @@ _OWN_SITE = frozenset({None, "same-origin", "none"})
 """What a browser says in Sec-Fetch-Site of a request from this page, or from a typed address."""
 
 
-class Level(IntEnum):
+class Permission(IntEnum):
     """What a request may do; each level includes those below it."""
 
     NOTHING = 0
@@ -40,7 +40,7 @@ class Route:
     """
 
     method: str
-    needs: Level
+    needs: Permission
     keys: tuple[str, ...] = ()
 
 
@@ -49,21 +49,21 @@ _VIEW: Final = ("sort", "filter", "offset", "limit", "run")
 #: Everything the server answers, besides the page's files.
 ROUTES: Final[Mapping[str, Route]] = MappingProxyType(
     {
-        "/": Route("GET", Level.NOTHING),
-        "/healthz": Route("GET", Level.NOTHING),
-        "/metrics": Route("GET", Level.READ),
-        "/api/v1/run": Route("GET", Level.READ, ("run",)),
-        "/api/v1/runs": Route("GET", Level.READ),
-        "/api/v1/overview": Route("GET", Level.READ, ("run",)),
-        "/api/v1/table": Route("GET", Level.READ, _VIEW),
-        "/api/v1/slot": Route("GET", Level.READ, ("name", "run")),
+        "/": Route("GET", Permission.NOTHING),
+        "/healthz": Route("GET", Permission.NOTHING),
+        "/metrics": Route("GET", Permission.READ),
+        "/api/v1/run": Route("GET", Permission.READ, ("run",)),
+        "/api/v1/runs": Route("GET", Permission.READ),
+        "/api/v1/overview": Route("GET", Permission.READ, ("run",)),
+        "/api/v1/table": Route("GET", Permission.READ, _VIEW),
+        "/api/v1/slot": Route("GET", Permission.READ, ("name", "run")),
         "/api/v1/history": Route(
-            "GET", Level.READ, ("slot", "field", "from", "to", "buckets", "run")
+            "GET", Permission.READ, ("slot", "field", "from", "to", "buckets", "run")
         ),
-        "/api/v1/events": Route("GET", Level.READ, ("after", "slot", "limit", "run")),
-        "/api/v1/stream": Route("GET", Level.READ, _VIEW),
-        "/api/v1/login": Route("POST", Level.NOTHING),
-        "/api/v1/commands": Route("POST", Level.CONTROL, ("run",)),
+        "/api/v1/events": Route("GET", Permission.READ, ("after", "slot", "limit", "run")),
+        "/api/v1/stream": Route("GET", Permission.READ, _VIEW),
+        "/api/v1/login": Route("POST", Permission.NOTHING),
+        "/api/v1/commands": Route("POST", Permission.CONTROL, ("run",)),
     }
 )
 
@@ -97,7 +97,7 @@ class RequestFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class RequestRefusal:
     """Why a request is not answered."""
 
     status: int
@@ -121,26 +121,26 @@ class Code:
 
 def judge(
     request: RequestFacts, route: Route | None, access: Access, now_unix_s: float
-) -> Refusal | Level:
+) -> RequestRefusal | Permission:
     """Return what the request may do, or why it is refused.
 
     `route` is `None` for a path that leads nowhere.
     """
     refusal = _misdirected(request, access) or _misused(request, route)
-    if refusal is not None or route is None or route.needs is Level.NOTHING:
-        return refusal or Level.NOTHING
-    if route.needs is Level.CONTROL and not access.with_control:
-        return Refusal(
+    if refusal is not None or route is None or route.needs is Permission.NOTHING:
+        return refusal or Permission.NOTHING
+    if route.needs is Permission.CONTROL and not access.with_control:
+        return RequestRefusal(
             403, "this server only shows the run; start it with `web --control` to send commands"
         )
     level = _level_of(request, access, now_unix_s)
-    if level is Level.NOTHING:
-        return Refusal(
+    if level is Permission.NOTHING:
+        return RequestRefusal(
             401,
             "log in with the address that `web` prints, or send a token as Authorization: Bearer",
         )
     if level < route.needs:
-        return Refusal(
+        return RequestRefusal(
             403,
             "this token or login may only look; commands need the control token, or a new login",
         )
@@ -152,18 +152,18 @@ def cookie_name(access: Access) -> str:
     return f"orchestrator-{_signature(access.read_token, f'name {access.port}')[:12]}"
 
 
-def cookie_value(level: Level, access: Access, now_unix_s: float) -> str:
+def cookie_value(level: Permission, access: Access, now_unix_s: float) -> str:
     """Return a login. It stays good when the server is started again at the same port."""
     told = f"{int(level)}.{int(now_unix_s)}"
     return f"{told}.{_signed(told, level, access)}"
 
 
-def _misdirected(request: RequestFacts, access: Access) -> Refusal | None:
+def _misdirected(request: RequestFacts, access: Access) -> RequestRefusal | None:
     """Refuse what is meant for another host, or sent by a page of another host."""
     host = (request.host or "").lower()
     found = _NAME.fullmatch(host)
     if found is None or found["name"] not in access.hosts:
-        return Refusal(
+        return RequestRefusal(
             403,
             "this server does not answer under that host name; use the address that `web` prints",
         )
@@ -171,13 +171,13 @@ def _misdirected(request: RequestFacts, access: Access) -> Refusal | None:
         f"http://{host}",
         f"https://{host}",
     }:
-        return Refusal(403, "the request comes from a page of another origin")
+        return RequestRefusal(403, "the request comes from a page of another origin")
     if request.path != "/" and request.fetch_site not in _OWN_SITE:
-        return Refusal(403, "the request comes from a page of another site")
+        return RequestRefusal(403, "the request comes from a page of another site")
     return None
 
 
-def _misused(request: RequestFacts, route: Route | None) -> Refusal | None:
+def _misused(request: RequestFacts, route: Route | None) -> RequestRefusal | None:
     """Refuse a path or a method that does not exist, and a POST of which nothing says that this
     page has sent it.
     """
@@ -185,34 +185,34 @@ def _misused(request: RequestFacts, route: Route | None) -> Refusal | None:
         route is not None and request.method != route.method
     ):
         allowed = "GET and POST" if route is None else route.method
-        return Refusal(405, f"the method must be {allowed}")
+        return RequestRefusal(405, f"the method must be {allowed}")
     if route is None:
-        return Refusal(404, "there is nothing at this path")
+        return RequestRefusal(404, "there is nothing at this path")
     if route.method == "POST" and request.origin is None and request.authorization is None:
-        return Refusal(403, "the request lacks its Origin")
+        return RequestRefusal(403, "the request lacks its Origin")
     return None
 
 
-def _level_of(request: RequestFacts, access: Access, now_unix_s: float) -> Level:
+def _level_of(request: RequestFacts, access: Access, now_unix_s: float) -> Permission:
     if request.authorization is not None:
         kind, _, token = request.authorization.partition(" ")
         if kind.lower() != "bearer":
-            return Level.NOTHING
+            return Permission.NOTHING
         if _same(token, access.control_token):
-            return Level.CONTROL
-        return Level.READ if _same(token, access.read_token) else Level.NOTHING
+            return Permission.CONTROL
+        return Permission.READ if _same(token, access.read_token) else Permission.NOTHING
     told, _, signature = (request.cookie or "").rpartition(".")
     found = re.fullmatch(r"([12])\.([0-9]{1,12})", told, re.ASCII)
     if found is None:
-        return Level.NOTHING
-    level, age_s = Level(int(found[1])), now_unix_s - int(found[2])
+        return Permission.NOTHING
+    level, age_s = Permission(int(found[1])), now_unix_s - int(found[2])
     is_good = -SESSION_S < age_s < SESSION_S and _same(signature, _signed(told, level, access))
-    return level if is_good else Level.NOTHING
+    return level if is_good else Permission.NOTHING
 
 
-def _signed(told: str, level: Level, access: Access) -> str:
+def _signed(told: str, level: Permission, access: Access) -> str:
     """Sign a login with the token of its level: who has only the other token cannot make one."""
-    key = access.control_token if level is Level.CONTROL else access.read_token
+    key = access.control_token if level is Permission.CONTROL else access.read_token
     return _signature(key, f"login {access.port} {told}")
 
 

@@ -59,10 +59,10 @@ _OF_THE_CLIENT = (
 )
 
 
-class Connection(web.RequestHandler):
+class WebConnection(web.RequestHandler):
     """A connection, which is a stranger's until one of its requests brings a login."""
 
-    def __init__(self, door: _Door, server: web.Server) -> None:
+    def __init__(self, door: _Acceptor, server: web.Server) -> None:
         loop = asyncio.get_running_loop()
         # aiohttp's timer runs from the beginning of a connection, or from the end of its last
         # response.
@@ -91,7 +91,7 @@ class Connection(web.RequestHandler):
             super().log_exception(*args, **kw)
 
 
-class _Door:
+class _Acceptor:
     """Accepts connections at one listening socket."""
 
     def __init__(
@@ -99,8 +99,8 @@ class _Door:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._server, self._listener, self._tls = server, listener, tls
-        self._strangers: dict[Connection, asyncio.Task[Any]] = {}
-        self._known: dict[Connection, asyncio.Task[Any]] = {}
+        self._strangers: dict[WebConnection, asyncio.Task[Any]] = {}
+        self._known: dict[WebConnection, asyncio.Task[Any]] = {}
         """The tasks make a transport, which with TLS takes until the handshake is over."""
         listener.setblocking(False)
         listener.listen(_BACKLOG)
@@ -112,11 +112,11 @@ class _Door:
         for task in (self._strangers | self._known).values():
             task.cancel()
 
-    def trust(self, connection: Connection) -> None:
+    def trust(self, connection: WebConnection) -> None:
         if len(self._known) < _KNOWN_MOST and connection in self._strangers:
             self._known[connection] = self._strangers.pop(connection)
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: WebConnection) -> None:
         self._strangers.pop(connection, None)
         self._known.pop(connection, None)
 
@@ -144,7 +144,7 @@ class _Door:
             if oldest.transport is not None:
                 oldest.transport.abort()
         accepted.setblocking(False)
-        connection = Connection(self, self._server)
+        connection = WebConnection(self, self._server)
         patience_s = None if self._tls is None else SILENT_MOST_S
         making = self._loop.connect_accepted_socket(
             lambda: connection, accepted, ssl=self._tls, ssl_handshake_timeout=patience_s
@@ -152,7 +152,7 @@ class _Door:
         task = self._strangers[connection] = self._loop.create_task(making)
         task.add_done_callback(partial(self._made, connection))
 
-    def _made(self, connection: Connection, task: asyncio.Task[Any]) -> None:
+    def _made(self, connection: WebConnection, task: asyncio.Task[Any]) -> None:
         if task.cancelled() or task.exception() is not None:  # a handshake that failed
             self.forget(connection)
 
@@ -169,7 +169,7 @@ async def accepting(
     runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0.5)
     await runner.setup()
     assert runner.server is not None  # noqa: S101 - made by `setup`
-    door = _Door(runner.server, listener, tls)
+    door = _Acceptor(runner.server, listener, tls)
     try:
         yield
     finally:

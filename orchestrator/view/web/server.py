@@ -35,7 +35,15 @@ from orchestrator.record.summary import SCHEMA
 from orchestrator.view.alerts.catalogue import ALERTS, Firing
 from orchestrator.view.alerts.judge import AlertWatch, Badge, badges, judge
 from orchestrator.view.web import guard, metrics, page_data
-from orchestrator.view.web.guard import ROUTES, Access, Code, Level, Refusal, RequestFacts, Route
+from orchestrator.view.web.guard import (
+    ROUTES,
+    Access,
+    Code,
+    Permission,
+    RequestFacts,
+    RequestRefusal,
+    Route,
+)
 from orchestrator.view.web.page_data import Table, TableView, event_of, table_of
 
 LOOK_EVERY_S: Final = 1.0
@@ -325,7 +333,9 @@ class Site:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         path = request.path
-        route = ROUTES.get(path) or (Route("GET", Level.NOTHING) if path in self._files else None)
+        route = ROUTES.get(path) or (
+            Route("GET", Permission.NOTHING) if path in self._files else None
+        )
         try:
             self._check(request, route)
             assert route is not None  # noqa: S101 - a path without a route was refused
@@ -360,9 +370,9 @@ class Site:
             cookie=request.cookies.get(guard.cookie_name(self.access)),
         )
         judged = guard.judge(asked, route, self.access, self.unix_s())
-        if isinstance(judged, Refusal):
+        if isinstance(judged, RequestRefusal):
             raise _RefusedError(judged.status, judged.error)
-        if judged is not Level.NOTHING and isinstance(request.protocol, Trusting):
+        if judged is not Permission.NOTHING and isinstance(request.protocol, Trusting):
             request.protocol.trust()
 
     async def _get_healthz(self, request: web.Request, _query: Query) -> web.StreamResponse:
@@ -479,7 +489,7 @@ class Site:
                 401,
                 "this code was used, or is older than two minutes; ask `web` for another address",
             )
-        level = Level.CONTROL if self.access.with_control else Level.READ
+        level = Permission.CONTROL if self.access.with_control else Permission.READ
         response = _json(request, {"ok": True})
         response.set_cookie(
             guard.cookie_name(self.access),
