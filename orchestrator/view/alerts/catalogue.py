@@ -178,14 +178,6 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sight:
-    """What alerts are judged from."""
-
-    frame: Frame
-    history: History
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
     """One thing that can be wrong with a run, for people and for Prometheus."""
 
@@ -199,7 +191,7 @@ class Alert:
     summary: str
     """One line, with `{subject}` in it."""
     what_to_do: str
-    holds: Callable[[Sight], Iterable[Subject]]
+    holds: Callable[[Frame, History], Iterable[Subject]]
     """The subjects for which it holds."""
     opt_in: bool = False
     """Whether only those get it who ask for it."""
@@ -248,50 +240,46 @@ _RESTARTS: Final = 3
 _OOMS: Final = 60
 _STEPS_LEAST: Final = 20
 
-_Condition: TypeAlias = Callable[[Sight], Iterable[Subject]]
+_Condition: TypeAlias = Callable[[Frame, History], Iterable[Subject]]
 
 
 def _run(condition: Callable[[Frame], bool]) -> _Condition:
-    def holds(sight: Sight) -> Iterator[Subject]:
-        if condition(sight.frame):
-            run = sight.frame.run
-            yield Subject(run.facts.run_id, text=run.error or "; ".join(sight.frame.missed))
+    def holds(frame: Frame, _history: History) -> Iterator[Subject]:
+        if condition(frame):
+            text = frame.run.error or "; ".join(frame.missed)
+            yield Subject(frame.run.facts.run_id, text=text)
 
     return holds
 
 
 def _slots(condition: Callable[[Row, History], bool]) -> _Condition:
-    def holds(sight: Sight) -> Iterator[Subject]:
-        for row in rows(sight.frame):
-            if not is_held(row) and condition(row, sight.history):
+    def holds(frame: Frame, history: History) -> Iterator[Subject]:
+        for row in rows(frame):
+            if not is_held(row) and condition(row, history):
                 yield Subject(row.slot, row.node, row.gpu_uuid or "", row.reason)
 
     return holds
 
 
 def _cards(condition: Callable[[Card, Frame], bool]) -> _Condition:
-    def holds(sight: Sight) -> Iterator[Subject]:
-        for card in cards(sight.frame):
-            if condition(card, sight.frame):
-                yield Subject(
-                    card.uuid, card.node, card.uuid, f"{card.name or 'card'} of {card.node}"
-                )
+    def holds(frame: Frame, _history: History) -> Iterator[Subject]:
+        for card in cards(frame):
+            if condition(card, frame):
+                text = f"{card.name or 'card'} of {card.node}"
+                yield Subject(card.uuid, card.node, card.uuid, text)
 
     return holds
 
 
-def _nodes_missing(sight: Sight) -> Iterator[Subject]:
-    for node, is_up in nodes_up(sight.frame).items():
-        if not is_up:
-            yield Subject(node, node)
+def _nodes_missing(frame: Frame, _history: History) -> Iterator[Subject]:
+    return (Subject(node, node) for node, is_up in nodes_up(frame).items() if not is_up)
 
 
-def _slots_not_working(sight: Sight) -> Iterator[Subject]:
-    """Yield slots that do not work on nodes that are there: the others are `NodeMissing`."""
-    nodes = nodes_up(sight.frame)
-    for subject in _slots(lambda row, _: row.state in _NOT_WORKING)(sight):
-        if nodes.get(subject.node, True):
-            yield subject
+def _slots_not_working(frame: Frame, history: History) -> Iterator[Subject]:
+    """Return slots that do not work on nodes that are there: the others are `NodeMissing`."""
+    nodes = nodes_up(frame)
+    subjects = _slots(lambda row, _: row.state in _NOT_WORKING)(frame, history)
+    return (subject for subject in subjects if nodes.get(subject.node, True))
 
 
 def _is_low(row: Row, history: History) -> bool:
@@ -311,7 +299,7 @@ WATCHER_DOWN: Final = Alert(
     for_s=120,
     summary="run {subject} cannot be read",
     what_to_do="On the machine with the run folder type: python -m orchestrator web",
-    holds=lambda _: (),  # there is no frame to judge
+    holds=lambda *_: (),  # there is no frame to judge
 )
 
 _OF_RUN: Final = (
@@ -375,7 +363,7 @@ _OF_RUN: Final = (
         summary="notifications of run {subject} are not delivered",
         what_to_do="Type: python -m orchestrator notify --test. It says which address fails, and "
         "why.",
-        holds=lambda sight: _run(lambda _: sight.history.growth("failed") > 0)(sight),
+        holds=lambda frame, history: _run(lambda _: history.growth("failed") > 0)(frame, history),
     ),
 )
 

@@ -19,7 +19,6 @@ from orchestrator.view.alerts.catalogue import (
     Alert,
     Firing,
     History,
-    Sight,
     Subject,
 )
 
@@ -50,8 +49,9 @@ def judge(
         held = ((WATCHER_DOWN, Subject(watch.run_id or "")),)
     else:
         history = history.after(frame, failed_notifications, now_unix_s)
-        sight = Sight(frame=frame, history=history)
-        held = tuple((alert, subject) for alert in watch.alerts for subject in alert.holds(sight))
+        held = tuple(
+            (alert, subject) for alert in watch.alerts for subject in alert.holds(frame, history)
+        )
     active = _active_after(watch.active, held, now_unix_s)
     watch = replace(watch, history=history, active=active)
     return watch, tuple(firing for firing in active.values() if firing.fires)
@@ -106,26 +106,18 @@ def badges(firing: Iterable[Firing]) -> tuple[Badge, ...]:
         if one.alert.severity != "info":
             by_name.setdefault(one.alert.name, []).append(one)
     made = [
-        _badge(sorted(together, key=lambda one: one.since_unix_s)) for together in by_name.values()
+        _badge(sorted(of_alert, key=lambda one: one.since_unix_s)) for of_alert in by_name.values()
     ]
-    return tuple(
-        sorted(
-            made,
-            key=lambda badge: (
-                SEVEREST_FIRST.index(badge.severity),
-                badge.since_unix_s,
-                badge.name,
-            ),
-        )
-    )
+    made.sort(key=lambda one: (SEVEREST_FIRST.index(one.severity), one.since_unix_s, one.name))
+    return tuple(made)
 
 
-def _badge(together: list[Firing]) -> Badge:
-    first = together[0]
+def _badge(firing: list[Firing]) -> Badge:
+    first = firing[0]
     return Badge(
         name=first.alert.name,
         severity=first.alert.severity,
-        subjects=tuple(one.subject.name for one in together),
+        subjects=tuple(one.subject.name for one in firing),
         since_unix_s=first.since_unix_s,
         # The person looks at this very run.
         text=first.text.replace(f"run {first.subject.name}", "the run")
