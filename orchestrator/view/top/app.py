@@ -279,8 +279,10 @@ class Top(App[None]):
             page.name: page
             for page in (
                 _Page("slot", self._slot_lines),
-                _Page("events", self._event_lines),
-                _Page("cards", self._card_lines),
+                _Page(
+                    "events", lambda: [*reversed(self._events)] or [Text("no events yet", "dim")]
+                ),
+                _Page("cards", lambda: card_lines(self._rows(), self.size.width, self._glyphs)),
                 _Page(
                     "alerts",
                     lambda: alert_lines(self._badges, time.time(), self.size.width, self._glyphs),
@@ -288,7 +290,7 @@ class Top(App[None]):
                 _Page("nodes", lambda: node_lines(self._snapshot, self._glyphs)),
                 _Page("columns", lambda: column_lines(self._view.hidden), self._pick_column),
                 _Page("runs", lambda: run_lines(self._runs, self._glyphs), self._pick_run),
-                _Page("question", self._question_lines),
+                _Page("question", lambda: question_lines(self._asked, self._glyphs)),
                 _Page("help", lambda: [Text(line) for line in HELP.splitlines()]),
             )
         }
@@ -386,16 +388,9 @@ class Top(App[None]):
         first = self._view.first
         lines = table_lines(shown[first : first + height], width, self._glyphs, self._view.hidden)
         if not shown:
-            rows.show(
-                [
-                    Text(
-                        "no slot matches the filter"
-                        if self._view.wanted.text
-                        else "no workers yet",
-                        "dim",
-                    )
-                ]
-            )
+            is_filtered = bool(self._view.wanted.text)
+            why = "no slot matches the filter" if is_filtered else "no workers yet"
+            rows.show([Text(why, "dim")])
             return
         titles = lines.titles if height < rows.size.height else ()
         bodies = (
@@ -611,9 +606,11 @@ class Top(App[None]):
 
     # Pages.
 
+    def _rows(self) -> Sequence[Row]:
+        return () if self._snapshot is None else self._snapshot.rows
+
     def _row(self) -> Row | None:
-        rows = () if self._snapshot is None else self._snapshot.rows
-        return next((row for row in rows if row.slot == self._view.slot), None)
+        return next((row for row in self._rows() if row.slot == self._view.slot), None)
 
     def _slot_lines(self) -> Sequence[Text]:
         row, snapshot = self._row(), self._snapshot
@@ -623,14 +620,3 @@ class Top(App[None]):
         return read_slot_lines(
             self._folder, row, snapshot, RANGES_S[self._range], width, self._glyphs
         )
-
-    def _event_lines(self) -> Sequence[Text]:
-        return list(reversed(self._events)) or [Text("no events yet", "dim")]
-
-    def _card_lines(self) -> Sequence[Text]:
-        return card_lines(
-            () if self._snapshot is None else self._snapshot.rows, self.size.width, self._glyphs
-        )
-
-    def _question_lines(self) -> Sequence[Text]:
-        return [] if self._asked is None else question_lines(self._asked, self._glyphs)

@@ -114,8 +114,10 @@ class Ask:
     amount_bytes: int | None = None
 
 
-def question_lines(ask: Ask, glyphs: Glyphs) -> list[Text]:
+def question_lines(ask: Ask | None, glyphs: Glyphs) -> list[Text]:
     """Return the question: what would happen, and a line for each slot."""
+    if ask is None:
+        return []
     amount = "" if ask.amount_bytes is None else f" at {ask.amount_bytes / MIB:.0f} MiB"
     return [
         Text(
