@@ -376,6 +376,8 @@ class RunStore:
         self._sampled_at_unix_s = float("-inf")
         self._facts: RunFacts | None = None
         self._has_begun = False
+        self._faults_before: str | None = None
+        """Faults of the heads before this one, as they are stored."""
         self._snapshot: Snapshot | None = None
         self._slots: dict[str, SlotRecord] = {}
         self._progress: dict[str, ProgressLine] = {}
@@ -528,15 +530,17 @@ class RunStore:
             return
         if self._begins:
             connection.execute(_BEGIN_RUN, {**line_of(facts), "heads": 1})
+            if not self._has_begun:
+                self._faults_before = self._stored_faults(connection)
         if self._figures_wait and self._snapshot is not None:
             figures = _figures_line(facts.run_id, self._snapshot, incomplete=self.incomplete)
             connection.execute(_UPDATE_RUN, figures)
         if self._verdict is not None:
-            faults = _all_faults(self._faults_before(connection), self._faults)
+            faults = _all_faults(self._faults_before, self._faults)
             connection.execute(_END_RUN, {**self._verdict, "faults": faults})
 
-    def _faults_before(self, connection: sqlite3.Connection) -> str | None:
-        """Return the faults of earlier heads as they are stored; `None`: no such run is stored."""
+    def _stored_faults(self, connection: sqlite3.Connection) -> str | None:
+        """Return the faults of the run in the store; `None`: it does not know the run."""
         query = "SELECT faults FROM runs WHERE run_id = ?"
         line = connection.execute(query, [_text(self._facts.run_id if self._facts else "")])
         return next((str(faults) for (faults,) in line), None)
@@ -547,7 +551,7 @@ class RunStore:
         progress = self._progress_waiting.values()
         try:
             connection.executemany(PUT_PROGRESS, progress)
-        except OverflowError:  # cutting takes time, and is hardly ever needed
+        except (OverflowError, UnicodeError):  # to make them harmless takes time
             connection.executemany(PUT_PROGRESS, (tuple(map(_value, line)) for line in progress))
         connection.executemany(PUT_ROW, rows)
         connection.executemany(PUT_SAMPLE, self._samples)
@@ -570,7 +574,7 @@ class RunStore:
 
     def _put_back(self, connection: sqlite3.Connection) -> None:
         """Have all that is known of the run written again if the file before was taken away."""
-        if self._has_begun and self._faults_before(connection) is None:
+        if self._has_begun and self._stored_faults(connection) is None:
             self.incomplete = self._begins = True
             self._figures_wait = self._snapshot is not None
             self._slots_waiting, self._progress_waiting = dict(self._slots), dict(self._progress)

@@ -131,7 +131,7 @@ def _figures(
         if unit_bytes == GIB:
             decimals = cells.decimals_for((largest_cap / GIB,), significant=3)
 
-    def shown(value: float | None) -> str | None:
+    def shown(value: int | float | None) -> str | None:
         if isinstance(value, int) and times == 1.0:
             return whole(value)
         # A whole number of any length would not become a float.

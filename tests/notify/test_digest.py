@@ -140,14 +140,16 @@ def test_the_last_message_tells_all_and_keeps_the_distance() -> None:
     assert last.is_last
     assert {(news.firing.subject.name, news.is_there) for news in last.news} == {
         ("pc2", False),
-        *((slot.subject, True) for slot in SEVEN),
+        *((slot.subject.name, True) for slot in SEVEN),
     }
 
 
 def test_what_cannot_be_known_stays_as_it_was() -> None:
     """The slots of a node that is gone are neither over nor new."""
     state = digest.seen(digest.new_digest(None, 0.0), SEVEN[:1], 0.0)
-    state = digest.seen(state, [NODE, *SEVEN[1:]], 1.0, lambda one: one.place == "pc1 GPU-0")
+    state = digest.seen(
+        state, [NODE, *SEVEN[1:]], 1.0, lambda one: one.subject.place == "pc1 GPU-0"
+    )
     message = digest.due(state, 10.0)
     assert message is not None
     assert {(news.firing.subject.name, news.is_there) for news in message.news} == {

@@ -18,7 +18,7 @@ from orchestrator.config.notify_urls import URLS_VARIABLE
 from orchestrator.config.schema import NotifyConfig
 from orchestrator.errors import UsageError
 from orchestrator.record.folders import Deliveries, read_deliveries
-from orchestrator.view.notify.notifier import Teller
+from orchestrator.view.notify.notifier import Notifier
 from tests.notify.head import RUN_ID, Head, head_of
 from tests.notify.receivers import Receiver, black_hole, http_receiver
 from tests.scene import PATIENCE_S, ROOT, orchestrator, wait_for
@@ -139,7 +139,7 @@ def test_only_one_process_tells_of_a_run(folder: Path, head: Head) -> None:
     with http_receiver() as http, teller(folder, http) as process:
         head.store(gone=["pc2"], states=LOST)
         message(http, 1)
-        second = Teller(
+        second = Notifier(
             folder=folder, settings=NotifyConfig(), urls=[], say=said.append, lock_patience_s=0.1
         )
         with pytest.raises(UsageError, match="another process tells of run"):

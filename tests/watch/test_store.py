@@ -437,7 +437,7 @@ def test_a_hostile_value_does_not_keep_the_others_out(
     assert [slot.node for slot in run.slots] == ["pc1", "pc1"]
     assert len(run.snapshot().rows) == 2
     if "counters" in hostile:
-        assert run.slots[1].counters == {"work_flop": math.inf}
+        assert run.slots[1].counters["work_flop"] == 0
 
 
 @pytest.mark.parametrize(

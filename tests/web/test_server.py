@@ -79,7 +79,7 @@ def test_each_path_answers_and_refuses_what_it_does_not_know(folder: Path) -> No
         ("/api/v1/table?offset=1e9", 400, "offset"),
         ("/api/v1/table?limit=1&limit=2", 400, "more than once"),
         ("/api/v1/table?filter=temp>hot", 400, "number"),
-        ("/api/v1/table?filter=/(a*)*/", 400, "too long"),
+        ("/api/v1/table?filter=/(a*)*/", 400, "no regular expressions"),
         ("/api/v1/table?sort=nonsense", 400, "nonsense"),
         ("/api/v1/stream?filter=state:", 400, "lacks"),
         ("/api/v1/slot", 400, "name"),
@@ -600,7 +600,7 @@ def test_a_token_that_others_can_read_is_refused(
 def test_what_is_vendored_is_what_was_published() -> None:
     import hashlib
 
-    told = (ROOT / "orchestrator" / "web" / "page" / "VENDORED.md").read_text()
+    told = (ROOT / "orchestrator" / "view" / "web" / "page" / "VENDORED.md").read_text()
     for name in ("uplot.js", "uplot.css", "uplot-LICENSE"):
-        content = (ROOT / "orchestrator" / "web" / "page" / name).read_bytes()
+        content = (ROOT / "orchestrator" / "view" / "web" / "page" / name).read_bytes()
         assert f"{hashlib.sha256(content).hexdigest()}  {name}" in told

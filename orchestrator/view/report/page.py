@@ -14,6 +14,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from html import escape as escaped
 from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
@@ -260,7 +261,7 @@ def html(data: dict[str, Any], title: str) -> str:
     )
     page = _ICON.sub("", _SCRIPT.sub("", _STYLE.sub("", page)))
     page = page.replace(
-        "<title>OOM orchestrator</title>", f"<title>{escape(title, quote=False)}</title>"
+        "<title>OOM orchestrator</title>", f"<title>{escaped(title, quote=False)}</title>"
     )
     page = page.replace("</head>", f"{head}</head>", 1)
     end = (
