@@ -63,7 +63,7 @@ _CATCH_UP_S = 2.0
 _EXPLAIN_WITHIN_S = 3.0
 
 #: Objects that may be made for each slot between two searches for cycles of garbage. Reports leave
-#: no cycles behind, so a head of many slots would spend a quarter of its time on looking for them
+#: no cycles behind, so a head of many slots would spend an eighth of its time on looking for them
 #: in vain.
 _OBJECTS_PER_SLOT = 20
 
