@@ -30,6 +30,27 @@ SCHEMA_VERSION = 1
 """Counts up when a reader of the version before could misunderstand the tables."""
 
 
+SAMPLE_EVERY_S = 1.0
+"""Of each slot, at most."""
+SAMPLES_MOST_PER_S = 45.0
+"""Of all slots: a run of many workers samples each of them less often."""
+RETRY_AFTER_S = 1.0
+"""After a failure, writing is not tried again for so long: a locked file must not delay the head
+each time.
+"""
+EVENTS_KEPT = 10_000
+"""Events that wait while nothing can be written; beyond them the oldest go."""
+
+_ROWS_MOST = 50
+"""Rows of a sample in one transaction: the write-ahead log stays as long as its longest one has
+made it.
+"""
+_PATIENCE_S = 0.1
+"""How long another program's lock may delay the head."""
+_LAST_PATIENCE_S = 2.0
+"""At the end of a run a longer wait is harmless, and there is no second chance."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
     """What is known of a run before its first slice, and needed to resume it after its head was
@@ -241,20 +262,6 @@ def line_of(
     return _line(**{name: getattr(record, name) for name in columns or _names(type(record))})
 
 
-def _figures_line(run_id: str, snapshot: Snapshot, *, incomplete: bool) -> Line:
-    """Return what a snapshot says of the run as a whole."""
-    return _line(
-        run_id=run_id,
-        elapsed_s=snapshot.elapsed_s,
-        updated_at_unix_s=snapshot.now_unix_s,
-        nodes_seen=snapshot.nodes_seen,
-        notices=snapshot.notices,
-        restart_count=snapshot.restart_count,
-        steps_lost_upper_bound=snapshot.steps_lost_upper_bound,
-        incomplete=incomplete,
-    )
-
-
 def sample_line(row: Row, at_unix_s: float) -> Line:
     """Return what is sampled of a slot, and its row."""
     known = row.known()
@@ -281,12 +288,7 @@ def _all_faults(before: object, own: Sequence[Mapping[str, Any]]) -> str:
 def _event_line(entry: Mapping[str, Any]) -> Line:
     """Return an event of the diary; what is not a column of its own is in `details`."""
     details = {key: value for key, value in entry.items() if key not in {"at", "event", "slot"}}
-    slot = entry.get("slot")
-    line = _line(
-        at=str(entry.get("at")),
-        event=str(entry.get("event")),
-        slot=None if slot is None else str(slot),
-    )
+    line = _line(at=entry["at"], event=entry["event"], slot=entry["slot"])
     return {**line, "details": _json_text(details)}
 
 
@@ -318,36 +320,12 @@ def _value(value: object) -> str | int | float | None:
     if isinstance(value, str):
         return _text(value)
     if isinstance(value, int):
-        return _whole(value)
+        return max(-(2**63), min(2**63 - 1, value))
     if isinstance(value, float):
         return finite(value) or 0.0
     # Python's JSON has words for infinity, and another head must go on from the very same numbers.
     return _json_text(value, allow_nan=True)
 
-
-def _whole(value: int) -> int:
-    return max(-(2**63), min(2**63 - 1, value))
-
-
-SAMPLE_EVERY_S = 1.0
-"""Of each slot, at most."""
-SAMPLES_MOST_PER_S = 45.0
-"""Of all slots: a run of many workers samples each of them less often."""
-RETRY_AFTER_S = 1.0
-"""After a failure, writing is not tried again for so long: a locked file must not delay the head
-each time.
-"""
-EVENTS_KEPT = 10_000
-"""Events that wait while nothing can be written; beyond them the oldest go."""
-
-_ROWS_MOST = 50
-"""Rows of a sample in one transaction: the write-ahead log stays as long as its longest one has
-made it.
-"""
-_PATIENCE_S = 0.1
-"""How long another program's lock may delay the head."""
-_LAST_PATIENCE_S = 2.0
-"""At the end of a run a longer wait is harmless, and there is no second chance."""
 
 # Besides SQLite's own: values that a conversion did not foresee must not end a long run.
 _FAILURES = (sqlite3.Error, OSError, ValueError, TypeError, OverflowError, RecursionError)
@@ -533,8 +511,16 @@ class RunStore:
             if not self._has_begun:
                 self._faults_before = self._stored_faults(connection)
         if self._figures_wait and self._snapshot is not None:
-            figures = _figures_line(facts.run_id, self._snapshot, incomplete=self.incomplete)
-            connection.execute(_UPDATE_RUN, figures)
+            names = (
+                "elapsed_s",
+                "nodes_seen",
+                "notices",
+                "restart_count",
+                "steps_lost_upper_bound",
+            )
+            figures = {name: getattr(self._snapshot, name) for name in names}
+            moment = {"updated_at_unix_s": self._snapshot.now_unix_s, "run_id": facts.run_id}
+            connection.execute(_UPDATE_RUN, _line(**figures, **moment, incomplete=self.incomplete))
         if self._verdict is not None:
             faults = _all_faults(self._faults_before, self._faults)
             connection.execute(_END_RUN, {**self._verdict, "faults": faults})
