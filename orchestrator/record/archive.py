@@ -163,8 +163,8 @@ def _check_schema(store: sqlite3.Connection, path: Path) -> None:
             raise ValueError(f"{name} is no table")
         if any(column["hidden"] for column in store.execute(f"PRAGMA table_xinfo({name})")):
             raise ValueError(f"{name} has computed columns")
-    found = store.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
-    version = int(found["value"]) if found is not None else 0
+    line = store.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
+    version = int(line["value"]) if line is not None else 0
     if version < 1:
         raise ValueError("it does not say which schema it has")
     if version != SCHEMA_VERSION:
@@ -367,13 +367,13 @@ def head_of(folder: Path) -> psutil.Process | None:
     """
     note = folder / NOTE_NAME
     try:
-        told = json.loads(read_small(note, _NOTE_MOST_BYTES))
-        pid = told["pid"]
+        content = json.loads(read_small(note, _NOTE_MOST_BYTES))
+        pid = content["pid"]
         if type(pid) is not int or pid <= 1:  # true is an int, and 1 is init
             return None
         process = psutil.Process(pid)
         is_head = process.create_time() <= note.stat().st_mtime + 1.0 and pid != os.getpid()
-        began = told.get("started")
+        began = content.get("started")
     except (*_DAMAGE, OSError, AttributeError, psutil.Error):
         return None
     is_head &= began is None or is_alive(pid, began)
@@ -562,7 +562,7 @@ def _missed(events: Iterable[StoredEvent]) -> tuple[str, ...]:
 def _state_of(path: Path) -> tuple[int, int, int] | None:
     """Return what changes when a file is written; `None` if there is none."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -129,30 +129,32 @@ def moment(folder: Path, at_unix_s: float, run: StoredRun | None = None) -> Snap
     What is not sampled is unknown, but for what never changes; a slot's reason is that of its last
     change of state. `run` is the run of this folder if it was read already.
     """
-    known = read_run(folder) if run is None else run
+    stored = read_run(folder) if run is None else run
     with reading(folder) as store:
-        (found,) = store.execute(
+        (sampled_unix_s,) = store.execute(
             "SELECT max(at_unix_s) FROM samples WHERE at_unix_s <= ?", [at_unix_s]
         ).fetchone()
-        if found is None:
-            (found,) = store.execute("SELECT min(at_unix_s) FROM samples").fetchone()
-        lines = store.execute("SELECT * FROM samples WHERE at_unix_s = ?", [found]).fetchall()
+        if sampled_unix_s is None:
+            (sampled_unix_s,) = store.execute("SELECT min(at_unix_s) FROM samples").fetchone()
+        lines = store.execute(
+            "SELECT * FROM samples WHERE at_unix_s = ?", [sampled_unix_s]
+        ).fetchall()
         names = [line["slot"] for line in lines]
-        causes = {name: _cause_before(store, name, found) for name in names}
+        causes = {name: _cause_before(store, name, sampled_unix_s) for name in names}
     sampled = {
         line["slot"]: {key: line[key] for key in ("state", *SAMPLED_NUMBERS)} for line in lines
     }
     records = [
         _as_sampled(slot, sampled[slot.slot], causes[slot.slot])
-        for slot in known.slots
+        for slot in stored.slots
         if slot.slot in sampled
     ]
-    now_unix_s = known.facts.started_at_unix_s if found is None else float(found)
+    now_unix_s = stored.facts.started_at_unix_s if sampled_unix_s is None else float(sampled_unix_s)
     return replace(
-        known.snapshot(),
+        stored.snapshot(),
         rows=tuple(map(row_of, records)),
         now_unix_s=now_unix_s,
-        elapsed_s=max(0.0, known.elapsed_s - (known.snapshot().now_unix_s - now_unix_s)),
+        elapsed_s=max(0.0, stored.elapsed_s - (stored.snapshot().now_unix_s - now_unix_s)),
         notices=(),
         restart_count=sum(int(values.get("restarts") or 0) for values in sampled.values()),
         steps_lost_upper_bound=None,

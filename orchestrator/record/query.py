@@ -90,11 +90,11 @@ def parse(text: str) -> Filter:
     tests: list[_Test] = []
     at = 0
     while at < len(stripped):
-        found = _TERM.match(stripped, at)
-        if found is None:
+        match = _TERM.match(stripped, at)
+        if match is None:
             raise QueryError(f'a quote is not closed: {stripped[at:]}; write reason:"two words"')
-        tests.append(_test(found["term"]))
-        at = found.end()
+        tests.append(_test(match["term"]))
+        at = match.end()
     return Filter(stripped, tuple(tests))
 
 
@@ -111,16 +111,16 @@ def select(rows: Iterable[Row], wanted: Filter, order: Order) -> tuple[Row, ...]
 
     Unknown values are last either way, and equal ones in order of slots.
     """
-    found = [row for row in rows if wanted.matches(row)]
+    matching = [row for row in rows if wanted.matches(row)]
     if order.key is None:
-        worst = worst_first(found)
+        worst = worst_first(matching)
         return tuple(reversed(worst)) if order.reverse else worst
     value = FIELDS[order.key].value
-    found.sort(key=lambda row: natural_order(row.slot))
-    known = [row for row in found if value(row) is not None]
-    is_words = bool(known) and isinstance(value(known[0]), str)
-    known.sort(key=lambda row: _sorting_key(value(row)), reverse=order.reverse is is_words)
-    return (*known, *(row for row in found if value(row) is None))
+    matching.sort(key=lambda row: natural_order(row.slot))
+    sortable = [row for row in matching if value(row) is not None]
+    is_words = bool(sortable) and isinstance(value(sortable[0]), str)
+    sortable.sort(key=lambda row: _sorting_key(value(row)), reverse=order.reverse is is_words)
+    return (*sortable, *(row for row in matching if value(row) is None))
 
 
 def field_of(word: str) -> Field:

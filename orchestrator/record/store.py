@@ -593,7 +593,7 @@ def _opened(path: Path, patience_s: float) -> sqlite3.Connection:
 def _identity(path: Path) -> _Identity | None:
     """Tell the file and its log from others of the same name; `None` where there is not both."""
     try:
-        found = [path.stat(), path.with_name(f"{path.name}-wal").stat()]
+        statuses = [path.stat(), path.with_name(f"{path.name}-wal").stat()]
     except OSError:
         return None
-    return tuple((file.st_dev, file.st_ino) for file in found)
+    return tuple((file.st_dev, file.st_ino) for file in statuses)

@@ -41,9 +41,9 @@ def course(
     state, now, sent = digest.new_digest(every_s, 0.0), (), []
     for second in range(int(until_s) + 1):
         now = there.get(second, now)
-        state = digest.seen(state, now, second)
+        state = digest.after_look(state, now, second)
         if message := digest.due(state, second):
-            after = digest.given_up if len(sent) in set(fails) else digest.told
+            after = digest.after_failure if len(sent) in set(fails) else digest.after_sending
             state = after(state, message, second)
             sent.append((second, message))
     return sent
@@ -130,10 +130,10 @@ def test_an_untaken_message_is_tried_again_later_each_time() -> None:
 
 
 def test_the_last_message_tells_all_and_keeps_the_distance() -> None:
-    state = digest.seen(digest.new_digest(None, 0.0), [NODE], 0.0)
+    state = digest.after_look(digest.new_digest(None, 0.0), [NODE], 0.0)
     first = digest.due(state, 5.0)
     assert first is not None
-    state = digest.seen(digest.told(state, first, 5.0), SEVEN, 6.0)
+    state = digest.after_look(digest.after_sending(state, first, 5.0), SEVEN, 6.0)
     assert digest.due(state, 64.0, is_last=True) is None
     last = digest.due(state, 65.0, is_last=True)
     assert last is not None
@@ -146,8 +146,8 @@ def test_the_last_message_tells_all_and_keeps_the_distance() -> None:
 
 def test_what_cannot_be_known_stays_as_it_was() -> None:
     """The slots of a node that is gone are neither over nor new."""
-    state = digest.seen(digest.new_digest(None, 0.0), SEVEN[:1], 0.0)
-    state = digest.seen(
+    state = digest.after_look(digest.new_digest(None, 0.0), SEVEN[:1], 0.0)
+    state = digest.after_look(
         state, [NODE, *SEVEN[1:]], 1.0, lambda one: one.subject.place == "pc1 GPU-0"
     )
     message = digest.due(state, 10.0)
@@ -184,17 +184,17 @@ def test_never_two_messages_in_a_minute_and_nothing_is_lost(
     there: set[int] = set()
 
     def look(state: Digest, there: Iterable[int]) -> Digest:
-        state = digest.seen(state, [SUBJECTS[index] for index in there], now_s)
+        state = digest.after_look(state, [SUBJECTS[index] for index in there], now_s)
         message = digest.due(state, now_s)
         if message is None:
             return state
         sent.append((now_s, message))
         if len(sent) in fails:
-            return digest.given_up(state, message, now_s)
+            return digest.after_failure(state, message, now_s)
         for news in message.news:
             told[news.firing.key] += news.times
             last_told[news.firing.key] = news
-        return digest.told(state, message, now_s)
+        return digest.after_sending(state, message, now_s)
 
     for wait_s, present in steps:
         now_s += wait_s
@@ -225,17 +225,17 @@ def test_a_trouble_that_is_over_and_told_is_forgotten() -> None:
     """Else a run of a year with a thousand slots would keep them all."""
     state = digest.new_digest(None, 0.0)
     for second in range(0, 3 * 3600, 30):
-        state = digest.seen(state, [NODE] if second < 60 else [], float(second))
+        state = digest.after_look(state, [NODE] if second < 60 else [], float(second))
         message = digest.due(state, float(second))
-        state = digest.told(state, message, float(second)) if message else state
-    assert not state.kept
+        state = digest.after_sending(state, message, float(second)) if message else state
+    assert not state.tracked
 
 
 @pytest.mark.parametrize("times", [1, 3])
 def test_the_state_tells_the_newest_text(times: int) -> None:
     state = digest.new_digest(None, 0.0)
     for number in range(times):
-        state = digest.seen(
+        state = digest.after_look(
             state,
             [replace(NODE, subject=replace(NODE.subject, text=f"text {number}"))],
             float(number),

@@ -63,7 +63,7 @@ def message_text(
         [_end(run), *([] if run.error is None else [run.error]), *_cut(list(missed))]
         if message.is_last
         else [],
-        _cut([line for group in _grouped(news) for line in _told(group, unix_s)]),
+        _cut([line for group in _grouped(news) for line in _news_lines(group, unix_s)]),
         _cut(
             [
                 f"still: {_headline(group)}, for {_for(group[0].firing, unix_s)}"
@@ -104,7 +104,7 @@ def _headline(group: Sequence[News]) -> str:
     return f"{over}{group[0].firing.alert.name} {' '.join(subjects[:_SUBJECTS_MOST])}{more}"
 
 
-def _told(group: Sequence[News], unix_s: float) -> Iterator[str]:
+def _news_lines(group: Sequence[News], unix_s: float) -> Iterator[str]:
     """Yield what is told of some subjects: their names, the text of the first, what to do."""
     first, times = group[0], max(news.times for news in group)
     often = f", {times} times" if times > 1 else ""

@@ -37,12 +37,14 @@ class Judge:
 
     def __init__(self, at_least: Severity) -> None:
         """Prepare for alerts that are `at_least` so severe."""
-        told = SEVEREST_FIRST[: SEVEREST_FIRST.index(at_least) + 1]
+        severities = SEVEREST_FIRST[: SEVEREST_FIRST.index(at_least) + 1]
         self._watch = AlertWatch(
             alerts=tuple(
                 replace(alert, for_s=0.0) if alert.name in _AT_ONCE else alert
                 for alert in ALERTS
-                if alert.severity in told and alert.name not in _TOLD_ANYWAY and not alert.opt_in
+                if alert.severity in severities
+                and alert.name not in _TOLD_ANYWAY
+                and not alert.opt_in
             )
         )
         self._is_blind = False
@@ -108,7 +110,7 @@ class Notifier:
         """Send one digest; return the exit code. `ArchiveError` if there is nothing to tell."""
         frame = self._follower.look()
         self._take(frame, time.monotonic())
-        there = tuple(kept.firing for kept in self._state.kept.values())
+        there = tuple(one.firing for one in self._state.tracked.values())
         message = Message(news=(), there=there, is_digest=True, is_last=False)
         return 0 if self._send(message, frame) else 1
 
@@ -153,7 +155,7 @@ class Notifier:
                 message = digest.due(self._state, now_s, is_last=is_last)
                 if message is not None:
                     is_taken = self._send(message, last)
-                    self._state = (digest.told if is_taken else digest.given_up)(
+                    self._state = (digest.after_sending if is_taken else digest.after_failure)(
                         self._state, message, now_s
                     )
                     if is_taken and is_last:
@@ -191,7 +193,7 @@ class Notifier:
 
     def _take(self, frame: Frame | None, now_s: float) -> None:
         firing = self._judge.firing(frame, time.time())
-        self._state = digest.seen(self._state, firing, now_s, self._judge.is_unknown)
+        self._state = digest.after_look(self._state, firing, now_s, self._judge.is_unknown)
 
     def _send(self, message: Message, frame: Frame) -> bool:
         """Have a message sent; say whether an address has taken it."""

@@ -49,11 +49,11 @@ class _Figure:
         """Return its title, the value of each run, and, of two, the difference."""
         decimals = decimals_for(self.values)
         words = self.words or (lambda value: number(value, decimals))
-        told = [words(finite(value)) or UNICODE.missing for value in self.values]
+        shown = [words(finite(value)) or UNICODE.missing for value in self.values]
         first = self.values[0]
         return [
             self.title,
-            *told,
+            *shown,
             *(difference(first, other, self.better) for other in self.values[1:]),
         ]
 
@@ -63,14 +63,14 @@ def compared(sides: Sequence[Side]) -> Json:
     names = [UNICODE.clean(side.run.facts.run_id) for side in sides]
     figures = [_Figure(title=title, better=better, values=[get(side) for side in sides], words=words)
                for title, better, get, words in _FIGURES]  # fmt: skip
-    told: Json = {
+    table: Json = {
         "titles": ["", *names, *_DIFFERENCE[: len(sides) - 1]],
         "rows": [_verdicts(sides)],
     }
-    told["rows"] += [
+    table["rows"] += [
         figure.cells() for figure in figures if any(value is not None for value in figure.values)
     ]
-    return told if len(sides) == 1 else {**told, "slots": _slots(sides)}
+    return table if len(sides) == 1 else {**table, "slots": _slots(sides)}
 
 
 def difference(value: float | None, other: float | None, better: int) -> Cell:
@@ -92,29 +92,29 @@ def difference(value: float | None, other: float | None, better: int) -> Cell:
 
 def _verdicts(sides: Iterable[Side]) -> list[Cell]:
     outcomes = [side.run.outcome for side in sides]
-    told = [(UNICODE.clean(outcome), OUTCOME_TONES.get(outcome, "dim")) for outcome in outcomes]
-    return ["outcome", *told, *([""] if len(told) > 1 else [])]
+    cells = [(UNICODE.clean(outcome), OUTCOME_TONES.get(outcome, "dim")) for outcome in outcomes]
+    return ["outcome", *cells, *([""] if len(cells) > 1 else [])]
 
 
 def _slots(sides: Sequence[Side]) -> Json:
     rows = [{row.slot: row for row in side.snapshot.rows} for side in sides]
-    names = sorted({name for known in rows for name in known}, key=natural_order)
-    told: list[list[Cell]] = []
+    names = sorted({name for by_slot in rows for name in by_slot}, key=natural_order)
+    lines: list[list[Cell]] = []
     for name in names:
         cells: list[Cell] = [UNICODE.clean(name)]
         for better, get, words in _OF_SLOTS:
             values = [
-                get(side, known[name]) if name in known else None
-                for side, known in zip(sides, rows, strict=True)
+                get(side, by_slot[name]) if name in by_slot else None
+                for side, by_slot in zip(sides, rows, strict=True)
             ]
             cells += _Figure(title="", better=better, values=values, words=words).cells()[1:]
-        told.append(cells)
+        lines.append(cells)
     titles = [
         part
         for title in ("TFLOP/s, mean", "good steps/h", "OOM")
         for part in (title, "other", _DIFFERENCE[0])
     ]
-    return {"titles": ["slot", *titles], "rows": told}
+    return {"titles": ["slot", *titles], "rows": lines}
 
 
 def _per_hour(side: Side, counts: StepCounts) -> float | None:

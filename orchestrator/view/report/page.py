@@ -92,12 +92,12 @@ def frozen(folder: Path, other: Path | None = None) -> Json:
             spans.get(row.slot, ())[-most:],
             by_slot[row.slot][-_EVENTS_OF_SLOT:],
         )
-        told = page_data.slot_of(frame, row.slot, its_spans, its_events, printed)
-        if told is not None:
+        of_slot = page_data.slot_of(frame, row.slot, its_spans, its_events, printed)
+        if of_slot is not None:
             more = [
-                fact for fact in told["facts"] if fact[0] not in headings
+                fact for fact in of_slot["facts"] if fact[0] not in headings
             ]  # the others are in the table
-            slots[row.slot] = {name: told[name] for name in _OF_SLOT} | {"more": more}
+            slots[row.slot] = {name: of_slot[name] for name in _OF_SLOT} | {"more": more}
     return {
         **table,
         "slots": slots,
@@ -110,8 +110,8 @@ def frozen(folder: Path, other: Path | None = None) -> Json:
         "charts": _CHARTED,
         "missing": UNICODE.missing,
         "history": {
-            slot: {key: _drawn(key, course) for key, course in told.items()}
-            for slot, told in courses.items()
+            slot: {key: _drawn(key, course) for key, course in of_slot.items()}
+            for slot, of_slot in courses.items()
         },
         "beside": dict.fromkeys(("allocated_bytes", "reserved_bytes"), ("cap_bytes", "cap")),
         "events": [page_data.event_of(event) for event in events[-_EVENTS_TOLD:]],
@@ -138,10 +138,10 @@ def _summary(
     """
     frames = [frame] if other is None else [frame, other]
     width_s = max(
-        (between[1] - between[0] for each in frames if (between := _between(each.run))), default=1.0
+        (between[1] - between[0] for one in frames if (between := _between(one.run))), default=1.0
     )
-    courses = [_totals(each.run, width_s) for each in frames]
-    of_slots = [slots, *(_courses(each.run, ("tflops",), _PARTS_LEAST) for each in frames[1:])]
+    courses = [_totals(one.run, width_s) for one in frames]
+    of_slots = [slots, *(_courses(one.run, ("tflops",), _PARTS_LEAST) for one in frames[1:])]
     charts = []
     for drawn in page_data.totals_of(courses[0]):
         chart = {name: drawn[name] for name in ("label", "t", "mean")}
@@ -151,7 +151,7 @@ def _summary(
         charts.append(chart)
     begins = frame.run.facts.started_at_unix_s
     return {
-        "missed": [UNICODE.clean(each) for each in frame.missed],
+        "missed": [UNICODE.clean(one) for one in frame.missed],
         "from": begins,
         "to": begins + width_s,
         "charts": charts,
@@ -163,13 +163,15 @@ def _summary(
 
 
 def _side(
-    frame: Frame, whole: Mapping[str, Buckets], each: Mapping[str, Mapping[str, Buckets]]
+    frame: Frame, whole: Mapping[str, Buckets], slots: Mapping[str, Mapping[str, Buckets]]
 ) -> Side:
     return Side(
         run=frame.run,
         snapshot=frame.snapshot,
         means={key: _mean(course) for key, course in whole.items()},
-        tflops={slot: _mean(told["tflops"]) for slot, told in each.items() if "tflops" in told},
+        tflops={
+            slot: _mean(courses["tflops"]) for slot, courses in slots.items() if "tflops" in courses
+        },
     )
 
 
@@ -189,14 +191,14 @@ def _totals(run: StoredRun, width_s: float) -> dict[str, Buckets]:
 
 def _courses(run: StoredRun, keys: Sequence[str], parts: int) -> dict[str, dict[str, Buckets]]:
     between = _between(run)
-    found = {} if between is None else history.courses(run.folder, keys, *between, parts)
+    by_slot = {} if between is None else history.courses(run.folder, keys, *between, parts)
     return {
         slot: {
             key: course
-            for key, course in told.items()
+            for key, course in of_slot.items()
             if any(value is not None for value in course.mean)
         }
-        for slot, told in found.items()
+        for slot, of_slot in by_slot.items()
     }
 
 
@@ -208,7 +210,7 @@ def _between(run: StoredRun) -> tuple[float, float] | None:
 
 def _times(courses: Mapping[str, Mapping[str, Buckets]]) -> list[float]:
     """Return the times that all courses have, once."""
-    drawn = (course for told in courses.values() for course in told.values())
+    drawn = (course for of_slot in courses.values() for course in of_slot.values())
     return [round(at, 2) for at in next((course.at_unix_s for course in drawn), ())]
 
 
@@ -216,10 +218,12 @@ def _drawn(key: str, course: Buckets) -> Json:
     """Return a course in few characters: with its least and most only where they differ, and
     without times.
     """
-    told = page_data.history_of(key, course)
-    found = {name: [_short(value) for value in told[name]] for name in ("mean", "min", "max")}
+    values = page_data.history_of(key, course)
+    columns = {name: [_short(value) for value in values[name]] for name in ("mean", "min", "max")}
     return {
-        name: values for name, values in found.items() if name == "mean" or values != found["mean"]
+        name: values
+        for name, values in columns.items()
+        if name == "mean" or values != columns["mean"]
     }
 
 

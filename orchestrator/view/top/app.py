@@ -51,12 +51,12 @@ from orchestrator.view.top.view import (
     Ask,
     Send,
     View,
-    followed,
+    follow,
     marked_line,
-    moved,
+    move,
     question_lines,
     refusal,
-    sorted_by_next,
+    sort_by_next,
 )
 
 HELP: Final = """
@@ -221,7 +221,7 @@ class LinesView(Widget):
         return strip.adjust_cell_length(max(1, self.size.width), None)
 
 
-def saved(path: Path, lines: Iterable[Text]) -> str:
+def save_lines(path: Path, lines: Iterable[Text]) -> str:
     """Write lines as plain text; return where they are, or why they could not be written."""
     try:
         path.write_text("\n".join(line.plain for line in lines) + "\n", encoding="utf-8")
@@ -384,7 +384,7 @@ class Top(App[None]):
     def _draw_table(self, snapshot: Snapshot, rows: LinesView, width: int) -> None:
         shown = self._view.rows(snapshot.rows)
         height = self._table_height()
-        self._view = followed(self._view, shown, height)
+        self._view = follow(self._view, shown, height)
         first = self._view.first
         lines = table_lines(shown[first : first + height], width, self._glyphs, self._view.hidden)
         if not shown:
@@ -447,7 +447,7 @@ class Top(App[None]):
         if self._page is not None:
             self._scrolled, self._chosen = max(0, self._scrolled + by), max(0, self._chosen + by)
         elif self._snapshot is not None:
-            self._view = moved(
+            self._view = move(
                 self._view, self._view.rows(self._snapshot.rows), by, self._table_height()
             )
         self.draw()
@@ -458,7 +458,7 @@ class Top(App[None]):
 
     def action_sort(self, step: int) -> None:
         """Sort by another column."""
-        self._view = sorted_by_next(self._view, step)
+        self._view = sort_by_next(self._view, step)
         self.draw()
 
     def action_reverse(self) -> None:
@@ -581,12 +581,12 @@ class Top(App[None]):
     def action_seek(self, by_s: float) -> None:
         """Show the run as it was so much later or earlier."""
         try:
-            found = None if self._frame is None else self._replay.seek(by_s, self._frame.run)
+            moment = None if self._frame is None else self._replay.seek(by_s, self._frame.run)
         except ArchiveError as failure:
             self._said = str(failure)
         else:
-            self._said = "nothing was sampled yet" if found is None else self._said
-            self._snapshot = found or self._snapshot
+            self._said = "nothing was sampled yet" if moment is None else self._said
+            self._snapshot = moment or self._snapshot
         self.draw()
 
     def action_play(self) -> None:
@@ -598,7 +598,7 @@ class Top(App[None]):
     def action_save(self) -> None:
         """Write what is on the screen as text."""
         views = (self.query_one(name, LinesView) for name in ("#header", "#rows", "#keys"))
-        self._said = saved(
+        self._said = save_lines(
             Path.cwd() / f"top-{self._folder.name}.txt",
             [line for view in views for line in view.lines],
         )

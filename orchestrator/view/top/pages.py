@@ -161,12 +161,12 @@ def run_lines(runs: Iterable[Listed], glyphs: Glyphs) -> list[Text]:
     """Return a line for each run, to choose one."""
     lines = []
     for one in runs:
-        told = (
+        extent = (
             ""
             if one.run is None
             else f"  {counted(len(one.run.slots), 'slot')}  {clock(one.run.elapsed_s)}"
         )
-        lines.append(Text(glyphs.clean(f"{one.run_id}  {one.outcome}{told}")))
+        lines.append(Text(glyphs.clean(f"{one.run_id}  {one.outcome}{extent}")))
     return lines or [Text("no runs", "dim")]
 
 
@@ -216,7 +216,7 @@ def read_slot_lines(
         page += [
             Text(),
             Text("printed", "bold"),
-            *(each for line in printed for each in _folded(line, width, glyphs)),
+            *(part for line in printed for part in _folded(line, width, glyphs)),
         ]
     return [*page[:2], Text(f"courses: {shown} (m)", "dim"), *page[2:]]
 
@@ -240,8 +240,8 @@ def slot_lines(
         ),
         Text(),
     ]
-    for key, found in courses.items():
-        line = sparkline(key, found, width, glyphs)
+    for key, course in courses.items():
+        line = sparkline(key, course, width, glyphs)
         if line is not None:
             lines.append(line)
     lines += [Text(), *_facts(row, width, glyphs)]
@@ -250,12 +250,12 @@ def slot_lines(
     return lines
 
 
-def sparkline(key: str, found: Buckets, width: int, glyphs: Glyphs) -> Text | None:
+def sparkline(key: str, course: Buckets, width: int, glyphs: Glyphs) -> Text | None:
     """Return a value over time as one line, with its lowest and highest.
 
     `None` if nothing was sampled.
     """
-    values = _growth(found.high) if key in _GROWTH else found.mean
+    values = _growth(course.high) if key in _GROWTH else course.mean
     known = [value for value in values if value is not None]
     if not known:
         return None
@@ -270,8 +270,8 @@ def sparkline(key: str, found: Buckets, width: int, glyphs: Glyphs) -> Text | No
     )
     if key not in _GROWTH:
         # A mean of many samples hides the extremes, and these are worth knowing.
-        low = min(value for value in found.low if value is not None)
-        high = max(value for value in found.high if value is not None)
+        low = min(value for value in course.low if value is not None)
+        high = max(value for value in course.high if value is not None)
     ends = f"  {_short(key, low)} to {_short(key, high)}"
     room = max(1, width - _LABEL_CELLS - len(ends))
     return Text.assemble((f"{COURSES[key]:<{_LABEL_CELLS}}", "dim"), (drawn[-room:], "cyan"), ends)

@@ -51,7 +51,7 @@ def frame_json(folder: Path, view: View) -> str:
     """Return the same as one JSON object: the rows that are shown, in their order."""
     frame = Follower(folder).look()
     snapshot = frame.snapshot
-    told = {
+    values = {
         "schema": SCHEMA,
         "run_id": snapshot.run_id,
         "freshness": frame.freshness.value,
@@ -63,7 +63,7 @@ def frame_json(folder: Path, view: View) -> str:
         "workers": [row.to_dict() for row in view.rows(snapshot.rows)],
         "notices": list(snapshot.notices),
     }
-    return summary_text(told)
+    return summary_text(values)
 
 
 def watch(folder: Path, view: View, glyphs: Glyphs, *, read_only: bool) -> None:

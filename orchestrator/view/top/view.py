@@ -55,17 +55,17 @@ class View:
         return select(rows, self.wanted, self.order)
 
 
-def followed(view: View, shown: Sequence[Row], height: int) -> View:
+def follow(view: View, shown: Sequence[Row], height: int) -> View:
     """Return the view for new rows: the cursor stays with its slot, and the slot on the screen."""
     return _at(view, shown, _line_of(view, shown), height)
 
 
-def moved(view: View, shown: Sequence[Row], by: int, height: int) -> View:
+def move(view: View, shown: Sequence[Row], by: int, height: int) -> View:
     """Return the view after the cursor went so many rows down, or up if negative."""
     return _at(view, shown, _line_of(view, shown) + by, height)
 
 
-def sorted_by_next(view: View, step: int) -> View:
+def sort_by_next(view: View, step: int) -> View:
     """Return the view in the order of the column after the present one, or `step` columns on."""
     at = SORTS.index(view.order.key) if view.order.key in SORTS else 0
     return replace(view, order=Order(SORTS[(at + step) % len(SORTS)]))

@@ -154,15 +154,15 @@ def cookie_name(access: Access) -> str:
 
 def cookie_value(level: Permission, access: Access, now_unix_s: float) -> str:
     """Return a login. It stays good when the server is started again at the same port."""
-    told = f"{int(level)}.{int(now_unix_s)}"
-    return f"{told}.{_signed(told, level, access)}"
+    claim = f"{int(level)}.{int(now_unix_s)}"
+    return f"{claim}.{_signed(claim, level, access)}"
 
 
 def _misdirected(request: RequestFacts, access: Access) -> RequestRefusal | None:
     """Refuse what is meant for another host, or sent by a page of another host."""
     host = (request.host or "").lower()
-    found = _NAME.fullmatch(host)
-    if found is None or found["name"] not in access.hosts:
+    match = _NAME.fullmatch(host)
+    if match is None or match["name"] not in access.hosts:
         return RequestRefusal(
             403,
             "this server does not answer under that host name; use the address that `web` prints",
@@ -201,19 +201,19 @@ def _level_of(request: RequestFacts, access: Access, now_unix_s: float) -> Permi
         if _same(token, access.control_token):
             return Permission.CONTROL
         return Permission.READ if _same(token, access.read_token) else Permission.NOTHING
-    told, _, signature = (request.cookie or "").rpartition(".")
-    found = re.fullmatch(r"([12])\.([0-9]{1,12})", told, re.ASCII)
-    if found is None:
+    claim, _, signature = (request.cookie or "").rpartition(".")
+    match = re.fullmatch(r"([12])\.([0-9]{1,12})", claim, re.ASCII)
+    if match is None:
         return Permission.NOTHING
-    level, age_s = Permission(int(found[1])), now_unix_s - int(found[2])
-    is_good = -SESSION_S < age_s < SESSION_S and _same(signature, _signed(told, level, access))
+    level, age_s = Permission(int(match[1])), now_unix_s - int(match[2])
+    is_good = -SESSION_S < age_s < SESSION_S and _same(signature, _signed(claim, level, access))
     return level if is_good else Permission.NOTHING
 
 
-def _signed(told: str, level: Permission, access: Access) -> str:
+def _signed(claim: str, level: Permission, access: Access) -> str:
     """Sign a login with the token of its level: who has only the other token cannot make one."""
     key = access.control_token if level is Permission.CONTROL else access.read_token
-    return _signature(key, f"login {access.port} {told}")
+    return _signature(key, f"login {access.port} {claim}")
 
 
 def _signature(key: str, text: str) -> str:

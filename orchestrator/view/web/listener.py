@@ -308,17 +308,19 @@ def _hosts(bind: str) -> frozenset[str]:
     A name of someone else may lead here, too.
     """
     address = ipaddress.ip_address(bind)
-    found = {"127.0.0.1", "localhost", "[::1]"}
+    names = {"127.0.0.1", "localhost", "[::1]"}
     if address.is_loopback:
-        return frozenset(found)
-    own = [each.address for kinds in psutil.net_if_addrs().values() for each in kinds]
+        return frozenset(names)
+    own = [
+        card_address.address for kinds in psutil.net_if_addrs().values() for card_address in kinds
+    ]
     texts = (
         {text.partition("%")[0].lower() for text in own}
         if address.is_unspecified
         else {str(address)}
     )
     return frozenset(
-        found
+        names
         | {f"[{text}]" if ":" in text else text for text in texts}
         | {socket.gethostname().lower()}
     )

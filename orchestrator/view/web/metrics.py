@@ -88,7 +88,7 @@ def _of_run(frame: Frame, deliveries: Deliveries, commands: Commands) -> Iterato
     yield InfoMetricFamily("orchestrator_build", "Versions of what shows the run.", value=build)
     yield InfoMetricFamily("orchestrator_run", "Which run it is.", value=about)
     now = catalogue.outcome(frame)
-    outcomes = (((each,), float(each == now)) for each in catalogue.OUTCOMES)
+    outcomes = (((outcome,), float(outcome == now)) for outcome in catalogue.OUTCOMES)
     yield _gauges("run_outcome", "1 for how the run stands.", ("outcome",), outcomes)
     for name, text, value in (
         ("head_up", "1 while a head works on the run.", catalogue.is_up(frame)),
@@ -110,7 +110,7 @@ def _of_run(frame: Frame, deliveries: Deliveries, commands: Commands) -> Iterato
     nodes = (((node,), float(up)) for node, up in catalogue.nodes_up(frame).items())
     yield _gauges("node_up", "1 while a planned node is in the cluster.", ("node",), nodes)
     results = ((("taken",), deliveries.taken), (("failed",), deliveries.failed))
-    yield _counters("notifications", "Notifications, for each address.", ("result",), results)
+    yield _counters("notifications", "Notifications, for outcome address.", ("result",), results)
     given = sorted(commands.items())
     yield _counters("commands", "Commands of the user.", ("command", "result"), given)
 

@@ -109,15 +109,15 @@ class Table:
         """Return what is different from a table before; `None` where only all of it will do."""
         if self.columns != before.columns:
             return None
-        told: Json = {
+        update: Json = {
             "head": {
                 key: value for key, value in self.head.items() if before.head.get(key) != value
             }
         }
         if self._counts() != before._counts():
-            told |= self._counts()
+            update |= self._counts()
         if tuple(self.rows) != tuple(before.rows):
-            told["order"] = tuple(self.rows)
+            update["order"] = tuple(self.rows)
         changed = {}
         for slot, cells in self.rows.items():
             known = before.rows.get(slot)
@@ -125,7 +125,7 @@ class Table:
                 changed[slot] = dict(enumerate(cells))
             elif known != cells:
                 changed[slot] = {at: cell for at, cell in enumerate(cells) if known[at] != cell}
-        return told | ({"rows": changed} if changed else {})
+        return update | ({"rows": changed} if changed else {})
 
     def _counts(self) -> Json:
         return {"total": self.total, "matched": self.matched}
@@ -136,15 +136,15 @@ def table_of(
 ) -> Table:
     """Return the table of one view; `QueryError` where its filter makes no sense."""
     rows = frame.snapshot.rows
-    found = select(rows, parse(view.filter), view.order)
+    matching = select(rows, parse(view.filter), view.order)
     columns = columns_for(rows, UNICODE)
-    shown = found[view.offset : view.offset + view.limit]
+    shown = matching[view.offset : view.offset + view.limit]
     return Table(
         head=head_of(frame, firing, with_control=with_control),
         columns=_column_list(columns, rows),
         rows={row.slot: row_cells(row, columns) for row in shown},
         total=len(rows),
-        matched=len(found),
+        matched=len(matching),
     )
 
 
@@ -216,14 +216,14 @@ def head_of(frame: Frame, firing: Sequence[Badge] = (), *, with_control: bool = 
 def cards_of(frame: Frame) -> Json:
     """Return the cards with what their sensors say, a line for each."""
     columns = {column.name: column for column in columns_for(frame.snapshot.rows, UNICODE)}
-    told = []
+    lines = []
     for (node, _), workers in rows_by_card(frame.snapshot.rows).items():
         # A worker that has ended says nothing of the card: the one that says most is asked.
         best = max(
             workers, key=lambda row: sum(FIELDS[key].value(row) is not None for key in FIELDS)
         )
         flops = [known for row in workers if (known := finite(row.tflops)) is not None]
-        told.append(
+        lines.append(
             (
                 UNICODE.clean(node),
                 _cell(columns["card"].cell(best)),
@@ -239,7 +239,7 @@ def cards_of(frame: Frame) -> Json:
         "sum",
         *(_heading(columns[name]) for name in _CARD_COLUMNS),
     ]
-    return {"titles": titles, "rows": told}
+    return {"titles": titles, "rows": lines}
 
 
 def slot_of(
@@ -278,7 +278,7 @@ def slot_of(
     }
 
 
-def history_of(key: str, found: Buckets) -> Json:
+def history_of(key: str, course: Buckets) -> Json:
     """Return sampled values over time, in the unit that `label` names."""
     _, times = _UNITS.get(FIELDS[key].unit, ("", 1.0))
 
@@ -288,20 +288,20 @@ def history_of(key: str, found: Buckets) -> Json:
     return {
         "field": key,
         "label": field_label(key),
-        "t": [round(at, 2) for at in found.at_unix_s],
-        "min": scaled(found.low),
-        "mean": scaled(found.mean),
-        "max": scaled(found.high),
+        "t": [round(at, 2) for at in course.at_unix_s],
+        "min": scaled(course.low),
+        "mean": scaled(course.mean),
+        "max": scaled(course.high),
     }
 
 
-def totals_of(found: Mapping[str, Buckets]) -> list[Json]:
+def totals_of(courses: Mapping[str, Buckets]) -> list[Json]:
     """Return the charts of all slots together, without those of which nothing is known."""
     drawn = [
         {**history_of(key, course), "label": _TOTALS.get(key, field_label(key))}
-        for key, course in found.items()
+        for key, course in courses.items()
     ]
-    return [each for each in drawn if any(value is not None for value in each["mean"])]
+    return [chart for chart in drawn if any(value is not None for value in chart["mean"])]
 
 
 def event_of(event: StoredEvent) -> Json:
@@ -367,7 +367,7 @@ def _column_list(columns: Sequence[TableColumn], rows: Sequence[Row]) -> tuple[J
     def width_of(name: str) -> str:
         return next((width for most, width in _WIDTHS if rank.get(name, most) < most), "huge")
 
-    told = [
+    shown = [
         {
             "name": column.name,
             "title": [column.title, column.unit],
@@ -376,7 +376,7 @@ def _column_list(columns: Sequence[TableColumn], rows: Sequence[Row]) -> tuple[J
         }
         for column in columns
     ]
-    return (*told, {"name": "reason", "title": ["reason", ""], "words": True, "width": "reason"})
+    return (*shown, {"name": "reason", "title": ["reason", ""], "words": True, "width": "reason"})
 
 
 def _cell(text: Text | None) -> Cell:

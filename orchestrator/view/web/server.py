@@ -62,8 +62,8 @@ _EVENTS_MOST = 100
 class StreamEvent:
     """What is sent to pages, plain or compressed."""
 
-    def __init__(self, kind: str, told: object, number: int | None = None) -> None:
-        data = json.dumps(told, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    def __init__(self, kind: str, content: object, number: int | None = None) -> None:
+        data = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
         named = "" if number is None else f"id: {number}\n"
         self.plain = f"{named}event: {kind}\ndata: {data}\n\n".encode("utf-8", "backslashreplace")
 
@@ -398,9 +398,15 @@ class Site:
     async def _get_table(self, request: web.Request, query: Query) -> web.StreamResponse:
         """Answer with rows as in summary.json; the page follows the stream, which has cells."""
         view, frame = _view_of(query), await self.hub.frame()
-        found = await asyncio.to_thread(select, frame.snapshot.rows, parse(view.filter), view.order)
-        rows = [row.to_dict() for row in found[view.offset : view.offset + view.limit]]
-        counts = {"total": len(frame.snapshot.rows), "matched": len(found), "offset": view.offset}
+        matching = await asyncio.to_thread(
+            select, frame.snapshot.rows, parse(view.filter), view.order
+        )
+        rows = [row.to_dict() for row in matching[view.offset : view.offset + view.limit]]
+        counts = {
+            "total": len(frame.snapshot.rows),
+            "matched": len(matching),
+            "offset": view.offset,
+        }
         return _json(request, {"schema": SCHEMA, "frame": frame.number, **counts, "rows": rows})
 
     async def _get_slot(self, request: web.Request, query: Query) -> web.StreamResponse:
@@ -409,10 +415,10 @@ class Site:
         events = await asyncio.to_thread(read_events, self.folder, slot=name, limit=_SLOT_EVENTS)
         sampled = await asyncio.to_thread(history.sampled_between, self.folder)
         printed = await asyncio.to_thread(last_lines, self.folder, name)
-        told = page_data.slot_of(frame, name, spans, events, printed)
-        if told is None:
+        values = page_data.slot_of(frame, name, spans, events, printed)
+        if values is None:
             raise _RefusedError(404, f"there is no slot {name[:80]!r} in this run")
-        return _json(request, {"schema": SCHEMA, **told, "sampled": sampled})
+        return _json(request, {"schema": SCHEMA, **values, "sampled": sampled})
 
     async def _get_overview(self, request: web.Request, _query: Query) -> web.StreamResponse:
         """Answer with the last ten minutes of all slots together.
@@ -424,11 +430,17 @@ class Site:
             sampled = await asyncio.to_thread(history.sampled_between, self.folder)
             last = 0.0 if sampled is None else sampled[1]
             between = (last - _OVERVIEW_S, last + 0.001)
-            found = await asyncio.to_thread(history.totals, self.folder, *between, _OVERVIEW_PARTS)
-            told = {"charts": page_data.totals_of(found), "from": between[0], "to": between[1]}
+            courses = await asyncio.to_thread(
+                history.totals, self.folder, *between, _OVERVIEW_PARTS
+            )
+            overview = {
+                "charts": page_data.totals_of(courses),
+                "from": between[0],
+                "to": between[1],
+            }
             self._overview = (
                 now_s,
-                {**told, "spans": [], "events": [], "utc_offset_s": page_data.offset_s(last)},
+                {**overview, "spans": [], "events": [], "utc_offset_s": page_data.offset_s(last)},
             )
         return _json(request, {"schema": SCHEMA, **self._overview[1]})
 
@@ -439,21 +451,21 @@ class Site:
             _number(query, name, usual) for name, usual in zip(("from", "to"), between, strict=True)
         )
         count = _whole(query, "buckets", 300, 1, history.BUCKETS_MOST)
-        found = await asyncio.to_thread(
+        courses = await asyncio.to_thread(
             history.buckets, self.folder, slot, [key], begin, end, count
         )
         return _json(
-            request, {"schema": SCHEMA, "slot": slot, **page_data.history_of(key, found[key])}
+            request, {"schema": SCHEMA, "slot": slot, **page_data.history_of(key, courses[key])}
         )
 
     async def _get_events(self, request: web.Request, query: Query) -> web.StreamResponse:
         after = _whole(query, "after", 0, 0, 2**62)
         limit = _whole(query, "limit", 100, 1, _LIMIT_MOST)
-        found = await asyncio.to_thread(
+        events = await asyncio.to_thread(
             read_events, self.folder, after=after, slot=query.get("slot"), limit=limit
         )
         return _json(
-            request, {"schema": SCHEMA, "events": [page_data.event_of(event) for event in found]}
+            request, {"schema": SCHEMA, "events": [page_data.event_of(event) for event in events]}
         )
 
     async def _get_stream(self, request: web.Request, query: Query) -> web.StreamResponse:
@@ -482,9 +494,11 @@ class Site:
                 return response  # the page is gone, or has not read anything for long
 
     async def _get_login(self, request: web.Request, _query: Query) -> web.StreamResponse:
-        told = await _body(request)
-        code, now_s = told.get("code"), self.unix_s()
-        if not isinstance(code, str) or not any(each.redeem(code, now_s) for each in self.codes):
+        body = await _body(request)
+        code, now_s = body.get("code"), self.unix_s()
+        if not isinstance(code, str) or not any(
+            printed_code.redeem(code, now_s) for printed_code in self.codes
+        ):
             raise _RefusedError(
                 401,
                 "this code was used, or is older than two minutes; ask `web` for another address",
@@ -504,15 +518,15 @@ class Site:
 
     async def _get_commands(self, request: web.Request, _query: Query) -> web.StreamResponse:
         """Send a command to the head, which obeys an id that comes again only once."""
-        told = await _body(request)
-        identity, do, slots = told.get("id"), told.get("do"), told.get("slots")
+        body = await _body(request)
+        identity, do, slots = body.get("id"), body.get("do"), body.get("slots")
         if not (
             isinstance(identity, str) and 0 < len(identity) <= _TEXT_MOST and isinstance(do, str)
         ):
             raise _RefusedError(400, "a command needs an id and what to do, as texts")
         if not (isinstance(slots, list) and slots and all(isinstance(slot, str) for slot in slots)):
             raise _RefusedError(400, "a command names its slots one by one, in a list")
-        amount_bytes = _amount_bytes(told.get("amount"))
+        amount_bytes = _amount_bytes(body.get("amount"))
         sent = asyncio.to_thread(
             send, self.folder, do, slots, by="web", amount_bytes=amount_bytes, identity=identity
         )
@@ -525,10 +539,10 @@ class Site:
 _Handler: TypeAlias = Callable[[web.Request, Query], Awaitable[web.StreamResponse]]
 
 
-def _amount_bytes(told: object) -> int | None:
+def _amount_bytes(amount: object) -> int | None:
     """Return how many bytes a text such as "2.5 GiB" means."""
     try:
-        return None if told is None else parse_bytes(str(told))
+        return None if amount is None else parse_bytes(str(amount))
     except ValueError as failure:
         raise _RefusedError(400, str(failure)) from None
 
@@ -580,14 +594,14 @@ def _number(query: Query, key: str, usual: float) -> float:
 async def _body(request: web.Request) -> dict[str, Any]:
     try:
         async with asyncio.timeout(SILENT_MOST_S):
-            told = json.loads(await request.read())
+            body = json.loads(await request.read())
     except TimeoutError:
         raise _RefusedError(408, f"the body did not come within {SILENT_MOST_S:.0f} s") from None
     except (ValueError, RecursionError, web.RequestPayloadError):
-        told = None
-    if not isinstance(told, dict):
+        body = None
+    if not isinstance(body, dict):
         raise _RefusedError(400, "the body must be a JSON object")
-    return told
+    return body
 
 
 def _takes_gzip(request: web.Request) -> bool:
@@ -595,9 +609,9 @@ def _takes_gzip(request: web.Request) -> bool:
 
 
 def _json(
-    request: web.Request, told: object, status: int = 200, headers: Mapping[str, str] | None = None
+    request: web.Request, value: object, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> web.Response:
-    text = json.dumps(told, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     content = text.encode("utf-8", "backslashreplace")  # a lone surrogate becomes an escape of JSON
     return _response(request, content, "application/json", status, headers)
 
