@@ -19,7 +19,7 @@ from orchestrator.core.slot import Event, Slot
 from orchestrator.core.user_commands import EFFECTS, Command, RefusedError, events_of
 from orchestrator.errors import NothingStoredError
 from orchestrator.record.archive import read_answers
-from orchestrator.record.records import COMMANDS_KNOWN, CommandRecord
+from orchestrator.record.store import COMMANDS_KNOWN, CommandRecord
 from orchestrator.run.clock import Clock
 from orchestrator.view.live import Outlets
 

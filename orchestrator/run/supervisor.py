@@ -24,7 +24,7 @@ from orchestrator.core.slot import Phase, Slot
 from orchestrator.errors import PreflightError
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import OutputFiles
-from orchestrator.record.records import RunFacts
+from orchestrator.record.store import RunFacts
 from orchestrator.run.checkpoint_keeper import CheckpointKeeper
 from orchestrator.run.clock import Clock, Timers
 from orchestrator.run.commands import Commands
@@ -62,7 +62,7 @@ _CATCH_UP_S = 2.0
 _EXPLAIN_WITHIN_S = 3.0
 
 #: Objects that may be made for each slot between two searches for cycles of garbage. Reports leave
-#: no cycles behind, so a head of many slots would spend a quarter of its time on looking for them
+#: no cycles behind, so a head of many slots would spend an eighth of its time on looking for them
 #: in vain.
 _OBJECTS_PER_SLOT = 20
 

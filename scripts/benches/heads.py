@@ -19,8 +19,7 @@ from orchestrator.core.placement import SlotPlan
 from orchestrator.record.events import EventLog
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import OutputFiles
-from orchestrator.record.records import STORE_NAME, RunFacts
-from orchestrator.record.store import RunStore
+from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
 from orchestrator.run.checkpoint_keeper import CheckpointKeeper
 from orchestrator.run.clock import Clock
 from orchestrator.run.commands import Commands

@@ -1,5 +1,4 @@
-"""The verb `notify`: follows one run until it ends, and has the messages sent that `digest.py`
-decides on.
+"""Follows one run until it ends, and has the messages sent that `digest.py` decides on.
 
 A process of its own, so that a dead head is told of, too. Reads the run folder and nothing else;
 writes only how many messages were taken, and no address anywhere.
@@ -10,22 +9,67 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from orchestrator.config.schema import NotifyConfig
+from orchestrator.config.schema import NotifyConfig, Severity
 from orchestrator.errors import ArchiveError, NothingStoredError, UsageError, one_line
-from orchestrator.record.archive import head_of, read_events
-from orchestrator.record.deliveries import Deliveries, read_deliveries, write_deliveries
-from orchestrator.record.follow import Follower, Frame, Freshness
-from orchestrator.view.notify import courier, digest
+from orchestrator.record.archive import Follower, Frame, Freshness, head_of
+from orchestrator.record.folders import Deliveries, read_deliveries, write_deliveries
+from orchestrator.view.alerts.catalogue import ALERTS, SEVEREST_FIRST, WATCHER_DOWN, Firing, is_up
+from orchestrator.view.alerts.judge import AlertWatch, judge
+from orchestrator.view.notify import digest, sender
 from orchestrator.view.notify.digest import USUAL_PACE, Message, Pace
-from orchestrator.view.notify.letter import worded
-from orchestrator.view.notify.troubles import Judge
+from orchestrator.view.notify.message import message_text
 from orchestrator.view.phrases import counted
 from workers.files import locked
+
+_NODE_MISSING: Final = "NodeMissing"
+_AT_ONCE: Final = frozenset({_NODE_MISSING, "CardPaused"})
+#: The last message tells of the first three, and every digest of the last.
+_TOLD_ANYWAY: Final = frozenset({"HeadGone", "RunEnded", "RunDegraded", "NotifyFailing"})
+
+
+class Judge:
+    """Judges one frame of a run after the other."""
+
+    def __init__(self, at_least: Severity) -> None:
+        """Prepare for alerts that are `at_least` so severe."""
+        severities = SEVEREST_FIRST[: SEVEREST_FIRST.index(at_least) + 1]
+        self._watch = AlertWatch(
+            alerts=tuple(
+                replace(alert, for_s=0.0) if alert.name in _AT_ONCE else alert
+                for alert in ALERTS
+                if alert.severity in severities
+                and alert.name not in _TOLD_ANYWAY
+                and not alert.opt_in
+            )
+        )
+        self._is_blind = False
+        self._missing: frozenset[str] = frozenset()
+
+    def firing(self, frame: Frame | None, unix_s: float) -> tuple[Firing, ...]:
+        """Return what fires now; `frame` is `None` where the run cannot be read."""
+        self._is_blind = frame is None or not is_up(frame)
+        self._watch, firing = judge(self._watch, frame, unix_s)
+        self._missing = frozenset(
+            one.subject.node for one in firing if one.alert.name == _NODE_MISSING
+        )
+        return firing
+
+    def is_unknown(self, one: Firing) -> bool:
+        """Say whether it cannot be known how an alert stands.
+
+        Its node is missing, no head works, or nothing is read.
+        """
+        if one.alert.name == WATCHER_DOWN.name:
+            return False
+        return self._is_blind or (
+            one.alert.name != _NODE_MISSING and one.subject.node in self._missing
+        )
+
 
 LOCK_NAME: Final = "notify.lock"
 
@@ -38,16 +82,14 @@ Say = Callable[[str], None]
 
 def send_test(urls: Sequence[str], say: Say) -> int:
     """Send one message to all addresses; return the exit code."""
-    sent = courier.deliver(
-        urls, "orchestrator: test", "Messages about runs will come here.", "info"
-    )
+    sent = sender.deliver(urls, "orchestrator: test", "Messages about runs will come here.", "info")
     for one in sent:
         say(f"{one.number}  {one.name}  {'taken' if one.taken else f'not taken: {one.reason}'}")
     return 0 if all(one.taken for one in sent) else 1
 
 
 @dataclass(kw_only=True)
-class Teller:
+class Notifier:
     """Tells of one run."""
 
     folder: Path
@@ -55,7 +97,7 @@ class Teller:
     urls: Sequence[str]
     say: Say
     pace: Pace = USUAL_PACE
-    deadline_s: float = courier.DEADLINE_S
+    deadline_s: float = sender.DEADLINE_S
     lock_patience_s: float = 90.0
     """So long a process that tells of a head's end may stay when the next head has begun."""
 
@@ -68,12 +110,9 @@ class Teller:
         """Send one digest; return the exit code. `ArchiveError` if there is nothing to tell."""
         frame = self._follower.look()
         self._take(frame, time.monotonic())
-        there = tuple(kept.trouble for kept in self._state.kept.values())
-        return (
-            0
-            if self._send(Message(news=(), there=there, is_digest=True, is_last=False), frame)
-            else 1
-        )
+        there = tuple(one.firing for one in self._state.tracked.values())
+        message = Message(news=(), there=there, is_digest=True, is_last=False)
+        return 0 if self._send(message, frame) else 1
 
     def follow(self) -> int:
         """Tell of the run until it has ended; return the exit code.
@@ -116,7 +155,7 @@ class Teller:
                 message = digest.due(self._state, now_s, is_last=is_last)
                 if message is not None:
                     is_taken = self._send(message, last)
-                    self._state = (digest.told if is_taken else digest.given_up)(
+                    self._state = (digest.after_sending if is_taken else digest.after_failure)(
                         self._state, message, now_s
                     )
                     if is_taken and is_last:
@@ -153,29 +192,18 @@ class Teller:
         return now_s >= self._gone_since_s + self.pace.head_back_s
 
     def _take(self, frame: Frame | None, now_s: float) -> None:
-        troubles = self._judge.troubles(frame, time.time())
-        self._state = digest.seen(self._state, troubles, now_s, self._judge.is_unknown)
-
-    def _missed(self) -> tuple[str, ...]:
-        """Return why a run that has ended was not good."""
-        with suppress(ArchiveError):
-            for event in reversed(read_events(self.folder, ("run_ended",))):
-                missed = event.details.get("missed")
-                return tuple(map(str, missed)) if isinstance(missed, list) else ()
-        return ()
+        firing = self._judge.firing(frame, time.time())
+        self._state = digest.after_look(self._state, firing, now_s, self._judge.is_unknown)
 
     def _send(self, message: Message, frame: Frame) -> bool:
         """Have a message sent; say whether an address has taken it."""
         before = read_deliveries(self.folder)
-        missed = self._missed() if message.is_last else ()
-        letter = worded(message, frame.run, frame.snapshot, before, time.time(), missed)
-        sent = courier.deliver(
-            self.urls, letter.title, letter.body, letter.severity, self.deadline_s
-        )
+        text = message_text(message, frame.run, frame.snapshot, before, time.time(), frame.missed)
+        sent = sender.deliver(self.urls, text.title, text.body, text.severity, self.deadline_s)
         taken = sum(one.taken for one in sent)
         for one in sent:
             self.say(
-                f"{letter.title}: {one.name}: "
+                f"{text.title}: {one.name}: "
                 + ("taken" if one.taken else f"not taken: {one.reason}")
             )
         try:

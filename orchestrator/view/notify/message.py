@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from orchestrator.config.duration import format_duration
 from orchestrator.config.schema import Severity
 from orchestrator.record.archive import StoredRun
-from orchestrator.record.deliveries import Deliveries
-from orchestrator.record.model import Row, Snapshot, natural_order
+from orchestrator.record.folders import Deliveries
+from orchestrator.record.model import Row, Snapshot, natural_order, rows_by_card
+from orchestrator.view.alerts.catalogue import SEVEREST_FIRST, Firing
 from orchestrator.view.cells import UNICODE
-from orchestrator.view.notify.digest import Message, News, Trouble
-from orchestrator.view.notify.troubles import SEVEREST_FIRST
+from orchestrator.view.notify.digest import Message, News
 from orchestrator.view.phrases import counted, tflops_words, time_words, totals
 from workers.units import GIB
 
@@ -27,10 +27,14 @@ _LINES_MOST = 20
 _CELLS_MOST = 300
 _TITLE_CELLS = 120
 _SUBJECTS_MOST = 8
+_SENSORS = (
+    *("temperature_c", "device_used_bytes", "device_total_bytes"),
+    *("utilisation_pct", "power_w", "power_limit_w"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Letter:
+class MessageText:
     """A message as it is sent."""
 
     title: str
@@ -38,19 +42,19 @@ class Letter:
     severity: Severity
 
 
-def worded(
+def message_text(
     message: Message,
     run: StoredRun,
     snapshot: Snapshot,
     deliveries: Deliveries,
     unix_s: float,
     missed: Sequence[str] = (),
-) -> Letter:
+) -> MessageText:
     """Return the words of a message about a run; of one that has ended, with what it `missed`."""
-    news = sorted(message.news, key=lambda one: (not one.is_there, _order(one.trouble)))
-    told = {one.trouble.key for one in news}
-    still = sorted((trouble for trouble in message.there if trouble.key not in told), key=_order)
-    told_before = [News(trouble=trouble, is_there=True, times=0) for trouble in still]
+    news = sorted(message.news, key=lambda one: (not one.is_there, _order(one.firing)))
+    new_keys = {one.firing.key for one in news}
+    still = sorted((one for one in message.there if one.key not in new_keys), key=_order)
+    earlier = [News(firing=one, is_there=True, times=0) for one in still]
     groups = [_headline(group) for group in _grouped(news)]
     essence = groups[:1] if not message.is_last else [_end(run), *groups[:1]]
     more = f", {len(groups) - 1} more" if len(groups) > 1 else ""
@@ -59,19 +63,19 @@ def worded(
         [_end(run), *([] if run.error is None else [run.error]), *_cut(list(missed))]
         if message.is_last
         else [],
-        _cut([line for group in _grouped(news) for line in _told(group, unix_s)]),
+        _cut([line for group in _grouped(news) for line in _news_lines(group, unix_s)]),
         _cut(
             [
-                f"still: {_headline(group)}, for {_for(group[0].trouble, unix_s)}"
-                for group in _grouped(told_before)
+                f"still: {_headline(group)}, for {_for(group[0].firing, unix_s)}"
+                for group in _grouped(earlier)
             ]
         ),
         [*_status(snapshot), *_cut(list(_cards(snapshot.rows))), *_failures(deliveries)],
     ]
-    severest = min((_order(one.trouble) for one in news if one.is_there), default=(2, "", ()))[0]
+    severest = min((_order(one.firing) for one in news if one.is_there), default=(2, "", ()))[0]
     if message.is_last and run.exit_code != 0:
         severest = min(severest, 0 if run.exit_code is None else 1)
-    return Letter(
+    return MessageText(
         title=_line(f"{run.facts.run_id[-4:]}: {title}", _TITLE_CELLS),
         body="\n\n".join(
             "\n".join(_line(line, _CELLS_MOST) for line in block) for block in blocks if block
@@ -80,41 +84,41 @@ def worded(
     )
 
 
-def _order(trouble: Trouble) -> tuple[int, str, tuple[str | int, ...]]:
-    return SEVEREST_FIRST.index(trouble.severity), trouble.alert, natural_order(trouble.subject)
+def _order(one: Firing) -> tuple[int, str, tuple[str | int, ...]]:
+    return SEVEREST_FIRST.index(one.alert.severity), one.alert.name, natural_order(one.subject.name)
 
 
 def _grouped(news: Iterable[News]) -> list[list[News]]:
     """Return the news of one alert about one place together."""
     groups: defaultdict[tuple[bool, str, str], list[News]] = defaultdict(list)
     for one in news:
-        groups[one.is_there, one.trouble.alert, one.trouble.place].append(one)
+        groups[one.is_there, one.firing.alert.name, one.firing.subject.place].append(one)
     return list(groups.values())
 
 
 def _headline(group: Sequence[News]) -> str:
     """Return what is wrong, or no longer wrong, with which subjects."""
-    subjects = [one.trouble.subject for one in group]
+    subjects = [one.firing.subject.name for one in group]
     more = f" and {len(subjects) - _SUBJECTS_MOST} more" if len(subjects) > _SUBJECTS_MOST else ""
     over = "" if group[0].is_there else "over: "
-    return f"{over}{group[0].trouble.alert} {' '.join(subjects[:_SUBJECTS_MOST])}{more}"
+    return f"{over}{group[0].firing.alert.name} {' '.join(subjects[:_SUBJECTS_MOST])}{more}"
 
 
-def _told(group: Sequence[News], unix_s: float) -> Iterator[str]:
+def _news_lines(group: Sequence[News], unix_s: float) -> Iterator[str]:
     """Yield what is told of some subjects: their names, the text of the first, what to do."""
     first, times = group[0], max(news.times for news in group)
     often = f", {times} times" if times > 1 else ""
     if not first.is_there:
-        yield f"{_headline(group)}, after {_for(first.trouble, unix_s)}{often}"
+        yield f"{_headline(group)}, after {_for(first.firing, unix_s)}{often}"
         return
-    yield f"{first.trouble.severity}: {_headline(group)}{often}"
-    yield f"  {first.trouble.text}"
-    if first.trouble.what_to_do:
-        yield f"  {first.trouble.what_to_do}"
+    yield f"{first.firing.alert.severity}: {_headline(group)}{often}"
+    yield f"  {first.firing.text}"
+    if first.firing.alert.what_to_do:
+        yield f"  {first.firing.alert.what_to_do}"
 
 
-def _for(trouble: Trouble, unix_s: float) -> str:
-    return format_duration(max(0.0, unix_s - trouble.since_unix_s))
+def _for(one: Firing, unix_s: float) -> str:
+    return format_duration(max(0.0, unix_s - one.since_unix_s))
 
 
 def _end(run: StoredRun) -> str:
@@ -142,33 +146,20 @@ def _status(snapshot: Snapshot) -> Iterator[str]:
 
 def _cards(rows: Iterable[Row]) -> Iterator[str]:
     """Yield temperature, memory, load and power of each card, as far as they are known."""
-    cards: defaultdict[tuple[str, str | None, str | None], list[Row]] = defaultdict(list)
-    for row in rows:
-        cards[row.node, row.gpu_uuid, row.gpu_name].append(row)
-    for (node, _, name), held in cards.items():
-        known: dict[str, float] = {}
-        for row in held:
-            values = {
-                "temperature": row.temperature_c,
-                "used": row.device_used_bytes,
-                "total": row.device_total_bytes,
-                "busy": row.utilisation_pct,
-                "power": row.power_w,
-                "limit": row.power_limit_w,
-            }
-            known = {key: value for key, value in values.items() if value is not None} | known
-        said = [f"{known['temperature']:.0f} C"] if "temperature" in known else []
-        if "used" in known and "total" in known:
-            said.append(f"{known['used'] / GIB:.1f} of {known['total'] / GIB:.1f} GiB")
-        if "busy" in known:
-            said.append(f"{known['busy']:.0f} % busy")
-        if "power" in known:
-            said.append(
-                f"{known['power']:.0f}"
-                + (f" of {known['limit']:.0f} W" if "limit" in known else " W")
-            )
+    for (node, _), held in rows_by_card(rows).items():
+        temperature, used, total, busy, power, limit = (
+            next((value for row in held if (value := row.value(key)) is not None), None)
+            for key in _SENSORS
+        )
+        said = [] if temperature is None else [f"{temperature:.0f} C"]
+        if used is not None and total is not None:
+            said.append(f"{used / GIB:.1f} of {total / GIB:.1f} GiB")
+        if busy is not None:
+            said.append(f"{busy:.0f} % busy")
+        if power is not None:
+            said.append(f"{power:.0f} W" if limit is None else f"{power:.0f} of {limit:.0f} W")
         if said:
-            yield f"{node} {name or 'processor'}: {', '.join(said)}"
+            yield f"{node} {held[0].gpu_name or 'processor'}: {', '.join(said)}"
 
 
 def _failures(deliveries: Deliveries) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Sends one letter to all addresses from a child process, and ends it after a deadline.
+"""Sends one message to all addresses from a child process, and ends it after a deadline.
 
 Services have no limit of time that can be trusted: a server that accepts and never answers must
 cost seconds, once. Addresses go to the child through its standard input, and come back without
@@ -51,17 +51,17 @@ def deliver(
         "deadline_s": deadline_s,
     }
     out, why = _by_child(json.dumps(job).encode(), deadline_s)
-    told = {
+    deliveries = {
         number: Delivery(number=number, name=f"address {number}", taken=False, reason=why)
         for number in _numbers(urls)
     }
     for line in out.splitlines():
         with contextlib.suppress(ValueError, TypeError):  # cut off by the deadline
             delivery = Delivery(**json.loads(line))
-            told[delivery.number] = (
+            deliveries[delivery.number] = (
                 delivery if delivery.taken or delivery.reason else replace(delivery, reason=why)
             )
-    return tuple(told.values())
+    return tuple(deliveries.values())
 
 
 def _by_child(job: bytes, deadline_s: float) -> tuple[bytes, str]:

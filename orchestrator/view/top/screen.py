@@ -1,22 +1,19 @@
-"""The verb `top`: on a terminal the screen of `app.py`, elsewhere, or with `--once`, one plain
+"""Where `top` goes: on a terminal the screen of `app.py`, elsewhere, or with `--once`, one plain
 frame; or JSON.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
+from rich.text import Text
 
 from orchestrator.control import client
 from orchestrator.errors import UsageError
-from orchestrator.record.follow import Follower, Frame
-from orchestrator.record.model import Row
+from orchestrator.record.archive import Follower
 from orchestrator.record.query import WORST_FIRST, QueryError, order_of, parse
 from orchestrator.record.summary import SCHEMA, summary_text
 from orchestrator.view.cells import Glyphs
@@ -43,20 +40,30 @@ def frame_text(folder: Path, view: View, width: int, glyphs: Glyphs) -> str:
     rows = view.rows(frame.snapshot.rows)
     header = header_lines(frame.snapshot, width, glyphs)
     lines = table_lines(rows, width, glyphs, view.hidden)
-    said = (
-        [*header, *lines.titles, *lines.rows] if rows else [*header, "no slot matches the filter"]
-    )
-    stream = io.StringIO()
-    console = Console(file=stream, width=width, color_system=None)
-    for line in said:
-        console.print(line, no_wrap=True, overflow="crop", markup=False, highlight=False)
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+    said = [*lines.titles, *lines.rows] if rows else [Text("no slot matches the filter")]
+    shown = [line.copy() for line in (*header, *said)]
+    for line in shown:
+        line.truncate(width)
+    return "\n".join(line.plain.rstrip() for line in shown)
 
 
 def frame_json(folder: Path, view: View) -> str:
     """Return the same as one JSON object: the rows that are shown, in their order."""
     frame = Follower(folder).look()
-    return summary_text(_frame_dict(frame, view.rows(frame.snapshot.rows)))
+    snapshot = frame.snapshot
+    values = {
+        "schema": SCHEMA,
+        "run_id": snapshot.run_id,
+        "freshness": frame.freshness.value,
+        "late_s": round(frame.late_s, 1),
+        "outcome": frame.run.outcome,
+        "elapsed_s": snapshot.elapsed_s,
+        "duration_s": snapshot.duration_s,
+        "tflops_total": snapshot.tflops_total,
+        "workers": [row.to_dict() for row in view.rows(snapshot.rows)],
+        "notices": list(snapshot.notices),
+    }
+    return summary_text(values)
 
 
 def watch(folder: Path, view: View, glyphs: Glyphs, *, read_only: bool) -> None:
@@ -73,20 +80,4 @@ def is_terminal() -> bool:
         None,
         "",
         "dumb",
-    }
-
-
-def _frame_dict(frame: Frame, rows: Sequence[Row]) -> dict[str, object]:
-    snapshot = frame.snapshot
-    return {
-        "schema": SCHEMA,
-        "run_id": snapshot.run_id,
-        "freshness": frame.freshness.value,
-        "late_s": round(frame.late_s, 1),
-        "outcome": frame.run.outcome,
-        "elapsed_s": snapshot.elapsed_s,
-        "duration_s": snapshot.duration_s,
-        "tflops_total": snapshot.tflops_total,
-        "workers": [row.to_dict() for row in rows],
-        "notices": list(snapshot.notices),
     }

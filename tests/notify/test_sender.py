@@ -15,14 +15,14 @@ from orchestrator.config.load import config_from_data
 from orchestrator.config.notify_urls import URLS_VARIABLE, notify_urls
 from orchestrator.config.schema import NotifyConfig
 from orchestrator.errors import ConfigError, UsageError
-from orchestrator.view.notify.courier import deliver
+from orchestrator.view.notify.sender import deliver
 from tests.notify.receivers import Receiver, black_hole, http_receiver, smtp_receiver
 from tests.scene import PATIENCE_S, python
 
 SMALL = {"nodes": {"pc1": {"gpu": "rtx-3090", "workers": 1, "vram_per_worker_gib": 1}}}
 
 
-def test_a_letter_reaches_http_and_mail_and_the_answers_hold_no_secret() -> None:
+def test_a_message_reaches_http_and_mail_without_a_secret() -> None:
     with http_receiver() as http, smtp_receiver() as mail:
         sent = deliver(
             [http.json_url(), mail.mail_url()],
@@ -41,7 +41,7 @@ def test_a_letter_reaches_http_and_mail_and_the_answers_hold_no_secret() -> None
     assert "deep-path" not in repr(sent)
 
 
-def test_a_server_that_refuses_is_named_with_its_reason_and_the_others_get_the_letter() -> None:
+def test_a_refusing_server_is_named_and_the_others_get_it() -> None:
     with http_receiver(status=401) as refusing, http_receiver() as http:
         urls = [refusing.json_url("Verification"), "nonsense://hush-hush", http.json_url()]
         sent = deliver(urls, "title", "body", "info", PATIENCE_S)
@@ -54,7 +54,7 @@ def test_a_server_that_refuses_is_named_with_its_reason_and_the_others_get_the_l
 
 
 @pytest.mark.parametrize("scheme", ["http", "smtp"])
-def test_a_server_that_never_answers_is_given_up_at_the_deadline_and_delays_no_other(
+def test_a_silent_server_is_given_up_and_delays_no_other(
     scheme: str,
 ) -> None:
     with black_hole() as hole, http_receiver() as http:
@@ -82,7 +82,7 @@ def urls_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_addresses_come_from_a_private_file_or_from_the_environment(
+def test_addresses_come_from_a_private_file_or_environment(
     urls_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = NotifyConfig(urls_file=str(urls_file))
@@ -93,9 +93,7 @@ def test_addresses_come_from_a_private_file_or_from_the_environment(
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
-def test_a_file_of_addresses_that_others_can_read_or_change_is_refused(
-    urls_file: Path, mode: int
-) -> None:
+def test_a_file_of_addresses_that_others_can_read_is_refused(urls_file: Path, mode: int) -> None:
     urls_file.chmod(mode)
     with pytest.raises(UsageError, match=f"chmod 600 {urls_file}"):
         notify_urls(NotifyConfig(urls_file=str(urls_file)))
@@ -110,7 +108,7 @@ def test_a_file_without_addresses_or_none_at_all_is_refused(urls_file: Path) -> 
         notify_urls(NotifyConfig(urls_file=str(urls_file)))
 
 
-def test_an_address_in_the_configuration_is_refused_without_repeating_it() -> None:
+def test_an_address_in_cluster_yaml_is_refused_unrepeated() -> None:
     with pytest.raises(ConfigError) as caught:
         config_from_data({**SMALL, "notify": {"urls_file": "json://bot:hush-hush@here/"}})
     assert "chmod 600" in str(caught.value)
@@ -130,7 +128,7 @@ def test_an_interval_that_cannot_be_is_refused(typed: object) -> None:
         config_from_data({**SMALL, "notify": {"every": typed}})
 
 
-def test_the_test_message_says_of_each_address_whether_it_was_taken(
+def test_the_test_message_says_which_addresses_took_it(
     nowhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("cluster.yaml").write_text(

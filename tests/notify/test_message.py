@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from orchestrator.record.archive import StoredRun
-from orchestrator.record.deliveries import Deliveries
+from orchestrator.record.folders import Deliveries
 from orchestrator.record.model import Row
-from orchestrator.view.notify.digest import Message, News, Trouble
-from orchestrator.view.notify.letter import Letter, worded
+from orchestrator.view.alerts.catalogue import ALERTS, Firing, Subject
+from orchestrator.view.notify.digest import Message, News
+from orchestrator.view.notify.message import MessageText, message_text
 from tests.watch.scene import FACTS, make_row, make_snapshot
 from workers.messages import WorkerState
 
@@ -41,33 +43,32 @@ def run(
 
 def trouble(
     subject: str, alert: str = "CardPaused", severity: str = "warning", text: str = "at 84 C"
-) -> Trouble:
-    return Trouble(
-        alert=alert,
+) -> Firing:
+    made = replace(
+        ALERTS[0],
+        name=alert,
         severity=severity,  # type: ignore[arg-type]  # one of the three
-        subject=subject,
-        node=subject.partition("/")[0],
-        place=subject.partition("/")[0],
-        since_unix_s=NOW_UNIX_S - 90,
-        text=text,
+        summary=text,
         what_to_do="clean its fans",
     )
+    node = subject.partition("/")[0]
+    return Firing(alert=made, subject=Subject(subject, node), since_unix_s=NOW_UNIX_S - 90)
 
 
 def letter(
     *news: News, rows: tuple[Row, ...] = (), told: StoredRun | None = None, still: int = 0
-) -> Letter:
+) -> MessageText:
     there = tuple(trouble(f"pc9/{number}") for number in range(still))
     message = Message(news=news, there=there, is_digest=not news, is_last=told is not None)
-    return worded(message, told or run(), make_snapshot(*rows), Deliveries(7, 1), NOW_UNIX_S)
+    return message_text(message, told or run(), make_snapshot(*rows), Deliveries(7, 1), NOW_UNIX_S)
 
 
-def began(one: Trouble, times: int = 1) -> News:
-    return News(trouble=one, is_there=True, times=times)
+def began(one: Firing, times: int = 1) -> News:
+    return News(firing=one, is_there=True, times=times)
 
 
-def test_the_severest_new_trouble_is_in_the_title_and_what_is_over_comes_last() -> None:
-    over = News(trouble=trouble("pc3", "NodeMissing", "critical"), is_there=False, times=0)
+def test_the_severest_new_alert_is_in_the_title() -> None:
+    over = News(firing=trouble("pc3", "NodeMissing", "critical"), is_there=False, times=0)
     told = letter(over, began(trouble("pc1/0")), began(trouble("pc2", "WrongResults", "critical")))
     assert told.title == "0b76: WrongResults pc2, 2 more"
     assert told.severity == "critical"
@@ -84,7 +85,7 @@ def test_the_severest_new_trouble_is_in_the_title_and_what_is_over_comes_last() 
 
 
 def test_what_is_only_over_alarms_no_one() -> None:
-    told = letter(News(trouble=trouble("pc3", "NodeMissing", "critical"), is_there=False, times=3))
+    told = letter(News(firing=trouble("pc3", "NodeMissing", "critical"), is_there=False, times=3))
     assert (told.title, told.severity) == ("0b76: over: NodeMissing pc3", "info")
     assert "after 1m 30s, 3 times" in told.body
 
@@ -111,7 +112,7 @@ def test_the_end_of_a_run_says_how(
     assert ("no memory left" in told.body) == (code != 0)
 
 
-def test_a_digest_has_each_card_once_with_temperature_memory_load_and_power() -> None:
+def test_a_digest_has_each_card_once_with_its_sensors() -> None:
     """As the mails of the guides have, every ten minutes."""
     busy = make_row(utilisation_pct=98.0)
     other = make_row(

@@ -12,11 +12,12 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from orchestrator.core.slot import HeadState
-from orchestrator.record.archive import StoredRun
-from orchestrator.record.deliveries import Deliveries
-from orchestrator.record.follow import Frame, Freshness
+from orchestrator.record.archive import Frame, Freshness, StoredRun
+from orchestrator.record.folders import Deliveries
 from orchestrator.record.model import Row
-from orchestrator.record.records import RunFacts, SlotRecord
+from orchestrator.record.store import RunFacts, SlotRecord
+from orchestrator.view.alerts.catalogue import ALERTS, Firing
+from orchestrator.view.alerts.judge import AlertWatch, judge
 from workers.messages import StepCounts, WorkerState
 
 STEP_S: Final = 15
@@ -59,7 +60,7 @@ class Trace:
     """One every `STEP_S`; `None` where the run could not be read."""
 
 
-def frame_at(second: float, *, slots_per_node: int = 2, **changed: Any) -> Frame:  # noqa: ANN401 - of any field
+def frame_at(second: float, *, slots_per_node: int = 2, **changed: Any) -> Frame:
     """Return a healthy run so many seconds after its beginning, but for what is said: `on` slots of
     such names.
     """
@@ -170,7 +171,7 @@ def _trace(alert: str, fires: bool, seconds: int, course: Course) -> Trace:
     return Trace(alert=alert, fires=fires, looks=tuple(looks))
 
 
-def _from(begin: int, end: int = 10**9, **different: Any) -> Course:  # noqa: ANN401 - of any field
+def _from(begin: int, end: int = 10**9, **different: Any) -> Course:
     """Return a course that is different from one second on, until another."""
     return lambda second: different if begin <= second < end else {}
 
@@ -289,3 +290,12 @@ def traces() -> tuple[Trace, ...]:
         for alert, (seconds, bad, good) in _COURSES.items()
         for fires, course in ((True, bad), (False, good))
     )
+
+
+def verdicts(trace: Trace) -> list[tuple[Firing, ...]]:
+    """Return what fires, look by look."""
+    watch, firing_by_look = AlertWatch(alerts=ALERTS), []
+    for number, (frame, deliveries) in enumerate(trace.looks):
+        watch, firing = judge(watch, frame, number * STEP_S, failed_notifications=deliveries.failed)
+        firing_by_look.append(firing)
+    return firing_by_look
