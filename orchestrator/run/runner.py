@@ -44,8 +44,7 @@ from orchestrator.record.events import EventLog
 from orchestrator.record.folders import command_for
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import OutputFiles
-from orchestrator.record.records import STORE_NAME, RunFacts
-from orchestrator.record.store import RunStore
+from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
 from orchestrator.record.summary import failure_dict, summary_dict, summary_text, write_summary
 from orchestrator.run import node_setup, resume, run_dir
 from orchestrator.run.environment import Environment, Mode

@@ -33,7 +33,7 @@ from orchestrator.errors import NothingStoredError, PreflightError
 from orchestrator.record.archive import read_answers
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import OutputFiles
-from orchestrator.record.records import COMMANDS_KNOWN, CommandRecord, RunFacts
+from orchestrator.record.store import COMMANDS_KNOWN, CommandRecord, RunFacts
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.node_watch import NodeWatch
 from orchestrator.run.resume import Past, rules_of
@@ -69,7 +69,7 @@ _CATCH_UP_S = 2.0
 _EXPLAIN_WITHIN_S = 3.0
 
 #: Objects that may be made for each slot between two searches for cycles of garbage. Reports leave
-#: no cycles behind, so a head of many slots would spend a quarter of its time on looking for them
+#: no cycles behind, so a head of many slots would spend an eighth of its time on looking for them
 #: in vain.
 _OBJECTS_PER_SLOT = 20
 

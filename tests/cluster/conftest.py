@@ -24,7 +24,7 @@ import pytest
 
 from orchestrator.errors import NothingStoredError
 from orchestrator.record.archive import read_run
-from orchestrator.record.records import STORE_NAME
+from orchestrator.record.store import STORE_NAME
 from tests.reaper import Reaper
 from tests.scene import PATIENCE_S, ROOT, wait_for
 

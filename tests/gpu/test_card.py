@@ -28,7 +28,7 @@ from workers.nvml.sensors import SAMPLE_EVERY_S, open_sampler
 from workers.policy.thermal import ThermalGovernor
 from workers.readings import SensorReading
 from workers.settings import ThermalSettings
-from workers.verification.tamper import flip_bit
+from workers.verification.repeat import flip_bit
 from workers.workloads.base import WorkloadContext
 from workers.workloads.matmul import Matmul
 

@@ -312,7 +312,7 @@ def test_a_run_without_a_head_says_how_it_goes_on_or_that_it_is_over(
 ) -> None:
     run = after_the_kill(tmp_path / "killed", new_run, "pause", "pc1/0")
     run.commands.close()
-    killed = send(run.folder, "resume", ["pc1/0"], by="test")
+    killed = send(run.folder, "unpause", ["pc1/0"], by="test")
     assert "has no head any more (interrupted): `python -m orchestrator run --resume 2026" in str(
         killed.error
     )
