@@ -37,7 +37,7 @@ NO_CARD_SETTINGS = CardSettings()
 
 
 @contextlib.contextmanager
-def kept(
+def hold_settings(
     environment: Environment,
     fleet: Fleet,
     plans: Sequence[SlotPlan],

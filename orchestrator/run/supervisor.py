@@ -335,7 +335,7 @@ class Supervisor:
 
     def _obey(self) -> None:
         is_ending, nodes = self._ended_s is not None, self._nodes.seen()
-        for name, event in self.commands.heard(
+        for name, event in self.commands.receive(
             self._slots, self._plans, nodes, is_ending=is_ending
         ):
             self._feed(name, event)
@@ -544,7 +544,7 @@ class Commands:
         self._answers = dict(answers)
         self._waiting: list[tuple[Connection, Answer]] = []
 
-    def heard(
+    def receive(
         self,
         slots: Mapping[str, Slot],
         plans: Mapping[str, SlotPlan],
