@@ -182,7 +182,8 @@ class Sizer(NamedTuple):
         doubts, contradicted_bytes = self.doubts, self.contradicted_bytes
         x = float(max(1, size)) ** bounds.power
         ratio = None
-        if line is not None and peak_bytes is not None and line.predicts(x):
+        # What was learned in an earlier run is wrong rather than the first step heavy.
+        if self.has_worked and line is not None and peak_bytes is not None and line.predicts(x):
             ratio = peak_bytes / line.bytes_at(x)
         if (ratio is not None and ratio >= MUCH_MORE and not heavy.streak) or (
             peak_bytes is None and heavy.is_due
