@@ -188,7 +188,7 @@ class _Worker:
     is_over: bool = False
     """It gets no process any more: quarantined, or done."""
     has_reported: bool = False
-    """In the last wait."""
+    """In the last wait, that all is well."""
     has_failed: bool = False
     """The same of a slice."""
 
@@ -445,7 +445,7 @@ class ChaosFleet:
         if report.verdict is Verdict.CONTEXT_CORRUPTED and self._may_have_struck(slot):
             self._note_struck(slot, report.reason)
         worker.in_flight.remove(report.sequence)
-        worker.has_reported = True
+        worker.has_reported = report.verdict is Verdict.OK
         if report.verdict in {Verdict.OK, Verdict.DONE} and not worker.at_work:
             self._slot_back(slot, report, now_s)
         worker.at_work = report.verdict is Verdict.OK
