@@ -249,7 +249,7 @@ def report(
     Also one that is under way or was killed.
     """
     from orchestrator.cli.runs import report_json, report_text
-    from orchestrator.view.report import verb
+    from orchestrator.view.report import page
 
     if text + json_output + (html is not None) > 1:
         raise UsageError("--text, --json and --html exclude each other")
@@ -258,7 +258,7 @@ def report(
     runs_dir = Path(config_to_read(config, overrides, run_dir).run.dir)
     folder = find_run(runs_dir, run_id)
     if html is not None:
-        verb.write(html, folder, None if other is None else find_run(runs_dir, other))
+        page.write_report(html, folder, None if other is None else find_run(runs_dir, other))
         print_text(str(html))
         return
     width = shutil.get_terminal_size(fallback=(120, 24)).columns
@@ -300,20 +300,20 @@ def top(  # noqa: PLR0913 - one parameter for each option of the command
     read_only: opt.ReadOnly = False,
 ) -> None:
     """Follow a run from any terminal, or replay it. `?` lists the keys."""
-    from orchestrator.view.top import verb
+    from orchestrator.view.top import screen
 
-    view, glyphs = verb.view_of(sort, wanted), glyphs_for(sys.stdout.encoding)
+    view, glyphs = screen.view_of(sort, wanted), glyphs_for(sys.stdout.encoding)
     folder = find_run(Path(config_to_read(config, overrides, run_dir).run.dir), run_id)
     if json_output:
-        print_text(verb.frame_json(folder, view))
-    elif once or not verb.is_terminal():
+        print_text(screen.frame_json(folder, view))
+    elif once or not screen.is_terminal():
         print_text(
-            verb.frame_text(
+            screen.frame_text(
                 folder, view, shutil.get_terminal_size(fallback=(120, 24)).columns, glyphs
             )
         )
     else:
-        verb.watch(folder, view, glyphs, read_only=read_only)
+        screen.watch(folder, view, glyphs, read_only=read_only)
 
 
 @app.command()
@@ -330,7 +330,7 @@ def notify(
     What goes wrong is told at once, the rest in a digest.
     """
     from orchestrator.config.notify_urls import URLS_VARIABLE, notify_urls
-    from orchestrator.view.notify import verb
+    from orchestrator.view.notify import notifier
 
     if once and test:
         raise UsageError("--once and --test exclude each other")
@@ -341,10 +341,10 @@ def notify(
             f"there is no address: set notify.urls_file in {config}, or {URLS_VARIABLE}"
         )
     if test:
-        raise typer.Exit(verb.send_test(urls, print_text))
+        raise typer.Exit(notifier.send_test(urls, print_text))
     folder = find_run(Path(loaded.run.dir), run_id)
-    teller = verb.Teller(folder=folder, settings=loaded.notify, urls=urls, say=print_text)
-    raise typer.Exit(teller.once() if once else teller.follow())
+    of_run = notifier.Notifier(folder=folder, settings=loaded.notify, urls=urls, say=print_text)
+    raise typer.Exit(of_run.once() if once else of_run.follow())
 
 
 @app.command()
@@ -364,10 +364,10 @@ def web(  # noqa: PLR0913 - one parameter for each option of the command
 
     Prints the address, which logs one browser in.
     """
-    from orchestrator.view.web import verb
+    from orchestrator.view.web import listener
 
     folder = find_run(Path(config_to_read(config, overrides, run_dir).run.dir), run_id)
-    options = verb.Options(
+    options = listener.ServeOptions(
         port=port,
         bind=bind,
         control=control,
@@ -375,7 +375,7 @@ def web(  # noqa: PLR0913 - one parameter for each option of the command
         key=key,
         without_tls=without_tls,
     )
-    verb.serve(folder, options, print_text)
+    listener.serve(folder, options, print_text)
 
 
 @app.command()
@@ -387,7 +387,7 @@ def limits(
 ) -> None:
     """List what runs have learned, or delete it. These are the sizes that fit a card."""
     from orchestrator.cli import limits as verb
-    from workers.learned_limits.store import LimitStore
+    from workers.learned_limits import LimitStore
 
     store, selection, now_unix_s = (
         LimitStore(),

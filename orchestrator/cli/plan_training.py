@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from orchestrator.config.schema import Config
-from orchestrator.core.budget import NodeBudget
+from orchestrator.core.placement import NodeBudget
 from orchestrator.errors import UsageError, one_line
 from orchestrator.view.cells import aligned
 from workers.settings import ASSUMED_CONTEXT_BYTES
@@ -194,7 +194,7 @@ def _asked(question: _Told) -> dict[str, Any]:
     """Ask the child process; the user's own task is imported from the current folder."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "workers.training.plan_main"],
+            [sys.executable, "-m", "workers.training.memory_plan"],
             input=json.dumps(question),
             capture_output=True,
             text=True,

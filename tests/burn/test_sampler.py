@@ -10,8 +10,7 @@ import pytest
 from orchestrator.core.slot import HeadState
 from orchestrator.lab.burn.phases import SnapshotSampler, warnings_of
 from orchestrator.record.model import Snapshot
-from orchestrator.record.records import STORE_NAME
-from orchestrator.record.store import RunStore
+from orchestrator.record.store import STORE_NAME, RunStore
 from tests.burn.scene import ROW
 from tests.counting import with_changes
 from tests.watch.scene import FACTS

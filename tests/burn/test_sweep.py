@@ -30,7 +30,7 @@ from orchestrator.view.cells import UNICODE
 from tests.burn.scene import ROW, measured
 from tests.scene import ROOT
 from workers.messages import StepCounts
-from workers.policy.thermal.alarms import SLOW_MEMORY
+from workers.policy.thermal import SLOW_MEMORY
 
 CONFIG = load_config(str(ROOT / "cluster.yaml"), [])
 (TAKE,) = phases.at_one_value(CONFIG, 90.0)

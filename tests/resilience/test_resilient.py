@@ -21,10 +21,9 @@ from tests.in_child import InChild
 from tests.scene import MIB, ROOT, spec_of, vm_data_bytes
 from workers import OutOfBatchError, Retry, resilient
 from workers.devices.cpu import CpuDevice
-from workers.learned_limits.store import LimitStore
-from workers.resilience import card_memory
-from workers.resilience.card_memory import Peak, look
-from workers.resilience.retry import Attempts, Rules
+from workers.learned_limits import LimitStore
+from workers.resilience import retry
+from workers.resilience.retry import Attempts, Peak, RetryRules, look
 from workers.settings import WorkerSpec
 
 Found: TypeAlias = dict[str, Any]
@@ -54,7 +53,9 @@ class Clock:
 
 def attempts_of(clock: Clock, starting: int, **rules: Any) -> Attempts:
     return Attempts(
-        Rules(name="work", starting_batch_size=starting, clock=clock, sleep=clock.sleep, **rules)
+        RetryRules(
+            name="work", starting_batch_size=starting, clock=clock, sleep=clock.sleep, **rules
+        )
     )
 
 
@@ -225,7 +226,7 @@ def refused_above(
     failures_per_minute=st.integers(1, 10),
     fits=st.lists(st.integers(0, 100_000), min_size=1, max_size=4),
 )
-def test_every_call_ends_with_a_size_that_fits_if_the_smallest_does(
+def test_every_call_ends_with_a_size_that_fits(
     starting: int,
     smallest_share: float,
     multiple_of: int,
@@ -352,7 +353,7 @@ def test_where_there_is_no_card_there_is_nothing_to_measure() -> None:
     with Peak(None) as peak:
         block(1)
     assert peak.bytes is None
-    assert card_memory._under_way == []
+    assert retry._under_way == []
 
 
 class TestRemembering:
@@ -361,7 +362,7 @@ class TestRemembering:
     def store(state_dir: Path) -> LimitStore:  # noqa: ARG004 - the store's folder
         return LimitStore()
 
-    def test_a_second_process_begins_at_the_learned_size_without_a_failure(
+    def test_a_second_process_begins_at_the_learned_size(
         self, store: LimitStore, in_child: InChild
     ) -> None:
         first = in_child(remembered, spec_of(budget_bytes=BUDGET_BYTES), True)

@@ -20,13 +20,11 @@ from orchestrator.record.archive import StoredRun, read_run
 from orchestrator.record.events import EventLog
 from orchestrator.record.model import Row, Snapshot
 from orchestrator.record.output import OutputFiles
-from orchestrator.record.records import STORE_NAME, RunFacts
-from orchestrator.record.store import RunStore
-from orchestrator.run.checkpoint_keeper import CheckpointKeeper
-from orchestrator.run.commands import Commands
+from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
-from orchestrator.run.supervisor import Supervisor
+from orchestrator.run.run_dir import CheckpointKeeper
+from orchestrator.run.supervisor import Commands, Supervisor
 from orchestrator.run.terminal import Interrupts
 from orchestrator.view.live import Outlets
 from tests.run.scripted_fleet import ScriptedFleet, VirtualClock

@@ -42,7 +42,7 @@ from orchestrator.run import runner as runs
 from orchestrator.run.environment import Environment, Mode
 from orchestrator.run.terminal import Interrupts
 from orchestrator.view.cells import glyphs_for
-from workers.host.gpu_facts import visible_cards
+from workers.host.machine import visible_cards
 
 #: Long enough for the air in a closed case to become as warm as it will.
 HEAT_S = 3600.0

@@ -15,8 +15,18 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, Final, TypeVar
 
-from workers.tuning.entry import fork_context, run_arm
-from workers.tuning.messages import ArmSpec, Done, Evaluate, Evaluated, Open, Opened, Refused, Turn
+from workers.tuning.messages import (
+    ArmSpec,
+    Done,
+    Evaluate,
+    Evaluated,
+    Open,
+    Opened,
+    Refused,
+    Turn,
+    fork_context,
+    run_arm,
+)
 
 Answer = TypeVar("Answer", Opened, Done, Evaluated)
 

@@ -21,7 +21,7 @@ from orchestrator.errors import UsageError, one_line
 from orchestrator.view.cells import aligned
 from orchestrator.view.phrases import counted
 from workers.files import read_small, replace_whole
-from workers.learned_limits.store import default_path
+from workers.learned_limits import default_path
 from workers.units import MIB
 
 SCHEMA: Final = 2
