@@ -195,7 +195,7 @@ def burn(
 ) -> int:
     """Run the phases, print the result, and return the exit code: 0 only if all of them passed.
 
-    The second phase planned_runs `heat_s`; the others are never longer.
+    The second phase takes `heat_s`; the others are never longer.
 
     Raises:
         OrchestratorError: Nothing could be run. What ends a later run is a failure of its phase.
