@@ -37,7 +37,7 @@ import json, sys
 for alert in json.load(sys.stdin)["data"]["alerts"]:
     labels = alert["labels"]
     if alert["state"] == sys.argv[1]:
-        print(labels["alertname"], labels.get("slot") or labels.get("node") or "", "-", alert["annotations"]["summary"])
+        print(labels["alertname"], labels.get("subject", ""), "-", alert["annotations"]["summary"])
 ' "$1"
 }
 

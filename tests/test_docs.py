@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from orchestrator.cli.app import app
 from orchestrator.record.model import STATES_WORST_FIRST
 from orchestrator.view.cells import UNICODE
-from orchestrator.view.columns import columns_for
+from orchestrator.view.table import columns_for
 from tests.in_child import InChild, MakeSpec
 from tests.scene import ROOT
 from tests.watch.scene import make_row

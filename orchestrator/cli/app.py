@@ -9,7 +9,9 @@ import functools
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -28,6 +30,9 @@ from orchestrator.errors import UsageError
 from orchestrator.record.folders import find_run
 from orchestrator.view.cells import glyphs_for
 
+if TYPE_CHECKING:
+    from orchestrator.run.runner import Experiment
+
 #: After its last slices a run writes its summary and ends its processes.
 _SUMMARY_S = 30.0
 
@@ -39,6 +44,25 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _experiments(
+    fake_sensors: Path | None,
+    chaos: str | None = None,
+    chaos_seed: int = 0,
+    *,
+    yes_really: bool = False,
+) -> Iterator[Experiment]:
+    """Yield what the laboratory adds to a run."""
+    if fake_sensors is not None:
+        from orchestrator.lab.sensors import ScriptedSensors
+
+        yield ScriptedSensors(fake_sensors)
+    if chaos is not None:
+        from orchestrator.lab.chaos.fleet import Chaos
+        from orchestrator.lab.chaos.plan import parse_chaos
+
+        yield Chaos(parse_chaos(chaos, chaos_seed), yes_really=yes_really)
 
 
 @app.command()
@@ -64,7 +88,6 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     yes_really: opt.YesReally = False,
 ) -> None:
     """Run the workers and show their health. Ctrl-C ends the run and writes the summary."""
-    from orchestrator.core.chaos.plan import parse_chaos
     from orchestrator.record.archive import read_run
     from orchestrator.run import environment as environments
     from orchestrator.run import runner
@@ -81,9 +104,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         json=json_output,
         plain=plain,
         wait_for_nodes=wait_for_nodes,
-        chaos=None if chaos is None else parse_chaos(chaos, chaos_seed),
-        yes_really=yes_really,
-        fake_sensors=fake_sensors,
+        experiments=tuple(_experiments(fake_sensors, chaos, chaos_seed, yes_really=yes_really)),
         apply_power_limit=apply_power_limit,
     )
     more_s = duration_s(duration)
@@ -228,7 +249,7 @@ def report(
     Also one that is under way or was killed.
     """
     from orchestrator.cli.runs import report_json, report_text
-    from orchestrator.view.report import verb
+    from orchestrator.view.report import page
 
     if text + json_output + (html is not None) > 1:
         raise UsageError("--text, --json and --html exclude each other")
@@ -237,7 +258,7 @@ def report(
     runs_dir = Path(config_to_read(config, overrides, run_dir).run.dir)
     folder = find_run(runs_dir, run_id)
     if html is not None:
-        verb.write(html, folder, None if other is None else find_run(runs_dir, other))
+        page.write_report(html, folder, None if other is None else find_run(runs_dir, other))
         print_text(str(html))
         return
     width = shutil.get_terminal_size(fallback=(120, 24)).columns
@@ -279,20 +300,20 @@ def top(  # noqa: PLR0913 - one parameter for each option of the command
     read_only: opt.ReadOnly = False,
 ) -> None:
     """Follow a run from any terminal, or replay it. `?` lists the keys."""
-    from orchestrator.view.top import verb
+    from orchestrator.view.top import screen
 
-    view, glyphs = verb.view_of(sort, wanted), glyphs_for(sys.stdout.encoding)
+    view, glyphs = screen.view_of(sort, wanted), glyphs_for(sys.stdout.encoding)
     folder = find_run(Path(config_to_read(config, overrides, run_dir).run.dir), run_id)
     if json_output:
-        print_text(verb.frame_json(folder, view))
-    elif once or not verb.is_terminal():
+        print_text(screen.frame_json(folder, view))
+    elif once or not screen.is_terminal():
         print_text(
-            verb.frame_text(
+            screen.frame_text(
                 folder, view, shutil.get_terminal_size(fallback=(120, 24)).columns, glyphs
             )
         )
     else:
-        verb.watch(folder, view, glyphs, read_only=read_only)
+        screen.watch(folder, view, glyphs, read_only=read_only)
 
 
 @app.command()
@@ -309,7 +330,7 @@ def notify(
     What goes wrong is told at once, the rest in a digest.
     """
     from orchestrator.config.notify_urls import URLS_VARIABLE, notify_urls
-    from orchestrator.view.notify import verb
+    from orchestrator.view.notify import notifier
 
     if once and test:
         raise UsageError("--once and --test exclude each other")
@@ -320,10 +341,10 @@ def notify(
             f"there is no address: set notify.urls_file in {config}, or {URLS_VARIABLE}"
         )
     if test:
-        raise typer.Exit(verb.send_test(urls, print_text))
+        raise typer.Exit(notifier.send_test(urls, print_text))
     folder = find_run(Path(loaded.run.dir), run_id)
-    teller = verb.Teller(folder=folder, settings=loaded.notify, urls=urls, say=print_text)
-    raise typer.Exit(teller.once() if once else teller.follow())
+    of_run = notifier.Notifier(folder=folder, settings=loaded.notify, urls=urls, say=print_text)
+    raise typer.Exit(of_run.once() if once else of_run.follow())
 
 
 @app.command()
@@ -343,10 +364,10 @@ def web(  # noqa: PLR0913 - one parameter for each option of the command
 
     Prints the address, which logs one browser in.
     """
-    from orchestrator.view.web import verb
+    from orchestrator.view.web import listener
 
     folder = find_run(Path(config_to_read(config, overrides, run_dir).run.dir), run_id)
-    options = verb.Options(
+    options = listener.ServeOptions(
         port=port,
         bind=bind,
         control=control,
@@ -354,7 +375,7 @@ def web(  # noqa: PLR0913 - one parameter for each option of the command
         key=key,
         without_tls=without_tls,
     )
-    verb.serve(folder, options, print_text)
+    listener.serve(folder, options, print_text)
 
 
 @app.command()
@@ -366,7 +387,7 @@ def limits(
 ) -> None:
     """List what runs have learned, or delete it. These are the sizes that fit a card."""
     from orchestrator.cli import limits as verb
-    from workers.learned_limits.store import LimitStore
+    from workers.learned_limits import LimitStore
 
     store, selection, now_unix_s = (
         LimitStore(),
@@ -399,10 +420,11 @@ def burn(  # noqa: PLR0913 - one parameter for each option of the command
     run_dir: opt.NewRunDir = None,
     fake_sensors: opt.FakeSensors = None,
     apply_power_limit: opt.ApplyPowerLimit = False,
-    sweep: opt.SweepOf = None,
+    sweep_text: opt.SweepOf = None,
 ) -> None:
     """Validate every card: PASS or FAIL. In three phases: caps and precision, heat, full load."""
-    from orchestrator.lab.burn import phases, sweep_verb, verb
+    from orchestrator.lab.burn import phases, sweep
+    from orchestrator.lab.burn.verdict import BurnPhase
     from orchestrator.run import environment as environments
     from orchestrator.run import runner
 
@@ -418,20 +440,19 @@ def burn(  # noqa: PLR0913 - one parameter for each option of the command
         json=json_output,
         plain=plain,
         wait_for_nodes=False,
-        fake_sensors=fake_sensors,
+        experiments=tuple(_experiments(fake_sensors)),
         apply_power_limit=apply_power_limit,
     )
-    if sweep is not None:
+    if sweep_text is not None:
         if phase or apply_power_limit:
             raise UsageError(
                 "--sweep sets the cards itself, and has no phases: it excludes --phase, "
                 "--apply-power-limit"
             )
-        raise typer.Exit(
-            sweep_verb.typed(sweep, loaded, make_environment, duration_s(duration), options)
-        )
-    wanted = {phases.Phase(number) for number in phase or (1, 2, 3)}
-    raise typer.Exit(verb.burn(loaded, make_environment, heat_s, wanted, options))
+        step_s = duration_s(duration) or sweep.STEP_S
+        raise typer.Exit(sweep.burn_sweep(loaded, make_environment, sweep_text, step_s, options))
+    wanted = {BurnPhase(number) for number in phase or (1, 2, 3)}
+    raise typer.Exit(phases.burn(loaded, make_environment, heat_s, wanted, options))
 
 
 @app.command()

@@ -24,7 +24,7 @@ from orchestrator.record.archive import StoredEvent, StoredRun, read_events, rea
 from orchestrator.record.folders import Listed, command_for, list_runs, run_object, summary_of
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import last_lines, slots_with_output
-from orchestrator.record.records import STORE_NAME
+from orchestrator.record.store import STORE_NAME
 from orchestrator.record.summary import SCHEMA, snapshot_from_summary, summary_dict, summary_text
 from orchestrator.view.cells import UNICODE, Glyphs, aligned, clock, share_pct, whole
 from orchestrator.view.phrases import closing_lines, counted, fault_lines, section, time_of_day

@@ -28,7 +28,7 @@ from orchestrator.core.fleet import (
     SliceReported,
 )
 from orchestrator.errors import UsageError
-from workers.host.gpu_facts import visible_cards
+from workers.host.machine import visible_cards
 from workers.messages import Activity, Directive, Report
 from workers.settings import WorkerSpec
 

@@ -7,8 +7,6 @@ thing to Ray.
 from __future__ import annotations
 
 import contextlib
-import os
-import shlex
 import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping
@@ -28,7 +26,7 @@ from ray.exceptions import (
 
 from orchestrator.cluster.actor import WorkerActor
 from orchestrator.cluster.liveness import Pulse
-from orchestrator.cluster.process_watch import ProcessWatch
+from orchestrator.cluster.node_tasks import NODE_LABEL, ProcessWatch, in_a_line, status_command
 from orchestrator.cluster.raylets import Raylets
 from orchestrator.core.fleet import (
     DeathCause,
@@ -40,12 +38,9 @@ from orchestrator.core.fleet import (
     SliceReported,
 )
 from orchestrator.errors import NoClusterError, PreflightError, UsageError
-from workers.host.gpu_facts import visible_cards
+from workers.host.machine import visible_cards
 from workers.messages import Activity, Directive, Report
 from workers.settings import WorkerSpec
-
-#: The label that names a node. Set by `ray start --labels=node=pc1`.
-NODE_LABEL = "node"
 
 #: What Ray's one type for "the actor is temporarily unavailable" means, by its words (Ray 2.60):
 #: the connection broke under the call, or there was none to send it over. "The actor was restarted"
@@ -78,9 +73,6 @@ _HEAD_GONE = (
     "start the cluster again (`python -m orchestrator up` shows how), then `python -m "
     "orchestrator run --resume`"
 )
-
-#: Without them Ray's commands do not use the token of this process.
-_AUTH_SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +108,7 @@ class RayFleet:
         """Process of each slot that has come up for the present incarnation."""
         self._coming_up: dict[str, Any] = {}
         """Of each slot the question for the id of its present process."""
-        self._watch = ProcessWatch(NODE_LABEL)
+        self._watch = ProcessWatch()
 
     def nodes(self) -> tuple[NodeFact, ...]:
         """While Ray's own store does not answer, what it last said still stands, for some seconds.
@@ -307,17 +299,6 @@ class RayFleet:
         return SliceReported(report=report)
 
 
-def status_command() -> str:
-    """Return the command that shows what is reserved on the connected cluster: `ray status` needs
-    the mode as well.
-    """
-    address = ray.get_runtime_context().gcs_address
-    settings = (
-        f"{name}={shlex.quote(os.environ[name])} " for name in _AUTH_SETTINGS if name in os.environ
-    )
-    return f"{''.join(settings)}ray status --address={address}"
-
-
 def _cause_of_death(pid: int, address: str) -> DeathCause | None:
     """Return why the process with this id on the node at `address` ended; `None` if Ray does not
     say.
@@ -363,13 +344,3 @@ def _failure(error: RayError) -> SliceFailure:
     # not be loaded.
     unbuildable = (RayTaskError, RuntimeEnvSetupError, ActorUnschedulableError)
     return SliceFailure.UNBUILDABLE if isinstance(error, unbuildable) else SliceFailure.DIED
-
-
-def in_a_line(error: RayError) -> str:
-    """Return what an error of Ray says: of a traceback from a worker the last line, of other texts
-    the first.
-    """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
-        "no reason given"
-    ]
-    return lines[-1 if lines[0].startswith(("ray::", "\x1b")) else 0][:300]

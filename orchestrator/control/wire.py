@@ -53,7 +53,7 @@ def command_of(line: bytes) -> Command:
         )
     names = told.get("slots")
     try:
-        do = Do(told.get("do"))
+        do = Do(str(told.get("do")))
     except ValueError as error:
         raise WireError(f"`do` must be one of {', '.join(Do)}") from error
     if not isinstance(names, list) or not names:

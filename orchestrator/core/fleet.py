@@ -39,7 +39,7 @@ class NodeFact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeAnswer:
-    """One live node, and what it said of itself to the doctor (`cluster/inventory.py` asks)."""
+    """One live node, and what it said of itself to the doctor (`cluster/node_tasks.py` asks)."""
 
     name: str | None
     """Its label `node`, or `None` if it was started without one."""

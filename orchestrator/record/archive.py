@@ -1,8 +1,7 @@
 """Reads a run store back: while the run goes, after its end, and after its head was killed.
 
-Also tells whether a run still goes that did not record its outcome. Does not cover writing
-(`store.py`), opening (`opening.py`) nor run folders (`folders.py`). A file may come from anywhere:
-it can only cause an `ArchiveError`.
+Never disturbs the process that writes. A file may come from anywhere: it can only cause an
+`ArchiveError`. Does not cover run folders (`folders.py`) nor values over time (`history.py`).
 """
 
 from __future__ import annotations
@@ -10,22 +9,34 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import socket
 import sqlite3
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from datetime import datetime
+from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 import psutil
+from pydantic import ConfigDict, TypeAdapter
 
 from orchestrator.core.slot import slot_state
-from orchestrator.errors import NothingStoredError
-from orchestrator.record.model import ROW_KEYS, Row, Snapshot
-from orchestrator.record.opening import explained, reading
-from orchestrator.record.records import COMMANDS_KNOWN, COUNTERS, STORE_NAME, RunFacts, SlotRecord
+from orchestrator.errors import ArchiveError, NothingStoredError
+from orchestrator.record.model import FIELDS, Row, Snapshot
+from orchestrator.record.store import (
+    COMMANDS_KNOWN,
+    COUNTERS,
+    SCHEMA_VERSION,
+    STORE_NAME,
+    RunFacts,
+    SlotRecord,
+)
 from workers.files import read_small
 from workers.host.processes import is_alive
 from workers.messages import StepCounts, WorkerState
@@ -38,8 +49,129 @@ LEAST_TO_RESUME_S = 1.0
 _NOTE_MOST_BYTES = 64 * 2**10
 _SLOTS_MOST = 20_000
 """More than any cluster this program plans for."""
-_EVENTS_MOST = 10_000
+EVENTS_MOST = 10_000
 _NEW_EVENTS_MOST = 1_000
+
+#: The head writes several times a second. Its store is late when nothing came for so long, and, on
+#: another machine where its process cannot be looked up, the head counts as gone after the second.
+LATE_AFTER_S = 5.0
+_GONE_AFTER_S = 30.0
+
+_PATIENCE_S = 2.0
+"""A reader can wait for a lock."""
+_READING_MOST_S = 5.0
+"""A run of ten thousand workers is read in less than one; a file that takes longer was not written
+by this program.
+"""
+_CLOCK_EVERY = 1_000
+"""SQLite checks the time after so many of its own steps. Ctrl-C also waits for this check."""
+_VALUE_MOST_BYTES = 16 * 2**20
+"""Of one value, and of one line; SQL functions could otherwise make a gigabyte of text."""
+
+#: What a store is read from. Anything else of that name (a view, a column that is computed) runs
+#: the file's own SQL.
+_TABLES = ("meta", "runs", "slots", "progress", "samples", "events", "commands")
+
+#: SQLite's words (their low byte) for "there is a file, but I may not make what I need beside it".
+_CANNOT_SHARE = frozenset({sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM})
+
+_DAMAGE = (sqlite3.Error, ValueError, LookupError, TypeError, RecursionError, OverflowError)
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[sqlite3.Connection]:
+    """Open a store for one consistent look.
+
+    Read-only; a writer may be active. That needs a shared file beside the store. Where none can be
+    made (a folder that is read-only or another user's) no writer can use this path either, and a
+    private copy is read.
+
+    Raises:
+        NothingStoredError: There is none, or nothing in it yet.
+        ArchiveError: It cannot be opened, or what is done with it fails because it is damaged.
+    """
+    path = folder / STORE_NAME
+    if not folder.is_dir():
+        raise ArchiveError(
+            f"there is no run folder {folder}; `python -m orchestrator runs` lists those there are"
+        )
+    if path.is_symlink() or not path.is_file():
+        raise NothingStoredError(folder, STORE_NAME)
+    with explained(path), ExitStack() as stack:
+        try:
+            store = stack.enter_context(_connected(f"{path.absolute().as_uri()}?mode=ro"))
+        except sqlite3.OperationalError as failure:
+            if failure.sqlite_errorcode & 0xFF not in _CANNOT_SHARE:
+                raise
+            place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="orchestrator-")))
+            for source in folder.glob(f"{STORE_NAME}*"):  # with its log
+                shutil.copyfile(source, place / source.name)
+            store = stack.enter_context(_connected((place / STORE_NAME).as_uri()))
+        _check_schema(store, path)
+        yield store
+
+
+@contextmanager
+def _connected(uri: str) -> Iterator[sqlite3.Connection]:
+    """Hold a connection that aborts statements that take too long or grow too large."""
+    until_s = time.monotonic() + _READING_MOST_S
+    try:
+        with closing(
+            sqlite3.connect(uri, uri=True, timeout=_PATIENCE_S, isolation_level=None)
+        ) as store:
+            store.set_progress_handler(lambda: time.monotonic() > until_s, _CLOCK_EVERY)
+            store.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _VALUE_MOST_BYTES)
+            store.row_factory = sqlite3.Row
+            store.text_factory = lambda content: content.decode("utf-8", "replace")
+            store.execute("PRAGMA trusted_schema = OFF")
+            store.execute("BEGIN")
+            # Only now is the file opened.
+            store.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            yield store
+    except sqlite3.OperationalError as failure:
+        if failure.sqlite_errorcode != sqlite3.SQLITE_INTERRUPT:
+            raise
+        if time.monotonic() <= until_s:
+            # Nothing but a signal ends the look at the clock early, and SQLite keeps to itself what
+            # that raised.
+            raise KeyboardInterrupt from failure
+        raise ValueError(f"it takes longer than {_READING_MOST_S:.0f} s") from failure
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turn what a damaged file raises into a sentence."""
+    try:
+        yield
+    except OSError as failure:
+        raise ArchiveError(f"{path} cannot be read: {failure.strerror}") from failure
+    except _DAMAGE as failure:
+        raise ArchiveError(
+            f"{path} cannot be read, it is damaged or no record of a run: {failure}; events.jsonl "
+            "beside it has "
+            f"what happened as text, and moving the folder away takes it out of the list"
+        ) from failure
+
+
+def _check_schema(store: sqlite3.Connection, path: Path) -> None:
+    if store.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
+        raise NothingStoredError(path.parent, STORE_NAME)
+    for name in _TABLES:
+        # Not from sqlite_master: a file may say anything there, and SQLite goes by the statement
+        # alone. SQLite itself reports a missing table.
+        if any(entry["type"] != "table" for entry in store.execute(f"PRAGMA table_list({name})")):
+            raise ValueError(f"{name} is no table")
+        if any(column["hidden"] for column in store.execute(f"PRAGMA table_xinfo({name})")):
+            raise ValueError(f"{name} has computed columns")
+    line = store.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
+    version = int(line["value"]) if line is not None else 0
+    if version < 1:
+        raise ValueError("it does not say which schema it has")
+    if version != SCHEMA_VERSION:
+        raise ArchiveError(
+            f"{path} was written by another version of this program (schema {version}, this one "
+            f"reads {SCHEMA_VERSION}): look at it with that one"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +185,14 @@ class StoredEvent:
     event: str
     slot: str | None
     details: Mapping[str, Any]
+
+    @property
+    def at_unix_s(self) -> float | None:
+        """Its moment; `None` where `at` is none."""
+        try:
+            return datetime.fromisoformat(self.at).timestamp()
+        except (ValueError, OverflowError, OSError):
+            return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,12 +264,10 @@ class StoredRun:
         """
         lost, restarts = self.steps_lost_upper_bound, self.restart_count
         if self.slots:
-            lost = sum(
-                _count(record.counters.get("steps_lost_upper_bound")) for record in self.slots
-            )
-            restarts = sum(_count(record.counters.get("restarts")) for record in self.slots)
+            lost = sum(int(slot.counters.get("steps_lost_upper_bound", 0)) for slot in self.slots)
+            restarts = sum(int(slot.counters.get("restarts", 0)) for slot in self.slots)
             if self.outcome != "running":
-                lost += sum(_count(record.steps_at_risk) for record in self.slots)
+                lost += sum(max(0, slot.steps_at_risk) for slot in self.slots)
         facts, updated_at_unix_s = self.facts, self.updated_at_unix_s
         return Snapshot(
             run_id=facts.run_id,
@@ -139,7 +277,7 @@ class StoredRun:
             duration_s=facts.duration_s,
             nodes_planned=facts.nodes_planned,
             nodes_seen=self.nodes_seen,
-            rows=tuple(_row(record) for record in self.slots),
+            rows=tuple(map(row_of, self.slots)),
             notices=self.notices,
             restart_count=restarts,
             steps_lost_upper_bound=lost,
@@ -152,44 +290,43 @@ def read_run(folder: Path) -> StoredRun:
     `NothingStoredError` where nothing is stored in it yet.
     """
     with reading(folder) as store:
-        found = store.execute("SELECT * FROM runs ORDER BY rowid DESC LIMIT 1").fetchone()
-        if found is None:
+        line = store.execute("SELECT * FROM runs ORDER BY rowid DESC LIMIT 1").fetchone()
+        if line is None:
             raise NothingStoredError(folder, STORE_NAME)
-        lines = store.execute(
-            "SELECT * FROM slots ORDER BY rowid LIMIT ?", [_SLOTS_MOST]
+        slots = store.execute(
+            "SELECT * FROM slots JOIN progress USING (slot) ORDER BY slots.rowid LIMIT ?",
+            [_SLOTS_MOST],
         ).fetchall()
-        newer = []
-        if _has(store, "progress"):
-            newer = store.execute("SELECT * FROM progress LIMIT ?", [_SLOTS_MOST]).fetchall()
     with explained(folder / STORE_NAME):
-        progress = {line["slot"]: line for line in newer}
-        updated_at_unix_s = _value(found, "updated_at_unix_s", float | None)
-        return _run(
-            folder, found, tuple(_slot(line, progress, updated_at_unix_s) for line in lines)
-        )
+        updated_at_unix_s = _value(line, "updated_at_unix_s", float | None)
+        return _run(folder, line, tuple(_slot(slot, updated_at_unix_s) for slot in slots))
 
 
-def read_events(folder: Path, names: Sequence[str]) -> tuple[StoredEvent, ...]:
-    """Return the events of these names, in the order in which they happened.
+def read_events(
+    folder: Path,
+    names: Collection[str] = (),
+    *,
+    after: int = 0,
+    slot: str | None = None,
+    limit: int = EVENTS_MOST,
+) -> tuple[StoredEvent, ...]:
+    """Return the last events after the one of a number, in the order in which they happened.
 
-    The last ten thousand.
+    Of some names if any are given, and of one slot if one is.
     """
-    marks = ", ".join("?" * len(names))
+    where, values = "id > ?", [after, *names]
+    if names:
+        where += f" AND event IN ({', '.join('?' * len(names))})"
+    if slot is not None:
+        where += " AND slot = ?"
+        values.append(slot)
     with reading(folder) as store:
-        return events_of(store, f"event IN ({marks})", names, _EVENTS_MOST)
-
-
-def read_events_after(folder: Path, number: int) -> tuple[StoredEvent, ...]:
-    """Return the events after the one of this number; the last thousand."""
-    with reading(folder) as store:
-        return events_of(store, "id > ?", [number], _NEW_EVENTS_MOST)
+        return events_of(store, where, values, min(limit, EVENTS_MOST))
 
 
 def count_commands(folder: Path) -> Mapping[tuple[str, str], int]:
     """Return how often each command of the user was `taken` or `refused`."""
     with reading(folder) as store:
-        if not _has(store, "commands"):
-            return {}
         query = (
             "SELECT do, json_extract(answer, '$.ok') AS ok, count(*) AS times FROM commands "
             "GROUP BY 1, 2"
@@ -204,8 +341,6 @@ def count_commands(folder: Path) -> Mapping[tuple[str, str], int]:
 def read_answers(folder: Path) -> dict[str, Mapping[str, Any]]:
     """Return what the last commands of the user were answered, by their ids."""
     with reading(folder) as store:
-        if not _has(store, "commands"):
-            return {}
         query = "SELECT id, answer FROM commands ORDER BY rowid DESC LIMIT ?"
         lines = store.execute(query, [COMMANDS_KNOWN]).fetchall()
         return {line["id"]: _value(line, "answer", Mapping[str, Any]) for line in reversed(lines)}
@@ -223,11 +358,6 @@ def events_of(
     return tuple(StoredEvent(**_fields(line, StoredEvent)) for line in reversed(lines))
 
 
-def rows_of(records: Iterable[SlotRecord]) -> tuple[Row, ...]:
-    """Return the rows of some slots, as far as their records make sense."""
-    return tuple(map(_row, records))
-
-
 def head_of(folder: Path) -> psutil.Process | None:
     """Return the head of a run folder if it still runs, by the note in it; `None` as well if it is
     this process.
@@ -237,35 +367,17 @@ def head_of(folder: Path) -> psutil.Process | None:
     """
     note = folder / NOTE_NAME
     try:
-        told = json.loads(read_small(note, _NOTE_MOST_BYTES))
-        pid = told["pid"]
+        content = json.loads(read_small(note, _NOTE_MOST_BYTES))
+        pid = content["pid"]
         if type(pid) is not int or pid <= 1:  # true is an int, and 1 is init
             return None
         process = psutil.Process(pid)
         is_head = process.create_time() <= note.stat().st_mtime + 1.0 and pid != os.getpid()
-        began = told.get("started")
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-        psutil.Error,
-    ):
+        began = content.get("started")
+    except (*_DAMAGE, OSError, AttributeError, psutil.Error):
         return None
-    if (
-        not is_head
-        or (began is not None and not is_alive(pid, began))
-        or (folder / "summary.json").exists()
-    ):
-        return None
-    return process
-
-
-def _has(store: sqlite3.Connection, table: str) -> bool:
-    """Say whether a store has a table; one of an earlier version may lack it."""
-    return store.execute(f"PRAGMA table_list({table})").fetchone() is not None
+    is_head &= began is None or is_alive(pid, began)
+    return process if is_head and not (folder / "summary.json").exists() else None
 
 
 def _run(folder: Path, line: sqlite3.Row, slots: tuple[SlotRecord, ...]) -> StoredRun:
@@ -285,33 +397,15 @@ def _is_running(folder: Path, facts: RunFacts) -> bool:
     return is_alive(facts.head_pid, facts.head_started)
 
 
-def _slot(
-    line: sqlite3.Row, progress: Mapping[str, sqlite3.Row], updated_at_unix_s: float | None
-) -> SlotRecord:
-    record = SlotRecord(
-        **_fields(line, SlotRecord, besides=() if "orders" in line.keys() else ("orders",))  # noqa: SIM118 - a row, not a dict
-    )
+def _slot(line: sqlite3.Row, updated_at_unix_s: float | None) -> SlotRecord:
+    counters = {name: _counter(line, name) for name in COUNTERS}
+    record = SlotRecord(**_fields(line, SlotRecord, besides=("counters",)), counters=counters)
     slot_state(record.state)
-    newer = progress.get(record.slot)
-    if newer is None:
-        return record
-    known = set(newer.keys())  # a store of an earlier version lacks some
-    counters = {
-        **record.counters,
-        **{name: _counter(newer, name) for name in COUNTERS if name in known},
-    }
-    row = {**record.row, **{name: value for name, value in counters.items() if name in ROW_KEYS}}
+    row = {**record.row, **{name: value for name, value in counters.items() if name in FIELDS}}
     row["success_rate"] = success_rate(counters)
-    heard_at_unix_s = _value(newer, "heard_at_unix_s", float | None)
-    if heard_at_unix_s is not None and updated_at_unix_s is not None:
-        row["heartbeat_age_s"] = max(0.0, updated_at_unix_s - heard_at_unix_s)
-    return replace(
-        record,
-        next_sequence=_value(newer, "next_sequence", int),
-        steps_at_risk=_value(newer, "steps_at_risk", int),
-        counters=counters,
-        row=row,
-    )
+    if record.heard_at_unix_s is not None and updated_at_unix_s is not None:
+        row["heartbeat_age_s"] = max(0.0, updated_at_unix_s - record.heard_at_unix_s)
+    return replace(record, row=row)
 
 
 def success_rate(counters: Mapping[str, Any]) -> float | None:
@@ -327,7 +421,7 @@ def _counter(line: sqlite3.Row, name: str) -> int | float:
     return value if isinstance(value, int | float) and 0 <= value < math.inf else 0
 
 
-def _row(record: SlotRecord) -> Row:
+def row_of(record: SlotRecord) -> Row:
     """Return the slot's row.
 
     A key that is missing or makes no sense is left unknown, the others are kept.
@@ -336,11 +430,14 @@ def _row(record: SlotRecord) -> Row:
     return Row.from_dict({**record.row, **own}, lenient=True)
 
 
-def _count(value: object) -> int:
-    return max(0, value) if type(value) is int else 0
-
-
 _hints = cache(get_type_hints)
+
+
+@cache
+def _adapter(hint: Any) -> TypeAdapter[Any]:  # noqa: ANN401 - a type or a union
+    # A policy's state may hold infinity, and another head must go on from the very same numbers.
+    is_finite = hint in (float, float | None)
+    return TypeAdapter(hint, config=ConfigDict(allow_inf_nan=not is_finite))
 
 
 def _fields(line: sqlite3.Row, kind: type, besides: Collection[str] = ()) -> dict[str, Any]:
@@ -350,26 +447,122 @@ def _fields(line: sqlite3.Row, kind: type, besides: Collection[str] = ()) -> dic
 
 
 def _value(line: sqlite3.Row, name: str, hint: Any) -> Any:  # noqa: ANN401 - what the hint says
-    """Return a column's value if it fits the hint of a field: SQLite itself takes anything
-    anywhere.
-    """
+    """Return a column's value if it fits the hint of a field: SQLite takes anything anywhere."""
     value = line[name]
-    if type(value) is hint and hint is not float:  # nearly all of them
-        return value
-    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    if value is None and NoneType in kinds:
+    try:
+        if isinstance(value, str) and hint not in (str, str | None):
+            # Not by pydantic, which refuses the escape of a lone surrogate, as in a file name.
+            value = json.loads(value)
+        return _adapter(hint).validate_python(value)
+    except ValueError as wrong:
+        raise ValueError(f"{name} cannot be {line[name]!r:.80}") from wrong
+
+
+class Freshness(StrEnum):
+    """How far what is shown can be believed to be so now."""
+
+    LIVE = "live"
+    LATE = "late"
+    HEAD_GONE = "head gone"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """A run as its store tells it at one look."""
+
+    number: int
+    """Counts the frames that differ in what was read."""
+    run: StoredRun
+    snapshot: Snapshot
+    events: tuple[StoredEvent, ...]
+    """What has happened since the frame before; of the first frame, the last events."""
+    freshness: Freshness
+    late_s: float
+    """Seconds since the store last changed."""
+    missed: tuple[str, ...] = ()
+    """What fell short, of a run that has ended and was not good."""
+
+
+class Follower:
+    """Looks at one run folder again and again."""
+
+    def __init__(
+        self,
+        folder: Path,
+        monotonic_s: Callable[[], float] = time.monotonic,
+        unix_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._folder = folder
+        self._monotonic_s = monotonic_s
+        self._unix_s = unix_s
+        self._here = socket.gethostname()
+        self._state: tuple[tuple[int, int, int] | None, ...] = ()
+        self._frame: Frame | None = None
+        self._updated_at_unix_s: float | None = None
+        self._changed_at_s = monotonic_s()
+        self._event = 0
+
+    def look(self) -> Frame:
+        """Return the run as it is now.
+
+        Raises:
+            NothingStoredError: The head has not stored anything yet.
+            ArchiveError: The folder or its store cannot be read.
+        """
+        state = tuple(_state_of(self._folder / f"{STORE_NAME}{suffix}") for suffix in ("", "-wal"))
+        before, now_s = self._frame, self._monotonic_s()
+        if before is not None and (state == self._state or before.freshness is Freshness.ENDED):
+            # Whether its head still lives does not show in the store.
+            run = before.run
+            if (
+                before.freshness is not Freshness.ENDED
+                and now_s - self._changed_at_s > LATE_AFTER_S
+            ):
+                run = read_run(self._folder)
+            freshness, late_s = self._judged(run, now_s)
+            self._frame = replace(before, run=run, events=(), freshness=freshness, late_s=late_s)
+            return self._frame
+        run = read_run(self._folder)
+        events = read_events(self._folder, after=self._event, limit=_NEW_EVENTS_MOST)
+        self._state = state
+        self._event = max((self._event, *(event.number for event in events)))
+        if before is None and run.updated_at_unix_s is not None and run.facts.host == self._here:
+            self._changed_at_s = now_s - max(0.0, self._unix_s() - run.updated_at_unix_s)
+        elif run.updated_at_unix_s != self._updated_at_unix_s or events:
+            self._changed_at_s = now_s
+        self._updated_at_unix_s = run.updated_at_unix_s
+        freshness, late_s = self._judged(run, now_s)
+        self._frame = Frame(
+            number=1 if before is None else before.number + 1,
+            run=run,
+            snapshot=run.snapshot(),
+            events=events,
+            freshness=freshness,
+            late_s=late_s,
+            missed=_missed(events) or (() if before is None else before.missed),
+        )
+        return self._frame
+
+    def _judged(self, run: StoredRun, now_s: float) -> tuple[Freshness, float]:
+        late_s = max(0.0, now_s - self._changed_at_s)
+        if run.outcome != "running" and not run.was_killed:
+            return Freshness.ENDED, late_s
+        is_foreign = run.facts.host != self._here
+        if (late_s > _GONE_AFTER_S) if is_foreign else run.was_killed:
+            return Freshness.HEAD_GONE, late_s
+        return (Freshness.LATE if late_s > LATE_AFTER_S else Freshness.LIVE), late_s
+
+
+def _missed(events: Iterable[StoredEvent]) -> tuple[str, ...]:
+    ends = [event.details.get("missed") for event in events if event.event == "run_ended"]
+    return tuple(map(str, ends[-1])) if ends and isinstance(ends[-1], list) else ()
+
+
+def _state_of(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes when a file is written; `None` if there is none."""
+    try:
+        status = path.stat()
+    except OSError:
         return None
-    kind, is_number = kinds[0], isinstance(value, int | float)
-    if kind in {float, bool} and is_number and math.isfinite(value):
-        return kind(value)
-    if type(value) is kind and kind is not float:
-        return value
-    container = get_origin(kind)
-    found = json.loads(value) if container is not None and type(value) is str else None
-    if container is Mapping and isinstance(found, dict):
-        return found
-    if container is tuple and isinstance(found, list):
-        item_kind = get_origin(get_args(kind)[0]) or get_args(kind)[0]
-        if all(isinstance(item, item_kind) for item in found):
-            return tuple(found)
-    raise ValueError(f"{name} cannot be {value!r:.80}")
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -1,7 +1,8 @@
 """Finds runs: lists the run folders, and resolves a run id as the user typed it.
 
-Covers the names of runs, which are hostile input, and runs that left no store. Does not cover what
-is in a store (`archive.py`). A folder that cannot be read is an `ArchiveError`.
+Covers the names of runs, which are hostile input, runs that left no store, and how many
+notifications of a run were taken. Does not cover what is in a store (`archive.py`). A folder that
+cannot be read is an `ArchiveError`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from orchestrator.config.schema import RunConfig
 from orchestrator.errors import ArchiveError, NothingStoredError, UsageError, one_line
 from orchestrator.record.archive import StoredRun, head_of, read_run
-from workers.files import read_small
+from workers.files import read_small, replace_whole
 
 LATEST = "latest"
 RUNNING = "running"
@@ -87,7 +88,7 @@ def list_runs(runs_dir: Path) -> tuple[Listed, ...]:
 
 def run_object(one: Listed) -> dict[str, Any]:
     """Return what is known of a run, as an object for JSON; `None` is unknown."""
-    told: dict[str, Any] = {
+    values: dict[str, Any] = {
         "run_id": one.run_id,
         "started_at_unix_s": one.started_at_unix_s,
         "outcome": one.outcome,
@@ -96,7 +97,7 @@ def run_object(one: Listed) -> dict[str, Any]:
     }
     if (run := one.run) is not None:
         snapshot = run.snapshot()
-        told |= {
+        values |= {
             "mode": run.facts.mode,
             "elapsed_s": run.elapsed_s,
             "duration_s": run.facts.duration_s,
@@ -110,7 +111,7 @@ def run_object(one: Listed) -> dict[str, Any]:
             "restart_count": snapshot.restart_count,
             "incomplete": run.incomplete,
         }
-    return {key: told.get(key) for key in _KEYS}
+    return {key: values.get(key) for key in _KEYS}
 
 
 def find_run(runs_dir: Path, run_id: str) -> Path:
@@ -120,17 +121,17 @@ def find_run(runs_dir: Path, run_id: str) -> Path:
     `latest` is the newest that had workers or may still get some, else the newest of all; `running`
     the newest that goes on.
     """
-    known = _run_ids(runs_dir)
+    names = _run_ids(runs_dir)
     if run_id == LATEST:
-        meant = (
-            list(islice((name for name in known if not _was_refused(_listed(runs_dir / name))), 1))
-            or known[:1]
+        matching = (
+            list(islice((name for name in names if not _was_refused(_listed(runs_dir / name))), 1))
+            or names[:1]
         )
     elif run_id == RUNNING:
-        meant = list(
-            islice((name for name in known if _listed(runs_dir / name).outcome == RUNNING), 1)
+        matching = list(
+            islice((name for name in names if _listed(runs_dir / name).outcome == RUNNING), 1)
         )
-        if not meant:
+        if not matching:
             raise UsageError(
                 one_line(
                     f"no run goes on in {runs_dir}; `python -m orchestrator runs` lists those "
@@ -138,18 +139,18 @@ def find_run(runs_dir: Path, run_id: str) -> Path:
                 )
             )
     else:
-        meant = [name for name in known if _SUFFIX.fullmatch(run_id) and name.endswith(run_id)]
-    if len(meant) == 1:
-        return runs_dir / meant[0]
-    if meant:
+        matching = [name for name in names if _SUFFIX.fullmatch(run_id) and name.endswith(run_id)]
+    if len(matching) == 1:
+        return runs_dir / matching[0]
+    if matching:
         raise UsageError(
-            one_line(f"{len(meant)} runs end in {run_id}: {', '.join(meant[:_NAMED])}")
+            one_line(f"{len(matching)} runs end in {run_id}: {', '.join(matching[:_NAMED])}")
         )
-    if not known:
+    if not names:
         raise UsageError(
             one_line(f"there is no run in {runs_dir}; `python -m orchestrator run` makes one")
         )
-    newest = ", ".join(known[:_NAMED])
+    newest = ", ".join(names[:_NAMED])
     raise UsageError(
         one_line(f"there is no run {run_id[:80]!r} in {runs_dir}; the newest: {newest}")
     )
@@ -170,12 +171,12 @@ def _summary(folder: Path) -> Mapping[str, Any] | None:
     """
     path = folder / _SUMMARY_NAME
     try:
-        told = json.loads(read_small(path, _SUMMARY_MOST_BYTES))
+        content = json.loads(read_small(path, _SUMMARY_MOST_BYTES))
     except (FileNotFoundError, ValueError, RecursionError):
         return None
     except OSError as failure:
         raise ArchiveError(f"{path} cannot be read: {failure.strerror}") from failure
-    return told if isinstance(told, dict) else None
+    return content if isinstance(content, dict) else None
 
 
 def _run_ids(runs_dir: Path) -> list[str]:
@@ -220,17 +221,48 @@ def _was_refused(one: Listed) -> bool:
 def _without_store(folder: Path) -> Listed:
     """Return a run that ended before it stored anything: as its summary says, else by its head."""
     try:
-        told = _summary(folder)
+        summary = _summary(folder)
     except ArchiveError as failure:
         return Listed(folder=folder, outcome=UNREADABLE, error=str(failure))
-    if told is None:
+    if summary is None:
         return Listed(
             folder=folder, outcome="interrupted" if head_of(folder) is None else "running"
         )
-    code, error = told.get("exit_code"), told.get("error")
+    code, error = summary.get("exit_code"), summary.get("error")
     return Listed(
         folder=folder,
-        outcome=str(told.get("outcome")),
+        outcome=str(summary.get("outcome")),
         exit_code=code if isinstance(code, int) else None,
         error=None if error is None else str(error),
     )
+
+
+DELIVERIES_NAME: Final = "notifications.json"
+
+_MOST_BYTES: Final = 4096
+
+
+class Deliveries(NamedTuple):
+    """Messages times addresses, over all processes that told of the run."""
+
+    taken: int = 0
+    failed: int = 0
+
+
+def read_deliveries(folder: Path) -> Deliveries:
+    """Return what was counted; zeros where nothing was, or where the file makes no sense."""
+    try:
+        content = json.loads(read_small(folder / DELIVERIES_NAME, _MOST_BYTES))
+        counts = [content[name] for name in Deliveries._fields]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return Deliveries()
+    return (
+        Deliveries(*counts)
+        if all(type(count) is int and count >= 0 for count in counts)
+        else Deliveries()
+    )
+
+
+def write_deliveries(folder: Path, deliveries: Deliveries) -> None:
+    """Write the counts; `OSError` where that is not possible."""
+    replace_whole(folder / DELIVERIES_NAME, json.dumps(deliveries._asdict()) + "\n")

@@ -15,20 +15,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from orchestrator.record.archive import (
+    EVENTS_MOST,
     StoredEvent,
     StoredRun,
     events_of,
     read_run,
-    rows_of,
+    reading,
+    row_of,
     success_rate,
 )
-from orchestrator.record.catalogue import FIELDS
-from orchestrator.record.model import ROW_KEYS, Snapshot, is_row_value
-from orchestrator.record.opening import reading
-from orchestrator.record.records import SlotRecord
+from orchestrator.record.model import FIELDS, Snapshot, is_row_value
+from orchestrator.record.store import SlotRecord
 
 BUCKETS_MOST = 1_000
-EVENTS_MOST = 10_000
 _CHANGES_MOST = 50_000
 _LATEST_UNIX_S = 253_402_300_799.0
 """The end of the year 9999: no calendar goes further."""
@@ -52,15 +51,18 @@ _OF_ALL = (
     f"WITH sums AS (SELECT at_unix_s{{sums}} FROM samples {_SLICE} GROUP BY at_unix_s) "  # noqa: S608 - constants
     f"SELECT '' AS slot, {_PART}{{figures}} FROM sums GROUP BY part"
 )
-#: All samples are read in so many looks at most: a look has a time limit (`opening.py`), and a run
+#: All samples are read in so many looks at most: a look has a time limit (`archive.py`), and a run
 #: may last for days.
 _LOOKS_MOST = 25
+
+#: Keys whose course can be asked for.
+SAMPLED_NUMBERS = tuple(key for key, each in FIELDS.items() if each.sampled and key != "state")
 
 #: What the course of a whole run is told by.
 TOTALS = ("tflops", "allocated_bytes", "oom_count", "temperature_c", "samples_per_s")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Buckets:
     """A value over time, as so many equal parts of it; `None` where nothing was sampled."""
 
@@ -127,32 +129,32 @@ def moment(folder: Path, at_unix_s: float, run: StoredRun | None = None) -> Snap
     What is not sampled is unknown, but for what never changes; a slot's reason is that of its last
     change of state. `run` is the run of this folder if it was read already.
     """
-    known = read_run(folder) if run is None else run
+    stored = read_run(folder) if run is None else run
     with reading(folder) as store:
-        there = _columns(store)
-        (found,) = store.execute(
+        (sampled_unix_s,) = store.execute(
             "SELECT max(at_unix_s) FROM samples WHERE at_unix_s <= ?", [at_unix_s]
         ).fetchone()
-        if found is None:
-            (found,) = store.execute("SELECT min(at_unix_s) FROM samples").fetchone()
-        lines = store.execute("SELECT * FROM samples WHERE at_unix_s = ?", [found]).fetchall()
+        if sampled_unix_s is None:
+            (sampled_unix_s,) = store.execute("SELECT min(at_unix_s) FROM samples").fetchone()
+        lines = store.execute(
+            "SELECT * FROM samples WHERE at_unix_s = ?", [sampled_unix_s]
+        ).fetchall()
         names = [line["slot"] for line in lines]
-        causes = {name: _cause_before(store, name, found) for name in names}
+        causes = {name: _cause_before(store, name, sampled_unix_s) for name in names}
     sampled = {
-        line["slot"]: {key: line[key] for key in ROW_KEYS if key in there and key != "slot"}
-        for line in lines
+        line["slot"]: {key: line[key] for key in ("state", *SAMPLED_NUMBERS)} for line in lines
     }
     records = [
         _as_sampled(slot, sampled[slot.slot], causes[slot.slot])
-        for slot in known.slots
+        for slot in stored.slots
         if slot.slot in sampled
     ]
-    now_unix_s = known.facts.started_at_unix_s if found is None else float(found)
+    now_unix_s = stored.facts.started_at_unix_s if sampled_unix_s is None else float(sampled_unix_s)
     return replace(
-        known.snapshot(),
-        rows=rows_of(records),
+        stored.snapshot(),
+        rows=tuple(map(row_of, records)),
         now_unix_s=now_unix_s,
-        elapsed_s=max(0.0, known.elapsed_s - (known.snapshot().now_unix_s - now_unix_s)),
+        elapsed_s=max(0.0, stored.elapsed_s - (stored.snapshot().now_unix_s - now_unix_s)),
         notices=(),
         restart_count=sum(int(values.get("restarts") or 0) for values in sampled.values()),
         steps_lost_upper_bound=None,
@@ -174,22 +176,6 @@ def all_state_spans(folder: Path) -> dict[str, tuple[Span, ...]]:
     return {slot: _spans(of_slot) for slot, of_slot in changes.items()}
 
 
-def events(
-    folder: Path, *, after: int = 0, slot: str | None = None, limit: int = 500
-) -> tuple[StoredEvent, ...]:
-    """Return the last events after the one of this number, oldest first.
-
-    Of one slot if one is named.
-    """
-    where, values = ("id > ?", (after,)) if slot is None else ("id > ? AND slot = ?", (after, slot))
-    with reading(folder) as store:
-        return events_of(store, where, values, min(limit, EVENTS_MOST))
-
-
-#: Keys whose course can be asked for.
-SAMPLED_NUMBERS = tuple(key for key, each in FIELDS.items() if each.sampled and key != "state")
-
-
 def _read(
     folder: Path,
     statement: str,
@@ -200,7 +186,7 @@ def _read(
 ) -> dict[str, dict[str, Buckets]]:
     """Return what a statement finds, by slot and key; of `slot` also where it finds nothing."""
     for key in keys:
-        if key not in FIELDS or not FIELDS[key].sampled or key == "state":
+        if key not in SAMPLED_NUMBERS:
             raise ValueError(
                 f"{key[:40]!r} is not sampled; sampled are {', '.join(SAMPLED_NUMBERS)}"
             )
@@ -211,12 +197,9 @@ def _read(
             "they begin"
         )
     width_s = (last - first) / count
-    with reading(folder) as store:
-        there = _columns(store)
-    found = [key for key in keys if key in there]  # an older store samples less
-    figures = "".join(f", min({key}), avg({key}), max({key})" for key in found)
+    figures = "".join(f", min({key}), avg({key}), max({key})" for key in keys)
     sums = "".join(
-        f", {'max' if key == 'temperature_c' else 'sum'}({key}) AS {key}" for key in found
+        f", {'max' if key == 'temperature_c' else 'sum'}({key}) AS {key}" for key in keys
     )
     values = {"first": first, "last": last, "width": width_s, "count": count, "slot": slot}
     step = count if statement is _OF_ONE else -(-count // _LOOKS_MOST)
@@ -231,10 +214,7 @@ def _read(
         parts.setdefault(line["slot"], {})[line["part"]] = line
     at_unix_s = tuple(first + (part + 0.5) * width_s for part in range(count))
 
-    def of(lines: Mapping[int, sqlite3.Row], key: str, which: int) -> tuple[float | None, ...]:
-        if key not in found:
-            return (None,) * count
-        column = 2 + 3 * found.index(key) + which
+    def part_values(lines: Mapping[int, sqlite3.Row], column: int) -> tuple[float | None, ...]:
         return tuple(
             _number(lines[part][column]) if part in lines else None for part in range(count)
         )
@@ -242,19 +222,16 @@ def _read(
     return {
         name: {
             key: Buckets(
-                at_unix_s=at_unix_s,
-                low=of(told, key, 0),
-                mean=of(told, key, 1),
-                high=of(told, key, 2),
+                at_unix_s, *(part_values(found, 2 + 3 * place + which) for which in range(3))
             )
-            for key in keys
+            for place, key in enumerate(keys)
         }
-        for name, told in parts.items()
+        for name, found in parts.items()
     }
 
 
 def _spans(changes: Sequence[StoredEvent]) -> tuple[Span, ...]:
-    known = [(at, event) for event in changes if (at := _at(event))]
+    known = [(at, event) for event in changes if (at := event.at_unix_s)]
     ends: list[float | None] = [at for at, _ in known[1:]]
     return tuple(
         Span(
@@ -265,10 +242,6 @@ def _spans(changes: Sequence[StoredEvent]) -> tuple[Span, ...]:
         )
         for (at, event), end in zip(known, [*ends, None], strict=False)
     )
-
-
-def _columns(store: sqlite3.Connection) -> frozenset[str]:
-    return frozenset(column["name"] for column in store.execute("PRAGMA table_info(samples)"))
 
 
 def _number(value: object) -> float | None:
@@ -286,6 +259,12 @@ def _cause_before(store: sqlite3.Connection, slot: str, at_unix_s: float) -> str
     return str(before[0].details.get("cause", "")) if before else ""
 
 
+#: What is not sampled because it does not change while a slot works.
+_CONSTANT = frozenset({"gpu_name", "gpu_uuid", "device", "policy", "dtype", "budget_bytes"}) | {
+    *("device_total_bytes", "temperature_of", "first_loss", "train_steps")
+}
+
+
 def _as_sampled(record: SlotRecord, values: Mapping[str, object], cause: str) -> SlotRecord:
     constant = {key: value for key, value in record.row.items() if key in _CONSTANT}
     known = {key: value for key, value in values.items() if is_row_value(key, value)}
@@ -296,25 +275,3 @@ def _as_sampled(record: SlotRecord, values: Mapping[str, object], cause: str) ->
         reason=cause,
         row={**constant, **known},
     )
-
-
-#: What is not sampled because it does not change while a slot works.
-_CONSTANT = frozenset(
-    {
-        "gpu_name",
-        "gpu_uuid",
-        "device",
-        "policy",
-        "dtype",
-        "budget_bytes",
-        "device_total_bytes",
-        "temperature_of",
-    }
-) | {"first_loss", "train_steps"}
-
-
-def _at(event: StoredEvent) -> float | None:
-    try:
-        return datetime.fromisoformat(event.at).timestamp()
-    except ValueError:
-        return None

@@ -92,14 +92,14 @@ def last_lines(folder: Path, slot: str, most: int = LINES_SHOWN) -> list[str]:
 
     None where nothing is kept, or the name leads out of the folder.
     """
-    path, found = _path(folder, slot), b""
+    path, content = _path(folder, slot), b""
     if "\0" in slot or not path.resolve().is_relative_to(_path(folder, "").parent.resolve()):
         return []
-    for each in (path, _older(path)):
-        with contextlib.suppress(OSError), each.open("rb") as file:
-            file.seek(max(0, each.stat().st_size + len(found) - _READ_BYTES))
-            found = file.read(_READ_BYTES) + found
-    return cleaned(found.decode("utf-8", "replace")).expandtabs().splitlines()[-most:]
+    for file_path in (path, _older(path)):
+        with contextlib.suppress(OSError), file_path.open("rb") as file:
+            file.seek(max(0, file_path.stat().st_size + len(content) - _READ_BYTES))
+            content = file.read(_READ_BYTES) + content
+    return cleaned(content.decode("utf-8", "replace")).expandtabs().splitlines()[-most:]
 
 
 def slots_with_output(folder: Path) -> list[str]:

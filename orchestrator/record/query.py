@@ -5,30 +5,28 @@ A filter is a list of terms, and a row must match all of them:
     state:lost          the value contains this text, in upper or lower case
     temp>75  cap<=3GiB  compared with a number; bytes need a unit, shares are in per cent
     pc1                 the slot, node, card, state or reason contains this text
-    /pc[12].*3/         the same as a regular expression
     !node:pc1           the term does not match
     reason:"two words"  quotes keep spaces
 
-Names are keys of a row, columns of the table, their other words (`catalogue.py`), or the beginning
+Names are keys of a row, columns of the table, their other words (`model.py`), or the beginning
 of one of them. Draws nothing and reads nothing.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import re
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from orchestrator.record.catalogue import FIELDS, Field, Value
-from orchestrator.record.model import Row, natural_order, worst_first
+from orchestrator.record.model import FIELDS, Field, Row, Value, natural_order, worst_first
 
 #: Keys that a text without a name is looked for in.
 _SEARCHED = ("slot", "node", "gpu_name", "state", "reason")
 
-_TERM = re.compile(r'(?P<term>!?(?:/(?:\\.|[^/\\])*/|(?:"[^"]*"|[^\s"])+))\s*')
+_TERM = re.compile(r'(?P<term>(?:"[^"]*"|[^\s"])+)\s*')
 _NAMED = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<sign>:|[<>]=?|!?=)(?P<wanted>.*)", re.DOTALL)
 _NUMBER = re.compile(r"(?P<digits>[+-]?(?:\d+\.?\d*|\.\d+))\s*(?P<unit>[A-Za-z%]*)")
 
@@ -46,14 +44,6 @@ _BYTES: Final = {
 }
 
 _LONGEST = 500
-_PATTERN_LONGEST = 100
-#: Python's regular expressions know no time limit. What may repeat is a single character, in a few
-#: places.
-_REPEATS_MOST = 3
-_REPEAT = re.compile(r"[*+{]")
-_GROUP_REPEATED = re.compile(r"\)[*+{]")
-_ESCAPED = re.compile(r"\\.|\[(?:\\.|[^\]\\])+\]")
-
 _Test: TypeAlias = Callable[[Row], bool]
 
 
@@ -70,7 +60,7 @@ class Filter:
 
     text: str = ""
     """As it was typed."""
-    _tests: tuple[_Test, ...] = field(default=(), repr=False, compare=False)
+    _tests: tuple[_Test, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
     def matches(self, row: Row) -> bool:
         """Say whether a row meets all terms."""
@@ -100,11 +90,11 @@ def parse(text: str) -> Filter:
     tests: list[_Test] = []
     at = 0
     while at < len(stripped):
-        found = _TERM.match(stripped, at)
-        if found is None:
+        match = _TERM.match(stripped, at)
+        if match is None:
             raise QueryError(f'a quote is not closed: {stripped[at:]}; write reason:"two words"')
-        tests.append(_test(found["term"]))
-        at = found.end()
+        tests.append(_test(match["term"]))
+        at = match.end()
     return Filter(stripped, tuple(tests))
 
 
@@ -121,16 +111,16 @@ def select(rows: Iterable[Row], wanted: Filter, order: Order) -> tuple[Row, ...]
 
     Unknown values are last either way, and equal ones in order of slots.
     """
-    found = [row for row in rows if wanted.matches(row)]
+    matching = [row for row in rows if wanted.matches(row)]
     if order.key is None:
-        worst = worst_first(found)
+        worst = worst_first(matching)
         return tuple(reversed(worst)) if order.reverse else worst
     value = FIELDS[order.key].value
-    found.sort(key=lambda row: natural_order(row.slot))
-    known = [row for row in found if value(row) is not None]
-    is_words = bool(known) and isinstance(value(known[0]), str)
-    known.sort(key=lambda row: _sorting_key(value(row)), reverse=order.reverse is is_words)
-    return (*known, *(row for row in found if value(row) is None))
+    matching.sort(key=lambda row: natural_order(row.slot))
+    sortable = [row for row in matching if value(row) is not None]
+    is_words = bool(sortable) and isinstance(value(sortable[0]), str)
+    sortable.sort(key=lambda row: _sorting_key(value(row)), reverse=order.reverse is is_words)
+    return (*sortable, *(row for row in matching if value(row) is None))
 
 
 def field_of(word: str) -> Field:
@@ -141,33 +131,32 @@ def field_of(word: str) -> Field:
     wanted = word.lower()
     # An exact name goes before a beginning, and a key or a column before another word.
     for names_of in (_first_names, _all_names):
-        exact = [each for each in FIELDS.values() if wanted in names_of(each)]
-        if exact:
-            return exact[0]
+        for field in FIELDS.values():
+            if wanted in names_of(field):
+                return field
+
     begun = [
-        each
-        for each in FIELDS.values()
-        if any(name.startswith(wanted) for name in _all_names(each))
+        field
+        for field in FIELDS.values()
+        if any(name.startswith(wanted) for name in _all_names(field))
     ]
-    # Of the keys in one column the first is meant, the one that the column is sorted by.
-    columns = {each.column or each.key for each in begun}
     if not begun:
         raise QueryError(
             f"nothing is called {word[:40]!r}; names are those of the columns and of summary.json"
         )
-    shown = [each for each in begun if each.column is not None]
-    if len(columns) > 1 and len(shown) != 1:
-        names = ", ".join(each.column or each.key for each in begun[:6])
+    shown = [field for field in begun if field.column is not None]
+    if len(begun) > 1 and len(shown) != 1:
+        names = ", ".join(field.name for field in begun[:6])
         raise QueryError(f"{word[:40]!r} may be {names}; write more of it")
     return shown[0] if shown else begun[0]
 
 
-def _first_names(of: Field) -> Sequence[str]:
-    return (of.key, *((of.column,) if of.column else ()))
+def _first_names(field: Field) -> Sequence[str]:
+    return field.key, field.name
 
 
-def _all_names(of: Field) -> Sequence[str]:
-    return (*_first_names(of), *of.words)
+def _all_names(field: Field) -> Sequence[str]:
+    return field.key, field.name, *field.words
 
 
 def _sorting_key(value: Value) -> tuple[str | int, ...] | float:
@@ -179,23 +168,25 @@ def _test(term: str) -> _Test:
         test = _test(term[1:])
         return lambda row: not test(row)
     if term.startswith("/") and term.endswith("/") and len(term) > 1:
-        pattern = _pattern(term[1:-1])
-        return lambda row: any(pattern.search(text) for text in _texts(row))
+        raise QueryError(
+            f"{term[:40]}: filters know no regular expressions; write a part of the text, as in "
+            "pc1, or a comparison, as in temp>75"
+        )
     named = _NAMED.fullmatch(term)
     if named is None:
         wanted = _unquoted(term).lower()
         return lambda row: any(wanted in text.lower() for text in _texts(row))
-    meant, sign, asked = field_of(named["name"]), named["sign"], _unquoted(named["wanted"])
-    if not asked:
+    field, sign, value_text = field_of(named["name"]), named["sign"], _unquoted(named["wanted"])
+    if not value_text:
         raise QueryError(f"{term} lacks what to compare with, as in state:lost or temp>75")
     if sign == ":":
         return lambda row: (
-            (value := meant.value(row)) is not None and asked.lower() in str(value).lower()
+            (value := field.value(row)) is not None and value_text.lower() in str(value).lower()
         )
-    compare, number = _SIGNS[sign], _number(asked, meant)
+    compare, number = _SIGNS[sign], _number(value_text, field)
 
     def test_number(row: Row) -> bool:
-        value = meant.value(row)
+        value = field.value(row)
         return isinstance(value, int | float) and compare(value, number)
 
     return test_number
@@ -209,35 +200,16 @@ def _unquoted(text: str) -> str:
     return text.replace('"', "")
 
 
-def _pattern(text: str) -> re.Pattern[str]:
-    plain = _ESCAPED.sub("x", text)
-    if (
-        len(text) > _PATTERN_LONGEST
-        or len(_REPEAT.findall(plain)) > _REPEATS_MOST
-        or _GROUP_REPEATED.search(plain)
-    ):
-        raise QueryError(
-            f"/{text[:40]}/ could take too long: at most {_REPEATS_MOST} of * + {{}}, and none "
-            "behind a bracket"
-        )
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # of what Python will understand otherwise one day
-            return re.compile(text.replace("\\/", "/"), re.IGNORECASE)
-    except (re.error, FutureWarning, DeprecationWarning) as error:
-        raise QueryError(f"/{text[:40]}/ is no regular expression: {error}") from error
-
-
-def _number(text: str, of: Field) -> float:
+def _number(text: str, field: Field) -> float:
     """Return a number in the unit of a field's value."""
-    found = _NUMBER.fullmatch(text)
-    if found is None:
-        raise QueryError(f"{of.key} is compared with a number, not with {text[:40]!r}")
-    number, unit = float(found["digits"]), found["unit"].lower()
-    if of.unit == "bytes":
+    match = _NUMBER.fullmatch(text)
+    if match is None:
+        raise QueryError(f"{field.key} is compared with a number, not with {text[:40]!r}")
+    number, unit = float(match["digits"]), match["unit"].lower()
+    if field.unit == "bytes":
         if unit not in _BYTES:
-            raise QueryError(f"{of.key} is in bytes: write a unit, as in {of.key}>3GiB")
+            raise QueryError(f"{field.key} is in bytes: write a unit, as in {field.key}>3GiB")
         return number * float(_BYTES[unit])
-    if unit not in {"", of.unit.lower(), "%" if of.unit == "ratio" else ""}:
-        raise QueryError(f"{of.key} has the unit {of.unit or 'none'}, not {unit!r}")
-    return number / 100 if of.unit == "ratio" else number
+    if unit not in {"", field.unit.lower(), "%" if field.unit == "ratio" else ""}:
+        raise QueryError(f"{field.key} has the unit {field.unit or 'none'}, not {unit!r}")
+    return number / 100 if field.unit == "ratio" else number

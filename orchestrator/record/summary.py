@@ -12,20 +12,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from orchestrator.record.model import Row, Snapshot, finite
+from orchestrator.record.model import FIELDS, Row, Snapshot, finite
 
 SCHEMA = 1
 
-#: Counters and what follows from them, by their names in the summary.
-_COUNTED = (
-    "steps_ok",
-    "steps_oom",
-    "steps_oom_probe",
-    "steps_error",
-    "success_rate",
-    "oom_count",
-    "emergency_count",
-)
+_COUNTS = tuple(key for key, field in FIELDS.items() if field.path.startswith("counts."))
+_CHECKS = ("verify_checks", "verify_errors")
 
 
 def summary_dict(
@@ -55,12 +47,11 @@ def summary_dict(
         "nodes_planned": list(snapshot.nodes_planned),
         "nodes_seen": list(snapshot.nodes_seen),
         "workers_planned": len(snapshot.rows),
-        **{name: getattr(counts, name) for name in _COUNTED},
+        **{name: getattr(counts, name) for name in _COUNTS if name not in _CHECKS},
         "restart_count": snapshot.restart_count,
         "steps_lost_upper_bound": snapshot.steps_lost_upper_bound,
         "tflops_total": snapshot.tflops_total,
-        "verify_checks": counts.verify_checks,
-        "verify_errors": counts.verify_errors,
+        **{name: getattr(counts, name) for name in _CHECKS},
         "workers": [row.to_dict() for row in snapshot.rows],
         "notices": list(snapshot.notices),
         "faults": [dict(fault) for fault in faults],

@@ -1,7 +1,7 @@
 """Time as the head sees it, and its way to wait; an argument, so that tests run in virtual time.
 And its timers.
 
-Does not say when a slot is due (`core/dispatch.py`) nor what happens then (`core/lifecycle.py`).
+Does not say when a slot is due (`core/slices.py`) nor what happens then (`core/lifecycle.py`).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from orchestrator.core.training import Training
 from orchestrator.errors import UsageError
 from orchestrator.record.archive import StoredRun
 from orchestrator.record.model import is_row_value
-from orchestrator.record.records import SlotRecord
+from orchestrator.record.store import SlotRecord
 from orchestrator.run import environment as environments
 from orchestrator.run.environment import Environment
 from workers.messages import NO_COUNTS, Progress, StepCounts, WorkerState

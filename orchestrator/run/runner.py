@@ -1,8 +1,10 @@
 """One run from its configuration to its exit code: environment, preflight, supervise, write the
 summary.
 
-Does not parse arguments (`cli/app.py`) and does not exit. What was started is always torn down, and
-once a run folder exists, its summary is always written.
+The preflight compares the cluster with the plan before the first actor, and says what to type where
+they differ: Ray leaves actors that fit nowhere pending without a message and without end. Does not
+parse arguments (`cli/app.py`) and does not exit. What was started is always torn down, and once a
+run folder exists, its summary is always written.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -25,50 +27,89 @@ from rich.console import Console
 
 from orchestrator.config.load import dump_config
 from orchestrator.config.notify_urls import notify_urls
-from orchestrator.config.schema import NotifyConfig
-from orchestrator.core.chaos.plan import ChaosPlan, check
+from orchestrator.config.schema import Config, NotifyConfig
+from orchestrator.core.fleet import Fleet
+from orchestrator.core.node_commands import node_command
+from orchestrator.core.placement import Missing, SlotPlan, refusals, unnamed
 from orchestrator.core.run_outcome import outcome_of
-from orchestrator.errors import NoClusterError, OrchestratorError, UsageError, one_line
+from orchestrator.errors import (
+    NoClusterError,
+    OrchestratorError,
+    PreflightError,
+    UsageError,
+    one_line,
+)
 from orchestrator.record.archive import StoredRun
 from orchestrator.record.events import EventLog
 from orchestrator.record.folders import command_for
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import OutputFiles
-from orchestrator.record.records import STORE_NAME, RunFacts
-from orchestrator.record.store import RunStore
+from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
 from orchestrator.record.summary import failure_dict, summary_dict, summary_text, write_summary
-from orchestrator.run import (
-    fake_sensors,
-    fault_injection,
-    node_setup,
-    preflight,
-    resume,
-    run_dir,
-    viewers,
-)
-from orchestrator.run.checkpoint_keeper import CheckpointKeeper
+from orchestrator.run import node_setup, resume, run_dir
 from orchestrator.run.clock import Clock
-from orchestrator.run.commands import Commands, answers_before
 from orchestrator.run.environment import Environment, Mode
-from orchestrator.run.fault_injection import FaultInjector
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
-from orchestrator.run.supervisor import Supervisor
-from orchestrator.run.terminal import Interrupts, Screen, own_screen
+from orchestrator.run.run_dir import CheckpointKeeper
+from orchestrator.run.supervisor import Commands, Supervisor, answers_before
+from orchestrator.run.terminal import (
+    Interrupts,
+    Screen,
+    own_screen,
+    start_viewer,
+    take_addresses,
+    write_report,
+)
 from orchestrator.view.cells import glyphs_for, width_of, wrapped
 from orchestrator.view.live import LiveTable, Outlets, PlainLines, Watcher
 from orchestrator.view.phrases import fault_lines, section
 from workers.host.processes import start_time
-from workers.learned_limits.store import LimitStore
-from workers.messages import FaultKind
+from workers.learned_limits import LimitStore
 
 _SUMMARY_NAME = "summary.json"
 
-#: Faults that end a process wherever it is.
-_DEADLY = frozenset({FaultKind.KILL, FaultKind.SEGV, FaultKind.EXIT})
-
 #: The end of a traceback, where the user's own code is; events.jsonl has all of it.
 _TRACEBACK_LINES = 20
+
+
+class Experiment:
+    """What the laboratory adds to a run; by default nothing.
+
+    A subclass overrides what it needs. The run does not know what the addition is.
+    """
+
+    line: str | None = None
+    """For the user, when the run begins."""
+    description: str | None = None
+    """The failures that it brings, for the run's record; nothing is learned from such a run."""
+
+    def check(self, environment: Environment) -> None:
+        """Refuse, as a `UsageError`, what makes no sense in this environment."""
+
+    def equip(
+        self, plans: Sequence[SlotPlan], folder: Path, elapsed_s: float
+    ) -> Sequence[SlotPlan]:
+        """Return the slots with what their workers are told; `folder` is the run's.
+
+        A run that was resumed has gone on for `elapsed_s` already.
+        """
+        del folder, elapsed_s
+        return plans
+
+    def around(
+        self, fleet: Fleet, environment: Environment, events: EventLog, clock: Clock
+    ) -> Fleet:
+        """Return a fleet around the fleet."""
+        del environment, events, clock
+        return fleet
+
+    def on_event(self, entry: Mapping[str, Any]) -> None:
+        """Take in what the run writes into its event log."""
+
+    def faults(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return the injected faults of a run that is over, and their counts by kind."""
+        return [], []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +119,7 @@ class Options:
     json: bool
     plain: bool
     wait_for_nodes: bool
-    chaos: ChaosPlan | None = None
-    yes_really: bool = False
-    fake_sensors: Path | None = None
+    experiments: tuple[Experiment, ...] = ()
     apply_power_limit: bool = False
     cards: node_setup.CardSettings = node_setup.NO_CARD_SETTINGS
     """What else is set on them; only `burn --sweep` asks for that."""
@@ -88,6 +127,11 @@ class Options:
     """A watcher that judges the run and reports on it: then `json` only means that this run prints
     nothing.
     """
+
+    @property
+    def failures(self) -> str | None:
+        """The failures that experiments bring, in words; `None`: none."""
+        return "; ".join(each.description for each in self.experiments if each.description) or None
 
 
 def run(environment: Environment, options: Options) -> int:
@@ -114,39 +158,17 @@ def go_on(stored: StoredRun, options: Options, more_s: float | None = None) -> i
 def _check(environment: Environment, options: Options) -> None:
     if options.judge is None:
         notify_urls(environment.config.notify)
-    if options.fake_sensors is not None:
-        fake_sensors.check(options.fake_sensors, is_rehearsal=environment.mode is Mode.REHEARSE)
-    is_debug, is_rehearsal = environment.mode is Mode.DEBUG, environment.mode is not Mode.CLUSTER
+    for experiment in options.experiments:
+        experiment.check(environment)
+    is_debug = environment.mode is Mode.DEBUG
     if is_debug and options.json:
         raise UsageError(
             "--json keeps standard output for one object; with --debug the debugger talks there"
         )
-    if is_debug and options.chaos is not None:
-        raise UsageError("--chaos ends worker processes; with --debug there is none but this one")
     if is_debug and options.apply_power_limit:
         raise UsageError(
             "--apply-power-limit needs an agent on each node, which --debug does not start"
         )
-    if options.chaos is None:
-        return
-    if not is_rehearsal and not options.yes_really:
-        raise UsageError(
-            "--chaos kills workers of a real cluster; try it with --rehearse, or say that you "
-            "mean it: --yes-really"
-        )
-    is_mps = environment.config.compute_share_mode == "mps" and environment.target.device != "cpu"
-    if is_mps and environment.mode is not Mode.REHEARSE and _DEADLY & set(options.chaos.kinds()):
-        raise UsageError(
-            "--chaos ends processes in the middle of a step, and under MPS that can end every "
-            "other worker of the "
-            "card; valid: faults other than kill, segv and exit, or --set compute_share_mode=duty"
-        )
-    check(
-        options.chaos,
-        environment.config.nodes,
-        environment.config.head_node,
-        is_rehearsal=is_rehearsal,
-    )
 
 
 def _in_folder(
@@ -185,7 +207,7 @@ def _in_folder(
             record.failed(error)
             is_before = record.supervisor is None
             if isinstance(error, NoClusterError) and environment.mode is Mode.CLUSTER and is_before:
-                raise preflight.without_cluster(environment.config, error) from error
+                raise without_cluster(environment.config, error) from error
             raise
         finally:
             interrupts.restore()
@@ -196,7 +218,7 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
     record.tell(f"Run folder: {record.folder}", *environment.lines)
     with environment.fleet as fleet:
         interrupts.install()  # Ray has taken SIGTERM for itself
-        preflight.check(environment.config, fleet, wait_for_nodes=record.options.wait_for_nodes)
+        check_nodes(environment.config, fleet, wait_for_nodes=record.options.wait_for_nodes)
         settled = environment.settle(environment, fleet)
         if settled is not environment:
             record.tell(*settled.lines)
@@ -207,15 +229,14 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
             workers=len(settled.plans),
             elapsed_s=facts.elapsed_s,
         )
-        chaos, script, plans = record.options.chaos, record.options.fake_sensors, settled.plans
+        experiments, plans = record.options.experiments, settled.plans
         # With injected failures nothing is learned that holds without them.
-        store = LimitStore() if settled.config.memory.remember and chaos is None else None
+        remembers = settled.config.memory.remember and record.options.failures is None
+        store = LimitStore() if remembers else None
         learned_limits = LearnedLimits(store, record.outlets.events)
-        if script is not None:
-            record.tell(f"Sensors: faked by {script}")
-            plans = fake_sensors.with_sensors(
-                plans, script, record.folder / "fake-sensors", record.past.elapsed_s
-            )
+        for experiment in experiments:
+            record.tell(*filter(None, [experiment.line]))
+            plans = tuple(experiment.equip(plans, record.folder, record.past.elapsed_s))
         kept = node_setup.kept(
             settled,
             fleet,
@@ -232,26 +253,21 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
         )
         with kept as plans, contextlib.closing(listening()) as commands:
             record.tell(*filter(None, [commands.problem]))
-            injector = None
-            if chaos is not None:
-                record.tell(f"Chaos: {chaos.describe()}")
-                head = settled.config.head_node
-                injector = FaultInjector(chaos, settled.plans, head, record.outlets.events, clock)
+            disturbed = fleet
+            for experiment in experiments:
+                disturbed = experiment.around(disturbed, settled, record.outlets.events, clock)
             record.supervisor = Supervisor(
                 facts=facts,
                 past=record.past,
                 config=settled.config,
-                plans=learned_limits.sent_along(
-                    fault_injection.with_faults(plans, chaos), clock.unix_s()
-                ),
-                fleet=fleet,
+                plans=learned_limits.sent_along(plans, clock.unix_s()),
+                fleet=disturbed,
                 outlets=record.outlets,
                 interrupted=lambda: interrupts.asked,
                 learned_limits=learned_limits,
                 checkpoints=CheckpointKeeper(record.folder / "states"),
                 output=OutputFiles(record.folder),
                 commands=commands,
-                injector=injector,
                 clock=clock,
             )
             try:
@@ -281,9 +297,15 @@ class _Record:
 
     def __post_init__(self) -> None:
         judge, store = self.options.judge, RunStore(self.folder / STORE_NAME)
+
+        def also(entry: Mapping[str, Any]) -> None:
+            store.event(entry)
+            for experiment in self.options.experiments:
+                experiment.on_event(entry)
+
         self.outlets = Outlets(
             watchers=(*_viewers(self.options, self.screen), *(() if judge is None else (judge,))),
-            events=EventLog(self.folder / "events.jsonl", also=store.event),
+            events=EventLog(self.folder / "events.jsonl", also=also),
             store=store,
         )
         self._begun = self._ended = self._with_report = False
@@ -293,7 +315,7 @@ class _Record:
 
         Again if the cluster changes the environment.
         """
-        config, chaos = environment.config, self.options.chaos
+        config = environment.config
         facts = RunFacts(
             run_id=self.folder.name,
             started_at_unix_s=self.started_at_unix_s,
@@ -304,7 +326,7 @@ class _Record:
             device=environment.target.device,
             one_machine=environment.target.one_machine,
             config_yaml=dump_config(config),
-            chaos=None if chaos is None else chaos.describe(),
+            chaos=self.options.failures,
             nodes_planned=tuple(config.nodes),
             head_pid=os.getpid(),
             head_started=start_time(os.getpid()),
@@ -330,9 +352,9 @@ class _Record:
         workers.
         """
         is_wanted = self.options.judge is None and bool(notify_urls(settings))
-        typed = viewers.addresses_taken()
+        typed = take_addresses()
         if is_wanted:
-            self.viewer = viewers.start("notify", self.folder, self.tell, typed)
+            self.viewer = start_viewer("notify", self.folder, self.tell, typed)
 
     def tell(self, *lines: str) -> None:
         """Print lines for the user; with `--json` nothing is printed."""
@@ -389,13 +411,14 @@ class _Record:
 
     def _report(self) -> None:
         if self._with_report:
-            viewers.report(self.folder, self.tell)
+            write_report(self.folder, self.tell)
 
     def _summary(
         self, snapshot: Snapshot, outcome: str, code: int, error: str | None = None
     ) -> dict[str, Any]:
-        injector = None if self.supervisor is None else self.supervisor.injector
-        faults, counts = ([], []) if injector is None else (injector.faults(), injector.counts())
+        reports = [experiment.faults() for experiment in self.options.experiments]
+        faults = [fault for faults, _ in reports for fault in faults]
+        counts = [count for _, counts in reports for count in counts]
         started = datetime.fromtimestamp(self.started_at_unix_s, UTC).isoformat(
             timespec="milliseconds"
         )
@@ -425,3 +448,56 @@ def _viewers(options: Options, screen: Screen) -> tuple[Watcher, ...]:
     if options.plain or not screen.out.isatty():
         return (PlainLines(screen.out),)
     return (LiveTable(Console(file=screen.out)),)
+
+
+#: How long a fleet may take to show its nodes after connecting, before a missing one is called
+#: missing.
+_SETTLE_S = 1.0
+
+
+def check_nodes(config: Config, fleet: Fleet, *, wait_for_nodes: bool) -> None:
+    """Compare cluster and plan before the first actor.
+
+    `PreflightError` unless the user waits for what is missing.
+    """
+    deadline = time.monotonic() + _SETTLE_S
+    found = refusals(config, fleet.nodes())
+    while found and time.monotonic() < deadline:
+        time.sleep(0.1)  # a node that joined a moment ago may not be shown yet
+        found = refusals(config, fleet.nodes())
+    if not found:
+        return
+    absent = {refusal.node for refusal in found if refusal.missing is Missing.NODE}
+    if wait_for_nodes and absent == {refusal.node for refusal in found}:
+        return
+    problems = []
+    for refusal in found:
+        node, command = refusal.node, node_command(config, refusal.node, fleet.address()).line
+        problems.append(
+            f"{refusal.text}; on {node}, type: {command}  (`orchestrator up {node}` prints every "
+            "step)"
+        )
+    nameless = unnamed(fleet.nodes())
+    if absent and nameless:
+        problems.append(
+            f"the node at {', '.join(nameless)} has no label; a node started without "
+            "--labels=node=NAME is not used"
+        )
+    if absent:
+        problems.append(
+            "or start on what is there and let the others join later: add --wait-for-nodes"
+        )
+    raise PreflightError(problems)
+
+
+def without_cluster(config: Config, error: NoClusterError) -> NoClusterError:
+    """Return the error with what to type: how to start a cluster, and how to run without one."""
+    head = config.head_node
+    return NoClusterError(
+        f"{error}\n"
+        f"  start one:       on {head}, type: python -m orchestrator up {head} --exec\n"
+        f"                   (without --exec it only prints the commands; for other PCs: up NODE)\n"
+        f"  or go on without one:\n"
+        f"    --rehearse     every node of the configuration as a small copy on this machine\n"
+        f"    --local        this machine alone, with what it really has"
+    )

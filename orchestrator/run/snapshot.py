@@ -13,12 +13,11 @@ from typing import overload
 
 from orchestrator.config.gpu_specs import match_profile, peak_tflops
 from orchestrator.core.placement import SlotPlan
+from orchestrator.core.slices import steps_at_risk
 from orchestrator.core.slot import NO_ORDERS, HeadState, Orders, Phase, Slot, SlotState
-from orchestrator.core.step_accounting import steps_at_risk
 from orchestrator.core.training import Training
 from orchestrator.record.model import Brief, LazyRows, Row
-from orchestrator.record.records import COUNTERS, SlotProgress, SlotRecord
-from orchestrator.record.store import RunStore
+from orchestrator.record.store import COUNTERS, RunStore, SlotRecord
 from workers.messages import (
     DeviceInfo,
     MemoryInfo,
@@ -282,7 +281,8 @@ class Recorder:
         self, changed: Collection[str], slots: Mapping[str, Slot], now_s: float, now_unix_s: float
     ) -> None:
         """Give the store what is new of these slots at `now_s` (monotonic seconds)."""
-        records, written = [], self._written
+        unix_offset_s = now_unix_s - now_s
+        records, lines, written = [], [], self._written
         for name in changed:
             slot = slots[name]
             # Every step that a training tells of: one that is done again later must be known to
@@ -297,11 +297,15 @@ class Recorder:
             )
             if written.get(name) != told:
                 written[name] = told
-                records.append(self._record(slot, now_s))
+                records.append(self._record(slot, now_s, unix_offset_s))
+            else:
+                heard_at_unix_s = _heard_at_unix_s(slot, unix_offset_s)
+                line = (name, slot.next_sequence, steps_at_risk(slot), heard_at_unix_s)
+                lines.append((*line, *_counters(slot)))
         self._store.slots(records)
-        self._store.progress(self._progress(slots[name], now_unix_s - now_s) for name in changed)
+        self._store.progress(lines)
 
-    def _record(self, slot: Slot, now_s: float) -> SlotRecord:
+    def _record(self, slot: Slot, now_s: float, unix_offset_s: float) -> SlotRecord:
         plan = self._plans[slot.slot]
         return SlotRecord(
             slot=slot.slot,
@@ -315,15 +319,10 @@ class Recorder:
             resume=slot.resume,
             row=row(plan, slot, self._meters[slot.slot], now_s).known(),
             orders=None if slot.orders == NO_ORDERS else asdict(slot.orders),
+            heard_at_unix_s=_heard_at_unix_s(slot, unix_offset_s),
         )
 
-    @staticmethod
-    def _progress(slot: Slot, unix_offset_s: float) -> SlotProgress:
-        """Return what a report changes in the store.
 
-        `unix_offset_s` is Unix time less monotonic time.
-        """
-        heard_at_unix_s = None if slot.heard_at_s is None else slot.heard_at_s + unix_offset_s
-        return SlotProgress(
-            slot.slot, slot.next_sequence, steps_at_risk(slot), heard_at_unix_s, _counters(slot)
-        )
+def _heard_at_unix_s(slot: Slot, unix_offset_s: float) -> float | None:
+    """Return when it last reported; `unix_offset_s` is Unix time less monotonic time."""
+    return None if slot.heard_at_s is None else slot.heard_at_s + unix_offset_s

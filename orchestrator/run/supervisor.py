@@ -2,36 +2,41 @@
 watchers.
 
 A turn takes in what has happened, writes it to the store, and only then sends anything. So a head
-that is killed has never sent a slice that its store does not know. Decides nothing about a slot
-(`lifecycle.py`), about nodes (`node_watch.py`) or about where slots go (`placement.py`). It decides
-only when a run begins to count and when it ends. One thread, no callbacks.
+that is killed has never sent a slice that its store does not know. The user's commands come by the
+socket of the run; they are judged, recorded, and answered once they are stored. Decides nothing
+about a slot (`lifecycle.py`), about nodes (`node_watch.py`) or about where slots go
+(`placement.py`). It decides only when a run begins to count and when it ends. One thread, no
+callbacks.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 from orchestrator.config.schema import Config
-from orchestrator.core import circuit_breaker, dispatch, lifecycle, run_outcome
+from orchestrator.control.listener import Connection, Listener
+from orchestrator.control.wire import Answer, WireError, answer_from, command_of
+from orchestrator.core import circuit_breaker, lifecycle, run_outcome, slices
 from orchestrator.core import slot as slots
 from orchestrator.core.fleet import Fleet, SliceEnded, SliceFailed, SliceFailure, SliceReported
-from orchestrator.core.memory_broker.broker import MemoryBroker
+from orchestrator.core.memory_broker import MemoryBroker
 from orchestrator.core.placement import SlotPlan
-from orchestrator.core.slot import Phase, Slot
-from orchestrator.errors import PreflightError
+from orchestrator.core.slot import Event, Phase, Slot
+from orchestrator.core.user_commands import EFFECTS, Command, CommandRefusedError, events_of
+from orchestrator.errors import NothingStoredError, PreflightError
+from orchestrator.record.archive import read_answers
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import OutputFiles
-from orchestrator.record.records import RunFacts
-from orchestrator.run.checkpoint_keeper import CheckpointKeeper
+from orchestrator.record.store import COMMANDS_KNOWN, CommandRecord, RunFacts
 from orchestrator.run.clock import Clock, Timers
-from orchestrator.run.commands import Commands
-from orchestrator.run.fault_injection import FaultInjector
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.node_watch import NodeWatch
 from orchestrator.run.resume import Past, rules_of
+from orchestrator.run.run_dir import CheckpointKeeper
 from orchestrator.run.snapshot import Meter, Recorder, SlotRows
 from orchestrator.view.live import GAPS, Outlets
 from workers.messages import Directive
@@ -63,7 +68,7 @@ _CATCH_UP_S = 2.0
 _EXPLAIN_WITHIN_S = 3.0
 
 #: Objects that may be made for each slot between two searches for cycles of garbage. Reports leave
-#: no cycles behind, so a head of many slots would spend a quarter of its time on looking for them
+#: no cycles behind, so a head of many slots would spend an eighth of its time on looking for them
 #: in vain.
 _OBJECTS_PER_SLOT = 20
 
@@ -108,7 +113,6 @@ class Supervisor:
     output: OutputFiles
     commands: Commands
     """Those of the user."""
-    injector: FaultInjector | None = None
     clock: Clock = field(default_factory=Clock)
     strict: bool = False
     """Whether an event that the lifecycle does not allow ends the run (tests), or is written to the
@@ -221,8 +225,6 @@ class Supervisor:
         self._obey()
         self._quarantine_cards(now_s)
         self._begin_counting()
-        if self.injector is not None:
-            self.injector.shake_nodes(self.fleet, now_s)
         self._send_out()
         if not self._slots_busy():
             self.clock.sleep(
@@ -255,7 +257,7 @@ class Supervisor:
             silent = [
                 name
                 for name, slot in self._slots.items()
-                if slot.phase is Phase.WORKING and dispatch.overdue_s(slot, now_s) > _SILENT_S
+                if slot.phase is Phase.WORKING and slices.overdue_s(slot, now_s) > _SILENT_S
             ]
             for name, activity in self.fleet.watch(silent).items():
                 self._feed(name, slots.ProcessSeen(activity=activity), now_s)
@@ -274,7 +276,7 @@ class Supervisor:
         if now_s >= self._ticks_from_s:
             for name in self._timers.due(now_s):
                 self._feed(name, slots.Tick(), now_s)
-                due_at_s = dispatch.due_at_s(self._slots[name], self._rules)
+                due_at_s = slices.due_at_s(self._slots[name], self._rules)
                 if due_at_s is not None:
                     self._timers.set(name, due_at_s if due_at_s > now_s else now_s + _LOOK_AGAIN_S)
 
@@ -325,8 +327,6 @@ class Supervisor:
             self._counting_since_s = now_s
             remaining_s = max(0.0, self.facts.duration_s - self.past.elapsed_s)
             self._ends_at_s = now_s + remaining_s
-            if self.injector is not None:
-                self.injector.begin(now_s, self._ends_at_s)
             self.outlets.events.write(
                 "counting", duration_s=remaining_s, startup_s=now_s - self._began_s
             )
@@ -391,32 +391,27 @@ class Supervisor:
             return
         if after is before and not commands:
             return
-        if self.injector is not None:
-            accepted = next(
-                (command.report for command in commands if isinstance(command, slots.Accept)), None
-            )
-            self.injector.chaos.watch(before, after, accepted, now_s)
         if after.restarts > before.restarts:
             self._unexplained[name] = now_s + _EXPLAIN_WITHIN_S
             self._restarts += after.restarts - before.restarts
         self._steps_lost += after.steps_lost_upper_bound - before.steps_lost_upper_bound
         self._slots[name] = after
         self._changed[name] = None
+        if after.report is not None and after.report is not before.report:
+            meter, spec = self._meters[name], self._plans[name].spec
+            meter.add(after.report)
+            meter.remember(self.learned_limits.best_tflops(spec, after.report))
+            self.learned_limits.take(spec, after.report, meter.best_tflops)
         # A report moves a deadline to later, which the timer finds out when it is due.
         if (
             after.phase is not before.phase
             or after.ready is not before.ready
             or after.wake_at_s != before.wake_at_s
         ):
-            self._timers.set(name, dispatch.due_at_s(after, self._rules))
+            self._timers.set(name, slices.due_at_s(after, self._rules))
             self._cards_wait = True
         for command in commands:
             match command:
-                case slots.Accept(report=report):
-                    meter, spec = self._meters[name], self._plans[name].spec
-                    meter.add(report)
-                    meter.remember(self.learned_limits.best_tflops(spec, report))
-                    self.learned_limits.take(spec, report, meter.best_tflops)
                 case slots.Note():
                     self.outlets.events.write(command.name, slot=name, **dict(command.fields))
                 case slots.EndRun(reason=reason):
@@ -430,19 +425,10 @@ class Supervisor:
                 plan = self._plans[name]
                 self.fleet.place(plan.reservation, replace(plan.spec, run_id=self.facts.run_id))
             case Directive():
-                slot, injector = self._slots[name], self.injector
-                now_s = self.clock.monotonic_s()
-                fault = None if injector is None else injector.process_fault(slot, command, now_s)
-                lease_bytes = self._broker.grant(slot, command.sequence)
+                lease_bytes = self._broker.grant(self._slots[name], command.sequence)
                 copy = self.checkpoints.copy_for(name, command.incarnation)
-                if (fault, lease_bytes, copy) != (
-                    None,
-                    None,
-                    None,
-                ):  # hardly ever, and a copy takes time
-                    command = replace(
-                        command, process_fault=fault, lease_bytes=lease_bytes, checkpoint=copy
-                    )
+                if lease_bytes is not None or copy is not None:  # hardly ever, and it takes time
+                    command = replace(command, lease_bytes=lease_bytes, checkpoint=copy)
                 self.fleet.submit(name, command)
             case slots.Forget():
                 self.fleet.forget(name)
@@ -473,5 +459,80 @@ class Supervisor:
         self.learned_limits.save()
         for name in self._slots:
             self._feed(name, slots.Close())
-        if self.injector is not None:
-            self.injector.chaos.end(self.clock.monotonic_s())
+
+
+def answers_before(folder: Path) -> dict[str, Answer]:
+    """Return what earlier heads of a run answered last, by the ids of the commands."""
+    answers = {}
+    with suppress(NothingStoredError):
+        for identity, told in read_answers(folder).items():
+            with suppress(WireError):  # of another version
+                answers[identity] = answer_from(told)
+    return answers
+
+
+class Commands:
+    """Those of one run, until it is closed."""
+
+    def __init__(
+        self, folder: Path, outlets: Outlets, clock: Clock, answers: Mapping[str, Answer]
+    ) -> None:
+        """Listen in a run folder.
+
+        `answers` are those that earlier heads gave, by the ids of the commands.
+        """
+        self._listener = Listener(folder)
+        self.problem = self._listener.problem
+        """Why none can come; `None` if they can."""
+        self.close = self._listener.close
+        self._outlets = outlets
+        self._clock = clock
+        self._answers = dict(answers)
+        self._waiting: list[tuple[Connection, Answer]] = []
+
+    def heard(
+        self,
+        slots: Mapping[str, Slot],
+        plans: Mapping[str, SlotPlan],
+        nodes: Collection[str],
+        *,
+        is_ending: bool,
+    ) -> Iterator[tuple[str, Event]]:
+        """Yield what happens to which slot; each is to happen before the next one is asked for.
+
+        A command that comes twice gets the same answer, and nothing happens again.
+        """
+        for connection, line in self._listener.received():
+            try:
+                command = command_of(line)
+            except WireError as error:
+                self._waiting.append((connection, Answer(ok=False, id="", error=str(error))))
+                continue
+            if command.id not in self._answers:
+                try:
+                    events = events_of(command, slots, plans, nodes, is_ending=is_ending)
+                    answer = Answer(ok=True, id=command.id, effect=EFFECTS[command.do])
+                except CommandRefusedError as error:
+                    events, answer = (), Answer(ok=False, id=command.id, error=str(error))
+                yield from events
+                self._record(command, answer)
+            self._waiting.append((connection, self._answers[command.id]))
+
+    def answer(self) -> None:
+        """Send the answers that wait; what they say is stored."""
+        waiting, self._waiting = self._waiting, []
+        for connection, answer in waiting:
+            self._listener.answer(connection, answer)
+
+    def _record(self, command: Command, answer: Answer) -> None:
+        self._answers[command.id] = answer
+        if len(self._answers) > COMMANDS_KNOWN:
+            del self._answers[next(iter(self._answers))]
+        told = asdict(command)
+        at_unix_s = self._clock.unix_s()
+        self._outlets.store.command(
+            CommandRecord(**told, at_unix_s=at_unix_s, answer=asdict(answer))
+        )
+        slot = command.slots[0] if len(command.slots) == 1 else None
+        said = {"effect": answer.effect} if answer.ok else {"refused": answer.error}
+        self._outlets.events.write("command", slot=slot, **told, **said)

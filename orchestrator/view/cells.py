@@ -207,15 +207,15 @@ def wrapped(text: str, width: int | None) -> str:
     for line in text.split("\n"):
         if cell_len(line) > width:
             indent = " " * (len(line) - len(line.lstrip()) + 2)
-            kept = _COMMAND.sub(lambda found: found[0].replace(" ", "\0"), line)
+            marked = _COMMAND.sub(lambda match: match[0].replace(" ", "\0"), line)
             broken = wrap(
-                kept,
+                marked,
                 max(20, width),
                 subsequent_indent=indent,
                 break_long_words=False,
                 break_on_hyphens=False,
             )
-            lines += [each.replace("\0", " ") for each in broken]
+            lines += [part.replace("\0", " ") for part in broken]
         else:
             lines.append(line)
     return "\n".join(lines)

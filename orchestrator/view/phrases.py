@@ -169,11 +169,11 @@ def time_of_day(at: str) -> str:
 
 def event_words(event: StoredEvent) -> tuple[str, str]:
     """Return what has happened, and its details with their units; `size 512 to 256` is a change."""
-    told, said = dict(event.details), []
-    for key, value in told.items():
+    details, said = dict(event.details), []
+    for key, value in details.items():
         if key in _UNTOLD or key.startswith("from_") or value is None or value == "":
             continue
-        before = told.get(f"from_{key}")
+        before = details.get(f"from_{key}")
         suffix = next((suffix for suffix in _UNITS if key.endswith(suffix)), "")
         words = _with_unit(value, suffix)
         if before is not None and before != value:
@@ -181,18 +181,18 @@ def event_words(event: StoredEvent) -> tuple[str, str]:
         said.append(f"{key.removesuffix(suffix).replace('_', ' ')} {words}")
     if event.event == "state":
         said = [
-            f"{told.get('from_state')} to {told.get('to_state')}: {told.get('cause')}".removesuffix(
+            f"{details.get('from_state')} to {details.get('to_state')}: {details.get('cause')}".removesuffix(
                 ": "
             )
         ]
     elif event.event == "workload_error":
-        said = [str(told.get("traceback")).strip().rpartition("\n")[2]]
+        said = [str(details.get("traceback")).strip().rpartition("\n")[2]]
     return _EVENTS.get(event.event, event.event.replace("_", " ")), ", ".join(said)
 
 
 def _with_unit(value: object, suffix: str) -> str:
     if isinstance(value, list | tuple):
-        return "; ".join(_with_unit(each, suffix) for each in value)
+        return "; ".join(_with_unit(item, suffix) for item in value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
     if suffix == "_unix_s":

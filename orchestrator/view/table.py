@@ -1,25 +1,206 @@
 """The health table: a snapshot and a width in, lines of text out.
 
-Pure: no I/O, no clock, no state. Does not cover what a cell shows (`columns`) nor redrawing
-(`live`).
+Pure: no I/O, no clock, no state. Does not cover redrawing (`live`).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final, TypeAlias
 
 from rich.cells import cell_len
 from rich.console import Group
 from rich.text import Span, Text
 
-from orchestrator.record.model import STATE_STYLES, Brief, Row, Snapshot, trouble, worst_first
-from orchestrator.view.cells import UNICODE, Glyphs, clock, flow
-from orchestrator.view.columns import NEVER_DROPPED, Column, columns_for, kept_longest_first
+from orchestrator.record.model import (
+    FIELDS,
+    LOW_SUCCESS_RATE,
+    STATE_STYLES,
+    Brief,
+    Column,
+    Field,
+    Row,
+    Snapshot,
+    finite,
+    trouble,
+    worst_first,
+)
+from orchestrator.view import cells
+from orchestrator.view.cells import UNICODE, Glyphs, clock, flow, joined, number, share_pct, whole
 from orchestrator.view.phrases import tflops_words, time_words, totals
 from workers.messages import WorkerState
+from workers.units import GIB, MIB
+
+_LONGEST_ETA_S = 9_999 * 3600.0
+#: How many columns a narrow terminal never drops.
+NEVER_DROPPED = 4
+#: What says little of a slot that trains.
+_LAST_IN_TRAINING = frozenset({"size", "tflops"})
+
+Cell: TypeAlias = Callable[[Row], Text | None]
+
+
+@dataclass(frozen=True, slots=True)
+class TableColumn:
+    """One column: two lines of heading and what it shows of a row (`None` when unknown)."""
+
+    name: str
+    title: str
+    unit: str
+    cell: Cell
+    is_words: bool = False
+    """Words are aligned to the left, numbers to the right."""
+
+
+def _declared(rows: Iterable[Row]) -> list[tuple[Field, Column]]:
+    """Return the columns of these rows, and `reason`; those of a training stand behind the state."""
+    is_training = any(row.progress.train_step is not None for row in rows)
+    shown = [(field, field.column) for field in FIELDS.values() if field.column is not None]
+    own = [pair for pair in shown if not pair[0].path.startswith("progress.")]
+    if not is_training:
+        return own
+    place = 1 + [column.name for _, column in own].index("state")
+    return [*own[:place], *(pair for pair in shown if pair not in own), *own[place:]]
+
+
+def kept_longest_first(rows: Iterable[Row]) -> tuple[str, ...]:
+    """Return the names of the columns of these rows, and `reason`, the most important first."""
+    columns = [column for _, column in _declared(rows)]
+    trains = len(columns) != len(_declared(()))
+    columns.sort(key=lambda column: (trains and column.name in _LAST_IN_TRAINING, column.keep))
+    return tuple(column.name for column in columns)
+
+
+def columns_for(rows: Sequence[Row], glyphs: Glyphs) -> tuple[TableColumn, ...]:
+    """Return all columns in the order they are shown, with units and decimals for these rows."""
+    largest_cap = max((row.cap_bytes or row.budget_bytes or 0 for row in rows), default=0)
+    # A rehearsal's caps are a sixteenth of the real ones: in GiB they would all read 0.2.
+    unit, unit_bytes = ("GiB", GIB) if largest_cap >= GIB or not largest_cap else ("MiB", MIB)
+    special: dict[str, Cell] = {
+        "state": lambda row: Text(row.state.value, STATE_STYLES[row.state]),
+        "card": lambda row: _words(_card(row), 16, glyphs),
+        "vram_bar": lambda row: _bar(row, glyphs),
+        "success": _success,
+        "verify": _verify,
+        "heartbeat": _heartbeat,
+        "micro": _micro,
+        "eta": _eta,
+    }
+
+    def made(field: Field, column: Column) -> TableColumn:
+        title, cell = column.title, special.get(column.name)
+        if column.name == "vram":
+            title = f"{unit} {title}"
+        if cell is None and column.cells is not None:
+            longest = column.cells
+            cell = lambda row: _words(row.value(field.key), longest, glyphs)  # noqa: E731
+        return TableColumn(
+            name=column.name,
+            title=title,
+            unit=column.unit,
+            cell=cell or _figures(field, column, rows, glyphs, unit_bytes, largest_cap),
+            is_words=column.cells is not None,
+        )
+
+    return tuple(made(*pair) for pair in _declared(rows) if pair[1].name != "reason")
+
+
+def _figures(
+    field: Field,
+    column: Column,
+    rows: Sequence[Row],
+    glyphs: Glyphs,
+    unit_bytes: int,
+    largest_cap: int,
+) -> Cell:
+    """Return the cell of some numbers with slashes between them."""
+    keys = column.shows or (field.key,)
+    times, decimals, style = 1.0, 0, _STYLES.get(column.name, "")
+    if column.digits:
+        values = [row.value(key) for row in rows for key in keys]
+        decimals = cells.decimals_for(values, significant=column.digits)
+    elif field.unit == "ratio":
+        times = 100.0
+    elif field.unit == "bytes" and field.of == "card":
+        times, decimals = 1 / GIB, 1
+    elif field.unit == "bytes":
+        times = 1 / unit_bytes
+        if unit_bytes == GIB:
+            decimals = cells.decimals_for((largest_cap / GIB,), significant=3)
+
+    def shown(value: int | float | None) -> str | None:
+        if isinstance(value, int) and times == 1.0:
+            return whole(value)
+        # A whole number of any length would not become a float.
+        known = min(value, 2**80) if isinstance(value, int) else value
+        return None if known is None else number(known * times, decimals)
+
+    def cell(row: Row) -> Text | None:
+        values = [row.value(key) for key in keys]
+        text = joined(map(shown, values), glyphs.missing)
+        return None if text is None else Text(text, style if any(values) else "")
+
+    return cell
+
+
+#: Of counters that are worth a look once they are above 0.
+_STYLES: Final = {"oom": "yellow", "restarts": "magenta"}
+
+
+def _words(value: str | None, longest: int, glyphs: Glyphs) -> Text | None:
+    return Text(glyphs.shorten(glyphs.clean(value), longest)) if value else None
+
+
+def _card(row: Row) -> str | None:
+    # "NVIDIA GeForce RTX 3090" -> "RTX 3090": the maker's name is the same on every line.
+    return (row.gpu_name or "").removeprefix("NVIDIA ").removeprefix("GeForce ") or row.device
+
+
+def _bar(row: Row, glyphs: Glyphs) -> Text | None:
+    if row.allocated_bytes is None or row.reserved_bytes is None or not row.cap_bytes:
+        return None
+    # min() first: two huge whole numbers cannot be divided as floats.
+    full, part = (
+        min(held, row.cap_bytes) / row.cap_bytes
+        for held in (row.allocated_bytes, row.reserved_bytes)
+    )
+    return Text(glyphs.bar(full=full, part=part, width=10), "cyan")
+
+
+def _success(row: Row) -> Text | None:
+    rate = row.counts.success_rate
+    return _text(share_pct(rate), "red" if rate is not None and rate < LOW_SUCCESS_RATE else "")
+
+
+def _verify(row: Row) -> Text | None:
+    counts = row.counts
+    if not counts.verify_checks and not counts.verify_errors:
+        return None  # a workload that checks nothing has not passed any check
+    noted = f"{whole(counts.verify_checks)}/{whole(counts.verify_errors)}"
+    return Text(noted, "bold red" if counts.verify_errors else "")
+
+
+def _heartbeat(row: Row) -> Text | None:
+    age_s = finite(row.heartbeat_age_s)
+    return _text(number(age_s, 0 if age_s is not None and age_s >= 10 else 1))
+
+
+def _micro(row: Row) -> Text | None:
+    parts = (whole(row.progress.micro_batch), whole(row.progress.accumulation))
+    return _text(None if None in parts else "x".join(map(str, parts)))
+
+
+def _eta(row: Row) -> Text | None:
+    seconds = finite(row.progress.eta_s)
+    return _text(None if seconds is None else cells.clock(min(seconds, _LONGEST_ETA_S)))
+
+
+def _text(value: str | None, style: str = "") -> Text | None:
+    return None if value is None else Text(value, style)
+
 
 _GAP_CELLS = 2
 _REASON_CELLS = 32
@@ -45,7 +226,7 @@ _QUIET_STATES = frozenset({WorkerState.RUNNING, WorkerState.DONE, WorkerState.ST
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    columns: tuple[Column, ...]
+    columns: tuple[TableColumn, ...]
     widths: dict[str, int]
     reason_cells: int | None
     """Width of the reason's column; `None` puts reasons on lines of their own."""
@@ -175,7 +356,7 @@ def _notices(notices: Sequence[str], width: int, most: int | None, glyphs: Glyph
 
 
 def _layout(
-    columns: Sequence[Column],
+    columns: Sequence[TableColumn],
     order: Sequence[str],
     cells: Sequence[dict[str, Text | None]],
     width: int,

@@ -22,7 +22,7 @@ from benches.common import Result, progress
 from benches.two_pcs import ADDRESSES, HOSTS, TwoPCs, missing, two_pcs
 from orchestrator.errors import ArchiveError
 from orchestrator.record.archive import read_run
-from orchestrator.record.records import SlotRecord
+from orchestrator.record.store import SlotRecord
 
 _TARGET_S = 30.0
 #: More than `up --stay` gives two starts of Ray that hang (60 s and 120 s), and a third one that

@@ -31,7 +31,7 @@ from orchestrator.config.load import config_from_data
 from orchestrator.config.schema import Config
 from orchestrator.core.fleet import NodeFact, Reservation, SliceReported
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
-from orchestrator.record import tables
+from orchestrator.record import store as tables
 from orchestrator.run.clock import Clock
 from workers.messages import (
     Activity,
@@ -374,7 +374,7 @@ def measure(
     from rich.console import Console
 
     from benches.heads import supervise
-    from orchestrator.record.records import STORE_NAME
+    from orchestrator.record.store import STORE_NAME
     from orchestrator.view.live import LiveTable
 
     config, plans = scripted_nodes(workers)

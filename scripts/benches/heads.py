@@ -19,14 +19,12 @@ from orchestrator.core.placement import SlotPlan
 from orchestrator.record.events import EventLog
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import OutputFiles
-from orchestrator.record.records import STORE_NAME, RunFacts
-from orchestrator.record.store import RunStore
-from orchestrator.run.checkpoint_keeper import CheckpointKeeper
+from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
 from orchestrator.run.clock import Clock
-from orchestrator.run.commands import Commands
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
-from orchestrator.run.supervisor import Supervisor
+from orchestrator.run.run_dir import CheckpointKeeper
+from orchestrator.run.supervisor import Commands, Supervisor
 from orchestrator.view.live import Outlets, Watcher
 from workers.host.processes import start_time
 from workers.messages import Report

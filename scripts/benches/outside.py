@@ -27,9 +27,8 @@ from benches.common import Result
 from orchestrator.config.load import config_from_data
 from orchestrator.core.placement import Target, plan_slots
 from orchestrator.errors import ArchiveError, NothingStoredError
-from orchestrator.record.archive import StoredRun, read_run
-from orchestrator.record.opening import reading
-from orchestrator.record.records import SlotRecord
+from orchestrator.record.archive import StoredRun, read_run, reading
+from orchestrator.record.store import SlotRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Workers find it because runs are started in `ROOT`; the other one is for comparing work per

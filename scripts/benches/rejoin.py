@@ -22,8 +22,7 @@ from typing import Any
 
 from benches.common import Result, progress, spread
 from benches.outside import RESTING, settings, watched
-from orchestrator.record.archive import StoredEvent, StoredRun, read_events
-from orchestrator.record.opening import reading
+from orchestrator.record.archive import StoredEvent, StoredRun, read_events, reading
 
 _STAYS, _GOES = "pc1", "pc2"
 _TARGET = 0.95

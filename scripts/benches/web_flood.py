@@ -36,7 +36,7 @@ from benches.common import Child, Result, percentile, progress
 from benches.head import ScriptedFleet, scripted_nodes
 from orchestrator.record.archive import read_run
 from orchestrator.run.clock import Clock
-from orchestrator.view.web.verb import tokens_dir
+from orchestrator.view.web.listener import tokens_dir
 from workers.units import MIB
 
 _ANSWER_MOST_S: Final = 1.0

@@ -1,3 +1,1 @@
-"""Makes docs/observability from the catalogues of metrics and alerts, and made-up runs that try the
-alerts.
-"""
+"""The dashboard in docs/observability, made from the catalogues of metrics."""

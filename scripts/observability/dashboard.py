@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from orchestrator.record.catalogue import FIELDS
-from orchestrator.record.model import STATE_STYLES
+from orchestrator.record.model import FIELDS, STATE_STYLES
 
 _SOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
 _SLOT: Final = 'node=~"$node",slot=~"$slot"'

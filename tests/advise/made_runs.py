@@ -10,8 +10,7 @@ from typing import Any
 
 from orchestrator.core.slot import SlotState
 from orchestrator.record.model import Row
-from orchestrator.record.records import STORE_NAME
-from orchestrator.record.store import RunStore
+from orchestrator.record.store import STORE_NAME, RunStore
 from tests.watch.scene import FACTS, make_row, make_snapshot, record
 from workers.messages import Progress, WorkerState
 

@@ -22,8 +22,7 @@ from observability.dashboard import expressions
 from render_observability import FOLDER
 
 from orchestrator.core.slot import HeadState
-from orchestrator.record.records import COUNTERS, STORE_NAME, SlotProgress
-from orchestrator.record.store import RunStore
+from orchestrator.record.store import COUNTERS, STORE_NAME, RunStore
 from tests.scene import ROOT, wait_for
 from tests.watch.scene import make_row
 from tests.web.scene import facts_here, put_turn
@@ -170,7 +169,7 @@ def _turn(store: RunStore, second: int) -> None:
     put_turn(store, second, rows)
     counts = StepCounts(steps_ok=second, work_flop=1e13 * second, busy_s=0.6 * second)
     counters = tuple(getattr(counts, name, 0) for name in COUNTERS)
-    store.progress(SlotProgress(row.slot, second, 0, None, counters) for row in rows)
+    store.progress((row.slot, second, 0, None, *counters) for row in rows)
     store.commit()
 
 
@@ -186,7 +185,7 @@ def test_a_panel_has_an_answer(server: Server, title: str, expression: str) -> N
 def test_an_alert_fires(server: Server) -> None:
     def firing() -> dict[str, str]:
         found = server.values('ALERTS{alertstate="firing"}')
-        return {one["metric"]["alertname"]: one["metric"].get("slot", "") for one in found}
+        return {one["metric"]["alertname"]: one["metric"].get("subject", "") for one in found}
 
     wait_for(lambda: "SlotQuarantined" in firing(), "alert that fires")
     assert firing()["SlotQuarantined"] == "pc1/2"

@@ -1,16 +1,9 @@
-"""What `runs` and `report` print of runs that ended, are under way, were killed, or left next to nothing.
-
-The folders in `tests/fixtures/runs` were written by the version before the layers: a run that
-ended, with injected faults, and one whose head was killed. `tests/fixtures/told` is what its `runs
---json` and `report --json` printed. That such a run can be resumed on a real cluster is in
-`tests/cluster/nodes/test_head_faults.py`.
-"""
+"""What `runs` and `report` print of runs that ended, go on, were killed, or left nothing."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -19,24 +12,18 @@ from typing import Any
 import pytest
 
 from orchestrator.cli.runs import report_json, report_text, runs_json, runs_text
-from orchestrator.lab.advise.verb import CANNOT_TELL, advise
-from orchestrator.record.archive import read_run
+from orchestrator.lab.advise.answer import CANNOT_TELL, advise
 from orchestrator.record.folders import find_run
 from orchestrator.record.model import Snapshot
-from orchestrator.record.records import STORE_NAME
-from orchestrator.record.store import RunStore
+from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.record.summary import summary_dict, write_summary
-from orchestrator.run.resume import environment_of, past_of
 from orchestrator.view.cells import ASCII, UNICODE
 from tests.cli.conftest import Command
 from tests.scene import ROOT, only_object, orchestrator
 from tests.watch.scene import FACTS, event, make_row, make_snapshot, record
 from workers.host.processes import start_time
-from workers.messages import Progress
 
 RUN_ID = "20261120-051500-0b76"
-FIXTURES = ROOT / "tests" / "fixtures"
-ENDED, KILLED = "20261122-120644-0b69", "20261122-120716-07c8"
 TRACEBACK = (
     'Traceback (most recent call last):\n  File "x.py", line 3, in step\n    boom()\n'
     "ValueError: no good\nmore\n"
@@ -64,9 +51,7 @@ def written(runs: Path, run_id: str = RUN_ID, **changed: Any) -> RunStore:
     )
     store.begin(replace(here, **changed))
     snapshot = snapshot_of(run_id)
-    store.slots(
-        [record(steps_at_risk=40, counters={"restarts": 2}, row=snapshot.rows[0].to_dict())]
-    )
+    store.slots([record(steps_at_risk=40, row={**snapshot.rows[0].to_dict(), "restarts": 2})])
     store.event(
         {**event(name="state", to_state="RESTARTING", cause="killed\x1b[2J"), "slot": "pc1/0"}
     )
@@ -303,43 +288,6 @@ def test_a_damaged_store_is_a_sentence(command: Command, tmp_path: Path) -> None
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
     assert STORE_NAME in done.stderr
-
-
-def told(name: str) -> Any:
-    return json.loads((FIXTURES / "told" / f"{name}.json").read_text(encoding="utf-8"))
-
-
-@pytest.fixture
-def old_runs(tmp_path: Path) -> Path:
-    """A copy, because SQLite leaves files of its own beside a store that it reads."""
-    return Path(shutil.copytree(FIXTURES / "runs", tmp_path / "runs"))
-
-
-def test_runs_of_the_version_before_are_told_as_it_told_them(old_runs: Path) -> None:
-    assert json.loads(runs_json(old_runs)) == told("runs")
-    for run_id in (ENDED, KILLED):
-        assert run_id in runs_text(old_runs, ASCII)
-        found = json.loads(report_json(old_runs / run_id))
-        for told_of in (found, *found["workers"]):
-            for newer in ("utilisation_pct", "steps_oom_probe", *Progress.__slots__):
-                assert not told_of.pop(newer, None), "a key that is newer than the run"
-        assert found == told(run_id)
-        text = report_text(old_runs / run_id, 100, ASCII)
-        assert all(f"{row['slot']} " in text for row in told(run_id)["workers"])
-
-
-def test_a_killed_run_of_the_version_before_is_resumed_with_its_counters_and_sizes(
-    old_runs: Path,
-) -> None:
-    stored = read_run(old_runs / KILLED)
-    environment, past = environment_of(stored), past_of(stored)
-    before = {worker["slot"]: worker for worker in told(KILLED)["workers"]}
-    assert [plan.reservation.slot for plan in environment.plans] == list(before)
-    assert past.elapsed_s == stored.elapsed_s > 8.0
-    for name, slot in past.slots.items():
-        assert slot.incarnation == 1
-        assert slot.resume is not None
-        assert slot.counts.steps_ok == before[name]["steps_ok"] > 0
 
 
 @pytest.mark.parametrize(

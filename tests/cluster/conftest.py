@@ -24,7 +24,7 @@ import pytest
 
 from orchestrator.errors import NothingStoredError
 from orchestrator.record.archive import read_run
-from orchestrator.record.records import STORE_NAME
+from orchestrator.record.store import STORE_NAME
 from tests.reaper import Reaper
 from tests.scene import PATIENCE_S, ROOT, wait_for
 
@@ -267,7 +267,7 @@ print(json.dumps({name: alive.count(name) for name in set(alive)}))
 _STATUS_COMMAND = """
 from orchestrator.cluster.connect import connected
 with connected("auto", "token"):
-    from orchestrator.cluster.ray_fleet import status_command
+    from orchestrator.cluster.node_tasks import status_command
     print(status_command())
 """
 

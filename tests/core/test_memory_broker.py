@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from orchestrator.core.fleet import SliceReported
-from orchestrator.core.memory_broker.broker import MemoryBroker
+from orchestrator.core.memory_broker import MemoryBroker
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
 from orchestrator.core.slot import Command, NodeJoined, NodeLeft, Slot
 from tests.core.scene import CPU, MEMORY, MIB, REFERENCE, Scene, submits

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from orchestrator.config.capacity import MAX_WORKERS_PER_CARD
 from orchestrator.config.schema import Config
-from orchestrator.core.budget import node_budget
 from orchestrator.core.fleet import NodeFact, Reservation
 from orchestrator.core.placement import (
     Missing,
     SlotPlan,
     Target,
     memory_settings,
+    node_budget,
     plan_slots,
     refusals,
     unnamed,

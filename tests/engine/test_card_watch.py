@@ -11,22 +11,20 @@ from typing import Any
 
 import pytest
 
-from tests.engine.scene import events, own, slice_of, slices
+from tests.engine.scene import events, own, slice_of, slices, with_faults
 from tests.in_child import InChild
 from tests.scene import spec_of
+from workers.engine.between_steps import ResultChecks, ThermalControl
 from workers.engine.engine import Engine
-from workers.engine.result_checks import ResultChecks
 from workers.engine.slice_stats import SliceStats
-from workers.engine.thermal_control import ThermalControl
 from workers.messages import Directive, Report, Verdict, WorkerState
-from workers.nvml.fake.prepare import prepare
-from workers.policy.base import StepOk
+from workers.nvml.fake.script import prepare
+from workers.policy.base import Run
 from workers.readings import SensorReading
 from workers.settings import (
     THERMAL_OFF,
     FailureKind,
     FakeSensors,
-    StepFaults,
     ThermalSettings,
     WorkerSpec,
 )
@@ -159,7 +157,7 @@ class TestResults:
         assert reports[-1].state is WorkerState.RUNNING
 
     def test_a_flipped_bit_is_found_and_never_forgotten(self, in_child: InChild) -> None:
-        spec = replace(spec_of(), check_share=0.3, step_faults=StepFaults(seed=1, flip_rate=1.0))
+        spec = replace(with_faults(spec_of(), flip_rate=1.0), check_share=0.3)
         reports = in_child(slices, spec, [HALF] * 3)
         assert sum(report.counts.verify_errors for report in reports) >= 2
         assert reports[-1].state is WorkerState.CORRUPT
@@ -227,6 +225,6 @@ def test_a_failed_check_costs_time_and_only_failures_in_a_row_end_the_checks(
     stats: SliceStats,
 ) -> None:
     checks, workload = ResultChecks(0.5, "pc1/0"), RunsOutAtTimes(None)
-    step = StepOk(at_s=0.0, size=64, batch=1, peak_bytes=0, seconds=1.0, allowed_bytes=None)
-    costs_time = [checks.after_step(Instant(), workload, step, stats) > 0 for _ in range(20)]
+    run = Run(size=64, batch=1)
+    costs_time = [checks.after_step(Instant(), workload, run, 1.0, stats) > 0 for _ in range(20)]
     assert costs_time == [False, True] * 10

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.core.slot import slot_state
-from orchestrator.record.records import STORE_NAME
-from orchestrator.record.store import RunStore
+from orchestrator.record.store import STORE_NAME, RunStore
 from tests.watch.scene import FACTS, ROOT, event, make_row, make_snapshot, record
 from workers.host.processes import start_time
 

@@ -11,22 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.view.alerts.catalogue import ALERTS, Firing, Subject
 from orchestrator.view.notify import digest
-from orchestrator.view.notify.digest import Digest, Message, News, Trouble
+from orchestrator.view.notify.digest import Digest, Message, News
 
+ALERT = next(alert for alert in ALERTS if alert.name == "CardPaused")
 MINUTE_S, HOUR_S = 60.0, 3600.0
 
 
-def trouble(subject: str = "pc1/0", alert: str = "CardPaused", place: str = "pc1 GPU-0") -> Trouble:
-    return Trouble(
-        alert=alert,
-        severity="warning",
-        subject=subject,
-        node=place,
-        place=place,
-        since_unix_s=0.0,
-        text="it is hot",
-    )
+def trouble(subject: str = "pc1/0", alert: str = "CardPaused", place: str = "pc1 GPU-0") -> Firing:
+    alert_ = replace(ALERT, name=alert)
+    return Firing(alert=alert_, subject=Subject(subject, place), since_unix_s=0.0)
 
 
 SEVEN = tuple(trouble(f"pc1/{number}") for number in range(7))
@@ -34,7 +29,7 @@ NODE = trouble("pc2", "NodeMissing", "pc2")
 
 
 def course(
-    there: Mapping[float, Iterable[Trouble]],
+    there: Mapping[float, Iterable[Firing]],
     until_s: float,
     every_s: float | None = None,
     fails: Iterable[int] = (),
@@ -46,9 +41,9 @@ def course(
     state, now, sent = digest.new_digest(every_s, 0.0), (), []
     for second in range(int(until_s) + 1):
         now = there.get(second, now)
-        state = digest.seen(state, now, second)
+        state = digest.after_look(state, now, second)
         if message := digest.due(state, second):
-            after = digest.given_up if len(sent) in set(fails) else digest.told
+            after = digest.after_failure if len(sent) in set(fails) else digest.after_sending
             state = after(state, message, second)
             sent.append((second, message))
     return sent
@@ -59,22 +54,22 @@ def words(sent: Iterable[tuple[float, Message]]) -> list[str]:
     return [
         f"{second:g}: "
         + " ".join(
-            f"{'+' if news.is_there else '-'}{news.trouble.subject}{f' x{news.times}' if news.times > 1 else ''}"
+            f"{'+' if news.is_there else '-'}{news.firing.subject.name}{f' x{news.times}' if news.times > 1 else ''}"
             for news in message.news
         )
         for second, message in sent
     ]
 
 
-def test_one_lost_node_is_one_message_within_30_s_and_one_that_it_is_over() -> None:
+def test_a_lost_node_is_one_message_and_one_when_it_is_over() -> None:
     sent = words(course({10: [NODE], 200: []}, until_s=2 * HOUR_S))
     assert sent == ["15: +pc2", "205: -pc2"]
 
 
-def test_seven_slots_of_a_card_are_one_message_although_they_do_not_fall_at_once() -> None:
+def test_seven_slots_of_a_card_are_one_message() -> None:
     there = {10 + number: SEVEN[: number + 1] for number in range(4)} | {14: SEVEN}
     ((second, message),) = course(there, until_s=HOUR_S)
-    assert (second, [news.trouble for news in message.news]) == (15, list(SEVEN))
+    assert (second, [news.firing for news in message.news]) == (15, list(SEVEN))
     assert message.there == SEVEN
 
 
@@ -89,7 +84,7 @@ def test_what_began_and_ended_before_it_could_be_told_is_told() -> None:
     assert sent == ["15: +pc2", "75: -pc1/0"]
 
 
-def test_a_slot_that_comes_and_goes_is_told_of_once_an_hour_and_until_then_not_at_all() -> None:
+def test_a_flapping_slot_is_told_of_once_an_hour() -> None:
     flapping = {second: SEVEN[:1] if second // 40 % 2 else () for second in range(40, 4 * 3600, 40)}
     sent = course(flapping | {4 * 3600: ()}, until_s=8 * HOUR_S)
     assert words(sent)[:2] == ["45: +pc1/0", "105: -pc1/0"]
@@ -102,7 +97,7 @@ def test_a_slot_that_comes_and_goes_is_told_of_once_an_hour_and_until_then_not_a
 
 def test_what_flaps_on_one_card_is_told_together() -> None:
     """Each slot at a moment of its own, and still not seven messages an hour."""
-    there: dict[float, list[Trouble]] = {}
+    there: dict[float, list[Firing]] = {}
     for second in range(0, 3 * 3600, 10):
         there[second] = [
             one for number, one in enumerate(SEVEN) if (second + 90 * number) // 600 % 2
@@ -116,7 +111,7 @@ def test_after_an_hour_of_rest_it_is_told_at_once_again() -> None:
     assert sent == ["15: +pc2", "105: -pc2", "3805: +pc2", "3905: -pc2"]
 
 
-def test_digests_come_at_their_interval_with_what_is_there_and_with_what_waits() -> None:
+def test_digests_come_at_their_interval() -> None:
     sent = course({100: [NODE]}, until_s=1300, every_s=600)
     assert [(second, message.is_digest) for second, message in sent] == [
         (105, False),
@@ -129,33 +124,35 @@ def test_digests_come_at_their_interval_with_what_is_there_and_with_what_waits()
     ]
 
 
-def test_a_message_that_no_address_took_is_tried_again_later_each_time() -> None:
+def test_an_untaken_message_is_tried_again_later_each_time() -> None:
     sent = words(course({10: [NODE], 900: []}, until_s=2 * HOUR_S, fails=[0, 1, 2]))
     assert sent == ["15: +pc2", "135: +pc2", "375: +pc2", "855: +pc2", "915: -pc2"]
 
 
-def test_the_last_message_tells_everything_but_keeps_the_distance() -> None:
-    state = digest.seen(digest.new_digest(None, 0.0), [NODE], 0.0)
+def test_the_last_message_tells_all_and_keeps_the_distance() -> None:
+    state = digest.after_look(digest.new_digest(None, 0.0), [NODE], 0.0)
     first = digest.due(state, 5.0)
     assert first is not None
-    state = digest.seen(digest.told(state, first, 5.0), SEVEN, 6.0)
+    state = digest.after_look(digest.after_sending(state, first, 5.0), SEVEN, 6.0)
     assert digest.due(state, 64.0, is_last=True) is None
     last = digest.due(state, 65.0, is_last=True)
     assert last is not None
     assert last.is_last
-    assert {(news.trouble.subject, news.is_there) for news in last.news} == {
+    assert {(news.firing.subject.name, news.is_there) for news in last.news} == {
         ("pc2", False),
-        *((slot.subject, True) for slot in SEVEN),
+        *((slot.subject.name, True) for slot in SEVEN),
     }
 
 
 def test_what_cannot_be_known_stays_as_it_was() -> None:
     """The slots of a node that is gone are neither over nor new."""
-    state = digest.seen(digest.new_digest(None, 0.0), SEVEN[:1], 0.0)
-    state = digest.seen(state, [NODE, *SEVEN[1:]], 1.0, lambda one: one.place == "pc1 GPU-0")
+    state = digest.after_look(digest.new_digest(None, 0.0), SEVEN[:1], 0.0)
+    state = digest.after_look(
+        state, [NODE, *SEVEN[1:]], 1.0, lambda one: one.subject.place == "pc1 GPU-0"
+    )
     message = digest.due(state, 10.0)
     assert message is not None
-    assert {(news.trouble.subject, news.is_there) for news in message.news} == {
+    assert {(news.firing.subject.name, news.is_there) for news in message.news} == {
         ("pc1/0", True),
         ("pc2", True),
     }
@@ -187,17 +184,17 @@ def test_never_two_messages_in_a_minute_and_nothing_is_lost(
     there: set[int] = set()
 
     def look(state: Digest, there: Iterable[int]) -> Digest:
-        state = digest.seen(state, [SUBJECTS[index] for index in there], now_s)
+        state = digest.after_look(state, [SUBJECTS[index] for index in there], now_s)
         message = digest.due(state, now_s)
         if message is None:
             return state
         sent.append((now_s, message))
         if len(sent) in fails:
-            return digest.given_up(state, message, now_s)
+            return digest.after_failure(state, message, now_s)
         for news in message.news:
-            told[news.trouble.key] += news.times
-            last_told[news.trouble.key] = news
-        return digest.told(state, message, now_s)
+            told[news.firing.key] += news.times
+            last_told[news.firing.key] = news
+        return digest.after_sending(state, message, now_s)
 
     for wait_s, present in steps:
         now_s += wait_s
@@ -213,7 +210,7 @@ def test_never_two_messages_in_a_minute_and_nothing_is_lost(
     assert digests <= now_s / (every_s or now_s * 2), "one at each interval at most"
     at_the_end = {SUBJECTS[index].key for index in there}
     assert {key for key, news in last_told.items() if news.is_there} == at_the_end
-    moments = [(second, news.trouble.key) for second, message in sent for news in message.news]
+    moments = [(second, news.firing.key) for second, message in sent for news in message.news]
     for key in began:
         own = [second for second, other in moments if other == key]
         # The beginning, its end, and what followed in the same hour, told as one story; and tries
@@ -228,17 +225,21 @@ def test_a_trouble_that_is_over_and_told_is_forgotten() -> None:
     """Else a run of a year with a thousand slots would keep them all."""
     state = digest.new_digest(None, 0.0)
     for second in range(0, 3 * 3600, 30):
-        state = digest.seen(state, [NODE] if second < 60 else [], float(second))
+        state = digest.after_look(state, [NODE] if second < 60 else [], float(second))
         message = digest.due(state, float(second))
-        state = digest.told(state, message, float(second)) if message else state
-    assert not state.kept
+        state = digest.after_sending(state, message, float(second)) if message else state
+    assert not state.tracked
 
 
 @pytest.mark.parametrize("times", [1, 3])
 def test_the_state_tells_the_newest_text(times: int) -> None:
     state = digest.new_digest(None, 0.0)
     for number in range(times):
-        state = digest.seen(state, [replace(NODE, text=f"text {number}")], float(number))
+        state = digest.after_look(
+            state,
+            [replace(NODE, subject=replace(NODE.subject, text=f"text {number}"))],
+            float(number),
+        )
     message = digest.due(state, 10.0)
     assert message is not None
-    assert message.news[0].trouble.text == f"text {times - 1}"
+    assert message.news[0].firing.subject.text == f"text {times - 1}"

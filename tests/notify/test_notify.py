@@ -17,8 +17,8 @@ import pytest
 from orchestrator.config.notify_urls import URLS_VARIABLE
 from orchestrator.config.schema import NotifyConfig
 from orchestrator.errors import UsageError
-from orchestrator.record.deliveries import Deliveries, read_deliveries
-from orchestrator.view.notify.verb import Teller
+from orchestrator.record.folders import Deliveries, read_deliveries
+from orchestrator.view.notify.notifier import Notifier
 from tests.notify.head import RUN_ID, Head, head_of
 from tests.notify.receivers import Receiver, black_hole, http_receiver
 from tests.scene import PATIENCE_S, ROOT, orchestrator, wait_for
@@ -61,7 +61,7 @@ def teller(
 ) -> Iterator[subprocess.Popen[str]]:
     """Let the verb follow a run at a quick pace; it is killed at the end if it has not ended."""
     urls = " ".join(receiver.json_url(HUSH) for receiver in receivers)
-    command = [sys.executable, "-m", "tests.notify.teller", str(folder), str(deadline_s)]
+    command = [sys.executable, "-m", "tests.notify.notifier_process", str(folder), str(deadline_s)]
     with subprocess.Popen(
         command,
         cwd=ROOT,
@@ -91,9 +91,7 @@ def holders(folder: Path) -> list[Path]:
     ]
 
 
-def test_a_lost_node_seven_quarantined_slots_and_the_end_are_four_messages(
-    folder: Path, head: Head
-) -> None:
+def test_node_slots_and_the_end_are_four_messages(folder: Path, head: Head) -> None:
     with http_receiver() as http, teller(folder, http) as process:
         head.store(gone=["pc2"], states=LOST)
         first = message(http, 1)
@@ -141,7 +139,7 @@ def test_only_one_process_tells_of_a_run(folder: Path, head: Head) -> None:
     with http_receiver() as http, teller(folder, http) as process:
         head.store(gone=["pc2"], states=LOST)
         message(http, 1)
-        second = Teller(
+        second = Notifier(
             folder=folder, settings=NotifyConfig(), urls=[], say=said.append, lock_patience_s=0.1
         )
         with pytest.raises(UsageError, match="another process tells of run"):
@@ -153,9 +151,7 @@ def test_only_one_process_tells_of_a_run(folder: Path, head: Head) -> None:
             assert "NodeMissing pc2" in message(http, 2)
 
 
-def test_a_server_that_never_answers_costs_its_deadline_and_is_counted(
-    folder: Path, head: Head
-) -> None:
+def test_a_silent_server_costs_its_deadline_and_is_counted(folder: Path, head: Head) -> None:
     with (
         black_hole() as hole,
         http_receiver() as http,
@@ -172,9 +168,7 @@ def test_a_server_that_never_answers_costs_its_deadline_and_is_counted(
     assert HUSH not in said
 
 
-def test_where_no_address_answers_the_process_ends_after_some_tries(
-    folder: Path, head: Head
-) -> None:
+def test_without_an_answer_the_process_ends_after_some_tries(folder: Path, head: Head) -> None:
     head.store(end="good", code=0, missed=[])
     with http_receiver(status=500) as http, teller(folder, http) as process:
         assert process.wait(PATIENCE_S) == 1
@@ -195,7 +189,7 @@ def typed(nowhere: Path, urls_file: Path, receiver: Receiver) -> list[str]:
     return ["--set", f"notify.urls_file={urls_file}"]
 
 
-def test_the_command_tells_at_its_own_pace_and_ends_when_it_is_asked_to(
+def test_the_command_keeps_its_pace_and_ends_when_asked_to(
     nowhere: Path, urls_file: Path, folder: Path, head: Head
 ) -> None:
     with http_receiver() as http:
@@ -217,7 +211,7 @@ def test_the_command_tells_at_its_own_pace_and_ends_when_it_is_asked_to(
 
 
 @pytest.mark.torch
-def test_a_run_tells_of_its_end_by_a_process_that_outlives_it_and_keeps_the_address_to_itself(
+def test_a_run_tells_of_its_end_by_a_process_that_outlives_it(
     nowhere: Path, urls_file: Path
 ) -> None:
     with http_receiver() as http:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from orchestrator.core.slot import HeadState
-from orchestrator.record.follow import Frame, Freshness
+from orchestrator.record.archive import Frame, Freshness
 from orchestrator.record.model import Row
-from orchestrator.view.notify.troubles import Judge
-from tests.notify.test_letter import run
+from orchestrator.view.notify.notifier import Judge
+from tests.notify.test_message import run
 from tests.watch.scene import make_row, make_snapshot
 from workers.messages import WorkerState
 
@@ -25,10 +25,12 @@ def frame(*rows: Row, freshness: Freshness = Freshness.LIVE, **changed: Any) -> 
 
 
 def judged(judge: Judge, told: Frame | None, unix_s: float = 100.0) -> list[tuple[str, str, str]]:
-    return [(one.alert, one.subject, one.severity) for one in judge.troubles(told, unix_s)]
+    return [
+        (one.alert.name, one.subject.name, one.alert.severity) for one in judge.firing(told, unix_s)
+    ]
 
 
-def test_a_run_that_works_has_no_trouble_and_one_that_starts_has_none_yet() -> None:
+def test_a_run_that_works_or_starts_has_no_alert() -> None:
     assert judged(Judge("info"), frame(make_row())) == []
     starting = frame(nodes_seen=())
     starting = replace(starting, run=replace(starting.run, updated_at_unix_s=None))
@@ -53,13 +55,13 @@ def test_states_that_are_told_at_the_first_look(
 ) -> None:
     told = frame(make_row(state=state, reason=reason), make_row(slot="pc1/1"))
     assert judged(Judge("warning"), told) == [expected]
-    (trouble,) = Judge("info").troubles(told, 100.0)
+    (trouble,) = Judge("info").firing(told, 100.0)
     assert trouble.text.endswith(reason)
-    assert (trouble.node, trouble.place) == ("pc1", "pc1 GPU-0")
-    assert trouble.what_to_do
+    assert (trouble.subject.node, trouble.subject.place) == ("pc1", "pc1 GPU-0")
+    assert trouble.alert.what_to_do
 
 
-def test_a_lost_node_is_told_at_the_first_look_and_other_alerts_when_they_have_lasted() -> None:
+def test_a_lost_node_fires_at_once_and_others_when_they_last() -> None:
     told = frame(make_row(state=WorkerState.BACKOFF), nodes_seen=("pc1",))
     judge = Judge("info")
     assert judged(judge, told, 0.0) == [("NodeMissing", "pc2", "critical")]
@@ -69,7 +71,7 @@ def test_a_lost_node_is_told_at_the_first_look_and_other_alerts_when_they_have_l
 
 def test_what_is_less_severe_than_asked_for_is_left_out() -> None:
     told = frame(make_row(state=WorkerState.PAUSED), nodes_seen=("pc1",))
-    assert [one.alert for one in Judge("critical").troubles(told, 0.0)] == ["NodeMissing"]
+    assert [one.alert.name for one in Judge("critical").firing(told, 0.0)] == ["NodeMissing"]
 
 
 def test_what_the_last_message_says_is_no_trouble_of_its_own() -> None:
@@ -80,16 +82,14 @@ def test_what_the_last_message_says_is_no_trouble_of_its_own() -> None:
         assert judged(judge, told, 0.0) + judged(judge, told, 100.0) == []
 
 
-def test_slots_of_a_missing_node_cannot_be_known_and_nothing_can_when_the_head_is_gone_or_the_run_unreadable() -> (
-    None
-):
+def test_what_cannot_be_known_of_missing_nodes_and_heads() -> None:
     judge = Judge("info")
     rows = (
         make_row(slot="pc2/0", node="pc2", state=WorkerState.PAUSED),
         make_row(state=WorkerState.PAUSED),
     )
-    troubles = judge.troubles(frame(*rows, nodes_seen=("pc1",)), 0.0)
-    assert {one.subject: judge.is_unknown(one) for one in troubles} == {
+    troubles = judge.firing(frame(*rows, nodes_seen=("pc1",)), 0.0)
+    assert {one.subject.name: judge.is_unknown(one) for one in troubles} == {
         "pc2": False,
         "pc2/0": True,
         "pc1/0": False,
@@ -98,14 +98,14 @@ def test_slots_of_a_missing_node_cannot_be_known_and_nothing_can_when_the_head_i
         *(frame(*rows, freshness=gone) for gone in (Freshness.HEAD_GONE, Freshness.ENDED)),
         None,
     ):
-        judge.troubles(told, 1.0)
+        judge.firing(told, 1.0)
         assert all(map(judge.is_unknown, troubles))
 
 
-def test_a_run_that_cannot_be_read_for_two_minutes_is_a_trouble_that_is_known() -> None:
+def test_a_run_unreadable_for_two_minutes_is_an_alert() -> None:
     judge = Judge("warning")
-    judge.troubles(frame(make_row()), 0.0)
-    assert judge.troubles(None, 10.0) == ()
-    (trouble,) = judge.troubles(None, 130.0)
-    assert trouble.alert == "WatcherDown"
+    judge.firing(frame(make_row()), 0.0)
+    assert judge.firing(None, 10.0) == ()
+    (trouble,) = judge.firing(None, 130.0)
+    assert trouble.alert.name == "WatcherDown"
     assert not judge.is_unknown(trouble)

@@ -19,7 +19,7 @@ from orchestrator.record.events import EventLog
 from orchestrator.run.learned_limits import LearnedLimits, terms
 from tests.core.scene import REFERENCE, report_of
 from tests.run.conftest import RunMaker
-from workers.learned_limits.store import EXPIRY_S, LimitStore
+from workers.learned_limits import EXPIRY_S, LimitStore
 from workers.settings import Learned, LimitKey, StoredLimit
 from workers.units import GIB
 

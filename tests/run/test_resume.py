@@ -13,7 +13,7 @@ from orchestrator.config.load import config_from_text, dump_config, load_config
 from orchestrator.core.slot import Phase
 from orchestrator.errors import ConfigError, UsageError
 from orchestrator.record.archive import StoredRun
-from orchestrator.record.records import RunFacts, SlotRecord
+from orchestrator.record.store import RunFacts, SlotRecord
 from orchestrator.run.environment import Mode
 from orchestrator.run.resume import Past, environment_of, past_of, rules_of
 from orchestrator.run.runner import Options, go_on

@@ -22,16 +22,13 @@ from typer.testing import CliRunner
 from orchestrator.cli.app import app
 from orchestrator.control.wire import Answer
 from orchestrator.core.slot import HeadState
-from orchestrator.record.follow import Follower
+from orchestrator.record.archive import Follower
 from orchestrator.record.model import STATES_WORST_FIRST, Row
-from orchestrator.record.records import STORE_NAME
-from orchestrator.record.store import RunStore
+from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view.cells import ASCII, UNICODE, Glyphs
-from orchestrator.view.top.app import Top
-from orchestrator.view.top.ask import Send
-from orchestrator.view.top.rows import LinesView
-from orchestrator.view.top.slot_page import read_slot_lines
-from orchestrator.view.top.view import HIDEABLE, View
+from orchestrator.view.top.app import LinesView, Top
+from orchestrator.view.top.pages import read_slot_lines
+from orchestrator.view.top.view import HIDEABLE, Send, View
 from tests.watch.scene import FACTS, event, make_row, make_snapshot, record
 from workers.messages import WorkerState
 
@@ -257,7 +254,7 @@ def test_a_mouse_moves_the_cursor_and_opens_a_slot(tmp_path: Path) -> None:
     assert "pc1/4" in clicked(titles + 4, times=2)[1]
 
 
-def test_the_page_of_a_slot_shows_facts_courses_states_and_events_and_hostile_text_stays_text(
+def test_the_page_of_a_slot_shows_all_and_hostile_text_is_text(
     tmp_path: Path,
 ) -> None:
     looks = [

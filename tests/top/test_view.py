@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from orchestrator.record.model import STATES_WORST_FIRST, Row
 from orchestrator.record.query import WORST_FIRST, Order, parse
-from orchestrator.view.top.view import SORTS, View, followed, moved, sorted_by_next
+from orchestrator.view.top.view import SORTS, View, follow, move, sort_by_next
 from tests.watch.scene import make_row
 from workers.messages import WorkerState
 
@@ -28,7 +28,7 @@ orders = st.builds(Order, st.sampled_from(SORTS), st.booleans())
     st.lists(st.tuples(frames, orders, st.integers(1, 12)), min_size=1, max_size=12),
     st.integers(-40, 40),
 )
-def test_the_cursor_stays_with_its_slot_and_the_slot_on_the_screen(
+def test_the_cursor_stays_with_its_slot_on_the_screen(
     looks: list[tuple[list[Row], Order, int]], by: int
 ) -> None:
     view = View()
@@ -36,9 +36,9 @@ def test_the_cursor_stays_with_its_slot_and_the_slot_on_the_screen(
         before = view.slot
         view = View(order=order, slot=view.slot, line=view.line, first=view.first)
         shown = view.rows(rows)
-        view = followed(view, shown, height)
+        view = follow(view, shown, height)
         if index == 0:
-            view = moved(view, shown, by, height)
+            view = move(view, shown, by, height)
         elif before in {row.slot for row in rows}:
             assert view.slot == before
         if not shown:
@@ -49,20 +49,20 @@ def test_the_cursor_stays_with_its_slot_and_the_slot_on_the_screen(
         assert view.first == 0 or view.first + height <= len(shown), "no line is left empty below"
 
 
-def test_every_column_can_be_sorted_by_and_the_round_ends_at_worst_first() -> None:
+def test_every_column_sorts_and_the_round_ends_at_worst_first() -> None:
     view = View()
     seen = []
     for _ in SORTS:
         seen.append(view.order.key)
-        view = sorted_by_next(view, 1)
+        view = sort_by_next(view, 1)
     assert tuple(seen) == SORTS
     assert view.order == WORST_FIRST
-    assert sorted_by_next(view, -1).order.key == SORTS[-1]
+    assert sort_by_next(view, -1).order.key == SORTS[-1]
 
 
-def test_a_filter_takes_rows_away_and_the_cursor_goes_to_a_neighbour() -> None:
+def test_the_cursor_goes_to_a_neighbour_of_a_filtered_row() -> None:
     rows = [make_row(slot=f"pc1/{number}", state=WorkerState.RUNNING) for number in range(9)]
-    view = moved(View(), View().rows(rows), 5, 4)
+    view = move(View(), View().rows(rows), 5, 4)
     assert (view.slot, view.first) == ("pc1/5", 2)
     narrow = View(wanted=parse("!pc1/5"), slot=view.slot, line=view.line, first=view.first)
-    assert followed(narrow, narrow.rows(rows), 4).slot == "pc1/6"
+    assert follow(narrow, narrow.rows(rows), 4).slot == "pc1/6"

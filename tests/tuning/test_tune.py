@@ -106,7 +106,7 @@ def test_a_tuning_that_is_killed_at_random_moments_keeps_what_it_has_measured(
     command, measured = ["--rehearse", "--levers", LEVERS, *SMALL], b""
     for _ in range(3):
         process = started(tmp_path, *command, "--budget", "30m")
-        wait_for(lambda: list(tmp_path.glob("tunings/*/asked.json")), "the folder of the tuning")
+        wait_for(lambda: list(tmp_path.glob("tunings/*/request.json")), "the folder of the tuning")
         (folder,) = tmp_path.glob("tunings/*")
         after_s = random.uniform(0.0, 15.0)  # noqa: S311 - no secret
         (tmp_path / f"killed after {after_s:.2f} s").touch()  # to look at, if this fails

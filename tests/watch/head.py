@@ -12,8 +12,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from orchestrator.record.records import STORE_NAME
-from orchestrator.record.store import RunStore
+from orchestrator.record.store import STORE_NAME, RunStore
 from tests.watch.scene import FACTS, event, make_row, make_snapshot, record
 from workers.host.processes import start_time
 
@@ -38,9 +37,7 @@ def main(folder: Path) -> None:
     for turn in range(1, 10**9):
         rows = [make_row(slot=f"pc1/{index}", steps_ok=turn) for index in range(SLOTS)]
         store.event(event(turn, name="turn"))
-        store.slots(
-            record(row.slot, next_sequence=turn, counters={}, row=row.to_dict()) for row in rows
-        )
+        store.slots(record(row.slot, next_sequence=turn, row=row.to_dict()) for row in rows)
         if turn % 3 == 0:
             store.update(make_snapshot(*rows, elapsed_s=turn))
         store.commit()

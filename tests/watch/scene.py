@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.record.model import Row, Snapshot
-from orchestrator.record.records import RunFacts, SlotRecord
+from orchestrator.record.store import COUNTERS, RunFacts, SlotRecord
 from tests.counting import with_counts
 from workers.messages import WorkerState
 
@@ -77,7 +77,7 @@ _RECORD = SlotRecord(
     incarnation=2,
     next_sequence=3,
     steps_at_risk=12,
-    counters={"steps_ok": 400, "work_flop": 1e18},
+    counters={**dict.fromkeys(COUNTERS, 0), "steps_ok": 400, "work_flop": 1e18},
     resume={"policy": "classic", "size": 8192, "learned": None, "ok": True},
     row={"steps_ok": 400},
 )
@@ -116,7 +116,10 @@ def make_snapshot(*rows: Row, **changed: object) -> Snapshot:
 
 def record(slot: str = "pc1/0", **changed: Any) -> SlotRecord:
     """Return what a store keeps of a slot."""
-    return replace(_RECORD, **{"slot": slot, "node": slot.partition("/")[0], **changed})
+    row = changed.get("row", {})
+    counters = {name: row.get(name, count) for name, count in _RECORD.counters.items()}
+    own = {"slot": slot, "node": slot.partition("/")[0], "counters": counters}
+    return replace(_RECORD, **{**own, **changed})
 
 
 def event(

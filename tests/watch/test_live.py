@@ -41,9 +41,7 @@ def terminal(stream: io.StringIO, width: int = 100, height: int = 20) -> Console
 
 
 @pytest.mark.parametrize(("cost_s", "drawn"), [(0.0, 40), (0.02, 10), (0.5, 5)])
-def test_at_most_four_redraws_a_second_and_fewer_where_they_take_more_than_2_percent(
-    cost_s: float, drawn: int
-) -> None:
+def test_four_redraws_a_second_or_fewer_where_they_cost_much(cost_s: float, drawn: int) -> None:
     stream, now, cpu = io.StringIO(), Clock(), Clock()
 
     def cpu_s() -> float:
@@ -60,7 +58,7 @@ def test_at_most_four_redraws_a_second_and_fewer_where_they_take_more_than_2_per
     assert drawn - 2 <= seen <= drawn + 1
 
 
-def test_the_last_frame_stays_whole_with_the_totals_and_the_cursor_is_back() -> None:
+def test_the_last_frame_stays_whole_and_the_cursor_is_back() -> None:
     stream, now = io.StringIO(), Clock()
     table = LiveTable(terminal(stream), now)
     snapshot = make_snapshot(
@@ -127,7 +125,7 @@ def test_a_lost_terminal_does_not_end_the_run(
     assert sys.stdout is stdout
 
 
-def test_plain_lines_say_changes_once_and_progress_every_ten_seconds(
+def test_plain_lines_say_changes_once_and_progress_regularly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TZ", "UTC")
@@ -154,9 +152,7 @@ def test_plain_lines_say_changes_once_and_progress_every_ten_seconds(
     ]
 
 
-def test_plain_lines_report_progress_while_workers_start_and_from_the_planned_beginning_again() -> (
-    None
-):
+def test_plain_lines_report_progress_while_workers_start() -> None:
     stream = io.StringIO()
     plain = PlainLines(stream)
     for starting_s in (0.0, 9.9, 10.1, 20.1, 24.0):
@@ -202,7 +198,7 @@ def test_plain_lines_in_an_encoding_that_lacks_letters() -> None:
     ("failure", "goes_on"),
     [(BrokenPipeError(), False), (ValueError("closed"), False), (OSError(28, "disk full"), True)],
 )
-def test_plain_lines_survive_their_stream_and_go_on_when_a_disk_has_room_again(
+def test_plain_lines_survive_their_stream_and_a_full_disk(
     failure: OSError | ValueError, goes_on: bool
 ) -> None:
     stream = Lost(failure)

@@ -41,7 +41,7 @@ def test_a_long_line_without_an_end_is_cleaned_at_once() -> None:
     assert len(cleaned("\x1b]" * 8_000 + "x" * 2**20)) < 2**21
 
 
-def test_a_slot_keeps_its_newest_1_mib_and_tells_what_was_dropped(tmp_path: Path) -> None:
+def test_a_slot_keeps_its_newest_mib_and_says_what_it_dropped(tmp_path: Path) -> None:
     files = OutputFiles(tmp_path)
     for number in range(200):
         files.take(

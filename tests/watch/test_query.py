@@ -1,19 +1,16 @@
-"""The catalogue covers every key and column, filters choose, orders sort: unknown last, equals by slot."""
+"""Filters choose and orders sort: unknown values last, equal ones by slot."""
 
 from __future__ import annotations
-
-import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.core.slot import HeadState
-from orchestrator.record.catalogue import FIELDS
-from orchestrator.record.model import ROW_KEYS, Row
+from orchestrator.record.model import FIELDS, Row
 from orchestrator.record.query import Order, QueryError, field_of, order_of, parse, select
 from orchestrator.view.cells import UNICODE
-from orchestrator.view.columns import columns_for
+from orchestrator.view.table import columns_for
 from tests.watch.scene import GIB, make_row
 from workers.messages import Progress, WorkerState
 
@@ -43,12 +40,11 @@ def chosen(text: str) -> list[str]:
     return [row.slot for row in ROWS if parse(text).matches(row)]
 
 
-def test_every_key_of_a_row_and_every_column_of_the_table_is_in_the_catalogue_once() -> None:
-    assert tuple(FIELDS) == ROW_KEYS
+def test_every_column_is_declared_once() -> None:
     columns = {
         column.name for column in columns_for((make_row(progress=Progress(train_step=1)),), UNICODE)
     }
-    shown = [field.column for field in FIELDS.values() if field.column is not None]
+    shown = [field.name for field in FIELDS.values() if field.column is not None]
     assert sorted(shown) == sorted({*columns, "reason"})
     metrics = [field.metric.name for field in FIELDS.values() if field.metric is not None]
     assert len(set(metrics)) == len(metrics)
@@ -71,11 +67,11 @@ def test_every_key_of_a_row_and_every_column_of_the_table_is_in_the_catalogue_on
         ("3070", ["pc2/1"]),
         ('"node has"', ["pc2/0"]),
         ('reason:"ran out"', ["pc1/2"]),
-        (r"/pc[12]\/1.*/", ["pc1/10", "pc2/1"]),
-        ("!/PC1/", ["pc2/0", "pc2/1"]),
+        ("/1", ["pc1/10", "pc2/1"]),
+        ("!PC1", ["pc2/0", "pc2/1"]),
     ],
 )
-def test_a_filter_keeps_the_rows_that_meet_all_of_its_terms(text: str, slots: list[str]) -> None:
+def test_a_filter_keeps_rows_that_meet_all_terms(text: str, slots: list[str]) -> None:
     assert chosen(text) == slots
 
 
@@ -88,14 +84,12 @@ def test_a_filter_keeps_the_rows_that_meet_all_of_its_terms(text: str, slots: li
         ("temp>75W", "has the unit C"),
         ("state:", "lacks what to compare with"),
         ('"open', "not closed"),
-        ("/(/", "no regular expression"),
-        ("/(a+)+b/", "could take too long"),
-        ("/a*a*a*a*/", "could take too long"),
+        ("/pc[12]/", "no regular expressions; write a part of the text"),
         ("x" * 501, "at most 500"),
         ("steps_>1", "write more of it"),
     ],
 )
-def test_a_filter_that_makes_no_sense_is_refused_in_a_sentence(text: str, told: str) -> None:
+def test_a_senseless_filter_is_refused_in_a_sentence(text: str, told: str) -> None:
     with pytest.raises(QueryError, match=told):
         parse(text)
 
@@ -109,19 +103,8 @@ def test_any_text_is_a_filter_or_is_refused(text: str) -> None:
     assert wanted.matches(ROWS[0]) in {True, False}
 
 
-@given(st.lists(st.sampled_from("abc.*+?|()[]{}^$\\1,"), max_size=30).map("".join))
-def test_no_pattern_that_is_taken_can_stop_a_viewer(pattern: str) -> None:
-    try:
-        wanted = parse(f"/{pattern}/".replace(" ", ""))
-    except QueryError:
-        return
-    began_s = time.process_time()
-    wanted.matches(make_row(reason="ab" * 100 + "c" * 50))
-    assert time.process_time() - began_s < 5.0, "of hours that a pattern without limits may take"
-
-
 @pytest.mark.parametrize("reverse", [False, True])
-def test_unknown_values_are_last_either_way_and_equal_ones_in_order_of_their_slots(
+def test_unknown_values_are_last_and_equal_ones_by_slot(
     reverse: bool,
 ) -> None:
     mixed = (ROWS[2], ROWS[0], ROWS[3], ROWS[1])
@@ -130,7 +113,7 @@ def test_unknown_values_are_last_either_way_and_equal_ones_in_order_of_their_slo
     assert slots == [*known, "pc1/2"]
 
 
-def test_words_begin_with_a_and_numbers_with_the_largest_and_no_order_means_worst_first() -> None:
+def test_words_ascend_numbers_descend_no_order_is_worst_first() -> None:
     def slots(order: Order) -> list[str]:
         return [row.slot for row in select(ROWS, parse(""), order)]
 
@@ -139,10 +122,10 @@ def test_words_begin_with_a_and_numbers_with_the_largest_and_no_order_means_wors
     assert slots(Order())[:2] == ["pc2/0", "pc2/1"]
 
 
-def test_every_column_is_found_by_its_name_and_by_a_beginning_that_only_it_has() -> None:
+def test_a_column_is_found_by_its_name_or_beginning() -> None:
     for field in FIELDS.values():
         if field.column is not None:
-            assert field_of(field.column).column == field.column
+            assert field_of(field.name) is field
     assert field_of("temper").key == "temperature_c"
     assert field_of("heart").key == "heartbeat_age_s"
     rows: tuple[Row, ...] = ROWS

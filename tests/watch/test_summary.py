@@ -164,7 +164,7 @@ def test_a_failure_before_the_run_has_the_same_keys() -> None:
     assert failure["run_id"] is None
 
 
-def test_the_file_is_utf8_ends_in_a_newline_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+def test_the_file_is_utf8_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     path.write_text("old")
     summary = summary_dict(make_snapshot(make_row(reason="größer \udc80")), "good", 0, AT)

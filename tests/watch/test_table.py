@@ -23,8 +23,7 @@ from orchestrator.view.cells import (
     share_pct,
     whole,
 )
-from orchestrator.view.columns import columns_for, kept_longest_first
-from orchestrator.view.table import health_table
+from orchestrator.view.table import columns_for, health_table, kept_longest_first
 from tests.watch.scene import make_row, make_snapshot
 from tests.watch.strategies import ANY_ROW
 from workers.messages import Progress, WorkerState
@@ -162,7 +161,7 @@ def test_columns_without_one_value_go_before_any_other() -> None:
     assert f"  {UNICODE.missing}  " in next(line for line in wide if line.startswith("pc1/0"))
 
 
-def test_what_a_card_does_not_tell_is_said_and_not_left_to_be_guessed() -> None:
+def test_what_a_card_does_not_report_is_said() -> None:
     def drawn(**values: object) -> str:
         return "\n".join(table_of(make_snapshot(make_row(**values)), 120))
 
@@ -202,7 +201,7 @@ def test_every_column_has_a_place_in_the_order() -> None:
         assert sorted(names) == sorted(kept_longest_first([row]))
 
 
-def test_a_reason_gets_its_own_line_when_narrow_unless_all_is_well() -> None:
+def test_a_reason_gets_its_own_line_when_narrow() -> None:
     snapshot = make_snapshot(
         make_row(state=WorkerState.BACKOFF, reason="out of memory at 8192"),
         make_row(slot="pc1/1", reason="all is well"),
@@ -217,7 +216,7 @@ def test_a_reason_gets_its_own_line_when_narrow_unless_all_is_well() -> None:
 
 
 @pytest.mark.parametrize("alike", [True, False], ids=["alike", "different"])
-def test_a_terminal_of_80x24_shows_all_rows_of_the_reference_pair_and_the_worst_reasons(
+def test_80x24_shows_the_reference_pair_and_its_worst_reasons(
     alike: bool,
 ) -> None:
     slots = [*(f"pc1/{index}" for index in range(7)), *(f"pc2/{index}" for index in range(3))]

@@ -17,10 +17,9 @@ from typing import Any
 import aiohttp
 
 from orchestrator.record.model import STATES_WORST_FIRST, Row
-from orchestrator.record.records import STORE_NAME, RunFacts
-from orchestrator.record.store import RunStore
-from orchestrator.view.web.connections import accepting
-from orchestrator.view.web.guard import Code, Rules
+from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
+from orchestrator.view.web.guard import Access, Code
+from orchestrator.view.web.listener import accepting
 from orchestrator.view.web.server import Site
 from tests.watch.scene import FACTS, GIB, event, make_row, make_snapshot, record
 from workers.host.processes import start_time
@@ -146,14 +145,14 @@ async def serving(folder: Path, *, port: int = 0, control: bool = False) -> Asyn
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     port = listener.getsockname()[1]
-    rules = Rules(
+    access = Access(
         hosts=frozenset({"127.0.0.1", "localhost"}),
         port=port,
         read_token="read" * 10,
         control_token="control" * 10,
         with_control=control,
     )
-    site = Site(folder=folder, rules=rules)
+    site = Site(folder=folder, access=access)
     async with (
         accepting(site.application(), listener),
         aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session,
@@ -177,7 +176,7 @@ class Server:
 
     async def ask(self, path: str, method: str = "GET", token: str = "read", **more: Any) -> Answer:  # noqa: S107
         """Ask as a program does, with a token."""
-        tokens = {"read": self.site.rules.read_token, "control": self.site.rules.control_token}
+        tokens = {"read": self.site.access.read_token, "control": self.site.access.control_token}
         headers = {"Authorization": f"Bearer {tokens[token]}"} if token else {}
         headers |= more.pop("headers", {})
         async with self.session.request(

@@ -13,16 +13,16 @@ from orchestrator.view.web.guard import (
     CODE_VALID_S,
     ROUTES,
     SESSION_S,
-    Asked,
+    Access,
     Code,
-    Level,
-    Refusal,
+    Permission,
+    RequestFacts,
+    RequestRefusal,
     Route,
-    Rules,
 )
 
 NOW_UNIX_S = 1_800_000_000.0
-RULES = Rules(
+RULES = Access(
     hosts=frozenset({"127.0.0.1", "localhost", "[::1]"}),
     port=8470,
     read_token="r" * 43,
@@ -62,32 +62,35 @@ EVIL_TOKENS: list[dict[str, Any]] = [
     {"authorization": "Bearer \udcff"},
     {"cookie": "2.1800000000."},
     {"cookie": f"2.1800000000.{'0' * 64}"},
-    {"cookie": guard.cookie_value(Level.READ, RULES, NOW_UNIX_S).replace("1.", "2.", 1)},
-    {"cookie": guard.cookie_value(Level.CONTROL, replace(RULES, port=8471), NOW_UNIX_S)},
+    {"cookie": guard.cookie_value(Permission.READ, RULES, NOW_UNIX_S).replace("1.", "2.", 1)},
+    {"cookie": guard.cookie_value(Permission.CONTROL, replace(RULES, port=8471), NOW_UNIX_S)},
     {
         "cookie": guard.cookie_value(
-            Level.CONTROL, replace(RULES, control_token="d" * 43), NOW_UNIX_S
+            Permission.CONTROL, replace(RULES, control_token="d" * 43), NOW_UNIX_S
         )
     },
-    {"cookie": guard.cookie_value(Level.CONTROL, RULES, NOW_UNIX_S - SESSION_S - 1)},
+    {"cookie": guard.cookie_value(Permission.CONTROL, RULES, NOW_UNIX_S - SESSION_S - 1)},
     # A wrong token is not made good by a cookie.
-    {"authorization": "Bearer x", "cookie": guard.cookie_value(Level.CONTROL, RULES, NOW_UNIX_S)},
+    {
+        "authorization": "Bearer x",
+        "cookie": guard.cookie_value(Permission.CONTROL, RULES, NOW_UNIX_S),
+    },
 ]
 GOOD_TOKENS: list[dict[str, Any]] = [
     {"authorization": f"Bearer {RULES.control_token}"},
-    {"cookie": guard.cookie_value(Level.CONTROL, RULES, NOW_UNIX_S - SESSION_S + 60)},
+    {"cookie": guard.cookie_value(Permission.CONTROL, RULES, NOW_UNIX_S - SESSION_S + 60)},
 ]
 paths = pytest.mark.parametrize("path", [*ROUTES, FILE])
 
 
 def route_of(path: str) -> Route | None:
-    return Route("GET", Level.NOTHING) if path == FILE else ROUTES.get(path)
+    return Route("GET", Permission.NOTHING) if path == FILE else ROUTES.get(path)
 
 
-def asked(path: str, **changed: Any) -> Asked:
+def asked(path: str, **changed: Any) -> RequestFacts:
     """Make the request that the page itself sends, but without a login."""
     route = route_of(path)
-    usual = Asked(
+    usual = RequestFacts(
         method="GET" if route is None else route.method,
         path=path,
         host="127.0.0.1:8470",
@@ -97,8 +100,8 @@ def asked(path: str, **changed: Any) -> Asked:
     return replace(usual, **changed)
 
 
-def judged(request: Asked, rules: Rules = RULES) -> Refusal | Level:
-    return guard.judge(request, route_of(request.path), rules, NOW_UNIX_S)
+def judged(request: RequestFacts, access: Access = RULES) -> RequestRefusal | Permission:
+    return guard.judge(request, route_of(request.path), access, NOW_UNIX_S)
 
 
 @paths
@@ -110,12 +113,12 @@ def test_what_the_page_itself_asks_is_answered(path: str, token: dict[str, Any])
             route = route_of(path)
             assert route is not None
             assert answer in (
-                {Level.NOTHING} if route.needs is Level.NOTHING else {Level.CONTROL}
+                {Permission.NOTHING} if route.needs is Permission.NOTHING else {Permission.CONTROL}
             ), answer
 
 
 @paths
-def test_all_pairs_of_bad_hosts_origins_methods_and_tokens_are_refused(path: str) -> None:
+def test_bad_hosts_origins_methods_and_tokens_are_refused(path: str) -> None:
     """Each of them alone, and each with each other, also where the rest of the request is good."""
     evil: list[tuple[str, list[dict[str, Any]]]] = [
         # A page of another host name that leads here (DNS rebinding) names that host in both.
@@ -134,7 +137,7 @@ def test_all_pairs_of_bad_hosts_origins_methods_and_tokens_are_refused(path: str
     ]
     route = route_of(path)
     assert route is not None
-    open_to_all = route.needs is Level.NOTHING
+    open_to_all = route.needs is Permission.NOTHING
     count = 0
     for (one, first), (other, second) in itertools.combinations_with_replacement(evil, 2):
         for left, right in itertools.product(first, second):
@@ -146,7 +149,7 @@ def test_all_pairs_of_bad_hosts_origins_methods_and_tokens_are_refused(path: str
                 continue  # a link may lead to the page, which holds no data
             for good in [{}] if "token" in {one, other} else GOOD_TOKENS:
                 answer = judged(asked(path, **{**good, **left, **right}))
-                assert isinstance(answer, Refusal), (left, right, good)
+                assert isinstance(answer, RequestRefusal), (left, right, good)
                 assert answer.status in {401, 403, 405}
                 assert answer.error
                 count += 1
@@ -169,7 +172,9 @@ def test_what_is_refused_says_why() -> None:
             "control token",
         ),
         (
-            asked("/api/v1/commands", cookie=guard.cookie_value(Level.READ, RULES, NOW_UNIX_S)),
+            asked(
+                "/api/v1/commands", cookie=guard.cookie_value(Permission.READ, RULES, NOW_UNIX_S)
+            ),
             403,
             "login",
         ),
@@ -177,21 +182,21 @@ def test_what_is_refused_says_why() -> None:
         (asked("/api/v1/login", origin=None), 403, "Origin"),
     ):
         answer = judged(request)
-        assert isinstance(answer, Refusal)
+        assert isinstance(answer, RequestRefusal)
         assert (answer.status, word in answer.error) == (status, True), answer
 
 
 def test_a_program_needs_no_origin_and_a_typed_address_no_login() -> None:
     program = asked("/api/v1/commands", origin=None, fetch_site=None, **GOOD_TOKENS[0])
-    assert judged(program) is Level.CONTROL
-    assert judged(asked("/", origin=None, fetch_site="none")) is Level.NOTHING
-    assert judged(asked("/api/v1/stream", origin=None, **GOOD_TOKENS[1])) is Level.CONTROL
+    assert judged(program) is Permission.CONTROL
+    assert judged(asked("/", origin=None, fetch_site="none")) is Permission.NOTHING
+    assert judged(asked("/api/v1/stream", origin=None, **GOOD_TOKENS[1])) is Permission.CONTROL
 
 
 def test_without_control_no_token_commands() -> None:
     for good in GOOD_TOKENS:
         answer = judged(asked("/api/v1/commands", **good), replace(RULES, with_control=False))
-        assert isinstance(answer, Refusal)
+        assert isinstance(answer, RequestRefusal)
         assert (answer.status, "--control" in answer.error) == (403, True)
 
 

@@ -11,15 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from observability.traces import frame_at
 from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrator.core.slot import HeadState
-from orchestrator.record.catalogue import FIELDS
-from orchestrator.record.deliveries import Deliveries, write_deliveries
-from orchestrator.record.follow import Frame, Freshness
-from orchestrator.record.records import CommandRecord
+from orchestrator.record.archive import Frame, Freshness
+from orchestrator.record.folders import Deliveries, write_deliveries
+from orchestrator.record.model import FIELDS
+from orchestrator.record.store import CommandRecord
 from orchestrator.view.web.metrics import exposition
+from tests.alerts.traces import frame_at
 from tests.web.scene import make_run, serving
 from workers.messages import WorkerState
 
@@ -38,7 +38,7 @@ def samples(content: bytes) -> dict[str, dict[tuple[str, ...], float]]:
 
 
 def of_frame(frame: Frame) -> dict[str, dict[tuple[str, ...], float]]:
-    return samples(exposition(frame, NOTHING_TOLD, {}))
+    return samples(exposition(frame, (), NOTHING_TOLD, {}))
 
 
 @pytest.mark.skipif(
@@ -47,7 +47,7 @@ def of_frame(frame: Frame) -> dict[str, dict[tuple[str, ...], float]]:
 )
 @pytest.mark.parametrize("freshness", Freshness)
 def test_promtool_finds_nothing_wrong(freshness: Freshness) -> None:
-    content = exposition(frame_at(60, freshness=freshness), NOTHING_TOLD, {})
+    content = exposition(frame_at(60, freshness=freshness), (), NOTHING_TOLD, {})
     done = subprocess.run(
         ["promtool", "check", "metrics"], input=content, capture_output=True, check=False
     )
@@ -70,7 +70,7 @@ def test_values_are_in_base_units() -> None:
     assert updated[()] - heard["pc1", "pc1/0"] == pytest.approx(0.5, abs=0.05)
 
 
-def test_a_card_has_its_metrics_once_and_from_the_slot_that_heard_last() -> None:
+def test_a_card_has_its_metrics_once_from_its_newest_slot() -> None:
     told = of_frame(frame_at(60, temperature_c=80.0, heartbeat_age_s=0.1))
     assert told["orchestrator_card_temperature_celsius"] == {
         ("GPU-pc1", "pc1"): 80.0,
@@ -123,11 +123,11 @@ def test_without_a_head_only_counts_and_the_outcome_remain(freshness: Freshness)
 
 def test_only_info_has_labels_without_bound() -> None:
     frame = frame_at(60, state=HeadState.QUARANTINED, reason="killed by signal 9")
-    for family in text_string_to_metric_families(exposition(frame, NOTHING_TOLD, {}).decode()):
+    for family in text_string_to_metric_families(exposition(frame, (), NOTHING_TOLD, {}).decode()):
         for sample in family.samples:
             bounded = {"node", "slot", "gpu_uuid", "state", "result", "outcome", "command"}
             assert sample.labels.keys() <= bounded or sample.name.endswith("_info"), sample
-    assert b"signal 9" not in exposition(frame, NOTHING_TOLD, {})
+    assert b"signal 9" not in exposition(frame, (), NOTHING_TOLD, {})
 
 
 def test_a_thousand_slots_are_at_most_120_kb_compressed() -> None:
@@ -162,7 +162,7 @@ def test_a_thousand_slots_are_at_most_120_kb_compressed() -> None:
     assert (
         len(
             gzip.compress(
-                exposition(replace(frame, run=run, snapshot=snapshot), NOTHING_TOLD, {}), 6
+                exposition(replace(frame, run=run, snapshot=snapshot), (), NOTHING_TOLD, {}), 6
             )
         )
         <= 120_000

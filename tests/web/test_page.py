@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from orchestrator.view.report import facts
+from orchestrator.view.report import page
 from orchestrator.view.report import page as page_file
 from tests.scene import ROOT
 from tests.watch.scene import make_row
@@ -48,9 +48,7 @@ async def opened(page: Browser, server: Server, fragment: str = "") -> None:
         await page.js(f"location.hash = {json.dumps(fragment)}")
 
 
-def test_one_login_shows_the_table_and_nothing_is_asked_elsewhere(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_one_login_shows_the_table_and_asks_nothing_elsewhere(folder: Path, tmp_path: Path) -> None:
     store = make_run(folder, slots=24)
 
     async def scene() -> None:
@@ -93,9 +91,7 @@ def test_one_login_shows_the_table_and_nothing_is_asked_elsewhere(
     store.end("good", 0, None, [])
 
 
-def test_a_person_sorts_filters_and_opens_a_slot_with_the_keyboard(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_the_keyboard_sorts_filters_and_opens_a_slot(folder: Path, tmp_path: Path) -> None:
     store = make_run(folder, slots=24)
 
     async def scene() -> None:
@@ -145,7 +141,7 @@ def test_another_run_is_chosen_on_the_page(folder: Path, tmp_path: Path) -> None
     printed = older / "output" / "pc1"
     printed.mkdir(parents=True)
     (printed / "1.log").write_text(f"{HOSTILE}\nepoch 1\n", encoding="utf-8")
-    assert facts.frozen(older)["slots"]["pc1/1"]["printed"] == f"{HOSTILE}\nepoch 1"
+    assert page.frozen(older)["slots"]["pc1/1"]["printed"] == f"{HOSTILE}\nepoch 1"
 
     async def scene() -> None:
         async with serving(folder) as server, browser(tmp_path) as page:
@@ -214,7 +210,7 @@ def test_the_page_goes_on_after_the_server_and_after_the_head(folder: Path, tmp_
     async def scene() -> None:
         async with browser(tmp_path) as page:
             async with serving(folder) as server:
-                port = server.site.rules.port
+                port = server.site.access.port
                 await opened(page, server)
                 put_turn(store, 611, rows_at(611, 4))
                 await page.until(f"{mark} === 'live'")
@@ -254,7 +250,7 @@ def test_a_hidden_page_is_sent_nothing(folder: Path, tmp_path: Path) -> None:
 
 def test_the_same_page_runs_from_one_file(folder: Path, tmp_path: Path) -> None:
     make_run(folder, slots=24).end("good", 0, None, [])
-    page_file.write(tmp_path / "run.html", page_file.html(facts.frozen(folder), "one file"))
+    page_file.write(tmp_path / "run.html", page_file.html(page.frozen(folder), "one file"))
 
     async def scene() -> None:
         async with browser(tmp_path) as page:

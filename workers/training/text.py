@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from workers.files import locked
-from workers.learned_limits.store import EXPIRY_S, default_path
+from workers.learned_limits import EXPIRY_S, default_path
 from workers.training.batches import Samples
 from workers.training.errors import TaskError
 from workers.training.host_memory import HostArray, like

@@ -1,24 +1,226 @@
-"""The catalogue of alerts: each with its condition over frames, and the same condition in PromQL.
-Pure.
+"""What can be wrong with a run: each alert with its condition over frames. Pure.
 
 A slot that a person holds never alerts. Neither does a slot, card or node of a run on which no head
-works: for that there is `HeadGone`. A test compares both conditions of each alert on the same
-made-up runs.
+works: for that there is `HeadGone`. Metrics take what a frame says from here, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Final, TypeAlias
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeAlias, get_args
 
+from orchestrator.config.schema import Severity
 from orchestrator.core.slot import HeadState, SlotState
-from orchestrator.record.follow import Frame, Freshness
-from orchestrator.record.model import LOW_SUCCESS_RATE, Row
-from orchestrator.view.alerts import facts
-from orchestrator.view.alerts.facts import Card
-from orchestrator.view.alerts.history import History
-from orchestrator.view.alerts.model import Alert, Sight, Subject
+from orchestrator.record.archive import Frame, Freshness
+from orchestrator.record.model import LOW_SUCCESS_RATE, Row, rows_by_card
 from workers.messages import WorkerState
+
+OUTCOMES: Final = ("running", "good", "degraded", "interrupted", "failed")
+
+#: As `workers.training.accumulator` words it.
+_NOT_FINITE = re.compile(r"\bof optimiser step \d+ is (nan|-?inf)\b")
+
+
+def outcome(frame: Frame) -> str:
+    """Return how the run stands; one whose head was killed has not ended, and counts as running."""
+    return frame.run.outcome if frame.freshness is Freshness.ENDED else "running"
+
+
+def is_up(frame: Frame) -> bool:
+    """Say whether a head works on the run."""
+    return frame.freshness in {Freshness.LIVE, Freshness.LATE}
+
+
+def rows(frame: Frame) -> tuple[Row, ...]:
+    """Return the slots as they are now; none once no head works on the run."""
+    return tuple(frame.snapshot.rows) if is_up(frame) else ()
+
+
+def nodes_up(frame: Frame) -> Mapping[str, bool]:
+    """Say of each planned node whether it is in the cluster.
+
+    Nothing before the run has told for the first time.
+    """
+    if not is_up(frame) or frame.run.updated_at_unix_s is None:
+        return {}
+    return {node: node in frame.snapshot.nodes_seen for node in frame.snapshot.nodes_planned}
+
+
+def is_held(row: Row) -> bool:
+    """Say whether a person holds the slot: then it does nothing, and nothing is wrong."""
+    return row.state is HeadState.HELD
+
+
+def is_leaking(row: Row) -> bool:
+    """Say whether its process keeps memory that its work does not need."""
+    return row.reason.startswith("LEAK: ")
+
+
+def is_not_finite(row: Row) -> bool:
+    """Say whether its training was stopped because its loss or gradient is NaN or infinite."""
+    return row.state is HeadState.QUARANTINED and _NOT_FINITE.search(row.reason) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """A card of the run."""
+
+    node: str
+    uuid: str
+    name: str | None
+    is_up: bool
+    """Whether it has a worker, or slots that are held; not up while all its workers are awaited or
+    lost.
+    """
+    teller: Row | None
+    """The slot that heard of its sensors last; `None` if no worker reports."""
+
+
+def cards(frame: Frame) -> tuple[Card, ...]:
+    """Return the cards on which the run has workers, or waits for them."""
+    waited_for = [row for row in rows(frame) if row.gpu_uuid is not None]
+    waited_for = [row for row in waited_for if row.state is not HeadState.QUARANTINED]
+    found = []
+    for (node, uuid), slots in rows_by_card(waited_for).items():
+        tellers = [row for row in slots if isinstance(row.state, WorkerState)]
+        teller = min(tellers, key=_age_s, default=None)
+        up = bool(tellers) or any(map(is_held, slots))
+        found.append(Card(node=node, uuid=uuid, name=slots[0].gpu_name, is_up=up, teller=teller))
+    return tuple(found)
+
+
+def _age_s(row: Row) -> float:
+    return float("inf") if row.heartbeat_age_s is None else row.heartbeat_age_s
+
+
+#: Counter of a slot -> the longest time over which it is asked for.
+_WINDOWS_S: Final = {
+    "restarts": 900.0,
+    "oom_count": 600.0,
+    "steps": 900.0,
+    "steps_ok": 900.0,
+    "verify_errors": 3600.0,
+}
+_FAILED: Final = "failed"
+_FAILED_WINDOW_S: Final = 900.0
+_POINTS: Final = 60
+
+_Course: TypeAlias = tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """The last course of the counters of one run, and their values now."""
+
+    now: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    courses: Mapping[tuple[str, str], _Course] = field(default_factory=dict)
+
+    def growth(self, counter: str, slot: str = "") -> float:
+        """Return how much a counter has grown within its time."""
+        key = counter, slot
+        return max(0.0, self.now[key] - self.courses[key][0][1]) if key in self.now else 0.0
+
+    def after(self, frame: Frame, failed: int, now_s: float) -> History:
+        """Return the history with one frame more.
+
+        `failed` are the notifications that failed so far.
+        """
+        now, courses = {}, {}
+        for key, value, window_s in _counted(frame, failed):
+            now[key] = value
+            courses[key] = _longer(self.courses.get(key, ()), value, now_s, window_s)
+        return History(now=now, courses=courses)
+
+
+def _counted(frame: Frame, failed: int) -> Iterator[tuple[tuple[str, str], float, float]]:
+    yield (_FAILED, ""), failed, _FAILED_WINDOW_S
+    for row in frame.snapshot.rows:
+        for counter, window_s in _WINDOWS_S.items():
+            value = row.restarts if counter == "restarts" else getattr(row.counts, counter)
+            yield (counter, row.slot), value, window_s
+
+
+def _longer(course: _Course, value: float, now_s: float, window_s: float) -> _Course:
+    """Return a course with the value of now, if it is new, and without points that count no more."""
+    if not course or value != course[-1][1]:
+        # What grows at nearly the same time is one point. The first is what growth is counted from,
+        # and stays.
+        is_same = len(course) > 1 and now_s - course[-1][0] < window_s / _POINTS
+        course = (*course[:-1], (course[-1][0], value)) if is_same else (*course, (now_s, value))
+    first = 0
+    while first + 1 < len(course) and course[first + 1][0] <= now_s - window_s:
+        first += 1
+    return course[first:]
+
+
+SEVEREST_FIRST: Final[tuple[Severity, ...]] = get_args(Severity)
+
+Scope: TypeAlias = Literal["run", "node", "slot", "card"]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What an alert is about."""
+
+    name: str
+    """The run, node or slot, or the UUID of the card."""
+    node: str = ""
+    card: str = ""
+    text: str = ""
+    """Why, in the words of the run."""
+
+    @property
+    def place(self) -> str:
+        """The card or node that it belongs to: what befalls a card befalls all of its slots."""
+        return f"{self.node} {self.card}".strip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alert:
+    """One thing that can be wrong with a run, for people and for Prometheus."""
+
+    name: str
+    severity: Severity
+    scope: Scope
+    for_s: float = 0.0
+    """It fires when it has held for so long."""
+    keep_s: float = 0.0
+    """It is over when it has not held for so long."""
+    summary: str
+    """One line, with `{subject}` in it."""
+    what_to_do: str
+    holds: Callable[[Frame, History], Iterable[Subject]]
+    """The subjects for which it holds."""
+    opt_in: bool = False
+    """Whether only those get it who ask for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Firing:
+    """An alert that fires, or is about to."""
+
+    alert: Alert
+    subject: Subject
+    since_unix_s: float
+    """When it began to hold."""
+    fires: bool = True
+    """Whether it has held for long enough."""
+    over_unix_s: float | None = None
+    """When it ceased to hold; it still fires for `keep_s`."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What makes it the same at the next look."""
+        return self.alert.name, self.subject.name
+
+    @property
+    def text(self) -> str:
+        """What is wrong, in one line."""
+        words = self.alert.summary.format(subject=self.subject.name)
+        return f"{words}: {self.subject.text}" if self.subject.text else words
+
 
 _NOT_WORKING: Final[frozenset[SlotState]] = frozenset(
     {HeadState.STARTING, HeadState.RESTARTING, HeadState.LOST}
@@ -34,76 +236,55 @@ _SILENT_S: Final = 30.0
 _SLOW_PCT: Final = 80.0
 _SLOWED_PCT: Final = 20.0
 _MARGIN_C: Final = 3.0
-_RESTARTS: Final = 3.5
-"""Half a restart more than may be: `increase` of Prometheus adds a little to a count."""
-_OOMS: Final = 60.0
-_STEPS_LEAST: Final = 20.0
+_RESTARTS: Final = 3
+_OOMS: Final = 60
+_STEPS_LEAST: Final = 20
 
-_BY_SLOT: Final = "by (instance, node, slot)"
-_ON_SLOT: Final = "on (instance, node, slot)"
-#: What is computed from counters must also say that the slot counts now: counters outlive the head.
-_COUNTS_NOW: Final = (
-    f"unless {_ON_SLOT} orchestrator_slot_held == 1 and on (instance) orchestrator_head_up == 1"
-)
-
-_Condition: TypeAlias = Callable[[Sight], Iterable[Subject]]
-
-
-def _words(states: Iterable[SlotState]) -> str:
-    """Return states as a regular expression for the label `state`."""
-    return "|".join(sorted(state.value.lower() for state in states))
+_Condition: TypeAlias = Callable[[Frame, History], Iterable[Subject]]
 
 
 def _run(condition: Callable[[Frame], bool]) -> _Condition:
-    def holds(sight: Sight) -> Iterator[Subject]:
-        if condition(sight.frame):
-            run = sight.frame.run
-            yield Subject(run.facts.run_id, text=run.error or "; ".join(sight.frame.missed))
+    def holds(frame: Frame, _history: History) -> Iterator[Subject]:
+        if condition(frame):
+            text = frame.run.error or "; ".join(frame.missed)
+            yield Subject(frame.run.facts.run_id, text=text)
 
     return holds
 
 
 def _slots(condition: Callable[[Row, History], bool]) -> _Condition:
-    def holds(sight: Sight) -> Iterator[Subject]:
-        for row in facts.rows(sight.frame):
-            if not facts.is_held(row) and condition(row, sight.history):
+    def holds(frame: Frame, history: History) -> Iterator[Subject]:
+        for row in rows(frame):
+            if not is_held(row) and condition(row, history):
                 yield Subject(row.slot, row.node, row.gpu_uuid or "", row.reason)
 
     return holds
 
 
 def _cards(condition: Callable[[Card, Frame], bool]) -> _Condition:
-    def holds(sight: Sight) -> Iterator[Subject]:
-        for card in facts.cards(sight.frame):
-            if condition(card, sight.frame):
-                yield Subject(
-                    card.uuid, card.node, card.uuid, f"{card.name or 'card'} of {card.node}"
-                )
+    def holds(frame: Frame, _history: History) -> Iterator[Subject]:
+        for card in cards(frame):
+            if condition(card, frame):
+                text = f"{card.name or 'card'} of {card.node}"
+                yield Subject(card.uuid, card.node, card.uuid, text)
 
     return holds
 
 
-def _nodes_missing(sight: Sight) -> Iterator[Subject]:
-    for node, is_up in facts.nodes_up(sight.frame).items():
-        if not is_up:
-            yield Subject(node, node)
+def _nodes_missing(frame: Frame, _history: History) -> Iterator[Subject]:
+    return (Subject(node, node) for node, is_up in nodes_up(frame).items() if not is_up)
 
 
-def _slots_not_working(sight: Sight) -> Iterator[Subject]:
-    """Yield slots that do not work on nodes that are there: the others are `NodeMissing`."""
-    nodes = facts.nodes_up(sight.frame)
-    for subject in _slots(lambda row, _: row.state in _NOT_WORKING)(sight):
-        if nodes.get(subject.node, True):
-            yield subject
+def _slots_not_working(frame: Frame, history: History) -> Iterator[Subject]:
+    """Return slots that do not work on nodes that are there: the others are `NodeMissing`."""
+    nodes = nodes_up(frame)
+    subjects = _slots(lambda row, _: row.state in _NOT_WORKING)(frame, history)
+    return (subject for subject in subjects if nodes.get(subject.node, True))
 
 
 def _is_low(row: Row, history: History) -> bool:
     steps = history.growth("steps", row.slot)
     return steps > _STEPS_LEAST and history.growth("steps_ok", row.slot) < LOW_SUCCESS_RATE * steps
-
-
-def _is_vanished(card: Card, frame: Frame) -> bool:
-    return not card.is_up and facts.nodes_up(frame).get(card.node, False)
 
 
 def _sensor(card: Card, key: str) -> float | None:
@@ -118,8 +299,7 @@ WATCHER_DOWN: Final = Alert(
     for_s=120,
     summary="run {subject} cannot be read",
     what_to_do="On the machine with the run folder type: python -m orchestrator web",
-    promql='up{job="orchestrator"} == 0 or absent(up{job="orchestrator"})',
-    holds=lambda _: (),  # there is no frame to judge
+    holds=lambda *_: (),  # there is no frame to judge
 )
 
 _OF_RUN: Final = (
@@ -130,8 +310,6 @@ _OF_RUN: Final = (
         for_s=30,
         summary="the head of run {subject} is gone",
         what_to_do="Type: python -m orchestrator run --resume",
-        promql="orchestrator_head_up == 0 and on (instance) "
-        'orchestrator_run_outcome{outcome="running"} == 1',
         holds=_run(lambda frame: frame.freshness is Freshness.HEAD_GONE),
     ),
     WATCHER_DOWN,
@@ -143,9 +321,7 @@ _OF_RUN: Final = (
         summary="the records of run {subject} are late",
         what_to_do="Look whether the head's machine is overloaded, and whether the disk of the "
         "run folder answers.",
-        promql=f"orchestrator_frame_age_seconds > {_LATE_S:.0f} and on (instance) "
-        "orchestrator_head_up == 1",
-        holds=_run(lambda frame: facts.is_up(frame) and frame.late_s > _LATE_S),
+        holds=_run(lambda frame: is_up(frame) and frame.late_s > _LATE_S),
     ),
     Alert(
         name="RecordsIncomplete",
@@ -153,7 +329,6 @@ _OF_RUN: Final = (
         scope="run",
         summary="the records of run {subject} have gaps",
         what_to_do="Look for a full disk: df -h. The run goes on, and ends with exit code 1.",
-        promql="orchestrator_records_incomplete == 1",
         holds=_run(lambda frame: frame.run.incomplete),
     ),
     Alert(
@@ -163,7 +338,6 @@ _OF_RUN: Final = (
         for_s=60,
         summary="node {subject} is not in the cluster",
         what_to_do="On that PC type what this prints on the head: python -m orchestrator up",
-        promql="orchestrator_node_up == 0",
         holds=_nodes_missing,
     ),
     Alert(
@@ -172,8 +346,7 @@ _OF_RUN: Final = (
         scope="run",
         summary="run {subject} has ended",
         what_to_do="Type: python -m orchestrator report",
-        promql='orchestrator_run_outcome{outcome=~"good|interrupted"} == 1',
-        holds=_run(lambda frame: facts.outcome(frame) in {"good", "interrupted"}),
+        holds=_run(lambda frame: outcome(frame) in {"good", "interrupted"}),
     ),
     Alert(
         name="RunDegraded",
@@ -181,8 +354,7 @@ _OF_RUN: Final = (
         scope="run",
         summary="run {subject} has ended and was not good",
         what_to_do="Type: python -m orchestrator report. It says what fell short.",
-        promql='orchestrator_run_outcome{outcome=~"degraded|failed"} == 1',
-        holds=_run(lambda frame: facts.outcome(frame) in {"degraded", "failed"}),
+        holds=_run(lambda frame: outcome(frame) in {"degraded", "failed"}),
     ),
     Alert(
         name="NotifyFailing",
@@ -191,8 +363,7 @@ _OF_RUN: Final = (
         summary="notifications of run {subject} are not delivered",
         what_to_do="Type: python -m orchestrator notify --test. It says which address fails, and "
         "why.",
-        promql='increase(orchestrator_notifications_total{result="failed"}[15m]) > 0',
-        holds=lambda sight: _run(lambda _: sight.history.growth("failed") > 0)(sight),
+        holds=lambda frame, history: _run(lambda _: history.growth("failed") > 0)(frame, history),
     ),
 )
 
@@ -204,11 +375,7 @@ _OF_SLOTS: Final = (
         summary="slot {subject} was given up",
         what_to_do="See docs/troubleshooting.md#quarantined, then type: python -m orchestrator "
         "reinstate SLOT",
-        promql='orchestrator_slot_state{state="quarantined"} == 1'
-        f" unless {_ON_SLOT} orchestrator_slot_loss_not_finite == 1",
-        holds=_slots(
-            lambda row, _: row.state is HeadState.QUARANTINED and not facts.is_not_finite(row)
-        ),
+        holds=_slots(lambda row, _: row.state is HeadState.QUARANTINED and not is_not_finite(row)),
     ),
     Alert(
         name="LossNotFinite",
@@ -216,8 +383,7 @@ _OF_SLOTS: Final = (
         scope="slot",
         summary="the training of slot {subject} stopped: its loss is NaN or infinite",
         what_to_do="Lower train.lr or train.clip, then type: python -m orchestrator run --resume",
-        promql="orchestrator_slot_loss_not_finite == 1",
-        holds=_slots(lambda row, _: facts.is_not_finite(row)),
+        holds=_slots(lambda row, _: is_not_finite(row)),
     ),
     Alert(
         name="WrongResults",
@@ -226,8 +392,6 @@ _OF_SLOTS: Final = (
         summary="slot {subject} computed wrong results",
         what_to_do="Lower the clocks of the card, those of its memory first. Then type: python -m "
         "orchestrator burn",
-        promql=f"max {_BY_SLOT} (increase(orchestrator_slot_wrong_results_total[1h]) > 0"
-        f' or orchestrator_slot_state{{state="corrupt"}}) {_COUNTS_NOW}',
         holds=_slots(
             lambda row, history: (
                 row.state is WorkerState.CORRUPT or history.growth("verify_errors", row.slot) > 0
@@ -242,8 +406,6 @@ _OF_SLOTS: Final = (
         keep_s=120,
         summary="slot {subject} has not worked for five minutes",
         what_to_do="Its reason says what it waits for: python -m orchestrator report",
-        promql=f'max {_BY_SLOT} (orchestrator_slot_state{{state=~"{_words(_NOT_WORKING)}"}})'
-        " unless on (instance, node) orchestrator_node_up == 0",
         holds=_slots_not_working,
     ),
     Alert(
@@ -254,9 +416,6 @@ _OF_SLOTS: Final = (
         summary="slot {subject} has not reported for half a minute",
         what_to_do="Look at that PC: nvidia-smi, top. After run.hang_timeout_s its process is "
         "replaced.",
-        promql="orchestrator_run_updated_timestamp_seconds - on (instance) group_right ()"
-        f" orchestrator_slot_last_report_timestamp_seconds > {_SILENT_S:.0f}"
-        f' and {_ON_SLOT} orchestrator_slot_state{{state=~"{_words(_REPORTING)}"}} == 1',
         holds=_slots(
             lambda row, _: row.state in _REPORTING and (row.heartbeat_age_s or 0.0) > _SILENT_S
         ),
@@ -268,7 +427,6 @@ _OF_SLOTS: Final = (
         summary="slot {subject} has had more than three new processes in 15 minutes",
         what_to_do="See why they end: python -m orchestrator report. After run.max_deaths the "
         "slot is given up.",
-        promql=f"increase(orchestrator_slot_restarts_total[15m]) > {_RESTARTS} {_COUNTS_NOW}",
         holds=_slots(lambda row, history: history.growth("restarts", row.slot) > _RESTARTS),
     ),
     Alert(
@@ -278,7 +436,6 @@ _OF_SLOTS: Final = (
         for_s=600,
         summary="slot {subject} runs out of memory more than six times a minute",
         what_to_do="End other programs on the card (nvidia-smi), or start fewer workers.",
-        promql=f"increase(orchestrator_slot_ooms_total[10m]) > {_OOMS:.0f} {_COUNTS_NOW}",
         holds=_slots(lambda row, history: history.growth("oom_count", row.slot) > _OOMS),
     ),
     Alert(
@@ -289,11 +446,6 @@ _OF_SLOTS: Final = (
         summary="slot {subject} fails in more than 5 % of its steps",
         what_to_do="Its reason says why: python -m orchestrator report. The run counts as "
         "degraded if it stays so.",
-        promql=f'sum {_BY_SLOT} (increase(orchestrator_slot_steps_total{{result="ok"}}[15m]))'
-        f" / sum {_BY_SLOT} (increase(orchestrator_slot_steps_total[15m])) < {LOW_SUCCESS_RATE}"
-        f" and {_ON_SLOT} sum {_BY_SLOT} (increase(orchestrator_slot_steps_total[15m])) > "
-        f"{_STEPS_LEAST:.0f}"
-        f" {_COUNTS_NOW}",
         holds=_slots(_is_low),
     ),
     Alert(
@@ -303,8 +455,6 @@ _OF_SLOTS: Final = (
         for_s=600,
         summary="slot {subject} does less than 80 % of what such a worker has done on this card",
         what_to_do="See docs/troubleshooting.md#slow. Another program may use the card: nvidia-smi",
-        promql=f"orchestrator_slot_baseline_ratio < {_SLOW_PCT / 100}"
-        f' and {_ON_SLOT} orchestrator_slot_state{{state="running"}} == 1',
         holds=_slots(
             lambda row, _: (
                 row.state is WorkerState.RUNNING
@@ -321,8 +471,7 @@ _OF_SLOTS: Final = (
         summary="the process of slot {subject} keeps memory that its work does not need",
         what_to_do="Drop every tensor in the workload's `release`. After run.leak_limit_mib its "
         "process is replaced.",
-        promql="orchestrator_slot_leaking == 1",
-        holds=_slots(lambda row, _: facts.is_leaking(row)),
+        holds=_slots(lambda row, _: is_leaking(row)),
     ),
 )
 
@@ -334,7 +483,6 @@ _OF_CARDS: Final = (
         for_s=120,
         summary="slot {subject} pauses because its card is too hot",
         what_to_do="Check dust, airflow and the fan curve. thermal.critical_c says when it pauses.",
-        promql='orchestrator_slot_state{state="paused"} == 1',
         holds=_slots(lambda row, _: row.state is WorkerState.PAUSED),
     ),
     Alert(
@@ -345,7 +493,6 @@ _OF_CARDS: Final = (
         summary="heat or power slows card {subject}",
         what_to_do="Check airflow, or lower its limit so that it is steady: power_limit_w in "
         "cluster.yaml.",
-        promql=f"orchestrator_card_slowed_ratio > {_SLOWED_PCT / 100}",
         holds=_cards(lambda card, _: (_sensor(card, "throttle_pct") or 0.0) > _SLOWED_PCT),
     ),
     Alert(
@@ -355,7 +502,6 @@ _OF_CARDS: Final = (
         for_s=600,
         summary="card {subject} is within 3 C of its limit",
         what_to_do="Check dust, airflow and the fan curve.",
-        promql=f"orchestrator_card_temperature_margin_celsius <= {_MARGIN_C:.0f}",
         holds=_cards(
             lambda card, _: (
                 (margin := _sensor(card, "margin_c")) is not None and margin <= _MARGIN_C
@@ -371,8 +517,7 @@ _OF_CARDS: Final = (
         summary="no worker comes up on card {subject} any more",
         what_to_do="On its PC type: nvidia-smi; sudo dmesg | grep Xid. A card that is off the bus "
         "needs a restart.",
-        promql="orchestrator_card_up == 0 and on (instance, node) orchestrator_node_up == 1",
-        holds=_cards(_is_vanished),
+        holds=_cards(lambda card, frame: not card.is_up and nodes_up(frame).get(card.node, False)),
     ),
 )
 

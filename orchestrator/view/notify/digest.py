@@ -1,8 +1,8 @@
-"""Decides what is told, and when: troubles that are there and the time in, messages out. Pure.
+"""Decides what is told, and when: alerts that fire and the time in, messages out. Pure.
 
 At most one message a minute, one story an hour about what comes and goes, and a digest at its
 interval. Nothing is lost: what may not be told yet is told later. Does not judge a run, word a
-message (`letter`) or send it (`courier`).
+message (`message`) or send it (`sender`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from orchestrator.config.schema import Severity
+from orchestrator.view.alerts.catalogue import Firing
 
-Key: TypeAlias = tuple[str, str]
+_Key: TypeAlias = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,34 +37,10 @@ USUAL_PACE = Pace()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trouble:
-    """One alert about one subject."""
-
-    alert: str
-    severity: Severity
-    subject: str
-    """The slot, card, node or run that it is about."""
-    node: str
-    """Its node; empty for the run."""
-    place: str
-    """The card or node that the subject belongs to: what befalls several subjects of it is told
-    together.
-    """
-    since_unix_s: float
-    text: str
-    what_to_do: str = ""
-
-    @property
-    def key(self) -> Key:
-        """What makes it the same trouble at the next look."""
-        return self.alert, self.subject
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class News:
-    """What is told of one trouble."""
+    """What is told of one alert about one subject."""
 
-    trouble: Trouble
+    firing: Firing
     is_there: bool
     """Else it is over."""
     times: int
@@ -76,17 +52,17 @@ class Message:
     """What is told at once."""
 
     news: tuple[News, ...]
-    there: tuple[Trouble, ...]
+    there: tuple[Firing, ...]
     """Everything that is there, told before or now."""
     is_digest: bool
     is_last: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Kept:
-    """What is known of one trouble, and what has been told of it."""
+class _Tracked:
+    """One alert about one subject, and what has been told of it."""
 
-    trouble: Trouble
+    firing: Firing
     is_there: bool = True
     told_there: bool = False
     times: int = 1
@@ -100,10 +76,10 @@ class _Kept:
         return self.times > 0 or self.is_there != self.told_there
 
     @property
-    def place(self) -> Key:
-        return self.trouble.alert, self.trouble.place
+    def place(self) -> _Key:
+        return self.firing.alert.name, self.firing.subject.place
 
-    def told(self, now_s: float, flapping_s: float) -> _Kept:
+    def sent(self, now_s: float, flapping_s: float) -> _Tracked:
         """Return it after its news was told."""
         if self.times == 0:  # it is over
             quiet_until_s = max(self.quiet_until_s, self.told_at_s + flapping_s)
@@ -129,7 +105,7 @@ class Digest:
     """Between two digests; `None` for none."""
     due_at_s: float
     """Of the next digest."""
-    kept: Mapping[Key, _Kept] = field(default_factory=dict)
+    tracked: Mapping[_Key, _Tracked] = field(default_factory=dict)
     sent_at_s: float = -math.inf
     wait_s: float
     """Since then, until the next message."""
@@ -142,80 +118,76 @@ def new_digest(every_s: float | None, now_s: float, pace: Pace = USUAL_PACE) -> 
     return Digest(every_s=every_s, due_at_s=due_at_s, wait_s=pace.between_s, pace=pace)
 
 
-def seen(
+def after_look(
     digest: Digest,
-    troubles: Iterable[Trouble],
+    firing: Iterable[Firing],
     now_s: float,
-    is_unknown: Callable[[Trouble], bool] = lambda _: False,
+    is_unknown: Callable[[Firing], bool] = lambda _: False,
 ) -> Digest:
     """Take in what is there now.
 
     What is unknown, because its node or the head is gone, stays as it was.
     """
-    kept = dict(digest.kept)
-    there = {trouble.key: trouble for trouble in troubles if not is_unknown(trouble)}
+    tracked = dict(digest.tracked)
+    there = {one.key: one for one in firing if not is_unknown(one)}
     there |= {
-        key: one.trouble for key, one in kept.items() if one.is_there and is_unknown(one.trouble)
+        key: one.firing for key, one in tracked.items() if one.is_there and is_unknown(one.firing)
     }
-    for key, trouble in there.items():
-        before = kept.get(key)
+    for key, one in there.items():
+        before = tracked.get(key)
         if before is None:
-            kept[key] = _Kept(trouble=trouble, changed_at_s=now_s)
+            tracked[key] = _Tracked(firing=one, changed_at_s=now_s)
         elif before.is_there:
-            kept[key] = replace(before, trouble=trouble)
+            tracked[key] = replace(before, firing=one)
         else:
             changed_at_s = before.changed_at_s if before.has_news else now_s
-            kept[key] = replace(
-                before,
-                trouble=trouble,
-                is_there=True,
-                times=before.times + 1,
-                changed_at_s=changed_at_s,
+            tracked[key] = replace(
+                before, firing=one, is_there=True, times=before.times + 1, changed_at_s=changed_at_s
             )
-    for key, before in digest.kept.items():
+    for key, before in digest.tracked.items():
         if key not in there and before.is_there:
             changed_at_s = before.changed_at_s if before.has_news else now_s
-            kept[key] = replace(before, is_there=False, changed_at_s=changed_at_s)
+            tracked[key] = replace(before, is_there=False, changed_at_s=changed_at_s)
         elif key not in there and not before.has_news and now_s >= before.quiet_until_s:
-            del kept[key]
-    return replace(digest, kept=kept)
+            del tracked[key]
+    return replace(digest, tracked=tracked)
 
 
 def due(digest: Digest, now_s: float, *, is_last: bool = False) -> Message | None:
     """Return what is to be told now. The last message tells everything that is left."""
     if now_s < digest.sent_at_s + digest.wait_s:
         return None
-    waiting = [kept for kept in digest.kept.values() if kept.has_news]
-    ready = [kept for kept in waiting if is_last or now_s >= kept.quiet_until_s]
+    waiting = [tracked for tracked in digest.tracked.values() if tracked.has_news]
+    ready = [tracked for tracked in waiting if is_last or now_s >= tracked.quiet_until_s]
     is_digest = is_last or now_s >= digest.due_at_s
-    is_gathered = any(now_s >= kept.changed_at_s + digest.pace.gather_s for kept in ready)
+    is_gathered = any(now_s >= tracked.changed_at_s + digest.pace.gather_s for tracked in ready)
     if not (is_digest or is_gathered):
         return None
-    places = {kept.place for kept in ready}
+    places = {tracked.place for tracked in ready}
     return Message(
         news=tuple(
-            News(trouble=kept.trouble, is_there=kept.is_there, times=kept.times)
-            for kept in waiting
-            if kept.place in places
+            News(firing=tracked.firing, is_there=tracked.is_there, times=tracked.times)
+            for tracked in waiting
+            if tracked.place in places
         ),
-        there=tuple(kept.trouble for kept in digest.kept.values() if kept.is_there),
+        there=tuple(tracked.firing for tracked in digest.tracked.values() if tracked.is_there),
         is_digest=is_digest,
         is_last=is_last,
     )
 
 
-def told(digest: Digest, message: Message, now_s: float) -> Digest:
+def after_sending(digest: Digest, message: Message, now_s: float) -> Digest:
     """Return the state after an address has taken the message."""
-    kept = dict(digest.kept)
+    tracked = dict(digest.tracked)
     for news in message.news:
-        kept[news.trouble.key] = kept[news.trouble.key].told(now_s, digest.pace.flapping_s)
+        tracked[news.firing.key] = tracked[news.firing.key].sent(now_s, digest.pace.flapping_s)
     due_at_s = _next_due_at_s(digest, message, now_s)
     return replace(
-        digest, kept=kept, sent_at_s=now_s, wait_s=digest.pace.between_s, due_at_s=due_at_s
+        digest, tracked=tracked, sent_at_s=now_s, wait_s=digest.pace.between_s, due_at_s=due_at_s
     )
 
 
-def given_up(digest: Digest, message: Message, now_s: float) -> Digest:
+def after_failure(digest: Digest, message: Message, now_s: float) -> Digest:
     """Return the state after no address has taken the message: its news is tried again, later each
     time.
     """

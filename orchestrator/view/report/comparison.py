@@ -12,12 +12,12 @@ from typing import Final, TypeAlias
 from orchestrator.record.archive import StoredRun
 from orchestrator.record.model import Row, Snapshot, finite, natural_order
 from orchestrator.view.cells import UNICODE, clock, decimals_for, number, share_pct
-from orchestrator.view.web.page_data import Cell, Json
+from orchestrator.view.web.page_data import OUTCOME_TONES, Cell, Json
+from workers.messages import StepCounts
 from workers.units import GIB
 
 #: A difference from here on is coloured, in per cent.
 _WORTH_COLOUR: Final = 5.0
-_HOUR_S: Final = 3600.0
 
 _Words: TypeAlias = Callable[[float | None], str | None]
 
@@ -49,11 +49,11 @@ class _Figure:
         """Return its title, the value of each run, and, of two, the difference."""
         decimals = decimals_for(self.values)
         words = self.words or (lambda value: number(value, decimals))
-        told = [words(finite(value)) or UNICODE.missing for value in self.values]
+        shown = [words(finite(value)) or UNICODE.missing for value in self.values]
         first = self.values[0]
         return [
             self.title,
-            *told,
+            *shown,
             *(difference(first, other, self.better) for other in self.values[1:]),
         ]
 
@@ -63,14 +63,14 @@ def compared(sides: Sequence[Side]) -> Json:
     names = [UNICODE.clean(side.run.facts.run_id) for side in sides]
     figures = [_Figure(title=title, better=better, values=[get(side) for side in sides], words=words)
                for title, better, get, words in _FIGURES]  # fmt: skip
-    told: Json = {
+    table: Json = {
         "titles": ["", *names, *_DIFFERENCE[: len(sides) - 1]],
         "rows": [_verdicts(sides)],
     }
-    told["rows"] += [
+    table["rows"] += [
         figure.cells() for figure in figures if any(value is not None for value in figure.values)
     ]
-    return told if len(sides) == 1 else {**told, "slots": _slots(sides)}
+    return table if len(sides) == 1 else {**table, "slots": _slots(sides)}
 
 
 def difference(value: float | None, other: float | None, better: int) -> Cell:
@@ -91,46 +91,34 @@ def difference(value: float | None, other: float | None, better: int) -> Cell:
 
 
 def _verdicts(sides: Iterable[Side]) -> list[Cell]:
-    tones = {"good": "good", "degraded": "warn", "interrupted": "warn", "failed": "bad"}
-    told = [(UNICODE.clean(side.run.outcome), tones.get(side.run.outcome, "dim")) for side in sides]
-    return ["outcome", *told, *([""] if len(told) > 1 else [])]
+    outcomes = [side.run.outcome for side in sides]
+    cells = [(UNICODE.clean(outcome), OUTCOME_TONES.get(outcome, "dim")) for outcome in outcomes]
+    return ["outcome", *cells, *([""] if len(cells) > 1 else [])]
 
 
 def _slots(sides: Sequence[Side]) -> Json:
     rows = [{row.slot: row for row in side.snapshot.rows} for side in sides]
-    names = sorted({name for known in rows for name in known}, key=natural_order)
-    told: list[list[Cell]] = []
+    names = sorted({name for by_slot in rows for name in by_slot}, key=natural_order)
+    lines: list[list[Cell]] = []
     for name in names:
         cells: list[Cell] = [UNICODE.clean(name)]
-        for better, get, words in (
-            (1, _tflops, None),
-            (1, _steps_per_hour, _whole),
-            (-1, _ooms, _whole),
-        ):
+        for better, get, words in _OF_SLOTS:
             values = [
-                get(side, known[name]) if name in known else None
-                for side, known in zip(sides, rows, strict=True)
+                get(side, by_slot[name]) if name in by_slot else None
+                for side, by_slot in zip(sides, rows, strict=True)
             ]
             cells += _Figure(title="", better=better, values=values, words=words).cells()[1:]
-        told.append(cells)
+        lines.append(cells)
     titles = [
         part
         for title in ("TFLOP/s, mean", "good steps/h", "OOM")
         for part in (title, "other", _DIFFERENCE[0])
     ]
-    return {"titles": ["slot", *titles], "rows": told}
+    return {"titles": ["slot", *titles], "rows": lines}
 
 
-def _tflops(side: Side, row: Row) -> float | None:
-    return side.tflops.get(row.slot)
-
-
-def _steps_per_hour(side: Side, row: Row) -> float | None:
-    return row.counts.steps_ok / side.run.elapsed_s * _HOUR_S if side.run.elapsed_s > 0 else None
-
-
-def _ooms(_side: Side, row: Row) -> float:
-    return row.counts.oom_count
+def _per_hour(side: Side, counts: StepCounts) -> float | None:
+    return counts.steps_ok / side.run.elapsed_s * 3600.0 if side.run.elapsed_s > 0 else None
 
 
 def _count(name: str) -> Callable[[Side], float | None]:
@@ -139,14 +127,6 @@ def _count(name: str) -> Callable[[Side], float | None]:
 
 def _mean(name: str, times: float = 1.0) -> Callable[[Side], float | None]:
     return lambda side: None if (value := side.means.get(name)) is None else value * times
-
-
-def _good_per_hour(side: Side) -> float | None:
-    return (
-        side.snapshot.counts.steps_ok / side.run.elapsed_s * _HOUR_S
-        if side.run.elapsed_s > 0
-        else None
-    )
 
 
 def _loss(side: Side) -> float | None:
@@ -168,7 +148,7 @@ _FIGURES: Final[tuple[tuple[str, int, Callable[[Side], float | None], _Words | N
     ("time worked", 0, lambda side: side.run.elapsed_s, _clock),
     ("slots", 0, lambda side: len(side.run.slots), _whole),
     ("good steps", 1, _count("steps_ok"), _whole),
-    ("good steps an hour", 1, _good_per_hour, None),
+    ("good steps an hour", 1, lambda side: _per_hour(side, side.snapshot.counts), None),
     ("success, %", 1, _count("success_rate"), share_pct),
     ("TFLOP/s, mean of the sum", 1, _mean("tflops"), None),
     ("GiB allocated, mean of the sum", 0, _mean("allocated_bytes", 1 / GIB), None),
@@ -180,5 +160,11 @@ _FIGURES: Final[tuple[tuple[str, int, Callable[[Side], float | None], _Words | N
     ("hottest temperature, C, mean", -1, _mean("temperature_c"), None),
     ("samples a second, mean of the sum", 1, _mean("samples_per_s"), None),
     ("loss at the end, mean", -1, _loss, None),
+)
+#: Of a slot: whether more is better, value, and its words.
+_OF_SLOTS: Final[tuple[tuple[int, Callable[[Side, Row], float | None], _Words | None], ...]] = (
+    (1, lambda side, row: side.tflops.get(row.slot), None),
+    (1, lambda side, row: _per_hour(side, row.counts), _whole),
+    (-1, lambda _, row: row.counts.oom_count, _whole),
 )
 _DIFFERENCE: Final = ("difference",)

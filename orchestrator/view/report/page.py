@@ -1,6 +1,8 @@
-"""Puts the page of `web` and frozen data into one file that needs no server and asks for nothing.
+"""A run in one file: the page of `web` with frozen data, which needs no server and asks for nothing.
 
-The file's policy lets run what was put into it, by its hash, and load nothing at all.
+The file's policy lets run what was put into it, by its hash, and load nothing at all. The courses
+of values are thinned out until they fit: of few slots in 300 parts each, of a thousand in 16. The
+shape of the data is in `web/page/source.js`.
 """
 
 from __future__ import annotations
@@ -10,9 +12,224 @@ import hashlib
 import json
 import os
 import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from html import escape as escaped
 from importlib.resources import files
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final
+
+from orchestrator.errors import UsageError
+from orchestrator.record import history
+from orchestrator.record.archive import Follower, Frame, StoredEvent, StoredRun, read_events
+from orchestrator.record.history import Buckets
+from orchestrator.record.output import LINES_SHOWN, last_lines
+from orchestrator.view.cells import UNICODE
+from orchestrator.view.report.comparison import Side, compared
+from orchestrator.view.web import page_data
+from orchestrator.view.web.page_data import Json
+
+_PARTS_MOST: Final = 300
+_PARTS_LEAST: Final = 16
+#: Of all courses together: about 2.5 MiB of text.
+_NUMBERS_MOST: Final = 400_000
+_EVENTS_MOST: Final = 2_000
+#: So many does the page show.
+_EVENTS_TOLD: Final = 300
+_EVENTS_OF_SLOT: Final = 30
+#: Spans of states, of all slots together and of each.
+_SPANS_MOST: Final = 6_000
+_SPANS_LEAST: Final = 6
+
+#: Lines that workers printed, of all slots together and of each.
+_PRINTED_MOST: Final = 10_000
+_PRINTED_LEAST: Final = 3
+_PRINTED_CHARS: Final = 200
+
+_OF_SLOT: Final = ("state", "reason", "spans", "events", "traceback", "printed")
+_CHARTED: Final = (
+    "tflops",
+    "allocated_bytes",
+    "size",
+    "oom_count",
+    "temperature_c",
+    "power_w",
+    "loss",
+)
+_COURSES: Final = (
+    *(*_CHARTED, "cap_bytes", "reserved_bytes", "duty_measured"),
+    *("samples_per_s", "tokens_per_s", "data_wait_pct"),
+)  # fmt: skip
+
+
+def frozen(folder: Path, other: Path | None = None) -> Json:
+    """Return the run in a run folder, with its last picture and the course of its values, beside
+    another run.
+
+    Raises:
+        NothingStoredError: Nothing is stored in one of them yet.
+        ArchiveError: One cannot be read.
+    """
+    frame = Follower(folder).look()
+    rows = frame.snapshot.rows
+    events = read_events(folder, limit=_EVENTS_MOST)
+    by_slot: defaultdict[str, list[StoredEvent]] = defaultdict(list)
+    for event in events:
+        if event.slot is not None:
+            by_slot[event.slot].append(event)
+    courses = _courses(frame.run, _COURSES, parts_for(len(rows) * len(_COURSES)))
+    sampled = history.sampled_between(folder)
+    spans = history.all_state_spans(folder)
+    most = max(_SPANS_LEAST, _SPANS_MOST // max(1, len(rows)))
+    lines = max(_PRINTED_LEAST, min(LINES_SHOWN, _PRINTED_MOST // max(1, len(rows))))
+    table = page_data.frozen_table(frame)
+    headings = {" ".join(column["title"]).strip() for column in table["table"]["columns"]}
+    slots = {}
+    for row in rows:
+        printed = [line[:_PRINTED_CHARS] for line in last_lines(folder, row.slot, lines)]
+        its_spans, its_events = (
+            spans.get(row.slot, ())[-most:],
+            by_slot[row.slot][-_EVENTS_OF_SLOT:],
+        )
+        of_slot = page_data.slot_of(frame, row.slot, its_spans, its_events, printed)
+        if of_slot is not None:
+            more = [
+                fact for fact in of_slot["facts"] if fact[0] not in headings
+            ]  # the others are in the table
+            slots[row.slot] = {name: of_slot[name] for name in _OF_SLOT} | {"more": more}
+    return {
+        **table,
+        "slots": slots,
+        "every_slot": {
+            "sampled": sampled,
+            "utc_offset_s": page_data.offset_s(frame.snapshot.now_unix_s),
+        },
+        "times": _times(courses),
+        "labels": {key: page_data.field_label(key) for key in _COURSES},
+        "charts": _CHARTED,
+        "missing": UNICODE.missing,
+        "history": {
+            slot: {key: _drawn(key, course) for key, course in of_slot.items()}
+            for slot, of_slot in courses.items()
+        },
+        "beside": dict.fromkeys(("allocated_bytes", "reserved_bytes"), ("cap_bytes", "cap")),
+        "events": [page_data.event_of(event) for event in events[-_EVENTS_TOLD:]],
+        "cards": page_data.cards_of(frame),
+        "summary": _summary(
+            frame, events, courses, None if other is None else Follower(other).look()
+        ),
+    }
+
+
+def parts_for(courses: int) -> int:
+    """Return into how many parts of time each of so many courses is divided."""
+    return max(_PARTS_LEAST, min(_PARTS_MOST, _NUMBERS_MOST // max(1, 3 * courses)))
+
+
+def _summary(
+    frame: Frame,
+    events: tuple[StoredEvent, ...],
+    slots: Mapping[str, Mapping[str, Buckets]],
+    other: Frame | None,
+) -> Json:
+    """Return the run as a whole: what fell short, its course, and its figures beside those of
+    another run.
+    """
+    frames = [frame] if other is None else [frame, other]
+    width_s = max(
+        (between[1] - between[0] for one in frames if (between := _between(one.run))), default=1.0
+    )
+    courses = [_totals(one.run, width_s) for one in frames]
+    of_slots = [slots, *(_courses(one.run, ("tflops",), _PARTS_LEAST) for one in frames[1:])]
+    charts = []
+    for drawn in page_data.totals_of(courses[0]):
+        chart = {name: drawn[name] for name in ("label", "t", "mean")}
+        if courses[1:] and courses[1]:
+            other_mean = page_data.history_of(drawn["field"], courses[1][drawn["field"]])["mean"]
+            chart |= {"beside": other_mean, "beside_label": "other run"}
+        charts.append(chart)
+    begins = frame.run.facts.started_at_unix_s
+    return {
+        "missed": [UNICODE.clean(one) for one in frame.missed],
+        "from": begins,
+        "to": begins + width_s,
+        "charts": charts,
+        "events": [page_data.event_of(event) for event in events if event.slot is None],
+        "spans": [],
+        "utc_offset_s": page_data.offset_s(begins),
+        "figures": compared(list(map(_side, frames, courses, of_slots))),
+    }
+
+
+def _side(
+    frame: Frame, whole: Mapping[str, Buckets], slots: Mapping[str, Mapping[str, Buckets]]
+) -> Side:
+    return Side(
+        run=frame.run,
+        snapshot=frame.snapshot,
+        means={key: _mean(course) for key, course in whole.items()},
+        tflops={
+            slot: _mean(courses["tflops"]) for slot, courses in slots.items() if "tflops" in courses
+        },
+    )
+
+
+def _mean(course: Buckets) -> float | None:
+    known = [value for value in course.mean if value is not None]
+    return fmean(known) if known else None
+
+
+def _totals(run: StoredRun, width_s: float) -> dict[str, Buckets]:
+    between = _between(run)
+    return (
+        {}
+        if between is None
+        else history.totals(run.folder, between[0], between[0] + width_s, _PARTS_MOST)
+    )
+
+
+def _courses(run: StoredRun, keys: Sequence[str], parts: int) -> dict[str, dict[str, Buckets]]:
+    between = _between(run)
+    by_slot = {} if between is None else history.courses(run.folder, keys, *between, parts)
+    return {
+        slot: {
+            key: course
+            for key, course in of_slot.items()
+            if any(value is not None for value in course.mean)
+        }
+        for slot, of_slot in by_slot.items()
+    }
+
+
+def _between(run: StoredRun) -> tuple[float, float] | None:
+    """Return when the run began, and a moment after its last sample; `None` before the first."""
+    begins, ends = run.facts.started_at_unix_s, run.updated_at_unix_s
+    return None if ends is None or ends <= begins else (begins, ends + 0.001)
+
+
+def _times(courses: Mapping[str, Mapping[str, Buckets]]) -> list[float]:
+    """Return the times that all courses have, once."""
+    drawn = (course for of_slot in courses.values() for course in of_slot.values())
+    return [round(at, 2) for at in next((course.at_unix_s for course in drawn), ())]
+
+
+def _drawn(key: str, course: Buckets) -> Json:
+    """Return a course in few characters: with its least and most only where they differ, and
+    without times.
+    """
+    values = page_data.history_of(key, course)
+    columns = {name: [_short(value) for value in values[name]] for name in ("mean", "min", "max")}
+    return {
+        name: values
+        for name, values in columns.items()
+        if name == "mean" or values != columns["mean"]
+    }
+
+
+def _short(value: float | None) -> float | None:
+    return value if value is None else int(value) if value.is_integer() else float(f"{value:.4g}")
+
 
 _PAGE: Final = files("orchestrator.view.web") / "page"
 _STYLE: Final = re.compile(r'<link rel="stylesheet" href="([\w.]+)">\n')
@@ -47,7 +264,9 @@ def html(data: dict[str, Any], title: str) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>\n'
     )
     page = _ICON.sub("", _SCRIPT.sub("", _STYLE.sub("", page)))
-    page = page.replace("<title>OOM orchestrator</title>", f"<title>{_escaped(title)}</title>")
+    page = page.replace(
+        "<title>OOM orchestrator</title>", f"<title>{escaped(title, quote=False)}</title>"
+    )
     page = page.replace("</head>", f"{head}</head>", 1)
     end = (
         '<script type="application/json" '
@@ -77,5 +296,12 @@ def _hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+def write_report(path: Path, folder: Path, other: Path | None) -> None:
+    """Write the run in a run folder into one file, beside another run.
+
+    `OrchestratorError` if that is not possible.
+    """
+    try:
+        write(path, html(frozen(folder, other), f"run {folder.name}"))
+    except OSError as failure:
+        raise UsageError(f"{path} cannot be written: {failure.strerror}") from failure

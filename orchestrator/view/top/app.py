@@ -1,47 +1,234 @@
 """`top` on a terminal: keys in, lines out. Reads the run folder once a second, and nothing else.
 
-What is shown of a slot is in `slot_page.py`, what keys do to the table in `view.py`. Commands to
-the run are asked for first (`ask.py`); nothing else changes it.
+What pages show is in `pages.py`, what keys do to the table in `view.py`. Commands to the run are
+asked for first; nothing else changes it.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from rich.text import Text
 from textual.app import App, ComposeResult
-from textual.binding import BindingType
-from textual.events import Resize
+from textual.binding import Binding, BindingType
+from textual.events import Click, Resize
+from textual.strip import Strip
+from textual.widget import Widget
 from textual.widgets import Input
 
 from orchestrator.config.byte_size import parse_bytes
 from orchestrator.errors import ArchiveError, OrchestratorError
+from orchestrator.record import history
+from orchestrator.record.archive import Follower, Frame, StoredRun
 from orchestrator.record.folders import Listed, list_runs
-from orchestrator.record.follow import Follower, Frame
 from orchestrator.record.model import Row, Snapshot, natural_order
 from orchestrator.record.query import WORST_FIRST, order_of, parse
-from orchestrator.view.alerts.badges import Badge, badges
-from orchestrator.view.alerts.judge import AlertWatch, judge
+from orchestrator.view.alerts.judge import AlertWatch, Badge, badges, judge
 from orchestrator.view.cells import Glyphs
 from orchestrator.view.table import header_lines, table_lines
-from orchestrator.view.top.ask import Ask, Send, question_lines, refusal
-from orchestrator.view.top.cards import alert_lines, card_lines, column_lines, node_lines, run_lines
-from orchestrator.view.top.keys import BINDINGS, HELP
-from orchestrator.view.top.replay import Replay
-from orchestrator.view.top.rows import SCREEN_CSS, LinesView, saved
-from orchestrator.view.top.slot_page import RANGES_S, event_line, read_slot_lines
-from orchestrator.view.top.status import (
+from orchestrator.view.top.pages import (
+    RANGES_S,
+    alert_lines,
     badge_line,
+    card_lines,
+    column_lines,
+    event_line,
     freshness_words,
     key_line,
+    node_lines,
+    read_slot_lines,
     reason_line,
+    run_lines,
     slots_words,
 )
-from orchestrator.view.top.view import HIDEABLE, View, followed, marked_line, moved, sorted_by_next
+from orchestrator.view.top.view import (
+    HIDEABLE,
+    Ask,
+    Send,
+    View,
+    follow,
+    marked_line,
+    move,
+    question_lines,
+    refusal,
+    sort_by_next,
+)
+
+HELP: Final = """
+ q ctrl-c      leave                         ? h  this help; esc goes back
+ up down j k   move, as the mouse does; g G first and last; pgup pgdn a page
+ enter         the slot under the cursor  a e d n u  alerts events cards nodes runs
+ /             filter: state:lost temp>75 cap>3GiB !node:pc1 word
+ < > , .       sort by the column before or after; o by its name
+ r 0           turn the order; worst first
+ c             choose columns; space takes one away or back
+ space         mark the slot for a command; a new filter clears the marks
+ P U D R C W   pause, unpause, drain, reinstate, cap, save now: the marked slots,
+               or the one under the cursor; asks first
+ m             how far back the courses of a slot go: 2 m, 10 m, 1 h, all
+ t             replay; left right 1 s, [ ] 1 min, home end, p plays
+ s             save this screen as text in the present folder
+"""
+
+_KEYS: Final = (
+    ("q", "end"),
+    ("ctrl+c", "quit"),
+    ("question_mark,h", "page('help')"),
+    ("a", "page('alerts')"),
+    ("e", "page('events')"),
+    ("d", "page('cards')"),
+    ("enter", "page('slot')"),
+    ("escape", "leave"),
+    ("down,j", "move(1)"),
+    ("up,k", "move(-1)"),
+    ("pagedown", "move_pages(1)"),
+    ("pageup", "move_pages(-1)"),
+    ("g", "move(-1000000)"),
+    ("G", "move(1000000)"),
+    ("slash", "ask('filter')"),
+    ("greater_than_sign,full_stop", "sort(1)"),
+    ("less_than_sign,comma", "sort(-1)"),
+    ("r", "reverse"),
+    ("0", "worst"),
+    ("o", "ask('sort')"),
+    ("c", "page('columns')"),
+    ("n", "page('nodes')"),
+    ("u", "page('runs')"),
+    ("space", "pick"),
+    ("P", "command('pause')"),
+    ("U", "command('unpause')"),
+    ("D", "command('drain')"),
+    ("R", "command('reinstate')"),
+    ("C", "command('cap')"),
+    ("W", "command('save')"),
+    ("y", "yes"),
+    ("m", "range"),
+    ("t", "replay"),
+    ("left", "seek(-1)"),
+    ("right", "seek(1)"),
+    ("left_square_bracket", "seek(-60)"),
+    ("right_square_bracket", "seek(60)"),
+    ("home", "seek(-1000000000)"),
+    ("end", "seek(1000000000)"),
+    ("p", "play"),
+    ("s", "save"),
+)
+
+#: Priority: a key acts before the one after it is handed on, so that what is typed after `/` goes
+#: into the filter.
+BINDINGS: Final[list[BindingType]] = [Binding(key, action, priority=True) for key, action in _KEYS]
+
+
+@dataclass(slots=True)
+class Replay:
+    """Of one run folder."""
+
+    folder: Path
+    at_unix_s: float | None = None
+    """The moment that is shown; `None`: now."""
+    plays: bool = False
+
+    def seek(self, by_s: float, run: StoredRun) -> Snapshot | None:
+        """Go so much later or earlier and return the run as it was then; `None` if nothing was
+        sampled yet.
+
+        Raises:
+            ArchiveError: The run folder cannot be read.
+        """
+        known = history.sampled_between(self.folder)
+        if known is None:
+            return None
+        at_unix_s = known[1] if self.at_unix_s is None else self.at_unix_s
+        self.at_unix_s = min(max(at_unix_s + by_s, known[0]), known[1])
+        self.plays = self.plays and self.at_unix_s < known[1]
+        return history.moment(self.folder, self.at_unix_s, run)
+
+
+#: How the parts of the screen stand, in the language of Textual.
+SCREEN_CSS = """
+Screen { layout: vertical; background: ansi_default; color: ansi_default; }
+LinesView { height: 1fr; background: ansi_default; }
+#header { height: 2; }
+#keys { height: 2; }
+Input { height: 1; border: none; padding: 0; display: none; background: ansi_default; }
+"""
+
+_LINES_PER_NOTCH = 3
+"""Of the wheel of a mouse."""
+
+
+class LinesView(Widget):
+    """Shows lines of text as they are given, from the top; the same ones are not drawn again."""
+
+    can_focus = True
+
+    def __init__(self, *, name: str) -> None:
+        super().__init__(id=name)
+        self._lines: list[Text] = []
+        self._strips: list[Strip] = []
+        self._marked: int | None = None
+
+    def show(self, lines: Sequence[Text], marked: int | None = None) -> None:
+        """Draw the lines, the `marked` one in reverse."""
+        shown = list(lines[: max(1, self.size.height)])
+        if shown == self._lines and marked == self._marked and self._strips:
+            return
+        self._lines, self._marked = shown, marked
+        self._strips = [
+            self._strip(line, is_marked=index == marked) for index, line in enumerate(shown)
+        ]
+        self.refresh()
+
+    @property
+    def lines(self) -> tuple[Text, ...]:
+        """What is shown."""
+        return tuple(self._lines)
+
+    def on_resize(self) -> None:
+        """Forget what was drawn for another width."""
+        self._lines, self._strips = [], []
+
+    async def on_click(self, event: Click) -> None:
+        """Move the cursor to the line; a second click opens what it is on."""
+        if self._marked is not None and event.y < len(self._lines):
+            await self.app.run_action(f"move({event.y - self._marked})")
+            if event.chain > 1:
+                await self.app.run_action("page('slot')")
+
+    async def on_mouse_scroll_down(self) -> None:
+        """Move on."""
+        await self.app.run_action(f"move({_LINES_PER_NOTCH})")
+
+    async def on_mouse_scroll_up(self) -> None:
+        """Move back."""
+        await self.app.run_action(f"move({-_LINES_PER_NOTCH})")
+
+    def render_line(self, y: int) -> Strip:
+        """Return a line, see Textual."""
+        return self._strips[y] if y < len(self._strips) else Strip.blank(self.size.width)
+
+    def _strip(self, line: Text, *, is_marked: bool) -> Strip:
+        text = line.copy()
+        text.no_wrap, text.end = True, ""
+        if is_marked:
+            text.stylize("reverse")
+        strip = Strip(text.render(self.app.console)).simplify()
+        return strip.adjust_cell_length(max(1, self.size.width), None)
+
+
+def save_lines(path: Path, lines: Iterable[Text]) -> str:
+    """Write lines as plain text; return where they are, or why they could not be written."""
+    try:
+        path.write_text("\n".join(line.plain for line in lines) + "\n", encoding="utf-8")
+    except OSError as failure:
+        return f"{path} cannot be written: {os.strerror(failure.errno or 0)}"
+    return f"saved as {path}"
+
 
 _LOOK_EVERY_S = 1.0
 _EVENTS_KEPT = 500
@@ -92,8 +279,10 @@ class Top(App[None]):
             page.name: page
             for page in (
                 _Page("slot", self._slot_lines),
-                _Page("events", self._event_lines),
-                _Page("cards", self._card_lines),
+                _Page(
+                    "events", lambda: [*reversed(self._events)] or [Text("no events yet", "dim")]
+                ),
+                _Page("cards", lambda: card_lines(self._rows(), self.size.width, self._glyphs)),
                 _Page(
                     "alerts",
                     lambda: alert_lines(self._badges, time.time(), self.size.width, self._glyphs),
@@ -101,7 +290,7 @@ class Top(App[None]):
                 _Page("nodes", lambda: node_lines(self._snapshot, self._glyphs)),
                 _Page("columns", lambda: column_lines(self._view.hidden), self._pick_column),
                 _Page("runs", lambda: run_lines(self._runs, self._glyphs), self._pick_run),
-                _Page("question", self._question_lines),
+                _Page("question", lambda: question_lines(self._asked, self._glyphs)),
                 _Page("help", lambda: [Text(line) for line in HELP.splitlines()]),
             )
         }
@@ -195,20 +384,13 @@ class Top(App[None]):
     def _draw_table(self, snapshot: Snapshot, rows: LinesView, width: int) -> None:
         shown = self._view.rows(snapshot.rows)
         height = self._table_height()
-        self._view = followed(self._view, shown, height)
+        self._view = follow(self._view, shown, height)
         first = self._view.first
         lines = table_lines(shown[first : first + height], width, self._glyphs, self._view.hidden)
         if not shown:
-            rows.show(
-                [
-                    Text(
-                        "no slot matches the filter"
-                        if self._view.wanted.text
-                        else "no workers yet",
-                        "dim",
-                    )
-                ]
-            )
+            is_filtered = bool(self._view.wanted.text)
+            why = "no slot matches the filter" if is_filtered else "no workers yet"
+            rows.show([Text(why, "dim")])
             return
         titles = lines.titles if height < rows.size.height else ()
         bodies = (
@@ -265,7 +447,7 @@ class Top(App[None]):
         if self._page is not None:
             self._scrolled, self._chosen = max(0, self._scrolled + by), max(0, self._chosen + by)
         elif self._snapshot is not None:
-            self._view = moved(
+            self._view = move(
                 self._view, self._view.rows(self._snapshot.rows), by, self._table_height()
             )
         self.draw()
@@ -276,7 +458,7 @@ class Top(App[None]):
 
     def action_sort(self, step: int) -> None:
         """Sort by another column."""
-        self._view = sorted_by_next(self._view, step)
+        self._view = sort_by_next(self._view, step)
         self.draw()
 
     def action_reverse(self) -> None:
@@ -399,12 +581,12 @@ class Top(App[None]):
     def action_seek(self, by_s: float) -> None:
         """Show the run as it was so much later or earlier."""
         try:
-            found = None if self._frame is None else self._replay.seek(by_s, self._frame.run)
+            moment = None if self._frame is None else self._replay.seek(by_s, self._frame.run)
         except ArchiveError as failure:
             self._said = str(failure)
         else:
-            self._said = "nothing was sampled yet" if found is None else self._said
-            self._snapshot = found or self._snapshot
+            self._said = "nothing was sampled yet" if moment is None else self._said
+            self._snapshot = moment or self._snapshot
         self.draw()
 
     def action_play(self) -> None:
@@ -416,7 +598,7 @@ class Top(App[None]):
     def action_save(self) -> None:
         """Write what is on the screen as text."""
         views = (self.query_one(name, LinesView) for name in ("#header", "#rows", "#keys"))
-        self._said = saved(
+        self._said = save_lines(
             Path.cwd() / f"top-{self._folder.name}.txt",
             [line for view in views for line in view.lines],
         )
@@ -424,9 +606,11 @@ class Top(App[None]):
 
     # Pages.
 
+    def _rows(self) -> Sequence[Row]:
+        return () if self._snapshot is None else self._snapshot.rows
+
     def _row(self) -> Row | None:
-        rows = () if self._snapshot is None else self._snapshot.rows
-        return next((row for row in rows if row.slot == self._view.slot), None)
+        return next((row for row in self._rows() if row.slot == self._view.slot), None)
 
     def _slot_lines(self) -> Sequence[Text]:
         row, snapshot = self._row(), self._snapshot
@@ -436,14 +620,3 @@ class Top(App[None]):
         return read_slot_lines(
             self._folder, row, snapshot, RANGES_S[self._range], width, self._glyphs
         )
-
-    def _event_lines(self) -> Sequence[Text]:
-        return list(reversed(self._events)) or [Text("no events yet", "dim")]
-
-    def _card_lines(self) -> Sequence[Text]:
-        return card_lines(
-            () if self._snapshot is None else self._snapshot.rows, self.size.width, self._glyphs
-        )
-
-    def _question_lines(self) -> Sequence[Text]:
-        return [] if self._asked is None else question_lines(self._asked, self._glyphs)

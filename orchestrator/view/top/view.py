@@ -1,17 +1,24 @@
-"""What a person looks at: filter, order, columns, cursor and marks, and how they follow frames and
-keys. Pure.
+"""What a person looks at: filter, order, columns, cursor and marks, how they follow frames and keys,
+and which command waits for a yes. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
 
 from rich.text import Span, Text
 
-from orchestrator.record.catalogue import FIELDS
-from orchestrator.record.model import Row
+from orchestrator.control.wire import Answer
+from orchestrator.core.user_commands import EFFECTS, Do
+from orchestrator.record.archive import Frame, Freshness
+from orchestrator.record.model import FIELDS, Row
 from orchestrator.record.query import ALL_ROWS, WORST_FIRST, Filter, Order, select
+from orchestrator.view.cells import Glyphs
+from orchestrator.view.phrases import counted
+from workers.units import MIB
 
 #: Columns in the order in which `<` and `>` go through them; the first entry is worst first.
 SORTS: tuple[str | None, ...] = (
@@ -22,9 +29,7 @@ SORTS: tuple[str | None, ...] = (
 _STAY = frozenset({"slot", "state"})
 #: Columns that can be taken away.
 HIDEABLE: tuple[str, ...] = tuple(
-    name
-    for name in dict.fromkeys(field.column for field in FIELDS.values())
-    if name not in _STAY and name
+    field.name for field in FIELDS.values() if field.column and field.name not in _STAY
 )
 
 
@@ -50,17 +55,17 @@ class View:
         return select(rows, self.wanted, self.order)
 
 
-def followed(view: View, shown: Sequence[Row], height: int) -> View:
+def follow(view: View, shown: Sequence[Row], height: int) -> View:
     """Return the view for new rows: the cursor stays with its slot, and the slot on the screen."""
     return _at(view, shown, _line_of(view, shown), height)
 
 
-def moved(view: View, shown: Sequence[Row], by: int, height: int) -> View:
+def move(view: View, shown: Sequence[Row], by: int, height: int) -> View:
     """Return the view after the cursor went so many rows down, or up if negative."""
     return _at(view, shown, _line_of(view, shown) + by, height)
 
 
-def sorted_by_next(view: View, step: int) -> View:
+def sort_by_next(view: View, step: int) -> View:
     """Return the view in the order of the column after the present one, or `step` columns on."""
     at = SORTS.index(view.order.key) if view.order.key in SORTS else 0
     return replace(view, order=Order(SORTS[(at + step) % len(SORTS)]))
@@ -89,3 +94,47 @@ def _at(view: View, shown: Sequence[Row], line: int, height: int) -> View:
     lowest_first = max(0, line - max(1, height) + 1)
     first = min(max(view.first, lowest_first), line, max(0, len(shown) - max(1, height)))
     return replace(view, slot=shown[line].slot, line=line, first=max(first, lowest_first))
+
+
+class Send(Protocol):
+    """Sends a command to the head and waits for its answer."""
+
+    def __call__(
+        self, folder: Path, do: str, slots: Sequence[str], *, amount_bytes: int | None
+    ) -> Answer:
+        """Return what the head answered: `ok`, `effect` and `error`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A command that is not sent yet. Its slots stay those of the moment of the key."""
+
+    do: str
+    slots: tuple[str, ...]
+    amount_bytes: int | None = None
+
+
+def question_lines(ask: Ask | None, glyphs: Glyphs) -> list[Text]:
+    """Return the question: what would happen, and a line for each slot."""
+    if ask is None:
+        return []
+    amount = "" if ask.amount_bytes is None else f" at {ask.amount_bytes / MIB:.0f} MiB"
+    return [
+        Text(
+            f"{ask.do} {counted(len(ask.slots), 'slot')}{amount}? y sends it, esc does not",
+            "bold yellow",
+        ),
+        Text(f"each of them: {EFFECTS[Do(ask.do)]}", "dim"),
+        *(Text(f"  {glyphs.clean(slot)}") for slot in ask.slots),
+    ]
+
+
+def refusal(*, can_send: bool, is_replay: bool, frame: Frame | None) -> str:
+    """Return why no command can be sent now; empty if one can."""
+    if not can_send:
+        return "no commands: top was started with --read-only"
+    if is_replay:
+        return "no commands in a replay: t goes back to now"
+    if frame is None or frame.freshness in {Freshness.ENDED, Freshness.HEAD_GONE}:
+        return "no commands: this run has no head any more"
+    return ""

@@ -25,7 +25,7 @@ _OWN_SITE = frozenset({None, "same-origin", "none"})
 """What a browser says in Sec-Fetch-Site of a request from this page, or from a typed address."""
 
 
-class Level(IntEnum):
+class Permission(IntEnum):
     """What a request may do; each level includes those below it."""
 
     NOTHING = 0
@@ -40,7 +40,7 @@ class Route:
     """
 
     method: str
-    needs: Level
+    needs: Permission
     keys: tuple[str, ...] = ()
 
 
@@ -49,31 +49,31 @@ _VIEW: Final = ("sort", "filter", "offset", "limit", "run")
 #: Everything the server answers, besides the page's files.
 ROUTES: Final[Mapping[str, Route]] = MappingProxyType(
     {
-        "/": Route("GET", Level.NOTHING),
-        "/healthz": Route("GET", Level.NOTHING),
-        "/metrics": Route("GET", Level.READ),
-        "/api/v1/run": Route("GET", Level.READ, ("run",)),
-        "/api/v1/runs": Route("GET", Level.READ),
-        "/api/v1/overview": Route("GET", Level.READ, ("run",)),
-        "/api/v1/table": Route("GET", Level.READ, _VIEW),
-        "/api/v1/slot": Route("GET", Level.READ, ("name", "run")),
+        "/": Route("GET", Permission.NOTHING),
+        "/healthz": Route("GET", Permission.NOTHING),
+        "/metrics": Route("GET", Permission.READ),
+        "/api/v1/run": Route("GET", Permission.READ, ("run",)),
+        "/api/v1/runs": Route("GET", Permission.READ),
+        "/api/v1/overview": Route("GET", Permission.READ, ("run",)),
+        "/api/v1/table": Route("GET", Permission.READ, _VIEW),
+        "/api/v1/slot": Route("GET", Permission.READ, ("name", "run")),
         "/api/v1/history": Route(
-            "GET", Level.READ, ("slot", "field", "from", "to", "buckets", "run")
+            "GET", Permission.READ, ("slot", "field", "from", "to", "buckets", "run")
         ),
-        "/api/v1/events": Route("GET", Level.READ, ("after", "slot", "limit", "run")),
-        "/api/v1/stream": Route("GET", Level.READ, _VIEW),
-        "/api/v1/login": Route("POST", Level.NOTHING),
-        "/api/v1/commands": Route("POST", Level.CONTROL, ("run",)),
+        "/api/v1/events": Route("GET", Permission.READ, ("after", "slot", "limit", "run")),
+        "/api/v1/stream": Route("GET", Permission.READ, _VIEW),
+        "/api/v1/login": Route("POST", Permission.NOTHING),
+        "/api/v1/commands": Route("POST", Permission.CONTROL, ("run",)),
     }
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class Access:
     """Of one server."""
 
     hosts: frozenset[str]
-    """Names under which it may be asked, in lower case, without a port: behind a tunnel the port is
+    """Names under which it may be request, in lower case, without a port: behind a tunnel the port is
     another one.
     """
     port: int
@@ -83,7 +83,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class RequestFacts:
     """What counts of a request; `None` for a header that is not there."""
 
     method: str
@@ -97,7 +97,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class RequestRefusal:
     """Why a request is not answered."""
 
     status: int
@@ -119,97 +119,101 @@ class Code:
         return is_good
 
 
-def judge(asked: Asked, route: Route | None, rules: Rules, now_unix_s: float) -> Refusal | Level:
+def judge(
+    request: RequestFacts, route: Route | None, access: Access, now_unix_s: float
+) -> RequestRefusal | Permission:
     """Return what the request may do, or why it is refused.
 
     `route` is `None` for a path that leads nowhere.
     """
-    refusal = _misdirected(asked, rules) or _misused(asked, route)
-    if refusal is not None or route is None or route.needs is Level.NOTHING:
-        return refusal or Level.NOTHING
-    if route.needs is Level.CONTROL and not rules.with_control:
-        return Refusal(
+    refusal = _misdirected(request, access) or _misused(request, route)
+    if refusal is not None or route is None or route.needs is Permission.NOTHING:
+        return refusal or Permission.NOTHING
+    if route.needs is Permission.CONTROL and not access.with_control:
+        return RequestRefusal(
             403, "this server only shows the run; start it with `web --control` to send commands"
         )
-    level = _level_of(asked, rules, now_unix_s)
-    if level is Level.NOTHING:
-        return Refusal(
+    level = _level_of(request, access, now_unix_s)
+    if level is Permission.NOTHING:
+        return RequestRefusal(
             401,
             "log in with the address that `web` prints, or send a token as Authorization: Bearer",
         )
     if level < route.needs:
-        return Refusal(
+        return RequestRefusal(
             403,
             "this token or login may only look; commands need the control token, or a new login",
         )
     return level
 
 
-def cookie_name(rules: Rules) -> str:
+def cookie_name(access: Access) -> str:
     """Return the name of the cookie: no other server on this host has the same."""
-    return f"orchestrator-{_signature(rules.read_token, f'name {rules.port}')[:12]}"
+    return f"orchestrator-{_signature(access.read_token, f'name {access.port}')[:12]}"
 
 
-def cookie_value(level: Level, rules: Rules, now_unix_s: float) -> str:
+def cookie_value(level: Permission, access: Access, now_unix_s: float) -> str:
     """Return a login. It stays good when the server is started again at the same port."""
-    told = f"{int(level)}.{int(now_unix_s)}"
-    return f"{told}.{_signed(told, level, rules)}"
+    claim = f"{int(level)}.{int(now_unix_s)}"
+    return f"{claim}.{_signed(claim, level, access)}"
 
 
-def _misdirected(asked: Asked, rules: Rules) -> Refusal | None:
+def _misdirected(request: RequestFacts, access: Access) -> RequestRefusal | None:
     """Refuse what is meant for another host, or sent by a page of another host."""
-    host = (asked.host or "").lower()
-    found = _NAME.fullmatch(host)
-    if found is None or found["name"] not in rules.hosts:
-        return Refusal(
+    host = (request.host or "").lower()
+    match = _NAME.fullmatch(host)
+    if match is None or match["name"] not in access.hosts:
+        return RequestRefusal(
             403,
             "this server does not answer under that host name; use the address that `web` prints",
         )
-    if asked.origin is not None and asked.origin.lower() not in {
+    if request.origin is not None and request.origin.lower() not in {
         f"http://{host}",
         f"https://{host}",
     }:
-        return Refusal(403, "the request comes from a page of another origin")
-    if asked.path != "/" and asked.fetch_site not in _OWN_SITE:
-        return Refusal(403, "the request comes from a page of another site")
+        return RequestRefusal(403, "the request comes from a page of another origin")
+    if request.path != "/" and request.fetch_site not in _OWN_SITE:
+        return RequestRefusal(403, "the request comes from a page of another site")
     return None
 
 
-def _misused(asked: Asked, route: Route | None) -> Refusal | None:
+def _misused(request: RequestFacts, route: Route | None) -> RequestRefusal | None:
     """Refuse a path or a method that does not exist, and a POST of which nothing says that this
     page has sent it.
     """
-    if asked.method not in {"GET", "POST"} or (route is not None and asked.method != route.method):
+    if request.method not in {"GET", "POST"} or (
+        route is not None and request.method != route.method
+    ):
         allowed = "GET and POST" if route is None else route.method
-        return Refusal(405, f"the method must be {allowed}")
+        return RequestRefusal(405, f"the method must be {allowed}")
     if route is None:
-        return Refusal(404, "there is nothing at this path")
-    if route.method == "POST" and asked.origin is None and asked.authorization is None:
-        return Refusal(403, "the request lacks its Origin")
+        return RequestRefusal(404, "there is nothing at this path")
+    if route.method == "POST" and request.origin is None and request.authorization is None:
+        return RequestRefusal(403, "the request lacks its Origin")
     return None
 
 
-def _level_of(asked: Asked, rules: Rules, now_unix_s: float) -> Level:
-    if asked.authorization is not None:
-        kind, _, token = asked.authorization.partition(" ")
+def _level_of(request: RequestFacts, access: Access, now_unix_s: float) -> Permission:
+    if request.authorization is not None:
+        kind, _, token = request.authorization.partition(" ")
         if kind.lower() != "bearer":
-            return Level.NOTHING
-        if _same(token, rules.control_token):
-            return Level.CONTROL
-        return Level.READ if _same(token, rules.read_token) else Level.NOTHING
-    told, _, signature = (asked.cookie or "").rpartition(".")
-    found = re.fullmatch(r"([12])\.([0-9]{1,12})", told, re.ASCII)
-    if found is None:
-        return Level.NOTHING
-    level, age_s = Level(int(found[1])), now_unix_s - int(found[2])
-    is_good = -SESSION_S < age_s < SESSION_S and _same(signature, _signed(told, level, rules))
-    return level if is_good else Level.NOTHING
+            return Permission.NOTHING
+        if _same(token, access.control_token):
+            return Permission.CONTROL
+        return Permission.READ if _same(token, access.read_token) else Permission.NOTHING
+    claim, _, signature = (request.cookie or "").rpartition(".")
+    match = re.fullmatch(r"([12])\.([0-9]{1,12})", claim, re.ASCII)
+    if match is None:
+        return Permission.NOTHING
+    level, age_s = Permission(int(match[1])), now_unix_s - int(match[2])
+    is_good = -SESSION_S < age_s < SESSION_S and _same(signature, _signed(claim, level, access))
+    return level if is_good else Permission.NOTHING
 
 
-def _signed(told: str, level: Level, rules: Rules) -> str:
+def _signed(claim: str, level: Permission, access: Access) -> str:
     """Sign a login with the token of its level: who has only the other token cannot make one."""
-    key = rules.control_token if level is Level.CONTROL else rules.read_token
-    return _signature(key, f"login {rules.port} {told}")
+    key = access.control_token if level is Permission.CONTROL else access.read_token
+    return _signature(key, f"login {access.port} {claim}")
 
 
 def _signature(key: str, text: str) -> str:

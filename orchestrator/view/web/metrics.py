@@ -1,7 +1,7 @@
 """A frame as metrics of Prometheus, in its text format. Pure.
 
 Nothing is kept between two scrapes: a slot that is gone has no series any more, and what is unknown
-has none either. Which key of a row is which metric stands in `record/catalogue.py`. Does not serve
+has none either. Which key of a row is which metric stands in `record/model.py`. Does not serve
 them (`server.py`).
 """
 
@@ -23,11 +23,11 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from orchestrator.record.catalogue import FIELDS, Field
-from orchestrator.record.deliveries import Deliveries
-from orchestrator.record.follow import Frame
-from orchestrator.record.model import Row
-from orchestrator.view.alerts import facts
+from orchestrator.record.archive import Frame
+from orchestrator.record.folders import Deliveries
+from orchestrator.record.model import FIELDS, Field, Row
+from orchestrator.view.alerts import catalogue
+from orchestrator.view.alerts.catalogue import Firing
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -37,32 +37,38 @@ _CARD: Final = ("node", "gpu_uuid")
 
 #: How often the user gave each command, by name and `taken` or `refused`.
 Commands: TypeAlias = Mapping[tuple[str, str], int]
+#: Labels of a series with its value.
+_Values: TypeAlias = Iterable[tuple[Sequence[str], float]]
 
 
-def exposition(frame: Frame, deliveries: Deliveries, commands: Commands) -> bytes:
+def exposition(
+    frame: Frame, firing: Iterable[Firing], deliveries: Deliveries, commands: Commands
+) -> bytes:
     """Return all metrics of a run as text. `deliveries` are the notifications of the run so far."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collected(frame, deliveries, commands))
+    families = (
+        *_of_run(frame, deliveries, commands),
+        *_of_slots(frame),
+        *_of_cards(frame),
+        _of_alerts(firing),
+    )
+    registry.register(_Collected(families))
     return generate_latest(registry)
 
 
 class _Collected(Collector):
-    """The metrics of one frame."""
+    """Families that are known already."""
 
-    def __init__(self, frame: Frame, deliveries: Deliveries, commands: Commands) -> None:
-        self._frame = frame
-        self._deliveries = deliveries
-        self._commands = commands
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
 
     def describe(self) -> Iterable[Metric]:
         """Nothing is known before it is collected."""
         return ()
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterable[Metric]:
         """Return all families."""
-        yield from _of_run(self._frame, self._deliveries, self._commands)
-        yield from _of_slots(self._frame)
-        yield from _of_cards(self._frame)
+        return self._families
 
 
 def _of_run(frame: Frame, deliveries: Deliveries, commands: Commands) -> Iterator[Metric]:
@@ -81,46 +87,38 @@ def _of_run(frame: Frame, deliveries: Deliveries, commands: Commands) -> Iterato
     }
     yield InfoMetricFamily("orchestrator_build", "Versions of what shows the run.", value=build)
     yield InfoMetricFamily("orchestrator_run", "Which run it is.", value=about)
-    now = facts.outcome(frame)
-    outcomes = (((each,), float(each == now)) for each in facts.OUTCOMES)
+    now = catalogue.outcome(frame)
+    outcomes = (((outcome,), float(outcome == now)) for outcome in catalogue.OUTCOMES)
     yield _gauges("run_outcome", "1 for how the run stands.", ("outcome",), outcomes)
-    yield _gauge("head_up", "1 while a head works on the run.", facts.is_up(frame))
-    yield _gauge("run_started_timestamp_seconds", "When the run began.", snapshot.started_at)
-    yield _gauge("run_updated_timestamp_seconds", "When the head told last.", run.updated_at_unix_s)
-    yield _gauge("run_elapsed_seconds", "Time that the run has worked.", snapshot.elapsed_s)
-    yield _gauge("run_planned_seconds", "Planned length of the run.", snapshot.duration_s)
-    yield _gauge(
-        "records_incomplete", "1 if anything of the run could not be stored.", run.incomplete
-    )
-    yield _gauge("notices", "Warnings shown in the header.", len(snapshot.notices))
-    lost = snapshot.steps_lost_upper_bound
-    yield _gauge(
-        "steps_lost_upper_bound", "Most good steps that ended processes may have done unseen.", lost
-    )
-    yield _gauge("frame_age_seconds", "Time since the records last changed.", frame.late_s)
-    nodes = (((node,), float(up)) for node, up in facts.nodes_up(frame).items())
+    for name, text, value in (
+        ("head_up", "1 while a head works on the run.", catalogue.is_up(frame)),
+        ("run_started_timestamp_seconds", "When the run began.", snapshot.started_at),
+        ("run_updated_timestamp_seconds", "When the head told last.", run.updated_at_unix_s),
+        ("run_elapsed_seconds", "Time that the run has worked.", snapshot.elapsed_s),
+        ("run_planned_seconds", "Planned length of the run.", snapshot.duration_s),
+        ("records_incomplete", "1 if anything of the run could not be stored.", run.incomplete),
+        ("notices", "Warnings shown in the header.", len(snapshot.notices)),
+        (
+            "steps_lost_upper_bound",
+            "Most good steps that ended processes may have done unseen.",
+            snapshot.steps_lost_upper_bound,
+        ),
+        ("frame_age_seconds", "Time since the records last changed.", frame.late_s),
+    ):
+        values = () if value is None else (((), float(value)),)
+        yield _gauges(name, text, (), values)
+    nodes = (((node,), float(up)) for node, up in catalogue.nodes_up(frame).items())
     yield _gauges("node_up", "1 while a planned node is in the cluster.", ("node",), nodes)
-    told = CounterMetricFamily(
-        "orchestrator_notifications", "Notifications, for each address.", labels=("result",)
-    )
-    told.add_metric(("taken",), deliveries.taken)
-    told.add_metric(("failed",), deliveries.failed)
-    yield told
-    given = CounterMetricFamily(
-        "orchestrator_commands", "Commands of the user.", labels=("command", "result")
-    )
-    for labels, times in sorted(commands.items()):
-        given.add_metric(labels, times)
-    yield given
+    results = ((("taken",), deliveries.taken), (("failed",), deliveries.failed))
+    yield _counters("notifications", "Notifications, for outcome address.", ("result",), results)
+    given = sorted(commands.items())
+    yield _counters("commands", "Commands of the user.", ("command", "result"), given)
 
 
 def _of_slots(frame: Frame) -> Iterator[Metric]:
     # Counts stay true when the head has ended; what a slot is or holds does not.
-    everything, present = (
-        [((row.node, row.slot), row) for row in frame.snapshot.rows],
-        facts.rows(frame),
-    )
-    now = [((row.node, row.slot), row) for row in present]
+    everything = [((row.node, row.slot), row) for row in frame.snapshot.rows]
+    now = [((row.node, row.slot), row) for row in catalogue.rows(frame)]
     # What a slot is not has no series: with zeros, these would be most of all series.
     states = (((*labels, row.state.value.lower()), 1.0) for labels, row in now)
     yield _gauges(
@@ -130,16 +128,16 @@ def _of_slots(frame: Frame) -> Iterator[Metric]:
         states,
     )
     for name, text, holds in (
-        ("slot_held", "1 while a person holds the slot, else absent.", facts.is_held),
+        ("slot_held", "1 while a person holds the slot, else absent.", catalogue.is_held),
         (
             "slot_leaking",
             "1 while its process keeps memory for nothing, else absent.",
-            facts.is_leaking,
+            catalogue.is_leaking,
         ),
         (
             "slot_loss_not_finite",
             "1 if a NaN or infinite loss has stopped its training, else absent.",
-            facts.is_not_finite,
+            catalogue.is_not_finite,
         ),
     ):
         yield _gauges(name, text, _SLOT, ((labels, 1.0) for labels, row in now if holds(row)))
@@ -159,36 +157,32 @@ def _of_slots(frame: Frame) -> Iterator[Metric]:
         (*_SLOT, "gpu_uuid"),
         ((of, 1.0) for of in on_card),
     )
-    steps = CounterMetricFamily(
-        "orchestrator_slot_steps", "Steps by how they ended.", labels=(*_SLOT, "result")
+    steps = (
+        ((*labels, result), getattr(row.counts, f"steps_{result}"))
+        for labels, row in everything
+        for result in ("ok", "oom", "error")
     )
-    work = CounterMetricFamily(
-        "orchestrator_slot_work_flop", "Work done, in floating-point operations.", labels=_SLOT
+    yield _counters("slot_steps", "Steps by how they ended.", (*_SLOT, "result"), steps)
+    # More digits would only take space.
+    work = (
+        ((slot.node, slot.slot), float(f"{slot.counters['work_flop']:.9g}"))
+        for slot in frame.run.slots
+        if "work_flop" in slot.counters
     )
-    busy = CounterMetricFamily(
-        "orchestrator_slot_busy_seconds", "Time the device was kept busy.", labels=_SLOT
+    yield _counters("slot_work_flop", "Work done, in floating-point operations.", _SLOT, work)
+    busy = (
+        ((slot.node, slot.slot), round(slot.counters["busy_s"], 1))
+        for slot in frame.run.slots
+        if "busy_s" in slot.counters
     )
-    for labels, row in everything:
-        counts = row.counts
-        steps.add_metric((*labels, "ok"), counts.steps_ok)
-        steps.add_metric((*labels, "oom"), counts.steps_oom)
-        steps.add_metric((*labels, "error"), counts.steps_error)
-    for record in frame.run.slots:
-        labels, counters = (record.node, record.slot), record.counters
-        if "work_flop" in counters:
-            work.add_metric(
-                labels, float(f"{counters['work_flop']:.9g}")
-            )  # more digits would only take space
-        if "busy_s" in counters:
-            busy.add_metric(labels, round(counters["busy_s"], 1))
-    yield from (steps, work, busy)
+    yield _counters("slot_busy_seconds", "Time the device was kept busy.", _SLOT, busy)
     for field in FIELDS.values():
         if field.metric is not None and field.of == "slot":
             yield _family(field, _SLOT, everything if field.metric.kind == "counter" else now)
 
 
 def _of_cards(frame: Frame) -> Iterator[Metric]:
-    cards = facts.cards(frame)
+    cards = catalogue.cards(frame)
     names = (((card.node, card.uuid, card.name or ""), 1.0) for card in cards)
     yield _gauges("card_info", "Which card it is.", (*_CARD, "gpu_name"), names)
     ups = (((card.node, card.uuid), float(card.is_up)) for card in cards)
@@ -201,30 +195,42 @@ def _of_cards(frame: Frame) -> Iterator[Metric]:
             yield _family(field, _CARD, tellers)
 
 
+def _of_alerts(firing: Iterable[Firing]) -> Metric:
+    """Return what fires; the rules of Prometheus ask for nothing else."""
+    values = []
+    for one in firing:
+        subject, alert = one.subject, one.alert
+        name = f"{subject.name} of {subject.node}" if alert.scope == "card" else subject.name
+        values.append(((alert.name, alert.severity, name, subject.node), 1.0))
+    text = "1 while an alert fires, else absent."
+    return _gauges("alert", text, ("name", "severity", "subject", "node"), values)
+
+
 def _family(
     field: Field, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], Row]]
 ) -> Metric:
     metric = field.metric
     assert metric is not None  # noqa: S101 - only fields with a metric are asked for
-    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-    family = kind(metric.name, metric.help, labels=labels)
+    values = []
     for of, row in rows:
         value = field.value(row)
         if isinstance(value, int | float) and (
             field.key != "temperature_c" or row.temperature_of == "card"
         ):
-            family.add_metric(of, value if metric.factor == 1 else round(value * metric.factor, 3))
-    return family
+            values.append((of, value if metric.factor == 1 else round(value * metric.factor, 3)))
+    name = metric.name.removeprefix("orchestrator_")
+    return (_counters if metric.kind == "counter" else _gauges)(name, metric.help, labels, values)
 
 
-def _gauge(name: str, text: str, value: float | None) -> Metric:
-    return _gauges(name, text, (), () if value is None else (((), float(value)),))
+def _gauges(name: str, text: str, labels: Sequence[str], values: _Values) -> Metric:
+    return _filled(GaugeMetricFamily(f"orchestrator_{name}", text, labels=labels), values)
 
 
-def _gauges(
-    name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]
-) -> Metric:
-    family = GaugeMetricFamily(f"orchestrator_{name}", text, labels=labels)
+def _counters(name: str, text: str, labels: Sequence[str], values: _Values) -> Metric:
+    return _filled(CounterMetricFamily(f"orchestrator_{name}", text, labels=labels), values)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: _Values) -> Metric:
     for of, value in values:
         family.add_metric(of, value)
     return family

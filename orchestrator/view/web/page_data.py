@@ -1,7 +1,7 @@
 """What the page shows, as values for JSON: cells, words and colours are made here, so that the page
 has no units.
 
-Pure. The same shapes are served (`server.py`), streamed (`stream.py`) and frozen into a file. A
+Pure. The same shapes are served and streamed (`server.py`), and frozen into a file. A
 cell is its text, or its text and a tone (`TONES`). Does not read the run folder.
 """
 
@@ -15,16 +15,13 @@ from typing import Any, Final, TypeAlias
 from rich.text import Text
 
 from orchestrator.config.schema import Severity
-from orchestrator.record.archive import StoredEvent
-from orchestrator.record.catalogue import FIELDS
-from orchestrator.record.follow import Frame, Freshness
+from orchestrator.record.archive import Frame, Freshness, StoredEvent
 from orchestrator.record.history import SAMPLED_NUMBERS, Buckets, Span
-from orchestrator.record.model import STATE_STYLES, Row, finite, trouble
+from orchestrator.record.model import FIELDS, STATE_STYLES, Row, finite, rows_by_card, trouble
 from orchestrator.record.query import Filter, Order, order_of, parse, select
 from orchestrator.record.summary import SCHEMA
-from orchestrator.view.alerts.badges import Badge
+from orchestrator.view.alerts.judge import Badge
 from orchestrator.view.cells import UNICODE, clock
-from orchestrator.view.columns import Column, columns_for, kept_longest_first
 from orchestrator.view.phrases import (
     counted,
     event_words,
@@ -33,6 +30,7 @@ from orchestrator.view.phrases import (
     time_words,
     totals,
 )
+from orchestrator.view.table import TableColumn, columns_for, kept_longest_first
 from workers.messages import WorkerState
 from workers.units import MIB
 
@@ -52,7 +50,7 @@ _SEVERITY_TONES: Final[Mapping[Severity, str]] = {
     "warning": "warn",
     "info": "info",
 }
-_OUTCOME_TONES: Final = {"good": "good", "degraded": "warn", "interrupted": "warn", "failed": "bad"}
+OUTCOME_TONES: Final = {"good": "good", "degraded": "warn", "interrupted": "warn", "failed": "bad"}
 _QUIET_STATES: Final = frozenset({WorkerState.RUNNING, WorkerState.DONE, WorkerState.STOPPED})
 _CARD_COLUMNS: Final = (
     "card_memory", "utilisation", "temperature", "memory_temperature", "power", "clock", "throttle",
@@ -82,7 +80,7 @@ _UNITS: Final = {"bytes": ("MiB", 1 / MIB), "ratio": ("%", 100.0)}
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class TableView:
     """Which rows of the table one page looks at."""
 
     filter: str = ""
@@ -111,15 +109,15 @@ class Table:
         """Return what is different from a table before; `None` where only all of it will do."""
         if self.columns != before.columns:
             return None
-        told: Json = {
+        update: Json = {
             "head": {
                 key: value for key, value in self.head.items() if before.head.get(key) != value
             }
         }
         if self._counts() != before._counts():
-            told |= self._counts()
+            update |= self._counts()
         if tuple(self.rows) != tuple(before.rows):
-            told["order"] = tuple(self.rows)
+            update["order"] = tuple(self.rows)
         changed = {}
         for slot, cells in self.rows.items():
             known = before.rows.get(slot)
@@ -127,26 +125,26 @@ class Table:
                 changed[slot] = dict(enumerate(cells))
             elif known != cells:
                 changed[slot] = {at: cell for at, cell in enumerate(cells) if known[at] != cell}
-        return told | ({"rows": changed} if changed else {})
+        return update | ({"rows": changed} if changed else {})
 
     def _counts(self) -> Json:
         return {"total": self.total, "matched": self.matched}
 
 
 def table_of(
-    frame: Frame, view: View, firing: Sequence[Badge] = (), *, with_control: bool = False
+    frame: Frame, view: TableView, firing: Sequence[Badge] = (), *, with_control: bool = False
 ) -> Table:
     """Return the table of one view; `QueryError` where its filter makes no sense."""
     rows = frame.snapshot.rows
-    found = select(rows, parse(view.filter), view.order)
+    matching = select(rows, parse(view.filter), view.order)
     columns = columns_for(rows, UNICODE)
-    shown = found[view.offset : view.offset + view.limit]
+    shown = matching[view.offset : view.offset + view.limit]
     return Table(
         head=head_of(frame, firing, with_control=with_control),
         columns=_column_list(columns, rows),
         rows={row.slot: row_cells(row, columns) for row in shown},
         total=len(rows),
-        matched=len(found),
+        matched=len(matching),
     )
 
 
@@ -157,7 +155,7 @@ def frozen_table(frame: Frame) -> Json:
     `known` of them have a value: the others stay last when the order is turned round.
     """
     rows = frame.snapshot.rows
-    table = table_of(frame, View(limit=len(rows)))
+    table = table_of(frame, TableView(limit=len(rows)))
     places = {slot: place for place, slot in enumerate(table.rows)}
     orders = {}
     for column in table.columns:
@@ -170,7 +168,7 @@ def frozen_table(frame: Frame) -> Json:
     return {"table": table.to_dict(), "orders": orders}
 
 
-def row_cells(row: Row, columns: Sequence[Column]) -> tuple[Cell, ...]:
+def row_cells(row: Row, columns: Sequence[TableColumn]) -> tuple[Cell, ...]:
     """Return the cells of a slot, then its reason.
 
     With a tone where the reason is worth a line of its own.
@@ -217,18 +215,15 @@ def head_of(frame: Frame, firing: Sequence[Badge] = (), *, with_control: bool = 
 
 def cards_of(frame: Frame) -> Json:
     """Return the cards with what their sensors say, a line for each."""
-    rows: dict[tuple[str, str], list[Row]] = {}
-    for row in frame.snapshot.rows:
-        rows.setdefault((row.node, row.gpu_uuid or row.device or ""), []).append(row)
     columns = {column.name: column for column in columns_for(frame.snapshot.rows, UNICODE)}
-    told = []
-    for (node, _), workers in rows.items():
+    lines = []
+    for (node, _), workers in rows_by_card(frame.snapshot.rows).items():
         # A worker that has ended says nothing of the card: the one that says most is asked.
         best = max(
             workers, key=lambda row: sum(FIELDS[key].value(row) is not None for key in FIELDS)
         )
         flops = [known for row in workers if (known := finite(row.tflops)) is not None]
-        told.append(
+        lines.append(
             (
                 UNICODE.clean(node),
                 _cell(columns["card"].cell(best)),
@@ -244,7 +239,7 @@ def cards_of(frame: Frame) -> Json:
         "sum",
         *(_heading(columns[name]) for name in _CARD_COLUMNS),
     ]
-    return {"titles": titles, "rows": told}
+    return {"titles": titles, "rows": lines}
 
 
 def slot_of(
@@ -283,7 +278,7 @@ def slot_of(
     }
 
 
-def history_of(key: str, found: Buckets) -> Json:
+def history_of(key: str, course: Buckets) -> Json:
     """Return sampled values over time, in the unit that `label` names."""
     _, times = _UNITS.get(FIELDS[key].unit, ("", 1.0))
 
@@ -293,20 +288,20 @@ def history_of(key: str, found: Buckets) -> Json:
     return {
         "field": key,
         "label": field_label(key),
-        "t": [round(at, 2) for at in found.at_unix_s],
-        "min": scaled(found.low),
-        "mean": scaled(found.mean),
-        "max": scaled(found.high),
+        "t": [round(at, 2) for at in course.at_unix_s],
+        "min": scaled(course.low),
+        "mean": scaled(course.mean),
+        "max": scaled(course.high),
     }
 
 
-def totals_of(found: Mapping[str, Buckets]) -> list[Json]:
+def totals_of(courses: Mapping[str, Buckets]) -> list[Json]:
     """Return the charts of all slots together, without those of which nothing is known."""
     drawn = [
         {**history_of(key, course), "label": _TOTALS.get(key, field_label(key))}
-        for key, course in found.items()
+        for key, course in courses.items()
     ]
-    return [each for each in drawn if any(value is not None for value in each["mean"])]
+    return [chart for chart in drawn if any(value is not None for value in chart["mean"])]
 
 
 def event_of(event: StoredEvent) -> Json:
@@ -317,7 +312,7 @@ def event_of(event: StoredEvent) -> Json:
     )
     return {
         "number": event.number,
-        "at_unix_s": _unix_s(event.at),
+        "at_unix_s": event.at_unix_s,
         "time": UNICODE.clean(time_of_day(event.at)),
         "slot": None if event.slot is None else UNICODE.clean(event.slot),
         "event": UNICODE.clean(event.event).replace("_", " "),
@@ -357,7 +352,7 @@ def run_of(frame: Frame) -> Json:
 
 def _mark(frame: Frame) -> tuple[str, str]:
     if frame.freshness is Freshness.ENDED:
-        return f"ended: {frame.run.outcome}", _OUTCOME_TONES.get(frame.run.outcome, "dim")
+        return f"ended: {frame.run.outcome}", OUTCOME_TONES.get(frame.run.outcome, "dim")
     if frame.freshness is Freshness.LATE:
         return (
             f"late {clock(frame.late_s)}" if frame.late_s >= 60 else f"late {frame.late_s:.0f} s",
@@ -366,13 +361,13 @@ def _mark(frame: Frame) -> tuple[str, str]:
     return frame.freshness.value, "good" if frame.freshness is Freshness.LIVE else "bad"
 
 
-def _column_list(columns: Sequence[Column], rows: Sequence[Row]) -> tuple[Json, ...]:
+def _column_list(columns: Sequence[TableColumn], rows: Sequence[Row]) -> tuple[Json, ...]:
     rank = {name: place for place, name in enumerate(kept_longest_first(rows))} | {"oom": 0}
 
     def width_of(name: str) -> str:
         return next((width for most, width in _WIDTHS if rank.get(name, most) < most), "huge")
 
-    told = [
+    shown = [
         {
             "name": column.name,
             "title": [column.title, column.unit],
@@ -381,7 +376,7 @@ def _column_list(columns: Sequence[Column], rows: Sequence[Row]) -> tuple[Json, 
         }
         for column in columns
     ]
-    return (*told, {"name": "reason", "title": ["reason", ""], "words": True, "width": "reason"})
+    return (*shown, {"name": "reason", "title": ["reason", ""], "words": True, "width": "reason"})
 
 
 def _cell(text: Text | None) -> Cell:
@@ -391,7 +386,7 @@ def _cell(text: Text | None) -> Cell:
     return text.plain if tone is None else (text.plain, tone)
 
 
-def _heading(column: Column) -> str:
+def _heading(column: TableColumn) -> str:
     return f"{column.title} {column.unit}".strip()
 
 
@@ -426,10 +421,3 @@ def offset_s(at_unix_s: float) -> float:
     """Return how far the clock of this machine's time zone is ahead of UTC."""
     offset = datetime.fromtimestamp(at_unix_s).astimezone().utcoffset()
     return 0.0 if offset is None else offset.total_seconds()
-
-
-def _unix_s(at: str) -> float | None:
-    try:
-        return datetime.fromisoformat(at).timestamp()
-    except (ValueError, OverflowError, OSError):
-        return None

@@ -1,9 +1,9 @@
-"""The HTTP server of one run: what each path answers, and the headers that keep a browser from
-doing more.
+"""The HTTP server of one run: what each path answers and streams, and the headers that keep a browser
+from doing more.
 
 Every request passes `guard.py` first. The run folder is read in threads; the head knows nothing of
 it. Does not say what the page shows (`page_data.py`), nor how addresses, tokens and certificates
-are chosen (`verb.py`).
+are chosen (`listener.py`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ import asyncio
 import gzip
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+import zlib
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
 from aiohttp import web
 
@@ -23,18 +27,214 @@ from orchestrator.config.byte_size import parse_bytes
 from orchestrator.control.client import send
 from orchestrator.errors import ArchiveError, UsageError, one_line
 from orchestrator.record import history
-from orchestrator.record.archive import count_commands
-from orchestrator.record.deliveries import read_deliveries
-from orchestrator.record.folders import find_run, list_runs, run_object
-from orchestrator.record.follow import Follower
+from orchestrator.record.archive import Follower, Frame, StoredEvent, count_commands, read_events
+from orchestrator.record.folders import find_run, list_runs, read_deliveries, run_object
 from orchestrator.record.output import last_lines
 from orchestrator.record.query import Order, order_of, parse, select
 from orchestrator.record.summary import SCHEMA
+from orchestrator.view.alerts.catalogue import ALERTS, Firing
+from orchestrator.view.alerts.judge import AlertWatch, Badge, badges, judge
 from orchestrator.view.web import guard, metrics, page_data
-from orchestrator.view.web.connections import SILENT_MOST_S, Connection
-from orchestrator.view.web.guard import ROUTES, Asked, Code, Level, Refusal, Route, Rules
-from orchestrator.view.web.page_data import View
-from orchestrator.view.web.stream import COMMENT_EVERY_S, GZIP_BEGIN, Event, Hub, packed
+from orchestrator.view.web.guard import (
+    ROUTES,
+    Access,
+    Code,
+    Permission,
+    RequestFacts,
+    RequestRefusal,
+    Route,
+)
+from orchestrator.view.web.page_data import Table, TableView, event_of, table_of
+
+LOOK_EVERY_S: Final = 1.0
+SHARE_MOST: Final = 0.08
+"""Of a core, for looking. A run of thousands of slots is looked at less often."""
+COMMENT_EVERY_S: Final = 15.0
+PAGES_MOST: Final = 64
+GZIP_BEGIN: Final = b"\x1f\x8b\x08\0\0\0\0\0\0\xff"
+"""Begins a gzip stream. Each event is compressed without those before it, so once for all pages."""
+
+_PAUSE_MOST_S = 5.0
+_WAITING_MOST = 4
+_EVENTS_MOST = 100
+
+
+class StreamEvent:
+    """What is sent to pages, plain or compressed."""
+
+    def __init__(self, kind: str, content: object, number: int | None = None) -> None:
+        data = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        named = "" if number is None else f"id: {number}\n"
+        self.plain = f"{named}event: {kind}\ndata: {data}\n\n".encode("utf-8", "backslashreplace")
+
+    @cached_property
+    def packed(self) -> bytes:
+        """The event as a part of a gzip stream."""
+        return packed(self.plain)
+
+
+class StreamReader:
+    """One page that follows: what it is still to be sent."""
+
+    def __init__(self) -> None:
+        self.waiting: asyncio.Queue[StreamEvent] = asyncio.Queue(_WAITING_MOST)
+        self.needs_all = True
+
+    def put(self, event: StreamEvent) -> None:
+        """Hand an event on.
+
+        Where the page is too slow, forget what waits: it needs all of the table again.
+        """
+        try:
+            self.waiting.put_nowait(event)
+        except asyncio.QueueFull:
+            while not self.waiting.empty():
+                self.waiting.get_nowait()
+            self.needs_all = True
+
+
+@dataclass(slots=True, eq=False)
+class _Followed:
+    """A view that at least one page looks at."""
+
+    pages: set[StreamReader] = field(default_factory=set)
+    table: Table | None = None
+
+
+class Hub:
+    """Looks at the run for all pages that follow it, once a second, or less often if a look takes
+    long.
+    """
+
+    def __init__(self, folder: Path, unix_s: Callable[[], float], *, with_control: bool) -> None:
+        self._folder = folder
+        self._look = Follower(folder).look
+        self._unix_s = unix_s
+        self._alerts = AlertWatch(alerts=ALERTS)
+        self._badges: tuple[Badge, ...] = ()
+        self._with_control = with_control
+        self._views: dict[TableView, _Followed] = {}
+        self._frame: Frame | None = None
+        self._looked_at_s = float("-inf")
+        self._news: deque[StoredEvent] = deque(maxlen=_EVENTS_MOST)
+        self._looking = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+        self.firing: tuple[Firing, ...] = ()
+        """The alerts that fire in the last frame."""
+        self.looks = 0
+        """How often the run was looked at."""
+
+    async def frame(self) -> Frame:
+        """Return the run as it is now: one look serves all who ask within half a second.
+
+        Raises:
+            ArchiveError: The run folder cannot be read.
+        """
+        async with self._looking:
+            now_s = asyncio.get_running_loop().time()
+            if self._frame is None or now_s - self._looked_at_s > LOOK_EVERY_S / 2:
+                self.looks += 1
+                self._frame = await asyncio.to_thread(self._look_and_judge)
+                self._looked_at_s = now_s
+                self._news.extend(self._frame.events)
+            return self._frame
+
+    def _look_and_judge(self) -> Frame:
+        frame = self._look()
+        failed = read_deliveries(self._folder).failed
+        self._alerts, self.firing = judge(
+            self._alerts, frame, self._unix_s(), failed_notifications=failed
+        )
+        self._badges = badges(self.firing)
+        return frame
+
+    async def table(self, view: TableView) -> Table:
+        """Return the table of a view as it is now; `ArchiveError` as for `frame`."""
+        frame = await self.frame()
+        return await asyncio.to_thread(
+            table_of, frame, view, self._badges, with_control=self._with_control
+        )
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more pages can follow."""
+        return sum(len(followed.pages) for followed in self._views.values()) >= PAGES_MOST
+
+    @asynccontextmanager
+    async def following(self, view: TableView) -> AsyncIterator[StreamReader]:
+        """Let a page follow a view; it gets the whole table first."""
+        page, table = StreamReader(), await self.table(view)
+        followed = self._views.setdefault(view, _Followed())
+        followed.table = followed.table or table
+        followed.pages.add(page)
+        self._send(page, followed.table, None)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._go_on())
+        try:
+            yield page
+        finally:
+            followed.pages.discard(page)
+            if not followed.pages:
+                self._views.pop(view, None)
+
+    async def close(self) -> None:
+        """End looking."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _go_on(self) -> None:
+        loop = asyncio.get_running_loop()
+        pause_s = LOOK_EVERY_S
+        while self._views:
+            await asyncio.sleep(pause_s)
+            began_s = loop.time()
+            try:
+                frame = await self.frame()
+            except ArchiveError as error:
+                self._tell_all(StreamEvent("gone", {"error": str(error)}))
+            else:
+                await self._show(frame)
+            took_s = loop.time() - began_s
+            pause_s = max(0.1, min(_PAUSE_MOST_S, max(LOOK_EVERY_S, took_s / SHARE_MOST)) - took_s)
+
+    async def _show(self, frame: Frame) -> None:
+        for view, followed in list(self._views.items()):
+            table = await asyncio.to_thread(
+                table_of, frame, view, self._badges, with_control=self._with_control
+            )
+            before, followed.table = followed.table, table
+            changes = None if before is None else table.changes(before)
+            event = None if not changes else StreamEvent("table", changes, frame.number)
+            for page in followed.pages:
+                page.needs_all |= changes is None
+                self._send(page, table, event)
+        if self._news:
+            self._tell_all(
+                StreamEvent("event", {"events": [event_of(event) for event in self._news]})
+            )
+            self._news.clear()
+
+    def _send(self, page: StreamReader, table: Table, changes: StreamEvent | None) -> None:
+        """Send a page the changes, or the whole table where it has missed some."""
+        if changes is not None and not page.needs_all:
+            page.put(changes)
+        if page.needs_all:
+            page.needs_all = False
+            page.put(StreamEvent("table", {"all": table.to_dict()}))
+
+    def _tell_all(self, event: StreamEvent) -> None:
+        for followed in self._views.values():
+            for page in followed.pages:
+                page.put(event)
+
+
+def packed(content: bytes) -> bytes:
+    """Return an event as a part of a gzip stream that any page can read from there on."""
+    press = zlib.compressobj(wbits=-15)
+    return press.compress(content) + press.flush(zlib.Z_FULL_FLUSH)
+
 
 PAGE: Final = Path(__file__).parent / "page"
 
@@ -52,6 +252,10 @@ _HEADERS: Final = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+SILENT_MOST_S: Final = 10.0
+"""So long a connection without a login may take for the headers of a request, and be idle between
+two.
+"""
 _BODY_MOST_BYTES: Final = 64 * 2**10
 _LIMIT_MOST: Final = 500
 _SLOT_EVENTS: Final = 200
@@ -67,6 +271,14 @@ _COMPRESSED_FROM_BYTES: Final = 1_000
 Query: TypeAlias = Mapping[str, str]
 
 
+@runtime_checkable
+class Trusting(Protocol):
+    """A connection that is kept once one of its requests has brought a login."""
+
+    def trust(self) -> None:
+        """Keep it."""
+
+
 class _RefusedError(Exception):
     """A request that is not answered."""
 
@@ -80,16 +292,14 @@ class Site:
     """One run and its page."""
 
     folder: Path
-    rules: Rules
+    access: Access
     is_secure: bool = False
     unix_s: Callable[[], float] = time.time
     codes: list[Code] = field(default_factory=list)
     """Those of the addresses that were printed."""
 
     def __post_init__(self) -> None:
-        self.hub = Hub(
-            Follower(self.folder).look, self.unix_s, with_control=self.rules.with_control
-        )
+        self.hub = Hub(self.folder, self.unix_s, with_control=self.access.with_control)
         self._others: dict[str, Site] = {}
         self._overview: tuple[float, dict[str, Any]] = (float("-inf"), {})
         self._files = {
@@ -118,12 +328,14 @@ class Site:
                 raise _RefusedError(404, str(error)) from None
             for name in list(self._others)[: 1 - _OTHERS_MOST]:
                 del self._others[name]  # its pages go on to the end
-            self._others[run] = Site(folder=folder, rules=self.rules, unix_s=self.unix_s)
+            self._others[run] = Site(folder=folder, access=self.access, unix_s=self.unix_s)
         return self._others[run]
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         path = request.path
-        route = ROUTES.get(path) or (Route("GET", Level.NOTHING) if path in self._files else None)
+        route = ROUTES.get(path) or (
+            Route("GET", Permission.NOTHING) if path in self._files else None
+        )
         try:
             self._check(request, route)
             assert route is not None  # noqa: S101 - a path without a route was refused
@@ -148,19 +360,19 @@ class Site:
 
     def _check(self, request: web.Request, route: Route | None) -> None:
         headers = request.headers
-        asked = Asked(
+        asked = RequestFacts(
             method=request.method,
             path=request.path,
             host=headers.get("Host"),
             origin=headers.get("Origin"),
             fetch_site=headers.get("Sec-Fetch-Site"),
             authorization=headers.get("Authorization"),
-            cookie=request.cookies.get(guard.cookie_name(self.rules)),
+            cookie=request.cookies.get(guard.cookie_name(self.access)),
         )
-        judged = guard.judge(asked, route, self.rules, self.unix_s())
-        if isinstance(judged, Refusal):
+        judged = guard.judge(asked, route, self.access, self.unix_s())
+        if isinstance(judged, RequestRefusal):
             raise _RefusedError(judged.status, judged.error)
-        if judged is not Level.NOTHING and isinstance(request.protocol, Connection):
+        if judged is not Permission.NOTHING and isinstance(request.protocol, Trusting):
             request.protocol.trust()
 
     async def _get_healthz(self, request: web.Request, _query: Query) -> web.StreamResponse:
@@ -170,7 +382,9 @@ class Site:
         frame = await self.hub.frame()
         deliveries = await asyncio.to_thread(read_deliveries, self.folder)
         commands = await asyncio.to_thread(count_commands, self.folder)
-        content = await asyncio.to_thread(metrics.exposition, frame, deliveries, commands)
+        content = await asyncio.to_thread(
+            metrics.exposition, frame, self.hub.firing, deliveries, commands
+        )
         return _response(request, content, metrics.CONTENT_TYPE)
 
     async def _get_run(self, request: web.Request, _query: Query) -> web.StreamResponse:
@@ -184,21 +398,27 @@ class Site:
     async def _get_table(self, request: web.Request, query: Query) -> web.StreamResponse:
         """Answer with rows as in summary.json; the page follows the stream, which has cells."""
         view, frame = _view_of(query), await self.hub.frame()
-        found = await asyncio.to_thread(select, frame.snapshot.rows, parse(view.filter), view.order)
-        rows = [row.to_dict() for row in found[view.offset : view.offset + view.limit]]
-        counts = {"total": len(frame.snapshot.rows), "matched": len(found), "offset": view.offset}
+        matching = await asyncio.to_thread(
+            select, frame.snapshot.rows, parse(view.filter), view.order
+        )
+        rows = [row.to_dict() for row in matching[view.offset : view.offset + view.limit]]
+        counts = {
+            "total": len(frame.snapshot.rows),
+            "matched": len(matching),
+            "offset": view.offset,
+        }
         return _json(request, {"schema": SCHEMA, "frame": frame.number, **counts, "rows": rows})
 
     async def _get_slot(self, request: web.Request, query: Query) -> web.StreamResponse:
         name, frame = _wanted(query, "name"), await self.hub.frame()
         spans = await asyncio.to_thread(history.state_spans, self.folder, name)
-        events = await asyncio.to_thread(history.events, self.folder, slot=name, limit=_SLOT_EVENTS)
+        events = await asyncio.to_thread(read_events, self.folder, slot=name, limit=_SLOT_EVENTS)
         sampled = await asyncio.to_thread(history.sampled_between, self.folder)
         printed = await asyncio.to_thread(last_lines, self.folder, name)
-        told = page_data.slot_of(frame, name, spans, events, printed)
-        if told is None:
+        values = page_data.slot_of(frame, name, spans, events, printed)
+        if values is None:
             raise _RefusedError(404, f"there is no slot {name[:80]!r} in this run")
-        return _json(request, {"schema": SCHEMA, **told, "sampled": sampled})
+        return _json(request, {"schema": SCHEMA, **values, "sampled": sampled})
 
     async def _get_overview(self, request: web.Request, _query: Query) -> web.StreamResponse:
         """Answer with the last ten minutes of all slots together.
@@ -210,11 +430,17 @@ class Site:
             sampled = await asyncio.to_thread(history.sampled_between, self.folder)
             last = 0.0 if sampled is None else sampled[1]
             between = (last - _OVERVIEW_S, last + 0.001)
-            found = await asyncio.to_thread(history.totals, self.folder, *between, _OVERVIEW_PARTS)
-            told = {"charts": page_data.totals_of(found), "from": between[0], "to": between[1]}
+            courses = await asyncio.to_thread(
+                history.totals, self.folder, *between, _OVERVIEW_PARTS
+            )
+            overview = {
+                "charts": page_data.totals_of(courses),
+                "from": between[0],
+                "to": between[1],
+            }
             self._overview = (
                 now_s,
-                {**told, "spans": [], "events": [], "utc_offset_s": page_data.offset_s(last)},
+                {**overview, "spans": [], "events": [], "utc_offset_s": page_data.offset_s(last)},
             )
         return _json(request, {"schema": SCHEMA, **self._overview[1]})
 
@@ -225,21 +451,21 @@ class Site:
             _number(query, name, usual) for name, usual in zip(("from", "to"), between, strict=True)
         )
         count = _whole(query, "buckets", 300, 1, history.BUCKETS_MOST)
-        found = await asyncio.to_thread(
+        courses = await asyncio.to_thread(
             history.buckets, self.folder, slot, [key], begin, end, count
         )
         return _json(
-            request, {"schema": SCHEMA, "slot": slot, **page_data.history_of(key, found[key])}
+            request, {"schema": SCHEMA, "slot": slot, **page_data.history_of(key, courses[key])}
         )
 
     async def _get_events(self, request: web.Request, query: Query) -> web.StreamResponse:
         after = _whole(query, "after", 0, 0, 2**62)
         limit = _whole(query, "limit", 100, 1, _LIMIT_MOST)
-        found = await asyncio.to_thread(
-            history.events, self.folder, after=after, slot=query.get("slot"), limit=limit
+        events = await asyncio.to_thread(
+            read_events, self.folder, after=after, slot=query.get("slot"), limit=limit
         )
         return _json(
-            request, {"schema": SCHEMA, "events": [page_data.event_of(event) for event in found]}
+            request, {"schema": SCHEMA, "events": [page_data.event_of(event) for event in events]}
         )
 
     async def _get_stream(self, request: web.Request, query: Query) -> web.StreamResponse:
@@ -258,7 +484,9 @@ class Site:
                 while True:
                     await asyncio.wait_for(response.write(content), _WRITING_MOST_S)
                     try:
-                        event: Event = await asyncio.wait_for(page.waiting.get(), COMMENT_EVERY_S)
+                        event: StreamEvent = await asyncio.wait_for(
+                            page.waiting.get(), COMMENT_EVERY_S
+                        )
                         content = event.packed if is_packed else event.plain
                     except TimeoutError:
                         content = packed(comment) if is_packed else comment
@@ -266,18 +494,20 @@ class Site:
                 return response  # the page is gone, or has not read anything for long
 
     async def _get_login(self, request: web.Request, _query: Query) -> web.StreamResponse:
-        told = await _body(request)
-        code, now_s = told.get("code"), self.unix_s()
-        if not isinstance(code, str) or not any(each.redeem(code, now_s) for each in self.codes):
+        body = await _body(request)
+        code, now_s = body.get("code"), self.unix_s()
+        if not isinstance(code, str) or not any(
+            printed_code.redeem(code, now_s) for printed_code in self.codes
+        ):
             raise _RefusedError(
                 401,
                 "this code was used, or is older than two minutes; ask `web` for another address",
             )
-        level = Level.CONTROL if self.rules.with_control else Level.READ
+        level = Permission.CONTROL if self.access.with_control else Permission.READ
         response = _json(request, {"ok": True})
         response.set_cookie(
-            guard.cookie_name(self.rules),
-            guard.cookie_value(level, self.rules, now_s),
+            guard.cookie_name(self.access),
+            guard.cookie_value(level, self.access, now_s),
             max_age=int(guard.SESSION_S),
             path="/",
             httponly=True,
@@ -288,15 +518,15 @@ class Site:
 
     async def _get_commands(self, request: web.Request, _query: Query) -> web.StreamResponse:
         """Send a command to the head, which obeys an id that comes again only once."""
-        told = await _body(request)
-        identity, do, slots = told.get("id"), told.get("do"), told.get("slots")
+        body = await _body(request)
+        identity, do, slots = body.get("id"), body.get("do"), body.get("slots")
         if not (
             isinstance(identity, str) and 0 < len(identity) <= _TEXT_MOST and isinstance(do, str)
         ):
             raise _RefusedError(400, "a command needs an id and what to do, as texts")
         if not (isinstance(slots, list) and slots and all(isinstance(slot, str) for slot in slots)):
             raise _RefusedError(400, "a command names its slots one by one, in a list")
-        amount_bytes = _amount_bytes(told.get("amount"))
+        amount_bytes = _amount_bytes(body.get("amount"))
         sent = asyncio.to_thread(
             send, self.folder, do, slots, by="web", amount_bytes=amount_bytes, identity=identity
         )
@@ -309,10 +539,10 @@ class Site:
 _Handler: TypeAlias = Callable[[web.Request, Query], Awaitable[web.StreamResponse]]
 
 
-def _amount_bytes(told: object) -> int | None:
+def _amount_bytes(amount: object) -> int | None:
     """Return how many bytes a text such as "2.5 GiB" means."""
     try:
-        return None if told is None else parse_bytes(str(told))
+        return None if amount is None else parse_bytes(str(amount))
     except ValueError as failure:
         raise _RefusedError(400, str(failure)) from None
 
@@ -330,10 +560,10 @@ def _query_of(request: web.Request, route: Route) -> Query:
     return request.query
 
 
-def _view_of(query: Query) -> View:
+def _view_of(query: Query) -> TableView:
     word = query.get("sort", "")
     name, is_reverse = word.removeprefix("-"), word.startswith("-")
-    return View(
+    return TableView(
         filter=parse(query.get("filter", "")).text,
         order=order_of(name, reverse=is_reverse) if name else Order(None, is_reverse),
         offset=_whole(query, "offset", 0, 0, 10**6),
@@ -364,14 +594,14 @@ def _number(query: Query, key: str, usual: float) -> float:
 async def _body(request: web.Request) -> dict[str, Any]:
     try:
         async with asyncio.timeout(SILENT_MOST_S):
-            told = json.loads(await request.read())
+            body = json.loads(await request.read())
     except TimeoutError:
         raise _RefusedError(408, f"the body did not come within {SILENT_MOST_S:.0f} s") from None
     except (ValueError, RecursionError, web.RequestPayloadError):
-        told = None
-    if not isinstance(told, dict):
+        body = None
+    if not isinstance(body, dict):
         raise _RefusedError(400, "the body must be a JSON object")
-    return told
+    return body
 
 
 def _takes_gzip(request: web.Request) -> bool:
@@ -379,9 +609,9 @@ def _takes_gzip(request: web.Request) -> bool:
 
 
 def _json(
-    request: web.Request, told: object, status: int = 200, headers: Mapping[str, str] | None = None
+    request: web.Request, value: object, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> web.Response:
-    text = json.dumps(told, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     content = text.encode("utf-8", "backslashreplace")  # a lone surrogate becomes an escape of JSON
     return _response(request, content, "application/json", status, headers)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import sqlite3
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import psutil
 import pytest
 
 from orchestrator.record.archive import StoredRun, read_run
-from orchestrator.record.records import STORE_NAME
+from orchestrator.record.store import STORE_NAME
 from tests.cluster.conftest import Head, Starter
 from tests.scene import PATIENCE_S, ROOT, wait_for
 
@@ -140,25 +139,6 @@ def test_a_run_folder_that_becomes_read_only_does_not_end_a_run_and_is_told(star
     left = read_run(folder)
     assert known.elapsed_s <= left.elapsed_s < 14.0
     assert left.outcome == "interrupted", "as far as anybody can know who was not there"
-
-
-def test_a_run_of_the_version_before_the_layers_goes_on(start: Starter, tmp_path: Path) -> None:
-    """`tests/cli/test_runs.py` says where the folder is from."""
-    run_id = "20261122-120716-07c8"
-    runs = Path(shutil.copytree(ROOT / "tests" / "fixtures" / "runs", tmp_path / "runs"))
-    before = read_run(runs / run_id)
-    head = start("--resume", run_id, "--json", runs=runs)
-    head.wait_until_running(len(before.slots), after=len(head.events()))
-
-    def work_on() -> bool:
-        return all(
-            head.rows()[slot.slot]["steps_ok"] > slot.counters["steps_ok"] for slot in before.slots
-        )
-
-    summary = head.interrupt_when(work_on, "more steps of each slot")
-    assert summary["run_id"] == run_id
-    assert summary["steps_ok"] > before.snapshot().counts.steps_ok > 0
-    assert all(worker["size"] >= 128 and worker["steps_ok"] > 0 for worker in summary["workers"])
 
 
 def test_a_cluster_whose_head_ends_ends_the_run(start: Starter) -> None:
