@@ -15,6 +15,7 @@ import json
 import re
 import subprocess
 import sys
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +29,7 @@ import yaml  # noqa: E402 - found since now
 
 from orchestrator.config.gpu_specs import PROFILES, match_profile, peak_tflops  # noqa: E402 - found since now
 from workers.settings import ASSUMED_CONTEXT_BYTES  # noqa: E402 - found since now
+from workers.training.settings import TrainSettings  # noqa: E402 - found since now
 from workers.units import GIB  # noqa: E402 - found since now
 
 FOLDER: Final = ROOT / "recipes"
@@ -108,20 +110,19 @@ def planned_for_cards() -> dict[str, Any]:
     """Return the largest micro-batch of the guide's model on each card, and its parameters, in
     millions.
     """
-    keys = {"preset": _PRESET, "batch": _BATCH, "precision": "bf16"}
-    caps = {
-        key: round(_SHARE * PROFILES[key].shown_gib - ASSUMED_CONTEXT_BYTES / GIB, 2)
-        for key in CARDS
-    }
-    asked = {
-        f"{key} {level}": {**keys, "cap_gib": caps[key], "level": level}
-        for key in CARDS
-        for level in ("none", "all")
-    }
-    told = json.loads(
-        _python("-m", "workers.training.plans_main", stdin=json.dumps(asked)).splitlines()[-1]
-    )
-    plans: dict[str, Any] = told["plans"]
+    from workers.training.memory_plan import MemoryPlanner
+    from workers.training.tasks import find_task
+
+    settings = TrainSettings(preset=_PRESET, batch=_BATCH, precision="bf16")
+    planner = MemoryPlanner(find_task(settings, 0), settings, on_card=True)
+    parameters_m = planner.plan(1, 0).weights_bytes / 4e6
+    plans = {}
+    for key in CARDS:
+        cap_gib = round(_SHARE * PROFILES[key].shown_gib - ASSUMED_CONTEXT_BYTES / GIB, 2)
+        for name, level in (("none", 0), ("all", planner.most_level)):
+            sizes = [planner.plan(micro, level).total_bytes for micro in range(1, _BATCH + 1)]
+            micro = bisect_right(sizes, cap_gib * GIB)
+            plans[f"{key} {name}"] = {"micro": micro, "parameters_m": parameters_m}
     return plans
 
 
@@ -197,10 +198,9 @@ def _states_needed(plan: Mapping[str, float]) -> str:
     return "none" if plan["micro"] else "some"
 
 
-def _python(*arguments: str, stdin: str = "") -> str:
+def _python(*arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, *arguments],
-        input=stdin,
         capture_output=True,
         text=True,
         check=False,

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from render_recipes import CARDS, FOLDER, comparison, main, measured_in, sums_of, with_sums
 
-#: As `plans_main` tells it, of the model and its parts.
+#: As `planned_for_cards` tells it, of the model and its parts.
 PLANS = {
     f"{key} {level}": {"micro": 3, "parameters_m": 354.8}
     for key in CARDS

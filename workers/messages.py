@@ -103,19 +103,6 @@ class ContextCorruptedError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessFault:
-    """One injected fault that ends a process or makes it hang.
-
-    Carried by the directive of the slice it strikes in.
-    """
-
-    kind: FaultKind
-    """KILL, SEGV, EXIT, HANG or POISON."""
-    at_share: float
-    """It meets the first step that begins after this share of the slice's time, 0..1."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Directive:
     """One slice for one worker, which has had its `WorkerSpec` since its process began.
 
@@ -132,8 +119,6 @@ class Directive:
     step_limit: int | None = None
     """The slice ends early after this many good steps, so that a slice that gives no report cannot
     have done more; `None` sets no limit."""
-    process_fault: ProcessFault | None = None
-    """Of `run --chaos`; `None` for a slice that is left alone."""
     lease_bytes: int | None = None
     """What the worker may hold now, its cap apart, so that those who share a card do not all grow
     into the same bytes; `None` does not limit it."""
@@ -142,6 +127,19 @@ class Directive:
     """
     save: bool = False
     """Whether the workload is asked to save its state as soon as it can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StruckDirective(Directive):
+    """A slice in which `run --chaos` ends the process or makes it hang.
+
+    Only `workers.workloads.chaos` looks at it.
+    """
+
+    kind: FaultKind
+    """KILL, SEGV, EXIT, HANG or POISON."""
+    at_share: float
+    """It meets the first step that begins after this share of the slice's time, 0..1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,28 +83,6 @@ class WorkloadSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepFaults:
-    """Faults that single steps of every worker meet, by chance or by count. They are survived
-    within the slice.
-
-    By count in the style of spark-rapids' `injectRetryOOM`: the first `oom_skip` steps of a process
-    pass, the `oom_num` that follow fail.
-    """
-
-    seed: int
-    oom_rate: float = 0.0
-    """Share of steps that run out of memory, 0..1."""
-    oom_num: int = 0
-    oom_skip: int = 0
-    oom_kind: FailureKind = FailureKind.DEFINITE
-    """DEFINITE or PROBABLE."""
-    raise_rate: float = 0.0
-    """Share of steps in which the workload raises, 0..1."""
-    flip_rate: float = 0.0
-    """Share of checks before which a bit of the result is flipped, 0..1."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ThermalSettings:
     """The thresholds of a governor. All three of `warm_c`, `hot_c` and `critical_c` off: the
     governor does nothing.
@@ -287,8 +265,6 @@ class WorkerSpec:
     policy: str
     memory: MemorySettings
     workload: WorkloadSpec
-    step_faults: StepFaults | None = None
-    """Of `run --chaos`; `None` injects nothing."""
     learned: tuple[StoredLimit, ...] = ()
     """What earlier runs have learned of the workload, on this card or another; the worker picks its
     own.

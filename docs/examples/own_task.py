@@ -14,10 +14,8 @@ class Rings:
         draw = torch.Generator().manual_seed(index)
         turn = 2 * (index % 2) - 1
         angles = torch.linspace(0, turn * 6.28, 32) + 6.28 * torch.rand(1, generator=draw)
-        points = torch.stack([angles.cos(), angles.sin()], dim=1) + 0.1 * torch.randn(
-            32, 2, generator=draw
-        )
-        return points.flatten(), torch.tensor(float(index % 2))
+        points = torch.cat([angles.cos(), angles.sin()]) + 0.1 * torch.randn(64, generator=draw)
+        return points, torch.tensor(float(index % 2))
 
 
 def model():
@@ -25,10 +23,8 @@ def model():
 
 
 def loss(model, part):  # the sum over the samples, not the mean
-    points, turns = part
-    return nn.functional.binary_cross_entropy_with_logits(
-        model(points).squeeze(1), turns, reduction="sum"
-    )
+    logits, turns = model(part[0]).squeeze(1), part[1]
+    return nn.functional.binary_cross_entropy_with_logits(logits, turns, reduction="sum")
 
 
 rings = TrainTask(name="rings", model=model, dataset=Rings(), loss=loss)

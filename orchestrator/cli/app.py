@@ -9,7 +9,9 @@ import functools
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -28,6 +30,9 @@ from orchestrator.errors import UsageError
 from orchestrator.record.folders import find_run
 from orchestrator.view.cells import glyphs_for
 
+if TYPE_CHECKING:
+    from orchestrator.run.runner import Experiment
+
 #: After its last slices a run writes its summary and ends its processes.
 _SUMMARY_S = 30.0
 
@@ -39,6 +44,25 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _experiments(
+    fake_sensors: Path | None,
+    chaos: str | None = None,
+    chaos_seed: int = 0,
+    *,
+    yes_really: bool = False,
+) -> Iterator[Experiment]:
+    """Yield what the laboratory adds to a run."""
+    if fake_sensors is not None:
+        from orchestrator.lab.sensors import ScriptedSensors
+
+        yield ScriptedSensors(fake_sensors)
+    if chaos is not None:
+        from orchestrator.lab.chaos.fleet import Chaos
+        from orchestrator.lab.chaos.plan import parse_chaos
+
+        yield Chaos(parse_chaos(chaos, chaos_seed), yes_really=yes_really)
 
 
 @app.command()
@@ -64,7 +88,6 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     yes_really: opt.YesReally = False,
 ) -> None:
     """Run the workers and show their health. Ctrl-C ends the run and writes the summary."""
-    from orchestrator.core.chaos.plan import parse_chaos
     from orchestrator.record.archive import read_run
     from orchestrator.run import environment as environments
     from orchestrator.run import runner
@@ -81,9 +104,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         json=json_output,
         plain=plain,
         wait_for_nodes=wait_for_nodes,
-        chaos=None if chaos is None else parse_chaos(chaos, chaos_seed),
-        yes_really=yes_really,
-        fake_sensors=fake_sensors,
+        experiments=tuple(_experiments(fake_sensors, chaos, chaos_seed, yes_really=yes_really)),
         apply_power_limit=apply_power_limit,
     )
     more_s = duration_s(duration)
@@ -399,10 +420,11 @@ def burn(  # noqa: PLR0913 - one parameter for each option of the command
     run_dir: opt.NewRunDir = None,
     fake_sensors: opt.FakeSensors = None,
     apply_power_limit: opt.ApplyPowerLimit = False,
-    sweep: opt.SweepOf = None,
+    sweep_text: opt.SweepOf = None,
 ) -> None:
     """Validate every card: PASS or FAIL. In three phases: caps and precision, heat, full load."""
-    from orchestrator.lab.burn import phases, sweep_verb, verb
+    from orchestrator.lab.burn import phases, sweep
+    from orchestrator.lab.burn.verdict import BurnPhase
     from orchestrator.run import environment as environments
     from orchestrator.run import runner
 
@@ -418,20 +440,19 @@ def burn(  # noqa: PLR0913 - one parameter for each option of the command
         json=json_output,
         plain=plain,
         wait_for_nodes=False,
-        fake_sensors=fake_sensors,
+        experiments=tuple(_experiments(fake_sensors)),
         apply_power_limit=apply_power_limit,
     )
-    if sweep is not None:
+    if sweep_text is not None:
         if phase or apply_power_limit:
             raise UsageError(
                 "--sweep sets the cards itself, and has no phases: it excludes --phase, "
                 "--apply-power-limit"
             )
-        raise typer.Exit(
-            sweep_verb.typed(sweep, loaded, make_environment, duration_s(duration), options)
-        )
-    wanted = {phases.Phase(number) for number in phase or (1, 2, 3)}
-    raise typer.Exit(verb.burn(loaded, make_environment, heat_s, wanted, options))
+        step_s = duration_s(duration) or sweep.STEP_S
+        raise typer.Exit(sweep.burn_sweep(loaded, make_environment, sweep_text, step_s, options))
+    wanted = {BurnPhase(number) for number in phase or (1, 2, 3)}
+    raise typer.Exit(phases.burn(loaded, make_environment, heat_s, wanted, options))
 
 
 @app.command()

@@ -38,7 +38,7 @@ def add_to(app: typer.Typer) -> None:
         json_output: opt.AsJson = False,
     ) -> None:
         """Measure what each setting brings here; write tuned.yaml."""
-        from orchestrator.lab.tune import asked, verb  # noqa: PLC0415 - `--help` should not wait
+        from orchestrator.lab.tune import tuning  # noqa: PLC0415 - `--help` should not wait
 
         if local and rehearse:
             raise UsageError("--local and --rehearse exclude each other")
@@ -49,31 +49,28 @@ def add_to(app: typer.Typer) -> None:
                 raise UsageError(
                     "--resume goes on with what was asked for; only --budget may change"
                 )
-            folder = asked.folder_of(resume)
+            folder = tuning.folder_of(resume)
         else:
             loaded = config_of(config, overrides, {"train.preset": preset})
-            wanted = asked.names_in(levers or "")
-            text = Path(config).read_text(encoding="utf-8")
-            folder = asked.begin(
-                asked.asked_of(
-                    loaded,
-                    text,
-                    rehearse=rehearse,
-                    budget_s=budget_s,
-                    wanted=wanted,
-                    workload=workload,
-                )
+            request = tuning.request_of(
+                loaded,
+                Path(config).read_text(encoding="utf-8"),
+                rehearse=rehearse,
+                budget_s=budget_s,
+                names=tuning.names_in(levers or ""),
+                workload=workload,
             )
-        progress = verb.Progress()
+            folder = tuning.begin(request)
+        progress = tuning.ProgressLine()
         progress.line(f"If this is interrupted: python -m orchestrator tune --resume {folder.name}")
         try:
-            result = verb.tune(folder, progress, budget_s)
+            result = tuning.tune(folder, progress, budget_s)
         finally:
             progress.close()
         print_text(
             json.dumps(result.plain(), indent=2)
             if json_output
-            else verb.result_text(folder, result, _width())
+            else tuning.result_text(folder, result, _width())
         )
 
     @app.command()
@@ -85,12 +82,12 @@ def add_to(app: typer.Typer) -> None:
         json_output: opt.AsJson = False,
     ) -> None:
         """Say why cards were not busy, and which keys to change."""
-        from orchestrator.lab.advise import verb  # noqa: PLC0415 - only this verb needs it
+        from orchestrator.lab.advise import answer  # noqa: PLC0415 - only this verb needs it
 
         runs_dir = Path(config_to_read(config, overrides, run_dir).run.dir)
         glyphs = glyphs_for(sys.stdout.encoding)
         raise typer.Exit(
-            verb.advise(runs_dir, run_id, print_text, glyphs, json=json_output, width=_width())
+            answer.advise(runs_dir, run_id, print_text, glyphs, json=json_output, width=_width())
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import typer
 
 from orchestrator.cli.app import app
-from orchestrator.errors import OrchestratorError, one_line
+from orchestrator.errors import OrchestratorError, UsageError, one_line
 from orchestrator.record.summary import failure_dict, summary_text
 from orchestrator.view.cells import width_of, wrapped
 
@@ -37,6 +37,11 @@ def main() -> NoReturn:
             _fail(error.format_message(), error.exit_code, wants_json=True)
         error.show()
         _exit(error.exit_code)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("orchestrator.lab"):
+            raise
+        text = "this belongs to the laboratory, orchestrator/lab, which is not installed"
+        _fail(text, UsageError.exit_code, wants_json=wants_json)
     except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted", 130, wants_json=wants_json)
     except BrokenPipeError:

@@ -194,7 +194,7 @@ def _asked(question: _Told) -> dict[str, Any]:
     """Ask the child process; the user's own task is imported from the current folder."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "workers.training.plan_main"],
+            [sys.executable, "-m", "workers.training.memory_plan"],
             input=json.dumps(question),
             capture_output=True,
             text=True,

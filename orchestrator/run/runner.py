@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -26,7 +26,8 @@ from rich.console import Console
 from orchestrator.config.load import dump_config
 from orchestrator.config.notify_urls import notify_urls
 from orchestrator.config.schema import NotifyConfig
-from orchestrator.core.chaos.plan import ChaosPlan, check
+from orchestrator.core.fleet import Fleet
+from orchestrator.core.placement import SlotPlan
 from orchestrator.core.run_outcome import outcome_of
 from orchestrator.errors import NoClusterError, OrchestratorError, UsageError, one_line
 from orchestrator.record.archive import StoredRun
@@ -37,8 +38,6 @@ from orchestrator.record.output import OutputFiles
 from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
 from orchestrator.record.summary import failure_dict, summary_dict, summary_text, write_summary
 from orchestrator.run import (
-    fake_sensors,
-    fault_injection,
     node_setup,
     preflight,
     resume,
@@ -49,7 +48,6 @@ from orchestrator.run.checkpoint_keeper import CheckpointKeeper
 from orchestrator.run.clock import Clock
 from orchestrator.run.commands import Commands, answers_before
 from orchestrator.run.environment import Environment, Mode
-from orchestrator.run.fault_injection import FaultInjector
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
 from orchestrator.run.supervisor import Supervisor
@@ -59,15 +57,50 @@ from orchestrator.view.live import LiveTable, Outlets, PlainLines, Watcher
 from orchestrator.view.phrases import fault_lines, section
 from workers.host.processes import start_time
 from workers.learned_limits.store import LimitStore
-from workers.messages import FaultKind
 
 _SUMMARY_NAME = "summary.json"
 
-#: Faults that end a process wherever it is.
-_DEADLY = frozenset({FaultKind.KILL, FaultKind.SEGV, FaultKind.EXIT})
-
 #: The end of a traceback, where the user's own code is; events.jsonl has all of it.
 _TRACEBACK_LINES = 20
+
+
+class Experiment:
+    """What the laboratory adds to a run; by default nothing.
+
+    A subclass overrides what it needs. The run does not know what the addition is.
+    """
+
+    line: str | None = None
+    """For the user, when the run begins."""
+    description: str | None = None
+    """The failures that it brings, for the run's record; nothing is learned from such a run."""
+
+    def check(self, environment: Environment) -> None:
+        """Refuse, as a `UsageError`, what makes no sense in this environment."""
+
+    def equip(
+        self, plans: Sequence[SlotPlan], folder: Path, elapsed_s: float
+    ) -> Sequence[SlotPlan]:
+        """Return the slots with what their workers are told; `folder` is the run's.
+
+        A run that was resumed has gone on for `elapsed_s` already.
+        """
+        del folder, elapsed_s
+        return plans
+
+    def around(
+        self, fleet: Fleet, environment: Environment, events: EventLog, clock: Clock
+    ) -> Fleet:
+        """Return a fleet around the fleet."""
+        del environment, events, clock
+        return fleet
+
+    def on_event(self, entry: Mapping[str, Any]) -> None:
+        """Take in what the run writes into its event log."""
+
+    def faults(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return the injected faults of a run that is over, and their counts by kind."""
+        return [], []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +110,7 @@ class Options:
     json: bool
     plain: bool
     wait_for_nodes: bool
-    chaos: ChaosPlan | None = None
-    yes_really: bool = False
-    fake_sensors: Path | None = None
+    experiments: tuple[Experiment, ...] = ()
     apply_power_limit: bool = False
     cards: node_setup.CardSettings = node_setup.NO_CARD_SETTINGS
     """What else is set on them; only `burn --sweep` asks for that."""
@@ -87,6 +118,11 @@ class Options:
     """A watcher that judges the run and reports on it: then `json` only means that this run prints
     nothing.
     """
+
+    @property
+    def failures(self) -> str | None:
+        """The failures that experiments bring, in words; `None`: none."""
+        return "; ".join(each.description for each in self.experiments if each.description) or None
 
 
 def run(environment: Environment, options: Options) -> int:
@@ -113,39 +149,17 @@ def go_on(stored: StoredRun, options: Options, more_s: float | None = None) -> i
 def _check(environment: Environment, options: Options) -> None:
     if options.judge is None:
         notify_urls(environment.config.notify)
-    if options.fake_sensors is not None:
-        fake_sensors.check(options.fake_sensors, is_rehearsal=environment.mode is Mode.REHEARSE)
-    is_debug, is_rehearsal = environment.mode is Mode.DEBUG, environment.mode is not Mode.CLUSTER
+    for experiment in options.experiments:
+        experiment.check(environment)
+    is_debug = environment.mode is Mode.DEBUG
     if is_debug and options.json:
         raise UsageError(
             "--json keeps standard output for one object; with --debug the debugger talks there"
         )
-    if is_debug and options.chaos is not None:
-        raise UsageError("--chaos ends worker processes; with --debug there is none but this one")
     if is_debug and options.apply_power_limit:
         raise UsageError(
             "--apply-power-limit needs an agent on each node, which --debug does not start"
         )
-    if options.chaos is None:
-        return
-    if not is_rehearsal and not options.yes_really:
-        raise UsageError(
-            "--chaos kills workers of a real cluster; try it with --rehearse, or say that you "
-            "mean it: --yes-really"
-        )
-    is_mps = environment.config.compute_share_mode == "mps" and environment.target.device != "cpu"
-    if is_mps and environment.mode is not Mode.REHEARSE and _DEADLY & set(options.chaos.kinds()):
-        raise UsageError(
-            "--chaos ends processes in the middle of a step, and under MPS that can end every "
-            "other worker of the "
-            "card; valid: faults other than kill, segv and exit, or --set compute_share_mode=duty"
-        )
-    check(
-        options.chaos,
-        environment.config.nodes,
-        environment.config.head_node,
-        is_rehearsal=is_rehearsal,
-    )
 
 
 def _in_folder(
@@ -206,15 +220,14 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
             workers=len(settled.plans),
             elapsed_s=facts.elapsed_s,
         )
-        chaos, script, plans = record.options.chaos, record.options.fake_sensors, settled.plans
+        experiments, plans = record.options.experiments, settled.plans
         # With injected failures nothing is learned that holds without them.
-        store = LimitStore() if settled.config.memory.remember and chaos is None else None
+        remembers = settled.config.memory.remember and record.options.failures is None
+        store = LimitStore() if remembers else None
         learned_limits = LearnedLimits(store, record.outlets.events)
-        if script is not None:
-            record.tell(f"Sensors: faked by {script}")
-            plans = fake_sensors.with_sensors(
-                plans, script, record.folder / "fake-sensors", record.past.elapsed_s
-            )
+        for experiment in experiments:
+            record.tell(*filter(None, [experiment.line]))
+            plans = tuple(experiment.equip(plans, record.folder, record.past.elapsed_s))
         kept = node_setup.kept(
             settled,
             fleet,
@@ -231,26 +244,21 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
         )
         with kept as plans, contextlib.closing(listening()) as commands:
             record.tell(*filter(None, [commands.problem]))
-            injector = None
-            if chaos is not None:
-                record.tell(f"Chaos: {chaos.describe()}")
-                head = settled.config.head_node
-                injector = FaultInjector(chaos, settled.plans, head, record.outlets.events, clock)
+            disturbed = fleet
+            for experiment in experiments:
+                disturbed = experiment.around(disturbed, settled, record.outlets.events, clock)
             record.supervisor = Supervisor(
                 facts=facts,
                 past=record.past,
                 config=settled.config,
-                plans=learned_limits.sent_along(
-                    fault_injection.with_faults(plans, chaos), clock.unix_s()
-                ),
-                fleet=fleet,
+                plans=learned_limits.sent_along(plans, clock.unix_s()),
+                fleet=disturbed,
                 outlets=record.outlets,
                 interrupted=lambda: interrupts.asked,
                 learned_limits=learned_limits,
                 checkpoints=CheckpointKeeper(record.folder / "states"),
                 output=OutputFiles(record.folder),
                 commands=commands,
-                injector=injector,
                 clock=clock,
             )
             try:
@@ -280,9 +288,15 @@ class _Record:
 
     def __post_init__(self) -> None:
         judge, store = self.options.judge, RunStore(self.folder / STORE_NAME)
+
+        def also(entry: Mapping[str, Any]) -> None:
+            store.event(entry)
+            for experiment in self.options.experiments:
+                experiment.on_event(entry)
+
         self.outlets = Outlets(
             watchers=(*_viewers(self.options, self.screen), *(() if judge is None else (judge,))),
-            events=EventLog(self.folder / "events.jsonl", also=store.event),
+            events=EventLog(self.folder / "events.jsonl", also=also),
             store=store,
         )
         self._begun = self._ended = self._with_report = False
@@ -292,7 +306,7 @@ class _Record:
 
         Again if the cluster changes the environment.
         """
-        config, chaos = environment.config, self.options.chaos
+        config = environment.config
         facts = RunFacts(
             run_id=self.folder.name,
             started_at_unix_s=self.started_at_unix_s,
@@ -303,7 +317,7 @@ class _Record:
             device=environment.target.device,
             one_machine=environment.target.one_machine,
             config_yaml=dump_config(config),
-            chaos=None if chaos is None else chaos.describe(),
+            chaos=self.options.failures,
             nodes_planned=tuple(config.nodes),
             head_pid=os.getpid(),
             head_started=start_time(os.getpid()),
@@ -393,8 +407,9 @@ class _Record:
     def _summary(
         self, snapshot: Snapshot, outcome: str, code: int, error: str | None = None
     ) -> dict[str, Any]:
-        injector = None if self.supervisor is None else self.supervisor.injector
-        faults, counts = ([], []) if injector is None else (injector.faults(), injector.counts())
+        reports = [experiment.faults() for experiment in self.options.experiments]
+        faults = [fault for faults, _ in reports for fault in faults]
+        counts = [count for _, counts in reports for count in counts]
         started = datetime.fromtimestamp(self.started_at_unix_s, UTC).isoformat(
             timespec="milliseconds"
         )

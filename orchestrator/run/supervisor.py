@@ -28,7 +28,6 @@ from orchestrator.record.store import RunFacts
 from orchestrator.run.checkpoint_keeper import CheckpointKeeper
 from orchestrator.run.clock import Clock, Timers
 from orchestrator.run.commands import Commands
-from orchestrator.run.fault_injection import FaultInjector
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.node_watch import NodeWatch
 from orchestrator.run.resume import Past, rules_of
@@ -108,7 +107,6 @@ class Supervisor:
     output: OutputFiles
     commands: Commands
     """Those of the user."""
-    injector: FaultInjector | None = None
     clock: Clock = field(default_factory=Clock)
     strict: bool = False
     """Whether an event that the lifecycle does not allow ends the run (tests), or is written to the
@@ -221,8 +219,6 @@ class Supervisor:
         self._obey()
         self._quarantine_cards(now_s)
         self._begin_counting()
-        if self.injector is not None:
-            self.injector.shake_nodes(self.fleet, now_s)
         self._send_out()
         if not self._slots_busy():
             self.clock.sleep(
@@ -325,8 +321,6 @@ class Supervisor:
             self._counting_since_s = now_s
             remaining_s = max(0.0, self.facts.duration_s - self.past.elapsed_s)
             self._ends_at_s = now_s + remaining_s
-            if self.injector is not None:
-                self.injector.begin(now_s, self._ends_at_s)
             self.outlets.events.write(
                 "counting", duration_s=remaining_s, startup_s=now_s - self._began_s
             )
@@ -391,11 +385,6 @@ class Supervisor:
             return
         if after is before and not commands:
             return
-        if self.injector is not None:
-            accepted = next(
-                (command.report for command in commands if isinstance(command, slots.Accept)), None
-            )
-            self.injector.chaos.watch(before, after, accepted, now_s)
         if after.restarts > before.restarts:
             self._unexplained[name] = now_s + _EXPLAIN_WITHIN_S
             self._restarts += after.restarts - before.restarts
@@ -430,19 +419,10 @@ class Supervisor:
                 plan = self._plans[name]
                 self.fleet.place(plan.reservation, replace(plan.spec, run_id=self.facts.run_id))
             case Directive():
-                slot, injector = self._slots[name], self.injector
-                now_s = self.clock.monotonic_s()
-                fault = None if injector is None else injector.process_fault(slot, command, now_s)
-                lease_bytes = self._broker.grant(slot, command.sequence)
+                lease_bytes = self._broker.grant(self._slots[name], command.sequence)
                 copy = self.checkpoints.copy_for(name, command.incarnation)
-                if (fault, lease_bytes, copy) != (
-                    None,
-                    None,
-                    None,
-                ):  # hardly ever, and a copy takes time
-                    command = replace(
-                        command, process_fault=fault, lease_bytes=lease_bytes, checkpoint=copy
-                    )
+                if lease_bytes is not None or copy is not None:  # hardly ever, and it takes time
+                    command = replace(command, lease_bytes=lease_bytes, checkpoint=copy)
                 self.fleet.submit(name, command)
             case slots.Forget():
                 self.fleet.forget(name)
@@ -473,5 +453,3 @@ class Supervisor:
         self.learned_limits.save()
         for name in self._slots:
             self._feed(name, slots.Close())
-        if self.injector is not None:
-            self.injector.chaos.end(self.clock.monotonic_s())

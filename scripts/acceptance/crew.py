@@ -18,9 +18,8 @@ from benches import bodies, common
 from benches.bodies import Turn
 from benches.common import ChildDiedError
 
-from workers.nvml.card_sensors import CardSensors
 from workers.nvml.queries import visible_card
-from workers.nvml.sampler import ProcessorSensors, Sampler
+from workers.nvml.sensors import CardSensors, ProcessorSensors, Sampler
 from workers.readings import THROTTLE_ALARMS, SensorReading
 from workers.settings import WorkerSpec
 

@@ -19,7 +19,7 @@ from acceptance.crew import crew_of, in_child
 from acceptance.machine import Machine
 from acceptance.outcome import Outcome, Row
 from workers.devices.base import open_device
-from workers.nvml.sampler import SAMPLE_EVERY_S, open_sampler
+from workers.nvml.sensors import SAMPLE_EVERY_S, open_sampler
 from workers.readings import SensorReading
 from workers.settings import WorkerSpec
 from workers.verification.check import CheckSchedule

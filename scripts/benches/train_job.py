@@ -30,7 +30,7 @@ from workers.training import order, tasks
 from workers.training.errors import UpdateInterruptedError
 from workers.training.made_data import MadeText
 from workers.training.models import Gpt, GptShape
-from workers.training.rungs import micro_batches
+from workers.training.schedule import micro_batches
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask
 from workers.training.trainer import Trainer

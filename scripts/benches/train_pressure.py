@@ -44,7 +44,7 @@ from benches.train_job import (
     trainer,
     warmed_up,
 )
-from workers.training.rungs import micro_batches
+from workers.training.schedule import micro_batches
 from workers.units import MIB
 
 _HERE = Path(__file__).parent

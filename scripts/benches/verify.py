@@ -20,8 +20,8 @@ import torch
 from benches.common import Result, progress
 from workers.verification import freivalds, repeat
 from workers.verification.check import Check
-from workers.verification.tamper import bit_class, flip_bit
-from workers.verification.tolerance import tolerance
+from workers.verification.freivalds import tolerance
+from workers.verification.repeat import bit_class, flip_bit
 
 _DTYPES: Final = {
     "fp32": torch.float32,

@@ -18,9 +18,9 @@ from typing import Any, Final
 from acceptance.watching import look, work_and_check
 
 from benches.common import Child, Result, lone_worker, progress, sized, spread
-from workers.nvml.fake.library import load
-from workers.nvml.fake.prepare import prepare
-from workers.nvml.sampler import SAMPLE_EVERY_S
+from workers.nvml.fake import load
+from workers.nvml.fake.script import prepare
+from workers.nvml.sensors import SAMPLE_EVERY_S
 from workers.settings import FakeSensors, WorkerSpec
 
 _SCRIPT: Final = Path(__file__).parent.parent / "heat.json"

@@ -15,17 +15,19 @@ from typer.testing import CliRunner
 from orchestrator.cli.app import app
 from orchestrator.core.slot import HeadState, SlotState
 from orchestrator.errors import UsageError
-from orchestrator.lab.advise import verb
+from orchestrator.lab.advise import answer
 from orchestrator.lab.advise.advice import FROM_COUNTERS, FROM_DRIVER, advice
-from orchestrator.lab.advise.causes import answers
-from orchestrator.lab.advise.drawing import _percents
-from orchestrator.lab.advise.facts import CardFacts, RunFacts, SlotFacts
-from orchestrator.lab.advise.shares import Cause, divide
-from orchestrator.lab.advise.sources import Known
+from orchestrator.lab.advise.answer import _percents
+from orchestrator.lab.advise.causes import Cause, answers, divide
+from orchestrator.lab.advise.facts import CardHistory, RunHistory, SlotHistory
 from orchestrator.lab.burn.sweep import parse_sweep
-from orchestrator.lab.tune import store
-from orchestrator.lab.tune.rows import Row, Verdict
-from orchestrator.lab.tune.store import Result, Subject
+from orchestrator.lab.tune.results import (
+    LeverRow,
+    LeverVerdict,
+    TunedSubject,
+    TuningResult,
+    write_result,
+)
 from orchestrator.view.cells import UNICODE
 from tests.advise.made_runs import BUSY, GIB, hot, make_run
 from tests.watch.scene import event
@@ -77,7 +79,7 @@ def test_the_right_cause_is_named_first(situation: str, tmp_path: Path) -> None:
     workers, cause, share_pct, key = SITUATIONS[situation]
     make_run(tmp_path, *workers, config="train: {loader_workers: 0, non_blocking: false}")
     code, told = asked(tmp_path)
-    assert code == verb.ADVICE
+    assert code == answer.ADVICE
     (card,) = told["cards"]
     assert card["causes"][0]["cause"] == cause, card
     assert card["causes"][0]["share_pct"] == pytest.approx(share_pct, abs=3.0)
@@ -107,24 +109,24 @@ def test_a_busy_card_needs_no_change_and_seven_workers_that_rest_in_turn_keep_on
     for name, workers in {"one": [BUSY], "seven": [rests] * 7}.items():
         make_run(tmp_path / name, *workers)
         code, told = asked(tmp_path / name)
-        assert (code, told["advice"]) == (verb.NOTHING, [])
+        assert (code, told["advice"]) == (answer.NOTHING, [])
         assert told["cards"][0]["busy_pct"] == pytest.approx(97, abs=3)
 
 
 def test_what_cannot_be_told_is_said_and_has_a_code_of_its_own(tmp_path: Path) -> None:
-    assert asked(tmp_path / "empty")[0] == verb.CANNOT_TELL
+    assert asked(tmp_path / "empty")[0] == answer.CANNOT_TELL
     make_run(tmp_path / "short", BUSY, seconds=5)
     code, told = asked(tmp_path / "short")
-    assert (code, told["cards"][0]["causes"]) == (verb.CANNOT_TELL, [])
+    assert (code, told["cards"][0]["causes"]) == (answer.CANNOT_TELL, [])
     assert "too short" in told["cards"][0]["unknown"]
     with pytest.raises(UsageError):
-        verb.advise(tmp_path / "short", "0000", print, UNICODE, json=True)
+        answer.advise(tmp_path / "short", "0000", print, UNICODE, json=True)
 
 
 def test_the_text_says_share_cause_gain_source_and_what_to_type(tmp_path: Path) -> None:
     make_run(tmp_path, trains(data_wait_pct=50.0))
     said: list[str] = []
-    assert verb.advise(tmp_path, "latest", said.append, UNICODE, json=False) == verb.ADVICE
+    assert answer.advise(tmp_path, "latest", said.append, UNICODE, json=False) == answer.ADVICE
     text = "\n".join(said)
     for words in (
         "Why is the card not busy?",
@@ -192,23 +194,23 @@ def test_the_shares_of_a_training_are_those_of_all_its_processes(tmp_path: Path)
 
 
 def test_what_the_driver_says_of_a_card_here_is_advice_with_its_source() -> None:
-    slot = SlotFacts(slot="pc1/0", states_s={WorkerState.RUNNING: 60.0}, duty_got=1.0, copies=0.3)
+    slot = SlotHistory(slot="pc1/0", states_s={WorkerState.RUNNING: 60.0}, duty_got=1.0, copies=0.3)
     told = {
         "power_limit_w": 250.0,
         "usual_power_limit_w": 350.0,
         "pcie_lanes": 4,
         "most_pcie_lanes": 16,
     }
-    card = CardFacts(node="pc1", name="card", uuid="GPU-0", slots=(slot,), **told)  # type: ignore[arg-type]
-    run = RunFacts(run_id="night", cards=(card,))
-    made = advice(run, answers(run), Known())
+    card = CardHistory(node="pc1", name="card", uuid="GPU-0", slots=(slot,), **told)  # type: ignore[arg-type]
+    run = RunHistory(run_id="night", cards=(card,))
+    made = advice(run, answers(run), ())
     assert [one.source for one in made] == [FROM_COUNTERS, FROM_DRIVER, FROM_DRIVER]
     assert made[1].command == "sudo nvidia-smi -i GPU-0 -pl 350"
     assert "4 of 16 PCIe lanes" in made[2].text
-    asked_for = RunFacts(
+    asked_for = RunHistory(
         run_id="night", cards=(card,), keys={"nodes": {"pc1": {"power_limit_w": 250.0}}}
     )
-    assert all("-pl" not in one.command for one in advice(asked_for, answers(asked_for), Known()))
+    assert all("-pl" not in one.command for one in advice(asked_for, answers(asked_for), ()))
 
 
 def test_several_trainings_on_one_card_are_told_of_and_words_keep_to_the_terminal(
@@ -216,7 +218,7 @@ def test_several_trainings_on_one_card_are_told_of_and_words_keep_to_the_termina
 ) -> None:
     make_run(tmp_path, *[trains(data_wait_pct=60.0)] * 3, config=TRAINS)
     said: list[str] = []
-    verb.advise(tmp_path, "latest", said.append, UNICODE, json=False, width=60)
+    answer.advise(tmp_path, "latest", said.append, UNICODE, json=False, width=60)
     assert "The 3 workers on" in "\n".join(said)
     assert any(line.endswith("--set nodes.pc1.workers=1") for line in said)
     commands = ("type: ", "measure: ")
@@ -227,13 +229,13 @@ def tuned(folder: Path, **subject: str) -> None:
     """Keep a tuning as `tune` does."""
     rows = [("loader_workers", "auto", 1.4), ("precision", "bf16", 1.8), ("compile", "block", 1.1)]
     made = [
-        Row(
+        LeverRow(
             lever=lever,
             setting=setting,
             speed_ratio=ratio,
             speed_low=ratio - (0.2 if lever == "compile" else 0.05),
             speed_high=ratio + 0.05,
-            verdict=Verdict.CONFIRMED,
+            verdict=LeverVerdict.CONFIRMED,
             reason="measured",
         )
         for lever, setting, ratio in rows
@@ -241,9 +243,9 @@ def tuned(folder: Path, **subject: str) -> None:
     here = {"card": "GPU-0", "driver": "580", "torch": "2.13", "model": "gpt-mini", **subject}
     path = folder / "tunings" / f"of-{here['card']}"
     path.mkdir(parents=True)
-    result = Result(
+    result = TuningResult(
         tune_id=path.name,
-        subject=Subject(**here),  # type: ignore[arg-type]  # all of them are texts here
+        subject=TunedSubject(**here),  # type: ignore[arg-type]  # all of them are texts here
         device_name="NVIDIA GeForce RTX 3090",
         created_at="2026-11-23T20:00:00Z",
         duration_s=60.0,
@@ -251,7 +253,7 @@ def tuned(folder: Path, **subject: str) -> None:
         rows=tuple(made),
         chosen={"loader_workers": "auto", "precision": "bf16", "compile": "block"},
     )
-    store.write(path, result)
+    write_result(path, result)
 
 
 @pytest.mark.parametrize(
@@ -307,14 +309,14 @@ def test_what_a_tuning_measured_goes_before_what_the_counters_allow(
 def test_a_loss_of_speed_is_put_down_to_another_program_only_if_one_is_seen(
     changed: dict[str, Any], cause: Cause
 ) -> None:
-    slot = SlotFacts(
+    slot = SlotHistory(
         slot="pc1/0",
         states_s={WorkerState.RUNNING: 60.0},
         duty_got=1.0,
         of_best=0.5,
         own_bytes=3 * GIB,
     )
-    card = CardFacts(
+    card = CardHistory(
         node="pc1",
         name="card",
         uuid="GPU-0",
@@ -323,7 +325,7 @@ def test_a_loss_of_speed_is_put_down_to_another_program_only_if_one_is_seen(
         total_bytes=24 * GIB,
     )
     shares = divide(
-        CardFacts(**{**{name: getattr(card, name) for name in CardFacts.__slots__}, **changed})
+        CardHistory(**{**{name: getattr(card, name) for name in CardHistory.__slots__}, **changed})
     ).shares
     assert max(shares, key=lambda each: shares[each]) is cause
 
@@ -349,9 +351,9 @@ def test_every_share_is_a_share(
     workers: int,
 ) -> None:
     slots = tuple(
-        SlotFacts(slot=f"pc1/{index}", states_s=states_s, **told) for index in range(workers)
+        SlotHistory(slot=f"pc1/{index}", states_s=states_s, **told) for index in range(workers)
     )
-    division = divide(CardFacts(node="pc1", name="card", uuid=uuid, slots=slots, **of_card))
+    division = divide(CardHistory(node="pc1", name="card", uuid=uuid, slots=slots, **of_card))
     assert all(0 <= share <= 1 for share in division.shares.values())
     assert division.busy is None or 0 <= division.busy <= 1
 

@@ -146,9 +146,9 @@ def test_another_run_begins_with_nothing() -> None:
 @pytest.mark.parametrize("what", ["loss", "norm of the gradient"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_the_reason_of_a_stopped_training_is_known(what: str, value: float) -> None:
-    from workers.training.accumulator import _not_finite
+    from workers.training.errors import NotFiniteError
 
-    reason = f"pc1/0: {_not_finite(what, value, 3)}; no snapshot"
+    reason = f"pc1/0: {NotFiniteError(what, value, 3)}; no snapshot"
     row = Row(slot="pc1/0", node="pc1", state=HeadState.QUARANTINED, reason=reason)
     assert catalogue.is_not_finite(row)
     assert not catalogue.is_not_finite(replace(row, reason="5 processes died"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from orchestrator.lab.burn.verdict import Measured, Sample
+from orchestrator.lab.burn.verdict import Measured, WorkerSample
 from orchestrator.record.model import Row
 from workers.messages import StepCounts, WorkerState
 
@@ -25,7 +25,7 @@ ROW = Row(
     counts=StepCounts(steps_ok=100, verify_checks=10),
 )
 
-GOOD = Sample(
+GOOD = WorkerSample(
     at_s=0.0,
     state=WorkerState.RUNNING,
     tflops=20.0,

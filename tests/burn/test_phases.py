@@ -6,7 +6,8 @@ import pytest
 
 from orchestrator.config.load import config_from_data
 from orchestrator.config.schema import Config
-from orchestrator.lab.burn.phases import HEAT_S, Phase, number_types, takes
+from orchestrator.lab.burn.phases import HEAT_S, number_types, planned_runs
+from orchestrator.lab.burn.verdict import BurnPhase
 
 ALL = ("fp32", "tf32", "fp16", "bf16")
 
@@ -50,17 +51,19 @@ def test_a_card_is_asked_for_the_types_it_has_units_for(
 def test_all_three_phases_in_their_order_and_none_longer_than_heat(
     heat_s: float, lengths_s: list[float]
 ) -> None:
-    planned = takes(config(), {"pc1": ALL, "pc2": ALL}, heat_s, set(Phase))
+    planned = planned_runs(config(), {"pc1": ALL, "pc2": ALL}, heat_s, set(BurnPhase))
     assert [(take.phase, take.dtype) for take in planned] == [
-        *((Phase.CAPS, dtype) for dtype in ALL),
-        (Phase.HEAT, None),
-        (Phase.FULL_LOAD, None),
+        *((BurnPhase.CAPS, dtype) for dtype in ALL),
+        (BurnPhase.HEAT, None),
+        (BurnPhase.FULL_LOAD, None),
     ]
     assert [take.config.run.duration_s for take in planned] == lengths_s
 
 
 def test_a_type_is_tried_on_the_nodes_that_have_it_and_checked_densely() -> None:
-    planned = takes(config(), {"pc1": ALL, "pc2": ("fp32", "fp16")}, HEAT_S, {Phase.CAPS})
+    planned = planned_runs(
+        config(), {"pc1": ALL, "pc2": ("fp32", "fp16")}, HEAT_S, {BurnPhase.CAPS}
+    )
     by_type = {take.dtype: take.config for take in planned}
     assert {dtype: list(one.nodes) for dtype, one in by_type.items()} == {
         "fp32": ["pc1", "pc2"],
@@ -77,19 +80,19 @@ def test_a_type_is_tried_on_the_nodes_that_have_it_and_checked_densely() -> None
 
 
 def test_checks_that_are_denser_already_stay() -> None:
-    (take, *_) = takes(config(verify={"share": 0.4}), {"pc1": ALL}, HEAT_S, {Phase.CAPS})
+    (take, *_) = planned_runs(config(verify={"share": 0.4}), {"pc1": ALL}, HEAT_S, {BurnPhase.CAPS})
     assert take.config.verify.share == 0.4
 
 
 def test_this_machine_alone_has_a_node_that_the_configuration_does_not_know() -> None:
-    planned = takes(config(), {"local": ("fp32", "fp16")}, HEAT_S, {Phase.CAPS})
+    planned = planned_runs(config(), {"local": ("fp32", "fp16")}, HEAT_S, {BurnPhase.CAPS})
     assert [take.dtype for take in planned] == ["fp32", "fp16"]
     assert all(list(take.config.nodes) == ["pc1", "pc2"] for take in planned)
 
 
 def test_heat_is_full_duty_with_matmul_and_nothing_else() -> None:
     loaded = config(workload={"name": "mine:Step"}, thermal={"hot_c": 76.0})
-    (heat,) = takes(loaded, {"pc1": ALL, "pc2": ALL}, 600.0, {Phase.HEAT})
+    (heat,) = planned_runs(loaded, {"pc1": ALL, "pc2": ALL}, 600.0, {BurnPhase.HEAT})
     assert heat.config.compute_share_mode == "none"
     assert heat.config.workload.name == "matmul"
     assert heat.config.thermal == loaded.thermal, (
@@ -101,10 +104,10 @@ def test_heat_is_full_duty_with_matmul_and_nothing_else() -> None:
     assert heat.config.run.duration_s == 600.0
 
 
-@pytest.mark.parametrize("phase", [Phase.CAPS, Phase.HEAT])
-def test_matmul_keeps_the_sizes_that_are_meant_for_it(phase: Phase) -> None:
+@pytest.mark.parametrize("phase", [BurnPhase.CAPS, BurnPhase.HEAT])
+def test_matmul_keeps_the_sizes_that_are_meant_for_it(phase: BurnPhase) -> None:
     loaded = config(workload={"name": "matmul", "size": 4096, "batch": 64})
-    for take in takes(loaded, {"pc1": ALL, "pc2": ALL}, 600.0, {phase}):
+    for take in planned_runs(loaded, {"pc1": ALL, "pc2": ALL}, 600.0, {phase}):
         assert (take.config.workload.size, take.config.workload.batch) == (4096, 64)
         assert {name: node.size for name, node in take.config.nodes.items()} == {
             name: node.size for name, node in loaded.nodes.items()
@@ -113,7 +116,7 @@ def test_matmul_keeps_the_sizes_that_are_meant_for_it(phase: Phase) -> None:
 
 def test_full_load_is_the_configuration_as_it_is() -> None:
     loaded = config(workload={"name": "mine:Step"}, run={"duration": "2m"})
-    (full,) = takes(loaded, {"pc1": ALL, "pc2": ALL}, HEAT_S, {Phase.FULL_LOAD})
+    (full,) = planned_runs(loaded, {"pc1": ALL, "pc2": ALL}, HEAT_S, {BurnPhase.FULL_LOAD})
     changed = full.config.model_dump()
     changed["run"]["duration"] = loaded.run.duration
     assert changed == loaded.model_dump()

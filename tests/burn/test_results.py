@@ -14,10 +14,15 @@ from rich.console import Console
 
 from orchestrator.config.load import config_from_data
 from orchestrator.core.slot import HeadState
-from orchestrator.lab.burn.drawing import result_lines
-from orchestrator.lab.burn.phases import Phase, takes
-from orchestrator.lab.burn.results import BurnResult, Taken, by_phase, result_dict
-from orchestrator.lab.burn.verdict import Judged, judge
+from orchestrator.lab.burn.phases import planned_runs
+from orchestrator.lab.burn.results import (
+    BurnResult,
+    JudgedRun,
+    by_phase,
+    result_dict,
+    result_lines,
+)
+from orchestrator.lab.burn.verdict import BurnPhase, JudgedWorker, judge
 from orchestrator.record.summary import summary_text
 from orchestrator.view.cells import ASCII, UNICODE, Glyphs
 from tests.burn.scene import GOOD as SEEN
@@ -28,23 +33,25 @@ from workers.messages import WorkerState
 CONFIG = config_from_data(
     {"nodes": {"pc1": {"gpu": "rtx-3090", "workers": 1, "vram_per_worker_gib": 3.0}}}
 )
-TAKES = takes(CONFIG, {"pc1": ("fp32", "fp16")}, 600.0, set(Phase))
+TAKES = planned_runs(CONFIG, {"pc1": ("fp32", "fp16")}, 600.0, set(BurnPhase))
 
 
-def worker(slot: str = "pc1/0", **changes: Any) -> Judged:
+def worker(slot: str = "pc1/0", **changes: Any) -> JudgedWorker:
     row = {name: changes.pop(name) for name in list(changes) if not hasattr(SEEN, name)}
     return judge(
         measured(with_changes(ROW, slot=slot, node=slot.partition("/")[0], **row), **changes)
     )
 
 
-def result(*workers: tuple[Judged, ...], **last: Any) -> BurnResult:
-    """Return a burn-in of the first takes, each with its workers.
+def result(*workers: tuple[JudgedWorker, ...], **last: Any) -> BurnResult:
+    """Return a burn-in of the first runs, each with its workers.
 
     `last` is what befell the last one.
     """
     taken = [
-        Taken(take=take, workers=judged, folder=Path("runs/20260101-000000-abcd"), elapsed_s=600.0)
+        JudgedRun(
+            take=take, workers=judged, folder=Path("runs/20260101-000000-abcd"), elapsed_s=600.0
+        )
         for take, judged in zip(TAKES, workers, strict=False)
     ]
     taken[-1] = replace(taken[-1], **last)

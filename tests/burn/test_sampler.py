@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.core.slot import HeadState
-from orchestrator.lab.burn.verb import Sampler, told
+from orchestrator.lab.burn.phases import SnapshotSampler, warnings_of
 from orchestrator.record.model import Snapshot
 from orchestrator.record.store import STORE_NAME, RunStore
 from tests.burn.scene import ROW
@@ -33,7 +33,7 @@ def snapshot(elapsed_s: float, duration_s: float, **changes: object) -> Snapshot
 
 @pytest.mark.parametrize(("length_s", "most"), [(10.0, 10), (3600.0, 600), (86_400.0, 600)])
 def test_a_sample_a_second_and_never_more_than_fit(length_s: float, most: int) -> None:
-    sampler = Sampler(length_s)
+    sampler = SnapshotSampler(length_s)
     elapsed_s = 0.0
     while elapsed_s < length_s:
         sampler.update(snapshot(elapsed_s, length_s))
@@ -46,7 +46,7 @@ def test_a_sample_a_second_and_never_more_than_fit(length_s: float, most: int) -
 
 
 def test_only_the_planned_time_is_sampled() -> None:
-    sampler = Sampler(10.0)
+    sampler = SnapshotSampler(10.0)
     sampler.update(snapshot(0.0, 10.0, state=HeadState.STARTING))
     sampler.update(snapshot(5.0, 10.0))
     sampler.update(snapshot(10.0, 10.0, state=WorkerState.STOPPED))  # draining
@@ -65,12 +65,12 @@ def test_what_the_store_tells_of_alarms_and_of_checks_that_ended(tmp_path: Path)
     ):
         store.event({"at": at, "event": name, "slot": slot, **details})
     store.commit()
-    assert told(tmp_path) == ({"pc1/0": ["power brake"]}, {"pc1/0": r"no memory\nfor it"})
-    assert told(None) == told(tmp_path / "nowhere") == ({}, {})
+    assert warnings_of(tmp_path) == ({"pc1/0": ["power brake"]}, {"pc1/0": r"no memory\nfor it"})
+    assert warnings_of(None) == warnings_of(tmp_path / "nowhere") == ({}, {})
 
 
 def test_every_worker_has_its_own_samples_its_last_row_and_its_alarms() -> None:
-    sampler = Sampler(10.0)
+    sampler = SnapshotSampler(10.0)
     assert (sampler.last, sampler.measured({"pc1/0": ["card lost"]}, {})) == (None, ())
     sampler.update(snapshot(1.0, 10.0))
     sampler.update(snapshot(3.0, 10.0))
@@ -85,7 +85,7 @@ def test_every_worker_has_its_own_samples_its_last_row_and_its_alarms() -> None:
 
 
 def test_how_warm_a_processor_gets_is_not_judged_by_what_is_hot_for_a_card() -> None:
-    sampler = Sampler(10.0)
+    sampler = SnapshotSampler(10.0)
     sampler.update(snapshot(1.0, 10.0, temperature_c=95.0, temperature_of="processor"))
     (first, _) = sampler.measured({}, {})
     assert [sample.temperature_c for sample in first.samples] == [None]

@@ -12,17 +12,18 @@ from orchestrator.cli.app import app
 from orchestrator.config.load import load_config
 from orchestrator.errors import UsageError
 from orchestrator.lab.burn import phases
-from orchestrator.lab.burn.results import Taken
+from orchestrator.lab.burn.results import JudgedRun
 from orchestrator.lab.burn.sweep import (
-    Lever,
-    Point,
     Sweep,
+    SweepPoint,
+    SweepResult,
+    SweptSetting,
     efficient,
-    next_value,
     parse_sweep,
     points_of,
+    sweep_dict,
+    sweep_lines,
 )
-from orchestrator.lab.burn.sweep_verb import SweepResult, sweep_dict, sweep_lines
 from orchestrator.lab.burn.verdict import judge
 from orchestrator.record.model import Row
 from orchestrator.view.cells import UNICODE
@@ -37,13 +38,13 @@ CONFIG = load_config(str(ROOT / "cluster.yaml"), [])
 
 def taken(
     *rows: Row, error: str | None = None, alarms: tuple[str, ...] = (), **seen: object
-) -> Taken:
+) -> JudgedRun:
     """Return a run of some workers that were seen like this."""
     workers = tuple(judge(measured(row, length_s=90.0, alarms=alarms, **seen)) for row in rows)
-    return Taken(take=TAKE, workers=workers, folder=Path("runs/x"), elapsed_s=90.0, error=error)
+    return JudgedRun(take=TAKE, workers=workers, folder=Path("runs/x"), elapsed_s=90.0, error=error)
 
 
-def at(value: int, watts: float, rate: float, stop: str | None = None) -> Point:
+def at(value: int, watts: float, rate: float, stop: str | None = None) -> SweepPoint:
     return points_of(value, [taken(ROW, power_w=watts, tflops=rate)])[0] if stop is None else replace(
         at(value, watts, rate), stop=stop
     )  # fmt: skip
@@ -52,13 +53,13 @@ def at(value: int, watts: float, rate: float, stop: str | None = None) -> Point:
 @pytest.mark.parametrize(
     ("text", "lever", "values"),
     [
-        ("power=200..350:50", Lever.POWER, (350, 300, 250, 200)),
-        ("memory-offset=0..500:100", Lever.MEMORY_OFFSET, (0, 100, 200, 300, 400, 500)),
-        ("memory-offset=-100..100:100", Lever.MEMORY_OFFSET, (-100, 0, 100)),
+        ("power=200..350:50", SweptSetting.POWER, (350, 300, 250, 200)),
+        ("memory-offset=0..500:100", SweptSetting.MEMORY_OFFSET, (0, 100, 200, 300, 400, 500)),
+        ("memory-offset=-100..100:100", SweptSetting.MEMORY_OFFSET, (-100, 0, 100)),
     ],
 )
 def test_power_goes_down_and_an_offset_goes_up(
-    text: str, lever: Lever, values: tuple[int, ...]
+    text: str, lever: SweptSetting, values: tuple[int, ...]
 ) -> None:
     assert parse_sweep(text) == Sweep(lever=lever, values=values)
 
@@ -96,12 +97,11 @@ DEAD = replace(ROW, restarts=1)
         (taken(ROW, error="the cluster is gone"), "the cluster is gone"),
     ],
 )
-def test_it_stops_at_the_first_value_that_goes_wrong(run: Taken, words: str) -> None:
+def test_it_stops_at_the_first_value_that_goes_wrong(run: JudgedRun, words: str) -> None:
     sweep = parse_sweep("memory-offset=0..300:100")
     points = points_of(0, [taken(ROW)])
-    assert next_value(sweep, points) == 100
+    assert SweepResult(sweep=sweep, points=points).stopped is None
     points += points_of(100, [run])
-    assert next_value(sweep, points) is None
     result = SweepResult(sweep=sweep, points=points)
     assert words in (result.stopped or "")
     assert (result.exit_code, sweep_dict(result)["stopped"]) == (1, result.stopped)

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.core.slot import HeadState
-from orchestrator.lab.burn.phases import Phase
 from orchestrator.lab.burn.verdict import (
     PURPOSE,
-    Check,
-    Judged,
+    BurnCheck,
+    BurnPhase,
+    BurnVerdict,
+    JudgedWorker,
     Measured,
-    Sample,
-    Verdict,
+    WorkerSample,
     judge,
     overall,
     verdict_of,
@@ -26,23 +26,23 @@ from tests.burn.scene import ROW, measured
 from tests.counting import with_changes
 from workers.messages import WorkerState
 
-PASS, FAIL, NOT_JUDGED = Verdict.PASS, Verdict.FAIL, Verdict.NOT_JUDGED
+PASS, FAIL, NOT_JUDGED = BurnVerdict.PASS, BurnVerdict.FAIL, BurnVerdict.NOT_JUDGED
 
 
-def verdict(judged: Judged, check: Check) -> Verdict:
+def verdict(judged: JudgedWorker, check: BurnCheck) -> BurnVerdict:
     return judged.findings[check].verdict
 
 
-def text(judged: Judged, check: Check) -> str:
+def text(judged: JudgedWorker, check: BurnCheck) -> str:
     return judged.findings[check].text
 
 
 def test_a_cool_card_that_did_its_work_passes_every_check() -> None:
     judged = judge(measured())
     assert [(check, finding.verdict) for check, finding in judged.findings.items()] == [
-        (check, PASS) for check in Check
+        (check, PASS) for check in BurnCheck
     ]
-    assert verdict_of(Phase.HEAT, [judged]) is PASS
+    assert verdict_of(BurnPhase.HEAT, [judged]) is PASS
 
 
 Seen: TypeAlias = dict[str, Any]
@@ -55,16 +55,16 @@ RUNNING, EMERGENCY, PAUSED = WorkerState.RUNNING, WorkerState.EMERGENCY, WorkerS
     ("check", "seen", "expected", "said"),
     [
         # More than nine tenths of the cap are held, and never more than all.
-        *((Check.MEMORY, {"reserved_bytes": held_bytes}, expected, said) for held_bytes, expected, said in (
+        *((BurnCheck.MEMORY, {"reserved_bytes": held_bytes}, expected, said) for held_bytes, expected, said in (
             (901, PASS, "90.1 % of its cap"), (900, FAIL, "more than 90 %"), (1000, PASS, ""), (1001, FAIL, "over its"),
             (0, FAIL, ""), (lambda at_s: 1001 if at_s == 7 else 950, FAIL, "over its cap"),
             (lambda at_s: 950 if at_s > 100 else 200, PASS, "held 95 %"),  # climbs to the cap
             (lambda at_s: 950 if at_s < 200 else 500, FAIL, ""),  # gave way for most of the time
         )),
-        (Check.ERRORS, {"state": lambda at_s: EMERGENCY if at_s % 100 == 7 else RUNNING}, FAIL,
+        (BurnCheck.ERRORS, {"state": lambda at_s: EMERGENCY if at_s % 100 == 7 else RUNNING}, FAIL,
          "without memory for any step for 1 % of the time"),
         # Sustained is half a minute on end, or a tenth of the time.
-        *((Check.TEMPERATURE, {"temperature_c": temperature_c}, expected, said) for temperature_c, expected, said in (
+        *((BurnCheck.TEMPERATURE, {"temperature_c": heat}, expected, said) for heat, expected, said in (
             (None, NOT_JUDGED, "no sensor"), (79.9, PASS, "80 C at most"), (80.0, FAIL, "at or above 80 C"),
             (lambda at_s: 90.0 if at_s < 30 else 60.0, PASS, "for 28 s on end and 4.8 % of the time"),
             (lambda at_s: 90.0 if at_s < 32 else 60.0, FAIL, "for 30 s on end"),
@@ -72,14 +72,14 @@ RUNNING, EMERGENCY, PAUSED = WorkerState.RUNNING, WorkerState.EMERGENCY, WorkerS
             (lambda at_s: 80.0 if at_s % 9 == 0 else 60.0, FAIL, "11 % of the time"),
             (lambda at_s: None if at_s % 2 else 81.0, FAIL, "100 %"),  # gaps do not make it shorter
         )),
-        *((Check.SLOWDOWN, seen, expected, said) for seen, expected, said in (
+        *((BurnCheck.SLOWDOWN, seen, expected, said) for seen, expected, said in (
             ({"alarms": ("power brake",)}, FAIL, "alarm: power brake"),
             ({"throttle_pct": 5.1}, FAIL, "slowed itself down"), ({"throttle_pct": 5.0}, PASS, "none"),
             ({"state": WorkerState.THROTTLED}, FAIL, "100 % of the time"),
             ({"state": lambda at_s: PAUSED if at_s % 5 == 0 else RUNNING}, FAIL, "of the time"),
         )),
         # Throughput must neither scatter nor fall; on a card, after a minute.
-        *((Check.THROUGHPUT, {"tflops": tflops}, expected, said) for tflops, expected, said in (
+        *((BurnCheck.THROUGHPUT, {"tflops": tflops}, expected, said) for tflops, expected, said in (
             (20.0, PASS, "scatters by 0 %"), (lambda at_s: 21.0 if at_s // 10 % 2 else 19.5, PASS, ""),
             (lambda at_s: 25.0 if at_s // 10 % 2 else 15.0, FAIL, "scatters"),
             (lambda at_s: 20.0 if at_s <= 360 else 18.98, FAIL, "in the second half"),  # 360 is in neither half
@@ -88,11 +88,11 @@ RUNNING, EMERGENCY, PAUSED = WorkerState.RUNNING, WorkerState.EMERGENCY, WorkerS
             (lambda at_s: 20.0 if at_s < 500 else None, FAIL, ""),  # stops
             (None, NOT_JUDGED, "counts no operations"),
         )),
-        (Check.THROUGHPUT, {"length_s": 30.0}, NOT_JUDGED, "too short"),
-        (Check.THROUGHPUT, {"length_s": 70.0}, PASS, ""),
+        (BurnCheck.THROUGHPUT, {"length_s": 30.0}, NOT_JUDGED, "too short"),
+        (BurnCheck.THROUGHPUT, {"length_s": 70.0}, PASS, ""),
     ],
 )  # fmt: skip
-def test_where_a_pass_ends(check: Check, seen: Seen, expected: Verdict, said: str) -> None:
+def test_where_a_pass_ends(check: BurnCheck, seen: Seen, expected: BurnVerdict, said: str) -> None:
     finding = judge(measured(**seen)).findings[check]
     assert finding.verdict is expected
     assert said in finding.text
@@ -101,29 +101,29 @@ def test_where_a_pass_ends(check: Check, seen: Seen, expected: Verdict, said: st
 @pytest.mark.parametrize(
     ("check", "changes", "expected", "said"),
     [
-        (Check.ERRORS, {"steps_error": 1}, FAIL, "1 error of the workload"),
-        (Check.ERRORS, {"restarts": 1}, FAIL, "1 restart"),
-        (Check.ERRORS, {"steps_ok": 0}, FAIL, "did no step"),
+        (BurnCheck.ERRORS, {"steps_error": 1}, FAIL, "1 error of the workload"),
+        (BurnCheck.ERRORS, {"restarts": 1}, FAIL, "1 restart"),
+        (BurnCheck.ERRORS, {"steps_ok": 0}, FAIL, "did no step"),
         (
-            Check.ERRORS,
+            BurnCheck.ERRORS,
             {"state": HeadState.QUARANTINED, "reason": "5 deaths"},
             FAIL,
             "ended QUARANTINED: 5 deaths",
         ),
-        (Check.ERRORS, {"state": HeadState.LOST}, FAIL, "ended LOST"),
-        (Check.ERRORS, {"state": HeadState.RESTARTING}, FAIL, "ended RESTARTING"),
-        (Check.ERRORS, {"state": EMERGENCY}, FAIL, "ended EMERGENCY"),
+        (BurnCheck.ERRORS, {"state": HeadState.LOST}, FAIL, "ended LOST"),
+        (BurnCheck.ERRORS, {"state": HeadState.RESTARTING}, FAIL, "ended RESTARTING"),
+        (BurnCheck.ERRORS, {"state": EMERGENCY}, FAIL, "ended EMERGENCY"),
         # An out-of-memory error that was survived is no error.
-        (Check.ERRORS, {"steps_oom": 3, "oom_count": 5, "emergency_count": 5}, PASS, "none"),
-        (Check.RESULTS, {"verify_checks": 10}, PASS, "10 results checked"),
-        (Check.RESULTS, {"verify_checks": 10, "verify_errors": 1}, FAIL, "1 of 10"),
-        (Check.RESULTS, {"verify_checks": 0}, NOT_JUDGED, "no result was checked"),
-        (Check.RESULTS, {"verify_checks": 0, "verify_errors": 1}, FAIL, "1 of 0"),
-        (Check.THROUGHPUT, {"device": "cpu"}, NOT_JUDGED, "a processor"),
+        (BurnCheck.ERRORS, {"steps_oom": 3, "oom_count": 5, "emergency_count": 5}, PASS, "none"),
+        (BurnCheck.RESULTS, {"verify_checks": 10}, PASS, "10 results checked"),
+        (BurnCheck.RESULTS, {"verify_checks": 10, "verify_errors": 1}, FAIL, "1 of 10"),
+        (BurnCheck.RESULTS, {"verify_checks": 0}, NOT_JUDGED, "no result was checked"),
+        (BurnCheck.RESULTS, {"verify_checks": 0, "verify_errors": 1}, FAIL, "1 of 0"),
+        (BurnCheck.THROUGHPUT, {"device": "cpu"}, NOT_JUDGED, "a processor"),
     ],
 )
 def test_what_a_row_says_of_its_worker(
-    check: Check, changes: dict[str, Any], expected: Verdict, said: str
+    check: BurnCheck, changes: dict[str, Any], expected: BurnVerdict, said: str
 ) -> None:
     finding = judge(measured(with_changes(ROW, **changes))).findings[check]
     assert finding.verdict is expected
@@ -132,12 +132,12 @@ def test_what_a_row_says_of_its_worker(
 
 def test_results_that_were_checked_for_a_while_are_not_judged() -> None:
     judged = judge(measured(with_changes(ROW, verify_checks=10), unchecked="no memory for it"))
-    assert text(judged, Check.RESULTS) == "10 results checked, then no more: no memory for it"
-    assert verdict_of(Phase.CAPS, [judged]) is NOT_JUDGED
+    assert text(judged, BurnCheck.RESULTS) == "10 results checked, then no more: no memory for it"
+    assert verdict_of(BurnPhase.CAPS, [judged]) is NOT_JUDGED
     assert (
         verdict(
             judge(measured(with_changes(ROW, verify_errors=1), unchecked="no memory")),
-            Check.RESULTS,
+            BurnCheck.RESULTS,
         )
         is FAIL
     )
@@ -145,14 +145,14 @@ def test_results_that_were_checked_for_a_while_are_not_judged() -> None:
 
 def test_without_sensors_heat_has_no_verdict_and_the_rest_has() -> None:
     judged = judge(measured(temperature_c=None, throttle_pct=None))
-    assert verdict(judged, Check.SLOWDOWN) is NOT_JUDGED
+    assert verdict(judged, BurnCheck.SLOWDOWN) is NOT_JUDGED
     assert judged.figures.slowed_pct is None
     assert (
-        verdict_of(Phase.HEAT, [judged])
-        is verdict_of(Phase.HEAT, [judge(measured()), judged])
+        verdict_of(BurnPhase.HEAT, [judged])
+        is verdict_of(BurnPhase.HEAT, [judge(measured()), judged])
         is NOT_JUDGED
     )
-    assert verdict_of(Phase.CAPS, [judged]) is verdict_of(Phase.FULL_LOAD, [judged]) is PASS
+    assert verdict_of(BurnPhase.CAPS, [judged]) is verdict_of(BurnPhase.FULL_LOAD, [judged]) is PASS
 
 
 def test_after_a_gap_in_the_samples_no_window_overlaps_another() -> None:
@@ -168,22 +168,22 @@ def test_a_worker_that_never_came_fails() -> None:
         ROW, state=HeadState.STARTING, cap_bytes=None, steps_ok=0, verify_checks=0, device=None
     )
     judged = judge(Measured(row=row, length_s=60.0, samples=()))
-    assert [check for check in Check if verdict(judged, check) is FAIL] == [Check.ERRORS]
-    assert [check for check in Check if verdict(judged, check) is PASS] == []
+    assert [check for check in BurnCheck if verdict(judged, check) is FAIL] == [BurnCheck.ERRORS]
+    assert [check for check in BurnCheck if verdict(judged, check) is PASS] == []
 
 
-@pytest.mark.parametrize("phase", Phase)
-def test_a_phase_that_was_cut_short_or_had_no_workers_has_no_pass(phase: Phase) -> None:
+@pytest.mark.parametrize("phase", BurnPhase)
+def test_a_phase_that_was_cut_short_or_had_no_workers_has_no_pass(phase: BurnPhase) -> None:
     good, bad = judge(measured()), judge(measured(temperature_c=95.0))
     assert verdict_of(phase, [good]) is PASS
     assert verdict_of(phase, [good], whole=False) is NOT_JUDGED
     assert verdict_of(phase, [bad], whole=False) is FAIL
     assert verdict_of(phase, []) is NOT_JUDGED
-    assert Check.ERRORS in PURPOSE[phase]
+    assert BurnCheck.ERRORS in PURPOSE[phase]
 
 
-@given(st.lists(st.sampled_from(Verdict), max_size=6))
-def test_only_passes_pass(verdicts: list[Verdict]) -> None:
+@given(st.lists(st.sampled_from(BurnVerdict), max_size=6))
+def test_only_passes_pass(verdicts: list[BurnVerdict]) -> None:
     assert (overall(verdicts) is PASS) == (bool(verdicts) and all(one is PASS for one in verdicts))
     assert (overall(verdicts) is FAIL) == (FAIL in verdicts)
 
@@ -191,7 +191,7 @@ def test_only_passes_pass(verdicts: list[Verdict]) -> None:
 known = st.none() | st.floats(-20.0, 120.0)
 samples = st.lists(
     st.builds(
-        Sample,
+        WorkerSample,
         at_s=st.floats(0.0, 100.0),
         state=st.sampled_from(WorkerState),
         tflops=st.none() | st.floats(0.0, 1000.0),
@@ -205,21 +205,21 @@ samples = st.lists(
 
 @given(samples, st.integers(0, 2000) | st.none(), st.sampled_from(WorkerState))
 def test_anything_that_may_be_seen_is_judged(
-    seen: list[Sample], cap_bytes: int | None, state: WorkerState
+    seen: list[WorkerSample], cap_bytes: int | None, state: WorkerState
 ) -> None:
     judged = judge(
         Measured(
             row=with_changes(ROW, cap_bytes=cap_bytes, state=state), length_s=100.0, samples=seen
         )
     )
-    assert list(judged.findings) == list(Check)
+    assert list(judged.findings) == list(BurnCheck)
     assert all(finding.text for finding in judged.findings.values())
     if all(sample.temperature_c is None for sample in seen):
-        assert verdict(judged, Check.TEMPERATURE) is NOT_JUDGED
+        assert verdict(judged, BurnCheck.TEMPERATURE) is NOT_JUDGED
 
 
 @given(samples, st.floats(0.0, 50.0))
-def test_a_warmer_card_is_never_better_off(seen: list[Sample], more_c: float) -> None:
+def test_a_warmer_card_is_never_better_off(seen: list[WorkerSample], more_c: float) -> None:
     warmer = [
         replace(
             sample,
@@ -230,5 +230,5 @@ def test_a_warmer_card_is_never_better_off(seen: list[Sample], more_c: float) ->
     before, after = (
         judge(Measured(row=ROW, length_s=100.0, samples=given_)) for given_ in (seen, warmer)
     )
-    if verdict(before, Check.TEMPERATURE) is FAIL:
-        assert verdict(after, Check.TEMPERATURE) is FAIL
+    if verdict(before, BurnCheck.TEMPERATURE) is FAIL:
+        assert verdict(after, BurnCheck.TEMPERATURE) is FAIL

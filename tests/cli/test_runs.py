@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from orchestrator.cli.runs import report_json, report_text, runs_json, runs_text
-from orchestrator.lab.advise.verb import CANNOT_TELL, advise
+from orchestrator.lab.advise.answer import CANNOT_TELL, advise
 from orchestrator.record.folders import find_run
 from orchestrator.record.model import Snapshot
 from orchestrator.record.store import STORE_NAME, RunStore

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from workers.engine.engine import Engine
-from workers.messages import Directive, Report, Verdict, WorkerEvent, WorkerState
+from workers.messages import (
+    Directive,
+    Report,
+    StruckDirective,
+    Verdict,
+    WorkerEvent,
+    WorkerState,
+)
 from workers.settings import WorkerSpec
 
 
@@ -19,7 +28,8 @@ def slice_of(engine: Engine, sequence: int = 0, **directive: Any) -> Report:
         "resume": None,
         **directive,
     }
-    return engine.run_slice(Directive(**fields))
+    is_struck = "kind" in directive
+    return engine.run_slice(StruckDirective(**fields) if is_struck else Directive(**fields))
 
 
 def slices(spec: WorkerSpec, directives: Sequence[Mapping[str, Any]]) -> list[Report]:
@@ -31,6 +41,13 @@ def slices(spec: WorkerSpec, directives: Sequence[Mapping[str, Any]]) -> list[Re
     return [
         slice_of(engine, sequence, **directive) for sequence, directive in enumerate(directives)
     ]
+
+
+def with_faults(spec: WorkerSpec, **faults: Any) -> WorkerSpec:
+    """Put the step faults of `run --chaos` into the workload."""
+    settings = {**spec.workload.settings, "chaos": json.dumps({"seed": 7, **faults})}
+    name = f"workers.workloads.chaos:{spec.workload.name}"
+    return replace(spec, workload=replace(spec.workload, name=name, settings=settings))
 
 
 def own(workload: type) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.scene import events, own, slice_of, slices
+from tests.engine.scene import events, own, slice_of, slices, with_faults
 from tests.in_child import InChild
 from tests.scene import spec_of
 from workers.engine.engine import Engine
@@ -19,14 +19,13 @@ from workers.engine.result_checks import ResultChecks
 from workers.engine.slice_stats import SliceStats
 from workers.engine.thermal_control import ThermalControl
 from workers.messages import Directive, Report, Verdict, WorkerState
-from workers.nvml.fake.prepare import prepare
+from workers.nvml.fake.script import prepare
 from workers.policy.base import StepOk
 from workers.readings import SensorReading
 from workers.settings import (
     THERMAL_OFF,
     FailureKind,
     FakeSensors,
-    StepFaults,
     ThermalSettings,
     WorkerSpec,
 )
@@ -159,7 +158,7 @@ class TestResults:
         assert reports[-1].state is WorkerState.RUNNING
 
     def test_a_flipped_bit_is_found_and_never_forgotten(self, in_child: InChild) -> None:
-        spec = replace(spec_of(), check_share=0.3, step_faults=StepFaults(seed=1, flip_rate=1.0))
+        spec = replace(with_faults(spec_of(), flip_rate=1.0), check_share=0.3)
         reports = in_child(slices, spec, [HALF] * 3)
         assert sum(report.counts.verify_errors for report in reports) >= 2
         assert reports[-1].state is WorkerState.CORRUPT

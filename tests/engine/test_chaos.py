@@ -8,23 +8,27 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import psutil
 import pytest
-import torch
 
-from tests.engine.scene import events, names, own, slice_of, slices
+from tests.engine.scene import events, names, own, slices, with_faults
 from tests.fork_server import Child, ForkServer
 from tests.in_child import InChild
 from tests.scene import PATIENCE_S, spec_of
-from workers.engine.engine import Engine
-from workers.engine.fault_injection import EXIT_STATUS, ChaoticWorkload, perform
-from workers.messages import Directive, FaultKind, ProcessFault, Report, Verdict, WorkerState
-from workers.settings import FailureKind, StepFaults, WorkerSpec
-from workers.workloads.base import StepResult, Workload, WorkloadContext, find_workload
+from workers.messages import (
+    Directive,
+    FaultKind,
+    Report,
+    StruckDirective,
+    Verdict,
+    WorkerState,
+)
+from workers.settings import FailureKind
+from workers.workloads.base import StepResult, Workload, find_workload
+from workers.workloads.chaos import EXIT_STATUS, Chaotic, perform
 
 
 class Brief(Workload):
@@ -47,10 +51,6 @@ class Long(Brief):
 
 
 BRIEF = own(Brief)
-
-
-def with_faults(spec: WorkerSpec, **faults: Any) -> WorkerSpec:
-    return replace(spec, step_faults=StepFaults(seed=7, **faults))
 
 
 def told(report: Report, kind: FaultKind) -> int:
@@ -116,28 +116,11 @@ class TestSteps:
             assert "(injected)" in report.error
 
 
-def wrapped(spec: WorkerSpec) -> bool:
-    engine = Engine(spec)
-    slice_of(engine)
-    assert engine._session is not None
-    return isinstance(engine._session.workload, ChaoticWorkload)
-
-
-def test_without_chaos_nothing_is_wrapped(in_child: InChild) -> None:
-    assert not in_child(wrapped, spec_of(name=BRIEF))
-    assert in_child(wrapped, with_faults(spec_of(name=BRIEF)))
-
-
-def test_all_that_a_workload_can_be_asked_is_handed_on() -> None:
-    """Or chaos would test another workload."""
-    context = WorkloadContext(device=torch.device("cpu"), dtype=torch.float32, seed=0)
-    inner = find_workload("matmul")(context)
-    chaotic = ChaoticWorkload(inner, StepFaults(seed=0))
-    public = {name for name in vars(Workload) if not name.startswith("_")}
-    assert {name for name in public if getattr(chaotic, name) != getattr(inner, name)} == {
-        "step",
-        "check",
-    }
+def test_chaos_is_a_subclass_of_the_workload() -> None:
+    chaotic = find_workload("workers.workloads.chaos:matmul")
+    assert issubclass(chaotic, find_workload("matmul"))
+    added = {name for name in vars(Chaotic) if not name.startswith("_")}
+    assert added == {"begin_slice", "step", "check"}
 
 
 #: As the tests' other children, but its reports leave it one by one: it will not live to return
@@ -170,11 +153,10 @@ def start(tmp_path: Path, fork_server: ForkServer) -> Iterator[Start]:
 
     def run(kind: FaultKind) -> Child:
         spec = with_faults(spec_of(name=BRIEF))
-        process_fault = ProcessFault(kind=kind, at_share=0.5)
         directives = [
             Directive(incarnation=0, sequence=0, duration_s=0.0, resume=None),
-            Directive(
-                incarnation=0, sequence=1, duration_s=0.4, resume=None, process_fault=process_fault
+            StruckDirective(
+                incarnation=0, sequence=1, duration_s=0.4, resume=None, kind=kind, at_share=0.5
             ),
             Directive(incarnation=0, sequence=2, duration_s=0.4, resume=None),
         ]
@@ -221,10 +203,7 @@ class TestStrikes:
     def test_poison_leaves_a_report_and_a_process_that_does_no_more(
         self, in_child: InChild
     ) -> None:
-        strike = {
-            "duration_s": 0.4,
-            "process_fault": ProcessFault(kind=FaultKind.POISON, at_share=0.5),
-        }
+        strike = {"duration_s": 0.4, "kind": FaultKind.POISON, "at_share": 0.5}
         good, struck, after = in_child(
             slices, with_faults(spec_of(name=BRIEF)), [{}, strike, {"duration_s": 0.4}]
         )
@@ -237,10 +216,7 @@ class TestStrikes:
 
     def test_a_strike_that_no_step_met_waits_for_the_next_slice(self, in_child: InChild) -> None:
         """The step takes longer than the slice, so that none begins after the strike's time."""
-        late = {
-            "duration_s": 0.1,
-            "process_fault": ProcessFault(kind=FaultKind.POISON, at_share=0.9),
-        }
+        late = {"duration_s": 0.1, "kind": FaultKind.POISON, "at_share": 0.9}
         reports = in_child(
             slices, with_faults(spec_of(name=own(Long))), [{}, late, {"duration_s": 0.1}]
         )

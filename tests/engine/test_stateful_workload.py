@@ -18,11 +18,11 @@ from tests.engine.counting_steps import (
     counted,
     counted_in,
 )
-from tests.engine.scene import events, names, own
+from tests.engine.scene import events, names, own, with_faults
 from tests.in_child import InChild
 from tests.scene import MIB, spec_of
 from workers.messages import Verdict, WorkerState
-from workers.settings import StepFaults, WorkerSpec
+from workers.settings import WorkerSpec
 
 #: Too little for a state and the smallest step.
 NEXT_TO_NOTHING = {"lease_bytes": 4 * MIB}
@@ -78,7 +78,7 @@ def test_the_policy_moves_along_the_rungs_and_every_optimiser_step_takes_the_who
 
 
 def test_a_smaller_step_is_a_backoff_that_names_the_level(in_child: InChild) -> None:
-    refused = replace(spec(), step_faults=StepFaults(seed=0, oom_num=2, oom_skip=12))
+    refused = with_faults(spec(), oom_num=2, oom_skip=12)
     reports, calls, *_ = in_child(counted, refused, [{}] * 30)
     assert sum(report.counts.steps_oom for report in reports) == 2
     assert ("shed", True) in calls, "the state stays"

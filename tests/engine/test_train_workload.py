@@ -58,9 +58,7 @@ def test_a_training_ends_by_done_with_all_that_the_table_shows(undisturbed: Repo
     assert undisturbed.counts.work_flop > 1e6
 
 
-def test_states_go_to_the_host_while_memory_is_short_and_no_bit_changes(
-    in_child: InChild, tmp_path: Path
-) -> None:
+def test_states_go_to_the_host_while_memory_is_short(in_child: InChild, tmp_path: Path) -> None:
     keys: dict[str, object] = {"preset": task("wide"), "steps": 24, "save_every_s": 1e6}
     alone = in_child(trained, str(tmp_path / "alone"), spec(**keys), [WHOLE])
     # Weights, sums of gradients and states are 9, 9 and 18 MiB, and the gradients of a part 9 MiB.
@@ -83,9 +81,7 @@ def test_states_go_to_the_host_while_memory_is_short_and_no_bit_changes(
     assert reports[-1].progress.weights_sha256 == alone[-1].progress.weights_sha256 is not None
 
 
-def test_a_run_tells_once_what_its_plan_predicted_within_a_fifth_of_what_it_measures(
-    in_child: InChild, tmp_path: Path
-) -> None:
+def test_a_plan_predicts_a_run_within_a_fifth(in_child: InChild, tmp_path: Path) -> None:
     # Large enough that what the process takes beside tensors is little.
     large = spec(batch=64, micro=32, exact=False, seq=64, steps=12)
     reports = in_child(trained, str(tmp_path), large, [WHOLE])
@@ -95,9 +91,7 @@ def test_a_run_tells_once_what_its_plan_predicted_within_a_fifth_of_what_it_meas
     assert told.detail["predicted_bytes"] == pytest.approx(told.detail["measured_bytes"], rel=0.2)
 
 
-def test_levers_of_the_model_work_together_and_tell_what_really_ran(
-    in_child: InChild, tmp_path: Path
-) -> None:
+def test_levers_of_the_model_work_together(in_child: InChild, tmp_path: Path) -> None:
     model = {
         "attention": "cudnn",
         "activations_on_host": True,
@@ -121,7 +115,7 @@ def test_levers_of_the_model_work_together_and_tell_what_really_ran(
     assert 1 < evaluated.detail["validation_loss"] < 6
 
 
-def test_packed_lines_of_ones_own_are_evaluated_and_an_edited_file_is_told(
+def test_packed_lines_are_evaluated_and_an_edited_file_is_told(
     in_child: InChild, tmp_path: Path
 ) -> None:
     path = tmp_path / "mine.jsonl"
@@ -141,7 +135,7 @@ def test_packed_lines_of_ones_own_are_evaluated_and_an_edited_file_is_told(
     assert last.verdict is Verdict.DONE
 
 
-def test_a_pass_of_the_profiler_tells_where_the_time_went_and_changes_no_bit(
+def test_a_pass_of_the_profiler_changes_no_bit(
     in_child: InChild, tmp_path: Path, undisturbed: Report
 ) -> None:
     (report,) = in_child(trained, str(tmp_path), spec(profile=2), [WHOLE])
@@ -168,7 +162,7 @@ def test_a_pass_of_the_profiler_tells_where_the_time_went_and_changes_no_bit(
     assert report.progress.weights_sha256 == undisturbed.progress.weights_sha256
 
 
-def test_another_process_goes_on_from_the_checkpoint_to_the_same_bits(
+def test_another_process_goes_on_to_the_same_bits(
     in_child: InChild, tmp_path: Path, undisturbed: Report
 ) -> None:
     often = {"save_every_s": 0.001}
@@ -184,7 +178,7 @@ def test_another_process_goes_on_from_the_checkpoint_to_the_same_bits(
     assert last.progress.weights_sha256 == undisturbed.progress.weights_sha256
 
 
-def test_a_node_that_has_lost_its_disk_goes_on_from_the_heads_copy(
+def test_a_node_without_its_disk_goes_on_from_the_heads_copy(
     in_child: InChild, tmp_path: Path, undisturbed: Report
 ) -> None:
     keeper = CheckpointKeeper(tmp_path / "head")
@@ -229,9 +223,7 @@ def test_without_memory_it_is_parked_and_ends_with_the_same_bits(
     assert sum(report.counts.steps_oom + report.counts.steps_error for report in reports) == 0
 
 
-def test_a_loss_that_is_not_finite_stops_the_slot_and_names_step_and_checkpoint(
-    in_child: InChild, tmp_path: Path
-) -> None:
+def test_a_loss_that_is_not_finite_stops_the_slot(in_child: InChild, tmp_path: Path) -> None:
     nan = spec(preset=task("becomes_nan"), steps=100, save_every_s=0.001, seq=None)
     report = in_child(trained, str(tmp_path), nan, [WHOLE])[-1]
     assert report.verdict is Verdict.INCOMPATIBLE
@@ -290,7 +282,7 @@ def test_a_folder_that_cannot_be_written_costs_no_step(in_child: InChild, tmp_pa
     assert "restored" not in names(report)
 
 
-def test_a_training_asked_to_save_is_due_until_it_is_between_two_optimiser_steps(
+def test_a_save_that_was_asked_for_waits_for_the_step_to_end(
     in_child: InChild, tmp_path: Path
 ) -> None:
     quarters = spec(micro=2, save_every_s=36000)  # an optimiser step is four parts

@@ -24,11 +24,11 @@ from tests.gpu.scene import ON_A_CARD, spec_of
 from tests.scene import MIB
 from workers.messages import Verdict, WorkerState
 from workers.nvml import queries
-from workers.nvml.sampler import SAMPLE_EVERY_S, open_sampler
+from workers.nvml.sensors import SAMPLE_EVERY_S, open_sampler
 from workers.policy.thermal.governor import ThermalGovernor
 from workers.readings import SensorReading
 from workers.settings import ThermalSettings
-from workers.verification.tamper import flip_bit
+from workers.verification.repeat import flip_bit
 from workers.workloads.base import WorkloadContext
 from workers.workloads.matmul import Matmul
 

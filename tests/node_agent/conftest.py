@@ -19,7 +19,7 @@ from tests.scene import python, wait_for
 from workers.host.processes import is_alive
 from workers.learned_limits.store import STATE_DIR_VARIABLE
 from workers.node_agent.protocol import AgentClient, AgentOrders, to_line
-from workers.nvml.fake.prepare import prepare
+from workers.nvml.fake.script import prepare
 from workers.settings import FakeSensors
 
 #: Another one in each process of the tests: the folder of a run's daemon is named after it.
@@ -29,7 +29,7 @@ RUN_ID = f"20261120-120000-{os.getpid() % 0x10000:04x}"
 _ASK = """
 import json, sys
 import pynvml
-from workers.nvml.fake.library import load
+from workers.nvml.fake import load
 from workers.settings import FakeSensors
 load(FakeSensors(**json.loads(sys.argv[1])))
 pynvml.nvmlInit()

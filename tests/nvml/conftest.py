@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from tests.scene import ROOT, python
-from workers.nvml.fake.prepare import prepare
+from workers.nvml.fake.script import prepare
 from workers.settings import FakeSensors
 
 #: Does steps one after the other in a process of its own, and prints what each reading and answer
@@ -23,8 +23,8 @@ from dataclasses import asdict
 import pynvml
 from workers.host.gpu_facts import look_at_cards, visible_cards
 from workers.nvml import queries
-from workers.nvml.fake.library import load
-from workers.nvml.sampler import open_sampler
+from workers.nvml.fake import load
+from workers.nvml.sensors import open_sampler
 from workers.settings import FakeSensors
 
 def ask(function, *arguments):

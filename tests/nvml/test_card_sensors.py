@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from workers.nvml.card_sensors import RARELY_S, REOPEN_S
 from workers.nvml.fake.script import ANSWERS, read_script
+from workers.nvml.sensors import RARELY_S, REOPEN_S
 from workers.readings import THROTTLE_ALARMS, SensorReading, Throttle
 from workers.settings import FakeSensors
 

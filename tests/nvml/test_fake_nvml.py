@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from tests.scene import python
-from workers.nvml.fake.library import FakeSensorsError
-from workers.nvml.fake.prepare import build, prepare
-from workers.nvml.fake.script import read_script
+from workers.nvml.fake import FakeSensorsError
+from workers.nvml.fake.script import build, prepare, read_script
 from workers.settings import FakeSensors
 
 CARD: dict[str, Any] = {
@@ -26,7 +25,7 @@ CARD: dict[str, Any] = {
 
 LOAD = """
 import ctypes, json, sys
-from workers.nvml.fake.library import load
+from workers.nvml.fake import load
 from workers.settings import FakeSensors
 *libraries, fake = json.loads(sys.argv[1])
 for library in libraries:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from workers.nvml.sampler import Sampler, ThrottleWindow, open_sampler, package_reading
+from workers.nvml.sensors import Sampler, ThrottleWindow, open_sampler, package_reading
 from workers.readings import THROTTLE_ALARMS, SensorReading, Throttle
 
 

@@ -63,7 +63,7 @@ def test_the_callers_own_function_chooses_every_smaller_size(decorated: bool) ->
     assert train(100, tried) == "trained with 100"
 
 
-def test_a_call_with_its_own_sizes_does_not_wait_after_many_failures() -> None:
+def test_a_call_with_its_own_sizes_does_not_wait() -> None:
     clock, failed_at_s = Clock(), list[float]()
     attempts = attempts_of(clock, 128, reduce_batch_size_fn=smaller_by(1, 128))
     assert attempts.run(refused_above(28, clock, failed_at_s)) == 28

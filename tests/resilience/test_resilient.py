@@ -225,7 +225,7 @@ def refused_above(
     failures_per_minute=st.integers(1, 10),
     fits=st.lists(st.integers(0, 100_000), min_size=1, max_size=4),
 )
-def test_every_call_ends_with_a_size_that_fits_if_the_smallest_does(
+def test_every_call_ends_with_a_size_that_fits(
     starting: int,
     smallest_share: float,
     multiple_of: int,
@@ -361,7 +361,7 @@ class TestRemembering:
     def store(state_dir: Path) -> LimitStore:  # noqa: ARG004 - the store's folder
         return LimitStore()
 
-    def test_a_second_process_begins_at_the_learned_size_without_a_failure(
+    def test_a_second_process_begins_at_the_learned_size(
         self, store: LimitStore, in_child: InChild
     ) -> None:
         first = in_child(remembered, spec_of(budget_bytes=BUDGET_BYTES), True)

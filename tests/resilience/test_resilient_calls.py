@@ -46,7 +46,7 @@ def train(batch_size: int, model: str, rate: float = 0.1) -> tuple[int, str, flo
     return batch_size, model, rate
 
 
-def test_the_function_keeps_its_name_and_loses_its_first_parameter() -> None:
+def test_the_function_loses_its_first_parameter_only() -> None:
     assert (train.__name__, train.__doc__) == ("train", "Return all of it.")
     assert list(inspect.signature(train).parameters) == ["model", "rate"]
     assert pickle.loads(pickle.dumps(train)) is train  # noqa: S301 - by its name, as a function of a module
@@ -75,9 +75,7 @@ def test_whatever_can_be_called_can_be_wrapped() -> None:
     )
 
 
-def test_it_begins_at_the_top_and_shrinks_and_the_next_call_begins_where_it_ended_until_it_is_reset() -> (
-    None
-):
+def test_the_next_call_begins_where_the_last_one_ended() -> None:
     told: list[Retry] = []
     work = resilient(items, 64, on_retry=told.append)
     assert work.batch_size is None
@@ -107,7 +105,7 @@ def test_what_on_retry_raises_ends_the_call() -> None:
         resilient(items, 64, on_retry=enough)(fits=10)
 
 
-def test_where_nothing_fits_the_smallest_size_was_tried_and_the_error_says_what_to_do() -> None:
+def test_where_nothing_fits_the_error_says_what_to_do() -> None:
     with pytest.raises(OutOfBatchError) as caught:
         resilient(items, 8, smallest_batch_size=2)(fits=0)
     error = caught.value
@@ -126,7 +124,7 @@ def test_where_nothing_fits_the_smallest_size_was_tried_and_the_error_says_what_
     assert "items" not in [frame.name for frame in traceback.extract_tb(error.__traceback__)]
 
 
-def test_an_outer_function_shrinks_when_an_inner_one_finds_nothing() -> None:
+def test_an_outer_function_shrinks_when_an_inner_one_fails() -> None:
     @resilient(starting_batch_size=8, smallest_batch_size=4)
     def inner(batch_size: int, taken: int) -> int:
         return items(batch_size, fits=20 - taken)
@@ -186,9 +184,7 @@ def test_an_error_leaves_what_was_learned() -> None:
 
 
 @pytest.mark.parametrize(("kinds", "believed"), [("pp", True), ("ppp", False), ("ppdp", True)])
-def test_a_probable_out_of_memory_is_believed_twice_in_a_row_and_not_three_times(
-    kinds: str, believed: bool
-) -> None:
+def test_a_probable_out_of_memory_is_believed_twice(kinds: str, believed: bool) -> None:
     errors = [
         injected_error(FailureKind.PROBABLE if kind == "p" else FailureKind.DEFINITE)
         for kind in kinds
@@ -208,7 +204,7 @@ def test_a_probable_out_of_memory_is_believed_twice_in_a_row_and_not_three_times
     assert errors == []
 
 
-def test_a_bug_met_while_the_caller_handles_an_out_of_memory_is_still_a_bug() -> None:
+def test_a_bug_in_a_handler_of_out_of_memory_is_still_a_bug() -> None:
     """Python chains the caller's out-of-memory to it, and the chain is searched for one."""
     calls: list[int] = []
 
@@ -230,7 +226,7 @@ def test_a_bug_met_while_the_caller_handles_an_out_of_memory_is_still_a_bug() ->
     assert isinstance(caught.value.__cause__.__context__, MemoryError)  # as Python chained it
 
 
-def test_a_batch_size_by_hand_is_refused_with_the_call_it_should_be() -> None:
+def test_a_batch_size_by_hand_is_refused() -> None:
     with pytest.raises(
         TypeError,
         match=r"^train was given 3 arguments and has room for 2, .* train\(model, rate\)$",
@@ -452,7 +448,7 @@ assert not hasattr(workers, "unheard_of")
 """
 
 
-def test_importing_the_package_loads_nothing_and_the_names_are_there() -> None:
+def test_importing_the_package_loads_nothing() -> None:
     done = python("-c", LAZY, cwd=ROOT)
     assert done.returncode == 0, done.stderr
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from orchestrator.config.load import config_from_data, dump_config
 from orchestrator.config.schema import Config
-from orchestrator.core.chaos.plan import parse_chaos
+from orchestrator.core.fleet import Fleet
 from orchestrator.core.placement import Target, plan_slots
+from orchestrator.lab.chaos.fleet import ChaosFleet
+from orchestrator.lab.chaos.plan import parse_chaos
 from orchestrator.record.archive import StoredRun, read_run
 from orchestrator.record.events import EventLog
 from orchestrator.record.model import Row, Snapshot
@@ -20,7 +23,6 @@ from orchestrator.record.output import OutputFiles
 from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
 from orchestrator.run.checkpoint_keeper import CheckpointKeeper
 from orchestrator.run.commands import Commands
-from orchestrator.run.fault_injection import FaultInjector, with_faults
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
 from orchestrator.run.supervisor import Supervisor
@@ -102,10 +104,9 @@ class Run:
         for name in nodes:
             if name not in absent:
                 self.fleet.join(name)
+        self.chaos: ChaosFleet | None = None
         self.store = RunStore(folder / STORE_NAME, monotonic_s=self.clock.monotonic_s)
-        self.log = EventLog(
-            folder / "events.jsonl", unix_s=self.clock.unix_s, also=self.store.event
-        )
+        self.log = EventLog(folder / "events.jsonl", unix_s=self.clock.unix_s, also=self._on_event)
         self.began_unix_s = self.clock.unix_s()
         self.past = past or Past()
         facts = facts_of(
@@ -118,11 +119,13 @@ class Run:
             head_pid=2**22 + (1 if self.past.elapsed_s == 0 else 2),
         )
         self.store.begin(facts)
-        plan = None if chaos is None else parse_chaos(chaos, chaos_seed)
-        plans = with_faults(plan_slots(self.config, Target(device="cpu")), plan)
-        self.injector = (
-            None if plan is None else FaultInjector(plan, plans, "pc1", self.log, self.clock)
-        )
+        plans = plan_slots(self.config, Target(device="cpu"))
+        if chaos is not None:
+            homes = {plan.reservation.slot: plan.spec.node for plan in plans}
+            plan = parse_chaos(chaos, chaos_seed)
+            self.chaos = ChaosFleet(
+                cast("Fleet", self.fleet), plan, homes, "pc1", self.log, self.clock
+            )
         self.recorder = Recorder()
         outlets = Outlets(watchers=(self.recorder,), events=self.log, store=self.store)
         self.commands = Commands(folder, outlets, self.clock, self.past.answers)
@@ -131,17 +134,21 @@ class Run:
             past=self.past,
             config=self.config,
             plans=plans,
-            fleet=self.fleet,
+            fleet=self.fleet if self.chaos is None else cast("Fleet", self.chaos),
             outlets=outlets,
             interrupted=lambda: interrupts is not None and interrupts.asked,
             learned_limits=LearnedLimits(None, self.log),
             checkpoints=CheckpointKeeper(folder / "states"),
             output=OutputFiles(folder),
             commands=self.commands,
-            injector=self.injector,
             clock=self.clock,
             strict=strict,
         )
+
+    def _on_event(self, entry: Mapping[str, Any]) -> None:
+        self.store.event(entry)
+        if self.chaos is not None:
+            self.chaos.on_event(entry)
 
     def can_never_work(self, slot: str, how: str) -> None:
         """Let a slot's workers find that they can never work here: by their report, or by not being built."""
@@ -156,7 +163,11 @@ class Run:
     def finish(self) -> dict[str, Row]:
         """Run to the end, compare the books, and return the last row of each slot."""
         snapshot = self.supervisor.run()
-        self.store.end("good", 0, None, () if self.injector is None else self.injector.faults())
+        faults = []
+        if self.chaos is not None:
+            self.chaos.end()
+            faults = self.chaos.faults()
+        self.store.end("good", 0, None, faults)
         self.check_books()
         return {row.slot: row for row in snapshot.rows}
 

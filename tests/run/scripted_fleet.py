@@ -23,7 +23,15 @@ from orchestrator.core.fleet import (
 )
 from orchestrator.run.clock import Clock
 from tests.core.scene import CPU, MEMORY, report_of
-from workers.messages import Activity, Directive, FaultKind, Progress, Verdict, WorkerState
+from workers.messages import (
+    Activity,
+    Directive,
+    FaultKind,
+    Progress,
+    StruckDirective,
+    Verdict,
+    WorkerState,
+)
 from workers.settings import WorkerSpec
 
 #: Steps of every worker in a second.
@@ -332,18 +340,14 @@ class ScriptedFleet:
         """Let the first slice of the queue run to its end, whatever that will be."""
         work = process.queue[0]
         work.began_s = began_s = max(self._now_s, process.up_at_s)
-        fault = work.directive.process_fault
+        fault = work.directive
         if slot in self.dies_at_once:
             self._schedule(began_s, lambda: self._if_alive(slot, process, lambda: self.kill(slot)))
-        elif fault is not None:
+        elif isinstance(fault, StruckDirective):
             strike = {FaultKind.HANG: self.hang, FaultKind.POISON: self.corrupt}.get(
                 fault.kind, self.kill
             )
-            after_s = (
-                0.0
-                if fault.kind is FaultKind.POISON
-                else fault.at_share * work.directive.duration_s
-            )
+            after_s = 0.0 if fault.kind is FaultKind.POISON else fault.at_share * fault.duration_s
             self._schedule(
                 began_s + after_s, lambda: self._if_alive(slot, process, lambda: strike(slot))
             )

@@ -76,7 +76,7 @@ def test_a_piece_that_continues_nothing_is_dropped(tmp_path: Path) -> None:
     assert keeper.copy_for("pc1/0", 2) is None
 
 
-def test_a_folder_that_cannot_be_written_is_told_and_nothing_else(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "head").touch()
     (tmp_path / "newest").write_bytes(b"x" * 25)
     keeper = CheckpointKeeper(tmp_path / "head")

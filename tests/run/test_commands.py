@@ -95,12 +95,12 @@ def test_a_paused_slot_gets_nothing_and_keeps_its_process_until_it_is_resumed(
 ) -> None:
     run = new_run(duration="40s")
     between = sent_between(run, "pc1/0")
-    pause, resume = ask(run, 5, "pause", "pc1/0"), ask(run, 30, "resume", "pc1/0")
+    pause, resume = ask(run, 5, "pause", "pc1/0"), ask(run, 30, "unpause", "pc1/0")
     rows = run.finish()
     assert (
         pause.answer()["effect"] == "held when its last slice ends; its process and its memory stay"
     )
-    assert resume.answer() == {"ok": True, "id": "resume at 30", "effect": "gets work again"}
+    assert resume.answer() == {"ok": True, "id": "unpause at 30", "effect": "gets work again"}
     assert (between(5.3, 30), len(between(30, 33)) > 2) == ([], True)
     assert run.states("pc1/0") == ["RUNNING", "HELD", "RUNNING"]
     row = shown_at(run, "pc1/0", 20)
@@ -122,7 +122,7 @@ def test_a_paused_slot_gets_nothing_and_keeps_its_process_until_it_is_resumed(
     first, second = run.events("command")
     told = {"id": "pause at 5", "do": "pause", "slots": ["pc1/0"], "slot": "pc1/0", "by": "test"}
     assert first.items() >= {**told, "effect": pause_effect(first)}.items()
-    assert second["do"] == "resume"
+    assert second["do"] == "unpause"
 
 
 def pause_effect(event: dict[str, Any]) -> str:
@@ -135,7 +135,7 @@ def test_a_drained_slot_has_no_process_and_gets_another_when_it_is_resumed(
 ) -> None:
     run = new_run(duration="40s")
     ask(run, 5, "drain", "pc1/0")
-    ask(run, 20, "resume", "pc1/0")
+    ask(run, 20, "unpause", "pc1/0")
     rows = run.finish()
     assert (run.fleet.abandoned, run.fleet.placed) == (["pc1/0"], ["pc1/0", "pc2/0", "pc1/0"])
     row = shown_at(run, "pc1/0", 15)
@@ -174,7 +174,7 @@ def test_a_command_that_comes_while_the_run_ends_changes_nothing(
     run = new_run(interrupts=interrupts)
     ask(run, 5, "pause", "pc1/0")
     run.fleet.at(10, lambda: setattr(interrupts, "asked", True))
-    late = ask(run, 10.5, "resume", "pc1/0")
+    late = ask(run, 10.5, "unpause", "pc1/0")
     assert run.finish()["pc1/0"].state is HeadState.HELD
     assert late.answer()["error"] == "the run is ending: nothing can be changed any more"
 
@@ -236,7 +236,7 @@ def test_a_command_that_comes_twice_is_obeyed_once_and_a_line_that_is_none_chang
 ) -> None:
     run = new_run(duration="30s")
     ask(run, 5, "pause", "pc1/0", id="one")
-    ask(run, 10, "resume", "pc1/0")
+    ask(run, 10, "unpause", "pc1/0")
     again = ask(run, 15, "pause", "pc1/0", id="one")
     noise = ask(run, 16, "explode", "pc1/0")
     run.finish()
@@ -286,13 +286,13 @@ def test_a_hold_that_was_stored_and_not_performed_is_obeyed_by_the_next_head_onc
     ask: Ask, new_run: RunMaker, tmp_path: Path
 ) -> None:
     run = after_the_kill(tmp_path / "killed", new_run, "drain", "pc1/0")
-    again, resume = ask(run, 20, "drain", "pc1/0", id="once"), ask(run, 15, "resume", "pc1/0")
+    again, resume = ask(run, 20, "drain", "pc1/0", id="once"), ask(run, 15, "unpause", "pc1/0")
     between = sent_between(run, "pc1/0")
     rows = run.finish()
     assert (again.answer()["ok"], resume.answer()["ok"]) == (True, True)
     assert (between(0, 15), between(20, 30) != []) == ([], True)
     assert rows["pc1/0"].state is WorkerState.RUNNING, "the same id again changes nothing"
-    assert [event["do"] for event in events_in(run.folder, "command")] == ["drain", "resume"]
+    assert [event["do"] for event in events_in(run.folder, "command")] == ["drain", "unpause"]
     assert run.fleet.placed == ["pc2/0", "pc1/0"], "it is placed when it is resumed"
 
 
@@ -312,7 +312,7 @@ def test_a_run_without_a_head_says_how_it_goes_on_or_that_it_is_over(
 ) -> None:
     run = after_the_kill(tmp_path / "killed", new_run, "pause", "pc1/0")
     run.commands.close()
-    killed = send(run.folder, "resume", ["pc1/0"], by="test")
+    killed = send(run.folder, "unpause", ["pc1/0"], by="test")
     assert "has no head any more (interrupted): `python -m orchestrator run --resume 2026" in str(
         killed.error
     )
@@ -321,6 +321,6 @@ def test_a_run_without_a_head_says_how_it_goes_on_or_that_it_is_over(
         "has no head any more (good); it is over"
     )
     assert "holds no record of a run" in str(send(tmp_path, "pause", ["pc1/0"], by="test").error)
-    assert "no command 'stop'; valid: pause, resume" in str(
+    assert "no command 'stop'; valid: pause, unpause" in str(
         send(tmp_path, "stop", ["pc1/0"], by="test").error
     )

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from orchestrator.core.chaos import faults as chaos_faults
-from orchestrator.core.chaos.injection import Chaos, chance
-from orchestrator.core.chaos.plan import parse_chaos
-from orchestrator.core.slot import Phase, Slot
+from orchestrator.core.fleet import Fleet, SliceReported
+from orchestrator.lab.chaos import fleet as chaos_fleet
+from orchestrator.lab.chaos.fleet import ChaosFleet, chance
+from orchestrator.lab.chaos.plan import parse_chaos
+from orchestrator.record.events import EventLog
 from orchestrator.record.model import Snapshot
 from tests.core.scene import report_of
 from tests.run.conftest import RunMaker
 from tests.run.scene import Run
-from workers.messages import Directive, FaultKind, ProcessFault, WorkerEvent
+from tests.run.scripted_fleet import VirtualClock
+from workers.messages import Directive, FaultKind, StruckDirective, WorkerEvent
 
 pytestmark = pytest.mark.slow
 
@@ -35,23 +37,24 @@ class Faulty:
         self.run: Run = new_run(
             pc1=3, pc2=3, pc3=3, chaos=chaos, chaos_seed=seed, **{**ENDURING, **settings}
         )
-        self.strikes: list[tuple[str, Directive, ProcessFault]] = []
+        self.strikes: list[tuple[str, StruckDirective]] = []
         self.run.fleet.on_submit = self.sent
-        self.looks: list[list[dict[str, Any]]] = []
+        assert self.run.chaos is not None
+        self.fleet = self.run.chaos
 
     def sent(self, slot: str, directive: Directive) -> None:
-        if directive.process_fault is not None:
-            self.strikes.append((slot, directive, directive.process_fault))
+        if isinstance(directive, StruckDirective):
+            self.strikes.append((slot, directive))
 
     def finish(self) -> list[dict[str, Any]]:
         self.run.finish()
         return self.faults()
 
     def faults(self, kind: str | None = None) -> list[dict[str, Any]]:
-        return [fault for fault in self.run.injector.faults() if kind in {None, fault["kind"]}]
+        return [fault for fault in self.fleet.faults() if kind in {None, fault["kind"]}]
 
     def counts(self, kind: str) -> dict[str, Any]:
-        (counts,) = (each for each in self.run.injector.counts() if each["kind"] == kind)
+        (counts,) = (each for each in self.fleet.counts() if each["kind"] == kind)
         return {name: value for name, value in counts.items() if name != "kind"}
 
 
@@ -64,15 +67,24 @@ def test_chance_is_even_and_depends_on_every_word() -> None:
 
 @pytest.mark.parametrize(("rate", "expected"), [(0.001, 0.0198), (0.01, 0.182), (1.0, 1.0)])
 def test_a_rate_is_that_of_steps(rate: float, expected: float) -> None:
-    report = report_of("pc1/0", 0, 2, steps_ok=20, wall_s=1.0)
-    slot = Slot(slot="pc1/0", phase=Phase.WORKING, ready=True, report=report)
-    struck = 0
+    inner, log, clock = Mock(spec=Fleet), Mock(spec=EventLog), VirtualClock()
+    inner.wait.return_value = (
+        SliceReported(report=report_of("pc1/0", 0, 2, steps_ok=20, wall_s=1.0)),
+    )
+    first, second = (
+        Directive(incarnation=0, sequence=sequence, duration_s=1.0, resume=None)
+        for sequence in (2, 3)
+    )
     for seed in range(2000):
-        chaos = Chaos(parse_chaos(f"kill:rate={rate}", seed), {"pc1/0": "pc1"}, "pc1")
-        chaos.begin(0.0, math.inf)
-        chaos.watch(Slot(slot="pc1/0"), slot, report, 0.0)
-        submit = Directive(incarnation=0, sequence=3, duration_s=1.0, step_limit=10**6, resume=None)
-        struck += chaos.strike_for(slot, submit, 0.0) is not None
+        plan = parse_chaos(f"kill:rate={rate}", seed)
+        fleet = ChaosFleet(inner, plan, {"pc1/0": "pc1"}, "pc1", log, clock)
+        fleet.on_event({"event": "counting", "slot": None, "duration_s": 1000.0})
+        fleet.submit("pc1/0", first)
+        fleet.wait(0.0)
+        fleet.submit("pc1/0", second)
+    sent = [call.args[1] for call in inner.submit.call_args_list]
+    assert not any(isinstance(directive, StruckDirective) for directive in sent[::2])
+    struck = sum(isinstance(directive, StruckDirective) for directive in sent[1::2])
     assert struck / 2000 == pytest.approx(expected, rel=0.25)
 
 
@@ -85,8 +97,8 @@ def test_nothing_is_struck_before_the_run_counts_nor_in_a_slice_that_proves_a_pr
     assert len(scene.strikes) > 50
     assert all(strike["at_s"] >= counting["at_s"] for strike in scene.run.events("chaos_strike"))
     assert all(
-        directive.duration_s > 0 and 0.0 <= fault.at_share < 1.0
-        for _, directive, fault in scene.strikes
+        directive.duration_s > 0 and 0.0 <= directive.at_share < 1.0
+        for _, directive in scene.strikes
     )
 
 
@@ -177,7 +189,7 @@ def test_a_death_before_the_struck_slice_is_not_the_strike(new_run: RunMaker) ->
     def die_first(slot: str, directive: Directive) -> None:
         scene.sent(slot, directive)
         # From the third on, a slice is queued behind the one that runs.
-        if not numbers and directive.process_fault is not None and directive.sequence > 2:
+        if not numbers and isinstance(directive, StruckDirective) and directive.sequence > 2:
             numbers.append(len(scene.strikes))
             scene.run.fleet.at(
                 scene.run.clock.now_s - scene.run.fleet.began_s, lambda: scene.run.fleet.kill(slot)
@@ -252,7 +264,7 @@ def test_faults_of_steps_are_one_entry_for_each_slot_and_outcome(new_run: RunMak
 def test_the_list_is_bounded_and_the_count_is_not(
     new_run: RunMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chaos_faults, "MAX_KEPT", 10)
+    monkeypatch.setattr(chaos_fleet, "MAX_KEPT", 10)
     scene = Faulty(new_run, "kill:rate=1", duration="60s")
     faults = scene.finish()
     counted = scene.counts("kill")
@@ -285,7 +297,7 @@ class Watched(Faulty):
     def sent(self, slot: str, directive: Directive) -> None:
         super().sent(slot, directive)
         pending = Counter(fault["target"] for fault in self.faults() if fault["fate"] == "pending")
-        if directive.process_fault is not None:
+        if isinstance(directive, StruckDirective):
             assert pending[slot] == 1, "a slot has one strike at a time"
             assert not pending[slot.partition("/")[0]], "none is struck on a node that is unwell"
 
@@ -312,7 +324,7 @@ def test_each_fault_gets_exactly_one_outcome_and_the_same_seed_brings_the_same_f
     assert sum(fault["kind"] in STRIKES for fault in last) == len(scene.strikes)
     ends = scene.run.events("chaos_node_ended")
     assert sum(fault["kind"] == "node" and fault["fate"] != "moot" for fault in last) == len(ends)
-    counts = scene.run.injector.counts()
+    counts = scene.fleet.counts()
     assert [each["kind"] for each in counts] == [kind.value for kind in parse_chaos(chaos).kinds()]
     assert sum(each["injected"] + each["moot"] for each in counts) == sum(
         fault["count"] for fault in last

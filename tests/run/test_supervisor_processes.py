@@ -175,7 +175,7 @@ def test_every_injected_fault_is_told_and_recovered_from(new_run: RunMaker, kind
         pc1=2, pc2=2, duration="90s", chaos=f"{kind}:every=15s", hang_timeout_s=5, stale_after_s=3
     )
     rows = run.finish()
-    faults = run.injector.faults()
+    faults = run.chaos.faults()
     assert len(run.events("chaos_strike", kind=kind)) == len(faults) >= 4
     assert {(fault["kind"], fault["fate"]) for fault in faults[:-1]} == {(kind, "recovered")}
     assert sum(row.restarts for row in rows.values()) == len(faults)

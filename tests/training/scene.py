@@ -59,3 +59,10 @@ def trainer(kind: str = GPT, seed: int = 7, **keys: object) -> Trainer:
     """Return a training of `task(kind)`."""
     chosen = settings(**keys)
     return Trainer(task(kind, chosen.dropout), chosen, CPU, seed)
+
+
+def replay(run: Trainer, splits: list[list[int]]) -> None:
+    """Compute micro-batches of so many samples, at a level, each so many times."""
+    for limit, level, count in splits:
+        for _ in range(count):
+            run.micro_batch(limit, level)

@@ -38,9 +38,7 @@ def test_the_loss_goes_its_way_and_states_take_a_quarter() -> None:
 
 
 @pytest.mark.usefixtures("_installed")
-def test_it_is_the_same_training_over_a_rollback_a_checkpoint_parking_and_with_states_on_the_host() -> (
-    None
-):
+def test_8_bit_states_survive_rollback_checkpoint_and_parking() -> None:
     alone, run, later = (
         trainer(steps=8, optimizer=EIGHT, states_on_host=share) for share in (0, 50, 100)
     )

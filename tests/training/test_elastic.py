@@ -48,7 +48,7 @@ class Memory:
         return functional.cross_entropy(self._model(inputs), targets)
 
 
-def test_a_loop_whose_memory_comes_and_goes_has_the_losses_of_one_that_has_enough() -> None:
+def test_a_loop_short_of_memory_has_the_same_losses() -> None:
     room: list[int] = []
     courses = []
     for memory in ([12] * 40, [12] * 10 + [5] * 10 + [2] * 10 + [12] * 10):
@@ -84,7 +84,7 @@ def test_it_is_a_plain_loop_of_torch_where_memory_suffices() -> None:
         assert loss == pytest.approx(wanted.item(), rel=1e-5)
 
 
-def test_with_a_count_the_loss_is_a_sum_over_items_that_parts_may_have_unequally_many_of() -> None:
+def test_with_a_count_the_loss_is_a_sum_over_items() -> None:
     """As with padding: a mean of the parts' means would weigh the items of short samples more."""
     losses = []
     for room in (12, 1):
@@ -114,7 +114,7 @@ def test_the_learning_rate_is_the_loops_own() -> None:
     assert all(map(torch.equal, model.parameters(), before))
 
 
-def test_when_not_one_sample_fits_it_says_so_and_the_next_step_works() -> None:
+def test_when_not_one_sample_fits_it_says_so() -> None:
     model, optimizer = made()
     elastic = ElasticStep(model, optimizer, max_wait_s=0)
     batch = batches(1)[0]

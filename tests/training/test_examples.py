@@ -22,7 +22,7 @@ from workers.training.settings import TrainSettings
 EXAMPLES = ROOT / "docs" / "examples"
 
 
-def test_a_plain_script_becomes_elastic_by_at_most_ten_lines_and_its_losses_stay(
+def test_a_script_becomes_elastic_by_at_most_ten_lines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     names = ("nano_plain", "nano_elastic")
@@ -61,9 +61,7 @@ def own_task(folder: str) -> object:
     return trained(folder, spec, [{"duration_s": 600.0}])[-1]
 
 
-def test_the_documented_task_is_the_file_and_is_trained_to_its_end(
-    in_child: InChild, tmp_path: Path
-) -> None:
+def test_the_documented_task_is_trained_to_its_end(in_child: InChild, tmp_path: Path) -> None:
     text = (EXAMPLES / "own_task.py").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 30
     assert text in re.findall(

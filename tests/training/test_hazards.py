@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.training.scene import CNN, CPU, GPT, settings, task, trainer
-from workers.training.hazards import hazards
-from workers.training.trainer import Trainer
+from tests.training.scene import CNN, CPU, GPT, replay, settings, task, trainer
+from workers.training.trainer import Trainer, hazards
 
 
 class WithKeyBias(nn.Module):
@@ -52,7 +51,7 @@ def test_the_presets_have_none_and_are_left_as_they_are(kind: str) -> None:
     probed, alone = trainer(kind, steps=2), trainer(kind, steps=2)
     assert hazards(probed) == []
     for each in (probed, alone):
-        each.replay([[12, 0, 2]])
+        replay(each, [[12, 0, 2]])
     assert probed.weights_sha256() == alone.weights_sha256()
 
 

@@ -23,12 +23,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.training.scene import trainer
 from workers.training import host_memory, host_states, optimizers
 from workers.training.accumulator import Accumulator
-from workers.training.checkpoints.host_copy import HostCopy
-from workers.training.host_activations import HostActivations
+from workers.training.checkpoints import HostCopy
+from workers.training.host_memory import Parking
 from workers.training.host_states import HostStates, states_of
 from workers.training.memory_plan import MemoryPlanner
+from workers.training.model_levers import HostActivations
 from workers.training.optimizers import Update, adamw, forget_states, load_states
-from workers.training.parking import Parking
 from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task
 
@@ -151,16 +151,17 @@ def test_parking_pins_what_it_must_and_gives_it_back(allocator: HostAllocator) -
     assert all(one.equal(other) for one, other in zip(held, values, strict=True))
 
 
-def test_a_checkpoint_is_copied_into_few_blocks_by_a_thread_that_sleeps(
+def test_a_checkpoint_is_copied_into_few_pinned_blocks(
     allocator: HostAllocator, log: CardLog
 ) -> None:
     state = {"weights": weights(), "step": 3}
     copy = HostCopy()
-    copy.take(state, 3)
+    copy.take(state)
     copy.complete()
     size = sum(each.nbytes for each in state["weights"])  # type: ignore[attr-defined]
     assert allocator.pinned_bytes <= 1.1 * size
     assert log == ["sleeping"]
+    assert copy.state is not None
     held = copy.state["weights"]
     assert all(one.equal(other) for one, other in zip(held, state["weights"], strict=True))  # type: ignore[call-overload]
 

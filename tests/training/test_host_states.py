@@ -52,7 +52,7 @@ def test_no_bit_changes_with_the_share_of_states_on_the_host(optimizer: str) -> 
     assert held[1:3] == pytest.approx([0.75 * held[0], 0.5 * held[0]], rel=0.05)
 
 
-def test_the_share_may_change_in_a_training_and_over_a_checkpoint_a_rollback_and_parking() -> None:
+def test_the_share_on_the_host_may_change_at_any_time() -> None:
     alone, run = trainer(steps=12), trainer(steps=12, states_on_host=25)
     train(alone, lambda: 5)
     for share in (25, 100, 50, 0):
@@ -73,7 +73,7 @@ def test_the_share_may_change_in_a_training_and_over_a_checkpoint_a_rollback_and
     assert other.weights_sha256() == alone.weights_sha256()
 
 
-def test_an_update_that_runs_out_of_memory_among_its_parts_is_rolled_back() -> None:
+def test_an_update_out_of_memory_is_rolled_back() -> None:
     alone, run = trainer(steps=4), trainer(steps=4, states_on_host=100)
     train(alone, lambda: 12)
     run.micro_batch(12)
@@ -129,7 +129,7 @@ def _planned_and_measured() -> tuple[list[int], list[int]]:
     return planned[1:], measured[1:]
 
 
-def test_states_that_are_not_known_before_the_first_step_are_refused() -> None:
+def test_states_that_are_not_known_are_refused_on_the_host() -> None:
     def own(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
@@ -138,7 +138,7 @@ def test_states_that_are_not_known_before_the_first_step_are_refused() -> None:
         Trainer(other, settings(states_on_host=1), CPU, 0)
 
 
-def test_the_largest_that_fit_are_chosen_and_never_more_than_the_share() -> None:
+def test_the_largest_states_that_fit_go_to_the_host() -> None:
     parameters = [nn.Parameter(torch.zeros(size)) for size in (60, 30, 6, 4)]
 
     def chosen(share_pct: int) -> list[int]:

@@ -16,8 +16,9 @@ import torch
 from torch.utils.data import Dataset
 
 from tests.scene import vm_data_bytes, wait_for
+from workers.training.batches import on_device
 from workers.training.errors import TaskError
-from workers.training.loader import Loader, LoaderSettings, on_device
+from workers.training.loader import Loader, LoaderSettings
 
 BATCH = 6
 
@@ -69,7 +70,7 @@ def keys(batch: torch.Tensor) -> list[int]:
     return [int(row[0]) for row in batch]
 
 
-def test_a_loader_goes_on_anywhere_in_the_given_order_and_draws_nothing() -> None:
+def test_a_loader_goes_on_anywhere_in_the_given_order() -> None:
     _goes_on_anywhere(0)
 
 

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.scene import CNN, CPU, GPT, settings, task, trainer
+from tests.training.scene import CNN, CPU, GPT, replay, settings, task, trainer
 from tests.training.test_trajectory import in_shared_memory
-from workers.training.loader_numbers import HostShare, loader_numbers
-from workers.training.ram_cache import row_bytes
+from workers.training.loader import HostShare, loader_numbers, row_bytes
 from workers.training.trainer import Trainer
 from workers.units import GIB, MIB
 
@@ -93,21 +92,21 @@ class Counting:
 
 def test_from_ram_come_the_same_bits_and_each_item_is_made_once() -> None:
     plain = trainer(steps=14)
-    plain.replay([[12, 0, 14]])
+    replay(plain, [[12, 0, 14]])
     counting = Counting(100, varied=False)
     run = Trainer(replace(task(GPT), dataset=counting), settings(steps=14, ram_cache=True), CPU, 7)
-    run.replay([[12, 0, 10]])
+    replay(run, [[12, 0, 10]])
     going_on = copy.deepcopy(run.state())
-    run.replay([[12, 0, 4]])
+    replay(run, [[12, 0, 4]])
     assert run.weights_sha256() == plain.weights_sha256()
     # One to see what it takes; of the ninth batch eight begin the second epoch, before the first is
     # complete.
     assert counting.asked == 1 + 9 * 12
-    cache = run._feed._loader._cache
+    cache = run._feed.loader._cache
     assert cache is not None
     assert in_shared_memory(cache._rows), "on a CPU, outside of what the cap counts"
     run.load(going_on)
-    run.replay([[12, 0, 4]])
+    replay(run, [[12, 0, 4]])
     assert run.weights_sha256() == plain.weights_sha256()
     assert counting.asked == 1 + 9 * 12
 
@@ -118,12 +117,12 @@ def test_what_cannot_be_kept_is_trained_all_the_same() -> None:
         counting = Counting(24, varied=True)
         one_each = replace(task(GPT), dataset=counting)
         run = Trainer(one_each, settings(steps=30, batch=1, **keys), CPU, 7)
-        run.replay([[1, 0, 30]])
+        replay(run, [[1, 0, 30]])
         asked.append(counting.asked)
         if not keys:
             expected = run.weights_sha256()
         assert run.weights_sha256() == expected
     assert asked == [30, 31]
     faces = trainer(CNN, steps=2, ram_cache=True)
-    faces.replay([[12, 0, 2]])
+    replay(faces, [[12, 0, 2]])
     assert "change from epoch to epoch" in faces.loader_numbers.reason

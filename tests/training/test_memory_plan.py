@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset
 
 from tests.in_child import InChild
 from workers.devices.process_memory import process_memory, reset_highest
+from workers.training.ladder import bilinear
 from workers.training.memory_plan import MemoryPlan, MemoryPlanner
-from workers.training.rungs import bilinear
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, find_task
 from workers.training.trainer import Trainer
@@ -113,7 +113,7 @@ def test_the_parts_of_a_plan_are_those_of_the_model() -> None:
     assert plan.total_bytes == plan.state_bytes + plan.activations_bytes + plan.workspace_bytes
 
 
-def test_a_card_that_does_not_exist_is_planned_for_without_its_memory() -> None:
+def test_an_absent_card_is_planned_for_without_its_memory() -> None:
     before = process_memory().resident_bytes
     planner = planner_of(on_card=True, preset="gpt2-medium", batch=12, precision="bf16")
     plan = planner.plan(1, 0)
@@ -122,7 +122,7 @@ def test_a_card_that_does_not_exist_is_planned_for_without_its_memory() -> None:
     assert planner.plan(1, planner.most_level).total_bytes < plan.total_bytes
 
 
-def test_pictures_are_planned_for_a_card_in_the_order_of_numbers_that_a_card_uses() -> None:
+def test_pictures_are_planned_in_the_order_that_a_card_uses() -> None:
     plan = planner_of(on_card=True, preset="cnn-small", batch=8, precision="bf16").plan(8, 0)
     other = planner_of(
         on_card=True, preset="cnn-small", batch=8, precision="bf16", channels_last=False
@@ -131,7 +131,7 @@ def test_pictures_are_planned_for_a_card_in_the_order_of_numbers_that_a_card_use
     assert plan.activations_bytes == pytest.approx(other.activations_bytes, rel=0.5)
 
 
-def test_the_largest_part_that_fits_is_found_and_one_more_does_not_fit() -> None:
+def test_the_largest_part_that_fits_is_found() -> None:
     planner = planner_of(preset="gpt-nano", batch=23, precision="fp32")
     for micro in (1, 6, 23):  # 7 would split the batch into as many parts as 6
         cap_bytes = planner.plan(micro, 0).total_bytes
@@ -143,7 +143,7 @@ def test_the_largest_part_that_fits_is_found_and_one_more_does_not_fit() -> None
     assert below_two.micro == 1
 
 
-def test_what_rungs_say_of_a_recomputed_step_is_never_far_below_its_plan() -> None:
+def test_a_rung_is_never_far_below_the_plan_of_its_step() -> None:
     planner = planner_of(preset="gpt2-medium", batch=16, seq=128)
     most_level = planner.most_level
 
@@ -155,7 +155,7 @@ def test_what_rungs_say_of_a_recomputed_step_is_never_far_below_its_plan() -> No
         assert 0.99 <= told(micro, level) / planned(micro, level) < 1.4, (micro, level)
 
 
-def test_a_task_of_the_user_with_an_optimiser_of_his_own_is_planned() -> None:
+def test_a_users_task_with_its_own_optimiser_is_planned() -> None:
     task = TrainTask(
         name="own",
         model=lambda: nn.Sequential(

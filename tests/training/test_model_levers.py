@@ -16,9 +16,9 @@ from tests.training.parity import STEPS, late_gap, losses, seed_noise
 from tests.training.scene import CNN, CPU, GPT, trainer
 from tests.training.test_trajectory import in_shared_memory
 from workers.training.errors import TaskError
-from workers.training.host_activations import HostActivations
 from workers.training.host_memory import power_of_two
-from workers.training.keyed import KeyedDropout, row_keys
+from workers.training.keyed_random import KeyedDropout, row_keys
+from workers.training.model_levers import HostActivations
 from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task, next_token_loss
 from workers.training.trainer import Trainer
@@ -75,16 +75,14 @@ def test_an_exact_lever_changes_no_bit(kind: str, lever: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize(("kind", "lever"), NUMERIC, ids=str)
-def test_a_numeric_lever_stays_within_a_tenth_of_what_another_seed_changes(
-    kind: str, lever: dict[str, Any]
-) -> None:
+def test_a_numeric_lever_changes_a_tenth_of_another_seed(kind: str, lever: dict[str, Any]) -> None:
     plain, levered = trainer(kind, seed=1, steps=STEPS), trainer(kind, seed=1, steps=STEPS, **lever)
     assert late_gap(losses(plain), losses(levered)) <= 0.1 * seed_noise(kind)
     assert plain.identity != levered.identity
 
 
 @pytest.mark.parametrize(("preset", "lever"), OBJECTIVE, ids=str)
-def test_a_lever_of_the_objective_is_compared_by_the_loss_of_unseen_samples(
+def test_objective_levers_are_compared_by_unseen_samples(
     preset: str, lever: dict[str, Any]
 ) -> None:
     before, plain = validated(preset)
@@ -108,9 +106,7 @@ def test_smoothed_labels_are_those_of_the_definition() -> None:
         find_task(TrainSettings(preset="cnn-small", label_smoothing=0.1), 0)
 
 
-def test_r_drop_adds_the_divergence_of_two_passes_and_keeps_to_rounding_when_the_micro_batch_changes() -> (
-    None
-):
+def test_r_drop_adds_the_divergence_of_two_passes() -> None:
     chosen = TrainSettings(
         preset="gpt-nano", batch=4, steps=6, precision="fp32", dropout=0.2, r_drop=2.0
     )
@@ -142,7 +138,7 @@ def test_r_drop_adds_the_divergence_of_two_passes_and_keeps_to_rounding_when_the
         TrainSettings(r_drop=1.0)
 
 
-def test_a_training_with_its_average_on_the_host_is_parked_evaluated_and_resumed() -> None:
+def test_an_average_on_the_host_is_parked_and_resumed() -> None:
     alone, run = trainer(steps=4), trainer(steps=4, ema_on="host")
     losses(alone)
     run.micro_batch(12)
@@ -192,7 +188,7 @@ class Saves(torch.autograd.Function):
         return (gradients[0].expand(1), *(None for _ in Saves.back))
 
 
-def test_what_waits_on_the_host_comes_back_as_it_was_also_parts_and_repeated_tensors() -> None:
+def test_what_waits_on_the_host_comes_back_as_it_was() -> None:
     # A compiled backward pass insists on the very strides.
     model = nn.Linear(64, 64)
     whole = torch.arange(3 * 8 * 3 * 64.0).view(3, 8, 3, 64)
@@ -230,7 +226,7 @@ def test_the_kernel_of_attention_that_really_ran_is_told() -> None:
     assert trainer(CNN).attention_kernels() == ""
 
 
-def test_a_recomputed_block_computes_its_attention_again_with_the_same_kernel() -> None:
+def test_a_recomputed_block_uses_the_same_kernel_of_attention() -> None:
     plain, levered = (
         trainer(GPT, attention="math", steps=4),
         trainer(GPT, attention="math", steps=4),
@@ -247,7 +243,7 @@ def test_cudnn_tries_its_kernels_only_if_it_is_asked_to() -> None:
 
 
 @pytest.mark.parametrize("lever", [{"cudnn_benchmark": True}, {"attention": "cudnn"}], ids=str)
-def test_what_changes_bits_from_run_to_run_is_refused_with_deterministic(
+def test_what_changes_bits_is_refused_with_deterministic(
     lever: dict[str, Any],
 ) -> None:
     with pytest.raises(ValidationError, match="deterministic: true promises the same bits"):

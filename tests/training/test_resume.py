@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 torch.set_num_threads(1)
 from tests.training.scene import trainer
-from workers.training.checkpoints.store import Checkpoints
+from workers.training.checkpoints import Checkpoints
 training = trainer(steps=80)
 checkpoints = Checkpoints(Path(sys.argv[2]), training.identity, save_every_s=float(sys.argv[3]))
 loaded = checkpoints.load()
@@ -29,11 +29,11 @@ print("from", training.step, flush=True)
 while not training.finished:
     training.micro_batch((12, 5, 3, 7)[training.step % 4], level=training.step % 3)
     if training.at_boundary:
-        print(training.step, checkpoints.report.saved_step or 0, flush=True)
+        print(training.step, checkpoints.saved_step or 0, flush=True)
         if checkpoints.due():
             checkpoints.save(training.state(), training.step)
 assert checkpoints.close(60)
-assert checkpoints.report.failure is None, checkpoints.report.failure
+assert checkpoints.failure is None, checkpoints.failure
 print("weights", training.weights_sha256(), flush=True)
 """
 
@@ -43,9 +43,7 @@ def lines(child: Child) -> list[list[str]]:
     return [line.split() for line in child.out[: child.out.rfind("\n") + 1].splitlines()]
 
 
-def test_killed_trainings_go_on_from_the_last_checkpoint_and_end_with_the_same_bits(
-    fork_server: ForkServer, tmp_path: Path
-) -> None:
+def test_killed_trainings_end_with_the_same_bits(fork_server: ForkServer, tmp_path: Path) -> None:
     undisturbed = fork_server.run(TRAINS, str(ROOT), str(tmp_path / "alone"), "1000")
     assert undisturbed.returncode == 0, undisturbed.stderr
     drawn, begins, safe = random.Random(3), [], 0  # noqa: S311 - moments of a test

@@ -13,13 +13,12 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.nn import functional
 
-from tests.training.scene import CPU, GPT, settings, task
+from tests.training.scene import CPU, GPT, replay, settings, task
 from workers.training import sequences
 from workers.training.errors import TaskError
-from workers.training.length_order import by_length, packed, pool_samples
 from workers.training.made_data import MadeText
 from workers.training.memory_plan import MemoryPlanner
-from workers.training.order import samples
+from workers.training.order import by_length, packed_rows, pool_samples, samples
 from workers.training.sequences import NO_TOKEN, PackedRows, filled_up, packed_row
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, find_task
@@ -52,7 +51,7 @@ def unequal(packing: bool = False) -> TrainTask:
 
 def trained(what: TrainTask, splits: list[list[int]], **keys: Any) -> Trainer:
     run = Trainer(what, settings(steps=20, **keys), CPU, 7)
-    run.replay(splits)
+    replay(run, splits)
     return run
 
 
@@ -60,7 +59,7 @@ def gap(one: list[float], other: list[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
 
 
-def test_made_documents_have_the_lengths_that_are_told_and_the_words_of_longer_ones() -> None:
+def test_made_documents_have_the_lengths_that_are_told() -> None:
     made, whole = documents(), MadeText(SEQ, 256, 0, items=ITEMS)
     lengths = made.lengths(range(ITEMS))
     assert [len(made[index]) for index in range(ITEMS)] == lengths
@@ -101,7 +100,7 @@ def test_each_document_is_in_one_row_and_rows_are_full() -> None:
     assert max(filled) <= 256
     assert sum(filled) > 0.98 * 256 * len(rows)
     with pytest.raises(ValueError, match="document 1 has 9 tokens, and a row 8"):
-        packed([8, 9], 8)
+        packed_rows([8, 9], 8)
 
 
 def losses_and_gradient(
@@ -143,7 +142,7 @@ def test_what_is_left_of_a_row_has_no_label() -> None:
 
 
 @pytest.mark.parametrize("lever", ["none", "bucketing", "packing"])
-def test_another_micro_batch_changes_the_loss_by_rounding_only_and_a_state_goes_on(
+def test_another_micro_batch_changes_the_loss_by_rounding_only(
     lever: str,
 ) -> None:
     what, keys = unequal(packing=lever == "packing"), {"bucketing": lever == "bucketing"}
@@ -154,11 +153,11 @@ def test_another_micro_batch_changes_the_loss_by_rounding_only_and_a_state_goes_
     first = trained(what, [[12, 0, 7]], **keys)
     second = Trainer(what, settings(steps=20, **keys), CPU, 7)
     second.load(copy.deepcopy(first.state()))
-    second.replay([[12, 0, 13]])
+    replay(second, [[12, 0, 13]])
     assert second.weights_sha256() == alone.weights_sha256()
 
 
-def test_less_is_filled_up_in_batches_of_similar_length_and_nearly_nothing_in_packed_rows() -> None:
+def test_bucketing_and_packing_fill_up_less() -> None:
     text = MadeText(64, 256, 0, items=2000, least_seq=4)
     tasks = [replace(unequal(), dataset=text)] * 2 + [
         replace(unequal(packing=True), dataset=PackedRows(text, 64))
@@ -249,6 +248,6 @@ def test_operations_go_by_tokens_and_not_by_what_fills_up() -> None:
     for _ in range(6):
         rates.append(run.flop_per_sample() / run.items_per_sample)
         lengths.append(run.items_per_sample)
-        run.replay([[12, 0, 1]])
+        replay(run, [[12, 0, 1]])
     assert max(lengths) > 1.5 * min(lengths)
     assert max(rates) < 1.05 * min(rates)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from tests.training.scene import CPU
+from tests.training.scene import CPU, replay
 from workers.training.errors import StateMismatchError, TaskError
 from workers.training.order import Sample
 from workers.training.settings import PRESETS, TrainSettings
@@ -62,9 +62,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("cnn-landmarks", 1.73), ("gpt-1b", 1313.6),
     ],
 )  # fmt: skip
-def test_a_preset_has_its_size_and_no_bias_that_only_rounding_moves(
-    preset: str, millions: float
-) -> None:
+def test_a_preset_has_its_size_and_no_bias_of_keys(preset: str, millions: float) -> None:
     assert preset in PRESETS
     with torch.device("meta"):
         model = find_task(TrainSettings(preset=preset), 0).model()
@@ -83,13 +81,13 @@ def test_a_preset_has_its_size_and_no_bias_that_only_rounding_moves(
 def test_the_loss_of_a_small_preset_falls(preset: str, precision: str) -> None:
     settings = TrainSettings(preset=preset, steps=25, warmup_steps=5, batch=8, precision=precision)
     run = Trainer(find_task(settings, 0), settings, CPU, 0)
-    run.replay([[8, 0, 25]])
+    replay(run, [[8, 0, 25]])
     assert run.course.losses[1] < 0.9 * run.course.losses[0]
     assert run.progress().loss == run.course.losses[1]
     assert run.course.skipped_updates < 5
 
 
-def test_the_error_of_landmarks_is_in_per_cent_of_the_distance_of_the_eyes() -> None:
+def test_the_error_of_landmarks_is_in_per_cent_of_the_eyes() -> None:
     settings = TrainSettings(preset="cnn-small", steps=25, warmup_steps=5, batch=8)
     task = find_task(settings, 0)
     pictures, points = default_collate(
@@ -104,7 +102,7 @@ def test_the_error_of_landmarks_is_in_per_cent_of_the_distance_of_the_eyes() -> 
     assert float(landmark_error_pct(Missing(), (pictures, points))) == pytest.approx(3 * 10.0)
     run = Trainer(task, settings, CPU, 0)
     before = run.evaluate()["landmark_error_pct"]
-    run.replay([[8, 0, 25]])
+    replay(run, [[8, 0, 25]])
     assert run.evaluate()["landmark_error_pct"] < 0.9 * before
 
 
@@ -115,11 +113,11 @@ def test_a_users_own_task_is_trained_evaluated_and_resumed() -> None:
     )
     run = Trainer(find_task(settings, 0), settings, CPU, 0)
     assert run.steps == 40
-    run.replay([[16, 0, 20]])
+    replay(run, [[16, 0, 20]])
     other = Trainer(find_task(settings, 0), settings, CPU, 0)
     other.load(run.state())
     for each in (run, other):
-        each.replay([[16, 0, 20]])
+        replay(each, [[16, 0, 20]])
         assert each.finished
     assert run.weights_sha256() == other.weights_sha256()
     assert run.course.losses[1] < run.course.losses[0] / 5
@@ -171,16 +169,16 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing(
     state = Trainer(find_task(others, 1), others, CPU, 1).state()
     with pytest.raises(StateMismatchError, match=sentence):
         run.load(state)
-    with pytest.raises(StateMismatchError, match="has version 0, and this program reads 1"):
+    with pytest.raises(StateMismatchError, match="has version 0, and this program reads 2"):
         run.load(state | {"version": 0})
     assert run.weights_sha256() == before
     assert run.at_boundary
 
 
-def test_neither_model_nor_training_draws_from_torchs_own_random_numbers() -> None:
+def test_nothing_draws_from_torchs_own_random_numbers() -> None:
     settings = TrainSettings(preset="gpt-nano", steps=2, dropout=0.1, batch=4)
     before = torch.get_rng_state()
-    Trainer(find_task(settings, 0), settings, CPU, 0).replay([[3, 1, 4]])
+    replay(Trainer(find_task(settings, 0), settings, CPU, 0), [[3, 1, 4]])
     assert torch.get_rng_state().equal(before)
 
 

@@ -41,7 +41,7 @@ def test_windows_are_the_files_one_after_the_other(
         data[len(data)]
 
 
-def test_a_folder_is_read_in_the_order_of_names_without_hidden_files(tmp_path: Path) -> None:
+def test_a_folder_is_read_by_name_without_hidden_files(tmp_path: Path) -> None:
     for name in ("b/a.txt", "a/z.txt", "a/.hidden", ".git/config", "c.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"<{name}>")
@@ -82,7 +82,7 @@ def test_what_cannot_be_trained_on_is_refused_in_one_sentence(
     assert str(refusal.value) == "train.data: " + words.format(path=path)
 
 
-def test_a_binary_file_among_texts_is_named_and_an_empty_folder_is_refused(tmp_path: Path) -> None:
+def test_binary_files_and_empty_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     with pytest.raises(TextError, match="texts holds no text"):
         TextData(tmp_path / "texts", 4)
@@ -96,12 +96,12 @@ def test_files_that_change_under_the_training_end_no_process(tmp_path: Path) -> 
     path = tmp_path / "data.txt"
     path.write_text("a" * 100_000)
     data = TextData(path, 10)
-    before = data.fingerprint()
+    before = data.fingerprint
     path.write_text("b" * 99)
     assert data[0].eq(ord("b")).all()
     with pytest.raises(TextError, match="became shorter while it was trained on"):
         data[9]
-    assert TextData(path, 10).fingerprint() != before
+    assert TextData(path, 10).fingerprint != before
     path.unlink()
     with pytest.raises(TextError, match="cannot be read any more: No such file"):
         data[0]

@@ -16,17 +16,24 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 from torch import Tensor
 
-from tests.training.scene import CPU
+from tests.training.scene import CPU, replay
 from workers.learned_limits.store import EXPIRY_S, STATE_DIR_VARIABLE
-from workers.training import text_cache, text_index
-from workers.training.checkpoints.store import Checkpoints
+from workers.training import text as text_module
+from workers.training.checkpoints import Checkpoints
 from workers.training.sequences import PackedRows, packed_loss, packed_tokens
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, find_task, next_token_loss
-from workers.training.text import TextData, TextError, TextFiles
-from workers.training.text_documents import TextDocuments
+from workers.training.text import (
+    SAMPLES,
+    TextData,
+    TextDocuments,
+    TextError,
+    TextFiles,
+    held_out,
+    index_of_lines,
+)
 from workers.training.trainer import Trainer
-from workers.training.validation import SAMPLES, held_out
+from workers.units import MIB
 
 #: Of 288 lines `bucketing` sorts 72 at once, so that an epoch has whole pools; fewer than 320 hold
 #: nothing out.
@@ -97,7 +104,7 @@ def training(path: Path, **keys: Any) -> Trainer:
     return Trainer(find_task(wanted, 0), wanted, CPU, 0)
 
 
-@pytest.mark.parametrize("part", [text_index.MIB, 5])
+@pytest.mark.parametrize("part", [MIB, 5])
 @given(files=FILES, seq=some.integers(2, 9))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_pieces_are_the_lines_cut_like_windows(
@@ -107,9 +114,9 @@ def test_pieces_are_the_lines_cut_like_windows(
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(text_index, "_PART_BYTES", part)
-    monkeypatch.setattr(text_index, "_LINES", part)
-    monkeypatch.setattr(text_index, "_PIECES", part)
+    monkeypatch.setattr(text_module, "_PART_BYTES", part)
+    monkeypatch.setattr(text_module, "_LINES", part)
+    monkeypatch.setattr(text_module, "_PIECES", part)
     folder = tmp_path_factory.mktemp("text")
     for number, each in enumerate(files):
         (folder / f"{number}.{'jsonl' if each.json else 'txt'}").write_bytes(each.content())
@@ -172,9 +179,9 @@ def test_a_line_of_json_without_a_text_is_named(tmp_path: Path, line: str, words
 def test_a_line_of_json_is_not_read_without_a_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_index, "_LONGEST_LINE_BYTES", text_index.MIB)
+    monkeypatch.setattr(text_module, "_LONGEST_LINE_BYTES", MIB)
     path = tmp_path / "mine.jsonl"
-    path.write_text(json.dumps({"text": "a" * text_index.MIB}))
+    path.write_text(json.dumps({"text": "a" * MIB}))
     with pytest.raises(TextError, match=r"line 1 of .*mine\.jsonl is longer than 1 MiB; divide it"):
         TextDocuments(path, 8, "lines")
 
@@ -188,9 +195,7 @@ def test_a_text_without_a_document_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["txt", "jsonl"])
-def test_lines_that_move_under_the_training_are_noticed_and_new_ones_are_not_minded(
-    tmp_path: Path, suffix: str
-) -> None:
+def test_lines_that_move_under_the_training_are_noticed(tmp_path: Path, suffix: str) -> None:
     texts = ["one", "the second line", "three"]
     lines = [json.dumps({"text": text}) if suffix == "jsonl" else text for text in texts]
     path = tmp_path / f"mine.{suffix}"
@@ -213,20 +218,18 @@ def test_lines_that_come_while_the_text_is_read_are_left_out(tmp_path: Path, suf
     path.write_text('{"text": "one"}\n{"text": "two"}\n')
     (tmp_path / "b.txt").write_text("the next file\n")
     files = TextFiles(tmp_path)
-    found, checksum = text_index.index_of_lines(files, 64)
+    found, checksum = index_of_lines(files, 64)
     with path.open("a") as file:
         file.write('{"text": "of another program"}\n{"text": "3"}\n')
-    again, checksum_again = text_index.index_of_lines(files, 64)
+    again, checksum_again = index_of_lines(files, 64)
     assert (again.tolist(), checksum_again) == (found.tolist(), checksum)
 
 
 @pytest.mark.parametrize("unit", ["windows", "files", "lines"])
-def test_a_training_on_an_edited_file_does_not_go_on_from_its_checkpoint(
-    tmp_path: Path, unit: str
-) -> None:
+def test_a_checkpoint_of_an_edited_file_is_refused(tmp_path: Path, unit: str) -> None:
     path = written(tmp_path)
     run = training(path, documents=unit)
-    run.replay([[BATCH, 0, 2]])
+    replay(run, [[BATCH, 0, 2]])
     checkpoints = Checkpoints(tmp_path / "saved", run.identity)
     checkpoints.discard()
     checkpoints.save(run.state(), run.step)
@@ -240,15 +243,15 @@ def test_a_training_on_an_edited_file_does_not_go_on_from_its_checkpoint(
     )
     other = Checkpoints(tmp_path / "saved", training(path, documents=unit).identity).load()
     assert other.state is None
-    assert "it was trained with data_fingerprint=" in other.sentences()[0]
-    assert other.sentences()[-1] == "training begins anew"
+    assert "it was trained with data_fingerprint=" in other.refused[0]
+    assert other.refused[-1] == "training begins anew"
 
 
 @pytest.fixture
 def states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Keep the index of any text in this folder."""
     monkeypatch.setenv(STATE_DIR_VARIABLE, str(tmp_path / "states"))
-    monkeypatch.setattr(text_cache, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(text_module, "_LEAST_KEPT_BYTES", 0)
     return tmp_path / "states" / "texts"
 
 
@@ -264,10 +267,10 @@ def test_a_large_text_is_read_once_until_it_is_written_to(tmp_path: Path, states
     first = TextDocuments(path, 16, "lines")
     rewritten(path)
     second = TextDocuments(path, 16, "lines")
-    assert second.fingerprint() == first.fingerprint(), "it was not read again"
+    assert second.fingerprint == first.fingerprint, "it was not read again"
     assert second.lengths(range(len(second))) == first.lengths(range(len(first)))
     os.utime(path)
-    assert TextDocuments(path, 16, "lines").fingerprint() != first.fingerprint()
+    assert TextDocuments(path, 16, "lines").fingerprint != first.fingerprint
     assert len(TextDocuments(path, 20, "lines")) != len(first), "pieces of another length"
     assert len(list(states.glob("*.index"))) == 3
 
@@ -284,14 +287,12 @@ def test_a_damaged_index_is_made_again(tmp_path: Path, states: Path, damage: str
     )
     rewritten(path)
     after = TextDocuments(path, 16, "lines")
-    assert after.fingerprint() != before.fingerprint(), "it was read again"
+    assert after.fingerprint != before.fingerprint, "it was read again"
     rewritten(path)
-    assert TextDocuments(path, 16, "lines").fingerprint() == after.fingerprint(), "and kept"
+    assert TextDocuments(path, 16, "lines").fingerprint == after.fingerprint, "and kept"
 
 
-def test_an_index_that_was_not_used_for_a_month_goes_when_another_is_kept(
-    tmp_path: Path, states: Path
-) -> None:
+def test_an_index_that_was_not_used_for_a_month_goes(tmp_path: Path, states: Path) -> None:
     path = written(tmp_path)
     TextDocuments(path, 16, "lines")
     (kept,) = states.glob("*.index")
@@ -311,7 +312,7 @@ def test_without_a_place_to_keep_it_the_text_is_read_each_time(
     path = written(tmp_path)
     first = TextDocuments(path, 16, "lines")
     rewritten(path)
-    assert TextDocuments(path, 16, "lines").fingerprint() != first.fingerprint()
+    assert TextDocuments(path, 16, "lines").fingerprint != first.fingerprint
 
 
 def test_another_division_of_a_text_is_another_training(tmp_path: Path) -> None:
@@ -330,9 +331,7 @@ def losses_of_an_epoch(
 
 
 @pytest.mark.parametrize("unit", ["lines", "files"])
-def test_an_epoch_has_the_same_loss_per_token_filled_up_bucketed_and_packed(
-    tmp_path: Path, unit: str
-) -> None:
+def test_filled_up_bucketed_and_packed_epochs_have_one_loss(tmp_path: Path, unit: str) -> None:
     path = written(tmp_path, longest=54)  # none is cut
     if unit == "files":
         for number, line in enumerate(path.read_text().splitlines()):
@@ -367,27 +366,25 @@ def test_an_epoch_has_the_same_loss_per_token_filled_up_bucketed_and_packed(
 
 
 @pytest.mark.parametrize("lever", ["none", "bucketing", "packing"])
-def test_a_training_on_lines_goes_on_in_the_middle_of_an_epoch_to_the_same_bits(
-    tmp_path: Path, lever: str
-) -> None:
+def test_a_training_on_lines_goes_on_in_the_middle_of_an_epoch(tmp_path: Path, lever: str) -> None:
     path = written(tmp_path)
     keys = {} if lever == "none" else {lever: True}
     whole, first = training(path, dropout=0.1, **keys), training(path, dropout=0.1, **keys)
-    whole.replay([[5, 0, 8 * 3]])
+    replay(whole, [[5, 0, 8 * 3]])
     assert whole.finished
-    first.replay([[5, 0, 3 * 3]])
+    replay(first, [[5, 0, 3 * 3]])
     second = training(path, dropout=0.1, loader_workers=1, **keys)
     second.load(pickle.loads(pickle.dumps(first.state())))  # noqa: S301 - our own
-    second.replay([[5, 0, 5 * 3]])
+    replay(second, [[5, 0, 5 * 3]])
     second.close()
     assert second.weights_sha256() == whole.weights_sha256()
     other_parts = training(path, dropout=0.1, **keys)
-    other_parts.replay([[BATCH, 0, 8]])
+    replay(other_parts, [[BATCH, 0, 8]])
     for one, other in zip(whole.course.losses, other_parts.course.losses, strict=True):
         assert abs(one / other - 1) <= 1e-6
 
 
-def test_what_is_held_out_is_the_last_hundredth_and_of_little_text_nothing() -> None:
+def test_the_last_hundredth_is_held_out_and_of_little_nothing() -> None:
     assert [len(held_out(samples)) for samples in (1, 319, 320, 3_200, 100_000)] == [
         0,
         0,
@@ -399,9 +396,7 @@ def test_what_is_held_out_is_the_last_hundredth_and_of_little_text_nothing() -> 
 
 
 @pytest.mark.parametrize("unit", ["windows", "lines"])
-def test_samples_that_are_held_out_are_evaluated_and_never_trained_on(
-    tmp_path: Path, unit: str
-) -> None:
+def test_held_out_samples_are_evaluated_and_never_trained_on(tmp_path: Path, unit: str) -> None:
     path = written(tmp_path, lines=1_000)
     content = path.read_bytes()
     run = training(path, documents=unit, seq=64)

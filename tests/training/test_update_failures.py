@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.training.scene import CPU, settings, task
+from tests.training.scene import CPU, replay, settings, task
 from workers.oom import classify
 from workers.settings import FailureKind
 from workers.testing import OomInjector
-from workers.training.checkpoints.tensor_bytes import tensors_in, weights_sha256
+from workers.training.batches import tensors_in
+from workers.training.checkpoints import weights_sha256
 from workers.training.errors import NotFiniteError, UpdateInterruptedError
 from workers.training.trainer import Trainer
 
@@ -68,14 +69,14 @@ def course(run: Trainer, watched: Watched) -> str:
     failure, kinds = "none", []
     saved = copied(run.state())
     while run.step < 2:
-        sums, remaining = run._accumulator.gradients, run.remaining_rows
+        sums, remaining = run._accumulator.gradients, run._accumulator.remaining
         before = copied(sums)
         try:
             with watched:
                 run.micro_batch(2)
         except torch.OutOfMemoryError:
             failure = "out of memory"
-            if run.remaining_rows == remaining == 2 and not run._accumulator.torn:
+            if run._accumulator.remaining == remaining == 2 and not run._accumulator._adding:
                 assert all(map(torch.equal, sums, before)), "the finished part was changed"
         except UpdateInterruptedError as error:
             failure = "update"
@@ -123,7 +124,7 @@ class Begun:
         return failure
 
 
-def test_an_operation_that_runs_out_of_memory_anywhere_costs_no_bit() -> None:
+def test_running_out_of_memory_anywhere_costs_no_bit() -> None:
     """Each kind of operation fails where it is met first, and where it is met last."""
     begun = Begun("adamw-fused")
     found: dict[str, set[str]] = {"none": set(), "out of memory": set(), "update": set()}
@@ -154,7 +155,7 @@ def test_an_operation_on_lists_that_ends_halfway_costs_no_bit(optimizer: str) ->
         assert begun.with_failure(place, halfway=True) != "none"
 
 
-def test_without_a_saved_state_an_interrupted_update_goes_back_to_the_beginning() -> None:
+def test_without_a_saved_state_an_update_goes_to_the_beginning() -> None:
     alone, run = small(), small()
     while not alone.finished:
         alone.micro_batch(4)
@@ -174,11 +175,11 @@ def test_without_a_saved_state_an_interrupted_update_goes_back_to_the_beginning(
     assert run.progress().redone_steps == 1
 
 
-def test_a_loss_that_is_not_a_number_stops_with_the_step_and_changes_no_weight() -> None:
+def test_a_loss_that_is_no_number_changes_no_weight() -> None:
     run = small(lr=1e30, clip=None, ema_decay=None)
     with pytest.raises(NotFiniteError, match=r"of optimiser step \d is (nan|inf)") as stopped:
-        run.replay([[4, 0, 3]])
+        replay(run, [[4, 0, 3]])
     assert stopped.value.step == run.step > 0
     shorter = small(lr=1e30, clip=None, ema_decay=None)
-    shorter.replay([[4, 0, run.step]])
+    replay(shorter, [[4, 0, run.step]])
     assert run.weights_sha256() == shorter.weights_sha256()

@@ -11,19 +11,30 @@ import pytest
 
 from orchestrator.config.load import config_from_text, load_config
 from orchestrator.errors import UsageError
-from orchestrator.lab.tune import levers, passes, products
-from orchestrator.lab.tune.absolute import absolute_of
-from orchestrator.lab.tune.asked import asked_of
-from orchestrator.lab.tune.drawing import table
-from orchestrator.lab.tune.journal import PassData
+from orchestrator.lab.tune import levers, passes
 from orchestrator.lab.tune.levers import Candidate
-from orchestrator.lab.tune.objective import Gain, Objective, gain_of, told
-from orchestrator.lab.tune.parity import Course, Noise, noise_of, parity_of
-from orchestrator.lab.tune.report import Measurements, pareto_names, rows_of
-from orchestrator.lab.tune.rows import ParityClass, Row, Verdict
+from orchestrator.lab.tune.measuring import PassData
+from orchestrator.lab.tune.report import (
+    Gain,
+    Measurements,
+    Objective,
+    SeedNoise,
+    gain_of,
+    gain_words,
+    pareto_names,
+    parity_of,
+    rows_of,
+)
+from orchestrator.lab.tune.results import (
+    LeverRow,
+    LeverVerdict,
+    ParityClass,
+    TunedSubject,
+    TuningResult,
+    result_table,
+)
 from orchestrator.lab.tune.statistics import Effect
-from orchestrator.lab.tune.store import Result, Subject
-from orchestrator.lab.tune.tuned_yaml import notes_of, tuned
+from orchestrator.lab.tune.tuning import notes_of, request_of, tuned_yaml
 from tests.scene import ROOT
 from workers.training.settings import TrainSettings
 from workers.tuning.messages import Opened
@@ -31,7 +42,7 @@ from workers.units import GIB, MIB
 
 BASE = levers.baseline_of(TrainSettings(), on_card=False)
 SEEDS = [
-    Course(losses=[4.0, 3.0 + shift, 2.0 + shift], validation_loss=2.0 + shift)
+    Opened(losses=(4.0, 3.0 + shift, 2.0 + shift), validation_loss=2.0 + shift)
     for shift in (0.0, 0.1, 0.2)
 ]
 
@@ -80,7 +91,7 @@ def found() -> Measurements:
     return Measurements(
         data=data,
         opened=arms,
-        noise=noise_of(SEEDS),
+        noise=SeedNoise.of(SEEDS),
         resolve=0.01,
         confidence=0.95,
         seed_names=["seed 1"],
@@ -109,8 +120,8 @@ def test_a_budget_in_which_no_lever_has_its_rounds_is_refused() -> None:
     with pytest.raises(
         UsageError, match="--budget 5s ends before any lever has had its rounds; the least is 60s"
     ):
-        asked_of(
-            load_config(str(path)), path.read_text("utf-8"), rehearse=True, budget_s=5.0, wanted=()
+        request_of(
+            load_config(str(path)), path.read_text("utf-8"), rehearse=True, budget_s=5.0, names=()
         )
 
 
@@ -118,10 +129,10 @@ def test_a_lever_without_an_interval_of_speed_is_not_confirmed(found: Measuremen
     """Less memory at a cost that is not known is no gain yet."""
     few = replace(found.data, rounds=[{**each, SMALL.name: 1.0} for each in found.data.rounds[:2]])
     (row,) = rows_of([SMALL], replace(found, data=few), {})
-    assert (row.speed_high, row.verdict) == (None, Verdict.UNDECIDED)
+    assert (row.speed_high, row.verdict) == (None, LeverVerdict.UNDECIDED)
     assert "-40.0 % peak memory" in row.reason
     (known,) = rows_of([SMALL], found, {})
-    assert known.verdict is Verdict.CONFIRMED
+    assert known.verdict is LeverVerdict.CONFIRMED
 
 
 def gains(found: Measurements, objective: Objective) -> dict[str, Gain]:
@@ -161,19 +172,27 @@ def test_figures_of_an_arm_stand_beside_the_baselines(found: Measurements) -> No
     assert small.pays_after_s is None, "it is slower"
 
 
-def test_mfu_is_of_the_cards_rating_in_the_number_type_of_the_arm_at_its_clock() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "clock_mhz", "rated"),
+    [("bf16", 1695.0, 71.2), ("bf16", 1695.0 / 2, 71.2 / 2), ("fp32", 1695.0, 35.6)],
+)
+def test_mfu_is_of_the_cards_rating_at_its_clock(
+    found: Measurements, dtype: str, clock_mhz: float, rated: float
+) -> None:
     card = opened(
         card="GPU-1", device_name="NVIDIA GeForce RTX 3090", device_bytes=24 * GIB, flop=1e12
     )
-    rated = absolute_of([0.05], card, "bf16", [1695.0])
-    assert rated.tflops == 20.0
-    assert rated.mfu_pct == pytest.approx(100 * 20 / 71.2, rel=0.01)
-    assert absolute_of([0.05], card, "bf16", [1695.0 / 2]).mfu_pct == pytest.approx(
-        200 * 20 / 71.2, rel=0.01
+    rounds = [{"baseline": 0.1, FAST.name: 0.05}] * 12
+    data = PassData(rounds=list[Mapping[str, float]](rounds), clocks_mhz=[clock_mhz])
+    measured = replace(
+        found,
+        data=data,
+        opened={"baseline": card, FAST.name: card},
+        dtype_of=lambda _: dtype,
     )
-    assert absolute_of([0.05], card, "fp32", [1695.0]).mfu_pct == pytest.approx(
-        100 * 20 / 35.6, rel=0.01
-    )
+    (row,) = rows_of([FAST], measured, {})
+    assert row.tflops == pytest.approx(20.0)
+    assert row.mfu_pct == pytest.approx(100 * 20 / rated, rel=0.01)
 
 
 def test_a_lever_that_needs_another_one_is_judged_against_that(found: Measurements) -> None:
@@ -182,7 +201,7 @@ def test_a_lever_that_needs_another_one_is_judged_against_that(found: Measuremen
     With the baseline, it would take all of its own.
     """
     device = candidate("ema_decay", 0.99, parity=ParityClass.OBJECTIVE, aim="loss")
-    (host,) = levers.chosen(levers.train_candidates(BASE), ["ema_on"])
+    (host,) = levers.named(levers.train_candidates(BASE), ["ema_on"])
     assert host.beside == "ema_decay=0.99"
     for each in found.data.rounds:
         each.update({device.name: 1.0, host.name: 1.3})  # type: ignore[attr-defined]
@@ -206,11 +225,11 @@ def test_a_table_has_the_columns_that_its_terminal_has_room_for(
     found: Measurements, width: int | None
 ) -> None:
     rows = rows_of(ALL, found, {})
-    result = Result(
-        tune_id="t", subject=Subject(card="cpu", driver=None, torch="2.13", model="gpt-nano"), device_name="CPU",
+    result = TuningResult(
+        tune_id="t", subject=TunedSubject(card="cpu", driver=None, torch="2.13", model="gpt-nano"), device_name="CPU",
         created_at="", duration_s=1.0, rounds=12, rows=tuple(rows),
     )  # fmt: skip
-    _, _, _, headings, first, *_ = table(result, width)
+    _, _, _, headings, first, *_ = result_table(result, width)
     assert {"lever", "setting", "speed x", "peak MiB", "verdict"} <= set(
         re.split(r"\s{2,}", headings)
     )
@@ -221,7 +240,7 @@ def test_a_table_has_the_columns_that_its_terminal_has_room_for(
 def test_of_two_levers_of_a_key_the_faster_one_is_taken() -> None:
     slower = candidate("precision", "fp16")
     other = candidate("optimizer", "adamw-fused")
-    row = Row(lever="", setting="", verdict=Verdict.CONFIRMED, reason="")
+    row = LeverRow(lever="", setting="", verdict=LeverVerdict.CONFIRMED, reason="")
     gained = {
         each.name: Gain(ratio=ratio, low=ratio - 0.05, high=ratio + 0.05)
         for each, ratio in ((slower, 1.1), (FAST, 1.2), (other, 1.3))
@@ -273,10 +292,13 @@ def test_a_parity_class_says_how_far_losses_may_differ(
     kind: str, losses: tuple[float, ...], bits: str, *, kept: bool | None
 ) -> None:
     """Three seeds differ by 0.133 in the mean of their last half, so a numeric lever may by 0.0133."""
-    arm = Course(losses=losses, weights_sha256=bits, validation_loss=2.0)
-    base = Course(losses=(4.0, 3.0, 2.0), weights_sha256="a", validation_loss=2.0)
-    assert parity_of(ParityClass(kind), arm, base, noise_of(SEEDS)).kept is kept
-    assert parity_of(ParityClass.NUMERIC, arm, base, Noise(loss=None, validation=None)).kept is None
+    arm = Opened(losses=losses, weights_sha256=bits, validation_loss=2.0)
+    base = Opened(losses=(4.0, 3.0, 2.0), weights_sha256="a", validation_loss=2.0)
+    assert parity_of(ParityClass(kind), arm, base, SeedNoise.of(SEEDS)).kept is kept
+    assert (
+        parity_of(ParityClass.NUMERIC, arm, base, SeedNoise(loss=None, validation=None)).kept
+        is None
+    )
 
 
 def test_what_cannot_run_is_found_out_and_not_listed() -> None:
@@ -286,18 +308,18 @@ def test_what_cannot_run_is_found_out_and_not_listed() -> None:
         == "this version has no key train.no_such_key"
     )
     assert "fp32" in str(levers.unavailable(candidate("precision", "fp4"), BASE, on_card=True))
-    (tf32,) = levers.chosen(levers.train_candidates(BASE), ["precision=tf32"])
+    (tf32,) = levers.named(levers.train_candidates(BASE), ["precision=tf32"])
     assert levers.unavailable(tf32, BASE, on_card=True) is None
     assert levers.unavailable(tf32, BASE, on_card=False) is not None
     with pytest.raises(UsageError, match="valid: micro, precision"):
-        levers.chosen(levers.train_candidates(BASE), ["precison"])
+        levers.check_names(levers.train_candidates(BASE), ["precison"], "--levers")
 
 
 def test_tuned_yaml_is_the_users_file_with_other_values_of_train() -> None:
     path = ROOT / "cluster.yaml"
     text, config = path.read_text(encoding="utf-8"), load_config(str(path))
     changes = {"precision": "fp32", "optimizer": "adamw-loop"}
-    edited = tuned(text, config, changes, {"precision": "tune x: 1.2 x\nthe speed"})
+    edited = tuned_yaml(text, config, changes, {"precision": "tune x: 1.2 x\nthe speed"})
     wanted = {**config.train.model_dump(), **changes}
     assert config_from_text(edited, "tuned.yaml") == config.model_copy(
         update={"train": TrainSettings(**wanted)}
@@ -312,15 +334,15 @@ def test_tuned_yaml_is_the_users_file_with_other_values_of_train() -> None:
 def test_tuned_yaml_can_be_made_of_any_file(section: str) -> None:
     text = f"nodes:\n  pc1: {{gpu: rtx-3090, workers: 1, vram_per_worker_gib: 3}}\n{section}run: {{duration: 3}}\n"
     config = config_from_text(text, "x.yaml")
-    edited = tuned(text, config, {"precision": "fp32"}, {})
+    edited = tuned_yaml(text, config, {"precision": "fp32"}, {})
     wanted = TrainSettings(**{**config.train.model_dump(), "precision": "fp32"})
     assert config_from_text(edited, "tuned.yaml") == config.model_copy(update={"train": wanted})
 
 
 @pytest.mark.parametrize("on_card", [True, False])
 def test_levers_of_matmul_that_cannot_be_measured_say_what_would(*, on_card: bool) -> None:
-    several = products.candidates(products.baseline_of(4096), 0.7)
-    why = products.impossible(
+    several = levers.matmul_candidates(levers.matmul_baseline(4096), 0.7)
+    why = levers.matmul_impossible(
         several,
         on_card=on_card,
         mps_obstacle="no MPS here",
@@ -332,7 +354,7 @@ def test_levers_of_matmul_that_cannot_be_measured_say_what_would(*, on_card: boo
     assert "7 workers of 2.00 GiB do not fit 8.00 GiB" in why["workers=7"]
     assert "workers=3" not in why
     assert why["compute_share_mode=mps with workers 2"] == "no MPS here"
-    with_mps = products.impossible(
+    with_mps = levers.matmul_impossible(
         several, on_card=on_card, mps_obstacle=None, room_bytes=8 * 2**30, budget_bytes=2**31
     )
     assert "compute_share_mode=mps with workers 2" not in with_mps
@@ -349,11 +371,12 @@ def test_each_objective_has_its_own_gain_and_words() -> None:
     assert memory is not None
     assert balanced is not None
     assert (speed.ratio, memory.ratio, balanced.ratio) == (1.1, 1.25, pytest.approx(1.375))
-    assert told("memory", "recompute=all", memory) == (
+    assert gain_words("memory", "recompute=all", memory) == (
         "recompute=all takes 0.800 x your file's peak memory, 0.792 to 0.808"
     )
     assert (
-        told("speed", "micro=4", speed) == "micro=4 has 1.100 x your file's speed, 1.000 to 1.200"
+        gain_words("speed", "micro=4", speed)
+        == "micro=4 has 1.100 x your file's speed, 1.000 to 1.200"
     )
     assert gain_of("memory", None, 80, 100, 0.01) == memory, "peaks need no rounds"
     assert gain_of("balanced", None, 80, 100, 0.01) is None
@@ -361,8 +384,8 @@ def test_each_objective_has_its_own_gain_and_words() -> None:
 
 
 def test_each_changed_key_of_tuned_yaml_has_its_own_measurement() -> None:
-    row = Row(
-        lever="precision", setting="bf16", verdict=Verdict.CONFIRMED, reason="", speed_ratio=1.5, speed_low=1.4,
+    row = LeverRow(
+        lever="precision", setting="bf16", verdict=LeverVerdict.CONFIRMED, reason="", speed_ratio=1.5, speed_low=1.4,
         speed_high=1.6, peak_bytes=80 * MIB, peak_delta_bytes=-20 * MIB,
     )  # fmt: skip
     few = replace(row, lever="recompute", setting="all", speed_low=None, speed_high=None)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.tuning import entry
+from workers.tuning import messages
 from workers.tuning.messages import ArmSpec
 
 
@@ -15,14 +15,16 @@ def test_an_arm_has_the_environment_of_a_worker(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """With another allocator or order of cards, something else would be measured than what runs."""
-    monkeypatch.setattr(entry, "_ARM", "tests.tuning.telling_arm")
+    monkeypatch.setattr(messages, "_ARM", "tests.tuning.telling_arm")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     ours, theirs = multiprocessing.Pipe()
     spec = ArmSpec(
         name="baseline", spec=None, log=tmp_path / "log", settings={"deterministic": True}
     )  # type: ignore[arg-type]
-    child = multiprocessing.get_context("fork").Process(target=entry.run_arm, args=(theirs, spec))
+    child = multiprocessing.get_context("fork").Process(
+        target=messages.run_arm, args=(theirs, spec)
+    )
     child.start()
     environment = ours.recv()
     child.join()

@@ -8,10 +8,15 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from orchestrator.lab.tune.journal import Journal
+from orchestrator.lab.tune.arms import BASELINE
 from orchestrator.lab.tune.levers import Candidate
-from orchestrator.lab.tune.measuring import BaselineError, Clock, Measuring, Plan, arms_at_once
-from orchestrator.lab.tune.rounds import BASELINE
+from orchestrator.lab.tune.measuring import (
+    BaselineError,
+    Journal,
+    Measuring,
+    Plan,
+    arms_at_once,
+)
 from workers.tuning.messages import Opened
 
 GIB = 2**30
@@ -29,9 +34,9 @@ def test_memory_for_less_than_three_arms_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = Journal(tmp_path)
-    journal.note_opened(BASELINE, Opened(parked_bytes=PARKED_BYTES), 0.0)
+    journal.note_opened(BASELINE, Opened(parked_bytes=PARKED_BYTES))
     plan = Plan(budget_s=60, turn_s=1, least_steps=1, resolve=0.1, confidence=0.95, at_once=20)
-    measuring = Measuring(plan, journal, Clock(0.0), lambda *_: None, lambda _: None)  # type: ignore[arg-type, return-value]
+    measuring = Measuring(plan, journal, lambda *_: None, lambda _: None)  # type: ignore[arg-type, return-value]
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4 * GIB))
     with pytest.raises(
         BaselineError, match=r"an arm takes 2\.1 GiB of host memory .* and 4\.0 GiB are free for at"

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from orchestrator.lab.tune import levers, measuring, passes
-from orchestrator.lab.tune.course import Course, Found
-from orchestrator.lab.tune.journal import Journal
-from orchestrator.lab.tune.kinds import Kind
-from orchestrator.lab.tune.objective import Objective
-from orchestrator.lab.tune.rounds import Block
-from orchestrator.lab.tune.rows import Row, Verdict
+from orchestrator.lab.tune.arms import TurnResult
+from orchestrator.lab.tune.levers import TuningTask
+from orchestrator.lab.tune.measuring import Journal
+from orchestrator.lab.tune.report import Objective
+from orchestrator.lab.tune.results import LeverRow, LeverVerdict, TuningResult
 from workers.training.settings import TrainSettings
 from workers.tuning.messages import ArmSpec, Evaluated, Opened
 
@@ -63,11 +62,13 @@ class Arm:
             validation_loss=2.0 + self._machine.draw.random(), peak_bytes=500, host_bytes=500,
         )  # fmt: skip
 
-    def turn(self, seconds: float, least_steps: int) -> Block:
+    def turn(self, seconds: float, least_steps: int) -> TurnResult:
         self._machine.pass_by(0.03 + self._step_s + max(seconds, least_steps * self._step_s))
         noise = self._machine.draw.lognormvariate(0, 0.03)
         share = self._machine.neighbour_share
-        return Block(arm=self.name, seconds_per_sample=self._step_s * noise, neighbour_share=share)
+        return TurnResult(
+            arm=self.name, seconds_per_sample=self._step_s * noise, neighbour_share=share
+        )
 
     def evaluate(self) -> Evaluated:
         self._machine.pass_by(2 * self._step_s)
@@ -83,7 +84,7 @@ def tuned(
     machine: Machine,
     budget_s: float,
     **plan: Any,
-) -> tuple[Found, Journal]:
+) -> tuple[TuningResult, Journal]:
     """Tune all levers of a rehearsal on the machine."""
     monkeypatch.setattr(measuring, "Arm", machine.arm)
     candidates = levers.for_rehearsal(levers.train_candidates(BASE))
@@ -92,7 +93,7 @@ def tuned(
     def spec(name: str, changes: Mapping[str, Any], more_seed: int) -> ArmSpec:
         return ArmSpec(name=name, spec=None, log=folder)  # type: ignore[arg-type]  # no arm looks at it
 
-    kind = Kind(
+    task = TuningTask(
         model="gpt-nano", trains=True, dtype_key="precision", baseline=BASE, candidates=candidates,
         impossible={name: why for name, why in reasons.items() if why}, yours=None, make_spec=spec,
     )  # fmt: skip
@@ -105,15 +106,12 @@ def tuned(
         "seeds": 3,
     }
     how = measuring.Plan(budget_s=budget_s, **{**fields, **plan})
-    journal = Journal(folder)
-    clock = measuring.Clock(0.0, lambda: machine.now_s)
-    course = Course(
-        kind, how, "speed", journal, measuring.Measuring(how, journal, clock, spec, lambda _: None)
-    )
-    return course.run(), journal
+    journal = Journal(folder, lambda: machine.now_s)
+    runner = measuring.Measuring(how, journal, spec, lambda _: None)
+    return passes.Passes(task, how, "speed", journal, runner).run("t", ""), journal
 
 
-def narrow(rows: Sequence[Row]) -> list[Row]:
+def narrow(rows: Sequence[LeverRow]) -> list[LeverRow]:
     """Those with an interval of at most 10 % of the ratio on either side."""
     return [
         each
@@ -140,7 +138,7 @@ def test_four_minutes_decide_a_dozen_levers(
     assert machine.alive == []
 
     bf16 = next(each for each in rows if each.setting == "bf16")
-    assert bf16.verdict is Verdict.REFUTED
+    assert bf16.verdict is LeverVerdict.REFUTED
     assert sum("precision=bf16" in each for each in journal.passes["alone"].rounds) < 10
 
 
@@ -151,7 +149,7 @@ def test_a_short_budget_says_which_levers_it_did_not_begin(
     found, _ = tuned(monkeypatch, tmp_path, Machine(0.2), 120.0)
     not_begun = [each for each in found.rows if each.reason.startswith("not begun")]
     assert {each.lever for each in not_begun} >= {"recompute", "dropout", "r_drop"}
-    assert {each.verdict for each in not_begun} == {Verdict.UNDECIDED}
+    assert {each.verdict for each in not_begun} == {LeverVerdict.UNDECIDED}
 
     begun = [each for each in found.rows if each.speed_ratio is not None]
     assert "precision" in {each.lever for each in begun}

@@ -6,13 +6,22 @@ import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from orchestrator.lab.tune import store
-from orchestrator.lab.tune.rounds import Block, disturbance, seconds_of, turns
-from orchestrator.lab.tune.rows import Row, Verdict
+from orchestrator.lab.tune.arms import TurnResult, disturbance, seconds_of, turns
+from orchestrator.lab.tune.report import judge_memory, judge_speed
+from orchestrator.lab.tune.results import (
+    LeverRow,
+    LeverVerdict,
+    ParityClass,
+    TunedSubject,
+    TuningResult,
+    read_results,
+    write_result,
+)
 from orchestrator.lab.tune.statistics import (
     Effect,
     anytime_effect,
@@ -23,7 +32,6 @@ from orchestrator.lab.tune.statistics import (
     log_ratios,
     signed_rank_p,
 )
-from orchestrator.lab.tune.verdicts import judge_memory, judge_speed
 
 #: From a place in the simulated time to how slow the machine is then.
 Drift = Callable[[int], float]
@@ -64,13 +72,13 @@ def simulated(
     return found
 
 
-def judged(rounds: Sequence[Mapping[str, float]]) -> dict[str, tuple[Effect, Verdict]]:
+def judged(rounds: Sequence[Mapping[str, float]]) -> dict[str, tuple[Effect, LeverVerdict]]:
     measured = effects(rounds, "baseline", ["a/a", *LEVERS], 0.95)
     real = holm({lever: measured[lever].p for lever in LEVERS}, 0.05)
     return {
         lever: (
             measured[lever],
-            judge_speed(measured[lever], real=lever in real, resolve=0.01).verdict,
+            judge_speed(measured[lever], real=lever in real, resolve=0.01)[0],
         )
         for lever in LEVERS
     }
@@ -83,7 +91,7 @@ def test_of_a_hundred_levers_without_effect_hardly_one_seems_to_have_one(
 ) -> None:
     found = judged(simulated(seed, drift)).values()
     assert sum(effect.excludes_one for effect, _ in found) <= 5
-    assert sum(verdict == Verdict.CONFIRMED for _, verdict in found) <= 1
+    assert sum(verdict == LeverVerdict.CONFIRMED for _, verdict in found) <= 1
 
 
 @pytest.mark.parametrize("drift", [steady, slow_trend, step])
@@ -209,7 +217,7 @@ def an_effect(low: float, high: float) -> Effect:
     ],
 )
 def test_a_verdict_follows_from_the_interval(low: float, high: float, verdict: str) -> None:
-    assert judge_speed(an_effect(low, high), real=True, resolve=0.01).verdict == verdict
+    assert judge_speed(an_effect(low, high), real=True, resolve=0.01)[0] == verdict
 
 
 @pytest.mark.parametrize(
@@ -224,63 +232,61 @@ def test_a_memory_lever_is_judged_by_bytes_that_equal_arms_do_not_differ_by(
     noise: float, verdicts: list[str]
 ) -> None:
     peaks = (600, 970, 1000, 1400, None)
-    assert [
-        judge_memory(peak, 1000, noise=noise, resolve=0.01).verdict for peak in peaks
-    ] == verdicts
+    assert [judge_memory(peak, 1000, noise=noise, resolve=0.01)[0] for peak in peaks] == verdicts
 
 
-def test_the_newest_result_for_a_card_is_found_again(tmp_path: Path) -> None:
-    subject = store.Subject(card="cpu", driver=None, torch="2.13.0", model="gpt-nano")
-    row = Row(
+def test_results_are_found_again_the_newest_first(state_dir: Path) -> None:
+    subject = TunedSubject(card="cpu", driver=None, torch="2.13.0", model="gpt-nano")
+    row = LeverRow(
         lever="precision",
         setting="bf16",
         speed_ratio=1.1,
-        verdict=Verdict.CONFIRMED,
+        parity_class=ParityClass.NUMERIC,
+        verdict=LeverVerdict.CONFIRMED,
         reason="faster",
     )
-    for number in (1, 2):
-        folder = tmp_path / f"t{number}"
-        folder.mkdir()
-        store.write(
-            folder,
-            store.Result(
-                tune_id=folder.name, subject=subject, device_name="cpu", created_at=f"2026-11-0{number}T00:00:00+00:00",
-                duration_s=1.0, rounds=40, rows=(row,), chosen={"precision": "bf16"}, pareto=("precision=bf16",),
-            ),
-        )  # fmt: skip
-    (tmp_path / "t1" / "tune.json").write_text(json.dumps([]))
-    found = store.newest(subject, tmp_path)
-    assert found is not None
-    assert (found.tune_id, found.rows, found.chosen) == ("t2", (row,), {"precision": "bf16"})
-    assert (
-        store.newest(
-            store.Subject(card="cpu", driver=None, torch="2.12.0", model="gpt-nano"), tmp_path
-        )
-        is None
-    )
+    made = TuningResult(
+        tune_id="", subject=subject, device_name="cpu", created_at="", duration_s=1.0, rounds=40,
+        rows=(row,), chosen={"precision": "bf16"}, pareto=("precision=bf16",),
+    )  # fmt: skip
+    for number in (1, 2, 3):
+        folder = state_dir / "tunings" / f"t{number}"
+        folder.mkdir(parents=True)
+        at = f"2026-11-0{number}T00:00:00+00:00"
+        write_result(folder, replace(made, tune_id=folder.name, created_at=at))
+    (state_dir / "tunings" / "t3" / "tune.json").write_text(json.dumps([]))
+    newest, older = read_results()
+    assert [newest.tune_id, older.tune_id] == ["t2", "t1"]
+    assert newest == replace(made, tune_id="t2", created_at=newest.created_at)
 
 
 @pytest.mark.parametrize(
     ("blocks", "why"),
     [
-        ([Block(arm="a", seconds_per_sample=1.0), Block(arm="b", seconds_per_sample=2.0)], None),
-        ([Block(arm="a", seconds_per_sample=1.0, throttled=True)], "throttled"),
         (
             [
-                Block(arm=arm, seconds_per_sample=1.0, clock_mhz=mhz)
+                TurnResult(arm="a", seconds_per_sample=1.0),
+                TurnResult(arm="b", seconds_per_sample=2.0),
+            ],
+            None,
+        ),
+        ([TurnResult(arm="a", seconds_per_sample=1.0, throttled=True)], "throttled"),
+        (
+            [
+                TurnResult(arm=arm, seconds_per_sample=1.0, clock_mhz=mhz)
                 for arm, mhz in (("a", 1700.0), ("b", 1740.0))
             ],
             "clock moved",
         ),
         (
             [
-                Block(arm=arm, seconds_per_sample=1.0, clock_mhz=mhz)
+                TurnResult(arm=arm, seconds_per_sample=1.0, clock_mhz=mhz)
                 for arm, mhz in (("a", 1700.0), ("b", 1730.0))
             ],
             None,
         ),
-        ([Block(arm="a", seconds_per_sample=1.0, neighbour_share=0.5)], "another program"),
+        ([TurnResult(arm="a", seconds_per_sample=1.0, neighbour_share=0.5)], "another program"),
     ],
 )
-def test_a_disturbed_round_does_not_count(blocks: list[Block], why: str | None) -> None:
+def test_a_disturbed_round_does_not_count(blocks: list[TurnResult], why: str | None) -> None:
     assert disturbance(blocks) == why

@@ -90,7 +90,7 @@ def test_a_tuning_goes_on_after_a_kill_and_an_arm_that_dies_is_a_row(tmp_path: P
     assert rows["micro=2"]["samples_per_s"] > 0
     assert rows["micro=2"]["host_bytes"] > 0
     assert list(result["rows"][0]) == [
-        "lever", "setting", "claim", "speed_ratio", "speed_low", "speed_high", "peak_bytes", "parity_class",
+        "lever", "setting", "speed_ratio", "speed_low", "speed_high", "peak_bytes", "parity_class",
         "loss_gap_noise", "verdict", "reason", "samples_per_s", "tflops", "mfu_pct", "peak_delta_bytes", "host_bytes",
         "host_delta_bytes", "once_s", "pays_after_s",
     ]  # fmt: skip
@@ -106,7 +106,7 @@ def test_a_tuning_that_is_killed_at_random_moments_keeps_what_it_has_measured(
     command, measured = ["--rehearse", "--levers", LEVERS, *SMALL], b""
     for _ in range(3):
         process = started(tmp_path, *command, "--budget", "30m")
-        wait_for(lambda: list(tmp_path.glob("tunings/*/asked.json")), "the folder of the tuning")
+        wait_for(lambda: list(tmp_path.glob("tunings/*/request.json")), "the folder of the tuning")
         (folder,) = tmp_path.glob("tunings/*")
         after_s = random.uniform(0.0, 15.0)  # noqa: S311 - no secret
         (tmp_path / f"killed after {after_s:.2f} s").touch()  # to look at, if this fails

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from workers.verification import freivalds as freivalds_module
 from workers.verification import repeat
 from workers.verification.check import Check
-from workers.verification.freivalds import freivalds, least_scratch
-from workers.verification.tamper import bit_class, flip_any_bit, flip_bit
-from workers.verification.tolerance import LIMIT, VECTORS, tolerance
+from workers.verification.freivalds import LIMIT, VECTORS, freivalds, least_scratch, tolerance
+from workers.verification.repeat import bit_class, flip_any_bit, flip_bit
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DRAWS = ["normal", "positive", "scaled", "zero rows", "zero", "whole numbers", "identity"]
@@ -188,7 +187,7 @@ class TestScratch:
             assert piecewise.worst == pytest.approx(wholly.worst, rel=1e-6)
             assert (piecewise.ok, piecewise.detail) == (wholly.ok, wholly.detail)
 
-    def test_too_little_is_refused_and_so_are_fewer_rows_than_vectors(self) -> None:
+    def test_too_little_scratch_or_too_few_rows_are_refused(self) -> None:
         with pytest.raises(ValueError, match="at least 8 rows, not 7"):
             Product(torch.float32, VECTORS - 1).freivalds()
         product = Product(torch.float32, 64)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from workers.verification.check import Check
-from workers.verification.tamper import flip_bit
+from workers.verification.repeat import flip_bit
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 from workers.workloads.matmul import Matmul, matrix_bytes
 
@@ -54,7 +54,7 @@ def test_every_result_of_the_ring_passes_both_kinds(
 
 
 @pytest.mark.parametrize("places", [1.5, 1.0])
-def test_a_ring_of_one_place_gets_freivalds_if_the_claim_leaves_room(places: float) -> None:
+def test_a_ring_of_one_place_gets_freivalds_if_there_is_room(places: float) -> None:
     workload = stepped(torch.float32, size=256, places=places)
     for seed in (0, 1):
         check = workload.check(seed)
@@ -64,9 +64,7 @@ def test_a_ring_of_one_place_gets_freivalds_if_the_claim_leaves_room(places: flo
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("places", [2.0, 4.0])
-def test_a_flipped_exponent_is_found_by_both_and_the_next_product_is_right_again(
-    dtype: torch.dtype, places: float
-) -> None:
+def test_a_flipped_exponent_is_found_by_both_checks(dtype: torch.dtype, places: float) -> None:
     workload = stepped(dtype, size=128, places=places)
     highest = 8 * dtype.itemsize - 2
     for index in (0, 5077, 128**2 - 1):
@@ -109,7 +107,7 @@ def test_a_check_leaves_memory_and_the_next_results_as_they_were(seed: int) -> N
     assert checked._tensors._block.data_ptr() == block
 
 
-def test_a_workload_of_the_users_verifies_nothing_unless_it_says_how() -> None:
+def test_a_users_workload_verifies_nothing_by_itself() -> None:
     class Plain(Workload):
         def step(self, size: int, batch: int) -> StepResult | None:
             return None

@@ -84,7 +84,7 @@ def test_kinds_that_differ_in_price_share_it() -> None:
         max_size=60,
     ),
 )
-def test_never_more_than_the_share_and_what_is_allowed_in_advance(
+def test_never_more_than_the_share_and_the_advance(
     share: float, steps: list[tuple[int, float, float]]
 ) -> None:
     schedule = CheckSchedule(share)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
-from typing import cast
 
 from workers import oom
 from workers.devices.base import Device, open_device
 from workers.engine.checkpoint_pieces import CheckpointPieces
 from workers.engine.duty_cycle import DutyCycle
-from workers.engine.fault_injection import ChaoticWorkload
 from workers.engine.result_checks import ResultChecks
 from workers.engine.session import Session, Told
 from workers.engine.slice_stats import SliceStats
@@ -19,7 +17,7 @@ from workers.engine.thermal_control import ThermalControl
 from workers.learned_limits.limits import settings_hash, workload_fingerprint
 from workers.learned_limits.store import default_path
 from workers.messages import ContextCorruptedError, IncompatibleError, StepCounts
-from workers.nvml.fake.library import load
+from workers.nvml.fake import load
 from workers.oom import Failure
 from workers.policy.base import Growth
 from workers.policy.registry import make_policy
@@ -69,7 +67,6 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
     # for little garbage.
     gc.freeze()
     failure: Failure | None = None
-    chaos: ChaoticWorkload | None = None
     told = Told()
     try:
         if spec.fake_sensors is not None:
@@ -89,9 +86,6 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
             tell=told.add,
         )
         workload = _make_workload(spec, device, context)
-        if spec.step_faults is not None:
-            chaos = ChaoticWorkload(workload, spec.step_faults)
-            workload = cast("Workload", chaos)
         rungs = workload.rungs(spec.workload.batch)
     except (IncompatibleError, ContextCorruptedError):
         raise
@@ -158,7 +152,6 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
             spec.check_share, f"{spec.slot}, {info.name}" + (f" {info.uuid}" if info.uuid else "")
         ),
         duty=DutyCycle(spec.duty),
-        chaos=chaos,
         told=told,
         pieces=CheckpointPieces(),
         incarnation=stats.directive.incarnation,

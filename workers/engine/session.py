@@ -13,7 +13,6 @@ from typing import Any, Final
 from workers.devices.base import Device
 from workers.engine.checkpoint_pieces import CheckpointPieces
 from workers.engine.duty_cycle import DutyCycle
-from workers.engine.fault_injection import ChaoticWorkload
 from workers.engine.result_checks import ResultChecks
 from workers.engine.slice_stats import SliceStats
 from workers.engine.thermal_control import ThermalControl
@@ -50,8 +49,15 @@ class Told:
         self._events: list[WorkerEvent] = []
 
     def add(self, name: str, /, **detail: Scalar) -> None:
-        """Keep an event for the next report."""
-        self._events.append(WorkerEvent(name=name, at_unix_s=time.time(), detail=detail))
+        """Keep an event for the next report. Those that differ by their `count` alone are one."""
+        event = WorkerEvent(name=name, at_unix_s=time.time(), detail=detail)
+        for index, other in enumerate(self._events if "count" in detail else ()):
+            if (name, {**detail, "count": None}) == (other.name, {**other.detail, "count": None}):
+                counts = (detail["count"], other.detail["count"])
+                detail["count"] = sum(count for count in counts if isinstance(count, int))
+                self._events[index] = replace(other, detail=detail)
+                return
+        self._events.append(event)
 
     def taken(self) -> list[WorkerEvent]:
         """Return them, and forget them."""
@@ -75,8 +81,6 @@ class Session:
     thermal: ThermalControl
     checks: ResultChecks
     duty: DutyCycle
-    chaos: ChaoticWorkload | None
-    """`workload` itself, where `run --chaos` wrapped it."""
     told: Told
     pieces: CheckpointPieces
 
@@ -135,8 +139,7 @@ class Session:
         if self.workload.save_due:
             self.workload.save()  # the last slice ended at the moment for it, or no step follows
         self._offer_again()
-        if self.chaos is not None:
-            self.chaos.begin_slice(stats)
+        self.workload.begin_slice(directive)
         self.thermal.sample(stats)
 
     def _offer_again(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from workers.messages import NO_COUNTS, Directive, StepCounts, WorkerEvent, WorkerState
 from workers.settings import Scalar
@@ -25,8 +25,6 @@ class SliceStats:
     error: str | None = None
     events: list[WorkerEvent] = field(default_factory=list)
     started_s: float = field(default_factory=time.monotonic)
-    _repeated: dict[tuple[str, Scalar], tuple[int, int]] = field(default_factory=dict)
-    """Place and count of the events that tell how often something happened."""
 
     @property
     def elapsed_s(self) -> float:
@@ -47,17 +45,6 @@ class SliceStats:
     def event(self, name: str, **detail: Scalar) -> None:
         """Add an event for events.jsonl."""
         self.events.append(WorkerEvent(name=name, at_unix_s=time.time(), detail=detail))
-
-    def repeated_event(self, name: str, kind: Scalar) -> None:
-        """Add an event that many steps may repeat: one for each kind, whose `count` grows."""
-        index, count = self._repeated.get((name, kind), (len(self.events), 0))
-        self._repeated[name, kind] = index, count + 1
-        if not count:
-            self.event(name, kind=kind, count=1)
-        else:
-            self.events[index] = replace(
-                self.events[index], detail={"kind": kind, "count": count + 1}
-            )
 
     def settle(self, state: WorkerState, reason: str) -> None:
         """Set the state and the reason that the table shows."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from workers.engine.slice_stats import SliceStats
-from workers.nvml.sampler import open_sampler
+from workers.nvml.sensors import open_sampler
 from workers.policy.thermal.governor import ThermalDecision, ThermalGovernor, ThermalState
 from workers.readings import SensorReading
 from workers.settings import THERMAL_OFF, WorkerSpec

@@ -1,7 +1,7 @@
 """What NVML says of this machine's cards, once: identity, properties, and who holds memory.
 
 Every answer but name, UUID and memory may be `None`. A card that does not answer is a sentence and
-never hides the others. Does not sample and sets nothing (`nvml.sampler` samples).
+never hides the others. Does not sample and sets nothing (`nvml.sensors` samples).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from workers.node_agent.card_settings import CardSettingError
 from workers.node_agent.journal import JournalEntry
 from workers.node_agent.protocol import AgentOrders, AgentOutcome, from_line, to_line
 from workers.nvml import queries
-from workers.nvml.fake.library import load
+from workers.nvml.fake import load
 
 _ENDINGS: Final = frozenset({signal.SIGTERM, signal.SIGHUP, signal.SIGINT})
 #: Another agent is done in less, even if MPS has to be forced.

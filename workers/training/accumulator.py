@@ -22,18 +22,16 @@ from workers.training.precision import LossScaler
 
 
 class Accumulator:
-    """One effective batch after the other: sums of gradients and of losses, and how many rows are
-    in them.
-    """
+    """Sums of gradients and of losses of one effective batch after the other."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, set_to_none: bool = True) -> None:
-        """Allocate the sums.
-
-        Without `set_to_none` an effective batch begins with zeros, as `zero_grad` would do it.
-        """
+        """Allocate the sums. Without `set_to_none` each effective batch begins with zeros."""
         self._parameters = parameters
         self._set_to_none = set_to_none
-        self.gradients = [torch.zeros_like(each, dtype=_sum_type(each)) for each in parameters]
+        self.gradients = [
+            torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+            for parameter in parameters
+        ]
         #: A list, so that it can be parked like the gradients.
         self.loss = [torch.zeros((), dtype=torch.float64, device=parameters[0].device)]
         self.begin(0, 1)
@@ -51,25 +49,14 @@ class Accumulator:
         """Rows that are still missing; 0: only the update is left."""
         return self._rows - self.done
 
-    @property
-    def torn(self) -> bool:
-        """Whether an addition was cut off, so that some sums have a part and others have not."""
-        return self._adding
-
     def next_rows(self, limit: int) -> int:
-        """Return the size of the next part, 0 after the last.
-
-        After an addition that was cut off all begins again.
-        """
+        """Return the size of the next part, 0 after the last. A cut addition begins all again."""
         if self._adding:
             self.begin(self._rows, self._count)
         return schedule.next_part(self.remaining, limit) if self.remaining else 0
 
     def gradients_of(self, loss: Tensor, scale: float = 1.0) -> list[Tensor | None]:
-        """Return the gradients of a part's summed loss.
-
-        `None` for a parameter that it does not depend on.
-        """
+        """Return the gradients of a part's summed loss; `None`: the parameter has none."""
         seed = torch.full_like(loss, scale / self._count)
         return list(
             torch.autograd.grad(loss, self._parameters, grad_outputs=seed, allow_unused=True)
@@ -82,8 +69,6 @@ class Accumulator:
         sums = [own for own, new in pairs if new is not None]
         summands = [new for _, new in pairs if new is not None]
         self._adding = True
-        if self.done == 0 and not self._set_to_none:
-            torch._foreach_zero_([*self.gradients, *self.loss])
         if self.done == 0 and self._set_to_none:
             torch._foreach_copy_(sums, summands)
             for own, new in pairs:
@@ -91,11 +76,14 @@ class Accumulator:
                     own.zero_()
             self.loss[0].copy_(loss)
         else:
+            if self.done == 0:
+                torch._foreach_zero_([*self.gradients, *self.loss])
             torch._foreach_add_(sums, summands)
             self.loss[0].add_(loss)
         self.done += rows
         self._adding = False
 
+    @torch.no_grad()
     def finish(
         self,
         update: Update,
@@ -112,39 +100,17 @@ class Accumulator:
             NotFiniteError: The loss or the gradient is NaN or infinite; nothing was changed.
             UpdateInterruptedError: Memory ran out in the update.
         """
-        total, scaled_norm = self._loss_and_norm()
+        norms = torch.stack(torch._foreach_norm(self.gradients)).to(torch.float64)
+        both = torch.stack((self.loss[0], torch.linalg.vector_norm(norms)))
+        wait_asleep(both.device)  # the one moment at which the host waits for a card
+        total, scaled_norm = both.tolist()
         loss, norm = total / self._count, scaled_norm / scaler.scale
-        if not math.isfinite(loss):
-            raise _not_finite("loss", loss, step)
-        if not math.isfinite(norm):
-            if not scaler.overflowed():
-                raise _not_finite("norm of the gradient", norm, step)
+        if math.isfinite(loss) and not math.isfinite(norm) and scaler.overflowed():
             return loss, False
+        for what, value in (("loss", loss), ("norm of the gradient", norm)):
+            if not math.isfinite(value):
+                raise NotFiniteError(what, value, step)
         factor = 1.0 if clip is None or norm <= clip else clip / norm
         update.run(self._parameters, self.gradients, factor / scaler.scale, rate_share)
         scaler.succeeded()
         return loss, True
-
-    @torch.no_grad()
-    def _loss_and_norm(self) -> tuple[float, float]:
-        """Read the sum of losses and the norm of all gradients: the one moment at which the host
-        waits for a card.
-        """
-        norms = torch.stack(torch._foreach_norm(self.gradients)).to(torch.float64)
-        both = torch.stack((self.loss[0], torch.linalg.vector_norm(norms)))
-        wait_asleep(both.device)
-        loss, norm = both.tolist()
-        return loss, norm
-
-
-def _not_finite(what: str, value: float, step: int) -> NotFiniteError:
-    return NotFiniteError(
-        f"the {what} of optimiser step {step} is {value}; training stopped, and the weights are "
-        "those of the step "
-        "before; lower the learning rate, or the largest norm of the gradient",
-        step,
-    )
-
-
-def _sum_type(parameter: nn.Parameter) -> torch.dtype:
-    return torch.float64 if parameter.dtype == torch.float64 else torch.float32

@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 
 from workers.resilience.retry import Attempts, Retry, Rules
 from workers.training.accumulator import Accumulator
+from workers.training.batches import Batch, part_of, rows_of
 from workers.training.errors import TaskError
-from workers.training.keyed import Dropouts
+from workers.training.keyed_random import Dropouts
 from workers.training.optimizers import Update, allocate_states
 from workers.training.precision import LossScaler
-from workers.training.tasks import Batch, part_of, rows_of
 
 
 class ElasticStep:
@@ -61,7 +61,7 @@ class ElasticStep:
         Raises:
             TaskError: The model has no parameter that is trained.
         """
-        parameters = [each for each in model.parameters() if each.requires_grad]
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not parameters:
             raise TaskError("the model has no parameter that is trained")
         self._dropouts = Dropouts(model, seed)

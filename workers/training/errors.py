@@ -16,19 +16,19 @@ class TaskError(TrainingError):
 
 
 class NotFiniteError(TrainingError):
-    """The loss or its gradient is NaN or infinite.
+    """The loss or its gradient is NaN or infinite; the weights are those of the last good step."""
 
-    The weights are still those of the last good step.
-    """
-
-    def __init__(self, sentence: str, step: int) -> None:
-        super().__init__(sentence)
-        self.sentence = sentence
+    def __init__(self, what: str, value: float, step: int) -> None:
+        super().__init__(what, value, step)
         self.step = step
         """The optimiser step that was not done, counted from 0."""
 
-    def __reduce__(self) -> tuple[type[NotFiniteError], tuple[str, int]]:
-        return type(self), (self.sentence, self.step)
+    def __str__(self) -> str:
+        what, value, step = self.args
+        return (
+            f"the {what} of optimiser step {step} is {value}; training stopped, and the weights are "
+            "those of the step before; lower the learning rate, or the largest norm of the gradient"
+        )
 
 
 class UpdateInterruptedError(TrainingError):

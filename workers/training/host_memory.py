@@ -11,11 +11,16 @@ blocks, and `give_back` returns the free ones to the system.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence, Sequence
+from typing import Any, Final, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+Container: TypeAlias = MutableMapping[Any, Any] | MutableSequence[Any]
+
+_Place: TypeAlias = tuple[Container | None, Any]
+"""A list or mapping and the key in it; or nothing, and a parameter or buffer."""
 
 #: Where a tensor begins in a block that it shares: what the caching allocator of a card aligns to.
 _ALIGNED_BYTES: Final = 512
@@ -41,17 +46,17 @@ def like_all(tensors: Sequence[Tensor], *, pinned: bool = False) -> list[Tensor]
     Raises:
         RuntimeError, OSError, OverflowError: There is no memory.
     """
-    on_card = [number for number, each in enumerate(tensors) if pinned or each.is_cuda]
-    sizes, places = packed([tensors[number].nbytes for number in on_card])
+    on_card = [number for number, tensor in enumerate(tensors) if pinned or tensor.is_cuda]
+    sizes, places = blocks_for([tensors[number].nbytes for number in on_card])
     blocks = [_pinned(size) for size in sizes]
     parts = {
         number: blocks[block].untyped_storage()[offset : offset + tensors[number].nbytes]
         for number, (block, offset) in zip(on_card, places, strict=True)
     }
-    return [_over(parts.get(number), each) for number, each in enumerate(tensors)]
+    return [_over(parts.get(number), tensor) for number, tensor in enumerate(tensors)]
 
 
-def packed(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+def blocks_for(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
     """Return blocks whose sizes are powers of two, and for each of `sizes` (bytes) its block and
     offset. Pure.
 
@@ -82,13 +87,11 @@ def power_of_two(size: int) -> int:
 
 def host_bytes(sizes: Sequence[int], *, on_card: bool) -> int:
     """Return what `like_all` takes for tensors of so many bytes."""
-    return sum(packed(sizes)[0]) if on_card else sum(sizes)
+    return sum(blocks_for(sizes)[0]) if on_card else sum(sizes)
 
 
 def give_back(device: torch.device) -> None:
-    """Return pinned blocks that no tensor uses to the system, where the tensors were those of a
-    card.
-    """
+    """Return pinned blocks of a card that no tensor uses to the system."""
     if device.type == "cuda":
         # `torch.accelerator` has it since 2.12; before, only the binding that it calls.
         empty = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache
@@ -115,21 +118,15 @@ def _pinned(size: int) -> Tensor:
 
 
 def _over(part: torch.UntypedStorage | None, tensor: Tensor) -> Tensor:
-    """Return a tensor like another one over its part of a block.
-
-    Without one, in memory that no cap counts.
-    """
-    layout = torch.empty_like(
-        tensor, device="meta"
-    )  # without the gaps that a slice of another tensor has
+    """Return a tensor like another one over its part of a block, or in memory no cap counts."""
+    # Without the gaps that a slice of another tensor has.
+    layout = torch.empty_like(tensor, device="meta")
     if part is not None:
-        # A storage of its own: `torch.save` writes whole storages, and refuses one that has two
-        # types.
+        # A storage of its own: `torch.save` refuses one that has two types.
         return torch.empty(0, dtype=tensor.dtype).set_(part, 0, layout.shape, layout.stride())
     if not tensor.numel():
         return torch.empty_like(tensor, device="cpu")
-    # Anonymous, and gone with the last tensor that uses it: no file descriptor, and no name in
-    # /dev/shm.
+    # Anonymous, and gone with the last tensor that uses it: no descriptor, no name in /dev/shm.
     block = torch.frombuffer(mmap.mmap(-1, layout.nbytes), dtype=tensor.dtype)
     return block.as_strided(layout.shape, layout.stride())
 
@@ -158,3 +155,65 @@ class HostArray:
         if length:
             room[: self._used] = self._room[: self._used]
         return room
+
+
+class Parking:
+    """Moves the tensors of a model, and of lists and mappings, to the host for a while."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._parked: list[_Place] = []
+
+    def park(
+        self, model: nn.Module, containers: Iterable[Container], on_host: Iterable[Tensor] = ()
+    ) -> int:
+        """Move all tensors of the device to host memory; return the bytes that they take there,
+        rounding included.
+
+        What is `on_host` anyway stays there, also after `unpark`.
+        """
+        stay = {id(tensor) for tensor in on_host}
+        moving = [
+            place
+            for place in _places(model, containers)
+            if _held(place).device == self._device and id(_held(place)) not in stay
+        ]
+        wait_asleep(self._device)
+        # One by one from here on: each tensor of the device goes before the next one is copied.
+        for place, host in zip(moving, like_all([_held(place) for place in moving]), strict=True):
+            _hold(place, host.copy_(_held(place)))
+            self._parked.append(place)
+        sizes = [_held(place).nbytes for place in self._parked]
+        return host_bytes(sizes, on_card=self._device.type == "cuda")
+
+    def unpark(self) -> None:
+        """Move back what was parked: all of it, or, if the device has no memory for it, nothing."""
+        back = [torch.empty_like(_held(place), device=self._device) for place in self._parked]
+        for place, tensor in zip(self._parked, back, strict=True):
+            tensor.copy_(_held(place), non_blocking=True)
+        wait_asleep(self._device)
+        for place, tensor in zip(self._parked, back, strict=True):
+            _hold(place, tensor)
+        self._parked = []
+        give_back(self._device)
+
+
+def _held(place: _Place) -> Tensor:
+    container, key = place
+    tensor: Tensor = key.data if container is None else container[key]
+    return tensor
+
+
+def _hold(place: _Place, tensor: Tensor) -> None:
+    container, key = place
+    if container is None:
+        key.data = tensor
+    else:
+        container[key] = tensor
+
+
+def _places(model: nn.Module, containers: Iterable[Container]) -> Iterator[_Place]:
+    yield from ((None, weight) for weight in (*model.parameters(), *model.buffers()))
+    for container in containers:
+        keys = list(container) if isinstance(container, MutableMapping) else range(len(container))
+        yield from ((container, key) for key in keys if isinstance(container[key], Tensor))

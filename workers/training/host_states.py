@@ -3,7 +3,7 @@ between any two steps.
 
 For the update they come to the device, a few parameters at a time, and go back. So the update is
 computed where it always is, to the same bits, and clipping sees all gradients. Each byte of a state
-is copied twice in each optimiser step. Does not decide how many states; see `rungs`.
+is copied twice in each optimiser step. Does not decide how many states; see `ladder`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,14 @@ _LEAST_PARTS: Final = 8
 
 
 def hosted_of(parameters: Sequence[nn.Parameter], share_pct: int) -> list[nn.Parameter]:
-    """Return the parameters whose states are on the host: at most so many per cent, the largest
-    that fit first.
-    """
-    left = sum(each.nbytes for each in parameters) * share_pct // 100
-    found = []
-    for each in sorted(parameters, key=lambda each: -each.nbytes):
-        if each.nbytes <= left:
-            found.append(each)
-            left -= each.nbytes
-    return found
+    """Return whose states are on the host: at most so many per cent, the largest that fit first."""
+    left_bytes = sum(parameter.nbytes for parameter in parameters) * share_pct // 100
+    hosted = []
+    for parameter in sorted(parameters, key=lambda parameter: -parameter.nbytes):
+        if parameter.nbytes <= left_bytes:
+            hosted.append(parameter)
+            left_bytes -= parameter.nbytes
+    return hosted
 
 
 def states_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -49,7 +47,7 @@ def states_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor
 def parts_of(optimizer: Optimizer, hosted: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Return the parameters that are updated together."""
     needs = {
-        parameter: sum(each.nbytes for each in states_of(optimizer, parameter).values())
+        parameter: sum(tensor.nbytes for tensor in states_of(optimizer, parameter).values())
         for parameter in hosted
     }
     parts: list[list[nn.Parameter]] = []
@@ -81,25 +79,21 @@ class HostStates:
         self.share_pct = share_pct
         hosted = hosted_of(parameters, share_pct)
         allocate_states(optimizer, set(hosted))
-        self._hosted = {each: states_of(optimizer, each) for each in hosted}
+        self._hosted = {parameter: states_of(optimizer, parameter) for parameter in hosted}
         if share_pct and not optimizer.state:
             raise TaskError(
                 f"train.states_on_host is {share_pct}, and the states of "
-                f"{type(optimizer).__name__} are not known "
-                "before its first step; set train.states_on_host: 0, or use an optimiser of "
-                "torch's Adam family"
+                f"{type(optimizer).__name__} are not known before its first step; set "
+                "train.states_on_host: 0, or use an optimiser of torch's Adam family"
             )
 
     @property
     def tensors(self) -> list[Tensor]:
         """All that is in host memory."""
-        return [each for states in self._hosted.values() for each in states.values()]
+        return [tensor for states in self._hosted.values() for tensor in states.values()]
 
     def hold(self, share_pct: int) -> None:
-        """Have the states of so many per cent on the host.
-
-        May run out of memory, and can then be called again.
-        """
+        """Have so many per cent on the host. After running out of memory, call it again."""
         hosted = hosted_of(self._parameters, share_pct)
         leaving = set(self._hosted).difference(hosted)
         for parameter in leaving:
@@ -112,18 +106,17 @@ class HostStates:
         # Those that stay move to other blocks if some leave: a block is pinned as long as one of
         # its tensors lives.
         moving = [
-            (parameter, name, each)
+            (parameter, name, tensor)
             for parameter in hosted
-            for name, each in states_of(self._optimizer, parameter).items()
-            if leaving or self._hosted.get(parameter, {}).get(name) is not each
+            for name, tensor in states_of(self._optimizer, parameter).items()
+            if leaving or self._hosted.get(parameter, {}).get(name) is not tensor
         ]
-        for (parameter, name, each), host in zip(
-            moving, like_all([each for *_, each in moving]), strict=True
-        ):
-            self._optimizer.state[parameter][name] = host.copy_(each)
-        self._hosted = {each: states_of(self._optimizer, each) for each in hosted}
+        hosts = like_all([tensor for *_, tensor in moving])
+        for (parameter, name, state), host in zip(moving, hosts, strict=True):
+            self._optimizer.state[parameter][name] = host.copy_(state)
+        self._hosted = {parameter: states_of(self._optimizer, parameter) for parameter in hosted}
         if moving:
-            del moving, each
+            del moving, hosts, host, state
             give_back(self._device)
         self.share_pct = share_pct
 
@@ -154,8 +147,8 @@ class HostStates:
                 parameter.grad = gradients[parameter]
             self._optimizer.step()
             for parameter in part:
-                for name, each in self._hosted[parameter].items():
-                    each.copy_(self._optimizer.state[parameter][name], non_blocking=True)
+                for name, tensor in self._hosted[parameter].items():
+                    tensor.copy_(self._optimizer.state[parameter][name], non_blocking=True)
         finally:
             # After a failure too: what they hold then belongs to no step, and the update says that
             # it was cut off.
@@ -165,4 +158,6 @@ class HostStates:
 
 
 def _copied(states: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {name: each.to(device, non_blocking=True, copy=True) for name, each in states.items()}
+    return {
+        name: tensor.to(device, non_blocking=True, copy=True) for name, tensor in states.items()
+    }

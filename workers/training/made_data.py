@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from workers.training.keyed import bits, row_keys, uniform
+from workers.training.batches import Samples
+from workers.training.keyed_random import bits, row_keys, uniform
 from workers.training.models import POINTS
 from workers.training.order import Sample
 
@@ -25,19 +25,13 @@ _WORDS, _LETTERS = 128, 4
 _DICTIONARY, _TEXT, _FACE, _PICTURE, _LENGTH = range(5)
 
 
-class MadeText(Dataset[Tensor]):
-    """Sentences of 128 made words of 4 tokens.
-
-    Two tokens of a word tell the next one, so a loss falls far.
-    """
+class MadeText(Samples):
+    """Sentences of 128 made words of 4 tokens, of which two tell the next: a loss falls far."""
 
     def __init__(
         self, seq: int, vocabulary: int, seed: int, items: int = ITEMS, least_seq: int | None = None
     ) -> None:
-        """Make no text yet.
-
-        With `least_seq` a text has between so many tokens and `seq`, and one more.
-        """
+        """Make no text yet. With `least_seq` a text has so many tokens to `seq`, and one more."""
         self._seq = seq
         self._least_seq = seq if least_seq is None else least_seq
         self._seed = seed
@@ -45,15 +39,8 @@ class MadeText(Dataset[Tensor]):
         letters = bits(row_keys(seed, [_DICTIONARY], torch.arange(_WORDS))[0], _LETTERS)
         self._words = letters.to(torch.int64) % vocabulary
 
-    def __len__(self) -> int:
-        return self._items
-
-    def __getitem__(self, index: int) -> Tensor:
-        """Return seq + 1 tokens, or fewer where lengths differ."""
-        return self.__getitems__([index])[0]
-
     def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
-        """Return several samples; torch's loader prefers this."""
+        """Return seq + 1 tokens of each, or fewer where lengths differ."""
         keys = row_keys(self._seed, [_TEXT], torch.tensor(indices))[0]
         drawn = uniform(keys, self._seq // _LETTERS + 3)
         # The square makes words unequally frequent; the first number says where in a word the text
@@ -70,11 +57,11 @@ class MadeText(Dataset[Tensor]):
         """Return how many tokens these texts have. Short ones are more frequent."""
         drawn = uniform(row_keys(self._seed, [_LENGTH], torch.tensor(indices))[0], 1)[:, 0]
         more = (drawn.square() * (self._seq - self._least_seq + 1)).to(torch.int64)
-        found: list[int] = (more + self._least_seq + 1).tolist()
-        return found
+        lengths: list[int] = (more + self._least_seq + 1).tolist()
+        return lengths
 
 
-class DrawnFaces(Dataset[tuple[Tensor, Tensor]]):
+class DrawnFaces(Samples):
     """Grey pictures of line faces, turned, moved and scaled, with the places of their 68 points."""
 
     def __init__(self, edge: int, seed: int, items: int = ITEMS) -> None:
@@ -83,20 +70,13 @@ class DrawnFaces(Dataset[tuple[Tensor, Tensor]]):
         self._items = items
         self._mean = _mean_face()
 
-    def __len__(self) -> int:
-        return self._items
-
-    def __getitem__(self, sample: Sample) -> tuple[Tensor, Tensor]:
-        """Return a picture (1, edge, edge) and points (68, 2) from -1 to 1."""
-        return self.__getitems__([sample])[0]
-
     def __getitems__(self, samples: Sequence[Sample]) -> list[tuple[Tensor, Tensor]]:
-        """Return several.
+        """Return pictures (1, edge, edge) and points (68, 2) from -1 to 1.
 
-        The face depends on the item, and the noise in the picture also on the epoch.
+        The face depends on the item, the noise also on the epoch.
         """
-        index = torch.tensor([each.index for each in samples])
-        epoch = torch.tensor([each.epoch for each in samples])
+        index = torch.tensor([sample.index for sample in samples])
+        epoch = torch.tensor([sample.epoch for sample in samples])
         points = self._points(uniform(row_keys(self._seed, [_FACE], index)[0], 7))
         pixels = torch.linspace(-1, 1, self._edge)
         across, down = (
@@ -127,9 +107,7 @@ class DrawnFaces(Dataset[tuple[Tensor, Tensor]]):
 
 
 def _mean_face() -> Tensor:
-    """Return 68 points in the order of 300-W: jaw 17, brows 2 x 5, nose 9, eyes 2 x 6, mouth 12 +
-    8.
-    """
+    """Return the points of 300-W: jaw 17, brows 2 x 5, nose 9, eyes 2 x 6, mouth 12 + 8."""
 
     def arc(
         count: int,

@@ -4,40 +4,47 @@ that have no data.
 Covers what tensors take: weights, sums of gradients, states of the optimiser, averaged weights, and
 the highest level that activations reach in a part of a batch. Not what a runtime takes (see
 `devices`), and not what an allocator loses between its blocks.
+
+`python -m workers.training.memory_plan` answers `plan`: it reads one JSON object from standard
+input, and writes one as the last line of standard output. What a user's task prints goes to
+standard error.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
 from workers.host.cuda_environment import workspace_bytes, workspace_of
-from workers.training import eight_bit, order, precision
+from workers.training import order, precision
 from workers.training.accumulator import Accumulator
-from workers.training.adapters import new_model
-from workers.training.averaging import Average
+from workers.training.batches import map_tensors, tensors_in
+from workers.training.errors import TrainingError
 from workers.training.host_memory import host_bytes, power_of_two
 from workers.training.host_states import hosted_of, parts_of, states_of
-from workers.training.keyed import Dropouts
-from workers.training.model_levers import ModelLevers
-from workers.training.optimizers import adamw, allocate_states
-from workers.training.recompute import Recomputation
-from workers.training.rungs import offered_micro_batches
+from workers.training.keyed_random import Dropouts
+from workers.training.lora import new_model
+from workers.training.model_levers import ModelLevers, Recomputation
+from workers.training.models import GPTS
+from workers.training.optimizers import Average, adamw, allocate_states, update_bytes
+from workers.training.schedule import offered_micro_batches
 from workers.training.settings import TrainSettings
-from workers.training.tasks import TrainTask, refuse_without_data, trained_parameters
+from workers.training.tasks import TrainTask, find_task, refuse_without_data, trained_parameters
 from workers.units import MIB
 
 #: What the caching allocator rounds a block up to (c10/cuda/CUDACachingAllocator.cpp,
@@ -52,6 +59,9 @@ _CUBLAS_HANDLES: Final = 2
 #: convolutions, 8 MiB in half precision.
 _ONEDNN_BYTES: Final = 4 * MIB
 _ONEDNN_HALF_BYTES: Final = 8 * MIB
+
+#: Of an error's text that is not our own.
+_LONGEST: Final = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +78,7 @@ class MemoryPlan:
     """Its states that are on the device."""
     average_bytes: int
     activations_bytes: int
-    """The most that a part takes beside all that: what is kept for the backward pass, and its
-    gradients.
-    """
+    """The most that a part takes beside that: what the backward pass needs, and its gradients."""
     update_bytes: int
     """The most that the update takes, when no activations are there."""
     workspace_bytes: int
@@ -89,9 +97,8 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         """The highest level of all."""
-        return (
-            self.state_bytes + max(self.activations_bytes, self.update_bytes) + self.workspace_bytes
-        )
+        highest_bytes = max(self.activations_bytes, self.update_bytes)
+        return self.state_bytes + highest_bytes + self.workspace_bytes
 
 
 class MemoryPlanner:
@@ -109,45 +116,45 @@ class MemoryPlanner:
         self._settings = settings
         self._on_card = on_card
         refuse_without_data(task)
-        key = order.Sample(number=0, epoch=0, index=0)
-        self._batch_of_one = (
-            (task.collate or default_collate)([task.dataset[key if task.by_sample else 0]])
-            if task.largest is None
-            else task.largest()
-        )
+        if task.largest is None:
+            key = order.Sample(number=0, epoch=0, index=0)
+            sample = task.dataset[key if task.by_sample else 0]
+            self._batch_of_one = (task.collate or default_collate)([sample])
+        else:
+            self._batch_of_one = task.largest()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._live = _LiveBytes(_CUDA_BLOCK_BYTES if on_card else 1)
-        held = []
+        averages = settings.ema_decay is not None
+        held = [0]
         with self._without_data():
             self._model = new_model(task, settings).train()
             self._levers = ModelLevers(settings, self._model, device_type="cpu", on_card=on_card)
             self._recomputation = Recomputation(task.blocks(self._model))
             self._dropouts = Dropouts(self._model, 0)
             held.append(self._live.now_bytes)
-            parameters = trained_parameters(task, self._model)
-            self._accumulator = Accumulator(parameters)
+            self._parameters = trained_parameters(task, self._model)
+            self._accumulator = Accumulator(self._parameters)
             held.append(self._live.now_bytes)
-            optimizer = (
-                task.optimizer or (lambda some: adamw(list(some), settings, 1e-3, planned=True))
-            )(parameters)
-            allocate_states(optimizer)
+            if task.optimizer is None:
+                self._optimizer = adamw(self._parameters, settings, 1e-3, planned=True)
+            else:
+                self._optimizer = task.optimizer(self._parameters)
+            allocate_states(self._optimizer)
             held.append(self._live.now_bytes)
             if settings.ema_decay is not None and settings.ema_on == "device":
-                self._average = Average(parameters, settings.ema_decay)
+                self._average = Average(self._parameters, settings.ema_decay)
             held.append(self._live.now_bytes)
-        self._optimizer = optimizer
-        self._state = [after - before for before, after in zip([0, *held], held, strict=False)]
-        self._parameters = parameters
+        self._state = [after - before for before, after in pairwise(held)]
         self._average_on_host_bytes = 0
-        if settings.ema_decay is not None and settings.ema_on == "host":
-            sizes = [each.nbytes for each in parameters]
+        if averages and settings.ema_on == "host":
+            sizes = [parameter.nbytes for parameter in self._parameters]
             # On a card the largest weight is copied to a place of its own before it is averaged.
             staging_bytes = power_of_two(max(sizes)) if on_card else 0
             self._average_on_host_bytes = host_bytes(sizes, on_card=on_card) + staging_bytes
-        state = [*self._model.state_dict().values(), *tree_leaves(list(optimizer.state.values()))]
-        state += [] if settings.ema_decay is None else parameters
+        state = [self._model.state_dict(), list(self._optimizer.state.values())]
+        copied = [*tensors_in(state), *(self._parameters if averages else ())]
         self._checkpoint_copy_bytes = host_bytes(
-            [each.nbytes for each in state if isinstance(each, Tensor)], on_card=on_card
+            [tensor.nbytes for tensor in copied], on_card=on_card
         )
         self.states = cache(self._states)
         self._part = cache(self._computed)
@@ -159,23 +166,16 @@ class MemoryPlanner:
         return self._recomputation.most
 
     def level_of(self, offered: int) -> int:
-        """Return how many blocks a step recomputes that is offered so many.
-
-        `train.recompute` may have fixed it.
-        """
+        """Return how many blocks a step recomputes; `auto` takes what is offered."""
         return self._recomputation.level_of(self._settings.recompute, offered)
 
     def largest_micro(
         self, cap_bytes: int, level: int, share_pct: int | None = None
     ) -> MemoryPlan | None:
-        """Return the plan with the largest micro-batch of a run that fits.
-
-        `None`: not even the smallest one fits.
-        """
+        """Return the plan with the largest micro-batch that fits; `None`: none does."""
         *smaller, most = offered_micro_batches(self._settings)
-        if (
-            whole := self.plan(most, level, share_pct)
-        ).total_bytes <= cap_bytes:  # most trainings fit as a whole
+        whole = self.plan(most, level, share_pct)
+        if whole.total_bytes <= cap_bytes:  # most trainings fit as a whole
             return whole
         fitting = bisect_right(
             smaller, cap_bytes, key=lambda micro: self.plan(micro, level, share_pct).total_bytes
@@ -183,40 +183,38 @@ class MemoryPlanner:
         return self.plan(smaller[fitting - 1], level, share_pct) if fitting else None
 
     def _states(self, share_pct: int) -> tuple[int, int, int]:
-        """Return the bytes of the optimiser's states on the device and on the host, and what an
-        update takes beside.
-        """
+        """Return the bytes of states on device and host, and what an update takes beside."""
         optimizer, on_card = self._optimizer, self._on_card
         hosted = hosted_of(self._parameters, share_pct)
-        on_host_bytes = sum(self._states_bytes(each) for each in hosted)
-        here = [each for each in self._parameters if each not in set(hosted)]
+        on_host_bytes = sum(map(self._states_bytes, hosted))
+        here = [parameter for parameter in self._parameters if parameter not in set(hosted)]
         coming = [
-            sum(map(self._states_bytes, part)) + _update_bytes(optimizer, part, on_card=on_card)
+            sum(map(self._states_bytes, part)) + update_bytes(optimizer, part, on_card=on_card)
             for part in parts_of(optimizer, hosted)
         ]
-        update_bytes = max(_update_bytes(optimizer, here, on_card=on_card), *coming, 0)
+        highest_bytes = max(update_bytes(optimizer, here, on_card=on_card), *coming, 0)
         sizes = [
-            each.nbytes for parameter in hosted for each in states_of(optimizer, parameter).values()
+            tensor.nbytes
+            for parameter in hosted
+            for tensor in states_of(optimizer, parameter).values()
         ]
-        return self._state[2] - on_host_bytes, host_bytes(sizes, on_card=on_card), update_bytes
+        return self._state[2] - on_host_bytes, host_bytes(sizes, on_card=on_card), highest_bytes
 
     def _plan(self, micro: int, level: int, share_pct: int | None = None) -> MemoryPlan:
-        """Return the plan for parts of `micro` samples, with so many per cent of the states on the
-        host.
-        """
-        states = self.states(self._settings.first_share_pct if share_pct is None else share_pct)
-        on_device_bytes, on_host_bytes, update_bytes = states
+        """Return the plan of parts of `micro` samples, with this share of states on the host."""
+        share_pct = self._settings.first_share_pct if share_pct is None else share_pct
+        on_device_bytes, on_host_bytes, highest_bytes = self.states(share_pct)
         activations_bytes, waiting_bytes = self._part(micro, level)
-        weights, gradients, _, average = self._state
+        weights_bytes, gradients_bytes, _, average_bytes = self._state
         return MemoryPlan(
             micro=micro,
             level=level,
-            weights_bytes=weights,
-            gradients_bytes=gradients,
+            weights_bytes=weights_bytes,
+            gradients_bytes=gradients_bytes,
             optimizer_bytes=on_device_bytes,
-            average_bytes=average,
+            average_bytes=average_bytes,
             activations_bytes=activations_bytes,
-            update_bytes=update_bytes,
+            update_bytes=highest_bytes,
             workspace_bytes=self._workspace_bytes(),
             on_host_bytes=(
                 on_host_bytes
@@ -228,9 +226,7 @@ class MemoryPlanner:
         )
 
     def _computed(self, micro: int, level: int) -> tuple[int, int]:
-        """Return what a part takes beside the state on the device, and what of it waits on the
-        host.
-        """
+        """Return what a part takes beside the state, and what of it waits on the host."""
         with self._without_data():
             before_bytes = self._live.begin()
             self._compute_part(micro, level)
@@ -238,31 +234,27 @@ class MemoryPlanner:
         waiting_bytes = 0 if waiting is None else waiting.waiting_bytes
         return self._live.peak_bytes - before_bytes, waiting_bytes
 
+    def _compute_part(self, micro: int, level: int) -> None:
+        """Do what the trainer does with a part of a batch."""
+        cpu = torch.device("cpu")
+        self._recomputation.level = max(0, min(level, self._recomputation.most))
+        part = map_tensors(lambda one: one.new_empty((micro, *one.shape[1:])), self._batch_of_one)
+        self._dropouts.key(0, micro, cpu)
+        self._accumulator.begin(micro, 1)
+        with self._levers.region():
+            with precision.autocast(self._settings.precision, cpu), self._levers.saving():
+                loss = self._task.loss(self._model, self._levers.ordered(part))
+            self._accumulator.add(micro, loss.detach(), self._accumulator.gradients_of(loss))
+
     def _states_bytes(self, parameter: nn.Parameter) -> int:
-        return sum(
-            self._live.rounded(each.nbytes)
-            for each in states_of(self._optimizer, parameter).values()
-        )
+        states = states_of(self._optimizer, parameter).values()
+        return sum(self._live.rounded(tensor.nbytes) for tensor in states)
 
     def _workspace_bytes(self) -> int:
         if self._on_card:
             config = workspace_of({"deterministic": self._settings.deterministic})
             return _CUBLAS_HANDLES * workspace_bytes(config)
         return _ONEDNN_HALF_BYTES if self._settings.precision in {"bf16", "fp16"} else _ONEDNN_BYTES
-
-    def _compute_part(self, micro: int, level: int) -> None:
-        """Do what the trainer does with a part of a batch."""
-        self._recomputation.level = max(0, min(level, self._recomputation.most))
-        part = tree_map(lambda each: _of_rows(each, micro), self._batch_of_one)
-        self._dropouts.key(0, micro, torch.device("cpu"))
-        self._accumulator.begin(micro, 1)
-        with self._levers.region():
-            with (
-                precision.autocast(self._settings.precision, torch.device("cpu")),
-                self._levers.saving(),
-            ):
-                loss = self._task.loss(self._model, self._levers.ordered(part))
-            self._accumulator.add(micro, loss.detach(), self._accumulator.gradients_of(loss))
 
     def _without_data(self) -> ExitStack:
         """Enter the mode in which tensors have no data, and count their bytes."""
@@ -296,9 +288,9 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # missing
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - whatever the operator returns
         result = func(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
-            if isinstance(each, Tensor):
-                self._count(each.untyped_storage())
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._count(leaf.untyped_storage())
         return result
 
     def rounded(self, size: int) -> int:
@@ -320,21 +312,68 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # missing
         self.now_bytes -= size
 
 
-def _of_rows(one: object, rows: int) -> object:
-    return one.new_empty((rows, *one.shape[1:])) if isinstance(one, Tensor) else one
+def answer(question: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the blocks of the model, and each cap with the steps to show for it; or why that
+    cannot be told.
 
-
-def _update_bytes(optimizer: Optimizer, parameters: list[nn.Parameter], *, on_card: bool) -> int:
-    """What torch's Adam allocates in a step (torch/optim/adam.py).
-
-    Of other optimisers little is known.
+    `question` holds `settings`, `seed` and `caps`, each of these with `cap_bytes` and `device`.
     """
-    if eight_bit.is_bitsandbytes(optimizer):
-        return eight_bit.update_bytes(parameters, on_card=on_card)
-    sizes = [0, *(each.numel() * each.element_size() for each in parameters)]
-    defaults = optimizer.defaults
-    if defaults.get("fused"):
-        return 0
-    if defaults.get("foreach"):
-        return sum(sizes)  # the roots of all second moments at once
-    return 2 * max(sizes)  # of one parameter, the root and the root divided
+    settings = TrainSettings.model_validate(question["settings"])
+    if settings.preset in GPTS:
+        # What the text says changes no size, and it may lie on the other PCs alone.
+        least = settings.min_seq if settings.documents == "windows" else 1
+        made = {"data": None, "documents": "windows", "min_seq": least}
+        settings = settings.model_copy(update=made)
+    try:
+        task = find_task(settings, question["seed"])
+        planners = {
+            device: MemoryPlanner(task, settings, on_card=device == "cuda")
+            for device in {cap["device"] for cap in question["caps"]}
+        }
+        return {
+            "blocks": max(planner.most_level for planner in planners.values()),
+            "caps": [
+                {**cap, "steps": _steps(planners[cap["device"]], settings, cap["cap_bytes"])}
+                for cap in question["caps"]
+            ],
+        }
+    except TrainingError as error:
+        return {"refused": str(error)}
+    except Exception as error:  # noqa: BLE001 - a user's model may do what tensors without data cannot
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST]}"
+        return {"not_planned": f"the model cannot be computed on tensors without data: {reason}"}
+
+
+def _steps(planner: MemoryPlanner, settings: TrainSettings, cap_bytes: int) -> list[dict[str, Any]]:
+    """Return the smallest step; if it fits also the largest with and without what saves memory."""
+    least, share_pct = offered_micro_batches(settings)[0], settings.first_share_pct
+    most_share_pct = 100 if settings.states_on_host == "auto" else share_pct
+    smallest = planner.plan(least, planner.most_level, most_share_pct)
+    plans = []
+    if smallest.total_bytes <= cap_bytes:
+        usual = [(level, share_pct) for level in (0, planner.level_of(0), planner.most_level)]
+        points = [*usual, (0, most_share_pct), (planner.most_level, most_share_pct)]
+        plans = [
+            planner.largest_micro(cap_bytes, *point) or planner.plan(least, *point)
+            for point in points
+        ]
+    return [_step(plan, settings.batch, cap_bytes) for plan in dict.fromkeys([*plans, smallest])]
+
+
+def _step(plan: MemoryPlan, batch: int, cap_bytes: int) -> dict[str, Any]:
+    parts = {key: value for key, value in asdict(plan).items() if key.endswith("_bytes")}
+    on_host = {key: parts.pop(key) for key in ("checkpoint_copy_bytes", "on_host_bytes")}
+    return {
+        "micro_batch": plan.micro,
+        "accumulation": -(-batch // plan.micro),
+        "memory_level": plan.level,
+        **parts,
+        "total_bytes": plan.total_bytes,
+        **on_host,
+        "fits": plan.total_bytes <= cap_bytes,
+    }
+
+
+if __name__ == "__main__":
+    output, sys.stdout = sys.stdout, sys.stderr
+    print(json.dumps(answer(json.load(sys.stdin))), file=output)

@@ -2,8 +2,7 @@
 micro-batch.
 
 - The projection to queries, keys and values has no bias. The gradient of a key's bias is zero but
-for rounding, and
-  Adam scales it up to a full step.
+  for rounding, and Adam scales it up to a full step.
 - GroupNorm in place of BatchNorm, whose result depends on which samples are computed together.
 - Dropout is keyed, and there is none inside the attention.
 """
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from workers.training.keyed import KeyedDropout
+from workers.training.keyed_random import KeyedDropout
 from workers.training.sequences import own_document
 
 #: Landmarks of a face, as in the iBUG 300-W annotation.
@@ -87,10 +86,7 @@ class Gpt(nn.Module):
                 nn.init.zeros_(weight)
 
     def forward(self, tokens: Tensor, places: Tensor | None = None) -> Tensor:
-        """Return the logits of each next token.
-
-        With `places`, a row holds several documents, each from place 0 on.
-        """
+        """Return the logits of each next token. `places`: of rows that hold several documents."""
         seen = None if places is None else own_document(places)
         places = torch.arange(tokens.shape[1], device=tokens.device) if places is None else places
         x = self.dropout(self.tokens(tokens) + self.places(places))
@@ -115,10 +111,7 @@ class Block(nn.Module):
         self.dropout_perceptron = KeyedDropout(dropout)
 
     def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Return (rows, tokens, width).
-
-        `seen` says which tokens each one sees; `None`: all up to itself.
-        """
+        """Return (rows, tokens, width). `seen`: what each token sees; `None`: up to itself."""
         rows, seq, width = x.shape
         parts = self.query_key_value(self.norm_attention(x)).view(rows, seq, 3, self._heads, -1)
         query, key, value = parts.permute(2, 0, 3, 1, 4)

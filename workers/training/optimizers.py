@@ -1,13 +1,19 @@
-"""The optimiser and the update, which is done once or not at all.
+"""The optimiser, the average of the weights, and the update, which is done once or not at all.
 
 The states are allocated before the first step, so that the memory of a training does not grow in
 its first update.
+
+States of 8 bits are those of bitsandbytes, or torchao's where that is what is installed. Both keep
+a scale for each 256 states, and matrices of less than 4,096 numbers in fp32. bitsandbytes is
+preferred: it needs no compiler (torchao compiled for 45 s before its first step on a CPU).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence, Set
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -16,13 +22,21 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from workers.oom import classify
 from workers.settings import FailureKind
-from workers.training import eight_bit
-from workers.training.averaging import Average
-from workers.training.errors import UpdateInterruptedError
-from workers.training.host_memory import like_all
+from workers.training.errors import TaskError, UpdateInterruptedError
+from workers.training.host_memory import like, like_all, wait_asleep
 from workers.training.settings import TrainSettings
 
 _BETAS: Final = (0.9, 0.95)
+
+#: Of bitsandbytes: states of smaller parameters stay in fp32; of others so many have one scale.
+_LEAST_QUANTISED: Final = 4096
+_BLOCK: Final = 256
+_STATES: Final = ("state1", "state2")
+#: What codes mean; steps do not change these.
+_TABLES: Final = ("qmap1", "qmap2")
+
+#: Where an `AdamW8bit` may be.
+_MODULES: Final = ("bitsandbytes.optim", "torchao.optim")
 
 
 def adamw(
@@ -35,20 +49,15 @@ def adamw(
     Raises:
         TaskError: Its states shall have 8 bits, and no package for that is installed.
     """
+    matrices = [parameter for parameter in parameters if parameter.dim() > 1]
+    others = [parameter for parameter in parameters if parameter.dim() <= 1]
     groups = [
-        {
-            "params": [each for each in parameters if each.dim() > 1],
-            "weight_decay": settings.weight_decay,
-        },
-        {"params": [each for each in parameters if each.dim() <= 1], "weight_decay": 0.0},
+        {"params": some, "weight_decay": decay}
+        for some, decay in ((matrices, settings.weight_decay), (others, 0.0))
+        if some
     ]
-    groups = [group for group in groups if group["params"]]
     if settings.optimizer == "adamw-8bit":
-        return (
-            eight_bit.PlannedAdamW8bit(groups)
-            if planned
-            else eight_bit.adamw_8bit(groups, lr, _BETAS)
-        )
+        return PlannedAdamW8bit(groups) if planned else _adamw_8bit(groups, lr)
     return AdamW(
         groups,
         lr=lr,
@@ -58,13 +67,94 @@ def adamw(
     )
 
 
+def _adamw_8bit(groups: Sequence[dict[str, Any]], lr: float) -> Optimizer:
+    missing = []
+    for name in _MODULES:
+        try:
+            made = importlib.import_module(name).AdamW8bit
+        except Exception as error:  # noqa: BLE001 - these packages look for libraries when they are imported
+            missing.append(f"{name.partition('.')[0]}: {error}")
+        else:
+            optimizer: Optimizer = made(groups, lr=lr, betas=_BETAS)
+            return optimizer
+    raise TaskError(
+        "train.optimizer is adamw-8bit, and no package on this machine has it "
+        f"({'; '.join(missing)}); pip install 'bitsandbytes>=0.50' there, or set train.optimizer: "
+        "adamw-fused"
+    )
+
+
+class PlannedAdamW8bit(Optimizer):
+    """Has the states of bitsandbytes' AdamW8bit, for a plan without the package; cannot step."""
+
+    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
+        super().__init__(groups, {})
+        self._table = torch.empty(256)
+
+    def init_state(self, _group: object, parameter: Tensor, _number: int, _place: int) -> None:
+        """Allocate as Optimizer2State.init_state (bitsandbytes/optim/optimizer.py, 0.50)."""
+        quantised = parameter.numel() >= _LEAST_QUANTISED
+        dtype = torch.uint8 if quantised else torch.float32
+        states: dict[str, Any] = {
+            name: torch.zeros_like(parameter, dtype=dtype) for name in _STATES
+        }
+        if quantised:
+            blocks = -(-parameter.numel() // _BLOCK)
+            for number in (1, 2):
+                states[f"absmax{number}"] = torch.zeros(blocks, device=parameter.device)
+            states |= dict.fromkeys(_TABLES, self._table)
+        self.state[parameter] = {"step": 0, **states}
+
+
+def _is_bitsandbytes(optimizer: Optimizer) -> bool:
+    """Whether it is one of bitsandbytes, or stands for it in a plan."""
+    module = type(optimizer).__module__
+    return isinstance(optimizer, PlannedAdamW8bit) or module.startswith("bitsandbytes.")
+
+
+def decay_rates(
+    optimizer: Optimizer, model: nn.Module, blocks: Sequence[nn.Module], decay: float
+) -> None:
+    """Give each block the rate of the block after it, times `decay`, which keeps what a model has
+    learned before.
+
+    As in ULMFiT (Howard and Ruder, 2018, "discriminative fine-tuning"). What the model registers
+    before its first block, such as an embedding, is below all blocks. The groups of the optimiser,
+    which has no states yet, are split.
+
+    Raises:
+        TaskError: The task names no blocks.
+    """
+    if not blocks:
+        raise TaskError(
+            "train.layer_decay needs a task that names its blocks; name them, or set "
+            "train.layer_decay to 1.0"
+        )
+    of_block = {
+        parameter: len(blocks) - place
+        for place, block in enumerate(blocks)
+        for parameter in block.parameters()
+    }
+    depth: dict[nn.Parameter, int] = {}  # 0 after the last block, 1 in it, and so on
+    outside = len(blocks) + 1
+    for parameter in model.parameters():
+        outside = 0 if parameter in of_block else outside
+        depth[parameter] = of_block.get(parameter, outside)
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        for below in sorted({depth[parameter] for parameter in group["params"]}):
+            members = [parameter for parameter in group["params"] if depth[parameter] == below]
+            groups.append({**group, "params": members, "lr": group["lr"] * decay**below})
+    optimizer.param_groups[:] = groups
+
+
 def allocate_states(optimizer: Optimizer, on_host: Set[nn.Parameter] = frozenset()) -> None:
     """Allocate what an Adam would allocate in its first step. Of other optimisers nothing is known.
 
     The states of `on_host` are allocated in host memory; see `host_states`.
     """
-    if eight_bit.is_bitsandbytes(optimizer):
-        for parameter, states in eight_bit.allocate(optimizer):
+    if _is_bitsandbytes(optimizer):
+        for parameter, states in _allocate_8bit(optimizer):
             if parameter in on_host:  # one parameter's states at a time are on the device
                 states.update(_without_data(large(states, parameter)))
     for group in optimizer.param_groups if isinstance(optimizer, Adam) else ():
@@ -76,73 +166,91 @@ def allocate_states(optimizer: Optimizer, on_host: Set[nn.Parameter] = frozenset
                 device = parameter.device if group["fused"] or group["capturable"] else None
                 step = torch.zeros((), dtype=torch.float32, device=device)
                 state = dict.fromkeys(names, parameter.detach())
-                state = _without_data(state) if parameter in on_host else _zeros_like(state)
+                if parameter in on_host:
+                    state = _without_data(state)
+                else:
+                    state = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
                 optimizer.state[parameter] = {"step": step, **state}
     _fill_on_host(optimizer, on_host)
 
 
-def large(states: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
-    """Return the states that grow with the parameter.
+def _allocate_8bit(optimizer: Any) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:  # noqa: ANN401 - bitsandbytes' own
+    """Have bitsandbytes allocate its states as in its first step; yield them by parameter."""
+    if not isinstance(optimizer, PlannedAdamW8bit):
+        # The rest of what its first step does is to bring every state to the card
+        # (Optimizer8bit.step and to_gpu).
+        optimizer.check_overrides()
+        optimizer.initialized = True
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if not optimizer.state[parameter]:
+                optimizer.init_state(group, parameter, number, place)
+                yield parameter, optimizer.state[parameter]
 
-    Not the number of steps, scales, or a table that others share.
-    """
+
+def large(states: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
+    """Return the states that grow with the parameter: no steps, scales or shared tables."""
     least = max(2, parameter.numel())
     return {
-        name: each
-        for name, each in states.items()
-        if isinstance(each, Tensor) and each.numel() >= least
+        name: tensor
+        for name, tensor in states.items()
+        if isinstance(tensor, Tensor) and tensor.numel() >= least
     }
 
 
-def _zeros_like(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: torch.zeros_like(each) for name, each in states.items()}
-
-
 def _without_data(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: torch.empty_like(each, device="meta") for name, each in states.items()}
+    return {name: torch.empty_like(tensor, device="meta") for name, tensor in states.items()}
 
 
 def _fill_on_host(optimizer: Optimizer, on_host: Set[nn.Parameter]) -> None:
-    """Put zeros in host memory in the place of all states without data, together: see
-    `host_memory`.
-    """
+    """Put zeros in host memory, together, in the place of all states without data."""
     places = [
-        (optimizer.state[parameter], name, each)
+        (optimizer.state[parameter], name, tensor)
         for parameter in on_host
-        for name, each in optimizer.state.get(parameter, {}).items()
-        if isinstance(each, Tensor) and each.is_meta
+        for name, tensor in optimizer.state.get(parameter, {}).items()
+        if isinstance(tensor, Tensor) and tensor.is_meta
     ]
     on_card = any(parameter.is_cuda for parameter in on_host)
-    for (state, name, _), host in zip(
-        places, like_all([each for *_, each in places], pinned=on_card), strict=True
-    ):
+    hosts = like_all([tensor for *_, tensor in places], pinned=on_card)
+    for (state, name, _), host in zip(places, hosts, strict=True):
         state[name] = host.zero_()
 
 
-def forget_states(optimizer: Optimizer) -> None:
-    """Go back to the states before the first step.
+def update_bytes(optimizer: Optimizer, parameters: Sequence[Tensor], *, on_card: bool) -> int:
+    """Return what a step of AdamW allocates (torch/optim/adam.py); of others little is known."""
+    if _is_bitsandbytes(optimizer):
+        # On a CPU five fp32 copies of one parameter: both states and the gradient, a root and a
+        # quotient (bitsandbytes/backends/cpu/ops.py, 0.50).
+        return 0 if on_card else 5 * 4 * max((weight.numel() for weight in parameters), default=0)
+    sizes = [0, *(weight.nbytes for weight in parameters)]
+    if optimizer.defaults.get("fused"):
+        return 0
+    if optimizer.defaults.get("foreach"):
+        return sum(sizes)  # the roots of all second moments at once
+    return 2 * max(sizes)  # of one parameter, the root and the root divided
 
-    Where they are known, in the memory that they have.
-    """
-    if not isinstance(optimizer, Adam) and not eight_bit.is_bitsandbytes(optimizer):
+
+def forget_states(optimizer: Optimizer) -> None:
+    """Go back to the states before the first step, in the memory that they have."""
+    if not isinstance(optimizer, Adam) and not _is_bitsandbytes(optimizer):
         optimizer.state.clear()
         allocate_states(optimizer)
         return
     for state in optimizer.state.values():
-        for name, each in state.items():
-            if not isinstance(each, Tensor):
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
                 state[name] = 0  # bitsandbytes counts steps in Python
-            elif not eight_bit.is_table(name):
-                each.zero_()
+            elif name not in _TABLES:
+                value.zero_()
 
 
 def load_states(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Go on from a saved `state_dict`; into the tensors that are there, if they are alike."""
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     own = {
-        place: optimizer.state[each]
-        for place, each in enumerate(parameters)
-        if optimizer.state.get(each)
+        place: optimizer.state[parameter]
+        for place, parameter in enumerate(parameters)
+        if optimizer.state.get(parameter)
     }
     states = {int(place): _flat(state) for place, state in saved["state"].items() if state}
     pairs = [
@@ -167,13 +275,10 @@ def load_states(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 
 
 def _flat(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of a parameter by their own names: bitsandbytes saves most of them in a
-    mapping within it.
-    """
-    inner = [each for each in state.values() if isinstance(each, Mapping)]
-    flat = {name: each for name, each in state.items() if not isinstance(each, Mapping)}
-    for each in inner:
-        flat.update(each)
+    """Return states by their own names: bitsandbytes saves most of them in an inner mapping."""
+    flat = {name: value for name, value in state.items() if not isinstance(value, Mapping)}
+    for value in state.values():
+        flat |= value if isinstance(value, Mapping) else {}
     return flat
 
 
@@ -181,6 +286,69 @@ def _alike(mine: object, value: object) -> bool:
     if isinstance(mine, Tensor) and isinstance(value, Tensor):
         return mine.shape == value.shape
     return type(mine) is type(value) is int
+
+
+class Average:
+    """An exponential moving average of the weights, on their device or in host memory.
+
+    In host memory it takes nothing of the device, and each update copies all weights there. The
+    weights are the same to the bit; the average may differ in the last bit on a card, where the
+    host then computes it.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], decay: float, *, on_host: bool = False
+    ) -> None:
+        """Begin at the weights."""
+        self._parameters = parameters
+        self._decay = decay
+        self.on_host = on_host
+        weights = [parameter.detach() for parameter in parameters]
+        new = like_all(weights) if on_host else [torch.empty_like(weight) for weight in weights]
+        self.tensors: list[Tensor] = [
+            own.copy_(weight) for own, weight in zip(new, weights, strict=True)
+        ]
+        self._staging: Tensor | None = None
+        if on_host and parameters[0].is_cuda:
+            largest = max(weights, key=lambda weight: weight.nbytes)
+            self._staging = like(largest.flatten())
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move towards the weights. Allocates nothing on the device."""
+        if self._staging is None:
+            torch._foreach_lerp_(self.tensors, list(self._parameters), 1 - self._decay)
+            return
+        # The first copy would wait for the whole update, in a loop.
+        wait_asleep(self._parameters[0].device)
+        for own, weight in zip(self.tensors, self._parameters, strict=True):
+            own.lerp_(self._on_host(weight, own), 1 - self._decay)
+
+    @contextmanager
+    def in_place_of_weights(self) -> Iterator[None]:
+        """Let the model compute with the average for a while."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for place, parameter in enumerate(self._parameters):
+            if self.on_host:
+                own = self.tensors[place]  # which stays, with the block that it shares
+                weight = self._on_host(parameter, own)
+                parameter.copy_(own)
+                own.copy_(weight)
+            else:
+                self.tensors[place], parameter.data = parameter.data, self.tensors[place]
+
+    def _on_host(self, weight: Tensor, own: Tensor) -> Tensor:
+        """Return a copy of a weight on the host, until the next call."""
+        if self._staging is None or weight.dtype != self._staging.dtype:
+            return like(weight.detach()).copy_(weight)
+        return self._staging[: weight.numel()].as_strided(own.shape, own.stride()).copy_(weight)
 
 
 class Update:
@@ -192,9 +360,7 @@ class Update:
         average: Average | None = None,
         step: Callable[[], object] | None = None,
     ) -> None:
-        """Take an optimiser, what averages its weights, and what does its step where that is not
-        its own.
-        """
+        """Take an optimiser, what averages the weights, and what steps in its place."""
         self.optimizer = optimizer
         self._step = optimizer.step if step is None else step
         self.cut = False
@@ -231,17 +397,15 @@ class Update:
         try:
             self._change(parameters, gradients, factor, rate_share)
         except Exception as error:
-            found = classify(error)
-            if found.kind not in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
+            verdict = classify(error)
+            if verdict.kind not in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
                 raise
-            failure = found.text
-        if (
-            failure is not None
-        ):  # outside the handler: the error must hold no tensor, and must not look like its cause
+            failure = verdict.text
+        # Outside the handler: the error must hold no tensor, and must not look like its cause.
+        if failure is not None:
             raise UpdateInterruptedError(
                 f"memory ran out while the weights were being updated ({failure}); the update is "
-                "not run again, "
-                "because a part of it may have been done; load the last checkpoint"
+                "not run again, because a part of it may have been done; load the last checkpoint"
             )
         self.cut = False
 
@@ -256,14 +420,11 @@ class Update:
         if factor != 1:
             torch._foreach_mul_(list(gradients), factor)
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient.to(
-                parameter.dtype
-            )  # itself, unless the weights are half precision
+            # Itself, unless the weights are half precision.
+            parameter.grad = gradient.to(parameter.dtype)
         if rate_share is not None:
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-                if isinstance(
-                    group["lr"], Tensor
-                ):  # torchao compiles its step, and keeps the rate in a tensor
+                if isinstance(group["lr"], Tensor):  # torchao compiles its step
                     group["lr"].fill_(rate * rate_share)
                 else:
                     group["lr"] = rate * rate_share

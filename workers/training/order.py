@@ -1,14 +1,15 @@
-"""Which samples come when: a function of the seed and of how many samples were used, so nothing
-else has to be saved.
+"""Which samples come when and together: a function of the seed and of how many samples were used,
+so nothing else has to be saved.
 
 Pure. Each epoch has a permutation of its own. It is computed index by index, so it takes no memory,
-and a training can begin anywhere in it. It does not depend on batch sizes, loader processes or
-where a run was interrupted.
+and a training can begin anywhere in it. It does not depend on loader processes or on where a run
+was interrupted. Where lengths differ, they are given; nothing here reads data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -17,6 +18,18 @@ _MASK: Final = 2**64 - 1
 
 #: Rounds of multiply, add and shift. With fewer, neighbours stay recognisable in small data sets.
 _ROUNDS: Final = 4
+
+#: Batches that are sorted together, at most. More would make batches more alike, and neighbours in
+#: time as well.
+_POOL_BATCHES: Final = 64
+
+#: A pool is at most one part in so many of the data set: else an item would come twice in a batch.
+_POOLS_OF_EPOCH: Final = 4
+
+#: Documents that are packed together, so that a row's documents lie near each other in a file.
+PACKED_TOGETHER: Final = 1024
+
+_LENGTHS_STREAM: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,25 +45,31 @@ class Sample:
 
 def samples(seed: int, items: int, first: int, count: int) -> list[Sample]:
     """Return the samples `first` to `first + count - 1` of a training on `items` items."""
-    return list(_samples(seed, items, first, count))
+    return [
+        Sample(number, number // items, permuted(seed, number // items, items, number % items))
+        for number in range(first, first + count)
+    ]
 
 
 def permuted(seed: int, epoch: int, items: int, place: int) -> int:
-    """Return which item stands at `place` in an epoch.
-
-    For all places together this is a permutation.
-    """
+    """Return which item stands at `place` in an epoch: a permutation of all places."""
     bits = max(1, (items - 1).bit_length())
     mask, shift = 2**bits - 1, max(1, bits // 2)
     value = place
-    while (
-        True
-    ):  # walks the cycle of a permutation of 2^bits numbers until it is back among the items
+    # Walks the cycle of a permutation of 2^bits numbers until it is back among the items.
+    while True:
         for factor, summand in _keys(seed, epoch):
             value = (value * factor + summand) & mask
             value ^= value >> shift
         if value < items:
             return value
+
+
+@lru_cache(maxsize=16)
+def _keys(seed: int, epoch: int) -> list[tuple[int, int]]:
+    return [
+        (mixed(seed, epoch, turn, 0) | 1, mixed(seed, epoch, turn, 1)) for turn in range(_ROUNDS)
+    ]
 
 
 def mixed(*numbers: int) -> int:
@@ -64,14 +83,39 @@ def mixed(*numbers: int) -> int:
     return state
 
 
-def _samples(seed: int, items: int, first: int, count: int) -> Iterator[Sample]:
-    for number in range(first, first + count):
-        epoch, place = divmod(number, items)
-        yield Sample(number, epoch, permuted(seed, epoch, items, place))
+def pool_samples(items: int, batch: int) -> int:
+    """Return how many samples are sorted together by their lengths."""
+    return batch * max(1, min(_POOL_BATCHES, items // (_POOLS_OF_EPOCH * batch)))
 
 
-@lru_cache(maxsize=16)
-def _keys(seed: int, epoch: int) -> list[tuple[int, int]]:
-    return [
-        (mixed(seed, epoch, turn, 0) | 1, mixed(seed, epoch, turn, 1)) for turn in range(_ROUNDS)
-    ]
+def by_length(
+    pool: Sequence[Sample], lengths: Sequence[int], batch: int, seed: int
+) -> list[Sample]:
+    """Return a pool in batches of similar length; which length comes first is drawn."""
+    places = sorted(range(len(pool)), key=lambda place: (lengths[place], pool[place].number))
+    batches = [places[first : first + batch] for first in range(0, len(places), batch)]
+    drawn = mixed(seed, _LENGTHS_STREAM, pool[0].number)
+    turns = [permuted(drawn, 0, len(batches), turn) for turn in range(len(batches))]
+    return [pool[place] for turn in turns for place in batches[turn]]
+
+
+def packed_rows(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Return the documents of each row: the longest first, each into the row that it fills best.
+
+    Raises:
+        ValueError: A document is longer than a row.
+    """
+    rows: list[list[int]] = []
+    left: list[tuple[int, int]] = []  # room that is left, and its row
+    for document in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
+        length = lengths[document]
+        if length > room:
+            raise ValueError(f"document {document} has {length} tokens, and a row {room}")
+        place = bisect_left(left, (length, 0))
+        if place == len(left):
+            left.append((room, len(rows)))
+            rows.append([])
+        space, row = left.pop(place)
+        rows[row].append(document)
+        insort(left, (space - length, row))
+    return rows

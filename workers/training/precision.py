@@ -24,11 +24,7 @@ _LARGEST_SCALE: Final = 2.0**24
 
 
 class LossScaler:
-    """Scales the loss up, so that small gradients are not rounded to zero in fp16. Decides once for
-    each update.
-
-    It is told what came out and looks at no tensor.
-    """
+    """Scales the loss, so that small gradients are not rounded to zero in fp16. Sees no tensor."""
 
     def __init__(self, *, enabled: bool) -> None:
         self.enabled = enabled
@@ -45,10 +41,7 @@ class LossScaler:
             self.scale, self.good_steps = min(self.scale * 2, _LARGEST_SCALE), 0
 
     def overflowed(self) -> bool:
-        """Say that they were not.
-
-        Return whether to skip this update and go on with a smaller scale.
-        """
+        """Say that they were not; return whether to skip this update, with a smaller scale."""
         if not self.enabled or self.scale <= 1:
             return False
         self.scale, self.good_steps = self.scale / 2, 0
@@ -64,10 +57,7 @@ class LossScaler:
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """Return the region for one forward pass.
-
-    It keeps half-precision copies of the weights until it ends.
-    """
+    """Return the region for one forward pass; it keeps narrow copies of weights until it ends."""
     if precision not in _HALVES:
         return nullcontext()
     return torch.autocast(device.type, dtype=_HALVES[precision])

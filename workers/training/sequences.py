@@ -13,10 +13,10 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import Dataset
 
+from workers.training.batches import Samples
 from workers.training.host_memory import HostArray
-from workers.training.length_order import PACKED_TOGETHER, packed
+from workers.training.order import PACKED_TOGETHER, packed_rows
 
 #: In the place of a token that is not there, or is not to be predicted.
 NO_TOKEN: Final = -1
@@ -33,10 +33,8 @@ class Documents(Protocol):
         """Return how many tokens each of them has."""
 
 
-class PackedRows(Dataset[Tensor]):
-    """Rows of several documents, each row of the same length: (3, seq) of inputs, labels and
-    positions.
-    """
+class PackedRows(Samples):
+    """Rows (3, seq) of several documents: inputs, labels and positions."""
 
     def __init__(self, documents: Documents, seq: int) -> None:
         """Decide which documents share a row; a document of n tokens takes n - 1 of it.
@@ -48,7 +46,7 @@ class PackedRows(Dataset[Tensor]):
         order, ends, used = HostArray(torch.int16), HostArray(torch.int64), 0
         for first in range(0, len(documents), PACKED_TOGETHER):
             together = range(first, min(first + PACKED_TOGETHER, len(documents)))
-            rows = packed([length - 1 for length in documents.lengths(together)], seq)
+            rows = packed_rows([length - 1 for length in documents.lengths(together)], seq)
             order.extend(torch.tensor([document for row in rows for document in row]))
             ends.extend(used + torch.tensor([len(row) for row in rows]).cumsum(0))
             used += len(together)
@@ -57,14 +55,7 @@ class PackedRows(Dataset[Tensor]):
         """
         self._ends = ends.whole()
         """Where the rows end in it."""
-
-    def __len__(self) -> int:
-        """Return how many rows there are."""
-        return len(self._ends)
-
-    def __getitem__(self, index: int) -> Tensor:
-        """Return one row."""
-        return self.__getitems__([index])[0]
+        self._items = len(self._ends)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
         """Return several rows."""
@@ -77,19 +68,18 @@ class PackedRows(Dataset[Tensor]):
         begin, end = int(self._ends[index - 1]) if index else 0, int(self._ends[index])
         # Those that are packed together come in no other place of the order.
         together = begin - begin % PACKED_TOGETHER
-        return [together + each for each in self._order[begin:end].tolist()]
+        return [together + place for place in self._order[begin:end].tolist()]
 
 
 def packed_row(documents: Sequence[Tensor], seq: int) -> Tensor:
-    """Return a row (3, seq) of inputs, labels and positions.
-
-    What is left at its end is a document without labels.
-    """
-    left = seq - sum(len(each) - 1 for each in documents)
-    inputs = torch.cat([*(each[:-1] for each in documents), torch.zeros(left, dtype=torch.int64)])
-    labels = torch.cat([*(each[1:] for each in documents), torch.full((left,), NO_TOKEN)])
+    """Return a row (3, seq); what is left at its end is a document without labels."""
+    left = seq - sum(len(document) - 1 for document in documents)
+    inputs = torch.cat(
+        [*(document[:-1] for document in documents), torch.zeros(left, dtype=torch.int64)]
+    )
+    labels = torch.cat([*(document[1:] for document in documents), torch.full((left,), NO_TOKEN)])
     places = torch.cat(
-        [torch.arange(length) for length in (*(len(each) - 1 for each in documents), left)]
+        [torch.arange(length) for length in (*(len(document) - 1 for document in documents), left)]
     )
     return torch.stack((inputs, labels, places))
 
@@ -128,9 +118,7 @@ def packed_tokens(rows: Tensor) -> int:
 
 
 def own_document(places: Tensor) -> Tensor:
-    """Return a mask (rows, 1, tokens, tokens) of what each token sees: its own document, as far as
-    itself.
-    """
+    """Return a mask (rows, 1, tokens, tokens): each token sees its document, as far as itself."""
     document = (places == 0).cumsum(dim=1)
     seen = document[:, :, None] == document[:, None, :]
     return seen.tril()[:, None]

@@ -20,14 +20,8 @@ Optimizer: TypeAlias = Literal["adamw-fused", "adamw-foreach", "adamw-loop", "ad
 
 #: `preset` names one of these, or the user's own `package.module:name`.
 PRESETS: Final = (
-    "gpt-nano",
-    "gpt-mini",
-    "gpt2-small",
-    "gpt2-medium",
-    "gpt-1b",
-    "cnn-small",
-    "cnn-landmarks",
-)
+    "gpt-nano", "gpt-mini", "gpt2-small", "gpt2-medium", "gpt-1b", "cnn-small", "cnn-landmarks",
+)  # fmt: skip
 
 #: Keys of before, and what they are called now. They differ in one letter, so neither is guessed.
 RENAMED: Final = {"checkpoint": "recompute", "snapshots": "checkpoints"}
@@ -44,34 +38,15 @@ _COMPILING_S: Final[dict[CompileMode, float]] = {
 #: Keys that do not change what is trained: a training may go on from a checkpoint that was made with
 #: other values. `documents` does; it is in the fingerprint of the text, and so not in that of
 #: trainings without one.
-_FREE: Final = frozenset(
-    {
-        "documents",
-        "steps",
-        "epochs",
-        "micro",
-        "recompute",
-        "states_on_host",
-        "compile",
-        "compile_mode",
-        "loader_workers",
-        "prefetch",
-        "persistent",
-        "ram_cache",
-        "pin",
-        "non_blocking",
-        "set_to_none",
-        "activations_on_host",
-        "ema_on",
-        "start_method",
-        "profile",
-        "save_every_s",
-        "checkpoints",
-    }
-)
+_FREE: Final = {
+    "documents", "steps", "epochs", "micro", "recompute", "states_on_host", "compile",
+    "compile_mode", "loader_workers", "prefetch", "persistent", "ram_cache", "pin", "non_blocking",
+    "set_to_none", "activations_on_host", "ema_on", "start_method", "profile", "save_every_s",
+    "checkpoints",
+}  # fmt: skip
 
 
-def _known(preset: str) -> str:
+def _valid_preset(preset: str) -> str:
     if preset not in PRESETS and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", preset):
         raise ValueError(
             f"there is no preset {preset!r}; valid: {', '.join(PRESETS)}, or your own as "
@@ -84,12 +59,17 @@ def _off(value: object) -> object:
     return "off" if value is False else value  # YAML reads off as false
 
 
+def _refuse_if(broken: object, sentence: str) -> None:
+    if broken:
+        raise ValueError(sentence)
+
+
 class TrainSettings(BaseModel):
     """One training. `None` means: the preset's own value, or off."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    preset: Annotated[str, AfterValidator(_known)] = "gpt-nano"
+    preset: Annotated[str, AfterValidator(_valid_preset)] = "gpt-nano"
     data: Annotated[str, Field(min_length=1)] | None = None
     """A file or folder of text to train on; `None`: made data."""
     documents: TextUnit = "windows"
@@ -102,9 +82,7 @@ class TrainSettings(BaseModel):
     micro: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Samples computed at once, at most."""
     exact: bool = False
-    """Move only what changes no bit of the result: the number of recomputed blocks, not the
-    micro-batch.
-    """
+    """Move only what changes no bit: the number of recomputed blocks, not the micro-batch."""
     seq: Annotated[int, Field(ge=2, le=1_048_576)] | None = None
     """Tokens of a sample."""
     min_seq: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
@@ -132,9 +110,7 @@ class TrainSettings(BaseModel):
     activations_on_host: bool = False
     """Keep what the backward pass needs in host memory."""
     set_to_none: bool = True
-    """Replace the sums of gradients by the first part of a batch; `False`: write zeros first, and
-    add to them.
-    """
+    """Replace sums of gradients by the first part of a batch; `False`: add to zeros."""
     cudnn_benchmark: bool = False
     precision: Precision = "bf16"
     recompute: Literal["auto", "none", "all"] | Annotated[int, Field(ge=0)] = "auto"
@@ -144,9 +120,7 @@ class TrainSettings(BaseModel):
     compile_mode: CompileMode = "default"
     optimizer: Optimizer = "adamw-fused"
     states_on_host: Literal["auto"] | Annotated[int, Field(ge=0, le=100)] = 0
-    """Per cent of the optimiser's states that are in host memory; they come to the device for the
-    update.
-    """
+    """Per cent of the optimiser's states in host memory; they come back for the update."""
     adapter: Literal["none", "lora", "dora"] = "none"
     """What is trained instead of the model's own weights."""
     adapter_rank: Annotated[int, Field(ge=1, le=4096)] = 8
@@ -169,71 +143,54 @@ class TrainSettings(BaseModel):
     deterministic: bool = False
 
     @model_validator(mode="after")
-    def _exact_parts(self) -> Self:
-        if self.exact and self.micro == "auto":
-            raise ValueError(
-                "exact: true keeps the part of a batch that is computed at once, and micro: auto "
-                "changes it; valid: "
-                f"also set train.micro to a number of samples from 1 to {self.batch}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _two_passes(self) -> Self:
-        if self.r_drop and not self.dropout:
-            raise ValueError(
-                f"r_drop: {self.r_drop} compares two passes with different dropout, and dropout: "
-                "0.0 makes them equal; "
-                "valid: also set train.dropout, such as 0.1"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _same_bits(self) -> Self:
-        if self.exact and self.compile != "off":
-            raise ValueError(
-                "exact: true promises the same bits at any memory, and where the compiler fails a "
-                "training goes on "
-                "without what it compiled; valid: compile: off, or exact: false"
-            )
-        if self.deterministic and self.cudnn_benchmark:
-            raise ValueError(
-                "cudnn_benchmark: true takes the fastest kernel, which may be another one at the "
-                "next run, and "
-                "deterministic: true promises the same bits; valid: one of them"
-            )
-        if self.deterministic and self.attention == "cudnn":
-            raise ValueError(
-                "attention: cudnn is not deterministic, and deterministic: true promises the same "
-                "bits; "
-                "valid: auto, flash, efficient, math"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _lengths(self) -> Self:
-        if self.bucketing and self.packing:
-            raise ValueError(
-                "bucketing: true sorts documents by length, and packing: true fills rows with "
-                "them, so that all have "
-                "one length; valid: one of them"
-            )
-        if self.min_seq is not None and self.data is not None:
-            raise ValueError(
-                "min_seq is for made text, and data names your own; valid: one of them"
-            )
-        if self.documents != "windows" and self.data is None:
-            raise ValueError(
-                f"documents: {self.documents} is for your own text, and data: null is made text; "
-                "valid: documents: "
-                "windows, or also set train.data"
-            )
-        if self.unequal and self.r_drop:
-            key = "documents" if self.min_seq is None else "min_seq"
-            raise ValueError(
-                f"r_drop compares documents of one length, and {key} makes others; valid: one of "
-                "them"
-            )
+    def _together(self) -> Self:
+        """Refuse keys that exclude each other."""
+        unequal_key = "documents" if self.min_seq is None else "min_seq"
+        _refuse_if(
+            self.exact and self.micro == "auto",
+            "exact: true keeps the part of a batch that is computed at once, and micro: auto "
+            "changes it; valid: also set train.micro to a number of samples from 1 to "
+            f"{self.batch}",
+        )
+        _refuse_if(
+            self.r_drop and not self.dropout,
+            f"r_drop: {self.r_drop} compares two passes with different dropout, and dropout: 0.0 "
+            "makes them equal; valid: also set train.dropout, such as 0.1",
+        )
+        _refuse_if(
+            self.exact and self.compile != "off",
+            "exact: true promises the same bits at any memory, and where the compiler fails a "
+            "training goes on without what it compiled; valid: compile: off, or exact: false",
+        )
+        _refuse_if(
+            self.deterministic and self.cudnn_benchmark,
+            "cudnn_benchmark: true takes the fastest kernel, which may be another one at the next "
+            "run, and deterministic: true promises the same bits; valid: one of them",
+        )
+        _refuse_if(
+            self.deterministic and self.attention == "cudnn",
+            "attention: cudnn is not deterministic, and deterministic: true promises the same "
+            "bits; valid: auto, flash, efficient, math",
+        )
+        _refuse_if(
+            self.bucketing and self.packing,
+            "bucketing: true sorts documents by length, and packing: true fills rows with them, so "
+            "that all have one length; valid: one of them",
+        )
+        _refuse_if(
+            self.min_seq is not None and self.data is not None,
+            "min_seq is for made text, and data names your own; valid: one of them",
+        )
+        _refuse_if(
+            self.documents != "windows" and self.data is None,
+            f"documents: {self.documents} is for your own text, and data: null is made text; "
+            "valid: documents: windows, or also set train.data",
+        )
+        _refuse_if(
+            self.unequal and self.r_drop,
+            f"r_drop compares documents of one length, and {unequal_key} makes others; valid: one "
+            "of them",
+        )
         return self
 
     @property
@@ -248,14 +205,9 @@ class TrainSettings(BaseModel):
 
     @property
     def slow_step_s(self) -> float:
-        """How long (seconds) a step may take in which torch compiles.
-
-        0 where nothing is compiled.
-        """
+        """How long (seconds) a step may take in which torch compiles; 0: nothing is compiled."""
         return 0.0 if self.compile == "off" else _COMPILING_S[self.compile_mode]
 
     def fingerprint(self) -> dict[str, str]:
-        """Return what decides on the course of the training, for a comparison with that of a
-        checkpoint.
-        """
+        """Return what decides on the course of the training, to compare it with a checkpoint's."""
         return {key: repr(value) for key, value in self.model_dump().items() if key not in _FREE}

@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -18,7 +18,9 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from workers.training import order
+from workers.training.batches import Batch, on_device, rows_of
 from workers.training.errors import TaskError
+from workers.training.host_memory import wait_asleep
 from workers.training.made_data import ITEMS, DrawnFaces, MadeText
 from workers.training.models import CNNS, EYE_CORNERS, GPTS, Cnn, CnnShape, Gpt, GptShape
 from workers.training.sequences import (
@@ -32,13 +34,7 @@ from workers.training.sequences import (
     shortened,
 )
 from workers.training.settings import TrainSettings
-from workers.training.text import TextData
-from workers.training.text_documents import TextDocuments
-from workers.training.validation import SAMPLES, validation
-
-Batch: TypeAlias = Any
-"""A tensor, or tuples, lists and mappings of tensors; the first dimension of each is the samples.
-"""
+from workers.training.text import SAMPLES, TextData, TextDocuments
 
 
 class Items(Protocol):
@@ -49,31 +45,13 @@ class Items(Protocol):
     def __getitem__(self, key: Any, /) -> Any: ...  # noqa: ANN401 - an index, or a `Sample`
 
 
-def rows_of(batch: Batch) -> int:
-    """Return the number of samples in a batch."""
-    while not isinstance(batch, Tensor):
-        batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
-    return len(batch)
-
-
-def part_of(batch: Batch, first: int, rows: int) -> Batch:
-    """Return some samples of a batch, without a copy."""
-    if isinstance(batch, Tensor):
-        return batch[first : first + rows]
-    if isinstance(batch, Mapping):
-        return {key: part_of(each, first, rows) for key, each in batch.items()}
-    if isinstance(batch, list | tuple):
-        return [part_of(each, first, rows) for each in batch]
-    return batch
-
-
 def trained_parameters(task: TrainTask, model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of a task's model that are trained.
 
     Raises:
         TaskError: There is none.
     """
-    if parameters := [each for each in model.parameters() if each.requires_grad]:
+    if parameters := [parameter for parameter in model.parameters() if parameter.requires_grad]:
         return parameters
     raise TaskError(f"the model of {task.name} has no parameter that is trained")
 
@@ -84,10 +62,6 @@ def refuse_without_data(task: TrainTask) -> None:
         raise TaskError(f"the data set of {task.name} is empty")
 
 
-def _no_blocks(_: nn.Module) -> Sequence[nn.Module]:
-    return ()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainTask:
     """What is trained."""
@@ -95,44 +69,32 @@ class TrainTask:
     name: str
     """Checkpoints of a task with another name are refused."""
     model: Callable[[], nn.Module]
-    """Makes the model on the CPU. May draw from torch's random numbers: they are seeded around the
-    call.
-    """
+    """Makes the model on the CPU. torch's random numbers are seeded around the call."""
     dataset: Items
     loss: Callable[[nn.Module, Batch], Tensor]
     """The sum (not the mean) of the losses of all items in a part of a batch."""
     count: Callable[[Batch], int] = rows_of
-    """The items (samples, tokens) in a whole batch; its loss is the sum over its parts divided by
-    this.
-    """
+    """The items (samples, tokens) in a whole batch, by which the sum of its loss is divided."""
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None
     """`None`: AdamW, as the settings say."""
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
-    """Figures of merit, for the model in evaluation mode and with averaged weights if there are
-    some.
-    """
-    blocks: Callable[[nn.Module], Sequence[nn.Module]] = _no_blocks
+    """Figures of merit, of the model in evaluation mode, with averaged weights if there are."""
+    blocks: Callable[[nn.Module], Sequence[nn.Module]] = lambda _: ()
     """The modules that can be recomputed one by one."""
     collate: Callable[[list[Any]], Batch] | None = None
     """Makes a batch of samples; `None`: tensors are stacked."""
     shorten: Callable[[Batch], Batch] | None = None
-    """Takes off what fills up all samples of a part on the host; `None`: all samples have one
-    shape.
-    """
+    """Takes off what fills up all samples of a part; `None`: all samples have one shape."""
     largest: Callable[[], Batch] | None = None
     """Makes a part of the one sample that takes the most memory; `None`: any one does."""
     by_sample: bool = False
-    """Whether the data set is asked by `Sample` (number, epoch, index) and not by index, to augment
-    by epoch.
-    """
+    """Whether the data set is asked by `Sample` and not by index, to augment by epoch."""
     lr: float = 1e-3
     """Where the settings name none."""
     items: str = "samples"
     """What `count` counts."""
     fingerprint: str = ""
-    """Of the data, where that may change: checkpoints of a training on other data are refused. Empty:
-    not known.
-    """
+    """Of the data: checkpoints of a training on other data are refused. Empty: not known."""
 
     def shortened(self, part: Batch) -> Batch:
         """Return a part on the host without what fills up all of its samples."""
@@ -156,8 +118,8 @@ def find_task(settings: TrainSettings, seed: int) -> TrainTask:
         return _cnn_task(settings, CNNS[settings.preset], seed)
     module_name, _, name = settings.preset.partition(":")
     try:
-        found = getattr(importlib.import_module(module_name), name)
-        task = found if isinstance(found, TrainTask) else found(settings)
+        own = getattr(importlib.import_module(module_name), name)
+        task = own if isinstance(own, TrainTask) else own(settings)
     except Exception as error:
         raise TaskError(
             f"train.preset {settings.preset!r} cannot be loaded on this machine: "
@@ -166,14 +128,12 @@ def find_task(settings: TrainSettings, seed: int) -> TrainTask:
     if not isinstance(task, TrainTask):
         raise TaskError(
             f"train.preset {settings.preset!r} is a {type(task).__name__}; it must be a TrainTask "
-            "of "
-            "workers.training.tasks, or a function that takes the settings and returns one"
+            "of workers.training.tasks, or a function that takes the settings and returns one"
         )
-    if found is task and (lever := _lever_of_loss(settings)):
+    if own is task and (lever := _lever_of_loss(settings)):
         raise TaskError(
             f"train.{lever} changes a loss, and that of {settings.preset!r} is its own; name a "
-            "function that takes the "
-            f"settings and returns a TrainTask, or leave train.{lever} out"
+            f"function that takes the settings and returns a TrainTask, or leave train.{lever} out"
         )
     return task
 
@@ -198,7 +158,7 @@ def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
         name=settings.preset,
         model=partial(Gpt, shape, settings.dropout),
         dataset=text,
-        fingerprint="" if isinstance(text, MadeText) else text.fingerprint(),
+        fingerprint="" if isinstance(text, MadeText) else text.fingerprint,
         loss=partial(
             next_token_loss, label_smoothing=settings.label_smoothing, r_drop=settings.r_drop
         ),
@@ -212,8 +172,7 @@ def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
         if isinstance(text, TextData) or not settings.unequal:
             raise TaskError(
                 "train.packing puts several documents into a row, and all have its length; set "
-                "train.documents (your "
-                "own text) or train.min_seq (made text)"
+                "train.documents (your own text) or train.min_seq (made text)"
             )
         return replace(
             task,
@@ -240,8 +199,8 @@ def _cnn_task(settings: TrainSettings, shape: CnnShape, seed: int) -> TrainTask:
         )
     if lever := _lever_of_loss(settings):
         raise TaskError(
-            f"train.{lever} is for labels, and {settings.preset} finds points; leave "
-            f"train.{lever} out"
+            f"train.{lever} is for labels, and {settings.preset} finds points; leave train.{lever} "
+            "out"
         )
     faces = DrawnFaces(shape.edge, seed)
     keys = [order.Sample(number=0, epoch=0, index=ITEMS + place) for place in range(SAMPLES)]
@@ -263,20 +222,48 @@ def _text_of(
     """Return what is trained on, and samples of it that are not; `None`: there are none."""
     if settings.data is None:
         made = MadeText(seq, vocabulary, seed, least_seq=settings.min_seq)
-        return made, partial(_unseen, made)
+        unseen = [made[ITEMS + place] for place in range(SAMPLES)]
+        return made, partial(_batches_of_one, unseen)
     if settings.documents == "windows":
         own: TextData | TextDocuments = TextData(settings.data, seq)
     else:
         own = TextDocuments(settings.data, seq, settings.documents)
-    return own, partial(_one_by_one, own.held_out) if own.held_out else None
+    return own, partial(_batches_of_one, own.held_out) if own.held_out else None
 
 
-def _unseen(made: MadeText) -> Iterator[Tensor]:
-    return (made[ITEMS + place][None] for place in range(SAMPLES))
+def _batches_of_one(samples: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield them one by one: that never takes more memory than the training itself."""
+    return (sample[None] for sample in samples)
 
 
-def _one_by_one(samples: Iterable[Tensor]) -> Iterator[Tensor]:
-    return (each[None] for each in samples)
+def validation(
+    samples: Callable[[], Iterable[Batch]],
+    loss: Callable[[nn.Module, Batch], Tensor],
+    count: Callable[[Batch], int],
+    **figures: Callable[[nn.Module, Batch], Tensor],
+) -> Callable[[nn.Module], Mapping[str, float]]:
+    """Return a `TrainTask.evaluate` that gives the mean loss of all items of `samples`, as
+    `validation_loss`.
+
+    Its loss is without what only a training adds to it (smoothing, dropout), so that trainings
+    whose losses mean different things are compared by it. `figures`: others, by their names; each
+    returns a sum over items, and its mean is given.
+    """
+    figures = {"validation_loss": loss, **figures}
+
+    def evaluate(model: nn.Module) -> Mapping[str, float]:
+        device = next(model.parameters()).device
+        totals, items = dict.fromkeys(figures, 0.0), 0
+        for batch in samples():
+            part = on_device(batch, device)
+            for name, figure in figures.items():
+                total = figure(model, part)
+                wait_asleep(device)
+                totals[name] += float(total)
+            items += count(part)
+        return {name: total / items for name, total in totals.items()}
+
+    return evaluate
 
 
 def next_token_loss(
@@ -314,8 +301,8 @@ def next_tokens(tokens: Tensor) -> int:
 def landmark_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     """Sum the mean squared distance of coordinates over samples."""
     pictures, points = batch
-    found: Tensor = model(pictures)
-    return (found.float() - points).square().mean(dim=(1, 2)).sum()
+    predicted: Tensor = model(pictures)
+    return (predicted.float() - points).square().mean(dim=(1, 2)).sum()
 
 
 def landmark_error_pct(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
@@ -325,9 +312,11 @@ def landmark_error_pct(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     It is the normalised mean error of 300-W (Sagonas et al., 2013).
     """
     pictures, points = batch
-    found: Tensor = model(pictures)
+    predicted: Tensor = model(pictures)
     left, right = (points[:, corner] for corner in EYE_CORNERS)
-    shares: Tensor = (found.float() - points).norm(dim=-1).mean(dim=1) / (left - right).norm(dim=-1)
+    shares: Tensor = (predicted.float() - points).norm(dim=-1).mean(dim=1) / (left - right).norm(
+        dim=-1
+    )
     return 100.0 * shares.sum()
 
 

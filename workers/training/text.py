@@ -1,37 +1,86 @@
-"""The user's own text as bytes: a file, or all files of a folder one after the other, cut into
-windows.
+"""The user's own text: a file, or all files of a folder one after the other, as windows or as
+documents.
 
-Documents of unequal lengths are made of it in `text_documents`.
+A window has `seq` + 1 bytes, wherever lines and files end. A document is a whole file or a line; in
+a file named .jsonl a line is a JSON object, and the document its "text". One that is longer than a
+sample is cut into pieces as windows are. Documents of less than two bytes are left out: nothing in
+them can be predicted.
 
-The vocabulary is the 256 values of a byte. Files are read window by window and not mapped: reading
-a mapped file that became shorter would end the process.
+The vocabulary is the 256 values of a byte. The text itself is not held: a sample is read from its
+file when it is used. Files are not mapped: reading a mapped file that became shorter would end the
+process. What is held of documents is an index, 8 bytes for each piece. That of the lines of a large
+text is kept in a file, so that of all processes of a machine one reads the text, and once.
 """
 
 from __future__ import annotations
 
 import bisect
+import ctypes
 import hashlib
 import itertools
+import json
 import os
-from collections.abc import Iterator
+import struct
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import torch
-from torch.utils.data import Dataset
+from torch import Tensor
 
+from workers.files import locked
+from workers.learned_limits.store import EXPIRY_S, default_path
+from workers.training.batches import Samples
 from workers.training.errors import TaskError
-from workers.training.validation import held_out, spread
-
-VOCABULARY: Final = 256
+from workers.training.host_memory import HostArray, like
+from workers.units import MIB
 
 #: Read of each file to see whether it is text. Images, archives, programs and UTF-16 have a zero
 #: byte in it.
 _LOOK_BYTES: Final = 65_536
 
+#: Samples that are evaluated. Held out are at least so many, and none of a text that has less than
+#: ten times as many.
+SAMPLES: Final = 32
+_HELD_OUT_SHARE: Final = 100
+
+#: Of a number in an index: the length of the piece, at most `seq` + 1. The other bits are its place
+#: in the stream.
+_LENGTH_BITS: Final = 21
+_LENGTH: Final = 2**_LENGTH_BITS - 1
+
+_PART_BYTES: Final = MIB
+
+#: Put into the index together.
+_PIECES: Final = 262_144
+
+#: Lines of JSON that are cut together.
+_LINES: Final = 65_536
+
+#: A line of JSON is read as a whole.
+_LONGEST_LINE_BYTES: Final = 256 * MIB
+
+#: An index of less text is made anew, which takes less than a second or two.
+_LEAST_KEPT_BYTES: Final = 64 * MIB
+
+#: For another process that reads the text; after that this one reads it, too.
+_PATIENCE_S: Final = 3600.0
+
+_INDEX_VERSION: Final = 2
+
+#: Of an index in a file: how many numbers, CRC32 of all that follows, checksum of the text.
+_HEADER: Final = struct.Struct("<QI16s")
+
 
 class TextError(TaskError):
     """There is no text to train on; the message says where, why and what to do."""
+
+
+def _unreadable(path: object, failure: OSError, when: str = "") -> TextError:
+    return TextError(f"train.data: {path} cannot be read{when}: {failure.strerror}")
 
 
 class TextFiles:
@@ -45,7 +94,7 @@ class TextFiles:
         """Look at the files; their bytes are read when they are used."""
         self.root = Path(path).expanduser()
         self.paths = list(_files_below(self.root))
-        self.ends = list(itertools.accumulate(_size_of_text(each) for each in self.paths))
+        self.ends = list(itertools.accumulate(map(_size_of_text, self.paths)))
         """Where each file ends in the stream."""
         self.total = self.ends[-1] if self.ends else 0
         if self.total == 0:
@@ -54,15 +103,10 @@ class TextFiles:
             )
 
     def place(self, start: int) -> tuple[Path, int, int]:
-        """Return the file in which this byte of the stream is, where it is there, and how many
-        bytes follow from it.
-        """
+        """Return the file of a byte of the stream, its place there, and how many bytes follow."""
         number = bisect.bisect_right(self.ends, start)
-        return (
-            self.paths[number],
-            start - (self.ends[number - 1] if number else 0),
-            self.ends[number] - start,
-        )
+        begin = self.ends[number - 1] if number else 0
+        return self.paths[number], start - begin, self.ends[number] - start
 
     def read(self, start: int, count: int) -> bytearray:
         """Return bytes of the stream.
@@ -74,7 +118,7 @@ class TextFiles:
         while count:
             path, offset, left = self.place(start)
             here = min(count, left)
-            piece = read_at(path, offset, here)
+            piece = _read_at(path, offset, here)
             if len(piece) < here:
                 raise TextError(
                     f"train.data: {path} became shorter while it was trained on; put it back, or "
@@ -92,11 +136,86 @@ class TextFiles:
         return digest.hexdigest()
 
 
-class TextData(Dataset[torch.Tensor]):
-    """Windows of `seq` + 1 bytes, `seq` apart: each byte but the first is predicted once in an
-    epoch.
+def _files_below(root: Path) -> Iterator[Path]:
+    """Yield the files, but hidden ones, in an order that every machine agrees on."""
+    if root.is_file():
+        yield root
+        return
+    if not root.exists():
+        raise TextError(
+            f"train.data: there is no {root}; name a text file, or a folder of them, on this "
+            "machine"
+        )
+    for folder, folders, names in os.walk(root, onerror=_refuse):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            path = Path(folder, name)
+            if not name.startswith(".") and path.is_file():
+                yield path
 
-    The last windows are held out where the text is long enough: they are no items of the data set.
+
+def _refuse(failure: OSError) -> None:
+    raise _unreadable(failure.filename, failure) from failure
+
+
+def _size_of_text(path: Path) -> int:
+    try:
+        with path.open("rb") as file:
+            if b"\0" not in file.read(_LOOK_BYTES):
+                return file.seek(0, os.SEEK_END)
+    except OSError as failure:
+        raise _unreadable(path, failure) from failure
+    raise TextError(
+        f"train.data: {path} is no text (it has zero bytes, as images, archives and UTF-16 have); "
+        "take it out, or convert it to UTF-8"
+    )
+
+
+def _read_at(path: Path, offset: int, count: int) -> bytes:
+    """Return bytes of a file, fewer where it ends."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            return os.pread(file.fileno(), count, offset)
+    except OSError as failure:
+        raise _unreadable(path, failure, " any more") from failure
+
+
+def held_out(samples: int) -> range:
+    """Return which of so many samples are never trained on: the last 1 %, and none of few."""
+    count = 0 if samples < 10 * SAMPLES else max(SAMPLES, samples // _HELD_OUT_SHARE)
+    return range(samples - count, samples)
+
+
+class _TextSamples(Samples):
+    """Samples of a text by their number; the last ones are held out where there are enough."""
+
+    def _hold_out(self, samples: int) -> None:
+        held = held_out(samples)
+        self._items = held.start
+        count = min(SAMPLES, len(held))
+        self.held_out = [self._piece(held[place * len(held) // count]) for place in range(count)]
+        """Some that are never trained on, evenly spread; none: the text is too short for that."""
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
+        """Return several as int64.
+
+        Raises:
+            IndexError: There are fewer.
+            TextError: A file has changed since the training began.
+        """
+        if not all(0 <= index < self._items for index in indices):
+            raise IndexError(indices)
+        return [self._piece(index) for index in indices]
+
+    def _piece(self, index: int) -> Tensor:
+        return torch.frombuffer(self._content(index), dtype=torch.uint8).long()
+
+    def _content(self, index: int) -> bytearray:
+        raise NotImplementedError
+
+
+class TextData(_TextSamples):
+    """Windows, `seq` apart: each byte but the first is predicted once in an epoch.
 
     Raises:
         TextError: There is no text, or it is shorter than one window.
@@ -109,94 +228,304 @@ class TextData(Dataset[torch.Tensor]):
         if files.total <= seq:
             raise TextError(
                 f"train.data: {files.root} has {files.total} bytes, and one sample takes "
-                f"{seq + 1}; give more text, or "
-                f"lower train.seq to {max(2, files.total - 1)} or less"
+                f"{seq + 1}; give more text, or lower train.seq to {max(2, files.total - 1)} or "
+                "less"
             )
-        windows = (files.total - 1) // seq
-        held = held_out(windows)
-        self._items = held.start
-        self.held_out = [self._window(index) for index in spread(held)]
-        """Samples that are never trained on; none: the text is too short for that."""
+        self._hold_out((files.total - 1) // seq)
+        self.fingerprint = f"windows {files.fingerprint()} {self._items}"
+        """What changes when windows get other numbers, or others are held out."""
 
-    def __len__(self) -> int:
-        """Return how many windows there are to train on."""
-        return self._items
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        """Return the window `index` as int64.
-
-        Raises:
-            IndexError: There are fewer windows.
-            TextError: A file has changed since the training began.
-        """
-        if not 0 <= index < self._items:
-            raise IndexError(index)
-        return self._window(index)
-
-    def fingerprint(self) -> str:
-        """Return what changes when windows get other numbers, or others are held out."""
-        return f"windows {self._files.fingerprint()} {self._items}"
-
-    def _window(self, index: int) -> torch.Tensor:
-        return as_tokens(self._files.read(index * self._seq, self._seq + 1))
+    def _content(self, index: int) -> bytearray:
+        return self._files.read(index * self._seq, self._seq + 1)
 
 
-def as_tokens(content: bytearray) -> torch.Tensor:
-    """Return bytes as int64."""
-    return torch.frombuffer(content, dtype=torch.uint8).long()
-
-
-def _files_below(root: Path) -> Iterator[Path]:
-    """Yield the regular files in an order that every machine agrees on.
-
-    Hidden files and folders are left out.
-    """
-    if root.is_file():
-        yield root
-        return
-    if not root.exists():
-        raise TextError(
-            f"train.data: there is no {root}; name a text file, or a folder of them, on this "
-            "machine"
-        )
-    for folder, folders, names in os.walk(root, onerror=_refuse):
-        folders[:] = sorted(each for each in folders if not each.startswith("."))
-        for name in sorted(names):
-            path = Path(folder, name)
-            if not name.startswith(".") and path.is_file():
-                yield path
-
-
-def _refuse(failure: OSError) -> None:
-    raise TextError(
-        f"train.data: {failure.filename} cannot be read: {failure.strerror}"
-    ) from failure
-
-
-def _size_of_text(path: Path) -> int:
-    try:
-        with path.open("rb") as file:
-            if b"\0" in file.read(_LOOK_BYTES):
-                raise TextError(
-                    f"train.data: {path} is no text (it has zero bytes, as images, archives and "
-                    "UTF-16 have); take it "
-                    "out, or convert it to UTF-8"
-                )
-            return file.seek(0, os.SEEK_END)
-    except OSError as failure:
-        raise TextError(f"train.data: {path} cannot be read: {failure.strerror}") from failure
-
-
-def read_at(path: Path, offset: int, count: int) -> bytes:
-    """Return bytes of a file, fewer where it ends.
+class TextDocuments(_TextSamples):
+    """Documents, and pieces of those that are longer than `seq` + 1 bytes.
 
     Raises:
-        TextError: It cannot be read any more.
+        TextError: There is no text, no document in it, or a line that is none.
     """
+
+    def __init__(self, path: str | Path, seq: int, unit: Literal["files", "lines"]) -> None:
+        """Find the documents; of lines that takes one pass over all files, once on a machine."""
+        self._files = files = TextFiles(path)
+        self._seq = seq
+        self._unit = unit
+        self._index, checksum = (
+            _kept_index_of_lines(files, seq)
+            if unit == "lines"
+            else (_index_of_files(files, seq), "")
+        )
+        if not len(self._index):
+            raise TextError(
+                f"train.data: no {unit.removesuffix('s')} of {files.root} has two bytes or more; "
+                "name a file or folder with text in it"
+            )
+        self._hold_out(len(self._index))
+        self.fingerprint = f"{unit} {files.fingerprint()} {checksum} {self._items}"
+        """What changes when documents get other numbers or, where they are lines, other bytes."""
+
+    def lengths(self, indices: Sequence[int]) -> list[int]:
+        """Return how many bytes these pieces have."""
+        lengths: list[int] = (self._index[torch.as_tensor(indices)] & _LENGTH).tolist()
+        return lengths
+
+    def _content(self, index: int) -> bytearray:
+        start, length = self._place(index)
+        if self._unit == "files":
+            return self._files.read(start, length)
+        path, offset, _ = self._files.place(start)
+        read = self._of_json if path.suffix == ".jsonl" else self._of_line
+        content = read(index, path, offset)
+        if content is None or len(content) != length:
+            raise TextError(
+                f"train.data: {path} was changed while it was trained on: the line at byte "
+                f"{offset} is not the one that was there; put it back, or begin anew"
+            )
+        return content
+
+    def _place(self, index: int) -> tuple[int, int]:
+        entry = int(self._index[index])
+        return entry >> _LENGTH_BITS, entry & _LENGTH
+
+    def _goes_on(self, index: int) -> bool:
+        """Whether the piece `index` is of the same line as the one before."""
+        if not 0 < index < len(self._index):
+            return False
+        start, length = self._place(index - 1)
+        return length == self._seq + 1 and self._place(index)[0] == start + self._seq
+
+    def _of_line(self, index: int, path: Path, offset: int) -> bytearray | None:
+        """Return a piece of a line; `None`: the line begins or ends elsewhere now."""
+        before = int(offset > 0 and not self._goes_on(index))
+        _, length = self._place(index)
+        content = _read_at(path, offset - before, before + length + 1)
+        after = content[before + length :]
+        ends = after in {b"", b"\n", b"\r"} or self._goes_on(index + 1)
+        if not ends or (before and content[:1] != b"\n"):
+            return None
+        return bytearray(content[before : before + length])
+
+    def _of_json(self, index: int, path: Path, offset: int) -> bytearray | None:
+        """Return a piece of the text in a line; `None`: there is another line now."""
+        before = int(offset > 0)
+        try:
+            with path.open("rb") as file:
+                file.seek(offset - before)
+                gap, line = file.read(before), file.readline(_LONGEST_LINE_BYTES)
+        except OSError as failure:
+            raise _unreadable(path, failure, " any more") from failure
+        try:
+            text = _text_of(line, "")
+        except TextError:
+            return None
+        # Pieces of a line have one start.
+        start, _ = self._place(index)
+        first = int(torch.searchsorted(self._index, start << _LENGTH_BITS))
+        begin = (index - first) * self._seq
+        return bytearray(text[begin : begin + self._seq + 1]) if gap in {b"", b"\n"} else None
+
+
+def _index_of_files(files: TextFiles, seq: int) -> Tensor:
+    """Return the pieces of all files, without reading them."""
+    index = HostArray(torch.int64)
+    ends = torch.tensor([0, *files.ends])
+    for pieces in _cut(ends[:-1], ends.diff(), seq, step=seq):
+        index.extend(pieces)
+    return index.whole()
+
+
+def index_of_lines(files: TextFiles, seq: int) -> tuple[Tensor, str]:
+    """Return the pieces of all lines, and what changes when any byte of them changes.
+
+    Raises:
+        TextError: A file cannot be read, or a line of JSON has no text.
+    """
+    index, digest = HostArray(torch.int64), hashlib.blake2b(digest_size=8)
+    for path, first, end in zip(files.paths, [0, *files.ends[:-1]], files.ends, strict=True):
+        parse, step = (_json_lines, 0) if path.suffix == ".jsonl" else (_lines, seq)
+        of_file = 0
+        try:
+            for starts, lengths, checksum in parse(path, end - first):
+                for pieces in _cut(first + starts, lengths, seq, step=step):
+                    index.extend(pieces)
+                of_file = checksum
+        except OSError as failure:
+            raise _unreadable(path, failure) from failure
+        digest.update(of_file.to_bytes(4, "little"))
+    return index.whole(), digest.hexdigest()
+
+
+def _cut(starts: Tensor, lengths: Tensor, seq: int, *, step: int) -> Iterator[Tensor]:
+    """Yield the pieces of documents.
+
+    A piece begins `step` bytes after the one before it, or with 0 where its document does.
+    """
+    counts = (lengths + seq - 2) // seq  # each byte but the first is predicted in one piece
+    ends = counts.cumsum(0)
+    total = int(ends[-1]) if len(ends) else 0
+    for first in range(0, total, _PIECES):
+        pieces = torch.arange(first, min(first + _PIECES, total))
+        document = torch.searchsorted(ends, pieces, right=True)
+        place = pieces - (ends - counts)[document]
+        length = (lengths[document] - place * seq).clamp(max=seq + 1)
+        yield (starts[document] + place * step << _LENGTH_BITS) | length
+
+
+def _lines(path: Path, size: int) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Yield the lines in the first `size` bytes of a file, part by part: starts, lengths, checksum
+    so far.
+
+    The lengths are without the ends of the lines. What another program adds meanwhile is left out.
+    """
+    begin = carried = checksum = 0
+    returned = False  # whether what was read so far ends with a carriage return
+    with path.open("rb", buffering=0) as file:
+        part = b" "
+        while part:
+            part = file.read(min(_PART_BYTES, size))
+            size -= len(part)
+            # What is left at the end is a line, too.
+            lines = part.split(b"\n") if part else [b"", b""]
+            sizes = [len(line) for line in lines]
+            looks = returned or b"\r" in part
+            ends = [looks and line.endswith(b"\r") for line in lines]
+            ends[0] = ends[0] or (returned and not lines[0])
+            sizes[0] += carried
+            carried, returned = sizes.pop(), ends.pop()
+            checksum = zlib.crc32(part, checksum)
+            whole = torch.tensor(sizes, dtype=torch.int64)
+            starts = begin + (whole + 1).cumsum(0) - (whole + 1)
+            begin += sum(sizes) + len(sizes)
+            yield starts, whole - torch.tensor(ends, dtype=torch.int64), checksum
+
+
+def _json_lines(path: Path, size: int) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Yield the same; the lengths are those of the texts in the lines."""
+    begin = checksum = number = 0
+    with path.open("rb") as file:
+        while True:
+            starts, lengths = list[int](), list[int]()
+            for line in itertools.islice(
+                iter(lambda: file.readline(_LONGEST_LINE_BYTES), b""), _LINES
+            ):
+                if begin + len(line) > size:
+                    size = 0  # so no later line, either
+                    break
+                number += 1
+                where = f"line {number} of {path}"
+                if len(line) == _LONGEST_LINE_BYTES:
+                    longest = f"{_LONGEST_LINE_BYTES // MIB} MiB"
+                    raise TextError(f"train.data: {where} is longer than {longest}; divide it")
+                starts.append(begin)
+                lengths.append(len(_text_of(line, where)))
+                begin += len(line)
+                checksum = zlib.crc32(line, checksum)
+            if not starts:
+                return
+            yield torch.tensor(starts), torch.tensor(lengths), checksum
+
+
+def _text_of(line: bytes, where: str) -> bytes:
+    """Return the text in a line of JSON; nothing for an empty line.
+
+    Raises:
+        TextError: There is none.
+    """
+    line = line.strip()
+    if not line:
+        return b""
     try:
-        with path.open("rb", buffering=0) as file:
-            return os.pread(file.fileno(), count, offset)
-    except OSError as failure:
+        content = json.loads(line)
+    except (ValueError, RecursionError) as failure:
+        why: object = failure
+        if isinstance(failure, json.JSONDecodeError):
+            why = f"{failure.msg}, column {failure.colno}"
         raise TextError(
-            f"train.data: {path} cannot be read any more: {failure.strerror}"
+            f"train.data: {where} is no JSON ({why}); correct the line, or take it out; valid: "
+            f'{{"text": "a document"}}'
         ) from failure
+    text = content.get("text") if isinstance(content, dict) else None
+    if isinstance(text, str):
+        return text.encode(errors="surrogatepass")  # JSON can hold halves of a character
+    has = f"a {type(content).__name__}"
+    if isinstance(content, dict):
+        has = f"the keys {', '.join(map(repr, content))}"
+    raise TextError(
+        f'train.data: {where} has no "text" that is a string (it has {has[:200]}); valid: '
+        f'{{"text": "a document"}}'
+    )
+
+
+def _kept_index_of_lines(files: TextFiles, seq: int) -> tuple[Tensor, str]:
+    """Return what `index_of_lines` does, of a large text from the file of an earlier process.
+
+    A file of the text that has another size or was written to since makes another text. Without a
+    place to write nothing is kept, and nothing fails.
+    """
+    if files.total >= _LEAST_KEPT_BYTES:
+        with suppress(OSError):  # of the lock
+            path = default_path().parent / "texts" / f"{_index_key(files, seq)}.index"
+            with locked(path.with_name("lock"), _PATIENCE_S):
+                index = _read_index(path)
+                if index is None:
+                    index = index_of_lines(files, seq)
+                    _write_index(path, *index)
+                return index
+    return index_of_lines(files, seq)
+
+
+def _index_key(files: TextFiles, seq: int) -> str:
+    digest = hashlib.blake2b(f"{_INDEX_VERSION} {seq}\n".encode(), digest_size=16)
+    for path, end in zip(files.paths, files.ends, strict=True):
+        try:
+            facts = path.stat()
+        except OSError as failure:
+            raise _unreadable(path, failure) from failure
+        key = f"{path.resolve()} {end} {facts.st_size} {facts.st_mtime_ns}\n"
+        digest.update(key.encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+def _read_index(path: Path) -> tuple[Tensor, str] | None:
+    """Return what was written; `None`: nothing, or not all of it."""
+    try:
+        with path.open("rb") as file:
+            length, crc, checksum = _HEADER.unpack(file.read(_HEADER.size))
+            if not 0 < 8 * length <= os.fstat(file.fileno()).st_size:
+                return None
+            index = like(torch.empty(length, dtype=torch.int64, device="meta"))
+            content = _bytes_of(index)
+            whole = file.readinto(content) == index.nbytes
+        os.utime(path)
+    except (OSError, struct.error):
+        return None
+    return (index, checksum.decode()) if whole and crc == _crc(content, checksum) else None
+
+
+def _write_index(path: Path, index: Tensor, checksum: str) -> None:
+    """Write it whole or not at all, and remove those that were not used for a month."""
+    if not len(index):
+        return
+    fresh, content, of_lines = path.with_suffix(".new"), _bytes_of(index), checksum.encode()
+    try:
+        for other in path.parent.glob("*.*"):
+            if time.time() - other.stat().st_mtime > EXPIRY_S:
+                other.unlink()
+        with fresh.open("wb") as file:
+            file.write(_HEADER.pack(len(index), _crc(content, of_lines), of_lines))
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    except OSError:
+        with suppress(OSError):
+            fresh.unlink(missing_ok=True)
+
+
+def _bytes_of(numbers: Tensor) -> memoryview:
+    return memoryview((ctypes.c_char * numbers.nbytes).from_address(numbers.data_ptr())).cast("B")
+
+
+def _crc(index: memoryview, checksum: bytes) -> int:
+    return zlib.crc32(index, zlib.crc32(checksum))

@@ -8,23 +8,35 @@ Does not choose what is measured or in which order, and compares nothing: the he
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 import warnings
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import Final, Protocol
+from typing import Any, Final
 
 import psutil
+import torch
+from torch import nn
+from torch.utils.data import default_collate
 
 from workers.devices.base import Device, open_device
+from workers.engine.duty_cycle import DutyCycle
 from workers.messages import IncompatibleError
-from workers.nvml.card_sensors import CardSensors
 from workers.nvml.queries import visible_card
-from workers.oom import classify
+from workers.nvml.sensors import CardSensors
+from workers.oom import classify, drop_frames
 from workers.readings import THROTTLE_ALARMS, SensorReading
 from workers.settings import FailureKind
+from workers.training import order
+from workers.training.batches import on_device
 from workers.training.errors import TrainingError
+from workers.training.host_memory import wait_asleep
+from workers.training.settings import TrainSettings
+from workers.training.tasks import TrainTask, find_task
+from workers.training.trainer import Trainer
 from workers.tuning.messages import (
     NO_ROOM,
     ArmSpec,
@@ -36,8 +48,8 @@ from workers.tuning.messages import (
     Refused,
     Turn,
 )
-from workers.tuning.products import Products
-from workers.tuning.trained import Trained
+from workers.workloads.base import WorkloadContext
+from workers.workloads.matmul import Matmul
 
 # Without NumPy, which nothing here uses, torch says so when its compiler is imported, on the user's
 # terminal.
@@ -46,24 +58,16 @@ warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
 #: Of an error's text that is not our own.
 _LONGEST: Final = 300
 
+_NO_MEMORY: Final = {FailureKind.DEFINITE, FailureKind.PROBABLE}
 
-class Work(Protocol):
-    """What an arm does in its turns."""
+#: What an arm of products counts, so that its figure is about that of the samples of a training.
+_UNIT_FLOP: Final = 1e9
 
-    def open(self, steps: int) -> Opened:
-        """Prepare, and do the first steps."""
+#: Samples of the validation: the last ones of the first epoch, which no arm comes near.
+_VALIDATION_SAMPLES: Final = 64
 
-    def unpark(self) -> None:
-        """Move the state to the device."""
-
-    def park(self) -> int:
-        """Move the state to host memory; return the bytes that it takes there."""
-
-    def step(self) -> float:
-        """Do one optimiser step, or some products; return what `Done.samples` counts."""
-
-    def validation(self) -> Evaluated:
-        """Compute the loss on samples that were not trained on."""
+#: So that no schedule of the learning rate ends within a tuning.
+_STEPS: Final = 1_000_000
 
 
 def serve(connection: Connection, spec: ArmSpec) -> None:
@@ -72,9 +76,8 @@ def serve(connection: Connection, spec: ArmSpec) -> None:
     gc.freeze()
     try:
         device = open_device(spec.spec)
-        work: Work = (
-            Products(spec, device) if spec.spec.workload.name == "matmul" else Trained(spec, device)
-        )
+        kind = Products if spec.spec.workload.name == "matmul" else Trained
+        work: Products | Trained = kind(spec, device)
         while True:
             connection.send(_answer(connection.recv(), work, device))
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -82,20 +85,17 @@ def serve(connection: Connection, spec: ArmSpec) -> None:
     except (IncompatibleError, TrainingError) as error:
         reason = str(error)
     except Exception as error:  # noqa: BLE001 - a setting may fail in any way, and the head tells it
-        found = classify(error)
-        out_of_memory = found.kind in {FailureKind.DEFINITE, FailureKind.PROBABLE}
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST]}"
-        reason = f"{NO_ROOM}: {found.text}" if out_of_memory else said
-    try:
+        failure = classify(error)
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST]}"
+        if failure.kind in _NO_MEMORY:
+            reason = f"{NO_ROOM}: {failure.text}"
+    with suppress(BrokenPipeError, ConnectionResetError):
         connection.send(Refused(reason=reason))
-    except (BrokenPipeError, ConnectionResetError):
-        return
 
 
-def _answer(message: object, work: Work, device: Device) -> Opened | Done | Evaluated:
+def _answer(message: object, work: Products | Trained, device: Device) -> Opened | Done | Evaluated:
     if isinstance(message, Open):
-        opened = work.open(message.steps)
-        opened = replace(opened, parked_bytes=work.park())
+        opened = replace(work.open(message.steps), parked_bytes=work.park())
         device.release()
         return opened
     if isinstance(message, Turn):
@@ -109,7 +109,7 @@ def _answer(message: object, work: Work, device: Device) -> Opened | Done | Eval
     raise TypeError(f"an arm does not know {type(message).__name__}")
 
 
-def _turn(turn: Turn, work: Work, device: Device) -> Done:
+def _turn(turn: Turn, work: Products | Trained, device: Device) -> Done:
     """Work for as long as asked.
 
     The first step is not counted: on a card it fills the allocator's pool again.
@@ -129,12 +129,203 @@ def _turn(turn: Turn, work: Work, device: Device) -> Done:
     )
 
 
-def _steps(turn: Turn, work: Work) -> float:
+def _steps(turn: Turn, work: Products | Trained) -> float:
     until_s, samples, done = time.monotonic() + turn.seconds, 0.0, 0
     while done < turn.least_steps or time.monotonic() < until_s:
         samples += work.step()
         done += 1
     return samples
+
+
+class Products:
+    """Matrix products as one worker of `matmul`, as a run would start it, with its duty.
+
+    Its memory is what the products need, not the whole claim: arms share a card.
+    """
+
+    def __init__(self, spec: ArmSpec, device: Device) -> None:
+        self._device = device
+        workload = spec.spec.workload
+        self._size, self._batch = workload.size, workload.batch
+        if device.info.dtype != workload.dtype:
+            raise IncompatibleError(
+                f"this device computes {device.info.dtype} in place of {workload.dtype}"
+            )
+        self._duty = DutyCycle(spec.spec.duty)
+        context = WorkloadContext(
+            device=device.torch_device, dtype=device.torch_dtype, seed=spec.seed
+        )
+        with device.enforced():
+            self._matmul = Matmul(context)
+
+    def open(self, steps: int) -> Opened:
+        """Find out how many products make a step."""
+        began_s = time.perf_counter()
+        for _ in range(steps):
+            self._device.timed(self.step)
+        return Opened(
+            step_s=(time.perf_counter() - began_s) / max(1, steps),
+            peak_bytes=self._device.step_peak_bytes(),
+            flop=_UNIT_FLOP,
+            **_place(self._device),
+        )
+
+    def step(self) -> float:
+        """Do one step, and rest as the duty says."""
+        began_s = time.perf_counter()
+        flop = self._matmul.step(self._size, self._batch).flop
+        self._duty.worked(time.perf_counter() - began_s, 1.0)
+        while self._duty.rest(1.0):
+            pass
+        return flop / _UNIT_FLOP
+
+    def unpark(self) -> None:
+        """Nothing waits: operands are drawn anew."""
+
+    def park(self) -> int:
+        """Drop operands and results."""
+        with self._device.enforced():
+            self._matmul.release()
+        return 0
+
+    def validation(self) -> Evaluated:
+        """There is none."""
+        return Evaluated(validation_loss=None, step=0)
+
+
+class Trained:
+    """A training: its first steps are compared, the later ones are timed.
+
+    It computes as many samples at once as fit, and then keeps to that.
+    """
+
+    def __init__(self, spec: ArmSpec, device: Device) -> None:
+        self._device = device
+        self._settings = TrainSettings.model_validate(
+            {**spec.settings, "steps": _STEPS, "epochs": None}
+        )
+        plain = TrainSettings.model_validate({**spec.plain, "steps": _STEPS, "epochs": None})
+        data_seed = spec.spec.workload.seed
+        task = find_task(self._settings, data_seed)
+        if task.evaluate is None:
+            judge = find_task(plain, data_seed)
+            task = replace(
+                task, evaluate=partial(_validation, judge, device.torch_device, data_seed)
+            )
+        self._task = task
+        self._seed = spec.seed
+        self._trainer: Trainer | None = None
+        micro = self._settings.micro
+        self._micro = min(self._settings.batch, self._settings.batch if micro == "auto" else micro)
+
+    def open(self, steps: int) -> Opened:
+        """Make the model and do the first steps.
+
+        Where they do not fit, with half as many samples at once.
+        """
+        while True:
+            try:
+                return self._open(steps)
+            except Exception as error:
+                if classify(error).kind not in _NO_MEMORY or self._micro == 1:
+                    raise
+                drop_frames(error)
+            # Outside the handler, which holds the tensors of the failure.
+            if self._trainer is not None:
+                self._trainer.close()
+            self._trainer = None
+            self._micro //= 2
+            self._device.release()
+
+    def _open(self, steps: int) -> Opened:
+        with self._device.enforced():
+            self._trainer = trainer = Trainer(
+                self._task, self._settings, self._device.torch_device, self._seed
+            )
+            flop = trainer.flop_per_sample() / self._items()
+        seconds, losses, peak_bytes = [], [], 0
+        for _ in range(steps):
+            began_s = time.perf_counter()
+            self._device.timed(self.step)
+            seconds.append(time.perf_counter() - began_s)
+            losses.append(trainer.course.losses[-1])
+            peak_bytes = max(peak_bytes, self._device.step_peak_bytes())
+        return Opened(
+            losses=tuple(losses),
+            weights_sha256=trainer.weights_sha256(),
+            validation_loss=self.validation().validation_loss,
+            first_step_s=seconds[0],
+            step_s=statistics.median(seconds[1:] or seconds),
+            peak_bytes=peak_bytes,
+            flop=flop,
+            micro=self._micro,
+            **_place(self._device),
+        )
+
+    def step(self) -> float:
+        """Do one optimiser step."""
+        trainer = self._opened()
+        while not trainer.micro_batch(self._micro).updated:
+            pass
+        return self._settings.batch * self._items()
+
+    def _items(self) -> float:
+        """Return what a sample counts for.
+
+        A row of packed documents is more than one document; a token is a token.
+        """
+        return 1.0 if self._task.shorten is None else self._opened().items_per_sample
+
+    def unpark(self) -> None:
+        """Move the state to the device."""
+        with self._device.enforced():
+            self._opened().unpark()
+
+    def park(self) -> int:
+        """Move the state to host memory; return the bytes that it takes there."""
+        with self._device.enforced():
+            return self._opened().park() + self._opened().on_host_bytes
+
+    def validation(self) -> Evaluated:
+        """Compute the baseline's loss of this model, with averaged weights if there are some."""
+        trainer = self._opened()
+        with self._device.enforced():
+            figures = trainer.evaluate()
+        return Evaluated(validation_loss=figures.get("validation_loss"), step=trainer.step)
+
+    def _opened(self) -> Trainer:
+        if self._trainer is None:
+            raise RuntimeError("an arm was asked to work before it was opened")
+        return self._trainer
+
+
+def _validation(
+    judge: TrainTask, device: torch.device, seed: int, model: nn.Module
+) -> dict[str, float]:
+    """Return the mean loss of samples at the end of the first epoch."""
+    items = len(judge.dataset)
+    count = min(_VALIDATION_SAMPLES, items)
+    samples = order.samples(seed, items, items - count, count)
+    keys = samples if judge.by_sample else [sample.index for sample in samples]
+    several = getattr(judge.dataset, "__getitems__", None)
+    made = several(keys) if several is not None else [judge.dataset[key] for key in keys]
+    batch = (judge.collate or default_collate)(made)
+    loss = judge.loss(model, on_device(batch, device))
+    wait_asleep(device)
+    return {"validation_loss": float(loss) / judge.count(batch)}
+
+
+def _place(device: Device) -> dict[str, Any]:
+    """Return what `Opened` says of where an arm is."""
+    info = device.info
+    return {
+        "device_name": info.name,
+        "card": info.uuid or "cpu",
+        "device_bytes": info.total_bytes,
+        "driver": info.driver,
+        "torch": info.torch_version,
+        "host_bytes": psutil.Process().memory_info().rss,
+    }
 
 
 class _Watch:
@@ -169,13 +360,13 @@ class _Watch:
     @property
     def clock_mhz(self) -> float | None:
         """The mean of the clocks at the beginning and at the end."""
-        clocks = [each.sm_clock_mhz for each in self._readings if each.sm_clock_mhz]
+        clocks = [reading.sm_clock_mhz for reading in self._readings if reading.sm_clock_mhz]
         return sum(clocks) / len(clocks) if clocks else None
 
     @property
     def throttled(self) -> bool:
         """Whether the card said so at the beginning or at the end."""
-        return any((each.throttle_bits or 0) & THROTTLE_ALARMS for each in self._readings)
+        return any((reading.throttle_bits or 0) & THROTTLE_ALARMS for reading in self._readings)
 
     def _look(self) -> None:
         if self._card is not None:
@@ -189,8 +380,8 @@ class _Watch:
     def _own_s(self) -> float:
         """Return the processor time of this process and of its loaders."""
         total_s = 0.0
-        for each in [self._process, *self._process.children(recursive=True)]:
+        for process in [self._process, *self._process.children(recursive=True)]:
             with suppress(psutil.Error):  # it has ended since
-                times = each.cpu_times()
+                times = process.cpu_times()
                 total_s += float(times.user + times.system)
         return total_s

@@ -17,7 +17,7 @@ from typing import Final
 
 import torch
 
-from workers.messages import IncompatibleError, Progress
+from workers.messages import Directive, IncompatibleError, Progress
 from workers.policy.base import Rung
 from workers.settings import Scalar
 from workers.verification.check import Check
@@ -107,6 +107,10 @@ class Workload(ABC):
     def __init__(self, context: WorkloadContext) -> None:
         """Keep the context; allocate nothing large here, memory is found in `step`."""
         self.context = context
+
+    def begin_slice(self, directive: Directive) -> None:
+        """Take note of a slice that begins. Ignored by default."""
+        del directive
 
     @abstractmethod
     def step(self, size: int, batch: int) -> StepResult | None:
@@ -237,15 +241,6 @@ class Workload(ABC):
         """
         return None
 
-    def tamper(self, seed: int) -> str | None:
-        """Corrupt the latest result, as a faulty device would, and say what was done; `None`: there
-        is none.
-
-        For `run --chaos` alone, which wants to see that `check` finds it.
-        """
-        del seed  # as above
-        return None
-
 
 def find_workload(name: str) -> type[Workload]:
     """Import the workload `matmul` or `train`, or the user's `package.module:Class`.
@@ -256,6 +251,8 @@ def find_workload(name: str) -> type[Workload]:
     module_name, _, class_name = _BUILT_IN.get(name, name).partition(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
+    except IncompatibleError:
+        raise
     except Exception as error:
         raise IncompatibleError(
             f"workload {name!r} cannot be loaded on this machine: {type(error).__name__}: "

@@ -15,7 +15,7 @@ import torch
 from workers.verification import repeat
 from workers.verification.check import Check
 from workers.verification.freivalds import freivalds, least_scratch
-from workers.verification.tamper import flip_any_bit
+from workers.verification.repeat import flip_any_bit
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 
 #: Rows and columns are a multiple of this: whole tiles of every tensor core so far; odd widths cost

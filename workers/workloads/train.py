@@ -10,30 +10,29 @@ from __future__ import annotations
 import gc
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from pydantic import ValidationError
 
 from workers.messages import IncompatibleError, Progress
 from workers.policy.base import Rung
-from workers.training.checkpoints.store import FROM_HEAD, Checkpoints
+from workers.training.checkpoints import FROM_HEAD, Checkpoints
 from workers.training.errors import NotFiniteError, TrainingError, UpdateInterruptedError
-from workers.training.feed import host_share
-from workers.training.hazards import hazards
 from workers.training.host_memory import give_back
+from workers.training.ladder import Ladder, Point, planned_ladder, unplanned_ladder
+from workers.training.loader import host_share
 from workers.training.memory_plan import MemoryPlanner
-from workers.training.memory_prediction import Prediction
+from workers.training.profiling import StepProfile
 from workers.training.settings import PRESETS, TrainSettings
-from workers.training.speeds import Point
-from workers.training.staircase import Staircase, planned, unplanned
-from workers.training.step_profile import StepProfile
 from workers.training.tasks import find_task
-from workers.training.trainer import Trainer
+from workers.training.trainer import Trainer, hazards
 from workers.workloads.base import StepResult, Workload, WorkloadContext
+
+T = TypeVar("T")
 
 #: The speed that is told is that of the last so many seconds.
 _SPEED_WINDOW_S: Final = 20.0
@@ -54,7 +53,7 @@ class Train(Workload):
             self._settings = TrainSettings.model_validate(dict(context.settings))
             self._task = find_task(self._settings, context.seed)
         except (ValidationError, TrainingError) as error:
-            raise IncompatibleError(f"{context.slot}: {error}") from error
+            raise self._incompatible(error) from error
         self._trainer: Trainer | None = None
         self._checkpoints: Checkpoints | None = None
         self._level = 0
@@ -62,13 +61,13 @@ class Train(Workload):
         self._sha256: str | None = None
         self._told_failure: str | None = None
         self._save_soon = False
-        self._prediction: Prediction | None = None
         self._speed: deque[tuple[float, int, float]] = deque()
         """Monotonic seconds, and samples and items computed until then."""
-        self._staircase: Staircase | None = None
+        self._ladder: Ladder | None = None
         self._point: Point | None = None
-        """Of the last step, and whether it ended an optimiser step."""
+        """Of the last step."""
         self._updated = False
+        """Whether the last step ended an optimiser step."""
         self._computed = 0
         self._computed_items = 0.0
         # Not again after a process that may have died of it: under a small cap of host memory the
@@ -91,7 +90,7 @@ class Train(Workload):
     @property
     def notice(self) -> str:  # type: ignore[override]
         """What went wrong with the last checkpoint."""
-        return (self._checkpoints.report.failure if self._checkpoints is not None else None) or ""
+        return (self._checkpoints.failure if self._checkpoints is not None else None) or ""
 
     @property
     def saved(self) -> Path | None:  # type: ignore[override]
@@ -109,17 +108,16 @@ class Train(Workload):
         settings, on_card = self._settings, self.context.device.type == "cuda"
         try:
             planner = MemoryPlanner(self._task, settings, on_card=on_card)
-            self._staircase = planned(planner, settings, host_share(on_card=on_card).ram_bytes)
+            ram_bytes = host_share(on_card=on_card).ram_bytes
+            self._ladder = planned_ladder(planner, settings, ram_bytes)
         except Exception as error:  # noqa: BLE001 - a user's model may do what tensors without data cannot
-            self.context.tell("not_planned", reason=f"{type(error).__name__}: {error}")
-            self._staircase = unplanned(settings)
-        else:
-            self._prediction = Prediction(planner)
-        return self._staircase.rungs
+            self._tell_error("not_planned", error)
+            self._ladder = unplanned_ladder(settings)
+        return self._ladder.rungs
 
     def reordered(self) -> Sequence[Rung] | None:
         """Offer other rungs where measured speeds say so."""
-        return None if self._staircase is None else self._staircase.reordered()
+        return None if self._ladder is None else self._ladder.reordered()
 
     def set_level(self, level: int) -> None:
         """Take the number of blocks that the next step recomputes, and the states that are on the
@@ -140,28 +138,22 @@ class Train(Workload):
         del size
         try:
             trainer = self._opened()
-        except TrainingError as error:
-            raise IncompatibleError(f"{self.context.slot}: {error}") from error
-        try:
             if trainer.finished:
                 return StepResult()  # what follows the last step has failed, and comes again
-            self._begin_profile(trainer)
+            if trainer.at_boundary:
+                self._profiling(lambda: self._profile.begin(trainer.step))
             point = self._point = Point.of(batch, self._level)
-            if (
-                self._settings.states_on_host == "auto"
-                and point.share_pct != trainer.host_states.share_pct
-            ):
-                trainer.host_states.hold(point.share_pct)
+            hosted = trainer.host_states
+            if self._settings.states_on_host == "auto" and point.share_pct != hosted.share_pct:
+                hosted.hold(point.share_pct)
             part = trainer.micro_batch(batch, point.level)
         except NotFiniteError as error:
-            raise IncompatibleError(f"{self.context.slot}: {error}; {self._last_good()}") from error
+            raise self._incompatible(f"{error}; {self._last_good()}") from error
         except UpdateInterruptedError as error:
-            sentence = f"{error}: {self._rolled_back(trainer)}"
+            interrupted = str(error)
         except TrainingError as error:
-            raise IncompatibleError(f"{self.context.slot}: {error}") from error
+            raise self._incompatible(error) from error
         else:
-            if self._prediction is not None:
-                self._prediction.note(batch, part, trainer.host_states.share_pct)
             for name, figures in trainer.news():
                 self.context.tell(name, **figures)
             self._computed += part.rows
@@ -171,20 +163,15 @@ class Train(Workload):
                 flop=self._flop_per_unit * self._units_per_sample(trainer) * part.rows,
                 partial=part.rows < min(batch, self._settings.batch),
             )
-        raise UpdateInterruptedError(sentence)
+        # Outside the handler, so that what the failed update held is free.
+        raise UpdateInterruptedError(f"{interrupted}: {self._rolled_back(trainer)}")
 
     def measured(self, peak_bytes: int, seconds: float) -> None:
-        """Tell once what the plan of memory says and what steps really take.
-
-        Tell each move of memory.
-        """
-        if self._staircase is not None and self._point is not None:
-            moved = self._staircase.note(self._point, seconds, peak_bytes, updated=self._updated)
-            if moved is not None:
-                self.context.tell("memory_moved", **moved)
-        if self._prediction is not None and self._prediction.measured(peak_bytes):
-            prediction, self._prediction = self._prediction, None
-            self.context.tell("memory_predicted", **prediction.told())
+        """Tell once what the plan of memory says and what steps really take, and each move."""
+        if self._ladder is not None and self._point is not None:
+            events = self._ladder.note(self._point, seconds, peak_bytes, updated=self._updated)
+            for name, figures in events:
+                self.context.tell(name, **figures)
 
     def save(self) -> None:
         """Copy the state between two optimiser steps if a checkpoint is due.
@@ -194,7 +181,11 @@ class Train(Workload):
         trainer, checkpoints = self._trainer, self._checkpoints
         if trainer is None or not trainer.at_boundary:
             return
-        self._end_profile(trainer)
+        figures = self._profiling(
+            lambda: self._profile.end(trainer.step, finished=trainer.finished)
+        )
+        if figures is not None:
+            self.context.tell("profiled", **figures)
         waits = trainer.finished or self._save_soon
         if checkpoints is not None and (waits or checkpoints.due()):
             if waits:
@@ -202,11 +193,13 @@ class Train(Workload):
             checkpoints.save(trainer.state(), trainer.step)
             if waits:
                 checkpoints.wait()
-            self._tell_failure(checkpoints)
+            if checkpoints.failure is not None and checkpoints.failure != self._told_failure:
+                self.context.tell("checkpoint_failed", reason=checkpoints.failure)
+            self._told_failure = checkpoints.failure
             self._save_soon = False
         if trainer.finished:
-            if figures := trainer.evaluate():
-                self.context.tell("evaluated", step=trainer.step, **figures)
+            if merits := trainer.evaluate():
+                self.context.tell("evaluated", step=trainer.step, **merits)
             self._sha256 = trainer.weights_sha256()
 
     def save_soon(self) -> None:
@@ -220,10 +213,7 @@ class Train(Workload):
         self._trainer = None
         gc.collect()  # a model refers to itself
         give_back(self.context.device)
-        try:
-            self._profile.abandon()
-        except Exception as error:  # noqa: BLE001 - whatever the profiler raises, the training goes on
-            self.context.tell("profile_failed", reason=f"{type(error).__name__}: {error}")
+        self._profiling(self._profile.abandon)
 
     def shed(self) -> None:
         """Keep the state: what a failed step has left is gone with its frames."""
@@ -239,14 +229,13 @@ class Train(Workload):
 
     def progress(self) -> Progress:
         """Tell how far the training is, and how fast."""
-        saved = None if self._checkpoints is None else self._checkpoints.report.saved_step
+        saved = None if self._checkpoints is None else self._checkpoints.saved_step
         if self._trainer is None:
             return Progress(saved_step=saved)
-        told = self._trainer.progress()
         samples_per_s, items_per_s = self._speeds()
         left = self._settings.batch * (self._trainer.steps - self._trainer.step)
         return replace(
-            told,
+            self._trainer.progress(),
             saved_step=saved,
             samples_per_s=samples_per_s,
             tokens_per_s=items_per_s if self._task.items == "tokens" else None,
@@ -254,21 +243,19 @@ class Train(Workload):
             weights_sha256=self._sha256,
         )
 
-    def _begin_profile(self, trainer: Trainer) -> None:
-        if trainer.at_boundary:
-            try:
-                self._profile.begin(trainer.step)
-            except Exception as error:  # noqa: BLE001 - whatever the profiler raises, the training goes on
-                self.context.tell("profile_failed", reason=f"{type(error).__name__}: {error}")
+    def _incompatible(self, reason: object) -> IncompatibleError:
+        return IncompatibleError(f"{self.context.slot}: {reason}")
 
-    def _end_profile(self, trainer: Trainer) -> None:
+    def _tell_error(self, event: str, error: Exception) -> None:
+        self.context.tell(event, reason=f"{type(error).__name__}: {error}")
+
+    def _profiling(self, act: Callable[[], T]) -> T | None:
+        """Do it; whatever the profiler raises is told, and the training goes on."""
         try:
-            told = self._profile.end(trainer.step, finished=trainer.finished)
+            return act()
         except Exception as error:  # noqa: BLE001 - as above
-            self.context.tell("profile_failed", reason=f"{type(error).__name__}: {error}")
-        else:
-            if told is not None:
-                self.context.tell("profiled", **told)
+            self._tell_error("profile_failed", error)
+            return None
 
     def _opened(self) -> Trainer:
         """Return the training.
@@ -279,32 +266,31 @@ class Train(Workload):
             return self._trainer
         settings = self._settings
         if settings.states_on_host == "auto":
-            settings = settings.model_copy(
-                update={"states_on_host": Point.of(1, self._level).share_pct}
-            )
+            share_pct = Point.of(1, self._level).share_pct
+            settings = settings.model_copy(update={"states_on_host": share_pct})
         trainer = Trainer(self._task, settings, self.context.device, self.context.seed)
         if self.context.state_dir is not None:
             self._go_on(trainer, self.context.state_dir)
-        if self._settings.preset not in PRESETS:
+        if settings.preset not in PRESETS:
             for sentence in hazards(trainer):
                 self.context.tell("hazard", reason=sentence)
         if trainer.loader_numbers.reason:
             self.context.tell("loader", **asdict(trainer.loader_numbers))
         self._flop_per_unit = trainer.flop_per_sample() / self._units_per_sample(trainer)
-        if self._settings.adapter != "none":
-            trained, all_of = (
-                sum(each.numel() for each in some)
-                for some in (trainer.parameters, trainer.model.parameters())
+        if settings.adapter != "none":
+            trained, parameters = (
+                sum(weight.numel() for weight in weights)
+                for weights in (trainer.parameters, trainer.model.parameters())
             )
             self.context.tell(
                 "adapter",
-                kind=self._settings.adapter,
+                kind=settings.adapter,
                 trained_parameters=trained,
-                parameters=all_of,
-                trained_pct=100 * trained / all_of,
+                parameters=parameters,
+                trained_pct=100 * trained / parameters,
             )
         if ran := trainer.attention_kernels():
-            self.context.tell("attention", asked=self._settings.attention, ran=ran)
+            self.context.tell("attention", asked=settings.attention, ran=ran)
         self._trainer = trainer
         return trainer
 
@@ -325,9 +311,8 @@ class Train(Workload):
             try:
                 self._checkpoints.discard()
             except OSError as failure:
-                self.context.tell(
-                    "checkpoint_failed", reason=f"{folder} cannot be cleared: {failure.strerror}"
-                )
+                reason = f"{folder} cannot be cleared: {failure.strerror}"
+                self.context.tell("checkpoint_failed", reason=reason)
             if (lack := self._checkpoints.lacks_room(trainer.state())) is not None:
                 self.context.tell("checkpoint_room", reason=lack)
             return
@@ -336,7 +321,7 @@ class Train(Workload):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 (folder / FROM_HEAD).write_bytes(self.context.checkpoint)
         loaded = self._checkpoints.load()
-        for sentence in loaded.sentences():
+        for sentence in loaded.refused:
             self.context.tell("checkpoint_refused", reason=sentence)
         if loaded.state is not None:
             trainer.load(loaded.state)
@@ -355,18 +340,10 @@ class Train(Workload):
     def _last_good(self) -> str:
         if self._checkpoints is not None:
             self._checkpoints.wait()  # one that is being written is the last good one
-        report = None if self._checkpoints is None else self._checkpoints.report
-        if report is None or report.saved_step is None:
+        if self._checkpoints is None or self._checkpoints.saved_step is None:
             return "there is no checkpoint yet"
-        return (
-            f"the last good checkpoint is of step {report.saved_step}, in {self.context.state_dir}"
-        )
-
-    def _tell_failure(self, checkpoints: Checkpoints) -> None:
-        failure = checkpoints.report.failure
-        if failure is not None and failure != self._told_failure:
-            self.context.tell("checkpoint_failed", reason=failure)
-        self._told_failure = failure
+        step, folder = self._checkpoints.saved_step, self.context.state_dir
+        return f"the last good checkpoint is of step {step}, in {folder}"
 
     def _speeds(self) -> tuple[float, float]:
         """Return samples and items a second, of the last seconds."""
@@ -375,8 +352,7 @@ class Train(Workload):
         while len(self._speed) > 2 and now_s - self._speed[0][0] > _SPEED_WINDOW_S:
             self._speed.popleft()
         began_s, samples, items = self._speed[0]
-        if now_s <= began_s:
+        took_s = now_s - began_s
+        if took_s <= 0:
             return 0.0, 0.0
-        return (self._computed - samples) / (now_s - began_s), (self._computed_items - items) / (
-            now_s - began_s
-        )
+        return (self._computed - samples) / took_s, (self._computed_items - items) / took_s

@@ -1,8 +1,8 @@
 """The verdict on a worker, a node and a phase: measurements in, findings out.
 
-Covers memory (VRAM > 90 %), heat (below 80 C sustained), errors, and what
-"sustained" and "stable" mean here. Does not measure (`verb.py`), and knows no clock: times are
-seconds since the work began. Pure.
+Covers memory (VRAM > 90 %), heat (below 80 C sustained), errors, and what "sustained" and "stable"
+mean here. Does not measure (`phases.py`), and knows no clock: times are seconds since the work
+began. Pure.
 
 A metric that could not be measured is not judged, and that is never a pass: a phase whose purpose
 could not be judged has no verdict.
@@ -13,13 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from itertools import groupby
 from statistics import fmean, median, pstdev
 from typing import TypeAlias
 
 from orchestrator.core.slot import HeadState, SlotState
-from orchestrator.lab.burn.phases import Phase
 from orchestrator.record.model import Row
 from orchestrator.view.phrases import counted
 from workers.messages import STARVED, WorkerState
@@ -43,7 +42,20 @@ _WINDOW_S = 10.0
 _WINDOWS_LEAST = 4
 
 
-class Verdict(StrEnum):
+class BurnPhase(IntEnum):
+    """Which of the three."""
+
+    CAPS = 1
+    HEAT = 2
+    FULL_LOAD = 3
+
+    @property
+    def title(self) -> str:
+        """In words."""
+        return {1: "caps and precision", 2: "heat", 3: "full load"}[self.value]
+
+
+class BurnVerdict(StrEnum):
     """What came out."""
 
     PASS = "pass"  # noqa: S105 - no password
@@ -51,7 +63,7 @@ class Verdict(StrEnum):
     NOT_JUDGED = "not_judged"
 
 
-class Check(StrEnum):
+class BurnCheck(StrEnum):
     """What is judged of a worker."""
 
     MEMORY = "memory"
@@ -64,9 +76,9 @@ class Check(StrEnum):
 
 #: What a phase is there for: without a verdict on these it has none.
 PURPOSE = {
-    Phase.CAPS: frozenset({Check.MEMORY, Check.ERRORS, Check.RESULTS}),
-    Phase.HEAT: frozenset({Check.ERRORS, Check.TEMPERATURE}),
-    Phase.FULL_LOAD: frozenset({Check.MEMORY, Check.ERRORS}),
+    BurnPhase.CAPS: frozenset({BurnCheck.MEMORY, BurnCheck.ERRORS, BurnCheck.RESULTS}),
+    BurnPhase.HEAT: frozenset({BurnCheck.ERRORS, BurnCheck.TEMPERATURE}),
+    BurnPhase.FULL_LOAD: frozenset({BurnCheck.MEMORY, BurnCheck.ERRORS}),
 }
 
 
@@ -101,7 +113,7 @@ _THROTTLE_MOST_PCT = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class WorkerSample:
     """One worker at one moment."""
 
     at_s: float
@@ -124,7 +136,7 @@ class Measured:
     """As the run ended."""
     length_s: float
     """Planned, of the run."""
-    samples: Sequence[Sample]
+    samples: Sequence[WorkerSample]
     alarms: tuple[str, ...] = ()
     """Names of the alarms that its card raised."""
     unchecked: str | None = None
@@ -164,57 +176,65 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class BurnFinding:
     """The verdict on one metric, and why."""
 
-    verdict: Verdict
+    verdict: BurnVerdict
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class JudgedWorker:
     """One worker, judged."""
 
     row: Row
     figures: Figures
-    findings: Mapping[Check, Finding]
+    findings: Mapping[BurnCheck, BurnFinding]
     """One for each check, in their order."""
     alarms: tuple[str, ...] = ()
     """Names of the alarms that its card raised."""
 
 
-def judge(measured: Measured) -> Judged:
+def judge(measured: Measured) -> JudgedWorker:
     """Return the verdict on each metric of a worker."""
     figures = _figures(measured)
     opinions = {check: ask(measured, figures) for check, ask in _JUDGES.items()}
     findings = {
-        check: Finding(_VERDICTS[is_good], text) for check, (is_good, text) in opinions.items()
+        check: BurnFinding(_VERDICTS[is_good], text) for check, (is_good, text) in opinions.items()
     }
-    return Judged(row=measured.row, figures=figures, findings=findings, alarms=measured.alarms)
+    return JudgedWorker(
+        row=measured.row, figures=figures, findings=findings, alarms=measured.alarms
+    )
 
 
-def verdict_of(phase: Phase, judged: Iterable[Judged], *, whole: bool = True) -> Verdict:
+def verdict_of(
+    phase: BurnPhase, judged: Iterable[JudgedWorker], *, whole: bool = True
+) -> BurnVerdict:
     """Return the verdict on some workers in a phase: all must be good, its purpose judged, and it
     must have ended.
     """
     workers = list(judged)
     if any(
-        finding.verdict is Verdict.FAIL
+        finding.verdict is BurnVerdict.FAIL
         for worker in workers
         for finding in worker.findings.values()
     ):
-        return Verdict.FAIL
+        return BurnVerdict.FAIL
     needed = [worker.findings[check].verdict for worker in workers for check in PURPOSE[phase]]
-    passed = whole and needed and all(verdict is Verdict.PASS for verdict in needed)
-    return Verdict.PASS if passed else Verdict.NOT_JUDGED
+    passed = whole and needed and all(verdict is BurnVerdict.PASS for verdict in needed)
+    return BurnVerdict.PASS if passed else BurnVerdict.NOT_JUDGED
 
 
-def overall(verdicts: Iterable[Verdict]) -> Verdict:
+def overall(verdicts: Iterable[BurnVerdict]) -> BurnVerdict:
     """Return the verdict on several phases: one failure fails, and only passes pass."""
-    known = list(verdicts)
-    if Verdict.FAIL in known:
-        return Verdict.FAIL
-    return Verdict.PASS if known and set(known) == {Verdict.PASS} else Verdict.NOT_JUDGED
+    present = list(verdicts)
+    if BurnVerdict.FAIL in present:
+        return BurnVerdict.FAIL
+    return (
+        BurnVerdict.PASS
+        if present and set(present) == {BurnVerdict.PASS}
+        else BurnVerdict.NOT_JUDGED
+    )
 
 
 def error_count(row: Row, figures: Figures) -> int:
@@ -265,25 +285,25 @@ def _figures(measured: Measured) -> Figures:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+    present = [value for value in values if value is not None]
+    return fmean(present) if present else None
 
 
 def _pct_of(flags: Iterable[bool]) -> float | None:
-    known = list(flags)
-    return 100 * sum(known) / len(known) if known else None
+    present = list(flags)
+    return 100 * sum(present) / len(present) if present else None
 
 
-def _windows(samples: Sequence[Sample], warm_up_s: float) -> list[float]:
+def _windows(samples: Sequence[WorkerSample], warm_up_s: float) -> list[float]:
     """Return means that do not overlap; a window without work has a mean of 0."""
-    found: list[float] = []
+    means: list[float] = []
     due_s = warm_up_s + _WINDOW_S
-    known = any(sample.tflops is not None for sample in samples)
+    counts_work = any(sample.tflops is not None for sample in samples)
     for sample in samples:
-        if known and sample.at_s >= due_s:
-            found.append(sample.tflops or 0.0)
+        if counts_work and sample.at_s >= due_s:
+            means.append(sample.tflops or 0.0)
             due_s = sample.at_s + _WINDOW_S
-    return found
+    return means
 
 
 def _longest_s(flags: Sequence[tuple[float, bool]]) -> float:
@@ -299,7 +319,7 @@ def _longest_s(flags: Sequence[tuple[float, bool]]) -> float:
 #: Whether a metric is good, or `None` if it could not be judged; and why.
 _Opinion: TypeAlias = tuple[bool | None, str]
 
-_VERDICTS = {True: Verdict.PASS, False: Verdict.FAIL, None: Verdict.NOT_JUDGED}
+_VERDICTS = {True: BurnVerdict.PASS, False: BurnVerdict.FAIL, None: BurnVerdict.NOT_JUDGED}
 
 
 def _memory(measured: Measured, figures: Figures) -> _Opinion:
@@ -327,8 +347,8 @@ def _errors(measured: Measured, figures: Figures) -> _Opinion:
         f"without memory for any step for {_pct(starved_pct or 0.0)} of the time": starved_pct,
         counted(row.restarts, "restart"): row.restarts,
     }
-    told = ", ".join(text for text, is_so in said.items() if is_so)
-    return error_count(row, figures) == 0, told or "none"
+    reasons = ", ".join(text for text, is_so in said.items() if is_so)
+    return error_count(row, figures) == 0, reasons or "none"
 
 
 def _results(measured: Measured, _figures: Figures) -> _Opinion:
@@ -377,7 +397,10 @@ def _throughput(measured: Measured, figures: Figures) -> _Opinion:
     if measured.row.device != "cuda":
         return None, "a processor is never left to the workers alone"
     if cv_pct is None or drop_pct is None:
-        return None, "too short, or the workload counts no operations: it takes a minute to tell"
+        return (
+            None,
+            "too short, or the workload counts no operations: it takes a minute to tell",
+        )
     fell = drop_pct > LIMITS.throughput_drop_most_pct
     text = f"scatters by {_pct(cv_pct)}" + (
         f", fell by {_pct(drop_pct)} in the second half" if fell else ""
@@ -385,13 +408,13 @@ def _throughput(measured: Measured, figures: Figures) -> _Opinion:
     return cv_pct <= LIMITS.throughput_cv_most_pct and not fell, text
 
 
-_JUDGES: dict[Check, Callable[[Measured, Figures], _Opinion]] = {
-    Check.MEMORY: _memory,
-    Check.ERRORS: _errors,
-    Check.RESULTS: _results,
-    Check.TEMPERATURE: _temperature,
-    Check.SLOWDOWN: _slowdown,
-    Check.THROUGHPUT: _throughput,
+_JUDGES: dict[BurnCheck, Callable[[Measured, Figures], _Opinion]] = {
+    BurnCheck.MEMORY: _memory,
+    BurnCheck.ERRORS: _errors,
+    BurnCheck.RESULTS: _results,
+    BurnCheck.TEMPERATURE: _temperature,
+    BurnCheck.SLOWDOWN: _slowdown,
+    BurnCheck.THROUGHPUT: _throughput,
 }
 
 

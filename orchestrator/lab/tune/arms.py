@@ -1,24 +1,124 @@
-"""The processes of arms, as the head sees them: started, asked one at a time, and ended by their
-own handles.
+"""The processes of arms, and the order and length of their turns.
 
-An arm that dies, hangs or refuses is an `ArmError` with the reason, and never the end of the
-tuning. Does not choose what is asked.
+Each round runs the baseline twice and every other arm once, in an order drawn anew. Two turns of
+the baseline cost one block a round, and take a quarter off the variance of every ratio. An arm that
+dies, hangs or refuses is an `ArmError` with the reason, and never the end of the tuning.
 """
 
 from __future__ import annotations
 
+import math
+import random
 import signal
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, Final, TypeVar
 
-from orchestrator.lab.tune.rounds import Block
-from workers.tuning.entry import fork_context, run_arm
-from workers.tuning.messages import ArmSpec, Done, Evaluate, Evaluated, Open, Opened, Refused, Turn
+from workers.tuning.messages import (
+    ArmSpec,
+    Done,
+    Evaluate,
+    Evaluated,
+    Open,
+    Opened,
+    Refused,
+    Turn,
+    fork_context,
+    run_arm,
+)
 
 Answer = TypeVar("Answer", Opened, Done, Evaluated)
 
 _END_S: Final = 5.0
+
+BASELINE: Final = "baseline"
+AGAIN: Final = "a/a=the baseline"
+"""The arm that is the baseline once more: what it seems to gain is the error of the method."""
+
+#: Clocks that differ by more than this share between two arms of a round make their speeds
+#: incomparable.
+_CLOCK_SHARE: Final = 0.02
+
+#: Of its usual length: a turn is so short where there is no time for enough longer ones. The 0.1 s
+#: of a rehearsal are 20 ticks of two cores, in which the share of other programs is counted.
+_SHORTEST: Final = 0.5
+
+#: A core that others used for more than this share of a block.
+_NEIGHBOUR_SHARE: Final = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnResult:
+    """One turn of one arm."""
+
+    arm: str
+    seconds_per_sample: float
+    clock_mhz: float | None = None
+    """The mean clock of the card; `None` where it has no sensor."""
+    throttled: bool = False
+    """Whether the card slowed itself down, for heat or power."""
+    neighbour_share: float | None = None
+    """What other programs used of the card, or of the processors that the arm's threads had; 0 to
+    1.
+    """
+
+
+def turns(arms: Sequence[str], seed: int, number: int) -> list[str]:
+    """Return the order of a round: the baseline twice, each of `arms` once."""
+    order = [BASELINE, BASELINE, *arms]
+    random.Random(f"{seed}/{number}").shuffle(order)  # noqa: S311 - no secret
+    return order
+
+
+def shortest(usual: Turn) -> Turn:
+    """Return the shortest turn that may stand for the usual one."""
+    return Turn(seconds=_SHORTEST * usual.seconds, least_steps=max(1, usual.least_steps // 2))
+
+
+def round_s(turn: Turn, steps_s: Sequence[float], overhead_s: float) -> float:
+    """Return what a round takes, in seconds; `steps_s` are those of a step, for each turn in it.
+
+    A turn has one step that is not counted, and `overhead_s` beside its steps, such as parking.
+    """
+    return sum(
+        overhead_s + step_s + max(turn.seconds, turn.least_steps * step_s) for step_s in steps_s
+    )
+
+
+def turn_that_fits(usual: Turn, steps_s: Sequence[float], overhead_s: float, room_s: float) -> Turn:
+    """Return the longest turn with which a round takes at most `room_s`, within its bounds."""
+    if round_s(usual, steps_s, overhead_s) <= room_s:
+        return usual
+    least = shortest(usual)
+    spare_s = max(0.0, room_s - round_s(least, steps_s, overhead_s)) / len(steps_s)
+    return replace(least, seconds=min(usual.seconds, least.seconds + spare_s))
+
+
+def disturbance(blocks: Sequence[TurnResult]) -> str | None:
+    """Return why a round does not count; `None` if it does."""
+    if any(block.throttled for block in blocks):
+        return "throttled"
+    clocks = [block.clock_mhz for block in blocks if block.clock_mhz]
+    if clocks and max(clocks) > min(clocks) * (1 + _CLOCK_SHARE):
+        return "clock moved"
+    if any((block.neighbour_share or 0.0) > _NEIGHBOUR_SHARE for block in blocks):
+        return "another program"
+    return None
+
+
+def clock_of(blocks: Sequence[TurnResult]) -> float | None:
+    """Return the mean clock of the card in a round; `None` where it has no sensor."""
+    clocks = [block.clock_mhz for block in blocks if block.clock_mhz]
+    return sum(clocks) / len(clocks) if clocks else None
+
+
+def seconds_of(blocks: Iterable[tuple[str, float]]) -> Mapping[str, float]:
+    """Return the seconds a sample of each arm of a round; of several turns their geometric mean."""
+    logs: dict[str, list[float]] = {}
+    for arm, seconds in blocks:
+        logs.setdefault(arm, []).append(math.log(seconds))
+    return {arm: math.exp(math.fsum(values) / len(values)) for arm, values in logs.items()}
 
 
 class ArmError(Exception):
@@ -48,12 +148,12 @@ class Arm:
         answers = self._ask(Open(steps=steps), Opened, self._patience_s)
         return replace(
             answers[0],
-            peak_bytes=sum(each.peak_bytes for each in answers),
-            host_bytes=sum(each.host_bytes for each in answers),
-            parked_bytes=sum(each.parked_bytes for each in answers),
+            peak_bytes=sum(answer.peak_bytes for answer in answers),
+            host_bytes=sum(answer.host_bytes for answer in answers),
+            parked_bytes=sum(answer.parked_bytes for answer in answers),
         )
 
-    def turn(self, seconds: float, least_steps: int) -> Block:
+    def turn(self, seconds: float, least_steps: int) -> TurnResult:
         """Have it work, all of its processes together.
 
         Raises:
@@ -62,16 +162,16 @@ class Arm:
         done = self._ask(
             Turn(seconds=seconds, least_steps=least_steps), Done, self._patience_s + seconds
         )
-        speed = sum(each.samples / each.seconds for each in done if each.seconds > 0)
+        speed = sum(one.samples / one.seconds for one in done if one.seconds > 0)
         if speed <= 0:
             raise ArmError("it did nothing in its turn")
-        clocks = [each.clock_mhz for each in done if each.clock_mhz]
-        shares = [each.neighbour_share for each in done if each.neighbour_share is not None]
-        return Block(
+        clocks = [one.clock_mhz for one in done if one.clock_mhz]
+        shares = [one.neighbour_share for one in done if one.neighbour_share is not None]
+        return TurnResult(
             arm=self.name,
             seconds_per_sample=1 / speed,
             clock_mhz=sum(clocks) / len(clocks) if clocks else None,
-            throttled=any(each.throttled for each in done),
+            throttled=any(one.throttled for one in done),
             # Each copy takes the others for neighbours.
             neighbour_share=shares[0] if len(done) == 1 and shares else None,
         )

@@ -1,25 +1,31 @@
 """The levers that `tune` measures, as data, and the baseline they are compared with. Pure.
 
-A lever is a key of `train:` at a value. In the baseline every lever that changes no objective has
-its plain value, so that a row says what the lever alone brings. Keys that change what is trained
-stay as the user has them. Whether this version and this machine can run a lever is computed: by
-`TrainSettings`, by the kind of device, and by the arm itself.
+A lever is a key of `train:` or of `workload:` at a value. In the baseline every lever that changes
+no objective has its plain value, so that a row says what the lever alone brings. Keys that change
+what is trained stay as the user has them. Whether this version and this machine can run a lever is
+computed: by `TrainSettings`, by the kind of device, and by the arm itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 
 from pydantic import ValidationError
 
 from orchestrator.errors import UsageError, one_line
-from orchestrator.lab.tune.rows import ParityClass
-from orchestrator.lab.tune.verdicts import Aim
+from orchestrator.lab.tune.results import ParityClass
 from workers.training.settings import TrainSettings
+from workers.tuning.messages import ArmSpec
 
-_EXACT, _NUMERIC, _OBJECTIVE = ParityClass.EXACT, ParityClass.NUMERIC, ParityClass.OBJECTIVE
+Aim: TypeAlias = Literal["speed", "memory", "loss"]
+
+MakeSpec: TypeAlias = Callable[[str, Mapping[str, Any], int], ArmSpec]
+"""From name, changes against the baseline, and how much to add to the seed."""
+
+#: The workload that is tuned where nothing is trained.
+MATMUL: Final = "matmul"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +55,25 @@ class Candidate:
         return f"{self.lever}={self.setting}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningTask:
+    """What is tuned: a training, or matmul."""
+
+    model: str
+    """As results are found again by."""
+    trains: bool
+    """Whether losses are compared."""
+    dtype_key: str
+    """The key that says in which number type an arm computes."""
+    baseline: Mapping[str, Any]
+    candidates: Sequence[Candidate]
+    impossible: Mapping[str, str]
+    """Why some candidates cannot be tried, by name."""
+    yours: Candidate | None
+    """The user's own settings; `None` where those are the baseline, or nothing is chosen."""
+    make_spec: MakeSpec
+
+
 @dataclass(frozen=True, slots=True)
 class _Lever:
     key: str
@@ -63,39 +88,27 @@ class _Lever:
 
 #: What a training has before any lever is set.
 PLAIN: Final[Mapping[str, Any]] = {
-    "precision": "fp32",
-    "attention": "auto",
-    "compile": "off",
-    "channels_last": False,
-    "cudnn_benchmark": False,
-    "optimizer": "adamw-foreach",
-    "micro": "auto",
-    "recompute": "none",
-    "activations_on_host": False,
-    "states_on_host": 0,
-    "set_to_none": True,
-    "bucketing": False,
-    "packing": False,
-    "loader_workers": 0,
-    "prefetch": 2,
-    "pin": False,
-    "persistent": True,
-    "non_blocking": False,
-    "ram_cache": False,
-    "deterministic": False,
-    "exact": False,
-}
+    "precision": "fp32", "attention": "auto", "compile": "off", "channels_last": False,
+    "cudnn_benchmark": False, "optimizer": "adamw-foreach", "micro": "auto", "recompute": "none",
+    "activations_on_host": False, "states_on_host": 0, "set_to_none": True, "bucketing": False,
+    "packing": False, "loader_workers": 0, "prefetch": 2, "pin": False, "persistent": True,
+    "non_blocking": False, "ram_cache": False, "deterministic": False, "exact": False,
+}  # fmt: skip
+
+_EXACT, _NUMERIC, _OBJECTIVE = ParityClass.EXACT, ParityClass.NUMERIC, ParityClass.OBJECTIVE
 
 _COPIES: Final = "it changes copies from the host to a card, and this device is the CPU"
+_CUDNN: Final = "cuDNN is a library for cards"
+_TF32: Final = "tf32 is a mode of a card's matrix units"
 
 _OF_A_CARD: Final = frozenset({"pin", "non_blocking", "cudnn_benchmark"})
 
 #: In the order of the ladder: what is stacked first stands first.
 _LEVERS: Final = (
-    _Lever("precision", ("tf32",), _NUMERIC, needs_card="tf32 is a mode of a card's matrix units"),
+    _Lever("precision", ("tf32",), _NUMERIC, needs_card=_TF32),
     _Lever("precision", ("bf16", "fp16"), _NUMERIC),
     _Lever("attention", ("math", "efficient", "flash"), _NUMERIC),
-    _Lever("attention", ("cudnn",), _NUMERIC, needs_card="cuDNN is a library for cards"),
+    _Lever("attention", ("cudnn",), _NUMERIC, needs_card=_CUDNN),
     _Lever("compile", ("block", "model"), _NUMERIC, slow=True),
     _Lever(
         "compile_mode",
@@ -105,7 +118,7 @@ _LEVERS: Final = (
         slow=True,
     ),
     _Lever("channels_last", (True,), _NUMERIC),
-    _Lever("cudnn_benchmark", (True,), _NUMERIC, needs_card="cuDNN is a library for cards"),
+    _Lever("cudnn_benchmark", (True,), _NUMERIC, needs_card=_CUDNN),
     _Lever("optimizer", ("adamw-fused", "adamw-loop"), _NUMERIC),
     _Lever("optimizer", ("adamw-8bit",), _NUMERIC, "memory"),
     _Lever("set_to_none", (False,), _EXACT),
@@ -130,9 +143,9 @@ _LEVERS: Final = (
     _Lever("adapter", ("lora", "dora"), _OBJECTIVE, "memory"),
 )
 
-
 #: Speed and peak memory to expect of a lever, times the baseline's; of others 1. Rough figures for
-#: cards (docs/guides.md), else measured on two cores. They decide what is measured first, and no more.
+#: cards (docs/guides.md), else measured on two cores. They decide what is measured first, and no
+#: more.
 EXPECTED: Final[Mapping[str, tuple[float, float]]] = {
     "precision": (1.75, 0.8), "packing": (1.5, 1.0), "bucketing": (1.3, 1.0), "compile": (1.3, 1.0),
     "loader_workers": (1.2, 1.0), "channels_last": (1.15, 1.0), "attention": (1.1, 1.0),
@@ -150,60 +163,51 @@ def baseline_of(train: TrainSettings, *, on_card: bool) -> dict[str, Any]:
 
     Without a card, keys that only a card heeds stay as they are.
     """
-    kept = frozenset() if on_card else _OF_A_CARD
-    return {
-        key: value if key in kept else PLAIN.get(key, value)
-        for key, value in train.model_dump().items()
-    }
+    plain = {key: value for key, value in PLAIN.items() if on_card or key not in _OF_A_CARD}
+    own = train.model_dump()
+    return own | {key: value for key, value in plain.items() if key in own}
 
 
 def train_candidates(baseline: Mapping[str, Any]) -> list[Candidate]:
     """Return one candidate for each lever and value that is not the baseline's own."""
     return [
-        each
-        for each in _all(baseline)
-        if any(baseline.get(key) != value for key, value in each.changes.items())
+        candidate
+        for candidate in _train_candidates(baseline)
+        if any(baseline.get(key) != value for key, value in candidate.changes.items())
     ]
 
 
-def chosen(
-    candidates: Sequence[Candidate], wanted: Sequence[str], where: str = "--levers"
-) -> list[Candidate]:
-    """Return the candidates that are named `where`, by key or by `key=value`; all if none is named.
+def named(candidates: Sequence[Candidate], names: Sequence[str]) -> list[Candidate]:
+    """Return the candidates that are named, by key or by `key=value`; all if none is named."""
+    return [
+        candidate
+        for candidate in candidates
+        if not names or {candidate.lever, candidate.name} & {*names}
+    ]
 
-    Raises:
-        UsageError: A name fits no lever.
-    """
-    known = {name for each in candidates for name in (each.lever, each.name)}
-    if unknown := [name for name in wanted if name not in known]:
-        levers = ", ".join(dict.fromkeys(each.lever for each in candidates))
+
+def check_names(candidates: Sequence[Candidate], names: Sequence[str], where: str) -> None:
+    """Refuse, as a `UsageError`, a name that fits no lever; `where` is where it stands."""
+    valid = {name for candidate in candidates for name in (candidate.lever, candidate.name)}
+    if unknown := [name for name in names if name not in valid]:
+        levers = ", ".join(dict.fromkeys(candidate.lever for candidate in candidates))
         raise UsageError(
             f"{where} names {unknown[0]!r}, which is none; valid: {levers}, or one as KEY=VALUE"
         )
-    return picked(candidates, wanted)
-
-
-def picked(candidates: Sequence[Candidate], wanted: Sequence[str]) -> list[Candidate]:
-    """Return the same, where names were checked before.
-
-    What the baseline has already is no candidate.
-    """
-    return [
-        each for each in candidates if not wanted or each.lever in wanted or each.name in wanted
-    ]
 
 
 def for_rehearsal(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return one value of each key, without those that are slow to begin: what fits into minutes on
     two cores.
     """
-    first = {
-        each.lever: each
-        for each in reversed(candidates)
-        if not each.slow and each.needs_card is None
-    }
+    quick = [
+        candidate for candidate in candidates if not candidate.slow and candidate.needs_card is None
+    ]
+    first = {candidate.lever: candidate for candidate in reversed(quick)}
     return [
-        each for each in candidates if first.get(each.lever) is each or each.needs_card is not None
+        candidate
+        for candidate in candidates
+        if first.get(candidate.lever) is candidate or candidate.needs_card is not None
     ]
 
 
@@ -220,31 +224,99 @@ def unavailable(candidate: Candidate, baseline: Mapping[str, Any], *, on_card: b
         if first["type"] == "extra_forbidden":
             return f"this version has no key {key}"
         return one_line(f"{key}: {first['msg']}")[:300]
-    if candidate.needs_card is not None and not on_card:
-        return candidate.needs_card
-    return None
+    return None if on_card else candidate.needs_card
 
 
-def _all(baseline: Mapping[str, Any]) -> Iterator[Candidate]:
+def matmul_baseline(size: int) -> dict[str, Any]:
+    """Return what the other arms of matmul differ from: one worker with fp32, without rest."""
+    return {"dtype": "fp32", "size": size, "workers": 1, "duty": None, "compute_share_mode": "none"}
+
+
+def matmul_candidates(baseline: Mapping[str, Any], duty: float | None) -> list[Candidate]:
+    """Return all candidates of matmul; `duty` is that of the configuration."""
+    size = int(baseline["size"])
+    shares = [share for share in dict.fromkeys((duty, 0.6)) if share is not None and share < 1]
+    keys = [
+        *(("dtype", name, name) for name in ("tf32", "fp16", "bf16")),
+        *(("size", str(other), other) for other in (size // 2, 2 * size)),
+        ("power_limit_w", "lower", "lower"),
+        *(("duty", f"{share:g}", share) for share in shares),
+    ]
+    plain = [
+        Candidate(
+            lever=key,
+            setting=setting,
+            changes={key: value},
+            needs_card=_TF32 if value == "tf32" else None,
+        )
+        for key, setting, value in keys
+    ]
+    several = [
+        Candidate(lever="workers", setting=str(count), changes={"workers": count}, copies=count)
+        for count in (2, 3, 7)
+    ]
+    shared = [
+        Candidate(
+            lever="compute_share_mode",
+            setting=f"mps with workers {candidate.copies}",
+            changes={"compute_share_mode": "mps", "workers": candidate.copies},
+            copies=candidate.copies,
+            beside=candidate.name,
+        )
+        for candidate in several
+    ]
+    return [*plain, *several, *shared]
+
+
+def matmul_impossible(
+    candidates: Sequence[Candidate],
+    *,
+    on_card: bool,
+    mps_obstacle: str | None,
+    room_bytes: int,
+    budget_bytes: int,
+) -> dict[str, str]:
+    """Return why some candidates of matmul cannot be tried.
+
+    Args:
+        candidates: All of them.
+        on_card: Whether the device is a card.
+        mps_obstacle: Why MPS is not on; `None`: it is.
+        room_bytes: What all workers of an arm may hold together.
+        budget_bytes: What each of them holds.
+    """
+    reasons: dict[str, str] = {}
+    for candidate in candidates:
+        if candidate.needs_card is not None and not on_card:
+            reasons[candidate.name] = candidate.needs_card
+        elif candidate.lever == "compute_share_mode" and mps_obstacle is not None:
+            reasons[candidate.name] = mps_obstacle
+        elif candidate.lever == "power_limit_w":
+            sweep = "burn --sweep power=FROM..TO:STEP measures it, as root"
+            without = "there is no card whose power could be limited"
+            reasons[candidate.name] = sweep if on_card else without
+        elif candidate.copies * budget_bytes > room_bytes:
+            reasons[candidate.name] = (
+                f"{candidate.copies} workers of {budget_bytes / 2**30:.2f} GiB do not fit "
+                f"{room_bytes / 2**30:.2f} GiB"
+            )
+    return reasons
+
+
+def _train_candidates(baseline: Mapping[str, Any]) -> Iterator[Candidate]:
     batch = int(baseline["batch"])
     for micro in dict.fromkeys((batch // 2, batch // 4)):
         if micro:
+            changes = {"micro": micro}
             yield Candidate(
-                lever="micro",
-                setting=str(micro),
-                changes={"micro": micro},
-                parity=_EXACT,
-                aim="memory",
+                lever="micro", setting=str(micro), changes=changes, parity=_EXACT, aim="memory"
             )
     for lever in _LEVERS:
+        others = (lever.beside or {}).items()
+        beside = {key: value for key, value in others if baseline.get(key) != value}
+        arms = [f"{key}={_text(value)}" for key, value in beside.items()]
         for value in lever.values:
-            beside = {
-                key: other
-                for key, other in (lever.beside or {}).items()
-                if baseline.get(key) != other
-            }
             with_ = "".join(f" with {key} {_text(other)}" for key, other in beside.items())
-            arms = [f"{key}={_text(other)}" for key, other in beside.items()]
             yield Candidate(
                 lever=lever.key,
                 setting=_text(value) + with_,

@@ -1,28 +1,29 @@
-"""Runs the arms of a pass in interleaved rounds, and writes down what they took. Owns the clock of
-a tuning.
+"""Runs the arms of a pass in interleaved rounds, and keeps what they took. Owns the clock of a
+tuning.
 
 Decides no verdict. What a killed tuning has measured is in its journal, and is not measured again.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
 
 import psutil
 
-from orchestrator.lab.tune.arms import Arm, ArmError
-from orchestrator.lab.tune.journal import Journal, PassData
-from orchestrator.lab.tune.levers import Candidate
-from orchestrator.lab.tune.rounds import (
+from orchestrator.lab.tune.arms import (
     AGAIN,
     BASELINE,
-    Block,
+    Arm,
+    ArmError,
+    TurnResult,
     clock_of,
     disturbance,
     round_s,
@@ -31,11 +32,106 @@ from orchestrator.lab.tune.rounds import (
     turn_that_fits,
     turns,
 )
+from orchestrator.lab.tune.levers import Candidate, MakeSpec
 from orchestrator.lab.tune.statistics import LEAVING_SHARE, least_rounds
-from workers.tuning.messages import ArmSpec, Opened, Turn
+from workers.tuning.messages import Opened, Turn
 
-MakeSpec: TypeAlias = Callable[[str, Mapping[str, Any], int], ArmSpec]
-"""From name, changes against the baseline, and how much to add to the seed."""
+FILE: Final = "rounds.jsonl"
+
+
+@dataclass(slots=True, kw_only=True)
+class PassData:
+    """The measurements of one pass."""
+
+    rounds: list[Mapping[str, float]] = field(default_factory=list)
+    """Seconds a sample of each arm, of the rounds that count."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """By reason."""
+    lost: dict[str, str] = field(default_factory=dict)
+    """Arms that refused or died, with the reason."""
+    clocks_mhz: list[float] = field(default_factory=list)
+    """Of the card, one of each round that counts; empty without a card."""
+    later: dict[str, dict[int, float]] = field(default_factory=dict)
+    """Validation losses after so many turns. Those of two arms after equally many are those at
+    equal time.
+    """
+    over_at_s: float = -1.0
+    """The budget with which the pass came to its end; a larger one continues it."""
+
+
+class Journal:
+    """What a tuning has measured so far, in memory and in a file of one JSON object a line.
+
+    Each line is written as soon as it is known. The last one may be cut off by a kill, and is then
+    left out. The journal also keeps the time that a tuning has spent, with that of the processes
+    that were killed.
+    """
+
+    def __init__(self, folder: Path, now: Callable[[], float] = time.monotonic) -> None:
+        """Read what is there."""
+        self._path = folder / FILE
+        self._now = now
+        self.opened: dict[str, Opened] = {}
+        """First steps of each arm, of all passes."""
+        self.passes: dict[str, PassData] = {}
+        self.steps: int | None = None
+        """Of the comparison; `None` until the baseline's speed is known."""
+        self.noted_s = 0.0
+        """When the last measurement was taken, in the tuning's time."""
+        text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
+        if text and not text.endswith("\n"):
+            self._append("")
+        for line in text.splitlines():
+            with suppress(ValueError):  # the line that a kill cut off
+                self._take(json.loads(line))
+        self._began_s = now() - self.noted_s
+
+    def spent_s(self) -> float:
+        """Return the seconds since the tuning began, without pauses between its processes."""
+        return self._now() - self._began_s
+
+    def data(self, name: str) -> PassData:
+        """Return the measurements of a pass."""
+        return self.passes.setdefault(name, PassData())
+
+    def note(self, kind: str, **detail: Any) -> None:  # noqa: ANN401 - whatever JSON holds
+        """Take in a measurement, and write it."""
+        entry = {"kind": kind, "elapsed_s": round(self.spent_s(), 3), **detail}
+        self._append(json.dumps(entry))
+        self._take(entry)
+
+    def note_opened(self, name: str, opened: Opened) -> None:
+        """Take in the first steps of an arm."""
+        self.note("opened", arm=name, opened=asdict(opened))
+
+    def _append(self, line: str) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def _take(self, entry: Mapping[str, Any]) -> None:
+        self.noted_s = max(self.noted_s, float(entry["elapsed_s"]))
+        if entry["kind"] == "steps":
+            self.steps = int(entry["steps"])
+            return
+        if entry["kind"] == "opened":
+            plain = entry["opened"]
+            self.opened[entry["arm"]] = Opened(**{**plain, "losses": tuple(plain["losses"])})
+            return
+        data = self.data(entry["pass_name"])
+        match entry["kind"]:
+            case "round" if entry["dropped"] is not None:
+                data.dropped[entry["dropped"]] = data.dropped.get(entry["dropped"], 0) + 1
+            case "round":
+                data.rounds.append(entry["seconds"])
+                if entry.get("clock_mhz"):
+                    data.clocks_mhz.append(entry["clock_mhz"])
+            case "lost":
+                data.lost[entry["arm"]] = entry["reason"]
+            case "later":
+                data.later.setdefault(entry["arm"], {})[entry["turns"]] = entry["loss"]
+            case "over":
+                data.over_at_s = entry["budget_s"]
+
 
 #: Of the budget: until then a pass may go on that has too few rounds for any interval.
 _LATEST: Final = 0.9
@@ -149,19 +245,7 @@ class _Race:
 
     def count(self, name: str) -> int:
         """Return how many rounds of an arm count."""
-        return sum(name in each for each in self.data.rounds)
-
-
-class Clock:
-    """The time that a tuning has spent, with that of the processes that were killed."""
-
-    def __init__(self, before_s: float, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._began_s = now() - before_s
-
-    def spent_s(self) -> float:
-        """Return the seconds since the tuning began, without pauses between its processes."""
-        return self._now() - self._began_s
+        return sum(name in arms for arms in self.data.rounds)
 
 
 class Measuring:
@@ -171,13 +255,11 @@ class Measuring:
         self,
         plan: Plan,
         journal: Journal,
-        clock: Clock,
         make_spec: MakeSpec,
         say: Callable[[str], None],
     ) -> None:
         self._plan = plan
         self._journal = journal
-        self._clock = clock
         self._make_spec = make_spec
         self._say = say
 
@@ -188,23 +270,27 @@ class Measuring:
         Raises:
             BaselineError: It cannot be measured.
         """
-        if self._journal.steps is None:
-            probe = self._baseline("baseline, once", _FEWEST_STEPS)
-            step_s = max(probe.step_s, 1e-6)
-            steps = int(_OPENING_SHARE * self._plan.budget_s / (arms + 4) / step_s)
-            steps = min(self._plan.compared_steps, max(_FEWEST_STEPS, steps))
-            self._journal.note("steps", self._clock.spent_s(), steps=steps)
-        if BASELINE not in self._journal.opened:
-            self._journal.note_opened(
-                BASELINE,
-                self._baseline(BASELINE, self._journal.steps or _FEWEST_STEPS),
-                self._clock.spent_s(),
-            )
-        for number, name in enumerate(self._plan.seed_names, 1):
-            if name not in self._journal.opened:
+        journal = self._journal
+        self._say(f"preparing the baseline, {self._left()}")
+        try:
+            if journal.steps is None:
+                probe = self._open_once("baseline, once", _FEWEST_STEPS)
+                step_s = max(probe.step_s, 1e-6)
+                steps = int(_OPENING_SHARE * self._plan.budget_s / (arms + 4) / step_s)
+                steps = min(self._plan.compared_steps, max(_FEWEST_STEPS, steps))
+                journal.note("steps", steps=steps)
+            steps = journal.steps or _FEWEST_STEPS
+            if BASELINE not in journal.opened:
+                opened = self._open_once(BASELINE, steps)
+                journal.note_opened(BASELINE, opened)
+        except ArmError as error:
+            raise BaselineError(str(error)) from error
+        for seed, name in enumerate(self._plan.seed_names, 1):
+            if name not in journal.opened:
                 with suppress(ArmError):
-                    self._open_and_close(name, number)
-        return self._journal.opened[BASELINE]
+                    opened = self._open_once(name, steps, seed)
+                    journal.note_opened(name, opened)
+        return journal.opened[BASELINE]
 
     def run(
         self,
@@ -223,14 +309,14 @@ class Measuring:
         Raises:
             BaselineError: The baseline has died, or the host has no memory for three arms.
         """
-        data, begin_s = self._journal.data(pass_name), self._clock.spent_s()
+        data, begin_s = self._journal.data(pass_name), self._journal.spent_s()
         if data.over_at_s >= self._plan.budget_s or (data.rounds and begin_s >= until_s):
             return data
         # What was compared before a kill is not compared again, but arms have to warm up, all of
         # them by equal steps.
-        names = [BASELINE, AGAIN, *(each.name for each in candidates)]
-        known = all(name in self._journal.opened or name in data.lost for name in names)
-        parked_bytes = max(each.parked_bytes for each in self._journal.opened.values())
+        names = [BASELINE, AGAIN, *(candidate.name for candidate in candidates)]
+        are_opened = all(name in self._journal.opened or name in data.lost for name in names)
+        parked_bytes = max(opened.parked_bytes for opened in self._journal.opened.values())
         free_bytes = psutil.virtual_memory().available  # while no arm lives
         race = _Race(
             pass_name=pass_name,
@@ -238,7 +324,9 @@ class Measuring:
             data=data,
             is_over=is_over,
             waiting=[
-                each for each in candidates if each.name not in data.lost and not is_over(each)
+                candidate
+                for candidate in candidates
+                if candidate.name not in data.lost and not is_over(candidate)
             ],
             begin_s=begin_s,
             until_s=until_s,
@@ -246,7 +334,7 @@ class Measuring:
             enough_rounds=least_rounds(
                 len(candidates) + 1, 1 - (1 - LEAVING_SHARE) * (1 - self._plan.confidence)
             ),
-            steps=_WARM_UP_STEPS if known else self._journal.steps or _FEWEST_STEPS,
+            steps=_WARM_UP_STEPS if are_opened else self._journal.steps or _FEWEST_STEPS,
             overhead_s=_SHARE_BESIDE * self._plan.turn_s,
         )
         try:
@@ -262,17 +350,15 @@ class Measuring:
         finally:
             for arm in race.arms.values():
                 arm.close()
-        self._journal.note(
-            "over", self._clock.spent_s(), pass_name=pass_name, budget_s=self._plan.budget_s
-        )
+        self._journal.note("over", pass_name=pass_name, budget_s=self._plan.budget_s)
         return data
 
     def _fill(self, race: _Race) -> bool:
         """Begin what there is room and time for; return whether anything is left to measure."""
         while race.waiting and self._is_time_for_another(race):
-            each = race.waiting.pop(0)
-            race.racing[each.name] = each
-            self._begin(race, self._arm(each.name, each.changes, 0, each.copies))
+            candidate = race.waiting.pop(0)
+            race.racing[candidate.name] = candidate
+            self._begin(race, self._arm(candidate.name, candidate.changes, 0, candidate.copies))
         return bool(race.racing) or (AGAIN in race.arms and race.count(AGAIN) < race.enough_rounds)
 
     def _is_time_for_another(self, race: _Race) -> bool:
@@ -280,23 +366,23 @@ class Measuring:
             return True  # the baseline, its repetition, and one candidate are measured in any case
         if len(race.racing) >= race.at_once:
             return False
-        begin_s = (self._clock.spent_s() - race.begin_s) / race.begun
+        begin_s = (self._journal.spent_s() - race.begin_s) / race.begun
         return self._decided_at_s(race, race.waiting[0].name) + begin_s <= race.until_s
 
     def _decided_at_s(self, race: _Race, *more: str) -> float:
         """Return when all arms that have begun, and more, can have enough rounds at the soonest."""
         most_s = _AS_SLOW * self._journal.opened[BASELINE].step_s
-        steps_s = [min(most_s, each) for each in self._steps_s(race, *more)]
+        steps_s = [min(most_s, step_s) for step_s in self._steps_s(race, *more)]
         lacking = race.enough_rounds - min(race.count(name) for name in (*race.arms, *more))
         shortest_s = round_s(shortest(self._usual), steps_s, race.overhead_s)
-        return self._clock.spent_s() + max(0, lacking) * shortest_s
+        return self._journal.spent_s() + max(0, lacking) * shortest_s
 
     def _next_turn(self, race: _Race) -> Turn | None:
         """Return how long the next turns are, so that enough rounds are in time; `None` ends them.
 
         The first round is measured in any case.
         """
-        spent_s, steps_s = self._clock.spent_s(), self._steps_s(race)
+        spent_s, steps_s = self._journal.spent_s(), self._steps_s(race)
         lacking = max(0, race.enough_rounds - min(race.count(name) for name in race.arms))
         room_s = (race.until_s - spent_s) / max(1, lacking)
         turn = turn_that_fits(self._usual, steps_s, race.overhead_s, room_s)
@@ -306,11 +392,11 @@ class Measuring:
         return turn if first or ends_s <= (race.latest_s if lacking else race.until_s) else None
 
     def _round(self, race: _Race, turn: Turn) -> None:
-        data, measured, began_s = race.data, list[Block](), self._clock.spent_s()
-        kept, dropped = len(data.rounds), sum(data.dropped.values())
+        data, measured, began_s = race.data, list[TurnResult](), self._journal.spent_s()
+        counted, dropped = len(data.rounds), sum(data.dropped.values())
         steps_s = self._steps_s(race)
         for name in turns(
-            [each for each in race.arms if each != BASELINE], self._plan.seed, kept + dropped
+            [arm for arm in race.arms if arm != BASELINE], self._plan.seed, counted + dropped
         ):
             try:
                 measured.append(race.arms[name].turn(turn.seconds, turn.least_steps))
@@ -321,16 +407,16 @@ class Measuring:
                     raise BaselineError(str(error)) from error
         # On a machine that is never quiet, at most half of the rounds are given away for nothing,
         # and none that an interval needs.
-        may_drop = dropped < kept and self._decided_at_s(race) <= race.latest_s
+        may_drop = dropped < counted and self._decided_at_s(race) <= race.latest_s
         why = disturbance(measured) if may_drop else None
-        seconds = seconds_of((block.arm, block.seconds_per_sample) for block in measured)
-        detail: dict[str, Any] = {
-            "seconds": dict(seconds),
-            "clock_mhz": clock_of(measured),
-            "dropped": why,
-        }
-        self._journal.note("round", self._clock.spent_s(), pass_name=race.pass_name, **detail)
-        beside_s = self._clock.spent_s() - began_s - round_s(turn, steps_s, 0.0)
+        self._journal.note(
+            "round",
+            pass_name=race.pass_name,
+            seconds=seconds_of((turn.arm, turn.seconds_per_sample) for turn in measured),
+            clock_mhz=clock_of(measured),
+            dropped=why,
+        )
+        beside_s = self._journal.spent_s() - began_s - round_s(turn, steps_s, 0.0)
         race.overhead_s = (race.overhead_s + max(0.0, beside_s / len(steps_s))) / 2
         waiting = f", {len(race.waiting)} not begun" if race.waiting else ""
         self._say(
@@ -343,8 +429,14 @@ class Measuring:
 
         times enough rounds.
         """
-        judged = [each for each in (*race.racing.values(), *race.waiting) if each.aim == "loss"]
-        for name in {name for each in judged for name in (each.name, each.beside or AGAIN)}:
+        judged = [
+            candidate
+            for candidate in (*race.racing.values(), *race.waiting)
+            if candidate.aim == "loss"
+        ]
+        for name in {
+            name for candidate in judged for name in (candidate.name, candidate.beside or AGAIN)
+        }:
             whole, rest = divmod(race.turns[name], race.enough_rounds)
             if name not in race.arms or rest or whole.bit_count() != 1:
                 continue
@@ -354,9 +446,12 @@ class Measuring:
                 self._lose(race, name, str(error))
                 continue
             if loss is not None and math.isfinite(loss):
-                detail: dict[str, Any] = {"arm": name, "turns": race.turns[name], "loss": loss}
                 self._journal.note(
-                    "later", self._clock.spent_s(), pass_name=race.pass_name, **detail
+                    "later",
+                    pass_name=race.pass_name,
+                    arm=name,
+                    turns=race.turns[name],
+                    loss=loss,
                 )
 
     def _part(self, race: _Race) -> None:
@@ -365,11 +460,11 @@ class Measuring:
         Where rounds take longer than they did, the last ones wait again, so that there is time to
         decide the others.
         """
-        others = {each.beside for each in (*race.racing.values(), *race.waiting)}
-        for each in list(race.racing.values()):
-            if each.name not in others and race.is_over(each):
-                del race.racing[each.name]
-                race.arms.pop(each.name).close()
+        others = {candidate.beside for candidate in (*race.racing.values(), *race.waiting)}
+        for candidate in list(race.racing.values()):
+            if candidate.name not in others and race.is_over(candidate):
+                del race.racing[candidate.name]
+                race.arms.pop(candidate.name).close()
         while len(race.racing) > 1 and self._decided_at_s(race) > race.latest_s:
             name, last = race.racing.popitem()
             race.arms.pop(name).close()
@@ -397,30 +492,18 @@ class Measuring:
             self._lose(race, arm.name, str(error))
             return
         if arm.name not in self._journal.opened:
-            self._journal.note_opened(arm.name, opened, self._clock.spent_s())
+            self._journal.note_opened(arm.name, opened)
 
     def _lose(self, race: _Race, name: str, reason: str) -> None:
         race.arms.pop(name).close()
         race.racing.pop(name, None)
-        self._journal.note(
-            "lost", self._clock.spent_s(), pass_name=race.pass_name, arm=name, reason=reason
-        )
+        self._journal.note("lost", pass_name=race.pass_name, arm=name, reason=reason)
 
-    def _open_and_close(self, name: str, seed: int) -> None:
-        arm = self._arm(name, {}, seed)
-        try:
-            opened = arm.open(self._journal.steps or _FEWEST_STEPS)
-        finally:
-            arm.close()
-        self._journal.note_opened(name, opened, self._clock.spent_s())
-
-    def _baseline(self, name: str, steps: int) -> Opened:
-        self._say(f"preparing the baseline, {self._left()}")
-        arm = Arm(self._make_spec(name, {}, 0), _MOST_PATIENCE_S)
+    def _open_once(self, name: str, steps: int, more_seed: int = 0) -> Opened:
+        """Have a baseline do its first steps, and end it."""
+        arm = self._arm(name, {}, more_seed)
         try:
             return arm.open(steps)
-        except ArmError as error:
-            raise BaselineError(str(error)) from error
         finally:
             arm.close()
 
@@ -431,14 +514,12 @@ class Measuring:
     def _patience_s(self) -> float:
         """How long an arm may take for its first steps, or a turn."""
         baseline = self._journal.opened.get(BASELINE)
-        usual_s = (
-            0.0
-            if baseline is None
-            else baseline.first_step_s + baseline.step_s * (self._journal.steps or 0)
-        )
+        if baseline is None:
+            return _MOST_PATIENCE_S
+        usual_s = baseline.first_step_s + baseline.step_s * (self._journal.steps or 0)
         wanted_s = max(_LEAST_PATIENCE_S, _PATIENCE_SHARE * self._plan.budget_s, _AS_LONG * usual_s)
         return min(_MOST_PATIENCE_S, wanted_s)
 
     def _left(self) -> str:
-        seconds = max(0.0, self._plan.budget_s - self._clock.spent_s())
+        seconds = max(0.0, self._plan.budget_s - self._journal.spent_s())
         return f"{int(seconds // 60)}m{int(seconds % 60):02d}s left"

@@ -1,24 +1,43 @@
-"""What the second and third pass measure, and what is chosen in the end. Pure.
+"""The three passes of one tuning: each lever alone, those that help together, and each of these left
+out.
 
-First each lever alone. Then those that helped are put on top of each other, in the order of the
-ladder. Then each one is left out of what was chosen, which finds levers that help alone and harm
-together.
+The third pass finds levers that help alone and harm together. Arms run in `measuring.py`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Final
 
-from orchestrator.lab.tune.levers import EXPECTED, Candidate
-from orchestrator.lab.tune.objective import Gain, Objective, told
-from orchestrator.lab.tune.rows import ParityClass, Row, Verdict
+from orchestrator.lab.tune.arms import AGAIN, BASELINE
+from orchestrator.lab.tune.levers import EXPECTED, Candidate, TuningTask
+from orchestrator.lab.tune.measuring import Journal, Measuring, PassData, Plan
+from orchestrator.lab.tune.report import (
+    Gain,
+    Measurements,
+    Objective,
+    SeedNoise,
+    gain_words,
+    pareto_names,
+    rows_of,
+)
+from orchestrator.lab.tune.results import (
+    LeverRow,
+    LeverVerdict,
+    ParityClass,
+    TunedSubject,
+    TuningResult,
+)
 
-YOURS: Final = "your file"
+#: When the three passes end, as shares of the budget.
+_ALONE: Final = 0.7
+_STACKED: Final = 0.85
+_LEFT_OUT: Final = 1.0
 
-Judged = tuple[Candidate, Row]
+JudgedLever = tuple[Candidate, LeverRow]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +53,7 @@ class Choice:
 
 
 def winners(
-    judged: Sequence[Judged], gains: Mapping[str, Gain], objective: Objective, resolve: float
+    judged: Sequence[JudgedLever], gains: Mapping[str, Gain], objective: Objective, resolve: float
 ) -> list[Candidate]:
     """Return the levers that help and keep the result, one for each key, in the order of the
     ladder.
@@ -46,18 +65,18 @@ def winners(
         resolve: Gains of at most this share count as none.
     """
     helping = [
-        (gain.ratio, each)
-        for each, row in judged
-        if _may_be_chosen(each, row, objective)
-        and (gain := gains.get(each.name)) is not None
+        (gain.ratio, candidate)
+        for candidate, row in judged
+        if _may_be_chosen(candidate, row, objective)
+        and (gain := gains.get(candidate.name)) is not None
         and gain.low > 1.0
         and gain.high > 1.0 + resolve
     ]
     taken: list[Candidate] = []
-    for _, each in sorted(helping, key=lambda pair: -pair[0]):
-        if not any(each.changes.keys() & other.changes.keys() for other in taken):
-            taken.append(each)
-    return [each for each, _ in judged if each in taken]
+    for _, candidate in sorted(helping, key=lambda pair: -pair[0]):
+        if not any(candidate.changes.keys() & other.changes.keys() for other in taken):
+            taken.append(candidate)
+    return [candidate for candidate, _ in judged if candidate in taken]
 
 
 def by_expected_gain(several: Sequence[Candidate], objective: Objective) -> list[Candidate]:
@@ -66,13 +85,13 @@ def by_expected_gain(several: Sequence[Candidate], objective: Objective) -> list
     First those that may be chosen, then those for something else, last those that change what is
     trained; of each the highest expected gain. A lever that is judged against another follows it.
     """
-    named = {each.name: each for each in several}
+    by_name = {candidate.name: candidate for candidate in several}
 
-    def rank(each: Candidate) -> tuple[bool, bool, float]:
-        speed, peak = EXPECTED.get(each.lever, (1.0, 1.0))
+    def rank(candidate: Candidate) -> tuple[bool, bool, float]:
+        speed, peak = EXPECTED.get(candidate.lever, (1.0, 1.0))
         gain = {"speed": speed, "memory": 1 / peak, "balanced": speed / peak}[objective]
-        own = (each.parity is ParityClass.OBJECTIVE, not _is_for(each, objective), -gain)
-        beside = named.get(each.beside or "")
+        own = (candidate.parity is ParityClass.OBJECTIVE, not _is_for(candidate, objective), -gain)
+        beside = by_name.get(candidate.beside or "")
         return own if beside is None else max(own, rank(beside))
 
     return sorted(several, key=rank)
@@ -80,18 +99,17 @@ def by_expected_gain(several: Sequence[Candidate], objective: Objective) -> list
 
 def merged(several: Sequence[Candidate]) -> Candidate:
     """Return one candidate with the changes of several."""
-    exact = all(each.parity is ParityClass.EXACT for each in several)
+    parity = several[0].parity
+    if parity is not None:
+        is_exact = all(candidate.parity is ParityClass.EXACT for candidate in several)
+        parity = ParityClass.EXACT if is_exact else ParityClass.NUMERIC
     return Candidate(
-        lever=" + ".join(each.lever for each in several),
-        setting=" + ".join(each.setting for each in several),
-        changes={key: value for each in several for key, value in each.changes.items()},
-        parity=None
-        if several[0].parity is None
-        else ParityClass.EXACT
-        if exact
-        else ParityClass.NUMERIC,
-        aim="memory" if any(each.aim == "memory" for each in several) else "speed",
-        copies=max(each.copies for each in several),
+        lever=" + ".join(candidate.lever for candidate in several),
+        setting=" + ".join(candidate.setting for candidate in several),
+        changes={key: value for candidate in several for key, value in candidate.changes.items()},
+        parity=parity,
+        aim="memory" if any(candidate.aim == "memory" for candidate in several) else "speed",
+        copies=max(candidate.copies for candidate in several),
     )
 
 
@@ -105,16 +123,11 @@ def with_one_left_out(several: Sequence[Candidate]) -> dict[str, Candidate]:
     if len(several) < 2:
         return {}
     return {
-        left.name: Candidate(
+        left.name: replace(
+            merged([candidate for candidate in several if candidate is not left]),
             lever=f"all chosen but {left.lever}",
-            setting=rest.setting,
-            changes=rest.changes,
-            parity=rest.parity,
-            aim=rest.aim,
-            copies=rest.copies,
         )
         for left in several
-        for rest in [merged([each for each in several if each is not left])]
     }
 
 
@@ -124,52 +137,25 @@ def your_file(baseline: Mapping[str, Any], yours: Mapping[str, Any]) -> Candidat
     if not changes:
         return None
     return Candidate(
-        lever=YOURS,
+        lever="your file",
         setting=", ".join(f"{key} {value}" for key, value in changes.items()),
         changes=changes,
         parity=ParityClass.NUMERIC,
     )
 
 
-def kept_after_stacking(
-    several: Sequence[Candidate], steps: Sequence[Gain | None]
-) -> list[Candidate]:
-    """Return the levers that did not make the set before them worse.
-
-    `steps` compares each set with that one.
-    """
-    return [
-        each for each, gain in zip(several, steps, strict=True) if gain is None or gain.high >= 1.0
-    ]
-
-
-def kept_after_leaving_out(
-    several: Sequence[Candidate], without: Mapping[str, Gain | None]
-) -> list[Candidate]:
-    """Return the levers without which the set was not better.
-
-    `without` compares each rest with the whole set.
-    """
-    kept = []
-    for each in several:
-        gain = without.get(each.name)
-        if gain is None or gain.low <= 1.0:
-            kept.append(each)
-    return kept
-
-
 def open_questions(
-    judged: Sequence[Judged], gains: Mapping[str, Gain], objective: Objective, resolve: float
+    judged: Sequence[JudgedLever], gains: Mapping[str, Gain], objective: Objective, resolve: float
 ) -> list[str]:
     """Return the levers that could still turn out to help by more than the resolution."""
+
+    def is_open(gain: Gain | None) -> bool:
+        return gain is None or (gain.narrows and gain.low <= 1.0 < 1.0 + resolve < gain.high)
+
     return [
-        each.name
-        for each, row in judged
-        if _may_be_chosen(each, row, objective)
-        and (
-            (gain := gains.get(each.name)) is None
-            or (gain.narrows and gain.low <= 1.0 < 1.0 + resolve < gain.high)
-        )
+        candidate.name
+        for candidate, row in judged
+        if _may_be_chosen(candidate, row, objective) and is_open(gains.get(candidate.name))
     ]
 
 
@@ -185,49 +171,200 @@ def choose(
 
     `best` is `None` if no lever helped: then the baseline stands for it.
     """
-    decided = not open_levers
-    doubt = (
-        ""
-        if decided
-        else f"; UNDECIDED for {', '.join(open_levers[:4])}{' and more' * (len(open_levers) > 4)}"
-    )
+    doubt = ""
+    if open_levers:
+        more = " and more" if len(open_levers) > 4 else ""
+        doubt = f"; UNDECIDED for {', '.join(open_levers[:4])}{more}"
     name, changes = ("baseline", {}) if best is None else (best.name, best.changes)
+    decided, stays = not open_levers, False
     if yours is None:
-        found = (
-            "no lever is better than the baseline"
-            if best is None
-            else f"{best.name} is better than the baseline"
-        )
-        return Choice(
-            name=name, changes=changes, reason=f"for {objective}, {found}{doubt}", decided=decided
-        )
-    if best_to_yours is None:
-        reason = "your file was not measured against the best set, so it stays"
-        return Choice(name=yours.name, changes=yours.changes, reason=reason + doubt, decided=False)
-    if math.isinf(best_to_yours.high):
+        what = "no lever" if best is None else name
+        reason = f"for {objective}, {what} is better than the baseline"
+    elif best_to_yours is None:
+        reason, decided = "your file was not measured against the best set, so it stays", False
+        stays = True
+    elif math.isinf(best_to_yours.high):
         reason = "your file stays, because too few rounds compare it with the best set"
-        return Choice(name=yours.name, changes=yours.changes, reason=reason + doubt, decided=False)
-    span = told(objective, name, best_to_yours)
-    if best_to_yours.low > 1.0:
-        return Choice(name=name, changes=changes, reason=f"{span}{doubt}", decided=decided)
-    sure = decided and best_to_yours.high < 1.0
-    return Choice(
-        name=yours.name,
-        changes=yours.changes,
-        reason=f"your file stays: {span}{doubt}",
-        decided=sure,
-    )
+        decided, stays = False, True
+    else:
+        reason = gain_words(objective, name, best_to_yours)
+        if best_to_yours.low <= 1.0:
+            reason, stays = f"your file stays: {reason}", True
+            decided = decided and best_to_yours.high < 1.0
+    if stays and yours is not None:
+        name, changes = yours.name, yours.changes
+    return Choice(name=name, changes=changes, reason=reason + doubt, decided=decided)
 
 
-def _may_be_chosen(candidate: Candidate, row: Row, objective: Objective) -> bool:
+def _may_be_chosen(candidate: Candidate, row: LeverRow, objective: Objective) -> bool:
     """Whether a lever keeps the result, and is for what counts."""
-    keeps = candidate.parity in {ParityClass.EXACT, ParityClass.NUMERIC, None}
     return (
         _is_for(candidate, objective)
-        and keeps
-        and row.verdict not in {Verdict.BROKEN, Verdict.UNAVAILABLE}
+        and candidate.parity is not ParityClass.OBJECTIVE
+        and row.verdict not in {LeverVerdict.BROKEN, LeverVerdict.UNAVAILABLE}
     )
 
 
 def _is_for(candidate: Candidate, objective: Objective) -> bool:
     return candidate.aim == "speed" or (candidate.aim == "memory" and objective != "speed")
+
+
+class Passes:
+    """The passes of one tuning, of which those that were measured before a kill are not measured
+    again.
+    """
+
+    def __init__(
+        self,
+        task: TuningTask,
+        plan: Plan,
+        objective: Objective,
+        journal: Journal,
+        measuring: Measuring,
+    ) -> None:
+        self._task = task
+        self._plan = plan
+        self._objective = objective
+        self._journal = journal
+        self._measuring = measuring
+
+    def run(self, tune_id: str, created_at: str) -> TuningResult:
+        """Measure the passes that are not over, and return the result.
+
+        Raises:
+            BaselineError: The baseline cannot be measured.
+        """
+        task, objective = self._task, self._objective
+        possible = [
+            candidate for candidate in task.candidates if candidate.name not in task.impossible
+        ]
+        first = self._measuring.settle_steps(len(possible))
+        alone = self._measure("alone", by_expected_gain(possible, objective), _ALONE)
+        lever, _, setting = AGAIN.partition("=")
+        parity = ParityClass.EXACT if task.trains else None
+        again = Candidate(lever=lever, setting=setting, changes={}, parity=parity)
+        every = self._judged([again, *task.candidates], alone)
+        judged = every[1:]
+        gains = self._gains(possible, alone)
+        best, best_to_yours = None, None
+        helping = winners(judged, gains, objective, self._plan.resolve)
+        yours = [] if task.yours is None else [task.yours]
+        sets = cumulative(helping)
+        if (sets or yours) and self._in_time("cumulative"):
+            data = self._measure("cumulative", [*sets, *yours], _STACKED)
+            # A set of one lever is that lever, and has a row already.
+            names = {candidate.name for candidate, _ in every}
+            stacked = self._judged([*sets, *yours], data)
+            every += [pair for pair in stacked if pair[0].name not in names]
+            best, data, more = self._best_of(self._stacked(helping, sets, data), data)
+            every += more
+            if yours:
+                name = BASELINE if best is None else best.name
+                best_to_yours = self._gain(data, name, yours[0].name)
+        open_levers = open_questions(judged, gains, objective, self._plan.resolve)
+        choice = choose(best, task.yours, best_to_yours, open_levers, objective)
+        rows = tuple(row for _, row in every)
+        passes = self._journal.passes.values()
+        reasons = dict.fromkeys(reason for data in passes for reason in data.dropped)
+        return TuningResult(
+            tune_id=tune_id,
+            subject=TunedSubject(
+                card=first.card, driver=first.driver, torch=first.torch, model=task.model
+            ),
+            device_name=first.device_name,
+            created_at=created_at,
+            duration_s=round(self._journal.noted_s, 1),
+            rounds=sum(len(data.rounds) for data in passes),
+            dropped={
+                reason: sum(data.dropped.get(reason, 0) for data in passes) for reason in reasons
+            },
+            rows=rows,
+            chosen={**task.baseline, **choice.changes},
+            choice=choice.reason,
+            decided=choice.decided,
+            pareto=pareto_names([candidate for candidate, _ in every], rows, self._journal.opened),
+        )
+
+    def _measure(self, pass_name: str, candidates: Sequence[Candidate], share: float) -> PassData:
+        """Measure candidates until this share of the budget."""
+        of = len(candidates) + 1  # with the repetition of the baseline
+
+        def is_over(candidate: Candidate) -> bool:
+            return self._measured(self._journal.data(pass_name)).is_over(
+                candidate, self._objective, of
+            )
+
+        return self._measuring.run(pass_name, candidates, share * self._plan.budget_s, is_over)
+
+    def _in_time(self, pass_name: str) -> bool:
+        """Whether a pass may begin, or has begun."""
+        return pass_name in self._journal.passes or self._journal.spent_s() < self._plan.budget_s
+
+    def _stacked(
+        self, several: Sequence[Candidate], sets: Sequence[Candidate], data: PassData
+    ) -> list[Candidate]:
+        """Return the levers that did not make the set below them worse."""
+        names = [BASELINE, *(candidate.name for candidate in sets)]
+        gains = [self._gain(data, upper, lower) for lower, upper in pairwise(names)]
+        pairs = zip(several, gains, strict=True)
+        return [candidate for candidate, gain in pairs if gain is None or gain.high >= 1.0]
+
+    def _best_of(
+        self, several: Sequence[Candidate], stacked: PassData
+    ) -> tuple[Candidate | None, PassData, list[JudgedLever]]:
+        """Return the best set, after it was measured without each of its levers.
+
+        With it the pass that compares it with the user's file, and the rows that it brought.
+        """
+        if not several:
+            return None, stacked, []
+        whole, rests = merged(several), with_one_left_out(several)
+        if not rests:
+            return whole, stacked, []
+        if not self._in_time("one left out"):
+            return whole, PassData(), []
+        own = [] if self._task.yours is None else [self._task.yours]
+        without = list(rests.values())
+        data = self._measure("one left out", [whole, *without, *own], _LEFT_OUT)
+        needed = []
+        for candidate in several:
+            gain = self._gain(data, rests[candidate.name].name, whole.name)
+            if gain is None or gain.low <= 1.0:  # the set is not better without it
+                needed.append(candidate)
+        by_changes = {
+            tuple(candidate.changes.items()): candidate for candidate in (whole, *without)
+        }
+        best = by_changes.get(tuple(merged(needed).changes.items()), whole) if needed else whole
+        return best, data, self._judged(without, data)
+
+    def _gain(self, data: PassData, name: str, against: str) -> Gain | None:
+        if name in data.lost:
+            return None
+        return self._measured(data).gain(self._objective, name, against)
+
+    def _gains(self, several: Sequence[Candidate], data: PassData) -> dict[str, Gain]:
+        """Return what each lever gains over the baseline; the intervals hold together."""
+        measured, of = self._measured(data), len(several)
+        names = [candidate.name for candidate in several if candidate.name not in data.lost]
+        gains = {name: measured.gain(self._objective, name, of=of) for name in names}
+        return {name: gain for name, gain in gains.items() if gain is not None}
+
+    def _judged(self, candidates: Sequence[Candidate], data: PassData) -> list[JudgedLever]:
+        rows = rows_of(candidates, self._measured(data), self._task.impossible)
+        return list(zip(candidates, rows, strict=True))
+
+    def _measured(self, data: PassData) -> Measurements:
+        opened, seeds = self._journal.opened, self._plan.seed_names
+        return Measurements(
+            data=data,
+            opened=opened,
+            noise=SeedNoise.of([opened[name] for name in (BASELINE, *seeds) if name in opened]),
+            resolve=self._plan.resolve,
+            confidence=self._plan.confidence,
+            seed_names=seeds,
+            dtype_of=self._dtype_of,
+        )
+
+    def _dtype_of(self, candidate: Candidate | None) -> str | None:
+        keys = {**self._task.baseline, **({} if candidate is None else candidate.changes)}
+        return keys.get(self._task.dtype_key)

@@ -2,7 +2,7 @@
 
 An arm is compared with the baseline of the same round only, so that a machine that becomes slower
 over minutes changes no ratio. The median is not moved by the few rounds in which something happened
-between two arms. Does not measure, and does not judge (`verdicts.py`).
+between two arms. Does not measure, and does not judge (`report.py`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def log_ratios(rounds: Sequence[Mapping[str, float]], baseline: str, arm: str) -
     Rounds hold seconds a sample.
     """
     return [
-        math.log(each[baseline] / each[arm]) for each in rounds if baseline in each and arm in each
+        math.log(arms[baseline] / arms[arm]) for arms in rounds if baseline in arms and arm in arms
     ]
 
 
@@ -98,7 +98,7 @@ def anytime_effect(ratios: Sequence[float], confidence: float) -> Effect | None:
     if count < 2:
         return None
     mean = fmean(ratios)
-    variance, share = fmean([(each - mean) ** 2 for each in ratios]), _PRIOR / (count + _PRIOR)
+    variance, share = fmean([(ratio - mean) ** 2 for ratio in ratios]), _PRIOR / (count + _PRIOR)
     squares = variance + mean**2
     p = (1 - mean**2 * (1 - share) / squares) ** (count / 2) / math.sqrt(share) if squares else 1.0
     growth = (1 / (math.sqrt(share) * (1 - confidence))) ** (2 / count)
@@ -133,9 +133,9 @@ def effects(
     The intervals are simultaneous: with the probability `confidence` all of them hold their true
     values. All arms share the baseline's noise, so that intervals of their own would miss together.
     """
-    each = 1 - (1 - confidence) / max(1, len(arms))
-    found = {arm: effect_of(log_ratios(rounds, baseline, arm), each) for arm in arms}
-    return {arm: effect for arm, effect in found.items() if effect is not None}
+    of_each = 1 - (1 - confidence) / max(1, len(arms))
+    measured = {arm: effect_of(log_ratios(rounds, baseline, arm), of_each) for arm in arms}
+    return {arm: effect for arm, effect in measured.items() if effect is not None}
 
 
 def bootstrap_interval(values: Sequence[float], confidence: float) -> tuple[float, float]:
@@ -195,7 +195,7 @@ def holm(p_values: Mapping[str, float], alpha: float) -> frozenset[str]:
     The probability of one or more errors is at most `alpha` (Holm, 1979).
     """
     real: set[str] = set()
-    for place, name in enumerate(sorted(p_values, key=lambda each: p_values[each])):
+    for place, name in enumerate(sorted(p_values, key=lambda name: p_values[name])):
         if p_values[name] > alpha / (len(p_values) - place):
             break
         real.add(name)

@@ -1,0 +1,92 @@
+"""Random numbers that are a function of what they are for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from workers.training import keyed_random as keyed
+from workers.training.errors import TaskError
+from workers.training.order import mixed
+
+_WORD = 2**32 - 1
+
+
+def plain_bits(seed: int, stream: int, number: int, position: int) -> int:
+    """Compute the same with Python's numbers, which do not wrap."""
+    key = number * 0x9E3779B97F4A7C15 + mixed(seed, stream) & 2**64 - 1
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        key = (key ^ key >> shift) * factor & 2**64 - 1
+    key ^= key >> 31
+    word = position * (key & _WORD | 1) + (key >> 32) & _WORD
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        word = (word ^ word >> shift) * factor & _WORD
+    return word ^ word >> 16
+
+
+def test_tensors_and_plain_numbers_agree_to_the_bit() -> None:
+    """So every device that wraps integers as the standard says gives these bits."""
+    numbers = torch.tensor([0, 1, 2**40 + 7])
+    drawn = keyed.bits(keyed.row_keys(2**63 + 5, [3, 4], numbers).flatten(), 50)
+    wanted = [
+        [plain_bits(2**63 + 5, s, n, p) for p in range(50)]
+        for s in (3, 4)
+        for n in numbers.tolist()
+    ]
+    assert [[each & _WORD for each in row] for row in drawn.tolist()] == wanted
+
+
+def test_the_numbers_are_even_and_independent() -> None:
+    """Over 256 samples, 2 layers and 1,024 positions: 16 classes, each bit, and neighbours in all three directions."""
+    drawn = keyed.uniform(keyed.row_keys(1, [0, 1], torch.arange(256)).flatten(), 1024).view(
+        2, 256, 1024
+    )
+    counts = torch.histc(drawn, 16, 0, 1)
+    expected = drawn.numel() / 16
+    assert ((counts - expected) ** 2 / expected).sum() < 45, (
+        "chi-squared with 15 degrees of freedom; 1 in 10,000"
+    )
+    centred = drawn - 0.5
+    for one, other in (
+        (centred[0], centred[1]),
+        (centred[:, 1:], centred[:, :-1]),
+        (centred[..., 1:], centred[..., :-1]),
+        (centred[..., 256:], centred[..., :-256]),
+    ):
+        assert abs((one * other).mean() * 12) * one.numel() ** 0.5 < 4, "four standard deviations"
+    assert (drawn.mean(dim=2) - 0.5).abs().max() * (12 * 1024) ** 0.5 < 5, "each row by itself"
+
+
+def test_a_dropped_element_does_not_depend_on_the_split() -> None:
+    model = nn.Sequential(nn.Linear(4, 300), nn.Dropout(0.3), nn.ReLU(), nn.Dropout(0.3))
+    dropouts = keyed.Dropouts(model, 5)
+    rows = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    dropouts.key(10, 6, rows.device)
+    whole = model(rows)
+    parts = []
+    for first, last in ((0, 1), (1, 4), (4, 6)):
+        dropouts.key(10 + first, last - first, rows.device)
+        parts.append(model(rows[first:last]) == 0)
+    assert torch.cat(parts).equal(whole == 0)
+    dropouts.key(11, 6, rows.device)
+    assert not (model(rows) == 0).equal(whole == 0), "other samples, another mask"
+
+
+def test_dropout_drops_its_share_and_scales_the_rest() -> None:
+    layer = keyed.KeyedDropout(0.25)
+    layer.keys = keyed.row_keys(0, [0], torch.arange(64))[0]
+    ones = torch.ones(64, 16, 32)
+    out = layer(ones)
+    assert abs((out == 0).float().mean() - 0.25) < 0.01
+    assert set(out.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
+    assert layer.eval()(ones) is ones
+
+
+def test_a_tensor_whose_rows_are_no_samples_is_refused() -> None:
+    layer = keyed.KeyedDropout(0.5, layer=2)
+    layer.keys = keyed.row_keys(0, [0], torch.arange(4))[0]
+    with pytest.raises(
+        TaskError, match=r"dropout 2 got a tensor of shape \(5, 4\) in a micro-batch of 4 samples"
+    ):
+        layer(torch.ones(5, 4))

@@ -1,0 +1,549 @@
+"""The checkpoints of one training in one folder: saved by a thread while the training goes on, and
+found again afterwards.
+
+A checkpoint is written whole or not at all, and believed only if every byte is as it was written.
+One that cannot be written costs no step: `Checkpoints.failure` says what went wrong, and it is
+tried again. Does not know what a state means, nor who asks for one.
+
+The file is what `torch.save` writes, so `torch.load` opens it, and 68 bytes after it: a mark, the
+version of this format, a number that counts up, the length, a BLAKE2b hash of all of that, and a
+checksum of these fields. All versions of the format end so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import io
+import math
+import os
+import pickle
+import queue
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any, Final, TypeAlias, cast
+
+import torch
+
+from workers.training.batches import map_tensors, tensors_in
+from workers.training.host_memory import give_back, like_all, wait_asleep
+from workers.units import MIB
+
+#: The head's copy, put there before `load`. It is read like the others and never written over.
+FROM_HEAD: Final = "from-head.pt"
+
+#: So that one is good while the other is written over.
+_GENERATIONS: Final = 2
+
+#: Seconds that a training on the CPU loses for each second of processor time of the thread that
+#: writes: they share cores, caches and memory. Measured on two busy cores: 1.0 with 2.5 MiB; with
+#: 124 MiB 2.0, and 2.5 at the upper end of its 95 % interval.
+_CPU_LOSS: Final = 2.5
+
+MOST_SHARE: Final = 0.01
+"""Of the training's time that checkpoints may cost."""
+EARLIER: Final = 0.8
+"""A step must end before a checkpoint is taken, and writing takes time: so it is due before all of
+the time has passed, and no more than that is lost."""
+_RETRY_S: Final = 60.0
+"""After a failure the next attempt comes no later than this, however rare checkpoints are."""
+
+VERSION: Final = 1
+_TEMPORARY: Final = ".new"
+_MARK: Final = b"OOM-snapshot"
+_FIELDS: Final = struct.Struct(f"<{len(_MARK)}sIQQ")
+_DIGEST_BYTES: Final = 32
+_CHECKSUM: Final = struct.Struct("<I")
+_TRAILER_BYTES: Final = _FIELDS.size + _DIGEST_BYTES + _CHECKSUM.size
+_CHUNK_BYTES: Final = 4 * MIB
+
+Lever: TypeAlias = bool | int | float | str | None
+
+
+class RefusedError(Exception):
+    """A file is no checkpoint that can be used; the text says why, as the end of a sentence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What a checkpoint belongs to. Equal trainings can go on from each other's checkpoints."""
+
+    model: str
+    weights: Mapping[str, str]
+    """For each name the type and shape, such as `float32 64x256`."""
+    levers: Mapping[str, Lever] = field(default_factory=dict)
+    """Settings that change what the weights become; not those that only move memory."""
+
+    @classmethod
+    def of(
+        cls,
+        model: str,
+        weights: Mapping[str, torch.Tensor],
+        levers: Mapping[str, Lever] | None = None,
+    ) -> Identity:
+        """Describe these weights."""
+        return cls(
+            model=model,
+            weights={
+                name: f"{str(weight.dtype).removeprefix('torch.')} "
+                + ("x".join(map(str, weight.shape)) or "scalar")
+                for name, weight in weights.items()
+            },
+            levers=dict(levers or {}),
+        )
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as what a file can hold."""
+        return asdict(self)
+
+    def difference(self, saved: object) -> str | None:
+        """Say how `saved`, once made by `plain`, differs from this training; `None`: not at all."""
+        match saved:
+            case {"model": str(model), "weights": dict(weights), "levers": dict(levers)}:
+                pass
+            case _:
+                return "it does not say which model it holds"
+        if model != self.model:
+            return f"it holds the model {model}, and this run trains {self.model}"
+        for name, then, now in _differing(weights, self.weights):
+            return (
+                f"its weight {name} is {then or 'absent'}, and that of this model is "
+                f"{now or 'absent'}"
+            )
+        for name, then, now in _differing(levers, self.levers):
+            return f"it was trained with {name}={then}, and this run has {name}={now}"
+        return None
+
+
+def _differing(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for name in sorted({*saved, *own}):
+        if saved.get(name) != own.get(name):
+            yield name, saved.get(name), own.get(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a folder had to offer."""
+
+    state: dict[str, Any] | None = None
+    """`None`: training begins anew."""
+    step: int | None = None
+    refused: tuple[str, ...] = ()
+    """A sentence for each file that cannot be used, newest first, and what is done instead."""
+
+
+class Checkpoints:
+    """Keeps the last generations of one training in a folder, so that one is always good."""
+
+    def __init__(
+        self,
+        folder: Path,
+        identity: Identity,
+        *,
+        save_every_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Remove what a killed process has left, and start the thread that writes.
+
+        Raises nothing.
+        """
+        self.saved_step: int | None = None
+        """Of the newest good checkpoint; `None`: there is none."""
+        self.failure: str | None = None
+        """One sentence: what could not be written, where and why; `None` once it has succeeded."""
+        self._folder = folder
+        self._identity = identity
+        self._save_every_s = save_every_s
+        self._clock = clock
+        self._copy = HostCopy()
+        self._taken_at = clock()
+        self._due_at = self._taken_at + pause_s(save_every_s, 0.0, failed=False)
+        self._slots = [folder / f"generation-{index}.pt" for index in range(_GENERATIONS)]
+        self._good: Path | None = None
+        """The newest file that is known to be good. It is never written over."""
+        self._number = 0
+        self._opened = False
+        self._idle = threading.Event()
+        self._idle.set()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._remove_leftovers()
+        self._writer = threading.Thread(target=self._run_jobs, name="checkpoints", daemon=True)
+        self._writer.start()
+
+    def load(self) -> Loaded:
+        """Read the newest good checkpoint of this training, into host memory.
+
+        Raises:
+            RuntimeError: There is no memory for it.
+        """
+        self.wait()
+        self._opened = True
+        refused: list[str] = []
+        candidates = (*self._slots, self._folder / FROM_HEAD)
+        present = {path: read_number(path) for path in candidates if _is_there(path)}
+        self._number = max(number or 0 for number in (self._number, *present.values()))
+        # What cannot be dated comes first: it may be the newest, and its refusal is to be told.
+        for path in sorted(present, key=lambda path: present[path] or math.inf, reverse=True):
+            try:
+                content = read_file(path)
+                reason = self._identity.difference(content.get("identity"))
+            except RefusedError as failure:
+                reason = str(failure)
+            if reason is None:
+                self._good, self.saved_step = path, content["step"]
+                instead = [f"training goes on from step {self.saved_step}"] if refused else []
+                return Loaded(content["state"], content["step"], (*refused, *instead))
+            refused.append(f"the checkpoint {path} is not used: {reason}")
+        return Loaded(refused=(*refused, "training begins anew") if refused else ())
+
+    def discard(self) -> None:
+        """Remove all checkpoints: the training begins anew.
+
+        Raises:
+            OSError: One of them cannot be removed.
+        """
+        self.wait()
+        self._opened, self._good = True, None
+        for path in self._slots:
+            path.unlink(missing_ok=True)
+
+    def lacks_room(self, state: object) -> str | None:
+        """Say what is missing on the disk for this state, in one sentence; `None`: nothing."""
+        needed = (_GENERATIONS + 1) * sum(tensor.nbytes for tensor in tensors_in(state))
+        try:
+            existing = next(path for path in (self._folder, *self._folder.parents) if path.exists())
+            disk = os.statvfs(existing)
+            there = sum(path.stat().st_size for path in self._slots if path.exists())
+        except OSError as failure:
+            return f"the folder of checkpoints {self._folder} cannot be used: {failure.strerror}"
+        free = disk.f_bavail * disk.f_frsize + there
+        if free >= needed:
+            return None
+        return (
+            f"checkpoints in {self._folder} need {needed / MIB:.0f} MiB ({_GENERATIONS} and one "
+            f"that is being written), and the disk has {free / MIB:.0f} MiB for them; free some, "
+            "or choose another folder"
+        )
+
+    def due(self) -> bool:
+        """Whether a checkpoint should be taken now; never while one is being written."""
+        return self._idle.is_set() and self._clock() >= self._due_at
+
+    def save(self, state: Mapping[str, Any], step: int) -> bool:
+        """Copy a state of tensors, numbers, strings, lists and mappings, and have it written;
+        return at once.
+
+        `False`: another one is still being written, or there is no memory for the copy (see
+        `failure`).
+        """
+        if not self._opened:
+            raise RuntimeError("`load` or `discard` must come before the first `save`")
+        if not self._idle.is_set():
+            return False
+        began_s, self._taken_at = time.perf_counter(), self._clock()
+        try:
+            self._copy.take(state)
+        except (RuntimeError, OSError, OverflowError, MemoryError) as failure:
+            self._finish(step, time.perf_counter() - began_s, failure)
+            return False
+        self._idle.clear()
+        self._jobs.put(lambda: self._write(step))
+        return True
+
+    def newest_copy(self) -> Mapping[str, Any] | None:
+        """Return the state that was copied last, even if the disk refused it. Do not change it."""
+        if self._copy.state is not None:
+            self._copy.complete()
+        return self._copy.state
+
+    def newest_file(self) -> Path | None:
+        """Return the newest good file. It stays as it is while the next one is written."""
+        return self._good
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is being written; whether that is so."""
+        return self._idle.wait(timeout_s)
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Finish what is being written and end the thread; whether it has ended."""
+        self._jobs.put(None)
+        self._writer.join(timeout_s)
+        return not self._writer.is_alive()
+
+    def _run_jobs(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def _write(self, step: int) -> None:
+        """Write what was copied; runs in the thread, and raises nothing."""
+        cost_s, failure = 0.0, None
+        began_cpu_s = time.thread_time()
+        # Never over the newest good one, and first where there is nothing good.
+        others = [path for path in self._slots if path != self._good]
+        target = min(others, key=lambda path: read_number(path) or 0)
+        try:
+            cost_s = self._copy.complete()
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            content = {"identity": self._identity.plain(), "step": step, "state": self._copy.state}
+            write_file(target, content, self._number + 1)
+        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on, and `failure` says it
+            failure = error
+        else:
+            self._number += 1
+            self._good = target
+        if not self._copy.from_card:
+            cost_s += _CPU_LOSS * (time.thread_time() - began_cpu_s)
+        self._finish(step, cost_s, failure)
+        self._idle.set()
+
+    def _finish(self, step: int, cost_s: float, failure: Exception | None) -> None:
+        pause = pause_s(self._save_every_s, cost_s, failed=failure is not None)
+        self._due_at = self._taken_at + pause
+        if failure is None:
+            self.saved_step, self.failure = step, None
+            return
+        last = (
+            "there is no good one yet"
+            if self.saved_step is None
+            else f"the last good one is of step {self.saved_step}"
+        )
+        first_line = (str(failure).splitlines() or [type(failure).__name__])[0]
+        self.failure = (
+            f"the checkpoint of step {step} could not be written in {self._folder}: "
+            f"{getattr(failure, 'strerror', None) or first_line}; training goes on and tries again "
+            f"in {pause:.0f} s; {last}"
+        )
+
+    def _remove_leftovers(self) -> None:
+        for path in self._slots:
+            for leftover in self._folder.glob(f"{path.name}.*{_TEMPORARY}"):
+                try:
+                    leftover.unlink(missing_ok=True)
+                except OSError as failure:
+                    self.failure = f"{leftover} cannot be removed: {failure.strerror}"
+
+
+def pause_s(save_every_s: float, cost_s: float, *, failed: bool) -> float:
+    """Return the seconds to the next checkpoint, after one that cost the training `cost_s`."""
+    wanted_s = min(save_every_s, _RETRY_S) if failed else save_every_s
+    return max(EARLIER * wanted_s, cost_s / MOST_SHARE)
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is a file. One that cannot be looked at is to be told, and not taken for none."""
+    try:
+        path.stat()
+    except OSError as failure:
+        return not isinstance(failure, FileNotFoundError | NotADirectoryError)
+    return True
+
+
+class HostCopy:
+    """One copy of a state in host memory that no cap counts; its buffers are used again."""
+
+    def __init__(self) -> None:
+        """Allocate nothing yet."""
+        self.state: dict[str, Any] | None = None
+        """What is held; `None`: nothing is complete."""
+        self.from_card = False
+        """Whether the state was on a card."""
+        self._buffers: list[torch.Tensor] = []
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._host_s = 0.0
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Copy; on CUDA this only queues the copies on the current stream, before whatever changes
+        the state next.
+
+        Raises:
+            RuntimeError, OSError, OverflowError: There is no memory for the buffers; what was held
+            before stays.
+        """
+        began_s = time.perf_counter()
+        tensors = list(tensors_in(state))
+        self._lay_out(tensors)
+        self.state, self._events = None, None
+        self.from_card = any(tensor.is_cuda for tensor in tensors)
+        if self.from_card:
+            # Blocking: the thread that waits for the copy sleeps.
+            before, after = (
+                torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]  # no types here
+                for _ in range(2)
+            )
+            before.record()
+        buffers = iter(self._buffers)
+        self.state = map_tensors(
+            lambda tensor: next(buffers).copy_(tensor.detach(), non_blocking=True), state
+        )
+        if self.from_card:
+            after.record()
+            self._events = before, after
+        self._host_s = time.perf_counter() - began_s
+
+    def complete(self) -> float:
+        """Wait until the copy is done; return the seconds in which the training could not go on."""
+        if self._events is None:
+            return self._host_s
+        before, after = self._events
+        after.synchronize()
+        return float(before.elapsed_time(after)) / 1000
+
+    def _lay_out(self, tensors: list[torch.Tensor]) -> None:
+        """Make buffers, all of them anew if one does not fit, before anything is overwritten."""
+        forms, kept = (
+            [(tensor.dtype, tensor.shape) for tensor in some] for some in (tensors, self._buffers)
+        )
+        if forms == kept:
+            return
+        self._buffers = like_all(tensors)
+        if kept:
+            self.state = None
+            on_card = any(tensor.is_cuda for tensor in tensors)
+            give_back(torch.device("cuda" if on_card else "cpu"))
+
+
+def weights_sha256(weights: Mapping[str, torch.Tensor]) -> str:
+    """Return the SHA-256 of names, types, shapes and values; equal on every device. No NumPy."""
+    digest = hashlib.sha256()
+    for device in {weight.device for weight in weights.values()}:
+        wait_asleep(device)
+    for name in sorted(weights):
+        weight = weights[name].detach().cpu().contiguous()
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
+        if weight.nbytes:
+            digest.update((ctypes.c_char * weight.nbytes).from_address(weight.data_ptr()))
+    return digest.hexdigest()
+
+
+def write_file(path: Path, content: dict[str, Any], number: int) -> None:
+    """Write beside the file, then replace it. One thread of a process at a time.
+
+    The temporary file is named after the process, so that two processes never rename each other's
+    half-written file.
+
+    Raises:
+        Exception: It could not be written. The file is as it was, and no temporary file is left.
+    """
+    fresh = path.with_name(f"{path.name}.{os.getpid()}{_TEMPORARY}")
+    file = fresh.open("wb", buffering=0)
+    try:
+        with file:
+            sink = _HashingSink(file)
+            try:
+                torch.save(content, cast("IO[bytes]", sink))
+            except RuntimeError:
+                if sink.failure is not None:  # torch reports that a write failed, not why
+                    raise sink.failure from None
+                raise
+            fields = _FIELDS.pack(_MARK, VERSION, number, sink.written_bytes)
+            sink.write(fields)
+            trailer = fields + sink.digest.digest()
+            sink.write(trailer[_FIELDS.size :] + _CHECKSUM.pack(zlib.crc32(trailer)))
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # what made the writing fail is what is told
+            fresh.unlink()
+        raise
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def read_number(path: Path) -> int | None:
+    """Return the number that counts up; `None`: there is no checkpoint, or its end is damaged."""
+    try:
+        with path.open("rb") as file:
+            return _trailer(file)[1]
+    except (OSError, RefusedError):
+        return None
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Verify a file and return what it holds, on the host.
+
+    Raises:
+        RefusedError: It cannot be used.
+        RuntimeError: There is no memory for what it holds.
+    """
+    try:
+        with path.open("rb") as file:
+            version, _, length, digest = _trailer(file)
+            file.seek(0)
+            if _digest_of(file, length + _FIELDS.size) != digest:
+                raise RefusedError("its bytes are not those that were written (the hash differs)")
+            if version != VERSION:
+                raise RefusedError(
+                    f"it has format version {version}, and this program reads version {VERSION}"
+                )
+            file.seek(0)
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    except OSError as failure:
+        raise RefusedError(f"it cannot be read: {failure.strerror or failure}") from failure
+    except pickle.UnpicklingError as failure:
+        raise RefusedError("it holds more than tensors, numbers, strings and lists") from failure
+    if not isinstance(content, dict):
+        raise RefusedError("it holds no state")
+    return content
+
+
+class _HashingSink(io.RawIOBase):
+    """Hashes what it writes, in pieces, so that other threads are not held up for long."""
+
+    def __init__(self, file: io.FileIO) -> None:
+        self.digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        self.written_bytes = 0
+        self.failure: OSError | None = None
+        self._file = file
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:  # noqa: ANN401 - whatever has bytes
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _CHUNK_BYTES):
+            piece = view[start : start + _CHUNK_BYTES]
+            self.digest.update(piece)
+            try:
+                while piece:
+                    piece = piece[self._file.write(piece) :]
+            except OSError as failure:
+                self.failure = failure
+                raise
+        self.written_bytes += len(view)
+        return len(view)
+
+
+def _trailer(file: io.BufferedReader) -> tuple[int, int, int, bytes]:
+    """Return version, number, length and hash from the end of a file."""
+    size = file.seek(0, os.SEEK_END)
+    if size < _TRAILER_BYTES:
+        raise RefusedError(f"it has only {size} bytes")
+    file.seek(size - _TRAILER_BYTES)
+    end = file.read(_TRAILER_BYTES)
+    trailer, checksum = end[: -_CHECKSUM.size], end[-_CHECKSUM.size :]
+    mark, version, number, length = _FIELDS.unpack(trailer[: _FIELDS.size])
+    whole = (
+        mark == _MARK
+        and length == size - _TRAILER_BYTES
+        and checksum == _CHECKSUM.pack(zlib.crc32(trailer))
+    )
+    if not whole:
+        raise RefusedError("it is no checkpoint, or its end is damaged or cut off")
+    return version, number, length, trailer[_FIELDS.size :]
+
+
+def _digest_of(file: io.BufferedReader, length: int) -> bytes:
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    while length and (piece := file.read(min(length, _CHUNK_BYTES))):
+        digest.update(piece)
+        length -= len(piece)
+    return digest.digest()

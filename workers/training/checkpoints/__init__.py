@@ -1,1 +1,0 @@
-"""Checkpoints of a training: copied to the host, written by one thread, verified when they are read."""
