@@ -91,6 +91,9 @@ Query: TypeAlias = Mapping[str, str]
 _Handler: TypeAlias = Callable[[web.Request, Query], Awaitable[web.StreamResponse]]
 
 
+PAGE: Final = Path(__file__).parent / "page"
+
+
 class StreamEvent:
     """What is sent to pages, plain or compressed."""
 
@@ -266,9 +269,6 @@ def packed(content: bytes) -> bytes:
     """Return an event as a part of a gzip stream that any page can read from there on."""
     press = zlib.compressobj(wbits=-15)
     return press.compress(content) + press.flush(zlib.Z_FULL_FLUSH)
-
-
-PAGE: Final = Path(__file__).parent / "page"
 
 
 @runtime_checkable
