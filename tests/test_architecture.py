@@ -63,8 +63,8 @@ PLANTED = {
         ("orchestrator/view/cells.py", "ray"),
     ],
     "What watches a run from outside never imports what makes it": [
-        ("orchestrator/view/notify/notifier.py", "orchestrator.run.clock"),
-        ("orchestrator/lab/advise/facts.py", "orchestrator.run.clock"),
+        ("orchestrator/view/notify/notifier.py", "orchestrator.run.supervisor"),
+        ("orchestrator/lab/advise/facts.py", "orchestrator.run.supervisor"),
         ("orchestrator/view/notify/digest.py", "torch"),
         ("orchestrator/view/web/page_data.py", "orchestrator.cluster.connect"),
         ("orchestrator/control/listener.py", "orchestrator.cluster.connect"),
