@@ -35,7 +35,7 @@ PLANTED = {
         ("orchestrator/view/cells.py", "orchestrator.run.terminal"),
         ("orchestrator/control/client.py", "orchestrator.run.terminal"),
         ("orchestrator/control/client.py", "orchestrator.view.cells"),
-        ("orchestrator/record/model.py", "orchestrator.control.place"),
+        ("orchestrator/record/model.py", "orchestrator.control.wire"),
         ("orchestrator/cluster/connect.py", "orchestrator.view.cells"),
         ("orchestrator/core/slot.py", "orchestrator.cluster.connect"),
         ("orchestrator/config/duration.py", "orchestrator.core.slot"),

@@ -86,7 +86,7 @@ class TestHeat:
         assert report.sensors is not None
         assert (report.sensors.temperature_c, report.sensors.power_w) == (99, 205)
 
-    def test_what_the_hardware_complains_of_is_an_alarm_and_slows_it_down(
+    def test_a_complaint_of_the_hardware_is_an_alarm_and_slows(
         self, in_child: InChild, tmp_path: Path
     ) -> None:
         fake = sensors(tmp_path, temperature_c=65, throttle=[[0, ["HARDWARE_THERMAL"]]])
@@ -221,7 +221,7 @@ class Instant:
         """Nothing is held."""
 
 
-def test_a_failed_check_costs_time_and_only_failures_in_a_row_end_the_checks(
+def test_only_failed_checks_in_a_row_end_the_checks(
     stats: SliceStats,
 ) -> None:
     checks, workload = ResultChecks(0.5, "pc1/0"), RunsOutAtTimes(None)

@@ -76,9 +76,7 @@ class Fault:
 
     number: int
     at_s: float
-    """Seconds since the run began to count when it was sent; of a group, when the first was
-    reported.
-    """
+    """When it was sent, since the run began to count; of a group, when the first was reported."""
     kind: FaultKind
     target: str
     fate: FaultOutcome = FaultOutcome.PENDING
@@ -87,9 +85,7 @@ class Fault:
     detail: str = ""
     """How the head saw it: the slot's reason."""
     recovered_s: float | None = None
-    """From the last report before it (of a node: from its end) to the first report, or the last
-    slot's, after it.
-    """
+    """From the last report before it (of a node: its end) to the first, or last slot's, after."""
     count: int = 1
 
 
@@ -191,7 +187,7 @@ class _Worker:
     is_over: bool = False
     """It gets no process any more: quarantined, or done."""
     has_reported: bool = False
-    """In the last wait."""
+    """In the last wait, that all is well."""
     has_failed: bool = False
     """The same of a slice."""
 
@@ -396,9 +392,7 @@ class ChaosFleet:
         return None
 
     def _shake_nodes(self, now_s: float) -> None:
-        """End and start nodes: everything overdue at once, but a node is down for its whole
-        pause.
-        """
+        """End and start nodes that are due; a node is down for its whole pause."""
         if self._began_s is None or now_s >= self._ends_at_s:
             return
         for planned in list(self._planned):
@@ -450,7 +444,7 @@ class ChaosFleet:
         if report.verdict is Verdict.CONTEXT_CORRUPTED and self._may_have_struck(slot):
             self._note_struck(slot, report.reason)
         worker.in_flight.remove(report.sequence)
-        worker.has_reported = True
+        worker.has_reported = report.verdict is Verdict.OK
         if report.verdict in {Verdict.OK, Verdict.DONE} and not worker.at_work:
             self._slot_back(slot, report, now_s)
         worker.at_work = report.verdict is Verdict.OK
@@ -628,9 +622,7 @@ def struck(directive: Directive, kind: FaultKind, at_share: float) -> StruckDire
 
 
 def chance(seed: int, *words: object) -> float:
-    """Return a number in [0, 1) that looks random and is always the same for the same seed and
-    words.
-    """
+    """Return a number in [0, 1) that looks random and follows from the seed and the words."""
     text = "\x1f".join(str(word) for word in (seed, *words))
     drawn = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return (int.from_bytes(drawn, "big") >> 11) / 2**53

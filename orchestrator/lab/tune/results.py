@@ -94,9 +94,7 @@ class LeverRow:
     verdict: LeverVerdict
     reason: str
     samples_per_s: float | None = None
-    """Optimised samples, or tokens where lengths differ; the median over rounds. Of matmul not
-    given.
-    """
+    """Optimised samples, or tokens where lengths differ; the median. Not given of matmul."""
     tflops: float | None = None
     """Operations of the model, without what is repeated, in 10^12 a second."""
     mfu_pct: float | None = None
@@ -109,9 +107,7 @@ class LeverRow:
     once_s: float | None = None
     """What the first step took beyond another one, such as a compilation."""
     pays_after_s: float | None = None
-    """When it has done as much as the baseline, which began sooner; `None` while it is not known to
-    be faster.
-    """
+    """When it has done as much as the baseline; `None` while it is not known to be faster."""
 
     @property
     def name(self) -> str:
