@@ -185,8 +185,8 @@ def with_agents(
     actors: dict[str, Any] = {
         node: agent_class.options(
             num_cpus=0, label_selector={NODE_LABEL: node}, max_restarts=-1, max_task_retries=0
-        ).remote(each)
-        for node, each in orders.items()
+        ).remote(order)
+        for node, order in orders.items()
     }
     asked = {node: actor.outcome.remote() for node, actor in actors.items()}
     try:

@@ -209,7 +209,9 @@ class RayFleet:
             if ref in done
         ]
         return tuple(
-            each for flight, each in ended if isinstance(each, SliceReported) or not flight.given_up
+            outcome
+            for flight, outcome in ended
+            if isinstance(outcome, SliceReported) or not flight.given_up
         )
 
     def forget(self, slot: str) -> None:

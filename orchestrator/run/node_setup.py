@@ -60,7 +60,7 @@ def hold_settings(
     """
     orders = orders_for(environment, plans, run_id=run_id, cards=cards)
     live = {fact.name for fact in fleet.nodes()}
-    present = {node: each for node, each in orders.items() if node in live}
+    present = {node: order for node, order in orders.items() if node in live}
     for line in left_out(environment, orders, present, apply_power_limit=cards.apply_power_limit):
         tell(line)
     with contextlib.ExitStack() as stack:

@@ -278,10 +278,10 @@ class LimitStore:
 
     def all(self, now_unix_s: float) -> tuple[StoredLimit, ...]:
         """Return every limit that has not expired, the newest first."""
-        found: list[StoredLimit] = []
+        limits: list[StoredLimit] = []
         with self._told("read"):
-            found = _fresh(_read_file(self.path), now_unix_s)
-        return tuple(sorted(found, key=attrgetter("learned_at_unix_s"), reverse=True))
+            limits = _fresh(_read_file(self.path), now_unix_s)
+        return tuple(sorted(limits, key=attrgetter("learned_at_unix_s"), reverse=True))
 
     def remember(self, *limits: StoredLimit) -> None:
         """Store these limits in place of those with the same keys, and delete what has expired."""

@@ -103,14 +103,14 @@ def others(nvml: str | None) -> tuple[JournalEntry, ...]:
 
     What is no record is left alone.
     """
-    found = []
+    entries = []
     for path in sorted(folder().glob("*.json")):
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             kept = _read(path)
             is_mine = kept.pid == os.getpid() and kept.started == start_time(os.getpid())
             if kept.host == socket.gethostname() and kept.nvml == nvml and not is_mine:
-                found.append(kept)
-    return tuple(found)
+                entries.append(kept)
+    return tuple(entries)
 
 
 def one_at_a_time(patience_s: float) -> AbstractContextManager[None]:

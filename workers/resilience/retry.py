@@ -479,9 +479,9 @@ class Recall:
 
     def best(self) -> Learned | None:
         """Return what was learned here; `None` if nothing was, or it is too old."""
-        found = self._store.best(_key(self._workload), time.time())
+        limit = self._store.best(_key(self._workload), time.time())
         self._complain()
-        self._kept = None if found is None else found.learned
+        self._kept = None if limit is None else limit.learned
         return self._kept
 
     def keep(self, learned: Learned | None, peak_bytes: int | None) -> None:
