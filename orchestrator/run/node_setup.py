@@ -159,7 +159,7 @@ def with_outcomes(
     """
     if config.compute_share_mode != "mps":
         return tuple(plans)
-    told = []
+    changed = []
     for plan in plans:
         spec, outcome = plan.spec, outcomes.get(plan.spec.node)
         if outcome is None or outcome.pipe_directory is None:
@@ -170,8 +170,8 @@ def with_outcomes(
                 mps_pipe_directory=outcome.pipe_directory,
                 mps_memory_limit_bytes=spec.budget_bytes,
             )
-        told.append(replace(plan, spec=spec))
-    return tuple(told)
+        changed.append(replace(plan, spec=spec))
+    return tuple(changed)
 
 
 def _note(

@@ -49,13 +49,13 @@ class Shape:
         """Refuse a call that brings its own batch size, by a `TypeError` with the call it should
         be.
         """
-        given = len(args) - self.owners
+        count = len(args) - self.owners
         if self.size_name in kwargs:
             names = [f"{name}=…" for name in kwargs if name != self.size_name]
-            what, call = f"was given {self.size_name}", [*("…" for _ in range(given)), *names]
-        elif self.others is not None and given > len(self.others):
+            what, call = f"was given {self.size_name}", [*("…" for _ in range(count)), *names]
+        elif self.others is not None and count > len(self.others):
             what, call = (
-                f"was given {given} arguments and has room for {len(self.others)}",
+                f"was given {count} arguments and has room for {len(self.others)}",
                 [*self.others],
             )
         else:

@@ -500,10 +500,10 @@ class Recall:
     def _news(self, learned: Learned) -> bool:
         if self._kept_at_s is not None and self._clock() - self._kept_at_s < _KEEP_EVERY_S:
             return False
-        kept = self._kept
-        if kept is None or (kept.unit_bytes is None) != (learned.unit_bytes is None):
+        last = self._kept
+        if last is None or (last.unit_bytes is None) != (learned.unit_bytes is None):
             return True
-        return abs(learned.size - kept.size) > _WORTH_KEEPING * kept.size
+        return abs(learned.size - last.size) > _WORTH_KEEPING * last.size
 
     def _complain(self) -> None:
         if self._store.problem is not None and not self._complained:
