@@ -31,7 +31,6 @@ from orchestrator.cluster.raylets import Raylets
 from orchestrator.core.fleet import (
     DeathCause,
     NodeFact,
-    Reservation,
     SliceEnded,
     SliceFailed,
     SliceFailure,
@@ -100,7 +99,6 @@ class RayFleet:
         self._last_nodes: tuple[NodeFact, ...] = ()
         self._actors: dict[str, Any] = {}
         self._flights: dict[Any, _Flight] = {}
-        self._reservations: dict[str, Reservation] = {}
         self._pids: dict[str, int] = {}
         """Process of each slot, as of its last report."""
         self._specs: dict[str, WorkerSpec] = {}
@@ -173,16 +171,15 @@ class RayFleet:
                 ]
             ) from error
 
-    def place(self, reservation: Reservation, spec: WorkerSpec) -> None:
+    def place(self, spec: WorkerSpec, num_cpus: float, num_gpus: float) -> None:
         # Ray hands the arguments to each new process of the actor, restarts it without a limit and
         # never repeats a call: counting and waiting are the head's.
-        self._reservations[reservation.slot] = reservation
-        self._specs[reservation.slot] = spec
+        self._specs[spec.slot] = spec
         actor_class = ray.remote(WorkerActor)
-        self._actors[reservation.slot] = actor_class.options(
-            num_cpus=reservation.num_cpus,
-            num_gpus=reservation.num_gpus,
-            label_selector={NODE_LABEL: reservation.node},
+        self._actors[spec.slot] = actor_class.options(
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            label_selector={NODE_LABEL: spec.node},
             max_restarts=-1,
             max_task_retries=0,
         ).remote(spec)
@@ -235,10 +232,10 @@ class RayFleet:
     def _end_mps_client(self, slot: str) -> None:
         pipes, pid = self._specs[slot].mps_pipe_directory, self._process_of(slot)
         if pipes is not None and pid is not None:
-            self._watch.end_mps_client(self._reservations[slot].node, pipes, pid)
+            self._watch.end_mps_client(self._specs[slot].node, pipes, pid)
 
     def why_ended(self, slot: str) -> DeathCause | None:
-        node = self._reservations[slot].node
+        node = self._specs[slot].node
         address = next((fact.address for fact in self._last_nodes if fact.name == node), None)
         if address is None or slot not in self._pids:
             return None
@@ -252,7 +249,7 @@ class RayFleet:
         for slot in silent:
             pid = self._process_of(slot)
             if pid is not None:
-                asked[self._reservations[slot].node][pid] = slot
+                asked[self._specs[slot].node][pid] = slot
         return {
             slots[pid]: activity
             for node, slots in asked.items()
@@ -295,7 +292,7 @@ class RayFleet:
             return SliceFailed.of(flight.slot, flight.directive, _failure(error), in_a_line(error))
         if report.device is not None and not flight.given_up:
             self._pids[flight.slot] = report.device.pid
-            self._watch.begin(self._reservations[flight.slot].node)
+            self._watch.begin(self._specs[flight.slot].node)
         return SliceReported(report=report)
 
 

@@ -17,7 +17,7 @@ from orchestrator.config.capacity import (
     card_total_gib,
     workers_per_card,
 )
-from orchestrator.core.fleet import NodeFact, Reservation
+from orchestrator.core.fleet import NodeFact
 from workers.settings import MemorySettings, WorkerSpec, WorkloadSpec
 from workers.units import GIB, MIB
 
@@ -116,8 +116,10 @@ class Target:
 class SlotPlan:
     """One slot: where its actor sits and what its worker gets."""
 
-    reservation: Reservation
     spec: WorkerSpec
+    num_cpus: float
+    num_gpus: float
+    """What its actor reserves; nothing limits use."""
     gpu: str | None
     """The card the configuration promises, until the worker has seen it."""
 
@@ -181,8 +183,7 @@ def plan_slots(config: Config, target: Target) -> tuple[SlotPlan, ...]:
                 check_share=config.verify.share,
             )
             cpus, gpus = budget.cpus_per_worker, budget.gpu_fraction
-            reservation = Reservation(slot=slot, node=name, num_cpus=cpus, num_gpus=gpus)
-            plans.append(SlotPlan(reservation=reservation, spec=spec, gpu=node.gpu))
+            plans.append(SlotPlan(spec=spec, num_cpus=cpus, num_gpus=gpus, gpu=node.gpu))
     return tuple(plans)
 
 

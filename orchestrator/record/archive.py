@@ -77,6 +77,8 @@ _CANNOT_SHARE = frozenset({sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sql
 
 _DAMAGE = (sqlite3.Error, ValueError, LookupError, TypeError, RecursionError, OverflowError)
 
+_hints = cache(get_type_hints)
+
 
 @contextmanager
 def reading(folder: Path) -> Iterator[sqlite3.Connection]:
@@ -428,9 +430,6 @@ def row_of(record: SlotRecord) -> Row:
     """
     own = {"slot": record.slot, "node": record.node, "state": record.state, "reason": record.reason}
     return Row.from_dict({**record.row, **own}, lenient=True)
-
-
-_hints = cache(get_type_hints)
 
 
 @cache

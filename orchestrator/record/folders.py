@@ -32,6 +32,7 @@ _RUN_ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{4}")
 _SUMMARY_NAME = "summary.json"
 _SUMMARY_MOST_BYTES = 16 * 2**20
 """A summary of ten thousand workers and ten thousand faults has 13 MiB."""
+
 #: Of a run in JSON.
 _KEYS = (
     "run_id", "started_at_unix_s", "mode", "outcome", "exit_code", "elapsed_s", "duration_s", "remaining_s", "heads",
@@ -41,6 +42,9 @@ _KEYS = (
 _DEFAULT_RUNS_DIR = Path(RunConfig.model_fields["dir"].default)
 _SUFFIX = re.compile(r"[0-9a-f-]{4,20}")
 _NAMED = 5
+
+DELIVERIES_NAME: Final = "notifications.json"
+_MOST_BYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,11 +239,6 @@ def _without_store(folder: Path) -> Listed:
         exit_code=code if isinstance(code, int) else None,
         error=None if error is None else str(error),
     )
-
-
-DELIVERIES_NAME: Final = "notifications.json"
-
-_MOST_BYTES: Final = 4096
 
 
 class Deliveries(NamedTuple):

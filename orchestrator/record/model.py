@@ -60,15 +60,14 @@ LOW_SUCCESS_RATE = 0.95
 
 AnyBrief = TypeVar("AnyBrief", bound="Brief")
 
+Value: TypeAlias = str | int | float | None
+
 
 def finite(value: float | None) -> float | None:
     """Return the number, or `None` where it is unknown, infinite, not a number, or whole and too
     large for a float.
     """
     return value if value is not None and abs(value) <= sys.float_info.max else None
-
-
-Value: TypeAlias = str | int | float | None
 
 
 @dataclass(frozen=True, slots=True)

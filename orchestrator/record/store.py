@@ -29,7 +29,6 @@ STORE_NAME = "run.sqlite"
 SCHEMA_VERSION = 1
 """Counts up when a reader of the version before could misunderstand the tables."""
 
-
 SAMPLE_EVERY_S = 1.0
 """Of each slot, at most."""
 SAMPLES_MOST_PER_S = 45.0
@@ -49,6 +48,82 @@ _PATIENCE_S = 0.1
 """How long another program's lock may delay the head."""
 _LAST_PATIENCE_S = 2.0
 """At the end of a run a longer wait is harmless, and there is no second chance."""
+
+#: Counters of a slot, as its line in `progress` has them.
+COUNTERS = (*StepCounts.__slots__, "restarts", "steps_lost_upper_bound")
+
+#: What every report of a slot changes, and must be known before it is sent more.
+ProgressLine: TypeAlias = tuple[str | int | float | None, ...]
+COMMANDS_KNOWN = 1_000
+"""Answers that a head remembers, its predecessors' included: an id that comes again gets the same
+one.
+"""
+Line: TypeAlias = Mapping[str, str | int | float | None]
+
+#: What is sampled of a row, besides the moment.
+_SAMPLED = ("slot", *(key for key, each in FIELDS.items() if each.sampled))
+
+#: In a column of the type REAL, SQLite stores a float without a fraction in 0 to 6 bytes instead of
+#: 8.
+_SAMPLED_COLUMNS = ", ".join(
+    f"{name} REAL" if is_row_value(name, 0.5) else name for name in _SAMPLED
+)
+CREATE = (
+    "CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
+    """CREATE TABLE IF NOT EXISTS runs (
+        run_id TEXT PRIMARY KEY, started_at_unix_s REAL NOT NULL, duration_s REAL NOT NULL, elapsed_s REAL NOT NULL,
+        min_success_rate REAL NOT NULL, mode TEXT NOT NULL, device TEXT, one_machine INTEGER NOT NULL,
+        config_yaml TEXT NOT NULL, chaos TEXT, nodes_planned TEXT NOT NULL,
+        head_pid INTEGER NOT NULL, head_started TEXT, host TEXT NOT NULL, heads INTEGER NOT NULL,
+        updated_at_unix_s REAL, nodes_seen TEXT NOT NULL DEFAULT '[]', notices TEXT NOT NULL DEFAULT '[]',
+        restart_count INTEGER NOT NULL DEFAULT 0, steps_lost_upper_bound INTEGER, incomplete INTEGER NOT NULL DEFAULT 0,
+        outcome TEXT, exit_code INTEGER, error TEXT, faults TEXT NOT NULL DEFAULT '[]'
+    )""",
+    # With a rowid: slots stay in the order in which they were first told of, that of the plan.
+    """CREATE TABLE IF NOT EXISTS slots (
+        slot TEXT PRIMARY KEY, node TEXT NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL,
+        incarnation INTEGER NOT NULL, resume TEXT, row TEXT NOT NULL, orders TEXT
+    )""",
+    f"""CREATE TABLE IF NOT EXISTS samples (
+        at_unix_s REAL NOT NULL, {_SAMPLED_COLUMNS}, PRIMARY KEY (at_unix_s, slot)
+    ) WITHOUT ROWID""",
+    # What every report changes, in few bytes.
+    f"""CREATE TABLE IF NOT EXISTS progress (
+        slot TEXT PRIMARY KEY, next_sequence INTEGER NOT NULL, steps_at_risk INTEGER NOT NULL, heard_at_unix_s REAL,
+        {", ".join(COUNTERS)}
+    ) WITHOUT ROWID""",
+    """CREATE TABLE IF NOT EXISTS events (
+        id INTEGER PRIMARY KEY, at TEXT NOT NULL, event TEXT NOT NULL, slot TEXT, details TEXT NOT NULL
+    )""",
+    "CREATE INDEX IF NOT EXISTS events_of_slot ON events (slot, event, id)",
+    """CREATE TABLE IF NOT EXISTS commands (
+        id TEXT PRIMARY KEY, at_unix_s REAL NOT NULL, do TEXT NOT NULL, slots TEXT NOT NULL, by TEXT NOT NULL,
+        amount_bytes INTEGER, answer TEXT NOT NULL
+    )""",
+)
+_SET_META = "INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)"
+FAULTS_KEPT = 10_000
+"""Injected faults of all heads together; beyond them the oldest go."""
+
+#: A new head has no elapsed time until it counts: the time of earlier heads is kept.
+_UPDATE_RUN = """UPDATE runs SET
+    elapsed_s = max(elapsed_s, :elapsed_s), updated_at_unix_s = :updated_at_unix_s, nodes_seen = :nodes_seen,
+    notices = :notices, restart_count = :restart_count, steps_lost_upper_bound = :steps_lost_upper_bound,
+    incomplete = max(incomplete, :incomplete)
+WHERE run_id = :run_id"""
+_END_RUN = """UPDATE runs SET outcome = :outcome, exit_code = :exit_code, error = :error, faults = :faults
+WHERE run_id = :run_id"""
+_SLOT_COLUMNS = ("slot", "node", "state", "reason", "incarnation", "resume", "row", "orders")
+_MARKS = ", ".join("?" * (4 + len(COUNTERS)))
+PUT_PROGRESS = f"INSERT OR REPLACE INTO progress VALUES ({_MARKS})"  # noqa: S608 - question marks
+
+#: Both take what `sample_line` returns.
+PUT_ROW = "UPDATE slots SET row = :row WHERE slot = :slot"
+# Besides SQLite's own: values that a conversion did not foresee must not end a long run.
+_FAILURES = (sqlite3.Error, OSError, ValueError, TypeError, OverflowError, RecursionError)
+
+#: Which file, and which write-ahead log, a connection writes to.
+_Identity: TypeAlias = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,18 +155,6 @@ class RunFacts:
     """
     host: str
     """Name of the machine the head runs on: its pid means nothing elsewhere."""
-
-
-#: Counters of a slot, as its line in `progress` has them.
-COUNTERS = (*StepCounts.__slots__, "restarts", "steps_lost_upper_bound")
-#: What every report of a slot changes, and must be known before it is sent more.
-ProgressLine: TypeAlias = tuple[str | int | float | None, ...]
-
-
-COMMANDS_KNOWN = 1_000
-"""Answers that a head remembers, its predecessors' included: an id that comes again gets the same
-one.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,56 +203,6 @@ class SlotRecord:
         )
 
 
-Line: TypeAlias = Mapping[str, str | int | float | None]
-
-#: What is sampled of a row, besides the moment.
-_SAMPLED = ("slot", *(key for key, each in FIELDS.items() if each.sampled))
-#: In a column of the type REAL, SQLite stores a float without a fraction in 0 to 6 bytes instead of
-#: 8.
-_SAMPLED_COLUMNS = ", ".join(
-    f"{name} REAL" if is_row_value(name, 0.5) else name for name in _SAMPLED
-)
-
-CREATE = (
-    "CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
-    """CREATE TABLE IF NOT EXISTS runs (
-        run_id TEXT PRIMARY KEY, started_at_unix_s REAL NOT NULL, duration_s REAL NOT NULL, elapsed_s REAL NOT NULL,
-        min_success_rate REAL NOT NULL, mode TEXT NOT NULL, device TEXT, one_machine INTEGER NOT NULL,
-        config_yaml TEXT NOT NULL, chaos TEXT, nodes_planned TEXT NOT NULL,
-        head_pid INTEGER NOT NULL, head_started TEXT, host TEXT NOT NULL, heads INTEGER NOT NULL,
-        updated_at_unix_s REAL, nodes_seen TEXT NOT NULL DEFAULT '[]', notices TEXT NOT NULL DEFAULT '[]',
-        restart_count INTEGER NOT NULL DEFAULT 0, steps_lost_upper_bound INTEGER, incomplete INTEGER NOT NULL DEFAULT 0,
-        outcome TEXT, exit_code INTEGER, error TEXT, faults TEXT NOT NULL DEFAULT '[]'
-    )""",
-    # With a rowid: slots stay in the order in which they were first told of, that of the plan.
-    """CREATE TABLE IF NOT EXISTS slots (
-        slot TEXT PRIMARY KEY, node TEXT NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL,
-        incarnation INTEGER NOT NULL, resume TEXT, row TEXT NOT NULL, orders TEXT
-    )""",
-    f"""CREATE TABLE IF NOT EXISTS samples (
-        at_unix_s REAL NOT NULL, {_SAMPLED_COLUMNS}, PRIMARY KEY (at_unix_s, slot)
-    ) WITHOUT ROWID""",
-    # What every report changes, in few bytes.
-    f"""CREATE TABLE IF NOT EXISTS progress (
-        slot TEXT PRIMARY KEY, next_sequence INTEGER NOT NULL, steps_at_risk INTEGER NOT NULL, heard_at_unix_s REAL,
-        {", ".join(COUNTERS)}
-    ) WITHOUT ROWID""",
-    """CREATE TABLE IF NOT EXISTS events (
-        id INTEGER PRIMARY KEY, at TEXT NOT NULL, event TEXT NOT NULL, slot TEXT, details TEXT NOT NULL
-    )""",
-    "CREATE INDEX IF NOT EXISTS events_of_slot ON events (slot, event, id)",
-    """CREATE TABLE IF NOT EXISTS commands (
-        id TEXT PRIMARY KEY, at_unix_s REAL NOT NULL, do TEXT NOT NULL, slots TEXT NOT NULL, by TEXT NOT NULL,
-        amount_bytes INTEGER, answer TEXT NOT NULL
-    )""",
-)
-
-_SET_META = "INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)"
-
-FAULTS_KEPT = 10_000
-"""Injected faults of all heads together; beyond them the oldest go."""
-
-
 def _names(record: type) -> tuple[str, ...]:
     return tuple(field.name for field in fields(record))
 
@@ -226,24 +239,10 @@ _BEGIN_RUN = _upsert(
     },
 )
 
-#: A new head has no elapsed time until it counts: the time of earlier heads is kept.
-_UPDATE_RUN = """UPDATE runs SET
-    elapsed_s = max(elapsed_s, :elapsed_s), updated_at_unix_s = :updated_at_unix_s, nodes_seen = :nodes_seen,
-    notices = :notices, restart_count = :restart_count, steps_lost_upper_bound = :steps_lost_upper_bound,
-    incomplete = max(incomplete, :incomplete)
-WHERE run_id = :run_id"""
 
-_END_RUN = """UPDATE runs SET outcome = :outcome, exit_code = :exit_code, error = :error, faults = :faults
-WHERE run_id = :run_id"""
-
-_SLOT_COLUMNS = ("slot", "node", "state", "reason", "incarnation", "resume", "row", "orders")
 PUT_SLOT = _upsert("slots", _SLOT_COLUMNS, "slot", _excluded(_SLOT_COLUMNS, "slot"))
 
-_MARKS = ", ".join("?" * (4 + len(COUNTERS)))
-PUT_PROGRESS = f"INSERT OR REPLACE INTO progress VALUES ({_MARKS})"  # noqa: S608 - question marks
 
-#: Both take what `sample_line` returns.
-PUT_ROW = "UPDATE slots SET row = :row WHERE slot = :slot"
 # The last sample of a run may fall on the moment of the one before it.
 PUT_SAMPLE = _insert("samples", ("at_unix_s", *_SAMPLED), "INSERT OR REPLACE")
 
@@ -325,13 +324,6 @@ def _value(value: object) -> str | int | float | None:
         return finite(value) or 0.0
     # Python's JSON has words for infinity, and another head must go on from the very same numbers.
     return _json_text(value, allow_nan=True)
-
-
-# Besides SQLite's own: values that a conversion did not foresee must not end a long run.
-_FAILURES = (sqlite3.Error, OSError, ValueError, TypeError, OverflowError, RecursionError)
-
-#: Which file, and which write-ahead log, a connection writes to.
-_Identity: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class RunStore:

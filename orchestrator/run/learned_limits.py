@@ -31,7 +31,7 @@ class LearnedLimits:
         """Of each slot its limit, the best it has sustained, and its specification."""
         self._earlier: tuple[StoredLimit, ...] = ()
 
-    def sent_along(self, plans: Sequence[SlotPlan], now_unix_s: float) -> tuple[SlotPlan, ...]:
+    def add_learned(self, plans: Sequence[SlotPlan], now_unix_s: float) -> tuple[SlotPlan, ...]:
         """Return the slots with workers that know what earlier runs have learned of their workload."""
         store = self._store
         if store is None:

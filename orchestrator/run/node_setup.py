@@ -37,7 +37,7 @@ NO_CARD_SETTINGS = CardSettings()
 
 
 @contextlib.contextmanager
-def kept(
+def hold_settings(
     environment: Environment,
     fleet: Fleet,
     plans: Sequence[SlotPlan],
@@ -87,9 +87,7 @@ def kept(
         finally:
             if any(outcome.pipe_directory is not None for outcome in outcomes.values()):
                 for plan in plans:
-                    fleet.abandon(
-                        plan.reservation.slot
-                    )  # a daemon ends when it has no clients any more
+                    fleet.abandon(plan.spec.slot)  # a daemon ends when it has no clients any more
 
 
 def orders_for(

@@ -51,7 +51,7 @@ def check_mine(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def owned(folder: Path) -> Iterator[None]:
+def hold_folder(folder: Path) -> Iterator[None]:
     """Leave this process's id in the run folder, and keep every other head out of it.
 
     The kernel releases the lock with the process, however it ends.

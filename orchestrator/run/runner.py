@@ -47,12 +47,11 @@ from orchestrator.record.output import OutputFiles
 from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
 from orchestrator.record.summary import failure_dict, summary_dict, summary_text, write_summary
 from orchestrator.run import node_setup, resume, run_dir
-from orchestrator.run.clock import Clock
 from orchestrator.run.environment import Environment, Mode
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
 from orchestrator.run.run_dir import CheckpointKeeper
-from orchestrator.run.supervisor import Commands, Supervisor, answers_before
+from orchestrator.run.supervisor import Clock, Commands, Supervisor, answers_before
 from orchestrator.run.terminal import (
     Interrupts,
     Screen,
@@ -187,7 +186,7 @@ def _in_folder(
         if is_debug
         else own_screen(folder / "ray.log")
     )
-    with run_dir.owned(folder), screens as screen:
+    with run_dir.hold_folder(folder), screens as screen:
         record = _Record(
             folder=folder,
             screen=screen,
@@ -200,11 +199,11 @@ def _in_folder(
                 # Before Ray is started: a head that is killed meanwhile leaves a run that can be
                 # resumed. One that is resumed has its record, and keeps it until there is something
                 # to resume.
-                record.begun(environment)
-            record.told_of(environment.config.notify)
+                record.begin(environment)
+            record.start_viewer(environment.config.notify)
             return _in_environment(environment, record, interrupts)
         except BaseException as error:
-            record.failed(error)
+            record.fail(error)
             is_before = record.supervisor is None
             if isinstance(error, NoClusterError) and environment.mode is Mode.CLUSTER and is_before:
                 raise without_cluster(environment.config, error) from error
@@ -222,7 +221,7 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
         settled = environment.settle(environment, fleet)
         if settled is not environment:
             record.tell(*settled.lines)
-        facts = record.begun(settled)
+        facts = record.begin(settled)
         record.outlets.events.write(
             "run_started",
             run_id=facts.run_id,
@@ -237,7 +236,7 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
         for experiment in experiments:
             record.tell(*filter(None, [experiment.line]))
             plans = tuple(experiment.equip(plans, record.folder, record.past.elapsed_s))
-        kept = node_setup.kept(
+        settings = node_setup.hold_settings(
             settled,
             fleet,
             plans,
@@ -251,7 +250,7 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
         listening = functools.partial(
             Commands, record.folder, record.outlets, clock, record.past.answers
         )
-        with kept as plans, contextlib.closing(listening()) as commands:
+        with settings as plans, contextlib.closing(listening()) as commands:
             record.tell(*filter(None, [commands.problem]))
             disturbed = fleet
             for experiment in experiments:
@@ -260,7 +259,7 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
                 facts=facts,
                 past=record.past,
                 config=settled.config,
-                plans=learned_limits.sent_along(plans, clock.unix_s()),
+                plans=learned_limits.add_learned(plans, clock.unix_s()),
                 fleet=disturbed,
                 outlets=record.outlets,
                 interrupted=lambda: interrupts.asked,
@@ -275,10 +274,10 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
             except NoClusterError as error:
                 # At once: to disconnect from a cluster that has ended takes Ray several seconds.
                 record.tell("The cluster has ended; closing the run ...")
-                record.failed(error)
+                record.fail(error)
                 raise
             missed = () if interrupts.asked else record.supervisor.shortfalls()
-    return record.ended(snapshot, missed, interrupted=interrupts.asked)
+    return record.end(snapshot, missed, interrupted=interrupts.asked)
 
 
 @dataclass(kw_only=True)
@@ -310,7 +309,7 @@ class _Record:
         )
         self._begun = self._ended = self._with_report = False
 
-    def begun(self, environment: Environment) -> RunFacts:
+    def begin(self, environment: Environment) -> RunFacts:
         """Record what the run is, so that another head can resume it.
 
         Again if the cluster changes the environment.
@@ -347,7 +346,7 @@ class _Record:
         self.outlets.store.commit()
         return facts
 
-    def told_of(self, settings: NotifyConfig) -> None:
+    def start_viewer(self, settings: NotifyConfig) -> None:
         """Have another process tell of this run if there are addresses, and keep those from
         workers.
         """
@@ -362,7 +361,7 @@ class _Record:
             for line in lines:
                 _say(wrapped(line, width_of(self.screen.err)), self.screen.err)
 
-    def ended(self, snapshot: Snapshot, missed: Sequence[str], *, interrupted: bool) -> int:
+    def end(self, snapshot: Snapshot, missed: Sequence[str], *, interrupted: bool) -> int:
         """Write the summary of a run that came to its end, with what it missed, and return its exit
         code.
         """
@@ -390,7 +389,7 @@ class _Record:
         self._report()
         return code
 
-    def failed(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """Write the summary of a run that did not; the caller reports the error."""
         if self._ended or not self._begun:
             return  # it went wrong after the summary was written, or before there was anything to record

@@ -12,6 +12,8 @@ callbacks.
 from __future__ import annotations
 
 import gc
+import heapq
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -32,7 +34,6 @@ from orchestrator.record.archive import read_answers
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import OutputFiles
 from orchestrator.record.store import COMMANDS_KNOWN, CommandRecord, RunFacts
-from orchestrator.run.clock import Clock, Timers
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.node_watch import NodeWatch
 from orchestrator.run.resume import Past, rules_of
@@ -93,6 +94,58 @@ def _fewer_collections(slot_count: int) -> Iterator[None]:
         gc.unfreeze()
 
 
+class Clock:
+    """The clock of this machine; tests derive others."""
+
+    def monotonic_s(self) -> float:
+        """Seconds that never jump back; every duration and deadline is measured in them."""
+        return time.monotonic()
+
+    def unix_s(self) -> float:
+        """Seconds since 1970, for a person to read; may jump."""
+        return time.time()
+
+    def sleep(self, duration_s: float) -> None:
+        """Return after this many seconds."""
+        time.sleep(duration_s)
+
+
+class Timers:
+    """The next moment at which each slot must be asked whether its time has come: a turn costs what
+    is due in it.
+
+    A report moves the deadline of its slot to later, at every slice. The entry in the heap stays:
+    when it is due, the owner asks the slot again and sets the later moment.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, str]] = []
+        self._armed: dict[str, float] = {}
+        """Of each slot the earliest entry that counts."""
+
+    def set(self, slot: str, at_s: float | None) -> None:
+        """Have the slot come up at `at_s` (monotonic seconds) or before.
+
+        `None` asks for nothing.
+        """
+        if at_s is None:
+            return
+        armed_s = self._armed.get(slot)
+        if armed_s is None or at_s < armed_s:
+            self._armed[slot] = at_s
+            heapq.heappush(self._heap, (at_s, slot))
+
+    def due(self, now_s: float) -> list[str]:
+        """Return the slots that have come up, and forget their timers."""
+        slots = []
+        while self._heap and self._heap[0][0] <= now_s:
+            at_s, slot = heapq.heappop(self._heap)
+            if self._armed.get(slot) == at_s:
+                del self._armed[slot]
+                slots.append(slot)
+        return slots
+
+
 @dataclass(kw_only=True, eq=False)
 class Supervisor:
     """Runs one run from the first actor to the last report; nothing is placed before `run`."""
@@ -122,7 +175,7 @@ class Supervisor:
     """The traceback of the last error of the workload."""
 
     def __post_init__(self) -> None:
-        self._plans = {plan.reservation.slot: plan for plan in self.plans}
+        self._plans = {plan.spec.slot: plan for plan in self.plans}
         self._rules = rules_of(self.config, self.past)
         self._slots = {name: self.past.slots.get(name, Slot(slot=name)) for name in self._plans}
         self._meters = {name: Meter() for name in self._plans}
@@ -282,7 +335,7 @@ class Supervisor:
 
     def _obey(self) -> None:
         is_ending, nodes = self._ended_s is not None, self._nodes.seen()
-        for name, event in self.commands.heard(
+        for name, event in self.commands.receive(
             self._slots, self._plans, nodes, is_ending=is_ending
         ):
             self._feed(name, event)
@@ -423,7 +476,8 @@ class Supervisor:
         match command:
             case slots.Place():
                 plan = self._plans[name]
-                self.fleet.place(plan.reservation, replace(plan.spec, run_id=self.facts.run_id))
+                spec = replace(plan.spec, run_id=self.facts.run_id)
+                self.fleet.place(spec, plan.num_cpus, plan.num_gpus)
             case Directive():
                 lease_bytes = self._broker.grant(self._slots[name], command.sequence)
                 copy = self.checkpoints.copy_for(name, command.incarnation)
@@ -490,7 +544,7 @@ class Commands:
         self._answers = dict(answers)
         self._waiting: list[tuple[Connection, Answer]] = []
 
-    def heard(
+    def receive(
         self,
         slots: Mapping[str, Slot],
         plans: Mapping[str, SlotPlan],

@@ -35,12 +35,36 @@ from workers.messages import WorkerState
 from workers.units import GIB, MIB
 
 _LONGEST_ETA_S = 9_999 * 3600.0
+
 #: How many columns a narrow terminal never drops.
 NEVER_DROPPED = 4
+
 #: What says little of a slot that trains.
 _LAST_IN_TRAINING = frozenset({"size", "tflops"})
 
 Cell: TypeAlias = Callable[[Row], Text | None]
+
+#: Of counters that are worth a look once they are above 0.
+_STYLES: Final = {"oom": "yellow", "restarts": "magenta"}
+_GAP_CELLS = 2
+_REASON_CELLS = 32
+"""A reason gets a column of its own when there is room for so much of it, else a line under its
+row.
+"""
+_SLOT_CELLS = 6
+_PROGRESS_CELLS = 16
+_ROWS_BEFORE_SUMS = 8
+"""The line of sums goes when the terminal has room for fewer lines of rows than that."""
+_REASONS_OF_ROOM = 4
+"""Where not all rows fit, every fourth line may be a reason: the worst rows are of no use without
+theirs.
+"""
+
+#: Tells users what the table cannot show: GDDR6X gets hot long before the die does.
+_HIDDEN_TEMPERATURE = "VRAM temperature: not reported by GeForce"
+
+#: In these states a reason is only worth a line of its own when the row is in trouble nevertheless.
+_QUIET_STATES = frozenset({WorkerState.RUNNING, WorkerState.DONE, WorkerState.STOPPED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +170,6 @@ def _figures(
     return cell
 
 
-#: Of counters that are worth a look once they are above 0.
-_STYLES: Final = {"oom": "yellow", "restarts": "magenta"}
-
-
 def _words(value: str | None, longest: int, glyphs: Glyphs) -> Text | None:
     return Text(glyphs.shorten(glyphs.clean(value), longest)) if value else None
 
@@ -200,28 +220,6 @@ def _eta(row: Row) -> Text | None:
 
 def _text(value: str | None, style: str = "") -> Text | None:
     return None if value is None else Text(value, style)
-
-
-_GAP_CELLS = 2
-_REASON_CELLS = 32
-"""A reason gets a column of its own when there is room for so much of it, else a line under its
-row.
-"""
-_SLOT_CELLS = 6
-_PROGRESS_CELLS = 16
-_ROWS_BEFORE_SUMS = 8
-"""The line of sums goes when the terminal has room for fewer lines of rows than that."""
-
-_REASONS_OF_ROOM = 4
-"""Where not all rows fit, every fourth line may be a reason: the worst rows are of no use without
-theirs.
-"""
-
-#: Tells users what the table cannot show: GDDR6X gets hot long before the die does.
-_HIDDEN_TEMPERATURE = "VRAM temperature: not reported by GeForce"
-
-#: In these states a reason is only worth a line of its own when the row is in trouble nevertheless.
-_QUIET_STATES = frozenset({WorkerState.RUNNING, WorkerState.DONE, WorkerState.STOPPED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

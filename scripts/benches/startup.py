@@ -113,9 +113,9 @@ def _start_bare_actors(answer: Connection, config: str, overrides: Sequence[str]
     with environment.fleet:
         import ray  # not earlier: it reads the rehearsal's token settings when it is imported
 
-        places = [plan.reservation for plan in environment.plans]
+        places = environment.plans
         actors = [
-            torch_actor(place.node, num_cpus=place.num_cpus, num_gpus=place.num_gpus)
+            torch_actor(place.spec.node, num_cpus=place.num_cpus, num_gpus=place.num_gpus)
             for place in places
         ]
         ray.get([actor.pid.remote() for actor in actors])

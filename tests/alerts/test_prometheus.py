@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from observability.dashboard import expressions
-from render_observability import FOLDER
+from render_observability import FOLDER, expressions
 
 from orchestrator.core.slot import HeadState
 from orchestrator.record.store import COUNTERS, STORE_NAME, RunStore

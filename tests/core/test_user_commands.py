@@ -30,7 +30,7 @@ from orchestrator.core.user_commands import Command, CommandRefusedError, Do, ev
 from tests.core.scene import MIB, REFERENCE, Scene, submits
 from workers.messages import Progress, Verdict, WorkerState
 
-PLANS = {plan.reservation.slot: plan for plan in plan_slots(REFERENCE, Target(device="cuda"))}
+PLANS = {plan.spec.slot: plan for plan in plan_slots(REFERENCE, Target(device="cuda"))}
 BUDGET_MIB = PLANS["pc1/0"].spec.budget_bytes // MIB
 
 

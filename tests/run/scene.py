@@ -120,7 +120,7 @@ class Run:
         self.store.begin(facts)
         plans = plan_slots(self.config, Target(device="cpu"))
         if chaos is not None:
-            homes = {plan.reservation.slot: plan.spec.node for plan in plans}
+            homes = {plan.spec.slot: plan.spec.node for plan in plans}
             plan = parse_chaos(chaos, chaos_seed)
             self.chaos = ChaosFleet(
                 cast("Fleet", self.fleet), plan, homes, "pc1", self.log, self.clock

@@ -57,7 +57,7 @@ class Run:
         self.limits = LearnedLimits(store, self.log)
 
     def sent(self, plans: tuple[SlotPlan, ...] = PLANS) -> tuple[SlotPlan, ...]:
-        return self.limits.sent_along(plans, time.time())
+        return self.limits.add_learned(plans, time.time())
 
     def learn(self, *learned: StoredLimit | None, save: bool = True) -> None:
         """Let each of some workers report what it has learned."""

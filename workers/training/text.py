@@ -415,8 +415,10 @@ def _json_lines(path: Path, size: int) -> Iterator[tuple[Tensor, Tensor, int]]:
                 number += 1
                 where = f"line {number} of {path}"
                 if len(line) == _LONGEST_LINE_BYTES:
-                    longest = f"{_LONGEST_LINE_BYTES // MIB} MiB"
-                    raise TextError(f"train.data: {where} is longer than {longest}; divide it")
+                    raise TextError(
+                        f"train.data: {where} is longer than {_LONGEST_LINE_BYTES // MIB} MiB; "
+                        "divide it"
+                    )
                 starts.append(begin)
                 lengths.append(len(_text_of(line, where)))
                 begin += len(line)

@@ -23,7 +23,6 @@ from typing import Any, Final, cast
 
 from orchestrator.core.fleet import (
     Fleet,
-    Reservation,
     SliceEnded,
     SliceReported,
 )
@@ -31,9 +30,9 @@ from orchestrator.core.slot import HeadState
 from orchestrator.errors import UsageError
 from orchestrator.lab.chaos.plan import STEP_FAULTS, ChaosPlan, FaultRule, check_nodes
 from orchestrator.record.events import EventLog
-from orchestrator.run.clock import Clock
 from orchestrator.run.environment import Environment, Mode
 from orchestrator.run.runner import Experiment
+from orchestrator.run.supervisor import Clock
 from workers.messages import Directive, FaultKind, Report, StruckDirective, Verdict
 from workers.settings import WorkerSpec
 
@@ -245,14 +244,14 @@ class ChaosFleet:
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever a fleet has
         return getattr(self._inner, name)
 
-    def place(self, reservation: Reservation, spec: WorkerSpec) -> None:
+    def place(self, spec: WorkerSpec, num_cpus: float, num_gpus: float) -> None:
         """Place a worker whose workload has faults in it, if the plan strikes workers."""
         faults = self._plan.step_faults()
         if faults is not None:
             settings = {**spec.workload.settings, "chaos": json.dumps(faults)}
             name = f"workers.workloads.chaos:{spec.workload.name}"
             spec = replace(spec, workload=replace(spec.workload, name=name, settings=settings))
-        self._inner.place(reservation, spec)
+        self._inner.place(spec, num_cpus, num_gpus)
 
     def submit(self, slot: str, directive: Directive) -> None:
         """Send a slice, with a strike if one falls on it."""
@@ -598,7 +597,7 @@ class Chaos(Experiment):
         self, fleet: Fleet, environment: Environment, events: EventLog, clock: Clock
     ) -> Fleet:
         """Return the fleet with the faults."""
-        homes = {plan.reservation.slot: plan.spec.node for plan in environment.plans}
+        homes = {plan.spec.slot: plan.spec.node for plan in environment.plans}
         head = environment.config.head_node
         self._fleet = ChaosFleet(fleet, self._plan, homes, head, events, clock)
         return cast("Fleet", self._fleet)

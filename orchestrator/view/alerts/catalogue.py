@@ -22,6 +22,37 @@ OUTCOMES: Final = ("running", "good", "degraded", "interrupted", "failed")
 #: As `workers.training.accumulator` words it.
 _NOT_FINITE = re.compile(r"\bof optimiser step \d+ is (nan|-?inf)\b")
 
+#: Counter of a slot -> the longest time over which it is asked for.
+_WINDOWS_S: Final = {
+    "restarts": 900.0,
+    "oom_count": 600.0,
+    "steps": 900.0,
+    "steps_ok": 900.0,
+    "verify_errors": 3600.0,
+}
+_FAILED: Final = "failed"
+_FAILED_WINDOW_S: Final = 900.0
+_POINTS: Final = 60
+_Course: TypeAlias = tuple[tuple[float, float], ...]
+SEVEREST_FIRST: Final[tuple[Severity, ...]] = get_args(Severity)
+Scope: TypeAlias = Literal["run", "node", "slot", "card"]
+_NOT_WORKING: Final[frozenset[SlotState]] = frozenset(
+    {HeadState.STARTING, HeadState.RESTARTING, HeadState.LOST}
+    | {WorkerState.WARMING, WorkerState.BACKOFF, WorkerState.EMERGENCY, WorkerState.PARKED}
+)
+_REPORTING: Final[frozenset[SlotState]] = frozenset(WorkerState) - {
+    WorkerState.DONE,
+    WorkerState.STOPPED,
+}
+_LATE_S: Final = 15.0
+_SILENT_S: Final = 30.0
+_SLOW_PCT: Final = 80.0
+_SLOWED_PCT: Final = 20.0
+_MARGIN_C: Final = 3.0
+_RESTARTS: Final = 3
+_OOMS: Final = 60
+_STEPS_LEAST: Final = 20
+
 
 def outcome(frame: Frame) -> str:
     """Return how the run stands; one whose head was killed has not ended, and counts as running."""
@@ -95,21 +126,6 @@ def _age_s(row: Row) -> float:
     return float("inf") if row.heartbeat_age_s is None else row.heartbeat_age_s
 
 
-#: Counter of a slot -> the longest time over which it is asked for.
-_WINDOWS_S: Final = {
-    "restarts": 900.0,
-    "oom_count": 600.0,
-    "steps": 900.0,
-    "steps_ok": 900.0,
-    "verify_errors": 3600.0,
-}
-_FAILED: Final = "failed"
-_FAILED_WINDOW_S: Final = 900.0
-_POINTS: Final = 60
-
-_Course: TypeAlias = tuple[tuple[float, float], ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
     """The last course of the counters of one run, and their values now."""
@@ -153,11 +169,6 @@ def _longer(course: _Course, value: float, now_s: float, window_s: float) -> _Co
     while first + 1 < len(course) and course[first + 1][0] <= now_s - window_s:
         first += 1
     return course[first:]
-
-
-SEVEREST_FIRST: Final[tuple[Severity, ...]] = get_args(Severity)
-
-Scope: TypeAlias = Literal["run", "node", "slot", "card"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,24 +232,6 @@ class Firing:
         words = self.alert.summary.format(subject=self.subject.name)
         return f"{words}: {self.subject.text}" if self.subject.text else words
 
-
-_NOT_WORKING: Final[frozenset[SlotState]] = frozenset(
-    {HeadState.STARTING, HeadState.RESTARTING, HeadState.LOST}
-    | {WorkerState.WARMING, WorkerState.BACKOFF, WorkerState.EMERGENCY, WorkerState.PARKED}
-)
-_REPORTING: Final[frozenset[SlotState]] = frozenset(WorkerState) - {
-    WorkerState.DONE,
-    WorkerState.STOPPED,
-}
-
-_LATE_S: Final = 15.0
-_SILENT_S: Final = 30.0
-_SLOW_PCT: Final = 80.0
-_SLOWED_PCT: Final = 20.0
-_MARGIN_C: Final = 3.0
-_RESTARTS: Final = 3
-_OOMS: Final = 60
-_STEPS_LEAST: Final = 20
 
 _Condition: TypeAlias = Callable[[Frame, History], Iterable[Subject]]
 

@@ -28,8 +28,15 @@ from workers.files import locked
 
 _NODE_MISSING: Final = "NodeMissing"
 _AT_ONCE: Final = frozenset({_NODE_MISSING, "CardPaused"})
+
 #: The last message tells of the first three, and every digest of the last.
 _TOLD_ANYWAY: Final = frozenset({"HeadGone", "RunEnded", "RunDegraded", "NotifyFailing"})
+
+LOCK_NAME: Final = "notify.lock"
+_LOOK_EVERY_S: Final = 2.0
+_LAST_TRIES: Final = 3
+_LOCK_SOON_S: Final = 0.5
+Say = Callable[[str], None]
 
 
 class Judge:
@@ -69,15 +76,6 @@ class Judge:
         return self._is_blind or (
             one.alert.name != _NODE_MISSING and one.subject.node in self._missing
         )
-
-
-LOCK_NAME: Final = "notify.lock"
-
-_LOOK_EVERY_S: Final = 2.0
-_LAST_TRIES: Final = 3
-_LOCK_SOON_S: Final = 0.5
-
-Say = Callable[[str], None]
 
 
 def send_test(urls: Sequence[str], say: Say) -> int:

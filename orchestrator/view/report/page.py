@@ -32,12 +32,15 @@ from orchestrator.view.web.page_data import Json
 
 _PARTS_MOST: Final = 300
 _PARTS_LEAST: Final = 16
+
 #: Of all courses together: about 2.5 MiB of text.
 _NUMBERS_MOST: Final = 400_000
 _EVENTS_MOST: Final = 2_000
+
 #: So many does the page show.
 _EVENTS_TOLD: Final = 300
 _EVENTS_OF_SLOT: Final = 30
+
 #: Spans of states, of all slots together and of each.
 _SPANS_MOST: Final = 6_000
 _SPANS_LEAST: Final = 6
@@ -61,6 +64,20 @@ _COURSES: Final = (
     *(*_CHARTED, "cap_bytes", "reserved_bytes", "duty_measured"),
     *("samples_per_s", "tokens_per_s", "data_wait_pct"),
 )  # fmt: skip
+
+_PAGE: Final = files("orchestrator.view.web") / "page"
+_STYLE: Final = re.compile(r'<link rel="stylesheet" href="([\w.]+)">\n')
+_SCRIPT: Final = re.compile(r'<script src="([\w.]+)" defer></script>\n')
+_ICON: Final = re.compile(r'<link rel="icon" href="[\w.]+">\n')
+
+#: What would end a script element, or make a browser read it differently, whatever the data hold.
+_ESCAPES: Final = {
+    "<": "\\u003c",
+    ">": "\\u003e",
+    "&": "\\u0026",
+    "\u2028": "\\u2028",
+    "\u2029": "\\u2029",
+}
 
 
 def frozen(folder: Path, other: Path | None = None) -> Json:
@@ -229,20 +246,6 @@ def _drawn(key: str, course: Buckets) -> Json:
 
 def _short(value: float | None) -> float | None:
     return value if value is None else int(value) if value.is_integer() else float(f"{value:.4g}")
-
-
-_PAGE: Final = files("orchestrator.view.web") / "page"
-_STYLE: Final = re.compile(r'<link rel="stylesheet" href="([\w.]+)">\n')
-_SCRIPT: Final = re.compile(r'<script src="([\w.]+)" defer></script>\n')
-_ICON: Final = re.compile(r'<link rel="icon" href="[\w.]+">\n')
-#: What would end a script element, or make a browser read it differently, whatever the data hold.
-_ESCAPES: Final = {
-    "<": "\\u003c",
-    ">": "\\u003e",
-    "&": "\\u0026",
-    "\u2028": "\\u2028",
-    "\u2029": "\\u2029",
-}
 
 
 def html(data: dict[str, Any], title: str) -> str:

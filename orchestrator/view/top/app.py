@@ -123,6 +123,23 @@ _KEYS: Final = (
 #: into the filter.
 BINDINGS: Final[list[BindingType]] = [Binding(key, action, priority=True) for key, action in _KEYS]
 
+#: How the parts of the screen stand, in the language of Textual.
+SCREEN_CSS = """
+Screen { layout: vertical; background: ansi_default; color: ansi_default; }
+LinesView { height: 1fr; background: ansi_default; }
+#header { height: 2; }
+#keys { height: 2; }
+Input { height: 1; border: none; padding: 0; display: none; background: ansi_default; }
+"""
+_LINES_PER_NOTCH = 3
+"""Of the wheel of a mouse."""
+_LOOK_EVERY_S = 1.0
+_EVENTS_KEPT = 500
+_PLAYED_S_PER_LOOK = 5.0
+_TITLE_LINES = 3
+_HEADER_SHARE = 4
+"""Of the lines of the terminal, one in so many may be of the header."""
+
 
 @dataclass(slots=True)
 class Replay:
@@ -147,19 +164,6 @@ class Replay:
         self.at_unix_s = min(max(at_unix_s + by_s, known[0]), known[1])
         self.plays = self.plays and self.at_unix_s < known[1]
         return history.moment(self.folder, self.at_unix_s, run)
-
-
-#: How the parts of the screen stand, in the language of Textual.
-SCREEN_CSS = """
-Screen { layout: vertical; background: ansi_default; color: ansi_default; }
-LinesView { height: 1fr; background: ansi_default; }
-#header { height: 2; }
-#keys { height: 2; }
-Input { height: 1; border: none; padding: 0; display: none; background: ansi_default; }
-"""
-
-_LINES_PER_NOTCH = 3
-"""Of the wheel of a mouse."""
 
 
 class LinesView(Widget):
@@ -228,14 +232,6 @@ def save_lines(path: Path, lines: Iterable[Text]) -> str:
     except OSError as failure:
         return f"{path} cannot be written: {os.strerror(failure.errno or 0)}"
     return f"saved as {path}"
-
-
-_LOOK_EVERY_S = 1.0
-_EVENTS_KEPT = 500
-_PLAYED_S_PER_LOOK = 5.0
-_TITLE_LINES = 3
-_HEADER_SHARE = 4
-"""Of the lines of the terminal, one in so many may be of the header."""
 
 
 @dataclass(frozen=True, slots=True)

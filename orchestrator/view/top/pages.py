@@ -35,6 +35,32 @@ SEVERITY_STYLES: Final[dict[Severity, str]] = {
 }
 _MORE_CELLS: Final = len("!  · 99 more")
 
+_COLUMNS = frozenset(
+    field.name for field in FIELDS.values() if field.of == "card" and field.column
+) - {"card"}
+
+#: What is drawn over time, and how it is called; the last is counted up over the run, and drawn as
+#: its growth.
+COURSES: Mapping[str, str] = {
+    "tflops": "TFLOP/s",
+    "allocated_bytes": "allocated",
+    "temperature_c": "temp C",
+    "power_w": "power W",
+    "duty_measured": "duty",
+    "loss": "loss",
+    "samples_per_s": "samples/s",
+    "oom_count": "OOM",
+}
+_GROWTH = frozenset({"oom_count"})
+
+#: How far back the courses go; the last is the whole run.
+RANGES_S: tuple[float | None, ...] = (120.0, 600.0, 3600.0, None)
+_LEVELS = "▁▂▃▄▅▆▇█"
+_ASCII_LEVELS = "_.-=+*#@"
+_LABEL_CELLS = 11
+_EVENTS_MOST = 12
+_TEXT_LINES_MOST = 20
+
 
 def reason_line(row: Row | None, width: int, glyphs: Glyphs) -> Text:
     """Return why the slot under the cursor is in its state: the table has room for that on wide
@@ -91,11 +117,6 @@ def freshness_words(frame: Frame, replay_unix_s: float | None) -> str:
 def slots_words(slots: tuple[str, ...]) -> str:
     """Return which slots are meant: the name of one, the number of several."""
     return slots[0] if len(slots) == 1 else counted(len(slots), "slot")
-
-
-_COLUMNS = frozenset(
-    field.name for field in FIELDS.values() if field.of == "card" and field.column
-) - {"card"}
 
 
 def card_lines(rows: Iterable[Row], width: int, glyphs: Glyphs) -> list[Text]:
@@ -168,30 +189,6 @@ def run_lines(runs: Iterable[Listed], glyphs: Glyphs) -> list[Text]:
         )
         lines.append(Text(glyphs.clean(f"{one.run_id}  {one.outcome}{extent}")))
     return lines or [Text("no runs", "dim")]
-
-
-#: What is drawn over time, and how it is called; the last is counted up over the run, and drawn as
-#: its growth.
-COURSES: Mapping[str, str] = {
-    "tflops": "TFLOP/s",
-    "allocated_bytes": "allocated",
-    "temperature_c": "temp C",
-    "power_w": "power W",
-    "duty_measured": "duty",
-    "loss": "loss",
-    "samples_per_s": "samples/s",
-    "oom_count": "OOM",
-}
-_GROWTH = frozenset({"oom_count"})
-
-#: How far back the courses go; the last is the whole run.
-RANGES_S: tuple[float | None, ...] = (120.0, 600.0, 3600.0, None)
-
-_LEVELS = "▁▂▃▄▅▆▇█"
-_ASCII_LEVELS = "_.-=+*#@"
-_LABEL_CELLS = 11
-_EVENTS_MOST = 12
-_TEXT_LINES_MOST = 20
 
 
 def read_slot_lines(

@@ -58,6 +58,11 @@ _OF_THE_CLIENT = (
     TimeoutError,
 )
 
+PORT: Final = 8470
+_TOKEN_MOST_BYTES: Final = 200
+_PATIENCE_S: Final = 5.0
+_CODES_KEPT: Final = 8
+
 
 class WebConnection(web.RequestHandler):
     """A connection, which is a stranger's until one of its requests brings a login."""
@@ -175,12 +180,6 @@ async def accepting(
     finally:
         door.close()
         await runner.cleanup()
-
-
-PORT: Final = 8470
-_TOKEN_MOST_BYTES: Final = 200
-_PATIENCE_S: Final = 5.0
-_CODES_KEPT: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,6 +58,41 @@ _PAUSE_MOST_S = 5.0
 _WAITING_MOST = 4
 _EVENTS_MOST = 100
 
+_KINDS: Final = {
+    "index.html": "text/html", "app.js": "text/javascript", "charts.js": "text/javascript",
+    "source.js": "text/javascript",
+    "uplot.js": "text/javascript", "app.css": "text/css", "uplot.css": "text/css", "icon.svg": "image/svg+xml",
+}  # fmt: skip
+_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+SILENT_MOST_S: Final = 10.0
+"""So long a connection without a login may take for the headers of a request, and be idle between
+two.
+"""
+_BODY_MOST_BYTES: Final = 64 * 2**10
+_LIMIT_MOST: Final = 500
+_SLOT_EVENTS: Final = 200
+_TEXT_MOST: Final = 64
+_WRITING_MOST_S: Final = 30.0
+_OTHERS_MOST: Final = 8
+"""Runs beside the one that was named of which something is kept."""
+_OVERVIEW_S: Final = 600.0
+_OVERVIEW_PARTS: Final = 200
+_OVERVIEW_EVERY_S: Final = 5.0
+_COMPRESSED_FROM_BYTES: Final = 1_000
+Query: TypeAlias = Mapping[str, str]
+_Handler: TypeAlias = Callable[[web.Request, Query], Awaitable[web.StreamResponse]]
+
+
+PAGE: Final = Path(__file__).parent / "page"
+
 
 class StreamEvent:
     """What is sent to pages, plain or compressed."""
@@ -234,41 +269,6 @@ def packed(content: bytes) -> bytes:
     """Return an event as a part of a gzip stream that any page can read from there on."""
     press = zlib.compressobj(wbits=-15)
     return press.compress(content) + press.flush(zlib.Z_FULL_FLUSH)
-
-
-PAGE: Final = Path(__file__).parent / "page"
-
-_KINDS: Final = {
-    "index.html": "text/html", "app.js": "text/javascript", "charts.js": "text/javascript",
-    "source.js": "text/javascript",
-    "uplot.js": "text/javascript", "app.css": "text/css", "uplot.css": "text/css", "icon.svg": "image/svg+xml",
-}  # fmt: skip
-_HEADERS: Final = {
-    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cache-Control": "no-store",
-}
-SILENT_MOST_S: Final = 10.0
-"""So long a connection without a login may take for the headers of a request, and be idle between
-two.
-"""
-_BODY_MOST_BYTES: Final = 64 * 2**10
-_LIMIT_MOST: Final = 500
-_SLOT_EVENTS: Final = 200
-_TEXT_MOST: Final = 64
-_WRITING_MOST_S: Final = 30.0
-_OTHERS_MOST: Final = 8
-"""Runs beside the one that was named of which something is kept."""
-_OVERVIEW_S: Final = 600.0
-_OVERVIEW_PARTS: Final = 200
-_OVERVIEW_EVERY_S: Final = 5.0
-_COMPRESSED_FROM_BYTES: Final = 1_000
-
-Query: TypeAlias = Mapping[str, str]
 
 
 @runtime_checkable
@@ -534,9 +534,6 @@ class Site:
         if not answer.ok:
             raise _RefusedError(409, answer.error or "the head has refused it")
         return _json(request, {"id": identity, "ok": True, "effect": answer.effect})
-
-
-_Handler: TypeAlias = Callable[[web.Request, Query], Awaitable[web.StreamResponse]]
 
 
 def _amount_bytes(amount: object) -> int | None:

@@ -1,1 +1,0 @@
-"""The dashboard in docs/observability, made from the catalogues of metrics."""
