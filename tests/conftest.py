@@ -15,7 +15,7 @@ from hypothesis.internal.conjecture import providers
 
 from tests.reaper import Reaper, reaper
 from tests.scene import ROOT
-from workers.learned_limits.store import STATE_DIR_VARIABLE
+from workers.learned_limits import STATE_DIR_VARIABLE
 
 pytest_plugins = ["tests.in_child", "tests.scheduling"]
 

@@ -8,7 +8,6 @@ without waiting, and is not read. Does not cover what the text means.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import stat
 import time
@@ -19,7 +18,10 @@ from typing import Final
 
 #: Opening does not wait for a pipe's other end, follow a link, or make a terminal the controlling
 #: one; no child of this process gets to hold the file.
-_CAREFULLY: Final = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
+#: Windows, where only `resilient` works, has none of them.
+_CAREFULLY: Final = sum(
+    getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOFOLLOW", "O_NOCTTY", "O_CLOEXEC")
+)
 _LOOK_EVERY_S: Final = 0.005
 
 
@@ -80,6 +82,8 @@ def locked(lock: Path, patience_s: float) -> Iterator[None]:
         TimeoutError: Another process has held it for so long.
         OSError: It cannot be made.
     """
+    import fcntl  # noqa: PLC0415 - only on Unix
+
     lock.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | _CAREFULLY, 0o600)
     until_s = time.monotonic() + patience_s

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import errno
 import re
+import signal
 import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from workers.settings import FailureKind
@@ -233,6 +234,35 @@ def classify(exc: BaseException, handled: BaseException | None = None) -> Failur
                 requested_bytes=_requested_bytes(_message(link)),
             )
     return verdict
+
+
+def failure_of_workload(error: BaseException) -> Failure:
+    """Judge what the workload raised; call it where that is handled.
+
+    A step may leave by `sys.exit()` or any other BaseException: that is an error of the workload,
+    as a ValueError is. A request to end the process comes by a signal, whose handler raises
+    wherever the program is, which is in the workload most of the time.
+
+    Raises:
+        BaseException: `error` itself, if it is a request to end this process.
+    """
+    if isinstance(error, Exception):
+        return classify(error)
+    if _is_request(error):
+        raise error
+    name, text = type(error).__name__, str(error)  # the text of a SystemExit is a bare number
+    return replace(classify(error), text=f"{name}: {text}" if text else name)
+
+
+def _is_request(error: BaseException) -> bool:
+    """Say whether a signal's handler raised it; Python's own for Ctrl-C leaves no frame."""
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    if handlers[signal.SIGINT] is signal.default_int_handler and isinstance(
+        error, KeyboardInterrupt
+    ):
+        return True
+    codes = {getattr(handler, "__code__", None) for handler in handlers.values()}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def traceback_text(exc: BaseException) -> str:

@@ -387,7 +387,7 @@ def limits(
 ) -> None:
     """List what runs have learned, or delete it. These are the sizes that fit a card."""
     from orchestrator.cli import limits as verb
-    from workers.learned_limits.store import LimitStore
+    from workers.learned_limits import LimitStore
 
     store, selection, now_unix_s = (
         LimitStore(),

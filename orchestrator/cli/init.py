@@ -75,7 +75,7 @@ def _nodes() -> tuple[dict[str, NodeChoice], int | None, list[str]]:
     try:
         address = head_address("auto")
         with own_screen(None), connected(address, "token"):
-            from orchestrator.cluster.inventory import survey  # noqa: PLC0415 - imports ray
+            from orchestrator.cluster.node_tasks import survey  # noqa: PLC0415 - imports ray
 
             answers = survey()
     except NoClusterError as error:

@@ -19,8 +19,7 @@ from orchestrator.errors import ArchiveError, UsageError
 from orchestrator.record.summary import SCHEMA, summary_text
 from orchestrator.view.cells import UNICODE, Glyphs, aligned, flow, number, whole
 from orchestrator.view.phrases import counted
-from workers.learned_limits.limits import is_about, to_plain
-from workers.learned_limits.store import EXPIRY_S, LimitStore
+from workers.learned_limits import EXPIRY_S, LimitStore, is_about, to_plain
 from workers.settings import StoredLimit
 from workers.units import GIB, MIB
 

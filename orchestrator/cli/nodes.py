@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from orchestrator.cluster import known_agent_ports
+from orchestrator.cluster import ray_programs
 from orchestrator.config.schema import Config
 from orchestrator.core.node_commands import NODE_MARK, NodeCommand, node_command
 from orchestrator.errors import UsageError
@@ -87,7 +87,7 @@ def ray_start(command: NodeCommand) -> tuple[list[str], dict[str, str]]:
         raise UsageError(
             "the command `ray` is not installed beside this Python; install ray, then try again"
         )
-    program = [sys.executable, "-m", known_agent_ports.__name__, ray]
+    program = [sys.executable, "-m", ray_programs.__name__, "ray", ray]
     return [*program, *command.argv[1:]], {**_path_with_ray(), **command.environment}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from orchestrator.cli.plan_training import cap_about_bytes, training_lines
 from orchestrator.config.schema import Config
-from orchestrator.core.budget import NodeBudget, node_budget
+from orchestrator.core.placement import NodeBudget, node_budget
 from orchestrator.view.cells import aligned
 from orchestrator.view.phrases import counted
 from workers.settings import ASSUMED_CONTEXT_BYTES

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from orchestrator.config.schema import Config
-from orchestrator.core.budget import NodeBudget
+from orchestrator.core.placement import NodeBudget
 from orchestrator.errors import UsageError, one_line
 from orchestrator.view.cells import aligned
 from workers.settings import ASSUMED_CONTEXT_BYTES

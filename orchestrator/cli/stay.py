@@ -19,10 +19,10 @@ from typing import IO
 import psutil
 
 from orchestrator.cli import nodes
-from orchestrator.cluster import membership
+from orchestrator.cluster import ray_programs
 from orchestrator.cluster.connect import reach
 from orchestrator.core.node_commands import NODE_MARK, NodeCommand
-from orchestrator.core.rejoin import Action, Node, NodePhase, Sample, turn
+from orchestrator.core.rejoin import Action, Node, NodePhase, NodeSample, turn
 from orchestrator.errors import NoClusterError, UsageError, one_line
 from orchestrator.run.terminal import Interrupts
 
@@ -35,7 +35,7 @@ _FLAG = "--stay"
 
 _ENDED = "Ray has ended on this PC"
 
-_ANSWERS = {membership.MEMBER: True, membership.NOT_A_MEMBER: False}
+_ANSWERS = {ray_programs.MEMBER: True, ray_programs.NOT_A_MEMBER: False}
 
 
 def keep(command: NodeCommand) -> int:
@@ -100,7 +100,7 @@ class _LocalNode:
         self._said = ""
         self._find()
 
-    def poll(self) -> Sample:
+    def poll(self) -> NodeSample:
         """Poll the processes and, from every PC but the head's own, the head."""
         is_member = None
         if self._start is not None and self._start.poll() is not None:
@@ -117,7 +117,7 @@ class _LocalNode:
         self._unreachable = (
             "" if self._command.is_head else _why_unreachable(self._command.head_address)
         )
-        return Sample(
+        return NodeSample(
             now_s=time.monotonic(),
             is_reachable=not self._unreachable,
             is_starting=self._start is not None,
@@ -147,7 +147,8 @@ class _LocalNode:
             module = [
                 sys.executable,
                 "-m",
-                membership.__name__,
+                ray_programs.__name__,
+                "is-member",
                 self._command.head_address,
                 _node_id(self._raylet),
             ]

@@ -21,14 +21,13 @@ from orchestrator.core.fleet import (
     DeathCause,
     Fleet,
     NodeFact,
-    Reservation,
     SliceEnded,
     SliceFailed,
     SliceFailure,
     SliceReported,
 )
 from orchestrator.errors import UsageError
-from workers.host.gpu_facts import visible_cards
+from workers.host.machine import visible_cards
 from workers.messages import Activity, Directive, Report
 from workers.settings import WorkerSpec
 
@@ -62,8 +61,9 @@ class InProcessFleet:
         del node
         return len(visible_cards())
 
-    def place(self, reservation: Reservation, spec: WorkerSpec) -> None:
-        self._specs[reservation.slot] = spec
+    def place(self, spec: WorkerSpec, num_cpus: float, num_gpus: float) -> None:
+        del num_cpus, num_gpus  # this process has what it has
+        self._specs[spec.slot] = spec
 
     def submit(self, slot: str, directive: Directive) -> None:
         if slot not in self._specs:

@@ -27,7 +27,7 @@ _ATTEMPT_S = 2.5
 
 
 @dataclass(slots=True)
-class _Door:
+class _Port:
     answered_at_s: float | None = None
     refusals: int = 0
     attempt: socket.socket | None = None
@@ -38,7 +38,7 @@ class Pulse:
     """Keeps one connection attempt per node under way."""
 
     def __init__(self) -> None:
-        self._doors: dict[str, _Door] = {}
+        self._doors: dict[str, _Port] = {}
         self._looked_at_s: float | None = None
 
     def silent(self, addresses: Mapping[str, tuple[str, int]], now_s: float) -> frozenset[str]:
@@ -56,7 +56,7 @@ class Pulse:
         for gone in self._doors.keys() - addresses.keys():
             _close(self._doors.pop(gone))
         for node, address in addresses.items():
-            door = self._doors.setdefault(node, _Door())
+            door = self._doors.setdefault(node, _Port())
             _look(door, now_s)
             if door.attempt is None:
                 _knock(door, address, now_s)
@@ -89,7 +89,7 @@ class Pulse:
             _close(door)
 
 
-def _knock(door: _Door, address: tuple[str, int], now_s: float) -> None:
+def _knock(door: _Port, address: tuple[str, int], now_s: float) -> None:
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     try:
         door.attempt = socket.socket(family, socket.SOCK_STREAM)
@@ -105,7 +105,7 @@ def _knock(door: _Door, address: tuple[str, int], now_s: float) -> None:
         _take(door, code, now_s)
 
 
-def _look(door: _Door, now_s: float) -> None:
+def _look(door: _Port, now_s: float) -> None:
     if door.attempt is None:
         return
     waiting = select.poll()
@@ -116,7 +116,7 @@ def _look(door: _Door, now_s: float) -> None:
         _close(door)
 
 
-def _take(door: _Door, code: int, now_s: float) -> None:
+def _take(door: _Port, code: int, now_s: float) -> None:
     """Note how an attempt ended: `code` is 0 or an errno."""
     _close(door)
     if code == 0:
@@ -125,7 +125,7 @@ def _take(door: _Door, code: int, now_s: float) -> None:
         door.refusals += 1
 
 
-def _close(door: _Door) -> None:
+def _close(door: _Port) -> None:
     attempt, door.attempt = door.attempt, None
     if attempt is not None:
         with contextlib.suppress(OSError):

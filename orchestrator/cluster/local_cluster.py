@@ -4,8 +4,7 @@ nothing behind.
 Each node of the configuration becomes a raylet with its label and the CPUs and GPUs it declares.
 All of it lives below one temporary folder, so another Ray of the same user is neither seen nor
 touched. What is ended at the end are descendants of this process, by process id. All of it listens
-on loopback alone. `private_node.py` says what Ray processes a node has; `ray start` would also
-write down this cluster as the user's current one.
+on loopback alone. `ray start` would also write down this cluster as the user's current one.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _ENVIRONMENT = {
     # The driver connects to loopback as it is told, and not to this machine's address in its
     # network.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # Without the agent that prepares them (`private_node.py`) there are no runtime environments.
+    # Without the agent that prepares them there are no runtime environments.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_RUNTIME_ENV_HOOK": None,
     "RAY_JOB_CONFIG_JSON_ENV_VAR": None,

@@ -7,8 +7,6 @@ thing to Ray.
 from __future__ import annotations
 
 import contextlib
-import os
-import shlex
 import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping
@@ -28,24 +26,20 @@ from ray.exceptions import (
 
 from orchestrator.cluster.actor import WorkerActor
 from orchestrator.cluster.liveness import Pulse
-from orchestrator.cluster.process_watch import ProcessWatch
+from orchestrator.cluster.node_tasks import NODE_LABEL, ProcessWatch, in_a_line, status_command
 from orchestrator.cluster.raylets import Raylets
 from orchestrator.core.fleet import (
     DeathCause,
     NodeFact,
-    Reservation,
     SliceEnded,
     SliceFailed,
     SliceFailure,
     SliceReported,
 )
 from orchestrator.errors import NoClusterError, PreflightError, UsageError
-from workers.host.gpu_facts import visible_cards
+from workers.host.machine import visible_cards
 from workers.messages import Activity, Directive, Report
 from workers.settings import WorkerSpec
-
-#: The label that names a node. Set by `ray start --labels=node=pc1`.
-NODE_LABEL = "node"
 
 #: What Ray's one type for "the actor is temporarily unavailable" means, by its words (Ray 2.60):
 #: the connection broke under the call, or there was none to send it over. "The actor was restarted"
@@ -79,9 +73,6 @@ _HEAD_GONE = (
     "orchestrator run --resume`"
 )
 
-#: Without them Ray's commands do not use the token of this process.
-_AUTH_SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
-
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
@@ -108,7 +99,6 @@ class RayFleet:
         self._last_nodes: tuple[NodeFact, ...] = ()
         self._actors: dict[str, Any] = {}
         self._flights: dict[Any, _Flight] = {}
-        self._reservations: dict[str, Reservation] = {}
         self._pids: dict[str, int] = {}
         """Process of each slot, as of its last report."""
         self._specs: dict[str, WorkerSpec] = {}
@@ -116,7 +106,7 @@ class RayFleet:
         """Process of each slot that has come up for the present incarnation."""
         self._coming_up: dict[str, Any] = {}
         """Of each slot the question for the id of its present process."""
-        self._watch = ProcessWatch(NODE_LABEL)
+        self._watch = ProcessWatch()
 
     def nodes(self) -> tuple[NodeFact, ...]:
         """While Ray's own store does not answer, what it last said still stands, for some seconds.
@@ -181,16 +171,15 @@ class RayFleet:
                 ]
             ) from error
 
-    def place(self, reservation: Reservation, spec: WorkerSpec) -> None:
+    def place(self, spec: WorkerSpec, num_cpus: float, num_gpus: float) -> None:
         # Ray hands the arguments to each new process of the actor, restarts it without a limit and
         # never repeats a call: counting and waiting are the head's.
-        self._reservations[reservation.slot] = reservation
-        self._specs[reservation.slot] = spec
+        self._specs[spec.slot] = spec
         actor_class = ray.remote(WorkerActor)
-        self._actors[reservation.slot] = actor_class.options(
-            num_cpus=reservation.num_cpus,
-            num_gpus=reservation.num_gpus,
-            label_selector={NODE_LABEL: reservation.node},
+        self._actors[spec.slot] = actor_class.options(
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            label_selector={NODE_LABEL: spec.node},
             max_restarts=-1,
             max_task_retries=0,
         ).remote(spec)
@@ -243,10 +232,10 @@ class RayFleet:
     def _end_mps_client(self, slot: str) -> None:
         pipes, pid = self._specs[slot].mps_pipe_directory, self._process_of(slot)
         if pipes is not None and pid is not None:
-            self._watch.end_mps_client(self._reservations[slot].node, pipes, pid)
+            self._watch.end_mps_client(self._specs[slot].node, pipes, pid)
 
     def why_ended(self, slot: str) -> DeathCause | None:
-        node = self._reservations[slot].node
+        node = self._specs[slot].node
         address = next((fact.address for fact in self._last_nodes if fact.name == node), None)
         if address is None or slot not in self._pids:
             return None
@@ -260,7 +249,7 @@ class RayFleet:
         for slot in silent:
             pid = self._process_of(slot)
             if pid is not None:
-                asked[self._reservations[slot].node][pid] = slot
+                asked[self._specs[slot].node][pid] = slot
         return {
             slots[pid]: activity
             for node, slots in asked.items()
@@ -303,19 +292,8 @@ class RayFleet:
             return SliceFailed.of(flight.slot, flight.directive, _failure(error), in_a_line(error))
         if report.device is not None and not flight.given_up:
             self._pids[flight.slot] = report.device.pid
-            self._watch.begin(self._reservations[flight.slot].node)
+            self._watch.begin(self._specs[flight.slot].node)
         return SliceReported(report=report)
-
-
-def status_command() -> str:
-    """Return the command that shows what is reserved on the connected cluster: `ray status` needs
-    the mode as well.
-    """
-    address = ray.get_runtime_context().gcs_address
-    settings = (
-        f"{name}={shlex.quote(os.environ[name])} " for name in _AUTH_SETTINGS if name in os.environ
-    )
-    return f"{''.join(settings)}ray status --address={address}"
 
 
 def _cause_of_death(pid: int, address: str) -> DeathCause | None:
@@ -363,13 +341,3 @@ def _failure(error: RayError) -> SliceFailure:
     # not be loaded.
     unbuildable = (RayTaskError, RuntimeEnvSetupError, ActorUnschedulableError)
     return SliceFailure.UNBUILDABLE if isinstance(error, unbuildable) else SliceFailure.DIED
-
-
-def in_a_line(error: RayError) -> str:
-    """Return what an error of Ray says: of a traceback from a worker the last line, of other texts
-    the first.
-    """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
-        "no reason given"
-    ]
-    return lines[-1 if lines[0].startswith(("ray::", "\x1b")) else 0][:300]

@@ -1,7 +1,10 @@
 """The raylets of a rehearsal: started, ended as a power cut would end them, and started again.
 
-Each is a `PrivateNode`. Neither connects to the cluster nor cleans
-up what a raylet leaves behind (`local_cluster.py` does).
+With each cluster Ray 2.60 starts a dashboard, and with each raylet two agents: one for metrics and
+logs, one that prepares runtime environments. Each takes a second of a core before the raylet is
+ready. A run uses none of them (its figures come with the workers' reports, its logs are files, and
+all its processes use the Python of this one), so they are left out. Neither connects to the cluster
+nor cleans up what a raylet leaves behind (`local_cluster.py` does).
 """
 
 from __future__ import annotations
@@ -23,6 +26,17 @@ from orchestrator.errors import NoClusterError
 #: need none of it.
 _OBJECT_STORE_BYTES = 80 * 2**20
 
+#: Where Ray's servers listen on this address, they listen on no other.
+_LOOPBACK = "127.0.0.1"
+
+#: A raylet must have agents, and ends when one of them ends. `cat` reads a pipe from the raylet,
+#: and ends with it.
+_IDLE = "cat"
+_AGENTS = ("--dashboard_agent_command", "--runtime_env_agent_command")
+
+#: What Ray's own agents write where they do not serve.
+_NO_PORT = -1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayletPlan:
@@ -31,6 +45,50 @@ class RayletPlan:
     name: str
     cpus: int
     gpus: int
+
+
+def private_node_class() -> Any:  # noqa: ANN401 - Ray's own, which reads its settings when it is imported
+    """Return Ray's own `Node`, without the processes that a run does not use."""
+    from ray import _raylet  # noqa: PLC0415 - imports ray
+    from ray._private import services  # noqa: PLC0415
+    from ray._private.node import Node  # noqa: PLC0415
+
+    ports = [
+        getattr(_raylet, name)
+        for name in (
+            "DASHBOARD_AGENT_LISTEN_PORT_NAME",
+            "METRICS_AGENT_PORT_NAME",
+            "METRICS_EXPORT_PORT_NAME",
+            "RUNTIME_ENV_AGENT_PORT_NAME",
+        )
+    ]
+
+    class PrivateNode(Node):
+        def start_api_server(self, **options: object) -> None:
+            """Start no dashboard."""
+
+        def start_raylet(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - Ray's own
+            """Start the raylet with idle processes as its agents, and say in their place that they
+            serve nothing.
+            """
+            for port in ports:
+                _raylet.persist_port(self._session_dir, self.node_id, port, _NO_PORT)  # type: ignore[attr-defined]
+            start = services.start_ray_process
+
+            def start_idle(command: list[str], *rest: Any, **named: Any) -> object:  # noqa: ANN401 - as above
+                idle = [
+                    f"{name}={_IDLE}" if (name := word.partition("=")[0]) in _AGENTS else word
+                    for word in command
+                ]
+                return start(idle, *rest, **named)
+
+            services.start_ray_process = start_idle
+            try:
+                super().start_raylet(*arguments, **options)
+            finally:
+                services.start_ray_process = start
+
+    return PrivateNode
 
 
 class Raylets:
@@ -66,14 +124,12 @@ class Raylets:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         from ray._private.parameter import RayParams  # noqa: PLC0415 - ray reads its settings when it is imported
 
-        from orchestrator.cluster.private_node import LOOPBACK, PrivateNode  # noqa: PLC0415 - imports ray
-
         plan, is_head = self._plans[name], not self._nodes
         params = RayParams(
             labels={"node": plan.name},
             num_cpus=plan.cpus,
             num_gpus=plan.gpus,
-            node_ip_address=LOOPBACK,
+            node_ip_address=_LOOPBACK,
             gcs_address=None if is_head else self.gcs_address,
             temp_dir=str(self._folder / "ray"),
             object_store_memory=_OBJECT_STORE_BYTES,
@@ -86,7 +142,7 @@ class Raylets:
         )
         try:
             # spawn_reaper makes the kernel end these processes with this one, even after kill -9.
-            self._nodes[name] = PrivateNode(
+            self._nodes[name] = private_node_class()(
                 params, head=is_head, shutdown_at_exit=False, spawn_reaper=True
             )
         except Exception as error:  # Ray raises many types here

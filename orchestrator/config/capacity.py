@@ -1,7 +1,7 @@
 """How many workers and bytes a node of the configuration holds, and the refusal of what cannot fit,
 with the sum.
 
-Does not cover what each worker gets (`core.budget`). Pure: no clock, no files.
+Does not cover what each worker gets (`core.placement`). Pure: no clock, no files.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ by formula.
 
 Covers names, memory, rated peaks, how many workers suit a card, and what each NVIDIA generation
 multiplies in one clock (dense products: no sparsity, no FP8 and FP4). Does not cover how the memory
-is divided (`core.budget`) nor what a live node reports: a profile is used only until the node
+is divided (`core.placement`) nor what a live node reports: a profile is used only until the node
 reports its real values. Pure.
 """
 

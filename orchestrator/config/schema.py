@@ -1,7 +1,7 @@
 """cluster.yaml as frozen models, and the checks between keys that one field alone cannot make.
 
 Does not cover reading and writing the text (`load`), wording the refusals (`validation`) nor the
-sums (`core.budget`). The reason for each number is in the commented cluster.yaml at the root.
+sums (`core.placement`). The reason for each number is in the commented cluster.yaml at the root.
 """
 
 from __future__ import annotations

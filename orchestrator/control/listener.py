@@ -64,7 +64,7 @@ class Listener:
     """Listens for the programs of this user."""
 
     def __init__(self, folder: Path, monotonic_s: Callable[[], float] = time.monotonic) -> None:
-        """Make the socket of a run folder, which this process must own (`run_dir.owned`)."""
+        """Make the socket of a run folder, which this process must own (`run_dir.hold_folder`)."""
         self._monotonic_s = monotonic_s
         self._reading: list[Connection] = []
         self._path: Path | None = None

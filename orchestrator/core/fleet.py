@@ -39,7 +39,7 @@ class NodeFact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeAnswer:
-    """One live node, and what it said of itself to the doctor (`cluster/inventory.py` asks)."""
+    """One live node, and what it said of itself to the doctor (`cluster/node_tasks.py` asks)."""
 
     name: str | None
     """Its label `node`, or `None` if it was started without one."""
@@ -111,19 +111,6 @@ SliceEnded: TypeAlias = SliceReported | SliceFailed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reservation:
-    """Where a slot's actor is placed and what it reserves there.
-
-    Admission only: nothing here limits use.
-    """
-
-    slot: str
-    node: str
-    num_cpus: float
-    num_gpus: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DeathCause:
     """What the cluster wrote down about the end of a process."""
 
@@ -147,10 +134,10 @@ class Fleet(Protocol):
         `PreflightError` if none comes up.
         """
 
-    def place(self, reservation: Reservation, spec: WorkerSpec) -> None:
-        """Create the slot's actor; it starts when its node can take it.
+    def place(self, spec: WorkerSpec, num_cpus: float, num_gpus: float) -> None:
+        """Create the slot's actor; it starts when its node has so many CPUs and GPUs to reserve.
 
-        Each of its processes is told `spec` once.
+        Admission only: nothing here limits use. Each of its processes is told `spec` once.
         """
 
     def submit(self, slot: str, directive: Directive) -> None:

@@ -69,7 +69,7 @@ class LeakWatch:
 NO_WATCH = LeakWatch()
 
 
-def observed(watch: LeakWatch, report: Report) -> LeakWatch:
+def observe(watch: LeakWatch, report: Report) -> LeakWatch:
     """Take a report into account; one that measured nothing changes nothing."""
     held_bytes = _held_bytes(report)
     if held_bytes is None:

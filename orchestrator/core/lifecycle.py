@@ -19,7 +19,7 @@ and its policy
 waits for the head. 3. A slice counts when its report arrives, once. A report of another
 incarnation, or of a slice not under way, is
    refused: the slot has given that slice up, and its work may have been done again
-   (`step_accounting.py`).
+   (`slices.py`).
 4. A slot that is neither working, held, quarantined, stopped nor done waits for its node or has a
 time to wake up. 5. Quarantine is final until the user reinstates the slot, starts a new run, or
 `run --resume`. 6. The first slice of a process is one step. More is sent only after its report, so
@@ -38,8 +38,8 @@ one means that the supervisor or the membership is wrong about what it does, and
 `IllegalEventError`.
 
 Pure: no clock (every event comes with the time), no I/O, no randomness but a hash of a seed. What a
-slice brings is in `slice_results.py`, what is sent in `dispatch.py`, how a process ends in
-`restart_policy.py`, what the user orders in `holding.py`. Does not place slots (`placement.py`) and
+slice brings is in `slice_results.py`, what is sent in `slices.py`, how a process ends in
+`slice_results.py`, what the user orders in `user_commands.py`. Does not place slots (`placement.py`) and
 does not perform commands (`run/supervisor.py`).
 """
 
@@ -49,14 +49,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from orchestrator.core import (
-    dispatch,
-    holding,
-    restart_policy,
-    silence,
-    slice_results,
-    step_accounting,
-)
+from orchestrator.core import silence, slice_results, slices, user_commands
 from orchestrator.core.fleet import SliceFailed, SliceReported
 from orchestrator.core.slot import (
     Capped,
@@ -128,13 +121,13 @@ def advance(
 
 def _node_joined(slot: Slot, _: NodeJoined, moment: Moment) -> Transition:
     if slot.orders.hold is not None:
-        return restart_policy.at_rest(replace(slot, ready=False), moment)
-    return restart_policy.start(slot, moment)
+        return slice_results.at_rest(replace(slot, ready=False), moment)
+    return slice_results.start(slot, moment)
 
 
 def _node_left(slot: Slot, event: NodeLeft, moment: Moment) -> Transition:
     lost = replace(
-        step_accounting.all_lost(slot),
+        slices.all_lost(slot),
         phase=Phase.STOPPED if slot.draining else Phase.ABSENT,
         state=HeadState.LOST,
         reason=event.reason,
@@ -143,7 +136,7 @@ def _node_left(slot: Slot, event: NodeLeft, moment: Moment) -> Transition:
         silent_since_s=None,
         deaths_at_s=tuple(at for at in slot.deaths_at_s if at < moment.now_s - _NODE_BLAME_S),
     )
-    return holding.shown_without_node(lost, moment), (Forget(),)
+    return user_commands.shown_without_node(lost, moment), (Forget(),)
 
 
 def _node_refused(slot: Slot, event: NodeRefused, _: Moment) -> Transition:
@@ -151,40 +144,40 @@ def _node_refused(slot: Slot, event: NodeRefused, _: Moment) -> Transition:
 
 
 def _card_quarantined(slot: Slot, event: CardQuarantined, _: Moment) -> Transition:
-    return restart_policy.quarantine(slot, event.reason)
+    return slice_results.quarantine(slot, event.reason)
 
 
 def _death_explained(slot: Slot, event: DeathExplained, _: Moment) -> Transition:
-    return restart_policy.explained(slot, event.cause), ()
+    return slice_results.explained(slot, event.cause), ()
 
 
 def _time_passed_while_pausing(slot: Slot, _: Tick, moment: Moment) -> Transition:
     if slot.wake_at_s is None or moment.now_s < slot.wake_at_s:
         return slot, ()
     # Silent: the same process is still awaited.
-    slot, command = dispatch.begin(slot, moment, new_process=slot.silent_since_s is None)
+    slot, command = slices.begin(slot, moment, new_process=slot.silent_since_s is None)
     return slot, (command,)
 
 
 def _time_passed_while_working(slot: Slot, _: Tick, moment: Moment) -> Transition:
-    overdue_s = dispatch.overdue_s(slot, moment.now_s)
+    overdue_s = slices.overdue_s(slot, moment.now_s)
     why = silence.why_hung(
         slot.silence,
         is_ready=slot.ready,
         overdue_s=overdue_s,
-        patience_s=dispatch.silence_s(slot, moment.rules),
+        patience_s=slices.silence_s(slot, moment.rules),
         longest_step_s=slot.longest_step_s,
         now_s=moment.now_s,
     )
     if why is not None:
-        return restart_policy.died(slot, why, moment, before=(Restart(),))
+        return slice_results.died(slot, why, moment, before=(Restart(),))
     if slot.ready and overdue_s > moment.rules.stale_after_s:
         return _stale(slot, overdue_s, moment), ()
     return slot, ()
 
 
 def _process_seen(slot: Slot, event: ProcessSeen, moment: Moment) -> Transition:
-    return replace(slot, silence=silence.seen(slot.silence, event.activity, moment.now_s)), ()
+    return replace(slot, silence=silence.observe(slot.silence, event.activity, moment.now_s)), ()
 
 
 def _drain(slot: Slot, _: Drain, moment: Moment) -> Transition:
@@ -192,18 +185,18 @@ def _drain(slot: Slot, _: Drain, moment: Moment) -> Transition:
     if slot.in_flight and slot.ready:
         # The queued slice runs too: Ray cannot take it back. It would run nevertheless, and its
         # report be lost.
-        return holding.saved_before_rest(slot), ()
+        return user_commands.saved_before_rest(slot), ()
     if (
         slot.phase is Phase.WORKING and slot.ready
     ):  # its last slice has ended with the time of the run
-        slot = holding.saved_before_rest(slot)
+        slot = user_commands.saved_before_rest(slot)
         if slot.orders.save:
-            return dispatch.last(slot, moment)
+            return slices.last(slot, moment)
     return _stopped(slot)  # nothing runs, or it is not known whether anything does
 
 
 def _close(slot: Slot, _: Close, moment: Moment) -> Transition:
-    overdue_s = dispatch.overdue_s(slot, moment.now_s)
+    overdue_s = slices.overdue_s(slot, moment.now_s)
     if slot.ready and overdue_s > moment.rules.stale_after_s:
         slot = _stale(slot, overdue_s, moment)
         slot = replace(
@@ -216,7 +209,7 @@ def _close(slot: Slot, _: Close, moment: Moment) -> Transition:
 
 
 def _not_awaited(slot: Slot) -> Transition:
-    return restart_policy.done(step_accounting.all_lost(slot)) if slot.in_flight else (slot, ())
+    return slice_results.done(slices.all_lost(slot)) if slot.in_flight else (slot, ())
 
 
 def _node_left_when_done(slot: Slot, _: NodeLeft, __: Moment) -> Transition:
@@ -239,7 +232,7 @@ def _stale(slot: Slot, overdue_s: float, moment: Moment) -> Slot:
 
 
 def _stopped(slot: Slot) -> Transition:
-    return replace(step_accounting.all_lost(slot), phase=Phase.STOPPED, wake_at_s=None), (Forget(),)
+    return replace(slices.all_lost(slot), phase=Phase.STOPPED, wake_at_s=None), (Forget(),)
 
 
 # The event's type is that of the table's key, which a dict cannot say; a test compares them.
@@ -254,70 +247,83 @@ _FINAL = "the slot has ended; the supervisor still tells every slot"
 _RULE_7 = "rule 7"
 _RULE_8 = "rule 8"
 
-#: What an event does to a slot that is absent, working, pausing, held, quarantined, stopped or
-#: done, in the order of `Phase`: its handler, or why it changes nothing, or `None` where it is
-#: illegal.
-_TABLE: Mapping[type[Event], tuple[Handler | str | None, ...]] = {
-    NodeJoined: (_node_joined, None, None, None, _RULE_5, _FINAL, _RULE_7),
-    NodeLeft: (None, *(_node_left,) * 3, _RULE_5, _FINAL, _node_left_when_done),
-    NodeRefused: (_node_refused, None, None, None, _RULE_5, _FINAL, _RULE_7),
-    CardQuarantined: (None, _card_quarantined, _card_quarantined, None, _RULE_5, None, _RULE_7),
-    SliceReported: (
-        slice_results.refused,
-        slice_results.reported,
-        *(slice_results.refused,) * 4,
-        slice_results.reported_when_done,
-    ),
-    SliceFailed: (
-        _ONE_SAID_IT,
-        slice_results.failed,
-        *(_ONE_SAID_IT,) * 4,
-        slice_results.failed_when_done,
-    ),
-    DeathExplained: (
-        _AWAY,
-        _death_explained,
-        _death_explained,
-        _RULE_8,
-        _death_explained,
-        _FINAL,
-        _RULE_7,
-    ),
-    ProcessSeen: (_NOT_AWAITED, _process_seen, *(_NOT_AWAITED,) * 5),
-    Held: (
-        holding.held_without_node,
-        holding.held_at_work,
-        *(holding.held_at_once,) * 2,
-        None,
-        None,
-        None,
-    ),
-    Unheld: (
-        holding.unheld_without_node,
-        holding.unheld_at_work,
-        None,
-        holding.unheld,
-        None,
-        None,
-        None,
-    ),
-    Reinstated: (None, None, None, None, holding.reinstated, None, None),
-    Capped: (*(holding.capped,) * 5, None, None),
-    SaveAsked: (None, holding.save_asked, None, None, None, None, None),
-    Tick: (
-        _NOT_A_TIME,
-        _time_passed_while_working,
-        _time_passed_while_pausing,
-        _RULE_8,
-        _RULE_5,
-        _FINAL,
-        _RULE_7,
-    ),
-    Drain: (*(_drain,) * 4, _FINAL, _FINAL, _RULE_7),
-    Close: (*(_close,) * 4, _FINAL, _FINAL, _close_when_done),
+#: What an event does to a slot by its phase: its handler, or why it changes nothing. What is not
+#: here is illegal.
+_TABLE: Mapping[type[Event], Mapping[Phase, Handler | str]] = {
+    NodeJoined: {
+        Phase.ABSENT: _node_joined,
+        Phase.QUARANTINED: _RULE_5,
+        Phase.STOPPED: _FINAL,
+        Phase.DONE: _RULE_7,
+    },
+    NodeLeft: {
+        **dict.fromkeys((Phase.WORKING, Phase.PAUSING, Phase.HELD), _node_left),
+        Phase.QUARANTINED: _RULE_5,
+        Phase.STOPPED: _FINAL,
+        Phase.DONE: _node_left_when_done,
+    },
+    NodeRefused: {
+        Phase.ABSENT: _node_refused,
+        Phase.QUARANTINED: _RULE_5,
+        Phase.STOPPED: _FINAL,
+        Phase.DONE: _RULE_7,
+    },
+    CardQuarantined: {
+        **dict.fromkeys((Phase.WORKING, Phase.PAUSING), _card_quarantined),
+        Phase.QUARANTINED: _RULE_5,
+        Phase.DONE: _RULE_7,
+    },
+    SliceReported: {
+        **dict.fromkeys(Phase, slice_results.refused),
+        Phase.WORKING: slice_results.reported,
+        Phase.DONE: slice_results.reported_when_done,
+    },
+    SliceFailed: {
+        **dict.fromkeys(Phase, _ONE_SAID_IT),
+        Phase.WORKING: slice_results.failed,
+        Phase.DONE: slice_results.failed_when_done,
+    },
+    DeathExplained: {
+        Phase.ABSENT: _AWAY,
+        **dict.fromkeys((Phase.WORKING, Phase.PAUSING, Phase.QUARANTINED), _death_explained),
+        Phase.HELD: _RULE_8,
+        Phase.STOPPED: _FINAL,
+        Phase.DONE: _RULE_7,
+    },
+    ProcessSeen: {**dict.fromkeys(Phase, _NOT_AWAITED), Phase.WORKING: _process_seen},
+    Held: {
+        Phase.ABSENT: user_commands.held_without_node,
+        Phase.WORKING: user_commands.held_at_work,
+        **dict.fromkeys((Phase.PAUSING, Phase.HELD), user_commands.held_at_once),
+    },
+    Unheld: {
+        Phase.ABSENT: user_commands.unheld_without_node,
+        Phase.WORKING: user_commands.unheld_at_work,
+        Phase.HELD: user_commands.unheld,
+    },
+    Reinstated: {Phase.QUARANTINED: user_commands.reinstated},
+    Capped: dict.fromkeys(set(Phase) - {Phase.STOPPED, Phase.DONE}, user_commands.capped),
+    SaveAsked: {Phase.WORKING: user_commands.save_asked},
+    Tick: {
+        Phase.ABSENT: _NOT_A_TIME,
+        Phase.WORKING: _time_passed_while_working,
+        Phase.PAUSING: _time_passed_while_pausing,
+        Phase.HELD: _RULE_8,
+        Phase.QUARANTINED: _RULE_5,
+        Phase.STOPPED: _FINAL,
+        Phase.DONE: _RULE_7,
+    },
+    Drain: {
+        **dict.fromkeys(Phase, _drain),
+        Phase.QUARANTINED: _FINAL,
+        Phase.STOPPED: _FINAL,
+        Phase.DONE: _RULE_7,
+    },
+    Close: {
+        **dict.fromkeys(Phase, _close),
+        Phase.QUARANTINED: _FINAL,
+        Phase.STOPPED: _FINAL,
+        Phase.DONE: _close_when_done,
+    },
 }
-_CELLS = {
-    (phase, event): cell
-    for event, row in _TABLE.items()
-    for phase, cell in zip(Phase, row, strict=True)
-}
+_CELLS = {(phase, event): row.get(phase) for event, row in _TABLE.items() for phase in Phase}

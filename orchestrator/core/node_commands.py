@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
-from orchestrator.core.budget import node_budget
+from orchestrator.core.placement import node_budget
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import Config

@@ -53,7 +53,7 @@ class Action(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class NodeSample:
     """What the PC sees of its node and of the head."""
 
     now_s: float
@@ -104,7 +104,7 @@ class Node:
         )
 
 
-def turn(node: Node, sample: Sample) -> tuple[Node, Action]:
+def turn(node: Node, sample: NodeSample) -> tuple[Node, Action]:
     """Return what is known after a sample, and what is to be done."""
     match node.phase:
         case NodePhase.DOWN:
@@ -115,7 +115,7 @@ def turn(node: Node, sample: Sample) -> tuple[Node, Action]:
             return _while_up(node, sample)
 
 
-def _while_down(node: Node, sample: Sample) -> tuple[Node, Action]:
+def _while_down(node: Node, sample: NodeSample) -> tuple[Node, Action]:
     if sample.is_running:  # it was there before this program
         return _up(node, sample, in_doubt=True), Action.WAIT
     if not sample.is_reachable:  # what failed before may well work once the head is back
@@ -125,7 +125,7 @@ def _while_down(node: Node, sample: Sample) -> tuple[Node, Action]:
     return replace(node, phase=NodePhase.STARTING, since_s=sample.now_s), Action.START
 
 
-def _while_starting(node: Node, sample: Sample) -> tuple[Node, Action]:
+def _while_starting(node: Node, sample: NodeSample) -> tuple[Node, Action]:
     if not sample.is_starting:
         return (
             (_up(node, sample), Action.WAIT)
@@ -141,7 +141,7 @@ def _while_starting(node: Node, sample: Sample) -> tuple[Node, Action]:
     return node, Action.WAIT
 
 
-def _while_up(node: Node, sample: Sample) -> tuple[Node, Action]:
+def _while_up(node: Node, sample: NodeSample) -> tuple[Node, Action]:
     if not sample.is_running or (node.in_doubt and sample.is_member is False):
         return _failed(node, sample), Action.END
     if not sample.is_reachable:
@@ -153,7 +153,7 @@ def _while_up(node: Node, sample: Sample) -> tuple[Node, Action]:
     return replace(node, due_s=sample.now_s + _ASK_EVERY_S), Action.ASK
 
 
-def _up(node: Node, sample: Sample, *, in_doubt: bool = False) -> Node:
+def _up(node: Node, sample: NodeSample, *, in_doubt: bool = False) -> Node:
     return replace(
         node,
         phase=NodePhase.UP,
@@ -164,7 +164,7 @@ def _up(node: Node, sample: Sample, *, in_doubt: bool = False) -> Node:
     )
 
 
-def _failed(node: Node, sample: Sample) -> Node:
+def _failed(node: Node, sample: NodeSample) -> Node:
     was_steady = node.phase is NodePhase.UP and sample.now_s - node.since_s >= _STEADY_S
     failures = 1 if was_steady else node.failures + 1
     failed = Node(since_s=sample.now_s, failures=failures, overdue=node.overdue)

@@ -3,7 +3,7 @@ lifecycle.
 
 A process hangs if it does nothing, or if it computes for much longer than its steps took. A process
 that computes is never ended for being slow. Times are monotonic seconds. Does not look at processes
-(`workers/host/activity.py` does).
+(`workers/host/processes.py` does).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Silence:
 NOT_SEEN = Silence()
 
 
-def seen(silence: Silence, activity: Activity | None, now_s: float) -> Silence:
+def observe(silence: Silence, activity: Activity | None, now_s: float) -> Silence:
     """Take in what a process did; `None`: its node was asked and has not answered yet."""
     if activity is None:
         return silence if silence.asked_at_s is not None else replace(silence, asked_at_s=now_s)

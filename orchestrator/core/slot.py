@@ -198,9 +198,7 @@ class Slot:
     first_report_s: float | None = None
     """When it first reported more than that it warms up, in this head's time."""
     worked_s: float = 0.0
-    """Time for which it worked or was held since then, once the run counts
-    (`step_accounting.worked_s`).
-    """
+    """Time for which it worked or was held since then, once the run counts (`slices.worked_s`)."""
     ended_stale: bool = False
     """Whether its slice was overdue by more than `stale_after_s` when the run ended; `reason` says
     by how much.
@@ -369,16 +367,6 @@ class EndRun(_Reasoned):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Accept:
-    """Count a report as the slot's own: it belongs to a slice under way.
-
-    Any other report is refused, with a note.
-    """
-
-    report: Report
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
     """Something for the event log."""
 
@@ -388,7 +376,7 @@ class Note:
 
 #: A directive is sent as it is, except for what only the supervisor can add: an injected fault, and
 #: a lease.
-Command: TypeAlias = Accept | Place | Directive | Forget | Restart | Abandon | EndRun | Note
+Command: TypeAlias = Place | Directive | Forget | Restart | Abandon | EndRun | Note
 
 #: The slot after an event, and what the supervisor is to do about it, in this order.
 Transition: TypeAlias = tuple[Slot, tuple[Command, ...]]

@@ -36,7 +36,7 @@ class Training:
 NO_TRAINING = Training()
 
 
-def followed(training: Training, report: Report) -> Training:
+def follow(training: Training, report: Report) -> Training:
     """Take a report into account; one without progress changes nothing."""
     told = report.progress
     if told is None:

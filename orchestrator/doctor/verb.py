@@ -90,7 +90,7 @@ def _diagnosed(config_path: str, overrides: Sequence[str], node: str | None) -> 
     if config is not None and address is not None:
         try:
             with connected(address, config.cluster.auth) as fleet:
-                from orchestrator.cluster.inventory import survey  # noqa: PLC0415 - imports ray
+                from orchestrator.cluster.node_tasks import survey  # noqa: PLC0415 - imports ray
 
                 missing, answers = refusals(config, fleet.nodes()), survey()
         except NoClusterError as error:

@@ -27,12 +27,11 @@ from orchestrator.config.load import config_from_data
 from orchestrator.config.scaling import REHEARSAL_SCALE, Scaled, scale_config
 from orchestrator.config.schema import Config
 from orchestrator.config.template import by_formula
-from orchestrator.core.budget import node_budget
 from orchestrator.core.fleet import Fleet
-from orchestrator.core.placement import SlotPlan, Target, plan_slots
+from orchestrator.core.placement import SlotPlan, Target, node_budget, plan_slots
 from orchestrator.errors import PreflightError, UsageError
 from workers.host.facts import CardFacts
-from workers.host.gpu_facts import visible_cards
+from workers.host.machine import visible_cards
 from workers.units import GIB
 
 #: Of free RAM, for all workers of a rehearsal or of `--local` together: the machine stays usable.

@@ -1,7 +1,7 @@
 """Connects the store of learned limits to a run: passes stored limits to workers, and stores what
 they learn.
 
-The worker decides what fits its card and what to remember (`workers/learned_limits/limits.py`). A
+The worker decides what fits its card and what to remember (`workers/learned_limits.py`). A
 store that cannot be read or written does not stop a run; the event log says so.
 """
 
@@ -12,8 +12,7 @@ from dataclasses import replace
 
 from orchestrator.core.placement import SlotPlan
 from orchestrator.record.events import EventLog
-from workers.learned_limits.limits import choose
-from workers.learned_limits.store import LimitStore
+from workers.learned_limits import LimitStore, choose
 from workers.messages import Report
 from workers.settings import StoredLimit, WorkerSpec
 
@@ -32,7 +31,7 @@ class LearnedLimits:
         """Of each slot its limit, the best it has sustained, and its specification."""
         self._earlier: tuple[StoredLimit, ...] = ()
 
-    def sent_along(self, plans: Sequence[SlotPlan], now_unix_s: float) -> tuple[SlotPlan, ...]:
+    def add_learned(self, plans: Sequence[SlotPlan], now_unix_s: float) -> tuple[SlotPlan, ...]:
         """Return the slots with workers that know what earlier runs have learned of their workload."""
         store = self._store
         if store is None:

@@ -2,7 +2,7 @@
 workers.
 
 Where MPS is not on, the same ceiling holds by duty. Does not set or start anything itself: the
-agents of `cluster/node_agents.py` do, each by a process of `workers/node_agent/agent.py` on its
+agents of `cluster/node_tasks.py` do, each by a process of `workers/node_agent/agent.py` on its
 node.
 """
 
@@ -37,7 +37,7 @@ NO_CARD_SETTINGS = CardSettings()
 
 
 @contextlib.contextmanager
-def kept(
+def hold_settings(
     environment: Environment,
     fleet: Fleet,
     plans: Sequence[SlotPlan],
@@ -66,7 +66,7 @@ def kept(
     with contextlib.ExitStack() as stack:
         outcomes: Mapping[str, AgentOutcome] = {}
         if present:
-            from orchestrator.cluster.node_agents import with_agents  # noqa: PLC0415 - imports ray
+            from orchestrator.cluster.node_tasks import with_agents  # noqa: PLC0415 - imports ray
 
             def ended(node: str, sentences: tuple[str, ...]) -> None:
                 for sentence in sentences:
@@ -87,9 +87,7 @@ def kept(
         finally:
             if any(outcome.pipe_directory is not None for outcome in outcomes.values()):
                 for plan in plans:
-                    fleet.abandon(
-                        plan.reservation.slot
-                    )  # a daemon ends when it has no clients any more
+                    fleet.abandon(plan.spec.slot)  # a daemon ends when it has no clients any more
 
 
 def orders_for(

@@ -98,7 +98,7 @@ class NodeWatch:
         self.slots: dict[str, list[str]] = {name: [] for name in config.nodes}
         """Node -> its slots."""
         for plan in plans:
-            self.slots[plan.spec.node].append(plan.reservation.slot)
+            self.slots[plan.spec.node].append(plan.spec.slot)
 
     def look(
         self, facts: Sequence[NodeFact], slots: Mapping[str, Slot], now_s: float

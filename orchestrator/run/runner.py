@@ -1,8 +1,10 @@
 """One run from its configuration to its exit code: environment, preflight, supervise, write the
 summary.
 
-Does not parse arguments (`cli/app.py`) and does not exit. What was started is always torn down, and
-once a run folder exists, its summary is always written.
+The preflight compares the cluster with the plan before the first actor, and says what to type where
+they differ: Ray leaves actors that fit nowhere pending without a message and without end. Does not
+parse arguments (`cli/app.py`) and does not exit. What was started is always torn down, and once a
+run folder exists, its summary is always written.
 """
 
 from __future__ import annotations
@@ -25,11 +27,18 @@ from rich.console import Console
 
 from orchestrator.config.load import dump_config
 from orchestrator.config.notify_urls import notify_urls
-from orchestrator.config.schema import NotifyConfig
+from orchestrator.config.schema import Config, NotifyConfig
 from orchestrator.core.fleet import Fleet
-from orchestrator.core.placement import SlotPlan
+from orchestrator.core.node_commands import node_command
+from orchestrator.core.placement import Missing, SlotPlan, refusals, unnamed
 from orchestrator.core.run_outcome import outcome_of
-from orchestrator.errors import NoClusterError, OrchestratorError, UsageError, one_line
+from orchestrator.errors import (
+    NoClusterError,
+    OrchestratorError,
+    PreflightError,
+    UsageError,
+    one_line,
+)
 from orchestrator.record.archive import StoredRun
 from orchestrator.record.events import EventLog
 from orchestrator.record.folders import command_for
@@ -37,26 +46,25 @@ from orchestrator.record.model import Snapshot
 from orchestrator.record.output import OutputFiles
 from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
 from orchestrator.record.summary import failure_dict, summary_dict, summary_text, write_summary
-from orchestrator.run import (
-    node_setup,
-    preflight,
-    resume,
-    run_dir,
-    viewers,
-)
-from orchestrator.run.checkpoint_keeper import CheckpointKeeper
-from orchestrator.run.clock import Clock
-from orchestrator.run.commands import Commands, answers_before
+from orchestrator.run import node_setup, resume, run_dir
 from orchestrator.run.environment import Environment, Mode
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
-from orchestrator.run.supervisor import Supervisor
-from orchestrator.run.terminal import Interrupts, Screen, own_screen
+from orchestrator.run.run_dir import CheckpointKeeper
+from orchestrator.run.supervisor import Clock, Commands, Supervisor, answers_before
+from orchestrator.run.terminal import (
+    Interrupts,
+    Screen,
+    own_screen,
+    start_viewer,
+    take_addresses,
+    write_report,
+)
 from orchestrator.view.cells import glyphs_for, width_of, wrapped
 from orchestrator.view.live import LiveTable, Outlets, PlainLines, Watcher
 from orchestrator.view.phrases import fault_lines, section
 from workers.host.processes import start_time
-from workers.learned_limits.store import LimitStore
+from workers.learned_limits import LimitStore
 
 _SUMMARY_NAME = "summary.json"
 
@@ -178,7 +186,7 @@ def _in_folder(
         if is_debug
         else own_screen(folder / "ray.log")
     )
-    with run_dir.owned(folder), screens as screen:
+    with run_dir.hold_folder(folder), screens as screen:
         record = _Record(
             folder=folder,
             screen=screen,
@@ -191,14 +199,14 @@ def _in_folder(
                 # Before Ray is started: a head that is killed meanwhile leaves a run that can be
                 # resumed. One that is resumed has its record, and keeps it until there is something
                 # to resume.
-                record.begun(environment)
-            record.told_of(environment.config.notify)
+                record.begin(environment)
+            record.start_viewer(environment.config.notify)
             return _in_environment(environment, record, interrupts)
         except BaseException as error:
-            record.failed(error)
+            record.fail(error)
             is_before = record.supervisor is None
             if isinstance(error, NoClusterError) and environment.mode is Mode.CLUSTER and is_before:
-                raise preflight.without_cluster(environment.config, error) from error
+                raise without_cluster(environment.config, error) from error
             raise
         finally:
             interrupts.restore()
@@ -209,11 +217,11 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
     record.tell(f"Run folder: {record.folder}", *environment.lines)
     with environment.fleet as fleet:
         interrupts.install()  # Ray has taken SIGTERM for itself
-        preflight.check(environment.config, fleet, wait_for_nodes=record.options.wait_for_nodes)
+        check_nodes(environment.config, fleet, wait_for_nodes=record.options.wait_for_nodes)
         settled = environment.settle(environment, fleet)
         if settled is not environment:
             record.tell(*settled.lines)
-        facts = record.begun(settled)
+        facts = record.begin(settled)
         record.outlets.events.write(
             "run_started",
             run_id=facts.run_id,
@@ -228,7 +236,7 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
         for experiment in experiments:
             record.tell(*filter(None, [experiment.line]))
             plans = tuple(experiment.equip(plans, record.folder, record.past.elapsed_s))
-        kept = node_setup.kept(
+        settings = node_setup.hold_settings(
             settled,
             fleet,
             plans,
@@ -242,7 +250,7 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
         listening = functools.partial(
             Commands, record.folder, record.outlets, clock, record.past.answers
         )
-        with kept as plans, contextlib.closing(listening()) as commands:
+        with settings as plans, contextlib.closing(listening()) as commands:
             record.tell(*filter(None, [commands.problem]))
             disturbed = fleet
             for experiment in experiments:
@@ -251,7 +259,7 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
                 facts=facts,
                 past=record.past,
                 config=settled.config,
-                plans=learned_limits.sent_along(plans, clock.unix_s()),
+                plans=learned_limits.add_learned(plans, clock.unix_s()),
                 fleet=disturbed,
                 outlets=record.outlets,
                 interrupted=lambda: interrupts.asked,
@@ -266,10 +274,10 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
             except NoClusterError as error:
                 # At once: to disconnect from a cluster that has ended takes Ray several seconds.
                 record.tell("The cluster has ended; closing the run ...")
-                record.failed(error)
+                record.fail(error)
                 raise
             missed = () if interrupts.asked else record.supervisor.shortfalls()
-    return record.ended(snapshot, missed, interrupted=interrupts.asked)
+    return record.end(snapshot, missed, interrupted=interrupts.asked)
 
 
 @dataclass(kw_only=True)
@@ -301,7 +309,7 @@ class _Record:
         )
         self._begun = self._ended = self._with_report = False
 
-    def begun(self, environment: Environment) -> RunFacts:
+    def begin(self, environment: Environment) -> RunFacts:
         """Record what the run is, so that another head can resume it.
 
         Again if the cluster changes the environment.
@@ -338,14 +346,14 @@ class _Record:
         self.outlets.store.commit()
         return facts
 
-    def told_of(self, settings: NotifyConfig) -> None:
+    def start_viewer(self, settings: NotifyConfig) -> None:
         """Have another process tell of this run if there are addresses, and keep those from
         workers.
         """
         is_wanted = self.options.judge is None and bool(notify_urls(settings))
-        typed = viewers.addresses_taken()
+        typed = take_addresses()
         if is_wanted:
-            self.viewer = viewers.start("notify", self.folder, self.tell, typed)
+            self.viewer = start_viewer("notify", self.folder, self.tell, typed)
 
     def tell(self, *lines: str) -> None:
         """Print lines for the user; with `--json` nothing is printed."""
@@ -353,7 +361,7 @@ class _Record:
             for line in lines:
                 _say(wrapped(line, width_of(self.screen.err)), self.screen.err)
 
-    def ended(self, snapshot: Snapshot, missed: Sequence[str], *, interrupted: bool) -> int:
+    def end(self, snapshot: Snapshot, missed: Sequence[str], *, interrupted: bool) -> int:
         """Write the summary of a run that came to its end, with what it missed, and return its exit
         code.
         """
@@ -381,7 +389,7 @@ class _Record:
         self._report()
         return code
 
-    def failed(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """Write the summary of a run that did not; the caller reports the error."""
         if self._ended or not self._begun:
             return  # it went wrong after the summary was written, or before there was anything to record
@@ -402,7 +410,7 @@ class _Record:
 
     def _report(self) -> None:
         if self._with_report:
-            viewers.report(self.folder, self.tell)
+            write_report(self.folder, self.tell)
 
     def _summary(
         self, snapshot: Snapshot, outcome: str, code: int, error: str | None = None
@@ -439,3 +447,56 @@ def _viewers(options: Options, screen: Screen) -> tuple[Watcher, ...]:
     if options.plain or not screen.out.isatty():
         return (PlainLines(screen.out),)
     return (LiveTable(Console(file=screen.out)),)
+
+
+#: How long a fleet may take to show its nodes after connecting, before a missing one is called
+#: missing.
+_SETTLE_S = 1.0
+
+
+def check_nodes(config: Config, fleet: Fleet, *, wait_for_nodes: bool) -> None:
+    """Compare cluster and plan before the first actor.
+
+    `PreflightError` unless the user waits for what is missing.
+    """
+    deadline = time.monotonic() + _SETTLE_S
+    found = refusals(config, fleet.nodes())
+    while found and time.monotonic() < deadline:
+        time.sleep(0.1)  # a node that joined a moment ago may not be shown yet
+        found = refusals(config, fleet.nodes())
+    if not found:
+        return
+    absent = {refusal.node for refusal in found if refusal.missing is Missing.NODE}
+    if wait_for_nodes and absent == {refusal.node for refusal in found}:
+        return
+    problems = []
+    for refusal in found:
+        node, command = refusal.node, node_command(config, refusal.node, fleet.address()).line
+        problems.append(
+            f"{refusal.text}; on {node}, type: {command}  (`orchestrator up {node}` prints every "
+            "step)"
+        )
+    nameless = unnamed(fleet.nodes())
+    if absent and nameless:
+        problems.append(
+            f"the node at {', '.join(nameless)} has no label; a node started without "
+            "--labels=node=NAME is not used"
+        )
+    if absent:
+        problems.append(
+            "or start on what is there and let the others join later: add --wait-for-nodes"
+        )
+    raise PreflightError(problems)
+
+
+def without_cluster(config: Config, error: NoClusterError) -> NoClusterError:
+    """Return the error with what to type: how to start a cluster, and how to run without one."""
+    head = config.head_node
+    return NoClusterError(
+        f"{error}\n"
+        f"  start one:       on {head}, type: python -m orchestrator up {head} --exec\n"
+        f"                   (without --exec it only prints the commands; for other PCs: up NODE)\n"
+        f"  or go on without one:\n"
+        f"    --rehearse     every node of the configuration as a small copy on this machine\n"
+        f"    --local        this machine alone, with what it really has"
+    )

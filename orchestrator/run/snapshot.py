@@ -13,8 +13,8 @@ from typing import overload
 
 from orchestrator.config.gpu_specs import match_profile, peak_tflops
 from orchestrator.core.placement import SlotPlan
+from orchestrator.core.slices import steps_at_risk
 from orchestrator.core.slot import NO_ORDERS, HeadState, Orders, Phase, Slot, SlotState
-from orchestrator.core.step_accounting import steps_at_risk
 from orchestrator.core.training import Training
 from orchestrator.record.model import Brief, LazyRows, Row
 from orchestrator.record.store import COUNTERS, RunStore, SlotRecord

@@ -2,35 +2,42 @@
 watchers.
 
 A turn takes in what has happened, writes it to the store, and only then sends anything. So a head
-that is killed has never sent a slice that its store does not know. Decides nothing about a slot
-(`lifecycle.py`), about nodes (`node_watch.py`) or about where slots go (`placement.py`). It decides
-only when a run begins to count and when it ends. One thread, no callbacks.
+that is killed has never sent a slice that its store does not know. The user's commands come by the
+socket of the run; they are judged, recorded, and answered once they are stored. Decides nothing
+about a slot (`lifecycle.py`), about nodes (`node_watch.py`) or about where slots go
+(`placement.py`). It decides only when a run begins to count and when it ends. One thread, no
+callbacks.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+import heapq
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 from orchestrator.config.schema import Config
-from orchestrator.core import circuit_breaker, dispatch, lifecycle, run_outcome
+from orchestrator.control.listener import Connection, Listener
+from orchestrator.control.wire import Answer, WireError, answer_from, command_of
+from orchestrator.core import circuit_breaker, lifecycle, run_outcome, slices
 from orchestrator.core import slot as slots
 from orchestrator.core.fleet import Fleet, SliceEnded, SliceFailed, SliceFailure, SliceReported
-from orchestrator.core.memory_broker.broker import MemoryBroker
+from orchestrator.core.memory_broker import MemoryBroker
 from orchestrator.core.placement import SlotPlan
-from orchestrator.core.slot import Phase, Slot
-from orchestrator.errors import PreflightError
+from orchestrator.core.slot import Event, Phase, Slot
+from orchestrator.core.user_commands import EFFECTS, Command, CommandRefusedError, events_of
+from orchestrator.errors import NothingStoredError, PreflightError
+from orchestrator.record.archive import read_answers
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import OutputFiles
-from orchestrator.record.store import RunFacts
-from orchestrator.run.checkpoint_keeper import CheckpointKeeper
-from orchestrator.run.clock import Clock, Timers
-from orchestrator.run.commands import Commands
+from orchestrator.record.store import COMMANDS_KNOWN, CommandRecord, RunFacts
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.node_watch import NodeWatch
 from orchestrator.run.resume import Past, rules_of
+from orchestrator.run.run_dir import CheckpointKeeper
 from orchestrator.run.snapshot import Meter, Recorder, SlotRows
 from orchestrator.view.live import GAPS, Outlets
 from workers.messages import Directive
@@ -87,6 +94,58 @@ def _fewer_collections(slot_count: int) -> Iterator[None]:
         gc.unfreeze()
 
 
+class Clock:
+    """The clock of this machine; tests derive others."""
+
+    def monotonic_s(self) -> float:
+        """Seconds that never jump back; every duration and deadline is measured in them."""
+        return time.monotonic()
+
+    def unix_s(self) -> float:
+        """Seconds since 1970, for a person to read; may jump."""
+        return time.time()
+
+    def sleep(self, duration_s: float) -> None:
+        """Return after this many seconds."""
+        time.sleep(duration_s)
+
+
+class Timers:
+    """The next moment at which each slot must be asked whether its time has come: a turn costs what
+    is due in it.
+
+    A report moves the deadline of its slot to later, at every slice. The entry in the heap stays:
+    when it is due, the owner asks the slot again and sets the later moment.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, str]] = []
+        self._armed: dict[str, float] = {}
+        """Of each slot the earliest entry that counts."""
+
+    def set(self, slot: str, at_s: float | None) -> None:
+        """Have the slot come up at `at_s` (monotonic seconds) or before.
+
+        `None` asks for nothing.
+        """
+        if at_s is None:
+            return
+        armed_s = self._armed.get(slot)
+        if armed_s is None or at_s < armed_s:
+            self._armed[slot] = at_s
+            heapq.heappush(self._heap, (at_s, slot))
+
+    def due(self, now_s: float) -> list[str]:
+        """Return the slots that have come up, and forget their timers."""
+        slots = []
+        while self._heap and self._heap[0][0] <= now_s:
+            at_s, slot = heapq.heappop(self._heap)
+            if self._armed.get(slot) == at_s:
+                del self._armed[slot]
+                slots.append(slot)
+        return slots
+
+
 @dataclass(kw_only=True, eq=False)
 class Supervisor:
     """Runs one run from the first actor to the last report; nothing is placed before `run`."""
@@ -116,7 +175,7 @@ class Supervisor:
     """The traceback of the last error of the workload."""
 
     def __post_init__(self) -> None:
-        self._plans = {plan.reservation.slot: plan for plan in self.plans}
+        self._plans = {plan.spec.slot: plan for plan in self.plans}
         self._rules = rules_of(self.config, self.past)
         self._slots = {name: self.past.slots.get(name, Slot(slot=name)) for name in self._plans}
         self._meters = {name: Meter() for name in self._plans}
@@ -251,7 +310,7 @@ class Supervisor:
             silent = [
                 name
                 for name, slot in self._slots.items()
-                if slot.phase is Phase.WORKING and dispatch.overdue_s(slot, now_s) > _SILENT_S
+                if slot.phase is Phase.WORKING and slices.overdue_s(slot, now_s) > _SILENT_S
             ]
             for name, activity in self.fleet.watch(silent).items():
                 self._feed(name, slots.ProcessSeen(activity=activity), now_s)
@@ -270,13 +329,13 @@ class Supervisor:
         if now_s >= self._ticks_from_s:
             for name in self._timers.due(now_s):
                 self._feed(name, slots.Tick(), now_s)
-                due_at_s = dispatch.due_at_s(self._slots[name], self._rules)
+                due_at_s = slices.due_at_s(self._slots[name], self._rules)
                 if due_at_s is not None:
                     self._timers.set(name, due_at_s if due_at_s > now_s else now_s + _LOOK_AGAIN_S)
 
     def _obey(self) -> None:
         is_ending, nodes = self._ended_s is not None, self._nodes.seen()
-        for name, event in self.commands.heard(
+        for name, event in self.commands.receive(
             self._slots, self._plans, nodes, is_ending=is_ending
         ):
             self._feed(name, event)
@@ -391,21 +450,21 @@ class Supervisor:
         self._steps_lost += after.steps_lost_upper_bound - before.steps_lost_upper_bound
         self._slots[name] = after
         self._changed[name] = None
+        if after.report is not None and after.report is not before.report:
+            meter, spec = self._meters[name], self._plans[name].spec
+            meter.add(after.report)
+            meter.remember(self.learned_limits.best_tflops(spec, after.report))
+            self.learned_limits.take(spec, after.report, meter.best_tflops)
         # A report moves a deadline to later, which the timer finds out when it is due.
         if (
             after.phase is not before.phase
             or after.ready is not before.ready
             or after.wake_at_s != before.wake_at_s
         ):
-            self._timers.set(name, dispatch.due_at_s(after, self._rules))
+            self._timers.set(name, slices.due_at_s(after, self._rules))
             self._cards_wait = True
         for command in commands:
             match command:
-                case slots.Accept(report=report):
-                    meter, spec = self._meters[name], self._plans[name].spec
-                    meter.add(report)
-                    meter.remember(self.learned_limits.best_tflops(spec, report))
-                    self.learned_limits.take(spec, report, meter.best_tflops)
                 case slots.Note():
                     self.outlets.events.write(command.name, slot=name, **dict(command.fields))
                 case slots.EndRun(reason=reason):
@@ -417,7 +476,8 @@ class Supervisor:
         match command:
             case slots.Place():
                 plan = self._plans[name]
-                self.fleet.place(plan.reservation, replace(plan.spec, run_id=self.facts.run_id))
+                spec = replace(plan.spec, run_id=self.facts.run_id)
+                self.fleet.place(spec, plan.num_cpus, plan.num_gpus)
             case Directive():
                 lease_bytes = self._broker.grant(self._slots[name], command.sequence)
                 copy = self.checkpoints.copy_for(name, command.incarnation)
@@ -453,3 +513,80 @@ class Supervisor:
         self.learned_limits.save()
         for name in self._slots:
             self._feed(name, slots.Close())
+
+
+def answers_before(folder: Path) -> dict[str, Answer]:
+    """Return what earlier heads of a run answered last, by the ids of the commands."""
+    answers = {}
+    with suppress(NothingStoredError):
+        for identity, told in read_answers(folder).items():
+            with suppress(WireError):  # of another version
+                answers[identity] = answer_from(told)
+    return answers
+
+
+class Commands:
+    """Those of one run, until it is closed."""
+
+    def __init__(
+        self, folder: Path, outlets: Outlets, clock: Clock, answers: Mapping[str, Answer]
+    ) -> None:
+        """Listen in a run folder.
+
+        `answers` are those that earlier heads gave, by the ids of the commands.
+        """
+        self._listener = Listener(folder)
+        self.problem = self._listener.problem
+        """Why none can come; `None` if they can."""
+        self.close = self._listener.close
+        self._outlets = outlets
+        self._clock = clock
+        self._answers = dict(answers)
+        self._waiting: list[tuple[Connection, Answer]] = []
+
+    def receive(
+        self,
+        slots: Mapping[str, Slot],
+        plans: Mapping[str, SlotPlan],
+        nodes: Collection[str],
+        *,
+        is_ending: bool,
+    ) -> Iterator[tuple[str, Event]]:
+        """Yield what happens to which slot; each is to happen before the next one is asked for.
+
+        A command that comes twice gets the same answer, and nothing happens again.
+        """
+        for connection, line in self._listener.received():
+            try:
+                command = command_of(line)
+            except WireError as error:
+                self._waiting.append((connection, Answer(ok=False, id="", error=str(error))))
+                continue
+            if command.id not in self._answers:
+                try:
+                    events = events_of(command, slots, plans, nodes, is_ending=is_ending)
+                    answer = Answer(ok=True, id=command.id, effect=EFFECTS[command.do])
+                except CommandRefusedError as error:
+                    events, answer = (), Answer(ok=False, id=command.id, error=str(error))
+                yield from events
+                self._record(command, answer)
+            self._waiting.append((connection, self._answers[command.id]))
+
+    def answer(self) -> None:
+        """Send the answers that wait; what they say is stored."""
+        waiting, self._waiting = self._waiting, []
+        for connection, answer in waiting:
+            self._listener.answer(connection, answer)
+
+    def _record(self, command: Command, answer: Answer) -> None:
+        self._answers[command.id] = answer
+        if len(self._answers) > COMMANDS_KNOWN:
+            del self._answers[next(iter(self._answers))]
+        told = asdict(command)
+        at_unix_s = self._clock.unix_s()
+        self._outlets.store.command(
+            CommandRecord(**told, at_unix_s=at_unix_s, answer=asdict(answer))
+        )
+        slot = command.slots[0] if len(command.slots) == 1 else None
+        said = {"effect": answer.effect} if answer.ok else {"refused": answer.error}
+        self._outlets.events.write("command", slot=slot, **told, **said)

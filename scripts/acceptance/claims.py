@@ -25,7 +25,7 @@ from acceptance.crew import in_child
 from acceptance.machine import Machine
 from acceptance.outcome import Outcome
 from workers import oom
-from workers.devices.base import open_device
+from workers.devices import open_device
 from workers.engine.engine import Engine
 from workers.host.cuda_environment import set_for_cuda
 from workers.messages import Directive, Report

@@ -20,8 +20,8 @@ from benches.common import lone_worker
 
 from acceptance.crew import Watch, in_child, open_watch
 from orchestrator.config.gpu_specs import GpuProfile, match_profile, profile_of
-from workers.devices.base import open_device
-from workers.host.gpu_facts import look_at_cards
+from workers.devices import open_device
+from workers.host.machine import look_at_cards
 from workers.messages import DeviceInfo
 from workers.nvml import queries
 from workers.settings import WorkerSpec

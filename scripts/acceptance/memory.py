@@ -19,7 +19,8 @@ from acceptance.crew import crew_of, in_child
 from acceptance.machine import Machine
 from acceptance.outcome import Outcome, Row
 from workers import oom
-from workers.devices.base import Device, open_device
+from workers.devices import open_device
+from workers.devices.base import Device
 from workers.messages import Verdict, WorkerState
 from workers.nvml import queries
 from workers.settings import FailureKind, WorkerSpec

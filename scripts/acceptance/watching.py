@@ -18,7 +18,7 @@ from benches.common import amiss, percentile, progress
 from acceptance.crew import crew_of, in_child
 from acceptance.machine import Machine
 from acceptance.outcome import Outcome, Row
-from workers.devices.base import open_device
+from workers.devices import open_device
 from workers.nvml.sensors import SAMPLE_EVERY_S, open_sampler
 from workers.readings import SensorReading
 from workers.settings import WorkerSpec

@@ -19,7 +19,7 @@ import torch
 
 from benches.common import ChildDiedError
 from workers import oom
-from workers.devices.common import threads_for
+from workers.devices.base import threads_for
 from workers.engine.engine import Engine
 from workers.messages import Directive, IncompatibleError, Report, StepCounts, Verdict
 from workers.nvml import queries

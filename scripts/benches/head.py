@@ -29,10 +29,10 @@ from typing import Any, Final
 from benches.common import Child, Result, progress
 from orchestrator.config.load import config_from_data
 from orchestrator.config.schema import Config
-from orchestrator.core.fleet import NodeFact, Reservation, SliceReported
+from orchestrator.core.fleet import NodeFact, SliceReported
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
 from orchestrator.record import store as tables
-from orchestrator.run.clock import Clock
+from orchestrator.run.supervisor import Clock
 from workers.messages import (
     Activity,
     DeviceInfo,
@@ -109,9 +109,9 @@ class ScriptedFleet:
     def address(self) -> str:
         return "127.0.0.1:6379"
 
-    def place(self, reservation: Reservation, spec: WorkerSpec) -> None:
+    def place(self, spec: WorkerSpec, num_cpus: float, num_gpus: float) -> None:  # noqa: ARG002
         starts_s = self._clock.monotonic_s() + 0.5 + self._random.random()
-        self._workers[reservation.slot] = _Worker(spec, starts_s)
+        self._workers[spec.slot] = _Worker(spec, starts_s)
 
     def submit(self, slot: str, directive: Directive) -> None:
         worker = self._workers[slot]

@@ -20,12 +20,10 @@ from orchestrator.record.events import EventLog
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import OutputFiles
 from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
-from orchestrator.run.checkpoint_keeper import CheckpointKeeper
-from orchestrator.run.clock import Clock
-from orchestrator.run.commands import Commands
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
-from orchestrator.run.supervisor import Supervisor
+from orchestrator.run.run_dir import CheckpointKeeper
+from orchestrator.run.supervisor import Clock, Commands, Supervisor
 from orchestrator.view.live import Outlets, Watcher
 from workers.host.processes import start_time
 from workers.messages import Report

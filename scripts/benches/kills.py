@@ -165,7 +165,7 @@ def _kill_all(
     """Yield what each pair of kills took. TimeoutError: a process did not come back."""
     import ray  # not earlier: it reads the rehearsal's token settings when it is imported
 
-    slots = {plan.reservation.slot: plan.reservation.node for plan in environment.plans}
+    slots = {plan.spec.slot: plan.spec.node for plan in environment.plans}
     for slot in slots:
         head.await_first(slot, set())
     # Ray itself repeats the call after a restart.

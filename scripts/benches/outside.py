@@ -350,7 +350,7 @@ def _seeds_of(run: StoredRun) -> dict[str, int]:
     """Return the seed of each slot's workload: by it the witness names its files."""
     config = config_from_data(yaml.safe_load(run.facts.config_yaml), "the run's configuration")
     plans = plan_slots(config, Target(device=run.facts.device, one_machine=run.facts.one_machine))
-    return {plan.reservation.slot: plan.spec.workload.seed for plan in plans}
+    return {plan.spec.slot: plan.spec.workload.seed for plan in plans}
 
 
 def sample_times(folder: Path) -> list[float]:

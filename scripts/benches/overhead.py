@@ -77,7 +77,7 @@ def run(rounds: int, seconds: float, size: int, dtype: str, slice_s: float) -> R
             arrivals = Arrivals(fleet, lambda at_s, report: arrived.append((at_s, report)))
             with tempfile.TemporaryDirectory(prefix="bench-") as folder:
                 supervise(config, plans, arrivals, Path(folder), turn_s)
-            fleet.abandon(plans[0].reservation.slot)
+            fleet.abandon(plans[0].spec.slot)
             return arrived
 
         last = product(1.0)[-1][1]  # tells what the bare loop must be given; not counted
@@ -86,7 +86,7 @@ def run(rounds: int, seconds: float, size: int, dtype: str, slice_s: float) -> R
             raise RuntimeError(f"the worker did not come up: {last.reason}")
 
         def bare() -> float:
-            cpus = plans[0].reservation.num_cpus
+            cpus = plans[0].num_cpus
             actor: Any = ray.remote(BareLoop).options(num_cpus=cpus, max_restarts=0).remote()
             flop_per_s = ray.get(
                 actor.run.remote(seconds, device.dtype, size, last.claim_bytes, device)

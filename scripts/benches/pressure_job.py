@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn import functional
 
 from benches.common import lone_worker, status_bytes
-from workers.devices.base import open_device
+from workers.devices import open_device
 from workers.units import MIB
 
 #: Of the network. An item is one row of each of so many tables, so many numbers each.

@@ -49,7 +49,7 @@ class TorchActor:
 def torch_actor(node: str, **options: Any) -> Any:  # noqa: ANN401 - Ray's options and handle have no types
     import ray  # not earlier: it reads the rehearsal's token settings when it is imported
 
-    from orchestrator.cluster.ray_fleet import NODE_LABEL
+    from orchestrator.cluster.node_tasks import NODE_LABEL
 
     return (
         ray.remote(TorchActor)
@@ -89,13 +89,13 @@ class _RaysOwn(Raylets):
             Node,
         )  # not earlier: it reads the rehearsal's settings when it is imported
 
-        from orchestrator.cluster import private_node
+        from orchestrator.cluster import raylets
 
         def node(params: Any, **options: Any) -> Node:  # noqa: ANN401 - Ray's parameters
             params.include_dashboard = False
             return Node(params, **options)
 
-        private_node.PrivateNode = node  # type: ignore[assignment, misc]  # called like a class
+        raylets.private_node_class = lambda: node
         super().start(name)
 
 
@@ -113,9 +113,9 @@ def _start_bare_actors(answer: Connection, config: str, overrides: Sequence[str]
     with environment.fleet:
         import ray  # not earlier: it reads the rehearsal's token settings when it is imported
 
-        places = [plan.reservation for plan in environment.plans]
+        places = environment.plans
         actors = [
-            torch_actor(place.node, num_cpus=place.num_cpus, num_gpus=place.num_gpus)
+            torch_actor(place.spec.node, num_cpus=place.num_cpus, num_gpus=place.num_gpus)
             for place in places
         ]
         ray.get([actor.pid.remote() for actor in actors])

@@ -21,7 +21,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from benches.common import Result, progress
-from workers.policy.thermal.governor import ThermalGovernor
+from workers.policy.thermal import ThermalGovernor
 from workers.readings import SensorReading
 from workers.settings import ThermalSettings
 

@@ -23,7 +23,7 @@ from benches.pressure_caps import Course
 from benches.train_job import BATCH, KEYS, Tally, count_every_tensor, settings, told_of, warmed_up
 from workers.devices import cpu
 from workers.engine import engine as engines
-from workers.engine import open_session
+from workers.engine import session
 from workers.messages import Directive
 from workers.settings import WorkerSpec, WorkloadSpec
 from workers.units import MIB
@@ -105,7 +105,7 @@ def train(connection: Connection, course: Course, seconds: float, whole_bytes: i
         count_every_tensor()
         return devices[-1]
 
-    cast("Any", open_session).open_device = open_device
+    cast("Any", session).open_device = open_device
     usual = lone_worker(budget_bytes=4 * whole_bytes + 128 * MIB, dtype="fp32")
     name = f"{__name__}:{_Counted.__name__}"
     keys = {**settings().model_dump(), **KEYS}

@@ -249,7 +249,7 @@ def _contest(
 
         train_ours.train(connection, course, seconds, whole_bytes)
         return
-    from workers.devices.base import open_device
+    from workers.devices import open_device
 
     open_device(lone_worker(budget_bytes=256 * MIB))  # sets malloc up; its own cap is not used
     count_every_tensor()

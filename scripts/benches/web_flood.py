@@ -35,7 +35,7 @@ import psutil
 from benches.common import Child, Result, percentile, progress
 from benches.head import ScriptedFleet, scripted_nodes
 from orchestrator.record.archive import read_run
-from orchestrator.run.clock import Clock
+from orchestrator.run.supervisor import Clock
 from orchestrator.view.web.listener import tokens_dir
 from workers.units import MIB
 

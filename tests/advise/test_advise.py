@@ -89,7 +89,7 @@ def test_the_right_cause_is_named_first(situation: str, tmp_path: Path) -> None:
     assert first["command"]
 
 
-def test_what_is_proposed_to_measure_a_cooler_card_is_a_sweep_that_can_be_typed(
+def test_the_proposed_sweep_of_a_cooler_card_can_be_typed(
     tmp_path: Path,
 ) -> None:
     make_run(tmp_path, hot)
@@ -97,7 +97,7 @@ def test_what_is_proposed_to_measure_a_cooler_card_is_a_sweep_that_can_be_typed(
     assert parse_sweep(measure.split()[-1]).values == (350, 325, 300, 275, 250, 225, 200)
 
 
-def test_a_busy_card_needs_no_change_and_seven_workers_that_rest_in_turn_keep_one_busy(
+def test_a_busy_card_needs_no_change(
     tmp_path: Path,
 ) -> None:
     rests = {
@@ -160,9 +160,7 @@ TRAINS = "workload: {name: train}\ntrain: {preset: gpt-mini, loader_workers: 0, 
 OPENED = {**event(name="device_opened", torch="2.13", driver="580"), "slot": "pc1/0"}
 
 
-def test_a_tuning_with_the_versions_of_the_run_goes_before_one_of_this_very_card(
-    tmp_path: Path, state_dir: Path
-) -> None:
+def test_a_tuning_with_the_runs_versions_goes_first(tmp_path: Path, state_dir: Path) -> None:
     tuned(state_dir, torch="2.9")
     tuned(state_dir, card="GPU-9")
     make_run(tmp_path / "new", trains(data_wait_pct=60.0), config=TRAINS, events=[OPENED])
@@ -193,7 +191,7 @@ def test_the_shares_of_a_training_are_those_of_all_its_processes(tmp_path: Path)
     assert causes["copies"] == pytest.approx(31.5 * 118 / 120, abs=1.0)
 
 
-def test_what_the_driver_says_of_a_card_here_is_advice_with_its_source() -> None:
+def test_what_the_driver_says_is_advice_with_its_source() -> None:
     slot = SlotHistory(slot="pc1/0", states_s={WorkerState.RUNNING: 60.0}, duty_got=1.0, copies=0.3)
     told = {
         "power_limit_w": 250.0,
@@ -213,7 +211,7 @@ def test_what_the_driver_says_of_a_card_here_is_advice_with_its_source() -> None
     assert all("-pl" not in one.command for one in advice(asked_for, answers(asked_for), ()))
 
 
-def test_several_trainings_on_one_card_are_told_of_and_words_keep_to_the_terminal(
+def test_several_trainings_on_one_card_are_told_of(
     tmp_path: Path,
 ) -> None:
     make_run(tmp_path, *[trains(data_wait_pct=60.0)] * 3, config=TRAINS)
@@ -269,7 +267,7 @@ def tuned(folder: Path, **subject: str) -> None:
         ({"model": "cnn-small"}, None),
     ],
 )
-def test_what_a_tuning_measured_goes_before_what_the_counters_allow(
+def test_what_a_tuning_measured_goes_before_the_counters(
     tmp_path: Path, state_dir: Path, subject: dict[str, str], source: str | None
 ) -> None:
     tuned(state_dir, **subject)
@@ -306,7 +304,7 @@ def test_what_a_tuning_measured_goes_before_what_the_counters_allow(
         ({}, Cause.SLOW),
     ],
 )
-def test_a_loss_of_speed_is_put_down_to_another_program_only_if_one_is_seen(
+def test_another_program_is_blamed_only_if_one_is_seen(
     changed: dict[str, Any], cause: Cause
 ) -> None:
     slot = SlotHistory(

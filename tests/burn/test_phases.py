@@ -48,7 +48,7 @@ def test_a_card_is_asked_for_the_types_it_has_units_for(
 @pytest.mark.parametrize(
     ("heat_s", "lengths_s"), [(HEAT_S, [30.0, 30.0, 30.0, 30.0, 3600.0, 300.0]), (12.5, [12.5] * 6)]
 )
-def test_all_three_phases_in_their_order_and_none_longer_than_heat(
+def test_three_phases_in_order_and_none_longer_than_heat(
     heat_s: float, lengths_s: list[float]
 ) -> None:
     planned = planned_runs(config(), {"pc1": ALL, "pc2": ALL}, heat_s, set(BurnPhase))
@@ -60,7 +60,7 @@ def test_all_three_phases_in_their_order_and_none_longer_than_heat(
     assert [take.config.run.duration_s for take in planned] == lengths_s
 
 
-def test_a_type_is_tried_on_the_nodes_that_have_it_and_checked_densely() -> None:
+def test_a_type_is_tried_on_the_nodes_that_have_it() -> None:
     planned = planned_runs(
         config(), {"pc1": ALL, "pc2": ("fp32", "fp16")}, HEAT_S, {BurnPhase.CAPS}
     )
@@ -84,7 +84,7 @@ def test_checks_that_are_denser_already_stay() -> None:
     assert take.config.verify.share == 0.4
 
 
-def test_this_machine_alone_has_a_node_that_the_configuration_does_not_know() -> None:
+def test_this_machine_alone_has_a_node_of_its_own() -> None:
     planned = planned_runs(config(), {"local": ("fp32", "fp16")}, HEAT_S, {BurnPhase.CAPS})
     assert [take.dtype for take in planned] == ["fp32", "fp16"]
     assert all(list(take.config.nodes) == ["pc1", "pc2"] for take in planned)

@@ -76,7 +76,7 @@ def drawn(found: BurnResult, width: int = 80, glyphs: Glyphs = UNICODE) -> list[
 GOOD = (worker(), worker("pc2/0"))
 
 
-def test_a_good_burn_in_passes_in_one_word_and_exits_with_nothing() -> None:
+def test_a_good_burn_in_passes_in_one_word_and_exits_with_0() -> None:
     found = result(GOOD, GOOD, GOOD, GOOD)
     lines = drawn(found)
     assert (found.outcome, found.exit_code, found.not_judged) == ("pass", 0, ())
@@ -139,7 +139,7 @@ def test_a_pass_says_what_it_does_not_speak_of() -> None:
     assert found.exit_code == 0
 
 
-def test_one_that_was_interrupted_has_its_own_exit_code_and_no_pass() -> None:
+def test_an_interrupted_one_has_its_own_exit_code_and_no_pass() -> None:
     found = result(GOOD, GOOD, GOOD, interrupted=True)
     assert (found.outcome, found.exit_code) == ("interrupted", 130)
     assert result_dict(found)["phases"][1]["verdict"] == "not_judged"

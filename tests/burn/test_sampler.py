@@ -69,7 +69,7 @@ def test_what_the_store_tells_of_alarms_and_of_checks_that_ended(tmp_path: Path)
     assert warnings_of(None) == warnings_of(tmp_path / "nowhere") == ({}, {})
 
 
-def test_every_worker_has_its_own_samples_its_last_row_and_its_alarms() -> None:
+def test_a_worker_has_its_own_samples_last_row_and_alarms() -> None:
     sampler = SnapshotSampler(10.0)
     assert (sampler.last, sampler.measured({"pc1/0": ["card lost"]}, {})) == (None, ())
     sampler.update(snapshot(1.0, 10.0))
@@ -84,7 +84,7 @@ def test_every_worker_has_its_own_samples_its_last_row_and_its_alarms() -> None:
     assert [sample.temperature_c for sample in second.samples] == [1.0, 3.0]
 
 
-def test_how_warm_a_processor_gets_is_not_judged_by_what_is_hot_for_a_card() -> None:
+def test_a_processor_is_not_judged_by_what_is_hot_for_a_card() -> None:
     sampler = SnapshotSampler(10.0)
     sampler.update(snapshot(1.0, 10.0, temperature_c=95.0, temperature_of="processor"))
     (first, _) = sampler.measured({}, {})

@@ -30,7 +30,7 @@ from orchestrator.view.cells import UNICODE
 from tests.burn.scene import ROW, measured
 from tests.scene import ROOT
 from workers.messages import StepCounts
-from workers.policy.thermal.alarms import SLOW_MEMORY
+from workers.policy.thermal import SLOW_MEMORY
 
 CONFIG = load_config(str(ROOT / "cluster.yaml"), [])
 (TAKE,) = phases.at_one_value(CONFIG, 90.0)
@@ -111,7 +111,7 @@ def test_it_stops_at_the_first_value_that_goes_wrong(run: JudgedRun, words: str)
     )
 
 
-def test_a_training_that_follows_gives_the_rate_and_need_not_be_checked() -> None:
+def test_a_training_gives_the_rate_and_need_not_be_checked() -> None:
     config = CONFIG.model_copy(
         update={"workload": CONFIG.workload.model_copy(update={"name": "train"})}
     )
@@ -128,7 +128,7 @@ def test_a_training_that_follows_gives_the_rate_and_need_not_be_checked() -> Non
     )
 
 
-def test_the_efficient_value_does_most_work_for_each_watt_on_each_card() -> None:
+def test_the_efficient_value_does_most_work_for_each_watt() -> None:
     points = (
         at(350, 350.0, 35.0),
         at(300, 300.0, 33.0),
@@ -146,7 +146,7 @@ def test_the_efficient_value_does_most_work_for_each_watt_on_each_card() -> None
     assert (result.exit_code, len(sweep_dict(result)["points"])) == (0, 5)
 
 
-def test_two_workers_of_a_card_share_its_watts_and_add_their_work() -> None:
+def test_workers_of_a_card_share_its_watts_and_add_their_work() -> None:
     (point,) = points_of(300, [taken(ROW, replace(ROW, slot="pc1/1"), power_w=300.0, tflops=15.0)])
     assert (point.watts, point.rate, point.checks) == (300.0, 30.0, 20)
 
@@ -162,9 +162,7 @@ def test_two_workers_of_a_card_share_its_watts_and_add_their_work() -> None:
         (["--local", "--sweep", "volts=1..2:1"], "is no sweep"),
     ],
 )
-def test_a_sweep_that_cannot_be_is_refused_before_anything_starts(
-    arguments: list[str], words: str
-) -> None:
+def test_an_impossible_sweep_is_refused_before_it_starts(arguments: list[str], words: str) -> None:
     done = CliRunner().invoke(app, ["burn", "--config", str(ROOT / "cluster.yaml"), *arguments])
     assert isinstance(done.exception, UsageError)
     assert words in str(done.exception)

@@ -173,7 +173,7 @@ def test_a_worker_that_never_came_fails() -> None:
 
 
 @pytest.mark.parametrize("phase", BurnPhase)
-def test_a_phase_that_was_cut_short_or_had_no_workers_has_no_pass(phase: BurnPhase) -> None:
+def test_a_phase_cut_short_or_without_workers_has_no_pass(phase: BurnPhase) -> None:
     good, bad = judge(measured()), judge(measured(temperature_c=95.0))
     assert verdict_of(phase, [good]) is PASS
     assert verdict_of(phase, [good], whole=False) is NOT_JUDGED

@@ -15,7 +15,7 @@ from orchestrator.cli.limits import Selection, cleared_text, limits_json, limits
 from orchestrator.view.cells import ASCII
 from tests.cli.conftest import Command
 from tests.scene import only_object
-from workers.learned_limits.store import EXPIRY_S, LimitStore
+from workers.learned_limits import EXPIRY_S, LimitStore
 from workers.settings import Learned, LimitKey, StoredLimit
 
 NOW_S = 1.7e9

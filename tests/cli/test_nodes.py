@@ -170,7 +170,10 @@ def test_a_run_with_another_folder_is_named_with_the_command_that_ends_it(
 ) -> None:
     folder = tmp_path / "my runs" / "run-1"
     folder.mkdir(parents=True)
-    body = f"from orchestrator.run.run_dir import owned\nfrom pathlib import Path\nwith owned(Path({str(folder)!r})):"
+    body = (
+        "from orchestrator.run.run_dir import hold_folder\nfrom pathlib import Path\n"
+        f"with hold_folder(Path({str(folder)!r})):"
+    )
     process = start([sys.executable, "-c", body + INTERRUPTIBLE.replace("\n", "\n  ")])
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"

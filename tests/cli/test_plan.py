@@ -14,7 +14,7 @@ from orchestrator.view.cells import aligned
 from tests.core.scene import REFERENCE
 from workers.units import GIB
 
-SLOTS = [plan.reservation.slot for plan in plan_slots(REFERENCE, Target())]
+SLOTS = [plan.spec.slot for plan in plan_slots(REFERENCE, Target())]
 
 
 def one_node(name: str = "pc1", **changes: object) -> Config:

@@ -267,7 +267,7 @@ print(json.dumps({name: alive.count(name) for name in set(alive)}))
 _STATUS_COMMAND = """
 from orchestrator.cluster.connect import connected
 with connected("auto", "token"):
-    from orchestrator.cluster.ray_fleet import status_command
+    from orchestrator.cluster.node_tasks import status_command
     print(status_command())
 """
 

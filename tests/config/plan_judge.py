@@ -105,9 +105,9 @@ def _check_plan(config: Config) -> None:
 
 def _placed(slot: SlotPlan) -> dict[str, Any]:
     return {
-        "slot": slot.reservation.slot,
-        "gpu_fraction": slot.reservation.num_gpus,
-        "cpus": slot.reservation.num_cpus,
+        "slot": slot.spec.slot,
+        "gpu_fraction": slot.num_gpus,
+        "cpus": slot.num_cpus,
         "budget_bytes": slot.spec.budget_bytes,
         "duty": slot.spec.duty,
         "size": slot.spec.workload.size,

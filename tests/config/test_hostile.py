@@ -176,7 +176,8 @@ def test_a_head_address_runs_no_command_whether_printed_or_executed(
     expected[1] = [
         "python",
         "-m",
-        "orchestrator.cluster.known_agent_ports",
+        "orchestrator.cluster.ray_programs",
+        "ray",
         str(tools / "ray"),
         *expected[1][1:],
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from orchestrator.core.memory_broker.leases import NO_BOOKS, Books, Claimant, fair_shares, leased
+from orchestrator.core.leases import NO_BOOKS, Books, Claimant, divide, fair_shares
 from tests.core.scene import MEMORY
 from workers.messages import MemoryInfo
 
@@ -76,7 +76,7 @@ class World:
             for other in self.people
         }
         told[person.slot] = replace(told[person.slot], starving=starving)
-        self.books, self.leases = leased(self.books, list(told.values()), self.now_s)
+        self.books, self.leases = divide(self.books, list(told.values()), self.now_s)
         while len(person.leases) < 2:
             person.leases.append(self.leases[person.slot])
         wanted_bytes = min(person.wants_bytes, person.may_hold_bytes())

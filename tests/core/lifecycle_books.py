@@ -18,7 +18,6 @@ from orchestrator.core.fleet import SliceFailed, SliceFailure, SliceReported
 from orchestrator.core.lifecycle import advance
 from orchestrator.core.slot import (
     Abandon,
-    Accept,
     Capped,
     CardQuarantined,
     Command,
@@ -144,7 +143,6 @@ class Books(RuleBasedStateMachine):
             event.report.resume if event.report.resume is not None else self.last_resume
         )
         commands = self.feed(event)
-        assert commands[0] == Accept(report=event.report)
         assert not refusals(commands)
         assert self.slot.report is event.report
         assert self.slot.heard_at_s == self.now_s
@@ -195,8 +193,6 @@ class Books(RuleBasedStateMachine):
                 self.abandoned = True
                 self.placed = False
                 self.lose()
-            case Accept(report=report):
-                assert self.fates[report.incarnation, report.sequence] is FaultOutcome.COUNTED
             case EndRun():
                 raise AssertionError("nothing here makes a run impossible")
             case Note(name=name_of_note):

@@ -13,7 +13,6 @@ from orchestrator.config.load import load_config
 from orchestrator.core.fleet import SliceFailed, SliceFailure, SliceReported
 from orchestrator.core.lifecycle import advance
 from orchestrator.core.slot import (
-    Accept,
     Command,
     Event,
     NodeJoined,
@@ -129,7 +128,7 @@ class Scene:
         return [
             command
             for command in self.feed(event, later_s=later_s)
-            if not isinstance(command, Note | Accept)
+            if not isinstance(command, Note)
         ]
 
     def report(self, **changes: object) -> SliceReported:

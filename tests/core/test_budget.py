@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from orchestrator.config.capacity import MAX_WORKERS_PER_CARD, overbooked, workers_per_card
 from orchestrator.config.schema import Config, NodeConfig
-from orchestrator.core.budget import gpu_fraction, node_budget
+from orchestrator.core.placement import gpu_fraction, node_budget
 
 
 def node(**changes: object) -> NodeConfig:

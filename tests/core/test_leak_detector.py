@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.leak_detector import NO_WATCH, LeakWatch, observed
+from orchestrator.core.leak_detector import NO_WATCH, LeakWatch, observe
 from tests.core.scene import CPU, MEMORY, MIB, report_of
 from workers.messages import Progress, Report, WorkerState
 
@@ -34,16 +34,16 @@ def report(rss_bytes: int | None, **changes: object) -> Report:
 
 def after(reports: Iterable[Report], watch: LeakWatch = NO_WATCH) -> LeakWatch:
     for one in reports:
-        watch = observed(watch, one)
+        watch = observe(watch, one)
     return watch
 
 
 def test_growth_is_unknown_until_enough_reports_of_the_same_work_are_in() -> None:
     watch = NO_WATCH
     for _ in range(UNTIL_KNOWN - 1):
-        watch = observed(watch, report(100 * MIB))
+        watch = observe(watch, report(100 * MIB))
         assert watch.growth_bytes is None
-    assert observed(watch, report(100 * MIB)).growth_bytes == 0
+    assert observe(watch, report(100 * MIB)).growth_bytes == 0
 
 
 @given(
@@ -106,7 +106,7 @@ def test_other_work_is_judged_from_the_beginning(change: dict[str, object]) -> N
     other = report(900 * MIB, **change)
     watch = after([other] * (UNTIL_KNOWN - 1), watch)
     assert watch.growth_bytes is None
-    assert observed(watch, other).growth_bytes == 0
+    assert observe(watch, other).growth_bytes == 0
 
 
 def test_on_a_cpu_what_tensors_hold_is_resident_already_and_not_counted_twice() -> None:
@@ -140,8 +140,8 @@ def test_on_a_card_what_tensors_hold_is_added_to_what_is_resident() -> None:
 def test_a_report_that_measured_nothing_changes_nothing(unknown: Report) -> None:
     watch = NO_WATCH
     for _ in range(UNTIL_KNOWN + 5):
-        assert observed(watch, unknown) == watch
-        watch = observed(watch, report(100 * MIB))
+        assert observe(watch, unknown) == watch
+        watch = observe(watch, report(100 * MIB))
     assert watch.growth_bytes == 0
 
 

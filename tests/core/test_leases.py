@@ -9,8 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.core.memory_broker.demand import FRESH, Demand, heard
-from orchestrator.core.memory_broker.leases import NO_BOOKS, Claimant, fair_shares, leased
+from orchestrator.core.leases import (
+    FRESH,
+    NO_BOOKS,
+    Claimant,
+    Demand,
+    divide,
+    fair_shares,
+    with_report,
+)
 from tests.core.lease_world import (
     CARD_BYTES,
     GIB,
@@ -252,10 +259,10 @@ def test_what_a_directive_under_way_allows_is_promised_even_if_its_worker_holds_
         slot="pc1/0", card="GPU-1", report=(0, 1), cap_bytes=16 * GIB, memory=seen(0, 16 * GIB)
     )
     other = replace(first, slot="pc1/1")
-    books, leases = leased(NO_BOOKS, [replace(first, granted_bytes=16 * GIB), other], 1.0)
+    books, leases = divide(NO_BOOKS, [replace(first, granted_bytes=16 * GIB), other], 1.0)
     assert leases["pc1/0"] is not None
     assert leases["pc1/1"] == 0, "until the first heeds its lease, all of the bytes may be gone"
-    _, leases = leased(
+    _, leases = divide(
         books, [replace(first, report=(0, 2), granted_bytes=leases["pc1/0"]), other], 2.0
     )
     assert leases["pc1/1"] == pytest.approx(leases["pc1/0"], abs=1)
@@ -336,23 +343,23 @@ def test_a_worker_that_can_run_nothing_lends_its_share_and_is_asked_again() -> N
     assert 2 <= times_asked <= 3, "about once a minute"
 
 
-def looked(demand: Demand, lease_bytes: int, held_bytes: int, free_bytes: int) -> Demand:
+def with_look(demand: Demand, lease_bytes: int, held_bytes: int, free_bytes: int) -> Demand:
     seen_bytes = {"lease_bytes": lease_bytes, "held_bytes": held_bytes, "free_bytes": free_bytes}
-    return heard(demand, cap_bytes=8 * GIB, starving=False, **seen_bytes)
+    return with_report(demand, cap_bytes=8 * GIB, starving=False, **seen_bytes)
 
 
 @pytest.mark.parametrize(("free_bytes", "is_left"), [(3 * GIB, True), (2 * GIB, False)])
 def test_only_what_was_there_to_take_was_left(free_bytes: int, is_left: bool) -> None:
     demand = FRESH
     for _ in range(20):
-        demand = looked(demand, 4 * GIB, GIB, free_bytes)
+        demand = with_look(demand, 4 * GIB, GIB, free_bytes)
     assert (demand.content_bytes is not None) == is_left
 
 
 def test_a_worker_that_grows_in_every_slice_has_left_nothing() -> None:
     demand = FRESH
     for step in range(20):
-        demand = looked(demand, 6 * GIB, int(1.05**step * GIB), 6 * GIB)
+        demand = with_look(demand, 6 * GIB, int(1.05**step * GIB), 6 * GIB)
         assert demand.wanted_bytes(8 * GIB) == 8 * GIB
 
 
@@ -361,7 +368,7 @@ def test_who_waits_for_nothing_has_no_lease() -> None:
     elsewhere = replace(alone, slot="pc2/0", card="GPU-2")
     unknown = [replace(alone, slot=f"pc3/{index}", card=None) for index in range(3)]
     blind = [replace(alone, slot=f"pc4/{index}", card="GPU-4", memory=None) for index in range(3)]
-    _, leases = leased(NO_BOOKS, [alone, elsewhere, *unknown, *blind], 1.0)
+    _, leases = divide(NO_BOOKS, [alone, elsewhere, *unknown, *blind], 1.0)
     assert set(leases.values()) == {None}
 
 
@@ -373,7 +380,7 @@ def test_a_process_that_is_about_to_open_the_card_has_its_share_kept_and_no_leas
         slot="pc1/9", card="GPU-1", cap_bytes=int(0.3 * CARD_BYTES), unopened_bytes=GIB // 2
     )
     for later_s in range(4):
-        world.books, leases = leased(world.books, [*there, coming], world.now_s + later_s)
+        world.books, leases = divide(world.books, [*there, coming], world.now_s + later_s)
     assert leases["pc1/9"] == 0
     share_bytes = (world.there_bytes - GIB // 2 - SPARED_BYTES) / 3
     assert leases["pc1/0"] == pytest.approx(share_bytes, rel=0.01)
@@ -383,6 +390,6 @@ def test_the_same_reports_told_twice_change_nothing() -> None:
     world, draw = four(0.4), seeded(1)
     world.rounds(ROUNDS, draw)
     claimants = [world.claimant(person, world.free_bytes) for person in world.people]
-    once = leased(world.books, claimants, world.now_s)
-    again = leased(once[0], claimants, world.now_s)
+    once = divide(world.books, claimants, world.now_s)
+    again = divide(once[0], claimants, world.now_s)
     assert once == again

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from orchestrator.core.fleet import SliceFailure
 from orchestrator.core.slot import (
     Abandon,
-    Accept,
     Close,
     Command,
     Drain,
@@ -45,8 +44,8 @@ def test_a_report_counts_and_the_next_slice_goes_out_at_once() -> None:
     event = scene.report(**counted, **told)
     commands = scene.feed(event, later_s=2)
     assert counters_of(scene.slot) == counters(**counted)
+    assert scene.slot.report is event.report
     assert commands == [
-        Accept(report=event.report),
         Directive(incarnation=0, sequence=3, duration_s=1.0, step_limit=18, resume={"failures": 2}),
         Note(
             name="state",

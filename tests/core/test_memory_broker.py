@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from orchestrator.core.fleet import SliceReported
-from orchestrator.core.memory_broker.broker import MemoryBroker
+from orchestrator.core.memory_broker import MemoryBroker
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
 from orchestrator.core.slot import Command, NodeJoined, NodeLeft, Slot
 from tests.core.scene import CPU, MEMORY, MIB, REFERENCE, Scene, submits
@@ -28,7 +28,7 @@ class House:
     """The slots of some plans, their broker, and a card on which nothing but they and one tenant take memory."""
 
     def __init__(self, plans: tuple[SlotPlan, ...], *, outside_bytes: int = 0) -> None:
-        self.plans = {plan.reservation.slot: plan for plan in plans}
+        self.plans = {plan.spec.slot: plan for plan in plans}
         self.scenes = {name: Scene(slot=name) for name in self.plans}
         self.broker = MemoryBroker(self.plans)
         self.outside_bytes = outside_bytes

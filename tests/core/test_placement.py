@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from orchestrator.config.capacity import MAX_WORKERS_PER_CARD
 from orchestrator.config.schema import Config
-from orchestrator.core.budget import node_budget
-from orchestrator.core.fleet import NodeFact, Reservation
+from orchestrator.core.fleet import NodeFact
 from orchestrator.core.placement import (
     Missing,
     SlotPlan,
     Target,
     memory_settings,
+    node_budget,
     plan_slots,
     refusals,
     unnamed,
@@ -68,9 +68,10 @@ def test_a_worker_of_the_reference_pair_gets_the_numbers_of_its_guide(
     size: int,
     gpu: str,
 ) -> None:
-    plan = {plan.reservation.slot: plan for plan in plan_slots(REFERENCE, Target())}[slot]
+    plan = {plan.spec.slot: plan for plan in plan_slots(REFERENCE, Target())}[slot]
     spec, node = plan.spec, slot.partition("/")[0]
-    assert plan.reservation == Reservation(slot=slot, node=node, num_cpus=cpus, num_gpus=gpus)
+    assert (plan.spec.slot, plan.spec.node) == (slot, node)
+    assert (plan.num_cpus, plan.num_gpus) == (cpus, gpus)
     assert (spec.slot, spec.node, spec.device, spec.policy) == (slot, node, "cuda", "adaptive")
     assert (spec.budget_bytes, spec.memory_fraction, plan.gpu) == (
         int(budget_gib * GIB),
@@ -134,7 +135,12 @@ def test_a_rehearsal_changes_only_where_workers_stand() -> None:
         plan_slots(REFERENCE, Target()),
         plan_slots(REFERENCE, Target(device="cpu", one_machine=True)),
     )
-    assert [plan.reservation for plan in real] == [plan.reservation for plan in rehearsed]
+    for one, other in zip(real, rehearsed, strict=True):
+        assert (one.spec.slot, one.num_cpus, one.num_gpus) == (
+            other.spec.slot,
+            other.num_cpus,
+            other.num_gpus,
+        )
     assert [plan.spec.workload for plan in real] == [plan.spec.workload for plan in rehearsed]
     assert [plan.spec.budget_bytes for plan in real] == [
         plan.spec.budget_bytes for plan in rehearsed
@@ -251,16 +257,14 @@ def test_slots_stand_in_the_order_of_the_configuration_under_names_that_stay(
     expected = [
         f"{name}/{index}" for name, node in drawn.nodes.items() for index in range(node.workers)
     ]
-    assert (
-        [plan.reservation.slot for plan in plans] == [plan.spec.slot for plan in plans] == expected
-    )
+    assert [plan.spec.slot for plan in plans] == expected
     assert len(set(expected)) == len(expected)
     assert plan_slots(drawn, target) == plans
     # One worker more on the last node moves nobody else.
     *_, last = drawn.nodes
     data = drawn.model_dump()
     data["nodes"][last]["workers"] += 1
-    assert [plan.reservation.slot for plan in plan_slots(Config.model_validate(data), target)][
+    assert [plan.spec.slot for plan in plan_slots(Config.model_validate(data), target)][
         : len(plans)
     ] == expected
 
@@ -272,9 +276,9 @@ def test_the_sums_of_a_node_agree_with_its_workers(drawn: Config, target: Target
     everything = sum(plan.spec.budget_bytes for plan in plans)
     for name, node_plans in by_node(plans).items():
         budget = node_budget(name, drawn.nodes[name], drawn)
-        assert sum(plan.reservation.num_cpus for plan in node_plans) == budget.cpus_total
+        assert sum(plan.num_cpus for plan in node_plans) == budget.cpus_total
         assert len(node_plans) <= max(1, budget.gpus) * MAX_WORKERS_PER_CARD
-        steps = sum(Fraction(repr(plan.reservation.num_gpus)) for plan in node_plans)
+        steps = sum(Fraction(repr(plan.num_gpus)) for plan in node_plans)
         assert steps <= budget.gpus
         for plan in node_plans:
             shared = [other.spec.budget_bytes for other in node_plans][: budget.workers_per_card]

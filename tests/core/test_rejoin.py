@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from orchestrator.core.rejoin import Action, Node, NodePhase, Sample, turn
+from orchestrator.core.rejoin import Action, Node, NodePhase, NodeSample, turn
 
 
 @dataclass
@@ -44,7 +44,7 @@ class PC:
         if self._ready_s is not None and self.is_plugged and self.now_s >= self._ready_s:
             self.is_running = self.is_member = self.starts(self.started_s[-1])
             self._ready_s = None
-        sample = Sample(
+        sample = NodeSample(
             now_s=self.now_s,
             is_reachable=self.is_plugged,
             is_starting=self._ready_s is not None,
@@ -107,7 +107,7 @@ def test_a_head_that_does_not_answer_is_asked_again_and_the_node_stays() -> None
     pc.is_plugged, pc.is_member = True, None  # type: ignore[assignment]  # no answer
     assert set(pc.pass_s(60)) == {Action.ASK}
     assert pc.node.in_doubt
-    at_work = Sample(now_s=pc.now_s + 60.0, is_reachable=True, is_running=True, is_asking=True)
+    at_work = NodeSample(now_s=pc.now_s + 60.0, is_reachable=True, is_running=True, is_asking=True)
     assert turn(pc.node, at_work)[1] is Action.WAIT, "one question at a time"
     pc.is_member = True
     pc.pass_s(5)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core import step_accounting
+from orchestrator.core import slices
 from orchestrator.core.fleet import SliceReported
 from orchestrator.core.slot import Flight, Slot
 from tests.core.scene import Scene, report_of
@@ -37,12 +37,12 @@ def worked(rate: float, duration_s: float, step_limit: int) -> tuple[int, float]
 @pytest.mark.parametrize("slot", [Slot(slot="pc1/0"), slot_after(1000, 1.0)], ids=["new", "fast"])
 @pytest.mark.parametrize("duration_s", [0.0, -1.0])
 def test_a_slice_of_no_duration_may_do_one_step(slot: Slot, duration_s: float) -> None:
-    assert step_accounting.step_limit(slot, duration_s) == 1
+    assert slices.step_limit(slot, duration_s) == 1
 
 
 def test_a_slot_that_knows_no_speed_may_do_four_steps() -> None:
-    assert step_accounting.step_limit(Slot(slot="pc1/0"), 60.0) == 4
-    assert step_accounting.step_limit(slot_after(10, 0.0), 60.0) == 4
+    assert slices.step_limit(Slot(slot="pc1/0"), 60.0) == 4
+    assert slices.step_limit(slot_after(10, 0.0), 60.0) == 4
 
 
 @given(rate=rates, duration_s=slices_s)
@@ -50,7 +50,7 @@ def test_a_worker_of_steady_speed_is_never_limited(rate: float, duration_s: floa
     """Nor is one whose last slice was of another length, such as the first slice of a process."""
     for last_s in (0.0, duration_s / 10, duration_s):
         steps, wall_s = worked(rate, last_s, 10**9)
-        limit = step_accounting.step_limit(slot_after(steps, wall_s), duration_s)
+        limit = slices.step_limit(slot_after(steps, wall_s), duration_s)
         assert limit > math.ceil(duration_s * rate)
 
 
@@ -59,7 +59,7 @@ def test_the_bound_is_at_most_twice_what_is_likely_and_five_more(
     steps_ok: int, wall_s: float, duration_s: float
 ) -> None:
     likely = duration_s * steps_ok / wall_s
-    limit = step_accounting.step_limit(slot_after(steps_ok, wall_s), duration_s)
+    limit = slices.step_limit(slot_after(steps_ok, wall_s), duration_s)
     assert max(4, 2 * likely) <= limit * (1 + 1e-9)
     assert limit <= (2 * likely + 5) * (1 + 1e-9)
 
@@ -70,13 +70,13 @@ def limited_slices(rates_of_slices: list[float], slice_s: float, proof_s: float)
     Return which its limit cut short.
     """
     slot = slot_after(1, proof_s)
-    sent = deque([step_accounting.step_limit(slot, slice_s)] * 2)
+    sent = deque([slices.step_limit(slot, slice_s)] * 2)
     cut: list[bool] = []
     for rate in rates_of_slices:
         limit = sent.popleft()
         steps, wall_s = worked(rate, slice_s, limit)
         cut.append(steps < math.ceil(slice_s * rate))
-        sent.append(step_accounting.step_limit(slot_after(steps, wall_s), slice_s))
+        sent.append(slices.step_limit(slot_after(steps, wall_s), slice_s))
     return cut
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.core.training import NO_TRAINING, followed
+from orchestrator.core.training import NO_TRAINING, follow
 from tests.core.scene import report_of
 from workers.messages import NO_PROGRESS, Progress
 
@@ -16,7 +16,7 @@ def redone(*reports: tuple[int, int | None, int | None, int | None]) -> int | No
         told = (
             None if step is None else Progress(train_step=step, saved_step=saved, redone_steps=own)
         )
-        training = followed(training, report_of("pc1/0", incarnation, sequence, progress=told))
+        training = follow(training, report_of("pc1/0", incarnation, sequence, progress=told))
     return training.progress.redone_steps
 
 
@@ -47,7 +47,7 @@ def test_steps_done_again(
 
 
 def test_what_trains_nothing_has_no_progress() -> None:
-    assert followed(NO_TRAINING, report_of("pc1/0", 0, 0)) is NO_TRAINING
+    assert follow(NO_TRAINING, report_of("pc1/0", 0, 0)) is NO_TRAINING
     assert NO_TRAINING.progress is NO_PROGRESS
 
 

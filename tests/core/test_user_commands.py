@@ -26,11 +26,11 @@ from orchestrator.core.slot import (
     Tick,
     Unheld,
 )
-from orchestrator.core.user_commands import Command, Do, RefusedError, events_of
+from orchestrator.core.user_commands import Command, CommandRefusedError, Do, events_of
 from tests.core.scene import MIB, REFERENCE, Scene, submits
 from workers.messages import Progress, Verdict, WorkerState
 
-PLANS = {plan.reservation.slot: plan for plan in plan_slots(REFERENCE, Target(device="cuda"))}
+PLANS = {plan.spec.slot: plan for plan in plan_slots(REFERENCE, Target(device="cuda"))}
 BUDGET_MIB = PLANS["pc1/0"].spec.budget_bytes // MIB
 
 
@@ -109,12 +109,12 @@ def test_a_command_is_taken_or_refused_with_what_to_type_instead(do: Do, state: 
     amount_mib = 512 if do is Do.CAP else None
     words = REFUSALS[do].get(state)
     if words is not None:
-        with pytest.raises(RefusedError, match=f"^pc1/0 {words}.*; nothing was changed$"):
+        with pytest.raises(CommandRefusedError, match=f"^pc1/0 {words}.*; nothing was changed$"):
             event_for(state, do, amount_mib=amount_mib)
         return
     scene = slot_in(state)
     scene.feed(event_for(state, do, amount_mib=amount_mib))  # which the table allows
-    with pytest.raises(RefusedError, match="the run is ending"):
+    with pytest.raises(CommandRefusedError, match="the run is ending"):
         event_for(state, do, amount_mib=amount_mib, ending=True)
 
 
@@ -122,14 +122,14 @@ def test_a_cap_is_within_the_budget_and_the_whole_budget_lifts_it() -> None:
     assert event_for("running", Do.CAP, amount_mib=1).cap_bytes == MIB  # type: ignore[union-attr]
     assert event_for("running", Do.CAP, amount_mib=BUDGET_MIB).cap_bytes is None  # type: ignore[union-attr]
     with pytest.raises(
-        RefusedError, match=f"has a budget of {BUDGET_MIB} MiB: type an amount from 1MiB"
+        CommandRefusedError, match=f"has a budget of {BUDGET_MIB} MiB: type an amount from 1MiB"
     ):
         event_for("running", Do.CAP, amount_mib=BUDGET_MIB + 1)
     classic = {
         "pc1/0": replace(PLANS["pc1/0"], spec=replace(PLANS["pc1/0"].spec, policy="classic"))
     }
     command = Command(id="a", do=Do.CAP, slots=("pc1/0",), by="test", amount_bytes=MIB)
-    with pytest.raises(RefusedError, match="policy classic: run with --policy adaptive"):
+    with pytest.raises(CommandRefusedError, match="policy classic: run with --policy adaptive"):
         events_of(command, {"pc1/0": slot_in("running").slot}, classic, [])
 
 
@@ -143,7 +143,7 @@ def test_one_slot_that_is_wrong_or_unknown_keeps_the_others_as_they_are() -> Non
         ("pc9/1", "no slot 'pc9/1'; .*top --once"),
     ):
         command = Command(id="a", do=Do.PAUSE, slots=("pc1/0", name), by="test")
-        with pytest.raises(RefusedError, match=words):
+        with pytest.raises(CommandRefusedError, match=words):
             events_of(command, slots, PLANS, ["pc1"])
 
 

@@ -13,8 +13,8 @@ import torch
 from tests.in_child import InChild
 from tests.scene import MIB, spec_of, vm_data_bytes
 from workers import oom
-from workers.devices import process_memory
-from workers.devices.common import EmergencyProduct, threads_for
+from workers.devices import cpu
+from workers.devices.base import EmergencyProduct, threads_for
 from workers.devices.cpu import CpuDevice
 from workers.messages import ContextCorruptedError
 from workers.settings import FailureKind, WorkerSpec
@@ -309,7 +309,7 @@ def test_a_little_growth_of_the_process_is_not_charged_and_a_leak_cannot_raise_t
 
 
 def peaks(spec: WorkerSpec, clear: str) -> Found:
-    process_memory._CLEAR = Path(clear)  # in a process of its own
+    cpu._CLEAR = Path(clear)  # in a process of its own
     device = CpuDevice(spec)
     device.timed(lambda: torch.ones(64 * MIB, dtype=torch.uint8).numel())
     return {"bytes": device.step_peak_bytes(), "source": device.info.peak_source}

@@ -16,8 +16,7 @@ from orchestrator.config.capacity import MAX_WORKERS_PER_CARD, overbooked
 from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import Config, NodeConfig
 from orchestrator.config.template import NodeChoice, by_formula, choose, render
-from orchestrator.core.budget import node_budget
-from orchestrator.core.placement import Target, plan_slots
+from orchestrator.core.placement import Target, node_budget, plan_slots
 from orchestrator.run import environment
 from tests.doctor.scene import card, laptop, workstation, wsl
 from workers.host.facts import CardFacts, Holder, MachineFacts

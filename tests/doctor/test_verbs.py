@@ -13,7 +13,7 @@ import pytest
 
 from orchestrator.config.load import load_config
 from tests.scene import ROOT, orchestrator, python
-from workers.host.gpu_facts import visible_cards
+from workers.host.machine import visible_cards
 
 without_card = pytest.mark.skipif(bool(visible_cards()), reason="judges a machine without a card")
 

@@ -14,13 +14,12 @@ import pytest
 from tests.engine.scene import events, own, slice_of, slices, with_faults
 from tests.in_child import InChild
 from tests.scene import spec_of
+from workers.engine.between_steps import ResultChecks, ThermalControl
 from workers.engine.engine import Engine
-from workers.engine.result_checks import ResultChecks
 from workers.engine.slice_stats import SliceStats
-from workers.engine.thermal_control import ThermalControl
 from workers.messages import Directive, Report, Verdict, WorkerState
 from workers.nvml.fake.script import prepare
-from workers.policy.base import StepOk
+from workers.policy.base import Run
 from workers.readings import SensorReading
 from workers.settings import (
     THERMAL_OFF,
@@ -87,7 +86,7 @@ class TestHeat:
         assert report.sensors is not None
         assert (report.sensors.temperature_c, report.sensors.power_w) == (99, 205)
 
-    def test_what_the_hardware_complains_of_is_an_alarm_and_slows_it_down(
+    def test_a_complaint_of_the_hardware_is_an_alarm_and_slows(
         self, in_child: InChild, tmp_path: Path
     ) -> None:
         fake = sensors(tmp_path, temperature_c=65, throttle=[[0, ["HARDWARE_THERMAL"]]])
@@ -222,10 +221,10 @@ class Instant:
         """Nothing is held."""
 
 
-def test_a_failed_check_costs_time_and_only_failures_in_a_row_end_the_checks(
+def test_only_failed_checks_in_a_row_end_the_checks(
     stats: SliceStats,
 ) -> None:
     checks, workload = ResultChecks(0.5, "pc1/0"), RunsOutAtTimes(None)
-    step = StepOk(at_s=0.0, size=64, batch=1, peak_bytes=0, seconds=1.0, allowed_bytes=None)
-    costs_time = [checks.after_step(Instant(), workload, step, stats) > 0 for _ in range(20)]
+    run = Run(size=64, batch=1)
+    costs_time = [checks.after_step(Instant(), workload, run, 1.0, stats) > 0 for _ in range(20)]
     assert costs_time == [False, True] * 10

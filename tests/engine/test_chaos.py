@@ -63,9 +63,7 @@ def told(report: Report, kind: FaultKind) -> int:
 
 
 class TestSteps:
-    def test_a_rate_of_out_of_memory_is_survived_with_a_real_recovery(
-        self, in_child: InChild
-    ) -> None:
+    def test_a_rate_of_oom_is_survived_with_a_real_recovery(self, in_child: InChild) -> None:
         spec = with_faults(spec_of(size=512), oom_rate=0.3)
         reports: list[Report] = in_child(slices, spec, [*[{}] * 12, {"duration_s": 1.0}])
         assert all(report.verdict is Verdict.OK for report in reports)

@@ -19,7 +19,7 @@ import torch
 from tests.engine.scene import all_is_well, events, names, own, slice_of, slices
 from tests.in_child import InChild
 from tests.scene import MIB, spec_of, vm_data_bytes
-from workers.engine.duty_cycle import DutyCycle
+from workers.engine.between_steps import DutyCycle
 from workers.engine.engine import Engine
 from workers.messages import Report, Verdict, WorkerState
 from workers.oom import MAX_PROBABLE_IN_A_ROW

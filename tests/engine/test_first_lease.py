@@ -10,7 +10,7 @@ import time
 from tests.engine.scene import events, names, slices
 from tests.in_child import InChild
 from tests.scene import MIB, spec_of
-from workers.devices.common import alone_on
+from workers.devices.base import alone_on
 from workers.messages import Verdict, WorkerState
 
 
@@ -55,7 +55,7 @@ def test_a_worker_that_may_hold_nothing_any_more_gives_all_of_it_back_and_is_in_
 
 HOLDS_UNTIL_TOLD = """
 import sys
-from workers.devices.common import alone_on
+from workers.devices.base import alone_on
 
 with alone_on("a device of this test"):
     print("held", flush=True)

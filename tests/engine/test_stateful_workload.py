@@ -40,7 +40,7 @@ def spec(
     return replace(usual, run_id=run_id, workload=replace(usual.workload, settings=told))
 
 
-def test_settings_slot_and_folder_reach_the_workload_and_a_second_process_is_not_fresh(
+def test_settings_slot_and_folder_reach_the_workload(
     in_child: InChild,
 ) -> None:
     *_, (context,) = in_child(counted, spec(steps=3, run_id="run-7"), [{}])
@@ -55,7 +55,7 @@ def test_settings_slot_and_folder_reach_the_workload_and_a_second_process_is_not
     assert (context.fresh, context.state_dir) == (False, None)
 
 
-def test_the_policy_moves_along_the_rungs_and_every_optimiser_step_takes_the_whole_batch(
+def test_the_policy_moves_along_the_rungs_and_the_batch_stays(
     in_child: InChild,
 ) -> None:
     directives = [{}] * 12 + [{"lease_bytes": 14 * MIB}] * 6 + [{}] * 30
@@ -89,7 +89,7 @@ def test_a_smaller_step_is_a_backoff_that_names_the_level(in_child: InChild) -> 
     )
 
 
-def test_without_memory_the_state_is_parked_and_it_goes_on_by_itself(in_child: InChild) -> None:
+def test_without_memory_the_state_is_parked_until_there_is(in_child: InChild) -> None:
     directives = [{}] * 6 + [NEXT_TO_NOTHING] * 4 + [{}] * 8
     reports, calls, *_ = in_child(counted, spec(state_mib=32), directives)
     parked = reports[7:10]
@@ -124,7 +124,7 @@ def test_a_process_that_may_hold_nothing_parks_too(in_child: InChild) -> None:
     assert [name for name, _ in calls if name.endswith("park")] == ["park", "unpark"]
 
 
-def test_a_state_that_does_not_fit_yet_stays_parked_until_it_does(in_child: InChild) -> None:
+def test_a_state_that_does_not_fit_yet_stays_parked(in_child: InChild) -> None:
     # The policy waits for ten seconds before it tries again what has failed.
     directives = [{}] * 6 + [NEXT_TO_NOTHING] * 3 + [{"duration_s": 1.0}] * 13
     reports, calls, *_ = in_child(counted, spec(HardToUnpark), directives)
@@ -153,9 +153,7 @@ def test_a_finished_workload_says_so_once_and_does_no_more_steps(in_child: InChi
     assert {report.progress.weights_sha256 for report in reports} == {"0" * 64}
 
 
-def test_another_process_goes_on_from_the_folder_and_a_finished_one_does_nothing(
-    in_child: InChild, tmp_path: Path
-) -> None:
+def test_another_process_goes_on_from_the_folder(in_child: InChild, tmp_path: Path) -> None:
     def run(incarnation: int, steps: int) -> tuple[Any, list[int]]:
         directives = [{"duration_s": 60.0, "incarnation": incarnation}]
         (report,), _, samples, _ = in_child(

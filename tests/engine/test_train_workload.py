@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.run.checkpoint_keeper import CheckpointKeeper
+from orchestrator.run.run_dir import CheckpointKeeper
 from tests.engine.scene import events, names
 from tests.engine.trainings import settings, trained
 from tests.in_child import InChild

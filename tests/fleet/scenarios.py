@@ -18,7 +18,6 @@ import torch
 
 from orchestrator.core.fleet import (
     Fleet,
-    Reservation,
     SliceEnded,
     SliceFailed,
     SliceFailure,
@@ -87,7 +86,7 @@ class Stage:
     def place_as(self, name: str, spec: WorkerSpec) -> None:
         """Place a slot with a specification of its own."""
         self._slots.append(name)
-        self.fleet.place(Reservation(slot=name, node=self.node, num_cpus=1.0, num_gpus=0.0), spec)
+        self.fleet.place(spec, num_cpus=1.0, num_gpus=0.0)
 
     def submit(
         self,
@@ -213,7 +212,13 @@ def a_step_that_fails_is_a_report_and_no_failure(stage: Stage) -> None:
 
 def an_engine_that_cannot_be_made_is_unbuildable(stage: Stage) -> None:
     slot = f"{stage.node}/unbuildable"
-    stage.place_as(slot, cast("WorkerSpec", SimpleNamespace(device="cpu", mps_pipe_directory=None)))
+    stage.place_as(
+        slot,
+        cast(
+            "WorkerSpec",
+            SimpleNamespace(slot=slot, node=stage.node, device="cpu", mps_pipe_directory=None),
+        ),
+    )
     stage.submit(slot, 0)
     (ended,) = stage.wait(1)
     assert isinstance(ended, SliceFailed)

@@ -25,7 +25,7 @@ from tests.scene import MIB
 from workers.messages import Verdict, WorkerState
 from workers.nvml import queries
 from workers.nvml.sensors import SAMPLE_EVERY_S, open_sampler
-from workers.policy.thermal.governor import ThermalGovernor
+from workers.policy.thermal import ThermalGovernor
 from workers.readings import SensorReading
 from workers.settings import ThermalSettings
 from workers.verification.repeat import flip_bit

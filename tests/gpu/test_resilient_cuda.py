@@ -17,8 +17,7 @@ import torch
 from tests.gpu.scene import ON_A_CARD
 from tests.scene import MIB
 from workers import Retry, resilient
-from workers.resilience.card_memory import Peak, look
-from workers.resilience.retry import Attempts, Rules
+from workers.resilience.retry import Attempts, Peak, RetryRules, look
 
 pytestmark = ON_A_CARD
 
@@ -155,7 +154,7 @@ def test_the_call_that_initialises_cuda_is_measured_too(in_child: Callable[..., 
 def a_neighbour_comes_and_goes() -> Found:
     cap()
     failures: list[Retry] = []
-    attempts = Attempts(Rules(name="work", starting_batch_size=100, on_retry=failures.append))
+    attempts = Attempts(RetryRules(name="work", starting_batch_size=100, on_retry=failures.append))
 
     def work(batch_size: int) -> int:
         return block(batch_size * ITEM_BYTES).nbytes // ITEM_BYTES

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.scene import wait_for
-from workers.host.activity import ActivityMeter
+from workers.host.processes import ActivityMeter
 from workers.messages import Activity
 
 SPIN = "while True: pass"

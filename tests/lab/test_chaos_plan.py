@@ -154,7 +154,7 @@ def test_says_what_a_worker_must_know() -> None:
     assert parse_chaos("node:pc2@5s", 7).step_faults() is None
 
 
-def test_names_each_kind_once_and_nodes_in_the_order_of_their_times() -> None:
+def test_names_each_kind_once_and_nodes_in_order_of_time() -> None:
     plan = parse_chaos("node:pc3@50s;kill:rate=1;node:pc2@10s;node:pc2@90s;raise:rate=1;oom:num=1")
     assert [fault.node for fault in plan.node_faults] == ["pc2", "pc3", "pc2"]
     assert plan.kinds() == (FaultKind.OOM, FaultKind.RAISE, FaultKind.KILL, FaultKind.NODE)

@@ -17,7 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.learned_limits.scene import KEY, limit
-from workers.learned_limits.limits import (
+from workers.learned_limits import (
     TEXT_MOST,
     choose,
     from_plain,

@@ -24,8 +24,7 @@ from hypothesis import strategies as st
 from tests.learned_limits.scene import KEY, NOW_S, limit
 from tests.scene import ROOT
 from workers.files import locked
-from workers.learned_limits.limits import to_plain
-from workers.learned_limits.store import EXPIRY_S, LimitStore, default_path
+from workers.learned_limits import EXPIRY_S, LimitStore, default_path, to_plain
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +35,7 @@ DAY_S = 86_400.0
 WRITER = """
 import os, sys
 from pathlib import Path
-from workers.learned_limits.store import LimitStore
+from workers.learned_limits import LimitStore
 from workers.settings import LimitKey, StoredLimit
 from workers.settings import Learned
 

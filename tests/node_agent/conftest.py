@@ -17,7 +17,7 @@ import pytest
 
 from tests.scene import python, wait_for
 from workers.host.processes import is_alive
-from workers.learned_limits.store import STATE_DIR_VARIABLE
+from workers.learned_limits import STATE_DIR_VARIABLE
 from workers.node_agent.protocol import AgentClient, AgentOrders, to_line
 from workers.nvml.fake.script import prepare
 from workers.settings import FakeSensors

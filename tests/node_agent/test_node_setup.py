@@ -139,7 +139,7 @@ class Bare:
 
 def test_a_node_that_is_not_there_yet_is_told_and_works_by_duty() -> None:
     made, told = environment(LIMIT, MPS), Told()
-    with node_setup.kept(
+    with node_setup.hold_settings(
         made,
         Bare(),  # type: ignore[arg-type]  # nothing else is asked
         made.plans,

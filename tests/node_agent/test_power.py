@@ -18,7 +18,7 @@ import pytest
 from tests.node_agent.conftest import Node, card, kill
 from tests.scene import PATIENCE_S, ROOT, python
 from workers.host.processes import is_alive
-from workers.learned_limits.store import STATE_DIR_VARIABLE
+from workers.learned_limits import STATE_DIR_VARIABLE
 from workers.node_agent.protocol import AgentClient, AgentOrders, AgentOutcome, from_line, to_line
 
 pytestmark = pytest.mark.slow

@@ -21,7 +21,7 @@ CHILD = """
 import json, sys
 from dataclasses import asdict
 import pynvml
-from workers.host.gpu_facts import look_at_cards, visible_cards
+from workers.host.machine import look_at_cards, visible_cards
 from workers.nvml import queries
 from workers.nvml.fake import load
 from workers.nvml.sensors import open_sampler

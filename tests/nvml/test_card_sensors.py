@@ -150,9 +150,7 @@ def test_only_what_is_not_supported_is_not_asked_again(
     assert second["temperature_c"] == 62.0
 
 
-def test_limits_link_and_errors_are_asked_rarely_and_when_a_card_is_back(
-    scene: Scene, look: Look
-) -> None:
+def test_limits_link_and_errors_are_asked_rarely(scene: Scene, look: Look) -> None:
     before, after = {"power_limit_w": 700, "fan_pct": 40}, {"power_limit_w": 350, "fan_pct": 80}
     steps = [scene({**FULL, **before}), ("open", UUID), ("read", 0.0), scene({**FULL, **after})]
     back = [
@@ -252,9 +250,7 @@ def test_two_cards_by_uuid_and_by_index_and_none_by_other_names(scene: Scene, lo
     assert [reading["temperature_c"] for reading in told] == [41]
 
 
-def test_a_machine_without_nvml_answers_nothing_and_raises_nothing(
-    look: Look, tmp_path: Path
-) -> None:
+def test_without_nvml_nothing_is_answered_or_raised(look: Look, tmp_path: Path) -> None:
     """Where there is a driver, a file in front of its library that is none keeps it from being found."""
     (tmp_path / "libnvidia-ml.so.1").write_bytes(b"this is no library, however long it is")
     reads = [
@@ -269,9 +265,7 @@ def test_a_machine_without_nvml_answers_nothing_and_raises_nothing(
     assert told == [NOTHING, NOTHING, NOTHING, [], [None, None, None]]
 
 
-def test_curves_are_straight_between_points_held_at_the_ends_and_repeated(
-    scene: Scene, look: Look
-) -> None:
+def test_curves_are_straight_held_at_the_ends_and_repeated(scene: Scene, look: Look) -> None:
     """Over days, so that no pause of the machine matters."""
     day_s = 86_400.0
     curve = [[day_s, 20], [11 * day_s, 120]]

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from workers.host.gpu_facts import is_visible
+from workers.host.machine import is_visible
 from workers.units import GIB, MIB
 
 Scene = Callable[..., tuple[str, Any]]

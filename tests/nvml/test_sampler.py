@@ -30,7 +30,7 @@ class Thermometer:
         self.closed = True
 
 
-def test_sensors_are_read_once_a_second_however_often_and_late_they_are_asked() -> None:
+def test_sensors_are_read_once_a_second_however_often_asked() -> None:
     thermometer = Thermometer()
     sampler = Sampler(thermometer)
     told = [sampler.sample_if_due(tenth / 10) for tenth in range(35)]

@@ -10,9 +10,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from hypothesis import strategies as st
 
-from workers.policy.adaptive import sizer
-from workers.policy.adaptive.size_bounds import Bounds
-from workers.policy.adaptive.sizer import Sizer
+from workers.policy.sizer import Sizer
+from workers.policy.sizes_tried import Bounds
 from workers.resilience.adaptive_size import AdaptiveSize
 from workers.settings import Learned
 
@@ -93,7 +92,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         bounds = self.bounds
-        self.state = sizer.cold(bounds, self.learned)
+        self.state = Sizer.cold(bounds, self.learned)
         if not bounds.rungs and bounds.worth_growing == Bounds(largest=1).worth_growing:
             self.shell = AdaptiveSize(
                 bounds.largest,
@@ -122,8 +121,8 @@ class Loop:
     def ask(self) -> int | None:
         said_bytes = self._said_bytes()
         self.questions += 1
-        self.state, size = sizer.asked(
-            self.state, self.bounds, *self._noted(sizer.asked, said_bytes)
+        self.state, size = Sizer.next_size(
+            self.state, self.bounds, *self._noted(Sizer.next_size, said_bytes)
         )
         if self.shell is not None:
             assert (self.shell.next(said_bytes), self.shell.reason) == (size, self.state.reason)
@@ -134,14 +133,14 @@ class Loop:
         return size
 
     def ended_well(self, size: int, peak_bytes: int | None) -> None:
-        self.state = sizer.succeeded(
-            self.state, self.bounds, *self._noted(sizer.succeeded, size, peak_bytes)
+        self.state = Sizer.succeeded(
+            self.state, self.bounds, *self._noted(Sizer.succeeded, size, peak_bytes)
         )
         if self.shell is not None:
             self.shell.succeeded(size, peak_bytes)
 
     def ran_out(self, size: int) -> None:
-        self.state = sizer.failed(self.state, self.bounds, *self._noted(sizer.failed, size))
+        self.state = Sizer.failed(self.state, self.bounds, *self._noted(Sizer.failed, size))
         if self.shell is not None:
             self.shell.failed(size)
 

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.scene import GUIDES, MIB
-from workers.policy.adaptive.policy import AdaptivePolicy, AdaptiveState
+from workers.policy.adaptive import AdaptivePolicy, AdaptiveState
 from workers.policy.base import (
     Decision,
     Emergency,
@@ -155,10 +155,7 @@ class Card:
     def ended_well(self, run: Run) -> StepOk:
         return StepOk(
             at_s=self.now_s,
-            size=run.size,
-            batch=run.batch,
             peak_bytes=self.bytes_of(run),
-            seconds=1.0,
             allowed_bytes=None
             if len(self.good) % self.measured_every
             else self.shows_bytes(self.allowed_bytes),
@@ -167,8 +164,6 @@ class Card:
     def ran_out(self, run: Run) -> StepOom:
         return StepOom(
             at_s=self.now_s,
-            size=run.size,
-            batch=run.batch,
             needed_bytes=None,
             at_least_bytes=0,
             free_bytes=self.allowed_bytes,

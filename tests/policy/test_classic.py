@@ -21,12 +21,10 @@ PC2 = WorkloadSpec(name="matmul", dtype="fp16", size=4096, batch=128, seed=0)
 GUIDE_SIZES = [4096, 2867, 2007, 1404, 983, 688, 481, 337, 256]
 GUIDE_BATCHES = [128, 112, 96, 80, 64, 48, 32, 32, 32]
 
-OK = StepOk(at_s=0.0, size=1, batch=1, peak_bytes=1, seconds=0.1, allowed_bytes=None)
+OK = StepOk(at_s=0.0, peak_bytes=1, allowed_bytes=None)
 NEED_BYTES = 1 << 20
 GONE = StepOom(
     at_s=0.0,
-    size=1,
-    batch=1,
     needed_bytes=NEED_BYTES,
     at_least_bytes=0,
     free_bytes=0,

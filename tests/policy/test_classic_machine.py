@@ -43,10 +43,7 @@ def ended_well(step: Run) -> StepOk:
     peak_bytes = need_bytes(step)
     return StepOk(
         at_s=0.0,
-        size=step.size,
-        batch=step.batch,
         peak_bytes=peak_bytes,
-        seconds=0.01,
         allowed_bytes=None,
     )
 
@@ -55,8 +52,6 @@ def ran_out(step: Run, free_bytes: int, *, need_known: bool) -> StepOom:
     needed_bytes = need_bytes(step) if need_known else None
     return StepOom(
         at_s=0.0,
-        size=step.size,
-        batch=step.batch,
         needed_bytes=needed_bytes,
         at_least_bytes=0,
         free_bytes=free_bytes,

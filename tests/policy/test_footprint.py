@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.policy.adaptive.footprint import Footprint, first_footprint, footprint_of, measured
+from workers.policy.memory_needed import Footprint, first_footprint, footprint_of, with_peak
 from workers.settings import Learned
 
 MIB = 2.0**20
@@ -22,7 +22,7 @@ def need(x: float) -> float:
 def line_after(*steps: float, extra: float = 0.0) -> Footprint:
     line: Footprint | None = None
     for at_s, x in enumerate(steps):
-        line = measured(
+        line = with_peak(
             line, x, need(x) * (1.0 + (extra if at_s == len(steps) - 1 else 0.0)), float(at_s)
         )
     assert line is not None
@@ -51,7 +51,7 @@ def test_what_is_promised_fits_by_the_line_with_its_margin(
 ) -> None:
     small, times = sizes
     large = small * times
-    line = measured(first_footprint(small, fixed + unit * small), large, fixed + unit * large, 1.0)
+    line = with_peak(first_footprint(small, fixed + unit * small), large, fixed + unit * large, 1.0)
     limit_bytes = limit * (fixed + unit * large)
     x = line.largest_x(limit_bytes)
     if x > 0:
@@ -65,17 +65,17 @@ def test_the_margin_narrows_while_predictions_hold_and_a_surprise_widens_it_at_o
     line = line_after(100, 400)
     calm = line
     for at_s in range(2, 60):
-        calm = measured(calm, 400, need(400), float(at_s))
+        calm = with_peak(calm, 400, need(400), float(at_s))
     assert calm.margin < line.margin / 2
-    surprised = measured(calm, 405, need(405) * 1.05, 60.0)
+    surprised = with_peak(calm, 405, need(405) * 1.05, 60.0)
     assert surprised.margin > 0.04
 
 
 @pytest.mark.parametrize("steps", [10, 1000])
 def test_a_surprise_fades_with_time_and_not_with_steps(steps: int) -> None:
-    line = measured(line_after(100, 400, 400, 400), 405, need(405) * 1.05, 4.0)
+    line = with_peak(line_after(100, 400, 400, 400), 405, need(405) * 1.05, 4.0)
     for step in range(1, steps + 1):
-        line = measured(line, 405, need(405) * 1.05, 4.0 + 600.0 * step / steps)
+        line = with_peak(line, 405, need(405) * 1.05, 4.0 + 600.0 * step / steps)
     assert 0.5 < line.surprise / 0.05 < 0.8
 
 
@@ -92,7 +92,7 @@ def test_a_step_that_did_not_fit_widens_the_margin_each_time() -> None:
 def test_a_surprise_elsewhere_does_not_end_what_goes_well_here() -> None:
     line = line_after(100, 400).surprised(200, 1.2 * need(200))
     assert line.largest_x(1.05 * need(400)) < 400, "no step has ended well since"
-    line = measured(line, 400, need(400), 3.0)
+    line = with_peak(line, 400, need(400), 3.0)
     assert line.surprise > 0.05
     assert line.largest_x(1.05 * need(400)) == 400
     assert line.largest_x(0.99 * need(400)) < 400
@@ -101,7 +101,7 @@ def test_a_surprise_elsewhere_does_not_end_what_goes_well_here() -> None:
 def test_wobble_is_smoothed_and_the_place_does_not_drag_behind() -> None:
     line = line_after(100, 400)
     for at_s in range(200):
-        line = measured(line, 400, need(400) * (1.01 if at_s % 2 else 0.99), float(at_s))
+        line = with_peak(line, 400, need(400) * (1.01 if at_s % 2 else 0.99), float(at_s))
     assert line.here_bytes == pytest.approx(need(400), rel=0.003)
     assert 0.01 < line.here_need_bytes / need(400) - 1.0 < 0.05
 
@@ -109,7 +109,7 @@ def test_wobble_is_smoothed_and_the_place_does_not_drag_behind() -> None:
 @pytest.mark.parametrize("factor", [0.5, 1.3, 10.0])
 def test_a_workload_that_changed_is_followed_at_once(factor: float) -> None:
     line = line_after(100, 390, 420, 400, 400, 400)
-    changed = measured(line, 400, factor * need(400), 10.0)
+    changed = with_peak(line, 400, factor * need(400), 10.0)
     assert changed.here_bytes == factor * need(400)
     assert changed.steps == 1
 

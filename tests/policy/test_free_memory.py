@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
-from functools import reduce
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.policy.adaptive.free_memory import Level, sampled
+from workers.policy.memory_seen import FreeMemory, with_sample
 
 GIB = 2.0**30
 
 
-def fed(samples: Iterable[float]) -> Level:
-    level = reduce(sampled, samples, None)
+def fed(samples: Iterable[float]) -> FreeMemory:
+    level: FreeMemory | None = None
+    for sample in samples:
+        level = with_sample(level, sample)
     assert level is not None
     return level
 
@@ -48,30 +49,30 @@ def test_few_samples_are_worth_less_than_many() -> None:
     samples = noisy(60)
     assert fed(samples[:3]).error > fed(samples).error
     once, often = (
-        Level(level_bytes=GIB, sample_bytes=GIB, samples=samples) for samples in (1, 100)
+        FreeMemory(level_bytes=GIB, sample_bytes=GIB, samples=samples) for samples in (1, 100)
     )
     assert once.error > 2 * often.error
 
 
 @pytest.mark.parametrize("now_bytes", [2 * GIB, 8 * GIB], ids=["taken", "given"])
 def test_memory_that_is_taken_or_given_shows_at_once(now_bytes: int) -> None:
-    assert sampled(fed(noisy(100)), now_bytes).level_bytes == now_bytes
+    assert with_sample(fed(noisy(100)), now_bytes).level_bytes == now_bytes
 
 
 def test_an_exact_sample_is_used_as_it_is_and_others_are_not() -> None:
     level = fed(noisy(50))
-    exact = sampled(level, 4.4 * GIB, exact=True)
+    exact = with_sample(level, 4.4 * GIB, exact=True)
     assert exact.usable_bytes == exact.likely_bytes == 4.4 * GIB
-    assert sampled(level, 4.4 * GIB).usable_bytes < 4.4 * GIB
+    assert with_sample(level, 4.4 * GIB).usable_bytes < 4.4 * GIB
 
 
 @given(samples=st.lists(st.floats(0.0, 1e13), min_size=1, max_size=40), exact=st.booleans())
 def test_usable_is_never_more_than_was_seen_and_never_negative(
     samples: list[float], exact: bool
 ) -> None:
-    level: Level | None = None
+    level: FreeMemory | None = None
     for place, sample in enumerate(samples, start=1):
-        level = sampled(level, sample, exact=exact)
+        level = with_sample(level, sample, exact=exact)
         assert 0.0 <= level.usable_bytes <= max(samples[:place]) * (1 + 1e-9)
         assert level.usable_bytes <= level.likely_bytes
 
@@ -79,22 +80,22 @@ def test_usable_is_never_more_than_was_seen_and_never_negative(
 def test_a_third_piece_is_expected_after_two_in_a_row_and_what_has_failed_a_step_for_two_minutes() -> (
     None
 ):
-    level = sampled(sampled(None, 100.0, exact=True), 90.0, exact=True, passed_s=0.1)
+    level = with_sample(with_sample(None, 100.0, exact=True), 90.0, 0.1, exact=True)
     assert level.usable_bytes == 90.0
-    level = sampled(level, 80.0, exact=True, passed_s=0.1)
+    level = with_sample(level, 80.0, 0.2, exact=True)
     assert 65.0 < level.usable_bytes < 70.0
-    assert sampled(level, 80.0, exact=True, passed_s=1.0).usable_bytes == 80.0
-    apart = sampled(sampled(None, 90.0, exact=True), 80.0, exact=True, passed_s=2.0)
-    assert sampled(apart, 70.0, exact=True, passed_s=2.0).usable_bytes == 70.0
+    assert with_sample(level, 80.0, 1.2, exact=True).usable_bytes == 80.0
+    apart = with_sample(with_sample(None, 90.0, exact=True), 80.0, 2.0, exact=True)
+    assert with_sample(apart, 70.0, 4.0, exact=True).usable_bytes == 70.0
 
-    jittery = sampled(sampled(None, 100.0, exact=True), 96.0, exact=True, failed=True)
-    assert sampled(jittery, 100.0, exact=True, passed_s=119.0).usable_bytes == 100.0 * (
+    jittery = with_sample(with_sample(None, 100.0, exact=True), 96.0, exact=True, failed=True)
+    assert with_sample(jittery, 100.0, 119.0, exact=True).usable_bytes == 100.0 * (
         1.0 - jittery.jitter
     )
     assert 0.039 < jittery.jitter < 0.041
-    assert sampled(jittery, 100.0, exact=True, passed_s=120.0).usable_bytes == 100.0
-    taken = sampled(jittery, 40.0, exact=True, passed_s=1.0)
+    assert with_sample(jittery, 100.0, 120.0, exact=True).usable_bytes == 100.0
+    taken = with_sample(jittery, 40.0, 1.0, exact=True)
     assert taken.usable_bytes == 40.0 * (1.0 - taken.jitter)
-    assert sampled(taken, 100.0, exact=True, passed_s=1.0).usable_bytes == 100.0, (
+    assert with_sample(taken, 100.0, 2.0, exact=True).usable_bytes == 100.0, (
         "a program was the reason"
     )

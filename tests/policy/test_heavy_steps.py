@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.policy.adaptive.heavy_steps import HeavySteps
+from workers.policy.memory_needed import HeavySteps
 
 
 def played(

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.policy.adaptive.proven_sizes import Proof, Proofs, largest_proven, proven, refuted
+from workers.policy.sizes_tried import Proof, Proofs, largest_proven, with_proof, without_refuted
 
 STEPS = st.lists(st.tuples(st.integers(1, 10_000), st.integers(0, 1000)), min_size=1, max_size=60)
 
@@ -15,7 +15,7 @@ STEPS = st.lists(st.tuples(st.integers(1, 10_000), st.integers(0, 1000)), min_si
 def after(steps: list[tuple[int, int]]) -> Proofs:
     proofs: Proofs = ()
     for at_s, (size, memory_bytes) in enumerate(steps):
-        proofs = proven(proofs, Proof(size, float(memory_bytes), float(at_s)))
+        proofs = with_proof(proofs, Proof(size, float(memory_bytes), float(at_s)))
     return proofs
 
 
@@ -42,7 +42,7 @@ def test_a_few_proofs_are_kept_and_the_last_step_is_one(steps: list[tuple[int, i
 def test_what_fails_is_not_proven_any_more_nor_is_what_is_nearly_as_large(
     steps: list[tuple[int, int]], size: int, memory_bytes: int
 ) -> None:
-    left = refuted(after(steps), size, memory_bytes)
+    left = without_refuted(after(steps), size, memory_bytes)
     assert (
         largest_proven(left, memory_bytes, 60.0) is None
         or largest_proven(left, memory_bytes, 60.0) < 0.8 * size
@@ -53,8 +53,8 @@ def test_what_fails_is_not_proven_any_more_nor_is_what_is_nearly_as_large(
 
 
 def test_a_proof_lasts_ten_minutes_and_is_renewed() -> None:
-    proofs = proven((), Proof(100, 50.0, 0.0))
-    assert proven(proofs, Proof(100, 60.0, 4.0)) is proofs, "a step costs next to nothing"
+    proofs = with_proof((), Proof(100, 50.0, 0.0))
+    assert with_proof(proofs, Proof(100, 60.0, 4.0)) is proofs, "a step costs next to nothing"
     assert largest_proven(proofs, 50.0, 599.0) == 100
     assert largest_proven(proofs, 50.0, 600.0) is None
-    assert largest_proven(proven(proofs, Proof(100, 60.0, 5.0)), 60.0, 604.0) == 100
+    assert largest_proven(with_proof(proofs, Proof(100, 60.0, 5.0)), 60.0, 604.0) == 100

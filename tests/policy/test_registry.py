@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.scene import GUIDES
+from workers.policy import make_policy
 from workers.policy.base import Growth, Policy, Pressure, Run
-from workers.policy.registry import make_policy
 from workers.settings import WorkloadSpec
 
 GROWTH = Growth(

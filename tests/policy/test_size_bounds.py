@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.policy.adaptive.size_bounds import Bounds, Bracket, started_at
+from workers.policy.sizes_tried import Bounds, Bracket, started_at
 
 BOUNDS = Bounds(largest=10_000)
 LONG_S = 1000.0

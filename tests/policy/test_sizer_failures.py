@@ -7,21 +7,21 @@ from typing import Final
 
 import pytest
 
-from workers.policy.adaptive import sizer
-from workers.policy.adaptive.heavy_steps import HEAVY
-from workers.policy.adaptive.size_bounds import Bounds
-from workers.policy.adaptive.sizer import Sizer
+from workers.policy.memory_needed import MUCH_MORE
+from workers.policy.memory_seen import MINUTE_S
+from workers.policy.sizer import FIRST_WAIT_S, Sizer
+from workers.policy.sizes_tried import Bounds
 
 _FREE_BYTES: Final = 10_000
 
 
 def worked(bounds: Bounds, steps: int) -> Sizer:
     """The state after so many steps under free memory that is told, whose needs are their sizes."""
-    state = sizer.cold(bounds)
+    state = Sizer.cold(bounds)
     for second in range(steps):
-        state, size = sizer.asked(state, bounds, float(second), _FREE_BYTES)
+        state, size = Sizer.next_size(state, bounds, float(second), _FREE_BYTES)
         assert size is not None
-        state = sizer.succeeded(state, bounds, second + 0.5, size, size)
+        state = Sizer.succeeded(state, bounds, second + 0.5, size, size)
     return state
 
 
@@ -34,16 +34,18 @@ def test_while_nothing_fits_failures_stay_within_what_is_allowed(
     bounds = Bounds(largest=40, smallest=smallest, failures_per_minute=failures_per_minute)
     state, failed_s = worked(bounds, 30), list[float]()
     for second in range(100, 700):
-        state, size = sizer.asked(state, bounds, float(second), 1000 * second if second % 2 else 10)
+        state, size = Sizer.next_size(
+            state, bounds, float(second), 1000 * second if second % 2 else 10
+        )
         if size is not None:
-            state = sizer.failed(state, bounds, second + 0.5, size)
+            state = Sizer.failed(state, bounds, second + 0.5, size)
             failed_s.append(second + 0.5)
     allowed = failures_per_minute + (
         6 if smallest < bounds.largest else 0
     )  # what it takes to shrink
     assert len(failed_s) > allowed
     assert all(
-        later - sooner >= sizer.WINDOW_S
+        later - sooner >= MINUTE_S
         for sooner, later in zip(failed_s, failed_s[allowed:], strict=False)
     )
 
@@ -57,18 +59,18 @@ def test_what_had_ended_well_is_given_up_although_heavy_steps_come_often() -> No
     state = worked(bounds, 40)
     at_s = 100.0
     for gap in (1, 3, 2):  # so that no period is seen
-        for ratio in (*[1.0] * gap, 2.0 * HEAVY):
+        for ratio in (*[1.0] * gap, 2.0 * MUCH_MORE):
             at_s += 0.1
-            state, size = sizer.asked(state, bounds, at_s, _FREE_BYTES)
+            state, size = Sizer.next_size(state, bounds, at_s, _FREE_BYTES)
             assert size is not None
-            state = sizer.succeeded(state, bounds, at_s, size, int(ratio * size))
+            state = Sizer.succeeded(state, bounds, at_s, size, int(ratio * size))
     assert state.heavy.factor(at_s) > 1.0
     sizes = list[int]()
     for _ in range(40):
         at_s += 0.1
-        state, size = sizer.asked(state, bounds, at_s, None)
+        state, size = Sizer.next_size(state, bounds, at_s, None)
         if size is not None:
-            state = sizer.failed(state, bounds, at_s, size)
+            state = Sizer.failed(state, bounds, at_s, size)
             sizes.append(size)
     assert sizes[-1:] == [bounds.smallest]
     assert all(later < sooner for sooner, later in pairwise(sizes))
@@ -83,10 +85,10 @@ def test_absurd_peaks_of_the_only_size_are_forgotten_after_two_steps(*, peaks: b
     bounds = Bounds(largest=8, smallest=8)
     state, rests = worked(bounds, 3), 0
     for at_s in (10.0, 11.0):
-        state = sizer.succeeded(state, bounds, at_s, 8, 10**15)
+        state = Sizer.succeeded(state, bounds, at_s, 8, 10**15)
     for second in range(20, 320):
-        state, size = sizer.asked(state, bounds, float(second), _FREE_BYTES)
+        state, size = Sizer.next_size(state, bounds, float(second), _FREE_BYTES)
         rests += size is None
         if size is not None:
-            state = sizer.succeeded(state, bounds, second + 0.5, size, size if peaks else None)
-    assert 0 < rests <= 2 * sizer._FIRST_WAIT_S
+            state = Sizer.succeeded(state, bounds, second + 0.5, size, size if peaks else None)
+    assert 0 < rests <= 2 * FIRST_WAIT_S

@@ -34,10 +34,10 @@ from tests.policy.sizer_world import (
     signals,
     steps_s,
 )
-from workers.policy.adaptive import size_bounds as brackets
-from workers.policy.adaptive import sizer
-from workers.policy.adaptive.size_bounds import Bounds
-from workers.policy.adaptive.sizer import Sizer
+from workers.policy import sizes_tried as brackets
+from workers.policy.memory_seen import MINUTE_S
+from workers.policy.sizer import FIRST_WAIT_S, Sizer
+from workers.policy.sizes_tried import Bounds
 from workers.settings import Learned
 
 EXAMPLES: Final = int(os.environ.get("SIZER_EXAMPLES", "1"))
@@ -49,23 +49,17 @@ STEADY = EXAMPLES == 1
 TRIFLE_S: Final = 1e-6
 """What sums of times may be off by."""
 
-FORGOTTEN_S: Final = (
-    brackets.FORGET_S
-    + sizer.WINDOW_S
-    + sizer._LONGEST_WAIT_S
-    + brackets._PROBE_EVERY_S
-    + 2 * IDLE_S
-)
+FORGOTTEN_S: Final = brackets.FORGET_S + MINUTE_S + MINUTE_S + brackets.PROBE_EVERY_S + 2 * IDLE_S
 """After so long without a failure no bad size is remembered, no failure counted, no emergency waited out, and a probe
 may be had again."""
 
 
 def steps_to_grow(ratio: float) -> int:
     """Return the probes that gallop from one size to `ratio` times as much, and two more: into and out of the wait."""
-    bolder, reached, steps = brackets._FIRST_PROBE, 1.0, 2
+    bolder, reached, steps = brackets.FIRST_PROBE, 1.0, 2
     while reached < ratio:
         reached *= 1.0 + bolder
-        bolder = min(brackets._DOUBLING, bolder * brackets._GALLOP)
+        bolder = min(1.0, bolder * brackets.GALLOP)
         steps += 1
     return steps
 
@@ -78,11 +72,11 @@ def settling_s(bounds: Bounds, step_s: float) -> float:
     )  # a probe beyond it may fail first, and leaves it where it is
     while size > bounds.smallest:
         size = bounds.down(
-            min(size * brackets._KEPT_AFTER[-1 if failures > 6 else failures - 2], size - 1)
+            min(size * brackets.KEPT_AFTER[-1 if failures > 6 else failures - 2], size - 1)
         )
         failures += 1
     rests = math.ceil(failures / bounds.failures_per_minute) + 1
-    return rests * sizer.WINDOW_S + sizer._LONGEST_WAIT_S + failures * step_s + 2 * IDLE_S
+    return rests * MINUTE_S + MINUTE_S + failures * step_s + 2 * IDLE_S
 
 
 def numbers(value: object) -> Iterator[float]:
@@ -101,12 +95,12 @@ def replayed(
 
     Each event is answered twice, and the state goes through pickle before.
     """
-    state = sizer.cold(bounds, learned)
+    state = Sizer.cold(bounds, learned)
     for reducer, told in events:
         before = pickle.loads(pickle.dumps(state))  # noqa: S301 - our own
         answer = reducer(before, bounds, *told)
         assert reducer(before, bounds, *told) == answer
-        question = reducer is sizer.asked
+        question = reducer is Sizer.next_size
         state, size = answer if question else (answer, None)
         yield state, size, question
 
@@ -152,7 +146,7 @@ class SizerMachine(RuleBasedStateMachine):
     def the_process_starts_anew_with_what_was_learned(self) -> None:
         old = self.loop
         self.what_happened_can_be_replayed()
-        learned = sizer.learned_of(old.state)
+        learned = old.state.learned
         self.loop = Loop(
             old.bounds, old.workload, old.signal, old.free_bytes, old.draw, learned, old.now_s
         )
@@ -218,7 +212,7 @@ class SizerMachine(RuleBasedStateMachine):
         tried = [turn for turn in turns if turn.size is not None]
         assert all(turn.reason for turn in turns if turn.size is None)
         assert {turn.size for turn in tried} <= {loop.bounds.smallest}
-        longest_s = sizer._LONGEST_WAIT_S + sizer.WINDOW_S + step_s + 2 * IDLE_S
+        longest_s = MINUTE_S + MINUTE_S + step_s + 2 * IDLE_S
         times_s = [turns[0].at_s, *(turn.at_s for turn in tried), turns[-1].at_s]
         assert max(later - sooner for sooner, later in pairwise(times_s)) <= longest_s
         room = 2 * loop.workload.need_bytes(loop.bounds.largest, 1.0)
@@ -260,7 +254,7 @@ class SizerMachine(RuleBasedStateMachine):
         for turn in self._news():
             assert bool(turn.reason) == (turn.size is None)
             if "within a minute" in turn.reason:
-                lately = sum(turn.at_s - sizer.WINDOW_S < at_s <= turn.at_s for at_s in failures_s)
+                lately = sum(turn.at_s - MINUTE_S < at_s <= turn.at_s for at_s in failures_s)
                 assert lately >= self.loop.bounds.failures_per_minute, (
                     "it rests for failures that are long past"
                 )
@@ -278,7 +272,7 @@ class SizerMachine(RuleBasedStateMachine):
         )
         failures_s = [turn.ended_at_s for turn in self.loop.tries if turn.failed]
         for first_s, one_too_many_s in zip(failures_s, failures_s[allowed:], strict=False):
-            assert one_too_many_s - first_s >= sizer.WINDOW_S - TRIFLE_S
+            assert one_too_many_s - first_s >= MINUTE_S - TRIFLE_S
 
     @invariant()
     def every_number_is_finite(self) -> None:
@@ -307,11 +301,11 @@ class SizerMachine(RuleBasedStateMachine):
             ):
                 assert turn.size == failed.size == self.loop.bounds.smallest
                 rested_s = turn.at_s - failed.ended_at_s
-                lately = sum(at_s > turn.at_s - sizer.WINDOW_S + TRIFLE_S for at_s in failures_s)
+                lately = sum(at_s > turn.at_s - MINUTE_S + TRIFLE_S for at_s in failures_s)
                 assert lately < self.loop.bounds.failures_per_minute, (
                     "the smallest is tried too often"
                 )
-                assert self.risen or rested_s >= sizer._FIRST_WAIT_S - TRIFLE_S, (
+                assert self.risen or rested_s >= FIRST_WAIT_S - TRIFLE_S, (
                     "it failed, and nothing has changed"
                 )
             failures_s += [turn.ended_at_s] if turn.failed else []
@@ -358,13 +352,16 @@ def reports(draw: st.DrawFn) -> list[Event]:
     at_s, events = 0.0, list[Event]()
     for kind in draw(
         st.lists(
-            st.sampled_from([sizer.asked, sizer.asked, sizer.succeeded, sizer.failed]), max_size=40
+            st.sampled_from([Sizer.next_size, Sizer.next_size, Sizer.succeeded, Sizer.failed]),
+            max_size=40,
         )
     ):
         at_s += draw(st.sampled_from([0.0, 1e-6, 1.0, 60.0]) | pauses_s)
-        told = {sizer.asked: [amounts], sizer.succeeded: [sizes, amounts], sizer.failed: [sizes]}[
-            kind
-        ]
+        told = {
+            Sizer.next_size: [amounts],
+            Sizer.succeeded: [sizes, amounts],
+            Sizer.failed: [sizes],
+        }[kind]
         events.append((kind, (at_s, *map(draw, told))))
     return events
 

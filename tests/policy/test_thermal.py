@@ -18,8 +18,9 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from tests.scene import ROOT
-from workers.policy.thermal.alarms import CALM_S, SLOW_MEMORY
-from workers.policy.thermal.governor import (
+from workers.policy.thermal import (
+    CALM_S,
+    SLOW_MEMORY,
     ThermalBand,
     ThermalDecision,
     ThermalGovernor,

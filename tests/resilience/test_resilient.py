@@ -21,10 +21,9 @@ from tests.in_child import InChild
 from tests.scene import MIB, ROOT, spec_of, vm_data_bytes
 from workers import OutOfBatchError, Retry, resilient
 from workers.devices.cpu import CpuDevice
-from workers.learned_limits.store import LimitStore
-from workers.resilience import card_memory
-from workers.resilience.card_memory import Peak, look
-from workers.resilience.retry import Attempts, Rules
+from workers.learned_limits import LimitStore
+from workers.resilience import retry
+from workers.resilience.retry import Attempts, Peak, RetryRules, look
 from workers.settings import WorkerSpec
 
 Found: TypeAlias = dict[str, Any]
@@ -54,7 +53,9 @@ class Clock:
 
 def attempts_of(clock: Clock, starting: int, **rules: Any) -> Attempts:
     return Attempts(
-        Rules(name="work", starting_batch_size=starting, clock=clock, sleep=clock.sleep, **rules)
+        RetryRules(
+            name="work", starting_batch_size=starting, clock=clock, sleep=clock.sleep, **rules
+        )
     )
 
 
@@ -352,7 +353,7 @@ def test_where_there_is_no_card_there_is_nothing_to_measure() -> None:
     with Peak(None) as peak:
         block(1)
     assert peak.bytes is None
-    assert card_memory._under_way == []
+    assert retry._under_way == []
 
 
 class TestRemembering:

@@ -21,11 +21,10 @@ from orchestrator.record.events import EventLog
 from orchestrator.record.model import Row, Snapshot
 from orchestrator.record.output import OutputFiles
 from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
-from orchestrator.run.checkpoint_keeper import CheckpointKeeper
-from orchestrator.run.commands import Commands
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
-from orchestrator.run.supervisor import Supervisor
+from orchestrator.run.run_dir import CheckpointKeeper
+from orchestrator.run.supervisor import Commands, Supervisor
 from orchestrator.run.terminal import Interrupts
 from orchestrator.view.live import Outlets
 from tests.run.scripted_fleet import ScriptedFleet, VirtualClock
@@ -121,7 +120,7 @@ class Run:
         self.store.begin(facts)
         plans = plan_slots(self.config, Target(device="cpu"))
         if chaos is not None:
-            homes = {plan.reservation.slot: plan.spec.node for plan in plans}
+            homes = {plan.spec.slot: plan.spec.node for plan in plans}
             plan = parse_chaos(chaos, chaos_seed)
             self.chaos = ChaosFleet(
                 cast("Fleet", self.fleet), plan, homes, "pc1", self.log, self.clock

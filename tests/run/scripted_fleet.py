@@ -15,13 +15,12 @@ from typing import Any
 from orchestrator.core.fleet import (
     DeathCause,
     NodeFact,
-    Reservation,
     SliceEnded,
     SliceFailed,
     SliceFailure,
     SliceReported,
 )
-from orchestrator.run.clock import Clock
+from orchestrator.run.supervisor import Clock
 from tests.core.scene import CPU, MEMORY, report_of
 from workers.messages import (
     Activity,
@@ -229,13 +228,13 @@ class ScriptedFleet:
         del node
         return 1
 
-    def place(self, reservation: Reservation, spec: WorkerSpec) -> None:
-        assert reservation.slot == spec.slot not in self._actors, "a slot has one actor at a time"
+    def place(self, spec: WorkerSpec, num_cpus: float, num_gpus: float) -> None:
+        assert spec.slot not in self._actors, "a slot has one actor at a time"
         self._now_s = self.clock.now_s
-        self.placed.append(reservation.slot)
+        self.placed.append(spec.slot)
         # On a node that went just now the actor waits until there is one of that name again.
-        process = self._new_process(reservation.slot) if self._has(reservation.node) else None
-        self._actors[reservation.slot] = _Actor(reservation.node, process)
+        process = self._new_process(spec.slot) if self._has(spec.node) else None
+        self._actors[spec.slot] = _Actor(spec.node, process)
 
     def submit(self, slot: str, directive: Directive) -> None:
         assert slot in self._actors, "nothing is sent to an actor that was ended"

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.run.checkpoint_keeper import CheckpointKeeper
+from orchestrator.run.run_dir import CheckpointKeeper
 from tests.core.scene import report_of
-from workers.engine import checkpoint_pieces
-from workers.engine.checkpoint_pieces import CheckpointPieces
+from workers.engine import slice_stats
+from workers.engine.slice_stats import CheckpointPieces
 from workers.messages import CheckpointPiece
 
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_pieces, "_PIECE_BYTES", 10)
+    monkeypatch.setattr(slice_stats, "_PIECE_BYTES", 10)
 
 
 def sent(

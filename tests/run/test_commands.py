@@ -18,8 +18,8 @@ from orchestrator.control.listener import short_name
 from orchestrator.core.run_outcome import outcome_of
 from orchestrator.core.slot import HeadState
 from orchestrator.record.archive import read_run
-from orchestrator.run.commands import answers_before
 from orchestrator.run.resume import past_of
+from orchestrator.run.supervisor import answers_before
 from orchestrator.run.terminal import Interrupts
 from tests.run.conftest import RunMaker
 from tests.run.scene import Run, events_in

@@ -88,7 +88,7 @@ def test_a_rate_is_that_of_steps(rate: float, expected: float) -> None:
     assert struck / 2000 == pytest.approx(expected, rel=0.25)
 
 
-def test_nothing_is_struck_before_the_run_counts_nor_in_a_slice_that_proves_a_process(
+def test_nothing_is_struck_before_the_run_counts(
     new_run: RunMaker,
 ) -> None:
     scene = Faulty(new_run, "kill:rate=1", duration="60s")
@@ -153,7 +153,7 @@ def test_a_slot_that_is_given_up_says_so(new_run: RunMaker) -> None:
     assert all(fault["became"].startswith("given up: 2 deaths in 300 s") for fault in lost)
 
 
-def test_a_node_that_comes_back_without_a_slot_that_was_given_up_says_so(new_run: RunMaker) -> None:
+def test_a_node_that_comes_back_without_a_slot_says_so(new_run: RunMaker) -> None:
     scene = Faulty(new_run, "node:pc2@5s+5s", duration="60s", max_deaths=2, death_window_s=300)
     scene.run.fleet.at(8, lambda: scene.run.fleet.dies_at_once.add("pc2/1"))
     (fault,) = scene.finish()
@@ -161,7 +161,7 @@ def test_a_node_that_comes_back_without_a_slot_that_was_given_up_says_so(new_run
     assert fault["became"] == f"back after {fault['recovered_s']:.1f} s without pc2/1"
 
 
-def test_a_slot_that_was_given_up_before_its_node_was_ended_is_not_waited_for(
+def test_a_node_does_not_wait_for_a_slot_given_up_before(
     new_run: RunMaker,
 ) -> None:
     scene = Faulty(new_run, "node:pc2@15s+5s", duration="60s", max_deaths=2, death_window_s=300)
@@ -171,7 +171,7 @@ def test_a_slot_that_was_given_up_before_its_node_was_ended_is_not_waited_for(
     assert fault["became"] == f"all its workers report again after {fault['recovered_s']:.1f} s"
 
 
-def test_a_strike_under_way_on_a_node_that_is_ended_is_not_counted_as_struck(
+def test_a_strike_on_a_node_that_is_ended_is_moot(
     new_run: RunMaker,
 ) -> None:
     scene = Faulty(new_run, "hang:rate=1;node:pc2@2s", duration="30s")
@@ -216,7 +216,7 @@ def test_what_is_not_back_when_the_run_ends_says_so(new_run: RunMaker) -> None:
     )
 
 
-def test_a_hang_at_the_end_is_told_from_a_strike_that_never_struck(new_run: RunMaker) -> None:
+def test_a_hang_at_the_end_is_not_a_strike_that_never_struck(new_run: RunMaker) -> None:
     scene = Faulty(new_run, "hang:every=1s", duration="7s", hang_timeout_s=60)
     fates = Counter((fault["fate"], fault["became"]) for fault in scene.finish())
     assert set(fates) <= {
@@ -312,9 +312,7 @@ class Watched(Faulty):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_each_fault_gets_exactly_one_outcome_and_the_same_seed_brings_the_same_faults(
-    new_run: RunMaker, seed: int
-) -> None:
+def test_a_fault_has_one_outcome_and_a_seed_the_same_faults(new_run: RunMaker, seed: int) -> None:
     drawn = random.Random(seed)  # noqa: S311 - repeatable is what is wanted
     pieces = {piece.partition("=")[0]: piece for piece in drawn.sample(PIECES, drawn.randint(1, 5))}
     chaos = ";".join(pieces.values())

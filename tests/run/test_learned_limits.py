@@ -19,7 +19,7 @@ from orchestrator.record.events import EventLog
 from orchestrator.run.learned_limits import LearnedLimits, terms
 from tests.core.scene import REFERENCE, report_of
 from tests.run.conftest import RunMaker
-from workers.learned_limits.store import EXPIRY_S, LimitStore
+from workers.learned_limits import EXPIRY_S, LimitStore
 from workers.settings import Learned, LimitKey, StoredLimit
 from workers.units import GIB
 
@@ -57,7 +57,7 @@ class Run:
         self.limits = LearnedLimits(store, self.log)
 
     def sent(self, plans: tuple[SlotPlan, ...] = PLANS) -> tuple[SlotPlan, ...]:
-        return self.limits.sent_along(plans, time.time())
+        return self.limits.add_learned(plans, time.time())
 
     def learn(self, *learned: StoredLimit | None, save: bool = True) -> None:
         """Let each of some workers report what it has learned."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.run.clock import Timers
+from orchestrator.run.supervisor import Timers
 
 MOMENTS = st.integers(0, 50).map(float)
 CALLS = st.lists(st.tuples(st.sampled_from("abc"), MOMENTS | st.none()) | MOMENTS, max_size=60)

@@ -17,7 +17,7 @@ from tests.in_child import InChild
 from tests.training.scene import CPU, settings, task, trainer
 from tests.training.test_memory_plan import M_MMAP_THRESHOLD, THRESHOLD_BYTES
 from tests.training.test_trajectory import in_shared_memory, train
-from workers.devices.process_memory import process_memory, reset_highest
+from workers.devices.cpu import process_memory, reset_highest
 from workers.training.errors import TaskError, UpdateInterruptedError
 from workers.training.host_states import hosted_of, states_of
 from workers.training.memory_plan import MemoryPlanner

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from workers.training.ladder import Ladder, Point, Speeds, offered_shares, points_of
+from workers.training.ladder import MemoryLadder, Point, Speeds, offered_shares, points_of
 from workers.training.settings import TrainSettings
 
 BATCH, LEVELS, STATES = 16, 4, 400.0
@@ -32,7 +32,7 @@ def seconds_with(part: float, again: float, host: float, best_s: float = 0.2):  
     return seconds
 
 
-def walked(ladder: Ladder, machine, points: list[Point], batches: int = 4) -> list[dict]:  # noqa: ANN001
+def walked(ladder: MemoryLadder, machine, points: list[Point], batches: int = 4) -> list[dict]:  # noqa: ANN001
     """Train for some batches at each point; return the moves that were told."""
     told = []
     for point, _ in itertools.product(points, range(batches)):
@@ -48,12 +48,12 @@ def walked(ladder: Ladder, machine, points: list[Point], batches: int = 4) -> li
     return told
 
 
-def on(ladder: Ladder) -> list[Point]:
+def on(ladder: MemoryLadder) -> list[Point]:
     return [Point.of(rung.batch, rung.level) for rung in ladder.rungs]
 
 
 def test_each_rung_is_the_fastest_for_its_memory() -> None:
-    ladder = Ladder(POINTS, LEVELS, BATCH, planned_bytes)
+    ladder = MemoryLadder(POINTS, LEVELS, BATCH, planned_bytes)
     rule = Speeds(BATCH, LEVELS)
     chosen = on(ladder)
     for place, point in enumerate(chosen):
@@ -79,7 +79,7 @@ def test_a_few_measured_points_tell_of_all_others() -> None:
 
 
 def test_a_disturbed_machine_keeps_its_largest_steps() -> None:
-    ladder = Ladder(POINTS, LEVELS, BATCH, planned_bytes)
+    ladder = MemoryLadder(POINTS, LEVELS, BATCH, planned_bytes)
     walked(
         ladder,
         lambda point: 0.2 + 0.1 * point.micro - 0.001 * point.share_pct,
@@ -90,7 +90,7 @@ def test_a_disturbed_machine_keeps_its_largest_steps() -> None:
 
 
 def test_a_fast_host_comes_first_in_the_ladder() -> None:
-    ladder = Ladder(POINTS, LEVELS, BATCH, planned_bytes)
+    ladder = MemoryLadder(POINTS, LEVELS, BATCH, planned_bytes)
     machine = seconds_with(part=0.16, again=0.9, host=0.01)
     first = on(ladder)
     assert ladder.reordered() is None
@@ -115,7 +115,7 @@ def test_a_fast_host_comes_first_in_the_ladder() -> None:
 
 
 def test_a_move_is_told_with_its_bytes_and_its_time() -> None:
-    ladder = Ladder(POINTS, LEVELS, BATCH, planned_bytes)
+    ladder = MemoryLadder(POINTS, LEVELS, BATCH, planned_bytes)
     machine = seconds_with(part=0, again=0, host=0.5)
     (moved,) = walked(ladder, machine, [Point(16), Point(8, 0, 100)])
     assert moved["bought_bytes"] == planned_bytes(Point(16)) - planned_bytes(Point(8, 0, 100))

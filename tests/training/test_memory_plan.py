@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from tests.in_child import InChild
-from workers.devices.process_memory import process_memory, reset_highest
+from workers.devices.cpu import process_memory, reset_highest
 from workers.training.ladder import bilinear
 from workers.training.memory_plan import MemoryPlan, MemoryPlanner
 from workers.training.settings import TrainSettings

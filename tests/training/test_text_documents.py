@@ -17,7 +17,7 @@ from hypothesis import strategies as some
 from torch import Tensor
 
 from tests.training.scene import CPU, replay
-from workers.learned_limits.store import EXPIRY_S, STATE_DIR_VARIABLE
+from workers.learned_limits import EXPIRY_S, STATE_DIR_VARIABLE
 from workers.training import text as text_module
 from workers.training.checkpoints import Checkpoints
 from workers.training.sequences import PackedRows, packed_loss, packed_tokens

@@ -268,7 +268,7 @@ def test_of_two_levers_of_a_key_the_faster_one_is_taken() -> None:
         (1.1, 1.2, ["micro=8"], FAST.name, False),
     ],
 )
-def test_the_users_file_stays_unless_a_set_is_faster_beyond_doubt(
+def test_the_users_file_stays_unless_a_set_is_surely_faster(
     low: float, high: float, open_levers: list[str], name: str, *, decided: bool
 ) -> None:
     yours = passes.your_file({"optimizer": "adamw-foreach"}, {"optimizer": "adamw-loop"})

@@ -86,9 +86,7 @@ def judged(rounds: Sequence[Mapping[str, float]]) -> dict[str, tuple[Effect, Lev
 
 @pytest.mark.parametrize("drift", [steady, slow_trend, step])
 @pytest.mark.parametrize("seed", range(2))
-def test_of_a_hundred_levers_without_effect_hardly_one_seems_to_have_one(
-    drift: Drift, seed: int
-) -> None:
+def test_hardly_one_of_a_hundred_idle_levers_seems_to_help(drift: Drift, seed: int) -> None:
     found = judged(simulated(seed, drift)).values()
     assert sum(effect.excludes_one for effect, _ in found) <= 5
     assert sum(verdict == LeverVerdict.CONFIRMED for _, verdict in found) <= 1
@@ -119,7 +117,7 @@ def test_the_interval_is_the_one_that_many_resamples_show() -> None:
 
 
 @pytest.mark.parametrize("arms", [1, 22])
-def test_the_least_rounds_are_the_first_with_an_interval_and_enough_for_a_lever_to_be_real(
+def test_the_least_rounds_are_the_first_with_an_interval(
     arms: int,
 ) -> None:
     enough = least_rounds(arms, 0.95)
@@ -228,7 +226,7 @@ def test_a_verdict_follows_from_the_interval(low: float, high: float, verdict: s
         (0.10, ["CONFIRMED", "UNDECIDED", "UNDECIDED", "REFUTED", "UNDECIDED"]),
     ],
 )
-def test_a_memory_lever_is_judged_by_bytes_that_equal_arms_do_not_differ_by(
+def test_a_memory_lever_is_judged_beyond_the_noise_of_peaks(
     noise: float, verdicts: list[str]
 ) -> None:
     peaks = (600, 970, 1000, 1400, None)

@@ -50,7 +50,7 @@ def notes(folder: Path, kind: str) -> int:
 
 
 @pytest.mark.torch
-def test_a_tuning_goes_on_after_a_kill_and_an_arm_that_dies_is_a_row(tmp_path: Path) -> None:
+def test_a_tuning_goes_on_after_a_kill(tmp_path: Path) -> None:
     first = started(tmp_path, "--rehearse", "--budget", "30m", "--levers", LEVERS, *SMALL)
     wait_for(lambda: notes(tmp_path, "round") >= 2, "two rounds")
     (folder,) = tmp_path.glob("tunings/*")
@@ -100,7 +100,7 @@ def test_a_tuning_goes_on_after_a_kill_and_an_arm_that_dies_is_a_row(tmp_path: P
 
 
 @pytest.mark.torch
-def test_a_tuning_that_is_killed_at_random_moments_keeps_what_it_has_measured(
+def test_a_killed_tuning_keeps_what_it_has_measured(
     tmp_path: Path,
 ) -> None:
     command, measured = ["--rehearse", "--levers", LEVERS, *SMALL], b""

@@ -1,1 +1,24 @@
 """Devices: where memory is capped, allocated and measured."""
+
+from __future__ import annotations
+
+from workers.devices.base import Device
+from workers.messages import IncompatibleError
+from workers.settings import WorkerSpec
+
+
+def open_device(spec: WorkerSpec) -> Device:
+    """Open and cap the device of `spec` for this process.
+
+    Raises:
+        IncompatibleError: There is no such device here, or the budget does not fit it.
+    """
+    if spec.device == "cuda":
+        from workers.devices.cuda import CudaDevice  # noqa: PLC0415 - a CPU worker never loads it
+
+        return CudaDevice(spec)
+    if spec.device == "cpu":
+        from workers.devices.cpu import CpuDevice  # noqa: PLC0415 - needs Linux; a CUDA worker does not
+
+        return CpuDevice(spec)
+    raise IncompatibleError(f"{spec.slot}: unknown device {spec.device!r}; valid: cuda, cpu")

@@ -1,20 +1,26 @@
 """What the engine asks of a device: a cap it enforces, memory it measures, and a product that
-always fits.
+always fits; and what all devices use for that.
 
-Opens the device a spec asks for. Loads torch, and `devices.cuda` only when it is needed.
+Loads torch. The lock of a device is a file of this user on this machine; it keeps out no other users
+or programs.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
+import os
+import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from pathlib import Path
+from typing import Protocol, TypeVar
 
-from workers.messages import DeviceInfo, IncompatibleError, MemoryInfo
-from workers.settings import WorkerSpec
+import psutil
+import torch
 
-if TYPE_CHECKING:
-    import torch
+from workers.files import locked
+from workers.messages import ContextCorruptedError, DeviceInfo, MemoryInfo
 
 T = TypeVar("T")
 
@@ -103,18 +109,61 @@ class Device(Protocol):
         """
 
 
-def open_device(spec: WorkerSpec) -> Device:
-    """Open and cap the device of `spec` for this process.
+def alone_on(device: str) -> AbstractContextManager[None]:
+    """Hold the lock of a device, named by whatever identifies it on this machine, for the duration
+    of a `with`.
 
-    Raises:
-        IncompatibleError: There is no such device here, or the budget does not fit it.
+    Workers that start together must neither count each other's context nor grow into the same free
+    bytes.
     """
-    if spec.device == "cuda":
-        from workers.devices.cuda import CudaDevice  # noqa: PLC0415 - a CPU worker never loads it
+    key = hashlib.sha256(device.encode()).hexdigest()[:16]
+    return locked(
+        Path(tempfile.gettempdir()) / f"orchestrator-context-{os.getuid()}-{key}.lock", math.inf
+    )
 
-        return CudaDevice(spec)
-    if spec.device == "cpu":
-        from workers.devices.cpu import CpuDevice  # noqa: PLC0415 - needs Linux; a CUDA worker does not
 
-        return CpuDevice(spec)
-    raise IncompatibleError(f"{spec.slot}: unknown device {spec.device!r}; valid: cuda, cpu")
+def threads_for(workers_on_host: int) -> int:
+    """Return this worker's share of the physical cores here, one at the least.
+
+    Not Ray's `num_cpus`, which only admits: Ray sets OMP_NUM_THREADS to it, and seven workers with
+    8 each would run 56 threads on an ordinary PC.
+    """
+    return max(1, (psutil.cpu_count(logical=False) or os.cpu_count() or 1) // workers_on_host)
+
+
+class EmergencyProduct:
+    """C = A B for square matrices of ones and twos, whose every element is exactly `2 x size`.
+
+    Whether the device still computes, asked without allocating anything: the operands, the result
+    and (on CUDA) the cuBLAS handle and workspace exist since the device was opened.
+
+    fp32 whatever the workload's type: the value stays exact up to 2^24, and the kernel is never
+    missing.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        """Allocate and run once, so that handle, workspace and kernel are loaded.
+
+        `size` is the guides' 128.
+        """
+        self.size = size
+        self._left = torch.ones((size, size), dtype=torch.float32, device=device)
+        self._right = torch.full((size, size), 2.0, dtype=torch.float32, device=device)
+        self._result = torch.empty((size, size), dtype=torch.float32, device=device)
+        self.run()
+
+    def run(self) -> None:
+        """Compute and check the product.
+
+        Raises:
+            RuntimeError: The device's own error.
+            ContextCorruptedError: The device returned a wrong value.
+        """
+        self._result.zero_()  # a result left over from the last run must not pass for this one
+        torch.mm(self._left, self._right, out=self._result)
+        corner = self._result[-1, -1].item()
+        if corner != 2.0 * self.size:
+            raise ContextCorruptedError(
+                f"the {self.size}x{self.size} emergency product gave {corner}, not "
+                f"{2.0 * self.size}"
+            )

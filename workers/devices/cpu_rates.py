@@ -1,11 +1,11 @@
 """Measures at what rate a CPU multiplies matrices of each number type: a program, for a head that
 must not load torch.
 
-    python -m workers.devices.cpu_rates     prints one line of JSON: operations a second by type, on
-    one thread
+    python -m workers.devices.cpu_rates
 
-What /proc/cpuinfo lists does not tell: a type may be listed and computed 50 times slower than fp32,
-by the library or by the virtual machine. Says nothing about cards.
+prints one line of JSON: operations a second by type, on one thread. What /proc/cpuinfo lists does
+not tell: a type may be listed and computed 50 times slower than fp32, by the library or by the
+virtual machine. Says nothing about cards.
 """
 
 from __future__ import annotations

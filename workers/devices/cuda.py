@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch
 
-from workers.devices.common import EmergencyProduct, alone_on, threads_for
+from workers.devices.base import EmergencyProduct, alone_on, threads_for
 from workers.messages import DeviceInfo, IncompatibleError, MemoryInfo
 from workers.nvml import queries
 from workers.settings import ASSUMED_CONTEXT_BYTES, WorkerSpec

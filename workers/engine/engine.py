@@ -16,16 +16,9 @@ from typing import Final
 import psutil
 
 from workers import oom
-from workers.engine.oom_recovery import (
-    ask_after_oom,
-    claim_memory,
-    handle_failure,
-    stay_in_emergency,
-)
-from workers.engine.open_session import open_session
-from workers.engine.session import Session
+from workers.engine.oom_recovery import claim_memory, recover, stay_in_emergency
+from workers.engine.session import Session, open_session
 from workers.engine.slice_stats import SliceStats
-from workers.engine.stop_request import failure_of_workload
 from workers.messages import (
     ContextCorruptedError,
     Directive,
@@ -38,7 +31,7 @@ from workers.messages import (
     WorkerState,
 )
 from workers.oom import Failure
-from workers.policy.base import Emergency, Release, Run, StepOk, StepOom
+from workers.policy.base import Decision, Release, Run, StepOk
 from workers.settings import FailureKind, WorkerSpec
 from workers.workloads.base import StepResult
 
@@ -86,7 +79,7 @@ class Engine:
         except ContextCorruptedError as error:
             verdict = self._give_up(stats, str(error))
         except BaseException as error:  # noqa: BLE001 - a user's release, resize or needed_bytes may raise anything too
-            failure = failure_of_workload(error)
+            failure = oom.failure_of_workload(error)
             stats.raised(oom.traceback_text(error))
             if failure.kind is FailureKind.CONTEXT_CORRUPTED:
                 verdict = self._give_up(stats, failure.text)
@@ -177,41 +170,22 @@ def _work(session: Session, stats: SliceStats) -> None:
         stats.settle(*session.working_state("resting, as its duty asks after a long step"))
         return
     session.release_if_grown()  # a step follows, which takes again what it needs
-    decision = session.ask(session.pressure())
-    while True:
-        match decision:
-            case Release():
-                session.device.release()
-                decision = session.ask(session.pressure())
-                continue
-            case Emergency(reason=reason):
-                stay_in_emergency(session, stats, reason)
-                return
-            case Run():
-                event = _step(session, stats, decision)
-        if event is None or session.workload.finished:
-            return
-        if isinstance(event, StepOk):
-            _between_steps(session, stats, event)
-            # Measured after the sleep: other processes may have taken memory meanwhile.
-            allowed_bytes = session.measure_allowed_if_due()
-            decision = session.ask(
-                replace(event, at_s=time.monotonic(), allowed_bytes=allowed_bytes)
-            )
-            if stats.remaining_s <= 0:
-                if isinstance(decision, Release):
-                    session.device.release()  # the next slice asks again, and the policy counts this one as done
-                return
+    decision: Decision | None = session.ask(session.pressure())
+    while isinstance(decision, Run | Release):
+        if isinstance(decision, Run):
+            decision = _step(session, stats, decision)
         else:
-            decision = ask_after_oom(session, stats, event)
-            if stats.remaining_s <= 0 and stats.directive.duration_s > 0:
-                return
+            session.device.release()
+            decision = session.ask(session.pressure())
+    if decision is not None:
+        stay_in_emergency(session, stats, decision.reason)
 
 
-def _step(session: Session, stats: SliceStats, run: Run) -> StepOk | StepOom | None:
-    """Run one step.
+def _step(session: Session, stats: SliceStats, run: Run) -> Decision | None:
+    """Run one step, rest, and return what the policy wants next.
 
-    `None` ends the slice: the workload failed by its own fault, or the card is too hot.
+    `None` ends the slice: its time is over, all work is done, the workload failed by its own fault,
+    or the card is too hot.
     """
     if not _wait_until_cool(session, stats):
         return None
@@ -226,7 +200,7 @@ def _step(session: Session, stats: SliceStats, run: Run) -> StepOk | StepOom | N
     except BaseException as error:  # noqa: BLE001 - classified outside the handler
         # Only text leaves the handler: the traceback holds the frames, and the frames hold the
         # tensors.
-        failure = failure_of_workload(error)
+        failure = oom.failure_of_workload(error)
         traceback = oom.traceback_text(error)
         # And what they hold: it is gone as soon as the handler is left.
         held_bytes = session.device.held_bytes() + (failure.requested_bytes or 0)
@@ -234,7 +208,7 @@ def _step(session: Session, stats: SliceStats, run: Run) -> StepOk | StepOom | N
             oom.drop_frames(error)
     if failure is not None:
         at_least_bytes = max(held_bytes, session.device.step_peak_bytes())
-        return handle_failure(session, stats, run, failure, traceback, at_least_bytes)
+        return recover(session, stats, run, failure, traceback, at_least_bytes)
     session.step_succeeded()
     session.workload.save()
     stats.count(StepCounts(steps_ok=1, work_flop=done.flop, busy_s=seconds))
@@ -242,15 +216,24 @@ def _step(session: Session, stats: SliceStats, run: Run) -> StepOk | StepOom | N
     peak_bytes = session.device.step_peak_bytes()
     session.workload.measured(peak_bytes, seconds)
     session.rebase_once_warm(stats)
-    return StepOk(
-        at_s=time.monotonic(),
-        size=run.size,
-        batch=run.batch,
-        peak_bytes=peak_bytes,
-        seconds=seconds,
-        allowed_bytes=None,
-        partial=done.partial,
+    if session.workload.finished:
+        return None
+
+    _between_steps(session, stats, run, seconds)
+    decision = session.ask(
+        StepOk(
+            at_s=time.monotonic(),
+            peak_bytes=peak_bytes,
+            # Measured after the sleep: other processes may have taken memory meanwhile.
+            allowed_bytes=session.measure_allowed_if_due(),
+            partial=done.partial,
+        )
     )
+    if stats.remaining_s > 0:
+        return decision
+    if isinstance(decision, Release):
+        session.device.release()  # the next slice asks again, and the policy counts this one as done
+    return None
 
 
 def _wait_until_cool(session: Session, stats: SliceStats) -> bool:
@@ -269,20 +252,20 @@ def _wait_until_cool(session: Session, stats: SliceStats) -> bool:
     return True
 
 
-def _between_steps(session: Session, stats: SliceStats, step: StepOk) -> None:
+def _between_steps(session: Session, stats: SliceStats, run: Run, seconds: float) -> None:
     """Read the sensors and check the step's result, as far as that is due.
 
     Then rest as the duty asks.
     """
     session.thermal.sample(stats)
-    checked_s = session.checks.after_step(session.device, session.workload, step, stats)
+    checked_s = session.checks.after_step(session.device, session.workload, run, seconds, stats)
     # Under MPS other processes compute while the memory is timed, which makes it look slower than
     # it is.
     if session.device.info.kind == "cuda" and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ:
         session.thermal.measure_bandwidth(session.bandwidth, stats)
     stats.settle(*session.working_state())
     stats.count(StepCounts(busy_s=checked_s))
-    session.duty.worked(step.seconds + checked_s, session.thermal.decision.duty)
+    session.duty.worked(seconds + checked_s, session.thermal.decision.duty)
     session.duty.rest(stats.remaining_s)
 
 

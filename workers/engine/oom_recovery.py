@@ -28,41 +28,27 @@ _MIN_CLAIM_CHANGE = 0.01
 _EMERGENCY_PAUSE_S = 0.1
 
 
-def handle_failure(
+def recover(
     session: Session,
     stats: SliceStats,
     run: Run,
     failure: Failure,
     traceback: str,
     at_least_bytes: int,
-) -> StepOom | None:
-    """Recover from a failed step, and return what to tell the policy of an out-of-memory.
+) -> Decision | None:
+    """Recover from a failed step, and return what the policy wants next.
 
-    `None` if the workload failed by its own fault, which ends the slice.
+    `None` ends the slice: the workload failed by its own fault, or the time is over.
 
     Raises:
         ContextCorruptedError: The device no longer answers this process.
     """
     if failure.kind is FailureKind.CONTEXT_CORRUPTED:
         raise ContextCorruptedError(failure.text)
-    if session.believes(failure):
-        return _recover(session, stats, run, failure, at_least_bytes)
-    session.shed()
-    session.rebase(stats)
-    broken = _emergency_failure(
-        session
-    )  # some failures of the device itself read like a bug of the workload
-    if broken is not None:
-        raise ContextCorruptedError(broken.text)
-    stats.count(StepCounts(steps_error=1))
-    stats.raised(traceback)
-    stats.settle(WorkerState.BACKOFF, f"the workload failed: {failure.text}")
-    return None
+    if not session.believes(failure):
+        _note_error(session, stats, failure, traceback)
+        return None
 
-
-def _recover(
-    session: Session, stats: SliceStats, run: Run, failure: Failure, at_least_bytes: int
-) -> StepOom:
     started_s = time.monotonic()
     stats.count(StepCounts(steps_oom=1, steps_oom_probe=int(run.is_probe), oom_count=1))
     session.shed()
@@ -86,14 +72,52 @@ def _recover(
         recovery_s=time.monotonic() - started_s,
         **level_of(run),
     )
-    return StepOom(
-        at_s=time.monotonic(),
+    if session.workload.finished:
+        return None
+
+    decision = session.ask(
+        StepOom(
+            at_s=time.monotonic(),
+            needed_bytes=needed_bytes,
+            at_least_bytes=at_least_bytes,
+            free_bytes=free_bytes,
+            allowed_bytes=session.measure_allowed(),
+        )
+    )
+    if isinstance(decision, Run):
+        _note_backoff(stats, run, decision)
+    return None if stats.remaining_s <= 0 < stats.directive.duration_s else decision
+
+
+def _note_error(session: Session, stats: SliceStats, failure: Failure, traceback: str) -> None:
+    session.shed()
+    session.rebase(stats)
+    # Some failures of the device itself read like a bug of the workload.
+    broken = _emergency_failure(session)
+    if broken is not None:
+        raise ContextCorruptedError(broken.text)
+    stats.count(StepCounts(steps_error=1))
+    stats.raised(traceback)
+    stats.settle(WorkerState.BACKOFF, f"the workload failed: {failure.text}")
+
+
+def _note_backoff(stats: SliceStats, failed: Run, run: Run) -> None:
+    changed = [
+        f"{name} {getattr(run, name)}"
+        for name in ("size", "batch", "level")
+        if getattr(run, name) != getattr(failed, name)
+    ]
+    then = f"down to {' and '.join(changed)}" if changed else "once more the same"
+    stats.settle(
+        WorkerState.BACKOFF, f"out of memory at size {failed.size}, batch {failed.batch}; {then}"
+    )
+    stats.event(
+        "backoff" if changed else "retry",
+        from_size=failed.size,
+        from_batch=failed.batch,
         size=run.size,
         batch=run.batch,
-        needed_bytes=needed_bytes,
-        at_least_bytes=at_least_bytes,
-        free_bytes=free_bytes,
-        allowed_bytes=session.measure_allowed(),
+        **level_of(run),
     )
 
 
@@ -217,34 +241,6 @@ def _obtained(device: Device, wanted_bytes: int) -> int | None:
     raise ContextCorruptedError(
         f"allocating {wanted_bytes} bytes failed for another reason: {failure.text}"
     )
-
-
-def ask_after_oom(session: Session, stats: SliceStats, event: StepOom) -> Decision:
-    """Tell the policy of an out-of-memory, and return what it wants next: another step, a release
-    or the emergency.
-    """
-    failed, decision = session.last_run, session.ask(event)
-    if isinstance(decision, Run) and failed is not None:
-        changed = [
-            name
-            for name in ("size", "batch", "level")
-            if getattr(decision, name) != getattr(failed, name)
-        ]
-        again = not changed
-        words = " and ".join(f"{name} {getattr(decision, name)}" for name in changed)
-        then = "once more the same" if again else f"down to {words}"
-        stats.settle(
-            WorkerState.BACKOFF, f"out of memory at size {event.size}, batch {event.batch}; {then}"
-        )
-        stats.event(
-            "retry" if again else "backoff",
-            from_size=event.size,
-            from_batch=event.batch,
-            size=decision.size,
-            batch=decision.batch,
-            **level_of(decision),
-        )
-    return decision
 
 
 def stay_in_emergency(session: Session, stats: SliceStats, reason: str) -> None:

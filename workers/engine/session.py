@@ -1,29 +1,39 @@
-"""What one worker process holds for its slot, from the first directive on.
+"""What one worker process holds for its slot, from the first directive on, and how it is opened: the
+device under its cap, the workload, and the policy for both.
 
-Only this file changes a `Session`: others call the methods. Does not open one (`open_session.py`),
-run steps (`engine.py`), or recover from failures (`oom_recovery.py`).
+Only this file changes a `Session`: others call the methods. Does not run steps (`engine.py`) or
+recover from failures (`oom_recovery.py`).
 """
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
+from workers import oom
+from workers.devices import open_device
 from workers.devices.base import Device
-from workers.engine.checkpoint_pieces import CheckpointPieces
-from workers.engine.duty_cycle import DutyCycle
-from workers.engine.result_checks import ResultChecks
-from workers.engine.slice_stats import SliceStats
-from workers.engine.thermal_control import ThermalControl
-from workers.learned_limits.limits import choose
-from workers.messages import Progress, WorkerEvent, WorkerState
+from workers.engine.between_steps import DutyCycle, ResultChecks, ThermalControl
+from workers.engine.slice_stats import CheckpointPieces, SliceStats
+from workers.learned_limits import choose, default_path, settings_hash, workload_fingerprint
+from workers.messages import (
+    ContextCorruptedError,
+    IncompatibleError,
+    Progress,
+    StepCounts,
+    WorkerEvent,
+    WorkerState,
+)
+from workers.nvml.fake import load
 from workers.oom import MAX_PROBABLE_IN_A_ROW, Failure
+from workers.policy import make_policy
 from workers.policy.base import Decision, Event, Growth, Policy, Pressure, Run
-from workers.policy.registry import make_policy
 from workers.settings import FailureKind, LimitKey, Scalar, StoredLimit, WorkerSpec
 from workers.units import MIB
-from workers.workloads.base import StepResult, Workload
+from workers.workloads.base import StepResult, Workload, WorkloadContext, find_workload
 
 #: Shortest time between two measurements of free memory after steps: each takes up to 0.2 ms.
 _MEASURE_EVERY_S: Final = 0.02
@@ -442,3 +452,136 @@ class Session:
 def level_of(run: Run) -> dict[str, Scalar]:
     """Return what an event says of a run's level; nothing where the workload offers none."""
     return {} if run.units is None else {"level": run.level}
+
+
+def _state_dir(spec: WorkerSpec) -> Path | None:
+    return (
+        None if spec.run_id is None else default_path().parent / "state" / spec.run_id / spec.slot
+    )
+
+
+def _make_workload(spec: WorkerSpec, device: Device, context: WorkloadContext) -> Workload:
+    """Make the workload under its cap.
+
+    `IncompatibleError` if it can never fit, else what its constructor raises.
+    """
+    make = find_workload(spec.workload.name)
+    try:
+        with device.enforced():
+            return make(context)
+    except BaseException as error:
+        failure = oom.failure_of_workload(error)
+        held_bytes = device.held_bytes() + (failure.requested_bytes or 0)
+        if failure.kind is not FailureKind.DEFINITE or held_bytes <= device.most_bytes:
+            raise
+    raise IncompatibleError(
+        f"{spec.slot}: the constructor of workload {spec.workload.name} needs "
+        f"{held_bytes / MIB:.0f} MiB or more, and "
+        f"the cap is {device.most_bytes / MIB:.0f} MiB; allocate in `step` what its size decides, "
+        "or raise "
+        f"nodes.{spec.node}.vram_per_worker_gib"
+    )
+
+
+def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
+    """Open device and workload.
+
+    Raises:
+        IncompatibleError: They can never work here.
+        ContextCorruptedError: The device failed while it was opened; a fresh process may do better.
+    """
+    # torch's modules are never freed. Hidden from the collector, they make a collection cost 1 ms
+    # instead of 70. There is no collection before it: that would cost each start what this saves,
+    # for little garbage.
+    gc.freeze()
+    failure: Failure | None = None
+    told = Told()
+    try:
+        if spec.fake_sensors is not None:
+            load(spec.fake_sensors)  # before any query to the real ones
+        device = open_device(spec)
+        thermal = ThermalControl(spec, device.info.uuid)
+        context = WorkloadContext(
+            device=device.torch_device,
+            dtype=device.torch_dtype,
+            seed=spec.workload.seed,
+            settings=spec.workload.settings,
+            slot=spec.slot,
+            state_dir=_state_dir(spec),
+            # A process that comes up while its slot is held is not told from the one before it.
+            fresh=stats.directive.incarnation == 0 and stats.directive.sequence == 0,
+            checkpoint=stats.directive.checkpoint,
+            tell=told.add,
+        )
+        workload = _make_workload(spec, device, context)
+        rungs = workload.rungs(spec.workload.batch)
+    except (IncompatibleError, ContextCorruptedError):
+        raise
+    except BaseException as error:  # noqa: BLE001 - any failure of a driver or a user's constructor becomes a sentence
+        failure = oom.failure_of_workload(error)
+        text = f"{type(error).__name__}: {failure.text}, at {oom.place(error)}"
+    if failure is not None:
+        if failure.kind is FailureKind.OTHER:
+            raise IncompatibleError(f"{spec.slot}: cannot start: {text}")
+        if failure.kind is not FailureKind.CONTEXT_CORRUPTED:
+            stats.count(
+                StepCounts(oom_count=1)
+            )  # tells the head that the card is full, and not that it is broken
+        raise ContextCorruptedError(f"cannot open the device: {text}")
+    growth = Growth(
+        size_power=workload.size_power,
+        batch_power=workload.batch_power,
+        fills_claim=workload.fills_claim,
+        needed_bytes=workload.needed_bytes,
+        most_bytes=device.most_bytes,
+        rungs=rungs,
+    )
+    try:
+        policy = make_policy(spec.policy, spec.memory, spec.workload, growth)
+    except ValueError as error:
+        raise IncompatibleError(f"{spec.slot}: {error}") from error
+    info = device.info
+    stats.event(
+        "device_opened",
+        device=info.name,
+        pid=info.pid,
+        cap_bytes=info.cap_bytes,
+        context_bytes=info.context_bytes,
+        context_source=info.context_source,
+        peak_source=info.peak_source,
+        dtype=info.dtype,
+        threads=info.threads,
+        torch=info.torch_version,
+        driver=info.driver,
+    )
+    return Session(
+        spec=spec,
+        device=device,
+        workload=workload,
+        growth=growth,
+        policy=policy,
+        key=LimitKey(
+            card=info.name,
+            total_bytes=info.total_bytes,
+            driver=info.driver,
+            torch=info.torch_version,
+            dtype=info.dtype,
+            workload=workload_fingerprint(
+                spec.workload.name,
+                size=spec.workload.size,
+                batch=spec.workload.batch,
+                # What the units of its own rungs mean, any setting may change.
+                **({} if rungs is None else {"settings": settings_hash(spec.workload.settings)}),
+            ),
+            cap_bytes=info.cap_bytes,
+        ),
+        thermal=thermal,
+        checks=ResultChecks(
+            spec.check_share, f"{spec.slot}, {info.name}" + (f" {info.uuid}" if info.uuid else "")
+        ),
+        duty=DutyCycle(spec.duty),
+        told=told,
+        pieces=CheckpointPieces(),
+        incarnation=stats.directive.incarnation,
+        opened_kept_bytes=device.kept_bytes(),
+    )

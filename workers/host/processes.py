@@ -1,11 +1,24 @@
-"""Whether a recorded process id still names the same process.
+"""Processes of this machine, seen from outside: whether an id still names the same process, and
+whether that computes, waits for a CPU, or does nothing.
 
-Uses Linux's /proc; does not talk to the process.
+Reads Linux's /proc and asks NVML; never talks to the process. Does not judge whether a process
+hangs (`orchestrator/core/silence.py` does).
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import pynvml
+
+from workers.messages import Activity
+from workers.nvml import queries
 
 #: The 22nd field of /proc/PID/stat (man 5 proc), the 20th behind the name in parentheses.
 _STARTTIME_FIELD = 19
@@ -27,3 +40,120 @@ def start_time(pid: int) -> str | None:
 def is_alive(pid: int, started: str | None) -> bool:
     """Say whether the process with this id is still the one that began then."""
     return started is not None and start_time(pid) == started
+
+
+#: A process that is seen for the first time is looked at twice, so long apart.
+_FIRST_LOOK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    at_s: float
+    threads: Mapping[int, tuple[float, float]]
+    """Of each thread the seconds that it ran, and that it waited for a CPU."""
+
+
+@dataclass(slots=True)
+class ActivityMeter:
+    """Looks at processes again and again, and remembers the look before."""
+
+    _before: dict[int, _Look] = field(default_factory=dict)
+    _card_samples_from_us: int = 0
+
+    def look(self, pids: Mapping[int, bool]) -> dict[int, Activity]:
+        """Return what the processes did since the look before; those that are gone are left out.
+
+        A process whose value in `pids` is true is also looked for on this machine's cards.
+        """
+        fresh = {pid: _look(pid) for pid in pids if pid not in self._before}
+        if fresh:
+            time.sleep(_FIRST_LOOK_S)
+        before = {**self._before, **fresh}
+        now = {pid: _look(pid) for pid in pids}
+        self._before = now
+        on_cards = self._on_cards([pid for pid, has_card in pids.items() if has_card])
+        return {
+            pid: _between(before[pid], look, on_card=pid in on_cards)
+            for pid, look in now.items()
+            if look.threads
+        }
+
+    def _on_cards(self, pids: list[int]) -> set[int]:
+        """Return for which of the processes a card computed since the last call."""
+        if not pids:
+            return set()
+        computed: set[int] = set()
+        since_us, self._card_samples_from_us = self._card_samples_from_us, time.time_ns() // 1000
+        with contextlib.suppress(pynvml.NVMLError), queries.opened():
+            for index in range(pynvml.nvmlDeviceGetCount()):
+                computed |= _on_card(pynvml.nvmlDeviceGetHandleByIndex(index), pids, since_us)
+        return computed
+
+
+def _on_card(handle: Any, pids: list[int], since_us: int) -> set[int]:  # noqa: ANN401 - nvidia-ml-py has no types
+    samples = queries.answer("nvmlDeviceGetProcessUtilization", handle, since_us)
+    if samples:
+        return {sample.pid for sample in samples if sample.smUtil > 0} & set(pids)
+    # Containers and WSL2 hide whose the work is, and a card that idles has no samples.
+    rates = queries.answer("nvmlDeviceGetUtilizationRates", handle)
+    return set(pids) if rates is not None and rates.gpu > 0 else set()
+
+
+def _look(pid: int) -> _Look:
+    threads = {
+        tid: times
+        for process in _with_children(pid)
+        for tid in _numbers(f"/proc/{process}/task")
+        if (times := _times(process, tid))
+    }
+    return _Look(time.monotonic(), threads)
+
+
+def _between(before: _Look, now: _Look, *, on_card: bool) -> Activity:
+    used = [
+        (
+            ran_s - before.threads.get(tid, (0.0, 0.0))[0],
+            waited_s - before.threads.get(tid, (0.0, 0.0))[1],
+        )
+        for tid, (ran_s, waited_s) in now.threads.items()
+    ]
+    ran_s, waited_s = max(used, key=sum)
+    return Activity(
+        interval_s=now.at_s - before.at_s, wanted_s=ran_s + waited_s, cpu_s=ran_s, on_card=on_card
+    )
+
+
+def _with_children(pid: int) -> Iterator[int]:
+    yield pid
+    for tid in _numbers(f"/proc/{pid}/task"):
+        with contextlib.suppress(OSError):  # it is gone, or this kernel keeps no such file
+            children = Path(f"/proc/{pid}/task/{tid}/children").read_text(encoding="ascii")
+            for child in children.split():
+                yield from _with_children(int(child))
+
+
+def _times(pid: int, tid: int) -> tuple[float, float] | None:
+    """Return the seconds that a thread ran and waited for a CPU (Linux,
+    Documentation/scheduler/sched-stats.rst).
+    """
+    with contextlib.suppress(OSError, ValueError):
+        ran_ns, waited_ns, _ = (
+            Path(f"/proc/{pid}/task/{tid}/schedstat").read_text(encoding="ascii").split()
+        )
+        return int(ran_ns) / 1e9, int(waited_ns) / 1e9
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        # A kernel without CONFIG_SCHED_INFO: what it ran is known, what it waited is not.
+        fields = (
+            Path(f"/proc/{pid}/task/{tid}/stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(")")[2]
+        )
+        user_ticks, system_ticks = fields.split()[11:13]
+        return (int(user_ticks) + int(system_ticks)) / os.sysconf("SC_CLK_TCK"), 0.0
+    return None
+
+
+def _numbers(folder: str) -> list[int]:
+    with contextlib.suppress(OSError):
+        return [int(name) for name in os.listdir(folder)]  # noqa: PTH208 - a Path for each thread costs more than the look
+    return []

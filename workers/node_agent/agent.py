@@ -1,15 +1,16 @@
 """The agent of one node: sets what a run needs on it, and undoes all of it when the process that
 started it has ended.
 
-    python -m workers.node_agent.agent         input: one line of orders, later `end`; output: the
-    outcome, then the end python -m workers.node_agent.agent --undo  put back what runs that were
-    killed have left on this machine, and say so
+    python -m workers.node_agent.agent         one line of orders in, later `end`; the outcome out,
+                                               then the end
+    python -m workers.node_agent.agent --undo  put back what runs that were killed have left on this
+                                               machine, and say so
 
 It detaches from the process that starts it, because Ray ends the children of a worker with the
 worker. A pipe still connects the two. Closing the pipe, `end`, SIGTERM, SIGHUP and SIGINT all mean:
 undo, in reverse order, and exit. If the agent is killed, the next agent on the machine undoes its
-changes, by the file that was written before anything was changed. Knows neither torch nor Ray, and
-decides nothing.
+changes, by the file that it wrote before anything was changed (`JournalEntry`). Knows neither torch
+nor Ray, and decides nothing.
 """
 
 from __future__ import annotations
@@ -22,19 +23,118 @@ import platform
 import re
 import select
 import signal
+import socket
 import sys
 import time
-from dataclasses import replace
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Final
 
 import pynvml
 
-from workers.node_agent import card_settings, journal, mps
-from workers.node_agent.card_settings import CardSettingError
-from workers.node_agent.journal import JournalEntry
+from workers.files import locked, read_small, replace_whole
+from workers.host.processes import is_alive, start_time
+from workers.learned_limits import default_path
+from workers.node_agent import card_settings, mps
+from workers.node_agent.card_settings import CardChange, CardSettingError
+from workers.node_agent.mps import Daemon
 from workers.node_agent.protocol import AgentOrders, AgentOutcome, from_line, to_line
 from workers.nvml import queries
 from workers.nvml.fake import load
+
+_SCHEMA: Final = 2
+_FOLDER: Final = "kept"
+_MOST_BYTES: Final = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalEntry:
+    """What one agent has changed, or was about to."""
+
+    node: str
+    pid: int
+    started: str | None
+    """When the agent began, as `processes.start_time` reports it."""
+    host: str
+    """A home folder may be shared by machines."""
+    nvml: str | None
+    """Script of a fake NVML; `None` is the driver's."""
+    changes: tuple[CardChange, ...] = ()
+    daemon: Daemon | None = None
+
+    @property
+    def is_guarded(self) -> bool:
+        """Say whether the agent is there to put things back itself."""
+        return is_alive(self.pid, self.started)
+
+
+def folder() -> Path:
+    """Return where the files are: beside the learned limits."""
+    return default_path().parent / _FOLDER
+
+
+def mine(node: str, nvml: str | None) -> JournalEntry:
+    """Return the record of this process, with nothing in it yet."""
+    pid = os.getpid()
+    return JournalEntry(
+        node=node, pid=pid, started=start_time(pid), host=socket.gethostname(), nvml=nvml
+    )
+
+
+def write(kept: JournalEntry) -> None:
+    """Write a record, atomically and durably, readable only by this user.
+
+    Raises:
+        OSError: It cannot be written; nothing must be changed then.
+    """
+    path = _path(kept)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    replace_whole(path, json.dumps({"schema": _SCHEMA, **asdict(kept)}))
+
+
+def remove(kept: JournalEntry) -> None:
+    """Forget a record: all of it is put back."""
+    _path(kept).unlink(missing_ok=True)
+
+
+def others(nvml: str | None) -> tuple[JournalEntry, ...]:
+    """Return the records of other agents on this machine and NVML, guarded or not.
+
+    What is no record is left alone.
+    """
+    found = []
+    for path in sorted(folder().glob("*.json")):
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            kept = _read(path)
+            is_mine = kept.pid == os.getpid() and kept.started == start_time(os.getpid())
+            if kept.host == socket.gethostname() and kept.nvml == nvml and not is_mine:
+                found.append(kept)
+    return tuple(found)
+
+
+def one_at_a_time(patience_s: float) -> AbstractContextManager[None]:
+    """Keep other agents of this user from changing things meanwhile.
+
+    `OSError` if the lock cannot be had.
+    """
+    return locked(folder() / "lock", patience_s)
+
+
+def _path(kept: JournalEntry) -> Path:
+    return folder() / f"{kept.host}-{kept.pid}-{kept.started}.json"
+
+
+def _read(path: Path) -> JournalEntry:
+    told = json.loads(read_small(path, _MOST_BYTES))
+    if told.pop("schema") != _SCHEMA:
+        raise ValueError("written by another version")
+    changes = tuple(CardChange(**change) for change in told.pop("changes"))
+    daemon = told.pop("daemon")
+    return JournalEntry(
+        **told, changes=changes, daemon=None if daemon is None else Daemon(**daemon)
+    )
+
 
 _ENDINGS: Final = frozenset({signal.SIGTERM, signal.SIGHUP, signal.SIGINT})
 #: Another agent is done in less, even if MPS has to be forced.
@@ -50,9 +150,7 @@ class NodeAgent:
 
     def __init__(self, orders: AgentOrders) -> None:
         self._orders = orders
-        self._kept = journal.mine(
-            orders.node, None if orders.fake is None else orders.fake.script_path
-        )
+        self._kept = mine(orders.node, None if orders.fake is None else orders.fake.script_path)
 
     def do(self) -> AgentOutcome:
         """Do what the orders say, and undo what an earlier agent could not. NVML has to be open.
@@ -62,7 +160,7 @@ class NodeAgent:
         until_s = time.monotonic() + _OTHER_S
         try:
             while True:
-                with journal.one_at_a_time(_LOCK_S):
+                with one_at_a_time(_LOCK_S):
                     other = self._in_the_way()
                     if other is None or time.monotonic() > until_s:
                         return self._do(other)
@@ -80,14 +178,14 @@ class NodeAgent:
             with contextlib.suppress(
                 OSError
             ):  # better undone at the same time as another agent than not at all
-                stack.enter_context(journal.one_at_a_time(_LOCK_S))
+                stack.enter_context(one_at_a_time(_LOCK_S))
             return _undo(self._kept)
 
     def _in_the_way(self) -> JournalEntry | None:
         """Return the record of a living agent that keeps what this one is to change."""
         uuids = {card.uuid for card in self._identities()} if self._orders.card_settings else set()
         folder = self._daemon().folder if self._orders.mps else None
-        with_agent = [other for other in journal.others(self._kept.nvml) if other.is_guarded]
+        with_agent = [other for other in others(self._kept.nvml) if other.is_guarded]
         by_card = (
             other for other in with_agent if uuids & {change.uuid for change in other.changes}
         )
@@ -160,7 +258,7 @@ class NodeAgent:
         )
 
     def _write(self, record: JournalEntry) -> None:
-        journal.write(record)
+        write(record)
         self._kept = record
 
     def _identities(self) -> list[queries.CardIdentity]:
@@ -189,7 +287,7 @@ def undo_leftovers(nvml: str | None = None) -> tuple[str, ...]:
     """
     return tuple(
         f"left by a run that was killed: {sentence}"
-        for other in journal.others(nvml)
+        for other in others(nvml)
         if not other.is_guarded
         for sentence in _undo(other)
     )
@@ -211,9 +309,9 @@ def _undo(record: JournalEntry) -> tuple[str, ...]:
             pending.append(change)
     try:
         if pending:
-            journal.write(replace(record, daemon=None, changes=tuple(reversed(pending))))
+            write(replace(record, daemon=None, changes=tuple(reversed(pending))))
         else:
-            journal.remove(record)
+            remove(record)
     except OSError as error:
         told.append(f"{record.node}: {error}")
     return tuple(told)
@@ -268,7 +366,7 @@ def _undo_by_hand() -> str:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         return f"the driver of this machine does not answer: {error}"
-    with journal.one_at_a_time(_LOCK_S):
+    with one_at_a_time(_LOCK_S):
         return "\n".join(undo_leftovers()) or "nothing is left of runs that were killed"
 
 

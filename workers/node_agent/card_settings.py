@@ -3,7 +3,7 @@ changes a card.
 
 NVML has to be open, and stay open: without persistence mode a driver forgets a setting when no
 process has the card open. Does not decide whether anything is set, nor remember it beyond this
-process (`journal.py` does).
+process (`agent.py` does).
 """
 
 from __future__ import annotations

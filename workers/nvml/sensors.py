@@ -121,9 +121,7 @@ class CardSensors:
         self._handle = self._events = self._due_s = None
 
     def _open(self) -> None:
-        """Open NVML and find the card, which may be lost or not be there, as may the library or the
-        driver.
-        """
+        """Open NVML and find the card; card, library and driver may be missing."""
         pynvml.nvmlInit()
         self._is_open = True
         self._handle = handle_of(self._card)
@@ -347,9 +345,7 @@ class ProcessorSensors:
 
 
 def package_reading(chips: Mapping[str, Sequence[Any]]) -> SensorReading:
-    """Choose the hottest processor package of all that `psutil.sensors_temperatures` returns:
-    sensors by driver.
-    """
+    """Return the hottest processor package of what `psutil.sensors_temperatures` returns."""
     for driver, label in _PACKAGE_SENSORS:
         sensors = [
             sensor

@@ -29,11 +29,8 @@ class StepOk:
 
     at_s: float
     """Monotonic seconds."""
-    size: int
-    batch: int
     peak_bytes: int
     """The most bytes that the step needed: in live tensors, and on a card in gaps between them."""
-    seconds: float
     allowed_bytes: int | None
     """What the next step may hold in all, see `Pressure.allowed_bytes`; `None` if not measured
     after this step.
@@ -53,8 +50,6 @@ class StepOom:
     """
 
     at_s: float
-    size: int
-    batch: int
     needed_bytes: int | None
     """What the workload says a step of this size needs at least; `None` if it does not say."""
     at_least_bytes: int

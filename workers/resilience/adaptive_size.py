@@ -1,13 +1,14 @@
 """The adaptive size for a loop of your own: ask for a size, run a step, report how it went
 (docs/resilient.md).
 
-    size = sizes.next(free_bytes=free_now())   # or next(), without a signal if size is None:
-    # nothing fits now: run nothing, ask again a little later … sizes.failed(size)
-    # outside the handler, after memory was released sizes.succeeded(size,
-    peak_bytes=torch.cuda.max_memory_allocated())
+    size = sizes.next(free_bytes=free_now())  # or next(), without a signal
+    if size is None:
+        ...  # nothing fits now: run nothing, ask again a little later
+    sizes.failed(size)  # outside the handler, after memory was released
+    sizes.succeeded(size, peak_bytes=torch.cuda.max_memory_allocated())
 
-`workers.policy.adaptive.sizer` decides. Measures no memory and releases none; `workers.resilient`
-does both around a function. Loads neither torch nor Ray.
+`workers.policy.sizer` decides. Measures no memory and releases none; `workers.resilient` does both
+around a function. Loads neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from workers.policy.adaptive import sizer
-from workers.policy.adaptive.size_bounds import Bounds
+from workers.policy.sizer import Sizer
+from workers.policy.sizes_tried import Bounds
 from workers.settings import Learned
 
 __all__ = ["AdaptiveSize", "Learned"]
@@ -64,7 +65,7 @@ class AdaptiveSize:
             failures_per_minute=failures_per_minute,
             exact_samples=exact_samples,
         )
-        self._state = sizer.cold(self._bounds, learned)
+        self._state = Sizer.cold(self._bounds, learned)
         self._clock = clock
 
     def next(self, free_bytes: int | None = None) -> int | None:
@@ -77,23 +78,23 @@ class AdaptiveSize:
                 use again, within its cap. `None` when nothing was measured since the last call, or
                 there is no signal.
         """
-        self._state, size = sizer.asked(self._state, self._bounds, self._clock(), free_bytes)
+        self._state, size = self._state.next_size(self._bounds, self._clock(), free_bytes)
         return size
 
     def succeeded(self, size: int, peak_bytes: int | None = None) -> None:
         """Say that a step of this size ended well, and the most memory it held, if that was
         measured.
         """
-        self._state = sizer.succeeded(self._state, self._bounds, self._clock(), size, peak_bytes)
+        self._state = self._state.succeeded(self._bounds, self._clock(), size, peak_bytes)
 
     def failed(self, size: int) -> None:
         """Say that a step of this size ran out of memory."""
-        self._state = sizer.failed(self._state, self._bounds, self._clock(), size)
+        self._state = self._state.failed(self._bounds, self._clock(), size)
 
     @property
     def learned(self) -> Learned | None:
         """What is worth remembering for the next run; `None` before a step has ended well."""
-        return sizer.learned_of(self._state)
+        return self._state.learned
 
     @property
     def reason(self) -> str:

@@ -9,23 +9,132 @@ memory.
 The calling convention is that of accelerate's `find_executable_batch_size`, and so are the first
 three arguments.
 
-Covers the decorator and the types of what it returns. Which functions it accepts is in
-`calling.py`, the course of a call in `retry.py`. Caps no memory, loads neither torch nor Ray, and
-works for every function that raises an out-of-memory of Python or torch.
+Covers the decorator, the types of what it returns, and which functions and calls it refuses: every
+refusal names the function and what to write instead. The course of a call is in `retry.py`. Caps no
+memory, loads neither torch nor Ray, and works for every function that raises an out-of-memory of
+Python or torch.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import weakref
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Concatenate, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, cast, overload
 
-from workers.learned_limits.limits import workload_fingerprint
-from workers.resilience.calling import name_of, shape_of
-from workers.resilience.retry import Attempts, Retry, Rules
+from workers.learned_limits import workload_fingerprint
+from workers.resilience.retry import Attempts, Retry, RetryRules
+
+#: A method is recognised by the name of its first parameter; its batch size comes second.
+_OWNERS = ("self", "cls")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How a function takes its arguments."""
+
+    name: str
+    owners: int = 0
+    """1 for a method: what comes before the batch size."""
+    size_name: str | None = None
+    """The batch size's, if it can be given by name too."""
+    others: tuple[str, ...] | None = None
+    """The positional parameters after it; `None` if they are unknown or unbounded."""
+    without_size: inspect.Signature | None = None
+
+    def refuse_size_by_hand(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """Refuse a call that brings its own batch size, by a `TypeError` with the call it should
+        be.
+        """
+        given = len(args) - self.owners
+        if self.size_name in kwargs:
+            names = [f"{name}=…" for name in kwargs if name != self.size_name]
+            what, call = f"was given {self.size_name}", [*("…" for _ in range(given)), *names]
+        elif self.others is not None and given > len(self.others):
+            what, call = (
+                f"was given {given} arguments and has room for {len(self.others)}",
+                [*self.others],
+            )
+        else:
+            return
+        raise TypeError(
+            f"{self.name} {what}, but resilient itself puts the batch size in first; leave it out: "
+            f"{self.name}({', '.join(call)})"
+        )
+
+
+def shape_of(function: Callable[..., object]) -> Shape:
+    """Find out where the batch size goes.
+
+    Raises:
+        TypeError: There is no room for one, or `function` is none, or one whose body does not run
+            when it is called.
+    """
+    _refuse_what_cannot_be_repeated(function)
+    name = name_of(function)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions of extension modules have no signature
+        return Shape(name=name)
+    parameters = list(signature.parameters.values())
+    positional = [
+        each
+        for each in parameters
+        if each.kind in {each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD}
+    ]
+    endless = any(each.kind is each.VAR_POSITIONAL for each in parameters)
+    owners = int(bool(positional) and positional[0].name in _OWNERS)
+    if len(positional) <= owners:
+        if endless:
+            return Shape(name=name, owners=owners)
+        example = ", ".join([*(each.name for each in positional), "batch_size"])
+        raise TypeError(
+            f"{name} takes no argument that could be its batch size, and resilient calls it with "
+            "one; write "
+            f"def {name.rpartition('.')[2]}({example})"
+        )
+    size = positional[owners]
+    return Shape(
+        name=name,
+        owners=owners,
+        size_name=size.name if size.kind is size.POSITIONAL_OR_KEYWORD else None,
+        others=None if endless else tuple(each.name for each in positional[owners + 1 :]),
+        without_size=signature.replace(
+            parameters=[each for each in parameters if each is not size]
+        ),
+    )
+
+
+def _refuse_what_cannot_be_repeated(function: object) -> None:
+    if isinstance(function, staticmethod | classmethod):
+        kind = type(function).__name__
+        raise TypeError(f"resilient needs the function itself: put @{kind} above @resilient")
+    if not callable(function):
+        raise TypeError(
+            f"resilient takes the function first, not {function!r}; options have names: "
+            f"@resilient(starting_batch_size=512)"
+        )
+    for kind, found in (
+        ("a coroutine function", inspect.iscoroutinefunction),
+        ("a generator function", inspect.isgeneratorfunction),
+        ("an asynchronous generator function", inspect.isasyncgenfunction),
+    ):
+        if found(function) or found(type(function).__call__):
+            raise TypeError(
+                f"{name_of(function)} is {kind}: its body runs after the call has returned, where "
+                "resilient cannot see "
+                f"it run out of memory; decorate the plain function that does one step of it"
+            )
+
+
+def name_of(function: object) -> str:
+    """Return a function's name as its author knows it, without the functions it was defined in."""
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return str(name).rpartition("<locals>.")[2]
+
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
@@ -64,7 +173,7 @@ class ResilientMethod(Learning, Protocol[S_contra, P, R_co]):
     def __get__(self, owner: S_contra, kind: type | None = None, /) -> Resilient[P, R_co]: ...
 
 
-class Options(TypedDict, total=False):
+class ResilientOptions(TypedDict, total=False):
     """The named options of `resilient`; what they mean is told there."""
 
     smallest_batch_size: int
@@ -84,7 +193,7 @@ class Decorator(Protocol):
         function: None = None,
         starting_batch_size: int = 128,
         reduce_batch_size_fn: Callable[[], int] | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[ResilientOptions],
     ) -> Decorator: ...
 
     @overload
@@ -93,7 +202,7 @@ class Decorator(Protocol):
         function: Callable[Concatenate[int, P], R],
         starting_batch_size: int = 128,
         reduce_batch_size_fn: Callable[[], int] | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[ResilientOptions],
     ) -> Resilient[P, R]: ...
 
     @overload
@@ -102,7 +211,7 @@ class Decorator(Protocol):
         function: Callable[Concatenate[S, int, P], R],
         starting_batch_size: int = 128,
         reduce_batch_size_fn: Callable[[], int] | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[ResilientOptions],
     ) -> ResilientMethod[S, P, R]: ...
 
 
@@ -170,13 +279,15 @@ def resilient(  # noqa: PLR0913 - accelerate's three, and options with names
         "max_wait_s": max_wait_s,
         "on_retry": on_retry,
     }
-    rules = Rules(name="resilient" if function is None else name_of(function), **options)
+    rules = RetryRules(name="resilient" if function is None else name_of(function), **options)
     if function is None:
         return functools.partial(resilient, **options, remember=remember)
     return _wrapped(function, rules, remember)
 
 
-def _wrapped(function: Callable[..., R], rules: Rules, remember: bool | str) -> Resilient[..., R]:
+def _wrapped(
+    function: Callable[..., R], rules: RetryRules, remember: bool | str
+) -> Resilient[..., R]:
     shape = shape_of(function)
     workload = workload_fingerprint(function) if remember is True else remember or None
     states = _States(replace(rules, name=shape.name, workload=workload))
@@ -211,13 +322,13 @@ class _States:
     holds there.
     """
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: RetryRules) -> None:
         self._rules = rules
         self._lock = threading.Lock()
         self._shared = Attempts(rules)
         self._own: dict[int, tuple[weakref.ref[object], Attempts]] = {}
 
-    def __reduce__(self) -> tuple[type[_States], tuple[Rules]]:
+    def __reduce__(self) -> tuple[type[_States], tuple[RetryRules]]:
         return type(self), (self._rules,)
 
     def reset(self) -> None:

@@ -1,8 +1,9 @@
 """One call of a function that may run out of memory: try, give back, try smaller.
 
-Covers the options of `resilient` with their checks, and the course of a call: the way back after a
-failure, how long to wait and when to give up. Does not choose sizes (`adaptive_size.py`) nor wrap
-functions (`decorator.py`). No torch.
+Covers the options of `resilient` with their checks, the course of a call (the way back after a
+failure, how long to wait and when to give up), and the memory of the current CUDA card around it.
+Does not choose sizes (`adaptive_size.py`) nor wrap functions (`decorator.py`). Never loads torch
+and never initialises CUDA.
 
 A call always ends. A size is tried, given back and followed by the next one at most
 `_ATTEMPT_LIMIT` times, waiting at most `max_wait_s` in all, and no call ends in `OutOfBatchError`
@@ -11,6 +12,7 @@ before its smallest size has really failed: an error rests on a failure, never o
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import threading
@@ -18,15 +20,138 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, TypeVar
+from types import ModuleType
+from typing import Final, TypeVar
 
+import psutil
+
+from workers import oom
+from workers.learned_limits import LimitStore
+from workers.nvml import queries
 from workers.oom import MAX_PROBABLE_IN_A_ROW, Failure, classify
 from workers.resilience.adaptive_size import AdaptiveSize
-from workers.resilience.card_memory import Look, Peak, look, release
-from workers.settings import FailureKind, Learned
+from workers.settings import FailureKind, Learned, LimitKey, StoredLimit
 
-if TYPE_CHECKING:
-    from workers.resilience.limit_lookup import Recall
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardMemory:
+    """What the allocator and the driver said at one moment."""
+
+    device: int
+    allocated_bytes: int
+    """Bytes in live tensors."""
+    free_bytes: int
+    """What more tensors could take: free on the card or unused in the allocator's pool, within the
+    process's cap.
+    """
+
+
+def look() -> CardMemory | None:
+    """Ask the current device; `None` where CUDA is not initialised."""
+    torch = _torch_with_cuda()
+    if torch is None:
+        return None
+    device = torch.cuda.current_device()
+    free_on_card_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    stats = torch.cuda.memory_stats(device)
+    allocated_bytes = int(stats.get("allocated_bytes.all.current", 0))
+    reserved_bytes = int(stats.get("reserved_bytes.all.current", 0))
+    # Gaps in segments that are partly in use cannot be given back. Not every backend counts them.
+    unused_bytes = (
+        reserved_bytes - allocated_bytes - int(stats.get("inactive_split_bytes.all.current", 0))
+    )
+    cap_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total_bytes)
+    free_bytes = max(0, min(cap_bytes - reserved_bytes, free_on_card_bytes) + unused_bytes)
+    return CardMemory(device=device, allocated_bytes=allocated_bytes, free_bytes=free_bytes)
+
+
+class Peak:
+    """The highest number of bytes that tensors took during a `with`, beyond those that were there
+    before.
+
+    It restarts the device's own measurement (`torch.cuda.reset_peak_memory_stats`), which the whole
+    process shares; what was measured until then is first told to every other `Peak` under way, so
+    that they may lie within one another or in other threads. What other threads take on the same
+    device counts as well.
+    """
+
+    def __init__(self, before: CardMemory | None) -> None:
+        #: `None` as long as CUDA is not initialised; then no device holds a tensor.
+        self._device = None if before is None else before.device
+        self._before_bytes = 0 if before is None else before.allocated_bytes
+        self._highest_bytes = 0
+        self.bytes: int | None = None
+        """The result, once the `with` is over; `None` if this device's tensors never grew: it tells
+        nothing.
+        """
+
+    def __enter__(self) -> Peak:
+        with _lock:
+            torch = _torch_with_cuda()
+            if torch is not None and self._device is not None:
+                _tell_all(torch, self._device)
+                torch.cuda.reset_peak_memory_stats(self._device)
+            _under_way.append(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with _lock:
+            torch = _torch_with_cuda()
+            if torch is not None:
+                _tell_all(
+                    torch, torch.cuda.current_device() if self._device is None else self._device
+                )
+            _under_way.remove(self)
+        grown_bytes = self._highest_bytes - self._before_bytes
+        self.bytes = grown_bytes if grown_bytes > 0 else None
+
+    def tell(self, device: int, highest_bytes: int) -> None:
+        """Take note of what a device measured.
+
+        A `Peak` that began before CUDA takes the first one it hears of.
+        """
+        if self._device is None:
+            self._device = device
+        if self._device == device:
+            self._highest_bytes = max(self._highest_bytes, highest_bytes)
+
+
+_lock = threading.Lock()
+_under_way: list[Peak] = []
+
+
+def _tell_all(torch: ModuleType, device: int) -> None:
+    highest_bytes = int(torch.cuda.max_memory_allocated(device))
+    for peak in _under_way:
+        peak.tell(device, highest_bytes)
+
+
+def release() -> None:
+    """Give back what a failed attempt no longer holds; call it outside the handler, when nothing
+    holds its frames.
+
+    Raises:
+        Exception: The device no longer answers; an out-of-memory that only surfaces here is
+            dropped.
+    """
+    gc.collect()
+    torch = _torch_with_cuda()
+    if torch is None:
+        return
+    try:
+        torch.cuda.synchronize()  # an error of an earlier launch surfaces here and not in the next attempt
+        torch.cuda.empty_cache()
+    except Exception as error:
+        if oom.classify(error).kind not in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
+            raise
+
+
+def _torch_with_cuda() -> ModuleType | None:
+    """Return torch if it is loaded and has a CUDA context in this process."""
+    torch = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)  # absent while another thread is still importing torch
+    return torch if cuda is not None and cuda.is_initialized() else None
+
 
 R = TypeVar("R")
 
@@ -42,6 +167,10 @@ _SIZES_TOLD: Final = 8
 _NOTHING_LEFT: Final = "No executable batch size found, reached zero."
 
 _MINUTE_S: Final = 60.0
+
+#: A size that moved less than this is what is written already, and a write costs some milliseconds.
+_WORTH_KEEPING: Final = 0.05
+_KEEP_EVERY_S: Final = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +207,7 @@ class Retry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class RetryRules:
     """What a function's user asked for.
 
     `workers.resilience.decorator.resilient` says what it means and raises.
@@ -125,14 +254,11 @@ class Rules:
 class Attempts:
     """What is known from one call of a function to the next. Threads may share it."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: RetryRules) -> None:
         self._rules = rules
         self._lock = threading.Lock()
         self._recall: Recall | None = None
         if rules.workload is not None:
-            # The store needs Unix; who does not use it, does not.
-            from workers.resilience.limit_lookup import Recall  # noqa: PLC0415
-
             self._recall = Recall(rules.workload, rules.clock)
         self.reset()
         #: Not here but before the first call: by then the card may be known.
@@ -226,7 +352,7 @@ class Attempts:
             if self._recall is not None:
                 self._recall.keep(self._sizer.learned, peak_bytes)
 
-    def _choose(self, course: _Course) -> tuple[int, Look | None]:
+    def _choose(self, course: _Course) -> tuple[int, CardMemory | None]:
         """Return the size of the next attempt and what memory looks like before it.
 
         Wait if nothing may run now.
@@ -277,7 +403,7 @@ class Attempts:
             may_fail = len(failures) < most or self._rules.clock() - failures[0] >= _MINUTE_S
             return self._gave_up and may_fail and not course.tried
 
-    def _next(self, course: _Course, before: Look | None) -> int | None:
+    def _next(self, course: _Course, before: CardMemory | None) -> int | None:
         with self._lock:
             size = self._sizer.next(
                 None if before is None or not self._tells else before.free_bytes
@@ -334,3 +460,80 @@ class _Course:
         return failure.kind is FailureKind.DEFINITE or (
             probable and self.probable_in_a_row <= MAX_PROBABLE_IN_A_ROW
         )
+
+
+class Recall:
+    """What one function has learned, across processes.
+
+    An error of the store is only logged, once. Initialises CUDA if torch is loaded and sees a card,
+    because the card must be known before the first call.
+    """
+
+    def __init__(self, workload: str, clock: Callable[[], float]) -> None:
+        self._workload = workload
+        self._clock = clock
+        self._store = LimitStore()
+        self._kept: Learned | None = None
+        self._kept_at_s: float | None = None
+        self._complained = False
+
+    def best(self) -> Learned | None:
+        """Return what was learned here; `None` if nothing was, or it is too old."""
+        found = self._store.best(_key(self._workload), time.time())
+        self._complain()
+        self._kept = None if found is None else found.learned
+        return self._kept
+
+    def keep(self, learned: Learned | None, peak_bytes: int | None) -> None:
+        """Write down what is known now, if it is news."""
+        if learned is None or not self._news(learned):
+            return
+        key = _key(self._workload)
+        self._store.remember(
+            StoredLimit(
+                key=key, learned=learned, peak_bytes=peak_bytes, learned_at_unix_s=time.time()
+            )
+        )
+        self._complain()
+        self._kept, self._kept_at_s = learned, self._clock()
+
+    def _news(self, learned: Learned) -> bool:
+        if self._kept_at_s is not None and self._clock() - self._kept_at_s < _KEEP_EVERY_S:
+            return False
+        kept = self._kept
+        if kept is None or (kept.unit_bytes is None) != (learned.unit_bytes is None):
+            return True
+        return abs(learned.size - kept.size) > _WORTH_KEEPING * kept.size
+
+    def _complain(self) -> None:
+        if self._store.problem is not None and not self._complained:
+            _log.warning("%s", self._store.problem)
+            self._complained = True
+
+
+def _key(workload: str) -> LimitKey:
+    import resource  # noqa: PLC0415 - only on Unix
+
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        device = torch.cuda.current_device()
+        card, driver = torch.cuda.get_device_properties(device), queries.driver_version()
+        name, total_bytes = card.name, card.total_memory
+        cap_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total_bytes)
+    else:
+        name, total_bytes, driver = "CPU", psutil.virtual_memory().total, None
+        limits = [
+            resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)
+        ]
+        cap_bytes = min(
+            [total_bytes, *(limit for limit in limits if limit != resource.RLIM_INFINITY)]
+        )
+    return LimitKey(
+        card=name,
+        total_bytes=total_bytes,
+        driver=driver,
+        torch="none" if torch is None else str(torch.__version__),
+        dtype="any",  # a function does not report the types in which it computes; its name stands for that
+        workload=workload,
+        cap_bytes=cap_bytes,
+    )

@@ -56,6 +56,7 @@ _RETRY_S: Final = 60.0
 
 VERSION: Final = 1
 _TEMPORARY: Final = ".new"
+#: With another word, files of before would pass for damaged ones, and be written over.
 _MARK: Final = b"OOM-snapshot"
 _FIELDS: Final = struct.Struct(f"<{len(_MARK)}sIQQ")
 _DIGEST_BYTES: Final = 32

@@ -18,7 +18,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from workers.resilience.retry import Attempts, Retry, Rules
+from workers.resilience.retry import Attempts, Retry, RetryRules
 from workers.training.accumulator import Accumulator
 from workers.training.batches import Batch, part_of, rows_of
 from workers.training.errors import TaskError
@@ -72,7 +72,7 @@ class ElasticStep:
         self._clip = clip
         self._device = parameters[0].device
         self._rules = partial(
-            Rules, name="ElasticStep", max_wait_s=max_wait_s, on_retry=on_retry, sleep=sleep
+            RetryRules, name="ElasticStep", max_wait_s=max_wait_s, on_retry=on_retry, sleep=sleep
         )
         self._attempts: Attempts | None = None
         self.steps = 0

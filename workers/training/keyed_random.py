@@ -81,8 +81,7 @@ class KeyedDropout(nn.Module):
                 f"{keys}; the first dimension must be the samples, or samples times something"
             )
         drawn = bits(self.keys, x.numel() // len(self.keys)).view(x.shape)
-        stays = drawn >= int(self.p * 2**32) - 2**31
-        return torch.where(stays, x * (1 / (1 - self.p)), 0.0)
+        return torch.where(drawn >= int(self.p * 2**32) - 2**31, x * (1 / (1 - self.p)), 0.0)
 
 
 class Dropouts:

@@ -89,7 +89,7 @@ class Point:
         return Point(micro, level, share_pct)
 
 
-class Ladder:
+class MemoryLadder:
     """The rungs of one training, and what its steps say of them."""
 
     def __init__(
@@ -211,7 +211,9 @@ class Ladder:
         return tuple(rungs)
 
 
-def planned_ladder(planner: MemoryPlanner, settings: TrainSettings, host_free_bytes: int) -> Ladder:
+def planned_ladder(
+    planner: MemoryPlanner, settings: TrainSettings, host_free_bytes: int
+) -> MemoryLadder:
     """Return the ladder of a training whose memory is planned, on a host with so much free."""
     most_level = planner.most_level if settings.recompute == "auto" else 0
     micros = offered_micro_batches(settings)
@@ -232,7 +234,7 @@ def planned_ladder(planner: MemoryPlanner, settings: TrainSettings, host_free_by
             part_bytes = max(part_bytes, update_bytes)
         return on_device_bytes - least_bytes + part_bytes
 
-    return Ladder(
+    return MemoryLadder(
         points_of(settings, micros, most_level, shares_pct),
         most_level,
         settings.batch,
@@ -241,12 +243,12 @@ def planned_ladder(planner: MemoryPlanner, settings: TrainSettings, host_free_by
     )
 
 
-def unplanned_ladder(settings: TrainSettings) -> Ladder:
+def unplanned_ladder(settings: TrainSettings) -> MemoryLadder:
     """Return the ladder of a training of which only the micro-batch is known to take memory."""
     points = [
         Point(micro, 0, settings.first_share_pct) for micro in offered_micro_batches(settings)
     ]
-    return Ladder(points, 0, settings.batch, lambda point: _UNIT_BYTES * point.micro)
+    return MemoryLadder(points, 0, settings.batch, lambda point: _UNIT_BYTES * point.micro)
 
 
 def offered_shares(settings: TrainSettings, states_bytes: int, free_bytes: int) -> list[int]:

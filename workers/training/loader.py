@@ -197,8 +197,8 @@ def host_share(*, on_card: bool) -> HostShare:
     """Return this training's share of its host: torch's threads of the physical cores."""
     physical = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
     cores = min(torch.get_num_threads(), physical)
-    ram_bytes = psutil.virtual_memory().available * cores // physical
-    return HostShare(cores=cores, ram_bytes=ram_bytes, on_card=on_card)
+    free_bytes = psutil.virtual_memory().available
+    return HostShare(cores=cores, ram_bytes=free_bytes * cores // physical, on_card=on_card)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,7 +124,6 @@ class MemoryPlanner:
             self._batch_of_one = task.largest()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._live = _LiveBytes(_CUDA_BLOCK_BYTES if on_card else 1)
-        averages = settings.ema_decay is not None
         held = [0]
         with self._without_data():
             self._model = new_model(task, settings).train()
@@ -146,13 +145,13 @@ class MemoryPlanner:
             held.append(self._live.now_bytes)
         self._state = [after - before for before, after in pairwise(held)]
         self._average_on_host_bytes = 0
-        if averages and settings.ema_on == "host":
+        if settings.ema_decay is not None and settings.ema_on == "host":
             sizes = [parameter.nbytes for parameter in self._parameters]
             # On a card the largest weight is copied to a place of its own before it is averaged.
             staging_bytes = power_of_two(max(sizes)) if on_card else 0
             self._average_on_host_bytes = host_bytes(sizes, on_card=on_card) + staging_bytes
-        state = [self._model.state_dict(), list(self._optimizer.state.values())]
-        copied = [*tensors_in(state), *(self._parameters if averages else ())]
+        averaged = [] if settings.ema_decay is None else self._parameters
+        copied = tensors_in([self._model.state_dict(), *self._optimizer.state.values(), averaged])
         self._checkpoint_copy_bytes = host_bytes(
             [tensor.nbytes for tensor in copied], on_card=on_card
         )
@@ -322,8 +321,9 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
     if settings.preset in GPTS:
         # What the text says changes no size, and it may lie on the other PCs alone.
         least = settings.min_seq if settings.documents == "windows" else 1
-        made = {"data": None, "documents": "windows", "min_seq": least}
-        settings = settings.model_copy(update=made)
+        settings = settings.model_copy(
+            update={"data": None, "documents": "windows", "min_seq": least}
+        )
     try:
         task = find_task(settings, question["seed"])
         planners = {

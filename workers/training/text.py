@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from workers.files import locked
-from workers.learned_limits.store import EXPIRY_S, default_path
+from workers.learned_limits import EXPIRY_S, default_path
 from workers.training.batches import Samples
 from workers.training.errors import TaskError
 from workers.training.host_memory import HostArray, like
@@ -415,8 +415,10 @@ def _json_lines(path: Path, size: int) -> Iterator[tuple[Tensor, Tensor, int]]:
                 number += 1
                 where = f"line {number} of {path}"
                 if len(line) == _LONGEST_LINE_BYTES:
-                    longest = f"{_LONGEST_LINE_BYTES // MIB} MiB"
-                    raise TextError(f"train.data: {where} is longer than {longest}; divide it")
+                    raise TextError(
+                        f"train.data: {where} is longer than {_LONGEST_LINE_BYTES // MIB} MiB; "
+                        "divide it"
+                    )
                 starts.append(begin)
                 lengths.append(len(_text_of(line, where)))
                 begin += len(line)

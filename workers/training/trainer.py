@@ -122,8 +122,9 @@ class Trainer:
         self.host_states = HostStates(optimizer, self.parameters, settings.first_share_pct)
         self._average = None
         if settings.ema_decay is not None:
-            on_host = settings.ema_on == "host"
-            self._average = Average(self.parameters, settings.ema_decay, on_host=on_host)
+            self._average = Average(
+                self.parameters, settings.ema_decay, on_host=settings.ema_on == "host"
+            )
         self._update = Update(optimizer, self._average, self.host_states.step)
         self._scaler = precision.LossScaler(enabled=settings.precision == "fp16")
 
@@ -182,12 +183,10 @@ class Trainer:
         self._begin_batch()
         rows = self._accumulator.next_rows(limit)
         level = self._recomputation.level_of(self.settings.recompute, level)
-        first = self._accumulator.done
+        first, arithmetic = self._accumulator.done, self.settings.precision
         self._parts = self._parts if first else 0
         if rows:
-            part = partial(
-                self._part, first, rows, level, self.settings.precision, self._scaler.scale
-            )
+            part = partial(self._part, first, rows, level, arithmetic, self._scaler.scale)
             self._accumulator.add(rows, *self.compiling.run(rows, part))
             self._parts += 1
         updated = self._accumulator.remaining == 0
@@ -226,8 +225,8 @@ class Trainer:
             self._accumulator.begin(sum(sizes), self._feed.count)
             with self._buffers_kept():
                 for rows in sizes:
-                    first = self._accumulator.done
-                    self._accumulator.add(rows, *self._part(first, rows, 0, "fp32", scale))
+                    part = self._part(self._accumulator.done, rows, 0, "fp32", scale)
+                    self._accumulator.add(rows, *part)
             names = [name for name, weight in self.model.named_parameters() if weight.requires_grad]
             gradients = [sums.to("cpu", copy=True) / scale for sums in self._accumulator.gradients]
             return dict(zip(names, gradients, strict=True))
@@ -491,8 +490,7 @@ def hazards(trainer: Trainer, rows: int = 4) -> list[str]:
             "inside the attention: they become keyed by sample"
         )
     elif rows > 1 and not sentences:
-        apart = trainer.probe([1] * rows, _OTHER_SCALE)
-        sentences.extend(_rounding(together, apart))
+        sentences.extend(_rounding(together, trainer.probe([1] * rows, _OTHER_SCALE)))
     return sentences
 
 
@@ -511,5 +509,5 @@ def _rounding(together: dict[str, Tensor], apart: dict[str, Tensor]) -> Iterator
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
-    own = [] if device.type != "cuda" else [torch.cuda.get_rng_state(device)]
-    return [torch.get_rng_state(), *own]
+    of_card = device.type == "cuda"
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if of_card else [])]

@@ -22,8 +22,9 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from workers.devices.base import Device, open_device
-from workers.engine.duty_cycle import DutyCycle
+from workers.devices import open_device
+from workers.devices.base import Device
+from workers.engine.between_steps import DutyCycle
 from workers.messages import IncompatibleError
 from workers.nvml.queries import visible_card
 from workers.nvml.sensors import CardSensors

@@ -23,7 +23,7 @@ from workers.policy.base import Rung
 from workers.training.checkpoints import FROM_HEAD, Checkpoints
 from workers.training.errors import NotFiniteError, TrainingError, UpdateInterruptedError
 from workers.training.host_memory import give_back
-from workers.training.ladder import Ladder, Point, planned_ladder, unplanned_ladder
+from workers.training.ladder import MemoryLadder, Point, planned_ladder, unplanned_ladder
 from workers.training.loader import host_share
 from workers.training.memory_plan import MemoryPlanner
 from workers.training.profiling import StepProfile
@@ -63,7 +63,7 @@ class Train(Workload):
         self._save_soon = False
         self._speed: deque[tuple[float, int, float]] = deque()
         """Monotonic seconds, and samples and items computed until then."""
-        self._ladder: Ladder | None = None
+        self._ladder: MemoryLadder | None = None
         self._point: Point | None = None
         """Of the last step."""
         self._updated = False

@@ -126,9 +126,7 @@ def _tune(run: RunHistory) -> str:
 
 
 def _of_machine(run: RunHistory, answer: CardAnswer) -> Iterator[Recommendation]:
-    """Yield what the driver of this PC says of a card that cost the run speed, whatever its
-    counters say.
-    """
+    """Yield what the driver of this PC says of a card that cost the run speed."""
     card, causes = answer.card, {cause.cause for cause in answer.causes}
     limit_w, usual_w = card.power_limit_w, card.usual_power_limit_w
     node = run.key("nodes", card.node, {})
@@ -158,9 +156,7 @@ def _of_machine(run: RunHistory, answer: CardAnswer) -> Iterator[Recommendation]
 def _as_measured(
     one: Recommendation, run: RunHistory, card: CardHistory, tunings: Sequence[TuningResult]
 ) -> Recommendation:
-    """Return advice on a key of `train:` with what was measured of it, less what the present value
-    brings.
-    """
+    """Return advice on a key of `train:` with what it brought beyond the present value."""
     section, _, key = (one.key or "").partition(".")
     if section != "train" or one.value is None:
         return one
@@ -203,9 +199,7 @@ def _of_tunings(
 def _fitting(
     run: RunHistory, card: CardHistory, tunings: Sequence[TuningResult]
 ) -> Iterator[tuple[TuningResult, str]]:
-    """Yield the tunings of the run's model on such a card, those that fit it best first, and say
-    what does not fit.
-    """
+    """Yield the tunings of the run's model on such a card, best first, and how each one fits."""
     ranked = []
     for result in tunings:
         is_here = result.subject.card == (card.uuid or "cpu")

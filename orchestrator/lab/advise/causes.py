@@ -187,9 +187,7 @@ def _works(slot: SlotHistory) -> float | None:
 
 
 def _has_neighbour(card: CardHistory, slots: list[SlotHistory]) -> bool:
-    """Say whether another program holds or uses the card, by its memory, its load, or what its
-    driver says now.
-    """
+    """Say whether another program uses the card: by memory, load, or what its driver says."""
     foreign = card.foreign_bytes
     if foreign is not None and foreign > max(
         _FOREIGN_LEAST_BYTES, _FOREIGN_LEAST_SHARE * (card.total_bytes or 0)

@@ -53,9 +53,7 @@ class SlotHistory:
     duty_asked: float | None = None
     """`None`: no duty limits it."""
     duty_got: float | None = None
-    """Share of the time in which it reported for which its steps took the device; their waits are
-    in it.
-    """
+    """Of the time in which it reported, the share of its steps, with their waits."""
     data_wait: float | None = None
     """Share of the time in which a training waited for data."""
     copies: float | None = None
@@ -96,9 +94,7 @@ class CardHistory:
     driver: str | None = None
     """The same of its driver; `None` of a processor as well."""
     holders: tuple[Holder, ...] = ()
-    """Other programs that hold memory of this card now; only of a card in this machine, as all
-    below.
-    """
+    """Other programs that hold its memory now; as all below, only of a card in this machine."""
     usual_power_limit_w: float | None = None
     """The limit that the driver sets by itself."""
     pcie_lanes: int | None = None

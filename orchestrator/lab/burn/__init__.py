@@ -1,3 +1,1 @@
-"""The verb `burn`: three phases of validation, each a run, and a verdict on every worker, node and
-phase.
-"""
+"""The verb `burn`: three phases of validation, and a verdict on each worker, node and phase."""

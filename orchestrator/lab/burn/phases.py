@@ -42,7 +42,7 @@ from orchestrator.run import runner as runs
 from orchestrator.run.environment import Environment, Mode
 from orchestrator.run.terminal import Interrupts
 from orchestrator.view.cells import glyphs_for
-from workers.host.gpu_facts import visible_cards
+from workers.host.machine import visible_cards
 
 #: Long enough for the air in a closed case to become as warm as it will.
 HEAT_S = 3600.0
@@ -69,9 +69,7 @@ _PROCESSOR_TYPES = ("fp32", "fp16")
 
 
 def number_types(device: str, compute_capability: tuple[int, int] | None) -> tuple[str, ...]:
-    """Return the number types to try on a `cuda` or `cpu` device: those it has units for, all on an
-    unknown card.
-    """
+    """Return the number types to try: those the device has units for, all on an unknown card."""
     if device == "cpu":
         return _PROCESSOR_TYPES
     units = ARCHITECTURES.get(compute_capability or (0, 0))
@@ -111,9 +109,7 @@ def planned_runs(
 
 
 def at_one_value(config: Config, length_s: float) -> tuple[PlannedRun, ...]:
-    """Return the runs at each value of a sweep: products that are checked, then the training, if
-    one is configured.
-    """
+    """Return the runs at each value of a sweep: checked products, then a configured training."""
     checked = _changed(
         config,
         length_s,
@@ -165,9 +161,7 @@ def _matmul(config: Config) -> dict[str, object]:
 
 
 def _sized(config: Config) -> dict[str, dict[str, object]]:
-    """Return the nodes with sizes for matmul: their own, unless those are meant for another
-    workload.
-    """
+    """Return the nodes with sizes for matmul; those of another workload mean something else."""
     own = {} if config.workload.name == "matmul" else {"size": _SIZE}
     return {name: {**node, **own} for name, node in config.model_dump()["nodes"].items()}
 
@@ -201,7 +195,7 @@ def burn(
 ) -> int:
     """Run the phases, print the result, and return the exit code: 0 only if all of them passed.
 
-    The second phase planned_runs `heat_s`; the others are never longer.
+    The second phase takes `heat_s`; the others are never longer.
 
     Raises:
         OrchestratorError: Nothing could be run. What ends a later run is a failure of its phase.

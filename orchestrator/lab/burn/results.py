@@ -246,9 +246,7 @@ _TITLES = (
 
 
 def result_lines(result: BurnResult, width: int, glyphs: Glyphs) -> Iterator[RenderableType]:
-    """Yield the result, piece by piece, for a terminal with lines of `width` cells and these
-    glyphs.
-    """
+    """Yield the result, piece by piece, for a terminal with lines of `width` cells."""
     room = min(width, _WIDEST)
     for phase in result.phases:
         length_s = sum(taken.elapsed_s for taken in phase.taken)

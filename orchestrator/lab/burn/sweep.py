@@ -36,7 +36,7 @@ from orchestrator.run.environment import Environment, Mode
 from orchestrator.run.node_setup import CardSettings
 from orchestrator.run.terminal import Interrupts
 from orchestrator.view.cells import Glyphs, decimals_for, glyphs_for, number
-from workers.policy.thermal.alarms import SLOW_MEMORY
+from workers.policy.thermal import SLOW_MEMORY
 
 #: Of each value: every half minute the bandwidth of the memory is measured, and a change needs two
 #: measurements.

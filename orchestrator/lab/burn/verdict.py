@@ -96,9 +96,7 @@ class Limits:
     sustained_s: float = 30.0
     """At or above it for so long on end is sustained, however long the phase …"""
     sustained_pct: float = 10.0
-    """… and so is more than this share of the phase. Also the most that heat may slow a worker
-    down.
-    """
+    """… and so is more than this share of the phase. Also the most that heat may slow it."""
     throughput_cv_most_pct: float = 5.0
     """Most that the throughput may scatter, as standard deviation over mean …"""
     throughput_drop_most_pct: float = 5.0
@@ -140,9 +138,7 @@ class Measured:
     alarms: tuple[str, ...] = ()
     """Names of the alarms that its card raised."""
     unchecked: str | None = None
-    """Why its results were checked no more, from some moment on; `None` if they were checked to the
-    end.
-    """
+    """Why checks of its results ended early; `None` if they did not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,16 +154,12 @@ class Figures:
     """Longest time on end at or above the limit."""
     hot_pct: float | None = None
     slowed_pct: float | None = None
-    """Of the samples: how often the worker did less because of heat or an alarm. `None` without a
-    sensor.
-    """
+    """Of the samples: how often heat or an alarm slowed it. `None` without a sensor."""
     throttle_max_pct: float | None = None
     tflops_mean: float | None = None
     tflops_cv_pct: float | None = None
     tflops_drop_pct: float | None = None
-    """By how much the second half was below the first, as a share of the first; negative if it was
-    above.
-    """
+    """How much less the second half was than the first, of the first; negative if it was more."""
     power_w_mean: float | None = None
     """Of the worker's card, once it has warmed up; so are the next two."""
     samples_per_s_mean: float | None = None
@@ -210,9 +202,7 @@ def judge(measured: Measured) -> JudgedWorker:
 def verdict_of(
     phase: BurnPhase, judged: Iterable[JudgedWorker], *, whole: bool = True
 ) -> BurnVerdict:
-    """Return the verdict on some workers in a phase: all must be good, its purpose judged, and it
-    must have ended.
-    """
+    """Return the verdict on workers in a phase: all good, its purpose judged, and ended."""
     workers = list(judged)
     if any(
         finding.verdict is BurnVerdict.FAIL

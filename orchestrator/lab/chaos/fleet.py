@@ -23,7 +23,6 @@ from typing import Any, Final, cast
 
 from orchestrator.core.fleet import (
     Fleet,
-    Reservation,
     SliceEnded,
     SliceReported,
 )
@@ -31,9 +30,9 @@ from orchestrator.core.slot import HeadState
 from orchestrator.errors import UsageError
 from orchestrator.lab.chaos.plan import STEP_FAULTS, ChaosPlan, FaultRule, check_nodes
 from orchestrator.record.events import EventLog
-from orchestrator.run.clock import Clock
 from orchestrator.run.environment import Environment, Mode
 from orchestrator.run.runner import Experiment
+from orchestrator.run.supervisor import Clock
 from workers.messages import Directive, FaultKind, Report, StruckDirective, Verdict
 from workers.settings import WorkerSpec
 
@@ -77,9 +76,7 @@ class Fault:
 
     number: int
     at_s: float
-    """Seconds since the run began to count when it was sent; of a group, when the first was
-    reported.
-    """
+    """When it was sent, since the run began to count; of a group, when the first was reported."""
     kind: FaultKind
     target: str
     fate: FaultOutcome = FaultOutcome.PENDING
@@ -88,9 +85,7 @@ class Fault:
     detail: str = ""
     """How the head saw it: the slot's reason."""
     recovered_s: float | None = None
-    """From the last report before it (of a node: from its end) to the first report, or the last
-    slot's, after it.
-    """
+    """From the last report before it (of a node: its end) to the first, or last slot's, after."""
     count: int = 1
 
 
@@ -192,7 +187,7 @@ class _Worker:
     is_over: bool = False
     """It gets no process any more: quarantined, or done."""
     has_reported: bool = False
-    """In the last wait."""
+    """In the last wait, that all is well."""
     has_failed: bool = False
     """The same of a slice."""
 
@@ -249,14 +244,14 @@ class ChaosFleet:
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever a fleet has
         return getattr(self._inner, name)
 
-    def place(self, reservation: Reservation, spec: WorkerSpec) -> None:
+    def place(self, spec: WorkerSpec, num_cpus: float, num_gpus: float) -> None:
         """Place a worker whose workload has faults in it, if the plan strikes workers."""
         faults = self._plan.step_faults()
         if faults is not None:
             settings = {**spec.workload.settings, "chaos": json.dumps(faults)}
             name = f"workers.workloads.chaos:{spec.workload.name}"
             spec = replace(spec, workload=replace(spec.workload, name=name, settings=settings))
-        self._inner.place(reservation, spec)
+        self._inner.place(spec, num_cpus, num_gpus)
 
     def submit(self, slot: str, directive: Directive) -> None:
         """Send a slice, with a strike if one falls on it."""
@@ -397,9 +392,7 @@ class ChaosFleet:
         return None
 
     def _shake_nodes(self, now_s: float) -> None:
-        """End and start nodes: everything overdue at once, but a node is down for its whole
-        pause.
-        """
+        """End and start nodes that are due; a node is down for its whole pause."""
         if self._began_s is None or now_s >= self._ends_at_s:
             return
         for planned in list(self._planned):
@@ -451,7 +444,7 @@ class ChaosFleet:
         if report.verdict is Verdict.CONTEXT_CORRUPTED and self._may_have_struck(slot):
             self._note_struck(slot, report.reason)
         worker.in_flight.remove(report.sequence)
-        worker.has_reported = True
+        worker.has_reported = report.verdict is Verdict.OK
         if report.verdict in {Verdict.OK, Verdict.DONE} and not worker.at_work:
             self._slot_back(slot, report, now_s)
         worker.at_work = report.verdict is Verdict.OK
@@ -604,7 +597,7 @@ class Chaos(Experiment):
         self, fleet: Fleet, environment: Environment, events: EventLog, clock: Clock
     ) -> Fleet:
         """Return the fleet with the faults."""
-        homes = {plan.reservation.slot: plan.spec.node for plan in environment.plans}
+        homes = {plan.spec.slot: plan.spec.node for plan in environment.plans}
         head = environment.config.head_node
         self._fleet = ChaosFleet(fleet, self._plan, homes, head, events, clock)
         return cast("Fleet", self._fleet)
@@ -629,9 +622,7 @@ def struck(directive: Directive, kind: FaultKind, at_share: float) -> StruckDire
 
 
 def chance(seed: int, *words: object) -> float:
-    """Return a number in [0, 1) that looks random and is always the same for the same seed and
-    words.
-    """
+    """Return a number in [0, 1) that looks random and follows from the seed and the words."""
     text = "\x1f".join(str(word) for word in (seed, *words))
     drawn = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return (int.from_bytes(drawn, "big") >> 11) / 2**53

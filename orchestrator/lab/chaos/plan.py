@@ -174,9 +174,7 @@ def parse_chaos(text: str, seed: int = 0) -> ChaosPlan:
 def check_nodes(
     plan: ChaosPlan, nodes: Collection[str], head_node: str, *, is_rehearsal: bool
 ) -> None:
-    """Refuse, as a `UsageError`, faults of nodes outside a rehearsal, or of one that is not there
-    or the head's.
-    """
+    """Refuse, as a `UsageError`, faults of nodes that cannot be ended here."""
     if FaultKind.NODE not in plan.kinds():
         return
     what = "node:…"

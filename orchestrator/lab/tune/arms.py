@@ -59,9 +59,7 @@ class TurnResult:
     throttled: bool = False
     """Whether the card slowed itself down, for heat or power."""
     neighbour_share: float | None = None
-    """What other programs used of the card, or of the processors that the arm's threads had; 0 to
-    1.
-    """
+    """What other programs used of the card, or of the arm's processors; 0 to 1."""
 
 
 def turns(arms: Sequence[str], seed: int, number: int) -> list[str]:

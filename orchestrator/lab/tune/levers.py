@@ -45,9 +45,7 @@ class Candidate:
     slow: bool = False
     """Whether it takes longer to begin than a rehearsal has time for."""
     beside: str | None = None
-    """The arm that has the other keys which this lever needs, and not the lever: what it is judged
-    against.
-    """
+    """The arm with the other keys that this lever needs: what it is judged against."""
 
     @property
     def name(self) -> str:
@@ -197,9 +195,7 @@ def check_names(candidates: Sequence[Candidate], names: Sequence[str], where: st
 
 
 def for_rehearsal(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return one value of each key, without those that are slow to begin: what fits into minutes on
-    two cores.
-    """
+    """Return one value of each key that is quick to begin: what fits into minutes on two cores."""
     quick = [
         candidate for candidate in candidates if not candidate.slow and candidate.needs_card is None
     ]

@@ -52,9 +52,7 @@ class PassData:
     clocks_mhz: list[float] = field(default_factory=list)
     """Of the card, one of each round that counts; empty without a card."""
     later: dict[str, dict[int, float]] = field(default_factory=dict)
-    """Validation losses after so many turns. Those of two arms after equally many are those at
-    equal time.
-    """
+    """Validation losses after so many turns; equally many turns take equal time."""
     over_at_s: float = -1.0
     """The budget with which the pass came to its end; a larger one continues it."""
 
@@ -200,9 +198,7 @@ class Plan:
     """A share: an arm leaves when its interval is at most so wide on either side."""
     confidence: float
     at_once: int
-    """Arms beside the baseline and its repetition that may live at the same time; host memory may
-    allow fewer.
-    """
+    """Candidates that may live at the same time, as far as host memory allows it."""
     seed: int = 0
     compared_steps: int = _FEWEST_STEPS
     """First steps of each arm, at most."""

@@ -210,9 +210,7 @@ def _is_for(candidate: Candidate, objective: Objective) -> bool:
 
 
 class Passes:
-    """The passes of one tuning, of which those that were measured before a kill are not measured
-    again.
-    """
+    """The passes of one tuning; what was measured before a kill is not measured again."""
 
     def __init__(
         self,

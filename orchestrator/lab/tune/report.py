@@ -138,9 +138,7 @@ class Parity:
 
     kept: bool | None
     gap_noise: float | None
-    """The gap as a multiple of the noise; of validation losses where the lever changes what is
-    trained.
-    """
+    """The gap as a multiple of the noise; of validation losses for OBJECTIVE levers."""
     reason: str
 
 
@@ -272,9 +270,7 @@ class Measurements:
         return so_far if so_far is not None and so_far.excludes_one else effect
 
     def _effect_so_far(self, name: str, against: str, of: int) -> Effect | None:
-        """Return the effect with an interval that one may look at after each round, if there is
-        one.
-        """
+        """Return the effect with an interval that holds after each round, if there is one."""
         ratios = log_ratios(self.data.rounds, against, name)
         return anytime_effect(ratios, 1 - LEAVING_SHARE * (1 - self.confidence) / max(1, of))
 
@@ -315,9 +311,7 @@ class Measurements:
 
     @property
     def peak_noise(self) -> float:
-        """The share by which peaks of equal arms differ: from the baseline, its repetition, and
-        other seeds.
-        """
+        """The share by which peaks of equal arms differ: baseline, repetition, other seeds."""
         names = (BASELINE, AGAIN, *self.seed_names)
         peaks = [peak for name in names if (peak := self.peak_bytes(name))]
         if len(peaks) < 2:
@@ -335,9 +329,7 @@ class Measurements:
         return 1 / median(seconds) if seconds else None
 
     def against(self, candidate: Candidate) -> str:
-        """Return what a candidate is judged against: the arm of the keys that it needs beside its
-        own, if there was one.
-        """
+        """Return what a candidate is judged against: the arm it names, if there was one."""
         beside = candidate.beside
         if beside is None or beside not in self.opened or beside in self.data.lost:
             return BASELINE

@@ -21,7 +21,7 @@ from orchestrator.errors import UsageError, one_line
 from orchestrator.view.cells import aligned
 from orchestrator.view.phrases import counted
 from workers.files import read_small, replace_whole
-from workers.learned_limits.store import default_path
+from workers.learned_limits import default_path
 from workers.units import MIB
 
 SCHEMA: Final = 2
@@ -94,9 +94,7 @@ class LeverRow:
     verdict: LeverVerdict
     reason: str
     samples_per_s: float | None = None
-    """Optimised samples, or tokens where lengths differ; the median over rounds. Of matmul not
-    given.
-    """
+    """Optimised samples, or tokens where lengths differ; the median. Not given of matmul."""
     tflops: float | None = None
     """Operations of the model, without what is repeated, in 10^12 a second."""
     mfu_pct: float | None = None
@@ -109,9 +107,7 @@ class LeverRow:
     once_s: float | None = None
     """What the first step took beyond another one, such as a compilation."""
     pays_after_s: float | None = None
-    """When it has done as much as the baseline, which began sooner; `None` while it is not known to
-    be faster.
-    """
+    """When it has done as much as the baseline; `None` while it is not known to be faster."""
 
     @property
     def name(self) -> str:

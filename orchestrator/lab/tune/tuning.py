@@ -1,6 +1,4 @@
-"""The verb `tune`: from what the user asked to the three passes, the table, and the files that
-stay.
-"""
+"""The verb `tune`: from the command line to the passes, the table, and the files that stay."""
 
 from __future__ import annotations
 

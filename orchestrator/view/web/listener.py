@@ -32,7 +32,7 @@ from orchestrator.view.web.guard import CODE_VALID_S, Access, Code
 from orchestrator.view.web.page_data import TableView
 from orchestrator.view.web.server import SILENT_MOST_S, Site
 from workers.files import locked, read_small, replace_whole
-from workers.learned_limits.store import default_path
+from workers.learned_limits import default_path
 
 STRANGERS_MOST: Final = 128
 """Connections without a login. One with TLS takes 256 KiB in asyncio, so that these take 32 MiB at

@@ -159,9 +159,7 @@ class FakeCard(_Model):
     slowdown_c: _Curve | None = None
     """Threshold of cards before Ada."""
     margin_c: _SignedCurve | None = None
-    """As NVML reports it on Ada and later: to the highest temperature that the card is meant to
-    work at.
-    """
+    """As NVML reports it on Ada and later: to the highest temperature meant for work."""
     slowdown_tlimit_c: _SignedCurve | None = None
     """At which margin the hardware slows down, on Ada and later; negative."""
     memory_temperature_c: _Curve | None = None
@@ -389,9 +387,7 @@ def build(folder: Path) -> Path:
 
 
 def _compiler() -> list[str]:
-    """Return the command of a C compiler: CC, which may hold arguments, or the first usual name on
-    the PATH.
-    """
+    """Return the command of a C compiler: CC with its arguments, or the first usual name."""
     chosen = shlex.split(os.environ.get("CC", ""))
     for command in [chosen] if chosen else [[name] for name in _COMPILERS]:
         if shutil.which(command[0]):

@@ -1,10 +1,13 @@
-"""The sizes that are possible, and what experience allows of them: nothing as large as what failed
-lately.
+"""Sizes tried: what experience allows. Nothing as large as what failed lately, and what still runs
+when no failure can be afforded.
 
-It bisects between the largest good size and the smallest bad one. After a bad size is forgotten, it
-grows in increasing steps. Probes above the largest good size may fail, so their number is limited.
-Uses neither needed nor free memory: without a free-memory signal this is the only bound, and it
-holds also when the signal is wrong.
+`Bracket` bisects between the largest good size and the smallest bad one. After a bad size is
+forgotten, it grows in increasing steps. Probes above the largest good size may fail, so their number
+is limited. It uses neither needed nor free memory: without a free-memory signal this is the only
+bound, and it holds also when the signal is wrong.
+
+`Proofs` are sizes that have ended well lately, and under how much memory: one of each neighbourhood,
+so that a smaller one is known when memory falls.
 """
 
 from __future__ import annotations
@@ -13,9 +16,11 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from workers.policy.memory_seen import MINUTE_S
+
 #: Share of a good size that is kept after it fails, by the number of failures in a row. Each
 #: further failure is costly, so the share falls fast.
-_KEPT_AFTER: Final = (0.8, 0.6, 0.45, 0.3, 0.15)
+KEPT_AFTER: Final = (0.8, 0.6, 0.45, 0.3, 0.15)
 
 #: The same before any step has ended well: a step that is too small costs next to nothing then, as
 #: growth follows.
@@ -24,22 +29,28 @@ _KEPT_COLD: Final = (0.8, 0.4, 0.25, 0.1)
 #: A known-bad size is forgotten after so long.
 FORGET_S: Final = 20.0
 
-#: Bisection ends when the gap between good and bad is this share of the good size.
-_CLOSE_ENOUGH: Final = 0.03
+#: A gap between a good and a bad size that is this share of the good one is not worth a failure.
+WORTH_TRYING: Final = 0.03
 
 #: The first probe beyond a forgotten limit is this share larger, each next one so much bolder, at
 #: most doubling.
-_FIRST_PROBE: Final = 0.06
-_GALLOP: Final = 1.8
-_DOUBLING: Final = 1.0
+FIRST_PROBE: Final = 0.06
+GALLOP: Final = 1.8
 
 #: Probes that may fail: one for so long, saved up to a few. The farther the size is below the
-#: largest that has ended well in the last minutes, the more a probe may win: far below, there is
-#: one more for each time of the second length.
-_PROBE_EVERY_S: Final = 75.0
-_FAR_BELOW_EVERY_S: Final = 20.0
-_BEST_FADES_S: Final = 300.0
+#: largest that has ended well in the last five minutes, the more a probe may win: far below, there
+#: is one more for each time that a bad size is remembered.
+PROBE_EVERY_S: Final = 75.0
 _PROBES_SAVED: Final = 3.0
+
+#: A proof is renewed by a step that comes so much later; it counts for ten minutes.
+_RENEWED_S: Final = 5.0
+
+#: Of sizes whose ratio is smaller, the last one is proven.
+_APART: Final = 1.5
+
+#: Memory that differs by no more is the same: samples are noisy.
+_ALIKE: Final = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +123,7 @@ class Bracket(NamedTuple):
     bad: int | None = None
     """The smallest size that failed lately."""
     bad_until_s: float = 0.0
-    gallop: float = _DOUBLING
+    gallop: float = 1.0
     """The next probe beyond all that is known is this share larger."""
     probes: float = _PROBES_SAVED
     """Probes that may still fail, as of `probes_at_s`."""
@@ -137,20 +148,20 @@ class Bracket(NamedTuple):
         `promised`: something else bounds the size from above. Then what is not forbidden is
         allowed, and between good and bad it is no probe that must be earned.
         """
+        size, may_fail = good, promised or self.may_probe(now_s)
         if self.in_row or self.untried:
-            return good
-        bad = self.bad
-        if bad is None or now_s >= self.bad_until_s:
+            pass
+        elif self.bad is None or now_s >= self.bad_until_s:
             if promised:
-                return bounds.largest
-            bolder = max(bounds.up(good), bounds.down(good * (1.0 + self.gallop)))
-            return bolder if self.may_probe(now_s) else good
-        below = bounds.down(bad - 1)
-        if good >= bad:
-            return below
-        if bad - good <= _CLOSE_ENOUGH * good or not (promised or self.may_probe(now_s)):
-            return good
-        return min(below, max(bounds.up(good), bounds.down((good * bad) ** 0.5)))
+                size = bounds.largest
+            elif may_fail:
+                size = max(bounds.up(good), bounds.down(good * (1.0 + self.gallop)))
+        elif good >= self.bad:
+            size = bounds.down(self.bad - 1)
+        elif self.bad - good > WORTH_TRYING * good and may_fail:
+            half = max(bounds.up(good), bounds.down((good * self.bad) ** 0.5))
+            size = min(bounds.down(self.bad - 1), half)
+        return size
 
     def ended_well(self, size: int, now_s: float) -> Bracket:
         """Return the bracket after a step that ended well."""
@@ -159,14 +170,14 @@ class Bracket(NamedTuple):
         over = self.bad is not None and (size >= self.bad or now_s >= self.bad_until_s)
         bad, gallop = None if over else self.bad, self.gallop
         if bad is None and (self.good is None or size > self.good):
-            gallop = min(_DOUBLING, gallop * _GALLOP)
+            gallop = min(1.0, gallop * GALLOP)
         return self._replace(
             good=size,
             bad=bad,
             gallop=gallop,
             probes=self._saved(now_s),
             probes_at_s=now_s,
-            best=max(size, self.best * max(0.0, 1.0 - (now_s - self.probes_at_s) / _BEST_FADES_S)),
+            best=max(size, self.best * max(0.0, 1.0 - (now_s - self.probes_at_s) / (5 * MINUTE_S))),
             in_row=0,
             untried=False,
         )
@@ -185,13 +196,13 @@ class Bracket(NamedTuple):
         free = taken and (
             self.bad is None or self.in_row > 0
         )  # it had not climbed back towards a size that failed
-        shares = _KEPT_COLD if cold else _KEPT_AFTER
+        shares = _KEPT_COLD if cold else KEPT_AFTER
         kept = shares[min(self.in_row, len(shares) - 1)]
         return Bracket(
             good=self.good if probe else bounds.down(min(size * kept, size - 1)),
             bad=size,
             bad_until_s=now_s + FORGET_S,
-            gallop=_FIRST_PROBE,
+            gallop=FIRST_PROBE,
             probes=max(0.0, min(_PROBES_SAVED, self._saved(now_s)) - (not free)),
             probes_at_s=now_s,
             best=self.best,
@@ -208,10 +219,60 @@ class Bracket(NamedTuple):
     def _saved(self, now_s: float) -> float:
         below = max(0.0, 1.0 - (self.good or 0) / self.best) if self.best else 0.0
         return self.probes + max(0.0, now_s - self.probes_at_s) * (
-            1 / _PROBE_EVERY_S + below / _FAR_BELOW_EVERY_S
+            1 / PROBE_EVERY_S + below / FORGET_S
         )
 
 
 def started_at(size: int) -> Bracket:
     """Return the bracket of a worker that remembers this size from an earlier run."""
-    return Bracket(good=size, gallop=_FIRST_PROBE, untried=True)
+    return Bracket(good=size, gallop=FIRST_PROBE, untried=True)
+
+
+class Proof(NamedTuple):
+    """A size that ended well under so much memory."""
+
+    size: int
+    memory_bytes: float
+    """0 where no signal told how much there was."""
+    at_s: float
+
+
+Proofs = tuple[Proof, ...]
+
+
+def with_proof(proofs: Proofs, new: Proof) -> Proofs:
+    """Return the proofs with a new one, which replaces those of sizes near to it."""
+    for old in proofs:
+        if (
+            old.size == new.size
+            and old.memory_bytes <= new.memory_bytes
+            and new.at_s < old.at_s + _RENEWED_S
+        ):
+            return proofs
+    kept = (old for old in proofs if not new.size / _APART < old.size < new.size * _APART)
+    return (*kept, new)
+
+
+def without_refuted(proofs: Proofs, size: int, memory_bytes: float) -> Proofs:
+    """Return the proofs that remain after a failure of this size under so much memory.
+
+    It says the same of sizes down to the share that is kept after it.
+    """
+    return tuple(
+        proof
+        for proof in proofs
+        if proof.size < KEPT_AFTER[0] * size or _ALIKE * proof.memory_bytes > memory_bytes
+    )
+
+
+def largest_proven(proofs: Proofs, memory_bytes: float, at_s: float) -> int | None:
+    """Return the largest size that has ended well lately under no more memory.
+
+    `None` if there is none.
+    """
+    fit = (
+        proof.size
+        for proof in proofs
+        if _ALIKE * proof.memory_bytes <= memory_bytes and at_s < proof.at_s + 10 * MINUTE_S
+    )
+    return max(fit, default=None)

@@ -1,1 +1,0 @@
-"""What each worker of a shared card may hold now."""

@@ -1,0 +1,208 @@
+"""What a worker does between two steps: read the sensors, check results, and rest.
+
+Connects the thermal governor (`ThermalControl`), a workload's own checks (`ResultChecks`) and the
+slot's share of the time (`DutyCycle`) to a worker. Decides nothing: the governor gives a duty, and
+a check says whether a result is wrong. One wrong result marks the worker for as long as its process
+lives. Sets nothing on the card.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Final
+
+from workers import oom
+from workers.devices.base import Device
+from workers.engine.slice_stats import SliceStats
+from workers.messages import ContextCorruptedError, StepCounts
+from workers.nvml.sensors import open_sampler
+from workers.policy.base import Run
+from workers.policy.thermal import ThermalDecision, ThermalGovernor, ThermalState
+from workers.readings import SensorReading
+from workers.settings import THERMAL_OFF, FailureKind, WorkerSpec
+from workers.verification.check import Check, CheckSchedule
+from workers.workloads.base import Workload
+
+#: Time between two measurements of a card's memory bandwidth: a faulty card gets slower over
+#: minutes.
+_BANDWIDTH_EVERY_S: Final = 30.0
+
+#: The governor reduces the duty slightly long before a card is hot; from this duty on it is not
+#: reported.
+_UNLIMITED_DUTY: Final = 0.95
+
+
+class ThermalControl:
+    """The last sensor reading, and what the governor decided on it."""
+
+    def __init__(self, spec: WorkerSpec, card: str | None) -> None:
+        """Open the sensors that belong to a worker.
+
+        `card` is the UUID of its card, `None` on a processor.
+        """
+        kind, card = (
+            (spec.device, card) if spec.fake_sensors is None else ("cuda", str(spec.fake_card))
+        )
+        self._sampler = open_sampler(kind, card)
+        # A processor at 90 C is normal and protects itself, so its temperature is only shown.
+        self._governor = ThermalGovernor(spec.thermal if kind == "cuda" else THERMAL_OFF)
+        self._state = self._governor.initial()
+        self._bandwidth_at_s = time.monotonic()
+        self.reading: SensorReading | None = None
+        self.decision = ThermalDecision(band=None, duty=1.0, reason="")
+
+    @property
+    def slows(self) -> bool:
+        """Whether the heat of the card limits the worker."""
+        return self.decision.duty < _UNLIMITED_DUTY
+
+    @property
+    def alarmed(self) -> bool:
+        """Whether an alarm is raised, such as a card that is gone."""
+        return bool(self._state.alarms.standing)
+
+    def sample(self, stats: SliceStats) -> None:
+        """Read the sensors if that is due, and ask the governor."""
+        now_s = time.monotonic()
+        reading = self._sampler.sample_if_due(now_s)
+        if reading is None:
+            return
+        self.reading = reading
+        self._follow(self._governor.after_reading(self._state, reading, now_s), stats)
+
+    def measure_bandwidth(self, measure: Callable[[], float | None], stats: SliceStats) -> None:
+        """Measure the bandwidth of the card's memory if that is due.
+
+        `measure` returns bytes per second, if it can.
+        """
+        now_s = time.monotonic()
+        clock_mhz = None if self.reading is None else self.reading.memory_clock_mhz
+        if clock_mhz is None or now_s - self._bandwidth_at_s < _BANDWIDTH_EVERY_S:
+            return
+        self._bandwidth_at_s = now_s
+        bytes_per_s = measure()
+        if bytes_per_s is not None:
+            self._follow(
+                self._governor.after_bandwidth(self._state, bytes_per_s, clock_mhz, now_s), stats
+            )
+
+    def _follow(self, decided: tuple[ThermalState, ThermalDecision], stats: SliceStats) -> None:
+        before = self.decision
+        self._state, self.decision = decided
+        decision = self.decision
+        for alarm in decision.alarms:
+            stats.event(
+                "alarm_raised" if alarm.raised else "alarm_cleared",
+                alarm=alarm.name,
+                text=alarm.text,
+            )
+        if decision.band is not None and before.band not in {None, decision.band}:
+            temperature_c = None if self.reading is None else self.reading.temperature_c
+            stats.event(
+                "thermal_band",
+                band=decision.band.value,
+                temperature_c=temperature_c,
+                duty=decision.duty,
+            )
+
+
+class DutyCycle:
+    """The idle time that is due after work, and the sleep for it.
+
+    `duty` is the share of the time for which the slot may keep the device busy; `None` does not
+    limit it.
+    """
+
+    def __init__(self, duty: float | None) -> None:
+        self._duty = 1.0 if duty is None else duty
+        self._owed_s = 0.0
+
+    def worked(self, busy_s: float, thermal_duty: float) -> None:
+        """Owe sleep for work: busy_s x (1/d - 1), where d is `thermal_duty` of the slot's own duty."""
+        duty = self._duty * thermal_duty
+        if 0.0 < duty < 1.0:
+            self._owed_s += busy_s * (1.0 / duty - 1.0)
+
+    def rest(self, most_s: float) -> bool:
+        """Sleep for what is owed, at most `most_s`; say whether some of it stays owed."""
+        pause_s = min(self._owed_s, most_s)
+        if pause_s > 0:
+            time.sleep(pause_s)
+            self.rested(pause_s)
+        return self._owed_s > 0
+
+    def rested(self, seconds: float) -> None:
+        """Subtract idle time, whatever its cause, from what is owed."""
+        self._owed_s = max(0.0, self._owed_s - seconds)
+
+
+#: After this many checks in a row that ran out of memory, no more are tried.
+_MAX_FAILURES_IN_A_ROW: Final = 5
+
+
+class ResultChecks:
+    """The checks of one worker process."""
+
+    def __init__(self, share: float, where: str) -> None:
+        """Let checks take this share of the time, 0 for none.
+
+        `where` is slot and card, to find a faulty one.
+        """
+        self.reason: str | None = None
+        """The last wrong result, in words; `None` if there was none."""
+        self._schedule = CheckSchedule(share)
+        self._where = where
+        self._broken = False
+        self._failures = 0
+
+    def after_step(
+        self, device: Device, workload: Workload, run: Run, seconds: float, stats: SliceStats
+    ) -> float:
+        """Check the result of a step if that is due; return the seconds for which the check kept
+        the device busy.
+
+        Out of memory within a check is no out-of-memory of the worker: then there was no check.
+
+        Raises:
+            ContextCorruptedError: The device failed.
+        """
+        number = self._schedule.after_step(run.size, run.batch, seconds)
+        if number is None or self._broken:
+            return 0.0
+        failure: oom.Failure | None = None
+        check: Check | None = None
+        began_s = time.perf_counter()
+        try:
+            check, seconds = device.timed(lambda: workload.check(number))
+        except Exception as error:  # noqa: BLE001 - classified below, outside the handler
+            failure = oom.classify(error)
+        if failure is not None:
+            self._after_failure(failure, device, stats)
+            seconds = time.perf_counter() - began_s  # giving memory back is a part of what it cost
+        else:
+            self._failures = 0
+        self._schedule.after_check(seconds)
+        if check is not None:
+            stats.count(StepCounts(verify_checks=1, verify_errors=int(not check.ok)))
+            if not check.ok:
+                self.reason = f"wrong result on {self._where}: {check.detail}"
+                worst = check.worst if math.isfinite(check.worst) else None
+                stats.event(
+                    "corrupt", kind=check.kind, where=self._where, detail=check.detail, worst=worst
+                )
+        return seconds
+
+    def _after_failure(self, failure: oom.Failure, device: Device, stats: SliceStats) -> None:
+        if failure.kind is FailureKind.CONTEXT_CORRUPTED:
+            raise ContextCorruptedError(failure.text)
+        if not self._failures:
+            stats.event("check_failed", kind=failure.kind.value, text=failure.text)
+        self._failures += 1
+        device.release()
+        # A check that cannot run is a bug of the workload, or never gets its memory: results go
+        # unchecked from here on.
+        self._broken = failure.kind is FailureKind.OTHER or self._failures >= _MAX_FAILURES_IN_A_ROW
+        if self._broken:
+            stats.event("checks_ended", text=failure.text)

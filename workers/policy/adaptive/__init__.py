@@ -1,1 +1,0 @@
-"""The default policy: one number between two bounds."""

@@ -1,1 +1,0 @@
-"""The thermal governor: temperature in, duty out."""
