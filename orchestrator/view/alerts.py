@@ -36,8 +36,11 @@ _FAILED: Final = "failed"
 _FAILED_WINDOW_S: Final = 900.0
 _POINTS: Final = 60
 _Course: TypeAlias = tuple[tuple[float, float], ...]
+_Key: TypeAlias = tuple[str, str]
+
 SEVEREST_FIRST: Final[tuple[Severity, ...]] = get_args(Severity)
 Scope: TypeAlias = Literal["run", "node", "slot", "card"]
+
 _NOT_WORKING: Final[frozenset[SlotState]] = frozenset(
     {HeadState.STARTING, HeadState.RESTARTING, HeadState.LOST}
     | {WorkerState.WARMING, WorkerState.BACKOFF, WorkerState.EMERGENCY, WorkerState.PARKED}
@@ -46,6 +49,7 @@ _REPORTING: Final[frozenset[SlotState]] = frozenset(WorkerState) - {
     WorkerState.DONE,
     WorkerState.STOPPED,
 }
+
 _LATE_S: Final = 15.0
 _SILENT_S: Final = 30.0
 _SLOW_PCT: Final = 80.0
@@ -54,8 +58,6 @@ _MARGIN_C: Final = 3.0
 _RESTARTS: Final = 3
 _OOMS: Final = 60
 _STEPS_LEAST: Final = 20
-
-_Key: TypeAlias = tuple[str, str]
 
 
 def outcome(frame: Frame) -> str:
