@@ -339,18 +339,18 @@ def _judge(exc: BaseException) -> tuple[FailureKind, str]:
 
 def _judge_text(message: str) -> tuple[FailureKind, str]:
     for kind, pattern in _TEXTS:
-        if found := pattern.search(message):
-            return kind, f'text "{found[pattern.groups]}"'
+        if match := pattern.search(message):
+            return kind, f'text "{match[pattern.groups]}"'
     return _NO_RULE
 
 
 def _requested_bytes(message: str) -> int | None:
-    found = _REQUEST.search(message)
+    match = _REQUEST.search(message)
     try:
         return (
             None
-            if found is None
-            else int(float(found[1]) * _UNIT_BYTES.get(found[2][0].upper(), 1))
+            if match is None
+            else int(float(match[1]) * _UNIT_BYTES.get(match[2][0].upper(), 1))
         )
     except (
         ValueError,

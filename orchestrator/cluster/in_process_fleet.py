@@ -92,7 +92,7 @@ class InProcessFleet:
 
     def forget(self, slot: str) -> None:
         """What has not begun never runs."""
-        self._queue = deque(each for each in self._queue if each[0] != slot)
+        self._queue = deque(entry for entry in self._queue if entry[0] != slot)
 
     def restart(self, slot: str) -> None:
         """The process stays; the slot gets a fresh engine, and its memory is released."""

@@ -61,14 +61,14 @@ def survey(answer_s: float = _ANSWER_S) -> tuple[NodeAnswer, ...]:
         node["NodeID"]: f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in live
     }
     deadline_s = time.monotonic() + answer_s
-    asked = []
+    requests = []
     for node in live:
         others = tuple(door for node_id, door in sorted(doors.items()) if node_id != node["NodeID"])
         # By id, not by label: every node is meant once, also one without a label and two with the
         # same.
         where = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
-        asked.append((node, where, _on(where, _look).remote(others)))
-    answers = [_answer(node, where, ref, deadline_s) for node, where, ref in asked]
+        requests.append((node, where, _on(where, _look).remote(others)))
+    answers = [_answer(node, where, ref, deadline_s) for node, where, ref in requests]
     return tuple(sorted(answers, key=lambda answer: (answer.name is None, answer.title)))
 
 
@@ -185,29 +185,31 @@ def with_agents(
     actors: dict[str, Any] = {
         node: agent_class.options(
             num_cpus=0, label_selector={NODE_LABEL: node}, max_restarts=-1, max_task_retries=0
-        ).remote(each)
-        for node, each in orders.items()
+        ).remote(order)
+        for node, order in orders.items()
     }
-    asked = {node: actor.outcome.remote() for node, actor in actors.items()}
+    requests = {node: actor.outcome.remote() for node, actor in actors.items()}
     try:
-        _await(list(asked.values()), interrupted)
-        yield {node: _outcome(orders[node], ref) for node, ref in asked.items()}
+        _await(list(requests.values()), interrupted)
+        yield {node: _outcome(orders[node], ref) for node, ref in requests.items()}
     finally:
         # One that has not answered yet would answer this only after that.
-        answered = ray.wait(list(asked.values()), num_returns=len(asked), timeout=0)[0]
-        told = {node: actors[node].end.remote() for node, ref in asked.items() if ref in answered}
-        if told:
-            ray.wait(list(told.values()), num_returns=len(told), timeout=_END_S)
+        answered = ray.wait(list(requests.values()), num_returns=len(requests), timeout=0)[0]
+        endings = {
+            node: actors[node].end.remote() for node, ref in requests.items() if ref in answered
+        }
+        if endings:
+            ray.wait(list(endings.values()), num_returns=len(endings), timeout=_END_S)
         for node in actors:
-            ended(node, _sentences(node, told.get(node)))
+            ended(node, _sentences(node, endings.get(node)))
         for actor in actors.values():
             ray.kill(actor, no_restart=True)
 
 
-def _await(asked: list[Any], interrupted: Callable[[], bool]) -> None:
+def _await(requests: list[Any], interrupted: Callable[[], bool]) -> None:
     until_s = time.monotonic() + _OUTCOME_S
     while (
-        ray.wait(asked, num_returns=len(asked), timeout=_LOOK_EVERY_S)[1]
+        ray.wait(requests, num_returns=len(requests), timeout=_LOOK_EVERY_S)[1]
         and time.monotonic() < until_s
     ):
         if interrupted():
@@ -288,21 +290,21 @@ class ProcessWatch:
         value in `pids` says whether to look for the process on the node's cards too.
         """
         self.begin(node)
-        ref, asked = self._asked.get(node, (None, frozenset()))
+        ref, requests = self._asked.get(node, (None, frozenset()))
         if ref is not None and not ray.wait([ref], timeout=0)[0]:
-            return dict.fromkeys(asked & pids.keys())
+            return dict.fromkeys(requests & pids.keys())
         answer: dict[int, Activity] = {}
         if ref is not None:
             try:
                 answer = ray.get(ref)
             except RayError:  # it comes back with its node
-                asked = frozenset()
+                requests = frozenset()
         self._asked[node] = (
             (self._observers[node].look.remote(dict(pids)), frozenset(pids))
             if pids
             else (None, frozenset())
         )
-        return {pid: answer.get(pid) for pid in pids if pid in answer or pid not in asked}
+        return {pid: answer.get(pid) for pid in pids if pid in answer or pid not in requests}
 
 
 def status_command() -> str:

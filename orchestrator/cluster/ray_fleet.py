@@ -209,7 +209,9 @@ class RayFleet:
             if ref in done
         ]
         return tuple(
-            each for flight, each in ended if isinstance(each, SliceReported) or not flight.given_up
+            outcome
+            for flight, outcome in ended
+            if isinstance(outcome, SliceReported) or not flight.given_up
         )
 
     def forget(self, slot: str) -> None:
@@ -245,14 +247,14 @@ class RayFleet:
         return cause
 
     def watch(self, silent: Collection[str]) -> Mapping[str, Activity | None]:
-        asked: defaultdict[str, dict[int, str]] = defaultdict(dict)
+        slots_by_node: defaultdict[str, dict[int, str]] = defaultdict(dict)
         for slot in silent:
             pid = self._process_of(slot)
             if pid is not None:
-                asked[self._specs[slot].node][pid] = slot
+                slots_by_node[self._specs[slot].node][pid] = slot
         return {
             slots[pid]: activity
-            for node, slots in asked.items()
+            for node, slots in slots_by_node.items()
             for pid, activity in self._watch.look(
                 node, {pid: self._specs[slot].device == "cuda" for pid, slot in slots.items()}
             ).items()

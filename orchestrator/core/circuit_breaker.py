@@ -32,9 +32,11 @@ def by_card(plans: Mapping[str, SlotPlan], slots: Mapping[str, Slot]) -> dict[st
     cards: defaultdict[str, list[Slot]] = defaultdict(list)
     for name, plan in plans.items():
         device = slots[name].device
-        known = device is not None and device.uuid is not None
+        is_identified = device is not None and device.uuid is not None
         card = (
-            f"{device.name} ({device.uuid})" if device is not None and known else plan.gpu or "card"
+            f"{device.name} ({device.uuid})"
+            if device is not None and is_identified
+            else plan.gpu or "card"
         )
         cards[f"{plan.spec.node}'s {card}"].append(slots[name])
     return dict(cards)

@@ -72,13 +72,13 @@ def with_look(looks: Looks, look: Look) -> Looks:
     """Add a sample, and drop those that are too old."""
     taken = (*looks.taken, look)
     last = {look.slot: place for place, look in enumerate(taken)}
-    kept = tuple(
+    recent = tuple(
         old
         for place, old in enumerate(taken)
         if old.at_s > look.at_s - WINDOW_S
         or (last[old.slot] == place and old.free_bytes is not None)
     )
-    return replace(looks, taken=kept)
+    return replace(looks, taken=recent)
 
 
 def without_process(looks: Looks, slot: str, now_s: float) -> Looks:
@@ -353,10 +353,10 @@ def take_in(book: CardBook, sharing: Sequence[Claimant], now_s: float) -> CardBo
         else:
             looks = without_process(looks, slot, now_s)
     for claimant in sharing:
-        known = accounts.get(claimant.slot)
-        if claimant.report is None or (known is not None and known.report == claimant.report):
+        earlier = accounts.get(claimant.slot)
+        if claimant.report is None or (earlier is not None and earlier.report == claimant.report):
             continue
-        account = replace(known or Account(report=claimant.report), report=claimant.report)
+        account = replace(earlier or Account(report=claimant.report), report=claimant.report)
         memory = claimant.memory
         if (
             memory is not None

@@ -7,40 +7,38 @@ commands out.
                                 ├──Drain, last report──> STOPPED
                                 └──report that all is done──> DONE
 
-    WORKING or PAUSING ──Held──> HELD ──Unheld──> WORKING          QUARANTINED ──Reinstated──>
-    WORKING
+    WORKING or PAUSING ──Held──> HELD ──Unheld──> WORKING     QUARANTINED ──Reinstated──> WORKING
 
 Rules:
 
 1. A slot is its own identity. Processes come and go in it (incarnations); its counters only grow,
-and its policy
-   state is that of the last report, whichever process sent it.
+   and its policy state is that of the last report, whichever process sent it.
 2. Two slices are under way in a working slot, one running and one queued, so that a card never
-waits for the head. 3. A slice counts when its report arrives, once. A report of another
-incarnation, or of a slice not under way, is
-   refused: the slot has given that slice up, and its work may have been done again
+   waits for the head.
+3. A slice counts when its report arrives, once. A report of another incarnation, or of a slice not
+   under way, is refused: the slot has given that slice up, and its work may have been done again
    (`slices.py`).
 4. A slot that is neither working, held, quarantined, stopped nor done waits for its node or has a
-time to wake up. 5. Quarantine is final until the user reinstates the slot, starts a new run, or
-`run --resume`. 6. The first slice of a process is one step. More is sent only after its report, so
-that a process that does not come
-   up has at most one step to lose.
+   time to wake up.
+5. Quarantine is final until the user reinstates the slot, starts a new run, or `run --resume`.
+6. The first slice of a process is one step. More is sent only after its report, so that a process
+   that does not come up has at most one step to lose.
 7. A slot whose workload is finished is done: it gets no slice and no process any more, also not by
-`run --resume`. 8. A held slot gets no slice, whatever happens to its process or its node, until the
-user undoes that. What was sent
-   before runs to its end. `Held`, `Unheld`, `Reinstated`, `Capped` and `SaveAsked` are the user's
-   (`user_commands.py`).
+   `run --resume`.
+8. A held slot gets no slice, whatever happens to its process or its node, until the user undoes
+   that. What was sent before runs to its end. `Held`, `Unheld`, `Reinstated`, `Capped` and
+   `SaveAsked` are the user's (`user_commands.py`).
 9. A training that is to rest or to end gets slices until it has saved: that is possible between two
-optimiser steps.
+   optimiser steps.
 
 Every pair of phase and event is in `_TABLE`: handled, ignored for a reason, or illegal. An illegal
 one means that the supervisor or the membership is wrong about what it does, and `advance` raises
 `IllegalEventError`.
 
-Pure: no clock (every event comes with the time), no I/O, no randomness but a hash of a seed. What a
-slice brings is in `slice_results.py`, what is sent in `slices.py`, how a process ends in
-`slice_results.py`, what the user orders in `user_commands.py`. Does not place slots (`placement.py`) and
-does not perform commands (`run/supervisor.py`).
+Pure: no clock (every event comes with the time), no I/O, no randomness but a hash of a seed. What
+the end of a slice or of a process leads to is in `slice_results.py`, what is sent in `slices.py`,
+what the user orders in `user_commands.py`. Does not place slots (`placement.py`) and does not
+perform commands (`run/supervisor.py`).
 """
 
 from __future__ import annotations

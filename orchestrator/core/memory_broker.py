@@ -222,13 +222,13 @@ class AmpleCards:
 
     def have_enough(self, slots: Iterable[Slot], now_s: float) -> bool:
         """Take in slots that have changed; `False` if the cards must be divided anew."""
-        kept = self._kept
+        recent = self._kept
         for slot in slots:
             report, claimant = slot.report, self._claimants.get(slot.slot)
             if report is None or claimant is None or not _is_as_before(slot, report, claimant):
                 return False
-            told = (report.incarnation, report.sequence)
-            if told == self._last[slot.slot]:
+            report_id = (report.incarnation, report.sequence)
+            if report_id == self._last[slot.slot]:
                 continue
             memory = report.memory
             if (
@@ -237,13 +237,13 @@ class AmpleCards:
                 or memory.device_total_bytes is None
             ):
                 return False
-            self._last[slot.slot] = told
-            kept.append((now_s, slot.slot, told, memory))
+            self._last[slot.slot] = report_id
+            recent.append((now_s, slot.slot, report_id, memory))
             free_bytes = memory.device_total_bytes - memory.device_used_bytes
             if not self._still_enough(claimant, memory.reserved_bytes, free_bytes):
                 return False
-        while kept and kept[0][0] <= now_s - WINDOW_S:
-            old = kept.popleft()
+        while recent and recent[0][0] <= now_s - WINDOW_S:
+            old = recent.popleft()
             self._older.pop(old[1], None)  # so that the others stay in the order of their arrival
             self._older[old[1]] = old
         return True
@@ -260,9 +260,9 @@ class AmpleCards:
 
     def catch_up(self, books: Books) -> Books:
         """Return the books with the reports of the last seconds in them."""
-        for at_s, slot, told, memory in (*self._older.values(), *self._kept):
+        for at_s, slot, report_id, memory in (*self._older.values(), *self._kept):
             self._claimants[slot] = claimant = replace(
-                self._claimants[slot], report=told, memory=memory
+                self._claimants[slot], report=report_id, memory=memory
             )
             card = claimant.card or ""
             books = {**books, card: take_in(books[card], self._sharing(card), at_s)}
@@ -295,10 +295,12 @@ def ample_cards(
     """Return the cards as they were just divided, or `None` if one of them is short or not known
     well enough.
     """
-    known = all(claimant.card is not None and claimant.report is not None for claimant in claimants)
+    are_known = all(
+        claimant.card is not None and claimant.report is not None for claimant in claimants
+    )
     if (
         not books
-        or not known
+        or not are_known
         or any(leases[claimant.slot] != claimant.cap_bytes for claimant in claimants)
     ):
         return None

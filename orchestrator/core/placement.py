@@ -203,7 +203,7 @@ def refusals(config: Config, live: Iterable[NodeFact]) -> tuple[Refusal, ...]:
     Ray itself would not say: it leaves an actor that fits nowhere pending, silently.
     """
     facts = tuple(live)
-    found: list[Refusal] = []
+    refused: list[Refusal] = []
     for name, node in config.nodes.items():
         budget, mine = (
             node_budget(name, node, config),
@@ -223,8 +223,10 @@ def refusals(config: Config, live: Iterable[NodeFact]) -> tuple[Refusal, ...]:
                 needs[Missing.GPUS] = (
                     f"{name} offers {mine[0].gpus:g} GPUs, the plan needs {budget.gpus}"
                 )
-        found += (Refusal(node=name, missing=missing, text=text) for missing, text in needs.items())
-    return tuple(found)
+        refused += (
+            Refusal(node=name, missing=missing, text=text) for missing, text in needs.items()
+        )
+    return tuple(refused)
 
 
 def unnamed(live: Iterable[NodeFact]) -> tuple[str, ...]:

@@ -28,20 +28,20 @@ def shortfalls(
     ends when the run begins to end, at `ended_s` (monotonic seconds): neither its start nor the
     waiting for others is its fault.
     """
-    told, counts = [], []
+    sentences, counts = [], []
     for slot in slots:
         counts.append(slot.counts)
         since_s = max(ended_s if at_s is None else at_s for at_s in (began_s, slot.first_report_s))
         if words := "; ".join(_of_slot(slot, ended_s - since_s)):
-            told.append(f"{slot.slot}: {words}")
+            sentences.append(f"{slot.slot}: {words}")
     rate = StepCounts.total(counts).success_rate
     if rate is not None and rate < min_success_rate:
         # Rounded down: 0.9499 is not 0.950.
-        told.append(
+        sentences.append(
             f"success rate {math.floor(rate * 1000) / 1000:.3f} < run.min_success_rate "
             f"{min_success_rate:g}"
         )
-    return tuple(told)
+    return tuple(sentences)
 
 
 def outcome_of(missed: Sequence[str], *, interrupted: bool) -> tuple[str, int]:

@@ -166,7 +166,7 @@ def _progressed(slot: Slot, report: Report, process_steps: int) -> bool:
     come after the first step or after the ninth.
     """
     if report.progress is not None and report.progress.train_step is not None:
-        return (report.progress.saved_step or 0) > (slot.training.told.saved_step or 0)
+        return (report.progress.saved_step or 0) > (slot.training.last.saved_step or 0)
     return process_steps > _TIMES_FURTHER * slot.most_steps
 
 
@@ -432,11 +432,11 @@ def explained(slot: Slot, cause: DeathCause) -> Slot:
     Other causes are only in the event log.
     """
     text = "Ray ended its process because the PC's RAM was nearly full"
-    told = slot.reason.endswith(text) or slot.state not in {
+    is_said = slot.reason.endswith(text) or slot.state not in {
         HeadState.RESTARTING,
         HeadState.QUARANTINED,
     }
-    if not cause.host_memory or told:
+    if not cause.host_memory or is_said:
         return slot
     return replace(
         slot, reason=text if slot.state is HeadState.RESTARTING else f"{slot.reason}; {text}"

@@ -15,7 +15,7 @@ from workers.messages import NO_PROGRESS, Progress, Report
 class Training:
     """What was told of it so far."""
 
-    told: Progress = NO_PROGRESS
+    last: Progress = NO_PROGRESS
     """By the last process that told anything."""
     incarnation: int | None = None
     """Of that process."""
@@ -27,9 +27,9 @@ class Training:
     @property
     def progress(self) -> Progress:
         """The last that was told, with the steps that were done again by all processes."""
-        if self.told.train_step is None:
-            return self.told
-        return replace(self.told, redone_steps=self.redone_before + (self.told.redone_steps or 0))
+        if self.last.train_step is None:
+            return self.last
+        return replace(self.last, redone_steps=self.redone_before + (self.last.redone_steps or 0))
 
 
 #: Nothing was told.
@@ -38,16 +38,16 @@ NO_TRAINING = Training()
 
 def follow(training: Training, report: Report) -> Training:
     """Take a report into account; one without progress changes nothing."""
-    told = report.progress
-    if told is None:
+    last = report.progress
+    if last is None:
         return training
     if report.incarnation == training.incarnation:
-        return replace(training, told=told)
-    redone = training.redone_before + (training.told.redone_steps or 0)
-    if told.train_step is not None:
+        return replace(training, last=last)
+    redone = training.redone_before + (training.last.redone_steps or 0)
+    if last.train_step is not None:
         # Where it began: its first report may come after some steps.
         from_step = (
-            told.train_step if told.saved_step is None else min(told.train_step, told.saved_step)
+            last.train_step if last.saved_step is None else min(last.train_step, last.saved_step)
         )
-        redone += max(0, (training.told.train_step or 0) - from_step)
-    return Training(told=told, incarnation=report.incarnation, redone_before=redone)
+        redone += max(0, (training.last.train_step or 0) - from_step)
+    return Training(last=last, incarnation=report.incarnation, redone_before=redone)

@@ -228,7 +228,7 @@ def in_rehearsal(config: Config, scale: float | None) -> Environment:
     cards = [card for card in visible_cards() if _has_room(card, config, scale)]
     if cards:
         limit_bytes = int(_CARD_SHARE * cards[0].free_bytes)
-        where, asked = f"on this machine's {cards[0].name}", 1.0 if scale is None else scale
+        where, wanted_scale = f"on this machine's {cards[0].name}", 1.0 if scale is None else scale
         # All nodes that have cards mean the one in this machine.
         nodes = {
             name: {**node.model_dump(), "gpus": min(1, node.gpus)}
@@ -238,12 +238,12 @@ def in_rehearsal(config: Config, scale: float | None) -> Environment:
         target = Target(one_machine=True)
     else:
         limit_bytes = int(_free_ram_bytes())
-        where, asked = (
+        where, wanted_scale = (
             f"on this machine's {_BY_KERNEL}",
             REHEARSAL_SCALE if scale is None else scale,
         )
         target = Target(device="cpu", one_machine=True)
-    scaled = scale_config(config, asked, limit_bytes)
+    scaled = scale_config(config, wanted_scale, limit_bytes)
     # A training has its own types, and what they cost is for it to say.
     measures = (
         target.device == "cpu"
@@ -264,8 +264,8 @@ def _has_room(card: CardFacts, config: Config, scale: float | None) -> bool:
     """Say whether every worker's budget, scaled to this card, is more than the CUDA context it must
     pay for.
     """
-    asked = 1.0 if scale is None else scale
-    scaled = scale_config(config, asked, max(1, int(_CARD_SHARE * card.free_bytes))).config
+    wanted_scale = 1.0 if scale is None else scale
+    scaled = scale_config(config, wanted_scale, max(1, int(_CARD_SHARE * card.free_bytes))).config
     return min(node.vram_per_worker_gib for node in scaled.nodes.values()) >= _LEAST_CARD_WORKER_GIB
 
 

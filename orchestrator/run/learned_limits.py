@@ -37,11 +37,11 @@ class LearnedLimits:
         if store is None:
             return tuple(plans)
         names = {plan.spec.workload.name for plan in plans}
-        known = {name: store.candidates(name, now_unix_s)[:_SENT_MOST] for name in names}
+        candidates = {name: store.candidates(name, now_unix_s)[:_SENT_MOST] for name in names}
         self._tell(store)
-        self._earlier = tuple(limit for limits in known.values() for limit in limits)
+        self._earlier = tuple(limit for limits in candidates.values() for limit in limits)
         return tuple(
-            replace(plan, spec=replace(plan.spec, learned=known[plan.spec.workload.name]))
+            replace(plan, spec=replace(plan.spec, learned=candidates[plan.spec.workload.name]))
             for plan in plans
         )
 

@@ -60,7 +60,7 @@ def hold_settings(
     """
     orders = orders_for(environment, plans, run_id=run_id, cards=cards)
     live = {fact.name for fact in fleet.nodes()}
-    present = {node: each for node, each in orders.items() if node in live}
+    present = {node: order for node, order in orders.items() if node in live}
     for line in left_out(environment, orders, present, apply_power_limit=cards.apply_power_limit):
         tell(line)
     with contextlib.ExitStack() as stack:
@@ -159,7 +159,7 @@ def with_outcomes(
     """
     if config.compute_share_mode != "mps":
         return tuple(plans)
-    told = []
+    changed = []
     for plan in plans:
         spec, outcome = plan.spec, outcomes.get(plan.spec.node)
         if outcome is None or outcome.pipe_directory is None:
@@ -170,8 +170,8 @@ def with_outcomes(
                 mps_pipe_directory=outcome.pipe_directory,
                 mps_memory_limit_bytes=spec.budget_bytes,
             )
-        told.append(replace(plan, spec=spec))
-    return tuple(told)
+        changed.append(replace(plan, spec=spec))
+    return tuple(changed)
 
 
 def _note(

@@ -39,7 +39,7 @@ class Membership:
 
 
 def updated(
-    known: Membership, config: Config, facts: Sequence[NodeFact]
+    before: Membership, config: Config, facts: Sequence[NodeFact]
 ) -> tuple[Membership, tuple[tuple[str, NodeEvent], ...]]:
     """Compare the live nodes with what is known; return what is known now, and what happened to
     which node.
@@ -54,8 +54,8 @@ def updated(
             refused[refusal.node] = refusal.text if said is None else f"{said}; {refusal.text}"
     ids = {fact.node_id for fact in answering}
     events: list[tuple[str, NodeEvent]] = []
-    present = dict(known.present)
-    for name, node_id in known.present.items():
+    present = dict(before.present)
+    for name, node_id in before.present.items():
         if node_id not in ids:
             del present[name]
             silent = any(fact.node_id == node_id for fact in facts)
@@ -68,23 +68,25 @@ def updated(
     events.extend(
         (name, NodeRefused(reason=text))
         for name, text in refused.items()
-        if name not in present and known.refused.get(name) != text
+        if name not in present and before.refused.get(name) != text
     )
-    gone = known.refused.keys() - refused.keys() - present.keys()
+    gone = before.refused.keys() - refused.keys() - present.keys()
     events.extend(
         (name, NodeRefused(reason=NodeLeft().reason)) for name in config.nodes if name in gone
     )
     unused = {name: text for name, text in refused.items() if name not in present}
-    return Membership(present=present, seen=known.seen | present.keys(), refused=unused), tuple(
+    return Membership(present=present, seen=before.seen | present.keys(), refused=unused), tuple(
         events
     )
 
 
-def notices(known: Membership, config: Config) -> list[str]:
+def notices(before: Membership, config: Config) -> list[str]:
     """Return a line for each node that is missing: what a person may want to do something about."""
-    absent = {name: "has left" if name in known.seen else "has not joined" for name in config.nodes}
-    absent |= {name: f"cannot be used: {why}" for name, why in known.refused.items()}
-    return [f"{name} {what}" for name, what in absent.items() if name not in known.present]
+    absent = {
+        name: "has left" if name in before.seen else "has not joined" for name in config.nodes
+    }
+    absent |= {name: f"cannot be used: {why}" for name, why in before.refused.items()}
+    return [f"{name} {what}" for name, what in absent.items() if name not in before.present]
 
 
 class NodeWatch:
@@ -139,5 +141,5 @@ class NodeWatch:
         """
         if fact.answers or fact.refuses or fact.name is None:
             return False
-        heard = (slots[name].heard_at_s for name in self.slots.get(fact.name, ()))
-        return any(at_s is not None and at_s > now_s - _HEARD_WITHIN_S for at_s in heard)
+        reported = (slots[name].heard_at_s for name in self.slots.get(fact.name, ()))
+        return any(at_s is not None and at_s > now_s - _HEARD_WITHIN_S for at_s in reported)

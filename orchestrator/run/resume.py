@@ -116,7 +116,7 @@ def _slot(record: SlotRecord) -> Slot:
     orders = _orders(record.orders or {})
     if orders.hold is not None and not done:
         finished = {"state": HeadState.HELD, "reason": "it gets no work until `unpause`"}
-    told = {
+    progress = {
         name: value
         for name in Progress.__slots__
         if is_row_value(name, value := record.row.get(name))
@@ -125,7 +125,7 @@ def _slot(record: SlotRecord) -> Slot:
         slot=record.slot,
         orders=orders,
         **finished,
-        training=Training(told=Progress(**told)),
+        training=Training(last=Progress(**progress)),
         # The earlier processes are gone, and their reports must not be mistaken for those of new
         # ones.
         incarnation=record.incarnation + 1,

@@ -104,8 +104,8 @@ class CheckpointKeeper:
         piece = report.checkpoint
         if piece is None:
             return
-        told = (report.incarnation, piece.number, piece.offset_bytes)
-        if piece.offset_bytes and self._under_way.pop(report.slot, None) != told:
+        place = (report.incarnation, piece.number, piece.offset_bytes)
+        if piece.offset_bytes and self._under_way.pop(report.slot, None) != place:
             return
         try:
             self._add(report.slot, piece)
@@ -116,7 +116,7 @@ class CheckpointKeeper:
             return
         self.problem = None
         if not piece.is_last:
-            self._under_way[report.slot] = (*told[:2], piece.offset_bytes + len(piece.data))
+            self._under_way[report.slot] = (*place[:2], piece.offset_bytes + len(piece.data))
 
     def copy_for(self, slot: str, incarnation: int) -> bytes | None:
         """Return the copy for a process of the slot that is not its first one, once for each.

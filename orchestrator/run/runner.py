@@ -130,7 +130,12 @@ class Options:
     @property
     def failures(self) -> str | None:
         """The failures that experiments bring, in words; `None`: none."""
-        return "; ".join(each.description for each in self.experiments if each.description) or None
+        return (
+            "; ".join(
+                experiment.description for experiment in self.experiments if experiment.description
+            )
+            or None
+        )
 
 
 def run(environment: Environment, options: Options) -> int:
@@ -460,17 +465,17 @@ def check_nodes(config: Config, fleet: Fleet, *, wait_for_nodes: bool) -> None:
     `PreflightError` unless the user waits for what is missing.
     """
     deadline = time.monotonic() + _SETTLE_S
-    found = refusals(config, fleet.nodes())
-    while found and time.monotonic() < deadline:
+    refused = refusals(config, fleet.nodes())
+    while refused and time.monotonic() < deadline:
         time.sleep(0.1)  # a node that joined a moment ago may not be shown yet
-        found = refusals(config, fleet.nodes())
-    if not found:
+        refused = refusals(config, fleet.nodes())
+    if not refused:
         return
-    absent = {refusal.node for refusal in found if refusal.missing is Missing.NODE}
-    if wait_for_nodes and absent == {refusal.node for refusal in found}:
+    absent = {refusal.node for refusal in refused if refusal.missing is Missing.NODE}
+    if wait_for_nodes and absent == {refusal.node for refusal in refused}:
         return
     problems = []
-    for refusal in found:
+    for refusal in refused:
         node, command = refusal.node, node_command(config, refusal.node, fleet.address()).line
         problems.append(
             f"{refusal.text}; on {node}, type: {command}  (`orchestrator up {node}` prints every "

@@ -255,8 +255,10 @@ class Supervisor:
         ended_s = self.clock.monotonic_s() if self._ended_s is None else self._ended_s
         rate = self.config.run.min_success_rate
         incomplete = self.outlets.incomplete or self.past.incomplete
-        found = run_outcome.shortfalls(self._slots.values(), self._counting_since_s, ended_s, rate)
-        return (*found, *((GAPS,) * incomplete))
+        sentences = run_outcome.shortfalls(
+            self._slots.values(), self._counting_since_s, ended_s, rate
+        )
+        return (*sentences, *((GAPS,) * incomplete))
 
     def _over(self) -> bool:
         if self.interrupted():

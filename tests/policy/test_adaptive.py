@@ -425,6 +425,7 @@ class TestLearned:
 
     @settings(max_examples=20)
     @given(size=st.integers(1, 1024), fixed_mib=st.floats(0, 10_000), row_mib=st.floats(0.01, 100))
+    @example(size=30, fixed_mib=0.0, row_mib=0.5)
     @example(size=600, fixed_mib=0.0, row_mib=0.01)
     @example(size=600, fixed_mib=10_000.0, row_mib=100.0)
     def test_however_wrong_it_finds_its_way(

@@ -78,12 +78,12 @@ def process_memory() -> ProcessMemory:
         raise IncompatibleError(
             f"the CPU device needs Linux's {_STATUS} to cap memory: {error}"
         ) from error
-    found = _LINES.search(status)
-    if found is None:
+    match = _LINES.search(status)
+    if match is None:
         raise IncompatibleError(
             f"the CPU device needs VmHWM to VmData in {_STATUS} (Linux 4.5) to cap memory"
         )
-    highest, resident, file, shared, data = (1024 * int(kib) for kib in found.groups())
+    highest, resident, file, shared, data = (1024 * int(kib) for kib in match.groups())
     other = file + shared
     return ProcessMemory(
         data_bytes=data, resident_bytes=resident - other, highest_bytes=highest - other

@@ -259,8 +259,8 @@ class Session:
             self.reported_run = run
             return
         now_units, before_units = (
-            each.units or each.hold_bytes or each.size * each.size * each.batch
-            for each in (run, before)
+            step.units or step.hold_bytes or step.size * step.size * step.batch
+            for step in (run, before)
         )
         if max(now_units, before_units) < _MIN_CHANGE_FACTOR * min(now_units, before_units):
             return

@@ -58,10 +58,10 @@ class CapturedOutput:
             return None
         _flush()
         try:
-            found, dropped_bytes = self._read()
+            printed, dropped_bytes = self._read()
         except OSError:
             return None
-        content, dropped_bytes = self._before + found, self._dropped_bytes + dropped_bytes
+        content, dropped_bytes = self._before + printed, self._dropped_bytes + dropped_bytes
         self._before, self._dropped_bytes = b"", 0
         if not content:
             return None

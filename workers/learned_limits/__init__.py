@@ -189,15 +189,15 @@ def _source_of(module: str) -> Path | None:
     )
 
 
-def _read(part: type[T], plain: Mapping[str, object], **known: Any) -> T:  # noqa: ANN401 - of any field
+def _read(part: type[T], plain: Mapping[str, object], **stored: Any) -> T:  # noqa: ANN401 - of any field
     """Return a dataclass of the values in `plain` that are named and typed as its fields, and of
     the known ones.
     """
     for name, (kind, *or_none) in _FIELDS[part].items():
-        if name not in known:
+        if name not in stored:
             value: Any = plain.get(name)
-            known[name] = None if or_none and value is None else _checked(name, kind, value)
-    return part(**known)
+            stored[name] = None if or_none and value is None else _checked(name, kind, value)
+    return part(**stored)
 
 
 def _checked(name: str, kind: type, value: Any) -> object:  # noqa: ANN401 - of a file
@@ -232,9 +232,9 @@ def default_path() -> Path:
     """Return where the store is: below `ORCHESTRATOR_STATE_DIR` if that is set, else in the user's
     state folder.
     """
-    chosen = os.environ.get(STATE_DIR_VARIABLE)
+    folder = os.environ.get(STATE_DIR_VARIABLE)
     return (
-        Path(chosen) if chosen else platformdirs.user_state_path("oom-orchestrator")
+        Path(folder) if folder else platformdirs.user_state_path("oom-orchestrator")
     ) / "limits.json"
 
 
@@ -278,10 +278,10 @@ class LimitStore:
 
     def all(self, now_unix_s: float) -> tuple[StoredLimit, ...]:
         """Return every limit that has not expired, the newest first."""
-        found: list[StoredLimit] = []
+        limits: list[StoredLimit] = []
         with self._told("read"):
-            found = _fresh(_read_file(self.path), now_unix_s)
-        return tuple(sorted(found, key=attrgetter("learned_at_unix_s"), reverse=True))
+            limits = _fresh(_read_file(self.path), now_unix_s)
+        return tuple(sorted(limits, key=attrgetter("learned_at_unix_s"), reverse=True))
 
     def remember(self, *limits: StoredLimit) -> None:
         """Store these limits in place of those with the same keys, and delete what has expired."""
@@ -292,12 +292,15 @@ class LimitStore:
                 from_plain(to_plain(limit)) for limit in limits
             ]  # what no reader accepts must not be written
             with self._locked():
-                kept = _fresh(
+                remaining = _fresh(
                     _read_file(self.path), max(limit.learned_at_unix_s for limit in checked)
                 )
                 for limit in checked:
-                    kept = [*(old for old in kept if not old.key.serves(limit.key)), limit]
-                self._write(kept)
+                    remaining = [
+                        *(old for old in remaining if not old.key.serves(limit.key)),
+                        limit,
+                    ]
+                self._write(remaining)
 
     def forget(self, key: LimitKey) -> None:
         """Delete all that would be offered for `key`: it was tried and did not fit."""
@@ -339,9 +342,9 @@ class LimitStore:
             # write.
             if any(map(unwanted, _read_file(self.path))):
                 with self._locked():
-                    known = _read_file(self.path)
-                    self._write([limit for limit in known if not unwanted(limit)])
-                    gone = [limit for limit in known if unwanted(limit)]
+                    stored = _read_file(self.path)
+                    self._write([limit for limit in stored if not unwanted(limit)])
+                    gone = [limit for limit in stored if unwanted(limit)]
         return gone
 
     def _write(self, limits: list[StoredLimit]) -> None:

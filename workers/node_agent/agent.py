@@ -82,20 +82,20 @@ def mine(node: str, nvml: str | None) -> JournalEntry:
     )
 
 
-def write(kept: JournalEntry) -> None:
+def write(entry: JournalEntry) -> None:
     """Write a record, atomically and durably, readable only by this user.
 
     Raises:
         OSError: It cannot be written; nothing must be changed then.
     """
-    path = _path(kept)
+    path = _path(entry)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    replace_whole(path, json.dumps({"schema": _SCHEMA, **asdict(kept)}))
+    replace_whole(path, json.dumps({"schema": _SCHEMA, **asdict(entry)}))
 
 
-def remove(kept: JournalEntry) -> None:
+def remove(entry: JournalEntry) -> None:
     """Forget a record: all of it is put back."""
-    _path(kept).unlink(missing_ok=True)
+    _path(entry).unlink(missing_ok=True)
 
 
 def others(nvml: str | None) -> tuple[JournalEntry, ...]:
@@ -103,14 +103,14 @@ def others(nvml: str | None) -> tuple[JournalEntry, ...]:
 
     What is no record is left alone.
     """
-    found = []
+    entries = []
     for path in sorted(folder().glob("*.json")):
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-            kept = _read(path)
-            is_mine = kept.pid == os.getpid() and kept.started == start_time(os.getpid())
-            if kept.host == socket.gethostname() and kept.nvml == nvml and not is_mine:
-                found.append(kept)
-    return tuple(found)
+            entry = _read(path)
+            is_mine = entry.pid == os.getpid() and entry.started == start_time(os.getpid())
+            if entry.host == socket.gethostname() and entry.nvml == nvml and not is_mine:
+                entries.append(entry)
+    return tuple(entries)
 
 
 def one_at_a_time(patience_s: float) -> AbstractContextManager[None]:
@@ -121,8 +121,8 @@ def one_at_a_time(patience_s: float) -> AbstractContextManager[None]:
     return locked(folder() / "lock", patience_s)
 
 
-def _path(kept: JournalEntry) -> Path:
-    return folder() / f"{kept.host}-{kept.pid}-{kept.started}.json"
+def _path(entry: JournalEntry) -> Path:
+    return folder() / f"{entry.host}-{entry.pid}-{entry.started}.json"
 
 
 def _read(path: Path) -> JournalEntry:
@@ -212,16 +212,16 @@ class NodeAgent:
         return AgentOutcome(pipe_directory=pipes, notes=tuple(notes))
 
     def _set_cards(self, setting: str, value: float, other: JournalEntry | None) -> list[str]:
-        node, known = self._orders.node, card_settings.SETTINGS[setting]
+        node, kind = self._orders.node, card_settings.SETTINGS[setting]
         changes = card_settings.plan_changes(node, self._cards(), setting, value)
         if other is not None and other.changes:
             raise CardSettingError(
-                f"{node}: another run has set a {known.title} on its cards (the agent is process "
+                f"{node}: another run has set a {kind.title} on its cards (the agent is process "
                 f"{other.pid}); try "
                 f"again when that run has ended"
             )
         if not changes:
-            return [f"{node}: {known.title} {value:g} {known.unit}, as it was"]
+            return [f"{node}: {kind.title} {value:g} {kind.unit}, as it was"]
         self._write(replace(self._kept, changes=(*self._kept.changes, *changes)))
         return [card_settings.apply(node, change) for change in changes]
 
@@ -262,10 +262,8 @@ class NodeAgent:
         self._kept = record
 
     def _identities(self) -> list[queries.CardIdentity]:
-        chosen = self._cards()
-        return [
-            card for card in queries.cards() if str(card.index) in chosen or card.uuid in chosen
-        ]
+        names = self._cards()
+        return [card for card in queries.cards() if str(card.index) in names or card.uuid in names]
 
     def _cards(self) -> list[str]:
         if self._orders.cards:

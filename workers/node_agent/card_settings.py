@@ -34,7 +34,7 @@ class Setting:
     """Name of NVML's function for the value, for its bounds, and for setting it."""
     bounds: str
     write: str
-    asked: str
+    source: str
     """Where the value comes from, with `{node}` and `{value}` in it."""
     for_root: str
     """What to do where only root may, with `{node}` and `{value}` in it."""
@@ -58,7 +58,7 @@ SETTINGS: Final[Mapping[str, Setting]] = MappingProxyType(
             read="nvmlDeviceGetPowerManagementLimit",
             bounds="nvmlDeviceGetPowerManagementLimitConstraints",
             write="nvmlDeviceSetPowerManagementLimit",
-            asked="nodes.{node}.power_limit_w {value}",
+            source="nodes.{node}.power_limit_w {value}",
             for_root="type `sudo nvidia-smi -pl {value}` there yourself, or leave out "
             "--apply-power-limit",
             by_hand="sudo nvidia-smi -i {uuid} -pl {value}",
@@ -73,7 +73,7 @@ SETTINGS: Final[Mapping[str, Setting]] = MappingProxyType(
             read="nvmlDeviceGetMemClkVfOffset",
             bounds="nvmlDeviceGetMemClkMinMaxVfOffset",
             write="nvmlDeviceSetMemClkVfOffset",
-            asked="--sweep memory-offset at {value}",
+            source="--sweep memory-offset at {value}",
             for_root="or leave out --sweep memory-offset",
             by_hand="sudo .venv/bin/python -m workers.node_agent.agent --undo, or restart that PC",
         ),
@@ -101,25 +101,25 @@ def plan_changes(
     Raises:
         CardSettingError: A card is not there, has no such setting, or not this value.
     """
-    known = SETTINGS[setting]
+    kind = SETTINGS[setting]
     changes = []
     for card in cards:
         try:
             handle = handle_of(card)
             name = f"{node}'s {pynvml.nvmlDeviceGetName(handle)}"
             uuid = str(pynvml.nvmlDeviceGetUUID(handle))
-            before = int(_nvml(known.read)(handle))
-            least, most = _nvml(known.bounds)(handle)
+            before = int(_nvml(kind.read)(handle))
+            least, most = _nvml(kind.bounds)(handle)
         except pynvml.NVMLError as error:
             raise CardSettingError(
-                f"{node}: the {known.title} of card {card} cannot be set: {error}"
+                f"{node}: the {kind.title} of card {card} cannot be set: {error}"
             ) from None
-        set_to = round(known.per_unit * value)
+        set_to = round(kind.per_unit * value)
         if not least <= set_to <= most:
-            asked = known.asked.format(node=node, value=f"{value:g}")
+            source = kind.source.format(node=node, value=f"{value:g}")
             raise CardSettingError(
-                f"{asked} is out of range: {name} takes {least / known.per_unit:g} to "
-                f"{known.words(most)}"
+                f"{source} is out of range: {name} takes {least / kind.per_unit:g} to "
+                f"{kind.words(most)}"
             )
         if set_to != before:
             changes.append(CardChange(setting=setting, uuid=uuid, before=before, set_to=set_to))
@@ -132,30 +132,28 @@ def apply(node: str, change: CardChange) -> str:
     Raises:
         CardSettingError: The driver refuses, or the card has another value afterwards.
     """
-    known = SETTINGS[change.setting]
+    kind = SETTINGS[change.setting]
     name = f"{node}'s card"
     try:
         handle = handle_of(change.uuid)
         name = f"{node}'s {_name_of(handle)}"
-        _nvml(known.write)(handle, change.set_to)
-        now = int(_nvml(known.read)(handle))
+        _nvml(kind.write)(handle, change.set_to)
+        now = int(_nvml(kind.read)(handle))
     except pynvml.NVMLError as error:
         if error.value == pynvml.NVML_ERROR_NO_PERMISSION:
-            what = known.for_root.format(value=f"{change.set_to / known.per_unit:g}")
+            what = kind.for_root.format(value=f"{change.set_to / kind.per_unit:g}")
             raise CardSettingError(
-                f"the {known.title} of {name} can only be set by root: start Ray as root on "
+                f"the {kind.title} of {name} can only be set by root: start Ray as root on "
                 f"{node}, {what}"
             ) from None
-        raise CardSettingError(f"the {known.title} of {name} cannot be set: {error}") from None
+        raise CardSettingError(f"the {kind.title} of {name} cannot be set: {error}") from None
     if now != change.set_to:
         raise CardSettingError(
-            f"{name} was given a {known.title} of {known.words(change.set_to)} and has "
-            f"{known.words(now)}"
+            f"{name} was given a {kind.title} of {kind.words(change.set_to)} and has "
+            f"{kind.words(now)}"
         )
-    before = known.words(change.before)
-    return (
-        f"{name}: {known.title} {known.words(change.set_to)} until the run ends (before: {before})"
-    )
+    before = kind.words(change.before)
+    return f"{name}: {kind.title} {kind.words(change.set_to)} until the run ends (before: {before})"
 
 
 def restore(node: str, change: CardChange) -> str | None:
@@ -165,7 +163,7 @@ def restore(node: str, change: CardChange) -> str | None:
     Raises:
         CardSettingError: It has not been put back.
     """
-    known = SETTINGS[change.setting]
+    kind = SETTINGS[change.setting]
     try:
         handle = handle_of(change.uuid)
     except pynvml.NVMLError as error:
@@ -174,21 +172,21 @@ def restore(node: str, change: CardChange) -> str | None:
         raise CardSettingError(_by_hand(f"{node}'s card", change, str(error))) from None
     name = f"{node}'s {_name_of(handle)}"
     try:
-        now = int(_nvml(known.read)(handle))
+        now = int(_nvml(kind.read)(handle))
         if now == change.before:
             return None
         if now != change.set_to:
             return (
-                f"{name}: {known.title} left at {known.words(now)}, which another program has "
+                f"{name}: {kind.title} left at {kind.words(now)}, which another program has "
                 "set meanwhile"
             )
-        _nvml(known.write)(handle, change.before)
-        now = int(_nvml(known.read)(handle))
+        _nvml(kind.write)(handle, change.before)
+        now = int(_nvml(kind.read)(handle))
     except pynvml.NVMLError as error:
         raise CardSettingError(_by_hand(name, change, str(error))) from None
     if now != change.before:
-        raise CardSettingError(_by_hand(name, change, f"it has {known.words(now)}"))
-    return f"{name}: {known.title} back at {known.words(change.before)}"
+        raise CardSettingError(_by_hand(name, change, f"it has {kind.words(now)}"))
+    return f"{name}: {kind.title} back at {kind.words(change.before)}"
 
 
 def _nvml(function: str) -> Callable[..., Any]:
@@ -200,6 +198,6 @@ def _name_of(handle: Any) -> str:  # noqa: ANN401 - nvidia-ml-py has no types
 
 
 def _by_hand(name: str, change: CardChange, why: str) -> str:
-    known = SETTINGS[change.setting]
-    typed = known.by_hand.format(uuid=change.uuid, value=f"{change.before / known.per_unit:g}")
-    return f"the {known.title} of {name} could not be put back: {why}; type: {typed}"
+    kind = SETTINGS[change.setting]
+    typed = kind.by_hand.format(uuid=change.uuid, value=f"{change.before / kind.per_unit:g}")
+    return f"the {kind.title} of {name} could not be put back: {why}; type: {typed}"

@@ -248,9 +248,9 @@ def await_daemon(pipe_directory: str, patience_s: float) -> None:
 
 def _wait_for(ask: Callable[[], bool], within_s: float) -> bool:
     until_s = time.monotonic() + within_s
-    while not (found := ask()) and time.monotonic() <= until_s:
+    while not (answer := ask()) and time.monotonic() <= until_s:
         time.sleep(_LOOK_EVERY_S)
-    return found
+    return answer
 
 
 def _answers(pipe_directory: str) -> bool:

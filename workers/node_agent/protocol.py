@@ -66,8 +66,8 @@ class AgentOrders:
     @property
     def card_settings(self) -> dict[str, float]:
         """What is to be set on every card, by the keys of `card_settings.SETTINGS`."""
-        asked = {POWER_LIMIT: self.power_limit_w, MEMORY_OFFSET: self.memory_offset_mhz}
-        return {setting: value for setting, value in asked.items() if value is not None}
+        settings = {POWER_LIMIT: self.power_limit_w, MEMORY_OFFSET: self.memory_offset_mhz}
+        return {setting: value for setting, value in settings.items() if value is not None}
 
     def failed(self, why: str) -> AgentOutcome:
         """Return the outcome if nothing of this was done."""
@@ -92,10 +92,10 @@ def from_line(kind: type[Message], line: str) -> Message:
     Raises:
         ValueError: It is something else.
     """
-    told = json.loads(line)
-    if not isinstance(told, dict) or set(told) != {field.name for field in fields(kind)}:
+    data = json.loads(line)
+    if not isinstance(data, dict) or set(data) != {field.name for field in fields(kind)}:
         raise ValueError(f"this is no {kind.__name__}: {line}")
-    return kind(**{name: _revived(value) for name, value in told.items()})
+    return kind(**{name: _revived(value) for name, value in data.items()})
 
 
 def _revived(value: Any) -> Any:  # noqa: ANN401 - whatever JSON holds

@@ -206,8 +206,8 @@ class Ladder:
 
         if not too_much(units):
             return units
-        found = bisect_left(self.units, True, key=too_much)
-        return self.units[found - 1] if found else None
+        place = bisect_left(self.units, True, key=too_much)
+        return self.units[place - 1] if place else None
 
 
 def ladder_of(memory: MemorySettings, workload: WorkloadSpec, growth: Growth) -> Ladder:

@@ -194,9 +194,9 @@ def check_keys(data: Mapping[str, Scalar], name: str, keys: Iterable[str]) -> No
         raise ValueError(
             f"this state was written by policy {data.get('policy')!r}, not by {name!r}"
         )
-    if found := data.keys() ^ {"policy", *keys}:
+    if differing := data.keys() ^ {"policy", *keys}:
         raise ValueError(
-            f"the state of policy {name!r} has missing or unknown keys: {sorted(found)}"
+            f"the state of policy {name!r} has missing or unknown keys: {sorted(differing)}"
         )
 
 

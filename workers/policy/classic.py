@@ -2,33 +2,29 @@
 
 Covers the guide's three formulas (techniques 6, 7 and 9) and its emergency protocol (technique 8)::
 
-    size  = max(size_floor, int(base_size × size_decay ** failures))
-    batch = max(batch_floor, base_batch − batch_step × failures)
+    size  = max(size_floor, int(base_size * size_decay ** failures))
+    batch = max(batch_floor, base_batch - batch_step * failures)
     clean up after every `cleanup_every` good steps
 
 Does not grow back, does not use the bytes that a step took, and does not learn across runs.
 
-What was chosen where the guide says nothing:
+Where the guide says nothing:
 
 - A base already below a floor: the floor is the base. A floor stops the shrinking, it never
-enlarges a step.
+  enlarges a step.
 - Which failures count: if the memory came back, the step is tried once more at the same size, and
-shrinks only if that
-  fails too. A further retry needs `GOOD_STEPS_PER_RETRY` good steps or a smaller size, otherwise a
-  step that fails every second time would be retried without end.
+  shrinks only if that fails too. A further retry needs `GOOD_STEPS_PER_RETRY` good steps or a
+  smaller size, otherwise a step that fails every second time would be retried without end.
 - A failure that changes nothing: if rounding or a floor leaves size and batch as they were,
-failures are counted on
-  until one of the two is smaller. The count stops where neither formula shrinks any further. That
-  step is the floor.
-- What happens when the floor fails: emergency. A workload that knows its need is tried as soon as
-that much is free.
-  If that turned out wrong, or if it does not know, it is tried at every
+  failures are counted on until one of the two is smaller. The count stops where neither formula
+  shrinks any further. That step is the floor.
+- When the floor fails: emergency. A workload that knows its need is tried as soon as that much is
+  free. If that turned out wrong, or if it does not know, it is tried at every
   `PRESSURES_PER_BLIND_TRY`-th slice, because repeated failures do harm (under WSL2, to all
   programs). One good step leaves the emergency, at the floor.
 - When to clean up after a failure: recovering from one has already released everything, so the
-count starts again.
-- A probable out-of-memory is treated as a definite one; the engine decides how many of those to
-accept.
+  count starts again.
+- A probable out-of-memory is treated as a definite one; the engine decides how many to accept.
 """
 
 from __future__ import annotations

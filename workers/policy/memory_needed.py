@@ -303,9 +303,9 @@ class HeavySteps(NamedTuple):
             return self._replace(ratio=ratio, failed=failed, streak=not failed)
         places = (*self.places, self.ordinary)[-_REMEMBERED:]
         period, due, misses, confirmed = self.period, self.due, self.misses, self.confirmed
-        found = _period(places)
-        if found is not None and (period is None or found < period):
-            period, due, misses = found, self.ordinary + found, 0
+        distance = _period(places)
+        if distance is not None and (period is None or distance < period):
+            period, due, misses = distance, self.ordinary + distance, 0
         elif period is not None and (self.is_due or self.ordinary - self.places[-1] == period):
             due, misses, confirmed = self.ordinary + period, 0, True
         return HeavySteps(

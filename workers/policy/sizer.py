@@ -182,7 +182,8 @@ class Sizer(NamedTuple):
         doubts, contradicted_bytes = self.doubts, self.contradicted_bytes
         x = float(max(1, size)) ** bounds.power
         ratio = None
-        if line is not None and peak_bytes is not None and line.predicts(x):
+        # What was learned in an earlier run is wrong rather than the first step heavy.
+        if self.has_worked and line is not None and peak_bytes is not None and line.predicts(x):
             ratio = peak_bytes / line.bytes_at(x)
         if (ratio is not None and ratio >= MUCH_MORE and not heavy.streak) or (
             peak_bytes is None and heavy.is_due
@@ -246,16 +247,17 @@ class Sizer(NamedTuple):
         unjudged = self.unjudged
         if line is not None and self._believed:
             needed_bytes = line.bytes_at(x) * self.factor
-            if unjudged is None:
-                before = heavy if heavy.confirmed else heavy.passed(failed=True)
-                unjudged = Unjudged(needed_bytes, before, self.proofs, not is_expected)
-            else:
-                unjudged = Unjudged(
-                    needed_bytes=min(unjudged.needed_bytes, needed_bytes),
-                    heavy=unjudged.heavy,
-                    proofs=unjudged.proofs if unjudged.surprising else self.proofs,
-                    surprising=unjudged.surprising or not is_expected,
-                )
+            before = unjudged or Unjudged(
+                needed_bytes=math.inf,
+                heavy=heavy if heavy.confirmed else heavy.passed(failed=True),
+                proofs=self.proofs,
+                surprising=False,
+            )
+            unjudged = before._replace(
+                needed_bytes=min(before.needed_bytes, needed_bytes),
+                proofs=before.proofs if before.surprising else self.proofs,
+                surprising=before.surprising or not is_expected,
+            )
         if is_heavy or (self._believed and not heavy.failed and not heavy.confirmed):
             ratio = 2.0  # at the least, as many times an ordinary step's memory
             if line is not None and level is not None:

@@ -504,8 +504,8 @@ class ThermalGovernor:
         if self._settings.off:
             return state, _OFF
         drop = self._settings.alarming_bandwidth_drop
-        known, alarms = state.alarms.after_bandwidth(bytes_per_s, clock_mhz, at_s, drop)
-        state = replace(state, alarms=known)
+        alarm_state, alarms = state.alarms.after_bandwidth(bytes_per_s, clock_mhz, at_s, drop)
+        state = replace(state, alarms=alarm_state)
         return state, self._decision(state, alarms)
 
     def after_reading(
@@ -518,7 +518,7 @@ class ThermalGovernor:
         """
         if self._settings.off:
             return state, _OFF
-        known, alarms = state.alarms.after_reading(reading, at_s)
+        alarm_state, alarms = state.alarms.after_reading(reading, at_s)
         bounds, told_c = self._bounds, reading.temperature_c
         # A temperature that no running card can have, NaN included, is unknown.
         temperature_c = told_c if told_c is not None and COLDEST_C < told_c < HOTTEST_C else None
@@ -535,17 +535,17 @@ class ThermalGovernor:
         if temperature_c is not None or state.temperature_c is None:
             paused = state.band is ThermalBand.CRITICAL
             duty = state.duty.after_reading(
-                bounds, temperature_c, at_s, paused=paused, alarmed=known.complains
+                bounds, temperature_c, at_s, paused=paused, alarmed=alarm_state.complains
             )
             state = replace(state, duty=duty)
         if temperature_c is not None:
             below = self._settings.warm_c is not None and temperature_c < self._settings.warm_c
-            complained_at_s = at_s if below and known.complains else state.complained_at_s
+            complained_at_s = at_s if below and alarm_state.complains else state.complained_at_s
             cool = below and at_s - complained_at_s >= CALM_S
             state = replace(state, cool=cool, complained_at_s=complained_at_s)
             if cool:
                 state = replace(state, duty=state.duty.while_cool())
-        state = replace(state, alarms=known)
+        state = replace(state, alarms=alarm_state)
         return state, self._decision(state, alarms)
 
     def _in_band(self, state: ThermalState, temperature_c: float, at_s: float) -> ThermalState:

@@ -49,13 +49,13 @@ class Shape:
         """Refuse a call that brings its own batch size, by a `TypeError` with the call it should
         be.
         """
-        given = len(args) - self.owners
+        count = len(args) - self.owners
         if self.size_name in kwargs:
             names = [f"{name}=…" for name in kwargs if name != self.size_name]
-            what, call = f"was given {self.size_name}", [*("…" for _ in range(given)), *names]
-        elif self.others is not None and given > len(self.others):
+            what, call = f"was given {self.size_name}", [*("…" for _ in range(count)), *names]
+        elif self.others is not None and count > len(self.others):
             what, call = (
-                f"was given {given} arguments and has room for {len(self.others)}",
+                f"was given {count} arguments and has room for {len(self.others)}",
                 [*self.others],
             )
         else:
@@ -81,16 +81,16 @@ def shape_of(function: Callable[..., object]) -> Shape:
         return Shape(name=name)
     parameters = list(signature.parameters.values())
     positional = [
-        each
-        for each in parameters
-        if each.kind in {each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD}
+        parameter
+        for parameter in parameters
+        if parameter.kind in {parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD}
     ]
-    endless = any(each.kind is each.VAR_POSITIONAL for each in parameters)
+    endless = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
     owners = int(bool(positional) and positional[0].name in _OWNERS)
     if len(positional) <= owners:
         if endless:
             return Shape(name=name, owners=owners)
-        example = ", ".join([*(each.name for each in positional), "batch_size"])
+        example = ", ".join([*(parameter.name for parameter in positional), "batch_size"])
         raise TypeError(
             f"{name} takes no argument that could be its batch size, and resilient calls it with "
             "one; write "
@@ -101,9 +101,9 @@ def shape_of(function: Callable[..., object]) -> Shape:
         name=name,
         owners=owners,
         size_name=size.name if size.kind is size.POSITIONAL_OR_KEYWORD else None,
-        others=None if endless else tuple(each.name for each in positional[owners + 1 :]),
+        others=None if endless else tuple(parameter.name for parameter in positional[owners + 1 :]),
         without_size=signature.replace(
-            parameters=[each for each in parameters if each is not size]
+            parameters=[parameter for parameter in parameters if parameter is not size]
         ),
     )
 
@@ -117,12 +117,12 @@ def _refuse_what_cannot_be_repeated(function: object) -> None:
             f"resilient takes the function first, not {function!r}; options have names: "
             f"@resilient(starting_batch_size=512)"
         )
-    for kind, found in (
+    for kind, is_kind in (
         ("a coroutine function", inspect.iscoroutinefunction),
         ("a generator function", inspect.isgeneratorfunction),
         ("an asynchronous generator function", inspect.isasyncgenfunction),
     ):
-        if found(function) or found(type(function).__call__):
+        if is_kind(function) or is_kind(type(function).__call__):
             raise TypeError(
                 f"{name_of(function)} is {kind}: its body runs after the call has returned, where "
                 "resilient cannot see "

@@ -479,9 +479,9 @@ class Recall:
 
     def best(self) -> Learned | None:
         """Return what was learned here; `None` if nothing was, or it is too old."""
-        found = self._store.best(_key(self._workload), time.time())
+        limit = self._store.best(_key(self._workload), time.time())
         self._complain()
-        self._kept = None if found is None else found.learned
+        self._kept = None if limit is None else limit.learned
         return self._kept
 
     def keep(self, learned: Learned | None, peak_bytes: int | None) -> None:
@@ -500,10 +500,10 @@ class Recall:
     def _news(self, learned: Learned) -> bool:
         if self._kept_at_s is not None and self._clock() - self._kept_at_s < _KEEP_EVERY_S:
             return False
-        kept = self._kept
-        if kept is None or (kept.unit_bytes is None) != (learned.unit_bytes is None):
+        last = self._kept
+        if last is None or (last.unit_bytes is None) != (learned.unit_bytes is None):
             return True
-        return abs(learned.size - kept.size) > _WORTH_KEEPING * kept.size
+        return abs(learned.size - last.size) > _WORTH_KEEPING * last.size
 
     def _complain(self) -> None:
         if self._store.problem is not None and not self._complained:
