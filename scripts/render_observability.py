@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from orchestrator.record.model import FIELDS, STATE_STYLES  # noqa: E402 - found since now
-from orchestrator.view.alerts.catalogue import ALERTS, WATCHER_DOWN, Alert  # noqa: E402
+from orchestrator.view.alerts import ALERTS, WATCHER_DOWN, Alert  # noqa: E402
 
 FOLDER = ROOT / "docs" / "observability"
 

@@ -72,7 +72,7 @@ PLANTED = {
     "alerts, core, policy and wire are pure: no clock, randomness, I/O or torch": [
         ("orchestrator/control/wire.py", "socket"),
         ("orchestrator/lab/advise/causes.py", "time"),
-        ("orchestrator/view/alerts/judge.py", "time"),
+        ("orchestrator/view/alerts.py", "time"),
         ("orchestrator/core/slot.py", "time"),
         ("workers/policy/base.py", "random"),
     ],

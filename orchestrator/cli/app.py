@@ -249,7 +249,7 @@ def report(
     Also one that is under way or was killed.
     """
     from orchestrator.cli.runs import report_json, report_text
-    from orchestrator.view.report import page
+    from orchestrator.view import html_report
 
     if text + json_output + (html is not None) > 1:
         raise UsageError("--text, --json and --html exclude each other")
@@ -258,7 +258,7 @@ def report(
     runs_dir = Path(config_to_read(config, overrides, run_dir).run.dir)
     folder = find_run(runs_dir, run_id)
     if html is not None:
-        page.write_report(html, folder, None if other is None else find_run(runs_dir, other))
+        html_report.write_report(html, folder, None if other is None else find_run(runs_dir, other))
         print_text(str(html))
         return
     width = shutil.get_terminal_size(fallback=(120, 24)).columns

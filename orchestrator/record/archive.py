@@ -401,13 +401,13 @@ def _is_running(folder: Path, facts: RunFacts) -> bool:
 
 def _slot(line: sqlite3.Row, updated_at_unix_s: float | None) -> SlotRecord:
     counters = {name: _counter(line, name) for name in COUNTERS}
-    record = SlotRecord(**_fields(line, SlotRecord, besides=("counters",)), counters=counters)
-    slot_state(record.state)
-    row = {**record.row, **{name: value for name, value in counters.items() if name in FIELDS}}
+    values = _fields(line, SlotRecord, besides=("counters",))
+    slot_state(values["state"])
+    row = {**values["row"], **{name: counters[name] for name in COUNTERS if name in FIELDS}}
     row["success_rate"] = success_rate(counters)
-    if record.heard_at_unix_s is not None and updated_at_unix_s is not None:
-        row["heartbeat_age_s"] = max(0.0, updated_at_unix_s - record.heard_at_unix_s)
-    return replace(record, row=row)
+    if values["heard_at_unix_s"] is not None and updated_at_unix_s is not None:
+        row["heartbeat_age_s"] = max(0.0, updated_at_unix_s - values["heard_at_unix_s"])
+    return SlotRecord(**{**values, "row": row}, counters=counters)
 
 
 def success_rate(counters: Mapping[str, Any]) -> float | None:
@@ -448,6 +448,8 @@ def _fields(line: sqlite3.Row, kind: type, besides: Collection[str] = ()) -> dic
 def _value(line: sqlite3.Row, name: str, hint: Any) -> Any:  # noqa: ANN401 - what the hint says
     """Return a column's value if it fits the hint of a field: SQLite takes anything anywhere."""
     value = line[name]
+    if type(value) is hint and hint is not float:  # nearly all of them
+        return value
     try:
         if isinstance(value, str) and hint not in (str, str | None):
             # Not by pydantic, which refuses the escape of a lone surrogate, as in a file name.

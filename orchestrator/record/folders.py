@@ -126,38 +126,28 @@ def find_run(runs_dir: Path, run_id: str) -> Path:
     the newest that goes on.
     """
     names = _run_ids(runs_dir)
+    runs = (_listed(runs_dir / name) for name in names)
     if run_id == LATEST:
-        matching = (
-            list(islice((name for name in names if not _was_refused(_listed(runs_dir / name))), 1))
-            or names[:1]
-        )
+        first = next((run.run_id for run in runs if not _was_refused(run)), None)
+        matching = names[:1] if first is None else [first]
     elif run_id == RUNNING:
-        matching = list(
-            islice((name for name in names if _listed(runs_dir / name).outcome == RUNNING), 1)
-        )
-        if not matching:
-            raise UsageError(
-                one_line(
-                    f"no run goes on in {runs_dir}; `python -m orchestrator runs` lists those "
-                    "there are"
-                )
-            )
+        going = (run.run_id for run in runs if run.outcome == RUNNING)
+        matching = list(islice(going, 1))
     else:
         matching = [name for name in names if _SUFFIX.fullmatch(run_id) and name.endswith(run_id)]
     if len(matching) == 1:
         return runs_dir / matching[0]
+
     if matching:
-        raise UsageError(
-            one_line(f"{len(matching)} runs end in {run_id}: {', '.join(matching[:_NAMED])}")
-        )
-    if not names:
-        raise UsageError(
-            one_line(f"there is no run in {runs_dir}; `python -m orchestrator run` makes one")
-        )
-    newest = ", ".join(names[:_NAMED])
-    raise UsageError(
-        one_line(f"there is no run {run_id[:80]!r} in {runs_dir}; the newest: {newest}")
-    )
+        why = f"{len(matching)} runs end in {run_id}: {', '.join(matching[:_NAMED])}"
+    elif run_id == RUNNING:
+        why = f"no run goes on in {runs_dir}; `python -m orchestrator runs` lists those there are"
+    elif not names:
+        why = f"there is no run in {runs_dir}; `python -m orchestrator run` makes one"
+    else:
+        newest = ", ".join(names[:_NAMED])
+        why = f"there is no run {run_id[:80]!r} in {runs_dir}; the newest: {newest}"
+    raise UsageError(one_line(why))
 
 
 def summary_of(folder: Path) -> Mapping[str, Any] | None:

@@ -105,8 +105,8 @@ class Field:
     """What is to be known about one key of a row."""
 
     key: str = ""
-    path: str = ""
-    """Where a row has it, such as `counts.steps_ok`."""
+    part: Literal["", "counts", "progress"] = ""
+    """Which part of a row has it; empty: the row itself."""
     kinds: frozenset[type] = frozenset()
     """Types that its value has in JSON."""
     unit: str = ""
@@ -498,8 +498,8 @@ class Row:
 
     def value(self, key: str) -> Any:  # noqa: ANN401 - the type of each field
         """Return the value of one of `FIELDS`."""
-        part, _, name = FIELDS[key].path.rpartition(".")
-        return getattr(getattr(self, part) if part else self, name)
+        part = FIELDS[key].part
+        return getattr(getattr(self, part) if part else self, key)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, lenient: bool = False) -> Row:
@@ -513,8 +513,7 @@ class Row:
         parts: dict[str, dict[str, Any]] = {"": {}, "counts": {}, "progress": {}}
         for key, field in FIELDS.items():
             if key in values and type(values[key]) in field.kinds:
-                part, _, name = field.path.rpartition(".")
-                parts[part][name] = values[key]
+                parts[field.part][key] = values[key]
             elif key in values and not lenient:
                 raise ValueError(f"slot {values['slot']}: {key} cannot be {values[key]!r}")
         parts["counts"].pop("success_rate", None)  # which follows from the others
@@ -532,10 +531,10 @@ def _declared() -> Iterator[Field]:
     of_parts |= get_type_hints(Progress)
     for name, hint in get_type_hints(Row, include_extras=True).items():
         if get_origin(hint) is ClassVar:
-            yield _of(name, of_parts[name], replace(getattr(Row, name), path="counts."))
+            yield _of(name, of_parts[name], replace(getattr(Row, name), part="counts"))
         elif name == "progress":
             for key, field in hint.__metadata__[0].items():
-                yield _of(key, of_parts[key], replace(field, path="progress."))
+                yield _of(key, of_parts[key], replace(field, part="progress"))
         elif name != "counts":
             kind = str if name == "state" else hint.__origin__
             yield _of(name, kind, hint.__metadata__[0])
@@ -546,12 +545,12 @@ def _of(key: str, kind: Any, field: Field) -> Field:  # noqa: ANN401 - a type or
     # JSON writes 70.0 as 70 as often as not.
     kinds |= {int} if float in kinds else set()
     metric = field.metric and replace(field.metric, name=f"orchestrator_{field.metric.name}")
-    return replace(field, key=key, path=f"{field.path}{key}", kinds=frozenset(kinds), metric=metric)
+    return replace(field, key=key, kinds=frozenset(kinds), metric=metric)
 
 
 #: By key, in the order of summary.json.
 FIELDS: Final[Mapping[str, Field]] = MappingProxyType({field.key: field for field in _declared()})
-_values_of = attrgetter(*(field.path for field in FIELDS.values()))
+_values_of = attrgetter(*(f"{field.part}.{key}".lstrip(".") for key, field in FIELDS.items()))
 
 
 def is_row_value(key: str, value: object) -> bool:

@@ -16,7 +16,7 @@ from orchestrator.record.model import FIELDS, Row, Snapshot, finite
 
 SCHEMA = 1
 
-_COUNTS = tuple(key for key, field in FIELDS.items() if field.path.startswith("counts."))
+_COUNTS = tuple(key for key, field in FIELDS.items() if field.part == "counts")
 _CHECKS = ("verify_checks", "verify_errors")
 
 

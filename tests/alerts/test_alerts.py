@@ -15,9 +15,8 @@ from orchestrator.record.archive import Follower
 from orchestrator.record.folders import Deliveries
 from orchestrator.record.model import Row, Snapshot
 from orchestrator.record.store import STORE_NAME, RunStore
-from orchestrator.view.alerts import catalogue
-from orchestrator.view.alerts.catalogue import ALERTS
-from orchestrator.view.alerts.judge import AlertWatch, badges, judge
+from orchestrator.view import alerts
+from orchestrator.view.alerts import ALERTS, AlertWatch, badges, judge
 from orchestrator.view.web.metrics import exposition
 from tests.alerts.traces import Trace, frame_at, traces, verdicts
 from tests.watch.scene import FACTS, event, make_row, make_snapshot
@@ -150,8 +149,8 @@ def test_the_reason_of_a_stopped_training_is_known(what: str, value: float) -> N
 
     reason = f"pc1/0: {NotFiniteError(what, value, 3)}; no snapshot"
     row = Row(slot="pc1/0", node="pc1", state=HeadState.QUARANTINED, reason=reason)
-    assert catalogue.is_not_finite(row)
-    assert not catalogue.is_not_finite(replace(row, reason="5 processes died"))
+    assert alerts.is_not_finite(row)
+    assert not alerts.is_not_finite(replace(row, reason="5 processes died"))
 
 
 def test_history_keeps_few_points() -> None:

@@ -16,8 +16,7 @@ from orchestrator.record.archive import Frame, Freshness, StoredRun
 from orchestrator.record.folders import Deliveries
 from orchestrator.record.model import Row
 from orchestrator.record.store import RunFacts, SlotRecord
-from orchestrator.view.alerts.catalogue import ALERTS, Firing
-from orchestrator.view.alerts.judge import AlertWatch, judge
+from orchestrator.view.alerts import ALERTS, AlertWatch, Firing, judge
 from workers.messages import StepCounts, WorkerState
 
 STEP_S: Final = 15

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from orchestrator.cli.app import app
 from orchestrator.record.store import STORE_NAME, RunStore
+from orchestrator.view import html_report
 from orchestrator.view.cells import UNICODE
-from orchestrator.view.report import page
-from orchestrator.view.report.comparison import difference
+from orchestrator.view.html_report import difference
 from tests.scene import orchestrator, wait_for
 from tests.watch.scene import FACTS, event, make_row, make_snapshot, record
 from tests.web.browser import browser, needs_chromium
@@ -79,10 +79,10 @@ def other(tmp_path: Path) -> Path:
 def test_the_page_has_the_last_picture_and_the_courses(
     folder: Path,
 ) -> None:
-    told = page.frozen(folder)
+    told = html_report.frozen(folder)
     assert [row["slot"] for row in told["table"]["rows"]] == ["pc1/0", "pc1/1"]
     heat = told["history"]["pc1/1"]["temperature_c"]
-    assert len(told["times"]) == len(heat["mean"]) == page.parts_for(1)
+    assert len(told["times"]) == len(heat["mean"]) == html_report.parts_for(1)
     assert [value for value in heat["mean"] if value is not None] == [
         50.0 + second for second in range(60)
     ]
@@ -99,7 +99,7 @@ def test_the_page_has_the_last_picture_and_the_courses(
 
 
 def test_two_runs_are_compared_in_per_cent(folder: Path, other: Path) -> None:
-    figures = page.frozen(folder, other)["summary"]["figures"]
+    figures = html_report.frozen(folder, other)["summary"]["figures"]
     rows = {row[0]: row[1:] for row in figures["rows"]}
     assert rows["TFLOP/s, mean of the sum"] == ["18.00", "7.50", ("+140.0 %", "good")]
     assert rows["out of memory"] == ["118", "59", ("+100.0 %", "bad")]
@@ -134,7 +134,7 @@ def test_a_difference_in_words(
 
 
 def test_courses_are_thinned_out_until_all_of_them_fit() -> None:
-    assert [page.parts_for(courses) for courses in (0, 10, 1_000, 6_000, 60_000)] == [
+    assert [html_report.parts_for(courses) for courses in (0, 10, 1_000, 6_000, 60_000)] == [
         300,
         300,
         133,
@@ -167,7 +167,7 @@ def test_the_file_is_written_whole_or_refused_in_a_sentence(folder: Path, tmp_pa
 @needs_chromium
 def test_a_browser_shows_it_without_a_request(folder: Path, other: Path, tmp_path: Path) -> None:
     path = tmp_path / "r.html"
-    page.write(path, page.html(page.frozen(folder, other), HOSTILE))
+    html_report.write(path, html_report.html(html_report.frozen(folder, other), HOSTILE))
 
     async def look() -> None:
         async with browser(tmp_path) as shown:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.view.alerts.catalogue import ALERTS, Firing, Subject
+from orchestrator.view.alerts import ALERTS, Firing, Subject
 from orchestrator.view.notify import digest
 from orchestrator.view.notify.digest import Digest, Message, News
 

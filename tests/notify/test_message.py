@@ -10,7 +10,7 @@ import pytest
 from orchestrator.record.archive import StoredRun
 from orchestrator.record.folders import Deliveries
 from orchestrator.record.model import Row
-from orchestrator.view.alerts.catalogue import ALERTS, Firing, Subject
+from orchestrator.view.alerts import ALERTS, Firing, Subject
 from orchestrator.view.notify.digest import Message, News
 from orchestrator.view.notify.message import MessageText, message_text
 from tests.watch.scene import FACTS, make_row, make_snapshot

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import Dataset
 
 from tests.scene import vm_data_bytes, wait_for
-from workers.training.batches import on_device
+from workers.training.batches import on_device, part_of, rows_of
 from workers.training.errors import TaskError
 from workers.training.loader import Loader, LoaderSettings
 
@@ -191,6 +191,22 @@ def test_waiting_is_what_the_trainer_spends_in_the_loader() -> None:
     time.sleep(loader.waited_s)
     assert loader.wait_share() < high
     loader.close()
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: list[torch.Tensor]
+
+
+def test_a_part_of_a_batch_has_its_form_and_no_copy() -> None:
+    batch = Pair(torch.arange(4), [torch.arange(8).view(4, 2)])
+    part = part_of({"pair": batch, "name": "n"}, 1, 2)
+    assert part["name"] == "n"
+    assert isinstance(part["pair"], Pair)
+    assert part["pair"].left.tolist() == [1, 2]
+    assert part["pair"].right[0].tolist() == [[2, 3], [4, 5]]
+    assert part["pair"].left.data_ptr() == batch.left[1:].data_ptr()
+    assert rows_of({"name": "n", "pair": batch}) == 4
 
 
 def test_a_part_of_a_batch_is_copied_whatever_its_shape() -> None:

@@ -10,8 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from orchestrator.view.report import page
-from orchestrator.view.report import page as page_file
+from orchestrator.view import html_report
 from tests.scene import ROOT
 from tests.watch.scene import make_row
 from tests.web.browser import Browser, browser, needs_chromium, until
@@ -141,7 +140,7 @@ def test_another_run_is_chosen_on_the_page(folder: Path, tmp_path: Path) -> None
     printed = older / "output" / "pc1"
     printed.mkdir(parents=True)
     (printed / "1.log").write_text(f"{HOSTILE}\nepoch 1\n", encoding="utf-8")
-    assert page.frozen(older)["slots"]["pc1/1"]["printed"] == f"{HOSTILE}\nepoch 1"
+    assert html_report.frozen(older)["slots"]["pc1/1"]["printed"] == f"{HOSTILE}\nepoch 1"
 
     async def scene() -> None:
         async with serving(folder) as server, browser(tmp_path) as page:
@@ -250,7 +249,9 @@ def test_a_hidden_page_is_sent_nothing(folder: Path, tmp_path: Path) -> None:
 
 def test_the_same_page_runs_from_one_file(folder: Path, tmp_path: Path) -> None:
     make_run(folder, slots=24).end("good", 0, None, [])
-    page_file.write(tmp_path / "run.html", page_file.html(page.frozen(folder), "one file"))
+    html_report.write(
+        tmp_path / "run.html", html_report.html(html_report.frozen(folder), "one file")
+    )
 
     async def scene() -> None:
         async with browser(tmp_path) as page:

@@ -12,7 +12,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -183,32 +182,17 @@ class StepProfile:
             with gzip.open(path, "rt", encoding="utf-8", errors="replace") as file:
                 shares = trace_shares(json.load(file)["traceEvents"])
         where: dict[str, Scalar] = {} if self._folder is None else {"trace": os.fspath(path)}
-        return {"steps": step - first, **({} if shares is None else asdict(shares)), **where}
+        return {"steps": step - first, **shares, **where}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceShares:
-    """Where the time of a trace went, in per cent of it; the first four add up to 100."""
+def trace_shares(events: Iterable[Mapping[str, Any]]) -> dict[str, Scalar]:
+    """Return where the time of the `traceEvents` of a Chrome trace went; empty: nothing took time.
 
-    duration_s: float
-    kernels_pct: float
-    copies_pct: float
-    """Copies that no kernel hides."""
-    synchronisations_pct: float
-    """The device has nothing to do, and the host still waits for it."""
-    idle_pct: float
-    host_waits_pct: float
-    """All of the time in which the host waits for the device, also while that computes."""
-    longest: str
-    """The kernels (on a CPU: operators) with the most time, each with its share of the trace."""
-
-
-def trace_shares(events: Iterable[Mapping[str, Any]]) -> TraceShares | None:
-    """Return the shares of the `traceEvents` of a Chrome trace; `None`: nothing in it took time.
-
-    Pure. Each moment of the trace counts once: as computing if a kernel runs, else as copying, else
-    as synchronising if the host is still waiting for the device, else as idle. On a CPU the
-    operators are the kernels, and copies are taken out of them.
+    Pure. Each moment counts once: as computing if a kernel runs, else as copying, else as
+    synchronising if the host is still waiting for the device, else as idle; these four add up to
+    100 %. `host_waits_pct` counts all waits, also while the device computes, and `longest` names
+    the kernels with the most time. On a CPU the operators are the kernels, and copies are taken out
+    of them.
     """
     spans: defaultdict[str, list[_Span]] = defaultdict(list)
     for event in events:
@@ -221,7 +205,7 @@ def trace_shares(events: Iterable[Mapping[str, Any]]) -> TraceShares | None:
         (span[0] for span in every), default=0.0
     )
     if window_us <= 0:
-        return None
+        return {}
     waits = [
         span
         for span in spans["calls"]
@@ -242,15 +226,15 @@ def trace_shares(events: Iterable[Mapping[str, Any]]) -> TraceShares | None:
     for begin, end, name, _ in kernels:
         sums[name[:_LONGEST_NAME]] += share * (end - begin)
     longest = sorted(sums, key=lambda name: -sums[name])[:_LONGEST]
-    return TraceShares(
-        duration_s=window_us / 1e6,
-        kernels_pct=share * kernels_us,
-        copies_pct=share * copies_us,
-        synchronisations_pct=share * waits_us,
-        idle_pct=max(0.0, 100 - share * (kernels_us + copies_us + waits_us)),
-        host_waits_pct=share * _covered_us(waits),
-        longest=", ".join(f"{name} {sums[name]:.0f} %" for name in longest),
-    )
+    return {
+        "duration_s": window_us / 1e6,
+        "kernels_pct": share * kernels_us,
+        "copies_pct": share * copies_us,
+        "synchronisations_pct": share * waits_us,
+        "idle_pct": max(0.0, 100 - share * (kernels_us + copies_us + waits_us)),
+        "host_waits_pct": share * _covered_us(waits),
+        "longest": ", ".join(f"{name} {sums[name]:.0f} %" for name in longest),
+    }
 
 
 def _covered_us(spans: Iterable[_Span]) -> float:

@@ -12,11 +12,7 @@ from typing import Annotated, Final, Literal, Self, TypeAlias
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16"]
-Attention: TypeAlias = Literal["auto", "flash", "efficient", "cudnn", "math"]
-Compile: TypeAlias = Literal["off", "block", "model"]
 CompileMode: TypeAlias = Literal["default", "reduce-overhead", "max-autotune"]
-TextUnit: TypeAlias = Literal["windows", "files", "lines"]
-Optimizer: TypeAlias = Literal["adamw-fused", "adamw-foreach", "adamw-loop", "adamw-8bit"]
 
 #: `preset` names one of these, or the user's own `package.module:name`.
 PRESETS: Final = (
@@ -72,7 +68,7 @@ class TrainSettings(BaseModel):
     preset: Annotated[str, AfterValidator(_valid_preset)] = "gpt-nano"
     data: Annotated[str, Field(min_length=1)] | None = None
     """A file or folder of text to train on; `None`: made data."""
-    documents: TextUnit = "windows"
+    documents: Literal["windows", "files", "lines"] = "windows"
     """What of that text is a sample: a window of `seq` bytes, or a document of up to `seq`."""
     steps: Annotated[int, Field(ge=1)] = 200
     """Optimiser steps after which the training is finished, unless `epochs` is set."""
@@ -104,7 +100,7 @@ class TrainSettings(BaseModel):
     """Learning rate of a block, as a share of that of the block after it."""
     r_drop: Annotated[float, Field(ge=0)] = 0.0
     """How much two passes with different dropout must agree."""
-    attention: Attention = "auto"
+    attention: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
     """The kernel of attention, where it can run."""
     channels_last: Literal["auto"] | bool = "auto"
     activations_on_host: bool = False
@@ -115,10 +111,10 @@ class TrainSettings(BaseModel):
     precision: Precision = "bf16"
     recompute: Literal["auto", "none", "all"] | Annotated[int, Field(ge=0)] = "auto"
     """How many blocks drop their activations and compute them again in the backward pass."""
-    compile: Annotated[Compile, BeforeValidator(_off)] = "off"
+    compile: Annotated[Literal["off", "block", "model"], BeforeValidator(_off)] = "off"
     """What torch.compile makes one graph of."""
     compile_mode: CompileMode = "default"
-    optimizer: Optimizer = "adamw-fused"
+    optimizer: Literal["adamw-fused", "adamw-foreach", "adamw-loop", "adamw-8bit"] = "adamw-fused"
     states_on_host: Literal["auto"] | Annotated[int, Field(ge=0, le=100)] = 0
     """Per cent of the optimiser's states in host memory; they come back for the update."""
     adapter: Literal["none", "lora", "dora"] = "none"

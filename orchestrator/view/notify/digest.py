@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from orchestrator.view.alerts.catalogue import Firing
+from orchestrator.view.alerts import Firing
 
 _Key: TypeAlias = tuple[str, str]
 

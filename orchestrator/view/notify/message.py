@@ -16,7 +16,7 @@ from orchestrator.config.schema import Severity
 from orchestrator.record.archive import StoredRun
 from orchestrator.record.folders import Deliveries
 from orchestrator.record.model import Row, Snapshot, natural_order, rows_by_card
-from orchestrator.view.alerts.catalogue import SEVEREST_FIRST, Firing
+from orchestrator.view.alerts import SEVEREST_FIRST, Firing
 from orchestrator.view.cells import UNICODE
 from orchestrator.view.notify.digest import Message, News
 from orchestrator.view.phrases import counted, tflops_words, time_words, totals

@@ -18,8 +18,15 @@ from orchestrator.config.schema import NotifyConfig, Severity
 from orchestrator.errors import ArchiveError, NothingStoredError, UsageError, one_line
 from orchestrator.record.archive import Follower, Frame, Freshness, head_of
 from orchestrator.record.folders import Deliveries, read_deliveries, write_deliveries
-from orchestrator.view.alerts.catalogue import ALERTS, SEVEREST_FIRST, WATCHER_DOWN, Firing, is_up
-from orchestrator.view.alerts.judge import AlertWatch, judge
+from orchestrator.view.alerts import (
+    ALERTS,
+    SEVEREST_FIRST,
+    WATCHER_DOWN,
+    AlertWatch,
+    Firing,
+    is_up,
+    judge,
+)
 from orchestrator.view.notify import digest, sender
 from orchestrator.view.notify.digest import USUAL_PACE, Message, Pace
 from orchestrator.view.notify.message import message_text

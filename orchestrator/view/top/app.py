@@ -28,7 +28,7 @@ from orchestrator.record.archive import Follower, Frame, StoredRun
 from orchestrator.record.folders import Listed, list_runs
 from orchestrator.record.model import Row, Snapshot, natural_order
 from orchestrator.record.query import WORST_FIRST, order_of, parse
-from orchestrator.view.alerts.judge import AlertWatch, Badge, badges, judge
+from orchestrator.view.alerts import AlertWatch, Badge, badges, judge
 from orchestrator.view.cells import Glyphs
 from orchestrator.view.table import header_lines, table_lines
 from orchestrator.view.top.pages import (

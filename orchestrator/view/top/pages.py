@@ -22,7 +22,7 @@ from orchestrator.record.folders import Listed
 from orchestrator.record.history import Buckets, Span
 from orchestrator.record.model import FIELDS, STATE_STYLES, Row, Snapshot, rows_by_card
 from orchestrator.record.output import last_lines
-from orchestrator.view.alerts.judge import Badge
+from orchestrator.view.alerts import Badge
 from orchestrator.view.cells import Glyphs, clock, flow
 from orchestrator.view.phrases import counted, event_words, time_of_day
 from orchestrator.view.table import columns_for

@@ -26,8 +26,8 @@ from prometheus_client.registry import Collector
 from orchestrator.record.archive import Frame
 from orchestrator.record.folders import Deliveries
 from orchestrator.record.model import FIELDS, Field, Row
-from orchestrator.view.alerts import catalogue
-from orchestrator.view.alerts.catalogue import Firing
+from orchestrator.view import alerts
+from orchestrator.view.alerts import Firing
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -87,11 +87,11 @@ def _of_run(frame: Frame, deliveries: Deliveries, commands: Commands) -> Iterato
     }
     yield InfoMetricFamily("orchestrator_build", "Versions of what shows the run.", value=build)
     yield InfoMetricFamily("orchestrator_run", "Which run it is.", value=about)
-    now = catalogue.outcome(frame)
-    outcomes = (((outcome,), float(outcome == now)) for outcome in catalogue.OUTCOMES)
+    now = alerts.outcome(frame)
+    outcomes = (((outcome,), float(outcome == now)) for outcome in alerts.OUTCOMES)
     yield _gauges("run_outcome", "1 for how the run stands.", ("outcome",), outcomes)
     for name, text, value in (
-        ("head_up", "1 while a head works on the run.", catalogue.is_up(frame)),
+        ("head_up", "1 while a head works on the run.", alerts.is_up(frame)),
         ("run_started_timestamp_seconds", "When the run began.", snapshot.started_at),
         ("run_updated_timestamp_seconds", "When the head told last.", run.updated_at_unix_s),
         ("run_elapsed_seconds", "Time that the run has worked.", snapshot.elapsed_s),
@@ -107,7 +107,7 @@ def _of_run(frame: Frame, deliveries: Deliveries, commands: Commands) -> Iterato
     ):
         values = () if value is None else (((), float(value)),)
         yield _gauges(name, text, (), values)
-    nodes = (((node,), float(up)) for node, up in catalogue.nodes_up(frame).items())
+    nodes = (((node,), float(up)) for node, up in alerts.nodes_up(frame).items())
     yield _gauges("node_up", "1 while a planned node is in the cluster.", ("node",), nodes)
     results = ((("taken",), deliveries.taken), (("failed",), deliveries.failed))
     yield _counters("notifications", "Notifications, for outcome address.", ("result",), results)
@@ -118,7 +118,7 @@ def _of_run(frame: Frame, deliveries: Deliveries, commands: Commands) -> Iterato
 def _of_slots(frame: Frame) -> Iterator[Metric]:
     # Counts stay true when the head has ended; what a slot is or holds does not.
     everything = [((row.node, row.slot), row) for row in frame.snapshot.rows]
-    now = [((row.node, row.slot), row) for row in catalogue.rows(frame)]
+    now = [((row.node, row.slot), row) for row in alerts.rows(frame)]
     # What a slot is not has no series: with zeros, these would be most of all series.
     states = (((*labels, row.state.value.lower()), 1.0) for labels, row in now)
     yield _gauges(
@@ -128,16 +128,16 @@ def _of_slots(frame: Frame) -> Iterator[Metric]:
         states,
     )
     for name, text, holds in (
-        ("slot_held", "1 while a person holds the slot, else absent.", catalogue.is_held),
+        ("slot_held", "1 while a person holds the slot, else absent.", alerts.is_held),
         (
             "slot_leaking",
             "1 while its process keeps memory for nothing, else absent.",
-            catalogue.is_leaking,
+            alerts.is_leaking,
         ),
         (
             "slot_loss_not_finite",
             "1 if a NaN or infinite loss has stopped its training, else absent.",
-            catalogue.is_not_finite,
+            alerts.is_not_finite,
         ),
     ):
         yield _gauges(name, text, _SLOT, ((labels, 1.0) for labels, row in now if holds(row)))
@@ -182,7 +182,7 @@ def _of_slots(frame: Frame) -> Iterator[Metric]:
 
 
 def _of_cards(frame: Frame) -> Iterator[Metric]:
-    cards = catalogue.cards(frame)
+    cards = alerts.cards(frame)
     names = (((card.node, card.uuid, card.name or ""), 1.0) for card in cards)
     yield _gauges("card_info", "Which card it is.", (*_CARD, "gpu_name"), names)
     ups = (((card.node, card.uuid), float(card.is_up)) for card in cards)

@@ -20,7 +20,7 @@ from orchestrator.record.history import SAMPLED_NUMBERS, Buckets, Span
 from orchestrator.record.model import FIELDS, STATE_STYLES, Row, finite, rows_by_card, trouble
 from orchestrator.record.query import Filter, Order, order_of, parse, select
 from orchestrator.record.summary import SCHEMA
-from orchestrator.view.alerts.judge import Badge
+from orchestrator.view.alerts import Badge
 from orchestrator.view.cells import UNICODE, clock
 from orchestrator.view.phrases import (
     counted,

@@ -32,8 +32,7 @@ from orchestrator.record.folders import find_run, list_runs, read_deliveries, ru
 from orchestrator.record.output import last_lines
 from orchestrator.record.query import Order, order_of, parse, select
 from orchestrator.record.summary import SCHEMA
-from orchestrator.view.alerts.catalogue import ALERTS, Firing
-from orchestrator.view.alerts.judge import AlertWatch, Badge, badges, judge
+from orchestrator.view.alerts import ALERTS, AlertWatch, Badge, Firing, badges, judge
 from orchestrator.view.web import guard, metrics, page_data
 from orchestrator.view.web.guard import (
     ROUTES,
