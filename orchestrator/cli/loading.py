@@ -54,7 +54,9 @@ def config_to_read(config: str, overrides: list[str] | None, run_dir: str | None
 def config_of_one_machine(
     config: str, overrides: list[str] | None, typed: Mapping[str, str | None], *, rehearse: bool
 ) -> Config:
-    """Return the configuration for a run on this machine alone, and say if it is the shipped one."""
+    """Return the configuration for a run on this machine alone, and say if it is
+    the shipped one.
+    """
     if _is_missing(config):
         what = (
             "both PCs of the reference pair are rehearsed" if rehearse else "its defaults are used"

@@ -128,7 +128,9 @@ def stop_runs(run_dir: str, *, wait_s: float = 0.0) -> Iterator[str]:
 
 
 def _runs_elsewhere() -> Iterator[str]:
-    """Yield a line for each run under way on this machine: the head of a run keeps its note open."""
+    """Yield a line for each run under way on this machine: the head of a run keeps
+    its note open.
+    """
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # another user's, or gone
             folders = {
@@ -221,7 +223,9 @@ def _await_end(processes: Iterable[psutil.Process], patience_s: float) -> None:
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Say whether it has ended, or is a zombie (in a container the parent often does not reap it)."""
+    """Say whether it has ended, or is a zombie (in a container the parent often
+    does not reap it).
+    """
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.Error:

@@ -36,7 +36,9 @@ _ALL_PCT = 100
 
 
 def cap_about_bytes(budget: NodeBudget) -> int:
-    """Return the cap of a worker, as far as it is known before one has measured its CUDA context."""
+    """Return the cap of a worker, as far as it is known before one has measured its
+    CUDA context.
+    """
     return max(0, budget.budget_bytes - (ASSUMED_CONTEXT_BYTES if budget.gpus else 0))
 
 

@@ -176,7 +176,9 @@ class _LocalNode:
         self._needed, self._started = [], {}
 
     def say(self, known: Node) -> None:
-        """Show the node's state: one line that changes in a terminal, else a line for each change."""
+        """Show the node's state: one line that changes in a terminal, else a line
+        for each change.
+        """
         head = self._command.head_address
         if known.phase is NodePhase.STARTING:
             text = "starting the head" if self._command.is_head else f"joining the head at {head}"

@@ -46,7 +46,9 @@ def card_total_gib(node: NodeConfig) -> float | None:
 
 
 def budget_bytes(node: NodeConfig) -> int:
-    """Return the bytes of one worker, rounded down so that a sum never exceeds what was asked for."""
+    """Return the bytes of one worker, rounded down so that a sum never exceeds what
+    was asked for.
+    """
     return int(node.vram_per_worker_gib * GIB)
 
 

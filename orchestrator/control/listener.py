@@ -1,8 +1,8 @@
 """The socket of a head: takes in lines, at most one of each connection, and gives each its answer.
 
 It is in the run folder, or, where its file system has no sockets, in the user's own folder under
-$XDG_RUNTIME_DIR. Nothing in it blocks or raises; the head calls it once a turn. Does not know what a
-line means (`wire.py`).
+$XDG_RUNTIME_DIR. Nothing in it blocks or raises; the head calls it once a turn. Does not know what
+a line means (`wire.py`).
 """
 
 from __future__ import annotations

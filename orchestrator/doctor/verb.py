@@ -127,7 +127,9 @@ def _config_problem(problem: Problem, path: str) -> Finding:
 
 
 def _address(config: Config | None) -> tuple[str | None, Finding]:
-    """Return where the cluster is, if there is one to be asked, and what to say if there is none."""
+    """Return where the cluster is, if there is one to be asked, and what to say if
+    there is none.
+    """
     only = "only this machine was looked at"
     try:
         address = head_address("auto" if config is None else config.cluster.address)

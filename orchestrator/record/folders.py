@@ -35,8 +35,10 @@ _SUMMARY_MOST_BYTES = 16 * 2**20
 
 #: Of a run in JSON.
 _KEYS = (
-    "run_id", "started_at_unix_s", "mode", "outcome", "exit_code", "elapsed_s", "duration_s", "remaining_s", "heads",
-    "workers", "steps_ok", "steps_lost_upper_bound", "success_rate", "oom_count", "restart_count", "incomplete",
+    "run_id", "started_at_unix_s", "mode", "outcome", "exit_code", "elapsed_s", "duration_s",
+    "remaining_s", "heads",
+    "workers", "steps_ok", "steps_lost_upper_bound", "success_rate", "oom_count",
+    "restart_count", "incomplete",
     "error",
 )  # fmt: skip
 _DEFAULT_RUNS_DIR = Path(RunConfig.model_fields["dir"].default)

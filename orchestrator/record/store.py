@@ -71,11 +71,14 @@ _SAMPLED_COLUMNS = ", ".join(
 CREATE = (
     "CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
     """CREATE TABLE IF NOT EXISTS runs (
-        run_id TEXT PRIMARY KEY, started_at_unix_s REAL NOT NULL, duration_s REAL NOT NULL, elapsed_s REAL NOT NULL,
-        min_success_rate REAL NOT NULL, mode TEXT NOT NULL, device TEXT, one_machine INTEGER NOT NULL,
+        run_id TEXT PRIMARY KEY, started_at_unix_s REAL NOT NULL, duration_s REAL NOT NULL,
+        elapsed_s REAL NOT NULL,
+        min_success_rate REAL NOT NULL, mode TEXT NOT NULL, device TEXT,
+        one_machine INTEGER NOT NULL,
         config_yaml TEXT NOT NULL, chaos TEXT, nodes_planned TEXT NOT NULL,
         head_pid INTEGER NOT NULL, head_started TEXT, host TEXT NOT NULL, heads INTEGER NOT NULL,
-        updated_at_unix_s REAL, nodes_seen TEXT NOT NULL DEFAULT '[]', notices TEXT NOT NULL DEFAULT '[]',
+        updated_at_unix_s REAL, nodes_seen TEXT NOT NULL DEFAULT '[]',
+        notices TEXT NOT NULL DEFAULT '[]',
         restart_count INTEGER NOT NULL DEFAULT 0, steps_lost_upper_bound INTEGER, incomplete INTEGER NOT NULL DEFAULT 0,
         outcome TEXT, exit_code INTEGER, error TEXT, faults TEXT NOT NULL DEFAULT '[]'
     )""",
@@ -89,15 +92,18 @@ CREATE = (
     ) WITHOUT ROWID""",
     # What every report changes, in few bytes.
     f"""CREATE TABLE IF NOT EXISTS progress (
-        slot TEXT PRIMARY KEY, next_sequence INTEGER NOT NULL, steps_at_risk INTEGER NOT NULL, heard_at_unix_s REAL,
+        slot TEXT PRIMARY KEY, next_sequence INTEGER NOT NULL, steps_at_risk INTEGER NOT NULL,
+        heard_at_unix_s REAL,
         {", ".join(COUNTERS)}
     ) WITHOUT ROWID""",
     """CREATE TABLE IF NOT EXISTS events (
-        id INTEGER PRIMARY KEY, at TEXT NOT NULL, event TEXT NOT NULL, slot TEXT, details TEXT NOT NULL
+        id INTEGER PRIMARY KEY, at TEXT NOT NULL, event TEXT NOT NULL, slot TEXT,
+        details TEXT NOT NULL
     )""",
     "CREATE INDEX IF NOT EXISTS events_of_slot ON events (slot, event, id)",
     """CREATE TABLE IF NOT EXISTS commands (
-        id TEXT PRIMARY KEY, at_unix_s REAL NOT NULL, do TEXT NOT NULL, slots TEXT NOT NULL, by TEXT NOT NULL,
+        id TEXT PRIMARY KEY, at_unix_s REAL NOT NULL, do TEXT NOT NULL, slots TEXT NOT NULL,
+        by TEXT NOT NULL,
         amount_bytes INTEGER, answer TEXT NOT NULL
     )""",
 )
@@ -107,11 +113,14 @@ FAULTS_KEPT = 10_000
 
 #: A new head has no elapsed time until it counts: the time of earlier heads is kept.
 _UPDATE_RUN = """UPDATE runs SET
-    elapsed_s = max(elapsed_s, :elapsed_s), updated_at_unix_s = :updated_at_unix_s, nodes_seen = :nodes_seen,
-    notices = :notices, restart_count = :restart_count, steps_lost_upper_bound = :steps_lost_upper_bound,
+    elapsed_s = max(elapsed_s, :elapsed_s), updated_at_unix_s = :updated_at_unix_s,
+    nodes_seen = :nodes_seen,
+    notices = :notices, restart_count = :restart_count,
+    steps_lost_upper_bound = :steps_lost_upper_bound,
     incomplete = max(incomplete, :incomplete)
 WHERE run_id = :run_id"""
-_END_RUN = """UPDATE runs SET outcome = :outcome, exit_code = :exit_code, error = :error, faults = :faults
+_END_RUN = """UPDATE runs SET outcome = :outcome, exit_code = :exit_code, error = :error,
+faults = :faults
 WHERE run_id = :run_id"""
 _SLOT_COLUMNS = ("slot", "node", "state", "reason", "incarnation", "resume", "row", "orders")
 _MARKS = ", ".join("?" * (4 + len(COUNTERS)))

@@ -165,7 +165,9 @@ def _counted(frame: Frame, failed: int) -> Iterator[tuple[tuple[str, str], float
 
 
 def _longer(course: _Course, value: float, now_s: float, window_s: float) -> _Course:
-    """Return a course with the value of now, if it is new, and without points that count no more."""
+    """Return a course with the value of now, if it is new, and without points that
+    count no more.
+    """
     if not course or value != course[-1][1]:
         # What grows at nearly the same time is one point. The first is what growth is counted from,
         # and stays.
@@ -590,7 +592,9 @@ class Badge:
 
     @property
     def words(self) -> str:
-        """What stands on it: what is wrong with the first subject, and how many others there are."""
+        """What stands on it: what is wrong with the first subject, and how many
+        others there are.
+        """
         return (
             self.text
             if len(self.subjects) == 1

@@ -1,5 +1,5 @@
-"""A run in one file: the page of `web` with frozen data, which needs no server and asks for nothing;
-beside another run, with the differences in per cent.
+"""A run in one file: the page of `web` with frozen data, which needs no server and asks for
+nothing; beside another run, with the differences in per cent.
 
 The file's policy lets run what was put into it, by its hash, and load nothing at all. The courses
 of values are thinned out until they fit: of few slots in 300 parts each, of a thousand in 16. The

@@ -80,7 +80,9 @@ class TableColumn:
 
 
 def _declared(rows: Iterable[Row]) -> list[tuple[Field, Column]]:
-    """Return the columns of these rows, and `reason`; those of a training stand behind the state."""
+    """Return the columns of these rows, and `reason`; those of a training stand
+    behind the state.
+    """
     is_training = any(row.progress.train_step is not None for row in rows)
     shown = [(field, field.column) for field in FIELDS.values() if field.column is not None]
     own = [pair for pair in shown if pair[0].part != "progress"]

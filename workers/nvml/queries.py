@@ -3,8 +3,8 @@ process.
 
 Covers how NVML is asked. No answer is `None`: no library, no card, or a platform that does not
 report it (WSL2 and WDDM give no memory per process). What takes no handle opens NVML and closes it
-again; that is for before a sampler exists, and for the head. Does not sample over time (`sensors.py`
-does), and never sets anything.
+again; that is for before a sampler exists, and for the head. Does not sample over time
+(`sensors.py` does), and never sets anything.
 """
 
 from __future__ import annotations

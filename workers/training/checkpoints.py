@@ -337,7 +337,9 @@ def pause_s(save_every_s: float, cost_s: float, *, failed: bool) -> float:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether there is a file. One that cannot be looked at is to be told, and not taken for none."""
+    """Whether there is a file. One that cannot be looked at is to be told, and not
+    taken for none.
+    """
     try:
         path.stat()
     except OSError as failure:

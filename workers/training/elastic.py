@@ -117,7 +117,9 @@ class ElasticStep:
         return done[0]
 
     def recovered(self) -> None:
-        """Say that model and optimiser were loaded from a checkpoint after an interrupted update."""
+        """Say that model and optimiser were loaded from a checkpoint after an
+        interrupted update.
+        """
         self._update.cut = False
 
     def _advance(

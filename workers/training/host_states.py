@@ -134,7 +134,8 @@ class HostStates:
             parameter.grad = None
         for part in parts_of(self._optimizer, self._hosted):
             self._step(part, gradients)
-        # The copies to pinned memory must have ended before the host reads them, as for a checkpoint.
+        # The copies to pinned memory must have ended before the host reads them, as for a
+        # checkpoint.
         wait_asleep(self._device)
 
     def _step(

@@ -448,7 +448,9 @@ def _reason(failure: BaseException) -> str:
 
 
 def _in_loader_process(_: int) -> None:
-    """Lift the cap of the training process, which its children inherit: their memory is the host's."""
+    """Lift the cap of the training process, which its children inherit: their
+    memory is the host's.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 

@@ -345,7 +345,9 @@ class Compiling:
             setattr(unit, "forward", partial(self._forward, place))  # noqa: B010 - mypy has methods constant
 
     def news(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the events since the last call: `compiled` and `not_compiled`, with their figures."""
+        """Return the events since the last call: `compiled` and `not_compiled`,
+        with their figures.
+        """
         news, self._news = self._news, []
         return news
 

@@ -24,7 +24,9 @@ _MOST_COMPILED: Final = 6
 
 
 def next_part(remaining: int, limit: int) -> int:
-    """Return the size of the next part: the largest of as few and as equal parts as `limit` allows."""
+    """Return the size of the next part: the largest of as few and as equal parts as
+    `limit` allows.
+    """
     return -(-remaining // -(-remaining // limit))
 
 

@@ -31,8 +31,8 @@ _COMPILING_S: Final[dict[CompileMode, float]] = {
     "max-autotune": 1800.0,
 }
 
-#: Keys that do not change what is trained: a training may go on from a checkpoint that was made with
-#: other values. `documents` does; it is in the fingerprint of the text, and so not in that of
+#: Keys that do not change what is trained: a training may go on from a checkpoint that was made
+#: with other values. `documents` does; it is in the fingerprint of the text, and so not in that of
 #: trainings without one.
 _FREE: Final = {
     "documents", "steps", "epochs", "micro", "recompute", "states_on_host", "compile",

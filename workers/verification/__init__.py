@@ -1,1 +1,3 @@
-"""Whether what a device computed is right: Freivalds' test, bitwise repeat, and when to do either."""
+"""Whether what a device computed is right: Freivalds' test, bitwise repeat, and
+when to do either.
+"""

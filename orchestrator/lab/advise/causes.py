@@ -181,7 +181,9 @@ def _got(slot: SlotHistory) -> float | None:
 
 
 def _works(slot: SlotHistory) -> float | None:
-    """Return the share of the time in which it kept the device at work, without the wait for data."""
+    """Return the share of the time in which it kept the device at work, without the
+    wait for data.
+    """
     got = _got(slot)
     return None if got is None else max(0.0, got - _reported(slot) * (slot.data_wait or 0.0))
 

@@ -39,9 +39,12 @@ EXIT_INTERRUPTED = 130
 
 #: Of a worker, in their order; the verdicts on each check follow.
 _WORKER_KEYS = (
-    "slot", "node", "dtype_asked", "dtype", "gpu_name", "device", "verdict", "cap_bytes", "vram_held_pct", "steps_ok",
-    "steps_oom", "steps_error", "emergency_count", "emergency_pct", "restarts", "verify_checks", "verify_errors",
-    "temperature_max_c", "hot_longest_s", "hot_pct", "slowed_pct", "throttle_max_pct", "tflops_mean", "tflops_cv_pct",
+    "slot", "node", "dtype_asked", "dtype", "gpu_name", "device", "verdict", "cap_bytes",
+    "vram_held_pct", "steps_ok",
+    "steps_oom", "steps_error", "emergency_count", "emergency_pct", "restarts", "verify_checks",
+    "verify_errors",
+    "temperature_max_c", "hot_longest_s", "hot_pct", "slowed_pct", "throttle_max_pct",
+    "tflops_mean", "tflops_cv_pct",
     "tflops_drop_pct",
 )  # fmt: skip
 

@@ -59,7 +59,9 @@ class SweptSetting(StrEnum):
 
     @property
     def step_most(self) -> int:
-        """The largest step: the card must not jump over the place where results begin to be wrong."""
+        """The largest step: the card must not jump over the place where results
+        begin to be wrong.
+        """
         return 50 if self is SweptSetting.POWER else 100
 
 
@@ -130,7 +132,9 @@ def parse_sweep(text: str) -> Sweep:
 
 
 def points_of(value: int, taken: Sequence[JudgedRun]) -> tuple[SweepPoint, ...]:
-    """Return what each card did at a value: checked in the first of its runs, measured in the last."""
+    """Return what each card did at a value: checked in the first of its runs,
+    measured in the last.
+    """
     cards: dict[tuple[str, str | None], list[list[JudgedWorker]]] = {}
     for index, one in enumerate(taken):
         for worker in one.workers:

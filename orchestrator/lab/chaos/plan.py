@@ -1,4 +1,6 @@
-"""What `run --chaos` asks for: the grammar of the option, and what a cluster must be for it. Pure."""
+"""What `run --chaos` asks for: the grammar of the option, and what a cluster must
+be for it. Pure.
+"""
 
 from __future__ import annotations
 

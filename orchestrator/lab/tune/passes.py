@@ -1,5 +1,5 @@
-"""The three passes of one tuning: each lever alone, those that help together, and each of these left
-out.
+"""The three passes of one tuning: each lever alone, those that help together, and each of these
+left out.
 
 The third pass finds levers that help alone and harm together. Arms run in `measuring.py`.
 """

@@ -495,7 +495,9 @@ class Top(App[None]):
     # Commands to the run.
 
     def action_command(self, do: str) -> None:
-        """Ask whether a command shall be sent to the marked slots, or to the one under the cursor."""
+        """Ask whether a command shall be sent to the marked slots, or to the one
+        under the cursor.
+        """
         slots = self._view.marked or ({self._view.slot} if self._view.slot is not None else set())
         self._said = refusal(
             can_send=self._send is not None,

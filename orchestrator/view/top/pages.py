@@ -1,5 +1,5 @@
-"""The lines of each page of `top`: one slot, cards, alerts, nodes, runs, columns, and the lines at the
-bottom.
+"""The lines of each page of `top`: one slot, cards, alerts, nodes, runs, columns, and the lines at
+the bottom.
 """
 
 from __future__ import annotations
@@ -120,7 +120,9 @@ def slots_words(slots: tuple[str, ...]) -> str:
 
 
 def card_lines(rows: Iterable[Row], width: int, glyphs: Glyphs) -> list[Text]:
-    """Return a line for each card, or more where it has no room, in the order of their first slots."""
+    """Return a line for each card, or more where it has no room, in the order of
+    their first slots.
+    """
     lines = []
     for (node, _), of_card in rows_by_card(rows).items():
         said = Text(glyphs.clean(f"{node}  {of_card[0].gpu_name or 'unknown'}"), "bold")

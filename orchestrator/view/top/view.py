@@ -1,5 +1,5 @@
-"""What a person looks at: filter, order, columns, cursor and marks, how they follow frames and keys,
-and which command waits for a yes. Pure.
+"""What a person looks at: filter, order, columns, cursor and marks, how they follow frames and
+keys, and which command waits for a yes. Pure.
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ class Access:
     """Of one server."""
 
     hosts: frozenset[str]
-    """Names under which it may be request, in lower case, without a port: behind a tunnel the port is
-    another one.
+    """Names under which it may be request, in lower case, without a port: behind a tunnel the port
+    is another one.
     """
     port: int
     read_token: str

@@ -40,7 +40,8 @@ Json: TypeAlias = dict[str, Any]
 #: Styles of the terminal -> classes of the page's style sheet. Colour only repeats what the words
 #: say.
 TONES: Final[Mapping[str, str]] = {
-    "bold red": "bad", "red": "bad", "magenta": "odd", "bold yellow": "warn", "yellow": "warn", "cyan": "info",
+    "bold red": "bad", "red": "bad", "magenta": "odd", "bold yellow": "warn", "yellow": "warn",
+    "cyan": "info",
     "green": "good", "bold green": "good", "dim": "dim",
 }  # fmt: skip
 

@@ -1,5 +1,5 @@
-"""The HTTP server of one run: what each path answers and streams, and the headers that keep a browser
-from doing more.
+"""The HTTP server of one run: what each path answers and streams, and the headers that keep a
+browser from doing more.
 
 Every request passes `guard.py` first. The run folder is read in threads; the head knows nothing of
 it. Does not say what the page shows (`page_data.py`), nor how addresses, tokens and certificates
@@ -60,7 +60,8 @@ _EVENTS_MOST = 100
 _KINDS: Final = {
     "index.html": "text/html", "app.js": "text/javascript", "charts.js": "text/javascript",
     "source.js": "text/javascript",
-    "uplot.js": "text/javascript", "app.css": "text/css", "uplot.css": "text/css", "icon.svg": "image/svg+xml",
+    "uplot.js": "text/javascript", "app.css": "text/css", "uplot.css": "text/css",
+    "icon.svg": "image/svg+xml",
 }  # fmt: skip
 _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "

@@ -288,8 +288,8 @@ _NO_BYTES: Final = 2**64 - 1
 
 
 def prepare(script_path: Path, folder: Path, *, elapsed_s: float = 0.0) -> FakeSensors:
-    """Make the fake sensors of a script ready; what comes back is for `workers.nvml.fake.load`, in any
-    process of this machine.
+    """Make the fake sensors of a script ready; what comes back is for `workers.nvml.fake.load`, in
+    any process of this machine.
 
     Args:
         script_path: What a person wrote.
