@@ -86,6 +86,7 @@ def load_engine(spec: WorkerSpec) -> Engine:
         )
         # A node that has just come back starts its workers and its daemon at the same time.
         mps.await_daemon(spec.mps_pipe_directory, _DAEMON_S)
-    from workers.engine.engine import Engine  # noqa: PLC0415 - torch belongs in the worker, never in the head
+    # Torch belongs in the worker, never in the head.
+    from workers.engine.engine import Engine  # noqa: PLC0415
 
     return Engine(spec)

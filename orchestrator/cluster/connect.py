@@ -97,7 +97,8 @@ def head_address(address: str) -> str:
         return address
     if named := os.environ.get("RAY_ADDRESS"):
         return named.removeprefix("ray://")
-    folder = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray"  # noqa: S108 - Ray's own choice of place
+    # Ray's own choice of place.
+    folder = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray"  # noqa: S108
     try:
         found = (folder / _ADDRESS_FILE).read_text(encoding="utf-8").strip()
     except OSError:

@@ -82,7 +82,8 @@ class InProcessFleet:
         try:
             if slot not in self._run_slice:
                 self._run_slice[slot] = load_engine(self._specs[slot]).run_slice
-        except Exception as error:  # noqa: BLE001 - torch raises many types where it cannot be loaded
+        # Torch raises many types where it cannot be loaded.
+        except Exception as error:  # noqa: BLE001
             text = f"{type(error).__name__}: {error}"
             return (SliceFailed.of(slot, directive, SliceFailure.UNBUILDABLE, text),)
         report = self._run_slice[slot](directive)

@@ -63,7 +63,8 @@ def rehearsed(plans: Sequence[RayletPlan]) -> Iterator[Fleet]:
     if prctl is not None:
         prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     usual = tempfile.gettempdir()
-    short = usual if len(usual) <= _LONGEST_FOLDER else "/tmp"  # noqa: S108 - mkdtemp makes it private
+    # `mkdtemp` makes it private.
+    short = usual if len(usual) <= _LONGEST_FOLDER else "/tmp"  # noqa: S108
     folder = Path(tempfile.mkdtemp(prefix="orch-", dir=short))
     saved = {name: os.environ.get(name) for name in (*_ENVIRONMENT, *_ALSO_SET)}
     # Cleans up if this process is killed; out of reach of the terminal's Ctrl-C.

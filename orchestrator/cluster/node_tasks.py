@@ -5,8 +5,8 @@ too.
 - `with_agents` holds an agent process on each node that needs one, for the length of a run. The
   process is detached and connected to its actor by a pipe, so that it undoes everything when any of
   these ends: the run, the head, the actor, Ray.
-- `ProcessWatch` asks what the processes of silent slots do, and waits for nothing. Under MPS it also
-  tells the daemon of its node which client is going to be killed.
+- `ProcessWatch` asks what the processes of silent slots do, and waits for nothing. Under MPS it
+  also tells the daemon of its node which client is going to be killed.
 
 Needs a connection (`connect.py`) and judges nothing: `orchestrator.doctor`, `run/node_setup.py` and
 `core/silence.py` do.
@@ -56,7 +56,8 @@ def survey(answer_s: float = _ANSWER_S) -> tuple[NodeAnswer, ...]:
 
     They have `answer_s` together.
     """
-    live = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]  # no types here
+    # No types here.
+    live = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     doors = {
         node["NodeID"]: f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in live
     }
@@ -116,7 +117,8 @@ def _clock_offset(where: NodeAffinitySchedulingStrategy) -> tuple[float, float]:
     return min(looks, key=lambda look: look[1])
 
 
-def _on(where: NodeAffinitySchedulingStrategy, function: Any) -> Any:  # noqa: ANN401 - Ray's types have no names
+# Ray's types have no names.
+def _on(where: NodeAffinitySchedulingStrategy, function: Any) -> Any:  # noqa: ANN401
     return ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=where)
 
 
@@ -216,9 +218,11 @@ def _await(requests: list[Any], interrupted: Callable[[], bool]) -> None:
             raise KeyboardInterrupt
 
 
-def _outcome(orders: AgentOrders, ref: Any) -> AgentOutcome:  # noqa: ANN401 - Ray's reference type has no name
+# Ray's reference type has no name.
+def _outcome(orders: AgentOrders, ref: Any) -> AgentOutcome:  # noqa: ANN401
     try:
-        return ray.get(ref, timeout=0)  # type: ignore[no-any-return]  # what `NodeAgentActor.outcome` returns
+        # What `NodeAgentActor.outcome` returns.
+        return ray.get(ref, timeout=0)  # type: ignore[no-any-return]
     except GetTimeoutError:
         return orders.failed(
             f"nothing came back in {_OUTCOME_S:.0f} s; see what holds it: {status_command()}"
@@ -227,10 +231,12 @@ def _outcome(orders: AgentOrders, ref: Any) -> AgentOutcome:  # noqa: ANN401 - R
         return orders.failed(in_a_line(error))
 
 
-def _sentences(node: str, ref: Any | None) -> tuple[str, ...]:  # noqa: ANN401 - Ray's reference type has no name
+# Ray's reference type has no name.
+def _sentences(node: str, ref: Any | None) -> tuple[str, ...]:  # noqa: ANN401
     with contextlib.suppress(RayError):
         if ref is not None:
-            return ray.get(ref, timeout=0)  # type: ignore[no-any-return]  # what `NodeAgentActor.end` returns
+            # What `NodeAgentActor.end` returns.
+            return ray.get(ref, timeout=0)  # type: ignore[no-any-return]
     # Its agent learns it by the pipe.
     return (f"{node}: cannot be asked what was put back; its agent process does that by itself",)
 

@@ -127,7 +127,8 @@ class RayFleet:
             return self._last_nodes  # Ray would not return before the head answers
         self._head_away_since_s = None
         try:
-            live = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]  # no types here
+            # No types here.
+            live = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         except Exception:  # noqa: BLE001 - Ray raises many types when its store restarts
             return self._last_nodes
         doors = {
@@ -287,7 +288,8 @@ class RayFleet:
             )
         return self._raylets
 
-    def _ended(self, ref: Any, flight: _Flight) -> SliceEnded:  # noqa: ANN401 - Ray's reference type has no name
+    # Ray's reference type has no name.
+    def _ended(self, ref: Any, flight: _Flight) -> SliceEnded:  # noqa: ANN401
         try:
             report: Report = ray.get(ref)
         except RayError as error:
@@ -307,7 +309,8 @@ def _cause_of_death(pid: int, address: str) -> DeathCause | None:
     needs a running dashboard.
     """
     try:
-        from ray._private.state import state  # noqa: PLC0415 - private: its absence must not break the fleet
+        # Private: its absence must not break the fleet.
+        from ray._private.state import state  # noqa: PLC0415
         from ray.core.generated import gcs_pb2  # noqa: PLC0415 - as above
 
         table = state._connect_and_get_accessor().get_worker_table()

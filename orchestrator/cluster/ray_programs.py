@@ -33,7 +33,7 @@ _AGENT_PATIENCE = ("RAY_agent_register_timeout_ms", "180000")
 
 
 def start_ray(program: str, *arguments: str) -> None:
-    """Run the program `ray`, with a raylet that does not wait for its agents; it ends this process."""
+    """Run the program `ray`, with a raylet that waits for no agents; it ends this process."""
     os.environ.setdefault(*_AGENT_PATIENCE)
     from ray._private.node import Node  # noqa: PLC0415 - ray reads its settings when it is imported
 
@@ -49,7 +49,11 @@ def _with_known_ports(start_raylet: Any) -> Any:  # noqa: ANN401 - Ray's own
 
     @functools.wraps(start_raylet)
     def start(node: Any, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - as above
-        from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, persist_port  # type: ignore[attr-defined]  # noqa: PLC0415 - its stubs are not complete
+        # Its stubs are not complete.
+        from ray._raylet import (  # type: ignore[attr-defined]  # noqa: PLC0415
+            DASHBOARD_AGENT_LISTEN_PORT_NAME,
+            persist_port,
+        )
 
         params = node._ray_params
         names = (
@@ -96,7 +100,9 @@ def is_member(address: str, node_id: str) -> int:
     """Ask the head at `host:port` whether it counts a node in, and return the exit code."""
     signal.alarm(_PATIENCE_S)  # its default action ends the process
     from ray import NodeID  # noqa: PLC0415 - the patience includes the import
-    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # noqa: PLC0415 - the module has no types
+
+    # The module has no types.
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # noqa: PLC0415
 
     client = GcsClient(address=address)
     (answer,) = client.check_alive([NodeID.from_hex(node_id)], timeout=10)

@@ -47,12 +47,14 @@ class RayletPlan:
     gpus: int
 
 
-def private_node_class() -> Any:  # noqa: ANN401 - Ray's own, which reads its settings when it is imported
+# Ray's own, which reads its settings when it is imported.
+def private_node_class() -> Any:  # noqa: ANN401
     """Return Ray's own `Node`, without the processes that a run does not use."""
     from ray import _raylet  # noqa: PLC0415 - imports ray
     from ray._private import services  # noqa: PLC0415
     from ray._private.node import Node  # noqa: PLC0415
 
+    persist_port: Any = _raylet.persist_port  # type: ignore[attr-defined]
     ports = [
         getattr(_raylet, name)
         for name in (
@@ -72,10 +74,10 @@ def private_node_class() -> Any:  # noqa: ANN401 - Ray's own, which reads its se
             serve nothing.
             """
             for port in ports:
-                _raylet.persist_port(self._session_dir, self.node_id, port, _NO_PORT)  # type: ignore[attr-defined]
+                persist_port(self._session_dir, self.node_id, port, _NO_PORT)
             start = services.start_ray_process
 
-            def start_idle(command: list[str], *rest: Any, **named: Any) -> object:  # noqa: ANN401 - as above
+            def start_idle(command: list[str], *rest: Any, **named: Any) -> object:  # noqa: ANN401
                 idle = [
                     f"{name}={_IDLE}" if (name := word.partition("=")[0]) in _AGENTS else word
                     for word in command
@@ -122,7 +124,8 @@ class Raylets:
         `NoClusterError` where Ray cannot.
         """
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-        from ray._private.parameter import RayParams  # noqa: PLC0415 - ray reads its settings when it is imported
+        # Ray reads its settings when it is imported.
+        from ray._private.parameter import RayParams  # noqa: PLC0415
 
         plan, is_head = self._plans[name], not self._nodes
         params = RayParams(

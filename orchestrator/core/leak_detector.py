@@ -32,8 +32,8 @@ class LeakWatch:
     """What is known of one process's memory since its work last changed."""
 
     work: tuple[int | None, ...] | None = None
-    """Incarnation, size, batch and claim; of a training also its level, and whether a checkpoint was
-    saved.
+    """Incarnation, size, batch and claim; of a training also its level, and whether a checkpoint
+    was saved.
     """
     first_step: int | None = None
     """The optimiser step that the process told first; `None` where nothing is trained."""

@@ -417,7 +417,7 @@ def recent(deaths_at_s: tuple[float, ...], moment: Moment) -> tuple[float, ...]:
 
 
 def without_progress(slot: Slot) -> tuple[float, ...]:
-    """Return the slot's recent deaths (monotonic seconds) after which it has not got any further."""
+    """Return the slot's recent deaths (monotonic seconds) after which it got no further."""
     since_s = slot.progressed_at_s
     return (
         slot.deaths_at_s

@@ -91,7 +91,7 @@ def events_of(
     of the run.
 
     Raises:
-        CommandRefusedError: One of the slots cannot be treated so; nothing happens to the others either.
+        CommandRefusedError: One of the slots cannot be treated so; then nothing happens to any.
     """
     if is_ending:
         raise CommandRefusedError("the run is ending: nothing can be changed any more")

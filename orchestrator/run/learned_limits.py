@@ -32,7 +32,7 @@ class LearnedLimits:
         self._earlier: tuple[StoredLimit, ...] = ()
 
     def add_learned(self, plans: Sequence[SlotPlan], now_unix_s: float) -> tuple[SlotPlan, ...]:
-        """Return the slots with workers that know what earlier runs have learned of their workload."""
+        """Return the slots with workers that know what earlier runs learned of their workload."""
         store = self._store
         if store is None:
             return tuple(plans)

@@ -155,7 +155,8 @@ def _orders(stored: Mapping[str, Any]) -> Orders:
     )
 
 
-def _counter(stored: Mapping[str, int | float], name: str, new: Any) -> Any:  # noqa: ANN401 - int or float, as `new` is
+# Int or float, as `new` is.
+def _counter(stored: Mapping[str, int | float], name: str, new: Any) -> Any:  # noqa: ANN401
     """Return a stored counter.
 
     `new` for one that another version did not know, and for one that is no number.

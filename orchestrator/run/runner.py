@@ -397,7 +397,8 @@ class _Record:
     def fail(self, error: BaseException) -> None:
         """Write the summary of a run that did not; the caller reports the error."""
         if self._ended or not self._begun:
-            return  # it went wrong after the summary was written, or before there was anything to record
+            # It went wrong after the summary was written, or before there was anything to record.
+            return
         text = str(error) or repr(error)
         outcome, code = "failed", error.exit_code if isinstance(error, OrchestratorError) else 1
         if isinstance(error, KeyboardInterrupt):

@@ -1,8 +1,8 @@
 """The user's terminal, and the programs that show a run beside it.
 
 Ctrl-C is a question that the run asks. Ray writes multi-line warnings straight to file descriptors
-1 and 2 of the driver, whatever its logging settings: while a run lasts, both lead to a log file, and
-what the product itself shows goes to copies of the real ones.
+1 and 2 of the driver, whatever its logging settings: while a run lasts, both lead to a log file,
+and what the product itself shows goes to copies of the real ones.
 
 What watches a run from outside are verbs of this program in processes of their own, which outlive
 the head. The run ends none: each ends by itself after the run. If one fails, the run goes on. Only

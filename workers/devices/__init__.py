@@ -18,7 +18,8 @@ def open_device(spec: WorkerSpec) -> Device:
 
         return CudaDevice(spec)
     if spec.device == "cpu":
-        from workers.devices.cpu import CpuDevice  # noqa: PLC0415 - needs Linux; a CUDA worker does not
+        # Needs Linux; a CUDA worker does not.
+        from workers.devices.cpu import CpuDevice  # noqa: PLC0415
 
         return CpuDevice(spec)
     raise IncompatibleError(f"{spec.slot}: unknown device {spec.device!r}; valid: cuda, cpu")

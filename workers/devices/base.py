@@ -1,8 +1,8 @@
 """What the engine asks of a device: a cap it enforces, memory it measures, and a product that
 always fits; and what all devices use for that.
 
-Loads torch. The lock of a device is a file of this user on this machine; it keeps out no other users
-or programs.
+Loads torch. The lock of a device is a file of this user on this machine; it keeps out no other
+users or programs.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Device(Protocol):
         """
 
     def step_peak_bytes(self) -> int:
-        """Most that the last `timed` call needed: in tensors, and on a card in gaps between them."""
+        """Most that the last `timed` call needed: in tensors, on a card in gaps between too."""
 
     def rebase(self) -> int:
         """Measure again what the process holds besides tensors; return the bytes that the cap lost

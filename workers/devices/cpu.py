@@ -287,7 +287,8 @@ class CpuDevice:
             allocated_bytes=held,
             reserved_bytes=held,
             peak_bytes=peak,
-            alloc_retries=0,  # the CPU allocator asks the kernel once; it has no pool to flush and try again
+            # The CPU allocator asks the kernel once; it has no pool to flush and try again.
+            alloc_retries=0,
         )
 
     def release(self) -> None:

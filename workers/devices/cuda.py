@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -252,8 +252,8 @@ class CudaDevice:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         self._reserved_before_bytes = torch.cuda.memory_reserved(self.torch_device)
         # Blocking events: a waiting worker must not spin, or seven of them take seven cores.
-        started = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]  # no types here
-        ended = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        event: Any = torch.cuda.Event  # no types here
+        started, ended = (event(enable_timing=True, blocking=True) for _ in range(2))
         started.record()
         result = work()
         ended.record()

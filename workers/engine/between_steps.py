@@ -120,7 +120,7 @@ class DutyCycle:
         self._owed_s = 0.0
 
     def worked(self, busy_s: float, thermal_duty: float) -> None:
-        """Owe sleep for work: busy_s x (1/d - 1), where d is `thermal_duty` of the slot's own duty."""
+        """Owe sleep for work: busy_s x (1/d - 1); d is `thermal_duty` of the slot's own duty."""
         duty = self._duty * thermal_duty
         if 0.0 < duty < 1.0:
             self._owed_s += busy_s * (1.0 / duty - 1.0)

@@ -60,7 +60,8 @@ class Engine:
         verdict = Verdict.OK
         try:
             if self._corrupted is not None:
-                raise ContextCorruptedError(self._corrupted)  # noqa: TRY301 - a slice queued behind the one that found out
+                # A slice queued behind the one that found out.
+                raise ContextCorruptedError(self._corrupted)  # noqa: TRY301
             if self._session is None:
                 self._session = open_session(self._spec, stats)
             self._session.begin_slice(stats)
@@ -78,7 +79,8 @@ class Engine:
             stats.settle(WorkerState.STOPPED, str(error))
         except ContextCorruptedError as error:
             verdict = self._give_up(stats, str(error))
-        except BaseException as error:  # noqa: BLE001 - a user's release, resize or needed_bytes may raise anything too
+        # A user's release, resize or needed_bytes may raise anything too.
+        except BaseException as error:  # noqa: BLE001
             failure = oom.failure_of_workload(error)
             stats.raised(oom.traceback_text(error))
             if failure.kind is FailureKind.CONTEXT_CORRUPTED:
@@ -232,7 +234,8 @@ def _step(session: Session, stats: SliceStats, run: Run) -> Decision | None:
     if stats.remaining_s > 0:
         return decision
     if isinstance(decision, Release):
-        session.device.release()  # the next slice asks again, and the policy counts this one as done
+        # The next slice asks again, and the policy counts this one as done.
+        session.device.release()
     return None
 
 

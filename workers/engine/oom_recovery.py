@@ -218,7 +218,9 @@ def ramp_up(device: Device, settings: MemorySettings, lease_bytes: int | None = 
             continue
         claim_bytes = max(claim_bytes, obtained_bytes)
         if failures or share >= 1.0:
-            break  # all of it was obtained, or a refusal has found the limit; the largest block below it is the claim
+            # All of it was obtained, or a refusal has found the limit; the largest block below it
+            # is the claim.
+            break
         share = share + settings.first_fraction
         wanted_bytes = int(min(1.0, share) * target_bytes)
     return Ramp(claim_bytes=claim_bytes, target_bytes=target_bytes, failures=failures)

@@ -1,5 +1,5 @@
-"""What one worker process holds for its slot, from the first directive on, and how it is opened: the
-device under its cap, the workload, and the policy for both.
+"""What one worker process holds for its slot, from the first directive on, and how it is opened:
+the device under its cap, the workload, and the policy for both.
 
 Only this file changes a `Session`: others call the methods. Does not run steps (`engine.py`) or
 recover from failures (`oom_recovery.py`).
@@ -360,7 +360,7 @@ class Session:
             self.workload.resize(claim_bytes)
 
     def measure_allowed(self) -> int:
-        """Measure how many bytes a step may hold in all: min(cap, lease, held + free - leave_free)."""
+        """Measure what a step may hold in all: min(cap, lease, held + free - leave_free)."""
         self.measured_at_s = time.monotonic()
         allowed_bytes = self.device.allowed_bytes(self.spec.memory.leave_free_bytes)
         self.allowed_bytes = (
@@ -517,7 +517,8 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
         rungs = workload.rungs(spec.workload.batch)
     except (IncompatibleError, ContextCorruptedError):
         raise
-    except BaseException as error:  # noqa: BLE001 - any failure of a driver or a user's constructor becomes a sentence
+    # Any failure of a driver or a user's constructor becomes a sentence.
+    except BaseException as error:  # noqa: BLE001
         failure = oom.failure_of_workload(error)
         text = f"{type(error).__name__}: {failure.text}, at {oom.place(error)}"
     if failure is not None:

@@ -87,7 +87,7 @@ _PIECE_BYTES: Final = 8 * MIB
 
 
 class CheckpointPieces:
-    """Sends each file once, from its beginning to its end, and after that the newest there is then."""
+    """Sends each file once, from its beginning to its end, then the newest there is."""
 
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None

@@ -90,7 +90,8 @@ class ActivityMeter:
         return computed
 
 
-def _on_card(handle: Any, pids: list[int], since_us: int) -> set[int]:  # noqa: ANN401 - nvidia-ml-py has no types
+# nvidia-ml-py has no types.
+def _on_card(handle: Any, pids: list[int], since_us: int) -> set[int]:  # noqa: ANN401
     samples = queries.answer("nvmlDeviceGetProcessUtilization", handle, since_us)
     if samples:
         return {sample.pid for sample in samples if sample.smUtil > 0} & set(pids)
@@ -155,5 +156,6 @@ def _times(pid: int, tid: int) -> tuple[float, float] | None:
 
 def _numbers(folder: str) -> list[int]:
     with contextlib.suppress(OSError):
-        return [int(name) for name in os.listdir(folder)]  # noqa: PTH208 - a Path for each thread costs more than the look
+        # A Path for each thread costs more than the look.
+        return [int(name) for name in os.listdir(folder)]  # noqa: PTH208
     return []

@@ -1,11 +1,12 @@
-"""What earlier runs of this user learned of a workload on a card, and which worker may start from it.
+"""What earlier runs of this user learned of a workload on a card, and which worker may start from
+it.
 
 Covers the values, their plain form, their matching, what distinguishes workloads, and the one small
 file that all processes of the user read and write: whole files only (a writer holds a lock, writes
-beside the file and renames), expiry, and the sentences for what cannot be read or written. The store
-is optional: nothing in it raises, `problem` says what went wrong, and a worker then starts without a
-learned limit. Loads no torch: the head passes these values on, and the worker chooses, because only
-the worker knows its card. A policy checks a limit with each step that starts there.
+beside the file and renames), expiry, and the sentences for what cannot be read or written. The
+store is optional: nothing in it raises, `problem` says what went wrong, and a worker then starts
+without a learned limit. Loads no torch: the head passes these values on, and the worker chooses,
+because only the worker knows its card. A policy checks a limit with each step that starts there.
 """
 
 from __future__ import annotations
@@ -189,7 +190,8 @@ def _source_of(module: str) -> Path | None:
     )
 
 
-def _read(part: type[T], plain: Mapping[str, object], **stored: Any) -> T:  # noqa: ANN401 - of any field
+# Of any field.
+def _read(part: type[T], plain: Mapping[str, object], **stored: Any) -> T:  # noqa: ANN401
     """Return a dataclass of the values in `plain` that are named and typed as its fields, and of
     the known ones.
     """
@@ -209,7 +211,8 @@ def _checked(name: str, kind: type, value: Any) -> object:  # noqa: ANN401 - of 
 
 EXPIRY_S: Final = 30 * 86_400.0
 """Age from which a limit is neither offered nor kept: drivers, programs in the background and the
-step itself change. One learned that far in the future, by a clock that was wrong, is not used either."""
+step itself change. One learned that far in the future, by a clock that was wrong, is not used
+either."""
 LIMITS_MOST: Final = 1_000
 """Kept at once; a user with ten cards and ten workloads has a hundred."""
 STATE_DIR_VARIABLE: Final = "ORCHESTRATOR_STATE_DIR"

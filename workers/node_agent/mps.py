@@ -157,7 +157,8 @@ def start(daemon: Daemon) -> Daemon:
     try:
         for private in (folder, pipes, logs):
             private.mkdir(mode=0o700)
-        process = subprocess.Popen(  # noqa: S603 - NVIDIA's program, found by name as its documents say
+        # NVIDIA's program, found by name as its documents say.
+        process = subprocess.Popen(  # noqa: S603
             [CONTROL, "-f"],
             env={**_environment(str(pipes)), "CUDA_MPS_LOG_DIRECTORY": str(logs)},
             stdin=subprocess.DEVNULL,
@@ -232,7 +233,8 @@ def end_client(pipe_directory: str, pid: int) -> bool:
     commands = (
         f"terminate_client {server} {pid}" for server in servers.split() if server.isdigit()
     )
-    return any([_tell(pipe_directory, command, _CLIENT_S) for command in commands])  # noqa: C419 - tells every server
+    # Tells every server.
+    return any([_tell(pipe_directory, command, _CLIENT_S) for command in commands])  # noqa: C419
 
 
 def await_daemon(pipe_directory: str, patience_s: float) -> None:

@@ -75,12 +75,13 @@ class AdaptivePolicy:
             # A workload that fills its claim writes all of its memory again when it grows.
             worth_growing=0.01 if growth.fills_claim else 0.0,
             failures_per_minute=memory.failures_per_minute,
-            exact_samples=True,  # the engine measures the allowed bytes itself, for the step that comes
+            # The engine measures the allowed bytes itself, for the step that comes.
+            exact_samples=True,
             smallest_step=f"the smallest step (size {floor.size} batch {floor.batch}{held})",
         )
 
     def initial(self, claim_bytes: int, learned: Learned | None) -> AdaptiveState:
-        """Return the state of a worker that starts at what was learned, or at its claim, or small."""
+        """Return the state of a worker that starts at what was learned, at its claim, or small."""
         if not self._growth.fills_claim or claim_bytes < self._bounds.smallest:
             return AdaptiveState(sizer=Sizer.cold(self._bounds, learned))
         # The climb of progressive allocation was a calibration: a byte held takes a byte, and that
@@ -126,7 +127,7 @@ class AdaptivePolicy:
         return state.sizer.learned
 
     def dump(self, state: AdaptiveState) -> dict[str, Scalar]:
-        """Return what a new process in the same slot needs, without times: its clock starts again."""
+        """Return what a new process in the same slot needs, without times: its clock is another."""
         size, line = state.sizer.bracket.good, state.sizer.line
         return {
             "policy": self.name,

@@ -102,7 +102,8 @@ class ClassicPolicy:
         )
         self._failures_at_floor = reached
 
-    def initial(self, claim_bytes: int, learned: Learned | None) -> ClassicState:  # noqa: ARG002 - the guide's is blind
+    # The guide's policy looks at neither.
+    def initial(self, claim_bytes: int, learned: Learned | None) -> ClassicState:  # noqa: ARG002
         """Return the state of a worker without failures: it starts at the base size and batch."""
         return ClassicState()
 

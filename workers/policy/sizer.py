@@ -5,20 +5,21 @@ A pure reducer over three events (asked, succeeded, failed), whose time comes as
 three parts:
 
 - Memory seen (`memory_seen.py`): samples of the free memory of the device, less a margin.
-- Memory needed (`memory_needed.py`): the line through measured peaks with its margin, and steps that
-  take several times what others take.
+- Memory needed (`memory_needed.py`): the line through measured peaks with its margin, and steps
+  that take several times what others take.
 - Sizes tried (`sizes_tried.py`): what has failed lately, and what has ended well.
 
 A failure that the next sample explains (memory was taken) changes nothing else; nor does that of a
-heavy step. An unexplained failure widens the line's margin. After two of them without a success near
-the allowed size, the signal is ignored until a step confirms it, or until it reports far more memory
-than at the contradiction; then earlier failures are forgotten, because they happened under little
-memory. When the permitted failures of a minute are used up, nothing is probed until the oldest is a
-minute ago, the smallest size neither: it goes on at a size that has ended well lately under no more
-memory. Until a step ends well, each size is smaller than the one that failed before it.
+heavy step. An unexplained failure widens the line's margin. After two of them without a success
+near the allowed size, the signal is ignored until a step confirms it, or until it reports far more
+memory than at the contradiction; then earlier failures are forgotten, because they happened under
+little memory. When the permitted failures of a minute are used up, nothing is probed until the
+oldest is a minute ago, the smallest size neither: it goes on at a size that has ended well lately
+under no more memory. Until a step ends well, each size is smaller than the one that failed before
+it.
 
-Does not know what a size means in tensors, and nothing of torch. `adaptive.py` makes a policy of it,
-`workers/resilience/adaptive_size.py` a class for any loop.
+Does not know what a size means in tensors, and nothing of torch. `adaptive.py` makes a policy of
+it, `workers/resilience/adaptive_size.py` a class for any loop.
 """
 
 from __future__ import annotations

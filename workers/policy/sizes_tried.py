@@ -2,12 +2,12 @@
 when no failure can be afforded.
 
 `Bracket` bisects between the largest good size and the smallest bad one. After a bad size is
-forgotten, it grows in increasing steps. Probes above the largest good size may fail, so their number
-is limited. It uses neither needed nor free memory: without a free-memory signal this is the only
-bound, and it holds also when the signal is wrong.
+forgotten, it grows in increasing steps. Probes above the largest good size may fail, so their
+number is limited. It uses neither needed nor free memory: without a free-memory signal this is the
+only bound, and it holds also when the signal is wrong.
 
-`Proofs` are sizes that have ended well lately, and under how much memory: one of each neighbourhood,
-so that a smaller one is known when memory falls.
+`Proofs` are sizes that have ended well lately, and under how much memory: one of each
+neighbourhood, so that a smaller one is known when memory falls.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ The law (`DutyState`) is a PI law on the *logarithm* of the duty, in its increme
   state: two brakes look ahead along the slope and act when that ends above the ceiling; growth acts
   when it ends below the hot band.
 - The aim is a margin below the ceiling. Sensors report whole degrees, so a margin of 1.5 C keeps
-  the reading flickering between two values of which neither is the ceiling; the more single readings
-  stand out, the wider the margin.
+  the reading flickering between two values of which neither is the ceiling; the more single
+  readings stand out, the wider the margin.
 
 Each term falls, or stays, when the newest reading is higher: for equal history the duty is monotone
 in it.
@@ -141,8 +141,8 @@ class AlarmState:
     ) -> tuple[AlarmState, tuple[ThermalAlarm, ...]]:
         """Return the state after a reading, and the alarms it raised or cleared."""
         seen = Throttle((reading.throttle_bits or 0) & THROTTLE_ALARMS)
-        # NVML may show this one during a mere change of clocks, so alone it must be there twice in a
-        # row.
+        # NVML may show this one during a mere change of clocks, so alone it must be there twice in
+        # a row.
         bits = seen if self.slowdown_seen or seen != Throttle.HARDWARE_SLOWDOWN else Throttle(0)
         state = replace(
             self, slowdown_seen=Throttle.HARDWARE_SLOWDOWN in seen, complains=bool(bits)
@@ -171,7 +171,8 @@ class AlarmState:
     def after_bandwidth(
         self, bytes_per_s: float, clock_mhz: int, at_s: float, alarming_drop: float
     ) -> tuple[AlarmState, tuple[ThermalAlarm, ...]]:
-        """Return the state after a measurement of the bandwidth, and the alarm it raised or cleared.
+        """Return the state after a measurement of the bandwidth, and the alarm it raised or
+        cleared.
 
         Args:
             bytes_per_s: What the memory of the card moved, in a measurement of a fixed kind.
@@ -326,13 +327,12 @@ class DutyState:
 
         Args:
             bounds: What to hold.
-            temperature_c: A finite number; `None` if it is unknown, then only the hardware's complaints
-            count.
+            temperature_c: A finite number; `None` if it is unknown, then only the hardware's
+                complaints count.
             at_s: When it was taken, in monotonic seconds; a reading from before the last one moves
-            nothing but the steps
-                that need no time.
+                nothing but the steps that need no time.
             paused: Whether nothing runs, so that the temperature says nothing about the duty: it is
-            followed, not answered.
+                followed, not answered.
             alarmed: Whether the hardware complains.
         """
         passed_s = 0.0 if self.at_s is None else min(_LONGEST_STEP_S, max(0.0, at_s - self.at_s))
@@ -370,8 +370,8 @@ class DutyState:
     def while_cool(self) -> DutyState:
         """Return the state of a card so cool that it is used all of the time whatever the law says.
 
-        What the brakes have taken meanwhile keeps a card that warms fast from going too high, but too
-        much of it would be missing for minutes.
+        What the brakes have taken meanwhile keeps a card that warms fast from going too high, but
+        too much of it would be missing for minutes.
         """
         return replace(self, log_duty=max(math.log(_LEAST_WHILE_COOL), self.log_duty))
 

@@ -1,1 +1,1 @@
-"""`workers.resilient`: a function that takes a batch size first, called with the largest that fits."""
+"""`workers.resilient`: calls a function with the largest batch size that fits."""

@@ -150,7 +150,7 @@ class Learning(Protocol):
     """The size of the last success, of any object; `None` before the first."""
 
     def reset(self) -> None:
-        """Forget what was learned, of all objects: the next call begins at `starting_batch_size`."""
+        """Forget what was learned of all objects: the next call starts at `starting_batch_size`."""
 
 
 class Resilient(Learning, Protocol[P, R_co]):
@@ -306,10 +306,12 @@ def _wrapped(
         surface.batch_size = None
 
     if shape.without_size is not None:
-        call.__signature__ = shape.without_size  # type: ignore[attr-defined]  # what `inspect.signature` looks for
+        # What `inspect.signature` looks for.
+        call.__signature__ = shape.without_size  # type: ignore[attr-defined]
     surface = cast("Resilient[..., R]", call)
     surface.batch_size = None
-    surface.reset = reset  # type: ignore[method-assign]  # a function's attribute: typed as what it acts like
+    # A function's attribute: typed as what it acts like.
+    surface.reset = reset  # type: ignore[method-assign]
     return surface
 
 

@@ -139,7 +139,8 @@ def release() -> None:
     if torch is None:
         return
     try:
-        torch.cuda.synchronize()  # an error of an earlier launch surfaces here and not in the next attempt
+        # An error of an earlier launch surfaces here and not in the next attempt.
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()
     except Exception as error:
         if oom.classify(error).kind not in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
@@ -533,7 +534,8 @@ def _key(workload: str) -> LimitKey:
         total_bytes=total_bytes,
         driver=driver,
         torch="none" if torch is None else str(torch.__version__),
-        dtype="any",  # a function does not report the types in which it computes; its name stands for that
+        # A function does not report the types in which it computes; its name stands for that.
+        dtype="any",
         workload=workload,
         cap_bytes=cap_bytes,
     )
