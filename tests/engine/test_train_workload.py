@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -147,7 +148,8 @@ def test_a_pass_of_the_profiler_changes_no_bit(
     assert sum(parts) == pytest.approx(100)
     assert told.detail["kernels_pct"] > 5
     assert told.detail["steps"] == 2
-    assert "aten::" in told.detail["longest"]
+    # Beside a load, what autograd itself takes may be longer than any kernel.
+    assert re.search("(aten|autograd)::", str(told.detail["longest"]))
     trace = Path(told.detail["trace"])
     assert tmp_path in trace.parents
     with gzip.open(trace, "rt") as file:
