@@ -211,6 +211,17 @@ def test_no_file_of_the_product_is_beyond_700_lines() -> None:
     assert {path: length for path, length in lengths.items() if length > 700} == {}
 
 
+def test_hardly_a_line_of_the_product_is_over_100_columns() -> None:
+    wide = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if len(line) > 100
+    ]
+    assert len(wide) < 50, wide
+
+
 @pytest.mark.parametrize(("package", "limit"), [("orchestrator", 4), ("workers", 8)])
 def test_few_modules_stand_beside_the_folders(package: str, limit: int) -> None:
     assert len(list((ROOT / package).glob("*.py"))) <= limit
