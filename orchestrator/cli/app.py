@@ -6,16 +6,16 @@ Does not implement the verbs, nor decide how an error reaches the user (`main.py
 from __future__ import annotations
 
 import functools
+import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from orchestrator.cli import commands, levers
 from orchestrator.cli import options as opt
 from orchestrator.cli.loading import (
     config_of,
@@ -27,7 +27,7 @@ from orchestrator.cli.loading import (
 )
 from orchestrator.config.load import load_config
 from orchestrator.errors import UsageError
-from orchestrator.record.folders import find_run
+from orchestrator.record.folders import RUNNING, find_run
 from orchestrator.view.cells import glyphs_for
 
 if TYPE_CHECKING:
@@ -35,6 +35,15 @@ if TYPE_CHECKING:
 
 #: After its last slices a run writes its summary and ends its processes.
 _SUMMARY_S = 30.0
+
+#: Of the verbs that only name slots.
+_COMMANDS = {
+    "pause": "Hold slots: no more work; process and memory stay.",
+    "unpause": "Let paused and drained slots work again.",
+    "drain": "Hold slots and end their processes: their memory is free.",
+    "reinstate": "Start quarantined slots again, their failures forgotten.",
+    "save": "Have slots save now what they train.",
+}
 
 app = typer.Typer(
     name="orchestrator",
@@ -480,5 +489,124 @@ def init(output: opt.Output = "cluster.yaml", force: opt.Force = False) -> None:
         print_text(line)
 
 
-levers.add_to(app)
-commands.add_to(app)
+@app.command()
+def tune(  # noqa: PLR0913 - one parameter for each option of the command
+    config: opt.ConfigPath = "cluster.yaml",
+    local: opt.Local = False,
+    rehearse: opt.Rehearse = False,
+    preset: opt.Preset = None,
+    workload: opt.TunedWorkload = "train",
+    budget: opt.Budget = None,
+    levers: opt.Levers = None,
+    resume: opt.ResumeTuning = None,
+    overrides: opt.Overrides = None,
+    json_output: opt.AsJson = False,
+) -> None:
+    """Measure what each setting brings here; write tuned.yaml."""
+    from orchestrator.lab.tune import tuning
+
+    if local and rehearse:
+        raise UsageError("--local and --rehearse exclude each other")
+    import_from_here()
+    budget_s = duration_s(budget)
+    if resume is not None:
+        if local or rehearse or overrides or preset is not None or levers is not None:
+            raise UsageError("--resume goes on with what was asked for; only --budget may change")
+        folder = tuning.folder_of(resume)
+    else:
+        loaded = config_of(config, overrides, {"train.preset": preset})
+        request = tuning.request_of(
+            loaded,
+            Path(config).read_text(encoding="utf-8"),
+            rehearse=rehearse,
+            budget_s=budget_s,
+            names=tuning.names_in(levers or ""),
+            workload=workload,
+        )
+        folder = tuning.begin(request)
+    progress = tuning.ProgressLine()
+    progress.line(f"If this is interrupted: python -m orchestrator tune --resume {folder.name}")
+    try:
+        result = tuning.tune(folder, progress, budget_s)
+    finally:
+        progress.close()
+    print_text(
+        json.dumps(result.plain(), indent=2)
+        if json_output
+        else tuning.result_text(folder, result, _width())
+    )
+
+
+@app.command()
+def advise(
+    run_id: opt.RunId = "latest",
+    config: opt.ConfigPath = "cluster.yaml",
+    overrides: opt.Overrides = None,
+    run_dir: opt.RunDir = None,
+    json_output: opt.AsJson = False,
+) -> None:
+    """Say why cards were not busy, and which keys to change."""
+    from orchestrator.lab.advise import answer
+
+    runs_dir = Path(config_to_read(config, overrides, run_dir).run.dir)
+    glyphs = glyphs_for(sys.stdout.encoding)
+    raise typer.Exit(
+        answer.advise(runs_dir, run_id, print_text, glyphs, json=json_output, width=_width())
+    )
+
+
+def _add_command(do: str, summary: str, *, hidden: bool = False) -> None:
+    @app.command(do, help=summary, hidden=hidden)
+    def verb(
+        slots: opt.Slots,
+        run: opt.OfRun = RUNNING,
+        config: opt.ConfigPath = "cluster.yaml",
+        overrides: opt.Overrides = None,
+        run_dir: opt.RunDir = None,
+    ) -> None:
+        if do == "resume":
+            typer.echo(
+                "`resume` is called `unpause` now; a run goes on with `run --resume`", err=True
+            )
+        _send(do, slots, run, config, overrides, run_dir)
+
+
+for _do, _summary in _COMMANDS.items():
+    _add_command(_do, _summary)
+_add_command("resume", "The old name of `unpause`.", hidden=True)
+
+
+@app.command()
+def cap(
+    slot: opt.Slot,
+    amount: opt.Amount,
+    run: opt.OfRun = RUNNING,
+    config: opt.ConfigPath = "cluster.yaml",
+    overrides: opt.Overrides = None,
+    run_dir: opt.RunDir = None,
+) -> None:
+    """Bound the memory of a slot; its whole budget lifts that."""
+    _send("cap", [slot], run, config, overrides, run_dir, amount)
+
+
+def _send(
+    do: str,
+    slots: Sequence[str],
+    run: str,
+    config: str,
+    overrides: list[str] | None,
+    run_dir: str | None,
+    amount: str | None = None,
+) -> None:
+    from orchestrator.control.client import command
+
+    folder = find_run(Path(config_to_read(config, overrides, run_dir).run.dir), run)
+    print_text(command(folder, do, slots, amount))
+
+
+def _width() -> int | None:
+    """Return the columns of the terminal.
+
+    `None` where the output goes elsewhere, and has room for all.
+    """
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
