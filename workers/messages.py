@@ -309,8 +309,8 @@ class Progress:
     saved_step: int | None = None
     """Optimiser steps in the last checkpoint that is safe on disk."""
     redone_steps: int | None = None
-    """Optimiser steps that were done again after going back to a checkpoint: by this process, or in a
-    row of the table by all of the slot's."""
+    """Optimiser steps that were done again after going back to a checkpoint: by this process, or in
+    a row of the table by all of the slot's."""
     data_wait_pct: float | None = None
     """Share of the time in which the device waited for data."""
     copies_pct: float | None = None

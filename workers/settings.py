@@ -178,7 +178,7 @@ class FakeSensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learned:
-    """What is worth remembering of a workload on a card: where to start, and how its memory grows."""
+    """What to remember of a workload on a card: where to start, and how its memory grows."""
 
     size: int
     """The largest size that ended well lately."""

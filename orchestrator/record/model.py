@@ -493,17 +493,13 @@ class Row:
         }
 
     def known(self) -> dict[str, Any]:
-        """Return `to_dict` without what is unknown, which would be half of its text.
-
-        In one pass: the store asks it of every row of a sample.
-        """
+        """Return `to_dict` without what is unknown, which would be half of its text."""
         values = {
             key: value
             for key, value in zip(FIELDS, _values_of(self), strict=True)
             if value is not None and (type(value) is not float or finite(value) is not None)
         }
         values["state"] = self.state.value
-
         return values
 
     def value(self, key: str) -> Any:  # noqa: ANN401 - the type of each field

@@ -79,7 +79,8 @@ CREATE = (
         head_pid INTEGER NOT NULL, head_started TEXT, host TEXT NOT NULL, heads INTEGER NOT NULL,
         updated_at_unix_s REAL, nodes_seen TEXT NOT NULL DEFAULT '[]',
         notices TEXT NOT NULL DEFAULT '[]',
-        restart_count INTEGER NOT NULL DEFAULT 0, steps_lost_upper_bound INTEGER, incomplete INTEGER NOT NULL DEFAULT 0,
+        restart_count INTEGER NOT NULL DEFAULT 0, steps_lost_upper_bound INTEGER,
+        incomplete INTEGER NOT NULL DEFAULT 0,
         outcome TEXT, exit_code INTEGER, error TEXT, faults TEXT NOT NULL DEFAULT '[]'
     )""",
     # With a rowid: slots stay in the order in which they were first told of, that of the plan.
