@@ -152,7 +152,10 @@ def _counted(slot: Slot, flight: Flight, report: Report, moment: Moment) -> Slot
         first_report_s=moment.now_s
         if slot.first_report_s is None and report.state is not WorkerState.WARMING
         else slot.first_report_s,
-        worked_s=slot.worked_s + (0.0 if moment.ends_at_s is None else slices.worked_s(report)),
+        worked_s=slot.worked_s
+        + (
+            0.0 if moment.ends_at_s is None else slices.worked_s(slot, flight, report, moment.now_s)
+        ),
         errors_in_a_row=slot.errors_in_a_row + 1 if report.error is not None else 0,
         leak=observe(slot.leak, report),
     )

@@ -14,7 +14,7 @@ from orchestrator.core import slices
 from orchestrator.core.fleet import SliceReported
 from orchestrator.core.slot import Flight, Slot
 from tests.core.scene import Scene, report_of
-from workers.messages import NO_COUNTS, StepCounts
+from workers.messages import NO_COUNTS, StepCounts, Verdict, WorkerState
 
 rates = st.floats(0.01, 1e6)
 slices_s = st.floats(0.1, 60)
@@ -126,3 +126,14 @@ def test_seconds_of_a_report_are_at_most_those_since_its_slice(
     assert scene.slot.report is not None
     assert scene.slot.report.wall_s == counted_s
     assert scene.slot.counts.busy_s - before_s == counted_s
+
+
+def test_a_gap_between_two_slices_of_a_full_pipeline_counts_as_worked() -> None:
+    """On a loaded PC the threads of a worker begin the next slice late."""
+    scene = Scene.working(ends_at_s=1e6)
+    before_s = scene.slot.worked_s
+    scene.feed(scene.report(wall_s=1.0), later_s=9.0)
+    assert scene.slot.worked_s == before_s + 9.0
+    starved = scene.report(wall_s=1.0, busy_s=0.25, state=WorkerState.EMERGENCY, verdict=Verdict.OK)
+    scene.feed(starved, later_s=9.0)
+    assert scene.slot.worked_s == before_s + 9.25
