@@ -128,6 +128,21 @@ class Directive:
     save: bool = False
     """Whether the workload is asked to save its state as soon as it can."""
 
+    def granted(self, lease_bytes: int | None, checkpoint: bytes | None) -> Directive:
+        """Return this slice with its lease and copy; `dataclasses.replace` takes 3 times as long,
+        and every slice has a lease.
+        """
+        return Directive(
+            incarnation=self.incarnation,
+            sequence=self.sequence,
+            duration_s=self.duration_s,
+            resume=self.resume,
+            step_limit=self.step_limit,
+            lease_bytes=lease_bytes,
+            checkpoint=checkpoint,
+            save=self.save,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StruckDirective(Directive):

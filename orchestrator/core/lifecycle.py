@@ -68,7 +68,6 @@ from orchestrator.core.slot import (
     ProcessSeen,
     Reinstated,
     Restart,
-    Rules,
     SaveAsked,
     Slot,
     Tick,
@@ -94,12 +93,10 @@ class IllegalEventError(RuntimeError):
         self.event = type(event).__name__
 
 
-def advance(
-    slot: Slot, event: Event, now_s: float, rules: Rules, ends_at_s: float | None
-) -> Transition:
+def advance(slot: Slot, event: Event, moment: Moment) -> Transition:
     """Return the slot after `event`, and what to do about it in this order.
 
-    Times are monotonic seconds. Slices are cut to fit the end of the run, once that is known.
+    Slices are cut to fit the end of the run, once that is known.
 
     Raises:
         IllegalEventError: The event cannot happen in the slot's phase.
@@ -109,7 +106,7 @@ def advance(
         raise IllegalEventError(slot, event)
     if isinstance(handler, str):
         return slot, ()
-    after, commands = handler(slot, event, Moment(now_s=now_s, rules=rules, ends_at_s=ends_at_s))
+    after, commands = handler(slot, event, moment)
     if after.state is not slot.state:
         states = (("from_state", slot.state.value), ("to_state", after.state.value))
         fields = (*states, ("cause", after.reason), ("incarnation", after.incarnation))

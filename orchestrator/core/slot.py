@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from orchestrator.core.fleet import DeathCause, SliceFailed, SliceReported
 from orchestrator.core.leak_detector import NO_WATCH, LeakWatch
@@ -101,9 +101,8 @@ class Rules:
     """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flight:
-    """A slice under way."""
+class Flight(NamedTuple):
+    """A slice under way; a tuple, as each report makes one."""
 
     sequence: int
     duration_s: float

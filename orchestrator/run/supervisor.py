@@ -300,8 +300,13 @@ class Supervisor:
         if rest_s > 0:
             self.clock.sleep(rest_s)
         self._turn_at_s = self.clock.monotonic_s()
-        for ended in self.fleet.wait(_POLL_S):
-            self._take(ended)
+        reports = self.fleet.wait(_POLL_S)
+        moment = self._moment(self.clock.monotonic_s())
+        for ended in reports:
+            self._take(ended, moment)
+
+    def _moment(self, now_s: float) -> slots.Moment:
+        return slots.Moment(now_s=now_s, rules=self._rules, ends_at_s=self._ends_at_s)
 
     def _watch(self) -> None:
         """Ask what the processes do that do not report: before they are taken for hung, their nodes
@@ -315,7 +320,7 @@ class Supervisor:
                 if slot.phase is Phase.WORKING and slices.overdue_s(slot, now_s) > _SILENT_S
             ]
             for name, activity in self.fleet.watch(silent).items():
-                self._feed(name, slots.ProcessSeen(activity=activity), now_s)
+                self._feed(name, slots.ProcessSeen(activity=activity), self._moment(now_s))
 
     def _tick(self) -> None:
         """Send a tick to slots whose timers are due, unless this process has just been suspended.
@@ -330,7 +335,7 @@ class Supervisor:
         self._looked_at_s = now_s
         if now_s >= self._ticks_from_s:
             for name in self._timers.due(now_s):
-                self._feed(name, slots.Tick(), now_s)
+                self._feed(name, slots.Tick(), self._moment(now_s))
                 due_at_s = slices.due_at_s(self._slots[name], self._rules)
                 if due_at_s is not None:
                     self._timers.set(name, due_at_s if due_at_s > now_s else now_s + _LOOK_AGAIN_S)
@@ -406,7 +411,7 @@ class Supervisor:
             for slot in cards[card]:
                 self._feed(slot.slot, slots.CardQuarantined(reason=reason))
 
-    def _take(self, ended: SliceEnded) -> None:
+    def _take(self, ended: SliceEnded, moment: slots.Moment) -> None:
         match ended:
             case SliceReported(report=report):
                 self.checkpoints.take(report)
@@ -431,12 +436,12 @@ class Supervisor:
                     text=ended.text,
                     sequence=ended.sequence,
                 )
-        self._feed(ended.slot, ended)
+        self._feed(ended.slot, ended, moment)
 
-    def _feed(self, name: str, event: slots.Event, now_s: float | None = None) -> None:
-        before, now_s = self._slots[name], self.clock.monotonic_s() if now_s is None else now_s
+    def _feed(self, name: str, event: slots.Event, moment: slots.Moment | None = None) -> None:
+        before, moment = self._slots[name], moment or self._moment(self.clock.monotonic_s())
         try:
-            after, commands = lifecycle.advance(before, event, now_s, self._rules, self._ends_at_s)
+            after, commands = lifecycle.advance(before, event, moment)
         except lifecycle.IllegalEventError as error:
             if self.strict:
                 raise
@@ -447,7 +452,7 @@ class Supervisor:
         if after is before and not commands:
             return
         if after.restarts > before.restarts:
-            self._unexplained[name] = now_s + _EXPLAIN_WITHIN_S
+            self._unexplained[name] = moment.now_s + _EXPLAIN_WITHIN_S
             self._restarts += after.restarts - before.restarts
         self._steps_lost += after.steps_lost_upper_bound - before.steps_lost_upper_bound
         self._slots[name] = after
@@ -483,9 +488,7 @@ class Supervisor:
             case Directive():
                 lease_bytes = self._broker.grant(self._slots[name], command.sequence)
                 copy = self.checkpoints.copy_for(name, command.incarnation)
-                if lease_bytes is not None or copy is not None:  # hardly ever, and it takes time
-                    command = replace(command, lease_bytes=lease_bytes, checkpoint=copy)
-                self.fleet.submit(name, command)
+                self.fleet.submit(name, command.granted(lease_bytes, copy))
             case slots.Forget():
                 self.fleet.forget(name)
             case slots.Restart():

@@ -149,7 +149,7 @@ def known_size(tally: Tally, fits: Callable[[float], int], *, knows: bool) -> No
 
 def accelerate(tally: Tally) -> None:
     """Do as accelerate's example of gradient accumulation with an automatic batch does."""
-    from accelerate.utils import find_executable_batch_size  # type: ignore[import-not-found]  # of the extra `bench`
+    from accelerate.utils import find_executable_batch_size  # type: ignore[import-untyped]  # of the extra `bench`
 
     def train(batch_size: int) -> None:
         tally.starts += 1

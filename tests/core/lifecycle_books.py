@@ -25,6 +25,7 @@ from orchestrator.core.slot import (
     Event,
     Forget,
     Held,
+    Moment,
     NodeJoined,
     NodeLeft,
     NodeRefused,
@@ -86,6 +87,11 @@ class FaultOutcome(Enum):
 
 class Books(RuleBasedStateMachine):
     """Feeds events to a slot, performs what it commands, and writes both down."""
+
+    def moment(self, now_s: float | None = None) -> Moment:
+        """Return now, or another time of this run."""
+        at_s = self.now_s if now_s is None else now_s
+        return Moment(now_s=at_s, rules=self.run_rules, ends_at_s=self.ends_at_s)
 
     def open(self, run_rules: Rules, earlier_incarnations: int) -> None:
         """Begin a run, perhaps one that another head began."""
@@ -149,11 +155,11 @@ class Books(RuleBasedStateMachine):
 
     def feed(self, event: Event) -> tuple[Command, ...]:
         before = self.slot
-        self.slot, commands = advance(before, event, self.now_s, self.run_rules, self.ends_at_s)
+        self.slot, commands = advance(before, event, self.moment())
         for command in commands:
             self.perform(command)
         self.history.append(self.slot)
-        same = advance(before, event, self.now_s, self.run_rules, self.ends_at_s)
+        same = advance(before, event, self.moment())
         assert same == (self.slot, commands), (
             "the same event at the same time gives the same result"
         )

@@ -15,6 +15,7 @@ from orchestrator.core.lifecycle import advance
 from orchestrator.core.slot import (
     Command,
     Event,
+    Moment,
     NodeJoined,
     Note,
     Phase,
@@ -120,7 +121,9 @@ class Scene:
     def feed(self, event: Event, *, later_s: float = 0.0) -> list[Command]:
         """Let time pass, then the event happen; return the commands."""
         self.now_s += later_s
-        self.slot, commands = advance(self.slot, event, self.now_s, self.rules, self.ends_at_s)
+        self.slot, commands = advance(
+            self.slot, event, Moment(now_s=self.now_s, rules=self.rules, ends_at_s=self.ends_at_s)
+        )
         return list(commands)
 
     def deeds(self, event: Event, *, later_s: float = 0.0) -> list[Command]:

@@ -16,6 +16,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from orchestrator.core.fleet import DeathCause, SliceFailure
 from orchestrator.core.lifecycle import IllegalEventError, advance
+from orchestrator.core.slice_results import without_progress
 from orchestrator.core.slot import (
     Capped,
     CardQuarantined,
@@ -306,7 +307,7 @@ class LifecycleMachine(Books):
         event: Event = failed(name, SliceFailure.UNBUILDABLE)
         if how == "incompatible":
             event = reported("pc1/0", name, {}, verdict=Verdict.INCOMPATIBLE)
-        _, commands = advance(self.slot, event, self.now_s, self.run_rules, self.ends_at_s)
+        _, commands = advance(self.slot, event, self.moment())
         assert [type(command) for command in commands if not isinstance(command, Note)] == [EndRun]
         # What the slot would be now does not matter: the machine goes on as if it had not been.
 
@@ -528,7 +529,7 @@ class LifecycleMachine(Books):
     @invariant()
     def deaths_and_errors_are_below_their_limits(self) -> None:
         if self.slot.phase not in {Phase.QUARANTINED, Phase.DONE}:
-            assert len(self.slot.deaths_at_s) < self.run_rules.max_deaths
+            assert len(without_progress(self.slot)) < self.run_rules.max_deaths
             assert self.slot.errors_in_a_row < self.run_rules.max_workload_errors
         assert list(self.slot.deaths_at_s) == sorted(self.slot.deaths_at_s)
 
@@ -549,7 +550,7 @@ class LifecycleMachine(Books):
                 event = reported(
                     "pc1/0", (slot.incarnation, slot.in_flight[0].sequence), {"steps_ok": 1}
                 )
-            slot, _ = advance(slot, event, now_s, self.run_rules, self.ends_at_s)
+            slot, _ = advance(slot, event, self.moment(now_s))
         raise AssertionError(f"stuck in {slot}")
 
     @invariant()
@@ -563,7 +564,7 @@ class LifecycleMachine(Books):
         # have one of before.
         for ticks in range(2 * self.run_rules.max_deaths + 2):
             now_s += self.longest_wait_s
-            slot, commands = advance(slot, Tick(), now_s, self.run_rules, self.ends_at_s)
+            slot, commands = advance(slot, Tick(), self.moment(now_s))
             tries += sum(isinstance(command, Directive) for command in commands)
             assert tries or slot.phase in FINAL or ticks < 2
         assert slot.phase in FINAL

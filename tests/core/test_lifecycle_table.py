@@ -22,6 +22,7 @@ from orchestrator.core.slot import (
     Event,
     Held,
     Hold,
+    Moment,
     NodeJoined,
     NodeLeft,
     NodeRefused,
@@ -36,6 +37,8 @@ from orchestrator.core.slot import (
 from tests.core.lifecycle_books import ILLEGAL
 from tests.core.scene import RULES, Scene, report_of
 from workers.messages import Verdict, WorkerState
+
+MOMENT = Moment(now_s=2000.0, rules=RULES, ends_at_s=None)
 
 EVENTS: tuple[Event, ...] = (
     NodeJoined(),
@@ -94,7 +97,7 @@ def test_each_handler_takes_the_event_of_its_key() -> None:
 @pytest.mark.parametrize("event", [Drain(), Close()])
 def test_the_end_of_a_run_does_not_change_how_a_slot_has_ended(phase: Phase, event: Event) -> None:
     slot = in_phase(phase)
-    assert advance(slot, event, 2000.0, RULES, None) == (slot, ())
+    assert advance(slot, event, MOMENT) == (slot, ())
 
 
 @pytest.mark.parametrize(
@@ -112,8 +115,8 @@ def test_an_event_is_refused_loudly_or_ignored_or_leads_to_a_slot(
             IllegalEventError,
             match=f"pc1/0: {type(event).__name__} cannot happen while {phase.value}",
         ):
-            advance(slot, event, 2000.0, RULES, None)
+            advance(slot, event, MOMENT)
         return
-    after, commands = advance(slot, event, 2000.0, RULES, None)
+    after, commands = advance(slot, event, MOMENT)
     if isinstance(lifecycle._CELLS[key], str):
         assert (after, commands) == (slot, ())
