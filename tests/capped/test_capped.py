@@ -84,7 +84,7 @@ def test_the_page_shows_what_happens(tmp_path: Path) -> None:
 
     def shown(command: str) -> str:
         done = subprocess.run(
-            ["sh", "-c", f"{command} 2>&1"], cwd=tmp_path, env={**os.environ, "PATH": path},
+            ["sh", "-c", f"{command} 2>&1"], cwd=tmp_path, env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
             capture_output=True, text=True, timeout=PATIENCE_S, check=False,
         )  # fmt: skip
         return re.sub(

@@ -255,7 +255,7 @@ def ended(way: Way, folder: Path, *, capped: bool) -> tuple[int, str, str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **way.environment}
     environment["PYTHONPATH"] = path.format(folder=folder)
     python = [str(folder / part) if part.startswith("venv") else part for part in way.python]
-    cap = ["-m", "workers.capped", "--gib", "3"] if capped else []
+    cap = ["-m", "workers.capped", "--gib", "64"] if capped else []
     process = subprocess.Popen(
         [*python, *cap, *way.command],
         cwd=folder / way.cwd,
