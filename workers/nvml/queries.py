@@ -144,6 +144,11 @@ def card_free_bytes(card: str) -> int | None:
     )
 
 
+def card_total_bytes(card: str) -> int | None:
+    """Bytes of the card that CUDA shows; of an instance of MIG its part."""
+    return _ask_once(card, _shown_bytes)
+
+
 def process_used_bytes(card: str) -> int | None:
     """Bytes of the card that this process holds, its CUDA context included."""
     return _ask_once(card, own_bytes)

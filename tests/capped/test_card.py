@@ -1,0 +1,166 @@
+"""What `workers.capped` sets for a card, without a card: a fake NVML, and a torch that records.
+
+The torch of most tests reads the variables as 2.13's headers say and queues calls as its
+`_lazy_call`; one test uses torch itself with the C functions below it replaced. That a real
+allocator refuses past the cap is not shown.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.scene import ROOT, python
+from workers.nvml.fake.script import prepare
+from workers.units import GIB
+
+TORCH = {
+    "__init__.py": "from torch import cuda, version",
+    "version.py": "from typing import Optional\ncuda: Optional[str] = '13.0'\n",
+    "cuda.py": """
+import os, re
+totals, queued, fractions, made_context = [8 * 2**30, 24 * 2**30], [], {}, False
+_lazy_call = queued.append
+def init():
+    global made_context
+    made_context = True
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    text = next((os.environ[name] for name in names if name in os.environ), "")
+    found = re.findall(r"per_process_memory_fraction:([\\d.]+)", text)
+    fractions.update(dict.fromkeys(range(len(totals)), float(found[-1]) if found else 1.0))
+    for call in queued:
+        call()
+def device_count(): return len(totals)
+class get_device_properties:
+    def __init__(self, card): self.total_memory = totals[card]
+def get_per_process_memory_fraction(card): return fractions[card]
+def set_per_process_memory_fraction(fraction, card): fractions[card] = fraction
+""",
+}
+
+PROGRAM = """
+import importlib.util, json, os, resource, sys
+importlib.util.find_spec("torch")
+{own}
+import torch
+before = torch.cuda.made_context
+torch.cuda.init()
+gib = [torch.cuda.fractions[card] * total / 2**30 for card, total in enumerate(torch.cuda.totals)]
+names = ("WORKERS_CAPPED", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+print(json.dumps([before, gib, [os.environ.get(name) for name in names],
+                  resource.getrlimit(resource.RLIMIT_DATA)[0], len(torch.cuda.queued)]))
+"""
+
+REAL = """
+from types import SimpleNamespace
+import torch
+from workers.capped.hook.sitecustomize import AfterTorch
+began, fractions = [], {0: 0.5, 1: 0.5}
+torch._C._cuda_getDeviceCount = torch.cuda.device_count = lambda: 2
+torch._C._cuda_isInBadFork = lambda: False
+torch._C._cuda_init = lambda: began.append(True)
+torch._C._cuda_getMemoryFraction = lambda card: fractions[card]
+torch._C._cuda_setMemoryFraction = lambda fraction, card: fractions.update({card: fraction})
+torch.cuda._cudart = object()
+totals = [8 * 2**30, 24 * 2**30]
+torch.cuda._get_device_properties = lambda card: SimpleNamespace(total_memory=totals[card])
+torch.cuda._lazy_call(lambda: AfterTorch("4")._lower(torch))
+print(began, end=" ")
+torch.cuda.init()
+print(began, fractions[0], round(24 * fractions[1], 6))
+"""
+
+Look = Callable[..., Any]
+
+
+@pytest.fixture
+def look(library_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Look:
+    """Run the program with 4 GiB on a card of 8 and one of 24; return what it found."""
+    for name in ("CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    cards = [
+        {"name": "card", "uuid": f"GPU-{number}aaaaaaa-0000-0000-0000-000000000000",
+         "total_bytes": number * 8 * GIB, "used_bytes": 0} for number in (1, 3)
+    ]  # fmt: skip
+    (tmp_path / "cards.json").write_text(json.dumps({"cards": cards}))
+    fake = json.dumps(asdict(prepare(tmp_path / "cards.json", library_folder)))
+    (tmp_path / "sitecustomize.py").write_text(
+        "from workers.nvml.fake import load\nfrom workers.settings import FakeSensors\n"
+        f"load(FakeSensors(**{fake}))\n"
+    )
+    header = tmp_path / "torch" / "include" / "c10" / "cuda" / "CUDAAllocatorConfig.h"
+    header.parent.mkdir(parents=True)
+    for name, text in TORCH.items():
+        (tmp_path / "torch" / name).write_text(text)
+
+    def look_(own: str = "", *, knows_key: bool = True, **environment: str) -> Any:
+        header.write_text('"per_process_memory_fraction",' if knows_key else "")
+        (tmp_path / "program.py").write_text(PROGRAM.format(own=own))
+        done = python("-m", "workers.capped", "--gib", "4", "program.py", cwd=tmp_path,
+                      PYTHONPATH=f"{tmp_path}:{ROOT}", **environment)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return look_
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((None, None), (None, "per_process_memory_fraction:0.500000000")),
+        ((None, "expandable_segments:True,"),
+         (None, "expandable_segments:True,per_process_memory_fraction:0.500000000")),
+        (("max_split_size_mb:64", "a:b"),
+         ("max_split_size_mb:64,per_process_memory_fraction:0.500000000", "a:b")),
+        (("", "a:b"), ("per_process_memory_fraction:0.500000000", "a:b")),
+        (("per_process_memory_fraction:0.25", None),
+         ("per_process_memory_fraction:0.25,per_process_memory_fraction:0.250000000", None)),
+    ],
+)  # fmt: skip
+def test_the_share_goes_into_the_variable_that_wins(
+    look: Look, given: tuple[str | None, ...], expected: tuple[str | None, ...]
+) -> None:
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    set_ones = {name: text for name, text in zip(names, given, strict=True) if text is not None}
+    before, gib, variables, _, _ = look(**set_ones)
+    assert variables == ["cuda:4", *expected]
+    assert before is False
+    assert gib == ([2, 4] if "0.25" in str(given) else [4, 4])
+
+
+def test_what_the_variable_did_not_do_is_done_when_cuda_begins(look: Look) -> None:
+    own = "os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'"
+    before, gib, _, _, calls = look(own)
+    assert (before, gib, calls) == (False, [4, 4], 1)
+
+
+def test_a_torch_without_the_key_is_not_given_it(look: Look) -> None:
+    _, gib, variables, _, _ = look(knows_key=False)
+    assert (gib, variables) == ([4, 4], ["cuda:4", None, None])
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "7", "GPU-9"])
+def test_without_a_visible_card_the_kernel_keeps_the_cap(look: Look, visible: str) -> None:
+    _, _, variables, limit, _ = look(CUDA_VISIBLE_DEVICES=visible)
+    assert (variables, limit) == (["cpu:4", None, None], 4 * GIB)
+
+
+def test_the_share_is_of_the_card_that_is_visible(look: Look) -> None:
+    _, _, variables, _, _ = look(CUDA_VISIBLE_DEVICES="GPU-3aaaaaaa")
+    assert variables[-1] == "per_process_memory_fraction:0.166666667"
+
+
+def test_torch_without_its_allocator_is_refused(look: Look, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="torch keeps no cap; unset it"):
+        look(PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+
+
+@pytest.mark.torch
+def test_torch_itself_makes_the_queued_call_when_it_begins(tmp_path: Path) -> None:
+    done = python("-c", REAL, cwd=tmp_path)
+    assert done.stdout == "[] [True] 0.5 4.0\n", done.stderr
