@@ -91,6 +91,8 @@ class ElasticStep:
         self.samples_used = 0
         self.parts: list[int] = []
         """Rows of each part of the last step."""
+        self.most_rows: int | None = None
+        """Of a part, at most; `None`: as many as fit. To try a cut where memory is not short."""
 
     def step(
         self, batch: Batch, loss: Callable[[Batch], Tensor], count: int | None = None
@@ -122,6 +124,7 @@ class ElasticStep:
 
         def advance(limit: int) -> list[float]:
             nonlocal due
+            limit = min(limit, self.most_rows or limit)
             if due and limit > 1 and not self._accumulator.done:
                 try:
                     self._check(limit, batch, loss, by_items=by_items)
@@ -160,7 +163,7 @@ class ElasticStep:
             batch,
             value,
             weight=None if by_items else rows_of,
-            counted="count=",
+            counted="count",
             rows=limit,
             accumulator=self._accumulator,
         )
