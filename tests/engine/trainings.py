@@ -68,6 +68,16 @@ uncut_update = _task(optimizer=lambda parameters: SGD(list(parameters), lr=0.1))
 wide = _task(
     model=lambda: nn.Sequential(nn.Linear(1, 448), *(nn.Linear(448, 448) for _ in range(12)))
 )
+
+
+class Drops(nn.Module):
+    """Draws from torch's own random numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.1, self.training)
+
+
+drops = _task(model=lambda: nn.Sequential(nn.Linear(1, 8), Drops(), nn.Linear(8, 1)))
 no_parameters = _task(model=nn.Identity)
 
 

@@ -63,6 +63,7 @@ def joined(form: str, numbers: list[int]) -> Any:
         "ordered": lambda: OrderedDict(x=stacked, names=column["text"], mode="train"),
         "packed": lambda: {"packed": pack_sequence(column["ragged"], enforce_sorted=False)},
         "array": lambda: {"x": stacked.numpy(), "y": stacked},
+        "labels in a list": lambda: [stacked, column["number"], column["tokens"]],
         "scalar": lambda: {"x": stacked, "items": torch.tensor(7), "none": None, "keep": True},
     }
     return forms[form]()
@@ -70,7 +71,7 @@ def joined(form: str, numbers: list[int]) -> Any:
 
 FORMS = [
     "tensor", "pair", "named", "texts", "texts and labels", "tokens", "ragged", "detection",
-    "samples", "encoding", "ordered", "packed", "array", "scalar",
+    "labels in a list", "samples", "encoding", "ordered", "packed", "array", "scalar",
 ]  # fmt: skip
 
 

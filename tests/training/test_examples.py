@@ -109,7 +109,7 @@ def test_a_loop_over_padded_texts_changes_in_six_lines(
     assert max(made[0].parts) <= 7
     # The mean that the plain loop had is refused.
     monkeypatch.setattr(other, "loss_of", plain.loss_of)
-    with pytest.raises(PartsError, match="with count it must be the sum over the items"):
+    with pytest.raises(PartsError, match="it ignores count; return the sum over the items"):
         losses(other.main)
 
 

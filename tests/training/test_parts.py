@@ -101,7 +101,7 @@ def items(each: Batch) -> int:
 @pytest.mark.parametrize(
     ("cause", "named", "between", "loss", "padded", "counted"),
     [
-        ("mean", "it must be the sum over the items", None, MEAN, True, True),
+        ("mean", "is a mean, and is added up as a sum: it ignores count", None, MEAN, True, True),
         ("sum", "is a sum over its items, and is taken for a mean", None, SUM, False, False),
         ("sum", "is a sum over its items, and is taken for a mean", None, SUM, True, False),
         ("count", "a mean over items of which samples have unequally many", None, MEAN, True, False),
@@ -149,7 +149,7 @@ def test_autocast_is_seen_and_given_its_rounding() -> None:
             return loss(part)
 
     assert check_parts(model, batch(), in_half) == []
-    with pytest.raises(PartsError, match="it must be the sum"):
+    with pytest.raises(PartsError, match="is a mean"):
         check_parts(model, batch(), lambda part, _: in_half(part, 0) / len(part[0]))
 
 
@@ -192,7 +192,7 @@ def test_a_model_that_ignores_the_count_of_items_is_refused() -> None:
 
     counted = "num_items_in_batch"
     check_parts(model, batch(), lambda *part: loss(*part, ignores=False), counted=counted)
-    with pytest.raises(PartsError, match="the model ignores num_items_in_batch"):
+    with pytest.raises(PartsError, match="it ignores num_items_in_batch"):
         check_parts(model, batch(), lambda *part: loss(*part, ignores=True), counted=counted)
 
 

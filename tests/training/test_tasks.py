@@ -169,8 +169,8 @@ def test_a_users_own_task_is_trained_evaluated_and_resumed() -> None:
         ({"preset": "own_task:task", "packing": True}, "train.packing is True"),
         ({"preset": "own_task:task", "label_smoothing": 0.1}, "train.label_smoothing is 0.1"),
         ({"preset": "own_task:uses", "label_smoothing": 0.1}, "train.label_smoothing is 0.1"),
-        ({"preset": "own_task:task", "lr": 1e-4}, "take it into the task's own optimizer"),
-        ({"preset": "own_task:scheduled", "warmup_steps": 3}, "the task's own schedule"),
+        ({"preset": "own_task:task", "lr": 1e-4}, "or set it in its optimizer"),
+        ({"preset": "own_task:scheduled", "warmup_steps": 3}, "or set it in its schedule"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_one_sentence(

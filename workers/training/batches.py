@@ -33,7 +33,8 @@ def map_tensors(change: Callable[[Any], Any], tree: Any) -> Any:  # noqa: ANN401
     if isinstance(tree, Mapping):
         return _mapped(tree, lambda _, value: map_tensors(change, value))
     if isinstance(tree, list | tuple):
-        return _listed(tree, [map_tensors(change, value) for value in tree])
+        values = [map_tensors(change, value) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
     return tree
 
 
@@ -107,15 +108,13 @@ def on_device(batch: Batch, device: torch.device, *, non_blocking: bool = True) 
 def _mapped(tree: Mapping[Any, Any], change: Callable[[Any, Any], Any]) -> Any:  # noqa: ANN401
     """Return a mapping with changed values, of the same type if that can be written to."""
     values = {key: change(key, value) for key, value in tree.items()}
-    if type(tree) in {dict, OrderedDict} or not isinstance(tree, MutableMapping):
+    if type(tree) is OrderedDict:
+        return OrderedDict(values)
+    if type(tree) is dict or not isinstance(tree, MutableMapping):
         return values
     made = copy.copy(tree)  # such as the outputs of a tokenizer, which have attributes as well
     made.update(values)
     return made
-
-
-def _listed(tree: Any, values: list[Any]) -> Any:  # noqa: ANN401 - a list, tuple or named tuple
-    return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
 
 
 def _shape(tree: object) -> tuple[int, ...] | None:
@@ -130,29 +129,20 @@ def _readings(tree: Any) -> set[int] | None:  # noqa: ANN401 - any batch
         return {int(tree.batch_sizes[0])}
     if shape := _shape(tree):
         return {shape[0]}
-    if isinstance(tree, Mapping):
-        return _common(tree.values())
-    if isinstance(tree, list | tuple):
-        own = set() if hasattr(tree, "_fields") else {len(tree)}
-        return own | (_columns(tree) or set())
-    return None
+    if isinstance(tree, Mapping) or hasattr(tree, "_fields"):
+        return _columns(tree)
+    return {len(tree), *(_columns(tree) or ())} if isinstance(tree, list | tuple) else None
 
 
-def _columns(tree: Any) -> set[int] | None:  # noqa: ANN401 - a list or tuple
-    """Return what a list or tuple says if it is one of columns."""
-    if not hasattr(tree, "_fields") and (
-        all(isinstance(value, Mapping) for value in tree)
-        or any(isinstance(value, list | tuple) and _numbers(value) for value in tree)
+def _columns(tree: Any) -> set[int] | None:  # noqa: ANN401 - a mapping, list or tuple
+    """Return what the values agree on; `None`: they are no columns, but samples or shared."""
+    values = tree.values() if isinstance(tree, Mapping) else tree
+    if type(tree) in {list, tuple} and all(
+        isinstance(value, Mapping)
+        or (isinstance(value, list) and all(type(one) in {int, float} for one in value))
+        for value in values
     ):
-        return None  # samples that are mappings, or lists of tokens
-    return _common(tree)
-
-
-def _numbers(values: Sequence[Any]) -> bool:
-    return bool(values) and isinstance(values[0], int | float)
-
-
-def _common(values: Any) -> set[int] | None:  # noqa: ANN401 - an iterable of values
+        return None  # each a mapping, or a list of tokens
     said = [rows for value in values if (rows := _readings(value)) is not None]
     return set.intersection(*said) if said else None
 
@@ -174,16 +164,16 @@ def _cut(value: Any, take: Callable[[Any], Any], whole: int, path: str) -> Any: 
     if isinstance(value, Mapping):
         return _mapped(value, lambda key, one: _cut(one, take, whole, f"{path}[{key!r}]"))
     if isinstance(value, list | tuple):
+        named = hasattr(value, "_fields")
         columns = whole in (_columns(value) or ())
-        samples = len(value) == whole and not hasattr(value, "_fields")
+        samples = len(value) == whole and not named
         if columns and samples and path != "batch":
             raise TaskError(
-                f"{path} may be {whole} samples, or {whole} columns of {whole} samples each: "
-                f"{_MEND}"
+                f"{path} may be {whole} samples, or {whole} columns of samples: {_MEND}"
             )
-        if columns or hasattr(value, "_fields"):
+        if columns or named:
             parts = [_cut(one, take, whole, f"{path}[{at}]") for at, one in enumerate(value)]
-            return _listed(value, parts)
+            return type(value)(*parts) if named else type(value)(parts)
         if samples:
             return take(value)
         raise TaskError(f"{path} has {len(value)} values in a batch of {whole} samples: {_MEND}")

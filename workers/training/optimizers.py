@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from workers.oom import classify
@@ -144,13 +144,11 @@ def decay_rates(
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         for below in sorted({depth[parameter] for parameter in group["params"]}):
-            places = [at for at, each in enumerate(group["params"]) if depth[each] == below]
-            members: dict[str, Any] = {
-                key: [group[key][at] for at in places]
-                for key in ("params", "param_names")
-                if key in group
-            }
-            groups.append({**group, **members, "lr": group["lr"] * decay**below})
+            own = {**group, "lr": group["lr"] * decay**below}
+            for key in own.keys() & {"params", "param_names"}:
+                pairs = zip(group["params"], group[key], strict=True)
+                own[key] = [value for parameter, value in pairs if depth[parameter] == below]
+            groups.append(own)
     optimizer.param_groups[:] = groups
 
 
@@ -357,27 +355,11 @@ class Average:
         return self._staging[: weight.numel()].as_strided(own.shape, own.stride()).copy_(weight)
 
 
-class _Stand(Optimizer):
-    """Has the groups of an optimiser, and no parameter that it would change."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        groups = [
-            {key: value for key, value in group.items() if key not in {"params", "param_names"}}
-            | {"params": [torch.zeros(())], "lr": float(group["lr"])}
-            for group in optimizer.param_groups
-        ]
-        super().__init__(groups, dict(optimizer.defaults))
-
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        """Change nothing."""
-
-
 class Rates:
     """The learning rates of an optimiser's groups, as a function of the step.
 
-    A scheduler of torch gets a stand-in for the optimiser, and is stepped anew from 0 where a
-    training goes back: so it has no state that a checkpoint would have to hold. Only rates are
-    taken from it, no momentum.
+    A scheduler of torch gets a stand-in for the optimiser, and begins anew where a training goes
+    back: so it has no state that a checkpoint would have to hold.
     """
 
     def __init__(
@@ -386,30 +368,27 @@ class Rates:
         scheduler: Callable[[Optimizer], LRScheduler] | None,
         share: Callable[[int], float],
     ) -> None:
-        """Take a factory of a scheduler or, without it, the share of each group's first rate.
+        """Take what makes a scheduler or, without it, the share of each group's first rate.
 
         Raises:
             TaskError: The scheduler needs more than the number of the step.
         """
         self._make, self._share = scheduler, share
-        self._stand = _Stand(optimizer)
         self._first = [float(group["lr"]) for group in optimizer.param_groups]
         self._begin()
 
     def _begin(self) -> None:
         self._step = 0
-        if self._make is None:
-            return
-        for group, rate in zip(self._stand.param_groups, self._first, strict=True):
-            group.pop("initial_lr", None)
-            group["lr"] = rate
-        self._scheduler = self._make(self._stand)
-        self._stand._opt_called = True  # type: ignore[attr-defined]  # torch warns otherwise
-        if isinstance(self._scheduler, ReduceLROnPlateau):
-            raise TaskError(
-                "ReduceLROnPlateau follows a metric, and a training knows only its step; use a "
-                "scheduler whose step() takes no argument"
-            )
+        if self._make is not None:
+            groups = [{"params": [torch.zeros(())], "lr": rate} for rate in self._first]
+            self._stand = SGD(groups, lr=1.0)
+            self._scheduler = self._make(self._stand)
+            self._stand.step()  # changes nothing; without it torch warns
+            if isinstance(self._scheduler, ReduceLROnPlateau):
+                raise TaskError(
+                    "ReduceLROnPlateau follows a metric, and a training knows only its step; use a "
+                    "scheduler whose step() takes no argument"
+                )
 
     def at(self, step: int) -> list[float]:
         """Return the rate of each group in a step, counted from 0."""

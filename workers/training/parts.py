@@ -35,20 +35,16 @@ _ROUNDINGS: Final = 16.0
 #: Of TF32, which has ten bits behind the point, and which cards take for fp32.
 _TF32: Final = 2.0**-10
 
-#: A mean is told from another function of the samples by how far it lies from the line between its
-#: parts, as a share of that line.
+#: How far a mean may lie from the line between its parts, as a share of that line.
 _LEAST_TURN: Final = 0.01
 
 
 class PartsError(TaskError):
     """The parts of a batch do not add up; the text says why, and what to do."""
 
-    def __init__(self, cause: Cause, sentence: str) -> None:
-        super().__init__(cause, sentence)
+    def __init__(self, sentence: str, cause: Cause = "unknown") -> None:
+        super().__init__(sentence)
         self.cause = cause
-
-    def __str__(self) -> str:
-        return str(self.args[1])
 
 
 def check_parts(
@@ -63,8 +59,8 @@ def check_parts(
 ) -> list[PartsError]:
     """Compute up to `rows` samples of a batch at once and in two parts; compare.
 
-    It takes the memory of a part of `rows` samples, may run out of memory as one, and leaves
-    gradients, buffers and random numbers as they were. Fewer than two samples tell nothing.
+    It takes the memory of a part of `rows` samples, may run out of it as one, and changes nothing.
+    Fewer than two samples tell nothing.
 
     Args:
         model: Its trained parameters get the gradients.
@@ -74,12 +70,11 @@ def check_parts(
             items it is of. `None`: the loss is added up as it is.
         counted: How the loss gets to know the items of the whole batch, for the sentence.
         rows: Samples that fit.
-        accumulator: What it has added up is lost; `None`: memory for one more set of gradients is
-            taken.
+        accumulator: What it has added up is lost; `None`: more memory is taken for one.
 
     Returns:
-        What makes the result depend on how a batch is cut, although the loss is right: `dropout`,
-        `batch statistics`, or `unknown`.
+        What else makes the result depend on how a batch is cut: `dropout`, `batch statistics`, or
+        `unknown`.
 
     Raises:
         PartsError: What is added up is a `mean` in place of a sum, a `sum` in place of a mean, or a
@@ -108,11 +103,11 @@ def check_parts(
             module.training = isinstance(module, nn.RNNBase)  # cuDNN has no gradient of one in eval
         right = compared.adds_up()
     if not right and not compared.drew and (cause := compared.cause()) != "unknown":
-        raise PartsError(cause, _sentence(cause, counted))
-    found = [PartsError("batch statistics", f"{', '.join(norms)} {_NORM}")] if norms else []
+        raise PartsError(_SENTENCES[cause].replace("COUNT", counted), cause)
+    found = [PartsError(f"{', '.join(norms)} {_NORM}", "batch statistics")] if norms else []
     if drew or compared.drew:
-        found.append(PartsError("dropout", _DROPOUT))
-    return found or [PartsError("unknown", _UNKNOWN)]
+        found.append(PartsError(_DROPOUT, "dropout"))
+    return found or [PartsError(_UNKNOWN)]
 
 
 class PartsCheck:
@@ -152,8 +147,7 @@ class _Comparison:
         batch: Batch,
     ) -> None:
         self._parameters = [each for each in model.parameters() if each.requires_grad]
-        self._loss, self._weight = loss, weight
-        self._sums, self._batch = accumulator, batch
+        self._loss, self._weight, self._sums, self._batch = loss, weight, accumulator, batch
 
     def adds_up(self) -> bool:
         """Compute; say whether the parts add up. What is not finite tells nothing."""
@@ -178,10 +172,7 @@ class _Comparison:
         )  # fmt: skip
 
     def _add(self, part: Batch, first: int, rows: int) -> tuple[float, float]:
-        """Add a part to the sums, or subtract the whole (0 rows) from them.
-
-        Return what it adds to the loss, and the length of its gradient.
-        """
+        """Add a part to the sums, or subtract the whole (0 rows); return its loss and length."""
         weight = 1.0 if self._weight is None else float(self._weight(part))
         if not weight:  # of no items, which add nothing
             self._points.append((0.0, 0.0))
@@ -275,19 +266,14 @@ def _by_items(batch: Batch) -> tuple[list[int], bool]:
     filled = torch.zeros(rows, dtype=torch.int64)
     for tensor in tensors_in(batch):
         real = tensor.is_floating_point() or tensor.is_complex()
-        if not real and tensor.dim() > 1 and len(tensor) == rows and tensor.numel():
-            flat = tensor.flatten(1)
-            for run in (flat == flat[:, :1], flat.flip(1) == flat[:, -1:]):
-                filled += run.int().cumprod(1).sum(1).cpu()
-            filled += 2 * (flat < 0).sum(1).cpu()
+        if not real and tensor.dim() == 2 and tensor.shape[0] == rows and tensor.shape[1]:
+            begin, end = tensor == tensor[:, :1], tensor.flip(1) == tensor[:, -1:]
+            runs = begin.int().cumprod(1) + end.int().cumprod(1) + 2 * (tensor < 0)
+            filled += runs.sum(1).cpu()
     # By chance a sample of tokens begins or ends with two that are equal.
     return filled.argsort().tolist(), bool(filled.max() - filled.min() > 1)
 
 
-_MEAN: Final = (
-    "the loss of a part is a mean, and is added up as a sum, so the parts of a batch do not add up "
-    "to the whole"
-)
 _NORM: Final = (
     "normalises over the samples that are computed together, so the result depends on how a batch "
     "is cut (batch statistics); use GroupNorm or LayerNorm, or put it into eval mode"
@@ -302,20 +288,13 @@ _UNKNOWN: Final = (
     "the parts of a batch do not add up to the whole, and the loss is neither the sum nor the mean "
     "of its samples; a loss that compares samples with each other cannot be cut"
 )
-
-
-def _sentence(cause: Cause, counted: str) -> str:
-    if cause == "sum":
-        return (
-            "the loss of a part is a sum over its items, and is taken for a mean; hand over their "
-            f"number in the whole batch ({counted}), or return the mean of the samples"
-        )
-    if cause == "count":
-        return (
-            "the loss of a part is a mean over items of which samples have unequally many (padding, "
-            "ignored labels), so parts weigh wrongly; return the sum over the items "
-            f"(reduction='sum') and hand over their number in the whole batch ({counted})"
-        )
-    if counted.startswith("count"):
-        return f"{_MEAN}; with {counted} it must be the sum over the items: reduction='sum'"
-    return f"the model ignores {counted}: {_MEAN}; return the sum over the items divided by it"
+_SENTENCES: Final[dict[Cause, str]] = {
+    "mean": "the loss of a part is a mean, and is added up as a sum: it ignores COUNT; return the sum "
+    "over the items (reduction='sum'), or that divided by the items of the whole batch if the loss "
+    "gets their number",
+    "sum": "the loss of a part is a sum over its items, and is taken for a mean; hand over their "
+    "number in the whole batch (COUNT), or return the mean of the samples",
+    "count": "the loss of a part is a mean over items of which samples have unequally many (padding, "
+    "ignored labels), so parts weigh wrongly; return the sum over the items (reduction='sum') and "
+    "hand over their number in the whole batch (COUNT)",
+}

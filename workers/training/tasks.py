@@ -82,26 +82,19 @@ class TrainTask:
     loss: Callable[[nn.Module, Batch], Tensor]
     """The sum (or the mean, see `loss_is`) of the losses of all items in a part of a batch."""
     loss_is: Literal["sum", "mean"] = "sum"
-    """A mean is multiplied by `count` of the part. Before the first step it is tried out whether
-    parts add up; one that is not what it is said to be is refused.
-    """
+    """A mean is multiplied by `count` of the part. What it is not said to be is refused."""
     count: Callable[[Batch], int] = rows_of
     """The items (samples, tokens) in a batch or part, by which the sum of its loss is divided."""
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None
     """`None`: AdamW, as the settings say."""
     named_optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer] | None = None
-    """The same from names and parameters, for groups with rates, betas and weight decay of their
-    own.
-    """
+    """The same from pairs of name and parameter."""
     schedule: Callable[[int], float] | None = None
-    """From the step, counted from 0, to a factor for the learning rate of each group; `None`: a
-    warm-up of `train.warmup_steps`, then a cosine.
-    """
+    """From the step, counted from 0, to a factor of the learning rates; `None`: as settings say."""
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
-    """The same by a scheduler of torch, which is stepped once after each optimiser step."""
+    """The same by a scheduler of torch."""
     uses: frozenset[str] = frozenset()
-    """Keys of `train:` that the task itself reads, of those that are a preset's own (`OWN_KEYS`).
-    """
+    """Of `OWN_KEYS`, those that the task itself reads."""
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
     """Figures of merit, of the model in evaluation mode, with averaged weights if there are."""
     blocks: Callable[[nn.Module], Sequence[nn.Module]] = lambda _: ()
@@ -122,7 +115,6 @@ class TrainTask:
     """Of the data: checkpoints of a training on other data are refused. Empty: not known."""
 
     def __post_init__(self) -> None:
-        """Refuse fields that exclude each other."""
         for one, other in (("optimizer", "named_optimizer"), ("schedule", "scheduler")):
             if getattr(self, one) is not None and getattr(self, other) is not None:
                 raise TaskError(
@@ -196,15 +188,14 @@ def _refuse_unused(task: TrainTask, settings: TrainSettings) -> None:
     """Raise a `TaskError` if a key is set that would change nothing."""
     unused = dict.fromkeys(set(OWN_KEYS) - task.uses, "name it in `uses` of the TrainTask")
     if task.optimizer is not None or task.named_optimizer is not None:
-        own = "take it into the task's own optimizer"
-        unused |= dict.fromkeys(("lr", "weight_decay", "optimizer"), own)
+        unused |= dict.fromkeys(("lr", "weight_decay", "optimizer"), "set it in its optimizer")
     if task.schedule is not None or task.scheduler is not None:
-        unused["warmup_steps"] = "take it into the task's own schedule"
-    for key, field in TrainSettings.model_fields.items():
-        if key in unused and getattr(settings, key) != field.default:
+        unused["warmup_steps"] = "set it in its schedule"
+    for key in sorted(unused):
+        if (value := getattr(settings, key)) != TrainSettings.model_fields[key].default:
             raise TaskError(
-                f"train.{key} is {getattr(settings, key)}, and the task {settings.preset!r} does "
-                f"not use it; leave it out, or {unused[key]}"
+                f"train.{key} is {value}, and the task {settings.preset!r} does not use it; leave "
+                f"it out, or {unused[key]}"
             )
 
 
