@@ -5,10 +5,6 @@ memory now.
     for batch in batches:                                    # tokens and targets
         loss = elastic.step(batch, lambda part: model(*part))  # the mean loss of a part
 
-With padding or ignored labels `loss` returns the sum over the items of a part, and `count` is their
-number in the whole batch. A few samples of the first batch, and of each that has another form, are
-computed at once and in parts (`workers.training.parts`): what does not add up is refused.
-
 It replaces the loop over micro-batches, `backward`, clipping, `optimizer.step` and `zero_grad`.
 Without Ray.
 """
@@ -62,8 +58,8 @@ class ElasticStep:
             max_wait_s: How long a step may wait when not even one sample fits.
             on_retry: Told about each part that ran out of memory, before it is tried with fewer
             samples.
-            on_hazard: Told once of batch statistics, of dropout that is not keyed, and of a loss
-            that cannot be cut; without it they stop the first step.
+            on_hazard: Told once of batch statistics, of dropout that is not keyed, and the like;
+            without it they stop the first step.
             sleep: Waits so many seconds.
 
         Raises:
@@ -84,8 +80,7 @@ class ElasticStep:
             RetryRules, name="ElasticStep", max_wait_s=max_wait_s, on_retry=on_retry, sleep=sleep
         )
         self._attempts: Attempts | None = None
-        self._parts_check = PartsCheck()
-        self._on_hazard = on_hazard
+        self._parts_check, self._on_hazard = PartsCheck(), on_hazard
         self.steps = 0
         """Optimiser steps that are done."""
         self.samples_used = 0
@@ -107,8 +102,7 @@ class ElasticStep:
             count: How many items (such as tokens that are not padding) the whole batch has.
 
         Raises:
-            PartsError: The parts of the batch do not add up to the whole; it says why.
-            TaskError: A value of the batch cannot be cut; it is named.
+            TaskError: The parts of the batch do not add up (a `PartsError`), or it cannot be cut.
             OutOfBatchError: One sample at a time did not fit for `max_wait_s`. The weights were not
                 changed.
             NotFiniteError: The loss or its gradient is NaN or infinite; the weights were not
@@ -158,14 +152,9 @@ class ElasticStep:
             self._dropouts.key(self.samples_used + first, rows_of(part), self._device)
             return loss(part)
 
+        weight = None if by_items else rows_of
         found = check_parts(
-            self._model,
-            batch,
-            value,
-            weight=None if by_items else rows_of,
-            counted="count",
-            rows=limit,
-            accumulator=self._accumulator,
+            self._model, batch, value, weight=weight, rows=limit, accumulator=self._accumulator
         )
         if found and self._on_hazard is None:
             raise found[0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
 import torch
@@ -24,15 +25,13 @@ Cause: TypeAlias = Literal["mean", "sum", "count", "batch statistics", "dropout"
 #: Samples of a check: two in each part, because a batch norm refuses a single one.
 ROWS: Final = 4
 
-#: The longest sum of a gradient has some 10^6 terms (tokens x samples), and the rounding of a sum
-#: of n terms grows as their root: a thousand times the precision of fp32 or fp64.
+#: Times the precision. The rounding of a sum of n terms grows as their root, and the longest sum of
+#: a gradient has some 10^6 (tokens x samples). In half precision and TF32 sums are of fp32, and
+#: only results are rounded: some 256 on the way through a model.
 _LONG_SUM: Final = 1000.0
-
-#: In half precision and TF32 products are added up in fp32, and only results are rounded: some 256
-#: on the way through a model, whose root is 16.
 _ROUNDINGS: Final = 16.0
 
-#: Of TF32, which has ten bits behind the point, and which cards take for fp32.
+#: The precision of TF32, which cards take for fp32: ten bits behind the point.
 _TF32: Final = 2.0**-10
 
 #: How far a mean may lie from the line between its parts, as a share of that line.
@@ -66,9 +65,9 @@ def check_parts(
         model: Its trained parameters get the gradients.
         batch: As `loss` takes it, and as `rows_of` can count it.
         loss: From some samples, and the place of the first of them in the check, to their loss.
-        weight: By what the loss of a part is multiplied before it is added; for a mean: how many
-            items it is of. `None`: the loss is added up as it is.
-        counted: How the loss gets to know the items of the whole batch, for the sentence.
+        weight: By what the loss of a part is multiplied before it is added: how many items a mean
+            is of. `None`: the loss is added up as it is.
+        counted: What tells the loss of the items of the whole batch, for the sentence.
         rows: Samples that fit.
         accumulator: What it has added up is lost; `None`: more memory is taken for one.
 
@@ -86,9 +85,8 @@ def check_parts(
         return []
     order = _by_items(batch)[0]
     some = picked(batch, [*order[: rows // 2], *order[rows // 2 - rows :]])
-    if accumulator is None:
-        accumulator = Accumulator([each for each in model.parameters() if each.requires_grad])
-    compared = _Comparison(model, loss, weight, accumulator, some)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    compared = _Comparison(trained, loss, weight, accumulator or Accumulator(trained), some)
     with unchanged(model):
         if compared.adds_up():
             return []
@@ -135,19 +133,15 @@ class PartsCheck:
         return new
 
 
+@dataclass
 class _Comparison:
     """Some samples in two parts and at once."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Callable[[Batch, int], Tensor],
-        weight: Callable[[Batch], float] | None,
-        accumulator: Accumulator,
-        batch: Batch,
-    ) -> None:
-        self._parameters = [each for each in model.parameters() if each.requires_grad]
-        self._loss, self._weight, self._sums, self._batch = loss, weight, accumulator, batch
+    _parameters: Sequence[nn.Parameter]
+    _loss: Callable[[Batch, int], Tensor]
+    _weight: Callable[[Batch], float] | None
+    _sums: Accumulator
+    _batch: Batch
 
     def adds_up(self) -> bool:
         """Compute; say whether the parts add up. What is not finite tells nothing."""
@@ -256,11 +250,9 @@ def _norm(tensors: Sequence[Tensor]) -> float:
 
 @torch.no_grad()
 def _by_items(batch: Batch) -> tuple[list[int], bool]:
-    """Return the places of samples by how much fills them up, the fullest first; and whether that
-    differs.
+    """Return the places of samples by what fills them up, the least first; and whether they differ.
 
-    What fills up is a run of one number at the begin or end of a sample, and ignored labels, which
-    are negative.
+    That is a run of one number at the begin or end of a sample, and ignored labels (negative).
     """
     rows = rows_of(batch)
     filled = torch.zeros(rows, dtype=torch.int64)
