@@ -195,6 +195,7 @@ class Supervisor:
         self._cards_wait = False
         """Whether a slot changed in a way that may make its card one to give up."""
         self._unexplained: dict[str, float] = {}
+        self._hazards: dict[str, None] = {}
         """Slots whose process has ended for an unknown reason -> until when to ask."""
         self._began_s = self._looked_at_s = self._ticks_from_s = self.clock.monotonic_s()
         self._first_ready_s: float | None = None
@@ -245,7 +246,12 @@ class Supervisor:
             nodes_planned=tuple(self.config.nodes),
             nodes_seen=self._nodes.seen(),
             rows=SlotRows(self._plans, self._slots, self._meters, now_s),
-            notices=(*self._nodes.notices(), *self.outlets.problems, *filter(None, kept)),
+            notices=(
+                *self._nodes.notices(),
+                *self.outlets.problems,
+                *filter(None, kept),
+                *self._hazards,
+            ),
             restart_count=self._restarts,
             steps_lost_upper_bound=self._steps_lost,
         )
@@ -417,6 +423,8 @@ class Supervisor:
                 self.checkpoints.take(report)
                 self.output.take(report)
                 for happened in report.events:
+                    if happened.name == "hazard":  # of many slots with one task it is one
+                        self._hazards[f"training hazard: {happened.detail['reason']}"] = None
                     self.outlets.events.write(
                         happened.name,
                         slot=report.slot,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -271,6 +272,42 @@ def test_what_cannot_be_trained_is_said_in_a_sentence(
     (report,) = in_child(trained, str(tmp_path), spec(**changes), [WHOLE])
     assert report.verdict is Verdict.INCOMPATIBLE
     assert said in report.reason
+
+
+def test_a_hazard_is_told_once_in_a_training_and_named_in_its_reason(
+    in_child: InChild, tmp_path: Path
+) -> None:
+    wanted = spec(preset=task("drops"), steps=40, save_every_s=0.001)
+    first = in_child(trained, str(tmp_path), wanted, [{}] * 7)
+    (told,) = events(first, "hazard")
+    assert "attention_dropout" in told.detail["reason"]
+    assert first[-1].reason.startswith("hazard: the model draws from torch's own random numbers")
+    later = in_child(trained, str(tmp_path), wanted, [{"incarnation": 1}] * 3)
+    assert "restored" in names(later[0])
+    assert events(later, "hazard") == []
+    assert later[-1].reason == first[-1].reason
+
+
+MIBS_IMPORTED = 120
+
+
+def write_large_module(folder: str) -> None:
+    """Write a task whose module takes more memory than the cap, as transformers does."""
+    text = (
+        f"import trainings\nKEPT = b'x' * {MIBS_IMPORTED * MIB}\n"
+        "def task(settings):\n    return trainings.good\n"
+    )
+    (Path(folder) / "large_task.py").write_text(text)
+    sys.path.insert(0, folder)
+
+
+def test_what_a_task_imports_is_not_taken_from_its_cap(in_child: InChild, tmp_path: Path) -> None:
+    small = replace(spec(preset="large_task:task"), budget_bytes=60 * MIB)
+    (report,) = in_child(trained, str(tmp_path), small, [WHOLE], write_large_module)
+    assert report.verdict is Verdict.DONE
+    (opened,) = events(report, "device_opened")
+    assert opened.detail["imported_bytes"] > 0.9 * MIBS_IMPORTED * MIB
+    assert opened.detail["cap_bytes"] < MIBS_IMPORTED * MIB
 
 
 def test_a_folder_that_cannot_be_written_costs_no_step(in_child: InChild, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ It starts, counts, works and ends when it should; no step is counted twice, and 
 
 from __future__ import annotations
 
+import io
 import random
 import signal
 from collections.abc import Callable, Iterator
@@ -14,10 +15,11 @@ import pytest
 from orchestrator.core.lifecycle import IllegalEventError
 from orchestrator.core.slot import HeadState, NodeLeft
 from orchestrator.run.terminal import Interrupts
+from orchestrator.view.live import PlainLines
 from tests.run.conftest import RunMaker
 from tests.run.scene import Run
 from tests.run.scripted_fleet import START_S, STEPS_PER_S
-from workers.messages import Directive, WorkerState
+from workers.messages import Directive, WorkerEvent, WorkerState
 
 
 def test_every_slot_is_placed_once_and_works_to_the_planned_end(new_run: RunMaker) -> None:
@@ -252,3 +254,19 @@ def test_a_run_ends_and_its_books_hold_whatever_happens_and_when(
             values = [row.to_dict()[name] for row in run.shown(slot)]
             assert values == sorted(values), "no counter goes back"
     assert run.events("counting")[0]["at_s"] >= START_S
+
+
+def test_a_hazard_of_many_slots_is_told_once(new_run: RunMaker) -> None:
+    """In the head of table and page, in the summary, and as one plain line."""
+    run = new_run(pc1=2, pc2=2)
+    told = WorkerEvent(name="hazard", at_unix_s=0.0, detail={"reason": "it draws numbers"})
+    for slot in ("pc1/0", "pc1/1", "pc2/0"):
+        run.fleet.says[slot] = {"events": (told, told)}
+    run.finish()
+    (notice,) = run.recorder.shown[-1].notices
+    assert notice == "training hazard: it draws numbers"
+    stream = io.StringIO()
+    plain = PlainLines(stream)
+    for snapshot in run.recorder.shown:
+        plain.update(snapshot)
+    assert stream.getvalue().count("it draws numbers") == 1

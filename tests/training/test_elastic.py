@@ -114,6 +114,17 @@ def test_the_learning_rate_is_the_loops_own() -> None:
     assert all(map(torch.equal, model.parameters(), before))
 
 
+def test_a_scheduler_that_is_made_later_does_not_warn(recwarn: pytest.WarningsRecorder) -> None:
+    model, optimizer = made()
+    elastic = ElasticStep(model, optimizer)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    for batch in batches(2):
+        elastic.step(batch, Memory(model, lambda: 12))
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 1e-2 / 4
+    assert [each for each in recwarn if "lr_scheduler" in str(each.message)] == []
+
+
 def test_when_not_one_sample_fits_it_says_so() -> None:
     model, optimizer = made()
     elastic = ElasticStep(model, optimizer, max_wait_s=0)

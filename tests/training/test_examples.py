@@ -6,8 +6,10 @@ import difflib
 import importlib
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from tests.in_child import InChild
 from tests.scene import MIB, ROOT, spec_of
 from workers.messages import Verdict
 from workers.training import elastic
+from workers.training.parts import PartsError
 from workers.training.settings import TrainSettings
 
 EXAMPLES = ROOT / "docs" / "examples"
@@ -71,3 +74,52 @@ def test_the_documented_task_is_trained_to_its_end(in_child: InChild, tmp_path: 
     assert report.verdict is Verdict.DONE
     assert report.progress.loss < 0.9 * report.progress.first_loss
     assert [event for event in report.events if event.name == "hazard"] == []
+
+
+def test_a_loop_over_padded_texts_changes_in_six_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By sum and count, so that it computes what it did, also where memory holds few samples."""
+    names = ("padded_plain", "padded_elastic")
+    texts = [(EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines() for name in names]
+    assert 50 <= len(texts[0]) <= 70
+    changed = [line for line in difflib.ndiff(*texts) if line[:1] in "+-" and line[2:].strip()]
+    assert max(sum(line.startswith(sign) for line in changed) for sign in "+-") <= 6
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    plain, other = (importlib.import_module(name) for name in names)
+
+    def losses(main: Callable[[torch.device], object]) -> list[float]:
+        main(torch.device("cpu"))
+        return [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
+
+    whole = losses(plain.main)
+    assert whole[-1] < 0.5 * whole[0]
+    assert losses(other.main) == pytest.approx(whole, rel=1e-5)
+    # Each step in parts of another size, as the page says.
+    made: list[elastic.ElasticStep] = []
+
+    class Cut(elastic.ElasticStep):
+        def step(self, *given: Any, **named: Any) -> float:
+            self.most_rows = 1 + self.steps % 7
+            made.append(self)
+            return super().step(*given, **named)
+
+    monkeypatch.setattr(other, "ElasticStep", Cut)
+    assert losses(other.main) == pytest.approx(whole, rel=1e-5)
+    assert max(made[0].parts) <= 7
+    # The mean that the plain loop had is refused.
+    monkeypatch.setattr(other, "loss_of", plain.loss_of)
+    with pytest.raises(PartsError, match="it ignores count; return the sum over the items"):
+        losses(other.main)
+
+
+def test_each_block_about_a_loop_of_ones_own_runs() -> None:
+    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    section = text.partition("## In a loop of your own, without Ray")[2].partition("\n## ")[0]
+    blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    assert len(blocks) == 4
+    scope: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, scope)  # noqa: S102 - our own document
+    assert scope["elastic"].parts == [3, 3, 3, 3]
+    assert scope["hazards"] == []

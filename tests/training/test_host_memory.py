@@ -267,7 +267,7 @@ def test_the_host_sleeps_until_the_gradient_is_known(log: CardLog) -> None:
     sums.add(1, torch.tensor(2.0), [torch.ones(3)])
     update = Update(torch.optim.SGD([parameter], lr=1.0))
     scaler = trainer(steps=1)._scaler
-    assert sums.finish(update, scaler, step=0, clip=None, rate_share=None) == (2.0, True)
+    assert sums.finish(update, scaler, step=0, clip=None, rates=None) == (2.0, True)
     assert log == ["sleeping", "read"]
 
 

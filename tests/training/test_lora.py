@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.training.parity import losses
@@ -112,3 +113,45 @@ def test_a_model_without_linear_layers_is_refused() -> None:
     conv = replace(task(GPT), model=lambda: nn.Conv1d(1, 1, 1), blocks=lambda _: ())
     with pytest.raises(TaskError, match=r"needs nn.Linear modules"):
         Trainer(conv, settings(adapter="lora"), CPU, 0)
+
+
+class Chain(nn.Module):
+    """Four layers without biases on numbers, for counting."""
+
+    def __init__(self, frozen: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+        for place in frozen:
+            self.layers[place].requires_grad_(requires_grad=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.layers(functional.one_hot(tokens[:, :1].squeeze(1) % 64, 64).float())
+
+
+@pytest.mark.parametrize(
+    ("frozen", "passes"),
+    # Of each layer one forward, one for its weight if that is trained, one for its input if
+    # something below is trained.
+    [((), 4 + 4 + 3), ((0, 1), 4 + 2 + 1), ((1, 2), 4 + 2 + 3), ((0, 1, 2), 4 + 1 + 0)],
+)
+def test_frozen_weights_take_no_pass_of_their_own(frozen: tuple[int, ...], passes: int) -> None:
+    chain = replace(
+        task(GPT),
+        model=partial(Chain, frozen),
+        loss=lambda model, part: model(part).square().sum(),
+        count=len,
+        blocks=lambda _: (),
+    )
+    run = Trainer(chain, settings(preset="own:task"), CPU, 0)
+    assert run.flop_per_sample() == passes * 2 * 64 * 64
+
+
+def test_adapters_are_counted_with_what_they_really_take() -> None:
+    """One forward of all, one backward for inputs, and all three of the adapters."""
+    full, lora = (
+        trainer(adapter=adapter, adapter_rank=2, dropout=0.0).flop_per_sample()
+        for adapter in ("none", "lora")
+    )
+    added = trainer(adapter="lora", adapter_rank=2, dropout=0.0)
+    numbers = sum(weight.numel() for weight in added.parameters)
+    assert lora == pytest.approx(2 / 3 * full + 16 * 6 * numbers, rel=0.05)

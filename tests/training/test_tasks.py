@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import sys
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 from torch.utils.data import default_collate
 
-from tests.training.scene import CPU, replay
+from tests.training.scene import CPU, GPT, replay
+from tests.training.scene import settings as small_settings
+from tests.training.scene import task as small_task
 from workers.training.errors import StateMismatchError, TaskError
 from workers.training.order import Sample
 from workers.training.settings import PRESETS, TrainSettings
@@ -18,6 +25,8 @@ from workers.training.tasks import find_task, landmark_error_pct
 from workers.training.trainer import Trainer
 
 OWN_TASK = """
+from dataclasses import replace
+
 import torch
 from torch import nn
 from workers.training.tasks import TrainTask
@@ -41,6 +50,18 @@ def task(settings):
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.3, momentum=0.9),
         evaluate=lambda model: {"at_zero": model(torch.zeros(1, 1)).item()},
     )
+
+
+def uses(settings):
+    return replace(task(settings), uses=frozenset({"dropout", "data"}))
+
+
+def scheduled(settings):
+    return replace(task(settings), schedule=lambda step: 1.0)
+
+
+def plain(settings):
+    return replace(task(settings), optimizer=None)
 
 
 empty = TrainTask(name="empty", model=lambda: nn.ReLU(), dataset=Points(), loss=None)
@@ -141,6 +162,15 @@ def test_a_users_own_task_is_trained_evaluated_and_resumed() -> None:
             "train.seq is 65, and gpt-nano reads at most 64 tokens",
         ),
         ({"preset": "cnn-small", "data": "here"}, "trains on drawn faces; leave train.data out"),
+        ({"preset": "own_task:task", "dropout": 0.1}, "dropout is 0.1, and the task .* not use it"),
+        ({"preset": "own_task:task", "data": "here"}, "leave it out, or name it in `uses`"),
+        ({"preset": "own_task:task", "seq": 8}, "train.seq is 8"),
+        ({"preset": "own_task:task", "min_seq": 8}, "train.min_seq is 8"),
+        ({"preset": "own_task:task", "packing": True}, "train.packing is True"),
+        ({"preset": "own_task:task", "label_smoothing": 0.1}, "train.label_smoothing is 0.1"),
+        ({"preset": "own_task:uses", "label_smoothing": 0.1}, "train.label_smoothing is 0.1"),
+        ({"preset": "own_task:task", "lr": 1e-4}, "or set it in its optimizer"),
+        ({"preset": "own_task:scheduled", "warmup_steps": 3}, "or set it in its schedule"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_one_sentence(
@@ -150,6 +180,94 @@ def test_what_cannot_be_trained_is_refused_in_one_sentence(
     with pytest.raises(TaskError, match=sentence) as refused:
         Trainer(find_task(settings, 0), settings, CPU, 0)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.usefixtures("own_module")
+def test_keys_that_a_task_says_it_uses_are_its_own() -> None:
+    found = find_task(TrainSettings(preset="own_task:uses", dropout=0.1, data="here"), 0)
+    assert found.uses == {"dropout", "data"}
+    find_task(TrainSettings(preset="own_task:plain", lr=1e-4, weight_decay=0.0), 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"uses": frozenset({"micro"})}, "uses micro; valid: data, documents"),
+        ({"optimizer": list, "named_optimizer": list}, "has optimizer and named_optimizer"),
+        ({"schedule": float, "scheduler": list}, "has schedule and scheduler"),
+    ],
+)
+def test_fields_that_make_no_sense_are_refused(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(TaskError, match=sentence):
+        replace(small_task(GPT), **fields)
+
+
+def of_groups(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """Return an AdamW whose groups have names, rates, betas and weight decay of their own."""
+    norms, others = [], []
+    for name, parameter in named:
+        (norms if "norm" in name else others).append((name, parameter))
+    groups = [
+        {"params": others, "weight_decay": 0.3, "betas": (0.8, 0.9), "lr": 1e-2},
+        {"params": norms, "weight_decay": 0.0, "lr": 1e-3},
+    ]
+    return torch.optim.AdamW(groups)
+
+
+def test_groups_by_name_keep_their_rates_and_survive_a_checkpoint() -> None:
+    own = replace(small_task(GPT), named_optimizer=of_groups, schedule=lambda step: 0.5**step)
+    chosen = small_settings(layer_decay=0.9)
+    run = Trainer(own, chosen, CPU, 0)
+    groups = run.state()["optimizer"]["param_groups"]
+    assert len(groups) > 2, "split by layer_decay"
+    assert all(len(group["params"]) == len(group["param_names"]) for group in groups)
+    assert {group["weight_decay"] for group in groups if "norm" in group["param_names"][0]} == {0}
+    assert {group["betas"] for group in groups} == {(0.8, 0.9), (0.9, 0.999)}
+    first = [group["lr"] for group in groups]
+    replay(run, [[12, 0, 3]])
+    assert [group["lr"] / 0.25 for group in run.state()["optimizer"]["param_groups"]] == first
+    saved = copy.deepcopy(run.state())
+    other = Trainer(own, chosen, CPU, 0)
+    other.load(saved)
+    for each in (run, other):
+        replay(each, [[12, 0, 2]])
+    assert run.weights_sha256() == other.weights_sha256()
+
+
+def test_a_scheduler_of_torch_steps_as_in_a_plain_loop() -> None:
+    """Over a checkpoint, too, and without a state of its own; rates are those of torch to the bit."""
+
+    def made(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        rise = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+        fall = lr_scheduler.CosineAnnealingLR(optimizer, 6)
+        return lr_scheduler.SequentialLR(optimizer, [rise, fall], milestones=[3])
+
+    own = replace(small_task(GPT), scheduler=made)
+    run, other = (Trainer(own, small_settings(), CPU, 0) for _ in range(2))
+    first = copy.deepcopy(run.state())
+    plain = torch.optim.SGD([torch.zeros(1)], lr=own.lr)
+    scheduler, rates, saved = made(plain), [], None
+    for step in range(8):
+        assert own.lr == 2e-3
+        rates.append(plain.param_groups[0]["lr"])
+        replay(run, [[12, 0, 1]])
+        assert run.state()["optimizer"]["param_groups"][0]["lr"] == rates[-1]
+        saved = copy.deepcopy(run.state()) if step == 4 else saved
+        plain.step()
+        scheduler.step()
+    assert len(set(rates)) == 8
+    other.load(saved)
+    replay(other, [[12, 0, 3]])
+    assert run.weights_sha256() == other.weights_sha256()
+    run.load(first)
+    replay(run, [[12, 0, 1]])
+    assert run.state()["optimizer"]["param_groups"][0]["lr"] == rates[0], "it went back"
+
+
+def test_a_scheduler_that_follows_a_metric_is_refused() -> None:
+    own = replace(small_task(GPT), scheduler=lr_scheduler.ReduceLROnPlateau)
+    with pytest.raises(TaskError, match="ReduceLROnPlateau follows a metric"):
+        Trainer(own, small_settings(), CPU, 0)
 
 
 @pytest.mark.parametrize(

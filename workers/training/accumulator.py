@@ -91,7 +91,7 @@ class Accumulator:
         *,
         step: int,
         clip: float | None,
-        rate_share: float | None,
+        rates: Sequence[float] | None,
     ) -> tuple[float, bool]:
         """Unscale, clip and update; return the loss, and whether it was updated. Can be repeated
         until that begins.
@@ -111,6 +111,6 @@ class Accumulator:
             if not math.isfinite(value):
                 raise NotFiniteError(what, value, step)
         factor = 1.0 if clip is None or norm <= clip else clip / norm
-        update.run(self._parameters, self.gradients, factor / scaler.scale, rate_share)
+        update.run(self._parameters, self.gradients, factor / scaler.scale, rates)
         scaler.succeeded()
         return loss, True

@@ -1,25 +1,37 @@
-"""Batches and states, which are tensors in mappings, lists and tuples; and what has samples."""
+"""Batches and states, which are tensors in mappings, lists and tuples; and what has samples.
+
+A batch is cut along its samples, the first dimension of each tensor. A list or tuple is read as
+columns (such as inputs and labels), or as a list of the samples themselves: texts, numbers, lists
+of tokens, tensors of unequal lengths. What can be read as both, or cannot be cut, is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import Dataset
 
+from workers.training.errors import TaskError
+
 Batch: TypeAlias = Any
-"""A tensor, or tuples, lists and mappings of tensors; the first dimension of each is the samples.
-"""
+"""A tensor, or tuples, lists and mappings of tensors, texts and numbers, by sample."""
+
+#: What belongs to all samples alike, and so to each part.
+_SHARED = (type(None), str, bytes, bool, int, float, complex, torch.dtype, torch.device)
 
 
-def map_tensors(change: Callable[[Tensor], Any], tree: Any) -> Any:  # noqa: ANN401 - any batch
+def map_tensors(change: Callable[[Any], Any], tree: Any) -> Any:  # noqa: ANN401 - any batch
     """Return a tree of the same form with each tensor changed; what is no tensor stays."""
-    if isinstance(tree, Tensor):
+    if isinstance(tree, Tensor | PackedSequence):
         return change(tree)
     if isinstance(tree, Mapping):
-        return {key: map_tensors(change, value) for key, value in tree.items()}
+        return _mapped(tree, lambda _, value: map_tensors(change, value))
     if isinstance(tree, list | tuple):
         values = [map_tensors(change, value) for value in tree]
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
@@ -36,13 +48,54 @@ def tensors_in(tree: object) -> Iterator[Tensor]:
 
 
 def rows_of(batch: Batch) -> int:
-    """Return the number of samples in a batch."""
-    return len(next(tensors_in(batch)))
+    """Return the number of samples in a batch.
+
+    Raises:
+        TaskError: It cannot be told.
+    """
+    columns = isinstance(batch, list | tuple) and _columns(batch)
+    rows = columns or _readings(batch)
+    if rows is not None and len(rows) == 1:
+        return next(iter(rows))
+    said = "no value has one for each sample"
+    if rows:
+        said = f"{' or '.join(map(str, sorted(rows)))} are possible"
+    elif rows is not None:
+        values = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+        read = [(key, _readings(value)) for key, value in values]
+        said = ", ".join(f"batch[{key!r}] has {min(one)}" for key, one in read if one)
+    raise TaskError(
+        f"how many samples a batch has cannot be told: {said}; make it a tensor, or a mapping of "
+        "tensors whose first dimension is the samples"
+    )
 
 
 def part_of(batch: Batch, first: int, rows: int) -> Batch:
-    """Return some samples of a batch, without a copy."""
-    return map_tensors(lambda tensor: tensor[first : first + rows], batch)
+    """Return some samples of a batch; of tensors without a copy.
+
+    Raises:
+        TaskError: A value cannot be cut by sample; it is named.
+    """
+    whole = rows_of(batch)
+    if first == 0 and rows >= whole:
+        return batch
+    cut = slice(first, first + rows)
+    return _cut(batch, lambda value: value[cut], whole, "batch")
+
+
+def picked(batch: Batch, places: Sequence[int]) -> Batch:
+    """Return a copy of the samples at these places of a batch.
+
+    Raises:
+        TaskError: As `part_of`.
+    """
+
+    def pick(value: Any) -> Any:  # noqa: ANN401 - a tensor, array or list
+        if isinstance(value, list | tuple):
+            return type(value)([value[place] for place in places])
+        return value[list(places)]
+
+    return _cut(batch, pick, rows_of(batch), "batch")
 
 
 def on_device(batch: Batch, device: torch.device, *, non_blocking: bool = True) -> Batch:
@@ -50,6 +103,87 @@ def on_device(batch: Batch, device: torch.device, *, non_blocking: bool = True) 
     return map_tensors(
         lambda tensor: tensor.to(device, non_blocking=non_blocking and tensor.is_pinned()), batch
     )
+
+
+def _mapped(tree: Mapping[Any, Any], change: Callable[[Any, Any], Any]) -> Any:  # noqa: ANN401
+    """Return a mapping with changed values, of the same type if that can be written to."""
+    values = {key: change(key, value) for key, value in tree.items()}
+    if type(tree) is OrderedDict:
+        return OrderedDict(values)
+    if type(tree) is dict or not isinstance(tree, MutableMapping):
+        return values
+    made = copy.copy(tree)  # such as the outputs of a tokenizer, which have attributes as well
+    made.update(values)
+    return made
+
+
+def _shape(tree: object) -> tuple[int, ...] | None:
+    """Return the shape of a tensor or array, `None` of all else."""
+    shape = getattr(tree, "shape", None)
+    return tuple(shape) if isinstance(shape, tuple) else None
+
+
+def _readings(tree: Any) -> set[int] | None:  # noqa: ANN401 - any batch
+    """Return the numbers of samples that a value may have; `None`: it has no say."""
+    if isinstance(tree, PackedSequence):
+        return {int(tree.batch_sizes[0])}
+    if shape := _shape(tree):
+        return {shape[0]}
+    if isinstance(tree, Mapping) or hasattr(tree, "_fields"):
+        return _columns(tree)
+    return {len(tree), *(_columns(tree) or ())} if isinstance(tree, list | tuple) else None
+
+
+def _columns(tree: Any) -> set[int] | None:  # noqa: ANN401 - a mapping, list or tuple
+    """Return what the values agree on; `None`: they are no columns, but samples or shared."""
+    values = tree.values() if isinstance(tree, Mapping) else tree
+    if type(tree) in {list, tuple} and all(
+        isinstance(value, Mapping)
+        or (isinstance(value, list) and all(type(one) in {int, float} for one in value))
+        for value in values
+    ):
+        return None  # each a mapping, or a list of tokens
+    said = [rows for value in values if (rows := _readings(value)) is not None]
+    return set.intersection(*said) if said else None
+
+
+def _cut(value: Any, take: Callable[[Any], Any], whole: int, path: str) -> Any:  # noqa: ANN401 - any
+    """Return what `take` takes of each value that has one for each of `whole` samples."""
+    shape = _shape(value)
+    if isinstance(value, _SHARED) or shape == ():
+        return value
+    if isinstance(value, PackedSequence):
+        padded, lengths = pad_packed_sequence(value, batch_first=True)
+        return pack_padded_sequence(
+            take(padded), take(lengths), batch_first=True, enforce_sorted=False
+        )
+    if shape is not None:
+        if shape[0] == whole:
+            return take(value)
+        raise TaskError(f"{path} has {shape[0]} rows in a batch of {whole} samples: {_MEND}")
+    if isinstance(value, Mapping):
+        return _mapped(value, lambda key, one: _cut(one, take, whole, f"{path}[{key!r}]"))
+    if isinstance(value, list | tuple):
+        named = hasattr(value, "_fields")
+        columns = whole in (_columns(value) or ())
+        samples = len(value) == whole and not named
+        if columns and samples and path != "batch":
+            raise TaskError(
+                f"{path} may be {whole} samples, or {whole} columns of samples: {_MEND}"
+            )
+        if columns or named:
+            parts = [_cut(one, take, whole, f"{path}[{at}]") for at, one in enumerate(value)]
+            return type(value)(*parts) if named else type(value)(parts)
+        if samples:
+            return take(value)
+        raise TaskError(f"{path} has {len(value)} values in a batch of {whole} samples: {_MEND}")
+    raise TaskError(f"{path} is a {type(value).__name__}, which cannot be cut by sample: {_MEND}")
+
+
+_MEND = (
+    "make it a tensor whose first dimension is the samples, a list with a value for each sample, "
+    "or leave it out of the batch"
+)
 
 
 class Samples(Dataset[Any]):

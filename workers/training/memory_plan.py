@@ -41,7 +41,7 @@ from workers.training.keyed_random import Dropouts
 from workers.training.lora import new_model
 from workers.training.model_levers import ModelLevers, Recomputation
 from workers.training.models import GPTS
-from workers.training.optimizers import Average, adamw, allocate_states, update_bytes
+from workers.training.optimizers import Average, allocate_states, update_bytes
 from workers.training.schedule import offered_micro_batches
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, find_task, refuse_without_data, trained_parameters
@@ -134,10 +134,7 @@ class MemoryPlanner:
             self._parameters = trained_parameters(task, self._model)
             self._accumulator = Accumulator(self._parameters)
             held.append(self._live.now_bytes)
-            if task.optimizer is None:
-                self._optimizer = adamw(self._parameters, settings, 1e-3, planned=True)
-            else:
-                self._optimizer = task.optimizer(self._parameters)
+            self._optimizer = task.new_optimizer(self._model, settings, planned=True)
             allocate_states(self._optimizer)
             held.append(self._live.now_bytes)
             if settings.ema_decay is not None and settings.ema_on == "device":

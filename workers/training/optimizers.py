@@ -18,7 +18,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from workers.oom import classify
 from workers.settings import FailureKind
@@ -143,8 +144,11 @@ def decay_rates(
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         for below in sorted({depth[parameter] for parameter in group["params"]}):
-            members = [parameter for parameter in group["params"] if depth[parameter] == below]
-            groups.append({**group, "params": members, "lr": group["lr"] * decay**below})
+            own = {**group, "lr": group["lr"] * decay**below}
+            for key in own.keys() & {"params", "param_names"}:
+                pairs = zip(group["params"], group[key], strict=True)
+                own[key] = [value for parameter, value in pairs if depth[parameter] == below]
+            groups.append(own)
     optimizer.param_groups[:] = groups
 
 
@@ -351,6 +355,53 @@ class Average:
         return self._staging[: weight.numel()].as_strided(own.shape, own.stride()).copy_(weight)
 
 
+class Rates:
+    """The learning rates of an optimiser's groups, as a function of the step.
+
+    A scheduler of torch gets a stand-in for the optimiser, and begins anew where a training goes
+    back: so it has no state that a checkpoint would have to hold.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        scheduler: Callable[[Optimizer], LRScheduler] | None,
+        share: Callable[[int], float],
+    ) -> None:
+        """Take what makes a scheduler or, without it, the share of each group's first rate.
+
+        Raises:
+            TaskError: The scheduler needs more than the number of the step.
+        """
+        self._make, self._share = scheduler, share
+        self._first = [float(group["lr"]) for group in optimizer.param_groups]
+        self._begin()
+
+    def _begin(self) -> None:
+        self._step = 0
+        if self._make is not None:
+            groups = [{"params": [torch.zeros(())], "lr": rate} for rate in self._first]
+            self._stand = SGD(groups, lr=1.0)
+            self._scheduler = self._make(self._stand)
+            self._stand.step()  # changes nothing; without it torch warns
+            if isinstance(self._scheduler, ReduceLROnPlateau):
+                raise TaskError(
+                    "ReduceLROnPlateau follows a metric, and a training knows only its step; use a "
+                    "scheduler whose step() takes no argument"
+                )
+
+    def at(self, step: int) -> list[float]:
+        """Return the rate of each group in a step, counted from 0."""
+        if self._make is None:
+            return [rate * self._share(step) for rate in self._first]
+        if step < self._step:
+            self._begin()
+        for _ in range(self._step, step):
+            self._scheduler.step()
+        self._step = step
+        return [float(group["lr"]) for group in self._stand.param_groups]
+
+
 class Update:
     """Changes the weights, and says whether it was cut off. What was cut off is never run again."""
 
@@ -362,12 +413,11 @@ class Update:
     ) -> None:
         """Take an optimiser, what averages the weights, and what steps in its place."""
         self.optimizer = optimizer
-        self._step = optimizer.step if step is None else step
+        self._step = step
         self.cut = False
         """Whether weights, moments and average belong to no step: an update began and did not end.
         """
         self._average = average
-        self._rates = [float(group["lr"]) for group in optimizer.param_groups]
 
     def check(self) -> None:
         """Raise `UpdateInterruptedError` if weights belong to no step."""
@@ -382,11 +432,11 @@ class Update:
         parameters: Sequence[nn.Parameter],
         gradients: Sequence[Tensor],
         factor: float,
-        rate_share: float | None,
+        rates: Sequence[float] | None,
     ) -> None:
         """Do one step with `gradients` times `factor`.
 
-        The learning rate is a share of what each group began with; `None` leaves it as it is.
+        `rates` are the learning rates of the groups; `None` leaves them as they are.
 
         Raises:
             UpdateInterruptedError: Memory ran out in it, now or before.
@@ -395,7 +445,7 @@ class Update:
         self.cut = True
         failure: str | None = None
         try:
-            self._change(parameters, gradients, factor, rate_share)
+            self._change(parameters, gradients, factor, rates)
         except Exception as error:
             verdict = classify(error)
             if verdict.kind not in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
@@ -415,19 +465,20 @@ class Update:
         parameters: Sequence[nn.Parameter],
         gradients: Sequence[Tensor],
         factor: float,
-        rate_share: float | None,
+        rates: Sequence[float] | None,
     ) -> None:
         if factor != 1:
             torch._foreach_mul_(list(gradients), factor)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             # Itself, unless the weights are half precision.
             parameter.grad = gradient.to(parameter.dtype)
-        if rate_share is not None:
-            for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+        if rates is not None:
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 if isinstance(group["lr"], Tensor):  # torchao compiles its step
-                    group["lr"].fill_(rate * rate_share)
+                    group["lr"].fill_(rate)
                 else:
-                    group["lr"] = rate * rate_share
-        self._step()
+                    group["lr"] = rate
+        # Looked up now: a scheduler of torch that was made later has replaced the method.
+        (self._step or self.optimizer.step)()
         if self._average is not None:
             self._average.update()

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Final, Literal, Protocol, cast
 
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 
 from workers.training import order
@@ -23,6 +25,7 @@ from workers.training.errors import TaskError
 from workers.training.host_memory import wait_asleep
 from workers.training.made_data import ITEMS, DrawnFaces, MadeText
 from workers.training.models import CNNS, EYE_CORNERS, GPTS, Cnn, CnnShape, Gpt, GptShape
+from workers.training.optimizers import adamw
 from workers.training.sequences import (
     PackedRows,
     filled_up,
@@ -35,6 +38,11 @@ from workers.training.sequences import (
 )
 from workers.training.settings import TrainSettings
 from workers.training.text import SAMPLES, TextData, TextDocuments
+
+#: Keys of `train:` that only a task can obey: what is trained on, and its loss.
+OWN_KEYS: Final = (
+    "data", "documents", "seq", "min_seq", "packing", "dropout", "label_smoothing", "r_drop",
+)  # fmt: skip
 
 
 class Items(Protocol):
@@ -72,11 +80,21 @@ class TrainTask:
     """Makes the model on the CPU. torch's random numbers are seeded around the call."""
     dataset: Items
     loss: Callable[[nn.Module, Batch], Tensor]
-    """The sum (not the mean) of the losses of all items in a part of a batch."""
+    """The sum (or the mean, see `loss_is`) of the losses of all items in a part of a batch."""
+    loss_is: Literal["sum", "mean"] = "sum"
+    """A mean is multiplied by `count` of the part. What it is not said to be is refused."""
     count: Callable[[Batch], int] = rows_of
-    """The items (samples, tokens) in a whole batch, by which the sum of its loss is divided."""
+    """The items (samples, tokens) in a batch or part, by which the sum of its loss is divided."""
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None
     """`None`: AdamW, as the settings say."""
+    named_optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer] | None = None
+    """The same from pairs of name and parameter."""
+    schedule: Callable[[int], float] | None = None
+    """From the step, counted from 0, to a factor of the learning rates; `None`: as settings say."""
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    """The same by a scheduler of torch."""
+    uses: frozenset[str] = frozenset()
+    """Of `OWN_KEYS`, those that the task itself reads."""
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
     """Figures of merit, of the model in evaluation mode, with averaged weights if there are."""
     blocks: Callable[[nn.Module], Sequence[nn.Module]] = lambda _: ()
@@ -96,6 +114,30 @@ class TrainTask:
     fingerprint: str = ""
     """Of the data: checkpoints of a training on other data are refused. Empty: not known."""
 
+    def __post_init__(self) -> None:
+        for one, other in (("optimizer", "named_optimizer"), ("schedule", "scheduler")):
+            if getattr(self, one) is not None and getattr(self, other) is not None:
+                raise TaskError(
+                    f"the task {self.name} has {one} and {other}; leave out one of them"
+                )
+        if unknown := self.uses - set(OWN_KEYS):
+            raise TaskError(
+                f"the task {self.name} uses {', '.join(sorted(unknown))}; valid: "
+                f"{', '.join(OWN_KEYS)}"
+            )
+
+    def new_optimizer(
+        self, model: nn.Module, settings: TrainSettings, *, planned: bool = False
+    ) -> Optimizer:
+        """Make the optimiser of a model's trained parameters, or what only has its memory."""
+        named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+        if self.named_optimizer is not None:
+            return self.named_optimizer(named)
+        parameters = [each for _, each in named]
+        if self.optimizer is not None:
+            return self.optimizer(parameters)
+        return adamw(parameters, settings, settings.lr or self.lr, planned=planned)
+
     def shortened(self, part: Batch) -> Batch:
         """Return a part on the host without what fills up all of its samples."""
         return part if self.shorten is None else self.shorten(part)
@@ -108,7 +150,7 @@ def find_task(settings: TrainSettings, seed: int) -> TrainTask:
     Raises:
         TaskError: There is no such task, it fails, or it is none.
     """
-    if settings.packing and settings.preset not in GPTS:
+    if settings.packing and settings.preset in CNNS:
         raise TaskError(
             f"train.packing is for the GPT presets, and {settings.preset} is none; leave it out"
         )
@@ -130,12 +172,31 @@ def find_task(settings: TrainSettings, seed: int) -> TrainTask:
             f"train.preset {settings.preset!r} is a {type(task).__name__}; it must be a TrainTask "
             "of workers.training.tasks, or a function that takes the settings and returns one"
         )
-    if own is task and (lever := _lever_of_loss(settings)):
-        raise TaskError(
-            f"train.{lever} changes a loss, and that of {settings.preset!r} is its own; name a "
-            f"function that takes the settings and returns a TrainTask, or leave train.{lever} out"
-        )
+    _refuse_unused(task, settings)
     return task
+
+
+def import_task(preset: object) -> None:
+    """Import the module of a user's task, if that is one; what fails is told by `find_task`."""
+    module_name, of_user, _ = str(preset).partition(":")
+    if of_user:
+        with suppress(Exception):
+            importlib.import_module(module_name)
+
+
+def _refuse_unused(task: TrainTask, settings: TrainSettings) -> None:
+    """Raise a `TaskError` if a key is set that would change nothing."""
+    unused = dict.fromkeys(set(OWN_KEYS) - task.uses, "name it in `uses` of the TrainTask")
+    if task.optimizer is not None or task.named_optimizer is not None:
+        unused |= dict.fromkeys(("lr", "weight_decay", "optimizer"), "set it in its optimizer")
+    if task.schedule is not None or task.scheduler is not None:
+        unused["warmup_steps"] = "set it in its schedule"
+    for key in sorted(unused):
+        if (value := getattr(settings, key)) != TrainSettings.model_fields[key].default:
+            raise TaskError(
+                f"train.{key} is {value}, and the task {settings.preset!r} does not use it; leave "
+                f"it out, or {unused[key]}"
+            )
 
 
 def _lever_of_loss(settings: TrainSettings) -> str:

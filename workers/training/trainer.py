@@ -13,8 +13,7 @@ on the limits, but for rounding; with the same limits in the same order it is th
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Final
@@ -27,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from workers.messages import Progress
 from workers.training import order, precision, schedule
 from workers.training.accumulator import Accumulator
-from workers.training.batches import on_device, part_of, rows_of
+from workers.training.batches import Batch, on_device, part_of, rows_of
 from workers.training.checkpoints import Identity, Lever, weights_sha256
 from workers.training.errors import StateMismatchError, TaskError
 from workers.training.host_memory import Parking
@@ -36,14 +35,16 @@ from workers.training.keyed_random import Dropouts
 from workers.training.loader import Feed
 from workers.training.lora import new_model
 from workers.training.model_levers import Compiling, KernelWatch, ModelLevers, Recomputation
+from workers.training.models import CNNS, GPTS
 from workers.training.optimizers import (
     Average,
+    Rates,
     Update,
-    adamw,
     decay_rates,
     forget_states,
     load_states,
 )
+from workers.training.parts import ROWS, PartsCheck, PartsError, check_parts, unchanged
 from workers.training.profiling import Part, TimeShares
 from workers.training.schedule import Course
 from workers.training.settings import Precision, TrainSettings
@@ -58,6 +59,9 @@ _OTHER_SCALE: Final = 0.7
 #: Two computations of a gradient agree to 1e-6 or so, unless it is zero but for rounding: then they
 #: differ wholly.
 _LARGEST_DIFFERENCE: Final = 0.1
+
+#: The keys that make each hazard harmless.
+_KEEP: Final = "train.exact: true, and a number as train.micro"
 
 #: Some elements of any gradient happen to be next to zero. A key bias that is one with query's and
 #: value's is a third.
@@ -113,10 +117,7 @@ class Trainer:
         self._recomputation = Recomputation(blocks)
 
         self._accumulator = Accumulator(self.parameters, set_to_none=settings.set_to_none)
-        if task.optimizer is None:
-            optimizer = adamw(self.parameters, settings, settings.lr or task.lr)
-        else:
-            optimizer = task.optimizer(self.parameters)
+        optimizer = task.new_optimizer(self.model, settings)
         if settings.layer_decay < 1:
             decay_rates(optimizer, self.model, blocks, settings.layer_decay)
         self.host_states = HostStates(optimizer, self.parameters, settings.first_share_pct)
@@ -125,6 +126,7 @@ class Trainer:
             self._average = Average(
                 self.parameters, settings.ema_decay, on_host=settings.ema_on == "host"
             )
+        self._rates = Rates(optimizer, task.scheduler, task.schedule or self._usual_rate)
         self._update = Update(optimizer, self._average, self.host_states.step)
         self._scaler = precision.LossScaler(enabled=settings.precision == "fp16")
 
@@ -133,6 +135,12 @@ class Trainer:
         self._last = MicroBatch(rows=0, level=0, updated=False)
         self._accumulation = 0
         self.course = Course()
+        # The presets here are known to add up.
+        own = settings.preset not in GPTS and settings.preset not in CNNS
+        self._parts_check = PartsCheck() if own else None
+        self.hazards: list[str] = []
+        """What makes the result depend on the micro-batch, as far as that was found."""
+        self._untold: list[str] = []
         self.redone_steps = 0
         """Lost by rolling back, and done again."""
         self._parts = 0
@@ -159,8 +167,9 @@ class Trainer:
         return self._feed.count / self.settings.batch
 
     def news(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the events of the compiler and of the loader since the last call."""
-        return [*self.compiling.news(), *self._feed.loader.news()]
+        """Return the events of the compiler and of the loader, and hazards, since the last call."""
+        hazards, self._untold = [("hazard", {"reason": each}) for each in self._untold], []
+        return [*self.compiling.news(), *self._feed.loader.news(), *hazards]
 
     def micro_batch(self, limit: int, level: int = 0) -> MicroBatch:
         """Compute the next part of the effective batch, of at most `limit` samples, and update
@@ -182,6 +191,8 @@ class Trainer:
         self._update.check()
         self._begin_batch()
         rows = self._accumulator.next_rows(limit)
+        if self._parts_check is not None and rows > 1 and not self._accumulator.done:
+            self._look(self._parts_check, limit)
         level = self._recomputation.level_of(self.settings.recompute, level)
         first, arithmetic = self._accumulator.done, self.settings.precision
         self._parts = self._parts if first else 0
@@ -213,6 +224,33 @@ class Trainer:
             optimizer_pct=self._shares.pct(Part.OPTIMIZER),
         )
 
+    def check_parts(self, rows: int = ROWS) -> list[PartsError]:
+        """Return why parts of the next batch do not add up, in fp32, as `parts.check_parts` does.
+
+        Call it between two optimiser steps. It changes nothing.
+
+        Raises:
+            PartsError: The loss is no sum of its items.
+        """
+        self._begin_batch()
+        mean = self.task.loss_is == "mean"
+
+        def loss(part: Batch, first: int) -> Tensor:
+            return self._loss_of(part, self.course.samples_used + first, 0, "fp32")
+
+        try:
+            with self._levers.region():
+                return check_parts(
+                    self.model,
+                    self._feed.batch,
+                    loss,
+                    weight=self.task.count if mean else None,
+                    rows=rows,
+                    accumulator=self._accumulator,
+                )
+        finally:
+            self._accumulator.begin(self.settings.batch, self._feed.count)
+
     def probe(self, sizes: Sequence[int], scale: float = 1.0) -> dict[str, Tensor]:
         """Return the gradient of the next batch's first samples, computed in fp32 in parts of these
         sizes, on the host.
@@ -223,7 +261,7 @@ class Trainer:
         self._begin_batch()
         try:
             self._accumulator.begin(sum(sizes), self._feed.count)
-            with self._buffers_kept():
+            with unchanged(self.model):
                 for rows in sizes:
                     part = self._part(self._accumulator.done, rows, 0, "fp32", scale)
                     self._accumulator.add(rows, *part)
@@ -237,16 +275,17 @@ class Trainer:
         """Count the operations that the model takes for a sample, forward and backward, without
         what is repeated.
 
-        The backward pass takes as many as the forward pass for what goes in, and as many for the
-        weights; with adapters nearly none for the weights. Call it between two optimiser steps.
+        They are counted as autograd does them: nothing for the gradient of a frozen weight, and no
+        backward pass at all below the first one that is trained. Takes the memory of a part of one
+        sample. Call it between two optimiser steps.
         """
         self._begin_batch()
         # Of the attention's kernels not all are counted, the matrix products are.
         kernel, counter = sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False)
-        with self._buffers_kept(), torch.no_grad(), kernel, counter:
-            self._loss(0, 1, 0, "fp32")
-        passes = 3.0 if self.settings.adapter == "none" else 2.0
-        flop = passes * int(counter.get_total_flops())
+        with unchanged(self.model), kernel, counter:
+            loss = self._loss(0, 1, 0, self.settings.precision)
+            self._accumulator.gradients_of(loss)
+        flop = float(counter.get_total_flops())
         if self.task.shorten is None:
             return flop
         # Lengths differ: the operations of an item are nearly the same.
@@ -261,7 +300,7 @@ class Trainer:
         Call it between two optimiser steps.
         """
         self._begin_batch()
-        with self._buffers_kept(), self._levers.region(), KernelWatch() as watch:
+        with unchanged(self.model), self._levers.region(), KernelWatch() as watch:
             self._loss(0, 1, 0, self.settings.precision)
         return str(watch.ran)  # its base class has no types
 
@@ -376,6 +415,12 @@ class Trainer:
             torch.manual_seed(order.mixed(self.seed, 0) >> 1)
             return new_model(self.task, self.settings)
 
+    def _usual_rate(self, step: int) -> float:
+        """Return the share of the highest rate: a warm-up, then a cosine."""
+        return schedule.learning_rate(
+            step, highest=1, steps=self.steps, warmup_steps=self.settings.warmup_steps
+        )
+
     def _first_state(self) -> dict[str, Any]:
         model = self._new_model()
         trained = [weight.detach() for weight in model.parameters() if weight.requires_grad]
@@ -414,19 +459,31 @@ class Trainer:
         """Compute loss and gradients of so many samples from `first` on. Changes nothing."""
         with self._levers.region():
             loss = self._loss(first, rows, level, arithmetic)
+            if self.task.loss_is == "mean":
+                items = self.task.count(part_of(self._feed.batch, first, rows))
+                if not items:  # the mean of none is not a number, and adds nothing
+                    return torch.zeros_like(loss), [torch.zeros_like(e) for e in self.parameters]
+                loss = loss * items
             return loss.detach(), self._accumulator.gradients_of(loss, scale)
 
     def _loss(self, first: int, rows: int, level: int, arithmetic: Precision) -> Tensor:
-        """Return the summed loss of these samples, with so many blocks that are recomputed.
+        """Return the task's loss of these samples, with so many blocks that are recomputed.
 
         Changes nothing; buffers that the model itself updates are the exception.
         """
+        samples = part_of(self._feed.batch, first, rows)
+        return self._loss_of(samples, self.course.samples_used + first, level, arithmetic)
+
+    def _loss_of(self, samples: Batch, number: int, level: int, arithmetic: Precision) -> Tensor:
+        """Return the task's loss of samples, of which the first has this number."""
         self._recomputation.level = level
+        rows = rows_of(samples)
         with self._shares.timing(Part.COPIES):
-            samples = self.task.shortened(part_of(self._feed.batch, first, rows))
-            part = on_device(samples, self.device, non_blocking=self.settings.non_blocking)
+            part = on_device(
+                self.task.shortened(samples), self.device, non_blocking=self.settings.non_blocking
+            )
         # By the number of each sample in the whole training.
-        self._dropouts.key(self.course.samples_used + first, rows, self.device)
+        self._dropouts.key(number, rows, self.device)
         with precision.autocast(arithmetic, self.device), self._levers.saving():
             loss = self.task.loss(self.model, self._levers.ordered(part))
         if loss.dim():
@@ -436,28 +493,25 @@ class Trainer:
             )
         return loss
 
-    @contextmanager
-    def _buffers_kept(self) -> Iterator[None]:
-        """Leave the model's buffers, such as the means of a norm, as they were."""
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        try:
-            yield
-        finally:
-            for buffer, saved in buffers:
-                buffer.copy_(saved)
+    def _look(self, check: PartsCheck, limit: int) -> None:
+        """Look for hazards in a batch of a form that was not seen yet."""
+        # It is computed in fp32, which takes twice the memory of half precision.
+        rows = limit // 2 if self.settings.precision in {"bf16", "fp16"} else limit
+        if rows > 1 and check.due(self._feed.batch):
+            new = check.done(hazards(self, min(rows, ROWS)))
+            self.hazards += new
+            self._untold += new
 
     def _finish(self) -> None:
         """Update the weights. Until the update itself begins this can be run again."""
-        share = schedule.learning_rate(
-            self.step, highest=1, steps=self.steps, warmup_steps=self.settings.warmup_steps
-        )
+        rates = self._rates.at(self.step)
         with self._shares.timing(Part.OPTIMIZER):
             loss, updated = self._accumulator.finish(
                 self._update,
                 self._scaler,
                 step=self.step,
                 clip=self.settings.clip,
-                rate_share=share,
+                rates=rates,
             )
         self.course.finished_step(loss, self.settings.batch, updated=updated)
         self._accumulation = self._parts
@@ -465,49 +519,46 @@ class Trainer:
         self._accumulator.begin(self.settings.batch, 1)
 
 
-def hazards(trainer: Trainer, rows: int = 4) -> list[str]:
-    """Return a sentence for each thing that makes a training depend on how its batches are split.
+def hazards(trainer: Trainer, rows: int = ROWS) -> list[str]:
+    """Return a sentence for each kind of thing that makes a training depend on how its batches are
+    split, with what removes it.
 
-    It is found by trying, on the next batch's first samples; the training stays as it is. A user's
+    It is found by trying, on samples of the next batch; the training stays as it is. A user's
     model may hold such things without a fault of its own; a training with them is still a training,
     but another split, or a resumed run on another card, leads it elsewhere. Call it between two
-    optimiser steps. It computes the samples twice, and may run out of memory as a step may.
+    optimiser steps. It computes so many samples four times, in fp32, and may run out of memory as a
+    step may.
+
+    Raises:
+        PartsError: The loss is no sum (or mean, if the task says so) of its items.
     """
     rows = min(rows, trainer.settings.batch)
-    sentences = [
-        f"{name or 'the model'} ({type(module).__name__}) normalises over the samples that are "
-        "computed together, so the result depends on the micro-batch; use GroupNorm or LayerNorm, "
-        "or set train.exact to true"
-        for name, module in trainer.model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm)
-    ]
-    before = _random_states(trainer.device)
-    together = trainer.probe([rows])
-    if not all(map(torch.equal, before, _random_states(trainer.device))):
-        sentences.append(
-            "the model draws from torch's own random numbers, so the result depends on the "
-            "micro-batch; use nn.Dropout modules in place of functional.dropout and of dropout "
-            "inside the attention: they become keyed by sample"
-        )
-    elif rows > 1 and not sentences:
-        sentences.extend(_rounding(together, trainer.probe([1] * rows, _OTHER_SCALE)))
-    return sentences
+    found = trainer.check_parts(rows)
+    drawn = [str(each) for each in found if each.cause == "dropout"]
+    others = [str(each) for each in found if each.cause != "dropout"]
+    if trainer.settings.exact:  # the parts stay, and random numbers are not those of before a kill
+        return drawn
+    if rows > 1 and not found:
+        others = _rounding(trainer.probe([rows]), trainer.probe([1] * rows, _OTHER_SCALE))
+    return [*drawn, *(f"{each}; or set {_KEEP}, which keeps the parts" for each in others)]
 
 
-def _rounding(together: dict[str, Tensor], apart: dict[str, Tensor]) -> Iterator[str]:
+def _rounding(together: dict[str, Tensor], apart: dict[str, Tensor]) -> list[str]:
+    """Return one sentence for all parameters of which the gradient is nothing but rounding."""
+    found = []
     for name, one in together.items():
         other = apart[name]
         largest = torch.maximum(one.abs(), other.abs())
         noise = (one - other).abs() > _LARGEST_DIFFERENCE * largest
         share = int(noise.sum()) / max(1, int((largest > 0).sum()))
         if share > _LEAST_SHARE:
-            yield (
-                f"{share:.0%} of the gradient of {name} is nothing but rounding, which Adam scales "
-                "up to full steps, so the result depends on the micro-batch; a bias of the keys of "
-                "an attention is such a parameter: leave it out (bias=False)"
-            )
-
-
-def _random_states(device: torch.device) -> list[Tensor]:
-    of_card = device.type == "cuda"
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if of_card else [])]
+            found.append(f"{share:.0%} of the gradient of {name}")
+    if not found:
+        return []
+    others = f" (and of {len(found) - 1} other parameters)" if len(found) > 1 else ""
+    sentence = (
+        f"{found[0]}{others} is nothing but rounding, which Adam scales up to full steps, so the "
+        "result depends on the micro-batch; a bias of the keys of an attention is such a "
+        "parameter: leave it out (bias=False)"
+    )
+    return [sentence]

@@ -104,6 +104,13 @@ class Workload(ABC):
     #: nothing.
     notice: str = ""
 
+    @classmethod
+    def prepare(cls, settings: Mapping[str, Scalar]) -> None:
+        """Import what it needs beside its own module, before the device is opened and the cap is
+        set: imports are no memory of the workload. Allocate nothing here.
+        """
+        del settings  # by default all is imported with its module
+
     def __init__(self, context: WorkloadContext) -> None:
         """Keep the context; allocate nothing large here, memory is found in `step`."""
         self.context = context

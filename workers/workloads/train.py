@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from workers.messages import IncompatibleError, Progress
 from workers.policy.base import Rung
+from workers.settings import Scalar
 from workers.training.checkpoints import FROM_HEAD, Checkpoints
 from workers.training.errors import NotFiniteError, TrainingError, UpdateInterruptedError
 from workers.training.host_memory import give_back
@@ -27,9 +28,9 @@ from workers.training.ladder import MemoryLadder, Point, planned_ladder, unplann
 from workers.training.loader import host_share
 from workers.training.memory_plan import MemoryPlanner
 from workers.training.profiling import StepProfile
-from workers.training.settings import PRESETS, TrainSettings
-from workers.training.tasks import find_task
-from workers.training.trainer import Trainer, hazards
+from workers.training.settings import TrainSettings
+from workers.training.tasks import find_task, import_task
+from workers.training.trainer import Trainer
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 
 T = TypeVar("T")
@@ -61,6 +62,8 @@ class Train(Workload):
         self._sha256: str | None = None
         self._told_failure: str | None = None
         self._save_soon = False
+        self._restored = False
+        """Whether it went on from a checkpoint."""
         self._speed: deque[tuple[float, int, float]] = deque()
         """Monotonic seconds, and samples and items computed until then."""
         self._ladder: MemoryLadder | None = None
@@ -74,6 +77,11 @@ class Train(Workload):
         # profiler can.
         steps = self._settings.profile if context.fresh else 0
         self._profile = StepProfile(steps, context.device, context.state_dir)
+
+    @classmethod
+    def prepare(cls, settings: Mapping[str, Scalar]) -> None:
+        """Import the module of the user's task."""
+        import_task(settings.get("preset"))
 
     @property
     def finished(self) -> bool:  # type: ignore[override]
@@ -89,8 +97,10 @@ class Train(Workload):
 
     @property
     def notice(self) -> str:  # type: ignore[override]
-        """What went wrong with the last checkpoint."""
-        return (self._checkpoints.failure if self._checkpoints is not None else None) or ""
+        """What went wrong with the last checkpoint, or makes the result depend on memory."""
+        failure = None if self._checkpoints is None else self._checkpoints.failure
+        hazards = [] if self._trainer is None else self._trainer.hazards
+        return failure or "; ".join(f"hazard: {each}" for each in hazards[:1])
 
     @property
     def saved(self) -> Path | None:  # type: ignore[override]
@@ -155,7 +165,8 @@ class Train(Workload):
             raise self._incompatible(error) from error
         else:
             for name, figures in trainer.news():
-                self.context.tell(name, **figures)
+                if name != "hazard" or not self._restored:  # told by the process before
+                    self.context.tell(name, **figures)
             self._computed += part.rows
             self._computed_items += part.rows * trainer.items_per_sample
             self._updated = part.updated
@@ -271,9 +282,6 @@ class Train(Workload):
         trainer = Trainer(self._task, settings, self.context.device, self.context.seed)
         if self.context.state_dir is not None:
             self._go_on(trainer, self.context.state_dir)
-        if settings.preset not in PRESETS:
-            for sentence in hazards(trainer):
-                self.context.tell("hazard", reason=sentence)
         if trainer.loader_numbers.reason:
             self.context.tell("loader", **asdict(trainer.loader_numbers))
         self._flop_per_unit = trainer.flop_per_sample() / self._units_per_sample(trainer)
@@ -325,6 +333,7 @@ class Train(Workload):
             self.context.tell("checkpoint_refused", reason=sentence)
         if loaded.state is not None:
             trainer.load(loaded.state)
+            self._restored = True
             self.context.tell("restored", step=trainer.step)
 
     def _rolled_back(self, trainer: Trainer) -> str:

@@ -1,0 +1,319 @@
+"""Parts of a batch add up to the whole, or the reason is named and nothing is changed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.training.scene import CPU, GPT, replay, settings, task
+from workers.training import parts
+from workers.training.elastic import ElasticStep
+from workers.training.errors import TaskError
+from workers.training.parts import PartsError, check_parts
+from workers.training.trainer import Trainer
+
+Batch = tuple[Tensor, Tensor]
+Loss = Callable[[nn.Module], Callable[[Batch], Tensor]]
+
+
+class Tokens(nn.Module):
+    """Predicts tokens, with a module between embedding and head."""
+
+    def __init__(self, between: nn.Module | None = None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.between = between or nn.Identity()
+        self.head = nn.Linear(16, 50)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.between(self.embedding(tokens)))  # type: ignore[no-any-return]
+
+
+class AttentionDropout(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(x, x, x, dropout_p=0.2 * self.training)
+
+
+class AlwaysDropout(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(x, 0.2)
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+def batch(*, padded: bool = False, rows: int = 12, seed: int = 0) -> Batch:
+    """Return tokens and labels; labels of what fills up are ignored."""
+    drawn = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, 50, (rows, 10), generator=drawn)
+    labels = tokens.roll(-1, 1)
+    for row in range(rows if padded else 0):
+        labels[row, 10 - row % 7 :] = -100
+    return tokens, labels
+
+
+def cross_entropy(reduction: str) -> Loss:
+    def made(model: nn.Module) -> Callable[[Batch], Tensor]:
+        return lambda part: functional.cross_entropy(
+            model(part[0]).flatten(0, 1), part[1].flatten(), reduction=reduction
+        )
+
+    return made
+
+
+def contrast(model: nn.Module) -> Callable[[Batch], Tensor]:
+    """Tell samples from each other, as in contrastive learning."""
+
+    def loss(part: Batch) -> Tensor:
+        found = functional.normalize(model(part[0]).mean(1), dim=1)
+        return functional.cross_entropy(10 * found @ found.T, torch.arange(len(found)))
+
+    return loss
+
+
+MEAN, SUM = cross_entropy("mean"), cross_entropy("sum")
+
+
+def made(between: nn.Module | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = Tokens(between)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def items(each: Batch) -> int:
+    return int((each[1] >= 0).sum())
+
+
+@pytest.mark.parametrize(
+    ("cause", "named", "between", "loss", "padded", "counted"),
+    [
+        ("mean", "is a mean, and is added up as a sum: it ignores count", None, MEAN, True, True),
+        ("sum", "is a sum over its items, and is taken for a mean", None, SUM, False, False),
+        ("sum", "is a sum over its items, and is taken for a mean", None, SUM, True, False),
+        ("count", "a mean over items of which samples have unequally many", None, MEAN, True, False),
+        ("batch statistics", r"between.norm \(BatchNorm1d\)", Norm(), MEAN, False, False),
+        ("dropout", "attn_pdrop", AttentionDropout(), MEAN, False, False),
+        ("dropout", "functional.dropout", AlwaysDropout(), SUM, True, True),
+        ("unknown", "compares samples with each other", None, contrast, False, False),
+        # Where two things are wrong, the wrong figure comes first.
+        ("count", "unequally many", AttentionDropout(), MEAN, True, False),
+        ("mean", "the sum over the items", Norm(), MEAN, False, True),
+    ],
+)  # fmt: skip
+def test_the_cause_is_named_where_parts_do_not_add_up(
+    cause: str, named: str, between: nn.Module | None, loss: Loss, padded: bool, counted: bool
+) -> None:
+    model, optimizer = made(between)
+    each = batch(padded=padded)
+    before = [weight.clone() for weight in model.state_dict().values()]
+    with pytest.raises(PartsError, match=named) as refused:
+        ElasticStep(model, optimizer).step(each, loss(model), items(each) if counted else None)
+    assert refused.value.cause == cause
+    assert "\n" not in str(refused.value)
+    assert all(map(torch.equal, before, model.state_dict().values()))
+    assert not optimizer.state or all(
+        not state["step"] and not state["exp_avg"].any() for state in optimizer.state.values()
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("padded", [False, True])
+def test_what_adds_up_is_not_refused_in_any_precision(dtype: torch.dtype, padded: bool) -> None:
+    model, _ = made(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)))
+    model.to(dtype)
+    each = batch(padded=padded)
+    loss = SUM(model)
+    assert check_parts(model, each, lambda part, _: loss(part) / items(each)) == []
+
+
+def test_autocast_is_seen_and_given_its_rounding() -> None:
+    model, _ = made(nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))))
+    loss = SUM(model)
+
+    def in_half(part: Batch, _: int) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(part)
+
+    assert check_parts(model, batch(), in_half) == []
+    with pytest.raises(PartsError, match="is a mean"):
+        check_parts(model, batch(), lambda part, _: in_half(part, 0) / len(part[0]))
+
+
+def test_the_check_leaves_no_trace() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.drop = Norm(), AttentionDropout()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.drop(self.norm(x))  # type: ignore[no-any-return]
+
+    model, _ = made(Both())
+    model.head.eval()
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    before = [each.clone() for each in [*model.state_dict().values(), torch.get_rng_state()]]
+    loss = MEAN(model)
+    found = check_parts(
+        model, batch(), lambda part, _: loss(part), weight=lambda part: len(part[0])
+    )
+    assert [each.cause for each in found] == ["batch statistics", "dropout"]
+    after = [*model.state_dict().values(), torch.get_rng_state()]
+    assert all(map(torch.equal, before, after))
+    assert all(
+        weight.grad is not None and (weight.grad == 1).all() for weight in model.parameters()
+    )
+    assert [name for name, module in model.named_modules() if not module.training] == ["head"]
+
+
+def test_a_model_that_ignores_the_count_of_items_is_refused() -> None:
+    """As Gemma's for the classification of sequences does in transformers 5.24."""
+    model, _ = made()
+
+    def loss(part: Batch, _: int, *, ignores: bool) -> Tensor:
+        num_items_in_batch = len(part[0]) if ignores else 12
+        logits = model(part[0]).mean(1)
+        total = functional.cross_entropy(logits, part[1][:, 0], reduction="sum")
+        return total / num_items_in_batch
+
+    counted = "num_items_in_batch"
+    check_parts(model, batch(), lambda *part: loss(*part, ignores=False), counted=counted)
+    with pytest.raises(PartsError, match="it ignores num_items_in_batch"):
+        check_parts(model, batch(), lambda *part: loss(*part, ignores=True), counted=counted)
+
+
+def test_a_hazard_is_told_once_where_the_loop_accepts_it() -> None:
+    model, optimizer = made(AttentionDropout())
+    told: list[str] = []
+    elastic = ElasticStep(model, optimizer, on_hazard=told.append)
+    for rows in (12, 12, 8):
+        elastic.step(batch(rows=rows), MEAN(model))
+    elastic.step((batch()[0][:, :4], batch()[1][:, :4]), MEAN(model))
+    (sentence,) = told
+    assert "attention_dropout" in sentence
+    with pytest.raises(PartsError, match="is a sum"):
+        ElasticStep(model, optimizer, on_hazard=told.append).step(batch(), SUM(model))
+
+
+def test_the_check_runs_out_of_memory_as_a_part_does() -> None:
+    model, optimizer = made()
+    rows: list[int] = []
+
+    def loss(part: Batch) -> Tensor:
+        rows.append(len(part[0]))
+        if rows[-1] > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. (acted)")
+        return SUM(model)(part)
+
+    elastic = ElasticStep(model, optimizer, sleep=lambda _: None)
+    whole = float(SUM(model)(batch()).detach()) / 120
+    assert elastic.step(batch(), loss, count=120) == pytest.approx(whole, rel=1e-6)
+    assert sum(elastic.parts) == 12
+    model, optimizer = made()
+    with pytest.raises(PartsError):
+        ElasticStep(model, optimizer, sleep=lambda _: None).step(batch(), loss)
+
+
+def test_a_form_of_batch_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[int] = []
+    real = parts.check_parts
+
+    def check(model: nn.Module, each: Batch, *others: Any, **named: Any) -> list[PartsError]:
+        checked.append(each[0].shape[1])
+        return real(model, each, *others, **named)
+
+    monkeypatch.setattr("workers.training.elastic.check_parts", check)
+    model, optimizer = made()
+    elastic = ElasticStep(model, optimizer)
+    for length in (10, 9, 10, 8, 4, 10, 4):
+        tokens, labels = batch()
+        elastic.step((tokens[:, :length], labels[:, :length]), MEAN(model))
+    assert checked == [10, 4], "sizes are told apart by a factor of two"
+    with pytest.raises(PartsError, match="unequally many"):
+        elastic.step(batch(padded=True), MEAN(model))
+
+
+def test_the_check_costs_few_steps() -> None:
+    """A ratio inside one run: three quarters of a step's samples, twice, and what looks at them."""
+    model, optimizer = made(nn.Sequential(nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 16)))
+    elastic, each = ElasticStep(model, optimizer), batch(rows=16)
+
+    def took_s() -> float:
+        began = time.perf_counter()
+        elastic.step(each, MEAN(model))
+        return time.perf_counter() - began
+
+    first, *later = [took_s() for _ in range(12)]
+    assert first < 60 * sorted(later)[len(later) // 2]
+
+
+def trainer(**changes: Any) -> Trainer:
+    """Return a training of a task of one's own."""
+    keys = {key: changes.pop(key) for key in ("exact", "micro") if key in changes}
+    own = replace(task(GPT), blocks=lambda _: (), **changes)
+    return Trainer(own, settings(preset="own:task", **keys), CPU, 1)
+
+
+def mean_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def test_a_task_with_a_mean_loss_is_refused_in_one_sentence() -> None:
+    run = trainer(loss=mean_loss)
+    with pytest.raises(TaskError, match="reduction='sum'") as refused:
+        run.micro_batch(12)
+    assert "\n" not in str(refused.value)
+    assert run.hazards == []
+    assert run.news() == []
+
+
+def test_a_mean_loss_that_is_declared_trains_as_the_sum_does() -> None:
+    summed, mean = trainer(), trainer(loss=mean_loss, loss_is="mean")
+    replay(summed, [[12, 0, 3], [5, 0, 6]])
+    replay(mean, [[12, 0, 3], [5, 0, 6]])
+    assert mean.course.losses == pytest.approx(summed.course.losses, rel=1e-6)
+    assert mean.hazards == []
+
+
+def test_a_declared_mean_of_other_items_is_refused() -> None:
+    def of_few(model: nn.Module, tokens: Tensor) -> Tensor:
+        """Leave out tokens above 90, of which samples have unequally many."""
+        labels = tokens[:, 1:].masked_fill(tokens[:, 1:] > 90, -100)
+        return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), labels.flatten())
+
+    with pytest.raises(PartsError, match="unequally many") as refused:
+        trainer(loss=of_few, loss_is="mean").micro_batch(12)
+    assert refused.value.cause == "count"
+
+
+def test_a_part_of_no_items_adds_nothing_to_a_mean() -> None:
+    def labels_of(tokens: Tensor) -> Tensor:
+        """Ignore whole samples, by their first token."""
+        return tokens[:, 1:].masked_fill(tokens[:, :1] % 4 > 0, -100)
+
+    def loss(model: nn.Module, tokens: Tensor) -> Tensor:
+        logits = model(tokens[:, :-1]).flatten(0, 1)
+        return functional.cross_entropy(logits, labels_of(tokens).flatten())
+
+    losses = []
+    for micro in (12, 1):
+        run = trainer(
+            loss=loss, loss_is="mean", count=lambda tokens: int((labels_of(tokens) >= 0).sum())
+        )
+        replay(run, [[micro, 0, 12 // micro]])
+        losses.append(run.course.losses[0])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
