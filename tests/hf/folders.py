@@ -41,7 +41,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta": ("RobertaConfig", ENCODER),
     "t5": (
         "T5Config",
-        {"d_model": 48, "d_kv": 12, "d_ff": 96, "num_layers": 2, "num_heads": 4},
+        {"d_model": 48, "d_kv": 12, "d_ff": 96, "num_layers": 2, "num_heads": 4}
+        | {"decoder_start_token_id": 0},
     ),
 }
 

@@ -145,15 +145,15 @@ class TokenSamples(Samples):
     def _read(self, files: TextFiles) -> Iterator[Document]:
         for path in files.paths:
             if path.suffix in {".jsonl", ".json"}:
-                for number, line in enumerate(_lines(path), 1):
+                for number, line in enumerate(lines_of(path), 1):
                     if line.strip():
                         yield self._document_of(line, f"line {number} of {path}")
             elif self._unit == "lines":
-                for line in _lines(path):
+                for line in lines_of(path):
                     if line.strip():
                         yield Document([(line.rstrip("\r\n"), True)])
             elif self._unit == "files":
-                yield Document([("".join(_lines(path)), True)])
+                yield Document([("".join(lines_of(path)), True)])
             else:
                 yield from _of_stream(path)
 
@@ -243,7 +243,7 @@ def _together(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def _of_stream(path: Path) -> Iterator[Document]:
     """Yield a file in parts that end with lines."""
     part, characters, begins = list[str](), 0, True
-    for line in _lines(path):
+    for line in lines_of(path):
         part.append(line)
         characters += len(line)
         if characters > _TOGETHER_BYTES:
@@ -252,7 +252,7 @@ def _of_stream(path: Path) -> Iterator[Document]:
     yield Document([("".join(part), True)], begins=begins)
 
 
-def _lines(path: Path) -> Iterator[str]:
+def lines_of(path: Path) -> Iterator[str]:
     """Yield the lines of a file.
 
     Raises:
