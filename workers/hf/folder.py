@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, Literal
@@ -51,6 +52,17 @@ def transformers() -> ModuleType:
     library.utils.logging.set_verbosity_error()
     library.utils.logging.disable_progress_bar()
     return library
+
+
+def load_code(folder: str) -> None:
+    """Import what the model of a folder needs; what cannot be is told by `ModelFolder`."""
+    with suppress(Exception):
+        library = transformers()
+        config = library.AutoConfig.from_pretrained(Path(folder).expanduser())
+        for auto in (library.AutoModelForCausalLM, library.AutoModelForSequenceClassification):
+            if type(config) in auto._model_mapping:
+                auto._model_mapping[type(config)]
+        library.AutoTokenizer, library.PreTrainedTokenizerFast  # noqa: B018 - imported when named
 
 
 class ModelFolder:
