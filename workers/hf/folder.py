@@ -116,6 +116,10 @@ class ModelFolder:
         """
         if isinstance(torch.empty(0), FakeTensor):
             dtype = self._stored_dtype() if self._dtype == "auto" else self._dtype
+            # Without data transformers cannot see that no row holds several documents, and would
+            # plan for a mask and copies that a training does without.
+            masks = importlib.import_module("transformers.masking_utils")
+            masks.find_packed_sequence_indices = lambda _: None  # type: ignore[attr-defined]
             planned: nn.Module = self._auto.from_config(self.config, dtype=dtype)
             return planned
         try:

@@ -69,6 +69,7 @@ class Train(Workload):
         self._flop_per_unit = 0.0
         self._sha256: str | None = None
         self._told_failure: str | None = None
+        self._validated_step: int | None = None
         self._save_soon = False
         self._speed: deque[tuple[float, int, float]] = deque()
         """Monotonic seconds, and samples and items computed until then."""
@@ -217,6 +218,7 @@ class Train(Workload):
         )
         if figures is not None:
             self.context.tell("profiled", **figures)
+        self._validate(trainer)
         waits = trainer.finished or self._save_soon
         if checkpoints is not None and (waits or checkpoints.due()):
             if waits:
@@ -229,9 +231,29 @@ class Train(Workload):
             self._told_failure = checkpoints.failure
             self._save_soon = False
         if trainer.finished:
-            if merits := trainer.evaluate():
-                self.context.tell("evaluated", step=trainer.step, **merits)
             self._sha256 = trainer.weights_sha256()
+
+    def _validate(self, trainer: Trainer) -> None:
+        """Tell the task's figures where that is due, and keep the best state."""
+        step, every = trainer.step, self._settings.validate_every
+        due = trainer.finished or (every is not None and step % every == 0)
+        if not due or step == self._validated_step:
+            return
+        self._validated_step = step
+        figures = trainer.evaluate()
+        if not figures:
+            return
+        self.context.tell("evaluated", step=step, **figures)
+        loss, best = figures.get("validation_loss"), trainer.course.best_loss
+        if every is None or loss is None or (best is not None and loss >= best):
+            return
+        trainer.course.best_loss = loss
+        if self._checkpoints is not None:
+            try:
+                self._checkpoints.keep_best(trainer.state(), step, figures)
+            except OSError as failure:
+                reason = f"the best checkpoint cannot be written: {failure.strerror or failure}"
+                self.context.tell("checkpoint_failed", reason=reason)
 
     def save_soon(self) -> None:
         """Have the next `save` between two optimiser steps not wait until a checkpoint is due."""
