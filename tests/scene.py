@@ -48,7 +48,7 @@ def spec_of(
     batch: int = 128,
     duty: float | None = None,
     policy: str = "classic",
-    **memory: object,
+    **memory: Any,
 ) -> WorkerSpec:
     """Return the spec of a lone worker with the guides' settings; name what is different."""
     return WorkerSpec(
@@ -67,7 +67,7 @@ def spec_of(
 
 
 def python(
-    *arguments: str, cwd: Path | None = None, timeout_s: float = PATIENCE_S, **environment: str
+    *arguments: str, cwd: Path | None = None, timeout_s: float = PATIENCE_S, **environment: Any
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with these arguments to its end, without a standard input."""
     return subprocess.run(
@@ -83,7 +83,7 @@ def python(
 
 
 def orchestrator(
-    *arguments: str, cwd: Path | None = None, **environment: str
+    *arguments: str, cwd: Path | None = None, **environment: Any
 ) -> subprocess.CompletedProcess[str]:
     """Run the command as a user does."""
     return python("-m", "orchestrator", *arguments, cwd=cwd, **environment)
