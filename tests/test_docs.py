@@ -51,6 +51,10 @@ OPTIONS = {
     "stop": {"--config", "-c", "--set", "--run-dir", "--node", "--help"},
     "runs": {"--config", "-c", "--set", "--run-dir", "--json", "--help"},
     "report": {"run_id", "other", "--config", "-c", "--set", "--run-dir", "--text", "--json", "--html", "--help"},
+    "export": {
+        "run_id", "slot", "--to", "--merged", "--adapter", "--average", "--config", "-c", "--set", "--run-dir",
+        "--help",
+    },
     "logs": {"slot", "--run", "--config", "-c", "--set", "--run-dir", "--help"},
     "advise": {"run_id", "--config", "-c", "--set", "--run-dir", "--json", "--help"},
     "top": {

@@ -279,6 +279,32 @@ def report(
 
 
 @app.command()
+def export(  # noqa: PLR0913 - one parameter for each option of the command
+    run_id: opt.ExportedRun,
+    slot: opt.Slot,
+    to: opt.NewFolder,
+    merged: opt.Merged = False,
+    adapter: opt.Adapter = False,
+    average: opt.AveragedWeights = False,
+    config: opt.ConfigPath = "cluster.yaml",
+    overrides: opt.Overrides = None,
+    run_dir: opt.RunDir = None,
+) -> None:
+    """Write what a slot has trained as a folder that transformers or peft loads.
+
+    Also of a run that goes on: its last checkpoint.
+    """
+    from orchestrator.cli import export as verb
+
+    if merged and adapter:
+        raise UsageError("--merged and --adapter exclude each other")
+    form = "merged" if merged else "adapter" if adapter else None
+    folder = find_run(Path(config_to_read(config, overrides, run_dir).run.dir), run_id)
+    for line in verb.export(folder, slot, to, form, average=average):
+        print_text(line)
+
+
+@app.command()
 def logs(
     slot: opt.Slot,
     run: opt.LogsOfRun = "latest",

@@ -238,3 +238,14 @@ WorkloadLike = Annotated[
 ]
 Output = Annotated[str, Option("--output", "-o", help="Where to.", metavar="FILE")]
 Force = Annotated[bool, Option("--force", help="Replace that file if it is there.")]
+
+# Of `export`.
+ExportedRun = Annotated[str, Argument(help="As `runs` shows it, or its end.", metavar="RUN_ID")]
+NewFolder = Annotated[Path, Option("--to", help="A new folder, or an empty one.", metavar="DIR")]
+Merged = Annotated[
+    bool, Option("--merged", help="Adapters merged into the weights, in fp32: this is the default.")
+]
+Adapter = Annotated[bool, Option("--adapter", help="The adapters alone, for peft.")]
+AveragedWeights = Annotated[
+    bool, Option("--average", help="The averaged weights, where train.ema_decay keeps them.")
+]
