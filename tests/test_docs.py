@@ -52,8 +52,8 @@ OPTIONS = {
     "runs": {"--config", "-c", "--set", "--run-dir", "--json", "--help"},
     "report": {"run_id", "other", "--config", "-c", "--set", "--run-dir", "--text", "--json", "--html", "--help"},
     "export": {
-        "run_id", "slot", "--to", "--merged", "--adapter", "--average", "--config", "-c", "--set", "--run-dir",
-        "--help",
+        "run_id", "slot", "--to", "--merged", "--adapter", "--average", "--best", "--config", "-c", "--set",
+        "--run-dir", "--help",
     },
     "logs": {"slot", "--run", "--config", "-c", "--set", "--run-dir", "--help"},
     "advise": {"run_id", "--config", "-c", "--set", "--run-dir", "--json", "--help"},

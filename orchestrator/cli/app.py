@@ -286,6 +286,7 @@ def export(  # noqa: PLR0913 - one parameter for each option of the command
     merged: opt.Merged = False,
     adapter: opt.Adapter = False,
     average: opt.AveragedWeights = False,
+    best: opt.BestCheckpoint = False,
     config: opt.ConfigPath = "cluster.yaml",
     overrides: opt.Overrides = None,
     run_dir: opt.RunDir = None,
@@ -300,7 +301,7 @@ def export(  # noqa: PLR0913 - one parameter for each option of the command
         raise UsageError("--merged and --adapter exclude each other")
     form = "merged" if merged else "adapter" if adapter else None
     folder = find_run(Path(config_to_read(config, overrides, run_dir).run.dir), run_id)
-    for line in verb.export(folder, slot, to, form, average=average):
+    for line in verb.export(folder, slot, to, form, average=average, best=best):
         print_text(line)
 
 

@@ -24,13 +24,20 @@ from orchestrator.record.archive import StoredRun, read_run
 from orchestrator.record.folders import command_for
 from orchestrator.run.environment import Mode
 from workers.learned_limits import default_path
+from workers.settings import WorkerSpec
 from workers.units import MIB
 
+#: Files that a worker writes (`workers/training/checkpoints.py`, which loads torch).
+_LAST, _BEST = "generation-?.pt", "best.pt"
 
-def export(folder: Path, slot: str, to: Path, form: str | None, *, average: bool) -> Iterator[str]:
+
+def export(
+    folder: Path, slot: str, to: Path, form: str | None, *, average: bool, best: bool
+) -> Iterator[str]:
     """Write what a slot of a run has trained into a new folder; yield what is to be told.
 
-    `form`: `merged`, `adapter`, or `None`: merged where there are adapters.
+    `form`: `merged`, `adapter`, or `None`: merged where there are adapters. `best`: what had the
+    lowest validation loss, and not the last checkpoint.
 
     Raises:
         UsageError: There is nothing to write, or no place for it.
@@ -51,7 +58,7 @@ def export(folder: Path, slot: str, to: Path, form: str | None, *, average: bool
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):
         raise UsageError(f"{to} is there already; name a new folder, or remove that one")
     with ExitStack() as until_written:
-        paths = _checkpoints(stored, config, slot, specs[slot].node, to, until_written)
+        paths = _checkpoints(stored, config, specs[slot], to, until_written, best=best)
         told = _asked(
             {
                 "checkpoints": list(map(str, paths)),
@@ -66,28 +73,31 @@ def export(folder: Path, slot: str, to: Path, form: str | None, *, average: bool
         )
     yield from told["told"]
     row = next((record.row for record in stored.slots if record.slot == slot), {})
-    if told["step"] < (row.get("saved_step") or 0):
+    if not best and told["step"] < (row.get("saved_step") or 0):
         yield f"the run has saved step {row['saved_step']}, of which there is no checkpoint here"
     size_mib, form = told["bytes"] / MIB, told["form"]
     yield f"{to}: step {told['step']} of {slot}, {form}, {size_mib:.1f} MiB"
 
 
 def _checkpoints(
-    stored: StoredRun, config: Config, slot: str, node: str, to: Path, until_written: ExitStack
+    stored: StoredRun, config: Config, spec: WorkerSpec, to: Path, stack: ExitStack, *, best: bool
 ) -> list[Path]:
     """Return the files that may hold what the slot has trained: here, or copied from its PC."""
-    run_id = stored.facts.run_id
+    run_id, slot, node = stored.facts.run_id, spec.slot, spec.node
+    names = _BEST if best else _LAST
     local = default_path().parent / "state" / run_id / slot
-    paths = [*local.glob("generation-?.pt"), *stored.folder.glob(f"states/{slot}.pt")]
+    paths = [*local.glob(names)]
+    if not best:
+        paths += stored.folder.glob(f"states/{slot}.pt")
     if not paths and stored.facts.mode == Mode.CLUSTER:
         to.parent.mkdir(parents=True, exist_ok=True)
         place = tempfile.TemporaryDirectory(prefix=".checkpoints-", dir=to.parent)
-        copies = Path(until_written.enter_context(place))
+        copies = Path(stack.enter_context(place))
         try:
             with connected(config.cluster.address, config.cluster.auth):
                 from orchestrator.cluster.checkpoint_copy import copied  # noqa: PLC0415 - loads ray
 
-                paths = copied(node, run_id, slot, copies)
+                paths = copied(node, run_id, slot, names, copies)
         except NoClusterError as failure:
             raise NoClusterError(
                 f"the checkpoints of {slot} are on {node}, and {failure}; start that node, or copy "
@@ -96,7 +106,7 @@ def _checkpoints(
     if paths:
         return paths
     report = command_for(stored.folder, "report")
-    raise UsageError(f"{slot} has no checkpoint in {local}; `{report}` shows what it did")
+    raise UsageError(f"{slot} has no {names} in {local}; `{report}` shows what it did")
 
 
 def _asked(request: dict[str, Any]) -> dict[str, Any]:

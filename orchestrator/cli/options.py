@@ -249,3 +249,6 @@ Adapter = Annotated[bool, Option("--adapter", help="The adapters alone, for peft
 AveragedWeights = Annotated[
     bool, Option("--average", help="The averaged weights, where train.ema_decay keeps them.")
 ]
+BestCheckpoint = Annotated[
+    bool, Option("--best", help="What had the lowest validation loss, where that was kept.")
+]

@@ -16,9 +16,6 @@ from orchestrator.cluster.node_tasks import NODE_LABEL, in_a_line
 from orchestrator.errors import NoClusterError
 from workers.learned_limits import default_path
 
-#: Of the files that a worker writes (`workers/training/checkpoints.py`, which loads torch).
-_NAMES: Final = "generation-?.pt"
-
 #: Of one message through Ray's object store.
 _PIECE_BYTES: Final = 8 * 2**20
 #: For a process to start, and for a piece on a slow network.
@@ -30,10 +27,10 @@ class Reader:
     on, and replaces its files.
     """
 
-    def __init__(self, run_id: str, slot: str) -> None:
+    def __init__(self, run_id: str, slot: str, names: str) -> None:
         folder = default_path().parent / "state" / run_id / slot
         self._files: dict[str, IO[bytes]] = {
-            path.name: path.open("rb") for path in folder.glob(_NAMES)
+            path.name: path.open("rb") for path in folder.glob(names)
         }
 
     def sizes(self) -> dict[str, int]:
@@ -46,8 +43,8 @@ class Reader:
         return self._files[name].read(_PIECE_BYTES)
 
 
-def copied(node: str, run_id: str, slot: str, into: Path) -> list[Path]:
-    """Copy what a node of the connected cluster has of a slot into a folder.
+def copied(node: str, run_id: str, slot: str, names: str, into: Path) -> list[Path]:
+    """Copy files of such names of a slot from a node of the connected cluster into a folder.
 
     Raises:
         NoClusterError: It is not there, or does not answer.
@@ -57,7 +54,7 @@ def copied(node: str, run_id: str, slot: str, into: Path) -> list[Path]:
     if node not in {labels.get(NODE_LABEL) for labels in live}:
         raise NoClusterError(f"no node {node} is in the cluster")
     options: dict[str, Any] = {"num_cpus": 0, "label_selector": {NODE_LABEL: node}}
-    reader: Any = ray.remote(Reader).options(**options).remote(run_id, slot)
+    reader: Any = ray.remote(Reader).options(**options).remote(run_id, slot, names)
     try:
         sizes = ray.get(reader.sizes.remote(), timeout=_ANSWER_S)
         for name, size in sizes.items():

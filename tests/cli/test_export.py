@@ -85,7 +85,7 @@ def test_what_the_child_refuses_is_a_sentence(run_of_adapters: Path, command: Co
     ("mode", "slot", "code", "said"),
     [
         ("rehearse", "pc1/7", 2, "has no slot 'pc1/7'; valid: pc1/0"),
-        ("rehearse", "pc1/0", 2, "pc1/0 has no checkpoint in"),
+        ("rehearse", "pc1/0", 2, "pc1/0 has no generation-?.pt in"),
         ("cluster", "pc1/0", 3, "the checkpoints of pc1/0 are on pc1, and the Ray head"),
     ],
     ids=["no such slot", "nothing saved", "on another PC"],

@@ -13,7 +13,7 @@ from orchestrator.errors import NoClusterError
 
 pytestmark = pytest.mark.ray
 
-RUN, SLOT = "20260101-000000-abcd", "pc1/0"
+RUN, SLOT, NAMES = "20260101-000000-abcd", "pc1/0", "generation-?.pt"
 
 
 def test_checkpoints_come_in_pieces_from_their_node(state_dir: Path, tmp_path: Path) -> None:
@@ -26,8 +26,8 @@ def test_checkpoints_come_in_pieces_from_their_node(state_dir: Path, tmp_path: P
     with rehearsed([RayletPlan(name="pc1", cpus=1, gpus=0)]):
         from orchestrator.cluster.checkpoint_copy import copied
 
-        paths = copied("pc1", RUN, SLOT, tmp_path)
+        paths = copied("pc1", RUN, SLOT, NAMES, tmp_path)
         assert {path.name: path.read_bytes() for path in paths} == content
-        assert copied("pc1", RUN, "pc1/1", tmp_path) == []
+        assert copied("pc1", RUN, "pc1/1", NAMES, tmp_path) == []
         with pytest.raises(NoClusterError, match="no node pc2 is in the cluster"):
-            copied("pc2", RUN, "pc2/0", tmp_path)
+            copied("pc2", RUN, "pc2/0", NAMES, tmp_path)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -135,44 +137,37 @@ def kills(times: int = 20) -> None:
     make_run(**asked["settings"])
     command = [sys.executable, "-m", "orchestrator", "export", RUN, "pc1/0", "--to", "out"]
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    draw, whole, none, left = random.Random(0), 0, 0, 0  # noqa: S311 - moments
+    draw, counts = random.Random(0), Counter[str]()  # noqa: S311 - moments
 
     def hidden() -> list[Path]:
         return list(place.glob(".out.*.new"))
 
-    took: list[float] = []
-    for number in range(times + 1):
-        began_s = time.monotonic()
+    began_s = time.monotonic()
+    subprocess.run(command, check=True, **quiet)
+    took_s = time.monotonic() - began_s
+    shutil.rmtree("out")
+    while counts["killed"] < times:
         process = subprocess.Popen(command, start_new_session=True, **quiet)
-        if number == 0:  # how long it takes
-            process.wait()
-        elif number <= times // 2:
-            time.sleep(draw.uniform(0, took[0]))
+        if counts["killed"] < times // 2:
+            time.sleep(draw.uniform(0, took_s))
         else:
             before = set(hidden())
             while process.poll() is None and not set(hidden()) - before:
                 time.sleep(0.001)
             time.sleep(draw.uniform(0, 0.3))
-        took.append(time.monotonic() - began_s)
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        if (place / "out").exists():
-            whole += 1
-            _, words = loaded(place / "out", "full", "", 0)
-            assert words == 0
-            for file in (place / "out").iterdir():
-                file.unlink()
-            (place / "out").rmdir()
-        else:
-            none += 1
-            left += bool(hidden())
+        if process.poll() is not None:  # it was faster
+            shutil.rmtree("out")
+            continue
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        counts["killed"] += 1
+        if not Path("out").exists():
+            counts["none, but a hidden one" if hidden() else "none"] += 1
+            continue
+        counts["whole"] += loaded(Path("out"), "full", "", 0)[1] == 0
+        shutil.rmtree("out")
     subprocess.run(command, check=True, **quiet)
-    print(  # noqa: T201
-        f"{times} killed and one not: {none} without the folder ({left} with a hidden one), "
-        f"{whole} with a whole one; the last export left {len(hidden())} hidden ones; one export "
-        f"took {took[0]:.1f} s, {(place / 'out' / 'model.safetensors').stat().st_size / 2**20:.0f} MiB"
-    )
+    print(dict(counts), f"hidden after the next: {len(hidden())}; one took {took_s:.1f} s")  # noqa: T201
 
 
 if __name__ == "__main__":
