@@ -243,7 +243,7 @@ def runs(
 
 
 @app.command()
-def report(
+def report(  # noqa: PLR0913 - one parameter for each option of the command
     run_id: opt.RunId = "latest",
     other: opt.OtherRun = None,
     config: opt.ConfigPath = "cluster.yaml",
@@ -252,6 +252,7 @@ def report(
     text: opt.AsText = False,
     json_output: opt.AsJson = False,
     html: opt.HtmlFile = None,
+    curves: opt.CurvesFolder = None,
 ) -> None:
     """Show one run: how it ended, its table, what happened.
 
@@ -260,8 +261,8 @@ def report(
     from orchestrator.cli.runs import report_json, report_text
     from orchestrator.view import html_report
 
-    if text + json_output + (html is not None) > 1:
-        raise UsageError("--text, --json and --html exclude each other")
+    if text + json_output + (html is not None) + (curves is not None) > 1:
+        raise UsageError("--text, --json, --html and --curves exclude each other")
     if other is not None and html is None:
         raise UsageError("two runs are compared in a file: add --html FILE")
     runs_dir = Path(config_to_read(config, overrides, run_dir).run.dir)
@@ -269,6 +270,12 @@ def report(
     if html is not None:
         html_report.write_report(html, folder, None if other is None else find_run(runs_dir, other))
         print_text(str(html))
+        return
+    if curves is not None:
+        from orchestrator.view.curves import write_curves
+
+        for line in write_curves(folder, curves):
+            print_text(line)
         return
     width = shutil.get_terminal_size(fallback=(120, 24)).columns
     print_text(

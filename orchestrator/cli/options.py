@@ -231,6 +231,10 @@ HtmlFile = Annotated[
     Path | None,
     Option("--html", help="Into one file for a browser, charts included.", metavar="FILE"),
 ]
+CurvesFolder = Annotated[
+    Path | None,
+    Option("--curves", help="Loss and validation over steps, as CSV and events.", metavar="DIR"),
+]
 Clear = Annotated[bool, Option("--clear", help="Forget them, or those that match.")]
 CardLike = Annotated[Text, Option(help="Only of cards whose name contains this.", metavar="TEXT")]
 WorkloadLike = Annotated[
