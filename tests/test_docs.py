@@ -50,7 +50,13 @@ OPTIONS = {
     "up": {"node", "--config", "-c", "--set", "--head-address", "--exec", "--stay", "--service", "--help"},
     "stop": {"--config", "-c", "--set", "--run-dir", "--node", "--help"},
     "runs": {"--config", "-c", "--set", "--run-dir", "--json", "--help"},
-    "report": {"run_id", "other", "--config", "-c", "--set", "--run-dir", "--text", "--json", "--html", "--help"},
+    "report": {
+        "run_id", "other", "--config", "-c", "--set", "--run-dir", "--text", "--json", "--html", "--curves", "--help",
+    },
+    "export": {
+        "run_id", "slot", "--to", "--merged", "--adapter", "--average", "--best", "--config", "-c", "--set",
+        "--run-dir", "--help",
+    },
     "logs": {"slot", "--run", "--config", "-c", "--set", "--run-dir", "--help"},
     "advise": {"run_id", "--config", "-c", "--set", "--run-dir", "--json", "--help"},
     "top": {

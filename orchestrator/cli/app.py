@@ -243,7 +243,7 @@ def runs(
 
 
 @app.command()
-def report(
+def report(  # noqa: PLR0913 - one parameter for each option of the command
     run_id: opt.RunId = "latest",
     other: opt.OtherRun = None,
     config: opt.ConfigPath = "cluster.yaml",
@@ -252,6 +252,7 @@ def report(
     text: opt.AsText = False,
     json_output: opt.AsJson = False,
     html: opt.HtmlFile = None,
+    curves: opt.CurvesFolder = None,
 ) -> None:
     """Show one run: how it ended, its table, what happened.
 
@@ -260,8 +261,8 @@ def report(
     from orchestrator.cli.runs import report_json, report_text
     from orchestrator.view import html_report
 
-    if text + json_output + (html is not None) > 1:
-        raise UsageError("--text, --json and --html exclude each other")
+    if text + json_output + (html is not None) + (curves is not None) > 1:
+        raise UsageError("--text, --json, --html and --curves exclude each other")
     if other is not None and html is None:
         raise UsageError("two runs are compared in a file: add --html FILE")
     runs_dir = Path(config_to_read(config, overrides, run_dir).run.dir)
@@ -270,12 +271,45 @@ def report(
         html_report.write_report(html, folder, None if other is None else find_run(runs_dir, other))
         print_text(str(html))
         return
+    if curves is not None:
+        from orchestrator.view.curves import write_curves
+
+        for line in write_curves(folder, curves):
+            print_text(line)
+        return
     width = shutil.get_terminal_size(fallback=(120, 24)).columns
     print_text(
         report_json(folder)
         if json_output
         else report_text(folder, width, glyphs_for(sys.stdout.encoding))
     )
+
+
+@app.command()
+def export(  # noqa: PLR0913 - one parameter for each option of the command
+    run_id: opt.ExportedRun,
+    slot: opt.Slot,
+    to: opt.NewFolder,
+    merged: opt.Merged = False,
+    adapter: opt.Adapter = False,
+    average: opt.AveragedWeights = False,
+    best: opt.BestCheckpoint = False,
+    config: opt.ConfigPath = "cluster.yaml",
+    overrides: opt.Overrides = None,
+    run_dir: opt.RunDir = None,
+) -> None:
+    """Write what a slot has trained as a folder that transformers or peft loads.
+
+    Also of a run that goes on: its last checkpoint.
+    """
+    from orchestrator.cli import export as verb
+
+    if merged and adapter:
+        raise UsageError("--merged and --adapter exclude each other")
+    form = "merged" if merged else "adapter" if adapter else None
+    folder = find_run(Path(config_to_read(config, overrides, run_dir).run.dir), run_id)
+    for line in verb.export(folder, slot, to, form, average=average, best=best):
+        print_text(line)
 
 
 @app.command()

@@ -231,6 +231,10 @@ HtmlFile = Annotated[
     Path | None,
     Option("--html", help="Into one file for a browser, charts included.", metavar="FILE"),
 ]
+CurvesFolder = Annotated[
+    Path | None,
+    Option("--curves", help="Loss and validation over steps, as CSV and events.", metavar="DIR"),
+]
 Clear = Annotated[bool, Option("--clear", help="Forget them, or those that match.")]
 CardLike = Annotated[Text, Option(help="Only of cards whose name contains this.", metavar="TEXT")]
 WorkloadLike = Annotated[
@@ -238,3 +242,17 @@ WorkloadLike = Annotated[
 ]
 Output = Annotated[str, Option("--output", "-o", help="Where to.", metavar="FILE")]
 Force = Annotated[bool, Option("--force", help="Replace that file if it is there.")]
+
+# Of `export`.
+ExportedRun = Annotated[str, Argument(help="As `runs` shows it, or its end.", metavar="RUN_ID")]
+NewFolder = Annotated[Path, Option("--to", help="A new folder, or an empty one.", metavar="DIR")]
+Merged = Annotated[
+    bool, Option("--merged", help="Adapters merged into the weights, in fp32: this is the default.")
+]
+Adapter = Annotated[bool, Option("--adapter", help="The adapters alone, for peft.")]
+AveragedWeights = Annotated[
+    bool, Option("--average", help="The averaged weights, where train.ema_decay keeps them.")
+]
+BestCheckpoint = Annotated[
+    bool, Option("--best", help="What had the lowest validation loss, where that was kept.")
+]

@@ -13,12 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeAlias
 
 from orchestrator.record.archive import (
     EVENTS_MOST,
     StoredEvent,
     StoredRun,
     events_of,
+    read_events,
     read_run,
     reading,
     row_of,
@@ -51,6 +53,11 @@ _OF_ALL = (
     f"WITH sums AS (SELECT at_unix_s{{sums}} FROM samples {_SLICE} GROUP BY at_unix_s) "  # noqa: S608 - constants
     f"SELECT '' AS slot, {_PART}{{figures}} FROM sums GROUP BY part"
 )
+# SQLite takes the other columns from the line of the minimum.
+_CURVES = (
+    "SELECT slot, train_step, min(at_unix_s) AS at_unix_s, loss, samples_per_s FROM samples "
+    "WHERE train_step > 0 GROUP BY slot, train_step"
+)
 #: All samples are read in so many looks at most: a look has a time limit (`archive.py`), and a run
 #: may last for days.
 _LOOKS_MOST = 25
@@ -60,6 +67,10 @@ SAMPLED_NUMBERS = tuple(key for key, each in FIELDS.items() if each.sampled and 
 
 #: What the course of a whole run is told by.
 TOTALS = ("tflops", "allocated_bytes", "oom_count", "temperature_c", "samples_per_s")
+
+
+Curve: TypeAlias = dict[int, dict[str, float]]
+"""Figures of a training by its optimiser steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +131,28 @@ def sampled_between(folder: Path) -> tuple[float, float] | None:
     with reading(folder) as store:
         first, last = store.execute("SELECT min(at_unix_s), max(at_unix_s) FROM samples").fetchone()
     return None if _number(first) is None or _number(last) is None else (float(first), float(last))
+
+
+def training_curves(folder: Path) -> dict[str, Curve]:
+    """Return what is known of each optimiser step of each slot that trains, by slot and step.
+
+    `loss` and `samples_per_s` at the first sample of a step, and the figures of its validation.
+    """
+    curves: dict[str, Curve] = {}
+    with reading(folder) as store:
+        lines = store.execute(_CURVES).fetchall()
+    for line in lines:
+        values = {key: _number(line[key]) for key in ("at_unix_s", "loss", "samples_per_s")}
+        known = {key: value for key, value in values.items() if value is not None}
+        curves.setdefault(line["slot"], {})[int(line["train_step"])] = known
+    for event in read_events(folder, ("evaluated",)):
+        figures = {key: _number(value) for key, value in event.details.items()}
+        step, at_unix_s = figures.pop("step", None), event.at_unix_s
+        if step is not None and at_unix_s is not None and event.slot is not None:
+            point = curves.setdefault(event.slot, {}).setdefault(int(step), {})
+            known = {key: value for key, value in figures.items() if value is not None}
+            point |= {"at_unix_s": point.get("at_unix_s", at_unix_s), **known}
+    return {slot: dict(sorted(curve.items())) for slot, curve in curves.items()}
 
 
 def moment(folder: Path, at_unix_s: float, run: StoredRun | None = None) -> Snapshot:

@@ -1,0 +1,126 @@
+"""The verb `export`: finds the checkpoints of one training, and has a child process, which loads
+torch, write what was trained as a folder of Hugging Face.
+
+Does not know what is in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from orchestrator.cluster.connect import connected
+from orchestrator.config.load import config_from_text
+from orchestrator.config.schema import Config
+from orchestrator.core.placement import Target, plan_slots
+from orchestrator.errors import NoClusterError, OrchestratorError, UsageError, one_line
+from orchestrator.record.archive import StoredRun, read_run
+from orchestrator.record.folders import command_for
+from orchestrator.run.environment import Mode
+from workers.learned_limits import default_path
+from workers.settings import WorkerSpec
+from workers.units import MIB
+
+#: Files that a worker writes (`workers/training/checkpoints.py`, which loads torch).
+_LAST, _BEST = "generation-?.pt", "best.pt"
+
+
+def export(
+    folder: Path, slot: str, to: Path, form: str | None, *, average: bool, best: bool
+) -> Iterator[str]:
+    """Write what a slot of a run has trained into a new folder; yield what is to be told.
+
+    `form`: `merged`, `adapter`, or `None`: merged where there are adapters. `best`: what had the
+    lowest validation loss, and not the last checkpoint.
+
+    Raises:
+        UsageError: There is nothing to write, or no place for it.
+        NoClusterError: The checkpoints are on another PC, which does not answer.
+        OrchestratorError: The process that writes has ended early.
+    """
+    stored, to = read_run(folder), to.expanduser().absolute()
+    facts = stored.facts
+    config = config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")
+    if config.workload.name != "train":
+        raise UsageError(
+            f"run {facts.run_id} has trained nothing: see `python -m orchestrator runs`"
+        )
+    target = Target(device=facts.device, one_machine=facts.one_machine)
+    specs = {plan.spec.slot: plan.spec for plan in plan_slots(config, target)}
+    if slot not in specs:
+        raise UsageError(f"run {facts.run_id} has no slot {slot[:80]!r}; valid: {', '.join(specs)}")
+    if to.exists() and not (to.is_dir() and not any(to.iterdir())):
+        raise UsageError(f"{to} is there already; name a new folder, or remove that one")
+    with ExitStack() as until_written:
+        paths = _checkpoints(stored, config, specs[slot], to, until_written, best=best)
+        told = _asked(
+            {
+                "checkpoints": list(map(str, paths)),
+                "settings": dict(specs[slot].workload.settings),
+                "seed": specs[slot].workload.seed,
+                "run_id": facts.run_id,
+                "slot": slot,
+                "to": str(to),
+                "form": form,
+                "average": average,
+            }
+        )
+    yield from told["told"]
+    row = next((record.row for record in stored.slots if record.slot == slot), {})
+    if not best and told["step"] < (row.get("saved_step") or 0):
+        yield f"the run has saved step {row['saved_step']}, of which there is no checkpoint here"
+    size_mib, form = told["bytes"] / MIB, told["form"]
+    yield f"{to}: step {told['step']} of {slot}, {form}, {size_mib:.1f} MiB"
+
+
+def _checkpoints(
+    stored: StoredRun, config: Config, spec: WorkerSpec, to: Path, stack: ExitStack, *, best: bool
+) -> list[Path]:
+    """Return the files that may hold what the slot has trained: here, or copied from its PC."""
+    run_id, slot, node = stored.facts.run_id, spec.slot, spec.node
+    names = _BEST if best else _LAST
+    local = default_path().parent / "state" / run_id / slot
+    paths = [*local.glob(names)]
+    if not best:
+        paths += stored.folder.glob(f"states/{slot}.pt")
+    if not paths and stored.facts.mode == Mode.CLUSTER:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        place = tempfile.TemporaryDirectory(prefix=".checkpoints-", dir=to.parent)
+        copies = Path(stack.enter_context(place))
+        try:
+            with connected(config.cluster.address, config.cluster.auth):
+                from orchestrator.cluster.checkpoint_copy import copied  # noqa: PLC0415 - loads ray
+
+                paths = copied(node, run_id, slot, names, copies)
+        except NoClusterError as failure:
+            raise NoClusterError(
+                f"the checkpoints of {slot} are on {node}, and {failure}; start that node, or copy "
+                f"state/{run_id}/{slot} of its state folder to {local}"
+            ) from failure
+    if paths:
+        return paths
+    report = command_for(stored.folder, "report")
+    raise UsageError(f"{slot} has no {names} in {local}; `{report}` shows what it did")
+
+
+def _asked(request: dict[str, Any]) -> dict[str, Any]:
+    """Have the child process write; the user's own task is imported from the current folder."""
+    command = [sys.executable, "-m", "workers.hf.export"]
+    done = subprocess.run(  # noqa: S603 - our own module
+        command, input=json.dumps(request), capture_output=True, encoding="utf-8", check=False
+    )
+    try:
+        told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (ValueError, IndexError) as failure:
+        last = [line.strip()[:300] for line in done.stderr.splitlines() if line.strip()][-1:]
+        ended = f"the process that writes ended with status {done.returncode}"
+        raise OrchestratorError(one_line(": ".join([ended, *last]))) from failure
+    if "refused" in told:
+        raise UsageError(one_line(told["refused"]))
+    return told

@@ -1,0 +1,107 @@
+"""The verb `export` from the command line, on a run folder, and the page about it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from orchestrator.config.load import dump_config
+from orchestrator.config.schema import Config
+from orchestrator.record.store import STORE_NAME, RunStore
+from tests.cli.conftest import Command
+from tests.export.scene import make_folder, trained
+from tests.run.scene import facts_of
+from tests.scene import ROOT
+
+pytestmark = pytest.mark.torch
+
+RUN = "20260101-000000-abcd"
+
+
+def make_run(mode: str = "rehearse", **train: object) -> Path:
+    """Make a run that trains in one slot, in the usual folder; return its own."""
+    config = Config.model_validate(
+        {
+            "nodes": {"pc1": {"gpu": "rtx-3090", "workers": 1, "vram_per_worker_gib": 1}},
+            "workload": {"name": "train"},
+            "train": train,
+            "cluster": {"address": "127.0.0.1:1"},
+        }
+    )
+    folder = Path("runs") / RUN
+    folder.mkdir(parents=True)
+    store = RunStore(folder / STORE_NAME)
+    store.begin(facts_of(config, run_id=RUN, mode=mode, config_yaml=dump_config(config)))
+    store.commit()
+    return folder
+
+
+@pytest.fixture
+def run_of_adapters(nowhere: Path, state_dir: Path) -> Path:
+    """Train a tiny model with adapters where a worker of this PC would; return the run folder."""
+    base = make_folder(nowhere / "base", "llama")
+    run, _ = trained(base, state_dir / "state" / RUN / "pc1" / "0", adapter="lora")
+    return make_run(**run.settings.model_dump())
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's
+def test_the_page_of_export_runs(run_of_adapters: Path, command: Command) -> None:
+    page = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```(sh|python)\n(.*?)```", page, re.DOTALL)
+    assert [kind for kind, _ in blocks] == ["sh", "python"] * 2
+    assert len(page.splitlines()) <= 60
+    for kind, code in blocks:
+        if kind == "python":
+            exec(code, {})  # noqa: S102 - the project's own page
+            continue
+        done = command(*shlex.split(code)[3:])
+        assert done.returncode == 0, done.stderr
+        assert re.search(r"/my-\w+: step 2 of pc1/0, \w+, \d\.\d MiB\n$", done.stdout)
+    assert {path.name for path in Path("my-adapter").glob("adapter*")} == {
+        "adapter_config.json", "adapter_model.safetensors",
+    }  # fmt: skip
+
+
+def test_a_folder_with_something_in_it_is_refused(nowhere: Path, command: Command) -> None:
+    make_run()
+    (nowhere / "out").mkdir()
+    (nowhere / "out" / "mine").touch()
+    done = command("export", RUN, "pc1/0", "--to", "out")
+    assert done.returncode == 2
+    assert "out is there already; name a new folder" in " ".join(done.stderr.split())
+
+
+def test_what_the_child_refuses_is_a_sentence(run_of_adapters: Path, command: Command) -> None:
+    done = command("export", RUN, "pc1/0", "--to", "out", "--average")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "train.ema_decay" in " ".join(done.stderr.split())
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("mode", "slot", "code", "said"),
+    [
+        ("rehearse", "pc1/7", 2, "has no slot 'pc1/7'; valid: pc1/0"),
+        ("rehearse", "pc1/0", 2, "pc1/0 has no generation-?.pt in"),
+        ("cluster", "pc1/0", 3, "the checkpoints of pc1/0 are on pc1, and the Ray head"),
+    ],
+    ids=["no such slot", "nothing saved", "on another PC"],
+)
+def test_without_checkpoints_the_sentence_says_why(
+    nowhere: Path, command: Command, mode: str, slot: str, code: int, said: str
+) -> None:
+    make_run(mode)
+    done = command("export", "latest", slot, "--to", "out")
+    assert done.returncode == code
+    assert said in " ".join(done.stderr.split())
+    assert [path.name for path in nowhere.iterdir()] == ["runs"]
+
+
+def test_merged_and_adapter_exclude_each_other(nowhere: Path, command: Command) -> None:
+    make_run()
+    done = command("export", RUN, "pc1/0", "--to", "out", "--merged", "--adapter")
+    assert done.returncode == 2
+    assert "exclude each other" in done.stderr

@@ -1,0 +1,196 @@
+"""What `export` writes is loaded by transformers and peft, and computes what was trained."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from tests.export.scene import FAMILIES, gap, loaded, logits_of, make_folder, trained
+from tests.scene import python
+from workers.hf.export import Request, export, write_whole
+from workers.training.checkpoints import RefusedError
+from workers.training.settings import TrainSettings
+from workers.training.trainer import Trainer
+
+Training = tuple[Trainer, Callable[..., Request]]
+KINDS = [
+    ("gpt2", "none"),
+    ("llama", "lora"),
+    ("llama-tied", "none"),
+    ("bert", "dora"),
+    ("gpt2", "lora"),
+]
+ADAPTED = [kind for kind in KINDS if kind[1] != "none"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Training]:
+    """Return the training of a family with an adapter or none; each is done once."""
+    done: dict[tuple[str, str], Training] = {}
+
+    def training(family: str, adapter: str) -> Training:
+        if (family, adapter) not in done:
+            folder = make_folder(tmp_path_factory.mktemp(family), family)
+            state = tmp_path_factory.mktemp("state")
+            done[family, adapter] = trained(folder, state, adapter=adapter, ema_decay=0.5)
+        return done[family, adapter]
+
+    return training
+
+
+@pytest.mark.parametrize(("family", "adapter"), KINDS, ids=map("-".join, KINDS))
+def test_transformers_loads_what_was_trained(
+    trainings: Callable[[str, str], Training], family: str, adapter: str, tmp_path: Path
+) -> None:
+    run, request = trainings(family, adapter)
+    told = export(request(tmp_path / "out"))
+    assert (told["step"], told["form"]) == (2, "full" if adapter == "none" else "merged")
+    assert gap(logits_of(run.model), logits_of(loaded(tmp_path / "out"))) <= 1e-6
+    source, out = Path(str(run.settings.data)), tmp_path / "out"
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+    assert (out / "generation_config.json").exists() == (family != "bert")
+
+
+# Missing keys would be an error; these are between peft and transformers, and about tied weights.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True:UserWarning")
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True:UserWarning")
+@pytest.mark.parametrize(("family", "adapter"), ADAPTED, ids=map("-".join, ADAPTED))
+def test_peft_loads_the_adapter_on_its_base(
+    trainings: Callable[[str, str], Training], family: str, adapter: str, tmp_path: Path
+) -> None:
+    run, request = trainings(family, adapter)
+    out = tmp_path / "out"
+    assert export(request(out, "adapter"))["told"] == []
+    auto = getattr(transformers, FAMILIES[family][1])
+    model = peft.PeftModel.from_pretrained(auto.from_pretrained(run.settings.data), out)
+    assert gap(logits_of(run.model), logits_of(model)) <= 1e-6
+    assert not (out / "model.safetensors").exists()
+
+
+def test_the_average_is_written_on_request(
+    trainings: Callable[[str, str], Training], tmp_path: Path
+) -> None:
+    run, request = trainings("gpt2", "none")
+    export(request(tmp_path / "out", average=True))
+    assert run._average is not None
+    with run._average.in_place_of_weights():
+        averaged = logits_of(run.model)
+    assert gap(averaged, logits_of(loaded(tmp_path / "out"))) <= 1e-6
+    assert gap(averaged, logits_of(run.model)) > 1e-3
+
+
+def test_an_average_that_was_not_kept_is_refused(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "base", "gpt2")
+    _, request = trained(folder, tmp_path / "state", steps=1)
+    with pytest.raises(RefusedError, match=r"leave out --average, or set train\.ema_decay"):
+        export(request(tmp_path / "out", average=True))
+    with pytest.raises(RefusedError, match="leave out --adapter"):
+        export(request(tmp_path / "out", "adapter"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_configuration_is_that_of_the_folder(
+    trainings: Callable[[str, str], Training], tmp_path: Path
+) -> None:
+    """A training sets dropout and the cache for itself."""
+    run, request = trainings("gpt2", "none")
+    export(request(tmp_path / "out"))
+    before, after = (
+        json.loads((folder / "config.json").read_bytes())
+        for folder in (Path(str(run.settings.data)), tmp_path / "out")
+    )
+    assert not run.model.config.use_cache
+    assert after == before
+
+
+def test_the_card_says_how_it_was_trained(
+    trainings: Callable[[str, str], Training], tmp_path: Path
+) -> None:
+    _, request = trainings("llama", "lora")
+    export(request(tmp_path / "out"))
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert len([line for line in card.splitlines() if line.startswith("- ")]) == 10
+    for said in ("r, slot pc1/0", "2 of 2", "fingerprint numbers", "4 samples", "lora, rank 8"):
+        assert said in card
+
+
+def test_a_damaged_checkpoint_is_told_and_the_other_one_is_used(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "base", "llama")
+    _, request = trained(folder, tmp_path / "state", steps=3)
+    files = sorted((tmp_path / "state").glob("generation-?.pt"))
+    newest = files[0]  # the third one is where the first one was
+    newest.write_bytes(newest.read_bytes()[:-100])
+    told = export(request(tmp_path / "out"))
+    assert told["step"] == 2
+    assert told["told"] == [
+        f"the checkpoint {newest} is not used: it is no checkpoint, or its end is damaged or cut off"
+    ]
+    content = bytearray(files[1].read_bytes())
+    content[5000] ^= 1
+    files[1].write_bytes(content)
+    with pytest.raises(RefusedError, match="hash differs") as refusal:
+        export(request(tmp_path / "again"))
+    assert all(str(file) in str(refusal.value) for file in files)
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_model_that_transformers_does_not_know_is_refused(
+    trainings: Callable[[str, str], Training], tmp_path: Path
+) -> None:
+    _, request = trainings("gpt2", "none")
+    asked = request(tmp_path / "out")
+    settings = TrainSettings(preset="gpt-nano").model_dump()
+    asked = Request(
+        **{name: getattr(asked, name) for name in asked.__slots__} | {"settings": settings}
+    )
+    with pytest.raises(RefusedError, match=r"gpt-nano trains a Gpt, .* in .*generation-\d\.pt"):
+        export(asked)
+
+
+#: Fills a folder, and is killed in the middle of it.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from workers.hf.export import write_whole
+
+def fill(folder):
+    (folder / "config.json").write_text("{}")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+write_whole(Path(sys.argv[1]), fill)
+"""
+
+
+def test_what_a_killed_export_leaves_goes_with_the_next(tmp_path: Path) -> None:
+    to = tmp_path / "deep" / "out"
+    assert python("-c", KILLED, str(to)).returncode == -signal.SIGKILL
+    (left,) = to.parent.iterdir()
+    assert left.name.startswith(".out.")
+    assert write_whole(to, lambda folder: (folder / "a").write_text("12")) == 2
+    assert list(to.parent.iterdir()) == [to]
+
+
+def test_only_a_new_or_empty_folder_is_written(tmp_path: Path) -> None:
+    tmp_path.joinpath("empty").mkdir()
+    write_whole(tmp_path / "empty", lambda folder: (folder / "a").write_text("1"))
+    with pytest.raises(OSError, match="not empty"):
+        write_whole(tmp_path / "empty", lambda folder: (folder / "b").write_text("2"))
+    assert [path.name for path in tmp_path.rglob("*")] == ["empty", "a"]

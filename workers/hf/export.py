@@ -1,0 +1,320 @@
+"""Writes a trained model of transformers as a folder that transformers or peft loads by itself.
+
+`python -m workers.hf.export` reads one request as JSON and answers with one line of JSON: the head,
+which asks, never loads torch. Does not find out where checkpoints are, and asks no hub.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from workers.training.checkpoints import Identity, RefusedError, read_file, read_number
+from workers.training.errors import TrainingError
+from workers.training.lora import AdaptedLinear, new_model
+from workers.training.settings import TrainSettings
+from workers.training.tasks import TrainTask, find_task, trained_parameters
+
+#: Files of the folder that was trained which stay as they are.
+_COPIED: Final = "*token*", "vocab*", "merges.txt", "*piece*", "chat_template*"
+_GENERATION: Final = "generation_config.json"
+
+#: Heads that peft saves whole by itself, where it knows the kind of model.
+_PEFT_HEADS: Final = "classifier", "score"
+_PEFT_KINDS: Final = {
+    "ForCausalLM": "CAUSAL_LM",
+    "LMHeadModel": "CAUSAL_LM",
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForConditionalGeneration": "SEQ_2_SEQ_LM",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is written, and from what."""
+
+    checkpoints: Sequence[str]
+    """Files, in any order; the newest good one counts."""
+    settings: Mapping[str, Any]
+    """The section `train:` of the run."""
+    seed: int
+    run_id: str
+    slot: str
+    to: str
+    form: str | None
+    """`merged`, `adapter`, or `None`: merged where there are adapters."""
+    average: bool
+
+
+def export(request: Request) -> dict[str, Any]:
+    """Write the folder; return its step, form, number of bytes, and what is to be told.
+
+    Raises:
+        RefusedError: It cannot be written; the text says why and what to do.
+        TrainingError: The task of the run cannot be made on this machine.
+        OSError: The disk refuses.
+    """
+    path, saved, told = newest([Path(name) for name in request.checkpoints])
+    settings = TrainSettings.model_validate(dict(request.settings))
+    task = find_task(settings, request.seed)
+    model = _trained(task, settings, saved, path, average=request.average)
+    form = "full" if settings.adapter == "none" else request.form or "merged"
+    if form == "full" and request.form == "adapter":
+        raise RefusedError(f"{request.slot} was trained without adapters; leave out --adapter")
+    if form == "merged" and request.form is None:
+        told.append("adapters are merged into the weights; --adapter writes them alone, for peft")
+    source = Path(getattr(settings, "model", None) or model.name_or_path).expanduser()
+
+    def fill(folder: Path) -> None:
+        kept = _COPIED if form == "adapter" else (*_COPIED, _GENERATION)
+        if form == "adapter":
+            _write_adapter(model, source, folder)
+        else:
+            if form == "merged":
+                merge(model)
+            _restore_config(model, source)
+            model.save_pretrained(folder)
+        for file in (file for pattern in kept for file in source.glob(pattern) if file.is_file()):
+            shutil.copyfile(file, folder / file.name)
+        card = _card(request, task, settings, saved, f"{source} ({type(model).__name__})", form)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+
+    size_bytes = write_whole(Path(request.to), fill)
+    return {"step": saved["step"], "form": form, "bytes": size_bytes, "told": told}
+
+
+def newest(paths: Sequence[Path]) -> tuple[Path, dict[str, Any], list[str]]:
+    """Return the newest checkpoint that is whole, and a sentence for each newer one that is not.
+
+    Raises:
+        RefusedError: There is none.
+    """
+    numbers = {path: read_number(path) for path in paths if path.exists()}
+    refused: list[str] = []
+    # What cannot be dated comes first: it may be the newest, and its refusal is to be told.
+    for path in sorted(numbers, key=lambda path: numbers[path] or math.inf, reverse=True):
+        try:
+            return path, read_file(path), refused
+        except RefusedError as failure:
+            refused.append(f"the checkpoint {path} is not used: {failure}")
+    raise RefusedError("; ".join(refused) or "there is no checkpoint")
+
+
+def write_whole(to: Path, fill: Callable[[Path], object]) -> int:
+    """Have a folder filled beside `to`, and give it that name once it is on the disk; return its
+    bytes. However this ends, there is no half a folder of that name.
+
+    Raises:
+        OSError: It cannot be written, or there is a file or a full folder of that name.
+    """
+    to.parent.mkdir(parents=True, exist_ok=True)
+    for left in to.parent.glob(f".{to.name}.*.new"):  # of processes that were killed
+        if not Path("/proc", left.name.split(".")[-2]).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    fresh = to.with_name(f".{to.name}.{os.getpid()}.new")
+    try:
+        fresh.mkdir()
+        fill(fresh)
+        files = [*fresh.iterdir()]
+        size_bytes = sum(file.stat().st_size for file in files)
+        for place in (*files, fresh):
+            _flush(place)
+        fresh.rename(to)
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
+    _flush(to.parent)
+    return size_bytes
+
+
+def _flush(place: Path) -> None:
+    descriptor = os.open(place, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _trained(
+    task: TrainTask, settings: TrainSettings, saved: Mapping[str, Any], path: Path, *, average: bool
+) -> Any:  # noqa: ANN401 - a model of transformers, which is imported late
+    """Return the model with the weights of a checkpoint."""
+    from transformers import PreTrainedModel  # noqa: PLC0415 - an extra
+
+    model, state = new_model(task, settings), saved["state"]
+    if not isinstance(model, PreTrainedModel):
+        raise RefusedError(
+            f"train.preset {settings.preset} trains a {type(model).__name__}, and `export` writes "
+            f"models of transformers; its weights are in {path}: torch.load(FILE, "
+            'weights_only=True)["state"]["weights"]'
+        )
+    own = Identity.of(task.name, model.state_dict(), saved["identity"]["levers"])
+    if difference := own.difference(saved["identity"]):
+        raise RefusedError(f"the checkpoint {path} is not used: {difference}")
+    model.load_state_dict(state["weights"])
+    if average and not state["average"]:
+        raise RefusedError(
+            "this training keeps no averaged weights; leave out --average, or set train.ema_decay, "
+            "such as 0.999, and train again"
+        )
+    if average:
+        for weight, averaged in zip(trained_parameters(task, model), state["average"], strict=True):
+            weight.data.copy_(averaged)
+    return model
+
+
+def _restore_config(model: Any, source: Path) -> None:  # noqa: ANN401 - as above
+    """Take back what a training sets for itself: dropout, and no cache."""
+    from transformers import AutoConfig  # noqa: PLC0415 - an extra
+
+    if (source / "config.json").is_file():
+        original = AutoConfig.from_pretrained(source, local_files_only=True).to_dict()
+        for key in (key for key in original if "drop" in key or key == "use_cache"):
+            setattr(model.config, key, original[key])
+
+
+def _adapted(model: nn.Module) -> dict[str, Any]:
+    modules = model.named_modules()
+    return {name: module for name, module in modules if isinstance(module, AdaptedLinear)}
+
+
+def _is_transposed(module: AdaptedLinear) -> bool:
+    """Whether the weight stands with its inputs first, as in the Conv1D of GPT-2."""
+    return not isinstance(module.base, nn.Linear)
+
+
+def _scale(module: AdaptedLinear) -> float:
+    return float(getattr(module, "scale", 2.0))
+
+
+def merge(model: Any) -> None:  # noqa: ANN401 - as above
+    """Replace adapted layers by linear ones in fp32, each with the sum that it computed with."""
+    model.float()
+    modules = list(model.modules())
+    owners = Counter(id(weight) for each in modules for weight in each.parameters(recurse=False))
+    for module in _adapted(model).values():
+        if owners[id(module.base.weight)] > 1:  # the other owner keeps what it has
+            model.config.tie_word_embeddings = False
+        module.base.weight = nn.Parameter(_merged(module))
+    for parent in modules:
+        for name, child in list(parent.named_children()):
+            if isinstance(child, AdaptedLinear):
+                setattr(parent, name, child.base)
+
+
+@torch.no_grad()
+def _merged(module: Any) -> Tensor:  # noqa: ANN401 - as above
+    weight = module.base.weight.double()
+    weight = weight.T if _is_transposed(module) else weight
+    merged: Tensor = weight + _scale(module) * (module.up.double() @ module.down.double())
+    if module.lengths is not None:
+        merged *= (module.lengths.double() / torch.linalg.vector_norm(merged, dim=1))[:, None]
+    return (merged.T if _is_transposed(module) else merged).float().contiguous()
+
+
+def _write_adapter(model: nn.Module, source: Path, folder: Path) -> None:
+    """Write the two files of peft: our `down`, `up` and `lengths` are its `lora_A`, `lora_B` and
+    `lora_magnitude_vector`. What is trained in full beside them, such as a fresh head, it saves
+    with them.
+    """
+    from safetensors.torch import save_file  # noqa: PLC0415 - an extra
+
+    adapted, tensors = _adapted(model), dict[str, Tensor]()
+    for name, module in adapted.items():
+        tensors |= {f"{name}.lora_A.weight": module.down, f"{name}.lora_B.weight": module.up}
+        if module.lengths is not None:
+            tensors[f"{name}.lora_magnitude_vector"] = module.lengths
+    own, kind = {id(tensor) for tensor in tensors.values()}, type(model).__name__
+    peft_kind = next((_PEFT_KINDS[end] for end in _PEFT_KINDS if kind.endswith(end)), None)
+    heads = {name for name, _ in model.named_children() if name in _PEFT_HEADS}
+    if peft_kind != "SEQ_CLS" or any(name.partition(".")[0] in heads for name in adapted):
+        # Of a kind that it does not know peft saves no head by itself; here the head has adapters.
+        peft_kind, heads = (None if heads else peft_kind), set()
+    for name, weight in model.named_parameters():
+        first, parent = name.partition(".")[0], name.rpartition(".")[0]
+        if weight.requires_grad and id(weight) not in own and first not in heads:
+            heads.add(parent)
+    for head in heads:
+        weights = model.get_submodule(head).named_parameters()
+        tensors |= {f"{head}.{name}": weight for name, weight in weights}
+    ranks = {name: len(module.down) for name, module in adapted.items()}
+    alphas = {name: _scale(module) * ranks[name] for name, module in adapted.items()}
+    rank, alpha = max(ranks.values()), max(alphas.values())
+    config = {
+        "peft_type": "LORA",
+        "task_type": peft_kind,
+        "base_model_name_or_path": str(source),
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": {name: each for name, each in ranks.items() if each != rank},
+        "alpha_pattern": {name: each for name, each in alphas.items() if each != alpha},
+        "target_modules": list(adapted),
+        "modules_to_save": sorted(heads) or None,
+        "use_dora": any(module.lengths is not None for module in adapted.values()),
+        "fan_in_fan_out": any(map(_is_transposed, adapted.values())),
+        "inference_mode": True,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    named = {f"base_model.model.{name}": each.data.contiguous() for name, each in tensors.items()}
+    save_file(named, folder / "adapter_model.safetensors", {"format": "pt"})
+
+
+def _card(
+    request: Request,
+    task: TrainTask,
+    settings: TrainSettings,
+    saved: Mapping[str, Any],
+    base: str,
+    form: str,
+) -> str:
+    """Return the model card: how this was trained, in ten lines."""
+    losses, levers = saved["state"]["course"]["losses"], saved["identity"]["levers"]
+    fingerprint = levers.get("data_fingerprint", "not known")
+    loss = f", loss {losses[-1]:.4g}" if losses else ""
+    rank = "" if settings.adapter == "none" else f", rank {settings.adapter_rank}"
+    versions = f"torch {saved['state']['torch']}, transformers {version('transformers')}"
+    library = "peft (on its base)" if form == "adapter" else "transformers"
+    lines = (
+        f"Run: {request.run_id}, slot {request.slot}, seed {request.seed}",
+        f"Step: {saved['step']} of {settings.steps}{loss}",
+        f"Base: {base}",
+        f"Weights: {form}{', averaged' if request.average else ''}",
+        f"Adapter: {settings.adapter}{rank}",
+        f"Data: {settings.data or task.name}, fingerprint {fingerprint}",
+        f"Batch: {settings.batch} samples for each optimiser step, in {settings.precision}",
+        f"Learning rate: {settings.lr or task.lr:g}, weight decay {settings.weight_decay:g}",
+        f"Versions: oom-orchestrator {version('oom-orchestrator')}, {versions}",
+        f"Loads with: {library}, `from_pretrained`",
+    )
+    return "# A fine-tuned model\n\n" + "".join(f"- {line}\n" for line in lines)
+
+
+def answer(content: dict[str, Any]) -> dict[str, Any]:
+    """Return what `export` does, or under `refused` why it does nothing."""
+    try:
+        return export(Request(**content))
+    except (RefusedError, TrainingError, ValidationError) as refusal:
+        return {"refused": str(refusal)}
+    except ImportError as missing:
+        return {"refused": f"{missing}; type: pip install 'oom-orchestrator[hf]'"}
+    except OSError as failure:
+        return {"refused": f"{content['to']} cannot be written: {failure}"}
+
+
+if __name__ == "__main__":
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    output, sys.stdout = sys.stdout, sys.stderr
+    print(json.dumps(answer(json.load(sys.stdin))), file=output)
