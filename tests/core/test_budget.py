@@ -92,24 +92,18 @@ def test_a_node_without_cards_has_no_fraction_and_no_known_total() -> None:
             ),
             "at most 14 workers, or vram_per_worker_gib <= 2.91",
         ),
-        (
-            {"workers": 1, "vram_per_worker_gib": 24},
-            "1 worker x 24 GiB = 24.00 GiB, but 0.99 of the 23.56 GiB of a rtx-3090 is 23.32 GiB",
-            "vram_per_worker_gib <= 23.32",
-        ),
-        (
-            {"gpu": "mine", "vram_gib": 8, "memory_fraction": 0.5, "workers": 2},
-            "2 workers x 3.3 GiB = 6.60 GiB, but 0.5 of the 8 GiB of a mine is 4.00 GiB",
-            "at most 1 worker, or vram_per_worker_gib <= 2.00",
-        ),
+        ({"workers": 1, "vram_per_worker_gib": 24},
+         "1 worker x 24 GiB = 24.00 GiB, but 0.99 of the 23.56 GiB of a rtx-3090 is 23.32 GiB",
+         "vram_per_worker_gib <= 23.32"),
+        ({"gpu": "mine", "vram_gib": 8, "memory_fraction": 0.5, "workers": 2},
+         "2 workers x 3.3 GiB = 6.60 GiB, but 0.5 of the 8 GiB of a mine is 4.00 GiB",
+         "at most 1 worker, or vram_per_worker_gib <= 2.00"),
         # What the workers of a node without cards share.
-        (
-            {"gpu": "cpu", "gpus": 0, "vram_gib": 16},
-            "7 workers x 3.3 GiB = 23.10 GiB, but 0.99 of the 16 GiB of its memory is 15.84 GiB",
-            "at most 4 workers, or vram_per_worker_gib <= 2.26",
-        ),
+        ({"gpu": "cpu", "gpus": 0, "vram_gib": 16},
+         "7 workers x 3.3 GiB = 23.10 GiB, but 0.99 of the 16 GiB of its memory is 15.84 GiB",
+         "at most 4 workers, or vram_per_worker_gib <= 2.26"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_fit_is_refused_with_the_sum_and_the_ways_out(
     changes: dict[str, object], text: str, valid: str
 ) -> None:

@@ -155,24 +155,15 @@ def test_a_cluster_that_is_all_there_is_not_refused() -> None:
 @pytest.mark.parametrize(
     ("live", "expected"),
     [
-        pytest.param(
-            [PC2], [("pc1", Missing.NODE, "no live node has the label node=pc1")], id="missing"
-        ),
-        pytest.param(
-            [PC2, fact(name=None)],
-            [("pc1", Missing.NODE, "no live node has the label node=pc1")],
-            id="unnamed",
-        ),
-        pytest.param(
-            [fact(cpus=16.0), PC2],
-            [("pc1", Missing.CPUS, "pc1 offers 16 CPUs, the plan needs 7 workers x 8 = 56")],
-            id="too few CPUs",
-        ),
-        pytest.param(
-            [PC1, fact(name="pc2", cpus=12.0, gpus=0.0)],
-            [("pc2", Missing.GPUS, "pc2 offers 0 GPUs, the plan needs 1")],
-            id="no GPU",
-        ),
+        pytest.param([PC2], [("pc1", Missing.NODE, "no live node has the label node=pc1")],
+         id="missing"),
+        pytest.param([PC2, fact(name=None)],
+         [("pc1", Missing.NODE, "no live node has the label node=pc1")], id="unnamed"),
+        pytest.param([fact(cpus=16.0), PC2],
+         [("pc1", Missing.CPUS, "pc1 offers 16 CPUs, the plan needs 7 workers x 8 = 56")],
+         id="too few CPUs"),
+        pytest.param([PC1, fact(name="pc2", cpus=12.0, gpus=0.0)],
+         [("pc2", Missing.GPUS, "pc2 offers 0 GPUs, the plan needs 1")], id="no GPU"),
         pytest.param(
             [fact(cpus=55.5, gpus=0.5), PC2],
             [
@@ -181,11 +172,9 @@ def test_a_cluster_that_is_all_there_is_not_refused() -> None:
             ],
             id="too little of everything",
         ),
-        pytest.param(
-            [PC1, fact(address="10.0.0.0", node_id="z", cpus=0.0), PC2],
-            [("pc1", Missing.TWICE, "2 live nodes have the label node=pc1: 10.0.0.0, 10.0.0.1")],
-            id="twice",
-        ),
+        pytest.param([PC1, fact(address="10.0.0.0", node_id="z", cpus=0.0), PC2],
+         [("pc1", Missing.TWICE, "2 live nodes have the label node=pc1: 10.0.0.0, 10.0.0.1")],
+         id="twice"),
         pytest.param(
             [],
             [
@@ -195,7 +184,7 @@ def test_a_cluster_that_is_all_there_is_not_refused() -> None:
             id="nothing",
         ),
     ],
-)
+)  # fmt: skip
 def test_what_is_missing_is_refused_with_the_sum(
     live: list[NodeFact], expected: list[tuple[str, Missing, str]]
 ) -> None:

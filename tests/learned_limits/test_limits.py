@@ -94,16 +94,12 @@ def test_what_may_be_unknown_may_be_missing_and_keys_of_a_later_version_are_igno
     ("names", "values"),
     [
         (("card", "driver", "torch", "dtype", "workload"), ("", 1, ["x"], "x" * (TEXT_MOST + 1))),
-        (
-            ("total_bytes", "cap_bytes", "size", "peak_bytes"),
-            (0, -1, 1.0, True, "1", 2**63, math.inf),
-        ),
-        (
-            ("fixed_bytes", "unit_bytes", "learned_at_unix_s"),
-            (-1.0, True, "1", math.nan, math.inf, 10**400),
-        ),
+        (("total_bytes", "cap_bytes", "size", "peak_bytes"),
+         (0, -1, 1.0, True, "1", 2**63, math.inf)),
+        (("fixed_bytes", "unit_bytes", "learned_at_unix_s"),
+         (-1.0, True, "1", math.nan, math.inf, 10**400)),
     ],
-)
+)  # fmt: skip
 def test_no_value_of_another_kind_is_taken_for_a_limit(
     names: tuple[str, ...], values: tuple[object, ...]
 ) -> None:

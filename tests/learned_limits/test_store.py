@@ -301,21 +301,15 @@ ENTRY = json.dumps(to_plain(limit(1)))
         (b'{"schema": 0, "limits": []}', "another kind"),
         (b'{"schema": 1, "limits": {}}', "another kind"),
         (b'{"schema": 1, "limits": [3]}', "damaged"),
-        (
-            b'{"schema": 1, "limits": ['
-            + ENTRY.replace('"size": 1', '"size": -1').encode()
-            + b"]}",
-            "damaged",
-        ),
-        (
-            b'{"schema": 1, "limits": [' + ENTRY.replace("1700000000.0", "NaN").encode() + b"]}",
-            "damaged",
-        ),
+        (b'{"schema": 1, "limits": [' + ENTRY.replace('"size": 1', '"size": -1').encode() + b"]}",
+         "damaged"),
+        (b'{"schema": 1, "limits": [' + ENTRY.replace("1700000000.0", "NaN").encode() + b"]}",
+         "damaged"),
         (b'{"schema": 2, "limits": [], "more": 1}', "update this installation"),
         (b" " * (16 * 2**20 + 1), "larger than"),
         *((WHOLE[:length], "damaged") for length in (1, 20, len(WHOLE) // 2, len(WHOLE) - 1)),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_is_no_store_is_told_of_left_alone_and_can_be_moved(
     path: Path, store: LimitStore, content: bytes, word: str
 ) -> None:

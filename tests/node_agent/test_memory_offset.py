@@ -46,18 +46,12 @@ def test_the_offset_is_put_back_when_the_process_that_asked_for_it_is_killed(nod
     ("changes", "offset_mhz", "words"),
     [
         ({}, 7000, "--sweep memory-offset at 7000 is out of range"),
-        (
-            {"fails": {"set_memory_offset": "no_permission"}},
-            50,
-            "can only be set by root: start Ray as root on pc1",
-        ),
-        (
-            {"memory_offset_mhz": None},
-            50,
-            "pc1: the memory offset of card 0 cannot be set: Not Supported",
-        ),
+        ({"fails": {"set_memory_offset": "no_permission"}}, 50,
+         "can only be set by root: start Ray as root on pc1"),
+        ({"memory_offset_mhz": None}, 50,
+         "pc1: the memory offset of card 0 cannot be set: Not Supported"),
     ],
-)
+)  # fmt: skip
 def test_an_offset_that_cannot_be_set_is_refused_and_the_power_limit_is_put_back(
     node: Ready, changes: dict[str, Any], offset_mhz: int, words: str
 ) -> None:

@@ -240,25 +240,17 @@ PASCAL = CardIdentity(index=1, uuid="GPU-2", name="GTX 1080", compute_capability
 @pytest.mark.parametrize(
     ("system", "kernel", "cards", "words"),
     [
-        (
-            "linux",
-            "5.15.153.1-microsoft-standard-WSL2",
-            [AMPERE],
-            "MPS runs on Linux only, and this is WSL2",
-        ),
+        ("linux", "5.15.153.1-microsoft-standard-WSL2", [AMPERE],
+         "MPS runs on Linux only, and this is WSL2"),
         ("linux", "4.4.0-19041-Microsoft", [AMPERE], "MPS runs on Linux only, and this is WSL2"),
         ("win32", "10", [AMPERE], "MPS runs on Linux only, and this is win32"),
         ("linux", "6.8.0", [], "there is no card for MPS to share"),
         ("linux", "6.8.0", [AMPERE, PASCAL], "GTX 1080 is older than Volta"),
-        (
-            "linux",
-            "6.8.0",
-            [PROHIBITED],
-            "RTX 3090 is in compute mode PROHIBITED; type: sudo nvidia-smi -i 0",
-        ),
+        ("linux", "6.8.0", [PROHIBITED],
+         "RTX 3090 is in compute mode PROHIBITED; type: sudo nvidia-smi -i 0"),
         ("linux", "6.8.0", [AMPERE], None),
     ],
-)
+)  # fmt: skip
 def test_where_it_cannot_work_it_says_why(
     stand_in: Path, system: str, kernel: str, cards: list[CardIdentity], words: str | None
 ) -> None:

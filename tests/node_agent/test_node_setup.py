@@ -58,17 +58,11 @@ PC2 = AgentOrders(node="pc2", run_id="r", card_count=1)
     [
         (environment(LIMIT), {}, []),
         (environment(LIMIT), {"apply": True}, [replace(PC1, power_limit_w=280.0)]),
-        (
-            environment(MPS, "nodes.pc2.gpus=2", "nodes.pc2.workers=4"),
-            {},
-            [replace(PC1, mps=True), replace(PC2, mps=True, card_count=2)],
-        ),
+        (environment(MPS, "nodes.pc2.gpus=2", "nodes.pc2.workers=4"), {},
+         [replace(PC1, mps=True), replace(PC2, mps=True, card_count=2)]),
         (environment(MPS, "nodes.pc2.gpus=0"), {}, [replace(PC1, mps=True)]),
-        (
-            environment(MPS, mode=Mode.LOCAL, device="cuda"),
-            {},
-            [replace(PC1, mps=True), replace(PC2, mps=True)],
-        ),
+        (environment(MPS, mode=Mode.LOCAL, device="cuda"), {},
+         [replace(PC1, mps=True), replace(PC2, mps=True)]),
         # A rehearsal touches no card but fake ones.
         (environment(LIMIT, MPS, mode=Mode.REHEARSE), {"apply": True}, []),
         (environment(LIMIT, MPS, mode=Mode.REHEARSE, device="cpu"), {"apply": True}, []),
@@ -82,7 +76,7 @@ PC2 = AgentOrders(node="pc2", run_id="r", card_count=1)
             ],
         ),
     ],
-)
+)  # fmt: skip
 def test_each_node_is_told_what_it_is_to_keep(
     made: Environment, asked: dict[str, bool], expected: list[AgentOrders]
 ) -> None:

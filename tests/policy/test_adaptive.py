@@ -392,22 +392,12 @@ class TestLearned:
     @pytest.mark.parametrize(
         ("allowed_mib", "learned", "least", "most"),
         [
-            pytest.param(
-                300,
-                Learned(size=600, fixed_bytes=FIXED_BYTES, unit_bytes=ROW_BYTES),
-                0.9 * 200,
-                200,
-                id="checked against the room first",
-            ),
-            pytest.param(
-                700,
-                Learned(size=500),
-                500,
-                500,
-                id="without a footprint it is believed until it fails",
-            ),
+            pytest.param(300, Learned(size=600, fixed_bytes=FIXED_BYTES, unit_bytes=ROW_BYTES),
+             0.9 * 200, 200, id="checked against the room first"),
+            pytest.param(700, Learned(size=500), 500, 500,
+             id="without a footprint it is believed until it fails"),
         ],
-    )
+    )  # fmt: skip
     def test_a_learned_size_is_the_first(
         self, allowed_mib: int, learned: Learned, least: float, most: float
     ) -> None:

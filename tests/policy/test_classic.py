@@ -93,45 +93,34 @@ def test_the_search_ends_with_the_first_good_step(events: list[Event], is_probe:
             )
             for failures, (size, batch) in enumerate(zip(GUIDE_SIZES, GUIDE_BATCHES, strict=True))
         ),
-        pytest.param(
-            {}, [*[GONE] * 8, BACK], 8, 256, 32, id="the floor is retried before the emergency"
-        ),
+        pytest.param({}, [*[GONE] * 8, BACK], 8, 256, 32,
+         id="the floor is retried before the emergency"),
         *(
             pytest.param(
                 {}, [GONE, event], 1, 2867, 112, id="nothing but a failure changes the step"
             )
             for event in (OK, PRESSURE_LOW, PRESSURE_ENOUGH, PRESSURE_NEED_UNKNOWN)
         ),
-        pytest.param(
-            {"size": 200, "batch": 8},
-            [PRESSURE_LOW],
-            0,
-            200,
-            8,
-            id="a base below a floor is the floor",
-        ),
-        pytest.param(
-            {"size": 256}, [GONE], 1, 256, 112, id="at the size floor the batch still shrinks"
-        ),
+        pytest.param({"size": 200, "batch": 8}, [PRESSURE_LOW], 0, 200, 8,
+         id="a base below a floor is the floor"),
+        pytest.param({"size": 256}, [GONE], 1, 256, 112,
+         id="at the size floor the batch still shrinks"),
         # 3 * 0.9 ** failures is 2.7, 2.43, 2.19, and only at the fourth failure below 2
         pytest.param(ROUNDED, [GONE], 1, 2, 128, id="rounding"),
-        pytest.param(
-            ROUNDED, [GONE] * 2, 4, 1, 128, id="failures that rounding hides are counted on"
-        ),
+        pytest.param(ROUNDED, [GONE] * 2, 4, 1, 128,
+         id="failures that rounding hides are counted on"),
         pytest.param({}, [BACK], 0, 4096, 128, id="a first failure is retried if memory came back"),
         pytest.param({}, [NEED_UNKNOWN], 1, 2867, 112, id="a need that is unknown is not retried"),
         *(
             pytest.param({}, [BACK] * times, *expected, id=f"each size is retried once: {times}")
             for times, expected in ((2, (1, 2867, 112)), (3, (1, 2867, 112)), (4, (2, 2007, 96)))
         ),
-        pytest.param(
-            NO_CLEANUP, [BACK, *EARNED[1:], BACK], 1, 2867, 112, id="a retry not yet earned"
-        ),
-        pytest.param(
-            NO_CLEANUP, [BACK, *EARNED, BACK], 0, 4096, 128, id="a retry that good steps earned"
-        ),
+        pytest.param(NO_CLEANUP, [BACK, *EARNED[1:], BACK], 1, 2867, 112,
+         id="a retry not yet earned"),
+        pytest.param(NO_CLEANUP, [BACK, *EARNED, BACK], 0, 4096, 128,
+         id="a retry that good steps earned"),
     ],
-)
+)  # fmt: skip
 def test_the_step_after_what_happened(
     settings: dict[str, Any], events: list[Event], failures: int, size: int, batch: int
 ) -> None:
