@@ -280,7 +280,7 @@ def test_side_by_side_tells_what_was_scaled() -> None:
     assert (outcome.ok, outcome.notes) == (True, ["scaled to 2 x 0.50 GiB"])
 
 
-def test_totals_and_duties_are_shown_beside_one_worker_and_unlimited_work() -> None:
+def test_totals_and_duties_stand_beside_one_free_worker() -> None:
     outcome = throughput.judge_totals(
         [ONE, ONE | {"workers": 2, "tflops": 1.1}, ONE | {"workers": 3, "tflops": 3.0}]
     )

@@ -23,7 +23,7 @@ from orchestrator.lab.burn.verdict import (
     verdict_of,
 )
 from tests.burn.scene import ROW, measured
-from tests.counting import with_changes
+from tests.factories import with_changes
 from workers.messages import WorkerState
 
 PASS, FAIL, NOT_JUDGED = BurnVerdict.PASS, BurnVerdict.FAIL, BurnVerdict.NOT_JUDGED

@@ -121,7 +121,7 @@ def test_without_a_verb_the_help_is_shown_as_a_usage_error(command: Command) -> 
         ([*RUN, "--debug", "--fake-sensors", "card.json"], "only makes sense with --rehearse"),
     ],
 )  # fmt: skip
-def test_a_usage_error_is_said_in_words_or_as_one_object_and_exits_2(
+def test_a_usage_error_is_words_or_one_object_and_exits_2(
     command: Command, nowhere: Path, arguments: list[str], said: str
 ) -> None:
     for name, script in (
@@ -173,9 +173,7 @@ def test_a_defect_is_told_with_its_traceback_and_in_one_sentence() -> None:
     assert done.stderr.strip().splitlines()[-1] == "RuntimeError: a bug of ours"
 
 
-def test_each_problem_of_a_configuration_is_one_line_with_its_place(
-    command: Command, tmp_path: Path
-) -> None:
+def test_each_problem_of_a_file_is_a_line_with_its_place(command: Command, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
         "nodes:\n  pc1: {gpu: rtx-3090, workers: 7, vram_per_worker_gib: 3.3, memory_fractoin: 0.99}\n"
@@ -269,7 +267,7 @@ def test_plan_does_not_mind_a_reader_that_goes_away() -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_a_run_without_a_cluster_is_one_object_and_leaves_its_summary(nowhere: Path) -> None:
+def test_a_run_without_a_cluster_is_an_object_and_a_summary(nowhere: Path) -> None:
     done = orchestrator("run", "-c", SHIPPED, "--json", "--run-dir", "records")
     found = only_object(done.stdout)
     assert (done.returncode, found["exit_code"], found["outcome"]) == (3, 3, "failed")

@@ -266,9 +266,7 @@ def test_a_path_that_cannot_be_read_says_how_to_name_another(path: str, words: s
     assert caught.value.problems[0].source == path
 
 
-def test_all_problems_come_at_once_in_the_order_of_the_file_then_the_overrides(
-    tmp_path: Path,
-) -> None:
+def test_problems_come_in_the_order_of_file_then_overrides(tmp_path: Path) -> None:
     content = (
         GOOD.replace("duration: 5", "duration: x")
         .replace("workers: 7", "workers: 0")

@@ -263,7 +263,7 @@ class TestChain:
         error.__suppress_context__ = True
         assert classify(error).kind is OTHER
 
-    def test_what_the_caller_was_handling_already_does_not_count_as_a_context(self) -> None:
+    def test_what_was_handled_already_is_no_context(self) -> None:
         error = caused_by(KeyError("its own"))
         assert error.__cause__ is not None
         error.__cause__.__context__ = OOM

@@ -90,7 +90,7 @@ def test_an_option_without_a_limit_is_a_mistake() -> None:
         orders(environment(), apply=True)
 
 
-def test_workers_are_told_where_their_daemon_is_and_what_they_may_hold() -> None:
+def test_workers_are_told_their_daemon_and_what_they_may_hold() -> None:
     made = environment(MPS)
     plans = node_setup.with_outcomes(
         made.config, made.plans, {"pc1": AgentOutcome(pipe_directory="/tmp/p")}
@@ -187,7 +187,7 @@ print(json.dumps(told))
 
 
 @pytest.mark.torch
-def test_a_worker_has_the_environment_of_its_daemon_and_does_not_start_without_it(
+def test_a_worker_does_not_start_without_its_daemon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in os.environ if name.startswith("CUDA_MPS_")]:

@@ -13,7 +13,7 @@ from orchestrator.record.model import Row
 from orchestrator.view.alerts import ALERTS, Firing, Subject
 from orchestrator.view.notify.digest import Message, News
 from orchestrator.view.notify.message import MessageText, message_text
-from tests.watch.scene import FACTS, make_row, make_snapshot
+from tests.factories import FACTS, make_row, make_snapshot
 from workers.messages import WorkerState
 
 NOW_UNIX_S = 10_000.0

@@ -138,7 +138,7 @@ def test_the_step_after_what_happened(
         ({"size_decay": 1.0, "batch_step": 0}, 0, 4096, 128),
     ],
 )
-def test_the_floor_is_where_neither_formula_shrinks_any_further_and_failures_stop(
+def test_the_floor_is_where_nothing_shrinks_any_further(
     settings: dict[str, Any], failures: int, size: int, batch: int
 ) -> None:
     policy = classic(**settings)
@@ -166,7 +166,7 @@ class TestCleanUp:
             assert decision == Run(size=4096, batch=128)
         assert released == released_after
 
-    def test_a_failure_starts_the_count_anew_because_its_recovery_released_everything(self) -> None:
+    def test_a_failure_starts_the_count_of_cleanups_anew(self) -> None:
         policy = classic()
         state, decision = play(policy, *[OK] * 14, GONE, *[OK] * 14)
         assert decision == Run(size=2867, batch=112)
@@ -174,7 +174,7 @@ class TestCleanUp:
 
 
 class TestEmergency:
-    def test_the_floor_failing_is_an_emergency_that_says_what_it_needs(self) -> None:
+    def test_a_failing_floor_is_an_emergency_with_its_need(self) -> None:
         state, decision = play(classic(), *[GONE] * 9)
         assert state.emergency
         assert decision == Emergency(
@@ -192,7 +192,7 @@ class TestEmergency:
             assert isinstance(decision, Emergency)
         assert tried_at == [10, 20, 30]
 
-    def test_once_the_known_need_was_not_enough_it_is_tried_every_tenth_time_too(self) -> None:
+    def test_a_wrong_known_need_is_tried_every_tenth_time(self) -> None:
         policy = classic()
         state, decision = play(policy, PRESSURE_ENOUGH, BACK, state=in_emergency(policy))
         assert isinstance(decision, Emergency)

@@ -89,7 +89,7 @@ def test_the_largest_size_to_try(
     assert found == [otherwise, promised]
 
 
-def test_a_probe_that_failed_leaves_the_good_size_and_what_was_good_is_cut() -> None:
+def test_a_failed_probe_leaves_the_good_size() -> None:
     probe = Bracket(good=400).ran_out(BOUNDS, 800, 0.0)
     assert (probe.good, probe.bad) == (400, 800)
     assert Bracket(good=400).ran_out(BOUNDS, 400, 0.0).good == 320
