@@ -16,10 +16,11 @@ import re
 import subprocess
 import sys
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 # The script stands beside the packages, not in them, and they need not be installed.
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,9 +32,6 @@ from orchestrator.config.gpu_specs import PROFILES, match_profile, peak_tflops  
 from workers.settings import ASSUMED_CONTEXT_BYTES  # noqa: E402 - found since now
 from workers.training.settings import TrainSettings  # noqa: E402 - found since now
 from workers.units import GIB  # noqa: E402 - found since now
-
-if TYPE_CHECKING:
-    from workers.training.memory_plan import MemoryPlanner
 
 FOLDER: Final = ROOT / "recipes"
 PAGE: Final = ROOT / "docs" / "recipes.md"
@@ -119,20 +117,24 @@ def planned_for_cards() -> dict[str, Any]:
     settings = TrainSettings(preset=_PRESET, batch=_BATCH, precision="bf16")
     planner = MemoryPlanner(find_task(settings, 0), settings, on_card=True)
     parameters_m = planner.plan(1, 0).weights_bytes / 4e6
+
+    @cache  # the cards ask for the same steps
+    def total_bytes(micro: int, level: int) -> float:
+        return float(planner.plan(micro, level).total_bytes)
+
     plans = {}
     for key in CARDS:
         cap_gib = round(_SHARE * PROFILES[key].shown_gib - ASSUMED_CONTEXT_BYTES / GIB, 2)
         for name, level in (("none", 0), ("all", planner.most_level)):
-            micro = _largest_micro(planner, level, cap_gib * GIB)
+            micro = _largest_micro(total_bytes, level, cap_gib * GIB)
             plans[f"{key} {name}"] = {"micro": micro, "parameters_m": parameters_m}
     return plans
 
 
-def _largest_micro(planner: MemoryPlanner, level: int, cap_bytes: float) -> int:
+def _largest_micro(total_bytes: Callable[[int, int], float], level: int, cap_bytes: float) -> int:
     """Return the most samples at once that fit; 0: not even one does."""
-    samples = range(1, _BATCH + 1)
     return bisect_right(
-        samples, cap_bytes, key=lambda micro: planner.plan(micro, level).total_bytes
+        range(1, _BATCH + 1), cap_bytes, key=lambda micro: total_bytes(micro, level)
     )
 
 

@@ -35,7 +35,7 @@ settings.load_profile("shared-machine")
 
 # Hypothesis also draws constants that it finds in the modules loaded so far, so that an example
 # would depend on which tests ran before it. There is no setting for that. Versions before 6.131 do
-# not do it; `test_conftest.py` fails if a later one does it under another name.
+# not do it.
 if hasattr(providers, "_get_local_constants"):
     providers._get_local_constants = providers.Constants
 

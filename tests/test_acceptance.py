@@ -123,7 +123,7 @@ class TestOnTheProcessor:
         assert all(row["held_to_cap_least"] >= 0.9 and row["unrecovered"] == 0 for row in beside)
         totals = checks["totals"]["rows"]
         assert [(row["size"], row["workers"]) for row in totals] == [
-            (n, k) for n in (512, 64) for k in (1, 2, 3, 7)
+            (n, k) for n in (512, 64) for k in (1, 3)
         ]
         assert [row["of_one_pct"] for row in totals if row["workers"] == 1] == pytest.approx(
             [100.0, 100.0]
@@ -137,7 +137,7 @@ class TestOnTheProcessor:
             for row in checks["duty"]["rows"]
             if row["workers"] == 1 and row["duty_asked"] is not None
         ]
-        assert [row["duty_asked"] for row in alone] == [0.3, 0.6, 0.9]
+        assert [row["duty_asked"] for row in alone] == [0.3, 0.9]
         measured = [row["duty_measured_median"] for row in alone]
         assert measured == sorted(measured)
 
@@ -151,23 +151,13 @@ class TestOnTheProcessor:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        pytest.param(
-            ("--quick", "--only", "cap"),
-            ("sees no CUDA card", "--device cpu"),
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card here"),
-        ),
-        (("--device", "cpu", "--only", "heat"), ("side_by_side",)),
-    ],
-)
-def test_what_cannot_be_is_refused_with_what_to_type(
-    arguments: tuple[str, ...], words: tuple[str, ...]
-) -> None:
-    done = run(*arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert all(word in done.stderr for word in words)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card here")
+def test_without_a_card_it_says_what_to_type() -> None:
+    done = run("--quick", "--only", "cap")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "sees no CUDA card" in done.stderr
+    assert "--device cpu" in done.stderr
 
 
 def test_a_missing_package_is_named(tmp_path: Path) -> None:
@@ -290,7 +280,7 @@ def test_side_by_side_tells_what_was_scaled() -> None:
     assert (outcome.ok, outcome.notes) == (True, ["scaled to 2 x 0.50 GiB"])
 
 
-def test_totals_and_duties_are_shown_beside_one_worker_and_unlimited_work() -> None:
+def test_totals_and_duties_stand_beside_one_free_worker() -> None:
     outcome = throughput.judge_totals(
         [ONE, ONE | {"workers": 2, "tflops": 1.1}, ONE | {"workers": 3, "tflops": 3.0}]
     )

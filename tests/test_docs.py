@@ -24,9 +24,9 @@ from orchestrator.cli.app import app
 from orchestrator.record.model import STATES_WORST_FIRST
 from orchestrator.view.cells import UNICODE
 from orchestrator.view.table import columns_for
+from tests.factories import make_row
 from tests.in_child import InChild, MakeSpec
 from tests.scene import ROOT
-from tests.watch.scene import make_row
 from workers.messages import Directive, Progress, Report, Verdict, WorkerState
 from workers.settings import WorkerSpec
 

@@ -77,9 +77,11 @@ _QUICK: Mapping[str, Any] = {
     "rounds": 3, "passes": 1, "turn_s": 0.6, "side_s": 3.0, "products": 100, "flips": 1, "samples": 60,
 }  # fmt: skip
 _QUICK_CPU: Mapping[str, Any] = {
+    "counts": (1, 3),
+    "duties": (0.3, 0.9),
     "errors": 24,
     "rounds": 2,
-    "turn_s": 0.3,
+    "turn_s": 0.15,
     "side_s": 1.0,
     "products": 40,
 }

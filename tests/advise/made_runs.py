@@ -11,7 +11,7 @@ from typing import Any
 from orchestrator.core.slot import SlotState
 from orchestrator.record.model import Row
 from orchestrator.record.store import STORE_NAME, RunStore
-from tests.watch.scene import FACTS, make_row, make_snapshot, record
+from tests.factories import FACTS, make_row, make_snapshot, record
 from workers.messages import Progress, WorkerState
 
 SECONDS = 120

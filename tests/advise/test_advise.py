@@ -30,7 +30,7 @@ from orchestrator.lab.tune.results import (
 )
 from orchestrator.view.cells import UNICODE
 from tests.advise.made_runs import BUSY, GIB, hot, make_run
-from tests.watch.scene import event
+from tests.factories import event
 from workers.host.facts import Holder
 from workers.messages import Progress, WorkerState
 

@@ -19,7 +19,7 @@ from orchestrator.view import alerts
 from orchestrator.view.alerts import ALERTS, AlertWatch, badges, judge
 from orchestrator.view.web.metrics import exposition
 from tests.alerts.traces import Trace, frame_at, traces, verdicts
-from tests.watch.scene import FACTS, event, make_row, make_snapshot
+from tests.factories import FACTS, event, make_row, make_snapshot
 from workers.messages import WorkerState
 
 TRACES = traces()

@@ -22,8 +22,8 @@ from render_observability import FOLDER, expressions
 
 from orchestrator.core.slot import HeadState
 from orchestrator.record.store import COUNTERS, STORE_NAME, RunStore
+from tests.factories import make_row
 from tests.scene import ROOT, wait_for
-from tests.watch.scene import make_row
 from tests.web.scene import facts_here, put_turn
 from workers.messages import Progress, StepCounts
 

@@ -15,8 +15,8 @@ from orchestrator.core.slot import HeadState
 from orchestrator.record.archive import Frame, Freshness, StoredRun
 from orchestrator.record.folders import Deliveries
 from orchestrator.record.model import Row
-from orchestrator.record.store import RunFacts, SlotRecord
 from orchestrator.view.alerts import ALERTS, AlertWatch, Firing, judge
+from tests.factories import FACTS, STARTED_UNIX_S, make_row, record
 from workers.messages import StepCounts, WorkerState
 
 STEP_S: Final = 15
@@ -24,23 +24,14 @@ SLOT: Final = "pc1/0"
 """To which something happens."""
 NOT_FINITE: Final = f"{SLOT}: the loss of optimiser step 12 is nan; training stopped"
 
-_STARTED_UNIX_S: Final = 1_700_000_000.0
-_GIB: Final = 2**30
-
-_FACTS: Final = RunFacts(
+_FACTS: Final = replace(
+    FACTS,
     run_id="20231114-221320-0b76",
-    started_at_unix_s=_STARTED_UNIX_S,
     duration_s=7200.0,
-    min_success_rate=0.95,
     mode="cluster",
-    device=None,
     one_machine=False,
     config_yaml="workload: {name: matmul}\n",
-    chaos=None,
-    nodes_planned=("pc1", "pc2"),
     head_pid=1,
-    head_started=None,
-    host="pc1",
 )
 
 #: What a moment differs in from one at which all is well: fields of a frame, its run, or of the
@@ -71,8 +62,16 @@ def frame_at(second: float, *, slots_per_node: int = 2, **changed: Any) -> Frame
     names = [
         (node, f"{node}/{index}") for node in ("pc1", "pc2") for index in range(slots_per_node)
     ]
+    well = {"steps_ok": int(8 * second), "verify_checks": int(second)}
+    well |= {"sm_clock_mhz": 1695, "utilisation_pct": 98.0, "fan_pct": 60.0}
     rows = tuple(
-        _row(second, node, name, of_slot if name.startswith(where) else {}) for node, name in names
+        make_row(
+            slot=name,
+            node=node,
+            gpu_uuid=f"GPU-{node}",
+            **{**well, **(of_slot if name.startswith(where) else {})},
+        )
+        for node, name in names
     )
     counters = {"work_flop": 1e13 * second, "busy_s": 0.6 * second}
     run = StoredRun(
@@ -82,7 +81,7 @@ def frame_at(second: float, *, slots_per_node: int = 2, **changed: Any) -> Frame
         exit_code=changed.pop("exit_code", None),
         error=None,
         elapsed_s=second,
-        updated_at_unix_s=_STARTED_UNIX_S + second - late_s,
+        updated_at_unix_s=STARTED_UNIX_S + second - late_s,
         nodes_seen=nodes,
         notices=(),
         restart_count=0,
@@ -91,10 +90,7 @@ def frame_at(second: float, *, slots_per_node: int = 2, **changed: Any) -> Frame
         heads=1,
         faults=(),
         slots=tuple(
-            SlotRecord(
-                slot=row.slot, node=row.node, state=row.state.value, reason=row.reason,
-                incarnation=0, next_sequence=1, steps_at_risk=0, counters=counters,
-            )
+            record(row.slot, state=row.state.value, reason=row.reason, row={}, counters=counters)
             for row in rows
         ),
     )  # fmt: skip
@@ -103,50 +99,6 @@ def frame_at(second: float, *, slots_per_node: int = 2, **changed: Any) -> Frame
     snapshot = replace(run.snapshot(), rows=rows)
     return Frame(
         number=1, run=run, snapshot=snapshot, events=(), freshness=freshness, late_s=late_s
-    )
-
-
-def _row(second: float, node: str, name: str, changed: Moment) -> Row:
-    counted = {"steps_ok": int(8 * second), "verify_checks": int(second)}
-    counted |= {key: value for key, value in changed.items() if key in StepCounts.__slots__}
-    row = Row(
-        slot=name,
-        node=node,
-        gpu_name="NVIDIA GeForce RTX 3090",
-        gpu_uuid=f"GPU-{node}",
-        device="cuda",
-        state=WorkerState.RUNNING,
-        reason="steady",
-        policy="adaptive",
-        size=8192,
-        batch=128,
-        dtype="fp16",
-        tflops=9.6,
-        baseline_pct=97.2,
-        peak_pct=62.4,
-        allocated_bytes=2 * _GIB,
-        reserved_bytes=int(2.5 * _GIB),
-        claim_bytes=int(2.5 * _GIB),
-        cap_bytes=int(2.625 * _GIB),
-        budget_bytes=int(3.25 * _GIB),
-        device_used_bytes=21 * _GIB,
-        device_total_bytes=24 * _GIB,
-        counts=StepCounts(**counted),
-        duty_requested=0.6,
-        duty_measured=0.59,
-        temperature_c=71.0,
-        temperature_of="card",
-        margin_c=24.0,
-        power_w=281.4,
-        power_limit_w=350.0,
-        sm_clock_mhz=1695,
-        utilisation_pct=98.0,
-        fan_pct=60.0,
-        throttle_pct=3.0,
-        heartbeat_age_s=0.8,
-    )
-    return replace(
-        row, **{key: value for key, value in changed.items() if key not in StepCounts.__slots__}
     )
 
 

@@ -27,7 +27,7 @@ from orchestrator.record.summary import summary_text
 from orchestrator.view.cells import ASCII, UNICODE, Glyphs
 from tests.burn.scene import GOOD as SEEN
 from tests.burn.scene import ROW, measured
-from tests.counting import with_changes
+from tests.factories import with_changes
 from workers.messages import WorkerState
 
 CONFIG = config_from_data(

@@ -12,8 +12,7 @@ from orchestrator.lab.burn.phases import SnapshotSampler, warnings_of
 from orchestrator.record.model import Snapshot
 from orchestrator.record.store import STORE_NAME, RunStore
 from tests.burn.scene import ROW
-from tests.counting import with_changes
-from tests.watch.scene import FACTS
+from tests.factories import FACTS, with_changes
 from workers.messages import WorkerState
 
 

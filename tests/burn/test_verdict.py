@@ -23,7 +23,7 @@ from orchestrator.lab.burn.verdict import (
     verdict_of,
 )
 from tests.burn.scene import ROW, measured
-from tests.counting import with_changes
+from tests.factories import with_changes
 from workers.messages import WorkerState
 
 PASS, FAIL, NOT_JUDGED = BurnVerdict.PASS, BurnVerdict.FAIL, BurnVerdict.NOT_JUDGED
@@ -104,12 +104,8 @@ def test_where_a_pass_ends(check: BurnCheck, seen: Seen, expected: BurnVerdict, 
         (BurnCheck.ERRORS, {"steps_error": 1}, FAIL, "1 error of the workload"),
         (BurnCheck.ERRORS, {"restarts": 1}, FAIL, "1 restart"),
         (BurnCheck.ERRORS, {"steps_ok": 0}, FAIL, "did no step"),
-        (
-            BurnCheck.ERRORS,
-            {"state": HeadState.QUARANTINED, "reason": "5 deaths"},
-            FAIL,
-            "ended QUARANTINED: 5 deaths",
-        ),
+        (BurnCheck.ERRORS, {"state": HeadState.QUARANTINED, "reason": "5 deaths"}, FAIL,
+         "ended QUARANTINED: 5 deaths"),
         (BurnCheck.ERRORS, {"state": HeadState.LOST}, FAIL, "ended LOST"),
         (BurnCheck.ERRORS, {"state": HeadState.RESTARTING}, FAIL, "ended RESTARTING"),
         (BurnCheck.ERRORS, {"state": EMERGENCY}, FAIL, "ended EMERGENCY"),
@@ -121,7 +117,7 @@ def test_where_a_pass_ends(check: BurnCheck, seen: Seen, expected: BurnVerdict, 
         (BurnCheck.RESULTS, {"verify_checks": 0, "verify_errors": 1}, FAIL, "1 of 0"),
         (BurnCheck.THROUGHPUT, {"device": "cpu"}, NOT_JUDGED, "a processor"),
     ],
-)
+)  # fmt: skip
 def test_what_a_row_says_of_its_worker(
     check: BurnCheck, changes: dict[str, Any], expected: BurnVerdict, said: str
 ) -> None:

@@ -78,10 +78,8 @@ def test_without_a_verb_the_help_is_shown_as_a_usage_error(command: Command) -> 
         (["run", "--duration"], "--duration"),
         (["run", "-c", SHIPPED, "--duration", "soon"], "--duration soon: 'soon' is not a duration"),
         (["run", "-c", SHIPPED, "--duration", "0"], "--duration 0"),
-        (
-            ["run", "-c", SHIPPED, "--local", "--rehearse"],
-            "--local and --rehearse exclude each other",
-        ),
+        (["run", "-c", SHIPPED, "--local", "--rehearse"],
+         "--local and --rehearse exclude each other"),
         (["run", "-c", SHIPPED, "--scale", "0.5"], "--scale only makes sense with --rehearse"),
         (["run", "-c", SHIPPED, "--policy", "nosuch"], "memory.policy"),
         (["run", "-c", SHIPPED, "--set", "workload.sise=1"], "workload.sise"),
@@ -103,35 +101,27 @@ def test_without_a_verb_the_help_is_shown_as_a_usage_error(command: Command) -> 
         (["limits", "--set", "x=1"], "--set"),
         # Faults that cannot be injected, and sensors that cannot be faked.
         ([*RUN, "--chaos", "kill:every=20s"], "--yes-really"),
-        (
-            [*RUN, "--chaos", "kill:every=20s", "--yes-really", "--set", "compute_share_mode=mps"],
-            "under MPS that can end every other worker",
-        ),
+        ([*RUN, "--chaos", "kill:every=20s", "--yes-really", "--set", "compute_share_mode=mps"],
+         "under MPS that can end every other worker"),
         ([*RUN, "--chaos", "node:pc2@3s", "--yes-really"], "only a rehearsal owns the raylets"),
-        (
-            [*RUN, "--rehearse", "--chaos", "node:pc3@3s"],
-            "there is no such node; did you mean pc2?; valid: pc2",
-        ),
+        ([*RUN, "--rehearse", "--chaos", "node:pc3@3s"],
+         "there is no such node; did you mean pc2?; valid: pc2"),
         ([*RUN, "--rehearse", "--chaos", "node:pc1@3s"], "its raylet carries the head"),
         ([*RUN, "--rehearse", "--fake-sensors", "none.json"], "cards"),
         ([*RUN, "--rehearse", "--fake-sensors", "half.json"], "half.json"),
-        (
-            [*RUN, "--local", "--fake-sensors", "card.json"],
-            "--fake-sensors only makes sense with --rehearse",
-        ),
+        ([*RUN, "--local", "--fake-sensors", "card.json"],
+         "--fake-sensors only makes sense with --rehearse"),
         # One worker in this process.
         ([*RUN, "--debug", "--local"], "excludes --local and --rehearse"),
         ([*RUN, "--debug", "--rehearse"], "excludes --local and --rehearse"),
-        (
-            ["run", "-c", SHIPPED, "--debug", "--resume", "latest"],
-            "uses the run's own configuration",
-        ),
+        (["run", "-c", SHIPPED, "--debug", "--resume", "latest"],
+         "uses the run's own configuration"),
         ([*RUN, "--debug", "--chaos", "kill:rate=1"], "there is none but this one"),
         ([*RUN, "--debug", "--apply-power-limit"], "does not start"),
         ([*RUN, "--debug", "--fake-sensors", "card.json"], "only makes sense with --rehearse"),
     ],
-)
-def test_a_usage_error_is_said_in_words_or_as_one_object_and_exits_2(
+)  # fmt: skip
+def test_a_usage_error_is_words_or_one_object_and_exits_2(
     command: Command, nowhere: Path, arguments: list[str], said: str
 ) -> None:
     for name, script in (
@@ -183,9 +173,7 @@ def test_a_defect_is_told_with_its_traceback_and_in_one_sentence() -> None:
     assert done.stderr.strip().splitlines()[-1] == "RuntimeError: a bug of ours"
 
 
-def test_each_problem_of_a_configuration_is_one_line_with_its_place(
-    command: Command, tmp_path: Path
-) -> None:
+def test_each_problem_of_a_file_is_a_line_with_its_place(command: Command, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
         "nodes:\n  pc1: {gpu: rtx-3090, workers: 7, vram_per_worker_gib: 3.3, memory_fractoin: 0.99}\n"
@@ -279,7 +267,7 @@ def test_plan_does_not_mind_a_reader_that_goes_away() -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_a_run_without_a_cluster_is_one_object_and_leaves_its_summary(nowhere: Path) -> None:
+def test_a_run_without_a_cluster_is_an_object_and_a_summary(nowhere: Path) -> None:
     done = orchestrator("run", "-c", SHIPPED, "--json", "--run-dir", "records")
     found = only_object(done.stdout)
     assert (done.returncode, found["exit_code"], found["outcome"]) == (3, 3, "failed")

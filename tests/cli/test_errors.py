@@ -35,7 +35,7 @@ def test_a_problem_stays_one_printable_line_whatever_is_in_it() -> None:
     assert shown == "a\\nb:1: k\\x1b[2J: t\\r\\u2028\\ud800x; valid: v\\x00"
 
 
-def test_a_problem_does_not_repeat_all_of_a_very_long_key_or_override() -> None:
+def test_a_long_key_or_override_is_not_repeated_in_full() -> None:
     shown = str(Problem("--set " + "a" * 5000, None, "b" * 5000, "is too long", None))
     assert len(shown) < 400
     assert shown.endswith("b: is too long")
@@ -60,6 +60,6 @@ def test_errors_say_how_to_exit_and_survive_pickling(
         assert isinstance(same, OrchestratorError)
 
 
-def test_problems_are_kept_as_a_tuple_though_given_as_a_generator() -> None:
+def test_problems_given_as_a_generator_are_kept_as_a_tuple() -> None:
     assert ConfigError(p for p in [PROBLEM]).problems == (PROBLEM,)
     assert PreflightError(text for text in ["a"]).problems == ("a",)

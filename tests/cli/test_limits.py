@@ -223,9 +223,7 @@ def test_a_damaged_store_is_a_sentence_that_says_what_to_type(
     assert (found["cleared"], found["set_aside_path"]) == (0, f"{three.path}.unreadable-2")
 
 
-def test_a_store_that_is_no_file_or_that_cannot_be_had_is_not_cleared(
-    limits: Command, store: LimitStore
-) -> None:
+def test_a_store_that_cannot_be_had_is_not_cleared(limits: Command, store: LimitStore) -> None:
     store.path.mkdir()
     done = limits("--clear")
     assert (done.returncode, done.stdout, store.path.is_dir()) == (2, "", True)

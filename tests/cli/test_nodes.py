@@ -22,7 +22,7 @@ from orchestrator.cli.nodes import command_for, end, execute, stop_node, stop_ru
 from orchestrator.config.schema import Config
 from orchestrator.core.node_commands import NODE_MARK
 from orchestrator.errors import UsageError
-from tests.core.scene import REFERENCE
+from tests.factories import REFERENCE
 from tests.scene import PATIENCE_S, ROOT, wait_for
 
 #: A name no other process on this machine is marked with.
@@ -81,7 +81,7 @@ def head(start: Starter) -> subprocess.Popen[str]:
     return process
 
 
-def test_every_run_under_way_is_interrupted_as_by_ctrl_c_and_a_bystander_is_not(
+def test_all_runs_under_way_are_interrupted_and_no_bystander(
     start: Starter, tmp_path: Path
 ) -> None:
     heads, bystander = [head(start), head(start)], head(start)
@@ -113,7 +113,7 @@ def test_a_run_that_is_over_is_not_under_way(start: Starter, tmp_path: Path, why
     assert (process.poll() is None) == (why != "its head has ended")
 
 
-def test_no_run_interrupts_itself_and_where_none_was_none_is_under_way(tmp_path: Path) -> None:
+def test_no_run_interrupts_itself_and_none_is_said_to_be_none(tmp_path: Path) -> None:
     recorded(tmp_path, os.getpid())
     assert none_in(tmp_path)
     assert none_in(tmp_path / "nowhere")
@@ -144,7 +144,7 @@ def test_a_note_that_no_head_wrote_signals_no_process(
     assert signalled == []
 
 
-def test_a_head_that_may_not_be_signalled_is_told_and_the_others_end(
+def test_a_head_that_may_not_be_signalled_is_told(
     start: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine, anothers = head(start), head(start)
@@ -165,7 +165,7 @@ def test_a_head_that_may_not_be_signalled_is_told_and_the_others_end(
     assert mine.wait(PATIENCE_S) == 7
 
 
-def test_a_run_with_another_folder_is_named_with_the_command_that_ends_it(
+def test_a_run_elsewhere_is_named_with_the_command_to_end_it(
     start: Starter, tmp_path: Path
 ) -> None:
     folder = tmp_path / "my runs" / "run-1"
@@ -253,7 +253,7 @@ def test_the_marked_processes_of_a_node_are_ended_and_no_others(start: Starter) 
     assert [process.poll() for process in others] == [None] * 3
 
 
-def test_the_children_of_a_marked_process_end_with_it_even_without_the_mark(start: Starter) -> None:
+def test_children_of_a_marked_process_end_with_it(start: Starter) -> None:
     parent = start(
         ["/bin/sh", "-c", f"env -u {NODE_MARK} sleep 60 & echo $!; wait"], **{NODE_MARK: NODE}
     )
@@ -282,7 +282,7 @@ def test_a_node_of_the_same_name_in_a_container_is_left_alone(start: Starter) ->
 @pytest.mark.parametrize(
     ("trap", "grace_s", "status"), [("", 0.5, -signal.SIGKILL), ("sleep 0.5; exit 7", 10.0, 7)]
 )
-def test_a_marked_process_that_will_not_end_is_killed_after_its_time(
+def test_a_marked_process_that_will_not_end_is_killed(
     start: Starter, monkeypatch: pytest.MonkeyPatch, trap: str, grace_s: float, status: int
 ) -> None:
     monkeypatch.setattr("orchestrator.cli.nodes._GRACE_S", grace_s)
@@ -320,7 +320,7 @@ def changed(**cluster: object) -> Config:
         (None, "auto", "pc1.lan", "pc1.lan:6379"),
     ],
 )
-def test_the_heads_address_is_what_is_typed_else_configured_else_its_host(
+def test_the_heads_address_is_typed_else_configured_else_host(
     typed: str | None, configured: str, host: str | None, address: str
 ) -> None:
     data = changed(address=configured).model_dump()
@@ -329,7 +329,7 @@ def test_the_heads_address_is_what_is_typed_else_configured_else_its_host(
     assert f"--address={address}" in command.argv
 
 
-def test_the_heads_address_is_this_pcs_where_nothing_says_otherwise() -> None:
+def test_the_heads_address_is_by_default_this_pcs() -> None:
     command = command_for(REFERENCE, "pc2", None)
     assert re.fullmatch(r"--address=\d+\.\d+\.\d+\.\d+:6379", command.argv[2])
 
@@ -358,7 +358,7 @@ def test_executing_runs_the_steps_then_ray_with_the_mark(
     assert (tmp_path / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600
 
 
-def test_without_a_token_nothing_starts_and_the_way_to_one_is_told(
+def test_without_a_token_nothing_starts_and_it_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, body in (("ray", f"touch {tmp_path}/started"), ("scp", "exit 3")):

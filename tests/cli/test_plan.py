@@ -11,15 +11,14 @@ from orchestrator.cli.plan import plan_json, plan_text
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import Target, plan_slots
 from orchestrator.view.cells import aligned
-from tests.core.scene import REFERENCE
+from tests.factories import REFERENCE, config_of
 from workers.units import GIB
 
 SLOTS = [plan.spec.slot for plan in plan_slots(REFERENCE, Target())]
 
 
 def one_node(name: str = "pc1", **changes: object) -> Config:
-    node: dict[str, object] = {"gpu": "card", "workers": 3, "vram_per_worker_gib": 1.0, **changes}
-    return Config.model_validate({"nodes": {name: node}})
+    return config_of({name: {"workers": 3, **changes}})
 
 
 def numbers(config: Config) -> dict[str, Any]:
@@ -27,7 +26,7 @@ def numbers(config: Config) -> dict[str, Any]:
     return loaded
 
 
-def test_every_worker_of_the_reference_pair_is_one_line_of_the_table() -> None:
+def test_every_reference_worker_is_a_line_of_the_table() -> None:
     table = plan_text(REFERENCE).split("\n\n")[0].splitlines()
     assert [line.split()[0] for line in table] == ["worker", *SLOTS]
     assert (
@@ -52,7 +51,7 @@ def test_the_sums_of_the_reference_pair_are_the_guides() -> None:
     assert ["0.9996 of its Ray GPU" in sums[0], "0.9999 of its Ray GPU" in sums[1]] == [True, True]
 
 
-def test_the_workers_of_the_reference_pair_fit_80_cells_and_their_kind_is_told() -> None:
+def test_the_reference_pair_fits_80_cells() -> None:
     table, _, notes = plan_text(REFERENCE).split("\n\n")
     assert max(map(len, table.splitlines())) <= 80
     assert "runs matmul with the policy adaptive" in notes
@@ -70,9 +69,7 @@ def test_the_workers_of_the_reference_pair_fit_80_cells_and_their_kind_is_told()
     assert (numbers(mine)["workload"], numbers(mine)["policy"]) == ("mlp:Mlp", "classic")
 
 
-def test_the_table_is_the_same_to_the_letter_in_a_terminal_of_any_width(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_table_is_the_same_in_a_terminal_of_any_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "20")
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert plan_text(one_node(workers=2)).split("\n\n")[0].splitlines() == [
@@ -82,7 +79,7 @@ def test_the_table_is_the_same_to_the_letter_in_a_terminal_of_any_width(
     ]
 
 
-def test_words_are_to_the_left_and_numbers_to_the_right_of_a_column() -> None:
+def test_words_stand_left_and_numbers_right() -> None:
     rows = [("name", "steps", "said"), ("a", "7", "yes"), ("longer", "123456", "")]
     assert list(aligned(rows, {"name", "said"})) == [
         "name     steps  said",
@@ -107,7 +104,7 @@ def test_workers_of_two_cards_are_shown_on_theirs() -> None:
     assert [worker["card"] for worker in numbers(config)["nodes"][0]["workers"]] == [0, 0, 1]
 
 
-def test_a_node_without_cards_has_no_card_no_context_and_no_total() -> None:
+def test_a_node_without_cards_has_no_context_and_no_total() -> None:
     config = one_node(gpu="cpu", gpus=0)
     text = plan_text(config)
     assert text.splitlines()[1].split()[:4] == ["pc1/0", "CPU", "fp16", "0.0000"]
@@ -128,6 +125,6 @@ def test_where_duty_is_no_limit_none_is_shown() -> None:
     assert numbers(config)["nodes"][0]["workers"][0]["duty"] is None
 
 
-def test_a_budget_smaller_than_a_context_leaves_no_cap_rather_than_a_negative_one() -> None:
+def test_a_budget_below_a_context_leaves_no_cap() -> None:
     (node,) = numbers(one_node(vram_per_worker_gib=0.1))["nodes"]
     assert {worker["cap_about_bytes"] for worker in node["workers"]} == {0}

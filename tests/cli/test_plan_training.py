@@ -12,6 +12,7 @@ from orchestrator.cli.plan import budgets, plan_json, plan_text
 from orchestrator.cli.plan_training import training_lines, training_plan
 from orchestrator.config.schema import Config
 from tests.cli.conftest import Command
+from tests.factories import config_of
 from tests.scene import MIB, ROOT
 from workers.settings import ASSUMED_CONTEXT_BYTES
 
@@ -42,14 +43,13 @@ def ends(settings):
 STATE = ("weights_bytes", "gradients_bytes", "optimizer_bytes", "average_bytes")
 
 
-def config_of(nodes: dict[str, float], **train: object) -> Config:
+def training_config(caps_mib: dict[str, float], **train: object) -> Config:
     """Return nodes with a cap of so many MiB on a card each, and a training."""
-    gib = {node: (cap * MIB + ASSUMED_CONTEXT_BYTES) / 2**30 for node, cap in nodes.items()}
-    many = {
-        node: {"gpu": "card", "workers": 1, "vram_per_worker_gib": size}
-        for node, size in gib.items()
+    nodes = {
+        node: {"vram_per_worker_gib": (cap * MIB + ASSUMED_CONTEXT_BYTES) / 2**30}
+        for node, cap in caps_mib.items()
     }
-    return Config.model_validate({"nodes": many, "workload": {"name": "train"}, "train": train})
+    return config_of(nodes, workload={"name": "train"}, train=train)
 
 
 def planned(config: Config) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def planned(config: Config) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def small() -> tuple[Config, dict[str, Any]]:
     """Plan gpt2-small, which takes 16,843 MiB as a whole, for five nodes that have four caps."""
-    config = config_of(
+    config = training_config(
         {"pc1": 20_000, "pc2": 10_000, "pc3": 2_800, "pc4": 2_600, "pc5": 20_000},
         preset="gpt2-small",
     )
@@ -125,12 +125,12 @@ def test_a_person_reads_the_parts_the_verdict_and_what_to_change(
 
 
 def test_where_states_may_go_to_the_host_it_says_what_lies_there() -> None:
-    whole_blocks = config_of({"pc1": 158}, preset="gpt-mini", states_on_host="auto")
+    whole_blocks = training_config({"pc1": 158}, preset="gpt-mini", states_on_host="auto")
     (cap,) = planned(whole_blocks)["caps"]
     assert cap["sentence"].startswith(
         "fits with states on the host and micro-batch 1 x accumulation 16, "
     )
-    recomputed = config_of(
+    recomputed = training_config(
         {"pc1": 158}, preset="gpt-mini", states_on_host="auto", micro=4, exact=True
     )
     training = planned(recomputed)
@@ -141,7 +141,7 @@ def test_where_states_may_go_to_the_host_it_says_what_lies_there() -> None:
 
 def test_where_recomputation_is_turned_off_it_is_what_to_change() -> None:
     # The text lies on other PCs alone.
-    config = config_of(
+    config = training_config(
         {"pc1": 250}, preset="gpt-mini", recompute="none", micro=4, exact=True, data="/nowhere"
     )
     (cap,) = planned(config)["caps"]
@@ -153,13 +153,13 @@ def test_where_recomputation_is_turned_off_it_is_what_to_change() -> None:
     assert cap["sentence"].endswith("set train.recompute: auto")
 
 
-def test_rows_of_ones_own_documents_are_planned_as_those_of_made_ones() -> None:
+def test_own_documents_are_planned_as_made_ones() -> None:
     # The text lies on other PCs alone.
-    mine = config_of(
+    mine = training_config(
         {"pc1": 2_000}, preset="gpt-mini", data="/nowhere", documents="lines", packing=True
     )
-    made = config_of({"pc1": 2_000}, preset="gpt-mini", min_seq=8, packing=True)
-    plain = config_of({"pc1": 2_000}, preset="gpt-mini", data="/nowhere")
+    made = training_config({"pc1": 2_000}, preset="gpt-mini", min_seq=8, packing=True)
+    plain = training_config({"pc1": 2_000}, preset="gpt-mini", data="/nowhere")
     (rows,), (made_rows,), (windows,) = (planned(config)["caps"] for config in (mine, made, plain))
     assert rows == made_rows
     assert rows["steps"][0]["activations_bytes"] > windows["steps"][0]["activations_bytes"], (

@@ -19,8 +19,8 @@ from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.record.summary import summary_dict, write_summary
 from orchestrator.view.cells import ASCII, UNICODE
 from tests.cli.conftest import Command
+from tests.factories import FACTS, event, make_row, make_snapshot, record
 from tests.scene import ROOT, only_object, orchestrator
-from tests.watch.scene import FACTS, event, make_row, make_snapshot, record
 from workers.host.processes import start_time
 
 RUN_ID = "20261120-051500-0b76"
@@ -83,7 +83,7 @@ def test_the_list_is_one_line_for_each_run_the_newest_first(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "changed", [{"elapsed_s": 299.5}, {"head_started": start_time(os.getpid())}]
 )
-def test_no_run_under_way_or_without_time_is_offered_nor_one_that_is_not_the_newest(
+def test_only_the_newest_run_with_time_left_is_offered(
     tmp_path: Path, changed: dict[str, Any]
 ) -> None:
     written(tmp_path, "20261119-000000-0001")
@@ -104,7 +104,7 @@ def test_no_run_under_way_or_without_time_is_offered_nor_one_that_is_not_the_new
         ("good", "a\x1b[2J\nb", " --run-dir 'a [2J b'"),
     ],
 )
-def test_a_run_with_time_left_is_offered_and_its_folder_named_as_a_shell_takes_it(
+def test_a_run_with_time_left_is_offered_with_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: str | None, typed: str, said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -204,7 +204,7 @@ def test_a_bad_night_is_told_by_its_last_lines(tmp_path: Path) -> None:
     assert "71 before these, in events.jsonl" in text
 
 
-def test_the_last_prediction_of_each_training_stands_beside_its_measurement(tmp_path: Path) -> None:
+def test_the_last_prediction_stands_beside_its_measurement(tmp_path: Path) -> None:
     store = written(tmp_path)
     figures = {"micro_batch": 16, "memory_level": 0, "predicted_bytes": 57 * 2**20}
     for slot, measured in (("pc1/0", 2**30), ("pc1/1", None), ("pc1/0", 61 * 2**20)):
@@ -220,7 +220,7 @@ def test_the_last_prediction_of_each_training_stands_beside_its_measurement(tmp_
     ]
 
 
-def test_the_object_is_the_summary_that_was_written_else_one_from_the_store(tmp_path: Path) -> None:
+def test_the_object_is_the_summary_else_one_from_the_store(tmp_path: Path) -> None:
     written(tmp_path)
     told = json.loads(report_json(tmp_path / RUN_ID))
     summary = summary_dict(snapshot_of(RUN_ID), "good", 0, "2023-11-14T22:13:20.000+00:00")

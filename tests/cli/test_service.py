@@ -81,9 +81,7 @@ def test_the_unit_is_written_enabled_started_and_explained(home: Path) -> None:
         assert command in done.stdout
 
 
-def test_without_a_systemd_of_the_user_nothing_is_written_and_the_command_to_type_is_named(
-    home: Path,
-) -> None:
+def test_without_systemd_nothing_is_written_and_a_command_told(home: Path) -> None:
     done = service(home, "#!/bin/sh\necho Failed to connect to bus >&2; exit 1\n", *HEAD)
     assert done.returncode == 2
     assert "no systemd on this PC (Failed to connect to bus)" in done.stderr
@@ -95,9 +93,7 @@ def test_without_a_systemd_of_the_user_nothing_is_written_and_the_command_to_typ
     assert not (home / ".config").exists()
 
 
-def test_what_a_service_would_end_at_once_for_is_said_before_anything_is_written(
-    home: Path,
-) -> None:
+def test_what_would_end_a_service_is_said_before_writing(home: Path) -> None:
     keeper = subprocess.Popen(
         ["sh", "-c", "sleep 600; :", "up", "--stay"], env={**os.environ, NODE_MARK: NODE}
     )
@@ -114,7 +110,7 @@ def test_what_a_service_would_end_at_once_for_is_said_before_anything_is_written
 @pytest.mark.skipif(
     shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed"
 )
-def test_systemd_takes_the_unit_whatever_is_in_the_command_and_the_path(tmp_path: Path) -> None:
+def test_systemd_takes_any_command_and_path(tmp_path: Path) -> None:
     folder = tmp_path / "50 % of 'it'"
     folder.mkdir()
     unit = tmp_path / "orchestrator-pc2.service"

@@ -110,7 +110,7 @@ def test_it_waits_for_the_head_until_it_is_asked_to_end(
     )
 
 
-def test_a_raylet_that_is_killed_is_started_again_and_stop_ends_it_and_its_keeper(
+def test_a_killed_raylet_is_started_again_until_stopped(
     keep: Callable[..., Kept], head: str, tmp_path: Path
 ) -> None:
     kept = keep(f"{tmp_path}/raylet 600 &", head)

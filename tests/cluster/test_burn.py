@@ -70,7 +70,7 @@ def burning(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     assert [path.name for path in folder.iterdir() if path.name.startswith("orch-")] == []
 
 
-def test_a_hot_card_fails_the_heat_phase_and_an_interrupt_ends_the_next(short_tmp: Path) -> None:
+def test_a_hot_card_fails_its_phase_and_ctrl_c_ends_the_next(short_tmp: Path) -> None:
     sensors = script(short_tmp, HOT_C, 61)
     arguments = (
         "--phase",

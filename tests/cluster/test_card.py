@@ -30,7 +30,7 @@ COOL = {
 }
 
 
-def test_a_hot_card_pauses_its_workers_and_a_flipped_bit_on_the_cool_one_is_found(
+def test_a_hot_card_pauses_workers_and_a_flipped_bit_is_found(
     start: Starter, tmp_path: Path, state_dir: Path
 ) -> None:
     script = tmp_path / "hot.json"

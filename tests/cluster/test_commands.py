@@ -42,9 +42,7 @@ def sent_by_page(head: Head, do: str, *slots: str) -> int:
     return asyncio.run(scene())
 
 
-def test_slots_are_held_capped_and_saved_as_typed_and_the_next_head_goes_on_so(
-    start: Starter,
-) -> None:
+def test_slots_are_held_capped_and_saved_also_by_the_next_head(start: Starter) -> None:
     head = start("--rehearse", "--duration", "10m", *SMALL, *TRAINING)
     head.wait_until_running(3)
     budget_bytes = head.rows()["pc1/0"]["budget_bytes"]

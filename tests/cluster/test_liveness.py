@@ -99,7 +99,7 @@ def test_a_node_that_listens_answers_and_is_asked_once_a_look(raylet: Raylet) ->
         assert raylet.take() == 1
 
 
-def test_a_node_whose_port_is_closed_is_silent_after_two_refusals(raylet: Raylet) -> None:
+def test_a_closed_port_is_silent_after_two_refusals(raylet: Raylet) -> None:
     watch = Watch(pc1=raylet.address)
     watch.look()
     raylet.end()
@@ -134,7 +134,7 @@ def test_only_the_node_that_is_gone_is_silent(raylet: Raylet) -> None:
 
 
 @linux_only
-def test_a_node_that_takes_no_connection_is_silent_only_after_the_patience(raylet: Raylet) -> None:
+def test_a_deaf_node_is_silent_only_after_the_patience(raylet: Raylet) -> None:
     watch = Watch(pc1=raylet.address)
     watch.look()
     answered_at_s = watch.now_s
@@ -160,7 +160,7 @@ def test_a_node_that_never_answered_is_never_silent(raylet: Raylet) -> None:
 
 
 @linux_only
-def test_after_this_process_was_suspended_nobody_is_lost_for_that() -> None:
+def test_after_a_suspension_nobody_is_lost_for_that() -> None:
     raylets = [Raylet() for _ in range(3)]
     watch = Watch(**{f"pc{index}": raylet.address for index, raylet in enumerate(raylets)})
     watch.look()
@@ -176,7 +176,7 @@ def test_after_this_process_was_suspended_nobody_is_lost_for_that() -> None:
         raylet.end()
 
 
-def test_a_node_that_ended_while_this_process_was_suspended_is_found_out(raylet: Raylet) -> None:
+def test_a_node_that_ended_during_a_suspension_is_found_out(raylet: Raylet) -> None:
     watch = Watch(pc1=raylet.address)
     watch.look()
     raylet.end()
@@ -184,9 +184,7 @@ def test_a_node_that_ended_while_this_process_was_suspended_is_found_out(raylet:
     assert watch.look() == {"pc1"}
 
 
-def test_a_node_that_is_no_longer_named_is_forgotten_and_known_anew_without_its_past(
-    raylet: Raylet,
-) -> None:
+def test_a_node_no_longer_named_is_forgotten(raylet: Raylet) -> None:
     watch = Watch(pc1=raylet.address)
     watch.look()
     raylet.end()

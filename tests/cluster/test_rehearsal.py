@@ -87,9 +87,7 @@ def test_ten_workers_survive_sizes_too_big_for_every_cap(start: Starter, short_t
     assert err == ""  # nothing of Ray's, and nothing of ours beside the one object
 
 
-def test_this_machine_alone_runs_with_what_it_really_has_and_without_a_reader(
-    start: Starter,
-) -> None:
+def test_this_machine_alone_runs_without_a_reader(start: Starter) -> None:
     head = start("--local", "--duration", "3s")
     for stream in (head.process.stdout, head.process.stderr):
         assert stream is not None

@@ -98,9 +98,7 @@ def write_faults(folder: Path, most_bytes: int = 0) -> None:
     (folder / "faults.py").write_text(_FAULTS.format(folder=str(folder), most_bytes=most_bytes))
 
 
-def test_crashed_and_leaking_workers_are_replaced_and_a_card_on_which_all_die_is_given_up(
-    start: Starter, short_tmp: Path
-) -> None:
+def test_crashed_and_leaking_workers_are_replaced(start: Starter, short_tmp: Path) -> None:
     write_faults(short_tmp)
     slots = ("--set", "nodes.pc1.workers=5", "--set", "nodes.pc2.workers=2")
     leaks = (
@@ -186,9 +184,7 @@ def test_crashed_and_leaking_workers_are_replaced_and_a_card_on_which_all_die_is
 
 
 @pytest.mark.alone(free_ram_gib=10.0)
-def test_a_worker_that_eats_the_ram_is_ended_by_ray_and_told_apart_from_a_crash(
-    start: Starter, short_tmp: Path
-) -> None:
+def test_a_worker_that_eats_the_ram_is_told_from_a_crash(start: Starter, short_tmp: Path) -> None:
     memory = psutil.virtual_memory()
     room_bytes = (
         5 * GIB

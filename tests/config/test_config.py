@@ -33,7 +33,7 @@ def sections(
     return found
 
 
-def test_the_shipped_file_has_every_key_and_nothing_but_the_defaults() -> None:
+def test_the_shipped_file_has_every_key_at_its_default() -> None:
     data = yaml.safe_load(Path(SHIPPED).read_text(encoding="utf-8"))
     for model, mapping in sections(Config, data):
         assert list(mapping) == list(model.model_fields), model.__name__
@@ -44,7 +44,7 @@ def test_the_shipped_file_has_every_key_and_nothing_but_the_defaults() -> None:
                 assert mapping[name] == field.default, f"{model.__name__}.{name}"
 
 
-def test_every_key_of_the_shipped_file_has_a_comment_above_its_first_use() -> None:
+def test_every_shipped_key_has_a_comment_above_it() -> None:
     lines = Path(SHIPPED).read_text(encoding="utf-8").splitlines()
     for model, _ in sections(Config, yaml.safe_load("\n".join(lines))):
         for name, field in model.model_fields.items():
@@ -106,7 +106,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "c.yaml"
 
 
-def test_an_override_reaches_a_section_that_the_file_leaves_out_or_empty(file: Path) -> None:
+def test_an_override_reaches_a_section_left_out(file: Path) -> None:
     file.write_text(yaml.safe_dump(SMALL) + "run:\n", encoding="utf-8")
     config = load_config(str(file), ["run.duration=1", "memory.cleanup_every=0"])
     assert (config.run.duration_s, config.memory.cleanup_every) == (60.0, 0)

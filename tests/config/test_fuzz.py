@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections import Counter
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
 
 from orchestrator.config.load import load_config
-from orchestrator.config.schema import Config
-from orchestrator.errors import ConfigError, NoClusterError, OrchestratorError, Problem, UsageError
-from tests.config import plan_judge
+from orchestrator.errors import ConfigError
 from tests.config.hostile_inputs import FAMILIES, SHIPPED, HostileInput
-from tests.config.plan_judge import TooSlow, judge
+from tests.config.plan_judge import judge
 
 pytestmark = pytest.mark.slow
 
@@ -56,9 +52,7 @@ def kept(name: str) -> HostileInput:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_input_is_a_refusal_in_words_or_a_plan_that_adds_up(
-    family: str, tmp_path: Path
-) -> None:
+def test_every_input_is_refused_or_a_plan_that_adds_up(family: str, tmp_path: Path) -> None:
     verdicts: Counter[str] = Counter()
 
     @settings(max_examples=EXAMPLES)
@@ -93,69 +87,10 @@ def test_the_judge_lets_the_shipped_configuration_pass(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["null", "yes", "1e3", "1234", "a: b #c", "- ", "1:30", "\u00fc '\""]
 )
-def test_text_that_looks_like_another_value_is_written_and_read_again(
-    text: str, tmp_path: Path
-) -> None:
+def test_text_like_another_value_is_written_and_read_again(text: str, tmp_path: Path) -> None:
     overrides = (
         f"run.dir={json.dumps(text)}",
         "nodes.pc1.power_limit_w=287.5",
         "memory.size_decay=1.0e-300",
     )
     assert judge(HostileInput(SHIPPED, overrides), tmp_path) == "scaled"
-
-
-@pytest.mark.parametrize(
-    ("error", "verdict"),
-    [
-        (UsageError(""), "a refusal without words"),
-        (UsageError("right to left \u202e"), "a refusal with control characters"),
-        (UsageError("x" * 9000), "a line of 9000 characters"),
-        (ConfigError([Problem("f", 1, None, "x", None)] * 500), "a refusal of 500 lines"),
-        (NoClusterError("there is none"), "exit code 3"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_the_judge_sees_a_refusal_that_is_none(
-    error: OrchestratorError, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plan_judge, "load_config", Mock(side_effect=error))
-    with pytest.raises(AssertionError, match=verdict):
-        judge(GOOD, tmp_path)
-
-
-def test_the_judge_sees_an_answer_that_does_not_come(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plan_judge, "TIME_LIMIT_S", 0.2)
-    monkeypatch.setattr(plan_judge, "load_config", lambda *_: time.sleep(60))
-    with pytest.raises(TooSlow, match="took more than"):
-        judge(GOOD, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "verdict"),
-    [
-        ("slot", "pc1/../../x", "the slots are not node/index"),
-        ("cpus", 9, "pc1: CPUs"),
-        ("card_allowed_bytes", 1, "pc1: a card is overbooked"),
-        ("card_budget_bytes", 1, "pc1: bytes of a card"),
-        ("gpu_fraction", 0.5, "pc1: fractions of"),
-        ("card", 1, "pc1: workers on a card"),
-        ("duty", 2, "pc1: duty 2"),
-        ("batch", 5, "what is placed is not the plan"),
-    ],
-)
-def test_the_judge_sees_a_plan_that_does_not_add_up(
-    key: str, value: object, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = plan_judge.plan_json
-
-    def forged(config: Config) -> str:
-        plan = json.loads(right(config))
-        where = plan["nodes"][0] if key in plan["nodes"][0] else plan["nodes"][0]["workers"][0]
-        where[key] = value
-        return json.dumps(plan)
-
-    monkeypatch.setattr(plan_judge, "plan_json", forged)
-    with pytest.raises(AssertionError, match=verdict):
-        judge(GOOD, tmp_path)

@@ -154,7 +154,7 @@ def test_the_formula_gives_the_table_for_the_cards_in_it(
         ({"cores": 10496, "max_sm_clock_mhz": 4000}, 4000),
     ],
 )
-def test_what_a_card_does_not_tell_and_what_is_not_known_of_its_generation_stays_unknown(
+def test_what_a_card_does_not_tell_stays_unknown(
     facts: dict[str, Any], clock_mhz: int | None
 ) -> None:
     card = live("NVIDIA GeForce RTX 9090", **facts)
@@ -167,7 +167,7 @@ def test_what_a_card_does_not_tell_and_what_is_not_known_of_its_generation_stays
     ("name", "capability"),
     [("NVIDIA RTX A4000", (8, 6)), ("NVIDIA L40S", (8, 9)), ("NVIDIA GeForce GTX 1660", (7, 5))],
 )
-def test_tensor_rates_of_cards_that_are_not_geforce_rtx_are_not_guessed(
+def test_tensor_rates_of_other_cards_are_not_guessed(
     name: str, capability: tuple[int, int]
 ) -> None:
     card = live(name, 16, compute_capability=capability, cores=48 * 128, max_sm_clock_mhz=1560)

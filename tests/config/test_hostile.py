@@ -1,7 +1,7 @@
 """Hostile names run no command and leave no folder; secrets stay in their file, which no other user can read.
 
 Commands are really run, with recording stand-ins for `ray` and `scp`. The secrets of a whole
-rehearsal are looked for in `tests/cluster/test_secrets.py`.
+rehearsal are looked for in `tests/cluster/test_private_cluster.py`.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def test_odd_names_that_are_valid_arrive_as_they_are(desk: Desk, name: str, host
 
 
 @pytest.mark.parametrize("address", COMMANDS)
-def test_a_head_address_runs_no_command_whether_printed_or_executed(
+def test_a_head_address_runs_no_command(
     desk: Desk, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = desk.config({"head": {}, "pc2": {}})
@@ -237,9 +237,7 @@ def mode(path: Path) -> int:
 
 
 @pytest.mark.parametrize("node", ["pc1", "pc2"])
-def test_a_token_made_or_fetched_is_never_readable_by_others_and_never_shown(
-    desk: Desk, node: str
-) -> None:
+def test_a_token_is_never_readable_by_others_nor_shown(desk: Desk, node: str) -> None:
     script = desk.steps(node, desk.config({"pc1": {"host": "pc1.lan"}, "pc2": {}}))
     done = type_script(desk, script)
     made, started = desk.calls()
@@ -284,7 +282,7 @@ def test_no_verb_shows_the_token_or_writes_it_down(desk: Desk) -> None:
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
 
 
-def test_a_private_token_is_closed_to_others_and_written_over_nothing(
+def test_a_private_token_is_closed_and_replaces_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
@@ -314,12 +312,12 @@ DANGEROUS = re.compile(
 )
 
 
-def test_nothing_turns_text_into_code_but_the_steps_that_up_prints() -> None:
+def test_only_the_steps_that_up_prints_become_code() -> None:
     """The one exception: `nodes.execute` gives a shell the very steps that `up` prints for the user to type.
 
     They hold `||`, a subshell and a umask, so that a shell is what they are for; and nothing from
     outside but the head's address, quoted, which
-    `test_a_head_address_runs_no_command_whether_printed_or_executed` tries to break.
+    `test_a_head_address_runs_no_command` tries to break.
     """
     files = [
         path for room in ("orchestrator", "workers") for path in sorted((ROOT / room).rglob("*.py"))

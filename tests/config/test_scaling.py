@@ -86,7 +86,7 @@ def test_sizes_given_and_left_out_are_scaled_alike(override: str, size: int, lin
     assert (scaled.config.workload.size or scaled.config.nodes["pc1"].size) == size
 
 
-def test_short_memory_lowers_the_scale_until_all_workers_fit_and_says_so() -> None:
+def test_short_memory_lowers_the_scale_and_says_so() -> None:
     scaled = scale_config(load_config(SHIPPED), REHEARSAL_SCALE, GIB)
     assert scaled.scale == pytest.approx(1 / (7 * 3.3 + 3 * 1.5))
     assert GIB - 100 < budgets_bytes(scaled.config) <= GIB
@@ -145,7 +145,7 @@ def test_sizes_are_multiples_of_64_and_never_grow(
     assert scaled_size(size, scale, at_least) == expected
 
 
-def test_the_size_floor_stays_at_or_above_the_emergency_size_but_never_grows() -> None:
+def test_the_size_floor_stays_above_the_emergency_size() -> None:
     small = load_config(SHIPPED, ["memory.size_floor=100", "memory.emergency_size=512"])
     assert scale_config(small, REHEARSAL_SCALE, None).config.memory.size_floor == 100
 
@@ -157,7 +157,7 @@ def test_the_size_floor_stays_at_or_above_the_emergency_size_but_never_grows() -
     size=st.none() | st.integers(1, 2**20),
     workers=st.integers(1, 7),
 )
-def test_whatever_the_scale_the_rehearsal_fits_where_the_real_thing_does(
+def test_the_rehearsal_fits_where_the_real_thing_does(
     scale: float, limit_bytes: int | None, size: int | None, workers: int
 ) -> None:
     overrides = [

@@ -69,9 +69,7 @@ def sent(folder: Path, poll: Callable[[], object]) -> Answer:
     return got[0]
 
 
-def test_a_command_reaches_the_head_of_a_folder_of_any_depth_and_its_answer_comes_back(
-    ears: Listener, folder: Path
-) -> None:
+def test_a_command_reaches_a_folder_of_any_depth(ears: Listener, folder: Path) -> None:
     path = folder / "control.sock"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     answer = sent(folder, lambda: answers(ears))
@@ -102,7 +100,7 @@ def test_a_head_takes_the_place_of_one_that_was_killed(ears: Listener, folder: P
         assert sent(folder, lambda: answers(next_one)).ok
 
 
-def test_where_the_file_system_has_no_sockets_the_users_own_folder_has_it(
+def test_without_sockets_there_the_users_own_folder_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sysfs = Path("/sys/kernel")
@@ -118,9 +116,7 @@ def test_where_the_file_system_has_no_sockets_the_users_own_folder_has_it(
         assert sent(sysfs, lambda: answers(ears)).ok
 
 
-def test_a_line_without_an_end_is_refused_and_one_that_does_not_come_is_given_up(
-    folder: Path,
-) -> None:
+def test_a_line_without_an_end_is_refused_or_given_up(folder: Path) -> None:
     now_s = 0.0
     with closing(Listener(folder, lambda: now_s)) as ears:
         too_long, silent, left = (connected(folder / "control.sock") for _ in range(3))
@@ -139,7 +135,7 @@ def test_a_line_without_an_end_is_refused_and_one_that_does_not_come_is_given_up
             each.close()
 
 
-def test_more_connections_than_are_served_at_a_time_wait_for_their_turn(folder: Path) -> None:
+def test_connections_beyond_the_most_wait_for_their_turn(folder: Path) -> None:
     now_s = 0.0
     with closing(Listener(folder, lambda: now_s)) as ears:
         silent = [connected(folder / "control.sock") for _ in range(CONNECTIONS_MOST)]

@@ -65,7 +65,7 @@ def test_what_is_no_command_is_refused_with_what_would_be_one(
         command_of(line(**changes))
 
 
-def test_a_command_with_more_slots_than_fit_is_refused_before_it_is_sent() -> None:
+def test_too_many_slots_are_refused_before_sending() -> None:
     many = Command(
         id="x", do=Do.SAVE, slots=tuple(f"pc1/{index}" for index in range(9_000)), by="web"
     )

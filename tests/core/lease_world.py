@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from orchestrator.core.leases import NO_BOOKS, Books, Claimant, divide, fair_shares
-from tests.core.scene import MEMORY
+from tests.factories import MEMORY
 from workers.messages import MemoryInfo
 
 GIB = 2**30

@@ -39,7 +39,7 @@ from orchestrator.core.slot import (
     Slot,
     Unheld,
 )
-from tests.core.scene import report_of
+from tests.factories import report_of
 from workers.messages import NO_COUNTS, STARVED, Directive, Progress
 
 FINAL = {Phase.QUARANTINED, Phase.STOPPED, Phase.DONE}

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Self
 
-from orchestrator.config.load import load_config
 from orchestrator.core.fleet import SliceFailed, SliceFailure, SliceReported
 from orchestrator.core.lifecycle import advance
 from orchestrator.core.slot import (
@@ -19,73 +18,11 @@ from orchestrator.core.slot import (
     NodeJoined,
     Note,
     Phase,
-    Rules,
     Slot,
     Tick,
 )
-from tests.counting import with_counts
-from tests.scene import ROOT
-from workers.messages import DeviceInfo, Directive, MemoryInfo, Report, Verdict, WorkerState
-
-MIB = 2**20
-
-REFERENCE = load_config(str(ROOT / "cluster.yaml"))
-
-RULES = Rules(
-    slice_s=1.0,
-    hang_timeout_s=60.0,
-    stale_after_s=10.0,
-    start_timeout_s=120.0,
-    restart_backoff_s=1.0,
-    restart_backoff_max_s=5.0,
-    max_deaths=6,
-    death_window_s=300.0,
-    max_workload_errors=3,
-)
-
-CPU = DeviceInfo(
-    kind="cpu",
-    name="a processor",
-    uuid=None,
-    total_bytes=None,
-    context_bytes=0,
-    context_source="none",
-    peak_source="none",
-    cap_bytes=200 * MIB,
-    dtype="fp32",
-    threads=1,
-    pid=4711,
-    hostname="pc1",
-    torch_version="2.9",
-)
-
-MEMORY = MemoryInfo(
-    device_total_bytes=None,
-    device_used_bytes=None,
-    free_bytes=100 * MIB,
-    allocated_bytes=80 * MIB,
-    reserved_bytes=80 * MIB,
-    peak_bytes=80 * MIB,
-    alloc_retries=0,
-)
-
-
-def report_of(slot: str, incarnation: int, sequence: int, **changes: object) -> Report:
-    """Make the report of a steady worker, with some fields changed."""
-    usual: dict[str, Any] = {
-        "slot": slot,
-        "incarnation": incarnation,
-        "sequence": sequence,
-        "verdict": Verdict.OK,
-        "state": WorkerState.RUNNING,
-        "reason": "steady",
-        "device": None,
-        "memory": None,
-        "size": 8192,
-        "batch": 128,
-        "claim_bytes": 1,
-    }
-    return Report(**with_counts({**usual, **changes}))
+from tests.factories import RULES, report_of
+from workers.messages import Directive
 
 
 class Scene:

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.config.capacity import MAX_WORKERS_PER_CARD, overbooked, workers_per_card
-from orchestrator.config.schema import Config, NodeConfig
+from orchestrator.config.schema import NodeConfig
 from orchestrator.core.placement import gpu_fraction, node_budget
+from tests.factories import config_of
 
 
 def node(**changes: object) -> NodeConfig:
@@ -25,15 +26,8 @@ def node(**changes: object) -> NodeConfig:
     return NodeConfig.model_validate({**pc1, **changes})
 
 
-def config(one: NodeConfig, **sections: object) -> Config:
-    """Return a configuration with `one` as its only node."""
-    return Config.model_validate({"nodes": {"pc1": one.model_dump()}, **sections})
-
-
 @given(gpus=st.integers(1, 16), data=st.data())
-def test_every_worker_gets_onto_a_card_and_no_card_takes_more_than_planned(
-    gpus: int, data: st.DataObject
-) -> None:
+def test_every_worker_gets_onto_a_card_within_the_plan(gpus: int, data: st.DataObject) -> None:
     workers = data.draw(st.integers(gpus, gpus * MAX_WORKERS_PER_CARD))
     # Ray's own arithmetic: whole steps of 1/10000, the rest cut off.
     steps = int(Fraction(repr(gpu_fraction(workers, gpus))) * 10_000)
@@ -64,17 +58,17 @@ def test_every_worker_gets_onto_a_card_and_no_card_takes_more_than_planned(
         ),
     ],
 )
-def test_what_a_worker_gets_follows_from_its_node_and_the_workload(
+def test_what_a_worker_gets_follows_from_node_and_workload(
     changes: dict[str, object], sections: dict[str, object], expected: dict[str, object]
 ) -> None:
     one = node(**changes)
-    budget = node_budget("pc1", one, config(one, **sections))
+    budget = node_budget("pc1", one, config_of({"pc1": one.model_dump()}, **sections))
     assert {name: getattr(budget, name) for name in expected} == expected
 
 
 def test_a_node_without_cards_has_no_fraction_and_no_known_total() -> None:
     one = node(gpu="cpu", gpus=0)
-    found = node_budget("pc1", one, config(one))
+    found = node_budget("pc1", one, config_of({"pc1": one.model_dump()}))
     assert (found.gpu_fraction, found.workers_per_card) == (0.0, 7)
     assert found.card_total_bytes is None
     assert found.card_allowed_bytes is None
@@ -92,25 +86,19 @@ def test_a_node_without_cards_has_no_fraction_and_no_known_total() -> None:
             ),
             "at most 14 workers, or vram_per_worker_gib <= 2.91",
         ),
-        (
-            {"workers": 1, "vram_per_worker_gib": 24},
-            "1 worker x 24 GiB = 24.00 GiB, but 0.99 of the 23.56 GiB of a rtx-3090 is 23.32 GiB",
-            "vram_per_worker_gib <= 23.32",
-        ),
-        (
-            {"gpu": "mine", "vram_gib": 8, "memory_fraction": 0.5, "workers": 2},
-            "2 workers x 3.3 GiB = 6.60 GiB, but 0.5 of the 8 GiB of a mine is 4.00 GiB",
-            "at most 1 worker, or vram_per_worker_gib <= 2.00",
-        ),
+        ({"workers": 1, "vram_per_worker_gib": 24},
+         "1 worker x 24 GiB = 24.00 GiB, but 0.99 of the 23.56 GiB of a rtx-3090 is 23.32 GiB",
+         "vram_per_worker_gib <= 23.32"),
+        ({"gpu": "mine", "vram_gib": 8, "memory_fraction": 0.5, "workers": 2},
+         "2 workers x 3.3 GiB = 6.60 GiB, but 0.5 of the 8 GiB of a mine is 4.00 GiB",
+         "at most 1 worker, or vram_per_worker_gib <= 2.00"),
         # What the workers of a node without cards share.
-        (
-            {"gpu": "cpu", "gpus": 0, "vram_gib": 16},
-            "7 workers x 3.3 GiB = 23.10 GiB, but 0.99 of the 16 GiB of its memory is 15.84 GiB",
-            "at most 4 workers, or vram_per_worker_gib <= 2.26",
-        ),
+        ({"gpu": "cpu", "gpus": 0, "vram_gib": 16},
+         "7 workers x 3.3 GiB = 23.10 GiB, but 0.99 of the 16 GiB of its memory is 15.84 GiB",
+         "at most 4 workers, or vram_per_worker_gib <= 2.26"),
     ],
-)
-def test_what_does_not_fit_is_refused_with_the_sum_and_the_ways_out(
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_with_sum_and_ways_out(
     changes: dict[str, object], text: str, valid: str
 ) -> None:
     excess = overbooked(node(**changes))
@@ -118,7 +106,7 @@ def test_what_does_not_fit_is_refused_with_the_sum_and_the_ways_out(
     assert (excess.text, excess.valid) == (text, valid)
 
 
-def test_a_sum_that_is_a_hair_too_much_is_shown_with_enough_digits() -> None:
+def test_a_sum_a_hair_too_large_has_enough_digits() -> None:
     excess = overbooked(
         node(workers=1, vram_per_worker_gib=4.0001, vram_gib=4, memory_fraction=1.0)
     )
@@ -163,7 +151,7 @@ def test_following_either_advice_makes_it_fit(
     )
     excess = overbooked(one)
     if excess is None:
-        found = node_budget("pc1", one, config(one))
+        found = node_budget("pc1", one, config_of({"pc1": one.model_dump()}))
         assert found.card_allowed_bytes is not None
         assert found.card_budget_bytes <= found.card_allowed_bytes
         return

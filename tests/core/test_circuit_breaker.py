@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from orchestrator.core.circuit_breaker import cards_to_quarantine
 from orchestrator.core.slot import Phase, Rules, Slot
-from tests.core.scene import CPU, RULES
+from tests.factories import CPU, RULES
 
 NOW_S = 10_000.0
 CARD = "pc1's NVIDIA GeForce RTX 3090"
@@ -28,7 +28,7 @@ def is_faulty(*slots: Slot, rules: Rules = RULES) -> bool:
     return CARD in cards_to_quarantine({CARD: slots}, NOW_S, rules)
 
 
-def test_a_card_on_which_every_worker_keeps_dying_is_quarantined_with_one_message() -> None:
+def test_a_card_whose_workers_all_die_is_quarantined() -> None:
     slots = [
         worker(index, 3 + index, ago_s=7.0 - index, reason=f"reason {index}") for index in range(7)
     ]
@@ -48,7 +48,7 @@ def test_only_the_sick_card_of_several_is_faulty() -> None:
     assert list(cards_to_quarantine({"a": well, "b": sick, "c": []}, NOW_S, RULES)) == ["b"]
 
 
-def test_with_one_worker_nobody_can_tell_the_worker_from_the_card() -> None:
+def test_with_one_worker_the_card_is_not_blamed() -> None:
     assert not is_faulty(worker(0, 100))
     assert not is_faulty()
 
@@ -65,7 +65,7 @@ def test_deaths_count_while_they_are_in_the_window(ago_s: float, counts: bool) -
     ready=st.lists(st.booleans(), min_size=7, max_size=7),
     gone=st.integers(0, 6),
 )
-def test_a_card_with_a_worker_at_work_or_an_absent_one_is_never_sick(
+def test_a_card_with_a_working_or_absent_worker_is_not_sick(
     deaths: list[int], phases: list[Phase], ready: list[bool], gone: int
 ) -> None:
     slots = [worker(i, count, phase=phases[i], ready=ready[i]) for i, count in enumerate(deaths)]

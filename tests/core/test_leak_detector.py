@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.core.leak_detector import NO_WATCH, LeakWatch, observe
-from tests.core.scene import CPU, MEMORY, MIB, report_of
+from tests.factories import CPU, MEMORY, report_of
+from tests.scene import MIB
 from workers.messages import Progress, Report, WorkerState
 
 CARD = replace(CPU, kind="cuda")
@@ -38,7 +39,7 @@ def after(reports: Iterable[Report], watch: LeakWatch = NO_WATCH) -> LeakWatch:
     return watch
 
 
-def test_growth_is_unknown_until_enough_reports_of_the_same_work_are_in() -> None:
+def test_growth_is_unknown_until_enough_reports_are_in() -> None:
     watch = NO_WATCH
     for _ in range(UNTIL_KNOWN - 1):
         watch = observe(watch, report(100 * MIB))
@@ -74,7 +75,7 @@ def test_a_steady_sawtooth_is_no_leak(low: int, teeth: list[int], first: int, re
     assert watch.growth_bytes <= 0
 
 
-def test_a_single_peak_is_no_leak_and_a_single_dip_hides_one_for_five_reports_only() -> None:
+def test_a_peak_is_no_leak_and_a_dip_hides_one_briefly() -> None:
     steady = [report(100 * MIB)] * UNTIL_KNOWN
     assert after([*steady, report(900 * MIB)]).growth_bytes == 0
     grown = [*steady, *[report(200 * MIB)] * 5]
@@ -109,12 +110,12 @@ def test_other_work_is_judged_from_the_beginning(change: dict[str, object]) -> N
     assert observe(watch, other).growth_bytes == 0
 
 
-def test_on_a_cpu_what_tensors_hold_is_resident_already_and_not_counted_twice() -> None:
+def test_on_a_cpu_tensors_are_not_counted_twice() -> None:
     tensors = [replace(MEMORY, allocated_bytes=index * MIB) for index in range(30)]
     assert after(report(100 * MIB, memory=memory) for memory in tensors).growth_bytes == 0
 
 
-def test_on_a_card_what_tensors_hold_is_added_to_what_is_resident() -> None:
+def test_on_a_card_tensors_are_added_to_what_is_resident() -> None:
     tensors = [replace(MEMORY, allocated_bytes=index * MIB) for index in range(UNTIL_KNOWN)]
     assert (
         after(report(100 * MIB, device=CARD, memory=memory) for memory in tensors).growth_bytes
@@ -151,7 +152,7 @@ def training(
     return report(rss_mib * MIB, state=state, progress=Progress(train_step=step, **told))
 
 
-def test_a_training_is_watched_from_the_third_optimiser_step_of_its_process_on() -> None:
+def test_a_training_is_watched_from_its_third_step_on() -> None:
     slow_start = [training(100 + 40 * index, 700 + index // 10) for index in range(20)]
     assert after(slow_start).growth_bytes is None
     steady = [*slow_start, *[training(900, 702)] * UNTIL_KNOWN]

@@ -53,7 +53,7 @@ draws = st.integers(0, 2**32).map(seeded)
 
 
 @given(pool_bytes=st.integers(0, 30 * GIB), more_bytes=st.integers(0, GIB), wanted=caps)
-def test_shares_are_max_min_fair_use_up_the_pool_and_grow_with_it(
+def test_shares_are_max_min_fair_and_use_up_the_pool(
     pool_bytes: int, more_bytes: int, wanted: list[int]
 ) -> None:
     wants = {str(index): want for index, want in enumerate(wanted)}
@@ -68,9 +68,7 @@ def test_shares_are_max_min_fair_use_up_the_pool_and_grow_with_it(
 
 
 @given(world=worlds, draw=draws)
-def test_what_is_promised_is_there_and_a_lease_is_never_above_its_cap(
-    world: World, draw: Random
-) -> None:
+def test_promises_are_kept_and_no_lease_is_above_its_cap(world: World, draw: Random) -> None:
     for _ in range(12):
         for person in draw.sample(world.people, len(world.people)):
             world.report(person)
@@ -81,7 +79,7 @@ def test_what_is_promised_is_there_and_a_lease_is_never_above_its_cap(
 
 
 @given(caps=caps, outside=st.floats(0.0, 0.7), draw=draws)
-def test_who_all_want_more_have_fair_shares_at_once_and_keep_them(
+def test_who_all_want_more_have_fair_shares_at_once(
     caps: list[int], outside: float, draw: Random
 ) -> None:
     world = crowd(caps, outside=outside)
@@ -110,7 +108,7 @@ def test_shares_are_fair_after_some_rounds_and_stay_as_they_are(world: World, dr
     spare=st.floats(0.0, 0.5),
     draw=draws,
 )
-def test_where_all_caps_fit_every_lease_is_the_cap_from_the_first_report_on(
+def test_where_all_caps_fit_every_lease_is_its_cap(
     caps: list[int], wants: list[float], spare: float, draw: Random
 ) -> None:
     world = crowd(caps, wants[: len(caps)])
@@ -124,7 +122,7 @@ def test_where_all_caps_fit_every_lease_is_the_cap_from_the_first_report_on(
                 assert world.leases[other.slot] == (other.cap_bytes if other.reports else 0)
 
 
-def test_a_lease_that_is_hardly_below_its_cap_becomes_the_cap_when_all_fit() -> None:
+def test_a_lease_just_below_its_cap_becomes_it_when_all_fit() -> None:
     world, draw = four(0.04), seeded(1)
     world.rounds(3, draw)
     assert all(
@@ -186,9 +184,7 @@ def test_what_is_missing_for_a_moment_moves_nobody() -> None:
 
 
 @given(draw=draws, outside=st.floats(0.1, 0.6), at=st.floats(0.0, 1.0))
-def test_a_newcomer_has_its_share_soon_although_the_others_are_at_their_leases(
-    draw: Random, outside: float, at: float
-) -> None:
+def test_a_newcomer_has_its_share_soon(draw: Random, outside: float, at: float) -> None:
     world = four(outside)
     newcomer = world.people.pop()
     world.rounds(ROUNDS, draw)
@@ -198,7 +194,7 @@ def test_a_newcomer_has_its_share_soon_although_the_others_are_at_their_leases(
     assert newcomer.held_bytes >= world.least_fair_bytes(newcomer)
 
 
-def test_a_newcomer_waits_for_half_of_its_share_and_no_longer_than_some_seconds() -> None:
+def test_a_newcomer_waits_for_half_a_share_or_some_seconds() -> None:
     world, draw = four(), seeded(1)
     newcomer = world.people.pop()
     world.rounds(ROUNDS, draw)
@@ -228,7 +224,7 @@ def test_what_one_leaves_when_it_goes_is_shared_by_the_others(draw: Random, outs
         assert person.held_bytes >= world.least_fair_bytes(person)
 
 
-def test_a_worker_that_is_above_its_new_share_is_told_so_by_the_report_that_shows_it() -> None:
+def test_a_report_above_a_new_share_is_answered_at_once() -> None:
     world, draw = four(0.1), seeded(1)
     third = world.people.pop()
     world.rounds(ROUNDS, draw)
@@ -254,7 +250,7 @@ def test_leases_are_cut_to_what_somebody_else_has_left(more: float) -> None:
     assert sum(world.lease_of(person.slot) for person in world.people) <= world.there_bytes
 
 
-def test_what_a_directive_under_way_allows_is_promised_even_if_its_worker_holds_less() -> None:
+def test_what_a_directive_allows_is_promised() -> None:
     first = Claimant(
         slot="pc1/0", card="GPU-1", report=(0, 1), cap_bytes=16 * GIB, memory=seen(0, 16 * GIB)
     )
@@ -268,7 +264,7 @@ def test_what_a_directive_under_way_allows_is_promised_even_if_its_worker_holds_
     assert leases["pc1/1"] == pytest.approx(leases["pc1/0"], abs=1)
 
 
-def test_who_wants_more_than_is_free_gets_it_and_the_workers_share_the_rest() -> None:
+def test_an_outsider_gets_what_is_free_and_workers_share() -> None:
     world, draw = four(0.1), seeded(1)
     world.rounds(ROUNDS, draw)
     for _ in range(60):
@@ -281,7 +277,7 @@ def test_who_wants_more_than_is_free_gets_it_and_the_workers_share_the_rest() ->
         assert person.held_bytes >= world.least_fair_bytes(person)
 
 
-def test_what_a_modest_worker_leaves_is_lent_out_and_given_back_when_it_wants_more() -> None:
+def test_what_a_modest_worker_leaves_is_lent_and_given_back() -> None:
     world, draw = four(0.4), seeded(1)
     modest = world.people[0]
     modest.wants_bytes = GIB
@@ -294,7 +290,7 @@ def test_what_a_modest_worker_leaves_is_lent_out_and_given_back_when_it_wants_mo
     assert modest.held_bytes >= world.least_fair_bytes(modest)
 
 
-def test_a_worker_that_can_only_take_much_more_at_once_is_offered_it_when_it_is_there() -> None:
+def test_a_worker_of_large_steps_is_offered_enough_at_once() -> None:
     world, draw = four(0.6), seeded(1)
     coarse = world.people[0]
     for _ in range(2 * ROUNDS):
@@ -326,7 +322,7 @@ def test_a_worker_of_changing_moods_moves_the_others_ever_less() -> None:
     assert moves[-1] == 0
 
 
-def test_a_worker_that_can_run_nothing_lends_its_share_and_is_asked_again() -> None:
+def test_a_stuck_worker_lends_its_share_and_is_asked_again() -> None:
     world, draw = four(0.4), seeded(1)
     stuck = world.people[0]
     stuck.wants_bytes = 0
@@ -372,7 +368,7 @@ def test_who_waits_for_nothing_has_no_lease() -> None:
     assert set(leases.values()) == {None}
 
 
-def test_a_process_that_is_about_to_open_the_card_has_its_share_kept_and_no_lease_yet() -> None:
+def test_a_process_about_to_open_has_its_share_kept() -> None:
     world, draw = crowd([int(0.3 * CARD_BYTES)] * 2, outside=0.5), seeded(1)
     world.rounds(ROUNDS, draw)
     there = [world.claimant(person, None) for person in world.people]

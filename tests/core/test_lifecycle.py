@@ -26,7 +26,7 @@ from orchestrator.core.slot import (
     Tick,
 )
 from tests.core.scene import Scene
-from tests.counting import counters, counters_of
+from tests.factories import counters, counters_of
 from workers.messages import Directive, Verdict, WorkerState
 
 
@@ -66,7 +66,7 @@ def test_a_report_counts_and_the_next_slice_goes_out_at_once() -> None:
     assert [flight.sequence for flight in scene.slot.in_flight] == [2, 3]
 
 
-def test_a_draining_slot_that_loses_its_node_stops_and_begins_nothing() -> None:
+def test_a_draining_slot_that_loses_its_node_stops() -> None:
     scene = Scene.working()
     scene.feed(Drain())
     scene.feed(NodeLeft())
@@ -88,7 +88,7 @@ def test_slices_are_cut_to_the_end_of_the_run() -> None:
     assert [flight.duration_s for flight in scene.slot.in_flight] == [0.875]
 
 
-def test_a_slot_that_has_nothing_left_to_do_waits_for_the_end_without_alarm() -> None:
+def test_a_slot_with_nothing_to_do_waits_without_alarm() -> None:
     scene = Scene.joined(ends_at_s=1000.0)
     scene.feed(scene.report())
     before = scene.slot
@@ -105,7 +105,7 @@ def pauses_s(deaths: int, **scene: Any) -> list[float]:
     return [acted.die() for _ in range(deaths)]
 
 
-def test_the_same_seed_pauses_the_same_and_another_seed_or_slot_otherwise() -> None:
+def test_pauses_follow_the_seed_and_the_slot() -> None:
     assert pauses_s(6, seed=7) == pauses_s(6, seed=7)
     assert pauses_s(6, seed=7)[1:] != pauses_s(6, seed=8)[1:]
     assert pauses_s(6, seed=7, slot="pc1/0")[1:] != pauses_s(6, seed=7, slot="pc1/1")[1:]
@@ -126,7 +126,7 @@ def test_workers_that_die_together_do_not_come_back_together() -> None:
     first_s=st.floats(0.001, 100),
     most_s=st.floats(0.001, 1000),
 )
-def test_a_pause_is_between_half_and_whole_and_never_beyond_the_maximum(
+def test_a_pause_is_between_half_and_whole_of_its_time(
     seed: int, slot: str, first_s: float, most_s: float
 ) -> None:
     waited_s = pauses_s(
@@ -151,9 +151,7 @@ def done(scene: Scene, **changes: object) -> list[Command]:
     )
 
 
-def test_a_slot_whose_work_is_done_gets_nothing_more_and_its_process_ends_after_its_last_report() -> (
-    None
-):
+def test_a_done_slot_gets_nothing_more_and_its_process_ends() -> None:
     scene = Scene.working()
     scene.feed(scene.report())
     assert done(scene, steps_ok=3) == [], "a queued slice is still awaited"
@@ -169,7 +167,7 @@ def test_a_slot_whose_work_is_done_gets_nothing_more_and_its_process_ends_after_
     assert (scene.slot.state, scene.slot.reason) == (WorkerState.DONE, "all is done")
 
 
-def test_the_report_of_the_slice_before_counts_when_it_comes_in_last() -> None:
+def test_an_earlier_report_counts_when_it_comes_last() -> None:
     scene = Scene.working()
     early = scene.report(steps_ok=4)
     late_sequence = scene.slot.in_flight[1].sequence
@@ -179,9 +177,7 @@ def test_the_report_of_the_slice_before_counts_when_it_comes_in_last() -> None:
 
 
 @pytest.mark.parametrize("end", ["dies", "unsent", "left", "closed"])
-def test_a_process_that_goes_with_a_slice_that_is_no_longer_needed_is_not_replaced(
-    end: str,
-) -> None:
+def test_a_process_no_longer_needed_is_not_replaced(end: str) -> None:
     scene = Scene.working()
     done(scene)
     unsent = scene.failure(SliceFailure.UNSENT)

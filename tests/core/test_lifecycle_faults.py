@@ -21,8 +21,9 @@ from orchestrator.core.slot import (
     Restart,
     Tick,
 )
-from tests.core.scene import CPU, MEMORY, MIB, RULES, Scene, notes, sequences, submits
-from tests.counting import counters, counters_of
+from tests.core.scene import Scene, notes, sequences, submits
+from tests.factories import CPU, MEMORY, RULES, counters, counters_of
+from tests.scene import MIB
 from workers.messages import Verdict, WorkerState
 
 #: Steps that a slice may do whose slot knows no speed yet.
@@ -37,9 +38,7 @@ LEAST = 4
         (SliceFailure.UNBUILDABLE, "its process failed outside a step: worker died"),
     ],
 )
-def test_a_slice_that_fails_in_a_process_that_worked_is_a_death_in_its_own_words(
-    failure: SliceFailure, words: str
-) -> None:
+def test_a_failed_slice_is_a_death_in_its_own_words(failure: SliceFailure, words: str) -> None:
     scene = Scene.working()
     scene.feed(scene.failure(failure))
     assert (scene.slot.phase, scene.slot.state, scene.slot.reason) == (
@@ -54,9 +53,7 @@ FULL_RAM = DeathExplained(cause=DeathCause(host_memory=True, text="NODE_OUT_OF_M
 
 
 @pytest.mark.parametrize("now", ["pauses", "starts again", "was given up"])
-def test_a_death_that_full_ram_caused_is_told_in_words_that_help_and_is_still_one_death(
-    now: str,
-) -> None:
+def test_a_death_by_full_ram_is_explained_and_one_death(now: str) -> None:
     scene = Scene.working(max_deaths=1 if now == "was given up" else 6)
     scene.feed(scene.failure())
     if now == "starts again":
@@ -77,7 +74,7 @@ def test_deaths_further_apart_than_the_window_are_not_added_up() -> None:
     assert scene.slot.restarts == 5
 
 
-def test_an_actor_that_cannot_be_reached_right_after_a_restart_has_not_died_again() -> None:
+def test_an_unreachable_restarted_actor_has_not_died_again() -> None:
     scene = Scene.working()
     scene.feed(scene.failure())
     scene.feed(Tick())
@@ -108,7 +105,7 @@ def test_a_process_that_dies_in_its_first_step_has_died() -> None:
     assert scene.deeds(scene.failure(SliceFailure.DIED), later_s=1.0) == [Abandon()]
 
 
-def test_a_process_that_was_told_to_end_may_take_one_slice_down_with_it() -> None:
+def test_an_ended_process_may_take_one_slice_down() -> None:
     scene = Scene.working()
     scene.feed(Tick(), later_s=RULES.hang_timeout_s + 2)  # hung: its process is ended
     assert scene.slot.restarts == 1
@@ -120,7 +117,7 @@ def test_a_process_that_was_told_to_end_may_take_one_slice_down_with_it() -> Non
     assert scene.slot.restarts == 2
 
 
-def test_an_actor_that_cannot_be_reached_for_the_start_timeout_is_quarantined() -> None:
+def test_an_unreachable_actor_is_quarantined_after_its_time() -> None:
     scene = Scene.joined()
     for _ in range(240):
         scene.feed(scene.failure(SliceFailure.UNAVAILABLE))
@@ -152,7 +149,7 @@ def test_the_start_timeout_begins_anew_with_a_report() -> None:
     assert scene.slot.phase is Phase.PAUSING
 
 
-def test_a_slot_whose_process_never_comes_up_is_given_up_though_its_deaths_are_far_apart() -> None:
+def test_a_slot_that_never_comes_up_is_given_up() -> None:
     scene = Scene.joined(max_deaths=4)
     for _ in range(4):
         assert scene.slot.phase is Phase.WORKING
@@ -180,9 +177,7 @@ def test_an_overdue_slice_is_stale_until_its_report_comes() -> None:
 
 @pytest.mark.parametrize("ready", [False, True], ids=["first step", "later step"])
 @pytest.mark.parametrize("slow_step_s", [30.0, 600.0])
-def test_a_step_that_may_be_slow_is_waited_for_whether_it_is_the_first_or_not(
-    ready: bool, slow_step_s: float
-) -> None:
+def test_a_step_that_may_be_slow_is_waited_for(ready: bool, slow_step_s: float) -> None:
     begin = Scene.working if ready else Scene.joined
     scene = begin(slow_step_s=slow_step_s)
     limit_s = max(slow_step_s, RULES.hang_timeout_s if ready else RULES.start_timeout_s)
@@ -204,7 +199,7 @@ def test_a_queued_slice_is_not_overdue_while_another_runs() -> None:
 @pytest.mark.parametrize(
     "full", [{}, {"device": CPU, "oom_count": 1}], ids=["", "out of memory on an open device"]
 )
-def test_a_poisoned_process_is_replaced_and_its_last_report_counts(full: dict[str, object]) -> None:
+def test_a_poisoned_process_is_replaced_and_its_report_counts(full: dict[str, object]) -> None:
     scene = Scene.working()
     report = scene.report(
         verdict=Verdict.CONTEXT_CORRUPTED,
@@ -227,7 +222,7 @@ def test_a_poisoned_process_is_replaced_and_its_last_report_counts(full: dict[st
     assert len(scene.slot.deaths_at_s) == 1
 
 
-def test_a_card_too_full_for_a_context_is_waited_for_and_no_death() -> None:
+def test_a_card_too_full_for_a_context_is_no_death() -> None:
     scene = Scene.joined()
     full = scene.report(
         verdict=Verdict.CONTEXT_CORRUPTED, device=None, oom_count=1, reason="out of memory"
@@ -242,9 +237,7 @@ def test_a_card_too_full_for_a_context_is_waited_for_and_no_death() -> None:
     assert scene.slot.restarts == 1
 
 
-def test_a_worker_that_cannot_be_built_but_has_worked_in_an_earlier_process_is_started_again() -> (
-    None
-):
+def test_an_unbuildable_worker_that_worked_is_started_again() -> None:
     scene = Scene.working()
     scene.feed(scene.failure())
     scene.feed(Tick())
@@ -253,7 +246,7 @@ def test_a_worker_that_cannot_be_built_but_has_worked_in_an_earlier_process_is_s
 
 
 @pytest.mark.parametrize("deaths", [0, 1])
-def test_errors_of_the_workload_in_a_row_end_in_quarantine_also_over_a_death(deaths: int) -> None:
+def test_errors_in_a_row_end_in_quarantine_also_over_a_death(deaths: int) -> None:
     scene = Scene.working()
     for _ in range(2):
         assert (
@@ -277,14 +270,14 @@ def test_errors_of_the_workload_in_a_row_end_in_quarantine_also_over_a_death(dea
     )
 
 
-def test_errors_of_the_workload_count_whatever_else_the_report_says() -> None:
+def test_workload_errors_count_whatever_else_is_reported() -> None:
     scene = Scene.working(max_workload_errors=1)
     report = scene.report(error="Traceback …", reason="boom", verdict=Verdict.CONTEXT_CORRUPTED)
     assert scene.deeds(report) == [Abandon()]
     assert scene.slot.phase is Phase.QUARANTINED
 
 
-def test_a_good_slice_between_errors_of_the_workload_forgives_them() -> None:
+def test_a_good_slice_forgives_workload_errors() -> None:
     scene = Scene.working()
     for _ in range(5):
         scene.feed(scene.report(error="Traceback …"))
@@ -294,9 +287,7 @@ def test_a_good_slice_between_errors_of_the_workload_forgives_them() -> None:
 
 
 @pytest.mark.parametrize(("died_before_s", "blamed"), [(59, True), (61, False)])
-def test_deaths_shortly_before_a_node_leaves_are_blamed_on_the_node(
-    died_before_s: float, blamed: bool
-) -> None:
+def test_deaths_just_before_a_node_leaves_are_the_nodes(died_before_s: float, blamed: bool) -> None:
     scene = Scene.working(max_deaths=2)
     scene.feed(scene.failure())
     scene.feed(NodeLeft(), later_s=died_before_s)
@@ -306,7 +297,7 @@ def test_deaths_shortly_before_a_node_leaves_are_blamed_on_the_node(
     assert (scene.slot.phase is Phase.PAUSING) == blamed
 
 
-def test_a_slot_that_pauses_on_a_quarantined_card_is_quarantined_and_waits_for_nothing() -> None:
+def test_a_pausing_slot_on_a_quarantined_card_is_too() -> None:
     scene = Scene.working()
     scene.feed(scene.failure())
     assert scene.deeds(CardQuarantined(reason="pc1's card: all 7 workers keep dying")) == [
@@ -398,7 +389,7 @@ def keeping(mib: int) -> dict[str, Any]:
     return {"memory": replace(MEMORY, kept_bytes=mib * MIB), "size": 64 * mib}
 
 
-def test_what_stays_after_a_release_is_a_leak_whatever_the_size_was() -> None:
+def test_what_stays_after_a_release_is_a_leak_at_any_size() -> None:
     """The cap is 200 MiB: a sixth is told, a third is too much."""
     scene = Leaking.joined(leak_flag_bytes=256 * MIB, leak_limit_bytes=1024 * MIB)
     assert [scene.hold(100, **keeping(mib)) for mib in (1, 10, 33)] == [[], [], []]
@@ -418,7 +409,7 @@ def test_what_stays_after_a_release_is_a_leak_whatever_the_size_was() -> None:
     )
 
 
-def test_where_nothing_runs_any_more_an_eighth_of_the_cap_is_too_much() -> None:
+def test_at_rest_an_eighth_of_the_cap_is_too_much() -> None:
     scene = Leaking.joined(leak_flag_bytes=256 * MIB, leak_limit_bytes=1024 * MIB)
     for _ in range(6):
         scene.hold(100)
@@ -439,9 +430,7 @@ def test_a_process_that_keeps_too_much_at_once_counts_as_a_death() -> None:
     assert "drop every tensor in the workload's `release`" in scene.slot.reason
 
 
-def test_a_fresh_process_that_has_measured_nothing_yet_is_not_replaced_for_what_the_last_one_held() -> (
-    None
-):
+def test_a_fresh_process_is_not_replaced_for_the_last_one() -> None:
     scene = Leaking.joined(leak_limit_bytes=60 * MIB)
     scene.settle()
     scene.grow(60)

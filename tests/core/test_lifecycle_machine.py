@@ -41,8 +41,8 @@ from orchestrator.core.slot import (
     Unheld,
 )
 from tests.core.lifecycle_books import FINAL, ILLEGAL, SUMMED, Books, FaultOutcome, failed, reported
-from tests.core.scene import CPU, MEMORY, MIB
-from tests.counting import counters_of
+from tests.factories import CPU, MEMORY, counters_of
+from tests.scene import MIB
 from workers.messages import Directive, Verdict, WorkerState
 
 rules_of_run = st.builds(

@@ -35,7 +35,8 @@ from orchestrator.core.slot import (
     Unheld,
 )
 from tests.core.lifecycle_books import ILLEGAL
-from tests.core.scene import RULES, Scene, report_of
+from tests.core.scene import Scene
+from tests.factories import RULES, report_of
 from workers.messages import Verdict, WorkerState
 
 MOMENT = Moment(now_s=2000.0, rules=RULES, ends_at_s=None)
@@ -79,7 +80,7 @@ def in_phase(phase: Phase) -> Slot:
     return scene.slot
 
 
-def test_every_pair_of_phase_and_event_is_handled_or_ignored_or_illegal() -> None:
+def test_every_phase_and_event_is_handled_ignored_or_illegal() -> None:
     assert {type(event) for event in EVENTS} == set(get_args(Event)), (
         "the list above has one of each"
     )
@@ -105,9 +106,7 @@ def test_the_end_of_a_run_does_not_change_how_a_slot_has_ended(phase: Phase, eve
     CELLS,
     ids=[f"{phase.value}-{type(event).__name__}" for phase, event in CELLS],
 )
-def test_an_event_is_refused_loudly_or_ignored_or_leads_to_a_slot(
-    phase: Phase, event: Event
-) -> None:
+def test_an_event_is_refused_ignored_or_leads_to_a_slot(phase: Phase, event: Event) -> None:
     slot = in_phase(phase)
     key = (phase, type(event))
     if key in ILLEGAL:

@@ -12,7 +12,9 @@ from orchestrator.core.fleet import SliceReported
 from orchestrator.core.memory_broker import MemoryBroker
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
 from orchestrator.core.slot import Command, NodeJoined, NodeLeft, Slot
-from tests.core.scene import CPU, MEMORY, MIB, REFERENCE, Scene, submits
+from tests.core.scene import Scene, submits
+from tests.factories import CPU, MEMORY, REFERENCE
+from tests.scene import MIB
 from workers.messages import DeviceInfo, WorkerState
 
 TOTAL_BYTES = 24 * 2**30
@@ -101,14 +103,14 @@ def seven(**begin: int) -> House:
     return house
 
 
-def test_a_worker_that_has_not_opened_the_card_yet_is_expected_on_its_neighbours() -> None:
+def test_a_worker_not_yet_open_is_expected_on_its_neighbours() -> None:
     house = seven(outside_bytes=TOTAL_BYTES // 2)
     house.report("pc1/0", 0)
     share_bytes = (TOTAL_BYTES // 2 - 7 * CONTEXT_BYTES - 128 * MIB) / 7
     assert house.sent["pc1/0"][-1] == pytest.approx(share_bytes, rel=0.05)
 
 
-def test_a_process_that_does_not_come_is_not_waited_for_with_its_share_for_ever() -> None:
+def test_a_process_that_does_not_come_is_not_waited_for() -> None:
     house = seven(outside_bytes=TOTAL_BYTES // 2)
     house.settle("pc1/0", "pc1/1", rounds=40)
     share_bytes = (TOTAL_BYTES // 2 - 2 * CONTEXT_BYTES - 128 * MIB) / 2
@@ -117,7 +119,7 @@ def test_a_process_that_does_not_come_is_not_waited_for_with_its_share_for_ever(
     )
 
 
-def test_what_a_directive_under_way_allows_is_not_promised_to_anybody_else() -> None:
+def test_what_is_under_way_is_not_promised_to_others() -> None:
     house = seven(outside_bytes=int(0.7 * TOTAL_BYTES))
     house.settle("pc1/0", "pc1/1", rounds=40)
     before = house.sent["pc1/0"][-1]
@@ -194,7 +196,7 @@ def test_a_worker_alone_on_its_card_has_no_lease() -> None:
     assert house.sent == {"pc1/0": [None] * 3, "pc1/1": [None]}
 
 
-def test_on_a_node_with_two_cards_nobody_is_expected_on_either_before_it_has_opened_it() -> None:
+def test_with_two_cards_nobody_is_expected_before_opening() -> None:
     pc1 = REFERENCE.nodes["pc1"].model_copy(update={"workers": 4, "gpus": 2})
     house = House(plan_slots(REFERENCE.model_copy(update={"nodes": {"pc1": pc1}}), Target()))
     house.join()
@@ -218,9 +220,7 @@ class Dividing(MemoryBroker):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_card_with_enough_for_every_cap_gives_the_leases_that_dividing_it_would_give(
-    seed: int,
-) -> None:
+def test_an_ample_card_gives_the_leases_of_dividing_it(seed: int) -> None:
     drawn = Random(seed)  # noqa: S311 - repeatable is what is wanted
     quick, thorough = House(PC1), House(PC1)
     thorough.broker = Dividing(thorough.plans)

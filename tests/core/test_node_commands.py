@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from orchestrator.config.schema import Config
 from orchestrator.core.node_commands import NODE_MARK, node_command
-from tests.core.scene import REFERENCE
+from tests.factories import REFERENCE
 from tests.scene import PATIENCE_S
 
 #: Lets the `ray` command line read arguments without doing anything, and its own reader read the
@@ -45,7 +45,7 @@ def changed(**sections: object) -> Config:
     ("node", "role", "cpus"),
     [("pc1", ["--head", "--port=6379"], 56), ("pc2", ["--address=192.168.1.10:6379"], 12)],
 )
-def test_a_node_starts_as_the_head_or_joins_it_with_its_label_and_the_sums_of_its_workers(
+def test_a_node_starts_as_head_or_joins_with_its_label(
     node: str, role: list[str], cpus: int
 ) -> None:
     command = node_command(REFERENCE, node, "192.168.1.10:6379")
@@ -59,13 +59,13 @@ def test_a_node_starts_as_the_head_or_joins_it_with_its_label_and_the_sums_of_it
     assert command.line == f"ORCHESTRATOR_NODE={node} RAY_AUTH_MODE=token {' '.join(command.argv)}"
 
 
-def test_the_configuration_says_who_is_the_head_and_on_which_port() -> None:
+def test_the_configuration_says_who_is_head_and_its_port() -> None:
     config = changed(cluster={"head": "pc2", "port": 7000})
     assert node_command(config, "pc2", "h:7000").argv[2:4] == ("--head", "--port=7000")
     assert node_command(config, "pc1", "h:7000").argv[2] == "--address=h:7000"
 
 
-def test_without_authentication_there_is_no_token_to_fetch_and_every_process_is_told() -> None:
+def test_without_authentication_no_token_is_fetched() -> None:
     config = changed(cluster={"auth": "none"})
     for node in ("pc1", "pc2"):
         command = node_command(config, node, "h:6379")
@@ -103,7 +103,7 @@ def test_a_shell_reads_back_exactly_what_was_meant(host: str) -> None:
     assert words == [f"{NODE_MARK}=pc2", "RAY_AUTH_MODE=token", *command.argv]
 
 
-def test_every_argument_and_name_of_a_node_is_known_to_the_installed_ray() -> None:
+def test_ray_knows_every_argument_and_name_of_a_node() -> None:
     """Read by the command line of Ray itself, in its own process, without starting anything."""
     argvs = [node_command(REFERENCE, node, "10.0.0.1:6379").argv for node in ("pc1", "pc2")]
     names = ["a", "pc-1", "pc.1", "pc_1", "0", "a" * 63, "1.2.3.4"]

@@ -23,21 +23,13 @@ from orchestrator.core.placement import (
     refusals,
     unnamed,
 )
-from tests.core.scene import REFERENCE
+from tests.factories import REFERENCE, config_of
 from tests.scene import GUIDES
 from workers.training.settings import TrainSettings
 from workers.units import GIB, MIB
 
 PC1 = NodeFact(name="pc1", node_id="a", address="10.0.0.1", cpus=56.0, gpus=1.0)
 PC2 = NodeFact(name="pc2", node_id="b", address="10.0.0.2", cpus=12.0, gpus=1.0)
-
-
-def config(nodes: dict[str, dict[str, object]], **sections: object) -> Config:
-    """Return a configuration with these nodes, each an unknown card of any size unless it says otherwise."""
-    usual: dict[str, object] = {"gpu": "card", "workers": 1, "vram_per_worker_gib": 1.0}
-    return Config.model_validate(
-        {"nodes": {name: {**usual, **node} for name, node in nodes.items()}, **sections}
-    )
 
 
 def fact(**changes: object) -> NodeFact:
@@ -58,7 +50,7 @@ def fact(**changes: object) -> NodeFact:
         ("pc2/2", 4, 0.3333, 1.5, 0.75, 0.7, 4096, "rtx-3070"),
     ],
 )
-def test_a_worker_of_the_reference_pair_gets_the_numbers_of_its_guide(
+def test_a_reference_worker_gets_the_numbers_of_its_guide(
     slot: str,
     cpus: int,
     gpus: float,
@@ -87,13 +79,14 @@ def test_a_worker_of_the_reference_pair_gets_the_numbers_of_its_guide(
 
 
 def test_the_seed_of_the_configuration_moves_all_seeds() -> None:
-    plans = plan_slots(config({"pc1": {"workers": 2}}, workload={"seed": 40}), Target())
+    plans = plan_slots(config_of({"pc1": {"workers": 2}}, workload={"seed": 40}), Target())
     assert [plan.spec.workload.seed for plan in plans] == [40, 41]
 
 
 def test_the_train_section_reaches_every_worker_flat() -> None:
     plans = plan_slots(
-        config({"pc1": {"workers": 2}}, train={"steps": 7, "micro": 3, "ema_decay": 0.9}), Target()
+        config_of({"pc1": {"workers": 2}}, train={"steps": 7, "micro": 3, "ema_decay": 0.9}),
+        Target(),
     )
     for plan in plans:
         settings = plan.spec.workload.settings
@@ -126,7 +119,7 @@ def test_the_memory_section_reaches_every_worker_in_bytes() -> None:
 def test_the_device_is_the_grounds_or_follows_from_the_cards(
     target: Target, gpus: int, device: str
 ) -> None:
-    (plan,) = plan_slots(config({"pc1": {"gpus": gpus}}), target)
+    (plan,) = plan_slots(config_of({"pc1": {"gpus": gpus}}), target)
     assert plan.spec.device == device
 
 
@@ -155,24 +148,15 @@ def test_a_cluster_that_is_all_there_is_not_refused() -> None:
 @pytest.mark.parametrize(
     ("live", "expected"),
     [
-        pytest.param(
-            [PC2], [("pc1", Missing.NODE, "no live node has the label node=pc1")], id="missing"
-        ),
-        pytest.param(
-            [PC2, fact(name=None)],
-            [("pc1", Missing.NODE, "no live node has the label node=pc1")],
-            id="unnamed",
-        ),
-        pytest.param(
-            [fact(cpus=16.0), PC2],
-            [("pc1", Missing.CPUS, "pc1 offers 16 CPUs, the plan needs 7 workers x 8 = 56")],
-            id="too few CPUs",
-        ),
-        pytest.param(
-            [PC1, fact(name="pc2", cpus=12.0, gpus=0.0)],
-            [("pc2", Missing.GPUS, "pc2 offers 0 GPUs, the plan needs 1")],
-            id="no GPU",
-        ),
+        pytest.param([PC2], [("pc1", Missing.NODE, "no live node has the label node=pc1")],
+         id="missing"),
+        pytest.param([PC2, fact(name=None)],
+         [("pc1", Missing.NODE, "no live node has the label node=pc1")], id="unnamed"),
+        pytest.param([fact(cpus=16.0), PC2],
+         [("pc1", Missing.CPUS, "pc1 offers 16 CPUs, the plan needs 7 workers x 8 = 56")],
+         id="too few CPUs"),
+        pytest.param([PC1, fact(name="pc2", cpus=12.0, gpus=0.0)],
+         [("pc2", Missing.GPUS, "pc2 offers 0 GPUs, the plan needs 1")], id="no GPU"),
         pytest.param(
             [fact(cpus=55.5, gpus=0.5), PC2],
             [
@@ -181,11 +165,9 @@ def test_a_cluster_that_is_all_there_is_not_refused() -> None:
             ],
             id="too little of everything",
         ),
-        pytest.param(
-            [PC1, fact(address="10.0.0.0", node_id="z", cpus=0.0), PC2],
-            [("pc1", Missing.TWICE, "2 live nodes have the label node=pc1: 10.0.0.0, 10.0.0.1")],
-            id="twice",
-        ),
+        pytest.param([PC1, fact(address="10.0.0.0", node_id="z", cpus=0.0), PC2],
+         [("pc1", Missing.TWICE, "2 live nodes have the label node=pc1: 10.0.0.0, 10.0.0.1")],
+         id="twice"),
         pytest.param(
             [],
             [
@@ -195,7 +177,7 @@ def test_a_cluster_that_is_all_there_is_not_refused() -> None:
             id="nothing",
         ),
     ],
-)
+)  # fmt: skip
 def test_what_is_missing_is_refused_with_the_sum(
     live: list[NodeFact], expected: list[tuple[str, Missing, str]]
 ) -> None:
@@ -233,7 +215,7 @@ def configs(draw: st.DrawFn) -> Config:
             "cpus_per_worker": draw(st.integers(1, 16)),
             "vram_per_worker_gib": draw(st.floats(0.01, 100)),
         }
-    return config(nodes, workload={"seed": draw(st.integers(0, 2**32 - 1))})
+    return config_of(nodes, workload={"seed": draw(st.integers(0, 2**32 - 1))})
 
 
 grounds = st.builds(
@@ -250,9 +232,7 @@ def by_node(plans: Iterable[SlotPlan]) -> dict[str, list[SlotPlan]]:
 
 @settings(deadline=None)
 @given(drawn=configs(), target=grounds)
-def test_slots_stand_in_the_order_of_the_configuration_under_names_that_stay(
-    drawn: Config, target: Target
-) -> None:
+def test_slots_stand_in_the_order_of_the_configuration(drawn: Config, target: Target) -> None:
     plans = plan_slots(drawn, target)
     expected = [
         f"{name}/{index}" for name, node in drawn.nodes.items() for index in range(node.workers)
@@ -293,7 +273,7 @@ def test_the_sums_of_a_node_agree_with_its_workers(drawn: Config, target: Target
 
 @settings(deadline=None)
 @given(drawn=configs(), data=st.data())
-def test_a_cluster_started_with_the_planned_numbers_is_never_refused_and_one_short_of_them_always(
+def test_planned_numbers_are_never_refused_and_fewer_always(
     drawn: Config, data: st.DataObject
 ) -> None:
     budgets = [node_budget(name, node, drawn) for name, node in drawn.nodes.items()]

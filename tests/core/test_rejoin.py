@@ -73,7 +73,7 @@ def joined(**kinds: object) -> PC:
     return pc
 
 
-def test_a_node_is_started_once_the_head_can_be_reached_and_then_left_alone() -> None:
+def test_a_node_is_started_once_the_head_can_be_reached() -> None:
     pc = PC(is_plugged=False)
     assert pc.pass_s(600) == []
     pc.is_plugged = True
@@ -81,7 +81,7 @@ def test_a_node_is_started_once_the_head_can_be_reached_and_then_left_alone() ->
     assert pc.node.phase is NodePhase.UP
 
 
-def test_after_a_cut_that_the_head_has_not_noticed_the_node_is_asked_about_and_stays() -> None:
+def test_after_an_unnoticed_cut_the_node_stays() -> None:
     pc = joined()
     pc.is_plugged = False
     assert pc.pass_s(25) == []
@@ -90,7 +90,7 @@ def test_after_a_cut_that_the_head_has_not_noticed_the_node_is_asked_about_and_s
     assert pc.is_running
 
 
-def test_a_node_that_the_head_no_longer_knows_is_replaced_at_once_even_while_it_runs() -> None:
+def test_a_node_unknown_to_the_head_is_replaced_at_once() -> None:
     """It was declared dead, or the head has begun a new cluster."""
     pc = joined()
     pc.is_plugged = False
@@ -100,7 +100,7 @@ def test_a_node_that_the_head_no_longer_knows_is_replaced_at_once_even_while_it_
     assert pc.node.phase is NodePhase.UP
 
 
-def test_a_head_that_does_not_answer_is_asked_again_and_the_node_stays() -> None:
+def test_a_head_that_does_not_answer_is_asked_again() -> None:
     pc = joined()
     pc.is_plugged = False
     pc.pass_s(5)
@@ -115,9 +115,7 @@ def test_a_head_that_does_not_answer_is_asked_again_and_the_node_stays() -> None
 
 
 @pytest.mark.parametrize("away_s", [0, 300])
-def test_a_node_that_has_ended_is_started_again_as_soon_as_the_head_can_be_reached(
-    away_s: int,
-) -> None:
+def test_an_ended_node_is_started_when_the_head_is_there(away_s: int) -> None:
     pc = joined()
     pc.pass_s(3600)
     pc.is_running, pc.is_plugged = False, away_s == 0
@@ -126,9 +124,7 @@ def test_a_node_that_has_ended_is_started_again_as_soon_as_the_head_can_be_reach
     assert Action.START in pc.pass_s(3)
 
 
-def test_the_pause_between_starts_that_fail_doubles_up_to_a_minute_and_begins_anew_after_a_steady_minute() -> (
-    None
-):
+def test_the_pause_between_failed_starts_doubles_to_a_minute() -> None:
     repaired_s = float("inf")
     pc = PC(starts=lambda now_s: now_s >= repaired_s)
     pc.pass_s(600)
@@ -160,7 +156,7 @@ def test_the_heads_return_ends_a_pause() -> None:
     assert pc.pass_s(1) == [Action.START]
 
 
-def test_a_start_into_which_a_cut_falls_is_ended_and_is_no_failure() -> None:
+def test_a_start_into_which_a_cut_falls_is_no_failure() -> None:
     """`ray start` would wait without an end."""
     pc = PC()
     pc.pass_s(2)
@@ -181,7 +177,7 @@ def test_a_start_that_hangs_is_ended_and_tried_again() -> None:
     assert pc.node.phase is NodePhase.UP
 
 
-def test_each_start_that_took_too_long_gets_the_next_one_more_time_until_the_node_is_up() -> None:
+def test_each_start_that_took_too_long_lengthens_the_next() -> None:
     pc = PC(start_s=float("inf"))
     pc.pass_s(60 + 1 + 120 + 2 + 180 + 4 + 180 + 8 + 10)
     lasted_s = [round(after - before) for before, after in itertools.pairwise(pc.started_s)]
@@ -194,7 +190,7 @@ def test_each_start_that_took_too_long_gets_the_next_one_more_time_until_the_nod
     assert pc.pass_s(66) == [Action.END, Action.START, Action.END, Action.START], "as at first"
 
 
-def test_a_start_whose_raylet_has_ended_is_ended_at_once_and_tried_again() -> None:
+def test_a_start_whose_raylet_ended_is_ended_and_retried() -> None:
     """`ray start` would wait half a minute for it, and then fail."""
     pc = PC(start_s=float("inf"))
     pc.pass_s(10)
@@ -205,7 +201,7 @@ def test_a_start_whose_raylet_has_ended_is_ended_at_once_and_tried_again() -> No
     assert pc.node.phase is NodePhase.UP
 
 
-def test_a_node_that_runs_already_is_kept_if_the_head_counts_it_in() -> None:
+def test_a_running_node_is_kept_if_the_head_counts_it() -> None:
     pc = PC(is_running=True)
     assert pc.pass_s(600) == [Action.ASK]
     stranger = PC(is_running=True, is_member=False)

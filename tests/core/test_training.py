@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.core.training import NO_TRAINING, follow
-from tests.core.scene import report_of
+from tests.factories import report_of
 from workers.messages import NO_PROGRESS, Progress
 
 

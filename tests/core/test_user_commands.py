@@ -27,7 +27,9 @@ from orchestrator.core.slot import (
     Unheld,
 )
 from orchestrator.core.user_commands import Command, CommandRefusedError, Do, events_of
-from tests.core.scene import MIB, REFERENCE, Scene, submits
+from tests.core.scene import Scene, submits
+from tests.factories import REFERENCE
+from tests.scene import MIB
 from workers.messages import Progress, Verdict, WorkerState
 
 PLANS = {plan.spec.slot: plan for plan in plan_slots(REFERENCE, Target(device="cuda"))}
@@ -118,7 +120,7 @@ def test_a_command_is_taken_or_refused_with_what_to_type_instead(do: Do, state: 
         event_for(state, do, amount_mib=amount_mib, ending=True)
 
 
-def test_a_cap_is_within_the_budget_and_the_whole_budget_lifts_it() -> None:
+def test_a_cap_is_within_the_budget_which_lifts_it() -> None:
     assert event_for("running", Do.CAP, amount_mib=1).cap_bytes == MIB  # type: ignore[union-attr]
     assert event_for("running", Do.CAP, amount_mib=BUDGET_MIB).cap_bytes is None  # type: ignore[union-attr]
     with pytest.raises(
@@ -133,7 +135,7 @@ def test_a_cap_is_within_the_budget_and_the_whole_budget_lifts_it() -> None:
         events_of(command, {"pc1/0": slot_in("running").slot}, classic, [])
 
 
-def test_one_slot_that_is_wrong_or_unknown_keeps_the_others_as_they_are() -> None:
+def test_one_wrong_slot_keeps_the_others_as_they_are() -> None:
     slots = {
         "pc1/0": slot_in("running").slot,
         "pc1/1": replace(slot_in("quarantined").slot, slot="pc1/1"),
@@ -147,7 +149,7 @@ def test_one_slot_that_is_wrong_or_unknown_keeps_the_others_as_they_are() -> Non
             events_of(command, slots, PLANS, ["pc1"])
 
 
-def test_a_paused_slot_goes_on_in_its_process_and_a_drained_one_in_another() -> None:
+def test_a_paused_slot_keeps_its_process_and_a_drained_not() -> None:
     paused, drained = slot_in("running"), slot_in("running")
     assert hold(paused, Hold.PAUSE) == []
     assert [sent.incarnation for sent in submits(paused.deeds(Unheld()))] == [0, 0]
@@ -163,7 +165,7 @@ def test_a_paused_slot_goes_on_in_its_process_and_a_drained_one_in_another() -> 
     ) == (0, 0, 6)
 
 
-def test_a_slot_that_was_to_be_held_and_is_resumed_at_once_has_its_pipeline_full_again() -> None:
+def test_a_slot_resumed_at_once_has_a_full_pipeline() -> None:
     scene = slot_in("running")
     scene.feed(Held(hold=Hold.PAUSE))
     assert submits(scene.feed(scene.report())) == []
@@ -175,7 +177,7 @@ def test_a_slot_that_was_to_be_held_and_is_resumed_at_once_has_its_pipeline_full
     ("how", "commands"),
     [(Hold.PAUSE, [Forget(), Restart()]), (Hold.DRAIN, [Forget(), Restart(), Abandon()])],
 )
-def test_a_process_that_hangs_before_it_is_held_is_ended_and_not_replaced(
+def test_a_process_that_hangs_before_its_hold_is_not_replaced(
     how: Hold, commands: list[object]
 ) -> None:
     scene = slot_in("running")
@@ -185,7 +187,7 @@ def test_a_process_that_hangs_before_it_is_held_is_ended_and_not_replaced(
     assert [sent.incarnation for sent in submits(scene.deeds(Unheld()))] == [1]
 
 
-def test_a_pause_between_two_processes_lasts_until_the_slot_is_resumed() -> None:
+def test_a_pause_between_processes_lasts_until_resumed() -> None:
     scene = slot_in("restarting")
     scene.feed(Held(hold=Hold.PAUSE))
     assert scene.deeds(Tick(), later_s=1000) == []
@@ -207,7 +209,7 @@ def test_a_held_slot_stays_held_while_its_node_comes_and_goes() -> None:
     assert [sent.incarnation for sent in submits(scene.deeds(NodeJoined()))] == [1]
 
 
-def test_the_time_for_which_a_slot_is_held_counts_as_worked_once_the_run_counts() -> None:
+def test_held_time_counts_as_worked_once_the_run_counts() -> None:
     scene = slot_in("held")
     assert scene.slot.held_since_s is not None
     worked_s, scene.ends_at_s = scene.slot.worked_s, 1e6
@@ -217,7 +219,7 @@ def test_the_time_for_which_a_slot_is_held_counts_as_worked_once_the_run_counts(
     assert scene.slot.held_since_s is None
 
 
-def test_a_quarantine_ends_a_hold_and_is_lifted_with_one_step_first_and_a_clean_record() -> None:
+def test_a_quarantine_ends_a_hold_and_is_lifted_clean() -> None:
     scene = Scene.working(max_deaths=2)
     scene.die()
     scene.feed(Held(hold=Hold.PAUSE))
@@ -241,9 +243,7 @@ def test_the_next_slice_alone_is_asked_to_save() -> None:
 @pytest.mark.parametrize(
     ("event", "phase"), [(Held(hold=Hold.PAUSE), Phase.HELD), (Drain(), Phase.STOPPED)]
 )
-def test_a_training_gets_slices_until_it_has_saved_or_has_no_memory_to_end_its_step(
-    event: Event, phase: Phase
-) -> None:
+def test_a_training_gets_slices_until_it_has_saved(event: Event, phase: Phase) -> None:
     for last in ({"save_due": False}, {"save_due": True, "state": WorkerState.PARKED}):
         scene = slot_in("training")
         trains = {"progress": Progress(train_step=1)}

@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.doctor.checks_machine import check_disk, check_machine
 from orchestrator.doctor.finding import Finding, Verdict, exit_code, versions
-from tests.doctor.scene import CPU_TORCH, CUDA_TORCH, card, laptop, workstation, wsl
+from tests.factories import CPU_TORCH, CUDA_TORCH, card_facts, laptop, workstation, wsl
 from workers.host.facts import Holder, MachineFacts, TorchFacts
 from workers.units import GIB
 
@@ -54,11 +54,11 @@ HOLDERS = (
     Holder(pid=4711, name="game.exe", used_bytes=9 * GIB),
     Holder(pid=5, name=None, used_bytes=None),
 )
-TI = card(
+TI = card_facts(
     name="NVIDIA GeForce RTX 3070 Ti", total_bytes=8 * GIB, cores=6144, max_sm_clock_mhz=1770,
     max_memory_clock_mhz=9501, bus_width_bits=256,
 )  # fmt: skip
-TWO_CARDS = (card(), card(index=1, uuid="GPU-2", name="NVIDIA GeForce RTX 3070"))
+TWO_CARDS = (card_facts(), card_facts(index=1, uuid="GPU-2", name="NVIDIA GeForce RTX 3070"))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ TWO_CARDS = (card(), card(index=1, uuid="GPU-2", name="NVIDIA GeForce RTX 3070")
         (wsl(cards=(), nvml_error="not found", torch=CPU_TORCH), "card", WARN, "WSL2 shows no", "wsl --shutdown"),
         (workstation(cards=(), card_errors=("card 0 is lost",)), "card", FAIL, "card 0 is lost", "sudo reboot"),
         (
-            workstation(cards=(card(visible=False),), environment=(("CUDA_VISIBLE_DEVICES", ""),)),
+            workstation(cards=(card_facts(visible=False),), environment=(("CUDA_VISIBLE_DEVICES", ""),)),
             "card", FAIL, "hides every one", "unset CUDA_VISIBLE_DEVICES",
         ),
         (workstation(torch=CPU_TORCH), "torch", FAIL, "never use the card", "python -m pip uninstall torch"),
@@ -95,19 +95,19 @@ TWO_CARDS = (card(), card(index=1, uuid="GPU-2", name="NVIDIA GeForce RTX 3070")
             "torch", FAIL, "CUDA unknown error", "wsl --shutdown",
         ),
         (
-            workstation(cards=(card(compute_capability=(6, 1)),)),
+            workstation(cards=(card_facts(compute_capability=(6, 1)),)),
             "kernels", FAIL, "6.1", "python -m pip uninstall torch",
         ),
-        (workstation(cards=(card(compute_capability=(12, 1)),)), "kernels", OK, "has kernels", None),
-        (workstation(cards=(card(compute_capability=(13, 0)),)), "kernels", WARN, "takes minutes", None),
-        (workstation(cards=(card(compute_capability=None),)), "kernels", SKIP, "does not report it", None),
+        (workstation(cards=(card_facts(compute_capability=(12, 1)),)), "kernels", OK, "has kernels", None),
+        (workstation(cards=(card_facts(compute_capability=(13, 0)),)), "kernels", WARN, "takes minutes", None),
+        (workstation(cards=(card_facts(compute_capability=None),)), "kernels", SKIP, "does not report it", None),
         (
-            workstation(cards=(card(persistence=False),)),
+            workstation(cards=(card_facts(persistence=False),)),
             "persistence", WARN, "unloads an idle card",
             "sudo systemctl enable --now nvidia-persistenced || sudo nvidia-smi -pm 1",
         ),
-        (workstation(cards=(card(persistence=False, display=True),)), "persistence", OK, "stays loaded", None),
-        (wsl(cards=(card(persistence=False),)), "persistence", SKIP, "Windows", None),
+        (workstation(cards=(card_facts(persistence=False, display=True),)), "persistence", OK, "stays loaded", None),
+        (wsl(cards=(card_facts(persistence=False),)), "persistence", SKIP, "Windows", None),
         (wsl(), "platform", WARN, "WSL2", None),
         (laptop(system="darwin"), "platform", FAIL, "workers need Linux", None),
         (laptop(ray=None), "ray", FAIL, "not installed", "make setup"),
@@ -131,9 +131,9 @@ TWO_CARDS = (card(), card(index=1, uuid="GPU-2", name="NVIDIA GeForce RTX 3070")
         (laptop(), "driver", SKIP, "none answers", None),
         (laptop(), "torch", OK, "2.13.0+cpu, built for the processor", None),
         (laptop(torch=CUDA_TORCH), "torch", OK, "2.13.0+cu128, built for CUDA 12.8", None),
-        (workstation(cards=(card(used_bytes=21 * GIB, holders=WORKERS),)), "vram", OK, "ray::Worker", None),
+        (workstation(cards=(card_facts(used_bytes=21 * GIB, holders=WORKERS),)), "vram", OK, "ray::Worker", None),
         (
-            workstation(cards=(card(used_bytes=10 * GIB, holders=HOLDERS),)), "vram", WARN,
+            workstation(cards=(card_facts(used_bytes=10 * GIB, holders=HOLDERS),)), "vram", WARN,
             "13.56 GiB free of 23.56; held by game.exe (pid 4711, 9.00 GiB), Xorg (pid 900, 0.50 GiB), unknown (pid 5)",
             "nvidia-smi",
         ),
@@ -181,11 +181,11 @@ def test_one_thing_is_wrong(
         (("nonsense", "sm_", "compute_x"), (8, 6), FAIL),
     ],
 )
-def test_kernels_run_on_later_minor_versions_and_are_compiled_for_later_major_ones(
+def test_kernels_run_on_later_minor_and_major_versions(
     architectures: tuple[str, ...], capability: tuple[int, int], verdict: Verdict
 ) -> None:
     torch = replace(CUDA_TORCH, architectures=architectures)
-    facts = workstation(torch=torch, cards=(card(compute_capability=capability),))
+    facts = workstation(torch=torch, cards=(card_facts(compute_capability=capability),))
     assert only(examine(facts), "kernels").verdict is verdict
 
 

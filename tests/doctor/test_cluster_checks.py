@@ -17,8 +17,7 @@ from orchestrator.core.placement import Missing, Refusal
 from orchestrator.doctor.checks_cluster import check_nodes, check_plan
 from orchestrator.doctor.finding import Finding, Verdict
 from orchestrator.doctor.verb import check_port, check_token
-from tests.core.scene import REFERENCE
-from tests.doctor.scene import CPU_TORCH, card, laptop, workstation
+from tests.factories import CPU_TORCH, REFERENCE, card_facts, laptop, workstation
 from workers.host.facts import Holder, MachineFacts
 from workers.units import GIB
 
@@ -26,7 +25,7 @@ OK, SKIP, WARN, FAIL = Verdict.OK, Verdict.SKIP, Verdict.WARN, Verdict.FAIL
 
 PC1 = REFERENCE.nodes["pc1"]
 
-SMALL_CARD = card(name="NVIDIA GeForce RTX 3070", total_bytes=round(7.67 * GIB))
+SMALL_CARD = card_facts(name="NVIDIA GeForce RTX 3070", total_bytes=round(7.67 * GIB))
 WORKER = Holder(pid=1, name="ray::Wo", used_bytes=None)
 CPU_NODE = NodeConfig(gpu="cpu", gpus=0, workers=4, vram_per_worker_gib=1.0)
 
@@ -35,7 +34,7 @@ CPU_NODE = NodeConfig(gpu="cpu", gpus=0, workers=4, vram_per_worker_gib=1.0)
     ("plan", "facts", "verdicts", "words"),
     [
         (PC1, workstation(), [OK], "pc1: 7 workers x 3.3 GiB on 1 x rtx-3090, which it has"),
-        (PC1, workstation(cards=(card(), replace(SMALL_CARD, used_bytes=5 * GIB))), [OK], "which it has"),
+        (PC1, workstation(cards=(card_facts(), replace(SMALL_CARD, used_bytes=5 * GIB))), [OK], "which it has"),
         (PC1, laptop(), [FAIL], "cluster.yaml gives pc1 1 x rtx-3090, but no NVIDIA card answers there"),
         (PC1.model_copy(update={"gpus": 2}), workstation(), [FAIL], "but 1 answer there"),
         (PC1, workstation(cards=(SMALL_CARD,)), [FAIL, WARN], "7 workers x 3.3 GiB = 23.10 GiB, but 0.99 of"),
@@ -44,10 +43,11 @@ CPU_NODE = NodeConfig(gpu="cpu", gpus=0, workers=4, vram_per_worker_gib=1.0)
             "has a NVIDIA GeForce RTX 3070 with 7.67 GiB, for which cluster.yaml says 23.56",
         ),
         (
-            PC1, workstation(cards=(card(used_bytes=5 * GIB, holders=(WORKER, replace(WORKER, name="game"))),)), [WARN],
+            PC1, workstation(cards=(card_facts(used_bytes=5 * GIB, holders=(WORKER, replace(WORKER, name="game"))),)),
+            [WARN],
             "its workers want 23.10 GiB of card #0, and 18.56 GiB are free",
         ),
-        (PC1, workstation(cards=(card(used_bytes=22 * GIB, holders=(WORKER,)),)), [OK], "which it has"),
+        (PC1, workstation(cards=(card_facts(used_bytes=22 * GIB, holders=(WORKER,)),)), [OK], "which it has"),
         (CPU_NODE, laptop(), [OK], "pc1: 4 workers x 1 GiB on the processor, which it has"),
         (CPU_NODE, laptop(ram_available_bytes=2 * GIB), [FAIL], "= 4.00 GiB, and 2.00 GiB of memory are free"),
         (CPU_NODE, workstation(), [WARN], "lets pc1 work on its processor, and it has a NVIDIA GeForce RTX 3090"),

@@ -40,7 +40,7 @@ def test_words_are_broken_at_the_width_and_commands_never() -> None:
     assert all(cell_len(line) <= 80 for line in lines if LONG not in line)
 
 
-def test_the_last_words_are_broken_too_and_a_wide_terminal_is_not_filled() -> None:
+def test_last_words_break_and_a_wide_terminal_is_not_filled() -> None:
     assert all(cell_len(line) <= 40 for line in drawn(diagnosis(ok("x")), width=40))
     assert max(cell_len(line) for line in drawn(diagnosis(ok("word " * 90)), width=400)) <= 110
 

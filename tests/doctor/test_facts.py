@@ -39,7 +39,7 @@ def test_a_torch_that_cannot_be_imported_is_an_answer(
     assert torch.error == "ImportError: libcudart.so.12: cannot open shared object file"
 
 
-def test_a_folder_that_is_not_there_yet_is_on_the_disk_of_its_parent(tmp_path: Path) -> None:
+def test_a_folder_not_there_yet_is_on_its_parents_disk(tmp_path: Path) -> None:
     assert free_bytes(str(tmp_path / "not" / "there")) == pytest.approx(
         shutil.disk_usage(tmp_path).free, rel=0.1
     )

@@ -18,7 +18,7 @@ from orchestrator.config.schema import Config, NodeConfig
 from orchestrator.config.template import NodeChoice, by_formula, choose, render
 from orchestrator.core.placement import Target, node_budget, plan_slots
 from orchestrator.run import environment
-from tests.doctor.scene import card, laptop, workstation, wsl
+from tests.factories import card_facts, laptop, workstation, wsl
 from workers.host.facts import CardFacts, Holder, MachineFacts
 from workers.units import GIB
 
@@ -31,7 +31,7 @@ NAMES = (
 )  # fmt: skip
 
 CARDS = st.builds(
-    card,
+    card_facts,
     name=st.sampled_from(NAMES) | st.text(max_size=80),
     total_bytes=st.integers(min_value=2**20, max_value=2**43)
     | st.sampled_from([8, 12, 24, 80, 141]).flatmap(
@@ -60,9 +60,9 @@ def written(*machines: MachineFacts) -> tuple[str, Config, list[NodeChoice]]:
 
 
 @given(MACHINES)
-@example(workstation(cards=(card(total_bytes=GIB),)))
-@example(workstation(cards=(card(name="RTX\nnodes: {}\n\x1b[31m"),)))
-@example(workstation(cards=tuple(card(index=at, total_bytes=2**43) for at in range(6))))
+@example(workstation(cards=(card_facts(total_bytes=GIB),)))
+@example(workstation(cards=(card_facts(name="RTX\nnodes: {}\n\x1b[31m"),)))
+@example(workstation(cards=tuple(card_facts(index=at, total_bytes=2**43) for at in range(6))))
 @example(laptop(ram_available_bytes=0, cores_logical=1, cores_physical=None))
 def test_for_any_machine_the_file_loads_fits_and_plans(facts: MachineFacts) -> None:
     text, config, (choice,) = written(facts)
@@ -87,9 +87,7 @@ def test_for_any_machine_the_file_loads_fits_and_plans(facts: MachineFacts) -> N
 
 
 @given(st.lists(MACHINES, min_size=1, max_size=4))
-def test_every_key_of_the_first_node_is_explained_and_all_other_keys_keep_their_comments(
-    machines: list[MachineFacts],
-) -> None:
+def test_the_first_nodes_keys_are_explained(machines: list[MachineFacts]) -> None:
     text, _, _ = written(*machines)
     lines = text.splitlines()
     first = lines[lines.index("  pc1:") + 1 :][: 2 * len(NodeConfig.model_fields) + 20]
@@ -101,7 +99,7 @@ def test_every_key_of_the_first_node_is_explained_and_all_other_keys_keep_their_
 
 
 def test_the_reference_pair_is_found_as_the_guides_have_it() -> None:
-    pc2 = card(name="NVIDIA GeForce RTX 3070", total_bytes=round(7.67 * GIB), display=True)
+    pc2 = card_facts(name="NVIDIA GeForce RTX 3070", total_bytes=round(7.67 * GIB), display=True)
     _, config, _ = written(workstation(), workstation(cards=(pc2,)))
     shipped = config_from_text(template(), "shipped").nodes
     for name in ("pc1", "pc2"):
@@ -117,12 +115,12 @@ def with_cards(*cards: CardFacts) -> MachineFacts:
     return workstation(cards=cards)
 
 
-SMALL = card(index=1, name="NVIDIA GeForce RTX 3070", total_bytes=round(7.67 * GIB))
-DISPLAY = card(
+SMALL = card_facts(index=1, name="NVIDIA GeForce RTX 3070", total_bytes=round(7.67 * GIB))
+DISPLAY = card_facts(
     index=1, name="NVIDIA GeForce GT 1030", total_bytes=2 * GIB, compute_capability=(6, 1)
 )
-OLD = card(name="NVIDIA GeForce GTX 1080", total_bytes=8 * GIB, compute_capability=(6, 1))
-XORG = card(holders=(Holder(pid=1, name="Xorg", used_bytes=1),))
+OLD = card_facts(name="NVIDIA GeForce GTX 1080", total_bytes=8 * GIB, compute_capability=(6, 1))
+XORG = card_facts(holders=(Holder(pid=1, name="Xorg", used_bytes=1),))
 
 
 def processor(ram_gib: int, cores: int) -> MachineFacts:
@@ -135,17 +133,17 @@ def processor(ram_gib: int, cores: int) -> MachineFacts:
         # A desktop on the card is left a part of it.
         (workstation(), {"workers": 7, "memory_fraction": 0.99}, None),
         (
-            with_cards(card(display=True)),
+            with_cards(card_facts(display=True)),
             {"workers": 6, "memory_fraction": 0.85}, "A screen is driven by this card",
         ),
         (with_cards(XORG), {"workers": 6, "memory_fraction": 0.85}, "xorg draws on"),
         (wsl(), {"workers": 6, "memory_fraction": 0.85}, "Windows and its desktop"),
-        (with_cards(card(total_bytes=20 * GIB)), {"workers": 6, "memory_fraction": 0.90}, None),
+        (with_cards(card_facts(total_bytes=20 * GIB)), {"workers": 6, "memory_fraction": 0.90}, None),
         # Two unlike cards are planned by the smaller one, but not by one that is there for the
         # display.
-        (with_cards(card(), SMALL), {"gpus": 2, "gpu": "rtx-3070", "vram_gib": 7.66, "workers": 2 * 2}, None),
+        (with_cards(card_facts(), SMALL), {"gpus": 2, "gpu": "rtx-3070", "vram_gib": 7.66, "workers": 2 * 2}, None),
         (
-            with_cards(card(), DISPLAY), {"gpus": 1, "gpu": "rtx-3090", "workers": 7},
+            with_cards(card_facts(), DISPLAY), {"gpus": 1, "gpu": "rtx-3090", "workers": 7},
             "Too small beside that: NVIDIA GeForce GT 1030; start Ray there with CUDA_VISIBLE_DEVICES=0.",
         ),
         (with_cards(OLD), {"dtype": "fp32"}, None),
@@ -170,7 +168,7 @@ def test_what_is_chosen_for_a_machine_and_why(
 
 def test_the_summary_names_what_is_used() -> None:
     assert choose(laptop()).summary == "no NVIDIA card: 8 workers x 1.00 GiB on the processor"
-    assert "GT 1030" not in choose(with_cards(card(), DISPLAY)).summary
+    assert "GT 1030" not in choose(with_cards(card_facts(), DISPLAY)).summary
 
 
 def test_the_port_of_a_head_that_runs_already_is_written_down() -> None:
@@ -184,7 +182,7 @@ def test_the_port_of_a_head_that_runs_already_is_written_down() -> None:
 
 
 def test_no_number_of_the_reference_pair_is_left_in_the_nodes() -> None:
-    unknown = card(name="NVIDIA GeForce RTX 5090", total_bytes=31 * GIB)
+    unknown = card_facts(name="NVIDIA GeForce RTX 5090", total_bytes=31 * GIB)
     text, _, _ = written(workstation(cards=(unknown,)))
     nodes = text[text.index("\nnodes:") : text.index("\nworkload:")]
     assert not re.search(r"3\.33|23\.31|56 on|0\.99|3090 really|4 x 1\.7", nodes)

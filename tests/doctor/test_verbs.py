@@ -78,7 +78,7 @@ def test_a_place_that_cannot_be_written_to_is_said() -> None:
     )
 
 
-def test_a_typing_error_is_a_finding_and_the_machine_is_checked_all_the_same() -> None:
+def test_a_typing_error_is_a_finding_among_others() -> None:
     text = (ROOT / "cluster.yaml").read_text(encoding="utf-8")
     Path("cluster.yaml").write_text(text.replace("workers: 7", "wrokers: 7"), encoding="utf-8")
     report = report_of(orchestrator("doctor", "--json"))
@@ -90,7 +90,7 @@ def test_a_typing_error_is_a_finding_and_the_machine_is_checked_all_the_same() -
     assert found(report, "torch")[0]["verdict"] == "ok"
 
 
-def test_a_file_that_is_not_there_can_be_made_and_torch_is_not_loaded_in_this_process() -> None:
+def test_a_missing_file_can_be_made_without_torch() -> None:
     probe = (
         "import sys; sys.argv[:] = ['orchestrator', *sys.argv[1:]]\n"
         "from orchestrator.cli.main import main\n"
@@ -106,7 +106,7 @@ def test_a_file_that_is_not_there_can_be_made_and_torch_is_not_loaded_in_this_pr
 
 
 @without_card
-def test_what_is_to_be_typed_names_the_configuration_that_was_read() -> None:
+def test_what_to_type_names_the_configuration_read() -> None:
     shutil.copy(ROOT / "cluster.yaml", "my own.yaml")
     done = orchestrator("doctor", "--config", "my own.yaml")
     typed = [
@@ -130,7 +130,7 @@ def test_a_machine_that_is_said_to_be_a_node_is_compared_with_it() -> None:
     assert refused.stderr.strip() == "cluster.yaml has no node 'pc9'; valid: pc1, pc2"
 
 
-def test_a_head_that_cannot_be_reached_a_port_that_is_taken_and_no_name_of_a_node() -> None:
+def test_an_unreachable_head_a_taken_port_and_no_name() -> None:
     shutil.copy(ROOT / "cluster.yaml", "cluster.yaml")
     with socket.socket() as taken, socket.socket() as silent:
         taken.bind(("", 0))

@@ -117,9 +117,7 @@ def filled(in_child: InChild) -> list[Report]:
 class TestFilling:
     """65536 where about 3400 fits: the guides' formula needs nine failures for that."""
 
-    def test_it_holds_the_cap_from_the_first_step_on_at_about_the_largest_size_that_fits(
-        self, filled: list[Report]
-    ) -> None:
+    def test_it_holds_the_cap_from_the_first_step_on(self, filled: list[Report]) -> None:
         assert all_is_well(filled)
         assert not events(filled, "oom", "backoff", "emergency")
         assert len({report.claim_bytes for report in filled}) <= 4, (
@@ -147,9 +145,7 @@ def squeezed(in_child: InChild) -> list[Report]:
 class TestLease:
     """What the head lets a worker hold goes down and up again."""
 
-    def test_it_gives_way_in_the_very_next_step_and_nothing_fails_and_grows_back(
-        self, squeezed: list[Report]
-    ) -> None:
+    def test_it_gives_way_in_the_next_step_and_grows_back(self, squeezed: list[Report]) -> None:
         assert all_is_well(squeezed)
         for report, lease_bytes in zip(squeezed, SQUEEZED, strict=False):
             if lease_bytes is not None:
@@ -178,9 +174,7 @@ class TestLease:
         ]
         assert "grew" in [event.name for event in changes[told.index(40 * MIB) :]]
 
-    def test_less_than_its_smallest_step_needs_is_an_emergency_that_ends(
-        self, in_child: InChild
-    ) -> None:
+    def test_less_than_its_smallest_step_is_an_emergency(self, in_child: InChild) -> None:
         reports = in_child(slices, ALL_SQUARES, leases(None, MIB // 2, MIB // 2, *[None] * 27))
         states = [report.state for report in reports]
         assert states == ["RUNNING", "EMERGENCY", "EMERGENCY", *["RUNNING"] * 27]
@@ -205,9 +199,7 @@ def measured(in_child: InChild) -> list[Report]:
 
 
 class TestRows:
-    def test_from_knowing_nothing_to_nearly_all_of_the_cap_without_a_failure(
-        self, measured: list[Report]
-    ) -> None:
+    def test_from_nothing_to_nearly_the_cap_without_a_failure(self, measured: list[Report]) -> None:
         assert all_is_well(measured)
         cap_bytes = measured[-1].device.cap_bytes
         assert measured[0].batch <= 16384 / 64, "the first step of all is small"

@@ -223,7 +223,7 @@ class TestTooLarge:
         assert (resumed.counts.oom_count, resumed.counts.steps_ok) == (0, 1)
         assert "resumed" in names(resumed)
 
-    def test_a_living_engine_adopts_what_another_incarnation_has_learned(
+    def test_a_living_engine_adopts_what_another_has_learned(
         self, in_child: InChild, shrunk: Report
     ) -> None:
         resumes = [None, {**shrunk.resume, "failures": 2}, {"policy": "another"}]
@@ -287,9 +287,7 @@ class TestEmergency:
         # is at the floor.
         assert steps == [(max(256, int(512 * 0.7**n)), 128 - 16 * n) for n in range(7)]
 
-    def test_when_memory_returns_it_runs_again_at_once_if_it_tells_its_need(
-        self, starved_then_fed: Found
-    ) -> None:
+    def test_when_memory_returns_a_told_need_runs_at_once(self, starved_then_fed: Found) -> None:
         last = starved_then_fed["fed"][-1]
         assert (last.state, last.counts.steps_ok, last.counts.steps_oom) == (
             WorkerState.RUNNING,
@@ -317,9 +315,7 @@ def deep_failure(spec: WorkerSpec) -> Found:
     }
 
 
-def test_recovery_begins_after_the_traceback_has_let_go_and_the_next_step_has_all_of_the_memory(
-    in_child: InChild,
-) -> None:
+def test_recovery_begins_after_the_traceback_has_let_go(in_child: InChild) -> None:
     deep = in_child(deep_failure, spec_of(name=own(Deep), budget_bytes=REHEARSAL_BUDGET_BYTES))
     assert deep["alive"], "the workload was never asked to release: the scenario did not happen"
     assert not any(deep["alive"])
@@ -372,7 +368,7 @@ class TestWorkloadErrors:
         ("workload", "reason", "error"),
         [(Loss, "StepResult", "TypeError"), (Clumsy, "outside its step", "KeyError: 'optimizer'")],
     )
-    def test_a_result_of_another_type_and_a_bug_outside_the_step_are_errors_too(
+    def test_a_wrong_result_type_and_a_bug_outside_are_errors(
         self, in_child: InChild, workload: type, reason: str, error: str
     ) -> None:
         for report in in_child(slices, spec_of(name=own(workload)), [{}] * 2):
@@ -381,9 +377,7 @@ class TestWorkloadErrors:
             assert reason in report.reason
             assert error in report.error
 
-    def test_probable_memory_is_believed_twice_in_a_row_and_a_good_step_ends_the_row(
-        self, in_child: InChild
-    ) -> None:
+    def test_probable_memory_is_believed_twice_in_a_row(self, in_child: InChild) -> None:
         injectors = [OomInjector(num, kind=FailureKind.PROBABLE) for num in (2, 2, 3, 1, 0)]
         reports = in_child(injected, spec_of(name=own(Injected), size=2048), injectors)
         assert [report.counts.steps_oom for report in reports] == [MAX_PROBABLE_IN_A_ROW] * 3 + [
@@ -454,7 +448,7 @@ def test_rest_beyond_what_is_owed_is_no_credit() -> None:
     assert duty.rest(0.0), "some is owed again"
 
 
-def test_an_injector_with_a_seed_spreads_the_failures_and_repeats_them() -> None:
+def test_an_injector_with_a_seed_repeats_its_failures() -> None:
     runs = [
         [injector.due() for _ in range(60)]
         for injector in (OomInjector(9, 4, seed=1) for _ in range(2))

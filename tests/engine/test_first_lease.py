@@ -14,9 +14,7 @@ from workers.devices.base import alone_on
 from workers.messages import Verdict, WorkerState
 
 
-def test_it_opens_its_device_and_waits_and_then_climbs_in_bytes_of_its_own(
-    in_child: InChild,
-) -> None:
+def test_it_opens_waits_and_climbs_in_bytes_of_its_own(in_child: InChild) -> None:
     resume = {"policy": "adaptive", "units": 20 * MIB, "fixed_bytes": 0.0, "unit_bytes": 1.0}
     leases = [
         {"lease_bytes": lease_bytes, "resume": resume} for lease_bytes in (0, 0, 40 * MIB, None)
@@ -41,9 +39,7 @@ def test_it_opens_its_device_and_waits_and_then_climbs_in_bytes_of_its_own(
     assert free.counts.steps_ok > 0
 
 
-def test_a_worker_that_may_hold_nothing_any_more_gives_all_of_it_back_and_is_in_no_emergency(
-    in_child: InChild,
-) -> None:
+def test_a_worker_that_may_hold_nothing_gives_all_back(in_child: InChild) -> None:
     reports = in_child(slices, spec_of(policy="adaptive"), [{}, {}, {"lease_bytes": 0}, {}, {}])
     held = [report.memory.allocated_bytes for report in reports]
     assert held[1] > 20 * MIB
@@ -63,7 +59,7 @@ with alone_on("a device of this test"):
 """
 
 
-def test_who_climbs_is_alone_on_the_device_and_a_dead_one_is_in_no_ones_way() -> None:
+def test_who_climbs_is_alone_and_a_dead_one_in_no_ones_way() -> None:
     other = subprocess.Popen(
         [sys.executable, "-c", HOLDS_UNTIL_TOLD],
         stdin=subprocess.PIPE,

@@ -209,47 +209,29 @@ TORCHS = torch_class("OutOfMemoryError")
     ("error", "kind", "evidence"),
     [
         (MemoryError(), DEFINITE, "type MemoryError"),
-        (
-            type("ArrayMemoryError", (MemoryError,), {})("Unable to allocate 2 GiB"),
-            DEFINITE,
-            "type MemoryError",
-        ),
+        (type("ArrayMemoryError", (MemoryError,), {})("Unable to allocate 2 GiB"), DEFINITE,
+         "type MemoryError"),
         (TORCHS("no words needed"), DEFINITE, "type torch.OutOfMemoryError"),
-        (
-            torch_class("OutOfMemoryError", "torch.cuda")(),
-            DEFINITE,
-            "type torch.cuda.OutOfMemoryError",
-        ),
+        (torch_class("OutOfMemoryError", "torch.cuda")(), DEFINITE,
+         "type torch.cuda.OutOfMemoryError"),
         (torch_class("OutOfMemoryError", "torch._C")(), DEFINITE, "type torch._C.OutOfMemoryError"),
-        (
-            type("Mine", (TORCHS,), {"__module__": "mine"})("x"),
-            DEFINITE,
-            "type torch.OutOfMemoryError",
-        ),
+        (type("Mine", (TORCHS,), {"__module__": "mine"})("x"), DEFINITE,
+         "type torch.OutOfMemoryError"),
         # The same name from elsewhere means nothing.
         (torch_class("OutOfMemoryError", "torchlike")("of the quarter"), OTHER, "no rule matched"),
-        (
-            torch_class("OutOfMemoryError", "accounting.torch")("of the quarter"),
-            OTHER,
-            "no rule matched",
-        ),
+        (torch_class("OutOfMemoryError", "accounting.torch")("of the quarter"), OTHER,
+         "no rule matched"),
         (OSError(12, "Cannot allocate memory"), DEFINITE, "code errno 12 (ENOMEM)"),
         (OSError(2, "No such file or directory"), OTHER, "no rule matched"),
         (accelerator_error(2), DEFINITE, "code 2 (cudaErrorMemoryAllocation)"),
         # The code goes before the text, which decides where there is none.
-        (
-            accelerator_error(719, "CUDA error: out of memory"),
-            CONTEXT_CORRUPTED,
-            "code 719 (cudaErrorLaunchFailure)",
-        ),
-        (
-            torch_class("AcceleratorError")("HIP error: out of memory"),
-            DEFINITE,
-            'text "HIP error: out of memory"',
-        ),
+        (accelerator_error(719, "CUDA error: out of memory"), CONTEXT_CORRUPTED,
+         "code 719 (cudaErrorLaunchFailure)"),
+        (torch_class("AcceleratorError")("HIP error: out of memory"), DEFINITE,
+         'text "HIP error: out of memory"'),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
-)
+)  # fmt: skip
 def test_type_code_and_text_decide_in_this_order(
     error: Exception, kind: FailureKind, evidence: str
 ) -> None:
@@ -281,7 +263,7 @@ class TestChain:
         error.__suppress_context__ = True
         assert classify(error).kind is OTHER
 
-    def test_what_the_caller_was_handling_already_does_not_count_as_a_context(self) -> None:
+    def test_what_was_handled_already_is_no_context(self) -> None:
         error = caused_by(KeyError("its own"))
         assert error.__cause__ is not None
         error.__cause__.__context__ = OOM

@@ -52,9 +52,7 @@ def trained(levers: Found) -> Found:
     }
 
 
-def test_what_waits_on_the_host_changes_no_bit_and_takes_the_memory_of_the_plan(
-    in_child: Callable[..., Any],
-) -> None:
+def test_what_waits_on_the_host_changes_no_bit(in_child: Callable[..., Any]) -> None:
     plain = in_child(trained, {"deterministic": True, "ema_decay": 0.9})
     levered = in_child(
         trained,

@@ -44,9 +44,7 @@ def test_a_heavy_step_every_17th_time_is_expected(in_child: Callable[..., Any]) 
     assert failures(reports[17 * 14 :]) == 0
 
 
-def test_what_stays_after_a_release_is_reported_long_before_nothing_fits(
-    in_child: Callable[..., Any],
-) -> None:
+def test_what_stays_is_reported_long_before_nothing_fits(in_child: Callable[..., Any]) -> None:
     leaking = spec_of(
         name=own(own_steps.Leaking),
         policy="adaptive",
@@ -64,9 +62,7 @@ def test_what_stays_after_a_release_is_reported_long_before_nothing_fits(
     assert in_time.state is WorkerState.RUNNING
 
 
-def test_a_constructor_that_needs_more_than_the_cap_is_refused_in_words(
-    in_child: Callable[..., Any],
-) -> None:
+def test_a_constructor_larger_than_the_cap_is_refused(in_child: Callable[..., Any]) -> None:
     (report, *_), _, obtained = in_child(own_steps.greedy, spec(own_steps.Greedy), "__init__")
     assert (report.verdict, obtained) == (Verdict.INCOMPATIBLE, [])
     assert "the constructor of workload" in report.reason

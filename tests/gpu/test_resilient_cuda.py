@@ -57,9 +57,7 @@ def two_calls() -> Found:
     return {"told": told, "failures": failures, "first": first, "second": work()}
 
 
-def test_it_shrinks_under_torchs_own_cap_and_the_next_call_does_not_fail(
-    in_child: Callable[..., Any],
-) -> None:
+def test_it_shrinks_under_torchs_cap_and_then_does_not_fail(in_child: Callable[..., Any]) -> None:
     found = in_child(two_calls)
     fits = CAP_BYTES // ITEM_BYTES
     assert 0.45 * fits <= found["first"] <= fits

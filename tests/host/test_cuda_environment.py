@@ -31,7 +31,7 @@ def test_what_somebody_chose_stays() -> None:
     assert environment == chosen
 
 
-def test_a_deterministic_training_has_its_workspace_from_the_start() -> None:
+def test_a_deterministic_training_has_its_workspace() -> None:
     """Torch refuses to compute deterministically with any other, and cuBLAS reads it with its first product."""
     environment: dict[str, str] = {}
     set_for_cuda(environment, workspace_of({"deterministic": True}))

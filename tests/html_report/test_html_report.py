@@ -16,8 +16,8 @@ from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view import html_report
 from orchestrator.view.cells import UNICODE
 from orchestrator.view.html_report import difference
+from tests.factories import FACTS, event, make_row, make_snapshot, record
 from tests.scene import orchestrator, wait_for
-from tests.watch.scene import FACTS, event, make_row, make_snapshot, record
 from tests.web.browser import browser, needs_chromium
 
 HOSTILE = "</script><script>window.evil=1</script><img src=x onerror='window.evil=2'>"

@@ -173,16 +173,12 @@ ALONE = "node:…: pc1 is the only node, and its raylet carries the head; valid:
         ("node:every=5s", "pc1 pc2", True, None),
         ("node:pc2@5s", "pc1 pc2", False, NOT_OURS),
         ("node:pc1@5s", "pc1 pc2 pc3", True, HEADS),
-        (
-            "node:pc22@5s",
-            "pc1 pc2",
-            True,
-            "node:pc22: there is no such node; did you mean pc2?; valid: pc2",
-        ),
+        ("node:pc22@5s", "pc1 pc2", True,
+         "node:pc22: there is no such node; did you mean pc2?; valid: pc2"),
         ("node:xyz@5s", "pc1 pc2", True, "node:xyz: there is no such node; valid: pc2"),
         ("node:every=5s", "pc1", True, ALONE),
     ],
-)
+)  # fmt: skip
 def test_checks_the_nodes(text: str, nodes: str, is_rehearsal: bool, refusal: str | None) -> None:
     said = None
     try:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.learned_limits.scene import KEY, limit
+from tests.factories import KEY, limit
 from workers.learned_limits import (
     TEXT_MOST,
     choose,
@@ -81,7 +81,7 @@ def test_what_a_limit_cannot_be_without_is_missed(name: str) -> None:
             from_plain(plain)
 
 
-def test_what_may_be_unknown_may_be_missing_and_keys_of_a_later_version_are_ignored() -> None:
+def test_unknowns_may_be_missing_and_later_keys_are_ignored() -> None:
     unknown = {name for name, value in to_plain(LIMIT).items() if name not in NEEDED}
     plain = {
         **{name: value for name, value in to_plain(LIMIT).items() if name in NEEDED},
@@ -94,16 +94,12 @@ def test_what_may_be_unknown_may_be_missing_and_keys_of_a_later_version_are_igno
     ("names", "values"),
     [
         (("card", "driver", "torch", "dtype", "workload"), ("", 1, ["x"], "x" * (TEXT_MOST + 1))),
-        (
-            ("total_bytes", "cap_bytes", "size", "peak_bytes"),
-            (0, -1, 1.0, True, "1", 2**63, math.inf),
-        ),
-        (
-            ("fixed_bytes", "unit_bytes", "learned_at_unix_s"),
-            (-1.0, True, "1", math.nan, math.inf, 10**400),
-        ),
+        (("total_bytes", "cap_bytes", "size", "peak_bytes"),
+         (0, -1, 1.0, True, "1", 2**63, math.inf)),
+        (("fixed_bytes", "unit_bytes", "learned_at_unix_s"),
+         (-1.0, True, "1", math.nan, math.inf, 10**400)),
     ],
-)
+)  # fmt: skip
 def test_no_value_of_another_kind_is_taken_for_a_limit(
     names: tuple[str, ...], values: tuple[object, ...]
 ) -> None:
@@ -135,7 +131,7 @@ def test_other_circumstances_never_match(changed: dict[str, Any]) -> None:
     assert choose([dataclasses.replace(LIMIT, key=other)], KEY) is None
 
 
-def test_what_no_device_tells_matches_itself_and_a_total_may_differ_by_a_kernels_share() -> None:
+def test_untold_facts_match_and_a_total_may_differ_slightly() -> None:
     on_cpu = dataclasses.replace(KEY, total_bytes=None, driver=None)
     assert choose([dataclasses.replace(LIMIT, key=on_cpu)], on_cpu) is not None
     assert choose([LIMIT], dataclasses.replace(KEY, total_bytes=24 * GIB - 64 * 2**20)) == LIMIT
@@ -146,7 +142,7 @@ def test_what_no_device_tells_matches_itself_and_a_total_may_differ_by_a_kernels
 @example(learned_bytes=1000, wanted_bytes=989)
 @example(learned_bytes=1000, wanted_bytes=1010)
 @example(learned_bytes=1000, wanted_bytes=1011)
-def test_a_limit_is_offered_within_one_per_cent_of_its_cap_and_nowhere_else(
+def test_a_limit_is_offered_within_one_percent_of_its_cap(
     learned_bytes: int, wanted_bytes: int
 ) -> None:
     is_near = 99 * learned_bytes <= 100 * wanted_bytes <= 101 * learned_bytes
@@ -241,7 +237,7 @@ def test_a_source_that_cannot_be_read_leaves_the_name(name: str) -> None:
     assert workload_fingerprint(name) == name
 
 
-def test_matmul_has_the_version_of_the_product_under_each_of_its_names() -> None:
+def test_matmul_has_the_products_version_under_each_name() -> None:
     from importlib.metadata import version
 
     expected = f"matmul@{version('oom-orchestrator')}"
@@ -253,7 +249,7 @@ def test_an_object_that_can_be_called_goes_by_its_class() -> None:
     assert workload_fingerprint(functools.partial(print)).startswith("functools:partial@")
 
 
-def test_settings_that_change_the_footprint_change_the_fingerprint() -> None:
+def test_settings_of_the_footprint_change_the_fingerprint() -> None:
     plain = workload_fingerprint("matmul")
     told = workload_fingerprint("matmul", power=2.0, batch=128)
     assert told == f"{plain} batch=128 power=2"

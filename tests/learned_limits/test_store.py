@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.learned_limits.scene import KEY, NOW_S, limit
+from tests.factories import KEY, NOW_S, limit
 from tests.scene import ROOT
 from workers.files import locked
 from workers.learned_limits import EXPIRY_S, LimitStore, default_path, to_plain
@@ -112,9 +112,7 @@ def test_remembered_is_offered_and_forgotten_is_not(
         assert store.problem is None
 
 
-def test_an_old_limit_is_not_offered_and_goes_with_the_next_write(
-    path: Path, store: LimitStore
-) -> None:
+def test_an_old_limit_is_not_offered_and_then_goes(path: Path, store: LimitStore) -> None:
     store.remember(limit(1))
     store.remember(limit(2, card="another", learned_at_unix_s=NOW_S + DAY_S))
     just_before, then = NOW_S + EXPIRY_S - 1, NOW_S + EXPIRY_S
@@ -151,7 +149,7 @@ def test_a_thousand_limits_are_kept_and_no_more(path: Path, store: LimitStore) -
     assert len(sizes(store)) == len(kept(path)) == 1000
 
 
-def test_candidates_are_those_of_the_workload_whatever_its_version(store: LimitStore) -> None:
+def test_candidates_are_of_the_workload_in_any_version(store: LimitStore) -> None:
     store.remember(
         limit(1),
         limit(2, card="another", cap_bytes=5),
@@ -166,9 +164,7 @@ def test_candidates_are_those_of_the_workload_whatever_its_version(store: LimitS
     assert store.candidates("mine.steps:Mlp", NOW_S + EXPIRY_S) == ()
 
 
-def test_clearing_takes_what_is_meant_and_counts_what_was_still_good(
-    path: Path, store: LimitStore
-) -> None:
+def test_clearing_takes_what_is_meant_and_counts_the_good(path: Path, store: LimitStore) -> None:
     store.remember(
         limit(1), limit(2, card="RTX 3070"), limit(3, card="RTX 3070", workload="matmul@0.1.0")
     )
@@ -205,9 +201,7 @@ def test_a_limit_that_no_reader_would_accept_is_refused(path: Path, store: Limit
     assert sizes(store) == [1]
 
 
-def test_writers_at_once_lose_nothing_and_readers_see_whole_files(
-    path: Path, store: LimitStore
-) -> None:
+def test_writers_at_once_lose_nothing(path: Path, store: LimitStore) -> None:
     names = [f"writer-{number}" for number in range(3)]
     program = [sys.executable, "-c", WRITER, str(path)]
     writers = [
@@ -301,22 +295,16 @@ ENTRY = json.dumps(to_plain(limit(1)))
         (b'{"schema": 0, "limits": []}', "another kind"),
         (b'{"schema": 1, "limits": {}}', "another kind"),
         (b'{"schema": 1, "limits": [3]}', "damaged"),
-        (
-            b'{"schema": 1, "limits": ['
-            + ENTRY.replace('"size": 1', '"size": -1').encode()
-            + b"]}",
-            "damaged",
-        ),
-        (
-            b'{"schema": 1, "limits": [' + ENTRY.replace("1700000000.0", "NaN").encode() + b"]}",
-            "damaged",
-        ),
+        (b'{"schema": 1, "limits": [' + ENTRY.replace('"size": 1', '"size": -1').encode() + b"]}",
+         "damaged"),
+        (b'{"schema": 1, "limits": [' + ENTRY.replace("1700000000.0", "NaN").encode() + b"]}",
+         "damaged"),
         (b'{"schema": 2, "limits": [], "more": 1}', "update this installation"),
         (b" " * (16 * 2**20 + 1), "larger than"),
         *((WHOLE[:length], "damaged") for length in (1, 20, len(WHOLE) // 2, len(WHOLE) - 1)),
     ],
-)
-def test_a_file_that_is_no_store_is_told_of_left_alone_and_can_be_moved(
+)  # fmt: skip
+def test_a_file_that_is_no_store_is_told_of_and_left_alone(
     path: Path, store: LimitStore, content: bytes, word: str
 ) -> None:
     path.parent.mkdir()
@@ -358,9 +346,7 @@ def test_no_change_of_a_file_makes_a_reader_raise(
     assert (store.problem is None) == (path.read_bytes() != content)
 
 
-def test_only_what_is_no_store_is_moved_and_nothing_is_moved_over(
-    path: Path, store: LimitStore
-) -> None:
+def test_only_what_is_no_store_is_moved(path: Path, store: LimitStore) -> None:
     assert (store.set_aside(), store.problem) == (None, None)
     store.remember(limit(1))
     assert (store.set_aside(), store.problem) == (None, None)
@@ -389,9 +375,7 @@ def strange(request: pytest.FixtureRequest, path: Path) -> Iterator[Path]:
         yield path
 
 
-def test_what_is_no_regular_file_is_neither_waited_for_nor_touched(
-    strange: Path, store: LimitStore
-) -> None:
+def test_what_is_no_regular_file_is_not_touched(strange: Path, store: LimitStore) -> None:
     before = strange.lstat()
     for call in (
         lambda: store.best(KEY, NOW_S),
@@ -464,7 +448,7 @@ def test_without_a_home_no_folder_is_made_in_this_one(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_folder_is_the_users_state_folder_unless_he_names_another(
+def test_the_folder_is_the_users_unless_another_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.factories import fake_card
 from tests.scene import python, wait_for
 from workers.host.processes import is_alive
 from workers.learned_limits import STATE_DIR_VARIABLE
@@ -88,24 +89,6 @@ except OSError:
     print("Cannot find MPS control daemon process")
     sys.exit(1)
 """
-
-
-def card(number: int = 1, **changes: Any) -> dict[str, Any]:
-    """Return a card of a fake NVML with a power limit of 350 W."""
-    return {
-        "name": "NVIDIA GeForce RTX 3090",
-        "uuid": f"GPU-{number}aaaaaaa-0000-0000-0000-000000000000",
-        "total_bytes": 24 * 2**30,
-        "compute_capability": "8.6",
-        "power_limit_w": 350,
-        "power_limit_default_w": 350,
-        "power_limit_min_w": 100,
-        "power_limit_max_w": 366,
-        "memory_offset_mhz": 0,
-        "memory_offset_min_mhz": -2000,
-        "memory_offset_max_mhz": 6000,
-        **changes,
-    }
 
 
 def is_gone(process: psutil.Process) -> bool:
@@ -186,7 +169,7 @@ def node(
 
     def ready(*cards: dict[str, Any]) -> Node:
         path = tmp_path / f"{tmp_path.name}.json"
-        path.write_text(json.dumps({"cards": cards or [card()]}))
+        path.write_text(json.dumps({"cards": cards or [fake_card()]}))
         made.append(Node(prepare(path, library_folder), state_dir))
         return made[-1]
 

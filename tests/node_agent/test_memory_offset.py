@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.node_agent.conftest import Node, card, kill
+from tests.factories import fake_card
+from tests.node_agent.conftest import Node, kill
 from tests.scene import wait_for
 
 pytestmark = pytest.mark.slow
@@ -16,7 +17,7 @@ Ready = Callable[..., Node]
 
 
 def test_an_offset_and_a_power_limit_are_put_back_together(node: Ready) -> None:
-    pc = node(card(1, memory_offset_mhz=-100), card(2))
+    pc = node(fake_card(1, memory_offset_mhz=-100), fake_card(2))
     agent = pc.agent(memory_offset_mhz=450, power_limit_w=300.0)
     outcome = agent.outcome()
     assert outcome.power_problem is None
@@ -31,7 +32,7 @@ def test_an_offset_and_a_power_limit_are_put_back_together(node: Ready) -> None:
     assert pc.is_clean()
 
 
-def test_the_offset_is_put_back_when_the_process_that_asked_for_it_is_killed(node: Ready) -> None:
+def test_the_offset_is_put_back_when_its_process_is_killed(node: Ready) -> None:
     pc = node()
     parent = pc.parent(memory_offset_mhz=200)
     assert parent.stdout is not None
@@ -46,22 +47,16 @@ def test_the_offset_is_put_back_when_the_process_that_asked_for_it_is_killed(nod
     ("changes", "offset_mhz", "words"),
     [
         ({}, 7000, "--sweep memory-offset at 7000 is out of range"),
-        (
-            {"fails": {"set_memory_offset": "no_permission"}},
-            50,
-            "can only be set by root: start Ray as root on pc1",
-        ),
-        (
-            {"memory_offset_mhz": None},
-            50,
-            "pc1: the memory offset of card 0 cannot be set: Not Supported",
-        ),
+        ({"fails": {"set_memory_offset": "no_permission"}}, 50,
+         "can only be set by root: start Ray as root on pc1"),
+        ({"memory_offset_mhz": None}, 50,
+         "pc1: the memory offset of card 0 cannot be set: Not Supported"),
     ],
-)
-def test_an_offset_that_cannot_be_set_is_refused_and_the_power_limit_is_put_back(
+)  # fmt: skip
+def test_a_refused_offset_puts_the_power_limit_back(
     node: Ready, changes: dict[str, Any], offset_mhz: int, words: str
 ) -> None:
-    pc = node(card(1, **changes))
+    pc = node(fake_card(1, **changes))
     agent = pc.agent(memory_offset_mhz=offset_mhz, power_limit_w=300.0)
     assert words in str(agent.outcome().power_problem)
     assert pc.limits_w() == [350.0]

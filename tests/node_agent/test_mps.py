@@ -16,7 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.node_agent.conftest import Node, card, is_gone, kill
+from tests.factories import fake_card
+from tests.node_agent.conftest import Node, is_gone, kill
 from tests.scene import wait_for
 from workers.host.processes import start_time
 from workers.node_agent import mps
@@ -222,7 +223,7 @@ def test_the_daemon_of_a_killed_guard_is_ended_by_the_next(node: Ready, stand_in
     assert pc.is_clean()
 
 
-def test_a_daemon_whose_guard_was_killed_while_it_started_is_ended_too(stand_in: Path) -> None:
+def test_a_daemon_whose_guard_died_at_its_start_is_ended(stand_in: Path) -> None:
     daemon = mps.start(mps.new_daemon(f"test-{os.getpid()}"))
     assert daemon.pid is not None
     mps.end(mps.Daemon(folder=daemon.folder))
@@ -240,25 +241,17 @@ PASCAL = CardIdentity(index=1, uuid="GPU-2", name="GTX 1080", compute_capability
 @pytest.mark.parametrize(
     ("system", "kernel", "cards", "words"),
     [
-        (
-            "linux",
-            "5.15.153.1-microsoft-standard-WSL2",
-            [AMPERE],
-            "MPS runs on Linux only, and this is WSL2",
-        ),
+        ("linux", "5.15.153.1-microsoft-standard-WSL2", [AMPERE],
+         "MPS runs on Linux only, and this is WSL2"),
         ("linux", "4.4.0-19041-Microsoft", [AMPERE], "MPS runs on Linux only, and this is WSL2"),
         ("win32", "10", [AMPERE], "MPS runs on Linux only, and this is win32"),
         ("linux", "6.8.0", [], "there is no card for MPS to share"),
         ("linux", "6.8.0", [AMPERE, PASCAL], "GTX 1080 is older than Volta"),
-        (
-            "linux",
-            "6.8.0",
-            [PROHIBITED],
-            "RTX 3090 is in compute mode PROHIBITED; type: sudo nvidia-smi -i 0",
-        ),
+        ("linux", "6.8.0", [PROHIBITED],
+         "RTX 3090 is in compute mode PROHIBITED; type: sudo nvidia-smi -i 0"),
         ("linux", "6.8.0", [AMPERE], None),
     ],
-)
+)  # fmt: skip
 def test_where_it_cannot_work_it_says_why(
     stand_in: Path, system: str, kernel: str, cards: list[CardIdentity], words: str | None
 ) -> None:
@@ -267,7 +260,7 @@ def test_where_it_cannot_work_it_says_why(
 
 
 def test_only_the_cards_that_a_node_lends_are_judged(node: Ready, stand_in: Path) -> None:
-    pc = node(card(1), card(2, compute_mode=2), card(3, compute_capability="6.1"))
+    pc = node(fake_card(1), fake_card(2, compute_mode=2), fake_card(3, compute_capability="6.1"))
     for number, words in (("1", "is in compute mode PROHIBITED"), ("2", "is older than Volta")):
         assert words in str(pc.agent(mps=True, cards=(number,)).outcome().mps_problem)
     assert pc.agent(mps=True, cards=("0",)).outcome().mps_problem is None

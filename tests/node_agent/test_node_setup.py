@@ -58,17 +58,11 @@ PC2 = AgentOrders(node="pc2", run_id="r", card_count=1)
     [
         (environment(LIMIT), {}, []),
         (environment(LIMIT), {"apply": True}, [replace(PC1, power_limit_w=280.0)]),
-        (
-            environment(MPS, "nodes.pc2.gpus=2", "nodes.pc2.workers=4"),
-            {},
-            [replace(PC1, mps=True), replace(PC2, mps=True, card_count=2)],
-        ),
+        (environment(MPS, "nodes.pc2.gpus=2", "nodes.pc2.workers=4"), {},
+         [replace(PC1, mps=True), replace(PC2, mps=True, card_count=2)]),
         (environment(MPS, "nodes.pc2.gpus=0"), {}, [replace(PC1, mps=True)]),
-        (
-            environment(MPS, mode=Mode.LOCAL, device="cuda"),
-            {},
-            [replace(PC1, mps=True), replace(PC2, mps=True)],
-        ),
+        (environment(MPS, mode=Mode.LOCAL, device="cuda"), {},
+         [replace(PC1, mps=True), replace(PC2, mps=True)]),
         # A rehearsal touches no card but fake ones.
         (environment(LIMIT, MPS, mode=Mode.REHEARSE), {"apply": True}, []),
         (environment(LIMIT, MPS, mode=Mode.REHEARSE, device="cpu"), {"apply": True}, []),
@@ -82,7 +76,7 @@ PC2 = AgentOrders(node="pc2", run_id="r", card_count=1)
             ],
         ),
     ],
-)
+)  # fmt: skip
 def test_each_node_is_told_what_it_is_to_keep(
     made: Environment, asked: dict[str, bool], expected: list[AgentOrders]
 ) -> None:
@@ -96,7 +90,7 @@ def test_an_option_without_a_limit_is_a_mistake() -> None:
         orders(environment(), apply=True)
 
 
-def test_workers_are_told_where_their_daemon_is_and_what_they_may_hold() -> None:
+def test_workers_are_told_their_daemon_and_what_they_may_hold() -> None:
     made = environment(MPS)
     plans = node_setup.with_outcomes(
         made.config, made.plans, {"pc1": AgentOutcome(pipe_directory="/tmp/p")}
@@ -193,7 +187,7 @@ print(json.dumps(told))
 
 
 @pytest.mark.torch
-def test_a_worker_has_the_environment_of_its_daemon_and_does_not_start_without_it(
+def test_a_worker_does_not_start_without_its_daemon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in os.environ if name.startswith("CUDA_MPS_")]:

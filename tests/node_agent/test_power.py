@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.node_agent.conftest import Node, card, kill
+from tests.factories import fake_card
+from tests.node_agent.conftest import Node, kill
 from tests.scene import PATIENCE_S, ROOT, python
 from workers.host.processes import is_alive
 from workers.learned_limits import STATE_DIR_VARIABLE
@@ -27,7 +28,7 @@ Ready = Callable[..., Node]
 
 
 def test_a_limit_is_set_read_back_and_put_back_at_the_end(node: Ready) -> None:
-    pc = node(card(1), card(2))
+    pc = node(fake_card(1), fake_card(2))
     agent = pc.agent(power_limit_w=280.5)
     outcome = agent.outcome()
     assert outcome.power_problem is None
@@ -40,7 +41,12 @@ def test_a_limit_is_set_read_back_and_put_back_at_the_end(node: Ready) -> None:
     told = pc.record()
     assert is_alive(told["pid"], told["started"])
     assert told["changes"] == [
-        {"setting": "power_limit", "uuid": card()["uuid"], "before": 350_000, "set_to": 280_500}
+        {
+            "setting": "power_limit",
+            "uuid": fake_card()["uuid"],
+            "before": 350_000,
+            "set_to": 280_500,
+        }
     ]
     assert agent.end() == ("pc1's NVIDIA GeForce RTX 3090: power limit back at 350 W",)
     assert pc.limits_w() == [350.0, 350.0]
@@ -50,13 +56,13 @@ def test_a_limit_is_set_read_back_and_put_back_at_the_end(node: Ready) -> None:
 def test_the_cards_of_a_node_are_those_it_lends(
     node: Ready, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pc = node(card(1), card(2), card(3))
+    pc = node(fake_card(1), fake_card(2), fake_card(3))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
     agent = pc.agent(power_limit_w=200.0, card_count=2)
     agent.outcome()
     assert pc.limits_w() == [200.0, 350.0, 200.0]
     agent.end()
-    agent = pc.agent(power_limit_w=210.0, cards=(card(2)["uuid"],))
+    agent = pc.agent(power_limit_w=210.0, cards=(fake_card(2)["uuid"],))
     agent.outcome()
     assert pc.limits_w() == [350.0, 210.0, 350.0]
     agent.end()
@@ -93,7 +99,7 @@ def test_the_cards_of_a_node_are_those_it_lends(
 def test_a_limit_that_cannot_be_set_is_refused_in_words(
     node: Ready, changes: dict[str, Any], limit_w: float, words: str
 ) -> None:
-    pc = node(card(1, **changes))
+    pc = node(fake_card(1, **changes))
     agent = pc.agent(power_limit_w=limit_w)
     outcome = agent.outcome()
     assert words in str(outcome.power_problem)
@@ -103,7 +109,7 @@ def test_a_limit_that_cannot_be_set_is_refused_in_words(
 
 
 def test_a_limit_that_one_card_refuses_is_set_on_none(node: Ready) -> None:
-    pc = node(card(1), card(2, fails={"set_power_limit": "no_permission"}))
+    pc = node(fake_card(1), fake_card(2, fails={"set_power_limit": "no_permission"}))
     agent = pc.agent(power_limit_w=280.0, card_count=2)
     assert "only be set by root" in str(agent.outcome().power_problem)
     assert pc.limits_w() == [350.0, 350.0]
@@ -113,7 +119,7 @@ def test_a_limit_that_one_card_refuses_is_set_on_none(node: Ready) -> None:
 
 def test_the_limit_that_a_card_has_is_left_alone(node: Ready) -> None:
     """Nobody needs to be root for that."""
-    pc = node(card(1, fails={"set_power_limit": "no_permission"}))
+    pc = node(fake_card(1, fails={"set_power_limit": "no_permission"}))
     agent = pc.agent(power_limit_w=350.0)
     outcome = agent.outcome()
     assert (outcome.power_problem, outcome.notes) == (None, ("pc1: power limit 350 W, as it was",))
@@ -131,9 +137,7 @@ def test_a_guard_that_is_asked_to_end_undoes_first(node: Ready, number: signal.S
     assert pc.limits_w() == [350.0]
 
 
-def test_what_a_killed_guard_left_is_put_back_by_the_next_and_taken_for_the_original(
-    node: Ready,
-) -> None:
+def test_what_a_killed_guard_left_is_put_back_by_the_next(node: Ready) -> None:
     pc = node()
     first = pc.agent(power_limit_w=280.0)
     first.outcome()
@@ -188,7 +192,7 @@ def test_what_cannot_be_put_back_is_told_and_stays_written_down(
     pc.agent(power_limit_w=280.0).outcome()
     pc.kill_guard()
     refusing = node(
-        card(1, fails={"set_power_limit": "no_permission"})
+        fake_card(1, fails={"set_power_limit": "no_permission"})
     )  # the same script: root no more
     agent = refusing.agent()
     (sentence,) = agent.outcome().notes

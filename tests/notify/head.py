@@ -20,7 +20,8 @@ from typing import Any
 
 from orchestrator.core.slot import slot_state
 from orchestrator.record.store import STORE_NAME, RunStore
-from tests.watch.scene import FACTS, ROOT, event, make_row, make_snapshot, record
+from tests.factories import FACTS, event, make_row, make_snapshot, record
+from tests.scene import ROOT
 from workers.host.processes import start_time
 
 RUN_ID = "20261123-101500-0b76"

@@ -11,8 +11,8 @@ from orchestrator.core.slot import HeadState
 from orchestrator.record.archive import Frame, Freshness
 from orchestrator.record.model import Row
 from orchestrator.view.notify.notifier import Judge
+from tests.factories import make_row, make_snapshot
 from tests.notify.test_message import run
-from tests.watch.scene import make_row, make_snapshot
 from workers.messages import WorkerState
 
 

@@ -13,7 +13,7 @@ from orchestrator.record.model import Row
 from orchestrator.view.alerts import ALERTS, Firing, Subject
 from orchestrator.view.notify.digest import Message, News
 from orchestrator.view.notify.message import MessageText, message_text
-from tests.watch.scene import FACTS, make_row, make_snapshot
+from tests.factories import FACTS, make_row, make_snapshot
 from workers.messages import WorkerState
 
 NOW_UNIX_S = 10_000.0
@@ -95,14 +95,10 @@ def test_what_is_only_over_alarms_no_one() -> None:
     [
         ("good", 0, "info", "0b76: the run has ended: good, exit code 0"),
         ("failed", 3, "warning", "0b76: the run has ended: failed, exit code 3"),
-        (
-            "interrupted",
-            None,
-            "critical",
-            "0b76: the head is gone; `python -m orchestrator run --resume",
-        ),
+        ("interrupted", None, "critical",
+         "0b76: the head is gone; `python -m orchestrator run --resume"),
     ],
-)
+)  # fmt: skip
 def test_the_end_of_a_run_says_how(
     outcome: str, code: int | None, severity: str, title: str
 ) -> None:

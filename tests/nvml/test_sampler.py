@@ -95,25 +95,14 @@ class Sensor(NamedTuple):
             61.0,
             39.0,
         ),
-        (
-            {
-                "coretemp": [
-                    Sensor("Package id 0", 61.0, 100.0),
-                    Sensor("Package id 1", 72.0, 105.0),
-                ]
-            },
-            72.0,
-            33.0,
-        ),
-        (
-            {"k10temp": [Sensor("Tctl", 80.0), Sensor("Tdie", 70.0), Sensor("Tccd1", 66.0)]},
-            70.0,
-            None,
-        ),
+        ({"coretemp": [Sensor("Package id 0", 61.0, 100.0), Sensor("Package id 1", 72.0, 105.0)]},
+         72.0, 33.0),
+        ({"k10temp": [Sensor("Tctl", 80.0), Sensor("Tdie", 70.0), Sensor("Tccd1", 66.0)]}, 70.0,
+         None),
         ({"k10temp": [Sensor("Tctl", 80.0), Sensor("Tccd1", 66.0)]}, 80.0, None),
         ({"cpu_thermal": [Sensor("", 55.5)]}, 55.5, None),
     ],
-)
+)  # fmt: skip
 def test_the_processor_is_as_warm_as_its_package(
     chips: Mapping[str, list[Sensor]], temperature_c: float | None, margin_c: float | None
 ) -> None:

@@ -191,7 +191,7 @@ def mlp(allowed_bytes: int, **memory: Any) -> Card:
 class TestFilling:
     """A workload that holds all of its claim: what it holds follows the allowed bytes, and its size what it holds."""
 
-    def test_it_gives_way_in_the_very_next_step_and_grows_back_within_a_few(self) -> None:
+    def test_it_gives_way_in_the_next_step_and_grows_back(self) -> None:
         card = matmul(size=65536)
         card.slice(5)
         full = card.last
@@ -224,7 +224,7 @@ class TestFilling:
         assert 0.85 * 90 * MIB <= card.last_bytes <= 90 * MIB
         assert card.failed == []
 
-    def test_less_than_the_floor_needs_is_an_emergency_that_says_so_and_ends(self) -> None:
+    def test_less_than_the_floor_is_an_emergency_that_ends(self) -> None:
         card = matmul()
         card.slice(3)
         full = card.last
@@ -238,7 +238,7 @@ class TestFilling:
         assert card.last_bytes >= card.bytes_of(full)
         assert card.failed == []
 
-    def test_what_a_step_takes_beside_its_claim_costs_one_failure_and_is_learned_for_the_next_run(
+    def test_what_a_step_takes_beside_its_claim_is_learned(
         self,
     ) -> None:
         first = matmul()
@@ -328,7 +328,7 @@ class TestStepping:
             ended = card.slice(steps)
             assert not isinstance(ended, Emergency) or card.allowed_bytes < 1.25 * floor_bytes
 
-    def test_within_a_slice_it_gives_memory_back_before_the_smaller_step(self) -> None:
+    def test_within_a_slice_it_releases_before_the_smaller_step(self) -> None:
         card = mlp(allowed_bytes=700 * MIB)
         card.slice(12)
         run = card.look()
@@ -356,7 +356,7 @@ class TestStepping:
 
 
 class TestWhatTheWorkloadSays:
-    def test_a_floor_that_is_said_not_to_fit_is_an_emergency_at_once_and_says_by_how_much(
+    def test_a_floor_said_not_to_fit_is_an_emergency_at_once(
         self,
     ) -> None:
         growth = replace(BATCH_ONLY, needed_bytes=by_batch)
@@ -392,22 +392,12 @@ class TestLearned:
     @pytest.mark.parametrize(
         ("allowed_mib", "learned", "least", "most"),
         [
-            pytest.param(
-                300,
-                Learned(size=600, fixed_bytes=FIXED_BYTES, unit_bytes=ROW_BYTES),
-                0.9 * 200,
-                200,
-                id="checked against the room first",
-            ),
-            pytest.param(
-                700,
-                Learned(size=500),
-                500,
-                500,
-                id="without a footprint it is believed until it fails",
-            ),
+            pytest.param(300, Learned(size=600, fixed_bytes=FIXED_BYTES, unit_bytes=ROW_BYTES),
+             0.9 * 200, 200, id="checked against the room first"),
+            pytest.param(700, Learned(size=500), 500, 500,
+             id="without a footprint it is believed until it fails"),
         ],
-    )
+    )  # fmt: skip
     def test_a_learned_size_is_the_first(
         self, allowed_mib: int, learned: Learned, least: float, most: float
     ) -> None:
@@ -439,7 +429,7 @@ class TestLearned:
         assert card.last.batch >= 0.8 * 600
 
 
-def test_a_step_that_had_less_to_do_than_was_asked_for_teaches_nothing() -> None:
+def test_a_partial_step_teaches_nothing() -> None:
     card = mlp(allowed_bytes=300 * MIB)
     card.slice(20)
     before, settled = card.state, card.last
@@ -452,9 +442,7 @@ def test_a_step_that_had_less_to_do_than_was_asked_for_teaches_nothing() -> None
     assert card.failed == []
 
 
-def test_what_rests_because_nothing_has_ever_ended_well_says_why_and_goes_on_a_minute_later() -> (
-    None
-):
+def test_rest_after_failures_says_why_and_ends_in_a_minute() -> None:
     card = mlp(allowed_bytes=700 * MIB, failures_per_minute=2)
     card.takes = lambda _size, _batch: 1 << 40
     while not isinstance(ended := card.slice(), Emergency):
@@ -481,7 +469,7 @@ def test_an_emergency_names_the_smallest_step_in_words() -> None:
     assert ended.reason.startswith(step)
 
 
-def test_after_too_many_failures_it_goes_on_at_what_has_ended_well_under_no_more_memory() -> None:
+def test_after_too_many_failures_it_runs_what_was_good() -> None:
     card = mlp(allowed_bytes=300 * MIB, failures_per_minute=2)
     card.slice(12)
     small = card.last

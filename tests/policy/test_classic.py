@@ -93,45 +93,34 @@ def test_the_search_ends_with_the_first_good_step(events: list[Event], is_probe:
             )
             for failures, (size, batch) in enumerate(zip(GUIDE_SIZES, GUIDE_BATCHES, strict=True))
         ),
-        pytest.param(
-            {}, [*[GONE] * 8, BACK], 8, 256, 32, id="the floor is retried before the emergency"
-        ),
+        pytest.param({}, [*[GONE] * 8, BACK], 8, 256, 32,
+         id="the floor is retried before the emergency"),
         *(
             pytest.param(
                 {}, [GONE, event], 1, 2867, 112, id="nothing but a failure changes the step"
             )
             for event in (OK, PRESSURE_LOW, PRESSURE_ENOUGH, PRESSURE_NEED_UNKNOWN)
         ),
-        pytest.param(
-            {"size": 200, "batch": 8},
-            [PRESSURE_LOW],
-            0,
-            200,
-            8,
-            id="a base below a floor is the floor",
-        ),
-        pytest.param(
-            {"size": 256}, [GONE], 1, 256, 112, id="at the size floor the batch still shrinks"
-        ),
+        pytest.param({"size": 200, "batch": 8}, [PRESSURE_LOW], 0, 200, 8,
+         id="a base below a floor is the floor"),
+        pytest.param({"size": 256}, [GONE], 1, 256, 112,
+         id="at the size floor the batch still shrinks"),
         # 3 * 0.9 ** failures is 2.7, 2.43, 2.19, and only at the fourth failure below 2
         pytest.param(ROUNDED, [GONE], 1, 2, 128, id="rounding"),
-        pytest.param(
-            ROUNDED, [GONE] * 2, 4, 1, 128, id="failures that rounding hides are counted on"
-        ),
+        pytest.param(ROUNDED, [GONE] * 2, 4, 1, 128,
+         id="failures that rounding hides are counted on"),
         pytest.param({}, [BACK], 0, 4096, 128, id="a first failure is retried if memory came back"),
         pytest.param({}, [NEED_UNKNOWN], 1, 2867, 112, id="a need that is unknown is not retried"),
         *(
             pytest.param({}, [BACK] * times, *expected, id=f"each size is retried once: {times}")
             for times, expected in ((2, (1, 2867, 112)), (3, (1, 2867, 112)), (4, (2, 2007, 96)))
         ),
-        pytest.param(
-            NO_CLEANUP, [BACK, *EARNED[1:], BACK], 1, 2867, 112, id="a retry not yet earned"
-        ),
-        pytest.param(
-            NO_CLEANUP, [BACK, *EARNED, BACK], 0, 4096, 128, id="a retry that good steps earned"
-        ),
+        pytest.param(NO_CLEANUP, [BACK, *EARNED[1:], BACK], 1, 2867, 112,
+         id="a retry not yet earned"),
+        pytest.param(NO_CLEANUP, [BACK, *EARNED, BACK], 0, 4096, 128,
+         id="a retry that good steps earned"),
     ],
-)
+)  # fmt: skip
 def test_the_step_after_what_happened(
     settings: dict[str, Any], events: list[Event], failures: int, size: int, batch: int
 ) -> None:
@@ -149,7 +138,7 @@ def test_the_step_after_what_happened(
         ({"size_decay": 1.0, "batch_step": 0}, 0, 4096, 128),
     ],
 )
-def test_the_floor_is_where_neither_formula_shrinks_any_further_and_failures_stop(
+def test_the_floor_is_where_nothing_shrinks_any_further(
     settings: dict[str, Any], failures: int, size: int, batch: int
 ) -> None:
     policy = classic(**settings)
@@ -177,7 +166,7 @@ class TestCleanUp:
             assert decision == Run(size=4096, batch=128)
         assert released == released_after
 
-    def test_a_failure_starts_the_count_anew_because_its_recovery_released_everything(self) -> None:
+    def test_a_failure_starts_the_count_of_cleanups_anew(self) -> None:
         policy = classic()
         state, decision = play(policy, *[OK] * 14, GONE, *[OK] * 14)
         assert decision == Run(size=2867, batch=112)
@@ -185,7 +174,7 @@ class TestCleanUp:
 
 
 class TestEmergency:
-    def test_the_floor_failing_is_an_emergency_that_says_what_it_needs(self) -> None:
+    def test_a_failing_floor_is_an_emergency_with_its_need(self) -> None:
         state, decision = play(classic(), *[GONE] * 9)
         assert state.emergency
         assert decision == Emergency(
@@ -203,7 +192,7 @@ class TestEmergency:
             assert isinstance(decision, Emergency)
         assert tried_at == [10, 20, 30]
 
-    def test_once_the_known_need_was_not_enough_it_is_tried_every_tenth_time_too(self) -> None:
+    def test_a_wrong_known_need_is_tried_every_tenth_time(self) -> None:
         policy = classic()
         state, decision = play(policy, PRESSURE_ENOUGH, BACK, state=in_emergency(policy))
         assert isinstance(decision, Emergency)

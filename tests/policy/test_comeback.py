@@ -63,9 +63,7 @@ def play(seed: int) -> Played:
     return Played(failed[False], failed[True], until_back)
 
 
-def test_once_memory_is_back_so_is_the_size_within_60_steps_with_a_failure_in_two_courses_at_most() -> (
-    None
-):
+def test_the_size_is_back_within_60_steps_of_the_memory() -> None:
     courses = [play(seed) for seed in range(30)]
     squeezed = sum(played.squeezed_failures >= 2 for played in courses)
     assert squeezed > len(courses) / 2, "else no failure is held against a size"
@@ -78,9 +76,7 @@ def test_once_memory_is_back_so_is_the_size_within_60_steps_with_a_failure_in_tw
     assert sum(played.released_failures for played in courses) <= len(courses) / 2
 
 
-def test_a_signal_that_was_wrong_while_memory_was_short_is_heard_when_it_tells_of_far_more() -> (
-    None
-):
+def test_a_wrong_signal_is_heard_when_it_tells_of_far_more() -> None:
     """The smallest step fits although the signal denies it; then it fails.
 
     Then nearly everything is there.
@@ -108,7 +104,7 @@ def test_a_signal_that_was_wrong_while_memory_was_short_is_heard_when_it_tells_o
     assert max(good[:10], default=0) > 800, "of 880 that fit"
 
 
-def test_a_signal_that_always_says_that_nothing_is_free_is_ignored() -> None:
+def test_a_signal_that_always_says_nothing_is_ignored() -> None:
     now_s, good, failures = 0.0, [], 0
     size_of = AdaptiveSize(10_000, clock=lambda: now_s)
     for _ in range(750):

@@ -29,7 +29,7 @@ def line_after(*steps: float, extra: float = 0.0) -> Footprint:
     return line
 
 
-def test_one_step_bounds_what_is_larger_and_two_far_apart_give_the_slope() -> None:
+def test_one_step_bounds_and_two_give_the_slope() -> None:
     one = line_after(100)
     assert not one.has_slope
     assert one.bytes_at(400) >= need(400)
@@ -61,7 +61,7 @@ def test_what_is_promised_fits_by_the_line_with_its_margin(
         assert x <= max(large, large / (fixed + unit * large) * limit_bytes)
 
 
-def test_the_margin_narrows_while_predictions_hold_and_a_surprise_widens_it_at_once() -> None:
+def test_the_margin_narrows_until_a_surprise_widens_it() -> None:
     line = line_after(100, 400)
     calm = line
     for at_s in range(2, 60):

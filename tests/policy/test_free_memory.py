@@ -77,9 +77,7 @@ def test_usable_is_never_more_than_was_seen_and_never_negative(
         assert level.usable_bytes <= level.likely_bytes
 
 
-def test_a_third_piece_is_expected_after_two_in_a_row_and_what_has_failed_a_step_for_two_minutes() -> (
-    None
-):
+def test_a_third_piece_is_expected_after_two_in_a_row() -> None:
     level = with_sample(with_sample(None, 100.0, exact=True), 90.0, 0.1, exact=True)
     assert level.usable_bytes == 90.0
     level = with_sample(level, 80.0, 0.2, exact=True)

@@ -35,16 +35,12 @@ def played(
 
 @pytest.mark.parametrize("repeats", [False, True])
 @given(every=st.integers(3, 60))
-def test_after_three_equal_gaps_and_a_few_failures_only_heavy_steps_are_expected(
-    *, repeats: bool, every: int
-) -> None:
+def test_after_three_equal_gaps_heavy_steps_are_expected(*, repeats: bool, every: int) -> None:
     seen = played(every=every, steps=12 * every, repeats=repeats)
     assert all(is_heavy == expected for is_heavy, expected in seen[-4 * every :])
 
 
-def test_a_step_that_failed_for_another_reason_costs_one_more_small_step_and_not_the_period() -> (
-    None
-):
+def test_another_failure_costs_a_small_step_not_the_period() -> None:
     """Whether the workload counted it is not known: the next one may come a step earlier."""
     for counted in (False, True):
         heavy, at_s = HeavySteps(), 0.0
@@ -67,7 +63,7 @@ def test_a_step_that_failed_for_another_reason_costs_one_more_small_step_and_not
         assert heavy.is_due
 
 
-def test_a_period_is_found_among_others_and_given_up_after_two_that_did_not_come() -> None:
+def test_a_period_is_found_and_given_up_after_two_misses() -> None:
     heavy = HeavySteps()
     places = {10, 14, 20, 30}
     for step in range(60):
@@ -78,9 +74,7 @@ def test_a_period_is_found_among_others_and_given_up_after_two_that_did_not_come
 
 
 @given(seed=st.integers(0, 1000))
-def test_irregular_ones_are_reckoned_with_while_they_come_more_than_once_a_minute(
-    seed: int,
-) -> None:
+def test_irregular_heavy_steps_count_while_they_are_frequent(seed: int) -> None:
     draw = random.Random(seed)  # noqa: S311 - repeatable is what is wanted
     heavy, now_s = HeavySteps(), 0.0
     for gap in (3, 17, 8, 29, 5):

@@ -73,7 +73,7 @@ class TestStepping:
         assert {run.batch for run in only_size} == {128}
         assert [run.size for run in only_size] == list(range(256, 4097, TILE))
 
-    def test_where_nothing_moves_memory_and_below_the_floors_there_is_one_step_as_asked(
+    def test_where_nothing_moves_memory_there_is_one_step(
         self,
     ) -> None:
         assert runs_of(ladder_of(GUIDES, ASKED, stepping(0.0, 0.0))) == [Run(size=4096, batch=128)]
@@ -81,7 +81,7 @@ class TestStepping:
             Run(size=100, batch=8)
         ]
 
-    def test_sizes_between_the_ends_are_whole_tiles_and_the_ends_are_as_asked(self) -> None:
+    def test_sizes_between_the_ends_are_whole_tiles(self) -> None:
         asked = replace(ASKED, size=1000)
         sizes = [run.size for run in runs_of(ladder_of(GUIDES, asked, stepping(batch_power=0.0)))]
         assert sizes[-1] == 1000
@@ -89,7 +89,7 @@ class TestStepping:
 
 
 class TestFilling:
-    def test_a_rung_is_what_is_held_and_its_size_the_largest_that_fits_into_it(self) -> None:
+    def test_a_rung_is_a_hold_and_the_largest_size_in_it(self) -> None:
         ladder = ladder_of(GUIDES, ASKED, filling(most_bytes=80 * MIB))
         assert (ladder.units[0], ladder.units[-1]) == (three_squares(256, 128), 80 * MIB)
         for units in ladder.units:
@@ -99,7 +99,7 @@ class TestFilling:
             assert three_squares(run.size, 128) <= units
             assert run.size == ASKED.size or three_squares(run.size + TILE, 128) > units
 
-    def test_beyond_the_need_of_what_was_asked_for_only_the_hold_grows(self) -> None:
+    def test_beyond_the_asked_need_only_the_hold_grows(self) -> None:
         ladder = ladder_of(GUIDES, ASKED, filling(most_bytes=1 << 30))
         assert ladder.run(ladder.units[-1]) == Run(size=4096, batch=128, hold_bytes=1 << 30)
         assert three_squares(4096, 128) < 1 << 30

@@ -39,7 +39,7 @@ def test_a_few_proofs_are_kept_and_the_last_step_is_one(steps: list[tuple[int, i
 
 
 @given(steps=STEPS, size=st.integers(1, 10_000), memory_bytes=st.integers(0, 1000))
-def test_what_fails_is_not_proven_any_more_nor_is_what_is_nearly_as_large(
+def test_what_fails_or_is_nearly_as_large_is_not_proven(
     steps: list[tuple[int, int]], size: int, memory_bytes: int
 ) -> None:
     left = without_refuted(after(steps), size, memory_bytes)

@@ -59,43 +59,25 @@ PROBED = Bracket(good=100).ran_out(BOUNDS, 200, 0.0).ended_well(100, 0.0)
 @pytest.mark.parametrize(
     ("bracket", "at_s", "otherwise", "promised"),
     [
-        pytest.param(
-            Bracket().ended_well(100, 0.0),
-            0.0,
-            200,
-            10_000,
-            id="nothing bad: doubles, unless bounded",
-        ),
+        pytest.param(Bracket().ended_well(100, 0.0), 0.0, 200, 10_000,
+         id="nothing bad: doubles, unless bounded"),
         pytest.param(Bracket(good=400, bad=900, bad_until_s=LONG_S), 0.0, 600, 600, id="bisects"),
-        pytest.param(
-            Bracket(good=400, bad=411, bad_until_s=LONG_S), 0.0, 400, 400, id="close enough"
-        ),
+        pytest.param(Bracket(good=400, bad=411, bad_until_s=LONG_S), 0.0, 400, 400,
+         id="close enough"),
         pytest.param(FAILED, 2.0, 894, 894, id="half way to what failed, however much is promised"),
-        pytest.param(
-            FAILED, LONG_S, 848, 10_000, id="what failed is forgotten, and the next probe is small"
-        ),
-        pytest.param(
-            Bracket(good=100, probes=0.0), 1.0, 100, 10_000, id="without a probe nothing beyond"
-        ),
-        pytest.param(
-            Bracket(good=100, bad=400, bad_until_s=LONG_S, probes=0.0),
-            1.0,
-            100,
-            200,
-            id="bounded, it needs no probe",
-        ),
+        pytest.param(FAILED, LONG_S, 848, 10_000,
+         id="what failed is forgotten, and the next probe is small"),
+        pytest.param(Bracket(good=100, probes=0.0), 1.0, 100, 10_000,
+         id="without a probe nothing beyond"),
+        pytest.param(Bracket(good=100, bad=400, bad_until_s=LONG_S, probes=0.0), 1.0, 100, 200,
+         id="bounded, it needs no probe"),
         pytest.param(PROBED, 0.0, 141, 141, id="not yet forgiven"),
         pytest.param(PROBED.forgiven(), 0.0, 106, 10_000, id="forgiven"),
         pytest.param(started_at(500), 0.0, 500, 500, id="remembered: tried as it is"),
-        pytest.param(
-            started_at(500).ended_well(500, 1.0),
-            1.0,
-            530,
-            10_000,
-            id="remembered: grows once it ended well",
-        ),
+        pytest.param(started_at(500).ended_well(500, 1.0), 1.0, 530, 10_000,
+         id="remembered: grows once it ended well"),
     ],
-)
+)  # fmt: skip
 def test_the_largest_size_to_try(
     bracket: Bracket, at_s: float, otherwise: int, promised: int
 ) -> None:
@@ -107,7 +89,7 @@ def test_the_largest_size_to_try(
     assert found == [otherwise, promised]
 
 
-def test_a_probe_that_failed_leaves_the_good_size_and_what_was_good_is_cut() -> None:
+def test_a_failed_probe_leaves_the_good_size() -> None:
     probe = Bracket(good=400).ran_out(BOUNDS, 800, 0.0)
     assert (probe.good, probe.bad) == (400, 800)
     assert Bracket(good=400).ran_out(BOUNDS, 400, 0.0).good == 320

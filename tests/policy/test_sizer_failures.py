@@ -50,7 +50,7 @@ def test_while_nothing_fits_failures_stay_within_what_is_allowed(
     )
 
 
-def test_what_had_ended_well_is_given_up_although_heavy_steps_come_often() -> None:
+def test_what_ended_well_is_given_up_despite_heavy_steps() -> None:
     """No signal tells that memory was taken.
 
     Each step may have been a heavy one, and each was run smaller.
@@ -77,7 +77,7 @@ def test_what_had_ended_well_is_given_up_although_heavy_steps_come_often() -> No
 
 
 @pytest.mark.parametrize("peaks", [True, False])
-def test_absurd_peaks_of_the_only_size_are_forgotten_after_two_steps(*, peaks: bool) -> None:
+def test_absurd_peaks_of_the_only_size_are_forgotten(*, peaks: bool) -> None:
     """They say that it does not fit.
 
     It ends well all the same when it is tried: with a peak, or against the signal.

@@ -73,7 +73,7 @@ def run(world: World, learned: Learned | None = None) -> tuple[AdaptiveSize, Out
 
 
 @pytest.mark.parametrize("level_gib", COLD_LEVELS_GIB)
-def test_a_cold_start_is_there_in_12_steps_with_one_failure_at_most(level_gib: float) -> None:
+def test_a_cold_start_takes_12_steps_and_one_failure(level_gib: float) -> None:
     for seed in range(9000, 9003):
         world, largest = constant_world(seed, level_gib, 60.0)
         first = run(world)[1].tried[:12]
@@ -82,7 +82,7 @@ def test_a_cold_start_is_there_in_12_steps_with_one_failure_at_most(level_gib: f
 
 
 @pytest.mark.parametrize("level_gib", COLD_LEVELS_GIB[::2])
-def test_what_was_learned_is_there_in_the_first_step_without_a_failure(level_gib: float) -> None:
+def test_what_was_learned_is_there_in_the_first_step(level_gib: float) -> None:
     for seed in range(9000, 9003):
         world, largest = constant_world(seed, level_gib, 600.0)
         learned = run(world)[0].learned

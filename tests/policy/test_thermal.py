@@ -115,7 +115,7 @@ def test_the_guides_bands_and_their_hysteresis() -> None:
     ]
 
 
-def test_a_first_critical_reading_pauses_at_once_and_until_below_75() -> None:
+def test_a_first_critical_reading_pauses_until_below_75() -> None:
     played = Played()
     assert [played.see(told_c).duty for told_c in (83, 82, 76, 75)] == [0.0] * 4
     after = played.see(74)
@@ -149,7 +149,7 @@ def curve(points: list[list[float]], at_s: float) -> float:
     return points[-1][1]
 
 
-def test_the_shipped_script_of_heat_throttles_no_card_below_70_and_pauses_it_from_83() -> None:
+def test_the_shipped_heat_throttles_from_70_and_pauses_at_83() -> None:
     card = json.loads((ROOT / "scripts" / "heat.json").read_text(encoding="utf-8"))["cards"][0]
     played, seen = Played(), set()
     for second in range(3 * card["repeat_s"]):
@@ -164,7 +164,7 @@ def test_the_shipped_script_of_heat_throttles_no_card_below_70_and_pauses_it_fro
     assert seen == {True, False}
 
 
-def test_a_complaint_of_a_cool_card_counts_until_it_has_stayed_away() -> None:
+def test_a_cool_cards_complaint_counts_until_it_stays_away() -> None:
     played = Played()
     for _ in range(10):
         played.see(60, bits=int(Throttle.POWER_BRAKE))
@@ -186,7 +186,7 @@ def test_a_pause_that_others_prolong_ends_at_the_smallest_duty() -> None:
     assert back[-1] > 0.5, "the others give way as it returns"
 
 
-def test_a_card_that_was_cool_keeps_half_of_its_time_when_it_is_warm_again() -> None:
+def test_a_card_that_is_warm_again_keeps_half_of_its_time() -> None:
     """What a pause has left of the duty would else be missing for minutes."""
     played = Played()
     for told_c in [84] + [80] * 130 + [60] * 5:
@@ -252,7 +252,7 @@ def test_a_missed_reading_ends_no_pause_and_silence_does() -> None:
     assert after.duty == 1.0, "a sensor that never comes back stops nobody for ever"
 
 
-def test_the_first_reading_after_silence_shows_no_rise_and_an_old_one_moves_nothing() -> None:
+def test_the_first_reading_after_silence_shows_no_rise() -> None:
     played = Played()
     for temperature_c in (60, *[None] * 11):
         played.see(temperature_c)
@@ -286,9 +286,7 @@ def test_an_alarm_bit_is_hot_takes_duty_and_is_named_once(bit: Throttle) -> None
 @pytest.mark.parametrize(
     "bits", [[0], [0x1], [0x2], [0x4], [0x10], [0x100], [0x117], [None], [0x8, 0]]
 )
-def test_everyday_bits_and_a_single_look_at_a_hardware_slowdown_do_nothing(
-    bits: list[int | None],
-) -> None:
+def test_everyday_bits_and_a_single_slowdown_do_nothing(bits: list[int | None]) -> None:
     played = Played()
     decisions = [played.see(60, bits=each) for each in bits * 20]
     assert decisions[-1].duty == 1.0
@@ -341,9 +339,7 @@ def test_falling_bandwidth_alarms_and_clears() -> None:
         ),
     ],
 )
-def test_bandwidth_at_another_clock_or_beside_another_program_is_no_alarm(
-    measured: list[tuple[float, int]],
-) -> None:
+def test_bandwidth_under_other_conditions_is_no_alarm(measured: list[tuple[float, int]]) -> None:
     played = Played()
     for gb_per_s, clock_mhz in measured * 20:
         played.measure(gb_per_s, clock_mhz)
@@ -376,7 +372,7 @@ def test_the_duty_is_a_share_and_critical_is_a_pause(
 
 
 @given(course=courses)
-def test_a_pause_ends_below_the_threshold_or_after_silence_or_patience(course: Readings) -> None:
+def test_a_pause_ends_below_its_threshold_or_by_time(course: Readings) -> None:
     assert SHIPPED.resume_c is not None
     played = Played(ThermalSettings(longest_pause_s=None))
     paused, told_at_s = False, 0.0
@@ -411,7 +407,7 @@ def test_for_equal_history_a_higher_temperature_never_gives_more(
 
 @examples(max_examples=25)
 @given(course=courses)
-def test_whatever_a_sensor_said_a_cool_card_gets_all_of_its_time_back(course: Readings) -> None:
+def test_a_cool_card_gets_all_of_its_time_back(course: Readings) -> None:
     played = Played()
     cool = [(1.0, SensorReading(temperature_c=60.0))] * 400
     *_, (_, decision) = played.follow([*course, *cool])

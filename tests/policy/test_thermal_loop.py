@@ -87,7 +87,7 @@ def test_an_extreme_card_settles_in_the_band_and_stays(name: str) -> None:
     assert figures["critical_unsettled_s"] <= 15.0
 
 
-def test_it_loses_less_than_three_percent_against_the_best_constant_duty() -> None:
+def test_it_loses_less_than_3_percent_to_the_best_duty() -> None:
     shares = []
     for seed in SEEDS:
         course, figures = governed(seed, "steady")
@@ -117,7 +117,7 @@ def test_a_game_that_comes_and_goes_is_given_way_and_forgotten(seed: int) -> Non
     )
 
 
-def test_a_game_that_alone_is_too_hot_leaves_the_workers_paused_or_at_the_floor() -> None:
+def test_a_game_that_is_too_hot_alone_leaves_workers_paused() -> None:
     card = replace(EXTREMES["slow, alone"], game=0.95)
     course = play(card, "game", governor)
     during = [look.duty for look in course.looks if 1000.0 < look.at_s < 1800.0]

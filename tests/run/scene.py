@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
-from orchestrator.config.load import config_from_data, dump_config
-from orchestrator.config.schema import Config
+from orchestrator.config.load import config_from_data
 from orchestrator.core.fleet import Fleet
 from orchestrator.core.placement import Target, plan_slots
 from orchestrator.lab.chaos.fleet import ChaosFleet
@@ -20,30 +18,16 @@ from orchestrator.record.archive import StoredRun, read_run
 from orchestrator.record.events import EventLog
 from orchestrator.record.model import Row, Snapshot
 from orchestrator.record.output import OutputFiles
-from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
+from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
 from orchestrator.run.run_dir import CheckpointKeeper
 from orchestrator.run.supervisor import Commands, Supervisor
 from orchestrator.run.terminal import Interrupts
 from orchestrator.view.live import Outlets
+from tests.factories import facts_of
 from tests.run.scripted_fleet import ScriptedFleet, VirtualClock
-from tests.watch.scene import FACTS
 from workers.messages import Verdict
-
-
-def facts_of(config: Config, **changes: object) -> RunFacts:
-    """Return what the store knows of a run before its first slice."""
-    usual: dict[str, Any] = {
-        "run_id": "20260101-000000-abcd",
-        "started_at_unix_s": 1000.0,
-        "duration_s": config.run.duration_s,
-        "device": "cpu",
-        "config_yaml": dump_config(config),
-        "nodes_planned": tuple(config.nodes),
-        "head_pid": 2**22 + 1,  # no process has such a number
-    }
-    return replace(FACTS, **{**usual, **changes})
 
 
 def events_in(folder: Path, name: str, **fields: object) -> list[dict[str, Any]]:

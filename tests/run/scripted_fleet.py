@@ -21,7 +21,7 @@ from orchestrator.core.fleet import (
     SliceReported,
 )
 from orchestrator.run.supervisor import Clock
-from tests.core.scene import CPU, MEMORY, report_of
+from tests.factories import CPU, MEMORY, report_of
 from workers.messages import (
     Activity,
     Directive,

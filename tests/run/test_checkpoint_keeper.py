@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.run.run_dir import CheckpointKeeper
-from tests.core.scene import report_of
+from tests.factories import report_of
 from workers.engine import slice_stats
 from workers.engine.slice_stats import CheckpointPieces
 from workers.messages import CheckpointPiece

@@ -90,9 +90,7 @@ def outcome(run: Run) -> str:
     return outcome_of(run.supervisor.shortfalls(), interrupted=False)[0]
 
 
-def test_a_paused_slot_gets_nothing_and_keeps_its_process_until_it_is_resumed(
-    ask: Ask, new_run: RunMaker
-) -> None:
+def test_a_paused_slot_keeps_its_process_until_resumed(ask: Ask, new_run: RunMaker) -> None:
     run = new_run(duration="40s")
     between = sent_between(run, "pc1/0")
     pause, resume = ask(run, 5, "pause", "pc1/0"), ask(run, 30, "unpause", "pc1/0")
@@ -130,9 +128,7 @@ def pause_effect(event: dict[str, Any]) -> str:
     return str(event["effect"])
 
 
-def test_a_drained_slot_has_no_process_and_gets_another_when_it_is_resumed(
-    ask: Ask, new_run: RunMaker
-) -> None:
+def test_a_drained_slot_gets_another_process_when_resumed(ask: Ask, new_run: RunMaker) -> None:
     run = new_run(duration="40s")
     ask(run, 5, "drain", "pc1/0")
     ask(run, 20, "unpause", "pc1/0")
@@ -147,7 +143,7 @@ def test_a_drained_slot_has_no_process_and_gets_another_when_it_is_resumed(
 
 
 @pytest.mark.parametrize("do", ["pause", "drain"])
-def test_a_run_whose_slots_are_all_held_goes_on_until_its_time_is_up(
+def test_a_run_of_held_slots_goes_on_until_its_time_is_up(
     ask: Ask, new_run: RunMaker, do: str
 ) -> None:
     run = new_run()
@@ -179,9 +175,7 @@ def test_a_command_that_comes_while_the_run_ends_changes_nothing(
     assert late.answer()["error"] == "the run is ending: nothing can be changed any more"
 
 
-def test_a_card_that_was_given_up_works_again_once_all_its_slots_are_reinstated(
-    ask: Ask, new_run: RunMaker
-) -> None:
+def test_a_given_up_card_works_again_once_reinstated(ask: Ask, new_run: RunMaker) -> None:
     run = new_run(duration="60s", pc1=2, max_deaths=5)
     slots = ("pc1/0", "pc1/1")
     run.fleet.at(5, lambda: run.fleet.dies_at_once.update(slots))
@@ -196,9 +190,7 @@ def test_a_card_that_was_given_up_works_again_once_all_its_slots_are_reinstated(
     assert len(run.events("state", to_state="QUARANTINED")) == 2
 
 
-def test_a_cap_travels_with_each_slice_until_it_is_lifted_also_to_the_next_process(
-    ask: Ask, new_run: RunMaker
-) -> None:
+def test_a_cap_travels_with_each_slice_until_lifted(ask: Ask, new_run: RunMaker) -> None:
     run = new_run(duration="30s")
     between = sent_between(run, "pc1/0")
     budget_bytes = 2 * 1024 * MIB
@@ -212,9 +204,7 @@ def test_a_cap_travels_with_each_slice_until_it_is_lifted_also_to_the_next_proce
     assert {sent.lease_bytes for sent in run.fleet.directives["pc2/0"]} == {None}
 
 
-def test_the_next_slice_of_a_training_saves_and_what_trains_nothing_is_refused(
-    ask: Ask, new_run: RunMaker
-) -> None:
+def test_the_next_slice_of_a_training_saves(ask: Ask, new_run: RunMaker) -> None:
     run = new_run()
     run.fleet.says["pc1/0"] = {"progress": Progress(train_step=1)}
     ask(run, 5, "save", "pc1/0")
@@ -231,9 +221,7 @@ def test_the_next_slice_of_a_training_saves_and_what_trains_nothing_is_refused(
     assert event["slots"] == ["pc1/0", "pc2/0"]
 
 
-def test_a_command_that_comes_twice_is_obeyed_once_and_a_line_that_is_none_changes_nothing(
-    ask: Ask, new_run: RunMaker
-) -> None:
+def test_a_command_is_obeyed_once_and_no_line_is_one(ask: Ask, new_run: RunMaker) -> None:
     run = new_run(duration="30s")
     ask(run, 5, "pause", "pc1/0", id="one")
     ask(run, 10, "unpause", "pc1/0")
@@ -282,7 +270,7 @@ def after_the_kill(folder: Path, new_run: RunMaker, do: str, *slots: str) -> Run
     return new_run(duration="40s", folder=folder, past=past)
 
 
-def test_a_hold_that_was_stored_and_not_performed_is_obeyed_by_the_next_head_once(
+def test_a_stored_hold_is_obeyed_by_the_next_head_once(
     ask: Ask, new_run: RunMaker, tmp_path: Path
 ) -> None:
     run = after_the_kill(tmp_path / "killed", new_run, "drain", "pc1/0")
@@ -296,7 +284,7 @@ def test_a_hold_that_was_stored_and_not_performed_is_obeyed_by_the_next_head_onc
     assert run.fleet.placed == ["pc2/0", "pc1/0"], "it is placed when it is resumed"
 
 
-def test_a_cap_and_a_save_that_were_stored_and_not_performed_are_obeyed_by_the_next_head(
+def test_a_stored_cap_and_save_are_obeyed_by_the_next_head(
     new_run: RunMaker, tmp_path: Path
 ) -> None:
     capped = after_the_kill(tmp_path / "capped", new_run, "cap", "pc1/0")
@@ -307,9 +295,7 @@ def test_a_cap_and_a_save_that_were_stored_and_not_performed_are_obeyed_by_the_n
     assert saved.fleet.directives["pc2/0"][0].save
 
 
-def test_a_run_without_a_head_says_how_it_goes_on_or_that_it_is_over(
-    new_run: RunMaker, tmp_path: Path
-) -> None:
+def test_a_run_without_a_head_says_how_it_goes_on(new_run: RunMaker, tmp_path: Path) -> None:
     run = after_the_kill(tmp_path / "killed", new_run, "pause", "pc1/0")
     run.commands.close()
     killed = send(run.folder, "unpause", ["pc1/0"], by="test")

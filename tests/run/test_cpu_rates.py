@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.run.environment import CpuRates, Environment, in_rehearsal
-from tests.core.scene import REFERENCE
+from tests.factories import REFERENCE
 from tests.run.scripted_fleet import ScriptedFleet, VirtualClock
 
 

@@ -145,7 +145,7 @@ def stopped(folder: Path) -> Iterator[Terminal]:
 
 
 @pytest.mark.torch
-def test_a_breakpoint_in_a_workload_stops_shows_a_variable_and_goes_on(stopped: Terminal) -> None:
+def test_a_breakpoint_in_a_workload_stops_and_goes_on(stopped: Terminal) -> None:
     assert "mine.py" in stopped.shown, "it stops in the user's own file"
     assert "One worker in this process" in stopped.shown
     stopped.type("p answer")
@@ -178,9 +178,7 @@ def test_a_breakpoint_in_a_workload_stops_shows_a_variable_and_goes_on(stopped: 
 
 
 @pytest.mark.torch
-def test_the_debuggers_quit_ends_the_run_as_an_interrupt_does_and_resume_goes_on_in_one_process(
-    stopped: Terminal, folder: Path
-) -> None:
+def test_the_debuggers_quit_is_an_interrupt_and_can_resume(stopped: Terminal, folder: Path) -> None:
     stopped.type("q")
     assert stopped.wait() == 130, stopped.shown
     assert stopped.summary()["outcome"] == "interrupted"

@@ -16,7 +16,7 @@ from orchestrator.lab.chaos.fleet import ChaosFleet, chance
 from orchestrator.lab.chaos.plan import parse_chaos
 from orchestrator.record.events import EventLog
 from orchestrator.record.model import Snapshot
-from tests.core.scene import report_of
+from tests.factories import report_of
 from tests.run.conftest import RunMaker
 from tests.run.scene import Run
 from tests.run.scripted_fleet import VirtualClock

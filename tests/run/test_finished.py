@@ -36,9 +36,7 @@ def test_the_run_ends_well_as_soon_as_all_is_done(new_run: RunMaker) -> None:
     assert not scene.stored().is_resumable
 
 
-def test_one_that_is_done_rests_while_the_others_go_on_until_the_time_is_up(
-    new_run: RunMaker,
-) -> None:
+def test_one_that_is_done_rests_while_the_others_go_on(new_run: RunMaker) -> None:
     scene = new_run()
     scene.fleet.finished_after = {"pc1/0": 10}
     scene.fleet.at(8.0, lambda: scene.fleet.leave("pc1"))
@@ -62,9 +60,7 @@ def test_a_wrong_result_degrades_what_is_done_too(new_run: RunMaker) -> None:
     assert any("wrong of" in missed for missed in scene.supervisor.shortfalls())
 
 
-def test_a_head_that_goes_on_leaves_alone_what_is_done_and_refuses_a_run_that_is(
-    new_run: RunMaker, tmp_path: Path
-) -> None:
+def test_a_head_that_goes_on_leaves_alone_what_is_done(new_run: RunMaker, tmp_path: Path) -> None:
     first = new_run(folder=tmp_path / "run")
     first.fleet.finished_after = {"pc1/0": 10}
     first.fleet.at(8.0, head_is_killed)

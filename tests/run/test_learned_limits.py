@@ -17,7 +17,7 @@ import pytest
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
 from orchestrator.record.events import EventLog
 from orchestrator.run.learned_limits import LearnedLimits, terms
-from tests.core.scene import REFERENCE, report_of
+from tests.factories import REFERENCE, report_of
 from tests.run.conftest import RunMaker
 from workers.learned_limits import EXPIRY_S, LimitStore
 from workers.settings import Learned, LimitKey, StoredLimit
@@ -115,7 +115,7 @@ def plans_of(workload: str) -> tuple[SlotPlan, ...]:
 
 
 class TestSentAlong:
-    def test_every_worker_gets_all_that_is_known_of_its_workload_and_nothing_else_changes(
+    def test_every_worker_gets_what_is_known_of_its_workload(
         self, run: Run, store: LimitStore
     ) -> None:
         matmul = [
@@ -146,7 +146,7 @@ class TestSentAlong:
 
 
 class TestKept:
-    def test_what_a_worker_has_learned_is_kept_at_the_end_for_the_next_run(
+    def test_what_was_learned_is_kept_for_the_next_run(
         self, run: Run, store: LimitStore, new: Callable[[LimitStore | None], Run]
     ) -> None:
         learned = limit()
@@ -168,7 +168,7 @@ class TestKept:
     @pytest.mark.parametrize(
         "sizes", [(GIB, 2 * GIB, 3 * GIB), (3 * GIB, 2 * GIB, GIB), (2 * GIB, GIB, 3 * GIB)]
     )
-    def test_of_workers_in_the_same_circumstances_the_most_careful_counts(
+    def test_of_workers_alike_the_most_careful_counts(
         self, run: Run, store: LimitStore, sizes: tuple[int, ...]
     ) -> None:
         # The measured context, and with it the cap, is not quite the same for each.
@@ -177,9 +177,7 @@ class TestKept:
         )
         assert [one.learned.size for one in known(store)] == [GIB]
 
-    def test_circumstances_that_differ_are_kept_apart_and_what_others_have_learned_meanwhile_stays(
-        self, run: Run, store: LimitStore
-    ) -> None:
+    def test_circumstances_that_differ_are_kept_apart(self, run: Run, store: LimitStore) -> None:
         learned = [limit(), limit(card="NVIDIA GeForce RTX 3070"), limit(cap_bytes=GIB, size=GIB)]
         other = limit(card="another card")
         run.sent()
@@ -195,9 +193,7 @@ class TestKept:
         assert not store.path.parent.exists()
         assert run.told() == []
 
-    def test_it_is_written_every_minute_so_that_a_killed_head_has_kept_most(
-        self, new_run: RunMaker, store: LimitStore
-    ) -> None:
+    def test_limits_are_written_every_minute(self, new_run: RunMaker, store: LimitStore) -> None:
         run = new_run(duration="150s")
         run.supervisor.learned_limits = LearnedLimits(store, run.log)
         run.fleet.says["pc1/0"] = {"learned": limit()}
@@ -240,9 +236,7 @@ def test_without_a_store_nothing_is_read_and_nothing_kept(
     assert run.told() == []
 
 
-def test_a_store_that_cannot_be_read_costs_a_sentence_for_each_try_and_nothing_else(
-    run: Run, store: LimitStore
-) -> None:
+def test_an_unreadable_store_costs_a_sentence_each_try(run: Run, store: LimitStore) -> None:
     store.path.parent.mkdir()
     store.path.write_text("{")
     assert run.sent() == PLANS

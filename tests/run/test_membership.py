@@ -7,19 +7,12 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.config.schema import Config
 from orchestrator.core.fleet import NodeFact
 from orchestrator.core.slot import NodeJoined, NodeLeft, NodeRefused
 from orchestrator.run.node_watch import Membership, NodeEvent, notices, updated
+from tests.factories import config_of
 
-CONFIG = Config.model_validate(
-    {
-        "nodes": {
-            name: {"gpu": "card", "workers": 2, "cpus_per_worker": 4, "vram_per_worker_gib": 1.0}
-            for name in ("pc1", "pc2")
-        }
-    }
-)
+CONFIG = config_of({name: {"workers": 2, "cpus_per_worker": 4} for name in ("pc1", "pc2")})
 SILENT = NodeLeft(reason="its node does not answer")
 TOO_FEW = "pc1 offers 4 CPUs, the plan needs 2 workers x 4 = 8"
 
@@ -53,7 +46,7 @@ class Watcher:
         return notices(self.known, CONFIG)
 
 
-def test_a_node_that_does_not_answer_is_gone_although_ray_lists_it_and_says_why() -> None:
+def test_a_silent_node_is_gone_although_ray_lists_it() -> None:
     watcher = Watcher(fact())
     assert watcher.look(fact(answers=False)) == [("pc1", SILENT)]
     assert watcher.look(fact(answers=False)) == []
@@ -62,7 +55,7 @@ def test_a_node_that_does_not_answer_is_gone_although_ray_lists_it_and_says_why(
     assert watcher.look() == []
 
 
-def test_two_nodes_of_one_name_that_answer_are_refused_until_one_is_gone() -> None:
+def test_two_answering_nodes_of_one_name_are_refused() -> None:
     watcher = Watcher()
     text = "2 live nodes have the label node=pc1: 10.0.0.a, 10.0.0.b"
     assert watcher.look(fact(node_id="b"), fact(node_id="a")) == [("pc1", NodeRefused(reason=text))]
@@ -72,7 +65,7 @@ def test_two_nodes_of_one_name_that_answer_are_refused_until_one_is_gone() -> No
     assert watcher.notices == ["pc2 has not joined"]
 
 
-def test_a_second_node_of_the_name_does_not_disturb_the_one_in_use() -> None:
+def test_a_second_node_of_a_name_does_not_disturb_the_first() -> None:
     watcher = Watcher(fact(node_id="a"))
     assert watcher.look(fact(node_id="a"), fact(node_id="b")) == []
     assert watcher.notices == ["pc2 has not joined"]
@@ -80,7 +73,7 @@ def test_a_second_node_of_the_name_does_not_disturb_the_one_in_use() -> None:
     assert watcher.look(fact(node_id="b")) == [("pc1", NodeLeft()), ("pc1", NodeJoined())]
 
 
-def test_another_reason_is_told_and_the_same_one_again_after_the_node_was_away() -> None:
+def test_another_reason_is_told_and_the_same_after_a_return() -> None:
     watcher = Watcher(fact(cpus=4.0))
     other = "pc1 offers 6 CPUs, the plan needs 2 workers x 4 = 8"
     assert watcher.look(fact(cpus=6.0)) == [("pc1", NodeRefused(reason=other))]
@@ -108,9 +101,7 @@ def usable(live: Sequence[NodeFact], name: str) -> bool:
 
 
 @given(looks=st.lists(facts, max_size=30))
-def test_whatever_is_seen_each_node_joins_and_leaves_in_turn_and_who_is_missing_is_told(
-    looks: list[list[NodeFact]],
-) -> None:
+def test_each_node_joins_and_leaves_in_turn(looks: list[list[NodeFact]]) -> None:
     watcher = Watcher()
     here: dict[str, bool] = dict.fromkeys(CONFIG.nodes, False)
     ever: set[str] = set()

@@ -17,9 +17,7 @@ from tests.run.test_finished import head_is_killed
 from workers.messages import NO_PROGRESS, Progress
 
 
-def test_progress_is_in_the_rows_the_store_and_the_summary_of_slots_that_train_only(
-    new_run: RunMaker,
-) -> None:
+def test_progress_is_shown_of_slots_that_train_only(new_run: RunMaker) -> None:
     scene = new_run()
     scene.fleet.trains = {"pc1/0"}
     rows = scene.finish()
@@ -43,9 +41,7 @@ def test_progress_is_in_the_rows_the_store_and_the_summary_of_slots_that_train_o
     assert snapshot_from_summary(summary).rows[0].progress == expected
 
 
-def test_what_dead_processes_had_told_of_and_not_saved_is_counted_as_redone(
-    new_run: RunMaker,
-) -> None:
+def test_unsaved_steps_of_dead_processes_count_as_redone(new_run: RunMaker) -> None:
     scene = new_run(duration="40s", max_deaths=9)
     scene.fleet.trains = {"pc1/0", "pc2/0"}
     for at_s in (7.3, 12.9, 21.4):
@@ -79,9 +75,7 @@ def test_without_a_process_there_is_no_speed(new_run: RunMaker) -> None:
     assert row.progress == Progress(train_step=5, loss=2.0, redone_steps=0)
 
 
-def test_another_head_counts_what_the_one_before_had_been_told_of(
-    new_run: RunMaker, tmp_path: Path
-) -> None:
+def test_another_head_counts_what_the_last_was_told(new_run: RunMaker, tmp_path: Path) -> None:
     first = new_run(folder=tmp_path / "run", pc2=0)
     first.fleet.trains = {"pc1/0"}
     first.fleet.says["pc1/0"] = {"resume": {"the same": "all the time"}}

@@ -17,10 +17,9 @@ from orchestrator.record.store import RunFacts, SlotRecord
 from orchestrator.run.environment import Mode
 from orchestrator.run.resume import Past, environment_of, past_of, rules_of
 from orchestrator.run.runner import Options, go_on
-from tests.counting import counters, counters_of
-from tests.run.scene import facts_of
+from tests import factories
+from tests.factories import counters, counters_of, facts_of
 from tests.scene import ROOT
-from tests.watch import scene
 
 CONFIG = load_config(str(ROOT / "cluster.yaml"), ["run.slice_s=1.0"])
 OPTIONS = Options(json=True, plain=True, wait_for_nodes=False)
@@ -32,7 +31,9 @@ def facts(**changes: object) -> RunFacts:
 
 def record(**changes: Any) -> SlotRecord:
     counters = {"steps_ok": 500, "restarts": 3, "steps_lost_upper_bound": 7, "busy_s": 1.5}
-    usual = scene.record(incarnation=4, next_sequence=90, counters=counters, resume={"failures": 2})
+    usual = factories.record(
+        incarnation=4, next_sequence=90, counters=counters, resume={"failures": 2}
+    )
     return replace(usual, **changes)
 
 
@@ -72,7 +73,7 @@ def test_slow_steps_are_known_from_what_is_compiled(given: list[str], slow_step_
     )
 
 
-def test_a_slot_goes_on_with_its_counters_and_what_was_under_way_is_lost() -> None:
+def test_a_slot_goes_on_and_what_was_under_way_is_lost() -> None:
     past = past_of(stored(record()))
     slot = past.slots["pc1/0"]
     assert past.elapsed_s == 100.0
@@ -85,7 +86,7 @@ def test_a_slot_goes_on_with_its_counters_and_what_was_under_way_is_lost() -> No
     assert (slot.phase, slot.placed, slot.in_flight) == (Phase.ABSENT, False, ())
 
 
-def test_a_quarantined_slot_gets_another_chance_and_incomplete_records_stay_so() -> None:
+def test_a_quarantined_slot_gets_another_chance() -> None:
     past = past_of(stored(record(state="QUARANTINED", reason="5 deaths"), incomplete=True))
     assert past.slots["pc1/0"].phase is Phase.ABSENT
     assert past.slots["pc1/0"].deaths_at_s == ()
@@ -130,7 +131,7 @@ def test_the_first_raylet_is_that_of_the_head(monkeypatch: pytest.MonkeyPatch) -
         ({"facts": facts(mode="moon")}, "cluster, rehearse, local"),
     ],
 )
-def test_a_run_that_is_under_way_or_over_or_of_another_version_is_refused(
+def test_a_run_under_way_over_or_of_another_version_is_refused(
     changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UsageError, match=words):
@@ -140,7 +141,7 @@ def test_a_run_that_is_under_way_or_over_or_of_another_version_is_refused(
 @pytest.mark.parametrize(
     "text", ["", "[1]", "nodes: 7", 'a: "\\UFFFFFFFF"', "d: 2001-99-99", "[" * 100_000]
 )
-def test_a_configuration_that_cannot_be_used_is_refused_with_its_run(text: str) -> None:
+def test_an_unusable_configuration_is_refused_with_its_run(text: str) -> None:
     with pytest.raises(ConfigError, match="the configuration of run 20260101-000000-abcd"):
         environment_of(stored(facts=facts(config_yaml=text)))
 

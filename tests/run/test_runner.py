@@ -142,9 +142,7 @@ def user(tmp_path: Path, fork_server: ForkServer) -> UserFolder:
     return UserFolder(tmp_path, fork_server)
 
 
-def test_a_workload_that_always_fails_is_quarantined_and_its_traceback_is_in_the_event_log(
-    user: UserFolder,
-) -> None:
+def test_a_failing_workload_is_quarantined_with_a_traceback(user: UserFolder) -> None:
     done = user.type("--duration", "1h", "--workload", "mine:Faulty")
     assert done.returncode == 1, done.stdout + done.stderr
     (row,) = user.summary()["workers"]
@@ -182,7 +180,7 @@ def test_a_step_that_leaves_by_an_exit_is_an_error_like_others(user: UserFolder)
         ("nowhere:Nothing", "nowhere"),
     ],
 )
-def test_a_workload_that_cannot_be_made_ends_the_run_with_a_sentence(
+def test_a_workload_that_cannot_be_made_ends_the_run(
     user: UserFolder, workload: str, words: str
 ) -> None:
     done = user.type("--duration", "1h", "--workload", workload)
@@ -195,9 +193,7 @@ def test_a_workload_that_cannot_be_made_ends_the_run_with_a_sentence(
     assert summary["error"] in sentence
 
 
-def test_a_defect_of_the_head_ends_the_run_and_the_record_says_what_was_lost(
-    user: UserFolder,
-) -> None:
+def test_a_defect_of_the_head_is_recorded_with_what_was_lost(user: UserFolder) -> None:
     done = user.run(WITH_A_DEFECT, str(ROOT / "cluster.yaml"), str(user.runs))
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1] == "RuntimeError: a bug of ours"
@@ -239,7 +235,7 @@ def test_the_last_lines_and_the_report_say_what_fell_short(
 
 
 @pytest.mark.parametrize("remember", [True, False])
-def test_a_store_of_limits_that_cannot_be_read_costs_a_run_a_sentence_and_one_not_to_remember_nothing(
+def test_unreadable_limits_cost_a_sentence(
     user: UserFolder, state_dir: Path, remember: bool
 ) -> None:
     damaged = state_dir / "limits.json"

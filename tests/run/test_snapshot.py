@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from orchestrator.core.placement import Target, plan_slots
 from orchestrator.core.slot import HeadState, Orders, Phase, Slot, SlotState
 from orchestrator.run.snapshot import Meter, row
-from tests.core.scene import CPU, REFERENCE, report_of
+from tests.factories import CPU, REFERENCE, report_of
 from workers.messages import MemoryInfo, Report, StepCounts, WorkerEvent, WorkerState
 from workers.readings import SensorReading
 
@@ -62,16 +62,14 @@ def metered(*reports: Report) -> Meter:
     return meter
 
 
-def test_throughput_is_work_over_wall_time_and_duty_is_busy_over_wall_time() -> None:
+def test_throughput_and_duty_are_over_wall_time() -> None:
     meter = metered(report(), report(work_flop=2e13, busy_s=1.5, wall_s=2.0))
     assert meter.tflops == pytest.approx(10.0)
     assert meter.duty == pytest.approx(2.0 / 3.0)
 
 
 @pytest.mark.parametrize("earlier", [0, 2], ids=["first process", "new process"])
-def test_the_first_report_of_a_process_begins_a_window_and_serves_only_until_there_is_another(
-    earlier: int,
-) -> None:
+def test_a_first_report_serves_until_there_is_another(earlier: int) -> None:
     meter = metered(*[report()] * earlier, report(work_flop=1e12, events=OPENED))
     assert meter.tflops == pytest.approx(1.0)
     meter.add(report(work_flop=8e12))
@@ -162,7 +160,7 @@ def test_a_process_that_is_awaited_says_for_how_long() -> None:
     assert row(PLAN, slot, Meter(), 1009.5).reason == "its process starts, 9 s so far"
 
 
-def test_a_row_shows_the_counters_of_the_slot_and_the_facts_of_the_last_report() -> None:
+def test_a_row_shows_counters_and_the_last_reports_facts() -> None:
     known = {"steps_ok": 6, "steps_oom": 2, "steps_error": 2, "oom_count": 3, "emergency_count": 4}
     counts = {**known, "verify_checks": 5, "verify_errors": 1}
     slot = slot_with(
@@ -225,7 +223,7 @@ def test_a_report_without_device_and_memory_leaves_them_unknown() -> None:
 
 
 @pytest.mark.parametrize("state", [*WorkerState, *HeadState])
-def test_a_slot_without_a_working_process_has_no_throughput_and_no_duty(state: SlotState) -> None:
+def test_without_a_working_process_there_is_no_throughput(state: SlotState) -> None:
     shown = row(PLAN, slot_with(report(), state=state), metered(report()), 0.0)
     if isinstance(state, HeadState):
         assert (shown.tflops, shown.baseline_pct, shown.duty_measured) == (None, None, None)
@@ -237,7 +235,7 @@ def test_a_slot_without_a_working_process_has_no_throughput_and_no_duty(state: S
         )
 
 
-def test_of_a_held_slot_the_memory_of_its_process_is_shown_and_none_without_one() -> None:
+def test_a_held_slot_shows_the_memory_of_its_process() -> None:
     paused = slot_with(
         report(), state=HeadState.HELD, phase=Phase.HELD, ready=True, heard_at_s=10.0
     )

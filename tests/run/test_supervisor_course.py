@@ -42,7 +42,7 @@ def test_every_slot_is_placed_once_and_works_to_the_planned_end(new_run: RunMake
     }
 
 
-def test_a_process_is_sent_one_step_and_only_after_its_report_more(new_run: RunMaker) -> None:
+def test_a_process_is_sent_one_step_first(new_run: RunMaker) -> None:
     run = new_run()
     run.fleet.at(5, lambda: run.fleet.kill("pc1/0"))
     run.finish()
@@ -71,9 +71,7 @@ def test_the_planned_time_begins_with_the_slowest_worker(new_run: RunMaker) -> N
     assert any(reason.endswith(", 29 s so far") for reason in reasons)
 
 
-def test_a_worker_that_does_not_come_up_holds_the_run_back_for_the_start_timeout_only(
-    new_run: RunMaker,
-) -> None:
+def test_a_worker_that_is_late_delays_the_run_by_its_timeout(new_run: RunMaker) -> None:
     run = new_run(start_timeout_s=15)
     run.fleet.start_s["pc2/0"] = 1000.0
     rows = run.finish()
@@ -143,7 +141,7 @@ def test_an_interrupted_run_lets_its_slices_end_and_begins_none(
     assert 0 < run.recorder.shown[-1].elapsed_s < 12
 
 
-def test_the_second_interrupt_ends_the_run_at_once_and_loses_what_was_under_way(
+def test_a_second_interrupt_ends_the_run_and_loses_slices(
     new_run: RunMaker, interrupts: Interrupts
 ) -> None:
     run = new_run(duration="1h", interrupts=interrupts)
@@ -156,9 +154,7 @@ def test_the_second_interrupt_ends_the_run_at_once_and_loses_what_was_under_way(
     run.check_books()
 
 
-def test_a_worker_that_hangs_at_the_end_is_waited_for_so_long_and_then_lost(
-    new_run: RunMaker,
-) -> None:
+def test_a_worker_that_hangs_at_the_end_is_lost_in_time(new_run: RunMaker) -> None:
     run = new_run(stop_grace_s=3)
     run.fleet.at(START_S + 19, lambda: run.fleet.hang("pc2/0"))
     rows = run.finish()
@@ -171,7 +167,7 @@ def test_a_worker_that_hangs_at_the_end_is_waited_for_so_long_and_then_lost(
     assert rows["pc1/0"].counts.steps_ok == run.fleet.really_done["pc1/0"]
 
 
-def test_what_was_under_way_when_the_head_failed_is_lost_and_said_so(new_run: RunMaker) -> None:
+def test_what_was_under_way_when_the_head_failed_is_lost(new_run: RunMaker) -> None:
     run = new_run()
 
     def fail() -> None:
@@ -189,9 +185,7 @@ def test_what_was_under_way_when_the_head_failed_is_lost_and_said_so(new_run: Ru
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_an_event_that_no_phase_allows_is_raised_or_logged_as_the_caller_wants(
-    new_run: RunMaker, strict: bool
-) -> None:
+def test_an_illegal_event_is_raised_or_logged(new_run: RunMaker, strict: bool) -> None:
     run = new_run(strict=strict)
     absent = NodeLeft()
     if strict:

@@ -11,9 +11,7 @@ from tests.run.scripted_fleet import START_S, STEPS_PER_S
 from workers.messages import WorkerState
 
 
-def test_a_node_that_joins_late_is_named_until_then_and_works_from_then_on(
-    new_run: RunMaker,
-) -> None:
+def test_a_node_that_joins_late_works_from_then_on(new_run: RunMaker) -> None:
     run = new_run(pc2=2, absent=("pc2",))
     run.fleet.at(10, lambda: run.fleet.join("pc2"))
     rows = run.finish()
@@ -36,9 +34,7 @@ def test_a_node_that_joins_late_is_named_until_then_and_works_from_then_on(
         )
 
 
-def test_the_slots_of_a_lost_node_are_lost_within_two_seconds_and_go_on_when_it_is_back(
-    new_run: RunMaker,
-) -> None:
+def test_slots_of_a_lost_node_are_lost_and_come_back(new_run: RunMaker) -> None:
     run = new_run(pc2=2, duration="60s")
     run.fleet.at(10, lambda: run.fleet.lose("pc2"))
     run.fleet.at(30, lambda: run.fleet.join("pc2"))
@@ -62,7 +58,7 @@ def test_the_slots_of_a_lost_node_are_lost_within_two_seconds_and_go_on_when_it_
     assert {notice for snapshot in away for notice in snapshot.notices} == {"pc2 has left"}
 
 
-def test_a_node_that_is_replaced_between_two_looks_has_left_and_joined(new_run: RunMaker) -> None:
+def test_a_node_replaced_between_looks_has_left_and_joined(new_run: RunMaker) -> None:
     run = new_run(duration="30s")
 
     def replace() -> None:
@@ -79,9 +75,7 @@ def test_a_node_that_is_replaced_between_two_looks_has_left_and_joined(new_run: 
     )
 
 
-def test_a_node_that_does_not_answer_is_there_as_long_as_its_workers_report(
-    new_run: RunMaker,
-) -> None:
+def test_a_silent_node_is_there_while_its_workers_report(new_run: RunMaker) -> None:
     run = new_run()
     run.fleet.at(5, lambda: run.fleet.silence("pc2"))
     rows = run.finish()
@@ -89,9 +83,7 @@ def test_a_node_that_does_not_answer_is_there_as_long_as_its_workers_report(
     assert (rows["pc2/0"].state, rows["pc2/0"].restarts) == (WorkerState.RUNNING, 0)
 
 
-def test_a_node_that_says_itself_that_ray_is_gone_has_left_although_its_worker_has_just_reported(
-    new_run: RunMaker,
-) -> None:
+def test_a_node_that_refuses_has_left_despite_a_report(new_run: RunMaker) -> None:
     run = new_run()
     run.fleet.at(10.2, lambda: run.fleet.silence("pc2", refuses=True))
     rows = run.finish()
@@ -100,9 +92,7 @@ def test_a_node_that_says_itself_that_ray_is_gone_has_left_although_its_worker_h
     assert rows["pc2/0"].state is HeadState.LOST
 
 
-def test_a_node_that_offers_too_little_is_refused_in_words_and_used_once_it_offers_enough(
-    new_run: RunMaker,
-) -> None:
+def test_a_node_that_offers_too_little_is_refused_until_enough(new_run: RunMaker) -> None:
     run = new_run(pc2=8, absent=("pc2",), duration="30s")
     run.fleet.at(3, lambda: run.fleet.join("pc2", cpus=2))
     run.fleet.at(10, lambda: run.fleet.leave("pc2"))
@@ -119,9 +109,7 @@ def test_a_node_that_offers_too_little_is_refused_in_words_and_used_once_it_offe
 
 
 @pytest.mark.parametrize("how", ["incompatible", "unbuildable"])
-def test_a_node_that_joins_late_and_can_never_work_costs_its_slots_and_not_the_run(
-    new_run: RunMaker, how: str
-) -> None:
+def test_a_late_node_that_cannot_work_costs_its_slots_alone(new_run: RunMaker, how: str) -> None:
     run = new_run(absent=("pc2",))
     run.can_never_work("pc2/0", how)
     run.fleet.at(10, lambda: run.fleet.join("pc2"))
@@ -149,9 +137,7 @@ def test_a_head_that_stood_still_blames_no_worker_and_no_node(
     assert not any("STALE" in row.reason for row in run.shown("pc1/0"))
 
 
-def test_a_worker_that_hangs_while_the_head_stands_still_is_found_afterwards(
-    new_run: RunMaker,
-) -> None:
+def test_a_hang_while_the_head_stands_still_is_found_later(new_run: RunMaker) -> None:
     run = new_run(hang_timeout_s=5, stale_after_s=3, duration="60s")
     run.fleet.at(10, lambda: run.fleet.hang("pc2/0"))
     run.fleet.at(10.5, lambda: run.fleet.head_stands_still(20))

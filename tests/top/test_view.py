@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from orchestrator.record.model import STATES_WORST_FIRST, Row
 from orchestrator.record.query import WORST_FIRST, Order, parse
 from orchestrator.view.top.view import SORTS, View, follow, move, sort_by_next
-from tests.watch.scene import make_row
+from tests.factories import make_row
 from workers.messages import WorkerState
 
 frames = st.lists(

@@ -261,13 +261,8 @@ def test_results_are_found_again_the_newest_first(state_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("blocks", "why"),
     [
-        (
-            [
-                TurnResult(arm="a", seconds_per_sample=1.0),
-                TurnResult(arm="b", seconds_per_sample=2.0),
-            ],
-            None,
-        ),
+        ([TurnResult(arm="a", seconds_per_sample=1.0), TurnResult(arm="b", seconds_per_sample=2.0)],
+         None),
         ([TurnResult(arm="a", seconds_per_sample=1.0, throttled=True)], "throttled"),
         (
             [
@@ -285,6 +280,6 @@ def test_results_are_found_again_the_newest_first(state_dir: Path) -> None:
         ),
         ([TurnResult(arm="a", seconds_per_sample=1.0, neighbour_share=0.5)], "another program"),
     ],
-)
+)  # fmt: skip
 def test_a_disturbed_round_does_not_count(blocks: list[TurnResult], why: str | None) -> None:
     assert disturbance(blocks) == why

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.record.store import STORE_NAME, RunStore
-from tests.watch.scene import FACTS, event, make_row, make_snapshot, record
+from tests.factories import FACTS, event, make_row, make_snapshot, record
 from workers.host.processes import start_time
 
 SLOTS = 5

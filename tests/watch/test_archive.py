@@ -32,8 +32,9 @@ from orchestrator.record.archive import head_of, read_events, read_run
 from orchestrator.record.folders import find_run, list_runs, summary_of
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.run.resume import environment_of
+from tests.factories import FACTS, event, make_row, make_snapshot, record
 from tests.scene import namespaced
-from tests.watch.scene import FACTS, event, head_process, make_row, make_snapshot, record
+from tests.watch.scene import head_process
 from workers.host.processes import start_time
 from workers.messages import WorkerState
 

@@ -18,17 +18,9 @@ from orchestrator.record import history
 from orchestrator.record.archive import LATE_AFTER_S, Follower, Freshness, read_events, read_run
 from orchestrator.record.model import FIELDS
 from orchestrator.record.store import STORE_NAME, RunStore
+from tests.factories import FACTS, STARTED_UNIX_S, event, make_row, make_snapshot, record
 from tests.scene import wait_for
-from tests.watch.scene import (
-    FACTS,
-    STARTED_UNIX_S,
-    Clock,
-    event,
-    head_process,
-    make_row,
-    make_snapshot,
-    record,
-)
+from tests.watch.scene import Clock, head_process
 from workers.messages import Progress, WorkerState
 
 SLOTS = ("pc1/0", "pc1/1")

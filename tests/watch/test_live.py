@@ -12,7 +12,8 @@ from rich.console import Console
 
 from orchestrator.core.slot import HeadState
 from orchestrator.view.live import LiveTable, PlainLines
-from tests.watch.scene import Clock, make_row, make_snapshot
+from tests.factories import make_row, make_snapshot
+from tests.watch.scene import Clock
 from workers.messages import WorkerState
 
 

@@ -11,7 +11,7 @@ from orchestrator.record.model import FIELDS, Row
 from orchestrator.record.query import Order, QueryError, field_of, order_of, parse, select
 from orchestrator.view.cells import UNICODE
 from orchestrator.view.table import columns_for
-from tests.watch.scene import GIB, make_row
+from tests.factories import GIB, make_row
 from workers.messages import Progress, WorkerState
 
 ROWS = (

@@ -26,8 +26,9 @@ from orchestrator.record.store import (
     RunStore,
 )
 from orchestrator.view.live import Outlets
+from tests.factories import FACTS, event, make_row, make_snapshot, record
 from tests.scene import namespaced
-from tests.watch.scene import FACTS, Clock, event, head_process, make_row, make_snapshot, record
+from tests.watch.scene import Clock, head_process
 from workers.messages import WorkerState
 
 #: Fills a disk of 1 MiB, and lets go of the space.
@@ -35,7 +36,8 @@ FULL_DISK = """
 import json, os, sqlite3, sys
 from pathlib import Path
 from orchestrator.record.store import RunStore
-from tests.watch.scene import Clock, event
+from tests.factories import event
+from tests.watch.scene import Clock
 
 disk, clock = Path(sys.argv[1]), Clock()
 store = RunStore(disk / "run.sqlite", clock)

@@ -21,7 +21,7 @@ from orchestrator.record.summary import (
     summary_text,
     write_summary,
 )
-from tests.watch.scene import make_row, make_snapshot
+from tests.factories import make_row, make_snapshot
 from tests.watch.strategies import ANY_ROW
 from workers.messages import WorkerState
 

@@ -24,7 +24,7 @@ from orchestrator.view.cells import (
     whole,
 )
 from orchestrator.view.table import columns_for, health_table, kept_longest_first
-from tests.watch.scene import make_row, make_snapshot
+from tests.factories import make_row, make_snapshot
 from tests.watch.strategies import ANY_ROW
 from workers.messages import Progress, WorkerState
 

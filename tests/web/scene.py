@@ -21,7 +21,7 @@ from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
 from orchestrator.view.web.guard import Access, Code
 from orchestrator.view.web.listener import accepting
 from orchestrator.view.web.server import Site
-from tests.watch.scene import FACTS, GIB, event, make_row, make_snapshot, record
+from tests.factories import FACTS, GIB, event, make_row, make_snapshot, record
 from workers.host.processes import start_time
 from workers.messages import WorkerState
 

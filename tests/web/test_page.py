@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from orchestrator.view import html_report
+from tests.factories import make_row
 from tests.scene import ROOT
-from tests.watch.scene import make_row
 from tests.web.browser import Browser, browser, needs_chromium, until
 from tests.web.scene import Server, make_run, put_turn, rows_at, serving
 

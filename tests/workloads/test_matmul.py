@@ -79,7 +79,7 @@ class TestClaim:
         workload.step(256, 1)
         assert len(matrices(workload)[2]) == 1
 
-    def test_a_new_one_is_filled_from_the_next_step_on_and_the_same_one_keeps_the_tensors(
+    def test_a_new_ring_is_filled_and_the_same_keeps_its_tensors(
         self,
     ) -> None:
         workload = matmul(torch.float32)

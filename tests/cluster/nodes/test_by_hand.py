@@ -1,26 +1,67 @@
-"""Two nodes started by hand, with nothing but what `up` prints; and a run on them."""
+"""Two nodes started by hand, with nothing but what `up` prints; the doctor's answers, and a run on them."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from orchestrator.config.load import load_config
 from tests.cluster.conftest import SMALL, ByHand, Starter
-from tests.scene import wait_for
+from tests.scene import PATIENCE_S, ROOT, wait_for
 
 pytestmark = pytest.mark.ray
 
 
-def test_nodes_started_by_hand_run_what_is_planned_and_a_missing_one_is_named_or_awaited(
-    start: Starter, by_hand: ByHand
+def doctor(by_hand: ByHand) -> dict[str, Any]:
+    """Run `doctor --json`, which fails here: cluster.yaml gives both nodes a card."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, "-m", "orchestrator", "doctor", "--json", *by_hand.arguments],
+        cwd=ROOT,
+        env={**environment, **by_hand.environment},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert report["is_cluster"]
+    assert report["exit_code"] == 1
+    return report
+
+
+def check_both(report: dict[str, Any]) -> None:
+    rows = {(row["node"], row["check"]): row for row in report["findings"]}
+    for node in ("pc1", "pc2"):
+        for check in ("torch", "network", "clock"):
+            assert rows[node, check]["verdict"] == "ok"
+        assert rows[node, "plan"]["verdict"] == "fail"
+        assert "no NVIDIA card answers there" in rows[node, "plan"]["found"]
+    assert rows[None, "versions"]["verdict"] == "ok"
+    assert rows[None, "token"]["verdict"] == "ok"
+
+
+def test_nodes_by_hand_are_named_awaited_asked_and_used(
+    start: Starter, by_hand: ByHand, tmp_path: Path
 ) -> None:
     by_hand.arguments = (*by_hand.arguments, *SMALL)
     by_hand.type_what_up_prints("pc1")
     token = Path(by_hand.environment["HOME"], ".ray", "auth_token")
     assert token.stat().st_mode & 0o077 == 0
+    (absent,) = [row for row in doctor(by_hand)["findings"] if row["node"] == "pc2"]
+    assert absent["verdict"] == "fail"
+    assert "no live node has the label node=pc2" in absent["found"]
+    assert absent["fix"].startswith(
+        "ORCHESTRATOR_NODE=pc2 RAY_AUTH_MODE=token ray start --address="
+    )
 
     began = time.monotonic()
     refused = start(
@@ -49,17 +90,25 @@ def test_nodes_started_by_hand_run_what_is_planned_and_a_missing_one_is_named_or
     assert code == 130, err
     summary = json.loads(out)
     assert summary["outcome"] == "interrupted"
-    assert [row["node"] for row in summary["workers"] if row["steps_ok"] > 0] == [
-        "pc1",
-        "pc1",
-        "pc2",
-    ]
+    worked = [row["node"] for row in summary["workers"] if row["steps_ok"] > 0]
+    assert worked == ["pc1", "pc1", "pc2"]
     wait_for(lambda: by_hand.ask_ray() == {}, "end of the actors with their head")
-    assert token.read_text() not in "".join(
-        path.read_text(errors="replace")
-        for path in head.folder().iterdir()
-        if path.suffix in {".jsonl", ".json", ".log"}
-    )
+    for path in head.folder().iterdir():
+        if path.suffix in {".jsonl", ".json", ".log"}:
+            assert token.read_text() not in path.read_text(errors="replace")
+
+    report = doctor(by_hand)
+    check_both(report)
+    assert token.read_text() not in json.dumps(report)
+
+    written, port = tmp_path / "cluster.yaml", by_hand.port
+    by_hand.arguments = ()  # `init` takes no configuration: it makes one
+    by_hand.orchestrator("init", "--output", str(written))
+    config = load_config(str(written))
+    assert [node.gpus for node in config.nodes.values()] == [0, 0]
+    assert list(config.nodes) == ["pc1", "pc2"]
+    assert config.cluster.port == port, "and not the usual one, on which nothing listens"
+    assert by_hand.ask_ray() == {}, "neither verb leaves an actor behind"
 
 
 def own_address(by_hand: ByHand) -> str:

@@ -54,7 +54,7 @@ def stored_when(head: Head, elapsed_s: float) -> StoredRun:
     return read_run(folder)
 
 
-def test_a_killed_head_leaves_a_run_that_another_head_brings_to_its_end(start: Starter) -> None:
+def test_a_killed_heads_run_is_ended_by_another_head(start: Starter) -> None:
     head = start("--rehearse", "--duration", "16s", "--json", *ONE_EACH)
     stored_when(head, 4.0)
     head.process.kill()
@@ -109,7 +109,7 @@ def test_a_killed_head_leaves_a_run_that_another_head_brings_to_its_end(start: S
 
 
 @needs_mounts
-def test_a_run_folder_that_becomes_read_only_does_not_end_a_run_and_is_told(start: Starter) -> None:
+def test_a_read_only_run_folder_is_told_and_ends_no_run(start: Starter) -> None:
     head = start("--rehearse", "--duration", "14s", "--plain", *ONE_EACH, before=UNSHARED)
     known = stored_when(head, 2.0)
     folder = head.folder()

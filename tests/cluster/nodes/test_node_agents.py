@@ -42,9 +42,7 @@ def keeper() -> psutil.Process | None:
     return None
 
 
-def test_a_limit_is_put_back_when_the_actor_the_run_or_the_head_ends(
-    start: Starter, state_dir: Path
-) -> None:
+def test_a_limit_is_put_back_when_actor_run_or_head_ends(start: Starter, state_dir: Path) -> None:
     head = start(*LIMITED, "--duration", "10m", "--apply-power-limit")
     head.wait_until_running(3)
     assert limit_w(head) == 280.0
@@ -81,9 +79,7 @@ def test_a_limit_is_put_back_when_the_actor_the_run_or_the_head_ends(
     )
 
 
-def test_the_first_ctrl_c_is_heard_while_a_guard_waits_for_another(
-    start: Starter, state_dir: Path
-) -> None:
+def test_ctrl_c_is_heard_while_a_guard_waits_for_another(start: Starter, state_dir: Path) -> None:
     (state_dir / "kept").mkdir(mode=0o700, parents=True)
     with (state_dir / "kept" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # as an agent of another run has it

@@ -38,9 +38,7 @@ def states(events: list[dict[str, Any]], slot: str, state: str) -> list[dict[str
     ]
 
 
-def test_the_slots_of_an_ended_node_are_lost_at_once_and_go_on_where_they_were_when_it_is_back(
-    start: Starter,
-) -> None:
+def test_slots_of_an_ended_node_are_lost_and_go_on_when_back(start: Starter) -> None:
     workers = ("--set", "nodes.pc1.workers=1", "--set", "nodes.pc2.workers=2")
     fault = ("--chaos", "node:pc2@3s+3s", "--chaos-seed", "1")
     head = start("--rehearse", "--duration", "2", "--json", *TOO_BIG, *workers, *fault)
@@ -92,7 +90,7 @@ def raylet_of(node: str) -> psutil.Process:
     return raylet
 
 
-def test_a_raylet_that_is_killed_comes_back_once_it_offers_enough_and_a_killed_head_leaves_the_raylets_alone(
+def test_a_killed_raylet_comes_back_and_outlives_a_killed_head(
     start: Starter, by_hand: ByHand
 ) -> None:
     by_hand.arguments = (*by_hand.arguments, *SMALL)

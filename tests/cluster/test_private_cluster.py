@@ -1,4 +1,4 @@
-"""A rehearsal keeps to itself: its Ray listens on loopback only, and starts no process that a run does not need."""
+"""A rehearsal keeps to itself: its Ray listens on loopback only, and its token stays in its file and goes with it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import contextlib
 import ipaddress
 import signal
 import socket
+import stat
+from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.cluster.conftest import SMALL, Starter
+from tests.scene import wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -31,11 +34,6 @@ PROGRAMS = (
     "ray::Observer",
     "ray::IDLE",
 )
-
-
-def family(pid: int) -> list[psutil.Process]:
-    head = psutil.Process(pid)
-    return [head, *head.children(recursive=True)]
 
 
 def listening(processes: list[psutil.Process]) -> dict[str, set[tuple[str, int]]]:
@@ -67,27 +65,66 @@ def addresses_in_the_network() -> set[str]:
     }
 
 
-def test_no_port_of_a_rehearsal_can_be_reached_from_another_machine(start: Starter) -> None:
+def command_lines(root: psutil.Process) -> list[str]:
+    """What `ps` shows of a process and everything below it."""
+    lines = []
+    for process in (root, *root.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):  # it ended meanwhile
+            lines.append(" ".join(process.cmdline()))
+    return lines
+
+
+def holders(folder: Path, secret: str) -> list[Path]:
+    """Return the files below `folder` in which `secret` stands."""
+    found = []
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # a socket, or gone meanwhile
+            if path.is_file() and secret.encode() in path.read_bytes():
+                found.append(path)
+    return found
+
+
+def test_a_rehearsal_listens_on_loopback_and_keeps_its_token(
+    start: Starter, short_tmp: Path
+) -> None:
     head = start(
         "--rehearse", "--duration", "10", "--plain", *SMALL, environment=RUNTIME_ENVIRONMENT
     )
     head.wait_until_running(3)
-    processes = family(head.process.pid)
+    own = psutil.Process(head.process.pid)
+    processes = [own, *own.children(recursive=True)]
     found = listening(processes)
     assert {"gcs_server", "raylet"} < set(found), found
-    assert sum(map(len, found.values())) >= 9, (
-        "of the head, Ray's store, two raylets with two each, and three workers"
-    )
-    assert [
-        (name, at) for name, each in found.items() for at in each if not is_loopback(at[0])
-    ] == []
+    # Of the head, Ray's store, two raylets with two each, and three workers.
+    assert sum(map(len, found.values())) >= 9
+    assert [at for each in found.values() for at in each if not is_loopback(at[0])] == []
     for address in addresses_in_the_network():
         for port in {port for each in found.values() for _, port in each}:
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection((address, port), timeout=5).close()
-
     names = {process.name() for process in processes if process.is_running()}
     assert {name for name in names if not name.startswith(PROGRAMS)} == set()
-    head.process.send_signal(signal.SIGINT)
+
+    token = wait_for(lambda: next(iter(short_tmp.glob("orch-*/auth_token")), None), "the token")
+    secret = token.read_text(encoding="ascii")
+    assert len(secret) == 64
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert stat.S_IMODE(token.parent.stat().st_mode) == 0o700
+
+    lines = command_lines(own)
+    assert sum("raylet" in line for line in lines) >= 2, lines
+    assert [line for line in lines if secret in line] == []
+    logs = [path for path in token.parent.glob("ray/session_*/logs/*") if path.is_file()]
+    assert any(path.stat().st_size for path in logs), "Ray has written its logs"
+    assert holders(short_tmp, secret) == [token]
+    assert head.process.poll() is None, "all this while it ran"
+
+    head.process.send_signal(signal.SIGTERM)
     code, out, err = head.finish()
     assert code == 130, out + err
+    assert "Run folder:" in err
+    assert secret not in out + err
+    assert head.summary()["outcome"] == "interrupted"
+    assert head.summary()["steps_ok"] > 0
+    assert holders(short_tmp, secret) == []
+    assert not token.exists()

@@ -1,0 +1,387 @@
+"""What tests are given: configurations, rows, snapshots, records, reports, machines, cards and limits.
+
+Each builder returns a healthy one; name what is different. A worker's spec is built in `scene.py`,
+which loads nothing of the head: tests on a bare GPU host use it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from orchestrator.config.load import dump_config, load_config
+from orchestrator.config.schema import Config
+from orchestrator.core.slot import Rules, Slot
+from orchestrator.record.model import Row, Snapshot
+from orchestrator.record.store import COUNTERS, RunFacts, SlotRecord
+from tests.scene import MIB, ROOT
+from workers.host.facts import CardFacts, MachineFacts, TorchFacts
+from workers.messages import (
+    NO_COUNTS,
+    DeviceInfo,
+    MemoryInfo,
+    Report,
+    StepCounts,
+    Verdict,
+    WorkerState,
+)
+from workers.settings import Learned, LimitKey, StoredLimit
+from workers.units import GIB
+
+# --- configurations and what a run is told by them
+
+
+#: The configuration that is shipped.
+REFERENCE = load_config(str(ROOT / "cluster.yaml"))
+
+
+def config_of(nodes: Mapping[str, Mapping[str, object]], **sections: object) -> Config:
+    """Return a configuration with these nodes, each an unknown card of any size unless it says otherwise."""
+    usual: dict[str, object] = {"gpu": "card", "workers": 1, "vram_per_worker_gib": 1.0}
+    many = {name: {**usual, **node} for name, node in nodes.items()}
+    return Config.model_validate({"nodes": many, **sections})
+
+
+RULES = Rules(
+    slice_s=1.0,
+    hang_timeout_s=60.0,
+    stale_after_s=10.0,
+    start_timeout_s=120.0,
+    restart_backoff_s=1.0,
+    restart_backoff_max_s=5.0,
+    max_deaths=6,
+    death_window_s=300.0,
+    max_workload_errors=3,
+)
+
+
+# --- reports of workers
+
+
+CPU = DeviceInfo(
+    kind="cpu",
+    name="a processor",
+    uuid=None,
+    total_bytes=None,
+    context_bytes=0,
+    context_source="none",
+    peak_source="none",
+    cap_bytes=200 * MIB,
+    dtype="fp32",
+    threads=1,
+    pid=4711,
+    hostname="pc1",
+    torch_version="2.9",
+)
+
+
+MEMORY = MemoryInfo(
+    device_total_bytes=None,
+    device_used_bytes=None,
+    free_bytes=100 * MIB,
+    allocated_bytes=80 * MIB,
+    reserved_bytes=80 * MIB,
+    peak_bytes=80 * MIB,
+    alloc_retries=0,
+)
+
+
+def with_counts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with those that are counters gathered in `counts`."""
+    counters = {name: value for name, value in values.items() if name in StepCounts.__slots__}
+    others = {name: value for name, value in values.items() if name not in counters}
+    return {**others, "counts": StepCounts(**counters)} if counters else others
+
+
+def report_of(slot: str, incarnation: int, sequence: int, **changes: object) -> Report:
+    """Make the report of a steady worker, with some fields changed."""
+    usual: dict[str, Any] = {
+        "slot": slot,
+        "incarnation": incarnation,
+        "sequence": sequence,
+        "verdict": Verdict.OK,
+        "state": WorkerState.RUNNING,
+        "reason": "steady",
+        "device": None,
+        "memory": None,
+        "size": 8192,
+        "batch": 128,
+        "claim_bytes": 1,
+    }
+    return Report(**with_counts({**usual, **changes}))
+
+
+def counters(**known: float) -> dict[str, float]:
+    """Return every counter of a slot, 0 where none is given."""
+    return {**asdict(NO_COUNTS), "restarts": 0, "steps_lost_upper_bound": 0, **known}
+
+
+def counters_of(slot: Slot) -> dict[str, float]:
+    """Return every counter of a slot."""
+    lost = slot.steps_lost_upper_bound
+    return {**asdict(slot.counts), "restarts": slot.restarts, "steps_lost_upper_bound": lost}
+
+
+# --- rows, snapshots, and what the store keeps of a run
+
+
+STARTED_UNIX_S = 1_700_000_000.0
+
+_HEALTHY: dict[str, Any] = {
+    "slot": "pc1/0",
+    "node": "pc1",
+    "gpu_name": "NVIDIA GeForce RTX 3090",
+    "gpu_uuid": "GPU-0",
+    "device": "cuda",
+    "state": WorkerState.RUNNING,
+    "reason": "steady",
+    "policy": "adaptive",
+    "size": 8192,
+    "batch": 128,
+    "dtype": "fp16",
+    "tflops": 9.61,
+    "baseline_pct": 97.2,
+    "allocated_bytes": int(1.9 * GIB),
+    "reserved_bytes": int(2.4 * GIB),
+    "claim_bytes": int(2.5 * GIB),
+    "cap_bytes": int(2.63 * GIB),
+    "budget_bytes": int(3.3 * GIB),
+    "device_used_bytes": 21 * GIB,
+    "device_total_bytes": 24 * GIB,
+    "steps_ok": 400,
+    "duty_requested": 0.6,
+    "duty_measured": 0.587,
+    "peak_pct": 62.4,
+    "temperature_c": 71.0,
+    "temperature_of": "card",
+    "margin_c": 24.0,
+    "power_w": 281.4,
+    "power_limit_w": 350.0,
+    "throttle_pct": 3.0,
+    "verify_checks": 412,
+    "heartbeat_age_s": 0.8,
+}
+
+
+def make_row(**changed: object) -> Row:
+    """Make a healthy row with some fields changed."""
+    return Row(**with_counts({**_HEALTHY, **changed}))
+
+
+def with_changes(row: Row, **changes: Any) -> Row:
+    """Return a row with some of its fields and counters changed."""
+    counters = {name: value for name, value in changes.items() if name in StepCounts.__slots__}
+    others = {name: value for name, value in changes.items() if name not in counters}
+    return replace(row, counts=replace(row.counts, **counters), **others)
+
+
+FACTS = RunFacts(
+    run_id="20261120-051500-0b76",
+    started_at_unix_s=STARTED_UNIX_S,
+    duration_s=30.0,
+    min_success_rate=0.95,
+    mode="rehearse",
+    device=None,
+    one_machine=True,
+    config_yaml="run: {duration: 30s}\n# \U0001f600\n",
+    chaos=None,
+    nodes_planned=("pc1", "pc2"),
+    head_pid=os.getpid(),
+    head_started=None,
+    host="pc1",
+)
+
+
+def make_snapshot(*rows: Row, **changed: object) -> Snapshot:
+    """Make a snapshot of rows, ten seconds into a run of thirty."""
+    usual: dict[str, Any] = {
+        "run_id": "run-1",
+        "started_at": STARTED_UNIX_S,
+        "elapsed_s": 10.0,
+        "duration_s": 30.0,
+        "nodes_planned": ("pc1", "pc2"),
+        "nodes_seen": ("pc1", "pc2"),
+        "rows": rows,
+    }
+    given = {**usual, **changed}
+    given.setdefault("now_unix_s", given["started_at"] + given["elapsed_s"])
+    return Snapshot(**given)
+
+
+def facts_of(config: Config, **changes: object) -> RunFacts:
+    """Return what the store knows of a run before its first slice."""
+    usual: dict[str, Any] = {
+        "run_id": "20260101-000000-abcd",
+        "started_at_unix_s": 1000.0,
+        "duration_s": config.run.duration_s,
+        "device": "cpu",
+        "config_yaml": dump_config(config),
+        "nodes_planned": tuple(config.nodes),
+        "head_pid": 2**22 + 1,  # no process has such a number
+    }
+    return replace(FACTS, **{**usual, **changes})
+
+
+_RECORD = SlotRecord(
+    slot="pc1/0",
+    node="pc1",
+    state="RUNNING",
+    reason="steady",
+    incarnation=2,
+    next_sequence=3,
+    steps_at_risk=12,
+    counters={**dict.fromkeys(COUNTERS, 0), "steps_ok": 400, "work_flop": 1e18},
+    resume={"policy": "classic", "size": 8192, "learned": None, "ok": True},
+    row={"steps_ok": 400},
+)
+
+
+def record(slot: str = "pc1/0", **changed: Any) -> SlotRecord:
+    """Return what a store keeps of a slot."""
+    row = changed.get("row", {})
+    counters = {name: row.get(name, count) for name, count in _RECORD.counters.items()}
+    own = {"slot": slot, "node": slot.partition("/")[0], "counters": counters}
+    return replace(_RECORD, **{**own, **changed})
+
+
+def event(
+    number: int | None = None, *, name: str = "numbered", **details: object
+) -> dict[str, object]:
+    """Return an event as the diary tells it."""
+    return {
+        "at": "2023-11-14T22:13:20.123Z",
+        "event": name,
+        "slot": None,
+        "number": number,
+        **details,
+    }
+
+
+# --- machines and cards
+
+
+CUDA_TORCH = TorchFacts(
+    version="2.13.0+cu128",
+    cuda="12.8",
+    architectures=("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"),
+    available=True,
+)
+
+
+CPU_TORCH = TorchFacts(version="2.13.0+cpu")
+
+
+def card_facts(**changes: Any) -> CardFacts:
+    """An RTX 3090 with nothing on it."""
+    plain = CardFacts(
+        index=0,
+        name="NVIDIA GeForce RTX 3090",
+        uuid="GPU-11111111-2222-3333-4444-555555555555",
+        total_bytes=round(23.56 * GIB),
+        used_bytes=round(0.3 * GIB),
+        compute_capability=(8, 6),
+        cores=10496,
+        max_sm_clock_mhz=2100,
+        max_memory_clock_mhz=9751,
+        bus_width_bits=384,
+        power_limit_w=350.0,
+        persistence=True,
+        display=False,
+    )
+    return replace(plain, **changes)
+
+
+def laptop(**changes: Any) -> MachineFacts:
+    """A PC without a card on which everything is right."""
+    plain = MachineFacts(
+        hostname="laptop",
+        system="linux",
+        kernel="6.8.0-52-generic",
+        is_wsl=False,
+        python="3.11.7",
+        ray="2.60.0",
+        project="0.1.0",
+        cores_logical=16,
+        cores_physical=8,
+        ram_total_bytes=32 * GIB,
+        ram_available_bytes=24 * GIB,
+        shm_total_bytes=16 * GIB,
+        nvml_error="NVML Shared Library Not Found",
+        pci_cards=0,
+        torch=CPU_TORCH,
+        cpu_governors=("schedutil",),
+        cpu_scaling_driver="acpi-cpufreq",
+    )
+    return replace(plain, **changes)
+
+
+def workstation(**changes: Any) -> MachineFacts:
+    """A PC with an RTX 3090 on which everything is right."""
+    with_card = {
+        "hostname": "workstation",
+        "driver": "580.65.06",
+        "driver_cuda": (13, 0),
+        "nvml_error": None,
+        "cards": (card_facts(),),
+        "pci_cards": 1,
+        "torch": CUDA_TORCH,
+    }
+    return laptop(**{**with_card, **changes})
+
+
+def wsl(**changes: Any) -> MachineFacts:
+    """The same PC under WSL2."""
+    own = {
+        "kernel": "5.15.167.4-microsoft-standard-WSL2",
+        "is_wsl": True,
+        "pci_cards": None,
+        "cpu_governors": (),
+    }
+    return workstation(**{**own, **changes})
+
+
+def fake_card(number: int = 1, **changes: Any) -> dict[str, Any]:
+    """Return a card of a fake NVML with a power limit of 350 W."""
+    return {
+        "name": "NVIDIA GeForce RTX 3090",
+        "uuid": f"GPU-{number}aaaaaaa-0000-0000-0000-000000000000",
+        "total_bytes": 24 * 2**30,
+        "compute_capability": "8.6",
+        "power_limit_w": 350,
+        "power_limit_default_w": 350,
+        "power_limit_min_w": 100,
+        "power_limit_max_w": 366,
+        "memory_offset_mhz": 0,
+        "memory_offset_min_mhz": -2000,
+        "memory_offset_max_mhz": 6000,
+        **changes,
+    }
+
+
+# --- learned limits
+
+
+NOW_S = 1.7e9
+
+
+KEY = LimitKey(
+    card="NVIDIA GeForce RTX 3090",
+    total_bytes=24 * 2**30,
+    driver="580.65.06",
+    torch="2.13.0+cu130",
+    dtype="fp16",
+    workload="mine.steps:Mlp@0123456789ab",
+    cap_bytes=10**9,
+)
+
+
+def limit(size: int = 1, *, learned_at_unix_s: float = NOW_S, **changed: Any) -> StoredLimit:
+    """Return a limit under this key; name what is different in the key."""
+    return StoredLimit(
+        key=replace(KEY, **changed),
+        learned=Learned(size=size, fixed_bytes=1e6, unit_bytes=2.5),
+        peak_bytes=10**8,
+        learned_at_unix_s=learned_at_unix_s,
+    )
