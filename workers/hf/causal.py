@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from workers.hf.folder import ModelFolder, blocks_of, heads_of
 from workers.hf.token_data import TokenSamples
-from workers.training.errors import TaskError
 from workers.training.sequences import NO_TOKEN, cross_entropy
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, validation
@@ -26,7 +25,6 @@ def causal_task(settings: TrainSettings) -> TrainTask:
     Raises:
         TaskError: The folder or a key cannot be used.
     """
-    refuse_unused(settings)
     folder = ModelFolder(settings, "AutoModelForCausalLM")
     text = TokenSamples(settings, folder)
     return TrainTask(
@@ -43,15 +41,10 @@ def causal_task(settings: TrainSettings) -> TrainTask:
         largest=partial(_largest, folder.seq),
         whole=partial(_whole, settings),
         notes=folder.notes,
+        uses=frozenset({"data", "documents", "seq", "dropout", "label_smoothing"}),
         lr=2e-4 if settings.adapter != "none" else 5e-5,
         items="tokens",
     )
-
-
-def refuse_unused(settings: TrainSettings) -> None:
-    """Refuse keys of other presets."""
-    if settings.r_drop:
-        raise TaskError(f"train.r_drop is for the GPT presets, and not for {settings.preset}")
 
 
 def token_loss(model: nn.Module, part: Tensor, label_smoothing: float = 0.0) -> Tensor:

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from workers.hf.causal import fill_up, refuse_unused, shorten
+from workers.hf.causal import fill_up, shorten
 from workers.hf.folder import ModelFolder, blocks_of, heads_of
 from workers.hf.folder_files import check_folder
 from workers.hf.token_data import lines_of
 from workers.training.batches import Samples, on_device
-from workers.training.errors import TaskError
 from workers.training.host_memory import HostArray
 from workers.training.sequences import NO_TOKEN
 from workers.training.settings import TrainSettings
@@ -49,9 +48,6 @@ def pairs_task(settings: TrainSettings) -> TrainTask:
     Raises:
         TaskError: The folder, the data or a key cannot be used.
     """
-    refuse_unused(settings)
-    if settings.documents != "windows":
-        raise TaskError("train.documents is for hf-causal; a sample of hf-pairs is a line")
     files = TextFiles(str(settings.data))
     rows = _rows_of(files, settings.columns)
     classes = _classes_of(settings, [label for _, label in rows])
@@ -82,6 +78,7 @@ def pairs_task(settings: TrainSettings) -> TrainTask:
         largest=partial(_largest, folder.seq, data.labels[:1]),
         whole=partial(_whole, settings),
         notes=folder.notes,
+        uses=frozenset({"data", "seq", "dropout", "label_smoothing"}),
         lr=2e-4 if settings.adapter != "none" else 5e-5,
     )
 

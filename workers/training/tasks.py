@@ -192,16 +192,18 @@ def import_task(preset: object) -> None:
 
 def _refuse_unused(task: TrainTask, settings: TrainSettings) -> None:
     """Raise a `TaskError` if a key is set that would change nothing."""
-    unused = dict.fromkeys(set(OWN_KEYS) - task.uses, "name it in `uses` of the TrainTask")
+    in_uses = ", or name it in `uses` of the TrainTask"
+    remedy = "" if settings.preset in FOLDER_PRESETS else in_uses
+    unused = dict.fromkeys(set(OWN_KEYS) - task.uses, remedy)
     if task.optimizer is not None or task.named_optimizer is not None:
-        unused |= dict.fromkeys(("lr", "weight_decay", "optimizer"), "set it in its optimizer")
+        unused |= dict.fromkeys(("lr", "weight_decay", "optimizer"), ", or set it in its optimizer")
     if task.schedule is not None or task.scheduler is not None:
-        unused["warmup_steps"] = "set it in its schedule"
+        unused["warmup_steps"] = ", or set it in its schedule"
     for key in sorted(unused):
         if (value := getattr(settings, key)) != TrainSettings.model_fields[key].default:
             raise TaskError(
                 f"train.{key} is {value}, and the task {settings.preset!r} does not use it; leave "
-                f"it out, or {unused[key]}"
+                f"it out{unused[key]}"
             )
 
 
