@@ -109,8 +109,8 @@ def training_lines(training: _Told) -> Iterator[str]:
     yield from (
         "",
         (
-            "The total counts the larger of activations and update. On a CPU, libraries keep more for "
-            "each shape."
+            "The total counts the larger of activations and update. On a CPU, libraries keep more "
+            "for each shape."
         ),
     )
 

@@ -1,6 +1,7 @@
 """Copies the checkpoints of one slot from the PC that has them, in pieces.
 
-Does not judge them: each file ends with a hash of all its bytes, which is compared where it is read.
+Does not judge them: each file ends with a hash of all its bytes, which is compared where it is
+read.
 """
 
 from __future__ import annotations

@@ -166,8 +166,8 @@ class RayFleet:
             raise PreflightError(
                 [
                     (
-                        f"{node} started no process in {_PROBE_TIMEOUT_S:.0f} s; see what holds it: "
-                        f"{status_command()}"
+                        f"{node} started no process in {_PROBE_TIMEOUT_S:.0f} s; see what holds "
+                        f"it: {status_command()}"
                     )
                 ]
             ) from error

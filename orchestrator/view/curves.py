@@ -49,7 +49,7 @@ def write_curves(folder: Path, to: Path) -> Iterator[str]:
 def _write_events(place: Path, curve: Curve) -> None:
     from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415 - not a dependency
     from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415 - as above
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter  # noqa: PLC0415 - as above
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter  # noqa: PLC0415
 
     writer = EventFileWriter(str(place))
     for step, point in curve.items():

@@ -26,8 +26,8 @@ class NotFiniteError(TrainingError):
     def __str__(self) -> str:
         what, value, step = self.args
         return (
-            f"the {what} of optimiser step {step} is {value}; training stopped, and the weights are "
-            "those of the step before; lower the learning rate, or the largest norm of the gradient"
+            f"the {what} of optimiser step {step} is {value}; training stopped, and the weights "
+            "are those of the step before; lower the learning rate, or the largest norm of the gradient"
         )
 
 

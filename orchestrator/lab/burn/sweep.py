@@ -333,7 +333,8 @@ def sweep_lines(result: SweepResult, glyphs: Glyphs) -> Iterator[str]:
     for card in cards:
         points = [point for point in result.points if (point.node, point.gpu_uuid) == card]
         yield glyphs.clean(f"{points[0].node}, {points[0].gpu_name or 'CPU'}")
-        yield f"{lever.unit:>8}{'watts':>8}{points[0].rate_unit:>12}{'per watt':>10}{'max C':>7}{'checks':>8}"
+        of_rate = f"{points[0].rate_unit:>12}{'per watt':>10}"
+        yield f"{lever.unit:>8}{'watts':>8}{of_rate}{'max C':>7}{'checks':>8}"
         rates = [point.rate for point in points]
         for point in points:
             yield _line(point, decimals_for(rates), glyphs)

@@ -63,7 +63,7 @@ def tell(error: BaseException | None, device: str, gib: str) -> None:
 
 
 def tell_of_process(device: str, gib: str) -> None:
-    """Tell of a child of `multiprocessing` too: it prints its exception and leaves by `os._exit`."""
+    """Tell of a child of `multiprocessing` too, which ends by `os._exit` after its traceback."""
     import traceback  # noqa: PLC0415 - only in such a child
 
     show = traceback.print_exc
