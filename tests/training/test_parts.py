@@ -248,10 +248,10 @@ def test_a_form_of_batch_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_samples_that_differ_most_are_looked_at() -> None:
-    """One short sample of 64, the last, is enough to find a mean over unequally many items."""
+    """One short sample of 64 is enough to find a mean over unequally many items."""
     model, optimizer = made()
     tokens, labels = batch(rows=64)
-    labels[63, 2:] = -100
+    labels[30, 2:] = -100
     with pytest.raises(PartsError, match="unequally many"):
         ElasticStep(model, optimizer).step((tokens, labels), MEAN(model))
 
