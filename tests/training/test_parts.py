@@ -247,6 +247,15 @@ def test_a_form_of_batch_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> Non
         elastic.step(batch(padded=True), MEAN(model))
 
 
+def test_samples_that_differ_most_are_looked_at() -> None:
+    """One short sample of 64 is enough to find a mean over unequally many items."""
+    model, optimizer = made()
+    tokens, labels = batch(rows=64)
+    labels[30, 2:] = -100
+    with pytest.raises(PartsError, match="unequally many"):
+        ElasticStep(model, optimizer).step((tokens, labels), MEAN(model))
+
+
 def test_the_check_costs_few_steps() -> None:
     """A ratio inside one run: three quarters of a step's samples, twice, and what looks at them."""
     model, optimizer = made(nn.Sequential(nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 16)))
