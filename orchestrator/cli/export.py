@@ -112,9 +112,8 @@ def _checkpoints(
 def _asked(request: dict[str, Any]) -> dict[str, Any]:
     """Have the child process write; the user's own task is imported from the current folder."""
     command = [sys.executable, "-m", "workers.hf.export"]
-    done = subprocess.run(  # noqa: S603 - our own module
-        command, input=json.dumps(request), capture_output=True, encoding="utf-8", check=False
-    )
+    text: dict[str, Any] = {"encoding": "utf-8", "errors": "replace", "input": json.dumps(request)}
+    done = subprocess.run(command, capture_output=True, check=False, **text)  # noqa: S603 - ours
     try:
         told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError) as failure:

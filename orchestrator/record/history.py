@@ -55,7 +55,7 @@ _OF_ALL = (
 )
 # SQLite takes the other columns from the line of the minimum.
 _CURVES = (
-    "SELECT slot, train_step, min(at_unix_s) AS at_unix_s, loss, samples_per_s FROM samples "
+    "SELECT slot, train_step AS step, min(at_unix_s) AS at_unix_s, loss, samples_per_s FROM samples "
     "WHERE train_step > 0 GROUP BY slot, train_step"
 )
 #: All samples are read in so many looks at most: a look has a time limit (`archive.py`), and a run
@@ -140,18 +140,14 @@ def training_curves(folder: Path) -> dict[str, Curve]:
     """
     curves: dict[str, Curve] = {}
     with reading(folder) as store:
-        lines = store.execute(_CURVES).fetchall()
-    for line in lines:
-        values = {key: _number(line[key]) for key in ("at_unix_s", "loss", "samples_per_s")}
-        known = {key: value for key, value in values.items() if value is not None}
-        curves.setdefault(line["slot"], {})[int(line["train_step"])] = known
-    for event in read_events(folder, ("evaluated",)):
-        figures = {key: _number(value) for key, value in event.details.items()}
-        step, at_unix_s = figures.pop("step", None), event.at_unix_s
-        if step is not None and at_unix_s is not None and event.slot is not None:
-            point = curves.setdefault(event.slot, {}).setdefault(int(step), {})
-            known = {key: value for key, value in figures.items() if value is not None}
-            point |= {"at_unix_s": point.get("at_unix_s", at_unix_s), **known}
+        points = [(line["slot"], dict(line)) for line in store.execute(_CURVES)]
+    told = read_events(folder, ("evaluated",))
+    points += [(event.slot, {"at_unix_s": event.at_unix_s, **event.details}) for event in told]
+    for slot, values in points:
+        known = {key: number for key in values if (number := _number(values[key])) is not None}
+        curve = curves.setdefault(slot, {})
+        point = curve.setdefault(int(known.pop("step", 0)), {})
+        point |= {key: point.get(key, value) for key, value in known.items()}
     return {slot: dict(sorted(curve.items())) for slot, curve in curves.items()}
 
 

@@ -27,18 +27,18 @@ def write_curves(folder: Path, to: Path) -> Iterator[str]:
     curves = training_curves(folder)
     if not curves:
         raise UsageError(f"run {folder.name} has no optimiser step of a training")
+    places = {to / slot.replace("/", "-"): curve for slot, curve in curves.items()}
     try:
-        for slot, curve in curves.items():
-            place = to / slot.replace("/", "-")
+        for place, curve in places.items():
             place.mkdir(parents=True, exist_ok=True)
+            keys = dict.fromkeys(key for point in curve.values() for key in point)
             with (place / _NAME).open("w", encoding="utf-8", newline="") as file:
-                keys = dict.fromkeys(key for point in curve.values() for key in point)
                 writer = csv.DictWriter(file, ["step", *keys])
                 writer.writeheader()
                 writer.writerows({"step": step, **point} for step, point in curve.items())
             yield str(place / _NAME)
-        for slot, curve in curves.items():
-            _write_events(to / slot.replace("/", "-"), curve)
+        for place, curve in places.items():
+            _write_events(place, curve)
         yield f"their event files: tensorboard --logdir {to}"
     except ModuleNotFoundError:
         yield "for event files of TensorBoard type: pip install tensorboard"
@@ -53,11 +53,8 @@ def _write_events(place: Path, curve: Curve) -> None:
 
     writer = EventFileWriter(str(place))
     for step, point in curve.items():
-        values = [
-            Summary.Value(tag=key, simple_value=value)
-            for key, value in point.items()
-            if key != "at_unix_s"
-        ]
+        figures = {key: value for key, value in point.items() if key != "at_unix_s"}
+        values = [Summary.Value(tag=key, simple_value=figures[key]) for key in figures]
         summary = Summary(value=values)
         writer.add_event(Event(wall_time=point["at_unix_s"], step=step, summary=summary))
     writer.close()

@@ -89,7 +89,8 @@ def export(request: Request) -> dict[str, Any]:
             model.save_pretrained(folder)
         for file in (file for pattern in kept for file in source.glob(pattern) if file.is_file()):
             shutil.copyfile(file, folder / file.name)
-        card = _card(request, task, settings, saved, f"{source} ({type(model).__name__})", form)
+        base, rate = f"{source} ({type(model).__name__})", settings.lr or task.lr
+        card = _card(request, settings, saved, base, form, rate)
         (folder / "README.md").write_text(card, encoding="utf-8")
 
     size_bytes = write_whole(Path(request.to), fill)
@@ -274,11 +275,11 @@ def _write_adapter(model: nn.Module, source: Path, folder: Path) -> None:
 
 def _card(
     request: Request,
-    task: TrainTask,
     settings: TrainSettings,
     saved: Mapping[str, Any],
     base: str,
     form: str,
+    lr: float,
 ) -> str:
     """Return the model card: how this was trained, in ten lines."""
     losses, levers = saved["state"]["course"]["losses"], saved["identity"]["levers"]
@@ -293,9 +294,9 @@ def _card(
         f"Base: {base}",
         f"Weights: {form}{', averaged' if request.average else ''}",
         f"Adapter: {settings.adapter}{rank}",
-        f"Data: {settings.data or task.name}, fingerprint {fingerprint}",
+        f"Data: {settings.data or settings.preset}, fingerprint {fingerprint}",
         f"Batch: {settings.batch} samples for each optimiser step, in {settings.precision}",
-        f"Learning rate: {settings.lr or task.lr:g}, weight decay {settings.weight_decay:g}",
+        f"Learning rate: {lr:g}, weight decay {settings.weight_decay:g}",
         f"Versions: oom-orchestrator {version('oom-orchestrator')}, {versions}",
         f"Loads with: {library}, `from_pretrained`",
     )
