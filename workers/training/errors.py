@@ -27,7 +27,8 @@ class NotFiniteError(TrainingError):
         what, value, step = self.args
         return (
             f"the {what} of optimiser step {step} is {value}; training stopped, and the weights "
-            "are those of the step before; lower the learning rate, or the largest norm of the gradient"
+            "are those of the step before; lower the learning rate, or the largest norm of the "
+            "gradient"
         )
 
 

@@ -282,11 +282,11 @@ _UNKNOWN: Final = (
 )
 _SENTENCES: Final[dict[Cause, str]] = {
     "mean": "the loss of a part is a mean, and is added up as a sum: it ignores COUNT; return the "
-    "sum over the items (reduction='sum'), or that divided by the items of the whole batch if the loss "
-    "gets their number",
+    "sum over the items (reduction='sum'), or that divided by the items of the whole batch if the "
+    "loss gets their number",
     "sum": "the loss of a part is a sum over its items, and is taken for a mean; hand over their "
     "number in the whole batch (COUNT), or return the mean of the samples",
     "count": "the loss of a part is a mean over items of which samples have unequally many "
-    "(padding, ignored labels), so parts weigh wrongly; return the sum over the items (reduction='sum') and "
-    "hand over their number in the whole batch (COUNT)",
+    "(padding, ignored labels), so parts weigh wrongly; return the sum over the items "
+    "(reduction='sum') and hand over their number in the whole batch (COUNT)",
 }
