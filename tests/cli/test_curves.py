@@ -13,7 +13,7 @@ from orchestrator.errors import UsageError
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view.curves import write_curves
 from tests.cli.conftest import Command
-from tests.watch.scene import FACTS, STARTED_UNIX_S, make_row, make_snapshot
+from tests.factories import FACTS, STARTED_UNIX_S, make_row, make_snapshot
 from workers.messages import Progress
 
 RUN = "20261120-051500-0b76"

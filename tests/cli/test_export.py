@@ -13,7 +13,7 @@ from orchestrator.config.schema import Config
 from orchestrator.record.store import STORE_NAME, RunStore
 from tests.cli.conftest import Command
 from tests.export.scene import make_folder, trained
-from tests.run.scene import facts_of
+from tests.factories import facts_of
 from tests.scene import ROOT
 
 pytestmark = pytest.mark.torch
@@ -98,6 +98,12 @@ def test_without_checkpoints_the_sentence_says_why(
     assert done.returncode == code
     assert said in " ".join(done.stderr.split())
     assert [path.name for path in nowhere.iterdir()] == ["runs"]
+
+
+def test_the_best_is_not_replaced_by_the_last(run_of_adapters: Path, command: Command) -> None:
+    done = command("export", RUN, "pc1/0", "--to", "out", "--best")
+    assert done.returncode == 2
+    assert "pc1/0 has no best.pt in" in " ".join(done.stderr.split())
 
 
 def test_merged_and_adapter_exclude_each_other(nowhere: Path, command: Command) -> None:

@@ -85,7 +85,14 @@ def own_task(settings: TrainSettings) -> TrainTask:
     kind = str(transformers.AutoConfig.from_pretrained(settings.data).architectures[0])
     # As a training does, which computes no sample by the samples before it.
     model = partial(getattr(transformers, kind).from_pretrained, settings.data, use_cache=False)
-    return TrainTask(name="own", model=model, dataset=_Numbers(), loss=_loss, fingerprint="numbers")
+    return TrainTask(
+        name="own",
+        model=model,
+        dataset=_Numbers(),
+        loss=_loss,
+        fingerprint="numbers",
+        uses=frozenset({"data"}),
+    )
 
 
 def trained(

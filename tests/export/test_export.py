@@ -13,7 +13,9 @@ import pytest
 import torch
 import transformers
 
+from tests.export import measure
 from tests.export.scene import FAMILIES, gap, loaded, logits_of, make_folder, trained
+from tests.hf.folders import make_folder as make_preset_folder
 from tests.scene import python
 from workers.hf.export import Request, export, write_whole
 from workers.training.checkpoints import RefusedError
@@ -194,3 +196,19 @@ def test_only_a_new_or_empty_folder_is_written(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="not empty"):
         write_whole(tmp_path / "empty", lambda folder: (folder / "b").write_text("2"))
     assert [path.name for path in tmp_path.rglob("*")] == ["empty", "a"]
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize(("family", "head"), [("gpt2", "CausalLM"), ("bert", "")])
+def test_peft_loads_the_adapter_of_a_preset(family: str, head: str, tmp_path: Path) -> None:
+    """Conv1D lies the other way round, alpha is a key, and a fresh head goes with the adapter."""
+    folder = make_preset_folder(tmp_path / "base", family, head=head)
+    keys = {"adapter": "lora", "adapter_alpha": 4.0, "steps": 2}
+    run, asked = measure.trained(folder, tmp_path / "state", head, **keys)
+    out = tmp_path / "out"
+    export(Request(**asked, to=str(out), form="adapter", average=False))
+    config = json.loads((out / "adapter_config.json").read_bytes())
+    assert (config["lora_alpha"], config["fan_in_fan_out"]) == (4.0, family == "gpt2")
+    model, words = measure.loaded(out, "adapter", str(folder), 0 if head else 3)
+    assert words == 0
+    assert gap(measure.logits_of(run.model), measure.logits_of(model)) <= 1e-6

@@ -76,7 +76,7 @@ def export(request: Request) -> dict[str, Any]:
         raise RefusedError(f"{request.slot} was trained without adapters; leave out --adapter")
     if form == "merged" and request.form is None:
         told.append("adapters are merged into the weights; --adapter writes them alone, for peft")
-    source = Path(getattr(settings, "model", None) or model.name_or_path).expanduser()
+    source = Path(settings.model or model.name_or_path).expanduser()
 
     def fill(folder: Path) -> None:
         kept = _COPIED if form == "adapter" else (*_COPIED, _GENERATION)
@@ -192,15 +192,6 @@ def _adapted(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in modules if isinstance(module, AdaptedLinear)}
 
 
-def _is_transposed(module: AdaptedLinear) -> bool:
-    """Whether the weight stands with its inputs first, as in the Conv1D of GPT-2."""
-    return not isinstance(module.base, nn.Linear)
-
-
-def _scale(module: AdaptedLinear) -> float:
-    return float(getattr(module, "scale", 2.0))
-
-
 def merge(model: Any) -> None:  # noqa: ANN401 - as above
     """Replace adapted layers by linear ones in fp32, each with the sum that it computed with."""
     model.float()
@@ -217,13 +208,12 @@ def merge(model: Any) -> None:  # noqa: ANN401 - as above
 
 
 @torch.no_grad()
-def _merged(module: Any) -> Tensor:  # noqa: ANN401 - as above
-    weight = module.base.weight.double()
-    weight = weight.T if _is_transposed(module) else weight
-    merged: Tensor = weight + _scale(module) * (module.up.double() @ module.down.double())
+def _merged(module: AdaptedLinear) -> Tensor:
+    added = module.scale * (module.up.double() @ module.down.double())
+    merged = module.weight.double() + added
     if module.lengths is not None:
         merged *= (module.lengths.double() / torch.linalg.vector_norm(merged, dim=1))[:, None]
-    return (merged.T if _is_transposed(module) else merged).float().contiguous()
+    return (merged.T if module.is_transposed else merged).float().contiguous()
 
 
 def _write_adapter(model: nn.Module, source: Path, folder: Path) -> None:
@@ -252,7 +242,7 @@ def _write_adapter(model: nn.Module, source: Path, folder: Path) -> None:
         weights = model.get_submodule(head).named_parameters()
         tensors |= {f"{head}.{name}": weight for name, weight in weights}
     ranks = {name: len(module.down) for name, module in adapted.items()}
-    alphas = {name: _scale(module) * ranks[name] for name, module in adapted.items()}
+    alphas = {name: module.scale * ranks[name] for name, module in adapted.items()}
     rank, alpha = max(ranks.values()), max(alphas.values())
     config = {
         "peft_type": "LORA",
@@ -265,7 +255,7 @@ def _write_adapter(model: nn.Module, source: Path, folder: Path) -> None:
         "target_modules": list(adapted),
         "modules_to_save": sorted(heads) or None,
         "use_dora": any(module.lengths is not None for module in adapted.values()),
-        "fan_in_fan_out": any(map(_is_transposed, adapted.values())),
+        "fan_in_fan_out": any(module.is_transposed for module in adapted.values()),
         "inference_mode": True,
     }
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
