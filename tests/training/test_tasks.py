@@ -140,7 +140,7 @@ def test_a_users_own_task_is_trained_evaluated_and_resumed() -> None:
             {"preset": "gpt-nano", "seq": 65},
             "train.seq is 65, and gpt-nano reads at most 64 tokens",
         ),
-        ({"preset": "cnn-small", "data": "here"}, "trains on drawn faces; leave train.data out"),
+        ({"preset": "cnn-small", "data": "here"}, "there is no folder here on this machine"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_one_sentence(
