@@ -466,6 +466,7 @@ def _make_workload(spec: WorkerSpec, device: Device, context: WorkloadContext) -
     `IncompatibleError` if it can never fit, else what its constructor raises.
     """
     make = find_workload(spec.workload.name)
+    make.load_code(spec.workload.settings)
     try:
         with device.enforced():
             return make(context)

@@ -38,6 +38,9 @@ from workers.units import MIB
 #: The head's copy, put there before `load`. It is read like the others and never written over.
 FROM_HEAD: Final = "from-head.pt"
 
+#: The state with the lowest loss of validation, beside the generations.
+BEST: Final = "best.pt"
+
 #: So that one is good while the other is written over.
 _GENERATIONS: Final = 2
 
@@ -211,8 +214,19 @@ class Checkpoints:
         """
         self.wait()
         self._opened, self._good = True, None
-        for path in self._slots:
+        for path in (*self._slots, self._folder / BEST):
             path.unlink(missing_ok=True)
+
+    def keep_best(self, state: Mapping[str, Any], step: int, figures: Mapping[str, float]) -> None:
+        """Write a state that no later generation replaces, with what was measured of it, to
+        `best.pt`; return when it is there.
+
+        Raises:
+            OSError: It cannot be written; the one before it is as it was.
+        """
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        content = {"identity": self._identity.plain(), "step": step, "state": state}
+        write_file(self._folder / BEST, {**content, "figures": dict(figures)}, step)
 
     def lacks_room(self, state: object) -> str | None:
         """Say what is missing on the disk for this state, in one sentence; `None`: nothing."""

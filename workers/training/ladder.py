@@ -23,6 +23,7 @@ import torch
 
 from workers.policy.base import Rung
 from workers.training.memory_plan import MemoryPlan, MemoryPlanner
+from workers.training.planner_process import PlannerProcess
 from workers.training.schedule import offered_micro_batches
 from workers.training.settings import TrainSettings
 
@@ -212,7 +213,7 @@ class MemoryLadder:
 
 
 def planned_ladder(
-    planner: MemoryPlanner, settings: TrainSettings, host_free_bytes: int
+    planner: MemoryPlanner | PlannerProcess, settings: TrainSettings, host_free_bytes: int
 ) -> MemoryLadder:
     """Return the ladder of a training whose memory is planned, on a host with so much free."""
     most_level = planner.most_level if settings.recompute == "auto" else 0

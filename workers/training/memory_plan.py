@@ -13,6 +13,7 @@ standard error.
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import weakref
 from bisect import bisect_right
@@ -21,11 +22,12 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
@@ -43,7 +45,7 @@ from workers.training.model_levers import ModelLevers, Recomputation
 from workers.training.models import GPTS
 from workers.training.optimizers import Average, adamw, allocate_states, update_bytes
 from workers.training.schedule import offered_micro_batches
-from workers.training.settings import TrainSettings
+from workers.training.settings import FOLDER_PRESETS, TrainSettings
 from workers.training.tasks import TrainTask, find_task, refuse_without_data, trained_parameters
 from workers.units import MIB
 
@@ -110,13 +112,24 @@ class MemoryPlanner:
             without data cannot.
     """
 
-    def __init__(self, task: TrainTask, settings: TrainSettings, *, on_card: bool) -> None:
-        """Make the model and all that outlives a step; takes no memory for it."""
+    def __init__(
+        self,
+        task: TrainTask,
+        settings: TrainSettings,
+        *,
+        on_card: bool,
+        with_data: bool = False,
+    ) -> None:
+        """Make the model and all that outlives a step; takes no memory for it.
+
+        With `with_data` the model is made as for a training, and then emptied: some can be made in
+        no other way.
+        """
         self._task = task
         self._settings = settings
         self._on_card = on_card
-        refuse_without_data(task)
         if task.largest is None:
+            refuse_without_data(task)
             key = order.Sample(number=0, epoch=0, index=0)
             sample = task.dataset[key if task.by_sample else 0]
             self._batch_of_one = (task.collate or default_collate)([sample])
@@ -125,8 +138,8 @@ class MemoryPlanner:
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._live = _LiveBytes(_CUDA_BLOCK_BYTES if on_card else 1)
         held = [0]
+        self._model = self._made(with_data=with_data).train()
         with self._without_data():
-            self._model = new_model(task, settings).train()
             self._levers = ModelLevers(settings, self._model, device_type="cpu", on_card=on_card)
             self._recomputation = Recomputation(task.blocks(self._model))
             self._dropouts = Dropouts(self._model, 0)
@@ -158,6 +171,27 @@ class MemoryPlanner:
         self.states = cache(self._states)
         self._part = cache(self._computed)
         self.plan = cache(self._plan)
+
+    def _made(self, *, with_data: bool) -> nn.Module:
+        """Return the model without data, and count its bytes."""
+        if with_data:
+            with torch.random.fork_rng(devices=[]):
+                model = new_model(self._task, self._settings)
+        with self._without_data():
+            if not with_data:
+                model = new_model(self._task, self._settings)
+            self._replace_weights(model)
+        return model
+
+    def _replace_weights(self, model: nn.Module) -> None:
+        """Put weights without data in the place of those that have some, as from a file."""
+        without: dict[int, nn.Parameter] = {}
+        for module in model.modules():
+            for name, weight in module._parameters.items():
+                if weight is not None and not isinstance(weight, FakeTensor):
+                    empty = torch.empty_strided(weight.size(), weight.stride(), dtype=weight.dtype)
+                    new = nn.Parameter(empty, requires_grad=weight.requires_grad)
+                    module._parameters[name] = without.setdefault(id(weight), new)
 
     @property
     def most_level(self) -> int:
@@ -318,6 +352,9 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
     `question` holds `settings`, `seed` and `caps`, each of these with `cap_bytes` and `device`.
     """
     settings = TrainSettings.model_validate(question["settings"])
+    for key, path in (("model", settings.model), ("data", settings.data)):
+        if settings.preset in FOLDER_PRESETS and path and not Path(path).expanduser().exists():
+            return {"not_planned": f"train.{key}: {path} is not on this machine"}
     if settings.preset in GPTS:
         # What the text says changes no size, and it may lie on the other PCs alone.
         least = settings.min_seq if settings.documents == "windows" else 1
@@ -327,7 +364,12 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
     try:
         task = find_task(settings, question["seed"])
         planners = {
-            device: MemoryPlanner(task, settings, on_card=device == "cuda")
+            device: MemoryPlanner(
+                task,
+                settings,
+                on_card=device == "cuda",
+                with_data=question.get("with_data", False),
+            )
             for device in {cap["device"] for cap in question["caps"]}
         }
         return {
@@ -374,6 +416,22 @@ def _step(plan: MemoryPlan, batch: int, cap_bytes: int) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Answer on standard output. What cannot be planned without data is, in a fresh process, with
+    it: a model in a cache may hold tensors without data now.
+    """
     output, sys.stdout = sys.stdout, sys.stderr
-    print(json.dumps(answer(json.load(sys.stdin))), file=output)
+    question = json.load(sys.stdin)
+    answered = json.dumps(answer(question))
+    if '"not_planned"' in answered and not question.get("with_data"):
+        again = json.dumps({**question, "with_data": True})
+        command = [sys.executable, "-m", "workers.training.memory_plan"]
+        done = subprocess.run(  # noqa: S603 - this module again
+            command, input=again, stdout=subprocess.PIPE, text=True, check=False
+        )
+        answered = done.stdout or answered
+    print(answered, file=output)
+
+
+if __name__ == "__main__":
+    main()

@@ -162,14 +162,19 @@ class Recomputation:
 
     def level_of(self, wanted: str | int, offered: int) -> int:
         """Return the level for `train.recompute`; `auto` takes what the caller offers."""
-        levels = {"auto": offered, "none": 0, "all": self.most}
-        level = levels[wanted] if isinstance(wanted, str) else wanted
-        return max(0, min(level, self.most))
+        return level_of(wanted, offered, self.most)
 
     def _run(self, place: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a block's own
         if place < self.level and torch.is_grad_enabled():
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         return forward(*args, **kwargs)
+
+
+def level_of(wanted: str | int, offered: int, most: int) -> int:
+    """Return how many of `most` blocks `train.recompute` has recomputed; `auto`: as offered."""
+    levels = {"auto": offered, "none": 0, "all": most}
+    level = levels[wanted] if isinstance(wanted, str) else wanted
+    return max(0, min(level, most))
 
 
 class KernelWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # missing in torch's stubs

@@ -71,6 +71,8 @@ class Course:
     """Because fp16 gradients overflowed."""
     losses: list[float] = field(default_factory=list)
     """Of the first and of the last optimiser step."""
+    best_loss: float | None = None
+    """The lowest of all validations so far; `None`: there was none."""
 
     def finished_step(self, loss: float, batch: int, *, updated: bool) -> None:
         """Count an optimiser step of so many samples."""

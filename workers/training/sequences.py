@@ -98,7 +98,7 @@ def shortened(tokens: Tensor) -> Tensor:
 def filled_up_loss(model: nn.Module, tokens: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Sum the cross-entropy of all tokens but the first of each row, without those that fill up."""
     # They come last, so no other token sees them.
-    return _loss(model(tokens[:, :-1].clamp(min=0)), tokens[:, 1:], label_smoothing)
+    return cross_entropy(model(tokens[:, :-1].clamp(min=0)), tokens[:, 1:], label_smoothing)
 
 
 def filled_up_tokens(tokens: Tensor) -> int:
@@ -109,7 +109,7 @@ def filled_up_tokens(tokens: Tensor) -> int:
 def packed_loss(model: nn.Module, rows: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Sum the cross-entropy of all labels of packed rows."""
     inputs, labels, places = rows.unbind(dim=1)
-    return _loss(model(inputs, places), labels, label_smoothing)
+    return cross_entropy(model(inputs, places), labels, label_smoothing)
 
 
 def packed_tokens(rows: Tensor) -> int:
@@ -129,7 +129,8 @@ def longest_part(seq: int) -> Tensor:
     return torch.zeros((1, seq + 1), dtype=torch.int64)
 
 
-def _loss(logits: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
+def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
+    """Sum the loss of all labels but NO_TOKEN, in fp32."""
     return functional.cross_entropy(
         logits.flatten(0, 1).float(),
         labels.flatten(),

@@ -19,6 +19,12 @@ PRESETS: Final = (
     "gpt-nano", "gpt-mini", "gpt2-small", "gpt2-medium", "gpt-1b", "cnn-small", "cnn-landmarks",
 )  # fmt: skip
 
+#: Presets that train the model of a local folder, and the function that makes each one's task.
+FOLDER_PRESETS: Final = {
+    "hf-causal": "workers.hf.causal:causal_task",
+    "hf-pairs": "workers.hf.pairs:pairs_task",
+}
+
 #: Keys of before, and what they are called now. They differ in one letter, so neither is guessed.
 RENAMED: Final = {"checkpoint": "recompute", "snapshots": "checkpoints"}
 
@@ -35,7 +41,7 @@ _COMPILING_S: Final[dict[CompileMode, float]] = {
 #: with other values. `documents` does; it is in the fingerprint of the text, and so not in that of
 #: trainings without one.
 _FREE: Final = {
-    "documents", "steps", "epochs", "micro", "recompute", "states_on_host", "compile",
+    "documents", "steps", "epochs", "validate_every", "micro", "recompute", "states_on_host", "compile",
     "compile_mode", "loader_workers", "prefetch", "persistent", "ram_cache", "pin", "non_blocking",
     "set_to_none", "activations_on_host", "ema_on", "start_method", "profile", "save_every_s",
     "checkpoints",
@@ -43,9 +49,10 @@ _FREE: Final = {
 
 
 def _valid_preset(preset: str) -> str:
-    if preset not in PRESETS and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", preset):
+    names = (*PRESETS, *FOLDER_PRESETS)
+    if preset not in names and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", preset):
         raise ValueError(
-            f"there is no preset {preset!r}; valid: {', '.join(PRESETS)}, or your own as "
+            f"there is no preset {preset!r}; valid: {', '.join(names)}, or your own as "
             "package.module:name"
         )
     return preset
@@ -66,8 +73,23 @@ class TrainSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     preset: Annotated[str, AfterValidator(_valid_preset)] = "gpt-nano"
+    model: Annotated[str, Field(min_length=1)] | None = None
+    """The folder of the presets `hf-causal` and `hf-pairs`."""
+    weights: Literal["fp32", "as-stored"] = "fp32"
+    """What that folder's weights become: fp32 masters, or the type that they are stored in."""
+    head: Literal["auto", "train", "frozen"] = "auto"
+    """With an adapter: whether the folder's head is trained in full. `auto`: that of `hf-pairs` is.
+    """
+    columns: list[Annotated[str, Field(min_length=1)]] | None = None
+    """`hf-pairs`: the columns of one or two texts, and of the label; `None`: the usual names."""
+    labels: Literal["auto", "classes", "numbers"] = "auto"
+    """`hf-pairs`: what a label is; `auto`: numbers if one of them has a fraction."""
     data: Annotated[str, Field(min_length=1)] | None = None
     """A file or folder of text to train on; `None`: made data."""
+    validation: Annotated[str, Field(min_length=1)] | None = None
+    """Folder presets: what is never trained on, as `data` is; `None`: the last 1 % of `data`."""
+    validate_every: Annotated[int, Field(ge=1)] | None = None
+    """Optimiser steps from one validation to the next; `None`: at the end alone."""
     documents: Literal["windows", "files", "lines"] = "windows"
     """What of that text is a sample: a window of `seq` bytes, or a document of up to `seq`."""
     steps: Annotated[int, Field(ge=1)] = 200
@@ -120,6 +142,10 @@ class TrainSettings(BaseModel):
     adapter: Literal["none", "lora", "dora"] = "none"
     """What is trained instead of the model's own weights."""
     adapter_rank: Annotated[int, Field(ge=1, le=4096)] = 8
+    adapter_alpha: Annotated[float, Field(gt=0)] | None = None
+    """What an adapter adds is scaled by this, divided by the rank; `None`: twice the rank."""
+    adapter_targets: list[Annotated[str, Field(min_length=1)]] | None = None
+    """Ends of the names of the layers that get adapters; `None`: all that can have one."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of the moving average of the weights."""
     ema_on: Literal["device", "host"] = "device"
@@ -176,6 +202,21 @@ class TrainSettings(BaseModel):
         _refuse_if(
             self.min_seq is not None and self.data is not None,
             "min_seq is for made text, and data names your own; valid: one of them",
+        )
+        _refuse_if(
+            self.preset in FOLDER_PRESETS and (self.model is None or self.data is None),
+            f"preset: {self.preset} trains a folder of your own on a text of your own; valid: also "
+            "set train.model (a folder with config.json) and train.data",
+        )
+        _refuse_if(
+            self.preset in PRESETS and self.model is not None,
+            f"model: {self.model} is for preset: hf-causal or hf-pairs, and {self.preset} makes a "
+            "model of its own; valid: one of them",
+        )
+        _refuse_if(
+            self.columns is not None and len(self.columns) not in {2, 3},
+            "columns names one or two columns of text, and the one of the label; valid: such as "
+            "[text, label] or [premise, hypothesis, label]",
         )
         _refuse_if(
             self.documents != "windows" and self.data is None,

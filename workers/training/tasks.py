@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 
 from workers.training import order
 from workers.training.batches import Batch, on_device, rows_of
-from workers.training.errors import TaskError
+from workers.training.errors import TaskError, TrainingError
 from workers.training.host_memory import wait_asleep
 from workers.training.made_data import ITEMS, DrawnFaces, MadeText
 from workers.training.models import CNNS, EYE_CORNERS, GPTS, Cnn, CnnShape, Gpt, GptShape
@@ -34,7 +34,7 @@ from workers.training.sequences import (
     packed_tokens,
     shortened,
 )
-from workers.training.settings import TrainSettings
+from workers.training.settings import FOLDER_PRESETS, TrainSettings
 from workers.training.text import SAMPLES, TextData, TextDocuments
 
 
@@ -90,6 +90,10 @@ class TrainTask:
     """Makes a part of the one sample that takes the most memory; `None`: any one does."""
     by_sample: bool = False
     """Whether the data set is asked by `Sample` and not by index, to augment by epoch."""
+    whole: Callable[[nn.Module], Mapping[nn.Module, bool]] = lambda _: {}
+    """Modules that adapters leave as they are, such as a head; and whether they are trained."""
+    notes: Sequence[str] = ()
+    """What the user should know before it begins; each is told once."""
     lr: float = 1e-3
     """Where the settings name none."""
     items: str = "samples"
@@ -117,10 +121,12 @@ def find_task(settings: TrainSettings, seed: int) -> TrainTask:
         return _gpt_task(settings, GPTS[settings.preset], seed)
     if settings.preset in CNNS:
         return _cnn_task(settings, CNNS[settings.preset], seed)
-    module_name, _, name = settings.preset.partition(":")
+    module_name, _, name = FOLDER_PRESETS.get(settings.preset, settings.preset).partition(":")
     try:
         own = getattr(importlib.import_module(module_name), name)
         task = own if isinstance(own, TrainTask) else own(settings)
+    except TrainingError:
+        raise
     except Exception as error:
         raise TaskError(
             f"train.preset {settings.preset!r} cannot be loaded on this machine: "
@@ -283,7 +289,7 @@ def validation(
                 wait_asleep(device)
                 totals[name] += float(total)
             items += count(part)
-        return {name: total / items for name, total in totals.items()}
+        return {name: total / items for name, total in totals.items()} if items else {}
 
     return evaluate
 

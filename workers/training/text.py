@@ -285,8 +285,7 @@ class TextDocuments(_TextSamples):
         return content
 
     def _place(self, index: int) -> tuple[int, int]:
-        entry = int(self._index[index])
-        return entry >> _LENGTH_BITS, entry & _LENGTH
+        return piece_of(self._index, index)
 
     def _goes_on(self, index: int) -> bool:
         """Whether the piece `index` is of the same line as the one before."""
@@ -330,7 +329,7 @@ def _index_of_files(files: TextFiles, seq: int) -> Tensor:
     """Return the pieces of all files, without reading them."""
     index = HostArray(torch.int64)
     ends = torch.tensor([0, *files.ends])
-    for pieces in _cut(ends[:-1], ends.diff(), seq, step=seq):
+    for pieces in pieces_of(ends[:-1], ends.diff(), seq, step=seq):
         index.extend(pieces)
     return index.whole()
 
@@ -347,7 +346,7 @@ def index_of_lines(files: TextFiles, seq: int) -> tuple[Tensor, str]:
         of_file = 0
         try:
             for starts, lengths, checksum in parse(path, end - first):
-                for pieces in _cut(first + starts, lengths, seq, step=step):
+                for pieces in pieces_of(first + starts, lengths, seq, step=step):
                     index.extend(pieces)
                 of_file = checksum
         except OSError as failure:
@@ -356,7 +355,7 @@ def index_of_lines(files: TextFiles, seq: int) -> tuple[Tensor, str]:
     return index.whole(), digest.hexdigest()
 
 
-def _cut(starts: Tensor, lengths: Tensor, seq: int, *, step: int) -> Iterator[Tensor]:
+def pieces_of(starts: Tensor, lengths: Tensor, seq: int, *, step: int) -> Iterator[Tensor]:
     """Yield the pieces of documents.
 
     A piece begins `step` bytes after the one before it, or with 0 where its document does.
@@ -370,6 +369,12 @@ def _cut(starts: Tensor, lengths: Tensor, seq: int, *, step: int) -> Iterator[Te
         place = pieces - (ends - counts)[document]
         length = (lengths[document] - place * seq).clamp(max=seq + 1)
         yield (starts[document] + place * step << _LENGTH_BITS) | length
+
+
+def piece_of(pieces: Tensor, index: int) -> tuple[int, int]:
+    """Return start and length of one of the pieces."""
+    entry = int(pieces[index])
+    return entry >> _LENGTH_BITS, entry & _LENGTH
 
 
 def _lines(path: Path, size: int) -> Iterator[tuple[Tensor, Tensor, int]]:

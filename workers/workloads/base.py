@@ -183,6 +183,13 @@ class Workload(ABC):
         """
         del peak_bytes, seconds  # not used by default
 
+    @classmethod
+    def load_code(cls, settings: Mapping[str, object]) -> None:
+        """Import what the workload needs beside its own module. It is called before the first
+        instance is made, and what it takes of host memory does not count.
+        """
+        del settings  # by default there is nothing else
+
     def save(self) -> None:  # noqa: B027 - by default there is nothing to save
         """Write the state down if that is due. Called after each good step; what it takes does not
         count as the step's.

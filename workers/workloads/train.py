@@ -8,9 +8,10 @@ workload. Computes nothing itself, and decides neither sizes nor levels.
 from __future__ import annotations
 
 import gc
+import importlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,17 +19,24 @@ from typing import Final, TypeVar
 
 from pydantic import ValidationError
 
+from workers.hf.folder import load_code
 from workers.messages import IncompatibleError, Progress
 from workers.policy.base import Rung
 from workers.training.checkpoints import FROM_HEAD, Checkpoints
-from workers.training.errors import NotFiniteError, TrainingError, UpdateInterruptedError
+from workers.training.errors import (
+    NotFiniteError,
+    TaskError,
+    TrainingError,
+    UpdateInterruptedError,
+)
 from workers.training.host_memory import give_back
 from workers.training.ladder import MemoryLadder, Point, planned_ladder, unplanned_ladder
 from workers.training.loader import host_share
 from workers.training.memory_plan import MemoryPlanner
+from workers.training.planner_process import PlannerProcess
 from workers.training.profiling import StepProfile
-from workers.training.settings import PRESETS, TrainSettings
-from workers.training.tasks import find_task
+from workers.training.settings import FOLDER_PRESETS, PRESETS, TrainSettings
+from workers.training.tasks import find_task, refuse_without_data
 from workers.training.trainer import Trainer, hazards
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 
@@ -52,6 +60,7 @@ class Train(Workload):
         try:
             self._settings = TrainSettings.model_validate(dict(context.settings))
             self._task = find_task(self._settings, context.seed)
+            refuse_without_data(self._task)
         except (ValidationError, TrainingError) as error:
             raise self._incompatible(error) from error
         self._trainer: Trainer | None = None
@@ -60,10 +69,12 @@ class Train(Workload):
         self._flop_per_unit = 0.0
         self._sha256: str | None = None
         self._told_failure: str | None = None
+        self._validated_step: int | None = None
         self._save_soon = False
         self._speed: deque[tuple[float, int, float]] = deque()
         """Monotonic seconds, and samples and items computed until then."""
         self._ladder: MemoryLadder | None = None
+        self._planner: PlannerProcess | None = None
         self._point: Point | None = None
         """Of the last step."""
         self._updated = False
@@ -74,6 +85,17 @@ class Train(Workload):
         # profiler can.
         steps = self._settings.profile if context.fresh else 0
         self._profile = StepProfile(steps, context.device, context.state_dir)
+
+    @classmethod
+    def load_code(cls, settings: Mapping[str, object]) -> None:
+        """Import the module of the preset, and what torch imports with its first update."""
+        importlib.import_module("torch._dynamo")
+        preset = str(settings.get("preset"))
+        if preset in FOLDER_PRESETS:
+            load_code(str(settings.get("model")))
+        elif preset not in PRESETS:
+            with suppress(Exception):  # `find_task` tells it in a sentence
+                importlib.import_module(preset.partition(":")[0])
 
     @property
     def finished(self) -> bool:  # type: ignore[override]
@@ -107,9 +129,17 @@ class Train(Workload):
         del batch
         settings, on_card = self._settings, self.context.device.type == "cuda"
         try:
-            planner = MemoryPlanner(self._task, settings, on_card=on_card)
+            planner: MemoryPlanner | PlannerProcess
+            if settings.preset in PRESETS:
+                planner = MemoryPlanner(self._task, settings, on_card=on_card)
+            else:
+                planner = PlannerProcess(settings, self.context.seed, on_card=on_card)
+                self._planner = planner
             ram_bytes = host_share(on_card=on_card).ram_bytes
             self._ladder = planned_ladder(planner, settings, ram_bytes)
+        except TaskError as error:
+            self.context.tell("not_planned", reason=str(error))
+            self._ladder = unplanned_ladder(settings)
         except Exception as error:  # noqa: BLE001 - a user's model may do what tensors without data cannot
             self._tell_error("not_planned", error)
             self._ladder = unplanned_ladder(settings)
@@ -172,6 +202,8 @@ class Train(Workload):
             events = self._ladder.note(self._point, seconds, peak_bytes, updated=self._updated)
             for name, figures in events:
                 self.context.tell(name, **figures)
+                if name == "memory_predicted" and self._planner is not None:
+                    self._planner.close()  # nothing else is asked of it
 
     def save(self) -> None:
         """Copy the state between two optimiser steps if a checkpoint is due.
@@ -186,6 +218,7 @@ class Train(Workload):
         )
         if figures is not None:
             self.context.tell("profiled", **figures)
+        self._validate(trainer)
         waits = trainer.finished or self._save_soon
         if checkpoints is not None and (waits or checkpoints.due()):
             if waits:
@@ -198,9 +231,29 @@ class Train(Workload):
             self._told_failure = checkpoints.failure
             self._save_soon = False
         if trainer.finished:
-            if merits := trainer.evaluate():
-                self.context.tell("evaluated", step=trainer.step, **merits)
             self._sha256 = trainer.weights_sha256()
+
+    def _validate(self, trainer: Trainer) -> None:
+        """Tell the task's figures where that is due, and keep the best state."""
+        step, every = trainer.step, self._settings.validate_every
+        due = trainer.finished or (every is not None and step % every == 0)
+        if not due or step == self._validated_step:
+            return
+        self._validated_step = step
+        figures = trainer.evaluate()
+        if not figures:
+            return
+        self.context.tell("evaluated", step=step, **figures)
+        loss, best = figures.get("validation_loss"), trainer.course.best_loss
+        if every is None or loss is None or (best is not None and loss >= best):
+            return
+        trainer.course.best_loss = loss
+        if self._checkpoints is not None:
+            try:
+                self._checkpoints.keep_best(trainer.state(), step, figures)
+            except OSError as failure:
+                reason = f"the best checkpoint cannot be written: {failure.strerror or failure}"
+                self.context.tell("checkpoint_failed", reason=reason)
 
     def save_soon(self) -> None:
         """Have the next `save` between two optimiser steps not wait until a checkpoint is due."""
@@ -272,7 +325,7 @@ class Train(Workload):
         if self.context.state_dir is not None:
             self._go_on(trainer, self.context.state_dir)
         if settings.preset not in PRESETS:
-            for sentence in hazards(trainer):
+            for sentence in (*self._task.notes, *hazards(trainer)):
                 self.context.tell("hazard", reason=sentence)
         if trainer.loader_numbers.reason:
             self.context.tell("loader", **asdict(trainer.loader_numbers))

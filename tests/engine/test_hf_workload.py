@@ -1,0 +1,82 @@
+"""The presets `hf-causal` and `hf-pairs` in the real engine: trained, killed, refused in a sentence."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.engine.scene import events
+from tests.engine.trainings import settings, trained
+from tests.hf.folders import make_folder
+from tests.in_child import InChild
+from tests.scene import MIB, ROOT, spec_of
+from workers.messages import Report, Verdict
+from workers.settings import WorkerSpec
+
+WHOLE = {"duration_s": 600.0}
+
+
+def spec(**changes: object) -> WorkerSpec:
+    usual = spec_of(name="train", policy="adaptive", budget_bytes=213 * MIB)
+    keys = {"preset": "hf-causal", "data": str(ROOT / "docs" / "training.md"), **changes}
+    return replace(
+        usual,
+        run_id="r",
+        workers_on_host=64,
+        workload=replace(usual.workload, settings=settings(**keys)),
+    )
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_folder(tmp_path_factory.mktemp("gpt2")))
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_folder(tmp_path_factory.mktemp("bert"), "bert", head=""))
+
+
+def labelled(folder: Path, **changes: object) -> str:
+    """Write 400 lines with a text and a label that follows from it."""
+    lines = [
+        {"text": ("fine", "poor")[place % 2] * (1 + place % 5), "label": place % 2} | changes
+        for place in range(400)
+    ]
+    path = folder / "lines.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(in_child: InChild, tmp_path_factory: pytest.TempPathFactory, gpt2: str) -> Report:
+    (report,) = in_child(trained, str(tmp_path_factory.mktemp("alone")), spec(model=gpt2), [WHOLE])
+    return report
+
+
+def test_a_folder_is_trained_to_the_end(undisturbed: Report) -> None:
+    assert undisturbed.verdict is Verdict.DONE, undisturbed.reason
+    told = undisturbed.progress
+    assert told is not None
+    assert (told.train_step, told.saved_step) == (6, 6)
+    assert told.tokens_per_s is not None
+    (evaluated,) = events(undisturbed, "evaluated")
+    assert 5 < evaluated.detail["validation_loss"] < 6.5
+
+
+def test_a_classifier_is_trained_and_its_figures_are_told(
+    in_child: InChild, tmp_path: Path, bert: str
+) -> None:
+    keys = {"preset": "hf-pairs", "model": bert, "data": labelled(tmp_path), "seq": None}
+    (report,) = in_child(trained, str(tmp_path), spec(**keys, adapter="lora"), [WHOLE])
+    assert report.verdict is Verdict.DONE, report.reason
+    (evaluated,) = events(report, "evaluated")
+    assert set(evaluated.detail) == {"step", "validation_loss", "accuracy", "f1"}
+    assert 0 <= evaluated.detail["f1"] <= evaluated.detail["accuracy"] <= 1
+    (adapter,) = events(report, "adapter")
+    head = 48 * 2 + 2 + 48 * 48 + 48  # the classifier and the pooler, in full
+    # Rank 8 beside four products of width 48 and two to and from 96, in two blocks.
+    assert adapter.detail["trained_parameters"] == head + 2 * 8 * (4 * 96 + 2 * 144)

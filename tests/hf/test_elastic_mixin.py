@@ -1,0 +1,122 @@
+"""A Trainer of transformers with ElasticMixin: the same course in any parts, or a refusal."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests.hf.folders import make_folder
+from tests.in_child import InChild
+from workers.training.errors import TaskError
+
+
+def summed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    return functional.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
+
+
+def _trained(folder: Path, family: str, head: str, limit: int, **arguments: Any) -> Any:
+    """Train eight samples of unequal lengths at once, of which `limit` fit; return losses and weights."""
+    warnings.simplefilter("ignore")
+    from workers.hf import ElasticMixin
+    from workers.hf.elastic_mixin import _Parts
+    from workers.hf.folder import transformers
+    from workers.settings import FailureKind
+    from workers.testing import injected_error
+
+    torch.set_num_threads(1)
+    library = transformers()
+    # Dropout outside the attention stays: its masks are those of each sample.
+    no_dropout = {"attn_pdrop": 0.0, "attention_probs_dropout_prob": 0.0}
+    path = make_folder(folder / f"{family}{head}", family, head=head, **no_dropout)
+    model = getattr(library, f"AutoModelFor{head}").from_pretrained(path)
+    draw = torch.Generator().manual_seed(0)
+    is_causal = head == "CausalLM"
+    samples = []
+    for place in range(32):
+        tokens = torch.randint(5, 300, (4 + place % 7,), generator=draw)
+        samples.append({"input_ids": tokens, "labels": tokens if is_causal else place % 2})
+
+    def collate(some: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        pad = torch.nn.utils.rnn.pad_sequence
+        tokens = pad([one["input_ids"] for one in some], batch_first=True)
+        labels = [one["labels"] for one in some]
+        return {
+            "input_ids": tokens,
+            "attention_mask": (tokens != 0).long(),
+            "labels": pad(labels, batch_first=True, padding_value=-100)
+            if is_causal
+            else torch.tensor(labels),
+        }
+
+    class Small(ElasticMixin, library.Trainer):  # type: ignore[misc, name-defined]
+        pass
+
+    losses = []
+
+    class Told(library.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+            losses.extend([logs["loss"]] if "loss" in logs else [])
+
+    inner = _Parts._loss
+
+    def loss(
+        self: _Parts, batch: dict[str, Any], first: int, count: int, rows: int, items: Any
+    ) -> Any:
+        if count > limit and torch.is_grad_enabled():
+            raise injected_error(FailureKind.DEFINITE)
+        return inner(self, batch, first, count, rows, items)
+
+    _Parts._loss = loss  # type: ignore[method-assign]
+    usual = {"per_device_train_batch_size": 8, "max_steps": 6, "logging_steps": 1, "seed": 1}
+    options = library.TrainingArguments(
+        output_dir=str(folder / "out"), use_cpu=True, report_to=[], save_strategy="no",
+        disable_tqdm=True, learning_rate=1e-3, **{**usual, **arguments},
+    )  # fmt: skip
+    trainer = Small(
+        model=model, args=options, train_dataset=samples, data_collator=collate, callbacks=[Told()],
+        compute_loss_func=summed if family == "bert" else None,
+    )  # fmt: skip
+    trainer.train()
+    return losses, {name: weight.tolist() for name, weight in model.state_dict().items()}
+
+
+def _gap(folder: str, family: str, head: str) -> float:
+    whole, _ = _trained(Path(folder), family, head, 8)
+    apart, _ = _trained(Path(folder), family, head, 3)
+    accumulated, _ = _trained(
+        Path(folder), family, head, 3, per_device_train_batch_size=4, gradient_accumulation_steps=2
+    )
+    assert len(whole) == 6
+    return max(
+        max(abs(one - other) / one for one, other in zip(whole, run, strict=True))
+        for run in (apart, accumulated)
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "head"), [("gpt2", "CausalLM"), ("bert", "SequenceClassification")]
+)
+def test_the_course_is_the_same_in_smaller_parts(
+    in_child: InChild, tmp_path: Path, family: str, head: str
+) -> None:
+    # BERT's biases of keys are rounding alone, which Adam makes full steps of.
+    assert in_child(_gap, str(tmp_path), family, head) < {"gpt2": 2e-6, "bert": 1e-4}[family]
+
+
+def _refusal(folder: str) -> str:
+    try:
+        _trained(Path(folder), "gemma", "SequenceClassification", 8)
+    except TaskError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_that_ignores_the_count_is_refused(in_child: InChild, tmp_path: Path) -> None:
+    said = in_child(_refusal, str(tmp_path))
+    assert "ignores num_items_in_batch and returns a mean" in said
+    assert "compute_loss_func" in said

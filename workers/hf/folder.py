@@ -1,0 +1,222 @@
+"""A model, its tokenizer and its configuration from a local folder, as transformers writes it.
+
+The model is transformers' own, with its own names of weights. On tensors without data, as the plan
+of memory has them, weights are made and not read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, Literal
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from workers.hf.folder_files import CONFIG, check_folder, refused
+from workers.training.errors import TaskError
+from workers.training.settings import TrainSettings
+
+#: A sample has so many tokens at most, unless `train.seq` says more: what fits on small cards.
+_SEQ: Final = 1024
+
+#: More than any model reads: a tokenizer's word for "I do not know".
+_NO_LIMIT: Final = 1_000_000
+
+#: Of the names of weights in a message.
+_MOST_NAMES: Final = 3
+
+AutoClass = Literal["AutoModelForCausalLM", "AutoModelForSequenceClassification"]
+
+
+def transformers() -> ModuleType:
+    """Return the library, told never to ask a hub.
+
+    Raises:
+        TaskError: It is not installed.
+    """
+    os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loader processes are forked
+    try:
+        library = importlib.import_module("transformers")
+    except ImportError as error:
+        raise TaskError(
+            f"the presets hf-causal and hf-pairs need transformers ({error}); type: pip install "
+            "'oom-orchestrator[hf]'"
+        ) from error
+    library.utils.logging.set_verbosity_error()
+    library.utils.logging.disable_progress_bar()
+    return library
+
+
+def load_code(folder: str) -> None:
+    """Import what the model of a folder needs; what cannot be is told by `ModelFolder`."""
+    with suppress(Exception):
+        library = transformers()
+        config = library.AutoConfig.from_pretrained(Path(folder).expanduser())
+        for auto in (library.AutoModelForCausalLM, library.AutoModelForSequenceClassification):
+            if type(config) in auto._model_mapping:
+                auto._model_mapping[type(config)]
+        library.AutoTokenizer, library.PreTrainedTokenizerFast  # noqa: B018 - imported when named
+
+
+class ModelFolder:
+    """A folder that was looked at; its model is made by `model`."""
+
+    def __init__(self, settings: TrainSettings, auto_class: AutoClass, **changes: object) -> None:
+        """Read configuration and tokenizer.
+
+        Args:
+            settings: Those of the training.
+            auto_class: The class of transformers that makes the model.
+            changes: Of the configuration.
+
+        Raises:
+            TaskError: The folder cannot be used, or transformers is missing.
+        """
+        self.path = Path(str(settings.model)).expanduser()
+        kind = check_folder(str(self.path))["model_type"]
+        library = transformers()
+        self._auto = getattr(library, auto_class)
+        try:
+            config = library.AutoConfig.from_pretrained(self.path, local_files_only=True, **changes)
+            self.tokenizer = library.AutoTokenizer.from_pretrained(
+                self.path, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:
+            raise refused(self.path, f"cannot be loaded: {_first_line(error)}") from error
+        self.config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        if type(self.config) not in self._auto._model_mapping:
+            raise refused(
+                self.path / CONFIG,
+                f"is of a {kind}, which transformers has no {auto_class.removeprefix('Auto')} for; "
+                "take another preset or another model",
+            )
+        if len(self.tokenizer) > self.config.vocab_size:
+            raise refused(
+                self.path,
+                f"has a tokenizer of {len(self.tokenizer)} tokens, and the model knows "
+                f"{self.config.vocab_size}; take the tokenizer of this model",
+            )
+        self._dtype: Any = torch.float32 if settings.weights == "fp32" else "auto"
+        self._set_up(settings)
+        self.seq = self._seq_of(settings)
+        self.notes = tuple(self._notes(settings))
+
+    def model(self) -> nn.Module:
+        """Make the model: with the folder's weights, or without any on tensors without data.
+
+        Raises:
+            TaskError: The weights are of another model, or not finite.
+        """
+        if isinstance(torch.empty(0), FakeTensor):
+            dtype = self._stored_dtype() if self._dtype == "auto" else self._dtype
+            # Without data transformers cannot see that no row holds several documents, and would
+            # plan for a mask and copies that a training does without.
+            masks = importlib.import_module("transformers.masking_utils")
+            masks.find_packed_sequence_indices = lambda _: None  # type: ignore[attr-defined]
+            planned: nn.Module = self._auto.from_config(self.config, dtype=dtype)
+            return planned
+        try:
+            model, loaded = self._auto.from_pretrained(
+                self.path,
+                config=self.config,
+                dtype=self._dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        except (MemoryError, RuntimeError):
+            raise  # perhaps out of memory, which is answered elsewhere
+        except Exception as error:
+            raise refused(self.path, f"cannot be loaded: {_first_line(error)}") from error
+        self._refuse_others(model, loaded)
+        return model  # type: ignore[no-any-return]  # transformers is imported late
+
+    def _refuse_others(self, model: nn.Module, loaded: Mapping[str, Any]) -> None:
+        """Refuse weights that are not of this model. A head may be fresh."""
+        fresh = {
+            f"{name}.{weight}"
+            for name, module in model.named_modules()
+            if module in heads_of(model)
+            for weight in module.state_dict()
+        }
+        missing = {str(name) for name in loaded["missing_keys"]}
+        other = {str(key if isinstance(key, str) else key[0]) for key in loaded["mismatched_keys"]}
+        if lacking := sorted((missing | other) - fresh):
+            raise refused(
+                self.path,
+                f"has no weights that fit {', '.join(lacking[:_MOST_NAMES])} ({len(lacking)} of "
+                f"{len(model.state_dict())} of {type(model).__name__}); config and weights are of "
+                "two models",
+            )
+        for name, weight in model.named_parameters():
+            if not bool(torch.isfinite(weight).all()):
+                raise refused(self.path, f"has NaN or infinite weights in {name}; copy it again")
+
+    def _set_up(self, settings: TrainSettings) -> None:
+        config = self.config
+        config.use_cache = False
+        for key, value in config.to_dict().items():
+            if "drop" in key and isinstance(value, int | float) and not isinstance(value, bool):
+                # Inside an attention it would be drawn from torch's own numbers.
+                setattr(config, key, 0.0 if "att" in key else settings.dropout)
+        if config.pad_token_id is None:
+            ends = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
+            config.pad_token_id = next(token for token in ends if token is not None)
+
+    def _seq_of(self, settings: TrainSettings) -> int:
+        most = getattr(self.config, "max_position_embeddings", None) or _NO_LIMIT
+        if "roberta" in self.config.model_type or self.config.model_type == "camembert":
+            most -= self.config.pad_token_id + 1  # positions begin after that of what fills up
+        most = min(most, self.tokenizer.model_max_length or _NO_LIMIT)
+        if settings.seq is not None and settings.seq > most:
+            raise TaskError(
+                f"train.seq is {settings.seq}, and the model of {self.path} reads at most {most} "
+                "tokens"
+            )
+        return settings.seq or min(most, _SEQ)
+
+    def _stored_dtype(self) -> torch.dtype:
+        dtype = self.config.dtype or torch.float32
+        return dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype))
+
+    def _notes(self, settings: TrainSettings) -> Sequence[str]:
+        dtype = self._stored_dtype()
+        if settings.weights == "fp32" or dtype == torch.float32:
+            return ()
+        sentence = (
+            f"train.weights: as-stored trains weights in {str(dtype).removeprefix('torch.')}, where "
+            "small updates are rounded away: at a learning rate of 1e-5, 14 % of bf16 weights moved "
+            "against 95 % of fp32 ones; set train.weights to fp32"
+        )
+        return (sentence,)
+
+
+def heads_of(model: nn.Module) -> list[nn.Module]:
+    """Return what lies outside the body of a model, and poolers: what may be fresh."""
+    body = getattr(model, "base_model", model)
+    outside = [child for child in model.children() if child is not body]
+    return outside + [module for name, module in model.named_modules() if name.endswith("pooler")]
+
+
+def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
+    """Return the modules of the largest ModuleList."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=_weights_of, default=[]))
+
+
+def _weights_of(module: nn.Module) -> int:
+    return sum(weight.numel() for weight in module.parameters())
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).split("\n")
+    return f"{type(error).__name__}: {lines[0][:300]}"

@@ -1,0 +1,119 @@
+"""What can be said of a folder of Hugging Face without loading it: which files there are, and
+whether they are whole.
+
+Without torch and transformers, so that the head can look, too. Reads only the headers of weights.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any, Final
+
+from workers.training.errors import TaskError
+
+CONFIG: Final = "config.json"
+WEIGHTS: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+TOKENIZER: Final = "tokenizer.json"
+
+_PICKLED: Final = {".bin", ".pt", ".pth", ".ckpt"}
+
+#: Of a safetensors header; the format allows no more (safetensors/src/tensor.rs).
+_LONGEST_HEADER_BYTES: Final = 100_000_000
+
+
+def refused(path: object, what: str) -> TaskError:
+    """Return the error for a folder, or for a file in it."""
+    return TaskError(f"train.model: {path} {what}")
+
+
+def check_folder(name: str) -> dict[str, Any]:
+    """Look at a folder's files; return what is in its config.json.
+
+    Raises:
+        TaskError: A file is missing, cut off, pickled, or wants code of the folder to be run.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        raise refused(
+            folder, f"is no folder on this machine; name one with {CONFIG}, {WEIGHTS}, {TOKENIZER}"
+        )
+    config = _json_of(folder / CONFIG)
+    if not isinstance(config.get("model_type"), str):
+        raise refused(folder / CONFIG, 'names no "model_type"; take the config of the model')
+    if "auto_map" in config:
+        raise refused(
+            folder / CONFIG,
+            'has an "auto_map": it wants code of the folder to be run (trust_remote_code), and '
+            "none is; take a model whose code is in transformers",
+        )
+    for path in _weights_in(folder):
+        _check_weights(path)
+    if not (folder / TOKENIZER).is_file():
+        raise refused(
+            folder, f"has no {TOKENIZER}; save it with AutoTokenizer, save_pretrained, or copy it"
+        )
+    _json_of(folder / TOKENIZER)
+    return config
+
+
+def stored_names(name: str) -> set[str]:
+    """Return the names of the weights in a folder that was checked."""
+    folder = Path(name).expanduser()
+    return {name for path in _weights_in(folder) for name in _check_weights(path)}
+
+
+def _weights_in(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if (folder / INDEX).is_file():
+        parts = _json_of(folder / INDEX).get("weight_map")
+        if not isinstance(parts, dict) or not parts:
+            raise refused(folder / INDEX, 'has no "weight_map"; copy it again')
+        return [folder / name for name in sorted(set(map(str, parts.values())))]
+    pickled = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLED)
+    if pickled:
+        raise refused(
+            folder / pickled[0],
+            "is pickled, and reading it would run code; save the model with save_pretrained, which "
+            f"writes {WEIGHTS}",
+        )
+    raise refused(folder, f"has no {WEIGHTS}; copy it, or save the model with save_pretrained")
+
+
+def _check_weights(path: Path) -> list[str]:
+    """Return the names in a file of weights; read its header and compare it with its size."""
+    try:
+        with path.open("rb") as file:
+            first = file.read(8)
+            length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
+            if not 0 < length <= _LONGEST_HEADER_BYTES:
+                raise refused(path, "is no file of safetensors; copy it again")
+            header = json.loads(file.read(length))
+        ends = {key: tensor["data_offsets"][1] for key, tensor in header.items() if key[:2] != "__"}
+        needed, has = 8 + length + max(ends.values(), default=0), path.stat().st_size
+    except OSError as failure:
+        raise refused(path, f"cannot be read: {failure.strerror}") from failure
+    except (ValueError, KeyError, TypeError, AttributeError) as failure:
+        raise refused(path, "has a damaged header; copy it again") from failure
+    if has != needed or not ends:
+        raise refused(
+            path, f"has {has} bytes, and its header tells of {needed}: it is cut off; copy it again"
+        )
+    return list(ends)
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError as failure:
+        raise refused(path.parent, f"has no {path.name}; copy it from the model") from failure
+    except OSError as failure:
+        raise refused(path, f"cannot be read: {failure.strerror}") from failure
+    except (ValueError, RecursionError) as failure:
+        raise refused(path, f"is no JSON ({failure}); copy it again") from failure
+    if not isinstance(content, dict):
+        raise refused(path, f"holds a {type(content).__name__} and no JSON object; copy it again")
+    return content
