@@ -161,7 +161,6 @@ def test_a_users_own_task_is_trained_evaluated_and_resumed() -> None:
             {"preset": "gpt-nano", "seq": 65},
             "train.seq is 65, and gpt-nano reads at most 64 tokens",
         ),
-        ({"preset": "cnn-small", "data": "here"}, "trains on drawn faces; leave train.data out"),
         ({"preset": "own_task:task", "dropout": 0.1}, "dropout is 0.1, and the task .* not use it"),
         ({"preset": "own_task:task", "data": "here"}, "leave it out, or name it in `uses`"),
         ({"preset": "own_task:task", "seq": 8}, "train.seq is 8"),
@@ -171,6 +170,7 @@ def test_a_users_own_task_is_trained_evaluated_and_resumed() -> None:
         ({"preset": "own_task:uses", "label_smoothing": 0.1}, "train.label_smoothing is 0.1"),
         ({"preset": "own_task:task", "lr": 1e-4}, "or set it in its optimizer"),
         ({"preset": "own_task:scheduled", "warmup_steps": 3}, "or set it in its schedule"),
+        ({"preset": "cnn-small", "data": "here"}, "there is no folder here on this machine"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_one_sentence(

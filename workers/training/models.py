@@ -127,14 +127,14 @@ class Block(nn.Module):
 class Cnn(nn.Module):
     """Finds the landmarks of a face in a grey picture."""
 
-    def __init__(self, shape: CnnShape, dropout: float) -> None:
+    def __init__(self, shape: CnnShape, dropout: float, points: int = POINTS) -> None:
         super().__init__()
         inputs = (1, *shape.widths[:-1])
         self.blocks = nn.ModuleList(
             Stage(*widths) for widths in zip(inputs, shape.widths, strict=True)
         )
         self.dropout = KeyedDropout(dropout)
-        self.head = nn.Linear(shape.widths[-1] * _CELLS**2, 2 * POINTS)
+        self.head = nn.Linear(shape.widths[-1] * _CELLS**2, 2 * points)
 
     def forward(self, pictures: Tensor) -> Tensor:
         """Return (rows, points, 2): x and y from -1 to 1."""
@@ -144,7 +144,7 @@ class Cnn(nn.Module):
         # Not adaptive pooling: its backward pass on a card is not deterministic.
         x = functional.avg_pool2d(x, x.shape[-1] // _CELLS)
         points: Tensor = self.head(self.dropout(x.flatten(1)))
-        return points.view(-1, POINTS, 2)
+        return points.view(len(points), -1, 2)
 
 
 class Stage(nn.Module):

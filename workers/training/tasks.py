@@ -26,6 +26,7 @@ from workers.training.host_memory import wait_asleep
 from workers.training.made_data import ITEMS, DrawnFaces, MadeText
 from workers.training.models import CNNS, EYE_CORNERS, GPTS, Cnn, CnnShape, Gpt, GptShape
 from workers.training.optimizers import adamw
+from workers.training.pictures import Pictures
 from workers.training.sequences import (
     PackedRows,
     filled_up,
@@ -262,15 +263,13 @@ def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
 
 
 def _cnn_task(settings: TrainSettings, shape: CnnShape, seed: int) -> TrainTask:
-    if settings.data:
-        raise TaskError(
-            f"train.data is text, and {settings.preset} trains on drawn faces; leave train.data out"
-        )
     if lever := _lever_of_loss(settings):
         raise TaskError(
             f"train.{lever} is for labels, and {settings.preset} finds points; leave train.{lever} "
             "out"
         )
+    if settings.data is not None:
+        return _pictures_task(settings, shape, settings.data, seed)
     faces = DrawnFaces(shape.edge, seed)
     keys = [order.Sample(number=0, epoch=0, index=ITEMS + place) for place in range(SAMPLES)]
     unseen = partial(map, lambda key: default_collate([faces[key]]), keys)
@@ -280,6 +279,29 @@ def _cnn_task(settings: TrainSettings, shape: CnnShape, seed: int) -> TrainTask:
         dataset=faces,
         loss=landmark_loss,
         evaluate=validation(unseen, landmark_loss, rows_of, landmark_error_pct=landmark_error_pct),
+        blocks=blocks_of,
+        by_sample=True,
+    )
+
+
+def _pictures_task(settings: TrainSettings, shape: CnnShape, folder: str, seed: int) -> TrainTask:
+    if settings.documents != "windows":
+        raise TaskError(
+            f"train.documents is for text, and {settings.preset} trains on pictures; leave "
+            "train.documents out"
+        )
+    pictures = Pictures(folder, shape.edge, seed)
+    figures = {}
+    if corners := pictures.eye_corners:
+        figures["landmark_error_pct"] = partial(landmark_error_pct, corners=corners)
+    merits = validation(pictures.held_out, landmark_loss, rows_of, **figures)
+    return TrainTask(
+        name=f"{settings.preset} of {len(pictures.points)} points",
+        model=partial(Cnn, shape, settings.dropout, len(pictures.points)),
+        dataset=pictures,
+        fingerprint=pictures.fingerprint,
+        loss=landmark_loss,
+        evaluate=merits if any(pictures.held_out()) else None,
         blocks=blocks_of,
         by_sample=True,
     )
@@ -374,7 +396,9 @@ def landmark_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     return (predicted.float() - points).square().mean(dim=(1, 2)).sum()
 
 
-def landmark_error_pct(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+def landmark_error_pct(
+    model: nn.Module, batch: Sequence[Tensor], corners: Sequence[int] = EYE_CORNERS
+) -> Tensor:
     """Sum over samples the mean distance of points, in per cent of that between the outer corners
     of the eyes.
 
@@ -382,7 +406,7 @@ def landmark_error_pct(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     """
     pictures, points = batch
     predicted: Tensor = model(pictures)
-    left, right = (points[:, corner] for corner in EYE_CORNERS)
+    left, right = (points[:, corner] for corner in corners)
     shares: Tensor = (predicted.float() - points).norm(dim=-1).mean(dim=1) / (left - right).norm(
         dim=-1
     )

@@ -1,0 +1,210 @@
+"""The user's own pictures: where points come to lie, what an epoch changes, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from tests.training.scene import CPU, replay
+from workers.training.errors import TaskError
+from workers.training.memory_plan import MemoryPlanner
+from workers.training.order import Sample
+from workers.training.pictures import Pictures
+from workers.training.settings import TrainSettings
+from workers.training.tasks import find_task
+from workers.training.trainer import Trainer
+
+HEADER = "file,left_eye_outer_x,left_eye_outer_y,right_eye_outer_x,right_eye_outer_y"
+EDGE = 32
+#: Of the two dots in each picture.
+LEFT, RIGHT = 250, 120
+
+
+def drawn_folder(folder: Path, rows: int = 4, header: str = HEADER) -> Path:
+    """Write four pictures of 64 x 32 with a bright left and a darker right dot; rows name them in turn."""
+    places = [((8 + 4 * number, 8), (40 + 4 * number, 20)) for number in range(4)]
+    for number, (left, right) in enumerate(places):
+        picture = Image.new("L", (64, 32))
+        for place, grey in ((left, LEFT), (right, RIGHT)):
+            picture.paste(grey, (place[0] - 2, place[1] - 1, place[0] + 3, place[1] + 2))
+        picture.save(folder / f"{number}.png")
+    lines = [
+        ",".join(map(str, (f"{row % 4}.png", *places[row % 4][0], *places[row % 4][1])))
+        for row in range(rows)
+    ]
+    (folder / "points.csv").write_text("\n".join([header, *lines]) + "\n")
+    return folder
+
+
+def brightness_at(picture: Tensor, point: Tensor) -> float:
+    across, down = ((point + 1) * EDGE / 2).long().tolist()
+    return float(picture[0, down, across])
+
+
+def looks(pictures: Pictures, index: int, epochs: int = 16) -> list[tuple[Tensor, Tensor]]:
+    return pictures.__getitems__([Sample(epoch, epoch, index) for epoch in range(epochs)])
+
+
+def settings(folder: Path, **keys: object) -> TrainSettings:
+    usual = {"preset": "cnn-small", "data": str(folder), "batch": 8, "precision": "fp32"}
+    return TrainSettings(**(usual | {"steps": 30} | keys))  # type: ignore[arg-type]
+
+
+def test_points_are_scaled_with_their_picture(tmp_path: Path) -> None:
+    pictures = Pictures(str(drawn_folder(tmp_path)), EDGE, 0)
+    for index in range(4):
+        picture, points = pictures.plain(index)
+        assert picture.shape == (1, EDGE, EDGE)
+        # Pixel 8 of 64 is 8.5 pixels from the border.
+        assert points[0].tolist() == pytest.approx([(8.5 + 4 * index) / 32 - 1, 8.5 / 16 - 1])
+        assert brightness_at(picture, points[0]) == pytest.approx(LEFT / 255, abs=0.1)
+        assert brightness_at(picture, points[1]) == pytest.approx(RIGHT / 255, abs=0.1)
+
+
+def test_a_mirrored_picture_swaps_left_and_right(tmp_path: Path) -> None:
+    pictures = Pictures(str(drawn_folder(tmp_path)), EDGE, 0)
+    found = looks(pictures, 1)
+    assert all(points[0, 0] < points[1, 0] for _, points in found)
+    mirrored = 0
+    for picture, points in found:
+        dots = [brightness_at(picture, point) for point in points]
+        assert max(dots) / min(dots) > 1.4  # both points lie on dots
+        mirrored += dots[0] < dots[1]
+    assert 3 <= mirrored <= 13
+
+
+def test_without_pairs_no_picture_is_mirrored(tmp_path: Path) -> None:
+    pictures = Pictures(str(drawn_folder(tmp_path, header="file,a_x,a_y,b_x,b_y")), EDGE, 0)
+    assert len({tuple(points.flatten().tolist()) for _, points in looks(pictures, 1)}) == 1
+    assert pictures.eye_corners == []
+
+
+def test_a_look_depends_on_item_and_epoch_alone(tmp_path: Path) -> None:
+    pictures = Pictures(str(drawn_folder(tmp_path)), EDGE, 0)
+    found = looks(pictures, 2)
+    alone, _ = pictures[Sample(99, 3, 2)]
+    assert torch.equal(alone, found[3][0])
+    assert len({float(picture.sum()) for picture, _ in found}) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        ([], "line 1 of .*points.csv must be: file, then NAME_x and NAME_y"),
+        (["file,a_x,a_y,b_x"], "line 1 .* must be: file, then"),
+        (["file,a_x,a_y,a_x,a_y"], "line 1 .* names a point twice"),
+        (["file,left_a_x,left_a_y"], "line 1 .* has left_a, and no right_a to swap it with"),
+        (["file,a_x,a_y"], "line 2 .* is missing: there is no row"),
+        (["file,a_x,a_y", "0.png,1,2", "0.png,1"], "line 3 .* has 1 numbers, and 1 points take 2"),
+        (["file,a_x,a_y", "", "0.png,1,x"], "line 3 .* no number .*'x'"),
+        (["file,a_x,a_y", "0" * 200_000], "line 2 .* is no CSV"),
+        (["file,a_x,a_y", "0.png,1,nan"], "line 2 .* NaN or infinite"),
+        (["file,a_x,a_y", "9.png,1,2"], "line 2 .* names '9.png', and there is no such picture"),
+    ],
+)
+def test_a_malformed_csv_is_refused_by_line(
+    tmp_path: Path, lines: list[str], sentence: str
+) -> None:
+    drawn_folder(tmp_path)
+    (tmp_path / "points.csv").write_text("\n".join(lines))
+    with pytest.raises(TaskError, match=sentence) as refused:
+        find_task(settings(tmp_path), 0)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_folder_with_two_csvs_or_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"has 0 \(none\); leave one there"):
+        find_task(settings(tmp_path), 0)
+    (drawn_folder(tmp_path) / "more.CSV").touch()
+    with pytest.raises(TaskError, match=r"has 2 \(more.CSV, points.csv\)"):
+        find_task(settings(tmp_path), 0)
+
+
+def test_a_picture_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
+    whole = (drawn_folder(tmp_path) / "1.png").read_bytes()
+    pictures = Pictures(str(tmp_path), EDGE, 0)
+    for content in (b"no picture", whole[: len(whole) - 30]):
+        (tmp_path / "1.png").write_bytes(content)
+        with pytest.raises(TaskError, match=r"1.png cannot be read as a picture"):
+            pictures.plain(1)
+
+
+def test_running_out_of_memory_is_not_a_bad_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures = Pictures(str(drawn_folder(tmp_path)), EDGE, 0)
+
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("workers.training.pictures._grey", fails)
+    with pytest.raises(MemoryError):
+        pictures.plain(1)
+
+
+def test_without_a_library_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn_folder(tmp_path)
+    for name in ("PIL.Image", "torchvision.io"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(TaskError, match=r"pip install 'oom-orchestrator\[hf\]'"):
+        find_task(settings(tmp_path), 0)
+
+
+def test_other_rows_or_other_pictures_are_other_data(tmp_path: Path) -> None:
+    def fingerprint() -> str:
+        return Pictures(str(tmp_path), EDGE, 0).fingerprint
+
+    drawn_folder(tmp_path)
+    first = fingerprint()
+    assert fingerprint() == first
+    (tmp_path / "0.png").write_bytes((tmp_path / "0.png").read_bytes() + b" ")
+    second = fingerprint()
+    drawn_folder(tmp_path, rows=5)
+    assert len({first, second, fingerprint()}) == 3
+
+
+def test_a_training_on_pictures_gets_better(tmp_path: Path) -> None:
+    keys = settings(drawn_folder(tmp_path, rows=320), lr=3e-3)
+    task = find_task(keys, 0)
+    assert len(task.dataset) == 288
+    run = Trainer(task, keys, CPU, 0)
+    before = run.evaluate()
+    replay(run, [[3, 0, 3 * 30]])
+    after = run.evaluate()
+    assert run.finished
+    assert set(after) == {"validation_loss", "landmark_error_pct"}
+    assert all(after[name] < 0.7 * before[name] for name in after)
+
+
+def test_recomputing_blocks_changes_no_bit(tmp_path: Path) -> None:
+    keys = settings(drawn_folder(tmp_path), steps=2, exact=True, micro=3)
+    found = set()
+    for level in (0, 3):
+        run = Trainer(find_task(keys, 0), keys, CPU, 0)
+        replay(run, [[3, level, 6]])
+        assert run.finished
+        found.add(run.weights_sha256())
+    assert len(found) == 1
+
+
+def test_few_pictures_are_all_trained_on(tmp_path: Path) -> None:
+    task = find_task(settings(drawn_folder(tmp_path)), 0)
+    assert len(task.dataset) == 4
+    assert task.evaluate is None
+
+
+def test_the_plan_has_as_many_outputs_as_points(tmp_path: Path) -> None:
+    def weights_bytes(keys: TrainSettings) -> int:
+        return MemoryPlanner(find_task(keys, 0), keys, on_card=False).plan(4, 0).weights_bytes
+
+    drawn = settings(tmp_path).model_copy(update={"data": None})
+    own = settings(drawn_folder(tmp_path))
+    # 68 and 2 points of two numbers; the head reads 64 channels of 4 x 4, and has a bias.
+    assert weights_bytes(drawn) - weights_bytes(own) == 4 * 2 * (68 - 2) * (64 * 16 + 1)
