@@ -11,15 +11,7 @@ from typing import Any, Self
 
 from orchestrator.core.fleet import SliceFailed, SliceFailure, SliceReported
 from orchestrator.core.lifecycle import advance
-from orchestrator.core.slot import (
-    Command,
-    Event,
-    NodeJoined,
-    Note,
-    Phase,
-    Slot,
-    Tick,
-)
+from orchestrator.core.slot import Command, Event, NodeJoined, Note, Phase, Slot, Tick
 from tests.factories import RULES, report_of
 from workers.messages import Directive
 
@@ -28,11 +20,7 @@ class Scene:
     """One slot, from the beginning."""
 
     def __init__(
-        self,
-        *,
-        ends_at_s: float | None = None,
-        slot: str = "pc1/0",
-        **rules: Any,
+        self, *, ends_at_s: float | None = None, slot: str = "pc1/0", **rules: Any
     ) -> None:
         """Begin at second 1000, with some rules changed."""
         self.slot = Slot(slot=slot)
