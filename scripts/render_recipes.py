@@ -212,11 +212,7 @@ def _states_needed(plan: Mapping[str, float]) -> str:
 
 def _python(*arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
+        [sys.executable, *arguments], capture_output=True, text=True, check=False, cwd=ROOT
     )
     if done.returncode:
         raise ValueError(f"{' '.join(arguments)}: {done.stderr.strip()[-500:]}")

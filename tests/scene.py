@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,9 @@ import pytest
 from workers.settings import MemorySettings, WorkerSpec, WorkloadSpec
 
 ROOT = Path(__file__).resolve().parents[1]
+
+#: The command as a user types it.
+COMMAND = (sys.executable, "-m", "orchestrator")
 
 MIB = 2**20
 
@@ -66,19 +69,23 @@ def spec_of(
     )
 
 
+def ran(command: Sequence[str], **how: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, and return its exit code and what it printed."""
+    how = {"timeout": PATIENCE_S, **how}
+    return subprocess.run(command, capture_output=True, text=True, check=False, **how)
+
+
 def python(
     *arguments: str, cwd: Path | None = None, timeout_s: float = PATIENCE_S, **environment: Any
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with these arguments to its end, without a standard input."""
-    return subprocess.run(
-        [sys.executable, *arguments],
+    command = [sys.executable, *arguments]
+    return ran(
+        command,
         cwd=cwd,
         env={**os.environ, **environment},
         stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
         timeout=timeout_s,
-        check=False,
     )
 
 
@@ -121,6 +128,4 @@ def namespaced(script: str, *arguments: str) -> subprocess.CompletedProcess[str]
     if subprocess.run(trial, capture_output=True, check=False).returncode != 0:
         pytest.skip("the kernel refuses user namespaces with mounts")
     command = ["unshare", "-rm", "sh", "-euc", script, "sh", *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
+    return ran(command, cwd=ROOT)

@@ -20,7 +20,7 @@ from acceptance import claims, memory, suite, throughput, watching
 from acceptance.machine import NotHereError
 from acceptance.outcome import Outcome, page
 
-from tests.scene import PATIENCE_S, ROOT
+from tests.scene import ROOT, ran
 from workers.readings import SensorReading
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,7 @@ STEADY = {"cap", "side_by_side", "results", "a1_texts", "a7_budgets"}
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "scripts" / "gpu_acceptance.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    return ran(command)
 
 
 @pytest.fixture(scope="module")
@@ -167,9 +167,7 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
         "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     )
     command = [sys.executable, "-c", script, str(ROOT / "scripts" / "gpu_acceptance.py")]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
+    done = ran(command, cwd=tmp_path)
     assert done.returncode == 2
     assert "pip install nvidia-ml-py" in done.stderr
 

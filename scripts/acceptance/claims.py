@@ -2,13 +2,12 @@
 
 Each part runs in a process of its own, and loads itself what a bare host may lack (pydantic). What
 cannot be shown where it runs, such as on a CPU, is unproved: it tells its figure and counts neither
-way.
+way. The parts keep the numbers of that check; four that no machine could refuse are gone.
 """
 
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -27,7 +26,6 @@ from acceptance.outcome import Outcome
 from workers import oom
 from workers.devices import open_device
 from workers.engine.engine import Engine
-from workers.host.cuda_environment import set_for_cuda
 from workers.messages import Directive, Report
 from workers.nvml import queries
 from workers.settings import FailureKind
@@ -101,11 +99,7 @@ class Given(NamedTuple):
 
 
 def _claim(
-    holds: bool,
-    sentence: str,
-    figures: Mapping[str, Any],
-    *,
-    unproved: str | None = None,
+    holds: bool, sentence: str, figures: Mapping[str, Any], *, unproved: str | None = None
 ) -> Outcome:
     if unproved is not None:
         return Outcome(figures=figures, skipped=f"unproved: {unproved}")
@@ -187,22 +181,6 @@ def host_states(given: Given) -> Outcome:
     )
 
 
-def arms(given: Given) -> Outcome:
-    """A3. What a parked arm of `tune` takes of the host."""
-    trainer = given.trainer()
-    while trainer.step < 1:
-        trainer.micro_batch(4)
-    parked_bytes = trainer.park()
-    free_bytes = psutil.virtual_memory().available
-    figures = {
-        "parked_gib": parked_bytes / GIB,
-        "free_ram_gib": free_bytes / GIB,
-        "arms_that_fit": 0,
-    }
-    figures["arms_that_fit"] = free_bytes // parked_bytes if parked_bytes else 0
-    return _claim(True, "", figures, unproved="compare with the arms that tune takes")
-
-
 def pinned(given: Given) -> Outcome:
     """A4. Pinned bytes of a parked state, and after it has gone back."""
     if not given.card:
@@ -278,17 +256,6 @@ def budgets(given: Given) -> Outcome:
     return _claim(least_gib >= 0, "budgets exceed the share of the card", rows)
 
 
-def tune_card(given: Given) -> Outcome:
-    """A8. The environment that a worker and an arm must have in common."""
-    told = dict.fromkeys(
-        ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True"
-    )
-    set_for_cuda(told)
-    figures = {"cards": torch.cuda.device_count() if given.card else 0, "settings": len(told)}
-    words = f"it needs two unlike cards; the environment of run is {sorted(told)}"
-    return _claim(True, "", figures, unproved=words)
-
-
 def waiting(given: Given) -> Outcome:
     """A9. CPU seconds of a training process for each second."""
     given.train()
@@ -338,17 +305,6 @@ def tf32(given: Given) -> Outcome:
     return _claim(not raised, f"readers raise: {', '.join(raised)}", figures)
 
 
-def pin_thread(given: Given) -> Outcome:
-    """A11.
-
-    The text of a shortage of pinned memory; nothing bounds pinned memory, so it is not provoked.
-    """
-    del given
-    text = "Caught AcceleratorError in pin memory thread for device 0.\nCUDA error: out of memory"
-    figures = {"kind": oom.classify(RuntimeError(text)).kind.value, "texts": 1}
-    return _claim(True, "", figures, unproved="pinned memory has no limit that could be met")
-
-
 def gaps(given: Given) -> Outcome:
     """A12.
 
@@ -363,14 +319,6 @@ def gaps(given: Given) -> Outcome:
         "cap_bytes": reports[-1].device.cap_bytes if reports[-1].device else None,
     }
     return _claim(figures["failures"] <= 2, "more than two failures in a training", figures)  # type: ignore[operator]
-
-
-def mps_end(given: Given) -> Outcome:
-    """A13. What an MPS client's end does to the others; nothing here starts a daemon."""
-    daemon = os.environ.get("CUDA_MPS_PIPE_DIRECTORY")
-    words = "type run --local --chaos kill --set compute_share_mode=mps: it must refuse in words"
-    figures = {"daemons": int(daemon is not None), "cards": int(given.card)}
-    return _claim(True, "", figures, unproved=words)
 
 
 def workspaces(given: Given) -> Outcome:
@@ -410,17 +358,13 @@ def judge(outcome: Outcome) -> Outcome:
 CLAIMS: Mapping[str, tuple[str, Callable[[Given], Outcome]]] = {
     "a1_texts": ("a shortage in a library is read as one of memory", texts),
     "a2_host_states": ("8-bit states on the host stay there", host_states),
-    "a3_arms": ("arms of tune fit the host", arms),
     "a4_pinned": (f"pinned <= {_SLACK} x parked, and 0 after it", pinned),
     "a5_activations": ("half-precision copies of weights stay on the card", activations),
     "a6_context": ("the process stays within its budget once kernels are loaded", context),
     "a7_budgets": ("the shipped budgets fit their cards", budgets),
-    "a8_tune_card": ("tune measures the card and the allocator of run", tune_card),
     "a9_waiting": (f"a training takes <= {_MOST_CORES} cores", waiting),
     "a10_tf32": ("each of the six readers of TF32 answers", tf32),
-    "a11_pin_thread": ("a shortage of pinned memory does not shrink the step", pin_thread),
     "a12_gaps": ("a training finds its size with <= 2 failures", gaps),
-    "a13_mps_end": ("under MPS no client is killed", mps_end),
     "a14_workspaces": ("two cuBLAS workspaces at most", workspaces),
 }
 

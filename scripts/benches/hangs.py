@@ -15,11 +15,10 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import datetime
 from typing import Any
 
 from benches.common import Result, progress, spread
-from benches.outside import PATIENCE_S, Scene, settings
+from benches.outside import PATIENCE_S, Scene, settings, unix_s
 from orchestrator.errors import ArchiveError
 from orchestrator.record.archive import StoredEvent, read_events
 
@@ -130,13 +129,13 @@ def _matched(
         mine = [
             hang
             for hang in begun
-            if hang["slot"] == event.slot and hang["at_unix_s"] < _unix_s(event)
+            if hang["slot"] == event.slot and hang["at_unix_s"] < unix_s(event)
         ]
         if not mine:
             broken.append(f"{event.slot} was ended and had not hung: {_reason(event)}")
             continue
         hang = max(mine, key=lambda one: one["at_unix_s"])
-        after_s = _unix_s(event) - hang["at_unix_s"]
+        after_s = unix_s(event) - hang["at_unix_s"]
         rows.append({"kind": hang["kind"], "ended_after_s": after_s})
         if _WORDS[hang["kind"]] not in _reason(event):
             broken.append(f"{event.slot}, {hang['kind']}: told as {_reason(event)!r}")
@@ -180,10 +179,6 @@ def _ended_for_silence(scene: Scene) -> list[StoredEvent]:
 
 def _reason(event: StoredEvent) -> str:
     return str(event.details.get("cause"))
-
-
-def _unix_s(event: StoredEvent) -> float:
-    return datetime.fromisoformat(event.at).timestamp()
 
 
 class _Loops:

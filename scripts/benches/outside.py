@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from benches.common import Result
 from orchestrator.config.load import config_from_data
 from orchestrator.core.placement import Target, plan_slots
 from orchestrator.errors import ArchiveError, NothingStoredError
-from orchestrator.record.archive import StoredRun, read_run, reading
+from orchestrator.record.archive import StoredEvent, StoredRun, read_run
 from orchestrator.record.store import SlotRecord
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,14 +69,8 @@ class Scene:
         Its output goes to files.
         """
         number = len(self._heads)
-        command = [
-            sys.executable,
-            "-m",
-            "orchestrator",
-            "run",
-            "--config",
-            str(ROOT / "cluster.yaml"),
-        ]
+        command = [sys.executable, "-m", "orchestrator", "run"]
+        command += ["--config", str(ROOT / "cluster.yaml")]
         with (
             self._output(number, "json").open("wb") as out,
             self._output(number, "err").open("wb") as err,
@@ -289,15 +284,11 @@ def watched(
     arguments: Sequence[str],
     planned_s: float,
     judge: Callable[[Path, StoredRun, list[dict[str, Any]], list[str]], dict[str, Any]],
-    *,
-    look: Callable[[psutil.Process, StoredRun | None, int], None] | None = None,
-    every_s: float = 2.0,
 ) -> Result:
     """Run the command to its end, its store compared all along, and return what came of it.
 
     It should take `planned_s`, starting and ending apart. `judge` returns the figures, given the
-    run's folder, its store, its slots' rows, and where to add what is broken. `look` is called
-    every so often with the head, the store so far, and how many processes live.
+    run's folder, its store, its slots' rows, and where to add what is broken.
     """
     scene = Scene()
     ledger = Ledger(scene.steps)
@@ -307,13 +298,10 @@ def watched(
         head = scene.run(*arguments)
         deadline_s = time.monotonic() + planned_s + PATIENCE_S
         while head.poll() is None and time.monotonic() < deadline_s:
-            folder = scene.newest_run()
-            stored = None if folder is None else ledger.look(folder)
-            alive = scene.look()
-            if look is not None:
-                with contextlib.suppress(psutil.Error):  # it has just ended
-                    look(psutil.Process(head.pid), stored, len(alive))
-            time.sleep(every_s)
+            if (folder := scene.newest_run()) is not None:
+                ledger.look(folder)
+            scene.look()
+            time.sleep(2.0)
         code, said = scene.ended(head)
         if code is None:
             broken.append(
@@ -353,14 +341,8 @@ def _seeds_of(run: StoredRun) -> dict[str, int]:
     return {plan.spec.slot: plan.spec.workload.seed for plan in plans}
 
 
-def sample_times(folder: Path) -> list[float]:
-    """Return the moments at which the slots were sampled, in Unix seconds.
-
-    ArchiveError: the store cannot be read.
-    """
-    with reading(folder) as store:
-        found = store.execute("SELECT DISTINCT at_unix_s FROM samples ORDER BY at_unix_s")
-        return [float(line["at_unix_s"]) for line in found]
+def unix_s(event: StoredEvent) -> float:
+    return datetime.fromisoformat(event.at).timestamp()
 
 
 def settings(*values: str) -> list[str]:

@@ -17,7 +17,6 @@ import importlib.util
 import itertools
 import math
 import os
-import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +34,9 @@ from benches.pressure_caps import (
     NeighbourCap,
     least_between,
     neighbour,
+    ratio_within_rounds,
+    rows_of,
+    turns,
 )
 from benches.pressure_job import Scouted, scout
 from workers import oom
@@ -248,25 +250,22 @@ def run(
         )
     rows: list[dict[str, Any]] = []
     broken: list[str] = []
-    for number, (name, draw_course) in itertools.product(range(rounds), COURSES.items()):
-        course = draw_course(random.Random(f"{seed}/{number}/{name}"), seconds)  # noqa: S311 - repeatable
-        first = number % len(contestants)
-        for contestant in (*contestants[first:], *contestants[:first]):
-            where = f"round {number + 1}, {name}"
-            try:
-                row, last_loss = _take_turn(contestant, course, seconds, scouted)
-            except (RuntimeError, TimeoutError) as error:
-                broken.append(f"{where}, {contestant}: {error}")
-                continue
-            rows.append({"round": number + 1, "course": name, "contestant": contestant, **row})
-            ended = f", ended: {row['ended']}" if row["ended"] else ""
-            # That others give up is a finding and not a flaw of the benchmark.
-            if ended and contestant not in OTHERS:
-                broken.append(f"{where}: {contestant}{ended}")
-            if row["steps"] and not math.isfinite(last_loss):
-                broken.append(f"{where}: {contestant} computed nonsense: a loss of {last_loss}")
-            told = f"{row['items']:>8} items, {row['failures']} failures{ended}"
-            progress(f"{number + 1}/{rounds}  {name:>8}  {contestant:>10}  {told}")
+    for number, name, contestant, course in turns(rounds, COURSES, contestants, seed, seconds):
+        where = f"round {number}, {name}"
+        try:
+            row, last_loss = _take_turn(contestant, course, seconds, scouted)
+        except (RuntimeError, TimeoutError) as error:
+            broken.append(f"{where}, {contestant}: {error}")
+            continue
+        rows.append({"round": number, "course": name, "contestant": contestant, **row})
+        ended = f", ended: {row['ended']}" if row["ended"] else ""
+        # That others give up is a finding and not a flaw of the benchmark.
+        if ended and contestant not in OTHERS:
+            broken.append(f"{where}: {contestant}{ended}")
+        if row["steps"] and not math.isfinite(last_loss):
+            broken.append(f"{where}: {contestant} computed nonsense: a loss of {last_loss}")
+        told = f"{row['items']:>8} items, {row['failures']} failures{ended}"
+        progress(f"{number}/{rounds}  {name:>8}  {contestant:>10}  {told}")
     return Result(
         bench="pressure",
         figures={**_job_figures(scouted), **_figures(rows, seconds, rounds)},
@@ -339,11 +338,7 @@ def _figures(rows: Sequence[dict[str, Any]], seconds: float, rounds: int) -> dic
     totals = [
         _total(rows, mine)
         for course, contestant in itertools.product(COURSES, CONTESTANTS)
-        if (
-            mine := [
-                row for row in rows if (row["course"], row["contestant"]) == (course, contestant)
-            ]
-        )
+        if (mine := rows_of(rows, course, contestant))
     ]
     pairs = [
         (ours[f"to_{other['contestant']}"], ours["failures"] < other["failures"])
@@ -369,7 +364,7 @@ def _figures(rows: Sequence[dict[str, Any]], seconds: float, rounds: int) -> dic
     }
 
 
-def _total(rows: Sequence[dict[str, Any]], mine: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _total(rows: Sequence[Mapping[str, Any]], mine: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     course = mine[0]["course"]
     total = {
         "course": course,
@@ -379,12 +374,8 @@ def _total(rows: Sequence[dict[str, Any]], mine: Sequence[dict[str, Any]]) -> di
         "most_failures": max(row["failures"] for row in mine),
         "sweep_ms": statistics.median(row["sweep_ms"] for row in mine),
     }
-    for other in (*OTHERS, "ideal"):
-        theirs = {
-            row["round"]: row["items"]
-            for row in rows
-            if (row["course"], row["contestant"]) == (course, other)
-        }
-        found = [row["items"] / theirs[row["round"]] for row in mine if theirs.get(row["round"])]
-        total[f"to_{other}"] = statistics.median(found) if found else None
-    return total
+    ratios = {
+        f"to_{other}": ratio_within_rounds(mine, rows_of(rows, course, other), "items")
+        for other in (*OTHERS, "ideal")
+    }
+    return {**total, **ratios}

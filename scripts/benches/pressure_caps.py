@@ -10,11 +10,14 @@ take what the job holds.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from random import Random
+from typing import Any
 
 import psutil
 
@@ -97,6 +100,40 @@ TRAIN_COURSES: Mapping[str, Callable[[Random, float], Course]] = {
     "sawtooth": sawtooth,
     "leak": leak,
 }
+
+
+def turns(
+    rounds: int,
+    courses: Mapping[str, Callable[[Random, float], Course]],
+    contestants: Sequence[str],
+    seed: int,
+    seconds: float,
+) -> Iterator[tuple[int, str, str, Course]]:
+    """Yield each turn as its round, the course's name, the contestant, and the course.
+
+    Another contestant begins in each round, and all of a round meet the same course.
+    """
+    for number, (name, draw) in itertools.product(range(rounds), courses.items()):
+        course = draw(Random(f"{seed}/{number}/{name}"), seconds)  # noqa: S311 - repeatable
+        first = number % len(contestants)
+        for contestant in (*contestants[first:], *contestants[:first]):
+            yield number + 1, name, contestant, course
+
+
+def rows_of(
+    rows: Sequence[Mapping[str, Any]], course: str, contestant: str
+) -> list[Mapping[str, Any]]:
+    """Return the rows of a contestant on a course."""
+    return [row for row in rows if (row["course"], row["contestant"]) == (course, contestant)]
+
+
+def ratio_within_rounds(
+    mine: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]], key: str
+) -> float | None:
+    """Return the median over the rounds of one's figure to the other's; `None` where no round has both."""
+    known = {row["round"]: row[key] for row in theirs}
+    found = [row[key] / known[row["round"]] for row in mine if known.get(row["round"])]
+    return statistics.median(found) if found else None
 
 
 def least_between(course: Course, from_s: float, to_s: float) -> float:

@@ -16,12 +16,11 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from benches.common import Result, progress, spread
-from benches.outside import RESTING, settings, watched
+from benches.outside import RESTING, settings, unix_s, watched
 from orchestrator.record.archive import StoredEvent, StoredRun, read_events, reading
 
 _STAYS, _GOES = "pc1", "pc2"
@@ -53,8 +52,8 @@ def run(cycles: int, quiet_s: float, cycle_s: float) -> Result:
 
 def _cycles(folder: Path, cycle_s: float, broken: list[str]) -> list[dict[str, Any]]:
     events = read_events(folder, ("state", "counting", "chaos_node_ended", "chaos_node_started"))
-    began_s = next((_unix_s(event) for event in events if event.event == "counting"), 0.0)
-    ended_s = [_unix_s(event) for event in events if event.event == "chaos_node_ended"]
+    began_s = next((unix_s(event) for event in events if event.event == "counting"), 0.0)
+    ended_s = [unix_s(event) for event in events if event.event == "chaos_node_ended"]
     steps = _steps(folder)
     slots = {
         event.slot
@@ -65,9 +64,9 @@ def _cycles(folder: Path, cycle_s: float, broken: list[str]) -> list[dict[str, A
     for number, end_s in enumerate(ended_s, start=1):
         next_s = ended_s[number] if number < len(ended_s) else end_s + cycle_s
         quiet = _rate(steps, began_s + _SETTLING_S, ended_s[0])
-        mine = [event for event in events if end_s <= _unix_s(event) < next_s]
+        mine = [event for event in events if end_s <= unix_s(event) < next_s]
         started_s = next(
-            (_unix_s(event) for event in mine if event.event == "chaos_node_started"), None
+            (unix_s(event) for event in mine if event.event == "chaos_node_started"), None
         )
         lost_s = _all_in("LOST", mine, slots)
         back_s = None if started_s is None else _all_in("RUNNING", mine, slots, since_s=started_s)
@@ -103,9 +102,9 @@ def _all_in(
         if (
             event.slot in slots
             and event.details.get("to_state") == state
-            and _unix_s(event) >= since_s
+            and unix_s(event) >= since_s
         ):
-            first.setdefault(str(event.slot), _unix_s(event))
+            first.setdefault(str(event.slot), unix_s(event))
     return max(first.values()) if first.keys() == slots else None
 
 
@@ -133,10 +132,6 @@ def _steps_at(steps: Sequence[tuple[float, int]], at_s: float) -> float:
         if before_s <= at_s <= after_s:
             return count + (at_s - before_s) / (after_s - before_s) * (more - count)
     return float(steps[0 if at_s < steps[0][0] else -1][1])
-
-
-def _unix_s(event: StoredEvent) -> float:
-    return datetime.fromisoformat(event.at).timestamp()
 
 
 def _figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

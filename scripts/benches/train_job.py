@@ -113,10 +113,6 @@ def told_of(tally: Tally, ended: str | None) -> dict[str, Any]:
     return {**{name: getattr(tally, name) for name in names}, "ended": ended}
 
 
-class OverError(Exception):
-    """The time is up."""
-
-
 def is_oom(error: BaseException) -> bool:
     return oom.classify(error).kind in {FailureKind.DEFINITE, FailureKind.PROBABLE}
 

@@ -16,7 +16,6 @@ import contextlib
 import importlib
 import itertools
 import os
-import random
 import resource
 import statistics
 import threading
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benches.common import Child, Result, judged, lone_worker, progress, status_bytes
-from benches.pressure_caps import PATIENCE_S, Course, KernelCap
+from benches.pressure_caps import PATIENCE_S, Course, KernelCap, ratio_within_rounds, rows_of, turns
 from benches.pressure_caps import TRAIN_COURSES as COURSES
 from benches.train_job import (
     BATCH,
@@ -58,11 +57,7 @@ _BACK = 0.98
 
 
 def run(
-    seconds: float,
-    rounds: int,
-    seed: int,
-    course: Sequence[str],
-    contestants: Sequence[str],
+    seconds: float, rounds: int, seed: int, course: Sequence[str], contestants: Sequence[str]
 ) -> Result:
     os.environ.setdefault(
         "MALLOC_ARENA_MAX", "1"
@@ -75,25 +70,18 @@ def run(
         f"a batch takes {need[BATCH] / MIB:.1f} MiB, a sample {need[1] / MIB:.2f}; the cap "
         f"{whole_bytes / MIB:.1f}"
     )
-    for number, name in itertools.product(range(rounds), course):
-        steps = COURSES[name](random.Random(f"{seed}/{number}/{name}"), seconds)  # noqa: S311 - repeatable
-        first = number % len(contestants)
-        for contestant in (*contestants[first:], *contestants[:first]):
-            try:
-                told = _turn(contestant, steps, seconds, whole_bytes)
-            except Exception as error:  # noqa: BLE001 - the others go on
-                told = {"ended": f"{type(error).__name__}: {error}"}
-                if contestant in {"ours", "fixed", "ideal"}:
-                    broken.append(f"{name}, {contestant}: {told['ended']}")
-            row = {
-                "round": number + 1,
-                "course": name,
-                "contestant": contestant,
-                **_row(told, steps, seconds),
-            }
-            rows.append(row)
-            said = row["ended"] or f"{row['useful_per_s']} samples/s"
-            progress(f"{number + 1}/{rounds}  {name:>8}  {contestant:>10}  {said}")
+    courses = {name: COURSES[name] for name in course}
+    for number, name, contestant, steps in turns(rounds, courses, contestants, seed, seconds):
+        try:
+            told = _turn(contestant, steps, seconds, whole_bytes)
+        except Exception as error:  # noqa: BLE001 - the others go on
+            told = {"ended": f"{type(error).__name__}: {error}"}
+            if contestant in {"ours", "fixed", "ideal"}:
+                broken.append(f"{name}, {contestant}: {told['ended']}")
+        names = {"round": number, "course": name, "contestant": contestant}
+        rows.append({**names, **_row(told, steps, seconds)})
+        said = rows[-1]["ended"] or f"{rows[-1]['useful_per_s']} samples/s"
+        progress(f"{number}/{rounds}  {name:>8}  {contestant:>10}  {said}")
     reference = _undisturbed(max(len(row["losses"]) for row in rows))
     for row in rows:
         losses = row.pop("losses")
@@ -143,7 +131,7 @@ def _figures(rows: Sequence[dict[str, Any]], contestants: Sequence[str]) -> dict
     for course, contestant in itertools.product(
         dict.fromkeys(row["course"] for row in rows), contestants
     ):
-        mine = [row for row in rows if (row["course"], row["contestant"]) == (course, contestant)]
+        mine = rows_of(rows, course, contestant)
         total: dict[str, Any] = {"course": course, "contestant": contestant}
         for key in (
             "useful_per_s",
@@ -157,19 +145,9 @@ def _figures(rows: Sequence[dict[str, Any]], contestants: Sequence[str]) -> dict
             known = [row[key] for row in mine if row[key] is not None]
             total[key] = statistics.median(known) if known else None
         for other in contestants:
-            theirs = {
-                r["round"]: r["useful_per_s"]
-                for r in rows
-                if (r["course"], r["contestant"]) == (course, other)
-            }
-            found = [
-                row["useful_per_s"] / theirs[row["round"]]
-                for row in mine
-                if theirs.get(row["round"])
-            ]
-            total[f"to_{other}"] = (
-                statistics.median(found) if found and other != contestant else None
-            )
+            theirs = rows_of(rows, course, other)
+            ratio = ratio_within_rounds(mine, theirs, "useful_per_s")
+            total[f"to_{other}"] = None if other == contestant else ratio
         totals.append(total)
     targets = [
         target

@@ -7,7 +7,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.parse
@@ -23,7 +22,7 @@ from render_observability import FOLDER, expressions
 from orchestrator.core.slot import HeadState
 from orchestrator.record.store import COUNTERS, STORE_NAME, RunStore
 from tests.factories import make_row
-from tests.scene import ROOT, wait_for
+from tests.scene import COMMAND, ROOT, wait_for
 from tests.web.scene import facts_here, put_turn
 from workers.messages import Progress, StepCounts
 
@@ -81,17 +80,7 @@ def _served(folder: Path) -> Iterator[Server]:
     store = RunStore(run / STORE_NAME)
     store.begin(facts_here(run.name, duration_s=3600.0))
     _turn(store, 1)
-    command = [
-        sys.executable,
-        "-m",
-        "orchestrator",
-        "web",
-        run.name,
-        "--run-dir",
-        str(run.parent),
-        "--port",
-        "0",
-    ]
+    command = [*COMMAND, "web", run.name, "--run-dir", str(run.parent), "--port", "0"]
     with ExitStack() as stack:
         stack.callback(store.end, "good", 0, None, ())
         page = _started(stack, command, ROOT)

@@ -15,13 +15,7 @@ from rich.console import Console
 from orchestrator.config.load import config_from_data
 from orchestrator.core.slot import HeadState
 from orchestrator.lab.burn.phases import planned_runs
-from orchestrator.lab.burn.results import (
-    BurnResult,
-    JudgedRun,
-    by_phase,
-    result_dict,
-    result_lines,
-)
+from orchestrator.lab.burn.results import BurnResult, JudgedRun, by_phase, result_dict, result_lines
 from orchestrator.lab.burn.verdict import BurnPhase, JudgedWorker, judge
 from orchestrator.record.summary import summary_text
 from orchestrator.view.cells import ASCII, UNICODE, Glyphs

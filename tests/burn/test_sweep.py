@@ -120,12 +120,10 @@ def test_a_training_gives_the_rate_and_need_not_be_checked() -> None:
     assert checked.config.verify.share >= 0.25
     assert {checked.config.compute_share_mode, trained.config.compute_share_mode} == {"none"}
     (point,) = points_of(300, [taken(ROW), taken(UNCHECKED, power_w=290.0, samples_per_s=12.0)])
-    assert (point.rate, point.rate_unit, point.watts, point.stop) == (
-        12.0,
-        "samples/s",
-        290.0,
-        None,
-    )
+    assert point.rate == 12.0
+    assert point.rate_unit == "samples/s"
+    assert point.watts == 290.0
+    assert point.stop is None
 
 
 def test_the_efficient_value_does_most_work_for_each_watt() -> None:

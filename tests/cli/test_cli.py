@@ -9,14 +9,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.cli.conftest import Command
-from tests.scene import PATIENCE_S, ROOT, only_object, orchestrator, python, wait_for
+from tests.scene import COMMAND, PATIENCE_S, ROOT, only_object, orchestrator, python, wait_for
 
 pytestmark = pytest.mark.usefixtures("nowhere")
 
@@ -138,12 +137,10 @@ def test_a_usage_error_is_words_or_one_object_and_exits_2(
     verb, *rest = arguments
     done = command(verb, "--json", *rest)
     found = only_object(done.stdout)
-    assert (done.returncode, found["exit_code"], found["outcome"], found["schema"]) == (
-        2,
-        2,
-        "failed",
-        1,
-    )
+    assert done.returncode == 2
+    assert found["exit_code"] == 2
+    assert found["outcome"] == "failed"
+    assert found["schema"] == 1
     # `up` and `stop` know no --json, which is then what is wrong.
     assert said in found["error"] or "--json" in found["error"]
     assert "Traceback" not in done.stderr
@@ -214,7 +211,7 @@ def test_an_interrupted_command_is_one_object_too(verb: str, tmp_path: Path) -> 
     """Interrupted while it reads a configuration that does not come."""
     endless = tmp_path / "endless.yaml"
     os.mkfifo(endless)
-    command = [sys.executable, "-m", "orchestrator", verb, "-c", str(endless), "--json"]
+    command = [*COMMAND, verb, "-c", str(endless), "--json"]
     with (
         subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -253,7 +250,7 @@ def test_plan_does_not_mind_a_reader_that_goes_away() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        command = [sys.executable, "-m", "orchestrator", "plan", "-c", SHIPPED]
+        command = [*COMMAND, "plan", "-c", SHIPPED]
         done = subprocess.run(
             command,
             stdout=writer,

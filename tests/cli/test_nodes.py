@@ -23,7 +23,7 @@ from orchestrator.config.schema import Config
 from orchestrator.core.node_commands import NODE_MARK
 from orchestrator.errors import UsageError
 from tests.factories import REFERENCE
-from tests.scene import PATIENCE_S, ROOT, wait_for
+from tests.scene import COMMAND, PATIENCE_S, ROOT, ran, wait_for
 
 #: A name no other process on this machine is marked with.
 NODE = f"test-{os.getpid()}"
@@ -178,10 +178,8 @@ def test_a_run_elsewhere_is_named_with_the_command_to_end_it(
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     # As typed, in a folder without a configuration of its own.
-    typed = [sys.executable, "-m", "orchestrator", "stop", "-c", str(ROOT / "cluster.yaml")]
-    told = subprocess.run(
-        typed, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
+    typed = [*COMMAND, "stop", "-c", str(ROOT / "cluster.yaml")]
+    told = ran(typed, cwd=tmp_path)
     assert told.returncode == 2
     first, *others = told.stderr.splitlines()
     assert first == f"no run is under way in {tmp_path / 'runs'}"
@@ -190,9 +188,7 @@ def test_a_run_elsewhere_is_named_with_the_command_to_end_it(
     )  # other runs of this machine are named, too
     command = shlex.split(line.partition("end it: ")[2])
     assert command[:4] == ["python", "-m", "orchestrator", "stop"]
-    done = subprocess.run(
-        [*typed, *command[4:]], capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
+    done = ran([*typed, *command[4:]])
     assert (done.returncode, done.stdout) == (
         0,
         f"asked run run-1 (process {process.pid}) to end\n",

@@ -111,11 +111,9 @@ def test_a_node_without_cards_has_no_context_and_no_total() -> None:
     assert "its memory holds 3 x 1.00 GiB = 3.00 GiB" in text
     assert "of its Ray GPU" not in text
     (node,) = numbers(config)["nodes"]
-    assert (node["card_total_bytes"], node["card_allowed_bytes"], node["workers"][0]["card"]) == (
-        None,
-        None,
-        None,
-    )
+    assert node["card_total_bytes"] is None
+    assert node["card_allowed_bytes"] is None
+    assert node["workers"][0]["card"] is None
     assert node["workers"][0]["cap_about_bytes"] == GIB
 
 

@@ -195,23 +195,12 @@ def test_a_task_in_the_current_folder_is_planned(own: Command) -> None:
         assert cap["verdict"] == "fits"
 
 
-@pytest.mark.parametrize(
-    ("task", "said"),
-    [
-        ("own_tasks:nothing_to_train", "the model of numbers has no parameter that is trained"),
-        (
-            "own_tasks:absent",
-            "train.preset 'own_tasks:absent' cannot be loaded on this machine: AttributeError: module ",
-        ),
-    ],
-)
-def test_what_cannot_be_trained_is_refused_in_one_sentence(
-    own: Command, task: str, said: str
-) -> None:
-    done = own(task)
-    assert (done.returncode, done.stdout) == (2, "")
+def test_what_cannot_be_trained_is_refused_in_one_sentence(own: Command) -> None:
+    done = own("own_tasks:nothing_to_train")
+    assert done.returncode == 2
+    assert done.stdout == ""
     (line,) = done.stderr.splitlines()
-    assert line.startswith(said)
+    assert line.startswith("the model of numbers has no parameter that is trained")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from orchestrator.cli.nodes import stop_node
 from orchestrator.cli.service import unit_text
 from orchestrator.core.node_commands import NODE_MARK
-from tests.scene import PATIENCE_S, ROOT, orchestrator
+from tests.scene import COMMAND, PATIENCE_S, ROOT, orchestrator, ran
 
 #: Stands in for systemctl, because nothing may really be enabled here: notes what it is asked, and
 #: is content.
@@ -114,22 +114,11 @@ def test_systemd_takes_any_command_and_path(tmp_path: Path) -> None:
     folder = tmp_path / "50 % of 'it'"
     folder.mkdir()
     unit = tmp_path / "orchestrator-pc2.service"
-    words = [
-        sys.executable,
-        "-m",
-        "orchestrator",
-        "--set",
-        'nodes.pc2.card="50 %z of $HOME\\n"',
-        "a'b",
-    ]
+    words = [*COMMAND, "--set", 'nodes.pc2.card="50 %z of $HOME\\n"', "a'b"]
     unit.write_text(unit_text("pc2", words, str(folder)))
-    done = subprocess.run(
+    done = ran(
         ["systemd-analyze", "verify", "--user", "--man=no", str(unit)],
         env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
     )
     assert [line for line in done.stderr.splitlines() if unit.name in line] == []
     assert done.returncode == 0, done.stderr

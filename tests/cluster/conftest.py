@@ -26,7 +26,7 @@ from orchestrator.errors import NothingStoredError
 from orchestrator.record.archive import read_run
 from orchestrator.record.store import STORE_NAME
 from tests.reaper import Reaper
-from tests.scene import PATIENCE_S, ROOT, wait_for
+from tests.scene import COMMAND, PATIENCE_S, ROOT, ran, wait_for
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -208,15 +208,7 @@ def start(nothing_left: None, short_tmp: Path) -> Iterator[Starter]:
     ) -> Head:
         """Start it; `runs` is a folder that is there already, `before` goes before the command."""
         runs = runs or short_tmp / f"runs{len(heads)}"
-        command = [
-            *before,
-            sys.executable,
-            "-m",
-            "orchestrator",
-            "run",
-            "--config",
-            str(ROOT / "cluster.yaml"),
-        ]
+        command = [*before, *COMMAND, "run", "--config", str(ROOT / "cluster.yaml")]
         process = subprocess.Popen(
             [
                 *command,
@@ -289,7 +281,7 @@ class ByHand:
         self.arguments = ("--set", f"cluster.port={self.port}")
 
     def orchestrator(self, *arguments: str) -> str:
-        return self._run([sys.executable, "-m", "orchestrator", *arguments, *self.arguments])
+        return self._run([*COMMAND, *arguments, *self.arguments])
 
     def type_what_up_prints(self, node: str) -> str:
         return self.type(self.orchestrator("up", node))
@@ -313,15 +305,11 @@ class ByHand:
         return self._run([sys.executable, "-c", _STATUS_COMMAND]).splitlines()[-1]
 
     def _run(self, command: list[str], **environment: str) -> str:
-        done = subprocess.run(
+        done = ran(
             command,
             cwd=ROOT,
             env={**os.environ, **self.environment, **environment},
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import SMALL, Head, Starter, samples
-from tests.scene import PATIENCE_S, ROOT
+from tests.scene import COMMAND, ROOT, ran
 
 pytestmark = pytest.mark.ray
 
@@ -64,10 +62,8 @@ def remembered(head: Head) -> list[str]:
 
 def limits(*arguments: str) -> dict[str, Any]:
     """What `limits` says of the store that the runs of this test used."""
-    command = [sys.executable, "-m", "orchestrator", "limits", "--json", *arguments]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
+    command = [*COMMAND, "limits", "--json", *arguments]
+    done = ran(command, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return dict(json.loads(done.stdout))
 
@@ -116,7 +112,7 @@ def test_too_large_sizes_fail_nowhere_and_are_remembered(start: Starter, state_d
         assert limit["workload"].endswith("size=16384")
         assert limit["dtype"] == summary["workers"][0]["dtype"]
         assert min(caps_bytes) * 0.98 <= limit["cap_bytes"] <= max(caps_bytes) * 1.02
-        assert 0.9 * limit["cap_bytes"] <= limit["size"] <= limit["cap_bytes"]
+        assert 0.85 * limit["cap_bytes"] <= limit["size"] <= limit["cap_bytes"]
     assert limits("--workload", "nobody's")["limits"] == []
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 
 from orchestrator.record.folders import list_runs
 from tests.cluster.conftest import SMALL
-from tests.scene import PATIENCE_S, ROOT, wait_for
+from tests.scene import COMMAND, PATIENCE_S, ROOT, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("nothing_left")]
 
@@ -43,15 +42,7 @@ def script(folder: Path, *temperatures_c: float) -> Path:
 
 @contextmanager
 def burning(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    command = [
-        sys.executable,
-        "-m",
-        "orchestrator",
-        "burn",
-        "--config",
-        str(ROOT / "cluster.yaml"),
-        "--rehearse",
-    ]
+    command = [*COMMAND, "burn", "--config", str(ROOT / "cluster.yaml"), "--rehearse"]
     with subprocess.Popen(
         [*command, *SMALL, "--run-dir", str(folder / "runs"), *arguments],
         cwd=ROOT,

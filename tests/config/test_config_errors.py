@@ -188,11 +188,9 @@ def test_one_mistake_is_one_problem_at_its_line(
 ) -> None:
     assert GOOD.count(old) == 1
     (problem,) = problems_of(tmp_path, GOOD.replace(old, new))
-    assert (problem.source, problem.line, problem.key) == (
-        str(tmp_path / "cluster.yaml"),
-        line,
-        key,
-    )
+    assert problem.source == str(tmp_path / "cluster.yaml")
+    assert problem.line == line
+    assert problem.key == key
     assert text in problem.text
     assert valid in str(problem.valid)
 

@@ -21,7 +21,7 @@ from tests.config.plan_judge import judge
 
 pytestmark = pytest.mark.slow
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "300"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "60"))
 
 #: What was found, and the words that refuse it now.
 FOUND = {

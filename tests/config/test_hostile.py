@@ -23,7 +23,7 @@ from orchestrator.cli.nodes import command_for, execute
 from orchestrator.cluster.connect import use_private_token
 from orchestrator.config.load import load_config
 from orchestrator.errors import ConfigError
-from tests.scene import PATIENCE_S, ROOT
+from tests.scene import COMMAND, ROOT, ran
 
 pytestmark = pytest.mark.slow
 
@@ -90,7 +90,7 @@ class Desk:
         return str(self.file)
 
     def orchestrator(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return self.run([sys.executable, "-m", "orchestrator", *arguments])
+        return self.run([*COMMAND, *arguments])
 
     def steps(self, node: str, config: str, *arguments: str) -> str:
         """What `up` prints for a node; asked in this process, which is the same and quicker."""
@@ -102,17 +102,7 @@ class Desk:
         self, command: list[str], script: str | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run so that all users may read what is made, unless the command itself says otherwise."""
-        return subprocess.run(
-            command,
-            input=script,
-            cwd=self.here,
-            env=self.environment,
-            umask=0,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
+        return ran(command, input=script, cwd=self.here, env=self.environment, umask=0)
 
     def calls(self) -> list[dict[str, Any]]:
         return (

@@ -51,11 +51,9 @@ def test_the_reference_pair_at_the_rehearsal_scale() -> None:
 def test_everything_else_stays() -> None:
     before = load_config(SHIPPED)
     after = scale_config(before, REHEARSAL_SCALE, None).config
-    assert (after.cluster, after.run, after.workload) == (
-        before.cluster,
-        before.run,
-        before.workload,
-    )
+    assert after.cluster == before.cluster
+    assert after.run == before.run
+    assert after.workload == before.workload
     memory_changes = {"floor_mib": 6.25, "leave_free_mib": 8.0, "size_floor": 128}
     assert after.memory == before.memory.model_copy(update=memory_changes)
     for name, node in before.nodes.items():
@@ -175,11 +173,9 @@ def test_the_rehearsal_fits_where_the_real_thing_does(
             node_budget(name, before.nodes[name], before),
         )
         assert small.size <= large.size
-        assert (small.gpu_fraction, small.batch, small.duty) == (
-            large.gpu_fraction,
-            large.batch,
-            large.duty,
-        )
+        assert small.gpu_fraction == large.gpu_fraction
+        assert small.batch == large.batch
+        assert small.duty == large.duty
     assert config_from_data(scaled.config.model_dump()) == scaled.config
 
 

@@ -231,9 +231,8 @@ class Books(RuleBasedStateMachine):
         self.save_waits = False
         mine = [name for name in self.submitted if name[0] == submit.incarnation]
         if not any(self.fates[name] is FaultOutcome.COUNTED for name in mine):
-            assert (submit.duration_s, submit.step_limit) == (0.0, 1), (
-                "the first slice of a process is one step"
-            )
+            assert submit.duration_s == 0.0
+            assert submit.step_limit == 1, "the first slice of a process is one step"
             assert not self.under_way, "nothing more is sent before its report"
             return
         assert self.run_rules.slice_s / 10 <= submit.duration_s <= self.run_rules.slice_s
@@ -243,10 +242,7 @@ class Books(RuleBasedStateMachine):
 
 
 def reported(
-    slot: str,
-    name: Name,
-    counts: dict[str, int | float],
-    **changes: Any,
+    slot: str, name: Name, counts: dict[str, int | float], **changes: Any
 ) -> SliceReported:
     return SliceReported(report=report_of(slot, *name, **{**counts, **changes}))
 

@@ -29,11 +29,7 @@ class Scene:
     """One slot, from the beginning."""
 
     def __init__(
-        self,
-        *,
-        ends_at_s: float | None = None,
-        slot: str = "pc1/0",
-        **rules: Any,
+        self, *, ends_at_s: float | None = None, slot: str = "pc1/0", **rules: Any
     ) -> None:
         """Begin at second 1000, with some rules changed."""
         self.slot = Slot(slot=slot)

@@ -500,21 +500,11 @@ class LifecycleMachine(Books):
     def quarantined_stopped_and_done_are_final(self) -> None:
         before, after = self.history[-2:] if len(self.history) > 1 else self.history * 2
         if before.phase is Phase.DONE:
-            assert (
-                after.phase,
-                after.incarnation,
-                after.restarts,
-                after.next_sequence,
-                after.reason,
-            ) == (
-                (
-                    before.phase,
-                    before.incarnation,
-                    before.restarts,
-                    before.next_sequence,
-                    before.reason,
-                )
-            ), "only what was under way is still counted"
+            assert after.phase == before.phase
+            assert after.incarnation == before.incarnation
+            assert after.restarts == before.restarts
+            assert after.next_sequence == before.next_sequence
+            assert after.reason == before.reason, "only what was under way is still counted"
         elif before.phase in FINAL:
             # Why the last process ended may be known only later.
             assert replace(after, reason=before.reason, orders=before.orders) == before

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
 import sys
 
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from orchestrator.config.schema import Config
 from orchestrator.core.node_commands import NODE_MARK, node_command
 from tests.factories import REFERENCE
-from tests.scene import PATIENCE_S
+from tests.scene import ran
 
 #: Lets the `ray` command line read arguments without doing anything, and its own reader read the
 #: label.
@@ -112,13 +111,7 @@ def test_ray_knows_every_argument_and_name_of_a_node() -> None:
         node_command(Config.model_validate({"nodes": {name: card}}), name, "h:6379").argv
         for name in names
     ]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", READ_BY_RAY, json.dumps(argvs)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    done = ran([sys.executable, "-W", "ignore", "-c", READ_BY_RAY, json.dumps(argvs)])
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     common = {"num_gpus": 1, "disable_usage_stats": True}

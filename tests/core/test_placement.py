@@ -65,17 +65,13 @@ def test_a_reference_worker_gets_the_numbers_of_its_guide(
     assert (plan.spec.slot, plan.spec.node) == (slot, node)
     assert (plan.num_cpus, plan.num_gpus) == (cpus, gpus)
     assert (spec.slot, spec.node, spec.device, spec.policy) == (slot, node, "cuda", "adaptive")
-    assert (spec.budget_bytes, spec.memory_fraction, plan.gpu) == (
-        int(budget_gib * GIB),
-        fraction,
-        gpu,
-    )
-    assert (spec.duty, spec.workload.size, spec.workload.batch, spec.workload.dtype) == (
-        duty,
-        size,
-        128,
-        "fp16",
-    )
+    assert spec.budget_bytes == int(budget_gib * GIB)
+    assert spec.memory_fraction == fraction
+    assert plan.gpu == gpu
+    assert spec.duty == duty
+    assert spec.workload.size == size
+    assert spec.workload.batch == 128
+    assert spec.workload.dtype == "fp16"
 
 
 def test_the_seed_of_the_configuration_moves_all_seeds() -> None:
@@ -129,11 +125,9 @@ def test_a_rehearsal_changes_only_where_workers_stand() -> None:
         plan_slots(REFERENCE, Target(device="cpu", one_machine=True)),
     )
     for one, other in zip(real, rehearsed, strict=True):
-        assert (one.spec.slot, one.num_cpus, one.num_gpus) == (
-            other.spec.slot,
-            other.num_cpus,
-            other.num_gpus,
-        )
+        assert one.spec.slot == other.spec.slot
+        assert one.num_cpus == other.num_cpus
+        assert one.num_gpus == other.num_gpus
     assert [plan.spec.workload for plan in real] == [plan.spec.workload for plan in rehearsed]
     assert [plan.spec.budget_bytes for plan in real] == [
         plan.spec.budget_bytes for plan in rehearsed

@@ -175,10 +175,7 @@ def test_the_port_of_a_head_that_runs_already_is_written_down() -> None:
     nodes = {"pc1": choose(workstation())}
     assert [
         config_from_text(render(template(), nodes, port), "x").cluster.port for port in (None, 7000)
-    ] == [
-        6379,
-        7000,
-    ]
+    ] == [6379, 7000]
 
 
 def test_no_number_of_the_reference_pair_is_left_in_the_nodes() -> None:
@@ -208,8 +205,6 @@ def test_this_machine_alone_is_divided_by_the_same_formula_too(
     ]
     node = NodeConfig.model_validate(environment._card_node(found))
     advice = by_formula(total_bytes / GIB)
-    assert (node.workers, node.vram_per_worker_gib) == (
-        count * advice.workers,
-        advice.vram_per_worker_gib,
-    )
+    assert node.workers == count * advice.workers
+    assert node.vram_per_worker_gib == advice.vram_per_worker_gib
     assert overbooked(node) is None

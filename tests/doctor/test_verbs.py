@@ -99,10 +99,8 @@ def test_a_missing_file_can_be_made_without_torch() -> None:
     done = python("-c", probe, "doctor", "--json", "--config", "mine.yaml")
     assert done.stderr.strip().endswith("[]")
     (config,) = found(report_of(done), "config")
-    assert (config["verdict"], config["fix"]) == (
-        "fail",
-        "python -m orchestrator init --output mine.yaml",
-    )
+    assert config["verdict"] == "fail"
+    assert config["fix"] == "python -m orchestrator init --output mine.yaml"
 
 
 @without_card

@@ -8,14 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from workers.engine.engine import Engine
-from workers.messages import (
-    Directive,
-    Report,
-    StruckDirective,
-    Verdict,
-    WorkerEvent,
-    WorkerState,
-)
+from workers.messages import Directive, Report, StruckDirective, Verdict, WorkerEvent, WorkerState
 from workers.settings import WorkerSpec
 
 

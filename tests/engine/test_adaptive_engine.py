@@ -168,10 +168,7 @@ class TestLease:
         ]
         assert [
             allowed_bytes for allowed_bytes in told if allowed_bytes in {80 * MIB, 40 * MIB}
-        ] == [
-            80 * MIB,
-            40 * MIB,
-        ]
+        ] == [80 * MIB, 40 * MIB]
         assert "grew" in [event.name for event in changes[told.index(40 * MIB) :]]
 
     def test_less_than_its_smallest_step_is_an_emergency(self, in_child: InChild) -> None:

@@ -197,10 +197,8 @@ class TestTooLarge:
             if 3 * matrix_bytes(int(16384 * 0.7**count), torch.float32) <= shrunk.claim_bytes
         )
         assert shrunk.state is WorkerState.RUNNING
-        assert (shrunk.size, shrunk.batch) == (
-            int(16384 * 0.7**failures),
-            max(32, 128 - 16 * failures),
-        )
+        assert shrunk.size == int(16384 * 0.7**failures)
+        assert shrunk.batch == max(32, 128 - 16 * failures)
         assert (shrunk.counts.steps_oom, shrunk.counts.steps_ok) == (failures, 1)
         assert (shrunk.counts.steps_oom_probe, shrunk.counts.success_rate) == (failures, 1.0)
 
@@ -268,11 +266,9 @@ def starved_then_fed(request: pytest.FixtureRequest, in_child: InChild) -> Found
 class TestEmergency:
     def test_where_nothing_fits_every_slice_says_emergency(self, starved_then_fed: Found) -> None:
         for report in starved_then_fed["starved"]:
-            assert (report.verdict, report.state, report.error) == (
-                Verdict.OK,
-                WorkerState.EMERGENCY,
-                None,
-            )
+            assert report.verdict == Verdict.OK
+            assert report.state == WorkerState.EMERGENCY
+            assert report.error is None
             assert "smallest step" in report.reason
             assert report.counts.emergency_count >= 1, "each slice proves that the device answers"
             assert report.counts.steps_ok == 0
@@ -289,11 +285,9 @@ class TestEmergency:
 
     def test_when_memory_returns_a_told_need_runs_at_once(self, starved_then_fed: Found) -> None:
         last = starved_then_fed["fed"][-1]
-        assert (last.state, last.counts.steps_ok, last.counts.steps_oom) == (
-            WorkerState.RUNNING,
-            1,
-            0,
-        )
+        assert last.state == WorkerState.RUNNING
+        assert last.counts.steps_ok == 1
+        assert last.counts.steps_oom == 0
         attempts = sum(report.counts.steps_oom for report in starved_then_fed["starved"][1:])
         if starved_then_fed["told"]:
             assert len(starved_then_fed["fed"]) == 1
@@ -320,11 +314,9 @@ def test_recovery_begins_after_the_traceback_has_let_go(in_child: InChild) -> No
     assert deep["alive"], "the workload was never asked to release: the scenario did not happen"
     assert not any(deep["alive"])
     report, cap_bytes = deep["report"], deep["report"].device.cap_bytes
-    assert (deep["good_steps"], report.counts.steps_oom, report.state) == (
-        1,
-        1,
-        WorkerState.RUNNING,
-    )
+    assert deep["good_steps"] == 1
+    assert report.counts.steps_oom == 1
+    assert report.state == WorkerState.RUNNING
     (oom,) = events(report, "oom")
     assert oom.detail["free_bytes"] >= 0.95 * cap_bytes
     assert report.claim_bytes >= 0.95 * cap_bytes
@@ -352,11 +344,9 @@ class TestWorkloadErrors:
     def test_a_bug_ends_the_slice_and_nothing_else(self, in_child: InChild) -> None:
         for report in in_child(slices, spec_of(name=own(Buggy)), [{}] * 3):
             assert report.verdict is Verdict.OK
-            assert (report.counts.steps_error, report.counts.steps_ok, report.counts.steps_oom) == (
-                1,
-                0,
-                0,
-            )
+            assert report.counts.steps_error == 1
+            assert report.counts.steps_ok == 0
+            assert report.counts.steps_oom == 0
             assert report.state is WorkerState.BACKOFF
             assert "the labels are missing" in report.reason
             assert report.error.startswith("Traceback")

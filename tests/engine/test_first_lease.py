@@ -21,11 +21,9 @@ def test_it_opens_waits_and_climbs_in_bytes_of_its_own(in_child: InChild) -> Non
     ]
     *waiting, leased, free = in_child(slices, spec_of(policy="adaptive"), leases)
     for report in waiting:
-        assert (report.verdict, report.state, report.counts.steps_ok) == (
-            Verdict.OK,
-            WorkerState.WARMING,
-            0,
-        )
+        assert report.verdict == Verdict.OK
+        assert report.state == WorkerState.WARMING
+        assert report.counts.steps_ok == 0
         assert "waits for its share" in report.reason
         assert report.device is not None
         assert report.memory.allocated_bytes < 2 * MIB, "nothing but an arena of Python is held yet"

@@ -187,10 +187,8 @@ class TestCode:
     def test_poisoned(self, case: str) -> None:
         code, _, name = case.partition(":")
         failure = classify(accelerator_error(int(code)))
-        assert (failure.kind, failure.evidence) == (
-            CONTEXT_CORRUPTED,
-            f"code {code} (cudaError{name})",
-        )
+        assert failure.kind == CONTEXT_CORRUPTED
+        assert failure.evidence == f"code {code} (cudaError{name})"
 
     @pytest.mark.parametrize("code", [0, 1, 219, 701, 720, None, "700", [700]])
     def test_a_refused_call_or_nonsense_is_neither(self, code: object) -> None:
@@ -373,8 +371,6 @@ def refused() -> tuple[Failure, float]:
 
 def test_a_real_refusal_by_the_kernel_is_definite(in_child: InChild) -> None:
     failure, still_alive = in_child(refused)
-    assert (failure.kind, failure.evidence) == (
-        DEFINITE,
-        'text "DefaultCPUAllocator: can\'t allocate memory"',
-    )
+    assert failure.kind == DEFINITE
+    assert failure.evidence == 'text "DefaultCPUAllocator: can\'t allocate memory"'
     assert still_alive == MIB

@@ -40,24 +40,18 @@ def spec(
     return replace(usual, run_id=run_id, workload=replace(usual.workload, settings=told))
 
 
-def test_settings_slot_and_folder_reach_the_workload(
-    in_child: InChild,
-) -> None:
+def test_settings_slot_and_folder_reach_the_workload(in_child: InChild) -> None:
     *_, (context,) = in_child(counted, spec(steps=3, run_id="run-7"), [{}])
-    assert (context.settings, context.slot, context.fresh) == (
-        {"batch": 8, "steps": 3},
-        "pc1/0",
-        True,
-    )
+    assert context.settings == {"batch": 8, "steps": 3}
+    assert context.slot == "pc1/0"
+    assert context.fresh is True
     assert context.state_dir is not None
     assert context.state_dir.parts[-4:] == ("state", "run-7", "pc1", "0")
     *_, (context,) = in_child(counted, spec(), [{"incarnation": 1}])
     assert (context.fresh, context.state_dir) == (False, None)
 
 
-def test_the_policy_moves_along_the_rungs_and_the_batch_stays(
-    in_child: InChild,
-) -> None:
+def test_the_policy_moves_along_the_rungs_and_the_batch_stays(in_child: InChild) -> None:
     directives = [{}] * 12 + [{"lease_bytes": 14 * MIB}] * 6 + [{}] * 30
     reports, calls, samples, _ = in_child(counted, spec(), directives)
     assert {report.batch for report in reports} <= {1, 2, 4, 8}

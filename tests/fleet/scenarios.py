@@ -16,13 +16,7 @@ from typing import Any, TypeAlias, cast
 import pytest
 import torch
 
-from orchestrator.core.fleet import (
-    Fleet,
-    SliceEnded,
-    SliceFailed,
-    SliceFailure,
-    SliceReported,
-)
+from orchestrator.core.fleet import Fleet, SliceEnded, SliceFailed, SliceFailure, SliceReported
 from orchestrator.errors import UsageError
 from tests.scene import PATIENCE_S
 from workers.messages import Directive, Report, ResumeState, Verdict

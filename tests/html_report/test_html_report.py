@@ -76,9 +76,7 @@ def other(tmp_path: Path) -> Path:
     )
 
 
-def test_the_page_has_the_last_picture_and_the_courses(
-    folder: Path,
-) -> None:
+def test_the_page_has_the_last_picture_and_the_courses(folder: Path) -> None:
     told = html_report.frozen(folder)
     assert [row["slot"] for row in told["table"]["rows"]] == ["pc1/0", "pc1/1"]
     heat = told["history"]["pc1/1"]["temperature_c"]

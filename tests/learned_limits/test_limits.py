@@ -17,13 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.factories import KEY, limit
-from workers.learned_limits import (
-    TEXT_MOST,
-    choose,
-    from_plain,
-    to_plain,
-    workload_fingerprint,
-)
+from workers.learned_limits import TEXT_MOST, choose, from_plain, to_plain, workload_fingerprint
 from workers.settings import Learned, LimitKey, StoredLimit
 
 GIB = 2**30

@@ -75,10 +75,7 @@ def main(folder: Path) -> None:
         told: dict[str, Any] = json.loads(line)
         rows = [
             make_row(
-                slot=slot,
-                node=node,
-                gpu_uuid=f"GPU-{node}",
-                **told.get("states", {}).get(slot, {}),
+                slot=slot, node=node, gpu_uuid=f"GPU-{node}", **told.get("states", {}).get(slot, {})
             )
             for node, slots in NODES.items()
             for slot in (f"{node}/{number}" for number in range(slots))

@@ -21,7 +21,7 @@ from orchestrator.record.folders import Deliveries, read_deliveries
 from orchestrator.view.notify.notifier import Notifier
 from tests.notify.head import RUN_ID, Head, head_of
 from tests.notify.receivers import Receiver, black_hole, http_receiver
-from tests.scene import PATIENCE_S, ROOT, orchestrator, wait_for
+from tests.scene import COMMAND, PATIENCE_S, ROOT, orchestrator, wait_for
 
 HUSH = "hush-hush"
 LOST = {
@@ -194,7 +194,7 @@ def test_the_command_keeps_its_pace_and_ends_when_asked_to(
 ) -> None:
     with http_receiver() as http:
         options = typed(nowhere, urls_file, http)
-        command = [sys.executable, "-m", "orchestrator", "notify", "0b76", *options]
+        command = [*COMMAND, "notify", "0b76", *options]
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as process:

@@ -54,9 +54,7 @@ def test_a_refusing_server_is_named_and_the_others_get_it() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["http", "smtp"])
-def test_a_silent_server_is_given_up_and_delays_no_other(
-    scheme: str,
-) -> None:
+def test_a_silent_server_is_given_up_and_delays_no_other(scheme: str) -> None:
     with black_hole() as hole, http_receiver() as http:
         # Longer than the test may take: apprise's own limits must not be what ends it.
         url = f"{hole.json_url() if scheme == 'http' else hole.mail_url()}&cto={PATIENCE_S}&rto={PATIENCE_S}"

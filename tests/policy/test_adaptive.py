@@ -238,9 +238,7 @@ class TestFilling:
         assert card.last_bytes >= card.bytes_of(full)
         assert card.failed == []
 
-    def test_what_a_step_takes_beside_its_claim_is_learned(
-        self,
-    ) -> None:
+    def test_what_a_step_takes_beside_its_claim_is_learned(self) -> None:
         first = matmul()
         first.beside_bytes = 20 * MIB
         first.slice(30)
@@ -356,9 +354,7 @@ class TestStepping:
 
 
 class TestWhatTheWorkloadSays:
-    def test_a_floor_said_not_to_fit_is_an_emergency_at_once(
-        self,
-    ) -> None:
+    def test_a_floor_said_not_to_fit_is_an_emergency_at_once(self) -> None:
         growth = replace(BATCH_ONLY, needed_bytes=by_batch)
         card = Card(adaptive(growth), by_batch, 100 * MIB).begin()
         assert card.slice() == Emergency(

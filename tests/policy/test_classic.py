@@ -23,13 +23,7 @@ GUIDE_BATCHES = [128, 112, 96, 80, 64, 48, 32, 32, 32]
 
 OK = StepOk(at_s=0.0, peak_bytes=1, allowed_bytes=None)
 NEED_BYTES = 1 << 20
-GONE = StepOom(
-    at_s=0.0,
-    needed_bytes=NEED_BYTES,
-    at_least_bytes=0,
-    free_bytes=0,
-    allowed_bytes=0,
-)
+GONE = StepOom(at_s=0.0, needed_bytes=NEED_BYTES, at_least_bytes=0, free_bytes=0, allowed_bytes=0)
 BACK = replace(GONE, free_bytes=NEED_BYTES)
 NEED_UNKNOWN = replace(BACK, needed_bytes=None)
 PRESSURE_ENOUGH = Pressure(

@@ -73,9 +73,7 @@ class TestStepping:
         assert {run.batch for run in only_size} == {128}
         assert [run.size for run in only_size] == list(range(256, 4097, TILE))
 
-    def test_where_nothing_moves_memory_there_is_one_step(
-        self,
-    ) -> None:
+    def test_where_nothing_moves_memory_there_is_one_step(self) -> None:
         assert runs_of(ladder_of(GUIDES, ASKED, stepping(0.0, 0.0))) == [Run(size=4096, batch=128)]
         assert runs_of(ladder_of(GUIDES, replace(ASKED, size=100, batch=8), stepping())) == [
             Run(size=100, batch=8)

@@ -3,7 +3,7 @@
 Covers arbitrary sizes, footprints, courses of memory and signals, lying ones too; what is promised
 once a world stays as it is; and reports that no question led to. `SIZER_EXAMPLES=100` tries a
 hundred times as many examples. Does not cover how much work gets done while memory comes and goes
-as it does in practice; that is `test_simulator.py`.
+as it does in practice; that is `scripts/bench.py policy`.
 """
 
 from __future__ import annotations

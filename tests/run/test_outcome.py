@@ -69,10 +69,7 @@ def joins_late(run: Run) -> None:
         (once(29.5, "hang"), r"pc2/0: ended STALE: its slice is \d+ s overdue"),
         (once(31.0, "kill"), r"pc2/0: ended in RESTARTING: its process ended: killed, or crashed"),
         (once(25.0, "leave"), r"pc2/0: ended in LOST: .*"),
-        (
-            works_while_the_other_starts,
-            r"pc2/0: worked 1\d\.\d of 30\.\d s, .* \(restarts 0, .*",
-        ),
+        (works_while_the_other_starts, r"pc2/0: worked 1\d\.\d of 30\.\d s, .* \(restarts 0, .*"),
         (
             says("pc2/0", WorkerState.RUNNING, verify_checks=2, verify_errors=1),
             r"pc2/0: \d+ wrong of \d+ .*",

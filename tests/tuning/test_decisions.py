@@ -185,10 +185,7 @@ def test_mfu_is_of_the_cards_rating_at_its_clock(
     rounds = [{"baseline": 0.1, FAST.name: 0.05}] * 12
     data = PassData(rounds=list[Mapping[str, float]](rounds), clocks_mhz=[clock_mhz])
     measured = replace(
-        found,
-        data=data,
-        opened={"baseline": card, FAST.name: card},
-        dtype_of=lambda _: dtype,
+        found, data=data, opened={"baseline": card, FAST.name: card}, dtype_of=lambda _: dtype
     )
     (row,) = rows_of([FAST], measured, {})
     assert row.tflops == pytest.approx(20.0)
@@ -253,10 +250,7 @@ def test_of_two_levers_of_a_key_the_faster_one_is_taken() -> None:
     ]
     assert {
         name: dict(rest.changes) for name, rest in passes.with_one_left_out(several).items()
-    } == {
-        FAST.name: {"optimizer": "adamw-fused"},
-        other.name: {"precision": "bf16"},
-    }
+    } == {FAST.name: {"optimizer": "adamw-fused"}, other.name: {"precision": "bf16"}}
 
 
 @pytest.mark.parametrize(

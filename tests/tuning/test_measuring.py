@@ -10,13 +10,7 @@ import pytest
 
 from orchestrator.lab.tune.arms import BASELINE
 from orchestrator.lab.tune.levers import Candidate
-from orchestrator.lab.tune.measuring import (
-    BaselineError,
-    Journal,
-    Measuring,
-    Plan,
-    arms_at_once,
-)
+from orchestrator.lab.tune.measuring import BaselineError, Journal, Measuring, Plan, arms_at_once
 from workers.tuning.messages import Opened
 
 GIB = 2**30

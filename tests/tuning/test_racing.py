@@ -79,11 +79,7 @@ class Arm:
 
 
 def tuned(
-    monkeypatch: pytest.MonkeyPatch,
-    folder: Path,
-    machine: Machine,
-    budget_s: float,
-    **plan: Any,
+    monkeypatch: pytest.MonkeyPatch, folder: Path, machine: Machine, budget_s: float, **plan: Any
 ) -> tuple[TuningResult, Journal]:
     """Tune all levers of a rehearsal on the machine."""
     monkeypatch.setattr(measuring, "Arm", machine.arm)

@@ -76,10 +76,7 @@ def judged(rounds: Sequence[Mapping[str, float]]) -> dict[str, tuple[Effect, Lev
     measured = effects(rounds, "baseline", ["a/a", *LEVERS], 0.95)
     real = holm({lever: measured[lever].p for lever in LEVERS}, 0.05)
     return {
-        lever: (
-            measured[lever],
-            judge_speed(measured[lever], real=lever in real, resolve=0.01)[0],
-        )
+        lever: (measured[lever], judge_speed(measured[lever], real=lever in real, resolve=0.01)[0])
         for lever in LEVERS
     }
 
@@ -117,9 +114,7 @@ def test_the_interval_is_the_one_that_many_resamples_show() -> None:
 
 
 @pytest.mark.parametrize("arms", [1, 22])
-def test_the_least_rounds_are_the_first_with_an_interval(
-    arms: int,
-) -> None:
+def test_the_least_rounds_are_the_first_with_an_interval(arms: int) -> None:
     enough = least_rounds(arms, 0.95)
     names = [f"lever {number}" for number in range(arms)]
     rounds = [

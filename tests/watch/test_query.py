@@ -104,9 +104,7 @@ def test_any_text_is_a_filter_or_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_unknown_values_are_last_and_equal_ones_by_slot(
-    reverse: bool,
-) -> None:
+def test_unknown_values_are_last_and_equal_ones_by_slot(reverse: bool) -> None:
     mixed = (ROWS[2], ROWS[0], ROWS[3], ROWS[1])
     slots = [row.slot for row in select(mixed, parse(""), order_of("temp", reverse=reverse))]
     known = ["pc2/0", "pc2/1", "pc1/10"] if not reverse else ["pc1/10", "pc2/0", "pc2/1"]

@@ -108,10 +108,7 @@ def test_a_sample_per_slot_and_second(path: Path, store: RunStore) -> None:
     assert read(path, "SELECT key, value FROM meta") == [("schema_version", "1")]
     assert read(
         path, "SELECT slot, state, tflops, power_w FROM samples ORDER BY at_unix_s DESC, slot"
-    )[:2] == [
-        ("pc1/0", "RUNNING", 9.61, 281.4),
-        ("pc1/1", "BACKOFF", None, None),
-    ]
+    )[:2] == [("pc1/0", "RUNNING", 9.61, 281.4), ("pc1/1", "BACKOFF", None, None)]
     assert read(path, "SELECT max(at_unix_s) FROM samples") == [(1_700_000_002.05,)]
 
 
@@ -135,10 +132,7 @@ def test_a_transaction_holds_all_that_waited(path: Path, store: RunStore) -> Non
     store.event(event(1))
     assert not path.exists()
     store.commit()
-    assert read(path, "SELECT slot, next_sequence FROM progress") == [
-        ("pc1/0", 4),
-        ("pc1/1", 3),
-    ]
+    assert read(path, "SELECT slot, next_sequence FROM progress") == [("pc1/0", 4), ("pc1/1", 3)]
     assert numbers(path) == [1]
     assert read(path, "SELECT run_id, heads, outcome FROM runs") == [(FACTS.run_id, 1, None)]
 
@@ -164,11 +158,9 @@ def test_progress_counts_before_the_record_of_its_slot(path: Path, store: RunSto
     first, second = read_run(path.parent).slots
     assert (first.next_sequence, first.steps_at_risk) == (9, 5)
     assert (first.counters["steps_ok"], first.counters["restarts"]) == (600, 2)
-    assert (first.row["steps_ok"], first.row["restarts"], first.row["success_rate"]) == (
-        600,
-        2,
-        1.0,
-    )
+    assert first.row["steps_ok"] == 600
+    assert first.row["restarts"] == 2
+    assert first.row["success_rate"] == 1.0
     assert first.row["heartbeat_age_s"] == 0.5
     assert first.row["size"] == make_row().size, "of the last sample"
     store.progress([moved_on(600, heard_at_unix_s=1_700_000_003.0)])

@@ -154,11 +154,9 @@ def test_a_failure_before_the_run_has_the_same_keys() -> None:
     failure = failure_dict("no cluster", 3)
 
     assert " ".join(failure) == f"{KEYS} error"
-    assert (failure["outcome"], failure["exit_code"], failure["error"]) == (
-        "failed",
-        3,
-        "no cluster",
-    )
+    assert failure["outcome"] == "failed"
+    assert failure["exit_code"] == 3
+    assert failure["error"] == "no cluster"
     assert failure["workers"] == []
     assert failure["success_rate"] is None
     assert failure["run_id"] is None

@@ -216,9 +216,7 @@ def test_a_reason_gets_its_own_line_when_narrow() -> None:
 
 
 @pytest.mark.parametrize("alike", [True, False], ids=["alike", "different"])
-def test_80x24_shows_the_reference_pair_and_its_worst_reasons(
-    alike: bool,
-) -> None:
+def test_80x24_shows_the_reference_pair_and_its_worst_reasons(alike: bool) -> None:
     slots = [*(f"pc1/{index}" for index in range(7)), *(f"pc2/{index}" for index in range(3))]
     states = (HeadState.QUARANTINED, WorkerState.BACKOFF, WorkerState.BACKOFF)
     rows = [

@@ -78,7 +78,8 @@ class Browser:
             more = {"text": text or key} if kind == "keyDown" and (text or len(key) == 1) else {}
             await self.do("Input.dispatchKeyEvent", type=kind, key=key, **more)
 
-    async def picture(self, path: Path, width: int, height: int, *, dark: bool = False) -> None:
+    async def resize(self, width: int, height: int, *, dark: bool, to: Path | None) -> None:
+        """Give the window this size and scheme; keep a picture of it in a file, if one is named."""
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         await self.do("Emulation.setEmulatedMedia", features=scheme)
         await self.do(
@@ -88,9 +89,10 @@ class Browser:
             deviceScaleFactor=1,
             mobile=False,
         )
-        await asyncio.sleep(1.0)
-        told = await self.do("Page.captureScreenshot", format="png")
-        path.write_bytes(base64.b64decode(told["data"]))
+        await asyncio.sleep(0.3 if to is None else 1.0)
+        if to is not None:
+            told = await self.do("Page.captureScreenshot", format="png")
+            to.write_bytes(base64.b64decode(told["data"]))
 
     def requests(self) -> list[str]:
         return [

@@ -79,9 +79,7 @@ class TestClaim:
         workload.step(256, 1)
         assert len(matrices(workload)[2]) == 1
 
-    def test_a_new_ring_is_filled_and_the_same_keeps_its_tensors(
-        self,
-    ) -> None:
+    def test_a_new_ring_is_filled_and_the_same_keeps_its_tensors(self) -> None:
         workload = matmul(torch.float32)
         found = []
         for claim_mib in (2, 2, 4):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 
 from orchestrator.config.load import load_config
 from tests.cluster.conftest import SMALL, ByHand, Starter
-from tests.scene import PATIENCE_S, ROOT, wait_for
+from tests.scene import COMMAND, ROOT, ran, wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -22,14 +20,10 @@ pytestmark = pytest.mark.ray
 def doctor(by_hand: ByHand) -> dict[str, Any]:
     """Run `doctor --json`, which fails here: cluster.yaml gives both nodes a card."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    done = subprocess.run(
-        [sys.executable, "-m", "orchestrator", "doctor", "--json", *by_hand.arguments],
+    done = ran(
+        [*COMMAND, "doctor", "--json", *by_hand.arguments],
         cwd=ROOT,
         env={**environment, **by_hand.environment},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
     )
     assert done.returncode == 1, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 
 from orchestrator.core.node_commands import NODE_MARK
 from tests.cluster.conftest import ByHand, descendants
-from tests.scene import PATIENCE_S, ROOT, wait_for
+from tests.scene import COMMAND, PATIENCE_S, ROOT, wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -51,16 +50,7 @@ class Kept:
 
     def __init__(self, by_hand: ByHand, node: str, said: Path) -> None:
         self.node, self._said = node, said
-        command = [
-            sys.executable,
-            "-m",
-            "orchestrator",
-            "up",
-            node,
-            "--exec",
-            "--stay",
-            *by_hand.arguments,
-        ]
+        command = [*COMMAND, "up", node, "--exec", "--stay", *by_hand.arguments]
         with said.open("w") as stream:
             self.process = subprocess.Popen(
                 command,
