@@ -139,13 +139,13 @@ def _others(run: _Run, decorated: Callable[[Callable[[int], None]], Callable[[],
 
 
 def _accelerate(run: _Run) -> None:
-    from accelerate.utils import find_executable_batch_size  # type: ignore[import-not-found]  # of the extra `bench`
+    from accelerate.utils import find_executable_batch_size  # type: ignore[import-untyped]  # of the extra `bench`
 
     _others(run, lambda train: find_executable_batch_size(train, run.largest))
 
 
 def _toma(run: _Run) -> None:
-    from toma import toma  # type: ignore[import-not-found]  # of the extra `bench`
+    from toma import toma  # type: ignore[import-untyped]  # of the extra `bench`
 
     _others(run, toma.batch(initial_batchsize=run.largest))
 
