@@ -145,7 +145,7 @@ def _accelerate(run: _Run) -> None:
 
 
 def _toma(run: _Run) -> None:
-    from toma import toma  # type: ignore[import-untyped]  # of the extra `bench`
+    from toma import toma  # type: ignore[import-not-found]  # of the extra `bench`
 
     _others(run, toma.batch(initial_batchsize=run.largest))
 
