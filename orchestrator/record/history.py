@@ -147,6 +147,7 @@ def training_curves(folder: Path) -> dict[str, Curve]:
         known = {key: number for key in values if (number := _number(values[key])) is not None}
         curve = curves.setdefault(slot, {})
         point = curve.setdefault(int(known.pop("step", 0)), {})
+        known.pop("worker_at_unix_s", None)
         point |= {key: point.get(key, value) for key, value in known.items()}
     return {slot: dict(sorted(curve.items())) for slot, curve in curves.items()}
 

@@ -30,7 +30,12 @@ def make_run(folder: Path, losses: list[float | None]) -> Path:
         rows = make_row(slot="pc1/0", progress=progress), make_row(slot="pc1/1")
         store.update(make_snapshot(*rows, elapsed_s=float(second)))
         store.commit()
-    evaluated: dict[str, Any] = {"step": 2, "validation_loss": 2.5, "kind": "text"}
+    evaluated: dict[str, Any] = {
+        "step": 2,
+        "validation_loss": 2.5,
+        "kind": "text",
+        "worker_at_unix_s": 1.0,
+    }
     told = {"at": "2026-11-20T05:16:00+00:00", "event": "evaluated", "slot": "pc1/0"}
     if losses:
         store.event({**told, **evaluated})
@@ -49,6 +54,7 @@ def test_a_csv_has_each_step_once_with_its_validation(tmp_path: Path) -> None:
         ("2", "3.0", "2.5"),
     ]
     assert float(lines[0]["at_unix_s"]) == STARTED_UNIX_S + 2
+    assert set(lines[0]) == {"step", "at_unix_s", "loss", "validation_loss"}
     events = list(tmp_path.rglob("events.out.tfevents.*"))
     if importlib.util.find_spec("tensorboard") is None:
         assert events == []

@@ -275,6 +275,7 @@ def _card(
     losses, levers = saved["state"]["course"]["losses"], saved["identity"]["levers"]
     fingerprint = levers.get("data_fingerprint", "not known")
     loss = f", loss {losses[-1]:.4g}" if losses else ""
+    loss += "".join(f", {key} {value:.4g}" for key, value in saved.get("figures", {}).items())
     rank = "" if settings.adapter == "none" else f", rank {settings.adapter_rank}"
     versions = f"torch {saved['state']['torch']}, transformers {version('transformers')}"
     library = "peft (on its base)" if form == "adapter" else "transformers"
