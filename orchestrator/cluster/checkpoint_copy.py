@@ -50,8 +50,8 @@ def copied(node: str, run_id: str, slot: str, names: str, into: Path) -> list[Pa
     Raises:
         NoClusterError: It is not there, or does not answer.
     """
-    # No types here.
-    live = [each["Labels"] for each in ray.nodes() if each["Alive"]]  # type: ignore[no-untyped-call]
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]  # no types here
+    live = [each["Labels"] for each in nodes if each["Alive"]]
     if node not in {labels.get(NODE_LABEL) for labels in live}:
         raise NoClusterError(f"no node {node} is in the cluster")
     options: dict[str, Any] = {"num_cpus": 0, "label_selector": {NODE_LABEL: node}}
