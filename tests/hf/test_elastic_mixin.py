@@ -118,5 +118,5 @@ def _refusal(folder: str) -> str:
 
 def test_a_model_that_ignores_the_count_is_refused(in_child: InChild, tmp_path: Path) -> None:
     said = in_child(_refusal, str(tmp_path))
-    assert "ignores num_items_in_batch and returns a mean" in said
+    assert "it ignores num_items_in_batch" in said
     assert "compute_loss_func" in said

@@ -19,26 +19,12 @@ from torch import Tensor, nn
 
 from workers.resilience.retry import Attempts, RetryRules
 from workers.training.accumulator import Accumulator
-from workers.training.batches import part_of, rows_of
+from workers.training.batches import Batch, part_of, rows_of
 from workers.training.errors import TaskError
 from workers.training.keyed_random import Dropouts
-
-#: Samples of the first batch that are computed together and one by one.
-_TRIED: Final = 4
-
-#: What their losses may differ by, relatively; in half precision more is rounding.
-_TOLERANCE: Final = 1e-4
-_HALF_TOLERANCE: Final = 2e-2
+from workers.training.parts import PartsError, check_parts
 
 _MAX_WAIT_S: Final = 120.0
-
-#: On a card the same shows on the CPU alone where a model draws there; its own numbers are not
-#: looked at.
-_DRAWS: Final = (
-    "the model draws from torch's own random numbers, so the result depends on how a batch is split; "
-    "set the dropout of its attention to 0 in the model's config (attn_pdrop, attention_dropout or "
-    "attention_probs_dropout_prob)"
-)
 
 
 class ElasticMixin:
@@ -60,7 +46,6 @@ class ElasticMixin:
         parts = getattr(self, "_elastic_parts", None)
         if parts is None:
             parts = self._elastic_parts = _Parts(self, model)
-            parts.refuse_unless_they_add_up(batch, num_items_in_batch)
         model.train()
         loss: Tensor = parts.step(batch, num_items_in_batch)
         return loss
@@ -82,6 +67,7 @@ class _Parts:
         self._sums = Accumulator(self._parameters)
         self._attempts: Attempts | None = None
         self._samples_used = 0
+        self._checked = False
 
     def step(self, batch: dict[str, Any], items: Tensor | int | None) -> Tensor:
         """Compute a batch, and put its gradients where the Trainer looks for them."""
@@ -107,41 +93,41 @@ class _Parts:
                 weight.grad.add_(total)
         return self._sums.loss[0].float()
 
-    def refuse_unless_they_add_up(self, batch: dict[str, Any], items: Tensor | int | None) -> None:
-        """Compare the loss of a few samples with the sum of their own, without dropout."""
-        rows = min(_TRIED, rows_of(batch))
-        with torch.no_grad():
-            before = torch.get_rng_state()
-            self._model.train()
-            self._dropouts.key(0, 1, self._parameters[0].device)
-            self._loss(batch, 0, 1, rows, items)
-            if not torch.equal(before, torch.get_rng_state()):
-                warnings.warn(_DRAWS, stacklevel=2)
-                torch.set_rng_state(before)
-            self._model.eval()
-            whole = float(self._loss(batch, 0, rows, rows, items))
-            apart = sum(float(self._loss(batch, row, 1, rows, items)) for row in range(rows))
-        arguments = self._trainer.args
-        tolerance = _HALF_TOLERANCE if arguments.bf16 or arguments.fp16 else _TOLERANCE
-        if abs(whole - apart) <= tolerance * max(abs(whole), abs(apart)):
-            return
-        kind = type(self._model).__name__
-        if self._is_scaled(items) and abs(apart - rows * whole) <= 0.1 * abs(apart):
-            why = f"{kind} ignores num_items_in_batch and returns a mean"
-        elif self._is_scaled(items):
-            why = f"the loss of {kind} is no sum over the items of a batch"
-        else:
-            why = f"the loss of {kind} is a mean over items, and samples have unequally many"
-        raise TaskError(
-            f"the loss of {rows} samples is {whole:.6g}, and their own add up to {apart:.6g}, so the "
-            f"result would depend on memory: {why}; give the Trainer a compute_loss_func(outputs, "
-            "labels, num_items_in_batch) that sums over items and divides by num_items_in_batch"
-        )
+    def _check(self, limit: int, batch: dict[str, Any], items: Tensor | int | None) -> None:
+        """Refuse a Trainer whose parts do not add up; warn of what else depends on the cut."""
+
+        def loss(part: Batch, first: int) -> Tensor:
+            self._dropouts.key(first, rows_of(part), self._parameters[0].device)
+            return self._loss_of(part, items)
+
+        try:
+            found = check_parts(
+                self._model,
+                batch,
+                loss,
+                weight=None if self._is_scaled(items) else rows_of,
+                counted="num_items_in_batch",
+                rows=limit,
+                accumulator=self._sums,
+            )
+        except PartsError as error:
+            raise TaskError(
+                f"{type(self._model).__name__}: {error}; the Trainer takes a compute_loss_func("
+                "outputs, labels, num_items_in_batch) in its place"
+            ) from error
+        for hazard in found:
+            warnings.warn(str(hazard), stacklevel=2)
 
     def _advance(
         self, limit: int, batch: dict[str, Any], rows: int, items: Tensor | int | None
     ) -> None:
-        """Compute one part."""
+        """Compute one part; before the first of all, see that parts add up."""
+        if not self._checked and limit > 1:
+            try:
+                self._check(limit, batch, items)
+            finally:
+                self._sums.begin(rows, 1)
+            self._checked = True
         count = self._sums.next_rows(limit)
         first = self._sums.done
         self._dropouts.key(self._samples_used + first, count, self._parameters[0].device)
@@ -154,13 +140,16 @@ class _Parts:
         self, batch: dict[str, Any], first: int, count: int, rows: int, items: Tensor | int | None
     ) -> Tensor:
         """Return what a part adds to the loss of its batch of so many rows."""
-        part = part_of(batch, first, count)
-        with self._trainer.compute_loss_context_manager():
-            loss: Tensor = self._trainer.compute_loss(self._model, part, num_items_in_batch=items)
+        loss = self._loss_of(part_of(batch, first, count), items)
         if self._is_scaled(items):
             return loss
         share: float = count / rows / self._trainer.current_gradient_accumulation_steps
         return loss * share
+
+    def _loss_of(self, part: Batch, items: Tensor | int | None) -> Tensor:
+        with self._trainer.compute_loss_context_manager():
+            loss: Tensor = self._trainer.compute_loss(self._model, part, num_items_in_batch=items)
+        return loss
 
     def _is_scaled(self, items: Tensor | int | None) -> bool:
         """Whether losses are divided by the items of the batch already, as the Trainer has it."""
