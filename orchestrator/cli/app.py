@@ -97,6 +97,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     yes_really: opt.YesReally = False,
 ) -> None:
     """Run the workers and show their health. Ctrl-C ends the run and writes the summary."""
+    from orchestrator.cli.plan_training import refuse_folder
     from orchestrator.record.archive import read_run
     from orchestrator.run import environment as environments
     from orchestrator.run import runner
@@ -133,6 +134,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         raise typer.Exit(
             runner.go_on(read_run(find_run(Path(loaded.run.dir), resume)), options, more_s)
         )
+    refuse_folder(loaded)
     if rehearse:
         environment = environments.in_rehearsal(loaded, scale)
     elif debug:

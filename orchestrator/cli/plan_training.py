@@ -11,13 +11,16 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import NodeBudget
 from orchestrator.errors import UsageError, one_line
 from orchestrator.view.cells import aligned
+from workers.hf.folder_files import check_folder
 from workers.settings import ASSUMED_CONTEXT_BYTES
+from workers.training.errors import TrainingError
 from workers.training.settings import PRESETS, TrainSettings
 from workers.units import GIB, MIB
 
@@ -40,6 +43,20 @@ def cap_about_bytes(budget: NodeBudget) -> int:
     CUDA context.
     """
     return max(0, budget.budget_bytes - (ASSUMED_CONTEXT_BYTES if budget.gpus else 0))
+
+
+def refuse_folder(config: Config) -> None:
+    """Refuse a `train.model` that lies on this machine and cannot be used.
+
+    Raises:
+        UsageError: The message names the file and says what to do.
+    """
+    name = config.train.model
+    if config.workload.name == "train" and name and Path(name).expanduser().exists():
+        try:
+            check_folder(name)
+        except TrainingError as error:
+            raise UsageError(one_line(str(error))) from error
 
 
 def training_plan(config: Config, budgets: Sequence[NodeBudget]) -> dict[str, Any] | None:

@@ -82,7 +82,11 @@ def theirs(task: TrainTask, settings: TrainSettings, accumulation: int) -> Run:
     if settings.adapter != "none":
         import peft
 
-        heads = [name for name, module in model.named_modules() if module in task.whole(model)]
+        heads = [
+            name
+            for name, module in model.named_modules()
+            if module in task.whole(model) and next(module.parameters(), None) is not None
+        ]
         config = peft.LoraConfig(
             r=8, lora_alpha=16, use_dora=settings.adapter == "dora", target_modules="all-linear",
             modules_to_save=heads if settings.preset == "hf-pairs" else None,

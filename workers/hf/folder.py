@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from workers.hf.folder_files import CONFIG, check_folder, refused
+from workers.hf.folder_files import CONFIG, check_folder, count_weights, refused
 from workers.training.errors import TaskError
 from workers.training.settings import TrainSettings
 
@@ -27,6 +27,9 @@ _SEQ: Final = 1024
 
 #: More than any model reads: a tokenizer's word for "I do not know".
 _NO_LIMIT: Final = 1_000_000
+
+#: A model that has so many times the weights of the files is another one.
+_MOST_MORE: Final = 1.5
 
 #: Of the names of weights in a message.
 _MOST_NAMES: Final = 3
@@ -82,6 +85,12 @@ class ModelFolder:
         self.path = Path(str(settings.model)).expanduser()
         kind = check_folder(str(self.path))["model_type"]
         library = transformers()
+        if kind not in library.CONFIG_MAPPING:
+            raise refused(
+                self.path / CONFIG,
+                f"is of a {kind!r}, which transformers {library.__version__} does not know; install "
+                "a newer one, or take another model",
+            )
         self._auto = getattr(library, auto_class)
         try:
             config = library.AutoConfig.from_pretrained(self.path, local_files_only=True, **changes)
@@ -122,6 +131,15 @@ class ModelFolder:
             masks.find_packed_sequence_indices = lambda _: None  # type: ignore[attr-defined]
             planned: nn.Module = self._auto.from_config(self.config, dtype=dtype)
             return planned
+        with torch.device("meta"):
+            body = getattr(self._auto.from_config(self.config), "base_model")  # noqa: B009 - Any
+        needed, stored = _weights_of(body), count_weights(self.path)
+        if needed > _MOST_MORE * stored:  # before memory is taken for what is missing
+            raise refused(
+                self.path,
+                f"holds {stored:,} weights, and its config tells of {needed:,}; config and weights "
+                "are of two models",
+            )
         try:
             model, loaded = self._auto.from_pretrained(
                 self.path,

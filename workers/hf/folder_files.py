@@ -7,6 +7,7 @@ Without torch and transformers, so that the head can look, too. Reads only the h
 from __future__ import annotations
 
 import json
+import math
 import struct
 from pathlib import Path
 from typing import Any, Final
@@ -43,12 +44,13 @@ def check_folder(name: str) -> dict[str, Any]:
     config = _json_of(folder / CONFIG)
     if not isinstance(config.get("model_type"), str):
         raise refused(folder / CONFIG, 'names no "model_type"; take the config of the model')
-    if "auto_map" in config:
-        raise refused(
-            folder / CONFIG,
-            'has an "auto_map": it wants code of the folder to be run (trust_remote_code), and '
-            "none is; take a model whose code is in transformers",
-        )
+    for path in filter(Path.is_file, (folder / CONFIG, folder / "tokenizer_config.json")):
+        if "auto_map" in _json_of(path):
+            raise refused(
+                path,
+                'has an "auto_map": it wants code of the folder to be run (trust_remote_code), and '
+                "none is; take a model whose code is in transformers",
+            )
     for path in _weights_in(folder):
         _check_weights(path)
     if not (folder / TOKENIZER).is_file():
@@ -59,10 +61,9 @@ def check_folder(name: str) -> dict[str, Any]:
     return config
 
 
-def stored_names(name: str) -> set[str]:
-    """Return the names of the weights in a folder that was checked."""
-    folder = Path(name).expanduser()
-    return {name for path in _weights_in(folder) for name in _check_weights(path)}
+def count_weights(folder: Path) -> int:
+    """Return how many weights a folder that was checked holds."""
+    return sum(map(_check_weights, _weights_in(folder)))
 
 
 def _weights_in(folder: Path) -> list[Path]:
@@ -83,8 +84,10 @@ def _weights_in(folder: Path) -> list[Path]:
     raise refused(folder, f"has no {WEIGHTS}; copy it, or save the model with save_pretrained")
 
 
-def _check_weights(path: Path) -> list[str]:
-    """Return the names in a file of weights; read its header and compare it with its size."""
+def _check_weights(path: Path) -> int:
+    """Read the header of a file of weights, compare it with its size, and return how many there
+    are.
+    """
     try:
         with path.open("rb") as file:
             first = file.read(8)
@@ -92,8 +95,10 @@ def _check_weights(path: Path) -> list[str]:
             if not 0 < length <= _LONGEST_HEADER_BYTES:
                 raise refused(path, "is no file of safetensors; copy it again")
             header = json.loads(file.read(length))
-        ends = {key: tensor["data_offsets"][1] for key, tensor in header.items() if key[:2] != "__"}
-        needed, has = 8 + length + max(ends.values(), default=0), path.stat().st_size
+        tensors = [tensor for key, tensor in header.items() if key[:2] != "__"]
+        ends = [tensor["data_offsets"][1] for tensor in tensors]
+        needed, has = 8 + length + max(ends, default=0), path.stat().st_size
+        count: int = sum(math.prod(tensor["shape"]) for tensor in tensors)
     except OSError as failure:
         raise refused(path, f"cannot be read: {failure.strerror}") from failure
     except (ValueError, KeyError, TypeError, AttributeError) as failure:
@@ -102,7 +107,7 @@ def _check_weights(path: Path) -> list[str]:
         raise refused(
             path, f"has {has} bytes, and its header tells of {needed}: it is cut off; copy it again"
         )
-    return list(ends)
+    return count
 
 
 def _json_of(path: Path) -> dict[str, Any]:

@@ -10,7 +10,9 @@ import csv
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
+from math import isfinite
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -110,12 +112,12 @@ class Pairs(Samples):
         self._items = self._held.start
         numbers = {name: number for number, name in enumerate(classes)}
         try:
-            labels = [numbers[label] if classes else float(label) for _, label in rows]
+            labels = [numbers[label] if classes else _finite(label) for _, label in rows]
         except (KeyError, ValueError) as failure:
             known = ", ".join(classes[:5]) or "numbers"
             raise TextError(
-                f"train.data: {root} has the label {failure}, and the training knows {known}; "
-                "correct it, or set train.columns or train.labels"
+                f"train.data: {root} has the label {failure.args[0]!r}, and the training knows "
+                f"{known}; correct it, or set train.columns or train.labels"
             ) from failure
         self.labels = torch.tensor(labels, dtype=torch.int64 if classes else torch.float32)
 
@@ -241,11 +243,17 @@ def _classes_of(settings: TrainSettings, labels: Sequence[str]) -> list[str]:
     return sorted(found, key=lambda name: (int(name), "") if name.isdecimal() else (0, name))
 
 
+def _finite(label: str) -> float:
+    with suppress(ValueError):
+        if isfinite(number := float(label)):
+            return number
+    raise ValueError(label)
+
+
 def _are_fractions(labels: Sequence[str]) -> bool:
-    try:
-        return any(not float(label).is_integer() for label in labels)
-    except ValueError:
-        return False
+    with suppress(ValueError):
+        return any(not _finite(label).is_integer() for label in labels)
+    return False
 
 
 def _rows_of(files: TextFiles, columns: Sequence[str] | None) -> list[Row]:

@@ -135,7 +135,9 @@ class TokenSamples(Samples):
         ]
         last = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         texts = [text for document in documents for text, _ in document.parts]
-        made = iter(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
+        # Of no text, as of a chat without an answer, it cannot make tokens.
+        encoded = tokenizer(texts or [""], add_special_tokens=False, verbose=False)
+        made = iter(encoded["input_ids"])
         for document in documents:
             numbers = [~token for token in first] if document.begins else []
             for _, predicted in document.parts:
@@ -193,8 +195,8 @@ class TokenSamples(Samples):
         parts, text = list[tuple[str, bool]](), ""
         try:
             for place, message in enumerate(messages):
-                if message["role"] != "assistant":
-                    continue
+                if (message["role"], bool(message["content"]))[0] != "assistant":
+                    continue  # a template writes nothing for content that is not there
                 asked, answered = (
                     tokenizer.apply_chat_template(
                         messages[:end], tokenize=False, add_generation_prompt=end == place
