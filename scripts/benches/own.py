@@ -1,0 +1,387 @@
+"""The model of a folder: the preset `hf-causal` in the real engine, beside transformers' Trainer.
+
+With memory to spare both have one whole batch at once, and take short turns in processes that stay,
+so that other programs on the machine meet both. Under a cap each has a process of its own, and the
+kernel refuses what goes past so much more than the process held after a warm-up. There the
+Trainer's only way is `auto_find_batch_size`, which gives up the batch: its samples count all the
+same. Caps lie evenly between what the Trainer needs for a whole batch and for one sample, the ends
+left out. Starts, imports and the plan of memory are not timed; tries that fail are.
+
+CPU only, one thread, fp32, models made from a config. Does not compare what was learned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import os
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from benches.common import Child, Result, in_turn, judged, lone_worker, progress, status_bytes
+from benches.pressure_caps import PATIENCE_S
+from workers.settings import WorkloadSpec
+from workers.units import MIB
+
+_ROOT = Path(__file__).parent.parent.parent
+BATCH, SEQ = 16, 64
+#: Of a GPT-2: 0.1, 25.4 and 0.5 million parameters.
+SIZES: Mapping[str, Mapping[str, int]] = {
+    "tiny": {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    "25m": {"n_embd": 512, "n_layer": 8, "n_head": 8, "n_positions": 128},
+    "capped": {"n_embd": 96, "n_layer": 4, "n_head": 4, "n_positions": 128},
+}
+_SPARE_BYTES = 6 * 1024 * MIB
+_RESOLUTION_BYTES = MIB // 4
+_MOST_BYTES = 512 * MIB
+#: A training under a cap that takes longer has not finished.
+_LONGEST_S = 240.0
+_SLICE_S = 0.5
+
+
+def run(rounds: int, seconds: float, models: Sequence[str], caps: int, steps: int) -> Result:
+    os.environ.setdefault("MALLOC_ARENA_MAX", "1")  # what is freed is really given back
+    with tempfile.TemporaryDirectory() as folder:
+        for name, sizes in SIZES.items():
+            with contextlib.closing(Child("maker", _make, Path(folder, name), sizes)) as maker:
+                maker.receive(PATIENCE_S)
+        spare = [
+            row for name in models for row in _spared(str(Path(folder, name)), rounds, seconds)
+        ]
+        capped = _capped(str(Path(folder, "capped")), caps, steps)
+    ratios = [row["ratio"] for row in capped if row["ratio"]]
+    mean = math.exp(statistics.fmean(map(math.log, ratios))) if ratios else None
+    targets = [
+        judged(f"samples/s to the Trainer's, {row['model']}", row["ratio"], at_least=0.97)
+        for row in spare
+    ]
+    targets += [
+        judged("useful samples/s under caps, geometric mean", mean, at_least=1.2),
+        judged(
+            "trainings that finish", sum(row["ours_per_s"] > 0 for row in capped), at_least=caps
+        ),
+    ]
+    load = os.getloadavg()[0]
+    figures = {"load": load, "spare": spare, "capped": capped, "targets": targets}
+    return Result(bench="own", figures=figures)
+
+
+def _make(connection: Connection, path: Path, sizes: Mapping[str, Any]) -> None:
+    from tests.hf.folders import make_folder
+
+    make_folder(path, "gpt2", **sizes)
+    connection.send("made")
+
+
+def _keys(folder: str) -> dict[str, Any]:
+    return {
+        "preset": "hf-causal", "model": folder, "data": str(_ROOT / "docs" / "training.md"),
+        "batch": BATCH, "seq": SEQ, "precision": "fp32", "steps": 1_000_000,
+    }  # fmt: skip
+
+
+def _spared(folder: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """Return samples a second of both, by the clock and by processor time, as medians of rounds."""
+    sides = {"ours": _ours_in_turns, "theirs": _theirs_in_turns}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    with contextlib.ExitStack() as stack:
+        children = {
+            name: stack.enter_context(contextlib.closing(Child(name, body, folder)))
+            for name, body in sides.items()
+        }
+        for child in children.values():
+            child.receive(PATIENCE_S)
+
+        def turn(name: str) -> tuple[float, float]:
+            children[name].send(seconds)
+            samples, wall_s, cpu_s = children[name].receive(PATIENCE_S)
+            return samples / wall_s, samples / cpu_s
+
+        turns = {name: partial(turn, name) for name in sides}
+        for number in range(rounds):
+            for name, speeds in in_turn(number, turns).items():
+                found[name].append(speeds)
+            progress(
+                f"{Path(folder).name} {number + 1}/{rounds}: "
+                + ", ".join(f"{name} {found[name][-1][0]:.1f}/s" for name in sides)
+            )
+    row: dict[str, Any] = {"model": Path(folder).name, "rounds": rounds}
+    for place, unit in enumerate(("per_s", "per_cpu_s")):
+        for name in sides:
+            row[f"{name}_{unit}"] = statistics.median(each[place] for each in found[name])
+        pairs = zip(found["ours"], found["theirs"], strict=True)
+        ratios = [ours[place] / theirs[place] for ours, theirs in pairs]
+        row["ratio" if place == 0 else "ratio_cpu"] = statistics.median(ratios)
+        if place == 0:
+            row |= {"ratio_least": min(ratios), "ratio_most": max(ratios)}
+    return [row]
+
+
+class _Ours:
+    """A training in the real engine, under a cap."""
+
+    def __init__(self, folder: str, cap_bytes: int) -> None:
+        from typing import cast
+
+        from benches.train_job import count_every_tensor
+        from workers.devices import cpu
+        from workers.engine import engine, session
+        from workers.workloads.train import Train
+
+        class Capped(cpu.CpuDevice):
+            """The cap does not hold what the device itself took."""
+
+            def __init__(self, spec: Any) -> None:  # noqa: ANN401 - a WorkerSpec
+                super().__init__(spec)
+                if cap_bytes < _SPARE_BYTES:
+                    count_every_tensor()  # it takes time, so with memory to spare neither does
+                self.most_bytes -= self._cap_bytes - cap_bytes
+                self._cap_bytes = cap_bytes
+                self.info = replace(self.info, cap_bytes=cap_bytes)
+
+        cast("Any", session).open_device = Capped
+        Train.load_code(_keys(folder))
+        _warmed_up(folder)
+        usual = lone_worker(budget_bytes=cap_bytes + 64 * MIB, floor_bytes=MIB)
+        workload = WorkloadSpec(
+            name="train", dtype="fp32", size=1024, batch=128, seed=0, settings=_keys(folder)
+        )
+        self._engine = engine.Engine(
+            replace(
+                usual, policy="adaptive", workload=workload, workers_on_host=os.cpu_count() or 1
+            )
+        )
+        self._sequence = -1
+        self.batch: int | None = None
+        self.step = 0
+
+    def slice(self, seconds: float) -> None:
+        from workers.messages import Directive, Verdict
+
+        self._sequence += 1
+        told = self._engine.run_slice(
+            Directive(incarnation=0, sequence=self._sequence, duration_s=seconds, resume=None)
+        )
+        if told.verdict is not Verdict.OK and told.error:
+            raise RuntimeError(told.error)
+        self.batch = told.batch
+        self.step = told.progress.train_step or 0 if told.progress else self.step
+
+
+def _warmed_up(folder: str) -> None:
+    """Let libraries take what they keep, before anything is counted."""
+    import torch
+
+    from workers.training.settings import TrainSettings
+    from workers.training.tasks import find_task
+    from workers.training.trainer import Trainer
+
+    torch.set_num_threads(1)
+    settings = TrainSettings(**_keys(folder))
+    own = Trainer(find_task(settings, 0), settings, torch.device("cpu"), 0)
+    for limit in (BATCH, 5, 1):
+        while not own.micro_batch(limit).updated:
+            pass
+    own.close()
+    del own
+    gc.collect()
+
+
+def _ours_in_turns(connection: Connection, folder: str) -> None:
+    ours = _Ours(folder, _SPARE_BYTES)
+    while ours.batch != BATCH or ours.step < 5:
+        ours.slice(_SLICE_S)
+    connection.send("ready")
+    while True:
+        seconds = connection.recv()
+        began_s, cpu_s, step = time.monotonic(), time.process_time(), ours.step
+        ours.slice(seconds)
+        spent_s, cpu_spent_s = time.monotonic() - began_s, time.process_time() - cpu_s
+        connection.send(((ours.step - step) * BATCH, spent_s, cpu_spent_s))
+
+
+def _trainer(folder: str, items: int | None, callbacks: Sequence[Any], **arguments: Any) -> Any:  # noqa: ANN401 - transformers is imported late
+    """Make a Trainer as its documentation does, on the same samples in its own order."""
+    import torch
+
+    from workers.hf.folder import transformers
+    from workers.training.settings import TrainSettings
+    from workers.training.tasks import find_task
+
+    library = transformers()
+    torch.set_num_threads(1)
+    task = find_task(TrainSettings(**_keys(folder)), 0)
+    windows = [task.dataset[index][0] for index in range(len(task.dataset) - 1)]  # but a short one
+    known = [windows[index % len(windows)] for index in range(items or 512)]
+
+    def collate(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        tokens = torch.stack(samples)
+        return {"input_ids": tokens, "labels": tokens}
+
+    usual: dict[str, Any] = {
+        "output_dir": tempfile.mkdtemp(), "per_device_train_batch_size": BATCH, "use_cpu": True,
+        "logging_strategy": "no", "save_strategy": "no", "report_to": [], "disable_tqdm": True,
+        "weight_decay": 0.1, "dataloader_pin_memory": False, "remove_unused_columns": False,
+    }  # fmt: skip
+    return library.Trainer(
+        model=task.model(),
+        args=library.TrainingArguments(**(usual | arguments)),
+        train_dataset=known,
+        data_collator=collate,
+        callbacks=list(callbacks),
+    )
+
+
+def _theirs_in_turns(connection: Connection, folder: str) -> None:
+    from workers.hf.folder import transformers
+
+    class Turns(transformers().TrainerCallback):  # type: ignore[misc]  # imported late
+        steps, until_s, began = -5, 0.0, (0.0, 0.0)  # five to warm up
+
+        def on_step_end(self, _: Any, __: Any, control: Any, **___: Any) -> None:  # noqa: ANN401
+            self.steps += 1
+            if self.steps < 0 or (self.steps and time.monotonic() < self.until_s):
+                return
+            try:
+                now = time.monotonic() - self.began[0], time.process_time() - self.began[1]
+                connection.send((self.steps * BATCH, *now) if self.steps else "ready")
+                seconds = connection.recv()
+            except (EOFError, OSError):
+                control.should_training_stop = True
+                return
+            self.steps, self.began = 0, (time.monotonic(), time.process_time())
+            self.until_s = self.began[0] + seconds
+
+    _trainer(folder, None, [Turns()], max_steps=1_000_000).train()
+
+
+def _capped(folder: str, caps: int, steps: int) -> list[dict[str, Any]]:
+    """Train under each cap, a side after the other; return a row for each cap."""
+    with contextlib.closing(Child("peaks", _peaks, folder)) as child:
+        whole_bytes, one_bytes = child.receive(4 * PATIENCE_S)
+    progress(f"the Trainer needs {whole_bytes / MIB:.1f} MiB, for one {one_bytes / MIB:.1f}")
+    rows = []
+    for number in range(caps):
+        cap_bytes = int(one_bytes + (number + 0.5) / caps * (whole_bytes - one_bytes))
+        sides = {
+            "ours": partial(_turn, "ours", _ours_capped, folder, cap_bytes, steps),
+            "theirs": partial(_turn, "theirs", _theirs_capped, folder, cap_bytes, steps),
+        }
+        told = in_turn(number, sides)
+        (ours, ours_batch, ended), (theirs, theirs_batch, gave_up) = told["ours"], told["theirs"]
+        rows.append(
+            {
+                "cap_mib": cap_bytes / MIB, "ours_per_s": ours, "theirs_per_s": theirs,
+                "ratio": ours / theirs if ours and theirs else None,
+                "ours_part": ours_batch, "theirs_batch": theirs_batch, "ended": ended or gave_up,
+            }
+        )  # fmt: skip
+        progress(str(rows[-1]))
+    return rows
+
+
+def _turn(name: str, body: Any, *arguments: object) -> tuple[float, int | None, str]:  # noqa: ANN401 - a function
+    """Return useful samples a second, the samples at once, and why it did not finish."""
+    with contextlib.closing(Child(name, body, *arguments)) as child:
+        try:
+            told: tuple[float, int | None, str] = child.receive(_LONGEST_S + PATIENCE_S)
+        except Exception as error:  # noqa: BLE001 - one that ends is a finding
+            return 0.0, None, f"{name}: {error}"
+        return told
+
+
+def _ours_capped(connection: Connection, folder: str, cap_bytes: int, steps: int) -> None:
+    ours = _Ours(folder, cap_bytes)
+    ours.slice(0.0)  # plans
+    began_s, first, spent_s = time.monotonic(), ours.step, 0.0
+    while ours.step - first < steps and spent_s < _LONGEST_S:
+        ours.slice(_SLICE_S)
+        spent_s = time.monotonic() - began_s
+    done = ours.step - first
+    speed = done * BATCH / spent_s if done >= steps else 0.0
+    connection.send((speed, ours.batch, "" if speed else f"ours did {done} of {steps} steps"))
+
+
+def _theirs_capped(connection: Connection, folder: str, cap_bytes: int, steps: int) -> None:
+    base_bytes = _ready(folder)
+    ended, batch, items = "", None, steps * BATCH
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    began_s = time.monotonic()
+    try:
+        trainer = _trainer(folder, items, [], num_train_epochs=1, auto_find_batch_size=True)
+        _limit(base_bytes + cap_bytes)
+        began_s = time.monotonic()
+        trainer.train()
+        batch = trainer._train_batch_size
+    except Exception as error:  # noqa: BLE001 - one that gives up is a finding
+        ended = f"theirs: {type(error).__name__}: {' '.join(str(error).split())[:100]}"
+    finally:
+        spent_s = time.monotonic() - began_s
+        _limit(hard)
+    connection.send((0.0 if ended else items / spent_s, batch, ended))
+
+
+def _ready(folder: str) -> int:
+    """Warm a process up; return the bytes that it holds then."""
+    from benches.train_job import count_every_tensor
+
+    count_every_tensor()
+    for rows in (BATCH, 5, 1):
+        _trainer(folder, BATCH, [], max_steps=2, per_device_train_batch_size=rows).train()
+    gc.collect()
+    gc.freeze()
+    return status_bytes("VmData")
+
+
+def _limit(size_bytes: int) -> None:
+    resource.setrlimit(
+        resource.RLIMIT_DATA, (size_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1])
+    )
+
+
+def _peaks(connection: Connection, folder: str) -> None:
+    """Tell the least caps that two steps of the Trainer fit into, of a batch and of one sample."""
+    base_bytes = _ready(folder)
+    found = []
+    for rows in (BATCH, 1):
+        too_little, enough = MIB, _MOST_BYTES
+        while enough - too_little > _RESOLUTION_BYTES:
+            middle = (too_little + enough) // 2
+            if _fits(folder, rows, base_bytes + middle):
+                enough = middle
+            else:
+                too_little = middle
+        found.append(enough)
+    connection.send(found)
+
+
+def _fits(folder: str, rows: int, limit_bytes: int) -> bool:
+    from benches.train_job import is_oom
+
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    trainer = _trainer(folder, BATCH, [], max_steps=2, per_device_train_batch_size=rows)
+    failure: Exception | None = None
+    try:
+        if status_bytes("VmData") > limit_bytes:
+            return False
+        _limit(limit_bytes)
+        trainer.train()
+    except Exception as error:  # noqa: BLE001 - looked at where there is memory again
+        failure = error
+    finally:
+        _limit(hard)
+    if failure is not None and not is_oom(failure):
+        raise failure
+    fits = failure is None
+    del trainer, failure
+    gc.collect()
+    return fits
