@@ -149,7 +149,7 @@ class _Ours:
                 self.info = replace(self.info, cap_bytes=cap_bytes)
 
         cast("Any", session).open_device = Capped
-        Train.load_code(_keys(folder))
+        Train.prepare(_keys(folder))
         _warmed_up(folder)
         usual = lone_worker(budget_bytes=cap_bytes + 64 * MIB, floor_bytes=MIB)
         workload = WorkloadSpec(
