@@ -132,3 +132,15 @@ def test_what_was_never_measured_is_no_line(fixed: float | None, unit: float | N
 def test_a_line_that_takes_nothing_promises_a_number() -> None:
     line = Footprint(here_x=1.0, here_bytes=0.0, far_x=0.5, far_bytes=0.0, unit_bytes=1.0)
     assert line.largest_x(1e9) > 0
+
+
+def test_a_remembered_line_goes_through_its_two_places() -> None:
+    line = footprint_of(Learned(size=1600, fixed_bytes=1000.0, unit_bytes=2.0), 1.0)
+    assert line is not None
+    assert (line.here_x, line.here_bytes) == (1600.0, 1000.0 + 2 * 1600)
+    assert (line.far_x, line.far_bytes) == (100.0, 1000.0 + 2 * 100)
+    assert line.unit_bytes == 2.0
+
+    flat = footprint_of(Learned(size=1600, fixed_bytes=1000.0, unit_bytes=0.0), 1.0)
+    assert flat is not None
+    assert 0 < flat.unit_bytes < 1000.0 / 1600, "it grows a little, so that a size can be found"

@@ -117,3 +117,8 @@ def test_memory_that_is_taken_costs_no_probe() -> None:
     for _ in range(5):
         bracket = bracket.ran_out(BOUNDS, 100, 0.0).ran_out(BOUNDS, 80, 0.0).ended_well(100, 0.0)
     assert bracket.probes == Bracket().probes
+
+
+def test_a_good_size_that_is_also_bad_is_not_allowed() -> None:
+    bracket = Bracket(good=500, bad=500, bad_until_s=100.0)
+    assert bracket.allowed(500, BOUNDS, 0.0, promised=False) == BOUNDS.down(499)
