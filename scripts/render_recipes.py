@@ -15,6 +15,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -55,6 +56,17 @@ _SHARE: Final = 0.95
 #: backwards twice.
 _ATTENTION_FLOP: Final = 6 * 24 * 1024 * 1024
 
+#: Of the folders that recipes name, what transformers needs beside its own defaults: those of GPT-2
+#: medium (Radford et al., 2019) and of Llama 3.2 1B.
+MODELS: Final[Mapping[str, Mapping[str, object]]] = {
+    "gpt2-medium": {"model_type": "gpt2", "n_embd": 1024, "n_layer": 24, "n_head": 16},
+    "llama-1b": {
+        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
+        "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "vocab_size": 128_256, "max_position_embeddings": 131_072, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
 _PARTS: Final = ("weights", "gradients", "optimizer", "average", "activations", "workspace")
 _BEGIN, _END = "<!-- made by scripts/render_recipes.py -->", "<!-- until here -->"
 
@@ -66,12 +78,44 @@ def plans_of(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """
 
     def plan(path: Path) -> dict[str, Any]:
-        told = _python("-m", "orchestrator", "plan", "-c", str(path), "--json")
+        keys = yaml.safe_load(path.read_text(encoding="utf-8")).get("train", {})
+        instead = [
+            f"--set=train.{key}={Path(folder, Path(keys[key]).name)}"
+            for key in ("model", "data")
+            if key in keys
+        ]
+        told = _python("-m", "orchestrator", "plan", "-c", str(path), "--json", *instead)
         training: dict[str, Any] = json.loads(told)["training"]
         return training
 
-    with ThreadPoolExecutor(2) as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+        _stand_in(Path(folder))
         return list(pool.map(plan, paths))
+
+
+def _stand_in(folder: Path) -> None:
+    """Make what recipes name: models by config and tokenizer alone, as a plan reads no weights, a
+    text, and a picture with 68 points.
+    """
+    import torch
+    from PIL import Image
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+
+    for name, config in MODELS.items():
+        model = folder / name
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        Tokenizer(BPE({"<s>": 0}, [])).save(str(model / "tokenizer.json"))
+        save_file({"none": torch.zeros(1)}, model / "model.safetensors")
+    (folder / "text").mkdir()
+    (folder / "text" / "some.txt").write_text("<s>" * 10_000, encoding="utf-8")
+    faces = folder / "faces"
+    faces.mkdir()
+    Image.new("L", (64, 64)).save(faces / "0.png")
+    names = ["file", *(f"{point}_{axis}" for point in range(68) for axis in "xy")]
+    (faces / "points.csv").write_text(f"{','.join(names)}\n0.png{',0' * 136}\n", encoding="utf-8")
 
 
 def sums_of(training: Mapping[str, Any]) -> list[str]:
