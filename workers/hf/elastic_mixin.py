@@ -35,8 +35,8 @@ _MAX_WAIT_S: Final = 120.0
 #: On a card the same shows on the CPU alone where a model draws there; its own numbers are not
 #: looked at.
 _DRAWS: Final = (
-    "the model draws from torch's own random numbers, so the result depends on how a batch is split; "
-    "set the dropout of its attention to 0 in the model's config (attn_pdrop, attention_dropout or "
+    "the model draws from torch's own random numbers, so the result depends on how a batch is "
+    "split; set the dropout of its attention to 0 in the model's config (attn_pdrop, attention_dropout or "
     "attention_probs_dropout_prob)"
 )
 
@@ -133,8 +133,8 @@ class _Parts:
         else:
             why = f"the loss of {kind} is a mean over items, and samples have unequally many"
         raise TaskError(
-            f"the loss of {rows} samples is {whole:.6g}, and their own add up to {apart:.6g}, so the "
-            f"result would depend on memory: {why}; give the Trainer a compute_loss_func(outputs, "
+            f"the loss of {rows} samples is {whole:.6g}, and their own add up to {apart:.6g}, so "
+            f"the result would depend on memory: {why}; give the Trainer a compute_loss_func(outputs, "
             "labels, num_items_in_batch) that sums over items and divides by num_items_in_batch"
         )
 

@@ -88,8 +88,8 @@ class ModelFolder:
         if kind not in library.CONFIG_MAPPING:
             raise refused(
                 self.path / CONFIG,
-                f"is of a {kind!r}, which transformers {library.__version__} does not know; install "
-                "a newer one, or take another model",
+                f"is of a {kind!r}, which transformers {library.__version__} does not know; "
+                "install a newer one, or take another model",
             )
         self._auto = getattr(library, auto_class)
         try:
@@ -211,9 +211,9 @@ class ModelFolder:
         if settings.weights == "fp32" or dtype == torch.float32:
             return ()
         sentence = (
-            f"train.weights: as-stored trains weights in {str(dtype).removeprefix('torch.')}, where "
-            "small updates are rounded away: at a learning rate of 1e-5, 14 % of bf16 weights moved "
-            "against 95 % of fp32 ones; set train.weights to fp32"
+            f"train.weights: as-stored trains weights in {str(dtype).removeprefix('torch.')}, "
+            "where small updates are rounded away: at a learning rate of 1e-5, 14 % of bf16 weights "
+            "moved against 95 % of fp32 ones; set train.weights to fp32"
         )
         return (sentence,)
 

@@ -1,7 +1,7 @@
 """The plan of memory in a process of its own, so that what a task keeps, such as a model in a
 cache, never holds tensors without data in the process that trains.
 
-It answers one question a line, and ends when nobody can ask any more. It sees no card. Presets that
+It answers one question a line, and ends with the process that asks. It sees no card. Presets that
 make their model themselves are planned without it.
 """
 
