@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.engine.scene import events
 from tests.engine.trainings import settings, trained
@@ -65,6 +66,29 @@ def test_a_folder_is_trained_to_the_end(undisturbed: Report) -> None:
     assert told.tokens_per_s is not None
     (evaluated,) = events(undisturbed, "evaluated")
     assert 5 < evaluated.detail["validation_loss"] < 6.5
+
+
+def test_another_process_goes_on_to_the_same_bits(
+    in_child: InChild, tmp_path: Path, gpt2: str, undisturbed: Report
+) -> None:
+    often = spec(model=gpt2, save_every_s=0.001)
+    in_child(trained, str(tmp_path), often, [{}] * 7)
+    (last,) = in_child(trained, str(tmp_path), often, [{**WHOLE, "incarnation": 1}])
+    assert events(last, "restored")
+    assert last.progress.weights_sha256 == undisturbed.progress.weights_sha256
+
+
+def test_the_best_state_is_kept(in_child: InChild, tmp_path: Path, gpt2: str) -> None:
+    wanted = spec(model=gpt2, validate_every=2, validation=str(ROOT / "README.md"))
+    (report,) = in_child(trained, str(tmp_path), wanted, [WHOLE])
+    losses = {
+        told.detail["step"]: told.detail["validation_loss"] for told in events(report, "evaluated")
+    }
+    assert list(losses) == [2, 4, 6]
+    (path,) = tmp_path.rglob("best.pt")
+    best = torch.load(path, weights_only=True)
+    assert best["figures"]["validation_loss"] == min(losses.values()) == losses[best["step"]]
+    assert "transformer.wte.weight" in best["state"]["weights"]
 
 
 def test_a_classifier_is_trained_and_its_figures_are_told(

@@ -208,7 +208,8 @@ def _logits(model: nn.Module, part: Part) -> Tensor:
     inputs = {"input_ids": tokens.where(there, config.pad_token_id), "attention_mask": there.long()}
     if getattr(config, "type_vocab_size", 0) > 1:
         inputs["token_type_ids"] = segments.clamp(min=0)
-    return model(**inputs).logits.float()  # type: ignore[no-any-return]  # a module's call is untyped
+    logits: Tensor = model(**inputs).logits
+    return logits.float()
 
 
 def _collated(samples: Sequence[Part]) -> Part:

@@ -189,8 +189,8 @@ class TokenSamples(Samples):
         tokenizer = self._folder.tokenizer
         if not tokenizer.chat_template:
             raise TextError(
-                f'train.data: {where} has "messages", and {self._folder.path} has no chat template; '
-                'add chat_template.jinja, or give lines with "prompt" and "answer"'
+                f'train.data: {where} has "messages", and {self._folder.path} has no chat '
+                'template; add chat_template.jinja, or give lines with "prompt" and "answer"'
             )
         parts, text = list[tuple[str, bool]](), ""
         try:

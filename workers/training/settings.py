@@ -41,7 +41,8 @@ _COMPILING_S: Final[dict[CompileMode, float]] = {
 #: with other values. `documents` does; it is in the fingerprint of the text, and so not in that of
 #: trainings without one.
 _FREE: Final = {
-    "documents", "steps", "epochs", "validate_every", "micro", "recompute", "states_on_host", "compile",
+    "documents", "steps", "epochs", "validate_every", "micro", "recompute", "states_on_host",
+    "compile",
     "compile_mode", "loader_workers", "prefetch", "persistent", "ram_cache", "pin", "non_blocking",
     "set_to_none", "activations_on_host", "ema_on", "start_method", "profile", "save_every_s",
     "checkpoints",

@@ -1,0 +1,79 @@
+"""The examples of docs/own-training.md are as short as the page says, and do what it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.config.load import load_config
+from tests.hf.folders import make_folder
+from tests.scene import ROOT
+from workers.training.tasks import find_task
+from workers.training.trainer import Trainer
+
+EXAMPLES = ROOT / "docs" / "examples"
+PAGE = (ROOT / "docs" / "own-training.md").read_text(encoding="utf-8")
+
+
+def lines_of_code(name: str) -> int:
+    text = (EXAMPLES / name).read_text(encoding="utf-8")
+    return sum(bool(line.strip()) and line[:1] not in '#"' for line in text.splitlines())
+
+
+def prepare(folder: Path, family: str, head: str = "CausalLM") -> None:
+    make_folder(folder / "model", family, head=head)
+    lines = [{"text": f"{place} is a number " * 3, "label": place % 2} for place in range(64)]
+    (folder / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+
+def test_a_block_of_the_page_is_a_file() -> None:
+    blocks = re.findall(r"```(?:yaml|python)\n(.*?)```", PAGE, re.DOTALL)
+    names = ("own_causal.yaml", "own_pairs.yaml", "hf_trainer_elastic.py")
+    assert blocks == [(EXAMPLES / name).read_text(encoding="utf-8") for name in names]
+
+
+def test_a_fine_tune_takes_few_lines() -> None:
+    assert lines_of_code("own_causal.yaml") <= 8
+    assert lines_of_code("own_pairs.yaml") <= 8
+    assert lines_of_code("hf_trainer.py") <= 11
+    assert lines_of_code("hf_trainer_elastic.py") - lines_of_code("hf_trainer.py") <= 3
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "head"), [("own_causal", "llama", "CausalLM"), ("own_pairs", "bert", "")]
+)
+@pytest.mark.torch
+def test_a_configuration_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, family: str, head: str
+) -> None:
+    import torch
+
+    prepare(tmp_path, family, head)
+    monkeypatch.chdir(tmp_path)
+    config: Any = load_config(str(EXAMPLES / f"{name}.yaml"))
+    settings = config.train.model_copy(update={"steps": 3, "precision": "fp32"})
+    trainer = Trainer(find_task(settings, 0), settings, torch.device("cpu"), 0)
+    while not trainer.finished:
+        trainer.micro_batch(5)
+    assert trainer.course.losses[-1] < 7
+
+
+@pytest.mark.torch
+def test_the_two_trainers_tell_the_same_loss(tmp_path: Path) -> None:
+    prepare(tmp_path, "gpt2")
+    losses = []
+    for name in ("hf_trainer.py", "hf_trainer_elastic.py"):
+        done = subprocess.run(
+            [sys.executable, str(EXAMPLES / name)], check=True, cwd=tmp_path,
+            capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        losses.append(float(done.stdout.splitlines()[-1]))
+    # Their other dropouts draw other masks.
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
