@@ -426,7 +426,7 @@ def main() -> None:
         done = subprocess.run(  # noqa: S603 - this module again
             command, input=again, stdout=subprocess.PIPE, text=True, check=False
         )
-        answered = done.stdout or answered
+        answered = (done.stdout.splitlines() or [answered])[-1]
     print(answered, file=output)
 
 
