@@ -6,7 +6,7 @@ nor what to type to cure a refusal (`node_commands.py`). Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -143,7 +143,10 @@ class Refusal:
 
 
 def plan_slots(config: Config, target: Target) -> tuple[SlotPlan, ...]:
-    """Return every slot of the configuration, in its order, as `node/0`, `node/1` and so on."""
+    """Return the slots of the configuration, in its order, as `node/0`, `node/1` and so on.
+
+    Of a training no more than `train.slots`; the others get no process.
+    """
     budgets = [node_budget(name, node, config) for name, node in config.nodes.items()]
     workers, workload = sum(budget.workers for budget in budgets), config.workload
     workers_bytes = sum(budget.workers * budget.budget_bytes for budget in budgets)
@@ -184,7 +187,16 @@ def plan_slots(config: Config, target: Target) -> tuple[SlotPlan, ...]:
             )
             cpus, gpus = budget.cpus_per_worker, budget.gpu_fraction
             plans.append(SlotPlan(spec=spec, num_cpus=cpus, num_gpus=gpus, gpu=node.gpu))
-    return tuple(plans)
+    return tuple(plans[: config.train.most_slots if workload.name == "train" else None])
+
+
+def idle_line(config: Config, plans: Sequence[SlotPlan]) -> str | None:
+    """Say which slots train where `train.slots` leaves others without a process."""
+    idle = sum(node.workers for node in config.nodes.values()) - len(plans)
+    if not idle:
+        return None
+    names = ", ".join(plan.spec.slot for plan in plans)
+    return f"Trained by {names}; {idle} more stay without a process (train.slots says how many)"
 
 
 def memory_settings(config: Config) -> MemorySettings:

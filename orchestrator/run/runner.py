@@ -30,7 +30,7 @@ from orchestrator.config.notify_urls import notify_urls
 from orchestrator.config.schema import Config, NotifyConfig
 from orchestrator.core.fleet import Fleet
 from orchestrator.core.node_commands import node_command
-from orchestrator.core.placement import Missing, SlotPlan, refusals, unnamed
+from orchestrator.core.placement import Missing, SlotPlan, idle_line, refusals, unnamed
 from orchestrator.core.run_outcome import outcome_of
 from orchestrator.errors import (
     NoClusterError,
@@ -238,6 +238,7 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
         remembers = settled.config.memory.remember and record.options.failures is None
         store = LimitStore() if remembers else None
         learned_limits = LearnedLimits(store, record.outlets.events)
+        record.tell(*filter(None, [idle_line(settled.config, plans)]))
         for experiment in experiments:
             record.tell(*filter(None, [experiment.line]))
             plans = tuple(experiment.equip(plans, record.folder, record.past.elapsed_s))

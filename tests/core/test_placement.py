@@ -17,6 +17,7 @@ from orchestrator.core.placement import (
     Missing,
     SlotPlan,
     Target,
+    idle_line,
     memory_settings,
     node_budget,
     plan_slots,
@@ -95,6 +96,21 @@ def test_the_train_section_reaches_every_worker_flat() -> None:
         assert all(
             value is None or isinstance(value, str | int | float) for value in settings.values()
         )
+
+
+def test_one_slot_trains_a_folder_unless_more_are_asked_for() -> None:
+    folder = {"preset": "hf-causal", "model": "m", "data": "d"}
+    training, pcs = {"name": "train"}, {"pc1": {"workers": 7}, "pc2": {"workers": 3}}
+
+    def slots(**train: object) -> list[str]:
+        config = config_of(pcs, workload=training, train={**folder, **train})
+        return [plan.spec.slot for plan in plan_slots(config, Target())]
+
+    assert slots() == ["pc1/0"]
+    assert slots(slots=8) == [*(f"pc1/{index}" for index in range(7)), "pc2/0"]
+    nano = config_of(pcs, workload=training)
+    assert len(plan_slots(nano, Target())) == 10
+    assert idle_line(nano, plan_slots(nano, Target())) is None
 
 
 def test_the_memory_section_reaches_every_worker_in_bytes() -> None:

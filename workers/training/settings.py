@@ -41,11 +41,10 @@ _COMPILING_S: Final[dict[CompileMode, float]] = {
 #: with other values. `documents` does; it is in the fingerprint of the text, and so not in that of
 #: trainings without one.
 _FREE: Final = {
-    "documents", "steps", "epochs", "validate_every", "micro", "recompute", "states_on_host",
-    "compile",
-    "compile_mode", "loader_workers", "prefetch", "persistent", "ram_cache", "pin", "non_blocking",
-    "set_to_none", "activations_on_host", "ema_on", "start_method", "profile", "save_every_s",
-    "checkpoints",
+    "slots", "documents", "steps", "epochs", "validate_every", "micro", "recompute",
+    "states_on_host", "compile", "compile_mode", "loader_workers", "prefetch", "persistent",
+    "ram_cache", "pin", "non_blocking", "set_to_none", "activations_on_host", "ema_on",
+    "start_method", "profile", "save_every_s", "checkpoints",
 }  # fmt: skip
 
 
@@ -76,6 +75,10 @@ class TrainSettings(BaseModel):
     preset: Annotated[str, AfterValidator(_valid_preset)] = "gpt-nano"
     model: Annotated[str, Field(min_length=1)] | None = None
     """The folder of the presets `hf-causal` and `hf-pairs`."""
+    slots: Annotated[int, Field(ge=1)] | None = None
+    """How many slots train, each by its own seed; `None`: the first alone trains a folder, and all
+    train what is no folder.
+    """
     weights: Literal["fp32", "as-stored"] = "fp32"
     """What that folder's weights become: fp32 masters, or the type that they are stored in."""
     head: Literal["auto", "train", "frozen"] = "auto"
@@ -230,6 +233,11 @@ class TrainSettings(BaseModel):
             "of them",
         )
         return self
+
+    @property
+    def most_slots(self) -> int | None:
+        """How many slots may train; `None`: all."""
+        return self.slots or (1 if self.preset in FOLDER_PRESETS else None)
 
     @property
     def unequal(self) -> bool:
