@@ -102,13 +102,7 @@ def observe(watch: LeakWatch, report: Report) -> LeakWatch:
     elif seen > _SETTLING:
         base_bytes = max(held_bytes, base_bytes or 0)
     return LeakWatch(
-        work=work,
-        first_step=first_step,
-        seen=seen,
-        base_bytes=base_bytes,
-        recent_bytes=recent_bytes,
-        kept_bytes=kept_bytes,
-        reports=watch.reports + 1,
+        work, first_step, seen, base_bytes, recent_bytes, kept_bytes, watch.reports + 1
     )
 
 

@@ -139,7 +139,7 @@ def fill(slot: Slot, moment: Moment) -> Transition:
     while len(slot.in_flight) < _PIPELINE:
         duration_s = slice_s
         if ends_at_s is not None:
-            begins_at_s = moment.now_s + sum(flight.duration_s for flight in slot.in_flight)
+            begins_at_s = moment.now_s + sum([flight.duration_s for flight in slot.in_flight])
             duration_s = min(duration_s, ends_at_s - begins_at_s)
         if duration_s < _SHORTEST * slice_s:
             break

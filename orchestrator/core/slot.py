@@ -207,6 +207,11 @@ class Slot:
     """At most so many good steps were done in slices that gave no report; they are not in `counts`.
     """
 
+    def __post_init__(self) -> None:
+        # More than 30 attributes set one by one leave a dict of twice the size, which every copy
+        # keeps; one made at once does not.
+        object.__setattr__(self, "__dict__", {**self.__dict__})
+
 
 _SLOT_FIELDS = frozenset(item.name for item in fields(Slot))
 
