@@ -300,7 +300,7 @@ def export(  # noqa: PLR0913 - one parameter for each option of the command
     overrides: opt.Overrides = None,
     run_dir: opt.RunDir = None,
 ) -> None:
-    """Write what a slot has trained as a folder that transformers or peft loads.
+    """Write what a slot has trained as a Hugging Face folder.
 
     Also of a run that goes on: its last checkpoint.
     """
