@@ -333,7 +333,7 @@ def injected(spec: WorkerSpec, injectors: list[OomInjector]) -> list[Report]:
 
 def test_an_out_of_memory_says_what_became_smaller(in_child: InChild) -> None:
     reports = in_child(
-        slices, spec_of(name=own(Starved), size=300, batch=64), [{"duration_s": 0.01}] * 2
+        slices, spec_of(name=own(Starved), size=300, batch=64), [{"duration_s": 1e-6}] * 2
     )
     first, second = [report.reason for report in reports]
     assert first == "out of memory at size 300, batch 64; down to size 256 and batch 48"

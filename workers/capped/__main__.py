@@ -37,6 +37,10 @@ _KEY: Final = "per_process_memory_fraction"
 #: OpenBLAS takes 40 MiB for each further one (measured, torch 2.13 with NumPy 2, CPU build).
 _SURELY_ENOUGH_BYTES: Final = GIB + 64 * MIB * (os.cpu_count() or 1)
 
+#: What an import may take beyond a measured one, by how its threads come to run, and what a program
+#: needs besides.
+_HEADROOM_MIB: Final = 16
+
 #: Prints what RLIMIT_DATA counts once torch is imported, in KiB. Nothing is freed on the way: under
 #: a limit of so much the import succeeds, and under 2 MiB less it fails (measured).
 _MEASURE: Final = """
@@ -143,10 +147,10 @@ def _why_no_limit(cap_bytes: int, flags: Sequence[str]) -> str | None:
     floor_mib = int(done.stdout.split()[-1]) // 1024 + 1
     if cap_bytes >= floor_mib * MIB:
         return None
+    enough_gib = math.ceil(1000 * (floor_mib + _HEADROOM_MIB) * MIB / GIB) / 1000
     return (
         f"a cap of {cap_bytes / GIB:.4g} GiB is too small: with torch imported a process here "
-        f"holds {floor_mib} MiB; give --gib {math.ceil(1000 * floor_mib * MIB / GIB) / 1000} or "
-        "more"
+        f"holds {floor_mib} MiB; give --gib {enough_gib} or more"
     )
 
 
