@@ -108,7 +108,9 @@ def orders_for(
         )
     orders = {}
     for name, node in config.nodes.items():
-        spec = next(plan.spec for plan in plans if plan.spec.node == name)
+        spec = next((plan.spec for plan in plans if plan.spec.node == name), None)
+        if spec is None:  # `train.slots` leaves it without a worker
+            continue
         fake = spec.fake_sensors
         has_own_cards = spec.device == "cuda" and environment.mode is not Mode.REHEARSE
         can_be_set = has_own_cards or fake is not None

@@ -2,7 +2,7 @@
 
 With memory to spare all have one whole batch at once, and take short turns in processes that stay,
 so that other programs on the machine meet all of them. `mapped` is the Trainer with the CPU
-device's malloc, which maps each block anew so that a cap can count it: on a card nobody pays that.
+device's malloc, which maps each block anew so that a cap can count it: on a card this cost does not arise.
 
 Under a cap each has a process of its own, and the kernel refuses what goes past so much more than
 the process held after a warm-up. There the Trainer's only way is `auto_find_batch_size`, which

@@ -147,7 +147,7 @@ def _columns(tree: Any) -> set[int] | None:  # noqa: ANN401 - a mapping, list or
     return set.intersection(*said) if said else None
 
 
-def _cut(value: Any, take: Callable[[Any], Any], whole: int, path: str) -> Any:  # noqa: ANN401 - any
+def _cut(value: Any, take: Callable[[Any], Any], whole: int, path: str) -> Any:  # noqa: ANN401
     """Return what `take` takes of each value that has one for each of `whole` samples."""
     shape = _shape(value)
     if isinstance(value, _SHARED) or shape == ():

@@ -378,7 +378,7 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
         }
     except TrainingError as error:
         return {"refused": str(error)}
-    except Exception as error:  # noqa: BLE001 - a user's model may do what tensors without data cannot
+    except Exception as error:  # noqa: BLE001 - a user's model fails in any way
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST]}"
         return {"not_planned": f"the model cannot be computed on tensors without data: {reason}"}
 

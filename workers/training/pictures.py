@@ -177,7 +177,7 @@ def _points_of(path: Path, header: Sequence[str]) -> list[str]:
     return points
 
 
-def _rows_of(path: Path, rows: Any, count: int) -> tuple[list[Path], Tensor, list[int]]:  # noqa: ANN401 - csv's reader has no name
+def _rows_of(path: Path, rows: Any, count: int) -> tuple[list[Path], Tensor, list[int]]:  # noqa: ANN401
     """Return the pictures, their points (rows, points, 2) in pixels, and the sizes of files."""
     paths, places, sizes = list[Path](), list[Tensor](), list[int]()
     for row in filter(None, rows):

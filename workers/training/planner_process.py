@@ -119,7 +119,7 @@ def serve() -> None:
             else:
                 answer = asdict(planner.plan(*question["plan"]))
             said = {"answer": answer}
-        except Exception as error:  # noqa: BLE001 - a user's model may do what tensors without data cannot
+        except Exception as error:  # noqa: BLE001 - a user's model fails in any way
             said = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST]}"}
         print(json.dumps(said), file=output, flush=True)
 

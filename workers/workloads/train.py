@@ -143,7 +143,7 @@ class Train(Workload):
         except TaskError as error:
             self.context.tell("not_planned", reason=str(error))
             self._ladder = unplanned_ladder(settings)
-        except Exception as error:  # noqa: BLE001 - a user's model may do what tensors without data cannot
+        except Exception as error:  # noqa: BLE001 - a user's model fails in any way
             self._tell_error("not_planned", error)
             self._ladder = unplanned_ladder(settings)
         return self._ladder.rungs
