@@ -63,6 +63,8 @@ PC2 = AgentOrders(node="pc2", run_id="r", card_count=1)
         (environment(MPS, "nodes.pc2.gpus=0"), {}, [replace(PC1, mps=True)]),
         (environment(MPS, mode=Mode.LOCAL, device="cuda"), {},
          [replace(PC1, mps=True), replace(PC2, mps=True)]),
+        # A folder is trained by one slot, and the other node has none.
+        (environment(MPS, "workload.name=train", "train.slots=1"), {}, [replace(PC1, mps=True)]),
         # A rehearsal touches no card but fake ones.
         (environment(LIMIT, MPS, mode=Mode.REHEARSE), {"apply": True}, []),
         (environment(LIMIT, MPS, mode=Mode.REHEARSE, device="cpu"), {"apply": True}, []),
