@@ -120,7 +120,9 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     more_s = duration_s(duration)
     changes = {"run.duration": duration, "workload.name": workload, "memory.policy": policy}
     typed = {**changes, "run.dir": run_dir}
-    if (rehearse or local) and resume is None:
+    if resume is not None:
+        loaded = config_to_read(config, overrides, run_dir)  # says only where runs are
+    elif rehearse or local:
         loaded = config_of_one_machine(config, overrides, typed, rehearse=rehearse)
     else:
         loaded = config_of(config, overrides, typed)
