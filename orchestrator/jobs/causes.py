@@ -1,0 +1,1 @@
+"""How an attempt ended, and whether and where it is started again. Pure."""

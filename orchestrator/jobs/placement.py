@@ -1,0 +1,1 @@
+"""Which job starts on which card, and why the others wait. Pure."""

@@ -1,0 +1,1 @@
+"""From an entry with a sweep to its jobs, with stable ids. Pure."""
