@@ -1,1 +1,565 @@
-"""Which job starts on which card, and why the others wait. Pure."""
+"""Which job starts on which card, and why the others wait.
+
+Jobs of a higher level are planned first, each level on what those above leave of the cards: nothing
+below moves the reserved start of a job above. A level is a job's priority and one more for each
+hour that it has waited, so that none starves. Within a level, jobs go where all of them are done
+earliest: exactly where they are few, else the longest first, each to the card on which it ends
+first. So a job may wait for a faster card while a slower one is idle. Pure; it starts nothing, and
+whether two jobs may share a card is asked from `pays`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, TypeAlias
+
+from orchestrator.config.duration import format_duration
+from orchestrator.jobs.model import Card, Job
+from orchestrator.jobs.packing import packed_budgets
+from workers.units import GIB
+
+#: A job rises by one level of priority in so many seconds of waiting.
+LEVEL_S: Final = 3600.0
+#: So many jobs are planned in full; those behind get a rough start only. A night has fewer.
+LOOKAHEAD: Final = 200
+#: A level with at most so many ways to place its jobs is tried in full: ten jobs on two cards.
+EXACT_WAYS: Final = 1024
+#: What a job takes at speed 1 when nothing is known of any: only ratios between cards matter.
+UNKNOWN_S: Final = 3600.0
+#: A move must save so many times what it costs.
+MOVE_MARGIN: Final = 3.0
+
+#: Whether two jobs, by name, are known to do more together on a card, or are to be tried there.
+Pays: TypeAlias = Callable[[str, str, str], bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A job that may start now, as far as placement goes."""
+
+    name: str
+    priority: int = 0
+    queued_at_s: float = 0.0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """What remains of it, by the name of a card. A card that is missing is scaled from another by
+    the cards' speeds; where all are missing, it is as much work as the median of the others.
+    """
+    memory_bytes: int | None = None
+    """What it needs on a card: as measured, or as the user says."""
+    least_room_bytes: int | None = None
+    """A card with less room is not tried."""
+    nodes: tuple[str, ...] = ()
+    card: str | None = None
+    """A part of the card's title."""
+    may_pack: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resident:
+    """A job that has a place on a card."""
+
+    name: str
+    budget_bytes: int
+    ends_at_s: float | None = None
+    """`None`: not known; then as much as a job of unknown length is still to come."""
+    alone: bool = True
+    may_pack: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """A job that starts now."""
+
+    job: str
+    card: str
+    budget_bytes: int
+    """All of the card's room for a job that is alone there."""
+    alone: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What starts now, and when and why the rest starts later."""
+
+    starts: tuple[Placement, ...]
+    reasons: Mapping[str, str]
+    """Why it waits, of each candidate that does not start now."""
+    expected_start_s: Mapping[str, float]
+    """When it is to start, of each of these that an open card can hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledJob:
+    """A job in the estimate of a queue."""
+
+    job: str
+    card: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The estimate of a queue, from its start at 0."""
+
+    jobs: tuple[ScheduledJob, ...]
+    """By start."""
+    makespan_s: float
+    left: Mapping[str, str]
+    """Why it never starts, of each job that does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A candidate's planned time on a card."""
+
+    candidate: Candidate
+    level: int
+    card: str
+    start_s: float
+    seconds: float
+
+
+def plan(
+    candidates: Sequence[Candidate],
+    cards: Sequence[Card],
+    residents: Mapping[str, Sequence[Resident]],
+    now_s: float,
+    pays: Pays | None = None,
+) -> Plan:
+    """Return which candidates start now, and why and until when the others wait.
+
+    Candidates are in the order of submission, which decides ties. `residents` are by card. Without
+    `pays` every job is alone on its card.
+    """
+    front, rest = _front(candidates, cards, now_s)
+    turns, homeless = _turns(front, cards, residents, now_s)
+    starts = _starts(turns, cards, residents, pays)
+
+    started = {start.job for start in starts}
+    idle = [
+        card
+        for card in cards
+        if card.closed is None
+        and not residents.get(card.name)
+        and card.name not in {start.card for start in starts}
+    ]
+    reasons: dict[str, str] = {}
+    expected: dict[str, float] = {}
+    for name in turns:
+        ahead = 0
+        for turn in turns[name]:
+            if turn.candidate.name in started:
+                continue
+            there = residents.get(name) or [
+                Resident(name=start.job, budget_bytes=0, ends_at_s=turn.start_s)
+                for start in starts
+                if start.card == name
+            ]
+            reasons[turn.candidate.name] = _why_it_waits(turn, ahead, there, idle, now_s)
+            expected[turn.candidate.name] = turn.start_s
+            ahead += 1
+    for candidate in homeless:
+        reasons[candidate.name] = _why_none_holds_it(candidate, cards)
+
+    open_cards = [card for card in cards if card.closed is None]
+    if rest and open_cards:
+        # Each takes as long as the median of the others, on all cards together.
+        speed = sum(card.speed for card in open_cards)
+        free_s = _free_at(turns, residents, now_s, open_cards)
+        first_s = sum(free_s[card.name] * card.speed for card in open_cards) / speed
+        each_s = _typical_work(front, cards) / speed
+    for place, candidate in enumerate(rest):
+        reasons[candidate.name] = f"{len(front) + place - len(starts)} jobs go first"
+        if open_cards:
+            expected[candidate.name] = first_s + place * each_s
+    return Plan(starts=starts, reasons=reasons, expected_start_s=expected)
+
+
+def estimate(
+    jobs: Sequence[Candidate],
+    cards: Sequence[Card],
+    after: Mapping[str, Sequence[str]],
+    residents: Mapping[str, Sequence[Resident]] | None = None,
+) -> Schedule:
+    """Return when and where each job would run, by planning in virtual time from 0.
+
+    `after` has the jobs that must have ended before a job may start. Every job is taken to be
+    alone on its card, and to take as long as is known; nothing fails.
+    """
+    waiting = {job.name: set(after.get(job.name, ())) for job in jobs}
+    followers: dict[str, list[Candidate]] = {}
+    for job in jobs:
+        for name in waiting[job.name]:
+            followers.setdefault(name, []).append(job)
+    ready = [replace(job, queued_at_s=0.0) for job in jobs if not waiting[job.name]]
+    on_card = {name: list(there) for name, there in (residents or {}).items()}
+    ends: list[tuple[float, str, str]] = [
+        (resident.ends_at_s or 0.0, card, resident.name)
+        for card, there in on_card.items()
+        for resident in there
+    ]
+    heapq.heapify(ends)
+
+    typical_s = _typical_work(jobs, cards)
+    entries: list[ScheduledJob] = []
+    now_s = 0.0
+    while True:
+        front, _ = _front(ready, cards, now_s)
+        turns, _ = _turns(front, cards, on_card, now_s, typical_s)
+        started = set()
+        for start in _starts(turns, cards, on_card, None):
+            end_s = now_s + turns[start.card][0].seconds
+            entries.append(ScheduledJob(job=start.job, card=start.card, start_s=now_s, end_s=end_s))
+            on_card[start.card] = [
+                Resident(name=start.job, budget_bytes=start.budget_bytes, ends_at_s=end_s)
+            ]
+            heapq.heappush(ends, (end_s, start.card, start.job))
+            started.add(start.job)
+        ready = [job for job in ready if job.name not in started]
+        if not ends:
+            break
+
+        now_s, card, name = heapq.heappop(ends)
+        on_card[card] = [resident for resident in on_card[card] if resident.name != name]
+        for job in followers.get(name, ()):
+            waiting[job.name].discard(name)
+            if not waiting[job.name]:
+                ready.append(replace(job, queued_at_s=now_s))
+
+    left = {job.name: _why_none_holds_it(job, cards) for job in ready}
+    ended = {entry.job for entry in entries}
+    for job in jobs:
+        if job.name not in ended and job.name not in left:
+            missing = ", ".join(sorted(waiting[job.name]))
+            left[job.name] = f"comes after {missing}, which never ends"
+    return Schedule(
+        jobs=tuple(entries),
+        makespan_s=max((entry.end_s for entry in entries), default=0.0),
+        left=left,
+    )
+
+
+def worthwhile_move(
+    *,
+    remaining_s: float,
+    speed_here: float,
+    speed_there: float,
+    save_s: float,
+    transfer_s: float,
+    load_s: float,
+    is_free: bool,
+) -> bool:
+    """Return whether a job is to go on on another card.
+
+    `remaining_s` is on the card where it is. `is_free` says that the other card is free and that
+    nobody who waits should have it: `plan` with the waiting candidates places none there.
+    """
+    if not is_free or speed_there <= speed_here:
+        return False
+    saved_s = remaining_s * (1 - speed_here / speed_there)
+    return saved_s > MOVE_MARGIN * (save_s + transfer_s + load_s)
+
+
+def never_fits(job: Job | Candidate, least_bytes: int | None, cards: Sequence[Card]) -> str | None:
+    """Return why no card here can ever hold a job, with the sum, or `None`.
+
+    `least_bytes` is what its smallest step takes, as predicted. Closed cards count: they open
+    again.
+    """
+    allowed = [card for card in cards if _is_allowed(job, card)]
+    if not allowed:
+        title = f"a card called {job.card!r}" if job.card is not None else "a card"
+        where = f" on {' or '.join(job.nodes)}" if job.nodes else ""
+        here = ", ".join(f"{card.title} ({card.name})" for card in cards) or "none"
+        return f"asks for {title}{where}; the cards here: {here}"
+
+    need_bytes = max(least_bytes or 0, job.memory_bytes or 0)
+    largest = max(allowed, key=lambda card: card.room_bytes)
+    if need_bytes <= largest.room_bytes:
+        return None
+    which = "card here" if len(allowed) == len(cards) else "card that it may use"
+    return (
+        f"needs at least {_up(need_bytes)}; the largest {which} gives "
+        f"{_down(largest.room_bytes)} ({largest.name})"
+    )
+
+
+def _level(candidate: Candidate, now_s: float) -> int:
+    waited_s = max(0.0, now_s - candidate.queued_at_s)
+    return candidate.priority + int(waited_s / LEVEL_S)
+
+
+def _front(
+    candidates: Sequence[Candidate], cards: Sequence[Card], now_s: float
+) -> tuple[list[Candidate], list[Candidate]]:
+    """Return the candidates to plan in full, by level and age, and those behind.
+
+    A card that none of the front fits gets the first one behind that does.
+    """
+    ordered = sorted(candidates, key=lambda each: (-_level(each, now_s), each.queued_at_s))
+    front, rest = ordered[:LOOKAHEAD], ordered[LOOKAHEAD:]
+    if rest:
+        extra = []
+        for card in cards:
+            if card.closed is None and not any(_fits(each, card) for each in front):
+                found = next((each for each in rest if _fits(each, card)), None)
+                if found is not None and found not in extra:
+                    extra.append(found)
+        names = {each.name for each in extra}
+        if names:
+            front = front + extra
+            rest = [each for each in rest if each.name not in names]
+    return front, rest
+
+
+def _turns(
+    front: Sequence[Candidate],
+    cards: Sequence[Card],
+    residents: Mapping[str, Sequence[Resident]],
+    now_s: float,
+    typical_s: float | None = None,
+) -> tuple[dict[str, list[_Turn]], list[Candidate]]:
+    """Return the turns on each card, in order, and the candidates that no open card can hold."""
+    typical_s = _typical_work(front, cards) if typical_s is None else typical_s
+    open_cards = [card for card in cards if card.closed is None]
+    turns: dict[str, list[_Turn]] = {card.name: [] for card in open_cards}
+    free_s = {}
+    for card in open_cards:
+        ends_s = [
+            now_s + typical_s / card.speed if each.ends_at_s is None else each.ends_at_s
+            for each in residents.get(card.name, ())
+        ]
+        free_s[card.name] = max([now_s, *ends_s])
+
+    homeless = []
+    levels: dict[int, list[tuple[Candidate, dict[str, float]]]] = {}
+    for candidate in front:
+        seconds = _seconds(candidate, cards, typical_s)
+        options = {card.name: seconds[card.name] for card in open_cards if _fits(candidate, card)}
+        if options:
+            levels.setdefault(_level(candidate, now_s), []).append((candidate, options))
+        else:
+            homeless.append(candidate)
+
+    for level, group in levels.items():
+        # The longest first: the short ones fill what is uneven at the end.
+        group.sort(key=lambda each: -min(each[1].values()))
+        places = _assign([options for _, options in group], free_s)
+        for (candidate, options), name in zip(group, places, strict=True):
+            turns[name].append(_Turn(candidate, level, name, free_s[name], options[name]))
+            free_s[name] += options[name]
+    return turns, homeless
+
+
+def _assign(jobs: Sequence[Mapping[str, float]], free_s: Mapping[str, float]) -> list[str]:
+    """Return the card of each job, so that the last one ends earliest.
+
+    Jobs are seconds by card, and run on their card in this order. Among equal ends the sum of all
+    ends decides.
+    """
+    load = dict(free_s)
+    places = []
+    end_s, sum_s = -math.inf, 0.0
+    for options in jobs:
+        name = min(options, key=lambda each: load[each] + options[each])
+        load[name] += options[name]
+        end_s = max(end_s, load[name])
+        sum_s += load[name]
+        places.append(name)
+    if len(jobs) == 1 or math.prod(len(options) for options in jobs) > EXACT_WAYS:
+        return places
+
+    best = (end_s, sum_s, places)
+    load = dict(free_s)
+
+    def extend(path: list[str], end_s: float, sum_s: float) -> None:
+        nonlocal best
+        if (end_s, sum_s) >= best[:2]:
+            return
+        if len(path) == len(jobs):
+            best = (end_s, sum_s, list(path))
+            return
+        for name, seconds in jobs[len(path)].items():
+            before = load[name]
+            load[name] = before + seconds
+            path.append(name)
+            extend(path, max(end_s, load[name]), sum_s + load[name])
+            path.pop()
+            load[name] = before
+
+    extend([], -math.inf, 0.0)
+    return best[2]
+
+
+def _starts(
+    turns: Mapping[str, Sequence[_Turn]],
+    cards: Sequence[Card],
+    residents: Mapping[str, Sequence[Resident]],
+    pays: Pays | None,
+) -> tuple[Placement, ...]:
+    """Return what starts now: the first turn of each idle card, and who may share one."""
+    starts: list[Placement] = []
+    for card in cards:
+        there = residents.get(card.name, ())
+        own = turns.get(card.name, ())
+        if not own:
+            continue
+        if not there:
+            first = own[0].candidate
+            pair = _pair(card, first, own, pays)
+            if pair is not None:
+                second, budgets = pair
+                starts.append(_packed(first, card, budgets[0]))
+                starts.append(_packed(second, card, budgets[1]))
+            else:
+                starts.append(
+                    Placement(
+                        job=first.name, card=card.name, budget_bytes=card.room_bytes, alone=True
+                    )
+                )
+        elif len(there) == 1 and not there[0].alone and there[0].may_pack:
+            room_bytes = card.room_bytes - there[0].budget_bytes
+            for candidate in _sharers(there[0].name, own, card, pays):
+                budget = packed_budgets([candidate.memory_bytes], room_bytes)
+                if budget is not None:
+                    starts.append(_packed(candidate, card, budget[0]))
+                    break
+    return tuple(starts)
+
+
+def _pair(
+    card: Card, first: Candidate, own: Sequence[_Turn], pays: Pays | None
+) -> tuple[Candidate, tuple[int, ...]] | None:
+    """Return who starts on a card together with its first job, and the budgets of both."""
+    if not first.may_pack:
+        return None
+    for second in _sharers(first.name, own[1:], card, pays):
+        budgets = packed_budgets([first.memory_bytes, second.memory_bytes], card.room_bytes)
+        if budgets is not None:
+            return second, budgets
+    return None
+
+
+def _sharers(name: str, own: Sequence[_Turn], card: Card, pays: Pays | None) -> list[Candidate]:
+    """Return the candidates that may share a card with a job, the first ones first.
+
+    Only of the level that comes next there: two that share a card end later than one of them
+    would, and that would move the reserved start of a job above.
+    """
+    if pays is None:
+        return []
+    return [
+        turn.candidate
+        for turn in own
+        if turn.level == own[0].level
+        and turn.candidate.may_pack
+        and pays(name, turn.candidate.name, card.name)
+    ]
+
+
+def _packed(candidate: Candidate, card: Card, budget_bytes: int) -> Placement:
+    return Placement(job=candidate.name, card=card.name, budget_bytes=budget_bytes, alone=False)
+
+
+def _typical_work(candidates: Sequence[Candidate], cards: Sequence[Card]) -> float:
+    """Return the median work of the candidates that are known, as seconds at speed 1."""
+    speeds = {card.name: card.speed for card in cards}
+    works = [
+        seconds * speeds[name]
+        for candidate in candidates
+        for name, seconds in candidate.seconds.items()
+        if name in speeds
+    ]
+    return statistics.median(works) if works else UNKNOWN_S
+
+
+def _seconds(candidate: Candidate, cards: Sequence[Card], typical_s: float) -> dict[str, float]:
+    """Return what a candidate takes on each card."""
+    works = [
+        candidate.seconds[card.name] * card.speed
+        for card in cards
+        if card.name in candidate.seconds
+    ]
+    work = statistics.fmean(works) if works else typical_s
+    return {card.name: candidate.seconds.get(card.name, work / card.speed) for card in cards}
+
+
+def _free_at(
+    turns: Mapping[str, Sequence[_Turn]],
+    residents: Mapping[str, Sequence[Resident]],
+    now_s: float,
+    cards: Sequence[Card],
+) -> dict[str, float]:
+    """Return when each card is free once all that is planned has ended."""
+    free_s = {}
+    for card in cards:
+        own = turns[card.name]
+        ends_s = [each.ends_at_s or now_s for each in residents.get(card.name, ())]
+        free_s[card.name] = own[-1].start_s + own[-1].seconds if own else max([now_s, *ends_s])
+    return free_s
+
+
+def _is_allowed(job: Job | Candidate, card: Card) -> bool:
+    """Return whether a job may run on a card, whatever it needs."""
+    if job.nodes and card.node not in job.nodes and card.name not in job.nodes:
+        return False
+    return job.card is None or job.card.casefold() in card.title.casefold()
+
+
+def _needed(candidate: Candidate) -> int:
+    return max(candidate.memory_bytes or 0, candidate.least_room_bytes or 0)
+
+
+def _fits(candidate: Candidate, card: Card) -> bool:
+    return _needed(candidate) <= card.room_bytes and _is_allowed(candidate, card)
+
+
+def _why_it_waits(
+    turn: _Turn, ahead: int, there: Sequence[Resident], idle: Sequence[Card], now_s: float
+) -> str:
+    if ahead:
+        jobs = "1 job goes" if ahead == 1 else f"{ahead} jobs go"
+        reason = f"{jobs} first on {turn.card}"
+    else:
+        names = " and ".join(resident.name for resident in there)
+        reason = f"{turn.card} runs {names}"
+        if all(resident.ends_at_s is not None for resident in there):
+            reason += f" for about {_about(turn.start_s - now_s)} more"
+
+    candidate = turn.candidate
+    for card in idle:
+        if not _is_allowed(candidate, card):
+            reason += f"; {card.name} is free, but it may not run there"
+        elif not _fits(candidate, card):
+            reason += (
+                f"; {card.name} is free, but gives {_down(card.room_bytes)} of the "
+                f"{_up(_needed(candidate))} that it needs"
+            )
+        else:
+            reason += f"; {card.name} is free, but slower: it would end later there"
+    return reason
+
+
+def _why_none_holds_it(candidate: Candidate, cards: Sequence[Card]) -> str:
+    never = never_fits(candidate, _needed(candidate), cards)
+    if never is not None:
+        return never
+    closed = [card for card in cards if _fits(candidate, card)]
+    return "; ".join(f"{card.name} is closed: {card.closed}" for card in closed)
+
+
+def _about(seconds: float) -> str:
+    return format_duration(round(seconds) if seconds < 60 else round(seconds / 60) * 60)
+
+
+def _up(count_bytes: int) -> str:
+    return f"{math.ceil(count_bytes / GIB * 10) / 10:.1f} GiB"
+
+
+def _down(count_bytes: int) -> str:
+    return f"{math.floor(count_bytes / GIB * 10) / 10:.1f} GiB"
