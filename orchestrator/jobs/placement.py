@@ -10,7 +10,6 @@ whether two jobs may share a card is asked from `pays`.
 
 from __future__ import annotations
 
-import heapq
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -119,9 +118,8 @@ class _Turn:
 
     candidate: Candidate
     level: int
-    card: str
     start_s: float
-    seconds: float
+    end_s: float
 
 
 def plan(
@@ -137,46 +135,42 @@ def plan(
     `pays` every job is alone on its card.
     """
     front, rest = _front(candidates, cards, now_s)
-    turns, homeless = _turns(front, cards, residents, now_s)
+    typical_s = _typical_work(front, cards)
+    turns, homeless = _turns(front, cards, residents, now_s, typical_s)
     starts = _starts(turns, cards, residents, pays)
 
-    started = {start.job for start in starts}
+    started = {start.job: start.card for start in starts}
     idle = [
         card
         for card in cards
-        if card.closed is None
-        and not residents.get(card.name)
-        and card.name not in {start.card for start in starts}
+        if card.name in turns and not residents.get(card.name) and card.name not in started.values()
     ]
     reasons: dict[str, str] = {}
     expected: dict[str, float] = {}
-    for name in turns:
-        ahead = 0
-        for turn in turns[name]:
-            if turn.candidate.name in started:
-                continue
-            there = residents.get(name) or [
-                Resident(name=start.job, budget_bytes=0, ends_at_s=turn.start_s)
-                for start in starts
-                if start.card == name
-            ]
-            reasons[turn.candidate.name] = _why_it_waits(turn, ahead, there, idle, now_s)
+    for name, own in turns.items():
+        names = [each.name for each in residents.get(name, ())]
+        names += [job for job, card in started.items() if card == name]
+        waiting = [turn for turn in own if turn.candidate.name not in started]
+        for ahead, turn in enumerate(waiting):
+            if ahead:
+                reason = f"{ahead} {'job goes' if ahead == 1 else 'jobs go'} first on {name}"
+            else:
+                reason = f"{name} runs {' and '.join(names)}"
+                is_known = all(each.ends_at_s is not None for each in residents.get(name, ()))
+                if is_known and turn.start_s > now_s:
+                    reason += f" for about {_about(turn.start_s - now_s)} more"
+            reason += "".join(f"; {_why_not(turn.candidate, card)}" for card in idle)
+            reasons[turn.candidate.name] = reason
             expected[turn.candidate.name] = turn.start_s
-            ahead += 1
     for candidate in homeless:
-        reasons[candidate.name] = _why_none_holds_it(candidate, cards)
+        reasons[candidate.name] = _why_no_card(candidate, cards)
 
-    open_cards = [card for card in cards if card.closed is None]
-    if rest and open_cards:
-        # Each takes as long as the median of the others, on all cards together.
-        speed = sum(card.speed for card in open_cards)
-        free_s = _free_at(turns, residents, now_s, open_cards)
-        first_s = sum(free_s[card.name] * card.speed for card in open_cards) / speed
-        each_s = _typical_work(front, cards) / speed
-    for place, candidate in enumerate(rest):
-        reasons[candidate.name] = f"{len(front) + place - len(starts)} jobs go first"
-        if open_cards:
-            expected[candidate.name] = first_s + place * each_s
+    # Those behind: as long as the median of the others each, on all open cards together.
+    speed = sum(card.speed for card in cards if card.closed is None)
+    for place, candidate in enumerate(rest, len(front) - len(starts)):
+        reasons[candidate.name] = f"{place} jobs go first"
+        if speed:
+            expected[candidate.name] = now_s + place * typical_s / speed
     return Plan(starts=starts, reasons=reasons, expected_start_s=expected)
 
 
@@ -197,51 +191,51 @@ def estimate(
         for name in waiting[job.name]:
             followers.setdefault(name, []).append(job)
     ready = [replace(job, queued_at_s=0.0) for job in jobs if not waiting[job.name]]
-    on_card = {name: list(there) for name, there in (residents or {}).items()}
-    ends: list[tuple[float, str, str]] = [
-        (resident.ends_at_s or 0.0, card, resident.name)
-        for card, there in on_card.items()
-        for resident in there
-    ]
-    heapq.heapify(ends)
-
     typical_s = _typical_work(jobs, cards)
+    speeds = {card.name: card.speed for card in cards}
+    on_card: dict[str, list[Resident]] = {
+        name: [
+            replace(each, ends_at_s=typical_s / speeds[name]) if each.ends_at_s is None else each
+            for each in there
+        ]
+        for name, there in (residents or {}).items()
+    }
+
     entries: list[ScheduledJob] = []
     now_s = 0.0
     while True:
         front, _ = _front(ready, cards, now_s)
         turns, _ = _turns(front, cards, on_card, now_s, typical_s)
-        started = set()
-        for start in _starts(turns, cards, on_card, None):
-            end_s = now_s + turns[start.card][0].seconds
+        starts = _starts(turns, cards, on_card, None)
+        for start in starts:
+            end_s = turns[start.card][0].end_s
             entries.append(ScheduledJob(job=start.job, card=start.card, start_s=now_s, end_s=end_s))
             on_card[start.card] = [
                 Resident(name=start.job, budget_bytes=start.budget_bytes, ends_at_s=end_s)
             ]
-            heapq.heappush(ends, (end_s, start.card, start.job))
-            started.add(start.job)
+        started = {start.job for start in starts}
         ready = [job for job in ready if job.name not in started]
+
+        ends = [(each.ends_at_s or 0.0, name) for name in on_card for each in on_card[name]]
         if not ends:
             break
+        now_s = max(now_s, min(ends)[0])
+        ended = [e for there in on_card.values() for e in there if (e.ends_at_s or 0.0) <= now_s]
+        on_card = {
+            name: [each for each in there if each not in ended] for name, there in on_card.items()
+        }
+        for name in [each.name for each in ended]:
+            for job in followers.get(name, ()):
+                waiting[job.name].discard(name)
+                if not waiting[job.name]:
+                    ready.append(replace(job, queued_at_s=now_s))
 
-        now_s, card, name = heapq.heappop(ends)
-        on_card[card] = [resident for resident in on_card[card] if resident.name != name]
-        for job in followers.get(name, ()):
-            waiting[job.name].discard(name)
-            if not waiting[job.name]:
-                ready.append(replace(job, queued_at_s=now_s))
-
-    left = {job.name: _why_none_holds_it(job, cards) for job in ready}
-    ended = {entry.job for entry in entries}
+    left = {job.name: _why_no_card(job, cards) for job in ready}
     for job in jobs:
-        if job.name not in ended and job.name not in left:
-            missing = ", ".join(sorted(waiting[job.name]))
-            left[job.name] = f"comes after {missing}, which never ends"
-    return Schedule(
-        jobs=tuple(entries),
-        makespan_s=max((entry.end_s for entry in entries), default=0.0),
-        left=left,
-    )
+        if waiting[job.name]:
+            left[job.name] = f"comes after {', '.join(sorted(waiting[job.name]))}, which never ends"
+    makespan_s = max((entry.end_s for entry in entries), default=0.0)
+    return Schedule(jobs=tuple(entries), makespan_s=makespan_s, left=left)
 
 
 def worthwhile_move(
@@ -257,7 +251,7 @@ def worthwhile_move(
     """Return whether a job is to go on on another card.
 
     `remaining_s` is on the card where it is. `is_free` says that the other card is free and that
-    nobody who waits should have it: `plan` with the waiting candidates places none there.
+    no job that waits should have it: `plan` with the waiting candidates places none there.
     """
     if not is_free or speed_there <= speed_here:
         return False
@@ -284,8 +278,8 @@ def never_fits(job: Job | Candidate, least_bytes: int | None, cards: Sequence[Ca
         return None
     which = "card here" if len(allowed) == len(cards) else "card that it may use"
     return (
-        f"needs at least {_up(need_bytes)}; the largest {which} gives "
-        f"{_down(largest.room_bytes)} ({largest.name})"
+        f"needs at least {_gib(need_bytes, math.ceil)}; the largest {which} gives "
+        f"{_gib(largest.room_bytes, math.floor)} ({largest.name})"
     )
 
 
@@ -322,37 +316,44 @@ def _turns(
     cards: Sequence[Card],
     residents: Mapping[str, Sequence[Resident]],
     now_s: float,
-    typical_s: float | None = None,
+    typical_s: float,
 ) -> tuple[dict[str, list[_Turn]], list[Candidate]]:
-    """Return the turns on each card, in order, and the candidates that no open card can hold."""
-    typical_s = _typical_work(front, cards) if typical_s is None else typical_s
-    open_cards = [card for card in cards if card.closed is None]
-    turns: dict[str, list[_Turn]] = {card.name: [] for card in open_cards}
+    """Return the turns on each open card, in order, and the candidates that none of them can hold.
+
+    `typical_s` is the work of a job of unknown length, in seconds at speed 1.
+    """
     free_s = {}
-    for card in open_cards:
-        ends_s = [
-            now_s + typical_s / card.speed if each.ends_at_s is None else each.ends_at_s
-            for each in residents.get(card.name, ())
-        ]
-        free_s[card.name] = max([now_s, *ends_s])
+    for card in cards:
+        if card.closed is None:
+            unknown_s = now_s + typical_s / card.speed
+            there = residents.get(card.name, ())
+            ends_s = [unknown_s if each.ends_at_s is None else each.ends_at_s for each in there]
+            free_s[card.name] = max([now_s, *ends_s])
 
     homeless = []
     levels: dict[int, list[tuple[Candidate, dict[str, float]]]] = {}
     for candidate in front:
-        seconds = _seconds(candidate, cards, typical_s)
-        options = {card.name: seconds[card.name] for card in open_cards if _fits(candidate, card)}
+        works = _works(candidate, cards)
+        work_s = statistics.fmean(works) if works else typical_s
+        options = {
+            card.name: candidate.seconds.get(card.name, work_s / card.speed)
+            for card in cards
+            if card.closed is None and _fits(candidate, card)
+        }
         if options:
             levels.setdefault(_level(candidate, now_s), []).append((candidate, options))
         else:
             homeless.append(candidate)
 
+    turns: dict[str, list[_Turn]] = {name: [] for name in free_s}
     for level, group in levels.items():
         # The longest first: the short ones fill what is uneven at the end.
         group.sort(key=lambda each: -min(each[1].values()))
         places = _assign([options for _, options in group], free_s)
         for (candidate, options), name in zip(group, places, strict=True):
-            turns[name].append(_Turn(candidate, level, name, free_s[name], options[name]))
-            free_s[name] += options[name]
+            end_s = free_s[name] + options[name]
+            turns[name].append(_Turn(candidate, level, free_s[name], end_s))
+            free_s[name] = end_s
     return turns, homeless
 
 
@@ -402,106 +403,47 @@ def _starts(
     residents: Mapping[str, Sequence[Resident]],
     pays: Pays | None,
 ) -> tuple[Placement, ...]:
-    """Return what starts now: the first turn of each idle card, and who may share one."""
+    """Return what starts now: the first turn of each idle card, and who may share a card.
+
+    A job shares a card with one that runs there packed, or that starts there now. It must be of
+    the level that is next there: the two slow each other down, and that would move the reserved
+    start of a job above.
+    """
     starts: list[Placement] = []
     for card in cards:
-        there = residents.get(card.name, ())
-        own = turns.get(card.name, ())
-        if not own:
+        own, there = turns.get(card.name, ()), residents.get(card.name, ())
+        if not own or len(there) > 1 or any(each.alone for each in there):
             continue
-        if not there:
-            first = own[0].candidate
-            pair = _pair(card, first, own, pays)
-            if pair is not None:
-                second, budgets = pair
-                starts.append(_packed(first, card, budgets[0]))
-                starts.append(_packed(second, card, budgets[1]))
-            else:
-                starts.append(
-                    Placement(
-                        job=first.name, card=card.name, budget_bytes=card.room_bytes, alone=True
-                    )
-                )
-        elif len(there) == 1 and not there[0].alone and there[0].may_pack:
-            room_bytes = card.room_bytes - there[0].budget_bytes
-            for candidate in _sharers(there[0].name, own, card, pays):
-                budget = packed_budgets([candidate.memory_bytes], room_bytes)
-                if budget is not None:
-                    starts.append(_packed(candidate, card, budget[0]))
-                    break
+
+        first = [] if there else [own[0].candidate]
+        host = there[0] if there else own[0].candidate
+        room_bytes = card.room_bytes - sum(each.budget_bytes for each in there)
+        group, alone = first, True
+        budgets: tuple[int, ...] = (card.room_bytes,)
+        for turn in own[len(first) :]:
+            second = turn.candidate
+            if pays is None or turn.level != own[0].level or not host.may_pack:
+                break
+            shares = packed_budgets([each.memory_bytes for each in [*first, second]], room_bytes)
+            if shares and second.may_pack and pays(host.name, second.name, card.name):
+                group, budgets, alone = [*first, second], shares, False
+                break
+        starts += [
+            Placement(job=each.name, card=card.name, budget_bytes=budget, alone=alone)
+            for each, budget in zip(group, budgets, strict=False)
+        ]
     return tuple(starts)
 
 
-def _pair(
-    card: Card, first: Candidate, own: Sequence[_Turn], pays: Pays | None
-) -> tuple[Candidate, tuple[int, ...]] | None:
-    """Return who starts on a card together with its first job, and the budgets of both."""
-    if not first.may_pack:
-        return None
-    for second in _sharers(first.name, own[1:], card, pays):
-        budgets = packed_budgets([first.memory_bytes, second.memory_bytes], card.room_bytes)
-        if budgets is not None:
-            return second, budgets
-    return None
-
-
-def _sharers(name: str, own: Sequence[_Turn], card: Card, pays: Pays | None) -> list[Candidate]:
-    """Return the candidates that may share a card with a job, the first ones first.
-
-    Only of the level that comes next there: two that share a card end later than one of them
-    would, and that would move the reserved start of a job above.
-    """
-    if pays is None:
-        return []
-    return [
-        turn.candidate
-        for turn in own
-        if turn.level == own[0].level
-        and turn.candidate.may_pack
-        and pays(name, turn.candidate.name, card.name)
-    ]
-
-
-def _packed(candidate: Candidate, card: Card, budget_bytes: int) -> Placement:
-    return Placement(job=candidate.name, card=card.name, budget_bytes=budget_bytes, alone=False)
+def _works(candidate: Candidate, cards: Sequence[Card]) -> list[float]:
+    """Return the work of a candidate as each known card has it, in seconds at speed 1."""
+    seconds = candidate.seconds
+    return [seconds[card.name] * card.speed for card in cards if card.name in seconds]
 
 
 def _typical_work(candidates: Sequence[Candidate], cards: Sequence[Card]) -> float:
-    """Return the median work of the candidates that are known, as seconds at speed 1."""
-    speeds = {card.name: card.speed for card in cards}
-    works = [
-        seconds * speeds[name]
-        for candidate in candidates
-        for name, seconds in candidate.seconds.items()
-        if name in speeds
-    ]
+    works = [work_s for candidate in candidates for work_s in _works(candidate, cards)]
     return statistics.median(works) if works else UNKNOWN_S
-
-
-def _seconds(candidate: Candidate, cards: Sequence[Card], typical_s: float) -> dict[str, float]:
-    """Return what a candidate takes on each card."""
-    works = [
-        candidate.seconds[card.name] * card.speed
-        for card in cards
-        if card.name in candidate.seconds
-    ]
-    work = statistics.fmean(works) if works else typical_s
-    return {card.name: candidate.seconds.get(card.name, work / card.speed) for card in cards}
-
-
-def _free_at(
-    turns: Mapping[str, Sequence[_Turn]],
-    residents: Mapping[str, Sequence[Resident]],
-    now_s: float,
-    cards: Sequence[Card],
-) -> dict[str, float]:
-    """Return when each card is free once all that is planned has ended."""
-    free_s = {}
-    for card in cards:
-        own = turns[card.name]
-        ends_s = [each.ends_at_s or now_s for each in residents.get(card.name, ())]
-        free_s[card.name] = own[-1].start_s + own[-1].seconds if own else max([now_s, *ends_s])
-    return free_s
 
 
 def _is_allowed(job: Job | Candidate, card: Card) -> bool:
@@ -519,47 +461,26 @@ def _fits(candidate: Candidate, card: Card) -> bool:
     return _needed(candidate) <= card.room_bytes and _is_allowed(candidate, card)
 
 
-def _why_it_waits(
-    turn: _Turn, ahead: int, there: Sequence[Resident], idle: Sequence[Card], now_s: float
-) -> str:
-    if ahead:
-        jobs = "1 job goes" if ahead == 1 else f"{ahead} jobs go"
-        reason = f"{jobs} first on {turn.card}"
-    else:
-        names = " and ".join(resident.name for resident in there)
-        reason = f"{turn.card} runs {names}"
-        if all(resident.ends_at_s is not None for resident in there):
-            reason += f" for about {_about(turn.start_s - now_s)} more"
-
-    candidate = turn.candidate
-    for card in idle:
-        if not _is_allowed(candidate, card):
-            reason += f"; {card.name} is free, but it may not run there"
-        elif not _fits(candidate, card):
-            reason += (
-                f"; {card.name} is free, but gives {_down(card.room_bytes)} of the "
-                f"{_up(_needed(candidate))} that it needs"
-            )
-        else:
-            reason += f"; {card.name} is free, but slower: it would end later there"
-    return reason
+def _why_not(candidate: Candidate, card: Card) -> str:
+    """Return why a candidate does not start on a card that is free."""
+    if not _is_allowed(candidate, card):
+        return f"{card.name} is free, but it may not run there"
+    if not _fits(candidate, card):
+        gives, need = _gib(card.room_bytes, math.floor), _gib(_needed(candidate), math.ceil)
+        return f"{card.name} is free, but gives {gives} of the {need} that it needs"
+    return f"{card.name} is free, but it would end later there"
 
 
-def _why_none_holds_it(candidate: Candidate, cards: Sequence[Card]) -> str:
-    never = never_fits(candidate, _needed(candidate), cards)
-    if never is not None:
-        return never
+def _why_no_card(candidate: Candidate, cards: Sequence[Card]) -> str:
     closed = [card for card in cards if _fits(candidate, card)]
-    return "; ".join(f"{card.name} is closed: {card.closed}" for card in closed)
+    return never_fits(candidate, _needed(candidate), cards) or "; ".join(
+        f"{card.name} is closed: {card.closed}" for card in closed
+    )
 
 
 def _about(seconds: float) -> str:
     return format_duration(round(seconds) if seconds < 60 else round(seconds / 60) * 60)
 
 
-def _up(count_bytes: int) -> str:
-    return f"{math.ceil(count_bytes / GIB * 10) / 10:.1f} GiB"
-
-
-def _down(count_bytes: int) -> str:
-    return f"{math.floor(count_bytes / GIB * 10) / 10:.1f} GiB"
+def _gib(count_bytes: int, rounded: Callable[[float], int]) -> str:
+    return f"{rounded(count_bytes / GIB * 10) / 10:.1f} GiB"

@@ -66,7 +66,7 @@ def test_a_job_waits_for_the_better_card_if_it_ends_earlier() -> None:
     assert found.starts == ()
     assert found.expected_start_s == {"a": 600.0}
     assert found.reasons == {
-        "a": "pc1 runs base for about 10m more; pc2 is free, but slower: it would end later there"
+        "a": "pc1 runs base for about 10m more; pc2 is free, but it would end later there"
     }
 
 
