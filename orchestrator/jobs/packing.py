@@ -34,16 +34,12 @@ NOISE: Final = 0.03
 
 _Z: Final = statistics.NormalDist().inv_cdf(0.975)
 
-#: What tells one kind of training from another as far as its load of a card goes.
-_LOAD_KEYS: Final = (
-    "train.preset",
-    "train.model",
-    "train.batch",
-    "train.micro",
-    "train.seq",
-    "train.weights",
-    "train.optimizer",
-    "workload.name",
+#: Settings that change what a training learns, and not how it loads a card.
+_SAME_LOAD: Final = frozenset(
+    {
+        *("train.lr", "train.warmup_steps", "train.weight_decay", "train.clip", "train.steps"),
+        *("train.epochs", "train.label_smoothing", "train.save_every_s", "workload.seed"),
+    }
 )
 
 
@@ -57,11 +53,14 @@ class Speeds:
 
 
 def fingerprint(job: Job) -> str:
-    """Return what a job loads a card with, in words: two jobs with the same can share a verdict."""
+    """Return what a job loads a card with, in words; jobs with the same share their verdicts.
+
+    A setting that is not known to leave the load as it is makes a kind of its own.
+    """
     if job.command is not None:
         return " ".join(job.command.argv)
     settings = {**job.overrides, **job.settings}
-    return " ".join(f"{key}={settings[key]}" for key in _LOAD_KEYS if key in settings)
+    return " ".join(f"{key}={settings[key]}" for key in sorted(settings.keys() - _SAME_LOAD))
 
 
 def pair_of(first: str, second: str, card_title: str, driver: str) -> str:

@@ -108,8 +108,8 @@ def test_members_that_differ_in_their_rate_share_a_verdict() -> None:
         settings={"train.batch": 128},
     )
 
-    assert fingerprint(job) == "train.preset=gpt-mini train.batch=64"
-    assert fingerprint(other) == "train.preset=gpt-mini train.batch=128"
+    assert fingerprint(job) == "train.batch=64 train.preset=gpt-mini"
+    assert fingerprint(other) == "train.batch=128 train.preset=gpt-mini"
 
 
 def test_a_command_is_told_by_its_words() -> None:
