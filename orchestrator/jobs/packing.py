@@ -69,20 +69,17 @@ def pair_of(first: str, second: str, card_title: str, driver: str) -> str:
     return f"{low} + {high} on {card_title}, driver {driver}"
 
 
-def packed_budget(measured_bytes: int) -> int:
-    """Return the budget of a packed job that has taken at most `measured_bytes`."""
-    return measured_bytes + max(RESERVE_BYTES, math.ceil(measured_bytes * RESERVE))
-
-
 def packed_budgets(measured: Sequence[int | None], room_bytes: int) -> tuple[int, ...] | None:
-    """Return the budgets of jobs that share a card.
+    """Return the budgets of jobs that share a card, from the most that each has taken.
 
     `None` where one of them was never measured, or where their sum is more than the card's room.
     """
-    budgets = tuple(packed_budget(each) for each in measured if each is not None)
-    if len(budgets) < len(measured) or sum(budgets) > room_bytes:
-        return None
-    return budgets
+    budgets = tuple(
+        each + max(RESERVE_BYTES, math.ceil(each * RESERVE))
+        for each in measured
+        if each is not None
+    )
+    return budgets if len(budgets) == len(measured) and sum(budgets) <= room_bytes else None
 
 
 def trial_cost_s(save_s: float, load_s: float) -> float:

@@ -25,8 +25,8 @@ from workers.units import GIB
 LEVEL_S: Final = 3600.0
 #: So many jobs are planned in full; those behind get a rough start only. A night has fewer.
 LOOKAHEAD: Final = 200
-#: A level with at most so many ways to place its jobs is tried in full: ten jobs on two cards.
-EXACT_WAYS: Final = 1024
+#: A level is tried in full if that takes at most so many steps: ten jobs on two cards.
+EXACT_STEPS: Final = 10 * 2**10
 #: What a job takes at speed 1 when nothing is known of any: only ratios between cards matter.
 UNKNOWN_S: Final = 3600.0
 #: A move must save so many times what it costs.
@@ -48,7 +48,11 @@ class Candidate:
     the cards' speeds; where all are missing, it is as much work as the median of the others.
     """
     memory_bytes: int | None = None
-    """What it needs on a card: as measured, or as the user says."""
+    """What it needs on a card, as the user says."""
+    measured_bytes: int | None = None
+    """The most that it took so far: what it gets of a card that it shares, with a reserve. `None`:
+    `memory_bytes`, and where that is missing too it shares none.
+    """
     least_room_bytes: int | None = None
     """A card with less room is not tried."""
     nodes: tuple[str, ...] = ()
@@ -372,7 +376,8 @@ def _assign(jobs: Sequence[Mapping[str, float]], free_s: Mapping[str, float]) ->
         end_s = max(end_s, load[name])
         sum_s += load[name]
         places.append(name)
-    if len(jobs) == 1 or math.prod(len(options) for options in jobs) > EXACT_WAYS:
+    ways = math.prod(len(options) for options in jobs)
+    if len(jobs) == 1 or ways * len(jobs) > EXACT_STEPS:
         return places
 
     best = (end_s, sum_s, places)
@@ -424,7 +429,8 @@ def _starts(
             second = turn.candidate
             if pays is None or turn.level != own[0].level or not host.may_pack:
                 break
-            shares = packed_budgets([each.memory_bytes for each in [*first, second]], room_bytes)
+            measured = [each.measured_bytes or each.memory_bytes for each in [*first, second]]
+            shares = packed_budgets(measured, room_bytes)
             if shares and second.may_pack and pays(host.name, second.name, card.name):
                 group, budgets, alone = [*first, second], shares, False
                 break

@@ -244,6 +244,14 @@ def test_a_pair_that_is_not_known_to_pay_stays_apart() -> None:
     assert [start.alone for start in found.starts] == [True]
 
 
+def test_the_measured_bytes_are_what_a_packed_job_gets() -> None:
+    jobs = [packable("a", measured_bytes=2 * GIB), packable("b", measured_bytes=12 * GIB)]
+
+    found = plan(jobs, (FAST,), {}, 0.0, always)
+
+    assert [start.budget_bytes // GIB for start in found.starts] == [2, 13]
+
+
 def test_a_pair_beyond_the_room_stays_apart() -> None:
     found = plan([packable("a"), packable("b")], (SLOW,), {}, 0.0, always)
 
