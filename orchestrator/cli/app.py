@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from orchestrator.cli import jobs_run
 from orchestrator.cli import options as opt
 from orchestrator.cli.loading import (
     config_of,
@@ -55,7 +56,7 @@ app = typer.Typer(
 )
 
 
-def _experiments(
+def experiments_of(
     fake_sensors: Path | None,
     chaos: str | None = None,
     chaos_seed: int = 0,
@@ -114,7 +115,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         json=json_output,
         plain=plain,
         wait_for_nodes=wait_for_nodes,
-        experiments=tuple(_experiments(fake_sensors, chaos, chaos_seed, yes_really=yes_really)),
+        experiments=tuple(experiments_of(fake_sensors, chaos, chaos_seed, yes_really=yes_really)),
         apply_power_limit=apply_power_limit,
     )
     more_s = duration_s(duration)
@@ -146,6 +147,11 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     else:
         environment = environments.on_cluster(loaded)
     raise typer.Exit(runner.run(environment, options))
+
+
+jobs = typer.Typer(help="Work off a list of jobs, and look after them.", no_args_is_help=True)
+jobs.command("run")(jobs_run.run)
+app.add_typer(jobs, name="jobs")
 
 
 @app.command()
@@ -487,7 +493,7 @@ def burn(  # noqa: PLR0913 - one parameter for each option of the command
         json=json_output,
         plain=plain,
         wait_for_nodes=False,
-        experiments=tuple(_experiments(fake_sensors)),
+        experiments=tuple(experiments_of(fake_sensors)),
         apply_power_limit=apply_power_limit,
     )
     if sweep_text is not None:
