@@ -254,6 +254,8 @@ class Recalled:
     to: JobState
     """QUEUED (after a move), PARKED, PAUSED, HELD or CANCELLED."""
     reason: str
+    least_room_bytes: int | None = None
+    """Where not even its smallest step had room: what the next card must have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,1 +1,680 @@
-"""The queue: which record follows from what has been recorded and what is seen. Pure."""
+"""The queue: which records follow from those recorded so far and from what is seen. Pure.
+
+The queue is what its records add up to (`apply`); how each changes a job is in `lifecycle.py`.
+`next_records` answers with one batch: either what was observed of attempts, or what that leads to
+for jobs without one, or what starts and moves. The caller writes it to the journal as a whole,
+applies it, carries it out, and asks again until nothing follows. So a queue that is replayed from
+the journal, asked about the same world, answers the same.
+
+What the caller owes: every card of the configuration is in `World.cards`, closed while its node is
+away; a job whose node does not answer has no entry in `World.seen`, and one with `node_lost` once
+that has lasted `NODE_LOST_S`.
+
+Does not decide where a job fits (`placement.py`), who goes on at a milestone (`milestones.py`), or
+what a cause of failure means (`causes.py`), and keeps nothing on disk (`journal.py`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TypeAlias
+
+from orchestrator.jobs import lifecycle, milestones, placement
+from orchestrator.jobs.index import Aside, Index, Needs, Reach, needs_of
+from orchestrator.jobs.lifecycle import IllegalRecordError
+from orchestrator.jobs.model import (
+    ENDED,
+    ON_CARD,
+    Assigned,
+    AttemptEnded,
+    Card,
+    Cause,
+    Job,
+    JobState,
+    Measured,
+    Milestones,
+    PackJudged,
+    QueueHeld,
+    Reached,
+    Recalled,
+    Record,
+    Rested,
+    Said,
+    Seen,
+    Settled,
+    Standing,
+    Submitted,
+    World,
+)
+from orchestrator.jobs.placement import Candidate, Plan, Resident
+from workers.units import GIB
+
+#: A node that is away for so long is lost, and its jobs go on elsewhere.
+NODE_LOST_S = 30.0
+
+#: So many jobs are looked at for a place, and so many of them with the same needs.
+_CANDIDATES, _ALIKE_CANDIDATES = 64, 16
+#: So many different jobs that fail alike, each so soon after its start, hold the queue.
+_ALIKE_JOBS, _ALIKE_WITHIN_S = 3, 60.0
+#: Causes that say nothing about the queue as a whole, however many jobs they meet.
+_OF_ONE_JOB = frozenset(
+    {Cause.DONE, Cause.PARKED, Cause.OUT_OF_MEMORY, Cause.KILLED, Cause.NODE_LOST}
+)
+#: Wait before an attempt that is not counted is made again; doubled each time in a row.
+_BACK_OFF_S, _LONGEST_BACK_OFF_S, _LONG_RUN_S = 5.0, 600.0, 600.0
+#: The same for a training that had no room on the largest card, and how often that is tried.
+_NO_ROOM_BACK_OFF_S, _NO_ROOM_TRIES = 60.0, 6
+#: A speed is recorded again when it differs by so much, a better value of the metric so often.
+_SPEED_CHANGE, _BEST_EVERY_S = 0.2, 60.0
+
+_CHANGING = re.compile(r"0x[0-9a-f]+|\d+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A job as a compacted journal has it, in place of its records."""
+
+    standing: Standing
+    aside: Aside
+    to_recall: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueKept:
+    """The queue itself as a compacted journal has it."""
+
+    held: str | None
+    reached: tuple[Reach, ...]
+    said: tuple[str, ...]
+    alike: tuple[tuple[str, str], ...]
+
+
+Entry: TypeAlias = Record | Kept | QueueKept
+
+
+class _Standings(Mapping[str, Standing]):
+    """The standings with what the last plan says about those that wait."""
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
+
+    def __getitem__(self, name: str) -> Standing:
+        return self._queue.shown(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._queue.names)
+
+    def __len__(self) -> int:
+        return len(self._queue.names)
+
+
+class Queue:
+    """All jobs of a run, and what comes next. See the module."""
+
+    def __init__(self) -> None:
+        """Begin without jobs."""
+        self.held: str | None = None
+        """Why nothing starts; `None`: it does."""
+        self.reached: list[Reach] = []
+        """Job, milestone and value, in journal order."""
+        self.verdicts: dict[str, PackJudged] = {}
+        """By pair."""
+        self._standings: dict[str, Standing] = {}
+        self._aside: dict[str, Aside] = {}
+        self._said: dict[str, None] = {}
+        self._to_recall: dict[str, None] = {}
+        """Jobs on a card of which a user has said where they go."""
+        self._alike: dict[str, dict[str, None]] = {}
+        """Jobs that failed soon after their start, by what they said."""
+        self._given: set[str] = set()
+        """Jobs whose standing was handed out and may not change in place any more."""
+        self._index: Index | None = None
+        self._plan = Plan(starts=(), reasons={}, expected_start_s={})
+        self._closed: set[Needs] = set()
+        """Lines that are outside their hours."""
+        self._fitting_cards: tuple[Card, ...] = ()
+        self._fitting: dict[Needs, str | None] = {}
+        """Why needs are never met on these cards: only so that it is not asked again."""
+
+    @property
+    def standings(self) -> Mapping[str, Standing]:
+        """By job, in order of submission. Each is a value that does not change later."""
+        return _Standings(self)
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of all jobs, in order of submission."""
+        return self._standings.keys()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every job has ended."""
+        return self._indexed().open == 0
+
+    def shown(self, name: str) -> Standing:
+        """Return how a job stands; where it is in line, with the reason and the expected start."""
+        standing = self._standings[name]
+        self._given.add(name)
+        if standing.state is not JobState.QUEUED:
+            return standing
+        reason = self._plan.reasons.get(name)
+        needs = needs_of(standing)
+        if self.held is not None:
+            reason = f"the queue is held: {self.held}"
+        elif needs in self._closed:
+            reason = _hours(needs.hours)
+        elif reason is None and (ahead := self._indexed().ahead(name)):
+            reason = f"{ahead:,} jobs are before it"
+        expected = self._plan.expected_start_s.get(name)
+        return replace(standing, reason=reason or standing.reason, expected_start_s=expected)
+
+    def why_refused(self, record: Record) -> str | None:
+        """Return why a record from the inbox is not for the journal; `None`: it is."""
+        if isinstance(record, Submitted):
+            there = self._standings.get(record.job.name)
+            if there is None:
+                return None
+            if there.job.id == record.job.id:
+                return f"{record.job.name} has been submitted already"
+            return f"there is another job called {record.job.name} ({there.job.origin})"
+        if isinstance(record, Said):
+            if record.id in self._said:
+                return "it has been obeyed already"
+            if record.job not in self._standings:
+                return f"there is no job called {record.job}"
+        return None
+
+    def apply(self, record: Entry) -> None:
+        """Add a record. One that has been taken already changes nothing.
+
+        Raises:
+            IllegalRecordError: It cannot happen as things stand.
+        """
+        if isinstance(record, Submitted):
+            self._submit(record)
+        elif isinstance(record, QueueHeld):
+            self.held = record.reason
+            self._alike.clear()
+        elif isinstance(record, PackJudged):
+            self.verdicts[record.pair] = record
+        elif isinstance(record, Kept):
+            name = record.standing.job.name
+            self._aside[name] = record.aside
+            if record.to_recall:
+                self._to_recall[name] = None
+            self._add(record.standing)
+        elif isinstance(record, QueueKept):
+            self.held = record.held
+            self.reached = list(record.reached)
+            self._said = dict.fromkeys(record.said)
+            for text, job in record.alike:
+                self._alike.setdefault(text, {})[job] = None
+            self._index = None
+        else:
+            self._apply_to_job(record)
+
+    def condensed(self) -> Iterator[Entry]:
+        """Return what the queue adds up to, as few entries that lead to the same queue."""
+        alike = tuple((text, job) for text, jobs in self._alike.items() for job in jobs)
+        reached, said = tuple(self.reached), tuple(self._said)
+        yield QueueKept(held=self.held, reached=reached, said=said, alike=alike)
+        yield from self.verdicts.values()
+        for name, standing in self._standings.items():
+            is_waiting = name in self._to_recall
+            yield Kept(standing=standing, aside=self._aside[name], to_recall=is_waiting)
+
+    def next_records(self, world: World) -> tuple[Record, ...]:
+        """Return the next batch; empty where nothing is to do."""
+        sentence = self._why_to_hold(world)
+        if sentence is not None:
+            return (QueueHeld(at_s=world.now_s, reason=sentence),)
+        stages: tuple[Callable[[World], Sequence[Record]], ...] = (
+            self._observed,
+            self._settled,
+            self._placed,
+        )
+        for stage in stages:
+            records = stage(world)
+            if records:
+                return tuple(records)
+        return ()
+
+    # What records add up to
+
+    def _indexed(self) -> Index:
+        """Return the index, built anew after a replay."""
+        if self._index is None:
+            self._index = Index(self._standings, self._aside)
+            self._index.build(self.reached)
+        return self._index
+
+    def _number(self, name: str) -> int:
+        return self._aside[name].number
+
+    def _submit(self, record: Submitted) -> None:
+        name = record.job.name
+        there = self._standings.get(name)
+        if there is not None:
+            if there.job.id != record.job.id:
+                raise IllegalRecordError(there, record, "another job has its name")
+            return
+        standing = lifecycle.standing_of(record)
+        queued_at_s = record.at_s if standing.state is JobState.QUEUED else None
+        self._aside[name] = Aside(number=len(self._aside), queued_at_s=queued_at_s)
+        self._add(standing)
+
+    def _add(self, standing: Standing) -> None:
+        self._standings[standing.job.name] = standing
+        if self._index is not None:
+            self._index.enter(standing)
+            self._index.add(standing)
+
+    def _apply_to_job(
+        self,
+        record: Assigned | Recalled | Rested | AttemptEnded | Reached | Measured | Said | Settled,
+    ) -> None:
+        name = record.job
+        standing = self._standings.get(name)
+        if standing is None:
+            raise IllegalRecordError(None, record, f"there is no job called {name}")
+        if isinstance(record, Said):
+            if record.id in self._said:
+                return
+            self._said[record.id] = None
+        changes = lifecycle.changes_of(standing, record)
+        self._remember(standing, record, changes)
+        index, before = self._index, standing.state
+        if index is not None and "state" in changes:
+            index.remove(standing)
+        if name in self._given:
+            self._standings[name] = standing = replace(standing, **changes)
+            self._given.discard(name)
+        else:
+            for key, value in changes.items():
+                object.__setattr__(standing, key, value)
+        if index is not None and "state" in changes:
+            index.add(standing)
+            if (before in ENDED) is not (standing.state in ENDED):
+                index.ended_or_again(name)
+        if index is not None and "speeds" in changes:
+            index.measured(standing)
+
+    def _remember(self, standing: Standing, record: Record, changes: lifecycle.Changes) -> None:
+        """Note what the standing has no field for, before it changes."""
+        name = standing.job.name
+        aside = self._aside[name]
+        kind = type(record)
+        if kind is Measured:
+            aside.measured_at_s = record.at_s
+        elif isinstance(record, Reached):
+            self.reached.append((name, record.milestone, record.value))
+            aside.milestone = record.milestone
+            if self._index is not None:
+                self._index.reach(standing.job.sweep, self.reached[-1])
+        elif isinstance(record, Recalled):
+            self._to_recall.pop(name, None)
+            if record.to is JobState.PARKED and record.least_room_bytes is not None:
+                wait_s = _NO_ROOM_BACK_OFF_S * 2**aside.no_room if standing.alone else 0.0
+                aside.no_room += 1
+                aside.wake_at_s = record.at_s + wait_s
+        elif isinstance(record, AttemptEnded):
+            self._remember_end(standing, record, changes)
+        elif kind is Said and "recalled_to" in changes and "state" not in changes:
+            self._to_recall[name] = None
+        state = changes.get("state")
+        if state is not None and state not in ON_CARD:
+            self._to_recall.pop(name, None)
+            if state is JobState.QUEUED and aside.queued_at_s is None:
+                aside.queued_at_s = record.at_s
+            if kind is Said:
+                aside.wake_at_s, aside.no_room, aside.in_row = 0.0, 0, 0
+
+    def _remember_end(
+        self, standing: Standing, record: AttemptEnded, changes: lifecycle.Changes
+    ) -> None:
+        name = standing.job.name
+        aside = self._aside[name]
+        ran_s = record.at_s - standing.since_s
+        aside.no_room = 0
+        if changes["state"] is JobState.PARKED and standing.recalled_to is None:
+            aside.in_row = 1 if ran_s > _LONG_RUN_S else aside.in_row + 1
+            back_off_s = _BACK_OFF_S * 2 ** min(aside.in_row - 1, 10)
+            aside.wake_at_s = record.at_s + min(_LONGEST_BACK_OFF_S, back_off_s)
+        if record.cause is Cause.DONE or ran_s > _ALIKE_WITHIN_S:
+            self._alike.clear()
+        elif record.cause not in _OF_ONE_JOB and standing.recalled_to is None:
+            text = _CHANGING.sub("#", record.text.replace(name, "JOB").lower())[:300]
+            self._alike.setdefault(text, {})[name] = None
+
+    # What follows
+
+    def _why_to_hold(self, world: World) -> str | None:
+        if self.held is not None:
+            return None
+        if world.disk_full is not None:
+            return world.disk_full
+        for jobs in self._alike.values():
+            if len(jobs) >= _ALIKE_JOBS:
+                last = self._standings[list(jobs)[-1]].last_error
+                named = ", ".join(islice(jobs, _ALIKE_JOBS))
+                return f"{named} failed alike within a minute of their start: {last}"
+        return None
+
+    def _observed(self, world: World) -> list[Record]:
+        """Return what is new of the attempts on cards."""
+        records: list[Record] = []
+        index = self._indexed()
+        cards = {card.name: card for card in world.cards}
+        reached: dict[str, list[Reach]] = {}
+        for name in sorted(index.on_card, key=self._number):
+            standing = self._standings[name]
+            seen = world.seen.get(name)
+            if seen is not None and seen.attempt != standing.attempt:
+                seen = None
+            ended = None if seen is None else _end(standing, seen, world.now_s)
+            if ended is not None:
+                records.append(ended)
+                continue
+            recalled = self._recall(standing, seen, world, cards)
+            if recalled is not None:
+                records.append(recalled)
+            elif seen is not None and standing.recalled_to is None:
+                records += self._progress(standing, seen, world, cards, reached)
+        return records
+
+    def _recall(
+        self,
+        standing: Standing,
+        seen: Seen | None,
+        world: World,
+        cards: Mapping[str, Card],
+    ) -> Recalled | None:
+        """Return the recall of an attempt that is not to go on where it is."""
+        job, to = standing.job, standing.recalled_to
+        least: int | None = None
+        if job.name in self._to_recall and to is not None:
+            reason = standing.reason
+        elif to is not None or seen is None:
+            return None
+        elif not _is_in_hours(job.hours, world.minute_of_day):
+            to, reason = JobState.PARKED, _hours(job.hours)
+        elif (closed := _closed(cards, standing.card)) is not None:
+            to, reason = JobState.PARKED, closed
+        elif seen.has_no_room:
+            to, reason, least = _without_room(standing, world.cards)
+        else:
+            return None
+        return Recalled(
+            at_s=world.now_s,
+            job=job.name,
+            attempt=standing.attempt,
+            to=to,
+            reason=reason,
+            least_room_bytes=least,
+        )
+
+    def _progress(
+        self,
+        standing: Standing,
+        seen: Seen,
+        world: World,
+        cards: Mapping[str, Card],
+        reached: dict[str, list[Reach]],
+    ) -> list[Record]:
+        """Return what an attempt that goes on has reached, and what was measured of it."""
+        job, now_s = standing.job, world.now_s
+        rule, sweep = job.milestones, job.sweep
+        value, last = seen.value, self._aside[job.name].milestone
+        milestone = None if rule is None else _milestone(rule, job.steps, seen.step, last)
+        if rule is not None and sweep and milestone is not None and value is not None:
+            so_far = reached.setdefault(sweep, list(self._indexed().reached[sweep]))
+            so_far.append((job.name, milestone, value))
+            record = Reached(at_s=now_s, job=job.name, milestone=milestone, value=value)
+            if milestones.goes_on(rule, so_far, job.name, milestone):
+                return [record]
+            reason = f"{rule.metric} {value:.4g} at step {milestone}: others go first"
+            paused = Recalled(
+                at_s=now_s,
+                job=job.name,
+                attempt=standing.attempt,
+                to=JobState.PAUSED,
+                reason=reason,
+            )
+            return [record, paused]
+        card = cards.get(standing.card or "")
+        if card is None or seen.steps_per_s is None:
+            return []
+        known = standing.speeds.get(card.title)
+        is_new = known is None or abs(seen.steps_per_s - known) > _SPEED_CHANGE * known
+        is_due = now_s >= self._aside[job.name].measured_at_s + _BEST_EVERY_S
+        is_better = seen.value is not None and lifecycle.is_better(standing, seen.value)
+        if not (is_due and (is_new or is_better)):
+            return []
+        best, step = (seen.value, seen.step) if is_better else (None, None)
+        return [
+            Measured(
+                at_s=now_s,
+                job=job.name,
+                card_title=card.title,
+                steps_per_s=seen.steps_per_s,
+                best=best,
+                best_step=step,
+            )
+        ]
+
+    def _settled(self, world: World) -> list[Record]:
+        """Return what jobs without an attempt come to."""
+        index = self._indexed()
+        found: dict[str, tuple[JobState, str]] = dict(index.due)
+        lasting = tuple(replace(card, closed=None, speed=1.0) for card in world.cards)
+        if lasting != self._fitting_cards:
+            self._fitting.clear()
+            self._fitting_cards = lasting
+        if lasting:
+            for needs, names in index.needs.items():
+                if needs not in self._fitting:
+                    job = self._standings[min(names)].job
+                    least = needs.least_room_bytes
+                    self._fitting[needs] = placement.never_fits(job, least, lasting)
+                why = self._fitting[needs]
+                if why is not None:
+                    found.update(dict.fromkeys(names, (JobState.INFEASIBLE, why)))
+        for name in index.parked:
+            wakes = self._wakes(name, world)
+            if wakes is not None:
+                found[name] = wakes
+        for sweep, paused in index.paused.items():
+            found.update(self._promoted(sweep, paused, index, is_idle=False))
+        return [
+            Settled(at_s=world.now_s, job=name, to=found[name][0], reason=found[name][1])
+            for name in sorted(found, key=self._number)
+        ]
+
+    def _wakes(self, name: str, world: World) -> tuple[JobState, str] | None:
+        """Return what a PARKED job comes to by now."""
+        standing, aside = self._standings[name], self._aside[name]
+        job = standing.job
+        if world.now_s < aside.wake_at_s or not _is_in_hours(job.hours, world.minute_of_day):
+            return None
+        if aside.no_room >= _NO_ROOM_TRIES:
+            return JobState.INFEASIBLE, f"{standing.reason}; tried {aside.no_room} times"
+        taken = self._indexed().cards
+        for card in world.cards:
+            if (
+                card.closed is None
+                and _suits(job, card)
+                and card.room_bytes >= (standing.least_room_bytes or 0)
+                and not (aside.no_room and taken[card.name])
+            ):
+                return JobState.QUEUED, "in line again"
+        return None
+
+    def _promoted(
+        self, sweep: str, paused: Mapping[str, None], index: Index, *, is_idle: bool
+    ) -> dict[str, tuple[JobState, str]]:
+        """Return the member of a sweep that goes on by now, or all of them as stopped."""
+        rule = self._standings[next(iter(paused))].job.milestones
+        if rule is None:
+            return {}
+        reached, is_last = index.reached[sweep], not index.active[sweep]
+        name = milestones.promotable(rule, reached, paused, is_idle=is_idle or is_last)
+        if name is not None:
+            return {name: (JobState.QUEUED, "goes on: among the best at its milestone by now")}
+        if is_last:
+            why = f"others of {sweep} were better, and all have ended"
+            return dict.fromkeys(paused, (JobState.STOPPED, why))
+        return {}
+
+    def _placed(self, world: World) -> list[Record]:
+        """Return what starts."""
+        index, cards = self._indexed(), world.cards
+        minute = world.minute_of_day
+        self._closed = {each for each in index.lines if not _is_in_hours(each.hours, minute)}
+        if self.held is not None:
+            return []
+        residents: dict[str, list[Resident]] = {card.name: [] for card in cards}
+        for name in sorted(index.on_card, key=self._number):
+            standing = self._standings[name]
+            residents.setdefault(standing.card or "", []).append(_resident(standing, world))
+        lines = (
+            line[:_ALIKE_CANDIDATES]
+            for needs, line in index.lines.items()
+            if needs not in self._closed
+        )
+        first = islice(heapq.merge(*lines), _CANDIDATES)
+        candidates = [self._candidate(name, cards) for _, _, name in first]
+        plan = placement.plan(candidates, cards, residents, world.now_s, lambda *_: True)
+        self._plan = plan
+        if plan.starts:
+            return [
+                Assigned(
+                    at_s=world.now_s,
+                    job=start.job,
+                    attempt=self._standings[start.job].attempt + 1,
+                    card=start.card,
+                    budget_bytes=start.budget_bytes,
+                    alone=start.alone,
+                )
+                for start in plan.starts
+            ]
+        if any(card.closed is None and not residents[card.name] for card in cards):
+            # A card is free that nothing in line can use: one more of a sweep goes on.
+            for sweep in sorted(index.paused):
+                found = self._promoted(sweep, index.paused[sweep], index, is_idle=True)
+                for name, (to, reason) in found.items():
+                    return [Settled(at_s=world.now_s, job=name, to=to, reason=reason)]
+        return []
+
+    def _candidate(self, name: str, cards: Sequence[Card]) -> Candidate:
+        standing = self._standings[name]
+        job = standing.job
+        return Candidate(
+            name=name,
+            priority=job.priority,
+            queued_at_s=self._aside[name].queued_at_s or standing.since_s,
+            seconds=self._seconds(standing, cards),
+            memory_bytes=job.memory_bytes,
+            measured_bytes=standing.peak_bytes,
+            least_room_bytes=standing.least_room_bytes,
+            nodes=job.nodes,
+            card=job.card,
+            may_pack=job.pack is True,
+        )
+
+    def _seconds(self, standing: Standing, cards: Sequence[Card]) -> dict[str, float]:
+        """Return what is left of a job by card, as measured of it, or of another of its sweep."""
+        speeds = standing.speeds or self._indexed().speeds_of(standing.job.sweep)
+        if standing.job.steps is None:
+            return {}
+        left = max(0, standing.job.steps - (standing.step or 0))
+        by_card = {card.name: speeds.get(card.title) for card in cards}
+        return {name: left / speed for name, speed in by_card.items() if speed}
+
+
+def _end(standing: Standing, seen: Seen, now_s: float) -> AttemptEnded | Rested | None:
+    """Return how an attempt ended, if it has."""
+    job, attempt = standing.job.name, standing.attempt
+    step, peak_bytes, failures = seen.step, seen.peak_bytes, seen.out_of_memory
+    if seen.cause is not None:
+        return AttemptEnded(
+            at_s=now_s,
+            job=job,
+            attempt=attempt,
+            cause=seen.cause,
+            text=seen.text,
+            exit_code=seen.exit_code,
+            step=step,
+            value=seen.value,
+            peak_bytes=peak_bytes,
+            out_of_memory=failures,
+            sha256=seen.sha256,
+        )
+    if not (seen.is_at_rest or seen.node_lost):
+        return None
+    return Rested(
+        at_s=now_s,
+        job=job,
+        attempt=attempt,
+        step=step,
+        peak_bytes=peak_bytes,
+        out_of_memory=failures,
+    )
+
+
+def _without_room(standing: Standing, cards: Sequence[Card]) -> tuple[JobState, str, int]:
+    """Return where a training goes that has no room for its smallest step, why, and how much room
+    it must have there.
+    """
+    budget = standing.budget_bytes or 0
+    where = f"not even its smallest step fits in {budget / GIB:.1f} GiB of {standing.card}"
+    if any(_suits(standing.job, card) and card.room_bytes > budget for card in cards):
+        return JobState.QUEUED, where, budget + 1
+    return JobState.PARKED, f"{where}, and no card here has more", budget
+
+
+def _resident(standing: Standing, world: World) -> Resident:
+    seen = world.seen.get(standing.job.name)
+    eta_s = None if seen is None or seen.attempt != standing.attempt else seen.eta_s
+    return Resident(
+        name=standing.job.name,
+        budget_bytes=standing.budget_bytes or 0,
+        ends_at_s=None if eta_s is None else world.now_s + eta_s,
+        alone=standing.alone,
+        may_pack=standing.job.pack is True,
+    )
+
+
+def _suits(job: Job, card: Card) -> bool:
+    """Return whether a job may run on a card, whatever memory it takes."""
+    at_node = not job.nodes or card.node in job.nodes or card.name in job.nodes
+    return at_node and (job.card is None or job.card.lower() in card.title.lower())
+
+
+def _closed(cards: Mapping[str, Card], name: str | None) -> str | None:
+    card = cards.get(name or "")
+    return f"{name} is not there" if card is None else card.closed
+
+
+def _milestone(rule: Milestones, steps: int | None, step: int | None, last: int) -> int | None:
+    """Return the first milestone after `last` that a job has reached by now."""
+    for milestone in milestones.milestones_of(rule):
+        if milestone > last and (steps is None or milestone < steps):
+            return milestone if step is not None and step >= milestone else None
+    return None
+
+
+def _is_in_hours(hours: tuple[int, int] | None, minute: int) -> bool:
+    if hours is None or hours[0] == hours[1]:
+        return True
+    start, end = hours
+    return start <= minute < end if start < end else minute >= start or minute < end
+
+
+def _hours(hours: tuple[int, int] | None) -> str:
+    """Return the hours of a job in words."""
+    start, end = hours or (0, 0)
+    return f"hours {start // 60:02}:{start % 60:02}-{end // 60:02}:{end % 60:02}"
