@@ -19,7 +19,7 @@ from orchestrator.config.gpu_specs import PROFILES, peak_tflops
 from orchestrator.config.load import config_from_data
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import NodeBudget, SlotPlan, Target, node_budget, plan_slots
-from orchestrator.core.slot import HeadState, Hold, Phase, Slot
+from orchestrator.core.slot import Hold, Phase, Slot
 from orchestrator.jobs import causes, inbox
 from orchestrator.jobs.journal import Journal
 from orchestrator.jobs.model import (
@@ -38,7 +38,7 @@ from orchestrator.jobs.model import (
     Standing,
     World,
 )
-from orchestrator.jobs.queue import Queue
+from orchestrator.jobs.queue import NODE_LOST_S, Queue
 from orchestrator.record.events import EventLog
 from workers.messages import STARVED
 from workers.settings import CommandSpec
@@ -93,6 +93,7 @@ class Dispatcher:
         self._at_s = max((each.since_s for each in self.queue.standings.values()), default=0.0)
         self._peak_bytes: dict[str, int] = {}
         self._no_room_since_s: dict[str, float] = {}
+        self._away_since_s: dict[str, float] = {}
 
     @property
     def is_over(self) -> bool:
@@ -124,11 +125,12 @@ class Dispatcher:
         try:
             self._take_inbox()
             orders: list[Order] = []
-            records = self.queue.next_records(self._world(slots, nodes))
-            if records:
+            world = self._world(slots, nodes)
+            while records := self.queue.next_records(world):
                 self._write(records)
                 for record in records:
                     orders.extend(self._orders(record))
+            self.journal.compact(self.queue)
         except OSError as error:
             self.problem = f"the journal of jobs cannot be written: {error.strerror or error}"
             return ()
@@ -136,14 +138,20 @@ class Dispatcher:
         return tuple(orders)
 
     def _take_inbox(self) -> None:
-        for path, batch in inbox.waiting(self.folder):
-            records = self.queue.accepted(batch, self._at_s)
-            if records:
-                self._write(records)
+        for path, message in inbox.waiting(self.folder):
+            if isinstance(message, inbox.InboxError):
+                self.events.write("job_message_refused", reason=str(message))
+            for record in () if isinstance(message, inbox.InboxError) else message:
+                why = self.queue.why_refused(record)
+                if why is None:
+                    self._write([replace(record, at_s=self._at_s)])
+                else:
+                    self.events.write("job_message_refused", reason=why)
             inbox.remove(path)
 
     def _write(self, records: Sequence[Record]) -> None:
-        self.journal.append(records)
+        if records:
+            self.journal.append(records)
         for record in records:
             self.queue.apply(record)
             name = type(record).__name__
@@ -168,9 +176,9 @@ class Dispatcher:
     def _world(self, slots: Mapping[str, Slot], nodes: Collection[str]) -> World:
         local = datetime.fromtimestamp(self._at_s).astimezone()
         seen = {
-            name: self._seen(standing, slots[name])
-            for name, standing in self.queue.standings.items()
-            if standing.state in ON_CARD and name in slots
+            name: each
+            for name in slots
+            if (each := self._seen(self.queue.shown(name), slots[name])) is not None
         }
         return World(
             now_s=self._at_s,
@@ -192,8 +200,15 @@ class Dispatcher:
                     closed=None if name in nodes else f"{name} is not there",
                 )
 
-    def _seen(self, standing: Standing, slot: Slot) -> Seen:
+    def _seen(self, standing: Standing, slot: Slot) -> Seen | None:
+        """Return what is seen of a job on a card; `None` while its node has only just gone."""
         name, progress, report = slot.slot, slot.training.progress, slot.report
+        is_away = slot.phase is Phase.ABSENT and slot.orders.hold is None
+        away_since_s = self._away_since_s.setdefault(name, self._at_s) if is_away else self._at_s
+        if not is_away:
+            self._away_since_s.pop(name, None)
+        if standing.state not in ON_CARD or (is_away and self._at_s - away_since_s < NODE_LOST_S):
+            return None
         peak_bytes = None if report is None or report.memory is None else report.memory.peak_bytes
         if peak_bytes is not None:
             self._peak_bytes[name] = max(peak_bytes, self._peak_bytes.get(name, 0))
@@ -210,7 +225,7 @@ class Dispatcher:
             is_at_rest=slot.orders.hold is Hold.DRAIN
             and slot.phase in {Phase.HELD, Phase.ABSENT}
             and not slot.in_flight,
-            node_lost=slot.phase is Phase.ABSENT and slot.state is HeadState.LOST,
+            node_lost=is_away,
             cause=cause,
             text=text,
             exit_code=exit_code,

@@ -39,7 +39,6 @@ from orchestrator.errors import (
     UsageError,
     one_line,
 )
-from orchestrator.jobs import inbox
 from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal, queue_of
 from orchestrator.jobs.model import Submitted
 from orchestrator.record.archive import StoredRun
@@ -380,7 +379,6 @@ class _Record:
         folder = self.folder / QUEUE_NAME
         if self.options.queue is None and not folder.exists():
             return
-        inbox.prepare(folder)
         self.journal = Journal(folder / JOURNAL_NAME)
         submitted = () if self.options.queue is None else self.options.queue.submitted
         known = queue_of(folder).standings
