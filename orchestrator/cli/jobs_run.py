@@ -5,6 +5,7 @@ Does not decide what runs where (`jobs/queue.py`), and runs nothing itself (`run
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -75,14 +76,15 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     unfinished = None if new else _unfinished(Path(loaded.run.dir))
     if unfinished is not None:
         options = _with_new(options, unfinished, jobs)
-        raise typer.Exit(runner.go_on(unfinished, options, duration_s(duration)))
+        raise typer.Exit(
+            runner.go_on(unfinished, options, duration_s(duration), cluster=loaded.cluster)
+        )
     if file is None and not stay:
         raise UsageError(
             "there is no unfinished queue to go on with; name a job file, or wait for jobs with "
             "--stay"
         )
-    submitted = tuple(Submitted(at_s=job.submitted_at_unix_s, job=job) for job in jobs)
-    options = replace(options, queue=runner.QueueOptions(submitted=submitted, stays=stay))
+    options = _with_jobs(options, jobs)
     if rehearse:
         environment = environments.in_rehearsal(loaded, None)
     elif local:
@@ -132,8 +134,15 @@ def _with_new(options: Options, stored: StoredRun, jobs: Sequence[Job]) -> Optio
         + f"; look at it: {command_for(stored.folder, 'report')}",
         err=True,
     )
+    return _with_jobs(options, added)
+
+
+def _with_jobs(options: Options, jobs: Sequence[Job]) -> Options:
+    now_s = time.time()
+    submitted = tuple(
+        Submitted(at_s=now_s, job=replace(job, submitted_at_unix_s=now_s)) for job in jobs
+    )
     assert options.queue is not None  # noqa: S101 - of this verb
-    submitted = tuple(Submitted(at_s=job.submitted_at_unix_s, job=job) for job in added)
     return replace(options, queue=replace(options.queue, submitted=submitted))
 
 
