@@ -1,7 +1,7 @@
 """Job files and one-liners, and what is wrong with them, in words with file, line and key.
 
-What one key alone is refused for is in `entries`. The caller reads the file and knows what the queue
-holds; nothing here looks for a folder or a program. Pure.
+What one key alone is refused for is in `entries`. The caller reads the file and knows the queue;
+nothing here looks for a folder or a program. Pure.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _refusals(source: YamlSource, problems: Sequence[Problem]) -> ConfigError:
         if words[0] == "jobs" and len(words) > 1:
             entry = source.data["jobs"][int(words[1])]
             name = entry.get("name") if isinstance(entry, dict) else None
-            if source.overrides:  # words of a command line make one entry, and an option is its key
+            if source.overrides:  # of one entry, whose keys are options
                 place = source.name if len(words) == 2 else place
                 words = words[2:] if len(words) > 3 else []
             elif isinstance(name, str) and words[2:] != ["name"]:
@@ -215,6 +215,8 @@ def _of_sweep(source: YamlSource, sweep: Sweep, path: KeyPath, entry: Entry) -> 
             valid = f"{{{where[-1]}}} where its value belongs"
             if not any(f"{{{where[-1]}}}" in text for _, text in entry.texts()):
                 fault = "stands nowhere in command, env or cwd"
+            elif any(it is None or isinstance(it, bool) for it in _chosen(values)):
+                fault, valid = "holds true, false or null, which are no text", "the same in quotes"
         if fault is not None:
             faults += 1
             yield source.problem((*path, *where), fault, valid)
@@ -228,7 +230,7 @@ def _of_sweep(source: YamlSource, sweep: Sweep, path: KeyPath, entry: Entry) -> 
         yield source.problem(place, text, f"1 to {MAX_JOBS:,} jobs")
 
 
-def _fault_of_values(values: Any, method: str) -> str | None:  # noqa: ANN401  # a file may hold anything
+def _fault_of_values(values: object, method: str) -> str | None:
     """Return what is wrong with the values, or the range, of one key of a sweep."""
     if isinstance(values, dict) and method == "grid":
         return "is a range, which is for method random and optuna"
@@ -295,7 +297,8 @@ def _of_names(source: YamlSource, file: JobFile) -> Iterator[Problem]:
             yield source.problem((*path, "name"), text, VALID_NAME)
         for lead in entry.leads:
             if lead not in groups:
-                others = [name for name in groups if name not in {entry.name, *mine}]
+                others = [it.name for it in file.entries if it != entry]
+                others += dict.fromkeys(job.sweep or job.name for job in file.known)
                 text = f"there is no job {in_words(lead)}{nearest(lead, others)}"
                 key = "after" if entry.after else "after_any"
                 yield source.problem((*path, key), text, listed(others) or None)
@@ -372,8 +375,11 @@ def _keys_of(path: KeyPath, entry: Entry) -> Iterator[tuple[KeyPath, str, Any]]:
     for key, value in (entry.train or {}).items():
         yield (*path, "train", key), dotted_key(key), [value]
     for where, values in entry.sweep.cells() if entry.train is not None and entry.sweep else ():
-        chosen = range_of(values)[1] if isinstance(values, (dict, list)) else [values]
-        yield (*path, "sweep", *where), dotted_key(where[-1]), chosen
+        yield (*path, "sweep", *where), dotted_key(where[-1]), _chosen(values)
+
+
+def _chosen(values: Any) -> list[Any]:  # noqa: ANN401  # a list, a range, or a value
+    return range_of(values)[1] if isinstance(values, (dict, list)) else [values]
 
 
 def _of_keys(source: YamlSource, path: KeyPath, file: JobFile, entry: Entry) -> Iterator[Problem]:
@@ -481,12 +487,12 @@ def difference(old: Sequence[Job], new: Sequence[Job]) -> tuple[tuple[Job, ...],
             [job for job in old if job.name not in now],
         ),
         (
-            "changed in the file, and the queue keeps them as they were (another name makes new ones)",
+            "changed in the file, and stay as they were (under another name they are new)",
             [job for job in new if before.get(job.name, job).id != job.id],
         ),
     )
     return added, tuple(
-        f"{len(jobs)} {'job' if len(jobs) == 1 else 'jobs'} {what}: {listed(it.name for it in jobs)}"
+        f"{len(jobs)} job{'s' * (len(jobs) != 1)} {what}: {listed(it.name for it in jobs)}"
         for what, jobs in told
         if jobs
     )

@@ -1,7 +1,7 @@
 """From the entries of a job file to its jobs, with stable names and ids.
 
-`NAME-0`, `NAME-1`, … are the members of a sweep, in the order in which the file counts them. Expects
-a file that `spec` has found right. Does not ask a sampler (`sampler`). Pure.
+`NAME-0`, `NAME-1`, … are the members of a sweep, in the order in which the file counts them.
+Expects a file that `spec` has found right. Does not ask a sampler (`sampler`). Pure.
 """
 
 from __future__ import annotations
@@ -52,6 +52,11 @@ class JobFile:
         """Return the rule that compares the members of `entry`; `None`: nothing does."""
         rule = entry.stop or self.stop
         return rule if rule is not None and rule.rule != "none" and entry.sweep else None
+
+    def metric_of(self, entry: Entry) -> tuple[str, bool]:
+        """Return what the members of `entry` are compared by, and whether less of it is better."""
+        rule = entry.stop or self.stop or Stop(rule="none")
+        return rule.metric, rule.mode == "min"
 
     def groups(self) -> dict[str, tuple[str, ...]]:
         """Return the jobs that each name means: an entry's all its jobs, a job's itself.
@@ -121,7 +126,7 @@ def range_of(values: Any) -> tuple[str, list[Any]]:  # noqa: ANN401  # a file ma
 
 
 def _drawn(values: Any, key: str) -> Scalar:  # noqa: ANN401  # a list or a range
-    """Return a value that depends on `key` alone, so that one more key or member changes no other."""
+    """Return a value that depends on `key` alone: one more key or member changes no other."""
     digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     share = int.from_bytes(digest, "big") / 2**64
     kind, bounds = range_of(values)

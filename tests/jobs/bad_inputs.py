@@ -157,6 +157,8 @@ FILES: dict[str, list[str]] = {
         _sweep("{method: list, over: [{lr: 1.0}, {lrr: 1.0}]}"),
         _sweep("{over: {lr: [1.0]}, count: 3}"),
         _entry(command="[python, a.py]", sweep="{over: {lr: [1, 2]}}"),
+        _entry(command="[x, '{lr}']", sweep="{over: {lr: [1, true]}}"),
+        _sweep("all"),
     ],
     "What comes after what": [
         _jobs("name: a, command: x, after: b"),

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from random import Random
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.jobs.model import Job
@@ -149,6 +149,7 @@ def test_members_of_a_sampler_come_as_they_are_sampled() -> None:
     assert names[3][-1] == "sum"
 
 
+@settings(max_examples=40)
 @given(st.integers(2, 12), st.randoms(use_true_random=False))
 def test_followers_exist_whatever_the_order_of_entries(count: int, draw: Random) -> None:
     leads = {n: draw.sample(range(n), draw.randint(0, min(n, 2))) for n in range(count)}
