@@ -25,6 +25,7 @@ from ray.exceptions import (
 )
 
 from orchestrator.cluster.actor import WorkerActor
+from orchestrator.cluster.command_folder import sent_folder
 from orchestrator.cluster.liveness import Pulse
 from orchestrator.cluster.node_tasks import NODE_LABEL, ProcessWatch, in_a_line, status_command
 from orchestrator.cluster.raylets import Raylets
@@ -183,7 +184,16 @@ class RayFleet:
             label_selector={NODE_LABEL: spec.node},
             max_restarts=-1,
             max_task_retries=0,
-        ).remote(spec)
+        ).remote(spec, self._folder(spec))
+
+    def _folder(self, spec: WorkerSpec) -> Any:  # noqa: ANN401 - Ray's reference type has no name
+        """Return where a command finds its folder on its node, once that is there; `None` on this
+        PC, and where there is none to send.
+        """
+        address = next((fact.address for fact in self._last_nodes if fact.name == spec.node), None)
+        if spec.command is None or spec.command.cwd is None or address in {None, _own_address()}:
+            return None
+        return sent_folder(spec)
 
     def submit(self, slot: str, directive: Directive) -> None:
         if (
@@ -298,6 +308,10 @@ class RayFleet:
             self._pids[flight.slot] = report.device.pid
             self._watch.begin(self._specs[flight.slot].node)
         return SliceReported(report=report)
+
+
+def _own_address() -> str:
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def _cause_of_death(pid: int, address: str) -> DeathCause | None:

@@ -26,6 +26,7 @@ import pynvml
 
 from workers import oom
 from workers.command import keeper
+from workers.command.code import CODE, code_of, is_same_code
 from workers.command.files import Log, Record, Results, folder_of
 from workers.command.launch import JOB_DIR, launch
 from workers.host.processes import start_time
@@ -58,14 +59,16 @@ _LEFT_S: Final = 8.0
 #: Below this a file system counts as full.
 _FULL_BYTES: Final = 2**20
 
+#: What starts a worker and should end with it: a raylet that is killed leaves its workers for 20 s
+#: and more (Ray 2.60).
 _PARENTS: Final = frozenset({"raylet"})
 
 
 class CommandEngine:
     """The worker of one slot, in this process."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
-        """Touch nothing: the first directive starts the program."""
+    def __init__(self, spec: WorkerSpec, problem: str | None = None) -> None:
+        """Touch nothing: the first directive starts the program, unless there is a `problem`."""
         assert spec.command is not None  # noqa: S101 - `load_engine` asks
         self._spec, self._command = spec, spec.command
         self._attempt = self._command.env.get(ATTEMPT)
@@ -86,6 +89,9 @@ class CommandEngine:
         self._ending: Ending | None = None
         self._cap_bytes: int | None = None
         self._events: list[WorkerEvent] = []
+        self._problem = problem
+        self._note = ""
+        """What is to be known of its code."""
 
     def run_slice(self, directive: Directive) -> Report:
         """Watch the program for about `directive.duration_s`, or start it and return at once."""
@@ -115,6 +121,9 @@ class CommandEngine:
             self._ending = record.ending
             return
         self._was_asked, self._out_of_time, self._stop_at_s = False, False, None
+        if self._problem is not None:
+            self._end(Ending(started=False, text=self._problem))
+            return
         resumes = directive.incarnation > 0 or record.starts > 0
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -139,6 +148,7 @@ class CommandEngine:
             text = f"cannot use {self._folder}: {error.strerror or error}"
             self._end(Ending(started=False, text=text, disk_full=full))
             return
+        self._compare_code(plan.cwd)
         if self._ending is None:
             cap = {"uncapped": plan.uncapped} if plan.uncapped else {"cap_bytes": plan.cap_bytes}
             self._tell(
@@ -150,6 +160,15 @@ class CommandEngine:
                 log=str(self._log.path),
                 **cap,
             )
+
+    def _compare_code(self, cwd: str) -> None:
+        """Say whether the program's code is another than when the job was submitted."""
+        submitted, self._note = self._command.env.get(CODE), ""
+        present = None if submitted is None else code_of(cwd)
+        if submitted is None or present is None or is_same_code(submitted, present):
+            return
+        self._note = f"; its code was changed since it was submitted: {submitted}, now {present}"
+        self._tell("code_changed", submitted=submitted, present=present, cwd=cwd)
 
     def _start(self, **task: Any) -> None:  # noqa: ANN401 - what the keeper reads
         self._kills, self._peak_bytes = _oom_kills(), None
@@ -280,11 +299,13 @@ class CommandEngine:
         if ending is None and self._stop_at_s is not None:
             state, reason = WorkerState.RUNNING, f"its program was told to end, process {self._pid}"
         elif ending is None:
-            state, reason = WorkerState.RUNNING, f"its program runs, process {self._pid}"
+            reason = f"its program runs, process {self._pid}{self._note}"
+            state = WorkerState.RUNNING
         elif ending.was_asked:
             state, reason = WorkerState.STOPPED, f"its program ended as asked: {in_words(ending)}"
         else:
-            verdict, state, reason = Verdict.DONE, WorkerState.DONE, in_words(ending)
+            verdict, state = Verdict.DONE, WorkerState.DONE
+            reason = f"{in_words(ending)}{self._note}"
         events, self._events = tuple(self._events), []
         return Report(
             slot=self._spec.slot,
