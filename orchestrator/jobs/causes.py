@@ -65,7 +65,7 @@ _CANNOT_BE_RUN: Final = re.compile(
 _REASONS: Final = (
     (Cause.HOST_MEMORY, "PC's RAM was nearly full"),
     (Cause.NODE_LOST, "its node has left"),
-    (Cause.NODE_LOST, "every worker of its card"),
+    (Cause.DRIVER, "workers keep dying"),
     (Cause.NOT_STARTED, "cannot be started"),
     (Cause.NOT_STARTED, "no process came up"),
     (Cause.NOT_STARTED, "did not come up"),
@@ -76,6 +76,18 @@ _REASONS: Final = (
     (Cause.KILLED, "its process ended"),
     (Cause.KILLED, "its process was ended"),
 )
+
+
+#: After a full disk the queue waits until there is room.
+_NOT_ITS_FAULT: Final = frozenset(
+    {
+        *(Cause.PARKED, Cause.NODE_LOST, Cause.KILLED, Cause.HOST_MEMORY, Cause.DRIVER),
+        Cause.DISK_FULL,
+    }
+)
+
+#: What the lifecycle says of a slot whose processes died one after the other.
+_IN_VAIN: Final = "without progress"
 
 
 class Retry(StrEnum):
@@ -125,13 +137,14 @@ def failure_cause(error_text: str | None, reason: str) -> Cause:
 def retry_of(cause: Cause, standing: Standing, text: str, step: int | None = None) -> Retry:
     """Return what follows for a job that stood so when its attempt ended.
 
+    A slot that was given up has been started again several times already: that counts.
     An exception that comes again in the same words at the same step would come a third time. Where
     no step is told, its words alone do not say so: a lost connection has the same words every time.
     """
-    if cause in {Cause.PARKED, Cause.NODE_LOST, Cause.KILLED, Cause.HOST_MEMORY, Cause.DRIVER}:
+    if cause is Cause.KILLED and _IN_VAIN in text:
+        return Retry.COUNTED
+    if cause in _NOT_ITS_FAULT:
         return Retry.AS_IS
-    if cause is Cause.DISK_FULL:
-        return Retry.AS_IS  # the queue waits until there is room
     if cause is Cause.OUT_OF_MEMORY:
         return Retry.LARGER
     if cause is not Cause.EXCEPTION:

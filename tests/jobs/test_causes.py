@@ -153,6 +153,11 @@ def test_cause_of_a_training_given_up(error: str | None, reason: str, cause: Cau
     assert failure_cause(error, reason) is cause
 
 
+def test_deaths_one_after_the_other_count() -> None:
+    text = "3 deaths in 60 s without progress; the last: its process ended: killed, or crashed"
+    assert retry_of(Cause.KILLED, STANDING, text) is Retry.COUNTED
+
+
 STANDING = Standing(
     job=Job(name="a", id="1", kind=Kind.COMMAND), state=JobState.RUNNING, reason="", since_s=0.0
 )

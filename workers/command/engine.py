@@ -48,7 +48,8 @@ from workers.settings import Scalar, WorkerSpec
 #: started again under the number that it had: its end is told again.
 ATTEMPT: Final = "ORCHESTRATOR_ATTEMPT"
 
-_POLL_S: Final = 0.2
+#: Between two looks at what the program takes; its end is seen at once.
+_POLL_S: Final = 0.5
 
 #: A keeper starts in a few hundredths of a second, on a busy PC in some seconds.
 _START_S: Final = 60.0
@@ -90,6 +91,7 @@ class CommandEngine:
         self._cap_bytes: int | None = None
         self._events: list[WorkerEvent] = []
         self._problem = problem
+        self._device: DeviceInfo | None = None
         self._note = ""
         """What is to be known of its code."""
 
@@ -314,7 +316,7 @@ class CommandEngine:
             verdict=verdict,
             state=state,
             reason=reason,
-            device=self._device(),
+            device=self._device or self._find_device(),
             memory=self._memory(),
             size=None,
             batch=None,
@@ -330,14 +332,11 @@ class CommandEngine:
             ended=ending,
         )
 
-    def _device(self) -> DeviceInfo:
-        on_card = self._spec.device == "cuda"
-        shown = queries.visible_card()
-        card = next(
-            (card for card in queries.cards() if shown in {card.uuid, str(card.index)}), None
-        )
-        card = card if on_card else None
-        return DeviceInfo(
+    def _find_device(self) -> DeviceInfo:
+        on_card, shown = self._spec.device == "cuda", queries.visible_card()
+        cards = queries.cards() if on_card else ()
+        card = next((card for card in cards if shown in {card.uuid, str(card.index)}), None)
+        self._device = DeviceInfo(
             kind=self._spec.device,
             name="CPU" if card is None else card.name or "card",
             uuid=None if card is None else card.uuid,
@@ -355,6 +354,7 @@ class CommandEngine:
             torch_version="",
             driver=queries.driver_version() if on_card else None,
         )
+        return self._device
 
     def _memory(self) -> MemoryInfo:
         on_card = self._spec.device == "cuda"

@@ -35,7 +35,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PRCTL = ctypes.CDLL(None, use_errno=True).prctl
 
 #: Between two looks at what is watched.
-_POLL_S = 0.1
+_POLL_S = 0.2
 
 #: Between SIGTERM and SIGKILL, at most, where the worker is gone; and what a program leaves running
 #: has so long to end after it.
