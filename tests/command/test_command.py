@@ -230,6 +230,13 @@ def test_an_attempt_that_has_ended_is_not_run_again(tmp_path: Path) -> None:
     assert (again.ended.exit_code, (tmp_path / "runs").read_text()) == (3, "x")
 
 
+def test_words_of_the_attempt_before_do_not_count() -> None:
+    Slot(command_spec("-c", "raise MemoryError")).end()
+    report = Slot(command_spec("-c", "raise SystemExit(1)")).end()
+    assert report.ended is not None
+    assert cause_of(report.ended) is Cause.EXCEPTION
+
+
 def test_next_attempt_is_run(tmp_path: Path) -> None:
     code = f"open({str(tmp_path / 'runs')!r}, 'a').write('x'); raise SystemExit(3)"
     for attempt in ("1", "2"):

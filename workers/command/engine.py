@@ -102,7 +102,10 @@ class CommandEngine:
         if self._ending is not None and self._ending.was_asked and not directive.save:
             self._ending, ended_before = None, False  # its slot is to work again
         if self._ending is None and self._keeper is None:
-            self._begin(directive)
+            if directive.save:
+                self._ending = Ending(was_asked=True)  # nothing runs, and nothing is to
+            else:
+                self._begin(directive)
         if directive.save and self._ending is None:
             self._stop()
             self._was_asked = True
@@ -146,8 +149,8 @@ class CommandEngine:
                 grace_s=self._command.grace_s,
             )
         except OSError as error:
-            full = isinstance(error, OSError) and error.errno in oom.DISK_FULL
             text = f"cannot use {self._folder}: {error.strerror or error}"
+            full = error.errno in oom.DISK_FULL
             self._end(Ending(started=False, text=text, disk_full=full))
             return
         self._compare_code(plan.cwd)
@@ -173,16 +176,16 @@ class CommandEngine:
         self._tell("code_changed", submitted=submitted, present=present, cwd=cwd)
 
     def _start(self, **task: Any) -> None:  # noqa: ANN401 - what the keeper reads
+        self._log.begin()
+        self._results.begin()
         self._kills, self._peak_bytes = _oom_kills(), None
         self._text, self._began_s = b"", time.monotonic()
         self._keeper = subprocess.Popen(  # noqa: S603 - our own script
             [sys.executable, "-I", "-S", keeper.__file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            bufsize=0,
         )
-        assert self._keeper.stdin is not None  # noqa: S101 - asked for
-        self._keeper.stdin.write(json.dumps(task).encode() + b"\n")
+        self._send(json.dumps(task))
         self._keeper.wait()  # it has left this process's children, and goes on
         deadline_s = time.monotonic() + _START_S
         while self._pid is None and self._ending is None and time.monotonic() < deadline_s:
@@ -190,12 +193,18 @@ class CommandEngine:
 
     def _stop(self) -> None:
         """Have the program end, once."""
-        if self._stop_at_s is not None or self._keeper is None or self._keeper.stdin is None:
+        if self._stop_at_s is not None:
             return
         self._stop_at_s = time.monotonic() + self._command.grace_s
-        with contextlib.suppress(OSError):  # the keeper has ended; that is seen in the next look
-            self._keeper.stdin.write(f"stop {self._command.grace_s}\n".encode())
+        self._send(f"stop {self._command.grace_s}")
         self._tell("program_told_to_end", pid=self._pid, grace_s=self._command.grace_s)
+
+    def _send(self, line: str) -> None:
+        assert self._keeper is not None  # noqa: S101 - asked only while there is one
+        assert self._keeper.stdin is not None  # noqa: S101 - asked for
+        with contextlib.suppress(OSError):  # the keeper has ended; that is seen in the next look
+            self._keeper.stdin.write(line.encode() + b"\n")
+            self._keeper.stdin.flush()
 
     def _look(self, wait_s: float) -> None:
         """Wait for news of the keeper, and measure."""
@@ -254,7 +263,8 @@ class CommandEngine:
     def _end(self, ending: Ending) -> None:
         if self._keeper is not None:
             for pipe in (self._keeper.stdin, self._keeper.stdout):
-                if pipe is not None:
+                with contextlib.suppress(OSError):  # what was not sent any more
+                    assert pipe is not None  # noqa: S101 - asked for
                     pipe.close()
         self._keeper, self._pid, self._ending = None, None, ending
         self._tell(
@@ -306,8 +316,8 @@ class CommandEngine:
         elif ending.was_asked:
             state, reason = WorkerState.STOPPED, f"its program ended as asked: {in_words(ending)}"
         else:
-            verdict, state = Verdict.DONE, WorkerState.DONE
-            reason = f"{in_words(ending)}{self._note}"
+            verdict, reason = Verdict.DONE, f"{in_words(ending)}{self._note}"
+            state = WorkerState.DONE if ending.exit_code == 0 else WorkerState.STOPPED
         events, self._events = tuple(self._events), []
         return Report(
             slot=self._spec.slot,
