@@ -190,10 +190,16 @@ class RayFleet:
         """Return where a command finds its folder on its node, once that is there; `None` on this
         PC, and where there is none to send.
         """
-        address = next((fact.address for fact in self._last_nodes if fact.name == spec.node), None)
-        if spec.command is None or spec.command.cwd is None or address in {None, _own_address()}:
+        if spec.command is None or spec.command.cwd is None:
+            return None
+        addresses = {fact.name: fact.address for fact in self._last_nodes}
+        if addresses.get(spec.node) == self._own_address():
             return None
         return sent_folder(spec)
+
+    def _own_address(self) -> str | None:
+        own_id = ray.get_runtime_context().get_node_id()
+        return next((fact.address for fact in self._last_nodes if fact.node_id == own_id), None)
 
     def submit(self, slot: str, directive: Directive) -> None:
         if (
@@ -308,10 +314,6 @@ class RayFleet:
             self._pids[flight.slot] = report.device.pid
             self._watch.begin(self._specs[flight.slot].node)
         return SliceReported(report=report)
-
-
-def _own_address() -> str:
-    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def _cause_of_death(pid: int, address: str) -> DeathCause | None:

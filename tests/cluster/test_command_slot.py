@@ -40,12 +40,14 @@ else:
 time.sleep(600)
 '''
 with rehearsed([RayletPlan(name="pc1", cpus=4, gpus=0), RayletPlan(name="pc2", cpus=4, gpus=0)]) as fleet:
+    fleet.nodes()
     for name, node in (("first", "pc1"), ("second", "pc2"), ("third", "pc1")):
         spec = command_spec("-c", FORKS, slot=name, cwd=os.getcwd(), grace_s=1.0)
         fleet.place(dataclasses.replace(spec, node=node), 1, 0)
+        assert fleet._folder(dataclasses.replace(spec, node=node)) is None, "it is on this PC"
         fleet.submit(name, Directive(incarnation=0, sequence=0, duration_s=0.0, resume=None))
-    from orchestrator.cluster import command_folder, ray_fleet
-    ray_fleet._own_address = lambda: "another PC"
+    from orchestrator.cluster import command_folder
+    fleet._own_address = lambda: "another PC"
     command_folder.look = lambda cwd: None  # and it has no copy of the folder
     Path("project").mkdir()
     Path("project", "train.py").write_text("print(1)")

@@ -149,7 +149,7 @@ WAYS = [
     ("raise RuntimeError('RESOURCE_EXHAUSTED: Out of memory')", Cause.OUT_OF_MEMORY),
     ("raise ValueError('bad')", Cause.EXCEPTION),
     ("import no_such_module", Cause.BAD_CONFIG),
-    ("raise OSError(28, 'No space left on device')", Cause.DISK_FULL),
+    ("open('/dev/full', 'w').write('x' * 100_000)", Cause.DISK_FULL),
     (
         "import os, sys; print('{\"loss\": NaN}', file=open(os.environ['ORCHESTRATOR_RESULTS'], 'a')); sys.exit(1)",
         Cause.NAN_LOSS,
@@ -369,3 +369,17 @@ def test_a_finished_program_ends_its_slot() -> None:
     assert scene.slot.report is not None
     assert scene.slot.report.ended is not None
     assert scene.slot.report.ended.exit_code == 0
+
+
+def test_cap_holds_in_another_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    venv.create(tmp_path / "own", symlinks=True)  # it has none of the packages of this product
+    (tmp_path / "t.py").write_text("import sys; print(sys.path); bytearray(3 << 30)")
+    spec = command_spec(cwd=str(tmp_path), python="own", cap=True)
+    assert spec.command is not None
+    slot = Slot(replace(spec, command=replace(spec.command, argv=("python", "t.py"))))
+    report = slot.end()
+    assert slot.events["program_started"].get("uncapped") is None
+    assert report.ended is not None
+    assert cause_of(report.ended) is Cause.OUT_OF_MEMORY
+    assert str(ROOT) not in slot.printed.splitlines()[0]
