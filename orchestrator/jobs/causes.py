@@ -38,15 +38,15 @@ _WORDS: Final = {
         r"uncorrectable (?:ECC|NVLink)|GPU is lost|fallen off the bus|GPU requires reset"
         r"|no CUDA-capable device is detected|CUDA-capable device\(s\) is/are busy"
         r"|CUDA unknown error|system not yet initialized|MPS (?:server|client|control daemon)"
-        r"|unsupported display driver / cuda driver|NVML_ERROR_|Driver/library version mismatch"
+        r"|unsupported display driver / cuda driver|Driver/library version mismatch"
     ),
     Cause.DISK_FULL: re.compile(
         r"No space left on device|\bENOSPC\b|Disk quota exceeded|\[Errno (?:28|122)\]"
         r"|PytorchStreamWriter failed writing|database or disk is full"
     ),
     Cause.NAN_LOSS: re.compile(
-        r"(?i)\bloss (?:is|was|became|=|:) ?(?:nan|inf|not finite|not a number)\b"
-        r"|\b(?:nan|non-finite|infinite) (?:in |training )?loss\b"
+        r"(?i)\bloss\W{0,3}(?:is |was |became )?(?:nan|not finite|not a number)\b"
+        r"|\bloss (?:is|was|became) (?:inf|infinite)\b|\b(?:nan|non-finite) (?:training )?loss\b"
     ),
 }
 
@@ -71,8 +71,10 @@ _REASONS: Final = (
     (Cause.NOT_STARTED, "did not come up"),
     (Cause.DRIVER, "the device no longer answers"),
     (Cause.DRIVER, "cannot open the device"),
+    (Cause.OUT_OF_MEMORY, "raise nodes."),
+    (Cause.DRIVER, "sees no CUDA card"),
     (Cause.BAD_CONFIG, "cannot start:"),
-    (Cause.BAD_CONFIG, "raise nodes."),
+    (Cause.BAD_CONFIG, "cannot be loaded on this machine"),
     (Cause.KILLED, "its process ended"),
     (Cause.KILLED, "its process was ended"),
 )
@@ -122,15 +124,18 @@ def cause_of(ending: Ending) -> Cause:
     return next((cause for holds, cause in signs if holds), None) or _by_words(ending.text)
 
 
-def failure_cause(error_text: str | None, reason: str) -> Cause:
-    """Return why a training was given up, by its last traceback and by its slot's reason."""
+def failure_cause(error_text: str | None, reason: str, *, on_card: bool = False) -> Cause:
+    """Return why a training was given up, by its last traceback and by its slot's reason.
+
+    `on_card`: words of the PC's RAM are not about its cap.
+    """
     text = error_text or ""
     for cause, words in _REASONS:
         if words in reason:
             return cause
-    words_of = oom.judge_log(text or reason)
-    if words_of is not None:
-        return Cause.HOST_MEMORY if words_of.on_host and "cuda" in text else Cause.OUT_OF_MEMORY
+    memory = oom.judge_log(text or reason)
+    if memory is not None:
+        return Cause.HOST_MEMORY if memory == "host" and on_card else Cause.OUT_OF_MEMORY
     return _by_words(f"{text}\n{reason}")
 
 

@@ -242,9 +242,11 @@ class CommandEngine:
         self._results.read()
         text = self._log.tail()
         failed = code != 0 and not self._was_asked
-        words = oom.judge_log(text) if failed else None
-        on_host = words is not None and words.on_host and self._spec.device == "cuda"
-        killed = code in {-signal.SIGKILL, 128 + signal.SIGKILL} and _oom_kills() > self._kills
+        memory = oom.judge_log(text) if failed else None
+        on_host = memory == "host" and self._spec.device == "cuda"
+        # The kernel may have chosen one of its children.
+        was_killed = code in {-signal.SIGKILL, 128 + signal.SIGKILL} or "Killed" in text
+        killed = was_killed and _oom_kills() > self._kills
         self._end(
             Ending(
                 exit_code=code if code >= 0 else None,
@@ -252,7 +254,7 @@ class CommandEngine:
                 text=text,
                 was_asked=self._was_asked,
                 time_limit=self._out_of_time,
-                out_of_memory=words is not None and not on_host,
+                out_of_memory=memory is not None and not on_host,
                 host_memory=failed and (killed or on_host),
                 disk_full=failed and _is_full(self._folder, self._command.cwd),
                 nan_loss=failed and self._results.nan_loss,
