@@ -97,7 +97,7 @@ def unpack(packed: _Packed, cwd: str, run_id: str | None, slot: str) -> CommandF
     if packed.data is None:
         return CommandFolder(path=cwd, problem=packed.problem)
     code = packed.code.rpartition("/")[2]
-    target = default_path().parent / "state" / (run_id or "no-run") / "code" / f"{slot}-{code}"
+    target = default_path().parent / "state" / (run_id or "no-run") / ".code" / f"{slot}-{code}"
     if target.is_dir():  # of an attempt before; it may have written there what it goes on from
         return CommandFolder(path=str(target))
     try:

@@ -101,7 +101,7 @@ def await_end(pids: list[int]) -> None:
 
 
 def test_folder_travels_where_there_is_none(scene: Scene) -> None:
-    folder = scene.state / "state" / "run" / "code"
+    folder = scene.state / "state" / "run" / ".code"
     found = wait_for(lambda: list(folder.glob("sent-*/sent")), "the program in its folder")
     assert (found[0].parent / "train.py").read_text() == "print(1)"
 
