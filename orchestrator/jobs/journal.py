@@ -45,7 +45,9 @@ from orchestrator.jobs.model import (
 from orchestrator.jobs.queue import Entry, Kept, Queue, QueueKept
 from workers.settings import CommandSpec
 
-FILE = "journal.jsonl"
+JOURNAL_NAME = "journal.jsonl"
+QUEUE_NAME = "jobs"
+"""Of the folder of a queue in its run folder."""
 _VERSION = 1
 _FIRST_LINE = b'{"journal":%d}\n' % _VERSION
 
@@ -155,7 +157,7 @@ def queue_of(folder: Path) -> Queue:
         OSError: The journal cannot be read.
         JournalError: A line before the last is damaged, or another version wrote it.
     """
-    queue, path = Queue(), folder / FILE
+    queue, path = Queue(), folder / JOURNAL_NAME
     if not path.exists():
         return queue
     for number, batch in _batches(path):
