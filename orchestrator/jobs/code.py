@@ -21,6 +21,8 @@ _GIT_S: Final = 10.0
 
 def code_of(folder: Path) -> str | None:
     """Return such as `commit 1f3a, files 9b02`; `None` where the folder cannot be read."""
+    if not folder.is_dir():
+        return None
     try:
         paths = sorted(islice(_files(folder), _FILES_MOST))
         digest = hashlib.sha256()
