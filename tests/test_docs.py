@@ -50,6 +50,10 @@ OPTIONS = {
     },
     "plan": {"--jobs", "--config", "-c", "--set", "--json", "--help"},
     "jobs": {"--help"},
+    "jobs run": {
+        "file", "--config", "-c", "--duration", "--rehearse", "--local", "--stay", "--new", "--set", "--json",
+        "--plain", "--run-dir", "--chaos", "--chaos-seed", "--yes-really", "--help",
+    },
     "jobs submit": {
         "words", "--train", "--over", "--name", "--after", "--priority", "--json", *_OF_QUEUE,
     },

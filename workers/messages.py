@@ -409,6 +409,32 @@ class PrintedOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a program of the user ended (`workers/command`)."""
+
+    exit_code: int | None = None
+    """`None` after a signal, and of a program that did not start."""
+    signal: int | None = None
+    text: str = ""
+    """The end of its log, at most 16 KiB; why it did not start."""
+    started: bool = True
+    was_asked: bool = False
+    """Whether it ended because its slot is to rest: it is to be started again."""
+    time_limit: bool = False
+    out_of_memory: bool = False
+    """By the words in its log: its card's memory, or on a CPU its cap."""
+    host_memory: bool = False
+    """The kernel killed a process of this PC for want of RAM while it was killed, or it failed for
+    want of RAM beside a card."""
+    disk_full: bool = False
+    """Where it writes there was no room left, or its last words say so."""
+    nan_loss: bool = False
+    """The last loss in its results was no number."""
+    peak_bytes: int | None = None
+    """Most that its processes took together: of the card, or on a CPU resident."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """The result of a slice, which is also the heartbeat. Its counts are of this slice alone."""
 
@@ -447,3 +473,7 @@ class Report:
     """
     output: PrintedOutput | None = None
     """`None`: nothing was printed, or it is not captured."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The last of each figure in the results of a program of the user."""
+    ended: Ending | None = None
+    """How that program ended; `None` while it runs, and of a workload."""

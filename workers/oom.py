@@ -187,6 +187,65 @@ _REQUEST: Final = re.compile(
 _UNIT_BYTES: Final = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
 
 
+#: errno of a full disk and of a user's full quota.
+DISK_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+#: What a log says of memory that no exception here says: JAX and XLA, TensorFlow, other frameworks,
+#: and `workers.capped`.
+_LOG_TEXTS: Final = re.compile(
+    r"RESOURCE_EXHAUSTED: (?:Out of memory|Failed to allocate)|OOM when allocating tensor"
+    r"|ran out of memory trying to allocate|OutOfMemoryError|CL_OUT_OF_(?:RESOURCES|HOST_MEMORY)"
+    r"|workers\.capped: process \d+ ran out of memory|a cap of \S+ GiB is too small"
+    r"|cudaErrorMemoryAllocation|ggml_backend_cuda_buffer_type_alloc_buffer: .* failed"
+)
+
+#: Of the PC's RAM and not of a card's memory, where the worker has a card.
+_HOST_TEXTS: Final = re.compile(
+    r"\bMemoryError\b|Unable to allocate [0-9.]+ \w*i?B for an array|DefaultCPUAllocator"
+    r"|std::bad_alloc|Cannot allocate memory|Out of memory: Killed process|\boom-kill\b|oom_reaper"
+)
+
+#: What is not the program's last error, but that of one that had started it.
+_OF_PARENT: Final = re.compile(
+    r"ChildFailedError|ProcessRaisedException|ProcessExitedException|CalledProcessError"
+    r"|exited unexpectedly"
+)
+_CHAINED: Final = re.compile(
+    r"During handling of the above exception|direct cause of the following exception"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogWords:
+    """Where the end of a failed program's log says that there was no memory."""
+
+    on_host: bool
+    """Of the PC's RAM."""
+    evidence: str
+
+
+def judge_log(text: str) -> LogWords | None:
+    """Judge the end of the log of a program that has failed; `None`: it says nothing of memory.
+
+    An out-of-memory that is followed by another error, which neither is chained to it nor comes
+    from a parent process, was survived, and does not count.
+    """
+    patterns = [pattern for kind, pattern in _TEXTS if kind is not FailureKind.CONTEXT_CORRUPTED]
+    patterns = [*patterns, _LOG_TEXTS, _HOST_TEXTS]
+    found = [match for pattern in patterns for match in pattern.finditer(text)]
+    if not found:
+        return None
+    last = max(found, key=re.Match.end)
+    _, *later = text[last.end() :].split("Traceback (most recent call last):")
+    between = text[last.end() :].partition("Traceback (most recent call last):")[0]
+    if later and _CHAINED.search(between) is None and _OF_PARENT.search(later[-1]) is None:
+        return None
+    neutral = "workers.capped"  # tells of both
+    on_card = [match[0] for match in found if _HOST_TEXTS.search(match[0]) is None]
+    on_host = len(on_card) < len(found) and all(neutral in words for words in on_card)
+    return LogWords(on_host=on_host, evidence=last[0][:_TEXT_LIMIT_CHARS])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """What an exception means.

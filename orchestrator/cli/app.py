@@ -57,7 +57,7 @@ app = typer.Typer(
 )
 
 
-def _experiments(
+def experiments_of(
     fake_sensors: Path | None,
     chaos: str | None = None,
     chaos_seed: int = 0,
@@ -116,7 +116,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         json=json_output,
         plain=plain,
         wait_for_nodes=wait_for_nodes,
-        experiments=tuple(_experiments(fake_sensors, chaos, chaos_seed, yes_really=yes_really)),
+        experiments=tuple(experiments_of(fake_sensors, chaos, chaos_seed, yes_really=yes_really)),
         apply_power_limit=apply_power_limit,
     )
     more_s = duration_s(duration)
@@ -500,7 +500,7 @@ def burn(  # noqa: PLR0913 - one parameter for each option of the command
         json=json_output,
         plain=plain,
         wait_for_nodes=False,
-        experiments=tuple(_experiments(fake_sensors)),
+        experiments=tuple(experiments_of(fake_sensors)),
         apply_power_limit=apply_power_limit,
     )
     if sweep_text is not None:

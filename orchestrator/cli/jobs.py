@@ -23,6 +23,7 @@ from rich.console import Console
 from typer import Argument, Option
 from typer.core import TyperCommand
 
+from orchestrator.cli import jobs_run
 from orchestrator.cli import options as opt
 from orchestrator.cli.loading import config_to_read, print_text
 from orchestrator.config.load import config_from_text
@@ -92,6 +93,9 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
+
+
+app.command("run")(jobs_run.run)
 
 
 class _Submit(TyperCommand):

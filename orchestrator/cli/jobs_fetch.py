@@ -61,7 +61,7 @@ def _copy_from_node(folder: Path, job: str, to: Path) -> None:
     config = config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")
     try:
         with connected(config.cluster.address, config.cluster.auth):
-            from orchestrator.cluster.checkpoint_copy import copied  # noqa: PLC0415 - loads ray
+            from orchestrator.cluster.checkpoint_copy import copied
 
             copied(node, facts.run_id, job, "**/*", to)
     except NoClusterError as failure:

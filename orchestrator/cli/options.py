@@ -261,3 +261,16 @@ AveragedWeights = Annotated[
 BestCheckpoint = Annotated[
     bool, Option("--best", help="What had the lowest validation loss, where that was kept.")
 ]
+
+# Of `jobs`.
+JobFile = Annotated[Text, Argument(help="A job file; docs/jobs.md has one.", metavar="FILE")]
+StayForJobs = Annotated[
+    bool, Option("--stay", help="Wait for more jobs when nothing is left to do.")
+]
+NewQueue = Annotated[bool, Option("--new", help="Begin another queue, although one is unfinished.")]
+QueueDuration = Annotated[
+    Text,
+    Option(
+        "--duration", help="The longest: 30s, 2h. Default: until no job is left.", metavar="TIME"
+    ),
+]

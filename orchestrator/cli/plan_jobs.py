@@ -16,11 +16,11 @@ from orchestrator.cli.plan import budgets
 from orchestrator.cli.plan_training import smallest_step
 from orchestrator.config.duration import format_duration
 from orchestrator.config.gpu_specs import PEAK_DTYPES, PROFILES, peak_tflops
-from orchestrator.config.load import config_from_data
 from orchestrator.config.schema import Config
 from orchestrator.errors import one_line
 from orchestrator.jobs.model import Card, Job, Kind
 from orchestrator.jobs.placement import Candidate, Schedule, estimate, never_fits
+from orchestrator.run.dispatcher import job_config
 from orchestrator.view.cells import UNICODE, aligned
 from orchestrator.view.phrases import counted
 from workers.settings import ASSUMED_CONTEXT_BYTES
@@ -79,7 +79,7 @@ def predict(jobs: Sequence[Job], config: Config) -> Prediction:
     for job in jobs:
         if job.kind is not Kind.TRAIN:
             continue
-        own = _config_of(job, config)
+        own = job_config(config, job)
         key = own.train.model_dump_json(exclude=set(_SAME_STEP))
         if key not in steps:
             steps[key] = smallest_step(own, cap)
@@ -90,15 +90,6 @@ def predict(jobs: Sequence[Job], config: Config) -> Prediction:
         least_bytes[job.name] = step["total_bytes"] + context_bytes
         seconds[job.name] = _seconds(job, own, step, config)
     return Prediction(least_bytes=least_bytes, seconds=seconds, notes=tuple(notes))
-
-
-def _config_of(job: Job, base: Config) -> Config:
-    """Return the configuration of a training: that of the cluster, with what the job says."""
-    data: dict[str, Any] = base.model_dump()
-    for dotted, value in job.overrides.items():
-        section, _, key = dotted.partition(".")
-        data[section] = {**data[section], key: value}
-    return config_from_data(data, f"job {job.name}")
 
 
 def plan_jobs(jobs: Sequence[Job], config: Config) -> JobsPlan:

@@ -21,6 +21,7 @@ from workers.node_agent import mps
 from workers.settings import WorkerSpec
 
 if TYPE_CHECKING:
+    from workers.command.engine import CommandEngine
     from workers.engine.engine import Engine
 
 
@@ -41,7 +42,7 @@ class WorkerActor:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
-        self._engine: Engine | None = None
+        self._engine: Engine | CommandEngine | None = None
         self._output: CapturedOutput | None = None
         self._poisoned = False
 
@@ -64,7 +65,7 @@ class WorkerActor:
             os._exit(
                 EXIT_POISONED
             )  # not sys.exit: nothing may touch the broken device on the way out
-        if self._output is None:
+        if self._output is None and self._spec.command is None:
             self._output = CapturedOutput(f"{self._spec.run_id}-{self._spec.slot}")
         if self._engine is None:
             # Ctrl-C is the head's: a KeyboardInterrupt in this process is the workload's own error.
@@ -72,11 +73,14 @@ class WorkerActor:
             self._engine = load_engine(self._spec)
         report = self._engine.run_slice(directive)
         self._poisoned = report.verdict is Verdict.CONTEXT_CORRUPTED
-        return replace(report, output=self._output.take())
+        # A program of the user has a log of its own.
+        return report if self._output is None else replace(report, output=self._output.take())
 
 
-def load_engine(spec: WorkerSpec) -> Engine:
-    """Load torch and the engine; what CUDA reads from the environment must be there before."""
+def load_engine(spec: WorkerSpec) -> Engine | CommandEngine:
+    """Load torch and the engine, or what runs a program of the user; what CUDA reads from the
+    environment must be there before.
+    """
     set_for_cuda(os.environ, workspace_of(spec.workload.settings))
     if spec.mps_pipe_directory is not None:
         os.environ.update(
@@ -86,6 +90,10 @@ def load_engine(spec: WorkerSpec) -> Engine:
         )
         # A node that has just come back starts its workers and its daemon at the same time.
         mps.await_daemon(spec.mps_pipe_directory, _DAEMON_S)
+    if spec.command is not None:
+        from workers.command.engine import CommandEngine  # noqa: PLC0415 - not in the head
+
+        return CommandEngine(spec)
     # Torch belongs in the worker, never in the head.
     from workers.engine.engine import Engine  # noqa: PLC0415
 

@@ -15,6 +15,9 @@ from typing import Final
 from orchestrator.core import slice_results, slices
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import (
+    NO_ORDERS,
+    Abandon,
+    Assigned,
     Capped,
     Event,
     HeadState,
@@ -223,6 +226,21 @@ def reinstated(slot: Slot, event: Reinstated, moment: Moment) -> Transition:
     """Forget what the slot was given up for, and start it like one that was never placed: its actor
     has ended.
     """
+    return _anew(slot, moment, node_is_there=event.node_is_there)
+
+
+def assigned(slot: Slot, event: Assigned, moment: Moment) -> Transition:
+    """Begin another attempt at the work of a slot without a process. It is held no more."""
+    free = replace(
+        slot, orders=NO_ORDERS, held_since_s=None, ready=False, wake_at_s=None, report=None
+    )
+    slot_again, commands = _anew(free, moment, node_is_there=event.node_is_there)
+    # Of a node that was lost, the actor would come back with it.
+    has_actor = slot.placed and slot.phase in {Phase.ABSENT, Phase.HELD}
+    return slot_again, (*((Abandon(),) if has_actor else ()), *commands)
+
+
+def _anew(slot: Slot, moment: Moment, *, node_is_there: bool) -> Transition:
     slot = replace(
         slot,
         phase=Phase.ABSENT,
@@ -235,7 +253,7 @@ def reinstated(slot: Slot, event: Reinstated, moment: Moment) -> Transition:
         ending=False,
         silent_since_s=None,
     )
-    return slice_results.start(slot, moment) if event.node_is_there else (slot, ())
+    return slice_results.start(slot, moment) if node_is_there else (slot, ())
 
 
 def capped(slot: Slot, event: Capped, _: Moment) -> Transition:

@@ -28,6 +28,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from orchestrator.core.slot import slot_state
 from orchestrator.errors import ArchiveError, NothingStoredError
+from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.record.jobs import QueueReader, QueueSnapshot
 from orchestrator.record.model import FIELDS, Row, Snapshot
 from orchestrator.record.store import (
@@ -241,7 +242,9 @@ class StoredRun:
 
     @property
     def is_done(self) -> bool:
-        """Whether every slot has finished all that there was to do."""
+        """Whether every slot, or every job of a queue, has finished all that there was to do."""
+        if (self.folder / QUEUE_NAME).exists():
+            return self.outcome == "good"
         return bool(self.slots) and all(slot.state == WorkerState.DONE for slot in self.slots)
 
     @property

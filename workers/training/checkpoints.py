@@ -23,6 +23,7 @@ import queue
 import struct
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -54,6 +55,8 @@ MOST_SHARE: Final = 0.01
 EARLIER: Final = 0.8
 """A step must end before a checkpoint is taken, and writing takes time: so it is due before all of
 the time has passed, and no more than that is lost."""
+_END_S: Final = 30.0
+"""A process that ends waits at most so long for a checkpoint that is being written."""
 _RETRY_S: Final = 60.0
 """After a failure the next attempt comes no later than this, however rare checkpoints are."""
 
@@ -179,6 +182,8 @@ class Checkpoints:
         self._remove_leftovers()
         self._writer = threading.Thread(target=self._run_jobs, name="checkpoints", daemon=True)
         self._writer.start()
+        # An interpreter that ends while the thread is in torch's code crashes (seen: SIGSEGV).
+        weakref.finalize(self, self._idle.wait, _END_S)
 
     def load(self) -> Loaded:
         """Read the newest good checkpoint of this training, into host memory.

@@ -224,9 +224,11 @@ class Train(Workload):
             self.context.tell("profiled", **figures)
         self._validate(trainer)
         waits = trainer.finished or self._save_soon
+        if checkpoints is not None and waits:
+            checkpoints.wait()
+            if checkpoints.saved_step == trainer.step and not trainer.finished:
+                waits = self._save_soon = False
         if checkpoints is not None and (waits or checkpoints.due()):
-            if waits:
-                checkpoints.wait()
             checkpoints.save(trainer.state(), trainer.step)
             if waits:
                 checkpoints.wait()
