@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from orchestrator.cli import jobs_run
+from orchestrator.cli import jobs
 from orchestrator.cli import options as opt
 from orchestrator.cli.loading import (
     config_of,
@@ -28,6 +28,7 @@ from orchestrator.cli.loading import (
 )
 from orchestrator.config.load import load_config
 from orchestrator.errors import UsageError
+from orchestrator.jobs.sweep import expand
 from orchestrator.record.folders import RUNNING, find_run
 from orchestrator.view.cells import glyphs_for
 
@@ -149,15 +150,14 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     raise typer.Exit(runner.run(environment, options))
 
 
-jobs = typer.Typer(help="Work off a list of jobs, and look after them.", no_args_is_help=True)
-jobs.command("run")(jobs_run.run)
-app.add_typer(jobs, name="jobs")
+app.add_typer(jobs.app, name="jobs")
 
 
 @app.command()
 def plan(
     config: opt.ConfigPath = "cluster.yaml",
     overrides: opt.Overrides = None,
+    jobs_file: opt.PlannedJobs = None,
     json_output: opt.AsJson = False,
 ) -> None:
     """Show where each worker will go and what it may use."""
@@ -165,6 +165,13 @@ def plan(
     from orchestrator.cli.plan_training import training_plan
 
     loaded = load_config(config, overrides or [])
+    if jobs_file is not None:
+        from orchestrator.cli import plan_jobs
+
+        planned = plan_jobs.plan_jobs(expand(jobs.read_file(jobs_file, loaded)), loaded)
+        text = plan_jobs.plan_jobs_json if json_output else plan_jobs.plan_jobs_text
+        print_text(text(planned))
+        return
     training = training_plan(loaded, budgets(loaded))
     print_text(plan_json(loaded, training) if json_output else plan_text(loaded, training))
 

@@ -127,6 +127,11 @@ ResumeTuning = Annotated[
     Text, Option("--resume", help="Go on with a tuning that was interrupted.", metavar="ID")
 ]
 
+# Of `plan`.
+PlannedJobs = Annotated[
+    Text, Option("--jobs", help="What a job file would do, and for how long.", metavar="FILE")
+]
+
 # Of `up`, `stop` and `doctor`.
 NodeToStart = Annotated[str, Argument(help="A key under nodes: in the configuration.")]
 HeadAddress = Annotated[

@@ -89,6 +89,22 @@ def training_plan(config: Config, budgets: Sequence[NodeBudget]) -> dict[str, An
     }
 
 
+def smallest_step(config: Config, cap: _Told) -> dict[str, Any]:
+    """Return the step of a training that takes least memory, with `tokens` of a sample, or
+    `not_planned`.
+
+    Raises:
+        UsageError: The section `train:` names what cannot be trained.
+    """
+    question = {"settings": config.train.model_dump(), "seed": config.workload.seed, "caps": [cap]}
+    told = _asked(question)
+    if "refused" in told:
+        raise UsageError(one_line(told["refused"]))
+    if "not_planned" in told:
+        return told
+    return {**told["caps"][0]["steps"][-1], "tokens": told["tokens"]}
+
+
 def training_lines(training: _Told) -> Iterator[str]:
     """Yield the same for people: a table and a sentence for each cap."""
     kind = f"{training['preset']}, {training['precision']}, batch {training['batch']}"

@@ -29,6 +29,7 @@ from pydantic import ConfigDict, TypeAdapter
 from orchestrator.core.slot import slot_state
 from orchestrator.errors import ArchiveError, NothingStoredError
 from orchestrator.jobs.journal import QUEUE_NAME
+from orchestrator.record.jobs import QueueReader, QueueSnapshot
 from orchestrator.record.model import FIELDS, Row, Snapshot
 from orchestrator.record.store import (
     COMMANDS_KNOWN,
@@ -486,6 +487,8 @@ class Frame:
     """Seconds since the store last changed."""
     missed: tuple[str, ...] = ()
     """What fell short, of a run that has ended and was not good."""
+    queue: QueueSnapshot | None = None
+    """The queue of jobs, where the run has one."""
 
 
 class Follower:
@@ -501,6 +504,7 @@ class Follower:
         self._monotonic_s = monotonic_s
         self._unix_s = unix_s
         self._here = socket.gethostname()
+        self._queue_reader = QueueReader(folder)
         self._state: tuple[tuple[int, int, int] | None, ...] = ()
         self._frame: Frame | None = None
         self._updated_at_unix_s: float | None = None
@@ -525,7 +529,14 @@ class Follower:
             ):
                 run = read_run(self._folder)
             freshness, late_s = self._judged(run, now_s)
-            self._frame = replace(before, run=run, events=(), freshness=freshness, late_s=late_s)
+            self._frame = replace(
+                before,
+                run=run,
+                events=(),
+                freshness=freshness,
+                late_s=late_s,
+                queue=self._queue_reader.look(before.snapshot.rows, self._unix_s()),
+            )
             return self._frame
         run = read_run(self._folder)
         events = read_events(self._folder, after=self._event, limit=_NEW_EVENTS_MOST)
@@ -537,14 +548,16 @@ class Follower:
             self._changed_at_s = now_s
         self._updated_at_unix_s = run.updated_at_unix_s
         freshness, late_s = self._judged(run, now_s)
+        snapshot = run.snapshot()
         self._frame = Frame(
             number=1 if before is None else before.number + 1,
             run=run,
-            snapshot=run.snapshot(),
+            snapshot=snapshot,
             events=events,
             freshness=freshness,
             late_s=late_s,
             missed=_missed(events) or (() if before is None else before.missed),
+            queue=self._queue_reader.look(snapshot.rows, self._unix_s()),
         )
         return self._frame
 

@@ -15,7 +15,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape as escaped
 from importlib.resources import files
 from pathlib import Path
@@ -23,12 +23,16 @@ from statistics import fmean
 from typing import Any, Final, TypeAlias
 
 from orchestrator.errors import UsageError
+from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, records
 from orchestrator.record import history
 from orchestrator.record.archive import Follower, Frame, StoredEvent, StoredRun, read_events
 from orchestrator.record.history import Buckets
+from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.record.model import Row, Snapshot, finite, natural_order
 from orchestrator.record.output import LINES_SHOWN, last_lines
 from orchestrator.view.cells import UNICODE, clock, decimals_for, number, share_pct
+from orchestrator.view.job_charts import attempt_bars, bars_svg, curves_svg
+from orchestrator.view.jobs import with_jobs
 from orchestrator.view.web import page_data
 from orchestrator.view.web.page_data import OUTCOME_TONES, Cell, Json
 from workers.messages import StepCounts
@@ -244,6 +248,7 @@ def frozen(folder: Path, other: Path | None = None) -> Json:
         ArchiveError: One cannot be read.
     """
     frame = Follower(folder).look()
+    frame = replace(frame, snapshot=with_jobs(frame, UNICODE))
     rows = frame.snapshot.rows
     events = read_events(folder, limit=_EVENTS_MOST)
     by_slot: defaultdict[str, list[StoredEvent]] = defaultdict(list)
@@ -270,8 +275,10 @@ def frozen(folder: Path, other: Path | None = None) -> Json:
                 fact for fact in of_slot["facts"] if fact[0] not in headings
             ]  # the others are in the table
             slots[row.slot] = {name: of_slot[name] for name in _OF_SLOT} | {"more": more}
+    queue = frame.queue
     return {
         **table,
+        "jobs": None if queue is None else _jobs(folder, queue),
         "slots": slots,
         "every_slot": {
             "sampled": sampled,
@@ -292,6 +299,22 @@ def frozen(folder: Path, other: Path | None = None) -> Json:
             frame, events, courses, None if other is None else Follower(other).look()
         ),
     }
+
+
+def _jobs(folder: Path, queue: QueueSnapshot) -> Json:
+    """Return the jobs of a queue with two charts: their curves, and what each card did."""
+    curves = {
+        name: [(step, point["loss"]) for step, point in curve.items() if "loss" in point]
+        for name, curve in history.training_curves(folder).items()
+    }
+    done = attempt_bars(records(folder / QUEUE_NAME / JOURNAL_NAME), queue.now_s)
+    drawn = (("curves of the jobs", curves_svg(curves, "loss")), ("cards", bars_svg(done)))
+    charts = [
+        (label, f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}")
+        for label, svg in drawn
+        if svg is not None
+    ]
+    return {**page_data.jobs_of(queue), "charts": charts}
 
 
 def parts_for(courses: int) -> int:

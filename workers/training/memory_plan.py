@@ -343,8 +343,8 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # missing
 
 
 def answer(question: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the blocks of the model, and each cap with the steps to show for it; or why that
-    cannot be told.
+    """Return the blocks of the model, the tokens of a sample where it has some, and each cap with
+    the steps to show for it; or why that cannot be told.
 
     `question` holds `settings`, `seed` and `caps`, each of these with `cap_bytes` and `device`.
     """
@@ -371,6 +371,9 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
         }
         return {
             "blocks": max(planner.most_level for planner in planners.values()),
+            "tokens": settings.seq or GPTS[settings.preset].seq
+            if settings.preset in GPTS
+            else None,
             "caps": [
                 {**cap, "steps": _steps(planners[cap["device"]], settings, cap["cap_bytes"])}
                 for cap in question["caps"]
