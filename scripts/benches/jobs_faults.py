@@ -49,7 +49,8 @@ class Cluster:
         place = self._folder / f"c{self._count}"
         place.mkdir()
         use_private_token(place)
-        os.environ["MALLOC_ARENA_MAX"] = "1"
+        os.environ |= {"MALLOC_ARENA_MAX": "1", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+        os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
         self.raylets = Raylets(PLANS, place)
         for plan in PLANS:
             self.start(plan.name)
