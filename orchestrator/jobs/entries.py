@@ -94,7 +94,9 @@ def _names(value: object) -> tuple[str, ...]:
     names = [value] if isinstance(value, str) else value
     if names is None:
         return ()
-    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+    if not isinstance(names, (list, tuple)) or not all(
+        name and isinstance(name, str) for name in names
+    ):
         raise ValueError(f"{in_words(value)} is neither text nor a list of it; valid: {_NAMES}")
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

@@ -177,16 +177,10 @@ def _refusals(source: YamlSource, problems: Sequence[Problem]) -> ConfigError:
 
 
 def _of_sweeps(source: YamlSource, file: JobFile) -> Iterator[Problem]:
-    """Yield what is wrong with each sweep by itself, and with their size."""
-    total = 0
+    """Yield what is wrong with each sweep by itself."""
     for path, entry in _placed(file):
         if entry.sweep is not None:
-            found = list(_of_sweep(source, entry.sweep, (*path, "sweep"), entry))
-            yield from found
-            total += 0 if found else entry.sweep.size
-    if total > MAX_JOBS:
-        text = f"has sweeps of {total:,} jobs in all"
-        yield source.problem(("jobs",), text, f"at most {MAX_JOBS:,}")
+            yield from _of_sweep(source, entry.sweep, (*path, "sweep"), entry)
 
 
 def _placed(file: JobFile) -> Iterator[tuple[KeyPath, Entry]]:
@@ -278,13 +272,18 @@ def _plain(card: str) -> str:
 def _of_names(source: YamlSource, file: JobFile) -> Iterator[Problem]:
     """Yield names that are not unique, and what is wrong with `after`: names, circles, `each`."""
     try:
-        groups = file.groups()
+        count = file.count()
     except graphlib.CycleError as error:
         circle = error.args[1][::-1]
         path = next(path for path, entry in _placed(file) if entry.name == circle[0])
-        text = f"goes round in a circle: {' after '.join(circle)}"
+        shown = " after ".join(circle if len(circle) < 12 else (*circle[:10], "…", circle[-1]))
+        text = f"goes round in a circle: {shown}"
         yield source.problem((*path, "after"), text, "one of these without the other")
         return
+    if count > MAX_JOBS:
+        yield source.problem(("jobs",), f"makes {count:,} jobs in all", f"at most {MAX_JOBS:,}")
+        return
+    groups = file.groups()
     owners: dict[str, str] = {}
     for path, entry in _placed(file):
         mine = groups[entry.name]
@@ -320,7 +319,7 @@ def _of_jobs(source: YamlSource, file: JobFile) -> Iterator[Problem]:
     }
     for path, entry in _placed(file):
         jobs = made[entry.name]
-        found = dict.fromkeys(_of_folders(source, path, entry, jobs[0], groups, after))
+        found = dict.fromkeys(_of_folders(source, path, file, jobs[0], groups, after))
         found |= dict.fromkeys(_of_keys(source, path, file, entry))
         for job in jobs if entry.train is not None and not found else ():
             if len(found) < MAX_PROBLEMS:
@@ -342,12 +341,16 @@ def _ends_of_ranges(file: JobFile) -> dict[str, list[dict[str, Any]]]:
 def _of_folders(
     source: YamlSource,
     path: KeyPath,
-    entry: Entry,
+    file: JobFile,
     job: Job,
     groups: Mapping[str, tuple[str, ...]],
     after: Mapping[str, tuple[str, ...]],
 ) -> Iterator[Problem]:
     """Yield each `{NAME.dir}` of `entry` whose job is not sure to have ended before `job`."""
+    entry = file.entries[int(path[1])]
+    if not any(FOLDER.search(text) for _, text in entry.texts()):
+        return
+    followed = file.followed(entry, groups)
     reached, waiting = set(), list(job.after)
     while waiting:
         if (name := waiting.pop()) not in reached:
@@ -357,11 +360,9 @@ def _of_folders(
         for name in FOLDER.findall(text):
             members, fault, valid = groups.get(name, ()), None, f"after: [{name}]"
             if not members:
-                fault, valid = (
-                    f"there is no job {name}{nearest(name, list(groups))}",
-                    listed(groups),
-                )
-            elif members != (name,) and not (entry.each and name in entry.leads):
+                fault = f"there is no job {name}{nearest(name, list(groups))}"
+                valid = listed(groups)
+            elif members != (name,) and name not in followed:
                 fault = f"{name} is {len(members)} jobs, each with a folder of its own"
                 valid = f"{{{members[0]}.dir}}, or each: true with after: [{name}]"
             elif reached.isdisjoint(members):

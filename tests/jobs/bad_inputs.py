@@ -166,6 +166,10 @@ FILES: dict[str, list[str]] = {
         _jobs("name: a, command: x, after: a"),
         _jobs("name: a, command: x, after: b", "name: b, command: x, after: c", "name: c, command: x, after: [a]"),
         _jobs("name: a, command: x", "name: b, command: x, after: a, each: true"),
+        _jobs(
+            "name: a, train: {}, sweep: {method: random, count: 6000, over: {lr: [1.0]}}",
+            "name: b, command: x, after: a, each: true",
+        ),
         _jobs("name: a, command: x, each: true"),
         _jobs("name: a, command: x", "name: b, command: x, after: a, after_any: a"),
         _jobs("name: a, command: x", "name: b, command: 'y {a.dir}'"),

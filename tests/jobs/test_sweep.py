@@ -61,6 +61,14 @@ def test_each_member_has_a_follower_of_its_own() -> None:
     assert command.argv[2:] == ("{lr-4.dir}", "{base.dir}")
 
 
+def test_a_follower_of_a_follower_finds_the_member_of_both() -> None:
+    text = NIGHT.replace("sum, after: eval", '"sum {eval.dir} {lr.dir}", after: eval, each: true')
+    commands = {job.name: job.command for job in expand(read(text))}
+    command = commands["sum-3"]
+    assert command is not None
+    assert command.argv == ("sum", "{eval-3.dir}", "{lr-3.dir}")
+
+
 def test_the_name_of_a_sweep_means_all_its_members() -> None:
     assert night()["sum"].after == tuple(f"eval-{n}" for n in range(6))
 
