@@ -26,6 +26,7 @@ from orchestrator.config.yaml_source import KeyPath, YamlSource, listed, read_ya
 from orchestrator.errors import ConfigError, Problem
 from orchestrator.jobs.entries import VALID_NAME, Document, Entry, Sweep
 from orchestrator.jobs.model import Job
+from orchestrator.jobs.placement import plain
 from orchestrator.jobs.sweep import FOLDER, RANGES, JobFile, dotted, dotted_key, expand, range_of
 
 #: More jobs than this in a file are a mistake of an exponent; a head decides on 10,000 in time.
@@ -260,13 +261,9 @@ def _of_places(source: YamlSource, file: JobFile) -> Iterator[Problem]:
             if name not in nodes:
                 text = f"there is no node {in_words(name)}{nearest(name, list(nodes))}"
                 yield source.problem((*path, "nodes"), text, f"{listed(nodes)}, or any")
-        if part.card is not None and not any(_plain(part.card) in _plain(card) for card in cards):
+        if part.card is not None and not any(plain(part.card) in plain(card) for card in cards):
             text = f"no node has a card {in_words(part.card)}{nearest(part.card, cards)}"
             yield source.problem((*path, "card"), text, f"a part of {listed(cards)}")
-
-
-def _plain(card: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", card.lower())
 
 
 def _of_names(source: YamlSource, file: JobFile) -> Iterator[Problem]:
