@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TypeAlias
 
 from orchestrator.jobs import lifecycle, milestones, placement
-from orchestrator.jobs.index import Aside, Index, Needs, Reach, needs_of
+from orchestrator.jobs.index import Aside, Index, Needs, Place, Reach, needs_of
 from orchestrator.jobs.lifecycle import IllegalRecordError
 from orchestrator.jobs.model import (
     ENDED,
@@ -35,6 +35,7 @@ from orchestrator.jobs.model import (
     Cause,
     Job,
     JobState,
+    Kind,
     Measured,
     Milestones,
     PackJudged,
@@ -57,7 +58,7 @@ from workers.units import GIB
 NODE_LOST_S = 30.0
 
 #: So many jobs are looked at for a place, and so many of them with the same needs.
-_CANDIDATES, _ALIKE_CANDIDATES = 64, 16
+_CANDIDATES, _ALIKE_CANDIDATES = 32, 12
 #: So many different jobs that fail alike, each so soon after its start, hold the queue.
 _ALIKE_JOBS, _ALIKE_WITHIN_S = 3, 60.0
 #: Causes that say nothing about the queue as a whole, however many jobs they meet.
@@ -70,6 +71,9 @@ _BACK_OFF_S, _LONGEST_BACK_OFF_S, _LONG_RUN_S = 5.0, 600.0, 600.0
 _NO_ROOM_BACK_OFF_S, _NO_ROOM_TRIES = 60.0, 6
 #: A speed is recorded again when it differs by so much, a better value of the metric so often.
 _SPEED_CHANGE, _BEST_EVERY_S = 0.2, 60.0
+
+#: What a move is assumed to cost: a snapshot of gpt2-small, 1.5 GB, over 1 GbE.
+_SAVE_S, _TRANSFER_S, _LOAD_S = 10.0, 15.0, 15.0
 
 _CHANGING = re.compile(r"0x[0-9a-f]+|\d+")
 
@@ -133,7 +137,9 @@ class Queue:
         self._given: set[str] = set()
         """Jobs whose standing was handed out and may not change in place any more."""
         self._index: Index | None = None
-        self._plan = Plan(starts=(), reasons={}, expected_start_s={})
+        self._world: World | None = None
+        """The last one that it was asked about: why jobs wait is worked out for those who look."""
+        self._plan: Plan | None = None
         self._closed: set[Needs] = set()
         """Lines that are outside their hours."""
         self._fitting_cards: tuple[Card, ...] = ()
@@ -161,15 +167,17 @@ class Queue:
         self._given.add(name)
         if standing.state is not JobState.QUEUED:
             return standing
-        reason = self._plan.reasons.get(name)
-        needs = needs_of(standing)
         if self.held is not None:
-            reason = f"the queue is held: {self.held}"
-        elif needs in self._closed:
+            return replace(standing, reason=f"the queue is held: {self.held}")
+        if self._world is None:
+            return standing
+        plan, needs = self._planned(self._world), needs_of(standing)
+        reason = plan.reasons.get(name)
+        if needs in self._closed:
             reason = _hours(needs.hours)
         elif reason is None and (ahead := self._indexed().ahead(name)):
             reason = f"{ahead:,} jobs are before it"
-        expected = self._plan.expected_start_s.get(name)
+        expected = plan.expected_start_s.get(name)
         return replace(standing, reason=reason or standing.reason, expected_start_s=expected)
 
     def why_refused(self, record: Record) -> str | None:
@@ -474,15 +482,11 @@ class Queue:
         if lasting != self._fitting_cards:
             self._fitting.clear()
             self._fitting_cards = lasting
-        if lasting:
-            for needs, names in index.needs.items():
-                if needs not in self._fitting:
-                    job = self._standings[min(names)].job
-                    least = needs.least_room_bytes
-                    self._fitting[needs] = placement.never_fits(job, least, lasting)
-                why = self._fitting[needs]
-                if why is not None:
-                    found.update(dict.fromkeys(names, (JobState.INFEASIBLE, why)))
+        known = self._fitting
+        for needs, names in index.needs.items() if lasting else ():
+            why = known[needs] if needs in known else self._never_fits(needs, names)
+            if why is not None:
+                found.update(dict.fromkeys(names, (JobState.INFEASIBLE, why)))
         for name in index.parked:
             wakes = self._wakes(name, world)
             if wakes is not None:
@@ -493,6 +497,12 @@ class Queue:
             Settled(at_s=world.now_s, job=name, to=found[name][0], reason=found[name][1])
             for name in sorted(found, key=self._number)
         ]
+
+    def _never_fits(self, needs: Needs, names: Collection[str]) -> str | None:
+        job = self._standings[min(names)].job
+        why = placement.never_fits(job, needs.least_room_bytes, self._fitting_cards)
+        self._fitting[needs] = why
+        return why
 
     def _wakes(self, name: str, world: World) -> tuple[JobState, str] | None:
         """Return what a PARKED job comes to by now."""
@@ -520,7 +530,9 @@ class Queue:
         rule = self._standings[next(iter(paused))].job.milestones
         if rule is None:
             return {}
-        reached, is_last = index.reached[sweep], not index.active[sweep]
+        # Where nothing else can move, its members that wait do so for its paused ones.
+        is_last = not index.active[sweep] or (not index.moving and not index.due)
+        reached = index.reached[sweep]
         name = milestones.promotable(rule, reached, paused, is_idle=is_idle or is_last)
         if name is not None:
             return {name: (JobState.QUEUED, "goes on: among the best at its milestone by now")}
@@ -530,25 +542,14 @@ class Queue:
         return {}
 
     def _placed(self, world: World) -> list[Record]:
-        """Return what starts."""
-        index, cards = self._indexed(), world.cards
-        minute = world.minute_of_day
-        self._closed = {each for each in index.lines if not _is_in_hours(each.hours, minute)}
+        """Return what starts, or else what makes use of a card that stays free."""
+        self._world, self._plan = world, None
         if self.held is not None:
             return []
-        residents: dict[str, list[Resident]] = {card.name: [] for card in cards}
-        for name in sorted(index.on_card, key=self._number):
-            standing = self._standings[name]
-            residents.setdefault(standing.card or "", []).append(_resident(standing, world))
-        lines = (
-            line[:_ALIKE_CANDIDATES]
-            for needs, line in index.lines.items()
-            if needs not in self._closed
-        )
-        first = islice(heapq.merge(*lines), _CANDIDATES)
-        candidates = [self._candidate(name, cards) for _, _, name in first]
-        plan = placement.plan(candidates, cards, residents, world.now_s, lambda *_: True)
-        self._plan = plan
+        open_cards = [card for card in world.cards if card.closed is None]
+        if not any(self._may_take_more(card) for card in open_cards):
+            return []
+        plan = self._planned(world)
         if plan.starts:
             return [
                 Assigned(
@@ -561,13 +562,97 @@ class Queue:
                 )
                 for start in plan.starts
             ]
-        if any(card.closed is None and not residents[card.name] for card in cards):
-            # A card is free that nothing in line can use: one more of a sweep goes on.
-            for sweep in sorted(index.paused):
-                found = self._promoted(sweep, index.paused[sweep], index, is_idle=True)
-                for name, (to, reason) in found.items():
-                    return [Settled(at_s=world.now_s, job=name, to=to, reason=reason)]
+        index = self._indexed()
+        for card in open_cards:
+            if not index.cards[card.name]:  # free, and nothing in line can use it
+                return self._one_more_promoted(world) or self._moved(card, world)
         return []
+
+    def _may_take_more(self, card: Card) -> bool:
+        index = self._indexed()
+        return not index.cards[card.name] or any(
+            not self._standings[name].alone and self._standings[name].card == card.name
+            for name in index.on_card
+        )
+
+    def _planned(self, world: World) -> Plan:
+        """Return where jobs go, and why and how long the others wait: once for each world."""
+        if self._plan is None:
+            index = self._indexed()
+            self._closed = {
+                needs
+                for needs in index.lines
+                if needs.hours is not None and not _is_in_hours(needs.hours, world.minute_of_day)
+            }
+            residents: dict[str, list[Resident]] = {card.name: [] for card in world.cards}
+            for name in sorted(index.on_card, key=self._number):
+                standing = self._standings[name]
+                residents.setdefault(standing.card or "", []).append(_resident(standing, world))
+            lines: Iterable[list[Place]] = index.lines.values()
+            if self._closed:
+                lines = (line for needs, line in index.lines.items() if needs not in self._closed)
+            firsts = heapq.nsmallest(_CANDIDATES, lines)  # by the first of each
+            cut = (line[:_ALIKE_CANDIDATES] for line in firsts)
+            names = [name for _, _, name in islice(heapq.merge(*cut), _CANDIDATES)]
+            candidates = [self._candidate(name, world.cards) for name in names]
+            self._plan = placement.plan(
+                candidates, world.cards, residents, world.now_s, lambda *_: True
+            )
+        return self._plan
+
+    def _one_more_promoted(self, world: World) -> list[Record]:
+        index = self._indexed()
+        for sweep in sorted(index.paused):
+            found = self._promoted(sweep, index.paused[sweep], index, is_idle=True)
+            for name, (to, reason) in found.items():
+                return [Settled(at_s=world.now_s, job=name, to=to, reason=reason)]
+        return []
+
+    def _moved(self, card: Card, world: World) -> list[Record]:
+        """Return the move to a free card of the job that gains most by it, if that pays."""
+        here = {each.name: each for each in world.cards}
+        gains: list[tuple[float, int, Recalled]] = []
+        for name in self._indexed().on_card:
+            standing, seen = self._standings[name], world.seen.get(name)
+            job, source = standing.job, here.get(standing.card or "")
+            if (
+                seen is None
+                or source is None
+                or seen.eta_s is None
+                or seen.attempt != standing.attempt
+                or standing.recalled_to is not None
+                or job.kind is not Kind.TRAIN
+                or not _suits(job, card)
+                or card.room_bytes
+                < max(
+                    standing.least_room_bytes or 0, standing.peak_bytes or 0, seen.peak_bytes or 0
+                )
+            ):
+                continue
+            speeds = standing.speeds
+            speed, there = source.speed, card.speed
+            if source.title in speeds and card.title in speeds:
+                speed, there = speeds[source.title], speeds[card.title]
+            if placement.worthwhile_move(
+                remaining_s=seen.eta_s,
+                speed_here=speed,
+                speed_there=there,
+                save_s=_SAVE_S,
+                transfer_s=_TRANSFER_S,
+                load_s=_LOAD_S,
+                is_free=True,
+            ):
+                gained_s = seen.eta_s * (1 - speed / there)
+                reason = f"moves to {card.name}, where it ends {gained_s / 60:.0f} min earlier"
+                recalled = Recalled(
+                    at_s=world.now_s,
+                    job=name,
+                    attempt=standing.attempt,
+                    to=JobState.QUEUED,
+                    reason=reason,
+                )
+                gains.append((gained_s, -self._number(name), recalled))
+        return [max(gains)[2]] if gains else []
 
     def _candidate(self, name: str, cards: Sequence[Card]) -> Candidate:
         standing = self._standings[name]
