@@ -19,7 +19,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Literal
 
 from workers.settings import FailureKind
 
@@ -215,17 +215,11 @@ _CHAINED: Final = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogWords:
-    """Where the end of a failed program's log says that there was no memory."""
+def judge_log(text: str) -> Literal["card", "host"] | None:
+    """Say which memory a program lacked that has failed, by the end of its log; `None`: it says
+    nothing of memory.
 
-    on_host: bool
-    """Of the PC's RAM."""
-    evidence: str
-
-
-def judge_log(text: str) -> LogWords | None:
-    """Judge the end of the log of a program that has failed; `None`: it says nothing of memory.
+    Where it has no card, words of the PC's RAM mean its cap.
 
     An out-of-memory that is followed by another error, which neither is chained to it nor comes
     from a parent process, was survived, and does not count.
@@ -240,10 +234,9 @@ def judge_log(text: str) -> LogWords | None:
     between = text[last.end() :].partition("Traceback (most recent call last):")[0]
     if later and _CHAINED.search(between) is None and _OF_PARENT.search(later[-1]) is None:
         return None
-    neutral = "workers.capped"  # tells of both
     on_card = [match[0] for match in found if _HOST_TEXTS.search(match[0]) is None]
-    on_host = len(on_card) < len(found) and all(neutral in words for words in on_card)
-    return LogWords(on_host=on_host, evidence=last[0][:_TEXT_LIMIT_CHARS])
+    neutral = [words for words in on_card if "workers.capped" in words]  # tells of both
+    return "host" if len(on_card) < len(found) and on_card == neutral else "card"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

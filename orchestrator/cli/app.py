@@ -10,19 +10,19 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
-from orchestrator.cli import jobs
+from orchestrator.cli import jobs, jobs_run
 from orchestrator.cli import options as opt
 from orchestrator.cli.loading import (
     config_of,
     config_of_one_machine,
     config_to_read,
     duration_s,
+    experiments_of,
     import_from_here,
     print_text,
 )
@@ -31,9 +31,6 @@ from orchestrator.errors import UsageError
 from orchestrator.jobs.sweep import expand
 from orchestrator.record.folders import RUNNING, find_run
 from orchestrator.view.cells import glyphs_for
-
-if TYPE_CHECKING:
-    from orchestrator.run.runner import Experiment
 
 #: After its last slices a run writes its summary and ends its processes.
 _SUMMARY_S = 30.0
@@ -55,25 +52,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-
-def experiments_of(
-    fake_sensors: Path | None,
-    chaos: str | None = None,
-    chaos_seed: int = 0,
-    *,
-    yes_really: bool = False,
-) -> Iterator[Experiment]:
-    """Yield what the laboratory adds to a run."""
-    if fake_sensors is not None:
-        from orchestrator.lab.sensors import ScriptedSensors
-
-        yield ScriptedSensors(fake_sensors)
-    if chaos is not None:
-        from orchestrator.lab.chaos.fleet import Chaos
-        from orchestrator.lab.chaos.plan import parse_chaos
-
-        yield Chaos(parse_chaos(chaos, chaos_seed), yes_really=yes_really)
 
 
 @app.command()
@@ -168,7 +146,7 @@ def plan(
     if jobs_file is not None:
         from orchestrator.cli import plan_jobs
 
-        planned = plan_jobs.plan_jobs(expand(jobs.read_file(jobs_file, loaded)), loaded)
+        planned = plan_jobs.plan_jobs(expand(jobs_run.read_file(jobs_file, loaded)), loaded)
         text = plan_jobs.plan_jobs_json if json_output else plan_jobs.plan_jobs_text
         print_text(text(planned))
         return

@@ -33,7 +33,7 @@ from orchestrator.jobs import inbox
 from orchestrator.jobs.code import code_of
 from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, records
 from orchestrator.jobs.model import ENDED, Job, JobState, QueueHeld, Said, Standing, Submitted, Word
-from orchestrator.jobs.sweep import JobFile, expand
+from orchestrator.jobs.sweep import expand
 from orchestrator.record.archive import head_of, read_run
 from orchestrator.record.folders import LATEST, find_queue
 from orchestrator.record.jobs import QueueReader, QueueSnapshot
@@ -147,7 +147,7 @@ def submit(  # noqa: PLR0913 - one parameter for each option of the command
                 f"{given[0]} is a job file, which says these things itself; for a command put -- "
                 "before it"
             )
-        file = read_file(given[0], base, known)
+        file = jobs_run.read_file(given[0], base, known)
     else:
         if not given and not train:
             raise UsageError(
@@ -351,23 +351,6 @@ def prepared(jobs: Iterable[Job]) -> tuple[Job, ...]:
         return replace(now, command=replace(job.command, cwd=cwd), code=codes.get(cwd))
 
     return tuple(map(of_here, jobs))
-
-
-def read_file(file: str, base: Config, known: Sequence[Job] = ()) -> JobFile:
-    """Return a job file.
-
-    Raises:
-        ConfigError: Every problem of it, each with line and key.
-        UsageError: There is none that can be read.
-    """
-    from orchestrator.jobs.spec import parse
-
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as failure:
-        why = failure.strerror if isinstance(failure, OSError) else "it is no text"
-        raise UsageError(f"the job file {file} cannot be read: {why}") from failure
-    return parse(text, file, base, known)
 
 
 def _not_known(jobs: Iterable[Job], known: Iterable[Job]) -> list[Job]:

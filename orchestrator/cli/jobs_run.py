@@ -5,6 +5,7 @@ Does not decide what runs where (`jobs/queue.py`), and runs nothing itself (`run
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,14 @@ from typing import TYPE_CHECKING
 import typer
 
 from orchestrator.cli import options as opt
-from orchestrator.cli.loading import config_of, config_of_one_machine, duration_s
+from orchestrator.cli.loading import config_of, config_of_one_machine, duration_s, experiments_of
 from orchestrator.config.schema import Config
+from orchestrator.config.yaml_source import read_text
 from orchestrator.errors import UsageError
 from orchestrator.jobs.inbox import waiting
 from orchestrator.jobs.journal import QUEUE_NAME, queue_of
 from orchestrator.jobs.model import Job, Submitted
-from orchestrator.jobs.sweep import expand
+from orchestrator.jobs.sweep import JobFile, expand
 from orchestrator.record.archive import StoredRun, read_run
 from orchestrator.record.folders import command_for, list_runs
 
@@ -50,7 +52,6 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
 
     The same command after a crash or a reboot goes on with what is unfinished.
     """
-    from orchestrator.cli.app import experiments_of
     from orchestrator.run import environment as environments
     from orchestrator.run import runner
 
@@ -64,7 +65,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     if loaded.compute_share_mode == "mps":
         # A job's share of the card changes; that of an MPS client cannot.
         loaded = loaded.model_copy(update={"compute_share_mode": "duty"})
-    jobs = () if file is None else read_jobs(file, loaded)
+    jobs = () if file is None else expand(read_file(file, loaded))
     options = runner.Options(
         json=json_output,
         plain=plain,
@@ -75,14 +76,15 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     unfinished = None if new else _unfinished(Path(loaded.run.dir))
     if unfinished is not None:
         options = _with_new(options, unfinished, jobs)
-        raise typer.Exit(runner.go_on(unfinished, options, duration_s(duration)))
+        raise typer.Exit(
+            runner.go_on(unfinished, options, duration_s(duration), cluster=loaded.cluster)
+        )
     if file is None and not stay:
         raise UsageError(
             "there is no unfinished queue to go on with; name a job file, or wait for jobs with "
             "--stay"
         )
-    submitted = tuple(Submitted(at_s=job.submitted_at_unix_s, job=job) for job in jobs)
-    options = replace(options, queue=runner.QueueOptions(submitted=submitted, stays=stay))
+    options = _with_jobs(options, jobs)
     if rehearse:
         environment = environments.in_rehearsal(loaded, None)
     elif local:
@@ -132,13 +134,24 @@ def _with_new(options: Options, stored: StoredRun, jobs: Sequence[Job]) -> Optio
         + f"; look at it: {command_for(stored.folder, 'report')}",
         err=True,
     )
+    return _with_jobs(options, added)
+
+
+def _with_jobs(options: Options, jobs: Sequence[Job]) -> Options:
+    now_s = time.time()
+    submitted = tuple(
+        Submitted(at_s=now_s, job=replace(job, submitted_at_unix_s=now_s)) for job in jobs
+    )
     assert options.queue is not None  # noqa: S101 - of this verb
-    submitted = tuple(Submitted(at_s=job.submitted_at_unix_s, job=job) for job in added)
     return replace(options, queue=replace(options.queue, submitted=submitted))
 
 
-def read_jobs(file: str, base: Config) -> tuple[Job, ...]:
-    """Return the jobs of a file; `ConfigError` with every problem of it."""
+def read_file(file: str, base: Config, known: Sequence[Job] = ()) -> JobFile:
+    """Return a job file, for a queue that has the jobs `known`.
+
+    `ConfigError` with every problem of it, each with line and key.
+    """
     from orchestrator.jobs.spec import parse
 
-    return expand(parse(Path(file).read_text(encoding="utf-8"), file, base))
+    text = read_text(file, "jobs.yaml", "jobs run PATH", "the path of a job file")
+    return parse(text, file, base, known)

@@ -7,10 +7,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import typer
 
@@ -19,6 +19,9 @@ from orchestrator.config.load import load_config
 from orchestrator.config.schema import Config, RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.view.cells import width_of, wrapped
+
+if TYPE_CHECKING:
+    from orchestrator.run.runner import Experiment
 
 DEFAULT_CONFIG: Final = "cluster.yaml"
 """The configuration that is read if the user names none."""
@@ -101,3 +104,22 @@ def import_from_here() -> None:
     """Make the user's own workload importable by workers: they get this process's search path."""
     if os.getcwd() not in sys.path:  # noqa: PTH109 - sys.path holds strings
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
+
+
+def experiments_of(
+    fake_sensors: Path | None,
+    chaos: str | None = None,
+    chaos_seed: int = 0,
+    *,
+    yes_really: bool = False,
+) -> Iterator[Experiment]:
+    """Yield what the laboratory adds to a run."""
+    if fake_sensors is not None:
+        from orchestrator.lab.sensors import ScriptedSensors  # noqa: PLC0415 - for some runs only
+
+        yield ScriptedSensors(fake_sensors)
+    if chaos is not None:
+        from orchestrator.lab.chaos.fleet import Chaos  # noqa: PLC0415 - as above
+        from orchestrator.lab.chaos.plan import parse_chaos  # noqa: PLC0415 - as above
+
+        yield Chaos(parse_chaos(chaos, chaos_seed), yes_really=yes_really)

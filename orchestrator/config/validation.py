@@ -124,7 +124,7 @@ def _translated(source: YamlSource, model: type[BaseModel], details: ErrorDetail
     if kind == "extra_forbidden":
         if path[0] == "train" and (renamed := RENAMED.get(path[-1])):
             return source.problem(path, "has a new name", f"train.{renamed}")
-        keys = sorted(_schema_of(model, path[:-1])["properties"])
+        keys = sorted(_section(model, _schema_of(model, path[:-1]))["properties"])
         return source.problem(path, f"unknown key{nearest(path[-1], keys)}", ", ".join(keys))
     schema = _schema_of(model, path)
     if kind == "value_error":
@@ -203,18 +203,18 @@ def _schema(model: type[BaseModel]) -> dict[str, Any]:
 def _schema_of(model: type[BaseModel], path: KeyPath) -> dict[str, Any]:
     found = _schema(model)
     for key in path:
-        forms = found.get("anyOf", ())  # a section that may be null
-        found = _resolved(model, next((form for form in forms if "$ref" in form), found))
+        found = _section(model, found)
         entries = found.get("patternProperties")  # their names are the user's own
         inner = next(iter(entries.values())) if entries else found.get("items")
-        found = _resolved(model, inner or found["properties"][key])
-    return found
+        found = inner or found["properties"][key]
+    return found if "anyOf" in found else _section(model, found)
 
 
-def _resolved(model: type[BaseModel], found: dict[str, Any]) -> dict[str, Any]:
-    named: dict[str, Any] = _schema(model).get("$defs", {})
-    resolved: dict[str, Any] = named.get(found.get("$ref", "").rpartition("/")[2], found)
-    return resolved
+def _section(model: type[BaseModel], found: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema that is meant by a reference, or by a section that may be null."""
+    form = next((form for form in found.get("anyOf", ()) if "$ref" in form), found)
+    named = _schema(model).get("$defs", {}).get(form.get("$ref", "").rpartition("/")[2], found)
+    return dict(named)
 
 
 def _merged(schema: dict[str, Any]) -> dict[str, Any]:

@@ -150,6 +150,8 @@ def _why_not(command: Command, slot: Slot, plan: SlotPlan) -> str:
         )
     if command.do is Do.UNPAUSE and not is_held:
         return f"is {slot.state}, and not held: it gets work as it is"
+    if command.do is Do.SAVE and plan.spec.command is not None:
+        return f"runs a program that saves when it ends: `drain {name}` has it do that"
     return _why_no_save(slot) if command.do is Do.SAVE else ""
 
 
@@ -267,7 +269,10 @@ def save_asked(slot: Slot, _: SaveAsked, __: Moment) -> Transition:
 
 
 def saved_before_rest(slot: Slot) -> Slot:
-    """Have a slot that trains anything save it before it rests or ends."""
+    """Have a slot that trains anything save it before it rests or ends.
+
+    One that runs a program always tells a progress, if only an empty one: to save means to end.
+    """
     trains = slot.report is not None and slot.report.progress is not None
     return _to_save(slot) if trains else slot
 

@@ -38,15 +38,15 @@ _WORDS: Final = {
         r"uncorrectable (?:ECC|NVLink)|GPU is lost|fallen off the bus|GPU requires reset"
         r"|no CUDA-capable device is detected|CUDA-capable device\(s\) is/are busy"
         r"|CUDA unknown error|system not yet initialized|MPS (?:server|client|control daemon)"
-        r"|unsupported display driver / cuda driver|NVML_ERROR_|Driver/library version mismatch"
+        r"|unsupported display driver / cuda driver|Driver/library version mismatch"
     ),
     Cause.DISK_FULL: re.compile(
         r"No space left on device|\bENOSPC\b|Disk quota exceeded|\[Errno (?:28|122)\]"
         r"|PytorchStreamWriter failed writing|database or disk is full"
     ),
     Cause.NAN_LOSS: re.compile(
-        r"(?i)\bloss (?:is|was|became|=|:) ?(?:nan|inf|not finite|not a number)\b"
-        r"|\b(?:nan|non-finite|infinite) (?:in |training )?loss\b"
+        r"(?i)\bloss\W{0,3}(?:is |was |became )?(?:nan|not finite|not a number)\b"
+        r"|\bloss (?:is|was|became) (?:inf|infinite)\b|\b(?:nan|non-finite) (?:training )?loss\b"
     ),
 }
 
@@ -65,17 +65,31 @@ _CANNOT_BE_RUN: Final = re.compile(
 _REASONS: Final = (
     (Cause.HOST_MEMORY, "PC's RAM was nearly full"),
     (Cause.NODE_LOST, "its node has left"),
-    (Cause.NODE_LOST, "every worker of its card"),
+    (Cause.DRIVER, "workers keep dying"),
     (Cause.NOT_STARTED, "cannot be started"),
     (Cause.NOT_STARTED, "no process came up"),
     (Cause.NOT_STARTED, "did not come up"),
     (Cause.DRIVER, "the device no longer answers"),
     (Cause.DRIVER, "cannot open the device"),
+    (Cause.OUT_OF_MEMORY, "raise nodes."),
+    (Cause.DRIVER, "sees no CUDA card"),
     (Cause.BAD_CONFIG, "cannot start:"),
-    (Cause.BAD_CONFIG, "raise nodes."),
+    (Cause.BAD_CONFIG, "cannot be loaded on this machine"),
     (Cause.KILLED, "its process ended"),
     (Cause.KILLED, "its process was ended"),
 )
+
+
+#: After a full disk the queue waits until there is room.
+_NOT_ITS_FAULT: Final = frozenset(
+    {
+        *(Cause.PARKED, Cause.NODE_LOST, Cause.KILLED, Cause.HOST_MEMORY, Cause.DRIVER),
+        Cause.DISK_FULL,
+    }
+)
+
+#: What the lifecycle says of a slot whose processes died one after the other.
+_IN_VAIN: Final = "without progress"
 
 
 class Retry(StrEnum):
@@ -110,28 +124,32 @@ def cause_of(ending: Ending) -> Cause:
     return next((cause for holds, cause in signs if holds), None) or _by_words(ending.text)
 
 
-def failure_cause(error_text: str | None, reason: str) -> Cause:
-    """Return why a training was given up, by its last traceback and by its slot's reason."""
+def failure_cause(error_text: str | None, reason: str, *, on_card: bool = False) -> Cause:
+    """Return why a training was given up, by its last traceback and by its slot's reason.
+
+    `on_card`: words of the PC's RAM are not about its cap.
+    """
     text = error_text or ""
     for cause, words in _REASONS:
         if words in reason:
             return cause
-    words_of = oom.judge_log(text or reason)
-    if words_of is not None:
-        return Cause.HOST_MEMORY if words_of.on_host and "cuda" in text else Cause.OUT_OF_MEMORY
+    memory = oom.judge_log(text or reason)
+    if memory is not None:
+        return Cause.HOST_MEMORY if memory == "host" and on_card else Cause.OUT_OF_MEMORY
     return _by_words(f"{text}\n{reason}")
 
 
 def retry_of(cause: Cause, standing: Standing, text: str, step: int | None = None) -> Retry:
     """Return what follows for a job that stood so when its attempt ended.
 
+    A slot that was given up has been started again several times already: that counts.
     An exception that comes again in the same words at the same step would come a third time. Where
     no step is told, its words alone do not say so: a lost connection has the same words every time.
     """
-    if cause in {Cause.PARKED, Cause.NODE_LOST, Cause.KILLED, Cause.HOST_MEMORY, Cause.DRIVER}:
+    if cause is Cause.KILLED and _IN_VAIN in text:
+        return Retry.COUNTED
+    if cause in _NOT_ITS_FAULT:
         return Retry.AS_IS
-    if cause is Cause.DISK_FULL:
-        return Retry.AS_IS  # the queue waits until there is room
     if cause is Cause.OUT_OF_MEMORY:
         return Retry.LARGER
     if cause is not Cause.EXCEPTION:

@@ -39,7 +39,7 @@ _NAMES: Final = "a name, or a list of names"
 
 
 def with_numbers(value: Any) -> Any:  # noqa: ANN401  # a file may hold anything
-    """Return `value` with text such as `1e-4` as the number that it is everywhere but in YAML 1.1."""
+    """Return `value` with text such as `1e-4` as the number that it is outside YAML 1.1."""
     if isinstance(value, dict):
         return {key: with_numbers(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -47,15 +47,18 @@ def with_numbers(value: Any) -> Any:  # noqa: ANN401  # a file may hold anything
     return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
 
 
+# Below, TRY004 is off where a ValueError is pydantic's protocol.
+
+
 def as_argument(value: object) -> str:
-    """Return a plain value of YAML as an argument of a program: text, as far as it can be said."""
+    """Return a plain value of YAML as the text that a program gets; `ValueError` if it is none."""
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         said = f"{in_words(value)} is no text; valid: the same in quotes, or a number"
-        raise ValueError(said)  # noqa: TRY004  # pydantic's protocol
+        raise ValueError(said)  # noqa: TRY004
     return str(value)
 
 
-def _argv(value: Any) -> tuple[str, ...]:  # noqa: ANN401  # before validation it may be anything
+def _argv(value: object) -> tuple[str, ...]:
     words = value
     if isinstance(value, str):
         try:
@@ -69,15 +72,15 @@ def _argv(value: Any) -> tuple[str, ...]:  # noqa: ANN401  # before validation i
                 "without it"
             )
     if not isinstance(words, list):
-        raise ValueError(f"{in_words(value)} is not a command; valid: {_COMMAND}")  # noqa: TRY004  # pydantic's protocol
+        raise ValueError(f"{in_words(value)} is not a command; valid: {_COMMAND}")  # noqa: TRY004
     if not words or words[0] == "":
         raise ValueError(f"names no program; valid: {_COMMAND}")
     return tuple(as_argument(word) for word in words)
 
 
-def _env(value: Any) -> dict[str, str]:  # noqa: ANN401  # before validation it may be anything
+def _env(value: object) -> dict[str, str]:
     if not isinstance(value, dict):
-        raise ValueError(f"{in_words(value)} is not a mapping; valid: NAME: value")  # noqa: TRY004  # pydantic's protocol
+        raise ValueError(f"{in_words(value)} is not a mapping; valid: NAME: value")  # noqa: TRY004
     for name in value:
         if not _VARIABLE.fullmatch(name) or name.startswith(_OURS):
             raise ValueError(
@@ -87,31 +90,34 @@ def _env(value: Any) -> dict[str, str]:  # noqa: ANN401  # before validation it 
     return {name: as_argument(text) for name, text in value.items()}
 
 
-def _names(value: Any) -> tuple[str, ...]:  # noqa: ANN401  # before validation it may be anything
+def _names(value: object) -> tuple[str, ...]:
     names = [value] if isinstance(value, str) else value
     if names is None:
         return ()
-    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise ValueError(f"{in_words(value)} is not what is wanted; valid: {_NAMES}")
+    if not isinstance(names, (list, tuple)) or not all(
+        name and isinstance(name, str) for name in names
+    ):
+        raise ValueError(f"{in_words(value)} is neither text nor a list of it; valid: {_NAMES}")
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"has {in_words(twice)} twice; valid: each name once")
     return tuple(names)
 
 
-def _nodes(value: Any) -> tuple[str, ...]:  # noqa: ANN401  # before validation it may be anything
+def _nodes(value: object) -> tuple[str, ...]:
     return () if value == "any" else _names(value)
 
 
-def _seconds(value: Any) -> float | None:  # noqa: ANN401  # before validation it may be anything
+def _seconds(value: object) -> float | None:
     if value is None:
         return None
     if not isinstance(value, (int, float, str)):
-        raise ValueError(f"{in_words(value)} is not a duration; valid: {VALID_DURATION}")  # noqa: TRY004  # pydantic's protocol
+        said = f"{in_words(value)} is not a duration; valid: {VALID_DURATION}"
+        raise ValueError(said)  # noqa: TRY004
     return parse_duration(value)
 
 
-def _hours(value: Any) -> tuple[int, int] | None:  # noqa: ANN401  # before validation it may be anything
+def _hours(value: object) -> tuple[int, int] | None:
     if value is None:
         return None
     found = _HOURS.fullmatch(value.strip()[:60]) if isinstance(value, str) else None
@@ -214,6 +220,14 @@ class Sweep(_Section):
             yield from ((("over", key), values) for key, values in self.over.items())
 
 
+_StopOrNull: TypeAlias = (
+    Annotated[Stop, Field(description="a mapping, such as {first: 500, factor: 3}")] | None
+)
+_SweepOrNull: TypeAlias = (
+    Annotated[Sweep, Field(description="a mapping, such as {over: {lr: [1e-4, 3e-4]}}")] | None
+)
+
+
 class Entry(Shared):
     """One entry of `jobs`: a training or a command, once or as a sweep."""
 
@@ -230,8 +244,8 @@ class Entry(Shared):
     cap: bool | None = None
     outputs: Annotated[tuple[str, ...], BeforeValidator(_names)] = ()
     memory_gib: Gib | None = None
-    sweep: Sweep | None = None
-    stop: Stop | None = None
+    sweep: _SweepOrNull = None
+    stop: _StopOrNull = None
     after: Annotated[tuple[str, ...], BeforeValidator(_names)] = ()
     after_any: Annotated[
         tuple[str, ...], BeforeValidator(_names), Field(description=f"{_NAMES}; however those end")
@@ -277,7 +291,7 @@ class Document(_Section):
     """All of a job file."""
 
     defaults: Defaults = Defaults()
-    stop: Stop | None = None
+    stop: _StopOrNull = None
     jobs: Annotated[list[Entry], Field(min_length=1, description="a list with at least one entry")]
 
 

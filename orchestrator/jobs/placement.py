@@ -11,6 +11,7 @@ whether two jobs may share a card is asked from `pays`.
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -456,7 +457,12 @@ def _is_allowed(job: Job | Candidate, card: Card) -> bool:
     """Return whether a job may run on a card, whatever it needs."""
     if job.nodes and card.node not in job.nodes and card.name not in job.nodes:
         return False
-    return job.card is None or job.card.casefold() in card.title.casefold()
+    return job.card is None or plain(job.card) in plain(card.title)
+
+
+def plain(card: str) -> str:
+    """Return the name of a card without what people leave out or add."""
+    return re.sub(r"[^a-z0-9]", "", card.lower())
 
 
 def _needed(candidate: Candidate) -> int:

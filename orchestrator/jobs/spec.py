@@ -1,7 +1,7 @@
 """Job files and one-liners, and what is wrong with them, in words with file, line and key.
 
-What one key alone is refused for is in `entries`. The caller reads the file and knows what the queue
-holds; nothing here looks for a folder or a program. Pure.
+What one key alone is refused for is in `entries`. The caller reads the file and knows the queue;
+nothing here looks for a folder or a program. Pure.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from orchestrator.config.yaml_source import KeyPath, YamlSource, listed, read_ya
 from orchestrator.errors import ConfigError, Problem
 from orchestrator.jobs.entries import VALID_NAME, Document, Entry, Sweep
 from orchestrator.jobs.model import Job
+from orchestrator.jobs.placement import plain
 from orchestrator.jobs.sweep import FOLDER, RANGES, JobFile, dotted, dotted_key, expand, range_of
 
 #: More jobs than this in a file are a mistake of an exponent; a head decides on 10,000 in time.
@@ -167,7 +168,7 @@ def _refusals(source: YamlSource, problems: Sequence[Problem]) -> ConfigError:
         if words[0] == "jobs" and len(words) > 1:
             entry = source.data["jobs"][int(words[1])]
             name = entry.get("name") if isinstance(entry, dict) else None
-            if source.overrides:  # words of a command line make one entry, and an option is its key
+            if source.overrides:  # of one entry, whose keys are options
                 place = source.name if len(words) == 2 else place
                 words = words[2:] if len(words) > 3 else []
             elif isinstance(name, str) and words[2:] != ["name"]:
@@ -177,16 +178,10 @@ def _refusals(source: YamlSource, problems: Sequence[Problem]) -> ConfigError:
 
 
 def _of_sweeps(source: YamlSource, file: JobFile) -> Iterator[Problem]:
-    """Yield what is wrong with each sweep by itself, and with their size."""
-    total = 0
+    """Yield what is wrong with each sweep by itself."""
     for path, entry in _placed(file):
         if entry.sweep is not None:
-            found = list(_of_sweep(source, entry.sweep, (*path, "sweep"), entry))
-            yield from found
-            total += 0 if found else entry.sweep.size
-    if total > MAX_JOBS:
-        text = f"has sweeps of {total:,} jobs in all"
-        yield source.problem(("jobs",), text, f"at most {MAX_JOBS:,}")
+            yield from _of_sweep(source, entry.sweep, (*path, "sweep"), entry)
 
 
 def _placed(file: JobFile) -> Iterator[tuple[KeyPath, Entry]]:
@@ -215,6 +210,8 @@ def _of_sweep(source: YamlSource, sweep: Sweep, path: KeyPath, entry: Entry) -> 
             valid = f"{{{where[-1]}}} where its value belongs"
             if not any(f"{{{where[-1]}}}" in text for _, text in entry.texts()):
                 fault = "stands nowhere in command, env or cwd"
+            elif any(it is None or isinstance(it, bool) for it in _chosen(values)):
+                fault, valid = "holds true, false or null, which are no text", "the same in quotes"
         if fault is not None:
             faults += 1
             yield source.problem((*path, *where), fault, valid)
@@ -228,7 +225,7 @@ def _of_sweep(source: YamlSource, sweep: Sweep, path: KeyPath, entry: Entry) -> 
         yield source.problem(place, text, f"1 to {MAX_JOBS:,} jobs")
 
 
-def _fault_of_values(values: Any, method: str) -> str | None:  # noqa: ANN401  # a file may hold anything
+def _fault_of_values(values: object, method: str) -> str | None:
     """Return what is wrong with the values, or the range, of one key of a sweep."""
     if isinstance(values, dict) and method == "grid":
         return "is a range, which is for method random and optuna"
@@ -264,25 +261,26 @@ def _of_places(source: YamlSource, file: JobFile) -> Iterator[Problem]:
             if name not in nodes:
                 text = f"there is no node {in_words(name)}{nearest(name, list(nodes))}"
                 yield source.problem((*path, "nodes"), text, f"{listed(nodes)}, or any")
-        if part.card is not None and not any(_plain(part.card) in _plain(card) for card in cards):
+        if part.card is not None and not any(plain(part.card) in plain(card) for card in cards):
             text = f"no node has a card {in_words(part.card)}{nearest(part.card, cards)}"
             yield source.problem((*path, "card"), text, f"a part of {listed(cards)}")
-
-
-def _plain(card: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", card.lower())
 
 
 def _of_names(source: YamlSource, file: JobFile) -> Iterator[Problem]:
     """Yield names that are not unique, and what is wrong with `after`: names, circles, `each`."""
     try:
-        groups = file.groups()
+        count = file.count()
     except graphlib.CycleError as error:
         circle = error.args[1][::-1]
         path = next(path for path, entry in _placed(file) if entry.name == circle[0])
-        text = f"goes round in a circle: {' after '.join(circle)}"
+        shown = " after ".join(circle if len(circle) < 12 else (*circle[:10], "…", circle[-1]))
+        text = f"goes round in a circle: {shown}"
         yield source.problem((*path, "after"), text, "one of these without the other")
         return
+    if count > MAX_JOBS:
+        yield source.problem(("jobs",), f"makes {count:,} jobs in all", f"at most {MAX_JOBS:,}")
+        return
+    groups = file.groups()
     owners: dict[str, str] = {}
     for path, entry in _placed(file):
         mine = groups[entry.name]
@@ -295,7 +293,8 @@ def _of_names(source: YamlSource, file: JobFile) -> Iterator[Problem]:
             yield source.problem((*path, "name"), text, VALID_NAME)
         for lead in entry.leads:
             if lead not in groups:
-                others = [name for name in groups if name not in {entry.name, *mine}]
+                others = [it.name for it in file.entries if it != entry]
+                others += dict.fromkeys(job.sweep or job.name for job in file.known)
                 text = f"there is no job {in_words(lead)}{nearest(lead, others)}"
                 key = "after" if entry.after else "after_any"
                 yield source.problem((*path, key), text, listed(others) or None)
@@ -317,7 +316,7 @@ def _of_jobs(source: YamlSource, file: JobFile) -> Iterator[Problem]:
     }
     for path, entry in _placed(file):
         jobs = made[entry.name]
-        found = dict.fromkeys(_of_folders(source, path, entry, jobs[0], groups, after))
+        found = dict.fromkeys(_of_folders(source, path, file, jobs[0], groups, after))
         found |= dict.fromkeys(_of_keys(source, path, file, entry))
         for job in jobs if entry.train is not None and not found else ():
             if len(found) < MAX_PROBLEMS:
@@ -339,12 +338,16 @@ def _ends_of_ranges(file: JobFile) -> dict[str, list[dict[str, Any]]]:
 def _of_folders(
     source: YamlSource,
     path: KeyPath,
-    entry: Entry,
+    file: JobFile,
     job: Job,
     groups: Mapping[str, tuple[str, ...]],
     after: Mapping[str, tuple[str, ...]],
 ) -> Iterator[Problem]:
     """Yield each `{NAME.dir}` of `entry` whose job is not sure to have ended before `job`."""
+    entry = file.entries[int(path[1])]
+    if not any(FOLDER.search(text) for _, text in entry.texts()):
+        return
+    followed = file.followed(entry, groups)
     reached, waiting = set(), list(job.after)
     while waiting:
         if (name := waiting.pop()) not in reached:
@@ -354,11 +357,9 @@ def _of_folders(
         for name in FOLDER.findall(text):
             members, fault, valid = groups.get(name, ()), None, f"after: [{name}]"
             if not members:
-                fault, valid = (
-                    f"there is no job {name}{nearest(name, list(groups))}",
-                    listed(groups),
-                )
-            elif members != (name,) and not (entry.each and name in entry.leads):
+                fault = f"there is no job {name}{nearest(name, list(groups))}"
+                valid = listed(groups)
+            elif members != (name,) and name not in followed:
                 fault = f"{name} is {len(members)} jobs, each with a folder of its own"
                 valid = f"{{{members[0]}.dir}}, or each: true with after: [{name}]"
             elif reached.isdisjoint(members):
@@ -372,8 +373,11 @@ def _keys_of(path: KeyPath, entry: Entry) -> Iterator[tuple[KeyPath, str, Any]]:
     for key, value in (entry.train or {}).items():
         yield (*path, "train", key), dotted_key(key), [value]
     for where, values in entry.sweep.cells() if entry.train is not None and entry.sweep else ():
-        chosen = range_of(values)[1] if isinstance(values, (dict, list)) else [values]
-        yield (*path, "sweep", *where), dotted_key(where[-1]), chosen
+        yield (*path, "sweep", *where), dotted_key(where[-1]), _chosen(values)
+
+
+def _chosen(values: Any) -> list[Any]:  # noqa: ANN401  # a list, a range, or a value
+    return range_of(values)[1] if isinstance(values, (dict, list)) else [values]
 
 
 def _of_keys(source: YamlSource, path: KeyPath, file: JobFile, entry: Entry) -> Iterator[Problem]:
@@ -481,12 +485,12 @@ def difference(old: Sequence[Job], new: Sequence[Job]) -> tuple[tuple[Job, ...],
             [job for job in old if job.name not in now],
         ),
         (
-            "changed in the file, and the queue keeps them as they were (another name makes new ones)",
+            "changed in the file, and stay as they were (under another name they are new)",
             [job for job in new if before.get(job.name, job).id != job.id],
         ),
     )
     return added, tuple(
-        f"{len(jobs)} {'job' if len(jobs) == 1 else 'jobs'} {what}: {listed(it.name for it in jobs)}"
+        f"{len(jobs)} job{'s' * (len(jobs) != 1)} {what}: {listed(it.name for it in jobs)}"
         for what, jobs in told
         if jobs
     )

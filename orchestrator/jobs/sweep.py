@@ -1,7 +1,7 @@
 """From the entries of a job file to its jobs, with stable names and ids.
 
-`NAME-0`, `NAME-1`, … are the members of a sweep, in the order in which the file counts them. Expects
-a file that `spec` has found right. Does not ask a sampler (`sampler`). Pure.
+`NAME-0`, `NAME-1`, … are the members of a sweep, in the order in which the file counts them.
+Expects a file that `spec` has found right. Does not ask a sampler (`sampler`). Pure.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Final, TypeAlias
 
 from orchestrator.config.schema import Config
@@ -53,6 +53,11 @@ class JobFile:
         rule = entry.stop or self.stop
         return rule if rule is not None and rule.rule != "none" and entry.sweep else None
 
+    def metric_of(self, entry: Entry) -> tuple[str, bool]:
+        """Return what the members of `entry` are compared by, and whether less of it is better."""
+        rule = entry.stop or self.stop or Stop(rule="none")
+        return rule.metric, rule.mode == "min"
+
     def groups(self) -> dict[str, tuple[str, ...]]:
         """Return the jobs that each name means: an entry's all its jobs, a job's itself.
 
@@ -63,8 +68,7 @@ class JobFile:
             found[job.name] = (job.name,)
             if job.sweep is not None:
                 found[job.sweep] = (*found.get(job.sweep, ()), job.name)
-        entries = {entry.name: entry for entry in self.entries}
-        for entry in (entries[name] for name in self.order() if name in entries):
+        for entry in self.in_order():
             lead = self.lead_of(entry, found)
             count = entry.sweep.size if entry.sweep else len(found[lead]) if lead else None
             names = (entry.name,) if count is None else _numbered(entry.name, count)
@@ -72,23 +76,44 @@ class JobFile:
             found[entry.name] = names
         return found
 
-    def order(self) -> tuple[str, ...]:
-        """Return the names of all entries, each behind those that it comes after.
+    def in_order(self) -> list[Entry]:
+        """Return the entries, each behind those that it comes after.
 
         Raises:
             graphlib.CycleError: Some go round in a circle.
         """
-        names = {entry.name for entry in self.entries}
+        entries = {entry.name: entry for entry in self.entries}
         graph = {
-            entry.name: [lead if lead in names else _MEMBER.sub("", lead) for lead in entry.leads]
-            for entry in self.entries
+            name: [lead if lead in entries else _MEMBER.sub("", lead) for lead in entry.leads]
+            for name, entry in entries.items()
         }
-        return tuple(graphlib.TopologicalSorter(graph).static_order())
+        order = graphlib.TopologicalSorter(graph).static_order()
+        return [entries[name] for name in order if name in entries]
+
+    def count(self) -> int:
+        """Return how many jobs the file makes, without making them."""
+        counts: dict[str, int] = {}
+        for entry in self.in_order():
+            followers = max(counts.get(lead, 1) for lead in entry.leads) if entry.each else 1
+            counts[entry.name] = entry.sweep.size if entry.sweep else followers
+        return sum(counts.values())
 
     def lead_of(self, entry: Entry, groups: Mapping[str, tuple[str, ...]]) -> str | None:
         """Return the name of several jobs, each of which `entry` follows; `None`: it does not."""
         several = (lead for lead in entry.leads if groups.get(lead, (lead,)) != (lead,))
         return next(several, None) if entry.each else None
+
+    def followed(self, entry: Entry, groups: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+        """Return the names of several jobs of which each job of `entry` follows one, also through
+        others: all have as many.
+        """
+        found: list[str] = []
+        entries = {it.name: it for it in self.entries} if entry.each else {}
+        at: Entry | None = entry
+        while at is not None and (lead := self.lead_of(at, groups)) is not None:
+            found.append(lead)
+            at = entries.get(lead)
+        return tuple(found)
 
 
 def _numbered(name: str, count: int) -> tuple[str, ...]:
@@ -121,7 +146,7 @@ def range_of(values: Any) -> tuple[str, list[Any]]:  # noqa: ANN401  # a file ma
 
 
 def _drawn(values: Any, key: str) -> Scalar:  # noqa: ANN401  # a list or a range
-    """Return a value that depends on `key` alone, so that one more key or member changes no other."""
+    """Return a value that depends on `key` alone: one more key or member changes no other."""
     digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     share = int.from_bytes(digest, "big") / 2**64
     kind, bounds = range_of(values)
@@ -174,11 +199,11 @@ def _jobs_of(
     groups: Mapping[str, tuple[str, ...]],
     sampled: Sequence[Settings],
 ) -> list[Job]:
-    lead = file.lead_of(entry, groups)
-    if lead is not None:
+    followed = file.followed(entry, groups)
+    if followed:
         return [
-            _job(file, entry, groups, name, {}, {lead: member})
-            for name, member in zip(groups[entry.name], groups[lead], strict=True)
+            _job(file, entry, groups, name, {}, {lead: groups[lead][n] for lead in followed})
+            for n, name in enumerate(groups[entry.name])
         ]
     if entry.sweep is None:
         return [_job(file, entry, groups, entry.name, {}, {})]
@@ -197,7 +222,7 @@ def _job(
     settings: Settings,
     followed: Mapping[str, str],
 ) -> Job:
-    """Return one job; `followed` names the one member that it follows of a sweep."""
+    """Return one job; `followed` names the member that it follows of each sweep."""
 
     def filled(text: str) -> str:
         return FOLDER.sub(lambda it: f"{{{followed.get(it[1], it[1])}.dir}}", text)
@@ -234,8 +259,8 @@ def _job(
         steps=steps,
         origin=file.origin if line is None else f"{file.origin}:{line}",
     )
-    content = {key: value for key, value in asdict(job).items() if key not in {"id", "origin"}}
-    text = json.dumps(content, sort_keys=True)
+    content = {it.name: getattr(job, it.name) for it in fields(job) if it.name != "origin"}
+    text = json.dumps(content, sort_keys=True, default=asdict)
     return replace(job, id=hashlib.blake2b(text.encode(), digest_size=8).hexdigest())
 
 

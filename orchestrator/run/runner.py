@@ -27,7 +27,7 @@ from rich.console import Console
 
 from orchestrator.config.load import dump_config
 from orchestrator.config.notify_urls import notify_urls
-from orchestrator.config.schema import Config, NotifyConfig
+from orchestrator.config.schema import ClusterConfig, Config, NotifyConfig
 from orchestrator.core.fleet import Fleet
 from orchestrator.core.node_commands import node_command
 from orchestrator.core.placement import Missing, SlotPlan, idle_line, refusals, unnamed
@@ -160,15 +160,26 @@ def run(environment: Environment, options: Options) -> int:
     return _in_folder(folder, environment, options, time.time(), None)
 
 
-def go_on(stored: StoredRun, options: Options, more_s: float | None = None) -> int:
+def go_on(
+    stored: StoredRun,
+    options: Options,
+    more_s: float | None = None,
+    *,
+    cluster: ClusterConfig | None = None,
+) -> int:
     """Resume a run whose head has ended, in its own folder, and return the exit code; see
     `resume.environment_of`.
+
+    `cluster` says where its cluster is now; `None`: where it was.
 
     Raises:
         OrchestratorError: It is under way, or over, or cannot be run here.
     """
     run_dir.check_mine(stored.folder)
     environment = resume.environment_of(stored, more_s)
+    if cluster is not None:
+        config = environment.config.model_copy(update={"cluster": cluster})
+        environment = replace(environment, config=config)
     _check(environment, options)
     past = replace(resume.past_of(stored), answers=answers_before(stored.folder))
     return _in_folder(stored.folder, environment, options, stored.facts.started_at_unix_s, past)
@@ -438,6 +449,8 @@ class _Record:
         following = (
             ("Go on", ("run", "--resume")) if interrupted else ("See what happened", ("report",))
         )
+        if self.journal is not None and not interrupted:
+            following = ("See the results", ("jobs", "results"))
         self.tell(f"{following[0]}: {command_for(self.folder, *following[1])}")
         self._report()
         return code

@@ -36,8 +36,8 @@ def command_spec(
 class Slot:
     """Sends slices to an engine in this process, as the head does to a worker."""
 
-    def __init__(self, spec: WorkerSpec, incarnation: int = 0) -> None:
-        self.engine = CommandEngine(spec)
+    def __init__(self, spec: WorkerSpec, incarnation: int = 0, problem: str | None = None) -> None:
+        self.engine = CommandEngine(spec, problem)
         self.incarnation, self.sent = incarnation, 0
         self.events: dict[str, Mapping[str, Any]] = {}
         self.printed = ""

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 import venv
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from orchestrator.core import slot as slots
+from orchestrator.core.fleet import SliceReported
+from orchestrator.core.lifecycle import advance
 from orchestrator.jobs.causes import cause_of
 from orchestrator.jobs.model import Cause
 from tests.command.scenes import Slot, command_spec, told
+from tests.factories import RULES
 from tests.scene import ROOT, python
-from workers.command.engine import ATTEMPT
+from workers.command.engine import ATTEMPT, CommandEngine
 from workers.command.files import Log
 from workers.command.launch import split_python
-from workers.messages import Verdict, WorkerState
+from workers.messages import Directive, Verdict, WorkerState
 from workers.units import GIB, MIB
 
 pytestmark = pytest.mark.usefixtures("state_dir")
@@ -144,7 +149,7 @@ WAYS = [
     ("raise RuntimeError('RESOURCE_EXHAUSTED: Out of memory')", Cause.OUT_OF_MEMORY),
     ("raise ValueError('bad')", Cause.EXCEPTION),
     ("import no_such_module", Cause.BAD_CONFIG),
-    ("raise OSError(28, 'No space left on device')", Cause.DISK_FULL),
+    ("open('/dev/full', 'w').write('x' * 100_000)", Cause.DISK_FULL),
     (
         "import os, sys; print('{\"loss\": NaN}', file=open(os.environ['ORCHESTRATOR_RESULTS'], 'a')); sys.exit(1)",
         Cause.NAN_LOSS,
@@ -223,6 +228,13 @@ def test_an_attempt_that_has_ended_is_not_run_again(tmp_path: Path) -> None:
     again = Slot(spec, incarnation=1).slice()  # its worker was killed before the head had heard
     assert again.ended is not None
     assert (again.ended.exit_code, (tmp_path / "runs").read_text()) == (3, "x")
+
+
+def test_words_of_the_attempt_before_do_not_count() -> None:
+    Slot(command_spec("-c", "raise MemoryError")).end()
+    report = Slot(command_spec("-c", "raise SystemExit(1)")).end()
+    assert report.ended is not None
+    assert cause_of(report.ended) is Cause.EXCEPTION
 
 
 def test_next_attempt_is_run(tmp_path: Path) -> None:
@@ -310,3 +322,64 @@ def test_worker_loads_no_torch(tmp_path: Path) -> None:
     )
     done = python("-c", code, str(ROOT), cwd=tmp_path)
     assert done.stdout.strip() == "False", done.stderr
+
+
+class Drained:
+    """A slot of the real lifecycle around the real engine: every command is obeyed at once."""
+
+    def __init__(self, engine: CommandEngine) -> None:
+        self.engine, self.slot = engine, slots.Slot(slot="job")
+        self.waiting: list[Directive] = []
+        self.is_abandoned = False
+
+    def feed(self, event: slots.Event) -> None:
+        moment = slots.Moment(now_s=time.monotonic(), rules=RULES, ends_at_s=None)
+        self.slot, commands = advance(self.slot, event, moment)
+        self.waiting += [command for command in commands if isinstance(command, Directive)]
+        self.is_abandoned = self.is_abandoned or slots.Abandon() in commands
+
+    def work(self) -> None:
+        """Run the slice that was sent first."""
+        self.feed(SliceReported(report=self.engine.run_slice(self.waiting.pop(0))))
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["with progress", "without"])
+def test_a_drained_slot_has_saved_before_its_process_ends(tells: bool, state_dir: Path) -> None:
+    folder = state_dir / "state" / "run" / "job"
+    told_first = "open(os.environ['ORCHESTRATOR_RESULTS'], 'a').write('{\"step\": 1}\\n')\n"
+    code = SAVES.replace("time.sleep(600)", f"{told_first if tells else ''}time.sleep(600)")
+    scene = Drained(CommandEngine(command_spec("-c", code)))
+    scene.feed(slots.NodeJoined())
+    scene.work()
+    told(folder / "ready")
+    scene.work()
+    scene.feed(slots.Held(hold=slots.Hold.DRAIN))
+    while not scene.is_abandoned:
+        scene.work()
+    assert (folder / "saved").is_file()
+    assert (scene.slot.phase, scene.waiting) == (slots.Phase.HELD, [])
+
+
+def test_a_finished_program_ends_its_slot() -> None:
+    scene = Drained(CommandEngine(command_spec("-c", "pass")))
+    scene.feed(slots.NodeJoined())
+    while not scene.is_abandoned:
+        scene.work()
+    assert scene.slot.phase is slots.Phase.DONE
+    assert scene.slot.report is not None
+    assert scene.slot.report.ended is not None
+    assert scene.slot.report.ended.exit_code == 0
+
+
+def test_cap_holds_in_another_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    venv.create(tmp_path / "own", symlinks=True)  # it has none of the packages of this product
+    (tmp_path / "t.py").write_text("import sys; print(sys.path); bytearray(3 << 30)")
+    spec = command_spec(cwd=str(tmp_path), python="own", cap=True)
+    assert spec.command is not None
+    slot = Slot(replace(spec, command=replace(spec.command, argv=("python", "t.py"))))
+    report = slot.end()
+    assert slot.events["program_started"].get("uncapped") is None
+    assert report.ended is not None
+    assert cause_of(report.ended) is Cause.OUT_OF_MEMORY
+    assert str(ROOT) not in slot.printed.splitlines()[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -119,3 +120,13 @@ def test_keeper_is_no_child_of_the_worker(tmp_path: Path, state_dir: Path) -> No
     guard = parent_of(parent_of(program))
     assert parent_of(guard) != os.getpid()
     slot.rest()
+
+
+def test_worker_that_ignores_its_children_learns_the_end(state_dir: Path) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        report = Slot(command_spec("-c", "raise SystemExit(3)")).end()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert report.ended is not None
+    assert report.ended.exit_code == 3

@@ -157,6 +157,8 @@ FILES: dict[str, list[str]] = {
         _sweep("{method: list, over: [{lr: 1.0}, {lrr: 1.0}]}"),
         _sweep("{over: {lr: [1.0]}, count: 3}"),
         _entry(command="[python, a.py]", sweep="{over: {lr: [1, 2]}}"),
+        _entry(command="[x, '{lr}']", sweep="{over: {lr: [1, true]}}"),
+        _sweep("all"),
     ],
     "What comes after what": [
         _jobs("name: a, command: x, after: b"),
@@ -164,6 +166,10 @@ FILES: dict[str, list[str]] = {
         _jobs("name: a, command: x, after: a"),
         _jobs("name: a, command: x, after: b", "name: b, command: x, after: c", "name: c, command: x, after: [a]"),
         _jobs("name: a, command: x", "name: b, command: x, after: a, each: true"),
+        _jobs(
+            "name: a, train: {}, sweep: {method: random, count: 6000, over: {lr: [1.0]}}",
+            "name: b, command: x, after: a, each: true",
+        ),
         _jobs("name: a, command: x, each: true"),
         _jobs("name: a, command: x", "name: b, command: x, after: a, after_any: a"),
         _jobs("name: a, command: x", "name: b, command: 'y {a.dir}'"),

@@ -48,7 +48,7 @@ def ending(text: str = "", *, on_card: bool = True, **how: Any) -> Ending:
     """What the worker says of a program that ended so, judged by the words of its log as there."""
     how = {"exit_code": None if "signal" in how else 1, **how}
     words = oom.judge_log(text) if how["exit_code"] != 0 else None
-    on_host = words is not None and words.on_host and on_card
+    on_host = words == "host" and on_card
     judged = {
         "out_of_memory": words is not None and not on_host,
         "host_memory": on_host,
@@ -104,6 +104,7 @@ WAYS: list[tuple[str, Ending, Cause]] = [
     ("disk", ending("OSError: [Errno 28] No space left on device\n"), Cause.DISK_FULL),
     ("disk, seen", ending(disk_full=True), Cause.DISK_FULL),
     ("NaN", ending("Loss is nan, stopping training\n"), Cause.NAN_LOSS),
+    ("NaN in a line", ending("{'loss': nan, 'step': 7}\n"), Cause.NAN_LOSS),
     ("NaN in its results", ending(nan_loss=True), Cause.NAN_LOSS),
     (
         "a module",
@@ -143,6 +144,13 @@ def test_cause_of_each_way_to_end(how: Ending, cause: Cause) -> None:
         (None, "pc1/0: cannot start: no preset x", Cause.BAD_CONFIG),
         (None, "pc1/0: cannot be started: No module named 'x'", Cause.NOT_STARTED),
         (None, "its node has left the cluster", Cause.NODE_LOST),
+        (
+            None,
+            "job: under the floor of 64 MiB; raise nodes.pc2.vram_per_worker_gib",
+            Cause.OUT_OF_MEMORY,
+        ),
+        (None, "job: torch 2.13 sees no CUDA card on pc2", Cause.DRIVER),
+        (None, "pc1: all 2 workers keep dying, at least 3 times each", Cause.DRIVER),
         ("ValueError: bad label", "5 times in a row: ValueError", Cause.EXCEPTION),
         ("ValueError: loss is nan", "5 times in a row: ValueError", Cause.NAN_LOSS),
         ("OSError: [Errno 28] No space left on device", "5 times in a row", Cause.DISK_FULL),
@@ -151,6 +159,11 @@ def test_cause_of_each_way_to_end(how: Ending, cause: Cause) -> None:
 )
 def test_cause_of_a_training_given_up(error: str | None, reason: str, cause: Cause) -> None:
     assert failure_cause(error, reason) is cause
+
+
+def test_deaths_one_after_the_other_count() -> None:
+    text = "3 deaths in 60 s without progress; the last: its process ended: killed, or crashed"
+    assert retry_of(Cause.KILLED, STANDING, text) is Retry.COUNTED
 
 
 STANDING = Standing(

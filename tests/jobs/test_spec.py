@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from orchestrator.errors import ConfigError
 from orchestrator.jobs.model import Job, Kind
@@ -245,3 +250,53 @@ def test_what_a_changed_file_means_is_told() -> None:
 def test_an_unchanged_file_has_nothing_to_tell() -> None:
     jobs = expand(read("jobs: [{name: a, command: x}]"))
     assert difference(jobs, jobs) == ((), ())
+
+
+GOOD = yaml.safe_load("""
+defaults: {retries: 1, nodes: any, pack: auto, hours: null, save_every_s: 60, card: "3090", time_limit: 1h}
+stop: {rule: asha, metric: loss, mode: min, first: 500, factor: 3}
+jobs:
+- {name: base, train: {preset: gpt-mini, steps: 900, workload.seed: 3}}
+- {name: lr, train: {steps: 900}, after: [base], sweep: {over: {train.lr: [1e-4, 0.1], workload.seed: [0, 1]}}}
+- {name: eval, command: [python, e.py, "{lr.dir}", 5], after: lr, each: true, memory_gib: 1.5, outputs: ["*.json"]}
+- {name: rnd, train: {steps: 900}, sweep: {method: random, count: 5, over: {lr: {log: [1e-5, 1e-3]}}}}
+- {name: hp, train: {steps: 900}, sweep: {method: optuna, count: 4, over: {dropout: {uniform: [0, 0.3]}}}}
+- {name: li, train: {steps: 900}, sweep: {method: list, over: [{lr: 0.1}, {lr: 0.2, warmup_steps: 3}]}}
+- {name: cmd, command: "x {n}", sweep: {over: {n: [1, 2]}}, after_any: [li, hp], hours: 22:00-07:00}
+""")
+ODD = [
+    None, True, -1, 1.5, 10**30, math.nan, "", "lr", "{lr.dir}", "1e-4", [], {}, [[1]], ["lr", "lr"], [None],
+    {"log": [2, 1]}, {"integer": [1, 9.5]}, {"lr": [1]}, {"nodes.pc1": 1}, {"": 1}, {"train.": 1}, {".": 1},
+]  # fmt: skip
+
+
+def places_of(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the keys that lead to each value of `data`, itself left out."""
+    inner = (
+        data.items()
+        if isinstance(data, dict)
+        else enumerate(data)
+        if isinstance(data, list)
+        else ()
+    )
+    return [
+        place for key, value in inner for place in ((*path, key), *places_of(value, (*path, key)))
+    ]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_a_damaged_file_is_read_or_refused_in_sentences(data: st.DataObject) -> None:
+    damaged = copy.deepcopy(GOOD)
+    *way, last = data.draw(st.sampled_from(places_of(damaged)))
+    parent = damaged
+    for key in way:
+        parent = parent[key]
+    parent[last] = data.draw(st.sampled_from(ODD))
+    try:
+        names, lines = [job.name for job in expand(read(yaml.safe_dump(damaged)))], [1]
+    except ConfigError as error:
+        names, lines = [], [problem.line for problem in error.problems]
+    assert len(set(names)) == len(names)
+    assert lines
+    assert None not in lines

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from random import Random
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.jobs.model import Job
@@ -59,6 +59,14 @@ def test_each_member_has_a_follower_of_its_own() -> None:
     command = jobs["eval-4"].command
     assert command is not None
     assert command.argv[2:] == ("{lr-4.dir}", "{base.dir}")
+
+
+def test_a_follower_of_a_follower_finds_the_member_of_both() -> None:
+    text = NIGHT.replace("sum, after: eval", '"sum {eval.dir} {lr.dir}", after: eval, each: true')
+    commands = {job.name: job.command for job in expand(read(text))}
+    command = commands["sum-3"]
+    assert command is not None
+    assert command.argv == ("sum", "{eval-3.dir}", "{lr-3.dir}")
 
 
 def test_the_name_of_a_sweep_means_all_its_members() -> None:
@@ -149,6 +157,7 @@ def test_members_of_a_sampler_come_as_they_are_sampled() -> None:
     assert names[3][-1] == "sum"
 
 
+@settings(max_examples=40)
 @given(st.integers(2, 12), st.randoms(use_true_random=False))
 def test_followers_exist_whatever_the_order_of_entries(count: int, draw: Random) -> None:
     leads = {n: draw.sample(range(n), draw.randint(0, min(n, 2))) for n in range(count)}

@@ -26,6 +26,7 @@ import pynvml
 
 from workers import oom
 from workers.command import keeper
+from workers.command.code import CODE, code_of, is_same_code
 from workers.command.files import Log, Record, Results, folder_of
 from workers.command.launch import JOB_DIR, launch
 from workers.host.processes import start_time
@@ -47,7 +48,8 @@ from workers.settings import Scalar, WorkerSpec
 #: started again under the number that it had: its end is told again.
 ATTEMPT: Final = "ORCHESTRATOR_ATTEMPT"
 
-_POLL_S: Final = 0.2
+#: Between two looks at what the program takes; its end is seen at once.
+_POLL_S: Final = 0.5
 
 #: A keeper starts in a few hundredths of a second, on a busy PC in some seconds.
 _START_S: Final = 60.0
@@ -58,14 +60,16 @@ _LEFT_S: Final = 8.0
 #: Below this a file system counts as full.
 _FULL_BYTES: Final = 2**20
 
+#: What starts a worker and should end with it: a raylet that is killed leaves its workers for 20 s
+#: and more (Ray 2.60).
 _PARENTS: Final = frozenset({"raylet"})
 
 
 class CommandEngine:
     """The worker of one slot, in this process."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
-        """Touch nothing: the first directive starts the program."""
+    def __init__(self, spec: WorkerSpec, problem: str | None = None) -> None:
+        """Touch nothing: the first directive starts the program, unless there is a `problem`."""
         assert spec.command is not None  # noqa: S101 - `load_engine` asks
         self._spec, self._command = spec, spec.command
         self._attempt = self._command.env.get(ATTEMPT)
@@ -86,6 +90,10 @@ class CommandEngine:
         self._ending: Ending | None = None
         self._cap_bytes: int | None = None
         self._events: list[WorkerEvent] = []
+        self._problem = problem
+        self._device: DeviceInfo | None = None
+        self._note = ""
+        """What is to be known of its code."""
 
     def run_slice(self, directive: Directive) -> Report:
         """Watch the program for about `directive.duration_s`, or start it and return at once."""
@@ -94,7 +102,10 @@ class CommandEngine:
         if self._ending is not None and self._ending.was_asked and not directive.save:
             self._ending, ended_before = None, False  # its slot is to work again
         if self._ending is None and self._keeper is None:
-            self._begin(directive)
+            if directive.save:
+                self._ending = Ending(was_asked=True)  # nothing runs, and nothing is to
+            else:
+                self._begin(directive)
         if directive.save and self._ending is None:
             self._stop()
             self._was_asked = True
@@ -115,6 +126,9 @@ class CommandEngine:
             self._ending = record.ending
             return
         self._was_asked, self._out_of_time, self._stop_at_s = False, False, None
+        if self._problem is not None:
+            self._end(Ending(started=False, text=self._problem))
+            return
         resumes = directive.incarnation > 0 or record.starts > 0
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -135,10 +149,11 @@ class CommandEngine:
                 grace_s=self._command.grace_s,
             )
         except OSError as error:
-            full = isinstance(error, OSError) and error.errno in oom.DISK_FULL
             text = f"cannot use {self._folder}: {error.strerror or error}"
+            full = error.errno in oom.DISK_FULL
             self._end(Ending(started=False, text=text, disk_full=full))
             return
+        self._compare_code(plan.cwd)
         if self._ending is None:
             cap = {"uncapped": plan.uncapped} if plan.uncapped else {"cap_bytes": plan.cap_bytes}
             self._tell(
@@ -151,17 +166,26 @@ class CommandEngine:
                 **cap,
             )
 
+    def _compare_code(self, cwd: str) -> None:
+        """Say whether the program's code is another than when the job was submitted."""
+        submitted, self._note = self._command.env.get(CODE), ""
+        present = None if submitted is None else code_of(cwd)
+        if submitted is None or present is None or is_same_code(submitted, present):
+            return
+        self._note = f"; its code was changed since it was submitted: {submitted}, now {present}"
+        self._tell("code_changed", submitted=submitted, present=present, cwd=cwd)
+
     def _start(self, **task: Any) -> None:  # noqa: ANN401 - what the keeper reads
+        self._log.begin()
+        self._results.begin()
         self._kills, self._peak_bytes = _oom_kills(), None
         self._text, self._began_s = b"", time.monotonic()
         self._keeper = subprocess.Popen(  # noqa: S603 - our own script
             [sys.executable, "-I", "-S", keeper.__file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            bufsize=0,
         )
-        assert self._keeper.stdin is not None  # noqa: S101 - asked for
-        self._keeper.stdin.write(json.dumps(task).encode() + b"\n")
+        self._send(json.dumps(task))
         self._keeper.wait()  # it has left this process's children, and goes on
         deadline_s = time.monotonic() + _START_S
         while self._pid is None and self._ending is None and time.monotonic() < deadline_s:
@@ -169,12 +193,18 @@ class CommandEngine:
 
     def _stop(self) -> None:
         """Have the program end, once."""
-        if self._stop_at_s is not None or self._keeper is None or self._keeper.stdin is None:
+        if self._stop_at_s is not None:
             return
         self._stop_at_s = time.monotonic() + self._command.grace_s
-        with contextlib.suppress(OSError):  # the keeper has ended; that is seen in the next look
-            self._keeper.stdin.write(f"stop {self._command.grace_s}\n".encode())
+        self._send(f"stop {self._command.grace_s}")
         self._tell("program_told_to_end", pid=self._pid, grace_s=self._command.grace_s)
+
+    def _send(self, line: str) -> None:
+        assert self._keeper is not None  # noqa: S101 - asked only while there is one
+        assert self._keeper.stdin is not None  # noqa: S101 - asked for
+        with contextlib.suppress(OSError):  # the keeper has ended; that is seen in the next look
+            self._keeper.stdin.write(line.encode() + b"\n")
+            self._keeper.stdin.flush()
 
     def _look(self, wait_s: float) -> None:
         """Wait for news of the keeper, and measure."""
@@ -212,9 +242,11 @@ class CommandEngine:
         self._results.read()
         text = self._log.tail()
         failed = code != 0 and not self._was_asked
-        words = oom.judge_log(text) if failed else None
-        on_host = words is not None and words.on_host and self._spec.device == "cuda"
-        killed = code in {-signal.SIGKILL, 128 + signal.SIGKILL} and _oom_kills() > self._kills
+        memory = oom.judge_log(text) if failed else None
+        on_host = memory == "host" and self._spec.device == "cuda"
+        # The kernel may have chosen one of its children.
+        was_killed = code in {-signal.SIGKILL, 128 + signal.SIGKILL} or "Killed" in text
+        killed = was_killed and _oom_kills() > self._kills
         self._end(
             Ending(
                 exit_code=code if code >= 0 else None,
@@ -222,7 +254,7 @@ class CommandEngine:
                 text=text,
                 was_asked=self._was_asked,
                 time_limit=self._out_of_time,
-                out_of_memory=words is not None and not on_host,
+                out_of_memory=memory is not None and not on_host,
                 host_memory=failed and (killed or on_host),
                 disk_full=failed and _is_full(self._folder, self._command.cwd),
                 nan_loss=failed and self._results.nan_loss,
@@ -233,7 +265,8 @@ class CommandEngine:
     def _end(self, ending: Ending) -> None:
         if self._keeper is not None:
             for pipe in (self._keeper.stdin, self._keeper.stdout):
-                if pipe is not None:
+                with contextlib.suppress(OSError):  # what was not sent any more
+                    assert pipe is not None  # noqa: S101 - asked for
                     pipe.close()
         self._keeper, self._pid, self._ending = None, None, ending
         self._tell(
@@ -280,11 +313,13 @@ class CommandEngine:
         if ending is None and self._stop_at_s is not None:
             state, reason = WorkerState.RUNNING, f"its program was told to end, process {self._pid}"
         elif ending is None:
-            state, reason = WorkerState.RUNNING, f"its program runs, process {self._pid}"
+            reason = f"its program runs, process {self._pid}{self._note}"
+            state = WorkerState.RUNNING
         elif ending.was_asked:
             state, reason = WorkerState.STOPPED, f"its program ended as asked: {in_words(ending)}"
         else:
-            verdict, state, reason = Verdict.DONE, WorkerState.DONE, in_words(ending)
+            verdict, reason = Verdict.DONE, f"{in_words(ending)}{self._note}"
+            state = WorkerState.DONE if ending.exit_code == 0 else WorkerState.STOPPED
         events, self._events = tuple(self._events), []
         return Report(
             slot=self._spec.slot,
@@ -293,7 +328,7 @@ class CommandEngine:
             verdict=verdict,
             state=state,
             reason=reason,
-            device=self._device(),
+            device=self._device or self._find_device(),
             memory=self._memory(),
             size=None,
             batch=None,
@@ -309,14 +344,11 @@ class CommandEngine:
             ended=ending,
         )
 
-    def _device(self) -> DeviceInfo:
-        on_card = self._spec.device == "cuda"
-        shown = queries.visible_card()
-        card = next(
-            (card for card in queries.cards() if shown in {card.uuid, str(card.index)}), None
-        )
-        card = card if on_card else None
-        return DeviceInfo(
+    def _find_device(self) -> DeviceInfo:
+        on_card, shown = self._spec.device == "cuda", queries.visible_card()
+        cards = queries.cards() if on_card else ()
+        card = next((card for card in cards if shown in {card.uuid, str(card.index)}), None)
+        self._device = DeviceInfo(
             kind=self._spec.device,
             name="CPU" if card is None else card.name or "card",
             uuid=None if card is None else card.uuid,
@@ -334,6 +366,7 @@ class CommandEngine:
             torch_version="",
             driver=queries.driver_version() if on_card else None,
         )
+        return self._device
 
     def _memory(self) -> MemoryInfo:
         on_card = self._spec.device == "cuda"

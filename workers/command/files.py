@@ -41,9 +41,12 @@ class Log:
     """What a program prints: a file that it appends to itself."""
 
     def __init__(self, path: Path) -> None:
-        """Begin behind what is there already."""
         self.path = path
-        self._read_bytes = self._size()
+        self.begin()
+
+    def begin(self) -> None:
+        """Let another program append to it: what is there is not that one's."""
+        self._read_bytes = self._begin_bytes = self._size()
 
     def take(self) -> PrintedOutput | None:
         """Return what was printed since the last call, at most its newest 16 KiB."""
@@ -59,8 +62,8 @@ class Log:
         return PrintedOutput(text=kept.decode("utf-8", "replace"), dropped_bytes=dropped_bytes)
 
     def tail(self) -> str:
-        """Return its newest 16 KiB."""
-        return _tail(self.path).decode("utf-8", "replace")
+        """Return the newest 16 KiB of what the program has printed."""
+        return _tail(self.path, self._begin_bytes).decode("utf-8", "replace")
 
     def _rotate(self) -> None:
         """Keep its newest part; what is printed just meanwhile is lost."""
@@ -70,7 +73,7 @@ class Log:
                 source.seek(max(0, self._size() - _LOG_MOST_BYTES))
                 shutil.copyfileobj(source, target)
             os.truncate(self.path, 0)
-            self._read_bytes = 0
+            self._read_bytes = self._begin_bytes = 0
 
     def _size(self) -> int:
         try:
@@ -99,6 +102,12 @@ class Results:
         """Whether the last loss is no number."""
         loss = self.progress.loss
         return loss is not None and not math.isfinite(loss)
+
+    def begin(self) -> None:
+        """Let another program append to them: what is there is not that one's."""
+        self.progress, self.metrics = Progress(), {}
+        with contextlib.suppress(OSError):
+            self._at = self.path.stat().st_size
 
     def read(self) -> None:
         """Take in the lines that were completed since the last call."""
@@ -173,7 +182,7 @@ def _whole(number: float | None) -> int | None:
     return int(number) if number is not None and math.isfinite(number) else None
 
 
-def _tail(path: Path, begin: int = 0) -> bytes:
+def _tail(path: Path, begin: int) -> bytes:
     """Return the newest 16 KiB behind `begin`, from the beginning of a line."""
     try:
         with path.open("rb") as file:

@@ -35,12 +35,15 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PRCTL = ctypes.CDLL(None, use_errno=True).prctl
 
 #: Between two looks at what is watched.
-_POLL_S = 0.1
+_POLL_S = 0.2
 
 #: Between SIGTERM and SIGKILL, at most, where the worker is gone; and what a program leaves running
 #: has so long to end after it.
 _ALONE_GRACE_S = 5.0
 _LEFT_GRACE_S = 2.0
+
+#: By guard and keeper; the program gets them as usual.
+_IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
 
 _STARTTIME_FIELD = 19  # 22nd of /proc/PID/stat (man 5 proc), counted from the third
 
@@ -107,7 +110,7 @@ def _end_all(grace_s: float) -> int:
 def _become_program(task: dict[str, Any], keeper: int) -> None:
     """Run in the child between fork and exec: never returns."""
     os.setsid()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+    for number in _IGNORED:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -204,8 +207,10 @@ def main() -> None:
     if os.fork():
         os._exit(0)
     os.setsid()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+    for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    # A worker of Ray may ignore it, which its children inherit: how one ends would be lost.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _PRCTL(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     guard = os.getpid()
     keeper = os.fork()

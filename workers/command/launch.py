@@ -60,6 +60,8 @@ def launch(spec: WorkerSpec, command: CommandSpec, folder: Path, *, resumes: boo
         RESULTS: str(folder / "results.jsonl"),
         "PYTHONUNBUFFERED": "1",  # what a killed program printed last says why
         **({RESUME: "1"} if resumes else {}),
+        # Its cap is that of a CPU, and the card is for others.
+        **({"CUDA_VISIBLE_DEVICES": ""} if spec.device == "cpu" else {}),
         **command.env,
     }
     argv = command.argv

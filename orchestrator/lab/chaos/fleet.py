@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
@@ -225,7 +225,9 @@ class ChaosFleet:
         self._head_node = head_node
         self._events = events
         self._clock = clock
-        self._workers = {slot: _Worker(node) for slot, node in homes.items()}
+        # The slots of jobs come later, and may move.
+        self._workers: defaultdict[str, _Worker] = defaultdict(lambda: _Worker(head_node))
+        self._workers |= {slot: _Worker(node) for slot, node in homes.items()}
         self._began_s: float | None = None
         self._began_unix_s = clock.unix_s()
         self._calm_from_s = self._ends_at_s = math.inf
@@ -246,6 +248,7 @@ class ChaosFleet:
 
     def place(self, spec: WorkerSpec, num_cpus: float, num_gpus: float) -> None:
         """Place a worker whose workload has faults in it, if the plan strikes workers."""
+        self._workers[spec.slot].node = spec.node
         faults = self._plan.step_faults()
         if faults is not None:
             settings = {**spec.workload.settings, "chaos": json.dumps(faults)}
