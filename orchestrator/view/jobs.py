@@ -190,7 +190,7 @@ def job_cells(standing: Standing, snapshot: QueueSnapshot, glyphs: Glyphs) -> di
         "metric": _figure(standing.value),
         "best": _best(standing),
         "time": _time(standing, snapshot),
-        "why": glyphs.clean(standing.reason),
+        "why": glyphs.clean(_last_words(standing.reason)),
     }
     return {title: cell or glyphs.missing for title, cell in cells.items()}
 
@@ -344,7 +344,7 @@ def job_lines(
     """Return one job in full: what it is, how it stands, and what happened to it."""
     job = standing.job
     facts: dict[str, str | None] = {
-        "state": f"{standing.state.value}: {standing.reason}",
+        "state": f"{standing.state.value}: {_last_words(standing.reason)}",
         "time": _time(standing, snapshot),
         "error": standing.last_error if standing.last_error != standing.reason else None,
         "kind": job.kind.value + (f", of the sweep {job.sweep}" if job.sweep else ""),
@@ -388,6 +388,12 @@ def job_lines(
     ]
 
 
+def _last_words(text: str) -> str:
+    """Return text, and of a traceback its last line, which names the exception."""
+    is_traceback = text.lstrip().startswith("Traceback")
+    return text.strip().splitlines()[-1] if is_traceback else text
+
+
 def _pairs(settings: Mapping[str, object]) -> str:
     return ", ".join(f"{key}={value}" for key, value in settings.items())
 
@@ -424,7 +430,7 @@ _RECORD_WORDS: Final[Mapping[type, Callable[[Any], str]]] = {
     Rested: lambda record: f"saved and ended{_at_step(record.step)}",
     AttemptEnded: lambda record: (
         f"attempt {record.attempt} ended{_at_step(record.step)}: {record.cause.value}"
-        + (f": {record.text}" if record.text else "")
+        + (f": {_last_words(record.text)}" if record.text else "")
     ),
     Reached: lambda record: f"milestone {record.milestone} with {_figure(record.value)}",
     Measured: lambda record: f"{record.steps_per_s:.3g} steps/s on {record.card_title}",

@@ -80,7 +80,7 @@ def test_what_a_person_holds_never_alerts(trace: Trace) -> None:
         for frame, told in trace.looks
     )
     firing = verdicts(replace(trace, looks=looks))[-1]
-    assert {one.alert.scope for one in firing} <= {"run", "node"}
+    assert {one.alert.scope for one in firing} <= {"run", "node", "job"}
 
 
 @pytest.mark.parametrize("trace", TRACES, ids=lambda trace: f"{trace.alert} {trace.fires}")
