@@ -87,16 +87,20 @@ def summary_text(summary: Mapping[str, Any]) -> str:
 
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
-    """Write the summary so that a reader never sees half of it.
+    """Write the summary as `write_file` does."""
+    write_file(path, summary_text(summary) + "\n")
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file that is for others too, so that a reader never sees half of it.
 
     `OSError` if the folder cannot be written.
     """
-    # A text that is no valid Unicode (a file name, say) becomes \udcXX, which is a valid escape in
-    # JSON.
-    content = (summary_text(summary) + "\n").encode("utf-8", "backslashreplace")
     half = path.with_name(f".{path.name}.tmp")
     try:
-        half.write_bytes(content)
+        # A text that is no valid Unicode (a file name, say) becomes \udcXX, which is a valid escape
+        # in JSON.
+        half.write_bytes(text.encode("utf-8", "backslashreplace"))
         half.replace(path)
     finally:
         half.unlink(missing_ok=True)

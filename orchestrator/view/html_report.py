@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,6 +27,7 @@ from orchestrator.record.archive import Follower, Frame, StoredEvent, StoredRun,
 from orchestrator.record.history import Buckets
 from orchestrator.record.model import Row, Snapshot, finite, natural_order
 from orchestrator.record.output import LINES_SHOWN, last_lines
+from orchestrator.record.summary import write_file
 from orchestrator.view.cells import UNICODE, clock, decimals_for, number, share_pct
 from orchestrator.view.web import page_data
 from orchestrator.view.web.page_data import OUTCOME_TONES, Cell, Json
@@ -433,19 +433,6 @@ def html(data: dict[str, Any], title: str) -> str:
     return page.replace("</body>", end, 1)
 
 
-def write(path: Path, text: str) -> None:
-    """Write the file so that a reader never sees half of it.
-
-    `OSError` where that is not possible.
-    """
-    half = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        half.write_text(text, encoding="utf-8")
-        half.replace(path)
-    finally:
-        half.unlink(missing_ok=True)
-
-
 def _read(name: str) -> str:
     return (_PAGE / name).read_text(encoding="utf-8")
 
@@ -460,6 +447,6 @@ def write_report(path: Path, folder: Path, other: Path | None) -> None:
     `OrchestratorError` if that is not possible.
     """
     try:
-        write(path, html(frozen(folder, other), f"run {folder.name}"))
+        write_file(path, html(frozen(folder, other), f"run {folder.name}"))
     except OSError as failure:
         raise UsageError(f"{path} cannot be written: {failure.strerror}") from failure
