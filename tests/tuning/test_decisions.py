@@ -21,7 +21,6 @@ from orchestrator.lab.tune.report import (
     SeedNoise,
     gain_of,
     gain_words,
-    pareto_names,
     parity_of,
     rows_of,
 )
@@ -105,14 +104,6 @@ def test_each_lever_gets_the_verdict_of_what_it_is_for(found: Measurements) -> N
     ]  # fmt: skip
     assert "SIGKILL" in rows[4].reason
     assert rows[5].reason == "this version has no key train.adapter"
-    assert pareto_names(ALL, rows, found.opened) == (FAST.name, SMALL.name)
-
-
-def test_two_rounds_name_no_pareto_set(found: Measurements) -> None:
-    short = replace(found, data=replace(found.data, rounds=found.data.rounds[:2]))
-    rows = rows_of(ALL, short, {NEVER.name: "this version has no key train.adapter"})
-    assert rows[0].speed_ratio is not None
-    assert pareto_names(ALL, rows, short.opened) == ()
 
 
 def test_a_budget_in_which_no_lever_has_its_rounds_is_refused() -> None:

@@ -240,7 +240,7 @@ def test_results_are_found_again_the_newest_first(state_dir: Path) -> None:
     )
     made = TuningResult(
         tune_id="", subject=subject, device_name="cpu", created_at="", duration_s=1.0, rounds=40,
-        rows=(row,), chosen={"precision": "bf16"}, pareto=("precision=bf16",),
+        rows=(row,), chosen={"precision": "bf16"},
     )  # fmt: skip
     for number in (1, 2, 3):
         folder = state_dir / "tunings" / f"t{number}"

@@ -21,7 +21,6 @@ from orchestrator.lab.tune.report import (
     Objective,
     SeedNoise,
     gain_words,
-    pareto_names,
     rows_of,
 )
 from orchestrator.lab.tune.results import (
@@ -278,7 +277,6 @@ class Passes:
             chosen={**task.baseline, **choice.changes},
             choice=choice.reason,
             decided=choice.decided,
-            pareto=pareto_names([candidate for candidate, _ in every], rows, self._journal.opened),
         )
 
     def _measure(self, pass_name: str, candidates: Sequence[Candidate], share: float) -> PassData:

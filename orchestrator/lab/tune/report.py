@@ -1,4 +1,4 @@
-"""From the measurements of a pass to rows: effects, parity, verdicts, and the Pareto set. Pure.
+"""From the measurements of a pass to rows: effects, parity, verdicts. Pure.
 
 What is judged is "it helps": more speed, for a lever whose aim is memory fewer bytes, and for one
 that changes what is trained a lower validation loss. A lever must leave the result of a training as
@@ -488,31 +488,3 @@ def _judged(
     if parity is not None:
         reason = f"{reason}; {parity.reason}"
     return replace(row, verdict=verdict, reason=reason)
-
-
-def pareto_names(
-    candidates: Sequence[Candidate], rows: Sequence[LeverRow], opened: Mapping[str, Opened]
-) -> tuple[str, ...]:
-    """Return the names of the rows that nothing beats in speed, device bytes and host bytes.
-
-    The baseline has no row, so its repetition stands for it. A speed without an interval, from two
-    rounds or fewer, is no ground for a name.
-    """
-    costs = {
-        BASELINE if candidate.name == AGAIN else candidate.name: (
-            -(row.speed_ratio or 0.0), row.peak_bytes, opened[candidate.name].host_bytes
-        )
-        for candidate, row in zip(candidates, rows, strict=True)
-        if None not in {row.speed_ratio, row.speed_low, row.speed_high, row.peak_bytes}
-        and row.verdict not in {LeverVerdict.BROKEN, LeverVerdict.UNAVAILABLE}
-        and row.parity_class is not ParityClass.OBJECTIVE
-        and candidate.name in opened
-    }  # fmt: skip
-
-    def is_beaten(cost: tuple[float, int | None, int]) -> bool:
-        return any(
-            other != cost and all((a or 0) <= (b or 0) for a, b in zip(other, cost, strict=True))
-            for other in costs.values()
-        )
-
-    return tuple(name for name, cost in costs.items() if not is_beaten(cost))

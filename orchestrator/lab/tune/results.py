@@ -152,8 +152,6 @@ class TuningResult:
     """Why, in a sentence."""
     decided: bool = False
     """Whether every lever that could have been chosen was measured well enough to tell."""
-    pareto: tuple[str, ...] = ()
-    """Names of the rows (`lever=setting`) that nothing beats."""
 
     def plain(self) -> dict[str, Any]:
         """Return it as JSON holds it."""
@@ -219,8 +217,6 @@ def result_table(result: TuningResult, width: int | None) -> Iterator[str]:
     for row in result.rows:
         yield f"{row.lever} {_cut(row.setting, _LONGEST)}: {row.verdict}: {row.reason}"
     yield ""
-    if result.pareto:
-        yield f"Not beaten in speed and memory: {'; '.join(result.pareto)}"
     yield f"{'Chosen' if result.decided else 'UNDECIDED, and until it is'}: {result.choice}"
 
 
