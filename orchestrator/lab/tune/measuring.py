@@ -24,7 +24,6 @@ from orchestrator.lab.tune.arms import (
     BASELINE,
     Arm,
     ArmError,
-    TurnResult,
     clock_of,
     disturbance,
     round_s,
@@ -36,7 +35,7 @@ from orchestrator.lab.tune.arms import (
 from orchestrator.lab.tune.levers import Candidate, MakeSpec
 from orchestrator.lab.tune.statistics import LEAVING_SHARE, least_rounds
 from workers.files import replace_whole
-from workers.tuning.messages import Opened, Turn
+from workers.tuning.messages import Done, Opened, Turn
 
 FILE: Final = "rounds.json"
 
@@ -364,14 +363,14 @@ class Measuring:
         return turn if first or ends_s <= (race.latest_s if lacking else race.until_s) else None
 
     def _round(self, race: _Race, turn: Turn) -> None:
-        data, measured, began_s = race.data, list[TurnResult](), self._journal.spent_s()
+        data, measured, began_s = race.data, list[tuple[str, Done]](), self._journal.spent_s()
         counted, dropped = len(data.rounds), sum(data.dropped.values())
         steps_s = self._steps_s(race)
         for name in turns(
             [arm for arm in race.arms if arm != BASELINE], self._plan.seed, counted + dropped
         ):
             try:
-                measured.append(race.arms[name].turn(turn.seconds, turn.least_steps))
+                measured.append((name, race.arms[name].turn(turn.seconds, turn.least_steps)))
                 race.turns[name] += 1
             except ArmError as error:
                 self._lose(race, name, str(error))
@@ -380,12 +379,16 @@ class Measuring:
         # On a machine that is never quiet, at most half of the rounds are given away for nothing,
         # and none that an interval needs.
         may_drop = dropped < counted and self._decided_at_s(race) <= race.latest_s
-        why = disturbance(measured) if may_drop else None
+        blocks = [done for _, done in measured]
+        why = disturbance(blocks) if may_drop else None
         if why is not None:
             data.dropped[why] = data.dropped.get(why, 0) + 1
         else:
-            data.rounds.append(seconds_of((turn.arm, turn.seconds_per_sample) for turn in measured))
-            data.clocks_mhz += [clock_mhz] if (clock_mhz := clock_of(measured)) else []
+            data.rounds.append(
+                seconds_of((name, done.seconds / done.samples) for name, done in measured)
+            )
+            if (clock_mhz := clock_of(blocks)) is not None:
+                data.clocks_mhz.append(clock_mhz)
         self._journal.save()
         beside_s = self._journal.spent_s() - began_s - round_s(turn, steps_s, 0.0)
         race.overhead_s = (race.overhead_s + max(0.0, beside_s / len(steps_s))) / 2
