@@ -20,7 +20,7 @@ from rich.console import Console
 from orchestrator.config.duration import format_duration
 from orchestrator.core.slot import HeadState
 from orchestrator.errors import NothingStoredError, UsageError
-from orchestrator.record.archive import StoredEvent, StoredRun, read_events, read_run
+from orchestrator.record.archive import StoredEvent, StoredRun, missed_of, read_events, read_run
 from orchestrator.record.folders import Listed, command_for, list_runs, run_object, summary_of
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import last_lines, slots_with_output
@@ -84,6 +84,7 @@ def report_text(folder: Path, width: int, glyphs: Glyphs = UNICODE) -> str:
     else:
         snapshot = run.snapshot()
         events = read_events(run.folder, _TOLD)
+        missed = missed_of(events) if run.outcome == "degraded" else ()
         lines = [*_header(run, glyphs), *_table(snapshot, width, glyphs)]
         if (lost := snapshot.steps_lost_upper_bound) is not None:
             lines.append(
@@ -91,7 +92,7 @@ def report_text(folder: Path, width: int, glyphs: Glyphs = UNICODE) -> str:
                 "lost"
             )
         lines += section("memory of trainings", _predicted(events), glyphs)
-        lines += section("what fell short", _missed(run, events), glyphs)
+        lines += section("what fell short", missed, glyphs)
         lines += section("what happened", _happenings(events), glyphs)
         lines += section("errors of the workload", _errors(events), glyphs)
         lines += section(
@@ -240,12 +241,6 @@ def _predicted(events: Sequence[StoredEvent]) -> Iterator[str]:
             "recomputed"
         )
         yield f"{slot}: predicted {predicted}, measured {measured} {at}"
-
-
-def _missed(run: StoredRun, events: Sequence[StoredEvent]) -> Iterator[str]:
-    ends = [event.details.get("missed") for event in events if event.event == "run_ended"]
-    if run.outcome == "degraded" and ends and isinstance(ends[-1], list):
-        yield from map(str, ends[-1])
 
 
 def _printed(folder: Path) -> Iterator[str]:

@@ -542,7 +542,7 @@ class Follower:
             events=events,
             freshness=freshness,
             late_s=late_s,
-            missed=_missed(events) or (() if before is None else before.missed),
+            missed=missed_of(events) or (() if before is None else before.missed),
         )
         return self._frame
 
@@ -556,7 +556,8 @@ class Follower:
         return (Freshness.LATE if late_s > LATE_AFTER_S else Freshness.LIVE), late_s
 
 
-def _missed(events: Iterable[StoredEvent]) -> tuple[str, ...]:
+def missed_of(events: Iterable[StoredEvent]) -> tuple[str, ...]:
+    """Return what fell short, as the end of a run among these events says."""
     ends = [event.details.get("missed") for event in events if event.event == "run_ended"]
     return tuple(map(str, ends[-1])) if ends and isinstance(ends[-1], list) else ()
 

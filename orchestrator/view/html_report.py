@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from html import escape as escaped
 from importlib.resources import files
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Final, TypeAlias
 
 from orchestrator.errors import UsageError
@@ -28,7 +27,7 @@ from orchestrator.record.history import Buckets
 from orchestrator.record.model import Row, Snapshot, finite, natural_order
 from orchestrator.record.output import LINES_SHOWN, last_lines
 from orchestrator.record.summary import write_file
-from orchestrator.view.cells import UNICODE, clock, decimals_for, number, share_pct
+from orchestrator.view.cells import UNICODE, clock, decimals_for, mean, number, share_pct
 from orchestrator.view.web import page_data
 from orchestrator.view.web.page_data import OUTCOME_TONES, Cell, Json
 from workers.messages import StepCounts
@@ -197,8 +196,7 @@ def _overall(name: str, times: float = 1.0) -> Callable[[Side], float | None]:
 
 def _loss(side: Side) -> float | None:
     """Return the mean of the last losses of all slots that train."""
-    known = [loss for row in side.snapshot.rows if (loss := finite(row.progress.loss)) is not None]
-    return sum(known) / len(known) if known else None
+    return mean(finite(row.progress.loss) for row in side.snapshot.rows)
 
 
 def _whole(value: float | None) -> str | None:
@@ -340,16 +338,13 @@ def _side(
     return Side(
         run=frame.run,
         snapshot=frame.snapshot,
-        means={key: _mean(course) for key, course in whole.items()},
+        means={key: mean(course.mean) for key, course in whole.items()},
         tflops={
-            slot: _mean(courses["tflops"]) for slot, courses in slots.items() if "tflops" in courses
+            slot: mean(courses["tflops"].mean)
+            for slot, courses in slots.items()
+            if "tflops" in courses
         },
     )
-
-
-def _mean(course: Buckets) -> float | None:
-    known = [value for value in course.mean if value is not None]
-    return fmean(known) if known else None
 
 
 def _totals(run: StoredRun, width_s: float) -> dict[str, Buckets]:

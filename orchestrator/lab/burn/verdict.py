@@ -20,6 +20,7 @@ from typing import TypeAlias
 
 from orchestrator.core.slot import HeadState
 from orchestrator.record.model import Row
+from orchestrator.view.cells import mean
 from orchestrator.view.phrases import counted
 from workers.messages import STARVED, WorkerState
 from workers.units import MIB
@@ -242,7 +243,7 @@ def _figures(measured: Measured) -> Figures:
     throttled = [row.throttle_pct for row in rows if row.throttle_pct is not None]
     windows = _windows(looks, warm_up_s)
     half = len(windows) // 2
-    mean = fmean(windows) if windows else None
+    average = mean(windows)
     first = fmean(windows[:half]) if half else 0.0
     is_long = len(windows) >= _WINDOWS_LEAST
     return Figures(
@@ -255,18 +256,13 @@ def _figures(measured: Measured) -> Figures:
         if warmth or throttled
         else None,
         throttle_max_pct=max(throttled, default=None),
-        tflops_mean=mean,
-        tflops_cv_pct=100 * pstdev(windows) / mean if mean and is_long else None,
+        tflops_mean=average,
+        tflops_cv_pct=100 * pstdev(windows) / average if average and is_long else None,
         tflops_drop_pct=100 * (1.0 - fmean(windows[-half:]) / first) if first and is_long else None,
-        power_w_mean=_mean(row.power_w for row in settled),
-        samples_per_s_mean=_mean(row.progress.samples_per_s for row in settled),
-        tflops_settled_mean=_mean(row.tflops for row in settled),
+        power_w_mean=mean(row.power_w for row in settled),
+        samples_per_s_mean=mean(row.progress.samples_per_s for row in settled),
+        tflops_settled_mean=mean(row.tflops for row in settled),
     )
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    present = [value for value in values if value is not None]
-    return fmean(present) if present else None
 
 
 def _pct_of(flags: Iterable[bool]) -> float | None:

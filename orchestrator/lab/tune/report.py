@@ -9,10 +9,10 @@ the difference with what another seed changes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from statistics import fmean, median
+from statistics import median
 from typing import Final, Literal, TypeAlias
 
 from orchestrator.config.gpu_specs import match_profile, peak_tflops
@@ -28,6 +28,7 @@ from orchestrator.lab.tune.statistics import (
     holm,
     log_ratios,
 )
+from orchestrator.view.cells import mean
 from workers.tuning.messages import Opened
 
 Objective: TypeAlias = Literal["speed", "memory", "balanced"]
@@ -129,7 +130,7 @@ class SeedNoise:
             for one, other in pairs
             if one.validation_loss is not None and other.validation_loss is not None
         ]
-        return cls(loss=_mean(losses), validation=_mean(validations))
+        return cls(loss=mean(losses), validation=mean(validations))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,12 +177,7 @@ def validation_parity(
 def _loss_gap(one: Opened, other: Opened) -> float | None:
     """Return the mean difference over the last half of the steps that both have done."""
     pairs = list(zip(one.losses, other.losses, strict=False))
-    return _mean(abs(a - b) for a, b in pairs[len(pairs) // 2 :])
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    present = [value for value in values if value is not None]
-    return fmean(present) if present else None
+    return mean(abs(a - b) for a, b in pairs[len(pairs) // 2 :])
 
 
 def judge_speed(effect: Effect | None, *, real: bool, resolve: float) -> Judgement:
