@@ -25,7 +25,7 @@ from orchestrator.record.folders import Listed, command_for, list_runs, run_obje
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import last_lines, slots_with_output
 from orchestrator.record.store import STORE_NAME
-from orchestrator.record.summary import SCHEMA, snapshot_from_summary, summary_dict, summary_text
+from orchestrator.record.summary import SCHEMA, summary_dict, summary_text
 from orchestrator.view.cells import UNICODE, Glyphs, aligned, clock, share_pct, whole
 from orchestrator.view.phrases import closing_lines, counted, fault_lines, section, time_of_day
 from orchestrator.view.table import health_table
@@ -80,7 +80,12 @@ def report_text(folder: Path, width: int, glyphs: Glyphs = UNICODE) -> str:
     try:
         run = read_run(folder)
     except NothingStoredError:
-        lines = _lines_of_summary(folder, width, glyphs)
+        summary = summary_of(folder)
+        if summary is None:
+            raise
+        lines = [glyphs.clean(f"run {folder.name}"), glyphs.clean(_verdict(summary))]
+        if summary.get("workers"):
+            lines.append(f"{STORE_NAME} is missing; summary.json has how its workers ended")
     else:
         snapshot = run.snapshot()
         events = read_events(run.folder, _TOLD)
@@ -126,18 +131,6 @@ def logs_text(folder: Path, slot: str, glyphs: Glyphs = UNICODE) -> str:
     if not lines and slot not in (known := [record.slot for record in read_run(folder).slots]):
         raise UsageError(f"run {folder.name} has no slot {slot!r}; valid: {', '.join(known)}")
     return "\n".join(lines) or glyphs.clean(f"{slot} has printed nothing")
-
-
-def _lines_of_summary(folder: Path, width: int, glyphs: Glyphs) -> list[str]:
-    summary = summary_of(folder)
-    if summary is None:
-        raise NothingStoredError(folder, STORE_NAME)
-    lines = [glyphs.clean(f"run {folder.name}"), glyphs.clean(_verdict(summary))]
-    try:
-        snapshot = snapshot_from_summary(summary)
-    except ValueError as failure:
-        return [*lines, glyphs.clean(f"the rest of summary.json cannot be read: {failure}")]
-    return [*lines, *(_table(snapshot, width, glyphs) if snapshot.rows else ())]
 
 
 def _run_cells(one: Listed, glyphs: Glyphs) -> tuple[str, ...]:
