@@ -6,7 +6,7 @@ an answer alone can be trained on, and what fills up never counts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -38,8 +38,8 @@ def causal_task(settings: TrainSettings) -> TrainTask:
         evaluate=validation(text.unseen, token_loss, count_labels),
         collate=fill_up,
         shorten=shorten,
-        largest=partial(_largest, folder.seq),
-        whole=partial(_whole, settings),
+        largest=lambda: torch.zeros((1, 2, folder.seq), dtype=torch.int64),
+        whole=lambda model: dict.fromkeys(heads_of(model), settings.head == "train"),
         notes=folder.notes,
         uses=frozenset({"data", "documents", "seq", "dropout", "label_smoothing"}),
         lr=2e-4 if settings.adapter != "none" else 5e-5,
@@ -72,11 +72,3 @@ def fill_up(samples: Sequence[Tensor]) -> Tensor:
 def shorten(part: Tensor) -> Tensor:
     """Take off what fills up all rows of a part on the host."""
     return part[:, :, : int((part[:, 0] != NO_TOKEN).sum(dim=1).max())]
-
-
-def _largest(seq: int) -> Tensor:
-    return torch.zeros((1, 2, seq), dtype=torch.int64)
-
-
-def _whole(settings: TrainSettings, model: nn.Module) -> Mapping[nn.Module, bool]:
-    return dict.fromkeys(heads_of(model), settings.head == "train")

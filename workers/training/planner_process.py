@@ -68,8 +68,8 @@ class PlannerProcess:
 
     def states(self, share_pct: int) -> tuple[int, int, int]:
         """See `MemoryPlanner.states`."""
-        on_device_bytes, on_host_bytes, highest_bytes = self._ask({"states": [share_pct]})
-        return on_device_bytes, on_host_bytes, highest_bytes
+        states: tuple[int, int, int] = tuple(self._ask({"states": [share_pct]}))
+        return states
 
     def plan(self, micro: int, level: int, share_pct: int | None = None) -> MemoryPlan:
         """See `MemoryPlanner.plan`."""
