@@ -31,6 +31,7 @@ from typing import IO, Any, Final, TypeAlias, cast
 
 import torch
 
+from workers.files import flush
 from workers.training.batches import map_tensors, tensors_in
 from workers.training.host_memory import give_back, like_all, wait_asleep
 from workers.units import MIB
@@ -188,23 +189,18 @@ class Checkpoints:
         """
         self.wait()
         self._opened = True
-        refused: list[str] = []
         candidates = (*self._slots, self._folder / FROM_HEAD)
         present = {path: read_number(path) for path in candidates if _is_there(path)}
         self._number = max(number or 0 for number in (self._number, *present.values()))
-        # What cannot be dated comes first: it may be the newest, and its refusal is to be told.
-        for path in sorted(present, key=lambda path: present[path] or math.inf, reverse=True):
-            try:
-                content = read_file(path)
-                reason = self._identity.difference(content.get("identity"))
-            except RefusedError as failure:
-                reason = str(failure)
-            if reason is None:
-                self._good, self.saved_step = path, content["step"]
-                instead = [f"training goes on from step {self.saved_step}"] if refused else []
-                return Loaded(content["state"], content["step"], (*refused, *instead))
-            refused.append(f"the checkpoint {path} is not used: {reason}")
-        return Loaded(refused=(*refused, "training begins anew") if refused else ())
+        good, refused = newest_good(
+            present, lambda content: self._identity.difference(content.get("identity"))
+        )
+        if good is None:
+            return Loaded(refused=(*refused, "training begins anew") if refused else ())
+        self._good, content = good
+        self.saved_step = content["step"]
+        instead = [f"training goes on from step {self.saved_step}"] if refused else []
+        return Loaded(content["state"], content["step"], (*refused, *instead))
 
     def discard(self) -> None:
         """Remove all checkpoints: the training begins anew.
@@ -468,11 +464,7 @@ def write_file(path: Path, content: dict[str, Any], number: int) -> None:
         with contextlib.suppress(OSError):  # what made the writing fail is what is told
             fresh.unlink()
         raise
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    flush(path.parent)
 
 
 def read_number(path: Path) -> int | None:
@@ -482,6 +474,30 @@ def read_number(path: Path) -> int | None:
             return _trailer(file)[1]
     except (OSError, RefusedError):
         return None
+
+
+def newest_good(
+    numbers: Mapping[Path, int | None],
+    difference: Callable[[Mapping[str, Any]], str | None] = lambda _: None,
+) -> tuple[tuple[Path, dict[str, Any]] | None, list[str]]:
+    """Return the newest file that can be used, with what it holds, and a sentence for each newer one.
+
+    Args:
+        numbers: What `read_number` says of each file.
+        difference: Why what a file holds is not to be used; `None`: it is.
+    """
+    refused: list[str] = []
+    # What cannot be dated comes first: it may be the newest, and its refusal is to be told.
+    for path in sorted(numbers, key=lambda path: numbers[path] or math.inf, reverse=True):
+        try:
+            content = read_file(path)
+            reason = difference(content)
+        except RefusedError as failure:
+            reason = str(failure)
+        if reason is None:
+            return (path, content), refused
+        refused.append(f"the checkpoint {path} is not used: {reason}")
+    return None, refused
 
 
 def read_file(path: Path) -> dict[str, Any]:
