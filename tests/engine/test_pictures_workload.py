@@ -18,10 +18,7 @@ def test_pictures_are_trained_to_the_end(in_child: InChild, tmp_path: Path) -> N
     usual = spec_of(name="train", policy="adaptive", budget_bytes=213 * MIB)
     keys = settings(preset="cnn-small", data=str(folder), seq=None)
     spec = replace(
-        usual,
-        run_id="r",
-        workers_on_host=64,
-        workload=replace(usual.workload, settings=keys),
+        usual, run_id="r", workers_on_host=64, workload=replace(usual.workload, settings=keys)
     )
     (report,) = in_child(trained, str(tmp_path), spec, [{"duration_s": 600.0}])
     assert report.verdict is Verdict.DONE, report.reason

@@ -220,9 +220,7 @@ def test_a_checkpoint_of_another_model_is_refused_in_words(
     assert loaded.refused[2:] == ("training begins anew",)
 
 
-def test_a_new_training_is_found_beside_a_refused_file(
-    opened: Open,
-) -> None:
+def test_a_new_training_is_found_beside_a_refused_file(opened: Open) -> None:
     saved(opened(), 1, 2, 3, 4, 5)
     other = Identity.of("another", WEIGHTS)
     saved(opened(identity=other), 1)
@@ -415,10 +413,7 @@ def test_a_full_and_a_read_only_disk_cost_no_step_and_are_told(tmp_path: Path) -
     assert end == "7 7.0 7.0 5"
 
 
-def test_a_limit_on_the_size_of_files_is_told(
-    in_child: Any,
-    tmp_path: Path,
-) -> None:
+def test_a_limit_on_the_size_of_files_is_told(in_child: Any, tmp_path: Path) -> None:
     failure, left = in_child(_saved_under_a_limit, tmp_path)
     assert "File too large" in failure
     assert left == []

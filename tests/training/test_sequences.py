@@ -142,9 +142,7 @@ def test_what_is_left_of_a_row_has_no_label() -> None:
 
 
 @pytest.mark.parametrize("lever", ["none", "bucketing", "packing"])
-def test_another_micro_batch_changes_the_loss_by_rounding_only(
-    lever: str,
-) -> None:
+def test_another_micro_batch_changes_the_loss_by_rounding_only(lever: str) -> None:
     what, keys = unequal(packing=lever == "packing"), {"bucketing": lever == "bucketing"}
     alone = trained(what, [[12, 0, 20]], **keys)
     parts = trained(what, [[12, 0, 3], [5, 1, 3 * 12], [3, 0, 4 * 5]], **keys)
