@@ -230,7 +230,7 @@ def test_a_checkpoint_of_an_edited_file_is_refused(tmp_path: Path, unit: str) ->
     checkpoints = Checkpoints(tmp_path / "saved", run.identity)
     checkpoints.discard()
     checkpoints.save(run.state(), run.step)
-    assert checkpoints.close(60)
+    assert checkpoints.wait(60)
     same = Checkpoints(tmp_path / "saved", training(path, documents=unit).identity).load()
     assert (same.step, same.refused) == (2, ())
     content = path.read_text()

@@ -170,16 +170,14 @@ class Checkpoints:
         self._taken_at = clock()
         self._due_at = self._taken_at + pause_s(save_every_s, 0.0, failed=False)
         self._slots = [folder / f"generation-{index}.pt" for index in range(_GENERATIONS)]
-        self._good: Path | None = None
-        """The newest file that is known to be good. It is never written over."""
+        self.good: Path | None = None
+        """The newest file that is known to be good: it stays while the next one is written."""
         self._number = 0
-        self._opened = False
         self._idle = threading.Event()
         self._idle.set()
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._remove_leftovers()
-        self._writer = threading.Thread(target=self._run_jobs, name="checkpoints", daemon=True)
-        self._writer.start()
+        threading.Thread(target=self._run_jobs, name="checkpoints", daemon=True).start()
 
     def load(self) -> Loaded:
         """Read the newest good checkpoint of this training, into host memory.
@@ -188,7 +186,6 @@ class Checkpoints:
             RuntimeError: There is no memory for it.
         """
         self.wait()
-        self._opened = True
         candidates = (*self._slots, self._folder / FROM_HEAD)
         present = {path: read_number(path) for path in candidates if _is_there(path)}
         self._number = max(number or 0 for number in (self._number, *present.values()))
@@ -197,7 +194,7 @@ class Checkpoints:
         )
         if good is None:
             return Loaded(refused=(*refused, "training begins anew") if refused else ())
-        self._good, content = good
+        self.good, content = good
         self.saved_step = content["step"]
         instead = [f"training goes on from step {self.saved_step}"] if refused else []
         return Loaded(content["state"], content["step"], (*refused, *instead))
@@ -209,7 +206,7 @@ class Checkpoints:
             OSError: One of them cannot be removed.
         """
         self.wait()
-        self._opened, self._good = True, None
+        self.good = None
         for path in (*self._slots, self._folder / BEST):
             path.unlink(missing_ok=True)
 
@@ -248,13 +245,11 @@ class Checkpoints:
 
     def save(self, state: Mapping[str, Any], step: int) -> bool:
         """Copy a state of tensors, numbers, strings, lists and mappings, and have it written;
-        return at once.
+        return at once. `load` or `discard` comes before the first one.
 
         `False`: another one is still being written, or there is no memory for the copy (see
         `failure`).
         """
-        if not self._opened:
-            raise RuntimeError("`load` or `discard` must come before the first `save`")
         if not self._idle.is_set():
             return False
         began_s, self._taken_at = time.perf_counter(), self._clock()
@@ -273,30 +268,20 @@ class Checkpoints:
             self._copy.complete()
         return self._copy.state
 
-    def newest_file(self) -> Path | None:
-        """Return the newest good file. It stays as it is while the next one is written."""
-        return self._good
-
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is being written; whether that is so."""
         return self._idle.wait(timeout_s)
 
-    def close(self, timeout_s: float | None = None) -> bool:
-        """Finish what is being written and end the thread; whether it has ended."""
-        self._jobs.put(None)
-        self._writer.join(timeout_s)
-        return not self._writer.is_alive()
-
     def _run_jobs(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
+        while True:
+            self._jobs.get()()
 
     def _write(self, step: int) -> None:
         """Write what was copied; runs in the thread, and raises nothing."""
         cost_s, failure = 0.0, None
         began_cpu_s = time.thread_time()
         # Never over the newest good one, and first where there is nothing good.
-        others = [path for path in self._slots if path != self._good]
+        others = [path for path in self._slots if path != self.good]
         target = min(others, key=lambda path: read_number(path) or 0)
         try:
             cost_s = self._copy.complete()
@@ -307,7 +292,7 @@ class Checkpoints:
             failure = error
         else:
             self._number += 1
-            self._good = target
+            self.good = target
         if not self._copy.from_card:
             cost_s += _CPU_LOSS * (time.thread_time() - began_cpu_s)
         self._finish(step, cost_s, failure)

@@ -21,7 +21,7 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -55,6 +55,9 @@ _LINES: Final = 65_536
 
 #: A line of JSON is read as a whole.
 _LONGEST_LINE_BYTES: Final = 256 * MIB
+
+
+_VALID: Final = 'valid: {"text": "a document"}'
 
 
 class TextError(TaskError):
@@ -168,14 +171,19 @@ def held_out(samples: int) -> range:
     return range(samples - count, samples)
 
 
+def evaluated(held: range) -> list[int]:
+    """Return which of the samples that are held out are evaluated, evenly spread."""
+    count = min(SAMPLES, len(held))
+    return [held[place * len(held) // count] for place in range(count)]
+
+
 class _TextSamples(Samples):
     """Samples of a text by their number; the last ones are held out where there are enough."""
 
     def _hold_out(self, samples: int) -> None:
         held = held_out(samples)
         self._items = held.start
-        count = min(SAMPLES, len(held))
-        self.held_out = [self._piece(held[place * len(held) // count]) for place in range(count)]
+        self.held_out = [self._piece(place) for place in evaluated(held)]
         """Some that are never trained on, evenly spread; none: the text is too short for that."""
 
     def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
@@ -413,6 +421,21 @@ def _json_lines(path: Path, size: int) -> Iterator[tuple[Tensor, Tensor, int]]:
             yield torch.tensor(starts), torch.tensor(lengths), checksum
 
 
+def json_line(line: str | bytes, where: str, advice: str) -> Any:  # noqa: ANN401 - what JSON can hold
+    """Return what a line of JSON holds.
+
+    Raises:
+        TextError: It is none.
+    """
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as failure:
+        why: object = failure
+        if isinstance(failure, json.JSONDecodeError):
+            why = f"{failure.msg}, column {failure.colno}"
+        raise TextError(f"train.data: {where} is no JSON ({why}); {advice}") from failure
+
+
 def _text_of(line: bytes, where: str) -> bytes:
     """Return the text in a line of JSON; nothing for an empty line.
 
@@ -422,16 +445,7 @@ def _text_of(line: bytes, where: str) -> bytes:
     line = line.strip()
     if not line:
         return b""
-    try:
-        content = json.loads(line)
-    except (ValueError, RecursionError) as failure:
-        why: object = failure
-        if isinstance(failure, json.JSONDecodeError):
-            why = f"{failure.msg}, column {failure.colno}"
-        raise TextError(
-            f"train.data: {where} is no JSON ({why}); correct the line, or take it out; valid: "
-            f'{{"text": "a document"}}'
-        ) from failure
+    content = json_line(line, where, f"correct the line, or take it out; {_VALID}")
     text = content.get("text") if isinstance(content, dict) else None
     if isinstance(text, str):
         return text.encode(errors="surrogatepass")  # JSON can hold halves of a character
@@ -439,6 +453,5 @@ def _text_of(line: bytes, where: str) -> bytes:
     if isinstance(content, dict):
         has = f"the keys {', '.join(map(repr, content))}"
     raise TextError(
-        f'train.data: {where} has no "text" that is a string (it has {has[:200]}); valid: '
-        f'{{"text": "a document"}}'
+        f'train.data: {where} has no "text" that is a string (it has {has[:200]}); {_VALID}'
     )
