@@ -129,13 +129,6 @@ def test_a_limit_from_the_far_future_is_not_believed_for_ever(
     assert (sizes(store), kept(path)) == ([2], [2])
 
 
-def test_beyond_the_most_the_oldest_go(path: Path) -> None:
-    small = LimitStore(path, limits_most=3)
-    for number in (5, 1, 4, 2, 3):
-        small.remember(limit(number, card=f"card {number}", learned_at_unix_s=NOW_S + number))
-    assert kept(path) == [3, 4, 5]
-
-
 def test_a_thousand_limits_are_kept_and_no_more(path: Path, store: LimitStore) -> None:
     long = "\udcff" * 500  # what takes the most room as JSON
     many = [
@@ -401,33 +394,6 @@ def test_a_file_that_cannot_grow_costs_a_sentence(path: Path, store: LimitStore)
             "limits.json",
             "limits.json.lock",
         }
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_a_file_of_somebody_else_costs_a_sentence(path: Path, store: LimitStore) -> None:
-    store.remember(limit(1))
-    child = os.fork()
-    if child == 0:
-        os.setgid(54321)
-        os.setuid(54321)
-        store.all(NOW_S)
-        refused = store.problem or ""
-        store.remember(limit(2))
-        os._exit(
-            0
-            if "Permission denied" in refused and "Permission denied" in (store.problem or "")
-            else 1
-        )
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert sizes(store) == [1]
-
-
-def test_a_folder_that_cannot_be_made_costs_a_sentence(tmp_path: Path) -> None:
-    (tmp_path / "taken").write_text("a file")
-    store = LimitStore(tmp_path / "taken" / "state" / "limits.json")
-    for call in (lambda: store.best(KEY, NOW_S), lambda: store.remember(limit(1))):
-        assert not call()
-        assert "Not a directory" in (store.problem or "")
 
 
 def test_without_a_home_no_folder_is_made_in_this_one(
