@@ -96,7 +96,9 @@ def smallest_step(config: Config, cap: _Told) -> dict[str, Any]:
         UsageError: The section `train:` names what cannot be trained.
     """
     question = {"settings": config.train.model_dump(), "seed": config.workload.seed, "caps": [cap]}
-    told = _asked(question)
+    told = ask_child("workers.training.memory_plan", question, _TIMEOUT_S)
+    if isinstance(told, str):
+        return {"not_planned": told}
     if "refused" in told:
         raise UsageError(one_line(told["refused"]))
     if "not_planned" in told:

@@ -122,7 +122,7 @@ class Train(Workload):
         """The newest checkpoint, where `train.checkpoints` is `head`."""
         if self._checkpoints is None or self._settings.checkpoints != "head":
             return None
-        return self._checkpoints.newest_file()
+        return self._checkpoints.good
 
     def rungs(self, batch: int) -> Sequence[Rung]:
         """Offer micro-batches, recomputed blocks and states on the host.
