@@ -133,7 +133,7 @@ def test_hold_and_release_without_a_job_are_about_the_queue(command: Command, fo
         (("list", "--run", "beef"), "there is no run 'beef'"),
         (("list", "--run-dir", "elsewhere"), "`python -m orchestrator jobs run FILE` begins one"),
         (("submit",), "there is nothing to submit"),
-        (("submit", "none.yaml"), "none.yaml cannot be read"),
+        (("submit", "none.yaml"), "none.yaml: no such file"),
         (("submit", "python", "train.py"), "-- python train.py"),
         (("submit", "--trian", "lr=1"), "there is no option --trian"),
         (("submit", "--name", "x", "none.yaml"), "is a job file"),
