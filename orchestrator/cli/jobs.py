@@ -30,7 +30,6 @@ from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import Config
 from orchestrator.errors import ArchiveError, UsageError
 from orchestrator.jobs import inbox
-from orchestrator.jobs.code import code_of
 from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, records
 from orchestrator.jobs.model import ENDED, Job, JobState, QueueHeld, Said, Standing, Submitted, Word
 from orchestrator.jobs.sweep import expand
@@ -81,6 +80,7 @@ NewName = Annotated[opt.Text, Option("--name", help="Of the job, or of its sweep
 After = Annotated[
     list[str] | None, Option("--after", help="A job that must be done before.", metavar="JOB")
 ]
+Hours = Annotated[opt.Text, Option("--hours", help="When it may run.", metavar="22:00-07:00")]
 Priority = Annotated[int | None, Option("--priority", help="Higher goes first. Default: 0.")]
 Follow = Annotated[
     bool, Option("--follow", "-f", help="Print what comes, until the job has ended.")
@@ -116,6 +116,7 @@ def submit(  # noqa: PLR0913 - one parameter for each option of the command
     name: NewName = None,
     after: After = None,
     priority: Priority = None,
+    hours: Hours = None,
     run: OfQueue = LATEST,
     config: opt.ConfigPath = "cluster.yaml",
     overrides: opt.Overrides = None,
@@ -142,7 +143,7 @@ def submit(  # noqa: PLR0913 - one parameter for each option of the command
                 "a command stands behind --, as in: python -m orchestrator jobs submit -- "
                 f"{' '.join(given)[:200]}"
             )
-        if train or over or name or after or priority is not None:
+        if train or over or name or after or hours or priority is not None:
             raise UsageError(
                 f"{given[0]} is a job file, which says these things itself; for a command put -- "
                 "before it"
@@ -156,10 +157,10 @@ def submit(  # noqa: PLR0913 - one parameter for each option of the command
             )
         from orchestrator.jobs.spec import from_words
 
-        said = {"after": after, "priority": priority}
+        said = {"after": after, "priority": priority, "hours": hours}
         options = {key: value for key, value in said.items() if value is not None}
         file = from_words(base, train, over or (), given, name=name, known=known, **options)
-    added = _not_known(prepared(expand(file)), known)
+    added = _not_known(jobs_run.prepared(expand(file)), known)
     now_s = time.time()
     if added:
         _put(folder, [Submitted(at_s=now_s, job=job) for job in added])
@@ -332,25 +333,6 @@ def _say(folder: Path, word: Word, names: Sequence[str]) -> None:
     what = f"{counted(len(said), 'job')}" if len(said) > _NAMED else ", ".join(names)
     print_text(f"{word.value}: {what or 'the whole queue'}, in the queue of run {folder.name}")
     _tell_if_dead(folder)
-
-
-def prepared(jobs: Iterable[Job]) -> tuple[Job, ...]:
-    """Return jobs as they are submitted here and now: with the time, the folder of a command, and
-    its code.
-    """
-    codes: dict[str, str | None] = {}
-
-    def of_here(job: Job) -> Job:
-        now = replace(job, submitted_at_unix_s=time.time())
-        if job.command is None:
-            return now
-        cwd = job.command.cwd or ""
-        if "{" not in cwd:
-            cwd = str(Path.cwd() / Path(cwd).expanduser())
-            codes.setdefault(cwd, code_of(Path(cwd)))
-        return replace(now, command=replace(job.command, cwd=cwd), code=codes.get(cwd))
-
-    return tuple(map(of_here, jobs))
 
 
 def _not_known(jobs: Iterable[Job], known: Iterable[Job]) -> list[Job]:

@@ -6,7 +6,7 @@ Does not decide what runs where (`jobs/queue.py`), and runs nothing itself (`run
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from orchestrator.cli.loading import config_of, config_of_one_machine, duration_
 from orchestrator.config.schema import Config
 from orchestrator.config.yaml_source import read_text
 from orchestrator.errors import UsageError
+from orchestrator.jobs.code import code_of
 from orchestrator.jobs.inbox import waiting
 from orchestrator.jobs.journal import QUEUE_NAME, queue_of
 from orchestrator.jobs.model import Job, Submitted
@@ -138,12 +139,28 @@ def _with_new(options: Options, stored: StoredRun, jobs: Sequence[Job]) -> Optio
 
 
 def _with_jobs(options: Options, jobs: Sequence[Job]) -> Options:
-    now_s = time.time()
-    submitted = tuple(
-        Submitted(at_s=now_s, job=replace(job, submitted_at_unix_s=now_s)) for job in jobs
-    )
+    submitted = tuple(Submitted(at_s=job.submitted_at_unix_s, job=job) for job in prepared(jobs))
     assert options.queue is not None  # noqa: S101 - of this verb
     return replace(options, queue=replace(options.queue, submitted=submitted))
+
+
+def prepared(jobs: Iterable[Job]) -> tuple[Job, ...]:
+    """Return jobs as they are submitted here and now: with the time, the folder of a command, and
+    its code.
+    """
+    codes: dict[str, str | None] = {}
+
+    def of_here(job: Job) -> Job:
+        now = replace(job, submitted_at_unix_s=time.time())
+        if job.command is None:
+            return now
+        cwd = job.command.cwd or ""
+        if "{" not in cwd:
+            cwd = str(Path.cwd() / Path(cwd).expanduser())
+            codes.setdefault(cwd, code_of(Path(cwd)))
+        return replace(now, command=replace(job.command, cwd=cwd), code=codes.get(cwd))
+
+    return tuple(map(of_here, jobs))
 
 
 def read_file(file: str, base: Config, known: Sequence[Job] = ()) -> JobFile:

@@ -54,7 +54,7 @@ _WORDS: Final = {
 #: exception of a library that a retry may get past, such as a lost connection.
 _CANNOT_BE_RUN: Final = re.compile(
     r"^(?:ModuleNotFoundError|ImportError|SyntaxError|IndentationError|TabError)\b"
-    r"|error: (?:unrecognized arguments|the following arguments are required|argument |invalid choice)"
+    r"|error: (?:unrecognized arguments|the following arguments are required|argument )"
     r"|^\S*python[0-9.]*: (?:can't open file|No module named|can't find '__main__')"
     r"|^Error: (?:No such option|Missing (?:option|argument|parameter)|Invalid value)",
     re.MULTILINE,

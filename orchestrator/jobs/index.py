@@ -52,7 +52,7 @@ class Needs(NamedTuple):
     hours: tuple[int, int] | None
 
 
-_Place: TypeAlias = tuple[float, int, str]
+Place: TypeAlias = tuple[float, int, str]
 """Of a job in its line: when its waiting began, earlier by an hour for each level of priority; its
 number; its name."""
 
@@ -65,6 +65,8 @@ class Index:
     asides: Mapping[str, Aside]
     open: int = 0
     """Jobs that have not ended."""
+    moving: int = 0
+    """Those among them that neither wait for others nor are PAUSED."""
     on_card: dict[str, None] = field(default_factory=dict)
     cards: Counter[str] = field(default_factory=Counter)
     """Attempts by card."""
@@ -73,7 +75,7 @@ class Index:
     """By sweep."""
     active: Counter[str] = field(default_factory=Counter)
     """Members of a sweep that have neither ended nor are PAUSED."""
-    lines: dict[Needs, list[_Place]] = field(default_factory=dict)
+    lines: dict[Needs, list[Place]] = field(default_factory=dict)
     """QUEUED jobs in their order."""
     needs: dict[Needs, dict[str, None]] = field(default_factory=dict)
     """Jobs that are to start at some time."""
@@ -106,6 +108,7 @@ class Index:
         if state in ENDED:
             return
         self.open += 1
+        self.moving += state not in {JobState.WAITING, JobState.PAUSED}
         if state is JobState.PAUSED:
             self.paused.setdefault(sweep, {})[name] = None
         else:
@@ -115,6 +118,7 @@ class Index:
             self.cards[standing.card or ""] += 1
         elif state is JobState.PARKED:
             self.parked[name] = None
+            self.needs.setdefault(needs_of(standing), {})[name] = None
         elif state is JobState.QUEUED:
             needs = needs_of(standing)
             insort(self.lines.setdefault(needs, []), self._place(standing))
@@ -129,6 +133,7 @@ class Index:
         if state in ENDED:
             return
         self.open -= 1
+        self.moving -= state not in {JobState.WAITING, JobState.PAUSED}
         if state is JobState.PAUSED:
             _take(self.paused, sweep, name)
         else:
@@ -138,6 +143,7 @@ class Index:
             self.cards[standing.card or ""] -= 1
         elif state is JobState.PARKED:
             del self.parked[name]
+            _take(self.needs, needs_of(standing), name)
         elif state is JobState.QUEUED:
             needs = needs_of(standing)
             line = self.lines[needs]
@@ -174,7 +180,7 @@ class Index:
         place = self._place(self.standings[name])
         return sum(bisect_left(line, place) for line in self.lines.values())
 
-    def _place(self, standing: Standing) -> _Place:
+    def _place(self, standing: Standing) -> Place:
         aside = self.asides[standing.job.name]
         since_s = standing.since_s if aside.queued_at_s is None else aside.queued_at_s
         return since_s - _LEVEL_S * standing.job.priority, aside.number, standing.job.name

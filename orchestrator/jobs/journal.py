@@ -54,6 +54,8 @@ _FIRST_LINE = b'{"journal":%d}\n' % _VERSION
 #: A journal is compacted when it is larger than this, and so many times larger than its jobs need.
 _SMALL_BYTES, _TIMES = 8 * 2**20, 8
 _JOB_BYTES = 1024
+#: So many lines are parsed in one call, which is faster.
+_AT_ONCE = 200
 
 
 class JournalError(ArchiveError):
@@ -183,13 +185,17 @@ def decoded(text: str | bytes) -> list[Entry]:
     Raises:
         ValueError: It is none, or holds something else.
     """
+    return _entries(json.loads(text))
+
+
+def _entries(raws: object) -> list[Entry]:
     try:
-        return [_BUILD[raw.pop("kind")](raw) for raw in _listed(json.loads(text))]
+        return [_BUILD[raw.pop("kind")](raw) for raw in _listed(raws)]
     except (KeyError, TypeError, AttributeError) as failure:
         raise ValueError(f"no batch of records ({failure!r})") from failure
 
 
-def _listed(value: object) -> list[dict[str, Any]]:
+def _listed(value: object) -> list[Any]:
     if not isinstance(value, list):
         raise TypeError("no list")
     return value
@@ -202,12 +208,20 @@ def _line(entries: Iterable[Entry]) -> bytes:
 def _batches(path: Path) -> Iterator[tuple[int, list[Entry]]]:
     """Read batch by batch, each with the number of its line."""
     content = path.read_bytes()
-    lines = content[: _sound_bytes(path, content)].split(b"\n")
-    for number, line in enumerate(lines[1:-1], start=2):
+    lines = content[: _sound_bytes(path, content)].splitlines()[1:]
+    for first in range(0, len(lines), _AT_ONCE):
+        some = lines[first : first + _AT_ONCE]
         try:
-            yield number, decoded(line)
-        except ValueError as failure:
-            raise _damaged(path, number, str(failure)) from failure
+            raws = _listed(json.loads(b"[%s]" % b",".join(some)))
+            is_sound = len(raws) == len(some)
+        except ValueError:
+            is_sound = False
+        for number, line in enumerate(some):
+            try:
+                raw = raws[number] if is_sound else json.loads(line)
+                yield first + number + 2, _entries(raw)
+            except ValueError as failure:
+                raise _damaged(path, first + number + 2, str(failure)) from failure
 
 
 def _sound_bytes(path: Path, content: bytes) -> int:
@@ -288,10 +302,12 @@ def _plain(content: object) -> object:
 
 _STATES = {state.value: state for state in JobState}
 _CAUSES = {cause.value: cause for cause in Cause}
+_KINDS = {kind.value: kind for kind in Kind}
+_WORDS = {word.value: word for word in Word}
 
 
 def _job(raw: dict[str, Any]) -> Job:
-    raw["kind"] = Kind(raw["kind"])
+    raw["kind"] = _KINDS[raw["kind"]]
     for name in ("after", "nodes", "hours"):
         if name in raw:
             raw[name] = tuple(raw[name])
@@ -329,7 +345,7 @@ def _attempt_ended(raw: dict[str, Any]) -> AttemptEnded:
 
 
 def _said(raw: dict[str, Any]) -> Said:
-    raw["word"] = Word(raw["word"])
+    raw["word"] = _WORDS[raw["word"]]
     return Said(**raw)
 
 

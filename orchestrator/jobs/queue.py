@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TypeAlias
 
-from orchestrator.jobs import lifecycle, milestones, placement
-from orchestrator.jobs.index import Aside, Index, Needs, Reach, needs_of
+from orchestrator.jobs import attempts, lifecycle, milestones, placement
+from orchestrator.jobs.index import Aside, Index, Needs, Place, Reach, needs_of
 from orchestrator.jobs.lifecycle import IllegalRecordError
 from orchestrator.jobs.model import (
     ENDED,
@@ -33,10 +33,8 @@ from orchestrator.jobs.model import (
     AttemptEnded,
     Card,
     Cause,
-    Job,
     JobState,
     Measured,
-    Milestones,
     PackJudged,
     QueueHeld,
     Reached,
@@ -44,20 +42,18 @@ from orchestrator.jobs.model import (
     Record,
     Rested,
     Said,
-    Seen,
     Settled,
     Standing,
     Submitted,
     World,
 )
 from orchestrator.jobs.placement import Candidate, Plan, Resident
-from workers.units import GIB
 
 #: A node that is away for so long is lost, and its jobs go on elsewhere.
 NODE_LOST_S = 30.0
 
 #: So many jobs are looked at for a place, and so many of them with the same needs.
-_CANDIDATES, _ALIKE_CANDIDATES = 64, 16
+_CANDIDATES, _ALIKE_CANDIDATES = 32, 12
 #: So many different jobs that fail alike, each so soon after its start, hold the queue.
 _ALIKE_JOBS, _ALIKE_WITHIN_S = 3, 60.0
 #: Causes that say nothing about the queue as a whole, however many jobs they meet.
@@ -68,9 +64,6 @@ _OF_ONE_JOB = frozenset(
 _BACK_OFF_S, _LONGEST_BACK_OFF_S, _LONG_RUN_S = 5.0, 600.0, 600.0
 #: The same for a training that had no room on the largest card, and how often that is tried.
 _NO_ROOM_BACK_OFF_S, _NO_ROOM_TRIES = 60.0, 6
-#: A speed is recorded again when it differs by so much, a better value of the metric so often.
-_SPEED_CHANGE, _BEST_EVERY_S = 0.2, 60.0
-
 _CHANGING = re.compile(r"0x[0-9a-f]+|\d+")
 
 
@@ -133,7 +126,9 @@ class Queue:
         self._given: set[str] = set()
         """Jobs whose standing was handed out and may not change in place any more."""
         self._index: Index | None = None
-        self._plan = Plan(starts=(), reasons={}, expected_start_s={})
+        self._world: World | None = None
+        """The last one that it was asked about: why jobs wait is worked out for those who look."""
+        self._plan: Plan | None = None
         self._closed: set[Needs] = set()
         """Lines that are outside their hours."""
         self._fitting_cards: tuple[Card, ...] = ()
@@ -161,15 +156,17 @@ class Queue:
         self._given.add(name)
         if standing.state is not JobState.QUEUED:
             return standing
-        reason = self._plan.reasons.get(name)
-        needs = needs_of(standing)
         if self.held is not None:
-            reason = f"the queue is held: {self.held}"
-        elif needs in self._closed:
-            reason = _hours(needs.hours)
+            return replace(standing, reason=f"the queue is held: {self.held}")
+        if self._world is None:
+            return standing
+        plan, needs = self._planned(self._world), needs_of(standing)
+        reason = plan.reasons.get(name)
+        if needs in self._closed:
+            reason = attempts.hours_in_words(needs.hours)
         elif reason is None and (ahead := self._indexed().ahead(name)):
             reason = f"{ahead:,} jobs are before it"
-        expected = self._plan.expected_start_s.get(name)
+        expected = plan.expected_start_s.get(name)
         return replace(standing, reason=reason or standing.reason, expected_start_s=expected)
 
     def why_refused(self, record: Record) -> str | None:
@@ -368,103 +365,26 @@ class Queue:
         """Return what is new of the attempts on cards."""
         records: list[Record] = []
         index = self._indexed()
-        cards = {card.name: card for card in world.cards}
         reached: dict[str, list[Reach]] = {}
         for name in sorted(index.on_card, key=self._number):
             standing = self._standings[name]
-            seen = world.seen.get(name)
-            if seen is not None and seen.attempt != standing.attempt:
-                seen = None
-            ended = None if seen is None else _end(standing, seen, world.now_s)
+            job, to, seen = standing.job, standing.recalled_to, attempts.seen_of(standing, world)
+            ended = None if seen is None else attempts.end_of(standing, seen, world.now_s)
             if ended is not None:
                 records.append(ended)
+            elif name in self._to_recall and to is not None:
+                records.append(attempts.recalled(standing, world, to, standing.reason))
+            elif seen is None or to is not None:
                 continue
-            recalled = self._recall(standing, seen, world, cards)
-            if recalled is not None:
-                records.append(recalled)
-            elif seen is not None and standing.recalled_to is None:
-                records += self._progress(standing, seen, world, cards, reached)
+            elif (recall := attempts.recall_of(standing, seen, world)) is not None:
+                records.append(recall)
+            else:
+                aside, found = self._aside[name], list[Record]()
+                if job.sweep is not None:
+                    so_far = reached.setdefault(job.sweep, list(index.reached[job.sweep]))
+                    found = attempts.milestone_of(standing, seen, world, aside.milestone, so_far)
+                records += found or attempts.measured(standing, aside, seen, world)
         return records
-
-    def _recall(
-        self,
-        standing: Standing,
-        seen: Seen | None,
-        world: World,
-        cards: Mapping[str, Card],
-    ) -> Recalled | None:
-        """Return the recall of an attempt that is not to go on where it is."""
-        job, to = standing.job, standing.recalled_to
-        least: int | None = None
-        if job.name in self._to_recall and to is not None:
-            reason = standing.reason
-        elif to is not None or seen is None:
-            return None
-        elif not _is_in_hours(job.hours, world.minute_of_day):
-            to, reason = JobState.PARKED, _hours(job.hours)
-        elif (closed := _closed(cards, standing.card)) is not None:
-            to, reason = JobState.PARKED, closed
-        elif seen.has_no_room:
-            to, reason, least = _without_room(standing, world.cards)
-        else:
-            return None
-        return Recalled(
-            at_s=world.now_s,
-            job=job.name,
-            attempt=standing.attempt,
-            to=to,
-            reason=reason,
-            least_room_bytes=least,
-        )
-
-    def _progress(
-        self,
-        standing: Standing,
-        seen: Seen,
-        world: World,
-        cards: Mapping[str, Card],
-        reached: dict[str, list[Reach]],
-    ) -> list[Record]:
-        """Return what an attempt that goes on has reached, and what was measured of it."""
-        job, now_s = standing.job, world.now_s
-        rule, sweep = job.milestones, job.sweep
-        value, last = seen.value, self._aside[job.name].milestone
-        milestone = None if rule is None else _milestone(rule, job.steps, seen.step, last)
-        if rule is not None and sweep and milestone is not None and value is not None:
-            so_far = reached.setdefault(sweep, list(self._indexed().reached[sweep]))
-            so_far.append((job.name, milestone, value))
-            record = Reached(at_s=now_s, job=job.name, milestone=milestone, value=value)
-            if milestones.goes_on(rule, so_far, job.name, milestone):
-                return [record]
-            reason = f"{rule.metric} {value:.4g} at step {milestone}: others go first"
-            paused = Recalled(
-                at_s=now_s,
-                job=job.name,
-                attempt=standing.attempt,
-                to=JobState.PAUSED,
-                reason=reason,
-            )
-            return [record, paused]
-        card = cards.get(standing.card or "")
-        if card is None or seen.steps_per_s is None:
-            return []
-        known = standing.speeds.get(card.title)
-        is_new = known is None or abs(seen.steps_per_s - known) > _SPEED_CHANGE * known
-        is_due = now_s >= self._aside[job.name].measured_at_s + _BEST_EVERY_S
-        is_better = seen.value is not None and lifecycle.is_better(standing, seen.value)
-        if not (is_due and (is_new or is_better)):
-            return []
-        best, step = (seen.value, seen.step) if is_better else (None, None)
-        return [
-            Measured(
-                at_s=now_s,
-                job=job.name,
-                card_title=card.title,
-                steps_per_s=seen.steps_per_s,
-                best=best,
-                best_step=step,
-            )
-        ]
 
     def _settled(self, world: World) -> list[Record]:
         """Return what jobs without an attempt come to."""
@@ -474,15 +394,11 @@ class Queue:
         if lasting != self._fitting_cards:
             self._fitting.clear()
             self._fitting_cards = lasting
-        if lasting:
-            for needs, names in index.needs.items():
-                if needs not in self._fitting:
-                    job = self._standings[min(names)].job
-                    least = needs.least_room_bytes
-                    self._fitting[needs] = placement.never_fits(job, least, lasting)
-                why = self._fitting[needs]
-                if why is not None:
-                    found.update(dict.fromkeys(names, (JobState.INFEASIBLE, why)))
+        known = self._fitting
+        for needs, names in index.needs.items() if lasting else ():
+            why = known[needs] if needs in known else self._never_fits(needs, names)
+            if why is not None:
+                found.update(dict.fromkeys(names, (JobState.INFEASIBLE, why)))
         for name in index.parked:
             wakes = self._wakes(name, world)
             if wakes is not None:
@@ -494,11 +410,19 @@ class Queue:
             for name in sorted(found, key=self._number)
         ]
 
+    def _never_fits(self, needs: Needs, names: Collection[str]) -> str | None:
+        job = self._standings[min(names)].job
+        why = placement.never_fits(job, needs.least_room_bytes, self._fitting_cards)
+        self._fitting[needs] = why
+        return why
+
     def _wakes(self, name: str, world: World) -> tuple[JobState, str] | None:
         """Return what a PARKED job comes to by now."""
         standing, aside = self._standings[name], self._aside[name]
         job = standing.job
-        if world.now_s < aside.wake_at_s or not _is_in_hours(job.hours, world.minute_of_day):
+        if world.now_s < aside.wake_at_s or not attempts.is_in_hours(
+            job.hours, world.minute_of_day
+        ):
             return None
         if aside.no_room >= _NO_ROOM_TRIES:
             return JobState.INFEASIBLE, f"{standing.reason}; tried {aside.no_room} times"
@@ -506,7 +430,7 @@ class Queue:
         for card in world.cards:
             if (
                 card.closed is None
-                and _suits(job, card)
+                and attempts.suits(job, card)
                 and card.room_bytes >= (standing.least_room_bytes or 0)
                 and not (aside.no_room and taken[card.name])
             ):
@@ -520,7 +444,9 @@ class Queue:
         rule = self._standings[next(iter(paused))].job.milestones
         if rule is None:
             return {}
-        reached, is_last = index.reached[sweep], not index.active[sweep]
+        # Where nothing else can move, its members that wait do so for its paused ones.
+        is_last = not index.active[sweep] or (not index.moving and not index.due)
+        reached = index.reached[sweep]
         name = milestones.promotable(rule, reached, paused, is_idle=is_idle or is_last)
         if name is not None:
             return {name: (JobState.QUEUED, "goes on: among the best at its milestone by now")}
@@ -530,25 +456,14 @@ class Queue:
         return {}
 
     def _placed(self, world: World) -> list[Record]:
-        """Return what starts."""
-        index, cards = self._indexed(), world.cards
-        minute = world.minute_of_day
-        self._closed = {each for each in index.lines if not _is_in_hours(each.hours, minute)}
+        """Return what starts, or else what makes use of a card that stays free."""
+        self._world, self._plan = world, None
         if self.held is not None:
             return []
-        residents: dict[str, list[Resident]] = {card.name: [] for card in cards}
-        for name in sorted(index.on_card, key=self._number):
-            standing = self._standings[name]
-            residents.setdefault(standing.card or "", []).append(_resident(standing, world))
-        lines = (
-            line[:_ALIKE_CANDIDATES]
-            for needs, line in index.lines.items()
-            if needs not in self._closed
-        )
-        first = islice(heapq.merge(*lines), _CANDIDATES)
-        candidates = [self._candidate(name, cards) for _, _, name in first]
-        plan = placement.plan(candidates, cards, residents, world.now_s, lambda *_: True)
-        self._plan = plan
+        open_cards = [card for card in world.cards if card.closed is None]
+        if not any(self._may_take_more(card) for card in open_cards):
+            return []
+        plan = self._planned(world)
         if plan.starts:
             return [
                 Assigned(
@@ -561,13 +476,59 @@ class Queue:
                 )
                 for start in plan.starts
             ]
-        if any(card.closed is None and not residents[card.name] for card in cards):
-            # A card is free that nothing in line can use: one more of a sweep goes on.
-            for sweep in sorted(index.paused):
-                found = self._promoted(sweep, index.paused[sweep], index, is_idle=True)
-                for name, (to, reason) in found.items():
-                    return [Settled(at_s=world.now_s, job=name, to=to, reason=reason)]
+        index = self._indexed()
+        for card in open_cards:
+            if not index.cards[card.name]:  # free, and nothing in line can use it
+                return self._one_more_promoted(world) or self._moved(card, world)
         return []
+
+    def _may_take_more(self, card: Card) -> bool:
+        index = self._indexed()
+        return not index.cards[card.name] or any(
+            not self._standings[name].alone and self._standings[name].card == card.name
+            for name in index.on_card
+        )
+
+    def _planned(self, world: World) -> Plan:
+        """Return where jobs go, and why and how long the others wait: once for each world."""
+        if self._plan is None:
+            index = self._indexed()
+            self._closed = {
+                needs
+                for needs in index.lines
+                if needs.hours is not None
+                and not attempts.is_in_hours(needs.hours, world.minute_of_day)
+            }
+            residents: dict[str, list[Resident]] = {card.name: [] for card in world.cards}
+            for name in sorted(index.on_card, key=self._number):
+                standing = self._standings[name]
+                residents.setdefault(standing.card or "", []).append(_resident(standing, world))
+            lines: Iterable[list[Place]] = index.lines.values()
+            if self._closed:
+                lines = (line for needs, line in index.lines.items() if needs not in self._closed)
+            firsts = heapq.nsmallest(_CANDIDATES, lines)  # by the first of each
+            cut = (line[:_ALIKE_CANDIDATES] for line in firsts)
+            names = [name for _, _, name in islice(heapq.merge(*cut), _CANDIDATES)]
+            candidates = [self._candidate(name, world.cards) for name in names]
+            self._plan = placement.plan(
+                candidates, world.cards, residents, world.now_s, lambda *_: True
+            )
+        return self._plan
+
+    def _one_more_promoted(self, world: World) -> list[Record]:
+        index = self._indexed()
+        for sweep in sorted(index.paused):
+            found = self._promoted(sweep, index.paused[sweep], index, is_idle=True)
+            for name, (to, reason) in found.items():
+                return [Settled(at_s=world.now_s, job=name, to=to, reason=reason)]
+        return []
+
+    def _moved(self, card: Card, world: World) -> list[Record]:
+        """Return the move to a free card of the job that gains most by it, if that pays."""
+        names = sorted(self._indexed().on_card, key=self._number)
+        moves = [attempts.move_of(self._standings[name], card, world) for name in names]
+        best = max((move for move in moves if move), key=lambda move: move[0], default=None)
+        return [best[1]] if best else []
 
     def _candidate(self, name: str, cards: Sequence[Card]) -> Candidate:
         standing = self._standings[name]
@@ -595,50 +556,9 @@ class Queue:
         return {name: left / speed for name, speed in by_card.items() if speed}
 
 
-def _end(standing: Standing, seen: Seen, now_s: float) -> AttemptEnded | Rested | None:
-    """Return how an attempt ended, if it has."""
-    job, attempt = standing.job.name, standing.attempt
-    step, peak_bytes, failures = seen.step, seen.peak_bytes, seen.out_of_memory
-    if seen.cause is not None:
-        return AttemptEnded(
-            at_s=now_s,
-            job=job,
-            attempt=attempt,
-            cause=seen.cause,
-            text=seen.text,
-            exit_code=seen.exit_code,
-            step=step,
-            value=seen.value,
-            peak_bytes=peak_bytes,
-            out_of_memory=failures,
-            sha256=seen.sha256,
-        )
-    if not (seen.is_at_rest or seen.node_lost):
-        return None
-    return Rested(
-        at_s=now_s,
-        job=job,
-        attempt=attempt,
-        step=step,
-        peak_bytes=peak_bytes,
-        out_of_memory=failures,
-    )
-
-
-def _without_room(standing: Standing, cards: Sequence[Card]) -> tuple[JobState, str, int]:
-    """Return where a training goes that has no room for its smallest step, why, and how much room
-    it must have there.
-    """
-    budget = standing.budget_bytes or 0
-    where = f"not even its smallest step fits in {budget / GIB:.1f} GiB of {standing.card}"
-    if any(_suits(standing.job, card) and card.room_bytes > budget for card in cards):
-        return JobState.QUEUED, where, budget + 1
-    return JobState.PARKED, f"{where}, and no card here has more", budget
-
-
 def _resident(standing: Standing, world: World) -> Resident:
-    seen = world.seen.get(standing.job.name)
-    eta_s = None if seen is None or seen.attempt != standing.attempt else seen.eta_s
+    seen = attempts.seen_of(standing, world)
+    eta_s = None if seen is None else seen.eta_s
     return Resident(
         name=standing.job.name,
         budget_bytes=standing.budget_bytes or 0,
@@ -646,35 +566,3 @@ def _resident(standing: Standing, world: World) -> Resident:
         alone=standing.alone,
         may_pack=standing.job.pack is True,
     )
-
-
-def _suits(job: Job, card: Card) -> bool:
-    """Return whether a job may run on a card, whatever memory it takes."""
-    at_node = not job.nodes or card.node in job.nodes or card.name in job.nodes
-    return at_node and (job.card is None or job.card.lower() in card.title.lower())
-
-
-def _closed(cards: Mapping[str, Card], name: str | None) -> str | None:
-    card = cards.get(name or "")
-    return f"{name} is not there" if card is None else card.closed
-
-
-def _milestone(rule: Milestones, steps: int | None, step: int | None, last: int) -> int | None:
-    """Return the first milestone after `last` that a job has reached by now."""
-    for milestone in milestones.milestones_of(rule):
-        if milestone > last and (steps is None or milestone < steps):
-            return milestone if step is not None and step >= milestone else None
-    return None
-
-
-def _is_in_hours(hours: tuple[int, int] | None, minute: int) -> bool:
-    if hours is None or hours[0] == hours[1]:
-        return True
-    start, end = hours
-    return start <= minute < end if start < end else minute >= start or minute < end
-
-
-def _hours(hours: tuple[int, int] | None) -> str:
-    """Return the hours of a job in words."""
-    start, end = hours or (0, 0)
-    return f"hours {start // 60:02}:{start % 60:02}-{end // 60:02}:{end % 60:02}"

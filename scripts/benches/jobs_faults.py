@@ -177,9 +177,8 @@ def course(
             say(place, Word.HOLD, job)
             held[job] = now_s + 5.0
         elif what == "reboot" and back_at_s is None:
-            head.process.kill()
+            head.kill()
             cluster.end()
-            head.process.wait()
             cluster.begin()
         else:
             continue  # its moment has not come

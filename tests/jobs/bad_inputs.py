@@ -205,7 +205,6 @@ WORDS: list[dict[str, Any]] = [
     {"command": ["x"], "name": "a b"},
     {"command": ["x"], "priority": 5000},
     {"command": ["x"], "hours": "always"},
-    {"command": ["x"], "time_limit": "soon"},
 ]
 
 

@@ -560,3 +560,48 @@ def test_the_cards_of_a_node_that_is_gone_are_closed() -> None:
     scene.see("a")
 
     assert scene.standing("a").recalled_to is JobState.PARKED
+
+
+def test_a_job_moves_to_a_free_card_where_that_pays() -> None:
+    scene = Scene(training("a"), training("b"))
+    scene.turn()
+    small = "a" if scene.standing("a").card == "pc2" else "b"
+    large = "b" if small == "a" else "a"
+    scene.see(small, step=10, eta_s=3600.0)
+
+    records = scene.end(large)
+
+    assert [(each.job, each.to) for each in records if isinstance(each, Recalled)] == [
+        (small, JobState.QUEUED)
+    ]
+    assert scene.state(small) == "MOVING"
+    assert starts(scene.see(small, is_at_rest=True, step=10)) == {small: "pc1"}
+    assert scene.see(small, step=20, eta_s=2000.0) == [], "it stays"
+
+
+def test_a_job_that_is_nearly_done_does_not_move() -> None:
+    scene = Scene(training("a"), training("b"))
+    scene.turn()
+    small = "a" if scene.standing("a").card == "pc2" else "b"
+    scene.see(small, step=990, eta_s=100.0)
+
+    assert scene.end("b" if small == "a" else "a")[1:] == []
+
+
+def test_members_that_wait_for_a_paused_one_do_not_block() -> None:
+    scene = Scene(
+        *sweep(2), training("lr-2", sweep="lr", milestones=ASHA, after=("lr-0",)), cards=(BIG,)
+    )
+    for _ in range(60):
+        scene.turn(10.0)
+        for name in list(scene.queue.standings):
+            standing = scene.standing(name)
+            if standing.state is JobState.RUNNING and standing.recalled_to:
+                scene.see(name, is_at_rest=True, step=standing.step)
+            elif standing.state is JobState.RUNNING and standing.step == 300:
+                scene.end(name, step=1000, value=1.0)
+            elif standing.state is JobState.RUNNING:
+                scene.see(name, step=300 if standing.step else 100, value=1.0)
+
+    assert scene.queue.is_over
+    assert scene.state("lr-0") == "DONE"

@@ -78,6 +78,7 @@ class CommandEngine:
         self._results = Results(self._folder / "results.jsonl")
         self._keeper: subprocess.Popen[bytes] | None = None
         self._pid: int | None = None
+        self._keeper_pid: int | None = None
         self._text = b""
         self._began_s = 0.0
         self._stop_at_s: float | None = None
@@ -218,12 +219,12 @@ class CommandEngine:
             *lines, self._text = (self._text + text).split(b"\n")
             for line in lines:
                 self._hear(json.loads(line))
-        if self._ending is None and self._pid is not None:
-            self._measure()
+        if self._ending is None and self._keeper_pid is not None:
+            self._measure(keeper.below(self._keeper_pid))
 
     def _hear(self, news: Mapping[str, Any]) -> None:
         if "started" in news:
-            self._pid = news["started"]
+            self._pid, self._keeper_pid = news["started"], news["keeper"]
         elif "refused" in news:
             self._end(Ending(started=False, text=f"cannot be started: {news['refused']}"))
         else:
@@ -268,7 +269,8 @@ class CommandEngine:
                 with contextlib.suppress(OSError):  # what was not sent any more
                     assert pipe is not None  # noqa: S101 - asked for
                     pipe.close()
-        self._keeper, self._pid, self._ending = None, None, ending
+        self._keeper = self._pid = self._keeper_pid = None
+        self._ending = ending
         self._tell(
             "program_ended",
             exit_code=ending.exit_code,
@@ -295,9 +297,7 @@ class CommandEngine:
                         os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
 
-    def _measure(self) -> None:
-        assert self._pid is not None  # noqa: S101 - asked only while there is one
-        pids = [self._pid, *keeper.below(self._pid)]
+    def _measure(self, pids: list[int]) -> None:
         on_card = self._spec.device == "cuda"
         held_bytes, most_bytes = (_on_card(pids), 0) if on_card else _resident(pids)
         if held_bytes is not None:

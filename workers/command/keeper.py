@@ -13,7 +13,8 @@ Where the guard and the keeper are killed at once, only the program itself ends 
 
 Standard input: one line of JSON (`argv`, `env`, `cwd`, `log`, `watch`: ids of processes with their
 start times), later lines `stop SECONDS`; its end means that the worker is gone. Standard output:
-lines of JSON, `{"started": pid}` or `{"refused": text}`, then `{"ended": wait status, "left": n}`.
+lines of JSON, `{"started": pid, "keeper": pid}` or `{"refused": text}`, then `{"ended": wait
+status, "left": n}`.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ def _keep(guard: int) -> None:
         _reap()
         _tell(refused=why_not)
         return
-    _tell(started=program)
+    _tell(started=program, keeper=os.getpid())
     status, is_alone, deadline_s = None, False, float("inf")
     is_open = True
     while status is None:
