@@ -18,13 +18,13 @@ from orchestrator.cli.loading import config_of, config_of_one_machine, duration_
 from orchestrator.config.schema import Config
 from orchestrator.config.yaml_source import read_text
 from orchestrator.errors import UsageError
-from orchestrator.jobs.code import code_of
 from orchestrator.jobs.inbox import waiting
 from orchestrator.jobs.journal import QUEUE_NAME, queue_of
 from orchestrator.jobs.model import Job, Submitted
 from orchestrator.jobs.sweep import JobFile, expand
 from orchestrator.record.archive import StoredRun, read_run
 from orchestrator.record.folders import command_for, list_runs
+from workers.command.code import code_of
 
 if TYPE_CHECKING:
     from orchestrator.run.runner import Options
@@ -157,7 +157,7 @@ def prepared(jobs: Iterable[Job]) -> tuple[Job, ...]:
         cwd = job.command.cwd or ""
         if "{" not in cwd:
             cwd = str(Path.cwd() / Path(cwd).expanduser())
-            codes.setdefault(cwd, code_of(Path(cwd)))
+            codes.setdefault(cwd, code_of(cwd) if Path(cwd).is_dir() else None)
         return replace(now, command=replace(job.command, cwd=cwd), code=codes.get(cwd))
 
     return tuple(map(of_here, jobs))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -40,12 +41,19 @@ from orchestrator.jobs.model import (
 )
 from orchestrator.jobs.queue import NODE_LOST_S, Queue
 from orchestrator.record.events import EventLog
+from orchestrator.record.jobs import QueueSnapshot, write_outlook
+from orchestrator.view.cells import UNICODE
+from orchestrator.view.jobs import summary_line
+from workers.command.code import CODE
 from workers.messages import STARVED
 from workers.settings import CommandSpec
 
 #: A training that has had no room for a step for so long is moved or parked. Long enough for a
 #: neighbour's peak to pass.
 _NO_ROOM_S: Final = 15.0
+
+#: Viewers are told so often why jobs wait.
+_OUTLOOK_EVERY_S: Final = 5.0
 
 #: The part of a queue's folder with the folder of each job.
 FILES: Final = "files"
@@ -91,6 +99,7 @@ class Dispatcher:
             name: node_budget(name, node, self.config) for name, node in self.config.nodes.items()
         }
         self._at_s = max((each.since_s for each in self.queue.standings.values()), default=0.0)
+        self._outlook_at_s = 0.0
         self._peak_bytes: dict[str, int] = {}
         self._no_room_since_s: dict[str, float] = {}
         self._away_since_s: dict[str, float] = {}
@@ -135,6 +144,10 @@ class Dispatcher:
             self.problem = f"the journal of jobs cannot be written: {error.strerror or error}"
             return ()
         self.problem = None
+        if self._at_s - self._outlook_at_s >= _OUTLOOK_EVERY_S:
+            self._outlook_at_s = self._at_s
+            with suppress(OSError):  # it is for people alone
+                write_outlook(self.folder, self.queue.standings.values())
         return tuple(orders)
 
     def _take_inbox(self) -> None:
@@ -261,7 +274,7 @@ class Dispatcher:
             if self.target.one_machine
             else max(1, share.gpus),
             workload=replace(plan.spec.workload, seed=config.workload.seed),
-            command=None if job.command is None else self._command(job.command),
+            command=None if job.command is None else self._command(job.command, job.code),
         )
         return replace(
             plan,
@@ -270,12 +283,14 @@ class Dispatcher:
             num_gpus=math.floor(1e4 * part) / 1e4 if share.gpus else 0.0,
         )
 
-    def _command(self, command: CommandSpec) -> CommandSpec:
-        """Put the folders of other jobs into a command."""
+    def _command(self, command: CommandSpec, code: str | None) -> CommandSpec:
+        """Put the folders of other jobs into a command, and which code was submitted."""
+        submitted = {} if code is None else {CODE: code}
         return replace(
             command,
             argv=tuple(self._with_folders(word) for word in command.argv),
-            env={name: self._with_folders(value) for name, value in command.env.items()},
+            env={name: self._with_folders(value) for name, value in command.env.items()}
+            | submitted,
         )
 
     def _with_folders(self, text: str) -> str:
@@ -284,10 +299,10 @@ class Dispatcher:
         return text
 
     def headline(self) -> str:
-        """Return how many jobs are in which state, in a line."""
-        states = [standing.state for standing in self.queue.standings.values()]
-        counts = {state: states.count(state) for state in JobState if state in states}
-        return ", ".join(f"{count} {state}" for state, count in counts.items()) or "no jobs yet"
+        """Return how many jobs are in which state, and when the last may end, in a line."""
+        standings = tuple(self.queue.standings.values())
+        now = QueueSnapshot(standings=standings, now_s=self._at_s, held=self.queue.held)
+        return summary_line(now, UNICODE)
 
     def notices(self) -> Iterator[str]:
         """Yield a line for what a person may want to do something about."""

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from orchestrator.jobs import inbox
-from orchestrator.jobs.code import code_of
 from orchestrator.jobs.journal import JOURNAL_NAME, Journal
 from orchestrator.jobs.model import Assigned, Job, QueueHeld, Record, Said, Submitted, Word
 from orchestrator.record.jobs import QueueReader, write_outlook
@@ -133,7 +132,7 @@ def test_hold_and_release_without_a_job_are_about_the_queue(command: Command, fo
         (("list", "--run", "beef"), "there is no run 'beef'"),
         (("list", "--run-dir", "elsewhere"), "`python -m orchestrator jobs run FILE` begins one"),
         (("submit",), "there is nothing to submit"),
-        (("submit", "none.yaml"), "none.yaml cannot be read"),
+        (("submit", "none.yaml"), "none.yaml: no such file"),
         (("submit", "python", "train.py"), "-- python train.py"),
         (("submit", "--trian", "lr=1"), "there is no option --trian"),
         (("submit", "--name", "x", "none.yaml"), "is a job file"),
@@ -200,15 +199,6 @@ def test_what_the_head_expects_is_shown_of_jobs_that_wait(folder: Path) -> None:
     shown = {one.job.name: (one.reason, one.expected_start_s) for one in picture.standings}
     assert shown["lr-1"] == ("pc1 is taken", 9.0)
     assert shown["lr-0"][0] != "must not be shown"
-
-
-def test_the_code_of_a_folder_changes_with_its_files(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("lr = 1\n")
-    before = code_of(tmp_path)
-    (tmp_path / "train.py").write_text("lr = 2\n")
-    assert before is not None
-    assert before != code_of(tmp_path)
-    assert code_of(tmp_path / "nowhere") is None
 
 
 @pytest.mark.torch

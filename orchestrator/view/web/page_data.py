@@ -248,8 +248,10 @@ def cards_of(frame: Frame) -> Json:
     return {"titles": titles, "rows": lines}
 
 
-def jobs_of(queue: QueueSnapshot, *, with_control: bool = False) -> Json:
-    """Return the jobs of a queue, a line for each with its name."""
+def jobs_of(queue: QueueSnapshot | None, *, with_control: bool = False) -> Json:
+    """Return the jobs of a queue, a line for each with its name; no line where there is none."""
+    if queue is None:
+        return {"line": None, "titles": (), "rows": (), "control": False}
     rows = []
     for standing in current(queue):
         cells: dict[str, Cell] = dict(job_cells(standing, queue, UNICODE))

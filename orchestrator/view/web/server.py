@@ -403,8 +403,6 @@ class Site:
 
     async def _get_jobs(self, request: web.Request, _query: Query) -> web.StreamResponse:
         queue = (await self.hub.frame()).queue
-        if queue is None:
-            raise _RefusedError(404, "this run has no queue of jobs")
         control = self.access.with_control
         told = await asyncio.to_thread(page_data.jobs_of, queue, with_control=control)
         return _json(request, {"schema": SCHEMA, **told})
