@@ -33,7 +33,7 @@ class JobFiles:
 
     def __init__(self, queue_folder: Path, *, one_machine: bool, events: EventLog) -> None:
         """Touch nothing yet; `one_machine`: commands write into their folders here themselves."""
-        self._folder = queue_folder
+        self._folder = queue_folder.absolute()
         self._one_machine = one_machine
         self._events = events
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="job-files")
