@@ -334,6 +334,11 @@ def traceback_text(exc: BaseException) -> str:
     return text[:head_chars] + _CUT + text[-tail_chars:]
 
 
+def one_line(exc: BaseException) -> str:
+    """Return the type of an exception and what it says, as one line of at most 300 characters."""
+    return f"{type(exc).__name__}: {' '.join(_message(exc).split())}"[:_TEXT_LIMIT_CHARS]
+
+
 def drop_frames(exc: BaseException) -> None:
     """Drop what the frames of its tracebacks hold: a workload that keeps the exception must not
     keep its tensors.

@@ -83,8 +83,8 @@ _hints = cache(get_type_hints)
 
 
 @contextmanager
-def reading(folder: Path) -> Iterator[sqlite3.Connection]:
-    """Open a store for one consistent look.
+def reading(folder: Path, most_s: float | None = None) -> Iterator[sqlite3.Connection]:
+    """Open a store for one consistent look, which may take `most_s`.
 
     Read-only; a writer may be active. That needs a shared file beside the store. Where none can be
     made (a folder that is read-only or another user's) no writer can use this path either, and a
@@ -101,24 +101,25 @@ def reading(folder: Path) -> Iterator[sqlite3.Connection]:
         )
     if path.is_symlink() or not path.is_file():
         raise NothingStoredError(folder, STORE_NAME)
+    most_s = _READING_MOST_S if most_s is None else most_s
     with explained(path), ExitStack() as stack:
         try:
-            store = stack.enter_context(_connected(f"{path.absolute().as_uri()}?mode=ro"))
+            store = stack.enter_context(_connected(f"{path.absolute().as_uri()}?mode=ro", most_s))
         except sqlite3.OperationalError as failure:
             if failure.sqlite_errorcode & 0xFF not in _CANNOT_SHARE:
                 raise
             place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="orchestrator-")))
             for source in folder.glob(f"{STORE_NAME}*"):  # with its log
                 shutil.copyfile(source, place / source.name)
-            store = stack.enter_context(_connected((place / STORE_NAME).as_uri()))
+            store = stack.enter_context(_connected((place / STORE_NAME).as_uri(), most_s))
         _check_schema(store, path)
         yield store
 
 
 @contextmanager
-def _connected(uri: str) -> Iterator[sqlite3.Connection]:
+def _connected(uri: str, most_s: float) -> Iterator[sqlite3.Connection]:
     """Hold a connection that aborts statements that take too long or grow too large."""
-    until_s = time.monotonic() + _READING_MOST_S
+    until_s = time.monotonic() + most_s
     try:
         with closing(
             sqlite3.connect(uri, uri=True, timeout=_PATIENCE_S, isolation_level=None)
@@ -139,7 +140,7 @@ def _connected(uri: str) -> Iterator[sqlite3.Connection]:
             # Nothing but a signal ends the look at the clock early, and SQLite keeps to itself what
             # that raised.
             raise KeyboardInterrupt from failure
-        raise ValueError(f"it takes longer than {_READING_MOST_S:.0f} s") from failure
+        raise ValueError(f"it takes longer than {most_s:.0f} s") from failure
 
 
 @contextmanager
@@ -556,7 +557,7 @@ class Follower:
             events=events,
             freshness=freshness,
             late_s=late_s,
-            missed=_missed(events) or (() if before is None else before.missed),
+            missed=missed_of(events) or (() if before is None else before.missed),
             queue=self._queue_reader.look(snapshot.rows, self._unix_s()),
         )
         return self._frame
@@ -571,7 +572,8 @@ class Follower:
         return (Freshness.LATE if late_s > LATE_AFTER_S else Freshness.LIVE), late_s
 
 
-def _missed(events: Iterable[StoredEvent]) -> tuple[str, ...]:
+def missed_of(events: Iterable[StoredEvent]) -> tuple[str, ...]:
+    """Return what fell short, as the end of a run among these events says."""
     ends = [event.details.get("missed") for event in events if event.event == "run_ended"]
     return tuple(map(str, ends[-1])) if ends and isinstance(ends[-1], list) else ()
 

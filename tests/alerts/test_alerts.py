@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -58,6 +59,12 @@ def test_the_gauge_names_what_fires() -> None:
         f'subject="{slot}"}} 1.0'
         for slot in ("pc1/0", "pc1/1")
     ]
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+    text = exposition(frame_at(0), (), Deliveries(), {}).decode()
+    asked = set(re.findall(r"orchestrator_\w+", (FOLDER / "grafana.json").read_text()))
+    assert asked <= set(re.findall(r"orchestrator_\w+", text))
 
 
 @pytest.mark.parametrize("name", RENDERED)

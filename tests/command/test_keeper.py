@@ -39,8 +39,7 @@ time.sleep(600)
 """
 
 ROLES = ("worker", "keeper", "guard", "program")
-#: The keeper and the guard together: then the worker ends what is left, by its environment, which
-#: this child does not have.
+#: The keeper and the guard at once have a test of their own.
 ORDERS = [
     order
     for order in [*itertools.permutations(ROLES, 1), *itertools.permutations(ROLES, 2)]
@@ -102,9 +101,10 @@ def test_next_attempt_ends_what_kills_left(tmp_path: Path, state_dir: Path) -> N
 
 
 def test_worker_ends_what_its_keepers_left(tmp_path: Path, state_dir: Path) -> None:
-    slot = Slot(command_spec("-c", FORKS, cwd=str(tmp_path)))
+    slot = Slot(command_spec("-c", STUBBORN, cwd=str(tmp_path)))
     slot.slice()
     program, child = told(tmp_path / "pids")
+    slot.slice()
     keeper = parent_of(program)
     for pid in (parent_of(keeper), keeper):
         kill(pid)

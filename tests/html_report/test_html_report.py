@@ -165,7 +165,7 @@ def test_the_file_is_written_whole_or_refused_in_a_sentence(folder: Path, tmp_pa
 @needs_chromium
 def test_a_browser_shows_it_without_a_request(folder: Path, other: Path, tmp_path: Path) -> None:
     path = tmp_path / "r.html"
-    html_report.write(path, html_report.html(html_report.frozen(folder, other), HOSTILE))
+    path.write_text(html_report.html(html_report.frozen(folder, other), HOSTILE))
 
     async def look() -> None:
         async with browser(tmp_path) as shown:

@@ -21,7 +21,6 @@ from orchestrator.lab.tune.report import (
     SeedNoise,
     gain_of,
     gain_words,
-    pareto_names,
     parity_of,
     rows_of,
 )
@@ -105,14 +104,6 @@ def test_each_lever_gets_the_verdict_of_what_it_is_for(found: Measurements) -> N
     ]  # fmt: skip
     assert "SIGKILL" in rows[4].reason
     assert rows[5].reason == "this version has no key train.adapter"
-    assert pareto_names(ALL, rows, found.opened) == (FAST.name, SMALL.name)
-
-
-def test_two_rounds_name_no_pareto_set(found: Measurements) -> None:
-    short = replace(found, data=replace(found.data, rounds=found.data.rounds[:2]))
-    rows = rows_of(ALL, short, {NEVER.name: "this version has no key train.adapter"})
-    assert rows[0].speed_ratio is not None
-    assert pareto_names(ALL, rows, short.opened) == ()
 
 
 def test_a_budget_in_which_no_lever_has_its_rounds_is_refused() -> None:
@@ -254,21 +245,23 @@ def test_of_two_levers_of_a_key_the_faster_one_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "open_levers", "name", "decided"),
+    ("low", "high", "open_levers", "stays", "decided"),
     [
-        (1.1, 1.2, [], FAST.name, True),
-        (0.9, 1.2, [], "your file=optimizer adamw-loop", False),
-        (0.8, 0.9, [], "your file=optimizer adamw-loop", True),
-        (1.1, 1.2, ["micro=8"], FAST.name, False),
+        (1.1, 1.2, [], False, True),
+        (0.9, 1.2, [], True, False),
+        (0.8, 0.9, [], True, True),
+        (1.1, 1.2, ["micro=8"], False, False),
     ],
 )
 def test_the_users_file_stays_unless_a_set_is_surely_faster(
-    low: float, high: float, open_levers: list[str], name: str, *, decided: bool
+    low: float, high: float, open_levers: list[str], *, stays: bool, decided: bool
 ) -> None:
-    yours = passes.your_file({"optimizer": "adamw-foreach"}, {"optimizer": "adamw-loop"})
+    own = {"optimizer": "adamw-loop"}
+    yours = passes.your_file({"optimizer": "adamw-foreach"}, own)
     gain = Gain(ratio=(low + high) / 2, low=low, high=high)
     choice = passes.choose(FAST, yours, gain, open_levers, "speed")
-    assert (choice.name, choice.decided) == (name, decided)
+    assert choice.changes == (own if stays else FAST.changes)
+    assert choice.decided is decided
 
 
 @pytest.mark.parametrize(

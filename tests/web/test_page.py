@@ -249,9 +249,8 @@ def test_a_hidden_page_is_sent_nothing(folder: Path, tmp_path: Path) -> None:
 
 def test_the_same_page_runs_from_one_file(folder: Path, tmp_path: Path) -> None:
     make_run(folder, slots=24).end("good", 0, None, [])
-    html_report.write(
-        tmp_path / "run.html", html_report.html(html_report.frozen(folder), "one file")
-    )
+    page_text = html_report.html(html_report.frozen(folder), "one file")
+    (tmp_path / "run.html").write_text(page_text)
 
     async def scene() -> None:
         async with browser(tmp_path) as page:

@@ -29,7 +29,7 @@ from workers.command import keeper
 from workers.command.code import CODE, code_of, is_same_code
 from workers.command.files import Log, Record, Results, folder_of
 from workers.command.launch import JOB_DIR, launch
-from workers.host.processes import start_time
+from workers.host.processes import is_alive, start_time
 from workers.messages import (
     DeviceInfo,
     Directive,
@@ -79,6 +79,8 @@ class CommandEngine:
         self._keeper: subprocess.Popen[bytes] | None = None
         self._pid: int | None = None
         self._keeper_pid: int | None = None
+        self._group: dict[int, str | None] = {}
+        """The processes below the keeper at the last look, each with when it began."""
         self._text = b""
         self._began_s = 0.0
         self._stop_at_s: float | None = None
@@ -235,6 +237,10 @@ class CommandEngine:
 
     def _keeper_lost(self) -> None:
         """The kernel has ended the program with its keeper; end what that one had started."""
+        for pid, started in self._group.items():
+            if is_alive(pid, started):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
         self._end_left_over(0.0)
         self._judge(-signal.SIGKILL)
 
@@ -298,6 +304,7 @@ class CommandEngine:
             time.sleep(0.05)
 
     def _measure(self, pids: list[int]) -> None:
+        self._group = {pid: start_time(pid) for pid in pids}
         on_card = self._spec.device == "cuda"
         held_bytes, most_bytes = (_on_card(pids), 0) if on_card else _resident(pids)
         if held_bytes is not None:

@@ -8,8 +8,8 @@ told to, and when the worker, a process that the worker depends on, or the guard
 ends all of them when the keeper is gone; the kernel ends the program itself with the keeper.
 
 Neither is a child of the worker: Ray has a worker that is told to end kill its children first.
-Where the guard and the keeper are killed at once, only the program itself ends with them;
-`engine.py` looks for the rest. Linux only.
+Where the guard and the keeper are killed at once, only the program itself ends with them; the
+worker, or the job's next one, ends the rest (`engine.py`). Linux only.
 
 Standard input: one line of JSON (`argv`, `env`, `cwd`, `log`, `watch`: ids of processes with their
 start times), later lines `stop SECONDS`; its end means that the worker is gone. Standard output:

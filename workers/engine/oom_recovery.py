@@ -19,6 +19,7 @@ from workers.messages import ContextCorruptedError, StepCounts, WorkerState
 from workers.oom import Failure
 from workers.policy.base import Decision, Run, StepOom
 from workers.settings import FailureKind, MemorySettings
+from workers.units import MIB
 
 #: Share by which a claim must have changed to be an event: free memory always moves a little.
 _MIN_CLAIM_CHANGE = 0.01
@@ -249,6 +250,9 @@ def stay_in_emergency(session: Session, stats: SliceStats, reason: str) -> None:
     """No step fits: prove that the device answers, wait for the end of the slice, and measure again
     for the next.
     """
+    if (least_bytes := session.workload.least_bytes) is not None:
+        allowed_bytes = session.allowed_bytes or session.device.most_bytes
+        reason += f" (planned {least_bytes / MIB:.1f} MiB, allowed {allowed_bytes / MIB:.1f})"
     session.enter_emergency(stats, reason)
     session.park(stats)
     stats.settle(*session.waiting_state(WorkerState.EMERGENCY, reason))

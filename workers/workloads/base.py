@@ -104,6 +104,9 @@ class Workload(ABC):
     #: nothing.
     notice: str = ""
 
+    #: What the smallest step is planned to take on the device; `None`: that is not known.
+    least_bytes: int | None = None
+
     @classmethod
     def prepare(cls, settings: Mapping[str, Scalar]) -> None:
         """Import what it needs beside its own module, before the device is opened and the cap is

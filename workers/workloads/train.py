@@ -122,7 +122,7 @@ class Train(Workload):
         """The newest checkpoint, where `train.checkpoints` is `head`."""
         if self._checkpoints is None or self._settings.checkpoints != "head":
             return None
-        return self._checkpoints.newest_file()
+        return self._checkpoints.good
 
     def rungs(self, batch: int) -> Sequence[Rung]:
         """Offer micro-batches, recomputed blocks and states on the host.
@@ -140,6 +140,7 @@ class Train(Workload):
                 self._planner = planner
             ram_bytes = host_share(on_card=on_card).ram_bytes
             self._ladder = planned_ladder(planner, settings, ram_bytes)
+            self.least_bytes = self._ladder.least_bytes()
         except TaskError as error:
             self.context.tell("not_planned", reason=str(error))
             self._ladder = unplanned_ladder(settings)

@@ -21,7 +21,6 @@ from orchestrator.lab.tune.report import (
     Objective,
     SeedNoise,
     gain_words,
-    pareto_names,
     rows_of,
 )
 from orchestrator.lab.tune.results import (
@@ -44,8 +43,6 @@ JudgedLever = tuple[Candidate, LeverRow]
 class Choice:
     """What to use, and why."""
 
-    name: str
-    """Of the arm; `baseline`, `your file=…` or a set."""
     changes: Mapping[str, Any]
     """Against the baseline."""
     reason: str
@@ -192,8 +189,8 @@ def choose(
             reason, stays = f"your file stays: {reason}", True
             decided = decided and best_to_yours.high < 1.0
     if stays and yours is not None:
-        name, changes = yours.name, yours.changes
-    return Choice(name=name, changes=changes, reason=reason + doubt, decided=decided)
+        changes = yours.changes
+    return Choice(changes=changes, reason=reason + doubt, decided=decided)
 
 
 def _may_be_chosen(candidate: Candidate, row: LeverRow, objective: Objective) -> bool:
@@ -280,7 +277,6 @@ class Passes:
             chosen={**task.baseline, **choice.changes},
             choice=choice.reason,
             decided=choice.decided,
-            pareto=pareto_names([candidate for candidate, _ in every], rows, self._journal.opened),
         )
 
     def _measure(self, pass_name: str, candidates: Sequence[Candidate], share: float) -> PassData:

@@ -1,4 +1,4 @@
-"""From the measurements of a pass to rows: effects, parity, verdicts, and the Pareto set. Pure.
+"""From the measurements of a pass to rows: effects, parity, verdicts. Pure.
 
 What is judged is "it helps": more speed, for a lever whose aim is memory fewer bytes, and for one
 that changes what is trained a lower validation loss. A lever must leave the result of a training as
@@ -9,10 +9,10 @@ the difference with what another seed changes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from statistics import fmean, median
+from statistics import median
 from typing import Final, Literal, TypeAlias
 
 from orchestrator.config.gpu_specs import match_profile, peak_tflops
@@ -28,6 +28,7 @@ from orchestrator.lab.tune.statistics import (
     holm,
     log_ratios,
 )
+from orchestrator.view.cells import mean
 from workers.tuning.messages import Opened
 
 Objective: TypeAlias = Literal["speed", "memory", "balanced"]
@@ -129,7 +130,7 @@ class SeedNoise:
             for one, other in pairs
             if one.validation_loss is not None and other.validation_loss is not None
         ]
-        return cls(loss=_mean(losses), validation=_mean(validations))
+        return cls(loss=mean(losses), validation=mean(validations))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,12 +177,7 @@ def validation_parity(
 def _loss_gap(one: Opened, other: Opened) -> float | None:
     """Return the mean difference over the last half of the steps that both have done."""
     pairs = list(zip(one.losses, other.losses, strict=False))
-    return _mean(abs(a - b) for a, b in pairs[len(pairs) // 2 :])
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    present = [value for value in values if value is not None]
-    return fmean(present) if present else None
+    return mean(abs(a - b) for a, b in pairs[len(pairs) // 2 :])
 
 
 def judge_speed(effect: Effect | None, *, real: bool, resolve: float) -> Judgement:
@@ -488,31 +484,3 @@ def _judged(
     if parity is not None:
         reason = f"{reason}; {parity.reason}"
     return replace(row, verdict=verdict, reason=reason)
-
-
-def pareto_names(
-    candidates: Sequence[Candidate], rows: Sequence[LeverRow], opened: Mapping[str, Opened]
-) -> tuple[str, ...]:
-    """Return the names of the rows that nothing beats in speed, device bytes and host bytes.
-
-    The baseline has no row, so its repetition stands for it. A speed without an interval, from two
-    rounds or fewer, is no ground for a name.
-    """
-    costs = {
-        BASELINE if candidate.name == AGAIN else candidate.name: (
-            -(row.speed_ratio or 0.0), row.peak_bytes, opened[candidate.name].host_bytes
-        )
-        for candidate, row in zip(candidates, rows, strict=True)
-        if None not in {row.speed_ratio, row.speed_low, row.speed_high, row.peak_bytes}
-        and row.verdict not in {LeverVerdict.BROKEN, LeverVerdict.UNAVAILABLE}
-        and row.parity_class is not ParityClass.OBJECTIVE
-        and candidate.name in opened
-    }  # fmt: skip
-
-    def is_beaten(cost: tuple[float, int | None, int]) -> bool:
-        return any(
-            other != cost and all((a or 0) <= (b or 0) for a, b in zip(other, cost, strict=True))
-            for other in costs.values()
-        )
-
-    return tuple(name for name, cost in costs.items() if not is_beaten(cost))
