@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from statistics import median
 from typing import Any, Final
 
 from rich.cells import cell_len
@@ -27,6 +28,7 @@ from orchestrator.jobs.model import (
     AttemptEnded,
     Job,
     JobState,
+    Kind,
     Measured,
     Reached,
     Recalled,
@@ -89,7 +91,7 @@ def _with_row(standing: Standing, rows: Mapping[str, Row]) -> Standing:
     told = row.progress
     return replace(
         standing,
-        reason=row.reason if standing.state is JobState.RUNNING else standing.reason,
+        reason=(standing.state is JobState.RUNNING and row.reason) or standing.reason,
         step=standing.step if told.train_step is None else told.train_step,
         value=standing.value if told.loss is None else told.loss,
         out_of_memory=max(standing.out_of_memory, row.counts.oom_count),
@@ -236,17 +238,36 @@ def _left_s(standing: Standing, snapshot: QueueSnapshot) -> float | None:
 
 
 def _ends_at_s(snapshot: QueueSnapshot) -> float | None:
-    """Return when the last job ends; `None` where that of one is not known."""
-    ends: list[float] = []
+    """Return when the last job may end: all work that is left, shared among the cards that work.
+
+    A job of unknown length counts as the median of those of its kind. `None` where none is known.
+    """
+    left_s: dict[Kind, list[float]] = {Kind.TRAIN: [], Kind.COMMAND: []}
+    taken_s: dict[Kind, list[float]] = {Kind.TRAIN: [], Kind.COMMAND: []}
+    unknown: list[Kind] = []
+    running_s, cards = [0.0], set()
     for standing in current(snapshot):
-        if standing.state in ENDED:
-            continue
-        begins_s = snapshot.now_s if standing.state in ON_CARD else standing.expected_start_s
-        left_s = _left_s(standing, snapshot)
-        if begins_s is None or left_s is None:
+        kind = standing.job.kind
+        seconds = None if standing.state in ENDED else _left_s(standing, snapshot)
+        if standing.state is JobState.DONE:
+            taken_s[kind].append(standing.ran_s)
+        elif seconds is not None:
+            left_s[kind].append(seconds)
+            running_s += [seconds] if standing.state in ON_CARD else []
+        elif standing.state not in ENDED:
+            unknown.append(kind)
+        if standing.state in ON_CARD:
+            cards.add(standing.card)
+    if not cards:
+        return None
+    everything = [*left_s[Kind.TRAIN], *left_s[Kind.COMMAND], *taken_s[Kind.TRAIN]]
+    work_s = sum(map(sum, left_s.values()))
+    for kind in unknown:
+        known = taken_s[kind] or left_s[kind] or everything
+        if not known:
             return None
-        ends.append(begins_s + left_s)
-    return max(ends, default=None)
+        work_s += median(known)
+    return snapshot.now_s + max(*running_s, work_s / len(cards))
 
 
 def _moment(unix_s: float, now_s: float) -> str:

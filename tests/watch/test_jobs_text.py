@@ -68,13 +68,22 @@ def test_what_a_process_told_last_counts() -> None:
 
 
 def test_the_line_counts_states_and_says_when_the_last_job_ends() -> None:
-    later = make_standing("b", expected_start_s=NOW_S + 60.0, speeds={"3090": 1.0})
+    later = make_standing("b", speeds={"3090": 1.0})
     line = view.summary_line(queue_of(TRAINED, later), UNICODE)
     assert line.startswith("1 running, 1 queued; ends about ")
 
 
+def test_work_that_is_left_is_shared_among_the_cards_that_work() -> None:
+    """60 steps at 0.5/s are 120 s on pc1; two jobs like it come after, on two cards."""
+    beside = replace(TRAINED, job=make_job("b"), card="pc2")
+    waits = [make_standing(name) for name in "cd"]
+    told = view.queue_object(queue_of(TRAINED, beside, *waits))
+    assert told["queue_eta_s"] == pytest.approx(240.0)
+
+
 def test_the_line_of_a_queue_of_unknown_length_names_no_end() -> None:
-    line = view.summary_line(queue_of(TRAINED, make_standing("b")), UNICODE)
+    fresh = make_standing("a", "RUNNING", card="pc1")
+    line = view.summary_line(queue_of(fresh, make_standing("b")), UNICODE)
     assert line == "1 running, 1 queued"
 
 
