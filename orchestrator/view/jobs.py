@@ -39,7 +39,6 @@ from orchestrator.jobs.model import (
     Standing,
     Submitted,
 )
-from orchestrator.record.archive import Frame
 from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.record.model import Row, Snapshot, finite
 from orchestrator.record.summary import SCHEMA, summary_text
@@ -116,11 +115,9 @@ def summary_line(snapshot: QueueSnapshot, glyphs: Glyphs) -> str:
     return said if ends_s is None else f"{said}; ends about {_moment(ends_s, snapshot.now_s)}"
 
 
-def with_jobs(frame: Frame, glyphs: Glyphs) -> Snapshot:
+def with_jobs(snapshot: Snapshot, queue: QueueSnapshot | None, glyphs: Glyphs) -> Snapshot:
     """Return the picture of a run with the line of its queue, where it has one."""
-    if frame.queue is None:
-        return frame.snapshot
-    return replace(frame.snapshot, jobs=summary_line(frame.queue, glyphs))
+    return snapshot if queue is None else replace(snapshot, jobs=summary_line(queue, glyphs))
 
 
 def jobs_lines(snapshot: QueueSnapshot, width: int | None, glyphs: Glyphs) -> list[Text]:
