@@ -461,6 +461,6 @@ class Report:
     output: PrintedOutput | None = None
     """`None`: nothing was printed, or it is not captured."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The last of each figure in the results of a program of the user."""
+    """The last of each figure by which a training, or a program of the user, judges itself."""
     ended: Ending | None = None
     """How that program ended; `None` while it runs, and of a workload."""

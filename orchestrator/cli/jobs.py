@@ -160,7 +160,8 @@ def submit(  # noqa: PLR0913 - one parameter for each option of the command
         said = {"after": after, "priority": priority, "hours": hours}
         options = {key: value for key, value in said.items() if value is not None}
         file = from_words(base, train, over or (), given, name=name, known=known, **options)
-    added = _not_known(jobs_run.prepared(expand(file)), known)
+    head_node = None if _on_one_machine(folder) else base.head_node
+    added = _not_known(jobs_run.prepared(expand(file), head_node), known)
     now_s = time.time()
     if added:
         _put(folder, [Submitted(at_s=now_s, job=job) for job in added])
@@ -362,6 +363,13 @@ def _config_of(folder: Path, usual: Config) -> Config:
     except ArchiveError:
         return usual
     return config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")
+
+
+def _on_one_machine(folder: Path) -> bool:
+    try:
+        return read_run(folder).facts.one_machine
+    except ArchiveError:
+        return False  # nothing has begun yet
 
 
 def _snapshot(folder: Path) -> QueueSnapshot:

@@ -15,6 +15,7 @@ import typer
 
 from orchestrator.cli import options as opt
 from orchestrator.cli.loading import config_of, config_of_one_machine, duration_s, experiments_of
+from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import Config
 from orchestrator.config.yaml_source import read_text
 from orchestrator.errors import UsageError
@@ -85,7 +86,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
             "there is no unfinished queue to go on with; name a job file, or wait for jobs with "
             "--stay"
         )
-    options = _with_jobs(options, jobs)
+    options = _with_jobs(options, jobs, None if rehearse or local else loaded.head_node)
     if rehearse:
         environment = environments.in_rehearsal(loaded, None)
     elif local:
@@ -135,23 +136,32 @@ def _with_new(options: Options, stored: StoredRun, jobs: Sequence[Job]) -> Optio
         + f"; look at it: {command_for(stored.folder, 'report')}",
         err=True,
     )
-    return _with_jobs(options, added)
+    facts = stored.facts
+    config = config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")
+    return _with_jobs(options, added, None if facts.one_machine else config.head_node)
 
 
-def _with_jobs(options: Options, jobs: Sequence[Job]) -> Options:
-    submitted = tuple(Submitted(at_s=job.submitted_at_unix_s, job=job) for job in prepared(jobs))
+def _with_jobs(options: Options, jobs: Sequence[Job], head_node: str | None) -> Options:
+    submitted = tuple(
+        Submitted(at_s=job.submitted_at_unix_s, job=job) for job in prepared(jobs, head_node)
+    )
     assert options.queue is not None  # noqa: S101 - of this verb
     return replace(options, queue=replace(options.queue, submitted=submitted))
 
 
-def prepared(jobs: Iterable[Job]) -> tuple[Job, ...]:
+def prepared(jobs: Iterable[Job], head_node: str | None) -> tuple[Job, ...]:
     """Return jobs as they are submitted here and now: with the time, the folder of a command, and
     its code.
+
+    The folders of jobs are on the head's PC. Where other PCs work too, `head_node` is its name: a
+    job that names the folder of another then runs there.
     """
     codes: dict[str, str | None] = {}
 
     def of_here(job: Job) -> Job:
         now = replace(job, submitted_at_unix_s=time.time())
+        if head_node is not None and not job.nodes and _names_folder(job):
+            now = replace(now, nodes=(head_node,))
         if job.command is None:
             return now
         cwd = job.command.cwd or ""
@@ -161,6 +171,13 @@ def prepared(jobs: Iterable[Job]) -> tuple[Job, ...]:
         return replace(now, command=replace(job.command, cwd=cwd), code=codes.get(cwd))
 
     return tuple(map(of_here, jobs))
+
+
+def _names_folder(job: Job) -> bool:
+    texts = [str(value) for value in job.overrides.values()]
+    if job.command is not None:
+        texts += [*job.command.argv, *job.command.env.values(), job.command.cwd or ""]
+    return any(".dir}" in text for text in texts)
 
 
 def read_file(file: str, base: Config, known: Sequence[Job] = ()) -> JobFile:

@@ -27,6 +27,7 @@ from orchestrator.jobs.model import (
     ENDED,
     ON_CARD,
     Assigned,
+    AttemptEnded,
     Card,
     Cause,
     Job,
@@ -36,15 +37,19 @@ from orchestrator.jobs.model import (
     Record,
     Rested,
     Seen,
+    Settled,
     Standing,
     World,
 )
 from orchestrator.jobs.queue import NODE_LOST_S, Queue
 from orchestrator.record.events import EventLog
 from orchestrator.record.jobs import QueueSnapshot, write_outlook
+from orchestrator.run.job_files import JobFiles
 from orchestrator.view.cells import UNICODE
 from orchestrator.view.jobs import summary_line
 from workers.command.code import CODE
+from workers.command.engine import ATTEMPT
+from workers.command.launch import JOB_DIR, RESUME
 from workers.messages import STARVED
 from workers.settings import CommandSpec
 
@@ -52,11 +57,11 @@ from workers.settings import CommandSpec
 #: neighbour's peak to pass.
 _NO_ROOM_S: Final = 15.0
 
+#: A line about all jobs is made so often: of 10,000 it takes 50 ms.
+_HEADLINE_EVERY_S: Final = 1.0
+
 #: Viewers are told so often why jobs wait.
 _OUTLOOK_EVERY_S: Final = 5.0
-
-#: The part of a queue's folder with the folder of each job.
-FILES: Final = "files"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +106,10 @@ class Dispatcher:
         self._at_s = max((each.since_s for each in self.queue.standings.values()), default=0.0)
         self._outlook_at_s = 0.0
         self._peak_bytes: dict[str, int] = {}
+        self._files = JobFiles(self.folder, one_machine=self.target.one_machine, events=self.events)
         self._no_room_since_s: dict[str, float] = {}
         self._away_since_s: dict[str, float] = {}
+        self._headline = -math.inf, ""
 
     @property
     def is_over(self) -> bool:
@@ -180,6 +187,10 @@ class Dispatcher:
             case Assigned():
                 self._peak_bytes.pop(record.job, None)
                 yield Begin(plan=self._plan(self.queue.standings[record.job]))
+            case Settled(to=JobState.STOPPED):
+                self._files.drop_state(record.job)
+            case AttemptEnded(cause=Cause.DONE):
+                self._files.drop_state(record.job)
             case Recalled() | Rested():
                 # After a node was lost nothing was recalled, and its slot must not come back.
                 yield Rest(slot=record.job)
@@ -230,6 +241,10 @@ class Dispatcher:
         if not has_no_room:
             self._no_room_since_s.pop(name, None)
         cause, text, exit_code = _end(slot, standing.job)
+        if cause is Cause.DONE and not self._files.are_there(
+            standing.job, standing.attempt, self._plan(standing).spec
+        ):
+            cause, text = None, "what it leaves is written into its folder"
         step, steps, eta_s = progress.train_step, progress.train_steps, progress.eta_s
         left = None if step is None or steps is None else steps - step
         return Seen(
@@ -244,7 +259,7 @@ class Dispatcher:
             exit_code=exit_code,
             step=step,
             steps=steps,
-            value=progress.loss,
+            value=self._value(standing.job, slot),
             steps_per_s=left / eta_s if left and eta_s else None,
             eta_s=eta_s,
             peak_bytes=self._peak_bytes.get(name),
@@ -253,12 +268,22 @@ class Dispatcher:
             sha256=progress.weights_sha256,
         )
 
+    def _value(self, job: Job, slot: Slot) -> float | None:
+        """Return the job's metric; `None` before it was told."""
+        metric = "loss" if job.milestones is None else job.milestones.metric
+        told = {} if slot.report is None else slot.report.metrics
+        return told.get(metric, slot.training.progress.loss if metric == "loss" else None)
+
     def _plan(self, standing: Standing) -> SlotPlan:
         """Return the slot of a job that has a place."""
         job, card = standing.job, str(standing.card)
         node = card.partition(":")[0]
         budget_bytes = standing.budget_bytes or 0
-        config = job_config(self.config, job)
+        overrides = {
+            key: self._with_folders(value) if isinstance(value, str) else value
+            for key, value in job.overrides.items()
+        }
+        config = job_config(self.config, replace(job, overrides=overrides))
         plan = next(each for each in plan_slots(config, self.target) if each.spec.node == node)
         share, whole = self._budgets[node], self._budgets[node].card_budget_bytes
         part = 1.0 if standing.alone else min(1.0, budget_bytes / whole)
@@ -274,7 +299,8 @@ class Dispatcher:
             if self.target.one_machine
             else max(1, share.gpus),
             workload=replace(plan.spec.workload, seed=config.workload.seed),
-            command=None if job.command is None else self._command(job.command, job.code),
+            run_id=self.folder.parent.name,
+            command=None if job.command is None else self._command(standing, job.command),
         )
         return replace(
             plan,
@@ -283,26 +309,36 @@ class Dispatcher:
             num_gpus=math.floor(1e4 * part) / 1e4 if share.gpus else 0.0,
         )
 
-    def _command(self, command: CommandSpec, code: str | None) -> CommandSpec:
-        """Put the folders of other jobs into a command, and which code was submitted."""
-        submitted = {} if code is None else {CODE: code}
+    def _command(self, standing: Standing, command: CommandSpec) -> CommandSpec:
+        """Return a command with the folders of other jobs, and what its attempt is told."""
+        job, attempt = standing.job, standing.attempt
+        env = {name: self._with_folders(value) for name, value in command.env.items()}
+        env[ATTEMPT] = str(attempt)
+        if attempt > 1:
+            env[RESUME] = "1"
+        if job.code is not None:
+            env[CODE] = job.code
+        if self.target.one_machine:
+            env[JOB_DIR] = str(self._files.of(job.name))
         return replace(
             command,
             argv=tuple(self._with_folders(word) for word in command.argv),
-            env={name: self._with_folders(value) for name, value in command.env.items()}
-            | submitted,
+            cwd=None if command.cwd is None else self._with_folders(command.cwd),
+            env=env,
         )
 
     def _with_folders(self, text: str) -> str:
-        for name in self.queue.standings if "{" in text else ():
-            text = text.replace(f"{{{name}.dir}}", str(self.folder / FILES / name))
+        for name in self.queue.names if ".dir}" in text else ():
+            text = text.replace(f"{{{name}.dir}}", str(self._files.of(name)))
         return text
 
     def headline(self) -> str:
         """Return how many jobs are in which state, and when the last may end, in a line."""
-        standings = tuple(self.queue.standings.values())
-        now = QueueSnapshot(standings=standings, now_s=self._at_s, held=self.queue.held)
-        return summary_line(now, UNICODE)
+        if self._at_s - self._headline[0] >= _HEADLINE_EVERY_S:
+            standings = tuple(self.queue.standings.values())
+            now = QueueSnapshot(standings=standings, now_s=self._at_s, held=self.queue.held)
+            self._headline = self._at_s, summary_line(now, UNICODE)
+        return self._headline[1]
 
     def notices(self) -> Iterator[str]:
         """Yield a line for what a person may want to do something about."""
@@ -353,7 +389,7 @@ def _end(slot: Slot, job: Job) -> tuple[Cause | None, str, int | None]:
         return None, slot.reason, None
     ended = None if slot.report is None else slot.report.ended
     if ended is not None:
-        return causes.cause_of(ended), ended.text, ended.exit_code
+        return causes.cause_of(ended), slot.reason, ended.exit_code
     if slot.phase is Phase.DONE and job.kind is Kind.TRAIN:
         return Cause.DONE, slot.reason, None
     if slot.phase is Phase.DONE:

@@ -15,7 +15,6 @@ from orchestrator.lab.tune import levers, passes
 from orchestrator.lab.tune.levers import Candidate
 from orchestrator.lab.tune.measuring import PassData
 from orchestrator.lab.tune.report import (
-    Gain,
     Measurements,
     Objective,
     SeedNoise,
@@ -126,7 +125,7 @@ def test_a_lever_without_an_interval_of_speed_is_not_confirmed(found: Measuremen
     assert known.verdict is LeverVerdict.CONFIRMED
 
 
-def gains(found: Measurements, objective: Objective) -> dict[str, Gain]:
+def gains(found: Measurements, objective: Objective) -> dict[str, Effect]:
     known = {each.name: found.gain(objective, each.name) for each in ALL if each is not DEAD}
     return {name: gain for name, gain in known.items() if gain is not None}
 
@@ -230,7 +229,7 @@ def test_of_two_levers_of_a_key_the_faster_one_is_taken() -> None:
     other = candidate("optimizer", "adamw-fused")
     row = LeverRow(lever="", setting="", verdict=LeverVerdict.CONFIRMED, reason="")
     gained = {
-        each.name: Gain(ratio=ratio, low=ratio - 0.05, high=ratio + 0.05)
+        each.name: Effect(ratio=ratio, low=ratio - 0.05, high=ratio + 0.05, p=0.0, rounds=20)
         for each, ratio in ((slower, 1.1), (FAST, 1.2), (other, 1.3))
     }
     several = passes.winners([(each, row) for each in (slower, FAST, other)], gained, "speed", 0.01)
@@ -258,7 +257,7 @@ def test_the_users_file_stays_unless_a_set_is_surely_faster(
 ) -> None:
     own = {"optimizer": "adamw-loop"}
     yours = passes.your_file({"optimizer": "adamw-foreach"}, own)
-    gain = Gain(ratio=(low + high) / 2, low=low, high=high)
+    gain = Effect(ratio=(low + high) / 2, low=low, high=high, p=0.0, rounds=20)
     choice = passes.choose(FAST, yours, gain, open_levers, "speed")
     assert choice.changes == (own if stays else FAST.changes)
     assert choice.decided is decided

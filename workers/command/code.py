@@ -24,6 +24,8 @@ _ENDINGS: Final = (
 )
 _MOST_FILES: Final = 5_000
 _SKIPPED: Final = frozenset({"__pycache__", "node_modules", "site-packages"})
+#: A folder with this file is what a run has left.
+_RUN: Final = "run.sqlite"
 
 _GIT_S: Final = 30.0
 
@@ -79,6 +81,9 @@ def _sources(root: Path) -> list[str]:
 def _all_files(root: Path) -> list[str]:
     found = []
     for folder, folders, files in os.walk(root):
+        if _RUN in files:
+            folders.clear()
+            continue
         folders[:] = sorted(
             name for name in folders if name not in _SKIPPED and not name.startswith(".")
         )

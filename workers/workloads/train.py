@@ -251,6 +251,7 @@ class Train(Workload):
         if not figures:
             return
         self.context.tell("evaluated", step=step, **figures)
+        self.metrics = dict(figures)
         loss, best = figures.get("validation_loss"), trainer.course.best_loss
         if every is None or loss is None or (best is not None and loss >= best):
             return

@@ -56,29 +56,17 @@ NOT_BEGUN: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gain:
-    """How many times better one set of settings is than another, by what counts.
-
-    1.0 is no difference.
-    """
-
-    ratio: float
-    low: float
-    high: float
-    """Infinite with too few rounds for an interval."""
-    narrows: bool = True
-    """Whether more rounds would narrow the interval."""
-
-
 def gain_of(
     objective: Objective,
     effect: Effect | None,
     peak_bytes: int | None,
     against_bytes: int | None,
     peak_noise: float,
-) -> Gain | None:
-    """Return what one arm gains over another; `None` where something of it was not measured.
+) -> Effect | None:
+    """Return how many times better one arm is than another one by what counts.
+
+    `None` where something of it was not measured. A gain of memory is of no round: more rounds do
+    not narrow its interval.
 
     Args:
         objective: What counts.
@@ -87,22 +75,24 @@ def gain_of(
         against_bytes: Of the other.
         peak_noise: The share by which peaks of equal arms differ.
     """
-    speed = None if effect is None else Gain(ratio=effect.ratio, low=effect.low, high=effect.high)
     if objective == "speed":
-        return speed
+        return effect
     if not peak_bytes or not against_bytes:
         return None
     fewer, noise = against_bytes / peak_bytes, 1 + peak_noise
     if objective == "memory":
-        return Gain(ratio=fewer, low=fewer / noise, high=fewer * noise, narrows=False)
-    if speed is None:
+        return Effect(ratio=fewer, low=fewer / noise, high=fewer * noise, p=1.0, rounds=0)
+    if effect is None:
         return None
-    return Gain(
-        ratio=speed.ratio * fewer, low=speed.low * fewer / noise, high=speed.high * fewer * noise
+    return replace(
+        effect,
+        ratio=effect.ratio * fewer,
+        low=effect.low * fewer / noise,
+        high=effect.high * fewer * noise,
     )
 
 
-def gain_words(objective: Objective, name: str, gain: Gain) -> str:
+def gain_words(objective: Objective, name: str, gain: Effect) -> str:
     """Return how a set compares with the user's file."""
     if objective == "memory":
         few, most = 1 / gain.high, 1 / gain.low
@@ -291,13 +281,13 @@ class Measurements:
 
     def gain(
         self, objective: Objective, name: str, against: str = BASELINE, of: int = 1
-    ) -> Gain | None:
+    ) -> Effect | None:
         """Return what an arm gains over another one, by what is to be best."""
         return self._gain(objective, self.effect(name, against, of), name, against)
 
     def _gain(
         self, objective: Objective, effect: Effect | None, name: str, against: str
-    ) -> Gain | None:
+    ) -> Effect | None:
         peaks = (self.peak_bytes(name), self.peak_bytes(against))
         return gain_of(objective, effect, *peaks, self.peak_noise)
 
