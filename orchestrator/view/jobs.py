@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -366,7 +367,7 @@ def job_lines(
         "time": _time(standing, snapshot),
         "error": standing.last_error if standing.last_error != standing.reason else None,
         "kind": job.kind.value + (f", of the sweep {job.sweep}" if job.sweep else ""),
-        "command": " ".join(job.command.argv) if job.command else None,
+        "command": shlex.join(job.command.argv) if job.command else None,
         "in": job.command.cwd if job.command else None,
         "settings": _pairs(job.settings or job.overrides),
         "after": ", ".join(job.after) + (" (however they end)" if job.after_any else ""),
