@@ -244,27 +244,30 @@ def _ends_at_s(snapshot: QueueSnapshot) -> float | None:
     taken_s: dict[Kind, list[float]] = {Kind.TRAIN: [], Kind.COMMAND: []}
     unknown: list[Kind] = []
     running_s, cards = [0.0], set()
-    for standing in current(snapshot):
-        kind = standing.job.kind
-        seconds = None if standing.state in ENDED else _left_s(standing, snapshot)
-        if standing.state is JobState.DONE:
-            taken_s[kind].append(standing.ran_s)
-        elif seconds is not None:
-            left_s[kind].append(seconds)
-            running_s += [seconds] if standing.state in ON_CARD else []
-        elif standing.state not in ENDED:
+    for standing in snapshot.standings:
+        state, kind = standing.state, standing.job.kind
+        if state in ENDED:
+            if state is JobState.DONE:
+                taken_s[kind].append(standing.ran_s)
+            continue
+        now = _with_row(standing, snapshot.rows) if state in ON_CARD else standing
+        seconds = _left_s(now, snapshot)
+        if seconds is None:
             unknown.append(kind)
-        if standing.state in ON_CARD:
+        else:
+            left_s[kind].append(seconds)
+        if state in ON_CARD:
             cards.add(standing.card)
+            running_s.append(seconds or 0.0)
     if not cards:
         return None
     everything = [*left_s[Kind.TRAIN], *left_s[Kind.COMMAND], *taken_s[Kind.TRAIN]]
     work_s = sum(map(sum, left_s.values()))
-    for kind in unknown:
+    for kind, count in Counter(unknown).items():
         known = taken_s[kind] or left_s[kind] or everything
         if not known:
             return None
-        work_s += median(known)
+        work_s += count * median(known)
     return snapshot.now_s + max(*running_s, work_s / len(cards))
 
 
