@@ -81,6 +81,7 @@ class Rest:
     """The slot saves, and its process ends."""
 
     slot: str
+    why: str
 
 
 Order: TypeAlias = Begin | Rest
@@ -196,9 +197,11 @@ class Dispatcher:
                 self._files.drop_state(record.job)
             case AttemptEnded(cause=Cause.DONE):
                 self._files.drop_state(record.job)
-            case Recalled() | Rested():
+            case Recalled():
+                yield Rest(slot=record.job, why=f"{record.to}: {record.reason}")
+            case Rested():
                 # After a node was lost nothing was recalled, and its slot must not come back.
-                yield Rest(slot=record.job)
+                yield Rest(slot=record.job, why=self.queue.shown(record.job).reason)
             case _:
                 pass
 
