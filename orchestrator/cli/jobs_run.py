@@ -18,6 +18,7 @@ from orchestrator.cli.loading import config_of, config_of_one_machine, duration_
 from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import Config
 from orchestrator.config.yaml_source import read_text
+from orchestrator.core.placement import Target
 from orchestrator.errors import UsageError
 from orchestrator.jobs.inbox import waiting
 from orchestrator.jobs.journal import QUEUE_NAME, queue_of
@@ -86,13 +87,13 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
             "there is no unfinished queue to go on with; name a job file, or wait for jobs with "
             "--stay"
         )
-    options = _with_jobs(options, jobs, None if rehearse or local else loaded.head_node)
     if rehearse:
         environment = environments.in_rehearsal(loaded, None)
     elif local:
         environment = environments.on_this_machine(loaded)
     else:
         environment = environments.on_cluster(loaded)
+    options = _with_jobs(options, jobs, environment.config, environment.target)
     raise typer.Exit(runner.run(environment, options))
 
 
@@ -138,18 +139,32 @@ def _with_new(options: Options, stored: StoredRun, jobs: Sequence[Job]) -> Optio
     )
     facts = stored.facts
     config = config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")
-    return _with_jobs(options, added, None if facts.one_machine else config.head_node)
+    target = Target(device=facts.device, one_machine=facts.one_machine)
+    return _with_jobs(options, added, config, target)
 
 
-def _with_jobs(options: Options, jobs: Sequence[Job], head_node: str | None) -> Options:
-    submitted = tuple(
-        Submitted(at_s=job.submitted_at_unix_s, job=job) for job in prepared(jobs, head_node)
-    )
+def _with_jobs(options: Options, jobs: Sequence[Job], config: Config, target: Target) -> Options:
     assert options.queue is not None  # noqa: S101 - of this verb
-    return replace(options, queue=replace(options.queue, submitted=submitted))
+    records = submitted(jobs, config, target)
+    return replace(options, queue=replace(options.queue, submitted=records))
 
 
-def prepared(jobs: Iterable[Job], head_node: str | None) -> tuple[Job, ...]:
+def submitted(jobs: Iterable[Job], config: Config, target: Target) -> tuple[Submitted, ...]:
+    """Return the records of jobs that are submitted here and now, to a run on `target`.
+
+    `UsageError` where a job names what cannot be trained.
+    """
+    from orchestrator.cli.plan_jobs import least_room_of
+
+    ready = _prepared(jobs, None if target.one_machine else config.head_node)
+    least = least_room_of(ready, config, on_card=target.device != "cpu")
+    return tuple(
+        Submitted(at_s=job.submitted_at_unix_s, job=job, least_bytes=least.get(job.name))
+        for job in ready
+    )
+
+
+def _prepared(jobs: Iterable[Job], head_node: str | None) -> tuple[Job, ...]:
     """Return jobs as they are submitted here and now: with the time, the folder of a command, and
     its code.
 
