@@ -238,6 +238,26 @@ class StoredLimit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CommandSpec:
+    """A program of the user that is run as it is, in place of an engine."""
+
+    argv: tuple[str, ...]
+    cwd: str | None = None
+    """Folder it starts in; `None`: where it was submitted."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to the worker's environment."""
+    python: str | None = None
+    """A virtual environment, or an interpreter, whose `python` it finds first."""
+    time_limit_s: float | None = None
+    grace_s: float = 30.0
+    """Between SIGTERM and SIGKILL."""
+    cap: bool = True
+    """Whether a Python script is started by `workers.capped` with the job's memory."""
+    outputs: tuple[str, ...] = ()
+    """Patterns of the files that are its results, in its folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
     """All that a worker of one slot must know.
 
@@ -284,6 +304,10 @@ class WorkerSpec:
     mps_memory_limit_bytes: int | None = None
     """What MPS lets the worker allocate on its card, CUDA's own allocations counted in; `None` does
     not limit it.
+    """
+    command: CommandSpec | None = None
+    """What this slot runs in place of an engine; then `policy`, `memory` and `workload` mean
+    nothing to it.
     """
 
 

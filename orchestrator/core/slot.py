@@ -314,6 +314,13 @@ class Capped:
     cap_bytes: int | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assigned:
+    """The slot has a place again, perhaps on another node, for another attempt at its work."""
+
+    node_is_there: bool
+
+
 class SaveAsked(_Plain):
     """The user wants the state saved of what the slot trains."""
 
@@ -342,6 +349,7 @@ Event: TypeAlias = (
     | Held
     | Unheld
     | Reinstated
+    | Assigned
     | Capped
     | SaveAsked
     | Tick

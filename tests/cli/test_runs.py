@@ -254,9 +254,7 @@ def test_a_run_that_only_left_a_summary_is_told_from_it(tmp_path: Path) -> None:
     write_summary(tmp_path / RUN_ID / "summary.json", summary)
     text = report_text(tmp_path / RUN_ID, 100)
     assert "outcome: failed, exit code 3: an error ended it (no cluster )" in text
-    assert "pc1/0  RTX 3090  RUNNING" in text
-    (tmp_path / RUN_ID / "summary.json").write_text('{"outcome": "failed"}')
-    assert "the rest of summary.json cannot be read" in report_text(tmp_path / RUN_ID, 100)
+    assert "summary.json has how its workers ended" in text
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])

@@ -83,7 +83,6 @@ class Drops(nn.Module):
 
 
 drops = _task(model=lambda: nn.Sequential(nn.Linear(1, 8), Drops(), nn.Linear(8, 1)))
-no_parameters = _task(model=nn.Identity)
 
 
 def settings(**changes: object) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
@@ -20,16 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from workers.hf.causal import fill_up, shorten
 from workers.hf.folder import ModelFolder, blocks_of, heads_of
 from workers.hf.folder_files import check_folder
 from workers.hf.token_data import lines_of
 from workers.training.batches import Samples, on_device
 from workers.training.host_memory import HostArray
-from workers.training.sequences import NO_TOKEN
+from workers.training.sequences import NO_TOKEN, filled_up, shortened
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask
-from workers.training.text import SAMPLES, TextError, TextFiles, held_out
+from workers.training.text import TextError, TextFiles, evaluated, held_out, json_line
 
 Row: TypeAlias = tuple[list[str], str]
 """One or two texts, and the label."""
@@ -76,7 +74,7 @@ def pairs_task(settings: TrainSettings) -> TrainTask:
         evaluate=partial(evaluate, data.held if unseen is None else unseen.all, len(classes)),
         blocks=blocks_of,
         collate=_collated,
-        shorten=lambda part: (shorten(part[0]), part[1]),
+        shorten=lambda part: (shortened(part[0]), part[1]),
         largest=lambda: (torch.zeros((1, 2, folder.seq), dtype=torch.int64), data.labels[:1]),
         whole=lambda model: dict.fromkeys(heads_of(model), settings.head != "frozen"),
         notes=folder.notes,
@@ -128,11 +126,7 @@ class Pairs(Samples):
 
     def held(self) -> Iterator[Part]:
         """Yield the samples that are held out, one by one."""
-        count = min(SAMPLES, len(self._held))
-        return (
-            _collated([self._sample(self._held[place * len(self._held) // count])])
-            for place in range(count)
-        )
+        return (_collated([self._sample(place)]) for place in evaluated(self._held))
 
     def all(self) -> Iterator[Part]:
         """Yield all samples, one by one."""
@@ -213,7 +207,9 @@ def _logits(model: nn.Module, part: Part) -> Tensor:
 
 
 def _collated(samples: Sequence[Part]) -> Part:
-    return fill_up([tokens for tokens, _ in samples]), torch.stack([label for _, label in samples])
+    return filled_up([tokens for tokens, _ in samples]), torch.stack(
+        [label for _, label in samples]
+    )
 
 
 def _classes_of(settings: TrainSettings, labels: Sequence[str]) -> list[str]:
@@ -279,13 +275,7 @@ def _table(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         return
     for number, line in enumerate(lines, 1):
         where = f"line {number} of {path}"
-        try:
-            content = json.loads(line)
-        except (ValueError, RecursionError) as failure:
-            raise TextError(
-                f"train.data: {where} is no JSON ({failure}); files of hf-pairs are .jsonl, .csv "
-                "or .tsv"
-            ) from failure
+        content = json_line(line, where, "files of hf-pairs are .jsonl, .csv or .tsv")
         if not isinstance(content, dict):
             raise TextError(f"train.data: {where} holds no JSON object")
         yield where, content

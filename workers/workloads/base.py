@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -95,6 +96,10 @@ class Workload(ABC):
     #: Whether `save_soon` was called, and `save` has not been able to write since: a slot that is
     #: to rest or to end gets another slice then. A class may make it a property.
     save_due: bool = False
+
+    #: The last of each figure that it has judged itself by, such as the loss of validation. A
+    #: queue of jobs compares them.
+    metrics: Mapping[str, float] = MappingProxyType({})
 
     #: The newest file with its state, which reports then carry to the head piece by piece; `None`:
     #: it stays here.

@@ -1,0 +1,234 @@
+"""The jobs of a queue by what a decision asks for, so that none walks through all of them. Pure.
+
+What it holds follows from the standings alone: built anew after a replay, it is the same. Decides
+nothing but what a job comes to whose others have ended.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias, TypeVar
+
+from orchestrator.jobs.model import ENDED, ON_CARD, Job, JobState, Standing
+
+#: One level of priority is worth so much waiting, so that no job starves.
+_LEVEL_S = 3600.0
+
+#: A job, a milestone that it has reached, and its metric there.
+Reach: TypeAlias = tuple[str, int, float]
+
+
+@dataclass(slots=True, kw_only=True)
+class Aside:
+    """What the queue remembers of a job besides its standing. In the journal only when that was
+    compacted.
+    """
+
+    number: int
+    """In order of submission."""
+    queued_at_s: float | None = None
+    """Since when its waiting counts."""
+    wake_at_s: float = 0.0
+    """While PARKED: not before."""
+    in_row: int = 0
+    """Attempts in a row that ended soon, and were not counted."""
+    no_room: int = 0
+    """Times in a row that it had no room, and no card was larger."""
+    measured_at_s: float = 0.0
+    milestone: int = 0
+    """The last that it reached."""
+
+
+class Needs(NamedTuple):
+    """What decides where a job may run; jobs with the same needs form one line."""
+
+    nodes: tuple[str, ...]
+    card: str | None
+    memory_bytes: int | None
+    least_room_bytes: int | None
+    hours: tuple[int, int] | None
+
+
+Place: TypeAlias = tuple[float, int, str]
+"""Of a job in its line: when its waiting began, earlier by an hour for each level of priority; its
+number; its name."""
+
+
+@dataclass(slots=True)
+class Index:
+    """The standings by what a decision asks for, so that none walks through all of them."""
+
+    standings: Mapping[str, Standing]
+    asides: Mapping[str, Aside]
+    open: int = 0
+    """Jobs that have not ended."""
+    moving: int = 0
+    """Those among them that neither wait for others nor are PAUSED."""
+    on_card: dict[str, None] = field(default_factory=dict)
+    cards: Counter[str] = field(default_factory=Counter)
+    """Attempts by card."""
+    parked: dict[str, None] = field(default_factory=dict)
+    paused: dict[str, dict[str, None]] = field(default_factory=dict)
+    """By sweep."""
+    active: Counter[str] = field(default_factory=Counter)
+    """Members of a sweep that have neither ended nor are PAUSED."""
+    lines: dict[Needs, list[Place]] = field(default_factory=dict)
+    """QUEUED jobs in their order."""
+    needs: dict[Needs, dict[str, None]] = field(default_factory=dict)
+    """Jobs that are to start at some time."""
+    followers: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    due: dict[str, tuple[JobState, str]] = field(default_factory=dict)
+    """What WAITING jobs come to whose others have ended."""
+    reached: dict[str, list[Reach]] = field(default_factory=lambda: defaultdict(list))
+    speeds: dict[str, tuple[int, Mapping[str, float]]] = field(default_factory=dict)
+    """By sweep, those of the first of its members that was measured, with its number."""
+
+    def build(self, reached: Iterable[Reach]) -> None:
+        """Take in all that there is."""
+        for standing in self.standings.values():
+            self.enter(standing)
+        for standing in self.standings.values():
+            self.add(standing)
+            if standing.speeds:
+                self.measured(standing)
+        for entry in reached:
+            self.reach(self.standings[entry[0]].job.sweep, entry)
+
+    def enter(self, standing: Standing) -> None:
+        """Take in a job, once."""
+        for name in standing.job.after:
+            self.followers[name].append(standing.job.name)
+
+    def add(self, standing: Standing) -> None:
+        """Take in a job in its new state."""
+        name, state, sweep = standing.job.name, standing.state, standing.job.sweep or ""
+        if state in ENDED:
+            return
+        self.open += 1
+        self.moving += state not in {JobState.WAITING, JobState.PAUSED}
+        if state is JobState.PAUSED:
+            self.paused.setdefault(sweep, {})[name] = None
+        else:
+            self.active[sweep] += 1
+        if state in ON_CARD:
+            self.on_card[name] = None
+            self.cards[standing.card or ""] += 1
+        elif state is JobState.PARKED:
+            self.parked[name] = None
+            self.needs.setdefault(needs_of(standing), {})[name] = None
+        elif state is JobState.QUEUED:
+            needs = needs_of(standing)
+            insort(self.lines.setdefault(needs, []), self._place(standing))
+            self.needs.setdefault(needs, {})[name] = None
+        elif state is JobState.WAITING:
+            self.needs.setdefault(needs_of(standing), {})[name] = None
+            self._check(name)
+
+    def remove(self, standing: Standing) -> None:
+        """Take a job out, before it changes."""
+        name, state, sweep = standing.job.name, standing.state, standing.job.sweep or ""
+        if state in ENDED:
+            return
+        self.open -= 1
+        self.moving -= state not in {JobState.WAITING, JobState.PAUSED}
+        if state is JobState.PAUSED:
+            _take(self.paused, sweep, name)
+        else:
+            self.active[sweep] -= 1
+        if state in ON_CARD:
+            del self.on_card[name]
+            self.cards[standing.card or ""] -= 1
+        elif state is JobState.PARKED:
+            del self.parked[name]
+            _take(self.needs, needs_of(standing), name)
+        elif state is JobState.QUEUED:
+            needs = needs_of(standing)
+            line = self.lines[needs]
+            del line[bisect_left(line, self._place(standing))]
+            if not line:
+                del self.lines[needs]
+            _take(self.needs, needs, name)
+        elif state is JobState.WAITING:
+            _take(self.needs, needs_of(standing), name)
+            self.due.pop(name, None)
+
+    def ended_or_again(self, name: str) -> None:
+        """Look at the jobs after one that has ended, or that a user has begin once more."""
+        for follower in self.followers.get(name, ()):
+            if self.standings[follower].state is JobState.WAITING:
+                self._check(follower)
+
+    def reach(self, sweep: str | None, entry: Reach) -> None:
+        """Take in a milestone of a member."""
+        self.reached[sweep or ""].append(entry)
+
+    def measured(self, standing: Standing) -> None:
+        """Take in speeds."""
+        sweep, number = standing.job.sweep, self.asides[standing.job.name].number
+        if sweep is not None and (sweep not in self.speeds or number <= self.speeds[sweep][0]):
+            self.speeds[sweep] = (number, standing.speeds)
+
+    def speeds_of(self, sweep: str | None) -> Mapping[str, float]:
+        """Return the speeds of a member of a sweep, as far as one was measured."""
+        return self.speeds[sweep][1] if sweep is not None and sweep in self.speeds else {}
+
+    def ahead(self, name: str) -> int:
+        """Return how many QUEUED jobs are before one."""
+        place = self._place(self.standings[name])
+        return sum(bisect_left(line, place) for line in self.lines.values())
+
+    def _place(self, standing: Standing) -> Place:
+        aside = self.asides[standing.job.name]
+        since_s = standing.since_s if aside.queued_at_s is None else aside.queued_at_s
+        return since_s - _LEVEL_S * standing.job.priority, aside.number, standing.job.name
+
+    def _check(self, name: str) -> None:
+        found = _after(self.standings[name].job, self.standings)
+        if found is None:
+            self.due.pop(name, None)
+        else:
+            self.due[name] = found
+
+
+def needs_of(standing: Standing) -> Needs:
+    """Return what decides where a job may run."""
+    job = standing.job
+    return Needs(job.nodes, job.card, job.memory_bytes, standing.least_room_bytes, job.hours)
+
+
+_Key = TypeVar("_Key")
+
+
+def _take(sets: dict[_Key, dict[str, None]], key: _Key, name: str) -> None:
+    """Remove a name from one of the sets, and the set once it is empty."""
+    del sets[key][name]
+    if not sets[key]:
+        del sets[key]
+
+
+def _after(job: Job, standings: Mapping[str, Standing]) -> tuple[JobState, str] | None:
+    """Return what a WAITING job comes to; `None`: it goes on waiting.
+
+    A job that was STOPPED by its milestone counts as ended well where another of its sweep, which
+    the job also comes after, is DONE.
+    """
+    others = [standings.get(name) for name in job.after]
+    known = [other for other in others if other is not None]
+    done = {other.job.sweep for other in known if other.state is JobState.DONE}
+    if not job.after_any:
+        for other in known:
+            stopped = other.state is JobState.STOPPED
+            if stopped and other.job.sweep in done:
+                continue
+            if other.state in ENDED and other.state is not JobState.DONE:
+                if stopped and any(
+                    mate.job.sweep == other.job.sweep and mate.state not in ENDED for mate in known
+                ):
+                    return None
+                return JobState.SKIPPED, f"{other.job.name} is {other.state.value}: {other.reason}"
+    if len(known) == len(others) and all(other.state in ENDED for other in known):
+        return JobState.QUEUED, "in line"
+    return None

@@ -1,0 +1,389 @@
+"""The journal of a queue: one JSON array a line, which is a batch of records that belong together.
+
+A batch is written and synced as a whole before it is carried out, and read back as a whole or not
+at all: what a killed head left of its last line is cut off, and its decisions are made again from
+the same queue. A line that is damaged before the last is never skipped: reading ends with an error
+that says what to do. One process writes, which holds the run folder's lock; others may read.
+
+Does not decide what follows from the records (`queue.py`).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import ArchiveError
+from orchestrator.jobs.index import Aside
+from orchestrator.jobs.lifecycle import IllegalRecordError
+from orchestrator.jobs.model import (
+    Assigned,
+    AttemptEnded,
+    Cause,
+    Job,
+    JobState,
+    Kind,
+    Measured,
+    Milestones,
+    PackJudged,
+    QueueHeld,
+    Reached,
+    Recalled,
+    Record,
+    Rested,
+    Said,
+    Settled,
+    Standing,
+    Submitted,
+    Word,
+)
+from orchestrator.jobs.queue import Entry, Kept, Queue, QueueKept
+from workers.settings import CommandSpec
+
+JOURNAL_NAME = "journal.jsonl"
+QUEUE_NAME = "jobs"
+"""Of the folder of a queue in its run folder."""
+_VERSION = 1
+_FIRST_LINE = b'{"journal":%d}\n' % _VERSION
+
+#: A journal is compacted when it is larger than this, and so many times larger than its jobs need.
+_SMALL_BYTES, _TIMES = 8 * 2**20, 8
+_JOB_BYTES = 1024
+#: So many lines are parsed in one call, which is faster.
+_AT_ONCE = 200
+
+
+class JournalError(ArchiveError):
+    """A journal that cannot be read to its end."""
+
+
+class Journal:
+    """Appends batches of records to a file."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the journal, or begin one. A torn last line is cut off.
+
+        Raises:
+            OSError: It cannot be written.
+            JournalError: Another version wrote it, or it is no journal.
+        """
+        self._path = path
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.with_name(f"{path.name}.new").unlink(missing_ok=True)
+        self._descriptor = _opened(path)
+        content = path.read_bytes()
+        self._size = _sound_bytes(path, content)
+        self.cut_bytes = len(content) - self._size
+        """What was cut off the end: the batch that a killed head was writing."""
+        if self._size == 0:
+            self._write(_FIRST_LINE)
+            _sync_folder(path.parent)
+        elif self.cut_bytes:
+            os.ftruncate(self._descriptor, self._size)
+            os.fsync(self._descriptor)
+
+    def append(self, records: Iterable[Record]) -> None:
+        """Write a batch, and return once it would survive a power cut.
+
+        Raises:
+            OSError: It is not in the journal, which is as it was.
+        """
+        self._write(_line(records))
+
+    def compact(self, queue: Queue) -> bool:
+        """Replace the records by what they add up to, where they have become many times that.
+
+        A crash at any time leaves the journal as it was, or the new one.
+
+        Raises:
+            OSError: It is as it was.
+        """
+        if self._size <= max(_SMALL_BYTES, _TIMES * _JOB_BYTES * len(queue.standings)):
+            return False
+        lines = [_FIRST_LINE, *(_line([entry]) for entry in queue.condensed())]
+        content = b"".join(lines)
+        fresh = self._path.with_name(f"{self._path.name}.new")
+        fresh.unlink(missing_ok=True)
+        descriptor = _opened(fresh)
+        try:
+            _write_all(descriptor, content)
+            os.fsync(descriptor)
+            fresh.replace(self._path)
+        except BaseException:
+            os.close(descriptor)
+            fresh.unlink(missing_ok=True)
+            raise
+        os.close(self._descriptor)
+        self._descriptor, self._size = descriptor, len(content)
+        _sync_folder(self._path.parent)
+        return True
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+    def _write(self, line: bytes) -> None:
+        try:
+            if os.fstat(self._descriptor).st_size != self._size:  # of a batch that failed
+                os.ftruncate(self._descriptor, self._size)
+            _write_all(self._descriptor, line)
+            os.fsync(self._descriptor)
+        except OSError:
+            os.ftruncate(self._descriptor, self._size)
+            raise
+        self._size += len(line)
+
+
+def records(path: Path) -> Iterator[Record]:
+    """Read the records in their order, without those that a compaction has summed up.
+
+    Raises:
+        OSError: The file cannot be read.
+        JournalError: A line before the last is damaged, or another version wrote it.
+    """
+    for _, batch in _batches(path):
+        for entry in batch:
+            if not isinstance(entry, Kept | QueueKept):
+                yield entry
+
+
+def queue_of(folder: Path) -> Queue:
+    """Return the queue of a folder as its journal tells it; without a journal, an empty one.
+
+    Raises:
+        OSError: The journal cannot be read.
+        JournalError: A line before the last is damaged, or another version wrote it.
+    """
+    queue, path = Queue(), folder / JOURNAL_NAME
+    if not path.exists():
+        return queue
+    for number, batch in _batches(path):
+        try:
+            for entry in batch:
+                queue.apply(entry)
+        except IllegalRecordError as failure:
+            raise _damaged(path, number, str(failure)) from failure
+    return queue
+
+
+def encoded(entries: Iterable[Entry]) -> str:
+    """Return records as a JSON array in one line."""
+    return json.dumps(
+        [{"kind": type(entry).__name__, **_flat(entry)} for entry in entries],
+        separators=(",", ":"),
+    )
+
+
+def decoded(text: str | bytes) -> list[Entry]:
+    """Return the records of a JSON array.
+
+    Raises:
+        ValueError: It is none, or holds something else.
+    """
+    return _entries(json.loads(text))
+
+
+def _entries(raws: object) -> list[Entry]:
+    try:
+        return [_BUILD[raw.pop("kind")](raw) for raw in _listed(raws)]
+    except (KeyError, TypeError, AttributeError) as failure:
+        raise ValueError(f"no batch of records ({failure!r})") from failure
+
+
+def _listed(value: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError("no list")
+    return value
+
+
+def _line(entries: Iterable[Entry]) -> bytes:
+    return encoded(entries).encode("ascii") + b"\n"
+
+
+def _batches(path: Path) -> Iterator[tuple[int, list[Entry]]]:
+    """Read batch by batch, each with the number of its line."""
+    content = path.read_bytes()
+    lines = content[: _sound_bytes(path, content)].splitlines()[1:]
+    for first in range(0, len(lines), _AT_ONCE):
+        some = lines[first : first + _AT_ONCE]
+        try:
+            raws = _listed(json.loads(b"[%s]" % b",".join(some)))
+            is_sound = len(raws) == len(some)
+        except ValueError:
+            is_sound = False
+        for number, line in enumerate(some):
+            try:
+                raw = raws[number] if is_sound else json.loads(line)
+                yield first + number + 2, _entries(raw)
+            except ValueError as failure:
+                raise _damaged(path, first + number + 2, str(failure)) from failure
+
+
+def _sound_bytes(path: Path, content: bytes) -> int:
+    """Return how much of a journal counts: all but a last line that was not written to its end.
+
+    After a power cut such a line may be complete in length and hold zeros.
+    """
+    first, newline, _ = content.partition(b"\n")
+    if not newline:
+        if not _FIRST_LINE.startswith(content):
+            raise JournalError(f"{path}: this is no journal of a queue")
+        return 0
+    try:
+        version = json.loads(first)["journal"]
+    except (ValueError, KeyError, TypeError):
+        raise JournalError(f"{path}:1: this is no journal of a queue") from None
+    if version != _VERSION:
+        raise JournalError(
+            f"{path}:1: version {version} of the journal, and this program reads {_VERSION}: "
+            "go on with the program that wrote it, or begin another queue with --new"
+        )
+    size = content.rfind(b"\n") + 1
+    last = content.rfind(b"\n", 0, size - 1) + 1
+    if last:
+        try:
+            json.loads(content[last:size])
+        except ValueError:
+            return last
+    return size
+
+
+def _damaged(path: Path, number: int, why: str) -> JournalError:
+    return JournalError(
+        f"{path}:{number}: this line is damaged ({why}). The {number - 1} lines before it are "
+        f"good: to go on from there, type `cp {path} {path}.damaged && "
+        f"head -n {number - 1} {path}.damaged > {path}`; or begin another queue with --new"
+    )
+
+
+def _opened(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    written = os.write(descriptor, content)
+    if written < len(content):  # the disk is full; a second write says so
+        written += os.write(descriptor, content[written:])
+    if written < len(content):
+        raise OSError(errno.ENOSPC, "the disk is full")
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _flat(value: Any) -> dict[str, object]:  # noqa: ANN401 - any of the dataclasses
+    """Return the fields of a value that are not as they are by default."""
+    found = {}
+    for each in fields(value):
+        content = getattr(value, each.name)
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        if default is MISSING or content != default:
+            found[each.name] = _plain(content)
+    return found
+
+
+def _plain(content: object) -> object:
+    if is_dataclass(content):
+        return _flat(content)
+    if isinstance(content, Mapping):
+        return dict(content)
+    return content
+
+
+_STATES = {state.value: state for state in JobState}
+_CAUSES = {cause.value: cause for cause in Cause}
+_KINDS = {kind.value: kind for kind in Kind}
+_WORDS = {word.value: word for word in Word}
+
+
+def _job(raw: dict[str, Any]) -> Job:
+    raw["kind"] = _KINDS[raw["kind"]]
+    for name in ("after", "nodes", "hours"):
+        if name in raw:
+            raw[name] = tuple(raw[name])
+    if "command" in raw:
+        command = raw["command"]
+        command["argv"] = tuple(command["argv"])
+        if "outputs" in command:
+            command["outputs"] = tuple(command["outputs"])
+        raw["command"] = CommandSpec(**command)
+    if "milestones" in raw:
+        raw["milestones"] = Milestones(**raw["milestones"])
+    return Job(**raw)
+
+
+def _standing(raw: dict[str, Any]) -> Standing:
+    raw["job"] = _job(raw["job"])
+    raw["state"] = _STATES[raw["state"]]
+    if "recalled_to" in raw:
+        raw["recalled_to"] = _STATES[raw["recalled_to"]]
+    return Standing(**raw)
+
+
+def _submitted(raw: dict[str, Any]) -> Submitted:
+    return Submitted(at_s=raw["at_s"], job=_job(raw["job"]), least_bytes=raw.get("least_bytes"))
+
+
+def _recalled(raw: dict[str, Any]) -> Recalled:
+    raw["to"] = _STATES[raw["to"]]
+    return Recalled(**raw)
+
+
+def _attempt_ended(raw: dict[str, Any]) -> AttemptEnded:
+    raw["cause"] = _CAUSES[raw["cause"]]
+    return AttemptEnded(**raw)
+
+
+def _said(raw: dict[str, Any]) -> Said:
+    raw["word"] = _WORDS[raw["word"]]
+    return Said(**raw)
+
+
+def _settled(raw: dict[str, Any]) -> Settled:
+    raw["to"] = _STATES[raw["to"]]
+    return Settled(**raw)
+
+
+def _kept(raw: dict[str, Any]) -> Kept:
+    return Kept(
+        standing=_standing(raw["standing"]),
+        aside=Aside(**raw["aside"]),
+        to_recall=raw["to_recall"],
+    )
+
+
+def _queue_kept(raw: dict[str, Any]) -> QueueKept:
+    return QueueKept(
+        held=raw["held"],
+        reached=tuple((job, milestone, value) for job, milestone, value in raw["reached"]),
+        said=tuple(raw["said"]),
+        alike=tuple((text, job) for text, job in raw["alike"]),
+    )
+
+
+#: From the fields of a record to the record. Each takes the dict over.
+_BUILD: Mapping[str, Callable[[dict[str, Any]], Entry]] = {
+    "Submitted": _submitted,
+    "Assigned": lambda raw: Assigned(**raw),
+    "Recalled": _recalled,
+    "Rested": lambda raw: Rested(**raw),
+    "AttemptEnded": _attempt_ended,
+    "Reached": lambda raw: Reached(**raw),
+    "Measured": lambda raw: Measured(**raw),
+    "PackJudged": lambda raw: PackJudged(**raw),
+    "Said": _said,
+    "Settled": _settled,
+    "QueueHeld": lambda raw: QueueHeld(**raw),
+    "Kept": _kept,
+    "QueueKept": _queue_kept,
+}

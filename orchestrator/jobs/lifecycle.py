@@ -1,0 +1,323 @@
+"""The lifecycle of a job as a table: (record type, state) -> how the record changes its standing.
+
+    WAITING ──Settled──> QUEUED ──Assigned──> RUNNING ──AttemptEnded──> DONE, FAILED, or again
+                           ^                    │
+                           │        Recalled, then Rested (MOVING where it goes on elsewhere)
+                           │                    v
+                           └─Settled, Said── PARKED, PAUSED, HELD        any ──Said──> CANCELLED
+
+Rules:
+
+1. A record of an attempt other than the present one is illegal: a late result changes nothing.
+2. What an attempt that ended leads to is decided by its cause (`causes.py`), here and nowhere else.
+3. An attempt that is recalled and fails while it saves is not counted; it goes where it was sent.
+4. A word of the user about a job on a card says where its attempt goes, however that ends. The
+   queue then has it end (`Recalled`).
+
+Each pair is in the table: handled, ignored for a reason, or illegal. Pure. Does not decide which
+record comes next (`queue.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from orchestrator.jobs import causes
+from orchestrator.jobs.causes import Retry, retry_of
+from orchestrator.jobs.model import (
+    ENDED,
+    ON_CARD,
+    Assigned,
+    AttemptEnded,
+    Cause,
+    JobState,
+    Kind,
+    Measured,
+    Reached,
+    Recalled,
+    Record,
+    Rested,
+    Said,
+    Settled,
+    Standing,
+    Submitted,
+    Word,
+)
+
+#: Fields of a standing and their new values.
+Changes: TypeAlias = dict[str, Any]
+
+
+class IllegalRecordError(RuntimeError):
+    """A record that no rule allows for its job as it stands: a defect, or a damaged journal."""
+
+    def __init__(self, standing: Standing | None, record: Record, why: str) -> None:
+        name = "the queue" if standing is None else standing.job.name
+        super().__init__(f"{name}: {type(record).__name__} cannot be: {why}")
+        self.job = None if standing is None else name
+        self.record = type(record).__name__
+
+
+def standing_of(record: Submitted) -> Standing:
+    """Return how a job stands that has just come in."""
+    job = record.job
+    return Standing(
+        job=job,
+        state=JobState.WAITING if job.after else JobState.QUEUED,
+        reason=f"waits for {', '.join(job.after)}" if job.after else "in line",
+        since_s=record.at_s,
+        least_room_bytes=record.least_bytes,
+    )
+
+
+def advance(standing: Standing, record: Record) -> Standing:
+    """Return the standing after `record`.
+
+    Raises:
+        IllegalRecordError: It cannot happen in this state, or is of another attempt.
+    """
+    return replace(standing, **changes_of(standing, record))
+
+
+def changes_of(standing: Standing, record: Record) -> Changes:
+    """Return what `record` changes in the standing.
+
+    Raises:
+        IllegalRecordError: It cannot happen in this state, or is of another attempt.
+    """
+    row = _TABLE.get(type(record))
+    handler = None if row is None else row.get(standing.state)
+    if handler is None:
+        raise IllegalRecordError(standing, record, f"it is {standing.state.value}")
+    return {} if isinstance(handler, str) else handler(standing, record)
+
+
+def _into(standing: Standing, state: JobState, reason: str, at_s: float, **more: object) -> Changes:
+    changes: Changes = {"state": state, "reason": reason, "since_s": at_s, **more}
+    before = standing.state
+    if before in ON_CARD:
+        changes["ran_s"] = standing.ran_s + at_s - standing.since_s
+    elif before is JobState.PARKED:
+        changes["parked_s"] = standing.parked_s + at_s - standing.since_s
+    if state not in ON_CARD:
+        changes["card"] = None
+        changes.setdefault("recalled_to", None)
+        if state in ENDED:
+            changes["ended_at_s"] = at_s
+    return changes
+
+
+def _same_attempt(
+    standing: Standing, record: Recalled | Rested | AttemptEnded
+) -> Recalled | Rested | AttemptEnded:
+    if record.attempt != standing.attempt:
+        why = f"it is of attempt {record.attempt}, and {standing.attempt} is the present one"
+        raise IllegalRecordError(standing, record, why)
+    return record
+
+
+def _assigned(standing: Standing, record: Assigned) -> Changes:
+    if record.attempt != standing.attempt + 1:
+        why = f"attempt {record.attempt} does not follow {standing.attempt}"
+        raise IllegalRecordError(standing, record, why)
+    changes = _into(standing, JobState.RUNNING, f"on {record.card}", record.at_s)
+    changes["attempt"] = record.attempt
+    changes["card"] = record.card
+    changes["budget_bytes"] = record.budget_bytes
+    changes["alone"] = record.alone
+    return changes
+
+
+def _recalled(standing: Standing, record: Recalled) -> Changes:
+    _same_attempt(standing, record)
+    changes: Changes = {"reason": record.reason, "recalled_to": record.to}
+    if record.least_room_bytes is not None:
+        changes["least_room_bytes"] = record.least_room_bytes
+    state = JobState.MOVING if record.to is JobState.QUEUED else JobState.RUNNING
+    if state is not standing.state:
+        changes = _into(standing, state, record.reason, record.at_s) | changes
+    return changes
+
+
+def _after_attempt(standing: Standing, record: Rested | AttemptEnded) -> Changes:
+    changes: Changes = {}
+    if record.step is not None:
+        changes["step"] = record.step
+    if record.peak_bytes is not None:
+        changes["peak_bytes"] = max(record.peak_bytes, standing.peak_bytes or 0)
+    if record.out_of_memory:
+        changes["out_of_memory"] = standing.out_of_memory + record.out_of_memory
+    return changes
+
+
+def _rested(standing: Standing, record: Rested) -> Changes:
+    _same_attempt(standing, record)
+    to = standing.recalled_to
+    if to is None:  # its node was lost
+        reason = f"in line again: its place on {standing.card} is gone"
+        more = _after_attempt(standing, record)
+        return _into(standing, JobState.QUEUED, reason, record.at_s, **more)
+    changes = _into(standing, to, standing.reason, record.at_s)
+    changes.update(_after_attempt(standing, record))
+    if to is JobState.QUEUED:
+        changes["moves"] = standing.moves + 1
+    return changes
+
+
+def is_better(standing: Standing, value: float) -> bool:
+    """Return whether a value of the job's metric is its best so far."""
+    rule, best = standing.job.milestones, standing.best
+    if best is None:
+        return math.isfinite(value)
+    return value < best if rule is None or rule.is_min else value > best
+
+
+def _valued(standing: Standing, value: float | None, step: int | None) -> Changes:
+    if value is None:
+        return {}
+    if is_better(standing, value):
+        return {"value": value, "best": value, "best_step": step}
+    return {"value": value}
+
+
+def _attempt_ended(standing: Standing, record: AttemptEnded) -> Changes:
+    _same_attempt(standing, record)
+    state, reason, more = _follows(standing, record)
+    changes = _into(standing, state, reason, record.at_s, **more)
+    changes["exit_code"] = record.exit_code
+    changes.update(_after_attempt(standing, record))
+    changes.update(_valued(standing, record.value, record.step))
+    if record.cause is Cause.DONE:
+        changes["sha256"] = record.sha256
+    else:
+        changes["last_error"] = record.text or record.cause.value
+    return changes
+
+
+def _follows(standing: Standing, record: AttemptEnded) -> tuple[JobState, str, Changes]:
+    """Return where the end of an attempt leads, why, and what else changes."""
+    cause, text, to = record.cause, record.text or record.cause.value, standing.recalled_to
+    if cause is Cause.DONE:
+        return JobState.DONE, "done", {}
+    retry = retry_of(cause, standing, text, record.step)
+    is_command = standing.job.kind is Kind.COMMAND
+    if to is JobState.CANCELLED or (to is not None and (is_command or retry is not Retry.NEVER)):
+        return to, standing.reason, _more_room(standing, record) if retry is Retry.LARGER else {}
+    if retry is Retry.LARGER:
+        more = _more_room(standing, record)
+        return JobState.QUEUED, "in line for more room: it ran out of memory", more
+    if retry is Retry.AS_IS:
+        return JobState.PARKED, f"starts again soon: {text}", {}
+    failures, allowed = standing.failures + 1, standing.job.retries
+    if retry is Retry.NEVER or failures > allowed:
+        return JobState.FAILED, text, {"failures": failures}
+    reason = f"in line again after failure {failures} of {allowed + 1}: {text}"
+    return JobState.QUEUED, reason, {"failures": failures}
+
+
+def _more_room(standing: Standing, record: AttemptEnded) -> Changes:
+    least = causes.least_room_bytes(record.peak_bytes, standing.budget_bytes or 0)
+    return {"least_room_bytes": max(least, standing.least_room_bytes or 0)}
+
+
+def _reached(standing: Standing, record: Reached) -> Changes:
+    return {"step": record.milestone, **_valued(standing, record.value, record.milestone)}
+
+
+def _measured(standing: Standing, record: Measured) -> Changes:
+    changes: Changes = {"speeds": {**standing.speeds, record.card_title: record.steps_per_s}}
+    if record.best is not None:
+        changes.update(best=record.best, best_step=record.best_step)
+    return changes
+
+
+def _settled(standing: Standing, record: Settled) -> Changes:
+    if record.to not in _SETTLES[standing.state]:
+        why = f"from {standing.state.value} it cannot become {record.to.value}"
+        raise IllegalRecordError(standing, record, why)
+    return _into(standing, record.to, record.reason, record.at_s)
+
+
+def _said_aside(standing: Standing, record: Said) -> Changes:
+    """Obey a word about a job that has not ended and has no attempt."""
+    state, to = standing.state, standing.recalled_to
+    if record.word is Word.CANCEL:
+        return _into(standing, JobState.CANCELLED, f"cancelled by {record.by}", record.at_s)
+    if record.word is Word.HOLD and state is not JobState.HELD:
+        back = state if state in _BACK else None
+        reason = f"held by {record.by}"
+        return _into(standing, JobState.HELD, reason, record.at_s, recalled_to=back)
+    if record.word is Word.RELEASE and state is JobState.HELD:
+        then = to or JobState.QUEUED
+        return _into(standing, then, f"released by {record.by}", record.at_s)
+    if record.word is not Word.HOLD and state in {JobState.PARKED, JobState.PAUSED}:
+        return _into(standing, JobState.QUEUED, f"sent on by {record.by}", record.at_s)
+    return {}
+
+
+def _said_on_card(standing: Standing, record: Said) -> Changes:
+    to = standing.recalled_to
+    if record.word is Word.CANCEL:
+        return {"recalled_to": JobState.CANCELLED, "reason": f"cancelled by {record.by}"}
+    if record.word is Word.HOLD and to is not JobState.CANCELLED:
+        return {"recalled_to": JobState.HELD, "reason": f"held by {record.by}"}
+    if record.word is Word.RELEASE and to is JobState.HELD:
+        return {"recalled_to": JobState.QUEUED, "reason": f"released by {record.by}"}
+    return {}
+
+
+def _said_after_end(standing: Standing, record: Said) -> Changes:
+    if record.word is not Word.RETRY:
+        return {}
+    state = JobState.WAITING if standing.job.after else JobState.QUEUED
+    return _into(
+        standing,
+        state,
+        f"once more for {record.by}",
+        record.at_s,
+        failures=0,
+        last_error=None,
+        least_room_bytes=None,
+        exit_code=None,
+        ended_at_s=None,
+    )
+
+
+#: Where `Settled` may lead.
+_SETTLES: Mapping[JobState, frozenset[JobState]] = {
+    JobState.WAITING: frozenset({JobState.QUEUED, JobState.SKIPPED, JobState.INFEASIBLE}),
+    JobState.QUEUED: frozenset({JobState.PARKED, JobState.INFEASIBLE}),
+    JobState.PARKED: frozenset({JobState.QUEUED, JobState.INFEASIBLE}),
+    JobState.PAUSED: frozenset({JobState.QUEUED, JobState.STOPPED}),
+}
+
+#: A job that was held in one of these goes back into it; from any other it goes into the line.
+_BACK = frozenset({JobState.WAITING, JobState.PAUSED})
+
+# The record's type is that of the table's key, which a dict cannot say; a test compares them.
+Handler: TypeAlias = Callable[[Standing, Any], Changes]
+
+_IS_DONE = "what is done is not done again"
+
+_ASIDE = frozenset(JobState) - ENDED - ON_CARD
+
+#: What a record does to a job by its state: its handler, or why it changes nothing. What is not
+#: here is illegal. Submitted, PackJudged and QueueHeld are the queue's.
+_TABLE: Mapping[type[Record], Mapping[JobState, Handler | str]] = {
+    Assigned: {JobState.QUEUED: _assigned},
+    Recalled: dict.fromkeys(ON_CARD, _recalled),
+    Rested: dict.fromkeys(ON_CARD, _rested),
+    AttemptEnded: dict.fromkeys(ON_CARD, _attempt_ended),
+    Reached: dict.fromkeys(ON_CARD, _reached),
+    Measured: dict.fromkeys(ON_CARD, _measured),
+    Settled: dict.fromkeys(_SETTLES, _settled),
+    Said: {
+        **dict.fromkeys(_ASIDE, _said_aside),
+        **dict.fromkeys(ON_CARD, _said_on_card),
+        **dict.fromkeys(ENDED, _said_after_end),
+        JobState.DONE: _IS_DONE,
+    },
+}

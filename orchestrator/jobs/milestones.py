@@ -1,0 +1,110 @@
+"""Which members of a sweep go on at a milestone: ASHA that pauses, or the median rule.
+
+ASHA (Li et al., 2020, arXiv 1810.05934) lets the best of every `factor` members that reached a
+milestone go on. Here the others are paused, not ended, and go on later when enough others came in
+behind them. All that counts is the order of the `Reached` records, so that a replay of the journal
+gives the same decisions. Records of other sweeps must have been left out, and those of members that
+failed may be: they hold a place else. Pure; it starts, pauses and ends nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import TypeAlias
+
+from orchestrator.jobs.model import Milestones
+
+#: Job, milestone in steps, value of the metric there; in the order of the journal.
+Reached: TypeAlias = Sequence[tuple[str, int, float | None]]
+
+#: The median rule compares from so many members on; the first ones all go on.
+MEDIAN_FROM = 3
+
+
+def milestones_of(rule: Milestones) -> tuple[int, ...]:
+    """Return the steps at which members are compared, the smallest first.
+
+    The last step is not among them: a member that gets there is done.
+    """
+    milestones = []
+    step = rule.first
+    while step < rule.last:
+        milestones.append(step)
+        step = max(step + 1, step * rule.factor)
+    return tuple(milestones)
+
+
+def ranking(
+    rule: Milestones,
+    reached: Reached,
+    milestone: int,
+    order: Mapping[str, int] | None = None,
+) -> tuple[str, ...]:
+    """Return the members that reached a milestone, the best first.
+
+    A value that is missing or not finite ranks last. `order` is the members' place in the order of
+    submission, which decides ties; without it the earlier one to get there is before. A job that
+    reached it more than once, after a step back to a checkpoint, counts with its first value.
+    """
+    values: dict[str, float | None] = {}
+    for job, step, value in reached:
+        if step == milestone:
+            values.setdefault(job, value)
+
+    def key(job: str) -> tuple[bool, float, int]:
+        value = values[job]
+        place = order.get(job, len(order)) if order is not None else 0
+        if value is None or not math.isfinite(value):
+            return True, 0.0, place
+        return False, value if rule.is_min else -value, place
+
+    return tuple(sorted(values, key=key))
+
+
+def goes_on(
+    rule: Milestones,
+    reached: Reached,
+    job: str,
+    milestone: int,
+    order: Mapping[str, int] | None = None,
+) -> bool:
+    """Return whether a job goes on at the milestone that it has just reached, or is paused.
+
+    `reached` has this job's record, and no later one.
+    """
+    ranked = ranking(rule, reached, milestone, order)
+    return job in ranked[: _places(rule, len(ranked))]
+
+
+def promotable(
+    rule: Milestones,
+    reached: Reached,
+    paused: Collection[str],
+    order: Mapping[str, int] | None = None,
+    *,
+    is_idle: bool = False,
+) -> str | None:
+    """Return the paused member that is to go on next, or `None` where all are to wait.
+
+    A member goes on when by now it is among the best of its milestone; the furthest first, then
+    the best. `is_idle` says that a card is free which no job that is queued can use: then one
+    more goes on at each milestone than otherwise. So no card idles while candidates are left
+    that are nearly as good, and a sweep too small for its factor still brings one to the end. At
+    most one more at each milestone: the sweep ends when this returns `None` and none of it runs.
+    """
+    last = {job: step for job, step, _ in reached if job in paused}
+    for milestone in sorted(set(last.values()), reverse=True):
+        ranked = ranking(rule, reached, milestone, order)
+        places = _places(rule, len(ranked)) + is_idle
+        for job in ranked[:places]:
+            if last.get(job) == milestone:
+                return job
+    return None
+
+
+def _places(rule: Milestones, count: int) -> int:
+    """Return how many of so many members at a milestone go on."""
+    if rule.rule == "median":
+        return count if count < MEDIAN_FROM else (count + 1) // 2
+    return count // rule.factor

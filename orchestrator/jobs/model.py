@@ -1,0 +1,408 @@
+"""The values of the queue: a job, how it stands, what is seen of the cards, and the records of the
+journal.
+
+Frozen values without behaviour, except for their own checks. Which record follows from what is in
+`queue.py`. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeAlias
+
+from workers.settings import CommandSpec, Scalar
+
+
+class JobState(StrEnum):
+    """How a job stands. Shown."""
+
+    #: The jobs that it comes after have not ended.
+    WAITING = "WAITING"
+    #: It may start, and waits for a place on a card.
+    QUEUED = "QUEUED"
+    #: An attempt of it has a place.
+    RUNNING = "RUNNING"
+    #: Its attempt saves, and then goes on elsewhere.
+    MOVING = "MOVING"
+    #: Its attempt gave the card back, and waits for it: hours, a full card, a lost node.
+    PARKED = "PARKED"
+    #: It reached a milestone, and others go first.
+    PAUSED = "PAUSED"
+    #: The user has it wait.
+    HELD = "HELD"
+    DONE = "DONE"
+    FAILED = "FAILED"
+    #: Its milestone sent it to rest, and its sweep has ended.
+    STOPPED = "STOPPED"
+    CANCELLED = "CANCELLED"
+    #: A job that it comes after did not end well.
+    SKIPPED = "SKIPPED"
+    #: No card here can ever hold it.
+    INFEASIBLE = "INFEASIBLE"
+
+
+#: A job in one of these states has ended; only `retry` begins it again.
+ENDED = frozenset(
+    {
+        JobState.DONE,
+        JobState.FAILED,
+        JobState.STOPPED,
+        JobState.CANCELLED,
+        JobState.SKIPPED,
+        JobState.INFEASIBLE,
+    }
+)
+
+#: A job in one of these states has an attempt on a card.
+ON_CARD = frozenset({JobState.RUNNING, JobState.MOVING})
+
+
+class Kind(StrEnum):
+    """What a job is."""
+
+    TRAIN = "train"
+    COMMAND = "command"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Milestones:
+    """When members of a sweep are compared (ASHA; Li et al., 2020, arXiv 1810.05934).
+
+    Counted in optimiser steps, never in time, so that a slow card costs no job its place.
+    """
+
+    rule: str
+    """`asha` or `median`."""
+    metric: str
+    """`loss`, `validation_loss`, or what a program writes into its results."""
+    is_min: bool
+    first: int
+    factor: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a user wants done. Never changes."""
+
+    name: str
+    """Unique in its queue; the name of its slot and of its folder."""
+    id: str
+    """Hash of its content, with the number of its occurrence: the same file gives the same ids."""
+    kind: Kind
+    sweep: str | None = None
+    """The entry that made it, together with others."""
+    settings: Mapping[str, Scalar] = field(default_factory=dict)
+    """What distinguishes it within its sweep, as dotted keys."""
+    overrides: Mapping[str, object] = field(default_factory=dict)
+    """Of a training: dotted keys of cluster.yaml and their values."""
+    command: CommandSpec | None = None
+    after: tuple[str, ...] = ()
+    after_any: bool = False
+    """Whether it may start however those of `after` ended."""
+    priority: int = 0
+    retries: int = 1
+    nodes: tuple[str, ...] = ()
+    """Where it may run; empty: anywhere."""
+    card: str | None = None
+    """A part of the card's name that it needs."""
+    memory_bytes: int | None = None
+    """What it needs on a card, as the user says; `None`: predicted or measured."""
+    pack: bool | None = None
+    """Whether it may share a card: `None` where a measurement says that it pays."""
+    hours: tuple[int, int] | None = None
+    """Minutes of the local day from and to which it may run; may cross midnight."""
+    milestones: Milestones | None = None
+    steps: int | None = None
+    """Optimiser steps of a training, where they are known."""
+    origin: str = ""
+    """Where it was typed, such as `night.yaml:7`."""
+    submitted_at_unix_s: float = 0.0
+    code: str | None = None
+    """Git commit and hash of the files of its folder when it was submitted."""
+
+
+class Cause(StrEnum):
+    """Why an attempt ended. `causes.py` says what follows from it."""
+
+    DONE = "done"
+    #: It ended by itself and wants to be started again (exit code 75, EX_TEMPFAIL).
+    PARKED = "parked"
+    OUT_OF_MEMORY = "out of memory"
+    #: The PC's RAM was full.
+    HOST_MEMORY = "host memory"
+    KILLED = "killed"
+    NODE_LOST = "node lost"
+    DRIVER = "driver fault"
+    DISK_FULL = "disk full"
+    TIME_LIMIT = "time limit"
+    EXCEPTION = "exception"
+    #: The program or its folder is not there, or cannot be started.
+    NOT_STARTED = "not started"
+    BAD_CONFIG = "bad configuration"
+    NAN_LOSS = "loss is not a number"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """A card as it is now, with what it can give to jobs."""
+
+    name: str
+    """`pc1`, or `pc1:1` on a node with several."""
+    node: str
+    title: str
+    """What it is, such as `RTX 3090`."""
+    room_bytes: int
+    """All shares of its workers together, contexts included."""
+    speed: float
+    """Relative to the others: rated until it is measured."""
+    closed: str | None = None
+    """Why nothing may start there now: its node is away, a foreign program has it; `None`: it may.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What is seen of the attempt of a job that has a place."""
+
+    job: str
+    attempt: int
+    is_at_rest: bool = False
+    """Whether its process has ended because it was asked to; its state is saved."""
+    node_lost: bool = False
+    cause: Cause | None = None
+    """Why it ended; `None` while it goes on."""
+    text: str = ""
+    """In words: the error, or what it does now."""
+    exit_code: int | None = None
+    step: int | None = None
+    """Optimiser steps, or what the program tells."""
+    steps: int | None = None
+    value: float | None = None
+    """Of the job's metric, at `step`."""
+    steps_per_s: float | None = None
+    eta_s: float | None = None
+    peak_bytes: int | None = None
+    out_of_memory: int = 0
+    """Times that this happened in the attempt."""
+    has_no_room: bool = False
+    """Whether not even its smallest step fits."""
+    sha256: str | None = None
+    """Of its weights, once it is done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """All that a decision depends on besides the queue itself."""
+
+    now_s: float
+    """Unix seconds, without the gaps in which the head did not run."""
+    minute_of_day: int
+    """Local."""
+    cards: tuple[Card, ...]
+    seen: Mapping[str, Seen] = field(default_factory=dict)
+    """By job, of each that has a place."""
+    disk_full: str | None = None
+    """One sentence where nothing can be written any more."""
+
+
+class Word(StrEnum):
+    """What a user says of jobs."""
+
+    HOLD = "hold"
+    RELEASE = "release"
+    CANCEL = "cancel"
+    RETRY = "retry"
+
+
+# The records of the journal. Each is a decision or an observation that decisions rest on; the queue
+# is what they add up to. `at_s` is the world's `now_s`.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    """A job has come in."""
+
+    at_s: float
+    job: Job
+    least_bytes: int | None = None
+    """Below this not even its smallest step fits, as predicted; `None`: not predicted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assigned:
+    """An attempt of the job begins on a card."""
+
+    at_s: float
+    job: str
+    attempt: int
+    card: str
+    budget_bytes: int
+    alone: bool
+    """Whether it has the card for itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recalled:
+    """The attempt is to save and to end its process, and the job goes to `to` when it has."""
+
+    at_s: float
+    job: str
+    attempt: int
+    to: JobState
+    """QUEUED (after a move), PARKED, PAUSED, HELD or CANCELLED."""
+    reason: str
+    least_room_bytes: int | None = None
+    """Where not even its smallest step had room: what the next card must have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rested:
+    """A recalled attempt has saved and ended, or its node was lost."""
+
+    at_s: float
+    job: str
+    attempt: int
+    step: int | None = None
+    peak_bytes: int | None = None
+    out_of_memory: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptEnded:
+    """An attempt has ended by itself."""
+
+    at_s: float
+    job: str
+    attempt: int
+    cause: Cause
+    text: str
+    exit_code: int | None = None
+    step: int | None = None
+    value: float | None = None
+    peak_bytes: int | None = None
+    out_of_memory: int = 0
+    sha256: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reached:
+    """A job has reached a milestone with this value of its metric."""
+
+    at_s: float
+    job: str
+    milestone: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The job's speed on a kind of card, in steps per second."""
+
+    at_s: float
+    job: str
+    card_title: str
+    steps_per_s: float
+    best: float | None = None
+    best_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackJudged:
+    """Two jobs were measured on one card, and it was decided whether they may share one."""
+
+    at_s: float
+    pair: str
+    """Fingerprints of both, with the card and its driver."""
+    gain: float
+    """Sum of both speeds, each as a share of its speed alone."""
+    is_kept: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """A user has said a word of a job."""
+
+    at_s: float
+    id: str
+    """Of the command, so that one that comes twice is obeyed once."""
+    word: Word
+    job: str
+    by: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """A job without an attempt changes its state for a reason that is not a user's."""
+
+    at_s: float
+    job: str
+    to: JobState
+    """QUEUED, SKIPPED, INFEASIBLE, STOPPED, PARKED."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueHeld:
+    """Nothing starts any more until the queue is released; `reason` `None` releases it."""
+
+    at_s: float
+    reason: str | None
+
+
+Record: TypeAlias = (
+    Submitted
+    | Assigned
+    | Recalled
+    | Rested
+    | AttemptEnded
+    | Reached
+    | Measured
+    | PackJudged
+    | Said
+    | Settled
+    | QueueHeld
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """How a job stands: what its records add up to."""
+
+    job: Job
+    state: JobState
+    reason: str
+    since_s: float
+    """When it came into this state."""
+    attempt: int = 0
+    """Of the last or present one; 0 before the first."""
+    card: str | None = None
+    """Where its attempt is."""
+    budget_bytes: int | None = None
+    alone: bool = True
+    recalled_to: JobState | None = None
+    """Where it goes once its attempt is at rest."""
+    failures: int = 0
+    """Attempts that count against its retries."""
+    last_error: str | None = None
+    out_of_memory: int = 0
+    moves: int = 0
+    ran_s: float = 0.0
+    parked_s: float = 0.0
+    step: int | None = None
+    value: float | None = None
+    best: float | None = None
+    best_step: int | None = None
+    peak_bytes: int | None = None
+    """Most that any attempt of it took."""
+    least_room_bytes: int | None = None
+    """A card with less room is not tried (again): predicted, or its attempt ran out of memory."""
+    speeds: Mapping[str, float] = field(default_factory=dict)
+    """Steps per second by the title of a card."""
+    exit_code: int | None = None
+    sha256: str | None = None
+    ended_at_s: float | None = None
+    expected_start_s: float | None = None
+    """World seconds; not journalled."""

@@ -1,0 +1,498 @@
+"""Which job starts on which card, and why the others wait.
+
+Jobs of a higher level are planned first, each level on what those above leave of the cards: nothing
+below moves the reserved start of a job above. A level is a job's priority and one more for each
+hour that it has waited, so that none starves. Within a level, jobs go where all of them are done
+earliest: exactly where they are few, else the longest first, each to the card on which it ends
+first. So a job may wait for a faster card while a slower one is idle. Pure; it starts nothing, and
+whether two jobs may share a card is asked from `pays`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, TypeAlias
+
+from orchestrator.config.duration import format_duration
+from orchestrator.jobs.model import Card, Job
+from orchestrator.jobs.packing import packed_budgets
+from workers.units import GIB
+
+#: A job rises by one level of priority in so many seconds of waiting.
+LEVEL_S: Final = 3600.0
+#: So many jobs are planned in full; those behind get a rough start only. A night has fewer.
+LOOKAHEAD: Final = 200
+#: A level is tried in full if that takes at most so many steps: ten jobs on two cards.
+EXACT_STEPS: Final = 10 * 2**10
+#: What a job takes at speed 1 when nothing is known of any: only ratios between cards matter.
+UNKNOWN_S: Final = 3600.0
+#: A move must save so many times what it costs.
+MOVE_MARGIN: Final = 3.0
+
+#: Whether two jobs, by name, are known to do more together on a card, or are to be tried there.
+Pays: TypeAlias = Callable[[str, str, str], bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A job that may start now, as far as placement goes."""
+
+    name: str
+    priority: int = 0
+    queued_at_s: float = 0.0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """What remains of it, by the name of a card. A card that is missing is scaled from another by
+    the cards' speeds; where all are missing, it is as much work as the median of the others.
+    """
+    memory_bytes: int | None = None
+    """What it needs on a card, as the user says."""
+    measured_bytes: int | None = None
+    """The most that it took so far: what it gets of a card that it shares, with a reserve. `None`:
+    `memory_bytes`, and where that is missing too it shares none.
+    """
+    least_room_bytes: int | None = None
+    """A card with less room is not tried."""
+    nodes: tuple[str, ...] = ()
+    card: str | None = None
+    """A part of the card's title."""
+    may_pack: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resident:
+    """A job that has a place on a card."""
+
+    name: str
+    budget_bytes: int
+    ends_at_s: float | None = None
+    """`None`: not known; then as much as a job of unknown length is still to come."""
+    alone: bool = True
+    may_pack: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """A job that starts now."""
+
+    job: str
+    card: str
+    budget_bytes: int
+    """All of the card's room for a job that is alone there."""
+    alone: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What starts now, and when and why the rest starts later."""
+
+    starts: tuple[Placement, ...]
+    reasons: Mapping[str, str]
+    """Why it waits, of each candidate that does not start now."""
+    expected_start_s: Mapping[str, float]
+    """When it is to start, of each of these that an open card can hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledJob:
+    """A job in the estimate of a queue."""
+
+    job: str
+    card: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The estimate of a queue, from its start at 0."""
+
+    jobs: tuple[ScheduledJob, ...]
+    """By start."""
+    makespan_s: float
+    left: Mapping[str, str]
+    """Why it never starts, of each job that does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A candidate's planned time on a card."""
+
+    candidate: Candidate
+    level: int
+    start_s: float
+    end_s: float
+
+
+def plan(
+    candidates: Sequence[Candidate],
+    cards: Sequence[Card],
+    residents: Mapping[str, Sequence[Resident]],
+    now_s: float,
+    pays: Pays | None = None,
+) -> Plan:
+    """Return which candidates start now, and why and until when the others wait.
+
+    Candidates are in the order of submission, which decides ties. `residents` are by card. Without
+    `pays` every job is alone on its card.
+    """
+    front, rest = _front(candidates, cards, now_s)
+    typical_s = _typical_work(front, cards)
+    turns, homeless = _turns(front, cards, residents, now_s, typical_s)
+    starts = _starts(turns, cards, residents, pays)
+
+    started = {start.job: start.card for start in starts}
+    idle = [
+        card
+        for card in cards
+        if card.name in turns and not residents.get(card.name) and card.name not in started.values()
+    ]
+    reasons: dict[str, str] = {}
+    expected: dict[str, float] = {}
+    for name, own in turns.items():
+        names = [each.name for each in residents.get(name, ())]
+        names += [job for job, card in started.items() if card == name]
+        waiting = [turn for turn in own if turn.candidate.name not in started]
+        for ahead, turn in enumerate(waiting):
+            if ahead:
+                reason = f"{ahead} {'job goes' if ahead == 1 else 'jobs go'} first on {name}"
+            else:
+                reason = f"{name} runs {' and '.join(names)}"
+                is_known = all(each.ends_at_s is not None for each in residents.get(name, ()))
+                if is_known and turn.start_s > now_s:
+                    reason += f" for about {_about(turn.start_s - now_s)} more"
+            reason += "".join(f"; {_why_not(turn.candidate, card)}" for card in idle)
+            reasons[turn.candidate.name] = reason
+            expected[turn.candidate.name] = turn.start_s
+    for candidate in homeless:
+        reasons[candidate.name] = _why_no_card(candidate, cards)
+
+    # Those behind: as long as the median of the others each, on all open cards together.
+    speed = sum(card.speed for card in cards if card.closed is None)
+    for place, candidate in enumerate(rest, len(front) - len(starts)):
+        reasons[candidate.name] = f"{place} jobs go first"
+        if speed:
+            expected[candidate.name] = now_s + place * typical_s / speed
+    return Plan(starts=starts, reasons=reasons, expected_start_s=expected)
+
+
+def estimate(
+    jobs: Sequence[Candidate],
+    cards: Sequence[Card],
+    after: Mapping[str, Sequence[str]],
+    residents: Mapping[str, Sequence[Resident]] | None = None,
+) -> Schedule:
+    """Return when and where each job would run, by planning in virtual time from 0.
+
+    `after` has the jobs that must have ended before a job may start. Every job is taken to be
+    alone on its card, and to take as long as is known; nothing fails.
+    """
+    waiting = {job.name: set(after.get(job.name, ())) for job in jobs}
+    followers: dict[str, list[Candidate]] = {}
+    for job in jobs:
+        for name in waiting[job.name]:
+            followers.setdefault(name, []).append(job)
+    ready = [replace(job, queued_at_s=0.0) for job in jobs if not waiting[job.name]]
+    typical_s = _typical_work(jobs, cards)
+    speeds = {card.name: card.speed for card in cards}
+    on_card: dict[str, list[Resident]] = {
+        name: [
+            replace(each, ends_at_s=typical_s / speeds[name]) if each.ends_at_s is None else each
+            for each in there
+        ]
+        for name, there in (residents or {}).items()
+    }
+
+    entries: list[ScheduledJob] = []
+    now_s = 0.0
+    while True:
+        front, _ = _front(ready, cards, now_s)
+        turns, _ = _turns(front, cards, on_card, now_s, typical_s)
+        starts = _starts(turns, cards, on_card, None)
+        for start in starts:
+            end_s = turns[start.card][0].end_s
+            entries.append(ScheduledJob(job=start.job, card=start.card, start_s=now_s, end_s=end_s))
+            on_card[start.card] = [
+                Resident(name=start.job, budget_bytes=start.budget_bytes, ends_at_s=end_s)
+            ]
+        started = {start.job for start in starts}
+        ready = [job for job in ready if job.name not in started]
+
+        ends = [(each.ends_at_s or 0.0, name) for name in on_card for each in on_card[name]]
+        if not ends:
+            break
+        now_s = max(now_s, min(ends)[0])
+        ended = [e for there in on_card.values() for e in there if (e.ends_at_s or 0.0) <= now_s]
+        on_card = {
+            name: [each for each in there if each not in ended] for name, there in on_card.items()
+        }
+        for name in [each.name for each in ended]:
+            for job in followers.get(name, ()):
+                waiting[job.name].discard(name)
+                if not waiting[job.name]:
+                    ready.append(replace(job, queued_at_s=now_s))
+
+    left = {job.name: _why_no_card(job, cards) for job in ready}
+    for job in jobs:
+        if waiting[job.name]:
+            left[job.name] = f"comes after {', '.join(sorted(waiting[job.name]))}, which never ends"
+    makespan_s = max((entry.end_s for entry in entries), default=0.0)
+    return Schedule(jobs=tuple(entries), makespan_s=makespan_s, left=left)
+
+
+def worthwhile_move(
+    *,
+    remaining_s: float,
+    speed_here: float,
+    speed_there: float,
+    save_s: float,
+    transfer_s: float,
+    load_s: float,
+    is_free: bool,
+) -> bool:
+    """Return whether a job is to go on on another card.
+
+    `remaining_s` is on the card where it is. `is_free` says that the other card is free and that
+    no job that waits should have it: `plan` with the waiting candidates places none there.
+    """
+    if not is_free or speed_there <= speed_here:
+        return False
+    saved_s = remaining_s * (1 - speed_here / speed_there)
+    return saved_s > MOVE_MARGIN * (save_s + transfer_s + load_s)
+
+
+def never_fits(job: Job | Candidate, least_bytes: int | None, cards: Sequence[Card]) -> str | None:
+    """Return why no card here can ever hold a job, with the sum, or `None`.
+
+    `least_bytes` is what its smallest step takes, as predicted. Closed cards count: they open
+    again.
+    """
+    allowed = [card for card in cards if _is_allowed(job, card)]
+    if not allowed:
+        title = f"a card called {job.card!r}" if job.card is not None else "a card"
+        where = f" on {' or '.join(job.nodes)}" if job.nodes else ""
+        here = ", ".join(f"{card.title} ({card.name})" for card in cards) or "none"
+        return f"asks for {title}{where}; the cards here: {here}"
+
+    need_bytes = max(least_bytes or 0, job.memory_bytes or 0)
+    largest = max(allowed, key=lambda card: card.room_bytes)
+    if need_bytes <= largest.room_bytes:
+        return None
+    which = "card here" if len(allowed) == len(cards) else "card that it may use"
+    return (
+        f"needs at least {_gib(need_bytes, math.ceil)}; the largest {which} gives "
+        f"{_gib(largest.room_bytes, math.floor)} ({largest.name})"
+    )
+
+
+def _level(candidate: Candidate, now_s: float) -> int:
+    waited_s = max(0.0, now_s - candidate.queued_at_s)
+    return candidate.priority + int(waited_s / LEVEL_S)
+
+
+def _front(
+    candidates: Sequence[Candidate], cards: Sequence[Card], now_s: float
+) -> tuple[list[Candidate], list[Candidate]]:
+    """Return the candidates to plan in full, by level and age, and those behind.
+
+    A card that none of the front fits gets the first one behind that does.
+    """
+    ordered = sorted(candidates, key=lambda each: (-_level(each, now_s), each.queued_at_s))
+    front, rest = ordered[:LOOKAHEAD], ordered[LOOKAHEAD:]
+    if rest:
+        extra = []
+        for card in cards:
+            if card.closed is None and not any(_fits(each, card) for each in front):
+                found = next((each for each in rest if _fits(each, card)), None)
+                if found is not None and found not in extra:
+                    extra.append(found)
+        names = {each.name for each in extra}
+        if names:
+            front = front + extra
+            rest = [each for each in rest if each.name not in names]
+    return front, rest
+
+
+def _turns(
+    front: Sequence[Candidate],
+    cards: Sequence[Card],
+    residents: Mapping[str, Sequence[Resident]],
+    now_s: float,
+    typical_s: float,
+) -> tuple[dict[str, list[_Turn]], list[Candidate]]:
+    """Return the turns on each open card, in order, and the candidates that none of them can hold.
+
+    `typical_s` is the work of a job of unknown length, in seconds at speed 1.
+    """
+    free_s = {}
+    for card in cards:
+        if card.closed is None:
+            unknown_s = now_s + typical_s / card.speed
+            there = residents.get(card.name, ())
+            ends_s = [unknown_s if each.ends_at_s is None else each.ends_at_s for each in there]
+            free_s[card.name] = max([now_s, *ends_s])
+
+    homeless = []
+    levels: dict[int, list[tuple[Candidate, dict[str, float]]]] = {}
+    for candidate in front:
+        works = _works(candidate, cards)
+        work_s = statistics.fmean(works) if works else typical_s
+        options = {
+            card.name: candidate.seconds.get(card.name, work_s / card.speed)
+            for card in cards
+            if card.closed is None and _fits(candidate, card)
+        }
+        if options:
+            levels.setdefault(_level(candidate, now_s), []).append((candidate, options))
+        else:
+            homeless.append(candidate)
+
+    turns: dict[str, list[_Turn]] = {name: [] for name in free_s}
+    for level, group in levels.items():
+        # The longest first: the short ones fill what is uneven at the end.
+        group.sort(key=lambda each: -min(each[1].values()))
+        places = _assign([options for _, options in group], free_s)
+        for (candidate, options), name in zip(group, places, strict=True):
+            end_s = free_s[name] + options[name]
+            turns[name].append(_Turn(candidate, level, free_s[name], end_s))
+            free_s[name] = end_s
+    return turns, homeless
+
+
+def _assign(jobs: Sequence[Mapping[str, float]], free_s: Mapping[str, float]) -> list[str]:
+    """Return the card of each job, so that the last one ends earliest.
+
+    Jobs are seconds by card, and run on their card in this order. Among equal ends the sum of all
+    ends decides.
+    """
+    load = dict(free_s)
+    places = []
+    end_s, sum_s = -math.inf, 0.0
+    for options in jobs:
+        name = min(options, key=lambda each: load[each] + options[each])
+        load[name] += options[name]
+        end_s = max(end_s, load[name])
+        sum_s += load[name]
+        places.append(name)
+    ways = math.prod(len(options) for options in jobs)
+    if len(jobs) == 1 or ways * len(jobs) > EXACT_STEPS:
+        return places
+
+    best = (end_s, sum_s, places)
+    load = dict(free_s)
+
+    def extend(path: list[str], end_s: float, sum_s: float) -> None:
+        nonlocal best
+        if (end_s, sum_s) >= best[:2]:
+            return
+        if len(path) == len(jobs):
+            best = (end_s, sum_s, list(path))
+            return
+        for name, seconds in jobs[len(path)].items():
+            before = load[name]
+            load[name] = before + seconds
+            path.append(name)
+            extend(path, max(end_s, load[name]), sum_s + load[name])
+            path.pop()
+            load[name] = before
+
+    extend([], -math.inf, 0.0)
+    return best[2]
+
+
+def _starts(
+    turns: Mapping[str, Sequence[_Turn]],
+    cards: Sequence[Card],
+    residents: Mapping[str, Sequence[Resident]],
+    pays: Pays | None,
+) -> tuple[Placement, ...]:
+    """Return what starts now: the first turn of each idle card, and who may share a card.
+
+    A job shares a card with one that runs there packed, or that starts there now. It must be of
+    the level that is next there: the two slow each other down, and that would move the reserved
+    start of a job above.
+    """
+    starts: list[Placement] = []
+    for card in cards:
+        own, there = turns.get(card.name, ()), residents.get(card.name, ())
+        if not own or len(there) > 1 or any(each.alone for each in there):
+            continue
+
+        first = [] if there else [own[0].candidate]
+        host = there[0] if there else own[0].candidate
+        room_bytes = card.room_bytes - sum(each.budget_bytes for each in there)
+        group, alone = first, True
+        budgets: tuple[int, ...] = (card.room_bytes,)
+        for turn in own[len(first) :]:
+            second = turn.candidate
+            if pays is None or turn.level != own[0].level or not host.may_pack:
+                break
+            measured = [each.measured_bytes or each.memory_bytes for each in [*first, second]]
+            shares = packed_budgets(measured, room_bytes)
+            if shares and second.may_pack and pays(host.name, second.name, card.name):
+                group, budgets, alone = [*first, second], shares, False
+                break
+        starts += [
+            Placement(job=each.name, card=card.name, budget_bytes=budget, alone=alone)
+            for each, budget in zip(group, budgets, strict=False)
+        ]
+    return tuple(starts)
+
+
+def _works(candidate: Candidate, cards: Sequence[Card]) -> list[float]:
+    """Return the work of a candidate as each known card has it, in seconds at speed 1."""
+    seconds = candidate.seconds
+    return [seconds[card.name] * card.speed for card in cards if card.name in seconds]
+
+
+def _typical_work(candidates: Sequence[Candidate], cards: Sequence[Card]) -> float:
+    works = [work_s for candidate in candidates for work_s in _works(candidate, cards)]
+    return statistics.median(works) if works else UNKNOWN_S
+
+
+def _is_allowed(job: Job | Candidate, card: Card) -> bool:
+    """Return whether a job may run on a card, whatever it needs."""
+    if job.nodes and card.node not in job.nodes and card.name not in job.nodes:
+        return False
+    return job.card is None or plain(job.card) in plain(card.title)
+
+
+def plain(card: str) -> str:
+    """Return the name of a card without what people leave out or add."""
+    return re.sub(r"[^a-z0-9]", "", card.lower())
+
+
+def _needed(candidate: Candidate) -> int:
+    return max(candidate.memory_bytes or 0, candidate.least_room_bytes or 0)
+
+
+def _fits(candidate: Candidate, card: Card) -> bool:
+    return _needed(candidate) <= card.room_bytes and _is_allowed(candidate, card)
+
+
+def _why_not(candidate: Candidate, card: Card) -> str:
+    """Return why a candidate does not start on a card that is free."""
+    if not _is_allowed(candidate, card):
+        return f"{card.name} is free, but it may not run there"
+    if not _fits(candidate, card):
+        gives, need = _gib(card.room_bytes, math.floor), _gib(_needed(candidate), math.ceil)
+        return f"{card.name} is free, but gives {gives} of the {need} that it needs"
+    return f"{card.name} is free, but it would end later there"
+
+
+def _why_no_card(candidate: Candidate, cards: Sequence[Card]) -> str:
+    closed = [card for card in cards if _fits(candidate, card)]
+    return never_fits(candidate, _needed(candidate), cards) or "; ".join(
+        f"{card.name} is closed: {card.closed}" for card in closed
+    )
+
+
+def _about(seconds: float) -> str:
+    return format_duration(round(seconds) if seconds < 60 else round(seconds / 60) * 60)
+
+
+def _gib(count_bytes: int, rounded: Callable[[float], int]) -> str:
+    return f"{rounded(count_bytes / GIB * 10) / 10:.1f} GiB"

@@ -1,0 +1,112 @@
+"""Jobs, cards and worlds as tests of the queue want them, and a head that does what it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from orchestrator.jobs.model import (
+    Assigned,
+    Card,
+    Cause,
+    Job,
+    Kind,
+    Milestones,
+    Record,
+    Said,
+    Seen,
+    Standing,
+    Submitted,
+    Word,
+    World,
+)
+from orchestrator.jobs.queue import Queue
+from workers.settings import CommandSpec
+from workers.units import GIB
+
+BIG = Card(name="pc1", node="pc1", title="RTX 3090", room_bytes=20 * GIB, speed=1.75)
+SMALL = Card(name="pc2", node="pc2", title="RTX 3070", room_bytes=6 * GIB, speed=1.0)
+ASHA = Milestones(rule="asha", metric="loss", is_min=True, first=100, factor=3, last=900)
+
+
+def training(name: str, **more: Any) -> Job:
+    return Job(**{"name": name, "id": f"id-{name}", "kind": Kind.TRAIN, "steps": 1000, **more})
+
+
+def command(name: str, **more: Any) -> Job:
+    spec = CommandSpec(argv=("python", "train.py"))
+    return Job(**{"name": name, "id": f"id-{name}", "kind": Kind.COMMAND, "command": spec, **more})
+
+
+class Scene:
+    """A queue, and a head that applies at once what follows, until nothing does."""
+
+    def __init__(self, *jobs: Job, cards: tuple[Card, ...] = (BIG, SMALL), least: int = 0) -> None:
+        self.queue = Queue()
+        self.cards = cards
+        self.now_s = 1000.0
+        self.minute = 12 * 60
+        self.disk_full: str | None = None
+        self.records: list[Record] = []
+        self.seen: dict[str, Seen] = {}
+        self.submit(*jobs, least=least)
+
+    def submit(self, *jobs: Job, least: int = 0) -> None:
+        for job in jobs:
+            self.take(Submitted(at_s=self.now_s, job=job, least_bytes=least or None))
+
+    def take(self, *records: Record) -> None:
+        for record in records:
+            self.records.append(record)
+            self.queue.apply(record)
+
+    def world(self) -> World:
+        return World(
+            now_s=self.now_s,
+            minute_of_day=self.minute,
+            cards=self.cards,
+            seen=self.seen,
+            disk_full=self.disk_full,
+        )
+
+    def turn(self, seconds: float = 0.0) -> list[Record]:
+        """Return all that follows now; `seconds` pass before."""
+        self.now_s += seconds
+        found: list[Record] = []
+        while records := self.queue.next_records(self.world()):
+            self.take(*records)
+            found += records
+            assert len(found) < 10_000, "it never comes to rest"
+        return found
+
+    def see(self, job: str, **what: Any) -> list[Record]:
+        """Return what follows from what is seen of a job's attempt."""
+        attempt = what.pop("attempt", self.queue.standings[job].attempt)
+        self.seen[job] = Seen(job=job, attempt=attempt, **what)
+        return self.turn()
+
+    def end(self, job: str, cause: Cause = Cause.DONE, text: str = "", **what: Any) -> list[Record]:
+        return self.see(job, cause=cause, text=text, **what)
+
+    def say(self, word: Word, job: str, message: str = "") -> list[Record]:
+        id_ = message or f"message-{len(self.records)}"
+        self.take(Said(at_s=self.now_s, id=id_, word=word, job=job, by="ann"))
+        return self.turn()
+
+    def close(self, name: str, why: str | None) -> list[Record]:
+        self.cards = tuple(
+            replace(card, closed=why) if card.name == name else card for card in self.cards
+        )
+        return self.turn()
+
+    def standing(self, job: str) -> Standing:
+        return self.queue.standings[job]
+
+    def state(self, job: str) -> str:
+        return self.queue.standings[job].state.value
+
+
+def starts(records: Iterable[Record]) -> dict[str, str]:
+    """Return the cards of the jobs that start."""
+    return {each.job: each.card for each in records if isinstance(each, Assigned)}

@@ -1,0 +1,140 @@
+"""The table of a job's lifecycle: each record in each state is handled, ignored, or illegal."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from itertools import product
+from typing import get_type_hints
+
+import pytest
+
+from orchestrator.jobs import lifecycle
+from orchestrator.jobs.lifecycle import IllegalRecordError, advance, changes_of
+from orchestrator.jobs.model import (
+    ENDED,
+    ON_CARD,
+    Assigned,
+    AttemptEnded,
+    Cause,
+    JobState,
+    Measured,
+    Reached,
+    Recalled,
+    Record,
+    Rested,
+    Said,
+    Settled,
+    Standing,
+    Word,
+)
+from tests.jobs.scene import training
+
+RECORDS: tuple[Record, ...] = (
+    Assigned(at_s=20.0, job="a", attempt=4, card="pc1", budget_bytes=1, alone=True),
+    Recalled(at_s=20.0, job="a", attempt=3, to=JobState.HELD, reason="held"),
+    Rested(at_s=20.0, job="a", attempt=3),
+    AttemptEnded(at_s=20.0, job="a", attempt=3, cause=Cause.DONE, text=""),
+    Reached(at_s=20.0, job="a", milestone=100, value=1.0),
+    Measured(at_s=20.0, job="a", card_title="RTX 3090", steps_per_s=1.0),
+    *(Said(at_s=20.0, id="m", word=word, job="a", by="ann") for word in Word),
+    *(Settled(at_s=20.0, job="a", to=state, reason="why") for state in JobState),
+)
+
+#: The records that may come in each state; `Said` may in all of them.
+LEGAL = {
+    **{s: {"Recalled", "Rested", "AttemptEnded", "Reached", "Measured"} for s in ON_CARD},
+    JobState.QUEUED: {"Assigned", "Settled PARKED", "Settled INFEASIBLE"},
+    JobState.WAITING: {"Settled QUEUED", "Settled SKIPPED", "Settled INFEASIBLE"},
+    JobState.PARKED: {"Settled QUEUED", "Settled INFEASIBLE"},
+    JobState.PAUSED: {"Settled QUEUED", "Settled STOPPED"},
+}
+
+
+def standing_in(state: JobState) -> Standing:
+    card = "pc1" if state in ON_CARD else None
+    return Standing(
+        job=training("a"), state=state, reason="before", since_s=10.0, attempt=3, card=card
+    )
+
+
+def name_of(record: Record) -> str:
+    told = f" {record.to.value}" if isinstance(record, Settled) else ""
+    return type(record).__name__ + told
+
+
+@pytest.mark.parametrize("state", JobState, ids=lambda state: state.value)
+def test_a_record_is_legal_where_a_rule_allows_it(state: JobState) -> None:
+    standing, legal = standing_in(state), set()
+    for record in RECORDS:
+        try:
+            advance(standing, record)
+        except IllegalRecordError:
+            continue
+        legal.add(name_of(record))
+
+    assert legal - {"Said"} == LEGAL.get(state, set())
+    assert "Said" in legal
+
+
+@pytest.mark.parametrize("state", JobState, ids=lambda state: state.value)
+def test_only_retry_begins_what_has_ended(state: JobState) -> None:
+    for word in Word:
+        after = advance(
+            standing_in(state), Said(at_s=20.0, id="m", word=word, job="a", by="ann")
+        ).state
+        if state in ENDED and word is not Word.RETRY:
+            assert after is state
+
+
+def test_a_handler_takes_the_type_of_its_row() -> None:
+    for kind, row in lifecycle._TABLE.items():
+        for handler in row.values():
+            if callable(handler):
+                hints = get_type_hints(handler)
+                assert kind.__name__ in str(hints["record"])
+
+
+def test_a_reason_for_nothing_is_words() -> None:
+    cells = [cell for row in lifecycle._TABLE.values() for cell in row.values()]
+
+    assert all(callable(cell) or len(cell) > 10 for cell in cells)
+
+
+def test_changes_name_fields_of_a_standing() -> None:
+    known = {each.name for each in fields(Standing)}
+    for state, record in product(JobState, RECORDS):
+        try:
+            assert set(changes_of(standing_in(state), record)) <= known
+        except IllegalRecordError:
+            continue
+
+
+@pytest.mark.parametrize("attempt", [2, 4])
+def test_a_record_of_another_attempt_is_illegal(attempt: int) -> None:
+    late: tuple[Record, ...] = (
+        Recalled(at_s=20.0, job="a", attempt=attempt, to=JobState.HELD, reason="held"),
+        Rested(at_s=20.0, job="a", attempt=attempt),
+        AttemptEnded(at_s=20.0, job="a", attempt=attempt, cause=Cause.DONE, text=""),
+    )
+    for record in late:
+        with pytest.raises(IllegalRecordError, match=f"attempt {attempt}"):
+            advance(standing_in(JobState.RUNNING), record)
+
+
+def test_an_attempt_follows_the_one_before() -> None:
+    record = Assigned(at_s=20.0, job="a", attempt=5, card="pc1", budget_bytes=1, alone=True)
+
+    with pytest.raises(IllegalRecordError, match="does not follow") as caught:
+        advance(standing_in(JobState.QUEUED), record)
+    assert (caught.value.job, caught.value.record) == ("a", "Assigned")
+
+
+def test_time_on_a_card_and_parked_is_added_up() -> None:
+    standing = advance(standing_in(JobState.QUEUED), RECORDS[0])
+    recalled = Recalled(at_s=25.0, job="a", attempt=4, to=JobState.PARKED, reason="hours")
+    standing = advance(standing, recalled)
+    standing = advance(standing, Rested(at_s=30.0, job="a", attempt=4))
+    standing = advance(standing, Settled(at_s=37.0, job="a", to=JobState.QUEUED, reason=""))
+
+    assert (standing.ran_s, standing.parked_s) == (10.0, 7.0)
+    assert (standing.card, standing.recalled_to) == (None, None)

@@ -1,0 +1,607 @@
+"""The rules of the queue, one by one: what follows from what is recorded and seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.jobs.lifecycle import IllegalRecordError
+from orchestrator.jobs.model import (
+    AttemptEnded,
+    Cause,
+    Job,
+    JobState,
+    Measured,
+    QueueHeld,
+    Reached,
+    Recalled,
+    Rested,
+    Said,
+    Settled,
+    Submitted,
+    Word,
+)
+from tests.jobs.scene import ASHA, BIG, SMALL, Scene, command, starts, training
+from workers.units import GIB
+
+
+def test_two_jobs_get_a_card_each_and_the_third_waits() -> None:
+    scene = Scene(training("a"), training("b"), training("c"))
+
+    assert set(starts(scene.turn()).values()) == {"pc1", "pc2"}
+    assert scene.state("c") == "QUEUED"
+    assert scene.turn() == []
+
+
+def test_the_next_job_starts_when_one_is_done() -> None:
+    scene = Scene(training("a"), training("b"), training("c"))
+    card = starts(scene.turn())["a"]
+
+    assert starts(scene.end("a", sha256="5f")) == {"c": card}
+    assert (scene.state("a"), scene.standing("a").sha256) == ("DONE", "5f")
+
+
+def test_what_cannot_fit_is_infeasible_at_submit() -> None:
+    scene = Scene(training("a"), least=25 * GIB)
+
+    scene.turn()
+
+    assert scene.state("a") == "INFEASIBLE"
+    assert "25.0 GiB" in scene.standing("a").reason
+
+
+def test_what_fits_only_a_card_that_is_away_waits() -> None:
+    scene = Scene(training("a"), least=10 * GIB)
+    scene.close("pc1", "its node is away")
+
+    assert scene.state("a") == "QUEUED"
+    assert starts(scene.close("pc1", None)) == {"a": "pc1"}
+
+
+def test_nothing_is_infeasible_before_a_card_is_known() -> None:
+    scene = Scene(training("a"), cards=(), least=25 * GIB)
+
+    assert scene.turn() == []
+
+
+def test_a_training_without_room_goes_to_a_larger_card() -> None:
+    scene = Scene(training("b"), training("a"))
+    scene.turn()
+    assert scene.standing("a").card == "pc2"
+
+    recalled = scene.see("a", has_no_room=True)
+    assert [
+        (each.to, each.least_room_bytes) for each in recalled if isinstance(each, Recalled)
+    ] == [(JobState.QUEUED, 6 * GIB + 1)]
+    assert scene.state("a") == "MOVING"
+    scene.see("a", is_at_rest=True, step=40)
+    assert (scene.state("a"), scene.standing("a").moves) == ("QUEUED", 1)
+    assert starts(scene.end("b"))["a"] == "pc1"
+
+
+def test_a_training_without_room_on_the_largest_card_parks() -> None:
+    scene = Scene(training("a"))
+    scene.turn()
+    assert scene.standing("a").card == "pc1"
+
+    scene.see("a", has_no_room=True)
+    scene.see("a", is_at_rest=True)
+    assert scene.state("a") == "PARKED"
+    assert "20.0 GiB" in scene.standing("a").reason
+
+    assert starts(scene.turn(61.0)) == {"a": "pc1"}
+
+
+def test_a_training_that_never_has_room_ends_with_the_sum() -> None:
+    scene = Scene(training("a"))
+
+    for _ in range(6):
+        scene.turn(3600.0)
+        scene.see("a", has_no_room=True)
+        scene.see("a", is_at_rest=True)
+    scene.turn(3600.0)
+
+    assert scene.state("a") == "INFEASIBLE"
+    assert "tried 6 times" in scene.standing("a").reason
+
+
+def test_a_command_out_of_memory_gets_a_larger_card() -> None:
+    scene = Scene(training("b"), command("a"))
+    scene.turn()
+    assert scene.standing("a").card == "pc2"
+
+    scene.end("a", Cause.OUT_OF_MEMORY, "CUDA out of memory", peak_bytes=6 * GIB)
+
+    assert (scene.state("a"), scene.standing("a").failures) == ("QUEUED", 0)
+    assert scene.standing("a").least_room_bytes == int(7.5 * GIB)
+    assert starts(scene.end("b"))["a"] == "pc1"
+
+
+def test_a_command_is_never_tried_twice_on_the_same_terms() -> None:
+    scene = Scene(command("a"))
+    scene.turn()
+
+    scene.end("a", Cause.OUT_OF_MEMORY, "CUDA out of memory", peak_bytes=19 * GIB)
+
+    assert scene.state("a") == "INFEASIBLE"
+
+
+def test_a_kill_is_not_counted_and_waits_a_little() -> None:
+    scene = Scene(training("a"))
+    scene.turn()
+
+    for wait_s in (5.0, 10.0, 20.0):
+        scene.end("a", Cause.KILLED, "SIGKILL")
+        assert scene.state("a") == "PARKED"
+        assert starts(scene.turn(wait_s - 1.0)) == {}
+        assert starts(scene.turn(1.0)) == {"a": "pc1"}
+    assert scene.standing("a").failures == 0
+
+
+def test_an_exception_is_counted() -> None:
+    scene = Scene(training("a", retries=1))
+    scene.turn()
+
+    assert starts(scene.end("a", Cause.EXCEPTION, "ValueError", step=10)) == {"a": "pc1"}
+    scene.end("a", Cause.EXCEPTION, "KeyError", step=20)
+
+    assert (scene.state("a"), scene.standing("a").failures) == ("FAILED", 2)
+
+
+def test_the_same_exception_at_the_same_step_is_final() -> None:
+    scene = Scene(training("a", retries=5))
+    scene.turn()
+
+    scene.end("a", Cause.EXCEPTION, "ValueError", step=10)
+    scene.end("a", Cause.EXCEPTION, "ValueError", step=10)
+
+    assert scene.state("a") == "FAILED"
+    assert scene.standing("a").reason == "ValueError"
+
+
+def test_a_result_of_an_older_attempt_is_refused() -> None:
+    scene = Scene(training("a"))
+    scene.turn()
+    scene.end("a", Cause.KILLED)
+    scene.turn(5.0)
+
+    assert scene.see("a", attempt=1, cause=Cause.DONE) == []
+    with pytest.raises(IllegalRecordError, match="attempt 1"):
+        scene.take(AttemptEnded(at_s=0.0, job="a", attempt=1, cause=Cause.DONE, text=""))
+    assert scene.state("a") == "RUNNING"
+
+
+def test_three_that_fail_alike_hold_the_queue() -> None:
+    scene = Scene(*(command(f"j{i}", retries=0) for i in range(5)))
+    scene.turn()
+
+    for name in ("j0", "j1", "j2"):
+        scene.now_s += 5.0
+        scene.end(name, Cause.EXCEPTION, f"No module named torch ({name}, line 12{name[1]})")
+
+    assert scene.queue.held is not None
+    assert "j0, j1, j2 failed alike" in scene.queue.held
+    assert scene.state("j4") == "QUEUED"
+    assert "the queue is held" in scene.standing("j4").reason
+
+
+def test_a_held_queue_goes_on_when_it_is_released() -> None:
+    scene = Scene(training("a"))
+    scene.take(QueueHeld(at_s=0.0, reason="the user says so"))
+    assert scene.turn() == []
+
+    scene.take(QueueHeld(at_s=0.0, reason=None))
+
+    assert starts(scene.turn()) == {"a": "pc1"}
+
+
+@pytest.mark.parametrize(
+    ("text", "after_s", "cause"),
+    [("other", 5.0, Cause.EXCEPTION), ("same", 61.0, Cause.EXCEPTION), ("same", 5.0, Cause.KILLED)],
+    ids=["another message", "later", "another cause"],
+)
+def test_what_is_not_alike_does_not_hold_the_queue(text: str, after_s: float, cause: Cause) -> None:
+    scene = Scene(*(command(f"j{i}", retries=0) for i in range(5)))
+    scene.turn()
+
+    scene.end("j0", Cause.EXCEPTION, "same")
+    scene.end("j1", Cause.EXCEPTION, "same")
+    scene.now_s += after_s
+    scene.end("j2", cause, text)
+
+    assert scene.queue.held is None
+
+
+def test_one_job_that_fails_three_times_does_not_hold() -> None:
+    scene = Scene(command("a", retries=9))
+    scene.turn()
+
+    for _ in range(4):
+        scene.end("a", Cause.EXCEPTION, "same")
+
+    assert scene.queue.held is None
+
+
+def test_a_full_disk_holds_the_queue_and_ends_nothing() -> None:
+    scene = Scene(training("a"), training("b"), training("c"))
+    scene.turn()
+    scene.disk_full = "/data is full"
+
+    scene.end("a")
+
+    assert (scene.queue.held, scene.state("b"), scene.state("c")) == (
+        "/data is full",
+        "RUNNING",
+        "QUEUED",
+    )
+
+
+def sweep(count: int) -> list[Job]:
+    return [training(f"lr-{i}", sweep="lr", milestones=ASHA) for i in range(count)]
+
+
+def test_a_member_that_is_not_among_the_best_pauses() -> None:
+    scene = Scene(*sweep(2), training("other"))
+    scene.turn()
+
+    reached, recalled = scene.see("lr-0", step=100, value=0.5)[:2]
+
+    assert isinstance(reached, Reached)
+    assert isinstance(recalled, Recalled)
+    assert recalled.to is JobState.PAUSED
+    assert scene.see("lr-0", step=101, value=0.4) == [], "decided once"
+    scene.see("lr-0", is_at_rest=True, step=101)
+    assert scene.state("lr-0") == "PAUSED"
+
+
+def test_the_best_of_three_goes_on_by_and_by() -> None:
+    scene = Scene(*sweep(4))
+    scene.turn()
+
+    for name, value in (("lr-0", 0.5), ("lr-1", 0.6), ("lr-2", 0.7)):
+        scene.see(name, step=100, value=value)
+        scene.see(name, is_at_rest=True, step=100)
+
+    assert scene.state("lr-0") in {"QUEUED", "RUNNING"}
+    assert (scene.state("lr-1"), scene.state("lr-2")) == ("PAUSED", "PAUSED")
+
+
+def test_the_paused_are_stopped_when_the_others_have_ended() -> None:
+    scene = Scene(*sweep(3), cards=(BIG,))
+    for _ in range(40):
+        scene.turn(10.0)
+        for name in list(scene.queue.standings):
+            standing = scene.standing(name)
+            if standing.state is JobState.RUNNING and standing.recalled_to:
+                scene.see(name, is_at_rest=True, step=standing.step)
+            elif standing.state is JobState.RUNNING and (standing.step or 0) < 900:
+                following = {None: 100, 100: 300, 300: 1000}[standing.step]
+                value = 1.0 + int(name[-1])
+                if following == 1000:
+                    scene.end(name, step=1000, value=value)
+                else:
+                    scene.see(name, step=following, value=value)
+
+    assert scene.queue.is_over
+    states = [scene.state(f"lr-{i}") for i in range(3)]
+    assert states[0] == "DONE"
+    assert set(states[1:]) <= {"DONE", "STOPPED"}
+    assert "STOPPED" in states
+
+
+def test_a_metric_that_is_no_number_is_no_best() -> None:
+    scene = Scene(*sweep(1))
+    scene.turn()
+
+    scene.see("lr-0", step=100, value=float("nan"))
+
+    assert scene.standing("lr-0").best is None
+
+
+def test_outside_its_hours_a_job_rests() -> None:
+    scene = Scene(training("a", hours=(22 * 60, 7 * 60)))
+    assert starts(scene.turn()) == {}
+    assert scene.standing("a").reason == "hours 22:00-07:00"
+
+    scene.minute = 23 * 60
+    assert starts(scene.turn()) == {"a": "pc1"}
+    scene.minute = 7 * 60
+    recalled = scene.see("a")
+    assert [each.to for each in recalled if isinstance(each, Recalled)] == [JobState.PARKED]
+    scene.see("a", is_at_rest=True)
+    assert (scene.state("a"), scene.standing("a").reason) == ("PARKED", "hours 22:00-07:00")
+
+    scene.minute = 22 * 60
+    assert starts(scene.turn()) == {"a": "pc1"}
+
+
+def test_a_card_that_closes_parks_its_job() -> None:
+    scene = Scene(training("a"), cards=(BIG,))
+    scene.turn()
+    scene.see("a")
+
+    scene.close("pc1", "a game has it")
+    scene.see("a", is_at_rest=True)
+    assert (scene.state("a"), scene.standing("a").reason) == ("PARKED", "a game has it")
+
+    assert starts(scene.close("pc1", None)) == {"a": "pc1"}
+
+
+def test_a_job_whose_node_is_silent_is_left_alone() -> None:
+    scene = Scene(training("a"))
+    scene.turn()
+    scene.seen.clear()
+
+    assert scene.close("pc1", "its node is away") == []
+    assert scene.state("a") == "RUNNING"
+
+
+def test_a_job_of_a_lost_node_goes_on_elsewhere() -> None:
+    scene = Scene(training("a"))
+    scene.turn()
+    scene.close("pc1", "its node is away")
+
+    records = scene.see("a", node_lost=True)
+
+    assert isinstance(records[0], Rested)
+    assert starts(records) == {"a": "pc2"}
+    assert (scene.standing("a").attempt, scene.standing("a").failures) == (2, 0)
+
+
+def test_a_job_waits_for_those_it_comes_after() -> None:
+    scene = Scene(training("a"), training("b", after=("a",)))
+    scene.turn()
+    assert (scene.state("b"), scene.standing("b").reason) == ("WAITING", "waits for a")
+
+    assert starts(scene.end("a")) == {"b": "pc1"}
+
+
+def test_a_job_after_a_failed_one_is_skipped() -> None:
+    scene = Scene(
+        training("a", retries=0),
+        training("b", after=("a",)),
+        training("c", after=("b",)),
+        training("d", after=("a",), after_any=True),
+    )
+    scene.turn()
+
+    assert starts(scene.end("a", Cause.EXCEPTION, "ValueError")) == {"d": "pc1"}
+    assert (scene.state("b"), scene.state("c")) == ("SKIPPED", "SKIPPED")
+    assert scene.standing("b").reason == "a is FAILED: ValueError"
+
+
+def test_a_job_of_a_later_submit_may_be_waited_for() -> None:
+    scene = Scene(training("b", after=("a",)))
+    assert scene.turn() == []
+
+    scene.submit(training("a"))
+
+    assert starts(scene.turn()) == {"a": "pc1"}
+    assert starts(scene.end("a")) == {"b": "pc1"}
+
+
+def test_a_running_job_is_held_after_it_has_saved() -> None:
+    scene = Scene(training("a"))
+    scene.turn()
+
+    (recalled,) = scene.say(Word.HOLD, "a")
+    assert isinstance(recalled, Recalled)
+    assert scene.say(Word.HOLD, "a") != [], "said again: it is told again"
+    scene.see("a", is_at_rest=True)
+
+    assert (scene.state("a"), scene.standing("a").reason) == ("HELD", "held by ann")
+    assert starts(scene.say(Word.RELEASE, "a")) == {"a": "pc1"}
+
+
+@pytest.mark.parametrize("ends_itself", [False, True], ids=["at rest", "killed meanwhile"])
+def test_a_running_job_is_cancelled(ends_itself: bool) -> None:
+    scene = Scene(training("a"))
+    scene.turn()
+    scene.say(Word.CANCEL, "a")
+    assert scene.state("a") == "RUNNING"
+
+    if ends_itself:
+        scene.end("a", Cause.EXCEPTION, "KeyboardInterrupt")
+    else:
+        scene.see("a", is_at_rest=True)
+
+    assert (scene.state("a"), scene.queue.is_over) == ("CANCELLED", True)
+
+
+def test_what_is_done_before_it_is_cancelled_is_done() -> None:
+    scene = Scene(training("a"))
+    scene.turn()
+    scene.take(Said(at_s=0.0, id="m", word=Word.CANCEL, job="a", by="ann"))
+
+    scene.end("a")
+
+    assert scene.state("a") == "DONE"
+
+
+def test_a_job_in_line_is_cancelled_at_once() -> None:
+    scene = Scene(training("a"), cards=())
+
+    assert scene.say(Word.CANCEL, "a") == []
+    assert scene.state("a") == "CANCELLED"
+
+
+def test_retry_begins_again_with_all_its_retries() -> None:
+    scene = Scene(training("a", retries=1))
+    scene.turn()
+    for text in ("ValueError", "KeyError"):
+        scene.end("a", Cause.EXCEPTION, text)
+    assert scene.state("a") == "FAILED"
+
+    assert starts(scene.say(Word.RETRY, "a")) == {"a": "pc1"}
+    assert scene.standing("a").failures == 0
+    assert starts(scene.end("a", Cause.EXCEPTION, "KeyError")) == {"a": "pc1"}
+
+
+def test_a_held_job_that_waited_goes_on_waiting() -> None:
+    scene = Scene(training("a"), training("b", after=("a",)))
+    scene.turn()
+    scene.say(Word.HOLD, "b")
+    scene.end("a")
+    assert scene.state("b") == "HELD"
+
+    assert starts(scene.say(Word.RELEASE, "b")) == {"b": "pc1"}
+
+
+def test_a_word_that_comes_twice_is_obeyed_once() -> None:
+    scene = Scene(training("a"))
+    scene.say(Word.HOLD, "a", "m1")
+    scene.say(Word.RELEASE, "a", "m2")
+    said = Said(at_s=0.0, id="m1", word=Word.HOLD, job="a", by="ann")
+
+    assert scene.queue.why_refused(said) == "it has been obeyed already"
+    scene.take(said)
+
+    assert scene.state("a") != "HELD"
+
+
+def test_a_job_that_comes_twice_is_one() -> None:
+    scene = Scene(training("a"))
+    again = Submitted(at_s=0.0, job=training("a"))
+
+    assert scene.queue.why_refused(again) == "a has been submitted already"
+    scene.take(again)
+    assert list(scene.queue.standings) == ["a"]
+
+
+def test_another_job_with_the_same_name_is_refused() -> None:
+    scene = Scene(training("a", origin="night.yaml:7"))
+    other = Submitted(at_s=0.0, job=training("a", id="other"))
+
+    assert scene.queue.why_refused(other) == "there is another job called a (night.yaml:7)"
+    with pytest.raises(IllegalRecordError, match="another job"):
+        scene.queue.apply(other)
+
+
+def test_priority_counts_as_much_as_an_hour() -> None:
+    scene = Scene(training("old"), cards=())
+    scene.now_s += 3500.0
+    scene.submit(training("young", priority=1))
+    scene.cards = (BIG,)
+    assert list(starts(scene.turn())) == ["young"]
+
+    scene.now_s += 3600.0
+    scene.submit(training("late", priority=1))
+    assert list(starts(scene.end("young"))) == ["old"]
+
+
+def test_a_speed_is_recorded_when_it_is_new_or_changes() -> None:
+    scene = Scene(training("a"))
+    scene.turn()
+    scene.now_s += 100.0
+
+    (first,) = scene.see("a", step=10, steps_per_s=5.0)
+    assert isinstance(first, Measured)
+    scene.now_s += 100.0
+    assert scene.see("a", step=20, steps_per_s=5.5) == []
+    assert len(scene.see("a", step=30, steps_per_s=7.0)) == 1
+    assert scene.standing("a").speeds == {"RTX 3090": 7.0}
+
+
+def test_jobs_beyond_the_first_know_their_place() -> None:
+    scene = Scene(*(training(f"j{i}") for i in range(100)))
+
+    scene.turn()
+
+    assert scene.standing("j90").reason == "88 jobs are before it"
+
+
+def test_a_standing_that_was_handed_out_does_not_change() -> None:
+    scene = Scene(training("a"))
+    before = scene.standing("a")
+
+    scene.turn()
+
+    assert before.state is JobState.QUEUED
+    assert scene.state("a") == "RUNNING"
+
+
+def test_asking_changes_nothing() -> None:
+    scene = Scene(training("a"), training("b", after=("a",)))
+
+    assert scene.queue.next_records(scene.world()) == scene.queue.next_records(scene.world())
+    assert scene.state("a") == "QUEUED"
+
+
+def test_a_job_of_a_larger_card_does_not_block_the_others() -> None:
+    jobs = [training(f"big{i}", memory_bytes=10 * GIB) for i in range(100)]
+    scene = Scene(*jobs, training("small"))
+
+    assert starts(scene.turn())["small"] == "pc2"
+
+
+def test_a_stopped_member_does_not_skip_what_follows_a_sweep() -> None:
+    scene = Scene(
+        *(training(f"lr-{i}", sweep="lr") for i in range(2)),
+        training("best", after=("lr-0", "lr-1")),
+        training("eval-1", after=("lr-1",)),
+    )
+    scene.turn()
+    scene.take(
+        Recalled(at_s=0.0, job="lr-1", attempt=1, to=JobState.PAUSED, reason=""),
+        Rested(at_s=0.0, job="lr-1", attempt=1),
+        Settled(at_s=0.0, job="lr-1", to=JobState.STOPPED, reason="others were better"),
+    )
+    scene.turn()
+    assert (scene.state("best"), scene.state("eval-1")) == ("WAITING", "SKIPPED")
+
+    assert "best" in starts(scene.end("lr-0"))
+
+
+def test_the_cards_of_a_node_that_is_gone_are_closed() -> None:
+    scene = Scene(training("a"))
+    scene.turn()
+    scene.cards = (replace(SMALL),)
+    scene.see("a")
+
+    assert scene.standing("a").recalled_to is JobState.PARKED
+
+
+def test_a_job_moves_to_a_free_card_where_that_pays() -> None:
+    scene = Scene(training("a"), training("b"))
+    scene.turn()
+    small = "a" if scene.standing("a").card == "pc2" else "b"
+    large = "b" if small == "a" else "a"
+    scene.see(small, step=10, eta_s=3600.0)
+
+    records = scene.end(large)
+
+    assert [(each.job, each.to) for each in records if isinstance(each, Recalled)] == [
+        (small, JobState.QUEUED)
+    ]
+    assert scene.state(small) == "MOVING"
+    assert starts(scene.see(small, is_at_rest=True, step=10)) == {small: "pc1"}
+    assert scene.see(small, step=20, eta_s=2000.0) == [], "it stays"
+
+
+def test_a_job_that_is_nearly_done_does_not_move() -> None:
+    scene = Scene(training("a"), training("b"))
+    scene.turn()
+    small = "a" if scene.standing("a").card == "pc2" else "b"
+    scene.see(small, step=990, eta_s=100.0)
+
+    assert scene.end("b" if small == "a" else "a")[1:] == []
+
+
+def test_members_that_wait_for_a_paused_one_do_not_block() -> None:
+    scene = Scene(
+        *sweep(2), training("lr-2", sweep="lr", milestones=ASHA, after=("lr-0",)), cards=(BIG,)
+    )
+    for _ in range(60):
+        scene.turn(10.0)
+        for name in list(scene.queue.standings):
+            standing = scene.standing(name)
+            if standing.state is JobState.RUNNING and standing.recalled_to:
+                scene.see(name, is_at_rest=True, step=standing.step)
+            elif standing.state is JobState.RUNNING and standing.step == 300:
+                scene.end(name, step=1000, value=1.0)
+            elif standing.state is JobState.RUNNING:
+                scene.see(name, step=300 if standing.step else 100, value=1.0)
+
+    assert scene.queue.is_over
+    assert scene.state("lr-0") == "DONE"

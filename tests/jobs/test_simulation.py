@@ -1,0 +1,80 @@
+"""Nights of the queue on two simulated cards: everything goes wrong, and the head dies.
+
+The full course is `scripts/bench.py jobs-simulation`; each night checks itself that no job runs
+twice at a time and that each ends exactly once.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from benches.jobs_simulation import (
+    Night,
+    cut_between_any_bytes,
+    disturbed,
+    memory,
+    undisturbed,
+)
+
+from orchestrator.jobs.journal import FILE, queue_of
+from orchestrator.jobs.model import ENDED, JobState
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Return a folder in memory: thousands of syncs would test the disk."""
+    with tempfile.TemporaryDirectory(dir=memory()) as name:
+        yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def night(tmp_path_factory: pytest.TempPathFactory) -> Night:
+    return undisturbed(0, 120, tmp_path_factory.mktemp("night"))
+
+
+def test_all_that_can_go_wrong_goes_wrong(night: Night) -> None:
+    states = {each.state for each in night.queue.standings.values()}
+    words = b"".join(night.lines).decode()
+
+    assert states <= ENDED
+    assert states >= {JobState.DONE, JobState.FAILED, JobState.STOPPED, JobState.SKIPPED}
+    for happened in (
+        '"cause":"out of memory"',
+        '"cause":"killed"',
+        '"to":"PAUSED"',
+        '"to":"HELD"',
+        '"to":"CANCELLED"',
+        '"to":"PARKED"',
+        "its smallest step fits in",
+        '"kind":"QueueHeld"',
+    ):
+        assert happened in words, happened
+
+
+def test_a_head_that_dies_at_every_line_decides_the_same(folder: Path) -> None:
+    calm = undisturbed(3, 60, folder / "calm")
+    dying = disturbed(3, 60, folder / "dying", lambda _: True)
+
+    assert dying.deaths >= len(calm.lines)
+    assert (folder / "dying" / FILE).read_bytes() == (folder / "calm" / FILE).read_bytes()
+
+
+@pytest.mark.parametrize("seed", [4, 5])
+def test_a_head_that_dies_now_and_then_decides_the_same(folder: Path, seed: int) -> None:
+    undisturbed(seed, 80, folder / "calm")
+    disturbed(seed, 80, folder / "dying", lambda line: line % 37 == seed)
+
+    assert (folder / "dying" / FILE).read_bytes() == (folder / "calm" / FILE).read_bytes()
+
+
+def test_a_journal_cut_at_any_byte_leads_to_the_same(folder: Path) -> None:
+    assert cut_between_any_bytes(1, 5, folder) > 2000
+
+
+def test_the_journal_of_a_night_is_its_queue(night: Night) -> None:
+    again = queue_of(night.folder)
+
+    assert list(again.condensed()) == list(night.queue.condensed())
