@@ -5,7 +5,7 @@ Does not decide what runs where (`jobs/queue.py`), and runs nothing itself (`run
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from orchestrator.cli.service import install_queue
 from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import Config
 from orchestrator.config.yaml_source import read_text
+from orchestrator.core.placement import Target
 from orchestrator.errors import UsageError
 from orchestrator.jobs.inbox import waiting
 from orchestrator.jobs.journal import QUEUE_NAME, queue_of
@@ -108,14 +109,13 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
             "there is no unfinished queue to go on with; name a job file, or wait for jobs with "
             "--stay"
         )
-    head_node = None if rehearse or local else loaded.head_node
-    options = _with_jobs(options, jobs, sweeps, head_node)
     if rehearse:
         environment = environments.in_rehearsal(loaded, None)
     elif local:
         environment = environments.on_this_machine(loaded)
     else:
         environment = environments.on_cluster(loaded)
+    options = _with_jobs(options, jobs, sweeps, environment.config, environment.target)
     raise typer.Exit(runner.run(environment, options))
 
 
@@ -179,21 +179,35 @@ def _with_new(
     )
     facts = stored.facts
     config = config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")
-    head_node = None if facts.one_machine else config.head_node
-    return _with_jobs(options, added, sweeps, head_node)
+    target = Target(device=facts.device, one_machine=facts.one_machine)
+    return _with_jobs(options, added, sweeps, config, target)
 
 
 def _with_jobs(
     options: Options,
     jobs: Sequence[Job],
     sweeps: Sequence[SweepSubmitted],
-    head_node: str | None,
+    config: Config,
+    target: Target,
 ) -> Options:
-    submitted = tuple(
-        Submitted(at_s=job.submitted_at_unix_s, job=job) for job in prepared(jobs, head_node)
-    )
     assert options.queue is not None  # noqa: S101 - of this verb
-    return replace(options, queue=replace(options.queue, submitted=(*submitted, *sweeps)))
+    records = submitted(jobs, config, target)
+    return replace(options, queue=replace(options.queue, submitted=(*records, *sweeps)))
+
+
+def submitted(jobs: Iterable[Job], config: Config, target: Target) -> tuple[Submitted, ...]:
+    """Return the records of jobs that are submitted here and now, to a run on `target`.
+
+    `UsageError` where a job names what cannot be trained.
+    """
+    from orchestrator.cli.plan_jobs import least_room_of
+
+    ready = prepared(jobs, None if target.one_machine else config.head_node)
+    least = least_room_of(ready, config, on_card=target.device != "cpu")
+    return tuple(
+        Submitted(at_s=job.submitted_at_unix_s, job=job, least_bytes=least.get(job.name))
+        for job in ready
+    )
 
 
 def read_file(file: str, base: Config, known: Sequence[Job] = ()) -> JobFile:

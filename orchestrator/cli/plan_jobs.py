@@ -34,6 +34,9 @@ _USED: Final = 0.375
 #: Larger than any card: what the smallest step takes is asked for, and not what fits.
 _NO_CAP_BYTES: Final = 2**60
 _NAMED: Final = 5
+#: Predictions are within a tenth (docs/results/2026-11-26-own-training.md): a job is refused only
+#: where so much of it does not fit.
+_SURE: Final = 0.9
 
 #: Settings of a training that change neither its memory nor its time.
 _SAME_STEP: Final = frozenset(
@@ -64,14 +67,23 @@ class JobsPlan:
     """Why a job can never run here."""
 
 
-def predict(jobs: Sequence[Job], config: Config) -> Prediction:
+def least_room_of(jobs: Sequence[Job], config: Config, *, on_card: bool) -> dict[str, int]:
+    """Return the bytes that a card must have for each job, where that can be predicted.
+
+    Raises:
+        UsageError: A job names what cannot be trained.
+    """
+    predicted = predict(jobs, config, on_card=on_card).least_bytes
+    return {name: int(_SURE * least_bytes) for name, least_bytes in predicted.items()}
+
+
+def predict(jobs: Sequence[Job], config: Config, *, on_card: bool) -> Prediction:
     """Return what is known of jobs; trainings that differ in what changes no memory are asked for
     once.
 
     Raises:
         UsageError: A job names what cannot be trained.
     """
-    on_card = any(node.gpus for node in config.nodes.values())
     context_bytes = ASSUMED_CONTEXT_BYTES if on_card else 0
     cap = {"device": "cuda" if on_card else "cpu", "cap_bytes": _NO_CAP_BYTES}
     steps: dict[str, dict[str, Any]] = {}
@@ -98,7 +110,8 @@ def plan_jobs(jobs: Sequence[Job], config: Config) -> JobsPlan:
     Raises:
         UsageError: A job names what cannot be trained.
     """
-    predicted, cards = predict(jobs, config), tuple(_cards(config))
+    on_card = any(node.gpus for node in config.nodes.values())
+    predicted, cards = predict(jobs, config, on_card=on_card), tuple(_cards(config))
     never: dict[str, str] = {}
     candidates = []
     for job in jobs:

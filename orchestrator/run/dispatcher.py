@@ -9,6 +9,7 @@ about it: a head that is killed in between decides the same again. Decides nothi
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -54,6 +55,7 @@ from workers.command.engine import ATTEMPT
 from workers.command.launch import JOB_DIR, RESUME
 from workers.messages import STARVED
 from workers.settings import CommandSpec
+from workers.units import MIB
 
 #: A training that has had no room for a step for so long is moved or parked. Long enough for a
 #: neighbour's peak to pass.
@@ -61,6 +63,9 @@ _NO_ROOM_S: Final = 15.0
 
 #: A line about all jobs is made so often: of 10,000 it takes 50 ms.
 _HEADLINE_EVERY_S: Final = 1.0
+
+#: With less room on the disk of the run folder nothing new is started.
+_LEAST_FREE_BYTES: Final = 64 * MIB
 
 #: Viewers are told so often why jobs wait.
 _OUTLOOK_EVERY_S: Final = 5.0
@@ -78,6 +83,7 @@ class Rest:
     """The slot saves, and its process ends."""
 
     slot: str
+    why: str
 
 
 Order: TypeAlias = Begin | Rest
@@ -146,9 +152,9 @@ class Dispatcher:
         What is returned is in the journal. While that cannot be written, nothing is decided.
         """
         self._at_s = max(self._at_s, now_unix_s)
+        orders: list[Order] = []
         try:
             self._take_inbox()
-            orders: list[Order] = []
             world = self._world(slots, nodes)
             # Asked first: a member that is paused must not find that it was the last.
             while records := self._asked() or self.queue.next_records(world):
@@ -158,7 +164,7 @@ class Dispatcher:
             self.journal.compact(self.queue)
         except OSError as error:
             self.problem = f"the journal of jobs cannot be written: {error.strerror or error}"
-            return ()
+            return tuple(orders)  # of the batches before
         self.problem = None
         if self._at_s - self._outlook_at_s >= _OUTLOOK_EVERY_S:
             self._outlook_at_s = self._at_s
@@ -204,9 +210,11 @@ class Dispatcher:
                 self._files.drop_state(record.job)
             case AttemptEnded(cause=Cause.DONE):
                 self._files.drop_state(record.job)
-            case Recalled() | Rested():
+            case Recalled():
+                yield Rest(slot=record.job, why=f"{record.to}: {record.reason}")
+            case Rested():
                 # After a node was lost nothing was recalled, and its slot must not come back.
-                yield Rest(slot=record.job)
+                yield Rest(slot=record.job, why=self.queue.shown(record.job).reason)
             case _:
                 pass
 
@@ -222,7 +230,14 @@ class Dispatcher:
             minute_of_day=60 * local.hour + local.minute,
             cards=tuple(self._cards(nodes)),
             seen=seen,
+            disk_full=self._disk_full(),
         )
+
+    def _disk_full(self) -> str | None:
+        free_bytes = shutil.disk_usage(self.folder).free
+        if free_bytes >= _LEAST_FREE_BYTES:
+            return None
+        return f"the disk of {self.folder} is full: {free_bytes / MIB:.0f} MiB left"
 
     def _cards(self, nodes: Collection[str]) -> Iterator[Card]:
         for name, node in self.config.nodes.items():

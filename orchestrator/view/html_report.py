@@ -246,7 +246,7 @@ def frozen(folder: Path, other: Path | None = None) -> Json:
         ArchiveError: One cannot be read.
     """
     frame = Follower(folder).look()
-    frame = replace(frame, snapshot=with_jobs(frame, UNICODE))
+    frame = replace(frame, snapshot=with_jobs(frame.snapshot, frame.queue, UNICODE))
     rows = frame.snapshot.rows
     events = read_events(folder, limit=_EVENTS_MOST)
     by_slot: defaultdict[str, list[StoredEvent]] = defaultdict(list)

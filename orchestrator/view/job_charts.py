@@ -21,6 +21,7 @@ _CURVES_HEIGHT: Final = 300
 _LANE: Final = 30
 _POINTS_MOST: Final = 300
 _NAMED_MOST: Final = 16
+_MINUTES_FROM_S: Final = 1200.0
 _GREY: Final = "#7d8590"
 
 #: Told apart on white and on black, also by most who do not see red and green (Okabe and Ito,
@@ -86,9 +87,10 @@ def bars_svg(bars: Sequence[Bar]) -> str | None:
         name = UNICODE.shorten(UNICODE.clean(bar.job), int(width / 7.5))
         if len(name) > 1:
             drawn.append(_text(left + 4, y + 16, name, colour="#ffffff"))
+    form = "%H:%M" if ends_s - begins_s > _MINUTES_FROM_S else "%H:%M:%S"
     ticks = (begins_s + part * (ends_s - begins_s) / 4 for part in range(5))
     drawn += (
-        _text(_across(at_s, begins_s, ends_s), height + 16, _clock(at_s), "middle")
+        _text(_across(at_s, begins_s, ends_s), height + 16, _clock(at_s, form), "middle")
         for at_s in ticks
     )
     return _svg(drawn, height + 24)
@@ -138,8 +140,8 @@ def _across(value: float, first: float, last: float) -> float:
     return _LEFT + (_WIDTH - _RIGHT - _LEFT) * (value - first) / ((last - first) or 1.0)
 
 
-def _clock(unix_s: float) -> str:
-    return datetime.fromtimestamp(unix_s).astimezone().strftime("%H:%M")
+def _clock(unix_s: float, form: str) -> str:
+    return datetime.fromtimestamp(unix_s).astimezone().strftime(form)
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", colour: str = _GREY) -> str:

@@ -136,7 +136,7 @@ class Engine:
             resume=directive.resume
             if session.state is None
             else session.policy.dump(session.state),
-            metrics=session.workload.metrics,
+            metrics=dict(session.workload.metrics),
             learned=None if memory is None else session.learned_limit(memory.peak_bytes),
         )
 
