@@ -40,6 +40,7 @@ from orchestrator.jobs.model import (
     Settled,
     Standing,
     Submitted,
+    SweepSubmitted,
     Word,
 )
 from orchestrator.jobs.queue import Entry, Kept, Queue, QueueKept
@@ -374,6 +375,7 @@ def _queue_kept(raw: dict[str, Any]) -> QueueKept:
 #: From the fields of a record to the record. Each takes the dict over.
 _BUILD: Mapping[str, Callable[[dict[str, Any]], Entry]] = {
     "Submitted": _submitted,
+    "SweepSubmitted": lambda raw: SweepSubmitted(**raw),
     "Assigned": lambda raw: Assigned(**raw),
     "Recalled": _recalled,
     "Rested": lambda raw: Rested(**raw),

@@ -40,12 +40,14 @@ from orchestrator.jobs.model import (
     Seen,
     Settled,
     Standing,
+    Submitted,
     World,
 )
 from orchestrator.jobs.queue import NODE_LOST_S, Queue
 from orchestrator.record.events import EventLog
 from orchestrator.record.jobs import QueueSnapshot, write_outlook
 from orchestrator.run.job_files import JobFiles
+from orchestrator.run.sampled_sweeps import SampledSweeps
 from orchestrator.view.cells import UNICODE
 from orchestrator.view.jobs import summary_line
 from workers.command.code import CODE
@@ -116,11 +118,17 @@ class Dispatcher:
         self._no_room_since_s: dict[str, float] = {}
         self._away_since_s: dict[str, float] = {}
         self._headline = -math.inf, ""
+        self._sweeps = SampledSweeps(
+            queue=self.queue,
+            config=self.config,
+            head_node=None if self.target.one_machine else self.config.head_node,
+            cards=sum(max(1, node.gpus) for node in self.config.nodes.values()),
+        )
 
     @property
     def is_over(self) -> bool:
         """Whether there is nothing to do any more."""
-        return self.queue.is_over and not self.stays
+        return self.queue.is_over_without(self._sweeps.problems) and not self.stays
 
     def resumed(self) -> Iterator[SlotPlan]:
         """Yield the slot of each job that has a place on a card, for a head that begins."""
@@ -148,7 +156,8 @@ class Dispatcher:
         try:
             self._take_inbox()
             world = self._world(slots, nodes)
-            while records := self.queue.next_records(world):
+            # Asked first: a member that is paused must not find that it was the last.
+            while records := self._asked() or self.queue.next_records(world):
                 self._write(records)
                 for record in records:
                     orders.extend(self._orders(record))
@@ -162,6 +171,10 @@ class Dispatcher:
             with suppress(OSError):  # it is for people alone
                 write_outlook(self.folder, self.queue.standings.values())
         return tuple(orders)
+
+    def _asked(self) -> tuple[Record, ...]:
+        """Return the next jobs of sweeps whose members are asked for."""
+        return tuple(Submitted(at_s=self._at_s, job=job) for job in self._sweeps.next_jobs())
 
     def _take_inbox(self) -> None:
         for path, message in inbox.waiting(self.folder):
@@ -359,11 +372,13 @@ class Dispatcher:
         """Yield a line for what a person may want to do something about."""
         if self.problem is not None:
             yield self.problem
+        yield from self._sweeps.problems.values()
         if self.queue.held is not None:
             yield f"the queue is held: {self.queue.held}"
 
     def shortfalls(self) -> Iterator[str]:
         """Yield a sentence for each job that did not end well, once the run has ended."""
+        yield from self._sweeps.problems.values()
         for name, standing in self.queue.standings.items():
             if standing.state not in {JobState.DONE, JobState.STOPPED, JobState.CANCELLED} and (
                 standing.state in ENDED or self.queue.is_over
