@@ -477,7 +477,7 @@ class Queue:
         for card in world.cards:
             if (
                 card.closed is None
-                and attempts.suits(job, card)
+                and placement.suits(job, card)
                 and card.room_bytes >= (standing.least_room_bytes or 0)
                 and not (aside.no_room and taken[card.name])
             ):
@@ -557,9 +557,7 @@ class Queue:
             cut = (line[:_ALIKE_CANDIDATES] for line in firsts)
             names = [name for _, _, name in islice(heapq.merge(*cut), _CANDIDATES)]
             candidates = [self._candidate(name, world.cards) for name in names]
-            self._plan = placement.plan(
-                candidates, world.cards, residents, world.now_s, lambda *_: True
-            )
+            self._plan = placement.plan(candidates, world.cards, residents, world.now_s)
         return self._plan
 
     def _one_more_promoted(self, world: World) -> list[Record]:
