@@ -228,7 +228,7 @@ class Dispatcher:
         return World(
             now_s=self._at_s,
             minute_of_day=60 * local.hour + local.minute,
-            cards=tuple(self._cards(nodes)),
+            cards=tuple(cards_of(self.config, nodes)),
             seen=seen,
             disk_full=self._disk_full(),
         )
@@ -238,19 +238,6 @@ class Dispatcher:
         if free_bytes >= _LEAST_FREE_BYTES:
             return None
         return f"the disk of {self.folder} is full: {free_bytes / MIB:.0f} MiB left"
-
-    def _cards(self, nodes: Collection[str]) -> Iterator[Card]:
-        for name, node in self.config.nodes.items():
-            budget, profile = self._budgets[name], PROFILES.get(node.gpu)
-            for index in range(max(1, node.gpus)):
-                yield Card(
-                    name=name if node.gpus <= 1 else f"{name}:{index}",
-                    node=name,
-                    title=profile.product if profile is not None else node.gpu,
-                    room_bytes=budget.card_budget_bytes,
-                    speed=_speed(node.gpu, budget),
-                    closed=None if name in nodes else f"{name} is not there",
-                )
 
     def _seen(self, standing: Standing, slot: Slot) -> Seen | None:
         """Return what is seen of a job on a card; `None` while its node has only just gone."""
@@ -384,6 +371,21 @@ class Dispatcher:
                 standing.state in ENDED or self.queue.is_over
             ):
                 yield f"job {name}: {standing.state}: {standing.reason}"
+
+
+def cards_of(config: Config, nodes: Collection[str]) -> Iterator[Card]:
+    """Yield the cards of a configuration, closed where the node is not one of `nodes`."""
+    for name, node in config.nodes.items():
+        budget, profile = node_budget(name, node, config), PROFILES.get(node.gpu)
+        for index in range(max(1, node.gpus)):
+            yield Card(
+                name=name if node.gpus <= 1 else f"{name}:{index}",
+                node=name,
+                title=profile.product if profile is not None else node.gpu,
+                room_bytes=budget.card_budget_bytes,
+                speed=_speed(node.gpu, budget),
+                closed=None if name in nodes else f"{name} is not there",
+            )
 
 
 def job_config(base: Config, job: Job) -> Config:
