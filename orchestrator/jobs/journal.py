@@ -165,9 +165,9 @@ def decoded(text: str | bytes) -> list[Entry]:
         ValueError: It is none, or holds something else.
     """
     raws = json.loads(text)
+    if not isinstance(raws, list):
+        raise ValueError("no batch of records")  # noqa: TRY004 - as documented
     try:
-        if not isinstance(raws, list):
-            raise TypeError("no list")
         return [_BUILD[raw.pop("kind")](raw) for raw in raws]
     except (KeyError, TypeError, AttributeError) as failure:
         raise ValueError(f"no batch of records ({failure!r})") from failure
