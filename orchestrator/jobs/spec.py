@@ -51,7 +51,7 @@ def parse(text: str, origin: str, base: Config, known: Sequence[Job] = ()) -> Jo
     `base` is the configuration from which a training differs in what it says, `known` the jobs of
     the queue, which `after` may name. `ConfigError` with everything that is wrong.
     """
-    return _right(read_yaml_text(text, origin, _EXAMPLE), base, known)
+    return replace(_right(read_yaml_text(text, origin, _EXAMPLE), base, known), text=text)
 
 
 def from_words(

@@ -9,6 +9,7 @@ about it: a head that is killed in between decides the same again. Decides nothi
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -39,12 +40,14 @@ from orchestrator.jobs.model import (
     Seen,
     Settled,
     Standing,
+    Submitted,
     World,
 )
 from orchestrator.jobs.queue import NODE_LOST_S, Queue
 from orchestrator.record.events import EventLog
 from orchestrator.record.jobs import QueueSnapshot, write_outlook
 from orchestrator.run.job_files import JobFiles
+from orchestrator.run.sampled_sweeps import SampledSweeps
 from orchestrator.view.cells import UNICODE
 from orchestrator.view.jobs import summary_line
 from workers.command.code import CODE
@@ -52,6 +55,7 @@ from workers.command.engine import ATTEMPT
 from workers.command.launch import JOB_DIR, RESUME
 from workers.messages import STARVED
 from workers.settings import CommandSpec
+from workers.units import MIB
 
 #: A training that has had no room for a step for so long is moved or parked. Long enough for a
 #: neighbour's peak to pass.
@@ -59,6 +63,9 @@ _NO_ROOM_S: Final = 15.0
 
 #: A line about all jobs is made so often: of 10,000 it takes 50 ms.
 _HEADLINE_EVERY_S: Final = 1.0
+
+#: With less room on the disk of the run folder nothing new is started.
+_LEAST_FREE_BYTES: Final = 64 * MIB
 
 #: Viewers are told so often why jobs wait.
 _OUTLOOK_EVERY_S: Final = 5.0
@@ -76,6 +83,7 @@ class Rest:
     """The slot saves, and its process ends."""
 
     slot: str
+    why: str
 
 
 Order: TypeAlias = Begin | Rest
@@ -110,11 +118,17 @@ class Dispatcher:
         self._no_room_since_s: dict[str, float] = {}
         self._away_since_s: dict[str, float] = {}
         self._headline = -math.inf, ""
+        self._sweeps = SampledSweeps(
+            queue=self.queue,
+            config=self.config,
+            head_node=None if self.target.one_machine else self.config.head_node,
+            cards=sum(max(1, node.gpus) for node in self.config.nodes.values()),
+        )
 
     @property
     def is_over(self) -> bool:
         """Whether there is nothing to do any more."""
-        return self.queue.is_over and not self.stays
+        return self.queue.is_over_without(self._sweeps.problems) and not self.stays
 
     def resumed(self) -> Iterator[SlotPlan]:
         """Yield the slot of each job that has a place on a card, for a head that begins."""
@@ -138,24 +152,29 @@ class Dispatcher:
         What is returned is in the journal. While that cannot be written, nothing is decided.
         """
         self._at_s = max(self._at_s, now_unix_s)
+        orders: list[Order] = []
         try:
             self._take_inbox()
-            orders: list[Order] = []
             world = self._world(slots, nodes)
-            while records := self.queue.next_records(world):
+            # Asked first: a member that is paused must not find that it was the last.
+            while records := self._asked() or self.queue.next_records(world):
                 self._write(records)
                 for record in records:
                     orders.extend(self._orders(record))
             self.journal.compact(self.queue)
         except OSError as error:
             self.problem = f"the journal of jobs cannot be written: {error.strerror or error}"
-            return ()
+            return tuple(orders)  # of the batches before
         self.problem = None
         if self._at_s - self._outlook_at_s >= _OUTLOOK_EVERY_S:
             self._outlook_at_s = self._at_s
             with suppress(OSError):  # it is for people alone
                 write_outlook(self.folder, self.queue.standings.values())
         return tuple(orders)
+
+    def _asked(self) -> tuple[Record, ...]:
+        """Return the next jobs of sweeps whose members are asked for."""
+        return tuple(Submitted(at_s=self._at_s, job=job) for job in self._sweeps.next_jobs())
 
     def _take_inbox(self) -> None:
         for path, message in inbox.waiting(self.folder):
@@ -191,9 +210,11 @@ class Dispatcher:
                 self._files.drop_state(record.job)
             case AttemptEnded(cause=Cause.DONE):
                 self._files.drop_state(record.job)
-            case Recalled() | Rested():
+            case Recalled():
+                yield Rest(slot=record.job, why=f"{record.to}: {record.reason}")
+            case Rested():
                 # After a node was lost nothing was recalled, and its slot must not come back.
-                yield Rest(slot=record.job)
+                yield Rest(slot=record.job, why=self.queue.shown(record.job).reason)
             case _:
                 pass
 
@@ -209,7 +230,14 @@ class Dispatcher:
             minute_of_day=60 * local.hour + local.minute,
             cards=tuple(self._cards(nodes)),
             seen=seen,
+            disk_full=self._disk_full(),
         )
+
+    def _disk_full(self) -> str | None:
+        free_bytes = shutil.disk_usage(self.folder).free
+        if free_bytes >= _LEAST_FREE_BYTES:
+            return None
+        return f"the disk of {self.folder} is full: {free_bytes / MIB:.0f} MiB left"
 
     def _cards(self, nodes: Collection[str]) -> Iterator[Card]:
         for name, node in self.config.nodes.items():
@@ -344,11 +372,13 @@ class Dispatcher:
         """Yield a line for what a person may want to do something about."""
         if self.problem is not None:
             yield self.problem
+        yield from self._sweeps.problems.values()
         if self.queue.held is not None:
             yield f"the queue is held: {self.queue.held}"
 
     def shortfalls(self) -> Iterator[str]:
         """Yield a sentence for each job that did not end well, once the run has ended."""
+        yield from self._sweeps.problems.values()
         for name, standing in self.queue.standings.items():
             if standing.state not in {JobState.DONE, JobState.STOPPED, JobState.CANCELLED} and (
                 standing.state in ENDED or self.queue.is_over

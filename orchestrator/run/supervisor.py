@@ -376,8 +376,9 @@ class Supervisor:
             match order:
                 case Begin(plan=plan):
                     self._begin(plan, node_is_there=plan.spec.node in nodes)
-                case Rest(slot=name) if self._slots[name].orders.hold is None:
-                    self._feed(name, slots.Held(hold=slots.Hold.DRAIN))
+                case Rest(slot=name, why=why) if (slot := self._slots[name]).orders.hold is None:
+                    if slot.phase not in _OVER:  # it has ended just now
+                        self._feed(name, slots.Held(hold=slots.Hold.DRAIN, why=why))
 
     def _begin(self, plan: SlotPlan, *, node_is_there: bool) -> None:
         """Begin an attempt at a job, in its slot of before or in a new one."""
