@@ -166,7 +166,7 @@ def decoded(text: str | bytes) -> list[Entry]:
     """
     raws = json.loads(text)
     if not isinstance(raws, list):
-        raise ValueError("no batch of records: no list")  # noqa: TRY004 - as it is documented
+        raise ValueError("no batch of records")  # noqa: TRY004 - as documented
     try:
         return [_BUILD[raw.pop("kind")](raw) for raw in raws]
     except (KeyError, TypeError, AttributeError) as failure:
