@@ -51,8 +51,8 @@ OPTIONS = {
     "plan": {"--jobs", "--config", "-c", "--set", "--json", "--help"},
     "jobs": {"--help"},
     "jobs run": {
-        "file", "--config", "-c", "--duration", "--rehearse", "--local", "--stay", "--new", "--set", "--json",
-        "--plain", "--run-dir", "--chaos", "--chaos-seed", "--yes-really", "--help",
+        "file", "--config", "-c", "--duration", "--rehearse", "--local", "--stay", "--service", "--new", "--set",
+        "--json", "--plain", "--run-dir", "--chaos", "--chaos-seed", "--yes-really", "--help",
     },
     "jobs submit": {
         "words", "--train", "--over", "--name", "--after", "--priority", "--hours", "--json", *_OF_QUEUE,

@@ -28,15 +28,17 @@ from orchestrator.cli import options as opt
 from orchestrator.cli.loading import config_to_read, print_text
 from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import Config
+from orchestrator.core.placement import Target
 from orchestrator.errors import ArchiveError, UsageError
 from orchestrator.jobs import inbox
-from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, records
+from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, queue_of, records
 from orchestrator.jobs.model import ENDED, Job, JobState, QueueHeld, Said, Standing, Submitted, Word
 from orchestrator.jobs.sweep import expand
 from orchestrator.record.archive import head_of, read_run
 from orchestrator.record.folders import LATEST, find_queue
 from orchestrator.record.jobs import QueueReader, QueueSnapshot
 from orchestrator.record.output import last_lines
+from orchestrator.run.sampled_sweeps import sampled_sweeps
 from orchestrator.view import jobs as view
 from orchestrator.view.cells import glyphs_for
 from orchestrator.view.phrases import counted
@@ -160,18 +162,24 @@ def submit(  # noqa: PLR0913 - one parameter for each option of the command
         said = {"after": after, "priority": priority, "hours": hours}
         options = {key: value for key, value in said.items() if value is not None}
         file = from_words(base, train, over or (), given, name=name, known=known, **options)
-    head_node = None if _on_one_machine(folder) else base.head_node
-    added = _not_known(jobs_run.prepared(expand(file), head_node), known)
-    now_s = time.time()
-    if added:
-        _put(folder, [Submitted(at_s=now_s, job=job) for job in added])
+    added = _not_known(expand(file), known)
+    queue = queue_of(folder / QUEUE_NAME)
+    sweeps = []
+    for sweep in sampled_sweeps(file):
+        why = queue.why_refused(sweep)
+        if why is None:
+            sweeps.append(sweep)
+        elif sweep.name not in queue.sweeps:
+            raise UsageError(f"{sweep.origin}: {why}; give the sweep another name")
+    if added or sweeps:
+        _put(folder, [*jobs_run.submitted(added, base, _target_of(folder)), *sweeps])
     ahead = sum(standing.state not in ENDED for standing in snapshot.standings)
-    names = [job.name for job in added]
+    names = [*(job.name for job in added), *(sweep.name for sweep in sweeps)]
     if json_output:
         told = {"run_id": folder.name, "jobs": names, "queue_ahead": ahead}
         print_text(view.object_text({**told, "head_is_alive": _is_alive(folder)}))
         return
-    if not added:
+    if not names:
         print_text(f"all {len(expand(file))} jobs of it are in the queue already")
         return
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
@@ -199,7 +207,8 @@ def list_jobs(
     for line in view.jobs_lines(snapshot, width, glyphs):
         console.print(line)
     print_text(f"run {folder.name}: {view.summary_line(snapshot, glyphs)}")
-    _tell_if_dead(folder)
+    if any(standing.state not in ENDED for standing in snapshot.standings):
+        _tell_if_dead(folder)
 
 
 @app.command()
@@ -365,11 +374,12 @@ def _config_of(folder: Path, usual: Config) -> Config:
     return config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")
 
 
-def _on_one_machine(folder: Path) -> bool:
+def _target_of(folder: Path) -> Target:
     try:
-        return read_run(folder).facts.one_machine
+        facts = read_run(folder).facts
     except ArchiveError:
-        return False  # nothing has begun yet
+        return Target()  # nothing has begun yet
+    return Target(device=facts.device, one_machine=facts.one_machine)
 
 
 def _snapshot(folder: Path) -> QueueSnapshot:

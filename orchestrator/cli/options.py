@@ -267,6 +267,14 @@ JobFile = Annotated[Text, Argument(help="A job file; docs/jobs.md has one.", met
 StayForJobs = Annotated[
     bool, Option("--stay", help="Wait for more jobs when nothing is left to do.")
 ]
+QueueService = Annotated[
+    bool,
+    Option(
+        "--service",
+        help="Write and start a systemd user unit that works a queue off with --stay, and print "
+        "it.",
+    ),
+]
 NewQueue = Annotated[bool, Option("--new", help="Begin another queue, although one is unfinished.")]
 QueueDuration = Annotated[
     Text,

@@ -197,7 +197,7 @@ def shown_without_node(slot: Slot, moment: Moment) -> Slot:
     if slot.orders.hold is None or slot.phase is not Phase.ABSENT:
         return slot
     since_s = moment.now_s if slot.held_since_s is None else slot.held_since_s
-    reason = f"it gets no work until `unpause`; {slot.reason}"
+    reason = slot.orders.why or f"it gets no work until `unpause`; {slot.reason}"
     return replace(slot, state=HeadState.HELD, reason=reason, held_since_s=since_s)
 
 
@@ -282,7 +282,7 @@ def _to_save(slot: Slot) -> Slot:
 
 
 def _ordered(slot: Slot, event: Held) -> Slot:
-    return replace(slot, orders=replace(slot.orders, hold=event.hold))
+    return replace(slot, orders=replace(slot.orders, hold=event.hold, why=event.why))
 
 
 def _let_go(slot: Slot, moment: Moment) -> Slot:
@@ -291,5 +291,5 @@ def _let_go(slot: Slot, moment: Moment) -> Slot:
     if since_s is not None and slot.first_report_s is not None and moment.ends_at_s is not None:
         worked_s += moment.now_s - since_s
     return replace(
-        slot, orders=replace(slot.orders, hold=None), held_since_s=None, worked_s=worked_s
+        slot, orders=replace(slot.orders, hold=None, why=None), held_since_s=None, worked_s=worked_s
     )

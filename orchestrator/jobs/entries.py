@@ -149,7 +149,7 @@ class Shared(_Section):
     pack: (
         Annotated[
             Literal["auto", True, False],
-            Field(description="auto (where it is measured to pay), off, true"),
+            Field(description="true (with others that say so), off, auto (alone)"),
         ]
         | None
     ) = None

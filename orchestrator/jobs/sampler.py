@@ -31,6 +31,21 @@ class Trial:
     has_ended: bool = False
 
 
+def require_optuna() -> Any:  # noqa: ANN401  # optuna need not be there
+    """Return the package.
+
+    Raises:
+        UsageError: It is not installed.
+    """
+    try:
+        return importlib.import_module("optuna")
+    except ImportError:
+        raise UsageError(
+            "a sweep of method optuna needs the package optuna; type: pip install '.[sweep]', "
+            "or say method: random"
+        ) from None
+
+
 class Sampler:
     """Asks for the next member of one sweep of method optuna.
 
@@ -39,13 +54,7 @@ class Sampler:
     """
 
     def __init__(self, sweep: Sweep, *, is_min: bool, is_train: bool) -> None:
-        try:
-            self._optuna: Any = importlib.import_module("optuna")
-        except ImportError:
-            raise UsageError(
-                "a sweep of method optuna needs the package optuna; type: pip install '.[sweep]', "
-                "or say method: random"
-            ) from None
+        self._optuna = require_optuna()
         self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
         self._seed = sweep.seed
         self._direction = "minimize" if is_min else "maximize"

@@ -43,6 +43,8 @@ class JobFile:
     """Line of each entry by its name."""
     known: tuple[Job, ...] = ()
     """Jobs that the queue has already."""
+    text: str = ""
+    """As it stands in the file."""
 
     def said(self, entry: Entry, key: str) -> Any:  # noqa: ANN401  # each key has its own type
         """Return what the entry says under `key`, or else the defaults; `None`: neither."""
@@ -255,7 +257,7 @@ def _job(
         memory_bytes=None if entry.memory_gib is None else int(entry.memory_gib * GIB),
         pack=None if pack == "auto" else pack,
         hours=file.said(entry, "hours"),
-        milestones=_milestones(file.stop_of(entry), steps),
+        milestones=_milestones(file, entry, steps),
         steps=steps,
         origin=file.origin if line is None else f"{file.origin}:{line}",
     )
@@ -300,9 +302,13 @@ def _command(
     )
 
 
-def _milestones(rule: Stop | None, steps: int | None) -> Milestones | None:
+def _milestones(file: JobFile, entry: Entry, steps: int | None) -> Milestones | None:
+    rule = file.stop_of(entry)
     if rule is None or rule.first is None:
-        return None
+        metric, is_min = file.metric_of(entry)
+        if entry.sweep is None or (metric, is_min) == ("loss", True):
+            return None
+        return Milestones(rule="none", metric=metric, is_min=is_min, first=1, factor=2, last=1)
     return Milestones(
         rule=rule.rule,
         metric=rule.metric,

@@ -40,6 +40,8 @@ class QueueSnapshot:
     """Why nothing starts any more."""
     rows: Mapping[str, Row] = field(default_factory=dict)
     """Of the run, by slot; a job's slot has the name of the job."""
+    milestones: Mapping[str, int] = field(default_factory=dict)
+    """The last one that a job has reached."""
     files: str = ""
     """Folder with a folder for each job."""
 
@@ -79,6 +81,7 @@ class QueueReader:
             held=self._queue.held,
             now_s=now_s,
             rows={row.slot: row for row in rows},
+            milestones={job: milestone for job, milestone, _ in self._queue.reached},
             files=str(self._folder / "files"),
         )
 

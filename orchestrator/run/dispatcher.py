@@ -9,6 +9,7 @@ about it: a head that is killed in between decides the same again. Decides nothi
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -40,12 +41,14 @@ from orchestrator.jobs.model import (
     Seen,
     Settled,
     Standing,
+    Submitted,
     World,
 )
 from orchestrator.jobs.queue import NODE_LOST_S, Queue
 from orchestrator.record.events import EventLog
 from orchestrator.record.jobs import QueueSnapshot, write_outlook
 from orchestrator.run.job_files import JobFiles
+from orchestrator.run.sampled_sweeps import SampledSweeps
 from orchestrator.view.cells import UNICODE
 from orchestrator.view.jobs import summary_line
 from workers.command.code import CODE
@@ -53,6 +56,7 @@ from workers.command.engine import ATTEMPT
 from workers.command.launch import JOB_DIR, RESUME
 from workers.messages import STARVED
 from workers.settings import CommandSpec
+from workers.units import MIB
 
 #: A training that has had no room for a step for so long is moved or parked. Long enough for a
 #: neighbour's peak to pass.
@@ -60,6 +64,9 @@ _NO_ROOM_S: Final = 15.0
 
 #: A line about all jobs is made so often: of 10,000 it takes 50 ms.
 _HEADLINE_EVERY_S: Final = 1.0
+
+#: With less room on the disk of the run folder nothing new is started.
+_LEAST_FREE_BYTES: Final = 64 * MIB
 
 #: Viewers are told so often why jobs wait.
 _OUTLOOK_EVERY_S: Final = 5.0
@@ -77,6 +84,7 @@ class Rest:
     """The slot saves, and its process ends."""
 
     slot: str
+    why: str
 
 
 Order: TypeAlias = Begin | Rest
@@ -117,11 +125,18 @@ class Dispatcher:
         self._no_room_since_s: dict[str, float] = {}
         self._away_since_s: dict[str, float] = {}
         self._headline = -math.inf, ""
+        self._sweeps = SampledSweeps(
+            queue=self.queue,
+            config=self.config,
+            head_node=None if self.target.one_machine else self.config.head_node,
+            cards=sum(max(1, node.gpus) for node in self.config.nodes.values()),
+        )
 
     @property
     def is_over(self) -> bool:
         """Whether there is nothing to do any more."""
-        return self._has_looked and self.queue.is_over and not self.stays
+        is_over = self.queue.is_over_without(self._sweeps.problems)
+        return self._has_looked and is_over and not self.stays
 
     def resumed(self) -> Iterator[SlotPlan]:
         """Yield the slot of each job that has a place on a card, for a head that begins."""
@@ -151,7 +166,8 @@ class Dispatcher:
         try:
             self._take_inbox()
             world = self._world(slots, nodes)
-            while records := self.queue.next_records(world):
+            # Asked first: a member that is paused must not find that it was the last.
+            while records := self._asked() or self.queue.next_records(world):
                 self._write(records)
                 for record in records:
                     orders.extend(self._orders(record))
@@ -160,7 +176,7 @@ class Dispatcher:
             self.journal.compact(self.queue)
         except OSError as error:
             self.problem = f"the journal of jobs cannot be written: {error.strerror or error}"
-            return tuple(orders)  # what is in the journal is carried out
+            return tuple(orders)  # of the batches before
         self.problem, self._has_looked = None, True
         if self._at_s - self._outlook_at_s >= _OUTLOOK_EVERY_S:
             self._outlook_at_s = self._at_s
@@ -178,6 +194,10 @@ class Dispatcher:
             self._write(ends)
             for record in ends:
                 tuple(self._orders(record))
+
+    def _asked(self) -> tuple[Record, ...]:
+        """Return the next jobs of sweeps whose members are asked for."""
+        return tuple(Submitted(at_s=self._at_s, job=job) for job in self._sweeps.next_jobs())
 
     def _take_inbox(self) -> None:
         try:
@@ -221,9 +241,11 @@ class Dispatcher:
                 self._files.drop_state(record.job)
             case AttemptEnded(cause=Cause.DONE):
                 self._files.drop_state(record.job)
-            case Recalled() | Rested():
+            case Recalled():
+                yield Rest(slot=record.job, why=f"{record.to}: {record.reason}")
+            case Rested():
                 # After a node was lost nothing was recalled, and its slot must not come back.
-                yield Rest(slot=record.job)
+                yield Rest(slot=record.job, why=self.queue.shown(record.job).reason)
             case _:
                 pass
 
@@ -240,22 +262,16 @@ class Dispatcher:
         return World(
             now_s=self._at_s,
             minute_of_day=60 * local.hour + local.minute,
-            cards=tuple(self._cards(nodes)),
+            cards=tuple(cards_of(self.config, nodes)),
             seen=seen,
+            disk_full=self._disk_full(),
         )
 
-    def _cards(self, nodes: Collection[str]) -> Iterator[Card]:
-        for name, node in self.config.nodes.items():
-            budget, profile = self._budgets[name], PROFILES.get(node.gpu)
-            for index in range(max(1, node.gpus)):
-                yield Card(
-                    name=name if node.gpus <= 1 else f"{name}:{index}",
-                    node=name,
-                    title=profile.product if profile is not None else node.gpu,
-                    room_bytes=budget.card_budget_bytes,
-                    speed=_speed(node.gpu, budget),
-                    closed=None if name in nodes else f"{name} is not there",
-                )
+    def _disk_full(self) -> str | None:
+        free_bytes = shutil.disk_usage(self.folder).free
+        if free_bytes >= _LEAST_FREE_BYTES:
+            return None
+        return f"the disk of {self.folder} is full: {free_bytes / MIB:.0f} MiB left"
 
     def _seen(self, standing: Standing, slot: Slot) -> Seen | None:
         """Return what is seen of a job on a card; `None` while its node has only just gone."""
@@ -388,16 +404,33 @@ class Dispatcher:
             yield self.problem
         if self._inbox_problem is not None:
             yield self._inbox_problem
+        yield from self._sweeps.problems.values()
         if self.queue.held is not None:
             yield f"the queue is held: {self.queue.held}"
 
     def shortfalls(self) -> Iterator[str]:
         """Yield a sentence for each job that did not end well, once the run has ended."""
+        yield from self._sweeps.problems.values()
         for name, standing in self.queue.standings.items():
             if standing.state not in {JobState.DONE, JobState.STOPPED, JobState.CANCELLED} and (
                 standing.state in ENDED or self.queue.is_over
             ):
                 yield f"job {name}: {standing.state}: {standing.reason}"
+
+
+def cards_of(config: Config, nodes: Collection[str]) -> Iterator[Card]:
+    """Yield the cards of a configuration, closed where the node is not one of `nodes`."""
+    for name, node in config.nodes.items():
+        budget, profile = node_budget(name, node, config), PROFILES.get(node.gpu)
+        for index in range(max(1, node.gpus)):
+            yield Card(
+                name=name if node.gpus <= 1 else f"{name}:{index}",
+                node=name,
+                title=profile.product if profile is not None else node.gpu,
+                room_bytes=budget.card_budget_bytes,
+                speed=_speed(node.gpu, budget),
+                closed=None if name in nodes else f"{name} is not there",
+            )
 
 
 def job_config(base: Config, job: Job) -> Config:

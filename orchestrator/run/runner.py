@@ -40,7 +40,7 @@ from orchestrator.errors import (
     one_line,
 )
 from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal, queue_of
-from orchestrator.jobs.model import Submitted
+from orchestrator.jobs.model import Submitted, SweepSubmitted
 from orchestrator.record.archive import StoredRun
 from orchestrator.record.events import EventLog
 from orchestrator.record.folders import command_for
@@ -118,7 +118,7 @@ class Experiment:
 class QueueOptions:
     """What a run of jobs begins with."""
 
-    submitted: tuple[Submitted, ...] = ()
+    submitted: tuple[Submitted | SweepSubmitted, ...] = ()
     """In addition to what its folder has."""
     stays: bool = False
     """Whether it waits for more when nothing is left to do."""
@@ -392,8 +392,8 @@ class _Record:
             return
         self.journal = Journal(folder / JOURNAL_NAME)
         submitted = () if self.options.queue is None else self.options.queue.submitted
-        known = queue_of(folder).standings
-        self.journal.append([record for record in submitted if record.job.name not in known])
+        queue = queue_of(folder)
+        self.journal.append([record for record in submitted if queue.why_refused(record) is None])
 
     def dispatcher(self, environment: Environment) -> Dispatcher | None:
         """Return what says which slots there are, in a run of jobs."""

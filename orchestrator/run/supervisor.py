@@ -379,15 +379,15 @@ class Supervisor:
             match order:
                 case Begin(plan=plan):
                     self._begin(plan, node_is_there=plan.spec.node in nodes)
-                case Rest(slot=name) if self._may_rest(name):
-                    self._feed(name, slots.Held(hold=slots.Hold.DRAIN))
+                case Rest(slot=name, why=why) if self._may_rest(name):
+                    self._feed(name, slots.Held(hold=slots.Hold.DRAIN, why=why))
 
     def _may_rest(self, name: str) -> bool:
         slot = self._slots.get(name)
         return (
             slot is not None
             and slot.orders.hold is not slots.Hold.DRAIN
-            and slot.phase not in {*_OVER, Phase.STOPPED}
+            and slot.phase not in {*_OVER, Phase.STOPPED}  # it has ended just now
         )
 
     def _begin(self, plan: SlotPlan, *, node_is_there: bool) -> None:

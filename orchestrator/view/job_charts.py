@@ -21,6 +21,7 @@ _CURVES_HEIGHT: Final = 300
 _LANE: Final = 30
 _POINTS_MOST: Final = 300
 _NAMED_MOST: Final = 16
+_MINUTES_FROM_S: Final = 1200.0
 _GREY: Final = "#7d8590"
 
 #: Told apart on white and on black, also by most who do not see red and green (Okabe and Ito,
@@ -55,14 +56,14 @@ def attempt_bars(records: Iterable[Record], now_s: float) -> list[Bar]:
     return bars
 
 
-def bars_svg(bars: Sequence[Bar]) -> str | None:
+def bars_svg(bars: Sequence[Bar], jobs: Sequence[str] = ()) -> str | None:
     """Return what each card did over time, a lane for each job that is there at once; `None` where
-    nothing ran.
+    nothing ran. The place among `jobs` decides on the colour.
     """
     if not bars:
         return None
     begins_s, ends_s = min(bar.from_s for bar in bars), max(bar.to_s for bar in bars)
-    jobs = list(dict.fromkeys(bar.job for bar in bars))
+    colours = _colours(jobs, (bar.job for bar in bars))
     lanes: dict[str, list[float]] = {}
     places: list[tuple[Bar, int]] = []
     for bar in sorted(bars, key=lambda bar: bar.from_s):
@@ -78,24 +79,28 @@ def bars_svg(bars: Sequence[Bar]) -> str | None:
     for bar, lane in places:
         left, right = (_across(at_s, begins_s, ends_s) for at_s in (bar.from_s, bar.to_s))
         y, width = firsts[bar.card] + lane * _LANE + 3, max(1.5, right - left)
-        colour = _COLOURS[jobs.index(bar.job) % len(_COLOURS)]
         drawn.append(
             f'<rect x="{left:.1f}" y="{y}" width="{width:.1f}" height="{_LANE - 6}" rx="3" '
-            f'fill="{colour}"><title>{_escaped(bar.job)}</title></rect>'
+            f'fill="{colours[bar.job]}"><title>{_escaped(bar.job)}</title></rect>'
         )
         name = UNICODE.shorten(UNICODE.clean(bar.job), int(width / 7.5))
         if len(name) > 1:
             drawn.append(_text(left + 4, y + 16, name, colour="#ffffff"))
+    form = "%H:%M" if ends_s - begins_s > _MINUTES_FROM_S else "%H:%M:%S"
     ticks = (begins_s + part * (ends_s - begins_s) / 4 for part in range(5))
     drawn += (
-        _text(_across(at_s, begins_s, ends_s), height + 16, _clock(at_s), "middle")
+        _text(_across(at_s, begins_s, ends_s), height + 16, _clock(at_s, form), "middle")
         for at_s in ticks
     )
     return _svg(drawn, height + 24)
 
 
-def curves_svg(curves: Mapping[str, Sequence[tuple[int, float]]], metric: str) -> str | None:
-    """Return the curves of jobs over their steps in one chart; `None` where there is none."""
+def curves_svg(
+    curves: Mapping[str, Sequence[tuple[int, float]]], metric: str, jobs: Sequence[str] = ()
+) -> str | None:
+    """Return the curves of jobs over their steps in one chart; `None` where there is none. The
+    place among `jobs` decides on the colour.
+    """
     known = {name: _thinned(points) for name, points in curves.items() if len(points) > 1}
     if not known:
         return None
@@ -114,8 +119,9 @@ def curves_svg(curves: Mapping[str, Sequence[tuple[int, float]]], metric: str) -
         _text(_LEFT, bottom + 18, "0", "middle"),
         _text(_WIDTH - _RIGHT, bottom + 18, f"step {last_step}", "middle"),
     ]
+    colours = _colours(jobs, known)
     for at, (name, points) in enumerate(known.items()):
-        colour = _COLOURS[at % len(_COLOURS)]
+        colour = colours[name]
         path = " ".join(
             f"{_across(step, 0, last_step):.1f},{down(value):.1f}" for step, value in points
         )
@@ -129,6 +135,11 @@ def curves_svg(curves: Mapping[str, Sequence[tuple[int, float]]], metric: str) -
     return _svg(drawn, _CURVES_HEIGHT)
 
 
+def _colours(jobs: Iterable[str], drawn: Iterable[str]) -> dict[str, str]:
+    names = dict.fromkeys([*jobs, *drawn])
+    return {name: _COLOURS[at % len(_COLOURS)] for at, name in enumerate(names)}
+
+
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     every = max(1, len(points) // _POINTS_MOST)
     return [*points[:-1:every], points[-1]]
@@ -138,8 +149,8 @@ def _across(value: float, first: float, last: float) -> float:
     return _LEFT + (_WIDTH - _RIGHT - _LEFT) * (value - first) / ((last - first) or 1.0)
 
 
-def _clock(unix_s: float) -> str:
-    return datetime.fromtimestamp(unix_s).astimezone().strftime("%H:%M")
+def _clock(unix_s: float, form: str) -> str:
+    return datetime.fromtimestamp(unix_s).astimezone().strftime(form)
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", colour: str = _GREY) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -39,7 +40,6 @@ from orchestrator.jobs.model import (
     Standing,
     Submitted,
 )
-from orchestrator.record.archive import Frame
 from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.record.model import Row, Snapshot, finite
 from orchestrator.record.summary import SCHEMA, summary_text
@@ -116,11 +116,9 @@ def summary_line(snapshot: QueueSnapshot, glyphs: Glyphs) -> str:
     return said if ends_s is None else f"{said}; ends about {_moment(ends_s, snapshot.now_s)}"
 
 
-def with_jobs(frame: Frame, glyphs: Glyphs) -> Snapshot:
+def with_jobs(snapshot: Snapshot, queue: QueueSnapshot | None, glyphs: Glyphs) -> Snapshot:
     """Return the picture of a run with the line of its queue, where it has one."""
-    if frame.queue is None:
-        return frame.snapshot
-    return replace(frame.snapshot, jobs=summary_line(frame.queue, glyphs))
+    return snapshot if queue is None else replace(snapshot, jobs=summary_line(queue, glyphs))
 
 
 def jobs_lines(snapshot: QueueSnapshot, width: int | None, glyphs: Glyphs) -> list[Text]:
@@ -246,27 +244,30 @@ def _ends_at_s(snapshot: QueueSnapshot) -> float | None:
     taken_s: dict[Kind, list[float]] = {Kind.TRAIN: [], Kind.COMMAND: []}
     unknown: list[Kind] = []
     running_s, cards = [0.0], set()
-    for standing in current(snapshot):
-        kind = standing.job.kind
-        seconds = None if standing.state in ENDED else _left_s(standing, snapshot)
-        if standing.state is JobState.DONE:
-            taken_s[kind].append(standing.ran_s)
-        elif seconds is not None:
-            left_s[kind].append(seconds)
-            running_s += [seconds] if standing.state in ON_CARD else []
-        elif standing.state not in ENDED:
+    for standing in snapshot.standings:
+        state, kind = standing.state, standing.job.kind
+        if state in ENDED:
+            if state is JobState.DONE:
+                taken_s[kind].append(standing.ran_s)
+            continue
+        now = _with_row(standing, snapshot.rows) if state in ON_CARD else standing
+        seconds = _left_s(now, snapshot)
+        if seconds is None:
             unknown.append(kind)
-        if standing.state in ON_CARD:
+        else:
+            left_s[kind].append(seconds)
+        if state in ON_CARD:
             cards.add(standing.card)
+            running_s.append(seconds or 0.0)
     if not cards:
         return None
     everything = [*left_s[Kind.TRAIN], *left_s[Kind.COMMAND], *taken_s[Kind.TRAIN]]
     work_s = sum(map(sum, left_s.values()))
-    for kind in unknown:
+    for kind, count in Counter(unknown).items():
         known = taken_s[kind] or left_s[kind] or everything
         if not known:
             return None
-        work_s += median(known)
+        work_s += count * median(known)
     return snapshot.now_s + max(*running_s, work_s / len(cards))
 
 
@@ -307,6 +308,7 @@ def job_object(standing: Standing, snapshot: QueueSnapshot) -> dict[str, Any]:
         "job_metric": finite(standing.value),
         "job_best": finite(standing.best),
         "job_best_step": standing.best_step,
+        "job_milestone": snapshot.milestones.get(job.name),
         "job_eta_s": _left_s(standing, snapshot) if standing.state in ON_CARD else None,
         "job_expected_start_unix_s": standing.expected_start_s,
         "job_queued_s": max(0.0, ended_s - job.submitted_at_unix_s - ran_s - parked_s)
@@ -369,7 +371,7 @@ def job_lines(
         "time": _time(standing, snapshot),
         "error": standing.last_error if standing.last_error != standing.reason else None,
         "kind": job.kind.value + (f", of the sweep {job.sweep}" if job.sweep else ""),
-        "command": " ".join(job.command.argv) if job.command else None,
+        "command": shlex.join(job.command.argv) if job.command else None,
         "in": job.command.cwd if job.command else None,
         "settings": _pairs(job.settings or job.overrides),
         "after": ", ".join(job.after) + (" (however they end)" if job.after_any else ""),

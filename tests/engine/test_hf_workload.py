@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.engine.scene import events
-from tests.engine.trainings import settings, trained
+from tests.engine.trainings import fork_planner, settings, trained
 from tests.hf.folders import make_folder
 from tests.in_child import InChild
 from tests.scene import MIB, ROOT, spec_of
@@ -63,12 +63,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def undisturbed(hf_child: InChild, alone: Path, gpt2: str) -> Report:
     """It is evaluated on the way, which changes no bit."""
     wanted = spec(model=gpt2, validate_every=2, validation=README)
-    (report,) = hf_child(trained, str(alone), wanted, [WHOLE])
+    (report,) = hf_child(trained, str(alone), wanted, [WHOLE], fork_planner)
     return report
 
 
 def test_a_folder_is_trained_to_the_end(undisturbed: Report) -> None:
     assert undisturbed.verdict is Verdict.DONE, undisturbed.reason
+    assert not events(undisturbed, "not_planned")
     told = undisturbed.progress
     assert told is not None
     assert (told.train_step, told.saved_step) == (6, 6)
@@ -81,8 +82,8 @@ def test_another_process_goes_on_to_the_same_bits(
     hf_child: InChild, tmp_path: Path, gpt2: str, undisturbed: Report
 ) -> None:
     often = spec(model=gpt2, validation=README, save_every_s=0.001)
-    hf_child(trained, str(tmp_path), often, [{}] * 7)
-    (last,) = hf_child(trained, str(tmp_path), often, [{**WHOLE, "incarnation": 1}])
+    hf_child(trained, str(tmp_path), often, [{}] * 7, fork_planner)
+    (last,) = hf_child(trained, str(tmp_path), often, [{**WHOLE, "incarnation": 1}], fork_planner)
     assert events(last, "restored")
     assert last.progress.weights_sha256 == undisturbed.progress.weights_sha256
 

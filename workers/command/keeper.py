@@ -64,12 +64,12 @@ def _is_alive(pid: int, started: str) -> bool:
     return fields is not None and fields[0] not in "ZX" and fields[_STARTTIME_FIELD] == started
 
 
-def below(root: int, *, besides: int = 0) -> list[int]:
-    """Return the live descendants of a process; nothing below `besides`, nor that itself."""
+def below(root: int) -> list[int]:
+    """Return the live descendants of a process."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):  # noqa: PTH208
         fields = _stat(int(name)) if name.isdecimal() else None
-        if fields is not None and fields[0] not in "ZX" and int(name) != besides:
+        if fields is not None and fields[0] not in "ZX":
             children.setdefault(int(fields[1]), []).append(int(name))
     found, waiting = [], [root]
     while waiting:
@@ -165,8 +165,7 @@ def _keep(guard: int) -> None:
     """Be the keeper, from the first line of standard input to the end of all processes."""
     text = b""
     while b"\n" not in text:
-        more = os.read(0, 65536)
-        if not more:
+        if not (more := os.read(0, 65536)):
             return
         text += more
     line, _, orders = text.partition(b"\n")
@@ -177,17 +176,18 @@ def _keep(guard: int) -> None:
         _tell(refused=why_not)
         return
     _tell(started=program, keeper=os.getpid())
-    status, is_alone, deadline_s = None, False, float("inf")
-    is_open = True
+    status, is_open, is_alone, deadline_s = None, True, False, float("inf")
     while status is None:
-        readable = select.select([0] if is_open else [], [], [], _POLL_S)[0]
-        if readable:
+        if select.select([0] if is_open else [], [], [], _POLL_S)[0]:
             more = os.read(0, 4096)
             is_open, orders = bool(more), orders + more
         *lines, orders = orders.split(b"\n")
         status = _reap().get(program)
-        is_gone = not is_open or os.getppid() != guard
-        is_gone = is_gone or not all(_is_alive(pid, began) for pid, began in task["watch"])
+        is_gone = (
+            not is_open
+            or os.getppid() != guard
+            or not all(_is_alive(pid, began) for pid, began in task["watch"])
+        )
         grace_s = None
         if is_gone and not is_alone:
             is_alone, grace_s = True, min(_ALONE_GRACE_S, float(task["grace_s"]))

@@ -205,7 +205,7 @@ class Notifier:
     def _send(self, message: Message, frame: Frame) -> bool:
         """Have a message sent; say whether an address has taken it."""
         before = read_deliveries(self.folder)
-        snapshot = with_jobs(frame, UNICODE)
+        snapshot = with_jobs(frame.snapshot, frame.queue, UNICODE)
         text = message_text(message, frame.run, snapshot, before, time.time(), frame.missed)
         sent = sender.deliver(self.urls, text.title, text.body, text.severity, self.deadline_s)
         taken = sum(one.taken for one in sent)

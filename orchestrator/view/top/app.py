@@ -329,7 +329,7 @@ class Top(App[None]):
         self._events += [event_line(event, 1_000, self._glyphs) for event in frame.events]
         del self._events[:-_EVENTS_KEPT]
         if self._replay.at_unix_s is None:
-            self._snapshot = with_jobs(frame, self._glyphs)
+            self._snapshot = with_jobs(frame.snapshot, frame.queue, self._glyphs)
         elif self._replay.plays:
             self.action_seek(_PLAYED_S_PER_LOOK)
             return

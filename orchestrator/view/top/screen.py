@@ -39,7 +39,7 @@ def frame_text(folder: Path, view: View, width: int, glyphs: Glyphs) -> str:
     """Return the run as it is now, once, with all rows."""
     frame = Follower(folder).look()
     rows = view.rows(frame.snapshot.rows)
-    header = header_lines(with_jobs(frame, glyphs), width, glyphs)
+    header = header_lines(with_jobs(frame.snapshot, frame.queue, glyphs), width, glyphs)
     lines = table_lines(rows, width, glyphs, view.hidden)
     said = [*lines.titles, *lines.rows] if rows else [Text("no slot matches the filter")]
     shown = [line.copy() for line in (*header, *said)]

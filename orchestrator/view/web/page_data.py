@@ -204,7 +204,9 @@ def head_of(frame: Frame, firing: Sequence[Badge] = (), *, with_control: bool = 
         "time": time_words(snapshot),
         "jobs": snapshot.jobs,
         "share": round(share, 3),
-        "left": f"{clock(snapshot.remaining_s)} left" if run.outcome == "running" else "",
+        "left": f"{clock(snapshot.remaining_s)} left"
+        if run.outcome == "running" and snapshot.jobs is None
+        else "",
         "totals": list(totals(snapshot)),
         "notices": [UNICODE.clean(notice) for notice in notices],
         "alerts": [

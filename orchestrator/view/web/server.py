@@ -181,7 +181,7 @@ class Hub:
 
     def _look_and_judge(self) -> Frame:
         frame = self._look()
-        frame = replace(frame, snapshot=with_jobs(frame, UNICODE))
+        frame = replace(frame, snapshot=with_jobs(frame.snapshot, frame.queue, UNICODE))
         failed = read_deliveries(self._folder).failed
         self._alerts, self.firing = judge(
             self._alerts, frame, self._unix_s(), failed_notifications=failed
