@@ -11,10 +11,12 @@ Does not decide what follows from the records (`queue.py`).
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -160,12 +162,18 @@ def queue_of(folder: Path) -> Queue:
     queue, path = Queue(), folder / FILE
     if not path.exists():
         return queue
-    for number, batch in _batches(path):
-        try:
-            for entry in batch:
-                queue.apply(entry)
-        except IllegalRecordError as failure:
-            raise _damaged(path, number, str(failure)) from failure
+    was_enabled = gc.isenabled()
+    gc.disable()  # a replay makes no circles, and the collector would look at all jobs many times
+    try:
+        for number, batch in _batches(path):
+            try:
+                for entry in batch:
+                    queue.apply(entry)
+            except IllegalRecordError as failure:
+                raise _damaged(path, number, str(failure)) from failure
+    finally:
+        if was_enabled:
+            gc.enable()
     return queue
 
 
@@ -183,20 +191,17 @@ def decoded(text: str | bytes) -> list[Entry]:
     Raises:
         ValueError: It is none, or holds something else.
     """
-    return _entries(json.loads(text))
+    raws = json.loads(text)
+    if not isinstance(raws, list):
+        raise ValueError("no batch of records")  # noqa: TRY004 - of what was written, not of a call
+    return _entries(raws)
 
 
-def _entries(raws: object) -> list[Entry]:
+def _entries(raws: Iterable[dict[str, Any]]) -> list[Entry]:
     try:
-        return [_BUILD[raw.pop("kind")](raw) for raw in _listed(raws)]
+        return [_built(raw.pop("kind"), raw) for raw in raws]
     except (KeyError, TypeError, AttributeError) as failure:
         raise ValueError(f"no batch of records ({failure!r})") from failure
-
-
-def _listed(value: object) -> list[Any]:
-    if not isinstance(value, list):
-        raise TypeError("no list")
-    return value
 
 
 def _line(entries: Iterable[Entry]) -> bytes:
@@ -210,14 +215,13 @@ def _batches(path: Path) -> Iterator[tuple[int, list[Entry]]]:
     for first in range(0, len(lines), _AT_ONCE):
         some = lines[first : first + _AT_ONCE]
         try:
-            raws = _listed(json.loads(b"[%s]" % b",".join(some)))
-            is_sound = len(raws) == len(some)
+            batches = json.loads(b"[%s]" % b",".join(some))
+            is_sound = len(batches) == len(some) and set(map(type, batches)) == {list}
         except ValueError:
             is_sound = False
         for number, line in enumerate(some):
             try:
-                raw = raws[number] if is_sound else json.loads(line)
-                yield first + number + 2, _entries(raw)
+                yield first + number + 2, _entries(batches[number]) if is_sound else decoded(line)
             except ValueError as failure:
                 raise _damaged(path, first + number + 2, str(failure)) from failure
 
@@ -298,90 +302,66 @@ def _plain(content: object) -> object:
     return content
 
 
-_STATES = {state.value: state for state in JobState}
-_CAUSES = {cause.value: cause for cause in Cause}
-_KINDS = {kind.value: kind for kind in Kind}
-_WORDS = {word.value: word for word in Word}
+def _enum(kind: type[StrEnum]) -> Callable[[str], StrEnum]:
+    return {each.value: each for each in kind}.__getitem__
 
 
-def _job(raw: dict[str, Any]) -> Job:
-    raw["kind"] = _KINDS[raw["kind"]]
-    for name in ("after", "nodes", "hours"):
-        if name in raw:
-            raw[name] = tuple(raw[name])
-    if "command" in raw:
-        command = raw["command"]
-        command["argv"] = tuple(command["argv"])
-        if "outputs" in command:
-            command["outputs"] = tuple(command["outputs"])
-        raw["command"] = CommandSpec(**command)
-    if "milestones" in raw:
-        raw["milestones"] = Milestones(**raw["milestones"])
-    return Job(**raw)
+def _nested(name: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda raw: _built(name, raw)
 
 
-def _standing(raw: dict[str, Any]) -> Standing:
-    raw["job"] = _job(raw["job"])
-    raw["state"] = _STATES[raw["state"]]
-    if "recalled_to" in raw:
-        raw["recalled_to"] = _STATES[raw["recalled_to"]]
-    return Standing(**raw)
+def _built(name: str, raw: dict[str, Any]) -> Any:  # noqa: ANN401 - any of the dataclasses below
+    kind, converters = _BUILD[name]
+    for key, convert in converters:
+        if key in raw and raw[key] is not None:
+            raw[key] = convert(raw[key])
+    return kind(**raw)
 
 
-def _submitted(raw: dict[str, Any]) -> Submitted:
-    return Submitted(at_s=raw["at_s"], job=_job(raw["job"]), least_bytes=raw.get("least_bytes"))
+_TO = (("to", _enum(JobState)),)
 
-
-def _recalled(raw: dict[str, Any]) -> Recalled:
-    raw["to"] = _STATES[raw["to"]]
-    return Recalled(**raw)
-
-
-def _attempt_ended(raw: dict[str, Any]) -> AttemptEnded:
-    raw["cause"] = _CAUSES[raw["cause"]]
-    return AttemptEnded(**raw)
-
-
-def _said(raw: dict[str, Any]) -> Said:
-    raw["word"] = _WORDS[raw["word"]]
-    return Said(**raw)
-
-
-def _settled(raw: dict[str, Any]) -> Settled:
-    raw["to"] = _STATES[raw["to"]]
-    return Settled(**raw)
-
-
-def _kept(raw: dict[str, Any]) -> Kept:
-    return Kept(
-        standing=_standing(raw["standing"]),
-        aside=Aside(**raw["aside"]),
-        to_recall=raw["to_recall"],
-    )
-
-
-def _queue_kept(raw: dict[str, Any]) -> QueueKept:
-    return QueueKept(
-        held=raw["held"],
-        reached=tuple((job, milestone, value) for job, milestone, value in raw["reached"]),
-        said=tuple(raw["said"]),
-        alike=tuple((text, job) for text, job in raw["alike"]),
-    )
-
-
-#: From the fields of a record to the record. Each takes the dict over.
-_BUILD: Mapping[str, Callable[[dict[str, Any]], Entry]] = {
-    "Submitted": _submitted,
-    "Assigned": lambda raw: Assigned(**raw),
-    "Recalled": _recalled,
-    "Rested": lambda raw: Rested(**raw),
-    "AttemptEnded": _attempt_ended,
-    "Reached": lambda raw: Reached(**raw),
-    "Measured": lambda raw: Measured(**raw),
-    "PackJudged": lambda raw: PackJudged(**raw),
-    "Said": _said,
-    "Settled": _settled,
-    "QueueHeld": lambda raw: QueueHeld(**raw),
-    "Kept": _kept,
-    "QueueKept": _queue_kept,
+#: From the fields of a value in the journal to the value: its type, and what JSON does not have.
+_BUILD: Mapping[str, tuple[type[Any], tuple[tuple[str, Callable[[Any], Any]], ...]]] = {
+    "Submitted": (Submitted, (("job", _nested("Job")),)),
+    "Assigned": (Assigned, ()),
+    "Recalled": (Recalled, _TO),
+    "Rested": (Rested, ()),
+    "AttemptEnded": (AttemptEnded, (("cause", _enum(Cause)),)),
+    "Reached": (Reached, ()),
+    "Measured": (Measured, ()),
+    "PackJudged": (PackJudged, ()),
+    "Said": (Said, (("word", _enum(Word)),)),
+    "Settled": (Settled, _TO),
+    "QueueHeld": (QueueHeld, ()),
+    "Kept": (Kept, (("standing", _nested("Standing")), ("aside", _nested("Aside")))),
+    "QueueKept": (
+        QueueKept,
+        (
+            ("reached", lambda raw: tuple(map(tuple, raw))),
+            ("said", tuple),
+            ("alike", lambda raw: tuple(map(tuple, raw))),
+        ),
+    ),
+    "Job": (
+        Job,
+        (
+            ("kind", _enum(Kind)),
+            ("command", _nested("CommandSpec")),
+            ("milestones", _nested("Milestones")),
+            ("after", tuple),
+            ("nodes", tuple),
+            ("hours", tuple),
+        ),
+    ),
+    "CommandSpec": (CommandSpec, (("argv", tuple), ("outputs", tuple))),
+    "Milestones": (Milestones, ()),
+    "Aside": (Aside, ()),
+    "Standing": (
+        Standing,
+        (
+            ("job", _nested("Job")),
+            ("state", _enum(JobState)),
+            ("recalled_to", _enum(JobState)),
+        ),
+    ),
 }
