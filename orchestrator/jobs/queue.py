@@ -425,7 +425,7 @@ class Queue:
         for name in sorted(index.on_card, key=self._number):
             standing = self._standings[name]
             job, to, seen = standing.job, standing.recalled_to, attempts.seen_of(standing, world)
-            ended = None if seen is None else attempts.end_of(standing, seen, world.now_s)
+            ended = None if seen is None else attempts.end_of(seen, world.now_s)
             if ended is not None:
                 records.append(ended)
             elif name in self._to_recall and to is not None:
