@@ -6,7 +6,7 @@ Pure. Does not look at jobs without an attempt, and does not start any (`queue.p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import fields
 
 from orchestrator.jobs import milestones, placement
 from orchestrator.jobs.index import Aside, Reach
@@ -41,28 +41,13 @@ def seen_of(standing: Standing, world: World) -> Seen | None:
     return seen if seen is not None and seen.attempt == standing.attempt else None
 
 
-def end_of(standing: Standing, seen: Seen, now_s: float) -> AttemptEnded | Rested | None:
-    """Return how an attempt ended, if it has."""
-    name, attempt = standing.job.name, standing.attempt
-    so_far: dict[str, Any] = {
-        "step": seen.step,
-        "peak_bytes": seen.peak_bytes,
-        "out_of_memory": seen.out_of_memory,
-    }
-    if seen.cause is not None:
-        return AttemptEnded(
-            at_s=now_s,
-            job=name,
-            attempt=attempt,
-            cause=seen.cause,
-            text=seen.text,
-            exit_code=seen.exit_code,
-            value=seen.value,
-            sha256=seen.sha256,
-            **so_far,
-        )
-    has_rested = seen.is_at_rest or seen.node_lost
-    return Rested(at_s=now_s, job=name, attempt=attempt, **so_far) if has_rested else None
+def end_of(seen: Seen, now_s: float) -> AttemptEnded | Rested | None:
+    """Return how an attempt ended, if it has: what both have of it is called alike."""
+    kind = Rested if seen.cause is None else AttemptEnded
+    if kind is Rested and not (seen.is_at_rest or seen.node_lost):
+        return None
+    names = {each.name for each in fields(kind)} - {"at_s"}
+    return kind(at_s=now_s, **{name: getattr(seen, name) for name in names})
 
 
 def recall_of(standing: Standing, seen: Seen, world: World) -> Recalled | None:
@@ -157,7 +142,7 @@ def move_of(standing: Standing, card: Card, world: World) -> tuple[float, Recall
 
 def is_in_hours(hours: tuple[int, int] | None, minute: int) -> bool:
     """Return whether a minute of the day is within hours, which may cross midnight."""
-    if hours is None or hours[0] == hours[1]:
+    if hours is None:
         return True
     start, end = hours
     return start <= minute < end if start < end else minute >= start or minute < end

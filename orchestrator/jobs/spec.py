@@ -191,8 +191,7 @@ def _placed(source: YamlSource, file: JobFile) -> Iterator[_Place]:
 def _of_sweeps(source: YamlSource, file: JobFile) -> Iterator[Problem]:
     """Yield what is wrong with each sweep by itself."""
     for at in _placed(source, file):
-        if at.entry.sweep is not None:
-            yield from _of_sweep(at, at.entry.sweep)
+        yield from _of_sweep(at, at.entry.sweep) if at.entry.sweep is not None else ()
 
 
 def _of_sweep(at: _Place, sweep: Sweep) -> Iterator[Problem]:

@@ -86,8 +86,7 @@ class CommandEngine:
         """The processes below the keeper at the last look, each with when it began."""
         self._text = b""
         self._began_s = 0.0
-        self._stop_at_s: float | None = None
-        """When its time of grace is over, once it was told to end."""
+        self._is_stopping = False
         self._was_asked = False
         self._out_of_time = False
         self._kills = 0
@@ -118,7 +117,7 @@ class CommandEngine:
             self._look(min(_POLL_S, max(0.0, began_s + directive.duration_s - time.monotonic())))
             limit_s = self._command.time_limit_s
             if limit_s is not None and time.monotonic() - self._began_s > limit_s:
-                self._out_of_time = self._out_of_time or self._stop_at_s is None
+                self._out_of_time = self._out_of_time or not self._is_stopping
                 self._stop()
             if time.monotonic() - began_s >= directive.duration_s:
                 break
@@ -130,7 +129,7 @@ class CommandEngine:
         if self._attempt is not None and record.attempt == self._attempt and record.ending:
             self._ending = record.ending
             return
-        self._was_asked, self._out_of_time, self._stop_at_s = False, False, None
+        self._was_asked = self._out_of_time = self._is_stopping = False
         self._record = Record(starts=record.starts, attempt=self._attempt)
         if self._problem is not None:
             self._end(Ending(started=False, text=self._problem))
@@ -199,23 +198,21 @@ class CommandEngine:
 
     def _stop(self) -> None:
         """Have the program end, once."""
-        if self._stop_at_s is not None:
+        if self._is_stopping:
             return
-        self._stop_at_s = time.monotonic() + self._command.grace_s
+        self._is_stopping = True
         self._send(f"stop {self._command.grace_s}")
         self._tell("program_told_to_end", pid=self._pid, grace_s=self._command.grace_s)
 
     def _send(self, line: str) -> None:
-        assert self._keeper is not None  # noqa: S101 - asked only while there is one
-        assert self._keeper.stdin is not None  # noqa: S101 - asked for
+        assert self._keeper is not None and self._keeper.stdin is not None  # noqa: S101, PT018
         with contextlib.suppress(OSError):  # the keeper has ended; that is seen in the next look
             self._keeper.stdin.write(line.encode() + b"\n")
             self._keeper.stdin.flush()
 
     def _look(self, wait_s: float) -> None:
         """Wait for news of the keeper, and measure."""
-        assert self._keeper is not None  # noqa: S101 - asked only while there is one
-        assert self._keeper.stdout is not None  # noqa: S101 - as above
+        assert self._keeper is not None and self._keeper.stdout is not None  # noqa: S101, PT018
         if select.select([self._keeper.stdout], [], [], wait_s)[0]:
             text = os.read(self._keeper.stdout.fileno(), 4096)
             if not text:
@@ -316,9 +313,8 @@ class CommandEngine:
             good = ending is None or ending.exit_code == 0 or ending.was_asked
             counts = StepCounts(steps_ok=int(good), steps_error=int(not good), busy_s=wall_s)
         if ending is None:
-            told = self._stop_at_s is not None
-            words = "was told to end" if told else "runs"
-            note = "" if told else self._note
+            words = "was told to end" if self._is_stopping else "runs"
+            note = "" if self._is_stopping else self._note
             state = WorkerState.RUNNING
             reason = f"its program {words}, process {self._pid}{note}"
         elif ending.was_asked:

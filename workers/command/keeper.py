@@ -25,6 +25,7 @@ import json
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
 from typing import Any
@@ -108,52 +109,29 @@ def _end_all(grace_s: float) -> int:
     return count
 
 
-def _become_program(task: dict[str, Any], keeper: int) -> None:
-    """Run in the child between fork and exec: never returns."""
-    os.setsid()
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != keeper:  # it ended before it was asked for
-        os._exit(os.EX_UNAVAILABLE)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    log = os.open(task["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    os.dup2(nothing, 0)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.closerange(3, _PIPE)
-    os.closerange(_PIPE + 1, 256)
-    os.chdir(task["cwd"])
-    try:
-        os.execvpe(task["argv"][0], task["argv"], task["env"])  # noqa: S606 - what it is for
-    except OSError as error:
-        error.filename = task["argv"][0]  # and not the last folder of PATH
-        raise
-
-
-#: Descriptor through which a child tells why it could not become the program; exec closes it.
-_PIPE = 63
-
-
-def _start(task: dict[str, Any]) -> tuple[int, str]:
-    """Start the program; return its id, and why it did not start."""
+def _start(task: dict[str, Any]) -> subprocess.Popen[bytes]:
+    """Start the program in a session of its own; it ends with this process."""
     keeper = os.getpid()
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.dup2(writer, _PIPE, inheritable=False)
-            _become_program(task, keeper)
-        except OSError as error:
-            where = "" if error.filename is None else f": {error.filename}"
-            os.write(_PIPE, f"{error.strerror}{where}"[:500].encode())
-        except BaseException as error:  # noqa: BLE001 - nothing may run on as a second keeper
-            os.write(_PIPE, f"{type(error).__name__}: {error}"[:500].encode())
-        os._exit(126)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as told:
-        return pid, told.read().decode("utf-8", "replace")
+
+    def prepare() -> None:
+        for number in _IGNORED:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != keeper:  # it ended before it was asked for
+            os._exit(os.EX_UNAVAILABLE)
+
+    log = os.open(task["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    return subprocess.Popen(  # noqa: S603 - what it is for
+        task["argv"],
+        env=task["env"],
+        cwd=task["cwd"],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+        preexec_fn=prepare,  # noqa: PLW1509 - this process has one thread
+    )
 
 
 def _tell(**news: object) -> None:
@@ -170,11 +148,17 @@ def _keep(guard: int) -> None:
         text += more
     line, _, orders = text.partition(b"\n")
     task = json.loads(line)
-    program, why_not = _start(task)
-    if why_not:
-        _reap()
-        _tell(refused=why_not)
+    try:
+        # Kept: it would take the program's status itself when it is dropped.
+        process = _start(task)
+    except OSError as error:
+        where = "" if error.filename is None else f": {error.filename}"
+        _tell(refused=f"{error.strerror}{where}"[:500])
         return
+    except (ValueError, subprocess.SubprocessError) as error:
+        _tell(refused=f"{type(error).__name__}: {error}"[:500])
+        return
+    program = process.pid
     _tell(started=program, keeper=os.getpid())
     status, is_open, is_alone, deadline_s = None, True, False, float("inf")
     while status is None:

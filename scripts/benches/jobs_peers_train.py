@@ -1,0 +1,67 @@
+"""A small training as anybody may have written it: a line for each step, nothing of a queue.
+
+    python jobs_peers_train.py --name lr-0 --steps 100 --log FOLDER
+
+Started again it begins anew, unless `--keep` has it save every tenth step in the folder that its
+queue gives it. A step takes at least `--step-s`, as if a card had worked meanwhile. With `--wide` it
+takes 700 MiB more from step 20 on; out-of-memory ends it with the words that torch has on a card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--step-s", type=float, default=0.2)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--wide", action="store_true")
+    parser.add_argument("--keep", action="store_true")
+    options = parser.parse_args()
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    saved = Path(os.environ.get("ORCHESTRATOR_JOB_DIR", ".")) / "saved.pt"
+    first = 0
+    if options.keep and os.environ.get("ORCHESTRATOR_RESUME") and saved.exists():
+        first, weights = torch.load(saved)
+        model.load_state_dict(weights)
+
+    more = None
+    with (options.log / f"{options.name}.log").open("a", buffering=1) as log:
+        for step in range(first, options.steps):
+            began_s = time.monotonic()
+            if options.wide and step >= 20 and more is None:
+                try:
+                    more = torch.empty(700 * 2**20, dtype=torch.uint8)
+                except RuntimeError:
+                    sys.exit(
+                        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 700 MiB"
+                    )
+            x = torch.randn(options.batch, 64)
+            loss = (model(x) - x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            time.sleep(max(0.0, options.step_s - (time.monotonic() - began_s)))
+            log.write(f"{os.getpid()} {step}\n")
+            if options.keep and step % 10 == 9:
+                torch.save((step + 1, model.state_dict()), saved.with_suffix(".new"))
+                saved.with_suffix(".new").replace(saved)
+        log.write(f"{os.getpid()} done\n")
+
+
+if __name__ == "__main__":
+    main()
