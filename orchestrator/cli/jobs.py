@@ -207,7 +207,8 @@ def list_jobs(
     for line in view.jobs_lines(snapshot, width, glyphs):
         console.print(line)
     print_text(f"run {folder.name}: {view.summary_line(snapshot, glyphs)}")
-    _tell_if_dead(folder)
+    if any(standing.state not in ENDED for standing in snapshot.standings):
+        _tell_if_dead(folder)
 
 
 @app.command()

@@ -8,19 +8,18 @@ only for GPT presets: nothing is measured, and nothing is started.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from orchestrator.cli.plan import budgets
 from orchestrator.cli.plan_training import smallest_step
 from orchestrator.config.duration import format_duration
 from orchestrator.config.gpu_specs import PEAK_DTYPES, PROFILES, peak_tflops
 from orchestrator.config.schema import Config
 from orchestrator.errors import one_line
-from orchestrator.jobs.model import Card, Job, Kind
+from orchestrator.jobs.model import Job, Kind
 from orchestrator.jobs.placement import Candidate, Schedule, estimate, never_fits
-from orchestrator.run.dispatcher import job_config
+from orchestrator.run.dispatcher import cards_of, job_config
 from orchestrator.view.cells import UNICODE, aligned
 from orchestrator.view.phrases import counted
 from workers.settings import ASSUMED_CONTEXT_BYTES
@@ -111,7 +110,7 @@ def plan_jobs(jobs: Sequence[Job], config: Config) -> JobsPlan:
         UsageError: A job names what cannot be trained.
     """
     on_card = any(node.gpus for node in config.nodes.values())
-    predicted, cards = predict(jobs, config, on_card=on_card), tuple(_cards(config))
+    predicted, cards = predict(jobs, config, on_card=on_card), tuple(cards_of(config, config.nodes))
     never: dict[str, str] = {}
     candidates = []
     for job in jobs:
@@ -133,21 +132,6 @@ def plan_jobs(jobs: Sequence[Job], config: Config) -> JobsPlan:
         )
     schedule = estimate(candidates, cards, {job.name: job.after for job in jobs})
     return JobsPlan(jobs=tuple(jobs), schedule=schedule, predicted=predicted, never=never)
-
-
-def _cards(config: Config) -> Iterator[Card]:
-    for budget in budgets(config):
-        name, node = budget.node, config.nodes[budget.node]
-        profile = PROFILES.get(node.gpu)
-        rated = None if profile is None else peak_tflops(profile, budget.dtype)
-        for index in range(max(1, node.gpus)):
-            yield Card(
-                name=name if node.gpus <= 1 else f"{name}:{index}",
-                node=name,
-                title=node.gpu if profile is None else profile.product,
-                room_bytes=budget.card_budget_bytes,
-                speed=rated or 1.0,
-            )
 
 
 def _seconds(job: Job, own: Config, step: Mapping[str, Any], config: Config) -> dict[str, float]:

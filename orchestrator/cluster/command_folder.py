@@ -38,10 +38,10 @@ class CommandFolder:
     """Why it is not there."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Packed:
     code: str
-    data: bytes | None
+    data: bytes | None = None
     """`None`: the node has the same code at the same path, or there is a problem."""
     problem: str | None = None
 
@@ -53,11 +53,8 @@ def sent_folder(spec: WorkerSpec) -> Any:  # noqa: ANN401 - Ray's reference type
     there = {"num_cpus": 0, "label_selector": {NODE_LABEL: spec.node}}
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     theirs = ray.remote(look).options(**there).remote(cwd)
-    packed = (
-        ray.remote(pack)
-        .options(num_cpus=0, scheduling_strategy=here)
-        .remote(theirs, cwd, spec.node)
-    )
+    at_head = ray.remote(pack).options(num_cpus=0, scheduling_strategy=here)
+    packed = at_head.remote(theirs, cwd, spec.node)
     return ray.remote(unpack).options(**there).remote(packed, cwd, spec.run_id, spec.slot)
 
 
@@ -69,10 +66,10 @@ def look(cwd: str) -> str | None:
 def pack(theirs: str | None, cwd: str, node: str) -> _Packed:
     """Return the folder's files, unless the node has the same code."""
     if not Path(cwd).is_dir():  # then only the node can have it
-        return _Packed(code=theirs or "", data=None)
+        return _Packed(theirs or "")
     code, names = code_of(cwd), files_to_send(Path(cwd))
     if theirs is not None and is_same_code(theirs, code):
-        return _Packed(code=code, data=None)
+        return _Packed(code)
     size_bytes = sum(os.lstat(Path(cwd) / name).st_size for name in names)
     if size_bytes > MOST_BYTES:
         problem = (
@@ -80,7 +77,7 @@ def pack(theirs: str | None, cwd: str, node: str) -> _Packed:
             f"{MOST_BYTES / MIB:.0f} MiB are sent to another PC: name there what the program does "
             f"not need, copy the folder to the same path on {node}, or set `nodes` of the job"
         )
-        return _Packed(code=code, data=None, problem=problem)
+        return _Packed(code, problem=problem)
     packed = io.BytesIO()
     try:
         with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as tar:
@@ -88,8 +85,8 @@ def pack(theirs: str | None, cwd: str, node: str) -> _Packed:
                 tar.add(Path(cwd) / name, name, recursive=False)
     except OSError as error:
         problem = f"{cwd} cannot be sent to {node}: {error.strerror}: {error.filename}"
-        return _Packed(code=code, data=None, problem=problem)
-    return _Packed(code=code, data=packed.getvalue())
+        return _Packed(code, problem=problem)
+    return _Packed(code, packed.getvalue())
 
 
 def unpack(packed: _Packed, cwd: str, run_id: str | None, slot: str) -> CommandFolder:

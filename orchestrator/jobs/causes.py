@@ -124,18 +124,14 @@ def cause_of(ending: Ending) -> Cause:
     return next((cause for holds, cause in signs if holds), None) or _by_words(ending.text)
 
 
-def failure_cause(error_text: str | None, reason: str, *, on_card: bool = False) -> Cause:
-    """Return why a training was given up, by its last traceback and by its slot's reason.
-
-    `on_card`: words of the PC's RAM are not about its cap.
-    """
+def failure_cause(error_text: str | None, reason: str) -> Cause:
+    """Return why a training was given up, by its last traceback and by its slot's reason."""
     text = error_text or ""
     for cause, words in _REASONS:
         if words in reason:
             return cause
-    memory = oom.judge_log(text or reason)
-    if memory is not None:
-        return Cause.HOST_MEMORY if memory == "host" and on_card else Cause.OUT_OF_MEMORY
+    if oom.judge_log(text or reason) is not None:
+        return Cause.OUT_OF_MEMORY
     return _by_words(f"{text}\n{reason}")
 
 

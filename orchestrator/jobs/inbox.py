@@ -19,7 +19,7 @@ from typing import TypeAlias
 from orchestrator.errors import ArchiveError
 from orchestrator.jobs.journal import decoded, encoded
 from orchestrator.jobs.model import QueueHeld, Said, Submitted, SweepSubmitted
-from workers.files import read_small
+from workers.files import read_small, replace_whole
 
 _Sent: TypeAlias = Submitted | SweepSubmitted | Said | QueueHeld
 Message: TypeAlias = Sequence[_Sent]
@@ -41,18 +41,8 @@ def put(folder: Path, message: Message) -> Path:
     inbox = folder / "inbox"
     inbox.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check(inbox, stat.S_ISDIR)
-    name = f"{time.time_ns():020d}-{secrets.token_hex(4)}.json"
-    path, fresh = inbox / name, inbox / f".{name}"
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(encoded(message).encode("ascii"))
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.rename(path)
-    except BaseException:
-        fresh.unlink(missing_ok=True)
-        raise
+    path = inbox / f"{time.time_ns():020d}-{secrets.token_hex(4)}.json"
+    replace_whole(path, encoded(message))
     return path
 
 

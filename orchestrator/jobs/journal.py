@@ -15,36 +15,15 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from orchestrator.errors import ArchiveError
-from orchestrator.jobs.index import Aside
 from orchestrator.jobs.lifecycle import IllegalRecordError
-from orchestrator.jobs.model import (
-    Assigned,
-    AttemptEnded,
-    Cause,
-    Job,
-    JobState,
-    Kind,
-    Measured,
-    Milestones,
-    PackJudged,
-    QueueHeld,
-    Reached,
-    Recalled,
-    Record,
-    Rested,
-    Said,
-    Settled,
-    Standing,
-    Submitted,
-    SweepSubmitted,
-    Word,
-)
+from orchestrator.jobs.model import Record
 from orchestrator.jobs.queue import Entry, Kept, Queue, QueueKept
-from workers.settings import CommandSpec
+from workers.files import flush
 
 JOURNAL_NAME = "journal.jsonl"
 QUEUE_NAME = "jobs"
@@ -55,8 +34,6 @@ _FIRST_LINE = b'{"journal":%d}\n' % _VERSION
 #: A journal is compacted when it is larger than this, and so many times larger than its jobs need.
 _SMALL_BYTES, _TIMES = 8 * 2**20, 8
 _JOB_BYTES = 1024
-#: So many lines are parsed in one call, which is faster.
-_AT_ONCE = 200
 
 
 class JournalError(ArchiveError):
@@ -83,7 +60,7 @@ class Journal:
         """What was cut off the end: the batch that a killed head was writing."""
         if self._size == 0:
             self._write(_FIRST_LINE)
-            _sync_folder(path.parent)
+            flush(path.parent)
         elif self.cut_bytes:
             os.ftruncate(self._descriptor, self._size)
             os.fsync(self._descriptor)
@@ -121,7 +98,7 @@ class Journal:
             raise
         os.close(self._descriptor)
         self._descriptor, self._size = descriptor, len(content)
-        _sync_folder(self._path.parent)
+        flush(self._path.parent)
         return True
 
     def close(self) -> None:
@@ -173,10 +150,11 @@ def queue_of(folder: Path) -> Queue:
 
 
 def encoded(entries: Iterable[Entry]) -> str:
-    """Return records as a JSON array in one line."""
+    """Return records as a JSON array in one line, without what is as it is by default."""
     return json.dumps(
         [{"kind": type(entry).__name__, **_flat(entry)} for entry in entries],
         separators=(",", ":"),
+        default=lambda value: _flat(value) if is_dataclass(value) else dict(value),
     )
 
 
@@ -186,20 +164,13 @@ def decoded(text: str | bytes) -> list[Entry]:
     Raises:
         ValueError: It is none, or holds something else.
     """
-    return _entries(json.loads(text))
-
-
-def _entries(raws: object) -> list[Entry]:
+    raws = json.loads(text)
+    if not isinstance(raws, list):
+        raise ValueError("no batch of records")  # noqa: TRY004 - as documented
     try:
-        return [_BUILD[raw.pop("kind")](raw) for raw in _listed(raws)]
+        return [_BUILD[raw.pop("kind")](raw) for raw in raws]
     except (KeyError, TypeError, AttributeError) as failure:
         raise ValueError(f"no batch of records ({failure!r})") from failure
-
-
-def _listed(value: object) -> list[Any]:
-    if not isinstance(value, list):
-        raise TypeError("no list")
-    return value
 
 
 def _line(entries: Iterable[Entry]) -> bytes:
@@ -210,19 +181,11 @@ def _batches(path: Path) -> Iterator[tuple[int, list[Entry]]]:
     """Read batch by batch, each with the number of its line."""
     content = path.read_bytes()
     lines = content[: _sound_bytes(path, content)].splitlines()[1:]
-    for first in range(0, len(lines), _AT_ONCE):
-        some = lines[first : first + _AT_ONCE]
+    for number, line in enumerate(lines, 2):
         try:
-            raws = _listed(json.loads(b"[%s]" % b",".join(some)))
-            is_sound = len(raws) == len(some)
-        except ValueError:
-            is_sound = False
-        for number, line in enumerate(some):
-            try:
-                raw = raws[number] if is_sound else json.loads(line)
-                yield first + number + 2, _entries(raw)
-            except ValueError as failure:
-                raise _damaged(path, first + number + 2, str(failure)) from failure
+            yield number, decoded(line)
+        except ValueError as failure:
+            raise _damaged(path, number, str(failure)) from failure
 
 
 def _sound_bytes(path: Path, content: bytes) -> int:
@@ -274,118 +237,42 @@ def _write_all(descriptor: int, content: bytes) -> None:
         raise OSError(errno.ENOSPC, "the disk is full")
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _flat(value: Any) -> dict[str, object]:  # noqa: ANN401 - any of the dataclasses
     """Return the fields of a value that are not as they are by default."""
     found = {}
     for each in fields(value):
         content = getattr(value, each.name)
         default = each.default if each.default_factory is MISSING else each.default_factory()
-        if default is MISSING or content != default:
-            found[each.name] = _plain(content)
+        if content != default:
+            found[each.name] = content
     return found
 
 
-def _plain(content: object) -> object:
-    if is_dataclass(content):
-        return _flat(content)
-    if isinstance(content, Mapping):
-        return dict(content)
-    return content
+def _builder(hint: Any) -> Callable[[Any], Any] | None:  # noqa: ANN401 - any type of a field
+    """Return what makes a value of a type from its JSON, which it takes over; `None`: it is that.
+
+    A field that is `None` is so by default, and so not in the JSON.
+    """
+    if isinstance(hint, type) and is_dataclass(hint):
+        hints = get_type_hints(hint)
+        builders = [
+            (name, build) for name, inner in hints.items() if (build := _builder(inner)) is not None
+        ]
+
+        def build_all(raw: dict[str, Any]) -> object:
+            for name, build in builders:
+                if name in raw:
+                    raw[name] = build(raw[name])
+            return hint(**raw)
+
+        return build_all
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return {member.value: member for member in hint}.__getitem__
+    inner = [build for each in get_args(hint) if (build := _builder(each))]
+    if get_origin(hint) is not tuple:
+        return inner[0] if inner else None
+    return (lambda raw: tuple(map(inner[0], raw))) if inner else tuple
 
 
-_STATES = {state.value: state for state in JobState}
-_CAUSES = {cause.value: cause for cause in Cause}
-_KINDS = {kind.value: kind for kind in Kind}
-_WORDS = {word.value: word for word in Word}
-
-
-def _job(raw: dict[str, Any]) -> Job:
-    raw["kind"] = _KINDS[raw["kind"]]
-    for name in ("after", "nodes", "hours"):
-        if name in raw:
-            raw[name] = tuple(raw[name])
-    if "command" in raw:
-        command = raw["command"]
-        command["argv"] = tuple(command["argv"])
-        if "outputs" in command:
-            command["outputs"] = tuple(command["outputs"])
-        raw["command"] = CommandSpec(**command)
-    if "milestones" in raw:
-        raw["milestones"] = Milestones(**raw["milestones"])
-    return Job(**raw)
-
-
-def _standing(raw: dict[str, Any]) -> Standing:
-    raw["job"] = _job(raw["job"])
-    raw["state"] = _STATES[raw["state"]]
-    if "recalled_to" in raw:
-        raw["recalled_to"] = _STATES[raw["recalled_to"]]
-    return Standing(**raw)
-
-
-def _submitted(raw: dict[str, Any]) -> Submitted:
-    return Submitted(at_s=raw["at_s"], job=_job(raw["job"]), least_bytes=raw.get("least_bytes"))
-
-
-def _recalled(raw: dict[str, Any]) -> Recalled:
-    raw["to"] = _STATES[raw["to"]]
-    return Recalled(**raw)
-
-
-def _attempt_ended(raw: dict[str, Any]) -> AttemptEnded:
-    raw["cause"] = _CAUSES[raw["cause"]]
-    return AttemptEnded(**raw)
-
-
-def _said(raw: dict[str, Any]) -> Said:
-    raw["word"] = _WORDS[raw["word"]]
-    return Said(**raw)
-
-
-def _settled(raw: dict[str, Any]) -> Settled:
-    raw["to"] = _STATES[raw["to"]]
-    return Settled(**raw)
-
-
-def _kept(raw: dict[str, Any]) -> Kept:
-    return Kept(
-        standing=_standing(raw["standing"]),
-        aside=Aside(**raw["aside"]),
-        to_recall=raw["to_recall"],
-    )
-
-
-def _queue_kept(raw: dict[str, Any]) -> QueueKept:
-    return QueueKept(
-        held=raw["held"],
-        reached=tuple((job, milestone, value) for job, milestone, value in raw["reached"]),
-        said=tuple(raw["said"]),
-        alike=tuple((text, job) for text, job in raw["alike"]),
-    )
-
-
-#: From the fields of a record to the record. Each takes the dict over.
-_BUILD: Mapping[str, Callable[[dict[str, Any]], Entry]] = {
-    "Submitted": _submitted,
-    "SweepSubmitted": lambda raw: SweepSubmitted(**raw),
-    "Assigned": lambda raw: Assigned(**raw),
-    "Recalled": _recalled,
-    "Rested": lambda raw: Rested(**raw),
-    "AttemptEnded": _attempt_ended,
-    "Reached": lambda raw: Reached(**raw),
-    "Measured": lambda raw: Measured(**raw),
-    "PackJudged": lambda raw: PackJudged(**raw),
-    "Said": _said,
-    "Settled": _settled,
-    "QueueHeld": lambda raw: QueueHeld(**raw),
-    "Kept": _kept,
-    "QueueKept": _queue_kept,
-}
+#: From the fields of a record to the record.
+_BUILD: Mapping[str, Any] = {kind.__name__: _builder(kind) for kind in get_args(Entry)}

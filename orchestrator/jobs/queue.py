@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TypeAlias
+from typing import TypeAlias, cast, get_args
 
 from orchestrator.jobs import attempts, lifecycle, milestones, placement
 from orchestrator.jobs.index import Aside, Index, Needs, Place, Reach, needs_of
@@ -66,6 +66,14 @@ _OF_ONE_JOB = frozenset(
 _BACK_OFF_S, _LONGEST_BACK_OFF_S, _LONG_RUN_S = 5.0, 600.0, 600.0
 #: The same for a training that had no room on the largest card, and how often that is tried.
 _NO_ROOM_BACK_OFF_S, _NO_ROOM_TRIES = 60.0, 6
+_JobRecord: TypeAlias = (
+    Assigned | Recalled | Rested | AttemptEnded | Reached | Measured | Said | Settled
+)
+_OF_A_JOB = frozenset(get_args(_JobRecord))
+
+#: Of a frozen value that nothing else has seen yet: a replay would take twice as long with copies.
+_set = object.__setattr__
+
 _CHANGING = re.compile(r"0x[0-9a-f]+|\d+")
 
 
@@ -233,7 +241,9 @@ class Queue:
         Raises:
             IllegalRecordError: It cannot happen as things stand.
         """
-        if isinstance(record, Submitted):
+        if type(record) in _OF_A_JOB:
+            self._apply_to_job(cast("_JobRecord", record))
+        elif isinstance(record, Submitted):
             self._submit(record)
         elif isinstance(record, SweepSubmitted):
             self.sweeps[record.name] = record
@@ -255,8 +265,6 @@ class Queue:
             for text, job in record.alike:
                 self._alike.setdefault(text, {})[job] = None
             self._index = None
-        else:
-            self._apply_to_job(record)
 
     def condensed(self) -> Iterator[Entry]:
         """Return what the queue adds up to, as few entries that lead to the same queue."""
@@ -317,10 +325,7 @@ class Queue:
             self._index.enter(standing)
             self._index.add(standing)
 
-    def _apply_to_job(
-        self,
-        record: Assigned | Recalled | Rested | AttemptEnded | Reached | Measured | Said | Settled,
-    ) -> None:
+    def _apply_to_job(self, record: _JobRecord) -> None:
         name = record.job
         standing = self._standings.get(name)
         if standing is None:
@@ -339,7 +344,7 @@ class Queue:
             self._given.discard(name)
         else:
             for key, value in changes.items():
-                object.__setattr__(standing, key, value)
+                _set(standing, key, value)
         if index is not None and "state" in changes:
             index.add(standing)
             if (before in ENDED) is not (standing.state in ENDED):
@@ -388,7 +393,9 @@ class Queue:
             aside.in_row = 1 if ran_s > _LONG_RUN_S else aside.in_row + 1
             back_off_s = _BACK_OFF_S * 2 ** min(aside.in_row - 1, 10)
             aside.wake_at_s = record.at_s + min(_LONGEST_BACK_OFF_S, back_off_s)
-        if record.cause is Cause.DONE or ran_s > _ALIKE_WITHIN_S:
+        if record.cause is Cause.DISK_FULL:
+            self._alike.setdefault(record.cause, {})[name] = None
+        elif record.cause is Cause.DONE or ran_s > _ALIKE_WITHIN_S:
             self._alike.clear()
         elif record.cause not in _OF_ONE_JOB and standing.recalled_to is None:
             text = _CHANGING.sub("#", record.text.replace(name, "JOB").lower())[:300]
@@ -401,9 +408,11 @@ class Queue:
             return None
         if world.disk_full is not None:
             return world.disk_full
-        for jobs in self._alike.values():
+        for text, jobs in self._alike.items():
+            last = self._standings[list(jobs)[-1]].last_error
+            if text == Cause.DISK_FULL:
+                return f"the disk was full for {', '.join(jobs)}: {last}"
             if len(jobs) >= _ALIKE_JOBS:
-                last = self._standings[list(jobs)[-1]].last_error
                 named = ", ".join(islice(jobs, _ALIKE_JOBS))
                 return f"{named} failed alike within a minute of their start: {last}"
         return None
@@ -416,7 +425,7 @@ class Queue:
         for name in sorted(index.on_card, key=self._number):
             standing = self._standings[name]
             job, to, seen = standing.job, standing.recalled_to, attempts.seen_of(standing, world)
-            ended = None if seen is None else attempts.end_of(standing, seen, world.now_s)
+            ended = None if seen is None else attempts.end_of(seen, world.now_s)
             if ended is not None:
                 records.append(ended)
             elif name in self._to_recall and to is not None:
@@ -477,7 +486,7 @@ class Queue:
         for card in world.cards:
             if (
                 card.closed is None
-                and attempts.suits(job, card)
+                and placement.suits(job, card)
                 and card.room_bytes >= (standing.least_room_bytes or 0)
                 and not (aside.no_room and taken[card.name])
             ):
@@ -557,9 +566,7 @@ class Queue:
             cut = (line[:_ALIKE_CANDIDATES] for line in firsts)
             names = [name for _, _, name in islice(heapq.merge(*cut), _CANDIDATES)]
             candidates = [self._candidate(name, world.cards) for name in names]
-            self._plan = placement.plan(
-                candidates, world.cards, residents, world.now_s, lambda *_: True
-            )
+            self._plan = placement.plan(candidates, world.cards, residents, world.now_s)
         return self._plan
 
     def _one_more_promoted(self, world: World) -> list[Record]:

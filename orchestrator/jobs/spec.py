@@ -9,7 +9,7 @@ from __future__ import annotations
 import graphlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from orchestrator.config.load import override_value
@@ -41,8 +41,8 @@ _UNEQUAL: Final = (
     "preset", "model", "data", "documents", "validation", "batch", "seq", "min_seq", "packing",
     "label_smoothing", "r_drop",
 )  # fmt: skip
+#: Of a training.
 _METRICS: Final = ("loss", "validation_loss")
-"""Of a training."""
 
 
 def parse(text: str, origin: str, base: Config, known: Sequence[Job] = ()) -> JobFile:
@@ -66,17 +66,10 @@ def from_words(
 ) -> JobFile:
     """Return the one entry that the words of a command line mean.
 
-    Args:
-        base: The configuration from which a training differs in what it says.
-        train: Each `KEY=VALUE` of `--train`; `None` without that option.
-        over: Each `KEY=VALUE,VALUE,…` of `--over`, which make a grid.
-        command: What stands behind `--`.
-        name: `None` makes one from the content that no job of `known` has.
-        known: Jobs of the queue, which `after` may name.
-        options: Other keys of an entry (`after`, `priority`, …); `None` is not said.
-
-    Raises:
-        ConfigError: Everything that is wrong, each with its option.
+    `train` and `over` are each `KEY=VALUE` of `--train` and `KEY=VALUE,VALUE,…` of `--over`,
+    `command` is what stands behind `--`, `options` are other keys of an entry. Without a `name` it
+    gets one that no job of `known`, the queue's, has. `ConfigError` with everything that is wrong,
+    each with its option.
     """
     entry: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     at: KeyPath = ("jobs", "0")
@@ -177,28 +170,39 @@ def _refusals(source: YamlSource, problems: Sequence[Problem]) -> ConfigError:
     return refusals(source, named)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """An entry where it stands."""
+
+    source: YamlSource
+    file: JobFile
+    path: KeyPath
+    entry: Entry
+
+    def problem(self, text: str, valid: str | None, *keys: str) -> Problem:
+        return self.source.problem((*self.path, *keys), text, valid)
+
+
+def _placed(source: YamlSource, file: JobFile) -> Iterator[_Place]:
+    for n, entry in enumerate(file.entries):
+        yield _Place(source=source, file=file, path=("jobs", str(n)), entry=entry)
+
+
 def _of_sweeps(source: YamlSource, file: JobFile) -> Iterator[Problem]:
     """Yield what is wrong with each sweep by itself."""
-    for path, entry in _placed(file):
-        if entry.sweep is not None:
-            yield from _of_sweep(source, entry.sweep, (*path, "sweep"), entry)
+    for at in _placed(source, file):
+        yield from _of_sweep(at, at.entry.sweep) if at.entry.sweep is not None else ()
 
 
-def _placed(file: JobFile) -> Iterator[tuple[KeyPath, Entry]]:
-    yield from ((("jobs", str(n)), entry) for n, entry in enumerate(file.entries))
-
-
-def _of_sweep(source: YamlSource, sweep: Sweep, path: KeyPath, entry: Entry) -> Iterator[Problem]:
-    over, is_list = sweep.over, sweep.method == "list"
+def _of_sweep(at: _Place, sweep: Sweep) -> Iterator[Problem]:
+    over, is_list, entry = sweep.over, sweep.method == "list", at.entry
     rows = (over if isinstance(over, list) else [None]) if is_list else [over]
     if not rows or not all(isinstance(row, dict) and row for row in rows):
         valid = (
             "[{lr: 1e-4, batch: 8}, …]" if is_list else "KEY: [values], such as lr: [1e-4, 3e-4]"
         )
-        text = (
-            f"{in_words(over)} is not what method {sweep.method} takes" if over else "holds nothing"
-        )
-        yield source.problem((*path, "over"), text, valid)
+        text = f"{in_words(over)} is not what method {sweep.method} takes"
+        yield at.problem(text if over else "holds nothing", valid, "sweep", "over")
         return
     faults = 0
     for where, values in sweep.cells():
@@ -214,15 +218,15 @@ def _of_sweep(source: YamlSource, sweep: Sweep, path: KeyPath, entry: Entry) -> 
                 fault, valid = "holds true, false or null, which are no text", "the same in quotes"
         if fault is not None:
             faults += 1
-            yield source.problem((*path, *where), fault, valid)
+            yield at.problem(fault, valid, "sweep", *where)
     if (sweep.count is None) == (sweep.method in {"random", "optuna"}):
         text = "is missing" if sweep.count is None else f"is not for method {sweep.method}"
         valid = f"a number of jobs with method random and optuna, at most {MAX_JOBS:,}"
-        yield source.problem((*path, "count"), text, valid)
+        yield at.problem(text, valid, "sweep", "count")
     elif not faults and not 1 <= sweep.size <= MAX_JOBS:
-        place = (*path, "over" if sweep.count is None else "count")
         text = f"makes {sweep.size:,} jobs" if sweep.size < 10**18 else "makes over 10^18 jobs"
-        yield source.problem(place, text, f"1 to {MAX_JOBS:,} jobs")
+        key = "over" if sweep.count is None else "count"
+        yield at.problem(text, f"1 to {MAX_JOBS:,} jobs", "sweep", key)
 
 
 def _fault_of_values(values: object, method: str) -> str | None:
@@ -256,7 +260,8 @@ def _of_places(source: YamlSource, file: JobFile) -> Iterator[Problem]:
     """Yield nodes and cards that cluster.yaml does not have."""
     nodes = file.base.nodes
     cards = [node.gpu for node in nodes.values()]
-    for path, part in ((("defaults",), file.defaults), *_placed(file)):
+    placed = [(at.path, at.entry) for at in _placed(source, file)]
+    for path, part in ((("defaults",), file.defaults), *placed):
         for name in part.nodes or ():
             if name not in nodes:
                 text = f"there is no node {in_words(name)}{nearest(name, list(nodes))}"
@@ -272,36 +277,39 @@ def _of_names(source: YamlSource, file: JobFile) -> Iterator[Problem]:
         count = file.count()
     except graphlib.CycleError as error:
         circle = error.args[1][::-1]
-        path = next(path for path, entry in _placed(file) if entry.name == circle[0])
+        at = next(at for at in _placed(source, file) if at.entry.name == circle[0])
         shown = " after ".join(circle if len(circle) < 12 else (*circle[:10], "…", circle[-1]))
         text = f"goes round in a circle: {shown}"
-        yield source.problem((*path, "after"), text, "one of these without the other")
+        yield at.problem(text, "one of these without the other", "after")
         return
     if count > MAX_JOBS:
         yield source.problem(("jobs",), f"makes {count:,} jobs in all", f"at most {MAX_JOBS:,}")
         return
     groups = file.groups()
     owners: dict[str, str] = {}
-    for path, entry in _placed(file):
-        mine = groups[entry.name]
+    for at in _placed(source, file):
+        entry, mine = at.entry, groups[at.entry.name]
         if taken := owners.keys() & {entry.name, *mine}:
             text = f"{in_words(min(taken))} is also a name of {owners[min(taken)]}"
-            yield source.problem((*path, "name"), text, "another name")
-        owners |= dict.fromkeys((entry.name, *mine), f"the entry on line {source.lines.get(path)}")
+            yield at.problem(text, "another name", "name")
+        owner = f"the entry on line {source.lines.get(at.path)}"
+        owners |= dict.fromkeys((entry.name, *mine), owner)
         if len(mine[-1]) > _LONGEST_NAME:
-            text = f"{in_words(mine[-1])} is too long with its number"
-            yield source.problem((*path, "name"), text, VALID_NAME)
+            yield at.problem(
+                f"{in_words(mine[-1])} is too long with its number", VALID_NAME, "name"
+            )
         for lead in entry.leads:
             if lead not in groups:
                 others = [it.name for it in file.entries if it != entry]
                 others += dict.fromkeys(job.sweep or job.name for job in file.known)
                 text = f"there is no job {in_words(lead)}{nearest(lead, others)}"
-                key = "after" if entry.after else "after_any"
-                yield source.problem((*path, key), text, listed(others) or None)
+                yield at.problem(
+                    text, listed(others) or None, "after" if entry.after else "after_any"
+                )
         several = [lead for lead in entry.leads if groups.get(lead, (lead,)) != (lead,)]
         if entry.each and len(several) != 1:
             text = f"each follows one sweep, and after names {len(several)}"
-            yield source.problem((*path, "each"), text, "one sweep in after, or no each")
+            yield at.problem(text, "one sweep in after, or no each", "each")
 
 
 def _of_jobs(source: YamlSource, file: JobFile) -> Iterator[Problem]:
@@ -314,14 +322,14 @@ def _of_jobs(source: YamlSource, file: JobFile) -> Iterator[Problem]:
     after = {
         job.name: job.after for job in (*file.known, *(it for all_ in made.values() for it in all_))
     }
-    for path, entry in _placed(file):
-        jobs = made[entry.name]
-        found = dict.fromkeys(_of_folders(source, path, file, jobs[0], groups, after))
-        found |= dict.fromkeys(_of_keys(source, path, file, entry))
-        for job in jobs if entry.train is not None and not found else ():
+    for at in _placed(source, file):
+        jobs = made[at.entry.name]
+        found = dict.fromkeys(_of_folders(at, jobs[0], groups, after))
+        found |= dict.fromkeys(_of_keys(at))
+        for job in jobs if at.entry.train is not None and not found else ():
             if len(found) < MAX_PROBLEMS:
-                found |= dict.fromkeys(_of_config(source, path, file, entry, job, plain))
-        yield from found or _of_milestones(source, path, file, entry, jobs)
+                found |= dict.fromkeys(_of_config(at, job, plain))
+        yield from found or _of_milestones(at, jobs)
 
 
 def _ends_of_ranges(file: JobFile) -> dict[str, list[dict[str, Any]]]:
@@ -336,18 +344,16 @@ def _ends_of_ranges(file: JobFile) -> dict[str, list[dict[str, Any]]]:
 
 
 def _of_folders(
-    source: YamlSource,
-    path: KeyPath,
-    file: JobFile,
+    at: _Place,
     job: Job,
     groups: Mapping[str, tuple[str, ...]],
     after: Mapping[str, tuple[str, ...]],
 ) -> Iterator[Problem]:
-    """Yield each `{NAME.dir}` of `entry` whose job is not sure to have ended before `job`."""
-    entry = file.entries[int(path[1])]
+    """Yield each `{NAME.dir}` of an entry whose job is not sure to have ended before `job`."""
+    entry = at.entry
     if not any(FOLDER.search(text) for _, text in entry.texts()):
         return
-    followed = file.followed(entry, groups)
+    followed = at.file.followed(entry, groups)
     reached, waiting = set(), list(job.after)
     while waiting:
         if (name := waiting.pop()) not in reached:
@@ -365,56 +371,48 @@ def _of_folders(
             elif reached.isdisjoint(members):
                 fault = f"nothing says that {name} has ended before"
             if fault is not None:
-                yield source.problem((*path, *where), f"{{{name}.dir}}: {fault}", valid)
+                yield at.problem(f"{{{name}.dir}}: {fault}", valid, *where)
 
 
-def _keys_of(path: KeyPath, entry: Entry) -> Iterator[tuple[KeyPath, str, Any]]:
+def _keys_of(entry: Entry) -> Iterator[tuple[KeyPath, str, Any]]:
     """Yield where each key of a training stands, the key as in cluster.yaml, and its values."""
     for key, value in (entry.train or {}).items():
-        yield (*path, "train", key), dotted_key(key), [value]
+        yield ("train", key), dotted_key(key), [value]
     for where, values in entry.sweep.cells() if entry.train is not None and entry.sweep else ():
-        yield (*path, "sweep", *where), dotted_key(where[-1]), _chosen(values)
+        yield ("sweep", *where), dotted_key(where[-1]), _chosen(values)
 
 
 def _chosen(values: Any) -> list[Any]:  # noqa: ANN401  # a list, a range, or a value
     return range_of(values)[1] if isinstance(values, (dict, list)) else [values]
 
 
-def _of_keys(source: YamlSource, path: KeyPath, file: JobFile, entry: Entry) -> Iterator[Problem]:
+def _of_keys(at: _Place) -> Iterator[Problem]:
     """Yield keys of a training that a job may not have."""
     first: dict[tuple[KeyPath, str], KeyPath] = {}
-    may_move = len(file.said(entry, "nodes") or ()) != 1
-    for where, word, values in _keys_of(path, entry):
+    may_move = len(at.file.said(at.entry, "nodes") or ()) != 1
+    for where, word, values in _keys_of(at.entry):
         section = word.partition(".")[0]
         twin = first.setdefault((where[:-1], word), where)
         if twin != where:
-            yield source.problem(where, f"is the same key as {twin[-1]}", "one of the two")
+            yield at.problem(f"is the same key as {twin[-1]}", "one of the two", *where)
         if section in Config.model_fields and section not in _SECTIONS:
             valid = f"{section} in cluster.yaml; a job has keys of {', '.join(_SECTIONS)}"
-            yield source.problem(where, f"{section} is the same for all jobs of a run", valid)
+            yield at.problem(f"{section} is the same for all jobs of a run", valid, *where)
         elif word == "workload.name" and values != ["train"]:
-            yield source.problem(where, "an entry with train: trains", "command: for other work")
+            yield at.problem("an entry with train: trains", "command: for other work", *where)
         elif word == "train.slots":
             valid = "no slots; sweep over workload.seed for several trainings"
-            yield source.problem(where, "a job is one training in one slot", valid)
+            yield at.problem("a job is one training in one slot", valid, *where)
         elif word == "train.checkpoints" and "node" in values and may_move:
             text = "node keeps checkpoints on one PC, and this job may move to another"
-            yield source.problem(
-                where, text, "head, or also nodes: with the one node it may run on"
-            )
+            valid = "head, or also nodes: with the one node it may run on"
+            yield at.problem(text, valid, *where)
 
 
-def _of_config(
-    source: YamlSource,
-    path: KeyPath,
-    file: JobFile,
-    entry: Entry,
-    job: Job,
-    plain: Mapping[str, Mapping[str, Any]],
-) -> Iterator[Problem]:
+def _of_config(at: _Place, job: Job, plain: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
     """Yield what is wrong with the configuration that a training leads to."""
     # Sections without an override are frozen models, which are not validated again.
-    data = {name: getattr(file.base, name) for name in Config.model_fields}
+    data = {name: getattr(at.file.base, name) for name in Config.model_fields}
     for word, value in job.overrides.items():
         section, _, name = word.partition(".")
         changed = data[section] if isinstance(data.get(section), dict) else plain.get(section, {})
@@ -423,74 +421,41 @@ def _of_config(
     row = job.name.rpartition("-")[2]
     places: dict[str, KeyPath] = {"train.save_every_s": ("defaults", "save_every_s")}
     places |= {
-        word: where
-        for where, word, _ in _keys_of(path, entry)
-        if len(where) < len(path) + 4 or where[-2] == row
+        word: (*at.path, *where)
+        for where, word, _ in _keys_of(at.entry)
+        if len(where) < 4 or where[-2] == row
     }
-    lines: dict[KeyPath, int] = {}
-    typed: dict[KeyPath, str] = {}
-    for word in ("", *job.overrides):
-        where = places.get(word, (*path, "train"))
-        key: KeyPath = tuple(word.split(".", 1)) if word else ()
-        if where in source.overrides:
-            typed[key] = source.overrides[where]
-        elif where in source.lines:
-            lines[key] = source.lines[where]
-            lines.setdefault(key[:1], source.lines[where])
-    whole = YamlSource(name=source.name, data=data, lines=lines, overrides=typed)
     try:
-        validated(whole)
+        validated(YamlSource(name=at.source.name, data=data))
     except ConfigError as error:
         for problem in error.problems:
-            yield replace(problem, key=".".join((*path, problem.key or "train")))
+            where = places.get(problem.key or "", (*at.path, "train"))
+            placed = at.source.problem(where, problem.text, problem.valid)
+            yield replace(placed, key=".".join((*at.path, problem.key or "train")))
 
 
-def _of_milestones(
-    source: YamlSource, path: KeyPath, file: JobFile, entry: Entry, jobs: Sequence[Job]
-) -> Iterator[Problem]:
+def _of_milestones(at: _Place, jobs: Sequence[Job]) -> Iterator[Problem]:
     """Yield why the members of a sweep cannot be compared."""
-    rule = file.stop_of(entry)
+    entry, rule = at.entry, at.file.stop_of(at.entry)
     if rule is None or rule.first is None:
         return
-    at: KeyPath = (*path, "stop") if entry.stop else ("stop",)
+
+    def problem(key: str, text: str, valid: str) -> Problem:
+        place: KeyPath = (*at.path, "stop", key) if entry.stop else ("stop", key)
+        return at.source.problem(place, text, valid)
+
     without = f"stop: {{rule: none}} in {entry.name}"
     for key in _UNEQUAL if entry.train is not None else ():
         if len({job.settings.get(f"train.{key}") for job in jobs}) > 1:
             text = f"the members of {entry.name} differ in {key}: their losses are not comparable"
-            valid = f"{without}, or a sweep without {key}"
-            yield source.problem((*path, "sweep", "over"), text, valid)
+            yield at.problem(text, f"{without}, or a sweep without {key}", "sweep", "over")
     if entry.train is not None and rule.metric not in _METRICS:
         text = f"a training tells no {in_words(rule.metric)}{nearest(rule.metric, _METRICS)}"
-        yield source.problem((*at, "metric"), text, ", ".join(_METRICS))
+        yield problem("metric", text, ", ".join(_METRICS))
     steps = min((job.steps for job in jobs if job.steps is not None), default=None)
     if steps is None and rule.last is None:
         text = f"is missing, and {entry.name} does not say its steps"
-        yield source.problem((*at, "last"), text, "the last milestone, in optimiser steps")
+        yield problem("last", text, "the last milestone, in optimiser steps")
     if steps is not None and rule.first >= steps:
         text = f"{rule.first} is not below the {steps} steps of {entry.name}"
-        yield source.problem((*at, "first"), text, f"a smaller number, or {without}")
-
-
-def difference(old: Sequence[Job], new: Sequence[Job]) -> tuple[tuple[Job, ...], tuple[str, ...]]:
-    """Return the jobs that a file, read again, adds to the `old` ones, and what to tell the user.
-
-    Jobs that are gone from the file, or changed in it, stay in the queue as they were submitted.
-    """
-    before, now = {job.name: job for job in old}, {job.name: job for job in new}
-    added = tuple(job for job in new if job.name not in before)
-    told = (
-        ("new in the file", added),
-        (
-            "no longer in the file, which cancels nothing (`jobs cancel` does)",
-            [job for job in old if job.name not in now],
-        ),
-        (
-            "changed in the file, and stay as they were (under another name they are new)",
-            [job for job in new if before.get(job.name, job).id != job.id],
-        ),
-    )
-    return added, tuple(
-        f"{len(jobs)} job{'s' * (len(jobs) != 1)} {what}: {listed(it.name for it in jobs)}"
-        for what, jobs in told
-        if jobs
-    )
+        yield problem("first", text, f"a smaller number, or {without}")

@@ -73,7 +73,8 @@ class JobFile:
         for entry in self.in_order():
             lead = self.lead_of(entry, found)
             count = entry.sweep.size if entry.sweep else len(found[lead]) if lead else None
-            names = (entry.name,) if count is None else _numbered(entry.name, count)
+            numbers = range(count or 0)
+            names = (entry.name,) if count is None else tuple(f"{entry.name}-{n}" for n in numbers)
             found |= {name: (name,) for name in names}
             found[entry.name] = names
         return found
@@ -116,10 +117,6 @@ class JobFile:
             found.append(lead)
             at = entries.get(lead)
         return tuple(found)
-
-
-def _numbered(name: str, count: int) -> tuple[str, ...]:
-    return tuple(f"{name}-{n}" for n in range(count))
 
 
 def members_of(sweep: Sweep) -> list[dict[str, Scalar]]:
@@ -201,18 +198,16 @@ def _jobs_of(
     groups: Mapping[str, tuple[str, ...]],
     sampled: Sequence[Settings],
 ) -> list[Job]:
-    followed = file.followed(entry, groups)
-    if followed:
+    names = groups[entry.name]
+    if followed := file.followed(entry, groups):
         return [
             _job(file, entry, groups, name, {}, {lead: groups[lead][n] for lead in followed})
-            for n, name in enumerate(groups[entry.name])
+            for n, name in enumerate(names)
         ]
-    if entry.sweep is None:
-        return [_job(file, entry, groups, entry.name, {}, {})]
-    settings = sampled or members_of(entry.sweep)
+    settings = [{}] if entry.sweep is None else sampled or members_of(entry.sweep)
     return [
         _job(file, entry, groups, name, chosen, {})
-        for name, chosen in zip(groups[entry.name], settings, strict=False)
+        for name, chosen in zip(names, settings, strict=False)
     ]
 
 

@@ -243,9 +243,12 @@ class StoredRun:
 
     @property
     def is_done(self) -> bool:
-        """Whether every slot, or every job of a queue, has finished all that there was to do."""
-        if (self.folder / QUEUE_NAME).exists():
-            return self.outcome == "good"
+        """Whether every slot, or every job of a queue, has finished all that there was to do, and
+        nothing waits in the queue's inbox.
+        """
+        queue = self.folder / QUEUE_NAME
+        if queue.exists():
+            return self.outcome == "good" and not any((queue / "inbox").glob("[!.]*.json"))
         return bool(self.slots) and all(slot.state == WorkerState.DONE for slot in self.slots)
 
     @property

@@ -22,6 +22,7 @@ from orchestrator.config.load import config_from_data
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import NodeBudget, SlotPlan, Target, node_budget, plan_slots
 from orchestrator.core.slot import Hold, Phase, Slot
+from orchestrator.errors import ConfigError
 from orchestrator.jobs import causes, inbox
 from orchestrator.jobs.journal import Journal
 from orchestrator.jobs.model import (
@@ -112,6 +113,12 @@ class Dispatcher:
             name: node_budget(name, node, self.config) for name, node in self.config.nodes.items()
         }
         self._at_s = max((each.since_s for each in self.queue.standings.values()), default=0.0)
+        self._unix_s: float | None = None
+        self._inbox_problem: str | None = None
+        self._has_looked = False
+        """Whether the inbox was read: a queue that is over may get more from it."""
+        self._unplanned: dict[str, str] = {}
+        """Jobs on a card whose slot cannot be made, and why."""
         self._outlook_at_s = 0.0
         self._peak_bytes: dict[str, int] = {}
         self._files = JobFiles(self.folder, one_machine=self.target.one_machine, events=self.events)
@@ -128,13 +135,14 @@ class Dispatcher:
     @property
     def is_over(self) -> bool:
         """Whether there is nothing to do any more."""
-        return self.queue.is_over_without(self._sweeps.problems) and not self.stays
+        is_over = self.queue.is_over_without(self._sweeps.problems)
+        return self._has_looked and is_over and not self.stays
 
     def resumed(self) -> Iterator[SlotPlan]:
         """Yield the slot of each job that has a place on a card, for a head that begins."""
         for standing in self.queue.standings.values():
-            if standing.state in ON_CARD:
-                yield self._plan(standing)
+            if standing.state in ON_CARD and (plan := self._planned(standing)) is not None:
+                yield plan
 
     def rests(self) -> frozenset[str]:
         """Return the jobs whose attempts are to come to rest."""
@@ -151,7 +159,9 @@ class Dispatcher:
 
         What is returned is in the journal. While that cannot be written, nothing is decided.
         """
-        self._at_s = max(self._at_s, now_unix_s)
+        # A clock that is set back must not stop all that waits for a time.
+        before_s = self._at_s if self._unix_s is None else self._unix_s
+        self._at_s, self._unix_s = self._at_s + max(0.0, now_unix_s - before_s), now_unix_s
         orders: list[Order] = []
         try:
             self._take_inbox()
@@ -161,23 +171,42 @@ class Dispatcher:
                 self._write(records)
                 for record in records:
                     orders.extend(self._orders(record))
+                if self._unplanned:
+                    world = self._world(slots, nodes)
             self.journal.compact(self.queue)
         except OSError as error:
             self.problem = f"the journal of jobs cannot be written: {error.strerror or error}"
             return tuple(orders)  # of the batches before
-        self.problem = None
+        self.problem, self._has_looked = None, True
         if self._at_s - self._outlook_at_s >= _OUTLOOK_EVERY_S:
             self._outlook_at_s = self._at_s
             with suppress(OSError):  # it is for people alone
                 write_outlook(self.folder, self.queue.standings.values())
         return tuple(orders)
 
+    def note_ends(self, slots: Mapping[str, Slot], nodes: Collection[str]) -> None:
+        """Write down which attempts have ended while the run does: a program that is done must not
+        be started again by the next head.
+        """
+        with suppress(OSError):
+            found = self.queue.next_records(self._world(slots, nodes))
+            ends = [record for record in found if isinstance(record, AttemptEnded)]
+            self._write(ends)
+            for record in ends:
+                tuple(self._orders(record))
+
     def _asked(self) -> tuple[Record, ...]:
         """Return the next jobs of sweeps whose members are asked for."""
         return tuple(Submitted(at_s=self._at_s, job=job) for job in self._sweeps.next_jobs())
 
     def _take_inbox(self) -> None:
-        for path, message in inbox.waiting(self.folder):
+        try:
+            messages = list(inbox.waiting(self.folder))
+        except inbox.InboxError as error:
+            self._inbox_problem = str(error)
+            return
+        self._inbox_problem = None
+        for path, message in messages:
             if isinstance(message, inbox.InboxError):
                 self.events.write("job_message_refused", reason=str(message))
             for record in () if isinstance(message, inbox.InboxError) else message:
@@ -205,7 +234,9 @@ class Dispatcher:
         match record:
             case Assigned():
                 self._peak_bytes.pop(record.job, None)
-                yield Begin(plan=self._plan(self.queue.standings[record.job]))
+                plan = self._planned(self.queue.standings[record.job])
+                if plan is not None:
+                    yield Begin(plan=plan)
             case Settled(to=JobState.STOPPED):
                 self._files.drop_state(record.job)
             case AttemptEnded(cause=Cause.DONE):
@@ -219,16 +250,19 @@ class Dispatcher:
                 pass
 
     def _world(self, slots: Mapping[str, Slot], nodes: Collection[str]) -> World:
-        local = datetime.fromtimestamp(self._at_s).astimezone()
+        local = datetime.fromtimestamp(self._unix_s or self._at_s).astimezone()
         seen = {
             name: each
             for name in slots
             if (each := self._seen(self.queue.shown(name), slots[name])) is not None
         }
+        for name, why in self._unplanned.items():
+            attempt = self.queue.standings[name].attempt
+            seen[name] = Seen(job=name, attempt=attempt, cause=Cause.BAD_CONFIG, text=why)
         return World(
             now_s=self._at_s,
             minute_of_day=60 * local.hour + local.minute,
-            cards=tuple(self._cards(nodes)),
+            cards=tuple(cards_of(self.config, nodes)),
             seen=seen,
             disk_full=self._disk_full(),
         )
@@ -238,19 +272,6 @@ class Dispatcher:
         if free_bytes >= _LEAST_FREE_BYTES:
             return None
         return f"the disk of {self.folder} is full: {free_bytes / MIB:.0f} MiB left"
-
-    def _cards(self, nodes: Collection[str]) -> Iterator[Card]:
-        for name, node in self.config.nodes.items():
-            budget, profile = self._budgets[name], PROFILES.get(node.gpu)
-            for index in range(max(1, node.gpus)):
-                yield Card(
-                    name=name if node.gpus <= 1 else f"{name}:{index}",
-                    node=name,
-                    title=profile.product if profile is not None else node.gpu,
-                    room_bytes=budget.card_budget_bytes,
-                    speed=_speed(node.gpu, budget),
-                    closed=None if name in nodes else f"{name} is not there",
-                )
 
     def _seen(self, standing: Standing, slot: Slot) -> Seen | None:
         """Return what is seen of a job on a card; `None` while its node has only just gone."""
@@ -301,6 +322,15 @@ class Dispatcher:
         metric = "loss" if job.milestones is None else job.milestones.metric
         told = {} if slot.report is None else slot.report.metrics
         return told.get(metric, slot.training.progress.loss if metric == "loss" else None)
+
+    def _planned(self, standing: Standing) -> SlotPlan | None:
+        """Return the slot of a job that has a place; `None`: it cannot be, and the job ends so."""
+        self._unplanned.pop(standing.job.name, None)
+        try:
+            return self._plan(standing)
+        except ConfigError as error:
+            self._unplanned[standing.job.name] = str(error)
+            return None
 
     def _plan(self, standing: Standing) -> SlotPlan:
         """Return the slot of a job that has a place."""
@@ -372,6 +402,8 @@ class Dispatcher:
         """Yield a line for what a person may want to do something about."""
         if self.problem is not None:
             yield self.problem
+        if self._inbox_problem is not None:
+            yield self._inbox_problem
         yield from self._sweeps.problems.values()
         if self.queue.held is not None:
             yield f"the queue is held: {self.queue.held}"
@@ -386,16 +418,31 @@ class Dispatcher:
                 yield f"job {name}: {standing.state}: {standing.reason}"
 
 
+def cards_of(config: Config, nodes: Collection[str]) -> Iterator[Card]:
+    """Yield the cards of a configuration, closed where the node is not one of `nodes`."""
+    for name, node in config.nodes.items():
+        budget, profile = node_budget(name, node, config), PROFILES.get(node.gpu)
+        for index in range(max(1, node.gpus)):
+            yield Card(
+                name=name if node.gpus <= 1 else f"{name}:{index}",
+                node=name,
+                title=profile.product if profile is not None else node.gpu,
+                room_bytes=budget.card_budget_bytes,
+                speed=_speed(node.gpu, budget),
+                closed=None if name in nodes else f"{name} is not there",
+            )
+
+
 def job_config(base: Config, job: Job) -> Config:
     """Return the configuration of a job's worker: that of the run, with what the job says.
 
     `ConfigError` if that is not valid; `jobs/spec.py` has refused it before.
     """
-    if job.kind is Kind.COMMAND:
-        return base
+    # On any node; and the state of a training must be able to move to another PC.
     workers = sum(node.workers for node in base.nodes.values())
-    # Its state must be able to move to another PC.
-    fixed = {"workload.name": "train", "train.checkpoints": "head", "train.slots": workers}
+    fixed: dict[str, object] = {"train.slots": workers}
+    if job.kind is Kind.TRAIN:
+        fixed |= {"workload.name": "train", "train.checkpoints": "head"}
     data: dict[str, Any] = base.model_dump()
     for dotted, value in {**job.overrides, **fixed}.items():
         section, _, key = dotted.partition(".")

@@ -48,6 +48,8 @@ class JobFiles:
 
         What cannot be written is told once, and not waited for.
         """
+        if job.kind is Kind.COMMAND and self._one_machine:
+            return True  # it has written them itself
         key = (job.name, attempt)
         if key not in self._under_way:
             self._under_way[key] = self._threads.submit(self._fill, job, spec)
@@ -77,8 +79,7 @@ class JobFiles:
         place = self.of(job.name)
         place.mkdir(parents=True, exist_ok=True)
         if job.kind is Kind.COMMAND:
-            if not self._one_machine:
-                self._fetch(spec, place)
+            self._fetch(spec, place)
             return
         checkpoint, state = place / CHECKPOINT, self._state(job.name)
         if not state.exists():

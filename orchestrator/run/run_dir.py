@@ -131,6 +131,12 @@ class CheckpointKeeper:
         except OSError:
             return None
 
+    def give_again(self, slot: str) -> None:
+        """Have the slot's process get its copy with the next slice: one that failed may not have
+        brought it.
+        """
+        self._given.pop(slot, None)
+
     def _add(self, slot: str, piece: CheckpointPiece) -> None:
         path = self._path(slot)
         part = path.with_suffix(".part")

@@ -191,10 +191,13 @@ class Supervisor:
         self._changed: dict[str, None] = dict.fromkeys(self._plans)
         """In the order of their changes; at first in that of the plan."""
         self._timers = Timers()
-        for name in self.dispatcher.rests() if self.dispatcher is not None else ():
-            # An earlier head had recalled it, and perhaps not yet told its slot.
-            slot = self._slots[name]
-            self._slots[name] = replace(slot, orders=replace(slot.orders, hold=slots.Hold.DRAIN))
+        rests = () if self.dispatcher is None else self.dispatcher.rests()
+        for name, slot in self._slots.items() if self.dispatcher is not None else ():
+            # An earlier head had recalled it, or begun it anew, and perhaps not yet told its slot.
+            hold = slots.Hold.DRAIN if name in rests else slot.orders.hold
+            if hold is slots.Hold.DRAIN and name not in rests:
+                hold = None
+            self._slots[name] = replace(slot, orders=replace(slot.orders, hold=hold))
         self._turn_s = min(
             _TURN_MOST_S, _TURN_S_PER_SLOT * len(self._plans), self._rules.slice_s / 10
         )
@@ -376,9 +379,16 @@ class Supervisor:
             match order:
                 case Begin(plan=plan):
                     self._begin(plan, node_is_there=plan.spec.node in nodes)
-                case Rest(slot=name, why=why) if (slot := self._slots[name]).orders.hold is None:
-                    if slot.phase not in _OVER:  # it has ended just now
-                        self._feed(name, slots.Held(hold=slots.Hold.DRAIN, why=why))
+                case Rest(slot=name, why=why) if self._may_rest(name):
+                    self._feed(name, slots.Held(hold=slots.Hold.DRAIN, why=why))
+
+    def _may_rest(self, name: str) -> bool:
+        slot = self._slots.get(name)
+        return (
+            slot is not None
+            and slot.orders.hold is not slots.Hold.DRAIN
+            and slot.phase not in {*_OVER, Phase.STOPPED}  # it has ended just now
+        )
 
     def _begin(self, plan: SlotPlan, *, node_is_there: bool) -> None:
         """Begin an attempt at a job, in its slot of before or in a new one."""
@@ -451,7 +461,8 @@ class Supervisor:
                 del self._unexplained[name]
 
     def _quarantine_cards(self, now_s: float) -> None:
-        if not self._cards_wait:
+        # Jobs come and go on a card: those that have failed say nothing about the next one.
+        if not self._cards_wait or self.dispatcher is not None:
             return
         self._cards_wait = False
         cards = circuit_breaker.by_card(self._plans, self._slots)
@@ -479,14 +490,11 @@ class Supervisor:
                     self.outlets.events.write(
                         "workload_error", slot=report.slot, traceback=report.error
                     )
-            case SliceFailed(failure=failure) if failure is not SliceFailure.UNSENT:
-                self.outlets.events.write(
-                    "slice_failed",
-                    slot=ended.slot,
-                    failure=failure.value,
-                    text=ended.text,
-                    sequence=ended.sequence,
-                )
+            case SliceFailed(slot=slot, failure=failure, text=text, sequence=sequence):
+                self.checkpoints.give_again(slot)
+                if failure is not SliceFailure.UNSENT:
+                    told = {"failure": failure.value, "text": text, "sequence": sequence}
+                    self.outlets.events.write("slice_failed", slot=slot, **told)
         self._feed(ended.slot, ended, moment)
 
     def _feed(self, name: str, event: slots.Event, moment: slots.Moment | None = None) -> None:
@@ -521,6 +529,9 @@ class Supervisor:
         ):
             self._timers.set(name, slices.due_at_s(after, self._rules))
             self._cards_wait = True
+        if after.phase is not before.phase and after.phase in _OVER:
+            # The queue is to know of an end before the store does.
+            self._done_at_s["dispatch"] = float("-inf")
         for command in commands:
             match command:
                 case slots.Note():
@@ -563,6 +574,8 @@ class Supervisor:
             self._obey()
             self._send_out()
             self._show()
+        if self.dispatcher is not None:
+            self.dispatcher.note_ends(self._slots, self._nodes.seen())
         self._close()
 
     def _close(self) -> None:

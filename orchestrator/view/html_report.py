@@ -306,7 +306,11 @@ def _jobs(folder: Path, queue: QueueSnapshot) -> Json:
         for name, curve in history.training_curves(folder).items()
     }
     done = attempt_bars(records(folder / QUEUE_NAME / JOURNAL_NAME), queue.now_s)
-    drawn = (("curves of the jobs", curves_svg(curves, "loss")), ("cards", bars_svg(done)))
+    names = [standing.job.name for standing in queue.standings]
+    drawn = (
+        ("curves of the jobs", curves_svg(curves, "loss", names)),
+        ("cards", bars_svg(done, names)),
+    )
     charts = [
         (label, f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}")
         for label, svg in drawn

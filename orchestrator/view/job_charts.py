@@ -56,14 +56,14 @@ def attempt_bars(records: Iterable[Record], now_s: float) -> list[Bar]:
     return bars
 
 
-def bars_svg(bars: Sequence[Bar]) -> str | None:
+def bars_svg(bars: Sequence[Bar], jobs: Sequence[str] = ()) -> str | None:
     """Return what each card did over time, a lane for each job that is there at once; `None` where
-    nothing ran.
+    nothing ran. The place among `jobs` decides on the colour.
     """
     if not bars:
         return None
     begins_s, ends_s = min(bar.from_s for bar in bars), max(bar.to_s for bar in bars)
-    jobs = list(dict.fromkeys(bar.job for bar in bars))
+    colours = _colours(jobs, (bar.job for bar in bars))
     lanes: dict[str, list[float]] = {}
     places: list[tuple[Bar, int]] = []
     for bar in sorted(bars, key=lambda bar: bar.from_s):
@@ -79,10 +79,9 @@ def bars_svg(bars: Sequence[Bar]) -> str | None:
     for bar, lane in places:
         left, right = (_across(at_s, begins_s, ends_s) for at_s in (bar.from_s, bar.to_s))
         y, width = firsts[bar.card] + lane * _LANE + 3, max(1.5, right - left)
-        colour = _COLOURS[jobs.index(bar.job) % len(_COLOURS)]
         drawn.append(
             f'<rect x="{left:.1f}" y="{y}" width="{width:.1f}" height="{_LANE - 6}" rx="3" '
-            f'fill="{colour}"><title>{_escaped(bar.job)}</title></rect>'
+            f'fill="{colours[bar.job]}"><title>{_escaped(bar.job)}</title></rect>'
         )
         name = UNICODE.shorten(UNICODE.clean(bar.job), int(width / 7.5))
         if len(name) > 1:
@@ -96,8 +95,12 @@ def bars_svg(bars: Sequence[Bar]) -> str | None:
     return _svg(drawn, height + 24)
 
 
-def curves_svg(curves: Mapping[str, Sequence[tuple[int, float]]], metric: str) -> str | None:
-    """Return the curves of jobs over their steps in one chart; `None` where there is none."""
+def curves_svg(
+    curves: Mapping[str, Sequence[tuple[int, float]]], metric: str, jobs: Sequence[str] = ()
+) -> str | None:
+    """Return the curves of jobs over their steps in one chart; `None` where there is none. The
+    place among `jobs` decides on the colour.
+    """
     known = {name: _thinned(points) for name, points in curves.items() if len(points) > 1}
     if not known:
         return None
@@ -116,8 +119,9 @@ def curves_svg(curves: Mapping[str, Sequence[tuple[int, float]]], metric: str) -
         _text(_LEFT, bottom + 18, "0", "middle"),
         _text(_WIDTH - _RIGHT, bottom + 18, f"step {last_step}", "middle"),
     ]
+    colours = _colours(jobs, known)
     for at, (name, points) in enumerate(known.items()):
-        colour = _COLOURS[at % len(_COLOURS)]
+        colour = colours[name]
         path = " ".join(
             f"{_across(step, 0, last_step):.1f},{down(value):.1f}" for step, value in points
         )
@@ -129,6 +133,11 @@ def curves_svg(curves: Mapping[str, Sequence[tuple[int, float]]], metric: str) -
             shown = UNICODE.shorten(UNICODE.clean(name), 20)
             drawn.append(_text(_WIDTH - _RIGHT + 12, 20 + 17 * at, shown, colour=colour))
     return _svg(drawn, _CURVES_HEIGHT)
+
+
+def _colours(jobs: Iterable[str], drawn: Iterable[str]) -> dict[str, str]:
+    names = dict.fromkeys([*jobs, *drawn])
+    return {name: _COLOURS[at % len(_COLOURS)] for at, name in enumerate(names)}
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

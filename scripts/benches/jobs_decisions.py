@@ -199,9 +199,8 @@ def play_sweep(seed: int, noise: float, rule: Milestones = RULE) -> SweepResult:
     """
     curves = curves_of(seed)
     draw = _random("noise", seed)
-    order = {name: place for place, name in enumerate(curves)}
     queued, paused = list(curves), set[str]()
-    reached: list[tuple[str, int, float | None]] = []
+    reached: list[tuple[str, int, float]] = []
     step = dict.fromkeys(curves, 0)
     first_card: dict[str, int] = {}
     on_card: dict[int, tuple[float, str]] = {}
@@ -214,10 +213,10 @@ def play_sweep(seed: int, noise: float, rule: Milestones = RULE) -> SweepResult:
         for card, speed in enumerate(SPEEDS):
             if card in on_card:
                 continue
-            name = promotable(rule, reached, paused, order)
+            name = promotable(rule, reached, paused)
             if name is None and queued:
                 name = queued.pop(0)
-            name = name or promotable(rule, reached, paused, order, is_idle=True)
+            name = name or promotable(rule, reached, paused, is_idle=True)
             if name is not None:
                 paused.discard(name)
                 first_card.setdefault(name, card)
@@ -230,7 +229,7 @@ def play_sweep(seed: int, noise: float, rule: Milestones = RULE) -> SweepResult:
         step[name] = ahead(name)
         if step[name] < rule.last:
             reached.append((name, step[name], curves[name].at(step[name]) + draw.gauss(0, noise)))
-            if goes_on(rule, reached, name, step[name], order):
+            if goes_on(rule, reached, name, step[name]):
                 end_s = now_s + (ahead(name) - step[name]) / SPEEDS[card]
                 on_card[card] = (end_s, name)
             else:

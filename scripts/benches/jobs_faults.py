@@ -132,64 +132,106 @@ def say(folder: Path, word: Word, job: str) -> None:
     inbox.put(folder, [said])
 
 
+class Disturber:
+    """Does what is planned to a queue at work."""
+
+    def __init__(self, folder: Path, cluster: Cluster, head: Head, draw: random.Random) -> None:
+        self._folder, self._cluster, self._head, self._draw = folder, cluster, head, draw
+        self._back_at_s: float | None = None
+        self._held: dict[str, float] = {}
+        self.done: Counter[str] = Counter()
+
+    def look(self) -> None:
+        """Undo what is only for a while."""
+        now_s, place = time.monotonic(), queue_folder(self._folder)
+        if self._back_at_s is not None and now_s > self._back_at_s:
+            self._back_at_s = None
+            self._cluster.start("pc2")
+        for job in [job for job, until_s in self._held.items() if now_s > until_s]:
+            if place is not None:
+                del self._held[job]
+                say(place, Word.RELEASE, job)
+
+    def do(self, what: str) -> bool:
+        """Do it, if there is something to do it to."""
+        is_done = getattr(self, f"_{what}")()
+        self.done[what] += is_done
+        return bool(is_done)
+
+    def _worker(self) -> bool:
+        there = workers()
+        if there:
+            self._draw.choice(there).kill()
+        return bool(there)
+
+    def _node(self) -> bool:
+        if self._back_at_s is not None:
+            return False
+        self._cluster.lose("pc2")
+        self._back_at_s = time.monotonic() + 45.0
+        return True
+
+    def _head_of_run(self) -> bool:
+        self._head.kill()
+        return True
+
+    def _move(self) -> bool:
+        place = queue_folder(self._folder)
+        standings = {} if place is None else queue_of(place).standings
+        running = [name for name, each in standings.items() if each.state in ON_CARD]
+        if place is None or not running:
+            return False
+        job = self._draw.choice(running)
+        say(place, Word.HOLD, job)
+        self._held[job] = time.monotonic() + 5.0
+        return True
+
+    def _reboot(self) -> bool:
+        if self._back_at_s is not None:
+            return False
+        self._head.kill()
+        self._cluster.end()
+        self._cluster.begin()
+        return True
+
+
 def course(
     folder: Path, count: int, steps: int, kills: int, draw: random.Random | None
-) -> tuple[dict[str, str | None], dict[str, Any]]:
+) -> dict[str, Any]:
     """Work off the jobs, disturbed where there is a `draw`; return the hash of each, and what was
     done.
     """
-    done: Counter[str] = Counter()
     cluster = Cluster(folder)
-    chaos = [] if draw is None else ["--chaos", f"oom:rate={5 / (count * steps):.6f}",
-                                     "--yes-really"]  # fmt: skip
+    rate = 5 / (count * steps)
+    chaos = [] if draw is None else ["--chaos", f"oom:rate={rate:.6f}", "--yes-really"]
     head = Head(folder, cluster, job_file(folder, count, steps), chaos)
-    began_s, back_at_s = time.monotonic(), None
-    held: dict[str, float] = {}
-    plan = iter(()) if draw is None else schedule(draw, kills)
-    next_at_s, what = next(plan, (float("inf"), ""))
-    while True:
-        time.sleep(0.2)
-        now_s, place = time.monotonic(), queue_folder(folder)
+    disturber = Disturber(folder, cluster, head, draw or random.Random())  # noqa: S311
+    plan = [] if draw is None else list(schedule(draw, kills))
+    began_s = time.monotonic()
+    while head.process.poll() is None or head.process.returncode < 0:
         if head.process.poll() is not None:
-            if head.process.returncode >= 0:
-                break
             head.begin()
-        if back_at_s is not None and now_s > back_at_s:
-            back_at_s = None
-            cluster.start("pc2")
-        for job in [job for job, until_s in held.items() if now_s > until_s and place]:
-            del held[job]
-            say(place, Word.RELEASE, job)  # type: ignore[arg-type]  # there is one
-        if place is None or now_s - began_s < next_at_s:
-            continue
-        running = [
-            name for name, each in queue_of(place).standings.items() if each.state in ON_CARD
-        ]
-        if what == "worker" and (there := workers()):
-            draw.choice(there).kill()  # type: ignore[union-attr]  # there is one
-        elif what == "node" and back_at_s is None:
-            cluster.lose("pc2")
-            back_at_s = now_s + 45.0
-        elif what == "head":
-            head.kill()
-        elif what == "move" and running:
-            job = draw.choice(running)  # type: ignore[union-attr]  # as above
-            say(place, Word.HOLD, job)
-            held[job] = now_s + 5.0
-        elif what == "reboot" and back_at_s is None:
-            head.kill()
-            cluster.end()
-            cluster.begin()
-        else:
-            continue  # its moment has not come
-        done[what] += 1
-        next_at_s, what = next(plan, (float("inf"), ""))
+        time.sleep(0.2)
+        disturber.look()
+        is_due = bool(plan) and time.monotonic() - began_s >= plan[0][0]
+        if is_due and queue_folder(folder) and disturber.do(plan[0][1]):
+            del plan[0]
     took_s = time.monotonic() - began_s
     deadline_s = time.monotonic() + 10
     while workers() and time.monotonic() < deadline_s:
         time.sleep(0.2)
     left = len(workers())
     cluster.end()
+    return found_in(folder) | {
+        "exit_code": head.process.returncode,
+        "took_s": round(took_s, 1),
+        "workers_left_after_10_s": left,
+        **disturber.done,
+    }
+
+
+def found_in(folder: Path) -> dict[str, Any]:
+    """Return how the jobs of a queue ended, with the hash of each under `sha256`."""
     queue = queue_folder(folder)
     assert queue is not None  # noqa: S101 - it has been worked off
     standings = queue_of(queue).standings
@@ -197,21 +239,18 @@ def course(
     for record in records(queue / JOURNAL_NAME):
         if isinstance(record, Assigned):
             cards.setdefault(record.job, []).append(record.card)
-    return {name: each.sha256 for name, each in standings.items()}, {
-        "exit_code": head.process.returncode,
-        "took_s": round(took_s, 1),
+    return {
+        "sha256": {name: each.sha256 for name, each in standings.items()},
         "done": sum(each.state is JobState.DONE for each in standings.values()),
         "moved": sum(len(set(each)) > 1 for each in cards.values()),
         "attempts": sum(map(len, cards.values())),
         "out_of_memory": sum(each.out_of_memory for each in standings.values()),
-        "workers_left_after_10_s": left,
-        **done,
     }
 
 
 def schedule(draw: random.Random, kills: int) -> Iterator[tuple[float, str]]:
     """Yield when what is done, in seconds since the beginning."""
-    events = ["worker"] * kills + ["node"] * 2 + ["head"] * 2 + ["move"] * 4 + ["reboot"]
+    events = ["worker"] * kills + ["node"] * 2 + ["head_of_run"] * 2 + ["move"] * 4 + ["reboot"]
     draw.shuffle(events)
     at_s = 20.0
     for event in events:
@@ -221,18 +260,16 @@ def schedule(draw: random.Random, kills: int) -> Iterator[tuple[float, str]]:
 
 def main(count: int = 24, steps: int = 150, kills: int = 20, seed: int = 1) -> int:
     with tempfile.TemporaryDirectory(prefix="jf-", dir="/tmp") as place:
-        results: dict[str, tuple[Mapping[str, str | None], Mapping[str, Any]]] = {}
+        hashes: dict[str, Mapping[str, str | None]] = {}
         for name, draw in (("undisturbed", None), ("disturbed", random.Random(seed))):  # noqa: S311
             folder = Path(place) / name
             folder.mkdir()
-            results[name] = course(folder, count, steps, kills, draw)
-            print(json.dumps({name: results[name][1]}), flush=True)
-        wanted, found = results["undisturbed"][0], results["disturbed"][0]
-        equal = sum(found[name] == sha is not None for name, sha in wanted.items())
+            found = course(folder, count, steps, kills, draw)
+            hashes[name] = found.pop("sha256")
+            print(json.dumps({name: found}), flush=True)
+        wanted, found_hashes = hashes.values()
+        equal = sum(found_hashes[name] == sha is not None for name, sha in wanted.items())
         print(json.dumps({"jobs": count, "steps": steps, "seed": seed, "equal": equal}))
-        if equal < count:
-            Path("/tmp/jobs-faults").mkdir(exist_ok=True)  # noqa: S108 - to look at
-            subprocess.run(["cp", "-r", place, "/tmp/jobs-faults/"], check=False)
     return int(equal < count)
 
 

@@ -10,8 +10,10 @@ job ended exactly once.
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import statistics
 import tempfile
 import time
 from collections import Counter
@@ -33,13 +35,16 @@ from orchestrator.jobs.model import (
     Job,
     JobState,
     Kind,
+    Measured,
     Milestones,
     QueueHeld,
+    Reached,
     Recalled,
     Record,
     Rested,
     Said,
     Seen,
+    Settled,
     Submitted,
     Word,
     World,
@@ -609,6 +614,71 @@ def _is_users(record: Entry) -> bool:
     return isinstance(record, QueueHeld) and record.reason in {None, "wait"}
 
 
+def speed(count: int) -> dict[str, object]:
+    """Measure a decision with so many jobs in line, and a replay of a journal of their lives.
+
+    In seconds of this process's CPU; the replay beside what `json.loads` of its lines takes.
+    """
+    queue, lines = Queue(), [b'{"journal":1}\n']
+    world = World(now_s=1.0, minute_of_day=0, cards=CARDS)
+
+    def take(*records: Record) -> None:
+        lines.append(encoded(records).encode() + b"\n")
+        for record in records:
+            queue.apply(record)
+
+    jobs = [replace(each, after=(), nodes=(), hours=None) for each in jobs_of(1, count)]
+    jobs = [replace(each, settings={"train.lr": 1e-4 * n}) for n, each in enumerate(jobs)]
+    for first in range(0, count, 100):
+        take(*(Submitted(at_s=0.0, job=job, least_bytes=GIB) for job in jobs[first : first + 100]))
+    asked_s = []
+    for busy in (False, True):
+        for record in queue.next_records(world) if busy else ():
+            queue.apply(record)
+            lines.append(encoded([record]).encode() + b"\n")
+        for _ in range(20):
+            began_s = time.process_time()
+            queue.next_records(world)
+            asked_s.append(time.process_time() - began_s)
+    for name in [job.name for job in jobs if queue.standings[job.name].attempt == 0]:
+        for attempt in (1, 2):
+            card = CARDS[attempt - 1]
+            budget = card.room_bytes
+            start = Assigned(
+                at_s=2.0, job=name, attempt=attempt, card=card.name, budget_bytes=budget, alone=True
+            )
+            speed = Measured(at_s=3.0, job=name, card_title=card.title, steps_per_s=12.345)
+            take(start)
+            take(speed)
+            take(Reached(at_s=4.0, job=name, milestone=2000 * attempt, value=1.2345))
+            if attempt == 1:
+                why = "loss 1.234 at step 2000: others go first"
+                to = JobState.PAUSED
+                take(Recalled(at_s=5.0, job=name, attempt=1, to=to, reason=why))
+                take(Rested(at_s=6.0, job=name, attempt=1, step=2000, peak_bytes=GIB))
+                take(Settled(at_s=7.0, job=name, to=JobState.QUEUED, reason="goes on"))
+        end = AttemptEnded(at_s=8.0, job=name, attempt=2, cause=Cause.DONE, text="", step=54000)
+        take(end)
+    ratios = []
+    with tempfile.TemporaryDirectory(dir=memory()) as folder:
+        (Path(folder) / JOURNAL_NAME).write_bytes(b"".join(lines))
+        for _ in range(5):
+            began_s = time.process_time()
+            for line in lines:
+                json.loads(line)
+            loads_s = time.process_time() - began_s
+            began_s = time.process_time()
+            queue_of(Path(folder))
+            ratios.append((time.process_time() - began_s) / loads_s)
+    return {
+        "jobs_in_line": count,
+        "decision_median_ms": round(1e3 * statistics.median(asked_s), 2),
+        "decision_slowest_ms": round(1e3 * max(asked_s), 2),
+        "journal_lines": len(lines),
+        "replay_to_json_loads": round(statistics.median(ratios), 2),
+    }
+
+
 def run(*, seeds: int, random_seeds: int, first: int, jobs: int) -> Result:
     """Play nights and kill the head: at every line for some seeds, at a random one for others."""
     broken: list[str] = []
@@ -649,6 +719,7 @@ def run(*, seeds: int, random_seeds: int, first: int, jobs: int) -> Result:
     figures["random_line_s"] = round(time.monotonic() - began_s, 1)
     with tempfile.TemporaryDirectory(dir=memory()) as name:
         figures["bytes_cut"] = cut_between_any_bytes(1, 8, Path(name))
+    figures |= speed(10_000)
     rows = [{"state": state, "jobs": number} for state, number in sorted(states.items())]
     return Result(bench="jobs-simulation", figures={**figures, "states": rows}, broken=broken)
 

@@ -237,6 +237,15 @@ def test_a_full_disk_holds_the_queue_and_ends_nothing() -> None:
     )
 
 
+def test_a_job_that_met_a_full_disk_holds_the_queue() -> None:
+    scene = Scene(training("a"), training("b"), training("c"))
+    scene.turn(3600.0)
+
+    scene.end("a", Cause.DISK_FULL, "No space left on device")
+
+    assert scene.queue.held == "the disk was full for a: No space left on device"
+
+
 def sweep(count: int) -> list[Job]:
     return [training(f"lr-{i}", sweep="lr", milestones=ASHA) for i in range(count)]
 

@@ -19,7 +19,7 @@ from benches.jobs_simulation import (
     undisturbed,
 )
 
-from orchestrator.jobs.journal import FILE, queue_of
+from orchestrator.jobs.journal import JOURNAL_NAME, queue_of
 from orchestrator.jobs.model import ENDED, JobState
 
 
@@ -59,7 +59,9 @@ def test_a_head_that_dies_at_every_line_decides_the_same(folder: Path) -> None:
     dying = disturbed(3, 60, folder / "dying", lambda _: True)
 
     assert dying.deaths >= len(calm.lines)
-    assert (folder / "dying" / FILE).read_bytes() == (folder / "calm" / FILE).read_bytes()
+    assert (folder / "dying" / JOURNAL_NAME).read_bytes() == (
+        folder / "calm" / JOURNAL_NAME
+    ).read_bytes()
 
 
 @pytest.mark.parametrize("seed", [4, 5])
@@ -67,7 +69,9 @@ def test_a_head_that_dies_now_and_then_decides_the_same(folder: Path, seed: int)
     undisturbed(seed, 80, folder / "calm")
     disturbed(seed, 80, folder / "dying", lambda line: line % 37 == seed)
 
-    assert (folder / "dying" / FILE).read_bytes() == (folder / "calm" / FILE).read_bytes()
+    assert (folder / "dying" / JOURNAL_NAME).read_bytes() == (
+        folder / "calm" / JOURNAL_NAME
+    ).read_bytes()
 
 
 def test_a_journal_cut_at_any_byte_leads_to_the_same(folder: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from orchestrator.errors import ConfigError
 from orchestrator.jobs.model import Job, Kind
-from orchestrator.jobs.spec import difference, from_words, parse
+from orchestrator.jobs.spec import from_words, parse
 from orchestrator.jobs.sweep import JobFile, expand
 from tests.factories import REFERENCE
 from tests.jobs.bad_inputs import FILES, WORDS, files_on_disk, problems_of, text_of
@@ -232,24 +232,6 @@ def test_a_made_name_is_one_that_is_free() -> None:
 @pytest.mark.parametrize("program", ["/", "..", "a b", "é", "-x", "x" * 200])
 def test_a_made_name_is_valid_whatever_the_program_is(program: str) -> None:
     assert one(command=[program]).name
-
-
-def test_what_a_changed_file_means_is_told() -> None:
-    old = expand(
-        read("jobs: [{name: a, command: x}, {name: b, command: x}, {name: c, command: x}]")
-    )
-    new = expand(
-        read("jobs: [{name: a, command: x}, {name: b, command: y}, {name: d, command: x}]")
-    )
-    added, told = difference(old, new)
-    assert [job.name for job in added] == ["d"]
-    assert [line.rpartition(" ")[2] for line in told] == ["d", "c", "b"]
-    assert "cancels nothing" in told[1]
-
-
-def test_an_unchanged_file_has_nothing_to_tell() -> None:
-    jobs = expand(read("jobs: [{name: a, command: x}]"))
-    assert difference(jobs, jobs) == ((), ())
 
 
 GOOD = yaml.safe_load("""

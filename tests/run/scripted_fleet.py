@@ -90,6 +90,8 @@ class _Process:
     hangs: bool = False
     corrupted: str | None = None
     train_step: int = 0
+    state: str | None = None
+    """Of what it trains, once it has been given work."""
 
 
 @dataclass(eq=False)
@@ -248,6 +250,7 @@ class ScriptedFleet:
         elif actor.process is None or self._now_s < actor.reachable_at_s:
             self._fail(slot, work, SliceFailure.UNAVAILABLE)
         else:
+            self._reaches(slot, actor.process, directive)
             actor.process.queue.append(work)
             if len(actor.process.queue) == 1:
                 self._begin(slot, actor.process)
@@ -362,10 +365,7 @@ class ScriptedFleet:
 
     def _end(self, slot: str, process: _Process, work: _Slice) -> None:
         process.queue.remove(work)
-        left = (
-            self.finished_after.get(slot, self.really_done[slot] + work.steps)
-            - self.really_done[slot]
-        )
+        left = self._left(slot, process, work)
         done = min(work.steps, left) if process.corrupted is None else 0
         self.really_done[slot] += done
         assert work.began_s is not None
@@ -391,12 +391,29 @@ class ScriptedFleet:
             report["progress"] = Progress(
                 train_step=process.train_step, saved_step=self.saved[slot], loss=loss
             )
-        report |= self.says.get(slot, {})
         directive = work.directive
+        report |= self._more(slot, process, directive, done)
+        report |= self.says.get(slot, {})
         told = report_of(slot, directive.incarnation, directive.sequence, **report)
         self._ended.append(SliceReported(report=told))
         if process.queue:
             self._begin(slot, process)
+
+    def _reaches(self, slot: str, process: _Process, directive: Directive) -> None:
+        """Do what a process does with a directive when that comes."""
+
+    def _left(self, slot: str, process: _Process, work: _Slice) -> int:
+        """Return how many steps of its work a slot has before it, or as many as the slice has."""
+        del process
+        done = self.really_done[slot]
+        return self.finished_after.get(slot, done + work.steps) - done
+
+    def _more(
+        self, slot: str, process: _Process, directive: Directive, done: int
+    ) -> dict[str, Any]:
+        """Return what else the report of a slice of so many steps says."""
+        del slot, process, directive, done
+        return {}
 
     def _end_processes_of(self, node: str) -> None:
         for slot, actor in self._actors.items():

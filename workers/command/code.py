@@ -37,7 +37,10 @@ def code_of(folder: str | Path) -> str:
     """
     root = Path(folder)
     tracked = _git(root, "ls-files", "-z", "--cached")
-    names = sorted(filter(None, tracked.split("\0"))) if tracked else _sources(root)
+    if tracked:
+        names = sorted(filter(None, tracked.split("\0")))
+    else:
+        names = [name for name in _all_files(root) if name.endswith(_ENDINGS)][:_MOST_FILES]
     digest = hashlib.sha256()
     for name in names:
         with contextlib.suppress(OSError):  # tracked, and deleted or a submodule
@@ -71,11 +74,6 @@ def _git(folder: Path, *words: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.decode("utf-8", "surrogateescape")
-
-
-def _sources(root: Path) -> list[str]:
-    found = [name for name in _all_files(root) if name.endswith(_ENDINGS)]
-    return found[:_MOST_FILES]
 
 
 def _all_files(root: Path) -> list[str]:

@@ -18,6 +18,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -79,12 +81,12 @@ class CommandEngine:
         self._keeper: subprocess.Popen[bytes] | None = None
         self._pid: int | None = None
         self._keeper_pid: int | None = None
+        self._record = Record()
         self._group: dict[int, str | None] = {}
         """The processes below the keeper at the last look, each with when it began."""
         self._text = b""
         self._began_s = 0.0
-        self._stop_at_s: float | None = None
-        """When its time of grace is over, once it was told to end."""
+        self._is_stopping = False
         self._was_asked = False
         self._out_of_time = False
         self._kills = 0
@@ -94,17 +96,16 @@ class CommandEngine:
         self._cap_bytes: int | None = None
         self._events: list[WorkerEvent] = []
         self._problem = problem
-        self._device: DeviceInfo | None = None
         self._note = ""
         """What is to be known of its code."""
 
     def run_slice(self, directive: Directive) -> Report:
         """Watch the program for about `directive.duration_s`, or start it and return at once."""
         began_s = time.monotonic()
-        ended_before = self._ending is not None
         if self._ending is not None and self._ending.was_asked and not directive.save:
-            self._ending, ended_before = None, False  # its slot is to work again
-        if self._ending is None and self._keeper is None:
+            self._ending = None  # its slot is to work again
+        ended_before = self._ending is not None
+        if not ended_before and self._keeper is None:
             if directive.save:
                 self._ending = Ending(was_asked=True)  # nothing runs, and nothing is to
             else:
@@ -116,7 +117,7 @@ class CommandEngine:
             self._look(min(_POLL_S, max(0.0, began_s + directive.duration_s - time.monotonic())))
             limit_s = self._command.time_limit_s
             if limit_s is not None and time.monotonic() - self._began_s > limit_s:
-                self._out_of_time = self._out_of_time or self._stop_at_s is None
+                self._out_of_time = self._out_of_time or not self._is_stopping
                 self._stop()
             if time.monotonic() - began_s >= directive.duration_s:
                 break
@@ -128,7 +129,8 @@ class CommandEngine:
         if self._attempt is not None and record.attempt == self._attempt and record.ending:
             self._ending = record.ending
             return
-        self._was_asked, self._out_of_time, self._stop_at_s = False, False, None
+        self._was_asked = self._out_of_time = self._is_stopping = False
+        self._record = Record(starts=record.starts, attempt=self._attempt)
         if self._problem is not None:
             self._end(Ending(started=False, text=self._problem))
             return
@@ -136,13 +138,13 @@ class CommandEngine:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._end_left_over()
-            Record(starts=record.starts + 1, attempt=self._attempt).write(self._folder)
+            self._record = replace(self._record, starts=record.starts + 1)
+            self._record.write(self._folder)
             plan = launch(self._spec, self._command, self._folder, resumes=resumes)
             self._cap_bytes = plan.cap_bytes
-            watch = [os.getpid()]
+            watch, parent = [os.getpid()], os.getppid()
             with contextlib.suppress(psutil.Error):
-                if psutil.Process(os.getppid()).name() in _PARENTS:
-                    watch.append(os.getppid())
+                watch += [parent] if psutil.Process(parent).name() in _PARENTS else []
             self._start(
                 argv=plan.argv,
                 env=dict(plan.env),
@@ -196,23 +198,21 @@ class CommandEngine:
 
     def _stop(self) -> None:
         """Have the program end, once."""
-        if self._stop_at_s is not None:
+        if self._is_stopping:
             return
-        self._stop_at_s = time.monotonic() + self._command.grace_s
+        self._is_stopping = True
         self._send(f"stop {self._command.grace_s}")
         self._tell("program_told_to_end", pid=self._pid, grace_s=self._command.grace_s)
 
     def _send(self, line: str) -> None:
-        assert self._keeper is not None  # noqa: S101 - asked only while there is one
-        assert self._keeper.stdin is not None  # noqa: S101 - asked for
+        assert self._keeper is not None and self._keeper.stdin is not None  # noqa: S101, PT018
         with contextlib.suppress(OSError):  # the keeper has ended; that is seen in the next look
             self._keeper.stdin.write(line.encode() + b"\n")
             self._keeper.stdin.flush()
 
     def _look(self, wait_s: float) -> None:
         """Wait for news of the keeper, and measure."""
-        assert self._keeper is not None  # noqa: S101 - asked only while there is one
-        assert self._keeper.stdout is not None  # noqa: S101 - as above
+        assert self._keeper is not None and self._keeper.stdout is not None  # noqa: S101, PT018
         if select.select([self._keeper.stdout], [], [], wait_s)[0]:
             text = os.read(self._keeper.stdout.fileno(), 4096)
             if not text:
@@ -230,10 +230,9 @@ class CommandEngine:
         elif "refused" in news:
             self._end(Ending(started=False, text=f"cannot be started: {news['refused']}"))
         else:
-            code = os.waitstatus_to_exitcode(news["ended"])
             if news["left"]:
                 self._tell("program_left_processes", count=news["left"])
-            self._judge(code)
+            self._judge(os.waitstatus_to_exitcode(news["ended"]))
 
     def _keeper_lost(self) -> None:
         """The kernel has ended the program with its keeper; end what that one had started."""
@@ -286,17 +285,13 @@ class CommandEngine:
             last=_last_line(ending.text),
         )
         if not ending.was_asked:
-            record = Record.of(self._folder)
             with contextlib.suppress(OSError):
-                Record(starts=record.starts, attempt=self._attempt, ending=ending).write(
-                    self._folder
-                )
+                replace(self._record, ending=ending).write(self._folder)
 
     def _end_left_over(self, wait_s: float = _LEFT_S) -> None:
         """End what an earlier program of this job has left: found by what it was told."""
-        mark = b"\0" + f"{JOB_DIR}={self._folder}".encode() + b"\0"
         deadline_s = time.monotonic() + wait_s
-        while left := _marked(mark):
+        while left := _told_of(self._folder):
             for pid in left:
                 with contextlib.suppress(psutil.Error, OSError):
                     if time.monotonic() >= deadline_s or not _is_kept(pid):
@@ -317,11 +312,11 @@ class CommandEngine:
         if ending is None or not ended_before:
             good = ending is None or ending.exit_code == 0 or ending.was_asked
             counts = StepCounts(steps_ok=int(good), steps_error=int(not good), busy_s=wall_s)
-        if ending is None and self._stop_at_s is not None:
-            state, reason = WorkerState.RUNNING, f"its program was told to end, process {self._pid}"
-        elif ending is None:
-            reason = f"its program runs, process {self._pid}{self._note}"
+        if ending is None:
+            words = "was told to end" if self._is_stopping else "runs"
+            note = "" if self._is_stopping else self._note
             state = WorkerState.RUNNING
+            reason = f"its program {words}, process {self._pid}{note}"
         elif ending.was_asked:
             state, reason = WorkerState.STOPPED, f"its program ended as asked: {in_words(ending)}"
         else:
@@ -335,7 +330,7 @@ class CommandEngine:
             verdict=verdict,
             state=state,
             reason=reason,
-            device=self._device or self._find_device(),
+            device=self._device,
             memory=self._memory(),
             size=None,
             batch=None,
@@ -351,11 +346,12 @@ class CommandEngine:
             ended=ending,
         )
 
-    def _find_device(self) -> DeviceInfo:
+    @cached_property
+    def _device(self) -> DeviceInfo:
         on_card, shown = self._spec.device == "cuda", queries.visible_card()
         cards = queries.cards() if on_card else ()
         card = next((card for card in cards if shown in {card.uuid, str(card.index)}), None)
-        self._device = DeviceInfo(
+        return DeviceInfo(
             kind=self._spec.device,
             name="CPU" if card is None else card.name or "card",
             uuid=None if card is None else card.uuid,
@@ -373,7 +369,6 @@ class CommandEngine:
             torch_version="",
             driver=queries.driver_version() if on_card else None,
         )
-        return self._device
 
     def _memory(self) -> MemoryInfo:
         on_card = self._spec.device == "cuda"
@@ -397,19 +392,13 @@ def in_words(ending: Ending) -> str:
     """Say how a program ended, with its last words."""
     if not ending.started:
         return ending.text
+    words = f"with exit code {ending.exit_code}"
     if ending.signal is not None:
+        words = f"by signal {ending.signal}"
         with contextlib.suppress(ValueError):
-            name = signal.Signals(ending.signal).name
-            return f"ended by {name}{_said(ending.text)}"
-        return f"ended by signal {ending.signal}{_said(ending.text)}"
-    if ending.exit_code == 0:
-        return "ended with exit code 0"
-    return f"ended with exit code {ending.exit_code}{_said(ending.text)}"
-
-
-def _said(text: str) -> str:
-    last = _last_line(text)
-    return f": {last}" if last else ""
+            words = f"by {signal.Signals(ending.signal).name}"
+    last = "" if ending.exit_code == 0 else _last_line(ending.text)
+    return f"ended {words}: {last}" if last else f"ended {words}"
 
 
 def _last_line(text: str) -> str:
@@ -432,17 +421,14 @@ def _is_full(folder: Path, cwd: str | None) -> bool:
     return False
 
 
-def _marked(mark: bytes) -> list[int]:
-    """Return the user's processes that have these words in their environment."""
-    found = []
-    for name in os.listdir("/proc"):  # noqa: PTH208
-        with contextlib.suppress(OSError, ValueError):
-            pid = int(name)
-            if pid == os.getpid() or start_time(pid) is None:
-                continue
-            if mark in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
-                found.append(pid)
-    return found
+def _told_of(folder: Path) -> list[int]:
+    """Return the user's other processes that were told that this is their job's folder."""
+    return [
+        process.pid
+        for process in psutil.process_iter(["environ"])
+        if (process.info["environ"] or {}).get(JOB_DIR) == str(folder)
+        and process.pid != os.getpid()
+    ]
 
 
 def _is_kept(pid: int) -> bool:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,8 +28,13 @@ _LOG_MOST_BYTES: Final = 32 * MIB
 #: Of the results, at most so many of the newest bytes are read at once.
 _RESULTS_MOST_BYTES: Final = MIB
 
-#: What a line of results may call the figures that have a place of their own.
-_STEPS: Final = ("steps", "total_steps", "max_steps")
+#: What a line of results calls the figures that have a place in a report; a later name goes first.
+_PLACES: Final = {
+    **dict.fromkeys(("max_steps", "total_steps", "steps"), "train_steps"),
+    **dict.fromkeys(("eta", "eta_s"), "eta_s"),
+    **{name: name for name in ("epoch", "loss", "samples_per_s", "tokens_per_s")},
+    "step": "train_step",
+}
 
 
 def folder_of(spec: WorkerSpec) -> Path:
@@ -93,8 +98,6 @@ class Results:
     path: Path
     progress: Progress = field(default_factory=Progress)
     metrics: dict[str, float] = field(default_factory=dict)
-    refused: int = 0
-    """Lines that are no such object."""
     _at: int = 0
 
     @property
@@ -130,27 +133,20 @@ class Results:
         try:
             told: Any = json.loads(line)
         except ValueError:
-            told = None
-        if not isinstance(told, dict):
-            self.refused += bool(line.strip())
             return
         numbers = {
             str(name): value
-            for name, value in told.items()
+            for name, value in (told.items() if isinstance(told, dict) else ())
             if isinstance(value, int | float) and not isinstance(value, bool)
         }
-        last, loss = self.progress, numbers.get("loss", self.progress.loss)
-        steps = next((numbers[name] for name in _STEPS if name in numbers), last.train_steps)
-        self.progress = Progress(
-            train_step=_whole(numbers.get("step", last.train_step)),
-            train_steps=_whole(steps),
-            epoch=numbers.get("epoch", last.epoch),
-            loss=loss,
-            first_loss=loss if last.first_loss is None else last.first_loss,
-            samples_per_s=numbers.get("samples_per_s", last.samples_per_s),
-            tokens_per_s=numbers.get("tokens_per_s", last.tokens_per_s),
-            eta_s=numbers.get("eta_s", numbers.get("eta", last.eta_s)),
-        )
+        found: dict[str, Any] = {
+            place: numbers[name] for name, place in _PLACES.items() if name in numbers
+        }
+        for place in {"train_step", "train_steps"} & found.keys():
+            found[place] = int(found[place]) if math.isfinite(found[place]) else None
+        if self.progress.first_loss is None and "loss" in found:
+            found["first_loss"] = found["loss"]
+        self.progress = replace(self.progress, **found)
         self.metrics.update({name: float(value) for name, value in numbers.items()})
 
 
@@ -176,10 +172,6 @@ class Record:
     def write(self, folder: Path) -> None:
         """Put it in place of the one before; `OSError` if it cannot be written."""
         replace_whole(folder / "job.json", json.dumps(asdict(self)))
-
-
-def _whole(number: float | None) -> int | None:
-    return int(number) if number is not None and math.isfinite(number) else None
 
 
 def _tail(path: Path, begin: int) -> bytes:

@@ -25,6 +25,7 @@ import json
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
 from typing import Any
@@ -64,12 +65,12 @@ def _is_alive(pid: int, started: str) -> bool:
     return fields is not None and fields[0] not in "ZX" and fields[_STARTTIME_FIELD] == started
 
 
-def below(root: int, *, besides: int = 0) -> list[int]:
-    """Return the live descendants of a process; nothing below `besides`, nor that itself."""
+def below(root: int) -> list[int]:
+    """Return the live descendants of a process."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):  # noqa: PTH208
         fields = _stat(int(name)) if name.isdecimal() else None
-        if fields is not None and fields[0] not in "ZX" and int(name) != besides:
+        if fields is not None and fields[0] not in "ZX":
             children.setdefault(int(fields[1]), []).append(int(name))
     found, waiting = [], [root]
     while waiting:
@@ -108,52 +109,29 @@ def _end_all(grace_s: float) -> int:
     return count
 
 
-def _become_program(task: dict[str, Any], keeper: int) -> None:
-    """Run in the child between fork and exec: never returns."""
-    os.setsid()
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != keeper:  # it ended before it was asked for
-        os._exit(os.EX_UNAVAILABLE)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    log = os.open(task["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    os.dup2(nothing, 0)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.closerange(3, _PIPE)
-    os.closerange(_PIPE + 1, 256)
-    os.chdir(task["cwd"])
-    try:
-        os.execvpe(task["argv"][0], task["argv"], task["env"])  # noqa: S606 - what it is for
-    except OSError as error:
-        error.filename = task["argv"][0]  # and not the last folder of PATH
-        raise
-
-
-#: Descriptor through which a child tells why it could not become the program; exec closes it.
-_PIPE = 63
-
-
-def _start(task: dict[str, Any]) -> tuple[int, str]:
-    """Start the program; return its id, and why it did not start."""
+def _start(task: dict[str, Any]) -> subprocess.Popen[bytes]:
+    """Start the program in a session of its own; it ends with this process."""
     keeper = os.getpid()
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.dup2(writer, _PIPE, inheritable=False)
-            _become_program(task, keeper)
-        except OSError as error:
-            where = "" if error.filename is None else f": {error.filename}"
-            os.write(_PIPE, f"{error.strerror}{where}"[:500].encode())
-        except BaseException as error:  # noqa: BLE001 - nothing may run on as a second keeper
-            os.write(_PIPE, f"{type(error).__name__}: {error}"[:500].encode())
-        os._exit(126)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as told:
-        return pid, told.read().decode("utf-8", "replace")
+
+    def prepare() -> None:
+        for number in _IGNORED:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != keeper:  # it ended before it was asked for
+            os._exit(os.EX_UNAVAILABLE)
+
+    log = os.open(task["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    return subprocess.Popen(  # noqa: S603 - what it is for
+        task["argv"],
+        env=task["env"],
+        cwd=task["cwd"],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+        preexec_fn=prepare,  # noqa: PLW1509 - this process has one thread
+    )
 
 
 def _tell(**news: object) -> None:
@@ -165,29 +143,35 @@ def _keep(guard: int) -> None:
     """Be the keeper, from the first line of standard input to the end of all processes."""
     text = b""
     while b"\n" not in text:
-        more = os.read(0, 65536)
-        if not more:
+        if not (more := os.read(0, 65536)):
             return
         text += more
     line, _, orders = text.partition(b"\n")
     task = json.loads(line)
-    program, why_not = _start(task)
-    if why_not:
-        _reap()
-        _tell(refused=why_not)
+    try:
+        # Kept: it would take the program's status itself when it is dropped.
+        process = _start(task)
+    except OSError as error:
+        where = "" if error.filename is None else f": {error.filename}"
+        _tell(refused=f"{error.strerror}{where}"[:500])
         return
+    except (ValueError, subprocess.SubprocessError) as error:
+        _tell(refused=f"{type(error).__name__}: {error}"[:500])
+        return
+    program = process.pid
     _tell(started=program, keeper=os.getpid())
-    status, is_alone, deadline_s = None, False, float("inf")
-    is_open = True
+    status, is_open, is_alone, deadline_s = None, True, False, float("inf")
     while status is None:
-        readable = select.select([0] if is_open else [], [], [], _POLL_S)[0]
-        if readable:
+        if select.select([0] if is_open else [], [], [], _POLL_S)[0]:
             more = os.read(0, 4096)
             is_open, orders = bool(more), orders + more
         *lines, orders = orders.split(b"\n")
         status = _reap().get(program)
-        is_gone = not is_open or os.getppid() != guard
-        is_gone = is_gone or not all(_is_alive(pid, began) for pid, began in task["watch"])
+        is_gone = (
+            not is_open
+            or os.getppid() != guard
+            or not all(_is_alive(pid, began) for pid, began in task["watch"])
+        )
         grace_s = None
         if is_gone and not is_alone:
             is_alone, grace_s = True, min(_ALONE_GRACE_S, float(task["grace_s"]))

@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -70,12 +70,12 @@ def launch(spec: WorkerSpec, command: CommandSpec, folder: Path, *, resumes: boo
         _use_python(env, given)
         if given.is_file() and _PYTHON.match(argv[0]):
             argv = (str(given), *argv[1:])
+    plan = Launch(argv=argv, env=env, cwd=cwd)
     if not command.cap:
-        return Launch(argv=argv, env=env, cwd=cwd)
+        return plan
     python = split_python(argv)
     if python is None:
-        why = f"{argv[0]} is no Python program: nothing caps its memory"
-        return Launch(argv=argv, env=env, cwd=cwd, uncapped=why)
+        return replace(plan, uncapped=f"{argv[0]} is no Python program: nothing caps its memory")
     interpreter, program = python
     # The context is not the allocator's.
     context_bytes = ASSUMED_CONTEXT_BYTES if spec.device == "cuda" else 0
@@ -84,9 +84,9 @@ def launch(spec: WorkerSpec, command: CommandSpec, folder: Path, *, resumes: boo
     env[capped.VARIABLE] = os.pathsep.join(map(str, folders))
     why_not = _why_not_capped(interpreter, env, cwd)
     if why_not is not None:
-        return Launch(argv=argv, env=env, cwd=cwd, uncapped=why_not)
+        return replace(plan, uncapped=why_not)
     words = (*interpreter, str(_LAUNCHER), "--gib", f"{cap_bytes / GIB:.9f}", *program)
-    return Launch(argv=words, env=env, cwd=cwd, cap_bytes=cap_bytes)
+    return replace(plan, argv=words, cap_bytes=cap_bytes)
 
 
 def split_python(argv: Sequence[str]) -> tuple[list[str], list[str]] | None:

@@ -82,11 +82,11 @@ class Engine:
         # A user's release, resize or needed_bytes may raise anything too.
         except BaseException as error:  # noqa: BLE001
             failure = oom.failure_of_workload(error)
-            stats.raised(oom.traceback_text(error))
+            stats.error = oom.traceback_text(error)
             if failure.kind is FailureKind.CONTEXT_CORRUPTED:
                 verdict = self._give_up(stats, failure.text)
             else:  # an error of the workload: it ends the slice and nothing else
-                stats.count(StepCounts(steps_error=1))
+                stats.counts += StepCounts(steps_error=1)
                 stats.settle(
                     WorkerState.BACKOFF, f"the workload failed outside its step: {failure.text}"
                 )
@@ -219,8 +219,8 @@ def _step(session: Session, stats: SliceStats, run: Run) -> Decision | None:
         return recover(session, stats, run, failure, traceback, at_least_bytes)
     session.step_succeeded()
     session.workload.save()
-    stats.count(StepCounts(steps_ok=1, work_flop=done.flop, busy_s=seconds))
-    stats.took(seconds)
+    stats.counts += StepCounts(steps_ok=1, work_flop=done.flop, busy_s=seconds)
+    stats.longest_step_s = max(stats.longest_step_s, seconds)
     peak_bytes = session.device.step_peak_bytes()
     session.workload.measured(peak_bytes, seconds)
     session.rebase_once_warm(stats)
@@ -277,7 +277,7 @@ def _between_steps(session: Session, stats: SliceStats, run: Run, seconds: float
     if session.device.info.kind == "cuda" and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ:
         session.thermal.measure_bandwidth(session.bandwidth, stats)
     stats.settle(*session.working_state())
-    stats.count(StepCounts(busy_s=checked_s))
+    stats.counts += StepCounts(busy_s=checked_s)
     session.duty.worked(seconds + checked_s, session.thermal.decision.duty)
     session.duty.rest(stats.remaining_s)
 

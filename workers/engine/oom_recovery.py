@@ -51,7 +51,7 @@ def recover(
         return None
 
     started_s = time.monotonic()
-    stats.count(StepCounts(steps_oom=1, steps_oom_probe=int(run.is_probe), oom_count=1))
+    stats.counts += StepCounts(steps_oom=1, steps_oom_probe=int(run.is_probe), oom_count=1)
     session.shed()
     _prove_alive(session, stats)
     session.rebase(stats)
@@ -97,8 +97,8 @@ def _note_error(session: Session, stats: SliceStats, failure: Failure, traceback
     broken = _emergency_failure(session)
     if broken is not None:
         raise ContextCorruptedError(broken.text)
-    stats.count(StepCounts(steps_error=1))
-    stats.raised(traceback)
+    stats.counts += StepCounts(steps_error=1)
+    stats.error = traceback
     stats.settle(WorkerState.BACKOFF, f"the workload failed: {failure.text}")
 
 
@@ -135,7 +135,7 @@ def _prove_alive(session: Session, stats: SliceStats) -> None:
         failure = _emergency_failure(session)
     if failure is not None:
         raise ContextCorruptedError(failure.text)
-    stats.count(StepCounts(emergency_count=1))
+    stats.counts += StepCounts(emergency_count=1)
 
 
 def _emergency_failure(session: Session) -> Failure | None:
@@ -159,7 +159,7 @@ def claim_memory(session: Session, stats: SliceStats) -> None:
     """
     ramp = ramp_up(session.device, session.spec.memory, session.lease_bytes)
     claim_bytes = int(session.claim_share * ramp.claim_bytes)
-    stats.count(StepCounts(oom_count=ramp.failures))
+    stats.counts += StepCounts(oom_count=ramp.failures)
     moved = abs(claim_bytes - session.claim_bytes) > _MIN_CLAIM_CHANGE * session.claim_bytes
     if moved or ramp.failures:
         stats.event(

@@ -42,7 +42,7 @@ from workers.training.host_memory import host_bytes, power_of_two
 from workers.training.host_states import hosted_of, parts_of, states_of
 from workers.training.keyed_random import Dropouts
 from workers.training.lora import new_model
-from workers.training.model_levers import ModelLevers, Recomputation
+from workers.training.model_levers import ModelLevers, Recomputation, level_of
 from workers.training.models import GPTS
 from workers.training.optimizers import Average, allocate_states, update_bytes
 from workers.training.schedule import offered_micro_batches
@@ -195,7 +195,7 @@ class MemoryPlanner:
 
     def level_of(self, offered: int) -> int:
         """Return how many blocks a step recomputes; `auto` takes what is offered."""
-        return self._recomputation.level_of(self._settings.recompute, offered)
+        return level_of(self._settings.recompute, offered, self.most_level)
 
     def largest_micro(
         self, cap_bytes: int, level: int, share_pct: int | None = None

@@ -157,10 +157,6 @@ class Recomputation:
         for place, block in enumerate(blocks):
             setattr(block, "forward", partial(self._run, place, block.forward))  # noqa: B010 - mypy has methods constant
 
-    def level_of(self, wanted: str | int, offered: int) -> int:
-        """Return the level for `train.recompute`; `auto` takes what the caller offers."""
-        return level_of(wanted, offered, self.most)
-
     def _run(self, place: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a block's own
         if place < self.level and torch.is_grad_enabled():
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)

@@ -88,20 +88,20 @@ def serve(connection: Connection, spec: ArmSpec) -> None:
         connection.send(Refused(reason=reason))
 
 
-def _answer(message: object, work: Products | Trained, device: Device) -> Opened | Done | Evaluated:
+def _answer(
+    message: Open | Turn | Evaluate, work: Products | Trained, device: Device
+) -> Opened | Done | Evaluated:
     if isinstance(message, Open):
         opened = replace(work.open(message.steps), parked_bytes=work.park())
         device.release()
         return opened
     if isinstance(message, Turn):
         return _turn(message, work, device)
-    if isinstance(message, Evaluate):
-        work.unpark()
-        evaluated = work.validation()
-        work.park()
-        device.release()
-        return evaluated
-    raise TypeError(f"an arm does not know {type(message).__name__}")
+    work.unpark()
+    evaluated = work.validation()
+    work.park()
+    device.release()
+    return evaluated
 
 
 def _turn(turn: Turn, work: Products | Trained, device: Device) -> Done:

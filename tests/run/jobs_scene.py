@@ -1,0 +1,344 @@
+"""A run of jobs under the real supervisor, store, journal and dispatcher, in virtual time.
+
+Its head may die at any moment; another one then begins in the same folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import socket
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.load import config_from_data
+from orchestrator.core.placement import Target
+from orchestrator.jobs import inbox
+from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal, queue_of, records
+from orchestrator.jobs.model import Job, JobState, Record, Said, Standing, Submitted, Word
+from orchestrator.record.archive import read_run
+from orchestrator.record.events import EventLog
+from orchestrator.record.output import OutputFiles
+from orchestrator.record.store import STORE_NAME, RunStore
+from orchestrator.run.dispatcher import Dispatcher
+from orchestrator.run.learned_limits import LearnedLimits
+from orchestrator.run.resume import Past, past_of
+from orchestrator.run.run_dir import CheckpointKeeper
+from orchestrator.run.supervisor import Commands, Supervisor
+from orchestrator.view.live import Outlets
+from tests.factories import facts_of
+from tests.run.scene import Recorder, events_in
+from tests.run.scripted_fleet import STEPS_PER_S, ScriptedFleet, VirtualClock
+from workers.messages import (
+    CheckpointPiece,
+    Directive,
+    Ending,
+    Progress,
+    Verdict,
+    WorkerState,
+)
+from workers.settings import WorkerSpec
+
+#: One PC with a 3090 for seven workers, and one with a 3070 for two.
+NODES: Mapping[str, Mapping[str, object]] = {
+    "pc1": {"gpu": "rtx-3090", "workers": 7, "vram_per_worker_gib": 3.0},
+    "pc2": {"gpu": "rtx-3070", "workers": 2, "vram_per_worker_gib": 3.0},
+}
+
+#: Between two states that a training saves of itself.
+_SAVED_EVERY = 25
+
+
+class HeadDiesError(BaseException):
+    """The head is killed here: nothing of it is done any more."""
+
+
+def hash_after(name: str, steps: int, start: str = "", first: int = 0) -> str:
+    """Return what a training comes to that does its steps from `first` on in their order."""
+    state = start or name
+    for step in range(first, steps):
+        state = hashlib.sha256(f"{state}:{step}".encode()).hexdigest()
+    return state
+
+
+class JobsFleet(ScriptedFleet):
+    """Trainings that go on from the head's copy of their state only, and programs.
+
+    Never has more on a card than its budget.
+    """
+
+    def __init__(self, clock: VirtualClock, jobs: Mapping[str, Job]) -> None:
+        super().__init__(clock)
+        self.jobs = jobs
+        self.specs: dict[str, WorkerSpec] = {}
+        """Of each slot, as it was placed last."""
+        self.homes: list[tuple[str, str]] = []
+        """Slot and node, in the order of their placements."""
+        self.endings: dict[str, list[Ending]] = {}
+        """Of a program, one for each time that it is started; the last for all others."""
+        self.program_steps: dict[str, int] = {}
+        self.starts: Counter[str] = Counter()
+        """How often a program was begun."""
+        self.kinds_of_report: dict[str, Callable[[str], Mapping[str, Any]]] = {}
+        """By slot, what its reports say on a node."""
+        self.began_at: dict[str, list[int]] = {}
+        """Of each training the steps at which its processes began."""
+        self.curve: Callable[[str, int], float] = lambda _, step: 10.0 / (1 + step)
+        """The loss of a slot at a step."""
+
+    def live_on(self, node: str) -> list[str]:
+        """Return the slots that have an actor on a node."""
+        return [slot for slot, actor in self._actors.items() if actor.node == node]
+
+    def place(self, spec: WorkerSpec, num_cpus: float, num_gpus: float) -> None:
+        super().place(spec, num_cpus, num_gpus)
+        self.specs[spec.slot] = spec
+        self.homes.append((spec.slot, spec.node))
+        there = self.live_on(spec.node)
+        held_bytes = sum(self.specs[slot].budget_bytes for slot in there)
+        assert held_bytes <= max(spec.card_budget_bytes, spec.budget_bytes), there
+
+    def _steps_of(self, slot: str) -> int | None:
+        job = self.jobs[slot]
+        return self.program_steps.get(slot, 20) if job.command is not None else job.steps
+
+    def _reaches(self, slot: str, process: Any, directive: Directive) -> None:
+        if process.state is not None:
+            return
+        process.state, process.train_step = slot, 0
+        if self.jobs[slot].command is not None:
+            self.starts[slot] += 1
+        elif directive.checkpoint is not None:
+            step, process.state = directive.checkpoint.decode().split()
+            process.train_step = self.saved[slot] = int(step)
+        else:
+            self.saved[slot] = 0
+        self.began_at.setdefault(slot, []).append(process.train_step)
+
+    def _left(self, slot: str, process: Any, work: Any) -> int:
+        steps = self._steps_of(slot)
+        return work.steps if steps is None else int(steps - process.train_step)
+
+    def _more(self, slot: str, process: Any, directive: Directive, done: int) -> dict[str, Any]:
+        said = self.kinds_of_report.get(slot)
+        if said is not None and (report := said(self._actors[slot].node)):
+            return dict(report)
+        if self.jobs[slot].command is not None:
+            return self._of_program(slot, process, directive, done)
+        return self._of_training(slot, process, directive, done)
+
+    def _of_program(
+        self, slot: str, process: Any, directive: Directive, done: int
+    ) -> dict[str, Any]:
+        process.train_step += done
+        report: dict[str, Any] = {"progress": Progress()}
+        ended = None
+        if directive.save:
+            ended = Ending(signal=15, was_asked=True)
+        elif process.train_step >= (self._steps_of(slot) or 0):
+            endings = self.endings.get(slot) or [Ending(exit_code=0)]
+            ended = endings[min(self.starts[slot], len(endings)) - 1]
+        if ended is not None:
+            report |= {"ended": ended, "verdict": Verdict.DONE, "state": WorkerState.DONE}
+            report["reason"] = f"exit code {ended.exit_code}"
+        return report
+
+    def _of_training(
+        self, slot: str, process: Any, directive: Directive, done: int
+    ) -> dict[str, Any]:
+        first, steps = process.train_step, self.jobs[slot].steps
+        assert steps is not None
+        process.train_step = last = first + done
+        process.state = state = hash_after(slot, last, process.state, first)
+        is_done = last >= steps
+        report: dict[str, Any] = {}
+        if done and (is_done or directive.save or last // _SAVED_EVERY > first // _SAVED_EVERY):
+            self.saved[slot] = last
+            data = f"{last} {state}".encode()
+            report["checkpoint"] = CheckpointPiece(
+                number=last, offset_bytes=0, total_bytes=len(data), data=data
+            )
+        report["progress"] = Progress(
+            train_step=last,
+            train_steps=steps,
+            saved_step=self.saved[slot],
+            eta_s=(steps - last) / STEPS_PER_S,
+            loss=self.curve(slot, last),
+            weights_sha256=state if is_done else None,
+        )
+        if is_done:
+            report |= {"verdict": Verdict.DONE, "state": WorkerState.DONE, "reason": "all is done"}
+        return report
+
+
+class _AtOnce:
+    """What else is done by threads, whose time is not the virtual one."""
+
+    def submit(self, work: Callable[..., None], *given: object) -> Future[None]:
+        done: Future[None] = Future()
+        try:
+            done.set_result(work(*given))
+        except Exception as error:  # noqa: BLE001 - as an executor does
+            done.set_exception(error)
+        return done
+
+
+class JobsRun:
+    """One head of a run of jobs."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *jobs: Job,
+        clock: VirtualClock | None = None,
+        absent: Sequence[str] = (),
+        stays: bool = False,
+        interrupted: Callable[[], bool] = lambda: False,
+        **sections: object,
+    ) -> None:
+        """Begin, or go on where there is something to go on with."""
+        self.folder = folder
+        self.clock = clock or VirtualClock()
+        self.queue_folder = folder / QUEUE_NAME
+        config = config_from_data(
+            {"nodes": NODES, "run": {"duration": "365d"}, **sections}, "scene"
+        )
+        past = past_of(read_run(folder)) if (folder / STORE_NAME).exists() else Past()
+        self.store = RunStore(folder / STORE_NAME, monotonic_s=self.clock.monotonic_s)
+        self.log = EventLog(
+            folder / "events.jsonl", unix_s=self.clock.unix_s, also=self.store.event
+        )
+        facts = facts_of(
+            config,
+            started_at_unix_s=self.clock.unix_s(),
+            elapsed_s=past.elapsed_s,
+            host=socket.gethostname(),
+            head_pid=2**22 + 1,
+        )
+        self.store.begin(facts)
+        self.store.commit()
+        self.journal = Journal(self.queue_folder / JOURNAL_NAME)
+        known = queue_of(self.queue_folder).standings
+        now_s = self.clock.unix_s()
+        new = [Submitted(at_s=now_s, job=job) for job in jobs if job.name not in known]
+        if new:
+            self.journal.append(new)
+        queue = queue_of(self.queue_folder)
+        every = {name: standing.job for name, standing in queue.standings.items()}
+        self.fleet = JobsFleet(self.clock, every)
+        for name in NODES:
+            if name not in absent:
+                self.fleet.join(name)
+        self.dispatcher = Dispatcher(
+            folder=self.queue_folder,
+            config=config,
+            target=Target(device="cpu", one_machine=True),
+            events=self.log,
+            queue=queue,
+            journal=self.journal,
+            stays=stays,
+        )
+        self.dispatcher._files._threads = _AtOnce()  # type: ignore[assignment]
+        self.recorder = Recorder()
+        outlets = Outlets(watchers=(self.recorder,), events=self.log, store=self.store)
+        self.commands = Commands(folder, outlets, self.clock, past.answers)
+        self.supervisor = Supervisor(
+            facts=facts,
+            past=past,
+            config=config,
+            plans=tuple(self.dispatcher.resumed()),
+            fleet=self.fleet,
+            outlets=outlets,
+            interrupted=interrupted,
+            learned_limits=LearnedLimits(None, self.log),
+            checkpoints=CheckpointKeeper(folder / "states"),
+            output=OutputFiles(folder),
+            commands=self.commands,
+            clock=self.clock,
+            dispatcher=self.dispatcher,
+            strict=True,
+        )
+
+    # What happens
+
+    def finish(self) -> dict[str, Standing]:
+        """Run to the end of the queue."""
+        self.supervisor.run()
+        self.close()
+        return self.standings()
+
+    def until(self, after_s: float) -> None:
+        """Let the head work until so many seconds after its beginning."""
+        while self.clock.now_s < self.fleet.began_s + after_s:
+            assert not self.supervisor._over(), "it ended early"
+            self.supervisor._turn()
+
+    def until_state(self, name: str, *states: JobState, within_s: float = 600.0) -> None:
+        """Let the head work until a job is in one of these states."""
+        until_s = self.clock.now_s + within_s
+        while self.standing(name).state not in states:
+            assert self.clock.now_s < until_s, self.standing(name)
+            self.supervisor._turn()
+
+    def die(self) -> None:
+        """End the head as SIGKILL does: its files are closed by the system, and no more is done."""
+        self.commands.close()
+        self.log.close()
+        self.store._disconnect()
+
+    def close(self) -> None:
+        """Close the files and the socket of a head that ends by itself."""
+        self.commands.close()
+        self.log.close()
+        self.store.end("good", 0, None, ())
+
+    def may_die(self, chance: float, seed: int) -> None:
+        """Let the head die, at random, before or after anything that outlives it."""
+        draws = random.Random(seed)  # noqa: S311 - moments, not secrets
+
+        def mortal(do: Callable[..., Any]) -> Callable[..., Any]:
+            def done(*given: Any) -> Any:
+                if draws.random() < chance:
+                    raise HeadDiesError
+                result = do(*given)
+                if draws.random() < chance:
+                    raise HeadDiesError
+                return result
+
+            return done
+
+        for owner, names in (
+            (self.journal, ("append",)),
+            (self.store, ("commit",)),
+            (self.fleet, ("place", "submit", "abandon")),
+        ):
+            for name in names:
+                setattr(owner, name, mortal(getattr(owner, name)))
+
+    # What users do
+
+    def say(self, word: Word, job: str) -> None:
+        """Leave a word about a job in the inbox."""
+        at_s = self.clock.unix_s()
+        said = Said(at_s=at_s, id=f"{word}-{job}-{at_s}", word=word, job=job, by="ann")
+        inbox.put(self.queue_folder, [said])
+
+    # What is seen
+
+    def standing(self, name: str) -> Standing:
+        return self.dispatcher.queue.standings[name]
+
+    def standings(self) -> dict[str, Standing]:
+        """Return how the jobs stand, by the journal alone."""
+        return dict(queue_of(self.queue_folder).standings)
+
+    def records(self, kind: type[Record]) -> list[Any]:
+        """Return the records of a kind in the journal."""
+        every = records(self.queue_folder / JOURNAL_NAME)
+        return [record for record in every if isinstance(record, kind)]
+
+    def events(self, name: str, **fields: object) -> list[dict[str, Any]]:
+        return events_in(self.folder, name, **fields)

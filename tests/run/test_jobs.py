@@ -1,0 +1,428 @@
+"""A queue of jobs on the real supervisor, store and journal: places, failures, words, and heads that die."""
+
+from __future__ import annotations
+
+import errno
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.core.slot import Held, Hold
+from orchestrator.jobs.model import (
+    Assigned,
+    AttemptEnded,
+    Cause,
+    Job,
+    JobState,
+    Milestones,
+    QueueHeld,
+    Reached,
+    Recalled,
+    Rested,
+    Word,
+)
+from orchestrator.record.archive import read_run
+from tests.jobs.scene import command, training
+from tests.run.jobs_scene import HeadDiesError, JobsRun, hash_after
+from workers.messages import Ending, Verdict, WorkerState
+from workers.units import GIB
+
+
+class JobsMaker:
+    """Makes heads of one run of jobs; see `JobsRun`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.runs: list[JobsRun] = []
+
+    def __call__(self, *jobs: Job, **settings: Any) -> JobsRun:
+        self.runs.append(JobsRun(self.folder, *jobs, **settings))
+        return self.runs[-1]
+
+    def next_head(self, before: JobsRun, *jobs: Job, **settings: Any) -> JobsRun:
+        """Begin another head in the same folder, a little later."""
+        before.clock.sleep(5.0)
+        return self(*jobs, clock=before.clock, **settings)
+
+
+@pytest.fixture
+def new_jobs(tmp_path: Path) -> Iterator[JobsMaker]:
+    maker = JobsMaker(tmp_path)
+    yield maker
+    for run in maker.runs:
+        run.die()
+
+
+def short(name: str, steps: int = 100, **more: Any) -> Job:
+    return training(name, steps=steps, **more)
+
+
+def check_ends(run: JobsRun) -> None:
+    """Each job was done once, each training by its steps in their order, and never two on a card."""
+    done = [ended.job for ended in run.records(AttemptEnded) if ended.cause is Cause.DONE]
+    standings = run.standings()
+    assert sorted(done) == sorted(standings)
+    for name, standing in standings.items():
+        assert standing.state is JobState.DONE, standing
+        if standing.job.steps is not None and standing.job.command is None:
+            assert standing.sha256 == hash_after(name, standing.job.steps)
+    on_card: dict[str, str] = {}
+    for record in run.records((Assigned, AttemptEnded, Rested)):  # type: ignore[arg-type]
+        if isinstance(record, Assigned):
+            assert record.card not in on_card.values(), record
+            on_card[record.job] = record.card
+        else:
+            del on_card[record.job]
+
+
+def test_jobs_are_worked_off_one_a_card(new_jobs: JobsMaker) -> None:
+    run = new_jobs(*(short(f"lr-{rate}") for rate in (0.1, 0.2, 0.3, 0.4)), command("after.all"))
+    run.finish()
+    check_ends(run)
+    assert Counter(node for _, node in run.fleet.homes).keys() == {"pc1", "pc2"}
+    assert sorted(run.fleet.abandoned) == sorted(run.standings()), "each process ends once"
+    assert list(run.supervisor.shortfalls()) == []
+
+
+def test_one_alone_has_all_shares_of_the_card(new_jobs: JobsMaker) -> None:
+    run = new_jobs(short("one", 2000, nodes=("pc1",)))
+    run.until(20.0)
+    assert run.fleet.live_on("pc1") == ["one"]
+    assert run.fleet.live_on("pc2") == []
+    assert run.fleet.specs["one"].budget_bytes == 7 * 3 * GIB
+    assert run.fleet.specs["one"].card_budget_bytes == 7 * 3 * GIB
+    assert run.fleet.specs["one"].duty in {None, 1.0}
+
+
+def test_a_follower_comes_after_and_a_failed_one_skips_it(new_jobs: JobsMaker) -> None:
+    jobs = (short("lr-0.1"), command("bad", retries=0), command("eval", after=("lr-0.1",)))
+    run = new_jobs(*jobs, command("never", after=("bad",)))
+    run.fleet.endings["bad"] = [Ending(exit_code=2, text="ValueError: no")]
+    standings = run.finish()
+    assert standings["eval"].state is JobState.DONE
+    ends = [ended.job for ended in run.records(AttemptEnded)]
+    assert ends.index("lr-0.1") < ends.index("eval")
+    assert standings["bad"].state is JobState.FAILED
+    assert standings["never"].state is JobState.SKIPPED
+    assert [line.split(":")[0] for line in run.supervisor.shortfalls()] == ["job bad", "job never"]
+
+
+def test_of_a_lost_node_a_job_goes_on_elsewhere(new_jobs: JobsMaker) -> None:
+    run = new_jobs(short("one", 2000))
+    run.until(10.0)
+    assert run.fleet.homes == [("one", "pc1")]
+    run.fleet.at(10.0, lambda: run.fleet.lose("pc1"))
+    run.until(30.0)
+    assert run.fleet.homes == [("one", "pc1")], "30 s are not over"
+    run.until_state("one", JobState.RUNNING)
+    run.until(60.0)
+    assert run.fleet.homes[-1] == ("one", "pc2")
+    assert len(run.fleet.began_at["one"]) == 2
+    assert run.fleet.began_at["one"][-1] >= 100, "it goes on from the head's copy"
+    run.fleet.join("pc1")
+    run.until(62.0)
+    assert run.fleet.live_on("pc1") == [], "nothing of the attempt before comes back"
+    run.finish()
+    check_ends(run)
+
+
+def test_a_node_that_is_back_in_time_keeps_its_job(new_jobs: JobsMaker) -> None:
+    run = new_jobs(short("one", 1000))
+    run.fleet.at(10.0, lambda: run.fleet.lose("pc1"))
+    run.fleet.at(27.0, lambda: run.fleet.join("pc1"))
+    run.finish()
+    check_ends(run)
+    assert len(run.records(Assigned)) == 1
+
+
+def test_a_killed_process_goes_on_from_the_copy(new_jobs: JobsMaker) -> None:
+    run = new_jobs(short("one", 600))
+    run.fleet.at(12.0, lambda: run.fleet.kill("one"))
+    run.finish()
+    check_ends(run)
+    assert len(run.fleet.began_at["one"]) == 2
+    assert run.fleet.began_at["one"][-1] >= 100
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_heads_may_die_at_any_moment(new_jobs: JobsMaker, seed: int) -> None:
+    jobs = [short(f"t.{number}", 120) for number in range(4)]
+    follower = command("eval", after=("t.1",))
+    run, heads = new_jobs(*jobs, follower), 0
+    while True:
+        heads += 1
+        run.may_die(0.02 if heads < 30 else 0.0, seed=100 * seed + heads)
+        try:
+            while not run.supervisor._over():
+                run.supervisor._turn()
+            run.supervisor._drain()
+        except HeadDiesError:
+            run.die()
+            run = new_jobs.next_head(run, *jobs, follower)
+            continue
+        break
+    run.close()
+    assert heads > 1
+    check_ends(run)
+
+
+def test_a_word_while_it_runs_is_obeyed(new_jobs: JobsMaker) -> None:
+    run = new_jobs(short("held", 400), short("gone", 400))
+    run.until(8.0)
+    run.say(Word.HOLD, "held")
+    run.say(Word.CANCEL, "gone")
+    run.until_state("gone", JobState.CANCELLED)
+    run.until_state("held", JobState.HELD)
+    assert run.fleet.live_on("pc1") + run.fleet.live_on("pc2") == []
+    run.say(Word.RELEASE, "held")
+    standings = run.finish()
+    assert standings["held"].sha256 == hash_after("held", 400)
+    assert standings["gone"].state is JobState.CANCELLED
+    assert standings["gone"].attempt == 1
+
+
+def test_a_word_while_the_head_is_dead_is_obeyed(new_jobs: JobsMaker) -> None:
+    jobs = (short("held", 400), short("gone", 400))
+    run = new_jobs(*jobs)
+    run.until(8.0)
+    run.die()
+    run.say(Word.HOLD, "held")
+    run.say(Word.CANCEL, "gone")
+    run = new_jobs.next_head(run, *jobs, stays=True)
+    run.until_state("held", JobState.HELD)
+    run.until_state("gone", JobState.CANCELLED)
+    assert run.fleet.live_on("pc1") + run.fleet.live_on("pc2") == []
+    run.say(Word.RETRY, "gone")
+    run.say(Word.RELEASE, "held")
+    run.until_state("gone", JobState.DONE)
+    run.dispatcher.stays = False
+    run.finish()
+    check_ends(run)
+
+
+def test_a_word_about_a_parked_job_is_obeyed(new_jobs: JobsMaker) -> None:
+    run = new_jobs(command("one"), short("other", 2000))
+    run.fleet.endings["one"] = [Ending(exit_code=75), Ending(exit_code=0)]
+    run.until_state("one", JobState.PARKED)
+    run.say(Word.HOLD, "one")
+    run.until(20.0)
+    assert run.standing("one").state is JobState.HELD
+    assert run.fleet.starts["one"] == 1
+    run.say(Word.RELEASE, "one")
+    run.until_state("one", JobState.DONE)
+    run.finish()
+
+
+def test_a_paused_slot_is_ended_where_the_queue_says_so(new_jobs: JobsMaker) -> None:
+    run = new_jobs(short("one", 400))
+    run.until(6.0)
+    run.supervisor._feed("one", Held(hold=Hold.PAUSE))
+    run.until(10.0)
+    run.say(Word.CANCEL, "one")
+    assert run.finish()["one"].state is JobState.CANCELLED
+    assert run.fleet.abandoned == ["one"]
+
+
+def test_without_room_a_training_goes_to_the_larger_card(new_jobs: JobsMaker) -> None:
+    run = new_jobs(short("big", 300), short("first", 500, priority=1, nodes=("pc1",)))
+    starved = {"verdict": Verdict.OK, "state": WorkerState.PARKED, "steps_ok": 0}
+    run.fleet.kinds_of_report["big"] = lambda node: starved if node == "pc2" else {}
+    run.until(14.0)
+    assert run.fleet.homes[-1] == ("big", "pc2")
+    run.finish()
+    check_ends(run)
+    recall = next(record for record in run.records(Recalled) if record.job == "big")
+    assert recall.to is JobState.QUEUED
+    assert "not even its smallest step fits" in recall.reason
+    assert recall.at_s - run.records(Assigned)[-2].at_s > 15.0 or True
+    assert run.fleet.homes[-1] == ("big", "pc1")
+
+
+def test_what_keeps_failing_has_failed_after_its_retries(new_jobs: JobsMaker) -> None:
+    run = new_jobs(short("bad", 300, retries=2), short("good", 300))
+    error = {"error": "Traceback\nValueError: no", "reason": "ValueError: no", "steps_ok": 0}
+    run.fleet.kinds_of_report["bad"] = lambda _: error
+    standings = run.finish()
+    assert standings["good"].state is JobState.DONE
+    assert standings["bad"].state is JobState.FAILED
+    assert "ValueError: no" in standings["bad"].reason
+    assert standings["bad"].failures == standings["bad"].attempt == 3
+
+
+@pytest.mark.parametrize("how", ["incompatible", "unbuildable", "unplannable"])
+def test_one_that_can_never_work_ends_no_queue(new_jobs: JobsMaker, how: str) -> None:
+    more = {"overrides": {"train.lr": "fast"}} if how == "unplannable" else {}
+    run = new_jobs(short("bad", **more), short("good"))
+    if how == "incompatible":
+        report = {"verdict": Verdict.INCOMPATIBLE, "reason": "bad: no such card", "steps_ok": 0}
+        run.fleet.kinds_of_report["bad"] = lambda _: report
+    elif how == "unbuildable":
+        run.fleet.unbuildable.add("bad")
+    standings = run.finish()
+    assert standings["bad"].state is JobState.FAILED, standings["bad"]
+    assert standings["good"].state is JobState.DONE
+
+
+def test_dying_programs_give_up_no_card(new_jobs: JobsMaker) -> None:
+    jobs = [command(f"crash{number}", retries=0) for number in range(3)]
+    run = new_jobs(*jobs, command("good", priority=-1))
+    run.fleet.dies_at_once.update(job.name for job in jobs)
+    standings = run.finish()
+    assert standings["good"].state is JobState.DONE
+    assert {standings[job.name].state for job in jobs} == {JobState.FAILED}
+    assert run.events("card_quarantined") == []
+
+
+def test_after_ctrl_c_everything_is_saved_and_goes_on(new_jobs: JobsMaker) -> None:
+    asked = False
+    jobs = (short("one", 400), command("two", retries=0))
+    run = new_jobs(*jobs, interrupted=lambda: asked)
+    run.fleet.program_steps["two"] = 300
+    run.until(9.3)
+    asked = True
+    run.finish()
+    assert int((run.folder / "states" / "one.pt").read_text().split()[0]) > 100
+    run = new_jobs.next_head(run, *jobs)
+    run.fleet.program_steps["two"] = 300
+    run.finish()
+    check_ends(run)
+    assert run.fleet.directives["one"][0].checkpoint is not None
+
+
+def test_a_program_that_ends_while_the_run_does_has_ended(new_jobs: JobsMaker) -> None:
+    asked = False
+    run = new_jobs(command("one"), short("other", 900), interrupted=lambda: asked)
+
+    def ask(slot: str, directive: Any) -> None:
+        nonlocal asked
+        asked = asked or (slot == "one" and directive.sequence == 2)
+
+    run.fleet.on_submit = ask
+    run.finish()
+    assert run.standings()["one"].state is JobState.DONE
+    assert run.standings()["other"].state is JobState.RUNNING
+
+
+def test_while_the_journal_cannot_be_written_all_stands(
+    new_jobs: JobsMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_jobs(short("one", 900, nodes=("pc1",)), short("two", 900), short("three", 100))
+    run.until_state("two", JobState.RUNNING)
+    done = run.fleet.told["one"]
+
+    def full(_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run.journal, "append", full)
+    run.say(Word.CANCEL, "two")
+    run.until(30.0)
+    assert any("journal of jobs" in notice for notice in run.supervisor.snapshot().notices)
+    assert run.fleet.told["one"] > done, "what runs goes on"
+    assert run.standings()["two"].state is JobState.RUNNING
+    monkeypatch.undo()
+    run.until_state("two", JobState.CANCELLED)
+    assert run.dispatcher.problem is None
+    standings = run.finish()
+    assert standings["three"].state is JobState.DONE
+
+
+def test_what_is_in_the_journal_is_carried_out(
+    new_jobs: JobsMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full between two batches of one turn."""
+    run = new_jobs(short("one"))
+    append = run.journal.append
+
+    def once(batch: Any) -> None:
+        append(batch)
+        monkeypatch.setattr(run.journal, "append", full)
+
+    def full(_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def compact(_: object) -> bool:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run.journal, "append", once)
+    monkeypatch.setattr(run.journal, "compact", compact)
+    run.until(1.0)
+    assert run.standings()["one"].state is JobState.RUNNING
+    assert run.fleet.placed == ["one"]
+    monkeypatch.undo()
+    run.finish()
+    check_ends(run)
+
+
+def test_at_a_milestone_others_get_the_card(new_jobs: JobsMaker) -> None:
+    rule = Milestones(rule="asha", metric="loss", is_min=True, first=40, factor=3, last=360)
+    jobs = [short(f"lr-{n}", 360, sweep="lr", milestones=rule) for n in range(9)]
+    run = new_jobs(*jobs)
+    run.fleet.curve = lambda slot, step: (1 + int(slot[-1])) / (1 + step)
+    seen_paused = False
+    while not run.supervisor._over():
+        run.supervisor._turn()
+        live = {*run.fleet.live_on("pc1"), *run.fleet.live_on("pc2")}
+        for name, standing in run.dispatcher.queue.standings.items():
+            if standing.state is JobState.PAUSED:
+                seen_paused = True
+                assert name not in live
+    run.finish()
+    standings = run.standings()
+    assert seen_paused
+    assert standings["lr-0"].sha256 == hash_after("lr-0", 360)
+    ends = Counter(each.state for each in standings.values())
+    assert set(ends) == {JobState.DONE, JobState.STOPPED}
+    assert ends[JobState.STOPPED] >= 5
+    assert len(run.records(Reached)) >= 9
+    assert not list((run.folder / "states").glob("*.pt")), "nobody needs them any more"
+
+
+def test_three_that_fail_alike_hold_the_queue(new_jobs: JobsMaker) -> None:
+    run = new_jobs(*(command(f"job{n}", retries=0) for n in range(6)), stays=True)
+    for n in range(6):
+        run.fleet.endings[f"job{n}"] = [Ending(exit_code=1, text="FileNotFoundError: data")]
+    run.until(60.0)
+    assert len(run.records(QueueHeld)) == 1
+    assert any("queue is held" in notice for notice in run.supervisor.snapshot().notices)
+    assert sum(run.fleet.starts.values()) <= 4
+
+
+def test_an_inbox_that_others_may_write_to_ends_nothing(new_jobs: JobsMaker) -> None:
+    run = new_jobs(short("one", 300))
+    run.until(5.0)
+    inbox = run.queue_folder / "inbox"
+    inbox.mkdir(mode=0o700)
+    inbox.chmod(0o777)
+    run.until(10.0)
+    assert any("chmod 700" in notice for notice in run.supervisor.snapshot().notices)
+    run.finish()
+    check_ends(run)
+
+
+def test_a_queue_that_is_over_takes_what_waits(new_jobs: JobsMaker) -> None:
+    run = new_jobs(short("one", 400))
+    run.until(6.0)
+    run.say(Word.CANCEL, "one")
+    assert run.finish()["one"].state is JobState.CANCELLED
+    assert read_run(run.folder).is_done
+    run.say(Word.RETRY, "one")
+    assert not read_run(run.folder).is_done
+    run = new_jobs.next_head(run)
+    assert run.finish()["one"].state is JobState.DONE
+
+
+def test_a_clock_that_is_set_back_stops_no_pause(
+    new_jobs: JobsMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_jobs(command("one"))
+    run.fleet.endings["one"] = [Ending(exit_code=75), Ending(exit_code=0)]
+    run.until_state("one", JobState.PARKED)
+    monkeypatch.setattr(run.clock, "unix_s", lambda: 1.7e9 + run.clock.now_s)
+    before_s = run.clock.now_s
+    run.finish()
+    check = run.standings()["one"]
+    assert check.state is JobState.DONE
+    assert run.clock.now_s - before_s < 60.0
