@@ -91,7 +91,7 @@ AsCsv = Annotated[bool, Option("--csv", help="As CSV, with a column for each set
 
 app = typer.Typer(
     name="jobs",
-    help="A queue of jobs: trainings and commands that the cards work off.",
+    help="Work off a list of jobs: trainings and commands.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -125,7 +125,9 @@ def submit(  # noqa: PLR0913 - one parameter for each option of the command
     run_dir: opt.RunDir = None,
     json_output: opt.AsJson = False,
 ) -> None:
-    """Put jobs into the queue: those of a file, a training, or a command behind `--`.
+    """Put jobs into the queue: a file, training or command.
+
+    A command stands behind `--`.
 
     Also while the queue runs, and while its head is dead.
     """
@@ -213,7 +215,7 @@ def show(
     run_dir: opt.RunDir = None,
     json_output: opt.AsJson = False,
 ) -> None:
-    """Show all of one job: settings, attempts, why it waits, memory, files."""
+    """Show all of one job, and why it waits."""
     folder = _folder(run, config, overrides, run_dir)
     snapshot, glyphs = _snapshot(folder), glyphs_for(sys.stdout.encoding)
     standing = _standing(snapshot, job)
@@ -284,7 +286,7 @@ def fetch(
     overrides: opt.Overrides = None,
     run_dir: opt.RunDir = None,
 ) -> None:
-    """Copy the files of a job into a folder, from whichever PC has them."""
+    """Copy a job's files from whichever PC has them."""
     from orchestrator.cli import jobs_fetch
 
     folder = _folder(run, config, overrides, run_dir)

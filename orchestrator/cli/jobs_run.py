@@ -59,7 +59,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     chaos_seed: opt.ChaosSeed = 0,
     yes_really: opt.YesReally = False,
 ) -> None:
-    """Work off the jobs of a file, and those that are submitted meanwhile.
+    """Work off a job file, and what is submitted meanwhile.
 
     The same command after a crash or a reboot goes on with what is unfinished.
     """

@@ -11,6 +11,7 @@ Does not decide what follows from the records (`queue.py`).
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,6 +30,7 @@ JOURNAL_NAME = "journal.jsonl"
 QUEUE_NAME = "jobs"
 """Of the folder of a queue in its run folder."""
 _VERSION = 1
+_parse = json.JSONDecoder().decode
 _FIRST_LINE = b'{"journal":%d}\n' % _VERSION
 
 #: A journal is compacted when it is larger than this, and so many times larger than its jobs need.
@@ -140,12 +142,18 @@ def queue_of(folder: Path) -> Queue:
     queue, path = Queue(), folder / JOURNAL_NAME
     if not path.exists():
         return queue
-    for number, batch in _batches(path):
-        try:
-            for entry in batch:
-                queue.apply(entry)
-        except IllegalRecordError as failure:
-            raise _damaged(path, number, str(failure)) from failure
+    was_enabled = gc.isenabled()
+    gc.disable()  # a replay makes no circles, and the collector would look at all jobs many times
+    try:
+        for number, batch in _batches(path):
+            try:
+                for entry in batch:
+                    queue.apply(entry)
+            except IllegalRecordError as failure:
+                raise _damaged(path, number, str(failure)) from failure
+    finally:
+        if was_enabled:
+            gc.enable()
     return queue
 
 
@@ -164,7 +172,8 @@ def decoded(text: str | bytes) -> list[Entry]:
     Raises:
         ValueError: It is none, or holds something else.
     """
-    raws = json.loads(text)
+    # It is ASCII: to find that out for each line takes as long as to parse a short one.
+    raws = _parse(text if isinstance(text, str) else text.decode("ascii"))
     if not isinstance(raws, list):
         raise ValueError("no batch of records")  # noqa: TRY004 - as documented
     try:
