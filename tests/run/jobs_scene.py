@@ -16,6 +16,7 @@ from typing import Any
 
 from orchestrator.config.load import config_from_data
 from orchestrator.core.placement import Target
+from orchestrator.core.user_commands import Command, Do, events_of
 from orchestrator.jobs import inbox
 from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal, queue_of, records
 from orchestrator.jobs.model import Job, JobState, Record, Said, Standing, Submitted, Word
@@ -322,6 +323,18 @@ class JobsRun:
                 setattr(owner, name, mortal(getattr(owner, name)))
 
     # What users do
+
+    def command(self, do: Do, job: str) -> None:
+        """Give a command about a job's slot, as `top` and its verbs do."""
+        events = events_of(
+            Command(id="x", do=do, slots=(job,), by="ann"),
+            self.supervisor._slots,
+            self.supervisor._plans,
+            ("pc1", "pc2"),
+            queued=self.supervisor._slots.keys() - self.dispatcher.at_work(),
+        )
+        for name, event in events:
+            self.supervisor._feed(name, event)
 
     def say(self, word: Word, job: str) -> None:
         """Leave a word about a job in the inbox."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.core.slot import Held, Hold
+from orchestrator.core.user_commands import CommandRefusedError, Do
 from orchestrator.jobs import inbox
 from orchestrator.jobs.model import (
     Assigned,
@@ -222,11 +222,33 @@ def test_a_word_about_a_parked_job_is_obeyed(new_jobs: JobsMaker) -> None:
 def test_a_paused_slot_is_ended_where_the_queue_says_so(new_jobs: JobsMaker) -> None:
     run = new_jobs(short("one", 400))
     run.until(6.0)
-    run.supervisor._feed("one", Held(hold=Hold.PAUSE))
+    run.command(Do.PAUSE, "one")
     run.until(10.0)
     run.say(Word.CANCEL, "one")
     assert run.finish()["one"].state is JobState.CANCELLED
     assert run.fleet.abandoned == ["one"]
+
+
+def test_a_drained_slot_keeps_its_place_until_unpause(new_jobs: JobsMaker) -> None:
+    run = new_jobs(short("one", 400), short("two", 400), short("three", 400))
+    run.until(6.0)
+    run.command(Do.DRAIN, "one")
+    run.until(20.0)
+    assert run.standing("one").state is JobState.RUNNING
+    assert "one" not in run.fleet.live_on("pc1") + run.fleet.live_on("pc2")
+    run.command(Do.UNPAUSE, "one")
+    run.finish()
+    check_ends(run)
+
+
+@pytest.mark.parametrize("do", [Do.UNPAUSE, Do.REINSTATE])
+def test_no_command_starts_what_has_no_place(new_jobs: JobsMaker, do: Do) -> None:
+    run = new_jobs(short("one", 400), stays=True)
+    run.until(6.0)
+    run.say(Word.HOLD, "one")
+    run.until_state("one", JobState.HELD)
+    with pytest.raises(CommandRefusedError, match="jobs release"):
+        run.command(do, "one")
 
 
 def test_without_room_a_training_goes_to_the_larger_card(new_jobs: JobsMaker) -> None:
