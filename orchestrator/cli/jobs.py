@@ -165,14 +165,7 @@ def submit(  # noqa: PLR0913 - one parameter for each option of the command
         options = {key: value for key, value in said.items() if value is not None}
         file = from_words(base, train, over or (), given, name=name, known=known, **options)
     added = _not_known(expand(file), known)
-    queue = queue_of(folder / QUEUE_NAME)
-    sweeps = []
-    for sweep in sampled_sweeps(file):
-        why = queue.why_refused(sweep)
-        if why is None:
-            sweeps.append(sweep)
-        elif sweep.name not in queue.sweeps:
-            raise UsageError(f"{sweep.origin}: {why}; give the sweep another name")
+    sweeps = sampled_sweeps(file, queue_of(folder / QUEUE_NAME))
     if added or sweeps:
         _put(folder, [*jobs_run.submitted(added, base, _target_of(folder)), *sweeps])
     ahead = sum(standing.state not in ENDED for standing in snapshot.standings)

@@ -28,8 +28,8 @@ from orchestrator.core.placement import Target
 from orchestrator.errors import UsageError
 from orchestrator.jobs.inbox import waiting
 from orchestrator.jobs.journal import QUEUE_NAME, queue_of
-from orchestrator.jobs.model import Job, Submitted, SweepSubmitted
-from orchestrator.jobs.sampler import require_optuna
+from orchestrator.jobs.model import Job, Submitted
+from orchestrator.jobs.queue import Queue
 from orchestrator.jobs.sweep import JobFile, expand
 from orchestrator.record.archive import StoredRun, read_run
 from orchestrator.record.folders import command_for, list_runs
@@ -90,17 +90,17 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         return
     read = None if file is None else read_file(file, loaded)
     jobs = () if read is None else expand(read)
-    sweeps = () if read is None else sampled_sweeps(read)
+    unfinished = None if new else _unfinished(Path(loaded.run.dir))
+    queue = Queue() if unfinished is None else queue_of(unfinished.folder / QUEUE_NAME)
     options = runner.Options(
         json=json_output,
         plain=plain,
         wait_for_nodes=True,
         experiments=tuple(experiments_of(None, chaos, chaos_seed, yes_really=yes_really)),
-        queue=runner.QueueOptions(stays=stay),
+        queue=runner.QueueOptions(stays=stay, submitted=sampled_sweeps(read, queue)),
     )
-    unfinished = None if new else _unfinished(Path(loaded.run.dir))
     if unfinished is not None:
-        options = _with_new(options, unfinished, jobs, sweeps)
+        options = _with_new(options, unfinished, jobs)
         raise typer.Exit(
             runner.go_on(unfinished, options, duration_s(duration), cluster=loaded.cluster)
         )
@@ -115,7 +115,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         environment = environments.on_this_machine(loaded)
     else:
         environment = environments.on_cluster(loaded)
-    options = _with_jobs(options, jobs, sweeps, environment.config, environment.target)
+    options = _with_jobs(options, jobs, environment.config, environment.target)
     raise typer.Exit(runner.run(environment, options))
 
 
@@ -151,25 +151,17 @@ def _unfinished(runs_dir: Path) -> StoredRun | None:
     return None
 
 
-def _with_new(
-    options: Options, stored: StoredRun, jobs: Sequence[Job], sweeps: Sequence[SweepSubmitted]
-) -> Options:
+def _with_new(options: Options, stored: StoredRun, jobs: Sequence[Job]) -> Options:
     """Say that a queue goes on, and add the jobs of the file that it does not know."""
-    queue = queue_of(stored.folder / QUEUE_NAME)
-    known = queue.standings
+    known = queue_of(stored.folder / QUEUE_NAME).standings
     ids = {standing.job.id for standing in known.values()}
     added = [job for job in jobs if job.id not in ids]
     clash = next((job.name for job in added if job.name in known), None)
-    for sweep in sweeps:
-        if sweep.name not in queue.sweeps and queue.why_refused(sweep) is not None:
-            clash = sweep.name
     if clash is not None:
         raise UsageError(
             f"the unfinished queue of run {stored.facts.run_id} has another job {clash!r}; give "
             "the new one another name, or begin another queue: --new"
         )
-    if queue.sweeps:
-        require_optuna()
     left = sum(standing.ended_at_s is None for standing in known.values())
     typer.echo(
         f"Going on with the queue of run {stored.facts.run_id}: {left} of {len(known)} jobs left"
@@ -180,19 +172,13 @@ def _with_new(
     facts = stored.facts
     config = config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")
     target = Target(device=facts.device, one_machine=facts.one_machine)
-    return _with_jobs(options, added, sweeps, config, target)
+    return _with_jobs(options, added, config, target)
 
 
-def _with_jobs(
-    options: Options,
-    jobs: Sequence[Job],
-    sweeps: Sequence[SweepSubmitted],
-    config: Config,
-    target: Target,
-) -> Options:
+def _with_jobs(options: Options, jobs: Sequence[Job], config: Config, target: Target) -> Options:
     assert options.queue is not None  # noqa: S101 - of this verb
-    records = submitted(jobs, config, target)
-    return replace(options, queue=replace(options.queue, submitted=(*records, *sweeps)))
+    records = (*options.queue.submitted, *submitted(jobs, config, target))
+    return replace(options, queue=replace(options.queue, submitted=records))
 
 
 def submitted(jobs: Iterable[Job], config: Config, target: Target) -> tuple[Submitted, ...]:

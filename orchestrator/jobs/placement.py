@@ -327,19 +327,16 @@ def _starts(
         if not own or len(there) > 1 or any(each.alone for each in there):
             continue
 
-        group = [] if there else [own[0].candidate]
+        first = [] if there else [own[0].candidate]
         host = there[0] if there else own[0].candidate
         room_bytes = card.room_bytes - sum(each.budget_bytes for each in there)
+        group, alone = first, True
         budgets: tuple[int, ...] = (card.room_bytes,)
-        alone = True
-        for turn in own[len(group) :]:
-            second = turn.candidate
-            if turn.level != own[0].level or not host.may_pack:
-                break
-            both = [*group, second]
+        for turn in own[len(first) :] if host.may_pack else ():
+            both = [*first, turn.candidate]
             measured = [each.measured_bytes or each.memory_bytes for each in both]
             shares = packed_budgets(measured, room_bytes)
-            if shares and second.may_pack:
+            if turn.level == own[0].level and turn.candidate.may_pack and shares:
                 group, budgets, alone = both, shares, False
                 break
         starts += [

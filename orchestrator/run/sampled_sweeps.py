@@ -17,7 +17,7 @@ from orchestrator.errors import ConfigError, UsageError
 from orchestrator.jobs.entries import Entry
 from orchestrator.jobs.model import ENDED, Job, JobState, SweepSubmitted
 from orchestrator.jobs.queue import Queue
-from orchestrator.jobs.sampler import Sampler, Trial
+from orchestrator.jobs.sampler import Sampler, Trial, require_optuna
 from orchestrator.jobs.spec import parse
 from orchestrator.jobs.sweep import JobFile, expand
 from workers.command.code import code_of
@@ -101,24 +101,35 @@ def sampler_of(file: JobFile, entry: Entry) -> Sampler:
     return Sampler(entry.sweep, is_min=is_min, is_train=entry.train is not None)
 
 
-def sampled_sweeps(file: JobFile) -> tuple[SweepSubmitted, ...]:
-    """Return the sweeps of a file whose members are asked for, as they are submitted here and now.
+def sampled_sweeps(file: JobFile | None, queue: Queue) -> tuple[SweepSubmitted, ...]:
+    """Return the sweeps of a file whose members are asked for, as they are submitted here and now,
+    without those that the queue has as they are.
 
-    `UsageError` where optuna is missing: it is better told now than in the night.
+    `UsageError` where a name is taken, or where optuna is missing, also for sweeps of the queue: it
+    is better told now than in the night.
     """
+    if queue.sweeps:
+        require_optuna()
     found = []
-    for entry in file.entries:
-        if entry.sweep is not None and entry.sweep.method == "optuna":
-            sampler_of(file, entry).ask(())
-            found.append(
-                SweepSubmitted(
-                    at_s=time.time(),
-                    name=entry.name,
-                    count=entry.sweep.size,
-                    origin=file.origin,
-                    text=file.text,
-                    cwd=str(Path.cwd()),
-                )
+    for entry in () if file is None else file.entries:
+        if file is None or entry.sweep is None or entry.sweep.method != "optuna":
+            continue
+        sampler_of(file, entry).ask(())
+        sweep = SweepSubmitted(
+            at_s=time.time(),
+            name=entry.name,
+            count=entry.sweep.size,
+            origin=file.origin,
+            text=file.text,
+            cwd=str(Path.cwd()),
+        )
+        why = queue.why_refused(sweep)
+        if why is None:
+            found.append(sweep)
+        elif sweep.name not in queue.sweeps:
+            raise UsageError(
+                f"{sweep.origin}: {why}; give the sweep another name, or begin another queue with "
+                "`jobs run --new`"
             )
     return tuple(found)
 

@@ -11,7 +11,16 @@ import pytest
 
 from orchestrator.jobs import inbox
 from orchestrator.jobs.journal import JOURNAL_NAME, Journal
-from orchestrator.jobs.model import Assigned, Job, QueueHeld, Record, Said, Submitted, Word
+from orchestrator.jobs.model import (
+    Assigned,
+    Job,
+    QueueHeld,
+    Record,
+    Said,
+    Submitted,
+    SweepSubmitted,
+    Word,
+)
 from orchestrator.record.jobs import QueueReader, write_outlook
 from tests.cli.conftest import Command
 from tests.factories import STARTED_UNIX_S, make_job, make_standing
@@ -215,3 +224,34 @@ def test_a_plan_names_order_times_and_what_never_fits(command: Command) -> None:
     assert told["jobs"][0]["job_card"] == "pc1"
     assert told["jobs"][0]["job_predicted_mib"] > 500
     assert "200.0 GiB" in told["never"]["c"]
+
+
+OPTUNA = """\
+jobs:
+  - name: {}
+    train: {{preset: gpt-nano, steps: 9}}
+    sweep: {{method: optuna, count: 3, over: {{lr: {{log: [1e-5, 1e-3]}}}}}}
+  - {{name: after, command: [echo], after: [{}]}}
+"""
+
+
+def test_a_sweep_of_optuna_is_submitted_as_its_file(command: Command, folder: Path) -> None:
+    pytest.importorskip("optuna", reason="optuna is not installed (extra sweep)")
+    text = OPTUNA.format("hp", "hp")
+    Path("hp.yaml").write_text(text)
+    done = command("jobs", "submit", "hp.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "submitted to run 20261126-010203-0b76: hp\n" in done.stdout
+    (record,) = taken(folder)
+    assert isinstance(record, SweepSubmitted)
+    assert (record.name, record.count, record.text) == ("hp", 3, text)
+    assert record.cwd == str(Path.cwd())
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_sweep_whose_members_names_are_taken_is_refused(command: Command) -> None:
+    pytest.importorskip("optuna", reason="optuna is not installed (extra sweep)")
+    Path("lr.yaml").write_text(OPTUNA.format("lr", "lr"))
+    done = command("jobs", "submit", "lr.yaml")
+    assert done.returncode == 2
+    assert "lr.yaml: there is another job called lr-0" in done.stderr

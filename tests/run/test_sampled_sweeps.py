@@ -40,7 +40,7 @@ class SweepScene(Scene):
         self.journal = None if folder is None else Journal(folder / "journal.jsonl")
         self.begin()
         file = parse(text, "night.yaml", REFERENCE)
-        self.take(*sampled_sweeps(file))
+        self.take(*sampled_sweeps(file, self.queue))
 
     def begin(self, queue: Queue | None = None) -> None:
         self.queue = queue or self.queue

@@ -163,10 +163,10 @@ class Record:
     @classmethod
     def of(cls, folder: Path) -> Record:
         """Read it; an unreadable one is as none."""
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             data = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-            ending = None if data["ending"] is None else Ending(**data["ending"])
-            return cls(starts=data["starts"], attempt=data["attempt"], ending=ending)
+            ending = data.pop("ending")
+            return cls(**data, ending=ending and Ending(**ending))
         return cls()
 
     def write(self, folder: Path) -> None:
