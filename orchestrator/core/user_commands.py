@@ -89,9 +89,10 @@ def events_of(
     nodes: Collection[str],
     *,
     is_ending: bool = False,
+    queued: Collection[str] = (),
 ) -> tuple[tuple[str, Event], ...]:
     """Return what happens to which slot; `nodes` are those that are there now, `is_ending` says so
-    of the run.
+    of the run. Of jobs that are `queued` the queue alone says when they work.
 
     Raises:
         CommandRefusedError: One of the slots cannot be treated so; then nothing happens to any.
@@ -107,6 +108,11 @@ def events_of(
             )
         )
     for name in command.slots:
+        if name in queued:
+            raise CommandRefusedError(
+                f"{name} is a job without a place on a card: `python -m orchestrator jobs show "
+                f"{name}` says why, and `jobs release` or `jobs retry` sends it on"
+            )
         why_not = _why_not(command, slots[name], plans[name])
         if why_not:
             raise CommandRefusedError(f"{name} {why_not}; nothing was changed")

@@ -165,6 +165,11 @@ class Queue:
         return tuple(standing.job for standing in self._standings.values())
 
     @property
+    def on_card(self) -> frozenset[str]:
+        """Jobs that have an attempt on a card."""
+        return frozenset(self._indexed().on_card)
+
+    @property
     def is_over(self) -> bool:
         """Whether every job has ended, and every sweep has been asked for all its members."""
         return self.is_over_without(())

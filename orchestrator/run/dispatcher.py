@@ -146,11 +146,15 @@ class Dispatcher:
 
     def rests(self) -> frozenset[str]:
         """Return the jobs whose attempts are to come to rest."""
-        return frozenset(
-            name
-            for name, standing in self.queue.standings.items()
-            if standing.state in ON_CARD and standing.recalled_to is not None
-        )
+        on_card = self.queue.on_card
+        return frozenset(name for name in on_card if self._is_recalled(name))
+
+    def at_work(self) -> frozenset[str]:
+        """Return the jobs that have a place on a card, and are to keep it."""
+        return self.queue.on_card - self.rests()
+
+    def _is_recalled(self, name: str) -> bool:
+        return self.queue.shown(name).recalled_to is not None
 
     def turn(
         self, slots: Mapping[str, Slot], nodes: Collection[str], now_unix_s: float
@@ -299,7 +303,9 @@ class Dispatcher:
         return Seen(
             job=name,
             attempt=standing.attempt,
-            is_at_rest=slot.orders.hold is Hold.DRAIN
+            # A slot that a user drained keeps its place.
+            is_at_rest=standing.recalled_to is not None
+            and slot.orders.hold is Hold.DRAIN
             and slot.phase in {Phase.HELD, Phase.ABSENT}
             and not slot.in_flight,
             node_lost=is_away,

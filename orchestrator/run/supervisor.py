@@ -366,8 +366,9 @@ class Supervisor:
 
     def _obey(self) -> None:
         is_ending, nodes = self._ended_s is not None, self._nodes.seen()
+        queued = () if self.dispatcher is None else self._slots.keys() - self.dispatcher.at_work()
         for name, event in self.commands.receive(
-            self._slots, self._plans, nodes, is_ending=is_ending
+            self._slots, self._plans, nodes, is_ending=is_ending, queued=queued
         ):
             self._feed(name, event)
 
@@ -620,6 +621,7 @@ class Commands:
         nodes: Collection[str],
         *,
         is_ending: bool,
+        queued: Collection[str] = (),
     ) -> Iterator[tuple[str, Event]]:
         """Yield what happens to which slot; each is to happen before the next one is asked for.
 
@@ -633,7 +635,9 @@ class Commands:
                 continue
             if command.id not in self._answers:
                 try:
-                    events = events_of(command, slots, plans, nodes, is_ending=is_ending)
+                    events = events_of(
+                        command, slots, plans, nodes, is_ending=is_ending, queued=queued
+                    )
                     answer = Answer(ok=True, id=command.id, effect=EFFECTS[command.do])
                 except CommandRefusedError as error:
                     events, answer = (), Answer(ok=False, id=command.id, error=str(error))

@@ -16,9 +16,11 @@ from typing import Any
 
 from orchestrator.config.load import config_from_data
 from orchestrator.core.placement import Target
+from orchestrator.core.user_commands import Command, Do, events_of
 from orchestrator.jobs import inbox
 from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal, queue_of, records
 from orchestrator.jobs.model import Job, JobState, Record, Said, Standing, Submitted, Word
+from orchestrator.jobs.queue import Queue
 from orchestrator.record.archive import read_run
 from orchestrator.record.events import EventLog
 from orchestrator.record.output import OutputFiles
@@ -70,9 +72,9 @@ class JobsFleet(ScriptedFleet):
     Never has more on a card than its budget.
     """
 
-    def __init__(self, clock: VirtualClock, jobs: Mapping[str, Job]) -> None:
+    def __init__(self, clock: VirtualClock, queue: Queue) -> None:
         super().__init__(clock)
-        self.jobs = jobs
+        self._queue = queue
         self.specs: dict[str, WorkerSpec] = {}
         """Of each slot, as it was placed last."""
         self.homes: list[tuple[str, str]] = []
@@ -101,15 +103,18 @@ class JobsFleet(ScriptedFleet):
         held_bytes = sum(self.specs[slot].budget_bytes for slot in there)
         assert held_bytes <= max(spec.card_budget_bytes, spec.budget_bytes), there
 
+    def _job(self, slot: str) -> Job:
+        return self._queue.standings[slot].job
+
     def _steps_of(self, slot: str) -> int | None:
-        job = self.jobs[slot]
+        job = self._job(slot)
         return self.program_steps.get(slot, 20) if job.command is not None else job.steps
 
     def _reaches(self, slot: str, process: Any, directive: Directive) -> None:
         if process.state is not None:
             return
         process.state, process.train_step = slot, 0
-        if self.jobs[slot].command is not None:
+        if self._job(slot).command is not None:
             self.starts[slot] += 1
         elif directive.checkpoint is not None:
             step, process.state = directive.checkpoint.decode().split()
@@ -126,7 +131,7 @@ class JobsFleet(ScriptedFleet):
         said = self.kinds_of_report.get(slot)
         if said is not None and (report := said(self._actors[slot].node)):
             return dict(report)
-        if self.jobs[slot].command is not None:
+        if self._job(slot).command is not None:
             return self._of_program(slot, process, directive, done)
         return self._of_training(slot, process, directive, done)
 
@@ -149,7 +154,7 @@ class JobsFleet(ScriptedFleet):
     def _of_training(
         self, slot: str, process: Any, directive: Directive, done: int
     ) -> dict[str, Any]:
-        first, steps = process.train_step, self.jobs[slot].steps
+        first, steps = process.train_step, self._job(slot).steps
         assert steps is not None
         process.train_step = last = first + done
         process.state = state = hash_after(slot, last, process.state, first)
@@ -227,8 +232,7 @@ class JobsRun:
         if new:
             self.journal.append(new)
         queue = queue_of(self.queue_folder)
-        every = {name: standing.job for name, standing in queue.standings.items()}
-        self.fleet = JobsFleet(self.clock, every)
+        self.fleet = JobsFleet(self.clock, queue)
         for name in NODES:
             if name not in absent:
                 self.fleet.join(name)
@@ -319,6 +323,18 @@ class JobsRun:
                 setattr(owner, name, mortal(getattr(owner, name)))
 
     # What users do
+
+    def command(self, do: Do, job: str) -> None:
+        """Give a command about a job's slot, as `top` and its verbs do."""
+        events = events_of(
+            Command(id="x", do=do, slots=(job,), by="ann"),
+            self.supervisor._slots,
+            self.supervisor._plans,
+            ("pc1", "pc2"),
+            queued=self.supervisor._slots.keys() - self.dispatcher.at_work(),
+        )
+        for name, event in events:
+            self.supervisor._feed(name, event)
 
     def say(self, word: Word, job: str) -> None:
         """Leave a word about a job in the inbox."""
