@@ -14,6 +14,7 @@ from typing import Any
 from orchestrator.config.load import dump_config, load_config
 from orchestrator.config.schema import Config
 from orchestrator.core.slot import Rules, Slot
+from orchestrator.jobs.model import Job, JobState, Kind, Standing
 from orchestrator.record.model import Row, Snapshot
 from orchestrator.record.store import COUNTERS, RunFacts, SlotRecord
 from tests.scene import MIB, ROOT
@@ -192,6 +193,18 @@ FACTS = RunFacts(
     head_started=None,
     host="pc1",
 )
+
+
+def make_job(name: str = "lr-0", **changed: Any) -> Job:
+    """Return a training in a queue."""
+    known: dict[str, Any] = {"id": name, "kind": Kind.TRAIN, "steps": 100}
+    return Job(name=name, **(known | changed))
+
+
+def make_standing(name: str = "lr-0", state: str = "QUEUED", **changed: Any) -> Standing:
+    """Return how a job stands."""
+    known: dict[str, Any] = {"job": make_job(name), "reason": "in line", "since_s": STARTED_UNIX_S}
+    return Standing(state=JobState(state), **(known | changed))
 
 
 def make_snapshot(*rows: Row, **changed: object) -> Snapshot:

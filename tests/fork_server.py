@@ -1,6 +1,7 @@
 """One process imports torch once and forks a child for each scenario; importing takes a second or two of a core.
 
-A child behaves like a fresh `python -c CODE` that has imported torch: its own session, folder,
+A server may be given more modules of others to import, such as those of transformers, which take three more.
+A child behaves like a fresh `python -c CODE` that has imported them: its own session, folder,
 environment, arguments and limits, no standard input, its output in files, and an ordinary end of
 the interpreter. The server itself runs no operation of torch, because a pool of OpenMP threads does
 not survive a fork. It ends its children when their client goes away, and itself when the tests do.
@@ -78,7 +79,8 @@ def _whole(stream: IO[bytes]) -> str:
 class ForkServer:
     """The tests' end of a server; it is started with the first child."""
 
-    def __init__(self) -> None:
+    def __init__(self, *modules: str) -> None:
+        self._modules = modules
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
@@ -136,9 +138,10 @@ class ForkServer:
             self._control, theirs = socket.socketpair()
             with theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, __file__, str(theirs.fileno())],
+                    [sys.executable, __file__, str(theirs.fileno()), *self._modules],
                     # torch imports NumPy, whose OpenBLAS begins a thread for each further core.
-                    env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                    # transformers asks when it is imported whether it may ask a hub.
+                    env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -231,8 +234,13 @@ if __name__ == "__main__":
         warnings.simplefilter("ignore")  # torch says so once where NumPy is not installed
         import torch
 
+        for _name in sys.argv[2:]:
+            importlib.import_module(_name)
+
     _threads = len(list(Path("/proc/self/task").iterdir()))
-    assert _threads == 1, f"torch {torch.__version__} has begun threads: a fork loses them"
+    assert _threads == 1, (
+        f"torch {torch.__version__} or {sys.argv[2:]} has begun threads: a fork loses them"
+    )
     gc.collect()
     gc.freeze()  # or every collection of a child copies all the pages of torch
     _code = _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -20,6 +20,16 @@ from workers.settings import WorkerSpec
 InChild: TypeAlias = Callable[..., Any]
 MakeSpec: TypeAlias = Callable[..., WorkerSpec]
 
+#: Half of the time of a small training in a process of its own is the import of these.
+HF_MODULES = (
+    "torch._dynamo",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.tokenization_utils_tokenizers",
+    "transformers.trainer",
+)
+
 #: Imports a test's module by its name, so that what it pickles and what a spec names are found
 #: again.
 CHILD = """
@@ -37,7 +47,9 @@ Path(wanted).write_bytes(pickle.dumps(result))
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what starts a process that loads torch, so that `make check` can leave it to `make test`."""
     for item in items:
-        if {"in_child", "fork_server"} & set(getattr(item, "fixturenames", ())):
+        if {"in_child", "hf_child", "fork_server", "hf_fork_server"} & set(
+            getattr(item, "fixturenames", ())
+        ):
             item.add_marker("torch")
 
 
@@ -50,16 +62,33 @@ def fork_server() -> Iterator[ForkServer]:
 
 
 @pytest.fixture(scope="session")
+def hf_fork_server() -> Iterator[ForkServer]:
+    """The same, and it has imported what models and trainers of transformers need."""
+    server = ForkServer(*HF_MODULES)
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
 def in_child(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> InChild:
     """Run a function of a test's module in a fresh process and return what it returns."""
+    return _runner(tmp_path_factory, fork_server)
 
+
+@pytest.fixture(scope="session")
+def hf_child(tmp_path_factory: pytest.TempPathFactory, hf_fork_server: ForkServer) -> InChild:
+    """The same in a process that has imported transformers."""
+    return _runner(tmp_path_factory, hf_fork_server)
+
+
+def _runner(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> InChild:
     def run(function: Callable[..., Any], *arguments: object) -> Any:
         folder = tmp_path_factory.mktemp("child")
         given, wanted = folder / "given", folder / "wanted"
         given.write_bytes(pickle.dumps(arguments))
         source = Path(function.__code__.co_filename)
         names = [str(source.parent), source.stem, function.__name__, str(given), str(wanted)]
-        done = fork_server.run(CHILD, *names)
+        done = server.run(CHILD, *names)
         assert done.returncode == 0, (
             f"{function.__name__} ended with {done.returncode}:\n{done.stderr[-4000:]}"
         )

@@ -73,6 +73,15 @@ def replace_whole(path: Path, text: str) -> None:
         raise
 
 
+def flush(place: Path) -> None:
+    """Have a file, or the names in a folder, be on the disk when this returns."""
+    descriptor = os.open(place, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
 def locked(lock: Path, patience_s: float) -> Iterator[None]:
     """Keep others out who lock the same file. It is made, with its folder, and stays: else there

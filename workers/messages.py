@@ -7,7 +7,6 @@ engine's). Imports neither torch nor ray. Bytes and seconds throughout; `None` m
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -247,16 +246,9 @@ class StepCounts:
     """Time for which steps and checks kept the device busy."""
 
     def __add__(self, other: StepCounts) -> StepCounts:
-        """Return the sum, counter by counter.
-
-        Without `__init__`, which takes twice as long: every report adds two.
-        """
-        total = object.__new__(StepCounts)
-        for put, mine, others in zip(
-            _PUT_COUNTER, _counters_of(self), _counters_of(other), strict=True
-        ):
-            put(total, mine + others)
-        return total
+        """Return the sum, counter by counter."""
+        sums = {name: getattr(self, name) + getattr(other, name) for name in StepCounts.__slots__}
+        return StepCounts(**sums)
 
     @staticmethod
     def total(counts: Iterable[StepCounts]) -> StepCounts:
@@ -289,11 +281,6 @@ class StepCounts:
         judged = self.steps_judged
         return self.steps_ok / judged if judged else None
 
-
-_counters_of = operator.attrgetter(*StepCounts.__slots__)
-
-#: What sets each counter of a new `StepCounts`, in their order.
-_PUT_COUNTER = [getattr(StepCounts, name).__set__ for name in StepCounts.__slots__]
 
 NO_COUNTS = StepCounts()
 
@@ -409,6 +396,32 @@ class PrintedOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a program of the user ended (`workers/command`)."""
+
+    exit_code: int | None = None
+    """`None` after a signal, and of a program that did not start."""
+    signal: int | None = None
+    text: str = ""
+    """The end of its log, at most 16 KiB; why it did not start."""
+    started: bool = True
+    was_asked: bool = False
+    """Whether it ended because its slot is to rest: it is to be started again."""
+    time_limit: bool = False
+    out_of_memory: bool = False
+    """By the words in its log: its card's memory, or on a CPU its cap."""
+    host_memory: bool = False
+    """The kernel killed a process of this PC for want of RAM while it was killed, or it failed for
+    want of RAM beside a card."""
+    disk_full: bool = False
+    """Where it writes there was no room left, or its last words say so."""
+    nan_loss: bool = False
+    """The last loss in its results was no number."""
+    peak_bytes: int | None = None
+    """Most that its processes took together: of the card, or on a CPU resident."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """The result of a slice, which is also the heartbeat. Its counts are of this slice alone."""
 
@@ -447,3 +460,7 @@ class Report:
     """
     output: PrintedOutput | None = None
     """`None`: nothing was printed, or it is not captured."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The last of each figure by which a training, or a program of the user, judges itself."""
+    ended: Ending | None = None
+    """How that program ended; `None` while it runs, and of a workload."""

@@ -19,7 +19,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Literal
 
 from workers.settings import FailureKind
 
@@ -187,6 +187,58 @@ _REQUEST: Final = re.compile(
 _UNIT_BYTES: Final = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
 
 
+#: errno of a full disk and of a user's full quota.
+DISK_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+#: What a log says of memory that no exception here says: JAX and XLA, TensorFlow, other frameworks,
+#: and `workers.capped`.
+_LOG_TEXTS: Final = re.compile(
+    r"RESOURCE_EXHAUSTED: (?:Out of memory|Failed to allocate)|OOM when allocating tensor"
+    r"|ran out of memory trying to allocate|OutOfMemoryError|CL_OUT_OF_(?:RESOURCES|HOST_MEMORY)"
+    r"|workers\.capped: process \d+ ran out of memory|a cap of \S+ GiB is too small"
+    r"|cudaErrorMemoryAllocation|ggml_backend_cuda_buffer_type_alloc_buffer: .* failed"
+)
+
+#: Of the PC's RAM and not of a card's memory, where the worker has a card.
+_HOST_TEXTS: Final = re.compile(
+    r"\bMemoryError\b|Unable to allocate [0-9.]+ \w*i?B for an array|DefaultCPUAllocator"
+    r"|std::bad_alloc|Cannot allocate memory|Out of memory: Killed process|\boom-kill\b|oom_reaper"
+)
+
+#: What is not the program's last error, but that of one that had started it.
+_OF_PARENT: Final = re.compile(
+    r"ChildFailedError|ProcessRaisedException|ProcessExitedException|CalledProcessError"
+    r"|exited unexpectedly"
+)
+_CHAINED: Final = re.compile(
+    r"During handling of the above exception|direct cause of the following exception"
+)
+
+
+def judge_log(text: str) -> Literal["card", "host"] | None:
+    """Say which memory a program lacked that has failed, by the end of its log; `None`: it says
+    nothing of memory.
+
+    Where it has no card, words of the PC's RAM mean its cap.
+
+    An out-of-memory that is followed by another error, which neither is chained to it nor comes
+    from a parent process, was survived, and does not count.
+    """
+    patterns = [pattern for kind, pattern in _TEXTS if kind is not FailureKind.CONTEXT_CORRUPTED]
+    patterns = [*patterns, _LOG_TEXTS, _HOST_TEXTS]
+    found = [match for pattern in patterns for match in pattern.finditer(text)]
+    if not found:
+        return None
+    last = max(found, key=re.Match.end)
+    _, *later = text[last.end() :].split("Traceback (most recent call last):")
+    between = text[last.end() :].partition("Traceback (most recent call last):")[0]
+    if later and _CHAINED.search(between) is None and _OF_PARENT.search(later[-1]) is None:
+        return None
+    on_card = [match[0] for match in found if _HOST_TEXTS.search(match[0]) is None]
+    neutral = [words for words in on_card if "workers.capped" in words]  # tells of both
+    return "host" if len(on_card) < len(found) and on_card == neutral else "card"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """What an exception means.
@@ -280,6 +332,11 @@ def traceback_text(exc: BaseException) -> str:
     head_chars = _TRACEBACK_LIMIT_CHARS // 4
     tail_chars = _TRACEBACK_LIMIT_CHARS - head_chars - len(_CUT)
     return text[:head_chars] + _CUT + text[-tail_chars:]
+
+
+def one_line(exc: BaseException) -> str:
+    """Return the type of an exception and what it says, as one line of at most 300 characters."""
+    return f"{type(exc).__name__}: {' '.join(_message(exc).split())}"[:_TEXT_LIMIT_CHARS]
 
 
 def drop_frames(exc: BaseException) -> None:

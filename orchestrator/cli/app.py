@@ -10,28 +10,27 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
+from orchestrator.cli import jobs, jobs_run
 from orchestrator.cli import options as opt
 from orchestrator.cli.loading import (
     config_of,
     config_of_one_machine,
     config_to_read,
     duration_s,
+    experiments_of,
     import_from_here,
     print_text,
 )
 from orchestrator.config.load import load_config
 from orchestrator.errors import UsageError
+from orchestrator.jobs.sweep import expand
 from orchestrator.record.folders import RUNNING, find_run
 from orchestrator.view.cells import glyphs_for
-
-if TYPE_CHECKING:
-    from orchestrator.run.runner import Experiment
 
 #: After its last slices a run writes its summary and ends its processes.
 _SUMMARY_S = 30.0
@@ -53,25 +52,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-
-def _experiments(
-    fake_sensors: Path | None,
-    chaos: str | None = None,
-    chaos_seed: int = 0,
-    *,
-    yes_really: bool = False,
-) -> Iterator[Experiment]:
-    """Yield what the laboratory adds to a run."""
-    if fake_sensors is not None:
-        from orchestrator.lab.sensors import ScriptedSensors
-
-        yield ScriptedSensors(fake_sensors)
-    if chaos is not None:
-        from orchestrator.lab.chaos.fleet import Chaos
-        from orchestrator.lab.chaos.plan import parse_chaos
-
-        yield Chaos(parse_chaos(chaos, chaos_seed), yes_really=yes_really)
 
 
 @app.command()
@@ -114,7 +94,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         json=json_output,
         plain=plain,
         wait_for_nodes=wait_for_nodes,
-        experiments=tuple(_experiments(fake_sensors, chaos, chaos_seed, yes_really=yes_really)),
+        experiments=tuple(experiments_of(fake_sensors, chaos, chaos_seed, yes_really=yes_really)),
         apply_power_limit=apply_power_limit,
     )
     more_s = duration_s(duration)
@@ -148,10 +128,14 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     raise typer.Exit(runner.run(environment, options))
 
 
+app.add_typer(jobs.app, name="jobs")
+
+
 @app.command()
 def plan(
     config: opt.ConfigPath = "cluster.yaml",
     overrides: opt.Overrides = None,
+    jobs_file: opt.PlannedJobs = None,
     json_output: opt.AsJson = False,
 ) -> None:
     """Show where each worker will go and what it may use."""
@@ -159,6 +143,13 @@ def plan(
     from orchestrator.cli.plan_training import training_plan
 
     loaded = load_config(config, overrides or [])
+    if jobs_file is not None:
+        from orchestrator.cli import plan_jobs
+
+        planned = plan_jobs.plan_jobs(expand(jobs_run.read_file(jobs_file, loaded)), loaded)
+        text = plan_jobs.plan_jobs_json if json_output else plan_jobs.plan_jobs_text
+        print_text(text(planned))
+        return
     training = training_plan(loaded, budgets(loaded))
     print_text(plan_json(loaded, training) if json_output else plan_text(loaded, training))
 
@@ -487,7 +478,7 @@ def burn(  # noqa: PLR0913 - one parameter for each option of the command
         json=json_output,
         plain=plain,
         wait_for_nodes=False,
-        experiments=tuple(_experiments(fake_sensors)),
+        experiments=tuple(experiments_of(fake_sensors)),
         apply_power_limit=apply_power_limit,
     )
     if sweep_text is not None:

@@ -6,15 +6,12 @@ Does not know what is in a checkpoint.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
+from orchestrator.cli.loading import ask_child
 from orchestrator.cluster.connect import connected
 from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import Config
@@ -59,18 +56,21 @@ def export(
         raise UsageError(f"{to} is there already; name a new folder, or remove that one")
     with ExitStack() as until_written:
         paths = _checkpoints(stored, config, specs[slot], to, until_written, best=best)
-        told = _asked(
-            {
-                "checkpoints": list(map(str, paths)),
-                "settings": dict(specs[slot].workload.settings),
-                "seed": specs[slot].workload.seed,
-                "run_id": facts.run_id,
-                "slot": slot,
-                "to": str(to),
-                "form": form,
-                "average": average,
-            }
-        )
+        question = {
+            "checkpoints": list(map(str, paths)),
+            "settings": dict(specs[slot].workload.settings),
+            "seed": specs[slot].workload.seed,
+            "run_id": facts.run_id,
+            "slot": slot,
+            "to": str(to),
+            "form": form,
+            "average": average,
+        }
+        told = ask_child("workers.hf.export", question)
+    if isinstance(told, str):
+        raise OrchestratorError(one_line(told))
+    if "refused" in told:
+        raise UsageError(one_line(told["refused"]))
     yield from told["told"]
     row = next((record.row for record in stored.slots if record.slot == slot), {})
     if not best and told["step"] < (row.get("saved_step") or 0):
@@ -107,19 +107,3 @@ def _checkpoints(
         return paths
     report = command_for(stored.folder, "report")
     raise UsageError(f"{slot} has no {names} in {local}; `{report}` shows what it did")
-
-
-def _asked(request: dict[str, Any]) -> dict[str, Any]:
-    """Have the child process write; the user's own task is imported from the current folder."""
-    command = [sys.executable, "-m", "workers.hf.export"]
-    text: dict[str, Any] = {"encoding": "utf-8", "errors": "replace", "input": json.dumps(request)}
-    done = subprocess.run(command, capture_output=True, check=False, **text)  # noqa: S603 - ours
-    try:
-        told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    except (ValueError, IndexError) as failure:
-        last = [line.strip()[:300] for line in done.stderr.splitlines() if line.strip()][-1:]
-        ended = f"the process that writes ended with status {done.returncode}"
-        raise OrchestratorError(one_line(": ".join([ended, *last]))) from failure
-    if "refused" in told:
-        raise UsageError(one_line(told["refused"]))
-    return told

@@ -7,7 +7,6 @@ user says otherwise.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from importlib import resources
@@ -18,6 +17,7 @@ from orchestrator.config.load import config_from_text
 from orchestrator.config.template import NodeChoice, choose, render
 from orchestrator.core.fleet import NodeAnswer
 from orchestrator.errors import NoClusterError, UsageError, one_line
+from orchestrator.record.summary import write_file
 from orchestrator.run.terminal import own_screen
 from workers.host.machine import look_around
 
@@ -47,7 +47,10 @@ def write_config(output: str, *, force: bool) -> Iterator[str]:
     nodes, port, remarks = _nodes()
     text = render(template(), nodes, port)
     config = config_from_text(text, output)
-    _write(path, text, force=force)
+    try:
+        write_file(path, text)
+    except OSError as error:
+        raise UsageError(f"{output} cannot be written: {error.strerror}") from None
     yield from remarks
     for name, choice in nodes.items():
         yield one_line(f"{name}: {choice.summary}")
@@ -106,19 +109,3 @@ def _why_left_out(answer: NodeAnswer) -> str | None:
     if answer.facts is None:
         return f"left out: {answer.name} gave no answer: {answer.error or 'no reason given'}"
     return None
-
-
-def _write(path: Path, text: str, *, force: bool) -> None:
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        if force:
-            fresh.write_text(text, encoding="utf-8")
-            fresh.replace(path)  # a concurrent reader sees the old file or the new one
-            return
-        with path.open("x", encoding="utf-8") as file:  # another process may have made it meanwhile
-            file.write(text)
-    except FileExistsError:
-        raise UsageError(f"{path} is there already; --force replaces it") from None
-    except OSError as error:
-        fresh.unlink(missing_ok=True)
-        raise UsageError(f"{path} cannot be written: {error.strerror or error}") from None

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
@@ -19,6 +20,9 @@ from orchestrator.config.load import load_config
 from orchestrator.config.schema import Config, RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.view.cells import width_of, wrapped
+
+if TYPE_CHECKING:
+    from orchestrator.run.runner import Experiment
 
 DEFAULT_CONFIG: Final = "cluster.yaml"
 """The configuration that is read if the user names none."""
@@ -97,7 +101,56 @@ def print_text(text: str) -> None:
     typer.echo(wrapped(text.encode(encoding, "backslashreplace").decode(encoding), width))
 
 
+def ask_child(
+    module: str, question: Mapping[str, Any], timeout_s: float | None = None
+) -> dict[str, Any] | str:
+    """Return what a module of `workers` that needs torch answers, in a process of its own.
+
+    Question and answer are JSON. The answer is the last line; the user's own task, which is
+    imported from the current folder, may print others. A text says why there is no answer.
+    """
+    try:
+        done = subprocess.run(  # noqa: S603 - our own module
+            [sys.executable, "-m", module],
+            input=json.dumps(question),
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"it took longer than {timeout_s:.0f} s"
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (ValueError, IndexError):
+        last = [line.strip()[:300] for line in done.stderr.splitlines() if line.strip()][-1:]
+        return ": ".join(
+            [f"the process that computes it ended with status {done.returncode}", *last]
+        )
+    return answer
+
+
 def import_from_here() -> None:
     """Make the user's own workload importable by workers: they get this process's search path."""
     if os.getcwd() not in sys.path:  # noqa: PTH109 - sys.path holds strings
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
+
+
+def experiments_of(
+    fake_sensors: Path | None,
+    chaos: str | None = None,
+    chaos_seed: int = 0,
+    *,
+    yes_really: bool = False,
+) -> Iterator[Experiment]:
+    """Yield what the laboratory adds to a run."""
+    if fake_sensors is not None:
+        from orchestrator.lab.sensors import ScriptedSensors  # noqa: PLC0415 - for some runs only
+
+        yield ScriptedSensors(fake_sensors)
+    if chaos is not None:
+        from orchestrator.lab.chaos.fleet import Chaos  # noqa: PLC0415 - as above
+        from orchestrator.lab.chaos.plan import parse_chaos  # noqa: PLC0415 - as above
+
+        yield Chaos(parse_chaos(chaos, chaos_seed), yes_really=yes_really)

@@ -127,6 +127,11 @@ ResumeTuning = Annotated[
     Text, Option("--resume", help="Go on with a tuning that was interrupted.", metavar="ID")
 ]
 
+# Of `plan`.
+PlannedJobs = Annotated[
+    Text, Option("--jobs", help="What a job file would do, and for how long.", metavar="FILE")
+]
+
 # Of `up`, `stop` and `doctor`.
 NodeToStart = Annotated[str, Argument(help="A key under nodes: in the configuration.")]
 HeadAddress = Annotated[
@@ -255,4 +260,25 @@ AveragedWeights = Annotated[
 ]
 BestCheckpoint = Annotated[
     bool, Option("--best", help="What had the lowest validation loss, where that was kept.")
+]
+
+# Of `jobs`.
+JobFile = Annotated[Text, Argument(help="A job file; docs/jobs.md has one.", metavar="FILE")]
+StayForJobs = Annotated[
+    bool, Option("--stay", help="Wait for more jobs when nothing is left to do.")
+]
+QueueService = Annotated[
+    bool,
+    Option(
+        "--service",
+        help="Write and start a systemd user unit that works a queue off with --stay, and print "
+        "it.",
+    ),
+]
+NewQueue = Annotated[bool, Option("--new", help="Begin another queue, although one is unfinished.")]
+QueueDuration = Annotated[
+    Text,
+    Option(
+        "--duration", help="The longest: 30s, 2h. Default: until no job is left.", metavar="TIME"
+    ),
 ]

@@ -6,14 +6,12 @@ A child process computes it, because that needs torch. No Ray, no device.
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from orchestrator.cli.loading import ask_child
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import NodeBudget
 from orchestrator.errors import UsageError, one_line
@@ -76,9 +74,10 @@ def training_plan(config: Config, budgets: Sequence[NodeBudget]) -> dict[str, An
         {"nodes": nodes, "device": device, "cap_bytes": bound}
         for (bound, device), nodes in groups.items()
     ]
-    told = _asked(
-        {"settings": config.train.model_dump(), "seed": config.workload.seed, "caps": caps}
-    )
+    question = {"settings": config.train.model_dump(), "seed": config.workload.seed, "caps": caps}
+    told = ask_child("workers.training.memory_plan", question, _TIMEOUT_S)
+    if isinstance(told, str):
+        told = {"not_planned": told}
     if "refused" in told:
         raise UsageError(one_line(told["refused"]))
     return {
@@ -87,6 +86,24 @@ def training_plan(config: Config, budgets: Sequence[NodeBudget]) -> dict[str, An
         "not_planned": told.get("not_planned"),
         "caps": [{**cap, **_judged(cap, config, told["blocks"])} for cap in told.get("caps", ())],
     }
+
+
+def smallest_step(config: Config, cap: _Told) -> dict[str, Any]:
+    """Return the step of a training that takes least memory, with `tokens` of a sample, or
+    `not_planned`.
+
+    Raises:
+        UsageError: The section `train:` names what cannot be trained.
+    """
+    question = {"settings": config.train.model_dump(), "seed": config.workload.seed, "caps": [cap]}
+    told = ask_child("workers.training.memory_plan", question, _TIMEOUT_S)
+    if isinstance(told, str):
+        return {"not_planned": told}
+    if "refused" in told:
+        raise UsageError(one_line(told["refused"]))
+    if "not_planned" in told:
+        return told
+    return {**told["caps"][0]["steps"][-1], "tokens": told["tokens"]}
 
 
 def training_lines(training: _Told) -> Iterator[str]:
@@ -207,26 +224,3 @@ def _split(step: _Told) -> str:
         f"micro-batch {micro} x accumulation {accumulation}, which takes "
         f"{step['total_bytes'] / MIB:.0f}"
     )
-
-
-def _asked(question: _Told) -> dict[str, Any]:
-    """Ask the child process; the user's own task is imported from the current folder."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "workers.training.memory_plan"],
-            input=json.dumps(question),
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return {"not_planned": f"it took longer than {_TIMEOUT_S:.0f} s"}
-    try:
-        told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    except (ValueError, IndexError):
-        last = [line.strip()[:300] for line in done.stderr.splitlines() if line.strip()][-1:]
-        ended = f"the process that computes it ended with status {done.returncode}"
-        return {"not_planned": ": ".join([ended, *last])}
-    return told

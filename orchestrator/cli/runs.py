@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,13 +21,16 @@ from rich.console import Console
 from orchestrator.config.duration import format_duration
 from orchestrator.core.slot import HeadState
 from orchestrator.errors import NothingStoredError, UsageError
-from orchestrator.record.archive import StoredEvent, StoredRun, read_events, read_run
+from orchestrator.jobs.journal import QUEUE_NAME
+from orchestrator.record.archive import StoredEvent, StoredRun, missed_of, read_events, read_run
 from orchestrator.record.folders import Listed, command_for, list_runs, run_object, summary_of
+from orchestrator.record.jobs import QueueReader
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import last_lines, slots_with_output
 from orchestrator.record.store import STORE_NAME
-from orchestrator.record.summary import SCHEMA, snapshot_from_summary, summary_dict, summary_text
+from orchestrator.record.summary import SCHEMA, summary_dict, summary_text
 from orchestrator.view.cells import UNICODE, Glyphs, aligned, clock, share_pct, whole
+from orchestrator.view.jobs import jobs_lines, with_jobs
 from orchestrator.view.phrases import closing_lines, counted, fault_lines, section, time_of_day
 from orchestrator.view.table import health_table
 from workers.units import MIB
@@ -80,18 +84,27 @@ def report_text(folder: Path, width: int, glyphs: Glyphs = UNICODE) -> str:
     try:
         run = read_run(folder)
     except NothingStoredError:
-        lines = _lines_of_summary(folder, width, glyphs)
+        summary = summary_of(folder)
+        if summary is None:
+            raise
+        lines = [glyphs.clean(f"run {folder.name}"), glyphs.clean(_verdict(summary))]
+        if summary.get("workers"):
+            lines.append(f"{STORE_NAME} is missing; summary.json has how its workers ended")
     else:
-        snapshot = run.snapshot()
+        queue = QueueReader(run.folder).look(run.snapshot().rows, time.time())
+        snapshot = with_jobs(run.snapshot(), queue, glyphs)
         events = read_events(run.folder, _TOLD)
+        missed = missed_of(events) if run.outcome == "degraded" else ()
         lines = [*_header(run, glyphs), *_table(snapshot, width, glyphs)]
         if (lost := snapshot.steps_lost_upper_bound) is not None:
             lines.append(
                 f"{counted(snapshot.counts.steps_ok, 'good step')} counted, at most {whole(lost)} "
                 "lost"
             )
+        if queue is not None:
+            lines += ["", "jobs", *(line.plain for line in jobs_lines(queue, width, glyphs))]
         lines += section("memory of trainings", _predicted(events), glyphs)
-        lines += section("what fell short", _missed(run, events), glyphs)
+        lines += section("what fell short", missed, glyphs)
         lines += section("what happened", _happenings(events), glyphs)
         lines += section("errors of the workload", _errors(events), glyphs)
         lines += section(
@@ -127,18 +140,6 @@ def logs_text(folder: Path, slot: str, glyphs: Glyphs = UNICODE) -> str:
     return "\n".join(lines) or glyphs.clean(f"{slot} has printed nothing")
 
 
-def _lines_of_summary(folder: Path, width: int, glyphs: Glyphs) -> list[str]:
-    summary = summary_of(folder)
-    if summary is None:
-        raise NothingStoredError(folder, STORE_NAME)
-    lines = [glyphs.clean(f"run {folder.name}"), glyphs.clean(_verdict(summary))]
-    try:
-        snapshot = snapshot_from_summary(summary)
-    except ValueError as failure:
-        return [*lines, glyphs.clean(f"the rest of summary.json cannot be read: {failure}")]
-    return [*lines, *(_table(snapshot, width, glyphs) if snapshot.rows else ())]
-
-
 def _run_cells(one: Listed, glyphs: Glyphs) -> tuple[str, ...]:
     told = run_object(one)
     started, exit_code, workers = told["started_at_unix_s"], told["exit_code"], told["workers"]
@@ -163,7 +164,9 @@ def _header(run: StoredRun, glyphs: Glyphs) -> Iterator[str]:
     yield glyphs.clean(
         f"run {facts.run_id}, {facts.mode}, started {_local(facts.started_at_unix_s)}"
     )
-    worked = f"worked {format_duration(run.elapsed_s)} of {format_duration(facts.duration_s)}"
+    worked = f"worked {format_duration(run.elapsed_s)}"
+    if not (run.folder / QUEUE_NAME).exists():  # a queue ends when it is empty
+        worked += f" of {format_duration(facts.duration_s)}"
     yield glyphs.clean(
         worked + (f", by {run.heads} heads one after the other" if run.heads > 1 else "")
     )
@@ -240,12 +243,6 @@ def _predicted(events: Sequence[StoredEvent]) -> Iterator[str]:
             "recomputed"
         )
         yield f"{slot}: predicted {predicted}, measured {measured} {at}"
-
-
-def _missed(run: StoredRun, events: Sequence[StoredEvent]) -> Iterator[str]:
-    ends = [event.details.get("missed") for event in events if event.event == "run_ended"]
-    if run.outcome == "degraded" and ends and isinstance(ends[-1], list):
-        yield from map(str, ends[-1])
 
 
 def _printed(folder: Path) -> Iterator[str]:

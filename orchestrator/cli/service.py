@@ -1,5 +1,5 @@
-"""`up NODE --service`: a systemd user unit that keeps this PC's Ray node (`stay.py`), written,
-started and explained.
+"""`up NODE --service` and `jobs run --service`: a systemd user unit that keeps this PC's Ray node
+(`stay.py`), or works off a queue of jobs; written, started and explained.
 
 Takes the node's secret as `up --exec` does, while the user is there to type a password. Does not
 need root.
@@ -12,7 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from orchestrator.cli import nodes
@@ -22,12 +22,12 @@ from orchestrator.errors import UsageError
 
 _UNIT = """\
 [Unit]
-Description=Ray node {node} of the OOM orchestrator
+Description={what} of the OOM orchestrator
 
 [Service]
 WorkingDirectory={folder}
 ExecStart={command}
-# The command ends its Ray itself; systemd kills what is left after that.
+# The command ends what it started itself; systemd kills what is left after that.
 KillMode=mixed
 TimeoutStopSec=60
 # 130: it was asked to end. 2: wrong options or configuration, which another try does not mend.
@@ -41,10 +41,10 @@ WantedBy=default.target
 """
 
 
-def unit_text(node: str, argv: Sequence[str], folder: str) -> str:
+def unit_text(what: str, argv: Sequence[str], folder: str) -> str:
     """Return the unit that runs a command in a folder for as long as it may."""
     return _UNIT.format(
-        node=node, folder=folder.replace("%", "%%"), command=" ".join(map(_quoted, argv))
+        what=what, folder=folder.replace("%", "%%"), command=" ".join(map(_quoted, argv))
     )
 
 
@@ -74,39 +74,57 @@ def install(
     _require_systemd(node, argv)
     nodes.ray_start(command)  # fails where Ray is not installed
     nodes.get_token(command)
-    name = f"orchestrator-{node}.service"
-    _systemctl("stop", name)  # an earlier version of it, if there is one
-    refuse_a_second(node)
+    yield from _installed(node, f"Ray node {node}", argv, lambda: refuse_a_second(node))
+
+
+def install_queue(words: Sequence[str], refuse: Callable[[], object]) -> Iterator[str]:
+    """The same for `jobs run --stay`, with more `words` of it.
+
+    Raises:
+        UsageError: This user has no systemd here, or `refuse` says why not, once an earlier version
+            of the service has ended.
+    """
+    argv = [sys.executable, "-m", "orchestrator", "jobs", "run", "--stay", *words]
+    _require_systemd("jobs", argv)
+    yield from _installed("jobs", "Queue of jobs", argv, refuse)
+
+
+def _installed(
+    name: str, what: str, argv: Sequence[str], refuse: Callable[[], object]
+) -> Iterator[str]:
+    unit = f"orchestrator-{name}.service"
+    _systemctl("stop", unit)  # an earlier version of it, if there is one
+    refuse()
     path = (
         Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
         / "systemd"
         / "user"
-        / name
+        / unit
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(unit_text(node, argv, str(Path.cwd())), encoding="utf-8")
+    path.write_text(unit_text(what, argv, str(Path.cwd())), encoding="utf-8")
     yield f"# {path}"
     yield path.read_text(encoding="utf-8")
-    for verb in (["daemon-reload"], ["enable", name], ["start", name]):
+    for verb in (["daemon-reload"], ["enable", unit], ["start", unit]):
         done = _systemctl(*verb)
         if done is None or done.returncode != 0:
             raise UsageError(f"`systemctl --user {shlex.join(verb)}` has failed: {_reason(done)}")
     yield (
-        f"{node} is kept from now on, and after each login. To keep it from the start of this "
+        f"{what} is kept from now on, and after each login. To keep it from the start of this "
         "PC on, without a login:"
     )
     yield "    loginctl enable-linger"
-    yield f"its log:    journalctl --user --unit {name} --follow"
-    yield f"to stop it: systemctl --user stop {name}"
-    yield f"to remove it: systemctl --user disable --now {name} && rm {shlex.quote(str(path))}"
+    yield f"its log:    journalctl --user --unit {unit} --follow"
+    yield f"to stop it: systemctl --user stop {unit}"
+    yield f"to remove it: systemctl --user disable --now {unit} && rm {shlex.quote(str(path))}"
 
 
-def _require_systemd(node: str, argv: Sequence[str]) -> None:
+def _require_systemd(name: str, argv: Sequence[str]) -> None:
     asked = _systemctl("show-environment")
     if asked is None or asked.returncode != 0:
         raise UsageError(
             f"this user has no systemd on this PC ({_reason(asked)}); type instead:\n"
-            f"nohup {shlex.join(argv)} > {shlex.quote(node)}.log &"
+            f"nohup {shlex.join(argv)} > {shlex.quote(name)}.log &"
         )
 
 

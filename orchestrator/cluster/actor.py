@@ -21,6 +21,8 @@ from workers.node_agent import mps
 from workers.settings import WorkerSpec
 
 if TYPE_CHECKING:
+    from orchestrator.cluster.command_folder import CommandFolder
+    from workers.command.engine import CommandEngine
     from workers.engine.engine import Engine
 
 
@@ -39,9 +41,13 @@ _LAST_WORDS_S = 1.0
 class WorkerActor:
     """One worker process, driven by directives."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec, folder: CommandFolder | None = None) -> None:
         self._spec = spec
-        self._engine: Engine | None = None
+        self._problem: str | None = None
+        if folder is not None and spec.command is not None:
+            self._problem = folder.problem
+            self._spec = replace(spec, command=replace(spec.command, cwd=folder.path))
+        self._engine: Engine | CommandEngine | None = None
         self._output: CapturedOutput | None = None
         self._poisoned = False
 
@@ -64,19 +70,24 @@ class WorkerActor:
             os._exit(
                 EXIT_POISONED
             )  # not sys.exit: nothing may touch the broken device on the way out
-        if self._output is None:
+        if self._output is None and self._spec.command is None:
             self._output = CapturedOutput(f"{self._spec.run_id}-{self._spec.slot}")
         if self._engine is None:
             # Ctrl-C is the head's: a KeyboardInterrupt in this process is the workload's own error.
             signal.signal(signal.SIGINT, lambda _number, _frame: None)
-            self._engine = load_engine(self._spec)
+            self._engine = load_engine(self._spec, self._problem)
         report = self._engine.run_slice(directive)
         self._poisoned = report.verdict is Verdict.CONTEXT_CORRUPTED
-        return replace(report, output=self._output.take())
+        # A program of the user has a log of its own.
+        return report if self._output is None else replace(report, output=self._output.take())
 
 
-def load_engine(spec: WorkerSpec) -> Engine:
-    """Load torch and the engine; what CUDA reads from the environment must be there before."""
+def load_engine(spec: WorkerSpec, problem: str | None = None) -> Engine | CommandEngine:
+    """Load torch and the engine, or what runs a program of the user; what CUDA reads from the
+    environment must be there before.
+
+    `problem` says why the folder of a program is not here.
+    """
     set_for_cuda(os.environ, workspace_of(spec.workload.settings))
     if spec.mps_pipe_directory is not None:
         os.environ.update(
@@ -86,6 +97,10 @@ def load_engine(spec: WorkerSpec) -> Engine:
         )
         # A node that has just come back starts its workers and its daemon at the same time.
         mps.await_daemon(spec.mps_pipe_directory, _DAEMON_S)
+    if spec.command is not None:
+        from workers.command.engine import CommandEngine  # noqa: PLC0415 - not in the head
+
+        return CommandEngine(spec, problem)
     # Torch belongs in the worker, never in the head.
     from workers.engine.engine import Engine  # noqa: PLC0415
 

@@ -1,7 +1,7 @@
-"""Copies the checkpoints of one slot from the PC that has them, in pieces.
+"""Copies files of one slot from the PC that has them, in pieces: checkpoints, or all of a job.
 
-Does not judge them: each file ends with a hash of all its bytes, which is compared where it is
-read.
+Does not judge them: each checkpoint ends with a hash of all its bytes, which is compared where it
+is read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class Reader:
     def __init__(self, run_id: str, slot: str, names: str) -> None:
         folder = default_path().parent / "state" / run_id / slot
         self._files: dict[str, IO[bytes]] = {
-            path.name: path.open("rb") for path in folder.glob(names)
+            str(path.relative_to(folder)): path.open("rb")
+            for path in folder.glob(names)
+            if path.is_file() and not path.is_symlink()
         }
 
     def sizes(self) -> dict[str, int]:
@@ -59,7 +61,9 @@ def copied(node: str, run_id: str, slot: str, names: str, into: Path) -> list[Pa
     try:
         sizes = ray.get(reader.sizes.remote(), timeout=_ANSWER_S)
         for name, size in sizes.items():
-            with (into / name).open("wb") as file:
+            path = into / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
                 for offset in range(0, size, _PIECE_BYTES):
                     file.write(ray.get(reader.piece.remote(name, offset), timeout=_ANSWER_S))
     except GetTimeoutError as failure:

@@ -25,6 +25,7 @@ from ray.exceptions import (
 )
 
 from orchestrator.cluster.actor import WorkerActor
+from orchestrator.cluster.command_folder import sent_folder
 from orchestrator.cluster.liveness import Pulse
 from orchestrator.cluster.node_tasks import NODE_LABEL, ProcessWatch, in_a_line, status_command
 from orchestrator.cluster.raylets import Raylets
@@ -183,7 +184,22 @@ class RayFleet:
             label_selector={NODE_LABEL: spec.node},
             max_restarts=-1,
             max_task_retries=0,
-        ).remote(spec)
+        ).remote(spec, self._folder(spec))
+
+    def _folder(self, spec: WorkerSpec) -> Any:  # noqa: ANN401 - Ray's reference type has no name
+        """Return where a command finds its folder on its node, once that is there; `None` on this
+        PC, and where there is none to send.
+        """
+        if spec.command is None or spec.command.cwd is None:
+            return None
+        addresses = {fact.name: fact.address for fact in self._last_nodes}
+        if addresses.get(spec.node) == self._own_address():
+            return None
+        return sent_folder(spec)
+
+    def _own_address(self) -> str | None:
+        own_id = ray.get_runtime_context().get_node_id()
+        return next((fact.address for fact in self._last_nodes if fact.node_id == own_id), None)
 
     def submit(self, slot: str, directive: Directive) -> None:
         if (

@@ -76,15 +76,18 @@ def _with_override(source: YamlSource, typed: str) -> YamlSource:
             name, "is not KEY=VALUE", "--set workload.size=4096, with the keys joined by dots"
         )
     path = _path_of(words, source.data)
-    value = _override_value(text, name, path)
+    value = override_value(text, name, path)
     data = _put(source.data, path, value, name)
     lines = {where: line for where, line in source.lines.items() if where[: len(path)] != path}
     kept = {where: word for where, word in source.overrides.items() if where[: len(path)] != path}
     return replace(source, data=data, lines=lines, overrides={**kept, path: name})
 
 
-def _override_value(text: str, name: str, path: KeyPath) -> object:
-    """Return what the right-hand side means; nothing after the `=` is null, as in a file."""
+def override_value(text: str, name: str, path: KeyPath) -> object:
+    """Return what the right-hand side means; nothing after the `=` is null, as in a file.
+
+    `ConfigError` names the override as `name`, and `path` as its key.
+    """
     if not text.strip():
         return None
     try:

@@ -1,6 +1,7 @@
 """Validates plain data and words every refusal: what, where, and what may be typed instead.
 
-Does not cover the models (`schema`). The `valid:` part is read from their JSON schema, so it cannot
+Serves cluster.yaml, and by `checked` every other file that is read into a model. Does not cover the
+models (`schema`). The `valid:` part is read from their JSON schema, so it cannot
 become outdated.
 """
 
@@ -9,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from orchestrator.config.capacity import (
@@ -64,6 +65,8 @@ _SHARE = "a share above 0, at most 1 (0.6 is 60 %)"
 #: More sentences mean that it is the wrong file, and would push the first ones off the screen.
 MAX_PROBLEMS = 100
 
+Model = TypeVar("Model", bound=BaseModel)
+
 
 def validated(source: YamlSource) -> Config:
     """Return the data of `source` as a configuration.
@@ -72,32 +75,43 @@ def validated(source: YamlSource) -> Config:
         ConfigError: with every problem at once, in the order of the file, then of the overrides;
             the first `MAX_PROBLEMS` of them and how many more there are.
     """
-    config: Config | None = None
+    config, problems = checked(source, Config)
+    problems += _between_keys(source)
+    if problems or config is None:
+        raise refusals(source, problems)
+    return config
+
+
+def checked(source: YamlSource, model: type[Model]) -> tuple[Model | None, list[Problem]]:
+    """Return the data of `source` as a `model` if it is one, and everything wrong with it."""
+    value: Model | None = None
     problems = list(source.problems)
     # A value that could not be read has a problem already; its substitute must not add a second
     # one.
     unreadable = {(problem.source, problem.line, problem.key) for problem in problems}
     try:
-        config = Config.model_validate(source.data)
+        value = model.model_validate(source.data)
     except ValidationError as error:
-        found = [_translated(source, details) for details in error.errors(include_url=False)]
+        found = [_translated(source, model, details) for details in error.errors(include_url=False)]
         fresh = (
             problem
             for problem in found
             if (problem.source, problem.line, problem.key) not in unreadable
         )
         problems += dict.fromkeys(fresh)
-    problems += _between_keys(source)
-    if problems or config is None:
-        problems.sort(key=lambda problem: (problem.source != source.name, problem.line or 0))
-        if len(problems) > MAX_PROBLEMS:
-            text = f"has {len(problems) - MAX_PROBLEMS} more problems, not shown"
-            problems[MAX_PROBLEMS:] = [Problem(source.name, None, None, text, None)]
-        raise ConfigError(problems)
-    return config
+    return value, problems
 
 
-def _translated(source: YamlSource, details: ErrorDetails) -> Problem:
+def refusals(source: YamlSource, problems: Sequence[Problem]) -> ConfigError:
+    """Return the error with `problems` in the order of the file, then of the overrides."""
+    ordered = sorted(problems, key=lambda it: (it.source != source.name, it.line or 0))
+    if len(ordered) > MAX_PROBLEMS:
+        text = f"has {len(ordered) - MAX_PROBLEMS} more problems, not shown"
+        ordered[MAX_PROBLEMS:] = [Problem(source.name, None, None, text, None)]
+    return ConfigError(ordered)
+
+
+def _translated(source: YamlSource, model: type[BaseModel], details: ErrorDetails) -> Problem:
     kind, value = details["type"], details["input"]
     path = tuple(str(part) for part in details["loc"])
     if path[:1] == ("train",) and len(path) > 2:
@@ -105,23 +119,23 @@ def _translated(source: YamlSource, details: ErrorDetails) -> Problem:
         # own.
         path, kind = path[:2], "no_form"
     if path[-1:] == ("[key]",):
-        valid = _merged(_schema_of(("cluster", "head")))["description"]
+        valid = _merged(_schema_of(model, ("cluster", "head")))["description"]
         return source.problem(path[:-1], "cannot be the name of a node", valid)
     if kind == "extra_forbidden":
         if path[0] == "train" and (renamed := RENAMED.get(path[-1])):
             return source.problem(path, "has a new name", f"train.{renamed}")
-        keys = sorted(_schema_of(path[:-1])["properties"])
-        return source.problem(path, f"unknown key{_nearest(path[-1], keys)}", ", ".join(keys))
-    schema = _schema_of(path)
+        keys = sorted(_section(model, _schema_of(model, path[:-1]))["properties"])
+        return source.problem(path, f"unknown key{nearest(path[-1], keys)}", ", ".join(keys))
+    schema = _schema_of(model, path)
     if kind == "value_error":
         # Our own validators say after "; valid: " what would be right.
         text, _, own = str(details["ctx"]["error"]).partition("; valid: ")
         return source.problem(path, text, own or _valid(schema))
     # `"7"` and `7` look alike in a file, so a refusal of the type says that it was text.
     no = "text, not" if isinstance(value, str) and kind.endswith("_type") else "not"
-    text = _SENTENCES.get(kind, "{value} is {no} usable here").format(value=_shown(value), no=no)
+    text = _SENTENCES.get(kind, "{value} is {no} usable here").format(value=in_words(value), no=no)
     if kind == "literal_error":
-        text += _nearest(value, [str(choice) for choice in _merged(schema)["enum"]])
+        text += nearest(value, [str(choice) for choice in _merged(schema)["enum"]])
     return source.problem(path, text, _valid(schema))
 
 
@@ -134,7 +148,7 @@ def _between_keys(source: YamlSource) -> Iterator[Problem]:
     cluster = data.get("cluster")
     head = cluster.get("head") if isinstance(cluster, dict) else None
     if isinstance(head, str) and head not in nodes:
-        text = f"there is no node {_shown(head)}{_nearest(head, list(nodes))}"
+        text = f"there is no node {in_words(head)}{nearest(head, list(nodes))}"
         yield source.problem(("cluster", "head"), text, f"{listed(nodes)}, or null for the first")
     workers = 0
     for name, raw in nodes.items():
@@ -160,7 +174,7 @@ def _node_problems(source: YamlSource, path: KeyPath, node: NodeConfig) -> Itera
             [gpus],
         )
     elif node.gpus and node.gpu not in PROFILES and node.vram_gib is None:
-        text = f"unknown card {node.gpu}{_nearest(node.gpu, list(PROFILES))}"
+        text = f"unknown card {node.gpu}{nearest(node.gpu, list(PROFILES))}"
         valid = f"{', '.join(PROFILES)}; any name if vram_gib is given; cpu with gpus: 0"
         yield source.problem((*path, "gpu"), text, valid, [gpus])
     if node.gpus > node.workers:
@@ -182,17 +196,25 @@ def _node_problems(source: YamlSource, path: KeyPath, node: NodeConfig) -> Itera
 
 
 @cache
-def _schema() -> dict[str, Any]:
-    return Config.model_json_schema()
+def _schema(model: type[BaseModel]) -> dict[str, Any]:
+    return model.model_json_schema()
 
 
-def _schema_of(path: KeyPath) -> dict[str, Any]:
-    found = _schema()
+def _schema_of(model: type[BaseModel], path: KeyPath) -> dict[str, Any]:
+    found = _schema(model)
     for key in path:
+        found = _section(model, found)
         entries = found.get("patternProperties")  # their names are the user's own
-        found = next(iter(entries.values())) if entries else found["properties"][key]
-        found = _schema()["$defs"].get(found.get("$ref", "").rpartition("/")[2], found)
-    return found
+        inner = next(iter(entries.values())) if entries else found.get("items")
+        found = inner or found["properties"][key]
+    return found if "anyOf" in found else _section(model, found)
+
+
+def _section(model: type[BaseModel], found: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema that is meant by a reference, or by a section that may be null."""
+    form = next((form for form in found.get("anyOf", ()) if "$ref" in form), found)
+    named = _schema(model).get("$defs", {}).get(form.get("$ref", "").rpartition("/")[2], found)
+    return dict(named)
 
 
 def _merged(schema: dict[str, Any]) -> dict[str, Any]:
@@ -223,14 +245,16 @@ def _valid(schema: dict[str, Any]) -> str:
     return words if default is None else f"{words} (default {default})"
 
 
-def _nearest(typed: object, known: Sequence[str]) -> str:
+def nearest(typed: object, known: Sequence[str]) -> str:
+    """Return `; did you mean …?` with the known word nearest to what was typed, or nothing."""
     # Only text is taken as it is: of a large enough int even `str` is refused.
-    word = typed if isinstance(typed, str) else _shown(typed)
+    word = typed if isinstance(typed, str) else in_words(typed)
     near = get_close_matches(word[:100].lower(), known, n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _shown(value: object) -> str:
+def in_words(value: object) -> str:
+    """Return a value of a file for a refusal, as its author may have typed it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, dict | list):

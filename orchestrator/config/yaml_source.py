@@ -30,6 +30,8 @@ MAX_VALUES = 50_000
 #: Text that came from the file (a tag, an alias, PyYAML's own words about them) is cut to this in a
 #: sentence.
 _LONGEST_QUOTE = 160
+_INIT = "python -m orchestrator init --output "
+_START = "start from the cluster.yaml that comes with the program"
 _MOST_LISTED = 12
 """Names of nodes in one sentence."""
 
@@ -84,38 +86,45 @@ def read_yaml_file(path: str) -> YamlSource:
 
     `ConfigError` if it is missing, unreadable, too large, not text, not YAML, or empty.
     """
+    missing = f"--config PATH with the path of a cluster.yaml, or write one: {_INIT}{path}"
+    return read_yaml_text(read_text(path, "cluster.yaml", "--config PATH", missing), path)
+
+
+def read_text(path: str, usual: str, typed: str, missing: str) -> str:
+    """Return the text of a file that should hold YAML.
+
+    `ConfigError` if it is missing, unreadable, too large, or not text. `usual` is what such a file
+    is called, `typed` is how the user names one, and `missing` what may be typed if there is none.
+    """
     try:
         with Path(path).open("rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
-        valid = (
-            "--config PATH with the path of a cluster.yaml, or write one: python -m "
-            "orchestrator init --output "
-        )
-        raise refusal(path, "no such file", f"{valid}{path}") from None
+        raise refusal(path, "no such file", missing) from None
     except IsADirectoryError:
-        raise refusal(path, "is a directory", f"--config {path.rstrip('/')}/cluster.yaml") from None
+        inside = f"{typed.removesuffix('PATH')}{path.rstrip('/')}/{usual}"
+        raise refusal(path, "is a directory", inside) from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise refusal(
-            path, f"cannot be read: {reason}", "--config PATH with a file you may read"
+            path, f"cannot be read: {reason}", f"{typed} with a file you may read"
         ) from None
     if len(raw) > MAX_FILE_BYTES:
-        raise refusal(path, "is larger than 1 MiB", "--config PATH with a cluster.yaml")
+        raise refusal(path, "is larger than 1 MiB", f"{typed} with a {usual}")
     if b"\0" in raw:
         raise refusal(path, "is a binary file", "a YAML text file in UTF-8")
     try:
-        text = raw.decode("utf-8")
+        return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise refusal(
             path, "is not UTF-8 text", "the file saved again with the encoding UTF-8", line
         ) from None
-    return read_yaml_text(text, path)
 
 
-def read_yaml_text(text: str, name: str) -> YamlSource:
-    """Read YAML `text`; `name` is what its problems are called after.
+def read_yaml_text(text: str, name: str, empty: str = _START) -> YamlSource:
+    """Read YAML `text`; `name` is what its problems are called after, `empty` what may be typed if
+    there is nothing in it.
 
     Raises:
         ConfigError: not YAML, empty, or more than the limits of this module.
@@ -134,7 +143,7 @@ def read_yaml_text(text: str, name: str) -> YamlSource:
             name, reason, "characters up to \\U0010FFFF, and no %YAML line", line
         ) from None
     if root is None:
-        raise refusal(name, "is empty", "start from the cluster.yaml that comes with the program")
+        raise refusal(name, "is empty", empty)
     walk = _Walk(name)
     data = walk.value(root, (), 0)
     return YamlSource(name=name, data=data, lines=walk.lines, problems=tuple(walk.problems))

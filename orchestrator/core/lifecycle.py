@@ -50,6 +50,7 @@ from typing import Any, TypeAlias
 from orchestrator.core import silence, slice_results, slices, user_commands
 from orchestrator.core.fleet import SliceFailed, SliceReported
 from orchestrator.core.slot import (
+    Assigned,
     Capped,
     CardQuarantined,
     Close,
@@ -297,6 +298,9 @@ _TABLE: Mapping[type[Event], Mapping[Phase, Handler | str]] = {
         Phase.HELD: user_commands.unheld,
     },
     Reinstated: {Phase.QUARANTINED: user_commands.reinstated},
+    Assigned: dict.fromkeys(
+        (Phase.ABSENT, Phase.HELD, Phase.QUARANTINED, Phase.DONE), user_commands.assigned
+    ),
     Capped: dict.fromkeys(set(Phase) - {Phase.STOPPED, Phase.DONE}, user_commands.capped),
     SaveAsked: {Phase.WORKING: user_commands.save_asked},
     Tick: {

@@ -376,7 +376,7 @@ def at_rest(slot: Slot, moment: Moment) -> Transition:
         slot,
         phase=Phase.HELD,
         state=HeadState.HELD,
-        reason=_HELD_WITH_PROCESS if stays else _HELD_WITHOUT,
+        reason=slot.orders.why or (_HELD_WITH_PROCESS if stays else _HELD_WITHOUT),
         ready=stays,
         wake_at_s=None,
         silent_since_s=None,

@@ -160,7 +160,11 @@ def is_to_save(slot: Slot) -> bool:
 
 
 def last(slot: Slot, moment: Moment) -> Transition:
-    """Send one slice more, in which the slot saves what it trains, before it rests or ends."""
+    """Send one slice more, in which the slot saves what it trains, before it rests or ends.
+
+    Where the head keeps a copy, it takes a slice for each piece of that.
+    """
+    slot = changed(slot, orders=replace(slot.orders, save=True))
     slot, command = _send(slot, moment.rules.slice_s, moment)
     return slot, (command,)
 

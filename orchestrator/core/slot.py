@@ -132,6 +132,8 @@ class Orders:
     """The most that its worker may hold; `None`: as much as the plan says."""
     save: bool = False
     """The next slice is to save the state of what it trains."""
+    why: str | None = None
+    """Why it waits, where a queue of jobs has it wait and not a user."""
 
     def within_cap(self, some_bytes: int) -> int:
         """Return as many of these bytes as the cap allows."""
@@ -291,9 +293,10 @@ class ProcessSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """The user has the slot wait, from the end of the slices under way."""
+    """The user has the slot wait, from the end of the slices under way; or a queue, which says why."""
 
     hold: Hold
+    why: str | None = None
 
 
 class Unheld(_Plain):
@@ -312,6 +315,13 @@ class Capped:
     """The user bounds what the slot's worker may hold; `None`: no longer."""
 
     cap_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assigned:
+    """The slot has a place again, perhaps on another node, for another attempt at its work."""
+
+    node_is_there: bool
 
 
 class SaveAsked(_Plain):
@@ -342,6 +352,7 @@ Event: TypeAlias = (
     | Held
     | Unheld
     | Reinstated
+    | Assigned
     | Capped
     | SaveAsked
     | Tick

@@ -15,6 +15,9 @@ from typing import Final
 from orchestrator.core import slice_results, slices
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import (
+    NO_ORDERS,
+    Abandon,
+    Assigned,
     Capped,
     Event,
     HeadState,
@@ -147,6 +150,8 @@ def _why_not(command: Command, slot: Slot, plan: SlotPlan) -> str:
         )
     if command.do is Do.UNPAUSE and not is_held:
         return f"is {slot.state}, and not held: it gets work as it is"
+    if command.do is Do.SAVE and plan.spec.command is not None:
+        return f"runs a program that saves when it ends: `drain {name}` has it do that"
     return _why_no_save(slot) if command.do is Do.SAVE else ""
 
 
@@ -192,7 +197,7 @@ def shown_without_node(slot: Slot, moment: Moment) -> Slot:
     if slot.orders.hold is None or slot.phase is not Phase.ABSENT:
         return slot
     since_s = moment.now_s if slot.held_since_s is None else slot.held_since_s
-    reason = f"it gets no work until `unpause`; {slot.reason}"
+    reason = slot.orders.why or f"it gets no work until `unpause`; {slot.reason}"
     return replace(slot, state=HeadState.HELD, reason=reason, held_since_s=since_s)
 
 
@@ -223,6 +228,21 @@ def reinstated(slot: Slot, event: Reinstated, moment: Moment) -> Transition:
     """Forget what the slot was given up for, and start it like one that was never placed: its actor
     has ended.
     """
+    return _anew(slot, moment, node_is_there=event.node_is_there)
+
+
+def assigned(slot: Slot, event: Assigned, moment: Moment) -> Transition:
+    """Begin another attempt at the work of a slot without a process. It is held no more."""
+    free = replace(
+        slot, orders=NO_ORDERS, held_since_s=None, ready=False, wake_at_s=None, report=None
+    )
+    slot_again, commands = _anew(free, moment, node_is_there=event.node_is_there)
+    # Of a node that was lost, the actor would come back with it.
+    has_actor = slot.placed and slot.phase in {Phase.ABSENT, Phase.HELD}
+    return slot_again, (*((Abandon(),) if has_actor else ()), *commands)
+
+
+def _anew(slot: Slot, moment: Moment, *, node_is_there: bool) -> Transition:
     slot = replace(
         slot,
         phase=Phase.ABSENT,
@@ -235,7 +255,7 @@ def reinstated(slot: Slot, event: Reinstated, moment: Moment) -> Transition:
         ending=False,
         silent_since_s=None,
     )
-    return slice_results.start(slot, moment) if event.node_is_there else (slot, ())
+    return slice_results.start(slot, moment) if node_is_there else (slot, ())
 
 
 def capped(slot: Slot, event: Capped, _: Moment) -> Transition:
@@ -249,7 +269,10 @@ def save_asked(slot: Slot, _: SaveAsked, __: Moment) -> Transition:
 
 
 def saved_before_rest(slot: Slot) -> Slot:
-    """Have a slot that trains anything save it before it rests or ends."""
+    """Have a slot that trains anything save it before it rests or ends.
+
+    One that runs a program always tells a progress, if only an empty one: to save means to end.
+    """
     trains = slot.report is not None and slot.report.progress is not None
     return _to_save(slot) if trains else slot
 
@@ -259,7 +282,7 @@ def _to_save(slot: Slot) -> Slot:
 
 
 def _ordered(slot: Slot, event: Held) -> Slot:
-    return replace(slot, orders=replace(slot.orders, hold=event.hold))
+    return replace(slot, orders=replace(slot.orders, hold=event.hold, why=event.why))
 
 
 def _let_go(slot: Slot, moment: Moment) -> Slot:
@@ -268,5 +291,5 @@ def _let_go(slot: Slot, moment: Moment) -> Slot:
     if since_s is not None and slot.first_report_s is not None and moment.ends_at_s is not None:
         worked_s += moment.now_s - since_s
     return replace(
-        slot, orders=replace(slot.orders, hold=None), held_since_s=None, worked_s=worked_s
+        slot, orders=replace(slot.orders, hold=None, why=None), held_since_s=None, worked_s=worked_s
     )

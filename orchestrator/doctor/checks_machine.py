@@ -1,13 +1,11 @@
 """One machine: its cards (`checks_card`), platform, memory, processor, MPS, variables. Pure: facts
 in, findings out.
 
-The workers of a run put allocator settings aside: these matter to the user's own programs and to
-`resilient` in them.
+Not looked at are variables that workers set for themselves, as for the allocator.
 """
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Iterator
 
 from orchestrator.doctor.checks_card import card_checks
@@ -29,8 +27,6 @@ _NO_DISK_BYTES = 64 * MIB
 #: Their powersave follows the load; that of the other drivers pins the lowest clock (kernel.org,
 #: intel_pstate.rst).
 _CLEVER_DRIVERS = ("intel_pstate", "amd-pstate-epp")
-
-_NEW, _OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 
 #: Variables of old guides: which values are meant (none: any), and what is wrong with them.
 _OLD_ADVICE = {
@@ -70,9 +66,7 @@ def check_machine(facts: MachineFacts, *, workers: int, compute_share_mode: str)
         "shm": _shm(facts),
         "cpu_governor": _governor(facts),
         "mps": _mps(facts, compute_share_mode),
-        "allocator": _allocator(facts),
         "variables": _bogus(facts),
-        "device_order": _order(facts),
     }
     return named({**card_checks(facts), **around})
 
@@ -195,35 +189,6 @@ def _mps(facts: MachineFacts, compute_share_mode: str) -> Finding:
     )
 
 
-def _allocator(facts: MachineFacts) -> Iterator[Finding]:
-    new, old = facts.setting(_NEW), facts.setting(_OLD)
-    if new is None and old is None:
-        yield ok(f"{_NEW} is not set; torch's defaults are right for the workers of a run")
-        return
-    said = [part.strip() for part in (new or old or "").split(",") if part.strip()]
-    # It breaks under WSL2 (pytorch #192330) and is ignored on Windows.
-    works = facts.system == "linux" and not facts.is_wsl
-    right = [
-        part
-        for part in said
-        if works or part.replace(" ", "").lower() != "expandable_segments:true"
-    ]
-    fix = f"export {_NEW}={shlex.quote(','.join(right))}" if right else f"unset {_NEW}"
-    problems = []
-    if old is not None:  # the new name is torch 2.9's, the oldest that this project takes
-        problems.append(f"{_OLD} is deprecated: the name is {_NEW}")
-        fix = f"unset {_OLD}; {fix}"
-    if right != said:
-        problems.append(
-            "expandable_segments "
-            + ("breaks under WSL2" if facts.is_wsl else "works on Linux alone")
-        )
-    for found in problems:
-        yield warn(found, hint="workers of a run ignore it; your own programs do not", fix=fix)
-    if not problems:
-        yield ok(f"{_NEW}={new}; workers of a run ignore it")
-
-
 def _bogus(facts: MachineFacts) -> Iterator[Finding]:
     found = False
     for name, (values, words) in _OLD_ADVICE.items():
@@ -233,18 +198,3 @@ def _bogus(facts: MachineFacts) -> Iterator[Finding]:
             yield warn(f"{name}={value}: {words}", fix=f"unset {name}")
     if not found:
         yield ok("none of those that old guides recommend and that do harm or nothing")
-
-
-def _order(facts: MachineFacts) -> Finding:
-    name, setting = "CUDA_DEVICE_ORDER", facts.setting("CUDA_DEVICE_ORDER")
-    if len(facts.cards) < 2:
-        return skip("one card or none")
-    if setting == "PCI_BUS_ID":
-        return ok(f"{name}=PCI_BUS_ID: CUDA and nvidia-smi count the cards alike")
-    if len({card.name for card in facts.cards}) == 1:
-        return ok("the cards are alike; workers count them as nvidia-smi does")
-    return warn(
-        f"{name} is {setting or 'not set'}: CUDA counts the fastest card first, nvidia-smi by slot",
-        hint="workers of a run set it themselves; your own programs do not",
-        fix=f"export {name}=PCI_BUS_ID",
-    )

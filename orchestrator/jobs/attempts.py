@@ -6,6 +6,7 @@ Pure. Does not look at jobs without an attempt, and does not start any (`queue.p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from orchestrator.jobs import milestones, placement
 from orchestrator.jobs.index import Aside, Reach
@@ -13,7 +14,6 @@ from orchestrator.jobs.lifecycle import is_better
 from orchestrator.jobs.model import (
     AttemptEnded,
     Card,
-    Job,
     JobState,
     Kind,
     Measured,
@@ -30,8 +30,9 @@ from workers.units import GIB
 
 #: A speed is recorded again when it differs by so much, a better value of the metric so often.
 _SPEED_CHANGE, _BEST_EVERY_S = 0.2, 60.0
-#: What a move is assumed to cost: a snapshot of gpt2-small, 1.5 GB, over 1 GbE.
-_SAVE_S, _TRANSFER_S, _LOAD_S = 10.0, 15.0, 15.0
+#: What a move is assumed to cost: a checkpoint of gpt2-small, 1.5 GB, over 1 GbE, saved in 10 s,
+#: sent in 15 s, loaded in 15 s. It must save so many times that.
+_MOVE_S, _MOVE_MARGIN = 40.0, 3.0
 
 
 def seen_of(standing: Standing, world: World) -> Seen | None:
@@ -42,32 +43,26 @@ def seen_of(standing: Standing, world: World) -> Seen | None:
 
 def end_of(standing: Standing, seen: Seen, now_s: float) -> AttemptEnded | Rested | None:
     """Return how an attempt ended, if it has."""
-    job, attempt, step = standing.job.name, standing.attempt, seen.step
-    peak_bytes, failures = seen.peak_bytes, seen.out_of_memory
+    name, attempt = standing.job.name, standing.attempt
+    so_far: dict[str, Any] = {
+        "step": seen.step,
+        "peak_bytes": seen.peak_bytes,
+        "out_of_memory": seen.out_of_memory,
+    }
     if seen.cause is not None:
         return AttemptEnded(
             at_s=now_s,
-            job=job,
+            job=name,
             attempt=attempt,
             cause=seen.cause,
             text=seen.text,
             exit_code=seen.exit_code,
-            step=step,
             value=seen.value,
-            peak_bytes=peak_bytes,
-            out_of_memory=failures,
             sha256=seen.sha256,
+            **so_far,
         )
-    if not (seen.is_at_rest or seen.node_lost):
-        return None
-    return Rested(
-        at_s=now_s,
-        job=job,
-        attempt=attempt,
-        step=step,
-        peak_bytes=peak_bytes,
-        out_of_memory=failures,
-    )
+    has_rested = seen.is_at_rest or seen.node_lost
+    return Rested(at_s=now_s, job=name, attempt=attempt, **so_far) if has_rested else None
 
 
 def recall_of(standing: Standing, seen: Seen, world: World) -> Recalled | None:
@@ -82,7 +77,7 @@ def recall_of(standing: Standing, seen: Seen, world: World) -> Recalled | None:
         return None
     budget = standing.budget_bytes or 0
     why = f"not even its smallest step fits in {budget / GIB:.1f} GiB of {standing.card}"
-    if any(suits(job, each) and each.room_bytes > budget for each in world.cards):
+    if any(placement.suits(job, each) and each.room_bytes > budget for each in world.cards):
         return recalled(standing, world, JobState.QUEUED, why, budget + 1)
     why += ", and no card here has more"
     return recalled(standing, world, JobState.PARKED, why, budget)
@@ -148,30 +143,16 @@ def move_of(standing: Standing, card: Card, world: World) -> tuple[float, Recall
     if seen is None or source is None or seen.eta_s is None or standing.recalled_to is not None:
         return None
     taken = max(standing.least_room_bytes or 0, standing.peak_bytes or 0, seen.peak_bytes or 0)
-    if job.kind is not Kind.TRAIN or not suits(job, card) or card.room_bytes < taken:
+    if job.kind is not Kind.TRAIN or not placement.suits(job, card) or card.room_bytes < taken:
         return None
     here, there = source.speed, card.speed
     if source.title in standing.speeds and card.title in standing.speeds:
         here, there = standing.speeds[source.title], standing.speeds[card.title]
-    if not placement.worthwhile_move(
-        remaining_s=seen.eta_s,
-        speed_here=here,
-        speed_there=there,
-        save_s=_SAVE_S,
-        transfer_s=_TRANSFER_S,
-        load_s=_LOAD_S,
-        is_free=True,
-    ):
-        return None
     gain_s = seen.eta_s * (1 - here / there)
+    if gain_s <= _MOVE_MARGIN * _MOVE_S:
+        return None
     why = f"moves to {card.name}, where it ends {gain_s / 60:.0f} min earlier"
     return gain_s, recalled(standing, world, JobState.QUEUED, why)
-
-
-def suits(job: Job, card: Card) -> bool:
-    """Return whether a job may run on a card, whatever memory it takes."""
-    is_there = not job.nodes or card.node in job.nodes or card.name in job.nodes
-    return is_there and (job.card is None or job.card.casefold() in card.title.casefold())
 
 
 def is_in_hours(hours: tuple[int, int] | None, minute: int) -> bool:

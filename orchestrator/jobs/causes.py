@@ -1,33 +1,175 @@
-"""How an attempt ended, and whether and where it is started again. Pure."""
+"""Why an attempt of a job ended, and what follows: again, again with more memory, or never. Pure.
+
+A program's end is judged by what its PC saw (`workers.messages.Ending`), then by its last words,
+then by its signal or exit code. A training that the lifecycle of slots has given up is judged by
+the words of its reason. Does not say when an attempt starts again (`queue.py`).
+"""
 
 from __future__ import annotations
 
-from enum import Enum
+import re
+import signal
+from enum import StrEnum
+from typing import Final
 
 from orchestrator.jobs.model import Cause, Standing
+from workers import oom
+from workers.messages import Ending
+
+#: EX_TEMPFAIL of sysexits.h: "parked, start me again".
+EXIT_PARKED: Final = 75
+
+#: What a shell says of a program that it cannot run, and that it does not find (POSIX, 2.8.2).
+_NOT_RUN: Final = frozenset({126, 127})
+
+#: A shell adds the number of a signal that ended its program to this.
+_SHELL_SIGNAL: Final = 128
+
+#: Sent by a person, by another program, or by the kernel. Any other signal is the program's crash.
+_FROM_OUTSIDE: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+
+#: The next attempt gets a card with so many times the observed peak.
+_MORE: Final = 1.25
+
+#: What the words mean, the first that is found decides. An illegal address or an assertion on the
+#: card is not here: mostly it is an index of the program's own, and would come again.
+_WORDS: Final = {
+    Cause.DRIVER: re.compile(
+        r"uncorrectable (?:ECC|NVLink)|GPU is lost|fallen off the bus|GPU requires reset"
+        r"|no CUDA-capable device is detected|CUDA-capable device\(s\) is/are busy"
+        r"|CUDA unknown error|system not yet initialized|MPS (?:server|client|control daemon)"
+        r"|unsupported display driver / cuda driver|Driver/library version mismatch"
+    ),
+    Cause.DISK_FULL: re.compile(
+        r"No space left on device|\bENOSPC\b|Disk quota exceeded|\[Errno (?:28|122)\]"
+        r"|PytorchStreamWriter failed writing|database or disk is full"
+    ),
+    Cause.NAN_LOSS: re.compile(
+        r"(?i)\bloss\W{0,3}(?:is |was |became )?(?:nan|not finite|not a number)\b"
+        r"|\bloss (?:is|was|became) (?:inf|infinite)\b|\b(?:nan|non-finite) (?:training )?loss\b"
+    ),
+}
+
+#: Of the last line with an exception: the same file with the same modules fails again. Not an
+#: exception of a library that a retry may get past, such as a lost connection.
+_CANNOT_BE_RUN: Final = re.compile(
+    r"^(?:ModuleNotFoundError|ImportError|SyntaxError|IndentationError|TabError)\b"
+    r"|error: (?:unrecognized arguments|the following arguments are required|argument )"
+    r"|^\S*python[0-9.]*: (?:can't open file|No module named|can't find '__main__')"
+    r"|^Error: (?:No such option|Missing (?:option|argument|parameter)|Invalid value)",
+    re.MULTILINE,
+)
+
+#: What the lifecycle says of a slot that it has given up (`core/slice_results.py`), and Ray of a
+#: process that has ended.
+_REASONS: Final = (
+    (Cause.HOST_MEMORY, "PC's RAM was nearly full"),
+    (Cause.NODE_LOST, "its node has left"),
+    (Cause.DRIVER, "workers keep dying"),
+    (Cause.NOT_STARTED, "cannot be started"),
+    (Cause.NOT_STARTED, "no process came up"),
+    (Cause.NOT_STARTED, "did not come up"),
+    (Cause.DRIVER, "the device no longer answers"),
+    (Cause.DRIVER, "cannot open the device"),
+    (Cause.OUT_OF_MEMORY, "raise nodes."),
+    (Cause.DRIVER, "sees no CUDA card"),
+    (Cause.BAD_CONFIG, "cannot start:"),
+    (Cause.BAD_CONFIG, "cannot be loaded on this machine"),
+    (Cause.KILLED, "its process ended"),
+    (Cause.KILLED, "its process was ended"),
+)
 
 
-class Retry(Enum):
-    """Whether and where an attempt is made again."""
+#: After a full disk the queue waits until there is room.
+_NOT_ITS_FAULT: Final = frozenset(
+    {
+        *(Cause.PARKED, Cause.NODE_LOST, Cause.KILLED, Cause.HOST_MEMORY, Cause.DRIVER),
+        Cause.DISK_FULL,
+    }
+)
 
-    AS_IS = "as is"
+#: What the lifecycle says of a slot whose processes died one after the other.
+_IN_VAIN: Final = "without progress"
+
+
+class Retry(StrEnum):
+    """What follows from the end of an attempt."""
+
+    #: Again, after a pause; it does not count against `retries`.
+    AS_IS = "as it is"
+    #: Again, while `retries` are left.
     COUNTED = "counted"
+    #: Again, alone, on a card with more room than `least_room_bytes` says; not counted.
     LARGER = "larger"
     NEVER = "never"
 
 
+def cause_of(ending: Ending) -> Cause:
+    """Return why a program ended."""
+    if not ending.started:
+        return Cause.DISK_FULL if ending.disk_full else Cause.NOT_STARTED
+    code = ending.exit_code or 0
+    number = ending.signal or code - _SHELL_SIGNAL
+    signs = (
+        (ending.time_limit, Cause.TIME_LIMIT),
+        (ending.was_asked or code == EXIT_PARKED, Cause.PARKED),
+        (ending.exit_code == 0, Cause.DONE),
+        (ending.host_memory, Cause.HOST_MEMORY),
+        (ending.out_of_memory, Cause.OUT_OF_MEMORY),
+        (ending.disk_full, Cause.DISK_FULL),
+        (ending.nan_loss, Cause.NAN_LOSS),
+        (code in _NOT_RUN, Cause.NOT_STARTED),
+        (number in _FROM_OUTSIDE, Cause.KILLED),
+    )
+    return next((cause for holds, cause in signs if holds), None) or _by_words(ending.text)
+
+
+def failure_cause(error_text: str | None, reason: str) -> Cause:
+    """Return why a training was given up, by its last traceback and by its slot's reason."""
+    text = error_text or ""
+    for cause, words in _REASONS:
+        if words in reason:
+            return cause
+    if oom.judge_log(text or reason) is not None:
+        return Cause.OUT_OF_MEMORY
+    return _by_words(f"{text}\n{reason}")
+
+
 def retry_of(cause: Cause, standing: Standing, text: str, step: int | None = None) -> Retry:
-    """Return what follows from a cause: a stand-in."""
+    """Return what follows for a job that stood so when its attempt ended.
+
+    A slot that was given up has been started again several times already: that counts.
+    An exception that comes again in the same words at the same step would come a third time. Where
+    no step is told, its words alone do not say so: a lost connection has the same words every time.
+    """
+    if cause is Cause.KILLED and _IN_VAIN in text:
+        return Retry.COUNTED
+    if cause in _NOT_ITS_FAULT:
+        return Retry.AS_IS
     if cause is Cause.OUT_OF_MEMORY:
         return Retry.LARGER
-    if cause in {Cause.NAN_LOSS, Cause.BAD_CONFIG, Cause.TIME_LIMIT, Cause.NOT_STARTED}:
-        return Retry.NEVER
     if cause is not Cause.EXCEPTION:
-        return Retry.AS_IS
-    is_same = step is not None and (text, step) == (standing.last_error, standing.step)
-    return Retry.NEVER if is_same else Retry.COUNTED
+        return Retry.NEVER
+    is_same = standing.last_error is not None and _key(standing.last_error) == _key(text)
+    return Retry.NEVER if is_same and step is not None and step == standing.step else Retry.COUNTED
 
 
 def least_room_bytes(peak_bytes: int | None, budget_bytes: int) -> int:
-    """Return the room that a program needs that ran out of memory: a stand-in."""
-    return max(budget_bytes + 1, int(1.25 * (peak_bytes or 0)))
+    """Return the room that a program needs that ran out of memory with this budget.
+
+    Always more than it had, so that it is never tried twice on the same terms.
+    """
+    return max(budget_bytes + 1, int(_MORE * (peak_bytes or 0)))
+
+
+def _by_words(text: str) -> Cause:
+    for cause, pattern in _WORDS.items():
+        if pattern.search(text):
+            return cause
+    tail = text[text.rfind("Traceback (most recent call last):") + 1 :]
+    return Cause.BAD_CONFIG if _CANNOT_BE_RUN.search(tail) else Cause.EXCEPTION
+
+
+def _key(text: str) -> str:
+    """Return an error's words without what differs each time: addresses, times, process ids."""
+    return re.sub(r"0x[0-9a-f]+|\d+", "#", text)

@@ -1,6 +1,6 @@
 """The inbox of a queue: messages as files, so that jobs come in while the head works or is dead.
 
-A message is a batch of `Submitted`, `Said` and `QueueHeld`, taken as a whole. It is written aside,
+A message is a batch of `Submitted`, `SweepSubmitted`, `Said` and `QueueHeld`, taken as a whole. It is written aside,
 synced and renamed, so that it is there as a whole or not at all; and removed only once it is in the
 journal, so that it may be seen twice (`Queue.why_refused`). Who can write here has
 commands run: only the user's own files in a folder of mode 0700 are read.
@@ -18,10 +18,11 @@ from typing import TypeAlias
 
 from orchestrator.errors import ArchiveError
 from orchestrator.jobs.journal import decoded, encoded
-from orchestrator.jobs.model import QueueHeld, Said, Submitted
-from workers.files import read_small
+from orchestrator.jobs.model import QueueHeld, Said, Submitted, SweepSubmitted
+from workers.files import read_small, replace_whole
 
-Message: TypeAlias = Sequence[Submitted | Said | QueueHeld]
+_Sent: TypeAlias = Submitted | SweepSubmitted | Said | QueueHeld
+Message: TypeAlias = Sequence[_Sent]
 
 _MOST_BYTES = 64 * 2**20
 
@@ -40,18 +41,8 @@ def put(folder: Path, message: Message) -> Path:
     inbox = folder / "inbox"
     inbox.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check(inbox, stat.S_ISDIR)
-    name = f"{time.time_ns():020d}-{secrets.token_hex(4)}.json"
-    path, fresh = inbox / name, inbox / f".{name}"
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(encoded(message).encode("ascii"))
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.rename(path)
-    except BaseException:
-        fresh.unlink(missing_ok=True)
-        raise
+    path = inbox / f"{time.time_ns():020d}-{secrets.token_hex(4)}.json"
+    replace_whole(path, encoded(message))
     return path
 
 
@@ -86,7 +77,7 @@ def remove(path: Path) -> None:
 def _message(path: Path) -> Message:
     _check(path, stat.S_ISREG)
     entries = decoded(read_small(path, _MOST_BYTES))
-    message = [entry for entry in entries if isinstance(entry, Submitted | Said | QueueHeld)]
+    message = [entry for entry in entries if isinstance(entry, _Sent)]
     if len(message) < len(entries):
         raise ValueError("it holds records that only the queue itself makes")
     return message

@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from orchestrator.jobs.model import ENDED, ON_CARD, Job, JobState, Standing
-
-#: One level of priority is worth so much waiting, so that no job starves.
-_LEVEL_S = 3600.0
+from orchestrator.jobs.placement import LEVEL_S
 
 #: A job, a milestone that it has reached, and its metric there.
 Reach: TypeAlias = tuple[str, int, float]
@@ -107,53 +105,45 @@ class Index:
         name, state, sweep = standing.job.name, standing.state, standing.job.sweep or ""
         if state in ENDED:
             return
-        self.open += 1
-        self.moving += state not in {JobState.WAITING, JobState.PAUSED}
+        self._count(standing, 1)
         if state is JobState.PAUSED:
             self.paused.setdefault(sweep, {})[name] = None
-        else:
-            self.active[sweep] += 1
-        if state in ON_CARD:
+        elif state in ON_CARD:
             self.on_card[name] = None
-            self.cards[standing.card or ""] += 1
-        elif state is JobState.PARKED:
-            self.parked[name] = None
-            self.needs.setdefault(needs_of(standing), {})[name] = None
-        elif state is JobState.QUEUED:
+        elif state is not JobState.HELD:
             needs = needs_of(standing)
-            insort(self.lines.setdefault(needs, []), self._place(standing))
             self.needs.setdefault(needs, {})[name] = None
-        elif state is JobState.WAITING:
-            self.needs.setdefault(needs_of(standing), {})[name] = None
-            self._check(name)
+            if state is JobState.PARKED:
+                self.parked[name] = None
+            elif state is JobState.QUEUED:
+                insort(self.lines.setdefault(needs, []), self._place(standing))
+            else:
+                self._check(name)
 
     def remove(self, standing: Standing) -> None:
         """Take a job out, before it changes."""
-        name, state, sweep = standing.job.name, standing.state, standing.job.sweep or ""
-        if state in ENDED:
+        name = standing.job.name
+        if standing.state in ENDED:
             return
-        self.open -= 1
-        self.moving -= state not in {JobState.WAITING, JobState.PAUSED}
-        if state is JobState.PAUSED:
-            _take(self.paused, sweep, name)
-        else:
-            self.active[sweep] -= 1
-        if state in ON_CARD:
-            del self.on_card[name]
-            self.cards[standing.card or ""] -= 1
-        elif state is JobState.PARKED:
-            del self.parked[name]
-            _take(self.needs, needs_of(standing), name)
-        elif state is JobState.QUEUED:
-            needs = needs_of(standing)
+        self._count(standing, -1)
+        for names in (self.on_card, self.parked, self.due):
+            names.pop(name, None)
+        needs = needs_of(standing)
+        _take(self.paused, standing.job.sweep or "", name)
+        _take(self.needs, needs, name)
+        if standing.state is JobState.QUEUED:
             line = self.lines[needs]
             del line[bisect_left(line, self._place(standing))]
             if not line:
                 del self.lines[needs]
-            _take(self.needs, needs, name)
-        elif state is JobState.WAITING:
-            _take(self.needs, needs_of(standing), name)
-            self.due.pop(name, None)
+
+    def _count(self, standing: Standing, by: int) -> None:
+        state = standing.state
+        self.open += by
+        self.moving += by * (state not in {JobState.WAITING, JobState.PAUSED})
+        self.active[standing.job.sweep or ""] += by * (state is not JobState.PAUSED)
+        if state in ON_CARD:
+            self.cards[standing.card or ""] += by
 
     def ended_or_again(self, name: str) -> None:
         """Look at the jobs after one that has ended, or that a user has begin once more."""
@@ -183,7 +173,7 @@ class Index:
     def _place(self, standing: Standing) -> Place:
         aside = self.asides[standing.job.name]
         since_s = standing.since_s if aside.queued_at_s is None else aside.queued_at_s
-        return since_s - _LEVEL_S * standing.job.priority, aside.number, standing.job.name
+        return since_s - LEVEL_S * standing.job.priority, aside.number, standing.job.name
 
     def _check(self, name: str) -> None:
         found = _after(self.standings[name].job, self.standings)
@@ -203,10 +193,11 @@ _Key = TypeVar("_Key")
 
 
 def _take(sets: dict[_Key, dict[str, None]], key: _Key, name: str) -> None:
-    """Remove a name from one of the sets, and the set once it is empty."""
-    del sets[key][name]
-    if not sets[key]:
-        del sets[key]
+    """Remove a name from one of the sets, if it is there, and the set once it is empty."""
+    names = sets.get(key, {})
+    names.pop(name, None)
+    if not names:
+        sets.pop(key, None)
 
 
 def _after(job: Job, standings: Mapping[str, Standing]) -> tuple[JobState, str] | None:

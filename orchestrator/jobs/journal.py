@@ -18,36 +18,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from orchestrator.errors import ArchiveError
-from orchestrator.jobs.index import Aside
 from orchestrator.jobs.lifecycle import IllegalRecordError
-from orchestrator.jobs.model import (
-    Assigned,
-    AttemptEnded,
-    Cause,
-    Job,
-    JobState,
-    Kind,
-    Measured,
-    Milestones,
-    PackJudged,
-    QueueHeld,
-    Reached,
-    Recalled,
-    Record,
-    Rested,
-    Said,
-    Settled,
-    Standing,
-    Submitted,
-    Word,
-)
+from orchestrator.jobs.model import Record
 from orchestrator.jobs.queue import Entry, Kept, Queue, QueueKept
-from workers.settings import CommandSpec
+from workers.files import flush
 
-FILE = "journal.jsonl"
+JOURNAL_NAME = "journal.jsonl"
+QUEUE_NAME = "jobs"
+"""Of the folder of a queue in its run folder."""
 _VERSION = 1
 _FIRST_LINE = b'{"journal":%d}\n' % _VERSION
 
@@ -82,7 +63,7 @@ class Journal:
         """What was cut off the end: the batch that a killed head was writing."""
         if self._size == 0:
             self._write(_FIRST_LINE)
-            _sync_folder(path.parent)
+            flush(path.parent)
         elif self.cut_bytes:
             os.ftruncate(self._descriptor, self._size)
             os.fsync(self._descriptor)
@@ -120,7 +101,7 @@ class Journal:
             raise
         os.close(self._descriptor)
         self._descriptor, self._size = descriptor, len(content)
-        _sync_folder(self._path.parent)
+        flush(self._path.parent)
         return True
 
     def close(self) -> None:
@@ -159,7 +140,7 @@ def queue_of(folder: Path) -> Queue:
         OSError: The journal cannot be read.
         JournalError: A line before the last is damaged, or another version wrote it.
     """
-    queue, path = Queue(), folder / FILE
+    queue, path = Queue(), folder / JOURNAL_NAME
     if not path.exists():
         return queue
     was_enabled = gc.isenabled()
@@ -178,10 +159,11 @@ def queue_of(folder: Path) -> Queue:
 
 
 def encoded(entries: Iterable[Entry]) -> str:
-    """Return records as a JSON array in one line."""
+    """Return records as a JSON array in one line, without what is as it is by default."""
     return json.dumps(
         [{"kind": type(entry).__name__, **_flat(entry)} for entry in entries],
         separators=(",", ":"),
+        default=lambda value: _flat(value) if is_dataclass(value) else dict(value),
     )
 
 
@@ -193,13 +175,13 @@ def decoded(text: str | bytes) -> list[Entry]:
     """
     raws = json.loads(text)
     if not isinstance(raws, list):
-        raise ValueError("no batch of records")  # noqa: TRY004 - of what was written, not of a call
+        raise ValueError("no batch of records")  # noqa: TRY004 - as documented
     return _entries(raws)
 
 
 def _entries(raws: Iterable[dict[str, Any]]) -> list[Entry]:
     try:
-        return [_built(raw.pop("kind"), raw) for raw in raws]
+        return [_BUILD[raw.pop("kind")](raw) for raw in raws]
     except (KeyError, TypeError, AttributeError) as failure:
         raise ValueError(f"no batch of records ({failure!r})") from failure
 
@@ -275,93 +257,45 @@ def _write_all(descriptor: int, content: bytes) -> None:
         raise OSError(errno.ENOSPC, "the disk is full")
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _flat(value: Any) -> dict[str, object]:  # noqa: ANN401 - any of the dataclasses
     """Return the fields of a value that are not as they are by default."""
     found = {}
     for each in fields(value):
         content = getattr(value, each.name)
         default = each.default if each.default_factory is MISSING else each.default_factory()
-        if default is MISSING or content != default:
-            found[each.name] = _plain(content)
+        if content != default:
+            found[each.name] = content
     return found
 
 
-def _plain(content: object) -> object:
-    if is_dataclass(content):
-        return _flat(content)
-    if isinstance(content, Mapping):
-        return dict(content)
-    return content
+def _builder(hint: Any) -> Callable[[Any], Any] | None:  # noqa: ANN401 - any type of a field
+    """Return what makes a value of a type from its JSON, which it takes over; `None`: it is that.
+
+    A field that is `None` is so by default, and so not in the JSON.
+    """
+    if isinstance(hint, type) and is_dataclass(hint):
+        hints = get_type_hints(hint)
+        builders = [
+            (name, build) for name, inner in hints.items() if (build := _builder(inner)) is not None
+        ]
+
+        if not builders:
+            return lambda raw: hint(**raw)
+
+        def build_all(raw: dict[str, Any]) -> object:
+            for name, build in builders:
+                if name in raw:
+                    raw[name] = build(raw[name])
+            return hint(**raw)
+
+        return build_all
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return {member.value: member for member in hint}.__getitem__
+    inner = [build for each in get_args(hint) if (build := _builder(each))]
+    if get_origin(hint) is not tuple:
+        return inner[0] if inner else None
+    return (lambda raw: tuple(map(inner[0], raw))) if inner else tuple
 
 
-def _enum(kind: type[StrEnum]) -> Callable[[str], StrEnum]:
-    return {each.value: each for each in kind}.__getitem__
-
-
-def _nested(name: str) -> Callable[[dict[str, Any]], Any]:
-    return lambda raw: _built(name, raw)
-
-
-def _built(name: str, raw: dict[str, Any]) -> Any:  # noqa: ANN401 - any of the dataclasses below
-    kind, converters = _BUILD[name]
-    for key, convert in converters:
-        if key in raw and raw[key] is not None:
-            raw[key] = convert(raw[key])
-    return kind(**raw)
-
-
-_TO = (("to", _enum(JobState)),)
-
-#: From the fields of a value in the journal to the value: its type, and what JSON does not have.
-_BUILD: Mapping[str, tuple[type[Any], tuple[tuple[str, Callable[[Any], Any]], ...]]] = {
-    "Submitted": (Submitted, (("job", _nested("Job")),)),
-    "Assigned": (Assigned, ()),
-    "Recalled": (Recalled, _TO),
-    "Rested": (Rested, ()),
-    "AttemptEnded": (AttemptEnded, (("cause", _enum(Cause)),)),
-    "Reached": (Reached, ()),
-    "Measured": (Measured, ()),
-    "PackJudged": (PackJudged, ()),
-    "Said": (Said, (("word", _enum(Word)),)),
-    "Settled": (Settled, _TO),
-    "QueueHeld": (QueueHeld, ()),
-    "Kept": (Kept, (("standing", _nested("Standing")), ("aside", _nested("Aside")))),
-    "QueueKept": (
-        QueueKept,
-        (
-            ("reached", lambda raw: tuple(map(tuple, raw))),
-            ("said", tuple),
-            ("alike", lambda raw: tuple(map(tuple, raw))),
-        ),
-    ),
-    "Job": (
-        Job,
-        (
-            ("kind", _enum(Kind)),
-            ("command", _nested("CommandSpec")),
-            ("milestones", _nested("Milestones")),
-            ("after", tuple),
-            ("nodes", tuple),
-            ("hours", tuple),
-        ),
-    ),
-    "CommandSpec": (CommandSpec, (("argv", tuple), ("outputs", tuple))),
-    "Milestones": (Milestones, ()),
-    "Aside": (Aside, ()),
-    "Standing": (
-        Standing,
-        (
-            ("job", _nested("Job")),
-            ("state", _enum(JobState)),
-            ("recalled_to", _enum(JobState)),
-        ),
-    ),
-}
+#: From the fields of a record to the record.
+_BUILD: Mapping[str, Any] = {kind.__name__: _builder(kind) for kind in get_args(Entry)}

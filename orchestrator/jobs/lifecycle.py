@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 from orchestrator.jobs import causes
@@ -57,8 +56,6 @@ class IllegalRecordError(RuntimeError):
     def __init__(self, standing: Standing | None, record: Record, why: str) -> None:
         name = "the queue" if standing is None else standing.job.name
         super().__init__(f"{name}: {type(record).__name__} cannot be: {why}")
-        self.job = None if standing is None else name
-        self.record = type(record).__name__
 
 
 def standing_of(record: Submitted) -> Standing:
@@ -71,15 +68,6 @@ def standing_of(record: Submitted) -> Standing:
         since_s=record.at_s,
         least_room_bytes=record.least_bytes,
     )
-
-
-def advance(standing: Standing, record: Record) -> Standing:
-    """Return the standing after `record`.
-
-    Raises:
-        IllegalRecordError: It cannot happen in this state, or is of another attempt.
-    """
-    return replace(standing, **changes_of(standing, record))
 
 
 def changes_of(standing: Standing, record: Record) -> Changes:
@@ -110,29 +98,30 @@ def _into(standing: Standing, state: JobState, reason: str, at_s: float, **more:
     return changes
 
 
-def _same_attempt(
-    standing: Standing, record: Recalled | Rested | AttemptEnded
-) -> Recalled | Rested | AttemptEnded:
+def _require_same_attempt(standing: Standing, record: Recalled | Rested | AttemptEnded) -> None:
     if record.attempt != standing.attempt:
         why = f"it is of attempt {record.attempt}, and {standing.attempt} is the present one"
         raise IllegalRecordError(standing, record, why)
-    return record
 
 
 def _assigned(standing: Standing, record: Assigned) -> Changes:
     if record.attempt != standing.attempt + 1:
         why = f"attempt {record.attempt} does not follow {standing.attempt}"
         raise IllegalRecordError(standing, record, why)
-    changes = _into(standing, JobState.RUNNING, f"on {record.card}", record.at_s)
-    changes["attempt"] = record.attempt
-    changes["card"] = record.card
-    changes["budget_bytes"] = record.budget_bytes
-    changes["alone"] = record.alone
-    return changes
+    return _into(
+        standing,
+        JobState.RUNNING,
+        f"on {record.card}",
+        record.at_s,
+        attempt=record.attempt,
+        card=record.card,
+        budget_bytes=record.budget_bytes,
+        alone=record.alone,
+    )
 
 
 def _recalled(standing: Standing, record: Recalled) -> Changes:
-    _same_attempt(standing, record)
+    _require_same_attempt(standing, record)
     changes: Changes = {"reason": record.reason, "recalled_to": record.to}
     if record.least_room_bytes is not None:
         changes["least_room_bytes"] = record.least_room_bytes
@@ -154,17 +143,14 @@ def _after_attempt(standing: Standing, record: Rested | AttemptEnded) -> Changes
 
 
 def _rested(standing: Standing, record: Rested) -> Changes:
-    _same_attempt(standing, record)
-    to = standing.recalled_to
+    _require_same_attempt(standing, record)
+    to, more = standing.recalled_to, _after_attempt(standing, record)
     if to is None:  # its node was lost
         reason = f"in line again: its place on {standing.card} is gone"
-        more = _after_attempt(standing, record)
         return _into(standing, JobState.QUEUED, reason, record.at_s, **more)
-    changes = _into(standing, to, standing.reason, record.at_s)
-    changes.update(_after_attempt(standing, record))
     if to is JobState.QUEUED:
-        changes["moves"] = standing.moves + 1
-    return changes
+        more["moves"] = standing.moves + 1
+    return _into(standing, to, standing.reason, record.at_s, **more)
 
 
 def is_better(standing: Standing, value: float) -> bool:
@@ -184,17 +170,14 @@ def _valued(standing: Standing, value: float | None, step: int | None) -> Change
 
 
 def _attempt_ended(standing: Standing, record: AttemptEnded) -> Changes:
-    _same_attempt(standing, record)
+    _require_same_attempt(standing, record)
     state, reason, more = _follows(standing, record)
-    changes = _into(standing, state, reason, record.at_s, **more)
-    changes["exit_code"] = record.exit_code
-    changes.update(_after_attempt(standing, record))
-    changes.update(_valued(standing, record.value, record.step))
+    more |= _after_attempt(standing, record) | _valued(standing, record.value, record.step)
     if record.cause is Cause.DONE:
-        changes["sha256"] = record.sha256
+        more["sha256"] = record.sha256
     else:
-        changes["last_error"] = record.text or record.cause.value
-    return changes
+        more["last_error"] = record.text or record.cause.value
+    return _into(standing, state, reason, record.at_s, exit_code=record.exit_code, **more)
 
 
 def _follows(standing: Standing, record: AttemptEnded) -> tuple[JobState, str, Changes]:
@@ -228,10 +211,10 @@ def _reached(standing: Standing, record: Reached) -> Changes:
 
 
 def _measured(standing: Standing, record: Measured) -> Changes:
-    changes: Changes = {"speeds": {**standing.speeds, record.card_title: record.steps_per_s}}
-    if record.best is not None:
-        changes.update(best=record.best, best_step=record.best_step)
-    return changes
+    speeds = {**standing.speeds, record.card_title: record.steps_per_s}
+    if record.best is None:
+        return {"speeds": speeds}
+    return {"speeds": speeds, "best": record.best, "best_step": record.best_step}
 
 
 def _settled(standing: Standing, record: Settled) -> Changes:
@@ -247,12 +230,11 @@ def _said_aside(standing: Standing, record: Said) -> Changes:
     if record.word is Word.CANCEL:
         return _into(standing, JobState.CANCELLED, f"cancelled by {record.by}", record.at_s)
     if record.word is Word.HOLD and state is not JobState.HELD:
-        back = state if state in _BACK else None
-        reason = f"held by {record.by}"
+        back, reason = state if state in _BACK else None, f"held by {record.by}"
         return _into(standing, JobState.HELD, reason, record.at_s, recalled_to=back)
     if record.word is Word.RELEASE and state is JobState.HELD:
-        then = to or JobState.QUEUED
-        return _into(standing, then, f"released by {record.by}", record.at_s)
+        reason = f"released by {record.by}"
+        return _into(standing, to or JobState.QUEUED, reason, record.at_s)
     if record.word is not Word.HOLD and state in {JobState.PARKED, JobState.PAUSED}:
         return _into(standing, JobState.QUEUED, f"sent on by {record.by}", record.at_s)
     return {}
@@ -300,8 +282,6 @@ _BACK = frozenset({JobState.WAITING, JobState.PAUSED})
 # The record's type is that of the table's key, which a dict cannot say; a test compares them.
 Handler: TypeAlias = Callable[[Standing, Any], Changes]
 
-_IS_DONE = "what is done is not done again"
-
 _ASIDE = frozenset(JobState) - ENDED - ON_CARD
 
 #: What a record does to a job by its state: its handler, or why it changes nothing. What is not
@@ -318,6 +298,6 @@ _TABLE: Mapping[type[Record], Mapping[JobState, Handler | str]] = {
         **dict.fromkeys(_ASIDE, _said_aside),
         **dict.fromkeys(ON_CARD, _said_on_card),
         **dict.fromkeys(ENDED, _said_after_end),
-        JobState.DONE: _IS_DONE,
+        JobState.DONE: "what is done is not done again",
     },
 }

@@ -10,13 +10,10 @@ failed may be: they hold a place else. Pure; it starts, pauses and ends nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Collection, Sequence
 
+from orchestrator.jobs.index import Reach
 from orchestrator.jobs.model import Milestones
-
-#: Job, milestone in steps, value of the metric there; in the order of the journal.
-Reached: TypeAlias = Sequence[tuple[str, int, float | None]]
 
 #: The median rule compares from so many members on; the first ones all go on.
 MEDIAN_FROM = 3
@@ -35,55 +32,31 @@ def milestones_of(rule: Milestones) -> tuple[int, ...]:
     return tuple(milestones)
 
 
-def ranking(
-    rule: Milestones,
-    reached: Reached,
-    milestone: int,
-    order: Mapping[str, int] | None = None,
-) -> tuple[str, ...]:
-    """Return the members that reached a milestone, the best first.
+def ranking(rule: Milestones, reached: Sequence[Reach], milestone: int) -> tuple[str, ...]:
+    """Return the members that reached a milestone, the best first; of equal ones the earlier.
 
-    A value that is missing or not finite ranks last. `order` is the members' place in the order of
-    submission, which decides ties; without it the earlier one to get there is before. A job that
-    reached it more than once, after a step back to a checkpoint, counts with its first value.
+    A value that is not finite ranks last. A job that reached it more than once, after a step back
+    to a checkpoint, counts with its first value.
     """
-    values: dict[str, float | None] = {}
+    values: dict[str, float] = {}
     for job, step, value in reached:
         if step == milestone:
-            values.setdefault(job, value)
-
-    def key(job: str) -> tuple[bool, float, int]:
-        value = values[job]
-        place = order.get(job, len(order)) if order is not None else 0
-        if value is None or not math.isfinite(value):
-            return True, 0.0, place
-        return False, value if rule.is_min else -value, place
-
-    return tuple(sorted(values, key=key))
+            values.setdefault(job, value if rule.is_min else -value)
+    ranks = {job: (0, it) if math.isfinite(it) else (1, 0.0) for job, it in values.items()}
+    return tuple(sorted(values, key=ranks.__getitem__))
 
 
-def goes_on(
-    rule: Milestones,
-    reached: Reached,
-    job: str,
-    milestone: int,
-    order: Mapping[str, int] | None = None,
-) -> bool:
+def goes_on(rule: Milestones, reached: Sequence[Reach], job: str, milestone: int) -> bool:
     """Return whether a job goes on at the milestone that it has just reached, or is paused.
 
     `reached` has this job's record, and no later one.
     """
-    ranked = ranking(rule, reached, milestone, order)
+    ranked = ranking(rule, reached, milestone)
     return job in ranked[: _places(rule, len(ranked))]
 
 
 def promotable(
-    rule: Milestones,
-    reached: Reached,
-    paused: Collection[str],
-    order: Mapping[str, int] | None = None,
-    *,
-    is_idle: bool = False,
+    rule: Milestones, reached: Sequence[Reach], paused: Collection[str], *, is_idle: bool = False
 ) -> str | None:
     """Return the paused member that is to go on next, or `None` where all are to wait.
 
@@ -95,7 +68,7 @@ def promotable(
     """
     last = {job: step for job, step, _ in reached if job in paused}
     for milestone in sorted(set(last.values()), reverse=True):
-        ranked = ranking(rule, reached, milestone, order)
+        ranked = ranking(rule, reached, milestone)
         places = _places(rule, len(ranked)) + is_idle
         for job in ranked[:places]:
             if last.get(job) == milestone:

@@ -77,7 +77,7 @@ class Milestones:
     """
 
     rule: str
-    """`asha` or `median`."""
+    """`asha` or `median`; `none`: the members are told apart by the metric, and never paused."""
     metric: str
     """`loss`, `validation_loss`, or what a program writes into its results."""
     is_min: bool
@@ -114,7 +114,9 @@ class Job:
     memory_bytes: int | None = None
     """What it needs on a card, as the user says; `None`: predicted or measured."""
     pack: bool | None = None
-    """Whether it may share a card: `None` where a measurement says that it pays."""
+    """Whether it may share a card: `None` (auto) is alone, as long as nothing measures whether it
+    pays.
+    """
     hours: tuple[int, int] | None = None
     """Minutes of the local day from and to which it may run; may cross midnight."""
     milestones: Milestones | None = None
@@ -232,6 +234,21 @@ class Submitted:
     job: Job
     least_bytes: int | None = None
     """Below this not even its smallest step fits, as predicted; `None`: not predicted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepSubmitted:
+    """A sweep has come in whose members are asked for one after another, as places become free."""
+
+    at_s: float
+    name: str
+    count: int
+    """Members in all."""
+    origin: str
+    text: str
+    """Its job file as it was then."""
+    cwd: str
+    """The folder in which it was submitted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,6 +374,7 @@ class QueueHeld:
 
 Record: TypeAlias = (
     Submitted
+    | SweepSubmitted
     | Assigned
     | Recalled
     | Rested

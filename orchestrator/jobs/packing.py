@@ -103,19 +103,9 @@ def trial_pays(
 ) -> bool:
     """Return whether a second job is to be tried beside a first one.
 
-    Parameters
-    ----------
-    busy_share
-        Share of time in which the first keeps its card busy, or its MFU; `None` is not measured,
-        and then nothing is tried.
-    remaining_s, second_remaining_s
-        What each would still take alone on this card.
-    save_s, load_s
-        What it takes to save the first one, and to start it again.
-    spent_s
-        What earlier trials of this queue have cost, by `trial_cost_s`.
-    cards_s
-        What the cards of the queue have worked so far, all of them together.
+    `busy_share` is the share of time in which the first keeps its card busy; without it nothing is
+    tried. `remaining_s` are what each would still take alone on this card, `spent_s` what earlier
+    trials of this queue have cost (`trial_cost_s`), `cards_s` what all its cards have worked.
     """
     if busy_share is None or busy_share >= BUSY_BELOW:
         return False
@@ -129,7 +119,7 @@ def judge(pair: str, first: Speeds, second: Speeds, at_s: float) -> PackJudged:
     """Return the verdict on two jobs that have run together for a trial.
 
     They are kept if the sum of both speeds, as shares of those alone, is at least `LEAST_GAIN` and
-    the 95 % interval of this sum (Welch) lies above 1.0.
+    the 95 % interval of this sum lies above 1.0.
     """
     gain, low = gain_of(first, second)
     return PackJudged(at_s=at_s, pair=pair, gain=gain, is_kept=gain >= LEAST_GAIN and low > 1.0)
@@ -140,42 +130,20 @@ def gain_of(first: Speeds, second: Speeds) -> tuple[float, float]:
 
     Without two values of each job together nothing is known: the lower end is 0 then.
     """
-    gain, variances = 0.0, []
+    gain = variance = 0.0
     for speeds in (first, second):
         if len(speeds.together) < 2 or not speeds.alone or statistics.fmean(speeds.alone) <= 0:
             return gain, 0.0
         share = statistics.fmean(speeds.together) / statistics.fmean(speeds.alone)
         gain += share
         # The variance of a ratio of two means, to the first order.
-        for values in (speeds.together, speeds.alone):
-            relative, freedom = _relative_variance(values)
-            variances.append((share**2 * relative, freedom))
-
-    variance = sum(each for each, _ in variances)
-    if variance == 0.0:
-        return gain, gain
-    freedom = variance**2 / sum(each**2 / freedom for each, freedom in variances)
-    return gain, gain - _t(freedom) * math.sqrt(variance)
+        variance += share**2 * sum(map(_relative_variance, (speeds.together, speeds.alone)))
+    return gain, gain - _Z * math.sqrt(variance)
 
 
-def _relative_variance(values: Sequence[float]) -> tuple[float, float]:
-    """Return the variance of a mean as a share of its square, and its degrees of freedom."""
+def _relative_variance(values: Sequence[float]) -> float:
+    """Return the variance of a mean as a share of its square."""
     if len(values) < 2:
-        return NOISE**2, math.inf
+        return NOISE**2
     mean = statistics.fmean(values)
-    if mean <= 0:
-        return 0.0, math.inf
-    return statistics.variance(values) / len(values) / mean**2, len(values) - 1
-
-
-def _t(freedom: float) -> float:
-    """Return the 97.5 % quantile of Student's distribution (Cornish and Fisher's expansion).
-
-    0.3 % too small at 4 degrees of freedom, less with more.
-    """
-    return (
-        _Z
-        + (_Z**3 + _Z) / (4 * freedom)
-        + (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / (96 * freedom**2)
-        + (3 * _Z**7 + 19 * _Z**5 + 17 * _Z**3 - 15 * _Z) / (384 * freedom**3)
-    )
+    return statistics.variance(values) / len(values) / mean**2 if mean > 0 else 0.0

@@ -2,19 +2,20 @@
 
 Jobs of a higher level are planned first, each level on what those above leave of the cards: nothing
 below moves the reserved start of a job above. A level is a job's priority and one more for each
-hour that it has waited, so that none starves. Within a level, jobs go where all of them are done
-earliest: exactly where they are few, else the longest first, each to the card on which it ends
-first. So a job may wait for a faster card while a slower one is idle. Pure; it starts nothing, and
-whether two jobs may share a card is asked from `pays`.
+hour that it has waited, so that none starves. Within a level the longest goes first, each job to
+the card on which it ends first: 1 % above the optimum on two cards
+(`scripts/benches/jobs_decisions.py`). So a job may wait for a faster card while a slower one is
+idle. Pure; it starts nothing.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, TypeAlias
+from typing import Final
 
 from orchestrator.config.duration import format_duration
 from orchestrator.jobs.model import Card, Job
@@ -25,15 +26,8 @@ from workers.units import GIB
 LEVEL_S: Final = 3600.0
 #: So many jobs are planned in full; those behind get a rough start only. A night has fewer.
 LOOKAHEAD: Final = 200
-#: A level is tried in full if that takes at most so many steps: ten jobs on two cards.
-EXACT_STEPS: Final = 10 * 2**10
 #: What a job takes at speed 1 when nothing is known of any: only ratios between cards matter.
 UNKNOWN_S: Final = 3600.0
-#: A move must save so many times what it costs.
-MOVE_MARGIN: Final = 3.0
-
-#: Whether two jobs, by name, are known to do more together on a card, or are to be tried there.
-Pays: TypeAlias = Callable[[str, str, str], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,17 +125,15 @@ def plan(
     cards: Sequence[Card],
     residents: Mapping[str, Sequence[Resident]],
     now_s: float,
-    pays: Pays | None = None,
 ) -> Plan:
     """Return which candidates start now, and why and until when the others wait.
 
-    Candidates are in the order of submission, which decides ties. `residents` are by card. Without
-    `pays` every job is alone on its card.
+    Candidates are in the order of submission, which decides ties. `residents` are by card.
     """
     front, rest = _front(candidates, cards, now_s)
     typical_s = _typical_work(front, cards)
     turns, homeless = _turns(front, cards, residents, now_s, typical_s)
-    starts = _starts(turns, cards, residents, pays)
+    starts = _starts(turns, cards, residents)
 
     started = {start.job: start.card for start in starts}
     idle = [
@@ -179,10 +171,7 @@ def plan(
 
 
 def estimate(
-    jobs: Sequence[Candidate],
-    cards: Sequence[Card],
-    after: Mapping[str, Sequence[str]],
-    residents: Mapping[str, Sequence[Resident]] | None = None,
+    jobs: Sequence[Candidate], cards: Sequence[Card], after: Mapping[str, Sequence[str]]
 ) -> Schedule:
     """Return when and where each job would run, by planning in virtual time from 0.
 
@@ -190,49 +179,36 @@ def estimate(
     alone on its card, and to take as long as is known; nothing fails.
     """
     waiting = {job.name: set(after.get(job.name, ())) for job in jobs}
+    ready = [replace(job, queued_at_s=0.0) for job in jobs if not waiting[job.name]]
     followers: dict[str, list[Candidate]] = {}
     for job in jobs:
         for name in waiting[job.name]:
             followers.setdefault(name, []).append(job)
-    ready = [replace(job, queued_at_s=0.0) for job in jobs if not waiting[job.name]]
-    typical_s = _typical_work(jobs, cards)
-    speeds = {card.name: card.speed for card in cards}
-    on_card: dict[str, list[Resident]] = {
-        name: [
-            replace(each, ends_at_s=typical_s / speeds[name]) if each.ends_at_s is None else each
-            for each in there
-        ]
-        for name, there in (residents or {}).items()
-    }
 
+    typical_s = _typical_work(jobs, cards)
+    on_card: dict[str, list[Resident]] = {}
     entries: list[ScheduledJob] = []
     now_s = 0.0
     while True:
         front, _ = _front(ready, cards, now_s)
         turns, _ = _turns(front, cards, on_card, now_s, typical_s)
-        starts = _starts(turns, cards, on_card, None)
-        for start in starts:
+        for start in _starts(turns, cards, on_card):
             end_s = turns[start.card][0].end_s
             entries.append(ScheduledJob(job=start.job, card=start.card, start_s=now_s, end_s=end_s))
             on_card[start.card] = [
                 Resident(name=start.job, budget_bytes=start.budget_bytes, ends_at_s=end_s)
             ]
-        started = {start.job for start in starts}
+        started = {there.name for (there,) in on_card.values()}
         ready = [job for job in ready if job.name not in started]
-
-        ends = [(each.ends_at_s or 0.0, name) for name in on_card for each in on_card[name]]
-        if not ends:
+        if not on_card:
             break
-        now_s = max(now_s, min(ends)[0])
-        ended = [e for there in on_card.values() for e in there if (e.ends_at_s or 0.0) <= now_s]
-        on_card = {
-            name: [each for each in there if each not in ended] for name, there in on_card.items()
-        }
-        for name in [each.name for each in ended]:
-            for job in followers.get(name, ()):
-                waiting[job.name].discard(name)
-                if not waiting[job.name]:
-                    ready.append(replace(job, queued_at_s=now_s))
+
+        now_s, card = min((there.ends_at_s or 0.0, name) for name, (there,) in on_card.items())
+        ended = on_card.pop(card)[0].name
+        for job in followers.get(ended, ()):
+            waiting[job.name].discard(ended)
+            if not waiting[job.name]:
+                ready.append(replace(job, queued_at_s=now_s))
 
     left = {job.name: _why_no_card(job, cards) for job in ready}
     for job in jobs:
@@ -242,34 +218,13 @@ def estimate(
     return Schedule(jobs=tuple(entries), makespan_s=makespan_s, left=left)
 
 
-def worthwhile_move(
-    *,
-    remaining_s: float,
-    speed_here: float,
-    speed_there: float,
-    save_s: float,
-    transfer_s: float,
-    load_s: float,
-    is_free: bool,
-) -> bool:
-    """Return whether a job is to go on on another card.
-
-    `remaining_s` is on the card where it is. `is_free` says that the other card is free and that
-    no job that waits should have it: `plan` with the waiting candidates places none there.
-    """
-    if not is_free or speed_there <= speed_here:
-        return False
-    saved_s = remaining_s * (1 - speed_here / speed_there)
-    return saved_s > MOVE_MARGIN * (save_s + transfer_s + load_s)
-
-
 def never_fits(job: Job | Candidate, least_bytes: int | None, cards: Sequence[Card]) -> str | None:
     """Return why no card here can ever hold a job, with the sum, or `None`.
 
     `least_bytes` is what its smallest step takes, as predicted. Closed cards count: they open
     again.
     """
-    allowed = [card for card in cards if _is_allowed(job, card)]
+    allowed = [card for card in cards if suits(job, card)]
     if not allowed:
         title = f"a card called {job.card!r}" if job.card is not None else "a card"
         where = f" on {' or '.join(job.nodes)}" if job.nodes else ""
@@ -301,17 +256,11 @@ def _front(
     """
     ordered = sorted(candidates, key=lambda each: (-_level(each, now_s), each.queued_at_s))
     front, rest = ordered[:LOOKAHEAD], ordered[LOOKAHEAD:]
-    if rest:
-        extra = []
-        for card in cards:
-            if card.closed is None and not any(_fits(each, card) for each in front):
-                found = next((each for each in rest if _fits(each, card)), None)
-                if found is not None and found not in extra:
-                    extra.append(found)
-        names = {each.name for each in extra}
-        if names:
-            front = front + extra
-            rest = [each for each in rest if each.name not in names]
+    for card in cards if rest else ():
+        if card.closed is None and not any(_fits(each, card) for each in front):
+            place = next((n for n, each in enumerate(rest) if _fits(each, card)), None)
+            if place is not None:
+                front.append(rest.pop(place))
     return front, rest
 
 
@@ -353,60 +302,18 @@ def _turns(
     for level, group in levels.items():
         # The longest first: the short ones fill what is uneven at the end.
         group.sort(key=lambda each: -min(each[1].values()))
-        places = _assign([options for _, options in group], free_s)
-        for (candidate, options), name in zip(group, places, strict=True):
+        for candidate, options in group:
+            name = min(options, key=lambda each: free_s[each] + options[each])
             end_s = free_s[name] + options[name]
             turns[name].append(_Turn(candidate, level, free_s[name], end_s))
             free_s[name] = end_s
     return turns, homeless
 
 
-def _assign(jobs: Sequence[Mapping[str, float]], free_s: Mapping[str, float]) -> list[str]:
-    """Return the card of each job, so that the last one ends earliest.
-
-    Jobs are seconds by card, and run on their card in this order. Among equal ends the sum of all
-    ends decides.
-    """
-    load = dict(free_s)
-    places = []
-    end_s, sum_s = -math.inf, 0.0
-    for options in jobs:
-        name = min(options, key=lambda each: load[each] + options[each])
-        load[name] += options[name]
-        end_s = max(end_s, load[name])
-        sum_s += load[name]
-        places.append(name)
-    ways = math.prod(len(options) for options in jobs)
-    if len(jobs) == 1 or ways * len(jobs) > EXACT_STEPS:
-        return places
-
-    best = (end_s, sum_s, places)
-    load = dict(free_s)
-
-    def extend(path: list[str], end_s: float, sum_s: float) -> None:
-        nonlocal best
-        if (end_s, sum_s) >= best[:2]:
-            return
-        if len(path) == len(jobs):
-            best = (end_s, sum_s, list(path))
-            return
-        for name, seconds in jobs[len(path)].items():
-            before = load[name]
-            load[name] = before + seconds
-            path.append(name)
-            extend(path, max(end_s, load[name]), sum_s + load[name])
-            path.pop()
-            load[name] = before
-
-    extend([], -math.inf, 0.0)
-    return best[2]
-
-
 def _starts(
     turns: Mapping[str, Sequence[_Turn]],
     cards: Sequence[Card],
     residents: Mapping[str, Sequence[Resident]],
-    pays: Pays | None,
 ) -> tuple[Placement, ...]:
     """Return what starts now: the first turn of each idle card, and who may share a card.
 
@@ -420,19 +327,20 @@ def _starts(
         if not own or len(there) > 1 or any(each.alone for each in there):
             continue
 
-        first = [] if there else [own[0].candidate]
+        group = [] if there else [own[0].candidate]
         host = there[0] if there else own[0].candidate
         room_bytes = card.room_bytes - sum(each.budget_bytes for each in there)
-        group, alone = first, True
         budgets: tuple[int, ...] = (card.room_bytes,)
-        for turn in own[len(first) :]:
+        alone = True
+        for turn in own[len(group) :]:
             second = turn.candidate
-            if pays is None or turn.level != own[0].level or not host.may_pack:
+            if turn.level != own[0].level or not host.may_pack:
                 break
-            measured = [each.measured_bytes or each.memory_bytes for each in [*first, second]]
+            both = [*group, second]
+            measured = [each.measured_bytes or each.memory_bytes for each in both]
             shares = packed_budgets(measured, room_bytes)
-            if shares and second.may_pack and pays(host.name, second.name, card.name):
-                group, budgets, alone = [*first, second], shares, False
+            if shares and second.may_pack:
+                group, budgets, alone = both, shares, False
                 break
         starts += [
             Placement(job=each.name, card=card.name, budget_bytes=budget, alone=alone)
@@ -452,11 +360,16 @@ def _typical_work(candidates: Sequence[Candidate], cards: Sequence[Card]) -> flo
     return statistics.median(works) if works else UNKNOWN_S
 
 
-def _is_allowed(job: Job | Candidate, card: Card) -> bool:
-    """Return whether a job may run on a card, whatever it needs."""
+def suits(job: Job | Candidate, card: Card) -> bool:
+    """Return whether a job may run on a card, whatever memory it takes."""
     if job.nodes and card.node not in job.nodes and card.name not in job.nodes:
         return False
-    return job.card is None or job.card.casefold() in card.title.casefold()
+    return job.card is None or plain(job.card) in plain(card.title)
+
+
+def plain(card: str) -> str:
+    """Return the name of a card without what people leave out or add."""
+    return re.sub(r"[^a-z0-9]", "", card.lower())
 
 
 def _needed(candidate: Candidate) -> int:
@@ -464,12 +377,12 @@ def _needed(candidate: Candidate) -> int:
 
 
 def _fits(candidate: Candidate, card: Card) -> bool:
-    return _needed(candidate) <= card.room_bytes and _is_allowed(candidate, card)
+    return _needed(candidate) <= card.room_bytes and suits(candidate, card)
 
 
 def _why_not(candidate: Candidate, card: Card) -> str:
     """Return why a candidate does not start on a card that is free."""
-    if not _is_allowed(candidate, card):
+    if not suits(candidate, card):
         return f"{card.name} is free, but it may not run there"
     if not _fits(candidate, card):
         gives, need = _gib(card.room_bytes, math.floor), _gib(_needed(candidate), math.ceil)

@@ -33,6 +33,7 @@ from orchestrator.jobs.model import (
     AttemptEnded,
     Card,
     Cause,
+    Job,
     JobState,
     Measured,
     PackJudged,
@@ -45,6 +46,7 @@ from orchestrator.jobs.model import (
     Settled,
     Standing,
     Submitted,
+    SweepSubmitted,
     World,
 )
 from orchestrator.jobs.placement import Candidate, Plan, Resident
@@ -124,6 +126,10 @@ class Queue:
         """Job, milestone and value, in journal order."""
         self.verdicts: dict[str, PackJudged] = {}
         """By pair."""
+        self.sweeps: dict[str, SweepSubmitted] = {}
+        """Those whose members are asked for, by name; of one that came twice, the last."""
+        self._members: dict[str, list[str]] = {}
+        """Jobs by sweep, in order of submission."""
         self._standings: dict[str, Standing] = {}
         self._aside: dict[str, Aside] = {}
         self._said: dict[str, None] = {}
@@ -154,9 +160,33 @@ class Queue:
         return self._standings.keys()
 
     @property
+    def jobs(self) -> tuple[Job, ...]:
+        """All of them, in order of submission."""
+        return tuple(standing.job for standing in self._standings.values())
+
+    @property
     def is_over(self) -> bool:
-        """Whether every job has ended."""
-        return self._indexed().open == 0
+        """Whether every job has ended, and every sweep has been asked for all its members."""
+        return self.is_over_without(())
+
+    def is_over_without(self, sweeps: Collection[str]) -> bool:
+        """Return the same, but as if nothing more were asked of `sweeps`."""
+        return self._indexed().open == 0 and not any(
+            self._left(name) for name in self.sweeps if name not in sweeps
+        )
+
+    def members(self, sweep: str) -> tuple[Standing, ...]:
+        """Return the members of a sweep that there are, in order of submission."""
+        names = self._members.get(sweep, ())
+        self._given.update(names)
+        return tuple(self._standings[name] for name in names)
+
+    def wants_member(self, sweep: str, places: int) -> bool:
+        """Return whether a sweep has more members to come, and fewer than `places` at work."""
+        return self._left(sweep) > 0 and self._indexed().active[sweep] < places
+
+    def _left(self, sweep: str) -> int:
+        return self.sweeps[sweep].count - len(self._members.get(sweep, ()))
 
     def shown(self, name: str) -> Standing:
         """Return how a job stands; where it is in line, with the reason and the expected start."""
@@ -181,17 +211,29 @@ class Queue:
         """Return why a record from the inbox is not for the journal; `None`: it is."""
         if isinstance(record, Submitted):
             there = self._standings.get(record.job.name)
-            if there is None:
-                return None
-            if there.job.id == record.job.id:
+            if there is not None and there.job.id == record.job.id:
                 return f"{record.job.name} has been submitted already"
-            return f"there is another job called {record.job.name} ({there.job.origin})"
+            return None if there is None else self._taken(record.job.name)
+        if isinstance(record, SweepSubmitted):
+            return self._why_sweep_refused(record)
         if isinstance(record, Said):
             if record.id in self._said:
                 return "it has been obeyed already"
             if record.job not in self._standings:
                 return f"there is no job called {record.job}"
         return None
+
+    def _why_sweep_refused(self, record: SweepSubmitted) -> str | None:
+        there = self.sweeps.get(record.name)
+        if there is not None:
+            is_same = (there.text, there.cwd) == (record.text, record.cwd)
+            return f"the sweep {record.name} has been submitted already" if is_same else None
+        names = (f"{record.name}-{number}" for number in range(record.count))
+        taken = next((name for name in names if name in self._standings), None)
+        return None if taken is None else self._taken(taken)
+
+    def _taken(self, name: str) -> str:
+        return f"there is another job called {name} ({self._standings[name].job.origin})"
 
     def apply(self, record: Entry) -> None:
         """Add a record. One that has been taken already changes nothing.
@@ -203,6 +245,8 @@ class Queue:
             self._apply_to_job(cast("_JobRecord", record))
         elif isinstance(record, Submitted):
             self._submit(record)
+        elif isinstance(record, SweepSubmitted):
+            self.sweeps[record.name] = record
         elif isinstance(record, QueueHeld):
             self.held = record.reason
             self._alike.clear()
@@ -228,6 +272,7 @@ class Queue:
         reached, said = tuple(self.reached), tuple(self._said)
         yield QueueKept(held=self.held, reached=reached, said=said, alike=alike)
         yield from self.verdicts.values()
+        yield from self.sweeps.values()
         for name, standing in self._standings.items():
             is_waiting = name in self._to_recall
             yield Kept(standing=standing, aside=self._aside[name], to_recall=is_waiting)
@@ -274,6 +319,8 @@ class Queue:
 
     def _add(self, standing: Standing) -> None:
         self._standings[standing.job.name] = standing
+        if standing.job.sweep is not None:
+            self._members.setdefault(standing.job.sweep, []).append(standing.job.name)
         if self._index is not None:
             self._index.enter(standing)
             self._index.add(standing)
@@ -439,7 +486,7 @@ class Queue:
         for card in world.cards:
             if (
                 card.closed is None
-                and attempts.suits(job, card)
+                and placement.suits(job, card)
                 and card.room_bytes >= (standing.least_room_bytes or 0)
                 and not (aside.no_room and taken[card.name])
             ):
@@ -519,9 +566,7 @@ class Queue:
             cut = (line[:_ALIKE_CANDIDATES] for line in firsts)
             names = [name for _, _, name in islice(heapq.merge(*cut), _CANDIDATES)]
             candidates = [self._candidate(name, world.cards) for name in names]
-            self._plan = placement.plan(
-                candidates, world.cards, residents, world.now_s, lambda *_: True
-            )
+            self._plan = placement.plan(candidates, world.cards, residents, world.now_s)
         return self._plan
 
     def _one_more_promoted(self, world: World) -> list[Record]:

@@ -28,6 +28,8 @@ from pydantic import ConfigDict, TypeAdapter
 
 from orchestrator.core.slot import slot_state
 from orchestrator.errors import ArchiveError, NothingStoredError
+from orchestrator.jobs.journal import QUEUE_NAME
+from orchestrator.record.jobs import QueueReader, QueueSnapshot
 from orchestrator.record.model import FIELDS, Row, Snapshot
 from orchestrator.record.store import (
     COMMANDS_KNOWN,
@@ -81,8 +83,8 @@ _hints = cache(get_type_hints)
 
 
 @contextmanager
-def reading(folder: Path) -> Iterator[sqlite3.Connection]:
-    """Open a store for one consistent look.
+def reading(folder: Path, most_s: float | None = None) -> Iterator[sqlite3.Connection]:
+    """Open a store for one consistent look, which may take `most_s`.
 
     Read-only; a writer may be active. That needs a shared file beside the store. Where none can be
     made (a folder that is read-only or another user's) no writer can use this path either, and a
@@ -99,24 +101,25 @@ def reading(folder: Path) -> Iterator[sqlite3.Connection]:
         )
     if path.is_symlink() or not path.is_file():
         raise NothingStoredError(folder, STORE_NAME)
+    most_s = _READING_MOST_S if most_s is None else most_s
     with explained(path), ExitStack() as stack:
         try:
-            store = stack.enter_context(_connected(f"{path.absolute().as_uri()}?mode=ro"))
+            store = stack.enter_context(_connected(f"{path.absolute().as_uri()}?mode=ro", most_s))
         except sqlite3.OperationalError as failure:
             if failure.sqlite_errorcode & 0xFF not in _CANNOT_SHARE:
                 raise
             place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="orchestrator-")))
             for source in folder.glob(f"{STORE_NAME}*"):  # with its log
                 shutil.copyfile(source, place / source.name)
-            store = stack.enter_context(_connected((place / STORE_NAME).as_uri()))
+            store = stack.enter_context(_connected((place / STORE_NAME).as_uri(), most_s))
         _check_schema(store, path)
         yield store
 
 
 @contextmanager
-def _connected(uri: str) -> Iterator[sqlite3.Connection]:
+def _connected(uri: str, most_s: float) -> Iterator[sqlite3.Connection]:
     """Hold a connection that aborts statements that take too long or grow too large."""
-    until_s = time.monotonic() + _READING_MOST_S
+    until_s = time.monotonic() + most_s
     try:
         with closing(
             sqlite3.connect(uri, uri=True, timeout=_PATIENCE_S, isolation_level=None)
@@ -137,7 +140,7 @@ def _connected(uri: str) -> Iterator[sqlite3.Connection]:
             # Nothing but a signal ends the look at the clock early, and SQLite keeps to itself what
             # that raised.
             raise KeyboardInterrupt from failure
-        raise ValueError(f"it takes longer than {_READING_MOST_S:.0f} s") from failure
+        raise ValueError(f"it takes longer than {most_s:.0f} s") from failure
 
 
 @contextmanager
@@ -240,7 +243,9 @@ class StoredRun:
 
     @property
     def is_done(self) -> bool:
-        """Whether every slot has finished all that there was to do."""
+        """Whether every slot, or every job of a queue, has finished all that there was to do."""
+        if (self.folder / QUEUE_NAME).exists():
+            return self.outcome == "good"
         return bool(self.slots) and all(slot.state == WorkerState.DONE for slot in self.slots)
 
     @property
@@ -483,6 +488,8 @@ class Frame:
     """Seconds since the store last changed."""
     missed: tuple[str, ...] = ()
     """What fell short, of a run that has ended and was not good."""
+    queue: QueueSnapshot | None = None
+    """The queue of jobs, where the run has one."""
 
 
 class Follower:
@@ -498,6 +505,7 @@ class Follower:
         self._monotonic_s = monotonic_s
         self._unix_s = unix_s
         self._here = socket.gethostname()
+        self._queue_reader = QueueReader(folder)
         self._state: tuple[tuple[int, int, int] | None, ...] = ()
         self._frame: Frame | None = None
         self._updated_at_unix_s: float | None = None
@@ -522,7 +530,14 @@ class Follower:
             ):
                 run = read_run(self._folder)
             freshness, late_s = self._judged(run, now_s)
-            self._frame = replace(before, run=run, events=(), freshness=freshness, late_s=late_s)
+            self._frame = replace(
+                before,
+                run=run,
+                events=(),
+                freshness=freshness,
+                late_s=late_s,
+                queue=self._queue_reader.look(before.snapshot.rows, self._unix_s()),
+            )
             return self._frame
         run = read_run(self._folder)
         events = read_events(self._folder, after=self._event, limit=_NEW_EVENTS_MOST)
@@ -534,14 +549,16 @@ class Follower:
             self._changed_at_s = now_s
         self._updated_at_unix_s = run.updated_at_unix_s
         freshness, late_s = self._judged(run, now_s)
+        snapshot = run.snapshot()
         self._frame = Frame(
             number=1 if before is None else before.number + 1,
             run=run,
-            snapshot=run.snapshot(),
+            snapshot=snapshot,
             events=events,
             freshness=freshness,
             late_s=late_s,
-            missed=_missed(events) or (() if before is None else before.missed),
+            missed=missed_of(events) or (() if before is None else before.missed),
+            queue=self._queue_reader.look(snapshot.rows, self._unix_s()),
         )
         return self._frame
 
@@ -555,7 +572,8 @@ class Follower:
         return (Freshness.LATE if late_s > LATE_AFTER_S else Freshness.LIVE), late_s
 
 
-def _missed(events: Iterable[StoredEvent]) -> tuple[str, ...]:
+def missed_of(events: Iterable[StoredEvent]) -> tuple[str, ...]:
+    """Return what fell short, as the end of a run among these events says."""
     ends = [event.details.get("missed") for event in events if event.event == "run_ended"]
     return tuple(map(str, ends[-1])) if ends and isinstance(ends[-1], list) else ()
 

@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 
 from orchestrator.config.schema import RunConfig
 from orchestrator.errors import ArchiveError, NothingStoredError, UsageError, one_line
+from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.record.archive import StoredRun, head_of, read_run
 from workers.files import read_small, replace_whole
 
@@ -150,6 +151,25 @@ def find_run(runs_dir: Path, run_id: str) -> Path:
         newest = ", ".join(names[:_NAMED])
         why = f"there is no run {run_id[:80]!r} in {runs_dir}; the newest: {newest}"
     raise UsageError(one_line(why))
+
+
+def find_queue(runs_dir: Path, run_id: str) -> Path:
+    """Return the folder of a run with a queue of jobs, by the name of the run or its end;
+    `UsageError` for none.
+
+    `latest` is the newest that has a queue, also one whose head has ended.
+    """
+    begin = "`python -m orchestrator jobs run FILE` begins one"
+    if run_id == LATEST:
+        names = (name for name in _run_ids(runs_dir) if (runs_dir / name / QUEUE_NAME).is_dir())
+        newest = next(names, None)
+        if newest is None:
+            raise UsageError(one_line(f"there is no queue of jobs in {runs_dir}; {begin}"))
+        return runs_dir / newest
+    folder = find_run(runs_dir, run_id)
+    if not (folder / QUEUE_NAME).is_dir():
+        raise UsageError(one_line(f"run {folder.name} has no queue of jobs; {begin}"))
+    return folder
 
 
 def summary_of(folder: Path) -> Mapping[str, Any] | None:

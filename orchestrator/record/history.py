@@ -47,7 +47,7 @@ _OF_ONE = (
     "slot = :slot "
     "WHERE at <= :last GROUP BY part"
 )
-_SLICE = "WHERE at_unix_s >= :since AND at_unix_s < :until"
+_SLICE = "WHERE at_unix_s >= :first AND at_unix_s < :last"
 _OF_EACH = f"SELECT slot, {_PART}{{figures}} FROM samples {_SLICE} GROUP BY slot, part"  # noqa: S608 - constants
 _OF_ALL = (
     f"WITH sums AS (SELECT at_unix_s{{sums}} FROM samples {_SLICE} GROUP BY at_unix_s) "  # noqa: S608 - constants
@@ -58,9 +58,8 @@ _CURVES = (
     "SELECT slot, train_step AS step, min(at_unix_s) AS at_unix_s, loss, samples_per_s FROM samples "
     "WHERE train_step > 0 GROUP BY slot, train_step"
 )
-#: All samples are read in so many looks at most: a look has a time limit (`archive.py`), and a run
-#: may last for days.
-_LOOKS_MOST = 25
+#: For all samples: a run may last for days.
+_READING_MOST_S = 120.0
 
 #: Keys whose course can be asked for.
 SAMPLED_NUMBERS = tuple(key for key, each in FIELDS.items() if each.sampled and key != "state")
@@ -232,13 +231,8 @@ def _read(
         f", {'max' if key == 'temperature_c' else 'sum'}({key}) AS {key}" for key in keys
     )
     values = {"first": first, "last": last, "width": width_s, "count": count, "slot": slot}
-    step = count if statement is _OF_ONE else -(-count // _LOOKS_MOST)
-    lines: list[sqlite3.Row] = []
-    for part in range(0, count, step):
-        until = last if part + step >= count else first + (part + step) * width_s
-        look = {**values, "since": first + part * width_s, "until": until}
-        with reading(folder) as store:
-            lines += store.execute(statement.format(figures=figures, sums=sums), look)
+    with reading(folder, _READING_MOST_S) as store:
+        lines = store.execute(statement.format(figures=figures, sums=sums), values).fetchall()
     parts: dict[str, dict[int, sqlite3.Row]] = {} if slot is None else {slot: {}}
     for line in lines:
         parts.setdefault(line["slot"], {})[line["part"]] = line

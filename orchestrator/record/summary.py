@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from orchestrator.record.model import FIELDS, Row, Snapshot, finite
+from orchestrator.record.model import FIELDS, Snapshot, finite
 
 SCHEMA = 1
 
@@ -87,52 +86,20 @@ def summary_text(summary: Mapping[str, Any]) -> str:
 
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
-    """Write the summary so that a reader never sees half of it.
+    """Write the summary as `write_file` does."""
+    write_file(path, summary_text(summary) + "\n")
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file that is for others too, so that a reader never sees half of it.
 
     `OSError` if the folder cannot be written.
     """
-    # A text that is no valid Unicode (a file name, say) becomes \udcXX, which is a valid escape in
-    # JSON.
-    content = (summary_text(summary) + "\n").encode("utf-8", "backslashreplace")
     half = path.with_name(f".{path.name}.tmp")
     try:
-        half.write_bytes(content)
+        # A text that is no valid Unicode (a file name, say) becomes \udcXX, which is a valid escape
+        # in JSON.
+        half.write_bytes(text.encode("utf-8", "backslashreplace"))
         half.replace(path)
     finally:
         half.unlink(missing_ok=True)
-
-
-def snapshot_from_summary(summary: object) -> Snapshot:
-    """Rebuild the last snapshot of a run from its summary, as far as a summary knows it.
-
-    The planned length is not in it: the run is taken to have ended on time.
-
-    Raises:
-        ValueError: This is no summary, or one of a schema this version does not read.
-    """
-    if not isinstance(summary, Mapping) or summary.get("schema") != SCHEMA:
-        raise ValueError(f"this is no run summary of schema {SCHEMA}")
-    try:
-        duration_s = float(summary["duration_s"] or 0.0)
-        started_at = (
-            datetime.fromisoformat(summary["started_at"]).timestamp()
-            if summary["started_at"]
-            else 0.0
-        )
-        return Snapshot(
-            run_id=str(summary["run_id"] or ""),
-            started_at=started_at,
-            now_unix_s=started_at + duration_s,
-            elapsed_s=duration_s,
-            duration_s=duration_s,
-            nodes_planned=tuple(summary["nodes_planned"]),
-            nodes_seen=tuple(summary["nodes_seen"]),
-            rows=tuple(Row.from_dict(row) for row in summary["workers"]),
-            notices=tuple(summary.get("notices", ())),
-            restart_count=summary["restart_count"],
-            steps_lost_upper_bound=summary.get("steps_lost_upper_bound"),
-        )
-    except KeyError as missing:
-        raise ValueError(f"the run summary lacks the key {missing}") from missing
-    except TypeError as wrong:
-        raise ValueError(f"the run summary holds a value of the wrong kind: {wrong}") from wrong

@@ -8,7 +8,7 @@ queries nothing (`supervisor.py` does).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -92,15 +92,17 @@ def notices(before: Membership, config: Config) -> list[str]:
 class NodeWatch:
     """Which nodes are there, and what has happened to each since the last look."""
 
-    def __init__(self, config: Config, plans: Iterable[SlotPlan], events: EventLog) -> None:
+    def __init__(self, config: Config, plans: Mapping[str, SlotPlan], events: EventLog) -> None:
+        """Watch the nodes of these slots, which may become more, and may move."""
         self._config = config
+        self._plans = plans
         self._events = events
         self._known = Membership()
         self._facts: list[NodeFact] = []
-        self.slots: dict[str, list[str]] = {name: [] for name in config.nodes}
-        """Node -> its slots."""
-        for plan in plans:
-            self.slots[plan.spec.node].append(plan.spec.slot)
+
+    def slots(self, node: str | None) -> list[str]:
+        """Return the slots on a node."""
+        return [name for name, plan in self._plans.items() if plan.spec.node == node]
 
     def look(
         self, facts: Sequence[NodeFact], slots: Mapping[str, Slot], now_s: float
@@ -141,5 +143,5 @@ class NodeWatch:
         """
         if fact.answers or fact.refuses or fact.name is None:
             return False
-        reported = (slots[name].heard_at_s for name in self.slots.get(fact.name, ()))
+        reported = (slots[name].heard_at_s for name in self.slots(fact.name))
         return any(at_s is not None and at_s > now_s - _HEARD_WITHIN_S for at_s in reported)

@@ -27,7 +27,7 @@ from rich.console import Console
 
 from orchestrator.config.load import dump_config
 from orchestrator.config.notify_urls import notify_urls
-from orchestrator.config.schema import Config, NotifyConfig
+from orchestrator.config.schema import ClusterConfig, Config, NotifyConfig
 from orchestrator.core.fleet import Fleet
 from orchestrator.core.node_commands import node_command
 from orchestrator.core.placement import Missing, SlotPlan, idle_line, refusals, unnamed
@@ -39,6 +39,8 @@ from orchestrator.errors import (
     UsageError,
     one_line,
 )
+from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal, queue_of
+from orchestrator.jobs.model import Submitted, SweepSubmitted
 from orchestrator.record.archive import StoredRun
 from orchestrator.record.events import EventLog
 from orchestrator.record.folders import command_for
@@ -47,6 +49,7 @@ from orchestrator.record.output import OutputFiles
 from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
 from orchestrator.record.summary import failure_dict, summary_dict, summary_text, write_summary
 from orchestrator.run import node_setup, resume, run_dir
+from orchestrator.run.dispatcher import Dispatcher
 from orchestrator.run.environment import Environment, Mode
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
@@ -112,6 +115,16 @@ class Experiment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QueueOptions:
+    """What a run of jobs begins with."""
+
+    submitted: tuple[Submitted | SweepSubmitted, ...] = ()
+    """In addition to what its folder has."""
+    stays: bool = False
+    """Whether it waits for more when nothing is left to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """How the user wants to see the run."""
 
@@ -122,6 +135,8 @@ class Options:
     apply_power_limit: bool = False
     cards: node_setup.CardSettings = node_setup.NO_CARD_SETTINGS
     """What else is set on them; only `burn --sweep` asks for that."""
+    queue: QueueOptions | None = None
+    """Of a run of jobs."""
     judge: Watcher | None = None
     """A watcher that judges the run and reports on it: then `json` only means that this run prints
     nothing.
@@ -145,15 +160,26 @@ def run(environment: Environment, options: Options) -> int:
     return _in_folder(folder, environment, options, time.time(), None)
 
 
-def go_on(stored: StoredRun, options: Options, more_s: float | None = None) -> int:
+def go_on(
+    stored: StoredRun,
+    options: Options,
+    more_s: float | None = None,
+    *,
+    cluster: ClusterConfig | None = None,
+) -> int:
     """Resume a run whose head has ended, in its own folder, and return the exit code; see
     `resume.environment_of`.
+
+    `cluster` says where its cluster is now; `None`: where it was.
 
     Raises:
         OrchestratorError: It is under way, or over, or cannot be run here.
     """
     run_dir.check_mine(stored.folder)
     environment = resume.environment_of(stored, more_s)
+    if cluster is not None:
+        config = environment.config.model_copy(update={"cluster": cluster})
+        environment = replace(environment, config=config)
     _check(environment, options)
     past = replace(resume.past_of(stored), answers=answers_before(stored.folder))
     return _in_folder(stored.folder, environment, options, stored.facts.started_at_unix_s, past)
@@ -205,6 +231,7 @@ def _in_folder(
                 # resumed. One that is resumed has its record, and keeps it until there is something
                 # to resume.
                 record.begin(environment)
+            record.open_queue()
             record.start_viewer(environment.config.notify)
             return _in_environment(environment, record, interrupts)
         except BaseException as error:
@@ -238,7 +265,8 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
         remembers = settled.config.memory.remember and record.options.failures is None
         store = LimitStore() if remembers else None
         learned_limits = LearnedLimits(store, record.outlets.events)
-        record.tell(*filter(None, [idle_line(settled.config, plans)]))
+        if record.journal is None:
+            record.tell(*filter(None, [idle_line(settled.config, plans)]))
         for experiment in experiments:
             record.tell(*filter(None, [experiment.line]))
             plans = tuple(experiment.equip(plans, record.folder, record.past.elapsed_s))
@@ -258,6 +286,8 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
         )
         with settings as plans, contextlib.closing(listening()) as commands:
             record.tell(*filter(None, [commands.problem]))
+            dispatcher = record.dispatcher(settled)
+            slots = plans if dispatcher is None else tuple(dispatcher.resumed())
             disturbed = fleet
             for experiment in experiments:
                 disturbed = experiment.around(disturbed, settled, record.outlets.events, clock)
@@ -265,7 +295,7 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
                 facts=facts,
                 past=record.past,
                 config=settled.config,
-                plans=learned_limits.add_learned(plans, clock.unix_s()),
+                plans=learned_limits.add_learned(slots, clock.unix_s()),
                 fleet=disturbed,
                 outlets=record.outlets,
                 interrupted=lambda: interrupts.asked,
@@ -274,6 +304,7 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
                 output=OutputFiles(record.folder),
                 commands=commands,
                 clock=clock,
+                dispatcher=dispatcher,
             )
             try:
                 snapshot = record.supervisor.run()
@@ -299,6 +330,8 @@ class _Record:
     """Once there is one, a run that ends in an error is reported too."""
     viewer: subprocess.Popen[bytes] | None = None
     """Outlives the run, and is not waited for."""
+    journal: Journal | None = None
+    """Of a run of jobs."""
 
     def __post_init__(self) -> None:
         judge, store = self.options.judge, RunStore(self.folder / STORE_NAME)
@@ -352,6 +385,31 @@ class _Record:
         self.outlets.store.commit()
         return facts
 
+    def open_queue(self) -> None:
+        """Open the journal of a run of jobs, and write down with what it begins."""
+        folder = self.folder / QUEUE_NAME
+        if self.options.queue is None and not folder.exists():
+            return
+        self.journal = Journal(folder / JOURNAL_NAME)
+        submitted = () if self.options.queue is None else self.options.queue.submitted
+        queue = queue_of(folder)
+        self.journal.append([record for record in submitted if queue.why_refused(record) is None])
+
+    def dispatcher(self, environment: Environment) -> Dispatcher | None:
+        """Return what says which slots there are, in a run of jobs."""
+        if self.journal is None:
+            return None
+        folder = self.folder / QUEUE_NAME
+        return Dispatcher(
+            folder=folder,
+            config=environment.config,
+            target=environment.target,
+            events=self.outlets.events,
+            queue=queue_of(folder),
+            journal=self.journal,
+            stays=self.options.queue is not None and self.options.queue.stays,
+        )
+
     def start_viewer(self, settings: NotifyConfig) -> None:
         """Have another process tell of this run if there are addresses, and keep those from
         workers.
@@ -391,6 +449,8 @@ class _Record:
         following = (
             ("Go on", ("run", "--resume")) if interrupted else ("See what happened", ("report",))
         )
+        if self.journal is not None and not interrupted:
+            following = ("See the results", ("jobs", "results"))
         self.tell(f"{following[0]}: {command_for(self.folder, *following[1])}")
         self._report()
         return code

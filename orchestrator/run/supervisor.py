@@ -34,6 +34,7 @@ from orchestrator.record.archive import read_answers
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import OutputFiles
 from orchestrator.record.store import COMMANDS_KNOWN, CommandRecord, RunFacts
+from orchestrator.run.dispatcher import Begin, Dispatcher, Rest
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.node_watch import NodeWatch
 from orchestrator.run.resume import Past, rules_of
@@ -57,7 +58,7 @@ _LOOK_AGAIN_S = 0.2
 _SILENT_S = 1.0
 
 #: What is done so often at most. A killed head loses what was learned since the last save.
-_EVERY_S = {"look at nodes": 1.0, "watch": 1.0, "show": 0.25, "save": 60.0}
+_EVERY_S = {"look at nodes": 1.0, "watch": 1.0, "show": 0.25, "save": 60.0, "dispatch": 0.2}
 
 #: If the clock jumps by so much, this process was suspended; for so long afterwards no timer
 #: counts.
@@ -167,6 +168,8 @@ class Supervisor:
     commands: Commands
     """Those of the user."""
     clock: Clock = field(default_factory=Clock)
+    dispatcher: Dispatcher | None = None
+    """Of a run of jobs: it says which slots there are."""
     strict: bool = False
     """Whether an event that the lifecycle does not allow ends the run (tests), or is written to the
     event log and otherwise ignored."""
@@ -180,7 +183,7 @@ class Supervisor:
         self._slots = {name: self.past.slots.get(name, Slot(slot=name)) for name in self._plans}
         self._meters = {name: Meter() for name in self._plans}
         self._recorder = Recorder(self._plans, self._meters, self.outlets.store)
-        self._nodes = NodeWatch(self.config, self.plans, self.outlets.events)
+        self._nodes = NodeWatch(self.config, self._plans, self.outlets.events)
         self._restarts = sum(slot.restarts for slot in self._slots.values())
         self._steps_lost = sum(slot.steps_lost_upper_bound for slot in self._slots.values())
         self._broker = MemoryBroker(self._plans)
@@ -188,6 +191,10 @@ class Supervisor:
         self._changed: dict[str, None] = dict.fromkeys(self._plans)
         """In the order of their changes; at first in that of the plan."""
         self._timers = Timers()
+        for name in self.dispatcher.rests() if self.dispatcher is not None else ():
+            # An earlier head had recalled it, and perhaps not yet told its slot.
+            slot = self._slots[name]
+            self._slots[name] = replace(slot, orders=replace(slot.orders, hold=slots.Hold.DRAIN))
         self._turn_s = min(
             _TURN_MOST_S, _TURN_S_PER_SLOT * len(self._plans), self._rules.slice_s / 10
         )
@@ -207,6 +214,7 @@ class Supervisor:
             "watch": self._began_s,
             "show": float("-inf"),
             "save": self._began_s,
+            "dispatch": float("-inf"),
         }
 
     def run(self) -> Snapshot:
@@ -251,7 +259,9 @@ class Supervisor:
                 *self.outlets.problems,
                 *filter(None, kept),
                 *self._hazards,
+                *(() if self.dispatcher is None else self.dispatcher.notices()),
             ),
+            jobs=None if self.dispatcher is None else self.dispatcher.headline(),
             restart_count=self._restarts,
             steps_lost_upper_bound=self._steps_lost,
         )
@@ -261,15 +271,19 @@ class Supervisor:
         ended_s = self.clock.monotonic_s() if self._ended_s is None else self._ended_s
         rate = self.config.run.min_success_rate
         incomplete = self.outlets.incomplete or self.past.incomplete
-        sentences = run_outcome.shortfalls(
-            self._slots.values(), self._counting_since_s, ended_s, rate
+        sentences = (
+            run_outcome.shortfalls(self._slots.values(), self._counting_since_s, ended_s, rate)
+            if self.dispatcher is None
+            else tuple(self.dispatcher.shortfalls())
         )
         return (*sentences, *((GAPS,) * incomplete))
 
     def _over(self) -> bool:
         if self.interrupted():
             return True
-        if all(slot.phase in _OVER for slot in self._slots.values()):
+        if self.dispatcher is None and all(slot.phase in _OVER for slot in self._slots.values()):
+            return True
+        if self.dispatcher is not None and self.dispatcher.is_over:
             return True
         return self._ends_at_s is not None and self.clock.monotonic_s() >= self._ends_at_s
 
@@ -277,13 +291,14 @@ class Supervisor:
         now_s = self.clock.monotonic_s()
         if self._is_time_to("look at nodes", now_s):
             for node, event in self._nodes.look(self.fleet.nodes(), self._slots, now_s):
-                for name in self._nodes.slots[node]:
+                for name in self._nodes.slots(node):
                     self._feed(name, event)
             self._ask_why(now_s)
         self._hear()
         self._watch()
         self._tick()
         self._obey()
+        self._dispatch(now_s)
         self._quarantine_cards(now_s)
         self._begin_counting()
         self._send_out()
@@ -353,6 +368,28 @@ class Supervisor:
         ):
             self._feed(name, event)
 
+    def _dispatch(self, now_s: float) -> None:
+        if self.dispatcher is None or not self._is_time_to("dispatch", now_s):
+            return
+        nodes = self._nodes.seen()
+        for order in self.dispatcher.turn(self._slots, nodes, self.clock.unix_s()):
+            match order:
+                case Begin(plan=plan):
+                    self._begin(plan, node_is_there=plan.spec.node in nodes)
+                case Rest(slot=name, why=why) if (slot := self._slots[name]).orders.hold is None:
+                    if slot.phase not in _OVER:  # it has ended just now
+                        self._feed(name, slots.Held(hold=slots.Hold.DRAIN, why=why))
+
+    def _begin(self, plan: SlotPlan, *, node_is_there: bool) -> None:
+        """Begin an attempt at a job, in its slot of before or in a new one."""
+        name = plan.spec.slot
+        (plan,) = self.learned_limits.add_learned([plan], self.clock.unix_s())
+        self._plans[name] = plan
+        self._meters.setdefault(name, Meter())
+        self._slots.setdefault(name, self.past.slots.get(name, Slot(slot=name)))
+        self._broker = MemoryBroker(self._plans)
+        self._feed(name, slots.Assigned(node_is_there=node_is_there))
+
     def _send_out(self) -> None:
         """Write down what has changed, then perform what follows from it."""
         now_s = self.clock.monotonic_s()
@@ -380,6 +417,9 @@ class Supervisor:
         if self._ends_at_s is not None:
             return
         now_s = self.clock.monotonic_s()
+        if self.dispatcher is not None:  # jobs begin and end at any time
+            self._count_from(now_s)
+            return
         here = [
             slot for slot in self._slots.values() if slot.phase not in {Phase.ABSENT, Phase.DONE}
         ]
@@ -390,12 +430,15 @@ class Supervisor:
             return
         self._first_ready_s = self._first_ready_s if self._first_ready_s is not None else now_s
         if len(answered) == len(here) or now_s - self._first_ready_s > self._rules.start_timeout_s:
-            self._counting_since_s = now_s
-            remaining_s = max(0.0, self.facts.duration_s - self.past.elapsed_s)
-            self._ends_at_s = now_s + remaining_s
-            self.outlets.events.write(
-                "counting", duration_s=remaining_s, startup_s=now_s - self._began_s
-            )
+            self._count_from(now_s)
+
+    def _count_from(self, now_s: float) -> None:
+        self._counting_since_s = now_s
+        remaining_s = max(0.0, self.facts.duration_s - self.past.elapsed_s)
+        self._ends_at_s = now_s + remaining_s
+        self.outlets.events.write(
+            "counting", duration_s=remaining_s, startup_s=now_s - self._began_s
+        )
 
     def _ask_why(self, now_s: float) -> None:
         """Ask why processes have ended; the cluster finds out a little later than we do."""

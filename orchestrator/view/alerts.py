@@ -15,6 +15,7 @@ from typing import Final, Literal, TypeAlias, get_args
 
 from orchestrator.config.schema import Severity
 from orchestrator.core.slot import HeadState, SlotState
+from orchestrator.jobs.model import JobState
 from orchestrator.record.archive import Frame, Freshness
 from orchestrator.record.model import LOW_SUCCESS_RATE, Row, rows_by_card
 from workers.messages import WorkerState
@@ -39,7 +40,7 @@ _Course: TypeAlias = tuple[tuple[float, float], ...]
 _Key: TypeAlias = tuple[str, str]
 
 SEVEREST_FIRST: Final[tuple[Severity, ...]] = get_args(Severity)
-Scope: TypeAlias = Literal["run", "node", "slot", "card"]
+Scope: TypeAlias = Literal["run", "node", "slot", "card", "job"]
 
 _NOT_WORKING: Final[frozenset[SlotState]] = frozenset(
     {HeadState.STARTING, HeadState.RESTARTING, HeadState.LOST}
@@ -293,6 +294,17 @@ def _sensor(card: Card, key: str) -> float | None:
     return value
 
 
+def _jobs_failed(frame: Frame, _history: History) -> Iterator[Subject]:
+    for standing in () if frame.queue is None else frame.queue.standings:
+        if standing.state in {JobState.FAILED, JobState.INFEASIBLE}:
+            yield Subject(standing.job.name, text=standing.reason)
+
+
+def _queue_held(frame: Frame, _history: History) -> Iterator[Subject]:
+    if frame.queue is not None and frame.queue.held is not None:
+        yield Subject(frame.run.facts.run_id, text=frame.queue.held)
+
+
 WATCHER_DOWN: Final = Alert(
     name="WatcherDown",
     severity="warning",
@@ -356,6 +368,23 @@ _OF_RUN: Final = (
         summary="run {subject} has ended and was not good",
         what_to_do="Type: python -m orchestrator report. It says what fell short.",
         holds=_run(lambda frame: outcome(frame) in {"degraded", "failed"}),
+    ),
+    Alert(
+        name="QueueHeld",
+        severity="critical",
+        scope="run",
+        summary="the queue of run {subject} is held: no job starts any more",
+        what_to_do="When the cause is gone, type: python -m orchestrator jobs release",
+        holds=_queue_held,
+    ),
+    Alert(
+        name="JobFailed",
+        severity="critical",
+        scope="job",
+        summary="job {subject} has ended badly",
+        what_to_do="See what it printed: python -m orchestrator jobs logs JOB. Then type: python "
+        "-m orchestrator jobs retry JOB",
+        holds=_jobs_failed,
     ),
     Alert(
         name="NotifyFailing",

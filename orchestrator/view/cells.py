@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from textwrap import wrap
 from typing import Final, TextIO
 
@@ -150,6 +151,12 @@ def whole(value: int | None) -> str | None:
         return None if value is None else str(value)
     exponent = len(str(abs(value))) - 1 if abs(value) < 10**300 else 300
     return f"{'-' if value < 0 else ''}1e+{exponent}"
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of those that are known."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 def share_pct(share: float | None) -> str | None:

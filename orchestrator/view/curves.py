@@ -53,8 +53,7 @@ def _write_events(place: Path, curve: Curve) -> None:
 
     writer = EventFileWriter(str(place))
     for step, point in curve.items():
-        figures = {key: value for key, value in point.items() if key != "at_unix_s"}
-        values = [Summary.Value(tag=key, simple_value=figures[key]) for key in figures]
-        summary = Summary(value=values)
+        figures = (Summary.Value(tag=key, simple_value=point[key]) for key in point)
+        summary = Summary(value=[figure for figure in figures if figure.tag != "at_unix_s"])
         writer.add_event(Event(wall_time=point["at_unix_s"], step=step, summary=summary))
     writer.close()

@@ -11,24 +11,27 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape as escaped
 from importlib.resources import files
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Final, TypeAlias
 
 from orchestrator.errors import UsageError
+from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, records
 from orchestrator.record import history
 from orchestrator.record.archive import Follower, Frame, StoredEvent, StoredRun, read_events
 from orchestrator.record.history import Buckets
+from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.record.model import Row, Snapshot, finite, natural_order
 from orchestrator.record.output import LINES_SHOWN, last_lines
-from orchestrator.view.cells import UNICODE, clock, decimals_for, number, share_pct
+from orchestrator.record.summary import write_file
+from orchestrator.view.cells import UNICODE, clock, decimals_for, mean, number, share_pct
+from orchestrator.view.job_charts import attempt_bars, bars_svg, curves_svg
+from orchestrator.view.jobs import with_jobs
 from orchestrator.view.web import page_data
 from orchestrator.view.web.page_data import OUTCOME_TONES, Cell, Json
 from workers.messages import StepCounts
@@ -197,8 +200,7 @@ def _overall(name: str, times: float = 1.0) -> Callable[[Side], float | None]:
 
 def _loss(side: Side) -> float | None:
     """Return the mean of the last losses of all slots that train."""
-    known = [loss for row in side.snapshot.rows if (loss := finite(row.progress.loss)) is not None]
-    return sum(known) / len(known) if known else None
+    return mean(finite(row.progress.loss) for row in side.snapshot.rows)
 
 
 def _whole(value: float | None) -> str | None:
@@ -244,6 +246,7 @@ def frozen(folder: Path, other: Path | None = None) -> Json:
         ArchiveError: One cannot be read.
     """
     frame = Follower(folder).look()
+    frame = replace(frame, snapshot=with_jobs(frame.snapshot, frame.queue, UNICODE))
     rows = frame.snapshot.rows
     events = read_events(folder, limit=_EVENTS_MOST)
     by_slot: defaultdict[str, list[StoredEvent]] = defaultdict(list)
@@ -270,8 +273,10 @@ def frozen(folder: Path, other: Path | None = None) -> Json:
                 fact for fact in of_slot["facts"] if fact[0] not in headings
             ]  # the others are in the table
             slots[row.slot] = {name: of_slot[name] for name in _OF_SLOT} | {"more": more}
+    queue = frame.queue
     return {
         **table,
+        "jobs": None if queue is None else _jobs(folder, queue),
         "slots": slots,
         "every_slot": {
             "sampled": sampled,
@@ -292,6 +297,26 @@ def frozen(folder: Path, other: Path | None = None) -> Json:
             frame, events, courses, None if other is None else Follower(other).look()
         ),
     }
+
+
+def _jobs(folder: Path, queue: QueueSnapshot) -> Json:
+    """Return the jobs of a queue with two charts: their curves, and what each card did."""
+    curves = {
+        name: [(step, point["loss"]) for step, point in curve.items() if "loss" in point]
+        for name, curve in history.training_curves(folder).items()
+    }
+    done = attempt_bars(records(folder / QUEUE_NAME / JOURNAL_NAME), queue.now_s)
+    names = [standing.job.name for standing in queue.standings]
+    drawn = (
+        ("curves of the jobs", curves_svg(curves, "loss", names)),
+        ("cards", bars_svg(done, names)),
+    )
+    charts = [
+        (label, f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}")
+        for label, svg in drawn
+        if svg is not None
+    ]
+    return {**page_data.jobs_of(queue), "charts": charts}
 
 
 def parts_for(courses: int) -> int:
@@ -340,16 +365,13 @@ def _side(
     return Side(
         run=frame.run,
         snapshot=frame.snapshot,
-        means={key: _mean(course) for key, course in whole.items()},
+        means={key: mean(course.mean) for key, course in whole.items()},
         tflops={
-            slot: _mean(courses["tflops"]) for slot, courses in slots.items() if "tflops" in courses
+            slot: mean(courses["tflops"].mean)
+            for slot, courses in slots.items()
+            if "tflops" in courses
         },
     )
-
-
-def _mean(course: Buckets) -> float | None:
-    known = [value for value in course.mean if value is not None]
-    return fmean(known) if known else None
 
 
 def _totals(run: StoredRun, width_s: float) -> dict[str, Buckets]:
@@ -433,19 +455,6 @@ def html(data: dict[str, Any], title: str) -> str:
     return page.replace("</body>", end, 1)
 
 
-def write(path: Path, text: str) -> None:
-    """Write the file so that a reader never sees half of it.
-
-    `OSError` where that is not possible.
-    """
-    half = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        half.write_text(text, encoding="utf-8")
-        half.replace(path)
-    finally:
-        half.unlink(missing_ok=True)
-
-
 def _read(name: str) -> str:
     return (_PAGE / name).read_text(encoding="utf-8")
 
@@ -460,6 +469,6 @@ def write_report(path: Path, folder: Path, other: Path | None) -> None:
     `OrchestratorError` if that is not possible.
     """
     try:
-        write(path, html(frozen(folder, other), f"run {folder.name}"))
+        write_file(path, html(frozen(folder, other), f"run {folder.name}"))
     except OSError as failure:
         raise UsageError(f"{path} cannot be written: {failure.strerror}") from failure

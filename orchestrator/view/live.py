@@ -204,8 +204,9 @@ class PlainLines:
 
     def _progress(self, snapshot: Snapshot) -> str:
         counts = ", ".join(f"{count} {state}" for state, count in snapshot.state_counts.items())
+        jobs = "" if snapshot.jobs is None else f"jobs: {snapshot.jobs}  "
         return (
-            f"{time_words(snapshot)}  "
+            f"{time_words(snapshot)}  {jobs}"
             f"nodes {len(snapshot.nodes_seen)}/{len(snapshot.nodes_planned)}  "
             f"{counts or 'no workers yet'}  "
             f"{tflops_words(snapshot.tflops_total, self._glyphs)}  oom {snapshot.counts.oom_count}"

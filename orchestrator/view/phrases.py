@@ -69,6 +69,8 @@ def time_words(snapshot: Snapshot) -> str:
         return (
             f"starting for {clock(snapshot.starting_s)}, then {clock(snapshot.remaining_s)} of work"
         )
+    if snapshot.jobs is not None:
+        return f"{clock(snapshot.elapsed_s)} so far"
     return f"{clock(snapshot.elapsed_s)} of {clock(snapshot.duration_s)}"
 
 

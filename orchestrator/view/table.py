@@ -327,7 +327,9 @@ def _header(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
         Text(tflops_words(snapshot.tflops_total, glyphs), "bold"),
         Text(time_words(snapshot)),
     ]
-    if snapshot.starting_s is None:
+    if snapshot.jobs is not None:
+        segments.append(Text(f"jobs: {snapshot.jobs}", "bold"))
+    elif snapshot.starting_s is None:
         segments += [
             Text.assemble((bar, "green"), f" {int(share * 100)} %"),
             Text(f"{clock(snapshot.remaining_s)} left"),

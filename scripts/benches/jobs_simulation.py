@@ -24,7 +24,7 @@ from pathlib import Path
 from random import Random
 
 from benches.common import Result, progress
-from orchestrator.jobs.journal import FILE, Journal, decoded, encoded, queue_of
+from orchestrator.jobs.journal import JOURNAL_NAME, Journal, decoded, encoded, queue_of
 from orchestrator.jobs.model import (
     ENDED,
     ON_CARD,
@@ -165,7 +165,7 @@ class Night:
         self.deaths = 0
         self.is_written = True
         """Whether the last batch is in the journal, although the head died at it."""
-        self.journal = Journal(folder / FILE)
+        self.journal = Journal(folder / JOURNAL_NAME)
         self.queue = queue_of(folder)
 
     def _agenda(self, count: int) -> Iterator[tuple[float, Callable[[], None]]]:
@@ -365,7 +365,7 @@ class Night:
         except DeadHeadError:
             self.deaths += 1
             self.journal.close()
-            self.journal = Journal(self.folder / FILE)
+            self.journal = Journal(self.folder / JOURNAL_NAME)
             lived, self.queue = self.queue, queue_of(self.folder)
             for record in records if self.is_written else ():
                 lived.apply(record)
@@ -495,7 +495,7 @@ class Night:
         _require(not self.processes, f"still run: {sorted(self.processes)}")
         _require(set(self.queue.standings) == {job.name for job in self.jobs}, "a job was lost")
         queue, ends, again = Queue(), Counter[str](), Counter[str]()
-        for line in (self.folder / FILE).read_bytes().splitlines()[1:]:
+        for line in (self.folder / JOURNAL_NAME).read_bytes().splitlines()[1:]:
             for record in decoded(line):
                 name = getattr(record, "job", None)
                 before = queue.standings[name].state if isinstance(name, str) else None
@@ -543,7 +543,7 @@ class DyingNight(Night):
         if kind == 1:
             line = encoded(records).encode() + b"\n"
             part = line[: _draws(f"{self.seed} {self.line} torn").randrange(1, len(line))]
-            with (self.folder / FILE).open("ab") as file:
+            with (self.folder / JOURNAL_NAME).open("ab") as file:
                 file.write(part)
         raise DeadHeadError
 
@@ -579,10 +579,10 @@ def cut_between_any_bytes(seed: int, count: int, folder: Path) -> int:
     the same.
     """
     night = undisturbed(seed, count, folder)
-    content = (folder / FILE).read_bytes()
+    content = (folder / JOURNAL_NAME).read_bytes()
     first = content.index(b"\n") + 1
     asked = {encoded(records): world for records, world in _decisions(night)}
-    path = folder / "cut" / FILE
+    path = folder / "cut" / JOURNAL_NAME
     path.parent.mkdir()
     start, number = first, 0
     while start < len(content):
@@ -661,7 +661,7 @@ def speed(count: int) -> dict[str, object]:
         take(end)
     ratios = []
     with tempfile.TemporaryDirectory(dir=memory()) as folder:
-        (Path(folder) / FILE).write_bytes(b"".join(lines))
+        (Path(folder) / JOURNAL_NAME).write_bytes(b"".join(lines))
         for _ in range(5):
             began_s = time.process_time()
             for line in lines:
@@ -692,7 +692,9 @@ def run(*, seeds: int, random_seeds: int, first: int, jobs: int) -> Result:
             folder = Path(name)
             calm = undisturbed(seed, jobs, folder / "calm")
             dying = disturbed(seed, jobs, folder / "dying", lambda _: True)
-            same = (folder / "calm" / FILE).read_bytes() == (folder / "dying" / FILE).read_bytes()
+            same = (folder / "calm" / JOURNAL_NAME).read_bytes() == (
+                folder / "dying" / JOURNAL_NAME
+            ).read_bytes()
         lines += len(calm.lines)
         deaths += dying.deaths
         differ += not same

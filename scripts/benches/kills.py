@@ -26,7 +26,6 @@ from typing import Any
 from benches.common import Result, percentile
 from benches.heads import Arrivals, supervise
 from benches.outside import WITNESS, WITNESS_FOLDER, Ledger, Scene, sums
-from benches.startup import torch_actor
 from orchestrator.config.load import load_config
 from orchestrator.core.fleet import Fleet
 from orchestrator.record.model import Snapshot
@@ -109,6 +108,21 @@ def run(kills: int, seed: int, config: str, overrides: Sequence[str]) -> Result:
     return Result(bench="kills", figures=figures, broken=broken)
 
 
+class TorchActor:
+    """The least an actor with torch can be.
+
+    The body of a Ray actor, whose process loads this file.
+    """
+
+    def __init__(self) -> None:
+        import torch
+
+        self._version = str(torch.__version__)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
 class _Head:
     def __init__(self, environment: Environment, fleet: Fleet, folder: Path) -> None:
         folder.mkdir()
@@ -165,12 +179,15 @@ def _kill_all(
     """Yield what each pair of kills took. TimeoutError: a process did not come back."""
     import ray  # not earlier: it reads the rehearsal's token settings when it is imported
 
+    from orchestrator.cluster.node_tasks import NODE_LABEL
+
     slots = {plan.spec.slot: plan.spec.node for plan in environment.plans}
     for slot in slots:
         head.await_first(slot, set())
     # Ray itself repeats the call after a restart.
-    actors = {
-        node: torch_actor(node, num_cpus=0, max_task_retries=-1)
+    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
+    actors: dict[str, Any] = {
+        node: ray.remote(TorchActor).options(label_selector={NODE_LABEL: node}, **options).remote()
         for node in environment.config.nodes
     }
     pids = {

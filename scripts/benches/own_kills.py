@@ -1,6 +1,6 @@
 """A training of a folder under SIGKILL and injected out-of-memory: the same weights to the bit.
 
-    python -m scripts.benches.own_kills [KILLS] [FAULTS]      # a line of JSON for each preset
+    python -m scripts.benches.own_kills [KILLS] [FAULTS] [FAMILY …]      # a line of JSON for each
 
 Each process runs the engine with the workload `train` as a worker does. It is killed at a random
 moment after its first step, and the next one goes on from the checkpoint. `train.exact` is set, and
@@ -84,6 +84,7 @@ def course(settings: dict[str, Any], kills: int, faults: int, seed: int) -> dict
             if process.returncode != -signal.SIGKILL:
                 return {"kills": kills - left, "ooms": ooms, "sha256": last.get("sha256")}
             left, incarnation = left - 1, incarnation + 1
+            print(f"killed in step {last.get('step')}, {left} left", file=sys.stderr)
 
 
 def main() -> None:
@@ -91,8 +92,8 @@ def main() -> None:
     if sys.argv[1:2] == ["worker"]:
         worker(json.loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
         return
-    kills, faults = (int(number) for number in (*sys.argv[1:], "20", "5")[:2])
-    for family in ("gpt2", "bert"):
+    kills, faults = (int(number) for number in (*sys.argv[1:3], "20", "5")[:2])
+    for family in sys.argv[3:] or ("gpt2", "bert"):
         with tempfile.TemporaryDirectory() as folder:
             keys: dict[str, Any] = settings_of(family, Path(folder), "none").model_dump()
             keys |= {"exact": True, "micro": 8, "steps": STEPS, "save_every_s": 0.001}

@@ -4,7 +4,8 @@ runs of transformers' own Trainer with two accumulations.
     python -m scripts.benches.own_parity [FAMILY …]      # a line of JSON for each combination
 
 Each folder is tiny and made here. Gaps are relative: of losses the largest of all steps, of weights
-the largest difference divided by the largest weight.
+the largest difference divided by the largest weight. Where one is beyond its bound, our two runs are
+repeated with weights in fp64: a gap that is gone there was rounding, and no error of the sums.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -141,10 +143,16 @@ def theirs(task: TrainTask, settings: TrainSettings, accumulation: int) -> Run:
     return losses, model.state_dict()
 
 
+def in_fp64(task: TrainTask, settings: TrainSettings) -> tuple[Run, Run]:
+    """Return both of our runs with weights, activations and gradients in fp64."""
+    fine = replace(task, model=lambda: task.model().double())
+    return ours(fine, settings, (BATCH,)), ours(fine, settings, LIMITS)
+
+
 def gaps(one: Run, other: Run) -> tuple[float, float]:
     """Return the largest relative difference of losses, and of weights."""
     loss = max(abs(a - b) / abs(a) for a, b in zip(one[0], other[0], strict=True))
-    weights = [(one[1][name].float(), other[1][name].float()) for name in one[1]]
+    weights = [(one[1][name].double(), other[1][name].double()) for name in one[1]]
     largest = max(float(a.abs().max()) for a, _ in weights if a.numel())
     return loss, max(float((a - b).abs().max()) for a, b in weights if a.numel()) / largest
 
@@ -160,12 +168,15 @@ def main() -> None:
                 task = find_task(settings, 7)
                 own = gaps(ours(task, settings, (BATCH,)), ours(task, settings, LIMITS))
                 other = gaps(theirs(task, settings, 1), theirs(task, settings, 4))
-            bounds = [max(1e-6, 3 * gap) for gap in other]
+                held = all(
+                    gap <= max(1e-6, 3 * bound) for gap, bound in zip(own, other, strict=True)
+                )
+                fp64 = None if held else gaps(*in_fp64(task, settings))[1]
             told = {
                 "family": family, "adapter": adapter,
                 "loss_gap": own[0], "weights_gap": own[1],
                 "hf_loss_gap": other[0], "hf_weights_gap": other[1],
-                "held": own[0] <= bounds[0] and own[1] <= bounds[1],
+                "held": held, "fp64_weights_gap": fp64,
             }  # fmt: skip
             print(json.dumps(told), flush=True)
 

@@ -79,29 +79,6 @@ COURSES: Mapping[str, Callable[[Random, float], Course]] = {
 }
 
 
-def sawtooth(_draw: Random, seconds: float) -> Course:
-    """Four times the memory falls in ten parts to less than a third, and all of it is back at once."""
-    parts = [(tooth, part) for tooth in range(4) for part in range(10)]
-    return [(seconds * (tooth + part / 10) / 4, 1 - 0.075 * part) for tooth, part in parts]
-
-
-def leak(_draw: Random, seconds: float) -> Course:
-    """Another program leaks: each second a little less is left, down to a quarter."""
-    return [
-        (float(second), 1 - 0.75 * second / seconds)
-        for second in range(int(seconds) + 1)
-        if second < seconds
-    ]
-
-
-#: Those of `train-pressure`.
-TRAIN_COURSES: Mapping[str, Callable[[Random, float], Course]] = {
-    **COURSES,
-    "sawtooth": sawtooth,
-    "leak": leak,
-}
-
-
 def turns(
     rounds: int,
     courses: Mapping[str, Callable[[Random, float], Course]],

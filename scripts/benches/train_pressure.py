@@ -27,8 +27,15 @@ from pathlib import Path
 from typing import Any
 
 from benches.common import Child, Result, judged, lone_worker, progress, status_bytes
-from benches.pressure_caps import PATIENCE_S, Course, KernelCap, ratio_within_rounds, rows_of, turns
-from benches.pressure_caps import TRAIN_COURSES as COURSES
+from benches.pressure_caps import (
+    COURSES,
+    PATIENCE_S,
+    Course,
+    KernelCap,
+    ratio_within_rounds,
+    rows_of,
+    turns,
+)
 from benches.train_job import (
     BATCH,
     MODULES,

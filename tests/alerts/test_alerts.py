@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -60,6 +61,12 @@ def test_the_gauge_names_what_fires() -> None:
     ]
 
 
+def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+    text = exposition(frame_at(0), (), Deliveries(), {}).decode()
+    asked = set(re.findall(r"orchestrator_\w+", (FOLDER / "grafana.json").read_text()))
+    assert asked <= set(re.findall(r"orchestrator_\w+", text))
+
+
 @pytest.mark.parametrize("name", RENDERED)
 def test_the_files_are_what_the_catalogue_makes(name: str) -> None:
     told = f"{name} is old: python scripts/render_observability.py"
@@ -80,7 +87,7 @@ def test_what_a_person_holds_never_alerts(trace: Trace) -> None:
         for frame, told in trace.looks
     )
     firing = verdicts(replace(trace, looks=looks))[-1]
-    assert {one.alert.scope for one in firing} <= {"run", "node"}
+    assert {one.alert.scope for one in firing} <= {"run", "node", "job"}
 
 
 @pytest.mark.parametrize("trace", TRACES, ids=lambda trace: f"{trace.alert} {trace.fires}")

@@ -14,9 +14,10 @@ from typing import Any, Final
 from orchestrator.core.slot import HeadState
 from orchestrator.record.archive import Frame, Freshness, StoredRun
 from orchestrator.record.folders import Deliveries
+from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.record.model import Row
 from orchestrator.view.alerts import ALERTS, AlertWatch, Firing, judge
-from tests.factories import FACTS, STARTED_UNIX_S, make_row, record
+from tests.factories import FACTS, STARTED_UNIX_S, make_row, make_standing, record
 from workers.messages import StepCounts, WorkerState
 
 STEP_S: Final = 15
@@ -58,6 +59,9 @@ def frame_at(second: float, *, slots_per_node: int = 2, **changed: Any) -> Frame
         key: changed.pop(key) for key in (*Row.__slots__, *StepCounts.__slots__) if key in changed
     }
     nodes, where = changed.pop("nodes_seen", ("pc1", "pc2")), changed.pop("on", SLOT)
+    held = changed.pop("held", None)
+    jobs = tuple(make_standing("lr-0", state) for state in changed.pop("jobs", ()))
+    queue = QueueSnapshot(standings=jobs, held=held, now_s=STARTED_UNIX_S + second)
     freshness, late_s = changed.pop("freshness", Freshness.LIVE), changed.pop("late_s", 0.25)
     names = [
         (node, f"{node}/{index}") for node in ("pc1", "pc2") for index in range(slots_per_node)
@@ -98,7 +102,13 @@ def frame_at(second: float, *, slots_per_node: int = 2, **changed: Any) -> Frame
         raise TypeError(f"nothing has {', '.join(changed)}")
     snapshot = replace(run.snapshot(), rows=rows)
     return Frame(
-        number=1, run=run, snapshot=snapshot, events=(), freshness=freshness, late_s=late_s
+        number=1,
+        run=run,
+        snapshot=snapshot,
+        events=(),
+        freshness=freshness,
+        late_s=late_s,
+        queue=queue if jobs or held else None,
     )
 
 
@@ -179,6 +189,8 @@ _COURSES: Final[Mapping[str, tuple[int, Course, Course]]] = MappingProxyType(
             _from(30, outcome="degraded", exit_code=1, **_ENDED),
             _from(30, outcome="good", exit_code=0, **_ENDED),
         ),
+        "QueueHeld": (60, _from(30, held="three jobs failed alike"), _from(0, jobs=["QUEUED"])),
+        "JobFailed": (60, _from(30, jobs=["FAILED"]), _from(30, jobs=["CANCELLED"])),
         "NotifyFailing": (120, _from(60, failed=1), _from(0, failed=1)),
         "SlotQuarantined": (
             60,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from orchestrator.lab.burn.verdict import Measured, WorkerSample
+from orchestrator.lab.burn.verdict import Measured
 from orchestrator.record.model import Row
-from workers.messages import StepCounts, WorkerState
+from workers.messages import Progress, StepCounts, WorkerState
 
 LENGTH_S = 600.0
 
@@ -25,14 +25,11 @@ ROW = Row(
     counts=StepCounts(steps_ok=100, verify_checks=10),
 )
 
-GOOD = WorkerSample(
-    at_s=0.0,
-    state=WorkerState.RUNNING,
-    tflops=20.0,
-    reserved_bytes=950,
-    temperature_c=70.0,
-    throttle_pct=0.0,
-)
+#: It while it works.
+GOOD = replace(ROW, tflops=20.0, temperature_c=70.0, temperature_of="card", throttle_pct=0.0)
+
+#: What is seen of a worker, beside its row as the run ended.
+SEEN = frozenset({"state", "tflops", "reserved_bytes", "temperature_c", "throttle_pct", "power_w"})
 
 
 def measured(
@@ -41,13 +38,15 @@ def measured(
     length_s: float = LENGTH_S,
     alarms: tuple[str, ...] = (),
     unchecked: str | None = None,
+    samples_per_s: float | None = None,
     **changes: Any,
 ) -> Measured:
-    """A worker seen once a second; `changes` are fields of a sample, or functions of its time."""
-    samples = []
+    """A worker seen once a second; `changes` are fields of a row, or functions of the time."""
+    looks = []
+    seen = replace(GOOD, progress=Progress(samples_per_s=samples_per_s))
     for at_s in range(1, int(length_s)):
         values = {
             name: value(at_s) if callable(value) else value for name, value in changes.items()
         }
-        samples.append(replace(GOOD, at_s=float(at_s), **values))
-    return Measured(row=row, length_s=length_s, samples=samples, alarms=alarms, unchecked=unchecked)
+        looks.append((float(at_s), replace(seen, **values)))
+    return Measured(row=row, length_s=length_s, looks=looks, alarms=alarms, unchecked=unchecked)

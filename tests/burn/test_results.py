@@ -19,8 +19,7 @@ from orchestrator.lab.burn.results import BurnResult, JudgedRun, by_phase, resul
 from orchestrator.lab.burn.verdict import BurnPhase, JudgedWorker, judge
 from orchestrator.record.summary import summary_text
 from orchestrator.view.cells import ASCII, UNICODE, Glyphs
-from tests.burn.scene import GOOD as SEEN
-from tests.burn.scene import ROW, measured
+from tests.burn.scene import ROW, SEEN, measured
 from tests.factories import with_changes
 from workers.messages import WorkerState
 
@@ -31,7 +30,7 @@ TAKES = planned_runs(CONFIG, {"pc1": ("fp32", "fp16")}, 600.0, set(BurnPhase))
 
 
 def worker(slot: str = "pc1/0", **changes: Any) -> JudgedWorker:
-    row = {name: changes.pop(name) for name in list(changes) if not hasattr(SEEN, name)}
+    row = {name: changes.pop(name) for name in list(changes) if name not in SEEN}
     return judge(
         measured(with_changes(ROW, slot=slot, node=slot.partition("/")[0], **row), **changes)
     )

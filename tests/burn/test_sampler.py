@@ -38,8 +38,8 @@ def test_a_sample_a_second_and_never_more_than_fit(length_s: float, most: int) -
         sampler.update(snapshot(elapsed_s, length_s))
         elapsed_s += 0.25 if length_s < 100 else length_s / 5000
     for measured in sampler.measured({}, {}):
-        assert most * 0.9 <= len(measured.samples) <= most
-        times_s = [sample.at_s for sample in measured.samples]
+        assert most * 0.9 <= len(measured.looks) <= most
+        times_s = [at_s for at_s, _ in measured.looks]
         assert times_s == sorted(times_s)
         assert times_s[-1] > 0.9 * length_s
 
@@ -50,7 +50,7 @@ def test_only_the_planned_time_is_sampled() -> None:
     sampler.update(snapshot(5.0, 10.0))
     sampler.update(snapshot(10.0, 10.0, state=WorkerState.STOPPED))  # draining
     (first, _) = sampler.measured({}, {})
-    assert [sample.at_s for sample in first.samples] == [5.0]
+    assert [at_s for at_s, _ in first.looks] == [5.0]
 
 
 def test_what_the_store_tells_of_alarms_and_of_checks_that_ended(tmp_path: Path) -> None:
@@ -80,11 +80,4 @@ def test_a_worker_has_its_own_samples_last_row_and_alarms() -> None:
     assert (first.row.slot, first.row.counts.steps_ok, first.alarms) == ("pc1/0", 777, ())
     assert second.alarms == ("power brake", "card lost")
     assert (first.unchecked, second.unchecked) == ("no memory for it", None)
-    assert [sample.temperature_c for sample in second.samples] == [1.0, 3.0]
-
-
-def test_a_processor_is_not_judged_by_what_is_hot_for_a_card() -> None:
-    sampler = SnapshotSampler(10.0)
-    sampler.update(snapshot(1.0, 10.0, temperature_c=95.0, temperature_of="processor"))
-    (first, _) = sampler.measured({}, {})
-    assert [sample.temperature_c for sample in first.samples] == [None]
+    assert [row.temperature_c for _, row in second.looks] == [1.0, 3.0]

@@ -78,7 +78,7 @@ def test_power_goes_down_and_an_offset_goes_up(
     ],
 )
 def test_what_is_no_sweep_or_no_small_step_is_refused(text: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+    with pytest.raises(UsageError, match=words.replace("(", r"\(")):
         parse_sweep(text)
 
 

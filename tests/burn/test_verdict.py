@@ -16,13 +16,13 @@ from orchestrator.lab.burn.verdict import (
     BurnPhase,
     BurnVerdict,
     JudgedWorker,
+    Look,
     Measured,
-    WorkerSample,
     judge,
     overall,
     verdict_of,
 )
-from tests.burn.scene import ROW, measured
+from tests.burn.scene import GOOD, ROW, measured
 from tests.factories import with_changes
 from workers.messages import WorkerState
 
@@ -154,7 +154,7 @@ def test_without_sensors_heat_has_no_verdict_and_the_rest_has() -> None:
 def test_after_a_gap_in_the_samples_no_window_overlaps_another() -> None:
     seen = measured(tflops=lambda at_s: 5.0 if 400 <= at_s < 410 else 20.0)
     figures = judge(
-        replace(seen, samples=[each for each in seen.samples if not 200 < each.at_s < 400])
+        replace(seen, looks=[each for each in seen.looks if not 200 < each[0] < 400])
     ).figures
     assert figures.tflops_mean == pytest.approx(20.0, rel=0.05)
 
@@ -163,9 +163,14 @@ def test_a_worker_that_never_came_fails() -> None:
     row = with_changes(
         ROW, state=HeadState.STARTING, cap_bytes=None, steps_ok=0, verify_checks=0, device=None
     )
-    judged = judge(Measured(row=row, length_s=60.0, samples=()))
+    judged = judge(Measured(row=row, length_s=60.0, looks=()))
     assert [check for check in BurnCheck if verdict(judged, check) is FAIL] == [BurnCheck.ERRORS]
     assert [check for check in BurnCheck if verdict(judged, check) is PASS] == []
+
+
+def test_a_processor_is_not_judged_by_what_is_hot_for_a_card() -> None:
+    judged = judge(measured(temperature_c=95.0, temperature_of="processor"))
+    assert verdict(judged, BurnCheck.TEMPERATURE) is NOT_JUDGED
 
 
 @pytest.mark.parametrize("phase", BurnPhase)
@@ -185,46 +190,43 @@ def test_only_passes_pass(verdicts: list[BurnVerdict]) -> None:
 
 
 known = st.none() | st.floats(-20.0, 120.0)
-samples = st.lists(
-    st.builds(
-        WorkerSample,
-        at_s=st.floats(0.0, 100.0),
-        state=st.sampled_from(WorkerState),
-        tflops=st.none() | st.floats(0.0, 1000.0),
-        reserved_bytes=st.none() | st.integers(0, 2000),
-        temperature_c=known,
-        throttle_pct=st.none() | st.floats(0.0, 100.0),
-    ),
-    max_size=30,
-).map(lambda found: sorted(found, key=lambda sample: sample.at_s))
+rows = st.builds(
+    replace,
+    st.just(GOOD),
+    state=st.sampled_from(WorkerState),
+    tflops=st.none() | st.floats(0.0, 1000.0),
+    reserved_bytes=st.none() | st.integers(0, 2000),
+    temperature_c=known,
+    throttle_pct=st.none() | st.floats(0.0, 100.0),
+)
+looks = st.lists(st.tuples(st.floats(0.0, 100.0), rows), max_size=30).map(
+    lambda found: sorted(found, key=lambda look: look[0])
+)
 
 
-@given(samples, st.integers(0, 2000) | st.none(), st.sampled_from(WorkerState))
+@given(looks, st.integers(0, 2000) | st.none(), st.sampled_from(WorkerState))
 def test_anything_that_may_be_seen_is_judged(
-    seen: list[WorkerSample], cap_bytes: int | None, state: WorkerState
+    seen: list[Look], cap_bytes: int | None, state: WorkerState
 ) -> None:
     judged = judge(
         Measured(
-            row=with_changes(ROW, cap_bytes=cap_bytes, state=state), length_s=100.0, samples=seen
+            row=with_changes(ROW, cap_bytes=cap_bytes, state=state), length_s=100.0, looks=seen
         )
     )
     assert list(judged.findings) == list(BurnCheck)
     assert all(finding.text for finding in judged.findings.values())
-    if all(sample.temperature_c is None for sample in seen):
+    if all(row.temperature_c is None for _, row in seen):
         assert verdict(judged, BurnCheck.TEMPERATURE) is NOT_JUDGED
 
 
-@given(samples, st.floats(0.0, 50.0))
-def test_a_warmer_card_is_never_better_off(seen: list[WorkerSample], more_c: float) -> None:
+@given(looks, st.floats(0.0, 50.0))
+def test_a_warmer_card_is_never_better_off(seen: list[Look], more_c: float) -> None:
     warmer = [
-        replace(
-            sample,
-            temperature_c=None if sample.temperature_c is None else sample.temperature_c + more_c,
-        )
-        for sample in seen
+        (at_s, replace(row, temperature_c=None if (c := row.temperature_c) is None else c + more_c))
+        for at_s, row in seen
     ]
     before, after = (
-        judge(Measured(row=ROW, length_s=100.0, samples=given_)) for given_ in (seen, warmer)
+        judge(Measured(row=ROW, length_s=100.0, looks=given_)) for given_ in (seen, warmer)
     )
     if verdict(before, BurnCheck.TEMPERATURE) is FAIL:
         assert verdict(after, BurnCheck.TEMPERATURE) is FAIL

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.capped.ways import IN_SUITE, WAYS, differences
+from tests.fork_server import ForkServer
 from tests.scene import PATIENCE_S, ROOT, python
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -57,13 +58,12 @@ print(hashlib.sha256(repr(weights).encode()).hexdigest())
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run a program, under a cap if there is one, in a folder of its own."""
+    """Run a program under a cap, in a folder of its own."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
-    def run_(gib: str | None, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def run_(gib: str, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         (tmp_path / "program.py").write_text(text)
-        cap = [] if gib is None else ["-m", "workers.capped", "--gib", gib]
-        return python(*cap, "program.py", *arguments, cwd=tmp_path)
+        return python("-m", "workers.capped", "--gib", gib, "program.py", *arguments, cwd=tmp_path)
 
     return run_
 
@@ -127,9 +127,8 @@ def test_an_error_of_another_kind_is_not_told_of(run: Run) -> None:
     assert (done.returncode, "workers.capped" in done.stderr) == (1, False)
 
 
-@pytest.mark.torch
-def test_trained_weights_have_the_same_hash(run: Run) -> None:
-    plain, capped = run(None, TRAIN), run("2", TRAIN)
+def test_trained_weights_have_the_same_hash(run: Run, fork_server: ForkServer) -> None:
+    plain, capped = fork_server.run(TRAIN), run("2", TRAIN)
     assert len(plain.stdout.strip()) == 64, plain.stderr
     assert capped.stdout == plain.stdout
 

@@ -74,10 +74,17 @@ def test_a_folder_with_something_in_it_is_refused(nowhere: Path, command: Comman
     assert "out is there already; name a new folder" in " ".join(done.stderr.split())
 
 
-def test_what_the_child_refuses_is_a_sentence(run_of_adapters: Path, command: Command) -> None:
-    done = command("export", RUN, "pc1/0", "--to", "out", "--average")
+def test_what_the_child_refuses_is_a_sentence(
+    nowhere: Path, state_dir: Path, command: Command
+) -> None:
+    make_run()
+    (damaged := state_dir / "state" / RUN / "pc1" / "0" / "generation-0.pt").parent.mkdir(
+        parents=True
+    )
+    damaged.write_bytes(b"PK")
+    done = command("export", RUN, "pc1/0", "--to", "out")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "train.ema_decay" in " ".join(done.stderr.split())
+    assert "generation-0.pt is not used: " in " ".join(done.stderr.split())
     assert not Path("out").exists()
 
 
@@ -100,7 +107,12 @@ def test_without_checkpoints_the_sentence_says_why(
     assert [path.name for path in nowhere.iterdir()] == ["runs"]
 
 
-def test_the_best_is_not_replaced_by_the_last(run_of_adapters: Path, command: Command) -> None:
+def test_the_best_is_not_replaced_by_the_last(
+    nowhere: Path, state_dir: Path, command: Command
+) -> None:
+    make_run()
+    (last := state_dir / "state" / RUN / "pc1" / "0" / "generation-0.pt").parent.mkdir(parents=True)
+    last.touch()
     done = command("export", RUN, "pc1/0", "--to", "out", "--best")
     assert done.returncode == 2
     assert "pc1/0 has no best.pt in" in " ".join(done.stderr.split())

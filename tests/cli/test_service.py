@@ -1,4 +1,4 @@
-"""The systemd unit of a node: what `up NODE --service` writes, and what it says where there is no systemd."""
+"""The systemd units of a node and of a queue: what `--service` writes, and what it says where there is no systemd."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def service(home: Path, systemctl: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def service(
+    home: Path, systemctl: str, *arguments: str, verb: tuple[str, ...] = ("up", NODE)
+) -> subprocess.CompletedProcess[str]:
     tool = home / "bin" / "systemctl"
     tool.parent.mkdir(exist_ok=True)
     tool.write_text(systemctl)
@@ -42,7 +44,7 @@ def service(home: Path, systemctl: str, *arguments: str) -> subprocess.Completed
     path = f"{tool.parent}:/usr/bin:/bin"
     config = ("--config", str(config_of(home)))
     return orchestrator(
-        "up", NODE, "--service", *config, *arguments, HOME=str(home), PATH=path, XDG_CONFIG_HOME=""
+        *verb, "--service", *config, *arguments, HOME=str(home), PATH=path, XDG_CONFIG_HOME=""
     )
 
 
@@ -104,6 +106,26 @@ def test_what_would_end_a_service_is_said_before_writing(home: Path) -> None:
         keeper.wait(PATIENCE_S)
     assert done.returncode == 2
     assert f"process {keeper.pid} keeps {NODE} already" in done.stderr
+    assert not (home / ".config").exists()
+
+
+def test_a_queue_is_worked_off_by_a_unit_of_its_own(home: Path) -> None:
+    runs = ("--run-dir", str(home / "runs"))
+    done = service(home, CONTENT, *runs, "--local", verb=("jobs", "run"))
+    assert done.returncode == 0, done.stderr
+    unit = home / ".config" / "systemd" / "user" / "orchestrator-jobs.service"
+    (line,) = [line for line in unit.read_text().splitlines() if line.startswith("ExecStart=")]
+    assert shlex.split(line.removeprefix("ExecStart=")) == [
+        *(sys.executable, "-m", "orchestrator", "jobs", "run", "--stay"),
+        *("--config", str(home / "cluster.yaml"), *runs, "--local"),
+    ]
+    assert "journalctl --user --unit orchestrator-jobs.service" in done.stdout
+
+
+def test_a_service_takes_no_file_that_would_come_again(home: Path) -> None:
+    done = service(home, CONTENT, "night.yaml", verb=("jobs", "run"))
+    assert done.returncode == 2
+    assert "jobs submit FILE" in done.stderr
     assert not (home / ".config").exists()
 
 

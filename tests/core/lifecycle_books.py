@@ -18,6 +18,7 @@ from orchestrator.core.fleet import SliceFailed, SliceFailure, SliceReported
 from orchestrator.core.lifecycle import advance
 from orchestrator.core.slot import (
     Abandon,
+    Assigned,
     Capped,
     CardQuarantined,
     Command,
@@ -65,6 +66,7 @@ ILLEGAL: set[tuple[Phase, type[Event]]] = {
     ),
     *((Phase.QUARANTINED, event) for event in (Held, Unheld, SaveAsked)),
     *((phase, Reinstated) for phase in (Phase.ABSENT, Phase.WORKING, Phase.PAUSING)),
+    *((phase, Assigned) for phase in (Phase.WORKING, Phase.PAUSING, Phase.STOPPED)),
     *((phase, SaveAsked) for phase in (Phase.ABSENT, Phase.PAUSING)),
     (Phase.PAUSING, Unheld),
 }
@@ -227,7 +229,7 @@ class Books(RuleBasedStateMachine):
         assert submit.resume == self.last_resume
         assert submit.step_limit is not None
         assert submit.step_limit >= 1
-        assert submit.save == self.save_waits
+        assert submit.save == (self.save_waits or is_last)
         self.save_waits = False
         mine = [name for name in self.submitted if name[0] == submit.incarnation]
         if not any(self.fates[name] is FaultOutcome.COUNTED for name in mine):

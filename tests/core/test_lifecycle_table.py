@@ -14,6 +14,7 @@ from orchestrator.core import lifecycle
 from orchestrator.core.fleet import DeathCause, SliceFailed, SliceFailure, SliceReported
 from orchestrator.core.lifecycle import IllegalEventError, advance
 from orchestrator.core.slot import (
+    Assigned,
     Capped,
     CardQuarantined,
     Close,
@@ -53,6 +54,7 @@ EVENTS: tuple[Event, ...] = (
     Held(hold=Hold.DRAIN),
     Unheld(),
     Reinstated(node_is_there=True),
+    Assigned(node_is_there=True),
     Capped(cap_bytes=1),
     SaveAsked(),
     Tick(),

@@ -31,6 +31,7 @@ from tests.core.scene import Scene, submits
 from tests.factories import REFERENCE
 from tests.scene import MIB
 from workers.messages import Progress, Verdict, WorkerState
+from workers.settings import CommandSpec
 
 PLANS = {plan.spec.slot: plan for plan in plan_slots(REFERENCE, Target(device="cuda"))}
 BUDGET_MIB = PLANS["pc1/0"].spec.budget_bytes // MIB
@@ -251,6 +252,15 @@ def test_a_training_gets_slices_until_it_has_saved(event: Event, phase: Phase) -
             for _ in range(3)
             for sent in submits(scene.feed(scene.report(**trains, save_due=True)))
         ]
-        assert told == [True, False, False]
+        assert told == [True, True, True], "nothing is computed in them that would be lost"
         assert submits(scene.feed(scene.report(**trains, **last))) == []
         assert scene.slot.phase is phase
+
+
+def test_a_program_is_not_told_to_save_alone() -> None:
+    plan = PLANS["pc1/0"]
+    plan = replace(plan, spec=replace(plan.spec, command=CommandSpec(argv=("true",))))
+    command = Command(id="a", do=Do.SAVE, slots=("pc1/0",), by="test")
+    slots = {"pc1/0": slot_in("training").slot}
+    with pytest.raises(CommandRefusedError, match="saves when it ends: `drain pc1/0`"):
+        events_of(command, slots, {"pc1/0": plan}, ["pc1"])

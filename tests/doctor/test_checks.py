@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -58,7 +57,6 @@ TI = card_facts(
     name="NVIDIA GeForce RTX 3070 Ti", total_bytes=8 * GIB, cores=6144, max_sm_clock_mhz=1770,
     max_memory_clock_mhz=9501, bus_width_bits=256,
 )  # fmt: skip
-TWO_CARDS = (card_facts(), card_facts(index=1, uuid="GPU-2", name="NVIDIA GeForce RTX 3070"))
 
 
 @pytest.mark.parametrize(
@@ -141,14 +139,6 @@ TWO_CARDS = (card_facts(), card_facts(index=1, uuid="GPU-2", name="NVIDIA GeForc
             workstation(cards=(TI,)), "card", OK,
             "NVIDIA GeForce RTX 3070 Ti, 8.00 GiB, 43 TFLOP/s in fp16, 608 GB/s, in cluster.yaml: rtx-3070-ti", None,
         ),
-        (
-            workstation(cards=TWO_CARDS),
-            "device_order", WARN, "is not set: CUDA counts the fastest", "export CUDA_DEVICE_ORDER=PCI_BUS_ID",
-        ),
-        (
-            workstation(cards=TWO_CARDS, environment=(("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),)),
-            "device_order", OK, "count the cards alike", None,
-        ),
         (workstation(environment=(("CUDA_LAUNCH_BLOCKING", "0"),)), "variables", OK, "none of those", None),
         *((workstation(environment=((name, "1"),)), "variables", WARN, f"{name}=1: {words}", f"unset {name}")
           for name, words in (
@@ -223,34 +213,6 @@ def test_one_lost_card_does_not_hide_the_other() -> None:
         if found.check == "card"
     ]
     assert [found.verdict for found in findings] == [FAIL, OK]
-
-
-EXPANDABLE = "expandable_segments:True"
-
-
-@pytest.mark.parametrize(
-    ("make", "environment", "fixes"),
-    [
-        (workstation, {}, []),
-        (workstation, {"PYTORCH_ALLOC_CONF": EXPANDABLE}, []),
-        (workstation, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, ["export {}=max_split_size_mb:64"]),
-        (wsl, {"PYTORCH_ALLOC_CONF": EXPANDABLE}, ["unset {}"]),
-        (wsl, {"PYTORCH_CUDA_ALLOC_CONF": f"{EXPANDABLE},max_split_size_mb:64,a:16"},
-         ["export {}=max_split_size_mb:64,a:16"] * 2),
-        (wsl, {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, []),
-        (wsl, {"PYTORCH_ALLOC_CONF": " max_split_size_mb:64 , "}, []),
-    ],
-)  # fmt: skip
-def test_allocator_settings_are_composed_for_the_platform(
-    make: Callable[..., MachineFacts], environment: dict[str, str], fixes: list[str]
-) -> None:
-    findings = examine(make(environment=tuple(environment.items())))
-    found = [finding for finding in findings if finding.check == "allocator"]
-    assert [finding.verdict for finding in found] == ([WARN] * len(fixes) or [OK])
-    old = "unset PYTORCH_CUDA_ALLOC_CONF; " if "PYTORCH_CUDA_ALLOC_CONF" in environment else ""
-    assert [finding.fix for finding in found if finding.fix] == [
-        old + fix.format("PYTORCH_ALLOC_CONF") for fix in fixes
-    ]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.engine.scene import events
-from tests.engine.trainings import settings, trained
+from tests.engine.trainings import fork_planner, settings, trained
 from tests.hf.folders import make_folder
 from tests.in_child import InChild
 from tests.scene import MIB, ROOT, spec_of
@@ -18,6 +18,7 @@ from workers.messages import Report, Verdict
 from workers.settings import WorkerSpec
 
 WHOLE = {"duration_s": 600.0}
+README = str(ROOT / "README.md")
 
 
 def spec(**changes: object) -> WorkerSpec:
@@ -53,49 +54,57 @@ def labelled(folder: Path, **changes: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(in_child: InChild, tmp_path_factory: pytest.TempPathFactory, gpt2: str) -> Report:
-    (report,) = in_child(trained, str(tmp_path_factory.mktemp("alone")), spec(model=gpt2), [WHOLE])
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the undisturbed training keeps its states."""
+    return tmp_path_factory.mktemp("alone")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(hf_child: InChild, alone: Path, gpt2: str) -> Report:
+    """It is evaluated on the way, which changes no bit."""
+    wanted = spec(model=gpt2, validate_every=2, validation=README)
+    (report,) = hf_child(trained, str(alone), wanted, [WHOLE], fork_planner)
     return report
 
 
 def test_a_folder_is_trained_to_the_end(undisturbed: Report) -> None:
     assert undisturbed.verdict is Verdict.DONE, undisturbed.reason
+    assert not events(undisturbed, "not_planned")
     told = undisturbed.progress
     assert told is not None
     assert (told.train_step, told.saved_step) == (6, 6)
     assert told.tokens_per_s is not None
-    (evaluated,) = events(undisturbed, "evaluated")
-    assert 5 < evaluated.detail["validation_loss"] < 6.5
+    last = events(undisturbed, "evaluated")[-1]
+    assert 5 < last.detail["validation_loss"] < 6.5
 
 
 def test_another_process_goes_on_to_the_same_bits(
-    in_child: InChild, tmp_path: Path, gpt2: str, undisturbed: Report
+    hf_child: InChild, tmp_path: Path, gpt2: str, undisturbed: Report
 ) -> None:
-    often = spec(model=gpt2, save_every_s=0.001)
-    in_child(trained, str(tmp_path), often, [{}] * 7)
-    (last,) = in_child(trained, str(tmp_path), often, [{**WHOLE, "incarnation": 1}])
+    often = spec(model=gpt2, validation=README, save_every_s=0.001)
+    hf_child(trained, str(tmp_path), often, [{}] * 7, fork_planner)
+    (last,) = hf_child(trained, str(tmp_path), often, [{**WHOLE, "incarnation": 1}], fork_planner)
     assert events(last, "restored")
     assert last.progress.weights_sha256 == undisturbed.progress.weights_sha256
 
 
-def test_the_best_state_is_kept(in_child: InChild, tmp_path: Path, gpt2: str) -> None:
-    wanted = spec(model=gpt2, validate_every=2, validation=str(ROOT / "README.md"))
-    (report,) = in_child(trained, str(tmp_path), wanted, [WHOLE])
+def test_the_best_state_is_kept(undisturbed: Report, alone: Path) -> None:
     losses = {
-        told.detail["step"]: told.detail["validation_loss"] for told in events(report, "evaluated")
+        told.detail["step"]: told.detail["validation_loss"]
+        for told in events(undisturbed, "evaluated")
     }
     assert list(losses) == [2, 4, 6]
-    (path,) = tmp_path.rglob("best.pt")
+    (path,) = alone.rglob("best.pt")
     best = torch.load(path, weights_only=True)
     assert best["figures"]["validation_loss"] == min(losses.values()) == losses[best["step"]]
     assert "transformer.wte.weight" in best["state"]["weights"]
 
 
 def test_a_classifier_is_trained_and_its_figures_are_told(
-    in_child: InChild, tmp_path: Path, bert: str
+    hf_child: InChild, tmp_path: Path, bert: str
 ) -> None:
     keys = {"preset": "hf-pairs", "model": bert, "data": labelled(tmp_path), "seq": None}
-    (report,) = in_child(trained, str(tmp_path), spec(**keys, adapter="lora"), [WHOLE])
+    (report,) = hf_child(trained, str(tmp_path), spec(**keys, adapter="lora"), [WHOLE])
     assert report.verdict is Verdict.DONE, report.reason
     (evaluated,) = events(report, "evaluated")
     assert set(evaluated.detail) == {"step", "validation_loss", "accuracy", "f1"}

@@ -226,6 +226,12 @@ def test_without_memory_it_is_parked_and_ends_with_the_same_bits(
     assert sum(report.counts.steps_oom + report.counts.steps_error for report in reports) == 0
 
 
+def test_a_step_that_does_not_fit_tells_what_it_needs(in_child: InChild, tmp_path: Path) -> None:
+    short = [{}] + [{"lease_bytes": MIB}] * 2
+    *_, report = in_child(trained, str(tmp_path), spec(), short)
+    assert re.search(r" \(planned [1-9]\d*\.\d MiB, allowed 1\.0\)$", report.reason), report.reason
+
+
 def test_a_loss_that_is_not_finite_stops_the_slot(in_child: InChild, tmp_path: Path) -> None:
     nan = spec(preset=task("becomes_nan"), steps=100, save_every_s=0.001, seq=None)
     report = in_child(trained, str(tmp_path), nan, [WHOLE])[-1]

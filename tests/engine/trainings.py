@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +18,8 @@ from workers.engine.engine import Engine
 from workers.messages import Report, Verdict
 from workers.settings import FailureKind, WorkerSpec
 from workers.testing import injected_error
+from workers.training import planner_process
+from workers.training.planner_process import PlannerProcess
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask
 
@@ -78,7 +83,6 @@ class Drops(nn.Module):
 
 
 drops = _task(model=lambda: nn.Sequential(nn.Linear(1, 8), Drops(), nn.Linear(8, 1)))
-no_parameters = _task(model=nn.Identity)
 
 
 def settings(**changes: object) -> dict[str, Any]:
@@ -93,6 +97,32 @@ def settings(**changes: object) -> dict[str, Any]:
         "precision": "fp32",
     }
     return TrainSettings.model_validate({**small, **changes}).model_dump()
+
+
+def fork_planner(_folder: str) -> None:
+    """Have the process that plans forked from this one, which has imported what it needs."""
+
+    def start(self: Any) -> None:
+        (questions, ask), (answers, answer) = os.pipe(), os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(questions, 0)
+            os.dup2(answer, 1)
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+            sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
+            planner_process.serve()
+            os._exit(0)
+        os.close(questions)
+        os.close(answer)
+        self._process = SimpleNamespace(
+            stdin=os.fdopen(ask, "w"),
+            stdout=os.fdopen(answers),
+            poll=lambda: None,
+            kill=lambda: os.kill(pid, signal.SIGKILL),
+            communicate=lambda: os.waitpid(pid, 0),
+        )
+
+    PlannerProcess._start = start  # type: ignore[method-assign]
 
 
 def trained(

@@ -65,7 +65,7 @@ def trained(folder: Path, state: Path, head: str, **keys: Any) -> tuple[Trainer,
     while not run.finished:
         run.micro_batch(8)
     assert checkpoints.save(run.state(), run.step)
-    assert checkpoints.close(600)
+    assert checkpoints.wait(600)
     files = [str(path) for path in state.glob("generation-?.pt")]
     asked = {"checkpoints": files, "settings": settings.model_dump(), "seed": 7, "run_id": "r"}
     return run, {**asked, "slot": "pc1/0"}

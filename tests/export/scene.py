@@ -110,7 +110,7 @@ def trained(
         run.micro_batch(4)
         assert checkpoints.save(run.state(), run.step)
         assert checkpoints.wait(60)
-    assert checkpoints.close(60)
+    assert checkpoints.wait(60)
     files = sorted(map(str, state.glob("generation-?.pt")))
 
     def request(to: Path, form: str | None = None, *, average: bool = False) -> Request:

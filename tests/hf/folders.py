@@ -61,9 +61,7 @@ def tokenizer_json() -> str:
     )
     made.train([str(path) for path in sorted((ROOT / "docs").glob("*.md"))[:6]], trainer)
     made.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>",
-        pair="<s> $A </s> $B </s>",
-        special_tokens=[("<s>", 1), ("</s>", 2)],
+        single="<s> $A </s>", pair="<s> $A </s> $B </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
     )
     return str(made.to_str())
 

@@ -102,10 +102,10 @@ def _gap(folder: str, family: str, head: str) -> float:
     ("family", "head"), [("gpt2", "CausalLM"), ("bert", "SequenceClassification")]
 )
 def test_the_course_is_the_same_in_smaller_parts(
-    in_child: InChild, tmp_path: Path, family: str, head: str
+    hf_child: InChild, tmp_path: Path, family: str, head: str
 ) -> None:
     # BERT's biases of keys are rounding alone, which Adam makes full steps of.
-    assert in_child(_gap, str(tmp_path), family, head) < {"gpt2": 2e-6, "bert": 1e-4}[family]
+    assert hf_child(_gap, str(tmp_path), family, head) < {"gpt2": 2e-6, "bert": 1e-4}[family]
 
 
 def _refusal(folder: str) -> str:
@@ -116,7 +116,7 @@ def _refusal(folder: str) -> str:
     return ""
 
 
-def test_a_model_that_ignores_the_count_is_refused(in_child: InChild, tmp_path: Path) -> None:
-    said = in_child(_refusal, str(tmp_path))
+def test_a_model_that_ignores_the_count_is_refused(hf_child: InChild, tmp_path: Path) -> None:
+    said = hf_child(_refusal, str(tmp_path))
     assert "it ignores num_items_in_batch" in said
     assert "compute_loss_func" in said

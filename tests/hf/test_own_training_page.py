@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from orchestrator.config.load import load_config
+from tests.fork_server import ForkServer
 from tests.hf.folders import make_folder
 from tests.scene import ROOT
 from workers.training.tasks import find_task
@@ -65,15 +64,15 @@ def test_a_configuration_is_trained(
     assert trainer.course.losses[-1] < 7
 
 
-@pytest.mark.torch
-def test_the_two_trainers_tell_the_same_loss(tmp_path: Path) -> None:
+def test_the_two_trainers_tell_the_same_loss(tmp_path: Path, hf_fork_server: ForkServer) -> None:
     prepare(tmp_path, "gpt2")
     losses = []
     for name in ("hf_trainer.py", "hf_trainer_elastic.py"):
-        done = subprocess.run(
-            [sys.executable, str(EXAMPLES / name)], check=True, cwd=tmp_path,
-            capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+        code = (EXAMPLES / name).read_text(encoding="utf-8")
+        done = hf_fork_server.run(
+            code, cwd=tmp_path, environment=os.environ | {"PYTHONPATH": str(ROOT)}
+        )
+        assert done.returncode == 0, done.stderr
         losses.append(float(done.stdout.splitlines()[-1]))
     # Their other dropouts draw other masks.
     assert losses[1] == pytest.approx(losses[0], rel=0.02)

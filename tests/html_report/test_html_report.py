@@ -12,11 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.cli.app import app
+from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal
+from orchestrator.jobs.model import Assigned, Submitted
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view import html_report
 from orchestrator.view.cells import UNICODE
 from orchestrator.view.html_report import difference
-from tests.factories import FACTS, event, make_row, make_snapshot, record
+from tests.factories import FACTS, event, make_job, make_row, make_snapshot, record
 from tests.scene import orchestrator, wait_for
 from tests.web.browser import browser, needs_chromium
 
@@ -96,6 +98,21 @@ def test_the_page_has_the_last_picture_and_the_courses(folder: Path) -> None:
     assert told["summary"]["missed"] == [f"pc1/0: {HOSTILE}"]
 
 
+def test_a_queue_brings_its_table_and_its_charts(folder: Path) -> None:
+    assert html_report.frozen(folder)["jobs"] is None
+    (folder / QUEUE_NAME).mkdir()
+    journal = Journal(folder / QUEUE_NAME / JOURNAL_NAME)
+    journal.append([Submitted(at_s=0.0, job=make_job("lr-0"))])
+    journal.append(
+        [Assigned(at_s=9.0, job="lr-0", attempt=1, card="pc1", budget_bytes=1, alone=True)]
+    )
+    journal.close()
+    data = html_report.frozen(folder)
+    assert data["table"]["head"]["jobs"] == "1 running"
+    assert [name for name, _ in data["jobs"]["rows"]] == ["lr-0"]
+    assert [label for label, _ in data["jobs"]["charts"]] == ["cards"]
+
+
 def test_two_runs_are_compared_in_per_cent(folder: Path, other: Path) -> None:
     figures = html_report.frozen(folder, other)["summary"]["figures"]
     rows = {row[0]: row[1:] for row in figures["rows"]}
@@ -165,7 +182,7 @@ def test_the_file_is_written_whole_or_refused_in_a_sentence(folder: Path, tmp_pa
 @needs_chromium
 def test_a_browser_shows_it_without_a_request(folder: Path, other: Path, tmp_path: Path) -> None:
     path = tmp_path / "r.html"
-    html_report.write(path, html_report.html(html_report.frozen(folder, other), HOSTILE))
+    path.write_text(html_report.html(html_report.frozen(folder, other), HOSTILE))
 
     async def look() -> None:
         async with browser(tmp_path) as shown:

@@ -23,7 +23,7 @@ from orchestrator.jobs.model import (
     Word,
 )
 from tests.jobs.scene import ASHA, BIG, SMALL, Scene, command, starts, training
-from workers.units import GIB
+from workers.units import GIB, MIB
 
 
 def test_two_jobs_get_a_card_each_and_the_third_waits() -> None:
@@ -614,3 +614,44 @@ def test_members_that_wait_for_a_paused_one_do_not_block() -> None:
 
     assert scene.queue.is_over
     assert scene.state("lr-0") == "DONE"
+
+
+def test_two_jobs_that_may_share_a_card_start_on_one() -> None:
+    small = {"pack": True, "memory_bytes": 2 * GIB}
+    scene = Scene(training("a", **small), training("b", **small), cards=(BIG,))
+
+    assert starts(scene.turn()) == {"a": "pc1", "b": "pc1"}
+    for name in ("a", "b"):
+        standing = scene.standing(name)
+        assert (standing.alone, standing.budget_bytes) == (False, 2 * GIB + 256 * MIB)
+
+
+def test_a_third_that_may_share_a_card_takes_the_place_of_one() -> None:
+    small = {"pack": True, "memory_bytes": 2 * GIB}
+    scene = Scene(*(training(name, **small) for name in "abc"), cards=(BIG,))
+    scene.turn()
+
+    assert scene.state("c") == "QUEUED"
+    assert starts(scene.end("a")) == {"c": "pc1"}
+    assert scene.standing("c").alone is False
+
+
+def test_what_a_job_took_decides_its_share_the_next_time() -> None:
+    small = {"pack": True, "memory_bytes": 2 * GIB}
+    scene = Scene(training("a", **small), training("b", **small), cards=(BIG,))
+    scene.turn()
+    scene.say(Word.HOLD, "a")
+    scene.see("a", is_at_rest=True, peak_bytes=4 * GIB)
+    scene.say(Word.RELEASE, "a")
+
+    assert scene.standing("a").budget_bytes == pytest.approx(4.4 * GIB, abs=1)
+
+
+def test_without_pack_or_a_size_a_job_is_alone() -> None:
+    sized = {"memory_bytes": 2 * GIB}
+    auto = Scene(training("a", **sized), training("b", pack=True, **sized), cards=(BIG,))
+    unsized = Scene(training("a", pack=True), training("b", pack=True), cards=(BIG,))
+
+    for scene in (auto, unsized):
+        assert starts(scene.turn()) == {"a": "pc1"}
+        assert scene.standing("a").alone

@@ -9,15 +9,12 @@ from hypothesis import strategies as st
 from orchestrator.errors import UsageError
 from orchestrator.lab.chaos.plan import FaultRule, NodeFault, check_nodes, parse_chaos
 from workers.messages import FaultKind
-from workers.settings import FailureKind
 
 GOOD = {
     "oom:rate=0.05": [FaultRule(kind=FaultKind.OOM, rate=0.05)],
     "oom:num=2": [FaultRule(kind=FaultKind.OOM, num=2)],
-    "oom:num=2,skip=10,kind=probable": [
-        FaultRule(kind=FaultKind.OOM, num=2, skip=10, oom_kind=FailureKind.PROBABLE)
-    ],
-    "oom:rate=.5;oom:num=1,kind=definite": [FaultRule(kind=FaultKind.OOM, rate=0.5, num=1)],
+    "oom:num=2,skip=10": [FaultRule(kind=FaultKind.OOM, num=2, skip=10)],
+    "oom:rate=.5;oom:num=1": [FaultRule(kind=FaultKind.OOM, rate=0.5, num=1)],
     "flip:rate=0.1": [FaultRule(kind=FaultKind.FLIP, rate=0.1)],
     "raise:rate=1e-3": [FaultRule(kind=FaultKind.RAISE, rate=0.001)],
     "kill:every=20s": [FaultRule(kind=FaultKind.KILL, every_s=20.0)],
@@ -35,7 +32,7 @@ GOOD = {
 }
 
 ALL = "oom, raise, flip, poison, kill, segv, exit, hang, node"
-OOM = "oom:rate=0.05, oom:num=2,skip=10 or both; and kind=definite or kind=probable"
+OOM = "oom:rate=0.05, oom:num=2,skip=10 or both"
 KILL = "kill:every=20s or kill:rate=0.001"
 NODE = "node:NAME@30s, node:NAME@30s+20s, or node:every=120s,for=15s"
 TIME = "a time with its unit: 30s, 2m, 1h30m"
@@ -67,14 +64,11 @@ BAD = {
     "hang:rate=nan": f"--chaos hang:rate=nan: 'nan' is not a rate; valid: {RATE}",
     "hang:rate=-0.1": f"--chaos hang:rate=-0.1: '-0.1' is not a rate; valid: {RATE}",
     "hang:rate=5%": f"--chaos hang:rate=5%: '5%' is not a rate; valid: {RATE}",
-    "oom:kind=probable": f"--chaos oom:kind=probable: says neither rate nor num; valid: {OOM}",
+    "oom:skip=2": f"--chaos oom:skip=2: says neither rate nor num; valid: {OOM}",
     "oom:rate=0.1,skip=2": f"--chaos oom:rate=0.1,skip=2: says skip without num; valid: {OOM}",
     "oom:num=0": f"--chaos oom:num=0: '0' is not a count; valid: {COUNT.format(1)}",
     "oom:num=2,skip=x": f"--chaos oom:num=2,skip=x: 'x' is not a count; valid: {COUNT.format(0)}",
-    "oom:num=1,kind=poisoned": (
-        "--chaos oom:num=1,kind=poisoned: there is no such kind of out-of-memory; valid: definite, probable"
-    ),
-    "oom:rate=0.1,every=2s": f"--chaos oom:rate=0.1,every=2s: oom takes rate=, num=, skip=, kind=; valid: {OOM}",
+    "oom:rate=0.1,every=2s": f"--chaos oom:rate=0.1,every=2s: oom takes rate=, num=, skip=; valid: {OOM}",
     "raise:num=1": "--chaos raise:num=1: raise takes rate=; valid: raise:rate=0.001",
     "node:pc2": f"--chaos node:pc2: node takes every=, for=; valid: {NODE}",
     "node:for=5s": f"--chaos node:for=5s: does not say how often; valid: {NODE}",
@@ -128,11 +122,9 @@ def test_any_text_is_a_plan_or_a_refusal_of_one_line(text: str) -> None:
 
 
 def test_describes_itself_in_one_line() -> None:
-    text = (
-        "oom:rate=0.05,num=2,skip=10,kind=probable;raise:rate=0.001;kill:every=90s;hang:rate=0.25"
-    )
+    text = "oom:rate=0.05,num=2,skip=10;raise:rate=0.001;kill:every=90s;hang:rate=0.25"
     assert parse_chaos(f"{text};node:pc2@30s+20s;node:every=2m", 7).describe() == (
-        "oom (probable) in 5 % of steps; oom (probable) in 2 steps after the first 10 of each process; "
+        "oom in 5 % of steps; oom in 2 steps after the first 10 of each process; "
         "raise in 0.1 % of steps; kill every 1m 30s; hang in 25 % of steps; node pc2 at 30s for 20s; "
         "a random node every 2m for 15s (seed 7)"
     )
@@ -140,12 +132,11 @@ def test_describes_itself_in_one_line() -> None:
 
 def test_says_what_a_worker_must_know() -> None:
     assert parse_chaos("raise:rate=0.2", 7).step_faults() == {"seed": 7, "raise_rate": 0.2}
-    assert parse_chaos("oom:num=2,skip=3,kind=probable;flip:rate=1", 7).step_faults() == {
+    assert parse_chaos("oom:num=2,skip=3;flip:rate=1", 7).step_faults() == {
         "seed": 7,
         "oom_rate": 0.0,
         "oom_num": 2,
         "oom_skip": 3,
-        "oom_kind": "probable",
         "flip_rate": 1.0,
     }
     assert parse_chaos("kill:every=5s", 7).step_faults() == {"seed": 7}, (

@@ -72,30 +72,14 @@ def test_the_cards_of_a_node_are_those_it_lends(
 @pytest.mark.parametrize(
     ("changes", "limit_w", "words"),
     [
-        (
-            {},
-            99.9,
-            "nodes.pc1.power_limit_w 99.9 is out of range: pc1's NVIDIA GeForce RTX 3090 takes 100 to 366 W",
-        ),
+        ({}, 99.9, "nodes.pc1.power_limit_w 99.9 is out of range: pc1's NVIDIA GeForce RTX 3090 takes 100 to 366 W"),
         ({}, 367.0, "nodes.pc1.power_limit_w 367 is out of range"),
-        (
-            {"fails": {"set_power_limit": "no_permission"}},
-            280.0,
-            "can only be set by root: start Ray as root on pc1",
-        ),
+        ({"fails": {"set_power_limit": "no_permission"}}, 280.0, "can only be set by root: start Ray as root on pc1"),
         ({"fails": {"set_power_limit": "unknown"}}, 280.0, "cannot be set: Unknown Error"),
-        (
-            {"power_limit_w": None},
-            280.0,
-            "pc1: the power limit of card 0 cannot be set: Not Supported",
-        ),
-        (
-            {"lost_after_calls": 0},
-            280.0,
-            "pc1: the power limit of card 0 cannot be set: GPU is lost",
-        ),
+        ({"power_limit_w": None}, 280.0, "pc1: the power limit of card 0 cannot be set: Not Supported"),
+        ({"lost_after_calls": 0}, 280.0, "pc1: the power limit of card 0 cannot be set: GPU is lost"),
     ],
-)
+)  # fmt: skip
 def test_a_limit_that_cannot_be_set_is_refused_in_words(
     node: Ready, changes: dict[str, Any], limit_w: float, words: str
 ) -> None:
@@ -125,6 +109,32 @@ def test_the_limit_that_a_card_has_is_left_alone(node: Ready) -> None:
     assert (outcome.power_problem, outcome.notes) == (None, ("pc1: power limit 350 W, as it was",))
     assert pc.is_clean()
     assert agent.end() == ()
+
+
+def test_an_offset_and_a_power_limit_are_put_back_together(node: Ready) -> None:
+    pc = node(fake_card(1, memory_offset_mhz=-100), fake_card(2))
+    agent = pc.agent(memory_offset_mhz=450, power_limit_w=300.0)
+    outcome = agent.outcome()
+    assert outcome.power_problem is None
+    assert outcome.notes[1].endswith("memory offset 450 MHz until the run ends (before: -100 MHz)")
+    assert (pc.offsets_mhz(), pc.limits_w()) == ([450, 0], [300.0, 350.0])
+    assert [change["setting"] for change in pc.record()["changes"]] == [
+        "power_limit",
+        "memory_offset",
+    ]
+    assert agent.end()[0].endswith("memory offset back at -100 MHz"), "last things first"
+    assert (pc.offsets_mhz(), pc.limits_w()) == ([-100, 0], [350.0, 350.0])
+    assert pc.is_clean()
+
+
+def test_a_refused_offset_puts_the_power_limit_back(node: Ready) -> None:
+    pc = node(fake_card(1))
+    agent = pc.agent(memory_offset_mhz=7000, power_limit_w=300.0)
+    refusal = agent.outcome().power_problem
+    assert "--sweep memory-offset at 7000 is out of range" in str(refusal)
+    assert pc.limits_w() == [350.0]
+    agent.end()
+    assert pc.is_clean()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])

@@ -191,23 +191,6 @@ def mlp(allowed_bytes: int, **memory: Any) -> Card:
 class TestFilling:
     """A workload that holds all of its claim: what it holds follows the allowed bytes, and its size what it holds."""
 
-    def test_it_gives_way_in_the_next_step_and_grows_back(self) -> None:
-        card = matmul(size=65536)
-        card.slice(5)
-        full = card.last
-        card.allowed_bytes = 90 * MIB
-        card.slice(1)
-        assert 0.95 * 90 * MIB <= card.last_bytes <= 90 * MIB
-        assert card.last.size < full.size
-        card.slice(4)
-        card.allowed_bytes = 200 * MIB
-        card.slice(1)
-        assert card.last_bytes >= 0.93 * card.bytes_of(full), "some of it may go away once more"
-        card.slice(10)
-        assert card.last_bytes >= card.bytes_of(full)
-        assert card.last.size == full.size
-        assert (card.failed, card.releases) == ([], 0), "the engine gives back what it holds less"
-
     @pytest.mark.parametrize("measured_every", [2, 3, 10, 1000])
     def test_steps_after_which_nobody_looked_cost_little(self, measured_every: int) -> None:
         card = matmul(size=65536)

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from benches.thermal import Card, Course, best_constant, draw, governor, guides, judge, play, turns
+from benches.thermal import Card, Course, best_constant, draw, governor, guides, judge, play
 
 pytestmark = pytest.mark.slow
 
@@ -132,10 +132,3 @@ def test_the_guides_rule_fails_what_the_governor_must_pass() -> None:
     figures = judge(card, course, course)
     assert figures["share"] == 1.0
     assert figures["outside_settled_pct"] > 20.0
-
-
-def test_turns_counts_changes_of_direction_that_matter() -> None:
-    assert turns([1.0, 0.9, 0.8, 0.7]) == 0
-    assert turns([1.0, 0.9, 1.0, 0.9, 1.0]) == 3
-    assert turns([1.0, 0.99, 1.0, 0.99, 1.0]) == 0
-    assert turns([0.5, 0.4, 0.41, 0.4, 0.3, 0.5]) == 1

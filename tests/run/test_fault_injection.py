@@ -254,7 +254,7 @@ def test_faults_of_steps_are_one_entry_for_each_slot_and_outcome(new_run: RunMak
 def test_the_list_is_bounded_and_the_count_is_not(
     new_run: RunMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chaos_fleet, "MAX_KEPT", 10)
+    monkeypatch.setattr(chaos_fleet, "TOLD_MOST", 10)
     scene = Faulty(new_run, "kill:rate=1", duration="60s")
     faults = scene.finish()
     counted = scene.counts("kill")

@@ -22,6 +22,8 @@ from typer.testing import CliRunner
 from orchestrator.cli.app import app
 from orchestrator.control.wire import Answer
 from orchestrator.core.slot import HeadState
+from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal
+from orchestrator.jobs.model import Submitted
 from orchestrator.record.archive import Follower
 from orchestrator.record.model import STATES_WORST_FIRST, Row
 from orchestrator.record.store import STORE_NAME, RunStore
@@ -29,7 +31,7 @@ from orchestrator.view.cells import ASCII, UNICODE, Glyphs
 from orchestrator.view.top.app import LinesView, Top
 from orchestrator.view.top.pages import read_slot_lines
 from orchestrator.view.top.view import HIDEABLE, Send, View
-from tests.factories import FACTS, event, make_row, make_snapshot, record
+from tests.factories import FACTS, event, make_job, make_row, make_snapshot, record
 from workers.messages import WorkerState
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -299,6 +301,18 @@ def test_pages_of_nodes_and_runs(tmp_path: Path) -> None:
         FACTS.run_id,
     ]
     assert any("pc1/0" in line for line in driven(folder, (120, 20), pressed("u", "j", "enter")))
+
+
+def test_a_run_with_a_queue_has_a_line_and_a_page_of_jobs(tmp_path: Path) -> None:
+    folder = made(tmp_path, [make_row(slot="pc1/0")])
+    assert any("no queue of jobs" in line for line in driven(folder, (120, 20), pressed("J")))
+    (folder / QUEUE_NAME).mkdir()
+    journal = Journal(folder / QUEUE_NAME / JOURNAL_NAME)
+    journal.append([Submitted(at_s=0.0, job=make_job("lr-0"))])
+    journal.close()
+    lines = driven(folder, (120, 20), pressed("J"))
+    assert any("jobs: 1 queued" in line for line in lines)
+    assert any(line.split()[:2] == ["lr-0", "QUEUED"] for line in lines)
 
 
 def test_commands_name_each_slot_and_wait_for_yes(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def same(left: object, right: object) -> bool:
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Open]:
-    """Open the checkpoints of a folder; they are closed when the test ends."""
+    """Open the checkpoints of a folder; nothing is being written when the test ends."""
     living: list[Checkpoints] = []
 
     def open_(folder: Path = tmp_path, identity: Identity = OURS, **settings: Any) -> Checkpoints:
@@ -82,7 +82,7 @@ def opened(tmp_path: Path) -> Iterator[Open]:
 
     yield open_
     for each in living:
-        assert each.close(60)
+        assert each.wait(60)
 
 
 def saved(checkpoints: Checkpoints, *steps: int) -> Checkpoints:
@@ -220,9 +220,7 @@ def test_a_checkpoint_of_another_model_is_refused_in_words(
     assert loaded.refused[2:] == ("training begins anew",)
 
 
-def test_a_new_training_is_found_beside_a_refused_file(
-    opened: Open,
-) -> None:
+def test_a_new_training_is_found_beside_a_refused_file(opened: Open) -> None:
     saved(opened(), 1, 2, 3, 4, 5)
     other = Identity.of("another", WEIGHTS)
     saved(opened(identity=other), 1)
@@ -346,7 +344,7 @@ def test_a_writer_killed_at_50_moments_leaves_a_good_file(
         step = loaded.step
         assert loaded.state["weights"]["a"].eq(step).all()
         assert not list(tmp_path.glob("*.new")), "opening removes what the killed process left"
-        checkpoints.close()
+        assert checkpoints.wait(60)
     assert interrupted >= 5, "so few kills struck while a file was being written"
 
 
@@ -384,7 +382,7 @@ train(2)
 look()
 copy = checkpoints.newest_copy()
 print(steps, weights["a"][0].item(), copy["weights"]["a"][0].item(), checkpoints.load().step)
-assert checkpoints.close(60)
+assert checkpoints.wait(60)
 """
 
 
@@ -415,10 +413,7 @@ def test_a_full_and_a_read_only_disk_cost_no_step_and_are_told(tmp_path: Path) -
     assert end == "7 7.0 7.0 5"
 
 
-def test_a_limit_on_the_size_of_files_is_told(
-    in_child: Any,
-    tmp_path: Path,
-) -> None:
+def test_a_limit_on_the_size_of_files_is_told(in_child: Any, tmp_path: Path) -> None:
     failure, left = in_child(_saved_under_a_limit, tmp_path)
     assert "File too large" in failure
     assert left == []

@@ -25,9 +25,7 @@ from workers.training.settings import TrainSettings
 EXAMPLES = ROOT / "docs" / "examples"
 
 
-def test_a_script_becomes_elastic_by_at_most_ten_lines(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_script_becomes_elastic_by_at_most_ten_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("nano_plain", "nano_elastic")
     texts = [(EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines() for name in names]
     changed = [line for line in difflib.ndiff(*texts) if line[:1] in "+-" and line[2:].strip()]

@@ -116,11 +116,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch, log: CardLog) -> Iterator[HostAll
         return model.pinned(*shape) if pin_memory else empty(*shape, **keys)
 
     def made_like(
-        tensor: Tensor,
-        *,
-        device: Any = None,
-        pin_memory: bool = False,
-        **keys: Any,
+        tensor: Tensor, *, device: Any = None, pin_memory: bool = False, **keys: Any
     ) -> Tensor:
         if pin_memory:
             return model.pinned(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
@@ -167,8 +163,7 @@ def test_a_checkpoint_is_copied_into_few_pinned_blocks(
 
 
 def test_states_that_go_back_to_the_card_are_pinned_no_more(
-    allocator: HostAllocator,
-    monkeypatch: Any,
+    allocator: HostAllocator, monkeypatch: Any
 ) -> None:
     parameters = [nn.Parameter(each) for each in weights()]
     monkeypatch.setattr(

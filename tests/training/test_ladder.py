@@ -80,11 +80,7 @@ def test_a_few_measured_points_tell_of_all_others() -> None:
 
 def test_a_disturbed_machine_keeps_its_largest_steps() -> None:
     ladder = MemoryLadder(POINTS, LEVELS, BATCH, planned_bytes)
-    walked(
-        ladder,
-        lambda point: 0.2 + 0.1 * point.micro - 0.001 * point.share_pct,
-        on(ladder)[::4],
-    )
+    walked(ladder, lambda point: 0.2 + 0.1 * point.micro - 0.001 * point.share_pct, on(ladder)[::4])
     ladder.reordered()
     assert on(ladder)[-1] == Point(16, 0, 0)
 

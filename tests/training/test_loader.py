@@ -18,7 +18,8 @@ from torch.utils.data import Dataset
 from tests.scene import vm_data_bytes, wait_for
 from workers.training.batches import on_device, part_of, rows_of
 from workers.training.errors import TaskError
-from workers.training.loader import Loader, LoaderSettings
+from workers.training.loader import Loader, LoaderNumbers, Order
+from workers.training.settings import TrainSettings
 
 BATCH = 6
 
@@ -65,6 +66,14 @@ def order(used: int, count: int) -> Sequence[int]:
     return [(number * 7) % 101 for number in range(used, used + count)]
 
 
+def loader_of(
+    dataset: Dataset[Any], workers: int = 0, order: Order = order, pin: bool = False, **keys: Any
+) -> Loader:
+    settings = TrainSettings(**{"batch": BATCH, **keys})
+    numbers = LoaderNumbers(workers=workers, prefetch=1)
+    return Loader(dataset, order, settings, numbers, pin=pin)
+
+
 def keys(batch: torch.Tensor) -> list[int]:
     """Return which items a batch holds."""
     return [int(row[0]) for row in batch]
@@ -100,7 +109,7 @@ def _loader_processes() -> list[psutil.Process]:
 
 def _goes_on_anywhere(workers: int) -> None:
     state = torch.get_rng_state()
-    loader = Loader(Items(), order, BATCH, LoaderSettings(workers=workers))
+    loader = loader_of(Items(), workers)
     batches = [loader.next_batch() for _ in range(4)]
     assert [keys(each) for each in batches] == [list(order(used, BATCH)) for used in (0, 6, 12, 18)]
     assert loader.samples_used == 24
@@ -115,11 +124,8 @@ def _goes_on_anywhere(workers: int) -> None:
 
 def _makes_a_failed_batch_again(workers: int, folder: Path) -> None:
     (folder / "trouble").touch()
-    loader = Loader(
-        Items(folder / "trouble"),
-        lambda used, count: range(used, used + count),
-        10,
-        LoaderSettings(workers=workers),
+    loader = loader_of(
+        Items(folder / "trouble"), workers, lambda used, count: range(used, used + count), batch=10
     )
     assert [keys(loader.next_batch())[0] for _ in range(2)] == [0, 10]
     with pytest.raises(ValueError, match="this item is broken"):
@@ -130,7 +136,7 @@ def _makes_a_failed_batch_again(workers: int, folder: Path) -> None:
 
 
 def _replaces_a_killed_process() -> None:
-    loader = Loader(Items(), order, BATCH, LoaderSettings(workers=1, prefetch=1))
+    loader = loader_of(Items(), 1)
     makers = []
     for turn in range(8):
         batch = loader.next_batch()
@@ -143,7 +149,7 @@ def _replaces_a_killed_process() -> None:
 
 
 def _says_what_cannot_be_sent() -> None:
-    loader = Loader(NotPicklable(), order, BATCH, LoaderSettings(workers=1))
+    loader = loader_of(NotPicklable(), 1)
     with pytest.raises(
         TaskError, match=r"cannot be sent to loader processes .*set train\.loader_workers to 0"
     ):
@@ -152,9 +158,7 @@ def _says_what_cannot_be_sent() -> None:
 
 
 def _ends_them_with_an_epoch_if_told_so() -> None:
-    loader = Loader(
-        TwoBatches(), order, BATCH, LoaderSettings(workers=1, prefetch=1, persistent=False)
-    )
+    loader = loader_of(TwoBatches(), 1, persistent=False)
     batches = [loader.next_batch() for _ in range(6)]
     assert [keys(each) for each in batches] == [
         list(order(turn * BATCH, BATCH)) for turn in range(6)
@@ -170,8 +174,8 @@ def _lifts_the_cap() -> None:
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (vm_data_bytes() + 128 * 2**20, hard))
     with pytest.raises(RuntimeError, match="can't allocate memory"):
-        Loader(Large(), order, 2, LoaderSettings()).next_batch()
-    loader = Loader(Large(), order, 2, LoaderSettings(workers=1))
+        loader_of(Large(), batch=2).next_batch()
+    loader = loader_of(Large(), 1, batch=2)
     assert loader.next_batch()[:, 0].int().tolist() == list(order(0, 2))
     loader.close()
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
@@ -183,7 +187,7 @@ def test_waiting_is_what_the_trainer_spends_in_the_loader() -> None:
             time.sleep(0.01)
             return index
 
-    loader = Loader(Slow(), order, BATCH, LoaderSettings())
+    loader = loader_of(Slow())
     assert loader.wait_share() == 0
     loader.next_batch()
     assert loader.waited_s >= 0.06
@@ -235,9 +239,7 @@ def test_a_shortage_of_pinned_memory_is_told_once(
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    loader = Loader(
-        Items(), order, BATCH, LoaderSettings(workers=workers, pin=True, start_method="fork")
-    )
+    loader = loader_of(Items(), workers, pin=True, start_method="fork")
     batches = [loader.next_batch() for _ in range(3)]
     loader.close()
     assert [key for batch in batches for key in keys(batch)] == order(0, 3 * BATCH)

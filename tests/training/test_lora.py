@@ -51,9 +51,7 @@ def test_an_adapted_layer_is_that_of_the_definition(dora: bool) -> None:
 
 
 @pytest.mark.parametrize("adapter", ["lora", "dora"])
-def test_an_adapter_begins_as_the_model_and_leaves_its_weights(
-    adapter: str,
-) -> None:
+def test_an_adapter_begins_as_the_model_and_leaves_its_weights(adapter: str) -> None:
     keys: dict[str, Any] = {"steps": 20, "lr": 0.02, "adapter": adapter, "adapter_rank": 4}
     full, run = trainer(GPT, steps=20), trainer(GPT, **keys)
     course = losses(run)

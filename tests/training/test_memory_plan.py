@@ -69,10 +69,7 @@ def planner_of(on_card: bool = False, **settings: Any) -> MemoryPlanner:
     ),
 )
 def test_the_predicted_peak_is_the_measured_one(
-    in_child: InChild,
-    settings: dict[str, Any],
-    level: int,
-    record_property: Any,
+    in_child: InChild, settings: dict[str, Any], level: int, record_property: Any
 ) -> None:
     planned, measured = in_child(_planned_and_measured, settings, level)
     record_property("error_pct", 100 * (planned / measured - 1))

@@ -243,8 +243,6 @@ def test_cudnn_tries_its_kernels_only_if_it_is_asked_to() -> None:
 
 
 @pytest.mark.parametrize("lever", [{"cudnn_benchmark": True}, {"attention": "cudnn"}], ids=str)
-def test_what_changes_bits_is_refused_with_deterministic(
-    lever: dict[str, Any],
-) -> None:
+def test_what_changes_bits_is_refused_with_deterministic(lever: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="deterministic: true promises the same bits"):
         TrainSettings(deterministic=True, **lever)

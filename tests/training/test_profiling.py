@@ -129,9 +129,7 @@ def test_a_pass_that_is_given_up_is_made_later(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["trace.json.gz"]
 
 
-def test_a_training_that_ends_first_has_a_shorter_pass(
-    tmp_path: Path,
-) -> None:
+def test_a_training_that_ends_first_has_a_shorter_pass(tmp_path: Path) -> None:
     short = StepProfile(10, CPU, None)
     (tmp_path / "file").touch()
     nowhere = StepProfile(1, CPU, tmp_path / "file")

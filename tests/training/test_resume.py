@@ -32,7 +32,7 @@ while not training.finished:
         print(training.step, checkpoints.saved_step or 0, flush=True)
         if checkpoints.due():
             checkpoints.save(training.state(), training.step)
-assert checkpoints.close(60)
+assert checkpoints.wait(60)
 assert checkpoints.failure is None, checkpoints.failure
 print("weights", training.weights_sha256(), flush=True)
 """

@@ -21,7 +21,7 @@ from workers.training.memory_plan import MemoryPlanner
 from workers.training.order import by_length, packed_rows, pool_samples, samples
 from workers.training.sequences import NO_TOKEN, PackedRows, filled_up, packed_row
 from workers.training.settings import TrainSettings
-from workers.training.tasks import TrainTask, find_task
+from workers.training.tasks import TrainTask, find_task, next_token_loss, next_tokens
 from workers.training.trainer import Trainer
 
 SEQ, LEAST, ITEMS = 16, 3, 100
@@ -41,8 +41,8 @@ def unequal(packing: bool = False) -> TrainTask:
     return replace(
         task(GPT),
         dataset=documents(),
-        loss=sequences.filled_up_loss,
-        count=sequences.filled_up_tokens,
+        loss=next_token_loss,
+        count=next_tokens,
         collate=filled_up,
         shorten=sequences.shortened,
         largest=lambda: sequences.longest_part(SEQ),
@@ -142,9 +142,7 @@ def test_what_is_left_of_a_row_has_no_label() -> None:
 
 
 @pytest.mark.parametrize("lever", ["none", "bucketing", "packing"])
-def test_another_micro_batch_changes_the_loss_by_rounding_only(
-    lever: str,
-) -> None:
+def test_another_micro_batch_changes_the_loss_by_rounding_only(lever: str) -> None:
     what, keys = unequal(packing=lever == "packing"), {"bucketing": lever == "bucketing"}
     alone = trained(what, [[12, 0, 20]], **keys)
     parts = trained(what, [[12, 0, 3], [5, 1, 3 * 12], [3, 0, 4 * 5]], **keys)

@@ -82,16 +82,6 @@ def test_what_cannot_be_trained_on_is_refused_in_one_sentence(
     assert str(refusal.value) == "train.data: " + words.format(path=path)
 
 
-def test_binary_files_and_empty_folders_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "texts").mkdir()
-    with pytest.raises(TextError, match="texts holds no text"):
-        TextData(tmp_path / "texts", 4)
-    (tmp_path / "texts" / "a.txt").write_text("some text")
-    (tmp_path / "texts" / "model.bin").write_bytes(b"x" * 60_000 + b"\0")
-    with pytest.raises(TextError, match=r"texts/model\.bin is no text"):
-        TextData(tmp_path / "texts", 4)
-
-
 def test_files_that_change_under_the_training_end_no_process(tmp_path: Path) -> None:
     path = tmp_path / "data.txt"
     path.write_text("a" * 100_000)

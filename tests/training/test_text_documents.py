@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from hypothesis import strategies as some
 from torch import Tensor
 
 from tests.training.scene import CPU, replay
-from workers.learned_limits import EXPIRY_S, STATE_DIR_VARIABLE
 from workers.training import text as text_module
 from workers.training.checkpoints import Checkpoints
 from workers.training.sequences import PackedRows, packed_loss, packed_tokens
@@ -233,7 +230,7 @@ def test_a_checkpoint_of_an_edited_file_is_refused(tmp_path: Path, unit: str) ->
     checkpoints = Checkpoints(tmp_path / "saved", run.identity)
     checkpoints.discard()
     checkpoints.save(run.state(), run.step)
-    assert checkpoints.close(60)
+    assert checkpoints.wait(60)
     same = Checkpoints(tmp_path / "saved", training(path, documents=unit).identity).load()
     assert (same.step, same.refused) == (2, ())
     content = path.read_text()
@@ -245,74 +242,6 @@ def test_a_checkpoint_of_an_edited_file_is_refused(tmp_path: Path, unit: str) ->
     assert other.state is None
     assert "it was trained with data_fingerprint=" in other.refused[0]
     assert other.refused[-1] == "training begins anew"
-
-
-@pytest.fixture
-def states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keep the index of any text in this folder."""
-    monkeypatch.setenv(STATE_DIR_VARIABLE, str(tmp_path / "states"))
-    monkeypatch.setattr(text_module, "_LEAST_KEPT_BYTES", 0)
-    return tmp_path / "states" / "texts"
-
-
-def rewritten(path: Path) -> None:
-    """Write other lines of the same length, with the same time: only reading would tell."""
-    facts, content = path.stat(), path.read_bytes()
-    path.write_bytes(content.replace(b"\n", b" ", 5))
-    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
-
-
-def test_a_large_text_is_read_once_until_it_is_written_to(tmp_path: Path, states: Path) -> None:
-    path = written(tmp_path)
-    first = TextDocuments(path, 16, "lines")
-    rewritten(path)
-    second = TextDocuments(path, 16, "lines")
-    assert second.fingerprint == first.fingerprint, "it was not read again"
-    assert second.lengths(range(len(second))) == first.lengths(range(len(first)))
-    os.utime(path)
-    assert TextDocuments(path, 16, "lines").fingerprint != first.fingerprint
-    assert len(TextDocuments(path, 20, "lines")) != len(first), "pieces of another length"
-    assert len(list(states.glob("*.index"))) == 3
-
-
-@pytest.mark.parametrize("damage", ["cut", "changed", "header", "empty"])
-def test_a_damaged_index_is_made_again(tmp_path: Path, states: Path, damage: str) -> None:
-    path = written(tmp_path)
-    before = TextDocuments(path, 16, "lines")
-    (kept,) = states.glob("*.index")
-    content = kept.read_bytes()
-    changed = content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
-    kept.write_bytes(
-        {"cut": content[:-8], "changed": changed, "header": b"[]\n" + content, "empty": b""}[damage]
-    )
-    rewritten(path)
-    after = TextDocuments(path, 16, "lines")
-    assert after.fingerprint != before.fingerprint, "it was read again"
-    rewritten(path)
-    assert TextDocuments(path, 16, "lines").fingerprint == after.fingerprint, "and kept"
-
-
-def test_an_index_that_was_not_used_for_a_month_goes(tmp_path: Path, states: Path) -> None:
-    path = written(tmp_path)
-    TextDocuments(path, 16, "lines")
-    (kept,) = states.glob("*.index")
-    month_ago_s = time.time() - EXPIRY_S
-    os.utime(kept, (month_ago_s + 60, month_ago_s + 60))
-    TextDocuments(path, 17, "lines")
-    assert kept.exists()
-    os.utime(kept, (month_ago_s - 60, month_ago_s - 60))
-    TextDocuments(path, 18, "lines")
-    assert not kept.exists()
-
-
-def test_without_a_place_to_keep_it_the_text_is_read_each_time(
-    tmp_path: Path, states: Path
-) -> None:
-    states.parent.write_text("no folder")
-    path = written(tmp_path)
-    first = TextDocuments(path, 16, "lines")
-    rewritten(path)
-    assert TextDocuments(path, 16, "lines").fingerprint != first.fingerprint
 
 
 def test_another_division_of_a_text_is_another_training(tmp_path: Path) -> None:

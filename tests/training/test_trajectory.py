@@ -41,9 +41,7 @@ def held_by(run: Trainer) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", [GPT, CNN])
-def test_any_micro_batches_change_the_loss_by_rounding_only(
-    kind: str,
-) -> None:
+def test_any_micro_batches_change_the_loss_by_rounding_only(kind: str) -> None:
     alone = train(trainer(kind), lambda: 12)
     control = train(trainer(kind), lambda: 5)
     drawn = random.Random(3)  # noqa: S311 - repeatable

@@ -15,13 +15,11 @@ from orchestrator.lab.tune import levers, passes
 from orchestrator.lab.tune.levers import Candidate
 from orchestrator.lab.tune.measuring import PassData
 from orchestrator.lab.tune.report import (
-    Gain,
     Measurements,
     Objective,
     SeedNoise,
     gain_of,
     gain_words,
-    pareto_names,
     parity_of,
     rows_of,
 )
@@ -105,14 +103,6 @@ def test_each_lever_gets_the_verdict_of_what_it_is_for(found: Measurements) -> N
     ]  # fmt: skip
     assert "SIGKILL" in rows[4].reason
     assert rows[5].reason == "this version has no key train.adapter"
-    assert pareto_names(ALL, rows, found.opened) == (FAST.name, SMALL.name)
-
-
-def test_two_rounds_name_no_pareto_set(found: Measurements) -> None:
-    short = replace(found, data=replace(found.data, rounds=found.data.rounds[:2]))
-    rows = rows_of(ALL, short, {NEVER.name: "this version has no key train.adapter"})
-    assert rows[0].speed_ratio is not None
-    assert pareto_names(ALL, rows, short.opened) == ()
 
 
 def test_a_budget_in_which_no_lever_has_its_rounds_is_refused() -> None:
@@ -135,7 +125,7 @@ def test_a_lever_without_an_interval_of_speed_is_not_confirmed(found: Measuremen
     assert known.verdict is LeverVerdict.CONFIRMED
 
 
-def gains(found: Measurements, objective: Objective) -> dict[str, Gain]:
+def gains(found: Measurements, objective: Objective) -> dict[str, Effect]:
     known = {each.name: found.gain(objective, each.name) for each in ALL if each is not DEAD}
     return {name: gain for name, gain in known.items() if gain is not None}
 
@@ -239,7 +229,7 @@ def test_of_two_levers_of_a_key_the_faster_one_is_taken() -> None:
     other = candidate("optimizer", "adamw-fused")
     row = LeverRow(lever="", setting="", verdict=LeverVerdict.CONFIRMED, reason="")
     gained = {
-        each.name: Gain(ratio=ratio, low=ratio - 0.05, high=ratio + 0.05)
+        each.name: Effect(ratio=ratio, low=ratio - 0.05, high=ratio + 0.05, p=0.0, rounds=20)
         for each, ratio in ((slower, 1.1), (FAST, 1.2), (other, 1.3))
     }
     several = passes.winners([(each, row) for each in (slower, FAST, other)], gained, "speed", 0.01)
@@ -254,21 +244,23 @@ def test_of_two_levers_of_a_key_the_faster_one_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "open_levers", "name", "decided"),
+    ("low", "high", "open_levers", "stays", "decided"),
     [
-        (1.1, 1.2, [], FAST.name, True),
-        (0.9, 1.2, [], "your file=optimizer adamw-loop", False),
-        (0.8, 0.9, [], "your file=optimizer adamw-loop", True),
-        (1.1, 1.2, ["micro=8"], FAST.name, False),
+        (1.1, 1.2, [], False, True),
+        (0.9, 1.2, [], True, False),
+        (0.8, 0.9, [], True, True),
+        (1.1, 1.2, ["micro=8"], False, False),
     ],
 )
 def test_the_users_file_stays_unless_a_set_is_surely_faster(
-    low: float, high: float, open_levers: list[str], name: str, *, decided: bool
+    low: float, high: float, open_levers: list[str], *, stays: bool, decided: bool
 ) -> None:
-    yours = passes.your_file({"optimizer": "adamw-foreach"}, {"optimizer": "adamw-loop"})
-    gain = Gain(ratio=(low + high) / 2, low=low, high=high)
+    own = {"optimizer": "adamw-loop"}
+    yours = passes.your_file({"optimizer": "adamw-foreach"}, own)
+    gain = Effect(ratio=(low + high) / 2, low=low, high=high, p=0.0, rounds=20)
     choice = passes.choose(FAST, yours, gain, open_levers, "speed")
-    assert (choice.name, choice.decided) == (name, decided)
+    assert choice.changes == (own if stays else FAST.changes)
+    assert choice.decided is decided
 
 
 @pytest.mark.parametrize(

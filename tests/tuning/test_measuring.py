@@ -28,7 +28,7 @@ def test_memory_for_less_than_three_arms_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = Journal(tmp_path)
-    journal.note_opened(BASELINE, Opened(parked_bytes=PARKED_BYTES))
+    journal.opened[BASELINE] = Opened(parked_bytes=PARKED_BYTES)
     plan = Plan(budget_s=60, turn_s=1, least_steps=1, resolve=0.1, confidence=0.95, at_once=20)
     measuring = Measuring(plan, journal, lambda *_: None, lambda _: None)  # type: ignore[arg-type, return-value]
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4 * GIB))

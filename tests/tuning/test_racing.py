@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from orchestrator.lab.tune import levers, measuring, passes
-from orchestrator.lab.tune.arms import TurnResult
 from orchestrator.lab.tune.levers import TuningTask
 from orchestrator.lab.tune.measuring import Journal
 from orchestrator.lab.tune.report import Objective
 from orchestrator.lab.tune.results import LeverRow, LeverVerdict, TuningResult
 from workers.training.settings import TrainSettings
-from workers.tuning.messages import ArmSpec, Evaluated, Opened
+from workers.tuning.messages import ArmSpec, Done, Evaluated, Opened
 
 BASE = levers.baseline_of(TrainSettings(), on_card=False)
 
@@ -62,13 +61,11 @@ class Arm:
             validation_loss=2.0 + self._machine.draw.random(), peak_bytes=500, host_bytes=500,
         )  # fmt: skip
 
-    def turn(self, seconds: float, least_steps: int) -> TurnResult:
+    def turn(self, seconds: float, least_steps: int) -> Done:
         self._machine.pass_by(0.03 + self._step_s + max(seconds, least_steps * self._step_s))
         noise = self._machine.draw.lognormvariate(0, 0.03)
         share = self._machine.neighbour_share
-        return TurnResult(
-            arm=self.name, seconds_per_sample=self._step_s * noise, neighbour_share=share
-        )
+        return Done(samples=1.0, seconds=self._step_s * noise, neighbour_share=share)
 
     def evaluate(self) -> Evaluated:
         self._machine.pass_by(2 * self._step_s)

@@ -8,10 +8,11 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from orchestrator.lab.tune.arms import TurnResult, disturbance, seconds_of, turns
+from orchestrator.lab.tune.arms import disturbance, seconds_of, turns
 from orchestrator.lab.tune.report import judge_memory, judge_speed
 from orchestrator.lab.tune.results import (
     LeverRow,
@@ -32,6 +33,7 @@ from orchestrator.lab.tune.statistics import (
     log_ratios,
     signed_rank_p,
 )
+from workers.tuning.messages import Done
 
 #: From a place in the simulated time to how slow the machine is then.
 Drift = Callable[[int], float]
@@ -240,7 +242,7 @@ def test_results_are_found_again_the_newest_first(state_dir: Path) -> None:
     )
     made = TuningResult(
         tune_id="", subject=subject, device_name="cpu", created_at="", duration_s=1.0, rounds=40,
-        rows=(row,), chosen={"precision": "bf16"}, pareto=("precision=bf16",),
+        rows=(row,), chosen={"precision": "bf16"},
     )  # fmt: skip
     for number in (1, 2, 3):
         folder = state_dir / "tunings" / f"t{number}"
@@ -256,25 +258,12 @@ def test_results_are_found_again_the_newest_first(state_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("blocks", "why"),
     [
-        ([TurnResult(arm="a", seconds_per_sample=1.0), TurnResult(arm="b", seconds_per_sample=2.0)],
-         None),
-        ([TurnResult(arm="a", seconds_per_sample=1.0, throttled=True)], "throttled"),
-        (
-            [
-                TurnResult(arm=arm, seconds_per_sample=1.0, clock_mhz=mhz)
-                for arm, mhz in (("a", 1700.0), ("b", 1740.0))
-            ],
-            "clock moved",
-        ),
-        (
-            [
-                TurnResult(arm=arm, seconds_per_sample=1.0, clock_mhz=mhz)
-                for arm, mhz in (("a", 1700.0), ("b", 1730.0))
-            ],
-            None,
-        ),
-        ([TurnResult(arm="a", seconds_per_sample=1.0, neighbour_share=0.5)], "another program"),
+        ([{}, {}], None),
+        ([{"throttled": True}], "throttled"),
+        ([{"clock_mhz": 1700.0}, {"clock_mhz": 1740.0}], "clock moved"),
+        ([{"clock_mhz": 1700.0}, {"clock_mhz": 1730.0}], None),
+        ([{"neighbour_share": 0.5}], "another program"),
     ],
 )  # fmt: skip
-def test_a_disturbed_round_does_not_count(blocks: list[TurnResult], why: str | None) -> None:
-    assert disturbance(blocks) == why
+def test_a_disturbed_round_does_not_count(blocks: list[dict[str, Any]], why: str | None) -> None:
+    assert disturbance([Done(samples=1.0, seconds=1.0, **block) for block in blocks]) == why

@@ -102,9 +102,3 @@ def test_never_more_than_the_share_and_the_advance(
         # it wait.
         assert checked_s <= stepped_s * share / (1.0 - share) + 60.0 * share + 2 * longest_s + 1e-6
     assert due >= min(2, len(steps)) or share == 0.0
-
-
-@pytest.mark.parametrize("share", [-0.01, 1.0, float("nan")])
-def test_a_share_that_is_none_is_refused(share: float) -> None:
-    with pytest.raises(ValueError, match="from 0 to below 1"):
-        CheckSchedule(share)

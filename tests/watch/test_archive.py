@@ -5,7 +5,6 @@ And names that lead elsewhere.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -438,17 +437,6 @@ def test_what_only_has_the_name_of_a_file_of_ours_is_not_read(
         )
     elif name == "head.json" or kind != "huge":
         assert (listed.outcome, listed.run) == ("interrupted", None)
-
-
-def test_a_heads_note_of_a_usual_length_is_read(tmp_path: Path) -> None:
-    note = json.dumps({"pid": os.getppid(), "started": start_time(os.getppid())})
-    for padding, known in (
-        (0, True),
-        (64 * 2**10 - len(note), True),
-        (64 * 2**10 - len(note) + 1, False),
-    ):
-        (tmp_path / "head.json").write_text(note + " " * padding)
-        assert (head_of(tmp_path) is not None) == known
 
 
 def test_a_run_is_found_by_its_name_its_end_or_as_the_latest(tmp_path: Path) -> None:

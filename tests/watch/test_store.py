@@ -382,23 +382,6 @@ def test_a_removed_file_is_made_again_with_all_that_is_known(
     assert read_run(path.parent).outcome == "good"
 
 
-def test_a_removed_folder_is_a_problem_until_it_is_back(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    store = RunStore(folder / STORE_NAME, clock := Clock())
-    store.begin(FACTS)
-    store.commit()
-    folder.rename(tmp_path / "elsewhere")
-    store.event(event(1))
-    store.commit()
-    assert "cannot be written" in str(store.problem)
-    (tmp_path / "elsewhere").rename(folder)
-    clock.now_s += 1.0
-    store.commit()
-    assert (store.problem, store.incomplete) == (None, False)
-    assert numbers(folder / STORE_NAME) == [1]
-
-
 @pytest.mark.parametrize("place", ["nowhere/run", "text/run", "text", "/proc/run", "/dev/full"])
 def test_what_cannot_be_written_at_the_end_is_a_gap(tmp_path: Path, place: str) -> None:
     (tmp_path / "text").write_bytes(b"this is no database" * 100)

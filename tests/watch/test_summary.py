@@ -16,7 +16,6 @@ from orchestrator.core.slot import HeadState, slot_state
 from orchestrator.record.model import STATES_WORST_FIRST, Row, natural_order, worst_first
 from orchestrator.record.summary import (
     failure_dict,
-    snapshot_from_summary,
     summary_dict,
     summary_text,
     write_summary,
@@ -147,7 +146,6 @@ def test_any_rows_make_valid_json(rows: list[Row], elapsed_s: float, notice: str
 
     assert " ".join(read) == KEYS
     assert len(read["workers"]) == read["workers_planned"] == len(rows)
-    assert len(snapshot_from_summary(read).rows) == len(rows)
 
 
 def test_a_failure_before_the_run_has_the_same_keys() -> None:
@@ -181,19 +179,3 @@ def test_a_file_that_cannot_be_written_is_an_os_error(tmp_path: Path) -> None:
 
     with pytest.raises(OSError, match="file"):
         write_summary(tmp_path / "file" / "summary.json", {})
-
-
-def test_a_snapshot_comes_back_from_its_summary() -> None:
-    snapshot = make_snapshot(
-        make_row(), elapsed_s=30.0, notices=("x",), restart_count=2, started_at=1767225600.0
-    )
-
-    assert snapshot_from_summary(summary_dict(snapshot, "good", 0, AT)) == snapshot
-
-
-@pytest.mark.parametrize(
-    "wrong", [[], {}, {"schema": 2}, {"schema": 1}, {**failure_dict("x", 3), "workers": 7}]
-)
-def test_what_is_no_summary_is_refused(wrong: object) -> None:
-    with pytest.raises(ValueError, match="summary"):
-        snapshot_from_summary(wrong)

@@ -10,8 +10,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from orchestrator.jobs import inbox
+from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal
+from orchestrator.jobs.model import Submitted
 from orchestrator.view import html_report
-from tests.factories import make_row
+from tests.factories import make_job, make_row
 from tests.scene import ROOT
 from tests.web.browser import Browser, browser, needs_chromium, until
 from tests.web.scene import Server, make_run, put_turn, rows_at, serving
@@ -223,6 +226,33 @@ def test_the_page_goes_on_after_the_server_and_after_the_head(folder: Path, tmp_
     asyncio.run(scene())
 
 
+def test_jobs_are_shown_marked_and_held(folder: Path, tmp_path: Path) -> None:
+    make_run(folder, slots=4)
+    (folder / QUEUE_NAME).mkdir()
+    journal = Journal(folder / QUEUE_NAME / JOURNAL_NAME)
+    journal.append([Submitted(at_s=0.0, job=make_job(name)) for name in ("lr-0", HOSTILE)])
+    journal.close()
+
+    async def scene() -> None:
+        async with serving(folder, control=True) as server, browser(tmp_path) as page:
+            await opened(page, server)
+            await page.until("!document.getElementById('jobs-link').hidden")
+            await page.js("document.getElementById('jobs-link').click()")
+            await page.until("document.querySelectorAll('#jobs tbody tr').length === 2")
+            assert "lr-0" in await page.js("document.getElementById('jobs').innerText")
+            assert await page.js("document.title") != "hit"
+            await page.js("document.querySelector('#jobs [aria-label=lr-0]').click()")
+            await page.until("document.getElementById('job-words').getClientRects().length > 0")
+            assert await page.js("document.getElementById('slot-words').hidden")
+            await page.js("document.querySelector('[data-do=hold]').click()")
+            await page.js("document.getElementById('ask-yes').click()")
+            await page.until("!document.getElementById('said').hidden")
+            assert await page.js("document.getElementById('said').textContent") == "hold: lr-0"
+
+    asyncio.run(scene())
+    assert len([*inbox.waiting(folder / QUEUE_NAME)]) == 1
+
+
 def test_a_hidden_page_is_sent_nothing(folder: Path, tmp_path: Path) -> None:
     store = make_run(folder, slots=4)
 
@@ -249,9 +279,8 @@ def test_a_hidden_page_is_sent_nothing(folder: Path, tmp_path: Path) -> None:
 
 def test_the_same_page_runs_from_one_file(folder: Path, tmp_path: Path) -> None:
     make_run(folder, slots=24).end("good", 0, None, [])
-    html_report.write(
-        tmp_path / "run.html", html_report.html(html_report.frozen(folder), "one file")
-    )
+    page_text = html_report.html(html_report.frozen(folder), "one file")
+    (tmp_path / "run.html").write_text(page_text)
 
     async def scene() -> None:
         async with browser(tmp_path) as page:

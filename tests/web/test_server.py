@@ -26,9 +26,13 @@ from orchestrator.control.listener import Listener
 from orchestrator.control.wire import Answer, command_of
 from orchestrator.core.user_commands import Command, Do
 from orchestrator.errors import UsageError
+from orchestrator.jobs import inbox
+from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal
+from orchestrator.jobs.model import Submitted
 from orchestrator.record.model import FIELDS
 from orchestrator.record.store import RunStore
 from orchestrator.view.web.guard import ROUTES
+from tests.factories import make_job
 from tests.scene import COMMAND, PATIENCE_S, ROOT, orchestrator
 from tests.web.browser import until
 from tests.web.scene import Server, make_run, put_turn, rows_at, serving
@@ -355,6 +359,32 @@ def test_commands_need_control_and_name_their_slots(folder: Path) -> None:
                 assert (answer.status, word in answer.told["error"]) == (400, True), wrong
 
     asyncio.run(scene())
+
+
+def test_words_about_jobs_go_into_the_inbox_with_control_alone(folder: Path) -> None:
+    queue = folder / QUEUE_NAME
+    queue.mkdir()
+    journal = Journal(queue / JOURNAL_NAME)
+    journal.append([Submitted(at_s=0.0, job=make_job("lr-0"))])
+    journal.close()
+    word = {"id": "1", "do": "hold", "jobs": ["lr-0"]}
+
+    async def scene() -> None:
+        async with serving(folder) as server:
+            told = (await server.ask("/api/v1/jobs")).told
+            assert (told["line"], [name for name, _ in told["rows"]]) == ("1 queued", ["lr-0"])
+            answer = await server.ask("/api/v1/words", "POST", "control", json=word)
+            assert answer.status == 403
+        async with serving(folder, control=True) as server:
+            for wrong in ({"do": "submit"}, {"jobs": ["lr-9"]}, {"jobs": []}, {"id": ""}):
+                answer = await server.ask("/api/v1/words", "POST", "control", json=word | wrong)
+                assert answer.status == 400, wrong
+            answer = await server.ask("/api/v1/words", "POST", "control", json=word)
+            assert answer.status == 200
+
+    asyncio.run(scene())
+    ((_, message),) = inbox.waiting(queue)
+    assert [(one.word.value, one.job, one.by) for one in message] == [("hold", "lr-0", "web")]
 
 
 def test_a_command_reaches_the_head_under_its_own_id(folder: Path) -> None:

@@ -119,6 +119,8 @@ def _gib(text: str) -> float:
 def _interpreter_flags(count: int) -> list[str]:
     """Return what stands between `python` and `-m workers.capped`; `count` arguments follow it."""
     *flags, last = sys.orig_argv[1 : len(sys.orig_argv) - count]
+    if last == sys.argv[0]:  # a script that calls `main`, such as workers/command/capped.py
+        return flags
     if last == "workers.capped" and flags:
         last = flags.pop()  # -m, or with other letters before it: -um
     letters = re.sub(r"m(workers\.capped)?$", "", last)

@@ -348,10 +348,9 @@ class CpuDevice:
 
 
 def _use_mappings_for_blocks() -> None:
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # absent in musl, whose large blocks are mappings anyway
-        mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
-        mallopt(_M_ARENA_MAX, 1)
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+    libc.mallopt(_M_ARENA_MAX, 1)
 
 
 def _lay_in_stock() -> None:

@@ -185,7 +185,7 @@ class ResultChecks:
             self._failures = 0
         self._schedule.after_check(seconds)
         if check is not None:
-            stats.count(StepCounts(verify_checks=1, verify_errors=int(not check.ok)))
+            stats.counts += StepCounts(verify_checks=1, verify_errors=int(not check.ok))
             if not check.ok:
                 self.reason = f"wrong result on {self._where}: {check.detail}"
                 worst = check.worst if math.isfinite(check.worst) else None

@@ -82,11 +82,11 @@ class Engine:
         # A user's release, resize or needed_bytes may raise anything too.
         except BaseException as error:  # noqa: BLE001
             failure = oom.failure_of_workload(error)
-            stats.raised(oom.traceback_text(error))
+            stats.error = oom.traceback_text(error)
             if failure.kind is FailureKind.CONTEXT_CORRUPTED:
                 verdict = self._give_up(stats, failure.text)
             else:  # an error of the workload: it ends the slice and nothing else
-                stats.count(StepCounts(steps_error=1))
+                stats.counts += StepCounts(steps_error=1)
                 stats.settle(
                     WorkerState.BACKOFF, f"the workload failed outside its step: {failure.text}"
                 )
@@ -126,7 +126,8 @@ class Engine:
             report,
             events=(*report.events, *session.told.taken()),
             checkpoint=session.pieces.next(session.workload.saved),
-            save_due=session.workload.save_due,
+            save_due=session.workload.save_due
+            or (directive.save and session.pieces.pending(session.workload.saved)),
             # After every failure too: without it the head takes an out-of-memory for a card that is
             # full.
             device=session.device.info,
@@ -135,6 +136,7 @@ class Engine:
             resume=directive.resume
             if session.state is None
             else session.policy.dump(session.state),
+            metrics=dict(session.workload.metrics),
             learned=None if memory is None else session.learned_limit(memory.peak_bytes),
         )
 
@@ -164,10 +166,14 @@ def _prepare(session: Session, stats: SliceStats) -> bool:
 def _work(session: Session, stats: SliceStats) -> None:
     """Follow the policy until the slice is over.
 
-    An error of the workload ends it, so that the head learns of it.
+    An error of the workload ends it, so that the head learns of it. So does a save that was asked
+    for: what follows may be the end of this process, and its work would be lost.
     """
     if session.last_run is not None:
         stats.use(session.last_run.size, session.last_run.batch)
+    if _has_saved(session, stats):
+        stats.settle(*session.working_state("its state is saved, as it was asked to"))
+        return
     if session.duty.rest(stats.remaining_s) and stats.directive.duration_s > 0:
         stats.settle(*session.working_state("resting, as its duty asks after a long step"))
         return
@@ -213,8 +219,8 @@ def _step(session: Session, stats: SliceStats, run: Run) -> Decision | None:
         return recover(session, stats, run, failure, traceback, at_least_bytes)
     session.step_succeeded()
     session.workload.save()
-    stats.count(StepCounts(steps_ok=1, work_flop=done.flop, busy_s=seconds))
-    stats.took(seconds)
+    stats.counts += StepCounts(steps_ok=1, work_flop=done.flop, busy_s=seconds)
+    stats.longest_step_s = max(stats.longest_step_s, seconds)
     peak_bytes = session.device.step_peak_bytes()
     session.workload.measured(peak_bytes, seconds)
     session.rebase_once_warm(stats)
@@ -231,12 +237,16 @@ def _step(session: Session, stats: SliceStats, run: Run) -> Decision | None:
             partial=done.partial,
         )
     )
-    if stats.remaining_s > 0:
+    if stats.remaining_s > 0 and not _has_saved(session, stats):
         return decision
     if isinstance(decision, Release):
         # The next slice asks again, and the policy counts this one as done.
         session.device.release()
     return None
+
+
+def _has_saved(session: Session, stats: SliceStats) -> bool:
+    return stats.directive.save and not session.workload.save_due
 
 
 def _wait_until_cool(session: Session, stats: SliceStats) -> bool:
@@ -267,7 +277,7 @@ def _between_steps(session: Session, stats: SliceStats, run: Run, seconds: float
     if session.device.info.kind == "cuda" and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ:
         session.thermal.measure_bandwidth(session.bandwidth, stats)
     stats.settle(*session.working_state())
-    stats.count(StepCounts(busy_s=checked_s))
+    stats.counts += StepCounts(busy_s=checked_s)
     session.duty.worked(seconds + checked_s, session.thermal.decision.duty)
     session.duty.rest(stats.remaining_s)
 

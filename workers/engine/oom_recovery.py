@@ -19,6 +19,7 @@ from workers.messages import ContextCorruptedError, StepCounts, WorkerState
 from workers.oom import Failure
 from workers.policy.base import Decision, Run, StepOom
 from workers.settings import FailureKind, MemorySettings
+from workers.units import MIB
 
 #: Share by which a claim must have changed to be an event: free memory always moves a little.
 _MIN_CLAIM_CHANGE = 0.01
@@ -50,7 +51,7 @@ def recover(
         return None
 
     started_s = time.monotonic()
-    stats.count(StepCounts(steps_oom=1, steps_oom_probe=int(run.is_probe), oom_count=1))
+    stats.counts += StepCounts(steps_oom=1, steps_oom_probe=int(run.is_probe), oom_count=1)
     session.shed()
     _prove_alive(session, stats)
     session.rebase(stats)
@@ -96,8 +97,8 @@ def _note_error(session: Session, stats: SliceStats, failure: Failure, traceback
     broken = _emergency_failure(session)
     if broken is not None:
         raise ContextCorruptedError(broken.text)
-    stats.count(StepCounts(steps_error=1))
-    stats.raised(traceback)
+    stats.counts += StepCounts(steps_error=1)
+    stats.error = traceback
     stats.settle(WorkerState.BACKOFF, f"the workload failed: {failure.text}")
 
 
@@ -134,7 +135,7 @@ def _prove_alive(session: Session, stats: SliceStats) -> None:
         failure = _emergency_failure(session)
     if failure is not None:
         raise ContextCorruptedError(failure.text)
-    stats.count(StepCounts(emergency_count=1))
+    stats.counts += StepCounts(emergency_count=1)
 
 
 def _emergency_failure(session: Session) -> Failure | None:
@@ -158,7 +159,7 @@ def claim_memory(session: Session, stats: SliceStats) -> None:
     """
     ramp = ramp_up(session.device, session.spec.memory, session.lease_bytes)
     claim_bytes = int(session.claim_share * ramp.claim_bytes)
-    stats.count(StepCounts(oom_count=ramp.failures))
+    stats.counts += StepCounts(oom_count=ramp.failures)
     moved = abs(claim_bytes - session.claim_bytes) > _MIN_CLAIM_CHANGE * session.claim_bytes
     if moved or ramp.failures:
         stats.event(
@@ -249,6 +250,9 @@ def stay_in_emergency(session: Session, stats: SliceStats, reason: str) -> None:
     """No step fits: prove that the device answers, wait for the end of the slice, and measure again
     for the next.
     """
+    if (least_bytes := session.workload.least_bytes) is not None:
+        allowed_bytes = session.allowed_bytes or session.device.most_bytes
+        reason += f" (planned {least_bytes / MIB:.1f} MiB, allowed {allowed_bytes / MIB:.1f})"
     session.enter_emergency(stats, reason)
     session.park(stats)
     stats.settle(*session.waiting_state(WorkerState.EMERGENCY, reason))

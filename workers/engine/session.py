@@ -533,9 +533,8 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
         if failure.kind is FailureKind.OTHER:
             raise IncompatibleError(f"{spec.slot}: cannot start: {text}")
         if failure.kind is not FailureKind.CONTEXT_CORRUPTED:
-            stats.count(
-                StepCounts(oom_count=1)
-            )  # tells the head that the card is full, and not that it is broken
+            # tells the head that the card is full, and not that it is broken
+            stats.counts += StepCounts(oom_count=1)
         raise ContextCorruptedError(f"cannot open the device: {text}")
     growth = Growth(
         size_power=workload.size_power,

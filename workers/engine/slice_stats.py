@@ -38,6 +38,7 @@ class SliceStats:
     longest_step_s: float = 0.0
     """Of its good steps."""
     error: str | None = None
+    """Traceback of the workload's own exception."""
     events: list[WorkerEvent] = field(default_factory=list)
     started_s: float = field(default_factory=time.monotonic)
 
@@ -68,18 +69,6 @@ class SliceStats:
     def use(self, size: int, batch: int) -> None:
         """Set the size and batch that the table shows."""
         self.size, self.batch = size, batch
-
-    def count(self, counts: StepCounts) -> None:
-        """Add to the counters of the slice."""
-        self.counts += counts
-
-    def took(self, step_s: float) -> None:
-        """Note how long a good step took."""
-        self.longest_step_s = max(self.longest_step_s, step_s)
-
-    def raised(self, traceback: str) -> None:
-        """Keep the text of the workload's own exception."""
-        self.error = traceback
 
 
 #: Of a report. A slice of one second then takes little of a home network of 1 Gbit/s.

@@ -6,7 +6,6 @@ an answer alone can be trained on, and what fills up never counts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from workers.hf.folder import ModelFolder, blocks_of, heads_of
 from workers.hf.token_data import TokenSamples
-from workers.training.sequences import NO_TOKEN, cross_entropy
+from workers.training.sequences import cross_entropy, filled_up, packed_tokens, shortened
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, validation
 
@@ -33,13 +32,13 @@ def causal_task(settings: TrainSettings) -> TrainTask:
         dataset=text,
         fingerprint=text.fingerprint,
         loss=partial(token_loss, label_smoothing=settings.label_smoothing),
-        count=count_labels,
+        count=packed_tokens,
         blocks=blocks_of,
-        evaluate=validation(text.unseen, token_loss, count_labels),
-        collate=fill_up,
-        shorten=shorten,
-        largest=partial(_largest, folder.seq),
-        whole=partial(_whole, settings),
+        evaluate=validation(text.unseen, token_loss, packed_tokens),
+        collate=filled_up,
+        shorten=shortened,
+        largest=lambda: torch.zeros((1, 2, folder.seq), dtype=torch.int64),
+        whole=lambda model: dict.fromkeys(heads_of(model), settings.head == "train"),
         notes=folder.notes,
         uses=frozenset({"data", "documents", "seq", "dropout", "label_smoothing"}),
         lr=2e-4 if settings.adapter != "none" else 5e-5,
@@ -53,30 +52,3 @@ def token_loss(model: nn.Module, part: Tensor, label_smoothing: float = 0.0) -> 
     # What fills up comes last, so no other token sees it.
     logits = model(input_ids=tokens.clamp(min=0), use_cache=False).logits
     return cross_entropy(logits, labels, label_smoothing)
-
-
-def count_labels(part: Tensor) -> int:
-    """Count the tokens that are predicted."""
-    return int((part[:, 1] != NO_TOKEN).sum())
-
-
-def fill_up(samples: Sequence[Tensor]) -> Tensor:
-    """Return the samples as (rows, 2, tokens), with the longest one's length."""
-    longest = max(sample.shape[1] for sample in samples)
-    filled = torch.full((len(samples), 2, longest), NO_TOKEN)
-    for row, sample in zip(filled, samples, strict=True):
-        row[:, : sample.shape[1]] = sample
-    return filled
-
-
-def shorten(part: Tensor) -> Tensor:
-    """Take off what fills up all rows of a part on the host."""
-    return part[:, :, : int((part[:, 0] != NO_TOKEN).sum(dim=1).max())]
-
-
-def _largest(seq: int) -> Tensor:
-    return torch.zeros((1, 2, seq), dtype=torch.int64)
-
-
-def _whole(settings: TrainSettings, model: nn.Module) -> Mapping[nn.Module, bool]:
-    return dict.fromkeys(heads_of(model), settings.head == "train")

@@ -9,10 +9,9 @@ loop, its scheduler, logs and checkpoints are transformers' own. For one device.
 
 from __future__ import annotations
 
-import time
 import warnings
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +22,6 @@ from workers.training.batches import Batch, part_of, rows_of
 from workers.training.errors import TaskError
 from workers.training.keyed_random import Dropouts
 from workers.training.parts import PartsError, check_parts
-
-_MAX_WAIT_S: Final = 120.0
 
 
 class ElasticMixin:
@@ -73,13 +70,7 @@ class _Parts:
         """Compute a batch, and put its gradients where the Trainer looks for them."""
         rows = rows_of(batch)
         if self._attempts is None:
-            rules = RetryRules(
-                starting_batch_size=rows,
-                name="ElasticMixin",
-                max_wait_s=_MAX_WAIT_S,
-                on_retry=None,
-                sleep=time.sleep,
-            )
+            rules = RetryRules(name="ElasticMixin", starting_batch_size=rows)
             self._attempts = Attempts(rules)
         self._sums.begin(rows, 1)
         while self._sums.remaining:

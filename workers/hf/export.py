@@ -7,7 +7,6 @@ which asks, never loads torch. Does not find out where checkpoints are, and asks
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import sys
@@ -22,7 +21,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from workers.training.checkpoints import Identity, RefusedError, read_file, read_number
+from workers.files import flush
+from workers.training.checkpoints import Identity, RefusedError, newest_good, read_number
 from workers.training.errors import TrainingError
 from workers.training.lora import AdaptedLinear, new_model
 from workers.training.settings import TrainSettings
@@ -103,15 +103,10 @@ def newest(paths: Sequence[Path]) -> tuple[Path, dict[str, Any], list[str]]:
     Raises:
         RefusedError: There is none.
     """
-    numbers = {path: read_number(path) for path in paths if path.exists()}
-    refused: list[str] = []
-    # What cannot be dated comes first: it may be the newest, and its refusal is to be told.
-    for path in sorted(numbers, key=lambda path: numbers[path] or math.inf, reverse=True):
-        try:
-            return path, read_file(path), refused
-        except RefusedError as failure:
-            refused.append(f"the checkpoint {path} is not used: {failure}")
-    raise RefusedError("; ".join(refused) or "there is no checkpoint")
+    good, refused = newest_good({path: read_number(path) for path in paths if path.exists()})
+    if good is None:
+        raise RefusedError("; ".join(refused) or "there is no checkpoint")
+    return *good, refused
 
 
 def write_whole(to: Path, fill: Callable[[Path], object]) -> int:
@@ -132,21 +127,13 @@ def write_whole(to: Path, fill: Callable[[Path], object]) -> int:
         files = [*fresh.iterdir()]
         size_bytes = sum(file.stat().st_size for file in files)
         for place in (*files, fresh):
-            _flush(place)
+            flush(place)
         fresh.rename(to)
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
-    _flush(to.parent)
+    flush(to.parent)
     return size_bytes
-
-
-def _flush(place: Path) -> None:
-    descriptor = os.open(place, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _trained(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
@@ -20,16 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from workers.hf.causal import fill_up, shorten
 from workers.hf.folder import ModelFolder, blocks_of, heads_of
 from workers.hf.folder_files import check_folder
 from workers.hf.token_data import lines_of
 from workers.training.batches import Samples, on_device
 from workers.training.host_memory import HostArray
-from workers.training.sequences import NO_TOKEN
+from workers.training.sequences import NO_TOKEN, filled_up, shortened
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask
-from workers.training.text import SAMPLES, TextError, TextFiles, held_out
+from workers.training.text import TextError, TextFiles, evaluated, held_out, json_line
 
 Row: TypeAlias = tuple[list[str], str]
 """One or two texts, and the label."""
@@ -53,19 +51,19 @@ def pairs_task(settings: TrainSettings) -> TrainTask:
     files = TextFiles(str(settings.data))
     rows = _rows_of(files, settings.columns)
     classes = _classes_of(settings, [label for _, label in rows])
+    numbers = {name: number for number, name in enumerate(classes)}
     folder = ModelFolder(
         settings,
         "AutoModelForSequenceClassification",
         num_labels=len(classes) or 1,
-        **({"id2label": dict(enumerate(classes))} if classes else {}),
-        **({"label2id": {name: number for number, name in enumerate(classes)}} if classes else {}),
         problem_type="single_label_classification" if classes else "regression",
+        **({"id2label": dict(enumerate(classes)), "label2id": numbers} if classes else {}),
     )
     unseen = None
     if settings.validation is not None:
         other = TextFiles(settings.validation)
-        unseen = Pairs(_rows_of(other, settings.columns), classes, folder, other.root)
-    data = Pairs(rows, classes, folder, files.root, holds_out=unseen is None)
+        unseen = Pairs(_rows_of(other, settings.columns), numbers, folder, other.root)
+    data = Pairs(rows, numbers, folder, files.root, holds_out=unseen is None)
     digest = hashlib.blake2b(repr((classes, rows)).encode(), digest_size=8).hexdigest()
     return TrainTask(
         name=f"hf-pairs {folder.config.model_type}",
@@ -76,9 +74,9 @@ def pairs_task(settings: TrainSettings) -> TrainTask:
         evaluate=partial(evaluate, data.held if unseen is None else unseen.all, len(classes)),
         blocks=blocks_of,
         collate=_collated,
-        shorten=lambda part: (shorten(part[0]), part[1]),
-        largest=partial(_largest, folder.seq, data.labels[:1]),
-        whole=partial(_whole, settings),
+        shorten=lambda part: (shortened(part[0]), part[1]),
+        largest=lambda: (torch.zeros((1, 2, folder.seq), dtype=torch.int64), data.labels[:1]),
+        whole=lambda model: dict.fromkeys(heads_of(model), settings.head != "frozen"),
         notes=folder.notes,
         uses=frozenset({"data", "seq", "dropout", "label_smoothing"}),
         lr=2e-4 if settings.adapter != "none" else 5e-5,
@@ -91,13 +89,14 @@ class Pairs(Samples):
     def __init__(
         self,
         rows: Sequence[Row],
-        classes: Sequence[str],
+        numbers: Mapping[str, int],
         folder: ModelFolder,
         root: Path,
         *,
         holds_out: bool = False,
     ) -> None:
-        """Turn labels into numbers; texts are tokenised when the first sample is asked for.
+        """Turn labels into numbers, those of classes or their own; texts are tokenised when the
+        first sample is asked for.
 
         Raises:
             TextError: There is a label that the training data does not have, or none.
@@ -107,16 +106,15 @@ class Pairs(Samples):
         self._root = root
         self._held = held_out(len(rows)) if holds_out else range(len(rows), len(rows))
         self._items = self._held.start
-        numbers = {name: number for number, name in enumerate(classes)}
         try:
-            labels = [numbers[label] if classes else _finite(label) for _, label in rows]
+            labels = [numbers[label] if numbers else _finite(label) for _, label in rows]
         except (KeyError, ValueError) as failure:
-            known = ", ".join(classes[:5]) or "numbers"
+            known = ", ".join([*numbers][:5]) or "numbers"
             raise TextError(
                 f"train.data: {root} has the label {failure.args[0]!r}, and the training knows "
                 f"{known}; correct it, or set train.columns or train.labels"
             ) from failure
-        self.labels = torch.tensor(labels, dtype=torch.int64 if classes else torch.float32)
+        self.labels = torch.tensor(labels, dtype=torch.int64 if numbers else torch.float32)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Part]:
         """Return several samples."""
@@ -128,11 +126,7 @@ class Pairs(Samples):
 
     def held(self) -> Iterator[Part]:
         """Yield the samples that are held out, one by one."""
-        count = min(SAMPLES, len(self._held))
-        return (
-            _collated([self._sample(self._held[place * len(self._held) // count])])
-            for place in range(count)
-        )
+        return (_collated([self._sample(place)]) for place in evaluated(self._held))
 
     def all(self) -> Iterator[Part]:
         """Yield all samples, one by one."""
@@ -213,15 +207,9 @@ def _logits(model: nn.Module, part: Part) -> Tensor:
 
 
 def _collated(samples: Sequence[Part]) -> Part:
-    return fill_up([tokens for tokens, _ in samples]), torch.stack([label for _, label in samples])
-
-
-def _largest(seq: int, label: Tensor) -> Part:
-    return torch.zeros((1, 2, seq), dtype=torch.int64), label
-
-
-def _whole(settings: TrainSettings, model: nn.Module) -> Mapping[nn.Module, bool]:
-    return dict.fromkeys(heads_of(model), settings.head != "frozen")
+    return filled_up([tokens for tokens, _ in samples]), torch.stack(
+        [label for _, label in samples]
+    )
 
 
 def _classes_of(settings: TrainSettings, labels: Sequence[str]) -> list[str]:
@@ -287,13 +275,7 @@ def _table(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         return
     for number, line in enumerate(lines, 1):
         where = f"line {number} of {path}"
-        try:
-            content = json.loads(line)
-        except (ValueError, RecursionError) as failure:
-            raise TextError(
-                f"train.data: {where} is no JSON ({failure}); files of hf-pairs are .jsonl, .csv "
-                "or .tsv"
-            ) from failure
+        content = json_line(line, where, "files of hf-pairs are .jsonl, .csv or .tsv")
         if not isinstance(content, dict):
             raise TextError(f"train.data: {where} holds no JSON object")
         yield where, content

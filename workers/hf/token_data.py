@@ -8,7 +8,6 @@ a token in memory that no cap counts.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +22,15 @@ from workers.training.batches import Samples
 from workers.training.host_memory import HostArray
 from workers.training.sequences import NO_TOKEN
 from workers.training.settings import TrainSettings
-from workers.training.text import SAMPLES, TextError, TextFiles, held_out, piece_of, pieces_of
+from workers.training.text import (
+    TextError,
+    TextFiles,
+    evaluated,
+    held_out,
+    json_line,
+    piece_of,
+    pieces_of,
+)
 from workers.units import MIB
 
 #: Text that is read and tokenised at once, and the longest line.
@@ -92,9 +99,7 @@ class TokenSamples(Samples):
             text = self._tokenised(self._other)
             places: Iterable[int] = range(len(text[1]))
         else:
-            text, held = self._text, held_out(len(self._text[1]))
-            count = min(SAMPLES, len(held))
-            places = (held[place * len(held) // count] for place in range(count))
+            text, places = self._text, evaluated(held_out(len(self._text[1])))
         return (_sample(*text, place)[None] for place in places)
 
     def _tokenised(self, files: TextFiles) -> tuple[Tensor, Tensor]:
@@ -165,10 +170,7 @@ class TokenSamples(Samples):
         Raises:
             TextError: It holds no text, prompt or chat.
         """
-        try:
-            content = json.loads(line)
-        except (ValueError, RecursionError) as failure:
-            raise TextError(f"train.data: {where} is no JSON ({failure}); {_VALID}") from failure
+        content = json_line(line, where, _VALID)
         content = content if isinstance(content, dict) else {}
         text, prompt, messages = (content.get(key) for key in ("text", "prompt", "messages"))
         answer = next((content[key] for key in _ANSWERS if key in content), None)

@@ -305,10 +305,6 @@ class LimitStore:
                     ]
                 self._write(remaining)
 
-    def forget(self, key: LimitKey) -> None:
-        """Delete all that would be offered for `key`: it was tried and did not fit."""
-        self._remove(lambda limit: limit.key.serves(key))
-
     def clear(
         self, now_unix_s: float, *, card: str | None = None, workload: str | None = None
     ) -> int:
@@ -316,7 +312,19 @@ class LimitStore:
 
         Return how many had not expired.
         """
-        gone = self._remove(lambda limit: is_about(limit, card=card, workload=workload))
+
+        def unwanted(limit: StoredLimit) -> bool:
+            return is_about(limit, card=card, workload=workload)
+
+        gone: list[StoredLimit] = []
+        with self._told("written"):
+            # Where nothing is to be done nothing is made either: the folder may not be ours to
+            # write.
+            if any(map(unwanted, _read_file(self.path))):
+                with self._locked():
+                    stored = _read_file(self.path)
+                    self._write([limit for limit in stored if not unwanted(limit)])
+                    gone = [limit for limit in stored if unwanted(limit)]
         return len(_fresh(gone, now_unix_s))
 
     def set_aside(self) -> Path | None:
@@ -337,18 +345,6 @@ class LimitStore:
                 self.path.rename(free)
                 moved = free
         return moved
-
-    def _remove(self, unwanted: Callable[[StoredLimit], bool]) -> list[StoredLimit]:
-        gone: list[StoredLimit] = []
-        with self._told("written"):
-            # Where nothing is to be done nothing is made either: the folder may not be ours to
-            # write.
-            if any(map(unwanted, _read_file(self.path))):
-                with self._locked():
-                    stored = _read_file(self.path)
-                    self._write([limit for limit in stored if not unwanted(limit)])
-                    gone = [limit for limit in stored if unwanted(limit)]
-        return gone
 
     def _write(self, limits: list[StoredLimit]) -> None:
         """Replace the file atomically, readable only by this user; the lock must be held."""

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import psutil
 import pynvml
@@ -270,46 +270,19 @@ _PACKAGE_SENSORS: Final = (
 )
 
 
-class Sensors(Protocol):
-    """A source of readings."""
-
-    def read(self, now_s: float) -> SensorReading:
-        """Look once; without `throttle_pct`."""
-
-    def close(self) -> None:
-        """Release what is held for reading."""
-
-
-class ThrottleWindow:
-    """The samples of the last minute, as far as throttling goes."""
-
-    def __init__(self) -> None:
-        self._samples: deque[tuple[float, bool]] = deque()
-
-    def add(self, now_s: float, bits: int | None) -> float | None:
-        """Take in a sample; return the share of alarms in percent, or `None` if no sample of the
-        minute told.
-
-        `now_s` is by any monotonic clock; `bits` is the sum of `Throttle` bits, `None` if they were
-        not reported.
-        """
-        if bits is not None:
-            self._samples.append((now_s, bool(bits & THROTTLE_ALARMS)))
-        while self._samples and now_s - self._samples[0][0] >= THROTTLE_WINDOW_S:
-            self._samples.popleft()
-        if not self._samples:
-            return None
-        return 100.0 * sum(alarm for _, alarm in self._samples) / len(self._samples)
-
-
 class Sampler:
-    """Reads some sensors, with at least `every_s` between two samples, and closes them."""
+    """Reads some sensors, with at least `every_s` between two samples and the throttling of the
+    last minute, and closes them.
+    """
 
-    def __init__(self, sensors: Sensors, *, every_s: float = SAMPLE_EVERY_S) -> None:
+    def __init__(
+        self, sensors: CardSensors | ProcessorSensors, *, every_s: float = SAMPLE_EVERY_S
+    ) -> None:
         self._sensors = sensors
         self._every_s = every_s
         self._last_s: float | None = None
-        self._window = ThrottleWindow()
+        self._alarms: deque[tuple[float, bool]] = deque()
+        """Of the samples of the last minute that told: when, and whether they were alarms."""
 
     def sample_if_due(self, now_s: float) -> SensorReading | None:
         """Read the sensors; `None` if that was done a moment ago.
@@ -320,8 +293,14 @@ class Sampler:
             return None
         self._last_s = now_s
         reading = self._sensors.read(now_s)
-        throttle_pct = self._window.add(now_s, reading.throttle_bits)
-        return reading if reading.lost else replace(reading, throttle_pct=throttle_pct)
+        if reading.throttle_bits is not None:
+            self._alarms.append((now_s, bool(reading.throttle_bits & THROTTLE_ALARMS)))
+        while self._alarms and now_s - self._alarms[0][0] >= THROTTLE_WINDOW_S:
+            self._alarms.popleft()
+        if reading.lost or not self._alarms:
+            return reading
+        count = sum(alarm for _, alarm in self._alarms)
+        return replace(reading, throttle_pct=100.0 * count / len(self._alarms))
 
     def close(self) -> None:
         """Release NVML."""
@@ -333,11 +312,8 @@ class ProcessorSensors:
 
     def read(self, now_s: float) -> SensorReading:  # noqa: ARG002 - nothing here is asked more rarely
         """Look once."""
-        ask = getattr(
-            psutil, "sensors_temperatures", dict
-        )  # only Linux and FreeBSD have it in psutil
         with suppress(OSError):
-            return package_reading(ask())
+            return package_reading(psutil.sensors_temperatures())
         return package_reading({})
 
     def close(self) -> None:
@@ -362,14 +338,11 @@ def package_reading(chips: Mapping[str, Sequence[Any]]) -> SensorReading:
 
 
 def open_sampler(kind: str, card: str | None = None) -> Sampler:
-    """Return the sampler of a device, whose kind is as in `DeviceInfo.kind`; raise `ValueError` for
-    another kind.
+    """Return the sampler of a device, whose kind is as in `DeviceInfo.kind`.
 
     The card is a UUID, or an index in the order of the PCI bus; by default the first that this
     process sees.
     """
     if kind == "cuda":
         return Sampler(CardSensors(card or visible_card()))
-    if kind == "cpu":
-        return Sampler(ProcessorSensors())
-    raise ValueError(f"no sensors are known for devices of kind {kind!r}; valid: cuda, cpu")
+    return Sampler(ProcessorSensors())

@@ -23,6 +23,7 @@ import queue
 import struct
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -31,6 +32,7 @@ from typing import IO, Any, Final, TypeAlias, cast
 
 import torch
 
+from workers.files import flush
 from workers.training.batches import map_tensors, tensors_in
 from workers.training.host_memory import give_back, like_all, wait_asleep
 from workers.units import MIB
@@ -54,6 +56,8 @@ MOST_SHARE: Final = 0.01
 EARLIER: Final = 0.8
 """A step must end before a checkpoint is taken, and writing takes time: so it is due before all of
 the time has passed, and no more than that is lost."""
+_END_S: Final = 30.0
+"""A process that ends waits at most so long for a checkpoint that is being written."""
 _RETRY_S: Final = 60.0
 """After a failure the next attempt comes no later than this, however rare checkpoints are."""
 
@@ -169,16 +173,16 @@ class Checkpoints:
         self._taken_at = clock()
         self._due_at = self._taken_at + pause_s(save_every_s, 0.0, failed=False)
         self._slots = [folder / f"generation-{index}.pt" for index in range(_GENERATIONS)]
-        self._good: Path | None = None
-        """The newest file that is known to be good. It is never written over."""
+        self.good: Path | None = None
+        """The newest file that is known to be good: it stays while the next one is written."""
         self._number = 0
-        self._opened = False
         self._idle = threading.Event()
         self._idle.set()
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._remove_leftovers()
-        self._writer = threading.Thread(target=self._run_jobs, name="checkpoints", daemon=True)
-        self._writer.start()
+        threading.Thread(target=self._run_jobs, name="checkpoints", daemon=True).start()
+        # An interpreter that ends while the thread is in torch's code crashes (seen: SIGSEGV).
+        weakref.finalize(self, self._idle.wait, _END_S)
 
     def load(self) -> Loaded:
         """Read the newest good checkpoint of this training, into host memory.
@@ -187,24 +191,18 @@ class Checkpoints:
             RuntimeError: There is no memory for it.
         """
         self.wait()
-        self._opened = True
-        refused: list[str] = []
         candidates = (*self._slots, self._folder / FROM_HEAD)
         present = {path: read_number(path) for path in candidates if _is_there(path)}
         self._number = max(number or 0 for number in (self._number, *present.values()))
-        # What cannot be dated comes first: it may be the newest, and its refusal is to be told.
-        for path in sorted(present, key=lambda path: present[path] or math.inf, reverse=True):
-            try:
-                content = read_file(path)
-                reason = self._identity.difference(content.get("identity"))
-            except RefusedError as failure:
-                reason = str(failure)
-            if reason is None:
-                self._good, self.saved_step = path, content["step"]
-                instead = [f"training goes on from step {self.saved_step}"] if refused else []
-                return Loaded(content["state"], content["step"], (*refused, *instead))
-            refused.append(f"the checkpoint {path} is not used: {reason}")
-        return Loaded(refused=(*refused, "training begins anew") if refused else ())
+        good, refused = newest_good(
+            present, lambda content: self._identity.difference(content.get("identity"))
+        )
+        if good is None:
+            return Loaded(refused=(*refused, "training begins anew") if refused else ())
+        self.good, content = good
+        self.saved_step = content["step"]
+        instead = [f"training goes on from step {self.saved_step}"] if refused else []
+        return Loaded(content["state"], content["step"], (*refused, *instead))
 
     def discard(self) -> None:
         """Remove all checkpoints: the training begins anew.
@@ -213,7 +211,7 @@ class Checkpoints:
             OSError: One of them cannot be removed.
         """
         self.wait()
-        self._opened, self._good = True, None
+        self.good = None
         for path in (*self._slots, self._folder / BEST):
             path.unlink(missing_ok=True)
 
@@ -252,13 +250,11 @@ class Checkpoints:
 
     def save(self, state: Mapping[str, Any], step: int) -> bool:
         """Copy a state of tensors, numbers, strings, lists and mappings, and have it written;
-        return at once.
+        return at once. `load` or `discard` comes before the first one.
 
         `False`: another one is still being written, or there is no memory for the copy (see
         `failure`).
         """
-        if not self._opened:
-            raise RuntimeError("`load` or `discard` must come before the first `save`")
         if not self._idle.is_set():
             return False
         began_s, self._taken_at = time.perf_counter(), self._clock()
@@ -277,30 +273,20 @@ class Checkpoints:
             self._copy.complete()
         return self._copy.state
 
-    def newest_file(self) -> Path | None:
-        """Return the newest good file. It stays as it is while the next one is written."""
-        return self._good
-
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is being written; whether that is so."""
         return self._idle.wait(timeout_s)
 
-    def close(self, timeout_s: float | None = None) -> bool:
-        """Finish what is being written and end the thread; whether it has ended."""
-        self._jobs.put(None)
-        self._writer.join(timeout_s)
-        return not self._writer.is_alive()
-
     def _run_jobs(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
+        while True:
+            self._jobs.get()()
 
     def _write(self, step: int) -> None:
         """Write what was copied; runs in the thread, and raises nothing."""
         cost_s, failure = 0.0, None
         began_cpu_s = time.thread_time()
         # Never over the newest good one, and first where there is nothing good.
-        others = [path for path in self._slots if path != self._good]
+        others = [path for path in self._slots if path != self.good]
         target = min(others, key=lambda path: read_number(path) or 0)
         try:
             cost_s = self._copy.complete()
@@ -311,7 +297,7 @@ class Checkpoints:
             failure = error
         else:
             self._number += 1
-            self._good = target
+            self.good = target
         if not self._copy.from_card:
             cost_s += _CPU_LOSS * (time.thread_time() - began_cpu_s)
         self._finish(step, cost_s, failure)
@@ -468,11 +454,7 @@ def write_file(path: Path, content: dict[str, Any], number: int) -> None:
         with contextlib.suppress(OSError):  # what made the writing fail is what is told
             fresh.unlink()
         raise
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    flush(path.parent)
 
 
 def read_number(path: Path) -> int | None:
@@ -482,6 +464,30 @@ def read_number(path: Path) -> int | None:
             return _trailer(file)[1]
     except (OSError, RefusedError):
         return None
+
+
+def newest_good(
+    numbers: Mapping[Path, int | None],
+    difference: Callable[[Mapping[str, Any]], str | None] = lambda _: None,
+) -> tuple[tuple[Path, dict[str, Any]] | None, list[str]]:
+    """Return the newest file that can be used, with what it holds, and a sentence for each newer one.
+
+    Args:
+        numbers: What `read_number` says of each file.
+        difference: Why what a file holds is not to be used; `None`: it is.
+    """
+    refused: list[str] = []
+    # What cannot be dated comes first: it may be the newest, and its refusal is to be told.
+    for path in sorted(numbers, key=lambda path: numbers[path] or math.inf, reverse=True):
+        try:
+            content = read_file(path)
+            reason = difference(content)
+        except RefusedError as failure:
+            reason = str(failure)
+        if reason is None:
+            return (path, content), refused
+        refused.append(f"the checkpoint {path} is not used: {reason}")
+    return None, refused
 
 
 def read_file(path: Path) -> dict[str, Any]:

@@ -148,6 +148,11 @@ class MemoryLadder:
         peak_bytes, self._batch_peak_bytes = self._batch_peak_bytes, 0
         return list(self._measured(point, of_sample_s, peak_bytes)) if whole else []
 
+    def least_bytes(self) -> int | None:
+        """Return what the smallest step is planned to take; `None`: it is not planned."""
+        least = Point.of(self.rungs[0].batch, self.rungs[0].level)
+        return None if self._plan is None else self._plan(least).total_bytes
+
     def reordered(self) -> Sequence[Rung] | None:
         """Return the rungs if measured speeds have changed them; `None`: they are as before."""
         if not self._stale:

@@ -21,7 +21,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, cast
 
 import psutil
@@ -99,16 +99,11 @@ class Feed:
         self.loader = Loader(
             cast("Dataset[Any]", task.dataset),
             self._keys,
-            settings.batch,
-            LoaderSettings(
-                workers=self.numbers.workers,
-                prefetch=self.numbers.prefetch,
-                pin=pin,
-                start_method=settings.start_method,
-                persistent=settings.persistent,
-            ),
-            task.collate,
-            RamCache(len(task.dataset)) if self.numbers.ram_cache else None,
+            settings,
+            self.numbers,
+            pin=pin,
+            collate=task.collate,
+            cache=RamCache(len(task.dataset)) if self.numbers.ram_cache else None,
         )
         self.batch: Batch | None = None
         """`None`: none was taken since `seek`."""
@@ -144,7 +139,7 @@ class Feed:
         """Decide what the settings leave open. Makes one sample, if they do."""
         workers, prefetch = settings.loader_workers, settings.prefetch
         if workers != "auto" and prefetch != "auto" and not settings.ram_cache:
-            return LoaderNumbers(workers=workers, prefetch=prefetch, ram_cache=False, reason="")
+            return LoaderNumbers(workers=workers, prefetch=prefetch)
         task = self._task
         of_row = row_bytes((task.collate or default_collate)([task.dataset[self._keys(0, 1)[0]]]))
         changes = of_row is None or task.by_sample or task.shorten is not None
@@ -205,10 +200,12 @@ def host_share(*, on_card: bool) -> HostShare:
 class LoaderNumbers:
     """What was decided, and why."""
 
-    workers: int
-    prefetch: int
-    ram_cache: bool
-    reason: str
+    workers: int = 0
+    """Processes that make batches; 0: this one does, when they are asked for."""
+    prefetch: int = 2
+    """Batches that each process keeps ready."""
+    ram_cache: bool = False
+    reason: str = ""
 
 
 def loader_numbers(
@@ -269,21 +266,6 @@ def loader_numbers(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderSettings:
-    """How batches are made ready; nothing here changes what is in them."""
-
-    workers: int = 0
-    """Processes that make batches; 0: this one does, when they are asked for."""
-    prefetch: int = 2
-    """Batches that each process keeps ready."""
-    pin: bool = False
-    """Put them into page-locked memory, from which a card copies while it computes."""
-    start_method: str = "forkserver"
-    persistent: bool = True
-    """Keep the processes from epoch to epoch; otherwise they are ended and started anew."""
-
-
 class Loader:
     """Hands out one effective batch after the other."""
 
@@ -291,16 +273,30 @@ class Loader:
         self,
         dataset: Dataset[Any],
         order: Order,
-        batch: int,
-        settings: LoaderSettings,
+        settings: TrainSettings,
+        numbers: LoaderNumbers,
+        *,
+        pin: bool = False,
         collate: Callable[[list[Any]], Any] | None = None,
         cache: RamCache | None = None,
     ) -> None:
-        """Start nothing yet. With a cache, `order` must give indices."""
+        """Start nothing yet.
+
+        Args:
+            dataset: What is asked for.
+            order: In which order; with a cache it must give indices.
+            settings: Those of the training.
+            numbers: How many processes, and batches that each keeps ready.
+            pin: Put batches into page-locked memory, from which a card copies while it computes.
+            collate: As in `TrainTask`.
+            cache: Where rows are kept.
+        """
         self._dataset = dataset
         self._order = order
-        self._batch = batch
+        self._batch = settings.batch
         self._settings = settings
+        self._numbers = numbers
+        self._pin = pin
         self._collate = collate
         self._cache = cache
         self._batches: Iterator[Any] | None = None
@@ -335,8 +331,8 @@ class Loader:
             try:
                 batch = self._next()
             except (RuntimeError, OSError, EOFError) as failure:
-                if self._settings.pin and _was_pinning(failure):
-                    self._settings = replace(self._settings, pin=False)
+                if self._pin and _was_pinning(failure):
+                    self._pin = False
                     self._news.append(("unpinned", {"reason": _reason(failure)}))
                 elif not self._may_be_a_lost_process(failure):
                     raise
@@ -368,7 +364,7 @@ class Loader:
         cache = self._cache
         if cache is not None and cache.complete:
             self.close()  # nothing is left to make
-            return cache.batch(self._order(self.samples_used, self._batch), pin=self._settings.pin)
+            return cache.batch(self._order(self.samples_used, self._batch), pin=self._pin)
         if self._batches is None:
             self._batches = self._open()
         batch = next(self._batches)
@@ -397,14 +393,14 @@ class Loader:
             used += self._batch
 
     def _open(self) -> Iterator[Any]:
-        parallel = self._settings.workers > 0
+        parallel = self._numbers.workers > 0
         loader = DataLoader(
             self._dataset,
             batch_sampler=cast("Any", self._keys()),
-            num_workers=self._settings.workers,
+            num_workers=self._numbers.workers,
             collate_fn=self._collate,
-            pin_memory=self._settings.pin,
-            prefetch_factor=self._settings.prefetch if parallel else None,
+            pin_memory=self._pin,
+            prefetch_factor=self._numbers.prefetch if parallel else None,
             multiprocessing_context=self._settings.start_method if parallel else None,
             worker_init_fn=_in_loader_process if parallel else None,
             # Else it would draw from torch's global generator.

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
 from workers.host.cuda_environment import workspace_bytes, workspace_of
+from workers.oom import one_line
 from workers.training import order, precision
 from workers.training.accumulator import Accumulator
 from workers.training.batches import map_tensors, tensors_in
@@ -41,7 +42,7 @@ from workers.training.host_memory import host_bytes, power_of_two
 from workers.training.host_states import hosted_of, parts_of, states_of
 from workers.training.keyed_random import Dropouts
 from workers.training.lora import new_model
-from workers.training.model_levers import ModelLevers, Recomputation
+from workers.training.model_levers import ModelLevers, Recomputation, level_of
 from workers.training.models import GPTS
 from workers.training.optimizers import Average, allocate_states, update_bytes
 from workers.training.schedule import offered_micro_batches
@@ -61,9 +62,6 @@ _CUBLAS_HANDLES: Final = 2
 #: convolutions, 8 MiB in half precision.
 _ONEDNN_BYTES: Final = 4 * MIB
 _ONEDNN_HALF_BYTES: Final = 8 * MIB
-
-#: Of an error's text that is not our own.
-_LONGEST: Final = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +195,7 @@ class MemoryPlanner:
 
     def level_of(self, offered: int) -> int:
         """Return how many blocks a step recomputes; `auto` takes what is offered."""
-        return self._recomputation.level_of(self._settings.recompute, offered)
+        return level_of(self._settings.recompute, offered, self.most_level)
 
     def largest_micro(
         self, cap_bytes: int, level: int, share_pct: int | None = None
@@ -343,8 +341,8 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # missing
 
 
 def answer(question: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the blocks of the model, and each cap with the steps to show for it; or why that
-    cannot be told.
+    """Return the blocks of the model, the tokens of a sample where it has some, and each cap with
+    the steps to show for it; or why that cannot be told.
 
     `question` holds `settings`, `seed` and `caps`, each of these with `cap_bytes` and `device`.
     """
@@ -371,6 +369,9 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
         }
         return {
             "blocks": max(planner.most_level for planner in planners.values()),
+            "tokens": settings.seq or GPTS[settings.preset].seq
+            if settings.preset in GPTS
+            else None,
             "caps": [
                 {**cap, "steps": _steps(planners[cap["device"]], settings, cap["cap_bytes"])}
                 for cap in question["caps"]
@@ -379,7 +380,7 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
     except TrainingError as error:
         return {"refused": str(error)}
     except Exception as error:  # noqa: BLE001 - a user's model fails in any way
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST]}"
+        reason = one_line(error)
         return {"not_planned": f"the model cannot be computed on tensors without data: {reason}"}
 
 

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from workers.oom import classify
+from workers.oom import classify, one_line
 from workers.settings import FailureKind
 from workers.training.batches import Batch, map_tensors
 from workers.training.errors import TaskError, TrainingError
@@ -73,9 +73,6 @@ _MOST_GRAPHS: Final = 4
 #: Parts that may run out of memory before the first compiled one ends well. The compiler takes host
 #: memory itself, and on a CPU the cap counts that.
 _MOST_FAILURES: Final = 3
-
-#: Of an error's text.
-_LONGEST: Final = 300
 
 #: Host memory that the compiler takes and keeps. Measured with two small blocks: 95 MiB; larger
 #: graphs take more.
@@ -159,10 +156,6 @@ class Recomputation:
         """How many of them are recomputed."""
         for place, block in enumerate(blocks):
             setattr(block, "forward", partial(self._run, place, block.forward))  # noqa: B010 - mypy has methods constant
-
-    def level_of(self, wanted: str | int, offered: int) -> int:
-        """Return the level for `train.recompute`; `auto` takes what the caller offers."""
-        return level_of(wanted, offered, self.most)
 
     def _run(self, place: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a block's own
         if place < self.level and torch.is_grad_enabled():
@@ -434,7 +427,7 @@ class Compiling:
             return (
                 f"it was compiled more than {self._most_graphs} times, and would be in every step"
             )
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_LONGEST]
+        return one_line(error)
 
     def _note(self, rows: int, seconds: float) -> None:
         graphs = int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

@@ -3,9 +3,8 @@
 The states are allocated before the first step, so that the memory of a training does not grow in
 its first update.
 
-States of 8 bits are those of bitsandbytes, or torchao's where that is what is installed. Both keep
-a scale for each 256 states, and matrices of less than 4,096 numbers in fp32. bitsandbytes is
-preferred: it needs no compiler (torchao compiled for 45 s before its first step on a CPU).
+States of 8 bits are those of bitsandbytes, with a scale for each 256 states; matrices of less than
+4,096 numbers stay in fp32.
 """
 
 from __future__ import annotations
@@ -35,9 +34,6 @@ _BLOCK: Final = 256
 _STATES: Final = ("state1", "state2")
 #: What codes mean; steps do not change these.
 _TABLES: Final = ("qmap1", "qmap2")
-
-#: Where an `AdamW8bit` may be.
-_MODULES: Final = ("bitsandbytes.optim", "torchao.optim")
 
 
 def adamw(
@@ -69,20 +65,15 @@ def adamw(
 
 
 def _adamw_8bit(groups: Sequence[dict[str, Any]], lr: float) -> Optimizer:
-    missing = []
-    for name in _MODULES:
-        try:
-            made = importlib.import_module(name).AdamW8bit
-        except Exception as error:  # noqa: BLE001 - these packages look for libraries when they are imported
-            missing.append(f"{name.partition('.')[0]}: {error}")
-        else:
-            optimizer: Optimizer = made(groups, lr=lr, betas=_BETAS)
-            return optimizer
-    raise TaskError(
-        "train.optimizer is adamw-8bit, and no package on this machine has it "
-        f"({'; '.join(missing)}); pip install 'bitsandbytes>=0.50' there, or set train.optimizer: "
-        "adamw-fused"
-    )
+    try:
+        kind = importlib.import_module("bitsandbytes.optim").AdamW8bit
+    except Exception as error:
+        raise TaskError(
+            f"train.optimizer is adamw-8bit, and bitsandbytes cannot be used here ({error}); "
+            "pip install 'bitsandbytes>=0.50' there, or set train.optimizer: adamw-fused"
+        ) from error
+    optimizer: Optimizer = kind(groups, lr=lr, betas=_BETAS)
+    return optimizer
 
 
 class PlannedAdamW8bit(Optimizer):
@@ -474,7 +465,7 @@ class Update:
             parameter.grad = gradient.to(parameter.dtype)
         if rates is not None:
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-                if isinstance(group["lr"], Tensor):  # torchao compiles its step
+                if isinstance(group["lr"], Tensor):  # of an optimiser that compiles its step
                     group["lr"].fill_(rate)
                 else:
                     group["lr"] = rate

@@ -21,7 +21,6 @@ from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from workers import oom
 from workers.settings import FailureKind
@@ -29,13 +28,12 @@ from workers.training.batches import Samples
 from workers.training.errors import TaskError
 from workers.training.keyed_random import row_keys, uniform
 from workers.training.order import Sample
-from workers.training.text import SAMPLES, held_out
+from workers.training.text import evaluated, held_out
 
 EYE_CORNERS: Final = ("left_eye_outer", "right_eye_outer")
 """Points whose distance is the unit of `landmark_error_pct`."""
 
 _OTHER_SIDE: Final = {"left": "right", "right": "left"}
-_READERS: Final = ("PIL.Image", "torchvision.io")
 
 #: The stream of random numbers.
 _LOOK: Final = 5
@@ -48,14 +46,14 @@ class Pictures(Samples):
     """Grey pictures and their points. The last rows are held out, as of a text.
 
     Raises:
-        TaskError: There is no folder, CSV or picture, a row is malformed, or no library is
-            installed that reads pictures.
+        TaskError: There is no folder, CSV or picture, a row is malformed, or Pillow is
+            not installed.
     """
 
     def __init__(self, folder: str, edge: int, seed: int) -> None:
         """Read the CSV, and look whether all its pictures are there."""
         self._edge, self._seed = edge, seed
-        _reader()
+        _pillow()
         path = _csv_in(Path(folder).expanduser())
         try:
             content = path.read_bytes()
@@ -72,8 +70,7 @@ class Pictures(Samples):
             _refuse(path, rows.line_num, f"is no CSV ({failure})")
         held = held_out(len(self._paths))
         self._items = held.start
-        count = min(SAMPLES, len(held))
-        self._held_out = [held[place * len(held) // count] for place in range(count)]
+        self._held_out = evaluated(held)
         digest = hashlib.blake2b(content + repr(sizes).encode(), digest_size=8).hexdigest()
         self.fingerprint = f"pictures {digest} {self._items}"
         """What changes with the CSV, the size of a picture's file, or what is held out."""
@@ -102,7 +99,7 @@ class Pictures(Samples):
         """Return picture and points of a row as they are in the folder."""
         path = self._paths[row]
         try:
-            picture, width, height = _grey(_reader(), path, self._edge)
+            picture, width, height = _grey(path, self._edge)
         except Exception as failure:
             if oom.classify(failure).kind in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
                 raise
@@ -121,34 +118,25 @@ class Pictures(Samples):
         return picture.flip(-1), points[self._mirrored] * torch.tensor([-1.0, 1.0])
 
 
-def _reader() -> Any:  # noqa: ANN401 - a module of either library
-    missing = list[Exception]()
-    for name in _READERS:
-        try:
-            return importlib.import_module(name)
-        except (ImportError, RuntimeError) as error:  # the latter: of another torch
-            missing.append(error)
-    raise TaskError(
-        f"train.data is a folder of pictures, and neither Pillow nor torchvision is installed "
-        f"({missing[0]}); type: pip install 'oom-orchestrator[hf]'"
-    )
+def _pillow() -> Any:  # noqa: ANN401 - a module of the library
+    try:
+        return importlib.import_module("PIL.Image")
+    except ImportError as error:
+        raise TaskError(
+            f"train.data is a folder of pictures, and Pillow is not installed ({error}); type: pip "
+            "install 'oom-orchestrator[hf]'"
+        ) from error
 
 
-def _grey(reader: Any, path: Path, edge: int) -> tuple[Tensor, int, int]:  # noqa: ANN401 - as above
+def _grey(path: Path, edge: int) -> tuple[Tensor, int, int]:
     """Return a picture as (1, edge, edge) from 0 to 1, and its own width and height."""
-    if reader.__name__ == _READERS[0]:
-        with reader.open(path) as opened:
-            upright = importlib.import_module("PIL.ImageOps").exif_transpose(opened)
-            picture = upright.convert("L")
-        small = picture.resize((edge, edge), reader.Resampling.BILINEAR)
-        grey = torch.frombuffer(bytearray(small.tobytes()), dtype=torch.uint8)
-        return grey.view(1, edge, edge) / 255, picture.width, picture.height
-    mode = reader.ImageReadMode.GRAY
-    pixels = reader.decode_image(str(path), mode=mode, apply_exif_orientation=True)
-    _, height, width = pixels.shape
-    size = (edge, edge)
-    resized = functional.interpolate(pixels[None] / 255, size, mode="bilinear", antialias=True)
-    return resized[0], width, height
+    pillow = _pillow()
+    with pillow.open(path) as opened:
+        upright = importlib.import_module("PIL.ImageOps").exif_transpose(opened)
+        picture = upright.convert("L")
+    small = picture.resize((edge, edge), pillow.Resampling.BILINEAR)
+    grey = torch.frombuffer(bytearray(small.tobytes()), dtype=torch.uint8)
+    return grey.view(1, edge, edge) / 255, picture.width, picture.height
 
 
 def _csv_in(folder: Path) -> Path:

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch
 
+from workers.oom import one_line
 from workers.training.errors import TaskError
 from workers.training.memory_plan import MemoryPlan, MemoryPlanner
 from workers.training.model_levers import level_of
@@ -26,9 +27,6 @@ from workers.training.tasks import find_task
 
 #: A large model of the user, on a slow disk.
 _TIMEOUT_S: Final = 300.0
-
-#: Of an error's text.
-_LONGEST: Final = 300
 
 
 class PlannerProcess:
@@ -68,8 +66,8 @@ class PlannerProcess:
 
     def states(self, share_pct: int) -> tuple[int, int, int]:
         """See `MemoryPlanner.states`."""
-        on_device_bytes, on_host_bytes, highest_bytes = self._ask({"states": [share_pct]})
-        return on_device_bytes, on_host_bytes, highest_bytes
+        states: tuple[int, int, int] = tuple(self._ask({"states": [share_pct]}))
+        return states
 
     def plan(self, micro: int, level: int, share_pct: int | None = None) -> MemoryPlan:
         """See `MemoryPlanner.plan`."""
@@ -120,7 +118,7 @@ def serve() -> None:
                 answer = asdict(planner.plan(*question["plan"]))
             said = {"answer": answer}
         except Exception as error:  # noqa: BLE001 - a user's model fails in any way
-            said = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST]}"}
+            said = {"error": one_line(error)}
         print(json.dumps(said), file=output, flush=True)
 
 

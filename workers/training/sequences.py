@@ -85,25 +85,16 @@ def packed_row(documents: Sequence[Tensor], seq: int) -> Tensor:
 
 
 def filled_up(documents: Sequence[Tensor]) -> Tensor:
-    """Return the documents as rows of the longest one's length."""
-    return nn.utils.rnn.pad_sequence(list(documents), batch_first=True, padding_value=NO_TOKEN)
+    """Return documents (tokens), or (2, tokens), as rows of the longest one's length."""
+    tokens_first = [document.movedim(-1, 0) for document in documents]
+    rows = nn.utils.rnn.pad_sequence(tokens_first, batch_first=True, padding_value=NO_TOKEN)
+    return rows.movedim(1, -1).contiguous()
 
 
-def shortened(tokens: Tensor) -> Tensor:
-    """Take off what fills up all rows of a part on the host."""
-    longest = int((tokens != NO_TOKEN).sum(dim=1).max())
-    return tokens[:, :longest]
-
-
-def filled_up_loss(model: nn.Module, tokens: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Sum the cross-entropy of all tokens but the first of each row, without those that fill up."""
-    # They come last, so no other token sees them.
-    return cross_entropy(model(tokens[:, :-1].clamp(min=0)), tokens[:, 1:], label_smoothing)
-
-
-def filled_up_tokens(tokens: Tensor) -> int:
-    """Count the tokens that are predicted."""
-    return int((tokens[:, 1:] != NO_TOKEN).sum())
+def shortened(part: Tensor) -> Tensor:
+    """Take off what fills up all rows (tokens), or (2, tokens), of a part on the host."""
+    tokens = part if part.dim() == 2 else part[:, 0]
+    return part[..., : int((tokens != NO_TOKEN).sum(dim=1).max())]
 
 
 def packed_loss(model: nn.Module, rows: Tensor, label_smoothing: float = 0.0) -> Tensor:
@@ -113,7 +104,7 @@ def packed_loss(model: nn.Module, rows: Tensor, label_smoothing: float = 0.0) ->
 
 
 def packed_tokens(rows: Tensor) -> int:
-    """Count the tokens that are predicted."""
+    """Count the tokens that are predicted: the labels of rows of inputs and labels."""
     return int((rows[:, 1] != NO_TOKEN).sum())
 
 

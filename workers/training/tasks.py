@@ -28,10 +28,10 @@ from workers.training.models import CNNS, EYE_CORNERS, GPTS, Cnn, CnnShape, Gpt,
 from workers.training.optimizers import adamw
 from workers.training.pictures import Pictures
 from workers.training.sequences import (
+    NO_TOKEN,
     PackedRows,
+    cross_entropy,
     filled_up,
-    filled_up_loss,
-    filled_up_tokens,
     longest_part,
     packed_loss,
     packed_tokens,
@@ -254,8 +254,6 @@ def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
         return task
     return replace(
         task,
-        loss=partial(filled_up_loss, label_smoothing=settings.label_smoothing),
-        count=filled_up_tokens,
         collate=filled_up,
         shorten=shortened,
         largest=partial(longest_part, seq),
@@ -360,7 +358,7 @@ def validation(
 def next_token_loss(
     model: nn.Module, tokens: Tensor, label_smoothing: float = 0.0, r_drop: float = 0.0
 ) -> Tensor:
-    """Sum the cross-entropy of all tokens but the first of each sample.
+    """Sum the cross-entropy of all tokens but the first of each sample, and those that fill up.
 
     With `r_drop` each sample is computed twice, each time with its own dropout: the loss is the
     mean of both, plus `r_drop` times half the two divergences (Kullback-Leibler) of their
@@ -370,10 +368,9 @@ def next_token_loss(
     inputs, labels = (
         part.repeat_interleave(passes, dim=0) for part in (tokens[:, :-1], tokens[:, 1:])
     )
-    logits = model(inputs).float()
-    loss = functional.cross_entropy(
-        logits.flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=label_smoothing
-    )
+    # What fills up comes last, so no other token sees it.
+    logits = model(inputs.clamp(min=0)).float()
+    loss = cross_entropy(logits, labels, label_smoothing)
     if not r_drop:
         return loss
     one, other = (
@@ -386,7 +383,7 @@ def next_token_loss(
 
 def next_tokens(tokens: Tensor) -> int:
     """Count the tokens that are predicted."""
-    return tokens.numel() - len(tokens)
+    return int((tokens[:, 1:] != NO_TOKEN).sum())
 
 
 def landmark_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:

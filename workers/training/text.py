@@ -8,34 +8,27 @@ them can be predicted.
 
 The vocabulary is the 256 values of a byte. The text itself is not held: a sample is read from its
 file when it is used. Files are not mapped: reading a mapped file that became shorter would end the
-process. What is held of documents is an index, 8 bytes for each piece. That of the lines of a large
-text is kept in a file, so that of all processes of a machine one reads the text, and once.
+process. What is held of documents is an index, 8 bytes for each piece.
 """
 
 from __future__ import annotations
 
 import bisect
-import ctypes
 import hashlib
 import itertools
 import json
 import os
-import struct
-import time
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 
-from workers.files import locked
-from workers.learned_limits import EXPIRY_S, default_path
 from workers.training.batches import Samples
 from workers.training.errors import TaskError
-from workers.training.host_memory import HostArray, like
+from workers.training.host_memory import HostArray
 from workers.units import MIB
 
 #: Read of each file to see whether it is text. Images, archives, programs and UTF-16 have a zero
@@ -63,16 +56,8 @@ _LINES: Final = 65_536
 #: A line of JSON is read as a whole.
 _LONGEST_LINE_BYTES: Final = 256 * MIB
 
-#: An index of less text is made anew, which takes less than a second or two.
-_LEAST_KEPT_BYTES: Final = 64 * MIB
 
-#: For another process that reads the text; after that this one reads it, too.
-_PATIENCE_S: Final = 3600.0
-
-_INDEX_VERSION: Final = 2
-
-#: Of an index in a file: how many numbers, CRC32 of all that follows, checksum of the text.
-_HEADER: Final = struct.Struct("<QI16s")
+_VALID: Final = 'valid: {"text": "a document"}'
 
 
 class TextError(TaskError):
@@ -186,14 +171,19 @@ def held_out(samples: int) -> range:
     return range(samples - count, samples)
 
 
+def evaluated(held: range) -> list[int]:
+    """Return which of the samples that are held out are evaluated, evenly spread."""
+    count = min(SAMPLES, len(held))
+    return [held[place * len(held) // count] for place in range(count)]
+
+
 class _TextSamples(Samples):
     """Samples of a text by their number; the last ones are held out where there are enough."""
 
     def _hold_out(self, samples: int) -> None:
         held = held_out(samples)
         self._items = held.start
-        count = min(SAMPLES, len(held))
-        self.held_out = [self._piece(held[place * len(held) // count]) for place in range(count)]
+        self.held_out = [self._piece(place) for place in evaluated(held)]
         """Some that are never trained on, evenly spread; none: the text is too short for that."""
 
     def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
@@ -247,14 +237,12 @@ class TextDocuments(_TextSamples):
     """
 
     def __init__(self, path: str | Path, seq: int, unit: Literal["files", "lines"]) -> None:
-        """Find the documents; of lines that takes one pass over all files, once on a machine."""
+        """Find the documents; of lines that takes one pass over all files."""
         self._files = files = TextFiles(path)
         self._seq = seq
         self._unit = unit
         self._index, checksum = (
-            _kept_index_of_lines(files, seq)
-            if unit == "lines"
-            else (_index_of_files(files, seq), "")
+            index_of_lines(files, seq) if unit == "lines" else (_index_of_files(files, seq), "")
         )
         if not len(self._index):
             raise TextError(
@@ -433,6 +421,21 @@ def _json_lines(path: Path, size: int) -> Iterator[tuple[Tensor, Tensor, int]]:
             yield torch.tensor(starts), torch.tensor(lengths), checksum
 
 
+def json_line(line: str | bytes, where: str, advice: str) -> Any:  # noqa: ANN401 - what JSON can hold
+    """Return what a line of JSON holds.
+
+    Raises:
+        TextError: It is none.
+    """
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as failure:
+        why: object = failure
+        if isinstance(failure, json.JSONDecodeError):
+            why = f"{failure.msg}, column {failure.colno}"
+        raise TextError(f"train.data: {where} is no JSON ({why}); {advice}") from failure
+
+
 def _text_of(line: bytes, where: str) -> bytes:
     """Return the text in a line of JSON; nothing for an empty line.
 
@@ -442,16 +445,7 @@ def _text_of(line: bytes, where: str) -> bytes:
     line = line.strip()
     if not line:
         return b""
-    try:
-        content = json.loads(line)
-    except (ValueError, RecursionError) as failure:
-        why: object = failure
-        if isinstance(failure, json.JSONDecodeError):
-            why = f"{failure.msg}, column {failure.colno}"
-        raise TextError(
-            f"train.data: {where} is no JSON ({why}); correct the line, or take it out; valid: "
-            f'{{"text": "a document"}}'
-        ) from failure
+    content = json_line(line, where, f"correct the line, or take it out; {_VALID}")
     text = content.get("text") if isinstance(content, dict) else None
     if isinstance(text, str):
         return text.encode(errors="surrogatepass")  # JSON can hold halves of a character
@@ -459,80 +453,5 @@ def _text_of(line: bytes, where: str) -> bytes:
     if isinstance(content, dict):
         has = f"the keys {', '.join(map(repr, content))}"
     raise TextError(
-        f'train.data: {where} has no "text" that is a string (it has {has[:200]}); valid: '
-        f'{{"text": "a document"}}'
+        f'train.data: {where} has no "text" that is a string (it has {has[:200]}); {_VALID}'
     )
-
-
-def _kept_index_of_lines(files: TextFiles, seq: int) -> tuple[Tensor, str]:
-    """Return what `index_of_lines` does, of a large text from the file of an earlier process.
-
-    A file of the text that has another size or was written to since makes another text. Without a
-    place to write nothing is kept, and nothing fails.
-    """
-    if files.total >= _LEAST_KEPT_BYTES:
-        with suppress(OSError):  # of the lock
-            path = default_path().parent / "texts" / f"{_index_key(files, seq)}.index"
-            with locked(path.with_name("lock"), _PATIENCE_S):
-                index = _read_index(path)
-                if index is None:
-                    index = index_of_lines(files, seq)
-                    _write_index(path, *index)
-                return index
-    return index_of_lines(files, seq)
-
-
-def _index_key(files: TextFiles, seq: int) -> str:
-    digest = hashlib.blake2b(f"{_INDEX_VERSION} {seq}\n".encode(), digest_size=16)
-    for path, end in zip(files.paths, files.ends, strict=True):
-        try:
-            facts = path.stat()
-        except OSError as failure:
-            raise _unreadable(path, failure) from failure
-        key = f"{path.resolve()} {end} {facts.st_size} {facts.st_mtime_ns}\n"
-        digest.update(key.encode(errors="surrogateescape"))
-    return digest.hexdigest()
-
-
-def _read_index(path: Path) -> tuple[Tensor, str] | None:
-    """Return what was written; `None`: nothing, or not all of it."""
-    try:
-        with path.open("rb") as file:
-            length, crc, checksum = _HEADER.unpack(file.read(_HEADER.size))
-            if not 0 < 8 * length <= os.fstat(file.fileno()).st_size:
-                return None
-            index = like(torch.empty(length, dtype=torch.int64, device="meta"))
-            content = _bytes_of(index)
-            whole = file.readinto(content) == index.nbytes
-        os.utime(path)
-    except (OSError, struct.error):
-        return None
-    return (index, checksum.decode()) if whole and crc == _crc(content, checksum) else None
-
-
-def _write_index(path: Path, index: Tensor, checksum: str) -> None:
-    """Write it whole or not at all, and remove those that were not used for a month."""
-    if not len(index):
-        return
-    fresh, content, of_lines = path.with_suffix(".new"), _bytes_of(index), checksum.encode()
-    try:
-        for other in path.parent.glob("*.*"):
-            if time.time() - other.stat().st_mtime > EXPIRY_S:
-                other.unlink()
-        with fresh.open("wb") as file:
-            file.write(_HEADER.pack(len(index), _crc(content, of_lines), of_lines))
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
-    except OSError:
-        with suppress(OSError):
-            fresh.unlink(missing_ok=True)
-
-
-def _bytes_of(numbers: Tensor) -> memoryview:
-    return memoryview((ctypes.c_char * numbers.nbytes).from_address(numbers.data_ptr())).cast("B")
-
-
-def _crc(index: memoryview, checksum: bytes) -> int:
-    return zlib.crc32(index, zlib.crc32(checksum))

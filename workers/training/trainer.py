@@ -34,7 +34,13 @@ from workers.training.host_states import HostStates
 from workers.training.keyed_random import Dropouts
 from workers.training.loader import Feed
 from workers.training.lora import new_model
-from workers.training.model_levers import Compiling, KernelWatch, ModelLevers, Recomputation
+from workers.training.model_levers import (
+    Compiling,
+    KernelWatch,
+    ModelLevers,
+    Recomputation,
+    level_of,
+)
 from workers.training.models import CNNS, GPTS
 from workers.training.optimizers import (
     Average,
@@ -193,7 +199,7 @@ class Trainer:
         rows = self._accumulator.next_rows(limit)
         if self._parts_check is not None and rows > 1 and not self._accumulator.done:
             self._look(self._parts_check, limit)
-        level = self._recomputation.level_of(self.settings.recompute, level)
+        level = level_of(self.settings.recompute, level, self._recomputation.most)
         first, arithmetic = self._accumulator.done, self.settings.precision
         self._parts = self._parts if first else 0
         if rows:

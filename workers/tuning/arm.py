@@ -18,8 +18,6 @@ from multiprocessing.connection import Connection
 from typing import Any, Final
 
 import psutil
-import torch
-from torch import nn
 from torch.utils.data import default_collate
 
 from workers.devices import open_device
@@ -28,15 +26,14 @@ from workers.engine.between_steps import DutyCycle
 from workers.messages import IncompatibleError
 from workers.nvml.queries import visible_card
 from workers.nvml.sensors import CardSensors
-from workers.oom import classify, drop_frames
+from workers.oom import classify, drop_frames, one_line
 from workers.readings import THROTTLE_ALARMS, SensorReading
 from workers.settings import FailureKind
 from workers.training import order
-from workers.training.batches import on_device
+from workers.training.batches import Batch
 from workers.training.errors import TrainingError
-from workers.training.host_memory import wait_asleep
 from workers.training.settings import TrainSettings
-from workers.training.tasks import TrainTask, find_task
+from workers.training.tasks import TrainTask, find_task, validation
 from workers.training.trainer import Trainer
 from workers.tuning.messages import (
     NO_ROOM,
@@ -55,9 +52,6 @@ from workers.workloads.matmul import Matmul
 # Without NumPy, which nothing here uses, torch says so when its compiler is imported, on the user's
 # terminal.
 warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
-
-#: Of an error's text that is not our own.
-_LONGEST: Final = 300
 
 _NO_MEMORY: Final = {FailureKind.DEFINITE, FailureKind.PROBABLE}
 
@@ -87,27 +81,27 @@ def serve(connection: Connection, spec: ArmSpec) -> None:
         reason = str(error)
     except Exception as error:  # noqa: BLE001 - a setting may fail in any way, and the head tells it
         failure = classify(error)
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST]}"
+        reason = one_line(error)
         if failure.kind in _NO_MEMORY:
             reason = f"{NO_ROOM}: {failure.text}"
     with suppress(BrokenPipeError, ConnectionResetError):
         connection.send(Refused(reason=reason))
 
 
-def _answer(message: object, work: Products | Trained, device: Device) -> Opened | Done | Evaluated:
+def _answer(
+    message: Open | Turn | Evaluate, work: Products | Trained, device: Device
+) -> Opened | Done | Evaluated:
     if isinstance(message, Open):
         opened = replace(work.open(message.steps), parked_bytes=work.park())
         device.release()
         return opened
     if isinstance(message, Turn):
         return _turn(message, work, device)
-    if isinstance(message, Evaluate):
-        work.unpark()
-        evaluated = work.validation()
-        work.park()
-        device.release()
-        return evaluated
-    raise TypeError(f"an arm does not know {type(message).__name__}")
+    work.unpark()
+    evaluated = work.validation()
+    work.park()
+    device.release()
+    return evaluated
 
 
 def _turn(turn: Turn, work: Products | Trained, device: Device) -> Done:
@@ -210,9 +204,8 @@ class Trained:
         task = find_task(self._settings, data_seed)
         if task.evaluate is None:
             judge = find_task(plain, data_seed)
-            task = replace(
-                task, evaluate=partial(_validation, judge, device.torch_device, data_seed)
-            )
+            unseen = partial(_last_samples, judge, data_seed)
+            task = replace(task, evaluate=validation(unseen, judge.loss, judge.count))
         self._task = task
         self._seed = spec.seed
         self._trainer: Trainer | None = None
@@ -300,20 +293,15 @@ class Trained:
         return self._trainer
 
 
-def _validation(
-    judge: TrainTask, device: torch.device, seed: int, model: nn.Module
-) -> dict[str, float]:
-    """Return the mean loss of samples at the end of the first epoch."""
+def _last_samples(judge: TrainTask, seed: int) -> list[Batch]:
+    """Return a batch of the samples at the end of the first epoch."""
     items = len(judge.dataset)
     count = min(_VALIDATION_SAMPLES, items)
     samples = order.samples(seed, items, items - count, count)
     keys = samples if judge.by_sample else [sample.index for sample in samples]
     several = getattr(judge.dataset, "__getitems__", None)
     made = several(keys) if several is not None else [judge.dataset[key] for key in keys]
-    batch = (judge.collate or default_collate)(made)
-    loss = judge.loss(model, on_device(batch, device))
-    wait_asleep(device)
-    return {"validation_loss": float(loss) / judge.count(batch)}
+    return [(judge.collate or default_collate)(made)]
 
 
 def _place(device: Device) -> dict[str, Any]:

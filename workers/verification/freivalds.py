@@ -156,15 +156,8 @@ def freivalds(
         scratch: A flat tensor of doubles on that device, `least_scratch` or more, that overlaps
         none of them.
         seed: Of the random signs.
-
-    Raises:
-        ValueError: The scratch is too small, or the matrices are.
     """
     n = result.shape[0]
-    if n < VECTORS:
-        raise ValueError(
-            f"Freivalds' test with {VECTORS} vectors is for at least {VECTORS} rows, not {n}"
-        )
     rows = chunk_rows(n, len(scratch) - _BY_N * n, _BY_ROWS, result.device.type)
     parts = [VECTORS * n, VECTORS * n, n, n, n, VECTORS * rows, rows, rows, rows * n]
     flat = scratch[: sum(parts)].split_with_sizes(parts)
@@ -229,16 +222,9 @@ def verdict(kind: str, worst: float, row: int, result: torch.Tensor) -> Check:
 
 def chunk_rows(n: int, doubles: int, by_rows: int, device_type: str) -> int:
     """Return how many of n rows of n columns to look at together, if each takes `n + by_rows`
-    doubles of scratch.
-
-    Raises:
-        ValueError: Not even one fits.
+    doubles of scratch, which hold one at the least.
     """
     fitting = doubles // (n + by_rows)
-    if fitting < 1:
-        raise ValueError(
-            f"{doubles} doubles of scratch do not hold a row of {n} and {by_rows} more"
-        )
     return max(1, min(n, fitting, _CHUNK_BYTES[device_type] // (n * _ITEM_BYTES)))
 
 

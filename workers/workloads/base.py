@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -96,6 +97,10 @@ class Workload(ABC):
     #: to rest or to end gets another slice then. A class may make it a property.
     save_due: bool = False
 
+    #: The last of each figure that it has judged itself by, such as the loss of validation. A
+    #: queue of jobs compares them.
+    metrics: Mapping[str, float] = MappingProxyType({})
+
     #: The newest file with its state, which reports then carry to the head piece by piece; `None`:
     #: it stays here.
     saved: Path | None = None
@@ -103,6 +108,9 @@ class Workload(ABC):
     #: What the table says of it while it works, such as a checkpoint that cannot be written; empty:
     #: nothing.
     notice: str = ""
+
+    #: What the smallest step is planned to take on the device; `None`: that is not known.
+    least_bytes: int | None = None
 
     @classmethod
     def prepare(cls, settings: Mapping[str, Scalar]) -> None:

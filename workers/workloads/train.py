@@ -122,7 +122,7 @@ class Train(Workload):
         """The newest checkpoint, where `train.checkpoints` is `head`."""
         if self._checkpoints is None or self._settings.checkpoints != "head":
             return None
-        return self._checkpoints.newest_file()
+        return self._checkpoints.good
 
     def rungs(self, batch: int) -> Sequence[Rung]:
         """Offer micro-batches, recomputed blocks and states on the host.
@@ -140,6 +140,7 @@ class Train(Workload):
                 self._planner = planner
             ram_bytes = host_share(on_card=on_card).ram_bytes
             self._ladder = planned_ladder(planner, settings, ram_bytes)
+            self.least_bytes = self._ladder.least_bytes()
         except TaskError as error:
             self.context.tell("not_planned", reason=str(error))
             self._ladder = unplanned_ladder(settings)
@@ -224,9 +225,11 @@ class Train(Workload):
             self.context.tell("profiled", **figures)
         self._validate(trainer)
         waits = trainer.finished or self._save_soon
+        if checkpoints is not None and waits:
+            checkpoints.wait()
+            if checkpoints.saved_step == trainer.step and not trainer.finished:
+                waits = self._save_soon = False
         if checkpoints is not None and (waits or checkpoints.due()):
-            if waits:
-                checkpoints.wait()
             checkpoints.save(trainer.state(), trainer.step)
             if waits:
                 checkpoints.wait()
@@ -248,6 +251,7 @@ class Train(Workload):
         if not figures:
             return
         self.context.tell("evaluated", step=step, **figures)
+        self.metrics = dict(figures)
         loss, best = figures.get("validation_loss"), trainer.course.best_loss
         if every is None or loss is None or (best is not None and loss >= best):
             return

@@ -34,9 +34,9 @@ from orchestrator.lab.burn.results import (
     result_dict,
     result_lines,
 )
-from orchestrator.lab.burn.verdict import BurnPhase, Measured, WorkerSample, judge
+from orchestrator.lab.burn.verdict import BurnPhase, Look, Measured, judge
 from orchestrator.record.archive import read_events
-from orchestrator.record.model import Row, Snapshot
+from orchestrator.record.model import Snapshot
 from orchestrator.record.summary import summary_text, write_summary
 from orchestrator.run import runner as runs
 from orchestrator.run.environment import Environment, Mode
@@ -177,7 +177,7 @@ def _changed(config: Config, length_s: float, **changes: object) -> Config:
     return Config.model_validate(data)
 
 
-#: Samples of a long run with a thousand workers must fit into memory.
+#: Of each worker in a long run.
 _SAMPLES_MOST = 600
 
 _SAMPLE_EVERY_S = 1.0
@@ -335,7 +335,7 @@ class SnapshotSampler:
         self._length_s = length_s
         self._every_s = max(_SAMPLE_EVERY_S, length_s / _SAMPLES_MOST)
         self._due_s = 0.0
-        self._samples: dict[str, list[WorkerSample]] = {}
+        self._looks: dict[str, list[Look]] = {}
         self.last: Snapshot | None = None
         """The latest picture of the run; `None` if it never came to one."""
 
@@ -345,7 +345,7 @@ class SnapshotSampler:
         if 0.0 < snapshot.elapsed_s < snapshot.duration_s and snapshot.elapsed_s >= self._due_s:
             self._due_s = snapshot.elapsed_s + self._every_s
             for row in snapshot.rows:
-                self._samples.setdefault(row.slot, []).append(_sample(row, snapshot.elapsed_s))
+                self._looks.setdefault(row.slot, []).append((snapshot.elapsed_s, row))
 
     def close(self, snapshot: Snapshot) -> None:
         """Take the run as it ended."""
@@ -363,23 +363,9 @@ class SnapshotSampler:
             Measured(
                 row=row,
                 length_s=self._length_s,
-                samples=tuple(self._samples.get(row.slot, ())),
+                looks=tuple(self._looks.get(row.slot, ())),
                 alarms=tuple(dict.fromkeys(alarms.get(row.slot, ()))),
                 unchecked=unchecked.get(row.slot),
             )
             for row in rows
         )
-
-
-def _sample(row: Row, at_s: float) -> WorkerSample:
-    return WorkerSample(
-        at_s=at_s,
-        state=row.state,
-        tflops=row.tflops,
-        reserved_bytes=row.reserved_bytes,
-        # Temperatures that are hot for a card are normal for a processor.
-        temperature_c=row.temperature_c if row.temperature_of == "card" else None,
-        throttle_pct=row.throttle_pct,
-        power_w=row.power_w,
-        samples_per_s=row.progress.samples_per_s,
-    )

@@ -107,24 +107,26 @@ def parse_sweep(text: str) -> Sweep:
     """Read `power=200..350:25` or `memory-offset=0..500:50`.
 
     Raises:
-        ValueError: It is something else, or its steps are too large; says what would be right.
+        UsageError: It is something else, or its steps are too large; says what would be right.
     """
     match = _ASKED.fullmatch(text)
     if match is None:
-        raise ValueError(
-            f"{text!r:.60} is no sweep; valid: power=200..350:25 (watts) or "
+        raise UsageError(
+            f"--sweep {text!r:.60} is no sweep; valid: power=200..350:25 (watts) or "
             "memory-offset=0..500:50 (MHz)"
         )
     lever, first, last, step = SweptSetting(match[1]), int(match[2]), int(match[3]), int(match[4])
     if not 0 < step <= lever.step_most:
-        raise ValueError(f"the step must be 1 to {lever.step_most} {lever.unit}, not {step}")
+        raise UsageError(
+            f"--sweep the step must be 1 to {lever.step_most} {lever.unit}, not {step}"
+        )
     if first > last or (lever is SweptSetting.POWER and first <= 0):
-        raise ValueError(
-            f"the lower end comes first, and is a value that a card can have: not {first}..{last}"
+        raise UsageError(
+            f"--sweep the lower end comes first, and is a value that a card can have: not {first}..{last}"
         )
     values = range(first, last + 1, step)
     if len(values) > _VALUES_MOST:
-        raise ValueError(f"{len(values)} values are too many; at most {_VALUES_MOST}")
+        raise UsageError(f"--sweep {len(values)} values are too many; at most {_VALUES_MOST}")
     return Sweep(
         lever=lever,
         values=tuple(reversed(values)) if lever is SweptSetting.POWER else tuple(values),
@@ -238,10 +240,7 @@ def burn_sweep(
     Raises:
         OrchestratorError: It asks for nothing, nothing could be run, or no card can be set.
     """
-    try:
-        sweep = parse_sweep(text)
-    except ValueError as error:
-        raise UsageError(f"--sweep {error}") from error
+    sweep = parse_sweep(text)
     _check(make_environment(config), options)
     started = datetime.now(UTC)
     planned = at_one_value(config, step_s)

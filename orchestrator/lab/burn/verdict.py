@@ -18,8 +18,9 @@ from itertools import groupby
 from statistics import fmean, median, pstdev
 from typing import TypeAlias
 
-from orchestrator.core.slot import HeadState, SlotState
+from orchestrator.core.slot import HeadState
 from orchestrator.record.model import Row
+from orchestrator.view.cells import mean
 from orchestrator.view.phrases import counted
 from workers.messages import STARVED, WorkerState
 from workers.units import MIB
@@ -36,7 +37,7 @@ _SLOWED = frozenset({WorkerState.THROTTLED, WorkerState.PAUSED})
 _WARM_UP_SHARE = 0.2
 _WARM_UP_MOST_S = 120.0
 
-#: Throughput in a sample is the mean of about the last ten seconds; samples closer than that say
+#: Throughput in a row is the mean of about the last ten seconds; rows closer than that say
 #: the same twice.
 _WINDOW_S = 10.0
 _WINDOWS_LEAST = 4
@@ -110,20 +111,8 @@ LIMITS = Limits()
 _THROTTLE_MOST_PCT = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSample:
-    """One worker at one moment."""
-
-    at_s: float
-    """Since the planned time of the run began."""
-    state: SlotState
-    tflops: float | None = None
-    reserved_bytes: int | None = None
-    temperature_c: float | None = None
-    throttle_pct: float | None = None
-    power_w: float | None = None
-    samples_per_s: float | None = None
-    """Of a training."""
+Look: TypeAlias = tuple[float, Row]
+"""A worker at one moment, in seconds since the planned time of the run began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +123,7 @@ class Measured:
     """As the run ended."""
     length_s: float
     """Planned, of the run."""
-    samples: Sequence[WorkerSample]
+    looks: Sequence[Look]
     alarms: tuple[str, ...] = ()
     """Names of the alarms that its card raised."""
     unchecked: str | None = None
@@ -239,44 +228,41 @@ def error_count(row: Row, figures: Figures) -> int:
 
 
 def _figures(measured: Measured) -> Figures:
-    samples, cap_bytes = measured.samples, measured.row.cap_bytes
+    looks, cap_bytes = measured.looks, measured.row.cap_bytes
+    rows = [row for _, row in looks]
     warm_up_s = min(_WARM_UP_SHARE * measured.length_s, _WARM_UP_MOST_S)
-    settled = [sample for sample in samples if sample.at_s >= warm_up_s] or list(samples)
-    held = [sample.reserved_bytes for sample in settled if sample.reserved_bytes is not None]
+    settled = [row for at_s, row in looks if at_s >= warm_up_s] or rows
+    held = [row.reserved_bytes for row in settled if row.reserved_bytes is not None]
+    # Temperatures that are hot for a card are normal for a processor.
     warmth = [
-        (sample.at_s, sample.temperature_c)
-        for sample in samples
-        if sample.temperature_c is not None
+        (at_s, row.temperature_c)
+        for at_s, row in looks
+        if row.temperature_c is not None and row.temperature_of == "card"
     ]
     hot = [(at_s, temperature_c >= LIMITS.temperature_limit_c) for at_s, temperature_c in warmth]
-    throttled = [sample.throttle_pct for sample in samples if sample.throttle_pct is not None]
-    windows = _windows(samples, warm_up_s)
+    throttled = [row.throttle_pct for row in rows if row.throttle_pct is not None]
+    windows = _windows(looks, warm_up_s)
     half = len(windows) // 2
-    mean = fmean(windows) if windows else None
+    average = mean(windows)
     first = fmean(windows[:half]) if half else 0.0
     is_long = len(windows) >= _WINDOWS_LEAST
     return Figures(
         vram_held_pct=100 * median(held) / cap_bytes if held and cap_bytes else None,
-        emergency_pct=_pct_of(sample.state in STARVED for sample in samples),
+        emergency_pct=_pct_of(row.state in STARVED for row in rows),
         temperature_max_c=max((temperature_c for _, temperature_c in warmth), default=None),
         hot_longest_s=_longest_s(hot) if hot else None,
         hot_pct=_pct_of(is_hot for _, is_hot in hot),
-        slowed_pct=_pct_of(sample.state in _SLOWED for sample in settled)
+        slowed_pct=_pct_of(row.state in _SLOWED for row in settled)
         if warmth or throttled
         else None,
         throttle_max_pct=max(throttled, default=None),
-        tflops_mean=mean,
-        tflops_cv_pct=100 * pstdev(windows) / mean if mean and is_long else None,
+        tflops_mean=average,
+        tflops_cv_pct=100 * pstdev(windows) / average if average and is_long else None,
         tflops_drop_pct=100 * (1.0 - fmean(windows[-half:]) / first) if first and is_long else None,
-        power_w_mean=_mean(sample.power_w for sample in settled),
-        samples_per_s_mean=_mean(sample.samples_per_s for sample in settled),
-        tflops_settled_mean=_mean(sample.tflops for sample in settled),
+        power_w_mean=mean(row.power_w for row in settled),
+        samples_per_s_mean=mean(row.progress.samples_per_s for row in settled),
+        tflops_settled_mean=mean(row.tflops for row in settled),
     )
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    present = [value for value in values if value is not None]
-    return fmean(present) if present else None
 
 
 def _pct_of(flags: Iterable[bool]) -> float | None:
@@ -284,15 +270,15 @@ def _pct_of(flags: Iterable[bool]) -> float | None:
     return 100 * sum(present) / len(present) if present else None
 
 
-def _windows(samples: Sequence[WorkerSample], warm_up_s: float) -> list[float]:
+def _windows(looks: Sequence[Look], warm_up_s: float) -> list[float]:
     """Return means that do not overlap; a window without work has a mean of 0."""
     means: list[float] = []
     due_s = warm_up_s + _WINDOW_S
-    counts_work = any(sample.tflops is not None for sample in samples)
-    for sample in samples:
-        if counts_work and sample.at_s >= due_s:
-            means.append(sample.tflops or 0.0)
-            due_s = sample.at_s + _WINDOW_S
+    counts_work = any(row.tflops is not None for _, row in looks)
+    for at_s, row in looks:
+        if counts_work and at_s >= due_s:
+            means.append(row.tflops or 0.0)
+            due_s = at_s + _WINDOW_S
     return means
 
 
@@ -316,7 +302,7 @@ def _memory(measured: Measured, figures: Figures) -> _Opinion:
     held_pct, cap_bytes = figures.vram_held_pct, measured.row.cap_bytes
     if held_pct is None or cap_bytes is None:
         return None, "the worker never reported its memory"
-    most_bytes = max(sample.reserved_bytes or 0 for sample in measured.samples)
+    most_bytes = max(row.reserved_bytes or 0 for _, row in measured.looks)
     if most_bytes > cap_bytes:
         return False, f"held {most_bytes / MIB:.0f} MiB, over its cap of {cap_bytes / MIB:.0f} MiB"
     text = (

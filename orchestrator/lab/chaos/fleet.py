@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections import Counter, deque
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
@@ -41,8 +41,8 @@ from workers.settings import WorkerSpec
 _CALM_S: Final = 60.0
 _CALM_SHARE: Final = 0.2
 
-#: Closed faults that are kept in full; older ones are only counted.
-MAX_KEPT = 10_000
+#: Faults that are told one by one; older ones are only counted.
+TOLD_MOST = 10_000
 
 #: Faults that end a process wherever it is.
 _DEADLY: Final = frozenset({FaultKind.KILL, FaultKind.SEGV, FaultKind.EXIT})
@@ -93,43 +93,33 @@ class FaultLog:
     """Every fault of a run, in the order of injection."""
 
     def __init__(self) -> None:
-        self._number = 0
-        self._kept: dict[int, Fault] = {}
-        self._closed: deque[Fault] = deque()
-        """Those of `_kept` that may be dropped, the oldest outcome first."""
-        self._dropped: Counter[tuple[FaultKind, FaultOutcome]] = Counter()
+        self._faults: list[Fault] = []
 
     def enter(self, kind: FaultKind, target: str, at_s: float) -> Fault:
         """Return a new fault that is under way from now on."""
-        self._number += 1
-        fault = Fault(number=self._number, at_s=at_s, kind=kind, target=target)
-        self._kept[self._number] = fault
+        fault = Fault(number=len(self._faults) + 1, at_s=at_s, kind=kind, target=target)
+        self._faults.append(fault)
         return fault
 
     def close(
         self, fault: Fault, fate: FaultOutcome, became: str, recovered_s: float | None = None
     ) -> None:
-        """Give a fault its one outcome; of very many closed ones, only the last are kept."""
+        """Give a fault its one outcome."""
         fault.fate, fault.became, fault.recovered_s = fate, became, recovered_s
-        self._closed.append(fault)
-        if len(self._closed) > MAX_KEPT:
-            oldest = self._closed.popleft()
-            del self._kept[oldest.number]
-            self._dropped[oldest.kind, oldest.fate] += oldest.count
 
     def faults(self) -> list[Fault]:
-        """Return those under way, and the last `MAX_KEPT` that are closed."""
-        return list(self._kept.values())
+        """Return the last `TOLD_MOST`."""
+        return self._faults[-TOLD_MOST:]
 
     def tally(self, kind: FaultKind) -> dict[str, Any]:
-        """Count the faults of a kind, those no longer kept included.
+        """Count the faults of a kind, those included that are not told one by one.
 
         `injected` is the sum of `recovered` (or survived in the same slice), `given_up` and
         `pending` (under way, or not back when the run ended). `moot` were planned or sent, and
         overtaken by something else.
         """
-        counts = {fate: self._dropped[kind, fate] for fate in FaultOutcome}
-        for fault in self._kept.values():
+        counts = dict.fromkeys(FaultOutcome, 0)
+        for fault in self._faults:
             if fault.kind is kind:
                 counts[fault.fate] += fault.count
         moot = counts.pop(FaultOutcome.MOOT)
@@ -225,7 +215,9 @@ class ChaosFleet:
         self._head_node = head_node
         self._events = events
         self._clock = clock
-        self._workers = {slot: _Worker(node) for slot, node in homes.items()}
+        # The slots of jobs come later, and may move.
+        self._workers: defaultdict[str, _Worker] = defaultdict(lambda: _Worker(head_node))
+        self._workers |= {slot: _Worker(node) for slot, node in homes.items()}
         self._began_s: float | None = None
         self._began_unix_s = clock.unix_s()
         self._calm_from_s = self._ends_at_s = math.inf
@@ -246,6 +238,7 @@ class ChaosFleet:
 
     def place(self, spec: WorkerSpec, num_cpus: float, num_gpus: float) -> None:
         """Place a worker whose workload has faults in it, if the plan strikes workers."""
+        self._workers[spec.slot].node = spec.node
         faults = self._plan.step_faults()
         if faults is not None:
             settings = {**spec.workload.settings, "chaos": json.dumps(faults)}

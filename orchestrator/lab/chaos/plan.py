@@ -16,7 +16,6 @@ from typing import Any
 from orchestrator.config.duration import format_duration, parse_duration
 from orchestrator.errors import Problem, UsageError
 from workers.messages import FaultKind
-from workers.settings import FailureKind
 
 #: Longest text of the option; a plan that needs more is a typing error.
 _MAX_CHARS = 2000
@@ -34,7 +33,7 @@ STEP_FAULTS = frozenset({FaultKind.OOM, FaultKind.RAISE, FaultKind.FLIP})
 _STRIKES = tuple(kind for kind in FaultKind if kind not in {*STEP_FAULTS, FaultKind.NODE})
 
 _VALID = {
-    FaultKind.OOM: "oom:rate=0.05, oom:num=2,skip=10 or both; and kind=definite or kind=probable",
+    FaultKind.OOM: "oom:rate=0.05, oom:num=2,skip=10 or both",
     FaultKind.RAISE: "raise:rate=0.001",
     FaultKind.FLIP: "flip:rate=0.1",
     FaultKind.NODE: "node:NAME@30s, node:NAME@30s+20s, or node:every=120s,for=15s",
@@ -58,31 +57,27 @@ class FaultRule:
     num: int = 0
     """So many steps of each process, after the first `skip`."""
     skip: int = 0
-    oom_kind: FailureKind = FailureKind.DEFINITE
     pause_s: float = _NODE_PAUSE_S
     """How long a random node other than the head's stays down."""
 
     def describe(self) -> list[str]:
         """The rule in words, for the user."""
-        kind = (
-            f"{self.kind}"
-            if self.oom_kind is FailureKind.DEFINITE
-            else f"{self.kind} ({self.oom_kind})"
-        )
         words = []
         if self.kind is FaultKind.FLIP:
             words.append(f"flip a bit before {100 * (self.rate or 0.0):g} % of checks")
         elif self.rate is not None:
-            words.append(f"{kind} in {100 * self.rate:g} % of steps")
+            words.append(f"{self.kind} in {100 * self.rate:g} % of steps")
         if self.num:
-            words.append(f"{kind} in {self.num} steps after the first {self.skip} of each process")
+            words.append(
+                f"{self.kind} in {self.num} steps after the first {self.skip} of each process"
+            )
         if self.every_s is not None:
             every = f"every {format_duration(self.every_s)}"
             is_node = self.kind is FaultKind.NODE
             words.append(
                 f"a random node {every} for {format_duration(self.pause_s)}"
                 if is_node
-                else f"{kind} {every}"
+                else f"{self.kind} {every}"
             )
         return words
 
@@ -119,11 +114,7 @@ class ChaosPlan:
             if rule.kind in STEP_FAULTS:
                 faults[f"{rule.kind}_rate"] = rule.rate or 0.0
             if rule.kind is FaultKind.OOM:
-                faults |= {
-                    "oom_num": rule.num,
-                    "oom_skip": rule.skip,
-                    "oom_kind": rule.oom_kind.value,
-                }
+                faults |= {"oom_num": rule.num, "oom_skip": rule.skip}
         return faults
 
     def kinds(self) -> tuple[FaultKind, ...]:
@@ -315,13 +306,6 @@ def _count(piece: str, text: str, *, at_least: int) -> int:
     return count
 
 
-def _oom_kind(piece: str, text: str) -> FailureKind:
-    kinds = [FailureKind.DEFINITE, FailureKind.PROBABLE]
-    if text not in kinds:
-        raise _refusal(piece, "there is no such kind of out-of-memory", ", ".join(kinds))
-    return FailureKind(text)
-
-
 def _quoted(text: str) -> str:
     return f"'{text}'" if len(text) <= 40 else f"'{text[:37]}…'"
 
@@ -332,7 +316,6 @@ _OPTIONS: Mapping[FaultKind, Mapping[str, tuple[str, Callable[[str, str], Any]]]
         "rate": ("rate", _rate),
         "num": ("num", partial(_count, at_least=1)),
         "skip": ("skip", partial(_count, at_least=0)),
-        "kind": ("oom_kind", _oom_kind),
     },
     FaultKind.RAISE: {"rate": ("rate", _rate)},
     FaultKind.FLIP: {"rate": ("rate", _rate)},

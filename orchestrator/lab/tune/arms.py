@@ -11,7 +11,7 @@ import math
 import random
 import signal
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, Final, TypeVar
 
@@ -48,20 +48,6 @@ _SHORTEST: Final = 0.5
 _NEIGHBOUR_SHARE: Final = 0.25
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnResult:
-    """One turn of one arm."""
-
-    arm: str
-    seconds_per_sample: float
-    clock_mhz: float | None = None
-    """The mean clock of the card; `None` where it has no sensor."""
-    throttled: bool = False
-    """Whether the card slowed itself down, for heat or power."""
-    neighbour_share: float | None = None
-    """What other programs used of the card, or of the arm's processors; 0 to 1."""
-
-
 def turns(arms: Sequence[str], seed: int, number: int) -> list[str]:
     """Return the order of a round: the baseline twice, each of `arms` once."""
     order = [BASELINE, BASELINE, *arms]
@@ -93,7 +79,7 @@ def turn_that_fits(usual: Turn, steps_s: Sequence[float], overhead_s: float, roo
     return replace(least, seconds=min(usual.seconds, least.seconds + spare_s))
 
 
-def disturbance(blocks: Sequence[TurnResult]) -> str | None:
+def disturbance(blocks: Sequence[Done]) -> str | None:
     """Return why a round does not count; `None` if it does."""
     if any(block.throttled for block in blocks):
         return "throttled"
@@ -105,7 +91,7 @@ def disturbance(blocks: Sequence[TurnResult]) -> str | None:
     return None
 
 
-def clock_of(blocks: Sequence[TurnResult]) -> float | None:
+def clock_of(blocks: Sequence[Done]) -> float | None:
     """Return the mean clock of the card in a round; `None` where it has no sensor."""
     clocks = [block.clock_mhz for block in blocks if block.clock_mhz]
     return sum(clocks) / len(clocks) if clocks else None
@@ -151,8 +137,8 @@ class Arm:
             parked_bytes=sum(answer.parked_bytes for answer in answers),
         )
 
-    def turn(self, seconds: float, least_steps: int) -> TurnResult:
-        """Have it work, all of its processes together.
+    def turn(self, seconds: float, least_steps: int) -> Done:
+        """Have it work, all of its processes together; return what they did in a second.
 
         Raises:
             ArmError: It cannot.
@@ -165,9 +151,9 @@ class Arm:
             raise ArmError("it did nothing in its turn")
         clocks = [one.clock_mhz for one in done if one.clock_mhz]
         shares = [one.neighbour_share for one in done if one.neighbour_share is not None]
-        return TurnResult(
-            arm=self.name,
-            seconds_per_sample=1 / speed,
+        return Done(
+            samples=speed,
+            seconds=1.0,
             clock_mhz=sum(clocks) / len(clocks) if clocks else None,
             throttled=any(one.throttled for one in done),
             # Each copy takes the others for neighbours.

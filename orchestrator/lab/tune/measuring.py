@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import psutil
+from pydantic import TypeAdapter
 
 from orchestrator.lab.tune.arms import (
     AGAIN,
     BASELINE,
     Arm,
     ArmError,
-    TurnResult,
     clock_of,
     disturbance,
     round_s,
@@ -34,9 +34,10 @@ from orchestrator.lab.tune.arms import (
 )
 from orchestrator.lab.tune.levers import Candidate, MakeSpec
 from orchestrator.lab.tune.statistics import LEAVING_SHARE, least_rounds
-from workers.tuning.messages import Opened, Turn
+from workers.files import replace_whole
+from workers.tuning.messages import Done, Opened, Turn
 
-FILE: Final = "rounds.jsonl"
+FILE: Final = "rounds.json"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,31 +58,36 @@ class PassData:
     """The budget with which the pass came to its end; a larger one continues it."""
 
 
-class Journal:
-    """What a tuning has measured so far, in memory and in a file of one JSON object a line.
+@dataclass(slots=True, kw_only=True)
+class _Kept:
+    """The content of a journal's file."""
 
-    Each line is written as soon as it is known. The last one may be cut off by a kill, and is then
-    left out. The journal also keeps the time that a tuning has spent, with that of the processes
-    that were killed.
+    opened: dict[str, Opened] = field(default_factory=dict)
+    passes: dict[str, PassData] = field(default_factory=dict)
+    steps: int | None = None
+    noted_s: float = 0.0
+
+
+class Journal:
+    """What a tuning has measured so far, in memory and in a file.
+
+    The file is written anew with each measurement. The journal also keeps the time that a tuning
+    has spent, with that of the processes that were killed.
     """
 
     def __init__(self, folder: Path, now: Callable[[], float] = time.monotonic) -> None:
         """Read what is there."""
         self._path = folder / FILE
         self._now = now
-        self.opened: dict[str, Opened] = {}
+        there = self._path.exists()
+        kept = TypeAdapter(_Kept).validate_json(self._path.read_bytes()) if there else _Kept()
+        self.opened = kept.opened
         """First steps of each arm, of all passes."""
-        self.passes: dict[str, PassData] = {}
-        self.steps: int | None = None
+        self.passes = kept.passes
+        self.steps = kept.steps
         """Of the comparison; `None` until the baseline's speed is known."""
-        self.noted_s = 0.0
+        self.noted_s = kept.noted_s
         """When the last measurement was taken, in the tuning's time."""
-        text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
-        if text and not text.endswith("\n"):
-            self._append("")
-        for line in text.splitlines():
-            with suppress(ValueError):  # the line that a kill cut off
-                self._take(json.loads(line))
         self._began_s = now() - self.noted_s
 
     def spent_s(self) -> float:
@@ -92,43 +98,11 @@ class Journal:
         """Return the measurements of a pass."""
         return self.passes.setdefault(name, PassData())
 
-    def note(self, kind: str, **detail: Any) -> None:  # noqa: ANN401 - whatever JSON holds
-        """Take in a measurement, and write it."""
-        entry = {"kind": kind, "elapsed_s": round(self.spent_s(), 3), **detail}
-        self._append(json.dumps(entry))
-        self._take(entry)
-
-    def note_opened(self, name: str, opened: Opened) -> None:
-        """Take in the first steps of an arm."""
-        self.note("opened", arm=name, opened=asdict(opened))
-
-    def _append(self, line: str) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-
-    def _take(self, entry: Mapping[str, Any]) -> None:
-        self.noted_s = max(self.noted_s, float(entry["elapsed_s"]))
-        if entry["kind"] == "steps":
-            self.steps = int(entry["steps"])
-            return
-        if entry["kind"] == "opened":
-            plain = entry["opened"]
-            self.opened[entry["arm"]] = Opened(**{**plain, "losses": tuple(plain["losses"])})
-            return
-        data = self.data(entry["pass_name"])
-        match entry["kind"]:
-            case "round" if entry["dropped"] is not None:
-                data.dropped[entry["dropped"]] = data.dropped.get(entry["dropped"], 0) + 1
-            case "round":
-                data.rounds.append(entry["seconds"])
-                if entry.get("clock_mhz"):
-                    data.clocks_mhz.append(entry["clock_mhz"])
-            case "lost":
-                data.lost[entry["arm"]] = entry["reason"]
-            case "later":
-                data.later.setdefault(entry["arm"], {})[entry["turns"]] = entry["loss"]
-            case "over":
-                data.over_at_s = entry["budget_s"]
+    def save(self) -> None:
+        """Write what was measured."""
+        self.noted_s = round(self.spent_s(), 3)
+        kept = _Kept(opened=self.opened, passes=self.passes, steps=self.steps, noted_s=self.noted_s)
+        replace_whole(self._path, json.dumps(asdict(kept)))
 
 
 #: Of the budget: until then a pass may go on that has too few rounds for any interval.
@@ -274,18 +248,18 @@ class Measuring:
                 step_s = max(probe.step_s, 1e-6)
                 steps = int(_OPENING_SHARE * self._plan.budget_s / (arms + 4) / step_s)
                 steps = min(self._plan.compared_steps, max(_FEWEST_STEPS, steps))
-                journal.note("steps", steps=steps)
+                journal.steps = steps
             steps = journal.steps or _FEWEST_STEPS
             if BASELINE not in journal.opened:
-                opened = self._open_once(BASELINE, steps)
-                journal.note_opened(BASELINE, opened)
+                journal.opened[BASELINE] = self._open_once(BASELINE, steps)
+                journal.save()
         except ArmError as error:
             raise BaselineError(str(error)) from error
         for seed, name in enumerate(self._plan.seed_names, 1):
             if name not in journal.opened:
                 with suppress(ArmError):
-                    opened = self._open_once(name, steps, seed)
-                    journal.note_opened(name, opened)
+                    journal.opened[name] = self._open_once(name, steps, seed)
+                    journal.save()
         return journal.opened[BASELINE]
 
     def run(
@@ -346,7 +320,8 @@ class Measuring:
         finally:
             for arm in race.arms.values():
                 arm.close()
-        self._journal.note("over", pass_name=pass_name, budget_s=self._plan.budget_s)
+        data.over_at_s = self._plan.budget_s
+        self._journal.save()
         return data
 
     def _fill(self, race: _Race) -> bool:
@@ -388,14 +363,14 @@ class Measuring:
         return turn if first or ends_s <= (race.latest_s if lacking else race.until_s) else None
 
     def _round(self, race: _Race, turn: Turn) -> None:
-        data, measured, began_s = race.data, list[TurnResult](), self._journal.spent_s()
+        data, measured, began_s = race.data, list[tuple[str, Done]](), self._journal.spent_s()
         counted, dropped = len(data.rounds), sum(data.dropped.values())
         steps_s = self._steps_s(race)
         for name in turns(
             [arm for arm in race.arms if arm != BASELINE], self._plan.seed, counted + dropped
         ):
             try:
-                measured.append(race.arms[name].turn(turn.seconds, turn.least_steps))
+                measured.append((name, race.arms[name].turn(turn.seconds, turn.least_steps)))
                 race.turns[name] += 1
             except ArmError as error:
                 self._lose(race, name, str(error))
@@ -404,14 +379,17 @@ class Measuring:
         # On a machine that is never quiet, at most half of the rounds are given away for nothing,
         # and none that an interval needs.
         may_drop = dropped < counted and self._decided_at_s(race) <= race.latest_s
-        why = disturbance(measured) if may_drop else None
-        self._journal.note(
-            "round",
-            pass_name=race.pass_name,
-            seconds=seconds_of((turn.arm, turn.seconds_per_sample) for turn in measured),
-            clock_mhz=clock_of(measured),
-            dropped=why,
-        )
+        blocks = [done for _, done in measured]
+        why = disturbance(blocks) if may_drop else None
+        if why is not None:
+            data.dropped[why] = data.dropped.get(why, 0) + 1
+        else:
+            data.rounds.append(
+                seconds_of((name, done.seconds / done.samples) for name, done in measured)
+            )
+            if (clock_mhz := clock_of(blocks)) is not None:
+                data.clocks_mhz.append(clock_mhz)
+        self._journal.save()
         beside_s = self._journal.spent_s() - began_s - round_s(turn, steps_s, 0.0)
         race.overhead_s = (race.overhead_s + max(0.0, beside_s / len(steps_s))) / 2
         waiting = f", {len(race.waiting)} not begun" if race.waiting else ""
@@ -442,13 +420,8 @@ class Measuring:
                 self._lose(race, name, str(error))
                 continue
             if loss is not None and math.isfinite(loss):
-                self._journal.note(
-                    "later",
-                    pass_name=race.pass_name,
-                    arm=name,
-                    turns=race.turns[name],
-                    loss=loss,
-                )
+                race.data.later.setdefault(name, {})[race.turns[name]] = loss
+                self._journal.save()
 
     def _part(self, race: _Race) -> None:
         """End the arms that are over, unless another one is judged against them.
@@ -488,12 +461,14 @@ class Measuring:
             self._lose(race, arm.name, str(error))
             return
         if arm.name not in self._journal.opened:
-            self._journal.note_opened(arm.name, opened)
+            self._journal.opened[arm.name] = opened
+            self._journal.save()
 
     def _lose(self, race: _Race, name: str, reason: str) -> None:
         race.arms.pop(name).close()
         race.racing.pop(name, None)
-        self._journal.note("lost", pass_name=race.pass_name, arm=name, reason=reason)
+        race.data.lost[name] = reason
+        self._journal.save()
 
     def _open_once(self, name: str, steps: int, more_seed: int = 0) -> Opened:
         """Have a baseline do its first steps, and end it."""

@@ -16,12 +16,10 @@ from orchestrator.lab.tune.arms import AGAIN, BASELINE
 from orchestrator.lab.tune.levers import EXPECTED, Candidate, TuningTask
 from orchestrator.lab.tune.measuring import Journal, Measuring, PassData, Plan
 from orchestrator.lab.tune.report import (
-    Gain,
     Measurements,
     Objective,
     SeedNoise,
     gain_words,
-    pareto_names,
     rows_of,
 )
 from orchestrator.lab.tune.results import (
@@ -31,6 +29,7 @@ from orchestrator.lab.tune.results import (
     TunedSubject,
     TuningResult,
 )
+from orchestrator.lab.tune.statistics import Effect
 
 #: When the three passes end, as shares of the budget.
 _ALONE: Final = 0.7
@@ -44,8 +43,6 @@ JudgedLever = tuple[Candidate, LeverRow]
 class Choice:
     """What to use, and why."""
 
-    name: str
-    """Of the arm; `baseline`, `your file=…` or a set."""
     changes: Mapping[str, Any]
     """Against the baseline."""
     reason: str
@@ -53,7 +50,7 @@ class Choice:
 
 
 def winners(
-    judged: Sequence[JudgedLever], gains: Mapping[str, Gain], objective: Objective, resolve: float
+    judged: Sequence[JudgedLever], gains: Mapping[str, Effect], objective: Objective, resolve: float
 ) -> list[Candidate]:
     """Return the levers that help and keep the result, one for each key, in the order of the
     ladder.
@@ -145,12 +142,12 @@ def your_file(baseline: Mapping[str, Any], yours: Mapping[str, Any]) -> Candidat
 
 
 def open_questions(
-    judged: Sequence[JudgedLever], gains: Mapping[str, Gain], objective: Objective, resolve: float
+    judged: Sequence[JudgedLever], gains: Mapping[str, Effect], objective: Objective, resolve: float
 ) -> list[str]:
     """Return the levers that could still turn out to help by more than the resolution."""
 
-    def is_open(gain: Gain | None) -> bool:
-        return gain is None or (gain.narrows and gain.low <= 1.0 < 1.0 + resolve < gain.high)
+    def is_open(gain: Effect | None) -> bool:
+        return gain is None or (gain.rounds > 0 and gain.low <= 1.0 < 1.0 + resolve < gain.high)
 
     return [
         candidate.name
@@ -162,7 +159,7 @@ def open_questions(
 def choose(
     best: Candidate | None,
     yours: Candidate | None,
-    best_to_yours: Gain | None,
+    best_to_yours: Effect | None,
     open_levers: Sequence[str],
     objective: Objective,
 ) -> Choice:
@@ -192,8 +189,8 @@ def choose(
             reason, stays = f"your file stays: {reason}", True
             decided = decided and best_to_yours.high < 1.0
     if stays and yours is not None:
-        name, changes = yours.name, yours.changes
-    return Choice(name=name, changes=changes, reason=reason + doubt, decided=decided)
+        changes = yours.changes
+    return Choice(changes=changes, reason=reason + doubt, decided=decided)
 
 
 def _may_be_chosen(candidate: Candidate, row: LeverRow, objective: Objective) -> bool:
@@ -280,7 +277,6 @@ class Passes:
             chosen={**task.baseline, **choice.changes},
             choice=choice.reason,
             decided=choice.decided,
-            pareto=pareto_names([candidate for candidate, _ in every], rows, self._journal.opened),
         )
 
     def _measure(self, pass_name: str, candidates: Sequence[Candidate], share: float) -> PassData:
@@ -335,12 +331,12 @@ class Passes:
         best = by_changes.get(tuple(merged(needed).changes.items()), whole) if needed else whole
         return best, data, self._judged(without, data)
 
-    def _gain(self, data: PassData, name: str, against: str) -> Gain | None:
+    def _gain(self, data: PassData, name: str, against: str) -> Effect | None:
         if name in data.lost:
             return None
         return self._measured(data).gain(self._objective, name, against)
 
-    def _gains(self, several: Sequence[Candidate], data: PassData) -> dict[str, Gain]:
+    def _gains(self, several: Sequence[Candidate], data: PassData) -> dict[str, Effect]:
         """Return what each lever gains over the baseline; the intervals hold together."""
         measured, of = self._measured(data), len(several)
         names = [candidate.name for candidate in several if candidate.name not in data.lost]

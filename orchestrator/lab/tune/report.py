@@ -1,4 +1,4 @@
-"""From the measurements of a pass to rows: effects, parity, verdicts, and the Pareto set. Pure.
+"""From the measurements of a pass to rows: effects, parity, verdicts. Pure.
 
 What is judged is "it helps": more speed, for a lever whose aim is memory fewer bytes, and for one
 that changes what is trained a lower validation loss. A lever must leave the result of a training as
@@ -9,10 +9,10 @@ the difference with what another seed changes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from statistics import fmean, median
+from statistics import median
 from typing import Final, Literal, TypeAlias
 
 from orchestrator.config.gpu_specs import match_profile, peak_tflops
@@ -28,6 +28,7 @@ from orchestrator.lab.tune.statistics import (
     holm,
     log_ratios,
 )
+from orchestrator.view.cells import mean
 from workers.tuning.messages import Opened
 
 Objective: TypeAlias = Literal["speed", "memory", "balanced"]
@@ -55,29 +56,17 @@ NOT_BEGUN: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gain:
-    """How many times better one set of settings is than another, by what counts.
-
-    1.0 is no difference.
-    """
-
-    ratio: float
-    low: float
-    high: float
-    """Infinite with too few rounds for an interval."""
-    narrows: bool = True
-    """Whether more rounds would narrow the interval."""
-
-
 def gain_of(
     objective: Objective,
     effect: Effect | None,
     peak_bytes: int | None,
     against_bytes: int | None,
     peak_noise: float,
-) -> Gain | None:
-    """Return what one arm gains over another; `None` where something of it was not measured.
+) -> Effect | None:
+    """Return how many times better one arm is than another one by what counts.
+
+    `None` where something of it was not measured. A gain of memory is of no round: more rounds do
+    not narrow its interval.
 
     Args:
         objective: What counts.
@@ -86,22 +75,24 @@ def gain_of(
         against_bytes: Of the other.
         peak_noise: The share by which peaks of equal arms differ.
     """
-    speed = None if effect is None else Gain(ratio=effect.ratio, low=effect.low, high=effect.high)
     if objective == "speed":
-        return speed
+        return effect
     if not peak_bytes or not against_bytes:
         return None
     fewer, noise = against_bytes / peak_bytes, 1 + peak_noise
     if objective == "memory":
-        return Gain(ratio=fewer, low=fewer / noise, high=fewer * noise, narrows=False)
-    if speed is None:
+        return Effect(ratio=fewer, low=fewer / noise, high=fewer * noise, p=1.0, rounds=0)
+    if effect is None:
         return None
-    return Gain(
-        ratio=speed.ratio * fewer, low=speed.low * fewer / noise, high=speed.high * fewer * noise
+    return replace(
+        effect,
+        ratio=effect.ratio * fewer,
+        low=effect.low * fewer / noise,
+        high=effect.high * fewer * noise,
     )
 
 
-def gain_words(objective: Objective, name: str, gain: Gain) -> str:
+def gain_words(objective: Objective, name: str, gain: Effect) -> str:
     """Return how a set compares with the user's file."""
     if objective == "memory":
         few, most = 1 / gain.high, 1 / gain.low
@@ -129,7 +120,7 @@ class SeedNoise:
             for one, other in pairs
             if one.validation_loss is not None and other.validation_loss is not None
         ]
-        return cls(loss=_mean(losses), validation=_mean(validations))
+        return cls(loss=mean(losses), validation=mean(validations))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,12 +167,7 @@ def validation_parity(
 def _loss_gap(one: Opened, other: Opened) -> float | None:
     """Return the mean difference over the last half of the steps that both have done."""
     pairs = list(zip(one.losses, other.losses, strict=False))
-    return _mean(abs(a - b) for a, b in pairs[len(pairs) // 2 :])
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    present = [value for value in values if value is not None]
-    return fmean(present) if present else None
+    return mean(abs(a - b) for a, b in pairs[len(pairs) // 2 :])
 
 
 def judge_speed(effect: Effect | None, *, real: bool, resolve: float) -> Judgement:
@@ -295,13 +281,13 @@ class Measurements:
 
     def gain(
         self, objective: Objective, name: str, against: str = BASELINE, of: int = 1
-    ) -> Gain | None:
+    ) -> Effect | None:
         """Return what an arm gains over another one, by what is to be best."""
         return self._gain(objective, self.effect(name, against, of), name, against)
 
     def _gain(
         self, objective: Objective, effect: Effect | None, name: str, against: str
-    ) -> Gain | None:
+    ) -> Effect | None:
         peaks = (self.peak_bytes(name), self.peak_bytes(against))
         return gain_of(objective, effect, *peaks, self.peak_noise)
 
@@ -488,31 +474,3 @@ def _judged(
     if parity is not None:
         reason = f"{reason}; {parity.reason}"
     return replace(row, verdict=verdict, reason=reason)
-
-
-def pareto_names(
-    candidates: Sequence[Candidate], rows: Sequence[LeverRow], opened: Mapping[str, Opened]
-) -> tuple[str, ...]:
-    """Return the names of the rows that nothing beats in speed, device bytes and host bytes.
-
-    The baseline has no row, so its repetition stands for it. A speed without an interval, from two
-    rounds or fewer, is no ground for a name.
-    """
-    costs = {
-        BASELINE if candidate.name == AGAIN else candidate.name: (
-            -(row.speed_ratio or 0.0), row.peak_bytes, opened[candidate.name].host_bytes
-        )
-        for candidate, row in zip(candidates, rows, strict=True)
-        if None not in {row.speed_ratio, row.speed_low, row.speed_high, row.peak_bytes}
-        and row.verdict not in {LeverVerdict.BROKEN, LeverVerdict.UNAVAILABLE}
-        and row.parity_class is not ParityClass.OBJECTIVE
-        and candidate.name in opened
-    }  # fmt: skip
-
-    def is_beaten(cost: tuple[float, int | None, int]) -> bool:
-        return any(
-            other != cost and all((a or 0) <= (b or 0) for a, b in zip(other, cost, strict=True))
-            for other in costs.values()
-        )
-
-    return tuple(name for name, cost in costs.items() if not is_beaten(cost))

@@ -1,7 +1,7 @@
 """What a tuning says: the rows, the result, where it is kept, and the table for people.
 
     STATE/tunings/ID/tune.json     header and rows, for `advise`
-    STATE/tunings/ID/rounds.jsonl  what was measured so far, for `tune --resume ID`
+    STATE/tunings/ID/rounds.json  what was measured so far, for `tune --resume ID`
     STATE/tunings/ID/tuned.yaml    the user's file with the chosen settings
 
 A result holds for one card, driver, torch and model. Whether it still helps another one is for the
@@ -15,7 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
+
+from pydantic import TypeAdapter
 
 from orchestrator.errors import UsageError, one_line
 from orchestrator.view.cells import aligned
@@ -24,7 +26,6 @@ from workers.files import read_small, replace_whole
 from workers.learned_limits import default_path
 from workers.units import MIB
 
-SCHEMA: Final = 2
 RESULT: Final = "tune.json"
 
 #: A few hundred rows with long reasons.
@@ -131,6 +132,7 @@ class TunedSubject:
 class TuningResult:
     """A tuning that is over, or as far as it came."""
 
+    schema: Literal[2] = 2
     tune_id: str
     subject: TunedSubject
     device_name: str
@@ -150,12 +152,10 @@ class TuningResult:
     """Why, in a sentence."""
     decided: bool = False
     """Whether every lever that could have been chosen was measured well enough to tell."""
-    pareto: tuple[str, ...] = ()
-    """Names of the rows (`lever=setting`) that nothing beats."""
 
     def plain(self) -> dict[str, Any]:
         """Return it as JSON holds it."""
-        return {"schema": SCHEMA, **asdict(self)}
+        return asdict(self)
 
 
 def tunings_folder() -> Path:
@@ -176,12 +176,12 @@ def read_result(folder: Path) -> TuningResult:
     """
     path = folder / RESULT
     try:
-        return _result_from(json.loads(read_small(path, _MOST_BYTES)))
+        return TypeAdapter(TuningResult).validate_json(read_small(path, _MOST_BYTES))
     except FileNotFoundError:
         raise UsageError(
             f"there is no result of a tuning at {path}; `tune --resume {folder.name}` makes it"
         ) from None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise UsageError(
             f"{path} cannot be read ({one_line(str(error))[:200]}); remove {folder}, and run "
             "`tune` again"
@@ -197,22 +197,6 @@ def read_results() -> list[TuningResult]:
         except UsageError:
             continue  # one file that is damaged hides no other
     return sorted(results, key=lambda one: (one.created_at, one.tune_id), reverse=True)
-
-
-def _result_from(plain: dict[str, Any]) -> TuningResult:
-    if plain.pop("schema") != SCHEMA:
-        raise ValueError("it is of another version of this program")
-    rows = tuple(
-        LeverRow(**{**row, "verdict": LeverVerdict(row["verdict"])}) for row in plain["rows"]
-    )
-    return TuningResult(
-        **{
-            **plain,
-            "subject": TunedSubject(**plain["subject"]),
-            "rows": rows,
-            "pareto": tuple(plain["pareto"]),
-        }
-    )
 
 
 def result_table(result: TuningResult, width: int | None) -> Iterator[str]:
@@ -233,8 +217,6 @@ def result_table(result: TuningResult, width: int | None) -> Iterator[str]:
     for row in result.rows:
         yield f"{row.lever} {_cut(row.setting, _LONGEST)}: {row.verdict}: {row.reason}"
     yield ""
-    if result.pareto:
-        yield f"Not beaten in speed and memory: {'; '.join(result.pareto)}"
     yield f"{'Chosen' if result.decided else 'UNDECIDED, and until it is'}: {result.choice}"
 
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import psutil
 import yaml
+from pydantic import TypeAdapter
 
 from orchestrator.config.load import config_from_text, dump_config
 from orchestrator.config.schema import Config
@@ -157,9 +158,8 @@ def folder_of(tune_id: str) -> Path:
 
 def _read_request(folder: Path) -> TuningRequest:
     try:
-        plain = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
-        return TuningRequest(**{**plain, "levers": tuple(plain["levers"])})
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        return TypeAdapter(TuningRequest).validate_json((folder / REQUEST).read_bytes())
+    except (OSError, ValueError) as error:
         raise UsageError(
             f"{folder / REQUEST} cannot be read ({one_line(str(error))[:200]}); run `tune` anew"
         ) from error

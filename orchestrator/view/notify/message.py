@@ -141,6 +141,8 @@ def _status(snapshot: Snapshot) -> Iterator[str]:
         f"{tflops_words(snapshot.tflops_total, UNICODE)}"
     )
     yield f"{_states(snapshot)}; {', '.join(totals(snapshot))}"
+    if snapshot.jobs is not None:
+        yield f"jobs: {snapshot.jobs}"
     yield from snapshot.notices
 
 

@@ -27,6 +27,8 @@ from orchestrator.view.alerts import (
     is_up,
     judge,
 )
+from orchestrator.view.cells import UNICODE
+from orchestrator.view.jobs import with_jobs
 from orchestrator.view.notify import digest, sender
 from orchestrator.view.notify.digest import USUAL_PACE, Message, Pace
 from orchestrator.view.notify.message import message_text
@@ -203,7 +205,8 @@ class Notifier:
     def _send(self, message: Message, frame: Frame) -> bool:
         """Have a message sent; say whether an address has taken it."""
         before = read_deliveries(self.folder)
-        text = message_text(message, frame.run, frame.snapshot, before, time.time(), frame.missed)
+        snapshot = with_jobs(frame.snapshot, frame.queue, UNICODE)
+        text = message_text(message, frame.run, snapshot, before, time.time(), frame.missed)
         sent = sender.deliver(self.urls, text.title, text.body, text.severity, self.deadline_s)
         taken = sum(one.taken for one in sent)
         for one in sent:

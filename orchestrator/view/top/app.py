@@ -30,6 +30,7 @@ from orchestrator.record.model import Row, Snapshot, natural_order
 from orchestrator.record.query import WORST_FIRST, order_of, parse
 from orchestrator.view.alerts import AlertWatch, Badge, badges, judge
 from orchestrator.view.cells import Glyphs
+from orchestrator.view.jobs import jobs_lines, with_jobs
 from orchestrator.view.table import header_lines, table_lines
 from orchestrator.view.top.pages import (
     RANGES_S,
@@ -62,7 +63,7 @@ from orchestrator.view.top.view import (
 HELP: Final = """
  q ctrl-c      leave                         ? h  this help; esc goes back
  up down j k   move, as the mouse does; g G first and last; pgup pgdn a page
- enter         the slot under the cursor  a e d n u  alerts events cards nodes runs
+ enter         the slot under the cursor  a e d J n u  alerts events cards jobs nodes runs
  /             filter: state:lost temp>75 cap>3GiB !node:pc1 word
  < > , .       sort by the column before or after; o by its name
  r 0           turn the order; worst first
@@ -82,6 +83,7 @@ _KEYS: Final = (
     ("a", "page('alerts')"),
     ("e", "page('events')"),
     ("d", "page('cards')"),
+    ("J", "page('jobs')"),
     ("enter", "page('slot')"),
     ("escape", "leave"),
     ("down,j", "move(1)"),
@@ -283,6 +285,7 @@ class Top(App[None]):
                     "alerts",
                     lambda: alert_lines(self._badges, time.time(), self.size.width, self._glyphs),
                 ),
+                _Page("jobs", self._job_lines),
                 _Page("nodes", lambda: node_lines(self._snapshot, self._glyphs)),
                 _Page("columns", lambda: column_lines(self._view.hidden), self._pick_column),
                 _Page("runs", lambda: run_lines(self._runs, self._glyphs), self._pick_run),
@@ -326,7 +329,7 @@ class Top(App[None]):
         self._events += [event_line(event, 1_000, self._glyphs) for event in frame.events]
         del self._events[:-_EVENTS_KEPT]
         if self._replay.at_unix_s is None:
-            self._snapshot = frame.snapshot
+            self._snapshot = with_jobs(frame.snapshot, frame.queue, self._glyphs)
         elif self._replay.plays:
             self.action_seek(_PLAYED_S_PER_LOOK)
             return
@@ -609,6 +612,12 @@ class Top(App[None]):
 
     def _row(self) -> Row | None:
         return next((row for row in self._rows() if row.slot == self._view.slot), None)
+
+    def _job_lines(self) -> Sequence[Text]:
+        queue = None if self._frame is None else self._frame.queue
+        if queue is None:
+            return [Text("this run has no queue of jobs", "dim")]
+        return jobs_lines(queue, max(20, self.size.width), self._glyphs)
 
     def _slot_lines(self) -> Sequence[Text]:
         row, snapshot = self._row(), self._snapshot

@@ -17,6 +17,7 @@ from orchestrator.record.archive import Follower
 from orchestrator.record.query import WORST_FIRST, QueryError, order_of, parse
 from orchestrator.record.summary import SCHEMA, summary_text
 from orchestrator.view.cells import Glyphs
+from orchestrator.view.jobs import with_jobs
 from orchestrator.view.table import header_lines, table_lines
 from orchestrator.view.top.view import View
 
@@ -38,7 +39,7 @@ def frame_text(folder: Path, view: View, width: int, glyphs: Glyphs) -> str:
     """Return the run as it is now, once, with all rows."""
     frame = Follower(folder).look()
     rows = view.rows(frame.snapshot.rows)
-    header = header_lines(frame.snapshot, width, glyphs)
+    header = header_lines(with_jobs(frame.snapshot, frame.queue, glyphs), width, glyphs)
     lines = table_lines(rows, width, glyphs, view.hidden)
     said = [*lines.titles, *lines.rows] if rows else [Text("no slot matches the filter")]
     shown = [line.copy() for line in (*header, *said)]

@@ -54,6 +54,7 @@ ROUTES: Final[Mapping[str, Route]] = MappingProxyType(
         "/metrics": Route("GET", Permission.READ),
         "/api/v1/run": Route("GET", Permission.READ, ("run",)),
         "/api/v1/runs": Route("GET", Permission.READ),
+        "/api/v1/jobs": Route("GET", Permission.READ, ("run",)),
         "/api/v1/overview": Route("GET", Permission.READ, ("run",)),
         "/api/v1/table": Route("GET", Permission.READ, _VIEW),
         "/api/v1/slot": Route("GET", Permission.READ, ("name", "run")),
@@ -64,6 +65,7 @@ ROUTES: Final[Mapping[str, Route]] = MappingProxyType(
         "/api/v1/stream": Route("GET", Permission.READ, _VIEW),
         "/api/v1/login": Route("POST", Permission.NOTHING),
         "/api/v1/commands": Route("POST", Permission.CONTROL, ("run",)),
+        "/api/v1/words": Route("POST", Permission.CONTROL, ("run",)),
     }
 )
 

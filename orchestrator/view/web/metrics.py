@@ -8,6 +8,7 @@ them (`server.py`).
 from __future__ import annotations
 
 import platform
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -23,14 +24,27 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
+from orchestrator.jobs.model import JobState
 from orchestrator.record.archive import Frame
 from orchestrator.record.folders import Deliveries
+from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.record.model import FIELDS, Field, Row
 from orchestrator.view import alerts
 from orchestrator.view.alerts import Firing
+from orchestrator.view.jobs import current, job_object
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
+#: Key of a job in JSON, name, help.
+_JOB_METRICS: Final = (
+    ("job_step", "job_step", "Optimiser steps that the job has done."),
+    ("job_steps", "job_steps", "Optimiser steps after which it is done."),
+    ("job_metric", "job_metric", "Its metric, at its last step."),
+    ("job_best", "job_best", "The best of its metric."),
+    ("job_ran_s", "job_ran_seconds", "Time that it was on a card."),
+    ("job_oom", "job_out_of_memory", "Times that it ran out of memory."),
+    ("job_moves", "job_moves", "Times that it went to another card."),
+)
 _SLOT: Final = ("node", "slot")
 _CARD: Final = ("node", "gpu_uuid")
 
@@ -51,6 +65,7 @@ def exposition(
         *_of_slots(frame),
         *_of_cards(frame),
         _of_alerts(firing),
+        *(() if frame.queue is None else _of_queue(frame.queue)),
     )
     registry.register(_Collected(families))
     return generate_latest(registry)
@@ -204,6 +219,18 @@ def _of_alerts(firing: Iterable[Firing]) -> Metric:
         values.append(((alert.name, alert.severity, name, subject.node), 1.0))
     text = "1 while an alert fires, else absent."
     return _gauges("alert", text, ("name", "severity", "subject", "node"), values)
+
+
+def _of_queue(queue: QueueSnapshot) -> Iterator[Metric]:
+    jobs = [job_object(standing, queue) for standing in current(queue)]
+    counts = Counter(standing.state.value.lower() for standing in queue.standings)
+    by_state = (((state.lower(),), counts[state.lower()]) for state in JobState)
+    yield _gauges("jobs", "Jobs of the queue by state.", ("state",), by_state)
+    held = ((), float(queue.held is not None))
+    yield _gauges("queue_held", "1 while the queue starts nothing.", (), (held,))
+    for key, name, text in _JOB_METRICS:
+        values = (((job["job_name"],), float(job[key])) for job in jobs if job[key] is not None)
+        yield _gauges(name, text, ("job",), values)
 
 
 def _family(

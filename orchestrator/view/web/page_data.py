@@ -17,11 +17,15 @@ from rich.text import Text
 from orchestrator.config.schema import Severity
 from orchestrator.record.archive import Frame, Freshness, StoredEvent
 from orchestrator.record.history import SAMPLED_NUMBERS, Buckets, Span
+from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.record.model import FIELDS, STATE_STYLES, Row, finite, rows_by_card, trouble
 from orchestrator.record.query import Filter, Order, order_of, parse, select
 from orchestrator.record.summary import SCHEMA
 from orchestrator.view.alerts import Badge
 from orchestrator.view.cells import UNICODE, clock
+from orchestrator.view.jobs import STATE_STYLES as JOB_STYLES
+from orchestrator.view.jobs import TITLES as JOB_TITLES
+from orchestrator.view.jobs import current, job_cells, summary_line
 from orchestrator.view.phrases import (
     counted,
     event_words,
@@ -198,8 +202,11 @@ def head_of(frame: Frame, firing: Sequence[Badge] = (), *, with_control: bool = 
         ],
         "tflops": tflops_words(snapshot.tflops_total, UNICODE),
         "time": time_words(snapshot),
+        "jobs": snapshot.jobs,
         "share": round(share, 3),
-        "left": f"{clock(snapshot.remaining_s)} left" if run.outcome == "running" else "",
+        "left": f"{clock(snapshot.remaining_s)} left"
+        if run.outcome == "running" and snapshot.jobs is None
+        else "",
         "totals": list(totals(snapshot)),
         "notices": [UNICODE.clean(notice) for notice in notices],
         "alerts": [
@@ -241,6 +248,21 @@ def cards_of(frame: Frame) -> Json:
         *(_heading(columns[name]) for name in _CARD_COLUMNS),
     ]
     return {"titles": titles, "rows": lines}
+
+
+def jobs_of(queue: QueueSnapshot | None, *, with_control: bool = False) -> Json:
+    """Return the jobs of a queue, a line for each with its name; no line where there is none."""
+    if queue is None:
+        return {"line": None, "titles": (), "rows": (), "control": False}
+    rows = []
+    for standing in current(queue):
+        cells: dict[str, Cell] = dict(job_cells(standing, queue, UNICODE))
+        tone = TONES.get(JOB_STYLES[standing.state])
+        if tone is not None:
+            cells["state"] = (standing.state.value, tone)
+        rows.append((standing.job.name, tuple(cells.values())))
+    line = summary_line(queue, UNICODE)
+    return {"line": line, "titles": JOB_TITLES, "rows": rows, "control": with_control}
 
 
 def slot_of(

@@ -16,7 +16,7 @@ import zlib
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
@@ -26,6 +26,9 @@ from aiohttp import web
 from orchestrator.config.byte_size import parse_bytes
 from orchestrator.control.client import send
 from orchestrator.errors import ArchiveError, UsageError, one_line
+from orchestrator.jobs.inbox import put
+from orchestrator.jobs.journal import QUEUE_NAME
+from orchestrator.jobs.model import Said, Word
 from orchestrator.record import history
 from orchestrator.record.archive import Follower, Frame, StoredEvent, count_commands, read_events
 from orchestrator.record.folders import find_run, list_runs, read_deliveries, run_object
@@ -33,6 +36,8 @@ from orchestrator.record.output import last_lines
 from orchestrator.record.query import Order, order_of, parse, select
 from orchestrator.record.summary import SCHEMA
 from orchestrator.view.alerts import ALERTS, AlertWatch, Badge, Firing, badges, judge
+from orchestrator.view.cells import UNICODE
+from orchestrator.view.jobs import with_jobs
 from orchestrator.view.web import guard, metrics, page_data
 from orchestrator.view.web.guard import (
     ROUTES,
@@ -176,6 +181,7 @@ class Hub:
 
     def _look_and_judge(self) -> Frame:
         frame = self._look()
+        frame = replace(frame, snapshot=with_jobs(frame.snapshot, frame.queue, UNICODE))
         failed = read_deliveries(self._folder).failed
         self._alerts, self.firing = judge(
             self._alerts, frame, self._unix_s(), failed_notifications=failed
@@ -395,6 +401,12 @@ class Site:
         listed = await asyncio.to_thread(list_runs, self.folder.parent)
         return _json(request, {"schema": SCHEMA, "runs": [run_object(one) for one in listed]})
 
+    async def _get_jobs(self, request: web.Request, _query: Query) -> web.StreamResponse:
+        queue = (await self.hub.frame()).queue
+        control = self.access.with_control
+        told = await asyncio.to_thread(page_data.jobs_of, queue, with_control=control)
+        return _json(request, {"schema": SCHEMA, **told})
+
     async def _get_table(self, request: web.Request, query: Query) -> web.StreamResponse:
         """Answer with rows as in summary.json; the page follows the stream, which has cells."""
         view, frame = _view_of(query), await self.hub.frame()
@@ -534,6 +546,27 @@ class Site:
         if not answer.ok:
             raise _RefusedError(409, answer.error or "the head has refused it")
         return _json(request, {"id": identity, "ok": True, "effect": answer.effect})
+
+    async def _get_words(self, request: web.Request, _query: Query) -> web.StreamResponse:
+        """Put words about jobs into the inbox of the queue; the page submits no job."""
+        body = await _body(request)
+        identity, do, jobs = body.get("id"), str(body.get("do")), body.get("jobs")
+        queue = (await self.hub.frame()).queue
+        known = set() if queue is None else {one.job.name for one in queue.standings}
+        if not (isinstance(identity, str) and 0 < len(identity) <= _TEXT_MOST and do in {*Word}):
+            raise _RefusedError(400, f"a word needs an id, and is one of {', '.join(Word)}")
+        if not (isinstance(jobs, list) and jobs and all(map(known.__contains__, map(str, jobs)))):
+            raise _RefusedError(400, "a word names jobs of the queue one by one, in a list")
+        now_s = self.unix_s()
+        words = [
+            Said(at_s=now_s, id=f"{identity}-{name}", word=Word(do), job=name, by="web")
+            for name in jobs
+        ]
+        try:
+            await asyncio.to_thread(put, self.folder / QUEUE_NAME, words)
+        except OSError as failure:
+            raise _RefusedError(503, one_line(f"the inbox: {failure.strerror}")) from failure
+        return _json(request, {"id": identity, "ok": True, "effect": f"{do}: {', '.join(jobs)}"})
 
 
 def _amount_bytes(amount: object) -> int | None:

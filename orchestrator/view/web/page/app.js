@@ -16,7 +16,7 @@
     return node;
   };
   const show = (id, shown) => { byId(id).hidden = !shown; };
-  const REFRESH_MS = 2000, OVERVIEW_MS = 10000, ROWS = 200, EVENTS = 300, VIEWS = ["table", "slot", "cards", "events", "summary"];
+  const REFRESH_MS = 2000, OVERVIEW_MS = 10000, ROWS = 200, EVENTS = 300, VIEWS = ["table", "slot", "cards", "events", "jobs", "summary"];
 
   const source = openSource();
   show("summary-link", Boolean(source.summary));
@@ -25,7 +25,7 @@
   // ---- What is looked at.
 
   const usual = { run: "", view: "table", sort: "", filter: "", offset: "0", slot: "", field: "", range: "" };
-  let state = { ...usual }, table = null, stop = () => {}, followed = "", chosen = new Set(), looked = "";
+  let state = { ...usual }, table = null, stop = () => {}, followed = "", chosen = new Set(), looked = "", jobs = null, chosenJobs = new Set();
   const address = (changes) => {
     const next = { ...state, ...changes };
     return `#${new URLSearchParams(Object.entries(next).filter(([key, value]) => key in usual && value !== usual[key]))}`;
@@ -49,7 +49,7 @@
     show("problem", false);
     if (document.activeElement !== byId("filter")) byId("filter").value = state.filter;
     byId("back").href = address({ view: "table", slot: "" });
-    if (before.run !== state.run) [table, chosen] = [null, new Set()];
+    if (before.run !== state.run) [table, chosen, jobs, chosenJobs] = [null, new Set(), null, new Set()];
     source.choose?.(state.run);
     const query = { sort: state.sort, filter: state.filter, offset: state.offset, limit: state.view === "table" ? ROWS : 0 };
     const wanted = JSON.stringify([state.run, query]);
@@ -113,6 +113,8 @@
     document.title = `${head.mark[0]} · ${head.run}`;
     for (const id of ["run", "mark", "mode", "time", "left"]) put(byId(id), head[id]);
     byId("share").value = head.share;
+    byId("jobs-line").textContent = `jobs: ${head.jobs}`;
+    for (const id of ["jobs-line", "jobs-link"]) show(id, Boolean(head.jobs));
     const chips = head.states.map(([word, tone, count]) => put(make("a", { href: address({ ...usual, filter: `state:${word}` }), className: "chip" }), [`${count} ${word}`, tone]));
     const words = [head.nodes, head.tflops, ...head.totals].map((cell) => put(make("span"), cell));
     const [nodes, ...others] = words;
@@ -195,12 +197,13 @@
     drawnAt = performance.now();
     const mine = ++drawing, { view, slot } = state;
     try {
-      const told = await { table: source.overview, slot: () => source.slot(slot), cards: source.cards, events: source.events, summary: source.summary }[view]?.();
+      const told = await { table: source.overview, slot: () => source.slot(slot), cards: source.cards, events: source.events, jobs: source.jobs, summary: source.summary }[view]?.();
       if (mine !== drawing || !told) return;
       if (view === "table" && told.charts.length) charts.draw(byId("overview"), told.charts.slice(0, 2), told, [told.from, told.to]);
       if (view === "cards") drawGrid(byId("cards"), told.titles, told.rows);
       if (view === "events" && now) { byId("events").replaceChildren(); drawEvents(byId("events"), told, EVENTS); }
       if (view === "summary") drawSummary(told);
+      if (view === "jobs") drawJobs(told);
       if (view === "slot") await drawSlot(told, () => mine === drawing);
     } catch (error) {
       if (error.status === 401) on.login(); else if (error.status) on.problem(error.message); else throw error;
@@ -209,6 +212,26 @@
   const drawGrid = (node, titles, rows) => node.replaceChildren(
     make("thead", {}, make("tr", {}, ...titles.map((text) => make("th", { textContent: text })))),
     make("tbody", {}, ...rows.map((row) => make("tr", {}, ...row.map((cell) => put(make("td"), cell))))));
+  const drawJobs = (told) => {
+    const node = byId("jobs"), shape = JSON.stringify(told), names = told.rows.map(([name]) => name);
+    chosenJobs = new Set([...chosenJobs].filter((name) => names.includes(name)));
+    if (node.dataset.told !== shape) {
+      node.dataset.told = shape;
+      const focused = document.activeElement.getAttribute("aria-label");
+      drawGrid(node, told.titles, told.rows.map(([, cells]) => cells));
+      if (told.control) [...node.rows].forEach((row, at) => {
+        if (!at) return row.prepend(make("th", { className: "pick" }));
+        const name = names[at - 1], pick = make("input", { type: "checkbox", checked: chosenJobs.has(name) });
+        pick.setAttribute("aria-label", name);
+        pick.addEventListener("change", () => { pick.checked ? chosenJobs.add(name) : chosenJobs.delete(name); drawCommands(); });
+        row.prepend(make("td", { className: "pick" }, pick));
+        if (name === focused) pick.focus({ preventScroll: true });
+      });
+      byId("job-charts").replaceChildren(...(told.charts || []).map(([label, src]) => make("figure", {}, make("figcaption", { textContent: label }), make("img", { src, alt: label }))));
+    }
+    jobs = told;
+    drawCommands();
+  };
   const drawEvents = (node, told, most) => {
     for (const event of told) {
       const last = Number(node.firstElementChild?.dataset.number || 0);
@@ -251,9 +274,11 @@
   };
   // ---- Commands: each names its slots, and asks before it is sent.
 
-  const targets = () => (state.view === "slot" ? [state.slot] : state.view === "table" ? [...chosen].filter((slot) => lines.has(slot)) : []);
+  const targets = () => (state.view === "jobs" ? [...chosenJobs] : state.view === "slot" ? [state.slot] : state.view === "table" ? [...chosen].filter((slot) => lines.has(slot)) : []);
   const drawCommands = () => {
-    const control = Boolean(table?.head.control);
+    const ofJobs = state.view === "jobs", control = Boolean(ofJobs ? jobs?.control : table?.head.control);
+    show("slot-words", !ofJobs);
+    show("job-words", ofJobs);
     document.body.classList.toggle("control", control);
     show("commands", control && targets().length > 0);
     byId("chosen").textContent = targets().join(" ");
@@ -267,7 +292,7 @@
     byId("ask-yes").onclick = async () => {
       byId("ask").close();
       const amount = action === "cap" ? { amount: byId("amount").value } : {};
-      const told = await source.command({ do: action, slots, ...amount }).catch((error) => ({ effect: error.message }));
+      const told = await source.command({ do: action, [state.view === "jobs" ? "jobs" : "slots"]: slots, ...amount }).catch((error) => ({ effect: error.message }));
       byId("said").textContent = told.effect;
       show("said", true);
     };
@@ -308,7 +333,7 @@
     "<": () => sortNext(-1), ">": () => sortNext(1), ",": () => sortNext(-1), ".": () => sortNext(1),
     r: () => turn({ sort: state.sort.startsWith("-") ? state.sort.slice(1) : `-${state.sort}` }),
     0: () => turn({ sort: "", offset: "0" }), s: () => go({ view: "table", slot: "" }),
-    d: () => go({ view: "cards", slot: "" }), e: () => go({ view: "events", slot: "" }),
+    d: () => go({ view: "cards", slot: "" }), e: () => go({ view: "events", slot: "" }), J: () => { if (table.head.jobs) go({ view: "jobs", slot: "" }); },
     Escape: () => (state.view === "table" ? turn({ filter: "", offset: "0" }) : go({ view: "table", slot: "" })),
   };
   document.addEventListener("keydown", (event) => {

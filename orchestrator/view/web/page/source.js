@@ -48,10 +48,11 @@ const openSource = () => {
       events: async () => (await get("events", { limit: 300 })).events,
       cards: async () => (await get("run")).cards,
       overview: () => get("overview"),
+      jobs: () => get("jobs"),
       choose: (name) => { run = name; },
       runs: async () => (await ask("api/v1/runs")).runs,
       login: (code) => post("login", { code }),
-      command: (told) => post(run ? `commands?${asked({})}` : "commands", { id: crypto.getRandomValues(new Uint32Array(4)).join("-"), ...told }),
+      command: (told) => post(`${told.jobs ? "words" : "commands"}${run ? `?${asked({})}` : ""}`, { id: crypto.getRandomValues(new Uint32Array(4)).join("-"), ...told }),
     };
   };
 
@@ -106,6 +107,7 @@ const openSource = () => {
       },
       events: async () => data.events,
       cards: async () => data.cards,
+      jobs: data.jobs && (async () => data.jobs),
       overview: data.summary && (async () => data.summary),
       summary: data.summary && (async () => data.summary),
     };

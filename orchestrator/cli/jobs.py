@@ -1,0 +1,445 @@
+"""The verbs of `jobs`, and their options: what is typed of a queue of jobs.
+
+Finds the queue in the newest run that has one. What is submitted and said is put into its inbox,
+where the head finds it at once, or when `jobs run` goes on. Does not run a queue (`jobs_run.py`),
+nor lay out what is shown (`view/jobs.py`).
+"""
+
+from __future__ import annotations
+
+import getpass
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Console
+from typer import Argument, Option
+from typer.core import TyperCommand
+
+from orchestrator.cli import jobs_run
+from orchestrator.cli import options as opt
+from orchestrator.cli.loading import config_to_read, print_text
+from orchestrator.config.load import config_from_text
+from orchestrator.config.schema import Config
+from orchestrator.core.placement import Target
+from orchestrator.errors import ArchiveError, UsageError
+from orchestrator.jobs import inbox
+from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, queue_of, records
+from orchestrator.jobs.model import ENDED, Job, JobState, QueueHeld, Said, Standing, Submitted, Word
+from orchestrator.jobs.sweep import expand
+from orchestrator.record.archive import head_of, read_run
+from orchestrator.record.folders import LATEST, find_queue
+from orchestrator.record.jobs import QueueReader, QueueSnapshot
+from orchestrator.record.output import last_lines
+from orchestrator.run.sampled_sweeps import sampled_sweeps
+from orchestrator.view import jobs as view
+from orchestrator.view.cells import glyphs_for
+from orchestrator.view.phrases import counted
+
+_LOOK_EVERY_S: Final = 0.5
+_NAMED: Final = 8
+
+OfQueue = Annotated[
+    str,
+    Option(
+        "--run",
+        help="As `runs` shows it, or its end. Default: the newest with a queue.",
+        metavar="RUN_ID",
+    ),
+]
+JobName = Annotated[str, Argument(help="As `jobs list` shows it.", metavar="JOB")]
+JobNames = Annotated[
+    list[str], Argument(help="As `jobs list` shows them.", metavar="JOB", show_default=False)
+]
+JobsOrQueue = Annotated[
+    list[str] | None,
+    Argument(help="As `jobs list` shows them. Default: the whole queue.", metavar="JOB"),
+]
+FileOrCommand = Annotated[
+    list[str] | None,
+    Argument(
+        help="A job file; or, behind --, a command with its arguments.",
+        metavar="FILE | -- COMMAND",
+        show_default=False,
+    ),
+]
+Trained = Annotated[
+    list[str] | None,
+    Option("--train", help="A training, such as preset=gpt2-small.", metavar="KEY=VALUE"),
+]
+Over = Annotated[
+    list[str] | None,
+    Option("--over", help="A job for each value, as train.lr=1e-4,3e-4.", metavar="KEY=VALUE,..."),
+]
+NewName = Annotated[opt.Text, Option("--name", help="Of the job, or of its sweep.", metavar="NAME")]
+After = Annotated[
+    list[str] | None, Option("--after", help="A job that must be done before.", metavar="JOB")
+]
+Hours = Annotated[opt.Text, Option("--hours", help="When it may run.", metavar="22:00-07:00")]
+Priority = Annotated[int | None, Option("--priority", help="Higher goes first. Default: 0.")]
+Follow = Annotated[
+    bool, Option("--follow", "-f", help="Print what comes, until the job has ended.")
+]
+AsCsv = Annotated[bool, Option("--csv", help="As CSV, with a column for each setting.")]
+
+app = typer.Typer(
+    name="jobs",
+    help="A queue of jobs: trainings and commands that the cards work off.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+app.command("run")(jobs_run.run)
+
+
+class _Submit(TyperCommand):
+    """Notes whether `--` was typed: what stands behind it is a command, and no file."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - as in typer
+        """See click."""
+        ctx.meta["is_command"] = "--" in args
+        return super().parse_args(ctx, args)
+
+
+@app.command(cls=_Submit, context_settings={"ignore_unknown_options": True})
+def submit(  # noqa: PLR0913 - one parameter for each option of the command
+    context: typer.Context,
+    words: FileOrCommand = None,
+    train: Trained = None,
+    over: Over = None,
+    name: NewName = None,
+    after: After = None,
+    priority: Priority = None,
+    hours: Hours = None,
+    run: OfQueue = LATEST,
+    config: opt.ConfigPath = "cluster.yaml",
+    overrides: opt.Overrides = None,
+    run_dir: opt.RunDir = None,
+    json_output: opt.AsJson = False,
+) -> None:
+    """Put jobs into the queue: those of a file, a training, or a command behind `--`.
+
+    Also while the queue runs, and while its head is dead.
+    """
+    loaded = config_to_read(config, overrides, run_dir)
+    folder = find_queue(Path(loaded.run.dir), run)
+    snapshot, base = _snapshot(folder), _config_of(folder, loaded)
+    known = [standing.job for standing in snapshot.standings]
+    given = words or []
+    if given and not context.meta["is_command"]:
+        if given[0].startswith("-"):
+            raise UsageError(
+                f"there is no option {given[0][:40]}; `jobs submit --help` lists them, and those "
+                "of a command stand behind --"
+            )
+        if len(given) > 1:
+            raise UsageError(
+                "a command stands behind --, as in: python -m orchestrator jobs submit -- "
+                f"{' '.join(given)[:200]}"
+            )
+        if train or over or name or after or hours or priority is not None:
+            raise UsageError(
+                f"{given[0]} is a job file, which says these things itself; for a command put -- "
+                "before it"
+            )
+        file = jobs_run.read_file(given[0], base, known)
+    else:
+        if not given and not train:
+            raise UsageError(
+                "there is nothing to submit; type a job file, --train preset=gpt2-small, or "
+                "-- python train.py"
+            )
+        from orchestrator.jobs.spec import from_words
+
+        said = {"after": after, "priority": priority, "hours": hours}
+        options = {key: value for key, value in said.items() if value is not None}
+        file = from_words(base, train, over or (), given, name=name, known=known, **options)
+    added = _not_known(expand(file), known)
+    queue = queue_of(folder / QUEUE_NAME)
+    sweeps = []
+    for sweep in sampled_sweeps(file):
+        why = queue.why_refused(sweep)
+        if why is None:
+            sweeps.append(sweep)
+        elif sweep.name not in queue.sweeps:
+            raise UsageError(f"{sweep.origin}: {why}; give the sweep another name")
+    if added or sweeps:
+        _put(folder, [*jobs_run.submitted(added, base, _target_of(folder)), *sweeps])
+    ahead = sum(standing.state not in ENDED for standing in snapshot.standings)
+    names = [*(job.name for job in added), *(sweep.name for sweep in sweeps)]
+    if json_output:
+        told = {"run_id": folder.name, "jobs": names, "queue_ahead": ahead}
+        print_text(view.object_text({**told, "head_is_alive": _is_alive(folder)}))
+        return
+    if not names:
+        print_text(f"all {len(expand(file))} jobs of it are in the queue already")
+        return
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    print_text(f"submitted to run {folder.name}: {', '.join(names[:_NAMED])}{more}")
+    print_text(f"{ahead} unfinished before {'it' if len(names) == 1 else 'them'}")
+    _tell_if_dead(folder)
+
+
+@app.command("list")
+def list_jobs(
+    run: OfQueue = LATEST,
+    config: opt.ConfigPath = "cluster.yaml",
+    overrides: opt.Overrides = None,
+    run_dir: opt.RunDir = None,
+    json_output: opt.AsJson = False,
+) -> None:
+    """Show every job: its state, how far it is, and why it waits."""
+    folder = _folder(run, config, overrides, run_dir)
+    snapshot, glyphs = _snapshot(folder), glyphs_for(sys.stdout.encoding)
+    if json_output:
+        print_text(view.json_text(snapshot))
+        return
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    for line in view.jobs_lines(snapshot, width, glyphs):
+        console.print(line)
+    print_text(f"run {folder.name}: {view.summary_line(snapshot, glyphs)}")
+    if any(standing.state not in ENDED for standing in snapshot.standings):
+        _tell_if_dead(folder)
+
+
+@app.command()
+def show(
+    job: JobName,
+    run: OfQueue = LATEST,
+    config: opt.ConfigPath = "cluster.yaml",
+    overrides: opt.Overrides = None,
+    run_dir: opt.RunDir = None,
+    json_output: opt.AsJson = False,
+) -> None:
+    """Show all of one job: settings, attempts, why it waits, memory, files."""
+    folder = _folder(run, config, overrides, run_dir)
+    snapshot, glyphs = _snapshot(folder), glyphs_for(sys.stdout.encoding)
+    standing = _standing(snapshot, job)
+    if json_output:
+        print_text(view.object_text(view.job_object(standing, snapshot)))
+        return
+    told = records(folder / QUEUE_NAME / JOURNAL_NAME)
+    for line in view.job_lines(standing, told, snapshot, glyphs):
+        print_text(line)
+
+
+@app.command()
+def results(
+    run: OfQueue = LATEST,
+    as_csv: AsCsv = False,
+    config: opt.ConfigPath = "cluster.yaml",
+    overrides: opt.Overrides = None,
+    run_dir: opt.RunDir = None,
+    json_output: opt.AsJson = False,
+) -> None:
+    """Show what came out of every job, the best of a metric first."""
+    if as_csv and json_output:
+        raise UsageError("--csv and --json exclude each other")
+    snapshot = _snapshot(_folder(run, config, overrides, run_dir))
+    if json_output:
+        print_text(view.results_json(snapshot))
+    elif as_csv:
+        typer.echo(view.results_csv(snapshot))
+    else:
+        typer.echo(view.results_text(snapshot, glyphs_for(sys.stdout.encoding)))
+
+
+@app.command()
+def logs(
+    job: JobName,
+    follow: Follow = False,
+    run: OfQueue = LATEST,
+    config: opt.ConfigPath = "cluster.yaml",
+    overrides: opt.Overrides = None,
+    run_dir: opt.RunDir = None,
+) -> None:
+    """Show the last 100 lines that a job printed."""
+    folder = _folder(run, config, overrides, run_dir)
+    standing = _standing(_snapshot(folder), job)
+    lines = last_lines(folder, job)
+    if not lines and not follow:
+        state = standing.state.value
+        print_text(f"{job} has printed nothing; it is {state}: {standing.reason}")
+    for line in lines:
+        print_text(line)
+    reader = QueueReader(folder)
+    while follow:
+        time.sleep(_LOOK_EVERY_S)
+        snapshot = reader.look((), time.time())
+        is_over = snapshot is None or _standing(snapshot, job).state in ENDED
+        before, lines = lines, last_lines(folder, job)
+        for line in _added(before, lines):
+            print_text(line)
+        follow = not is_over and _is_alive(folder)
+
+
+@app.command()
+def fetch(
+    job: JobName,
+    to: opt.NewFolder,
+    run: OfQueue = LATEST,
+    config: opt.ConfigPath = "cluster.yaml",
+    overrides: opt.Overrides = None,
+    run_dir: opt.RunDir = None,
+) -> None:
+    """Copy the files of a job into a folder, from whichever PC has them."""
+    from orchestrator.cli import jobs_fetch
+
+    folder = _folder(run, config, overrides, run_dir)
+    _standing(_snapshot(folder), job)
+    print_text(jobs_fetch.fetch(folder, job, to))
+
+
+def _add_word(word: Word, summary: str) -> None:
+    @app.command(word.value, help=summary)
+    def verb(
+        jobs: JobNames,
+        run: OfQueue = LATEST,
+        config: opt.ConfigPath = "cluster.yaml",
+        overrides: opt.Overrides = None,
+        run_dir: opt.RunDir = None,
+    ) -> None:
+        _say(_folder(run, config, overrides, run_dir), word, jobs)
+
+
+def _add_word_of_queue(word: Word, summary: str) -> None:
+    @app.command(word.value, help=summary)
+    def verb(
+        jobs: JobsOrQueue = None,
+        run: OfQueue = LATEST,
+        config: opt.ConfigPath = "cluster.yaml",
+        overrides: opt.Overrides = None,
+        run_dir: opt.RunDir = None,
+    ) -> None:
+        _say(_folder(run, config, overrides, run_dir), word, jobs or [])
+
+
+_add_word(Word.CANCEL, "End jobs for good; what they saved stays.")
+_add_word(Word.RETRY, "Put jobs that have ended back into the queue.")
+_add_word_of_queue(Word.HOLD, "Have jobs wait, or the whole queue: then nothing starts any more.")
+_add_word_of_queue(Word.RELEASE, "Let held jobs, or the whole queue, go on.")
+
+
+def _say(folder: Path, word: Word, names: Sequence[str]) -> None:
+    snapshot, now_s, by = _snapshot(folder), time.time(), getpass.getuser()
+    for name in names:
+        _standing(snapshot, name)
+    said: inbox.Message = [
+        Said(at_s=now_s, id=secrets.token_hex(8), word=word, job=name, by=by)
+        for name in dict.fromkeys(names)
+    ]
+    if not names:
+        said = [QueueHeld(at_s=now_s, reason=f"{by} holds it" if word is Word.HOLD else None)]
+    _put(folder, said)
+    what = f"{counted(len(said), 'job')}" if len(said) > _NAMED else ", ".join(names)
+    print_text(f"{word.value}: {what or 'the whole queue'}, in the queue of run {folder.name}")
+    _tell_if_dead(folder)
+
+
+def _not_known(jobs: Iterable[Job], known: Iterable[Job]) -> list[Job]:
+    """Return the jobs that the queue does not have yet; `UsageError` for a name that is taken."""
+    there = {job.name: job for job in known}
+    added = []
+    for job in jobs:
+        other = there.get(job.name)
+        if other is None:
+            added.append(job)
+        elif other.id != job.id:
+            raise UsageError(
+                f"{job.origin}: the queue has another job {job.name}, from {other.origin}; give "
+                "this one another name"
+            )
+    return added
+
+
+def _folder(run: str, config: str, overrides: list[str] | None, run_dir: str | None) -> Path:
+    return find_queue(Path(config_to_read(config, overrides, run_dir).run.dir), run)
+
+
+def _config_of(folder: Path, usual: Config) -> Config:
+    """Return the configuration of the run, against which its jobs are checked."""
+    try:
+        facts = read_run(folder).facts
+    except ArchiveError:
+        return usual
+    return config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")
+
+
+def _target_of(folder: Path) -> Target:
+    try:
+        facts = read_run(folder).facts
+    except ArchiveError:
+        return Target()  # nothing has begun yet
+    return Target(device=facts.device, one_machine=facts.one_machine)
+
+
+def _snapshot(folder: Path) -> QueueSnapshot:
+    try:
+        rows = read_run(folder).snapshot().rows
+    except ArchiveError:
+        rows = ()  # nothing has begun yet
+    now_s = time.time()
+    snapshot = QueueReader(folder).look(rows, now_s) or QueueSnapshot(standings=(), now_s=now_s)
+    names = {standing.job.name for standing in snapshot.standings}
+    waiting = [job for job in _waiting_jobs(folder) if job.name not in names]
+    return replace(snapshot, standings=(*snapshot.standings, *map(_in_inbox, waiting)))
+
+
+def _in_inbox(job: Job) -> Standing:
+    reason, since_s = "submitted, and not taken by the head yet", job.submitted_at_unix_s
+    return Standing(job=job, state=JobState.QUEUED, reason=reason, since_s=since_s)
+
+
+def _standing(snapshot: QueueSnapshot, name: str) -> Standing:
+    for standing in view.current(snapshot):
+        if standing.job.name == name:
+            return standing
+    names = [standing.job.name for standing in snapshot.standings]
+    close = get_close_matches(name, names, 3, 0.5)
+    hint = f"did you mean {' or '.join(close)}?" if close else "`jobs list` shows all"
+    raise UsageError(f"there is no job {name[:80]!r} in this queue; {hint}")
+
+
+def _put(folder: Path, message: inbox.Message) -> None:
+    try:
+        inbox.put(folder / QUEUE_NAME, message)
+    except OSError as failure:
+        raise UsageError(
+            f"the inbox of run {folder.name} cannot be written: {failure.strerror or failure}"
+        ) from failure
+
+
+def _waiting_jobs(folder: Path) -> Iterator[Job]:
+    """Yield the jobs in the inbox that the head has not taken yet."""
+    for _, message in inbox.waiting(folder / QUEUE_NAME):
+        if not isinstance(message, inbox.InboxError):
+            yield from (one.job for one in message if isinstance(one, Submitted))
+
+
+def _is_alive(folder: Path) -> bool:
+    return head_of(folder) is not None
+
+
+def _tell_if_dead(folder: Path) -> None:
+    if not _is_alive(folder):
+        waiting = sum(1 for _ in inbox.waiting(folder / QUEUE_NAME))
+        taken = f"; {counted(waiting, 'message')} in its inbox" if waiting else ""
+        print_text(f"its head is not running{taken}: `python -m orchestrator jobs run` goes on")
+
+
+def _added(before: Sequence[str], lines: Sequence[str]) -> Sequence[str]:
+    """Return the lines that are new since a look before."""
+    for begin in range(len(before)):
+        common = before[begin:]
+        if lines[: len(common)] == common:
+            return lines[len(common) :]
+    return lines

@@ -1,0 +1,221 @@
+"""The verb `jobs run`: reads a job file, finds the queue to go on with, or begins one.
+
+Does not decide what runs where (`jobs/queue.py`), and runs nothing itself (`run/runner.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from orchestrator.cli import options as opt
+from orchestrator.cli.loading import (
+    config_of,
+    config_of_one_machine,
+    duration_s,
+    experiments_of,
+    print_text,
+)
+from orchestrator.cli.service import install_queue
+from orchestrator.config.load import config_from_text
+from orchestrator.config.schema import Config
+from orchestrator.config.yaml_source import read_text
+from orchestrator.core.placement import Target
+from orchestrator.errors import UsageError
+from orchestrator.jobs.inbox import waiting
+from orchestrator.jobs.journal import QUEUE_NAME, queue_of
+from orchestrator.jobs.model import Job, Submitted, SweepSubmitted
+from orchestrator.jobs.sampler import require_optuna
+from orchestrator.jobs.sweep import JobFile, expand
+from orchestrator.record.archive import StoredRun, read_run
+from orchestrator.record.folders import command_for, list_runs
+from orchestrator.run.sampled_sweeps import prepared, sampled_sweeps
+
+if TYPE_CHECKING:
+    from orchestrator.run.runner import Options
+
+#: A queue ends when it is empty. This only bounds it where nothing ever ends.
+_LONGEST = "365d"
+
+
+def run(  # noqa: PLR0913 - one parameter for each option of the command
+    file: opt.JobFile = None,
+    config: opt.ConfigPath = "cluster.yaml",
+    duration: opt.QueueDuration = None,
+    rehearse: opt.Rehearse = False,
+    local: opt.Local = False,
+    stay: opt.StayForJobs = False,
+    service: opt.QueueService = False,
+    new: opt.NewQueue = False,
+    overrides: opt.Overrides = None,
+    json_output: opt.AsJson = False,
+    plain: opt.Plain = False,
+    run_dir: opt.NewRunDir = None,
+    chaos: opt.Chaos = None,
+    chaos_seed: opt.ChaosSeed = 0,
+    yes_really: opt.YesReally = False,
+) -> None:
+    """Work off the jobs of a file, and those that are submitted meanwhile.
+
+    The same command after a crash or a reboot goes on with what is unfinished.
+    """
+    from orchestrator.run import environment as environments
+    from orchestrator.run import runner
+
+    if local and rehearse:
+        raise UsageError("--local and --rehearse exclude each other")
+    if service and (file is not None or new or chaos or stay):
+        raise UsageError(
+            "--service excludes --stay, which its unit says itself, and a job file, --new and "
+            "--chaos, which would come again after each restart; add jobs with: "
+            "python -m orchestrator jobs submit FILE"
+        )
+    typed = {"run.duration": duration or _LONGEST, "run.dir": run_dir}
+    if rehearse or local:
+        loaded = config_of_one_machine(config, overrides, typed, rehearse=rehearse)
+    else:
+        loaded = config_of(config, overrides, typed)
+    if loaded.compute_share_mode == "mps":
+        # A job's share of the card changes; that of an MPS client cannot.
+        loaded = loaded.model_copy(update={"compute_share_mode": "duty"})
+    if service:
+        words = _words(config, overrides or (), run_dir, duration)
+        words += ["--rehearse"] * rehearse + ["--local"] * local
+        for line in install_queue(words, lambda: _unfinished(Path(loaded.run.dir))):
+            print_text(line)
+        return
+    read = None if file is None else read_file(file, loaded)
+    jobs = () if read is None else expand(read)
+    sweeps = () if read is None else sampled_sweeps(read)
+    options = runner.Options(
+        json=json_output,
+        plain=plain,
+        wait_for_nodes=True,
+        experiments=tuple(experiments_of(None, chaos, chaos_seed, yes_really=yes_really)),
+        queue=runner.QueueOptions(stays=stay),
+    )
+    unfinished = None if new else _unfinished(Path(loaded.run.dir))
+    if unfinished is not None:
+        options = _with_new(options, unfinished, jobs, sweeps)
+        raise typer.Exit(
+            runner.go_on(unfinished, options, duration_s(duration), cluster=loaded.cluster)
+        )
+    if file is None and not stay:
+        raise UsageError(
+            "there is no unfinished queue to go on with; name a job file, or wait for jobs with "
+            "--stay"
+        )
+    if rehearse:
+        environment = environments.in_rehearsal(loaded, None)
+    elif local:
+        environment = environments.on_this_machine(loaded)
+    else:
+        environment = environments.on_cluster(loaded)
+    options = _with_jobs(options, jobs, sweeps, environment.config, environment.target)
+    raise typer.Exit(runner.run(environment, options))
+
+
+def _words(
+    config: str, overrides: Sequence[str], run_dir: str | None, duration: str | None
+) -> list[str]:
+    """Return the options of a queue's service; paths count from its folder, which is this one."""
+    words = ["--config", str(Path(config).absolute())] if Path(config).exists() else []
+    words += [word for override in overrides for word in ("--set", override)]
+    words += [] if run_dir is None else ["--run-dir", run_dir]
+    return words if duration is None else [*words, "--duration", duration]
+
+
+def _unfinished(runs_dir: Path) -> StoredRun | None:
+    """Return the newest run with a queue that has something left to do.
+
+    Raises:
+        UsageError: Its head is at work.
+    """
+    for listed in list_runs(runs_dir):
+        folder = listed.folder / QUEUE_NAME
+        if not folder.exists():
+            continue
+        if queue_of(folder).is_over and not any(waiting(folder)):
+            return None
+        stored = read_run(listed.folder)
+        if stored.outcome == "running":
+            raise UsageError(
+                f"the queue of run {listed.run_id} is under way (process {stored.facts.head_pid}); "
+                "add to it: python -m orchestrator jobs submit FILE; or begin another: --new"
+            )
+        return stored
+    return None
+
+
+def _with_new(
+    options: Options, stored: StoredRun, jobs: Sequence[Job], sweeps: Sequence[SweepSubmitted]
+) -> Options:
+    """Say that a queue goes on, and add the jobs of the file that it does not know."""
+    queue = queue_of(stored.folder / QUEUE_NAME)
+    known = queue.standings
+    ids = {standing.job.id for standing in known.values()}
+    added = [job for job in jobs if job.id not in ids]
+    clash = next((job.name for job in added if job.name in known), None)
+    for sweep in sweeps:
+        if sweep.name not in queue.sweeps and queue.why_refused(sweep) is not None:
+            clash = sweep.name
+    if clash is not None:
+        raise UsageError(
+            f"the unfinished queue of run {stored.facts.run_id} has another job {clash!r}; give "
+            "the new one another name, or begin another queue: --new"
+        )
+    if queue.sweeps:
+        require_optuna()
+    left = sum(standing.ended_at_s is None for standing in known.values())
+    typer.echo(
+        f"Going on with the queue of run {stored.facts.run_id}: {left} of {len(known)} jobs left"
+        + (f", {len(added)} new" if added else "")
+        + f"; look at it: {command_for(stored.folder, 'report')}",
+        err=True,
+    )
+    facts = stored.facts
+    config = config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")
+    target = Target(device=facts.device, one_machine=facts.one_machine)
+    return _with_jobs(options, added, sweeps, config, target)
+
+
+def _with_jobs(
+    options: Options,
+    jobs: Sequence[Job],
+    sweeps: Sequence[SweepSubmitted],
+    config: Config,
+    target: Target,
+) -> Options:
+    assert options.queue is not None  # noqa: S101 - of this verb
+    records = submitted(jobs, config, target)
+    return replace(options, queue=replace(options.queue, submitted=(*records, *sweeps)))
+
+
+def submitted(jobs: Iterable[Job], config: Config, target: Target) -> tuple[Submitted, ...]:
+    """Return the records of jobs that are submitted here and now, to a run on `target`.
+
+    `UsageError` where a job names what cannot be trained.
+    """
+    from orchestrator.cli.plan_jobs import least_room_of
+
+    ready = prepared(jobs, None if target.one_machine else config.head_node)
+    least = least_room_of(ready, config, on_card=target.device != "cpu")
+    return tuple(
+        Submitted(at_s=job.submitted_at_unix_s, job=job, least_bytes=least.get(job.name))
+        for job in ready
+    )
+
+
+def read_file(file: str, base: Config, known: Sequence[Job] = ()) -> JobFile:
+    """Return a job file, for a queue that has the jobs `known`.
+
+    `ConfigError` with every problem of it, each with line and key.
+    """
+    from orchestrator.jobs.spec import parse
+
+    text = read_text(file, "jobs.yaml", "jobs run PATH", "the path of a job file")
+    return parse(text, file, base, known)

@@ -1,0 +1,299 @@
+"""What may stand in a job file, as frozen models.
+
+Covers what one key alone can be refused for. Does not cover what keys say of each other nor of
+cluster.yaml (`spec`), nor what jobs an entry makes (`sweep`). Pure.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Iterator
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from orchestrator.config.duration import VALID_DURATION, parse_duration
+from orchestrator.config.schema import Gib
+from orchestrator.config.validation import in_words
+
+#: What a number of YAML 1.2 looks like that YAML 1.1 reads as text: `1e-4`.
+_EXPONENT = re.compile(r"[+-]?\d{1,30}(?:\.\d{0,30})?[eE][+-]?\d{1,3}", re.ASCII)
+_HOURS = re.compile(r"([01]?\d|2[0-3]):([0-5]\d) ?- ?([01]?\d|2[0-3]):([0-5]\d)", re.ASCII)
+#: A shell would act on these words; the program would get them as arguments.
+_SHELL_WORDS = frozenset({"|", "||", "&", "&&", ";", "<", ">", ">>", "2>", "2>&1", "&>"})
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+#: Variables by which a job is told about itself.
+_OURS: Final = "ORCHESTRATOR_"
+
+VALID_NAME: Final = (
+    "1 to 60 of A-Z, a-z, 0-9, . - _ that begin with a letter or digit; it is also a folder's name"
+)
+Name: TypeAlias = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,59}$", description=VALID_NAME)
+]
+
+_COMMAND: Final = "a list such as [python, train.py, --lr, 3e-4], or the same as one line of text"
+_NAMES: Final = "a name, or a list of names"
+
+
+def with_numbers(value: Any) -> Any:  # noqa: ANN401  # a file may hold anything
+    """Return `value` with text such as `1e-4` as the number that it is outside YAML 1.1."""
+    if isinstance(value, dict):
+        return {key: with_numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [with_numbers(inner) for inner in value]
+    return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
+
+
+# Below, TRY004 is off where a ValueError is pydantic's protocol.
+
+
+def as_argument(value: object) -> str:
+    """Return a plain value of YAML as the text that a program gets; `ValueError` if it is none."""
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        said = f"{in_words(value)} is no text; valid: the same in quotes, or a number"
+        raise ValueError(said)  # noqa: TRY004
+    return str(value)
+
+
+def _argv(value: object) -> tuple[str, ...]:
+    words = value
+    if isinstance(value, str):
+        try:
+            words = shlex.split(value)
+        except ValueError as error:
+            raise ValueError(f"cannot be split into words: {error}; valid: {_COMMAND}") from None
+        found = next((word for word in words if word in _SHELL_WORDS), None)
+        if found is not None:
+            raise ValueError(
+                f"has {found!r}, and no shell reads it; valid: [sh, -c, 'the line'], or a command "
+                "without it"
+            )
+    if not isinstance(words, list):
+        raise ValueError(f"{in_words(value)} is not a command; valid: {_COMMAND}")  # noqa: TRY004
+    if not words or words[0] == "":
+        raise ValueError(f"names no program; valid: {_COMMAND}")
+    return tuple(as_argument(word) for word in words)
+
+
+def _env(value: object) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{in_words(value)} is not a mapping; valid: NAME: value")  # noqa: TRY004
+    for name in value:
+        if not _VARIABLE.fullmatch(name) or name.startswith(_OURS):
+            raise ValueError(
+                f"{in_words(name)} cannot be set; valid: letters, digits and _, not a digit first, "
+                f"and not {_OURS}… which tells a job about itself"
+            )
+    return {name: as_argument(text) for name, text in value.items()}
+
+
+def _names(value: object) -> tuple[str, ...]:
+    names = [value] if isinstance(value, str) else value
+    if names is None:
+        return ()
+    if not isinstance(names, (list, tuple)) or not all(
+        name and isinstance(name, str) for name in names
+    ):
+        raise ValueError(f"{in_words(value)} is neither text nor a list of it; valid: {_NAMES}")
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"has {in_words(twice)} twice; valid: each name once")
+    return tuple(names)
+
+
+def _nodes(value: object) -> tuple[str, ...]:
+    return () if value == "any" else _names(value)
+
+
+def _seconds(value: object) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, (int, float, str)):
+        said = f"{in_words(value)} is not a duration; valid: {VALID_DURATION}"
+        raise ValueError(said)  # noqa: TRY004
+    return parse_duration(value)
+
+
+def _hours(value: object) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    found = _HOURS.fullmatch(value.strip()[:60]) if isinstance(value, str) else None
+    if found is None:
+        raise ValueError(
+            f"{in_words(value)} is not a part of the day; valid: such as 22:00-07:00, or null"
+        )
+    first, last = int(found[1]) * 60 + int(found[2]), int(found[3]) * 60 + int(found[4])
+    if first == last:
+        raise ValueError(f"{in_words(value)} begins when it ends; valid: null for the whole day")
+    return first, last
+
+
+class _Section(BaseModel):
+    """Base of all sections, as in cluster.yaml."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Shared(_Section):
+    """What an entry may say, and `defaults` for all entries that do not. `None`: not said."""
+
+    retries: Annotated[int, Field(ge=0, le=1000)] | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+    nodes: Annotated[
+        tuple[str, ...] | None, BeforeValidator(_nodes), Field(description=f"any, {_NAMES}")
+    ] = None
+    card: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    pack: (
+        Annotated[
+            Literal["auto", True, False],
+            Field(description="true (with others that say so), off, auto (alone)"),
+        ]
+        | None
+    ) = None
+    hours: Annotated[tuple[int, int] | None, BeforeValidator(_hours)] = None
+    cwd: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    env: Annotated[dict[str, str] | None, BeforeValidator(_env)] = None
+    python: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    time_limit: Annotated[float | None, BeforeValidator(_seconds)] = None
+    grace: Annotated[float | None, BeforeValidator(_seconds)] = None
+
+
+class Defaults(Shared):
+    """The section `defaults`."""
+
+    save_every_s: Annotated[float, Field(gt=0)] | None = None
+    """Of trainings."""
+
+
+class Stop(_Section):
+    """When members of a sweep are compared; the numbers are optimiser steps."""
+
+    rule: Literal["asha", "median", "none"] = "asha"
+    metric: Annotated[str, Field(min_length=1, max_length=64)] = "loss"
+    mode: Literal["min", "max"] = "min"
+    first: Annotated[int, Field(ge=1)] | None = None
+    factor: Annotated[int, Field(ge=2, le=100)] = 3
+    last: Annotated[int, Field(ge=1)] | None = None
+    """`None`: the steps of the shortest member."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        """Refuse a rule without a first milestone, or with a last one before it."""
+        if self.rule != "none" and self.first is None:
+            raise ValueError("has no first milestone; valid: first: a number of optimiser steps")
+        if self.last is not None and self.last < (self.first or 0):
+            raise ValueError(
+                f"last {self.last} is before first {self.first}; valid: first at most last"
+            )
+        return self
+
+
+class Sweep(_Section):
+    """A rule that makes jobs."""
+
+    method: Literal["grid", "random", "list", "optuna"] = "grid"
+    over: Annotated[
+        Any,
+        Field(description="KEY: [values]; for method list, a list of mappings KEY: value"),
+    ]
+    """Of grid: lists of values; of random and optuna: lists or ranges; of list: mappings."""
+    count: int | None = None
+    """Members of random and optuna."""
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
+
+    @property
+    def size(self) -> int:
+        """How many jobs it makes."""
+        if self.method == "grid":
+            return math.prod(len(values) for values in self.over.values())
+        return len(self.over) if self.method == "list" else self.count or 0
+
+    def cells(self) -> Iterator[tuple[tuple[str, ...], Any]]:
+        """Yield the keys below `sweep` of each list of values, range or single value, with it."""
+        if self.method == "list":
+            for n, row in enumerate(self.over):
+                yield from ((("over", str(n), key), value) for key, value in row.items())
+        else:
+            yield from ((("over", key), values) for key, values in self.over.items())
+
+
+_StopOrNull: TypeAlias = (
+    Annotated[Stop, Field(description="a mapping, such as {first: 500, factor: 3}")] | None
+)
+_SweepOrNull: TypeAlias = (
+    Annotated[Sweep, Field(description="a mapping, such as {over: {lr: [1e-4, 3e-4]}}")] | None
+)
+
+
+class Entry(Shared):
+    """One entry of `jobs`: a training or a command, once or as a sweep."""
+
+    name: Name
+    train: (
+        Annotated[
+            dict[str, Any], Field(description="a mapping with keys of train:, such as preset")
+        ]
+        | None
+    ) = None
+    command: Annotated[
+        tuple[str, ...] | None, BeforeValidator(_argv), Field(description=_COMMAND)
+    ] = None
+    cap: bool | None = None
+    outputs: Annotated[tuple[str, ...], BeforeValidator(_names)] = ()
+    memory_gib: Gib | None = None
+    sweep: _SweepOrNull = None
+    stop: _StopOrNull = None
+    after: Annotated[tuple[str, ...], BeforeValidator(_names)] = ()
+    after_any: Annotated[
+        tuple[str, ...], BeforeValidator(_names), Field(description=f"{_NAMES}; however those end")
+    ] = ()
+    each: bool = False
+
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        """Refuse keys that exclude each other."""
+        if (self.train is None) == (self.command is None):
+            what = "neither train nor command" if self.train is None else "train and command"
+            raise ValueError(f"has {what}; valid: one of them")
+        if self.train is not None:
+            wrong = [key for key in _OF_COMMANDS if key in self.model_fields_set]
+            if wrong:
+                raise ValueError(
+                    f"has {', '.join(wrong)}, which a command may have and a training has not; "
+                    "valid: command, or train without it"
+                )
+        if self.after and self.after_any:
+            raise ValueError("has after and after_any; valid: one of them")
+        if self.each and self.sweep is not None:
+            raise ValueError("has each and sweep; valid: one of them")
+        if self.each and not self.leads:
+            raise ValueError("has each without after; valid: after: the name of a sweep")
+        return self
+
+    @property
+    def leads(self) -> tuple[str, ...]:
+        """Names of what it comes after."""
+        return self.after or self.after_any
+
+    def texts(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Yield each text that may name a folder or a value of the sweep, with its keys."""
+        yield from ((("command",), word) for word in self.command or ())
+        for key in ("env", "train"):
+            for name, text in (getattr(self, key) or {}).items():
+                yield (key, name), text if isinstance(text, str) else ""
+        yield ("cwd",), self.cwd or ""
+
+
+class Document(_Section):
+    """All of a job file."""
+
+    defaults: Defaults = Defaults()
+    stop: _StopOrNull = None
+    jobs: Annotated[list[Entry], Field(min_length=1, description="a list with at least one entry")]
+
+
+#: Keys of an entry that only a command has.
+_OF_COMMANDS: Final = ("cwd", "env", "python", "time_limit", "grace", "cap", "outputs")

@@ -1,0 +1,434 @@
+"""Connects the queue of jobs to a run: what is seen of its slots goes in, which slots begin and
+which come to rest comes out.
+
+A job has one slot, with its name. What the queue decides is on the disk before anything is done
+about it: a head that is killed in between decides the same again. Decides nothing itself
+(`jobs/queue.py`), and starts nothing (`supervisor.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from orchestrator.config.gpu_specs import PROFILES, peak_tflops
+from orchestrator.config.load import config_from_data
+from orchestrator.config.schema import Config
+from orchestrator.core.placement import NodeBudget, SlotPlan, Target, node_budget, plan_slots
+from orchestrator.core.slot import Hold, Phase, Slot
+from orchestrator.jobs import causes, inbox
+from orchestrator.jobs.journal import Journal
+from orchestrator.jobs.model import (
+    ENDED,
+    ON_CARD,
+    Assigned,
+    AttemptEnded,
+    Card,
+    Cause,
+    Job,
+    JobState,
+    Kind,
+    Recalled,
+    Record,
+    Rested,
+    Seen,
+    Settled,
+    Standing,
+    Submitted,
+    World,
+)
+from orchestrator.jobs.queue import NODE_LOST_S, Queue
+from orchestrator.record.events import EventLog
+from orchestrator.record.jobs import QueueSnapshot, write_outlook
+from orchestrator.run.job_files import JobFiles
+from orchestrator.run.sampled_sweeps import SampledSweeps
+from orchestrator.view.cells import UNICODE
+from orchestrator.view.jobs import summary_line
+from workers.command.code import CODE
+from workers.command.engine import ATTEMPT
+from workers.command.launch import JOB_DIR, RESUME
+from workers.messages import STARVED
+from workers.settings import CommandSpec
+from workers.units import MIB
+
+#: A training that has had no room for a step for so long is moved or parked. Long enough for a
+#: neighbour's peak to pass.
+_NO_ROOM_S: Final = 15.0
+
+#: A line about all jobs is made so often: of 10,000 it takes 50 ms.
+_HEADLINE_EVERY_S: Final = 1.0
+
+#: With less room on the disk of the run folder nothing new is started.
+_LEAST_FREE_BYTES: Final = 64 * MIB
+
+#: Viewers are told so often why jobs wait.
+_OUTLOOK_EVERY_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin:
+    """An attempt at a job begins in its slot."""
+
+    plan: SlotPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rest:
+    """The slot saves, and its process ends."""
+
+    slot: str
+    why: str
+
+
+Order: TypeAlias = Begin | Rest
+
+
+@dataclass(kw_only=True, eq=False)
+class Dispatcher:
+    """The queue of one run."""
+
+    folder: Path
+    """Of the queue: journal, inbox, and a folder for each job."""
+    config: Config
+    """Of the run, scaled if it was."""
+    target: Target
+    events: EventLog
+    queue: Queue
+    journal: Journal
+    stays: bool = False
+    """Whether the run goes on when nothing is left to do."""
+
+    problem: str | None = field(default=None, init=False)
+    """Why nothing can be decided now: the journal cannot be written."""
+
+    def __post_init__(self) -> None:
+        self._budgets = {
+            name: node_budget(name, node, self.config) for name, node in self.config.nodes.items()
+        }
+        self._at_s = max((each.since_s for each in self.queue.standings.values()), default=0.0)
+        self._outlook_at_s = 0.0
+        self._peak_bytes: dict[str, int] = {}
+        self._files = JobFiles(self.folder, one_machine=self.target.one_machine, events=self.events)
+        self._no_room_since_s: dict[str, float] = {}
+        self._away_since_s: dict[str, float] = {}
+        self._headline = -math.inf, ""
+        self._sweeps = SampledSweeps(
+            queue=self.queue,
+            config=self.config,
+            head_node=None if self.target.one_machine else self.config.head_node,
+            cards=sum(max(1, node.gpus) for node in self.config.nodes.values()),
+        )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing to do any more."""
+        return self.queue.is_over_without(self._sweeps.problems) and not self.stays
+
+    def resumed(self) -> Iterator[SlotPlan]:
+        """Yield the slot of each job that has a place on a card, for a head that begins."""
+        for standing in self.queue.standings.values():
+            if standing.state in ON_CARD:
+                yield self._plan(standing)
+
+    def rests(self) -> frozenset[str]:
+        """Return the jobs whose attempts are to come to rest."""
+        return frozenset(
+            name
+            for name, standing in self.queue.standings.items()
+            if standing.state in ON_CARD and standing.recalled_to is not None
+        )
+
+    def turn(
+        self, slots: Mapping[str, Slot], nodes: Collection[str], now_unix_s: float
+    ) -> tuple[Order, ...]:
+        """Take in what has happened and what users ask, decide, and return what is to be done.
+
+        What is returned is in the journal. While that cannot be written, nothing is decided.
+        """
+        self._at_s = max(self._at_s, now_unix_s)
+        orders: list[Order] = []
+        try:
+            self._take_inbox()
+            world = self._world(slots, nodes)
+            # Asked first: a member that is paused must not find that it was the last.
+            while records := self._asked() or self.queue.next_records(world):
+                self._write(records)
+                for record in records:
+                    orders.extend(self._orders(record))
+            self.journal.compact(self.queue)
+        except OSError as error:
+            self.problem = f"the journal of jobs cannot be written: {error.strerror or error}"
+            return tuple(orders)  # of the batches before
+        self.problem = None
+        if self._at_s - self._outlook_at_s >= _OUTLOOK_EVERY_S:
+            self._outlook_at_s = self._at_s
+            with suppress(OSError):  # it is for people alone
+                write_outlook(self.folder, self.queue.standings.values())
+        return tuple(orders)
+
+    def _asked(self) -> tuple[Record, ...]:
+        """Return the next jobs of sweeps whose members are asked for."""
+        return tuple(Submitted(at_s=self._at_s, job=job) for job in self._sweeps.next_jobs())
+
+    def _take_inbox(self) -> None:
+        for path, message in inbox.waiting(self.folder):
+            if isinstance(message, inbox.InboxError):
+                self.events.write("job_message_refused", reason=str(message))
+            for record in () if isinstance(message, inbox.InboxError) else message:
+                why = self.queue.why_refused(record)
+                if why is None:
+                    self._write([replace(record, at_s=self._at_s)])
+                else:
+                    self.events.write("job_message_refused", reason=why)
+            inbox.remove(path)
+
+    def _write(self, records: Sequence[Record]) -> None:
+        if records:
+            self.journal.append(records)
+        for record in records:
+            self.queue.apply(record)
+            name = type(record).__name__
+            told = {
+                key: value
+                for key in record.__dataclass_fields__
+                if type(value := getattr(record, key)) in {str, int, float, bool}
+            }
+            self.events.write(f"job_{_snake(name)}", **told)
+
+    def _orders(self, record: Record) -> Iterator[Order]:
+        match record:
+            case Assigned():
+                self._peak_bytes.pop(record.job, None)
+                yield Begin(plan=self._plan(self.queue.standings[record.job]))
+            case Settled(to=JobState.STOPPED):
+                self._files.drop_state(record.job)
+            case AttemptEnded(cause=Cause.DONE):
+                self._files.drop_state(record.job)
+            case Recalled():
+                yield Rest(slot=record.job, why=f"{record.to}: {record.reason}")
+            case Rested():
+                # After a node was lost nothing was recalled, and its slot must not come back.
+                yield Rest(slot=record.job, why=self.queue.shown(record.job).reason)
+            case _:
+                pass
+
+    def _world(self, slots: Mapping[str, Slot], nodes: Collection[str]) -> World:
+        local = datetime.fromtimestamp(self._at_s).astimezone()
+        seen = {
+            name: each
+            for name in slots
+            if (each := self._seen(self.queue.shown(name), slots[name])) is not None
+        }
+        return World(
+            now_s=self._at_s,
+            minute_of_day=60 * local.hour + local.minute,
+            cards=tuple(cards_of(self.config, nodes)),
+            seen=seen,
+            disk_full=self._disk_full(),
+        )
+
+    def _disk_full(self) -> str | None:
+        free_bytes = shutil.disk_usage(self.folder).free
+        if free_bytes >= _LEAST_FREE_BYTES:
+            return None
+        return f"the disk of {self.folder} is full: {free_bytes / MIB:.0f} MiB left"
+
+    def _seen(self, standing: Standing, slot: Slot) -> Seen | None:
+        """Return what is seen of a job on a card; `None` while its node has only just gone."""
+        name, progress, report = slot.slot, slot.training.progress, slot.report
+        is_away = slot.phase is Phase.ABSENT and slot.orders.hold is None
+        away_since_s = self._away_since_s.setdefault(name, self._at_s) if is_away else self._at_s
+        if not is_away:
+            self._away_since_s.pop(name, None)
+        if standing.state not in ON_CARD or (is_away and self._at_s - away_since_s < NODE_LOST_S):
+            return None
+        peak_bytes = None if report is None or report.memory is None else report.memory.peak_bytes
+        if peak_bytes is not None:
+            self._peak_bytes[name] = max(peak_bytes, self._peak_bytes.get(name, 0))
+        has_no_room = slot.state in STARVED
+        since_s = self._no_room_since_s.setdefault(name, self._at_s) if has_no_room else self._at_s
+        if not has_no_room:
+            self._no_room_since_s.pop(name, None)
+        cause, text, exit_code = _end(slot, standing.job)
+        if cause is Cause.DONE and not self._files.are_there(
+            standing.job, standing.attempt, self._plan(standing).spec
+        ):
+            cause, text = None, "what it leaves is written into its folder"
+        step, steps, eta_s = progress.train_step, progress.train_steps, progress.eta_s
+        left = None if step is None or steps is None else steps - step
+        return Seen(
+            job=name,
+            attempt=standing.attempt,
+            is_at_rest=slot.orders.hold is Hold.DRAIN
+            and slot.phase in {Phase.HELD, Phase.ABSENT}
+            and not slot.in_flight,
+            node_lost=is_away,
+            cause=cause,
+            text=text,
+            exit_code=exit_code,
+            step=step,
+            steps=steps,
+            value=self._value(standing.job, slot),
+            steps_per_s=left / eta_s if left and eta_s else None,
+            eta_s=eta_s,
+            peak_bytes=self._peak_bytes.get(name),
+            out_of_memory=max(0, slot.counts.oom_count - standing.out_of_memory),
+            has_no_room=has_no_room and self._at_s - since_s > _NO_ROOM_S,
+            sha256=progress.weights_sha256,
+        )
+
+    def _value(self, job: Job, slot: Slot) -> float | None:
+        """Return the job's metric; `None` before it was told."""
+        metric = "loss" if job.milestones is None else job.milestones.metric
+        told = {} if slot.report is None else slot.report.metrics
+        return told.get(metric, slot.training.progress.loss if metric == "loss" else None)
+
+    def _plan(self, standing: Standing) -> SlotPlan:
+        """Return the slot of a job that has a place."""
+        job, card = standing.job, str(standing.card)
+        node = card.partition(":")[0]
+        budget_bytes = standing.budget_bytes or 0
+        overrides = {
+            key: self._with_folders(value) if isinstance(value, str) else value
+            for key, value in job.overrides.items()
+        }
+        config = job_config(self.config, replace(job, overrides=overrides))
+        plan = next(each for each in plan_slots(config, self.target) if each.spec.node == node)
+        share, whole = self._budgets[node], self._budgets[node].card_budget_bytes
+        part = 1.0 if standing.alone else min(1.0, budget_bytes / whole)
+        duty = None if share.duty is None else share.duty * share.workers_per_card * part
+        spec = replace(
+            plan.spec,
+            slot=job.name,
+            budget_bytes=budget_bytes,
+            card_budget_bytes=budget_bytes if standing.alone else whole,
+            duty=None if duty is None or duty >= 1 else duty,
+            # The same on every card of a machine: how a sum is split decides on its last bit.
+            workers_on_host=sum(max(1, each.gpus) for each in self._budgets.values())
+            if self.target.one_machine
+            else max(1, share.gpus),
+            workload=replace(plan.spec.workload, seed=config.workload.seed),
+            run_id=self.folder.parent.name,
+            command=None if job.command is None else self._command(standing, job.command),
+        )
+        return replace(
+            plan,
+            spec=spec,
+            num_cpus=share.cpus_per_worker * max(1, int(share.workers_per_card * part)),
+            num_gpus=math.floor(1e4 * part) / 1e4 if share.gpus else 0.0,
+        )
+
+    def _command(self, standing: Standing, command: CommandSpec) -> CommandSpec:
+        """Return a command with the folders of other jobs, and what its attempt is told."""
+        job, attempt = standing.job, standing.attempt
+        env = {name: self._with_folders(value) for name, value in command.env.items()}
+        env[ATTEMPT] = str(attempt)
+        if attempt > 1:
+            env[RESUME] = "1"
+        if job.code is not None:
+            env[CODE] = job.code
+        if self.target.one_machine:
+            env[JOB_DIR] = str(self._files.of(job.name))
+        return replace(
+            command,
+            argv=tuple(self._with_folders(word) for word in command.argv),
+            cwd=None if command.cwd is None else self._with_folders(command.cwd),
+            env=env,
+        )
+
+    def _with_folders(self, text: str) -> str:
+        for name in self.queue.names if ".dir}" in text else ():
+            text = text.replace(f"{{{name}.dir}}", str(self._files.of(name)))
+        return text
+
+    def headline(self) -> str:
+        """Return how many jobs are in which state, and when the last may end, in a line."""
+        if self._at_s - self._headline[0] >= _HEADLINE_EVERY_S:
+            standings = tuple(self.queue.standings.values())
+            now = QueueSnapshot(standings=standings, now_s=self._at_s, held=self.queue.held)
+            self._headline = self._at_s, summary_line(now, UNICODE)
+        return self._headline[1]
+
+    def notices(self) -> Iterator[str]:
+        """Yield a line for what a person may want to do something about."""
+        if self.problem is not None:
+            yield self.problem
+        yield from self._sweeps.problems.values()
+        if self.queue.held is not None:
+            yield f"the queue is held: {self.queue.held}"
+
+    def shortfalls(self) -> Iterator[str]:
+        """Yield a sentence for each job that did not end well, once the run has ended."""
+        yield from self._sweeps.problems.values()
+        for name, standing in self.queue.standings.items():
+            if standing.state not in {JobState.DONE, JobState.STOPPED, JobState.CANCELLED} and (
+                standing.state in ENDED or self.queue.is_over
+            ):
+                yield f"job {name}: {standing.state}: {standing.reason}"
+
+
+def cards_of(config: Config, nodes: Collection[str]) -> Iterator[Card]:
+    """Yield the cards of a configuration, closed where the node is not one of `nodes`."""
+    for name, node in config.nodes.items():
+        budget, profile = node_budget(name, node, config), PROFILES.get(node.gpu)
+        for index in range(max(1, node.gpus)):
+            yield Card(
+                name=name if node.gpus <= 1 else f"{name}:{index}",
+                node=name,
+                title=profile.product if profile is not None else node.gpu,
+                room_bytes=budget.card_budget_bytes,
+                speed=_speed(node.gpu, budget),
+                closed=None if name in nodes else f"{name} is not there",
+            )
+
+
+def job_config(base: Config, job: Job) -> Config:
+    """Return the configuration of a job's worker: that of the run, with what the job says.
+
+    `ConfigError` if that is not valid; `jobs/spec.py` has refused it before.
+    """
+    if job.kind is Kind.COMMAND:
+        return base
+    workers = sum(node.workers for node in base.nodes.values())
+    # Its state must be able to move to another PC.
+    fixed = {"workload.name": "train", "train.checkpoints": "head", "train.slots": workers}
+    data: dict[str, Any] = base.model_dump()
+    for dotted, value in {**job.overrides, **fixed}.items():
+        section, _, key = dotted.partition(".")
+        data[section] = {**data[section], key: value}
+    return config_from_data(data, f"job {job.name}")
+
+
+def _speed(gpu: str, budget: NodeBudget) -> float:
+    """Return the rated speed of a card, in TFLOP/s of its node's number type; 1 where unknown."""
+    profile = PROFILES.get(gpu)
+    rated = None if profile is None else peak_tflops(profile, budget.dtype, None)
+    return rated or 1.0
+
+
+def _end(slot: Slot, job: Job) -> tuple[Cause | None, str, int | None]:
+    """Return why the attempt in a slot has ended, in words, with an exit code; `None`: it goes on.
+
+    All of a slot's reports are in before its end counts.
+    """
+    if slot.in_flight or slot.phase not in {Phase.DONE, Phase.QUARANTINED}:
+        return None, slot.reason, None
+    ended = None if slot.report is None else slot.report.ended
+    if ended is not None:
+        return causes.cause_of(ended), slot.reason, ended.exit_code
+    if slot.phase is Phase.DONE and job.kind is Kind.TRAIN:
+        return Cause.DONE, slot.reason, None
+    if slot.phase is Phase.DONE:
+        return Cause.KILLED, "the head ended before it knew how the program had ended", None
+    error = None if slot.report is None else slot.report.error
+    return causes.failure_cause(error or "", slot.reason), slot.reason, None
+
+
+def _snake(name: str) -> str:
+    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name)[1:]

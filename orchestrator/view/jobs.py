@@ -1,0 +1,537 @@
+"""What people see of a queue: the table of jobs, one job in full, results, one line for other
+screens.
+
+Pure. Values come from the journal, and of jobs with a process from the rows of the run; does not
+read either. Names, reasons and errors may be hostile: they pass through `Glyphs.clean`.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from statistics import median
+from typing import Any, Final
+
+from rich.cells import cell_len
+from rich.text import Text
+
+from orchestrator.config.duration import format_duration
+from orchestrator.jobs.model import (
+    ENDED,
+    ON_CARD,
+    Assigned,
+    AttemptEnded,
+    Job,
+    JobState,
+    Kind,
+    Measured,
+    Reached,
+    Recalled,
+    Record,
+    Rested,
+    Said,
+    Settled,
+    Standing,
+    Submitted,
+)
+from orchestrator.record.jobs import QueueSnapshot
+from orchestrator.record.model import Row, Snapshot, finite
+from orchestrator.record.summary import SCHEMA, summary_text
+from orchestrator.view.cells import UNICODE, Glyphs, aligned, clock
+from workers.units import GIB, MIB
+
+STATE_STYLES: Final[Mapping[JobState, str]] = {
+    JobState.RUNNING: "green",
+    JobState.MOVING: "cyan",
+    JobState.PARKED: "yellow",
+    JobState.HELD: "cyan",
+    JobState.PAUSED: "cyan",
+    JobState.QUEUED: "",
+    JobState.WAITING: "dim",
+    JobState.FAILED: "bold red",
+    JobState.INFEASIBLE: "bold red",
+    JobState.SKIPPED: "yellow",
+    JobState.CANCELLED: "dim",
+    JobState.STOPPED: "dim",
+    JobState.DONE: "bold green",
+}
+"""Colours, in the order in which jobs are listed."""
+
+_RANK: Final = {state: rank for rank, state in enumerate(STATE_STYLES)}
+TITLES: Final = ("job", "state", "where", "step", "metric", "best", "time", "why")
+#: Left out of a narrow table, the first one first.
+_DROPPED: Final = ("best", "metric", "where", "time", "step")
+_NUMBERS: Final = frozenset({"step", "metric", "best"})
+_WHY_CELLS: Final = 24
+_NAME_CELLS: Final = 32
+_NAME_SHORT_CELLS: Final = 18
+_NAME_LEAST_CELLS: Final = 10
+_GAP: Final = "  "
+
+#: A moment further away than this is shown with its day.
+_SAME_DAY_S: Final = 18 * 3600.0
+
+
+def current(snapshot: QueueSnapshot) -> tuple[Standing, ...]:
+    """Return the standings with what their processes told last, those on a card first."""
+    standings = (_with_row(standing, snapshot.rows) for standing in snapshot.standings)
+    return tuple(sorted(standings, key=_order))
+
+
+def _with_row(standing: Standing, rows: Mapping[str, Row]) -> Standing:
+    row = rows.get(standing.job.name)
+    if row is None or standing.state not in ON_CARD:
+        return standing
+    told = row.progress
+    return replace(
+        standing,
+        reason=(standing.state is JobState.RUNNING and row.reason) or standing.reason,
+        step=standing.step if told.train_step is None else told.train_step,
+        value=standing.value if told.loss is None else told.loss,
+        out_of_memory=max(standing.out_of_memory, row.counts.oom_count),
+    )
+
+
+def _order(standing: Standing) -> tuple[int, float]:
+    start_s = standing.expected_start_s
+    return _RANK[standing.state], math.inf if start_s is None else start_s
+
+
+def summary_line(snapshot: QueueSnapshot, glyphs: Glyphs) -> str:
+    """Return "3 running, 12 queued, 1 failed; ends about 03:40"."""
+    counts = Counter(standing.state for standing in snapshot.standings)
+    said = ", ".join(
+        f"{counts[state]} {state.value.lower()}" for state in STATE_STYLES if counts[state]
+    )
+    said = said or "no jobs yet"
+    if snapshot.held is not None:
+        return glyphs.clean(f"{said}; the queue is held: {snapshot.held}")
+    ends_s = _ends_at_s(snapshot)
+    return said if ends_s is None else f"{said}; ends about {_moment(ends_s, snapshot.now_s)}"
+
+
+def with_jobs(snapshot: Snapshot, queue: QueueSnapshot | None, glyphs: Glyphs) -> Snapshot:
+    """Return the picture of a run with the line of its queue, where it has one."""
+    return snapshot if queue is None else replace(snapshot, jobs=summary_line(queue, glyphs))
+
+
+def jobs_lines(snapshot: QueueSnapshot, width: int | None, glyphs: Glyphs) -> list[Text]:
+    """Return the table of jobs within `width` cells; `None` cuts nothing.
+
+    Columns are left out until the reasons have room. The titles are the first line.
+    """
+    rows = [job_cells(standing, snapshot, glyphs) for standing in current(snapshot)]
+    widths = {
+        title: max([cell_len(title), *(cell_len(row[title]) for row in rows)]) for title in TITLES
+    }
+    shown = [
+        title
+        for title in TITLES
+        if title in {"job", "state", "why"} or any(row[title] != glyphs.missing for row in rows)
+    ]
+    if width is None:
+        why_cells = widths["why"]
+    else:
+        least = width - _WHY_CELLS
+        for title in _DROPPED:
+            if _used(shown, {**widths, "job": min(widths["job"], _NAME_SHORT_CELLS)}) <= least:
+                break
+            shown = [kept for kept in shown if kept != title]
+        room = width - _used(shown, widths | {"job": 0})
+        widths["job"] = min(widths["job"], max(_NAME_LEAST_CELLS, room - _WHY_CELLS))
+        why_cells = width - _used(shown, widths)
+        if why_cells < len("why"):
+            shown.remove("why")
+    lines = [_line(dict(zip(TITLES, TITLES, strict=True)), shown, widths, why_cells, glyphs)]
+    lines[0].stylize("dim")
+    for row, standing in zip(rows, current(snapshot), strict=True):
+        line = _line(row, shown, widths, why_cells, glyphs)
+        begins = line.plain.find(row["state"], widths["job"])
+        line.stylize(STATE_STYLES[standing.state], begins, begins + len(row["state"]))
+        lines.append(line)
+    return lines
+
+
+def _used(shown: Sequence[str], widths: Mapping[str, int]) -> int:
+    """Return the cells that all columns but the reason take, with the gap before it."""
+    return sum(widths[title] + len(_GAP) for title in shown if title != "why")
+
+
+def _line(
+    cells: Mapping[str, str],
+    shown: Sequence[str],
+    widths: Mapping[str, int],
+    why_cells: int,
+    glyphs: Glyphs,
+) -> Text:
+    parts = []
+    for title in shown:
+        width = why_cells if title == "why" else widths[title]
+        text = glyphs.shorten(cells[title], width)
+        padding = " " * (width - cell_len(text))
+        parts.append(padding + text if title in _NUMBERS else text + padding)
+    return Text(_GAP.join(parts).rstrip())
+
+
+def job_cells(standing: Standing, snapshot: QueueSnapshot, glyphs: Glyphs) -> dict[str, str]:
+    """Return what the table shows of a job, by title."""
+    job = standing.job
+    cells = {
+        "job": glyphs.shorten(glyphs.clean(job.name), _NAME_CELLS),
+        "state": standing.state.value,
+        "where": None if standing.card is None else glyphs.clean(standing.card),
+        "step": _steps(standing.step, job.steps),
+        "metric": _figure(standing.value),
+        "best": _best(standing),
+        "time": _time(standing, snapshot),
+        "why": glyphs.clean(_last_words(standing.reason)),
+    }
+    return {title: cell or glyphs.missing for title, cell in cells.items()}
+
+
+def _best(standing: Standing) -> str:
+    return _figure(standing.best) + ("" if standing.best is None else _at(standing.best_step))
+
+
+def _at(step: int | None) -> str:
+    return "" if step is None else f" at {step}"
+
+
+def _steps(step: int | None, steps: int | None) -> str | None:
+    return None if step is None else f"{step}" if steps is None else f"{step}/{steps}"
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.5g}"
+
+
+def _time(standing: Standing, snapshot: QueueSnapshot) -> str | None:
+    """Return when a job ended, how long it takes or has taken, or when it may start."""
+    if standing.state in ENDED:
+        ended_s = standing.ended_at_s
+        return None if ended_s is None else f"ended {_moment(ended_s, snapshot.now_s)}"
+    if standing.state in ON_CARD:
+        left_s = _left_s(standing, snapshot)
+        here_s = snapshot.now_s - standing.since_s
+        return f"for {clock(here_s)}" if left_s is None else f"{clock(left_s)} left"
+    start_s = standing.expected_start_s
+    return None if start_s is None else f"about {_moment(start_s, snapshot.now_s)}"
+
+
+def _left_s(standing: Standing, snapshot: QueueSnapshot) -> float | None:
+    """Return the seconds of work that a job has left; `None`: not known."""
+    row = snapshot.rows.get(standing.job.name)
+    if standing.state in ON_CARD and row is not None and finite(row.progress.eta_s) is not None:
+        return row.progress.eta_s
+    steps, speeds = standing.job.steps, [*standing.speeds.values()]
+    if steps is None or not speeds or speeds[-1] <= 0:
+        return None
+    return max(0, steps - (standing.step or 0)) / speeds[-1]
+
+
+def _ends_at_s(snapshot: QueueSnapshot) -> float | None:
+    """Return when the last job may end: all work that is left, shared among the cards that work.
+
+    A job of unknown length counts as the median of those of its kind. `None` where none is known.
+    """
+    left_s: dict[Kind, list[float]] = {Kind.TRAIN: [], Kind.COMMAND: []}
+    taken_s: dict[Kind, list[float]] = {Kind.TRAIN: [], Kind.COMMAND: []}
+    unknown: list[Kind] = []
+    running_s, cards = [0.0], set()
+    for standing in snapshot.standings:
+        state, kind = standing.state, standing.job.kind
+        if state in ENDED:
+            if state is JobState.DONE:
+                taken_s[kind].append(standing.ran_s)
+            continue
+        now = _with_row(standing, snapshot.rows) if state in ON_CARD else standing
+        seconds = _left_s(now, snapshot)
+        if seconds is None:
+            unknown.append(kind)
+        else:
+            left_s[kind].append(seconds)
+        if state in ON_CARD:
+            cards.add(standing.card)
+            running_s.append(seconds or 0.0)
+    if not cards:
+        return None
+    everything = [*left_s[Kind.TRAIN], *left_s[Kind.COMMAND], *taken_s[Kind.TRAIN]]
+    work_s = sum(map(sum, left_s.values()))
+    for kind, count in Counter(unknown).items():
+        known = taken_s[kind] or left_s[kind] or everything
+        if not known:
+            return None
+        work_s += count * median(known)
+    return snapshot.now_s + max(*running_s, work_s / len(cards))
+
+
+def _moment(unix_s: float, now_s: float) -> str:
+    try:
+        moment = datetime.fromtimestamp(unix_s).astimezone()
+    except (ValueError, OverflowError, OSError):
+        return f"second {unix_s:.0f}"  # no calendar goes that far
+    return moment.strftime("%H:%M" if abs(unix_s - now_s) < _SAME_DAY_S else "%Y-%m-%d %H:%M")
+
+
+def job_object(standing: Standing, snapshot: QueueSnapshot) -> dict[str, Any]:
+    """Return a job for JSON, under flat keys; `None` is unknown."""
+    job, now_s = standing.job, snapshot.now_s
+    here_s = now_s - standing.since_s
+    ran_s = standing.ran_s + (here_s if standing.state in ON_CARD else 0.0)
+    parked_s = standing.parked_s + (here_s if standing.state is JobState.PARKED else 0.0)
+    ended_s = now_s if standing.ended_at_s is None else standing.ended_at_s
+    row = snapshot.rows.get(job.name) if standing.state in ON_CARD else None
+    return {
+        "job_id": job.id,
+        "job_name": job.name,
+        "job_kind": job.kind.value,
+        "job_sweep": job.sweep,
+        "job_settings": dict(job.settings),
+        "job_state": standing.state.value,
+        "job_reason": standing.reason,
+        "job_error": standing.last_error,
+        "job_priority": job.priority,
+        "job_after": list(job.after),
+        "job_attempt": standing.attempt,
+        "job_node": None if standing.card is None else standing.card.partition(":")[0],
+        "job_card": standing.card,
+        "job_slot": job.name if standing.state in ON_CARD else None,
+        "job_step": standing.step,
+        "job_steps": job.steps,
+        "job_metric_name": _metric(standing),
+        "job_metric": finite(standing.value),
+        "job_best": finite(standing.best),
+        "job_best_step": standing.best_step,
+        "job_milestone": snapshot.milestones.get(job.name),
+        "job_eta_s": _left_s(standing, snapshot) if standing.state in ON_CARD else None,
+        "job_expected_start_unix_s": standing.expected_start_s,
+        "job_queued_s": max(0.0, ended_s - job.submitted_at_unix_s - ran_s - parked_s)
+        if job.submitted_at_unix_s
+        else None,
+        "job_ran_s": ran_s,
+        "job_parked_s": parked_s,
+        "job_redone_s": None,
+        "job_oom": standing.out_of_memory,
+        "job_moves": standing.moves,
+        "job_predicted_mib": _mib(standing.least_room_bytes),
+        "job_budget_mib": _mib(standing.budget_bytes),
+        "job_peak_mib": _mib(standing.peak_bytes or (row.allocated_bytes if row else None)),
+        "job_exit_code": standing.exit_code,
+        "job_dir": f"{snapshot.files}/{job.name}" if snapshot.files else None,
+        "job_sha256": standing.sha256,
+    }
+
+
+def queue_object(snapshot: QueueSnapshot) -> dict[str, Any]:
+    """Return the queue with all its jobs for JSON."""
+    ends_s = _ends_at_s(snapshot)
+    return {
+        "queue_jobs": len(snapshot.standings),
+        "queue_done": sum(one.state is JobState.DONE for one in snapshot.standings),
+        "queue_eta_s": None if ends_s is None else max(0.0, ends_s - snapshot.now_s),
+        "queue_held": snapshot.held,
+        "jobs": [job_object(standing, snapshot) for standing in current(snapshot)],
+    }
+
+
+def json_text(snapshot: QueueSnapshot) -> str:
+    """Return the queue as one JSON object."""
+    return object_text(queue_object(snapshot))
+
+
+def object_text(told: Mapping[str, Any]) -> str:
+    """Return an object of a queue as JSON."""
+    return summary_text({"schema": SCHEMA, **told})
+
+
+def _metric(standing: Standing) -> str | None:
+    rule = standing.job.milestones
+    if rule is not None:
+        return rule.metric
+    return None if standing.value is None and standing.best is None else "loss"
+
+
+def _mib(size_bytes: int | None) -> int | None:
+    return None if size_bytes is None else round(size_bytes / MIB)
+
+
+def job_lines(
+    standing: Standing, records: Iterable[Record], snapshot: QueueSnapshot, glyphs: Glyphs
+) -> list[str]:
+    """Return one job in full: what it is, how it stands, and what happened to it."""
+    job = standing.job
+    facts: dict[str, str | None] = {
+        "state": f"{standing.state.value}: {_last_words(standing.reason)}",
+        "time": _time(standing, snapshot),
+        "error": standing.last_error if standing.last_error != standing.reason else None,
+        "kind": job.kind.value + (f", of the sweep {job.sweep}" if job.sweep else ""),
+        "command": shlex.join(job.command.argv) if job.command else None,
+        "in": job.command.cwd if job.command else None,
+        "settings": _pairs(job.settings or job.overrides),
+        "after": ", ".join(job.after) + (" (however they end)" if job.after_any else ""),
+        "priority": str(job.priority) if job.priority else None,
+        "nodes": ", ".join(job.nodes),
+        "card": job.card,
+        "hours": None if job.hours is None else "-".join(map(_minute, job.hours)),
+        "where": standing.card,
+        "attempt": str(standing.attempt) if standing.attempt else None,
+        "step": _steps(standing.step, job.steps),
+        _metric(standing) or "metric": _figure(standing.value),
+        "best": _best(standing),
+        "speed": ", ".join(f"{speed:.3g} steps/s on {c}" for c, speed in standing.speeds.items()),
+        "memory": _memory(standing),
+        "out of memory": str(standing.out_of_memory) if standing.out_of_memory else None,
+        "moves": str(standing.moves) if standing.moves else None,
+        "ran": format_duration(standing.ran_s) if standing.ran_s else None,
+        "parked": format_duration(standing.parked_s) if standing.parked_s else None,
+        "exit code": None if standing.exit_code is None else str(standing.exit_code),
+        "weights": standing.sha256,
+        "files": f"{snapshot.files}/{job.name}" if snapshot.files else None,
+        "from": job.origin,
+        "code": job.code,
+    }
+    shown = {title: fact for title, fact in facts.items() if fact}
+    width = max(map(len, shown))
+    happened = [
+        f"{_moment(record.at_s, snapshot.now_s)}  {_RECORD_WORDS[type(record)](record)}"
+        for record in records
+        if _name_in(record) == job.name
+    ]
+    return [
+        glyphs.clean(f"job {job.name}"),
+        *(f"  {title:<{width}}  {glyphs.clean(fact)}" for title, fact in shown.items()),
+        *(["", "what happened"] if happened else []),
+        *(f"  {glyphs.clean(line)}" for line in happened),
+    ]
+
+
+def _last_words(text: str) -> str:
+    """Return text, and of a traceback its last line, which names the exception."""
+    is_traceback = text.lstrip().startswith("Traceback")
+    return text.strip().splitlines()[-1] if is_traceback else text
+
+
+def _pairs(settings: Mapping[str, object]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in settings.items())
+
+
+def _minute(minute: int) -> str:
+    return f"{minute // 60:02}:{minute % 60:02}"
+
+
+def _memory(standing: Standing) -> str | None:
+    sizes = {
+        "may hold {}": standing.budget_bytes,
+        "took at most {}": standing.peak_bytes,
+        "needs a card with {} or more": standing.least_room_bytes,
+        "asked for {}": standing.job.memory_bytes,
+    }
+    return ", ".join(words.format(_gib(size)) for words, size in sizes.items() if size) or None
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / GIB:.2f} GiB"
+
+
+def _at_step(step: int | None) -> str:
+    return "" if step is None else f" at step {step}"
+
+
+_RECORD_WORDS: Final[Mapping[type, Callable[[Any], str]]] = {
+    Submitted: lambda _: "submitted",
+    Assigned: lambda record: (
+        f"attempt {record.attempt} on {record.card} with {_gib(record.budget_bytes)}, "
+        + ("alone" if record.alone else "beside others")
+    ),
+    Recalled: lambda record: f"asked to save, then {record.to.value}: {record.reason}",
+    Rested: lambda record: f"saved and ended{_at_step(record.step)}",
+    AttemptEnded: lambda record: (
+        f"attempt {record.attempt} ended{_at_step(record.step)}: {record.cause.value}"
+        + (f": {_last_words(record.text)}" if record.text else "")
+    ),
+    Reached: lambda record: f"milestone {record.milestone} with {_figure(record.value)}",
+    Measured: lambda record: f"{record.steps_per_s:.3g} steps/s on {record.card_title}",
+    Said: lambda record: f"{record.word.value}, said by {record.by}",
+    Settled: lambda record: f"{record.to.value}: {record.reason}",
+}
+"""What a record of a job says of it."""
+
+
+def _name_in(record: Record) -> str | None:
+    """Return the job that a record is about; `None` where it is about none, or two."""
+    job = getattr(record, "job", None)
+    return job.name if isinstance(job, Job) else job
+
+
+def _results(snapshot: QueueSnapshot) -> list[dict[str, Any]]:
+    """Return the jobs with their metric, the best of each metric first."""
+
+    def order(standing: Standing) -> tuple[str, float, str]:
+        best = finite(standing.value if standing.best is None else standing.best)
+        rule = standing.job.milestones
+        sign = -1.0 if rule is not None and not rule.is_min else 1.0
+        return _metric(standing) or "~", math.inf if best is None else sign * best, ""
+
+    return [job_object(standing, snapshot) for standing in sorted(current(snapshot), key=order)]
+
+
+def results_json(snapshot: QueueSnapshot) -> str:
+    """Return the results as one JSON object, sorted by metric."""
+    return object_text({**queue_object(snapshot), "jobs": _results(snapshot)})
+
+
+_RESULT_KEYS: Final = (
+    "job_state", "job_metric_name", "job_metric", "job_best", "job_best_step", "job_step",
+    "job_ran_s", "job_peak_mib", "job_moves", "job_oom", "job_exit_code", "job_sha256", "job_dir",
+)  # fmt: skip
+
+
+def results_csv(snapshot: QueueSnapshot) -> str:
+    """Return the results as CSV, a column for each setting."""
+    jobs = _results(snapshot)
+    settings = list(dict.fromkeys(key for job in jobs for key in job["job_settings"]))
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["job_name", *settings, *_RESULT_KEYS])
+    for job in jobs:
+        values = (job["job_settings"].get(key) for key in settings)
+        cells = (job["job_name"], *values, *(job[key] for key in _RESULT_KEYS))
+        writer.writerow(UNICODE.clean(cell) if isinstance(cell, str) else cell for cell in cells)
+    return file.getvalue().removesuffix("\n")
+
+
+def results_text(snapshot: QueueSnapshot, glyphs: Glyphs) -> str:
+    """Return the results as one table for people."""
+    titles = (
+        *("job", "settings", "state", "metric", "last", "best", "at step"),
+        *("time", "MiB", "moves", "OOM", "files"),
+    )
+    rows: list[tuple[str, ...]] = [titles]
+    for job in _results(snapshot):
+        cells = (
+            job["job_name"],
+            _pairs(job["job_settings"]),
+            job["job_state"],
+            job["job_metric_name"],
+            _figure(job["job_metric"]),
+            _figure(job["job_best"]),
+            job["job_best_step"],
+            clock(job["job_ran_s"]) if job["job_ran_s"] else None,
+            job["job_peak_mib"],
+            job["job_moves"],
+            job["job_oom"],
+            job["job_dir"],
+        )
+        rows.append(
+            tuple(
+                glyphs.missing if cell in {None, ""} else glyphs.clean(str(cell)) for cell in cells
+            )
+        )
+    words = {"job", "settings", "state", "metric", "files"}
+    return "\n".join(aligned(rows, words))

@@ -1,0 +1,217 @@
+"""The verbs of `jobs` on a queue folder whose head is dead, and `plan --jobs`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from orchestrator.jobs import inbox
+from orchestrator.jobs.journal import JOURNAL_NAME, Journal
+from orchestrator.jobs.model import Assigned, Job, QueueHeld, Record, Said, Submitted, Word
+from orchestrator.record.jobs import QueueReader, write_outlook
+from tests.cli.conftest import Command
+from tests.factories import STARTED_UNIX_S, make_job, make_standing
+from tests.scene import ROOT
+
+RUN_ID = "20261126-010203-0b76"
+NIGHT = ROOT / "docs" / "jobs.md"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a run with a queue of two jobs in an empty folder, and go there."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "cluster.yaml", tmp_path)
+    queue = tmp_path / "runs" / RUN_ID / "jobs"
+    queue.mkdir(parents=True)
+    journal = Journal(queue / JOURNAL_NAME)
+    journal.append([submitted(make_job("lr-0")), submitted(make_job("lr-1"))])
+    journal.append([begun("lr-0")])
+    journal.close()
+    return queue
+
+
+def submitted(job: Job) -> Submitted:
+    return Submitted(at_s=STARTED_UNIX_S, job=job)
+
+
+def begun(job: str) -> Assigned:
+    return Assigned(
+        at_s=STARTED_UNIX_S, job=job, attempt=1, card="pc1", budget_bytes=2**30, alone=True
+    )
+
+
+def taken(queue: Path) -> list[Record]:
+    """Return what the head would find in the inbox."""
+    messages = [message for _, message in inbox.waiting(queue)]
+    assert not any(isinstance(message, inbox.InboxError) for message in messages)
+    return [record for message in messages for record in message]  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_list_shows_every_job_and_that_the_head_is_dead(command: Command) -> None:
+    done = command("jobs", "list")
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert [line.split()[:2] for line in lines[1:3]] == [["lr-0", "RUNNING"], ["lr-1", "QUEUED"]]
+    assert "its head is not running" in lines[-1]
+
+
+def test_a_command_is_submitted_with_its_folder_and_code(command: Command, folder: Path) -> None:
+    done = command("jobs", "submit", "--name", "ev", "--", "python", "train.py", "--lr", "3e-4")
+    assert done.returncode == 0, done.stderr
+    assert "submitted to run 20261126-010203-0b76: ev\n2 unfinished before it" in done.stdout
+    (record,) = taken(folder)
+    assert isinstance(record, Submitted)
+    assert record.job.command is not None
+    assert record.job.command.argv == ("python", "train.py", "--lr", "3e-4")
+    assert record.job.command.cwd == str(Path.cwd())
+    assert record.job.code is not None
+
+
+def test_a_sweep_on_the_command_line_makes_a_job_for_each_value(
+    command: Command, folder: Path
+) -> None:
+    done = command(
+        "jobs", "submit", "--json", "--train", "preset=gpt-nano", "--over", "train.lr=1e-4,3e-4"
+    )
+    names = json.loads(done.stdout)["jobs"]
+    jobs = [record.job for record in taken(folder) if isinstance(record, Submitted)]
+    assert [job.name for job in jobs] == names
+    assert [job.settings for job in jobs] == [{"train.lr": 1e-4}, {"train.lr": 3e-4}]
+
+
+def test_a_job_in_the_inbox_is_listed_and_its_name_is_taken(command: Command, folder: Path) -> None:
+    command("jobs", "submit", "--name", "ev", "--", "true")
+    assert "not taken by the head yet" in command("jobs", "show", "ev").stdout
+    again = command("jobs", "submit", "--name", "ev", "--", "false")
+    assert again.returncode == 2
+    assert len(taken(folder)) == 1
+
+
+def test_the_night_of_the_documents_can_be_submitted(command: Command, folder: Path) -> None:
+    (night,) = re.findall(r"```yaml\n(.*?)```", NIGHT.read_text(encoding="utf-8"), re.DOTALL)
+    Path("night.yaml").write_text(night.replace("name: lr ", "name: ra ").replace("lr]", "ra]"))
+    Path("night.yaml").write_text(Path("night.yaml").read_text().replace("{lr.dir}", "{ra.dir}"))
+    done = command("jobs", "submit", "night.yaml")
+    assert done.returncode == 0, done.stderr
+    names = [record.job.name for record in taken(folder) if isinstance(record, Submitted)]
+    assert names == [f"{name}-{number}" for name in ("ra", "eval") for number in range(6)]
+    assert "in the queue already" in command("jobs", "submit", "night.yaml").stdout
+    assert len(night.splitlines()) <= 25
+
+
+@pytest.mark.parametrize("word", ["hold", "release", "cancel", "retry"])
+def test_a_word_about_a_job_goes_into_the_inbox(command: Command, folder: Path, word: str) -> None:
+    done = command("jobs", word, "lr-1", "lr-0")
+    assert done.returncode == 0
+    said = [record for record in taken(folder) if isinstance(record, Said)]
+    assert [(record.word, record.job) for record in said] == [
+        (Word(word), "lr-1"),
+        (Word(word), "lr-0"),
+    ]
+
+
+def test_hold_and_release_without_a_job_are_about_the_queue(command: Command, folder: Path) -> None:
+    command("jobs", "hold")
+    command("jobs", "release")
+    reasons = [record.reason for record in taken(folder) if isinstance(record, QueueHeld)]
+    assert [reason is None for reason in reasons] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("show", "lr-9"), "did you mean lr-"),
+        (("cancel", "\x1b[2Jx"), "there is no job"),
+        (("logs", "../../etc"), "there is no job"),
+        (("list", "--run", "beef"), "there is no run 'beef'"),
+        (("list", "--run-dir", "elsewhere"), "`python -m orchestrator jobs run FILE` begins one"),
+        (("submit",), "there is nothing to submit"),
+        (("submit", "none.yaml"), "none.yaml: no such file"),
+        (("submit", "python", "train.py"), "-- python train.py"),
+        (("submit", "--trian", "lr=1"), "there is no option --trian"),
+        (("submit", "--name", "x", "none.yaml"), "is a job file"),
+        (("submit", "--train", "preset=gpt3"), "there is no preset"),
+        (("results", "--csv", "--json"), '"error": "--csv and --json exclude each other"'),
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_what_cannot_be_is_one_sentence(
+    command: Command, words: tuple[str, ...], said: str
+) -> None:
+    done = command("jobs", *words)
+    assert done.returncode == 2
+    assert said in done.stderr + done.stdout
+    assert "Traceback" not in done.stderr
+    assert "\x1b" not in done.stderr
+
+
+def test_an_inbox_that_others_can_write_is_refused(command: Command, folder: Path) -> None:
+    (folder / "inbox").mkdir()
+    (folder / "inbox").chmod(0o777)
+    done = command("jobs", "hold")
+    assert done.returncode == 2
+    assert "chmod 700" in done.stderr
+
+
+def test_logs_are_those_of_the_slot_of_that_name(command: Command, folder: Path) -> None:
+    (folder.parent / "output").mkdir()
+    (folder.parent / "output" / "lr-0.log").write_text("step 1\nstep 2\n")
+    assert command("jobs", "logs", "lr-0").stdout == "step 1\nstep 2\n"
+    assert command("jobs", "logs", "lr-1").stdout.startswith("lr-1 has printed nothing")
+
+
+def test_files_of_a_job_are_fetched_into_a_new_folder(command: Command, folder: Path) -> None:
+    (folder / "files" / "lr-0" / "sub").mkdir(parents=True)
+    (folder / "files" / "lr-0" / "sub" / "scores.json").write_text("{}")
+    assert "1 file of lr-0" in command("jobs", "fetch", "lr-0", "--to", "best").stdout
+    assert Path("best/sub/scores.json").read_text() == "{}"
+    assert command("jobs", "fetch", "lr-0", "--to", "best").returncode == 2
+    assert "has no files yet" in command("jobs", "fetch", "lr-1", "--to", "none").stderr
+
+
+def test_a_reader_takes_in_what_the_journal_has_grown_by(folder: Path) -> None:
+    reader, journal = QueueReader(folder.parent), Journal(folder / JOURNAL_NAME)
+    before = reader.look((), 0.0)
+    journal.append([submitted(make_job("more"))])
+    with (folder / JOURNAL_NAME).open("ab") as file:
+        file.write(b'[{"kind":"Submi')  # a batch that is being written
+    after = reader.look((), 0.0)
+    assert before is not None
+    assert after is not None
+    assert [len(picture.standings) for picture in (before, after)] == [2, 3]
+    whole = QueueReader(folder.parent).look((), 0.0)
+    assert whole == after
+
+
+def test_what_the_head_expects_is_shown_of_jobs_that_wait(folder: Path) -> None:
+    told = (make_standing(name, reason="pc1 is taken", expected_start_s=9.0) for name in "ab")
+    waits = make_standing("lr-1", reason="pc1 is taken", expected_start_s=9.0)
+    runs = make_standing("lr-0", "RUNNING", reason="must not be shown")
+    write_outlook(folder, [*told, waits, runs])
+    picture = QueueReader(folder.parent).look((), 0.0)
+    assert picture is not None
+    shown = {one.job.name: (one.reason, one.expected_start_s) for one in picture.standings}
+    assert shown["lr-1"] == ("pc1 is taken", 9.0)
+    assert shown["lr-0"][0] != "must not be shown"
+
+
+@pytest.mark.torch
+@pytest.mark.usefixtures("folder")
+def test_a_plan_names_order_times_and_what_never_fits(command: Command) -> None:
+    Path("plan.yaml").write_text(
+        "jobs:\n"
+        "  - {name: a, train: {preset: gpt-nano, steps: 1000}}\n"
+        "  - {name: b, command: [python, eval.py], after: [a]}\n"
+        "  - {name: c, command: ['true'], memory_gib: 200}\n"
+    )
+    told = json.loads(command("plan", "--jobs", "plan.yaml", "--json").stdout)
+    assert [job["job_name"] for job in told["jobs"]] == ["a", "b"]
+    assert told["jobs"][0]["job_card"] == "pc1"
+    assert told["jobs"][0]["job_predicted_mib"] > 500
+    assert "200.0 GiB" in told["never"]["c"]

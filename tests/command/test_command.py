@@ -1,0 +1,385 @@
+"""What a program is told, what is told of it, and how it ends, with real programs."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+import venv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchestrator.core import slot as slots
+from orchestrator.core.fleet import SliceReported
+from orchestrator.core.lifecycle import advance
+from orchestrator.jobs.causes import cause_of
+from orchestrator.jobs.model import Cause
+from tests.command.scenes import Slot, command_spec, told
+from tests.factories import RULES
+from tests.scene import ROOT, python
+from workers.command.engine import ATTEMPT, CommandEngine
+from workers.command.files import Log
+from workers.command.launch import split_python
+from workers.messages import Directive, Verdict, WorkerState
+from workers.units import GIB, MIB
+
+pytestmark = pytest.mark.usefixtures("state_dir")
+
+TELLS = "import json, os, sys; print(json.dumps(dict(os.environ) | {'cwd': os.getcwd(), 'exe': sys.executable}))"
+
+
+def environment_of(slot: Slot) -> dict[str, str]:
+    slot.end()
+    return dict(json.loads(slot.printed.splitlines()[-1]))
+
+
+def test_first_slice_starts_it_and_returns() -> None:
+    slot = Slot(command_spec("-c", "import time; time.sleep(600)"))
+    report = slot.slice()
+    pid = slot.events["program_started"]["pid"]
+    assert (report.state, report.reason) == (
+        WorkerState.RUNNING,
+        f"its program runs, process {pid}",
+    )
+    slot.rest()
+
+
+def test_program_is_told_its_folder_and_its_name(tmp_path: Path, state_dir: Path) -> None:
+    found = environment_of(Slot(command_spec("-c", TELLS, cwd=str(tmp_path), env={"OWN": "1"})))
+    folder = state_dir / "state" / "run" / "job"
+    expected = {
+        "ORCHESTRATOR_JOB": "job",
+        "ORCHESTRATOR_JOB_DIR": str(folder),
+        "ORCHESTRATOR_RESULTS": str(folder / "results.jsonl"),
+        "OWN": "1",
+        "cwd": str(tmp_path),
+    }
+    assert {name: found.get(name) for name in expected} == expected
+    assert "ORCHESTRATOR_RESUME" not in found
+
+
+@pytest.mark.parametrize("incarnation", [0, 1])
+def test_second_start_is_told_to_resume(incarnation: int) -> None:
+    if not incarnation:
+        Slot(command_spec("-c", "pass")).end()
+    found = environment_of(Slot(command_spec("-c", TELLS), incarnation=incarnation))
+    assert found["ORCHESTRATOR_RESUME"] == "1"
+
+
+def test_its_python_is_found_first(tmp_path: Path) -> None:
+    venv.create(tmp_path / "own", symlinks=True)
+    spec = command_spec(cwd=str(tmp_path), python="own")
+    assert spec.command is not None
+    spec = replace(spec, command=replace(spec.command, argv=("python", "-c", TELLS)))
+    found = environment_of(Slot(spec))
+    assert (found["exe"], found["VIRTUAL_ENV"]) == (
+        str(tmp_path / "own" / "bin" / "python"),
+        str(tmp_path / "own"),
+    )
+
+
+SAVES = """
+import os, signal, sys, time
+def save(*_):
+    open(os.environ["ORCHESTRATOR_JOB_DIR"] + "/saved", "w").close()
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+open(os.environ["ORCHESTRATOR_JOB_DIR"] + "/ready", "w").write("1")
+time.sleep(600)
+"""
+
+
+def test_program_that_rests_saves_first(state_dir: Path) -> None:
+    slot = Slot(command_spec("-c", SAVES))
+    slot.slice()
+    folder = state_dir / "state" / "run" / "job"
+    told(folder / "ready")
+    report = slot.rest()
+    assert report.ended is not None
+    assert (report.verdict, report.ended.exit_code, report.ended.was_asked) == (
+        Verdict.OK,
+        75,
+        True,
+    )
+    assert (folder / "saved").is_file()
+
+
+def test_rested_program_starts_again_with_the_next_slice(state_dir: Path) -> None:
+    slot = Slot(command_spec("-c", SAVES))
+    slot.slice()
+    told(state_dir / "state" / "run" / "job" / "ready")
+    slot.rest()
+    report = slot.slice()
+    assert (report.state, slot.events["program_started"]["resumes"]) == (WorkerState.RUNNING, True)
+    slot.rest()
+
+
+STAYS = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(os.environ["ORCHESTRATOR_JOB_DIR"] + "/ready", "w").write("1")
+time.sleep(600)
+"""
+
+
+def test_program_that_does_not_end_is_killed(state_dir: Path) -> None:
+    slot = Slot(command_spec("-c", STAYS, grace_s=0.2))
+    slot.slice()
+    told(state_dir / "state" / "run" / "job" / "ready")
+    report = slot.rest()
+    assert report.ended is not None
+    assert report.ended.signal == signal.SIGKILL
+
+
+def test_a_silent_program_is_no_failure() -> None:
+    slot = Slot(command_spec("-c", "import time; time.sleep(600)"))
+    reports = [slot.slice(0.1) for _ in range(5)]
+    assert [report.counts.steps_ok for report in reports] == [1] * 5
+    assert all(report.wall_s < 5 for report in reports)
+    slot.rest()
+
+
+WAYS = [
+    ("pass", Cause.DONE),
+    ("import sys; sys.exit(75)", Cause.PARKED),
+    ("import os; os.kill(os.getpid(), 9)", Cause.KILLED),
+    ("import os; os.kill(os.getpid(), 11)", Cause.EXCEPTION),
+    ("raise RuntimeError('RESOURCE_EXHAUSTED: Out of memory')", Cause.OUT_OF_MEMORY),
+    ("raise ValueError('bad')", Cause.EXCEPTION),
+    ("import no_such_module", Cause.BAD_CONFIG),
+    ("open('/dev/full', 'w').write('x' * 100_000)", Cause.DISK_FULL),
+    (
+        "import os, sys; print('{\"loss\": NaN}', file=open(os.environ['ORCHESTRATOR_RESULTS'], 'a')); sys.exit(1)",
+        Cause.NAN_LOSS,
+    ),
+]
+
+
+@pytest.mark.parametrize(("code", "cause"), WAYS, ids=[str(cause) for _, cause in WAYS])
+def test_ways_of_real_programs_to_end(code: str, cause: Cause) -> None:
+    report = Slot(command_spec("-c", code)).end()
+    assert report.ended is not None
+    assert (cause_of(report.ended), report.verdict) == (cause, Verdict.DONE)
+
+
+def test_time_limit_ends_it() -> None:
+    report = Slot(command_spec("-c", "import time; time.sleep(600)", time_limit_s=0.3)).end()
+    assert report.ended is not None
+    assert cause_of(report.ended) is Cause.TIME_LIMIT
+
+
+@pytest.mark.parametrize("what", ["program", "folder"])
+def test_what_is_not_there_is_named(what: str, tmp_path: Path) -> None:
+    spec = command_spec(cwd=str(tmp_path / "none") if what == "folder" else str(tmp_path))
+    assert spec.command is not None
+    command = replace(spec.command, argv=("no-such-program",))
+    report = Slot(replace(spec, command=command)).slice()
+    missing = {"program": "no-such-program", "folder": str(tmp_path / "none")}[what]
+    assert report.reason == f"cannot be started: No such file or directory: {missing}"
+    assert report.ended is not None
+    assert cause_of(report.ended) is Cause.NOT_STARTED
+
+
+def test_its_results_are_reported() -> None:
+    lines = [
+        '{"step": 3, "steps": 9, "loss": 2.5, "eta": 60, "auc": 0.75}',
+        "no json",
+        '{"step": 4',
+    ]
+    code = (
+        f"import os; open(os.environ['ORCHESTRATOR_RESULTS'], 'a').write({chr(10).join(lines)!r})"
+    )
+    report = Slot(command_spec("-c", code)).end()
+    progress = report.progress
+    assert progress is not None
+    assert (progress.train_step, progress.train_steps, progress.loss, progress.eta_s) == (
+        3,
+        9,
+        2.5,
+        60,
+    )
+    assert report.metrics["auc"] == 0.75
+
+
+def test_its_peak_is_that_of_all_its_processes() -> None:
+    code = (
+        "import os, time; x = bytearray(60 << 20) if os.fork() else bytearray(40 << 20);"
+        "time.sleep(1.0)"
+    )
+    report = Slot(command_spec("-c", code)).end()
+    assert report.ended is not None
+    assert report.ended.peak_bytes is not None
+    assert 100 * MIB < report.ended.peak_bytes < 200 * MIB
+
+
+def test_processes_that_it_leaves_are_ended_and_told() -> None:
+    slot = Slot(command_spec("-c", "import os, time; os.fork() or time.sleep(600)"))
+    report = slot.end()
+    assert report.ended is not None
+    assert (report.ended.exit_code, slot.events["program_left_processes"]["count"]) == (0, 1)
+
+
+def test_an_attempt_that_has_ended_is_not_run_again(tmp_path: Path) -> None:
+    code = f"open({str(tmp_path / 'runs')!r}, 'a').write('x'); raise SystemExit(3)"
+    spec = command_spec("-c", code, env={ATTEMPT: "1"})
+    Slot(spec).end()
+    again = Slot(spec, incarnation=1).slice()  # its worker was killed before the head had heard
+    assert again.ended is not None
+    assert (again.ended.exit_code, (tmp_path / "runs").read_text()) == (3, "x")
+
+
+def test_words_of_the_attempt_before_do_not_count() -> None:
+    Slot(command_spec("-c", "raise MemoryError")).end()
+    report = Slot(command_spec("-c", "raise SystemExit(1)")).end()
+    assert report.ended is not None
+    assert cause_of(report.ended) is Cause.EXCEPTION
+
+
+def test_next_attempt_is_run(tmp_path: Path) -> None:
+    code = f"open({str(tmp_path / 'runs')!r}, 'a').write('x'); raise SystemExit(3)"
+    for attempt in ("1", "2"):
+        Slot(command_spec("-c", code, env={ATTEMPT: attempt})).end()
+    assert (tmp_path / "runs").read_text() == "xx"
+
+
+def test_log_keeps_its_newest_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.command.files._LOG_MOST_BYTES", 100_000)
+    path = tmp_path / "output.log"
+    log = Log(path)
+    with path.open("a") as file:
+        file.writelines(f"line {number}\n" for number in range(30_000))
+    output = log.take()
+    assert output is not None
+    assert (output.text.splitlines()[-1], path.stat().st_size) == ("line 29999", 0)
+    assert (tmp_path / "output.1.log").stat().st_size == 100_000
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (
+            ["python", "-u", "-X", "dev", "t.py", "-m"],
+            (["python", "-u", "-X", "dev"], ["t.py", "-m"]),
+        ),
+        (["/a/python3.12", "-um", "torch.run"], (["/a/python3.12", "-u"], ["-m", "torch.run"])),
+        (["python", "-c", "pass"], (["python"], ["-c", "pass"])),
+        (["python", "-"], (["python"], ["-"])),
+        (["./t.py", "1"], (["python"], ["./t.py", "1"])),
+        (["bash", "t.sh"], None),
+        (["python"], None),
+    ],
+)
+def test_interpreter_and_program(words: list[str], found: object) -> None:
+    assert split_python(words) == found
+
+
+TORCH = """
+import sys, torch
+assert "ORCHESTRATOR_CAPPED_PATH" not in __import__("os").environ
+print("argv", sys.argv[1:], flush=True)
+torch.empty(int(sys.argv[1]) << 20, dtype=torch.uint8).fill_(1)
+print("fits")
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("mib", "cause"), [(64, Cause.DONE), (2048, Cause.OUT_OF_MEMORY)], ids=["fits", "does not"]
+)
+def test_cap_holds_for_a_script_as_it_is(mib: int, cause: Cause, tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text(TORCH)
+    (tmp_path / "workers").mkdir()  # the user's own folder of that name changes nothing
+    (tmp_path / "workers" / "__init__.py").write_text("raise SystemExit('the wrong one')")
+    spec = command_spec("t.py", str(mib), cap=True, cwd=str(tmp_path), budget_bytes=2 * GIB)
+    slot = Slot(spec)
+    report = slot.end()
+    assert report.ended is not None
+    assert (cause_of(report.ended), report.memory and report.memory.peak_bytes < 2 * GIB) == (
+        cause,
+        True,
+    ), slot.printed
+    assert f"argv ['{mib}']" in slot.printed
+
+
+def test_what_cannot_be_capped_is_said() -> None:
+    spec = command_spec(cap=True)
+    assert spec.command is not None
+    slot = Slot(replace(spec, command=replace(spec.command, argv=("true",))))
+    slot.end()
+    assert slot.events["program_started"]["uncapped"] == (
+        "true is no Python program: nothing caps its memory"
+    )
+
+
+def test_worker_loads_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]);"
+        "from tests.command.scenes import command_spec;"
+        "from orchestrator.cluster.actor import load_engine;"
+        "load_engine(command_spec('-c', 'pass')); print('torch' in sys.modules)"
+    )
+    done = python("-c", code, str(ROOT), cwd=tmp_path)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+class Drained:
+    """A slot of the real lifecycle around the real engine: every command is obeyed at once."""
+
+    def __init__(self, engine: CommandEngine) -> None:
+        self.engine, self.slot = engine, slots.Slot(slot="job")
+        self.waiting: list[Directive] = []
+        self.is_abandoned = False
+
+    def feed(self, event: slots.Event) -> None:
+        moment = slots.Moment(now_s=time.monotonic(), rules=RULES, ends_at_s=None)
+        self.slot, commands = advance(self.slot, event, moment)
+        self.waiting += [command for command in commands if isinstance(command, Directive)]
+        self.is_abandoned = self.is_abandoned or slots.Abandon() in commands
+
+    def work(self) -> None:
+        """Run the slice that was sent first."""
+        self.feed(SliceReported(report=self.engine.run_slice(self.waiting.pop(0))))
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["with progress", "without"])
+def test_a_drained_slot_has_saved_before_its_process_ends(tells: bool, state_dir: Path) -> None:
+    folder = state_dir / "state" / "run" / "job"
+    told_first = "open(os.environ['ORCHESTRATOR_RESULTS'], 'a').write('{\"step\": 1}\\n')\n"
+    code = SAVES.replace("time.sleep(600)", f"{told_first if tells else ''}time.sleep(600)")
+    scene = Drained(CommandEngine(command_spec("-c", code)))
+    scene.feed(slots.NodeJoined())
+    scene.work()
+    told(folder / "ready")
+    scene.work()
+    scene.feed(slots.Held(hold=slots.Hold.DRAIN))
+    while not scene.is_abandoned:
+        scene.work()
+    assert (folder / "saved").is_file()
+    assert (scene.slot.phase, scene.waiting) == (slots.Phase.HELD, [])
+
+
+def test_a_finished_program_ends_its_slot() -> None:
+    scene = Drained(CommandEngine(command_spec("-c", "pass")))
+    scene.feed(slots.NodeJoined())
+    while not scene.is_abandoned:
+        scene.work()
+    assert scene.slot.phase is slots.Phase.DONE
+    assert scene.slot.report is not None
+    assert scene.slot.report.ended is not None
+    assert scene.slot.report.ended.exit_code == 0
+
+
+def test_cap_holds_in_another_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    venv.create(tmp_path / "own", symlinks=True)  # it has none of the packages of this product
+    (tmp_path / "t.py").write_text("import sys; print(sys.path); bytearray(3 << 30)")
+    spec = command_spec(cwd=str(tmp_path), python="own", cap=True)
+    assert spec.command is not None
+    slot = Slot(replace(spec, command=replace(spec.command, argv=("python", "t.py"))))
+    report = slot.end()
+    assert slot.events["program_started"].get("uncapped") is None
+    assert report.ended is not None
+    assert cause_of(report.ended) is Cause.OUT_OF_MEMORY
+    assert str(ROOT) not in slot.printed.splitlines()[0]

@@ -1,0 +1,132 @@
+"""Whatever is killed in whichever order, no process of a program is left."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.command.scenes import (
+    Slot,
+    command_spec,
+    is_gone,
+    kill,
+    parent_of,
+    start_worker,
+    told,
+    wait_for,
+)
+
+#: Starts a child in a session of its own with an empty environment, which like itself does not end
+#: by SIGTERM, and tells both ids.
+STUBBORN = """
+import json, os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = os.fork()
+if child == 0:
+    os.setsid()
+    os.execve(sys.executable, [sys.executable, "-I", "-S", "-c",
+        "import time; time.sleep(600)"], {})
+with open("pids.new", "w") as file:
+    json.dump([os.getpid(), child], file)
+os.rename("pids.new", "pids")
+time.sleep(600)
+"""
+
+ROLES = ("worker", "keeper", "guard", "program")
+#: The keeper and the guard at once have a test of their own.
+ORDERS = [
+    order
+    for order in [*itertools.permutations(ROLES, 1), *itertools.permutations(ROLES, 2)]
+    if set(order) != {"keeper", "guard"}
+]
+
+
+@pytest.fixture
+def stubborn(tmp_path: Path, state_dir: Path) -> Iterator[Mapping[str, int]]:
+    """The processes of a job by their roles."""
+    spec = command_spec("-c", STUBBORN, cwd=str(tmp_path), grace_s=0.3)
+    worker = start_worker(spec, tmp_path)
+    program, child = told(tmp_path / "pids")
+    keeper = parent_of(program)
+    yield {
+        "worker": worker.pid,
+        "keeper": keeper,
+        "guard": parent_of(keeper),
+        "program": program,
+        "child": child,
+    }
+    worker.kill()
+    worker.wait()
+
+
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+def test_nothing_is_left(order: tuple[str, ...], stubborn: Mapping[str, int]) -> None:
+    for role in order:
+        kill(stubborn[role])
+        time.sleep(0.05)
+    of_program = [pid for role, pid in stubborn.items() if role != "worker"]
+    wait_for(lambda: all(map(is_gone, of_program)), f"end of {stubborn}", patience_s=10.0)
+
+
+FORKS = """
+import json, os, time
+child = os.fork()
+if child:
+    with open("pids.new", "w") as file:
+        json.dump([os.getpid(), child], file)
+    os.rename("pids.new", "pids")
+time.sleep(600)
+"""
+
+
+def test_next_attempt_ends_what_kills_left(tmp_path: Path, state_dir: Path) -> None:
+    spec = command_spec("-c", FORKS, cwd=str(tmp_path), grace_s=0.3)
+    slot = Slot(spec)
+    slot.slice()
+    program, child = told(tmp_path / "pids")
+    keeper = parent_of(program)
+    for pid in (parent_of(keeper), keeper):
+        kill(pid)
+    wait_for(lambda: is_gone(program), "the program's end by the kernel")
+    assert not is_gone(child)
+    report = Slot(command_spec("-c", "pass", cwd=str(tmp_path)), incarnation=1).end()
+    assert (report.ended and report.ended.exit_code, is_gone(child)) == (0, True)
+    slot.end()
+
+
+def test_worker_ends_what_its_keepers_left(tmp_path: Path, state_dir: Path) -> None:
+    slot = Slot(command_spec("-c", STUBBORN, cwd=str(tmp_path)))
+    slot.slice()
+    program, child = told(tmp_path / "pids")
+    slot.slice()
+    keeper = parent_of(program)
+    for pid in (parent_of(keeper), keeper):
+        kill(pid)
+    report = slot.end()
+    assert report.ended is not None
+    assert (report.ended.signal, is_gone(child)) == (9, True)
+
+
+def test_keeper_is_no_child_of_the_worker(tmp_path: Path, state_dir: Path) -> None:
+    slot = Slot(command_spec("-c", FORKS, cwd=str(tmp_path), grace_s=0.3))
+    slot.slice()
+    program, _ = told(tmp_path / "pids")
+    guard = parent_of(parent_of(program))
+    assert parent_of(guard) != os.getpid()
+    slot.rest()
+
+
+def test_worker_that_ignores_its_children_learns_the_end(state_dir: Path) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        report = Slot(command_spec("-c", "raise SystemExit(3)")).end()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert report.ended is not None
+    assert report.ended.exit_code == 3

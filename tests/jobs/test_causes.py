@@ -1,0 +1,214 @@
+"""Each way in which a program of the user ends has the right cause, and the right consequence."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from orchestrator.jobs.causes import (
+    Retry,
+    cause_of,
+    failure_cause,
+    least_room_bytes,
+    retry_of,
+)
+from orchestrator.jobs.model import Cause, Job, JobState, Kind, Standing
+from workers import oom
+from workers.messages import Ending
+
+TORCH = """Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.69 GiB
+"""
+CUBLAS = (
+    "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`\n"
+)
+CUDA = (
+    "RuntimeError: CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported\n"
+)
+JAX = "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes.\n"
+TENSORFLOW = (
+    "ResourceExhaustedError: OOM when allocating tensor with shape[64,1024] and type float\n"
+)
+NUMPY = "numpy.core._exceptions._ArrayMemoryError: Unable to allocate 7.45 GiB for an array with shape (1000000000,)\n"
+PARENT = f"{TORCH}Traceback (most recent call last):\ntorch.distributed.elastic.ChildFailedError:\n"
+SURVIVED = (
+    f"{TORCH}skipping this batch\nTraceback (most recent call last):\nValueError: bad label\n"
+)
+CHAINED = (
+    f"{TORCH}\nDuring handling of the above exception, another exception occurred:\n\n"
+    "Traceback (most recent call last):\nAttributeError: no such thing\n"
+)
+
+
+def ending(text: str = "", *, on_card: bool = True, **how: Any) -> Ending:
+    """What the worker says of a program that ended so, judged by the words of its log as there."""
+    how = {"exit_code": None if "signal" in how else 1, **how}
+    words = oom.judge_log(text) if how["exit_code"] != 0 else None
+    on_host = words == "host" and on_card
+    judged = {
+        "out_of_memory": words is not None and not on_host,
+        "host_memory": on_host,
+    }
+    return Ending(**{"text": text, **judged, **how})
+
+
+WAYS: list[tuple[str, Ending, Cause]] = [
+    ("0", ending(exit_code=0), Cause.DONE),
+    ("0 after words of memory", ending(TORCH, exit_code=0), Cause.DONE),
+    ("1", ending(), Cause.EXCEPTION),
+    ("2", ending(exit_code=2), Cause.EXCEPTION),
+    (
+        "2 of argparse",
+        ending("usage: t.py\nt.py: error: unrecognized arguments: --lrr\n", exit_code=2),
+        Cause.BAD_CONFIG,
+    ),
+    (
+        "2 of python",
+        ending("python: can't open file '/a/b.py': [Errno 2] No such file", exit_code=2),
+        Cause.BAD_CONFIG,
+    ),
+    ("75", ending(exit_code=75), Cause.PARKED),
+    ("126", ending(exit_code=126), Cause.NOT_STARTED),
+    ("127", ending(exit_code=127), Cause.NOT_STARTED),
+    ("130", ending(exit_code=130), Cause.KILLED),
+    ("137", ending(exit_code=137), Cause.KILLED),
+    ("139", ending(exit_code=139), Cause.EXCEPTION),
+    ("143", ending(exit_code=143), Cause.KILLED),
+    ("KILL", ending(signal=signal.SIGKILL), Cause.KILLED),
+    ("SEGV", ending(signal=signal.SIGSEGV), Cause.EXCEPTION),
+    ("BUS", ending(signal=signal.SIGBUS), Cause.EXCEPTION),
+    ("ABRT", ending(signal=signal.SIGABRT), Cause.EXCEPTION),
+    ("TERM", ending(signal=signal.SIGTERM), Cause.KILLED),
+    ("TERM as asked", ending(signal=signal.SIGTERM, was_asked=True), Cause.PARKED),
+    ("KILL after its time", ending(signal=signal.SIGKILL, time_limit=True), Cause.TIME_LIMIT),
+    ("KILL by the kernel", ending(signal=signal.SIGKILL, host_memory=True), Cause.HOST_MEMORY),
+    ("torch", ending(TORCH), Cause.OUT_OF_MEMORY),
+    ("torch below a parent", ending(PARENT), Cause.OUT_OF_MEMORY),
+    ("torch, then another of it", ending(CHAINED), Cause.OUT_OF_MEMORY),
+    ("torch, survived", ending(SURVIVED), Cause.EXCEPTION),
+    ("CUDA", ending(CUDA), Cause.OUT_OF_MEMORY),
+    ("cuBLAS", ending(CUBLAS), Cause.OUT_OF_MEMORY),
+    ("JAX", ending(JAX), Cause.OUT_OF_MEMORY),
+    ("TensorFlow", ending(TENSORFLOW), Cause.OUT_OF_MEMORY),
+    ("NumPy under a cap", ending(NUMPY, on_card=False), Cause.OUT_OF_MEMORY),
+    ("NumPy beside a card", ending(NUMPY), Cause.HOST_MEMORY),
+    (
+        "bad_alloc",
+        ending("what():  std::bad_alloc\n", on_card=False, signal=6),
+        Cause.OUT_OF_MEMORY,
+    ),
+    ("disk", ending("OSError: [Errno 28] No space left on device\n"), Cause.DISK_FULL),
+    ("disk, seen", ending(disk_full=True), Cause.DISK_FULL),
+    ("NaN", ending("Loss is nan, stopping training\n"), Cause.NAN_LOSS),
+    ("NaN in a line", ending("{'loss': nan, 'step': 7}\n"), Cause.NAN_LOSS),
+    ("NaN in its results", ending(nan_loss=True), Cause.NAN_LOSS),
+    (
+        "a module",
+        ending("Traceback (most recent call last):\nModuleNotFoundError: No module named 'x'\n"),
+        Cause.BAD_CONFIG,
+    ),
+    ("ECC", ending("CUDA error: uncorrectable ECC error encountered\n"), Cause.DRIVER),
+    ("off the bus", ending("Unable to determine: GPU is lost\n"), Cause.DRIVER),
+    ("an index on the card", ending("CUDA error: device-side assert triggered\n"), Cause.EXCEPTION),
+    ("no such folder", ending("cannot be started", started=False), Cause.NOT_STARTED),
+]
+
+
+@pytest.mark.parametrize(("how", "cause"), [way[1:] for way in WAYS], ids=[way[0] for way in WAYS])
+def test_cause_of_each_way_to_end(how: Ending, cause: Cause) -> None:
+    assert cause_of(how) is cause
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "cause"),
+    [
+        (
+            None,
+            "3 deaths in 60 s without progress; the last: its process ended: killed, or crashed",
+            Cause.KILLED,
+        ),
+        (
+            None,
+            "4 deaths; Ray ended its process because the PC's RAM was nearly full",
+            Cause.HOST_MEMORY,
+        ),
+        (
+            None,
+            "the device no longer answers this process: unspecified launch failure",
+            Cause.DRIVER,
+        ),
+        (None, "pc1/0: cannot start: no preset x", Cause.BAD_CONFIG),
+        (None, "pc1/0: cannot be started: No module named 'x'", Cause.NOT_STARTED),
+        (None, "its node has left the cluster", Cause.NODE_LOST),
+        (
+            None,
+            "job: under the floor of 64 MiB; raise nodes.pc2.vram_per_worker_gib",
+            Cause.OUT_OF_MEMORY,
+        ),
+        (None, "job: torch 2.13 sees no CUDA card on pc2", Cause.DRIVER),
+        (None, "pc1: all 2 workers keep dying, at least 3 times each", Cause.DRIVER),
+        ("ValueError: bad label", "5 times in a row: ValueError", Cause.EXCEPTION),
+        ("ValueError: loss is nan", "5 times in a row: ValueError", Cause.NAN_LOSS),
+        ("OSError: [Errno 28] No space left on device", "5 times in a row", Cause.DISK_FULL),
+        (TORCH, "5 times in a row: CUDA out of memory", Cause.OUT_OF_MEMORY),
+    ],
+)
+def test_cause_of_a_training_given_up(error: str | None, reason: str, cause: Cause) -> None:
+    assert failure_cause(error, reason) is cause
+
+
+def test_deaths_one_after_the_other_count() -> None:
+    text = "3 deaths in 60 s without progress; the last: its process ended: killed, or crashed"
+    assert retry_of(Cause.KILLED, STANDING, text) is Retry.COUNTED
+
+
+STANDING = Standing(
+    job=Job(name="a", id="1", kind=Kind.COMMAND), state=JobState.RUNNING, reason="", since_s=0.0
+)
+
+
+@pytest.mark.parametrize(
+    ("cause", "retry"),
+    [
+        (Cause.NODE_LOST, Retry.AS_IS),
+        (Cause.KILLED, Retry.AS_IS),
+        (Cause.HOST_MEMORY, Retry.AS_IS),
+        (Cause.DRIVER, Retry.AS_IS),
+        (Cause.PARKED, Retry.AS_IS),
+        (Cause.DISK_FULL, Retry.AS_IS),
+        (Cause.OUT_OF_MEMORY, Retry.LARGER),
+        (Cause.EXCEPTION, Retry.COUNTED),
+        (Cause.NAN_LOSS, Retry.NEVER),
+        (Cause.BAD_CONFIG, Retry.NEVER),
+        (Cause.NOT_STARTED, Retry.NEVER),
+        (Cause.TIME_LIMIT, Retry.NEVER),
+        (Cause.DONE, Retry.NEVER),
+    ],
+)
+def test_consequence_of_each_cause(cause: Cause, retry: Retry) -> None:
+    assert retry_of(cause, STANDING, "ValueError: bad label") is retry
+
+
+@pytest.mark.parametrize(
+    ("text", "step", "retry"),
+    [
+        ("RuntimeError at 0x7f01 in batch 18", 500, Retry.NEVER),
+        ("RuntimeError at 0x7f01 in batch 18", 700, Retry.COUNTED),
+        ("RuntimeError at 0x7f01 in batch 18", None, Retry.COUNTED),
+        ("another", 500, Retry.COUNTED),
+    ],
+)
+def test_same_exception_at_the_same_step(text: str, step: int | None, retry: Retry) -> None:
+    before = replace(STANDING, last_error="RuntimeError at 0x7f99 in batch 17", step=500)
+    assert retry_of(Cause.EXCEPTION, before, text, step) is retry
+
+
+@pytest.mark.parametrize(
+    ("peak", "budget", "room"), [(800, 900, 1000), (None, 900, 901), (500, 900, 901)]
+)
+def test_room_after_out_of_memory_is_more(peak: int | None, budget: int, room: int) -> None:
+    assert least_room_bytes(peak, budget) == room

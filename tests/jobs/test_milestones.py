@@ -1,0 +1,112 @@
+"""Which members of a sweep go on at a milestone, and which later."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from benches import jobs_decisions
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.jobs.milestones import goes_on, milestones_of, promotable, ranking
+from orchestrator.jobs.model import Milestones
+
+ASHA = Milestones(rule="asha", metric="loss", is_min=True, first=500, factor=3, last=13500)
+MEDIAN = replace(ASHA, rule="median")
+
+
+def at_first(*values: float) -> list[tuple[str, int, float]]:
+    """Return members `a`, `b`, ... with these values at the first milestone."""
+    return [(chr(ord("a") + place), 500, value) for place, value in enumerate(values)]
+
+
+def test_milestones_grow_by_the_factor_up_to_the_last_step() -> None:
+    assert milestones_of(ASHA) == (500, 1500, 4500)
+
+
+def test_the_first_members_wait_until_a_third_can_be_told() -> None:
+    assert not goes_on(ASHA, at_first(1.0), "a", 500)
+    assert not goes_on(ASHA, at_first(2.0, 1.0), "b", 500)
+
+
+def test_the_best_third_goes_on() -> None:
+    assert goes_on(ASHA, at_first(3.0, 2.0, 1.0), "c", 500)
+    assert not goes_on(ASHA, at_first(1.0, 2.0, 3.0), "c", 500)
+
+
+def test_a_paused_member_goes_on_when_more_have_arrived() -> None:
+    reached = at_first(1.0, 2.0, 3.0)
+
+    assert promotable(ASHA, reached[:2], {"a", "b"}) is None
+    assert promotable(ASHA, reached, {"a", "b", "c"}) == "a"
+    assert promotable(ASHA, reached, {"b", "c"}) is None
+
+
+def test_the_member_that_came_furthest_goes_on_first() -> None:
+    reached = at_first(1.0, 2.0, 3.0, 1.5, 2.5, 3.5)
+    reached += [("b", 1500, 2.0), ("c", 1500, 3.0), ("e", 1500, 2.5)]
+
+    assert promotable(ASHA, reached, {"a", "b", "c", "e"}) == "b"
+
+
+def test_an_idle_card_takes_one_more_member_only() -> None:
+    reached = at_first(1.0, 2.0, 3.0)
+
+    assert promotable(ASHA, reached, {"b", "c"}, is_idle=True) == "b"
+    assert promotable(ASHA, reached, {"c"}, is_idle=True) is None
+
+
+def test_a_sweep_of_two_still_brings_one_to_the_end() -> None:
+    assert promotable(ASHA, at_first(2.0, 1.0), {"a", "b"}, is_idle=True) == "b"
+
+
+def test_the_larger_value_is_better_where_the_rule_says_so() -> None:
+    rule = replace(ASHA, is_min=False)
+
+    assert ranking(rule, at_first(1.0, 3.0, 2.0), 500) == ("b", "c", "a")
+
+
+def test_values_that_are_no_numbers_rank_last() -> None:
+    reached = at_first(math.nan, -math.inf, 9.0, math.inf)
+
+    assert ranking(ASHA, reached, 500)[0] == "c"
+    assert ranking(replace(ASHA, is_min=False), reached, 500)[0] == "c"
+
+
+def test_of_equal_ones_the_earlier_is_before() -> None:
+    assert ranking(ASHA, at_first(1.0, 1.0, 0.5), 500) == ("c", "a", "b")
+
+
+def test_a_milestone_that_is_reached_again_counts_once() -> None:
+    reached = [*at_first(3.0, 2.0), ("a", 500, 1.0)]
+
+    assert ranking(ASHA, reached, 500) == ("b", "a")
+
+
+def test_the_median_rule_pauses_the_worse_half() -> None:
+    assert goes_on(MEDIAN, at_first(1.0, 2.0), "b", 500)
+    assert goes_on(MEDIAN, at_first(1.0, 3.0, 2.0), "c", 500)
+    assert not goes_on(MEDIAN, at_first(1.0, 2.0, 3.0), "c", 500)
+
+
+@given(st.lists(st.sampled_from([1.0, 2.0, math.nan]), min_size=1, max_size=12))
+def test_whoever_goes_on_at_once_would_not_be_promoted_less(values: list[float]) -> None:
+    reached = at_first(*values)
+    last = reached[-1][0]
+
+    went_on = goes_on(ASHA, reached, last, 500)
+
+    assert went_on == (promotable(ASHA, reached, {last}) == last)
+
+
+def test_a_sweep_costs_less_than_half_and_keeps_the_best() -> None:
+    figures = jobs_decisions.milestones(draws=60)
+
+    assert figures["cost_most"] <= 0.45
+    assert figures["one_of_best_two_kept"] >= 0.90
+    assert abs(figures["stopped_fast_card"] - figures["stopped_slow_card"]) <= 0.03
+
+
+def test_a_sweep_played_again_decides_the_same() -> None:
+    assert jobs_decisions.play_sweep(7, 0.05) == jobs_decisions.play_sweep(7, 0.05)

@@ -1,0 +1,284 @@
+"""Job files and one-liners: what they mean, and how they are refused. All hundred ways are in `bad_inputs`."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.errors import ConfigError
+from orchestrator.jobs.model import Job, Kind
+from orchestrator.jobs.spec import from_words, parse
+from orchestrator.jobs.sweep import JobFile, expand
+from tests.factories import REFERENCE
+from tests.jobs.bad_inputs import FILES, WORDS, files_on_disk, problems_of, text_of
+
+
+def read(text: str, known: tuple[Job, ...] = ()) -> JobFile:
+    return parse(text, "night.yaml", REFERENCE, known)
+
+
+def job_of(entry: str, defaults: str = "{}") -> Job:
+    (job,) = expand(read(f"defaults: {defaults}\njobs:\n  - {{name: a, {entry}}}\n"))
+    return job
+
+
+def one(**words: Any) -> Job:
+    return expand(from_words(REFERENCE, **words))[0]
+
+
+def refused(text: str) -> str:
+    """Return the only sentence that a file gets."""
+    (problem,) = problems_of(text)
+    return str(problem)
+
+
+@pytest.mark.parametrize("typed", [typed for group in FILES.values() for typed in group])
+def test_a_bad_file_gets_short_sentences_with_its_name(typed: str) -> None:
+    for problem in problems_of(typed):
+        assert str(problem).startswith("night.yaml")
+        assert str(problem).isprintable()
+        assert len(str(problem)) < 1200
+        assert "Input should" not in str(problem)
+        assert (problem.line is None) == ("is empty" in problem.text)
+
+
+@pytest.mark.parametrize("typed", WORDS, ids=str)
+def test_a_bad_command_line_names_its_option(typed: dict[str, Any]) -> None:
+    (problem,) = problems_of(typed)
+    assert problem.source.startswith("--") or len(problems_of(typed)[0].source) == len(
+        "jobs submit"
+    )
+    assert problem.line is None
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("jobs:\n\t- name: a\n", "night.yaml:2: is not YAML"),
+        ("jobs:\n- name: a\n  command: x\n  command: y\n", "night.yaml:4: jobs.a.command: is given twice"),
+        ("jobs:\n- &a [*a]\n", "night.yaml:2: has an alias"),
+        ("jobs: [{name: a/b, command: x}]", "night.yaml:1: jobs.0.name: 'a/b' is not in the right form"),
+        ("jobs:\n- name: a\n  command: x\n  prioritty: 3\n",
+         "night.yaml:4: jobs.a.prioritty: unknown key; did you mean priority?"),
+        ("jobs:\n- name: a\n  train:\n    presett: x\n",
+         "night.yaml:4: jobs.a.train.presett: unknown key; did you mean preset?"),
+        ("jobs:\n- name: a\n  train: {checkpoints: node}\n",
+         "night.yaml:3: jobs.a.train.checkpoints: node keeps checkpoints on one PC"),
+        ("jobs:\n- name: a\n  train:\n    run.dir: x\n",
+         "night.yaml:4: jobs.a.train.run.dir: run is the same for all jobs of a run"),
+        ("jobs:\n- name: a\n  train: {exact: true}\n", "night.yaml:3: jobs.a.train: exact: true keeps"),
+        ("jobs:\n- name: a\n  command: x\n- name: a\n  command: x\n",
+         "night.yaml:4: jobs.1.name: 'a' is also a name of the entry on line 2"),
+        ("jobs:\n- {name: a, command: x, after: b}\n- {name: b, command: x, after: a}\n",
+         "night.yaml:2: jobs.a.after: goes round in a circle: a after b after a"),
+        ("jobs:\n- {name: base, command: x}\n- {name: b, command: x, after: bsae}\n",
+         "night.yaml:3: jobs.b.after: there is no job 'bsae'; did you mean base?"),
+        ("jobs:\n- {name: a, command: x}\n- {name: b, command: 'y {a.dir}'}\n",
+         "night.yaml:3: jobs.b.command: {a.dir}: nothing says that a has ended before; valid: after: [a]"),
+        ("jobs:\n- name: a\n  train: {}\n  sweep: {method: random, count: 1000000, over: {lr: {log: [1, 2]}}}\n",
+         "night.yaml:4: jobs.a.sweep.count: makes 1,000,000 jobs; valid: 1 to 10,000 jobs"),
+        ("jobs:\n- name: a\n  train: {}\n  sweep:\n    over:\n      lr: [1.0, -1.0]\n",
+         "night.yaml:6: jobs.a.train.lr: -1.0 is too small"),
+        ("jobs:\n- name: a\n  train: {}\n  sweep:\n    method: list\n    over:\n    - lr: 1.0\n    - lr: no\n",
+         "night.yaml:8: jobs.a.train.lr: false is not a number"),
+        ("stop: {first: 9}\njobs:\n- {name: a, train: {}, sweep: {over: {batch: [8, 16]}}}\n",
+         "night.yaml:3: jobs.a.sweep.over: the members of a differ in batch: their losses are not comparable"),
+        ("jobs: [{name: a, command: 'x | y'}]", "night.yaml:1: jobs.a.command: has '|', and no shell reads it"),
+        ("jobs: [{name: a, command: x, hours: 7-9}]", "night.yaml:1: jobs.a.hours: '7-9' is not a part of the day"),
+        ("jobs: [{name: a, command: x, nodes: pc4}]", "night.yaml:1: jobs.a.nodes: there is no node 'pc4'"),
+    ],
+)  # fmt: skip
+def test_refusal(text: str, sentence: str) -> None:
+    assert refused(text).startswith(sentence)
+
+
+def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
+    for path in files_on_disk(tmp_path).values():
+        with pytest.raises(ConfigError, match=str(path)):
+            text_of(path)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_file() -> None:
+    assert expand(read("\ufeffjobs: [{name: a, command: x}]"))[0].name == "a"
+
+
+def test_problems_of_several_entries_come_together() -> None:
+    text = "jobs:\n- {name: a, train: {lrr: 1}}\n- {name: b, train: {lr: -1}}\n"
+    assert [problem.line for problem in problems_of(text)] == [2, 3]
+
+
+def test_short_keys_of_a_training_mean_those_of_train() -> None:
+    job = job_of("train: {preset: gpt-mini, lr: 1e-4, workload.seed: 3, memory.policy: classic}")
+    assert job.kind is Kind.TRAIN
+    assert job.overrides == {
+        "workload.name": "train",
+        "train.checkpoints": "head",
+        "train.preset": "gpt-mini",
+        "train.lr": 1e-4,
+        "workload.seed": 3,
+        "memory.policy": "classic",
+    }
+
+
+def test_a_folder_is_trained_on_its_text() -> None:
+    job = job_of("train: {preset: hf-causal, model: /m, data: /d}")
+    assert (job.overrides["train.model"], job.overrides["train.data"]) == ("/m", "/d")
+
+
+def test_checkpoints_may_stay_on_the_only_node_of_a_job() -> None:
+    job = job_of("train: {checkpoints: node}, nodes: pc1")
+    assert job.overrides["train.checkpoints"] == "node"
+
+
+def test_a_command_is_passed_on_as_typed() -> None:
+    job = job_of(
+        "command: [python, train.py, --lr, 3e-4, --seed, 0, '{x}'], cwd: /w, env: {A: 1}, python: venv,"
+        " time_limit: 2h, grace: 10s, cap: false, outputs: ['*.json'], memory_gib: 1.5"
+    )
+    spec = job.command
+    assert spec is not None
+    assert spec.argv == ("python", "train.py", "--lr", "3e-4", "--seed", "0", "{x}")
+    assert (spec.cwd, spec.env, spec.python) == ("/w", {"A": "1"}, "venv")
+    assert (spec.time_limit_s, spec.grace_s, spec.cap) == (7200.0, 10.0, False)
+    assert (spec.outputs, job.memory_bytes) == (("*.json",), 3 * 2**29)
+
+
+def test_a_command_in_one_line_is_split_as_a_shell_would() -> None:
+    spec = job_of("command: python 'a b.py' --x=1").command
+    assert spec is not None
+    assert spec.argv == ("python", "a b.py", "--x=1")
+
+
+def test_defaults_hold_where_an_entry_says_nothing() -> None:
+    defaults = (
+        "{retries: 4, priority: 2, nodes: pc2, pack: off, hours: 22:00-07:00, env: {A: a, B: b}}"
+    )
+    job = job_of("command: x, priority: 0, hours: null, env: {B: c}", defaults)
+    assert (job.retries, job.priority, job.nodes, job.pack, job.hours) == (
+        4,
+        0,
+        ("pc2",),
+        False,
+        None,
+    )
+    assert job.command is not None
+    assert job.command.env == {"A": "a", "B": "c"}
+
+
+def test_hours_are_minutes_of_the_day() -> None:
+    assert job_of("command: x, hours: 22:00-07:30").hours == (1320, 450)
+
+
+def test_a_job_knows_its_line() -> None:
+    assert job_of("command: x").origin == "night.yaml:3"
+
+
+def test_milestones_end_with_the_shortest_training() -> None:
+    text = "stop: {first: 9}\njobs:\n- {name: a, train: {steps: 99}, sweep: {over: {lr: [1.0, 2.0]}}}\n"
+    job = expand(read(text))[0]
+    assert job.milestones is not None
+    assert (job.milestones.first, job.milestones.factor, job.milestones.last, job.steps) == (
+        9,
+        3,
+        99,
+        99,
+    )
+
+
+def test_an_entry_may_be_without_the_milestones_of_the_file() -> None:
+    entry = "{name: a, train: {}, stop: {rule: none}, sweep: {over: {batch: [8, 16]}}}"
+    assert expand(read(f"stop: {{first: 9}}\njobs:\n- {entry}\n"))[0].milestones is None
+
+
+def test_after_may_name_jobs_of_the_queue() -> None:
+    known = expand(read("jobs: [{name: a, train: {}, sweep: {over: {lr: [1.0, 2.0]}}}]"))
+    job = expand(read("jobs: [{name: b, command: 'x {a-1.dir}', after: a}]", known))[0]
+    assert job.after == ("a-0", "a-1")
+
+
+def test_folders_are_reached_through_others() -> None:
+    text = "jobs:\n- {name: a, command: x}\n- {name: b, command: x, after: a}\n"
+    assert expand(read(f"{text}- {{name: c, command: 'x {{a.dir}}', after: b}}\n"))[2].after == (
+        "b",
+    )
+
+
+def test_a_one_line_sweep() -> None:
+    jobs = expand(from_words(REFERENCE, ["preset=gpt2-small"], ["train.lr=1e-4,3e-4,1e-3"]))
+    assert [job.name for job in jobs] == ["gpt2-small-0", "gpt2-small-1", "gpt2-small-2"]
+    assert [job.overrides["train.lr"] for job in jobs] == [1e-4, 3e-4, 1e-3]
+
+
+def test_a_one_line_command() -> None:
+    job = one(command=["python", "src/train.py", "--lr", "3e-4"], priority=3, hours="22:00-07:00")
+    assert (job.name, job.priority, job.hours) == ("train.py", 3, (1320, 420))
+    assert job.command is not None
+    assert job.command.argv == ("python", "src/train.py", "--lr", "3e-4")
+
+
+def test_a_made_name_is_one_that_is_free() -> None:
+    sweep = expand(from_words(REFERENCE, ["preset=gpt-nano"], ["lr=1,2"]))
+    again = from_words(REFERENCE, ["preset=gpt-nano"], ["lr=1,2"], known=sweep)
+    assert expand(again)[0].name == "gpt-nano.2-0"
+
+
+@pytest.mark.parametrize("program", ["/", "..", "a b", "é", "-x", "x" * 200])
+def test_a_made_name_is_valid_whatever_the_program_is(program: str) -> None:
+    assert one(command=[program]).name
+
+
+GOOD = yaml.safe_load("""
+defaults: {retries: 1, nodes: any, pack: auto, hours: null, save_every_s: 60, card: "3090", time_limit: 1h}
+stop: {rule: asha, metric: loss, mode: min, first: 500, factor: 3}
+jobs:
+- {name: base, train: {preset: gpt-mini, steps: 900, workload.seed: 3}}
+- {name: lr, train: {steps: 900}, after: [base], sweep: {over: {train.lr: [1e-4, 0.1], workload.seed: [0, 1]}}}
+- {name: eval, command: [python, e.py, "{lr.dir}", 5], after: lr, each: true, memory_gib: 1.5, outputs: ["*.json"]}
+- {name: rnd, train: {steps: 900}, sweep: {method: random, count: 5, over: {lr: {log: [1e-5, 1e-3]}}}}
+- {name: hp, train: {steps: 900}, sweep: {method: optuna, count: 4, over: {dropout: {uniform: [0, 0.3]}}}}
+- {name: li, train: {steps: 900}, sweep: {method: list, over: [{lr: 0.1}, {lr: 0.2, warmup_steps: 3}]}}
+- {name: cmd, command: "x {n}", sweep: {over: {n: [1, 2]}}, after_any: [li, hp], hours: 22:00-07:00}
+""")
+ODD = [
+    None, True, -1, 1.5, 10**30, math.nan, "", "lr", "{lr.dir}", "1e-4", [], {}, [[1]], ["lr", "lr"], [None],
+    {"log": [2, 1]}, {"integer": [1, 9.5]}, {"lr": [1]}, {"nodes.pc1": 1}, {"": 1}, {"train.": 1}, {".": 1},
+]  # fmt: skip
+
+
+def places_of(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the keys that lead to each value of `data`, itself left out."""
+    inner = (
+        data.items()
+        if isinstance(data, dict)
+        else enumerate(data)
+        if isinstance(data, list)
+        else ()
+    )
+    return [
+        place for key, value in inner for place in ((*path, key), *places_of(value, (*path, key)))
+    ]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_a_damaged_file_is_read_or_refused_in_sentences(data: st.DataObject) -> None:
+    damaged = copy.deepcopy(GOOD)
+    *way, last = data.draw(st.sampled_from(places_of(damaged)))
+    parent = damaged
+    for key in way:
+        parent = parent[key]
+    parent[last] = data.draw(st.sampled_from(ODD))
+    try:
+        names, lines = [job.name for job in expand(read(yaml.safe_dump(damaged)))], [1]
+    except ConfigError as error:
+        names, lines = [], [problem.line for problem in error.problems]
+    assert len(set(names)) == len(names)
+    assert lines
+    assert None not in lines

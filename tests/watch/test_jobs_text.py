@@ -1,0 +1,164 @@
+"""What people see of a queue: the table of jobs, one job, results, the line, the charts."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import replace
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from orchestrator.jobs.model import Assigned, AttemptEnded, Cause, Milestones, Rested
+from orchestrator.record.jobs import QueueSnapshot
+from orchestrator.view import jobs as view
+from orchestrator.view.cells import ASCII, UNICODE
+from orchestrator.view.job_charts import Bar, attempt_bars, bars_svg, curves_svg
+from tests.factories import STARTED_UNIX_S, make_job, make_row, make_standing
+from workers.messages import Progress
+
+NOW_S = STARTED_UNIX_S + 3600.0
+HOSTILE = "a\x1b[2Jb\nc<script>"
+TRAINED = make_standing(
+    "lr-0", "RUNNING", card="pc1", step=40, value=3.5, best=3.4, best_step=30, speeds={"3090": 0.5}
+)
+
+
+def queue_of(*standings: object, **changed: object) -> QueueSnapshot:
+    known = {"standings": standings, "now_s": NOW_S, "files": "runs/x/jobs/files"}
+    return QueueSnapshot(**(known | changed))
+
+
+def test_jobs_on_a_card_come_first_and_done_ones_last() -> None:
+    states = ("DONE", "QUEUED", "FAILED", "RUNNING", "WAITING")
+    queue = queue_of(*(make_standing(state.lower(), state) for state in states))
+    names = [line.plain.split()[0] for line in view.jobs_lines(queue, None, UNICODE)[1:]]
+    assert names == ["running", "queued", "waiting", "failed", "done"]
+
+
+@pytest.mark.parametrize("width", [200, 120, 80, 60, 40, 20])
+def test_no_line_of_the_table_is_wider_than_the_terminal(width: int) -> None:
+    long = make_standing("x" * 60, reason="waits for pc1, which another job has until about 03:40")
+    lines = view.jobs_lines(queue_of(TRAINED, long), width, UNICODE)
+    assert max(line.cell_len for line in lines) <= width
+    assert all("RUNNING" in line.plain or "QUEUED" in line.plain for line in lines[1:])
+
+
+def test_a_table_of_eighty_columns_has_room_for_the_reason() -> None:
+    title, line = view.jobs_lines(queue_of(TRAINED), 80, UNICODE)
+    assert title.plain.split()[-1] == "why"
+    assert "in line" in line.plain
+
+
+def test_hostile_text_is_one_harmless_line() -> None:
+    hostile = make_standing(HOSTILE, "FAILED", reason=HOSTILE, last_error=HOSTILE)
+    queue = queue_of(hostile, held=HOSTILE)
+    said = [line.plain for line in view.jobs_lines(queue, 100, ASCII)]
+    said += [view.summary_line(queue, ASCII), *view.job_lines(hostile, (), queue, ASCII)]
+    said += [*view.results_text(queue, ASCII).splitlines()]
+    said += view.results_csv(queue).splitlines()
+    assert all(line.isprintable() for line in said)
+
+
+def test_what_a_process_told_last_counts() -> None:
+    row = make_row(slot="lr-0", reason="steady", progress=Progress(train_step=60, loss=2.5))
+    (standing,) = view.current(queue_of(TRAINED, rows={"lr-0": row}))
+    assert (standing.step, standing.value, standing.reason) == (60, 2.5, "steady")
+
+
+def test_the_line_counts_states_and_says_when_the_last_job_ends() -> None:
+    later = make_standing("b", speeds={"3090": 1.0})
+    line = view.summary_line(queue_of(TRAINED, later), UNICODE)
+    assert line.startswith("1 running, 1 queued; ends about ")
+
+
+def test_work_that_is_left_is_shared_among_the_cards_that_work() -> None:
+    """60 steps at 0.5/s are 120 s on pc1; two jobs like it come after, on two cards."""
+    beside = replace(TRAINED, job=make_job("b"), card="pc2")
+    waits = [make_standing(name) for name in "cd"]
+    told = view.queue_object(queue_of(TRAINED, beside, *waits))
+    assert told["queue_eta_s"] == pytest.approx(240.0)
+
+
+def test_the_line_of_a_queue_of_unknown_length_names_no_end() -> None:
+    fresh = make_standing("a", "RUNNING", card="pc1")
+    line = view.summary_line(queue_of(fresh, make_standing("b")), UNICODE)
+    assert line == "1 running, 1 queued"
+
+
+def test_the_line_of_a_held_queue_says_why() -> None:
+    line = view.summary_line(queue_of(TRAINED, held="the disk is full"), UNICODE)
+    assert line == "1 running; the queue is held: the disk is full"
+
+
+def test_a_job_in_full_tells_its_attempts() -> None:
+    records = [
+        Assigned(at_s=NOW_S, job="lr-0", attempt=1, card="pc1", budget_bytes=9 * 2**30, alone=True),
+        Assigned(at_s=NOW_S, job="other", attempt=1, card="pc2", budget_bytes=1, alone=True),
+        AttemptEnded(
+            at_s=NOW_S, job="lr-0", attempt=1, cause=Cause.OUT_OF_MEMORY, text="no room", step=12
+        ),
+    ]
+    lines = view.job_lines(TRAINED, records, queue_of(TRAINED), UNICODE)
+    happened = lines[lines.index("what happened") + 1 :]
+    assert [line.split(maxsplit=1)[1] for line in happened] == [
+        "attempt 1 on pc1 with 9.00 GiB, alone",
+        "attempt 1 ended at step 12: out of memory: no room",
+    ]
+
+
+def test_json_has_flat_keys_and_no_value_that_is_not_finite() -> None:
+    queue = queue_of(make_standing("a", "RUNNING", value=float("nan"), best=float("inf")))
+    (job,) = json.loads(view.json_text(queue))["jobs"]
+    assert {key.partition("_")[0] for key in job} == {"job"}
+    assert (job["job_metric"], job["job_best"]) == (None, None)
+
+
+def results_of(*, is_min: bool) -> list[str]:
+    rule = Milestones(rule="asha", metric="score", is_min=is_min, first=1, factor=3, last=9)
+    job = make_job(milestones=rule)
+    standings = [
+        make_standing(
+            name, "DONE", job=replace(job, name=name, settings={"train.lr": lr}), best=best
+        )
+        for name, lr, best in (("a", 1e-4, 3.0), ("b", 3e-4, 2.0), ("c", 1e-3, None))
+    ]
+    rows = csv.DictReader(io.StringIO(view.results_csv(queue_of(*standings))))
+    return [f"{row['job_name']} {row['train.lr']}" for row in rows]
+
+
+def test_results_have_the_best_first_and_a_column_for_each_setting() -> None:
+    assert results_of(is_min=True) == ["b 0.0003", "a 0.0001", "c 0.001"]
+    assert results_of(is_min=False) == ["a 0.0001", "b 0.0003", "c 0.001"]
+
+
+def nodes_of(svg: str | None) -> list[ET.Element]:
+    return list(ET.fromstring(svg or "").iter())  # noqa: S314 - our own
+
+
+def test_bars_are_attempts_and_what_goes_on_ends_now() -> None:
+    def begun(at_s: float, job: str, attempt: int = 1) -> Assigned:
+        return Assigned(at_s=at_s, job=job, attempt=attempt, card="pc1", budget_bytes=1, alone=True)
+
+    records = [begun(0.0, "a"), Rested(at_s=5.0, job="a", attempt=1), begun(6.0, "a", 2)]
+    assert attempt_bars(records, 9.0) == [Bar("pc1", "a", 0.0, 5.0), Bar("pc1", "a", 6.0, 9.0)]
+
+
+def test_jobs_that_share_a_card_have_lanes_of_their_own() -> None:
+    svg = bars_svg(
+        [Bar("pc1", "a", 0.0, 9.0), Bar("pc1", "b", 1.0, 3.0), Bar("pc1", "c", 4.0, 9.0)]
+    )
+    tops = [node.get("y") for node in nodes_of(svg) if node.tag.endswith("rect")]
+    assert tops == ["3", "33", "33"]
+
+
+def test_charts_of_hostile_names_are_well_formed() -> None:
+    curve = [(1, 3.0), (2, 2.0)]
+    for svg in (bars_svg([Bar(HOSTILE, HOSTILE, 0.0, 9.0)]), curves_svg({HOSTILE: curve}, "<b>")):
+        assert not any(node.tag.endswith("script") for node in nodes_of(svg))
+
+
+def test_nothing_is_drawn_of_nothing() -> None:
+    assert bars_svg([]) is None
+    assert curves_svg({"a": [(1, 2.0)]}, "loss") is None

@@ -1,0 +1,467 @@
+"""A slot whose work is a program of the user: a slice starts it or watches it, and reports.
+
+The program runs on between slices; a slice only waits, so it is never late, whatever the program
+does. Imports no torch and does not judge why the program ended (`orchestrator/jobs/causes.py`
+does). `keeper.py` starts and ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+import pynvml
+
+from workers import oom
+from workers.command import keeper
+from workers.command.code import CODE, code_of, is_same_code
+from workers.command.files import Log, Record, Results, folder_of
+from workers.command.launch import JOB_DIR, launch
+from workers.host.processes import is_alive, start_time
+from workers.messages import (
+    DeviceInfo,
+    Directive,
+    Ending,
+    MemoryInfo,
+    Report,
+    StepCounts,
+    Verdict,
+    WorkerEvent,
+    WorkerState,
+)
+from workers.nvml import queries
+from workers.settings import Scalar, WorkerSpec
+
+#: Of the command's environment, the number of the job's attempt. A program that has ended is not
+#: started again under the number that it had: its end is told again.
+ATTEMPT: Final = "ORCHESTRATOR_ATTEMPT"
+
+#: Between two looks at what the program takes; its end is seen at once.
+_POLL_S: Final = 0.5
+
+#: A keeper starts in a few hundredths of a second, on a busy PC in some seconds.
+_START_S: Final = 60.0
+
+#: What an earlier attempt has left is given so long to end by itself: its keeper is ending it.
+_LEFT_S: Final = 8.0
+
+#: Below this a file system counts as full.
+_FULL_BYTES: Final = 2**20
+
+#: What starts a worker and should end with it: a raylet that is killed leaves its workers for 20 s
+#: and more (Ray 2.60).
+_PARENTS: Final = frozenset({"raylet"})
+
+
+class CommandEngine:
+    """The worker of one slot, in this process."""
+
+    def __init__(self, spec: WorkerSpec, problem: str | None = None) -> None:
+        """Touch nothing: the first directive starts the program, unless there is a `problem`."""
+        assert spec.command is not None  # noqa: S101 - `load_engine` asks
+        self._spec, self._command = spec, spec.command
+        self._attempt = self._command.env.get(ATTEMPT)
+        self._folder = Path(self._command.env.get(JOB_DIR) or folder_of(spec))
+        self._log = Log(self._folder / "output.log")
+        self._results = Results(self._folder / "results.jsonl")
+        self._keeper: subprocess.Popen[bytes] | None = None
+        self._pid: int | None = None
+        self._keeper_pid: int | None = None
+        self._record = Record()
+        self._group: dict[int, str | None] = {}
+        """The processes below the keeper at the last look, each with when it began."""
+        self._text = b""
+        self._began_s = 0.0
+        self._stop_at_s: float | None = None
+        """When its time of grace is over, once it was told to end."""
+        self._was_asked = False
+        self._out_of_time = False
+        self._kills = 0
+        self._peak_bytes: int | None = None
+        self._held_bytes = 0
+        self._ending: Ending | None = None
+        self._cap_bytes: int | None = None
+        self._events: list[WorkerEvent] = []
+        self._problem = problem
+        self._note = ""
+        """What is to be known of its code."""
+
+    def run_slice(self, directive: Directive) -> Report:
+        """Watch the program for about `directive.duration_s`, or start it and return at once."""
+        began_s = time.monotonic()
+        if self._ending is not None and self._ending.was_asked and not directive.save:
+            self._ending = None  # its slot is to work again
+        ended_before = self._ending is not None
+        if not ended_before and self._keeper is None:
+            if directive.save:
+                self._ending = Ending(was_asked=True)  # nothing runs, and nothing is to
+            else:
+                self._begin(directive)
+        if directive.save and self._ending is None:
+            self._stop()
+            self._was_asked = True
+        while self._ending is None:
+            self._look(min(_POLL_S, max(0.0, began_s + directive.duration_s - time.monotonic())))
+            limit_s = self._command.time_limit_s
+            if limit_s is not None and time.monotonic() - self._began_s > limit_s:
+                self._out_of_time = self._out_of_time or self._stop_at_s is None
+                self._stop()
+            if time.monotonic() - began_s >= directive.duration_s:
+                break
+        return self._report(directive, time.monotonic() - began_s, ended_before)
+
+    def _begin(self, directive: Directive) -> None:
+        """Start the program, or find that its attempt has ended already."""
+        record = Record.of(self._folder)
+        if self._attempt is not None and record.attempt == self._attempt and record.ending:
+            self._ending = record.ending
+            return
+        self._was_asked, self._out_of_time, self._stop_at_s = False, False, None
+        self._record = Record(starts=record.starts, attempt=self._attempt)
+        if self._problem is not None:
+            self._end(Ending(started=False, text=self._problem))
+            return
+        resumes = directive.incarnation > 0 or record.starts > 0
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._end_left_over()
+            self._record = replace(self._record, starts=record.starts + 1)
+            self._record.write(self._folder)
+            plan = launch(self._spec, self._command, self._folder, resumes=resumes)
+            self._cap_bytes = plan.cap_bytes
+            watch, parent = [os.getpid()], os.getppid()
+            with contextlib.suppress(psutil.Error):
+                watch += [parent] if psutil.Process(parent).name() in _PARENTS else []
+            self._start(
+                argv=plan.argv,
+                env=dict(plan.env),
+                cwd=plan.cwd,
+                log=str(self._log.path),
+                watch=[(pid, start_time(pid)) for pid in watch],
+                grace_s=self._command.grace_s,
+            )
+        except OSError as error:
+            text = f"cannot use {self._folder}: {error.strerror or error}"
+            full = error.errno in oom.DISK_FULL
+            self._end(Ending(started=False, text=text, disk_full=full))
+            return
+        self._compare_code(plan.cwd)
+        if self._ending is None:
+            cap = {"uncapped": plan.uncapped} if plan.uncapped else {"cap_bytes": plan.cap_bytes}
+            self._tell(
+                "program_started",
+                pid=self._pid,
+                program=" ".join(plan.argv)[:300],
+                cwd=plan.cwd,
+                resumes=resumes,
+                log=str(self._log.path),
+                **cap,
+            )
+
+    def _compare_code(self, cwd: str) -> None:
+        """Say whether the program's code is another than when the job was submitted."""
+        submitted, self._note = self._command.env.get(CODE), ""
+        present = None if submitted is None else code_of(cwd)
+        if submitted is None or present is None or is_same_code(submitted, present):
+            return
+        self._note = f"; its code was changed since it was submitted: {submitted}, now {present}"
+        self._tell("code_changed", submitted=submitted, present=present, cwd=cwd)
+
+    def _start(self, **task: Any) -> None:  # noqa: ANN401 - what the keeper reads
+        self._log.begin()
+        self._results.begin()
+        self._kills, self._peak_bytes = _oom_kills(), None
+        self._text, self._began_s = b"", time.monotonic()
+        self._keeper = subprocess.Popen(  # noqa: S603 - our own script
+            [sys.executable, "-I", "-S", keeper.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self._send(json.dumps(task))
+        self._keeper.wait()  # it has left this process's children, and goes on
+        deadline_s = time.monotonic() + _START_S
+        while self._pid is None and self._ending is None and time.monotonic() < deadline_s:
+            self._look(_POLL_S)
+
+    def _stop(self) -> None:
+        """Have the program end, once."""
+        if self._stop_at_s is not None:
+            return
+        self._stop_at_s = time.monotonic() + self._command.grace_s
+        self._send(f"stop {self._command.grace_s}")
+        self._tell("program_told_to_end", pid=self._pid, grace_s=self._command.grace_s)
+
+    def _send(self, line: str) -> None:
+        assert self._keeper is not None  # noqa: S101 - asked only while there is one
+        assert self._keeper.stdin is not None  # noqa: S101 - asked for
+        with contextlib.suppress(OSError):  # the keeper has ended; that is seen in the next look
+            self._keeper.stdin.write(line.encode() + b"\n")
+            self._keeper.stdin.flush()
+
+    def _look(self, wait_s: float) -> None:
+        """Wait for news of the keeper, and measure."""
+        assert self._keeper is not None  # noqa: S101 - asked only while there is one
+        assert self._keeper.stdout is not None  # noqa: S101 - as above
+        if select.select([self._keeper.stdout], [], [], wait_s)[0]:
+            text = os.read(self._keeper.stdout.fileno(), 4096)
+            if not text:
+                self._keeper_lost()
+                return
+            *lines, self._text = (self._text + text).split(b"\n")
+            for line in lines:
+                self._hear(json.loads(line))
+        if self._ending is None and self._keeper_pid is not None:
+            self._measure(keeper.below(self._keeper_pid))
+
+    def _hear(self, news: Mapping[str, Any]) -> None:
+        if "started" in news:
+            self._pid, self._keeper_pid = news["started"], news["keeper"]
+        elif "refused" in news:
+            self._end(Ending(started=False, text=f"cannot be started: {news['refused']}"))
+        else:
+            if news["left"]:
+                self._tell("program_left_processes", count=news["left"])
+            self._judge(os.waitstatus_to_exitcode(news["ended"]))
+
+    def _keeper_lost(self) -> None:
+        """The kernel has ended the program with its keeper; end what that one had started."""
+        for pid, started in self._group.items():
+            if is_alive(pid, started):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+        self._end_left_over(0.0)
+        self._judge(-signal.SIGKILL)
+
+    def _judge(self, code: int) -> None:
+        """Say how the program ended, by what only this PC can see."""
+        self._results.read()
+        text = self._log.tail()
+        failed = code != 0 and not self._was_asked
+        memory = oom.judge_log(text) if failed else None
+        on_host = memory == "host" and self._spec.device == "cuda"
+        # The kernel may have chosen one of its children.
+        was_killed = code in {-signal.SIGKILL, 128 + signal.SIGKILL} or "Killed" in text
+        killed = was_killed and _oom_kills() > self._kills
+        self._end(
+            Ending(
+                exit_code=code if code >= 0 else None,
+                signal=-code if code < 0 else None,
+                text=text,
+                was_asked=self._was_asked,
+                time_limit=self._out_of_time,
+                out_of_memory=memory is not None and not on_host,
+                host_memory=failed and (killed or on_host),
+                disk_full=failed and _is_full(self._folder, self._command.cwd),
+                nan_loss=failed and self._results.nan_loss,
+                peak_bytes=self._peak_bytes,
+            )
+        )
+
+    def _end(self, ending: Ending) -> None:
+        if self._keeper is not None:
+            for pipe in (self._keeper.stdin, self._keeper.stdout):
+                with contextlib.suppress(OSError):  # what was not sent any more
+                    assert pipe is not None  # noqa: S101 - asked for
+                    pipe.close()
+        self._keeper = self._pid = self._keeper_pid = None
+        self._ending = ending
+        self._tell(
+            "program_ended",
+            exit_code=ending.exit_code,
+            signal=ending.signal,
+            was_asked=ending.was_asked,
+            peak_bytes=ending.peak_bytes,
+            last=_last_line(ending.text),
+        )
+        if not ending.was_asked:
+            with contextlib.suppress(OSError):
+                replace(self._record, ending=ending).write(self._folder)
+
+    def _end_left_over(self, wait_s: float = _LEFT_S) -> None:
+        """End what an earlier program of this job has left: found by what it was told."""
+        deadline_s = time.monotonic() + wait_s
+        while left := _told_of(self._folder):
+            for pid in left:
+                with contextlib.suppress(psutil.Error, OSError):
+                    if time.monotonic() >= deadline_s or not _is_kept(pid):
+                        os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+
+    def _measure(self, pids: list[int]) -> None:
+        self._group = {pid: start_time(pid) for pid in pids}
+        on_card = self._spec.device == "cuda"
+        held_bytes, most_bytes = (_on_card(pids), 0) if on_card else _resident(pids)
+        if held_bytes is not None:
+            self._held_bytes = held_bytes
+            self._peak_bytes = max(held_bytes, most_bytes, self._peak_bytes or 0)
+
+    def _report(self, directive: Directive, wall_s: float, ended_before: bool) -> Report:
+        self._results.read()
+        ending, verdict, counts = self._ending, Verdict.OK, StepCounts()
+        if ending is None or not ended_before:
+            good = ending is None or ending.exit_code == 0 or ending.was_asked
+            counts = StepCounts(steps_ok=int(good), steps_error=int(not good), busy_s=wall_s)
+        if ending is None:
+            told = self._stop_at_s is not None
+            words = "was told to end" if told else "runs"
+            note = "" if told else self._note
+            state = WorkerState.RUNNING
+            reason = f"its program {words}, process {self._pid}{note}"
+        elif ending.was_asked:
+            state, reason = WorkerState.STOPPED, f"its program ended as asked: {in_words(ending)}"
+        else:
+            verdict, reason = Verdict.DONE, f"{in_words(ending)}{self._note}"
+            state = WorkerState.DONE if ending.exit_code == 0 else WorkerState.STOPPED
+        events, self._events = tuple(self._events), []
+        return Report(
+            slot=self._spec.slot,
+            incarnation=directive.incarnation,
+            sequence=directive.sequence,
+            verdict=verdict,
+            state=state,
+            reason=reason,
+            device=self._device,
+            memory=self._memory(),
+            size=None,
+            batch=None,
+            claim_bytes=None,
+            counts=counts,
+            wall_s=wall_s,
+            events=events,
+            # Always: so the head has it save, which is to end, before its slot rests.
+            progress=self._results.progress,
+            save_due=ending is None and self._was_asked,
+            output=self._log.take(),
+            metrics=dict(self._results.metrics),
+            ended=ending,
+        )
+
+    @cached_property
+    def _device(self) -> DeviceInfo:
+        on_card, shown = self._spec.device == "cuda", queries.visible_card()
+        cards = queries.cards() if on_card else ()
+        card = next((card for card in cards if shown in {card.uuid, str(card.index)}), None)
+        return DeviceInfo(
+            kind=self._spec.device,
+            name="CPU" if card is None else card.name or "card",
+            uuid=None if card is None else card.uuid,
+            total_bytes=psutil.virtual_memory().total if card is None else card.total_bytes,
+            context_bytes=0,
+            context_source="not measured: of a program of the user",
+            peak_source="NVML's list of processes"
+            if on_card
+            else "resident memory of its processes",
+            cap_bytes=self._cap_bytes or self._spec.budget_bytes,
+            dtype="",
+            threads=0,
+            pid=os.getpid(),
+            hostname=socket.gethostname(),
+            torch_version="",
+            driver=queries.driver_version() if on_card else None,
+        )
+
+    def _memory(self) -> MemoryInfo:
+        on_card = self._spec.device == "cuda"
+        card = queries.visible_card()
+        held_bytes = 0 if self._ending is not None else self._held_bytes
+        return MemoryInfo(
+            device_total_bytes=queries.card_total_bytes(card) if on_card else None,
+            device_used_bytes=queries.card_used_bytes(card) if on_card else None,
+            free_bytes=max(0, (self._cap_bytes or self._spec.budget_bytes) - held_bytes),
+            allocated_bytes=held_bytes,
+            reserved_bytes=held_bytes,
+            peak_bytes=self._peak_bytes or 0,
+            alloc_retries=0,
+        )
+
+    def _tell(self, name: str, **detail: Scalar) -> None:
+        self._events.append(WorkerEvent(name=name, at_unix_s=time.time(), detail=detail))
+
+
+def in_words(ending: Ending) -> str:
+    """Say how a program ended, with its last words."""
+    if not ending.started:
+        return ending.text
+    words = f"with exit code {ending.exit_code}"
+    if ending.signal is not None:
+        words = f"by signal {ending.signal}"
+        with contextlib.suppress(ValueError):
+            words = f"by {signal.Signals(ending.signal).name}"
+    last = "" if ending.exit_code == 0 else _last_line(ending.text)
+    return f"ended {words}: {last}" if last else f"ended {words}"
+
+
+def _last_line(text: str) -> str:
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "").strip()[:300]
+
+
+def _oom_kills() -> int:
+    """Return how many processes the kernel has killed for want of RAM since it booted."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
+        return int(next(line for line in lines if line.startswith("oom_kill ")).split()[1])
+    return 0
+
+
+def _is_full(folder: Path, cwd: str | None) -> bool:
+    for place in (str(folder), cwd or os.getcwd()):  # noqa: PTH109
+        with contextlib.suppress(OSError):
+            if shutil.disk_usage(place).free < _FULL_BYTES:
+                return True
+    return False
+
+
+def _told_of(folder: Path) -> list[int]:
+    """Return the user's other processes that were told that this is their job's folder."""
+    return [
+        process.pid
+        for process in psutil.process_iter(["environ"])
+        if (process.info["environ"] or {}).get(JOB_DIR) == str(folder)
+        and process.pid != os.getpid()
+    ]
+
+
+def _is_kept(pid: int) -> bool:
+    """Say whether a keeper is above a process, and so about to end it."""
+    return any(keeper.__file__ in parent.cmdline() for parent in psutil.Process(pid).parents())
+
+
+def _resident(pids: list[int]) -> tuple[int, int]:
+    """Return what these processes hold of the PC's RAM, and the most that one of them ever did."""
+    lines = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            lines += Path(f"/proc/{pid}/status").read_text("utf-8", "replace").splitlines()
+    held, most = (
+        [int(line.split()[1]) * 1024 for line in lines if line.startswith(name)]
+        for name in ("VmRSS:", "VmHWM:")
+    )
+    return sum(held), max(most, default=0)
+
+
+def _on_card(pids: list[int]) -> int | None:
+    """Return what these processes hold of the visible card; `None` where NVML does not say."""
+    with contextlib.suppress(pynvml.NVMLError), queries.opened():
+        ask = queries.of_card(queries.handle_of(queries.visible_card()))
+        held = {
+            process.pid: process.usedGpuMemory
+            for listed in queries.PROCESS_LISTS
+            for process in listed.put(ask) or ()
+            if process.pid in pids and process.usedGpuMemory is not None
+        }
+        return sum(held.values()) if held else None
+    return None

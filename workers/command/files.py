@@ -1,0 +1,187 @@
+"""The folder of a job on its node: what its program printed, what it tells in its results, and
+which attempt ended how.
+
+Reads and cuts; starts and judges nothing. A file that cannot be read says nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from workers.files import replace_whole
+from workers.host.captured_output import KEPT_BYTES
+from workers.learned_limits import default_path
+from workers.messages import Ending, PrintedOutput, Progress
+from workers.settings import WorkerSpec
+from workers.units import MIB
+
+#: The log is moved away when it has grown to this: with the one before it, that is what it takes.
+_LOG_MOST_BYTES: Final = 32 * MIB
+
+#: Of the results, at most so many of the newest bytes are read at once.
+_RESULTS_MOST_BYTES: Final = MIB
+
+#: What a line of results calls the figures that have a place in a report; a later name goes first.
+_PLACES: Final = {
+    **dict.fromkeys(("max_steps", "total_steps", "steps"), "train_steps"),
+    **dict.fromkeys(("eta", "eta_s"), "eta_s"),
+    **{name: name for name in ("epoch", "loss", "samples_per_s", "tokens_per_s")},
+    "step": "train_step",
+}
+
+
+def folder_of(spec: WorkerSpec) -> Path:
+    """Return where a slot's program keeps its files on this node, over restarts."""
+    return default_path().parent / "state" / (spec.run_id or "no-run") / spec.slot
+
+
+class Log:
+    """What a program prints: a file that it appends to itself."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.begin()
+
+    def begin(self) -> None:
+        """Let another program append to it: what is there is not that one's."""
+        self._read_bytes = self._begin_bytes = self._size()
+
+    def take(self) -> PrintedOutput | None:
+        """Return what was printed since the last call, at most its newest 16 KiB."""
+        size = self._size()
+        if size <= self._read_bytes:
+            self._read_bytes = size
+            return None
+        kept = _tail(self.path, self._read_bytes)
+        dropped_bytes = max(0, size - self._read_bytes - len(kept))
+        self._read_bytes = size
+        if size > _LOG_MOST_BYTES:
+            self._rotate()
+        return PrintedOutput(text=kept.decode("utf-8", "replace"), dropped_bytes=dropped_bytes)
+
+    def tail(self) -> str:
+        """Return the newest 16 KiB of what the program has printed."""
+        return _tail(self.path, self._begin_bytes).decode("utf-8", "replace")
+
+    def _rotate(self) -> None:
+        """Keep its newest part; what is printed just meanwhile is lost."""
+        with contextlib.suppress(OSError):
+            before = self.path.with_suffix(".1.log")
+            with self.path.open("rb") as source, before.open("wb") as target:
+                source.seek(max(0, self._size() - _LOG_MOST_BYTES))
+                shutil.copyfileobj(source, target)
+            os.truncate(self.path, 0)
+            self._read_bytes = self._begin_bytes = 0
+
+    def _size(self) -> int:
+        try:
+            return self.path.stat().st_size
+        except OSError:
+            return 0
+
+
+@dataclass(slots=True)
+class Results:
+    """The lines of JSON that a program writes: `{"step": 10, "steps": 100, "loss": 2.5}`.
+
+    `step`, `steps`, `loss`, `eta_s` (or `eta`), `samples_per_s`, `tokens_per_s` and `epoch` have
+    their place in a report; any other number is a metric under its own name.
+    """
+
+    path: Path
+    progress: Progress = field(default_factory=Progress)
+    metrics: dict[str, float] = field(default_factory=dict)
+    _at: int = 0
+
+    @property
+    def nan_loss(self) -> bool:
+        """Whether the last loss is no number."""
+        loss = self.progress.loss
+        return loss is not None and not math.isfinite(loss)
+
+    def begin(self) -> None:
+        """Let another program append to them: what is there is not that one's."""
+        self.progress, self.metrics = Progress(), {}
+        with contextlib.suppress(OSError):
+            self._at = self.path.stat().st_size
+
+    def read(self) -> None:
+        """Take in the lines that were completed since the last call."""
+        try:
+            with self.path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                begin = 0 if size < self._at else self._at  # the program may begin it anew
+                cut = max(begin, size - _RESULTS_MOST_BYTES)
+                file.seek(cut)
+                text = file.read(_RESULTS_MOST_BYTES)
+        except OSError:
+            return
+        whole = text[: text.rfind(b"\n") + 1]
+        self._at = cut + len(whole)
+        lines = whole.splitlines()
+        for line in lines[1:] if cut > begin else lines:
+            self._take(line)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            told: Any = json.loads(line)
+        except ValueError:
+            return
+        numbers = {
+            str(name): value
+            for name, value in (told.items() if isinstance(told, dict) else ())
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        found: dict[str, Any] = {
+            place: numbers[name] for name, place in _PLACES.items() if name in numbers
+        }
+        for place in {"train_step", "train_steps"} & found.keys():
+            found[place] = int(found[place]) if math.isfinite(found[place]) else None
+        if self.progress.first_loss is None and "loss" in found:
+            found["first_loss"] = found["loss"]
+        self.progress = replace(self.progress, **found)
+        self.metrics.update({name: float(value) for name, value in numbers.items()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What is known of the job's program on this node, also to a worker that comes after."""
+
+    starts: int = 0
+    attempt: str | None = None
+    """Of its last start."""
+    ending: Ending | None = None
+    """Of that attempt, if it ended by itself."""
+
+    @classmethod
+    def of(cls, folder: Path) -> Record:
+        """Read it; an unreadable one is as none."""
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            data = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+            ending = None if data["ending"] is None else Ending(**data["ending"])
+            return cls(starts=data["starts"], attempt=data["attempt"], ending=ending)
+        return cls()
+
+    def write(self, folder: Path) -> None:
+        """Put it in place of the one before; `OSError` if it cannot be written."""
+        replace_whole(folder / "job.json", json.dumps(asdict(self)))
+
+
+def _tail(path: Path, begin: int) -> bytes:
+    """Return the newest 16 KiB behind `begin`, from the beginning of a line."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            cut = max(begin, size - KEPT_BYTES)
+            file.seek(cut)
+            text = file.read(KEPT_BYTES)
+    except OSError:
+        return b""
+    return text.partition(b"\n")[2] or text if cut > begin else text
