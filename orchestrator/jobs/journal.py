@@ -30,7 +30,7 @@ JOURNAL_NAME = "journal.jsonl"
 QUEUE_NAME = "jobs"
 """Of the folder of a queue in its run folder."""
 _VERSION = 1
-_parse = json.JSONDecoder().decode
+_DECODER = json.JSONDecoder()
 _FIRST_LINE = b'{"journal":%d}\n' % _VERSION
 
 #: A journal is compacted when it is larger than this, and so many times larger than its jobs need.
@@ -173,9 +173,10 @@ def decoded(text: str | bytes) -> list[Entry]:
         ValueError: It is none, or holds something else.
     """
     # It is ASCII: to find that out for each line takes as long as to parse a short one.
-    raws = _parse(text if isinstance(text, str) else text.decode("ascii"))
-    if not isinstance(raws, list):
-        raise ValueError("no batch of records")  # noqa: TRY004 - as documented
+    words = (text if isinstance(text, str) else text.decode("ascii")).rstrip()
+    raws, end = _DECODER.raw_decode(words)
+    if not isinstance(raws, list) or end < len(words):
+        raise ValueError("no batch of records")
     try:
         return [_BUILD[raw.pop("kind")](raw) for raw in raws]
     except (KeyError, TypeError, AttributeError) as failure:
@@ -274,7 +275,7 @@ def _builder(hint: Any) -> Callable[[Any], Any] | None:  # noqa: ANN401 - any ty
                     raw[name] = build(raw[name])
             return hint(**raw)
 
-        return build_all
+        return build_all if builders else lambda raw: hint(**raw)
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return {member.value: member for member in hint}.__getitem__
     inner = [build for each in get_args(hint) if (build := _builder(each))]

@@ -1,4 +1,4 @@
-"""How good the decisions of the queue are: placement, milestones and packing, in virtual time.
+"""How good the decisions of the queue are: placement and milestones, in virtual time.
 
     PYTHONPATH=. python scripts/benches/jobs_decisions.py
 
@@ -22,7 +22,6 @@ from pathlib import Path
 # Run as a script it stands beside the packages, not in them.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from orchestrator.jobs import packing
 from orchestrator.jobs.milestones import goes_on, milestones_of, promotable
 from orchestrator.jobs.model import Card, Milestones
 from orchestrator.jobs.placement import Candidate, Resident, estimate, plan
@@ -274,97 +273,12 @@ def milestones(draws: int = 200, noise: float = 0.05) -> dict[str, float]:
     }
 
 
-# --- packing
-
-
-def kept_share(gain: float, pairs: int = 1000, noise: float = 0.02, drift: float = 0.0) -> float:
-    """Return which share of the pairs with this true gain is kept.
-
-    Each job has 10 values alone and 10 together, of 3 s each, with `noise` on each value and
-    `drift` on the whole of a measurement.
-    """
-    kept = 0
-    for pair in range(pairs):
-        draw = _random("packing", gain, noise, drift, pair)
-        share = draw.uniform(0.3, 0.7)
-        speeds = []
-        for part in (share, 1 - share):
-            alone, together = draw.lognormvariate(0, 1), 0.0
-            together = alone * part * gain
-            speeds.append(
-                packing.Speeds(
-                    alone=_measured(draw, alone, noise, drift),
-                    together=_measured(draw, together, noise, drift),
-                )
-            )
-        kept += packing.judge("pair", speeds[0], speeds[1], 0.0).is_kept
-    return kept / pairs
-
-
-def _measured(draw: random.Random, speed: float, noise: float, drift: float) -> list[float]:
-    true = speed * (1 + draw.gauss(0, drift))
-    return [true * (1 + draw.gauss(0, noise)) for _ in range(10)]
-
-
-def trials_share(seed: int, night_s: float = 8 * 3600.0) -> tuple[float, int, int]:
-    """Play the trials of a night on two cards.
-
-    Returns the share of the cards' time that they cost, how many there were, and how many pairs of
-    kinds met. A kept pair is not played on: the trials are what is counted.
-    """
-    draw = _random("night", seed)
-    kinds = [(f"kind-{place}", draw.uniform(0.2, 0.9), draw.uniform(5, 40)) for place in range(12)]
-    spent_s, trials = 0.0, 0
-    judged, met = set[str](), set[str]()
-    free_s = [0.0, 0.0]
-    while min(free_s) < night_s:
-        card = free_s.index(min(free_s))
-        (first, busy, state_s), (second, _, _) = draw.choice(kinds), draw.choice(kinds)
-        length_s = 1800 * draw.lognormvariate(0, 0.7)
-        pair = packing.pair_of(first, second, CARDS[card].title, "580.1")
-        met.add(pair)
-        # A minute after its start the first one's share is known.
-        if pair not in judged and packing.trial_pays(
-            busy_share=busy,
-            remaining_s=length_s - 60,
-            second_remaining_s=1800 * draw.lognormvariate(0, 0.7),
-            save_s=state_s / 2,
-            load_s=state_s / 2,
-            spent_s=spent_s,
-            cards_s=2 * (free_s[card] + 60),
-        ):
-            judged.add(pair)
-            trials += 1
-            cost_s = packing.trial_cost_s(state_s / 2, state_s / 2)
-            spent_s += cost_s
-            length_s += cost_s
-        free_s[card] += length_s
-    return spent_s / sum(free_s), trials, len(met)
-
-
-def packs(pairs: int = 1000, nights: int = 200) -> dict[str, float]:
-    played = [trials_share(seed) for seed in range(nights)]
-    return {
-        "pairs": pairs,
-        "kept_of_null": kept_share(1.0, pairs),
-        "kept_of_null_with_drift": kept_share(1.0, pairs, drift=0.02),
-        "kept_of_5_percent": kept_share(1.05, pairs),
-        "kept_of_20_percent": kept_share(1.2, pairs),
-        "kept_of_20_percent_with_drift": kept_share(1.2, pairs, drift=0.02),
-        "nights": nights,
-        "trials_share_mean": statistics.fmean(share for share, _, _ in played),
-        "trials_share_most": max(share for share, _, _ in played),
-        "trials_a_night": statistics.fmean(trials for _, trials, _ in played),
-    }
-
-
 def main() -> None:
     figures = {
         "placement": placement(),
         "plan_ms_200": decision_ms(200),
         "plan_ms_10000": decision_ms(10_000),
         "milestones": [milestones(noise=noise) for noise in (0.02, 0.05)],
-        "packing": packs(),
     }
     print(json.dumps(figures, indent=2))
 

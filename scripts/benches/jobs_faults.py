@@ -181,9 +181,10 @@ class Disturber:
         running = [name for name, each in standings.items() if each.state in ON_CARD]
         if place is None or not running:
             return False
-        job = self._draw.choice(running)
-        say(place, Word.HOLD, job)
-        self._held[job] = time.monotonic() + 5.0
+        # All at once: who is released last takes the card that is free then.
+        for wait_s, job in enumerate(self._draw.sample(running, len(running))):
+            say(place, Word.HOLD, job)
+            self._held[job] = time.monotonic() + 5.0 + wait_s
         return True
 
     def _reboot(self) -> bool:
