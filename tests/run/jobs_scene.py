@@ -142,8 +142,9 @@ class JobsFleet(ScriptedFleet):
         report: dict[str, Any] = {"progress": Progress()}
         ended = None
         if directive.save:
-            ended = Ending(signal=15, was_asked=True)
-        elif process.train_step >= (self._steps_of(slot) or 0):
+            process.state = None  # it starts again with the next slice
+            return {**report, "ended": Ending(signal=15, was_asked=True)}
+        if process.train_step >= (self._steps_of(slot) or 0):
             endings = self.endings.get(slot) or [Ending(exit_code=0)]
             ended = endings[min(self.starts[slot], len(endings)) - 1]
         if ended is not None:

@@ -134,7 +134,9 @@ class CommandEngine:
         if self._problem is not None:
             self._end(Ending(started=False, text=self._problem))
             return
-        resumes = directive.incarnation > 0 or record.starts > 0
+        # A job's processes are counted over all its places: its attempt says whether it continues.
+        is_later = directive.incarnation > 0 and ATTEMPT not in self._command.env
+        resumes = is_later or record.starts > 0
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._end_left_over()
