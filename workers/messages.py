@@ -7,6 +7,7 @@ engine's). Imports neither torch nor ray. Bytes and seconds throughout; `None` m
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -246,9 +247,16 @@ class StepCounts:
     """Time for which steps and checks kept the device busy."""
 
     def __add__(self, other: StepCounts) -> StepCounts:
-        """Return the sum, counter by counter."""
-        sums = {name: getattr(self, name) + getattr(other, name) for name in StepCounts.__slots__}
-        return StepCounts(**sums)
+        """Return the sum, counter by counter.
+
+        Without `__init__`, which takes twice as long: every report adds two.
+        """
+        total = object.__new__(StepCounts)
+        for put, mine, others in zip(
+            _PUT_COUNTER, _counters_of(self), _counters_of(other), strict=True
+        ):
+            put(total, mine + others)
+        return total
 
     @staticmethod
     def total(counts: Iterable[StepCounts]) -> StepCounts:
@@ -281,6 +289,11 @@ class StepCounts:
         judged = self.steps_judged
         return self.steps_ok / judged if judged else None
 
+
+_counters_of = operator.attrgetter(*StepCounts.__slots__)
+
+#: What sets each counter of a new `StepCounts`, in their order.
+_PUT_COUNTER = [getattr(StepCounts, name).__set__ for name in StepCounts.__slots__]
 
 NO_COUNTS = StepCounts()
 
