@@ -21,8 +21,8 @@ from workers.node_agent import mps
 from workers.settings import WorkerSpec
 
 if TYPE_CHECKING:
-    from orchestrator.cluster.command_folder import CommandFolder
     from workers.command.engine import CommandEngine
+    from workers.command.folder import CommandFolder
     from workers.engine.engine import Engine
 
 

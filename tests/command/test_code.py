@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cluster import command_folder
-from orchestrator.cluster.command_folder import pack, unpack
 from tests.command.scenes import Slot, command_spec
+from workers.command import folder as command_folder
 from workers.command.code import CODE, code_of, files_to_send, is_same_code
+from workers.command.folder import pack, unpack
 
 
 @pytest.fixture

@@ -109,6 +109,8 @@ class Feed:
         """`None`: none was taken since `seek`."""
         self.count = 0
         """Its items."""
+        self._taken: Batch | None = None
+        """A batch whose items could not be counted yet."""
 
     def take(self) -> None:
         """Take the next batch.
@@ -117,7 +119,8 @@ class Feed:
             TaskError: It has another number of samples, or nothing to learn from.
             Exception: Whatever the data set raised. The next call tries the same batch again.
         """
-        batch = self.loader.next_batch()
+        # To count may fail as well, and the batch must not be lost by that.
+        batch = self._taken = self.loader.next_batch() if self._taken is None else self._taken
         if (rows := rows_of(batch)) != self._batch_rows:
             raise TaskError(
                 f"the data set of {self._task.name} gave {rows} samples, not {self._batch_rows}"
@@ -128,11 +131,11 @@ class Feed:
                 f"a batch of {self._task.name} counts {count} items, so there is nothing to learn "
                 "from it"
             )
-        self.batch, self.count = batch, count
+        self.batch, self.count, self._taken = batch, count, None
 
     def seek(self, samples_used: int) -> None:
         """Go on after so many samples."""
-        self.batch = None
+        self.batch = self._taken = None
         self.loader.seek(samples_used)
 
     def _numbers(self, settings: TrainSettings, device: torch.device) -> LoaderNumbers:

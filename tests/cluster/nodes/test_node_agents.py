@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -37,8 +38,9 @@ def record(state: Path) -> dict[str, Any] | None:
 def keeper() -> psutil.Process | None:
     """The process of the one actor that has an agent."""
     for process in descendants():
-        if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::NodeAgentActor"):
-            return process
+        with contextlib.suppress(psutil.Error):  # it has ended since
+            if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::NodeAgentActor"):
+                return process
     return None
 
 
