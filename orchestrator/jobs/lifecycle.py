@@ -285,7 +285,7 @@ Handler: TypeAlias = Callable[[Standing, Any], Changes]
 _ASIDE = frozenset(JobState) - ENDED - ON_CARD
 
 #: What a record does to a job by its state: its handler, or why it changes nothing. What is not
-#: here is illegal. Submitted, PackJudged and QueueHeld are the queue's.
+#: here is illegal. Submitted and QueueHeld are the queue's.
 _TABLE: Mapping[type[Record], Mapping[JobState, Handler | str]] = {
     Assigned: {JobState.QUEUED: _assigned},
     Recalled: dict.fromkeys(ON_CARD, _recalled),

@@ -330,18 +330,6 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackJudged:
-    """Two jobs were measured on one card, and it was decided whether they may share one."""
-
-    at_s: float
-    pair: str
-    """Fingerprints of both, with the card and its driver."""
-    gain: float
-    """Sum of both speeds, each as a share of its speed alone."""
-    is_kept: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
     """A user has said a word of a job."""
 
@@ -381,7 +369,6 @@ Record: TypeAlias = (
     | AttemptEnded
     | Reached
     | Measured
-    | PackJudged
     | Said
     | Settled
     | QueueHeld

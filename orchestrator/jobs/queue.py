@@ -36,7 +36,6 @@ from orchestrator.jobs.model import (
     Job,
     JobState,
     Measured,
-    PackJudged,
     QueueHeld,
     Reached,
     Recalled,
@@ -124,8 +123,6 @@ class Queue:
         """Why nothing starts; `None`: it does."""
         self.reached: list[Reach] = []
         """Job, milestone and value, in journal order."""
-        self.verdicts: dict[str, PackJudged] = {}
-        """By pair."""
         self.sweeps: dict[str, SweepSubmitted] = {}
         """Those whose members are asked for, by name; of one that came twice, the last."""
         self._members: dict[str, list[str]] = {}
@@ -255,8 +252,6 @@ class Queue:
         elif isinstance(record, QueueHeld):
             self.held = record.reason
             self._alike.clear()
-        elif isinstance(record, PackJudged):
-            self.verdicts[record.pair] = record
         elif isinstance(record, Kept):
             name = record.standing.job.name
             self._aside[name] = record.aside
@@ -276,7 +271,6 @@ class Queue:
         alike = tuple((text, job) for text, jobs in self._alike.items() for job in jobs)
         reached, said = tuple(self.reached), tuple(self._said)
         yield QueueKept(held=self.held, reached=reached, said=said, alike=alike)
-        yield from self.verdicts.values()
         yield from self.sweeps.values()
         for name, standing in self._standings.items():
             is_waiting = name in self._to_recall
