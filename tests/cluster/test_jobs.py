@@ -23,7 +23,7 @@ RATES = (1e-4, 3e-4, 1e-3, 3e-3)
 
 #: Parts of a batch stay as they are, so that a kill changes no bit.
 KEYS: dict[str, Any] = {
-    "preset": "gpt-nano", "steps": 40, "batch": 4, "micro": 2, "exact": True, "precision": "fp32",
+    "preset": "gpt-nano", "steps": 160, "batch": 4, "micro": 2, "exact": True, "precision": "fp32",
     "save_every_s": 0.5,
 }  # fmt: skip
 

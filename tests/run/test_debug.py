@@ -56,7 +56,8 @@ class Terminal:
             [*COMMAND, "run", *config, *arguments],
             cwd=folder,
             env={
-                **os.environ,
+                # Ray sets it in a process that has connected, as another test's may have.
+                **{key: text for key, text in os.environ.items() if key != "PYTHONBREAKPOINT"},
                 "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
                 "TERM": "dumb",
             },
