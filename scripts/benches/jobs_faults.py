@@ -168,7 +168,7 @@ class Disturber:
         if self._back_at_s is not None:
             return False
         self._cluster.lose("pc2")
-        self._back_at_s = time.monotonic() + 45.0
+        self._back_at_s = time.monotonic() + 80.0  # after 30 s its jobs go elsewhere
         return True
 
     def _head_of_run(self) -> bool:
