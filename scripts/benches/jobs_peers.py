@@ -48,7 +48,7 @@ exec {python} -m workers.capped --gib $gib {train} "$@"
 
 _LOOP = """\
 #!/bin/sh
-# A loop for each card; each takes the next line that nobody has, and tries it three times.
+# A loop for each card; each takes the next line that is left, and tries it three times.
 rm -rf {folder}/taken; mkdir -p {folder}/done {folder}/taken
 for card in 0 1; do
   (

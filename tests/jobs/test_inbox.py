@@ -1,4 +1,4 @@
-"""The inbox: nothing is lost, nothing is half there, and nobody else's commands are read."""
+"""The inbox: nothing is lost, nothing is half there, and no other user's commands are read."""
 
 from __future__ import annotations
 

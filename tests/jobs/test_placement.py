@@ -261,7 +261,7 @@ def test_a_job_joins_one_that_is_packed() -> None:
     assert [(start.job, start.alone) for start in found.starts] == [("b", False)]
 
 
-def test_nobody_joins_a_job_that_is_alone() -> None:
+def test_no_job_joins_one_that_is_alone() -> None:
     there = running(600.0, alone=True, may_pack=True, budget_bytes=5 * GIB)
 
     assert plan([packable("b")], (FAST,), {"pc1": there}, 0.0).starts == ()

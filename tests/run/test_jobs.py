@@ -403,7 +403,7 @@ def test_at_a_milestone_others_get_the_card(new_jobs: JobsMaker) -> None:
     assert set(ends) == {JobState.DONE, JobState.STOPPED}
     assert ends[JobState.STOPPED] >= 5
     assert len(run.records(Reached)) >= 9
-    assert not list((run.folder / "states").glob("*.pt")), "nobody needs them any more"
+    assert not list((run.folder / "states").glob("*.pt")), "they are needed no more"
 
 
 def test_three_that_fail_alike_hold_the_queue(new_jobs: JobsMaker) -> None:
