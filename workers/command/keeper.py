@@ -32,9 +32,13 @@ from typing import Any
 
 #: Of prctl(2) (linux/prctl.h).
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 
 _PRCTL = ctypes.CDLL(None, use_errno=True).prctl
+
+#: What `ps` calls the guard and the keeper; at most 15 bytes.
+NAME = "job-keeper"
 
 #: Between two looks at what is watched.
 _POLL_S = 0.2
@@ -192,6 +196,7 @@ def main() -> None:
     if os.fork():
         os._exit(0)
     os.setsid()
+    _PRCTL(_PR_SET_NAME, NAME.encode(), 0, 0, 0)
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     # A worker of Ray may ignore it, which its children inherit: how one ends would be lost.
