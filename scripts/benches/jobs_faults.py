@@ -34,6 +34,7 @@ from orchestrator.cluster.raylets import RayletPlan, Raylets
 from orchestrator.jobs import inbox
 from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, queue_of
 from orchestrator.jobs.model import ENDED, ON_CARD, JobState, Said, Word
+from orchestrator.record.archive import read_run
 
 PLANS = (RayletPlan(name="pc1", cpus=56, gpus=1), RayletPlan(name="pc2", cpus=12, gpus=1))
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,6 +44,8 @@ MOVES = 4
 #: How long a swap waits for both jobs to rest, and for one to be placed: a head or a node may be lost
 #: meanwhile, and a job may wait for the faster card.
 REST_S, PLACE_S = 60.0, 15.0
+#: What is late is done one after the other, so long apart.
+GAP_S = 3.0
 
 
 class Cluster:
@@ -196,8 +199,11 @@ class Disturber:
             return False
         standings = queue_of(place).standings
         by_card = {each.card: name for name, each in standings.items() if each.state in ON_CARD}
-        if len(by_card) < len(PLANS) or not all(standings[job].speeds for job in by_card.values()):
-            return False  # a job that has not trained yet has nothing to take along
+        at_work = {
+            record.slot for record in read_run(place.parent).slots if record.state == "RUNNING"
+        }
+        if len(by_card) < len(PLANS) or not at_work.issuperset(by_card.values()):
+            return False  # a job whose process only starts has nothing new to take along
         pair = [by_card["pc2"], by_card["pc1"]]  # the first goes to the faster card
         if self.done["swap_cards"] % 2:  # what is faster is measured, on the same processor
             pair.reverse()
@@ -248,7 +254,7 @@ def course(
     head = Head(folder, cluster, job_file(folder, count, steps), chaos)
     disturber = Disturber(folder, cluster, head, draw or random.Random())  # noqa: S311
     plan = [] if draw is None else list(schedule(draw, kills))
-    began_s = time.monotonic()
+    began_s = last_s = time.monotonic()
     while head.process.poll() is None or head.process.returncode < 0:
         if head.process.poll() is not None:
             head.begin()
@@ -259,10 +265,12 @@ def course(
         if draw is not None and not plan and disturber.moves() < MOVES:
             plan.append((0.0, "swap_cards"))
         for number, (at_s, what) in enumerate(plan):
-            if time.monotonic() - began_s < at_s:
+            now_s = time.monotonic()
+            if now_s - began_s < at_s or now_s - last_s < GAP_S:
                 break
             if disturber.do(what):
                 del plan[number]
+                last_s = now_s
                 break
     took_s = time.monotonic() - began_s
     deadline_s = time.monotonic() + 10
