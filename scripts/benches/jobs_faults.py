@@ -147,6 +147,18 @@ def say(folder: Path, word: Word, jobs: list[str]) -> None:
     )
 
 
+def at_work(folder: Path) -> set[str]:
+    """Return the jobs that train."""
+    return {record.slot for record in read_run(folder.parent).slots if record.state == "RUNNING"}
+
+
+def pids_of(folder: Path) -> dict[str, int]:
+    """Return the last process of each job."""
+    lines = (folder.parent / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines if '"device_opened"' in line]
+    return {event["slot"]: event["pid"] for event in events}
+
+
 class Disturber:
     """Does what is planned to a queue at work."""
 
@@ -177,7 +189,10 @@ class Disturber:
         return bool(is_done)
 
     def _worker(self) -> bool:
-        there = workers()
+        """Kill a process that trains: one that never comes to it is given up after ten deaths."""
+        place = queue_folder(self._folder)
+        pids = set() if place is None else {pids_of(place).get(name) for name in at_work(place)}
+        there = [process for process in workers() if process.pid in pids]
         if there:
             self._draw.choice(there).kill()
         return bool(there)
@@ -199,10 +214,7 @@ class Disturber:
             return False
         standings = queue_of(place).standings
         by_card = {each.card: name for name, each in standings.items() if each.state in ON_CARD}
-        at_work = {
-            record.slot for record in read_run(place.parent).slots if record.state == "RUNNING"
-        }
-        if len(by_card) < len(PLANS) or not at_work.issuperset(by_card.values()):
+        if len(by_card) < len(PLANS) or not at_work(place).issuperset(by_card.values()):
             return False  # a job whose process only starts has nothing new to take along
         pair = [by_card["pc2"], by_card["pc1"]]  # the first goes to the faster card
         if self.done["swap_cards"] % 2:  # what is faster is measured, on the same processor
