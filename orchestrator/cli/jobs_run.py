@@ -97,7 +97,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         plain=plain,
         wait_for_nodes=True,
         experiments=tuple(experiments_of(None, chaos, chaos_seed, yes_really=yes_really)),
-        queue=runner.QueueOptions(stays=stay, submitted=sampled_sweeps(read, queue)),
+        queue=runner.QueueOptions(stays=stay, sweeps=sampled_sweeps(read, queue)),
     )
     if unfinished is not None:
         options = _with_new(options, unfinished, jobs)
@@ -177,8 +177,12 @@ def _with_new(options: Options, stored: StoredRun, jobs: Sequence[Job]) -> Optio
 
 def _with_jobs(options: Options, jobs: Sequence[Job], config: Config, target: Target) -> Options:
     assert options.queue is not None  # noqa: S101 - of this verb
-    records = (*options.queue.submitted, *submitted(jobs, config, target))
-    return replace(options, queue=replace(options.queue, submitted=records))
+    expected = submitted(jobs, config, target)  # what cannot be is refused before anything starts
+
+    def on_target(config: Config, found: Target) -> tuple[Submitted, ...]:
+        return expected if found == target else submitted(jobs, config, found)
+
+    return replace(options, queue=replace(options.queue, jobs=on_target))
 
 
 def submitted(jobs: Iterable[Job], config: Config, target: Target) -> tuple[Submitted, ...]:

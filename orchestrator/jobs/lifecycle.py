@@ -115,6 +115,8 @@ def _assigned(standing: Standing, record: Assigned) -> Changes:
         record.at_s,
         attempt=record.attempt,
         card=record.card,
+        last_card=record.card,
+        moves=standing.moves + (standing.last_card not in {None, record.card}),
         budget_bytes=record.budget_bytes,
         alone=record.alone,
     )
@@ -148,8 +150,6 @@ def _rested(standing: Standing, record: Rested) -> Changes:
     if to is None:  # its node was lost
         reason = f"in line again: its place on {standing.card} is gone"
         return _into(standing, JobState.QUEUED, reason, record.at_s, **more)
-    if to is JobState.QUEUED:
-        more["moves"] = standing.moves + 1
     return _into(standing, to, standing.reason, record.at_s, **more)
 
 

@@ -388,6 +388,8 @@ class Standing:
     """Of the last or present one; 0 before the first."""
     card: str | None = None
     """Where its attempt is."""
+    last_card: str | None = None
+    """Where its present or last attempt is or was."""
     budget_bytes: int | None = None
     alone: bool = True
     recalled_to: JobState | None = None
@@ -397,6 +399,7 @@ class Standing:
     last_error: str | None = None
     out_of_memory: int = 0
     moves: int = 0
+    """Attempts on another card than the one before."""
     ran_s: float = 0.0
     parked_s: float = 0.0
     step: int | None = None

@@ -245,6 +245,8 @@ class Dispatcher:
                 self._files.drop_state(record.job)
             case AttemptEnded(cause=Cause.DONE):
                 self._files.drop_state(record.job)
+            case Recalled(to=JobState.HELD):  # its slot says HELD itself
+                yield Rest(slot=record.job, why=record.reason)
             case Recalled():
                 yield Rest(slot=record.job, why=f"{record.to}: {record.reason}")
             case Rested():

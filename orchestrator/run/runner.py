@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -30,7 +30,7 @@ from orchestrator.config.notify_urls import notify_urls
 from orchestrator.config.schema import ClusterConfig, Config, NotifyConfig
 from orchestrator.core.fleet import Fleet
 from orchestrator.core.node_commands import node_command
-from orchestrator.core.placement import Missing, SlotPlan, idle_line, refusals, unnamed
+from orchestrator.core.placement import Missing, SlotPlan, Target, idle_line, refusals, unnamed
 from orchestrator.core.run_outcome import outcome_of
 from orchestrator.errors import (
     NoClusterError,
@@ -118,8 +118,9 @@ class Experiment:
 class QueueOptions:
     """What a run of jobs begins with."""
 
-    submitted: tuple[Submitted | SweepSubmitted, ...] = ()
-    """In addition to what its folder has."""
+    sweeps: tuple[SweepSubmitted, ...] = ()
+    jobs: Callable[[Config, Target], tuple[Submitted, ...]] = lambda *_: ()
+    """In addition to what its folder has: what they need depends on where they run."""
     stays: bool = False
     """Whether it waits for more when nothing is left to do."""
 
@@ -231,7 +232,7 @@ def _in_folder(
                 # resumed. One that is resumed has its record, and keeps it until there is something
                 # to resume.
                 record.begin(environment)
-            record.open_queue()
+            record.open_queue(environment)
             record.start_viewer(environment.config.notify)
             return _in_environment(environment, record, interrupts)
         except BaseException as error:
@@ -253,6 +254,8 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
         settled = environment.settle(environment, fleet)
         if settled is not environment:
             record.tell(*settled.lines)
+        if settled.target != environment.target:
+            record.open_queue(settled)
         facts = record.begin(settled)
         record.outlets.events.write(
             "run_started",
@@ -385,13 +388,22 @@ class _Record:
         self.outlets.store.commit()
         return facts
 
-    def open_queue(self) -> None:
-        """Open the journal of a run of jobs, and write down with what it begins."""
-        folder = self.folder / QUEUE_NAME
-        if self.options.queue is None and not folder.exists():
+    def open_queue(self, environment: Environment) -> None:
+        """Open the journal of a run of jobs, and write down with what it begins.
+
+        Again if the cluster changes the target: then nothing has been decided yet.
+        """
+        folder, options = self.folder / QUEUE_NAME, self.options.queue
+        if options is None and not folder.exists():
             return
+        if self.journal is not None:
+            self.journal.close()
+            (folder / JOURNAL_NAME).unlink()
         self.journal = Journal(folder / JOURNAL_NAME)
-        submitted = () if self.options.queue is None else self.options.queue.submitted
+        submitted: list[Submitted | SweepSubmitted] = []
+        if options is not None:
+            submitted += options.sweeps
+            submitted += options.jobs(environment.config, environment.target)
         queue = queue_of(folder)
         self.journal.append([record for record in submitted if queue.why_refused(record) is None])
 

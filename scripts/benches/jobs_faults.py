@@ -4,8 +4,11 @@ loss: each job ends with the weights of its undisturbed run.
     python -m scripts.benches.jobs_faults [JOBS] [STEPS] [KILLS] [SEED]     # a line of JSON
 
 Workers and the head are killed by SIGKILL, a node is ended and started again, out-of-memory is
-injected, jobs are held and released (so that they move), and once all is killed at a time, as a
-power cut would. The raylets are this program's, as those of `ray start` are not the head's.
+injected, jobs are moved to the other card, and once all is killed at a time, as a power cut would.
+The raylets are this program's, as those of `ray start` are not the head's.
+
+Jobs are moved as a user would do it: all are held, and once both cards are free, the two that ran
+are released one after the other, so that the first takes the card that the second had.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +32,20 @@ import psutil
 from orchestrator.cluster.connect import use_private_token
 from orchestrator.cluster.raylets import RayletPlan, Raylets
 from orchestrator.jobs import inbox
-from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, queue_of, records
-from orchestrator.jobs.model import ON_CARD, Assigned, JobState, Said, Word
+from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, queue_of
+from orchestrator.jobs.model import ENDED, ON_CARD, JobState, Said, Word
+from orchestrator.record.archive import read_run
 
 PLANS = (RayletPlan(name="pc1", cpus=56, gpus=1), RayletPlan(name="pc2", cpus=12, gpus=1))
 ROOT = Path(__file__).resolve().parents[2]
+
+#: So many moves are wanted.
+MOVES = 4
+#: How long a swap waits for both jobs to rest, and for one to be placed: a head or a node may be lost
+#: meanwhile, and a job may wait for the faster card.
+REST_S, PLACE_S = 60.0, 15.0
+#: What is late is done one after the other, so long apart.
+GAP_S = 3.0
 
 
 class Cluster:
@@ -127,9 +139,24 @@ def queue_folder(folder: Path) -> Path | None:
     return found[-1] if found and (found[-1] / JOURNAL_NAME).exists() else None
 
 
-def say(folder: Path, word: Word, job: str) -> None:
-    said = Said(at_s=time.time(), id=f"{time.time_ns()}", word=word, job=job, by="bench")
-    inbox.put(folder, [said])
+def say(folder: Path, word: Word, jobs: list[str]) -> None:
+    now = time.time_ns()
+    inbox.put(
+        folder,
+        [Said(at_s=now / 1e9, id=f"{now}-{job}", word=word, job=job, by="bench") for job in jobs],
+    )
+
+
+def at_work(folder: Path) -> set[str]:
+    """Return the jobs that train."""
+    return {record.slot for record in read_run(folder.parent).slots if record.state == "RUNNING"}
+
+
+def pids_of(folder: Path) -> dict[str, int]:
+    """Return the last process of each job."""
+    lines = (folder.parent / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines if '"device_opened"' in line]
+    return {event["slot"]: event["pid"] for event in events}
 
 
 class Disturber:
@@ -138,19 +165,22 @@ class Disturber:
     def __init__(self, folder: Path, cluster: Cluster, head: Head, draw: random.Random) -> None:
         self._folder, self._cluster, self._head, self._draw = folder, cluster, head, draw
         self._back_at_s: float | None = None
-        self._held: dict[str, float] = {}
+        self._swap: Iterator[None] | None = None
         self.done: Counter[str] = Counter()
 
     def look(self) -> None:
-        """Undo what is only for a while."""
-        now_s, place = time.monotonic(), queue_folder(self._folder)
-        if self._back_at_s is not None and now_s > self._back_at_s:
+        """Go on with what takes a while."""
+        if self._back_at_s is not None and time.monotonic() > self._back_at_s:
             self._back_at_s = None
             self._cluster.start("pc2")
-        for job in [job for job, until_s in self._held.items() if now_s > until_s]:
-            if place is not None:
-                del self._held[job]
-                say(place, Word.RELEASE, job)
+        if self._swap is not None and next(self._swap, "over") == "over":
+            self._swap = None
+
+    def moves(self) -> int:
+        """Return how often a job has come to another card so far."""
+        place = queue_folder(self._folder)
+        standings = {} if place is None else queue_of(place).standings
+        return sum(each.moves for each in standings.values())
 
     def do(self, what: str) -> bool:
         """Do it, if there is something to do it to."""
@@ -159,7 +189,10 @@ class Disturber:
         return bool(is_done)
 
     def _worker(self) -> bool:
-        there = workers()
+        """Kill a process that trains: one that never comes to it is given up after ten deaths."""
+        place = queue_folder(self._folder)
+        pids = set() if place is None else {pids_of(place).get(name) for name in at_work(place)}
+        there = [process for process in workers() if process.pid in pids]
         if there:
             self._draw.choice(there).kill()
         return bool(there)
@@ -175,16 +208,19 @@ class Disturber:
         self._head.kill()
         return True
 
-    def _move(self) -> bool:
+    def _swap_cards(self) -> bool:
         place = queue_folder(self._folder)
-        standings = {} if place is None else queue_of(place).standings
-        running = [name for name, each in standings.items() if each.state in ON_CARD]
-        if place is None or not running:
+        if place is None or self._swap is not None or self._back_at_s is not None:
             return False
-        # All at once: who is released last takes the card that is free then.
-        for wait_s, job in enumerate(self._draw.sample(running, len(running))):
-            say(place, Word.HOLD, job)
-            self._held[job] = time.monotonic() + 5.0 + wait_s
+        standings = queue_of(place).standings
+        by_card = {each.card: name for name, each in standings.items() if each.state in ON_CARD}
+        if len(by_card) < len(PLANS) or not at_work(place).issuperset(by_card.values()):
+            return False  # a job whose process only starts has nothing new to take along
+        pair = [by_card["pc2"], by_card["pc1"]]  # the first goes to the faster card
+        if self.done["swap_cards"] % 2:  # what is faster is measured, on the same processor
+            pair.reverse()
+        left = [name for name, each in standings.items() if each.state not in ENDED]
+        self._swap = _swap(place, pair, left)
         return True
 
     def _reboot(self) -> bool:
@@ -194,6 +230,28 @@ class Disturber:
         self._cluster.end()
         self._cluster.begin()
         return True
+
+
+def _swap(place: Path, pair: list[str], left: list[str]) -> Iterator[None]:
+    """Have two jobs change their cards, while all that are `left` are held; a part at each `next`."""
+    say(place, Word.HOLD, left)
+    yield from _until(place, pair, {JobState.HELD}, REST_S)
+    for job in pair:
+        say(place, Word.RELEASE, [job])
+        yield from _until(place, [job], ON_CARD, PLACE_S)
+    say(place, Word.RELEASE, left)
+
+
+def _until(
+    place: Path, jobs: list[str], states: Collection[JobState], most_s: float
+) -> Iterator[None]:
+    """Wait until each job is in one of these states or has ended, but no longer than `most_s`."""
+    end_s = time.monotonic() + most_s
+    while time.monotonic() < end_s:
+        standings = queue_of(place).standings
+        if all(standings[job].state in {*states, *ENDED} for job in jobs):
+            break
+        yield
 
 
 def course(
@@ -208,15 +266,24 @@ def course(
     head = Head(folder, cluster, job_file(folder, count, steps), chaos)
     disturber = Disturber(folder, cluster, head, draw or random.Random())  # noqa: S311
     plan = [] if draw is None else list(schedule(draw, kills))
-    began_s = time.monotonic()
+    began_s = last_s = time.monotonic()
     while head.process.poll() is None or head.process.returncode < 0:
         if head.process.poll() is not None:
             head.begin()
         time.sleep(0.2)
         disturber.look()
-        is_due = bool(plan) and time.monotonic() - began_s >= plan[0][0]
-        if is_due and queue_folder(folder) and disturber.do(plan[0][1]):
-            del plan[0]
+        if queue_folder(folder) is None:
+            continue
+        if draw is not None and not plan and disturber.moves() < MOVES:
+            plan.append((0.0, "swap_cards"))
+        for number, (at_s, what) in enumerate(plan):
+            now_s = time.monotonic()
+            if now_s - began_s < at_s or now_s - last_s < GAP_S:
+                break
+            if disturber.do(what):
+                del plan[number]
+                last_s = now_s
+                break
     took_s = time.monotonic() - began_s
     deadline_s = time.monotonic() + 10
     while workers() and time.monotonic() < deadline_s:
@@ -227,6 +294,7 @@ def course(
         "exit_code": head.process.returncode,
         "took_s": round(took_s, 1),
         "workers_left_after_10_s": left,
+        "planned_but_not_done": len(plan),
         **disturber.done,
     }
 
@@ -236,22 +304,20 @@ def found_in(folder: Path) -> dict[str, Any]:
     queue = queue_folder(folder)
     assert queue is not None  # noqa: S101 - it has been worked off
     standings = queue_of(queue).standings
-    cards: dict[str, list[str]] = {}
-    for record in records(queue / JOURNAL_NAME):
-        if isinstance(record, Assigned):
-            cards.setdefault(record.job, []).append(record.card)
     return {
         "sha256": {name: each.sha256 for name, each in standings.items()},
         "done": sum(each.state is JobState.DONE for each in standings.values()),
-        "moved": sum(len(set(each)) > 1 for each in cards.values()),
-        "attempts": sum(map(len, cards.values())),
+        "moves": sum(each.moves for each in standings.values()),
+        "jobs_that_moved": sum(each.moves > 0 for each in standings.values()),
+        "attempts": sum(each.attempt for each in standings.values()),
         "out_of_memory": sum(each.out_of_memory for each in standings.values()),
     }
 
 
 def schedule(draw: random.Random, kills: int) -> Iterator[tuple[float, str]]:
     """Yield when what is done, in seconds since the beginning."""
-    events = ["worker"] * kills + ["node"] * 2 + ["head_of_run"] * 2 + ["move"] * 4 + ["reboot"]
+    events = ["worker"] * kills + ["node"] * 2 + ["head_of_run"] * 2 + ["reboot"]
+    events += ["swap_cards"] * MOVES
     draw.shuffle(events)
     at_s = 20.0
     for event in events:
@@ -261,17 +327,19 @@ def schedule(draw: random.Random, kills: int) -> Iterator[tuple[float, str]]:
 
 def main(count: int = 24, steps: int = 150, kills: int = 20, seed: int = 1) -> int:
     with tempfile.TemporaryDirectory(prefix="jf-", dir="/tmp") as place:
-        hashes: dict[str, Mapping[str, str | None]] = {}
+        courses: list[dict[str, Any]] = []
         for name, draw in (("undisturbed", None), ("disturbed", random.Random(seed))):  # noqa: S311
             folder = Path(place) / name
             folder.mkdir()
-            found = course(folder, count, steps, kills, draw)
-            hashes[name] = found.pop("sha256")
-            print(json.dumps({name: found}), flush=True)
-        wanted, found_hashes = hashes.values()
-        equal = sum(found_hashes[name] == sha is not None for name, sha in wanted.items())
-        print(json.dumps({"jobs": count, "steps": steps, "seed": seed, "equal": equal}))
-    return int(equal < count)
+            courses.append(course(folder, count, steps, kills, draw))
+            told = {key: value for key, value in courses[-1].items() if key != "sha256"}
+            print(json.dumps({name: told}), flush=True)
+    wanted, found = (each["sha256"] for each in courses)
+    equal = sum(found[name] == sha is not None for name, sha in wanted.items())
+    print(json.dumps({"jobs": count, "steps": steps, "seed": seed, "equal": equal}))
+    is_wanted = equal == count and courses[1]["moves"] >= MOVES
+    lacks = ("exit_code", "workers_left_after_10_s", "planned_but_not_done")
+    return int(not is_wanted or any(each[lack] for each in courses for lack in lacks))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.cli.jobs_run import _with_jobs, read_file
+from orchestrator.core.placement import Target
 from orchestrator.jobs import inbox
 from orchestrator.jobs.journal import JOURNAL_NAME, Journal
 from orchestrator.jobs.model import (
@@ -21,10 +23,13 @@ from orchestrator.jobs.model import (
     SweepSubmitted,
     Word,
 )
+from orchestrator.jobs.sweep import expand
 from orchestrator.record.jobs import QueueReader, write_outlook
+from orchestrator.run.runner import Options, QueueOptions
 from tests.cli.conftest import Command
-from tests.factories import STARTED_UNIX_S, make_job, make_standing
+from tests.factories import STARTED_UNIX_S, config_of, make_job, make_standing
 from tests.scene import ROOT
+from workers.settings import ASSUMED_CONTEXT_BYTES
 
 RUN_ID = "20261126-010203-0b76"
 NIGHT = ROOT / "docs" / "jobs.md"
@@ -255,3 +260,20 @@ def test_a_sweep_whose_members_names_are_taken_is_refused(command: Command) -> N
     done = command("jobs", "submit", "lr.yaml")
     assert done.returncode == 2
     assert "lr.yaml: there is another job called lr-0" in done.stderr
+
+
+@pytest.mark.torch
+def test_what_a_job_needs_depends_on_its_target(tmp_path: Path) -> None:
+    text = "jobs: [{name: a, train: {preset: gpt-nano, batch: 2, micro: 1}}]"
+    (tmp_path / "jobs.yaml").write_text(text)
+    config = config_of({"pc1": {"gpu": "rtx-3090"}})
+    jobs = expand(read_file(str(tmp_path / "jobs.yaml"), config))
+    options = Options(json=False, plain=True, wait_for_nodes=True, queue=QueueOptions())
+
+    queue = _with_jobs(options, jobs, config, Target()).queue
+
+    assert queue is not None
+    needs = [
+        queue.jobs(config, target)[0].least_bytes for target in (Target(), Target(device="cpu"))
+    ]
+    assert (needs[0] or 0) > ASSUMED_CONTEXT_BYTES / 2 > (needs[1] or 0) > 0

@@ -1,4 +1,6 @@
-"""A queue of jobs through the real command on real Ray: a killed worker, a killed head, and the same end."""
+"""A queue of jobs through the real command on real Ray: a killed worker, a killed head, another card,
+and the same end.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,16 @@ import contextlib
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benches.jobs_faults import say
 
 from orchestrator.jobs.journal import QUEUE_NAME, queue_of
-from orchestrator.jobs.model import ON_CARD, JobState, Standing
+from orchestrator.jobs.model import ON_CARD, JobState, Standing, Word
 from tests.cluster.conftest import PATIENT, SMALL, Head
 from tests.scene import COMMAND, PATIENCE_S, ROOT, python, wait_for
 
@@ -43,15 +47,23 @@ NIGHT = {
     ]
 }
 
+#: As soon as the first one rests, the second has its card until it is cancelled.
+CROWDED = {
+    "jobs": [
+        {"name": "moved", "train": {**KEYS, "lr": RATES[0]}},
+        {"name": "stays", "command": ["sleep", "100000"], "nodes": ["pc1"], "priority": -1},
+    ]
+}
+
 #: Trains without the engine, and without an interruption; prints the hash of the weights for each
 #: rate.
 UNDISTURBED = f"""
-import torch
+import sys, torch
 from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task
 from workers.training.trainer import Trainer
 torch.set_num_threads(1)
-for rate in {RATES}:
+for rate in map(float, sys.argv[1:]):
     settings = TrainSettings(**{KEYS}, lr=rate)
     trainer = Trainer(find_task(settings, 0), settings, torch.device("cpu"), 0)
     while not trainer.finished:
@@ -59,20 +71,31 @@ for rate in {RATES}:
     print(trainer.weights_sha256())
 """
 
+#: Two PCs, each with a state folder of its own, until standard input ends.
+PCS = """
+import sys
+from pathlib import Path
+from scripts.benches.jobs_faults import Cluster
+pcs = Cluster(Path(sys.argv[1]))
+print(pcs.raylets.gcs_address, flush=True)
+sys.stdin.read()
+pcs.end()
+"""
+
 
 class Night:
     """The command, and what its queue says."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, jobs: object, *where: str, **environment: str) -> None:
         self.runs = folder / "runs"
         self.file = folder / "night.yaml"
-        self.file.write_text(json.dumps(NIGHT))
-        self.environment = {**os.environ, "TMPDIR": str(folder)}
-        self.environment["ORCHESTRATOR_STATE_DIR"] = str(folder / "state")
+        self.file.write_text(json.dumps(jobs))
+        self.where = where
+        self.environment = {**os.environ, "TMPDIR": str(folder), **environment}
         self.head = self.begin()
 
     def begin(self) -> Head:
-        words = ("jobs", "run", str(self.file), "--rehearse", "--plain", *SMALL, *PATIENT)
+        words = ("jobs", "run", str(self.file), *self.where, "--plain", *SMALL, *PATIENT)
         where = ("--config", str(ROOT / "cluster.yaml"), "--run-dir", str(self.runs))
         process = subprocess.Popen(
             [*COMMAND, *words, *where],
@@ -103,17 +126,45 @@ class Night:
         return None
 
 
+@contextlib.contextmanager
+def ended(night: Night) -> Iterator[Night]:
+    """End the command after the test, if it has not."""
+    try:
+        yield night
+    finally:
+        if night.head.process.poll() is None:
+            night.head.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                night.head.process.wait(PATIENCE_S)
+            night.head.process.kill()
+        night.head.process.communicate()
+
+
 @pytest.fixture
 def night(nothing_left: None, short_tmp: Path) -> Iterator[Night]:
-    made = Night(short_tmp)
-    yield made
-    if made.head.process.poll() is None:
-        made.head.process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            made.head.process.wait(PATIENCE_S)
-        made.head.process.kill()
-    made.head.process.communicate()
+    with ended(Night(short_tmp, NIGHT, "--rehearse")) as made:
+        yield made
     wait_for(lambda: not list(short_tmp.glob("orch-*")), "end of the temporary folders")
+
+
+@pytest.fixture
+def crowded(nothing_left: None, short_tmp: Path) -> Iterator[Night]:
+    """A night on two raylets that are not the command's, and share no state folder."""
+    command = [sys.executable, "-c", PCS, str(short_tmp)]
+    pcs = subprocess.Popen(
+        command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert pcs.stdout is not None
+    where = f"--set=cluster.address={pcs.stdout.readline().strip()}"
+    environment = {
+        "RAY_AUTH_TOKEN_PATH": str(short_tmp / "c1" / "auth_token"),
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # loopback is meant as it is
+    }
+    try:
+        with ended(Night(short_tmp, CROWDED, where, **environment)) as made:
+            yield made
+    finally:
+        pcs.communicate(timeout=PATIENCE_S)
 
 
 def test_a_queue_survives_the_death_of_worker_and_head(night: Night) -> None:
@@ -138,9 +189,31 @@ def test_a_queue_survives_the_death_of_worker_and_head(night: Night) -> None:
     standings = night.standings()
     assert {each.state for each in standings.values()} == {JobState.DONE}
     assert len(standings) == len(RATES) + 2
-    undisturbed = python("-c", UNDISTURBED, cwd=ROOT).stdout.split()
+    undisturbed = python("-c", UNDISTURBED, *map(str, RATES), cwd=ROOT).stdout.split()
     assert [standings[f"lr-{number}"].sha256 for number in range(len(RATES))] == undisturbed
     files = night.head.folder() / QUEUE_NAME / "files" / "lr-0"
     assert (files / "copied").read_bytes() == (files / "checkpoint.pt").read_bytes()
     illegal = [event for event in night.head.events() if event["event"] == "illegal_event"]
     assert illegal == []
+
+
+def test_a_moved_training_goes_on_from_the_heads_copy(crowded: Night) -> None:
+    head = crowded.head
+    head.wait(crowded.trains, "a checkpoint")
+    queue = head.folder() / QUEUE_NAME
+    say(queue, Word.HOLD, ["moved"])
+    head.wait(lambda: crowded.standings()["stays"].card, "another job on its card")
+    assert crowded.standings()["moved"].last_card == "pc1"
+    say(queue, Word.RELEASE, ["moved"])
+    head.wait(lambda: crowded.standings()["moved"].sha256, "its end")
+    say(queue, Word.CANCEL, ["stays"])
+
+    code, out, err = head.finish()
+    assert code == 0, out + err
+    moved = crowded.standings()["moved"]
+    assert (moved.state, moved.last_card, moved.attempt) == (JobState.DONE, "pc2", 2)
+    restored = [event["step"] for event in head.events() if event["event"] == "restored"]
+    assert len(restored) == 1
+    assert 0 < restored[0] < KEYS["steps"]
+    undisturbed = python("-c", UNDISTURBED, str(RATES[0]), cwd=ROOT).stdout.split()
+    assert [moved.sha256] == undisturbed

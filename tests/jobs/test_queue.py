@@ -76,8 +76,20 @@ def test_a_training_without_room_goes_to_a_larger_card() -> None:
     ] == [(JobState.QUEUED, 6 * GIB + 1)]
     assert scene.state("a") == "MOVING"
     scene.see("a", is_at_rest=True, step=40)
-    assert (scene.state("a"), scene.standing("a").moves) == ("QUEUED", 1)
+    assert (scene.state("a"), scene.standing("a").moves) == ("QUEUED", 0)
     assert starts(scene.end("b"))["a"] == "pc1"
+    assert scene.standing("a").moves == 1
+
+
+def test_a_job_that_returns_to_its_card_has_not_moved() -> None:
+    scene = Scene(training("a"))
+    scene.turn()
+    scene.say(Word.HOLD, "a")
+    scene.see("a", is_at_rest=True, step=40)
+    assert scene.state("a") == "HELD"
+
+    assert starts(scene.say(Word.RELEASE, "a")) == {"a": "pc1"}
+    assert scene.standing("a").moves == 0
 
 
 def test_a_training_without_room_on_the_largest_card_parks() -> None:

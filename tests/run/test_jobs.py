@@ -202,6 +202,8 @@ def test_a_word_while_it_runs_is_obeyed(new_jobs: JobsMaker) -> None:
     run.until_state("gone", JobState.CANCELLED)
     run.until_state("held", JobState.HELD)
     assert run.fleet.live_on("pc1") + run.fleet.live_on("pc2") == []
+    reasons = {row.slot: row.reason for row in run.supervisor.snapshot().rows}
+    assert reasons["held"] == "held by ann"
     run.say(Word.RELEASE, "held")
     standings = run.finish()
     assert standings["held"].sha256 == hash_after("held", 400)
