@@ -323,6 +323,7 @@ class Queue:
         if self._index is not None:
             self._index.enter(standing)
             self._index.add(standing)
+            self._index.look_behind(standing.job.name)
 
     def _apply_to_job(self, record: _JobRecord) -> None:
         name = record.job
@@ -347,7 +348,7 @@ class Queue:
         if index is not None and "state" in changes:
             index.add(standing)
             if (before in ENDED) is not (standing.state in ENDED):
-                index.ended_or_again(name)
+                index.look_behind(name)
         if index is not None and "speeds" in changes:
             index.measured(standing)
 
