@@ -35,7 +35,7 @@ from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, queue_of, record
 from orchestrator.jobs.model import ENDED, Job, JobState, QueueHeld, Said, Standing, Submitted, Word
 from orchestrator.jobs.sweep import expand
 from orchestrator.record.archive import head_of, read_run
-from orchestrator.record.folders import LATEST, find_queue
+from orchestrator.record.folders import LATEST, find_queue, go_on_command
 from orchestrator.record.jobs import QueueReader, QueueSnapshot
 from orchestrator.record.output import last_lines
 from orchestrator.run.sampled_sweeps import sampled_sweeps
@@ -428,7 +428,7 @@ def _tell_if_dead(folder: Path) -> None:
     if not _is_alive(folder):
         waiting = sum(1 for _ in inbox.waiting(folder / QUEUE_NAME))
         taken = f"; {counted(waiting, 'message')} in its inbox" if waiting else ""
-        print_text(f"its head is not running{taken}: `python -m orchestrator jobs run` goes on")
+        print_text(f"its head is not running{taken}: `{go_on_command(folder)}` goes on")
 
 
 def _added(before: Sequence[str], lines: Sequence[str]) -> Sequence[str]:
