@@ -188,15 +188,15 @@ def plan_jobs_text(planned: JobsPlan) -> str:
             (
                 one.job,
                 one.card,
-                format_duration(round(one.start_s)),
-                format_duration(round(one.end_s - one.start_s)) if is_known else "not known",
+                _rounded(one.start_s),
+                _rounded(one.end_s - one.start_s) if is_known else "not known",
                 UNICODE.missing if needs is None else str(needs),
                 after[one.job] or UNICODE.missing,
             )
         )
     lines = list(aligned(rows, {"job", "card", "comes after"})) if len(rows) > 1 else []
     if lines:
-        took = format_duration(round(planned.schedule.makespan_s))
+        took = _rounded(planned.schedule.makespan_s)
         lines += ["", f"{counted(len(rows) - 1, 'job')}, about {took} in all."]
         lines.append(f"Times are of {_USED:.1%} of the cards' rated speed; none is measured.")
     unknown = [one.job for one in planned.schedule.jobs if not _is_known(planned, one.job)]
@@ -210,6 +210,10 @@ def plan_jobs_text(planned: JobsPlan) -> str:
     left = {**planned.never, **planned.schedule.left}
     lines += (f"never: {name} {why}" for name, why in left.items())
     return "\n".join(lines)
+
+
+def _rounded(seconds: float) -> str:
+    return "<1s" if 0 < seconds < 1 else format_duration(round(seconds))
 
 
 def _is_known(planned: JobsPlan, name: str) -> bool:

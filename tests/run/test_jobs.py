@@ -100,6 +100,15 @@ def test_one_alone_has_all_shares_of_the_card(new_jobs: JobsMaker) -> None:
     assert run.fleet.specs["one"].duty in {None, 1.0}
 
 
+def test_a_first_attempt_is_the_first_process_of_its_slot(new_jobs: JobsMaker) -> None:
+    run = new_jobs(short("one", 200), short("two", 200, nodes=("pc1",)), absent=("pc1",))
+    run.fleet.at(5.0, lambda: run.fleet.join("pc1"))
+    run.fleet.at(8.0, lambda: run.fleet.kill("one"))
+    run.finish()
+    assert {run.fleet.directives[name][0].incarnation for name in ("one", "two")} == {0}
+    assert run.fleet.directives["one"][-1].incarnation == 1
+
+
 def test_a_follower_comes_after_and_a_failed_one_skips_it(new_jobs: JobsMaker) -> None:
     jobs = (short("lr-0.1"), command("bad", retries=0), command("eval", after=("lr-0.1",)))
     run = new_jobs(*jobs, command("never", after=("bad",)))
