@@ -203,7 +203,7 @@ class World:
     """All that a decision depends on besides the queue itself."""
 
     now_s: float
-    """Unix seconds, without the gaps in which the head did not run."""
+    """Unix seconds that never go back. Of gaps in which no head was at work `HeadAway` tells."""
     minute_of_day: int
     """Local."""
     cards: tuple[Card, ...]
@@ -360,6 +360,16 @@ class QueueHeld:
     reason: str | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadAway:
+    """No head was at work for so long, until now, or the PC was suspended: nothing ran, and nothing
+    has become older.
+    """
+
+    at_s: float
+    away_s: float
+
+
 Record: TypeAlias = (
     Submitted
     | SweepSubmitted
@@ -372,6 +382,7 @@ Record: TypeAlias = (
     | Said
     | Settled
     | QueueHeld
+    | HeadAway
 )
 
 
@@ -383,7 +394,7 @@ class Standing:
     state: JobState
     reason: str
     since_s: float
-    """When it came into this state."""
+    """When it came into this state; of one on a card later by the time without a head."""
     attempt: int = 0
     """Of the last or present one; 0 before the first."""
     card: str | None = None

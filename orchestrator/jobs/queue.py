@@ -33,6 +33,7 @@ from orchestrator.jobs.model import (
     AttemptEnded,
     Card,
     Cause,
+    HeadAway,
     Job,
     JobState,
     Measured,
@@ -252,6 +253,8 @@ class Queue:
         elif isinstance(record, QueueHeld):
             self.held = record.reason
             self._alike.clear()
+        elif isinstance(record, HeadAway):
+            self._leave_out(record)
         elif isinstance(record, Kept):
             name = record.standing.job.name
             self._aside[name] = record.aside
@@ -265,6 +268,18 @@ class Queue:
             for text, job in record.alike:
                 self._alike.setdefault(text, {})[job] = None
             self._index = None
+
+    def _leave_out(self, gap: HeadAway) -> None:
+        """Have a time without a head count neither as worked nor as waited."""
+        began_s = gap.at_s - gap.away_s
+        for name, standing in self._standings.items():
+            aside = self._aside[name]
+            if standing.state in ON_CARD and standing.since_s <= began_s:
+                since_s = standing.since_s + gap.away_s
+                self._standings[name] = replace(standing, since_s=since_s)
+            if aside.queued_at_s is not None and aside.queued_at_s <= began_s:
+                aside.queued_at_s += gap.away_s
+        self._index = None
 
     def condensed(self) -> Iterator[Entry]:
         """Return what the queue adds up to, as few entries that lead to the same queue."""

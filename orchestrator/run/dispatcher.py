@@ -32,6 +32,7 @@ from orchestrator.jobs.model import (
     AttemptEnded,
     Card,
     Cause,
+    HeadAway,
     Job,
     JobState,
     Kind,
@@ -67,6 +68,9 @@ _HEADLINE_EVERY_S: Final = 1.0
 
 #: With less room on the disk of the run folder nothing new is started.
 _LEAST_FREE_BYTES: Final = 64 * MIB
+
+#: A longer time between two turns was one without a head, or the PC was suspended.
+_AWAY_S: Final = 60.0
 
 #: Viewers are told so often why jobs wait.
 _OUTLOOK_EVERY_S: Final = 5.0
@@ -104,6 +108,8 @@ class Dispatcher:
     journal: Journal
     stays: bool = False
     """Whether the run goes on when nothing is left to do."""
+    before_unix_s: float | None = None
+    """When the head before was last at work."""
 
     problem: str | None = field(default=None, init=False)
     """Why nothing can be decided now: the journal cannot be written."""
@@ -166,8 +172,12 @@ class Dispatcher:
         # A clock that is set back must not stop all that waits for a time.
         before_s = self._at_s if self._unix_s is None else self._unix_s
         self._at_s, self._unix_s = self._at_s + max(0.0, now_unix_s - before_s), now_unix_s
+        away_s = 0.0 if self.before_unix_s is None else now_unix_s - self.before_unix_s
+        self.before_unix_s = now_unix_s
         orders: list[Order] = []
         try:
+            if away_s > _AWAY_S:
+                self._write([HeadAway(at_s=self._at_s, away_s=away_s)])
             self._take_inbox()
             world = self._world(slots, nodes)
             # Asked first: a member that is paused must not find that it was the last.

@@ -32,6 +32,8 @@ class Past:
     """The state of a run that another head began."""
 
     elapsed_s: float = 0.0
+    updated_at_unix_s: float | None = None
+    """When its head was last at work."""
     slots: Mapping[str, Slot] = field(default_factory=dict)
     """As their last reports left them, without a process."""
     incomplete: bool = False
@@ -105,6 +107,7 @@ def past_of(stored: StoredRun) -> Past:
     """Return the run's state so far. Quarantined slots start again: that is part of resuming."""
     return Past(
         elapsed_s=stored.elapsed_s,
+        updated_at_unix_s=stored.updated_at_unix_s,
         incomplete=stored.incomplete,
         slots={record.slot: _slot(record) for record in stored.slots},
     )

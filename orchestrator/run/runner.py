@@ -409,6 +409,7 @@ class _Record:
             queue=queue_of(folder),
             journal=self.journal,
             stays=self.options.queue is not None and self.options.queue.stays,
+            before_unix_s=self.past.updated_at_unix_s,
         )
 
     def start_viewer(self, settings: NotifyConfig) -> None:

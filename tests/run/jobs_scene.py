@@ -245,6 +245,7 @@ class JobsRun:
             queue=queue,
             journal=self.journal,
             stays=stays,
+            before_unix_s=past.updated_at_unix_s,
         )
         self.dispatcher._files._threads = _AtOnce()  # type: ignore[assignment]
         self.recorder = Recorder()

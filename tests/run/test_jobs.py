@@ -181,6 +181,28 @@ def test_heads_may_die_at_any_moment(new_jobs: JobsMaker, seed: int) -> None:
     check_ends(run)
 
 
+def test_eight_hours_without_a_head_are_not_worked_nor_waited(new_jobs: JobsMaker) -> None:
+    jobs = [short(name, 400, nodes=("pc1",)) for name in ("first", "old")]
+    run = new_jobs(*jobs)
+    run.until(8.0)
+    run.die()
+    run.clock.sleep(8 * 3600.0)
+    urgent = short("urgent", nodes=("pc1",), priority=2)
+    run = new_jobs.next_head(run, *jobs, urgent)
+    run.finish()
+    check_ends(run)
+    assert [record.job for record in run.records(Assigned)] == ["first", "urgent", "old"]
+    assert run.standings()["first"].ran_s < 60.0
+
+
+def test_a_suspended_pc_has_not_worked(new_jobs: JobsMaker) -> None:
+    run = new_jobs(short("one", 400))
+    run.until(8.0)
+    run.clock.sleep(8 * 3600.0)
+    run.finish()
+    assert run.standings()["one"].ran_s < 60.0
+
+
 def test_a_word_while_it_runs_is_obeyed(new_jobs: JobsMaker) -> None:
     run = new_jobs(short("held", 400), short("gone", 400))
     run.until(8.0)
