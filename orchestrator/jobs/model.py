@@ -141,6 +141,8 @@ class Cause(StrEnum):
     KILLED = "killed"
     NODE_LOST = "node lost"
     DRIVER = "driver fault"
+    #: Out of memory, because other programs hold what it may have of the card.
+    CARD_TAKEN = "card taken"
     DISK_FULL = "disk full"
     TIME_LIMIT = "time limit"
     EXCEPTION = "exception"
@@ -194,6 +196,8 @@ class Seen:
     """Times that this happened in the attempt."""
     has_no_room: bool = False
     """Whether not even its smallest step fits."""
+    taken: str | None = None
+    """What other programs hold of its card, where that is why."""
     sha256: str | None = None
     """Of its weights, once it is done."""
 
@@ -276,6 +280,8 @@ class Recalled:
     reason: str
     least_room_bytes: int | None = None
     """Where not even its smallest step had room: what the next card must have."""
+    wait_s: float = 0.0
+    """So long it is not in line again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

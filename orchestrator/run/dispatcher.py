@@ -57,11 +57,14 @@ from workers.command.engine import ATTEMPT
 from workers.command.launch import JOB_DIR, RESUME
 from workers.messages import STARVED
 from workers.settings import CommandSpec
-from workers.units import MIB
+from workers.units import GIB, MIB
 
 #: A training that has had no room for a step for so long is moved or parked. Long enough for a
 #: neighbour's peak to pass.
 _NO_ROOM_S: Final = 15.0
+
+#: A card on which other programs leave a job too little memory is tried again after so long.
+_TAKEN_S: Final = 300.0
 
 #: A line about all jobs is made so often: of 10,000 it takes 50 ms.
 _HEADLINE_EVERY_S: Final = 1.0
@@ -130,6 +133,8 @@ class Dispatcher:
         self._files = JobFiles(self.folder, one_machine=self.target.one_machine, events=self.events)
         self._no_room_since_s: dict[str, float] = {}
         self._away_since_s: dict[str, float] = {}
+        self._taken: dict[str, tuple[float, str]] = {}
+        """Cards that other programs have: until when that is believed, and what they hold."""
         self._headline = -math.inf, ""
         self._sweeps = SampledSweeps(
             queue=self.queue,
@@ -268,7 +273,7 @@ class Dispatcher:
         seen = {
             name: each
             for name in slots
-            if (each := self._seen(self.queue.shown(name), slots[name])) is not None
+            if (each := self._seen(self.queue.shown(name), slots)) is not None
         }
         for name, why in self._unplanned.items():
             attempt = self.queue.standings[name].attempt
@@ -276,10 +281,41 @@ class Dispatcher:
         return World(
             now_s=self._at_s,
             minute_of_day=60 * local.hour + local.minute,
-            cards=tuple(cards_of(self.config, nodes)),
+            cards=tuple(map(self._as_taken, cards_of(self.config, nodes))),
             seen=seen,
             disk_full=self._disk_full(),
         )
+
+    def _as_taken(self, card: Card) -> Card:
+        until_s, why = self._taken.get(card.name, (0.0, ""))
+        return replace(card, closed=card.closed or why) if self._at_s < until_s else card
+
+    def _others_on(self, standing: Standing, slots: Mapping[str, Slot]) -> str | None:
+        """Return what other programs hold of the card of a job that found too little memory there.
+
+        `None`: its jobs could have their budgets, or nothing tells.
+        """
+        slot = slots[standing.job.name]
+        report, device = slot.report, slot.device
+        has_card = self._budgets[str(standing.card).partition(":")[0]].gpus
+        if report is None or not has_card or self.target.device == "cpu":
+            return None
+        if report.device is None and report.counts.oom_count:  # as `slice_results.reported` has it
+            return f"other programs leave no room on {standing.card} to begin"
+        memory = report.memory
+        if device is None or memory is None or memory.device_used_bytes is None:
+            return None
+        others_bytes, wanted_bytes = memory.device_used_bytes, 0
+        for name in self.queue.on_card & slots.keys():
+            other, there = slots[name], self.queue.shown(name)
+            if other.device is None or other.device.uuid != device.uuid:
+                continue
+            if other.report is not None and other.report.memory is not None:
+                others_bytes -= other.report.memory.reserved_bytes + other.device.context_bytes
+            wanted_bytes += (there.budget_bytes or 0) * (there.card == standing.card)
+        if (memory.device_total_bytes or 0) - others_bytes >= wanted_bytes:
+            return None
+        return f"other programs hold {others_bytes / GIB:.1f} GiB of {standing.card}"
 
     def _disk_full(self) -> str | None:
         free_bytes = shutil.disk_usage(self.folder).free
@@ -287,8 +323,9 @@ class Dispatcher:
             return None
         return f"the disk of {self.folder} is full: {free_bytes / MIB:.0f} MiB left"
 
-    def _seen(self, standing: Standing, slot: Slot) -> Seen | None:
+    def _seen(self, standing: Standing, slots: Mapping[str, Slot]) -> Seen | None:
         """Return what is seen of a job on a card; `None` while its node has only just gone."""
+        slot = slots[standing.job.name]
         name, progress, report = slot.slot, slot.training.progress, slot.report
         is_away = slot.phase is Phase.ABSENT and slot.orders.hold is None
         away_since_s = self._away_since_s.setdefault(name, self._at_s) if is_away else self._at_s
@@ -303,7 +340,13 @@ class Dispatcher:
         since_s = self._no_room_since_s.setdefault(name, self._at_s) if has_no_room else self._at_s
         if not has_no_room:
             self._no_room_since_s.pop(name, None)
+        has_no_room = has_no_room and self._at_s - since_s > _NO_ROOM_S
         cause, text, exit_code = _end(slot, standing.job)
+        has_failed = cause is Cause.OUT_OF_MEMORY
+        taken = self._others_on(standing, slots) if has_no_room or has_failed else None
+        if taken is not None:
+            self._taken[str(standing.card)] = self._at_s + _TAKEN_S, taken
+            cause, text = (Cause.CARD_TAKEN, taken) if has_failed else (cause, text)
         if cause is Cause.DONE and not self._files.are_there(
             standing.job, standing.attempt, self._plan(standing).spec
         ):
@@ -329,7 +372,8 @@ class Dispatcher:
             eta_s=eta_s,
             peak_bytes=self._peak_bytes.get(name),
             out_of_memory=max(0, slot.counts.oom_count - standing.out_of_memory),
-            has_no_room=has_no_room and self._at_s - since_s > _NO_ROOM_S,
+            has_no_room=has_no_room,
+            taken=taken,
             sha256=progress.weights_sha256,
         )
 

@@ -107,6 +107,40 @@ def test_a_training_that_never_has_room_ends_with_the_sum() -> None:
     assert "tried 6 times" in scene.standing("a").reason
 
 
+def test_a_card_that_others_have_makes_no_job_infeasible() -> None:
+    scene = Scene(training("a"), cards=(BIG,))
+
+    for _ in range(10):
+        assert "a" in starts(scene.turn(600.0))
+        scene.see("a", has_no_room=True, taken="other programs hold 20.0 GiB of pc1")
+        scene.see("a", is_at_rest=True)
+    assert scene.state("a") == "PARKED"
+    assert scene.standing("a").reason == "other programs hold 20.0 GiB of pc1"
+    assert scene.standing("a").least_room_bytes is None
+
+
+def test_where_others_have_the_card_a_smaller_job_may_be_next() -> None:
+    scene = Scene(training("a"), training("b"), cards=(BIG,))
+    scene.turn()
+    scene.see("a", has_no_room=True, taken="a game")
+
+    scene.cards = (replace(BIG, closed="a game"),)
+    scene.see("a", is_at_rest=True)
+    assert "pc1 is closed: a game" in scene.standing("b").reason
+    scene.cards = (BIG,)
+    assert starts(scene.turn(300.0)) == {"b": "pc1"}
+
+
+def test_a_command_without_memory_for_others_sake_starts_again() -> None:
+    scene = Scene(command("a", retries=0), cards=(BIG,))
+    scene.turn()
+
+    scene.end("a", Cause.CARD_TAKEN, "other programs hold 20.0 GiB of pc1")
+
+    assert (scene.state("a"), scene.standing("a").least_room_bytes) == ("PARKED", None)
+    assert starts(scene.turn(600.0)) == {"a": "pc1"}
+
+
 def test_a_command_out_of_memory_gets_a_larger_card() -> None:
     scene = Scene(training("b"), command("a"))
     scene.turn()

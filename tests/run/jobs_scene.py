@@ -202,6 +202,7 @@ class JobsRun:
         clock: VirtualClock | None = None,
         absent: Sequence[str] = (),
         stays: bool = False,
+        device: str = "cpu",
         interrupted: Callable[[], bool] = lambda: False,
         **sections: object,
     ) -> None:
@@ -240,7 +241,7 @@ class JobsRun:
         self.dispatcher = Dispatcher(
             folder=self.queue_folder,
             config=config,
-            target=Target(device="cpu", one_machine=True),
+            target=Target(device=device, one_machine=True),
             events=self.log,
             queue=queue,
             journal=self.journal,

@@ -6,6 +6,7 @@ import errno
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from orchestrator.jobs.model import (
     Word,
 )
 from orchestrator.record.archive import read_run
+from tests.factories import CPU, MEMORY
 from tests.jobs.scene import command, training
 from tests.run.jobs_scene import HeadDiesError, JobsRun, hash_after
 from workers.messages import Ending, Verdict, WorkerState
@@ -296,6 +298,57 @@ def test_without_room_a_training_goes_to_the_larger_card(new_jobs: JobsMaker) ->
     began = next(each for each in run.records(Assigned) if each.job == "big")
     assert recall.at_s - began.at_s > 15.0
     assert run.fleet.homes[-1] == ("big", "pc1")
+
+
+def of_card(node: str, used_gib: float, held_gib: float = 0.0) -> dict[str, Any]:
+    """Return what a report says of the card of a node: 24 GiB on pc1, 8 GiB on pc2."""
+    total = 24 if node == "pc1" else 8
+    memory = replace(
+        MEMORY,
+        device_total_bytes=total * GIB,
+        device_used_bytes=int(used_gib * GIB),
+        reserved_bytes=int(held_gib * GIB),
+    )
+    return {"memory": memory, "device": replace(CPU, kind="cuda", uuid=node)}
+
+
+@pytest.mark.parametrize("opens", [True, False], ids=["too little", "not even a context"])
+def test_a_game_on_a_card_ends_no_job(new_jobs: JobsMaker, opens: bool) -> None:
+    here = {"nodes": ("pc1",)}
+    jobs = (short("a", **here), short("b", **here), short("other", nodes=("pc2",)))
+    run = new_jobs(*jobs, command("tool", retries=0, priority=1, **here), device="cuda")
+    starved = {"verdict": Verdict.OK, "state": WorkerState.PARKED, "steps_ok": 0}
+    unopened = {"verdict": Verdict.CONTEXT_CORRUPTED, "steps_ok": 0, "oom_count": 1}
+    plays = True
+
+    def trains(_: str) -> dict[str, Any]:
+        return starved | of_card("pc1", 20.0) if opens else {**unopened, "device": None}
+
+    def tool(_: str) -> dict[str, Any]:
+        ended = Ending(exit_code=1, out_of_memory=plays) if plays else Ending(exit_code=0)
+        states = {"verdict": Verdict.DONE, "state": WorkerState.STOPPED, "ended": ended}
+        return states | of_card("pc1", 20.0 if plays else 1.0)
+
+    run.fleet.kinds_of_report["a"] = run.fleet.kinds_of_report["b"] = trains
+    run.fleet.kinds_of_report["tool"] = tool
+    run.until_state("tool", JobState.PARKED)
+    assert run.standing("tool").reason.endswith("other programs hold 20.0 GiB of pc1")
+    run.until_state("a", JobState.PARKED, JobState.DONE, within_s=400.0)
+    assert run.standing("a").state is JobState.PARKED
+    assert "other programs" in run.standing("b").reason
+    assert run.standing("other").state is JobState.DONE
+    assert len(run.records(Assigned)) <= 4, "the card is left alone for a while"
+    plays = False
+    del run.fleet.kinds_of_report["a"], run.fleet.kinds_of_report["b"]
+    assert {each.state for each in run.finish().values()} == {JobState.DONE}
+
+
+def test_memory_that_jobs_hold_is_not_other_programs(new_jobs: JobsMaker) -> None:
+    run = new_jobs(command("tool", retries=0, nodes=("pc1",)), device="cuda")
+    ended = Ending(exit_code=1, out_of_memory=True)
+    said = {"verdict": Verdict.DONE, "state": WorkerState.STOPPED, "ended": ended}
+    run.fleet.kinds_of_report["tool"] = lambda _: said | of_card("pc1", 2.0)
+    assert run.finish()["tool"].state is JobState.INFEASIBLE
 
 
 def test_what_keeps_failing_has_failed_after_its_retries(new_jobs: JobsMaker) -> None:
