@@ -33,6 +33,8 @@ from orchestrator.jobs.queue import Queue
 from orchestrator.jobs.sweep import JobFile, expand
 from orchestrator.record.archive import StoredRun, read_run
 from orchestrator.record.folders import RUNNING, command_for, list_runs
+from orchestrator.record.store import RunFacts
+from orchestrator.run.prediction import least_room_of
 from orchestrator.run.sampled_sweeps import prepared, sampled_sweeps
 
 if TYPE_CHECKING:
@@ -89,7 +91,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
             print_text(line)
         return
     mode = "rehearse" if rehearse else "local" if local else "cluster"
-    waits_in = mode if stay and file is None else None
+    waits_in = mode if stay and file is None else ""
     before = None if new else _queue_before(Path(loaded.run.dir), waits_in)
     queue = Queue() if before is None else queue_of(before.folder / QUEUE_NAME)
     read = None if file is None else read_file(file, loaded, queue.jobs)
@@ -131,7 +133,7 @@ def _words(
     return words if duration is None else [*words, "--duration", duration]
 
 
-def _queue_before(runs_dir: Path, waits_in: str | None = None) -> StoredRun | None:
+def _queue_before(runs_dir: Path, waits_in: str = "") -> StoredRun | None:
     """Return the newest run with a queue that has something left to do; one of the mode `waits_in`
     also where it has nothing left.
 
@@ -149,7 +151,7 @@ def _queue_before(runs_dir: Path, waits_in: str | None = None) -> StoredRun | No
             )
         mode = None if listed.run is None else listed.run.facts.mode
         is_over = queue_of(folder).is_over and not any(waiting(folder))
-        return None if is_over and (mode is None or mode != waits_in) else read_run(listed.folder)
+        return None if is_over and mode != waits_in else read_run(listed.folder)
     return None
 
 
@@ -173,10 +175,13 @@ def _with_new(options: Options, stored: StoredRun, queue: Queue, jobs: Sequence[
         + f"; look at it: {command_for(stored.folder, 'jobs', 'list')}",
         err=True,
     )
-    facts = stored.facts
+    return _with_jobs(options, added, *ground_of(stored.facts))
+
+
+def ground_of(facts: RunFacts) -> tuple[Config, Target]:
+    """Return the configuration and the target of a run."""
     config = config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")
-    target = Target(device=facts.device, one_machine=facts.one_machine)
-    return _with_jobs(options, added, config, target)
+    return config, Target(device=facts.device, one_machine=facts.one_machine)
 
 
 def _with_jobs(options: Options, jobs: Sequence[Job], config: Config, target: Target) -> Options:
@@ -190,8 +195,6 @@ def submitted(jobs: Iterable[Job], config: Config, target: Target) -> tuple[Subm
 
     `UsageError` where a job names what cannot be trained.
     """
-    from orchestrator.cli.plan_jobs import least_room_of
-
     ready = prepared(jobs, None if target.one_machine else config.head_node)
     least = least_room_of(ready, config, on_card=target.device != "cpu")
     return tuple(

@@ -34,7 +34,7 @@ _SPEED_CHANGE, _BEST_EVERY_S = 0.2, 60.0
 #: sent in 15 s, loaded in 15 s. It must save so many times that.
 _MOVE_S, _MOVE_MARGIN = 40.0, 3.0
 #: A job that found its card taken by other programs lets those go first that may need less.
-TAKEN_S = 600.0
+TAKEN_S = 600
 
 
 def seen_of(standing: Standing, world: World) -> Seen | None:
@@ -67,29 +67,15 @@ def recall_of(standing: Standing, seen: Seen, world: World) -> Recalled | None:
     budget = standing.budget_bytes or 0
     why = f"not even its smallest step fits in {budget / GIB:.1f} GiB of {standing.card}"
     if any(placement.suits(job, each) and each.room_bytes > budget for each in world.cards):
-        return recalled(standing, world, JobState.QUEUED, why, budget + 1)
+        return recalled(standing, world, JobState.QUEUED, why, least_room_bytes=budget + 1)
     why += ", and no card here has more"
-    return recalled(standing, world, JobState.PARKED, why, budget)
+    return recalled(standing, world, JobState.PARKED, why, least_room_bytes=budget)
 
 
-def recalled(
-    standing: Standing,
-    world: World,
-    to: JobState,
-    reason: str,
-    least_room_bytes: int | None = None,
-    wait_s: float = 0.0,
-) -> Recalled:
-    """Return the record that has the present attempt of a job save and end."""
-    return Recalled(
-        at_s=world.now_s,
-        job=standing.job.name,
-        attempt=standing.attempt,
-        to=to,
-        reason=reason,
-        least_room_bytes=least_room_bytes,
-        wait_s=wait_s,
-    )
+def recalled(standing: Standing, world: World, to: JobState, reason: str, **more: int) -> Recalled:
+    """Return the record that has the present attempt of a job save and end, with `more` of it."""
+    job, attempt = standing.job.name, standing.attempt
+    return Recalled(at_s=world.now_s, job=job, attempt=attempt, to=to, reason=reason, **more)
 
 
 def milestone_of(

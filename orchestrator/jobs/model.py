@@ -368,9 +368,7 @@ class QueueHeld:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadAway:
-    """No head was at work for so long, until now, or the PC was suspended: nothing ran, and nothing
-    has become older.
-    """
+    """For so long until now no head was at work, or the PC was suspended: nothing ran or waited."""
 
     at_s: float
     away_s: float

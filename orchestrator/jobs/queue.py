@@ -59,12 +59,9 @@ _CANDIDATES, _ALIKE_CANDIDATES = 32, 12
 #: So many different jobs that fail alike, each so soon after its start, hold the queue.
 _ALIKE_JOBS, _ALIKE_WITHIN_S = 3, 60.0
 #: Causes that say nothing about the queue as a whole, however many jobs they meet.
-_OF_ONE_JOB = frozenset(
-    {
-        *(Cause.DONE, Cause.PARKED, Cause.KILLED, Cause.NODE_LOST),
-        *(Cause.OUT_OF_MEMORY, Cause.CARD_TAKEN),
-    }
-)
+_OF_ONE_JOB = frozenset((
+    Cause.DONE, Cause.PARKED, Cause.OUT_OF_MEMORY, Cause.CARD_TAKEN, Cause.KILLED, Cause.NODE_LOST,
+))  # fmt: skip
 #: Wait before an attempt that is not counted is made again; doubled each time in a row.
 _BACK_OFF_S, _LONGEST_BACK_OFF_S, _LONG_RUN_S = 5.0, 600.0, 600.0
 #: The same for a training that had no room on the largest card, and how often that is tried.
@@ -384,8 +381,7 @@ class Queue:
                 self._index.reach(standing.job.sweep, self.reached[-1])
         elif isinstance(record, Recalled):
             self._to_recall.pop(name, None)
-            if record.wait_s:
-                aside.wake_at_s = record.at_s + record.wait_s
+            aside.wake_at_s = record.at_s + record.wait_s
             if record.to is JobState.PARKED and record.least_room_bytes is not None:
                 wait_s = _NO_ROOM_BACK_OFF_S * 2**aside.no_room if standing.alone else 0.0
                 aside.no_room += 1
@@ -411,9 +407,8 @@ class Queue:
         aside.no_room = 0
         if changes["state"] is JobState.PARKED and standing.recalled_to is None:
             aside.in_row = 1 if ran_s > _LONG_RUN_S else aside.in_row + 1
-            back_off_s = _BACK_OFF_S * 2 ** min(aside.in_row - 1, 10)
-            if record.cause is Cause.CARD_TAKEN:
-                back_off_s = attempts.TAKEN_S
+            first_s = attempts.TAKEN_S if record.cause is Cause.CARD_TAKEN else _BACK_OFF_S
+            back_off_s = first_s * 2 ** min(aside.in_row - 1, 10)
             aside.wake_at_s = record.at_s + min(_LONGEST_BACK_OFF_S, back_off_s)
         if record.cause is Cause.DISK_FULL:
             self._alike.setdefault(record.cause, {})[name] = None

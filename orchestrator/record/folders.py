@@ -85,9 +85,7 @@ def command_for(folder: Path, *words: str) -> str:
 
     `jobs run` finds the queue itself.
     """
-    name = [folder.name]
-    if words[0] == "jobs":
-        name = [] if words[1] == "run" else ["--run", folder.name]
+    name = [folder.name] if words[0] != "jobs" else ["--run", folder.name] * (words[1] != "run")
     command = ["python", "-m", "orchestrator", *words, *name]
     if folder.parent != _DEFAULT_RUNS_DIR:
         command += ["--run-dir", str(folder.parent)]

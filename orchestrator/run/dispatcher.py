@@ -11,14 +11,15 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from orchestrator.config.gpu_specs import PROFILES, peak_tflops
-from orchestrator.config.load import config_from_data
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import NodeBudget, SlotPlan, Target, node_budget, plan_slots
 from orchestrator.core.slot import Hold, Phase, Slot
@@ -49,6 +50,7 @@ from orchestrator.jobs.queue import NODE_LOST_S, Queue
 from orchestrator.record.events import EventLog
 from orchestrator.record.jobs import QueueSnapshot, write_outlook
 from orchestrator.run.job_files import JobFiles
+from orchestrator.run.prediction import job_config, least_room_of
 from orchestrator.run.sampled_sweeps import SampledSweeps
 from orchestrator.view.cells import UNICODE
 from orchestrator.view.jobs import summary_line
@@ -122,7 +124,7 @@ class Dispatcher:
             name: node_budget(name, node, self.config) for name, node in self.config.nodes.items()
         }
         self._at_s = max((each.since_s for each in self.queue.standings.values()), default=0.0)
-        self._unix_s: float | None = None
+        self._unix_s = self._at_s
         self._inbox_problem: str | None = None
         self._has_looked = False
         """Whether the inbox was read: a queue that is over may get more from it."""
@@ -131,6 +133,11 @@ class Dispatcher:
         self._outlook_at_s = 0.0
         self._peak_bytes: dict[str, int] = {}
         self._files = JobFiles(self.folder, one_machine=self.target.one_machine, events=self.events)
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prediction")
+        self._predicting: tuple[tuple[Job, ...], Future[dict[str, int]]] | None = None
+        """Jobs that a sweep asks for, and what each needs at least of a card."""
+        on_card = self.target.device != "cpu"
+        self._least_room_of = partial(least_room_of, config=self.config, on_card=on_card, known={})
         self._no_room_since_s: dict[str, float] = {}
         self._away_since_s: dict[str, float] = {}
         self._taken: dict[str, tuple[float, str]] = {}
@@ -157,15 +164,11 @@ class Dispatcher:
 
     def rests(self) -> frozenset[str]:
         """Return the jobs whose attempts are to come to rest."""
-        on_card = self.queue.on_card
-        return frozenset(name for name in on_card if self._is_recalled(name))
+        return frozenset(it for it in self.queue.on_card if self.queue.shown(it).recalled_to)
 
     def at_work(self) -> frozenset[str]:
         """Return the jobs that have a place on a card, and are to keep it."""
         return self.queue.on_card - self.rests()
-
-    def _is_recalled(self, name: str) -> bool:
-        return self.queue.shown(name).recalled_to is not None
 
     def turn(
         self, slots: Mapping[str, Slot], nodes: Collection[str], now_unix_s: float
@@ -175,8 +178,7 @@ class Dispatcher:
         What is returned is in the journal. While that cannot be written, nothing is decided.
         """
         # A clock that is set back must not stop all that waits for a time.
-        before_s = self._at_s if self._unix_s is None else self._unix_s
-        self._at_s, self._unix_s = self._at_s + max(0.0, now_unix_s - before_s), now_unix_s
+        self._at_s, self._unix_s = self._at_s + max(0.0, now_unix_s - self._unix_s), now_unix_s
         away_s = 0.0 if self.before_unix_s is None else now_unix_s - self.before_unix_s
         self.before_unix_s = now_unix_s
         orders: list[Order] = []
@@ -187,6 +189,10 @@ class Dispatcher:
             world = self._world(slots, nodes)
             # Asked first: a member that is paused must not find that it was the last.
             while records := self._asked() or self.queue.next_records(world):
+                if self._predicting and any(
+                    getattr(it, "to", None) is JobState.STOPPED for it in records
+                ):
+                    break  # a member that is paused is not the last: another comes in a moment
                 self._write(records)
                 for record in records:
                     orders.extend(self._orders(record))
@@ -215,8 +221,20 @@ class Dispatcher:
                 tuple(self._orders(record))
 
     def _asked(self) -> tuple[Record, ...]:
-        """Return the next jobs of sweeps whose members are asked for."""
-        return tuple(Submitted(at_s=self._at_s, job=job) for job in self._sweeps.next_jobs())
+        """Return the next jobs of sweeps whose members are asked for, once their memory is
+        predicted: the head goes on meanwhile.
+        """
+        if self._predicting is None:
+            if not (jobs := self._sweeps.next_jobs()):
+                return ()
+            self._predicting = jobs, self._threads.submit(self._least_room_of, jobs)
+        jobs, future = self._predicting
+        if not future.done():
+            return ()
+        self._predicting = None
+        least = {} if future.exception() is not None else future.result()
+        new = (Submitted(at_s=self._at_s, job=job, least_bytes=least.get(job.name)) for job in jobs)
+        return tuple(each for each in new if self.queue.why_refused(each) is None)
 
     def _take_inbox(self) -> None:
         try:
@@ -256,20 +274,16 @@ class Dispatcher:
                 plan = self._planned(self.queue.standings[record.job])
                 if plan is not None:
                     yield Begin(plan=plan)
-            case Settled(to=JobState.STOPPED):
-                self._files.drop_state(record.job)
-            case AttemptEnded(cause=Cause.DONE):
+            case Settled(to=JobState.STOPPED) | AttemptEnded(cause=Cause.DONE):
                 self._files.drop_state(record.job)
             case Recalled():
                 yield Rest(slot=record.job, why=f"{record.to}: {record.reason}")
             case Rested():
                 # After a node was lost nothing was recalled, and its slot must not come back.
                 yield Rest(slot=record.job, why=self.queue.shown(record.job).reason)
-            case _:
-                pass
 
     def _world(self, slots: Mapping[str, Slot], nodes: Collection[str]) -> World:
-        local = datetime.fromtimestamp(self._unix_s or self._at_s).astimezone()
+        local = datetime.fromtimestamp(self._unix_s).astimezone()
         seen = {
             name: each
             for name in slots
@@ -278,17 +292,17 @@ class Dispatcher:
         for name, why in self._unplanned.items():
             attempt = self.queue.standings[name].attempt
             seen[name] = Seen(job=name, attempt=attempt, cause=Cause.BAD_CONFIG, text=why)
+        taken = {name: why for name, (until_s, why) in self._taken.items() if self._at_s < until_s}
         return World(
             now_s=self._at_s,
             minute_of_day=60 * local.hour + local.minute,
-            cards=tuple(map(self._as_taken, cards_of(self.config, nodes))),
+            cards=tuple(
+                replace(card, closed=card.closed or taken.get(card.name))
+                for card in cards_of(self.config, nodes)
+            ),
             seen=seen,
             disk_full=self._disk_full(),
         )
-
-    def _as_taken(self, card: Card) -> Card:
-        until_s, why = self._taken.get(card.name, (0.0, ""))
-        return replace(card, closed=card.closed or why) if self._at_s < until_s else card
 
     def _others_on(self, standing: Standing, slots: Mapping[str, Slot]) -> str | None:
         """Return what other programs hold of the card of a job that found too little memory there.
@@ -460,10 +474,7 @@ class Dispatcher:
 
     def notices(self) -> Iterator[str]:
         """Yield a line for what a person may want to do something about."""
-        if self.problem is not None:
-            yield self.problem
-        if self._inbox_problem is not None:
-            yield self._inbox_problem
+        yield from filter(None, (self.problem, self._inbox_problem))
         yield from self._sweeps.problems.values()
         if self.queue.held is not None:
             yield f"the queue is held: {self.queue.held}"
@@ -491,23 +502,6 @@ def cards_of(config: Config, nodes: Collection[str]) -> Iterator[Card]:
                 speed=_speed(node.gpu, budget),
                 closed=None if name in nodes else f"{name} is not there",
             )
-
-
-def job_config(base: Config, job: Job) -> Config:
-    """Return the configuration of a job's worker: that of the run, with what the job says.
-
-    `ConfigError` if that is not valid; `jobs/spec.py` has refused it before.
-    """
-    # On any node; and the state of a training must be able to move to another PC.
-    workers = sum(node.workers for node in base.nodes.values())
-    fixed: dict[str, object] = {"train.slots": workers}
-    if job.kind is Kind.TRAIN:
-        fixed |= {"workload.name": "train", "train.checkpoints": "head"}
-    data: dict[str, Any] = base.model_dump()
-    for dotted, value in {**job.overrides, **fixed}.items():
-        section, _, key = dotted.partition(".")
-        data[section] = {**data[section], key: value}
-    return config_from_data(data, f"job {job.name}")
 
 
 def _speed(gpu: str, budget: NodeBudget) -> float:

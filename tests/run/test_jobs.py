@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,14 @@ from orchestrator.jobs.model import (
     Submitted,
     Word,
 )
+from orchestrator.jobs.spec import parse
 from orchestrator.record.archive import read_run
-from tests.factories import CPU, MEMORY
+from orchestrator.run.sampled_sweeps import sampled_sweeps
+from tests.factories import CPU, MEMORY, REFERENCE
 from tests.jobs.scene import command, training
 from tests.run.jobs_scene import HeadDiesError, JobsRun, hash_after
 from workers.messages import Ending, Verdict, WorkerState
-from workers.units import GIB
+from workers.units import GIB, MIB
 
 
 class JobsMaker:
@@ -376,6 +378,26 @@ def test_one_that_can_never_work_ends_no_queue(new_jobs: JobsMaker, how: str) ->
     assert standings["good"].state is JobState.DONE
 
 
+OPTUNA = """\
+jobs:
+  - name: hp
+    train: {preset: gpt-nano, steps: 40, batch: 4}
+    sweep: {method: optuna, count: 2, over: {lr: {log: [1e-5, 1e-3]}}}
+"""
+
+
+@pytest.mark.torch
+def test_of_a_member_that_is_asked_for_memory_is_predicted(new_jobs: JobsMaker) -> None:
+    pytest.importorskip("optuna", reason="optuna is not installed (extra sweep)")
+    run = new_jobs(stays=True)
+    (sweep,) = sampled_sweeps(parse(OPTUNA, "hp.yaml", REFERENCE), run.dispatcher.queue)
+    inbox.put(run.queue_folder, [sweep])
+    run.until(2.0)
+    found = [record.least_bytes for record in run.records(Submitted)]
+    assert len(found) == 2
+    assert all(least_bytes is not None and least_bytes > 10 * MIB for least_bytes in found)
+
+
 def test_dying_programs_give_up_no_card(new_jobs: JobsMaker) -> None:
     jobs = [command(f"crash{number}", retries=0) for number in range(3)]
     run = new_jobs(*jobs, command("good", priority=-1))
@@ -488,6 +510,17 @@ def test_at_a_milestone_others_get_the_card(new_jobs: JobsMaker) -> None:
     assert ends[JobState.STOPPED] >= 5
     assert len(run.records(Reached)) >= 9
     assert not list((run.folder / "states").glob("*.pt")), "they are needed no more"
+
+
+def test_while_a_member_is_asked_for_no_other_is_stopped(new_jobs: JobsMaker) -> None:
+    rule = Milestones(rule="asha", metric="loss", is_min=True, first=40, factor=3, last=360)
+    run = new_jobs(*(short(f"lr-{n}", 360, sweep="lr", milestones=rule) for n in range(6)))
+    run.fleet.curve = lambda slot, step: (1 + int(slot[-1])) / (1 + step)
+    run.dispatcher._predicting = (), Future()  # for a long time
+    run.until(200.0)
+    assert {each.state for each in run.standings().values()} == {JobState.PAUSED, JobState.DONE}
+    run.dispatcher._predicting = None
+    assert JobState.STOPPED in {each.state for each in run.finish().values()}
 
 
 def test_three_that_fail_alike_hold_the_queue(new_jobs: JobsMaker) -> None:
