@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from orchestrator.cli.loading import ask_child
 from orchestrator.cluster.connect import connected
 from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import Config
@@ -19,6 +18,7 @@ from orchestrator.core.placement import Target, plan_slots
 from orchestrator.errors import NoClusterError, OrchestratorError, UsageError, one_line
 from orchestrator.record.archive import StoredRun, read_run
 from orchestrator.record.folders import command_for
+from orchestrator.run.child import ask_child
 from orchestrator.run.environment import Mode
 from workers.learned_limits import default_path
 from workers.settings import WorkerSpec

@@ -26,7 +26,6 @@ from typer.core import TyperCommand
 from orchestrator.cli import jobs_run
 from orchestrator.cli import options as opt
 from orchestrator.cli.loading import config_to_read, print_text
-from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import Target
 from orchestrator.errors import ArchiveError, UsageError
@@ -35,7 +34,7 @@ from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, queue_of, record
 from orchestrator.jobs.model import ENDED, Job, JobState, QueueHeld, Said, Standing, Submitted, Word
 from orchestrator.jobs.sweep import expand
 from orchestrator.record.archive import head_of, read_run
-from orchestrator.record.folders import LATEST, find_queue
+from orchestrator.record.folders import LATEST, find_queue, go_on_command
 from orchestrator.record.jobs import QueueReader, QueueSnapshot
 from orchestrator.record.output import last_lines
 from orchestrator.run.sampled_sweeps import sampled_sweeps
@@ -133,7 +132,7 @@ def submit(  # noqa: PLR0913 - one parameter for each option of the command
     """
     loaded = config_to_read(config, overrides, run_dir)
     folder = find_queue(Path(loaded.run.dir), run)
-    snapshot, base = _snapshot(folder), _config_of(folder, loaded)
+    snapshot, (base, target) = _snapshot(folder), _ground_of(folder, loaded)
     known = [standing.job for standing in snapshot.standings]
     given = words or []
     if given and not context.meta["is_command"]:
@@ -167,7 +166,7 @@ def submit(  # noqa: PLR0913 - one parameter for each option of the command
     added = _not_known(expand(file), known)
     sweeps = sampled_sweeps(file, queue_of(folder / QUEUE_NAME))
     if added or sweeps:
-        _put(folder, [*jobs_run.submitted(added, base, _target_of(folder)), *sweeps])
+        _put(folder, [*jobs_run.submitted(added, base, target), *sweeps])
     ahead = sum(standing.state not in ENDED for standing in snapshot.standings)
     names = [*(job.name for job in added), *(sweep.name for sweep in sweeps)]
     if json_output:
@@ -360,21 +359,13 @@ def _folder(run: str, config: str, overrides: list[str] | None, run_dir: str | N
     return find_queue(Path(config_to_read(config, overrides, run_dir).run.dir), run)
 
 
-def _config_of(folder: Path, usual: Config) -> Config:
-    """Return the configuration of the run, against which its jobs are checked."""
+def _ground_of(folder: Path, usual: Config) -> tuple[Config, Target]:
+    """Return the configuration of the run, against which its jobs are checked, and its target."""
     try:
         facts = read_run(folder).facts
     except ArchiveError:
-        return usual
-    return config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")
-
-
-def _target_of(folder: Path) -> Target:
-    try:
-        facts = read_run(folder).facts
-    except ArchiveError:
-        return Target()  # nothing has begun yet
-    return Target(device=facts.device, one_machine=facts.one_machine)
+        return usual, Target()  # nothing has begun yet
+    return jobs_run.ground_of(facts)
 
 
 def _snapshot(folder: Path) -> QueueSnapshot:
@@ -428,7 +419,7 @@ def _tell_if_dead(folder: Path) -> None:
     if not _is_alive(folder):
         waiting = sum(1 for _ in inbox.waiting(folder / QUEUE_NAME))
         taken = f"; {counted(waiting, 'message')} in its inbox" if waiting else ""
-        print_text(f"its head is not running{taken}: `python -m orchestrator jobs run` goes on")
+        print_text(f"its head is not running{taken}: `{go_on_command(folder)}` goes on")
 
 
 def _added(before: Sequence[str], lines: Sequence[str]) -> Sequence[str]:

@@ -32,7 +32,9 @@ from orchestrator.jobs.model import Job, Submitted
 from orchestrator.jobs.queue import Queue
 from orchestrator.jobs.sweep import JobFile, expand
 from orchestrator.record.archive import StoredRun, read_run
-from orchestrator.record.folders import command_for, list_runs
+from orchestrator.record.folders import RUNNING, command_for, list_runs
+from orchestrator.record.store import RunFacts
+from orchestrator.run.prediction import least_room_of
 from orchestrator.run.sampled_sweeps import prepared, sampled_sweeps
 
 if TYPE_CHECKING:
@@ -85,13 +87,15 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     if service:
         words = _words(config, overrides or (), run_dir, duration)
         words += ["--rehearse"] * rehearse + ["--local"] * local
-        for line in install_queue(words, lambda: _unfinished(Path(loaded.run.dir))):
+        for line in install_queue(words, lambda: _queue_before(Path(loaded.run.dir))):
             print_text(line)
         return
-    read = None if file is None else read_file(file, loaded)
+    mode = "rehearse" if rehearse else "local" if local else "cluster"
+    waits_in = mode if stay and file is None else ""
+    before = None if new else _queue_before(Path(loaded.run.dir), waits_in)
+    queue = Queue() if before is None else queue_of(before.folder / QUEUE_NAME)
+    read = None if file is None else read_file(file, loaded, queue.jobs)
     jobs = () if read is None else expand(read)
-    unfinished = None if new else _unfinished(Path(loaded.run.dir))
-    queue = Queue() if unfinished is None else queue_of(unfinished.folder / QUEUE_NAME)
     options = runner.Options(
         json=json_output,
         plain=plain,
@@ -99,10 +103,10 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         experiments=tuple(experiments_of(None, chaos, chaos_seed, yes_really=yes_really)),
         queue=runner.QueueOptions(stays=stay, sweeps=sampled_sweeps(read, queue)),
     )
-    if unfinished is not None:
-        options = _with_new(options, unfinished, jobs)
+    if before is not None:
+        options = _with_new(options, before, queue, jobs)
         raise typer.Exit(
-            runner.go_on(unfinished, options, duration_s(duration), cluster=loaded.cluster)
+            runner.go_on(before, options, duration_s(duration), cluster=loaded.cluster)
         )
     if file is None and not stay:
         raise UsageError(
@@ -129,8 +133,9 @@ def _words(
     return words if duration is None else [*words, "--duration", duration]
 
 
-def _unfinished(runs_dir: Path) -> StoredRun | None:
-    """Return the newest run with a queue that has something left to do.
+def _queue_before(runs_dir: Path, waits_in: str = "") -> StoredRun | None:
+    """Return the newest run with a queue that has something left to do; one of the mode `waits_in`
+    also where it has nothing left.
 
     Raises:
         UsageError: Its head is at work.
@@ -139,21 +144,21 @@ def _unfinished(runs_dir: Path) -> StoredRun | None:
         folder = listed.folder / QUEUE_NAME
         if not folder.exists():
             continue
-        if queue_of(folder).is_over and not any(waiting(folder)):
-            return None
-        stored = read_run(listed.folder)
-        if stored.outcome == "running":
+        if listed.outcome == RUNNING:
             raise UsageError(
-                f"the queue of run {listed.run_id} is under way (process {stored.facts.head_pid}); "
-                "add to it: python -m orchestrator jobs submit FILE; or begin another: --new"
+                f"the queue of run {listed.run_id} is under way; add to it: python -m "
+                "orchestrator jobs submit FILE; or begin another: --new"
             )
-        return stored
+        mode = None if listed.run is None else listed.run.facts.mode
+        is_over = queue_of(folder).is_over and not any(waiting(folder))
+        return None if is_over and mode != waits_in else read_run(listed.folder)
     return None
 
 
-def _with_new(options: Options, stored: StoredRun, jobs: Sequence[Job]) -> Options:
+def _with_new(options: Options, stored: StoredRun, queue: Queue, jobs: Sequence[Job]) -> Options:
     """Say that a queue goes on, and add the jobs of the file that it does not know."""
-    known = queue_of(stored.folder / QUEUE_NAME).standings
+    assert options.queue is not None  # noqa: S101 - of this verb
+    known = queue.standings
     ids = {standing.job.id for standing in known.values()}
     added = [job for job in jobs if job.id not in ids]
     clash = next((job.name for job in added if job.name in known), None)
@@ -166,13 +171,17 @@ def _with_new(options: Options, stored: StoredRun, jobs: Sequence[Job]) -> Optio
     typer.echo(
         f"Going on with the queue of run {stored.facts.run_id}: {left} of {len(known)} jobs left"
         + (f", {len(added)} new" if added else "")
-        + f"; look at it: {command_for(stored.folder, 'report')}",
+        + ("; it waits for more" if options.queue.stays else "")
+        + f"; look at it: {command_for(stored.folder, 'jobs', 'list')}",
         err=True,
     )
-    facts = stored.facts
+    return _with_jobs(options, added, *ground_of(stored.facts))
+
+
+def ground_of(facts: RunFacts) -> tuple[Config, Target]:
+    """Return the configuration and the target of a run."""
     config = config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")
-    target = Target(device=facts.device, one_machine=facts.one_machine)
-    return _with_jobs(options, added, config, target)
+    return config, Target(device=facts.device, one_machine=facts.one_machine)
 
 
 def _with_jobs(options: Options, jobs: Sequence[Job], config: Config, target: Target) -> Options:
@@ -190,8 +199,6 @@ def submitted(jobs: Iterable[Job], config: Config, target: Target) -> tuple[Subm
 
     `UsageError` where a job names what cannot be trained.
     """
-    from orchestrator.cli.plan_jobs import least_room_of
-
     ready = prepared(jobs, None if target.one_machine else config.head_node)
     least = least_room_of(ready, config, on_card=target.device != "cpu")
     return tuple(

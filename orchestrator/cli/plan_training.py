@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from orchestrator.cli.loading import ask_child
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import NodeBudget
 from orchestrator.errors import UsageError, one_line
+from orchestrator.run.prediction import memory_plan
 from orchestrator.view.cells import aligned
 from workers.hf.folder_files import check_folder
 from workers.settings import ASSUMED_CONTEXT_BYTES
@@ -23,9 +23,6 @@ from workers.training.settings import PRESETS, TrainSettings
 from workers.units import GIB, MIB
 
 _Told: TypeAlias = Mapping[str, Any]
-
-#: A large model of the user, on a slow disk.
-_TIMEOUT_S = 300.0
 
 #: So many nodes are named, the others are counted.
 _MOST_NAMES = 3
@@ -74,36 +71,13 @@ def training_plan(config: Config, budgets: Sequence[NodeBudget]) -> dict[str, An
         {"nodes": nodes, "device": device, "cap_bytes": bound}
         for (bound, device), nodes in groups.items()
     ]
-    question = {"settings": config.train.model_dump(), "seed": config.workload.seed, "caps": caps}
-    told = ask_child("workers.training.memory_plan", question, _TIMEOUT_S)
-    if isinstance(told, str):
-        told = {"not_planned": told}
-    if "refused" in told:
-        raise UsageError(one_line(told["refused"]))
+    told = memory_plan(config, caps)
     return {
         **config.train.model_dump(include={"preset", "batch", "precision", "recompute"}),
         "blocks": told.get("blocks"),
         "not_planned": told.get("not_planned"),
         "caps": [{**cap, **_judged(cap, config, told["blocks"])} for cap in told.get("caps", ())],
     }
-
-
-def smallest_step(config: Config, cap: _Told) -> dict[str, Any]:
-    """Return the step of a training that takes least memory, with `tokens` of a sample, or
-    `not_planned`.
-
-    Raises:
-        UsageError: The section `train:` names what cannot be trained.
-    """
-    question = {"settings": config.train.model_dump(), "seed": config.workload.seed, "caps": [cap]}
-    told = ask_child("workers.training.memory_plan", question, _TIMEOUT_S)
-    if isinstance(told, str):
-        return {"not_planned": told}
-    if "refused" in told:
-        raise UsageError(one_line(told["refused"]))
-    if "not_planned" in told:
-        return told
-    return {**told["caps"][0]["steps"][-1], "tokens": told["tokens"]}
 
 
 def training_lines(training: _Told) -> Iterator[str]:

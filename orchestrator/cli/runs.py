@@ -23,7 +23,7 @@ from orchestrator.core.slot import HeadState
 from orchestrator.errors import NothingStoredError, UsageError
 from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.record.archive import StoredEvent, StoredRun, missed_of, read_events, read_run
-from orchestrator.record.folders import Listed, command_for, list_runs, run_object, summary_of
+from orchestrator.record.folders import Listed, go_on_command, list_runs, run_object, summary_of
 from orchestrator.record.jobs import QueueReader
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import last_lines, slots_with_output
@@ -182,10 +182,7 @@ def _header(run: StoredRun, glyphs: Glyphs) -> Iterator[str]:
 def _resume_line(folder: Path, glyphs: Glyphs) -> str:
     """Return the command that resumes a run; the run's name is that of its folder."""
     # Between single spaces: those of a folder's name must stay as many as they are.
-    return " ".join(
-        glyphs.clean(word)
-        for word in f"resume: {command_for(folder, 'run', '--resume')}".split(" ")
-    )
+    return " ".join(glyphs.clean(word) for word in f"resume: {go_on_command(folder)}".split(" "))
 
 
 def _outcome_words(run: StoredRun) -> str:

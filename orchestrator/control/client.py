@@ -14,6 +14,7 @@ from orchestrator.control.wire import LINE_MOST_BYTES, Answer, WireError, answer
 from orchestrator.core.user_commands import Command, Do
 from orchestrator.errors import ArchiveError, UsageError, one_line
 from orchestrator.record.archive import read_run
+from orchestrator.record.folders import go_on_command
 
 #: Between two tries of a command whose answer was lost, or that found all of the head's connections
 #: in use.
@@ -109,10 +110,7 @@ def _why_none(folder: Path) -> str:
         )
     if host != socket.gethostname() and run.exit_code is None:
         return f"the head of run {name} is on {host}: type the command there"
-    on = (
-        f"`python -m orchestrator run --resume {name}` continues it, and what it was told before "
-        "still holds"
-    )
+    on = f"`{go_on_command(folder)}` continues it, and what it was told before still holds"
     return f"run {name} has no head any more ({run.outcome})" + (
         f": {on}" if run.is_resumable else "; it is over"
     )

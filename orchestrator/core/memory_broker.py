@@ -35,7 +35,8 @@ _UNDER_WAY: Final = 4
 class MemoryBroker:
     """The books of one run's leases, by the machine that cards belong to."""
 
-    def __init__(self, plans: Mapping[str, SlotPlan]) -> None:
+    def __init__(self, plans: Mapping[str, SlotPlan], before: MemoryBroker | None = None) -> None:
+        """Begin; with the leases of the one `before` for slots whose plans are the same objects."""
         shared = (
             plan.spec
             for plan in plans.values()
@@ -58,6 +59,16 @@ class MemoryBroker:
         self._leases: dict[str, int | None] = {}
         self._granted: dict[str, dict[int, int | None]] = {name: {} for name in self._specs}
         """Of each slot: sequence of a directive that was sent -> its lease."""
+        if before is not None:
+            self._go_on_with(before)
+
+    def _go_on_with(self, before: MemoryBroker) -> None:
+        for name, machine in self._machine_of.items():
+            if before._specs.get(name) is self._specs[name]:
+                self._leases[name] = before._leases.get(name)
+                self._granted[name] = before._granted[name]
+                known = before._known(before._machine_of[name])
+                self._books[machine] = {**known, **self._books[machine]}
 
     def look(
         self, slots: Mapping[str, Slot], now_s: float, changed: Iterable[str] | None = None
@@ -111,10 +122,8 @@ class MemoryBroker:
             for name, slot in sharing.items()
             if _is_expected(slot, now_s)
         ]
-        books = self._books[machine]
-        ample = self._ample.pop(machine, None)
-        if ample is not None:
-            books = ample.catch_up(books)
+        books = self._known(machine)
+        self._ample.pop(machine, None)
         self._books[machine], leases = divide(books, claimants, now_s)
         ample = ample_cards(self._books[machine], claimants, leases)
         if ample is not None:
@@ -122,6 +131,10 @@ class MemoryBroker:
         news = {name: lease for name, lease in leases.items() if self._leases.get(name) != lease}
         self._leases |= leases
         return news
+
+    def _known(self, machine: str) -> Books:
+        ample, books = self._ample.get(machine), self._books[machine]
+        return books if ample is None else ample.catch_up(books)
 
     def _drop_ended(self, slot: Slot) -> None:
         under_way = {flight.sequence for flight in slot.in_flight}

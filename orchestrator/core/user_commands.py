@@ -255,7 +255,8 @@ def _anew(slot: Slot, moment: Moment, *, node_is_there: bool) -> Transition:
         state=HeadState.STARTING,
         reason=Slot(slot=slot.slot).reason,
         placed=False,
-        incarnation=slot.incarnation + 1,
+        # Without a slice before there was no process: this one is the first.
+        incarnation=slot.incarnation + (slot.next_sequence > 0),
         deaths_at_s=(),
         errors_in_a_row=0,
         ending=False,

@@ -33,6 +33,8 @@ _SPEED_CHANGE, _BEST_EVERY_S = 0.2, 60.0
 #: What a move is assumed to cost: a checkpoint of gpt2-small, 1.5 GB, over 1 GbE, saved in 10 s,
 #: sent in 15 s, loaded in 15 s. It must save so many times that.
 _MOVE_S, _MOVE_MARGIN = 40.0, 3.0
+#: A job that found its card taken by other programs lets those go first that may need less.
+TAKEN_S = 600
 
 
 def seen_of(standing: Standing, world: World) -> Seen | None:
@@ -55,6 +57,8 @@ def recall_of(standing: Standing, seen: Seen, world: World) -> Recalled | None:
     job, card = standing.job, _card(world.cards, standing.card)
     if not is_in_hours(job.hours, world.minute_of_day):
         return recalled(standing, world, JobState.PARKED, hours_in_words(job.hours))
+    if seen.taken is not None:
+        return recalled(standing, world, JobState.PARKED, seen.taken, wait_s=TAKEN_S)
     if card is None or card.closed is not None:
         why = f"{standing.card} is not there" if card is None else card.closed
         return recalled(standing, world, JobState.PARKED, why or "")
@@ -63,23 +67,15 @@ def recall_of(standing: Standing, seen: Seen, world: World) -> Recalled | None:
     budget = standing.budget_bytes or 0
     why = f"not even its smallest step fits in {budget / GIB:.1f} GiB of {standing.card}"
     if any(placement.suits(job, each) and each.room_bytes > budget for each in world.cards):
-        return recalled(standing, world, JobState.QUEUED, why, budget + 1)
+        return recalled(standing, world, JobState.QUEUED, why, least_room_bytes=budget + 1)
     why += ", and no card here has more"
-    return recalled(standing, world, JobState.PARKED, why, budget)
+    return recalled(standing, world, JobState.PARKED, why, least_room_bytes=budget)
 
 
-def recalled(
-    standing: Standing, world: World, to: JobState, reason: str, least_room_bytes: int | None = None
-) -> Recalled:
-    """Return the record that has the present attempt of a job save and end."""
-    return Recalled(
-        at_s=world.now_s,
-        job=standing.job.name,
-        attempt=standing.attempt,
-        to=to,
-        reason=reason,
-        least_room_bytes=least_room_bytes,
-    )
+def recalled(standing: Standing, world: World, to: JobState, reason: str, **more: int) -> Recalled:
+    """Return the record that has the present attempt of a job save and end, with `more` of it."""
+    job, attempt = standing.job.name, standing.attempt
+    return Recalled(at_s=world.now_s, job=job, attempt=attempt, to=to, reason=reason, **more)
 
 
 def milestone_of(

@@ -79,7 +79,7 @@ class Index:
     """Jobs that are to start at some time."""
     followers: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     due: dict[str, tuple[JobState, str]] = field(default_factory=dict)
-    """What WAITING jobs come to whose others have ended."""
+    """What WAITING jobs come to whose others have ended, and SKIPPED ones whose others have not."""
     reached: dict[str, list[Reach]] = field(default_factory=lambda: defaultdict(list))
     speeds: dict[str, tuple[int, Mapping[str, float]]] = field(default_factory=dict)
     """By sweep, those of the first of its members that was measured, with its number."""
@@ -104,6 +104,8 @@ class Index:
         """Take in a job in its new state."""
         name, state, sweep = standing.job.name, standing.state, standing.job.sweep or ""
         if state in ENDED:
+            if state is JobState.SKIPPED:
+                self._check(name)
             return
         self._count(standing, 1)
         if state is JobState.PAUSED:
@@ -123,11 +125,11 @@ class Index:
     def remove(self, standing: Standing) -> None:
         """Take a job out, before it changes."""
         name = standing.job.name
+        for names in (self.on_card, self.parked, self.due):
+            names.pop(name, None)
         if standing.state in ENDED:
             return
         self._count(standing, -1)
-        for names in (self.on_card, self.parked, self.due):
-            names.pop(name, None)
         needs = needs_of(standing)
         _take(self.paused, standing.job.sweep or "", name)
         _take(self.needs, needs, name)
@@ -145,10 +147,10 @@ class Index:
         if state in ON_CARD:
             self.cards[standing.card or ""] += by
 
-    def ended_or_again(self, name: str) -> None:
-        """Look at the jobs after one that has ended, or that a user has begin once more."""
+    def look_behind(self, name: str) -> None:
+        """Look at the jobs after one that has come in, has ended, or begins once more."""
         for follower in self.followers.get(name, ()):
-            if self.standings[follower].state is JobState.WAITING:
+            if self.standings[follower].state in {JobState.WAITING, JobState.SKIPPED}:
                 self._check(follower)
 
     def reach(self, sweep: str | None, entry: Reach) -> None:
@@ -176,7 +178,12 @@ class Index:
         return since_s - LEVEL_S * standing.job.priority, aside.number, standing.job.name
 
     def _check(self, name: str) -> None:
-        found = _after(self.standings[name].job, self.standings)
+        standing = self.standings[name]
+        found = _after(standing.job, self.standings)
+        if standing.state is JobState.SKIPPED:
+            is_again = found is None or found[0] is not JobState.SKIPPED
+            why = f"waits for {', '.join(standing.job.after)}"
+            found = (JobState.WAITING, why) if is_again else None
         if found is None:
             self.due.pop(name, None)
         else:
@@ -206,8 +213,10 @@ def _after(job: Job, standings: Mapping[str, Standing]) -> tuple[JobState, str] 
     A job that was STOPPED by its milestone counts as ended well where another of its sweep, which
     the job also comes after, is DONE.
     """
-    others = [standings.get(name) for name in job.after]
-    known = [other for other in others if other is not None]
+    missing = next((name for name in job.after if name not in standings), None)
+    if missing is not None:
+        return JobState.SKIPPED, f"there is no job {missing} in this queue, which it comes after"
+    known = [standings[name] for name in job.after]
     done = {other.job.sweep for other in known if other.state is JobState.DONE}
     if not job.after_any:
         for other in known:
@@ -220,6 +229,6 @@ def _after(job: Job, standings: Mapping[str, Standing]) -> tuple[JobState, str] 
                 ):
                     return None
                 return JobState.SKIPPED, f"{other.job.name} is {other.state.value}: {other.reason}"
-    if len(known) == len(others) and all(other.state in ENDED for other in known):
+    if all(other.state in ENDED for other in known):
         return JobState.QUEUED, "in line"
     return None

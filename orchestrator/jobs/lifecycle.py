@@ -6,6 +6,8 @@
                            │                    v
                            └─Settled, Said── PARKED, PAUSED, HELD        any ──Said──> CANCELLED
 
+    SKIPPED ──Settled──> WAITING, once what it was skipped for begins again
+
 Rules:
 
 1. A record of an attempt other than the present one is illegal: a late result changes nothing.
@@ -93,8 +95,7 @@ def _into(standing: Standing, state: JobState, reason: str, at_s: float, **more:
     if state not in ON_CARD:
         changes["card"] = None
         changes.setdefault("recalled_to", None)
-        if state in ENDED:
-            changes["ended_at_s"] = at_s
+        changes["ended_at_s"] = at_s if state in ENDED else None
     return changes
 
 
@@ -264,7 +265,6 @@ def _said_after_end(standing: Standing, record: Said) -> Changes:
         last_error=None,
         least_room_bytes=None,
         exit_code=None,
-        ended_at_s=None,
     )
 
 
@@ -274,6 +274,7 @@ _SETTLES: Mapping[JobState, frozenset[JobState]] = {
     JobState.QUEUED: frozenset({JobState.PARKED, JobState.INFEASIBLE}),
     JobState.PARKED: frozenset({JobState.QUEUED, JobState.INFEASIBLE}),
     JobState.PAUSED: frozenset({JobState.QUEUED, JobState.STOPPED}),
+    JobState.SKIPPED: frozenset({JobState.WAITING}),
 }
 
 #: A job that was held in one of these goes back into it; from any other it goes into the line.

@@ -141,6 +141,8 @@ class Cause(StrEnum):
     KILLED = "killed"
     NODE_LOST = "node lost"
     DRIVER = "driver fault"
+    #: Out of memory, because other programs hold what it may have of the card.
+    CARD_TAKEN = "card taken"
     DISK_FULL = "disk full"
     TIME_LIMIT = "time limit"
     EXCEPTION = "exception"
@@ -194,6 +196,8 @@ class Seen:
     """Times that this happened in the attempt."""
     has_no_room: bool = False
     """Whether not even its smallest step fits."""
+    taken: str | None = None
+    """What other programs hold of its card, where that is why."""
     sha256: str | None = None
     """Of its weights, once it is done."""
 
@@ -203,7 +207,7 @@ class World:
     """All that a decision depends on besides the queue itself."""
 
     now_s: float
-    """Unix seconds, without the gaps in which the head did not run."""
+    """Unix seconds that never go back. Of gaps in which no head was at work `HeadAway` tells."""
     minute_of_day: int
     """Local."""
     cards: tuple[Card, ...]
@@ -276,6 +280,8 @@ class Recalled:
     reason: str
     least_room_bytes: int | None = None
     """Where not even its smallest step had room: what the next card must have."""
+    wait_s: float = 0.0
+    """So long it is not in line again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,6 +366,14 @@ class QueueHeld:
     reason: str | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadAway:
+    """For so long until now no head was at work, or the PC was suspended: nothing ran or waited."""
+
+    at_s: float
+    away_s: float
+
+
 Record: TypeAlias = (
     Submitted
     | SweepSubmitted
@@ -372,6 +386,7 @@ Record: TypeAlias = (
     | Said
     | Settled
     | QueueHeld
+    | HeadAway
 )
 
 
@@ -383,7 +398,7 @@ class Standing:
     state: JobState
     reason: str
     since_s: float
-    """When it came into this state."""
+    """When it came into this state; of one on a card later by the time without a head."""
     attempt: int = 0
     """Of the last or present one; 0 before the first."""
     card: str | None = None

@@ -33,6 +33,7 @@ from orchestrator.jobs.model import (
     AttemptEnded,
     Card,
     Cause,
+    HeadAway,
     Job,
     JobState,
     Measured,
@@ -64,9 +65,9 @@ _CANDIDATES, _ALIKE_CANDIDATES = 32, 12
 #: So many different jobs that fail alike, each so soon after its start, hold the queue.
 _ALIKE_JOBS, _ALIKE_WITHIN_S = 3, 60.0
 #: Causes that say nothing about the queue as a whole, however many jobs they meet.
-_OF_ONE_JOB = frozenset(
-    {Cause.DONE, Cause.PARKED, Cause.OUT_OF_MEMORY, Cause.KILLED, Cause.NODE_LOST}
-)
+_OF_ONE_JOB = frozenset((
+    Cause.DONE, Cause.PARKED, Cause.OUT_OF_MEMORY, Cause.CARD_TAKEN, Cause.KILLED, Cause.NODE_LOST,
+))  # fmt: skip
 #: Wait before an attempt that is not counted is made again; doubled each time in a row.
 _BACK_OFF_S, _LONGEST_BACK_OFF_S, _LONG_RUN_S = 5.0, 600.0, 600.0
 #: The same for a training that had no room on the largest card, and how often that is tried.
@@ -263,6 +264,8 @@ class Queue:
         elif isinstance(record, QueueHeld):
             self.held = record.reason
             self._alike.clear()
+        elif isinstance(record, HeadAway):
+            self._leave_out(record)
         elif isinstance(record, Kept):
             name = record.standing.job.name
             self._aside[name] = record.aside
@@ -276,6 +279,18 @@ class Queue:
             for text, job in record.alike:
                 self._alike.setdefault(text, {})[job] = None
             self._index = None
+
+    def _leave_out(self, gap: HeadAway) -> None:
+        """Have a time without a head count neither as worked nor as waited."""
+        began_s = gap.at_s - gap.away_s
+        for name, standing in self._standings.items():
+            aside = self._aside[name]
+            if standing.state in ON_CARD and standing.since_s <= began_s:
+                since_s = standing.since_s + gap.away_s
+                self._standings[name] = replace(standing, since_s=since_s)
+            if aside.queued_at_s is not None and aside.queued_at_s <= began_s:
+                aside.queued_at_s += gap.away_s
+        self._index = None
 
     def condensed(self) -> Iterator[Entry]:
         """Return what the queue adds up to, as few entries that lead to the same queue."""
@@ -334,6 +349,7 @@ class Queue:
         if self._index is not None:
             self._index.enter(standing)
             self._index.add(standing)
+            self._index.look_behind(standing.job.name)
 
     def _apply_to_job(self, record: _JobRecord) -> None:
         name = record.job
@@ -358,7 +374,7 @@ class Queue:
         if index is not None and "state" in changes:
             index.add(standing)
             if (before in ENDED) is not (standing.state in ENDED):
-                index.ended_or_again(name)
+                index.look_behind(name)
         if index is not None and "speeds" in changes:
             index.measured(standing)
 
@@ -376,6 +392,7 @@ class Queue:
                 self._index.reach(standing.job.sweep, self.reached[-1])
         elif isinstance(record, Recalled):
             self._to_recall.pop(name, None)
+            aside.wake_at_s = record.at_s + record.wait_s
             if record.to is JobState.PARKED and record.least_room_bytes is not None:
                 wait_s = _NO_ROOM_BACK_OFF_S * 2**aside.no_room if standing.alone else 0.0
                 aside.no_room += 1
@@ -401,7 +418,8 @@ class Queue:
         aside.no_room = 0
         if changes["state"] is JobState.PARKED and standing.recalled_to is None:
             aside.in_row = 1 if ran_s > _LONG_RUN_S else aside.in_row + 1
-            back_off_s = _BACK_OFF_S * 2 ** min(aside.in_row - 1, 10)
+            first_s = attempts.TAKEN_S if record.cause is Cause.CARD_TAKEN else _BACK_OFF_S
+            back_off_s = first_s * 2 ** min(aside.in_row - 1, 10)
             aside.wake_at_s = record.at_s + min(_LONGEST_BACK_OFF_S, back_off_s)
         if record.cause is Cause.DISK_FULL:
             self._alike.setdefault(record.cause, {})[name] = None

@@ -81,11 +81,22 @@ class Listed:
 
 
 def command_for(folder: Path, *words: str) -> str:
-    """Return the command of words such as `report`, for a run that is named by its folder."""
-    command = ["python", "-m", "orchestrator", *words, folder.name]
+    """Return the command of words such as `report`, for a run that is named by its folder.
+
+    `jobs run` finds the queue itself.
+    """
+    name = [folder.name] if words[0] != "jobs" else ["--run", folder.name] * (words[1] != "run")
+    command = ["python", "-m", "orchestrator", *words, *name]
     if folder.parent != _DEFAULT_RUNS_DIR:
         command += ["--run-dir", str(folder.parent)]
     return shlex.join(command)
+
+
+def go_on_command(folder: Path) -> str:
+    """Return the command with which another head goes on with a run."""
+    if (folder / QUEUE_NAME).is_dir() and find_queue(folder.parent, LATEST) == folder:
+        return command_for(folder, "jobs", "run")
+    return command_for(folder, "run", "--resume")
 
 
 def list_runs(runs_dir: Path) -> tuple[Listed, ...]:

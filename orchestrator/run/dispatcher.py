@@ -11,14 +11,15 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from orchestrator.config.gpu_specs import PROFILES, peak_tflops
-from orchestrator.config.load import config_from_data
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import NodeBudget, SlotPlan, Target, node_budget, plan_slots
 from orchestrator.core.slot import Hold, Phase, Slot
@@ -32,6 +33,7 @@ from orchestrator.jobs.model import (
     AttemptEnded,
     Card,
     Cause,
+    HeadAway,
     Job,
     JobState,
     Kind,
@@ -48,6 +50,7 @@ from orchestrator.jobs.queue import COMMAND_LEASE_S, Queue, node_lost_s
 from orchestrator.record.events import EventLog
 from orchestrator.record.jobs import QueueSnapshot, write_outlook
 from orchestrator.run.job_files import JobFiles
+from orchestrator.run.prediction import job_config, least_room_of
 from orchestrator.run.sampled_sweeps import SampledSweeps
 from orchestrator.view.cells import UNICODE
 from orchestrator.view.jobs import summary_line
@@ -56,17 +59,23 @@ from workers.command.engine import ATTEMPT
 from workers.command.launch import JOB_DIR, RESUME
 from workers.messages import STARVED
 from workers.settings import CommandSpec
-from workers.units import MIB
+from workers.units import GIB, MIB
 
 #: A training that has had no room for a step for so long is moved or parked. Long enough for a
 #: neighbour's peak to pass.
 _NO_ROOM_S: Final = 15.0
+
+#: A card on which other programs leave a job too little memory is tried again after so long.
+_TAKEN_S: Final = 300.0
 
 #: A line about all jobs is made so often: of 10,000 it takes 50 ms.
 _HEADLINE_EVERY_S: Final = 1.0
 
 #: With less room on the disk of the run folder nothing new is started.
 _LEAST_FREE_BYTES: Final = 64 * MIB
+
+#: A longer time between two turns was one without a head, or the PC was suspended.
+_AWAY_S: Final = 60.0
 
 #: Viewers are told so often why jobs wait.
 _OUTLOOK_EVERY_S: Final = 5.0
@@ -104,6 +113,8 @@ class Dispatcher:
     journal: Journal
     stays: bool = False
     """Whether the run goes on when nothing is left to do."""
+    before_unix_s: float | None = None
+    """When the head before was last at work."""
 
     problem: str | None = field(default=None, init=False)
     """Why nothing can be decided now: the journal cannot be written."""
@@ -113,7 +124,7 @@ class Dispatcher:
             name: node_budget(name, node, self.config) for name, node in self.config.nodes.items()
         }
         self._at_s = max((each.since_s for each in self.queue.standings.values()), default=0.0)
-        self._unix_s: float | None = None
+        self._unix_s = self._at_s
         self._inbox_problem: str | None = None
         self._has_looked = False
         """Whether the inbox was read: a queue that is over may get more from it."""
@@ -122,8 +133,15 @@ class Dispatcher:
         self._outlook_at_s = 0.0
         self._peak_bytes: dict[str, int] = {}
         self._files = JobFiles(self.folder, one_machine=self.target.one_machine, events=self.events)
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prediction")
+        self._predicting: tuple[tuple[Job, ...], Future[dict[str, int]]] | None = None
+        """Jobs that a sweep asks for, and what each needs at least of a card."""
+        on_card = self.target.device != "cpu"
+        self._least_room_of = partial(least_room_of, config=self.config, on_card=on_card, known={})
         self._no_room_since_s: dict[str, float] = {}
         self._away_since_s: dict[str, float] = {}
+        self._taken: dict[str, tuple[float, str]] = {}
+        """Cards that other programs have: until when that is believed, and what they hold."""
         self._headline = -math.inf, ""
         self._sweeps = SampledSweeps(
             queue=self.queue,
@@ -146,15 +164,11 @@ class Dispatcher:
 
     def rests(self) -> frozenset[str]:
         """Return the jobs whose attempts are to come to rest."""
-        on_card = self.queue.on_card
-        return frozenset(name for name in on_card if self._is_recalled(name))
+        return frozenset(it for it in self.queue.on_card if self.queue.shown(it).recalled_to)
 
     def at_work(self) -> frozenset[str]:
         """Return the jobs that have a place on a card, and are to keep it."""
         return self.queue.on_card - self.rests()
-
-    def _is_recalled(self, name: str) -> bool:
-        return self.queue.shown(name).recalled_to is not None
 
     def turn(
         self, slots: Mapping[str, Slot], nodes: Collection[str], now_unix_s: float
@@ -164,14 +178,21 @@ class Dispatcher:
         What is returned is in the journal. While that cannot be written, nothing is decided.
         """
         # A clock that is set back must not stop all that waits for a time.
-        before_s = self._at_s if self._unix_s is None else self._unix_s
-        self._at_s, self._unix_s = self._at_s + max(0.0, now_unix_s - before_s), now_unix_s
+        self._at_s, self._unix_s = self._at_s + max(0.0, now_unix_s - self._unix_s), now_unix_s
+        away_s = 0.0 if self.before_unix_s is None else now_unix_s - self.before_unix_s
+        self.before_unix_s = now_unix_s
         orders: list[Order] = []
         try:
+            if away_s > _AWAY_S:
+                self._write([HeadAway(at_s=self._at_s, away_s=away_s)])
             self._take_inbox()
             world = self._world(slots, nodes)
             # Asked first: a member that is paused must not find that it was the last.
             while records := self._asked() or self.queue.next_records(world):
+                if self._predicting and any(
+                    getattr(it, "to", None) is JobState.STOPPED for it in records
+                ):
+                    break  # a member that is paused is not the last: another comes in a moment
                 self._write(records)
                 for record in records:
                     orders.extend(self._orders(record))
@@ -200,8 +221,20 @@ class Dispatcher:
                 tuple(self._orders(record))
 
     def _asked(self) -> tuple[Record, ...]:
-        """Return the next jobs of sweeps whose members are asked for."""
-        return tuple(Submitted(at_s=self._at_s, job=job) for job in self._sweeps.next_jobs())
+        """Return the next jobs of sweeps whose members are asked for, once their memory is
+        predicted: the head goes on meanwhile.
+        """
+        if self._predicting is None:
+            if not (jobs := self._sweeps.next_jobs()):
+                return ()
+            self._predicting = jobs, self._threads.submit(self._least_room_of, jobs)
+        jobs, future = self._predicting
+        if not future.done():
+            return ()
+        self._predicting = None
+        least = {} if future.exception() is not None else future.result()
+        new = (Submitted(at_s=self._at_s, job=job, least_bytes=least.get(job.name)) for job in jobs)
+        return tuple(each for each in new if self.queue.why_refused(each) is None)
 
     def _take_inbox(self) -> None:
         try:
@@ -241,9 +274,7 @@ class Dispatcher:
                 plan = self._planned(self.queue.standings[record.job])
                 if plan is not None:
                     yield Begin(plan=plan)
-            case Settled(to=JobState.STOPPED):
-                self._files.drop_state(record.job)
-            case AttemptEnded(cause=Cause.DONE):
+            case Settled(to=JobState.STOPPED) | AttemptEnded(cause=Cause.DONE):
                 self._files.drop_state(record.job)
             case Recalled(to=JobState.HELD):  # its slot says HELD itself
                 yield Rest(slot=record.job, why=record.reason)
@@ -252,26 +283,55 @@ class Dispatcher:
             case Rested():
                 # After a node was lost nothing was recalled, and its slot must not come back.
                 yield Rest(slot=record.job, why=self.queue.shown(record.job).reason)
-            case _:
-                pass
 
     def _world(self, slots: Mapping[str, Slot], nodes: Collection[str]) -> World:
-        local = datetime.fromtimestamp(self._unix_s or self._at_s).astimezone()
+        local = datetime.fromtimestamp(self._unix_s).astimezone()
         seen = {
             name: each
             for name in slots
-            if (each := self._seen(self.queue.shown(name), slots[name])) is not None
+            if (each := self._seen(self.queue.shown(name), slots)) is not None
         }
         for name, why in self._unplanned.items():
             attempt = self.queue.standings[name].attempt
             seen[name] = Seen(job=name, attempt=attempt, cause=Cause.BAD_CONFIG, text=why)
+        taken = {name: why for name, (until_s, why) in self._taken.items() if self._at_s < until_s}
         return World(
             now_s=self._at_s,
             minute_of_day=60 * local.hour + local.minute,
-            cards=tuple(cards_of(self.config, nodes)),
+            cards=tuple(
+                replace(card, closed=card.closed or taken.get(card.name))
+                for card in cards_of(self.config, nodes)
+            ),
             seen=seen,
             disk_full=self._disk_full(),
         )
+
+    def _others_on(self, standing: Standing, slots: Mapping[str, Slot]) -> str | None:
+        """Return what other programs hold of the card of a job that found too little memory there.
+
+        `None`: its jobs could have their budgets, or nothing tells.
+        """
+        slot = slots[standing.job.name]
+        report, device = slot.report, slot.device
+        has_card = self._budgets[str(standing.card).partition(":")[0]].gpus
+        if report is None or not has_card or self.target.device == "cpu":
+            return None
+        if report.device is None and report.counts.oom_count:  # as `slice_results.reported` has it
+            return f"other programs leave no room on {standing.card} to begin"
+        memory = report.memory
+        if device is None or memory is None or memory.device_used_bytes is None:
+            return None
+        others_bytes, wanted_bytes = memory.device_used_bytes, 0
+        for name in self.queue.on_card & slots.keys():
+            other, there = slots[name], self.queue.shown(name)
+            if other.device is None or other.device.uuid != device.uuid:
+                continue
+            if other.report is not None and other.report.memory is not None:
+                others_bytes -= other.report.memory.reserved_bytes + other.device.context_bytes
+            wanted_bytes += (there.budget_bytes or 0) * (there.card == standing.card)
+        if (memory.device_total_bytes or 0) - others_bytes >= wanted_bytes:
+            return None
+        return f"other programs hold {others_bytes / GIB:.1f} GiB of {standing.card}"
 
     def _disk_full(self) -> str | None:
         free_bytes = shutil.disk_usage(self.folder).free
@@ -279,8 +339,9 @@ class Dispatcher:
             return None
         return f"the disk of {self.folder} is full: {free_bytes / MIB:.0f} MiB left"
 
-    def _seen(self, standing: Standing, slot: Slot) -> Seen | None:
+    def _seen(self, standing: Standing, slots: Mapping[str, Slot]) -> Seen | None:
         """Return what is seen of a job on a card; `None` while its node has only just gone."""
+        slot = slots[standing.job.name]
         name, progress, report = slot.slot, slot.training.progress, slot.report
         is_away = slot.phase is Phase.ABSENT and slot.orders.hold is None
         away_since_s = self._away_since_s.setdefault(name, self._at_s) if is_away else self._at_s
@@ -296,7 +357,13 @@ class Dispatcher:
         since_s = self._no_room_since_s.setdefault(name, self._at_s) if has_no_room else self._at_s
         if not has_no_room:
             self._no_room_since_s.pop(name, None)
+        has_no_room = has_no_room and self._at_s - since_s > _NO_ROOM_S
         cause, text, exit_code = _end(slot, standing.job)
+        has_failed = cause is Cause.OUT_OF_MEMORY
+        taken = self._others_on(standing, slots) if has_no_room or has_failed else None
+        if taken is not None:
+            self._taken[str(standing.card)] = self._at_s + _TAKEN_S, taken
+            cause, text = (Cause.CARD_TAKEN, taken) if has_failed else (cause, text)
         if cause is Cause.DONE and not self._files.are_there(
             standing.job, standing.attempt, self._plan(standing).spec
         ):
@@ -322,7 +389,8 @@ class Dispatcher:
             eta_s=eta_s,
             peak_bytes=self._peak_bytes.get(name),
             out_of_memory=max(0, slot.counts.oom_count - standing.out_of_memory),
-            has_no_room=has_no_room and self._at_s - since_s > _NO_ROOM_S,
+            has_no_room=has_no_room,
+            taken=taken,
             sha256=progress.weights_sha256,
         )
 
@@ -412,10 +480,7 @@ class Dispatcher:
 
     def notices(self) -> Iterator[str]:
         """Yield a line for what a person may want to do something about."""
-        if self.problem is not None:
-            yield self.problem
-        if self._inbox_problem is not None:
-            yield self._inbox_problem
+        yield from filter(None, (self.problem, self._inbox_problem))
         yield from self._sweeps.problems.values()
         if self.queue.held is not None:
             yield f"the queue is held: {self.queue.held}"
@@ -443,23 +508,6 @@ def cards_of(config: Config, nodes: Collection[str]) -> Iterator[Card]:
                 speed=_speed(node.gpu, budget),
                 closed=None if name in nodes else f"{name} is not there",
             )
-
-
-def job_config(base: Config, job: Job) -> Config:
-    """Return the configuration of a job's worker: that of the run, with what the job says.
-
-    `ConfigError` if that is not valid; `jobs/spec.py` has refused it before.
-    """
-    # On any node; and the state of a training must be able to move to another PC.
-    workers = sum(node.workers for node in base.nodes.values())
-    fixed: dict[str, object] = {"train.slots": workers}
-    if job.kind is Kind.TRAIN:
-        fixed |= {"workload.name": "train", "train.checkpoints": "head"}
-    data: dict[str, Any] = base.model_dump()
-    for dotted, value in {**job.overrides, **fixed}.items():
-        section, _, key = dotted.partition(".")
-        data[section] = {**data[section], key: value}
-    return config_from_data(data, f"job {job.name}")
 
 
 def _speed(gpu: str, budget: NodeBudget) -> float:

@@ -18,7 +18,7 @@ from orchestrator.core.placement import Target
 from orchestrator.core.slot import HeadState, Hold, Orders, Phase, Rules, Slot
 from orchestrator.core.training import Training
 from orchestrator.errors import UsageError
-from orchestrator.record.archive import StoredRun
+from orchestrator.record.archive import LEAST_TO_RESUME_S, StoredRun
 from orchestrator.record.model import is_row_value
 from orchestrator.record.store import SlotRecord
 from orchestrator.run import environment as environments
@@ -32,6 +32,8 @@ class Past:
     """The state of a run that another head began."""
 
     elapsed_s: float = 0.0
+    updated_at_unix_s: float | None = None
+    """When its head was last at work."""
     slots: Mapping[str, Slot] = field(default_factory=dict)
     """As their last reports left them, without a process."""
     incomplete: bool = False
@@ -53,10 +55,13 @@ def rules_of(config: Config, past: Past) -> Rules:
     )
 
 
-def environment_of(stored: StoredRun, more_s: float | None = None) -> Environment:
+def environment_of(
+    stored: StoredRun, more_s: float | None = None, *, stays: bool = False
+) -> Environment:
     """Return the environment of the resumed run: its own configuration, on the same target.
 
-    It works for the rest of its time, or for `more_s` from now on, also if its time is up.
+    It works for the rest of its time, or for `more_s` from now on, also if its time is up. A queue
+    that `stays` waits for more work, also if it is over.
 
     Raises:
         UsageError: It cannot be resumed: it is under way, or over.
@@ -73,13 +78,13 @@ def environment_of(stored: StoredRun, more_s: float | None = None) -> Environmen
             f"run {facts.run_id} ended before it began ({stored.error}); begin another: python -m "
             "orchestrator run"
         )
-    if stored.is_done:
+    if stored.is_done and not stays:
         raise UsageError(
             f"run {facts.run_id} has finished all that there was to do; look at it: python -m "
             "orchestrator report "
             f"{facts.run_id}"
         )
-    if more_s is None and not stored.is_resumable:
+    if more_s is None and stored.remaining_s < LEAST_TO_RESUME_S:
         raise UsageError(
             f"run {facts.run_id} has worked all of its {facts.duration_s:.0f} s (outcome: "
             f"{stored.outcome}); "
@@ -102,6 +107,7 @@ def past_of(stored: StoredRun) -> Past:
     """Return the run's state so far. Quarantined slots start again: that is part of resuming."""
     return Past(
         elapsed_s=stored.elapsed_s,
+        updated_at_unix_s=stored.updated_at_unix_s,
         incomplete=stored.incomplete,
         slots={record.slot: _slot(record) for record in stored.slots},
     )

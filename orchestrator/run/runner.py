@@ -43,7 +43,7 @@ from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal, queue_o
 from orchestrator.jobs.model import Submitted, SweepSubmitted
 from orchestrator.record.archive import StoredRun
 from orchestrator.record.events import EventLog
-from orchestrator.record.folders import command_for
+from orchestrator.record.folders import command_for, go_on_command
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import OutputFiles
 from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
@@ -177,7 +177,8 @@ def go_on(
         OrchestratorError: It is under way, or over, or cannot be run here.
     """
     run_dir.check_mine(stored.folder)
-    environment = resume.environment_of(stored, more_s)
+    stays = options.queue is not None and options.queue.stays
+    environment = resume.environment_of(stored, more_s, stays=stays)
     if cluster is not None:
         config = environment.config.model_copy(update={"cluster": cluster})
         environment = replace(environment, config=config)
@@ -420,6 +421,7 @@ class _Record:
             queue=queue_of(folder),
             journal=self.journal,
             stays=self.options.queue is not None and self.options.queue.stays,
+            before_unix_s=self.past.updated_at_unix_s,
         )
 
     def start_viewer(self, settings: NotifyConfig) -> None:
@@ -458,12 +460,12 @@ class _Record:
             self.tell("", "last error of the workload", *(f"  {one_line(line)}" for line in lines))
         self.tell(*section("what fell short", missed, glyphs))
         self.tell(f"Outcome: {outcome}. Summary: {place}")
-        following = (
-            ("Go on", ("run", "--resume")) if interrupted else ("See what happened", ("report",))
-        )
-        if self.journal is not None and not interrupted:
-            following = ("See the results", ("jobs", "results"))
-        self.tell(f"{following[0]}: {command_for(self.folder, *following[1])}")
+        following = f"See what happened: {command_for(self.folder, 'report')}"
+        if interrupted:
+            following = f"Go on: {go_on_command(self.folder)}"
+        elif self.journal is not None:
+            following = f"See the results: {command_for(self.folder, 'jobs', 'results')}"
+        self.tell(following)
         self._report()
         return code
 

@@ -398,7 +398,7 @@ class Supervisor:
         self._plans[name] = plan
         self._meters.setdefault(name, Meter())
         self._slots.setdefault(name, self.past.slots.get(name, Slot(slot=name)))
-        self._broker = MemoryBroker(self._plans)
+        self._broker = MemoryBroker(self._plans, self._broker)
         self._feed(name, slots.Assigned(node_is_there=node_is_there))
 
     def _send_out(self) -> None:

@@ -322,7 +322,8 @@ _OF_RUN: Final = (
         scope="run",
         for_s=30,
         summary="the head of run {subject} is gone",
-        what_to_do="Type: python -m orchestrator run --resume",
+        what_to_do="Type: python -m orchestrator run --resume; where it works off a queue of jobs: "
+        "python -m orchestrator jobs run",
         holds=_run(lambda frame: frame.freshness is Freshness.HEAD_GONE),
     ),
     WATCHER_DOWN,

@@ -286,7 +286,9 @@ def job_object(standing: Standing, snapshot: QueueSnapshot) -> dict[str, Any]:
     ran_s = standing.ran_s + (here_s if standing.state in ON_CARD else 0.0)
     parked_s = standing.parked_s + (here_s if standing.state is JobState.PARKED else 0.0)
     ended_s = now_s if standing.ended_at_s is None else standing.ended_at_s
-    row = snapshot.rows.get(job.name) if standing.state in ON_CARD else None
+    row = snapshot.rows.get(job.name)
+    redone = None if row is None else row.progress.redone_steps
+    row = row if standing.state in ON_CARD else None
     return {
         "job_id": job.id,
         "job_name": job.name,
@@ -316,7 +318,7 @@ def job_object(standing: Standing, snapshot: QueueSnapshot) -> dict[str, Any]:
         else None,
         "job_ran_s": ran_s,
         "job_parked_s": parked_s,
-        "job_redone_s": None,
+        "job_redone_s": redone and ran_s * redone / (redone + (standing.step or 0)),
         "job_oom": standing.out_of_memory,
         "job_moves": standing.moves,
         "job_predicted_mib": _mib(standing.least_room_bytes),
@@ -365,7 +367,7 @@ def job_lines(
     standing: Standing, records: Iterable[Record], snapshot: QueueSnapshot, glyphs: Glyphs
 ) -> list[str]:
     """Return one job in full: what it is, how it stands, and what happened to it."""
-    job = standing.job
+    job, redone_s = standing.job, job_object(standing, snapshot)["job_redone_s"]
     facts: dict[str, str | None] = {
         "state": f"{standing.state.value}: {_last_words(standing.reason)}",
         "time": _time(standing, snapshot),
@@ -390,6 +392,7 @@ def job_lines(
         "moves": str(standing.moves) if standing.moves else None,
         "ran": format_duration(standing.ran_s) if standing.ran_s else None,
         "parked": format_duration(standing.parked_s) if standing.parked_s else None,
+        "redone": format_duration(redone_s) if redone_s else None,
         "exit code": None if standing.exit_code is None else str(standing.exit_code),
         "weights": standing.sha256,
         "files": f"{snapshot.files}/{job.name}" if snapshot.files else None,
@@ -488,7 +491,7 @@ def results_json(snapshot: QueueSnapshot) -> str:
 
 _RESULT_KEYS: Final = (
     "job_state", "job_metric_name", "job_metric", "job_best", "job_best_step", "job_step",
-    "job_ran_s", "job_peak_mib", "job_moves", "job_oom", "job_exit_code", "job_sha256", "job_dir",
+    "job_ran_s", "job_redone_s", "job_peak_mib", "job_moves", "job_oom", "job_exit_code", "job_sha256", "job_dir",
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli.jobs_run import _with_jobs, read_file
+from orchestrator.cli.plan_jobs import JobsPlan, Prediction, plan_jobs_text
 from orchestrator.core.placement import Target
 from orchestrator.jobs import inbox
 from orchestrator.jobs.journal import JOURNAL_NAME, Journal
@@ -23,6 +24,7 @@ from orchestrator.jobs.model import (
     SweepSubmitted,
     Word,
 )
+from orchestrator.jobs.placement import Schedule, ScheduledJob
 from orchestrator.jobs.sweep import expand
 from orchestrator.record.jobs import QueueReader, write_outlook
 from orchestrator.run.runner import Options, QueueOptions
@@ -229,6 +231,19 @@ def test_a_plan_names_order_times_and_what_never_fits(command: Command) -> None:
     assert told["jobs"][0]["job_card"] == "pc1"
     assert told["jobs"][0]["job_predicted_mib"] > 500
     assert "200.0 GiB" in told["never"]["c"]
+
+
+def test_a_plan_of_less_than_a_second_does_not_say_zero() -> None:
+    ran = ScheduledJob(job="a", card="pc1", start_s=0.0, end_s=0.4)
+    planned = JobsPlan(
+        jobs=(make_job("a"),),
+        schedule=Schedule(jobs=(ran,), makespan_s=0.4, left={}),
+        predicted=Prediction(least_bytes={}, seconds={"a": {"pc1": 0.4}}, notes=()),
+        never={},
+    )
+    row, total = plan_jobs_text(planned).splitlines()[1::2][:2]
+    assert row.split()[:4] == ["a", "pc1", "0s", "<1s"]
+    assert total == "1 job, about <1s in all."
 
 
 OPTUNA = """\

@@ -209,6 +209,26 @@ def test_with_two_cards_nobody_is_expected_before_opening() -> None:
     assert house.sent["pc1/3"] == [0]
 
 
+def test_a_slot_that_begins_costs_the_others_no_lease() -> None:
+    house, same = (seven(outside_bytes=TOTAL_BYTES // 2) for _ in range(2))
+    for each in (house, same):
+        each.settle()
+    house.broker = MemoryBroker(house.plans, house.broker)
+    for each in (house, same):
+        each.settle("pc1/0", "pc1/1", rounds=3, share=0.9)
+    assert house.sent == same.sent
+
+
+def test_a_slot_with_a_new_plan_begins_without_a_lease() -> None:
+    house = seven(outside_bytes=TOTAL_BYTES // 2)
+    house.settle()
+    plan = house.plans["pc1/0"]
+    plans = {**house.plans, "pc1/0": replace(plan, spec=replace(plan.spec))}
+    broker = MemoryBroker(plans, house.broker)
+    assert broker._granted["pc1/0"] == {}
+    assert broker._granted["pc1/1"] == house.broker._granted["pc1/1"] != {}
+
+
 class Dividing(MemoryBroker):
     """Divides every card at every look, however much is there."""
 

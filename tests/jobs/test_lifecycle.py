@@ -47,6 +47,7 @@ LEGAL = {
     JobState.WAITING: {"Settled QUEUED", "Settled SKIPPED", "Settled INFEASIBLE"},
     JobState.PARKED: {"Settled QUEUED", "Settled INFEASIBLE"},
     JobState.PAUSED: {"Settled QUEUED", "Settled STOPPED"},
+    JobState.SKIPPED: {"Settled WAITING"},
 }
 
 

@@ -22,6 +22,7 @@ from orchestrator.jobs.model import (
     Submitted,
     Word,
 )
+from orchestrator.jobs.queue import Queue
 from tests.jobs.scene import ASHA, BIG, SMALL, Scene, command, starts, training
 from workers.units import GIB, MIB
 
@@ -116,6 +117,40 @@ def test_a_training_that_never_has_room_ends_with_the_sum() -> None:
 
     assert scene.state("a") == "INFEASIBLE"
     assert "tried 6 times" in scene.standing("a").reason
+
+
+def test_a_card_that_others_have_makes_no_job_infeasible() -> None:
+    scene = Scene(training("a"), cards=(BIG,))
+
+    for _ in range(10):
+        assert "a" in starts(scene.turn(600.0))
+        scene.see("a", has_no_room=True, taken="other programs hold 20.0 GiB of pc1")
+        scene.see("a", is_at_rest=True)
+    assert scene.state("a") == "PARKED"
+    assert scene.standing("a").reason == "other programs hold 20.0 GiB of pc1"
+    assert scene.standing("a").least_room_bytes is None
+
+
+def test_where_others_have_the_card_a_smaller_job_may_be_next() -> None:
+    scene = Scene(training("a"), training("b"), cards=(BIG,))
+    scene.turn()
+    scene.see("a", has_no_room=True, taken="a game")
+
+    scene.cards = (replace(BIG, closed="a game"),)
+    scene.see("a", is_at_rest=True)
+    assert "pc1 is closed: a game" in scene.standing("b").reason
+    scene.cards = (BIG,)
+    assert starts(scene.turn(300.0)) == {"b": "pc1"}
+
+
+def test_a_command_without_memory_for_others_sake_starts_again() -> None:
+    scene = Scene(command("a", retries=0), cards=(BIG,))
+    scene.turn()
+
+    scene.end("a", Cause.CARD_TAKEN, "other programs hold 20.0 GiB of pc1")
+
+    assert (scene.state("a"), scene.standing("a").least_room_bytes) == ("PARKED", None)
+    assert starts(scene.turn(600.0)) == {"a": "pc1"}
 
 
 def test_a_command_out_of_memory_gets_a_larger_card() -> None:
@@ -392,14 +427,65 @@ def test_a_job_after_a_failed_one_is_skipped() -> None:
     assert scene.standing("b").reason == "a is FAILED: ValueError"
 
 
-def test_a_job_of_a_later_submit_may_be_waited_for() -> None:
+@pytest.mark.parametrize("any_end", [False, True])
+def test_a_job_after_one_that_is_not_there_does_not_wait(any_end: bool) -> None:
+    scene = Scene(training("b", after=("a",), after_any=any_end))
+    scene.turn()
+
+    assert scene.state("b") == "SKIPPED"
+    assert scene.standing("b").reason == "there is no job a in this queue, which it comes after"
+
+
+@pytest.mark.parametrize("looked_before", [False, True])
+def test_a_job_may_come_before_the_one_that_it_waits_for(looked_before: bool) -> None:
     scene = Scene(training("b", after=("a",)))
-    assert scene.turn() == []
+    if looked_before:
+        scene.turn()
 
     scene.submit(training("a"))
 
     assert starts(scene.turn()) == {"a": "pc1"}
     assert starts(scene.end("a")) == {"b": "pc1"}
+
+
+def test_after_a_retry_what_was_skipped_waits_again() -> None:
+    jobs = (training("a", retries=0), training("b", after=("a",)), training("c", after=("b",)))
+    scene = Scene(*jobs)
+    scene.turn()
+    scene.end("a", Cause.EXCEPTION, "ValueError")
+    assert (scene.state("b"), scene.state("c")) == ("SKIPPED", "SKIPPED")
+
+    scene.say(Word.RETRY, "a")
+
+    assert (scene.state("b"), scene.state("c")) == ("WAITING", "WAITING")
+    assert (scene.standing("b").reason, scene.standing("b").ended_at_s) == ("waits for a", None)
+    assert starts(scene.end("a")) == {"b": "pc1"}
+    assert starts(scene.end("b")) == {"c": "pc1"}
+
+
+def test_what_was_skipped_for_another_too_stays_skipped() -> None:
+    bad = (training("a", retries=0), training("z", retries=0))
+    scene = Scene(*bad, training("b", after=("z", "a")))
+    scene.turn()
+    scene.end("z", Cause.EXCEPTION, "KeyError")
+    scene.end("a", Cause.EXCEPTION, "ValueError")
+
+    assert [each for each in scene.say(Word.RETRY, "a") if isinstance(each, Settled)] == []
+    assert scene.state("b") == "SKIPPED"
+
+
+def test_a_retry_and_a_dead_head_wake_what_was_skipped() -> None:
+    scene = Scene(training("a", retries=0), training("b", after=("a",)))
+    scene.turn()
+    scene.end("a", Cause.EXCEPTION, "ValueError")
+    scene.take(Said(at_s=0.0, id="m", word=Word.RETRY, job="a", by="ann"))
+
+    before, scene.queue = scene.queue, Queue()
+    for entry in before.condensed():
+        scene.queue.apply(entry)
+    scene.turn()
+
+    assert scene.state("b") == "WAITING"
 
 
 def test_a_running_job_is_held_after_it_has_saved() -> None:

@@ -183,10 +183,10 @@ class JobsFleet(ScriptedFleet):
 class _AtOnce:
     """What else is done by threads, whose time is not the virtual one."""
 
-    def submit(self, work: Callable[..., None], *given: object) -> Future[None]:
-        done: Future[None] = Future()
+    def submit(self, work: Callable[..., Any], *given: object, **named: object) -> Future[Any]:
+        done: Future[Any] = Future()
         try:
-            done.set_result(work(*given))
+            done.set_result(work(*given, **named))
         except Exception as error:  # noqa: BLE001 - as an executor does
             done.set_exception(error)
         return done
@@ -202,6 +202,7 @@ class JobsRun:
         clock: VirtualClock | None = None,
         absent: Sequence[str] = (),
         stays: bool = False,
+        device: str = "cpu",
         interrupted: Callable[[], bool] = lambda: False,
         **sections: object,
     ) -> None:
@@ -240,13 +241,15 @@ class JobsRun:
         self.dispatcher = Dispatcher(
             folder=self.queue_folder,
             config=config,
-            target=Target(device="cpu", one_machine=True),
+            target=Target(device=device, one_machine=True),
             events=self.log,
             queue=queue,
             journal=self.journal,
             stays=stays,
+            before_unix_s=past.updated_at_unix_s,
         )
         self.dispatcher._files._threads = _AtOnce()  # type: ignore[assignment]
+        self.dispatcher._threads = _AtOnce()  # type: ignore[assignment]
         self.recorder = Recorder()
         outlets = Outlets(watchers=(self.recorder,), events=self.log, store=self.store)
         self.commands = Commands(folder, outlets, self.clock, past.answers)

@@ -294,7 +294,7 @@ def test_a_run_without_a_head_says_how_it_goes_on(new_run: RunMaker, tmp_path: P
     run = after_the_kill(tmp_path / "killed", new_run, "pause", "pc1/0")
     run.commands.close()
     killed = send(run.folder, "unpause", ["pc1/0"], by="test")
-    assert "has no head any more (interrupted): `python -m orchestrator run --resume 2026" in str(
+    assert "has no head any more (interrupted): `python -m orchestrator run --resume killed" in str(
         killed.error
     )
     run.finish()

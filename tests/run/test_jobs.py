@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,14 @@ from orchestrator.jobs.model import (
     Word,
 )
 from orchestrator.jobs.queue import COMMAND_LEASE_S
+from orchestrator.jobs.spec import parse
 from orchestrator.record.archive import read_run
+from orchestrator.run.sampled_sweeps import sampled_sweeps
+from tests.factories import CPU, MEMORY, REFERENCE
 from tests.jobs.scene import command, training
 from tests.run.jobs_scene import HeadDiesError, JobsRun, hash_after
 from workers.messages import Ending, Verdict, WorkerState
-from workers.units import GIB
+from workers.units import GIB, MIB
 
 
 class JobsMaker:
@@ -100,6 +104,15 @@ def test_one_alone_has_all_shares_of_the_card(new_jobs: JobsMaker) -> None:
     assert run.fleet.specs["one"].budget_bytes == 7 * 3 * GIB
     assert run.fleet.specs["one"].card_budget_bytes == 7 * 3 * GIB
     assert run.fleet.specs["one"].duty in {None, 1.0}
+
+
+def test_a_first_attempt_is_the_first_process_of_its_slot(new_jobs: JobsMaker) -> None:
+    run = new_jobs(short("one", 200), short("two", 200, nodes=("pc1",)), absent=("pc1",))
+    run.fleet.at(5.0, lambda: run.fleet.join("pc1"))
+    run.fleet.at(8.0, lambda: run.fleet.kill("one"))
+    run.finish()
+    assert {run.fleet.directives[name][0].incarnation for name in ("one", "two")} == {0}
+    assert run.fleet.directives["one"][-1].incarnation == 1
 
 
 def test_a_follower_comes_after_and_a_failed_one_skips_it(new_jobs: JobsMaker) -> None:
@@ -192,6 +205,28 @@ def test_heads_may_die_at_any_moment(new_jobs: JobsMaker, seed: int) -> None:
     run.close()
     assert heads > 1
     check_ends(run)
+
+
+def test_eight_hours_without_a_head_are_not_worked_nor_waited(new_jobs: JobsMaker) -> None:
+    jobs = [short(name, 400, nodes=("pc1",)) for name in ("first", "old")]
+    run = new_jobs(*jobs)
+    run.until(8.0)
+    run.die()
+    run.clock.sleep(8 * 3600.0)
+    urgent = short("urgent", nodes=("pc1",), priority=2)
+    run = new_jobs.next_head(run, *jobs, urgent)
+    run.finish()
+    check_ends(run)
+    assert [record.job for record in run.records(Assigned)] == ["first", "urgent", "old"]
+    assert run.standings()["first"].ran_s < 60.0
+
+
+def test_a_suspended_pc_has_not_worked(new_jobs: JobsMaker) -> None:
+    run = new_jobs(short("one", 400))
+    run.until(8.0)
+    run.clock.sleep(8 * 3600.0)
+    run.finish()
+    assert run.standings()["one"].ran_s < 60.0
 
 
 def test_a_word_while_it_runs_is_obeyed(new_jobs: JobsMaker) -> None:
@@ -291,6 +326,57 @@ def test_without_room_a_training_goes_to_the_larger_card(new_jobs: JobsMaker) ->
     assert run.fleet.homes[-1] == ("big", "pc1")
 
 
+def of_card(node: str, used_gib: float, held_gib: float = 0.0) -> dict[str, Any]:
+    """Return what a report says of the card of a node: 24 GiB on pc1, 8 GiB on pc2."""
+    total = 24 if node == "pc1" else 8
+    memory = replace(
+        MEMORY,
+        device_total_bytes=total * GIB,
+        device_used_bytes=int(used_gib * GIB),
+        reserved_bytes=int(held_gib * GIB),
+    )
+    return {"memory": memory, "device": replace(CPU, kind="cuda", uuid=node)}
+
+
+@pytest.mark.parametrize("opens", [True, False], ids=["too little", "not even a context"])
+def test_a_game_on_a_card_ends_no_job(new_jobs: JobsMaker, opens: bool) -> None:
+    here = {"nodes": ("pc1",)}
+    jobs = (short("a", **here), short("b", **here), short("other", nodes=("pc2",)))
+    run = new_jobs(*jobs, command("tool", retries=0, priority=1, **here), device="cuda")
+    starved = {"verdict": Verdict.OK, "state": WorkerState.PARKED, "steps_ok": 0}
+    unopened = {"verdict": Verdict.CONTEXT_CORRUPTED, "steps_ok": 0, "oom_count": 1}
+    plays = True
+
+    def trains(_: str) -> dict[str, Any]:
+        return starved | of_card("pc1", 20.0) if opens else {**unopened, "device": None}
+
+    def tool(_: str) -> dict[str, Any]:
+        ended = Ending(exit_code=1, out_of_memory=plays) if plays else Ending(exit_code=0)
+        states = {"verdict": Verdict.DONE, "state": WorkerState.STOPPED, "ended": ended}
+        return states | of_card("pc1", 20.0 if plays else 1.0)
+
+    run.fleet.kinds_of_report["a"] = run.fleet.kinds_of_report["b"] = trains
+    run.fleet.kinds_of_report["tool"] = tool
+    run.until_state("tool", JobState.PARKED)
+    assert run.standing("tool").reason.endswith("other programs hold 20.0 GiB of pc1")
+    run.until_state("a", JobState.PARKED, JobState.DONE, within_s=400.0)
+    assert run.standing("a").state is JobState.PARKED
+    assert "other programs" in run.standing("b").reason
+    assert run.standing("other").state is JobState.DONE
+    assert len(run.records(Assigned)) <= 4, "the card is left alone for a while"
+    plays = False
+    del run.fleet.kinds_of_report["a"], run.fleet.kinds_of_report["b"]
+    assert {each.state for each in run.finish().values()} == {JobState.DONE}
+
+
+def test_memory_that_jobs_hold_is_not_other_programs(new_jobs: JobsMaker) -> None:
+    run = new_jobs(command("tool", retries=0, nodes=("pc1",)), device="cuda")
+    ended = Ending(exit_code=1, out_of_memory=True)
+    said = {"verdict": Verdict.DONE, "state": WorkerState.STOPPED, "ended": ended}
+    run.fleet.kinds_of_report["tool"] = lambda _: said | of_card("pc1", 2.0)
+    assert run.finish()["tool"].state is JobState.INFEASIBLE
+
+
 def test_what_keeps_failing_has_failed_after_its_retries(new_jobs: JobsMaker) -> None:
     run = new_jobs(short("bad", 300, retries=2), short("good", 300))
     error = {"error": "Traceback\nValueError: no", "reason": "ValueError: no", "steps_ok": 0}
@@ -314,6 +400,26 @@ def test_one_that_can_never_work_ends_no_queue(new_jobs: JobsMaker, how: str) ->
     standings = run.finish()
     assert standings["bad"].state is JobState.FAILED, standings["bad"]
     assert standings["good"].state is JobState.DONE
+
+
+OPTUNA = """\
+jobs:
+  - name: hp
+    train: {preset: gpt-nano, steps: 40, batch: 4}
+    sweep: {method: optuna, count: 2, over: {lr: {log: [1e-5, 1e-3]}}}
+"""
+
+
+@pytest.mark.torch
+def test_of_a_member_that_is_asked_for_memory_is_predicted(new_jobs: JobsMaker) -> None:
+    pytest.importorskip("optuna", reason="optuna is not installed (extra sweep)")
+    run = new_jobs(stays=True)
+    (sweep,) = sampled_sweeps(parse(OPTUNA, "hp.yaml", REFERENCE), run.dispatcher.queue)
+    inbox.put(run.queue_folder, [sweep])
+    run.until(2.0)
+    found = [record.least_bytes for record in run.records(Submitted)]
+    assert len(found) == 2
+    assert all(least_bytes is not None and least_bytes > 10 * MIB for least_bytes in found)
 
 
 def test_dying_programs_give_up_no_card(new_jobs: JobsMaker) -> None:
@@ -428,6 +534,17 @@ def test_at_a_milestone_others_get_the_card(new_jobs: JobsMaker) -> None:
     assert ends[JobState.STOPPED] >= 5
     assert len(run.records(Reached)) >= 9
     assert not list((run.folder / "states").glob("*.pt")), "they are needed no more"
+
+
+def test_while_a_member_is_asked_for_no_other_is_stopped(new_jobs: JobsMaker) -> None:
+    rule = Milestones(rule="asha", metric="loss", is_min=True, first=40, factor=3, last=360)
+    run = new_jobs(*(short(f"lr-{n}", 360, sweep="lr", milestones=rule) for n in range(6)))
+    run.fleet.curve = lambda slot, step: (1 + int(slot[-1])) / (1 + step)
+    run.dispatcher._predicting = (), Future()  # for a long time
+    run.until(200.0)
+    assert {each.state for each in run.standings().values()} == {JobState.PAUSED, JobState.DONE}
+    run.dispatcher._predicting = None
+    assert JobState.STOPPED in {each.state for each in run.finish().values()}
 
 
 def test_three_that_fail_alike_hold_the_queue(new_jobs: JobsMaker) -> None:

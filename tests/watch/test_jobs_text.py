@@ -67,6 +67,18 @@ def test_what_a_process_told_last_counts() -> None:
     assert (standing.step, standing.value, standing.reason) == (60, 2.5, "steady")
 
 
+def test_what_was_done_again_counts_in_seconds() -> None:
+    """20 of 100 steps in 500 s were done again after a kill."""
+    done = make_standing("lr-0", "DONE", step=80, ran_s=500.0, ended_at_s=NOW_S)
+    row = make_row(slot="lr-0", progress=Progress(train_step=80, redone_steps=20))
+    queue = queue_of(done, rows={"lr-0": row})
+    assert view.job_object(done, queue)["job_redone_s"] == 100.0
+    assert view.job_object(done, queue_of(done))["job_redone_s"] is None
+    assert any(
+        line.split() == ["redone", "1m", "40s"] for line in view.job_lines(done, (), queue, UNICODE)
+    )
+
+
 def test_the_line_counts_states_and_says_when_the_last_job_ends() -> None:
     later = make_standing("b", speeds={"3090": 1.0})
     line = view.summary_line(queue_of(TRAINED, later), UNICODE)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from orchestrator.config.duration import format_duration
 from orchestrator.config.schema import Severity
 from orchestrator.record.archive import StoredRun
-from orchestrator.record.folders import Deliveries
+from orchestrator.record.folders import Deliveries, go_on_command
 from orchestrator.record.model import Row, Snapshot, natural_order, rows_by_card
 from orchestrator.view.alerts import SEVEREST_FIRST, Firing
 from orchestrator.view.cells import UNICODE
@@ -124,10 +124,7 @@ def _for(one: Firing, unix_s: float) -> str:
 def _end(run: StoredRun) -> str:
     if run.exit_code is not None:
         return f"the run has ended: {run.outcome}, exit code {run.exit_code}"
-    return (
-        f"the head is gone; `python -m orchestrator run --resume {run.facts.run_id}` continues "
-        "the run"
-    )
+    return f"the head is gone; `{go_on_command(run.folder)}` continues the run"
 
 
 def _states(snapshot: Snapshot) -> str:
