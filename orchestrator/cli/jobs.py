@@ -46,6 +46,15 @@ from orchestrator.view.phrases import counted
 _LOOK_EVERY_S: Final = 0.5
 _NAMED: Final = 8
 
+_RESTING: Final = frozenset({JobState.PARKED, JobState.PAUSED})
+#: In which states a word changes something (`jobs/lifecycle.py`).
+_OBEYING: Final = {
+    Word.CANCEL: frozenset(JobState) - ENDED,
+    Word.HOLD: frozenset(JobState) - ENDED - {JobState.HELD},
+    Word.RELEASE: _RESTING | {JobState.HELD},
+    Word.RETRY: _RESTING | ENDED - {JobState.DONE},
+}
+
 OfQueue = Annotated[
     str,
     Option(
@@ -202,6 +211,8 @@ def list_jobs(
     for line in view.jobs_lines(snapshot, width, glyphs):
         console.print(line)
     print_text(f"run {folder.name}: {view.summary_line(snapshot, glyphs)}")
+    if snapshot.held is not None:
+        print_text("`python -m orchestrator jobs release` lets it go on")
     if any(standing.state not in ENDED for standing in snapshot.standings):
         _tell_if_dead(folder)
 
@@ -326,17 +337,18 @@ _add_word_of_queue(Word.RELEASE, "Let held jobs, or the whole queue, go on.")
 
 def _say(folder: Path, word: Word, names: Sequence[str]) -> None:
     snapshot, now_s, by = _snapshot(folder), time.time(), getpass.getuser()
-    for name in names:
-        _standing(snapshot, name)
+    named = {name: _standing(snapshot, name) for name in names}
     said: inbox.Message = [
-        Said(at_s=now_s, id=secrets.token_hex(8), word=word, job=name, by=by)
-        for name in dict.fromkeys(names)
+        Said(at_s=now_s, id=secrets.token_hex(8), word=word, job=name, by=by) for name in named
     ]
     if not names:
         said = [QueueHeld(at_s=now_s, reason=f"{by} holds it" if word is Word.HOLD else None)]
     _put(folder, said)
     what = f"{counted(len(said), 'job')}" if len(said) > _NAMED else ", ".join(names)
     print_text(f"{word.value}: {what or 'the whole queue'}, in the queue of run {folder.name}")
+    for name, one in named.items():
+        if one.state not in _OBEYING[word] and one.recalled_to is None:
+            print_text(f"{name} is {one.state.value}: while it is, that changes nothing")
     _tell_if_dead(folder)
 
 
@@ -382,8 +394,8 @@ def _snapshot(folder: Path) -> QueueSnapshot:
         rows = read_run(folder).snapshot().rows
     except ArchiveError:
         rows = ()  # nothing has begun yet
-    now_s = time.time()
-    snapshot = QueueReader(folder).look(rows, now_s) or QueueSnapshot(standings=(), now_s=now_s)
+    now_s, empty = time.time(), QueueSnapshot(standings=(), now_s=time.time())
+    snapshot = QueueReader(folder).look(rows, now_s, is_alive=_is_alive(folder)) or empty
     names = {standing.job.name for standing in snapshot.standings}
     waiting = [job for job in _waiting_jobs(folder) if job.name not in names]
     return replace(snapshot, standings=(*snapshot.standings, *map(_in_inbox, waiting)))

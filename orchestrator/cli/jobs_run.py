@@ -5,7 +5,7 @@ Does not decide what runs where (`jobs/queue.py`), and runs nothing itself (`run
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from orchestrator.cli import options as opt
 from orchestrator.cli.loading import (
     config_of,
     config_of_one_machine,
+    config_to_read,
     duration_s,
     experiments_of,
     print_text,
@@ -78,7 +79,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     if rehearse or local:
         loaded = config_of_one_machine(config, overrides, typed, rehearse=rehearse)
     else:
-        loaded = config_of(config, overrides, typed)
+        loaded = _config_to_go_on(config, overrides, typed, begins=new or service)
     if loaded.compute_share_mode == "mps":
         # A job's share of the card changes; that of an MPS client cannot.
         loaded = loaded.model_copy(update={"compute_share_mode": "duty"})
@@ -90,7 +91,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         return
     read = None if file is None else read_file(file, loaded)
     jobs = () if read is None else expand(read)
-    unfinished = None if new else _unfinished(Path(loaded.run.dir))
+    unfinished = None if new else _unfinished(Path(loaded.run.dir), jobs)
     queue = Queue() if unfinished is None else queue_of(unfinished.folder / QUEUE_NAME)
     options = runner.Options(
         json=json_output,
@@ -100,10 +101,10 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         queue=runner.QueueOptions(stays=stay, submitted=sampled_sweeps(read, queue)),
     )
     if unfinished is not None:
+        _check_mode(unfinished, file, "rehearse" if rehearse else "local" if local else "cluster")
         options = _with_new(options, unfinished, jobs)
-        raise typer.Exit(
-            runner.go_on(unfinished, options, duration_s(duration), cluster=loaded.cluster)
-        )
+        cluster = loaded.cluster if Path(config).exists() else None
+        raise typer.Exit(runner.go_on(unfinished, options, duration_s(duration), cluster=cluster))
     if file is None and not stay:
         raise UsageError(
             "there is no unfinished queue to go on with; name a job file, or wait for jobs with "
@@ -119,6 +120,20 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     raise typer.Exit(runner.run(environment, options))
 
 
+def _config_to_go_on(
+    config: str, overrides: list[str] | None, typed: Mapping[str, str | None], *, begins: bool
+) -> Config:
+    """Return the configuration; the shipped one where there is none, and a queue that has its own.
+
+    Those of --local and --rehearse were begun without any.
+    """
+    if not begins and not Path(config).exists():
+        shipped = config_to_read(config, overrides, typed["run.dir"])
+        if _unfinished(Path(shipped.run.dir)) is not None:
+            return shipped
+    return config_of(config, overrides, typed)
+
+
 def _words(
     config: str, overrides: Sequence[str], run_dir: str | None, duration: str | None
 ) -> list[str]:
@@ -129,8 +144,11 @@ def _words(
     return words if duration is None else [*words, "--duration", duration]
 
 
-def _unfinished(runs_dir: Path) -> StoredRun | None:
+def _unfinished(runs_dir: Path, jobs: Sequence[Job] = ()) -> StoredRun | None:
     """Return the newest run with a queue that has something left to do.
+
+    Not one that was refused before it began, as without a cluster, and that has none but `jobs`:
+    they begin anew, where and how the user says now.
 
     Raises:
         UsageError: Its head is at work.
@@ -139,9 +157,14 @@ def _unfinished(runs_dir: Path) -> StoredRun | None:
         folder = listed.folder / QUEUE_NAME
         if not folder.exists():
             continue
-        if queue_of(folder).is_over and not any(waiting(folder)):
+        queue, has_mail, ids = queue_of(folder), any(waiting(folder)), {job.id for job in jobs}
+        if queue.is_over and not has_mail:
             return None
         stored = read_run(listed.folder)
+        is_covered = ids.issuperset(job.id for job in queue.jobs) and not queue.sweeps
+        was_refused = stored.outcome == "failed" and stored.elapsed_s == 0
+        if was_refused and is_covered and not has_mail:
+            return None
         if stored.outcome == "running":
             raise UsageError(
                 f"the queue of run {listed.run_id} is under way (process {stored.facts.head_pid}); "
@@ -149,6 +172,17 @@ def _unfinished(runs_dir: Path) -> StoredRun | None:
             )
         return stored
     return None
+
+
+def _check_mode(stored: StoredRun, file: str | None, wanted: str) -> None:
+    """Refuse jobs that were meant for another place than that of the unfinished queue."""
+    run_id, mode = stored.facts.run_id, stored.facts.mode
+    if mode != wanted and (file is not None or wanted != "cluster"):
+        place = "of the cluster" if mode == "cluster" else f"one of --{mode}"
+        raise UsageError(
+            f"the unfinished queue of run {run_id} is {place}; go on with it: python -m "
+            "orchestrator jobs run; or begin another: --new"
+        )
 
 
 def _with_new(options: Options, stored: StoredRun, jobs: Sequence[Job]) -> Options:
@@ -166,7 +200,7 @@ def _with_new(options: Options, stored: StoredRun, jobs: Sequence[Job]) -> Optio
     typer.echo(
         f"Going on with the queue of run {stored.facts.run_id}: {left} of {len(known)} jobs left"
         + (f", {len(added)} new" if added else "")
-        + f"; look at it: {command_for(stored.folder, 'report')}",
+        + f"; look at it: {command_for(stored.folder, 'jobs', 'list', '--run')}",
         err=True,
     )
     facts = stored.facts

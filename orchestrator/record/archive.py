@@ -238,8 +238,9 @@ class StoredRun:
 
     @property
     def was_refused(self) -> bool:
-        """Whether an error ended it before its planned time began."""
-        return self.outcome == "failed" and self.elapsed_s == 0
+        """Whether an error ended it before its planned time began; a queue keeps its jobs."""
+        is_queue = (self.folder / QUEUE_NAME).exists()
+        return self.outcome == "failed" and self.elapsed_s == 0 and not is_queue
 
     @property
     def is_done(self) -> bool:
@@ -539,7 +540,7 @@ class Follower:
                 events=(),
                 freshness=freshness,
                 late_s=late_s,
-                queue=self._queue_reader.look(before.snapshot.rows, self._unix_s()),
+                queue=self._queue(before.snapshot, freshness),
             )
             return self._frame
         run = read_run(self._folder)
@@ -561,9 +562,13 @@ class Follower:
             freshness=freshness,
             late_s=late_s,
             missed=missed_of(events) or (() if before is None else before.missed),
-            queue=self._queue_reader.look(snapshot.rows, self._unix_s()),
+            queue=self._queue(snapshot, freshness),
         )
         return self._frame
+
+    def _queue(self, snapshot: Snapshot, freshness: Freshness) -> QueueSnapshot | None:
+        is_alive = freshness in {Freshness.LIVE, Freshness.LATE}
+        return self._queue_reader.look(snapshot.rows, self._unix_s(), is_alive=is_alive)
 
     def _judged(self, run: StoredRun, now_s: float) -> tuple[Freshness, float]:
         late_s = max(0.0, now_s - self._changed_at_s)

@@ -376,7 +376,8 @@ class _Record:
             (self.folder / _SUMMARY_NAME).unlink(missing_ok=True)  # of a head that was interrupted
         if facts.elapsed_s > 0:
             remaining_s = max(0.0, facts.duration_s - facts.elapsed_s)
-            self.tell(f"Resuming after {facts.elapsed_s:.0f} s; {remaining_s:.0f} s remain")
+            left = "" if self.options.queue is not None else f"; {remaining_s:.0f} s remain"
+            self.tell(f"Resuming after {facts.elapsed_s:.0f} s{left}")
         with contextlib.suppress(
             OSError
         ):  # the store keeps it too, and says what is wrong with the disk
@@ -446,11 +447,11 @@ class _Record:
             self.tell("", "last error of the workload", *(f"  {one_line(line)}" for line in lines))
         self.tell(*section("what fell short", missed, glyphs))
         self.tell(f"Outcome: {outcome}. Summary: {place}")
-        following = (
+        following: tuple[str, tuple[str, ...]] = (
             ("Go on", ("run", "--resume")) if interrupted else ("See what happened", ("report",))
         )
         if self.journal is not None and not interrupted:
-            following = ("See the results", ("jobs", "results"))
+            following = ("See the results", ("jobs", "results", "--run"))
         self.tell(f"{following[0]}: {command_for(self.folder, *following[1])}")
         self._report()
         return code

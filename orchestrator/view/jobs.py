@@ -22,6 +22,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from orchestrator.config.duration import format_duration
+from orchestrator.jobs.lifecycle import is_better
 from orchestrator.jobs.model import (
     ENDED,
     ON_CARD,
@@ -86,14 +87,18 @@ def current(snapshot: QueueSnapshot) -> tuple[Standing, ...]:
 
 def _with_row(standing: Standing, rows: Mapping[str, Row]) -> Standing:
     row = rows.get(standing.job.name)
-    if row is None or standing.state not in ON_CARD:
+    if row is None or standing.state not in {*ON_CARD, JobState.PARKED}:
         return standing
-    told = row.progress
+    told, rule = row.progress, standing.job.milestones
+    step = standing.step if told.train_step is None else told.train_step
+    value = told.loss if rule is None or rule.metric == "loss" else None
+    if value is not None and is_better(standing, value):
+        standing = replace(standing, best=value, best_step=step)
     return replace(
         standing,
         reason=(standing.state is JobState.RUNNING and row.reason) or standing.reason,
-        step=standing.step if told.train_step is None else told.train_step,
-        value=standing.value if told.loss is None else told.loss,
+        step=step,
+        value=standing.value if value is None else value,
         out_of_memory=max(standing.out_of_memory, row.counts.oom_count),
     )
 

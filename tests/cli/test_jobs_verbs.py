@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,9 @@ from orchestrator.jobs.model import (
     Word,
 )
 from orchestrator.record.jobs import QueueReader, write_outlook
+from orchestrator.record.store import STORE_NAME, RunStore
 from tests.cli.conftest import Command
-from tests.factories import STARTED_UNIX_S, make_job, make_standing
+from tests.factories import FACTS, STARTED_UNIX_S, make_job, make_standing
 from tests.scene import ROOT
 
 RUN_ID = "20261126-010203-0b76"
@@ -66,8 +68,32 @@ def test_the_list_shows_every_job_and_that_the_head_is_dead(command: Command) ->
     done = command("jobs", "list")
     assert done.returncode == 0
     lines = done.stdout.splitlines()
-    assert [line.split()[:2] for line in lines[1:3]] == [["lr-0", "RUNNING"], ["lr-1", "QUEUED"]]
+    assert [line.split()[:2] for line in lines[1:3]] == [["lr-0", "PARKED"], ["lr-1", "QUEUED"]]
     assert "its head is not running" in lines[-1]
+
+
+def test_a_queue_goes_on_only_where_it_was_begun(command: Command, folder: Path) -> None:
+    store = RunStore(folder.parent / STORE_NAME)
+    store.begin(replace(FACTS, run_id=RUN_ID, mode="rehearse"))
+    store.commit()
+    Path("cluster.yaml").unlink()  # a rehearsal needs none
+    Path("more.yaml").write_text("jobs: [{name: more, command: ['true']}]")
+    done = command("jobs", "run", "more.yaml")
+    assert done.returncode == 2
+    said = f"the unfinished queue of run {RUN_ID} is one of --rehearse; go on with it: python -m"
+    assert said in done.stderr
+
+
+def test_a_queue_without_a_cluster_can_be_begun_again(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "cluster.yaml", tmp_path)
+    Path("q.yaml").write_text("jobs: [{name: a, command: ['true']}]")
+    nowhere = ("--set", "cluster.address=127.0.0.1:1")
+    for typed, runs in ((("q.yaml",), 1), (("q.yaml",), 2), ((), 2)):
+        done = command("jobs", "run", *typed, *nowhere)
+        assert (done.returncode, len(list(Path("runs").iterdir()))) == (3, runs), done.stderr
 
 
 def test_a_command_is_submitted_with_its_folder_and_code(command: Command, folder: Path) -> None:
@@ -123,6 +149,13 @@ def test_a_word_about_a_job_goes_into_the_inbox(command: Command, folder: Path, 
         (Word(word), "lr-1"),
         (Word(word), "lr-0"),
     ]
+
+
+@pytest.mark.parametrize(("word", "idle"), [("retry", "lr-1"), ("release", "lr-1"), ("hold", "")])
+@pytest.mark.usefixtures("folder")
+def test_a_word_that_changes_nothing_says_so(command: Command, word: str, idle: str) -> None:
+    said = command("jobs", word, "lr-1").stdout
+    assert ("lr-1 is QUEUED: while it is, that changes nothing" in said) is bool(idle)
 
 
 def test_hold_and_release_without_a_job_are_about_the_queue(command: Command, folder: Path) -> None:

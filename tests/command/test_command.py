@@ -174,6 +174,7 @@ def test_time_limit_ends_it() -> None:
     report = Slot(command_spec("-c", "import time; time.sleep(600)", time_limit_s=0.3)).end()
     assert report.ended is not None
     assert cause_of(report.ended) is Cause.TIME_LIMIT
+    assert report.reason == "ended by SIGTERM after its time limit"
 
 
 @pytest.mark.parametrize("what", ["program", "folder"])

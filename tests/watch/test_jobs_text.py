@@ -65,6 +65,7 @@ def test_what_a_process_told_last_counts() -> None:
     row = make_row(slot="lr-0", reason="steady", progress=Progress(train_step=60, loss=2.5))
     (standing,) = view.current(queue_of(TRAINED, rows={"lr-0": row}))
     assert (standing.step, standing.value, standing.reason) == (60, 2.5, "steady")
+    assert (standing.best, standing.best_step) == (2.5, 60)
 
 
 def test_the_line_counts_states_and_says_when_the_last_job_ends() -> None:

@@ -399,6 +399,8 @@ def in_words(ending: Ending) -> str:
         words = f"by signal {ending.signal}"
         with contextlib.suppress(ValueError):
             words = f"by {signal.Signals(ending.signal).name}"
+    if ending.time_limit:
+        words += " after its time limit"
     last = "" if ending.exit_code == 0 else _last_line(ending.text)
     return f"ended {words}: {last}" if last else f"ended {words}"
 
