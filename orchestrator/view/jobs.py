@@ -191,7 +191,7 @@ def job_cells(standing: Standing, snapshot: QueueSnapshot, glyphs: Glyphs) -> di
         "job": glyphs.shorten(glyphs.clean(job.name), _NAME_CELLS),
         "state": standing.state.value,
         "where": None if standing.card is None else glyphs.clean(standing.card),
-        "step": _steps(standing.step, job.steps),
+        "step": _steps(standing, snapshot),
         "metric": _figure(standing.value),
         "best": _best(standing),
         "time": _time(standing, snapshot),
@@ -208,7 +208,10 @@ def _at(step: int | None) -> str:
     return "" if step is None else f" at {step}"
 
 
-def _steps(step: int | None, steps: int | None) -> str | None:
+def _steps(standing: Standing, snapshot: QueueSnapshot) -> str | None:
+    """Return how far a job is, of how many steps: a command tells them while it runs."""
+    step, row = standing.step, snapshot.rows.get(standing.job.name)
+    steps = standing.job.steps or (row and row.progress.train_steps)
     return None if step is None else f"{step}" if steps is None else f"{step}/{steps}"
 
 
@@ -328,7 +331,7 @@ def job_object(standing: Standing, snapshot: QueueSnapshot) -> dict[str, Any]:
         "job_budget_mib": _mib(standing.budget_bytes),
         "job_peak_mib": _mib(standing.peak_bytes or (row.allocated_bytes if row else None)),
         "job_exit_code": standing.exit_code,
-        "job_dir": f"{snapshot.files}/{job.name}" if snapshot.files else None,
+        "job_dir": _folder(standing, snapshot),
         "job_sha256": standing.sha256,
     }
 
@@ -353,6 +356,11 @@ def json_text(snapshot: QueueSnapshot) -> str:
 def object_text(told: Mapping[str, Any]) -> str:
     """Return an object of a queue as JSON."""
     return summary_text({"schema": SCHEMA, **told})
+
+
+def _folder(standing: Standing, snapshot: QueueSnapshot) -> str | None:
+    """Return where a job's files are; `None` before its first attempt."""
+    return f"{snapshot.files}/{standing.job.name}" if snapshot.files and standing.attempt else None
 
 
 def _metric(standing: Standing) -> str | None:
@@ -386,7 +394,7 @@ def job_lines(
         "hours": None if job.hours is None else "-".join(map(_minute, job.hours)),
         "where": standing.card,
         "attempt": str(standing.attempt) if standing.attempt else None,
-        "step": _steps(standing.step, job.steps),
+        "step": _steps(standing, snapshot),
         _metric(standing) or "metric": _figure(standing.value),
         "best": _best(standing),
         "speed": ", ".join(f"{speed:.3g} steps/s on {c}" for c, speed in standing.speeds.items()),
@@ -397,7 +405,7 @@ def job_lines(
         "parked": format_duration(standing.parked_s) if standing.parked_s else None,
         "exit code": None if standing.exit_code is None else str(standing.exit_code),
         "weights": standing.sha256,
-        "files": f"{snapshot.files}/{job.name}" if snapshot.files else None,
+        "files": _folder(standing, snapshot),
         "from": job.origin,
         "code": job.code,
     }
@@ -494,6 +502,7 @@ def results_json(snapshot: QueueSnapshot) -> str:
 _RESULT_KEYS: Final = (
     "job_state", "job_metric_name", "job_metric", "job_best", "job_best_step", "job_step",
     "job_ran_s", "job_peak_mib", "job_moves", "job_oom", "job_exit_code", "job_sha256", "job_dir",
+    "job_reason",
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import time
 import venv
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,7 @@ from orchestrator.jobs.model import Cause
 from tests.command.scenes import Slot, command_spec, told
 from tests.factories import RULES
 from tests.scene import ROOT, python
+from workers.command import files
 from workers.command.engine import ATTEMPT, CommandEngine
 from workers.command.files import Log
 from workers.command.launch import split_python
@@ -208,6 +210,20 @@ def test_its_results_are_reported() -> None:
         60,
     )
     assert report.metrics["auc"] == 0.75
+
+
+def test_what_is_left_takes_as_long_as_what_was_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moments = iter((100.0, 130.0))
+    monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: next(moments)))
+    results = files.Results(tmp_path / "results.jsonl")
+    results.begin()
+    for step in (10, 40):
+        with results.path.open("a") as file:
+            file.write(json.dumps({"step": step, "steps": 100}) + "\n")
+        results.read()
+    assert results.progress.eta_s == pytest.approx(60.0)
 
 
 def test_its_peak_is_that_of_all_its_processes() -> None:

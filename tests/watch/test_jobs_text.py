@@ -68,6 +68,19 @@ def test_what_a_process_told_last_counts() -> None:
     assert (standing.best, standing.best_step) == (2.5, 60)
 
 
+def test_a_command_tells_its_steps_while_it_runs() -> None:
+    row = make_row(slot="lr-0", progress=Progress(train_step=60, train_steps=90))
+    command = replace(TRAINED, job=make_job(steps=None))
+    queue = queue_of(command, rows={"lr-0": row})
+    assert view.job_cells(view.current(queue)[0], queue, UNICODE)["step"] == "60/90"
+
+
+def test_a_job_that_never_began_has_no_files() -> None:
+    queue = queue_of(TRAINED, make_standing("begun", attempt=1))
+    folders = [job["job_dir"] for job in view.queue_object(queue)["jobs"]]
+    assert folders == [None, "runs/x/jobs/files/begun"]
+
+
 def test_the_line_counts_states_and_says_when_the_last_job_ends() -> None:
     later = make_standing("b", speeds={"3090": 1.0})
     line = view.summary_line(queue_of(TRAINED, later), UNICODE)

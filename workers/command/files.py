@@ -11,6 +11,7 @@ import json
 import math
 import os
 import shutil
+import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -99,6 +100,8 @@ class Results:
     progress: Progress = field(default_factory=Progress)
     metrics: dict[str, float] = field(default_factory=dict)
     _at: int = 0
+    _first: tuple[int, float] | None = None
+    """The first step, and when it was read: what is left takes as long, where no ETA is told."""
 
     @property
     def nan_loss(self) -> bool:
@@ -108,7 +111,7 @@ class Results:
 
     def begin(self) -> None:
         """Let another program append to them: what is there is not that one's."""
-        self.progress, self.metrics = Progress(), {}
+        self.progress, self.metrics, self._first = Progress(), {}, None
         with contextlib.suppress(OSError):
             self._at = self.path.stat().st_size
 
@@ -128,6 +131,17 @@ class Results:
         lines = whole.splitlines()
         for line in lines[1:] if cut > begin else lines:
             self._take(line)
+        if lines:
+            self._estimate(time.monotonic())
+
+    def _estimate(self, now_s: float) -> None:
+        step, steps = self.progress.train_step, self.progress.train_steps
+        if step is None or steps is None or not {"eta", "eta_s"}.isdisjoint(self.metrics):
+            return
+        first, since_s = self._first = self._first or (step, now_s)
+        if step > first:
+            eta_s = max(0, steps - step) * (now_s - since_s) / (step - first)
+            self.progress = replace(self.progress, eta_s=eta_s)
 
     def _take(self, line: bytes) -> None:
         try:
