@@ -12,7 +12,7 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -173,7 +173,7 @@ def submit(  # noqa: PLR0913 - one parameter for each option of the command
         said = {"after": after, "priority": priority, "hours": hours}
         options = {key: value for key, value in said.items() if value is not None}
         file = from_words(base, train, over or (), given, name=name, known=known, **options)
-    added = _not_known(expand(file), known)
+    added = jobs_run.not_known(expand(file), known)
     sweeps = sampled_sweeps(file, queue_of(folder / QUEUE_NAME))
     if added or sweeps:
         _put(folder, [*jobs_run.submitted(added, base, _target_of(folder)), *sweeps])
@@ -350,22 +350,6 @@ def _say(folder: Path, word: Word, names: Sequence[str]) -> None:
         if one.state not in _OBEYING[word] and one.recalled_to is None:
             print_text(f"{name} is {one.state.value}: while it is, that changes nothing")
     _tell_if_dead(folder)
-
-
-def _not_known(jobs: Iterable[Job], known: Iterable[Job]) -> list[Job]:
-    """Return the jobs that the queue does not have yet; `UsageError` for a name that is taken."""
-    there = {job.name: job for job in known}
-    added = []
-    for job in jobs:
-        other = there.get(job.name)
-        if other is None:
-            added.append(job)
-        elif other.id != job.id:
-            raise UsageError(
-                f"{job.origin}: the queue has another job {job.name}, from {other.origin}; give "
-                "this one another name"
-            )
-    return added
 
 
 def _folder(run: str, config: str, overrides: list[str] | None, run_dir: str | None) -> Path:

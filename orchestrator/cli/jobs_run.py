@@ -188,14 +188,7 @@ def _check_mode(stored: StoredRun, file: str | None, wanted: str) -> None:
 def _with_new(options: Options, stored: StoredRun, jobs: Sequence[Job]) -> Options:
     """Say that a queue goes on, and add the jobs of the file that it does not know."""
     known = queue_of(stored.folder / QUEUE_NAME).standings
-    ids = {standing.job.id for standing in known.values()}
-    added = [job for job in jobs if job.id not in ids]
-    clash = next((job.name for job in added if job.name in known), None)
-    if clash is not None:
-        raise UsageError(
-            f"the unfinished queue of run {stored.facts.run_id} has another job {clash!r}; give "
-            "the new one another name, or begin another queue: --new"
-        )
+    added = not_known(jobs, (standing.job for standing in known.values()))
     left = sum(standing.ended_at_s is None for standing in known.values())
     typer.echo(
         f"Going on with the queue of run {stored.facts.run_id}: {left} of {len(known)} jobs left"
@@ -207,6 +200,22 @@ def _with_new(options: Options, stored: StoredRun, jobs: Sequence[Job]) -> Optio
     config = config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")
     target = Target(device=facts.device, one_machine=facts.one_machine)
     return _with_jobs(options, added, config, target)
+
+
+def not_known(jobs: Iterable[Job], known: Iterable[Job]) -> list[Job]:
+    """Return the jobs that the queue does not have yet; `UsageError` for a name that is taken."""
+    there = {job.name: job for job in known}
+    added = []
+    for job in jobs:
+        other = there.get(job.name)
+        if other is None:
+            added.append(job)
+        elif other.id != job.id:
+            raise UsageError(
+                f"{job.origin}: the queue has another job {job.name}, from {other.origin}; give "
+                "this one another name, or begin another queue: jobs run --new"
+            )
+    return added
 
 
 def _with_jobs(options: Options, jobs: Sequence[Job], config: Config, target: Target) -> Options:

@@ -29,7 +29,7 @@ from pydantic import ConfigDict, TypeAdapter
 from orchestrator.core.slot import slot_state
 from orchestrator.errors import ArchiveError, NothingStoredError
 from orchestrator.jobs.journal import QUEUE_NAME
-from orchestrator.record.jobs import QueueReader, QueueSnapshot
+from orchestrator.record.jobs import QueueReader, QueueSnapshot, state_of
 from orchestrator.record.model import FIELDS, Row, Snapshot
 from orchestrator.record.store import (
     COMMANDS_KNOWN,
@@ -523,7 +523,7 @@ class Follower:
             NothingStoredError: The head has not stored anything yet.
             ArchiveError: The folder or its store cannot be read.
         """
-        state = tuple(_state_of(self._folder / f"{STORE_NAME}{suffix}") for suffix in ("", "-wal"))
+        state = tuple(state_of(self._folder / f"{STORE_NAME}{suffix}") for suffix in ("", "-wal"))
         before, now_s = self._frame, self._monotonic_s()
         if before is not None and (state == self._state or before.freshness is Freshness.ENDED):
             # Whether its head still lives does not show in the store.
@@ -584,12 +584,3 @@ def missed_of(events: Iterable[StoredEvent]) -> tuple[str, ...]:
     """Return what fell short, as the end of a run among these events says."""
     ends = [event.details.get("missed") for event in events if event.event == "run_ended"]
     return tuple(map(str, ends[-1])) if ends and isinstance(ends[-1], list) else ()
-
-
-def _state_of(path: Path) -> tuple[int, int, int] | None:
-    """Return what changes when a file is written; `None` if there is none."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -69,7 +69,7 @@ class QueueReader:
             ArchiveError: The journal cannot be read.
         """
         journal, outlook = self._folder / JOURNAL_NAME, self._folder / _OUTLOOK_NAME
-        state = (*map(_state_of, (journal, outlook)), is_alive)
+        state = (*map(state_of, (journal, outlook)), is_alive)
         if state[0] is None:
             return None
         if state != self._state:
@@ -152,7 +152,7 @@ def _without_head(standing: Standing) -> Standing:
     return replace(standing, state=JobState.PARKED, reason=why, card=None)
 
 
-def _state_of(path: Path) -> tuple[int, int, int] | None:
+def state_of(path: Path) -> tuple[int, int, int] | None:
     """Return what changes when a file is written; `None` if there is none."""
     try:
         status = path.stat()

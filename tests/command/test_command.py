@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 import venv
@@ -170,6 +171,7 @@ def test_ways_of_real_programs_to_end(code: str, cause: Cause) -> None:
     report = Slot(command_spec("-c", code)).end()
     assert report.ended is not None
     assert (cause_of(report.ended), report.verdict) == (cause, Verdict.DONE)
+    assert ("after a loss that is no number" in report.reason) is (cause is Cause.NAN_LOSS)
 
 
 def test_time_limit_ends_it() -> None:
@@ -177,6 +179,19 @@ def test_time_limit_ends_it() -> None:
     assert report.ended is not None
     assert cause_of(report.ended) is Cause.TIME_LIMIT
     assert report.reason == "ended by SIGTERM after its time limit"
+
+
+@pytest.mark.parametrize("ends", ["pass", "sys.exit(1)"])
+def test_outputs_are_copied_into_its_folder(ends: str, tmp_path: Path, state_dir: Path) -> None:
+    (tmp_path / "before.json").touch()
+    os.utime(tmp_path / "before.json", (1e9, 1e9))
+    code = (
+        f"import os, sys; os.mkdir('out'); [open(f, 'w') for f in ('out/a.json', 'b.txt')]; {ends}"
+    )
+    Slot(command_spec("-c", code, cwd=str(tmp_path), outputs=("**/*.json",))).end()
+    folder = state_dir / "state" / "run" / "job"
+    assert {path.name for path in folder.rglob("*.*")} == {"a.json", "job.json", "output.log"}
+    assert (folder / "out" / "a.json").is_file()
 
 
 @pytest.mark.parametrize("what", ["program", "folder"])

@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -186,6 +187,16 @@ class Record:
     def write(self, folder: Path) -> None:
         """Put it in place of the one before; `OSError` if it cannot be written."""
         replace_whole(folder / "job.json", json.dumps(asdict(self)))
+
+
+def keep_outputs(patterns: Iterable[str], cwd: str, folder: Path, since_unix_s: float) -> None:
+    """Copy what a program has written in its own folder, where it matches, into that of its job."""
+    root = Path(cwd)
+    for path in {path for pattern in patterns for path in root.glob(pattern)}:
+        if path.is_file() and path.stat().st_mtime >= since_unix_s and folder not in path.parents:
+            target = folder / path.relative_to(root)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, target)
 
 
 def _tail(path: Path, begin: int) -> bytes:
