@@ -272,7 +272,7 @@ def logs(
     folder = _folder(run, config, overrides, run_dir)
     standing = _standing(_snapshot(folder), job)
     lines = last_lines(folder, job)
-    if not lines and not follow:
+    if not lines and not (follow and _is_alive(folder)):
         state = standing.state.value
         print_text(f"{job} has printed nothing; it is {state}: {standing.reason}")
     for line in lines:

@@ -123,10 +123,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
 def _config_to_go_on(
     config: str, overrides: list[str] | None, typed: Mapping[str, str | None], *, begins: bool
 ) -> Config:
-    """Return the configuration; the shipped one where there is none, and a queue that has its own.
-
-    Those of --local and --rehearse were begun without any.
-    """
+    """Return the configuration; the shipped one where none is, and a queue that goes on has its own."""
     if not begins and not Path(config).exists():
         shipped = config_to_read(config, overrides, typed["run.dir"])
         if _unfinished(Path(shipped.run.dir)) is not None:

@@ -524,7 +524,7 @@ def results_text(snapshot: QueueSnapshot, glyphs: Glyphs) -> str:
     """Return the results as one table for people."""
     titles = (
         *("job", "settings", "state", "metric", "last", "best", "at step"),
-        *("time", "MiB", "moves", "OOM", "files"),
+        *("time", "MiB", "moves", "OOM"),
     )
     rows: list[tuple[str, ...]] = [titles]
     for job in _results(snapshot):
@@ -540,12 +540,15 @@ def results_text(snapshot: QueueSnapshot, glyphs: Glyphs) -> str:
             job["job_peak_mib"],
             job["job_moves"],
             job["job_oom"],
-            job["job_dir"],
         )
         rows.append(
             tuple(
                 glyphs.missing if cell in {None, ""} else glyphs.clean(str(cell)) for cell in cells
             )
         )
-    words = {"job", "settings", "state", "metric", "files"}
-    return "\n".join(aligned(rows, words))
+    nothing = {glyphs.missing, "0"}
+    shown = [n for n, column in enumerate(zip(*rows, strict=True)) if {*column[1:]} - nothing]
+    lines = aligned(
+        [[row[n] for n in shown] for row in rows], {"job", "settings", "state", "metric"}
+    )
+    return "\n".join([*lines, f"files: {snapshot.files}/JOB"])

@@ -67,7 +67,6 @@ def time_words(snapshot: Snapshot) -> str:
     """
     if snapshot.starting_s is not None:
         begun = f"starting for {clock(snapshot.starting_s)}"
-        # A queue ends when it is empty.
         left = "" if snapshot.jobs is not None else f", then {clock(snapshot.remaining_s)} of work"
         return begun + left
     if snapshot.jobs is not None:

@@ -205,7 +205,8 @@ def test_logs_are_those_of_the_slot_of_that_name(command: Command, folder: Path)
     (folder.parent / "output").mkdir()
     (folder.parent / "output" / "lr-0.log").write_text("step 1\nstep 2\n")
     assert command("jobs", "logs", "lr-0").stdout == "step 1\nstep 2\n"
-    assert command("jobs", "logs", "lr-1").stdout.startswith("lr-1 has printed nothing")
+    for words in (("logs", "lr-1"), ("logs", "lr-1", "-f")):  # there is no head to wait for
+        assert command("jobs", *words).stdout.startswith("lr-1 has printed nothing")
 
 
 def test_files_of_a_job_are_fetched_into_a_new_folder(command: Command, folder: Path) -> None:

@@ -147,6 +147,14 @@ def test_results_have_the_best_first_and_a_column_for_each_setting() -> None:
     assert results_of(is_min=False) == ["a 0.0001", "b 0.0003", "c 0.001"]
 
 
+def test_results_have_no_column_in_which_nothing_stands() -> None:
+    done = make_standing("a", "DONE", value=2.0, best=1.5, attempt=1)
+    title, line, files = view.results_text(queue_of(done), UNICODE).splitlines()
+    assert title.split() == ["job", "state", "metric", "last", "best"]
+    assert line.split() == ["a", "DONE", "loss", "2", "1.5"]
+    assert files == "files: runs/x/jobs/files/JOB"
+
+
 def nodes_of(svg: str | None) -> list[ET.Element]:
     return list(ET.fromstring(svg or "").iter())  # noqa: S314 - our own
 
