@@ -148,8 +148,7 @@ def _expected(standing: Standing, outlook: Mapping[str, Any]) -> Standing:
 def _without_head(standing: Standing) -> Standing:
     if standing.state not in ON_CARD:
         return standing
-    why = "its head is not running"
-    return replace(standing, state=JobState.PARKED, reason=why, card=None)
+    return replace(standing, state=JobState.PARKED, reason="its head is not running", card=None)
 
 
 def state_of(path: Path) -> tuple[int, int, int] | None:

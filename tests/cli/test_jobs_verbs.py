@@ -175,6 +175,8 @@ def test_hold_and_release_without_a_job_are_about_the_queue(command: Command, fo
         (("list", "--run-dir", "elsewhere"), "`python -m orchestrator jobs run FILE` begins one"),
         (("submit",), "there is nothing to submit"),
         (("submit", "none.yaml"), "none.yaml: no such file"),
+        (("submit", "train.py"), "train.py is a program; type: python -m orchestrator jobs"),
+        (("submit", "--", "echo hi | wc"), "no shell reads it"),
         (("submit", "python", "train.py"), "-- python train.py"),
         (("submit", "--trian", "lr=1"), "there is no option --trian"),
         (("submit", "--name", "x", "none.yaml"), "is a job file"),
