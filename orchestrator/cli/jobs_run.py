@@ -190,7 +190,7 @@ def _with_new(options: Options, stored: StoredRun, jobs: Sequence[Job]) -> Optio
     typer.echo(
         f"Going on with the queue of run {stored.facts.run_id}: {left} of {len(known)} jobs left"
         + (f", {len(added)} new" if added else "")
-        + f"; look at it: {command_for(stored.folder, 'jobs', 'list', '--run')}",
+        + f"; look at it: {command_for(stored.folder, 'jobs', 'list')}",
         err=True,
     )
     facts = stored.facts

@@ -82,7 +82,8 @@ class Listed:
 
 def command_for(folder: Path, *words: str) -> str:
     """Return the command of words such as `report`, for a run that is named by its folder."""
-    command = ["python", "-m", "orchestrator", *words, folder.name]
+    command = ["python", "-m", "orchestrator", *words]
+    command += [*(["--run"] if words[0] == "jobs" else []), folder.name]  # it names a job there
     if folder.parent != _DEFAULT_RUNS_DIR:
         command += ["--run-dir", str(folder.parent)]
     return shlex.join(command)

@@ -447,11 +447,11 @@ class _Record:
             self.tell("", "last error of the workload", *(f"  {one_line(line)}" for line in lines))
         self.tell(*section("what fell short", missed, glyphs))
         self.tell(f"Outcome: {outcome}. Summary: {place}")
-        following: tuple[str, tuple[str, ...]] = (
+        following = (
             ("Go on", ("run", "--resume")) if interrupted else ("See what happened", ("report",))
         )
         if self.journal is not None and not interrupted:
-            following = ("See the results", ("jobs", "results", "--run"))
+            following = ("See the results", ("jobs", "results"))
         self.tell(f"{following[0]}: {command_for(self.folder, *following[1])}")
         self._report()
         return code

@@ -22,6 +22,7 @@ from orchestrator.jobs.model import (
     SweepSubmitted,
     Word,
 )
+from orchestrator.record.folders import command_for
 from orchestrator.record.jobs import QueueReader, write_outlook
 from orchestrator.record.store import STORE_NAME, RunStore
 from tests.cli.conftest import Command
@@ -70,6 +71,13 @@ def test_the_list_shows_every_job_and_that_the_head_is_dead(command: Command) ->
     lines = done.stdout.splitlines()
     assert [line.split()[:2] for line in lines[1:3]] == [["lr-0", "PARKED"], ["lr-1", "QUEUED"]]
     assert "its head is not running" in lines[-1]
+
+
+@pytest.mark.parametrize("word", ["list", "results"])
+@pytest.mark.usefixtures("folder")
+def test_the_command_that_is_told_of_a_queue_is_one(command: Command, word: str) -> None:
+    told = command_for(Path("runs") / RUN_ID, "jobs", word)
+    assert command(*told.split()[3:]).returncode == 0
 
 
 def test_a_queue_goes_on_only_where_it_was_begun(command: Command, folder: Path) -> None:

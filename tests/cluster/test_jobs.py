@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,8 +142,5 @@ def test_a_queue_survives_the_death_of_worker_and_head(night: Night) -> None:
     assert [standings[f"lr-{number}"].sha256 for number in range(len(RATES))] == undisturbed
     files = night.head.folder() / QUEUE_NAME / "files" / "lr-0"
     assert (files / "copied").read_bytes() == (files / "checkpoint.pt").read_bytes()
-    hint = next(line for line in err.splitlines() if line.startswith("See the results: python "))
-    results = python(*shlex.split(hint)[4:], cwd=night.file.parent, PYTHONPATH=str(ROOT))
-    assert "files/JOB" in results.stdout, results.stderr
     illegal = [event for event in night.head.events() if event["event"] == "illegal_event"]
     assert illegal == []
