@@ -12,7 +12,7 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -44,6 +44,15 @@ from orchestrator.view.phrases import counted
 
 _LOOK_EVERY_S: Final = 0.5
 _NAMED: Final = 8
+
+_RESTING: Final = frozenset({JobState.PARKED, JobState.PAUSED})
+#: In which states a word changes something (`jobs/lifecycle.py`).
+_OBEYING: Final = {
+    Word.CANCEL: frozenset(JobState) - ENDED,
+    Word.HOLD: frozenset(JobState) - ENDED - {JobState.HELD},
+    Word.RELEASE: _RESTING | {JobState.HELD},
+    Word.RETRY: _RESTING | ENDED - {JobState.DONE},
+}
 
 OfQueue = Annotated[
     str,
@@ -163,7 +172,7 @@ def submit(  # noqa: PLR0913 - one parameter for each option of the command
         said = {"after": after, "priority": priority, "hours": hours}
         options = {key: value for key, value in said.items() if value is not None}
         file = from_words(base, train, over or (), given, name=name, known=known, **options)
-    added = _not_known(expand(file), known)
+    added = jobs_run.not_known(expand(file), known)
     sweeps = sampled_sweeps(file, queue_of(folder / QUEUE_NAME))
     if added or sweeps:
         _put(folder, [*jobs_run.submitted(added, base, target), *sweeps])
@@ -201,6 +210,8 @@ def list_jobs(
     for line in view.jobs_lines(snapshot, width, glyphs):
         console.print(line)
     print_text(f"run {folder.name}: {view.summary_line(snapshot, glyphs)}")
+    if snapshot.held is not None:
+        print_text("`python -m orchestrator jobs release` lets it go on")
     if any(standing.state not in ENDED for standing in snapshot.standings):
         _tell_if_dead(folder)
 
@@ -260,7 +271,7 @@ def logs(
     folder = _folder(run, config, overrides, run_dir)
     standing = _standing(_snapshot(folder), job)
     lines = last_lines(folder, job)
-    if not lines and not follow:
+    if not lines and not (follow and _is_alive(folder)):
         state = standing.state.value
         print_text(f"{job} has printed nothing; it is {state}: {standing.reason}")
     for line in lines:
@@ -325,34 +336,19 @@ _add_word_of_queue(Word.RELEASE, "Let held jobs, or the whole queue, go on.")
 
 def _say(folder: Path, word: Word, names: Sequence[str]) -> None:
     snapshot, now_s, by = _snapshot(folder), time.time(), getpass.getuser()
-    for name in names:
-        _standing(snapshot, name)
+    named = {name: _standing(snapshot, name) for name in names}
     said: inbox.Message = [
-        Said(at_s=now_s, id=secrets.token_hex(8), word=word, job=name, by=by)
-        for name in dict.fromkeys(names)
+        Said(at_s=now_s, id=secrets.token_hex(8), word=word, job=name, by=by) for name in named
     ]
     if not names:
         said = [QueueHeld(at_s=now_s, reason=f"{by} holds it" if word is Word.HOLD else None)]
     _put(folder, said)
     what = f"{counted(len(said), 'job')}" if len(said) > _NAMED else ", ".join(names)
     print_text(f"{word.value}: {what or 'the whole queue'}, in the queue of run {folder.name}")
+    for name, one in named.items():
+        if one.state not in _OBEYING[word] and one.recalled_to is None:
+            print_text(f"{name} is {one.state.value}: while it is, that changes nothing")
     _tell_if_dead(folder)
-
-
-def _not_known(jobs: Iterable[Job], known: Iterable[Job]) -> list[Job]:
-    """Return the jobs that the queue does not have yet; `UsageError` for a name that is taken."""
-    there = {job.name: job for job in known}
-    added = []
-    for job in jobs:
-        other = there.get(job.name)
-        if other is None:
-            added.append(job)
-        elif other.id != job.id:
-            raise UsageError(
-                f"{job.origin}: the queue has another job {job.name}, from {other.origin}; give "
-                "this one another name"
-            )
-    return added
 
 
 def _folder(run: str, config: str, overrides: list[str] | None, run_dir: str | None) -> Path:
@@ -373,8 +369,8 @@ def _snapshot(folder: Path) -> QueueSnapshot:
         rows = read_run(folder).snapshot().rows
     except ArchiveError:
         rows = ()  # nothing has begun yet
-    now_s = time.time()
-    snapshot = QueueReader(folder).look(rows, now_s) or QueueSnapshot(standings=(), now_s=now_s)
+    now_s, empty = time.time(), QueueSnapshot(standings=(), now_s=time.time())
+    snapshot = QueueReader(folder).look(rows, now_s, is_alive=_is_alive(folder)) or empty
     names = {standing.job.name for standing in snapshot.standings}
     waiting = [job for job in _waiting_jobs(folder) if job.name not in names]
     return replace(snapshot, standings=(*snapshot.standings, *map(_in_inbox, waiting)))

@@ -5,7 +5,7 @@ Does not decide what runs where (`jobs/queue.py`), and runs nothing itself (`run
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from orchestrator.cli import options as opt
 from orchestrator.cli.loading import (
     config_of,
     config_of_one_machine,
+    config_to_read,
     duration_s,
     experiments_of,
     print_text,
@@ -80,7 +81,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     if rehearse or local:
         loaded = config_of_one_machine(config, overrides, typed, rehearse=rehearse)
     else:
-        loaded = config_of(config, overrides, typed)
+        loaded = _config_to_go_on(config, overrides, typed, begins=new or service)
     if loaded.compute_share_mode == "mps":
         # A job's share of the card changes; that of an MPS client cannot.
         loaded = loaded.model_copy(update={"compute_share_mode": "duty"})
@@ -96,6 +97,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     queue = Queue() if before is None else queue_of(before.folder / QUEUE_NAME)
     read = None if file is None else read_file(file, loaded, queue.jobs)
     jobs = () if read is None else expand(read)
+    before = None if before is None or _never_began(before, queue, jobs) else before
     options = runner.Options(
         json=json_output,
         plain=plain,
@@ -104,10 +106,10 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         queue=runner.QueueOptions(stays=stay, sweeps=sampled_sweeps(read, queue)),
     )
     if before is not None:
+        _check_mode(before, file, mode)
         options = _with_new(options, before, queue, jobs)
-        raise typer.Exit(
-            runner.go_on(before, options, duration_s(duration), cluster=loaded.cluster)
-        )
+        cluster = loaded.cluster if Path(config).exists() else None
+        raise typer.Exit(runner.go_on(before, options, duration_s(duration), cluster=cluster))
     if file is None and not stay:
         raise UsageError(
             "there is no unfinished queue to go on with; name a job file, or wait for jobs with "
@@ -121,6 +123,17 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         environment = environments.on_cluster(loaded)
     options = _with_jobs(options, jobs, environment.config, environment.target)
     raise typer.Exit(runner.run(environment, options))
+
+
+def _config_to_go_on(
+    config: str, overrides: list[str] | None, typed: Mapping[str, str | None], *, begins: bool
+) -> Config:
+    """Return the configuration; the shipped one where none is, and a queue that goes on has its own."""
+    if not begins and not Path(config).exists():
+        shipped = config_to_read(config, overrides, typed["run.dir"])
+        if _queue_before(Path(shipped.run.dir)) is not None:
+            return shipped
+    return config_of(config, overrides, typed)
 
 
 def _words(
@@ -155,18 +168,32 @@ def _queue_before(runs_dir: Path, waits_in: str = "") -> StoredRun | None:
     return None
 
 
+def _never_began(stored: StoredRun, queue: Queue, jobs: Sequence[Job]) -> bool:
+    """Return whether a queue was refused before it began, as without a cluster, and has none but
+    `jobs`: they begin anew, where and how the user says now.
+    """
+    is_covered = {job.id for job in jobs}.issuperset(job.id for job in queue.jobs)
+    was_refused = stored.outcome == "failed" and stored.elapsed_s == 0
+    has_more = bool(queue.sweeps) or any(waiting(stored.folder / QUEUE_NAME))
+    return was_refused and is_covered and not has_more
+
+
+def _check_mode(stored: StoredRun, file: str | None, wanted: str) -> None:
+    """Refuse jobs that were meant for another place than that of the unfinished queue."""
+    run_id, mode = stored.facts.run_id, stored.facts.mode
+    if mode != wanted and (file is not None or wanted != "cluster"):
+        place = "of the cluster" if mode == "cluster" else f"one of --{mode}"
+        raise UsageError(
+            f"the unfinished queue of run {run_id} is {place}; go on with it: python -m "
+            "orchestrator jobs run; or begin another: --new"
+        )
+
+
 def _with_new(options: Options, stored: StoredRun, queue: Queue, jobs: Sequence[Job]) -> Options:
     """Say that a queue goes on, and add the jobs of the file that it does not know."""
     assert options.queue is not None  # noqa: S101 - of this verb
     known = queue.standings
-    ids = {standing.job.id for standing in known.values()}
-    added = [job for job in jobs if job.id not in ids]
-    clash = next((job.name for job in added if job.name in known), None)
-    if clash is not None:
-        raise UsageError(
-            f"the unfinished queue of run {stored.facts.run_id} has another job {clash!r}; give "
-            "the new one another name, or begin another queue: --new"
-        )
+    added = not_known(jobs, queue.jobs)
     left = sum(standing.ended_at_s is None for standing in known.values())
     typer.echo(
         f"Going on with the queue of run {stored.facts.run_id}: {left} of {len(known)} jobs left"
@@ -182,6 +209,22 @@ def ground_of(facts: RunFacts) -> tuple[Config, Target]:
     """Return the configuration and the target of a run."""
     config = config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")
     return config, Target(device=facts.device, one_machine=facts.one_machine)
+
+
+def not_known(jobs: Iterable[Job], known: Iterable[Job]) -> list[Job]:
+    """Return the jobs that the queue does not have yet; `UsageError` for a name that is taken."""
+    there = {job.name: job for job in known}
+    added = []
+    for job in jobs:
+        other = there.get(job.name)
+        if other is None:
+            added.append(job)
+        elif other.id != job.id:
+            raise UsageError(
+                f"{job.origin}: the queue has another job {job.name}, from {other.origin}; give "
+                "this one another name, or begin another queue: jobs run --new"
+            )
+    return added
 
 
 def _with_jobs(options: Options, jobs: Sequence[Job], config: Config, target: Target) -> Options:
@@ -214,5 +257,7 @@ def read_file(file: str, base: Config, known: Sequence[Job] = ()) -> JobFile:
     """
     from orchestrator.jobs.spec import parse
 
+    if file.endswith((".py", ".sh")):
+        raise UsageError(f"{file} is a program; type: python -m orchestrator jobs submit -- {file}")
     text = read_text(file, "jobs.yaml", "jobs run PATH", "the path of a job file")
     return parse(text, file, base, known)

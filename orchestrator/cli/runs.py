@@ -91,7 +91,9 @@ def report_text(folder: Path, width: int, glyphs: Glyphs = UNICODE) -> str:
         if summary.get("workers"):
             lines.append(f"{STORE_NAME} is missing; summary.json has how its workers ended")
     else:
-        queue = QueueReader(run.folder).look(run.snapshot().rows, time.time())
+        queue = QueueReader(run.folder).look(
+            run.snapshot().rows, time.time(), is_alive=run.outcome == "running"
+        )
         snapshot = with_jobs(run.snapshot(), queue, glyphs)
         events = read_events(run.folder, _TOLD)
         missed = missed_of(events) if run.outcome == "degraded" else ()
@@ -143,13 +145,15 @@ def logs_text(folder: Path, slot: str, glyphs: Glyphs = UNICODE) -> str:
 def _run_cells(one: Listed, glyphs: Glyphs) -> tuple[str, ...]:
     told = run_object(one)
     started, exit_code, workers = told["started_at_unix_s"], told["exit_code"], told["workers"]
+    # A queue ends when it is empty.
+    spans = ("elapsed_s", "duration_s")[: 1 if (one.folder / QUEUE_NAME).exists() else 2]
     cells = (
         one.run_id,
         None if started is None else _local(started),
         glyphs.clean(told["mode"] or ""),
         glyphs.clean(one.outcome),
         None if exit_code is None else str(exit_code),
-        None if workers is None else f"{clock(told['elapsed_s'])}/{clock(told['duration_s'])}",
+        None if workers is None else "/".join(clock(told[span]) for span in spans),
         None if workers is None else str(workers),
         whole(told["steps_ok"]),
         share_pct(told["success_rate"]),

@@ -401,7 +401,7 @@ def start(slot: Slot, moment: Moment) -> Transition:
         slot,
         placed=True,
         state=HeadState.STARTING,
-        reason="its process starts and loads torch",
+        reason="its process starts",
         deaths_at_s=recent(slot.deaths_at_s, moment),
     )
     slot, command = slices.begin(slot, moment, new_process=again)

@@ -10,6 +10,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterator
+from pathlib import PurePath
 from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -102,6 +103,15 @@ def _names(value: object) -> tuple[str, ...]:
     if twice is not None:
         raise ValueError(f"has {in_words(twice)} twice; valid: each name once")
     return tuple(names)
+
+
+def _patterns(value: object) -> tuple[str, ...]:
+    for pattern in (patterns := _names(value)):
+        path = PurePath(pattern)
+        if path.is_absolute() or ".." in path.parts or not path.parts:
+            text = f"{in_words(pattern)} is not within the program's folder; valid: such as *.json"
+            raise ValueError(text)
+    return patterns
 
 
 def _nodes(value: object) -> tuple[str, ...]:
@@ -242,7 +252,7 @@ class Entry(Shared):
         tuple[str, ...] | None, BeforeValidator(_argv), Field(description=_COMMAND)
     ] = None
     cap: bool | None = None
-    outputs: Annotated[tuple[str, ...], BeforeValidator(_names)] = ()
+    outputs: Annotated[tuple[str, ...], BeforeValidator(_patterns)] = ()
     memory_gib: Gib | None = None
     sweep: _SweepOrNull = None
     stop: _StopOrNull = None

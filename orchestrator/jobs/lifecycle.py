@@ -176,7 +176,7 @@ def _attempt_ended(standing: Standing, record: AttemptEnded) -> Changes:
     more |= _after_attempt(standing, record) | _valued(standing, record.value, record.step)
     if record.cause is Cause.DONE:
         more["sha256"] = record.sha256
-    else:
+    elif record.cause is not Cause.PARKED:
         more["last_error"] = record.text or record.cause.value
     return _into(standing, state, reason, record.at_s, exit_code=record.exit_code, **more)
 

@@ -77,7 +77,8 @@ def from_words(
     if train is None and not command:
         raise refusal("jobs submit", "has nothing to do", "--train KEY=VALUE, or -- COMMAND")
     if command:
-        entry["command"], typed[*at, "command"] = list(command), "-- COMMAND"
+        line = command[0] if len(command) == 1 else list(command)
+        entry["command"], typed[*at, "command"] = line, "-- COMMAND"
     if train is not None:
         entry["train"] = {}
         for key, word, text in _pairs("--train", train):

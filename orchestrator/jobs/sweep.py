@@ -301,7 +301,8 @@ def _milestones(file: JobFile, entry: Entry, steps: int | None) -> Milestones | 
     rule = file.stop_of(entry)
     if rule is None or rule.first is None:
         metric, is_min = file.metric_of(entry)
-        if entry.sweep is None or (metric, is_min) == ("loss", True):
+        is_named = entry.sweep is not None or entry.stop is not None
+        if not is_named or (metric, is_min) == ("loss", True):
             return None
         return Milestones(rule="none", metric=metric, is_min=is_min, first=1, factor=2, last=1)
     return Milestones(

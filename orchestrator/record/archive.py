@@ -29,7 +29,7 @@ from pydantic import ConfigDict, TypeAdapter
 from orchestrator.core.slot import slot_state
 from orchestrator.errors import ArchiveError, NothingStoredError
 from orchestrator.jobs.journal import QUEUE_NAME
-from orchestrator.record.jobs import QueueReader, QueueSnapshot
+from orchestrator.record.jobs import QueueReader, QueueSnapshot, state_of
 from orchestrator.record.model import FIELDS, Row, Snapshot
 from orchestrator.record.store import (
     COMMANDS_KNOWN,
@@ -238,8 +238,9 @@ class StoredRun:
 
     @property
     def was_refused(self) -> bool:
-        """Whether an error ended it before its planned time began."""
-        return self.outcome == "failed" and self.elapsed_s == 0
+        """Whether an error ended it before its planned time began; a queue keeps its jobs."""
+        is_queue = (self.folder / QUEUE_NAME).exists()
+        return self.outcome == "failed" and self.elapsed_s == 0 and not is_queue
 
     @property
     def is_done(self) -> bool:
@@ -522,7 +523,7 @@ class Follower:
             NothingStoredError: The head has not stored anything yet.
             ArchiveError: The folder or its store cannot be read.
         """
-        state = tuple(_state_of(self._folder / f"{STORE_NAME}{suffix}") for suffix in ("", "-wal"))
+        state = tuple(state_of(self._folder / f"{STORE_NAME}{suffix}") for suffix in ("", "-wal"))
         before, now_s = self._frame, self._monotonic_s()
         if before is not None and (state == self._state or before.freshness is Freshness.ENDED):
             # Whether its head still lives does not show in the store.
@@ -539,7 +540,7 @@ class Follower:
                 events=(),
                 freshness=freshness,
                 late_s=late_s,
-                queue=self._queue_reader.look(before.snapshot.rows, self._unix_s()),
+                queue=self._queue(before.snapshot, freshness),
             )
             return self._frame
         run = read_run(self._folder)
@@ -561,9 +562,13 @@ class Follower:
             freshness=freshness,
             late_s=late_s,
             missed=missed_of(events) or (() if before is None else before.missed),
-            queue=self._queue_reader.look(snapshot.rows, self._unix_s()),
+            queue=self._queue(snapshot, freshness),
         )
         return self._frame
+
+    def _queue(self, snapshot: Snapshot, freshness: Freshness) -> QueueSnapshot | None:
+        is_alive = freshness in {Freshness.LIVE, Freshness.LATE}
+        return self._queue_reader.look(snapshot.rows, self._unix_s(), is_alive=is_alive)
 
     def _judged(self, run: StoredRun, now_s: float) -> tuple[Freshness, float]:
         late_s = max(0.0, now_s - self._changed_at_s)
@@ -579,12 +584,3 @@ def missed_of(events: Iterable[StoredEvent]) -> tuple[str, ...]:
     """Return what fell short, as the end of a run among these events says."""
     ends = [event.details.get("missed") for event in events if event.event == "run_ended"]
     return tuple(map(str, ends[-1])) if ends and isinstance(ends[-1], list) else ()
-
-
-def _state_of(path: Path) -> tuple[int, int, int] | None:
-    """Return what changes when a file is written; `None` if there is none."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns

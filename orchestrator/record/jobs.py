@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from orchestrator.errors import ArchiveError
 from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, decoded, queue_of
-from orchestrator.jobs.model import JobState, Standing
+from orchestrator.jobs.model import ON_CARD, JobState, Standing
 from orchestrator.jobs.queue import Queue
 from orchestrator.record.model import Row
 from workers.files import read_small, replace_whole
@@ -58,14 +58,18 @@ class QueueReader:
         self._state: tuple[object, ...] = ()
         self._standings: tuple[Standing, ...] = ()
 
-    def look(self, rows: Iterable[Row], now_s: float) -> QueueSnapshot | None:
+    def look(
+        self, rows: Iterable[Row], now_s: float, *, is_alive: bool = True
+    ) -> QueueSnapshot | None:
         """Return the queue as it is now; `None` where the run has none.
+
+        `is_alive`: its head is at work. Without it no job is, and what it expected is void.
 
         Raises:
             ArchiveError: The journal cannot be read.
         """
         journal, outlook = self._folder / JOURNAL_NAME, self._folder / _OUTLOOK_NAME
-        state = tuple(map(_state_of, (journal, outlook)))
+        state = (*map(state_of, (journal, outlook)), is_alive)
         if state[0] is None:
             return None
         if state != self._state:
@@ -73,9 +77,12 @@ class QueueReader:
                 self._read(journal)
             except OSError as failure:
                 raise ArchiveError(f"{journal} cannot be read: {failure.strerror}") from failure
-            told = _outlook(outlook)
+            told = _outlook(outlook) if is_alive else {}
             standings = self._queue.standings.values()
-            self._standings, self._state = tuple(_expected(one, told) for one in standings), state
+            self._standings = tuple(
+                _expected(one, told) if is_alive else _without_head(one) for one in standings
+            )
+            self._state = state
         return QueueSnapshot(
             standings=self._standings,
             held=self._queue.held,
@@ -138,7 +145,13 @@ def _expected(standing: Standing, outlook: Mapping[str, Any]) -> Standing:
     )
 
 
-def _state_of(path: Path) -> tuple[int, int, int] | None:
+def _without_head(standing: Standing) -> Standing:
+    if standing.state not in ON_CARD:
+        return standing
+    return replace(standing, state=JobState.PARKED, reason="its head is not running", card=None)
+
+
+def state_of(path: Path) -> tuple[int, int, int] | None:
     """Return what changes when a file is written; `None` if there is none."""
     try:
         status = path.stat()

@@ -483,7 +483,7 @@ class Dispatcher:
         yield from filter(None, (self.problem, self._inbox_problem))
         yield from self._sweeps.problems.values()
         if self.queue.held is not None:
-            yield f"the queue is held: {self.queue.held}"
+            yield f"the queue is held: {self.queue.held}; `jobs release` lets it go on"
 
     def shortfalls(self) -> Iterator[str]:
         """Yield a sentence for each job that did not end well, once the run has ended."""

@@ -380,7 +380,8 @@ class _Record:
             (self.folder / _SUMMARY_NAME).unlink(missing_ok=True)  # of a head that was interrupted
         if facts.elapsed_s > 0:
             remaining_s = max(0.0, facts.duration_s - facts.elapsed_s)
-            self.tell(f"Resuming after {facts.elapsed_s:.0f} s; {remaining_s:.0f} s remain")
+            left = "" if self.options.queue is not None else f"; {remaining_s:.0f} s remain"
+            self.tell(f"Resuming after {facts.elapsed_s:.0f} s{left}")
         with contextlib.suppress(
             OSError
         ):  # the store keeps it too, and says what is wrong with the disk

@@ -22,6 +22,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from orchestrator.config.duration import format_duration
+from orchestrator.jobs.lifecycle import is_better
 from orchestrator.jobs.model import (
     ENDED,
     ON_CARD,
@@ -86,14 +87,18 @@ def current(snapshot: QueueSnapshot) -> tuple[Standing, ...]:
 
 def _with_row(standing: Standing, rows: Mapping[str, Row]) -> Standing:
     row = rows.get(standing.job.name)
-    if row is None or standing.state not in ON_CARD:
+    if row is None or standing.state not in {*ON_CARD, JobState.PARKED}:
         return standing
-    told = row.progress
+    told, rule = row.progress, standing.job.milestones
+    step = standing.step if told.train_step is None else told.train_step
+    value = told.loss if rule is None or rule.metric == "loss" else None
+    if value is not None and is_better(standing, value):
+        standing = replace(standing, best=value, best_step=step)
     return replace(
         standing,
         reason=(standing.state is JobState.RUNNING and row.reason) or standing.reason,
-        step=standing.step if told.train_step is None else told.train_step,
-        value=standing.value if told.loss is None else told.loss,
+        step=step,
+        value=standing.value if value is None else value,
         out_of_memory=max(standing.out_of_memory, row.counts.oom_count),
     )
 
@@ -186,7 +191,7 @@ def job_cells(standing: Standing, snapshot: QueueSnapshot, glyphs: Glyphs) -> di
         "job": glyphs.shorten(glyphs.clean(job.name), _NAME_CELLS),
         "state": standing.state.value,
         "where": None if standing.card is None else glyphs.clean(standing.card),
-        "step": _steps(standing.step, job.steps),
+        "step": _steps(standing, snapshot),
         "metric": _figure(standing.value),
         "best": _best(standing),
         "time": _time(standing, snapshot),
@@ -203,7 +208,10 @@ def _at(step: int | None) -> str:
     return "" if step is None else f" at {step}"
 
 
-def _steps(step: int | None, steps: int | None) -> str | None:
+def _steps(standing: Standing, snapshot: QueueSnapshot) -> str | None:
+    """Return how far a job is, of how many steps: a command tells them while it runs."""
+    step, row = standing.step, snapshot.rows.get(standing.job.name)
+    steps = standing.job.steps or (row and row.progress.train_steps)
     return None if step is None else f"{step}" if steps is None else f"{step}/{steps}"
 
 
@@ -325,7 +333,7 @@ def job_object(standing: Standing, snapshot: QueueSnapshot) -> dict[str, Any]:
         "job_budget_mib": _mib(standing.budget_bytes),
         "job_peak_mib": _mib(standing.peak_bytes or (row.allocated_bytes if row else None)),
         "job_exit_code": standing.exit_code,
-        "job_dir": f"{snapshot.files}/{job.name}" if snapshot.files else None,
+        "job_dir": _folder(standing, snapshot),
         "job_sha256": standing.sha256,
     }
 
@@ -350,6 +358,11 @@ def json_text(snapshot: QueueSnapshot) -> str:
 def object_text(told: Mapping[str, Any]) -> str:
     """Return an object of a queue as JSON."""
     return summary_text({"schema": SCHEMA, **told})
+
+
+def _folder(standing: Standing, snapshot: QueueSnapshot) -> str | None:
+    """Return where a job's files are; `None` before its first attempt."""
+    return f"{snapshot.files}/{standing.job.name}" if snapshot.files and standing.attempt else None
 
 
 def _metric(standing: Standing) -> str | None:
@@ -383,7 +396,7 @@ def job_lines(
         "hours": None if job.hours is None else "-".join(map(_minute, job.hours)),
         "where": standing.card,
         "attempt": str(standing.attempt) if standing.attempt else None,
-        "step": _steps(standing.step, job.steps),
+        "step": _steps(standing, snapshot),
         _metric(standing) or "metric": _figure(standing.value),
         "best": _best(standing),
         "speed": ", ".join(f"{speed:.3g} steps/s on {c}" for c, speed in standing.speeds.items()),
@@ -395,7 +408,7 @@ def job_lines(
         "redone": format_duration(redone_s) if redone_s else None,
         "exit code": None if standing.exit_code is None else str(standing.exit_code),
         "weights": standing.sha256,
-        "files": f"{snapshot.files}/{job.name}" if snapshot.files else None,
+        "files": _folder(standing, snapshot),
         "from": job.origin,
         "code": job.code,
     }
@@ -491,7 +504,8 @@ def results_json(snapshot: QueueSnapshot) -> str:
 
 _RESULT_KEYS: Final = (
     "job_state", "job_metric_name", "job_metric", "job_best", "job_best_step", "job_step",
-    "job_ran_s", "job_redone_s", "job_peak_mib", "job_moves", "job_oom", "job_exit_code", "job_sha256", "job_dir",
+    "job_ran_s", "job_redone_s", "job_peak_mib", "job_moves", "job_oom", "job_exit_code",
+    "job_sha256", "job_dir", "job_reason",
 )  # fmt: skip
 
 
@@ -513,7 +527,7 @@ def results_text(snapshot: QueueSnapshot, glyphs: Glyphs) -> str:
     """Return the results as one table for people."""
     titles = (
         *("job", "settings", "state", "metric", "last", "best", "at step"),
-        *("time", "MiB", "moves", "OOM", "files"),
+        *("time", "MiB", "moves", "OOM"),
     )
     rows: list[tuple[str, ...]] = [titles]
     for job in _results(snapshot):
@@ -529,12 +543,15 @@ def results_text(snapshot: QueueSnapshot, glyphs: Glyphs) -> str:
             job["job_peak_mib"],
             job["job_moves"],
             job["job_oom"],
-            job["job_dir"],
         )
         rows.append(
             tuple(
                 glyphs.missing if cell in {None, ""} else glyphs.clean(str(cell)) for cell in cells
             )
         )
-    words = {"job", "settings", "state", "metric", "files"}
-    return "\n".join(aligned(rows, words))
+    nothing = {glyphs.missing, "0"}
+    shown = [n for n, column in enumerate(zip(*rows, strict=True)) if {*column[1:]} - nothing]
+    lines = aligned(
+        [[row[n] for n in shown] for row in rows], {"job", "settings", "state", "metric"}
+    )
+    return "\n".join([*lines, f"files: {snapshot.files}/JOB"])

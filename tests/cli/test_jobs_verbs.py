@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from orchestrator.cli.jobs_run import _with_jobs, read_file
-from orchestrator.cli.plan_jobs import JobsPlan, Prediction, plan_jobs_text
+from orchestrator.cli.plan_jobs import JobsPlan, plan_jobs_text
 from orchestrator.core.placement import Target
 from orchestrator.jobs import inbox
 from orchestrator.jobs.journal import JOURNAL_NAME, Journal
@@ -26,10 +27,13 @@ from orchestrator.jobs.model import (
 )
 from orchestrator.jobs.placement import Schedule, ScheduledJob
 from orchestrator.jobs.sweep import expand
+from orchestrator.record.folders import command_for
 from orchestrator.record.jobs import QueueReader, write_outlook
+from orchestrator.record.store import STORE_NAME, RunStore
+from orchestrator.run.prediction import Prediction
 from orchestrator.run.runner import Options, QueueOptions
 from tests.cli.conftest import Command
-from tests.factories import STARTED_UNIX_S, config_of, make_job, make_standing
+from tests.factories import FACTS, STARTED_UNIX_S, config_of, make_job, make_standing
 from tests.scene import ROOT
 from workers.settings import ASSUMED_CONTEXT_BYTES
 
@@ -73,8 +77,39 @@ def test_the_list_shows_every_job_and_that_the_head_is_dead(command: Command) ->
     done = command("jobs", "list")
     assert done.returncode == 0
     lines = done.stdout.splitlines()
-    assert [line.split()[:2] for line in lines[1:3]] == [["lr-0", "RUNNING"], ["lr-1", "QUEUED"]]
+    assert [line.split()[:2] for line in lines[1:3]] == [["lr-0", "PARKED"], ["lr-1", "QUEUED"]]
     assert "its head is not running" in lines[-1]
+
+
+@pytest.mark.parametrize("word", ["list", "results"])
+@pytest.mark.usefixtures("folder")
+def test_the_command_that_is_told_of_a_queue_is_one(command: Command, word: str) -> None:
+    told = command_for(Path("runs") / RUN_ID, "jobs", word)
+    assert command(*told.split()[3:]).returncode == 0
+
+
+def test_a_queue_goes_on_only_where_it_was_begun(command: Command, folder: Path) -> None:
+    store = RunStore(folder.parent / STORE_NAME)
+    store.begin(replace(FACTS, run_id=RUN_ID, mode="rehearse"))
+    store.commit()
+    Path("cluster.yaml").unlink()  # a rehearsal needs none
+    Path("more.yaml").write_text("jobs: [{name: more, command: ['true']}]")
+    done = command("jobs", "run", "more.yaml")
+    assert done.returncode == 2
+    said = f"the unfinished queue of run {RUN_ID} is one of --rehearse; go on with it: python -m"
+    assert said in done.stderr
+
+
+def test_a_queue_without_a_cluster_can_be_begun_again(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "cluster.yaml", tmp_path)
+    Path("q.yaml").write_text("jobs: [{name: a, command: ['true']}]")
+    nowhere = ("--set", "cluster.address=127.0.0.1:1")
+    for typed, runs in ((("q.yaml",), 1), (("q.yaml",), 2), ((), 2)):
+        done = command("jobs", "run", *typed, *nowhere)
+        assert (done.returncode, len(list(Path("runs").iterdir()))) == (3, runs), done.stderr
 
 
 def test_a_command_is_submitted_with_its_folder_and_code(command: Command, folder: Path) -> None:
@@ -132,6 +167,13 @@ def test_a_word_about_a_job_goes_into_the_inbox(command: Command, folder: Path, 
     ]
 
 
+@pytest.mark.parametrize(("word", "idle"), [("retry", "lr-1"), ("release", "lr-1"), ("hold", "")])
+@pytest.mark.usefixtures("folder")
+def test_a_word_that_changes_nothing_says_so(command: Command, word: str, idle: str) -> None:
+    said = command("jobs", word, "lr-1").stdout
+    assert ("lr-1 is QUEUED: while it is, that changes nothing" in said) is bool(idle)
+
+
 def test_hold_and_release_without_a_job_are_about_the_queue(command: Command, folder: Path) -> None:
     command("jobs", "hold")
     command("jobs", "release")
@@ -149,6 +191,8 @@ def test_hold_and_release_without_a_job_are_about_the_queue(command: Command, fo
         (("list", "--run-dir", "elsewhere"), "`python -m orchestrator jobs run FILE` begins one"),
         (("submit",), "there is nothing to submit"),
         (("submit", "none.yaml"), "none.yaml: no such file"),
+        (("submit", "train.py"), "train.py is a program; type: python -m orchestrator jobs"),
+        (("submit", "--", "echo hi | wc"), "no shell reads it"),
         (("submit", "python", "train.py"), "-- python train.py"),
         (("submit", "--trian", "lr=1"), "there is no option --trian"),
         (("submit", "--name", "x", "none.yaml"), "is a job file"),
@@ -179,7 +223,8 @@ def test_logs_are_those_of_the_slot_of_that_name(command: Command, folder: Path)
     (folder.parent / "output").mkdir()
     (folder.parent / "output" / "lr-0.log").write_text("step 1\nstep 2\n")
     assert command("jobs", "logs", "lr-0").stdout == "step 1\nstep 2\n"
-    assert command("jobs", "logs", "lr-1").stdout.startswith("lr-1 has printed nothing")
+    for words in (("logs", "lr-1"), ("logs", "lr-1", "-f")):  # there is no head to wait for
+        assert command("jobs", *words).stdout.startswith("lr-1 has printed nothing")
 
 
 def test_files_of_a_job_are_fetched_into_a_new_folder(command: Command, folder: Path) -> None:

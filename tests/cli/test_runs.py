@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from orchestrator.cli.runs import report_json, report_text, runs_json, runs_text
+from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.lab.advise.answer import CANNOT_TELL, advise
 from orchestrator.record.folders import find_run
 from orchestrator.record.model import Snapshot
@@ -68,13 +69,15 @@ def test_the_list_is_one_line_for_each_run_the_newest_first(tmp_path: Path) -> N
     written(tmp_path, "20261121-000000-0001", mode="local").end("degraded", 1, None, [])
     (tmp_path / "20261119-000000-0002").mkdir()
     (tmp_path / "20261119-000000-0002" / "head.json").write_text('{"pid": 999999999}')
+    (tmp_path / "20261121-000000-0001" / QUEUE_NAME).mkdir()  # it ends when it is empty
     (tmp_path / "20261118-000000-0003").mkdir()
     (tmp_path / "20261118-000000-0003" / STORE_NAME).write_text("no database" * 100)
 
     title, *lines = [line.split() for line in runs_text(tmp_path).split("\n\n")[0].splitlines()]
     assert title[:4] == ["run", "started", "mode", "outcome"]
     assert [line[0][-4:] for line in lines] == ["0001", "0b76", "0002", "0003"]
-    assert lines[0][3:] == ["local", "degraded", "1", "02:05/05:00", "1", "990", "99.0", "10", "2"]
+    assert lines[0][3:] == ["local", "degraded", "1", "02:05", "1", "990", "99.0", "10", "2"]
+    assert lines[1][6] == "02:05/05:00"
     assert lines[2][3:5] == ["–", "interrupted"]  # noqa: RUF001 - an en dash is what is shown for unknown
     assert lines[3][4] == "unreadable"
     assert runs_text(tmp_path, ASCII).isascii()

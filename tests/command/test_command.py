@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 import venv
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +21,7 @@ from orchestrator.jobs.model import Cause
 from tests.command.scenes import Slot, command_spec, told
 from tests.factories import RULES
 from tests.scene import ROOT, python
+from workers.command import files
 from workers.command.engine import ATTEMPT, CommandEngine
 from workers.command.files import Log
 from workers.command.launch import split_python
@@ -168,12 +171,27 @@ def test_ways_of_real_programs_to_end(code: str, cause: Cause) -> None:
     report = Slot(command_spec("-c", code)).end()
     assert report.ended is not None
     assert (cause_of(report.ended), report.verdict) == (cause, Verdict.DONE)
+    assert ("after a loss that is no number" in report.reason) is (cause is Cause.NAN_LOSS)
 
 
 def test_time_limit_ends_it() -> None:
     report = Slot(command_spec("-c", "import time; time.sleep(600)", time_limit_s=0.3)).end()
     assert report.ended is not None
     assert cause_of(report.ended) is Cause.TIME_LIMIT
+    assert report.reason == "ended by SIGTERM after its time limit"
+
+
+@pytest.mark.parametrize("ends", ["pass", "sys.exit(1)"])
+def test_outputs_are_copied_into_its_folder(ends: str, tmp_path: Path, state_dir: Path) -> None:
+    (tmp_path / "before.json").touch()
+    os.utime(tmp_path / "before.json", (1e9, 1e9))
+    code = (
+        f"import os, sys; os.mkdir('out'); [open(f, 'w') for f in ('out/a.json', 'b.txt')]; {ends}"
+    )
+    Slot(command_spec("-c", code, cwd=str(tmp_path), outputs=("**/*.json",))).end()
+    folder = state_dir / "state" / "run" / "job"
+    assert {path.name for path in folder.rglob("*.*")} == {"a.json", "job.json", "output.log"}
+    assert (folder / "out" / "a.json").is_file()
 
 
 @pytest.mark.parametrize("what", ["program", "folder"])
@@ -207,6 +225,20 @@ def test_its_results_are_reported() -> None:
         60,
     )
     assert report.metrics["auc"] == 0.75
+
+
+def test_what_is_left_takes_as_long_as_what_was_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moments = iter((100.0, 130.0))
+    monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: next(moments)))
+    results = files.Results(tmp_path / "results.jsonl")
+    results.begin()
+    for step in (10, 40):
+        with results.path.open("a") as file:
+            file.write(json.dumps({"step": step, "steps": 100}) + "\n")
+        results.read()
+    assert results.progress.eta_s == pytest.approx(60.0)
 
 
 def test_its_peak_is_that_of_all_its_processes() -> None:

@@ -142,3 +142,9 @@ def test_time_on_a_card_and_parked_is_added_up() -> None:
 
     assert (standing.ran_s, standing.parked_s) == (10.0, 7.0)
     assert (standing.card, standing.recalled_to) == (None, None)
+
+
+@pytest.mark.parametrize(("cause", "error"), [(Cause.PARKED, None), (Cause.KILLED, "by SIGKILL")])
+def test_a_program_that_parks_itself_made_no_error(cause: Cause, error: str | None) -> None:
+    ended = AttemptEnded(at_s=20.0, job="a", attempt=3, cause=cause, text="by SIGKILL")
+    assert advance(standing_in(JobState.RUNNING), ended).last_error == error

@@ -282,3 +282,9 @@ def test_a_damaged_file_is_read_or_refused_in_sentences(data: st.DataObject) -> 
     assert len(set(names)) == len(names)
     assert lines
     assert None not in lines
+
+
+@pytest.mark.parametrize("pattern", ["../*.json", "/etc/*", "."])
+def test_outputs_lie_within_the_folder_of_the_program(pattern: str) -> None:
+    text = f"jobs: [{{name: a, command: x, outputs: ['{pattern}']}}]"
+    assert f"'{pattern}' is not within the program's folder" in refused(text)

@@ -9,6 +9,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.jobs.milestones import milestones_of
 from orchestrator.jobs.model import Job
 from orchestrator.jobs.spec import parse
 from orchestrator.jobs.sweep import JobFile, expand
@@ -77,6 +78,14 @@ def test_only_members_of_sweeps_have_milestones() -> None:
     assert {name for name, job in night().items() if job.milestones} == {
         f"lr-{n}" for n in range(6)
     }
+
+
+def test_a_command_alone_may_name_its_metric() -> None:
+    text = "jobs: [{name: ev, command: ev, stop: {rule: none, metric: accuracy, mode: max}}]"
+    (job,) = expand(read(text))
+    assert job.milestones is not None
+    assert (job.milestones.metric, job.milestones.is_min) == ("accuracy", False)
+    assert list(milestones_of(job.milestones)) == []
 
 
 def test_the_same_file_gives_the_same_ids() -> None:

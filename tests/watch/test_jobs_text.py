@@ -65,6 +65,20 @@ def test_what_a_process_told_last_counts() -> None:
     row = make_row(slot="lr-0", reason="steady", progress=Progress(train_step=60, loss=2.5))
     (standing,) = view.current(queue_of(TRAINED, rows={"lr-0": row}))
     assert (standing.step, standing.value, standing.reason) == (60, 2.5, "steady")
+    assert (standing.best, standing.best_step) == (2.5, 60)
+
+
+def test_a_command_tells_its_steps_while_it_runs() -> None:
+    row = make_row(slot="lr-0", progress=Progress(train_step=60, train_steps=90))
+    command = replace(TRAINED, job=make_job(steps=None))
+    queue = queue_of(command, rows={"lr-0": row})
+    assert view.job_cells(view.current(queue)[0], queue, UNICODE)["step"] == "60/90"
+
+
+def test_a_job_that_never_began_has_no_files() -> None:
+    queue = queue_of(TRAINED, make_standing("begun", attempt=1))
+    folders = [job["job_dir"] for job in view.queue_object(queue)["jobs"]]
+    assert folders == [None, "runs/x/jobs/files/begun"]
 
 
 def test_what_was_done_again_counts_in_seconds() -> None:
@@ -143,6 +157,14 @@ def results_of(*, is_min: bool) -> list[str]:
 def test_results_have_the_best_first_and_a_column_for_each_setting() -> None:
     assert results_of(is_min=True) == ["b 0.0003", "a 0.0001", "c 0.001"]
     assert results_of(is_min=False) == ["a 0.0001", "b 0.0003", "c 0.001"]
+
+
+def test_results_have_no_column_in_which_nothing_stands() -> None:
+    done = make_standing("a", "DONE", value=2.0, best=1.5, attempt=1)
+    title, line, files = view.results_text(queue_of(done), UNICODE).splitlines()
+    assert title.split() == ["job", "state", "metric", "last", "best"]
+    assert line.split() == ["a", "DONE", "loss", "2", "1.5"]
+    assert files == "files: runs/x/jobs/files/JOB"
 
 
 def nodes_of(svg: str | None) -> list[ET.Element]:

@@ -8,7 +8,8 @@ import pytest
 
 from orchestrator.record.archive import StoredEvent
 from orchestrator.view.cells import wrapped
-from orchestrator.view.phrases import event_words, time_of_day
+from orchestrator.view.phrases import event_words, time_of_day, time_words
+from tests.factories import make_snapshot
 
 
 def stored(name: str, **details: object) -> StoredEvent:
@@ -51,3 +52,12 @@ def test_moments_are_times_of_day() -> None:
     here = datetime.fromtimestamp(at_unix_s).astimezone().strftime("%H:%M:%S")
     assert time_of_day("2026-11-22T12:07:34.677Z") == here
     assert event_words(stored("x", due_unix_s=at_unix_s))[1] == f"due {here}"
+
+
+@pytest.mark.parametrize(
+    ("jobs", "words"),
+    [(None, "starting for 00:03, then 05:00 of work"), ("1 queued", "starting for 00:03")],
+)
+def test_a_queue_has_no_length(jobs: str | None, words: str) -> None:
+    starting = make_snapshot(starting_s=3.0, duration_s=300.0, elapsed_s=0.0, jobs=jobs)
+    assert time_words(starting) == words

@@ -29,7 +29,7 @@ import pynvml
 from workers import oom
 from workers.command import keeper
 from workers.command.code import CODE, code_of, is_same_code
-from workers.command.files import Log, Record, Results, folder_of
+from workers.command.files import Log, Record, Results, folder_of, keep_outputs
 from workers.command.launch import JOB_DIR, launch
 from workers.host.processes import is_alive, start_time
 from workers.messages import (
@@ -85,7 +85,8 @@ class CommandEngine:
         self._group: dict[int, str | None] = {}
         """The processes below the keeper at the last look, each with when it began."""
         self._text = b""
-        self._began_s = 0.0
+        self._began_s = self._began_unix_s = 0.0
+        self._cwd = ""
         self._is_stopping = False
         self._was_asked = False
         self._out_of_time = False
@@ -107,7 +108,8 @@ class CommandEngine:
         ended_before = self._ending is not None
         if not ended_before and self._keeper is None:
             if directive.save:
-                self._ending = Ending(was_asked=True)  # nothing runs, and nothing is to
+                # Nothing runs, and nothing is to.
+                self._ending = Ending(was_asked=True, text="it had not begun")
             else:
                 self._begin(directive)
         if self._ending is None:
@@ -145,7 +147,7 @@ class CommandEngine:
             self._record = replace(self._record, starts=record.starts + 1)
             self._record.write(self._folder)
             plan = launch(self._spec, self._command, self._folder, resumes=resumes)
-            self._cap_bytes = plan.cap_bytes
+            self._cap_bytes, self._cwd = plan.cap_bytes, plan.cwd
             watch, parent = [os.getpid()], os.getppid()
             with contextlib.suppress(psutil.Error):
                 watch += [parent] if psutil.Process(parent).name() in _PARENTS else []
@@ -189,7 +191,7 @@ class CommandEngine:
         self._log.begin()
         self._results.begin()
         self._kills, self._peak_bytes = _oom_kills(), None
-        self._text, self._began_s = b"", time.monotonic()
+        self._text, self._began_s, self._began_unix_s = b"", time.monotonic(), time.time()
         self._keeper = subprocess.Popen(  # noqa: S603 - our own script
             [sys.executable, "-I", "-S", keeper.__file__],
             stdin=subprocess.PIPE,
@@ -251,6 +253,11 @@ class CommandEngine:
     def _judge(self, code: int) -> None:
         """Say how the program ended, by what only this PC can see."""
         self._results.read()
+        try:  # a file's time may be a moment behind
+            since_s = self._began_unix_s - 1.0
+            keep_outputs(self._command.outputs, self._cwd, self._folder, since_s)
+        except OSError as error:
+            self._tell("outputs_not_kept", reason=str(error))
         text = self._log.tail()
         failed = code != 0 and not self._was_asked
         memory = oom.judge_log(text) if failed else None
@@ -395,13 +402,19 @@ class CommandEngine:
 
 def in_words(ending: Ending) -> str:
     """Say how a program ended, with its last words."""
-    if not ending.started:
+    if not ending.started or (ending.exit_code is None and ending.signal is None):
         return ending.text
     words = f"with exit code {ending.exit_code}"
     if ending.signal is not None:
         words = f"by signal {ending.signal}"
         with contextlib.suppress(ValueError):
             words = f"by {signal.Signals(ending.signal).name}"
+    words += (
+        ending.time_limit * " after its time limit"
+        or ending.host_memory * " for want of RAM"
+        or ending.disk_full * " with a full disk"
+        or ending.nan_loss * " after a loss that is no number"
+    )
     last = "" if ending.exit_code == 0 else _last_line(ending.text)
     return f"ended {words}: {last}" if last else f"ended {words}"
 

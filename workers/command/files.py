@@ -11,6 +11,8 @@ import json
 import math
 import os
 import shutil
+import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -99,6 +101,8 @@ class Results:
     progress: Progress = field(default_factory=Progress)
     metrics: dict[str, float] = field(default_factory=dict)
     _at: int = 0
+    _first: tuple[int, float] | None = None
+    """The first step, and when it was read: what is left takes as long, where no ETA is told."""
 
     @property
     def nan_loss(self) -> bool:
@@ -108,7 +112,7 @@ class Results:
 
     def begin(self) -> None:
         """Let another program append to them: what is there is not that one's."""
-        self.progress, self.metrics = Progress(), {}
+        self.progress, self.metrics, self._first = Progress(), {}, None
         with contextlib.suppress(OSError):
             self._at = self.path.stat().st_size
 
@@ -128,6 +132,17 @@ class Results:
         lines = whole.splitlines()
         for line in lines[1:] if cut > begin else lines:
             self._take(line)
+        if lines:
+            self._estimate(time.monotonic())
+
+    def _estimate(self, now_s: float) -> None:
+        step, steps = self.progress.train_step, self.progress.train_steps
+        if step is None or steps is None or not {"eta", "eta_s"}.isdisjoint(self.metrics):
+            return
+        first, since_s = self._first = self._first or (step, now_s)
+        if step > first:
+            eta_s = max(0, steps - step) * (now_s - since_s) / (step - first)
+            self.progress = replace(self.progress, eta_s=eta_s)
 
     def _take(self, line: bytes) -> None:
         try:
@@ -172,6 +187,16 @@ class Record:
     def write(self, folder: Path) -> None:
         """Put it in place of the one before; `OSError` if it cannot be written."""
         replace_whole(folder / "job.json", json.dumps(asdict(self)))
+
+
+def keep_outputs(patterns: Iterable[str], cwd: str, folder: Path, since_unix_s: float) -> None:
+    """Copy what a program has written in its own folder, where it matches, into that of its job."""
+    root = Path(cwd)
+    for path in {path for pattern in patterns for path in root.glob(pattern)}:
+        if path.is_file() and path.stat().st_mtime >= since_unix_s and folder not in path.parents:
+            target = folder / path.relative_to(root)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, target)
 
 
 def _tail(path: Path, begin: int) -> bytes:
