@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,14 +24,15 @@ from ray.exceptions import (
     RuntimeEnvSetupError,
 )
 
-from orchestrator.cluster.actor import WorkerActor
 from orchestrator.cluster.command_folder import sent_folder
 from orchestrator.cluster.liveness import Pulse
 from orchestrator.cluster.node_tasks import NODE_LABEL, ProcessWatch, in_a_line, status_command
 from orchestrator.cluster.raylets import Raylets
+from orchestrator.cluster.spares import Spares, new_actor, other_drivers
 from orchestrator.core.fleet import (
     DeathCause,
     NodeFact,
+    Reservation,
     SliceEnded,
     SliceFailed,
     SliceFailure,
@@ -60,6 +61,8 @@ _PROBE_TIMEOUT_S = 60.0
 _OUT_OF_HOST_MEMORY = "NODE_OUT_OF_MEMORY"
 
 _CAUSE_CHARS = 500
+
+_NO_SLOT = "its process is a new one, which was not told its slot"
 
 #: What the head is called in its own `Pulse`.
 _HEAD = "head"
@@ -108,6 +111,12 @@ class RayFleet:
         self._coming_up: dict[str, Any] = {}
         """Of each slot the question for the id of its present process."""
         self._watch = ProcessWatch()
+        self._spares = Spares()
+        self._wants_spares = False
+        self._is_shared = raylets is None
+        """Whether others may need what spares reserve; as far as it was asked."""
+        self._were_spares: set[str] = set()
+        """Slots whose actors do not have their specification from the beginning."""
 
     def nodes(self) -> tuple[NodeFact, ...]:
         """While Ray's own store does not answer, what it last said still stands, for some seconds.
@@ -132,6 +141,8 @@ class RayFleet:
             live = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         except Exception:  # noqa: BLE001 - Ray raises many types when its store restarts
             return self._last_nodes
+        if self._wants_spares and self._raylets is None:
+            self._is_shared = other_drivers()
         doors = {
             node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in live
         }
@@ -174,17 +185,22 @@ class RayFleet:
             ) from error
 
     def place(self, spec: WorkerSpec, num_cpus: float, num_gpus: float) -> None:
-        # Ray hands the arguments to each new process of the actor, restarts it without a limit and
-        # never repeats a call: counting and waiting are the head's.
         self._specs[spec.slot] = spec
-        actor_class = ray.remote(WorkerActor)
-        self._actors[spec.slot] = actor_class.options(
-            num_cpus=num_cpus,
-            num_gpus=num_gpus,
-            label_selector={NODE_LABEL: spec.node},
-            max_restarts=-1,
-            max_task_retries=0,
-        ).remote(spec, self._folder(spec))
+        self._were_spares.discard(spec.slot)
+        place = Reservation(node=spec.node, num_cpus=num_cpus, num_gpus=num_gpus)
+        # A program loads torch by itself. Under MPS the daemon is awaited first.
+        takes_spare = spec.command is None and spec.mps_pipe_directory is None
+        actor = self._spares.take(place) if takes_spare else None
+        if actor is None:
+            self._spares.clear(spec.node)
+            actor = new_actor(place, spec, self._folder(spec))
+        else:
+            self._were_spares.add(spec.slot)
+        self._actors[spec.slot] = actor
+
+    def keep_spares(self, wanted: Sequence[Reservation]) -> None:
+        self._wants_spares = bool(wanted)
+        self._spares.keep(() if self._is_shared else wanted)
 
     def _folder(self, spec: WorkerSpec) -> Any:  # noqa: ANN401 - Ray's reference type has no name
         """Return where a command finds its folder on its node, once that is there; `None` on this
@@ -206,7 +222,11 @@ class RayFleet:
             directive.duration_s == 0
         ):  # the first slice of a process, or of one that could not be reached before
             self._up.pop(slot, None)
-            self._coming_up[slot] = self._actors[slot].process_id.remote()
+            self._coming_up[slot] = (
+                self._actors[slot].take_slot.remote(self._specs[slot])
+                if slot in self._were_spares
+                else self._actors[slot].process_id.remote()
+            )
         ref = self._actors[slot].run_slice.remote(directive)
         self._flights[ref] = _Flight(slot, directive)
 
@@ -307,9 +327,11 @@ class RayFleet:
     # Ray's reference type has no name.
     def _ended(self, ref: Any, flight: _Flight) -> SliceEnded:  # noqa: ANN401
         try:
-            report: Report = ray.get(ref)
+            report: Report | None = ray.get(ref)
         except RayError as error:
             return SliceFailed.of(flight.slot, flight.directive, _failure(error), in_a_line(error))
+        if report is None:
+            return SliceFailed.of(flight.slot, flight.directive, SliceFailure.UNSENT, _NO_SLOT)
         if report.device is not None and not flight.given_up:
             self._pids[flight.slot] = report.device.pid
             self._watch.begin(self._specs[flight.slot].node)

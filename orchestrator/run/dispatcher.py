@@ -20,6 +20,7 @@ from typing import Any, Final, TypeAlias
 from orchestrator.config.gpu_specs import PROFILES, peak_tflops
 from orchestrator.config.load import config_from_data
 from orchestrator.config.schema import Config
+from orchestrator.core.fleet import Reservation
 from orchestrator.core.placement import NodeBudget, SlotPlan, Target, node_budget, plan_slots
 from orchestrator.core.slot import Hold, Phase, Slot
 from orchestrator.errors import ConfigError
@@ -152,6 +153,29 @@ class Dispatcher:
     def at_work(self) -> frozenset[str]:
         """Return the jobs that have a place on a card, and are to keep it."""
         return self.queue.on_card - self.rests()
+
+    def spares(self, nodes: Collection[str]) -> tuple[Reservation, ...]:
+        """Return what a job alone reserves on each card without a job, of a queue that waits for
+        more: only there cards are free for long.
+        """
+        if not (self.stays and self._has_looked):
+            return ()
+        taken = {self.queue.shown(name).card for name in self.queue.on_card}
+        cards = cards_of(self.config, nodes)
+        return tuple(
+            self._reserved(card.node, 1.0)
+            for card in cards
+            if card.closed is None and card.name not in taken
+        )
+
+    def _reserved(self, node: str, part: float) -> Reservation:
+        """Return what a job reserves that has this part of a card."""
+        share = self._budgets[node]
+        return Reservation(
+            node=node,
+            num_cpus=share.cpus_per_worker * max(1, int(share.workers_per_card * part)),
+            num_gpus=math.floor(1e4 * part) / 1e4 if share.gpus else 0.0,
+        )
 
     def _is_recalled(self, name: str) -> bool:
         return self.queue.shown(name).recalled_to is not None
@@ -366,12 +390,8 @@ class Dispatcher:
             run_id=self.folder.parent.name,
             command=None if job.command is None else self._command(standing, job.command),
         )
-        return replace(
-            plan,
-            spec=spec,
-            num_cpus=share.cpus_per_worker * max(1, int(share.workers_per_card * part)),
-            num_gpus=math.floor(1e4 * part) / 1e4 if share.gpus else 0.0,
-        )
+        reserved = self._reserved(node, part)
+        return replace(plan, spec=spec, num_cpus=reserved.num_cpus, num_gpus=reserved.num_gpus)
 
     def _command(self, standing: Standing, command: CommandSpec) -> CommandSpec:
         """Return a command with the folders of other jobs, and what its attempt is told."""
