@@ -60,22 +60,17 @@ class WorkerActor:
         self._output: CapturedOutput | None = None
         self._poisoned = False
 
-    def process_id(self) -> int:
+    def process_id(self, spec: WorkerSpec | None = None) -> int:
         """Return the id of this process.
 
-        Asked before its first slice, it tells that the process has come up.
+        Asked before its first slice, it tells that the process has come up. A spare is told its
+        slot's specification by it.
         """
-        return os.getpid()
-
-    def take_slot(self, spec: WorkerSpec) -> int:
-        """Be the slot's process from now on, if this is a spare; return its id."""
         self._spec = self._spec or spec
         return os.getpid()
 
     def run_slice(self, directive: Directive) -> Report | None:
-        """Run one slice and report.
-
-        `None`: this is a spare, and nothing has run. The process before it had the slot.
+        """Run one slice and report; `None`: nothing was run, as this spare has no slot yet.
 
         A process whose context is corrupted has said so in its last report; the next directive ends
         it, and Ray starts a fresh one in its place. It cannot end itself any earlier: a report must
@@ -101,12 +96,9 @@ class WorkerActor:
 
 
 def load_ahead() -> None:
-    """Load what a training imports. No device is opened, and no setting of a job is used.
-
-    What cannot be loaded is told by the first slice.
-    """
+    """Load what a training imports; open no device, and use no setting of a job."""
     set_for_cuda(os.environ, None)
-    with suppress(Exception):
+    with suppress(Exception):  # the first slice tells it
         for name in _OF_TRAININGS:
             importlib.import_module(name)
 

@@ -62,8 +62,6 @@ _OUT_OF_HOST_MEMORY = "NODE_OUT_OF_MEMORY"
 
 _CAUSE_CHARS = 500
 
-_NO_SLOT = "its process is a new one, which was not told its slot"
-
 #: What the head is called in its own `Pulse`.
 _HEAD = "head"
 
@@ -115,8 +113,8 @@ class RayFleet:
         self._wants_spares = False
         self._is_shared = raylets is None
         """Whether others may need what spares reserve; as far as it was asked."""
-        self._were_spares: set[str] = set()
-        """Slots whose actors do not have their specification from the beginning."""
+        self._told: dict[str, WorkerSpec] = {}
+        """Of each slot whose actor was a spare, what each of its processes is told first."""
 
     def nodes(self) -> tuple[NodeFact, ...]:
         """While Ray's own store does not answer, what it last said still stands, for some seconds.
@@ -186,17 +184,12 @@ class RayFleet:
 
     def place(self, spec: WorkerSpec, num_cpus: float, num_gpus: float) -> None:
         self._specs[spec.slot] = spec
-        self._were_spares.discard(spec.slot)
+        self._told.pop(spec.slot, None)
         place = Reservation(node=spec.node, num_cpus=num_cpus, num_gpus=num_gpus)
-        # A program loads torch by itself. Under MPS the daemon is awaited first.
-        takes_spare = spec.command is None and spec.mps_pipe_directory is None
-        actor = self._spares.take(place) if takes_spare else None
-        if actor is None:
-            self._spares.clear(spec.node)
-            actor = new_actor(place, spec, self._folder(spec))
-        else:
-            self._were_spares.add(spec.slot)
-        self._actors[spec.slot] = actor
+        actor = self._spares.take(place, spec)
+        if actor is not None:
+            self._told[spec.slot] = spec
+        self._actors[spec.slot] = actor or new_actor(place, spec, self._folder(spec))
 
     def keep_spares(self, wanted: Sequence[Reservation]) -> None:
         self._wants_spares = bool(wanted)
@@ -222,11 +215,7 @@ class RayFleet:
             directive.duration_s == 0
         ):  # the first slice of a process, or of one that could not be reached before
             self._up.pop(slot, None)
-            self._coming_up[slot] = (
-                self._actors[slot].take_slot.remote(self._specs[slot])
-                if slot in self._were_spares
-                else self._actors[slot].process_id.remote()
-            )
+            self._coming_up[slot] = self._actors[slot].process_id.remote(self._told.get(slot))
         ref = self._actors[slot].run_slice.remote(directive)
         self._flights[ref] = _Flight(slot, directive)
 
@@ -331,7 +320,8 @@ class RayFleet:
         except RayError as error:
             return SliceFailed.of(flight.slot, flight.directive, _failure(error), in_a_line(error))
         if report is None:
-            return SliceFailed.of(flight.slot, flight.directive, SliceFailure.UNSENT, _NO_SLOT)
+            text = "its process is a new one, and was not told its slot"
+            return SliceFailed.of(flight.slot, flight.directive, SliceFailure.UNSENT, text)
         if report.device is not None and not flight.given_up:
             self._pids[flight.slot] = report.device.pid
             self._watch.begin(self._specs[flight.slot].node)

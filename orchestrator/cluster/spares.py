@@ -19,6 +19,7 @@ import ray
 from orchestrator.cluster.actor import WorkerActor
 from orchestrator.cluster.node_tasks import NODE_LABEL
 from orchestrator.core.fleet import Reservation
+from workers.settings import WorkerSpec
 
 
 def new_actor(place: Reservation, *arguments: object) -> Any:  # noqa: ANN401 - Ray's, without a name
@@ -52,31 +53,26 @@ class Spares:
                 ray.kill(actor, no_restart=True)
         self._actors = [*kept, *((place, new_actor(place)) for place in missing.elements())]
 
-    def take(self, place: Reservation) -> Any | None:  # noqa: ANN401 - as above
-        """Return one that reserves just this, and know it no more; `None`: there is none."""
-        for index, (reserved, actor) in enumerate(self._actors):
+    def take(self, place: Reservation, spec: WorkerSpec) -> Any | None:  # noqa: ANN401 - as above
+        """Return one for a slot, and know it no more; or end those of its node, which are in the
+        way. A program loads torch by itself, and under MPS a daemon is awaited first.
+        """
+        is_of_use = spec.command is None and spec.mps_pipe_directory is None
+        for index, (reserved, actor) in enumerate(self._actors if is_of_use else ()):
             if reserved == place:
                 del self._actors[index]
                 return actor
+        self.keep([reserved for reserved, _ in self._actors if reserved.node != place.node])
         return None
-
-    def clear(self, node: str) -> None:
-        """End those of a node: what they reserve is needed."""
-        self.keep([place for place, _ in self._actors if place.node != node])
 
 
 def other_drivers() -> bool:
-    """Say whether another program is connected to the cluster, also where Ray does not tell.
-
-    The public way to ask needs a running dashboard.
-    """
+    """Say whether another program is connected to the cluster, also where Ray does not tell."""
     try:
-        # Private: its absence must not break the fleet.
+        # Private; the public way needs a running dashboard.
         from ray._private.state import jobs  # noqa: PLC0415
 
-        own = ray.get_runtime_context().get_job_id()
-        # No types here.
-        found = jobs()  # type: ignore[no-untyped-call]
+        own, found = ray.get_runtime_context().get_job_id(), jobs()  # type: ignore[no-untyped-call]
         return any(job["JobID"] != own and not job["IsDead"] for job in found)
     except Exception:  # noqa: BLE001 - an internal of Ray that may change with any release
         return True

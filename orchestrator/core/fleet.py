@@ -150,10 +150,8 @@ class Fleet(Protocol):
         """
 
     def keep_spares(self, wanted: Sequence[Reservation]) -> None:
-        """Hold a process without a slot for each of these, with torch loaded and no device opened:
-        `place` takes it for a training with just that reservation.
-
-        They reserve it meanwhile. Where others may wait for it, none are held.
+        """Hold a process with torch loaded and no device opened for each of these, which it
+        reserves: `place` takes it for just that. Where others may wait for it, none are held.
         """
 
     def submit(self, slot: str, directive: Directive) -> None:

@@ -155,21 +155,18 @@ class Dispatcher:
         return self.queue.on_card - self.rests()
 
     def spares(self, nodes: Collection[str]) -> tuple[Reservation, ...]:
-        """Return what a job alone reserves on each card without a job, of a queue that waits for
-        more: only there cards are free for long.
-        """
+        """Return what a job would reserve on each card without one, of a queue that waits for more."""
         if not (self.stays and self._has_looked):
             return ()
         taken = {self.queue.shown(name).card for name in self.queue.on_card}
-        cards = cards_of(self.config, nodes)
         return tuple(
             self._reserved(card.node, 1.0)
-            for card in cards
+            for card in cards_of(self.config, nodes)
             if card.closed is None and card.name not in taken
         )
 
     def _reserved(self, node: str, part: float) -> Reservation:
-        """Return what a job reserves that has this part of a card."""
+        """Return what a job with this part of a card reserves."""
         share = self._budgets[node]
         return Reservation(
             node=node,

@@ -23,7 +23,7 @@ def in_a_spare(spec: WorkerSpec) -> tuple[list[Mapping[str, str]], list[Report |
     spare = WorkerActor()
     assert "torch._dynamo" in sys.modules
     environments, answers = [dict(os.environ)], [spare.run_slice(FIRST)]
-    assert spare.take_slot(spec) == spare.take_slot(replace(spec, slot="another")) == os.getpid()
+    assert spare.process_id(spec) == spare.process_id(replace(spec, slot="other")) == os.getpid()
     answers.append(spare.run_slice(FIRST))
     return [*environments, dict(os.environ)], answers
 
