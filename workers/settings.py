@@ -251,6 +251,10 @@ class CommandSpec:
     time_limit_s: float | None = None
     grace_s: float = 30.0
     """Between SIGTERM and SIGKILL."""
+    lease_s: float | None = None
+    """It ends if its worker gets no slice for so long: another PC may have begun it anew. `None`:
+    none can.
+    """
     cap: bool = True
     """Whether a Python script is started by `workers.capped` with the job's memory."""
     outputs: tuple[str, ...] = ()

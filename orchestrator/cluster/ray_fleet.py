@@ -27,7 +27,7 @@ from ray.exceptions import (
 from orchestrator.cluster.command_folder import sent_folder
 from orchestrator.cluster.liveness import Pulse
 from orchestrator.cluster.node_tasks import NODE_LABEL, ProcessWatch, in_a_line, status_command
-from orchestrator.cluster.raylets import Raylets
+from orchestrator.cluster.raylets import Raylets, reap_keepers
 from orchestrator.cluster.spares import Spares, new_actor, other_drivers
 from orchestrator.core.fleet import (
     DeathCause,
@@ -123,6 +123,8 @@ class RayFleet:
             NoClusterError: The cluster's head has ended. Ray would say so after 60 s, and end this
                 process.
         """
+        if self._raylets is not None:
+            reap_keepers()
         now_s = time.monotonic()
         host, _, port = self._address.rpartition(":")
         self._head_pulse.silent({_HEAD: (host.strip("[]"), int(port))}, now_s)

@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from orchestrator.errors import NoClusterError
+from workers.command import keeper
 
 #: Ray's least (ray_constants.OBJECT_STORE_MINIMUM_MEMORY_BYTES is 75 MiB); reports are inlined and
 #: need none of it.
@@ -209,6 +210,17 @@ class Raylets:
         start = self._starting.pop(name, None)
         if start is not None:
             start.result()
+
+
+def reap_keepers() -> None:
+    """Take note of the end of keepers of commands: they leave their worker, and so became children
+    of this process. What else has ended is for those who started it.
+    """
+    with contextlib.suppress(ChildProcessError):  # there are no children
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if Path(f"/proc/{ended.si_pid}/comm").read_text(encoding="utf-8") != f"{keeper.NAME}\n":
+                return
+            os.waitpid(ended.si_pid, 0)
 
 
 def _family(pid: int) -> list[psutil.Process]:

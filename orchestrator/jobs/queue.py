@@ -8,7 +8,7 @@ the journal, asked about the same world, answers the same.
 
 What the caller owes: every card of the configuration is in `World.cards`, closed while its node is
 away; a job whose node does not answer has no entry in `World.seen`, and one with `node_lost` once
-that has lasted `NODE_LOST_S`.
+that has lasted `node_lost_s` of it.
 
 Does not decide where a job fits (`placement.py`), who goes on at a milestone (`milestones.py`), or
 what a cause of failure means (`causes.py`), and keeps nothing on disk (`journal.py`).
@@ -50,8 +50,14 @@ from orchestrator.jobs.model import (
 )
 from orchestrator.jobs.placement import Candidate, Plan, Resident
 
-#: A node that is away for so long is lost, and its jobs go on elsewhere.
+#: A node that is away for so long is lost, and its trainings go on elsewhere: without a head, a
+#: worker there trains no more.
 NODE_LOST_S = 30.0
+
+#: A program that hears nothing of the head for so long is ended by its own node; after that, and
+#: what it is given to end, with a reserve for late news, it may begin elsewhere.
+COMMAND_LEASE_S = 60.0
+_LEASE_RESERVE_S = 15.0
 
 #: So many jobs are looked at for a place, and so many of them with the same needs.
 _CANDIDATES, _ALIKE_CANDIDATES = 32, 12
@@ -74,6 +80,11 @@ _OF_A_JOB = frozenset(get_args(_JobRecord))
 _set = object.__setattr__
 
 _CHANGING = re.compile(r"0x[0-9a-f]+|\d+")
+
+
+def node_lost_s(job: Job) -> float:
+    """Return how long the node of a job is away before the job may go on elsewhere."""
+    return NODE_LOST_S if job.command is None else COMMAND_LEASE_S + _LEASE_RESERVE_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

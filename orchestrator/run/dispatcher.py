@@ -45,7 +45,7 @@ from orchestrator.jobs.model import (
     Submitted,
     World,
 )
-from orchestrator.jobs.queue import NODE_LOST_S, Queue
+from orchestrator.jobs.queue import COMMAND_LEASE_S, Queue, node_lost_s
 from orchestrator.record.events import EventLog
 from orchestrator.record.jobs import QueueSnapshot, write_outlook
 from orchestrator.run.job_files import JobFiles
@@ -305,7 +305,8 @@ class Dispatcher:
         away_since_s = self._away_since_s.setdefault(name, self._at_s) if is_away else self._at_s
         if not is_away:
             self._away_since_s.pop(name, None)
-        if standing.state not in ON_CARD or (is_away and self._at_s - away_since_s < NODE_LOST_S):
+        patience_s = node_lost_s(standing.job)
+        if standing.state not in ON_CARD or (is_away and self._at_s - away_since_s < patience_s):
             return None
         peak_bytes = None if report is None or report.memory is None else report.memory.peak_bytes
         if peak_bytes is not None:
@@ -385,12 +386,12 @@ class Dispatcher:
             else max(1, share.gpus),
             workload=replace(plan.spec.workload, seed=config.workload.seed),
             run_id=self.folder.parent.name,
-            command=None if job.command is None else self._command(standing, job.command),
+            command=None if job.command is None else self._command(standing, job.command, node),
         )
         reserved = self._reserved(node, part)
         return replace(plan, spec=spec, num_cpus=reserved.num_cpus, num_gpus=reserved.num_gpus)
 
-    def _command(self, standing: Standing, command: CommandSpec) -> CommandSpec:
+    def _command(self, standing: Standing, command: CommandSpec, node: str) -> CommandSpec:
         """Return a command with the folders of other jobs, and what its attempt is told."""
         job, attempt = standing.job, standing.attempt
         env = {name: self._with_folders(value) for name, value in command.env.items()}
@@ -401,8 +402,11 @@ class Dispatcher:
             env[CODE] = job.code
         if self.target.one_machine:
             env[JOB_DIR] = str(self._files.of(job.name))
+        # The head's own PC cannot be cut off from it.
+        is_remote = not self.target.one_machine and node != self.config.head_node
         return replace(
             command,
+            lease_s=COMMAND_LEASE_S if is_remote else None,
             argv=tuple(self._with_folders(word) for word in command.argv),
             cwd=None if command.cwd is None else self._with_folders(command.cwd),
             env=env,

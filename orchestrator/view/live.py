@@ -20,7 +20,7 @@ from rich.text import Text
 
 from orchestrator.core.slot import SlotState
 from orchestrator.record.events import EventLog
-from orchestrator.record.model import Snapshot
+from orchestrator.record.model import Row, Snapshot
 from orchestrator.record.store import RunStore
 from orchestrator.view.cells import glyphs_for
 from orchestrator.view.phrases import closing_lines, tflops_words, time_words
@@ -178,11 +178,10 @@ class PlainLines:
             if self._states.get(brief.slot) is not brief.state:
                 row = snapshot.row(brief)
                 self._states[row.slot] = row.state
-                size = "" if row.size is None else f" size {row.size}"
                 reason = self._glyphs.shorten(self._glyphs.clean(row.reason), _REASON_CELLS)
                 self._say(
                     f"{at} {self._glyphs.clean(row.slot)} "
-                    f"{row.state}{size}{': ' if reason else ''}{reason}"
+                    f"{row.state}{_work(row)}{': ' if reason else ''}{reason}"
                 )
         for notice in snapshot.notices:
             if notice not in self._notices:
@@ -222,6 +221,15 @@ class PlainLines:
             self._gone = True  # the reader or the stream is closed
         except OSError:
             pass  # a full disk under a log may have room again later
+
+
+def _work(row: Row) -> str:
+    """Return what a worker works at: the step of a training, else the size of its products."""
+    progress = row.progress
+    if progress.train_step is None:
+        return "" if row.size is None else f" size {row.size}"
+    of = "" if progress.train_steps is None else f"/{progress.train_steps}"
+    return f" step {progress.train_step}{of}"
 
 
 class _Frame:

@@ -130,3 +130,24 @@ def test_worker_that_ignores_its_children_learns_the_end(state_dir: Path) -> Non
         signal.signal(signal.SIGCHLD, before)
     assert report.ended is not None
     assert report.ended.exit_code == 3
+
+
+def test_a_program_ends_when_the_head_is_silent(tmp_path: Path, state_dir: Path) -> None:
+    slot = Slot(command_spec("-c", "import time; time.sleep(600)", cwd=str(tmp_path), lease_s=1.0))
+    slot.slice()
+    program = slot.engine._pid
+    wait_for(lambda: is_gone(program), "the end of the program")
+
+    ended = slot.end().ended
+    assert ended is not None
+    assert (ended.signal, ended.was_asked) == (signal.SIGTERM, False)
+    assert "no word from the head for 1 s" in ended.text
+
+
+def test_slices_keep_a_program_alive(tmp_path: Path, state_dir: Path) -> None:
+    slot = Slot(command_spec("-c", "import time; time.sleep(600)", cwd=str(tmp_path), lease_s=5.0))
+    until_s = time.monotonic() + 7.0
+    while time.monotonic() < until_s:
+        report = slot.slice(1.0)
+    assert report.ended is None
+    slot.rest()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.core.placement import Target
 from orchestrator.core.user_commands import CommandRefusedError, Do
 from orchestrator.jobs import inbox
 from orchestrator.jobs.model import (
@@ -27,6 +28,7 @@ from orchestrator.jobs.model import (
     Submitted,
     Word,
 )
+from orchestrator.jobs.queue import COMMAND_LEASE_S
 from orchestrator.record.archive import read_run
 from tests.jobs.scene import command, training
 from tests.run.jobs_scene import HeadDiesError, JobsRun, hash_after
@@ -130,6 +132,26 @@ def test_of_a_lost_node_a_job_goes_on_elsewhere(new_jobs: JobsMaker) -> None:
     assert run.fleet.live_on("pc1") == [], "nothing of the attempt before comes back"
     run.finish()
     check_ends(run)
+
+
+def test_a_lost_program_waits_for_the_end_of_its_lease(new_jobs: JobsMaker) -> None:
+    run = new_jobs(command("one"))
+    run.fleet.program_steps["one"] = 9000
+    run.until(10.0)
+    run.fleet.lose("pc1")
+    run.until(10.0 + COMMAND_LEASE_S)
+    assert run.fleet.homes == [("one", "pc1")], "it may still run there"
+    run.until(120.0)
+    assert run.fleet.homes[-1] == ("one", "pc2")
+
+
+def test_only_programs_on_other_pcs_have_a_lease(new_jobs: JobsMaker) -> None:
+    run = new_jobs(command("near", nodes=("pc1",)), command("far", nodes=("pc2",)))
+    run.dispatcher.target = Target(device="cpu")
+    run.fleet.program_steps |= {"near": 900, "far": 900}
+    run.until(5.0)
+    leases = {name: spec.command.lease_s for name, spec in run.fleet.specs.items() if spec.command}
+    assert leases == {"near": None, "far": COMMAND_LEASE_S}
 
 
 def test_a_node_that_is_back_in_time_keeps_its_job(new_jobs: JobsMaker) -> None:

@@ -14,7 +14,7 @@ from orchestrator.core.slot import HeadState
 from orchestrator.view.live import LiveTable, PlainLines
 from tests.factories import make_row, make_snapshot
 from tests.watch.scene import Clock
-from workers.messages import WorkerState
+from workers.messages import Progress, WorkerState
 
 
 class Lost(io.StringIO):
@@ -151,6 +151,14 @@ def test_plain_lines_say_changes_once_and_progress_regularly(
         "00:10 of 00:30  nodes 2/2  1 BACKOFF  9.610 TFLOP/s  oom 3",
         "00:30 of 00:30  nodes 2/2  1 BACKOFF  9.610 TFLOP/s  oom 3",
     ]
+
+
+def test_plain_lines_tell_the_step_of_a_training() -> None:
+    stream = io.StringIO()
+    training = make_row(progress=Progress(train_step=12, train_steps=40))
+    PlainLines(stream).update(make_snapshot(training))
+
+    assert " pc1/0 RUNNING step 12/40: steady\n" in stream.getvalue()
 
 
 def test_plain_lines_report_progress_while_workers_start() -> None:

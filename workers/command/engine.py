@@ -110,6 +110,8 @@ class CommandEngine:
                 self._ending = Ending(was_asked=True)  # nothing runs, and nothing is to
             else:
                 self._begin(directive)
+        if self._ending is None:
+            self._send("on")
         if directive.save and self._ending is None:
             self._stop()
             self._was_asked = True
@@ -154,6 +156,7 @@ class CommandEngine:
                 log=str(self._log.path),
                 watch=[(pid, start_time(pid)) for pid in watch],
                 grace_s=self._command.grace_s,
+                lease_s=self._command.lease_s,
             )
         except OSError as error:
             text = f"cannot use {self._folder}: {error.strerror or error}"

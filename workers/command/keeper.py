@@ -12,9 +12,9 @@ Where the guard and the keeper are killed at once, only the program itself ends 
 worker, or the job's next one, ends the rest (`engine.py`). Linux only.
 
 Standard input: one line of JSON (`argv`, `env`, `cwd`, `log`, `watch`: ids of processes with their
-start times), later lines `stop SECONDS`; its end means that the worker is gone. Standard output:
-lines of JSON, `{"started": pid, "keeper": pid}` or `{"refused": text}`, then `{"ended": wait
-status, "left": n}`.
+start times, `grace_s`, `lease_s`), later lines `stop SECONDS`, and others that say that the head
+still sends slices; its end means that the worker is gone. Standard output: lines of JSON,
+`{"started": pid, "keeper": pid}` or `{"refused": text}`, then `{"ended": wait status, "left": n}`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ from typing import Any
 
 #: Of prctl(2) (linux/prctl.h).
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 
 _PRCTL = ctypes.CDLL(None, use_errno=True).prctl
+
+#: What `ps` calls the guard and the keeper; at most 15 bytes.
+NAME = "job-keeper"
 
 #: Between two looks at what is watched.
 _POLL_S = 0.2
@@ -43,6 +47,10 @@ _POLL_S = 0.2
 #: has so long to end after it.
 _ALONE_GRACE_S = 5.0
 _LEFT_GRACE_S = 2.0
+
+#: Added to the log of a program whose worker was sent no slice for its lease.
+_UNHEARD = "orchestrator: no word from the head for {:.0f} s, in which the job may have begun on "
+_UNHEARD += "another PC: ended\n"
 
 #: By guard and keeper; the program gets them as usual.
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
@@ -134,6 +142,11 @@ def _start(task: dict[str, Any]) -> subprocess.Popen[bytes]:
     )
 
 
+def _with_sleep_s() -> float:
+    """Return seconds that count while the PC is suspended, too."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 def _tell(**news: object) -> None:
     with contextlib.suppress(OSError):  # the worker is gone
         os.write(1, json.dumps(news).encode() + b"\n")
@@ -161,14 +174,20 @@ def _keep(guard: int) -> None:
     program = process.pid
     _tell(started=program, keeper=os.getpid())
     status, is_open, is_alone, deadline_s = None, True, False, float("inf")
+    heard_s, lease_s = _with_sleep_s(), task["lease_s"] or float("inf")
     while status is None:
         if select.select([0] if is_open else [], [], [], _POLL_S)[0]:
             more = os.read(0, 4096)
-            is_open, orders = bool(more), orders + more
+            is_open, orders, heard_s = bool(more), orders + more, _with_sleep_s()
         *lines, orders = orders.split(b"\n")
         status = _reap().get(program)
+        is_unheard = _with_sleep_s() - heard_s > lease_s
+        if is_unheard and not is_alone:
+            with contextlib.suppress(OSError), open(task["log"], "a", encoding="utf-8") as log:  # noqa: PTH123
+                log.write(_UNHEARD.format(lease_s))
         is_gone = (
-            not is_open
+            is_unheard
+            or not is_open
             or os.getppid() != guard
             or not all(_is_alive(pid, began) for pid, began in task["watch"])
         )
@@ -192,6 +211,7 @@ def main() -> None:
     if os.fork():
         os._exit(0)
     os.setsid()
+    _PRCTL(_PR_SET_NAME, NAME.encode(), 0, 0, 0)
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     # A worker of Ray may ignore it, which its children inherit: how one ends would be lost.
