@@ -1,8 +1,8 @@
 """The Ray actor of a slot, around one engine.
 
 Its constructor only keeps the worker's specification and touches no device, so that Ray can start
-it again anywhere at any time, with the same arguments. That of a spare (`spares.py`) gets none: each
-of its processes is told the slot's before its first slice. The resume state travels in each
+it again anywhere at any time, with the same arguments. That of a spare (`spares.py`) gets none:
+each of its processes is told the slot's before its first slice. The resume state travels in each
 directive. It keeps no threads and no clock, and one file: what its process prints between two
 reports. This is the one place where the head's code meets the engine's, and it runs in the worker's
 process.

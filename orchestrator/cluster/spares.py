@@ -22,7 +22,7 @@ from orchestrator.core.fleet import Reservation
 from workers.settings import WorkerSpec
 
 
-def new_actor(place: Reservation, *arguments: object) -> Any:  # noqa: ANN401 - Ray's, without a name
+def new_actor(place: Reservation, *arguments: object) -> Any:  # noqa: ANN401 - of Ray
     """Create the actor of a slot, or with no arguments a spare."""
     # Ray hands the arguments to each new process of the actor, restarts it without a limit and
     # never repeats a call: counting and waiting are the head's.

@@ -155,7 +155,7 @@ class Dispatcher:
         return self.queue.on_card - self.rests()
 
     def spares(self, nodes: Collection[str]) -> tuple[Reservation, ...]:
-        """Return what a job would reserve on each card without one, of a queue that waits for more."""
+        """Return what a job would reserve on each card without one, if the queue waits for jobs."""
         if not (self.stays and self._has_looked):
             return ()
         taken = {self.queue.shown(name).card for name in self.queue.on_card}
