@@ -14,13 +14,14 @@ import gc
 import warnings
 from bdb import BdbQuit
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from orchestrator.cluster.actor import load_engine
 from orchestrator.core.fleet import (
     DeathCause,
     Fleet,
     NodeFact,
+    Reservation,
     SliceEnded,
     SliceFailed,
     SliceFailure,
@@ -64,6 +65,10 @@ class InProcessFleet:
     def place(self, spec: WorkerSpec, num_cpus: float, num_gpus: float) -> None:
         del num_cpus, num_gpus  # this process has what it has
         self._specs[spec.slot] = spec
+
+    def keep_spares(self, wanted: Sequence[Reservation]) -> None:
+        """There is one process."""
+        del wanted
 
     def submit(self, slot: str, directive: Directive) -> None:
         if slot not in self._specs:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,14 +24,15 @@ from ray.exceptions import (
     RuntimeEnvSetupError,
 )
 
-from orchestrator.cluster.actor import WorkerActor
 from orchestrator.cluster.command_folder import sent_folder
 from orchestrator.cluster.liveness import Pulse
 from orchestrator.cluster.node_tasks import NODE_LABEL, ProcessWatch, in_a_line, status_command
 from orchestrator.cluster.raylets import Raylets, reap_keepers
+from orchestrator.cluster.spares import Spares, new_actor, other_drivers
 from orchestrator.core.fleet import (
     DeathCause,
     NodeFact,
+    Reservation,
     SliceEnded,
     SliceFailed,
     SliceFailure,
@@ -108,6 +109,12 @@ class RayFleet:
         self._coming_up: dict[str, Any] = {}
         """Of each slot the question for the id of its present process."""
         self._watch = ProcessWatch()
+        self._spares = Spares()
+        self._wants_spares = False
+        self._is_shared = raylets is None
+        """Whether others may need what spares reserve; as far as it was asked."""
+        self._told: dict[str, WorkerSpec] = {}
+        """Of each slot whose actor was a spare, what each of its processes is told first."""
 
     def nodes(self) -> tuple[NodeFact, ...]:
         """While Ray's own store does not answer, what it last said still stands, for some seconds.
@@ -134,6 +141,8 @@ class RayFleet:
             live = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         except Exception:  # noqa: BLE001 - Ray raises many types when its store restarts
             return self._last_nodes
+        if self._wants_spares and self._raylets is None:
+            self._is_shared = other_drivers()
         doors = {
             node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in live
         }
@@ -176,17 +185,17 @@ class RayFleet:
             ) from error
 
     def place(self, spec: WorkerSpec, num_cpus: float, num_gpus: float) -> None:
-        # Ray hands the arguments to each new process of the actor, restarts it without a limit and
-        # never repeats a call: counting and waiting are the head's.
         self._specs[spec.slot] = spec
-        actor_class = ray.remote(WorkerActor)
-        self._actors[spec.slot] = actor_class.options(
-            num_cpus=num_cpus,
-            num_gpus=num_gpus,
-            label_selector={NODE_LABEL: spec.node},
-            max_restarts=-1,
-            max_task_retries=0,
-        ).remote(spec, self._folder(spec))
+        self._told.pop(spec.slot, None)
+        place = Reservation(node=spec.node, num_cpus=num_cpus, num_gpus=num_gpus)
+        actor = self._spares.take(place, spec)
+        if actor is not None:
+            self._told[spec.slot] = spec
+        self._actors[spec.slot] = actor or new_actor(place, spec, self._folder(spec))
+
+    def keep_spares(self, wanted: Sequence[Reservation]) -> None:
+        self._wants_spares = bool(wanted)
+        self._spares.keep(() if self._is_shared else wanted)
 
     def _folder(self, spec: WorkerSpec) -> Any:  # noqa: ANN401 - Ray's reference type has no name
         """Return where a command finds its folder on its node, once that is there; `None` on this
@@ -208,7 +217,7 @@ class RayFleet:
             directive.duration_s == 0
         ):  # the first slice of a process, or of one that could not be reached before
             self._up.pop(slot, None)
-            self._coming_up[slot] = self._actors[slot].process_id.remote()
+            self._coming_up[slot] = self._actors[slot].process_id.remote(self._told.get(slot))
         ref = self._actors[slot].run_slice.remote(directive)
         self._flights[ref] = _Flight(slot, directive)
 
@@ -309,9 +318,12 @@ class RayFleet:
     # Ray's reference type has no name.
     def _ended(self, ref: Any, flight: _Flight) -> SliceEnded:  # noqa: ANN401
         try:
-            report: Report = ray.get(ref)
+            report: Report | None = ray.get(ref)
         except RayError as error:
             return SliceFailed.of(flight.slot, flight.directive, _failure(error), in_a_line(error))
+        if report is None:
+            text = "its process is a new one, and was not told its slot"
+            return SliceFailed.of(flight.slot, flight.directive, SliceFailure.UNSENT, text)
         if report.device is not None and not flight.given_up:
             self._pids[flight.slot] = report.device.pid
             self._watch.begin(self._specs[flight.slot].node)

@@ -6,7 +6,7 @@ Covers the messages and the protocol. Does not decide anything about slots.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, TypeAlias
@@ -119,6 +119,15 @@ class DeathCause:
     text: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """What an actor is admitted with."""
+
+    node: str
+    num_cpus: float
+    num_gpus: float
+
+
 class Fleet(Protocol):
     """The actors of a run, and the nodes they live on."""
 
@@ -138,6 +147,11 @@ class Fleet(Protocol):
         """Create the slot's actor; it starts when its node has so many CPUs and GPUs to reserve.
 
         Admission only: nothing here limits use. Each of its processes is told `spec` once.
+        """
+
+    def keep_spares(self, wanted: Sequence[Reservation]) -> None:
+        """Hold a process with torch loaded and no device opened for each of these, which it
+        reserves: `place` takes it for just that. Where others may wait for it, none are held.
         """
 
     def submit(self, slot: str, directive: Directive) -> None:

@@ -21,6 +21,7 @@ from typing import Final, TypeAlias
 
 from orchestrator.config.gpu_specs import PROFILES, peak_tflops
 from orchestrator.config.schema import Config
+from orchestrator.core.fleet import Reservation
 from orchestrator.core.placement import NodeBudget, SlotPlan, Target, node_budget, plan_slots
 from orchestrator.core.slot import Hold, Phase, Slot
 from orchestrator.errors import ConfigError
@@ -169,6 +170,26 @@ class Dispatcher:
     def at_work(self) -> frozenset[str]:
         """Return the jobs that have a place on a card, and are to keep it."""
         return self.queue.on_card - self.rests()
+
+    def spares(self, nodes: Collection[str]) -> tuple[Reservation, ...]:
+        """Return what a job would reserve on each card without one, if the queue waits for jobs."""
+        if not (self.stays and self._has_looked):
+            return ()
+        taken = {self.queue.shown(name).card for name in self.queue.on_card}
+        return tuple(
+            self._reserved(card.node, 1.0)
+            for card in cards_of(self.config, nodes)
+            if card.closed is None and card.name not in taken
+        )
+
+    def _reserved(self, node: str, part: float) -> Reservation:
+        """Return what a job with this part of a card reserves."""
+        share = self._budgets[node]
+        return Reservation(
+            node=node,
+            num_cpus=share.cpus_per_worker * max(1, int(share.workers_per_card * part)),
+            num_gpus=math.floor(1e4 * part) / 1e4 if share.gpus else 0.0,
+        )
 
     def turn(
         self, slots: Mapping[str, Slot], nodes: Collection[str], now_unix_s: float
@@ -437,12 +458,8 @@ class Dispatcher:
             run_id=self.folder.parent.name,
             command=None if job.command is None else self._command(standing, job.command, node),
         )
-        return replace(
-            plan,
-            spec=spec,
-            num_cpus=share.cpus_per_worker * max(1, int(share.workers_per_card * part)),
-            num_gpus=math.floor(1e4 * part) / 1e4 if share.gpus else 0.0,
-        )
+        reserved = self._reserved(node, part)
+        return replace(plan, spec=spec, num_cpus=reserved.num_cpus, num_gpus=reserved.num_gpus)
 
     def _command(self, standing: Standing, command: CommandSpec, node: str) -> CommandSpec:
         """Return a command with the folders of other jobs, and what its attempt is told."""

@@ -66,15 +66,15 @@ class Stage:
     """A fleet of one node, and slots on it."""
 
     def __init__(self, fleet: Fleet, node: str, spec: WorkerSpec) -> None:
-        self.fleet, self.node, self._spec = fleet, node, spec
+        self.fleet, self.node, self.spec = fleet, node, spec
         self._slots: list[str] = []
 
     def place(self, slot: str, workload: type[Workload] = Steady) -> str:
         """Place a slot of this name; return the name."""
         name = f"{self.node}/{slot}"
         module = Path(__file__).stem
-        settings = replace(self._spec.workload, name=f"{module}:{workload.__name__}", size=64)
-        self.place_as(name, replace(self._spec, slot=name, node=self.node, workload=settings))
+        settings = replace(self.spec.workload, name=f"{module}:{workload.__name__}", size=64)
+        self.place_as(name, replace(self.spec, slot=name, node=self.node, workload=settings))
         return name
 
     def place_as(self, name: str, spec: WorkerSpec) -> None:
