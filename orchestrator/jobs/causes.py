@@ -37,7 +37,8 @@ _WORDS: Final = {
     Cause.DRIVER: re.compile(
         r"uncorrectable (?:ECC|NVLink)|GPU is lost|fallen off the bus|GPU requires reset"
         r"|no CUDA-capable device is detected|CUDA-capable device\(s\) is/are busy"
-        r"|CUDA (?:error: )?unknown error|forward compatibility was attempted|system not yet initialized|MPS (?:server|client|control daemon)"
+        r"|CUDA (?:error: )?unknown error|forward compatibility was attempted"
+        r"|system not yet initialized|MPS (?:server|client|control daemon)"
         r"|unsupported display driver / cuda driver|Driver/library version mismatch"
     ),
     Cause.DISK_FULL: re.compile(

@@ -68,6 +68,11 @@ _HEADLINE_EVERY_S: Final = 1.0
 #: With less room on the disk of the run folder nothing new is started.
 _LEAST_FREE_BYTES: Final = 64 * MIB
 
+#: A card on which so many attempts, one after the other, have ended with a driver fault gets no job
+#: for so long; then it is tried by one. Less is the fault of a program that hides the card itself.
+_FAULTS: Final = 2
+_FAULTY_S: Final = 600.0
+
 #: Viewers are told so often why jobs wait.
 _OUTLOOK_EVERY_S: Final = 5.0
 
@@ -124,6 +129,10 @@ class Dispatcher:
         self._files = JobFiles(self.folder, one_machine=self.target.one_machine, events=self.events)
         self._no_room_since_s: dict[str, float] = {}
         self._away_since_s: dict[str, float] = {}
+        self._faults: dict[str, list[str]] = {}
+        """By card, the jobs whose attempts have ended with a driver fault since any other end."""
+        self._faulty: dict[str, tuple[float, str]] = {}
+        """Until when a card gets no job for that, and why."""
         self._headline = -math.inf, ""
         self._sweeps = SampledSweeps(
             queue=self.queue,
@@ -175,8 +184,9 @@ class Dispatcher:
                 self._write(records)
                 for record in records:
                     orders.extend(self._orders(record))
-                if self._unplanned:
-                    world = self._world(slots, nodes)
+                # Not all of it anew: what is to begin just now has a slot that has ended before.
+                seen = {**world.seen, **self._never_begun()}
+                world = replace(world, cards=tuple(self._cards(nodes)), seen=seen)
             self.journal.compact(self.queue)
         except OSError as error:
             self.problem = f"the journal of jobs cannot be written: {error.strerror or error}"
@@ -225,6 +235,8 @@ class Dispatcher:
         if records:
             self.journal.append(records)
         for record in records:
+            if isinstance(record, AttemptEnded):
+                self._note_end(record, self.queue.shown(record.job))
             self.queue.apply(record)
             name = type(record).__name__
             told = {
@@ -233,6 +245,28 @@ class Dispatcher:
                 if type(value := getattr(record, key)) in {str, int, float, bool}
             }
             self.events.write(f"job_{_snake(name)}", **told)
+
+    def _note_end(self, ended: AttemptEnded, standing: Standing) -> None:
+        """Close the card of an attempt for a while if the card, or its driver, is what fails."""
+        card = str(standing.card)
+        if ended.cause is not Cause.DRIVER:
+            self._faults.pop(card, None)
+            return
+        jobs = self._faults.setdefault(card, [])
+        jobs.append(ended.job)
+        if len(jobs) >= _FAULTS and (standing.job.kind is Kind.TRAIN or len(set(jobs)) > 1):
+            why = (
+                f"{len(jobs)} attempts, one after the other, ended with a driver fault "
+                f"({ended.text[-200:]}); look for Xid in dmesg; it is tried again every "
+                f"{_FAULTY_S / 60:.0f} min"
+            )
+            self._faulty[card] = self._at_s + _FAULTY_S, why
+            self.events.write("card_closed", card=card, reason=why)
+
+    def _cards(self, nodes: Collection[str]) -> Iterator[Card]:
+        for card in cards_of(self.config, nodes):
+            until_s, why = self._faulty.get(card.name, (-math.inf, ""))
+            yield replace(card, closed=card.closed or why) if self._at_s < until_s else card
 
     def _orders(self, record: Record) -> Iterator[Order]:
         match record:
@@ -260,16 +294,25 @@ class Dispatcher:
             for name in slots
             if (each := self._seen(self.queue.shown(name), slots[name])) is not None
         }
-        for name, why in self._unplanned.items():
-            attempt = self.queue.standings[name].attempt
-            seen[name] = Seen(job=name, attempt=attempt, cause=Cause.BAD_CONFIG, text=why)
         return World(
             now_s=self._at_s,
             minute_of_day=60 * local.hour + local.minute,
-            cards=tuple(cards_of(self.config, nodes)),
-            seen=seen,
+            cards=tuple(self._cards(nodes)),
+            seen={**seen, **self._never_begun()},
             disk_full=self._disk_full(),
         )
+
+    def _never_begun(self) -> Mapping[str, Seen]:
+        """Return the end of each job whose slot cannot be made."""
+        return {
+            name: Seen(
+                job=name,
+                attempt=self.queue.shown(name).attempt,
+                cause=Cause.BAD_CONFIG,
+                text=why,
+            )
+            for name, why in self._unplanned.items()
+        }
 
     def _disk_full(self) -> str | None:
         free_bytes = shutil.disk_usage(self.folder).free
@@ -411,6 +454,9 @@ class Dispatcher:
         if self._inbox_problem is not None:
             yield self._inbox_problem
         yield from self._sweeps.problems.values()
+        for card, (until_s, why) in self._faulty.items():
+            if self._at_s < until_s:
+                yield f"{card} gets no job: {why}"
         if self.queue.held is not None:
             yield f"the queue is held: {self.queue.held}"
 

@@ -154,8 +154,7 @@ def test_cause_of_each_way_to_end(how: Ending, cause: Cause) -> None:
         ),
         (
             None,
-            "5 deaths in 300 s without progress; the last: the device no longer answers this "
-            "process: CUDA error: device-side assert triggered",
+            "the device no longer answers this process: CUDA error: device-side assert triggered",
             Cause.EXCEPTION,
         ),
         (None, "pc1/0: cannot start: no preset x", Cause.BAD_CONFIG),

@@ -302,6 +302,24 @@ def test_dying_programs_give_up_no_card(new_jobs: JobsMaker) -> None:
     assert run.events("card_quarantined") == []
 
 
+def test_a_card_that_fails_all_jobs_is_left_alone(new_jobs: JobsMaker) -> None:
+    jobs = [short(f"t.{number}", 600) for number in range(4)]
+    run = new_jobs(*jobs)
+    gone = {
+        "verdict": Verdict.CONTEXT_CORRUPTED,
+        "state": WorkerState.STOPPED,
+        "steps_ok": 0,
+        "reason": "the device no longer answers this process: uncorrectable ECC error encountered",
+    }
+    for job in jobs:
+        run.fleet.kinds_of_report[job.name] = lambda node: gone if node == "pc1" else {}
+    run.until(40.0)
+    assert any("pc1 gets no job: 2 attempts" in line for line in run.supervisor.snapshot().notices)
+    run.finish()
+    check_ends(run)
+    assert [record.card for record in run.records(Assigned)].count("pc1") == 2
+
+
 def test_after_ctrl_c_everything_is_saved_and_goes_on(new_jobs: JobsMaker) -> None:
     asked = False
     jobs = (short("one", 400), command("two", retries=0))
