@@ -329,8 +329,10 @@ class Dispatcher:
             self._away_since_s.pop(name, None)
         if standing.state not in ON_CARD or (is_away and self._at_s - away_since_s < NODE_LOST_S):
             return None
-        peak_bytes = None if report is None or report.memory is None else report.memory.peak_bytes
-        if peak_bytes is not None:
+        if report is not None and report.memory is not None:
+            # Budgets and cards are told with contexts, what a training takes is without.
+            context_bytes = 0 if slot.device is None else slot.device.context_bytes
+            peak_bytes = report.memory.peak_bytes + context_bytes
             self._peak_bytes[name] = max(peak_bytes, self._peak_bytes.get(name, 0))
         has_no_room = slot.state in STARVED
         since_s = self._no_room_since_s.setdefault(name, self._at_s) if has_no_room else self._at_s

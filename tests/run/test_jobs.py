@@ -6,6 +6,7 @@ import errno
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,11 @@ from orchestrator.jobs.model import (
     Word,
 )
 from orchestrator.record.archive import read_run
+from tests.factories import CPU, MEMORY
 from tests.jobs.scene import command, training
 from tests.run.jobs_scene import HeadDiesError, JobsRun, hash_after
 from workers.messages import Ending, Verdict, WorkerState
-from workers.units import GIB
+from workers.units import GIB, MIB
 
 
 class JobsMaker:
@@ -98,6 +100,15 @@ def test_one_alone_has_all_shares_of_the_card(new_jobs: JobsMaker) -> None:
     assert run.fleet.specs["one"].budget_bytes == 7 * 3 * GIB
     assert run.fleet.specs["one"].card_budget_bytes == 7 * 3 * GIB
     assert run.fleet.specs["one"].duty in {None, 1.0}
+
+
+def test_what_it_took_is_told_with_its_context(new_jobs: JobsMaker) -> None:
+    run = new_jobs(short("one", 100))
+    device = replace(CPU, context_bytes=300 * MIB)
+    told = {"device": device, "memory": replace(MEMORY, peak_bytes=2000 * MIB)}
+    of_training = run.fleet._of_training
+    run.fleet._of_training = lambda *given: of_training(*given) | told  # type: ignore[method-assign]
+    assert run.finish()["one"].peak_bytes == 2300 * MIB
 
 
 def test_a_follower_comes_after_and_a_failed_one_skips_it(new_jobs: JobsMaker) -> None:
