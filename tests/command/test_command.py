@@ -309,6 +309,13 @@ def test_cap_holds_for_a_script_as_it_is(mib: int, cause: Cause, tmp_path: Path)
     assert f"argv ['{mib}']" in slot.printed
 
 
+def test_a_cap_of_its_ram_beside_a_card_is_its_own_too() -> None:
+    spec = command_spec("-c", "bytearray(3 << 30)", cap=True)
+    report = Slot(replace(spec, device="cuda")).end()
+    assert report.ended is not None
+    assert cause_of(report.ended) is Cause.OUT_OF_MEMORY, "it is not tried again with the same cap"
+
+
 def test_what_cannot_be_capped_is_said() -> None:
     spec = command_spec(cap=True)
     assert spec.command is not None
