@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 import venv
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.cluster.actor import load_engine
 from orchestrator.core import slot as slots
 from orchestrator.core.fleet import SliceReported
 from orchestrator.core.lifecycle import advance
@@ -58,6 +60,18 @@ def test_program_is_told_its_folder_and_its_name(tmp_path: Path, state_dir: Path
     }
     assert {name: found.get(name) for name in expected} == expected
     assert "ORCHESTRATOR_RESUME" not in found
+
+
+def test_a_worker_leaves_the_settings_of_torch_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    for name in ("CUDA_DEVICE_ORDER", "CUBLAS_WORKSPACE_CONFIG", "TORCH_CUBLAS_WORKSPACE_CACHE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    load_engine(command_spec())
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    # With another one than its own two, torch refuses to compute deterministically.
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
 @pytest.mark.parametrize("incarnation", [0, 1])
