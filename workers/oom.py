@@ -210,6 +210,9 @@ _OF_PARENT: Final = re.compile(
     r"ChildFailedError|ProcessRaisedException|ProcessExitedException|CalledProcessError"
     r"|exited unexpectedly"
 )
+#: An assertion of a kernel, such as for a token or label that is too large. The next call may then
+#: say what a lack of memory would say: CUBLAS_STATUS_NOT_INITIALIZED (pytorch/serve #1993).
+_ASSERTED: Final = re.compile(r"\.cuh?:\d+: .*Assertion .* failed|device-side assert triggered")
 _CHAINED: Final = re.compile(
     r"During handling of the above exception|direct cause of the following exception"
 )
@@ -224,7 +227,10 @@ def judge_log(text: str) -> Literal["card", "host"] | None:
     An out-of-memory that is followed by another error, which neither is chained to it nor comes
     from a parent process, was survived, and does not count.
     """
-    patterns = [pattern for kind, pattern in _TEXTS if kind is not FailureKind.CONTEXT_CORRUPTED]
+    kinds = {FailureKind.DEFINITE}
+    if _ASSERTED.search(text) is None:
+        kinds.add(FailureKind.PROBABLE)
+    patterns = [pattern for kind, pattern in _TEXTS if kind in kinds]
     patterns = [*patterns, _LOG_TEXTS, _HOST_TEXTS]
     found = [match for pattern in patterns for match in pattern.finditer(text)]
     if not found:

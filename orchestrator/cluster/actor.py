@@ -109,7 +109,10 @@ def load_engine(spec: WorkerSpec, problem: str | None = None) -> Engine | Comman
 
     `problem` says why the folder of a program is not here.
     """
-    set_for_cuda(os.environ, workspace_of(spec.workload.settings))
+    if spec.command is None:
+        set_for_cuda(os.environ, workspace_of(spec.workload.settings))
+    else:  # what its PC says of torch is for it to read; only cards are numbered as NVML does
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if spec.mps_pipe_directory is not None:
         os.environ.update(
             mps.client_environment(

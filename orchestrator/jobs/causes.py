@@ -37,7 +37,8 @@ _WORDS: Final = {
     Cause.DRIVER: re.compile(
         r"uncorrectable (?:ECC|NVLink)|GPU is lost|fallen off the bus|GPU requires reset"
         r"|no CUDA-capable device is detected|CUDA-capable device\(s\) is/are busy"
-        r"|CUDA unknown error|system not yet initialized|MPS (?:server|client|control daemon)"
+        r"|CUDA (?:error: )?unknown error|forward compatibility was attempted"
+        r"|system not yet initialized|MPS (?:server|client|control daemon)"
         r"|unsupported display driver / cuda driver|Driver/library version mismatch"
     ),
     Cause.DISK_FULL: re.compile(
@@ -58,6 +59,14 @@ _CANNOT_BE_RUN: Final = re.compile(
     r"|^\S*python[0-9.]*: (?:can't open file|No module named|can't find '__main__')"
     r"|^Error: (?:No such option|Missing (?:option|argument|parameter)|Invalid value)",
     re.MULTILINE,
+)
+
+#: After these a card answers no more to a process, and is well: mostly an index or a label was too
+#: large (cudaErrorAssert, cudaErrorIllegalAddress and their like in driver_types.h).
+_OF_PROGRAM: Final = re.compile(
+    r"device-side assert triggered|an illegal memory access was encountered|misaligned address"
+    r"|an illegal instruction was encountered|invalid program counter"
+    r"|operation not supported on global/shared address space"
 )
 
 #: What the lifecycle says of a slot that it has given up (`core/slice_results.py`), and Ray of a
@@ -127,6 +136,8 @@ def cause_of(ending: Ending) -> Cause:
 def failure_cause(error_text: str | None, reason: str) -> Cause:
     """Return why a training was given up, by its last traceback and by its slot's reason."""
     text = error_text or ""
+    if _OF_PROGRAM.search(reason) is not None:
+        return Cause.EXCEPTION
     for cause, words in _REASONS:
         if words in reason:
             return cause

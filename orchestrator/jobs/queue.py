@@ -65,9 +65,12 @@ _CANDIDATES, _ALIKE_CANDIDATES = 32, 12
 #: So many different jobs that fail alike, each so soon after its start, hold the queue.
 _ALIKE_JOBS, _ALIKE_WITHIN_S = 3, 60.0
 #: Causes that say nothing about the queue as a whole, however many jobs they meet.
-_OF_ONE_JOB = frozenset((
-    Cause.DONE, Cause.PARKED, Cause.OUT_OF_MEMORY, Cause.CARD_TAKEN, Cause.KILLED, Cause.NODE_LOST,
-))  # fmt: skip
+_OF_ONE_JOB = frozenset(
+    {
+        *(Cause.DONE, Cause.PARKED, Cause.OUT_OF_MEMORY, Cause.KILLED, Cause.NODE_LOST),
+        *(Cause.CARD_TAKEN, Cause.DRIVER),  # for these a card is closed (`run/dispatcher.py`)
+    }
+)
 #: Wait before an attempt that is not counted is made again; doubled each time in a row.
 _BACK_OFF_S, _LONGEST_BACK_OFF_S, _LONG_RUN_S = 5.0, 600.0, 600.0
 #: The same for a training that had no room on the largest card, and how often that is tried.

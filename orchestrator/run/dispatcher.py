@@ -78,6 +78,11 @@ _LEAST_FREE_BYTES: Final = 64 * MIB
 #: A longer time between two turns was one without a head, or the PC was suspended.
 _AWAY_S: Final = 60.0
 
+#: A card on which so many attempts, one after the other, have ended with a driver fault gets no job
+#: for so long; then it is tried by one. Less is the fault of a program that hides the card itself.
+_FAULTS: Final = 2
+_FAULTY_S: Final = 600.0
+
 #: Viewers are told so often why jobs wait.
 _OUTLOOK_EVERY_S: Final = 5.0
 
@@ -141,8 +146,10 @@ class Dispatcher:
         self._least_room_of = partial(least_room_of, config=self.config, on_card=on_card, known={})
         self._no_room_since_s: dict[str, float] = {}
         self._away_since_s: dict[str, float] = {}
-        self._taken: dict[str, tuple[float, str]] = {}
-        """Cards that other programs have: until when that is believed, and what they hold."""
+        self._faults: dict[str, list[str]] = {}
+        """By card, the jobs whose attempts have ended with a driver fault since any other end."""
+        self._closed: dict[str, tuple[float, str]] = {}
+        """Until when a card gets no job, and why: other programs have it, or its driver fails."""
         self._headline = -math.inf, ""
         self._sweeps = SampledSweeps(
             queue=self.queue,
@@ -217,8 +224,9 @@ class Dispatcher:
                 self._write(records)
                 for record in records:
                     orders.extend(self._orders(record))
-                if self._unplanned:
-                    world = self._world(slots, nodes)
+                # Not all of it anew: what is to begin just now has a slot that has ended before.
+                seen = {**world.seen, **self._never_begun()}
+                world = replace(world, cards=tuple(self._cards(nodes)), seen=seen)
             self.journal.compact(self.queue)
         except OSError as error:
             self.problem = f"the journal of jobs cannot be written: {error.strerror or error}"
@@ -279,6 +287,8 @@ class Dispatcher:
         if records:
             self.journal.append(records)
         for record in records:
+            if isinstance(record, AttemptEnded):
+                self._note_end(record, self.queue.shown(record.job))
             self.queue.apply(record)
             name = type(record).__name__
             told = {
@@ -287,6 +297,28 @@ class Dispatcher:
                 if type(value := getattr(record, key)) in {str, int, float, bool}
             }
             self.events.write(f"job_{_snake(name)}", **told)
+
+    def _note_end(self, ended: AttemptEnded, standing: Standing) -> None:
+        """Close the card of an attempt for a while if the card, or its driver, is what fails."""
+        card = str(standing.card)
+        if ended.cause is not Cause.DRIVER:
+            self._faults.pop(card, None)
+            return
+        jobs = self._faults.setdefault(card, [])
+        jobs.append(ended.job)
+        if len(jobs) >= _FAULTS and (standing.job.kind is Kind.TRAIN or len(set(jobs)) > 1):
+            why = (
+                f"{len(jobs)} attempts, one after the other, ended with a driver fault "
+                f"({ended.text[-200:]}); look for Xid in dmesg; it is tried again every "
+                f"{_FAULTY_S / 60:.0f} min"
+            )
+            self._closed[card] = self._at_s + _FAULTY_S, why
+            self.events.write("card_closed", card=card, reason=why)
+
+    def _cards(self, nodes: Collection[str]) -> Iterator[Card]:
+        for card in cards_of(self.config, nodes):
+            until_s, why = self._closed.get(card.name, (-math.inf, ""))
+            yield replace(card, closed=card.closed or why) if self._at_s < until_s else card
 
     def _orders(self, record: Record) -> Iterator[Order]:
         match record:
@@ -307,25 +339,31 @@ class Dispatcher:
 
     def _world(self, slots: Mapping[str, Slot], nodes: Collection[str]) -> World:
         local = datetime.fromtimestamp(self._unix_s).astimezone()
+        on_card = self.queue.on_card  # most slots are of jobs that have ended
         seen = {
             name: each
             for name in slots
-            if (each := self._seen(self.queue.shown(name), slots)) is not None
+            if name in on_card and (each := self._seen(self.queue.shown(name), slots)) is not None
         }
-        for name, why in self._unplanned.items():
-            attempt = self.queue.standings[name].attempt
-            seen[name] = Seen(job=name, attempt=attempt, cause=Cause.BAD_CONFIG, text=why)
-        taken = {name: why for name, (until_s, why) in self._taken.items() if self._at_s < until_s}
         return World(
             now_s=self._at_s,
             minute_of_day=60 * local.hour + local.minute,
-            cards=tuple(
-                replace(card, closed=card.closed or taken.get(card.name))
-                for card in cards_of(self.config, nodes)
-            ),
-            seen=seen,
+            cards=tuple(self._cards(nodes)),
+            seen={**seen, **self._never_begun()},
             disk_full=self._disk_full(),
         )
+
+    def _never_begun(self) -> Mapping[str, Seen]:
+        """Return the end of each job whose slot cannot be made."""
+        return {
+            name: Seen(
+                job=name,
+                attempt=self.queue.shown(name).attempt,
+                cause=Cause.BAD_CONFIG,
+                text=why,
+            )
+            for name, why in self._unplanned.items()
+        }
 
     def _others_on(self, standing: Standing, slots: Mapping[str, Slot]) -> str | None:
         """Return what other programs hold of the card of a job that found too little memory there.
@@ -369,10 +407,12 @@ class Dispatcher:
         if not is_away:
             self._away_since_s.pop(name, None)
         patience_s = node_lost_s(standing.job)
-        if standing.state not in ON_CARD or (is_away and self._at_s - away_since_s < patience_s):
+        if is_away and self._at_s - away_since_s < patience_s:
             return None
-        peak_bytes = None if report is None or report.memory is None else report.memory.peak_bytes
-        if peak_bytes is not None:
+        if report is not None and report.memory is not None:
+            # Budgets and cards are told with contexts, what a training takes is without.
+            context_bytes = 0 if slot.device is None else slot.device.context_bytes
+            peak_bytes = report.memory.peak_bytes + context_bytes
             self._peak_bytes[name] = max(peak_bytes, self._peak_bytes.get(name, 0))
         has_no_room = slot.state in STARVED
         since_s = self._no_room_since_s.setdefault(name, self._at_s) if has_no_room else self._at_s
@@ -383,7 +423,7 @@ class Dispatcher:
         has_failed = cause is Cause.OUT_OF_MEMORY
         taken = self._others_on(standing, slots) if has_no_room or has_failed else None
         if taken is not None:
-            self._taken[str(standing.card)] = self._at_s + _TAKEN_S, taken
+            self._closed[str(standing.card)] = self._at_s + _TAKEN_S, taken
             cause, text = (Cause.CARD_TAKEN, taken) if has_failed else (cause, text)
         if cause is Cause.DONE and not self._files.are_there(
             standing.job, standing.attempt, self._plan(standing).spec
@@ -499,6 +539,9 @@ class Dispatcher:
         """Yield a line for what a person may want to do something about."""
         yield from filter(None, (self.problem, self._inbox_problem))
         yield from self._sweeps.problems.values()
+        for card, (until_s, why) in self._closed.items():
+            if self._at_s < until_s:
+                yield f"{card} gets no job: {why}"
         if self.queue.held is not None:
             yield f"the queue is held: {self.queue.held}; `jobs release` lets it go on"
 

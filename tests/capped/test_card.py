@@ -25,6 +25,7 @@ TORCH = {
     "cuda.py": """
 import os, re
 totals, queued, fractions, made_context = [8 * 2**30, 24 * 2**30], [], {}, False
+current = 0
 _lazy_call = queued.append
 def init():
     global made_context
@@ -38,8 +39,15 @@ def init():
 def device_count(): return len(totals)
 class get_device_properties:
     def __init__(self, card): self.total_memory = totals[card]
-def get_per_process_memory_fraction(card): return fractions[card]
-def set_per_process_memory_fraction(fraction, card): fractions[card] = fraction
+def current_device(): return current
+def set_device(card):
+    global current
+    current = card
+if "OLD_TORCH" not in os.environ:
+    def get_per_process_memory_fraction(card): return fractions[card]
+def set_per_process_memory_fraction(fraction, card):
+    fractions[card] = fraction
+    set_device(card)  # as torch did before 2.10
 """,
 }
 
@@ -53,7 +61,8 @@ torch.cuda.init()
 gib = [torch.cuda.fractions[card] * total / 2**30 for card, total in enumerate(torch.cuda.totals)]
 names = ("WORKERS_CAPPED", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 print(json.dumps([before, gib, [os.environ.get(name) for name in names],
-                  resource.getrlimit(resource.RLIMIT_DATA)[0], len(torch.cuda.queued)]))
+                  resource.getrlimit(resource.RLIMIT_DATA)[0], len(torch.cuda.queued),
+                  torch.cuda.current]))
 """
 
 REAL = """
@@ -64,6 +73,7 @@ began, fractions = [], {0: 0.5, 1: 0.5}
 torch._C._cuda_getDeviceCount = torch.cuda.device_count = lambda: 2
 torch._C._cuda_isInBadFork = lambda: False
 torch._C._cuda_init = lambda: began.append(True)
+torch._C._cuda_getDevice = lambda: 0
 torch._C._cuda_getMemoryFraction = lambda card: fractions[card]
 torch._C._cuda_setMemoryFraction = lambda fraction, card: fractions.update({card: fraction})
 torch.cuda._cudart = object()
@@ -127,7 +137,7 @@ def test_the_share_goes_into_the_variable_that_wins(
 ) -> None:
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     set_ones = {name: text for name, text in zip(names, given, strict=True) if text is not None}
-    before, gib, variables, _, _ = look(**set_ones)
+    before, gib, variables, *_ = look(**set_ones)
     assert variables == ["cuda:4", *expected]
     assert before is False
     assert gib == ([2, 4] if "0.25" in str(given) else [4, 4])
@@ -135,23 +145,28 @@ def test_the_share_goes_into_the_variable_that_wins(
 
 def test_what_the_variable_did_not_do_is_done_when_cuda_begins(look: Look) -> None:
     own = "os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'"
-    before, gib, _, _, calls = look(own)
+    before, gib, _, _, calls, _ = look(own)
     assert (before, gib, calls) == (False, [4, 4], 1)
 
 
 def test_a_torch_without_the_key_is_not_given_it(look: Look) -> None:
-    _, gib, variables, _, _ = look(knows_key=False)
+    _, gib, variables, *_ = look(knows_key=False)
     assert (gib, variables) == ([4, 4], ["cuda:4", None, None])
+
+
+def test_a_torch_before_2_7_is_capped_on_the_card_that_it_uses(look: Look) -> None:
+    _, gib, *_, current = look(knows_key=False, OLD_TORCH="1")
+    assert (gib, current) == ([4, 4], 0)
 
 
 @pytest.mark.parametrize("visible", ["", "-1", "7", "GPU-9"])
 def test_without_a_visible_card_the_kernel_keeps_the_cap(look: Look, visible: str) -> None:
-    _, _, variables, limit, _ = look(CUDA_VISIBLE_DEVICES=visible)
+    _, _, variables, limit, *_ = look(CUDA_VISIBLE_DEVICES=visible)
     assert (variables, limit) == (["cpu:4", None, None], 4 * GIB)
 
 
 def test_the_share_is_of_the_card_that_is_visible(look: Look) -> None:
-    _, _, variables, _, _ = look(CUDA_VISIBLE_DEVICES="GPU-3aaaaaaa")
+    _, _, variables, *_ = look(CUDA_VISIBLE_DEVICES="GPU-3aaaaaaa")
     assert variables[-1] == "per_process_memory_fraction:0.166666667"
 
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from orchestrator.cluster.actor import load_engine
 from orchestrator.core import slot as slots
 from orchestrator.core.fleet import SliceReported
 from orchestrator.core.lifecycle import advance
@@ -61,6 +62,18 @@ def test_program_is_told_its_folder_and_its_name(tmp_path: Path, state_dir: Path
     }
     assert {name: found.get(name) for name in expected} == expected
     assert "ORCHESTRATOR_RESUME" not in found
+
+
+def test_a_worker_leaves_the_settings_of_torch_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    for name in ("CUDA_DEVICE_ORDER", "CUBLAS_WORKSPACE_CONFIG", "TORCH_CUBLAS_WORKSPACE_CACHE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    load_engine(command_spec())
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    # With another one than its own two, torch refuses to compute deterministically.
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
 @pytest.mark.parametrize("incarnation", [0, 1])
@@ -339,6 +352,13 @@ def test_cap_holds_for_a_script_as_it_is(mib: int, cause: Cause, tmp_path: Path)
         True,
     ), slot.printed
     assert f"argv ['{mib}']" in slot.printed
+
+
+def test_a_cap_of_its_ram_beside_a_card_is_its_own_too() -> None:
+    spec = command_spec("-c", "bytearray(3 << 30)", cap=True)
+    report = Slot(replace(spec, device="cuda")).end()
+    assert report.ended is not None
+    assert cause_of(report.ended) is Cause.OUT_OF_MEMORY, "it is not tried again with the same cap"
 
 
 def test_what_cannot_be_capped_is_said() -> None:

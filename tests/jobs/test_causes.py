@@ -29,6 +29,11 @@ CUBLAS = (
 CUDA = (
     "RuntimeError: CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported\n"
 )
+ASSERTED = (
+    "Indexing.cu:1146: indexSelectLargeIndex: block: [170,0,0], thread: [95,0,0] Assertion "
+    "`srcIndex < srcSelectDimSize` failed.\nTraceback (most recent call last):\n"
+    "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`\n"
+)
 JAX = "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes.\n"
 TENSORFLOW = (
     "ResourceExhaustedError: OOM when allocating tensor with shape[64,1024] and type float\n"
@@ -92,6 +97,7 @@ WAYS: list[tuple[str, Ending, Cause]] = [
     ("torch, survived", ending(SURVIVED), Cause.EXCEPTION),
     ("CUDA", ending(CUDA), Cause.OUT_OF_MEMORY),
     ("cuBLAS", ending(CUBLAS), Cause.OUT_OF_MEMORY),
+    ("cuBLAS after an assertion", ending(ASSERTED), Cause.EXCEPTION),
     ("JAX", ending(JAX), Cause.OUT_OF_MEMORY),
     ("TensorFlow", ending(TENSORFLOW), Cause.OUT_OF_MEMORY),
     ("NumPy under a cap", ending(NUMPY, on_card=False), Cause.OUT_OF_MEMORY),
@@ -113,6 +119,11 @@ WAYS: list[tuple[str, Ending, Cause]] = [
     ),
     ("ECC", ending("CUDA error: uncorrectable ECC error encountered\n"), Cause.DRIVER),
     ("off the bus", ending("Unable to determine: GPU is lost\n"), Cause.DRIVER),
+    (
+        "after an update of the driver",
+        ending("Error 804: forward compatibility was attempted on non supported HW\n"),
+        Cause.DRIVER,
+    ),
     ("an index on the card", ending("CUDA error: device-side assert triggered\n"), Cause.EXCEPTION),
     ("no such folder", ending("cannot be started", started=False), Cause.NOT_STARTED),
 ]
@@ -140,6 +151,11 @@ def test_cause_of_each_way_to_end(how: Ending, cause: Cause) -> None:
             None,
             "the device no longer answers this process: unspecified launch failure",
             Cause.DRIVER,
+        ),
+        (
+            None,
+            "the device no longer answers this process: CUDA error: device-side assert triggered",
+            Cause.EXCEPTION,
         ),
         (None, "pc1/0: cannot start: no preset x", Cause.BAD_CONFIG),
         (None, "pc1/0: cannot be started: No module named 'x'", Cause.NOT_STARTED),

@@ -115,6 +115,15 @@ def test_a_first_attempt_is_the_first_process_of_its_slot(new_jobs: JobsMaker) -
     assert run.fleet.directives["one"][-1].incarnation == 1
 
 
+def test_what_it_took_is_told_with_its_context(new_jobs: JobsMaker) -> None:
+    run = new_jobs(short("one", 100))
+    device = replace(CPU, context_bytes=300 * MIB)
+    told = {"device": device, "memory": replace(MEMORY, peak_bytes=2000 * MIB)}
+    of_training = run.fleet._of_training
+    run.fleet._of_training = lambda *given: of_training(*given) | told  # type: ignore[method-assign]
+    assert run.finish()["one"].peak_bytes == 2300 * MIB
+
+
 def test_a_follower_comes_after_and_a_failed_one_skips_it(new_jobs: JobsMaker) -> None:
     jobs = (short("lr-0.1"), command("bad", retries=0), command("eval", after=("lr-0.1",)))
     run = new_jobs(*jobs, command("never", after=("bad",)))
@@ -430,6 +439,24 @@ def test_dying_programs_give_up_no_card(new_jobs: JobsMaker) -> None:
     assert standings["good"].state is JobState.DONE
     assert {standings[job.name].state for job in jobs} == {JobState.FAILED}
     assert run.events("card_quarantined") == []
+
+
+def test_a_card_that_fails_all_jobs_is_left_alone(new_jobs: JobsMaker) -> None:
+    jobs = [short(f"t.{number}", 600) for number in range(4)]
+    run = new_jobs(*jobs)
+    gone = {
+        "verdict": Verdict.CONTEXT_CORRUPTED,
+        "state": WorkerState.STOPPED,
+        "steps_ok": 0,
+        "reason": "the device no longer answers this process: uncorrectable ECC error encountered",
+    }
+    for job in jobs:
+        run.fleet.kinds_of_report[job.name] = lambda node: gone if node == "pc1" else {}
+    run.until(40.0)
+    assert any("pc1 gets no job: 2 attempts" in line for line in run.supervisor.snapshot().notices)
+    run.finish()
+    check_ends(run)
+    assert [record.card for record in run.records(Assigned)].count("pc1") == 2
 
 
 def test_after_ctrl_c_everything_is_saved_and_goes_on(new_jobs: JobsMaker) -> None:

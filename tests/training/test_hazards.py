@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.training.scene import CNN, CPU, GPT, replay, settings, task, trainer
+from workers.training.memory_plan import _LiveBytes
 from workers.training.trainer import Trainer, hazards
 
 
@@ -125,3 +127,20 @@ def test_a_hazard_is_named_alone_and_the_model_stays_as_it_was(
     (sentence,) = hazards(run)
     assert re.search(named, sentence)
     assert run.weights_sha256() == before
+
+
+def test_it_is_found_in_the_memory_of_a_part_that_recomputes() -> None:
+    run = Trainer(task(GPT, 0.0, layers=8, seq=256), settings(dropout=0.0), CPU, 1)
+    run._begin_batch()
+    live = _LiveBytes(1)
+
+    def peak_bytes(compute: Callable[[], object]) -> int:
+        with live:
+            before = live.begin()
+            compute()
+            return live.peak_bytes - before
+
+    of_part = peak_bytes(lambda: run._part(0, 4, 8, "fp32", 1.0))
+    assert peak_bytes(lambda: run._part(0, 4, 0, "fp32", 1.0)) > 2 * of_part
+    assert peak_bytes(lambda: hazards(run, 4, 8)) < 1.5 * of_part
+    assert peak_bytes(run.attention_kernels) < of_part

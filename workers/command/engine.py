@@ -261,7 +261,9 @@ class CommandEngine:
         text = self._log.tail()
         failed = code != 0 and not self._was_asked
         memory = oom.judge_log(text) if failed else None
-        on_host = memory == "host" and self._spec.device == "cuda"
+        on_card = self._spec.device == "cuda"
+        # A program without a torch for CUDA is capped in the PC's RAM on a card, too.
+        on_host = memory == "host" and on_card and "GiB of private memory" not in text
         # The kernel may have chosen one of its children.
         was_killed = code in {-signal.SIGKILL, 128 + signal.SIGKILL} or "Killed" in text
         killed = was_killed and _oom_kills() > self._kills

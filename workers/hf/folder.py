@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, Final, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from workers.hf.folder_files import CONFIG, check_folder, count_weights, refused
@@ -123,6 +123,7 @@ class ModelFolder:
         Raises:
             TaskError: The weights are of another model, or not finite.
         """
+        _use_fast_kernels()
         if isinstance(torch.empty(0), FakeTensor):
             dtype = self._stored_dtype() if self._dtype == "auto" else self._dtype
             # Without data transformers cannot see that no row holds several documents, and would
@@ -216,6 +217,24 @@ class ModelFolder:
             "weights moved against 95 % of fp32 ones; set train.weights to fp32"
         )
         return (sentence,)
+
+
+def _use_fast_kernels() -> None:
+    """Have transformers repeat the keys that heads share, where they are in fp32.
+
+    In fp32 a card has one kernel for shared ones, the plain one, whose memory grows with the square
+    of the length (torch, scaled_dot_product_attention, `enable_gqa`); the plan has none of it.
+    """
+    attention = importlib.import_module("transformers.integrations.sdpa_attention")
+    usual = getattr(attention, "use_gqa_in_sdpa", None)
+    if usual is None or usual.__module__ == __name__:
+        return
+
+    def use_gqa_in_sdpa(mask: Tensor | None, key: Tensor, value: Tensor) -> bool:
+        is_narrow = key.dtype != torch.float32 or torch.is_autocast_enabled(key.device.type)
+        return is_narrow and bool(usual(mask, key, value))
+
+    vars(attention)["use_gqa_in_sdpa"] = use_gqa_in_sdpa
 
 
 def heads_of(model: nn.Module) -> list[nn.Module]:

@@ -197,9 +197,9 @@ class Trainer:
         self._update.check()
         self._begin_batch()
         rows = self._accumulator.next_rows(limit)
-        if self._parts_check is not None and rows > 1 and not self._accumulator.done:
-            self._look(self._parts_check, limit)
         level = level_of(self.settings.recompute, level, self._recomputation.most)
+        if self._parts_check is not None and rows > 1 and not self._accumulator.done:
+            self._look(self._parts_check, limit, level)
         first, arithmetic = self._accumulator.done, self.settings.precision
         self._parts = self._parts if first else 0
         if rows:
@@ -230,10 +230,10 @@ class Trainer:
             optimizer_pct=self._shares.pct(Part.OPTIMIZER),
         )
 
-    def check_parts(self, rows: int = ROWS) -> list[PartsError]:
+    def check_parts(self, rows: int = ROWS, level: int = 0) -> list[PartsError]:
         """Return why parts of the next batch do not add up, in fp32, as `parts.check_parts` does.
 
-        Call it between two optimiser steps. It changes nothing.
+        Call it between two optimiser steps. It changes nothing. `level`: blocks to recompute.
 
         Raises:
             PartsError: The loss is no sum of its items.
@@ -242,7 +242,7 @@ class Trainer:
         mean = self.task.loss_is == "mean"
 
         def loss(part: Batch, first: int) -> Tensor:
-            return self._loss_of(part, self.course.samples_used + first, 0, "fp32")
+            return self._loss_of(part, self.course.samples_used + first, level, "fp32")
 
         try:
             with self._levers.region():
@@ -257,19 +257,20 @@ class Trainer:
         finally:
             self._accumulator.begin(self.settings.batch, self._feed.count)
 
-    def probe(self, sizes: Sequence[int], scale: float = 1.0) -> dict[str, Tensor]:
+    def probe(self, sizes: Sequence[int], scale: float = 1.0, level: int = 0) -> dict[str, Tensor]:
         """Return the gradient of the next batch's first samples, computed in fp32 in parts of these
         sizes, on the host.
 
         Call it between two optimiser steps. It changes nothing, buffers of the model included.
-        `scale` is what the loss is scaled by on the way; it is taken out again.
+        `scale` is what the loss is scaled by on the way; it is taken out again. `level`: blocks to
+        recompute.
         """
         self._begin_batch()
         try:
             self._accumulator.begin(sum(sizes), self._feed.count)
             with unchanged(self.model):
                 for rows in sizes:
-                    part = self._part(self._accumulator.done, rows, 0, "fp32", scale)
+                    part = self._part(self._accumulator.done, rows, level, "fp32", scale)
                     self._accumulator.add(rows, *part)
             names = [name for name, weight in self.model.named_parameters() if weight.requires_grad]
             gradients = [sums.to("cpu", copy=True) / scale for sums in self._accumulator.gradients]
@@ -286,12 +287,16 @@ class Trainer:
         sample. Call it between two optimiser steps.
         """
         self._begin_batch()
-        # Of the attention's kernels not all are counted, the matrix products are.
-        kernel, counter = sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False)
+        # Of a card's kernels of attention all are counted, and their memory is planned; of a CPU's
+        # only the matrix products of the plain one.
+        on_card, counter = self.device.type == "cuda", FlopCounterMode(display=False)
+        kernel = self._levers.region() if on_card else sdpa_kernel(SDPBackend.MATH)
         with unchanged(self.model), kernel, counter:
             loss = self._loss(0, 1, 0, self.settings.precision)
             self._accumulator.gradients_of(loss)
-        flop = float(counter.get_total_flops())
+        counts = counter.get_flop_counts()["Global"].items()
+        # Their backward passes compute the scores again, one product of five.
+        flop = sum(n * (0.8 if "attention_backward" in str(op) else 1.0) for op, n in counts)
         if self.task.shorten is None:
             return flop
         # Lengths differ: the operations of an item are nearly the same.
@@ -306,8 +311,9 @@ class Trainer:
         Call it between two optimiser steps.
         """
         self._begin_batch()
+        # All blocks recomputed, so that nothing is kept of them: the smallest step may take that.
         with unchanged(self.model), self._levers.region(), KernelWatch() as watch:
-            self._loss(0, 1, 0, self.settings.precision)
+            self._loss(0, 1, self._recomputation.most, self.settings.precision)
         return str(watch.ran)  # its base class has no types
 
     def evaluate(self) -> dict[str, float]:
@@ -499,12 +505,14 @@ class Trainer:
             )
         return loss
 
-    def _look(self, check: PartsCheck, limit: int) -> None:
-        """Look for hazards in a batch of a form that was not seen yet."""
+    def _look(self, check: PartsCheck, limit: int, level: int) -> None:
+        """Look for hazards in a batch of a form that was not seen yet, with so many recomputed
+        blocks: in a small memory nothing else fits.
+        """
         # It is computed in fp32, which takes twice the memory of half precision.
         rows = limit // 2 if self.settings.precision in {"bf16", "fp16"} else limit
         if rows > 1 and check.due(self._feed.batch):
-            new = check.done(hazards(self, min(rows, ROWS)))
+            new = check.done(hazards(self, min(rows, ROWS), level))
             self.hazards += new
             self._untold += new
 
@@ -525,7 +533,7 @@ class Trainer:
         self._accumulator.begin(self.settings.batch, 1)
 
 
-def hazards(trainer: Trainer, rows: int = ROWS) -> list[str]:
+def hazards(trainer: Trainer, rows: int = ROWS, level: int = 0) -> list[str]:
     """Return a sentence for each kind of thing that makes a training depend on how its batches are
     split, with what removes it.
 
@@ -539,13 +547,14 @@ def hazards(trainer: Trainer, rows: int = ROWS) -> list[str]:
         PartsError: The loss is no sum (or mean, if the task says so) of its items.
     """
     rows = min(rows, trainer.settings.batch)
-    found = trainer.check_parts(rows)
+    found = trainer.check_parts(rows, level)
     drawn = [str(each) for each in found if each.cause == "dropout"]
     others = [str(each) for each in found if each.cause != "dropout"]
     if trainer.settings.exact:  # the parts stay, and random numbers are not those of before a kill
         return drawn
     if rows > 1 and not found:
-        others = _rounding(trainer.probe([rows]), trainer.probe([1] * rows, _OTHER_SCALE))
+        apart = trainer.probe([1] * rows, _OTHER_SCALE, level)
+        others = _rounding(trainer.probe([rows], level=level), apart)
     return [*drawn, *(f"{each}; or set {_KEEP}, which keeps the parts" for each in others)]
 
 

@@ -19,10 +19,11 @@ from typing import Final, TypeVar
 
 from pydantic import ValidationError
 
+from workers import oom
 from workers.hf.folder import load_code
 from workers.messages import IncompatibleError, Progress
 from workers.policy.base import Rung
-from workers.settings import Scalar
+from workers.settings import FailureKind, Scalar
 from workers.training.checkpoints import FROM_HEAD, Checkpoints
 from workers.training.errors import (
     NotFiniteError,
@@ -337,7 +338,7 @@ class Train(Workload):
                 self.context.tell("hazard", reason=sentence)
         if trainer.loader_numbers.reason:
             self.context.tell("loader", **asdict(trainer.loader_numbers))
-        self._flop_per_unit = trainer.flop_per_sample() / self._units_per_sample(trainer)
+        self._flop_per_unit = self._flop(trainer) / self._units_per_sample(trainer)
         if settings.adapter != "none":
             trained, parameters = (
                 sum(weight.numel() for weight in weights)
@@ -354,6 +355,22 @@ class Train(Workload):
             self.context.tell("attention", asked=settings.attention, ran=ran)
         self._trainer = trainer
         return trainer
+
+    def _flop(self, trainer: Trainer) -> float:
+        """Count the operations of a sample; 0 where that has no memory: no block is recomputed for
+        it, and a training that needs that is to train all the same.
+        """
+        try:
+            return trainer.flop_per_sample()
+        except Exception as error:
+            failure = oom.classify(error)
+            # The latter is of an older torch, which counts no heads that share keys.
+            is_short = failure.kind in {FailureKind.DEFINITE, FailureKind.PROBABLE}
+            if not is_short and not isinstance(error, AssertionError):
+                raise
+            oom.drop_frames(error)
+        self.context.tell("flop_unknown", reason=failure.text)
+        return 0.0
 
     def _units_per_sample(self, trainer: Trainer) -> float:
         """Return what the operations of a sample go by: its items where lengths differ, else

@@ -110,11 +110,16 @@ class AfterTorch:
 
     def _lower(self, torch: Any) -> None:  # noqa: ANN401
         """Lower what torch allows itself on a card, if it is over the cap by more than rounding."""
+        # torch before 2.7 does not tell the share; and before 2.10, which knows the variable's key,
+        # to set one makes its card the current one (c10/cuda/CUDACachingAllocator.cpp).
+        share_of = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
+        current = torch.cuda.current_device()
         for card in range(torch.cuda.device_count()):
             total_bytes = torch.cuda.get_device_properties(card).total_memory
-            allowed_bytes = torch.cuda.get_per_process_memory_fraction(card) * total_bytes
-            if allowed_bytes > self._cap_bytes + 2**20:
+            if share_of(card) * total_bytes > self._cap_bytes + 2**20:
                 torch.cuda.set_per_process_memory_fraction(self._cap_bytes / total_bytes, card)
+        if torch.cuda.current_device() != current:
+            torch.cuda.set_device(current)
 
 
 def begin(device: str, gib: str) -> None:
