@@ -16,26 +16,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import yaml
 
-from benches.common import Result
 from orchestrator.config.load import config_from_data
 from orchestrator.core.placement import Target, plan_slots
 from orchestrator.errors import ArchiveError, NothingStoredError
-from orchestrator.record.archive import StoredEvent, StoredRun, read_run
+from orchestrator.record.archive import StoredRun, read_run
 from orchestrator.record.store import SlotRecord
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Workers find it because runs are started in `ROOT`; the other one is for comparing work per
-#: second.
+#: Workers find it because runs are started in `ROOT`.
 WITNESS = "scripts.benches.witness:Witness"
-RESTING = "scripts.benches.witness:Resting"
 #: As in `witness.py`, which is not imported here: it loads torch.
 WITNESS_FOLDER = "ORCH_WITNESS_DIR"
 #: For a run to start and to end, beyond its planned length.
@@ -279,52 +275,6 @@ class Ledger:
             self.broken.append(sentence)
 
 
-def watched(
-    bench: str,
-    arguments: Sequence[str],
-    planned_s: float,
-    judge: Callable[[Path, StoredRun, list[dict[str, Any]], list[str]], dict[str, Any]],
-) -> Result:
-    """Run the command to its end, its store compared all along, and return what came of it.
-
-    It should take `planned_s`, starting and ending apart. `judge` returns the figures, given the
-    run's folder, its store, its slots' rows, and where to add what is broken.
-    """
-    scene = Scene()
-    ledger = Ledger(scene.steps)
-    broken: list[str] = []
-    figures: dict[str, Any] = {}
-    try:
-        head = scene.run(*arguments)
-        deadline_s = time.monotonic() + planned_s + PATIENCE_S
-        while head.poll() is None and time.monotonic() < deadline_s:
-            if (folder := scene.newest_run()) is not None:
-                ledger.look(folder)
-            scene.look()
-            time.sleep(2.0)
-        code, said = scene.ended(head)
-        if code is None:
-            broken.append(
-                f"the run did not end within {PATIENCE_S:.0f} s of its planned end; its head was "
-                "killed"
-            )
-        elif code not in {0, 1}:
-            broken.append(f"exit code {code}: {said[-500:]}")
-        broken += scene.leftovers(within_s=10.0)
-        folder = scene.newest_run()
-        stored = None if folder is None else ledger.look(folder)
-        if folder is None or stored is None:
-            broken.append("the run left no record")
-        else:
-            ledger.end(stored)
-            figures = judge(folder, stored, ledger.rows(stored), broken)
-        broken += ledger.broken
-        figures["looks_at_the_ledger"] = ledger.looks
-    finally:
-        figures["kept"] = scene.close(keep=bool(broken))
-    return Result(bench=bench, figures=figures, broken=broken)
-
-
 def sums(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     names = {
         "steps_ok": "steps_ok",
@@ -339,10 +289,6 @@ def _seeds_of(run: StoredRun) -> dict[str, int]:
     config = config_from_data(yaml.safe_load(run.facts.config_yaml), "the run's configuration")
     plans = plan_slots(config, Target(device=run.facts.device, one_machine=run.facts.one_machine))
     return {plan.spec.slot: plan.spec.workload.seed for plan in plans}
-
-
-def unix_s(event: StoredEvent) -> float:
-    return datetime.fromisoformat(event.at).timestamp()
 
 
 def settings(*values: str) -> list[str]:
