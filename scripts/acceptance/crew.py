@@ -14,10 +14,11 @@ from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
-from benches import bodies, common
-from benches.bodies import Turn
+from benches import common
 from benches.common import ChildDiedError
 
+from acceptance import bodies
+from acceptance.bodies import Turn
 from workers.nvml.queries import visible_card
 from workers.nvml.sensors import CardSensors, ProcessorSensors, Sampler
 from workers.readings import THROTTLE_ALARMS, SensorReading
@@ -30,7 +31,7 @@ _LOOK_EVERY_S = 0.25
 _RUN_UP_S = 0.1
 #: torch once for all of them, and never a device: CUDA does not survive a fork.
 _SERVER = get_context("forkserver")
-_SERVER.set_forkserver_preload(["benches.bodies", "workers.training.trainer"])
+_SERVER.set_forkserver_preload(["acceptance.bodies"])
 Child = partial(common.Child, context=_SERVER)
 
 
@@ -59,19 +60,19 @@ def summed_up(readings: Sequence[SensorReading]) -> dict[str, float | None]:
     """Return the median clock at work, the highest temperature and power, and the share of samples
     with an alarm.
     """
+
+    def told(key: str) -> list[float]:
+        return [value for each in readings if (value := getattr(each, key)) is not None]
+
     clocks = sorted(
         each.sm_clock_mhz for each in readings if each.sm_clock_mhz and each.utilisation_pct != 0.0
     )
-    bits = [each.throttle_bits for each in readings if each.throttle_bits is not None]
+    alarms = [bool(int(bits) & THROTTLE_ALARMS) for bits in told("throttle_bits")]
     return {
         "sm_clock_mhz": float(clocks[len(clocks) // 2]) if clocks else None,
-        "temperature_most_c": max(
-            (r.temperature_c for r in readings if r.temperature_c is not None), default=None
-        ),
-        "power_most_w": max((r.power_w for r in readings if r.power_w is not None), default=None),
-        "alarms_pct": 100.0 * sum(bool(each & THROTTLE_ALARMS) for each in bits) / len(bits)
-        if bits
-        else None,
+        "temperature_most_c": max(told("temperature_c"), default=None),
+        "power_most_w": max(told("power_w"), default=None),
+        "alarms_pct": 100.0 * sum(alarms) / len(alarms) if alarms else None,
     }
 
 
@@ -138,14 +139,6 @@ class Crew:
         except ChildDiedError:
             self.close()  # the others' answers would be taken for those of the next order
             raise
-
-    def beside(self, seconds: float, function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - as it returns
-        """Have all work for so long, and run a function in a process of its own meanwhile."""
-        for child in self.children:
-            child.send((seconds, 0.0))
-        answer = in_child(self._watch, function, *arguments)
-        gather(self.children, self._watch, seconds=seconds)
-        return answer
 
     def close(self) -> None:
         for child in self.children:

@@ -29,9 +29,8 @@ from typing import Any
 
 import yaml
 
-from benches.common import Result, progress
+from benches.common import ROOT, Result, progress
 
-_ROOT = Path(__file__).resolve().parents[2]
 _TRAIN = Path(__file__).with_name("jobs_peers_train.py")
 _MARK = "JOBS_PEERS_MARK"
 #: What a rehearsal of cluster.yaml gives to a job on pc1 and on pc2.
@@ -143,14 +142,11 @@ class _Night:
     def furthest(self) -> int | None:
         """Return the process of the training that is furthest, of those that write now."""
         found = []
-        for name in self.jobs:
-            lines = self.lines(name)
-            path = self.logs / f"{name}.log"
-            if not lines or lines[-1][1] == "done" or "wide" in name:
-                continue
-            is_writing = time.time() - path.stat().st_mtime < 1.5
-            if is_writing and int(lines[-1][1]) >= 20:
-                found.append((int(lines[-1][1]), int(lines[-1][0])))
+        for name in (name for name in self.jobs if "wide" not in name):
+            pid, step = (self.lines(name) or [["0", "done"]])[-1]
+            if step != "done" and int(step) >= 20:
+                is_writing = time.time() - (self.logs / f"{name}.log").stat().st_mtime < 1.5
+                found += [(int(step), int(pid))] * is_writing
         return max(found)[1] if found else None
 
 
@@ -180,12 +176,8 @@ def _ours(night: _Night, more: Sequence[str] = ()) -> list[str]:
     (night.folder / "night.yaml").write_text(yaml.safe_dump({"jobs": jobs}))
     return [
         sys.executable, "-m", "orchestrator", "jobs", "run", "night.yaml", "--rehearse", "--plain",
-        "--config", str(_ROOT / "cluster.yaml"), "--run-dir", str(night.folder / "runs"),
+        "--config", str(ROOT / "cluster.yaml"), "--run-dir", str(night.folder / "runs"),
     ]  # fmt: skip
-
-
-def _ours_keep(night: _Night) -> list[str]:
-    return _ours(night, ["--keep"])
 
 
 def _script(path: Path, text: str) -> str:
@@ -208,10 +200,8 @@ def _loop(night: _Night) -> list[str]:
 
 def _gpusched(night: _Night, program: str) -> list[str]:
     totals = [int(room * _SCALE * 1024) for room in _ROOM_GIB]
-    _script(
-        night.folder / "nvidia-smi",
-        _SMI.format(python=sys.executable, mark=night.mark, scale=_SCALE, totals=totals),
-    )
+    smi = _SMI.format(python=sys.executable, mark=night.mark, scale=_SCALE, totals=totals)
+    _script(night.folder / "nvidia-smi", smi)
     lines = [f"{shlex.join(words)}\n" for words in _on_card(night).values()]
     (night.folder / "jobs.txt").write_text("".join(lines))
     return [program, "jobs.txt", "--exclusive", "--oom-retries", "3", "--poll", "1"]
@@ -225,7 +215,7 @@ def _tune(night: _Night) -> list[str]:
 def _course(name: str, night: _Night, command: list[str], packages: str) -> dict[str, Any]:
     env = os.environ | {_MARK: night.mark, "OMP_NUM_THREADS": "1"}
     env["PATH"] = f"{night.folder}:{env['PATH']}"
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), packages]))
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), packages]))
 
     def begin() -> subprocess.Popen[bytes]:
         with (night.folder / "said.txt").open("ab") as said:
@@ -256,19 +246,13 @@ def _course(name: str, night: _Night, command: list[str], packages: str) -> dict
     made = sum(line[1] != "done" for of in lines.values() for line in of)
     once = sum(len({line[1] for line in of} - {"done"}) for of in lines.values())
     row = {
-        "queue": name,
-        "finished": len(finished),
-        "of": len(night.jobs),
+        "queue": name, "finished": len(finished), "of": len(night.jobs),
         "useful_samples_per_s": round(len(finished) * night.steps * _BATCH / took_s, 1),
-        "took_s": round(took_s, 1),
-        "steps_done_twice": made - once,
-        "was_killed": was_killed,
-        "was_rebooted": was_rebooted,
-        "in_time": took_s < _LIMIT_S,
-        "load_before": round(load_1min, 1),
-        "load_after": round(os.getloadavg()[0], 1),
+        "took_s": round(took_s, 1), "steps_done_twice": made - once, "was_killed": was_killed,
+        "was_rebooted": was_rebooted, "in_time": took_s < _LIMIT_S,
+        "load_before": round(load_1min, 1), "load_after": round(os.getloadavg()[0], 1),
         "unfinished": " ".join(each for each in night.jobs if each not in finished) or "-",
-    }
+    }  # fmt: skip
     progress(str(row))
     return row
 
@@ -279,26 +263,28 @@ def run(
     """Run the night of each contestant, one after the other."""
     sides: dict[str, Callable[[_Night], list[str]]] = {
         "ours": _ours,
-        "ours-keep": _ours_keep,
+        "ours-keep": lambda night: _ours(night, ["--keep"]),
         "gpusched": lambda night: _gpusched(night, gpusched),
         "loop": _loop,
         "tune": _tune,
     }
     rows = []
+    here = {"gpusched": gpusched, "tune": tune}
+    names = [f"wide-{n}" if n < 2 else f"narrow-{n}" for n in range(jobs)]
     for number in range(rounds):
         for name in reversed(contestants) if number % 2 else contestants:
-            if (name == "gpusched" and not gpusched) or (name == "tune" and not tune):
+            if not here.get(name, "yes"):
                 continue
             with tempfile.TemporaryDirectory(prefix="jobs-peers-") as place:
-                names = [f"wide-{n}" if n < 2 else f"narrow-{n}" for n in range(jobs)]
                 (Path(place) / "logs").mkdir()
                 words = {
                     each: ["--name", each, "--steps", str(steps), "--log", f"{place}/logs"]
                     + ["--wide"] * ("wide" in each)
                     for each in names
                 }
-                mark = secrets.token_hex(8)
-                night = _Night(folder=Path(place), mark=mark, jobs=words, steps=steps)
+                night = _Night(
+                    folder=Path(place), mark=secrets.token_hex(8), jobs=words, steps=steps
+                )
                 rows.append(_course(name, night, sides[name](night), tune))
                 said = (night.folder / "said.txt").read_text(errors="replace").splitlines()
                 progress("\n".join(f"    {line[:160]}" for line in said[-6:]))

@@ -23,13 +23,13 @@ from typing import Any
 import psutil
 import yaml
 
+from benches.common import ROOT
 from orchestrator.config.load import config_from_data
 from orchestrator.core.placement import Target, plan_slots
 from orchestrator.errors import ArchiveError, NothingStoredError
 from orchestrator.record.archive import StoredRun, read_run
 from orchestrator.record.store import SlotRecord
 
-ROOT = Path(__file__).resolve().parents[2]
 #: Workers find it because runs are started in `ROOT`.
 WITNESS = "scripts.benches.witness:Witness"
 #: As in `witness.py`, which is not imported here: it loads torch.
@@ -57,7 +57,6 @@ class Scene:
         self._before = {child.pid for child in psutil.Process().children(recursive=True)}
         self._shared_before = set(_SHARED.iterdir())
         self._seen: dict[int, psutil.Process] = {}
-        self._ports: set[tuple[str, int]] = set()
 
     def run(self, *arguments: str) -> subprocess.Popen[bytes]:
         """Start `python -m orchestrator run --json` with the shipped cluster.yaml.
@@ -65,28 +64,22 @@ class Scene:
         Its output goes to files.
         """
         number = len(self._heads)
-        command = [sys.executable, "-m", "orchestrator", "run"]
-        command += ["--config", str(ROOT / "cluster.yaml")]
+        command = [sys.executable, "-m", "orchestrator", "run", "--json"]
+        command += ["--config", str(ROOT / "cluster.yaml"), "--run-dir", str(self.runs)]
+        env = {**os.environ, "TMPDIR": str(self.folder), WITNESS_FOLDER: str(self.steps)}
         with (
             self._output(number, "json").open("wb") as out,
             self._output(number, "err").open("wb") as err,
         ):
             head = subprocess.Popen(
-                [*command, "--run-dir", str(self.runs), "--json", *arguments],
-                cwd=ROOT,
-                env={**os.environ, "TMPDIR": str(self.folder), WITNESS_FOLDER: str(self.steps)},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
+                [*command, *arguments], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out,
                 stderr=err,
-            )
+            )  # fmt: skip
         self._heads.append(head)
         return head
 
     def ended(self, head: subprocess.Popen[bytes], within_s: float = 0.0) -> tuple[int | None, str]:
-        """Wait for a run's end.
-
-        Return its exit code (`None`: it was killed now) and what it has printed.
-        """
+        """Wait for a run's end; return its exit code (`None`: it was killed now) and its words."""
         deadline_s = time.monotonic() + within_s
         while head.poll() is None and time.monotonic() < deadline_s:
             self.look()
@@ -105,29 +98,19 @@ class Scene:
         return max(self.runs.glob("*"), default=None)
 
     def look(self) -> list[psutil.Process]:
-        """Note which processes of the runs live now, and on which ports they listen.
-
-        Reap those that have ended.
-        """
+        """Note which processes of the runs live now; reap those that have ended."""
         heads = {head.pid for head in self._heads}
         for child in psutil.Process().children():
             if child.pid not in heads | self._before and _is_dead(child):
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(child.pid, os.WNOHANG)
-        found = [
-            child
-            for child in psutil.Process().children(recursive=True)
-            if child.pid not in self._before
-        ]
+        everything = psutil.Process().children(recursive=True)
+        found = [child for child in everything if child.pid not in self._before]
         self._seen.update((child.pid, child) for child in found)
-        self._ports |= _listening({child.pid for child in found})
         return [child for child in found if not _is_dead(child)]
 
     def leftovers(self, within_s: float) -> list[str]:
-        """Return a sentence for each thing that the ended runs have left after so many seconds.
-
-        Then end it.
-        """
+        """Return a sentence for each thing that ended runs have left for so long, and end it."""
         deadline_s = time.monotonic() + within_s
         while (left := self._left()) and time.monotonic() < deadline_s:
             time.sleep(0.1)
@@ -151,25 +134,15 @@ class Scene:
 
     def _alive(self) -> list[psutil.Process]:
         self.look()
-        return [
-            process
-            for process in self._seen.values()
-            if process.is_running() and not _is_dead(process)
-        ]
+        return [each for each in self._seen.values() if each.is_running() and not _is_dead(each)]
 
     def _left(self) -> list[str]:
         alive = self._alive()
-        # Only ports of the dead: what still lives is told of as a process.
-        taken = _listening(None) & self._ports if not alive else set()
+        shared = set(_SHARED.iterdir()) - self._shared_before
         return [
             *(f"process {process.pid} still lives: {_called(process)}" for process in alive),
             *(f"{path} was left" for path in self.folder.glob("orch-*")),
-            *(
-                f"{path} was left"
-                for path in sorted(set(_SHARED.iterdir()) - self._shared_before)
-                if not _in_use(path)
-            ),
-            *(f"a process still listens on {host}:{port}" for host, port in sorted(taken)),
+            *(f"{path} was left" for path in sorted(shared) if not _in_use(path)),
         ]
 
 
@@ -190,14 +163,10 @@ class Ledger:
         self._steps = steps
         self._seeds: dict[str, int] = {}
         self._last: dict[str, dict[str, float]] = {}
-        self.looks = 0
         self.broken: list[str] = []
 
     def look(self, folder: Path) -> StoredRun | None:
-        """Compare once, and return the run as its store knows it.
-
-        `None` while it stores nothing.
-        """
+        """Compare once, and return the run as its store knows it; `None`: it stores nothing yet."""
         before = self._counts()
         try:
             run = read_run(folder)
@@ -207,18 +176,14 @@ class Ledger:
             self._demand(False, f"the store cannot be read: {error}")
             return None
         after = self._counts()
-        self.looks += 1
         self._seeds = self._seeds or _seeds_of(run)
         for slot in run.slots:
-            self._compare(
-                slot, before.get(self._seeds[slot.slot], 0), after.get(self._seeds[slot.slot], 0)
-            )
+            seed = self._seeds[slot.slot]
+            self._compare(slot, before.get(seed, 0), after.get(seed, 0))
         return run
 
     def rows(self, run: StoredRun) -> list[dict[str, Any]]:
-        """Return a line for each slot of a run whose processes are gone: what was counted, lost,
-        witnessed.
-        """
+        """Return a line for each slot of a run whose processes are gone."""
         counts = self._counts()
         return [
             {
@@ -235,14 +200,10 @@ class Ledger:
         ]
 
     def end(self, run: StoredRun) -> None:
-        """Demand of a run that came to its end that nothing is under way any more: then `counted +
-        lost` is a bound.
-        """
+        """Demand that nothing of an ended run is under way: then `counted + lost` is a bound."""
         for slot in run.slots:
-            at_risk = slot.steps_at_risk
-            self._demand(
-                at_risk == 0, f"{slot.slot}: {at_risk} steps are at risk after the run's end"
-            )
+            told = f"{slot.slot}: {slot.steps_at_risk} steps are at risk after the run's end"
+            self._demand(slot.steps_at_risk == 0, told)
 
     def _compare(self, slot: SlotRecord, before: int, after: int) -> None:
         counted, lost = slot.counters["steps_ok"], slot.counters["steps_lost_upper_bound"]
@@ -253,14 +214,12 @@ class Ledger:
         self._demand(
             before <= counted + lost + slot.steps_at_risk,
             f"{slot.slot}: {before} steps were done, and the store knows of {counted} counted + "
-            f"{lost} lost + "
-            f"{slot.steps_at_risk} at risk: sent before it was written down, or the bound is none",
+            f"{lost} lost + {slot.steps_at_risk} at risk: sent before it was written down, or the "
+            "bound is none",
         )
         grows = {
-            **slot.counters,
-            "incarnation": slot.incarnation,
-            "next_sequence": slot.next_sequence,
-        }
+            **slot.counters, "incarnation": slot.incarnation, "next_sequence": slot.next_sequence,
+        }  # fmt: skip
         for name, value in self._last.get(slot.slot, {}).items():
             self._demand(
                 grows[name] >= value, f"{slot.slot}: {name} went back from {value} to {grows[name]}"
@@ -276,12 +235,11 @@ class Ledger:
 
 
 def sums(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    names = {
-        "steps_ok": "steps_ok",
-        "steps_lost_at_most": "lost_at_most",
-        "steps_really_lost": "really_lost",
+    kinds = ("ok", "lost_at_most", "really_lost")
+    return {
+        f"steps_{kind}": sum(row["steps_ok" if kind == "ok" else kind] for row in rows)
+        for kind in kinds
     }
-    return {name: sum(row[key] for row in rows) for name, key in names.items()}
 
 
 def _seeds_of(run: StoredRun) -> dict[str, int]:
@@ -291,29 +249,11 @@ def _seeds_of(run: StoredRun) -> dict[str, int]:
     return {plan.spec.slot: plan.spec.workload.seed for plan in plans}
 
 
-def settings(*values: str) -> list[str]:
-    return [word for value in values for word in ("--set", value)]
-
-
-def _listening(pids: set[int] | None) -> set[tuple[str, int]]:
-    return {
-        (entry.laddr.ip, entry.laddr.port)
-        for entry in psutil.net_connections("tcp")
-        if entry.laddr
-        and entry.status == psutil.CONN_LISTEN
-        and (pids is None or entry.pid in pids)
-    }
-
-
 def _in_use(path: Path) -> bool:
-    """Tell whether a living process has this file in its memory: then it is another program's, ours
-    are told of.
-    """
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if str(path) in Path(f"/proc/{process.pid}/maps").read_text(
-                encoding="utf-8", errors="replace"
-            ):
+    """Tell whether a living process maps this file: it is another program's, ours are told of."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            if str(path) in maps.read_text(encoding="utf-8", errors="replace"):
                 return True
     return False
 
