@@ -68,9 +68,7 @@ def main() -> int:
 
 
 def _prepare() -> None:
-    """Have this process and its children find the packages, and the same card under the same
-    number.
-    """
+    """Have this process and its children find the packages, and the same card by its number."""
     places = [str(_ROOT), str(_ROOT / "scripts")]
     sys.path[:0] = places
     # The server that children are forked from reads it when it loads torch for them.

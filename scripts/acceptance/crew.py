@@ -48,18 +48,13 @@ class Watch(list[SensorReading]):
 
 
 def open_watch(kind: str) -> Watch:
-    """Return a watch that samples a few times a second.
-
-    A worker does so once, and a turn may be shorter.
-    """
+    """Return a watch that samples a few times a second; a turn may be shorter than one."""
     sensors = CardSensors(visible_card()) if kind == "cuda" else ProcessorSensors()
     return Watch(Sampler(sensors, every_s=_LOOK_EVERY_S))
 
 
 def summed_up(readings: Sequence[SensorReading]) -> dict[str, float | None]:
-    """Return the median clock at work, the highest temperature and power, and the share of samples
-    with an alarm.
-    """
+    """Return the median clock at work, the most of heat and power, and the share with alarms."""
 
     def told(key: str) -> list[float]:
         return [value for each in readings if (value := getattr(each, key)) is not None]
@@ -93,10 +88,7 @@ def gather(
 
 
 def in_child(watch: Watch, function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - as it returns
-    """Run a function in a process of its own, and return what it returns.
-
-    `ChildDiedError` tells what it raised.
-    """
+    """Run a function in a process of its own; `ChildDiedError` tells what it raised."""
     with contextlib.closing(
         Child(function.__name__, bodies.call_in_child, function, arguments)
     ) as child:
@@ -107,10 +99,7 @@ def in_child(watch: Watch, function: Callable[..., Any], *arguments: object) -> 
 
 
 class Crew:
-    """Several engines, each in a process of its own, that have done their first good steps.
-
-    To be closed.
-    """
+    """Several engines in processes of their own that have done their first steps; to be closed."""
 
     def __init__(
         self,
@@ -126,10 +115,7 @@ class Crew:
         self.first = self.turn(0.0)
 
     def turn(self, seconds: float, *, who: Sequence[int] | None = None) -> list[Turn]:
-        """Have all, or those of these numbers, work at the same time.
-
-        When one has died, all are ended.
-        """
+        """Have all, or those of these numbers, work at once; when one has died, all are ended."""
         chosen = self.children if who is None else [self.children[number] for number in who]
         at_s = time.monotonic() + _RUN_UP_S
         try:

@@ -105,13 +105,10 @@ class Machine:
         shared = {"policy": "adaptive", **shared, "workers_on_host": count}
         shared["card_budget_bytes"] = count * budget_bytes
         spec = lone_worker(
-            budget_bytes=budget_bytes,
-            device=self.device,
-            dtype=dtype or self.scale.dtype,
-            size=size or self.scale.size,
-            floor_bytes=self.scale.floor_bytes,
+            budget_bytes=budget_bytes, device=self.device, dtype=dtype or self.scale.dtype,
+            size=size or self.scale.size, floor_bytes=self.scale.floor_bytes,
             leave_free_bytes=self.scale.leave_free_bytes,
-        )
+        )  # fmt: skip
         return tuple(replace(spec, slot=f"{label}/{number}", **shared) for number in range(count))
 
     def fitting(self, count: int, budget_bytes: int) -> tuple[int, str | None]:
@@ -128,39 +125,28 @@ class Machine:
 
 
 def open_machine(device: str, *, quick: bool, command: str) -> Machine:
-    """Find out what machine this is, in a process of its own: it opens the device.
-
-    `ChildDiedError`: it cannot.
-    """
+    """Find out what machine this is; `ChildDiedError`: a process cannot open the device."""
     on_cpu = device == "cpu"
     changes = dict(_CPU) if on_cpu else {}
     changes |= (_QUICK | _QUICK_CPU if on_cpu else _QUICK) if quick else {}
     scale, watch = Scale(**changes), open_watch(device)
     spec = lone_worker(
-        budget_bytes=scale.small_budget_bytes,
-        device=device,
-        dtype=scale.dtype,
+        budget_bytes=scale.small_budget_bytes, device=device, dtype=scale.dtype,
         floor_bytes=scale.floor_bytes,
-    )
+    )  # fmt: skip
     # Before anything of ours is there; the driver may not tell.
     told_bytes = queries.card_free_bytes(queries.visible_card()) if device == "cuda" else None
     info, card = in_child(watch, open_once, spec)
     host = {
-        "card": info.name,
-        "uuid": info.uuid,
-        "total_bytes": info.total_bytes,
-        **card,
-        "driver": info.driver,
-        "context_bytes": info.context_bytes,
-        "context_source": info.context_source,
-        "torch": info.torch_version,
+        "card": info.name, "uuid": info.uuid, "total_bytes": info.total_bytes, **card,
+        "driver": info.driver, "context_bytes": info.context_bytes,
+        "context_source": info.context_source, "torch": info.torch_version,
         "cuda": torch.version.cuda,  # what torch was built for
-        "python": platform.python_version(),
-        "system": platform.platform(),
+        "python": platform.python_version(), "system": platform.platform(),
         "cores": os.cpu_count() or 1,
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),  # of the start
         "command": command,
-    }
+    }  # fmt: skip
     if told_bytes is not None:
         host["free_bytes"] = told_bytes
     profile = None

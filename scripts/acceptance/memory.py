@@ -90,9 +90,7 @@ def _block(device: Device, size_bytes: int) -> torch.Tensor:
 
 
 def _largest_left(device: Device, block_bytes: int, segment_bytes: int) -> torch.Tensor:
-    """Take the most that fits in one piece where a block has just been freed, and less than another
-    one is left.
-    """
+    """Take the most that fits in one piece where a block was freed and less than one is left."""
     device.release()
     for size_bytes in range(2 * block_bytes - segment_bytes, block_bytes, -segment_bytes):
         with contextlib.suppress(RuntimeError):
@@ -156,20 +154,16 @@ def measure_recovery(machine: Machine) -> Row:
         name: found.get(f"{name}_s") for name in ("recovery_p50", "recovery_p99", "good_step_p50")
     }
     return {
-        "errors_asked": scale.errors,
-        "errors": found.get("errors", 0),
+        "errors_asked": scale.errors, "errors": found.get("errors", 0),
         **{f"{name}_ms": None if s is None else 1000.0 * s for name, s in times_s.items()},
-        "budget_bytes": found.get("budget_bytes"),
-        "size": found.get("size"),
-        "descent_from_size": scale.too_large_size,
-        "descent_to_size": report.size,
-        "descent_ended": ended,
-        "descent_errors": len(ooms),
+        "budget_bytes": found.get("budget_bytes"), "size": found.get("size"),
+        "descent_from_size": scale.too_large_size, "descent_to_size": report.size,
+        "descent_ended": ended, "descent_errors": len(ooms),
         "descent_kinds": sorted({str(detail["kind"]) for detail in ooms}),
         "descent_recovery_p50_ms": percentile(descent_ms, 0.5) if ooms else None,
         "descent_recovery_most_ms": max(descent_ms, default=None),
         "unrecovered": list(result.broken),
-    }
+    }  # fmt: skip
 
 
 def judge_recovery(found: Row) -> Outcome:
@@ -226,17 +220,13 @@ def _stand(turn: Turn, budget_bytes: int) -> Row:
     used_bytes = turn.process_used_bytes
     reason = last.reason if last.state is not WorkerState.RUNNING else ""
     return {
-        "slot": last.slot,
-        "ended": f"{last.verdict.value} {last.state.value}: {reason}",
-        "budget_mib": budget_bytes / MIB,
-        "cap_mib": cap_bytes / MIB,
+        "slot": last.slot, "ended": f"{last.verdict.value} {last.state.value}: {reason}",
+        "budget_mib": budget_bytes / MIB, "cap_mib": cap_bytes / MIB,
         "held_to_cap": reserved_bytes / cap_bytes if cap_bytes else 0.0,
         "process_to_budget": None if used_bytes is None else used_bytes / budget_bytes,
-        "steps_ok": turn.counts.steps_ok,
-        "steps_oom": turn.counts.steps_oom,
-        "unrecovered": turn.counts.steps_error,
-        "tflops": turn.flop_per_s / 1e12,
-    }
+        "steps_ok": turn.counts.steps_ok, "steps_oom": turn.counts.steps_oom,
+        "unrecovered": turn.counts.steps_error, "tflops": turn.flop_per_s / 1e12,
+    }  # fmt: skip
 
 
 def judge_side_by_side(scenes: Sequence[Row]) -> Outcome:
@@ -259,17 +249,18 @@ def judge_side_by_side(scenes: Sequence[Row]) -> Outcome:
         ]
         most = max(of_budget, default=None)
         summed = ("steps_ok", "steps_oom", "unrecovered", "tflops")
+        least = {
+            f"{key}_least": min((stand[key] for stand in stands), default=None)
+            for key in ("cap_mib", "held_to_cap")
+        }
         rows.append(
             {
                 "workers": scene["workers"],
                 "budget_mib": stands[0]["budget_mib"] if stands else None,
-                "policy": scene["policy"],
-                "cap_mib_least": min((stand["cap_mib"] for stand in stands), default=None),
-                "held_to_cap_least": min((stand["held_to_cap"] for stand in stands), default=None),
-                "process_to_budget_most": most,
+                "policy": scene["policy"], **least, "process_to_budget_most": most,
                 **{key: sum(stand[key] for stand in stands) for key in summed},
             }
-        )
+        )  # fmt: skip
         if most is not None and most > _WORTH_TELLING:
             notes.append(f"{where}: a process holds {most:.3f} of its budget")
     held = [row["held_to_cap_least"] for row in rows if row["held_to_cap_least"] is not None]
@@ -281,19 +272,14 @@ def judge_side_by_side(scenes: Sequence[Row]) -> Outcome:
 CHECKS = {
     "cap": Check(
         "granted up to 0.99 of the cap at the least, refused at 1.01 at the most, and the process "
-        "holds its budget",
-        measure_cap,
-        judge_cap,
+        "holds its budget", measure_cap, judge_cap,
     ),
     "recovery": Check(
         f"every out-of-memory error is survived, 99 % of them within {_MOST_MS:.0f} ms",
-        measure_recovery,
-        judge_recovery,
+        measure_recovery, judge_recovery,
     ),
     "side_by_side": Check(
         f"each worker holds {_LEAST_HELD:.0%} of its cap, no failure is left standing, no process "
-        "ends",
-        measure_side_by_side,
-        judge_side_by_side,
+        "ends", measure_side_by_side, judge_side_by_side,
     ),
-}
+}  # fmt: skip

@@ -40,12 +40,9 @@ def run(machine: Machine, names: Sequence[str]) -> list[tuple[Outcome, float]]:
 
 
 def as_json(machine: Machine, found: Sequence[tuple[Outcome, float]]) -> dict[str, Any]:
+    checks = [{**outcome.as_json(), "took_s": took_s} for outcome, took_s in found]
     return {
-        "schema": 1,
-        "acceptance": machine.device,
+        "schema": 1, "acceptance": machine.device, "quick": machine.quick,
         "ok": all(outcome.ok is not False for outcome, _ in found),
-        "quick": machine.quick,
-        "took_s": sum(took_s for _, took_s in found),
-        **machine.host,
-        "checks": [{**outcome.as_json(), "took_s": took_s} for outcome, took_s in found],
-    }
+        "took_s": sum(took_s for _, took_s in found), **machine.host, "checks": checks,
+    }  # fmt: skip

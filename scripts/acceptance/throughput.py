@@ -96,10 +96,7 @@ _CLAIMED_PCT: Mapping[int, float] = {2: 180.0, 3: 250.0}
 
 
 def measure_totals(machine: Machine) -> Sequence[Row]:
-    """Have the first few of seven workers work, then more of them, and the same backwards.
-
-    Return a row for each.
-    """
+    """Have the first few of seven workers work, then more of them, and the same backwards."""
     scale = machine.scale
     most = max(scale.counts)
     budget_bytes, _ = machine.fitting(most, scale.large_budget_bytes)
@@ -204,10 +201,7 @@ _SHARES = (1.0, 0.5, 0.25)
 
 
 def measure_mps(machine: Machine) -> list[tuple[float, float]]:
-    """Measure one worker after the other, each with its share.
-
-    Return the share asked and the FLOP a second.
-    """
+    """Measure single workers; return the share that each was asked for and its FLOP a second."""
     if machine.device != "cuda":
         raise NotHereError("no MPS here: the device is a CPU")
     budget_bytes, _ = machine.fitting(1, machine.scale.large_budget_bytes)
@@ -265,24 +259,18 @@ def judge_mps(found: Sequence[tuple[float, float]]) -> Outcome:
 CHECKS = {
     "totals": Check(
         "every number of workers works without a failure; the totals are told as they are",
-        measure_totals,
-        judge_totals,
+        measure_totals, judge_totals,
     ),
     "speed": Check(
         f"the product reaches {_LEAST:.0%} of a bare torch loop for each type, median of the "
-        "rounds' ratios",
-        measure_speed,
-        judge_speed,
+        "rounds' ratios", measure_speed, judge_speed,
     ),
     "duty": Check(
         f"the measured duty is within {_MOST_OFF:.2f} of the one asked, alone and beside six "
-        "others",
-        measure_duty,
-        judge_duty,
+        "others", measure_duty, judge_duty,
     ),
     "mps": Check(
         f"a worker does no more than its asked share of a whole worker's work, and {_MOST_OVER:.2f}",
-        measure_mps,
-        judge_mps,
+        measure_mps, judge_mps,
     ),
-}
+}  # fmt: skip

@@ -205,9 +205,7 @@ def _stored_bytes(path: Path) -> int:
 def _bare_core_pct(
     folder: Path, last: dict[str, Report], clock: Clock, took_s: float, reports: int, turns: int
 ) -> float:
-    """Return what a loop costs that decodes reports and stores rows as often as the head did in
-    `took_s`.
-    """
+    """Return what a loop costs that only decodes reports and stores rows, as often as the head."""
     encoded = [pickle.dumps(report) for report in last.values()]
     with closing(sqlite3.connect(folder / tables.STORE_NAME)) as reader:
         reader.row_factory = sqlite3.Row

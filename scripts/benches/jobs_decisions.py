@@ -233,12 +233,10 @@ def play_sweep(seed: int, noise: float, rule: Milestones = RULE) -> SweepResult:
     )
     return SweepResult(
         cost=sum(step.values()) / (MEMBERS * rule.last),
-        kept=(step[best[0]] == rule.last, step[best[1]] == rule.last),
-        first_card=first_card,
-        stopped=frozenset(paused),
-        crossings=crossed / len(pairs),
+        kept=(step[best[0]] == rule.last, step[best[1]] == rule.last), first_card=first_card,
+        stopped=frozenset(paused), crossings=crossed / len(pairs),
         span=now_s / (MEMBERS * rule.last / sum(SPEEDS)),
-    )
+    )  # fmt: skip
 
 
 def milestones(draws: int = 200, noise: float = 0.05) -> dict[str, float]:
@@ -251,18 +249,16 @@ def milestones(draws: int = 200, noise: float = 0.05) -> dict[str, float]:
     fast, slow = (
         statistics.fmean(is_stopped for on, is_stopped in fates if on == card) for card in (0, 1)
     )
+    fmean = statistics.fmean
     return {
-        "draws": draws,
-        "noise": noise,
-        "crossings": statistics.fmean(result.crossings for result in results),
-        "cost_mean": statistics.fmean(result.cost for result in results),
-        "cost_most": max(result.cost for result in results),
-        "span_mean": statistics.fmean(result.span for result in results),
-        "one_of_best_two_kept": statistics.fmean(any(result.kept) for result in results),
-        "best_kept": statistics.fmean(result.kept[0] for result in results),
-        "stopped_fast_card": fast,
-        "stopped_slow_card": slow,
-    }
+        "draws": draws, "noise": noise, "crossings": fmean(each.crossings for each in results),
+        "cost_mean": fmean(each.cost for each in results),
+        "cost_most": max(each.cost for each in results),
+        "span_mean": fmean(each.span for each in results),
+        "one_of_best_two_kept": fmean(any(each.kept) for each in results),
+        "best_kept": fmean(each.kept[0] for each in results),
+        "stopped_fast_card": fast, "stopped_slow_card": slow,
+    }  # fmt: skip
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Self
+from typing import Any, Self
 
 from benches.common import Result, progress
 from orchestrator.jobs import model
@@ -80,21 +80,17 @@ def jobs_of(seed: int, count: int) -> list[model.Job]:
             after = tuple({rng.choice(jobs).name for _ in range(rng.randint(1, 2))})
         jobs.append(
             model.Job(
-                name=name,
-                id=f"{seed}-{name}",
+                name=name, id=f"{seed}-{name}", sweep=sweep, after=after,
                 kind=Kind.TRAIN if is_training else Kind.COMMAND,
-                sweep=sweep,
                 command=None if is_training else CommandSpec(argv=("python", f"{name}.py")),
-                after=after,
-                after_any=rng.random() < 0.3,
-                priority=rng.choice([0, 0, 0, 1, -1]),
+                after_any=rng.random() < 0.3, priority=rng.choice([0, 0, 0, 1, -1]),
                 retries=rng.choice([0, 1, 2]),
                 nodes=rng.choice([(), (), (), (), ("pc1",), ("pc2",)]),
                 hours=(22 * 60, 7 * 60) if rng.random() < 0.05 else None,
                 milestones=_RULE if in_sweep else None,
                 steps=_RULE.last if in_sweep else max(50, steps),
             )
-        )
+        )  # fmt: skip
     return jobs
 
 
@@ -133,23 +129,20 @@ class Night:
         self.jobs = jobs_of(seed, count)
         self.now_s = 0.0
         self.processes: dict[str, _Process] = {}
-        self.saved: Counter[str] = Counter()
-        """Steps by job, in the state that the head has of it."""
-        self.done: Counter[str] = Counter()
-        self.away: dict[str, float] = {}
-        """Nodes that do not answer, and since when."""
+        #: Steps by job, in the state that the head has of it; attempts that came to their end.
+        self.saved, self.done = Counter[str](), Counter[str]()
+        #: Nodes that do not answer, and since when; why cards are closed.
+        self.away, self.closed = dict[str, float](), dict[str, str]()
+        #: Attempts whose process ended with its node, and where.
         self.lost: dict[str, tuple[int, str]] = {}
-        """Attempts whose process ended with its node, and where."""
-        self.closed: dict[str, str] = {}
+        #: Attempts that ended by themselves and were not told yet.
         self.ended: dict[str, tuple[int, Cause, str, int]] = {}
-        """Attempts that ended by themselves and were not told yet."""
         self.inbox: list[tuple[Record, ...]] = []
         self.agenda = sorted(self._agenda(count), key=lambda each: each[0])
         self.worlds: list[model.World] = []
         self.lines: list[bytes] = []
         self.deaths = 0
-        self.is_written = True
-        """Whether the last batch is in the journal, although the head died at it."""
+        self.is_written = True  # although the head died, the last batch is in the journal
         self.journal = Journal(folder / JOURNAL_NAME)
         self.queue = queue_of(folder)
 
@@ -274,17 +267,10 @@ class Night:
         if not has_room and job.kind is Kind.TRAIN and self._needs(job) * _SMALLEST > budget:
             no_room = _LOAD_S + 10.0
         self.processes[name] = _Process(
-            job=job,
-            attempt=attempt,
-            card=card_name,
-            budget_bytes=budget,
-            began_s=self.now_s,
-            from_step=self.saved[name],
-            steps_per_s=speed,
-            ends=ends,
-            no_room_after_s=no_room,
+            job=job, attempt=attempt, card=card_name, budget_bytes=budget, began_s=self.now_s,
+            from_step=self.saved[name], steps_per_s=speed, ends=ends, no_room_after_s=no_room,
             rests_at_s=None if standing.recalled_to is None else self.now_s + _SAVE_S,
-        )
+        )  # fmt: skip
 
     # What the head sees and does
 
@@ -304,16 +290,12 @@ class Night:
             rests_at_s, no_room_s = process.rests_at_s, process.no_room_after_s
             ran_s = self.now_s - process.began_s
             seen[name] = model.Seen(
-                job=name,
-                attempt=process.attempt,
+                job=name, attempt=process.attempt, step=step, steps=process.job.steps,
                 is_at_rest=rests_at_s is not None and self.now_s >= rests_at_s,
-                step=step,
-                steps=process.job.steps,
-                value=self._value(process.job, step),
+                value=self._value(process.job, step), eta_s=process.ends[0] - ran_s,
                 steps_per_s=process.steps_per_s if ran_s > 2 * _LOAD_S else None,
-                eta_s=process.ends[0] - ran_s,
                 has_no_room=no_room_s is not None and ran_s >= no_room_s,
-            )
+            )  # fmt: skip
         closed = self.closed | {
             card.name: "its node is away" for card in CARDS if card.node in self.away
         }
@@ -475,11 +457,11 @@ class Night:
         queue, ends, again = Queue(), Counter[str](), Counter[str]()
         for line in (self.folder / JOURNAL_NAME).read_bytes().splitlines()[1:]:
             for record in decoded(line):
-                name = getattr(record, "job", None)
-                before = queue.standings[name].state if isinstance(name, str) else None
+                name: Any = getattr(record, "job", None)
+                is_job = isinstance(name, str)  # `Submitted` has the job itself
+                before = queue.standings[name].state if is_job else None
                 queue.apply(record)
-                after = queue.standings[name].state if isinstance(name, str) else None
-                if isinstance(name, str) and after is not before:
+                if is_job and (after := queue.standings[name].state) is not before:
                     ends[name] += after in ENDED
                     again[name] += before in ENDED
         for name, standing in self.queue.standings.items():
@@ -489,9 +471,7 @@ class Night:
 
 
 class DyingNight(Night):
-    """A night whose head dies at given lines of its journal: before a line is written, in the
-    middle of it, or before it is carried out, in turns.
-    """
+    """A night whose head dies before a line of its journal is written, in it, or after it."""
 
     def __init__(self, seed: int, count: int, folder: Path, dies_at: Callable[[int], bool]) -> None:
         super().__init__(seed, count, folder)
@@ -529,8 +509,7 @@ class DyingNight(Night):
 def cut_between_any_bytes(seed: int, count: int, folder: Path) -> int:
     """Cut the journal of a short night after each of its bytes; return how many.
 
-    A head that finds it so must come to the queue that decided the line that is torn, and decide
-    the same.
+    A head that finds it so must decide what the torn line had decided.
     """
     night = Night(seed, count, folder).play()
     content = (folder / JOURNAL_NAME).read_bytes()

@@ -187,17 +187,14 @@ class Ledger:
         counts = self._counts()
         return [
             {
-                "slot": slot.slot,
-                "steps_ok": slot.counters["steps_ok"],
+                "slot": slot.slot, "steps_ok": slot.counters["steps_ok"],
                 "lost_at_most": slot.counters["steps_lost_upper_bound"],
                 "witnessed": (witnessed := counts.get(self._seeds[slot.slot], 0)),
                 "really_lost": witnessed - slot.counters["steps_ok"],
-                "restarts": slot.counters["restarts"],
-                "state": slot.state,
-                "reason": slot.reason,
+                "restarts": slot.counters["restarts"], "state": slot.state, "reason": slot.reason,
             }
             for slot in run.slots
-        ]
+        ]  # fmt: skip
 
     def end(self, run: StoredRun) -> None:
         """Demand that nothing of an ended run is under way: then `counted + lost` is a bound."""

@@ -65,9 +65,7 @@ def run(rounds: int, seconds: float, models: Sequence[str], caps: int, steps: in
     with tempfile.TemporaryDirectory() as folder:
         for name, sizes in SIZES.items():
             told_by("maker", _make, Path(folder, name), sizes, within_s=PATIENCE_S)
-        spare = [
-            row for name in models for row in _spared(str(Path(folder, name)), rounds, seconds)
-        ]
+        spare = [_spared(str(Path(folder, name)), rounds, seconds) for name in models]
         capped = _capped(str(Path(folder, "capped")), caps, steps)
     ratios = [row["ratio"] for row in capped if row["ratio"]]
     mean = math.exp(statistics.fmean(map(math.log, ratios))) if ratios else None
@@ -75,11 +73,10 @@ def run(rounds: int, seconds: float, models: Sequence[str], caps: int, steps: in
         judged(f"samples/s to the Trainer's, {row['model']}", row["ratio"], at_least=0.97)
         for row in spare
     ]
+    finished = sum(row["ours_per_s"] > 0 for row in capped)
     targets += [
         judged("useful samples/s where both finish, geometric mean", mean, at_least=1.2),
-        judged(
-            "trainings that finish", sum(row["ours_per_s"] > 0 for row in capped), at_least=caps
-        ),
+        judged("trainings that finish", finished, at_least=caps),
     ]
     figures = {"load": os.getloadavg()[0], "spare": spare, "capped": capped, "targets": targets}
     return Result(bench="own", figures=figures)
@@ -99,10 +96,8 @@ def _keys(folder: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _spared(folder: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
-    """Return samples a second of each side, and ratios by the clock and by processor time, as
-    medians of rounds.
-    """
+def _spared(folder: str, rounds: int, seconds: float) -> dict[str, Any]:
+    """Return samples a second of each side, and ratios by the clock and by processor time."""
     sides = {
         "ours": partial(Child, "ours", _ours_in_turns, folder),
         "theirs": partial(Child, "theirs", _theirs_in_turns, folder),
@@ -110,9 +105,9 @@ def _spared(folder: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
     }
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     with contextlib.ExitStack() as stack:
-        children = {
-            name: stack.enter_context(contextlib.closing(start())) for name, start in sides.items()
-        }
+        children = {}
+        for name, start in sides.items():
+            children[name] = stack.enter_context(contextlib.closing(start()))
         for child in children.values():
             child.receive(PATIENCE_S)
 
@@ -125,21 +120,17 @@ def _spared(folder: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
         for number in range(rounds):
             for name, speeds in in_turn(number, turns).items():
                 found[name].append(speeds)
-            progress(
-                f"{Path(folder).name} {number + 1}/{rounds}: "
-                + ", ".join(f"{name} {found[name][-1][0]:.1f}/s" for name in sides)
-            )
+            told = ", ".join(f"{name} {found[name][-1][0]:.1f}/s" for name in sides)
+            progress(f"{Path(folder).name} {number + 1}/{rounds}: {told}")
     row: dict[str, Any] = {"model": Path(folder).name, "rounds": rounds}
     row |= {f"{name}_per_s": statistics.median(each[0] for each in found[name]) for name in sides}
-    for name, other, place in (
-        ("ratio", "theirs", 0), ("ratio_cpu", "theirs", 1),
-        ("to_mapped", "mapped", 0), ("to_mapped_cpu", "mapped", 1),
-    ):  # fmt: skip
-        pairs = zip(found["ours"], found[other], strict=True)
-        ratios = [ours[place] / theirs[place] for ours, theirs in pairs]
-        row |= {name: statistics.median(ratios), f"{name}_least": min(ratios)}
-        row[f"{name}_most"] = max(ratios)
-    return [row]
+    for name, other in (("ratio", "theirs"), ("to_mapped", "mapped")):
+        for place, key in enumerate((name, f"{name}_cpu")):
+            pairs = zip(found["ours"], found[other], strict=True)
+            ratios = [ours[place] / theirs[place] for ours, theirs in pairs]
+            row |= {key: statistics.median(ratios), f"{key}_least": min(ratios)}
+            row[f"{key}_most"] = max(ratios)
+    return row
 
 
 class _Ours:
@@ -241,12 +232,9 @@ def _trainer(folder: str, items: int | None, callbacks: Sequence[Any], **argumen
         "weight_decay": 0.1, "dataloader_pin_memory": False, "remove_unused_columns": False,
     }  # fmt: skip
     return library.Trainer(
-        model=task.model(),
-        args=library.TrainingArguments(**(usual | arguments)),
-        train_dataset=known,
-        data_collator=collate,
-        callbacks=list(callbacks),
-    )
+        model=task.model(), args=library.TrainingArguments(**(usual | arguments)),
+        train_dataset=known, data_collator=collate, callbacks=list(callbacks),
+    )  # fmt: skip
 
 
 def _theirs_in_turns(connection: Connection, folder: str, mapped: bool = False) -> None:
@@ -283,9 +271,10 @@ def _capped(folder: str, caps: int, steps: int) -> list[dict[str, Any]]:
     rows = []
     for number in range(caps):
         cap_bytes = int(one_bytes + (number + 0.5) / caps * (whole_bytes - one_bytes))
+        bodies = {"ours": _ours_capped, "theirs": _theirs_capped}
         sides = {
-            "ours": partial(_turn, "ours", _ours_capped, folder, cap_bytes, steps),
-            "theirs": partial(_turn, "theirs", _theirs_capped, folder, cap_bytes, steps),
+            name: partial(_turn, name, body, folder, cap_bytes, steps)
+            for name, body in bodies.items()
         }
         told = in_turn(number, sides)
         (ours, ours_batch, ended), (theirs, theirs_batch, gave_up) = told["ours"], told["theirs"]

@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from benches import simulator
 from benches.common import Result, judged, progress
@@ -35,8 +35,7 @@ _COLD_S = 20 * 60.0
 _SECOND_RUN_STEPS = 12
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """What the adaptive rule shall reach in a regime with a signal."""
 
     regime: str
@@ -147,12 +146,9 @@ def _maker(name: str, signal: Signal, learned: Learned | None = None) -> Maker:
     if name != ADAPTIVE:
         return lambda _clock: RULES[name](LARGEST)
     return lambda clock: AdaptiveSize(
-        LARGEST,
-        failures_per_minute=FAILURES_PER_MINUTE,
-        exact_samples=signal.every_step,
-        learned=learned,
-        clock=clock,
-    )
+        LARGEST, failures_per_minute=FAILURES_PER_MINUTE, exact_samples=signal.every_step,
+        learned=learned, clock=clock,
+    )  # fmt: skip
 
 
 def _row(outcomes: Sequence[tuple[World, Outcome]]) -> dict[str, Any]:
@@ -184,9 +180,7 @@ def _broken(name: str, where: str, outcomes: Sequence[tuple[World, Outcome]]) ->
 
 
 def _cold_start(signal: Signal, seed: int, rate_per_s: float) -> dict[str, Any]:
-    """Return the worst that the adaptive rule does at a few constant levels, from nothing and from
-    what it learned.
-    """
+    """Return the worst of a few constant levels, from nothing and from what was learned."""
     found: dict[str, list[tuple[int | None, int]]] = {"cold": [], "learned": []}
     for level_gib in COLD_LEVELS_GIB:
         world, largest = constant_world(seed, level_gib, _COLD_S, rate_per_s=rate_per_s)
@@ -249,38 +243,39 @@ def _decision_us(signal: Signal, seed: int) -> float:
 
 
 def _targets(figures: Mapping[str, Any], decision_us: float) -> list[dict[str, str]]:
-    found_rows = [
-        row
+    rows = {
+        (row["regime"], row["signal"]): row
         for regime in simulator.HALF_SPEED_ITEMS
         for row in figures[regime]
         if row["rule"] == ADAPTIVE
-    ]
-    rows = {(row["regime"], row["signal"]): row for row in found_rows}
+    }
     found = []
     for target in TARGETS:
         row = rows[target.regime, target.signal.name]
-        where = f"{target.regime}, {target.signal.name}"
+        where, most = f"{target.regime}, {target.signal.name}", target.failures_per_minute
         found.append(judged(f"{where}: mean", row["mean"], at_least=target.mean))
         if target.worst:
             found.append(judged(f"{where}: worst", row["worst"], at_least=target.worst))
-        if target.failures_per_minute < float("inf"):
+        if most < float("inf"):
             rate = row["failures_per_minute"]
-            found.append(
-                judged(f"{where}: failures per minute", rate, at_most=target.failures_per_minute)
-            )
-        found.append(
-            judged(f"{where}: worst minute", row["worst_minute"], at_most=FAILURES_PER_MINUTE)
-        )
-    cold, level = figures["constant_level"][0], "constant level, exact"
-    failures = cold[f"most_failures_in_{_SECOND_RUN_STEPS}_steps_from_learned"]
-    return [
-        *found,
-        judged(f"{level}: steps from cold", cold["most_steps_from_cold"], at_most=12),
-        judged(f"{level}: failures till there", cold["most_failures_till_there"], at_most=1),
-        judged(f"{level}: steps from learned", cold["most_steps_from_learned"], at_most=1),
-        judged(f"{level}: failures from learned", failures, at_most=0),
-        judged("microseconds for a decision", decision_us, at_most=20),
+            found.append(judged(f"{where}: failures per minute", rate, at_most=most))
+        found.append(_worst_minute(where, row))
+    cold = figures["constant_level"][0]
+    at_most = {
+        "steps from cold": ("most_steps_from_cold", 12),
+        "failures till there": ("most_failures_till_there", 1),
+        "steps from learned": ("most_steps_from_learned", 1),
+        "failures from learned": (f"most_failures_in_{_SECOND_RUN_STEPS}_steps_from_learned", 0),
+    }
+    found += [
+        judged(f"constant level, exact: {words}", cold[key], at_most=most)
+        for words, (key, most) in at_most.items()
     ]
+    return [*found, judged("microseconds for a decision", decision_us, at_most=20)]
+
+
+def _worst_minute(where: str, row: Mapping[str, Any]) -> dict[str, str]:
+    return judged(f"{where}: worst minute", row["worst_minute"], at_most=FAILURES_PER_MINUTE)
 
 
 def _shape_targets(figures: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -292,9 +287,7 @@ def _shape_targets(figures: Mapping[str, Any]) -> list[dict[str, str]]:
             where = f"{regime}, shapes, {row['signal']}"
             means = _kinds(row)
             found.append(judged(f"{where}: rest", row["rest_share"], at_most=MOST_REST_SHARE))
-            found.append(
-                judged(f"{where}: worst minute", row["worst_minute"], at_most=FAILURES_PER_MINUTE)
-            )
+            found.append(_worst_minute(where, row))
             if row["signal"] in SHAPE_TARGETS:
                 least = dict(zip(("plain", "spiky"), SHAPE_TARGETS[row["signal"]], strict=True))
             elif not today:
@@ -311,11 +304,7 @@ def _shape_targets(figures: Mapping[str, Any]) -> list[dict[str, str]]:
 
 def _kinds(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the mean over plain worlds and that over spiky ones, then that of each shape."""
-    by_shape = {
-        shape: row[shape] for name in simulator.SHAPES for shape in (name, f"{name}, spiky")
-    }
-    plain, spiky = (
-        [mean for shape, mean in by_shape.items() if ("spiky" in shape) == kind]
-        for kind in (False, True)
-    )
-    return {"plain": statistics.fmean(plain), "spiky": statistics.fmean(spiky), **by_shape}
+    plain = {name: row[name] for name in simulator.SHAPES}
+    spiky = {f"{name}, spiky": row[f"{name}, spiky"] for name in simulator.SHAPES}
+    means = {"plain": statistics.fmean(plain.values()), "spiky": statistics.fmean(spiky.values())}
+    return {**means, **plain, **spiky}

@@ -18,7 +18,6 @@ import itertools
 import math
 import os
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -27,7 +26,7 @@ import torch
 
 from benches import pressure_caps
 from benches.common import PATIENCE_S, Child, ChildDiedError, Result, progress, told_by
-from benches.pressure_caps import COURSES, Course, KernelCap, NeighbourCap
+from benches.pressure_caps import COURSES, Course, KernelCap
 from benches.pressure_job import Scouted, scout
 from workers import oom
 from workers.resilience.adaptive_size import AdaptiveSize
@@ -46,11 +45,7 @@ _IDEAL_MARGIN = 0.02
 
 
 class _Run:
-    """One turn of one contestant, and its counts.
-
-    The job is the same for all; the course, and the rest of what the scout found, is told to the
-    ideal only.
-    """
+    """One turn of one contestant; the course and the scout's findings are for the ideal only."""
 
     def __init__(
         self, connection: Connection, course: Course, seconds: float, scouted: Scouted
@@ -247,40 +242,19 @@ def _take_turn(
 ) -> tuple[dict[str, Any], float]:
     """Run one contestant under its course; return its row and its last loss."""
     memory_bytes = scouted.memory_bytes
-    (_, first_share), *later = course
-    first_bytes = int(first_share * memory_bytes)
     child = Child(contestant, contest, contestant, course, seconds, scouted)
     with contextlib.closing(child) as one:
         pid, base_bytes = one.receive(PATIENCE_S)
         standing = (
-            pressure_caps.neighbour(memory_bytes, first_bytes)
+            pressure_caps.neighbour(memory_bytes, int(course[0][1] * memory_bytes))
             if scouted.device == "cuda"
             else contextlib.closing(KernelCap(pid, base_bytes))
         )
         with standing as cap:
-            cap.leave(first_bytes)
-            began_s = cap.clock_s()
-            one.send("go")
-            for at_s, share in later:
-                if _told_before(one.pipe, cap, began_s + at_s):
-                    break  # it has given up, or crashed
-                cap.leave(int(share * memory_bytes))
-            _told_before(one.pipe, cap, began_s + seconds)
-            told: tuple[dict[str, Any], float] = one.receive(PATIENCE_S)
+            told: tuple[dict[str, Any], float] = pressure_caps.follow(
+                one, cap, course, seconds, memory_bytes
+            )
     return told
-
-
-def _told_before(connection: Connection, cap: KernelCap | NeighbourCap, until_s: float) -> bool:
-    """Wait for a moment of the course; tell whether the contestant has something to say before."""
-    moved_s, seen_s = time.monotonic(), cap.clock_s()
-    while (left_s := until_s - cap.clock_s()) > 0:
-        if connection.poll(left_s):
-            return True
-        if cap.clock_s() > seen_s:
-            moved_s, seen_s = time.monotonic(), cap.clock_s()
-        elif time.monotonic() - moved_s > PATIENCE_S:
-            raise TimeoutError(f"nothing has run for {PATIENCE_S:.0f} s")
-    return False
 
 
 def _job_figures(scouted: Scouted) -> dict[str, Any]:
@@ -321,18 +295,14 @@ def _figures(rows: Sequence[dict[str, Any]], seconds: float, rounds: int) -> dic
 
 def _total(rows: Sequence[Mapping[str, Any]], mine: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     course = mine[0]["course"]
-    ratios = {
-        f"to_{other}": pressure_caps.ratio_within_rounds(
-            mine, pressure_caps.rows_of(rows, course, other), "items"
-        )
-        for other in (*OTHERS, "ideal")
-    }
-    return {
-        "course": course,
-        "contestant": mine[0]["contestant"],
+    median = {
         "items_median": statistics.median(row["items"] for row in mine),
         "failures": sum(row["failures"] for row in mine),
         "most_failures": max(row["failures"] for row in mine),
         "sweep_ms": statistics.median(row["sweep_ms"] for row in mine),
-        **ratios,
     }
+    ratios = {}
+    for other in (*OTHERS, "ideal"):
+        theirs = pressure_caps.rows_of(rows, course, other)
+        ratios[f"to_{other}"] = pressure_caps.ratio_within_rounds(mine, theirs, "items")
+    return {"course": course, "contestant": mine[0]["contestant"], **median, **ratios}

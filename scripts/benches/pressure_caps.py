@@ -117,14 +117,16 @@ def least_between(course: Course, from_s: float, to_s: float) -> float:
 class KernelCap:
     """`RLIMIT_DATA` of a process of this user, given what the kernel counts when it is ready."""
 
-    def __init__(self, pid: int, base_bytes: int) -> None:
-        self._job = psutil.Process(pid)
+    def __init__(self, pid: int, base_bytes: int, *, by_wall: bool = False) -> None:
+        self._job, self._by_wall = psutil.Process(pid), by_wall
         self._base_bytes = base_bytes
         self._hard = self._job.rlimit(psutil.RLIMIT_DATA)[1]
         self._last_s = 0.0
 
     def clock_s(self) -> float:
-        """Return the job's processor time, to 10 ms; none passes once it has ended."""
+        """Return the job's processor time, to 10 ms (none passes once it has ended), or the wall's."""
+        if self._by_wall:
+            return time.monotonic()
         with contextlib.suppress(psutil.NoSuchProcess):
             times = self._job.cpu_times()
             self._last_s = times.user + times.system
@@ -144,7 +146,7 @@ class KernelCap:
 
 @dataclass(frozen=True, slots=True)
 class NeighbourCap:
-    """A second tenant of the card, which holds all that the job is not to have."""
+    """A program that is told what to leave, as a second tenant of the card."""
 
     connection: Connection
 
@@ -154,6 +156,34 @@ class NeighbourCap:
     def leave(self, size_bytes: int) -> None:
         with contextlib.suppress(BrokenPipeError):
             self.connection.send(size_bytes)
+
+
+def follow(
+    one: Child, cap: KernelCap | NeighbourCap, course: Course, seconds: float, whole_bytes: int
+) -> Any:  # noqa: ANN401 - whatever it tells
+    """Start a contestant, move its cap along the course, and return what it tells at the end."""
+    cap.leave(int(course[0][1] * whole_bytes))
+    began_s = cap.clock_s()
+    one.send("go")
+    for at_s, share in course[1:]:
+        if _told_before(one.pipe, cap, began_s + at_s):
+            break  # it has given up, or crashed
+        cap.leave(int(share * whole_bytes))
+    _told_before(one.pipe, cap, began_s + seconds)
+    return one.receive(PATIENCE_S)
+
+
+def _told_before(connection: Connection, cap: KernelCap | NeighbourCap, until_s: float) -> bool:
+    """Wait for a moment of the course; tell whether the contestant has something to say before."""
+    moved_s, seen_s = time.monotonic(), cap.clock_s()
+    while (left_s := until_s - cap.clock_s()) > 0:
+        if connection.poll(left_s):
+            return True
+        if cap.clock_s() > seen_s:
+            moved_s, seen_s = time.monotonic(), cap.clock_s()
+        elif time.monotonic() - moved_s > PATIENCE_S:
+            raise TimeoutError(f"nothing has run for {PATIENCE_S:.0f} s")
+    return False
 
 
 @contextlib.contextmanager

@@ -286,8 +286,7 @@ class Scouted:
 def scout(connection: Connection, device: str, memory_bytes: int | None) -> None:
     """Send a `Scouted`, from a process of its own: on a card, what it holds is gone with it.
 
-    `memory_bytes` is what a step may take; `None` stands for a share of the card that leaves room
-    for the tables.
+    `memory_bytes`: what a step may take; `None`: a share of the card that leaves room for tables.
     """
     if memory_bytes is None:
         card = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0

@@ -199,10 +199,7 @@ class Outcome:
 
 
 def play(make: Maker, world: World, signal: Signal) -> Outcome:
-    """Let a fresh rule choose the sizes of a course, told by a signal.
-
-    ValueError: a size outside 1..`LARGEST`.
-    """
+    """Let a fresh rule choose a course's sizes; ValueError: a size outside 1..`LARGEST`."""
     now = 0.0
     rule = make(lambda: now)
     times, levels, duration = world.times_s, world.levels_bytes, world.duration_s
@@ -250,19 +247,14 @@ def play(make: Maker, world: World, signal: Signal) -> Outcome:
         if not recently or recently[-1][1] != size or recently[-1][0] < now - 1.0:
             recently.append((now, size))
         rule.succeeded(size, need if signal.peaks else None)
-    return Outcome(
-        rule=rule,
-        score=items / oracle_items(world, blocks=signal.blocks),
-        items=items,
-        tried=tried,
-        failures=len(failed_at),
-        worst_minute=max(
-            (n - bisect_right(failed_at, at_s - 60.0) for n, at_s in enumerate(failed_at, 1)),
-            default=0,
-        ),
-        size_changes=changes,
-        rest_share=rested_s / duration,
+    worst = max(
+        (n - bisect_right(failed_at, at_s - 60.0) for n, at_s in enumerate(failed_at, 1)), default=0
     )
+    return Outcome(
+        rule=rule, score=items / oracle_items(world, blocks=signal.blocks), items=items,
+        tried=tried, failures=len(failed_at), worst_minute=worst, size_changes=changes,
+        rest_share=rested_s / duration,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
@@ -428,9 +420,7 @@ SHAPES: Mapping[str, Callable[[Random, float], Course]] = {
 
 
 def shapes(seed: int, regime: str, rate_per_s: float = RATE_PER_S) -> tuple[World, ...]:
-    """Return the worlds of `SHAPES`, each also with steps of which every n-th takes several times
-    the memory.
-    """
+    """Return the worlds of `SHAPES`, each also with every n-th step of several times the memory."""
     return _drawn(seed, regime, rate_per_s, shaped=True)
 
 

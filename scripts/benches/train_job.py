@@ -55,15 +55,10 @@ def settings() -> TrainSettings:
 
 def task(_settings: TrainSettings | None = None) -> TrainTask:
     return TrainTask(
-        name="under-pressure",
-        model=partial(Gpt, _SHAPE, 0.0),
-        dataset=_DATA,
-        loss=tasks.next_token_loss,
-        count=tasks.next_tokens,
-        blocks=tasks.blocks_of,
-        lr=2e-3,
+        name="under-pressure", model=partial(Gpt, _SHAPE, 0.0), dataset=_DATA,
+        loss=tasks.next_token_loss, count=tasks.next_tokens, blocks=tasks.blocks_of, lr=2e-3,
         items="tokens",
-    )
+    )  # fmt: skip
 
 
 def trainer() -> Trainer:

@@ -17,10 +17,7 @@ import importlib
 import itertools
 import os
 import resource
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -36,7 +33,7 @@ from benches.common import (
     status_bytes,
     told_by,
 )
-from benches.pressure_caps import COURSES, Course, KernelCap
+from benches.pressure_caps import COURSES, Course, KernelCap, NeighbourCap
 from benches.train_job import BATCH, trainer
 from workers.training.schedule import micro_batches
 from workers.units import MIB
@@ -99,13 +96,11 @@ def _row(told: Mapping[str, Any], course: Course, seconds: float) -> dict[str, A
     return {
         "useful_per_s": round(done * BATCH / seconds, 1),
         "rows_to_needed": told["rows"] / (steps * BATCH) if steps else None,
-        "starts": told.get("starts"),
-        "wrong_batches": told.get("wrong_batches"),
+        "starts": told.get("starts"), "wrong_batches": told.get("wrong_batches"),
         "failures_per_min": 60 * len(failed) / seconds,
         "back_after_s": _back_after_s(told.get("parts", []), course),
-        "ended": told.get("ended"),
-        "losses": told.get("losses", {}),
-    }
+        "ended": told.get("ended"), "losses": told.get("losses", {}),
+    }  # fmt: skip
 
 
 def _back_after_s(parts: Sequence[Sequence[float]], course: Course) -> float | None:
@@ -159,46 +154,10 @@ def _turn(contestant: str, course: Course, seconds: float, whole_bytes: int) -> 
         ready = one.receive(PATIENCE_S)
         if isinstance(ready, str):
             return {"ended": f"not installed: {ready}"}
-        with _moved(ready, course, whole_bytes, one, is_ours=contestant == "ours"):
-            told: dict[str, Any] = one.receive(seconds + PATIENCE_S)
+        is_ours = contestant == "ours"
+        cap = NeighbourCap(one.pipe) if is_ours else KernelCap(*ready, by_wall=True)
+        told: dict[str, Any] = pressure_caps.follow(one, cap, course, seconds, whole_bytes)
         return told
-
-
-@contextmanager
-def _moved(
-    ready: tuple[int, int], course: Course, whole_bytes: int, one: Child, *, is_ours: bool
-) -> Iterator[None]:
-    """Start the contestant, and move its cap along the course in a thread until the block ends."""
-    ended = threading.Event()
-    cap = None if is_ours else KernelCap(*ready)
-    began_s = 0.0
-
-    def leave(share: float) -> None:
-        size_bytes = int(share * whole_bytes)
-        if cap is not None:
-            cap.leave(size_bytes)
-        else:
-            one.send(size_bytes)
-
-    def move() -> None:
-        for at_s, share in course[1:]:
-            if ended.wait(max(0.0, began_s + at_s - time.monotonic())):
-                return
-            with contextlib.suppress(Exception):
-                leave(share)
-
-    leave(course[0][1])
-    one.send("go")
-    began_s = time.monotonic()
-    mover = threading.Thread(target=move, daemon=True)
-    mover.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        mover.join()
-        if cap is not None:
-            cap.close()
 
 
 def _contest(

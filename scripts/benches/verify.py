@@ -104,25 +104,22 @@ def run(checks: int, flips: int, seed: int, device: str, dtypes: list[str]) -> R
     broken: list[str] = []
     alarms = _false_alarms(checks, seed, where, dtypes, broken)
     counts = [row for dtype in dtypes for row in _flips(flips, seed, where, dtype, broken)]
+    shares = [
+        {
+            **{key: row[key] for key in ("dtype", "bits", "flips")},
+            "by_freivalds": row["freivalds"] / row["flips"],
+            "by_repeat": row["repeat"] / row["flips"], "large": row["large"] / row["flips"],
+            "large_by_freivalds": row["large_found"] / max(1, row["large"]),
+        }
+        for row in counts
+    ]  # fmt: skip
     figures = {
         "device": torch.cuda.get_device_name() if where.type == "cuda" else "cpu",
-        "torch": str(torch.__version__),
-        "checks": sum(row["checks"] for row in alarms),
+        "torch": str(torch.__version__), "checks": sum(row["checks"] for row in alarms),
         "false_alarms": sum(row["false_alarms"] for row in alarms),
         "largest_ratio": max(row["largest_ratio"] for row in alarms),
-        "rounds": alarms,
-        "counts": counts,
-        "flips": [
-            {
-                **{key: row[key] for key in ("dtype", "bits", "flips")},
-                "by_freivalds": row["freivalds"] / row["flips"],
-                "by_repeat": row["repeat"] / row["flips"],
-                "large": row["large"] / row["flips"],
-                "large_by_freivalds": row["large_found"] / max(1, row["large"]),
-            }
-            for row in counts
-        ],
-    }
+        "rounds": alarms, "counts": counts, "flips": shares,
+    }  # fmt: skip
     return Result(bench="verify", figures=figures, broken=broken)
 
 
