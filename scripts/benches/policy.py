@@ -304,7 +304,9 @@ def _shape_targets(figures: Mapping[str, Any]) -> list[dict[str, str]]:
 
 def _kinds(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the mean over plain worlds and that over spiky ones, then that of each shape."""
-    plain = {name: row[name] for name in simulator.SHAPES}
-    spiky = {f"{name}, spiky": row[f"{name}, spiky"] for name in simulator.SHAPES}
-    means = {"plain": statistics.fmean(plain.values()), "spiky": statistics.fmean(spiky.values())}
-    return {**means, **plain, **spiky}
+    by_shape = {key: row[key] for key in row if key.partition(",")[0] in simulator.SHAPES}
+    plain, spiky = (
+        statistics.fmean(mean for shape, mean in by_shape.items() if ("spiky" in shape) == kind)
+        for kind in (False, True)
+    )
+    return {"plain": plain, "spiky": spiky, **by_shape}
