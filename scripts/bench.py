@@ -47,11 +47,8 @@ def _count(text: str) -> int:
 
 
 _TYPES: Mapping[str, Callable[[str], Any]] = {
-    "int": _count,
-    "float": _positive,
-    "seed": int,
-    "str": str,
-}
+    "int": _count, "float": _positive, "seed": int, "str": str,
+}  # fmt: skip
 
 
 def _add(parser: argparse.ArgumentParser, name: str, option: Mapping[str, Any]) -> None:
@@ -63,13 +60,9 @@ def _add(parser: argparse.ArgumentParser, name: str, option: Mapping[str, Any]) 
     kind = option.get("type", type(default[0] if isinstance(default, list) else default).__name__)
     shown = "" if default is None else " (default: %(default)s)"
     parser.add_argument(
-        f"--{name}",
-        type=_TYPES[kind],
-        default=default,
-        choices=option.get("choices"),
-        nargs="+" if many else None,
-        help=words + shown,
-    )
+        f"--{name}", type=_TYPES[kind], default=default, choices=option.get("choices"),
+        nargs="+" if many else None, help=words + shown,
+    )  # fmt: skip
 
 
 def main() -> int:

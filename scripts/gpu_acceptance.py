@@ -1,12 +1,11 @@
 """Checks the product on a real card. Prints one JSON object to standard output and tables to
 standard error.
 
-    python scripts/gpu_acceptance.py                            # on the first card, within six
-    minutes python scripts/gpu_acceptance.py --quick                    # within two python
-    scripts/gpu_acceptance.py --only cap speed           # some of the checks python
-    scripts/gpu_acceptance.py --markdown docs/results/2026-11-20-rtx-3090.md python
-    scripts/gpu_acceptance.py --device cpu --quick       # the same checks, scaled down, without a
-    card
+    python scripts/gpu_acceptance.py                       # on the first card, within six minutes
+    python scripts/gpu_acceptance.py --quick               # within two
+    python scripts/gpu_acceptance.py --only cap speed      # some of the checks
+    python scripts/gpu_acceptance.py --markdown docs/results/2026-11-20-rtx-3090.md
+    python scripts/gpu_acceptance.py --device cpu --quick  # the same, scaled down, without a card
 
 Needs torch, psutil and nvidia-ml-py, and nothing installed of this project: no Ray. The card should
 be idle; what others hold of it is left alone, and budgets that do not fit beside it are scaled and
@@ -29,14 +28,10 @@ _NEEDED = {"torch": "torch", "psutil": "psutil", "pynvml": "nvidia-ml-py"}
 
 
 def main() -> int:
-    missing = [
-        package for module, package in _NEEDED.items() if importlib.util.find_spec(module) is None
-    ]
+    missing = [name for module, name in _NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
-        print(
-            f"not installed here: {', '.join(missing)}; type: pip install {' '.join(missing)}",
-            file=sys.stderr,
-        )
+        words = f"not installed here: {', '.join(missing)}; type: pip install {' '.join(missing)}"
+        print(words, file=sys.stderr)
         return 2
     _prepare()
     from acceptance import suite
@@ -46,37 +41,26 @@ def main() -> int:
 
     names = list(suite.CHECKS)
     parser = argparse.ArgumentParser(description="Checks the product on a real card.")
-    parser.add_argument(
-        "--device", choices=["cuda", "cpu"], default="cuda", help="(default: %(default)s)"
-    )
-    parser.add_argument(
-        "--only", nargs="+", choices=names, metavar="CHECK", help=f"of: {', '.join(names)}"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="shorter turns and fewer rounds, the same limits"
-    )
-    parser.add_argument(
-        "--markdown", type=Path, metavar="FILE", help="write a results page there, too"
-    )
+    add = parser.add_argument
+    add("--device", choices=["cuda", "cpu"], default="cuda", help="(default: %(default)s)")
+    add("--only", nargs="+", choices=names, metavar="CHECK", help=f"of: {', '.join(names)}")
+    add("--quick", action="store_true", help="shorter turns and fewer rounds, the same limits")
+    add("--markdown", type=Path, metavar="FILE", help="write a results page there, too")
     arguments = parser.parse_args()
     with own_stdout():
         try:
-            here = open_machine(
-                arguments.device, quick=arguments.quick, command=" ".join(sys.orig_argv)
-            )
+            command = " ".join(sys.orig_argv)
+            here = open_machine(arguments.device, quick=arguments.quick, command=command)
         except RuntimeError as error:
             print(f"{error}\nwithout a card, type: --device cpu", file=sys.stderr)
             return 2
-        print(
-            "{card}, driver {driver}, torch {torch}, Python {python}".format(**here.host),
-            file=sys.stderr,
-        )
+        told = "{card}, driver {driver}, torch {torch}, Python {python}".format(**here.host)
+        print(told, file=sys.stderr)
         found = suite.run(here, arguments.only or names)
     answer = suite.as_json(here, found)
     if arguments.markdown is not None:
-        arguments.markdown.write_text(
-            page(here.host, [each for each, _ in found]), encoding="utf-8"
-        )
+        text = page(here.host, [each for each, _ in found])
+        arguments.markdown.write_text(text, encoding="utf-8")
     verdicts = "  ".join(f"{each.check} {each.word}" for each, _ in found)
     print(f"\n{verdicts}\n{answer['took_s']:.0f} s", file=sys.stderr)
     print(json.dumps(answer))
@@ -84,9 +68,7 @@ def main() -> int:
 
 
 def _prepare() -> None:
-    """Have this process and its children find the packages, and the same card under the same
-    number.
-    """
+    """Have this process and its children find the packages, and the same card by its number."""
     places = [str(_ROOT), str(_ROOT / "scripts")]
     sys.path[:0] = places
     # The server that children are forked from reads it when it loads torch for them.

@@ -65,9 +65,7 @@ def plans_of(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def _stand_in(folder: Path) -> None:
-    """Make what recipes name: models by config and tokenizer alone, as a plan reads no weights, a
-    text, and a picture with 68 points.
-    """
+    """Make what recipes name: models without weights, a text, and a picture with 68 points."""
     import torch
     from PIL import Image
     from safetensors.torch import save_file

@@ -209,6 +209,19 @@ def test_every_documented_make_target_exists(document: Path) -> None:
             assert set(re.findall(r"(?:^|\s)(--?[a-z][a-z-]*)", arguments)) <= OPTIONS["run"], code
 
 
+@each_document
+def test_every_cited_bench_is_there_or_names_its_commit(document: Path) -> None:
+    if document.name == "CHANGELOG.md":
+        return
+    text = text_of(document)
+    verbs_file = ROOT / "scripts" / "benches" / "verbs.yaml"
+    here = set(yaml.safe_load(verbs_file.read_text(encoding="utf-8")))
+    told = re.findall(r"at\s+commit [0-9a-f]{7} with\s+`bench\.py ([a-z-]+)", text)
+    assert set(re.findall(r"bench\.py\s([a-z][a-z-]+)", text)) <= here | set(told)
+    for path in re.findall(r"\b((?:scripts|tests)/[\w/]+\.(?:py|sh|json))", text):
+        assert (ROOT / path).exists(), path
+
+
 def test_the_page_of_the_table_has_every_state_and_column() -> None:
     page = text_of(ROOT / "docs" / "table.md")
     explained = re.findall(r"^\| ([A-Z]{4,}(?:, [A-Z]+)*) \|", page, re.MULTILINE)

@@ -14,10 +14,11 @@ from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
-from benches import bodies, common
-from benches.bodies import Turn
+from benches import common
 from benches.common import ChildDiedError
 
+from acceptance import bodies
+from acceptance.bodies import Turn
 from workers.nvml.queries import visible_card
 from workers.nvml.sensors import CardSensors, ProcessorSensors, Sampler
 from workers.readings import THROTTLE_ALARMS, SensorReading
@@ -30,7 +31,7 @@ _LOOK_EVERY_S = 0.25
 _RUN_UP_S = 0.1
 #: torch once for all of them, and never a device: CUDA does not survive a fork.
 _SERVER = get_context("forkserver")
-_SERVER.set_forkserver_preload(["benches.bodies", "workers.training.trainer"])
+_SERVER.set_forkserver_preload(["acceptance.bodies"])
 Child = partial(common.Child, context=_SERVER)
 
 
@@ -47,31 +48,26 @@ class Watch(list[SensorReading]):
 
 
 def open_watch(kind: str) -> Watch:
-    """Return a watch that samples a few times a second.
-
-    A worker does so once, and a turn may be shorter.
-    """
+    """Return a watch that samples a few times a second; a turn may be shorter than one."""
     sensors = CardSensors(visible_card()) if kind == "cuda" else ProcessorSensors()
     return Watch(Sampler(sensors, every_s=_LOOK_EVERY_S))
 
 
 def summed_up(readings: Sequence[SensorReading]) -> dict[str, float | None]:
-    """Return the median clock at work, the highest temperature and power, and the share of samples
-    with an alarm.
-    """
+    """Return the median clock at work, the most of heat and power, and the share with alarms."""
+
+    def told(key: str) -> list[float]:
+        return [value for each in readings if (value := getattr(each, key)) is not None]
+
     clocks = sorted(
         each.sm_clock_mhz for each in readings if each.sm_clock_mhz and each.utilisation_pct != 0.0
     )
-    bits = [each.throttle_bits for each in readings if each.throttle_bits is not None]
+    alarms = [bool(int(bits) & THROTTLE_ALARMS) for bits in told("throttle_bits")]
     return {
         "sm_clock_mhz": float(clocks[len(clocks) // 2]) if clocks else None,
-        "temperature_most_c": max(
-            (r.temperature_c for r in readings if r.temperature_c is not None), default=None
-        ),
-        "power_most_w": max((r.power_w for r in readings if r.power_w is not None), default=None),
-        "alarms_pct": 100.0 * sum(bool(each & THROTTLE_ALARMS) for each in bits) / len(bits)
-        if bits
-        else None,
+        "temperature_most_c": max(told("temperature_c"), default=None),
+        "power_most_w": max(told("power_w"), default=None),
+        "alarms_pct": 100.0 * sum(alarms) / len(alarms) if alarms else None,
     }
 
 
@@ -92,10 +88,7 @@ def gather(
 
 
 def in_child(watch: Watch, function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - as it returns
-    """Run a function in a process of its own, and return what it returns.
-
-    `ChildDiedError` tells what it raised.
-    """
+    """Run a function in a process of its own; `ChildDiedError` tells what it raised."""
     with contextlib.closing(
         Child(function.__name__, bodies.call_in_child, function, arguments)
     ) as child:
@@ -106,10 +99,7 @@ def in_child(watch: Watch, function: Callable[..., Any], *arguments: object) -> 
 
 
 class Crew:
-    """Several engines, each in a process of its own, that have done their first good steps.
-
-    To be closed.
-    """
+    """Several engines in processes of their own that have done their first steps; to be closed."""
 
     def __init__(
         self,
@@ -125,10 +115,7 @@ class Crew:
         self.first = self.turn(0.0)
 
     def turn(self, seconds: float, *, who: Sequence[int] | None = None) -> list[Turn]:
-        """Have all, or those of these numbers, work at the same time.
-
-        When one has died, all are ended.
-        """
+        """Have all, or those of these numbers, work at once; when one has died, all are ended."""
         chosen = self.children if who is None else [self.children[number] for number in who]
         at_s = time.monotonic() + _RUN_UP_S
         try:
@@ -138,14 +125,6 @@ class Crew:
         except ChildDiedError:
             self.close()  # the others' answers would be taken for those of the next order
             raise
-
-    def beside(self, seconds: float, function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - as it returns
-        """Have all work for so long, and run a function in a process of its own meanwhile."""
-        for child in self.children:
-            child.send((seconds, 0.0))
-        answer = in_child(self._watch, function, *arguments)
-        gather(self.children, self._watch, seconds=seconds)
-        return answer
 
     def close(self) -> None:
         for child in self.children:

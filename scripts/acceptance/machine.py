@@ -10,15 +10,16 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 from benches.common import lone_worker
 
 from acceptance.crew import Watch, in_child, open_watch
+from acceptance.outcome import Outcome
 from orchestrator.config.gpu_specs import GpuProfile, match_profile, profile_of
 from workers.devices import open_device
 from workers.host.machine import look_at_cards
@@ -34,6 +35,14 @@ _OF_FREE = 0.99
 
 class NotHereError(RuntimeError):
     """A check cannot be made here; says why."""
+
+
+class Check(NamedTuple):
+    """What must hold, how it is measured on a machine, and how that is judged."""
+
+    must_hold: str
+    measure: Callable[[Machine], Any]
+    judge: Callable[[Any], Outcome]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,34 +66,18 @@ class Scale:
     passes: int = 2
     turn_s: float = 1.0
     side_s: float = 8.0
-    products: int = 300  # right ones of each type, for the check of results
-    flips: int = 3  # flipped bits of each type, place and size
-    samples: int = 120
 
 
 _CPU: Mapping[str, Any] = {
-    "large_budget_bytes": int(3.30 * GIB) // 16,
-    "small_budget_bytes": int(1.5 * GIB) // 8,
-    "size": 512,
-    "small_size": 64,
-    "too_large_size": 16384,
-    "dtypes": ("fp32", "bf16"),
-    "dtype": "fp32",
-    "floor_bytes": 100 * MIB // 16,
-    "leave_free_bytes": 128 * MIB // 16,
-}
-_QUICK: Mapping[str, Any] = {
-    "rounds": 3, "passes": 1, "turn_s": 0.6, "side_s": 3.0, "products": 100, "flips": 1, "samples": 60,
+    "large_budget_bytes": int(3.30 * GIB) // 16, "small_budget_bytes": int(1.5 * GIB) // 8,
+    "size": 512, "small_size": 64, "too_large_size": 16384, "dtypes": ("fp32", "bf16"),
+    "dtype": "fp32", "floor_bytes": 100 * MIB // 16, "leave_free_bytes": 128 * MIB // 16,
 }  # fmt: skip
-_QUICK_CPU: Mapping[str, Any] = {
-    "counts": (1, 3),
-    "duties": (0.3, 0.9),
-    "errors": 24,
-    "rounds": 2,
-    "turn_s": 0.15,
+_QUICK: dict[str, Any] = {"rounds": 3, "passes": 1, "turn_s": 0.6, "side_s": 3.0}
+_QUICK_CPU: dict[str, Any] = {
+    "counts": (1, 3), "duties": (0.3, 0.9), "errors": 24, "rounds": 2, "turn_s": 0.15,
     "side_s": 1.0,
-    "products": 40,
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,26 +102,17 @@ class Machine:
         **shared: Any,  # noqa: ANN401 - fields of WorkerSpec
     ) -> tuple[WorkerSpec, ...]:
         """Return the specs of `count` workers that share the card, as the head would make them."""
-        shared = {
-            "card_budget_bytes": count * budget_bytes,
-            "workers_on_host": count,
-            "policy": "adaptive",
-            **shared,
-        }
+        shared = {"policy": "adaptive", **shared, "workers_on_host": count}
+        shared["card_budget_bytes"] = count * budget_bytes
         spec = lone_worker(
-            budget_bytes=budget_bytes,
-            device=self.device,
-            dtype=dtype or self.scale.dtype,
-            size=size or self.scale.size,
-            floor_bytes=self.scale.floor_bytes,
+            budget_bytes=budget_bytes, device=self.device, dtype=dtype or self.scale.dtype,
+            size=size or self.scale.size, floor_bytes=self.scale.floor_bytes,
             leave_free_bytes=self.scale.leave_free_bytes,
-        )
+        )  # fmt: skip
         return tuple(replace(spec, slot=f"{label}/{number}", **shared) for number in range(count))
 
     def fitting(self, count: int, budget_bytes: int) -> tuple[int, str | None]:
-        """Return a budget of which `count` fit what was free, and a sentence if it is less than
-        asked.
-        """
+        """Return a budget of which `count` fit what was free, and a sentence if it is smaller."""
         free_bytes = self.host["free_bytes"]
         fits = int(_OF_FREE * free_bytes) // count
         if budget_bytes <= fits:
@@ -141,41 +125,28 @@ class Machine:
 
 
 def open_machine(device: str, *, quick: bool, command: str) -> Machine:
-    """Find out what machine this is, in a process of its own: it opens the device
-    (`ChildDiedError`: it cannot).
-    """
+    """Find out what machine this is; `ChildDiedError`: a process cannot open the device."""
     on_cpu = device == "cpu"
-    changes = {
-        **(_CPU if on_cpu else {}),
-        **(_QUICK if quick else {}),
-        **(_QUICK_CPU if quick and on_cpu else {}),
-    }
+    changes = dict(_CPU) if on_cpu else {}
+    changes |= (_QUICK | _QUICK_CPU if on_cpu else _QUICK) if quick else {}
     scale, watch = Scale(**changes), open_watch(device)
     spec = lone_worker(
-        budget_bytes=scale.small_budget_bytes,
-        device=device,
-        dtype=scale.dtype,
+        budget_bytes=scale.small_budget_bytes, device=device, dtype=scale.dtype,
         floor_bytes=scale.floor_bytes,
-    )
+    )  # fmt: skip
     # Before anything of ours is there; the driver may not tell.
     told_bytes = queries.card_free_bytes(queries.visible_card()) if device == "cuda" else None
     info, card = in_child(watch, open_once, spec)
     host = {
-        "card": info.name,
-        "uuid": info.uuid,
-        "total_bytes": info.total_bytes,
-        **card,
-        "driver": info.driver,
-        "context_bytes": info.context_bytes,
-        "context_source": info.context_source,
-        "torch": info.torch_version,
+        "card": info.name, "uuid": info.uuid, "total_bytes": info.total_bytes, **card,
+        "driver": info.driver, "context_bytes": info.context_bytes,
+        "context_source": info.context_source, "torch": info.torch_version,
         "cuda": torch.version.cuda,  # what torch was built for
-        "python": platform.python_version(),
-        "system": platform.platform(),
+        "python": platform.python_version(), "system": platform.platform(),
         "cores": os.cpu_count() or 1,
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),  # of the start
         "command": command,
-    }
+    }  # fmt: skip
     if told_bytes is not None:
         host["free_bytes"] = told_bytes
     profile = None
@@ -187,22 +158,15 @@ def open_machine(device: str, *, quick: bool, command: str) -> Machine:
 
 
 def open_once(spec: WorkerSpec) -> tuple[DeviceInfo, Mapping[str, Any]]:
-    """Open the device and look at it, what this process holds counted as free.
-
-    The body of a child.
-    """
+    """Open the device and look at it, what this process holds counted as free. Body of a child."""
     device = open_device(spec)
     if device.info.kind != "cuda":
-        free_bytes = int(psutil.virtual_memory().available)
-        return device.info, {
-            "free_bytes": free_bytes,
-            "compute_capability": None,
-            "multiprocessors": None,
-        }
-    properties = torch.cuda.get_device_properties(device.torch_device)
-    free_bytes, _ = torch.cuda.mem_get_info(device.torch_device)
-    return device.info, {
-        "free_bytes": free_bytes + device.info.context_bytes + device.memory().reserved_bytes,
-        "compute_capability": f"{properties.major}.{properties.minor}",
-        "multiprocessors": int(properties.multi_processor_count),
-    }
+        free_bytes, capability, count = int(psutil.virtual_memory().available), None, None
+    else:
+        properties = torch.cuda.get_device_properties(device.torch_device)
+        free_bytes = torch.cuda.mem_get_info(device.torch_device)[0]
+        free_bytes += device.info.context_bytes + device.memory().reserved_bytes
+        capability = f"{properties.major}.{properties.minor}"
+        count = int(properties.multi_processor_count)
+    told = {"free_bytes": free_bytes, "compute_capability": capability}
+    return device.info, {**told, "multiprocessors": count}

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from benches import recovery as bench
-from benches.bodies import Turn
 from benches.common import ChildDiedError, amiss, percentile, status_bytes
 
+from acceptance.bodies import Turn
 from acceptance.crew import crew_of, in_child
-from acceptance.machine import Machine
+from acceptance.machine import Check, Machine
 from acceptance.outcome import Outcome, Row
 from workers import oom
 from workers.devices import open_device
@@ -27,25 +27,20 @@ from workers.settings import FailureKind, WorkerSpec
 from workers.units import GIB, MIB
 
 _LEAST, _MOST = 0.99, 1.01
-CAP_MUST_HOLD = (
-    "granted up to 0.99 of the cap at the least, refused at 1.01 at the most, and the "
-    "process holds its budget"
-)
-#: One block. CUDA's allocator maps blocks of 10 MiB and more by themselves, in multiples of 2 MiB,
-#: and smaller ones by twenties; a processor's caps are small.
+#: One block, and its multiples. CUDA's allocator maps blocks of 10 MiB and more by themselves, in
+#: multiples of 2 MiB, and smaller ones by twenties; a processor's caps are small.
 _BLOCK_BYTES = {"cuda": 10 * MIB, "cpu": MIB // 4}
 _SEGMENT_BYTES = {"cuda": 2 * MIB, "cpu": MIB // 4}
 
 
 def up_to_the_wall(spec: WorkerSpec) -> Row:
     """Take blocks until one is refused, and return what was granted. The body of a child."""
-    on_card = spec.device == "cuda"
-    card = queries.visible_card()
+    on_card, card = spec.device == "cuda", queries.visible_card()
     used_before_bytes = queries.card_used_bytes(card) if on_card else None
     device = open_device(spec)
     opened_bytes = 0 if on_card else status_bytes("VmData")
-    cap_bytes = device.info.cap_bytes
-    block_bytes, segment_bytes = _BLOCK_BYTES[spec.device], _SEGMENT_BYTES[spec.device]
+    cap_bytes, block_bytes = device.info.cap_bytes, _BLOCK_BYTES[spec.device]
+    segment_bytes = _SEGMENT_BYTES[spec.device]
     too_large_refused = False
     try:
         device.obtain(int(_MOST * cap_bytes))
@@ -57,15 +52,11 @@ def up_to_the_wall(spec: WorkerSpec) -> Row:
     with device.enforced():
         while not refusal:
             try:
-                blocks.append(
-                    torch.empty(block_bytes, dtype=torch.uint8, device=device.torch_device)
-                )
+                blocks.append(_block(device, block_bytes))
             except RuntimeError as error:
                 refusal = oom.classify(error).kind.value
             if len(blocks) * block_bytes > 2 * cap_bytes:
-                refusal = (
-                    "none"  # nothing holds it: better found out here than by the whole machine
-                )
+                refusal = "none"  # nothing holds it: better found out here than by the machine
         if blocks and segment_bytes < block_bytes:
             blocks.pop()
             blocks.append(_largest_left(device, block_bytes, segment_bytes))
@@ -83,8 +74,8 @@ def up_to_the_wall(spec: WorkerSpec) -> Row:
         "context_mib": device.info.context_bytes / MIB,
         "cap_mib": cap_bytes / MIB,
         "granted_to_cap": granted_bytes / cap_bytes,
-        "refused_at": (granted_bytes + segment_bytes)
-        / cap_bytes,  # what it would have held with the next block
+        # What it would have held with the next block.
+        "refused_at": (granted_bytes + segment_bytes) / cap_bytes,
         "refusal": refusal,
         "one_block_of_1.01_refused": too_large_refused,
         # As the driver, or on a CPU the kernel, says.
@@ -94,67 +85,60 @@ def up_to_the_wall(spec: WorkerSpec) -> Row:
     }
 
 
+def _block(device: Device, size_bytes: int) -> torch.Tensor:
+    return torch.empty(size_bytes, dtype=torch.uint8, device=device.torch_device)
+
+
 def _largest_left(device: Device, block_bytes: int, segment_bytes: int) -> torch.Tensor:
-    """Take the most that fits in one piece where a block has just been freed, and less than another
-    one is left.
-    """
+    """Take the most that fits in one piece where a block was freed and less than one is left."""
     device.release()
     for size_bytes in range(2 * block_bytes - segment_bytes, block_bytes, -segment_bytes):
         with contextlib.suppress(RuntimeError):
-            return torch.empty(size_bytes, dtype=torch.uint8, device=device.torch_device)
-    return torch.empty(block_bytes, dtype=torch.uint8, device=device.torch_device)
+            return _block(device, size_bytes)
+    return _block(device, block_bytes)
 
 
 def measure_cap(machine: Machine) -> Sequence[Row]:
-    budgets = [
-        machine.scale.large_budget_bytes,
-        *([] if machine.quick else [machine.scale.small_budget_bytes]),
-    ]
-    fitting = [machine.fitting(1, budget_bytes)[0] for budget_bytes in budgets]
+    scale = machine.scale
+    budgets = (scale.large_budget_bytes, scale.small_budget_bytes)[: 1 if machine.quick else 2]
     return [
-        in_child(machine.watch, up_to_the_wall, *machine.specs(1, budget_bytes))
-        for budget_bytes in fitting
+        in_child(machine.watch, up_to_the_wall, *machine.specs(1, machine.fitting(1, budget)[0]))
+        for budget in budgets
     ]
 
 
 def judge_cap(rows: Sequence[Row]) -> Outcome:
     broken = []
     for row in rows:
-        held = row["process_to_budget"]
+        held, granted, refusal = (
+            row[key] for key in ("process_to_budget", "granted_to_cap", "refusal")
+        )
+        is_refused = row["refused_at"] <= _MOST and row["one_block_of_1.01_refused"]
         holds = {
-            f"refused at {row['granted_to_cap']:.4f} of the cap": row["granted_to_cap"] >= _LEAST,
-            f"granted more than {_MOST:.2f} of the cap": row["refused_at"] <= _MOST
-            and row["one_block_of_1.01_refused"],
-            f"the refusal was classified as {row['refusal']!r}": row["refusal"]
-            == FailureKind.DEFINITE.value,
+            f"refused at {granted:.4f} of the cap": granted >= _LEAST,
+            f"granted more than {_MOST:.2f} of the cap": is_refused,
+            f"the refusal was classified as {refusal!r}": refusal == FailureKind.DEFINITE.value,
             f"the process holds {held or 0.0:.4f} of its budget": held is None
             or _LEAST <= held <= _MOST,
         }
         broken += amiss(holds, f"budget {row['budget_mib']:.0f} MiB: ")
     untold = any(row["process_to_budget"] is None for row in rows)
-    return Outcome(
-        figures={
-            "granted_to_cap_least": min(row["granted_to_cap"] for row in rows),
-            "refused_at_most": max(row["refused_at"] for row in rows),
-        },
-        rows=rows,
-        broken=broken,
-        notes=["the driver does not tell what a process holds: judged by the allocator alone"]
-        if untold
-        else [],
-    )
+    note = "the driver does not tell what a process holds: judged by the allocator alone"
+    figures = {
+        "granted_to_cap_least": min(row["granted_to_cap"] for row in rows),
+        "refused_at_most": max(row["refused_at"] for row in rows),
+    }
+    return Outcome(figures=figures, rows=rows, broken=broken, notes=[note] * untold)
 
 
 _MOST_MS = 100.0
-RECOVERY_MUST_HOLD = f"every out-of-memory error is survived, 99 % of them within {_MOST_MS:.0f} ms"
 
 
 def measure_recovery(machine: Machine) -> Row:
     scale = machine.scale
     budget_bytes, _ = machine.fitting(1, scale.large_budget_bytes)
-    result = in_child(
-        machine.watch, bench.run, scale.errors, machine.device, budget_bytes / MIB, scale.size
-    )
+    arguments = (scale.errors, machine.device, budget_bytes / MIB, scale.size)
+    result = in_child(machine.watch, bench.run, *arguments)
     found = result.figures
     # Under less memory: the step that fits at last is over sooner.
     specs = machine.specs(
@@ -165,59 +149,44 @@ def measure_recovery(machine: Machine) -> Row:
     ooms = [event.detail for event in report.events if event.name == "oom"]
     # Of each error: release, emergency product, and the climb of progressive allocation.
     descent_ms = [1000.0 * float(detail["recovery_s"] or 0.0) for detail in ooms]
+    ended = f"{report.verdict.value} {report.state.value}, {report.counts.steps_ok} steps"
     times_s = {
         name: found.get(f"{name}_s") for name in ("recovery_p50", "recovery_p99", "good_step_p50")
     }
     return {
-        "errors_asked": scale.errors,
-        "errors": found.get("errors", 0),
-        **{
-            f"{name}_ms": None if value is None else 1000.0 * value
-            for name, value in times_s.items()
-        },
-        "budget_bytes": found.get("budget_bytes"),
-        "size": found.get("size"),
-        "descent_from_size": scale.too_large_size,
-        "descent_to_size": report.size,
-        "descent_ended": f"{report.verdict.value} {report.state.value}, {report.counts.steps_ok} "
-        "steps",
-        "descent_errors": len(ooms),
+        "errors_asked": scale.errors, "errors": found.get("errors", 0),
+        **{f"{name}_ms": None if s is None else 1000.0 * s for name, s in times_s.items()},
+        "budget_bytes": found.get("budget_bytes"), "size": found.get("size"),
+        "descent_from_size": scale.too_large_size, "descent_to_size": report.size,
+        "descent_ended": ended, "descent_errors": len(ooms),
         "descent_kinds": sorted({str(detail["kind"]) for detail in ooms}),
         "descent_recovery_p50_ms": percentile(descent_ms, 0.5) if ooms else None,
         "descent_recovery_most_ms": max(descent_ms, default=None),
         "unrecovered": list(result.broken),
-    }
+    }  # fmt: skip
 
 
 def judge_recovery(found: Row) -> Outcome:
-    errors, p99_ms, asked = found["errors"], found["recovery_p99_ms"], found["descent_from_size"]
+    errors, asked, p99_ms = found["errors"], found["errors_asked"], found["recovery_p99_ms"]
+    ended, kinds = found["descent_ended"], found["descent_kinds"]
+    size = f"size {found['descent_from_size']}"
     holds = {
-        f"{errors} of {found['errors_asked']} errors were provoked and survived": (
-            errors >= found["errors_asked"] or found["unrecovered"]
+        f"{errors} of {asked} errors were provoked and survived": (
+            errors >= asked or found["unrecovered"]
         ),
         f"99 % of the recoveries took up to {p99_ms or 0.0:.1f} ms": p99_ms is None
         or p99_ms <= _MOST_MS,
-        f"size {asked} was meant not to fit, and did": found["descent_errors"],
-        f"from size {asked} the worker ended {found['descent_ended']}": found["descent_ended"]
-        == "ok RUNNING, 1 steps",
-        f"from size {asked}: errors classified as {found['descent_kinds']}": set(
-            found["descent_kinds"]
-        )
-        <= {"definite"},
+        f"{size} was meant not to fit, and did": found["descent_errors"],
+        f"from {size} the worker ended {ended}": ended == "ok RUNNING, 1 steps",
+        f"from {size}: errors classified as {kinds}": set(kinds) <= {"definite"},
     }
-    broken = [*found["unrecovered"], *amiss(holds)]
-    return Outcome(
-        figures={key: value for key, value in found.items() if key != "unrecovered"}, broken=broken
-    )
+    figures = {key: value for key, value in found.items() if key != "unrecovered"}
+    return Outcome(figures=figures, broken=[*found["unrecovered"], *amiss(holds)])
 
 
 _LEAST_HELD = 0.95
 #: What the driver loads for a kernel that runs later is outside the allocator, and outside its cap.
 _WORTH_TELLING = 1.01
-SIDE_BY_SIDE_MUST_HOLD = (
-    f"each worker holds {_LEAST_HELD:.0%} of its cap, no failure is left standing, no process ends"
-)
-_SUMMED = ("steps_ok", "steps_oom", "unrecovered", "tflops")
 _GOOD_END = f"{Verdict.OK.value} {WorkerState.RUNNING.value}: "
 
 
@@ -229,24 +198,17 @@ def measure_side_by_side(machine: Machine) -> Sequence[Row]:
     scenes = []
     for workers, asked_bytes, policy in asked:
         budget_bytes, scaled = machine.fitting(workers, asked_bytes)
-        stands: Sequence[Row] = ()
-        died = None
+        specs = machine.specs(workers, budget_bytes, policy=policy)
+        scene: dict[str, Any] = {
+            "what": f"{workers} x {asked_bytes / GIB:.2f} GiB, {policy}", "policy": policy,
+            "workers": workers, "stands": (), "scaled": scaled, "died": None,
+        }  # fmt: skip
         try:
-            with crew_of(
-                machine.specs(workers, budget_bytes, policy=policy), machine.watch
-            ) as crew:
-                stands = [_stand(turn, budget_bytes) for turn in crew.turn(scale.side_s)]
+            with crew_of(specs, machine.watch) as crew:
+                turns = crew.turn(scale.side_s)
+            scene["stands"] = [_stand(turn, budget_bytes) for turn in turns]
         except ChildDiedError as error:
-            died = str(error)
-        what = f"{workers} x {asked_bytes / GIB:.2f} GiB, {policy}"
-        scene = {
-            "what": what,
-            "policy": policy,
-            "workers": workers,
-            "stands": stands,
-            "scaled": scaled,
-            "died": died,
-        }
+            scene["died"] = str(error)
         scenes.append(scene)
     return scenes
 
@@ -256,19 +218,15 @@ def _stand(turn: Turn, budget_bytes: int) -> Row:
     cap_bytes = last.device.cap_bytes if last.device else 0
     reserved_bytes = last.memory.reserved_bytes if last.memory else 0
     used_bytes = turn.process_used_bytes
+    reason = last.reason if last.state is not WorkerState.RUNNING else ""
     return {
-        "slot": last.slot,
-        "ended": f"{last.verdict.value} {last.state.value}: "
-        f"{last.reason if last.state.value != 'RUNNING' else ''}",
-        "budget_mib": budget_bytes / MIB,
-        "cap_mib": cap_bytes / MIB,
+        "slot": last.slot, "ended": f"{last.verdict.value} {last.state.value}: {reason}",
+        "budget_mib": budget_bytes / MIB, "cap_mib": cap_bytes / MIB,
         "held_to_cap": reserved_bytes / cap_bytes if cap_bytes else 0.0,
         "process_to_budget": None if used_bytes is None else used_bytes / budget_bytes,
-        "steps_ok": turn.counts.steps_ok,
-        "steps_oom": turn.counts.steps_oom,
-        "unrecovered": turn.counts.steps_error,
-        "tflops": turn.flop_per_s / 1e12,
-    }
+        "steps_ok": turn.counts.steps_ok, "steps_oom": turn.counts.steps_oom,
+        "unrecovered": turn.counts.steps_error, "tflops": turn.flop_per_s / 1e12,
+    }  # fmt: skip
 
 
 def judge_side_by_side(scenes: Sequence[Row]) -> Outcome:
@@ -277,8 +235,7 @@ def judge_side_by_side(scenes: Sequence[Row]) -> Outcome:
     notes = [scene["scaled"] for scene in scenes if scene["scaled"] is not None]
     for scene in scenes:
         where, stands = scene["what"], scene["stands"]
-        if scene["died"] is not None:
-            broken.append(f"{where}: {scene['died']}")
+        broken += [f"{where}: {scene['died']}"] * (scene["died"] is not None)
         for stand in stands:
             holds = {
                 f"ended {stand['ended']}": stand["ended"] == _GOOD_END,
@@ -291,20 +248,38 @@ def judge_side_by_side(scenes: Sequence[Row]) -> Outcome:
             stand["process_to_budget"] for stand in stands if stand["process_to_budget"] is not None
         ]
         most = max(of_budget, default=None)
+        summed = ("steps_ok", "steps_oom", "unrecovered", "tflops")
+        least = {
+            f"{key}_least": min((stand[key] for stand in stands), default=None)
+            for key in ("cap_mib", "held_to_cap")
+        }
         rows.append(
             {
                 "workers": scene["workers"],
                 "budget_mib": stands[0]["budget_mib"] if stands else None,
-                "policy": scene["policy"],
-                "cap_mib_least": min((stand["cap_mib"] for stand in stands), default=None),
-                "held_to_cap_least": min((stand["held_to_cap"] for stand in stands), default=None),
-                "process_to_budget_most": most,
-                **{key: sum(stand[key] for stand in stands) for key in _SUMMED},
+                "policy": scene["policy"], **least, "process_to_budget_most": most,
+                **{key: sum(stand[key] for stand in stands) for key in summed},
             }
-        )
+        )  # fmt: skip
         if most is not None and most > _WORTH_TELLING:
             notes.append(f"{where}: a process holds {most:.3f} of its budget")
     held = [row["held_to_cap_least"] for row in rows if row["held_to_cap_least"] is not None]
     died = sum(scene["died"] is not None for scene in scenes)
     figures = {"held_to_cap_least": min(held, default=None), "processes_died": died}
     return Outcome(figures=figures, rows=rows, broken=broken, notes=notes)
+
+
+CHECKS = {
+    "cap": Check(
+        "granted up to 0.99 of the cap at the least, refused at 1.01 at the most, and the process "
+        "holds its budget", measure_cap, judge_cap,
+    ),
+    "recovery": Check(
+        f"every out-of-memory error is survived, 99 % of them within {_MOST_MS:.0f} ms",
+        measure_recovery, judge_recovery,
+    ),
+    "side_by_side": Check(
+        f"each worker holds {_LEAST_HELD:.0%} of its cap, no failure is left standing, no process "
+        "ends", measure_side_by_side, judge_side_by_side,
+    ),
+}  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from benches.common import print_table, short, table
+from benches.common import print_figures, short, table
 
 Row: TypeAlias = Mapping[str, Any]
 
@@ -43,21 +43,14 @@ class Outcome:
         """Return plain data; numbers that JSON does not have become `None`."""
         return dict(_plain({**dataclasses.asdict(self), "ok": self.ok}))
 
-
-def show(outcome: Outcome) -> None:
-    print(f"\n{outcome.check}: {outcome.word}  ({outcome.must_hold})", file=sys.stderr)
-    for key, value in outcome.figures.items():
-        print(f"{key:>32}  {short(value)}", file=sys.stderr)
-    if outcome.rows:
-        print_table(outcome.rows)
-    for label, sentences in (
-        ("BROKEN", outcome.broken),
-        ("note", outcome.notes),
-        ("skipped", [outcome.skipped]),
-    ):
-        for sentence in filter(None, sentences):
-            print(f"{label}: {sentence}", file=sys.stderr)
-    sys.stderr.flush()
+    def show(self) -> None:
+        print(f"\n{self.check}: {self.word}  ({self.must_hold})", file=sys.stderr)
+        print_figures({**self.figures, "rows": self.rows})
+        told = {"BROKEN": self.broken, "note": self.notes, "skipped": [self.skipped]}
+        for label, sentences in told.items():
+            for sentence in filter(None, sentences):
+                print(f"{label}: {sentence}", file=sys.stderr)
+        sys.stderr.flush()
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 - whatever a check measured
@@ -70,27 +63,21 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 - whatever a check measured
     return value
 
 
-def page(host: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
+def page(host: Row, outcomes: Sequence[Outcome]) -> str:
     return "\n".join(_lines(host, outcomes)) + "\n"
 
 
-def _lines(host: Mapping[str, Any], outcomes: Sequence[Outcome]) -> Iterator[str]:
+def _lines(host: Row, outcomes: Sequence[Outcome]) -> Iterator[str]:
     yield from (f"# Acceptance on {host['card']}, {str(host['date']).split(maxsplit=1)[0]}", "")
     yield from (_facts(host, outcomes), "")
-    yield from _markdown(
-        ["what", "value"], ([key, short(value)] for key, value in host.items() if key != "command")
-    )
+    yield from _markdown(["what", "value"], _cells(host, without="command"))
     yield from (f"| command | `{host['command']}` |", "", "## Checks", "")
-    yield from _markdown(
-        ["check", "verdict", "must hold"],
-        ([each.check, each.word, each.must_hold] for each in outcomes),
-    )
+    verdicts = ([each.check, each.word, each.must_hold] for each in outcomes)
+    yield from _markdown(["check", "verdict", "must hold"], verdicts)
     for each in outcomes:
         yield from ("", f"## {each.check}: {each.word}", "")
         if each.figures:
-            yield from _markdown(
-                ["figure", "value"], ([key, short(value)] for key, value in each.figures.items())
-            )
+            yield from _markdown(["figure", "value"], _cells(each.figures))
         if each.rows:
             heads, *rows = table(each.rows)
             yield from ("", *_markdown(heads, rows))
@@ -99,24 +86,24 @@ def _lines(host: Mapping[str, Any], outcomes: Sequence[Outcome]) -> Iterator[str
             yield from ("", *(f"- {sentence}" for sentence in sentences))
 
 
-def _facts(host: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
-    by_verdict = {
-        ok: [each.check for each in outcomes if each.ok is ok] for ok in (True, False, None)
-    }
-    where = (
-        f"{host['card']}, driver {short(host['driver'])}, torch {host['torch']}, Python "
-        f"{host['python']}"
+def _facts(host: Row, outcomes: Sequence[Outcome]) -> str:
+    kept, broken, skipped = (
+        [each.check for each in outcomes if each.ok is ok] for ok in (True, False, None)
     )
-    words = [f"{where}, {host['date']}: {len(by_verdict[True])} of {len(outcomes)} checks hold"]
-    words += [f"broken: {', '.join(by_verdict[False])}"] if by_verdict[False] else []
-    words += [f"skipped: {', '.join(by_verdict[None])}"] if by_verdict[None] else []
+    where = "{card}, driver {}, torch {torch}, Python {python}, {date}"
+    words = [where.format(short(host["driver"]), **host)]
+    words[0] += f": {len(kept)} of {len(outcomes)} checks hold"
+    words += [f"broken: {', '.join(broken)}"] * bool(broken)
+    words += [f"skipped: {', '.join(skipped)}"] * bool(skipped)
     return "; ".join(words) + "."
 
 
+def _cells(figures: Row, *, without: str = "") -> Iterator[Sequence[str]]:
+    return ([key, short(value)] for key, value in figures.items() if key != without)
+
+
 def _markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    for row in (heads, None, *rows):
-        yield (
-            f"|{' --- |' * len(heads)}"
-            if row is None
-            else f"| {' | '.join(c.replace('|', '/') for c in row)} |"
-        )
+    for number, row in enumerate((heads, *rows)):
+        yield f"| {' | '.join(cell.replace('|', '/') for cell in row)} |"
+        if number == 0:
+            yield f"|{' --- |' * len(heads)}"

@@ -13,16 +13,16 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import psutil
-from benches import bodies, common
-from benches.bodies import Turn
+from benches import common
 from benches.common import ChildDiedError, in_turn, progress
 
+from acceptance import bodies
 from acceptance.crew import Child, crew_of, gather, summed_up
-from acceptance.machine import Machine, NotHereError
+from acceptance.machine import Check, Machine, NotHereError
 from acceptance.outcome import Outcome, Row
 from orchestrator.config.gpu_specs import peak_tflops
 from workers.messages import Verdict
@@ -32,16 +32,11 @@ _LEAST = 0.97
 #: Before the turns that count: kernels are loaded, the lengths of steps found, and on a CPU each
 #: page is met once.
 _WARM_UP_S = 1.0
-SPEED_MUST_HOLD = (
-    f"the product reaches {_LEAST:.0%} of a bare torch loop for each type, median "
-    "of the rounds' ratios"
-)
 
 
 def measure_speed(machine: Machine) -> Sequence[Row]:
-    budget_bytes, _ = machine.fitting(
-        2, machine.scale.large_budget_bytes
-    )  # the bare loop holds as much
+    # The bare loop holds as much.
+    budget_bytes, _ = machine.fitting(2, machine.scale.large_budget_bytes)
     with contextlib.closing(Child("bare loop", bodies.serve_bare_loop, machine.device)) as bare:
         return [_race(machine, bare, dtype, budget_bytes) for dtype in machine.scale.dtypes]
 
@@ -61,78 +56,61 @@ def _race(machine: Machine, bare: common.Child, dtype: str, budget_bytes: int) -
             bare.send((kind, seconds))
             return float(gather([bare], watch, seconds=seconds)[0])
 
-        crew.turn(_WARM_UP_S)
+        def ours(seconds: float) -> tuple[float, int]:
+            (turn,) = crew.turn(seconds)
+            return turn.flop_per_s, turn.failures
+
+        ours(_WARM_UP_S)
         bare_flop_per_s(_WARM_UP_S)
         watch.clear()
-        sides: dict[str, Callable[[], Any]] = {
-            "bare": lambda: bare_flop_per_s(scale.turn_s),
-            "ours": lambda: crew.turn(scale.turn_s)[0],
-        }
+        sides: Mapping[str, Any] = {
+            "bare": lambda: bare_flop_per_s(scale.turn_s), "ours": lambda: ours(scale.turn_s)
+        }  # fmt: skip
         rounds = [in_turn(number, sides) for number in range(scale.rounds)]
-    product, reference = (
-        [found["ours"].flop_per_s for found in rounds],
-        [found["bare"] for found in rounds],
-    )
     sensed = summed_up(watch)
     profile, clock_mhz = machine.profile, sensed["sm_clock_mhz"]
-    tflops = statistics.median(product) / 1e12
+    tflops = statistics.median(found["ours"][0] for found in rounds) / 1e12
     rated = None if profile is None else peak_tflops(profile, dtype)
     # What the card could do at the clock that was sampled.
     peak = None if profile is None or clock_mhz is None else peak_tflops(profile, dtype, clock_mhz)
-    ratio = statistics.median(
-        ours / theirs for ours, theirs in zip(product, reference, strict=True)
-    )
+    ratio = statistics.median(found["ours"][0] / found["bare"] for found in rounds)
     progress(f"speed {dtype}: {ratio:.4f} of a bare loop")
     return {
-        "dtype": dtype,
-        "size": size,
-        "product_tflops": tflops,
-        "bare_tflops": statistics.median(reference) / 1e12,
-        "ratio_median": ratio,
-        "failures": sum(found["ours"].failures for found in rounds),
-        "rated_tflops": rated,
-        "rated_pct": 100.0 * tflops / rated if rated else None,
-        "peak_pct": 100.0 * tflops / peak if peak else None,
-        **sensed,
-    }
+        "dtype": dtype, "size": size, "product_tflops": tflops,
+        "bare_tflops": statistics.median(found["bare"] for found in rounds) / 1e12,
+        "ratio_median": ratio, "failures": sum(found["ours"][1] for found in rounds),
+        "rated_tflops": rated, "rated_pct": 100.0 * tflops / rated if rated else None,
+        "peak_pct": 100.0 * tflops / peak if peak else None, **sensed,
+    }  # fmt: skip
 
 
 def judge_speed(rows: Sequence[Row]) -> Outcome:
     slow = [row for row in rows if not row["ratio_median"] >= _LEAST]
     broken = [f"{row['dtype']}: {row['ratio_median']:.4f} of a bare loop" for row in slow]
     broken += [f"{row['dtype']}: {row['failures']} steps failed" for row in rows if row["failures"]]
-    return Outcome(
-        figures={"ratio_least": min(row["ratio_median"] for row in rows)}, rows=rows, broken=broken
-    )
+    least = min(row["ratio_median"] for row in rows)
+    return Outcome(figures={"ratio_least": least}, rows=rows, broken=broken)
 
 
 _CLAIMED_PCT: Mapping[int, float] = {2: 180.0, 3: 250.0}
-TOTALS_MUST_HOLD = (
-    "every number of workers works without a failure; the totals are told as they are"
-)
 
 
 def measure_totals(machine: Machine) -> Sequence[Row]:
-    """Have the first few of seven workers work, then more of them, and the same backwards.
-
-    Return a row for each.
-    """
+    """Have the first few of seven workers work, then more of them, and the same backwards."""
     scale = machine.scale
-    budget_bytes, _ = machine.fitting(max(scale.counts), scale.large_budget_bytes)
+    most = max(scale.counts)
+    budget_bytes, _ = machine.fitting(most, scale.large_budget_bytes)
     found = []
     for size in (scale.size, scale.small_size):
-        with crew_of(
-            machine.specs(max(scale.counts), budget_bytes, size=size), machine.watch
-        ) as crew:
+        with crew_of(machine.specs(most, budget_bytes, size=size), machine.watch) as crew:
             crew.turn(scale.turn_s / 2)  # finds out how many products make a step; not counted
             for number in range(scale.passes):
                 for workers in scale.counts if number % 2 == 0 else reversed(scale.counts):
                     turns = crew.turn(2 * scale.turn_s, who=range(workers))
                     tflops = sum(turn.flop_per_s for turn in turns) / 1e12
                     failures = sum(turn.failures for turn in turns)
-                    found.append(
-                        {"size": size, "workers": workers, "tflops": tflops, "failures": failures}
-                    )
+                    row = {"size": size, "workers": workers, "tflops": tflops}
+                    found.append({**row, "failures": failures})
         progress(f"totals: size {size} done")
     return found
 
@@ -140,6 +118,7 @@ def measure_totals(machine: Machine) -> Sequence[Row]:
 def judge_totals(found: Sequence[Row]) -> Outcome:
     rows: list[dict[str, Any]] = []
     broken: list[str] = []
+    notes: list[str] = []
     for size in dict.fromkeys(row["size"] for row in found):
         mine = [row for row in found if row["size"] == size]
         by_count = {
@@ -147,39 +126,24 @@ def judge_totals(found: Sequence[Row]) -> Outcome:
             for workers in dict.fromkeys(row["workers"] for row in mine)
         }
         one = by_count.get(1)
-        rows += [
-            {
-                "size": size,
-                "workers": workers,
-                "total_tflops": tflops,
-                "of_one_pct": 100.0 * tflops / one if one else None,
-                "guides_claim_pct": _CLAIMED_PCT.get(workers),
-            }
-            for workers, tflops in by_count.items()
-        ]
+        for workers, tflops in by_count.items():
+            done_pct, claimed_pct = 100.0 * tflops / one if one else None, _CLAIMED_PCT.get(workers)
+            row = {"size": size, "workers": workers, "total_tflops": tflops}
+            rows.append({**row, "of_one_pct": done_pct, "guides_claim_pct": claimed_pct})
+            if claimed_pct and done_pct is not None and done_pct < claimed_pct:
+                notes.append(
+                    f"{workers} workers of size {size} do {done_pct:.0f} % of one's work, not the "
+                    f"guides' {claimed_pct:.0f} %"
+                )
         failures = sum(row["failures"] for row in mine)
-        if failures:
-            broken.append(f"size {size}: {failures} steps failed")
-        if not all(by_count.values()) or not one:
-            broken.append(f"size {size}: no work was done")
-    notes = [
-        f"{row['workers']} workers of size {row['size']} do {done_pct:.0f} % of one's work, "
-        f"not the guides' {claimed_pct:.0f} %"
-        for row in rows
-        if (claimed_pct := row["guides_claim_pct"])
-        and (done_pct := row["of_one_pct"]) is not None
-        and done_pct < claimed_pct
-    ]
+        broken += [f"size {size}: {failures} steps failed"] * bool(failures)
+        broken += [f"size {size}: no work was done"] * (not one or not all(by_count.values()))
     figures = {"workers_most": max((row["workers"] for row in found), default=None)}
     return Outcome(figures=figures, rows=rows, broken=broken, notes=notes)
 
 
 _MOST_OFF = 0.05
-DUTY_MUST_HOLD = (
-    f"the measured duty is within {_MOST_OFF:.2f} of the one asked, alone and beside six others"
-)
-_TOGETHER = 7
-_TOGETHER_DUTY = 0.6
+_TOGETHER, _TOGETHER_DUTY = 7, 0.6
 #: Turns of a check of duties are longer: what a slice owes is paid by the next one.
 _TURNS = 4
 
@@ -194,27 +158,23 @@ def measure_duty(machine: Machine) -> Sequence[Row]:
         for number, duty in enumerate((None, *scale.duties))
         for spec in machine.specs(1, budget_bytes, duty=duty, label=f"duty-{number}")
     ]
-    with crew_of(alone, machine.watch) as crew:
-        crew.turn(scale.turn_s)  # a step takes its length from the ones before it
-        found = [
-            _row(spec.duty, crew.turn(seconds, who=[number])) for number, spec in enumerate(alone)
-        ]
     together = machine.specs(_TOGETHER, budget_bytes, duty=_TOGETHER_DUTY, label="duty-together")
-    with crew_of(together, machine.watch) as crew:
-        crew.turn(scale.turn_s)
-        return [*found, _row(_TOGETHER_DUTY, crew.turn(seconds))]
-
-
-def _row(asked: float | None, turns: Sequence[Turn]) -> Row:
-    duties = [turn.duty for turn in turns]
-    return {
-        "workers": len(turns),
-        "duty_asked": asked,
-        "duty_measured_median": statistics.median(duties),
-        "duty_measured_least": min(duties),
-        "duty_measured_most": max(duties),
-        "tflops": sum(turn.flop_per_s for turn in turns) / 1e12,
-    }
+    found = []
+    for specs, groups in ((alone, [[place] for place in range(len(alone))]), (together, [None])):
+        with crew_of(specs, machine.watch) as crew:
+            crew.turn(scale.turn_s)  # a step takes its length from the ones before it
+            for who in groups:
+                turns = crew.turn(seconds, who=who)
+                duties = [turn.duty for turn in turns]
+                found.append(
+                    {
+                        "workers": len(turns), "duty_asked": specs[who[0] if who else 0].duty,
+                        "duty_measured_median": statistics.median(duties),
+                        "duty_measured_least": min(duties), "duty_measured_most": max(duties),
+                        "tflops": sum(turn.flop_per_s for turn in turns) / 1e12,
+                    }
+                )  # fmt: skip
+    return found
 
 
 def judge_duty(found: Sequence[Row]) -> Outcome:
@@ -237,17 +197,11 @@ def judge_duty(found: Sequence[Row]) -> Outcome:
 
 
 _MOST_OVER = 0.10
-MPS_MUST_HOLD = (
-    f"a worker does no more than its asked share of a whole worker's work, and {_MOST_OVER:.2f}"
-)
 _SHARES = (1.0, 0.5, 0.25)
 
 
 def measure_mps(machine: Machine) -> list[tuple[float, float]]:
-    """Measure one worker after the other, each with its share.
-
-    Return the share asked and the FLOP a second.
-    """
+    """Measure single workers; return the share that each was asked for and its FLOP a second."""
     if machine.device != "cuda":
         raise NotHereError("no MPS here: the device is a CPU")
     budget_bytes, _ = machine.fitting(1, machine.scale.large_budget_bytes)
@@ -290,7 +244,7 @@ def mps_daemon() -> Iterator[mps.Daemon]:
 
 def judge_mps(found: Sequence[tuple[float, float]]) -> Outcome:
     whole = dict(found).get(1.0)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     broken: list[str] = []
     for share, flop_per_s in found:
         measured = flop_per_s / whole if whole else None
@@ -300,3 +254,23 @@ def judge_mps(found: Sequence[tuple[float, float]]) -> Outcome:
                 f"asked for {share:.2f} of the multiprocessors, did {measured} of the work"
             )
     return Outcome(figures={"workers_measured": len(found)}, rows=rows, broken=broken)
+
+
+CHECKS = {
+    "totals": Check(
+        "every number of workers works without a failure; the totals are told as they are",
+        measure_totals, judge_totals,
+    ),
+    "speed": Check(
+        f"the product reaches {_LEAST:.0%} of a bare torch loop for each type, median of the "
+        "rounds' ratios", measure_speed, judge_speed,
+    ),
+    "duty": Check(
+        f"the measured duty is within {_MOST_OFF:.2f} of the one asked, alone and beside six "
+        "others", measure_duty, judge_duty,
+    ),
+    "mps": Check(
+        f"a worker does no more than its asked share of a whole worker's work, and {_MOST_OVER:.2f}",
+        measure_mps, judge_mps,
+    ),
+}  # fmt: skip

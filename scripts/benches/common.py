@@ -1,5 +1,5 @@
-"""What the benchmarks share: their result and how it is shown, statistics, child processes, and the
-spec of a worker.
+"""What the benchmarks share: their result and how it is shown, statistics, turns, child processes,
+and the spec of a worker.
 
 A result goes out twice: as a table for people on standard error and as one JSON object on standard
 output.
@@ -18,25 +18,26 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from workers.messages import Directive, Report
 from workers.settings import MemorySettings, WorkerSpec, WorkloadSpec
 from workers.units import MIB
 
+if TYPE_CHECKING:  # it loads torch
+    from workers.engine.engine import Engine
+
 _Found = TypeVar("_Found")
+
+ROOT = Path(__file__).resolve().parents[2]
+#: For a process to come up, and to end when its time is over.
+PATIENCE_S = 300.0
 
 #: The guides' numbers, as cluster.yaml ships them; the floor scaled like a rehearsal's.
 GUIDE = MemorySettings(
-    first_fraction=0.20,
-    retry_reduction=0.10,
-    floor_bytes=100 * MIB // 16,
-    size_decay=0.7,
-    size_floor=256,
-    batch_step=16,
-    batch_floor=32,
-    emergency_size=128,
-    cleanup_every=15,
-)
+    first_fraction=0.20, retry_reduction=0.10, floor_bytes=100 * MIB // 16, size_decay=0.7,
+    size_floor=256, batch_step=16, batch_floor=32, emergency_size=128, cleanup_every=15,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,26 +52,45 @@ class Result:
 
 
 def show(result: Result) -> int:
-    for key, value in result.figures.items():
-        if isinstance(value, list) and value and isinstance(value[0], Mapping):
-            print_table(value)
-        else:
-            print(f"{key:>32}  {short(value)}", file=sys.stderr)
+    print_figures(result.figures)
     for sentence in result.broken:
         print(f"BROKEN: {sentence}", file=sys.stderr)
-    print(
-        json.dumps(
-            {"schema": 1, "bench": result.bench, **result.figures, "broken": list(result.broken)}
-        )
-    )
+    told = {"schema": 1, "bench": result.bench, **result.figures, "broken": list(result.broken)}
+    print(json.dumps(told))
     return 1 if result.broken else 0
+
+
+def print_figures(figures: Mapping[str, Any]) -> None:
+    """Print figures, and lists of rows as tables, to standard error."""
+    for key, value in figures.items():
+        if not (isinstance(value, Sequence) and value and isinstance(value[0], Mapping)):
+            if not isinstance(value, tuple):
+                print(f"{key:>32}  {short(value)}", file=sys.stderr)
+            continue
+        lines = table(value)
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        for line in lines:
+            cells = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+            print("  ".join(cells), file=sys.stderr)
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    heads = list(rows[0])
+    return [heads, *([short(row[head]) for head in heads] for row in rows)]
+
+
+def short(value: object) -> str:
+    """Return a value as people read it; a dash for what is not known."""
+    if value is None:
+        return "–"  # noqa: RUF001 - as in the health table
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 @contextlib.contextmanager
 def own_stdout() -> Iterator[None]:
-    """Send what is printed meanwhile to standard error, also by children and by Ray when actors
-    end.
-    """
+    """Send what is printed meanwhile to standard error, also by children and by Ray's actors."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -86,18 +106,15 @@ def progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    return {
-        f"{name}_median": statistics.median(values),
-        f"{name}_least": min(values),
-        f"{name}_most": max(values),
-    }
-
-
 def percentile(values: Sequence[float], share: float) -> float:
     """Return the value below which `share` of all lie, by the nearest rank."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def median_of_known(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 def in_turn(number: int, sides: Mapping[str, Callable[[], _Found]]) -> dict[str, _Found]:
@@ -105,6 +122,26 @@ def in_turn(number: int, sides: Mapping[str, Callable[[], _Found]]) -> dict[str,
     as in the next.
     """
     return {name: sides[name]() for name in (reversed(list(sides)) if number % 2 else sides)}
+
+
+def judged(
+    text: str, found: float | None, *, at_least: float | None = None, at_most: float | None = None
+) -> dict[str, str]:
+    """Return the row of a target; what is not known does not meet it."""
+    is_met = found is not None and (
+        found >= at_least if at_least is not None else found <= (at_most or 0.0)
+    )
+    return {
+        "target": text,
+        "asked": f">= {at_least:g}" if at_least is not None else f"<= {at_most:g}",
+        "found": "never" if found is None else f"{found:.4g}",
+        "met": "yes" if is_met else "NO",
+    }
+
+
+def amiss(holds: Mapping[str, object], where: str = "") -> list[str]:
+    """Return the sentences that stand before what does not hold."""
+    return [f"{where}{words}" for words, good in holds.items() if not good]
 
 
 class ChildDiedError(RuntimeError):
@@ -161,10 +198,14 @@ class Child:
 
 def _in_child(body: Callable[..., None], *arguments: object) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the bench, which ends its children
-    with contextlib.suppress(
-        EOFError, BrokenPipeError, ConnectionResetError
-    ):  # the bench has ended
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # it has ended
         body(*arguments)
+
+
+def told_by(name: str, body: Callable[..., None], *arguments: object, within_s: float) -> Any:  # noqa: ANN401 - whatever was sent
+    """Run a child until it has sent one answer; raise as `Child.receive` does."""
+    with contextlib.closing(Child(name, body, *arguments)) as child:
+        return child.receive(within_s)
 
 
 def status_bytes(key: str) -> int:
@@ -178,36 +219,10 @@ def status_bytes(key: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {key}; this benchmark needs Linux")
 
 
-def judged(
-    text: str, found: float | None, *, at_least: float | None = None, at_most: float | None = None
-) -> dict[str, str]:
-    met = (
-        found is not None
-        and (at_least is None or found >= at_least)
-        and (at_most is None or found <= at_most)
-    )
-    return {
-        "target": text,
-        "asked": f">= {at_least:g}" if at_least is not None else f"<= {at_most:g}",
-        "found": "never" if found is None else f"{found:.4g}",
-        "met": "yes" if met else "NO",
-    }
-
-
-def amiss(holds: Mapping[str, object], where: str = "") -> list[str]:
-    """Return the sentences that stand before what does not hold."""
-    return [f"{where}{words}" for words, good in holds.items() if not good]
-
-
 def sized(device: str, budget_mib: float | None, size: int | None) -> tuple[int, int]:
-    """Return the budget in bytes and the edge of the matrices.
-
-    Where not given, the guide's for such a device.
-    """
-    on_card = device == "cuda"
-    return int((budget_mib or (3410 if on_card else 213)) * MIB), size or (
-        8192 if on_card else 1024
-    )
+    """Return the budget in bytes and the edge of the matrices; the guide's where not given."""
+    usual_mib, edge = (3410, 8192) if device == "cuda" else (213, 1024)
+    return int((budget_mib or usual_mib) * MIB), size or edge
 
 
 def lone_worker(
@@ -221,39 +236,27 @@ def lone_worker(
     **memory: Any,  # noqa: ANN401 - fields of MemorySettings
 ) -> WorkerSpec:
     return WorkerSpec(
-        slot="bench/0",
-        node="bench",
-        device=device,
-        budget_bytes=budget_bytes,
-        card_budget_bytes=budget_bytes,
-        memory_fraction=1.0,
-        workers_on_host=1,
-        duty=None,
-        policy="classic",
-        memory=replace(GUIDE, **memory),
+        slot="bench/0", node="bench", device=device, budget_bytes=budget_bytes,
+        card_budget_bytes=budget_bytes, memory_fraction=1.0, workers_on_host=1, duty=None,
+        policy="classic", memory=replace(GUIDE, **memory),
         workload=WorkloadSpec(name=name, dtype=dtype, size=size, batch=batch, seed=0),
+    )  # fmt: skip
+
+
+def trainer_spec(
+    budget_bytes: int,
+    keys: Mapping[str, Any],
+    name: str = "train",
+    **memory: Any,  # noqa: ANN401 - as for `lone_worker`
+) -> WorkerSpec:
+    """Return the spec of a lone worker that trains with these keys under the adaptive policy."""
+    usual = lone_worker(budget_bytes=budget_bytes, name=name, size=1024, **memory)
+    workload, cores = replace(usual.workload, settings=dict(keys)), os.cpu_count() or 1
+    return replace(usual, policy="adaptive", workload=workload, workers_on_host=cores)
+
+
+def run_slice(engine: Engine, sequence: int, duration_s: float) -> Report:
+    """Run a slice of so long; of no length, up to the first good step."""
+    return engine.run_slice(
+        Directive(incarnation=0, sequence=sequence, duration_s=duration_s, resume=None)
     )
-
-
-def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    lines = table(rows)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print(
-            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)),
-            file=sys.stderr,
-        )
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    heads = list(rows[0])
-    return [heads, *([short(row[head]) for head in heads] for row in rows)]
-
-
-def short(value: object) -> str:
-    """Return a value as people read it; a dash for what is not known."""
-    if value is None:
-        return "–"  # noqa: RUF001 - as in the health table
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -26,23 +26,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
-from benches.common import Child, Result, progress
+from benches.common import Result, progress, told_by
 from orchestrator.config.load import config_from_data
 from orchestrator.config.schema import Config
 from orchestrator.core.fleet import NodeFact, SliceReported
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
 from orchestrator.record import store as tables
 from orchestrator.run.supervisor import Clock
-from workers.messages import (
-    Activity,
-    DeviceInfo,
-    Directive,
-    MemoryInfo,
-    Report,
-    StepCounts,
-    Verdict,
-    WorkerState,
-)
+from workers import messages
+from workers.messages import Directive, Report
 from workers.readings import SensorReading
 from workers.settings import Learned, LimitKey, StoredLimit, WorkerSpec
 from workers.units import GIB, MIB
@@ -84,9 +76,7 @@ class _Worker:
 
 
 class ScriptedFleet:
-    """The part of `orchestrator.core.fleet.Fleet` that is used where all slices succeed, and on
-    time.
-    """
+    """The part of `orchestrator.core.fleet.Fleet` that is used where all slices succeed in time."""
 
     def __init__(self, plans: tuple[SlotPlan, ...], clock: Clock) -> None:
         self._clock = clock
@@ -136,7 +126,7 @@ class ScriptedFleet:
         self.script_s += time.thread_time() - began_s
         return tuple(done)
 
-    def watch(self, silent: Collection[str]) -> dict[str, Activity | None]:  # noqa: ARG002 - nothing is silent here
+    def watch(self, silent: Collection[str]) -> dict[str, messages.Activity | None]:  # noqa: ARG002 - nothing is silent here
         return {}
 
     def forget(self, slot: str) -> None:
@@ -145,104 +135,62 @@ class ScriptedFleet:
 
 
 def _report(worker: _Worker, directive: Directive, drawn: random.Random) -> Report:
-    """Return what a worker on a card says of a slice, every value an object of its own as if it had
-    travelled.
-    """
+    """Return what a worker on a card says of a slice, each value an object of its own."""
     spec = worker.spec
+    card = "NVIDIA GeForce RTX 3090"
     cap_bytes = spec.budget_bytes - _CONTEXT_BYTES
     held_bytes = int(0.8 * cap_bytes)
     first = directive.duration_s == 0
     steps = 1 if first else drawn.randint(18, 22)
     wall_s = 0.05 if first else directive.duration_s
-    used_bytes = min(
-        _CARD_BYTES,
-        spec.workers_on_host * (_CONTEXT_BYTES + held_bytes) + drawn.randrange(64) * MIB,
-    )
+    all_bytes = spec.workers_on_host * (_CONTEXT_BYTES + held_bytes) + drawn.randrange(64) * MIB
+    used_bytes = min(_CARD_BYTES, all_bytes)
     # The footprint that the policy has learned settles, and then changes now and then.
     worker.reports += 1
     settled = min(worker.reports, 5) + worker.reports // _REPORTS_TO_LEARN
+    device = messages.DeviceInfo(
+        kind="cuda", name=card, uuid=f"GPU-{spec.node}", total_bytes=_CARD_BYTES,
+        context_bytes=_CONTEXT_BYTES, context_source="measured", peak_source="measured",
+        cap_bytes=cap_bytes, dtype="fp16", threads=1, pid=4000 + directive.incarnation,
+        hostname=spec.node, torch_version="2.9.0+cu128", driver="580.95.05",
+    )  # fmt: skip
+    memory = messages.MemoryInfo(
+        device_total_bytes=_CARD_BYTES, device_used_bytes=used_bytes,
+        free_bytes=min(cap_bytes - held_bytes, _CARD_BYTES - used_bytes),
+        allocated_bytes=held_bytes - drawn.randrange(32) * MIB, reserved_bytes=held_bytes,
+        peak_bytes=held_bytes, alloc_retries=0,
+    )  # fmt: skip
+    counts = messages.StepCounts(
+        steps_ok=steps, work_flop=steps * 1.1e12, busy_s=0.6 * wall_s,
+        verify_checks=drawn.randrange(2),
+    )  # fmt: skip
+    sensors = SensorReading(
+        temperature_c=drawn.randint(58, 66), margin_c=20.0, power_w=drawn.uniform(300.0, 345.0),
+        power_limit_w=350.0, sm_clock_mhz=drawn.randrange(1695, 1740, 15), sm_clock_max_mhz=2100,
+        memory_clock_mhz=9501, utilisation_pct=97.0, throttle_bits=4, throttle_pct=0.0,
+        fan_pct=61.0,
+    )  # fmt: skip
+    key = LimitKey(
+        card=card, total_bytes=_CARD_BYTES, driver=device.driver, torch=device.torch_version,
+        dtype="fp16", workload="matmul@1.0 batch=128 size=8192", cap_bytes=cap_bytes,
+    )  # fmt: skip
+    footprint = {"fixed_bytes": 1.0e6 + settled, "unit_bytes": 1.0}
     return Report(
-        slot=spec.slot,
-        incarnation=directive.incarnation,
-        sequence=directive.sequence,
-        verdict=Verdict.OK,
-        state=WorkerState.RUNNING,
-        reason="",
-        device=DeviceInfo(
-            kind="cuda",
-            name="NVIDIA GeForce RTX 3090",
-            uuid=f"GPU-{spec.node}",
-            total_bytes=_CARD_BYTES,
-            context_bytes=_CONTEXT_BYTES,
-            context_source="measured",
-            peak_source="measured",
-            cap_bytes=cap_bytes,
-            dtype="fp16",
-            threads=1,
-            pid=4000 + directive.incarnation,
-            hostname=spec.node,
-            torch_version="2.9.0+cu128",
-            driver="580.95.05",
-        ),
-        memory=MemoryInfo(
-            device_total_bytes=_CARD_BYTES,
-            device_used_bytes=used_bytes,
-            free_bytes=min(cap_bytes - held_bytes, _CARD_BYTES - used_bytes),
-            allocated_bytes=held_bytes - drawn.randrange(32) * MIB,
-            reserved_bytes=held_bytes,
-            peak_bytes=held_bytes,
-            alloc_retries=0,
-        ),
-        size=spec.workload.size,
-        batch=spec.workload.batch,
-        claim_bytes=held_bytes,
-        counts=StepCounts(
-            steps_ok=steps,
-            work_flop=steps * 1.1e12,
-            busy_s=0.6 * wall_s,
-            verify_checks=drawn.randrange(2),
-        ),
-        wall_s=wall_s,
-        sensors=SensorReading(
-            temperature_c=drawn.randint(58, 66),
-            margin_c=20.0,
-            power_w=drawn.uniform(300.0, 345.0),
-            power_limit_w=350.0,
-            sm_clock_mhz=drawn.randrange(1695, 1740, 15),
-            sm_clock_max_mhz=2100,
-            memory_clock_mhz=9501,
-            utilisation_pct=97.0,
-            throttle_bits=4,
-            throttle_pct=0.0,
-            fan_pct=61.0,
-        ),
+        slot=spec.slot, incarnation=directive.incarnation, sequence=directive.sequence,
+        verdict=messages.Verdict.OK, state=messages.WorkerState.RUNNING, reason="",
+        device=device, memory=memory, size=spec.workload.size, batch=spec.workload.batch,
+        claim_bytes=held_bytes, counts=counts, wall_s=wall_s, sensors=sensors,
         rss_bytes=900 * MIB + drawn.randrange(8) * MIB,
-        resume={
-            "policy": "adaptive",
-            "units": held_bytes,
-            "fixed_bytes": 1.0e6 + settled,
-            "unit_bytes": 1.0,
-        },
+        resume={"policy": "adaptive", "units": held_bytes, **footprint},
         learned=StoredLimit(
-            key=LimitKey(
-                card="NVIDIA GeForce RTX 3090",
-                total_bytes=_CARD_BYTES,
-                driver="580.95.05",
-                torch="2.9.0+cu128",
-                dtype="fp16",
-                workload="matmul@1.0 batch=128 size=8192",
-                cap_bytes=cap_bytes,
-            ),
-            learned=Learned(size=held_bytes, fixed_bytes=1.0e6 + settled, unit_bytes=1.0),
-            peak_bytes=held_bytes,
+            key=key, learned=Learned(size=held_bytes, **footprint), peak_bytes=held_bytes,
             learned_at_unix_s=worker.learned_at_unix_s + worker.reports,
         ),
-    )
+    )  # fmt: skip
 
 
 def _stored_bytes(path: Path) -> int:
-    """Return what a store takes on disk, as a reader sees it: with the pages that are only in the
-    log.
+    """Return what a store takes on disk, with the pages that are only in the log.
 
     The log is reused once it has reached its size: up to there it counts as if it had reached it.
     """
@@ -255,19 +203,11 @@ def _stored_bytes(path: Path) -> int:
 
 
 def _bare_core_pct(
-    folder: Path,
-    stored: Path,
-    last: dict[str, Report],
-    clock: Clock,
-    took_s: float,
-    reports: int,
-    turns: int,
+    folder: Path, last: dict[str, Report], clock: Clock, took_s: float, reports: int, turns: int
 ) -> float:
-    """Return what a loop costs that decodes reports and stores rows as often as the head did in
-    `took_s`.
-    """
+    """Return what a loop costs that only decodes reports and stores rows, as often as the head."""
     encoded = [pickle.dumps(report) for report in last.values()]
-    with closing(sqlite3.connect(stored)) as reader:
+    with closing(sqlite3.connect(folder / tables.STORE_NAME)) as reader:
         reader.row_factory = sqlite3.Row
         progress = {line["slot"]: tuple(line) for line in reader.execute("SELECT * FROM progress")}
         slots = {line["slot"]: dict(line) for line in reader.execute("SELECT * FROM slots")}
@@ -278,36 +218,30 @@ def _bare_core_pct(
             "WHERE at_unix_s < (SELECT max(at_unix_s) FROM samples)"
         ).fetchone()
     with closing(sqlite3.connect(folder / "bare.sqlite", isolation_level=None)) as store:
-        for statement in (
-            "PRAGMA journal_mode = WAL",
-            "PRAGMA synchronous = NORMAL",
-            *tables.CREATE,
-        ):
+        settings = ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = NORMAL")
+        for statement in (*settings, *tables.CREATE):
             store.execute(statement)
         store.executemany(tables.PUT_SLOT, slots.values())
-        cpu_s, done, sampled_rows = 0.0, 0, 0
+        cpu_s, done, rows = 0.0, 0, 0
         for turn in range(1, turns + 1):
             clock.sleep(took_s / turns)
             began_s = time.process_time()
-            due, rows_due = (
-                range(done, reports * turn // turns),
-                int((per_s or 0.0) * took_s * turn / turns),
-            )
+            due = range(done, reports * turn // turns)
+            rows_due = int((per_s or 0.0) * took_s * turn / turns)
             decoded = [pickle.loads(encoded[number % len(encoded)]) for number in due]  # noqa: S301 - our own
             new_rows = [
                 {**samples[number % len(samples)], "at_unix_s": float(number // len(slots))}
-                for number in range(sampled_rows, rows_due)
+                for number in range(rows, rows_due)
             ]
+            # A record of a slot is written when what its policy has learned changes.
+            learned = [slots[report.slot] for report in decoded[::_REPORTS_TO_LEARN]]
             store.execute("BEGIN IMMEDIATE")
             store.executemany(tables.PUT_PROGRESS, [progress[report.slot] for report in decoded])
-            # A record of a slot is written when what its policy has learned changes.
-            store.executemany(
-                tables.PUT_SLOT, [slots[report.slot] for report in decoded[::_REPORTS_TO_LEARN]]
-            )
+            store.executemany(tables.PUT_SLOT, learned)
             store.executemany(tables.PUT_ROW, new_rows)
             store.executemany(tables.PUT_SAMPLE, new_rows)
             store.execute("COMMIT")
-            done, sampled_rows = due.stop, rows_due
+            done, rows = due.stop, rows_due
             cpu_s += time.process_time() - began_s
     return 100.0 * cpu_s / took_s
 
@@ -315,56 +249,41 @@ def _bare_core_pct(
 def run(workers: list[int], warm_up_s: float, window_s: float, *, jump: bool) -> Result:
     rows: list[dict[str, Any]] = []
     for count in workers:
-        costs = []
-        for table in (False, True):
-            with closing(
-                Child("the head", measure, count, warm_up_s, window_s, table, jump)
-            ) as head:
-                costs.append(head.receive())
-        without, with_table = costs
-        core_pct, with_table_pct = without.pop("core_pct"), with_table["core_pct"]
-        rows.append(
-            {
-                "workers": count,
-                "core_pct": core_pct,
-                "core_pct_with_table": with_table_pct,
-                **without,
-            }
+        without, with_table = (
+            told_by("the head", measure, count, warm_up_s, window_s, table, jump, within_s=86_400.0)
+            for table in (False, True)
         )
-        times = f"{without['times_bare']:.1f} times a bare loop"
+        first = {
+            "workers": count, "core_pct": without.pop("core_pct"),
+            "core_pct_with_table": with_table["core_pct"],
+        }  # fmt: skip
+        rows.append({**first, **without})
         progress(
-            f"{count} workers: {core_pct:.2f} %, {times}, with the table {with_table_pct:.2f} %"
+            "{workers} workers: {core_pct:.2f} %, {times_bare:.1f} times a bare loop, with the "
+            "table {core_pct_with_table:.2f} %".format(**rows[-1])
         )
     figures = {
-        "rows": rows,
-        "warm_up_s": warm_up_s,
-        "window_s": window_s,
-        "jump": jump,
-        "load": os.getloadavg()[0],
-        "target_pct": _TARGETS["core_pct"],
+        "rows": rows, "warm_up_s": warm_up_s, "window_s": window_s, "jump": jump,
+        "load": os.getloadavg()[0], "target_pct": _TARGETS["core_pct"],
         "target_with_table_pct": _TARGETS["core_pct_with_table"],
         "target_store_bytes_per_s": _TARGETS["store_bytes_per_s"],
         "target_met": all(row[key] <= most for row in rows for key, most in _TARGETS.items()),
-    }
+    }  # fmt: skip
     return Result(bench="head", figures=figures)
 
 
 def scripted_nodes(workers: int) -> tuple[Config, tuple[SlotPlan, ...]]:
     """Return a run of so many workers on full nodes, the last one apart."""
     node = {
-        "gpu": "rtx-3090",
-        "gpu_share": 0.60,
-        "vram_per_worker_gib": 2.2,
-        "memory_fraction": 0.99,
+        "gpu": "rtx-3090", "gpu_share": 0.60, "vram_per_worker_gib": 2.2, "memory_fraction": 0.99,
         "size": 8192,
-    }
+    }  # fmt: skip
     nodes = {
         f"pc{number}": {**node, "workers": min(_WORKERS_PER_NODE, workers - first)}
         for number, first in enumerate(range(0, workers, _WORKERS_PER_NODE), start=1)
     }
-    config = config_from_data(
-        {"nodes": nodes, "run": {"duration": "1h", "stop_grace_s": 0}}, "bench"
-    )
+    settings = {"nodes": nodes, "run": {"duration": "1h", "stop_grace_s": 0}}
+    config = config_from_data(settings, "bench")
     return config, plan_slots(config, Target())
 
 
@@ -374,7 +293,6 @@ def measure(
     from rich.console import Console
 
     from benches.heads import supervise
-    from orchestrator.record.store import STORE_NAME
     from orchestrator.view.live import LiveTable
 
     config, plans = scripted_nodes(workers)
@@ -392,44 +310,23 @@ def measure(
             """Look when the head is warm, and again at the end of the window."""
             now_s = clock.monotonic_s()
             if len(looks) < 2 and now_s >= (looks[0][0] + window_s if looks else begins_s):
-                # The script's processor time is not the head's.
-                cpu_s = time.process_time() - fleet.script_s
-                looks.append(
-                    (
-                        now_s,
-                        cpu_s,
-                        _stored_bytes(Path(folder) / STORE_NAME),
-                        fleet.reports,
-                        fleet.turns,
-                    )
-                )
+                cpu_s = time.process_time() - fleet.script_s  # without what the script takes
+                stored_bytes = _stored_bytes(Path(folder) / tables.STORE_NAME)
+                looks.append((now_s, cpu_s, stored_bytes, fleet.reports, fleet.turns))
             return len(looks) == 2
 
         supervise(
-            config,
-            plans,
-            fleet,
-            Path(folder),
-            config.run.duration_s,
-            interrupted=is_over,
-            clock=clock,
-            watchers=[LiveTable(console, clock.monotonic_s)] if table else [],
-        )
+            config, plans, fleet, Path(folder), config.run.duration_s, interrupted=is_over,
+            clock=clock, watchers=[LiveTable(console, clock.monotonic_s)] if table else [],
+        )  # fmt: skip
         took_s, cpu_s, grown_bytes, reports, turns = (
             now - then for then, now in zip(*looks, strict=True)
         )
-        stored = Path(folder) / STORE_NAME
-        core_pct, bare = 100.0 * cpu_s / took_s, {}
+        told = {"core_pct": 100.0 * cpu_s / took_s}
         if not table:
-            bare_core_pct = _bare_core_pct(
-                Path(folder), stored, fleet.last, clock, took_s, int(reports), int(turns)
+            bare_pct = _bare_core_pct(
+                Path(folder), fleet.last, clock, took_s, int(reports), int(turns)
             )
-            bare = {"bare_core_pct": bare_core_pct, "times_bare": core_pct / bare_core_pct}
-    answer.send(
-        {
-            "core_pct": core_pct,
-            **bare,
-            "store_bytes_per_s": grown_bytes / took_s,
-            "reports_per_s": reports / took_s,
-        }
-    )
+            told |= {"bare_core_pct": bare_pct, "times_bare": told["core_pct"] / bare_pct}
+    stored = {"store_bytes_per_s": grown_bytes / took_s, "reports_per_s": reports / took_s}
+    answer.send({**told, **stored})

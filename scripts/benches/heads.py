@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from orchestrator.config.load import dump_config
 from orchestrator.config.schema import Config
-from orchestrator.core.fleet import Fleet, SliceEnded, SliceReported
+from orchestrator.core.fleet import Fleet
 from orchestrator.core.placement import SlotPlan
 from orchestrator.record.events import EventLog
 from orchestrator.record.model import Snapshot
@@ -26,28 +24,6 @@ from orchestrator.run.run_dir import CheckpointKeeper
 from orchestrator.run.supervisor import Clock, Commands, Supervisor
 from orchestrator.view.live import Outlets, Watcher
 from workers.host.processes import start_time
-from workers.messages import Report
-
-
-class Arrivals:
-    """A fleet that tells of each report when it arrives, in monotonic seconds, and passes
-    everything on.
-    """
-
-    def __init__(self, fleet: Fleet, heard: Callable[[float, Report], None]) -> None:
-        self._fleet = fleet
-        self._heard = heard
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the fleet has
-        return getattr(self._fleet, name)
-
-    def wait(self, timeout_s: float) -> tuple[SliceEnded, ...]:
-        outcomes = self._fleet.wait(timeout_s)
-        now_s = time.monotonic()
-        for outcome in outcomes:
-            if isinstance(outcome, SliceReported):
-                self._heard(now_s, outcome.report)
-        return outcomes
 
 
 def supervise(
@@ -61,51 +37,27 @@ def supervise(
     clock: Clock | None = None,
     watchers: Sequence[Watcher] = (),
 ) -> Snapshot:
-    """Run all slots for so long, or until interrupted; return the last snapshot.
-
-    The run's files lie in `folder`.
-    """
+    """Run all slots for so long, or until interrupted; return the last snapshot."""
     clock = clock or Clock()
     started_at_unix_s = clock.unix_s()
     store = RunStore(folder / STORE_NAME, clock.monotonic_s)
-    about = facts(config, started_at_unix_s, duration_s)
+    about = RunFacts(
+        run_id="bench", started_at_unix_s=started_at_unix_s, duration_s=duration_s,
+        min_success_rate=0.0, mode="rehearse", device="cpu", one_machine=True,
+        config_yaml=dump_config(config), chaos=None, nodes_planned=tuple(config.nodes),
+        head_pid=os.getpid(), head_started=start_time(os.getpid()), host=socket.gethostname(),
+    )  # fmt: skip
     store.begin(about)
     events = EventLog(folder / "events.jsonl", unix_s=clock.unix_s, also=store.event)
     outlets = Outlets(watchers=tuple(watchers), events=events, store=store)
     commands = Commands(folder, outlets, clock, {})
     snapshot = Supervisor(
-        facts=about,
-        past=Past(),
-        config=config,
-        plans=tuple(plans),
-        fleet=fleet,
-        outlets=outlets,
-        interrupted=interrupted,
-        learned_limits=LearnedLimits(None, events),
-        checkpoints=CheckpointKeeper(folder / "states"),
-        output=OutputFiles(folder),
-        commands=commands,
-        clock=clock,
-    ).run()
+        facts=about, past=Past(), config=config, plans=tuple(plans), fleet=fleet,
+        outlets=outlets, interrupted=interrupted, learned_limits=LearnedLimits(None, events),
+        checkpoints=CheckpointKeeper(folder / "states"), output=OutputFiles(folder),
+        commands=commands, clock=clock,
+    ).run()  # fmt: skip
     commands.close()
     store.end("good", 0, None, ())
     events.close()
     return snapshot
-
-
-def facts(config: Config, started_at_unix_s: float, duration_s: float) -> RunFacts:
-    return RunFacts(
-        run_id="bench",
-        started_at_unix_s=started_at_unix_s,
-        duration_s=duration_s,
-        min_success_rate=0.0,
-        mode="rehearse",
-        device="cpu",
-        one_machine=True,
-        config_yaml=dump_config(config),
-        chaos=None,
-        nodes_planned=tuple(config.nodes),
-        head_pid=os.getpid(),
-        head_started=start_time(os.getpid()),
-        host=socket.gethostname(),
-    )

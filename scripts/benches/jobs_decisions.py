@@ -46,10 +46,7 @@ def _random(*key: object) -> random.Random:
 def candidates_of(lengths_s: Sequence[float]) -> list[Candidate]:
     """Return jobs of so many seconds on a card of speed 1."""
     return [
-        Candidate(
-            name=f"job-{place}",
-            seconds={card.name: length / card.speed for card in CARDS},
-        )
+        Candidate(name=f"job-{place}", seconds={card.name: length / card.speed for card in CARDS})
         for place, length in enumerate(lengths_s)
     ]
 
@@ -103,10 +100,7 @@ def _mean_ratio(over: Sequence[float], under: Sequence[float]) -> float:
 
 
 def _played(lengths_s: Sequence[float], told_s: Sequence[float]) -> float:
-    """Return the makespan of jobs whose lengths the plan is told wrongly.
-
-    A job on a card has no known end: the plan learns it when it comes.
-    """
+    """Return the makespan of jobs whose lengths the plan is told wrongly, until each ends."""
     left = {each.name: each for each in candidates_of(told_s)}
     true_s = {f"job-{place}": length for place, length in enumerate(lengths_s)}
     free_s = {card.name: 0.0 for card in CARDS}
@@ -131,14 +125,12 @@ def decision_ms(count: int, repeats: int = 9) -> float:
     draw = _random("decision", count)
     jobs = [
         Candidate(
-            name=f"job-{place}",
-            priority=draw.randint(0, 2),
-            queued_at_s=draw.uniform(0, 20_000),
+            name=f"job-{place}", priority=draw.randint(0, 2), queued_at_s=draw.uniform(0, 20_000),
             seconds={"pc1": draw.lognormvariate(0, 1)},
             memory_bytes=int(draw.uniform(1, 24) * GIB),
         )
         for place in range(count)
-    ]
+    ]  # fmt: skip
     times = []
     for _ in range(repeats):
         begin = time.process_time()
@@ -182,12 +174,11 @@ def curves_of(seed: int) -> dict[str, Curve]:
     draw = _random("curves", seed)
     return {
         f"lr-{place}": Curve(
-            floor=3.0 + 0.5 * abs(draw.gauss(0, 1)),
-            height=draw.uniform(1, 5),
+            floor=3.0 + 0.5 * abs(draw.gauss(0, 1)), height=draw.uniform(1, 5),
             rate=draw.uniform(0.1, 0.8),
         )
         for place in range(MEMBERS)
-    }
+    }  # fmt: skip
 
 
 def play_sweep(seed: int, noise: float, rule: Milestones = RULE) -> SweepResult:
@@ -242,35 +233,32 @@ def play_sweep(seed: int, noise: float, rule: Milestones = RULE) -> SweepResult:
     )
     return SweepResult(
         cost=sum(step.values()) / (MEMBERS * rule.last),
-        kept=(step[best[0]] == rule.last, step[best[1]] == rule.last),
-        first_card=first_card,
-        stopped=frozenset(paused),
-        crossings=crossed / len(pairs),
+        kept=(step[best[0]] == rule.last, step[best[1]] == rule.last), first_card=first_card,
+        stopped=frozenset(paused), crossings=crossed / len(pairs),
         span=now_s / (MEMBERS * rule.last / sum(SPEEDS)),
-    )
+    )  # fmt: skip
 
 
 def milestones(draws: int = 200, noise: float = 0.05) -> dict[str, float]:
     results = [play_sweep(seed, noise) for seed in range(draws)]
-    stopped = [0, 0]
-    begun = [0, 0]
-    for result in results:
-        for name, card in result.first_card.items():
-            begun[card] += 1
-            stopped[card] += name in result.stopped
-    shares = [a / b for a, b in zip(stopped, begun, strict=True)]
+    fates = [
+        (card, name in result.stopped)
+        for result in results
+        for name, card in result.first_card.items()
+    ]
+    fast, slow = (
+        statistics.fmean(is_stopped for on, is_stopped in fates if on == card) for card in (0, 1)
+    )
+    fmean = statistics.fmean
     return {
-        "draws": draws,
-        "noise": noise,
-        "crossings": statistics.fmean(result.crossings for result in results),
-        "cost_mean": statistics.fmean(result.cost for result in results),
-        "cost_most": max(result.cost for result in results),
-        "span_mean": statistics.fmean(result.span for result in results),
-        "one_of_best_two_kept": statistics.fmean(any(result.kept) for result in results),
-        "best_kept": statistics.fmean(result.kept[0] for result in results),
-        "stopped_fast_card": shares[0],
-        "stopped_slow_card": shares[1],
-    }
+        "draws": draws, "noise": noise, "crossings": fmean(each.crossings for each in results),
+        "cost_mean": fmean(each.cost for each in results),
+        "cost_most": max(each.cost for each in results),
+        "span_mean": fmean(each.span for each in results),
+        "one_of_best_two_kept": fmean(any(each.kept) for each in results),
+        "best_kept": fmean(each.kept[0] for each in results),
+        "stopped_fast_card": fast, "stopped_slow_card": slow,
+    }  # fmt: skip
 
 
 def main() -> None:

@@ -16,46 +16,25 @@ import os
 import statistics
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any, Self
 
 from benches.common import Result, progress
+from orchestrator.jobs import model
 from orchestrator.jobs.journal import JOURNAL_NAME, Journal, decoded, encoded, queue_of
-from orchestrator.jobs.model import (
-    ENDED,
-    ON_CARD,
-    Assigned,
-    AttemptEnded,
-    Card,
-    Cause,
-    Job,
-    JobState,
-    Kind,
-    Measured,
-    Milestones,
-    QueueHeld,
-    Reached,
-    Recalled,
-    Record,
-    Rested,
-    Said,
-    Seen,
-    Settled,
-    Submitted,
-    Word,
-    World,
-)
+from orchestrator.jobs.model import ENDED, ON_CARD, Assigned, Cause, JobState, Kind, Record, Word
 from orchestrator.jobs.queue import NODE_LOST_S, Entry, Queue
 from workers.settings import CommandSpec
 from workers.units import GIB
 
 CARDS = (
-    Card(name="pc1", node="pc1", title="RTX 3090", room_bytes=20 * GIB, speed=1.75),
-    Card(name="pc2", node="pc2", title="RTX 3070", room_bytes=6 * GIB, speed=1.0),
+    model.Card(name="pc1", node="pc1", title="RTX 3090", room_bytes=20 * GIB, speed=1.75),
+    model.Card(name="pc2", node="pc2", title="RTX 3070", room_bytes=6 * GIB, speed=1.0),
 )
 _STEPS_PER_S = 10.0  # of every training, on a card of speed 1
 _LOAD_S, _SAVE_S, _SAVED_EVERY_S = 8.0, 6.0, 60.0
@@ -63,12 +42,18 @@ _NEEDS_GIB = (1, 2, 4, 5, 7, 8, 8, 14, 19, 26)
 #: Of a training with its smallest micro-batch, and what is predicted of it: less than the truth.
 _SMALLEST, _PREDICTED = 0.8, 0.5
 _LONGEST_WAIT_S = 300.0  # between two looks of the head
-_RULE = Milestones(rule="asha", metric="loss", is_min=True, first=2000, factor=3, last=54000)
+_RULE = model.Milestones(rule="asha", metric="loss", is_min=True, first=2000, factor=3, last=54000)
 
 
 def _draws(key: str) -> Random:
     """Return a generator that draws the same for the same key."""
     return Random(key)  # noqa: S311 - repeatable is what is wanted
+
+
+def in_memory() -> tempfile.TemporaryDirectory[str]:
+    """Make a folder in memory: nothing here is about how long a disk takes."""
+    is_there = os.access("/dev/shm", os.W_OK)  # noqa: S108 - as above
+    return tempfile.TemporaryDirectory(dir="/dev/shm" if is_there else None)  # noqa: S108
 
 
 def _require(holds: bool, otherwise: str) -> None:
@@ -80,10 +65,10 @@ class BrokenError(Exception):
     """The queue did what it must never do."""
 
 
-def jobs_of(seed: int, count: int) -> list[Job]:
+def jobs_of(seed: int, count: int) -> list[model.Job]:
     """Draw jobs: six in ten train, some in sweeps with milestones; others are commands."""
     rng = _draws(f"jobs {seed}")
-    jobs: list[Job] = []
+    jobs: list[model.Job] = []
     for number in range(count):
         name = f"j{number}"
         is_training = rng.random() < 0.6
@@ -94,22 +79,18 @@ def jobs_of(seed: int, count: int) -> list[Job]:
         if jobs and rng.random() < 0.2:
             after = tuple({rng.choice(jobs).name for _ in range(rng.randint(1, 2))})
         jobs.append(
-            Job(
-                name=name,
-                id=f"{seed}-{name}",
+            model.Job(
+                name=name, id=f"{seed}-{name}", sweep=sweep, after=after,
                 kind=Kind.TRAIN if is_training else Kind.COMMAND,
-                sweep=sweep,
                 command=None if is_training else CommandSpec(argv=("python", f"{name}.py")),
-                after=after,
-                after_any=rng.random() < 0.3,
-                priority=rng.choice([0, 0, 0, 1, -1]),
+                after_any=rng.random() < 0.3, priority=rng.choice([0, 0, 0, 1, -1]),
                 retries=rng.choice([0, 1, 2]),
                 nodes=rng.choice([(), (), (), (), ("pc1",), ("pc2",)]),
                 hours=(22 * 60, 7 * 60) if rng.random() < 0.05 else None,
                 milestones=_RULE if in_sweep else None,
                 steps=_RULE.last if in_sweep else max(50, steps),
             )
-        )
+        )  # fmt: skip
     return jobs
 
 
@@ -117,7 +98,7 @@ def jobs_of(seed: int, count: int) -> list[Job]:
 class _Process:
     """An attempt as it really is."""
 
-    job: Job
+    job: model.Job
     attempt: int
     card: str
     budget_bytes: int
@@ -148,31 +129,30 @@ class Night:
         self.jobs = jobs_of(seed, count)
         self.now_s = 0.0
         self.processes: dict[str, _Process] = {}
-        self.saved: Counter[str] = Counter()
-        """Steps by job, in the state that the head has of it."""
-        self.done: Counter[str] = Counter()
-        self.away: dict[str, float] = {}
-        """Nodes that do not answer, and since when."""
+        #: Steps by job, in the state that the head has of it; attempts that came to their end.
+        self.saved, self.done = Counter[str](), Counter[str]()
+        #: Nodes that do not answer, and since when; why cards are closed.
+        self.away, self.closed = dict[str, float](), dict[str, str]()
+        #: Attempts whose process ended with its node, and where.
         self.lost: dict[str, tuple[int, str]] = {}
-        """Attempts whose process ended with its node, and where."""
-        self.closed: dict[str, str] = {}
+        #: Attempts that ended by themselves and were not told yet.
         self.ended: dict[str, tuple[int, Cause, str, int]] = {}
-        """Attempts that ended by themselves and were not told yet."""
         self.inbox: list[tuple[Record, ...]] = []
         self.agenda = sorted(self._agenda(count), key=lambda each: each[0])
-        self.worlds: list[World] = []
+        self.worlds: list[model.World] = []
         self.lines: list[bytes] = []
         self.deaths = 0
-        self.is_written = True
-        """Whether the last batch is in the journal, although the head died at it."""
+        self.is_written = True  # although the head died, the last batch is in the journal
         self.journal = Journal(folder / JOURNAL_NAME)
         self.queue = queue_of(folder)
 
-    def _agenda(self, count: int) -> Iterator[tuple[float, Callable[[], None]]]:
+    def _agenda(self, count: int) -> Iterator[tuple[float, Callable[[], object]]]:
         """Return what users and the world do, and when."""
         rng = _draws(f"agenda {self.seed}")
         length_s = count * 200.0
-        first = [Submitted(at_s=0.0, job=job, least_bytes=self._least(job)) for job in self.jobs]
+        first = [
+            model.Submitted(at_s=0.0, job=job, least_bytes=self._least(job)) for job in self.jobs
+        ]
         late = len(first) * 3 // 4
         yield 0.0, partial(self.inbox.append, tuple(first[:late]))
         for record in first[late:]:
@@ -181,11 +161,11 @@ class Night:
         for number in range(count // 4):
             at_s, name = rng.random() * length_s, rng.choice(self.jobs).name
             word = rng.choice([Word.HOLD, Word.HOLD, Word.CANCEL, Word.RETRY, Word.RELEASE])
-            said = Said(at_s=at_s, id=f"m{number}", word=word, job=name, by="ann")
+            said = model.Said(at_s=at_s, id=f"m{number}", word=word, job=name, by="ann")
             yield at_s, partial(self._say, said, of_running=number % 2 == 0)
         for _ in range(2):
             at_s = rng.random() * length_s
-            yield at_s, partial(self.inbox.append, (QueueHeld(at_s=at_s, reason="wait"),))
+            yield at_s, partial(self.inbox.append, (model.QueueHeld(at_s=at_s, reason="wait"),))
         for number in range(1, 500):  # the user looks twice an hour
             yield number * 1800.0, self._release
         for _ in range(count // 5):
@@ -194,10 +174,10 @@ class Night:
             yield at_s, partial(self._lose, card.node)
             yield at_s + gone_s, partial(self._return, card.node)
             at_s = rng.random() * length_s
-            yield at_s, partial(self._close, card.name, "a game has it")
-            yield at_s + 600.0, partial(self._close, card.name, None)
+            yield at_s, partial(self.closed.__setitem__, card.name, "a game has it")
+            yield at_s + 600.0, partial(self.closed.pop, card.name, None)
 
-    def _say(self, said: Said, *, of_running: bool) -> None:
+    def _say(self, said: model.Said, *, of_running: bool) -> None:
         """Leave a word in the inbox, and the opposite a while later."""
         if of_running and self.processes:
             running = sorted(self.processes)
@@ -207,18 +187,18 @@ class Night:
     def _release(self) -> None:
         """Release what is held."""
         if self.queue.held is not None:
-            self.inbox.append((QueueHeld(at_s=self.now_s, reason=None),))
+            self.inbox.append((model.QueueHeld(at_s=self.now_s, reason=None),))
         for name, standing in self.queue.standings.items():
             if standing.state is JobState.HELD:
                 id_ = f"{name} {self.now_s}"
-                said = Said(at_s=self.now_s, id=id_, word=Word.RELEASE, job=name, by="ann")
+                said = model.Said(at_s=self.now_s, id=id_, word=Word.RELEASE, job=name, by="ann")
                 self.inbox.append((said,))
 
-    def _needs(self, job: Job) -> int:
+    def _needs(self, job: model.Job) -> int:
         """Return what a job really takes; a few take more than any card has."""
         return int(GIB * _draws(f"memory {self.seed} {job.name}").choice(_NEEDS_GIB))
 
-    def _least(self, job: Job) -> int | None:
+    def _least(self, job: model.Job) -> int | None:
         rng = _draws(f"least {self.seed} {job.name}")
         if rng.random() < 0.02:
             return 30 * GIB
@@ -241,11 +221,6 @@ class Night:
                 if standing.state in ON_CARD and standing.attempt == attempt:
                     self._start(name)  # its slot gets a new process, which goes on
 
-    def _close(self, card: str, why: str | None) -> None:
-        self.closed.pop(card, None)
-        if why is not None:
-            self.closed[card] = why
-
     def _keep(self, process: _Process, *, whole: bool = False) -> None:
         """Keep the state that a process saved last."""
         if process.job.kind is Kind.TRAIN:
@@ -265,10 +240,8 @@ class Night:
         if card.node in self.away:
             self.lost[name] = (attempt, card.node)
             return
-        budget = standing.budget_bytes or 0
-        others = sum(
-            each.budget_bytes for each in self.processes.values() if each.card == card_name
-        )
+        budget, there_now = standing.budget_bytes or 0, self.processes.values()
+        others = sum(each.budget_bytes for each in there_now if each.card == card_name)
         _require(budget + others <= card.room_bytes, f"{card_name} gives more than it has")
         rng = _draws(f"{self.seed} {name} {attempt}")
         speed = _STEPS_PER_S * card.speed * rng.uniform(0.9, 1.1)
@@ -277,17 +250,15 @@ class Night:
         fate, at = rng.random(), rng.random()
         has_room = self._needs(job) <= budget
         if fate < 0.15:
-            cause, text = rng.choice(
-                [
-                    (Cause.KILLED, "SIGKILL"),
-                    (Cause.HOST_MEMORY, "the PC's RAM was full"),
-                    (Cause.EXCEPTION, f"ValueError: bad batch {rng.randint(0, 9)} in {name}"),
-                    (Cause.EXCEPTION, "RuntimeError: no such file"),
-                    (Cause.NAN_LOSS, "loss is nan"),
-                    (Cause.DRIVER, "driver fault"),
-                ]
-            )
-            ends = (ends[0] * at, cause, text)
+            failures = [
+                (Cause.KILLED, "SIGKILL"),
+                (Cause.HOST_MEMORY, "the PC's RAM was full"),
+                (Cause.EXCEPTION, f"ValueError: bad batch {rng.randint(0, 9)} in {name}"),
+                (Cause.EXCEPTION, "RuntimeError: no such file"),
+                (Cause.NAN_LOSS, "loss is nan"),
+                (Cause.DRIVER, "driver fault"),
+            ]
+            ends = (ends[0] * at, *rng.choice(failures))
         elif fate < 0.18 and job.kind is Kind.COMMAND:
             ends = (ends[0] * at, Cause.PARKED, "exit code 75")
         elif not has_room and job.kind is Kind.COMMAND:
@@ -296,55 +267,43 @@ class Night:
         if not has_room and job.kind is Kind.TRAIN and self._needs(job) * _SMALLEST > budget:
             no_room = _LOAD_S + 10.0
         self.processes[name] = _Process(
-            job=job,
-            attempt=attempt,
-            card=card_name,
-            budget_bytes=budget,
-            began_s=self.now_s,
-            from_step=self.saved[name],
-            steps_per_s=speed,
-            ends=ends,
-            no_room_after_s=no_room,
+            job=job, attempt=attempt, card=card_name, budget_bytes=budget, began_s=self.now_s,
+            from_step=self.saved[name], steps_per_s=speed, ends=ends, no_room_after_s=no_room,
             rests_at_s=None if standing.recalled_to is None else self.now_s + _SAVE_S,
-        )
+        )  # fmt: skip
 
     # What the head sees and does
 
-    def world(self) -> World:
-        seen: dict[str, Seen] = {}
+    def world(self) -> model.World:
+        seen: dict[str, model.Seen] = {}
         for name, (attempt, node) in self.lost.items():
             if self.now_s >= self.away[node] + NODE_LOST_S:
-                seen[name] = Seen(job=name, attempt=attempt, node_lost=True, step=self.saved[name])
+                seen[name] = model.Seen(
+                    job=name, attempt=attempt, node_lost=True, step=self.saved[name]
+                )
         for name, (attempt, cause, text, step) in self.ended.items():
-            seen[name] = Seen(
+            seen[name] = model.Seen(
                 job=name, attempt=attempt, cause=cause, text=text, step=step, peak_bytes=GIB
             )
         for name, process in self.processes.items():
             step = int(process.step(self.now_s) + 1e-6)
             rests_at_s, no_room_s = process.rests_at_s, process.no_room_after_s
             ran_s = self.now_s - process.began_s
-            seen[name] = Seen(
-                job=name,
-                attempt=process.attempt,
+            seen[name] = model.Seen(
+                job=name, attempt=process.attempt, step=step, steps=process.job.steps,
                 is_at_rest=rests_at_s is not None and self.now_s >= rests_at_s,
-                step=step,
-                steps=process.job.steps,
-                value=self._value(process.job, step),
+                value=self._value(process.job, step), eta_s=process.ends[0] - ran_s,
                 steps_per_s=process.steps_per_s if ran_s > 2 * _LOAD_S else None,
-                eta_s=process.ends[0] - ran_s,
                 has_no_room=no_room_s is not None and ran_s >= no_room_s,
-            )
-        cards = tuple(
-            replace(card, closed=self._why_closed(card)) if self._why_closed(card) else card
-            for card in CARDS
-        )
+            )  # fmt: skip
+        closed = self.closed | {
+            card.name: "its node is away" for card in CARDS if card.node in self.away
+        }
+        cards = tuple(replace(card, closed=closed.get(card.name)) for card in CARDS)
         minute = int(20 * 60 + self.now_s / 60) % (24 * 60)
-        return World(now_s=self.now_s, minute_of_day=minute, cards=cards, seen=seen)
+        return model.World(now_s=self.now_s, minute_of_day=minute, cards=cards, seen=seen)
 
-    def _why_closed(self, card: Card) -> str | None:
-        return "its node is away" if card.node in self.away else self.closed.get(card.name)
-
-    def _value(self, job: Job, step: int) -> float | None:
+    def _value(self, job: model.Job, step: int) -> float | None:
         """Return the loss: curves that cross, with noise."""
         if job.milestones is None or step == 0:
             return None
@@ -385,11 +344,11 @@ class Night:
         if isinstance(record, Assigned):
             self.ended.pop(record.job, None)
             self._start(record.job)
-        elif isinstance(record, Recalled) and record.job in self.processes:
+        elif isinstance(record, model.Recalled) and record.job in self.processes:
             process = self.processes[record.job]
             if process.rests_at_s is None:
                 process.rests_at_s = self.now_s + _SAVE_S
-        elif isinstance(record, Rested | AttemptEnded):
+        elif isinstance(record, model.Rested | model.AttemptEnded):
             self._clear(record.job)
 
     def _clear(self, name: str) -> None:
@@ -417,7 +376,7 @@ class Night:
     def _is_told(self, name: str) -> bool:
         """Return whether the journal has the recall of a job's attempt."""
         return self.queue.standings[name].recalled_to is not None and not any(
-            isinstance(record, Recalled) and record.job == name
+            isinstance(record, model.Recalled) and record.job == name
             for record in self.queue.next_records(self.world())
         )
 
@@ -429,7 +388,9 @@ class Night:
             message = [record for record in self.inbox[0] if self.queue.why_refused(record) is None]
             if message:
                 self.take(message)
-            self.inbox.pop(0)
+            # It is removed only once it is in the journal.
+            if not message or self.is_written:
+                self.inbox.pop(0)
         for _ in range(1000):
             world = self.world()
             records = self.queue.next_records(world)
@@ -439,23 +400,22 @@ class Night:
             self.take(records)
         raise BrokenError("the queue never comes to rest")
 
-    def play(self) -> None:
+    def play(self) -> Self:
         """Play until all jobs have ended."""
         while len(self.queue.standings) < len(self.jobs) or not self.queue.is_over:
             self.turn()
             if self.now_s > 5e6:
-                raise BrokenError(f"never over: {self.left()}")
+                left = {
+                    name: each.reason
+                    for name, each in self.queue.standings.items()
+                    if each.state not in ENDED
+                }
+                raise BrokenError(f"never over: {left}")
             self._advance()
         self.turn()
         self.journal.close()
         self.check()
-
-    def left(self) -> list[str]:
-        return [
-            f"{name} {each.state.value} ({each.reason})"
-            for name, each in self.queue.standings.items()
-            if each.state not in ENDED
-        ][:20]
+        return self
 
     def _advance(self) -> None:
         """Go to the next moment at which something happens by itself."""
@@ -464,11 +424,11 @@ class Night:
             at.append(self.agenda[0][0])
         at += [since_s + NODE_LOST_S for since_s in self.away.values()]
         for process in self.processes.values():
-            at.append(process.began_s + process.ends[0])
-            if process.no_room_after_s is not None:
-                at.append(process.began_s + process.no_room_after_s)
-            if process.rests_at_s is not None:
-                at.append(process.rests_at_s)
+            at += [
+                process.began_s + (process.no_room_after_s or process.ends[0]),
+                process.began_s + process.ends[0],
+                process.rests_at_s or self.now_s,
+            ]
             if process.job.milestones is not None:
                 step = process.step(self.now_s)
                 for milestone in (2000, 6000, 18000):
@@ -497,11 +457,11 @@ class Night:
         queue, ends, again = Queue(), Counter[str](), Counter[str]()
         for line in (self.folder / JOURNAL_NAME).read_bytes().splitlines()[1:]:
             for record in decoded(line):
-                name = getattr(record, "job", None)
-                before = queue.standings[name].state if isinstance(name, str) else None
+                name: Any = getattr(record, "job", None)
+                is_job = isinstance(name, str)  # `Submitted` has the job itself
+                before = queue.standings[name].state if is_job else None
                 queue.apply(record)
-                after = queue.standings[name].state if isinstance(name, str) else None
-                if isinstance(name, str) and after is not before:
+                if is_job and (after := queue.standings[name].state) is not before:
                     ends[name] += after in ENDED
                     again[name] += before in ENDED
         for name, standing in self.queue.standings.items():
@@ -511,9 +471,7 @@ class Night:
 
 
 class DyingNight(Night):
-    """A night whose head dies at given lines of its journal: before a line is written, in the
-    middle of it, or before it is carried out, in turns.
-    """
+    """A night whose head dies before a line of its journal is written, in it, or after it."""
 
     def __init__(self, seed: int, count: int, folder: Path, dies_at: Callable[[int], bool]) -> None:
         super().__init__(seed, count, folder)
@@ -547,38 +505,13 @@ class DyingNight(Night):
                 file.write(part)
         raise DeadHeadError
 
-    def turn(self) -> None:
-        while self.inbox:  # a message is removed only once it is in the journal
-            message = [r for r in self.inbox[0] if self.queue.why_refused(r) is None]
-            if message:
-                self.take(message)
-                if not self.is_written:
-                    continue
-            self.inbox.pop(0)
-        super().turn()
-
-
-def undisturbed(seed: int, count: int, folder: Path) -> Night:
-    """Play a night whose head lives."""
-    night = Night(seed, count, folder)
-    night.play()
-    return night
-
-
-def disturbed(seed: int, count: int, folder: Path, dies_at: Callable[[int], bool]) -> DyingNight:
-    """Play a night whose head dies at these lines, counted from 0."""
-    night = DyingNight(seed, count, folder, dies_at)
-    night.play()
-    return night
-
 
 def cut_between_any_bytes(seed: int, count: int, folder: Path) -> int:
     """Cut the journal of a short night after each of its bytes; return how many.
 
-    A head that finds it so must come to the queue that decided the line that is torn, and decide
-    the same.
+    A head that finds it so must decide what the torn line had decided.
     """
-    night = undisturbed(seed, count, folder)
+    night = Night(seed, count, folder).play()
     content = (folder / JOURNAL_NAME).read_bytes()
     first = content.index(b"\n") + 1
     asked = {encoded(records): world for records, world in _decisions(night)}
@@ -602,16 +535,17 @@ def cut_between_any_bytes(seed: int, count: int, folder: Path) -> int:
     return number
 
 
-def _decisions(night: Night) -> Iterator[tuple[Sequence[Entry], World]]:
+def _decisions(night: Night) -> Iterator[tuple[Sequence[Entry], model.World]]:
+    """Yield what the queue decided itself, and the world that it saw."""
     worlds = iter(night.worlds)
     for line in night.lines:
         records = decoded(line)
-        if not isinstance(records[0], Submitted | Said) and not _is_users(records[0]):
+        first = records[0]
+        is_users = isinstance(first, model.Submitted | model.Said) or (
+            isinstance(first, model.QueueHeld) and first.reason in {None, "wait"}
+        )
+        if not is_users:
             yield records, next(worlds)
-
-
-def _is_users(record: Entry) -> bool:
-    return isinstance(record, QueueHeld) and record.reason in {None, "wait"}
 
 
 def speed(count: int) -> dict[str, object]:
@@ -620,56 +554,34 @@ def speed(count: int) -> dict[str, object]:
     In seconds of this process's CPU; the replay beside what `json.loads` of its lines takes.
     """
     queue, lines = Queue(), [b'{"journal":1}\n']
-    world = World(now_s=1.0, minute_of_day=0, cards=CARDS)
+    world = model.World(now_s=1.0, minute_of_day=0, cards=CARDS)
 
     def take(*records: Record) -> None:
         lines.append(encoded(records).encode() + b"\n")
         for record in records:
             queue.apply(record)
 
-    jobs = [replace(each, after=(), nodes=(), hours=None) for each in jobs_of(1, count)]
-    jobs = [replace(each, settings={"train.lr": 1e-4 * n}) for n, each in enumerate(jobs)]
+    jobs = [
+        replace(each, after=(), nodes=(), hours=None, settings={"train.lr": 1e-4 * number})
+        for number, each in enumerate(jobs_of(1, count))
+    ]
     for first in range(0, count, 100):
-        take(*(Submitted(at_s=0.0, job=job, least_bytes=GIB) for job in jobs[first : first + 100]))
+        part = jobs[first : first + 100]
+        take(*(model.Submitted(at_s=0.0, job=job, least_bytes=GIB) for job in part))
     asked_s = []
-    for busy in (False, True):
-        for record in queue.next_records(world) if busy else ():
-            queue.apply(record)
-            lines.append(encoded([record]).encode() + b"\n")
-        for _ in range(20):
-            began_s = time.process_time()
-            queue.next_records(world)
-            asked_s.append(time.process_time() - began_s)
+    for is_busy in (False, True):
+        for record in queue.next_records(world) if is_busy else ():
+            take(record)
+        asked_s += [_cpu_s(lambda: queue.next_records(world)) for _ in range(20)]
     for name in [job.name for job in jobs if queue.standings[job.name].attempt == 0]:
-        for attempt in (1, 2):
-            card = CARDS[attempt - 1]
-            budget = card.room_bytes
-            start = Assigned(
-                at_s=2.0, job=name, attempt=attempt, card=card.name, budget_bytes=budget, alone=True
-            )
-            speed = Measured(at_s=3.0, job=name, card_title=card.title, steps_per_s=12.345)
-            take(start)
-            take(speed)
-            take(Reached(at_s=4.0, job=name, milestone=2000 * attempt, value=1.2345))
-            if attempt == 1:
-                why = "loss 1.234 at step 2000: others go first"
-                to = JobState.PAUSED
-                take(Recalled(at_s=5.0, job=name, attempt=1, to=to, reason=why))
-                take(Rested(at_s=6.0, job=name, attempt=1, step=2000, peak_bytes=GIB))
-                take(Settled(at_s=7.0, job=name, to=JobState.QUEUED, reason="goes on"))
-        end = AttemptEnded(at_s=8.0, job=name, attempt=2, cause=Cause.DONE, text="", step=54000)
-        take(end)
+        for record in _life(name):
+            take(record)
     ratios = []
-    with tempfile.TemporaryDirectory(dir=memory()) as folder:
+    with in_memory() as folder:
         (Path(folder) / JOURNAL_NAME).write_bytes(b"".join(lines))
         for _ in range(5):
-            began_s = time.process_time()
-            for line in lines:
-                json.loads(line)
-            loads_s = time.process_time() - began_s
-            began_s = time.process_time()
-            queue_of(Path(folder))
-            ratios.append((time.process_time() - began_s) / loads_s)
+            loads_s = _cpu_s(lambda: deque(map(json.loads, lines), maxlen=0))
+            ratios.append(_cpu_s(lambda: queue_of(Path(folder))) / loads_s)
     return {
         "jobs_in_line": count,
         "decision_median_ms": round(1e3 * statistics.median(asked_s), 2),
@@ -679,51 +591,65 @@ def speed(count: int) -> dict[str, object]:
     }
 
 
+def _cpu_s(call: Callable[[], object]) -> float:
+    began_s = time.process_time()
+    call()
+    return time.process_time() - began_s
+
+
+def _life(job: str) -> Iterator[Record]:
+    """Yield what a journal has of a job that is paused once and then done."""
+    why, to = "loss 1.234 at step 2000: others go first", JobState.PAUSED
+    for attempt, card in enumerate(CARDS, 1):
+        yield Assigned(
+            at_s=2.0, job=job, attempt=attempt, card=card.name, alone=True,
+            budget_bytes=card.room_bytes,
+        )  # fmt: skip
+        yield model.Measured(at_s=3.0, job=job, card_title=card.title, steps_per_s=12.345)
+        yield model.Reached(at_s=4.0, job=job, milestone=2000 * attempt, value=1.2345)
+        if attempt == 1:
+            yield model.Recalled(at_s=5.0, job=job, attempt=1, to=to, reason=why)
+            yield model.Rested(at_s=6.0, job=job, attempt=1, step=2000, peak_bytes=GIB)
+            yield model.Settled(at_s=7.0, job=job, to=JobState.QUEUED, reason="goes on")
+    yield model.AttemptEnded(at_s=8.0, job=job, attempt=2, cause=Cause.DONE, text="", step=54000)
+
+
 def run(*, seeds: int, random_seeds: int, first: int, jobs: int) -> Result:
     """Play nights and kill the head: at every line for some seeds, at a random one for others."""
     broken: list[str] = []
-    rows: list[dict[str, object]] = []
     began_s = time.monotonic()
-    figures: dict[str, object] = {}
     deaths = lines = differ = 0
     states: Counter[str] = Counter()
     for seed in range(first, first + seeds):
-        with tempfile.TemporaryDirectory(dir=memory()) as name:
-            folder = Path(name)
-            calm = undisturbed(seed, jobs, folder / "calm")
-            dying = disturbed(seed, jobs, folder / "dying", lambda _: True)
-            same = (folder / "calm" / JOURNAL_NAME).read_bytes() == (
-                folder / "dying" / JOURNAL_NAME
-            ).read_bytes()
-        lines += len(calm.lines)
-        deaths += dying.deaths
-        differ += not same
-        if not same:
-            broken.append(f"seed {seed}: another journal after deaths at every line")
+        with in_memory() as name:
+            calm = Night(seed, jobs, Path(name) / "calm").play()
+            dying = DyingNight(seed, jobs, Path(name) / "dying", lambda _: True).play()
+            left, right = (each.folder / JOURNAL_NAME for each in (calm, dying))
+            is_same = left.read_bytes() == right.read_bytes()
+        lines, deaths, differ = (
+            lines + len(calm.lines), deaths + dying.deaths, differ + (not is_same),
+        )  # fmt: skip
+        broken += [f"seed {seed}: another journal after deaths at every line"] * (not is_same)
         states.update(each.state.value for each in calm.queue.standings.values())
-        progress(f"seed {seed}: {len(calm.lines)} lines, {dying.deaths} deaths, same: {same}")
-    figures |= {"seeds": seeds, "lines": lines, "deaths_at_every_line": deaths, "differ": differ}
-    figures["every_line_s"] = round(time.monotonic() - began_s, 1)
-    began_s = time.monotonic()
-    deaths = 0
+        progress(f"seed {seed}: {len(calm.lines)} lines, {dying.deaths} deaths, same: {is_same}")
+    figures: dict[str, object] = {
+        "seeds": seeds, "lines": lines, "deaths_at_every_line": deaths, "differ": differ,
+        "every_line_s": round(time.monotonic() - began_s, 1),
+    }  # fmt: skip
+    began_s, deaths = time.monotonic(), 0
     for seed in range(first, first + random_seeds):
         line = _draws(f"death {seed}").randrange(5 * jobs)  # a night has about 6 lines a job
-        with tempfile.TemporaryDirectory(dir=memory()) as name:
+        with in_memory() as name:
             try:
-                deaths += disturbed(seed, jobs, Path(name), line.__eq__).deaths
+                deaths += DyingNight(seed, jobs, Path(name), line.__eq__).play().deaths
             except BrokenError as error:
                 broken.append(f"seed {seed}, a death at line {line}: {error}")
         if seed % 50 == 0:
             progress(f"random line: seed {seed}, {time.monotonic() - began_s:.0f} s")
     figures |= {"random_seeds": random_seeds, "random_deaths": deaths}
     figures["random_line_s"] = round(time.monotonic() - began_s, 1)
-    with tempfile.TemporaryDirectory(dir=memory()) as name:
+    with in_memory() as name:
         figures["bytes_cut"] = cut_between_any_bytes(1, 8, Path(name))
     figures |= speed(10_000)
-    rows = [{"state": state, "jobs": number} for state, number in sorted(states.items())]
-    return Result(bench="jobs-simulation", figures={**figures, "states": rows}, broken=broken)
-
-
-def memory() -> str | None:
-    """Return a folder in memory: nothing here is about how long a disk takes."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108 - as above
+    figures["states"] = [{"state": state, "jobs": states[state]} for state in sorted(states)]
+    return Result(bench="jobs-simulation", figures=figures, broken=broken)

@@ -18,16 +18,16 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benches.common import Result, percentile
-from benches.heads import Arrivals, supervise
+from benches.heads import supervise
 from benches.outside import WITNESS, WITNESS_FOLDER, Ledger, Scene, sums
 from orchestrator.config.load import load_config
-from orchestrator.core.fleet import Fleet
+from orchestrator.core.fleet import Fleet, SliceEnded, SliceReported
 from orchestrator.record.model import Snapshot
 from orchestrator.run import environment as environments
 from orchestrator.run.environment import Environment
@@ -45,9 +45,7 @@ def run(kills: int, seed: int, config: str, overrides: Sequence[str]) -> Result:
     environment = environments.in_rehearsal(load_config(config, [*calm, *overrides]), None)
     scene = Scene()
     os.environ[WITNESS_FOLDER] = str(scene.steps)
-    tempfile.tempdir = str(
-        scene.folder
-    )  # so that what the rehearsal leaves lies where it is looked for
+    tempfile.tempdir = str(scene.folder)  # what the rehearsal leaves lies where it is looked for
     ledger = Ledger(scene.steps)
     rows: list[dict[str, Any]] = []
     broken: list[str] = []
@@ -60,11 +58,8 @@ def run(kills: int, seed: int, config: str, overrides: Sequence[str]) -> Result:
             try:
                 for row in _kill_all(kills, seed, environment, head):
                     rows.append(row)
-                    told = (
-                        f"{row['kill']}/{kills}  {row['slot']} {row['ours_s']:.2f} s, bare "
-                        f"{row['bare_s']:.2f} s"
-                    )
-                    print(told, file=screen.err)
+                    took = f"{row['ours_s']:.2f} s, bare {row['bare_s']:.2f} s"
+                    print(f"{row['kill']}/{kills}  {row['slot']} {took}", file=screen.err)
                 scene.look()
             except TimeoutError as error:
                 broken.append(str(error))
@@ -75,12 +70,11 @@ def run(kills: int, seed: int, config: str, overrides: Sequence[str]) -> Result:
             ledger.end(stored)
         lost = [f"the head ended with {last!r}"]
         if isinstance(last, Snapshot):
-            rows_lost = [
-                row
+            lost = [
+                f"{row.slot} is lost: {row.state}, {row.reason}"
                 for row in last.rows
                 if row.state not in {WorkerState.RUNNING, WorkerState.BACKOFF}
             ]
-            lost = [f"{row.slot} is lost: {row.state}, {row.reason}" for row in rows_lost]
         broken += [*lost, *ledger.broken]
         books = [] if stored is None else ledger.rows(stored)
         broken += scene.leftovers(within_s=10.0)
@@ -90,29 +84,20 @@ def run(kills: int, seed: int, config: str, overrides: Sequence[str]) -> Result:
     if rows:
         for side in ("ours", "bare"):
             took_s = [row[f"{side}_s"] for row in rows]
-            figures |= {
-                f"{side}_median_s": statistics.median(took_s),
-                f"{side}_p90_s": percentile(took_s, 0.9),
-            }
+            figures[f"{side}_median_s"] = statistics.median(took_s)
+            figures[f"{side}_p90_s"] = percentile(took_s, 0.9)
         ratio = figures["ours_median_s"] / figures["bare_median_s"]
+        restarts = last.restart_count if isinstance(last, Snapshot) else None
         figures |= {
-            "rounds": rows,
-            "slots": books,
-            "slots_lost": len(lost),
-            "restarts": last.restart_count if isinstance(last, Snapshot) else None,
-            **sums(books),
-            "ratio_of_medians": ratio,
-            "target": _TARGET,
+            "rounds": rows, "slots": books, "slots_lost": len(lost), "restarts": restarts,
+            **sums(books), "ratio_of_medians": ratio, "target": _TARGET,
             "target_met": ratio <= _TARGET,
-        }
+        }  # fmt: skip
     return Result(bench="kills", figures=figures, broken=broken)
 
 
 class TorchActor:
-    """The least an actor with torch can be.
-
-    The body of a Ray actor, whose process loads this file.
-    """
+    """The least an actor with torch can be; its process loads this file."""
 
     def __init__(self) -> None:
         import torch
@@ -123,6 +108,23 @@ class TorchActor:
         return os.getpid()
 
 
+class Arrivals:
+    """A fleet that tells of each report when it arrives, and passes everything on."""
+
+    def __init__(self, fleet: Fleet, heard: Callable[[float, Report], None]) -> None:
+        self._fleet, self._heard = fleet, heard
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the fleet has
+        return getattr(self._fleet, name)
+
+    def wait(self, timeout_s: float) -> tuple[SliceEnded, ...]:
+        outcomes, now_s = self._fleet.wait(timeout_s), time.monotonic()
+        for outcome in outcomes:
+            if isinstance(outcome, SliceReported):
+                self._heard(now_s, outcome.report)
+        return outcomes
+
+
 class _Head:
     def __init__(self, environment: Environment, fleet: Fleet, folder: Path) -> None:
         folder.mkdir()
@@ -131,11 +133,10 @@ class _Head:
         self.first: dict[tuple[str, int], float] = {}
         self.pids: dict[str, int] = {}
         self._stop = threading.Event()
-        config, plans, heard = environment.config, environment.plans, Arrivals(fleet, self._hear)
+        heard: Any = Arrivals(fleet, self._hear)  # passes on what it lacks
+        arguments = (environment.config, environment.plans, heard, folder, _DAY_S)
         thread = ThreadPoolExecutor(1)
-        self._run = thread.submit(
-            supervise, config, plans, heard, folder, _DAY_S, interrupted=self._stop.is_set
-        )
+        self._run = thread.submit(supervise, *arguments, interrupted=self._stop.is_set)
         thread.shutdown(wait=False)
 
     def _hear(self, at_s: float, report: Report) -> None:
@@ -149,17 +150,11 @@ class _Head:
             self.pids[report.slot] = report.device.pid
 
     def await_first(self, slot: str, pids_before: set[int]) -> float:
-        """Wait for the first RUNNING report of a process of the slot that is none of these.
-
-        Return when it came.
-        """
+        """Wait for the first RUNNING report of another process of the slot; return its moment."""
         deadline_s = time.monotonic() + _PATIENCE_S
         while time.monotonic() < deadline_s and not self._run.done():
-            found = [
-                at
-                for (of, pid), at in list(self.first.items())
-                if of == slot and pid not in pids_before
-            ]
+            first = list(self.first.items())
+            found = [at for (of, pid), at in first if of == slot and pid not in pids_before]
             if found:
                 return min(found)
             time.sleep(_POLL_S)
@@ -190,9 +185,7 @@ def _kill_all(
         node: ray.remote(TorchActor).options(label_selector={NODE_LABEL: node}, **options).remote()
         for node in environment.config.nodes
     }
-    pids = {
-        node: ray.get(actor.pid.remote(), timeout=_PATIENCE_S) for node, actor in actors.items()
-    }
+    pids = {node: ray.get(actors[node].pid.remote(), timeout=_PATIENCE_S) for node in actors}
     chance = random.Random(seed)  # noqa: S311 - repeatable is what is wanted
     for number in range(kills):
         slot = chance.choice(sorted(slots))

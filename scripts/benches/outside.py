@@ -16,26 +16,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import yaml
 
-from benches.common import Result
+from benches.common import ROOT
 from orchestrator.config.load import config_from_data
 from orchestrator.core.placement import Target, plan_slots
 from orchestrator.errors import ArchiveError, NothingStoredError
-from orchestrator.record.archive import StoredEvent, StoredRun, read_run
+from orchestrator.record.archive import StoredRun, read_run
 from orchestrator.record.store import SlotRecord
 
-ROOT = Path(__file__).resolve().parents[2]
-#: Workers find it because runs are started in `ROOT`; the other one is for comparing work per
-#: second.
+#: Workers find it because runs are started in `ROOT`.
 WITNESS = "scripts.benches.witness:Witness"
-RESTING = "scripts.benches.witness:Resting"
 #: As in `witness.py`, which is not imported here: it loads torch.
 WITNESS_FOLDER = "ORCH_WITNESS_DIR"
 #: For a run to start and to end, beyond its planned length.
@@ -61,7 +57,6 @@ class Scene:
         self._before = {child.pid for child in psutil.Process().children(recursive=True)}
         self._shared_before = set(_SHARED.iterdir())
         self._seen: dict[int, psutil.Process] = {}
-        self._ports: set[tuple[str, int]] = set()
 
     def run(self, *arguments: str) -> subprocess.Popen[bytes]:
         """Start `python -m orchestrator run --json` with the shipped cluster.yaml.
@@ -69,28 +64,22 @@ class Scene:
         Its output goes to files.
         """
         number = len(self._heads)
-        command = [sys.executable, "-m", "orchestrator", "run"]
-        command += ["--config", str(ROOT / "cluster.yaml")]
+        command = [sys.executable, "-m", "orchestrator", "run", "--json"]
+        command += ["--config", str(ROOT / "cluster.yaml"), "--run-dir", str(self.runs)]
+        env = {**os.environ, "TMPDIR": str(self.folder), WITNESS_FOLDER: str(self.steps)}
         with (
             self._output(number, "json").open("wb") as out,
             self._output(number, "err").open("wb") as err,
         ):
             head = subprocess.Popen(
-                [*command, "--run-dir", str(self.runs), "--json", *arguments],
-                cwd=ROOT,
-                env={**os.environ, "TMPDIR": str(self.folder), WITNESS_FOLDER: str(self.steps)},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
+                [*command, *arguments], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out,
                 stderr=err,
-            )
+            )  # fmt: skip
         self._heads.append(head)
         return head
 
     def ended(self, head: subprocess.Popen[bytes], within_s: float = 0.0) -> tuple[int | None, str]:
-        """Wait for a run's end.
-
-        Return its exit code (`None`: it was killed now) and what it has printed.
-        """
+        """Wait for a run's end; return its exit code (`None`: it was killed now) and its words."""
         deadline_s = time.monotonic() + within_s
         while head.poll() is None and time.monotonic() < deadline_s:
             self.look()
@@ -109,29 +98,19 @@ class Scene:
         return max(self.runs.glob("*"), default=None)
 
     def look(self) -> list[psutil.Process]:
-        """Note which processes of the runs live now, and on which ports they listen.
-
-        Reap those that have ended.
-        """
+        """Note which processes of the runs live now; reap those that have ended."""
         heads = {head.pid for head in self._heads}
         for child in psutil.Process().children():
             if child.pid not in heads | self._before and _is_dead(child):
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(child.pid, os.WNOHANG)
-        found = [
-            child
-            for child in psutil.Process().children(recursive=True)
-            if child.pid not in self._before
-        ]
+        everything = psutil.Process().children(recursive=True)
+        found = [child for child in everything if child.pid not in self._before]
         self._seen.update((child.pid, child) for child in found)
-        self._ports |= _listening({child.pid for child in found})
         return [child for child in found if not _is_dead(child)]
 
     def leftovers(self, within_s: float) -> list[str]:
-        """Return a sentence for each thing that the ended runs have left after so many seconds.
-
-        Then end it.
-        """
+        """Return a sentence for each thing that ended runs have left for so long, and end it."""
         deadline_s = time.monotonic() + within_s
         while (left := self._left()) and time.monotonic() < deadline_s:
             time.sleep(0.1)
@@ -155,25 +134,15 @@ class Scene:
 
     def _alive(self) -> list[psutil.Process]:
         self.look()
-        return [
-            process
-            for process in self._seen.values()
-            if process.is_running() and not _is_dead(process)
-        ]
+        return [each for each in self._seen.values() if each.is_running() and not _is_dead(each)]
 
     def _left(self) -> list[str]:
         alive = self._alive()
-        # Only ports of the dead: what still lives is told of as a process.
-        taken = _listening(None) & self._ports if not alive else set()
+        shared = set(_SHARED.iterdir()) - self._shared_before
         return [
             *(f"process {process.pid} still lives: {_called(process)}" for process in alive),
             *(f"{path} was left" for path in self.folder.glob("orch-*")),
-            *(
-                f"{path} was left"
-                for path in sorted(set(_SHARED.iterdir()) - self._shared_before)
-                if not _in_use(path)
-            ),
-            *(f"a process still listens on {host}:{port}" for host, port in sorted(taken)),
+            *(f"{path} was left" for path in sorted(shared) if not _in_use(path)),
         ]
 
 
@@ -194,14 +163,10 @@ class Ledger:
         self._steps = steps
         self._seeds: dict[str, int] = {}
         self._last: dict[str, dict[str, float]] = {}
-        self.looks = 0
         self.broken: list[str] = []
 
     def look(self, folder: Path) -> StoredRun | None:
-        """Compare once, and return the run as its store knows it.
-
-        `None` while it stores nothing.
-        """
+        """Compare once, and return the run as its store knows it; `None`: it stores nothing yet."""
         before = self._counts()
         try:
             run = read_run(folder)
@@ -211,42 +176,31 @@ class Ledger:
             self._demand(False, f"the store cannot be read: {error}")
             return None
         after = self._counts()
-        self.looks += 1
         self._seeds = self._seeds or _seeds_of(run)
         for slot in run.slots:
-            self._compare(
-                slot, before.get(self._seeds[slot.slot], 0), after.get(self._seeds[slot.slot], 0)
-            )
+            seed = self._seeds[slot.slot]
+            self._compare(slot, before.get(seed, 0), after.get(seed, 0))
         return run
 
     def rows(self, run: StoredRun) -> list[dict[str, Any]]:
-        """Return a line for each slot of a run whose processes are gone: what was counted, lost,
-        witnessed.
-        """
+        """Return a line for each slot of a run whose processes are gone."""
         counts = self._counts()
         return [
             {
-                "slot": slot.slot,
-                "steps_ok": slot.counters["steps_ok"],
+                "slot": slot.slot, "steps_ok": slot.counters["steps_ok"],
                 "lost_at_most": slot.counters["steps_lost_upper_bound"],
                 "witnessed": (witnessed := counts.get(self._seeds[slot.slot], 0)),
                 "really_lost": witnessed - slot.counters["steps_ok"],
-                "restarts": slot.counters["restarts"],
-                "state": slot.state,
-                "reason": slot.reason,
+                "restarts": slot.counters["restarts"], "state": slot.state, "reason": slot.reason,
             }
             for slot in run.slots
-        ]
+        ]  # fmt: skip
 
     def end(self, run: StoredRun) -> None:
-        """Demand of a run that came to its end that nothing is under way any more: then `counted +
-        lost` is a bound.
-        """
+        """Demand that nothing of an ended run is under way: then `counted + lost` is a bound."""
         for slot in run.slots:
-            at_risk = slot.steps_at_risk
-            self._demand(
-                at_risk == 0, f"{slot.slot}: {at_risk} steps are at risk after the run's end"
-            )
+            told = f"{slot.slot}: {slot.steps_at_risk} steps are at risk after the run's end"
+            self._demand(slot.steps_at_risk == 0, told)
 
     def _compare(self, slot: SlotRecord, before: int, after: int) -> None:
         counted, lost = slot.counters["steps_ok"], slot.counters["steps_lost_upper_bound"]
@@ -257,14 +211,12 @@ class Ledger:
         self._demand(
             before <= counted + lost + slot.steps_at_risk,
             f"{slot.slot}: {before} steps were done, and the store knows of {counted} counted + "
-            f"{lost} lost + "
-            f"{slot.steps_at_risk} at risk: sent before it was written down, or the bound is none",
+            f"{lost} lost + {slot.steps_at_risk} at risk: sent before it was written down, or the "
+            "bound is none",
         )
         grows = {
-            **slot.counters,
-            "incarnation": slot.incarnation,
-            "next_sequence": slot.next_sequence,
-        }
+            **slot.counters, "incarnation": slot.incarnation, "next_sequence": slot.next_sequence,
+        }  # fmt: skip
         for name, value in self._last.get(slot.slot, {}).items():
             self._demand(
                 grows[name] >= value, f"{slot.slot}: {name} went back from {value} to {grows[name]}"
@@ -279,59 +231,12 @@ class Ledger:
             self.broken.append(sentence)
 
 
-def watched(
-    bench: str,
-    arguments: Sequence[str],
-    planned_s: float,
-    judge: Callable[[Path, StoredRun, list[dict[str, Any]], list[str]], dict[str, Any]],
-) -> Result:
-    """Run the command to its end, its store compared all along, and return what came of it.
-
-    It should take `planned_s`, starting and ending apart. `judge` returns the figures, given the
-    run's folder, its store, its slots' rows, and where to add what is broken.
-    """
-    scene = Scene()
-    ledger = Ledger(scene.steps)
-    broken: list[str] = []
-    figures: dict[str, Any] = {}
-    try:
-        head = scene.run(*arguments)
-        deadline_s = time.monotonic() + planned_s + PATIENCE_S
-        while head.poll() is None and time.monotonic() < deadline_s:
-            if (folder := scene.newest_run()) is not None:
-                ledger.look(folder)
-            scene.look()
-            time.sleep(2.0)
-        code, said = scene.ended(head)
-        if code is None:
-            broken.append(
-                f"the run did not end within {PATIENCE_S:.0f} s of its planned end; its head was "
-                "killed"
-            )
-        elif code not in {0, 1}:
-            broken.append(f"exit code {code}: {said[-500:]}")
-        broken += scene.leftovers(within_s=10.0)
-        folder = scene.newest_run()
-        stored = None if folder is None else ledger.look(folder)
-        if folder is None or stored is None:
-            broken.append("the run left no record")
-        else:
-            ledger.end(stored)
-            figures = judge(folder, stored, ledger.rows(stored), broken)
-        broken += ledger.broken
-        figures["looks_at_the_ledger"] = ledger.looks
-    finally:
-        figures["kept"] = scene.close(keep=bool(broken))
-    return Result(bench=bench, figures=figures, broken=broken)
-
-
 def sums(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    names = {
-        "steps_ok": "steps_ok",
-        "steps_lost_at_most": "lost_at_most",
-        "steps_really_lost": "really_lost",
+    kinds = ("ok", "lost_at_most", "really_lost")
+    return {
+        f"steps_{kind}": sum(row["steps_ok" if kind == "ok" else kind] for row in rows)
+        for kind in kinds
     }
-    return {name: sum(row[key] for row in rows) for name, key in names.items()}
 
 
 def _seeds_of(run: StoredRun) -> dict[str, int]:
@@ -341,33 +246,11 @@ def _seeds_of(run: StoredRun) -> dict[str, int]:
     return {plan.spec.slot: plan.spec.workload.seed for plan in plans}
 
 
-def unix_s(event: StoredEvent) -> float:
-    return datetime.fromisoformat(event.at).timestamp()
-
-
-def settings(*values: str) -> list[str]:
-    return [word for value in values for word in ("--set", value)]
-
-
-def _listening(pids: set[int] | None) -> set[tuple[str, int]]:
-    return {
-        (entry.laddr.ip, entry.laddr.port)
-        for entry in psutil.net_connections("tcp")
-        if entry.laddr
-        and entry.status == psutil.CONN_LISTEN
-        and (pids is None or entry.pid in pids)
-    }
-
-
 def _in_use(path: Path) -> bool:
-    """Tell whether a living process has this file in its memory: then it is another program's, ours
-    are told of.
-    """
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if str(path) in Path(f"/proc/{process.pid}/maps").read_text(
-                encoding="utf-8", errors="replace"
-            ):
+    """Tell whether a living process maps this file: it is another program's, ours are told of."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            if str(path) in maps.read_text(encoding="utf-8", errors="replace"):
                 return True
     return False
 

@@ -19,7 +19,6 @@ import contextlib
 import gc
 import math
 import os
-import resource
 import statistics
 import tempfile
 import time
@@ -30,12 +29,22 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benches.common import Child, Result, in_turn, judged, lone_worker, progress, status_bytes
-from benches.pressure_caps import PATIENCE_S
-from workers.settings import WorkloadSpec
+from benches.common import (
+    PATIENCE_S,
+    ROOT,
+    Child,
+    Result,
+    in_turn,
+    judged,
+    progress,
+    run_slice,
+    status_bytes,
+    told_by,
+    trainer_spec,
+)
+from benches.pressure_caps import least_that_fits, limited
 from workers.units import MIB
 
-_ROOT = Path(__file__).parent.parent.parent
 BATCH, SEQ = 16, 64
 #: Of a GPT-2: 0.1, 25.4 and 0.5 million parameters.
 SIZES: Mapping[str, Mapping[str, int]] = {
@@ -55,11 +64,8 @@ def run(rounds: int, seconds: float, models: Sequence[str], caps: int, steps: in
     os.environ.setdefault("MALLOC_ARENA_MAX", "1")  # what is freed is really given back
     with tempfile.TemporaryDirectory() as folder:
         for name, sizes in SIZES.items():
-            with contextlib.closing(Child("maker", _make, Path(folder, name), sizes)) as maker:
-                maker.receive(PATIENCE_S)
-        spare = [
-            row for name in models for row in _spared(str(Path(folder, name)), rounds, seconds)
-        ]
+            told_by("maker", _make, Path(folder, name), sizes, within_s=PATIENCE_S)
+        spare = [_spared(str(Path(folder, name)), rounds, seconds) for name in models]
         capped = _capped(str(Path(folder, "capped")), caps, steps)
     ratios = [row["ratio"] for row in capped if row["ratio"]]
     mean = math.exp(statistics.fmean(map(math.log, ratios))) if ratios else None
@@ -67,14 +73,12 @@ def run(rounds: int, seconds: float, models: Sequence[str], caps: int, steps: in
         judged(f"samples/s to the Trainer's, {row['model']}", row["ratio"], at_least=0.97)
         for row in spare
     ]
+    finished = sum(row["ours_per_s"] > 0 for row in capped)
     targets += [
         judged("useful samples/s where both finish, geometric mean", mean, at_least=1.2),
-        judged(
-            "trainings that finish", sum(row["ours_per_s"] > 0 for row in capped), at_least=caps
-        ),
+        judged("trainings that finish", finished, at_least=caps),
     ]
-    load = os.getloadavg()[0]
-    figures = {"load": load, "spare": spare, "capped": capped, "targets": targets}
+    figures = {"load": os.getloadavg()[0], "spare": spare, "capped": capped, "targets": targets}
     return Result(bench="own", figures=figures)
 
 
@@ -87,15 +91,13 @@ def _make(connection: Connection, path: Path, sizes: Mapping[str, Any]) -> None:
 
 def _keys(folder: str) -> dict[str, Any]:
     return {
-        "preset": "hf-causal", "model": folder, "data": str(_ROOT / "docs" / "training.md"),
+        "preset": "hf-causal", "model": folder, "data": str(ROOT / "docs" / "training.md"),
         "batch": BATCH, "seq": SEQ, "precision": "fp32", "steps": 1_000_000,
     }  # fmt: skip
 
 
-def _spared(folder: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
-    """Return samples a second of each side, and ratios by the clock and by processor time, as
-    medians of rounds.
-    """
+def _spared(folder: str, rounds: int, seconds: float) -> dict[str, Any]:
+    """Return samples a second of each side, and ratios by the clock and by processor time."""
     sides = {
         "ours": partial(Child, "ours", _ours_in_turns, folder),
         "theirs": partial(Child, "theirs", _theirs_in_turns, folder),
@@ -103,9 +105,9 @@ def _spared(folder: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
     }
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     with contextlib.ExitStack() as stack:
-        children = {
-            name: stack.enter_context(contextlib.closing(start())) for name, start in sides.items()
-        }
+        children = {}
+        for name, start in sides.items():
+            children[name] = stack.enter_context(contextlib.closing(start()))
         for child in children.values():
             child.receive(PATIENCE_S)
 
@@ -118,21 +120,17 @@ def _spared(folder: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
         for number in range(rounds):
             for name, speeds in in_turn(number, turns).items():
                 found[name].append(speeds)
-            progress(
-                f"{Path(folder).name} {number + 1}/{rounds}: "
-                + ", ".join(f"{name} {found[name][-1][0]:.1f}/s" for name in sides)
-            )
+            told = ", ".join(f"{name} {found[name][-1][0]:.1f}/s" for name in sides)
+            progress(f"{Path(folder).name} {number + 1}/{rounds}: {told}")
     row: dict[str, Any] = {"model": Path(folder).name, "rounds": rounds}
     row |= {f"{name}_per_s": statistics.median(each[0] for each in found[name]) for name in sides}
-    for name, other, place in (
-        ("ratio", "theirs", 0), ("ratio_cpu", "theirs", 1),
-        ("to_mapped", "mapped", 0), ("to_mapped_cpu", "mapped", 1),
-    ):  # fmt: skip
-        pairs = zip(found["ours"], found[other], strict=True)
-        ratios = [ours[place] / theirs[place] for ours, theirs in pairs]
-        row |= {name: statistics.median(ratios), f"{name}_least": min(ratios)}
-        row[f"{name}_most"] = max(ratios)
-    return [row]
+    for name, other in (("ratio", "theirs"), ("to_mapped", "mapped")):
+        for place, key in enumerate((name, f"{name}_cpu")):
+            pairs = zip(found["ours"], found[other], strict=True)
+            ratios = [ours[place] / theirs[place] for ours, theirs in pairs]
+            row |= {key: statistics.median(ratios), f"{key}_least": min(ratios)}
+            row[f"{key}_most"] = max(ratios)
+    return row
 
 
 class _Ours:
@@ -160,26 +158,18 @@ class _Ours:
         cast("Any", session).open_device = Capped
         Train.prepare(_keys(folder))
         _warmed_up(folder)
-        usual = lone_worker(budget_bytes=cap_bytes + 64 * MIB, floor_bytes=MIB)
-        workload = WorkloadSpec(
-            name="train", dtype="fp32", size=1024, batch=128, seed=0, settings=_keys(folder)
-        )
         self._engine = engine.Engine(
-            replace(
-                usual, policy="adaptive", workload=workload, workers_on_host=os.cpu_count() or 1
-            )
+            trainer_spec(cap_bytes + 64 * MIB, _keys(folder), floor_bytes=MIB)
         )
         self._sequence = -1
         self.batch: int | None = None
         self.step = 0
 
     def slice(self, seconds: float) -> None:
-        from workers.messages import Directive, Verdict
+        from workers.messages import Verdict
 
         self._sequence += 1
-        told = self._engine.run_slice(
-            Directive(incarnation=0, sequence=self._sequence, duration_s=seconds, resume=None)
-        )
+        told = run_slice(self._engine, self._sequence, seconds)
         if told.verdict is not Verdict.OK and told.error:
             raise RuntimeError(told.error)
         self.batch = told.batch
@@ -242,12 +232,9 @@ def _trainer(folder: str, items: int | None, callbacks: Sequence[Any], **argumen
         "weight_decay": 0.1, "dataloader_pin_memory": False, "remove_unused_columns": False,
     }  # fmt: skip
     return library.Trainer(
-        model=task.model(),
-        args=library.TrainingArguments(**(usual | arguments)),
-        train_dataset=known,
-        data_collator=collate,
-        callbacks=list(callbacks),
-    )
+        model=task.model(), args=library.TrainingArguments(**(usual | arguments)),
+        train_dataset=known, data_collator=collate, callbacks=list(callbacks),
+    )  # fmt: skip
 
 
 def _theirs_in_turns(connection: Connection, folder: str, mapped: bool = False) -> None:
@@ -279,15 +266,15 @@ def _theirs_in_turns(connection: Connection, folder: str, mapped: bool = False) 
 
 def _capped(folder: str, caps: int, steps: int) -> list[dict[str, Any]]:
     """Train under each cap, a side after the other; return a row for each cap."""
-    with contextlib.closing(Child("peaks", _peaks, folder)) as child:
-        whole_bytes, one_bytes = child.receive(4 * PATIENCE_S)
+    whole_bytes, one_bytes = told_by("peaks", _peaks, folder, within_s=4 * PATIENCE_S)
     progress(f"the Trainer needs {whole_bytes / MIB:.1f} MiB, for one {one_bytes / MIB:.1f}")
     rows = []
     for number in range(caps):
         cap_bytes = int(one_bytes + (number + 0.5) / caps * (whole_bytes - one_bytes))
+        bodies = {"ours": _ours_capped, "theirs": _theirs_capped}
         sides = {
-            "ours": partial(_turn, "ours", _ours_capped, folder, cap_bytes, steps),
-            "theirs": partial(_turn, "theirs", _theirs_capped, folder, cap_bytes, steps),
+            name: partial(_turn, name, body, folder, cap_bytes, steps)
+            for name, body in bodies.items()
         }
         told = in_turn(number, sides)
         (ours, ours_batch, ended), (theirs, theirs_batch, gave_up) = told["ours"], told["theirs"]
@@ -304,12 +291,13 @@ def _capped(folder: str, caps: int, steps: int) -> list[dict[str, Any]]:
 
 def _turn(name: str, body: Any, *arguments: object) -> tuple[float, int | None, str]:  # noqa: ANN401 - a function
     """Return useful samples a second, the samples at once, and why it did not finish."""
-    with contextlib.closing(Child(name, body, *arguments)) as child:
-        try:
-            told: tuple[float, int | None, str] = child.receive(_LONGEST_S + PATIENCE_S)
-        except Exception as error:  # noqa: BLE001 - one that ends is a finding
-            return 0.0, None, f"{name}: {error}"
-        return told
+    try:
+        told: tuple[float, int | None, str] = told_by(
+            name, body, *arguments, within_s=_LONGEST_S + PATIENCE_S
+        )
+    except Exception as error:  # noqa: BLE001 - one that ends is a finding
+        return 0.0, None, f"{name}: {error}"
+    return told
 
 
 def _ours_capped(connection: Connection, folder: str, cap_bytes: int, steps: int) -> None:
@@ -327,19 +315,15 @@ def _ours_capped(connection: Connection, folder: str, cap_bytes: int, steps: int
 def _theirs_capped(connection: Connection, folder: str, cap_bytes: int, steps: int) -> None:
     base_bytes = _ready(folder)
     ended, batch, items = "", None, steps * BATCH
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    trainer = _trainer(folder, items, [], num_train_epochs=1, auto_find_batch_size=True)
     began_s = time.monotonic()
     try:
-        trainer = _trainer(folder, items, [], num_train_epochs=1, auto_find_batch_size=True)
-        _limit(base_bytes + cap_bytes)
-        began_s = time.monotonic()
-        trainer.train()
+        with limited(base_bytes + cap_bytes):
+            trainer.train()
         batch = trainer._train_batch_size
     except Exception as error:  # noqa: BLE001 - one that gives up is a finding
         ended = f"theirs: {type(error).__name__}: {' '.join(str(error).split())[:100]}"
-    finally:
-        spent_s = time.monotonic() - began_s
-        _limit(hard)
+    spent_s = time.monotonic() - began_s
     connection.send((0.0 if ended else items / spent_s, batch, ended))
 
 
@@ -355,43 +339,29 @@ def _ready(folder: str) -> int:
     return status_bytes("VmData")
 
 
-def _limit(size_bytes: int) -> None:
-    resource.setrlimit(
-        resource.RLIMIT_DATA, (size_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1])
-    )
-
-
 def _peaks(connection: Connection, folder: str) -> None:
     """Tell the least caps that two steps of the Trainer fit into, of a batch and of one sample."""
     base_bytes = _ready(folder)
-    found = []
-    for rows in (BATCH, 1):
-        too_little, enough = MIB, _MOST_BYTES
-        while enough - too_little > _RESOLUTION_BYTES:
-            middle = (too_little + enough) // 2
-            if _fits(folder, rows, base_bytes + middle):
-                enough = middle
-            else:
-                too_little = middle
-        found.append(enough)
-    connection.send(found)
+
+    def least(rows: int) -> int:
+        fits = partial(_fits, folder, rows, base_bytes)
+        return least_that_fits(fits, _MOST_BYTES, _RESOLUTION_BYTES)
+
+    connection.send([least(rows) for rows in (BATCH, 1)])
 
 
-def _fits(folder: str, rows: int, limit_bytes: int) -> bool:
+def _fits(folder: str, rows: int, base_bytes: int, more_bytes: int) -> bool:
     from benches.train_job import is_oom
 
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     trainer = _trainer(folder, BATCH, [], max_steps=2, per_device_train_batch_size=rows)
     failure: Exception | None = None
-    try:
-        if status_bytes("VmData") > limit_bytes:
-            return False
-        _limit(limit_bytes)
-        trainer.train()
-    except Exception as error:  # noqa: BLE001 - looked at where there is memory again
-        failure = error
-    finally:
-        _limit(hard)
+    if status_bytes("VmData") > base_bytes + more_bytes:
+        return False
+    with limited(base_bytes + more_bytes):
+        try:
+            trainer.train()
+        except Exception as error:  # noqa: BLE001 - looked at where there is memory again
+            failure = error
     if failure is not None and not is_oom(failure):
         raise failure
     fits = failure is None

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,9 @@ STEPS = 60
 
 def worker(settings: dict[str, Any], faults: int, incarnation: int) -> None:
     """Run slices until all is done; tell the step after each, and the hash at the end."""
-    from dataclasses import replace
-
     spec = spec_of(name="train", policy="adaptive", budget_bytes=240 * MIB)
-    spec = replace(
-        spec, run_id="r", workers_on_host=64,
-        workload=replace(spec.workload, settings=settings),
-    )  # fmt: skip
+    workload = replace(spec.workload, settings=settings)
+    spec = replace(spec, run_id="r", workers_on_host=64, workload=workload)
     if faults:
         spec = with_faults(spec, oom_rate=faults / (2 * STEPS))
     engine, sequence, ooms = Engine(spec), 0, 0

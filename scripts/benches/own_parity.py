@@ -133,13 +133,9 @@ def theirs(task: TrainTask, settings: TrainSettings, accumulation: int) -> Run:
             )
 
         library.Trainer(
-            compute_loss_func=summed if settings.preset == "hf-pairs" else None,
-            model=model,
-            args=arguments,
-            train_dataset=task.dataset,
-            data_collator=collate,
-            callbacks=[Told()],
-        ).train()
+            compute_loss_func=summed if settings.preset == "hf-pairs" else None, model=model,
+            args=arguments, train_dataset=task.dataset, data_collator=collate, callbacks=[Told()],
+        ).train()  # fmt: skip
     return losses, model.state_dict()
 
 

@@ -15,28 +15,11 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+from benches import simulator
 from benches.common import Result, judged, progress
-from benches.simulator import (
-    BLIND,
-    EXACT,
-    HALF_SPEED_ITEMS,
-    LARGEST,
-    PEAK,
-    REAL,
-    SHAPES,
-    WOBBLE,
-    Maker,
-    Outcome,
-    Rule,
-    Signal,
-    World,
-    play,
-    shapes,
-    world_of,
-    worlds,
-)
+from benches.simulator import BLIND, EXACT, LARGEST, PEAK, REAL, Maker, Outcome, Signal, World, play
 from workers.resilience.adaptive_size import AdaptiveSize, Learned
 from workers.units import GIB
 
@@ -52,8 +35,7 @@ _COLD_S = 20 * 60.0
 _SECOND_RUN_STEPS = 12
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """What the adaptive rule shall reach in a regime with a signal."""
 
     regime: str
@@ -85,9 +67,7 @@ MOST_REST_SHARE = 0.02
 
 @dataclass(slots=True)
 class RuleOfToday:
-    """Begins with the largest size, takes a share of it after a failure, and may grow after ten
-    good steps.
-    """
+    """Begins with the largest size, takes a share of it after a failure, and may grow again."""
 
     largest: int
     share: float
@@ -114,7 +94,7 @@ class RuleOfToday:
 
 
 #: By name; each is made with the largest size, which it starts from.
-RULES: Mapping[str, Callable[[int], Rule]] = {
+RULES: Mapping[str, Callable[[int], simulator.Rule]] = {
     # 1.15, find_executable_batch_size
     "accelerate": lambda largest: RuleOfToday(largest, 0.9, whole=True),
     # 1.1, `batch` without a cache between calls
@@ -130,13 +110,16 @@ RULES: Mapping[str, Callable[[int], Rule]] = {
 def run(seeds: int, seed: int, rules: Sequence[str], rate: float) -> Result:
     figures: dict[str, Any] = {"seeds": seeds, "first_seed": seed, "rate_items_per_s": rate}
     broken: list[str] = []
-    for regime in HALF_SPEED_ITEMS:
+    for regime in simulator.HALF_SPEED_ITEMS:
         figures[regime], figures[f"{regime}_shapes"] = [], []
         for name in rules:
             for signal in (EXACT, REAL, BLIND) if name == ADAPTIVE else (BLIND,):
                 progress(f"{regime}: {name}, {signal.name}")
                 of = {"regime": regime, "rule": name, "signal": signal.name}
-                for rows, made in ((regime, worlds), (f"{regime}_shapes", shapes)):
+                for rows, made in (
+                    (regime, simulator.worlds),
+                    (f"{regime}_shapes", simulator.shapes),
+                ):
                     outcomes = [
                         (world, play(_maker(name, signal), world, signal))
                         for each in range(seed, seed + seeds)
@@ -163,12 +146,9 @@ def _maker(name: str, signal: Signal, learned: Learned | None = None) -> Maker:
     if name != ADAPTIVE:
         return lambda _clock: RULES[name](LARGEST)
     return lambda clock: AdaptiveSize(
-        LARGEST,
-        failures_per_minute=FAILURES_PER_MINUTE,
-        exact_samples=signal.every_step,
-        learned=learned,
-        clock=clock,
-    )
+        LARGEST, failures_per_minute=FAILURES_PER_MINUTE, exact_samples=signal.every_step,
+        learned=learned, clock=clock,
+    )  # fmt: skip
 
 
 def _row(outcomes: Sequence[tuple[World, Outcome]]) -> dict[str, Any]:
@@ -190,25 +170,18 @@ def _row(outcomes: Sequence[tuple[World, Outcome]]) -> dict[str, Any]:
 
 
 def _broken(name: str, where: str, outcomes: Sequence[tuple[World, Outcome]]) -> list[str]:
-    sentences = []
-    for world, outcome in outcomes:
-        # A rule may beat the oracle by a hair, which never waits for memory that is about to come;
-        # not by more.
-        if outcome.score > 1.002:
-            sentences.append(
-                f"{name} beats the oracle in {where}, {world.name}/{world.seed}: "
-                f"{outcome.score:.4f}"
-            )
-    return sentences
+    # A rule may beat the oracle by a hair, which never waits for memory that is about to come; not
+    # by more.
+    return [
+        f"{name} beats the oracle in {where}, {world.name}/{world.seed}: {outcome.score:.4f}"
+        for world, outcome in outcomes
+        if outcome.score > 1.002
+    ]
 
 
 def _cold_start(signal: Signal, seed: int, rate_per_s: float) -> dict[str, Any]:
-    """Return the worst that the adaptive rule does at a few constant levels, from nothing and from
-    what it learned.
-    """
-    steps: dict[str, list[int | None]] = {"cold": [], "learned": []}
-    failures: list[int] = []
-    second_failures: list[int] = []
+    """Return the worst of a few constant levels, from nothing and from what was learned."""
+    found: dict[str, list[tuple[int | None, int]]] = {"cold": [], "learned": []}
     for level_gib in COLD_LEVELS_GIB:
         world, largest = constant_world(seed, level_gib, _COLD_S, rate_per_s=rate_per_s)
         first = play(_maker(ADAPTIVE, signal), world, signal)
@@ -222,17 +195,21 @@ def _cold_start(signal: Signal, seed: int, rate_per_s: float) -> dict[str, Any]:
                 for number, (size, good) in enumerate(run.tried, 1)
                 if good and size >= THERE * largest
             )
-            steps[name].append(next(there, None))
-        failures.append(sum(not good for _, good in first.tried[: steps["cold"][-1]]))
-        second_failures.append(sum(not good for _, good in second.tried[:_SECOND_RUN_STEPS]))
-    most = {name: None if None in known else max(known) for name, known in steps.items()}  # type: ignore[type-var]
+            steps = next(there, None)
+            looked_at = run.tried[: steps if name == "cold" else _SECOND_RUN_STEPS]
+            found[name].append((steps, sum(not good for _, good in looked_at)))
+    most_steps, most_failures = {}, {}
+    for name, pairs in found.items():
+        known = [steps for steps, _ in pairs if steps is not None]
+        most_steps[name] = max(known) if len(known) == len(pairs) else None
+        most_failures[name] = max(failures for _, failures in pairs)
     return {
         "signal": signal.name,
         "levels": len(COLD_LEVELS_GIB),
-        "most_steps_from_cold": most["cold"],
-        "most_failures_till_there": max(failures),
-        "most_steps_from_learned": most["learned"],
-        f"most_failures_in_{_SECOND_RUN_STEPS}_steps_from_learned": max(second_failures),
+        "most_steps_from_cold": most_steps["cold"],
+        "most_failures_till_there": most_failures["cold"],
+        "most_steps_from_learned": most_steps["learned"],
+        f"most_failures_in_{_SECOND_RUN_STEPS}_steps_from_learned": most_failures["learned"],
     }
 
 
@@ -242,19 +219,17 @@ def constant_world(
     duration_s: float,
     **options: Any,  # noqa: ANN401 - of world_of
 ) -> tuple[World, float]:
-    """Return a world whose level stays as it is, and the largest size that fits however its steps
-    wobble.
-    """
-    world = world_of(
+    """Return a world of one level, and the largest size that fits however its steps wobble."""
+    world = simulator.world_of(
         f"constant at {level_gib}", [(0.0, level_gib * GIB)], duration_s, seed=seed, **options
     )
-    return world, (level_gib * GIB / (1 + WOBBLE) - world.job.fixed_bytes) / world.job.item_bytes
+    return world, (
+        level_gib * GIB / (1 + simulator.WOBBLE) - world.job.fixed_bytes
+    ) / world.job.item_bytes
 
 
 def _decision_us(signal: Signal, seed: int) -> float:
-    """Return the time of one `next` and what it is told of the step's end, the median over the
-    eight worlds.
-    """
+    """Return the time of one `next` and of its answer, the median over the eight worlds."""
 
     def call_s(name: str, world: World) -> float:
         begin_s = time.perf_counter()
@@ -263,54 +238,56 @@ def _decision_us(signal: Signal, seed: int) -> float:
 
     return statistics.median(
         1e6 * (call_s(ADAPTIVE, world) - call_s("accelerate", world))
-        for world in worlds(seed, "precious")
+        for world in simulator.worlds(seed, "precious")
     )
 
 
 def _targets(figures: Mapping[str, Any], decision_us: float) -> list[dict[str, str]]:
-    found_rows = [
-        row for regime in HALF_SPEED_ITEMS for row in figures[regime] if row["rule"] == ADAPTIVE
-    ]
-    rows = {(row["regime"], row["signal"]): row for row in found_rows}
+    rows = {
+        (row["regime"], row["signal"]): row
+        for regime in simulator.HALF_SPEED_ITEMS
+        for row in figures[regime]
+        if row["rule"] == ADAPTIVE
+    }
     found = []
     for target in TARGETS:
         row = rows[target.regime, target.signal.name]
-        where = f"{target.regime}, {target.signal.name}"
+        where, most = f"{target.regime}, {target.signal.name}", target.failures_per_minute
         found.append(judged(f"{where}: mean", row["mean"], at_least=target.mean))
         if target.worst:
             found.append(judged(f"{where}: worst", row["worst"], at_least=target.worst))
-        if target.failures_per_minute < float("inf"):
+        if most < float("inf"):
             rate = row["failures_per_minute"]
-            found.append(
-                judged(f"{where}: failures per minute", rate, at_most=target.failures_per_minute)
-            )
-        found.append(
-            judged(f"{where}: worst minute", row["worst_minute"], at_most=FAILURES_PER_MINUTE)
-        )
-    cold, level = figures["constant_level"][0], "constant level, exact"
-    failures = cold[f"most_failures_in_{_SECOND_RUN_STEPS}_steps_from_learned"]
-    return [
-        *found,
-        judged(f"{level}: steps from cold", cold["most_steps_from_cold"], at_most=12),
-        judged(f"{level}: failures till there", cold["most_failures_till_there"], at_most=1),
-        judged(f"{level}: steps from learned", cold["most_steps_from_learned"], at_most=1),
-        judged(f"{level}: failures from learned", failures, at_most=0),
-        judged("microseconds for a decision", decision_us, at_most=20),
+            found.append(judged(f"{where}: failures per minute", rate, at_most=most))
+        found.append(_worst_minute(where, row))
+    cold = figures["constant_level"][0]
+    at_most = {
+        "steps from cold": ("most_steps_from_cold", 12),
+        "failures till there": ("most_failures_till_there", 1),
+        "steps from learned": ("most_steps_from_learned", 1),
+        "failures from learned": (f"most_failures_in_{_SECOND_RUN_STEPS}_steps_from_learned", 0),
+    }
+    found += [
+        judged(f"constant level, exact: {words}", cold[key], at_most=most)
+        for words, (key, most) in at_most.items()
     ]
+    return [*found, judged("microseconds for a decision", decision_us, at_most=20)]
+
+
+def _worst_minute(where: str, row: Mapping[str, Any]) -> dict[str, str]:
+    return judged(f"{where}: worst minute", row["worst_minute"], at_most=FAILURES_PER_MINUTE)
 
 
 def _shape_targets(figures: Mapping[str, Any]) -> list[dict[str, str]]:
     found = []
-    for regime in HALF_SPEED_ITEMS:
+    for regime in simulator.HALF_SPEED_ITEMS:
         rows = figures[f"{regime}_shapes"]
         today = [_kinds(row) for row in rows if row["rule"] in RULES_TO_BEAT]
         for row in (row for row in rows if row["rule"] == ADAPTIVE):
             where = f"{regime}, shapes, {row['signal']}"
             means = _kinds(row)
             found.append(judged(f"{where}: rest", row["rest_share"], at_most=MOST_REST_SHARE))
-            found.append(
-                judged(f"{where}: worst minute", row["worst_minute"], at_most=FAILURES_PER_MINUTE)
-            )
+            found.append(_worst_minute(where, row))
             if row["signal"] in SHAPE_TARGETS:
                 least = dict(zip(("plain", "spiky"), SHAPE_TARGETS[row["signal"]], strict=True))
             elif not today:
@@ -327,9 +304,9 @@ def _shape_targets(figures: Mapping[str, Any]) -> list[dict[str, str]]:
 
 def _kinds(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the mean over plain worlds and that over spiky ones, then that of each shape."""
-    by_shape = {shape: row[shape] for name in SHAPES for shape in (name, f"{name}, spiky")}
+    by_shape = {key: row[key] for key in row if key.partition(",")[0] in simulator.SHAPES}
     plain, spiky = (
-        [mean for shape, mean in by_shape.items() if ("spiky" in shape) == kind]
+        statistics.fmean(mean for shape, mean in by_shape.items() if ("spiky" in shape) == kind)
         for kind in (False, True)
     )
-    return {"plain": statistics.fmean(plain), "spiky": statistics.fmean(spiky), **by_shape}
+    return {"plain": plain, "spiky": spiky, **by_shape}

@@ -18,26 +18,15 @@ import itertools
 import math
 import os
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from benches.common import Child, ChildDiedError, Result, progress
-from benches.pressure_caps import (
-    COURSES,
-    PATIENCE_S,
-    Course,
-    KernelCap,
-    NeighbourCap,
-    least_between,
-    neighbour,
-    ratio_within_rounds,
-    rows_of,
-    turns,
-)
+from benches import pressure_caps
+from benches.common import PATIENCE_S, Child, ChildDiedError, Result, progress, told_by
+from benches.pressure_caps import COURSES, Course, KernelCap
 from benches.pressure_job import Scouted, scout
 from workers import oom
 from workers.resilience.adaptive_size import AdaptiveSize
@@ -56,21 +45,13 @@ _IDEAL_MARGIN = 0.02
 
 
 class _Run:
-    """One turn of one contestant, and its counts.
-
-    The job is the same for all; the course, and the rest of what the scout found, is told to the
-    ideal only.
-    """
+    """One turn of one contestant; the course and the scout's findings are for the ideal only."""
 
     def __init__(
         self, connection: Connection, course: Course, seconds: float, scouted: Scouted
     ) -> None:
-        self.connection, self.course, self.seconds, self.scouted = (
-            connection,
-            course,
-            seconds,
-            scouted,
-        )
+        self.connection, self.course = connection, course
+        self.seconds, self.scouted = seconds, scouted
         #: Where accelerate and toma begin, and what ours never exceeds.
         self.largest = int(_BEYOND * scouted.fits)
         self.host, self.job = scouted.open()
@@ -86,10 +67,7 @@ class _Run:
         return self.at_s >= self.seconds or self.connection.poll()
 
     def step(self, items: int) -> int:
-        """Train once, count it, and return the most memory it took.
-
-        An out-of-memory is counted and raised.
-        """
+        """Train once and count it, or its failure, which is raised; return the most it took."""
         try:
             peak_bytes = self.job.step(items)
         except Exception:
@@ -102,10 +80,7 @@ class _Run:
         return peak_bytes
 
     def attempt(self, items: int) -> tuple[bool, int | None]:
-        """Train once as the engine does: judge inside the handler, recover outside.
-
-        Return success and the peak.
-        """
+        """Train once as the engine does: judge in the handler, recover outside; return the peak."""
         try:
             return True, self.step(items)
         except Exception as error:
@@ -156,7 +131,8 @@ def _ideal(run: _Run) -> None:
     longest_s = known.fixed_s + known.unit_s * known.fits
     while not run.over():
         now, ahead = (
-            known.memory_bytes * least_between(run.course, run.at_s, run.at_s + span_s)
+            known.memory_bytes
+            * pressure_caps.least_between(run.course, run.at_s, run.at_s + span_s)
             for span_s in (0.0, longest_s)
         )
         # What the process has come to hold beside the job is gone, whatever the course says.
@@ -180,9 +156,7 @@ _MODULES = {"accelerate": "accelerate.utils", "toma": "toma"}
 def contest(
     connection: Connection, contestant: str, course: Course, seconds: float, scouted: Scouted
 ) -> None:
-    """Be one contestant: say what is held, wait for the moment of the start, run, and send a row of
-    the table.
-    """
+    """Be one contestant: say what is held, wait for the start, run, and send a row."""
     run = _Run(connection, course, seconds, scouted)
     run.job.step(scouted.fits)  # what libraries keep for a large step, they have now
     if contestant in _MODULES:
@@ -202,16 +176,13 @@ def contest(
         ended = f"{type(error).__name__} at {run.at_s:.1f} s: {' '.join(str(error).split())[:300]}"
     run.host.lift()
     row = {
-        "items": run.items,
-        "failures": len(run.failed_at_s),
-        "steps": run.steps,
-        "largest_step": run.largest_step,
-        "idle_s": run.idle_s,
+        "items": run.items, "failures": len(run.failed_at_s), "steps": run.steps,
+        "largest_step": run.largest_step, "idle_s": run.idle_s,
         # The same work in every step: how fast the machine was meanwhile.
         "sweep_ms": 1e3 * statistics.median(run.job.sweeps_s or [math.nan]),
         "failed_at_s": [round(at_s, 2) for at_s in run.failed_at_s],
         "ended": ended,
-    }
+    }  # fmt: skip
     connection.send((row, run.job.last_loss))
 
 
@@ -223,10 +194,7 @@ def run(
     contestants: Sequence[str],
     memory_mib: float | None = None,
 ) -> Result:
-    """Let the contestants take turns.
-
-    Exit with code 2 if one is not installed or there is no card.
-    """
+    """Let the contestants take turns; exit with code 2 if one, or the card, is not here."""
     missing = [
         name for name in OTHERS if name in contestants and importlib.util.find_spec(name) is None
     ]
@@ -237,20 +205,19 @@ def run(
         progress(f"torch {torch.__version__} sees no CUDA card here; type: --device cpu")
         raise SystemExit(2)
     try:
-        with contextlib.closing(
-            Child("the scout", scout, device, memory_mib and int(memory_mib * MIB))
-        ) as one:
-            scouted: Scouted = one.receive(PATIENCE_S)
+        most_bytes = memory_mib and int(memory_mib * MIB)
+        scouted: Scouted = told_by("the scout", scout, device, most_bytes, within_s=PATIENCE_S)
     except ChildDiedError as error:
         return Result(bench="pressure", figures={"device": device}, broken=[str(error)])
     for point in scouted.points:
         progress(
-            f"{point['items']:>8.0f} items: {point['items_per_s']:,.0f} a second, "
-            f"{point['peak_mib']:.1f} MiB"
+            "{items:>8.0f} items: {items_per_s:,.0f} a second, {peak_mib:.1f} MiB".format(**point)
         )
     rows: list[dict[str, Any]] = []
     broken: list[str] = []
-    for number, name, contestant, course in turns(rounds, COURSES, contestants, seed, seconds):
+    for number, name, contestant, course in pressure_caps.turns(
+        rounds, COURSES, contestants, seed, seconds
+    ):
         where = f"round {number}, {name}"
         try:
             row, last_loss = _take_turn(contestant, course, seconds, scouted)
@@ -266,79 +233,47 @@ def run(
             broken.append(f"{where}: {contestant} computed nonsense: a loss of {last_loss}")
         told = f"{row['items']:>8} items, {row['failures']} failures{ended}"
         progress(f"{number}/{rounds}  {name:>8}  {contestant:>10}  {told}")
-    return Result(
-        bench="pressure",
-        figures={**_job_figures(scouted), **_figures(rows, seconds, rounds)},
-        broken=broken,
-    )
+    figures = {**_job_figures(scouted), **_figures(rows, seconds, rounds)}
+    return Result(bench="pressure", figures=figures, broken=broken)
 
 
 def _take_turn(
     contestant: str, course: Course, seconds: float, scouted: Scouted
 ) -> tuple[dict[str, Any], float]:
-    """Run one contestant under its course.
-
-    Return its row and its last loss, or raise what `run` tells of.
-    """
+    """Run one contestant under its course; return its row and its last loss."""
     memory_bytes = scouted.memory_bytes
-    (_, first_share), *later = course
-    first_bytes = int(first_share * memory_bytes)
-    with contextlib.closing(
-        Child(contestant, contest, contestant, course, seconds, scouted)
-    ) as one:
+    child = Child(contestant, contest, contestant, course, seconds, scouted)
+    with contextlib.closing(child) as one:
         pid, base_bytes = one.receive(PATIENCE_S)
-        on_card = scouted.device == "cuda"
         standing = (
-            neighbour(memory_bytes, first_bytes)
-            if on_card
+            pressure_caps.neighbour(memory_bytes, int(course[0][1] * memory_bytes))
+            if scouted.device == "cuda"
             else contextlib.closing(KernelCap(pid, base_bytes))
         )
         with standing as cap:
-            cap.leave(first_bytes)
-            began_s = cap.clock_s()
-            one.send("go")
-            for at_s, share in later:
-                if _told_before(one.pipe, cap, began_s + at_s):
-                    break  # it has given up, or crashed
-                cap.leave(int(share * memory_bytes))
-            _told_before(one.pipe, cap, began_s + seconds)
-            told: tuple[dict[str, Any], float] = one.receive(PATIENCE_S)
+            told: tuple[dict[str, Any], float] = pressure_caps.follow(
+                one, cap, course, seconds, memory_bytes
+            )
     return told
-
-
-def _told_before(connection: Connection, cap: KernelCap | NeighbourCap, until_s: float) -> bool:
-    """Wait for a moment of the course; tell whether the contestant has something to say before."""
-    moved_s, seen_s = time.monotonic(), cap.clock_s()
-    while (left_s := until_s - cap.clock_s()) > 0:
-        if connection.poll(left_s):
-            return True
-        if cap.clock_s() > seen_s:
-            moved_s, seen_s = time.monotonic(), cap.clock_s()
-        elif time.monotonic() - moved_s > PATIENCE_S:
-            raise TimeoutError(f"nothing has run for {PATIENCE_S:.0f} s")
-    return False
 
 
 def _job_figures(scouted: Scouted) -> dict[str, Any]:
     speeds = [point["items_per_s"] for point in scouted.points]
     return {
-        "device": scouted.device,
-        "name": scouted.device_name,
-        "memory_mib": scouted.memory_bytes / MIB,
-        "tables_rows": scouted.rows,
+        "device": scouted.device, "name": scouted.device_name,
+        "memory_mib": scouted.memory_bytes / MIB, "tables_rows": scouted.rows,
         "sizes": [dict(point) for point in scouted.points],
         "larger_is_faster": all(slower < faster for slower, faster in itertools.pairwise(speeds)),
-        "largest_that_fits": scouted.fits,
-        "others_begin_at": int(_BEYOND * scouted.fits),
+        "largest_that_fits": scouted.fits, "others_begin_at": int(_BEYOND * scouted.fits),
         "half_speed_at": scouted.fixed_s / scouted.unit_s / scouted.fits,
-    }
+    }  # fmt: skip
 
 
 def _figures(rows: Sequence[dict[str, Any]], seconds: float, rounds: int) -> dict[str, Any]:
     totals = [
         _total(rows, mine)
         for course, contestant in itertools.product(COURSES, CONTESTANTS)
-        if (mine := rows_of(rows, course, contestant))
+        if (mine := pressure_caps.rows_of(rows, course, contestant))
     ]
     pairs = [
         (ours[f"to_{other['contestant']}"], ours["failures"] < other["failures"])
@@ -347,35 +282,27 @@ def _figures(rows: Sequence[dict[str, Any]], seconds: float, rounds: int) -> dic
         and other["contestant"] in OTHERS
         and other["course"] == ours["course"]
     ]
-    judged = len(pairs) == len(OTHERS) * len(COURSES) and all(
-        ratio is not None for ratio, _ in pairs
-    )
-    least = min(ratio for ratio, _ in pairs) if judged else None
-    fewer = all(fewer for _, fewer in pairs) if judged else None
+    ratios = [ratio for ratio, _ in pairs if ratio is not None]
+    is_judged = len(ratios) == len(OTHERS) * len(COURSES)
+    least = min(ratios) if is_judged else None
+    fewer = all(fewer for _, fewer in pairs) if is_judged else None
     return {
-        "seconds": seconds,
-        "rounds": rounds,
-        "turns": list(rows),
-        "totals": totals,
-        "target": _TARGET,
-        "least_to_others": least,
-        "fewer_failures": fewer,
+        "seconds": seconds, "rounds": rounds, "turns": list(rows), "totals": totals,
+        "target": _TARGET, "least_to_others": least, "fewer_failures": fewer,
         "target_met": None if least is None else least >= _TARGET and fewer,
-    }
+    }  # fmt: skip
 
 
 def _total(rows: Sequence[Mapping[str, Any]], mine: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     course = mine[0]["course"]
-    total = {
-        "course": course,
-        "contestant": mine[0]["contestant"],
+    median = {
         "items_median": statistics.median(row["items"] for row in mine),
         "failures": sum(row["failures"] for row in mine),
         "most_failures": max(row["failures"] for row in mine),
         "sweep_ms": statistics.median(row["sweep_ms"] for row in mine),
     }
-    ratios = {
-        f"to_{other}": ratio_within_rounds(mine, rows_of(rows, course, other), "items")
-        for other in (*OTHERS, "ideal")
-    }
-    return {**total, **ratios}
+    ratios = {}
+    for other in (*OTHERS, "ideal"):
+        theirs = pressure_caps.rows_of(rows, course, other)
+        ratios[f"to_{other}"] = pressure_caps.ratio_within_rounds(mine, theirs, "items")
+    return {"course": course, "contestant": mine[0]["contestant"], **median, **ratios}

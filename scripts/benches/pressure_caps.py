@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from benches.common import Child
+from benches.common import PATIENCE_S, Child
 from workers.units import MIB
 
 #: (second, share of all memory), the first at second 0; a share holds until the next.
@@ -39,14 +40,10 @@ _LOADING_PARTS = 10
 _BLOCK_SHARE = 1 / 64
 _LEAST_BLOCK_BYTES = 20 * MIB
 _RETRY_S = 0.005
-#: For a process to come up, and to end when its course has.
-PATIENCE_S = 300.0
 
 
 def game(draw: Random, seconds: float) -> Course:
-    """Return the course of a desktop PC: it jitters each second, and twice a game takes most of the
-    memory.
-    """
+    """Return a desktop's course: it jitters each second, and twice a game takes most memory."""
     marks = {float(second) for second in range(int(seconds) + 1)}
     for begin, end, _ in _GAMES:
         marks |= {
@@ -100,7 +97,6 @@ def turns(
 def rows_of(
     rows: Sequence[Mapping[str, Any]], course: str, contestant: str
 ) -> list[Mapping[str, Any]]:
-    """Return the rows of a contestant on a course."""
     return [row for row in rows if (row["course"], row["contestant"]) == (course, contestant)]
 
 
@@ -119,21 +115,18 @@ def least_between(course: Course, from_s: float, to_s: float) -> float:
 
 
 class KernelCap:
-    """`RLIMIT_DATA` of a process of the same user, given what the kernel counts for it when it is
-    ready.
-    """
+    """`RLIMIT_DATA` of a process of this user, given what the kernel counts when it is ready."""
 
-    def __init__(self, pid: int, base_bytes: int) -> None:
-        self._job = psutil.Process(pid)
+    def __init__(self, pid: int, base_bytes: int, *, by_wall: bool = False) -> None:
+        self._job, self._by_wall = psutil.Process(pid), by_wall
         self._base_bytes = base_bytes
         self._hard = self._job.rlimit(psutil.RLIMIT_DATA)[1]
         self._last_s = 0.0
 
     def clock_s(self) -> float:
-        """Return the seconds of the job's course: its processor time, to 10 ms.
-
-        None passes once it has ended.
-        """
+        """Return the job's processor time, to 10 ms (none passes once it has ended), or the wall's."""
+        if self._by_wall:
+            return time.monotonic()
         with contextlib.suppress(psutil.NoSuchProcess):
             times = self._job.cpu_times()
             self._last_s = times.user + times.system
@@ -147,15 +140,13 @@ class KernelCap:
         self._set(self._hard)
 
     def _set(self, soft: int) -> None:
-        with contextlib.suppress(
-            psutil.NoSuchProcess
-        ):  # it has ended: the bench finds that out when it listens
+        with contextlib.suppress(psutil.NoSuchProcess):  # the bench finds out when it listens
             self._job.rlimit(psutil.RLIMIT_DATA, (soft, self._hard))
 
 
 @dataclass(frozen=True, slots=True)
 class NeighbourCap:
-    """A second tenant of the card, which holds all that the job is not to have."""
+    """A program that is told what to leave, as a second tenant of the card."""
 
     connection: Connection
 
@@ -165,6 +156,34 @@ class NeighbourCap:
     def leave(self, size_bytes: int) -> None:
         with contextlib.suppress(BrokenPipeError):
             self.connection.send(size_bytes)
+
+
+def follow(
+    one: Child, cap: KernelCap | NeighbourCap, course: Course, seconds: float, whole_bytes: int
+) -> Any:  # noqa: ANN401 - whatever it tells
+    """Start a contestant, move its cap along the course, and return what it tells at the end."""
+    cap.leave(int(course[0][1] * whole_bytes))
+    began_s = cap.clock_s()
+    one.send("go")
+    for at_s, share in course[1:]:
+        if _told_before(one.pipe, cap, began_s + at_s):
+            break  # it has given up, or crashed
+        cap.leave(int(share * whole_bytes))
+    _told_before(one.pipe, cap, began_s + seconds)
+    return one.receive(PATIENCE_S)
+
+
+def _told_before(connection: Connection, cap: KernelCap | NeighbourCap, until_s: float) -> bool:
+    """Wait for a moment of the course; tell whether the contestant has something to say before."""
+    moved_s, seen_s = time.monotonic(), cap.clock_s()
+    while (left_s := until_s - cap.clock_s()) > 0:
+        if connection.poll(left_s):
+            return True
+        if cap.clock_s() > seen_s:
+            moved_s, seen_s = time.monotonic(), cap.clock_s()
+        elif time.monotonic() - moved_s > PATIENCE_S:
+            raise TimeoutError(f"nothing has run for {PATIENCE_S:.0f} s")
+    return False
 
 
 @contextlib.contextmanager
@@ -182,18 +201,14 @@ def neighbour(most_bytes: int, first_bytes: int) -> Iterator[NeighbourCap]:
         if free_bytes < most_bytes:
             raise RuntimeError(
                 f"beside the job's own state and two contexts the card has {free_bytes / MIB:.0f} "
-                "MiB free, and "
-                f"the course needs {most_bytes / MIB:.0f}; end what else runs on it, or lower "
-                "--memory-mib"
+                f"MiB free, and the course needs {most_bytes / MIB:.0f}; end what else runs on it, "
+                "or lower --memory-mib"
             )
         yield NeighbourCap(tenant.pipe)
 
 
 def _be_neighbour(connection: Connection, most_bytes: int, left_bytes: int) -> None:
-    """Hold so much of the card that the job is left what was last said.
-
-    Ends when the pipe closes.
-    """
+    """Hold so much of the card that the job is left what was last said."""
     import torch
 
     block_bytes = max(_LEAST_BLOCK_BYTES, int(most_bytes * _BLOCK_SHARE) // (2 * MIB) * 2 * MIB)
@@ -212,7 +227,29 @@ def _be_neighbour(connection: Connection, most_bytes: int, left_bytes: int) -> N
         if not said:
             connection.send(free_bytes)
             said = True
-        # While the job holds what is wanted here, ask again soon; else only a message changes
-        # anything.
+        # While the job holds what is wanted here, ask again soon; else wait for a message.
         if connection.poll(_RETRY_S if len(blocks) < wanted else None):
             left_bytes = connection.recv()
+
+
+@contextlib.contextmanager
+def limited(size_bytes: int) -> Iterator[None]:
+    """Let this process have so much `RLIMIT_DATA` within a `with`, and no limit of its own after."""
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
+def least_that_fits(fits: Callable[[int], bool], most_bytes: int, resolution_bytes: int) -> int:
+    """Return the least bytes that something fits into, found by trying."""
+    too_little, enough = MIB, most_bytes
+    while enough - too_little > resolution_bytes:
+        middle = (too_little + enough) // 2
+        if fits(middle):
+            enough = middle
+        else:
+            too_little = middle
+    return enough

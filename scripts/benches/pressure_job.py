@@ -1,5 +1,4 @@
-"""The job under pressure: a real training step on which larger is faster, the device it runs on,
-and its measures.
+"""The job under pressure: a real training step on which larger is faster, its device, its measures.
 
 It is one of a deep & cross network (arXiv 1708.05123): a dense Adam sweeps over all embedding
 tables, however small the batch, and each item's activations take memory. How large the tables are
@@ -43,8 +42,7 @@ _UNUSED_BUDGET_BYTES = 256 * MIB
 #: Python's table of interned strings is filled up so far: torch leaves it close to doubling, by 3.7
 #: MiB at once.
 _INTERNED = 60_000
-#: Of mmap(2); Python's module has no names for them.
-_PROT_NONE, _MAP_FIXED_NOREPLACE = 0, 0x100000
+_PROT_NONE, _MAP_FIXED_NOREPLACE = 0, 0x100000  # of mmap(2)
 #: More than a CUDA context takes. What is left of it widens the allocator's cap; the neighbour
 #: stays where it is.
 _CONTEXT_BYTES = 1024 * MIB
@@ -89,32 +87,24 @@ class _CpuHost:
             pass
 
     def await_work(self) -> None:
-        """Wait until all that was begun is done, so that `clock_s` counts it: a processor's call
-        has returned.
-        """
+        """Do nothing: a processor's call has returned, and `clock_s` has counted it."""
 
     def base_bytes(self) -> int:
         return status_bytes("VmData")
 
     def free_bytes(self) -> int:
-        """Return what one step may take now: what the device has free, and what this process would
-        use again.
-        """
+        """Return what one step may take now."""
         return max(0, self._limits()[0] - status_bytes("VmData") - _SMALL_BYTES)
 
     def measured(self, step: Callable[[], None]) -> int:
-        """Run a step and return the most it took: the kernel keeps the peak until told to forget it
-        (man 5 proc).
-        """
+        """Run a step and return the most it took: the kernel keeps the peak until told to forget."""
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         before_bytes = status_bytes("VmRSS")
         step()
         return max(0, status_bytes("VmHWM") - before_bytes)
 
     def settle(self, step: Callable[[], object]) -> None:
-        """Take now what a step or a failure leaves behind once, so that no contestant is charged
-        for it.
-        """
+        """Take what a step or a failure leaves behind once, so that it is nobody's charge."""
         _fence_heap()
         for number in range(_INTERNED):
             sys.intern(f"settle {number}")
@@ -150,11 +140,8 @@ class _CudaHost:
             lone_worker(budget_bytes=most_bytes + _CONTEXT_BYTES, device="cuda")
         )
         self.name, self.torch_device = self._device.info.name, self._device.torch_device
-        self.clock_s, self.wait, self.await_work = (
-            time.monotonic,
-            time.sleep,
-            torch.cuda.synchronize,
-        )
+        self.clock_s, self.wait = time.monotonic, time.sleep
+        self.await_work = torch.cuda.synchronize
         self.base_bytes: Callable[[], int] = torch.cuda.memory_reserved
         self.free_bytes, self.give_back = self._device.free_bytes, self._device.release
 
@@ -191,14 +178,8 @@ def _fence_heap() -> None:
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     end = -(-libc.sbrk(ctypes.c_long(0)) // mmap.PAGESIZE) * mmap.PAGESIZE
-    libc.mmap(
-        end,
-        mmap.PAGESIZE,
-        _PROT_NONE,
-        mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE,
-        -1,
-        0,
-    )
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE
+    libc.mmap(end, mmap.PAGESIZE, _PROT_NONE, flags, -1, 0)
 
 
 class _Network(nn.Module):
@@ -238,10 +219,7 @@ class Job:
         self.sweeps_s.clear()
 
     def step(self, items: int) -> int:
-        """Train once and return the most memory it took.
-
-        May raise the device's own out-of-memory.
-        """
+        """Train once and return the most memory it took; may raise the device's own shortage."""
         return self._host.measured(lambda: self._train(items))
 
     def step_s(self, items: int) -> float:
@@ -292,8 +270,7 @@ class Scouted:
         return host, Job(self.rows, host)
 
     def largest_within(self, limit_bytes: float) -> int:
-        """Return the largest size whose step takes no more: between two measured sizes by
-        interpolation.
+        """Return the largest size whose step takes no more, interpolated between measured sizes.
 
         By one line for all it would be too large for little memory, where the optimiser's part
         hides the items'.
@@ -309,8 +286,7 @@ class Scouted:
 def scout(connection: Connection, device: str, memory_bytes: int | None) -> None:
     """Send a `Scouted`, from a process of its own: on a card, what it holds is gone with it.
 
-    `memory_bytes` is what a step may take; `None` stands for a share of the card that leaves room
-    for the tables.
+    `memory_bytes`: what a step may take; `None`: a share of the card that leaves room for tables.
     """
     if memory_bytes is None:
         card = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0
@@ -338,14 +314,8 @@ def scout(connection: Connection, device: str, memory_bytes: int | None) -> None
     for size in (max(1, int(share * fits)) for share in _SHARES):
         peak_mib = statistics.median(job.step(size) for _ in range(3)) / MIB
         step_s = job.step_s(size)
-        points.append(
-            {
-                "items": size,
-                "items_per_s": size / step_s,
-                "step_ms": step_s * 1e3,
-                "peak_mib": peak_mib,
-            }
-        )
+        speed = {"items": size, "items_per_s": size / step_s, "step_ms": step_s * 1e3}
+        points.append({**speed, "peak_mib": peak_mib})
     # A line through a quarter and all of it; small sizes take what the optimiser takes.
     low, high = (points[_SHARES.index(share)] for share in (1 / 4, 1.0))
     span = high["items"] - low["items"]
@@ -354,14 +324,9 @@ def scout(connection: Connection, device: str, memory_bytes: int | None) -> None
     fixed_bytes = high["peak_mib"] * MIB - unit_bytes * high["items"]
     connection.send(
         Scouted(
-            device=device,
-            device_name=host.name,
-            memory_bytes=memory_bytes,
-            rows=rows,
-            fits=int((memory_bytes - fixed_bytes) / unit_bytes),
-            unit_bytes=unit_bytes,
-            fixed_s=max(0.0, high["step_ms"] / 1e3 - unit_s * high["items"]),
-            unit_s=unit_s,
+            device=device, device_name=host.name, memory_bytes=memory_bytes, rows=rows,
+            fits=int((memory_bytes - fixed_bytes) / unit_bytes), unit_bytes=unit_bytes,
+            fixed_s=max(0.0, high["step_ms"] / 1e3 - unit_s * high["items"]), unit_s=unit_s,
             points=points,
         )
-    )
+    )  # fmt: skip

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from benches.common import Result, lone_worker, percentile, progress, sized
+from benches.common import Result, lone_worker, percentile, progress, run_slice, sized
 from workers.engine.engine import Engine
-from workers.messages import Directive, Verdict
+from workers.messages import Verdict
 from workers.workloads.base import StepResult
 from workers.workloads.matmul import Matmul
 
@@ -52,31 +52,20 @@ def run(
 ) -> Result:
     budget_bytes, size = sized(device, budget_mib, size)
     spec = lone_worker(
-        budget_bytes=budget_bytes,
-        device=device,
+        budget_bytes=budget_bytes, device=device, size=size, batch=errors + 10,
         name=f"{__name__}:{EverySecondStepFails.__name__}",
         dtype="fp16" if device == "cuda" else "fp32",
-        size=size,
-        batch=errors + 10,
-        size_decay=1.0,
-        batch_step=1,
-        batch_floor=1,
-        cleanup_every=0,
-    )
+        size_decay=1.0, batch_step=1, batch_floor=1, cleanup_every=0,
+    )  # fmt: skip
     EverySecondStepFails.excess_bytes = 2 * budget_bytes
     engine = Engine(spec)
     broken: list[str] = []
     ooms = 0
     for sequence in range(errors + 1):
-        report = engine.run_slice(
-            Directive(incarnation=0, sequence=sequence, duration_s=0.0, resume=None)
-        )
-        ooms += report.counts.steps_oom
-        if (
-            report.verdict is not Verdict.OK
-            or report.counts.steps_error
-            or report.counts.steps_ok != 1
-        ):
+        report = run_slice(engine, sequence, 0.0)
+        counts = report.counts
+        ooms += counts.steps_oom
+        if report.verdict is not Verdict.OK or counts.steps_error or counts.steps_ok != 1:
             broken.append(
                 f"slice {sequence} ended {report.verdict} {report.state}: {report.reason} "
                 f"{report.error or ''}"
@@ -86,18 +75,9 @@ def run(
             progress(f"{sequence}/{errors}")
     if ooms != errors and not broken:
         broken.append(f"{ooms} out-of-memory errors, {errors} were to be provoked")
-    name = (
-        torch.cuda.get_device_name()
-        if device == "cuda"
-        else report.device.name
-        if report.device
-        else None
-    )
-    return Result(
-        bench="recovery",
-        figures={"device": device, "name": name, **_figures(spec.budget_bytes, size)},
-        broken=broken,
-    )
+    name = report.device.name if report.device else None
+    figures = {"device": device, "name": name, **_figures(spec.budget_bytes, size)}
+    return Result(bench="recovery", figures=figures, broken=broken)
 
 
 def _figures(budget_bytes: int, size: int) -> dict[str, Any]:
@@ -110,25 +90,19 @@ def _figures(budget_bytes: int, size: int) -> dict[str, Any]:
     rows = [
         {
             "from the exception to": words,
-            "p50_s": percentile(values, 0.50),
-            "p99_s": percentile(values, 0.99),
+            "p50_s": (p50_s := percentile(values, 0.50)),
+            "p99_s": (p99_s := percentile(values, 0.99)),
             "most_s": max(values),
-            "p50_in_steps": percentile(values, 0.50) / step_s,
-            "p99_in_steps": percentile(values, 0.99) / step_s,
+            "p50_in_steps": p50_s / step_s,
+            "p99_in_steps": p99_s / step_s,
         }
         for words, values in (
-            ("next good step begins", to_next_s),
-            ("next good step is done", to_done_s),
+            ("next good step begins", to_next_s), ("next good step is done", to_done_s),
         )
-    ]
+    ]  # fmt: skip
+    first = ("p50_s", "p99_s", "p50_in_steps", "p99_in_steps")
     return {
-        "errors": len(to_next_s),
-        "budget_bytes": budget_bytes,
-        "size": size,
-        "good_step_p50_s": step_s,
-        **{
-            f"recovery_{key}": rows[0][key]
-            for key in ("p50_s", "p99_s", "p50_in_steps", "p99_in_steps")
-        },
+        "errors": len(to_next_s), "budget_bytes": budget_bytes, "size": size,
+        "good_step_p50_s": step_s, **{f"recovery_{key}": rows[0][key] for key in first},
         "rows": rows,
-    }
+    }  # fmt: skip

@@ -62,20 +62,14 @@ class Job:
         return (self.half_items + size) / self.rate_per_s
 
     def largest_within(self, limit_bytes: float) -> int:
-        """Return the largest size whose step takes no more.
-
-        A hair below, so that rounding never makes it fail.
-        """
+        """Return the largest size whose step takes no more, a hair below for rounding's sake."""
         items = (limit_bytes - self.fixed_bytes) / self.item_bytes
         return max(0, min(self.largest, math.floor(items - 1e-6)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class World:
-    """One course, and the job that meets it.
-
-    Two worlds are the same only if they are one object.
-    """
+    """One course, and the job that meets it; the same as another only if it is one object."""
 
     name: str
     seed: int
@@ -120,12 +114,11 @@ def world_of(
     seed: int,
     regime: str = "precious",
     rate_per_s: float = RATE_PER_S,
-    heavy: tuple[int, float] | None = None,
+    heavy: tuple[int, float] = (1, 1.0),
 ) -> World:
     """Return the world of a course given as (second, available bytes), the first at 0.
 
-    `heavy`: each step with a number that is a multiple of the first takes as many times the memory
-    as the second says.
+    `heavy`: of so many steps each last one takes so many times the memory.
     """
     draw = Random(f"{seed}/{name}/workload")  # noqa: S311 - a simulation, no secret
     times = [point[0] for point in points]
@@ -133,32 +126,22 @@ def world_of(
     samples = [
         levels[bisect_right(times, second) - 1] for second in range(math.ceil(duration_s) + 1)
     ]
+    every, factor = heavy
+
+    def wobble(step: int) -> float:
+        return (1 + draw.uniform(-WOBBLE, WOBBLE)) * (factor if (step + 1) % every == 0 else 1.0)
+
     return World(
-        name=name,
-        seed=seed,
+        name=name, seed=seed, duration_s=duration_s, times_s=times, levels_bytes=levels,
         job=Job(
-            fixed_bytes=draw.uniform(0.2, 0.6) * GIB,
-            item_bytes=ITEM_BYTES,
-            half_items=HALF_SPEED_ITEMS[regime],
-            rate_per_s=rate_per_s,
+            fixed_bytes=draw.uniform(0.2, 0.6) * GIB, item_bytes=ITEM_BYTES,
+            half_items=HALF_SPEED_ITEMS[regime], rate_per_s=rate_per_s,
         ),
-        duration_s=duration_s,
-        times_s=times,
-        levels_bytes=levels,
-        wobble=array("d", (1 + draw.uniform(-WOBBLE, WOBBLE) for _ in range(_DRAWS)))
-        if heavy is None
-        else array(
-            "d",
-            (
-                (1 + draw.uniform(-WOBBLE, WOBBLE))
-                * (heavy[1] if step % heavy[0] == heavy[0] - 1 else 1.0)
-                for step in range(_DRAWS // heavy[0] * heavy[0])
-            ),
-        ),
+        wobble=array("d", map(wobble, range(_DRAWS // every * every))),
         workspace=[draw.random() < 0.5 for _ in range(LARGEST // WORKSPACE_ITEMS + 1)],
         samples_bytes=samples,
         noise=array("d", (draw.gauss(0.0, 1.0) for _ in samples)),
-    )
+    )  # fmt: skip
 
 
 class Rule(Protocol):
@@ -195,9 +178,7 @@ class Signal:
 EXACT = Signal(name="exact", every_step=True)
 REAL = Signal(name="real", noise=0.03, blocks=True)
 BLIND = Signal(name="blind", peaks=False)
-PEAK = Signal(
-    name="peak"
-)  # peaks and nothing else: a process that can measure itself, but not its device
+PEAK = Signal(name="peak")  # a process that can measure itself, but not its device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,10 +199,7 @@ class Outcome:
 
 
 def play(make: Maker, world: World, signal: Signal) -> Outcome:
-    """Let a fresh rule choose the sizes of a course, told by a signal.
-
-    ValueError: a size outside 1..`LARGEST`.
-    """
+    """Let a fresh rule choose a course's sizes; ValueError: a size outside 1..`LARGEST`."""
     now = 0.0
     rule = make(lambda: now)
     times, levels, duration = world.times_s, world.levels_bytes, world.duration_s
@@ -239,9 +217,8 @@ def play(make: Maker, world: World, signal: Signal) -> Outcome:
             told = available
         elif signal.noise is not None and int(now) > sampled_s:
             sampled_s = int(now)
-            told = max(
-                0, int(world.samples_bytes[sampled_s] * (1 + signal.noise * world.noise[sampled_s]))
-            )
+            noise = 1 + signal.noise * world.noise[sampled_s]
+            told = max(0, int(world.samples_bytes[sampled_s] * noise))
         size = rule.next(told)
         if size is None:
             while recently and recently[0][0] < now - 60.0:
@@ -270,19 +247,14 @@ def play(make: Maker, world: World, signal: Signal) -> Outcome:
         if not recently or recently[-1][1] != size or recently[-1][0] < now - 1.0:
             recently.append((now, size))
         rule.succeeded(size, need if signal.peaks else None)
-    return Outcome(
-        rule=rule,
-        score=items / oracle_items(world, blocks=signal.blocks),
-        items=items,
-        tried=tried,
-        failures=len(failed_at),
-        worst_minute=max(
-            (n - bisect_right(failed_at, at_s - 60.0) for n, at_s in enumerate(failed_at, 1)),
-            default=0,
-        ),
-        size_changes=changes,
-        rest_share=rested_s / duration,
+    worst = max(
+        (n - bisect_right(failed_at, at_s - 60.0) for n, at_s in enumerate(failed_at, 1)), default=0
     )
+    return Outcome(
+        rule=rule, score=items / oracle_items(world, blocks=signal.blocks), items=items,
+        tried=tried, failures=len(failed_at), worst_minute=worst, size_changes=changes,
+        rest_share=rested_s / duration,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
@@ -305,10 +277,7 @@ def oracle_items(world: World, *, blocks: bool) -> float:
 def moments(
     draw: Random, until_s: float, least_s: float, most_s: float, at_s: float = 0.0
 ) -> Iterator[float]:
-    """Yield moments that lie so far apart.
-
-    Each gap is drawn once the caller has drawn what happens before it.
-    """
+    """Yield moments so far apart; each gap is drawn after what happens before it."""
     while at_s < until_s:
         yield at_s
         at_s += draw.uniform(least_s, most_s)
@@ -350,30 +319,21 @@ def _in_parts(
     points = [(0.0, level * GIB)]
     parts = draw.choice((1, 2))
     for part in range(parts):
-        level = min(
-            _HIGH_GIB, max(_LOW_GIB, level * draw.uniform(*(at_once if parts == 1 else each)))
-        )
-        points.append(
-            (
-                duration_s * (draw.uniform(0.2, 0.4) if part == 0 else draw.uniform(0.5, 0.7)),
-                level * GIB,
-            )
-        )
+        level *= draw.uniform(*(at_once if parts == 1 else each))
+        level = min(_HIGH_GIB, max(_LOW_GIB, level))
+        moment = draw.uniform(0.2, 0.4) if part == 0 else draw.uniform(0.5, 0.7)
+        points.append((duration_s * moment, level * GIB))
     return points
 
 
 def _game(draw: Random, duration_s: float) -> Course:
-    """A desktop that takes a little more or less each second.
-
-    Twice a game takes most of the memory for minutes.
-    """
+    """A desktop that jitters each second; twice a game takes most of the memory for minutes."""
     level, jitter = draw.uniform(4.0, _HIGH_GIB), draw.uniform(0.02, 0.08)
     games = []
     for half in (0.0, 0.5):
         begin_s = duration_s * (half + draw.uniform(0.08, 0.2))
-        games.append(
-            (begin_s, begin_s + duration_s * draw.uniform(0.08, 0.25), draw.uniform(0.18, 0.35))
-        )
+        end_s = begin_s + duration_s * draw.uniform(0.08, 0.25)
+        games.append((begin_s, end_s, draw.uniform(0.18, 0.35)))
     points = []
     for second in range(int(duration_s) + 1):
         left = next((share for begin_s, end_s, share in games if begin_s <= second < end_s), 1.0)
@@ -419,10 +379,9 @@ def _sine(draw: Random, duration_s: float) -> Course:
     """Up and down once in one to five minutes."""
     middle, period_s = draw.uniform(3.0, 5.0), draw.uniform(60.0, 300.0)
     swing, phase = middle * draw.uniform(0.3, 0.6), draw.uniform(0.0, math.tau)
-    times_s = (0.5 * half for half in range(2 * int(duration_s) + 1))
     return [
         (at_s, (middle + swing * math.sin(math.tau * at_s / period_s + phase)) * GIB)
-        for at_s in times_s
+        for at_s in _half_seconds(duration_s)
     ]
 
 
@@ -440,48 +399,31 @@ def _sawtooth(draw: Random, duration_s: float) -> Course:
     """Falls for half a minute to two, and is back at once."""
     high, period_s = draw.uniform(4.0, _HIGH_GIB), draw.uniform(30.0, 120.0)
     low = high * draw.uniform(0.2, 0.45)
-    times_s = (0.5 * half for half in range(2 * int(duration_s) + 1))
-    return [(at_s, (high - (high - low) * (at_s % period_s) / period_s) * GIB) for at_s in times_s]
+    return [
+        (at_s, (high - (high - low) * (at_s % period_s) / period_s) * GIB)
+        for at_s in _half_seconds(duration_s)
+    ]
+
+
+def _half_seconds(duration_s: float) -> Iterator[float]:
+    return (0.5 * half for half in range(2 * int(duration_s) + 1))
 
 
 COURSES: Mapping[str, Callable[[Random, float], Course]] = {
-    "constant": _constant,
-    "steps": _steps,
-    "squeeze": _squeeze,
-    "release": _release,
-    "game": _game,
-    "neighbour": _neighbour,
-    "leak": _leak,
-    "walk": _walk,
-}
-
-
+    "constant": _constant, "steps": _steps, "squeeze": _squeeze, "release": _release,
+    "game": _game, "neighbour": _neighbour, "leak": _leak, "walk": _walk,
+}  # fmt: skip
 #: Courses that no rule was made for.
 SHAPES: Mapping[str, Callable[[Random, float], Course]] = {
-    "sine": _sine,
-    "bursts": _bursts,
-    "sawtooth": _sawtooth,
-}
+    "sine": _sine, "bursts": _bursts, "sawtooth": _sawtooth,
+}  # fmt: skip
 
 
-@lru_cache(maxsize=64)
 def shapes(seed: int, regime: str, rate_per_s: float = RATE_PER_S) -> tuple[World, ...]:
-    """Return the worlds of `SHAPES`, each also with steps of which every n-th takes several times
-    the memory.
-    """
-    made = []
-    for name, course in SHAPES.items():
-        draw = Random(f"{seed}/{name}/course")  # noqa: S311 - a simulation, no secret
-        duration_s = draw.uniform(20.0, 40.0) * 60
-        points = course(draw, duration_s)
-        options: dict[str, Any] = {"seed": seed, "regime": regime, "rate_per_s": rate_per_s}
-        heavy = (draw.randint(5, 40), draw.uniform(2.5, 6.0))
-        made.append(world_of(name, points, duration_s, **options))
-        made.append(world_of(f"{name}, spiky", points, duration_s, heavy=heavy, **options))
-    return tuple(made)
+    """Return the worlds of `SHAPES`, each also with every n-th step of several times the memory."""
+    return _drawn(seed, regime, rate_per_s, shaped=True)
 
 
-@lru_cache(maxsize=64)
 def worlds(seed: int, regime: str, rate_per_s: float = RATE_PER_S) -> tuple[World, ...]:
     """Return the eight worlds of a seed, in the order of `COURSES`; both regimes share their
     courses and needs.
@@ -489,12 +431,19 @@ def worlds(seed: int, regime: str, rate_per_s: float = RATE_PER_S) -> tuple[Worl
     At a lower rate (items per second of an endlessly large step) a rule has fewer steps to learn
     from between changes.
     """
+    return _drawn(seed, regime, rate_per_s, shaped=False)
+
+
+@lru_cache(maxsize=128)
+def _drawn(seed: int, regime: str, rate_per_s: float, *, shaped: bool) -> tuple[World, ...]:
     made = []
-    for name, course in COURSES.items():
+    for name, course in (SHAPES if shaped else COURSES).items():
         draw = Random(f"{seed}/{name}/course")  # noqa: S311 - a simulation, no secret
         duration_s = draw.uniform(20.0, 40.0) * 60
         points = course(draw, duration_s)
-        made.append(
-            world_of(name, points, duration_s, seed=seed, regime=regime, rate_per_s=rate_per_s)
-        )
+        options: dict[str, Any] = {"seed": seed, "regime": regime, "rate_per_s": rate_per_s}
+        made.append(world_of(name, points, duration_s, **options))
+        if shaped:
+            options["heavy"] = (draw.randint(5, 40), draw.uniform(2.5, 6.0))
+            made.append(world_of(f"{name}, spiky", points, duration_s, **options))
     return tuple(made)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
-import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from benches.common import status_bytes
-from benches.pressure_caps import Course, least_between
+from benches.pressure_caps import Course, least_between, least_that_fits, limited
 from workers import oom
 from workers.devices import cpu
 from workers.settings import FailureKind
@@ -30,7 +29,7 @@ from workers.training import order, tasks
 from workers.training.errors import UpdateInterruptedError
 from workers.training.made_data import MadeText
 from workers.training.models import Gpt, GptShape
-from workers.training.schedule import micro_batches
+from workers.training.schedule import learning_rate, micro_batches
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask
 from workers.training.trainer import Trainer
@@ -56,15 +55,10 @@ def settings() -> TrainSettings:
 
 def task(_settings: TrainSettings | None = None) -> TrainTask:
     return TrainTask(
-        name="under-pressure",
-        model=partial(Gpt, _SHAPE, 0.0),
-        dataset=_DATA,
-        loss=tasks.next_token_loss,
-        count=tasks.next_tokens,
-        blocks=tasks.blocks_of,
-        lr=2e-3,
+        name="under-pressure", model=partial(Gpt, _SHAPE, 0.0), dataset=_DATA,
+        loss=tasks.next_token_loss, count=tasks.next_tokens, blocks=tasks.blocks_of, lr=2e-3,
         items="tokens",
-    )
+    )  # fmt: skip
 
 
 def trainer() -> Trainer:
@@ -72,19 +66,19 @@ def trainer() -> Trainer:
 
 
 class Tally:
-    """What one contestant did, for its row of the table."""
+    """What one contestant did; `told` is it as a row."""
 
     def __init__(self, seconds: float, course: Course) -> None:
         self.seconds, self.course = seconds, course
         self.began_s = time.monotonic()
         self.rows = self.starts = self.wrong_batches = 0
+        #: Step, counted from 1 -> the loss, of the last time that it was done.
         self.losses: dict[int, float] = {}
-        """Step, counted from 1 -> the loss, of the last time that it was done."""
         self.failed_at_s: list[float] = []
+        #: When a part ended, and its samples.
         self.parts: list[tuple[float, int]] = []
-        """When a part ended, and its samples."""
+        #: Steps of the training that goes on when the time is up.
         self.done_in_time = 0
-        """Steps of the training that goes on when the time is up."""
 
     @property
     def at_s(self) -> float:
@@ -107,10 +101,9 @@ class Tally:
         if not self.over:
             self.done_in_time = step
 
-
-def told_of(tally: Tally, ended: str | None) -> dict[str, Any]:
-    names = ("rows", "starts", "wrong_batches", "losses", "failed_at_s", "parts", "done_in_time")
-    return {**{name: getattr(tally, name) for name in names}, "ended": ended}
+    def told(self, ended: str | None) -> dict[str, Any]:
+        kept = {key: value for key, value in vars(self).items() if key not in {"course", "seconds"}}
+        return {**kept, "ended": ended}
 
 
 def is_oom(error: BaseException) -> bool:
@@ -118,9 +111,7 @@ def is_oom(error: BaseException) -> bool:
 
 
 def known_size(tally: Tally, fits: Callable[[float], int], *, knows: bool) -> None:
-    """Train with the part that fits until it is done (`knows`: it knows the course), or with one
-    that always fits.
-    """
+    """Train with the part that fits until it is done (`knows`), or with one that always fits."""
     own = trainer()
     tally.starts = 1
     always = fits(min(share for _, share in tally.course))
@@ -235,25 +226,16 @@ class Samples(IterableDataset[Tensor]):
 
 
 def _plain() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[int], None]]:
-    """Model, optimiser and learning rate as our trainer has them."""
-    own = trainer()
-    optimizer = own._update.optimizer
-    return own.model, optimizer, rate_of(optimizer)
-
-
-def rate_of(optimizer: torch.optim.Optimizer) -> Callable[[int], None]:
-    """Return what sets the learning rate of a step, counted from 0."""
-    from workers.training.schedule import learning_rate
-
-    known = settings()
+    """Model, optimiser and what sets the learning rate of a step, counted from 0, as ours."""
+    own, known = trainer(), settings()
+    optimizer, warmup_steps = own._update.optimizer, known.warmup_steps
 
     def rate(step: int) -> None:
+        now = learning_rate(step, highest=2e-3, steps=known.steps, warmup_steps=warmup_steps)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(
-                step, highest=2e-3, steps=known.steps, warmup_steps=known.warmup_steps
-            )
+            group["lr"] = now
 
-    return rate
+    return own.model, optimizer, rate
 
 
 def mean_loss(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -270,8 +252,7 @@ def batches() -> Iterator[tuple[int, Tensor]]:
 
 
 def count_every_tensor() -> None:
-    """Give each tensor a mapping of its own, so that the cap counts it as a card's does, however
-    small it is.
+    """Give each tensor a mapping of its own, so that the cap counts it as a card's does.
 
     The CPU device leaves room on the heap for what other threads need (`workers/devices/cpu.py`),
     and a small part of this job would fit into it as a whole.
@@ -297,30 +278,20 @@ def least_bytes() -> dict[int, int]:
     """Return by what a part takes beside the training at the least, found by caps that it fits into
     or does not.
     """
-    found: dict[int, int] = {}
-    for limit in micro_batches(BATCH, BATCH):
-        too_little, enough = MIB, _MOST_BYTES
-        while enough - too_little > _RESOLUTION_BYTES:
-            middle = (too_little + enough) // 2
-            if _fits(limit, middle):
-                enough = middle
-            else:
-                too_little = middle
-        found[limit] = enough
-    return found
+    return {
+        limit: least_that_fits(partial(_fits, limit), _MOST_BYTES, _RESOLUTION_BYTES)
+        for limit in micro_batches(BATCH, BATCH)
+    }
 
 
 def _fits(limit: int, cap_bytes: int) -> bool:
     own = trainer()
     failure: Exception | None = None
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (status_bytes("VmData") + cap_bytes, hard))
-    try:
-        _whole_batch(own, limit)
-    except Exception as error:  # noqa: BLE001 - looked at where there is memory again
-        failure = error
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+    with limited(status_bytes("VmData") + cap_bytes):
+        try:
+            _whole_batch(own, limit)
+        except Exception as error:  # noqa: BLE001 - looked at where there is memory again
+            failure = error
     if failure is not None and not (is_oom(failure) or isinstance(failure, UpdateInterruptedError)):
         raise failure
     return failure is None

@@ -24,8 +24,8 @@ from typing import Any
 
 import psutil
 
-from benches.common import Result, progress
-from benches.outside import Scene, settings
+from benches.common import Result, amiss, progress
+from benches.outside import Scene
 from orchestrator.record.archive import read_events
 
 _STATE = "ORCHESTRATOR_STATE_DIR"
@@ -55,29 +55,22 @@ def run(
             folder = scene.newest_run()
             lost = 0 if folder is None else len(list(read_events(folder, ("chaos_node_ended",))))
             figures["nodes_lost"] = lost
-            if lost != node_losses:
-                broken.append(
-                    f"{lost} node losses happened before all was done, {node_losses} were wanted"
-                )
-        for name, rows in found.items():
-            if _weights(rows) != expected:
-                broken.append(f"{name}: other weights than those of the run that was left alone")
+            sentence = f"{lost} node losses happened before all was done, {node_losses} were wanted"
+            broken += [sentence] * (lost != node_losses)
+        is_equal = {name: _weights(rows) == expected for name, rows in found.items()}
+        broken += amiss(is_equal, "other weights than those of the run that was left alone: ")
         for name, scene in scenes.items():
-            left = [
-                str(path) for path in (scene.folder / "state").rglob("*") if ".pt." in path.name
-            ]
+            left = (scene.folder / "state").rglob("*.pt.*")
             broken += [f"{name}: {path} was left" for path in left]
+        redone = {
+            name: sum(row["redone_steps"] or 0 for row in rows) for name, rows in found.items()
+        }
         figures |= {
-            "steps": steps,
-            "slots": len(expected),
-            "weights_equal": {name: _weights(rows) == expected for name, rows in found.items()},
+            "steps": steps, "slots": len(expected), "weights_equal": is_equal,
             **killed.figures(save_every_s),
             "restarts": sum(row["restarts"] for row in found["killed"]),
-            "redone_steps": {
-                name: sum(row["redone_steps"] or 0 for row in rows) for name, rows in found.items()
-            },
-            "rounds": killed.rows,
-        }
+            "redone_steps": redone, "rounds": killed.rows,
+        }  # fmt: skip
     finally:
         kept = [scene.close(keep=bool(broken)) for scene in scenes.values()]
         figures["kept"] = [folder for folder in kept if folder] or None
@@ -90,24 +83,16 @@ def _weights(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 class _Course:
     def __init__(self, steps: int, save_every_s: float) -> None:
+        keys = {
+            "nodes.pc1.workers": 2, "nodes.pc2.workers": 1, "train.exact": "true",
+            "train.micro": _MICRO, "train.batch": _BATCH, "train.seq": 32, "train.dropout": 0.1,
+            "train.ema_decay": 0.99, "train.steps": steps, "train.save_every_s": save_every_s,
+            "compute_share_mode": "none", "run.death_window_s": 1, "run.min_success_rate": 0,
+        }  # fmt: skip
         self._arguments = (
-            "--rehearse", "--duration", "3h", "--workload", "train",
-            *settings(
-                "nodes.pc1.workers=2",
-                "nodes.pc2.workers=1",
-                "train.exact=true",
-                f"train.micro={_MICRO}",
-                f"train.batch={_BATCH}",
-                "train.seq=32",
-                "train.dropout=0.1",
-                "train.ema_decay=0.99",
-                f"train.steps={steps}",
-                f"train.save_every_s={save_every_s}",
-                "compute_share_mode=none",
-                "run.death_window_s=1",
-                "run.min_success_rate=0",
-            ),
-        )  # fmt: skip
+            *("--rehearse", "--duration", "3h", "--workload", "train"),
+            *(word for key, value in keys.items() for word in ("--set", f"{key}={value}")),
+        )
 
     def start(self, scene: Scene, *more: str) -> Any:  # noqa: ANN401 - a process
         os.environ[_STATE] = str(scene.folder / "state")
@@ -185,9 +170,8 @@ class _Killing:
     def _kill_the_head(self, head: Any, broken: list[str]) -> Any:  # noqa: ANN401 - processes
         head.kill()
         head.wait()
-        broken += [
-            f"after the head's kill: {sentence}" for sentence in self._scene.leftovers(_GRACE_S)
-        ]
+        left = self._scene.leftovers(_GRACE_S)
+        broken += [f"after the head's kill: {sentence}" for sentence in left]
         folder = self._scene.newest_run()
         if folder is None:
             raise RuntimeError("the killed head has left no run")
@@ -200,31 +184,21 @@ class _Killing:
         folder = self._scene.newest_run()
         if folder is None or not (folder / "events.jsonl").exists():
             return {}
-        opened = read_events(folder, ("device_opened",))
-        return {
-            str(event.slot): (int(event.details["pid"]), float(event.details["worker_at_unix_s"]))
-            for event in opened
-        }
+        opened = [(e.slot, e.details) for e in read_events(folder, ("device_opened",))]
+        return {str(s): (int(d["pid"]), float(d["worker_at_unix_s"])) for s, d in opened}
 
     def _unsaved_s(self, slot: str, ready_at_unix_s: float) -> float:
-        """Return the time since the newest checkpoint, or since the process was ready if that is
-        later.
-        """
+        """Return the time since the newest checkpoint, or since the process was ready if later."""
         files = (self._scene.folder / "state").rglob(f"{slot}/generation-?.pt")
         return time.time() - max([ready_at_unix_s, *(path.stat().st_mtime for path in files)])
 
     def figures(self, save_every_s: float) -> dict[str, Any]:
-        unsaved: Sequence[float] = [
-            row["unsaved_s"] for row in self.rows if row["unsaved_s"] is not None
-        ]
+        unsaved = [row["unsaved_s"] for row in self.rows if row["unsaved_s"] is not None]
         if not unsaved:
             return {}
+        heads = sum(row["slot"] == "head" for row in self.rows)
         return {
-            "kills": sum(row["slot"] != "head" for row in self.rows),
-            "head_kills": sum(row["slot"] == "head" for row in self.rows),
-            "save_every_s": save_every_s,
-            "unsaved_median_s": statistics.median(unsaved),
-            "unsaved_most_s": max(unsaved),
-            "target": save_every_s,
-            "target_met": max(unsaved) <= save_every_s,
-        }
+            "kills": len(self.rows) - heads, "head_kills": heads, "save_every_s": save_every_s,
+            "unsaved_median_s": statistics.median(unsaved), "unsaved_most_s": max(unsaved),
+            "target": save_every_s, "target_met": max(unsaved) <= save_every_s,
+        }  # fmt: skip

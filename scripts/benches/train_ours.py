@@ -14,18 +14,16 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
-from benches.common import lone_worker
+from benches.common import run_slice, trainer_spec
 from benches.pressure_caps import Course
-from benches.train_job import BATCH, KEYS, Tally, count_every_tensor, settings, told_of, warmed_up
+from benches.train_job import BATCH, KEYS, Tally, count_every_tensor, settings, warmed_up
 from workers.devices import cpu
 from workers.engine import engine as engines
 from workers.engine import session
-from workers.messages import Directive
-from workers.settings import WorkerSpec, WorkloadSpec
+from workers.settings import WorkerSpec
 from workers.units import MIB
 from workers.workloads.base import StepResult
 from workers.workloads.train import Train
@@ -106,16 +104,14 @@ def train(connection: Connection, course: Course, seconds: float, whole_bytes: i
         return devices[-1]
 
     cast("Any", session).open_device = open_device
-    usual = lone_worker(budget_bytes=4 * whole_bytes + 128 * MIB, dtype="fp32")
-    name = f"{__name__}:{_Counted.__name__}"
-    keys = {**settings().model_dump(), **KEYS}
-    workload = WorkloadSpec(name=name, dtype="fp32", size=1024, batch=128, seed=0, settings=keys)
-    warmed_up()
-    engine = engines.Engine(
-        replace(usual, policy="adaptive", workload=workload, workers_on_host=os.cpu_count() or 1)
+    spec = trainer_spec(
+        4 * whole_bytes + 128 * MIB,
+        {**settings().model_dump(), **KEYS},
+        f"{__name__}:{_Counted.__name__}",
     )
-    # The first step makes model and states.
-    engine.run_slice(Directive(incarnation=0, sequence=0, duration_s=0.0, resume=None))
+    warmed_up()
+    engine = engines.Engine(spec)
+    run_slice(engine, 0, 0.0)  # the first step makes model and states
     device = devices[0]
     device.begin()
     connection.send((os.getpid(), 0))
@@ -133,9 +129,7 @@ def train(connection: Connection, course: Course, seconds: float, whole_bytes: i
     sequence, ended = 1, None
     while not tally.over:
         slice_s = max(0.0, min(1.0, tally.began_s + seconds - time.monotonic()))
-        report = engine.run_slice(
-            Directive(incarnation=0, sequence=sequence, duration_s=slice_s, resume=None)
-        )
+        report = run_slice(engine, sequence, slice_s)
         sequence += 1
         ended = report.error or ended
-    connection.send(told_of(tally, ended))
+    connection.send(tally.told(ended))

@@ -17,58 +17,44 @@ import importlib
 import itertools
 import os
 import resource
-import statistics
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-from benches.common import Child, Result, judged, lone_worker, progress, status_bytes
-from benches.pressure_caps import (
-    COURSES,
+from benches import pressure_caps, train_job
+from benches.common import (
     PATIENCE_S,
-    Course,
-    KernelCap,
-    ratio_within_rounds,
-    rows_of,
-    turns,
+    Child,
+    Result,
+    judged,
+    lone_worker,
+    median_of_known,
+    progress,
+    status_bytes,
+    told_by,
 )
-from benches.train_job import (
-    BATCH,
-    MODULES,
-    OTHERS,
-    Tally,
-    count_every_tensor,
-    known_size,
-    least_bytes,
-    settings,
-    task,
-    told_of,
-    trainer,
-    warmed_up,
-)
+from benches.pressure_caps import COURSES, Course, KernelCap, NeighbourCap
+from benches.train_job import BATCH, trainer
 from workers.training.schedule import micro_batches
 from workers.units import MIB
 
-_HERE = Path(__file__).parent
-_ROOT = _HERE.parent.parent
 #: Memory for a whole batch and this much more.
 _ROOM = 1.15
 #: Kept out of what a part may take: pages and small things.
 _SLACK_BYTES = MIB
 #: After a release this share of the full part counts as back.
 _BACK = 0.98
+#: Of a row, what a total has the median of.
+_MEDIANS = (
+    "useful_per_s", "rows_to_needed", "starts", "wrong_batches", "failures_per_min",
+    "back_after_s", "loss_gap",
+)  # fmt: skip
 
 
 def run(
     seconds: float, rounds: int, seed: int, course: Sequence[str], contestants: Sequence[str]
 ) -> Result:
-    os.environ.setdefault(
-        "MALLOC_ARENA_MAX", "1"
-    )  # as in a rehearsal: what is freed is really given back
+    os.environ.setdefault("MALLOC_ARENA_MAX", "1")  # what is freed is really given back
     rows: list[dict[str, Any]] = []
     broken: list[str] = []
     need = _part_bytes()
@@ -78,7 +64,9 @@ def run(
         f"{whole_bytes / MIB:.1f}"
     )
     courses = {name: COURSES[name] for name in course}
-    for number, name, contestant, steps in turns(rounds, courses, contestants, seed, seconds):
+    for number, name, contestant, steps in pressure_caps.turns(
+        rounds, courses, contestants, seed, seconds
+    ):
         try:
             told = _turn(contestant, steps, seconds, whole_bytes)
         except Exception as error:  # noqa: BLE001 - the others go on
@@ -108,29 +96,25 @@ def _row(told: Mapping[str, Any], course: Course, seconds: float) -> dict[str, A
     return {
         "useful_per_s": round(done * BATCH / seconds, 1),
         "rows_to_needed": told["rows"] / (steps * BATCH) if steps else None,
-        "starts": told.get("starts"),
-        "wrong_batches": told.get("wrong_batches"),
+        "starts": told.get("starts"), "wrong_batches": told.get("wrong_batches"),
         "failures_per_min": 60 * len(failed) / seconds,
         "back_after_s": _back_after_s(told.get("parts", []), course),
-        "ended": told.get("ended"),
-        "losses": told.get("losses", {}),
-    }
+        "ended": told.get("ended"), "losses": told.get("losses", {}),
+    }  # fmt: skip
 
 
 def _back_after_s(parts: Sequence[Sequence[float]], course: Course) -> float | None:
     """Return the longest time from a release of at least a third of all memory to a part of
     (nearly) full size.
     """
+    full = [(ended_s, rows) for ended_s, rows in parts if rows >= _BACK * BATCH]
     releases = [at for (_, before), (at, now) in itertools.pairwise(course) if now - before > 1 / 3]
-    took = []
-    for at_s in releases:
-        back = [
-            ended_s - at_s for ended_s, rows in parts if ended_s > at_s and rows >= _BACK * BATCH
-        ]
-        took.append(min(back, default=None) if back else None)
-    if not took:
-        return None
-    return None if None in took else max(each for each in took if each is not None)
+    took = [
+        min((ended_s - at_s for ended_s, rows in full if ended_s > at_s), default=None)
+        for at_s in releases
+    ]
+    known = [each for each in took if each is not None]
+    return max(known) if known and len(known) == len(took) else None
 
 
 def _figures(rows: Sequence[dict[str, Any]], contestants: Sequence[str]) -> dict[str, Any]:
@@ -138,22 +122,12 @@ def _figures(rows: Sequence[dict[str, Any]], contestants: Sequence[str]) -> dict
     for course, contestant in itertools.product(
         dict.fromkeys(row["course"] for row in rows), contestants
     ):
-        mine = rows_of(rows, course, contestant)
+        mine = pressure_caps.rows_of(rows, course, contestant)
         total: dict[str, Any] = {"course": course, "contestant": contestant}
-        for key in (
-            "useful_per_s",
-            "rows_to_needed",
-            "starts",
-            "wrong_batches",
-            "failures_per_min",
-            "back_after_s",
-            "loss_gap",
-        ):
-            known = [row[key] for row in mine if row[key] is not None]
-            total[key] = statistics.median(known) if known else None
+        total |= {key: median_of_known([row[key] for row in mine]) for key in _MEDIANS}
         for other in contestants:
-            theirs = rows_of(rows, course, other)
-            ratio = ratio_within_rounds(mine, theirs, "useful_per_s")
+            theirs = pressure_caps.rows_of(rows, course, other)
+            ratio = pressure_caps.ratio_within_rounds(mine, theirs, "useful_per_s")
             total[f"to_{other}"] = None if other == contestant else ratio
         totals.append(total)
     targets = [
@@ -175,52 +149,15 @@ def _targets(ours: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def _turn(contestant: str, course: Course, seconds: float, whole_bytes: int) -> dict[str, Any]:
-    with contextlib.closing(
-        Child(contestant, _contest, contestant, course, seconds, whole_bytes)
-    ) as one:
+    child = Child(contestant, _contest, contestant, course, seconds, whole_bytes)
+    with contextlib.closing(child) as one:
         ready = one.receive(PATIENCE_S)
         if isinstance(ready, str):
             return {"ended": f"not installed: {ready}"}
-        with _moved(ready, course, whole_bytes, one, is_ours=contestant == "ours"):
-            told: dict[str, Any] = one.receive(seconds + PATIENCE_S)
+        is_ours = contestant == "ours"
+        cap = NeighbourCap(one.pipe) if is_ours else KernelCap(*ready, by_wall=True)
+        told: dict[str, Any] = pressure_caps.follow(one, cap, course, seconds, whole_bytes)
         return told
-
-
-@contextmanager
-def _moved(
-    ready: tuple[int, int], course: Course, whole_bytes: int, one: Child, *, is_ours: bool
-) -> Iterator[None]:
-    """Start the contestant, and move its cap along the course in a thread until the block ends."""
-    ended = threading.Event()
-    cap = None if is_ours else KernelCap(*ready)
-    began_s = 0.0
-
-    def leave(share: float) -> None:
-        size_bytes = int(share * whole_bytes)
-        if cap is not None:
-            cap.leave(size_bytes)
-        else:
-            one.send(size_bytes)
-
-    def move() -> None:
-        for at_s, share in course[1:]:
-            if ended.wait(max(0.0, began_s + at_s - time.monotonic())):
-                return
-            with contextlib.suppress(Exception):
-                leave(share)
-
-    leave(course[0][1])
-    one.send("go")
-    began_s = time.monotonic()
-    mover = threading.Thread(target=move, daemon=True)
-    mover.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        mover.join()
-        if cap is not None:
-            cap.close()
 
 
 def _contest(
@@ -237,12 +174,12 @@ def _contest(
     from workers.devices import open_device
 
     open_device(lone_worker(budget_bytes=256 * MIB))  # sets malloc up; its own cap is not used
-    count_every_tensor()
+    train_job.count_every_tensor()
     torch.set_num_threads(1)
-    warmed_up()
-    took = least_bytes() if contestant in {"fixed", "ideal"} else {}
+    train_job.warmed_up()
+    took = train_job.least_bytes() if contestant in {"fixed", "ideal"} else {}
     try:
-        for module in MODULES.get(contestant, ()):
+        for module in train_job.MODULES.get(contestant, ()):
             importlib.import_module(module)  # what it takes is not the training's
     except ImportError as error:
         connection.send(f"{error}; type: pip install '.[bench]'")
@@ -252,7 +189,7 @@ def _contest(
     del spare
     connection.send((os.getpid(), base_bytes))
     connection.recv()
-    tally = Tally(seconds, course)
+    tally = train_job.Tally(seconds, course)
 
     def fits(share: float) -> int:
         left_bytes = share * whole_bytes - _SLACK_BYTES
@@ -260,31 +197,31 @@ def _contest(
 
     ended = None
     try:
-        if contestant in OTHERS:
-            OTHERS[contestant](tally)
+        if contestant in train_job.OTHERS:
+            train_job.OTHERS[contestant](tally)
         else:
-            known_size(tally, fits, knows=contestant == "ideal")
+            train_job.known_size(tally, fits, knows=contestant == "ideal")
     except Exception as error:  # noqa: BLE001 - a contestant that gives up is a finding
-        ended = (
-            f"{type(error).__name__} at {tally.at_s:.1f} s: {' '.join(str(error).split())[:200]}"
-        )
+        words = " ".join(str(error).split())[:200]
+        ended = f"{type(error).__name__} at {tally.at_s:.1f} s: {words}"
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
-    connection.send(told_of(tally, ended))
+    connection.send(tally.told(ended))
 
 
 def _part_bytes() -> dict[int, int]:
     """Return what a part of so many samples takes beside what is there at all times."""
     from workers.training.memory_plan import MemoryPlanner
 
-    planner = MemoryPlanner(task(), settings(), on_card=False)
+    planner = MemoryPlanner(train_job.task(), train_job.settings(), on_card=False)
     plans = (planner.plan(micro, 0) for micro in micro_batches(BATCH, BATCH))
     return {plan.micro: max(plan.activations_bytes, plan.update_bytes) for plan in plans}
 
 
 def _undisturbed(steps: int) -> dict[int, float]:
-    with contextlib.closing(Child("the undisturbed training", _train_alone, steps)) as one:
-        found: dict[int, float] = one.receive(PATIENCE_S)
+    found: dict[int, float] = told_by(
+        "the undisturbed training", _train_alone, steps, within_s=PATIENCE_S
+    )
     return found
 
 

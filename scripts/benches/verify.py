@@ -24,11 +24,8 @@ from workers.verification.freivalds import tolerance
 from workers.verification.repeat import bit_class, flip_bit
 
 _DTYPES: Final = {
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+    "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+}  # fmt: skip
 #: Of 1000 checks, how many are of this size. A product in fp16 of more than 64 takes a CPU ten
 #: times the others' time.
 _MIX: Final = {64: 800, 128: 170, 256: 26, 512: 3, 1024: 1}
@@ -61,9 +58,8 @@ class Bench:
         """Take the memory, and have fp32 computed as the name says from now on."""
         if self.device.type == "cuda":
             torch.set_float32_matmul_precision("high" if self.name == "tf32" else "highest")
-        self.matrices = torch.empty(
-            (4, self.n, self.n), dtype=_DTYPES[self.name], device=self.device
-        )
+        shape = (4, self.n, self.n)
+        self.matrices = torch.empty(shape, dtype=_DTYPES[self.name], device=self.device)
         roomy = freivalds.least_scratch(self.n) + self.n * self.n
         self.scratch = torch.empty(roomy, dtype=torch.float64, device=self.device)
 
@@ -74,9 +70,8 @@ class Bench:
         else:
             self.matrices[:2].normal_(generator=self.generator)
         if how == "scaled":
-            scales = torch.randint(
-                -4, 5, (2, self.n, 1), generator=self.generator, device=self.device
-            )
+            shape = (2, self.n, 1)
+            scales = torch.randint(-4, 5, shape, generator=self.generator, device=self.device)
             self.matrices[:2].mul_(torch.exp2(scales.to(self.matrices.dtype)))
         torch.mm(left, right, out=result)
 
@@ -89,9 +84,7 @@ class Bench:
         torch.mm(left, right, out=again)
         check = repeat.same_bits(result, again, self.scratch)
         if check is None:
-            raise RuntimeError(
-                "torch summed the same product in different orders, with memory to spare"
-            )
+            raise RuntimeError("torch summed one product in different orders, with memory to spare")
         return check
 
 
@@ -111,25 +104,22 @@ def run(checks: int, flips: int, seed: int, device: str, dtypes: list[str]) -> R
     broken: list[str] = []
     alarms = _false_alarms(checks, seed, where, dtypes, broken)
     counts = [row for dtype in dtypes for row in _flips(flips, seed, where, dtype, broken)]
+    shares = [
+        {
+            **{key: row[key] for key in ("dtype", "bits", "flips")},
+            "by_freivalds": row["freivalds"] / row["flips"],
+            "by_repeat": row["repeat"] / row["flips"], "large": row["large"] / row["flips"],
+            "large_by_freivalds": row["large_found"] / max(1, row["large"]),
+        }
+        for row in counts
+    ]  # fmt: skip
     figures = {
         "device": torch.cuda.get_device_name() if where.type == "cuda" else "cpu",
-        "torch": str(torch.__version__),
-        "checks": sum(row["checks"] for row in alarms),
+        "torch": str(torch.__version__), "checks": sum(row["checks"] for row in alarms),
         "false_alarms": sum(row["false_alarms"] for row in alarms),
         "largest_ratio": max(row["largest_ratio"] for row in alarms),
-        "rounds": alarms,
-        "counts": counts,
-        "flips": [
-            {
-                **{key: row[key] for key in ("dtype", "bits", "flips")},
-                "by_freivalds": row["freivalds"] / row["flips"],
-                "by_repeat": row["repeat"] / row["flips"],
-                "large": row["large"] / row["flips"],
-                "large_by_freivalds": row["large_found"] / max(1, row["large"]),
-            }
-            for row in counts
-        ],
-    }
+        "rounds": alarms, "counts": counts, "flips": shares,
+    }  # fmt: skip
     return Result(bench="verify", figures=figures, broken=broken)
 
 
@@ -149,27 +139,21 @@ def _false_alarms(
             for number in range(count):
                 how = _DRAWS[number % len(_DRAWS)]
                 bench.draw(how)
-                made.append(
-                    bench.repeat()
-                    if number % _REPEAT_EVERY == 0
-                    else bench.freivalds(chance.getrandbits(40))
-                )
-                if not made[-1].ok:
-                    told = f"{made[-1].kind}: {made[-1].detail}"
+                is_repeat = number % _REPEAT_EVERY == 0
+                check = bench.repeat() if is_repeat else bench.freivalds(chance.getrandbits(40))
+                made.append(check)
+                if not check.ok:
+                    told = f"{check.kind}: {check.detail}"
                     broken.append(f"a right product was refused: {name}, {how}: {told}")
             kinds = Counter(check.kind for check in made)
             rows.append(
                 {
-                    "dtype": name,
-                    "size": n,
-                    "checks": count,
-                    "freivalds": kinds["freivalds"],
-                    "repeat": kinds["repeat"],
-                    "false_alarms": sum(not check.ok for check in made),
+                    "dtype": name, "size": n, "checks": count, "freivalds": kinds["freivalds"],
+                    "repeat": kinds["repeat"], "false_alarms": sum(not each.ok for each in made),
                     "largest_ratio": max(check.worst for check in made),
                     "took_s": time.perf_counter() - began_s,
                 }
-            )
+            )  # fmt: skip
             done = sum(row["checks"] for row in rows)
             progress(f"{done} checks, {name} {n}: largest ratio {rows[-1]['largest_ratio']:.3f}")
     return rows
@@ -200,14 +184,9 @@ def _flips(
                 flip_bit(result, index, bit)
                 # What is no number any more has changed without measure.
                 sure = not math.isfinite(change) or change >= _SURELY
-                outcome = {
-                    "flips": True,
-                    "freivalds": by_freivalds,
-                    "repeat": by_repeat,
-                    "large": sure,
-                }
-                counts.update((kind, what) for what, happened in outcome.items() if happened)
-                counts[kind, "large_found"] += sure and by_freivalds
+                outcomes = (True, by_freivalds, by_repeat, sure, sure and by_freivalds)
+                happened = zip(COUNTS, outcomes, strict=True)
+                counts.update((kind, what) for what, is_so in happened if is_so)
                 if sure and not by_freivalds:
                     broken.append(
                         f"{name}: Freivalds missed bit {bit}, a change of {change:.1f} "

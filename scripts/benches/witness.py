@@ -11,7 +11,6 @@ killed.
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 from workers.workloads.base import StepResult, WorkloadContext
@@ -19,8 +18,6 @@ from workers.workloads.matmul import Matmul
 
 #: Where the files are. Workers have it from the environment of the head.
 FOLDER_VARIABLE = "ORCH_WITNESS_DIR"
-#: Of a resting step: as long as a step should take (`Workload.step`), and hardly any of it is work.
-_REST_S = 0.1
 
 
 class Witness(Matmul):
@@ -40,14 +37,3 @@ class Witness(Matmul):
         result = super().step(size, batch)
         os.write(self._file, b".")
         return result
-
-
-class Resting(Witness):
-    """One product a step and a long rest, as of a processor that waits for its card.
-
-    Every step is the same work.
-    """
-
-    def step(self, size: int, batch: int) -> StepResult:
-        time.sleep(_REST_S)
-        return super().step(size, min(batch, 1))

@@ -154,6 +154,12 @@ def test_node_names_that_are_allowed(name: str) -> None:
     assert list(config_from_data({"nodes": {name: SMALL["nodes"]["pc1"]}}).nodes) == [name]
 
 
+def test_the_shipped_budgets_fit_what_their_cards_show() -> None:
+    for node in load_config(str(ROOT / "cluster.yaml")).nodes.values():
+        asked_gib = node.workers * node.vram_per_worker_gib / node.gpus
+        assert asked_gib <= PROFILES[node.gpu].shown_gib * node.memory_fraction
+
+
 def test_every_profile_can_be_named_and_shows_less_than_its_box() -> None:
     nominal_gib = {
         "rtx-3060": 12,

@@ -6,18 +6,11 @@ twice at a time and that each ends exactly once.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benches.jobs_simulation import (
-    Night,
-    cut_between_any_bytes,
-    disturbed,
-    memory,
-    undisturbed,
-)
+from benches.jobs_simulation import DyingNight, Night, cut_between_any_bytes, in_memory
 
 from orchestrator.jobs.journal import JOURNAL_NAME, queue_of
 from orchestrator.jobs.model import ENDED, JobState
@@ -26,13 +19,13 @@ from orchestrator.jobs.model import ENDED, JobState
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """Return a folder in memory: thousands of syncs would test the disk."""
-    with tempfile.TemporaryDirectory(dir=memory()) as name:
+    with in_memory() as name:
         yield Path(name)
 
 
 @pytest.fixture(scope="module")
 def night(tmp_path_factory: pytest.TempPathFactory) -> Night:
-    return undisturbed(0, 120, tmp_path_factory.mktemp("night"))
+    return Night(0, 120, tmp_path_factory.mktemp("night")).play()
 
 
 def test_all_that_can_go_wrong_goes_wrong(night: Night) -> None:
@@ -55,8 +48,8 @@ def test_all_that_can_go_wrong_goes_wrong(night: Night) -> None:
 
 
 def test_a_head_that_dies_at_every_line_decides_the_same(folder: Path) -> None:
-    calm = undisturbed(3, 40, folder / "calm")
-    dying = disturbed(3, 40, folder / "dying", lambda _: True)
+    calm = Night(3, 40, folder / "calm").play()
+    dying = DyingNight(3, 40, folder / "dying", lambda _: True).play()
 
     assert dying.deaths >= len(calm.lines)
     assert (folder / "dying" / JOURNAL_NAME).read_bytes() == (
@@ -66,8 +59,8 @@ def test_a_head_that_dies_at_every_line_decides_the_same(folder: Path) -> None:
 
 @pytest.mark.parametrize("seed", [4, 5])
 def test_a_head_that_dies_now_and_then_decides_the_same(folder: Path, seed: int) -> None:
-    undisturbed(seed, 60, folder / "calm")
-    disturbed(seed, 60, folder / "dying", lambda line: line % 37 == seed)
+    Night(seed, 60, folder / "calm").play()
+    DyingNight(seed, 60, folder / "dying", lambda line: line % 37 == seed).play()
 
     assert (folder / "dying" / JOURNAL_NAME).read_bytes() == (
         folder / "calm" / JOURNAL_NAME

@@ -1,6 +1,6 @@
 """The thermal governor in a closed loop with made-up cards that fit real ones; drawn afresh under HYPOTHESIS_FRESH=1.
 
-The cards, their sensors and what counts as settled are those of `benches.thermal`.
+The cards, their sensors and what counts as settled are those of `thermal_cards.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,17 @@ from functools import cache
 from typing import Any
 
 import pytest
-from benches.thermal import Card, Course, best_constant, draw, governor, guides, judge, play
+
+from tests.policy.thermal_cards import (
+    Card,
+    Course,
+    best_constant,
+    draw,
+    governor,
+    guides,
+    judge,
+    play,
+)
 
 pytestmark = pytest.mark.slow
 

@@ -16,21 +16,18 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from benches.common import ChildDiedError, run_slice
 
-from benches.common import ChildDiedError
 from workers import oom
 from workers.devices.base import threads_for
 from workers.engine.engine import Engine
-from workers.messages import Directive, IncompatibleError, Report, StepCounts, Verdict
+from workers.messages import IncompatibleError, Report, StepCounts, Verdict
 from workers.nvml import queries
 from workers.settings import WorkerSpec
 
 DTYPES = {
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
+    "fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
+}  # fmt: skip
 #: A bare loop queues products for about so long before it waits; and it waits only for the batch
 #: before the last.
 _QUEUED_S = 0.05
@@ -68,11 +65,9 @@ class Turn:
 
 
 def serve_engine(connection: Connection, spec: WorkerSpec, environment: Mapping[str, str]) -> None:
-    """Serve orders with one engine: (seconds, not before this moment of the monotonic clock, which
-    all share).
+    """Serve orders with one engine: (seconds, not before this moment of the monotonic clock).
 
-    An order of no seconds is worked at until the first good step, as the head has each new process
-    do.
+    An order of no seconds is worked at until the first good step, as the head has new processes do.
     """
     os.environ.update(environment)  # before CUDA reads it
     engine = Engine(spec)
@@ -86,18 +81,13 @@ def serve_engine(connection: Connection, spec: WorkerSpec, environment: Mapping[
             reports[-1].verdict is Verdict.OK and time.monotonic() - began_s < seconds
         ):
             duration_s = max(0.0, min(_SLICE_S, seconds - (time.monotonic() - began_s)))
-            directive = Directive(
-                incarnation=0, sequence=sequence, duration_s=duration_s, resume=None
-            )
+            reports.append(run_slice(engine, sequence, duration_s))
             sequence += 1
-            reports.append(engine.run_slice(directive))
         window_s = time.monotonic() - began_s
-        used_bytes = (
-            queries.process_used_bytes(queries.visible_card()) if spec.device == "cuda" else None
-        )
-        connection.send(
-            Turn(reports=tuple(reports), window_s=window_s, process_used_bytes=used_bytes)
-        )
+        on_card = spec.device == "cuda"
+        used_bytes = queries.process_used_bytes(queries.visible_card()) if on_card else None
+        turn = Turn(reports=tuple(reports), window_s=window_s, process_used_bytes=used_bytes)
+        connection.send(turn)
 
 
 def serve_bare_loop(connection: Connection, device_name: str) -> None:

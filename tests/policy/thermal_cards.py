@@ -1,11 +1,9 @@
-"""How well the thermal governor holds a card's temperature, against the best constant duty and the
-guides' rule.
+"""Made-up cards in virtual time, and what a rule for the temperature does to them.
 
-Virtual time on made-up cards: ambient temperature, cooling, time constants, sensor, fan and the
-number of workers are drawn from a seed, in ranges that fit real cards. Every worker runs a rule of
-its own on the same temperature, read at its own moment. The best constant duty is the largest one
-whose readings, noise included, stay below the critical temperature once it has settled; what counts
-is the work after settling.
+Ambient temperature, cooling, time constants, sensor, fan and the number of workers are drawn from a
+seed, in ranges that fit real cards. Every worker runs a rule of its own on the same temperature,
+read at its own moment. The best constant duty is the largest one whose readings, noise included,
+stay below the critical temperature once it has settled; what counts is the work after settling.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
-from benches.common import Result, progress
 from workers.policy.thermal import ThermalGovernor
 from workers.readings import SensorReading
 from workers.settings import ThermalSettings
@@ -68,9 +65,6 @@ def guides() -> Rule:
         return 0.0 if paused else value
 
     return duty
-
-
-RULES: dict[str, Callable[[], Rule]] = {"governor": governor, "guides": guides}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,61 +266,3 @@ def _outside(look: Look) -> bool:
     """Whether a card is too hot, paused, or cooler than it needs to be."""
     needless = look.temperature_c < _HOT_C - 3.0 and look.duty < 0.99
     return look.temperature_c >= _CRITICAL_C or look.duty <= 0.0 or needless
-
-
-def run(cards: int, seed: int) -> Result:
-    figures: dict[str, Any] = {"cards": cards, "first_seed": seed}
-    broken: list[str] = []
-    drawn = [draw(number) for number in range(seed, seed + cards)]
-    summaries = []
-    for scene in SCENES:
-        best = [best_constant(card, scene) for card in drawn]
-        for name, rule in RULES.items():
-            progress(f"{scene}: {name}")
-            judged = [
-                judge(card, play(card, scene, rule), known)
-                for card, known in zip(drawn, best, strict=True)
-            ]
-            summaries.append({"scene": scene, "rule": name, **_summary(judged)})
-            if scene == "steady":
-                figures[name] = [
-                    {
-                        "seed": card.seed,
-                        "full_c": card.full_c,
-                        "workers": len(card.offsets_s),
-                        **figure,
-                    }
-                    for card, figure in zip(drawn, judged, strict=True)
-                ]
-            if name == "governor":
-                broken += [
-                    f"card {card.seed}, {scene}: {figure['critical_settled_s']:g} s at "
-                    f"{_CRITICAL_C:g} C and above"
-                    for card, figure in zip(drawn, judged, strict=True)
-                    if figure["critical_settled_s"]
-                ]
-    figures["summary"] = summaries
-    return Result(bench="thermal", figures=figures, broken=broken)
-
-
-def _summary(judged: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the worst of each figure.
-
-    Of the share of the best constant duty, which may be above 1, the mean too.
-    """
-    most = (
-        "settle_s",
-        "c",
-        "outside_pct",
-        "critical_unsettled_s",
-        "critical_settled_s",
-        "turns_per_min",
-    )
-    named = {"c": "most_c", "outside_pct": "outside_settled_pct"}
-    return {
-        **{f"most_{key}": max(figure[named.get(key, key)] for figure in judged) for key in most},
-        "cards_pausing": sum(figure["pauses_settled"] > 0 for figure in judged),
-        "median_swing": statistics.median(figure["swing"] for figure in judged),
-        "mean_share": statistics.fmean(figure["share"] for figure in judged),
-        "least_share": min(figure["share"] for figure in judged),
-    }

@@ -1,0 +1,246 @@
+"""What a training takes of a real card: pinned memory, workspaces, kernels, a core, and its words.
+
+    python -m pytest tests/gpu/test_training_on_a_card.py -rP       # prints the figures, too
+
+Each scenario has a process of its own and returns figures. Most of it has not run on a card yet.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from operator import attrgetter
+from typing import Any, TypeAlias
+
+import psutil
+import pytest
+import torch
+
+from tests.engine.scene import events, slice_of
+from tests.gpu.scene import ON_A_CARD
+from tests.scene import MIB, spec_of
+from workers import oom
+from workers.devices import open_device
+from workers.engine.engine import Engine
+from workers.messages import Report
+from workers.nvml import queries
+from workers.settings import FailureKind, WorkerSpec
+from workers.training import precision
+from workers.training.settings import TrainSettings
+from workers.training.tasks import find_task
+from workers.training.trainer import Trainer
+
+pytestmark = ON_A_CARD
+
+Found: TypeAlias = dict[str, Any]
+
+DEVICE, PRESET, BUDGET_BYTES, SECONDS = "cuda", "gpt2-small", 8 * 2**30, 8.0
+
+#: What the caching allocator and small tensors add to a figure.
+SLACK = 1.05
+
+READERS: dict[str, Callable[[], object]] = {
+    "matmul_precision": torch.get_float32_matmul_precision,
+    "matmul_allow_tf32": partial(attrgetter("matmul.allow_tf32"), torch.backends.cuda),
+    "matmul_fp32_precision": partial(attrgetter("matmul.fp32_precision"), torch.backends.cuda),
+    "cudnn_allow_tf32": partial(attrgetter("allow_tf32"), torch.backends.cudnn),
+    "conv_fp32_precision": partial(attrgetter("conv.fp32_precision"), torch.backends.cudnn),
+    "rnn_fp32_precision": partial(attrgetter("rnn.fp32_precision"), torch.backends.cudnn),
+}
+
+
+def told_of(in_child: Callable[..., Any], scenario: Callable[[], Found]) -> Found:
+    found: Found = in_child(scenario)
+    print(scenario.__name__, found)  # noqa: T201 - for `pytest -rP`
+    return found
+
+
+def lone_spec(**different: Any) -> WorkerSpec:
+    return spec_of(
+        **{"device": DEVICE, "budget_bytes": BUDGET_BYTES, "floor_bytes": 4 * MIB, **different}
+    )
+
+
+def trainer_of(**levers: Any) -> Trainer:
+    settings = TrainSettings(preset=PRESET, **{"batch": 4, "steps": 1000, **levers})
+    return Trainer(find_task(settings, 0), settings, torch.device(DEVICE), 0)
+
+
+def trained() -> list[Report]:
+    """Run slices of a training in an engine in this process."""
+    keys = {"preset": PRESET, "batch": 8, "steps": 100_000, "precision": "bf16"}
+    spec = lone_spec(name="train", policy="adaptive", dtype="bf16", size=1, batch=8)
+    workload = replace(spec.workload, settings=TrainSettings(**keys).model_dump())
+    engine = Engine(replace(spec, workload=workload))
+    reports = [slice_of(engine, number, duration_s=SECONDS / 4) for number in range(4)]
+    assert sum(report.counts.steps_ok for report in reports), reports[-1].error
+    return reports
+
+
+def shortages() -> dict[str, str]:
+    """Take all memory, then call libraries that need some of their own; return what came of each."""
+    device = open_device(lone_spec())
+    place = device.torch_device
+    kernel, square = torch.ones(8, 8, 3, 3, device=place), torch.eye(512, device=place)
+    calls: dict[str, Callable[[], Any]] = {
+        "block": lambda: torch.empty(2 * device.most_bytes, dtype=torch.uint8, device=place),
+        "conv": lambda: torch.conv2d(torch.ones(8, 8, 64, 64).to(place), kernel),
+        "solve": lambda: torch.linalg.solve(square, square),
+        "fft": lambda: torch.fft.fft2(square),
+        "compiled": lambda: torch.compile(lambda x: (x.sin() * x).sum())(square),
+    }
+    blocks = []
+    for size_bytes in (64 * MIB, MIB):
+        try:
+            while True:
+                blocks.append(torch.empty(size_bytes, dtype=torch.uint8, device=place))
+        except torch.OutOfMemoryError:
+            continue
+    found = {}
+    for name, call in calls.items():
+        try:
+            with device.enforced():
+                call()
+        except Exception as error:  # noqa: BLE001 - it is what is asked
+            failure = oom.classify(error)
+            found[name] = f"{failure.kind.value}: {failure.text[:80]}"
+    return found
+
+
+def test_a_shortage_in_a_library_is_one_of_memory(in_child: Callable[..., Any]) -> None:
+    found = told_of(in_child, shortages)
+    kinds = {told.partition(":")[0] for told in found.values()}
+    assert "block" in found
+    assert kinds <= {FailureKind.DEFINITE.value, FailureKind.PROBABLE.value}, found
+
+
+def states_on_the_card() -> Found:
+    trainer = trainer_of(optimizer="adamw-8bit", states_on_host=100)
+    while trainer.step < 2:
+        trainer.micro_batch(4)
+    trainer.rollback(None)
+    while trainer.step < 1:
+        trainer.micro_batch(4)
+    states = trainer.host_states.tensors
+    on_card = [
+        each.nbytes
+        for each in states
+        if isinstance(each, torch.Tensor) and each.device.type == "cuda"
+    ]
+    return {"states": len({id(each) for each in states}), "on_card_bytes": sum(on_card)}
+
+
+def test_8_bit_states_on_the_host_stay_there(in_child: Callable[..., Any]) -> None:
+    found = told_of(in_child, states_on_the_card)
+    assert found["states"] > 0
+    assert found["on_card_bytes"] == 0
+
+
+def pinned() -> Found:
+    trainer = trainer_of()
+    while trainer.step < 1:
+        trainer.micro_batch(4)
+    parked_bytes = trainer.park()
+    pinned_bytes = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    trainer.unpark()
+    gc.collect()
+    after_bytes = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    return {"parked": parked_bytes, "pinned": pinned_bytes, "pinned_after": after_bytes}
+
+
+def test_a_parked_state_pins_its_bytes_and_gives_them_back(in_child: Callable[..., Any]) -> None:
+    found = told_of(in_child, pinned)
+    assert found["pinned"] <= SLACK * found["parked"] + 64 * MIB
+    assert found["pinned_after"] <= 64 * MIB
+
+
+def pinned_by_activations() -> dict[str, int]:
+    found = {}
+    for name in ("fp32", "bf16"):
+        trainer = trainer_of(activations_on_host=True, precision=name)
+        trainer.micro_batch(4)
+        found[name] = torch.cuda.host_memory_stats()["allocated_bytes.peak"]
+        torch.cuda.reset_peak_host_memory_stats()
+        del trainer
+        gc.collect()
+    return found
+
+
+def test_half_precision_copies_of_weights_stay_on_the_card(in_child: Callable[..., Any]) -> None:
+    found = told_of(in_child, pinned_by_activations)
+    assert found["bf16"] <= SLACK * found["fp32"]
+
+
+def memory_and_cores() -> Found:
+    first = trained()
+    process_bytes = queries.process_used_bytes(queries.visible_card())
+    grown = events(first, "context_grew")
+    process, began_s = psutil.Process(), time.perf_counter()
+    before = process.cpu_times()
+    trained()
+    took_s, after = time.perf_counter() - began_s, process.cpu_times()
+    return {
+        "failures": sum(report.counts.steps_oom for report in first),
+        "peak_bytes": max(report.memory.peak_bytes for report in first if report.memory),
+        "cap_bytes": first[-1].device.cap_bytes if first[-1].device else None,
+        "context_grown_bytes": sum(int(event.detail["grown_bytes"] or 0) for event in grown),
+        "process_bytes": process_bytes,
+        "cores": (after.user + after.system - before.user - before.system) / took_s,
+    }
+
+
+@pytest.fixture(scope="module")
+def training(in_child: Callable[..., Any]) -> Found:
+    return told_of(in_child, memory_and_cores)
+
+
+class TestTraining:
+    def test_it_finds_its_size_with_two_failures_at_most(self, training: Found) -> None:
+        assert training["failures"] <= 2
+
+    def test_the_process_stays_within_its_budget(self, training: Found) -> None:
+        if training["process_bytes"] is None:
+            pytest.skip("this driver does not tell what a process holds")
+        assert training["process_bytes"] <= BUDGET_BYTES
+
+    def test_a_wait_does_not_spin(self, training: Found) -> None:
+        assert training["cores"] <= 0.5  # a wait that spins takes a whole core
+
+
+def precisions() -> dict[str, str]:
+    open_device(lone_spec())
+    found = {}
+    for name in ("fp32", "tf32", "bf16"):
+        precision.set_up(name, deterministic=False)
+        for reader, read in READERS.items():
+            try:
+                found[f"{name} {reader}"] = str(read())
+            except RuntimeError as error:
+                found[f"{name} {reader}"] = f"raises: {error}"
+    return found
+
+
+def test_each_reader_of_tf32_answers(in_child: Callable[..., Any]) -> None:
+    found = told_of(in_child, precisions)
+    assert [told for told in found.items() if told[1].startswith("raises")] == []
+
+
+def workspaces() -> Found:
+    trainer_of().micro_batch(4)
+    torch.cuda.synchronize()
+    before_bytes = torch.cuda.memory_allocated()
+    torch._C._cuda_clearCublasWorkspaces()  # the only way to count them
+    all_bytes = before_bytes - torch.cuda.memory_allocated()
+    square = torch.ones(64, 64, device="cuda")
+    product = torch.empty_like(square)
+    empty_bytes = torch.cuda.memory_allocated()
+    torch.mm(square, square, out=product)
+    return {"all_bytes": all_bytes, "one_bytes": torch.cuda.memory_allocated() - empty_bytes}
+
+
+def test_a_training_holds_two_cublas_workspaces_at_most(in_child: Callable[..., Any]) -> None:
+    found = told_of(in_child, workspaces)
+    assert found["all_bytes"] <= 2.1 * found["one_bytes"]
