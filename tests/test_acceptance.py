@@ -10,18 +10,14 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 import torch
-from acceptance import claims, memory, suite, throughput, watching
-from acceptance.machine import NotHereError
-from acceptance.outcome import Outcome, page
+from acceptance import claims, suite
 
 from tests.scene import ROOT, ran
-from workers.readings import SensorReading
 
 pytestmark = pytest.mark.slow
 
@@ -170,164 +166,3 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
     done = ran(command, cwd=tmp_path)
     assert done.returncode == 2
     assert "pip install nvidia-ml-py" in done.stderr
-
-
-# --- the judgements
-# ----------------------------------------------------------------------------------------------
-
-
-WALL: Json = {
-    "budget_mib": 1000, "granted_to_cap": 0.998, "refused_at": 1.002, "refusal": "definite",
-    "one_block_of_1.01_refused": True, "process_to_budget": 0.998,
-}  # fmt: skip
-RECOVERED: Json = {
-    "errors": 200, "errors_asked": 200, "recovery_p99_ms": 90.0, "unrecovered": [], "descent_from_size": 65536,
-    "descent_errors": 2, "descent_ended": "ok RUNNING, 1 steps", "descent_kinds": ["definite"],
-}  # fmt: skip
-STAND: Json = {
-    "slot": "w/0", "ended": "ok RUNNING: ", "budget_mib": 1100, "cap_mib": 1000, "held_to_cap": 0.96,
-    "process_to_budget": 0.96, "steps_ok": 5, "steps_oom": 1, "unrecovered": 0, "tflops": 1.0,
-}  # fmt: skip
-SCENE: Json = {
-    "what": "2 x 1.07 GiB", "policy": "adaptive", "workers": 2, "stands": [STAND, STAND], "scaled": None, "died": None,
-}  # fmt: skip
-RACE: Json = {"dtype": "fp16", "ratio_median": 0.97, "failures": 0}
-FREE: Json = {"workers": 1, "duty_asked": None, "tflops": 2.0}
-KEPT: Json = {
-    "workers": 2, "duty_asked": 0.6, "duty_measured_least": 0.58, "duty_measured_most": 0.64, "tflops": 1.0,
-}  # fmt: skip
-VERIFIED: Json = {
-    "dtype": "bf16", "products": 100, "false_alarms": 0, "refused": 0, "flips": 32, "large": 20, "large_found": 20,
-    "repeat": 32, "cost_pct": 1.0, "cost_pct_allowed": 1.3,
-}  # fmt: skip
-ONE: Json = {"size": 64, "workers": 1, "tflops": 1.0, "failures": 0}
-BUSY: Json = {"when": "busy", "share_pct": 0.5}
-SEEN = SensorReading(temperature_c=50.0)
-
-#: Each judges a good measurement beside one that was changed.
-JUDGED: dict[str, Callable[[Json], Outcome]] = {
-    "cap": lambda found: memory.judge_cap([WALL, WALL | found]),
-    "recovery": lambda found: memory.judge_recovery(RECOVERED | found),
-    "side_by_side": lambda found: memory.judge_side_by_side(
-        [SCENE, SCENE | {"stands": [STAND, STAND | found]}]
-    ),
-    "dead": lambda found: memory.judge_side_by_side([SCENE | found]),
-    "totals": lambda found: throughput.judge_totals([ONE | found]),
-    "speed": lambda found: throughput.judge_speed([RACE, RACE | found]),
-    "duty": lambda found: throughput.judge_duty([FREE, KEPT | found]),
-    "mps": lambda found: throughput.judge_mps(list(({1.0: 50e12, 0.5: 27e12} | found).items())),
-    "sampler": lambda found: watching.judge_sampler([(BUSY, SEEN), (BUSY | found, SEEN)]),
-    "results": lambda found: watching.judge_results([VERIFIED, VERIFIED | found]),
-}
-
-
-@pytest.mark.parametrize(
-    ("check", "found", "words"),
-    [
-        ("cap", {"granted_to_cap": 0.978}, "refused at 0.97"),
-        ("cap", {"refused_at": 1.02}, "granted more than"),
-        ("cap", {"one_block_of_1.01_refused": False}, "granted more than"),
-        ("cap", {"refusal": "other"}, "classified as 'other'"),
-        ("cap", {"process_to_budget": 1.02}, "holds 1.0200 of its budget"),
-        ("cap", {"process_to_budget": 0.98}, "holds 0.9800 of its budget"),
-        ("recovery", {"recovery_p99_ms": 110.0}, "up to 110.0 ms"),
-        ("recovery", {"errors": 199}, "199 of 200"),
-        ("recovery", {"errors": 0, "recovery_p99_ms": None}, "0 of 200"),
-        ("recovery", {"unrecovered": ["slice 3 ended poisoned"]}, "slice 3"),
-        ("recovery", {"descent_errors": 0}, "was meant not to fit"),
-        ("recovery", {"descent_ended": "ok EMERGENCY, 0 steps"}, "ended ok EMERGENCY"),
-        ("recovery", {"descent_kinds": ["definite", "probable"]}, "probable"),
-        ("side_by_side", {"held_to_cap": 0.949}, "holds 0.949 of its cap"),
-        ("side_by_side", {"unrecovered": 1}, "1 failures left standing"),
-        ("side_by_side", {"steps_ok": 0}, "no good step"),
-        (
-            "side_by_side",
-            {"ended": "ok EMERGENCY: nothing fits"},
-            "ended ok EMERGENCY: nothing fits",
-        ),
-        ("side_by_side", {"ended": "poisoned LOST: "}, "ended poisoned"),
-        ("dead", {"stands": [], "died": "the process of w/1 ended with -9"}, "ended with -9"),
-        ("totals", {"failures": 1}, "1 steps failed"),
-        ("totals", {"tflops": 0.0}, "no work was done"),
-        ("mps", {0.5: 50e12}, "did 1.0 of the work"),
-        ("mps", {1.0: 0.0}, "did None of the work"),
-        ("sampler", {"share_pct": 1.5}, "1.50%"),
-        ("speed", {"ratio_median": 0.96}, "0.9600 of a bare loop"),
-        ("speed", {"failures": 2}, "2 steps failed"),
-        ("duty", {"duty_measured_most": 0.7}, "up to 0.100 off"),
-        ("results", {"false_alarms": 1}, "1 right products were refused"),
-        ("results", {"refused": 2}, "2 right products were refused"),
-        ("results", {"large_found": 19}, "1 large flips were missed"),
-        ("results", {"repeat": 31}, "the repeat missed 1"),
-        ("results", {"cost_pct": 5.0}, "of the time"),
-    ],
-)
-def test_a_judgement_holds_until_one_figure_breaks_it(check: str, found: Json, words: str) -> None:
-    assert JUDGED[check]({}).ok
-    refuses(JUDGED[check](found), words)
-
-
-def test_a_driver_that_does_not_tell_is_said_so() -> None:
-    outcome = memory.judge_cap([WALL | {"process_to_budget": None}])
-    assert outcome.ok
-    assert "does not tell" in outcome.notes[0]
-
-
-def test_side_by_side_tells_what_was_scaled() -> None:
-    outcome = memory.judge_side_by_side([SCENE | {"scaled": "scaled to 2 x 0.50 GiB"}])
-    assert (outcome.ok, outcome.notes) == (True, ["scaled to 2 x 0.50 GiB"])
-
-
-def test_totals_and_duties_stand_beside_one_free_worker() -> None:
-    outcome = throughput.judge_totals(
-        [ONE, ONE | {"workers": 2, "tflops": 1.1}, ONE | {"workers": 3, "tflops": 3.0}]
-    )
-    assert outcome.ok
-    assert [row["of_one_pct"] for row in outcome.rows] == pytest.approx([100.0, 110.0, 300.0])
-    assert outcome.notes == ["2 workers of size 64 do 110 % of one's work, not the guides' 180 %"]
-    assert throughput.judge_duty([FREE, KEPT]).rows[1]["of_unlimited_pct"] == pytest.approx(50.0)
-
-
-def test_a_sampler_of_a_lost_card_is_refused() -> None:
-    assert watching.judge_sampler([(BUSY, SEEN)]).figures["reading_temperature_c"] == 50.0
-    refuses(watching.judge_sampler([(BUSY, SensorReading(lost=True))]), "the card is lost")
-
-
-def test_numbers_that_json_does_not_have_are_unknown() -> None:
-    outcome = Outcome(check="x", must_hold="y", figures={"a": math.inf, "b": [math.nan, 1.5]})
-    assert outcome.as_json()["figures"] == {"a": None, "b": [None, 1.5]}
-
-
-def test_a_page_says_what_is_broken_and_what_was_skipped() -> None:
-    outcomes = [
-        Outcome(check="cap", must_hold="so", broken=["too much"]),
-        Outcome(check="mps", must_hold="so", skipped="no MPS | here"),
-        Outcome(check="duty", must_hold="so", rows=[{"a|b": None}]),
-    ]
-    keys = (
-        "card", "total_bytes", "free_bytes", "compute_capability", "multiprocessors", "driver", "context_bytes",
-        "context_source", "torch", "cuda", "python", "system", "cores", "command",
-    )  # fmt: skip
-    text = page({**dict.fromkeys(keys, "k"), "date": "2026-11-20 12:00 UTC"}, outcomes)
-    assert "1 of 3 checks hold; broken: cap; skipped: mps." in text
-    assert "- too much" in text
-    assert "| cap | BROKEN | so |" in text
-    assert "| a/b |" in text, "a bar would end the cell"
-
-
-def refuses(outcome: Outcome, words: str) -> None:
-    assert outcome.ok is False
-    assert words in " ".join(outcome.broken)
-    assert outcome.as_json()["broken"]
-
-
-def test_no_daemon_no_mps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How a daemon is started and ended is tested with the product's `node_agent`, whose code is used."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with (
-        pytest.raises(
-            NotHereError, match="no MPS here: nvidia-cuda-mps-control could not be started"
-        ),
-        throughput.mps_daemon(),
-    ):
-        pytest.fail("there is none")
