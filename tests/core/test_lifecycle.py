@@ -17,10 +17,12 @@ from orchestrator.core import lifecycle
 from orchestrator.core.fleet import DeathCause, SliceFailed, SliceFailure, SliceReported
 from orchestrator.core.lifecycle import IllegalEventError, advance
 from orchestrator.core.slot import (
+    Abandon,
     Assigned,
     Capped,
     CardQuarantined,
     Close,
+    Command,
     DeathExplained,
     Drain,
     Event,
@@ -156,6 +158,25 @@ def test_a_pause_is_between_half_and_whole_of_its_time(
 
 def test_a_thousand_deaths_overflow_nothing() -> None:
     assert max(pauses_s(1100, restart_backoff_s=0.001, restart_backoff_max_s=0.01)) <= 0.011
+
+
+def done(scene: Scene, **changes: object) -> list[Command]:
+    """Let the running slice be the one in which all is done."""
+    return scene.deeds(
+        scene.report(verdict=Verdict.DONE, state=WorkerState.DONE, reason="all is done", **changes)
+    )
+
+
+@pytest.mark.parametrize("end", ["dies", "unsent", "left", "closed"])
+def test_a_process_no_longer_needed_is_not_replaced(end: str) -> None:
+    scene = Scene.working()
+    done(scene)
+    unsent = scene.failure(SliceFailure.UNSENT)
+    event = {"dies": scene.failure(), "unsent": unsent, "left": NodeLeft(), "closed": Close()}[end]
+    assert scene.deeds(event) == [Abandon()]
+    assert (scene.slot.steps_lost_upper_bound == 0) == (end == "unsent")
+    assert (scene.slot.phase, scene.slot.restarts, scene.slot.in_flight) == (Phase.DONE, 0, ())
+    assert scene.slot.state is WorkerState.DONE
 
 
 MOMENT = Moment(now_s=2000.0, rules=RULES, ends_at_s=None)
