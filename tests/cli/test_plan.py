@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from orchestrator.cli.plan import plan_json, plan_text
+from orchestrator.cli.plan import budgets, plan_json, plan_text
+from orchestrator.cli.plan_training import training_lines, training_plan
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import Target, plan_slots
 from orchestrator.view.cells import aligned
+from tests.cli.conftest import Command
 from tests.factories import REFERENCE, config_of
+from tests.scene import MIB, ROOT
+from workers.settings import ASSUMED_CONTEXT_BYTES
 from workers.units import GIB
 
 SLOTS = [plan.spec.slot for plan in plan_slots(REFERENCE, Target())]
@@ -126,3 +131,210 @@ def test_where_duty_is_no_limit_none_is_shown() -> None:
 def test_a_budget_below_a_context_leaves_no_cap() -> None:
     (node,) = numbers(one_node(vram_per_worker_gib=0.1))["nodes"]
     assert {worker["cap_about_bytes"] for worker in node["workers"]} == {0}
+
+
+pytestmark = pytest.mark.torch
+
+#: A task that prints, which must not get into the JSON, and three that cannot be planned.
+OWN = """
+from dataclasses import replace
+import torch
+from torch import nn
+from workers.training.tasks import TrainTask
+
+print("imported", end="")
+good = TrainTask(
+    name="numbers",
+    model=lambda: nn.Linear(1024, 1024, bias=False),
+    dataset=torch.zeros(64, 1024),
+    loss=lambda model, part: model(part).square().sum(),
+)
+nothing_to_train = replace(good, model=nn.Identity)
+reads_a_value = replace(good, loss=lambda model, part: model(part).sum() * part.sum().item())
+
+
+def ends(settings):
+    raise SystemExit(7)
+"""
+
+STATE = ("weights_bytes", "gradients_bytes", "optimizer_bytes", "average_bytes")
+
+
+def training_config(caps_mib: dict[str, float], **train: object) -> Config:
+    """Return nodes with a cap of so many MiB on a card each, and a training."""
+    nodes = {
+        node: {"vram_per_worker_gib": (cap * MIB + ASSUMED_CONTEXT_BYTES) / 2**30}
+        for node, cap in caps_mib.items()
+    }
+    return config_of(nodes, workload={"name": "train"}, train=train)
+
+
+def planned(config: Config) -> dict[str, Any]:
+    found = training_plan(config, budgets(config))
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[Config, dict[str, Any]]:
+    """Plan gpt2-small, which takes 16,843 MiB as a whole, for five nodes that have four caps."""
+    config = training_config(
+        {"pc1": 20_000, "pc2": 10_000, "pc3": 2_800, "pc4": 2_600, "pc5": 20_000},
+        preset="gpt2-small",
+    )
+    return config, planned(config)
+
+
+def test_each_cap_gets_a_verdict_and_steps_whose_parts_add_up(
+    small: tuple[Config, dict[str, Any]],
+) -> None:
+    config, training = small
+    assert json.loads(plan_json(config, training))["training"] == training
+    verdicts = {tuple(cap["nodes"]): cap["verdict"] for cap in training["caps"]}
+    assert verdicts == {
+        ("pc1", "pc5"): "fits",
+        ("pc2",): "fits_in_parts",
+        ("pc3",): "fits_recomputed",
+        ("pc4",): "does_not_fit",
+    }
+    whole, parts, recomputed, too_large = (cap["steps"] for cap in training["caps"])
+    splits = [(step["micro_batch"], step["accumulation"], step["memory_level"]) for step in parts]
+    assert splits == [(8, 2, 0), (8, 2, 12), (1, 16, 12)]
+    assert [step["fits"] for step in recomputed] == [False, True]
+    assert [step["fits"] for step in too_large] == [False]
+    assert whole[0]["micro_batch"] == 16
+    for cap in training["caps"]:
+        for step in cap["steps"]:
+            highest = max(step["activations_bytes"], step["update_bytes"])
+            assert (
+                step["total_bytes"]
+                == sum(step[key] for key in STATE) + highest + step["workspace_bytes"]
+            )
+            assert step["fits"] == (step["total_bytes"] <= cap["cap_bytes"])
+
+
+def test_a_person_reads_the_parts_the_verdict_and_what_to_change(
+    small: tuple[Config, dict[str, Any]],
+) -> None:
+    _, _, fits = plan_text(*small).partition(
+        "Will it fit? gpt2-small, bf16, batch 16, train.recompute: auto\n\n"
+    )
+    first, *_, last, _ = fits.split("\n\n")
+    table = [line.split() for line in first.splitlines()]
+    assert first.startswith("pc1, pc5: cap about 20000 MiB, cuda\n")
+    assert " ".join(table[1]) == "micro x accumulation 16 x 1 16 x 1 1 x 16"
+    assert [line[0].strip(",") for line in table[3:13]] == [
+        "weights", "gradients", "optimizer", "activations", "update", "workspace", "total",
+        "checkpoint_copy", "on_host", "fits",
+    ]  # fmt: skip
+    assert first.endswith(
+        "pc1, pc5: fits whole with micro-batch 16 x accumulation 1, which takes 16851 of 20000 MiB"
+    )
+    sentence = last.splitlines()[-1]
+    assert sentence.startswith(
+        "pc4: does not fit: the smallest step, with all 12 blocks recomputed, needs 2685 MiB, "
+    )
+    assert sentence.endswith(
+        "set nodes.pc4.vram_per_worker_gib to 3.29 or more, or lower train.seq, or raise train.states_on_host, "
+        "or take a smaller train.preset"
+    )
+    assert max(len(line) for line in fits.splitlines() if line.startswith("  ")) <= 80
+
+
+def test_where_states_may_go_to_the_host_it_says_what_lies_there() -> None:
+    whole_blocks = training_config({"pc1": 158}, preset="gpt-mini", states_on_host="auto")
+    (cap,) = planned(whole_blocks)["caps"]
+    assert cap["sentence"].startswith(
+        "fits with states on the host and micro-batch 1 x accumulation 16, "
+    )
+    recomputed = training_config(
+        {"pc1": 158}, preset="gpt-mini", states_on_host="auto", micro=4, exact=True
+    )
+    training = planned(recomputed)
+    (cap,) = training["caps"]
+    assert "fits with recomputation of all 6 blocks and states on the host" in cap["sentence"]
+    assert any(line.strip().startswith("on_host, MiB") for line in training_lines(training))
+
+
+def test_where_recomputation_is_turned_off_it_is_what_to_change() -> None:
+    # The text lies on other PCs alone.
+    config = training_config(
+        {"pc1": 250}, preset="gpt-mini", recompute="none", micro=4, exact=True, data="/nowhere"
+    )
+    (cap,) = planned(config)["caps"]
+    assert cap["verdict"] == "does_not_fit"
+    assert (
+        "does not fit with train.recompute: none; it fits only with recomputation of all 6"
+        in cap["sentence"]
+    )
+    assert cap["sentence"].endswith("set train.recompute: auto")
+
+
+def test_own_documents_are_planned_as_made_ones() -> None:
+    # The text lies on other PCs alone.
+    mine = training_config(
+        {"pc1": 2_000}, preset="gpt-mini", data="/nowhere", documents="lines", packing=True
+    )
+    made = training_config({"pc1": 2_000}, preset="gpt-mini", min_seq=8, packing=True)
+    plain = training_config({"pc1": 2_000}, preset="gpt-mini", data="/nowhere")
+    (rows,), (made_rows,), (windows,) = (planned(config)["caps"] for config in (mine, made, plain))
+    assert rows == made_rows
+    assert rows["steps"][0]["activations_bytes"] > windows["steps"][0]["activations_bytes"], (
+        "the mask of rows"
+    )
+
+
+@pytest.fixture
+def own(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Plan a task of a module in the current folder, as one types it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_tasks.py").write_text(OWN)
+
+    def plan(preset: str, *more: str) -> Any:
+        config = (
+            "-c",
+            str(ROOT / "cluster.yaml"),
+            "--set",
+            "workload.name=train",
+            "--set",
+            f"train.preset={preset}",
+        )
+        return command("plan", *config, *more)
+
+    return plan
+
+
+def test_a_task_in_the_current_folder_is_planned(own: Command) -> None:
+    training = json.loads(own("own_tasks:good", "--json").stdout)["training"]
+    assert [cap["nodes"] for cap in training["caps"]] == [["pc1"], ["pc2"]]
+    for cap in training["caps"]:
+        assert [step[key] for step in cap["steps"] for key in STATE[:1]] == [4 * MIB] * 2
+        assert cap["verdict"] == "fits"
+
+
+def test_what_cannot_be_trained_is_refused_in_one_sentence(own: Command) -> None:
+    done = own("own_tasks:nothing_to_train")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("the model of numbers has no parameter that is trained")
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (
+            "own_tasks:reads_a_value",
+            "the model cannot be computed on tensors without data: DataDependentOutput",
+        ),
+        ("own_tasks:ends", "the process that computes it ended with status 7"),
+    ],
+)
+def test_what_the_run_must_find_out_is_said_below_the_plan(
+    own: Command, task: str, said: str
+) -> None:
+    done = own(task)
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[-1].startswith(
+        f"Not known, so the run finds out by itself: {said}"
+    )

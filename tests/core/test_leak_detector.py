@@ -39,14 +39,6 @@ def after(reports: Iterable[Report], watch: LeakWatch = NO_WATCH) -> LeakWatch:
     return watch
 
 
-def test_growth_is_unknown_until_enough_reports_are_in() -> None:
-    watch = NO_WATCH
-    for _ in range(UNTIL_KNOWN - 1):
-        watch = observe(watch, report(100 * MIB))
-        assert watch.growth_bytes is None
-    assert observe(watch, report(100 * MIB)).growth_bytes == 0
-
-
 @given(
     each_bytes=st.integers(1, 10 * MIB),
     start_bytes=st.integers(0, 1000 * MIB),

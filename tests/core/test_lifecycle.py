@@ -6,27 +6,45 @@ One event in, the state and the commands that come out. What goes wrong is in
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import product
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.fleet import SliceFailure
+from orchestrator.core import lifecycle
+from orchestrator.core.fleet import DeathCause, SliceFailed, SliceFailure, SliceReported
+from orchestrator.core.lifecycle import IllegalEventError, advance
 from orchestrator.core.slot import (
     Abandon,
+    Assigned,
+    Capped,
+    CardQuarantined,
     Close,
     Command,
+    DeathExplained,
     Drain,
+    Event,
     HeadState,
+    Held,
+    Hold,
+    Moment,
     NodeJoined,
     NodeLeft,
+    NodeRefused,
     Note,
     Phase,
+    ProcessSeen,
+    Reinstated,
+    SaveAsked,
+    Slot,
     Tick,
+    Unheld,
 )
+from tests.core.lifecycle_books import ILLEGAL
 from tests.core.scene import Scene
-from tests.factories import counters, counters_of
+from tests.factories import RULES, counters, counters_of, report_of
 from workers.messages import Directive, Verdict, WorkerState
 
 
@@ -149,29 +167,6 @@ def done(scene: Scene, **changes: object) -> list[Command]:
     )
 
 
-def test_a_done_slot_gets_nothing_more_and_its_process_ends() -> None:
-    scene = Scene.working()
-    scene.feed(scene.report())
-    assert done(scene, steps_ok=3) == [], "a queued slice is still awaited"
-    assert done(scene) == [Abandon()]
-    assert scene.slot.phase == Phase.DONE
-    assert scene.slot.in_flight == ()
-    assert scene.slot.counts.steps_ok == 3
-    assert scene.slot.steps_lost_upper_bound == 0
-    for event in (NodeLeft(), NodeJoined(), Tick(), Drain(), Close()):
-        assert scene.feed(event, later_s=500) == []
-    assert (scene.slot.state, scene.slot.reason) == (WorkerState.DONE, "all is done")
-
-
-def test_an_earlier_report_counts_when_it_comes_last() -> None:
-    scene = Scene.working()
-    early = scene.report(steps_ok=4)
-    late_sequence = scene.slot.in_flight[1].sequence
-    scene.feed(scene.report(sequence=late_sequence, verdict=Verdict.DONE, state=WorkerState.DONE))
-    assert scene.deeds(early) == [Abandon()]
-    assert (scene.slot.state, scene.slot.counts.steps_ok) == (WorkerState.DONE, 4)
-
-
 @pytest.mark.parametrize("end", ["dies", "unsent", "left", "closed"])
 def test_a_process_no_longer_needed_is_not_replaced(end: str) -> None:
     scene = Scene.working()
@@ -182,3 +177,79 @@ def test_a_process_no_longer_needed_is_not_replaced(end: str) -> None:
     assert (scene.slot.steps_lost_upper_bound == 0) == (end == "unsent")
     assert (scene.slot.phase, scene.slot.restarts, scene.slot.in_flight) == (Phase.DONE, 0, ())
     assert scene.slot.state is WorkerState.DONE
+
+
+MOMENT = Moment(now_s=2000.0, rules=RULES, ends_at_s=None)
+
+EVENTS: tuple[Event, ...] = (
+    NodeJoined(),
+    NodeLeft(),
+    NodeRefused(reason="pc1 offers 4 CPUs"),
+    CardQuarantined(reason="pc1's card: all 7 workers keep dying"),
+    SliceReported(report=report_of("pc1/0", 7, 7)),
+    SliceFailed(slot="pc1/0", incarnation=7, sequence=7, failure=SliceFailure.DIED, text="gone"),
+    DeathExplained(cause=DeathCause(host_memory=True, text="RAM")),
+    ProcessSeen(activity=None),
+    Held(hold=Hold.DRAIN),
+    Unheld(),
+    Reinstated(node_is_there=True),
+    Assigned(node_is_there=True),
+    Capped(cap_bytes=1),
+    SaveAsked(),
+    Tick(),
+    Drain(),
+    Close(),
+)
+CELLS = list(product(Phase, EVENTS))
+
+
+def in_phase(phase: Phase) -> Slot:
+    scene = Scene(max_deaths=1 if phase is Phase.QUARANTINED else 6)
+    if phase is not Phase.ABSENT:
+        scene.work()
+    if phase in {Phase.PAUSING, Phase.QUARANTINED}:
+        scene.feed(scene.failure())
+    if phase is Phase.HELD:
+        scene.feed(Held(hold=Hold.PAUSE))
+        scene.feed(scene.report())
+        scene.feed(scene.report())
+    if phase is Phase.DONE:
+        scene.feed(scene.report(verdict=Verdict.DONE, state=WorkerState.DONE))
+    if phase is Phase.STOPPED:
+        scene.feed(Close())
+    assert scene.slot.phase is phase
+    return scene.slot
+
+
+def test_every_phase_and_event_is_handled_ignored_or_illegal() -> None:
+    assert {type(event) for event in EVENTS} == set(get_args(Event)), (
+        "the list above has one of each"
+    )
+    assert set(lifecycle._CELLS) == {(phase, type(event)) for phase, event in CELLS}
+    assert {key for key, cell in lifecycle._CELLS.items() if cell is None} == ILLEGAL
+
+
+def test_each_handler_takes_the_event_of_its_key() -> None:
+    for (phase, event), handler in lifecycle._CELLS.items():
+        if callable(handler):
+            assert list(get_type_hints(handler).values())[1] is event, (phase, event)
+
+
+@pytest.mark.parametrize(
+    ("phase", "event"),
+    CELLS,
+    ids=[f"{phase.value}-{type(event).__name__}" for phase, event in CELLS],
+)
+def test_an_event_is_refused_ignored_or_leads_to_a_slot(phase: Phase, event: Event) -> None:
+    slot = in_phase(phase)
+    key = (phase, type(event))
+    if key in ILLEGAL:
+        with pytest.raises(
+            IllegalEventError,
+            match=f"pc1/0: {type(event).__name__} cannot happen while {phase.value}",
+        ):
+            advance(slot, event, MOMENT)
+        return
+    after, commands = advance(slot, event, MOMENT)
+    if isinstance(lifecycle._CELLS[key], str):
+        assert (after, commands) == (slot, ())

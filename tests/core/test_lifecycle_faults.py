@@ -10,7 +10,6 @@ import pytest
 from orchestrator.core.fleet import DeathCause, SliceFailure
 from orchestrator.core.slot import (
     Abandon,
-    CardQuarantined,
     DeathExplained,
     Drain,
     Forget,
@@ -231,14 +230,6 @@ def test_a_card_too_full_for_a_context_is_no_death() -> None:
     assert scene.slot.restarts == 1
 
 
-def test_an_unbuildable_worker_that_worked_is_started_again() -> None:
-    scene = Scene.working()
-    scene.feed(scene.failure())
-    scene.feed(Tick())
-    assert scene.deeds(scene.failure(SliceFailure.UNBUILDABLE)) == [Forget(), Restart()]
-    assert (scene.slot.state, scene.slot.restarts) == (HeadState.RESTARTING, 2)
-
-
 @pytest.mark.parametrize("deaths", [0, 1])
 def test_errors_in_a_row_end_in_quarantine_also_over_a_death(deaths: int) -> None:
     scene = Scene.working()
@@ -289,16 +280,6 @@ def test_deaths_just_before_a_node_leaves_are_the_nodes(died_before_s: float, bl
     scene.feed(scene.report())
     scene.feed(scene.failure())
     assert (scene.slot.phase is Phase.PAUSING) == blamed
-
-
-def test_a_pausing_slot_on_a_quarantined_card_is_too() -> None:
-    scene = Scene.working()
-    scene.feed(scene.failure())
-    assert scene.deeds(CardQuarantined(reason="pc1's card: all 7 workers keep dying")) == [
-        Abandon()
-    ]
-    assert (scene.slot.phase, scene.slot.wake_at_s) == (Phase.QUARANTINED, None)
-    assert scene.slot.reason == "pc1's card: all 7 workers keep dying"
 
 
 class Leaking(Scene):
@@ -418,15 +399,6 @@ def test_a_process_that_keeps_too_much_at_once_counts_as_a_death() -> None:
     assert scene.hold(100, **keeping(150)) == [{"growth_bytes": 150 * MIB}]
     assert (scene.slot.state, len(scene.slot.deaths_at_s)) == (HeadState.RESTARTING, 1)
     assert "drop every tensor in the workload's `release`" in scene.slot.reason
-
-
-def test_a_fresh_process_is_not_replaced_for_the_last_one() -> None:
-    scene = Leaking.joined(leak_limit_bytes=60 * MIB)
-    scene.settle()
-    scene.grow(60)
-    scene.feed(Tick())
-    scene.feed(scene.report(rss_bytes=None))
-    assert (scene.slot.phase, scene.slot.incarnation) == (Phase.WORKING, 1)
 
 
 def test_a_draining_worker_is_not_replaced_for_its_leak() -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
+from orchestrator.core import memory_broker
 from orchestrator.core.fleet import SliceReported
+from orchestrator.core.leases import divide
 from orchestrator.core.memory_broker import MemoryBroker
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
 from orchestrator.core.slot import Command, NodeJoined, NodeLeft, Slot
@@ -256,3 +259,17 @@ def test_an_ample_card_gives_the_leases_of_dividing_it(seed: int) -> None:
             house.outside_bytes = outside_bytes
             house.settle(*names, rounds=rounds, share=share)
         assert quick.sent == thorough.sent
+
+
+def test_an_ample_card_is_not_divided_at_each_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    house, times = seven(), 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal times
+        times += 1
+        return divide(*arguments)
+
+    house.settle()
+    monkeypatch.setattr(memory_broker, "divide", counted)
+    house.settle()
+    assert times == 0

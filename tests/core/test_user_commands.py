@@ -22,7 +22,6 @@ from orchestrator.core.slot import (
     Place,
     Reinstated,
     Restart,
-    SaveAsked,
     Tick,
     Unheld,
 )
@@ -150,20 +149,6 @@ def test_one_wrong_slot_keeps_the_others_as_they_are() -> None:
             events_of(command, slots, PLANS, ["pc1"])
 
 
-def test_a_paused_slot_keeps_its_process_and_a_drained_not() -> None:
-    paused, drained = slot_in("running"), slot_in("running")
-    assert hold(paused, Hold.PAUSE) == []
-    assert [sent.incarnation for sent in submits(paused.deeds(Unheld()))] == [0, 0]
-    assert (paused.slot.phase, paused.slot.state) == (Phase.WORKING, WorkerState.RUNNING)
-    assert hold(drained, Hold.DRAIN) == [Abandon()]
-    place, first = drained.deeds(Unheld())
-    assert isinstance(place, Place)
-    assert [(sent.incarnation, sent.step_limit) for sent in submits([first])] == [(1, 1)]
-    assert drained.slot.restarts == 0
-    assert drained.slot.steps_lost_upper_bound == 0
-    assert drained.slot.counts.steps_ok == 6
-
-
 def test_a_slot_resumed_at_once_has_a_full_pipeline() -> None:
     scene = slot_in("running")
     scene.feed(Held(hold=Hold.PAUSE))
@@ -184,13 +169,6 @@ def test_a_process_that_hangs_before_its_hold_is_not_replaced(
     assert scene.deeds(Tick(), later_s=1000) == commands
     assert (scene.slot.phase, scene.slot.restarts) == (Phase.HELD, 1)
     assert [sent.incarnation for sent in submits(scene.deeds(Unheld()))] == [1]
-
-
-def test_a_pause_between_processes_lasts_until_resumed() -> None:
-    scene = slot_in("restarting")
-    scene.feed(Held(hold=Hold.PAUSE))
-    assert scene.deeds(Tick(), later_s=1000) == []
-    assert [sent.step_limit for sent in submits(scene.deeds(Unheld()))] == [1]
 
 
 def test_a_held_slot_stays_held_while_its_node_comes_and_goes() -> None:
@@ -228,13 +206,6 @@ def test_a_quarantine_ends_a_hold_and_is_lifted_clean() -> None:
     scene.feed(scene.report())
     scene.feed(scene.failure(SliceFailure.DIED))
     assert scene.slot.phase is Phase.PAUSING, "the deaths of before count no more"
-
-
-def test_the_next_slice_alone_is_asked_to_save() -> None:
-    scene = slot_in("training")
-    scene.feed(SaveAsked())
-    told = [sent.save for _ in range(3) for sent in submits(scene.feed(scene.report()))]
-    assert told == [True, False, False]
 
 
 @pytest.mark.parametrize(

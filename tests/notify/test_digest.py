@@ -79,11 +79,6 @@ def test_what_comes_within_the_minute_waits_for_it() -> None:
     assert sent == ["15: +pc2", "75: +pc3 +pc4"]
 
 
-def test_what_began_and_ended_before_it_could_be_told_is_told() -> None:
-    sent = words(course({10: [NODE], 20: [NODE, *SEVEN[:1]], 30: [NODE]}, until_s=200))
-    assert sent == ["15: +pc2", "75: -pc1/0"]
-
-
 def test_a_flapping_slot_is_told_of_once_an_hour() -> None:
     flapping = {second: SEVEN[:1] if second // 40 % 2 else () for second in range(40, 4 * 3600, 40)}
     sent = course(flapping | {4 * 3600: ()}, until_s=8 * HOUR_S)

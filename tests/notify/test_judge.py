@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
-from orchestrator.core.slot import HeadState
 from orchestrator.record.archive import Frame, Freshness
 from orchestrator.record.model import Row
 from orchestrator.view.notify.notifier import Judge
@@ -35,30 +32,6 @@ def test_a_run_that_works_or_starts_has_no_alert() -> None:
     starting = frame(nodes_seen=())
     starting = replace(starting, run=replace(starting.run, updated_at_unix_s=None))
     assert judged(Judge("info"), starting) == []
-
-
-@pytest.mark.parametrize(
-    ("state", "reason", "expected"),
-    [
-        (HeadState.QUARANTINED, "died 5 times", ("SlotQuarantined", "pc1/0", "critical")),
-        (
-            HeadState.QUARANTINED,
-            "pc1/0: loss of optimiser step 12 is nan",
-            ("LossNotFinite", "pc1/0", "critical"),
-        ),
-        (WorkerState.CORRUPT, "a product was wrong", ("WrongResults", "pc1/0", "critical")),
-        (WorkerState.PAUSED, "84 C", ("CardPaused", "pc1/0", "warning")),
-    ],
-)
-def test_states_that_are_told_at_the_first_look(
-    state: HeadState | WorkerState, reason: str, expected: tuple[str, str, str]
-) -> None:
-    told = frame(make_row(state=state, reason=reason), make_row(slot="pc1/1"))
-    assert judged(Judge("warning"), told) == [expected]
-    (trouble,) = Judge("info").firing(told, 100.0)
-    assert trouble.text.endswith(reason)
-    assert (trouble.subject.node, trouble.subject.place) == ("pc1", "pc1 GPU-0")
-    assert trouble.alert.what_to_do
 
 
 def test_a_lost_node_fires_at_once_and_others_when_they_last() -> None:

@@ -115,14 +115,6 @@ def test_the_guides_bands_and_their_hysteresis() -> None:
     ]
 
 
-def test_a_first_critical_reading_pauses_until_below_75() -> None:
-    played = Played()
-    assert [played.see(told_c).duty for told_c in (83, 82, 76, 75)] == [0.0] * 4
-    after = played.see(74)
-    assert after.band is ThermalBand.WARM
-    assert 0.0 < after.duty < 1.0, "it goes on with less than what was too much"
-
-
 def test_the_words_have_the_numbers() -> None:
     played = Played()
     assert played.see(62).reason == "62 C, BOOST"
@@ -162,16 +154,6 @@ def test_the_shipped_heat_throttles_from_70_and_pauses_at_83() -> None:
         assert decision.duty == 1.0 or told_c >= SHIPPED.warm_c, (second, decision)
         assert decision.duty < 1.0 or told_c < SHIPPED.critical_c, (second, decision)
     assert seen == {True, False}
-
-
-def test_a_cool_cards_complaint_counts_until_it_stays_away() -> None:
-    played = Played()
-    for _ in range(10):
-        played.see(60, bits=int(Throttle.POWER_BRAKE))
-    calming = [played.see(60) for _ in range(int(CALM_S))]
-    assert calming[0].duty < 0.6
-    assert all("power brake" in decision.reason for decision in calming if decision.duty < 1.0)
-    assert calming[-1].duty == 1.0
 
 
 def test_a_pause_that_others_prolong_ends_at_the_smallest_duty() -> None:

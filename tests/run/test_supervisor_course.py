@@ -7,13 +7,23 @@ from __future__ import annotations
 
 import io
 import random
+import re
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeAlias
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from orchestrator.core.lifecycle import IllegalEventError
-from orchestrator.core.slot import HeadState, NodeLeft
+from orchestrator.core.run_outcome import outcome_of
+from orchestrator.core.slot import HeadState, NodeLeft, Phase
+from orchestrator.errors import UsageError
+from orchestrator.record.model import Row
+from orchestrator.run.resume import environment_of, past_of
+from orchestrator.run.supervisor import Timers
 from orchestrator.run.terminal import Interrupts
 from orchestrator.view.live import PlainLines
 from tests.run.conftest import RunMaker
@@ -40,21 +50,6 @@ def test_every_slot_is_placed_once_and_works_to_the_planned_end(new_run: RunMake
     assert {slot.slot: slot.counters["steps_ok"] for slot in run.stored().slots} == {
         slot: row.counts.steps_ok for slot, row in rows.items()
     }
-
-
-def test_a_process_is_sent_one_step_first(new_run: RunMaker) -> None:
-    run = new_run()
-    run.fleet.at(5, lambda: run.fleet.kill("pc1/0"))
-    run.finish()
-    sent = run.fleet.directives["pc1/0"]
-    assert {directive.incarnation for directive in sent} == {0, 1}
-    for incarnation in (0, 1):
-        limits = [
-            directive.step_limit for directive in sent if directive.incarnation == incarnation
-        ]
-        tries = limits.count(1)
-        assert limits[:tries] == [1] * tries
-        assert len(limits) > tries >= 1
 
 
 def test_the_planned_time_begins_with_the_slowest_worker(new_run: RunMaker) -> None:
@@ -264,3 +259,224 @@ def test_a_hazard_of_many_slots_is_told_once(new_run: RunMaker) -> None:
     for snapshot in run.recorder.shown:
         plain.update(snapshot)
     assert stream.getvalue().count("it draws numbers") == 1
+
+
+def head_is_killed() -> None:
+    raise KeyboardInterrupt
+
+
+def states(rows: dict[str, Row]) -> dict[str, WorkerState]:
+    return {slot: row.state for slot, row in rows.items()}
+
+
+def test_the_run_ends_well_as_soon_as_all_is_done(new_run: RunMaker) -> None:
+    scene = new_run()
+    scene.fleet.finished_after = {"pc1/0": 40, "pc2/0": 100}
+    rows = scene.finish()
+    assert states(rows) == dict.fromkeys(rows, WorkerState.DONE)
+    assert {slot: row.counts.steps_ok for slot, row in rows.items()} == scene.fleet.finished_after
+    assert scene.supervisor.shortfalls() == ()
+    assert scene.recorder.shown[-1].elapsed_s < 10.0
+    assert sorted(scene.fleet.abandoned) == ["pc1/0", "pc2/0"], "their memory is free for others"
+    assert [row.heartbeat_age_s for row in rows.values()] == [None, None]
+    assert scene.stored().is_done
+    assert not scene.stored().is_resumable
+
+
+def test_one_that_is_done_rests_while_the_others_go_on(new_run: RunMaker) -> None:
+    scene = new_run()
+    scene.fleet.finished_after = {"pc1/0": 10}
+    scene.fleet.at(8.0, lambda: scene.fleet.leave("pc1"))
+    scene.fleet.at(12.0, lambda: scene.fleet.join("pc1"))
+    rows = scene.finish()
+    assert states(rows) == {"pc1/0": WorkerState.DONE, "pc2/0": WorkerState.RUNNING}
+    assert scene.supervisor.shortfalls() == (), (
+        "it worked for less than half of the time, and did all that there was"
+    )
+    assert (rows["pc1/0"].counts.steps_ok, rows["pc1/0"].restarts) == (10, 0)
+    assert scene.recorder.shown[-1].elapsed_s == 20.0
+    assert scene.states("pc1/0") == ["RUNNING", "DONE"]
+    assert (rows["pc1/0"].tflops, rows["pc1/0"].duty_measured) == (None, None)
+
+
+def test_a_wrong_result_degrades_what_is_done_too(new_run: RunMaker) -> None:
+    scene = new_run(pc2=0)
+    scene.fleet.finished_after = {"pc1/0": 10}
+    scene.fleet.says["pc1/0"] = {"verify_checks": 2, "verify_errors": 1}
+    scene.finish()
+    assert any("wrong of" in missed for missed in scene.supervisor.shortfalls())
+
+
+def test_a_head_that_goes_on_leaves_alone_what_is_done(new_run: RunMaker, tmp_path: Path) -> None:
+    first = new_run(folder=tmp_path / "run")
+    first.fleet.finished_after = {"pc1/0": 10}
+    first.fleet.at(8.0, head_is_killed)
+    with pytest.raises(KeyboardInterrupt):
+        first.supervisor.run()
+    first.close()
+    past = past_of(first.stored())
+    assert (past.slots["pc1/0"].phase, past.slots["pc2/0"].phase) == (Phase.DONE, Phase.ABSENT)
+    second = new_run(folder=tmp_path / "run", past=past)
+    second.fleet.finished_after = {"pc2/0": 60}
+    rows = second.finish()
+    assert second.fleet.placed == ["pc2/0"]
+    assert states(rows) == dict.fromkeys(rows, WorkerState.DONE)
+    assert rows["pc1/0"].counts.steps_ok == 10
+    assert second.supervisor.shortfalls() == ()
+    with pytest.raises(UsageError, match="finished all that there was to do"):
+        environment_of(second.stored())
+
+
+def test_a_node_that_was_ended_does_not_wait_for_what_is_done(new_run: RunMaker) -> None:
+    scene = new_run(duration="60s", pc1=1, pc2=2, chaos="node:pc2@10s+5s")
+    scene.fleet.finished_after = {"pc2/0": 10}
+    scene.finish()
+    (fault,) = scene.chaos.faults()
+    assert fault["fate"] == "recovered", fault
+
+
+MOMENTS = st.integers(0, 50).map(float)
+CALLS = st.lists(st.tuples(st.sampled_from("abc"), MOMENTS | st.none()) | MOMENTS, max_size=60)
+
+
+@given(CALLS)
+def test_a_slot_comes_up_once_when_its_earliest_moment_has_come(
+    calls: list[tuple[str, float | None] | float],
+) -> None:
+    timers = Timers()
+    earliest: dict[str, float] = {}
+    for call in calls:
+        if isinstance(call, tuple):
+            slot, at_s = call
+            timers.set(slot, at_s)
+            if at_s is not None:
+                earliest[slot] = min(at_s, earliest.get(slot, at_s))
+        else:
+            due = {slot for slot, at_s in earliest.items() if at_s <= call}
+            found = timers.due(call)
+            assert sorted(found) == sorted(due)
+            for slot in due:
+                del earliest[slot]
+
+
+Script: TypeAlias = Callable[[Run], object]
+
+
+def says(
+    slot: str, state: WorkerState, *, from_s: float = 0.0, until_s: float = 99.0, **more: object
+) -> Script:
+    """Have a slot's workers report a state for a while."""
+
+    def script(run: Run) -> None:
+        run.fleet.at(
+            from_s,
+            lambda: run.fleet.says.update({slot: {"state": state, "reason": "as told", **more}}),
+        )
+        run.fleet.at(until_s, lambda: run.fleet.says.pop(slot, None))
+
+    return script
+
+
+def hangs_in_every_process(run: Run) -> None:
+    """Let a step of pc2/0 not return, in the first process and in the two after it."""
+    for at_s in (6.0, 16.0, 28.0):
+        run.fleet.at(at_s, lambda: run.fleet.hang("pc2/0"))
+
+
+def works_while_the_other_starts(run: Run) -> None:
+    """Let pc2/0 do most of its work before the planned time begins."""
+    run.fleet.start_s["pc1/0"] = 20.0
+    says("pc2/0", WorkerState.EMERGENCY, from_s=20.0, until_s=40.0)(run)
+
+
+def once(at_s: float, what: str) -> Script:
+    return lambda run: run.fleet.at(
+        at_s, lambda: getattr(run.fleet, what)("pc2" if what == "leave" else "pc2/0")
+    )
+
+
+def joins_late(run: Run) -> None:
+    run.fleet.leave("pc2")
+    run.fleet.at(15.0, lambda: run.fleet.join("pc2"))
+
+
+@pytest.mark.parametrize(
+    ("script", "missed"),
+    [
+        (says("pc2/0", WorkerState.EMERGENCY, from_s=19.0), r"pc2/0: ended in EMERGENCY: as told"),
+        (says("pc2/0", WorkerState.PARKED, from_s=19.0), r"pc2/0: ended in PARKED: as told"),
+        (
+            hangs_in_every_process,
+            r"pc2/0: ended STALE: its slice is \d+ s overdue; worked .* \(restarts 2, .*",
+        ),
+        (once(29.5, "hang"), r"pc2/0: ended STALE: its slice is \d+ s overdue"),
+        (once(31.0, "kill"), r"pc2/0: ended in RESTARTING: its process ended: killed, or crashed"),
+        (once(25.0, "leave"), r"pc2/0: ended in LOST: .*"),
+        (works_while_the_other_starts, r"pc2/0: worked 1\d\.\d of 30\.\d s, .* \(restarts 0, .*"),
+        (
+            says("pc2/0", WorkerState.RUNNING, verify_checks=2, verify_errors=1),
+            r"pc2/0: \d+ wrong of \d+ .*",
+        ),
+        (
+            says("pc2/0", WorkerState.RUNNING, steps_oom=3),
+            r"success rate 0\.\d{3} < run.min_success_rate 0.95",
+        ),
+    ],
+    ids=[
+        "emergency",
+        "parked",
+        "hangs in every process",
+        "hangs",
+        "restarting",
+        "lost",
+        "idle",
+        "wrong",
+        "rate",
+    ],
+)
+def test_what_fell_short_degrades_the_run_and_is_named(
+    new_run: RunMaker, script: Script, missed: str
+) -> None:
+    run = new_run(hang_timeout_s=5, stale_after_s=4, max_deaths=9, duration="30s", stop_grace_s=60)
+    script(run)
+    run.finish()
+    (told,) = run.supervisor.shortfalls()
+    assert re.fullmatch(missed, told), told
+    assert outcome_of([told], interrupted=False) == ("degraded", 1)
+    assert outcome_of([told], interrupted=True) == ("interrupted", 130)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        says("pc2/0", WorkerState.PAUSED),
+        says("pc2/0", WorkerState.THROTTLED),
+        says("pc2/0", WorkerState.RUNNING, steps_oom=3, steps_oom_probe=3),
+        says("pc2/0", WorkerState.EMERGENCY, until_s=14.0),
+        lambda run: run.fleet.start_s.update({"pc2/0": 60.0}),
+        joins_late,
+        once(10.0, "kill"),
+    ],
+    ids=[
+        "paused for heat",
+        "throttled",
+        "the search for the size",
+        "a short emergency",
+        "a long start",
+        "joins late",
+        "killed once",
+    ],
+)
+def test_what_is_no_fault_of_a_slot_leaves_the_run_good(new_run: RunMaker, script: Script) -> None:
+    run = new_run(duration="30s")
+    script(run)
+    run.finish()
+    assert run.supervisor.shortfalls() == ()
+    assert outcome_of((), interrupted=False) == ("good", 0)
+
+
+def test_a_step_that_outlasts_the_run_is_no_fault_by_itself(new_run: RunMaker) -> None:
+    run = new_run(duration="30s", stop_grace_s=10, stale_after_s=120, hang_timeout_s=300)
+    once(29.5, "hang")(run)
+    run.finish()
+    assert run.supervisor.shortfalls() == ()

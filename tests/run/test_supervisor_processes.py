@@ -15,7 +15,7 @@ from orchestrator.record.archive import read_run
 from orchestrator.run.resume import Past, past_of
 from tests.run.conftest import RunMaker
 from tests.run.scripted_fleet import START_S, STEPS_PER_S
-from workers.messages import Verdict, WorkerState
+from workers.messages import WorkerState
 
 
 @pytest.mark.parametrize(
@@ -67,34 +67,6 @@ def test_a_death_by_full_ram_is_explained_when_known(
     ) == bool(times)
 
 
-def test_a_worker_that_hangs_is_stale_first_and_then_replaced(new_run: RunMaker) -> None:
-    run = new_run(hang_timeout_s=10, stale_after_s=4, duration="40s")
-    run.fleet.at(10, lambda: run.fleet.hang("pc2/0"))
-    rows = run.finish()
-    assert run.fleet.restarts == ["pc2/0"]
-    assert any(row.reason.startswith("STALE") for row in run.shown("pc2/0"))
-    (restarted,) = run.events("state", slot="pc2/0", to_state="RESTARTING")
-    assert restarted["at_s"] == pytest.approx(10 + 1 + 10, abs=1.2)
-    assert "no report for 10 s" in restarted["cause"]
-    assert [(row.state, row.restarts) for row in rows.values()] == [
-        (WorkerState.RUNNING, 0),
-        (WorkerState.RUNNING, 1),
-    ]
-
-
-def test_a_worker_that_keeps_dying_is_given_up_alone(new_run: RunMaker) -> None:
-    run = new_run(pc1=2, duration="60s", max_deaths=3, restart_backoff_max_s=5)
-    run.fleet.dies_at_once.add("pc1/1")
-    rows = run.finish()
-    assert (rows["pc1/1"].state, rows["pc1/1"].restarts) == (HeadState.QUARANTINED, 3)
-    assert rows["pc1/1"].reason.startswith(
-        "3 deaths in 300 s without progress; the last: its process ended"
-    )
-    assert run.fleet.abandoned == ["pc1/1"]
-    assert rows["pc1/0"].counts.steps_ok == pytest.approx(rows["pc2/0"].counts.steps_ok, rel=0.1)
-    assert run.events("card_quarantined") == []
-
-
 @pytest.mark.parametrize("after_s", [0, 10], ids=["from the beginning", "after good work"])
 def test_a_card_whose_workers_all_die_is_given_up(new_run: RunMaker, after_s: float) -> None:
     run = new_run(pc2=2, duration="60s", max_deaths=6)
@@ -107,24 +79,6 @@ def test_a_card_whose_workers_all_die_is_given_up(new_run: RunMaker, after_s: fl
         assert 3 <= rows[slot].restarts < 6, "before each was given up by itself"
     assert run.fleet.abandoned == ["pc2/0", "pc2/1"]
     assert rows["pc1/0"].state is WorkerState.RUNNING
-
-
-def test_workers_without_a_context_wait_and_do_not_die(new_run: RunMaker) -> None:
-    run = new_run(duration="60s", max_deaths=2, restart_backoff_max_s=4)
-    full = {
-        "verdict": Verdict.CONTEXT_CORRUPTED,
-        "device": None,
-        "oom_count": 1,
-        "steps_ok": 0,
-        "reason": "card full",
-    }
-    run.fleet.at(10, lambda: run.fleet.says.update({"pc2/0": full}))
-    run.fleet.at(40, run.fleet.says.clear)
-    rows = run.finish()
-    assert rows["pc2/0"].state == WorkerState.RUNNING
-    assert rows["pc2/0"].restarts == len(run.fleet.restarts)
-    assert len(run.fleet.restarts) >= 5
-    assert "EMERGENCY" in run.states("pc2/0")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.training.scene import CPU, settings, task, trainer
-from tests.training.test_host_states import private_bytes
+from tests.training.test_host_memory import private_bytes
 from tests.training.test_trajectory import gap, train
 from workers.training.errors import TaskError
 from workers.training.memory_plan import MemoryPlanner

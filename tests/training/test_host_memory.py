@@ -7,8 +7,12 @@ until it is asked to give it back.
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
+import gc
 import re
 import sys
+import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,18 +23,25 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.training.scene import trainer
+from tests.in_child import InChild
+from tests.training.scene import CPU, settings, task, trainer
+from tests.training.test_memory_plan import M_MMAP_THRESHOLD, THRESHOLD_BYTES
+from tests.training.test_trajectory import in_shared_memory, train
+from workers.devices.cpu import process_memory, reset_highest
 from workers.training import host_memory, host_states, optimizers
 from workers.training.accumulator import Accumulator
 from workers.training.checkpoints import HostCopy
+from workers.training.errors import TaskError, UpdateInterruptedError
 from workers.training.host_memory import Parking
-from workers.training.host_states import HostStates, states_of
+from workers.training.host_states import HostStates, hosted_of, states_of
 from workers.training.memory_plan import MemoryPlanner
 from workers.training.model_levers import HostActivations
 from workers.training.optimizers import Update, adamw, forget_states, load_states
 from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task
+from workers.training.trainer import Trainer
 
 CARD = torch.device("cuda", 0)
 
@@ -271,3 +282,131 @@ def test_no_place_in_training_waits_in_a_loop() -> None:
     root = Path(host_memory.__file__).parent
     for file in (*root.rglob("*.py"), root.parent / "workloads" / "train.py"):
         assert not re.search(r"(cuda|current_stream\(.*\))\.synchronize\(", file.read_text()), file
+
+
+SHARES_PCT = (0, 25, 50, 100)
+
+
+def private_bytes(run: Trainer) -> int:
+    """Return the bytes of the optimiser's states that the cap of a CPU device counts."""
+    optimizer = run._update.optimizer
+    states = [
+        each for parameter in run.parameters for each in states_of(optimizer, parameter).values()
+    ]
+    return sum(each.nbytes for each in states if not in_shared_memory(each))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-fused", "adamw-foreach", "adamw-loop"])
+def test_no_bit_changes_with_the_share_of_states_on_the_host(optimizer: str) -> None:
+    runs = [
+        trainer(steps=15, clip=0.1, optimizer=optimizer, states_on_host=share)
+        for share in SHARES_PCT
+    ]
+    losses = [train(each, lambda: 5) for each in runs]
+    assert losses[0][-1] < losses[0][0]
+    assert losses[1:] == losses[:1] * 3
+    assert len({each.weights_sha256() for each in runs}) == 1
+    held = [private_bytes(each) for each in runs]
+    assert held[3] == 0
+    assert held[1:3] == pytest.approx([0.75 * held[0], 0.5 * held[0]], rel=0.05)
+
+
+def test_the_share_on_the_host_may_change_at_any_time() -> None:
+    alone, run = trainer(steps=12), trainer(steps=12, states_on_host=25)
+    train(alone, lambda: 5)
+    for share in (25, 100, 50, 0):
+        run.host_states.hold(share)
+        run.micro_batch(5)
+        held = private_bytes(run)
+        run.park()
+        run.unpark()
+        assert private_bytes(run) == held, "parking leaves on the host what belongs there"
+        run.micro_batch(5)
+        run.micro_batch(5)
+    other = trainer(steps=12, states_on_host=100)
+    other.load(run.state())
+    assert private_bytes(other) == 0
+    other.rollback(run.state())
+    assert private_bytes(other) == 0
+    train(other, lambda: 5)
+    assert other.weights_sha256() == alone.weights_sha256()
+
+
+def test_an_update_out_of_memory_is_rolled_back() -> None:
+    alone, run = trainer(steps=4), trainer(steps=4, states_on_host=100)
+    train(alone, lambda: 12)
+    run.micro_batch(12)
+
+    class Full(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if "_to_copy" in str(func) and in_shared_memory(args[0]):
+                raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+            return func(*args, **kwargs or {})
+
+    with Full(), pytest.raises(UpdateInterruptedError):
+        run.micro_batch(12)
+    assert private_bytes(run) == 0
+    assert run.rollback(None) == 1
+    train(run, lambda: 12)
+    assert run.weights_sha256() == alone.weights_sha256()
+
+
+def test_memory_falls_as_the_plan_predicts(in_child: InChild, record_property: Any) -> None:
+    planned, measured = in_child(_planned_and_measured)
+    record_property(
+        "planned_and_measured_mib",
+        [(a / 2**20, b / 2**20) for a, b in zip(planned, measured, strict=True)],
+    )
+    assert planned[0] - planned[3] > 80 * 2**20
+    for share in (1, 2, 3):
+        assert measured[0] - measured[share] == pytest.approx(planned[0] - planned[share], rel=0.05)
+
+
+def _planned_and_measured() -> tuple[list[int], list[int]]:
+    """Return what the plan says of each share, and the most that the kernel counts in a step."""
+    warnings.simplefilter("ignore")
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, THRESHOLD_BYTES)
+    torch.set_num_threads(1)
+    planned, measured = [], []
+    for share in (None, *SHARES_PCT):  # once before, for what libraries load
+        chosen = TrainSettings(
+            preset="gpt-mini", batch=4, seq=64, precision="fp32", states_on_host=share or 0
+        )
+        found = find_task(chosen, 0)
+        run = Trainer(found, chosen, CPU, 0)
+        run.micro_batch(4)
+        gc.collect()
+        libc.malloc_trim(0)
+        reset_highest()
+        run.micro_batch(4)
+        planned.append(MemoryPlanner(found, chosen, on_card=False).plan(4, 0).total_bytes)
+        measured.append(process_memory().highest_bytes)
+        del run
+    return planned[1:], measured[1:]
+
+
+def test_states_that_are_not_known_are_refused_on_the_host() -> None:
+    def own(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    other = dataclasses.replace(task("gpt"), optimizer=own)
+    with pytest.raises(TaskError, match="the states of SGD are not known"):
+        Trainer(other, settings(states_on_host=1), CPU, 0)
+
+
+def test_the_largest_states_that_fit_go_to_the_host() -> None:
+    parameters = [nn.Parameter(torch.zeros(size)) for size in (60, 30, 6, 4)]
+
+    def chosen(share_pct: int) -> list[int]:
+        return [len(each) for each in hosted_of(parameters, share_pct)]
+
+    assert [chosen(share) for share in (0, 3, 40, 65, 100)] == [
+        [],
+        [],
+        [30, 6, 4],
+        [60, 4],
+        [60, 30, 6, 4],
+    ]

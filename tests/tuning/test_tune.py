@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
 from orchestrator.config.load import load_config
+from orchestrator.lab.tune.arms import BASELINE
+from orchestrator.lab.tune.levers import Candidate
+from orchestrator.lab.tune.measuring import BaselineError, Journal, Measuring, Plan, arms_at_once
 from tests.scene import COMMAND, PATIENCE_S, ROOT, wait_for
+from workers.tuning import messages
+from workers.tuning.messages import ArmSpec, Opened
 
 #: A model so small that a round takes a second.
 SMALL = ("--set", "train.batch=4", "--set", "train.seq=16")
@@ -87,3 +94,52 @@ def test_a_tuning_goes_on_after_a_kill(tmp_path: Path) -> None:
 def _logs_to(process: psutil.Process, log: Path) -> bool:
     """Whether this is an arm: it writes to the log of arms."""
     return Path(f"/proc/{process.pid}/fd/1").resolve() == log.resolve()
+
+
+def test_an_arm_has_the_environment_of_a_worker(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With another allocator or order of cards, something else would be measured than what runs."""
+    monkeypatch.setattr(messages, "_ARM", "tests.tuning.telling_arm")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    ours, theirs = multiprocessing.Pipe()
+    spec = ArmSpec(
+        name="baseline", spec=None, log=tmp_path / "log", settings={"deterministic": True}
+    )  # type: ignore[arg-type]
+    child = multiprocessing.get_context("fork").Process(
+        target=messages.run_arm, args=(theirs, spec)
+    )
+    child.start()
+    environment = ours.recv()
+    child.join()
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in environment
+    assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+GIB = 2**30
+#: gpt2-small in fp32: weights, sums of gradients and two moments.
+PARKED_BYTES = 4 * 475 * 2**20
+
+
+def test_parked_arms_fit_half_of_the_free_memory() -> None:
+    at_once = arms_at_once(20, PARKED_BYTES, 60 * GIB)
+    assert (at_once + 2) * PARKED_BYTES <= 30 * GIB < (at_once + 4) * (PARKED_BYTES + 250 * 2**20)
+    assert arms_at_once(3, PARKED_BYTES, 60 * GIB) == 3
+
+
+def test_memory_for_less_than_three_arms_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path)
+    journal.opened[BASELINE] = Opened(parked_bytes=PARKED_BYTES)
+    plan = Plan(budget_s=60, turn_s=1, least_steps=1, resolve=0.1, confidence=0.95, at_once=20)
+    measuring = Measuring(plan, journal, lambda *_: None, lambda _: None)  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4 * GIB))
+    with pytest.raises(
+        BaselineError, match=r"an arm takes 2\.1 GiB of host memory .* and 4\.0 GiB are free for at"
+    ):
+        measuring.run(
+            "singles", [Candidate(lever="lever", setting="on", changes={})], 10.0, lambda _: False
+        )

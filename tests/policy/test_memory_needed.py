@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.policy.memory_needed import Footprint, first_footprint, footprint_of, with_peak
+from workers.policy.memory_needed import (
+    Footprint,
+    HeavySteps,
+    first_footprint,
+    footprint_of,
+    with_peak,
+)
 from workers.settings import Learned
 
 MIB = 2.0**20
@@ -114,16 +121,6 @@ def test_a_workload_that_changed_is_followed_at_once(factor: float) -> None:
     assert changed.steps == 1
 
 
-@pytest.mark.parametrize("power", [1.0, 2.0])
-def test_what_is_learned_is_the_same_line_again(power: float) -> None:
-    line = footprint_of(Learned(size=40, fixed_bytes=FIXED, unit_bytes=UNIT), power)
-    assert line is not None
-    for x in (10.0, 1600.0, 5000.0):
-        assert line.bytes_at(x) == pytest.approx(need(x))
-    assert line.here_x == 40**power
-    assert line.has_slope
-
-
 @pytest.mark.parametrize(("fixed", "unit"), [(None, 1.0), (1.0, None)])
 def test_what_was_never_measured_is_no_line(fixed: float | None, unit: float | None) -> None:
     assert footprint_of(Learned(size=40, fixed_bytes=fixed, unit_bytes=unit), 1.0) is None
@@ -140,7 +137,110 @@ def test_a_remembered_line_goes_through_its_two_places() -> None:
     assert (line.here_x, line.here_bytes) == (1600.0, 1000.0 + 2 * 1600)
     assert (line.far_x, line.far_bytes) == (100.0, 1000.0 + 2 * 100)
     assert line.unit_bytes == 2.0
-
+    squared = footprint_of(Learned(size=40, fixed_bytes=1000.0, unit_bytes=2.0), 2.0)
+    assert squared is not None
+    assert (squared.here_x, squared.bytes_at(5000.0)) == (1600.0, 1000.0 + 2 * 5000)
     flat = footprint_of(Learned(size=1600, fixed_bytes=1000.0, unit_bytes=0.0), 1.0)
     assert flat is not None
     assert 0 < flat.unit_bytes < 1000.0 / 1600, "it grows a little, so that a size can be found"
+
+
+def played(
+    *, every: int, steps: int, ratio: float = 4.0, repeats: bool = False
+) -> list[tuple[bool, bool]]:
+    """Whether each step was heavy, and whether it had been expected; one that was not expected fails.
+
+    `repeats`: a heavy step that failed comes again at once, as where only steps that end well are
+    counted, and ends well then, because it is run smaller.
+    """
+    heavy, seen, number = HeavySteps(), list[tuple[bool, bool]](), 0
+    for step in range(steps):
+        number += 1
+        is_heavy = number % every == 0
+        fits = heavy.factor(float(step)) >= ratio or (repeats and heavy.failed)
+        seen.append((is_heavy, heavy.is_due))
+        if is_heavy:
+            heavy = heavy.met(float(step), ratio if fits else 1.1, failed=not fits)
+            number -= repeats and not fits
+        else:
+            heavy = heavy.passed()
+    return seen
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+@given(every=st.integers(3, 60))
+def test_after_three_equal_gaps_heavy_steps_are_expected(*, repeats: bool, every: int) -> None:
+    seen = played(every=every, steps=12 * every, repeats=repeats)
+    assert all(is_heavy == expected for is_heavy, expected in seen[-4 * every :])
+
+
+def test_another_failure_costs_a_small_step_not_the_period() -> None:
+    """Whether the workload counted it is not known: the next one may come a step earlier."""
+    for counted in (False, True):
+        heavy, at_s = HeavySteps(), 0.0
+        for _ in range(4):
+            for _ in range(9):
+                heavy = heavy.passed()
+            heavy = heavy.met(at_s, 4.0, failed=False)
+        heavy = heavy.passed(failed=True)
+        for _ in range(8):
+            assert not heavy.is_due
+            heavy = heavy.passed()
+        assert heavy.is_due
+        if not counted:
+            heavy = heavy.passed()
+            assert heavy.is_due
+        heavy = heavy.met(at_s, 4.0, failed=False)
+        for _ in range(9):
+            assert not heavy.is_due
+            heavy = heavy.passed()
+        assert heavy.is_due
+
+
+def test_a_period_is_found_and_given_up_after_two_misses() -> None:
+    heavy = HeavySteps()
+    places = {10, 14, 20, 30}
+    for step in range(60):
+        assert heavy.is_due == (step in {40, 50}), step
+        heavy = heavy.met(float(step), 3.0, failed=False) if step in places else heavy
+        heavy = heavy.passed()
+    assert heavy.period is None
+
+
+@pytest.mark.parametrize(
+    ("places", "period"), [((0, 7, 20, 31, 50, 100), 50), ((0, 7, 20, 31, 50, 64, 100), None)]
+)
+def test_a_period_is_sought_among_the_last_six_heavy_steps(
+    places: tuple[int, ...], period: int | None
+) -> None:
+    heavy = HeavySteps()
+    for step in range(places[-1] + 1):
+        heavy = heavy.met(float(step), 3.0, failed=False) if step in places else heavy
+        heavy = heavy.passed()
+    assert heavy.period == period
+
+
+@given(seed=st.integers(0, 1000))
+def test_irregular_heavy_steps_count_while_they_are_frequent(seed: int) -> None:
+    draw = random.Random(seed)  # noqa: S311 - repeatable is what is wanted
+    heavy, now_s = HeavySteps(), 0.0
+    for gap in (3, 17, 8, 29, 5):
+        for _ in range(gap):
+            heavy, now_s = heavy.passed(), now_s + draw.uniform(0.1, 0.5)
+        heavy = heavy.met(now_s, 3.0, failed=False).passed()
+    assert heavy.factor(now_s) == 3.0
+    assert heavy.factor(now_s + 121.0) == 1.0
+
+
+def test_an_expected_step_that_fails_was_heavier_than_known() -> None:
+    heavy = HeavySteps()
+    for _ in range(3):
+        for _ in range(5):
+            heavy = heavy.passed()
+        heavy = heavy.met(0.0, 1.5, failed=True)
+    for _ in range(5):
+        heavy = heavy.passed()
+    assert heavy.factor(0.0) == 1.5
+    heavy = heavy.met(0.0, 1.0, failed=True)
+    assert (heavy.factor(0.0), heavy.confirmed) == (3.0, True), "and it may come again at once"
+    assert heavy.met(0.0, 5.0, failed=False).passed().factor(0.0) == 1.0
