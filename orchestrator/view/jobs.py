@@ -491,7 +491,8 @@ def results_json(snapshot: QueueSnapshot) -> str:
 
 _RESULT_KEYS: Final = (
     "job_state", "job_metric_name", "job_metric", "job_best", "job_best_step", "job_step",
-    "job_ran_s", "job_redone_s", "job_peak_mib", "job_moves", "job_oom", "job_exit_code", "job_sha256", "job_dir",
+    "job_ran_s", "job_redone_s", "job_peak_mib", "job_moves", "job_oom", "job_exit_code",
+    "job_sha256", "job_dir",
 )  # fmt: skip
 
 
