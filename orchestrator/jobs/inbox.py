@@ -1,9 +1,9 @@
 """The inbox of a queue: messages as files, so that jobs come in while the head works or is dead.
 
-A message is a batch of `Submitted`, `SweepSubmitted`, `Said` and `QueueHeld`, taken as a whole. It is written aside,
-synced and renamed, so that it is there as a whole or not at all; and removed only once it is in the
-journal, so that it may be seen twice (`Queue.why_refused`). Who can write here has
-commands run: only the user's own files in a folder of mode 0700 are read.
+A message is a batch of `Submitted`, `SweepSubmitted`, `Said` and `QueueHeld`, taken as a whole. It
+is written aside, synced and renamed, so that it is there as a whole or not at all; and removed only
+once it is in the journal, so that it may be seen twice (`Queue.why_refused`). Who can write here
+has commands run: only the user's own files in a folder of mode 0700 are read.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Questions to modules of `workers` that need torch: a process of its own answers, and the head never
-imports that. Knows no question.
+"""Questions to modules of `workers` that need torch, which the head never imports: a process of its
+own answers. Knows no question.
 """
 
 from __future__ import annotations

@@ -217,9 +217,8 @@ class Dispatcher:
             world = self._world(slots, nodes)
             # Asked first: a member that is paused must not find that it was the last.
             while records := self._asked() or self.queue.next_records(world):
-                if self._predicting and any(
-                    getattr(it, "to", None) is JobState.STOPPED for it in records
-                ):
+                goals = {getattr(record, "to", None) for record in records}
+                if self._predicting and JobState.STOPPED in goals:
                     break  # a member that is paused is not the last: another comes in a moment
                 self._write(records)
                 for record in records:
