@@ -159,7 +159,8 @@ def _unfinished(runs_dir: Path, jobs: Sequence[Job] = ()) -> StoredRun | None:
             return None
         stored = read_run(listed.folder)
         is_covered = ids.issuperset(job.id for job in queue.jobs) and not queue.sweeps
-        if stored.outcome == "failed" and stored.elapsed_s == 0 and is_covered and not has_mail:
+        was_refused = stored.outcome == "failed" and stored.elapsed_s == 0
+        if was_refused and is_covered and not has_mail:
             return None
         if stored.outcome == "running":
             raise UsageError(
