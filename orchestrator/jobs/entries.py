@@ -10,7 +10,6 @@ import math
 import re
 import shlex
 from collections.abc import Iterator
-from pathlib import PurePath
 from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -107,8 +106,7 @@ def _names(value: object) -> tuple[str, ...]:
 
 def _patterns(value: object) -> tuple[str, ...]:
     for pattern in (patterns := _names(value)):
-        path = PurePath(pattern)
-        if path.is_absolute() or ".." in path.parts or not path.parts:
+        if pattern.startswith("/") or ".." in pattern.split("/") or not pattern.strip("./"):
             text = f"{in_words(pattern)} is not within the program's folder; valid: such as *.json"
             raise ValueError(text)
     return patterns

@@ -66,9 +66,8 @@ def time_words(snapshot: Snapshot) -> str:
     count.
     """
     if snapshot.starting_s is not None:
-        begun = f"starting for {clock(snapshot.starting_s)}"
         left = "" if snapshot.jobs is not None else f", then {clock(snapshot.remaining_s)} of work"
-        return begun + left
+        return f"starting for {clock(snapshot.starting_s)}{left}"
     if snapshot.jobs is not None:
         return f"{clock(snapshot.elapsed_s)} so far"
     return f"{clock(snapshot.elapsed_s)} of {clock(snapshot.duration_s)}"

@@ -198,6 +198,9 @@ def test_time_limit_ends_it() -> None:
 def test_outputs_are_copied_into_its_folder(ends: str, tmp_path: Path, state_dir: Path) -> None:
     (tmp_path / "before.json").touch()
     os.utime(tmp_path / "before.json", (1e9, 1e9))
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    (tmp_path / "runs" / "run.sqlite").touch()
+    (tmp_path / "runs" / "one" / "other.json").touch()
     code = (
         f"import os, sys; os.mkdir('out'); [open(f, 'w') for f in ('out/a.json', 'b.txt')]; {ends}"
     )

@@ -108,7 +108,7 @@ def test_a_queue_brings_its_table_and_its_charts(folder: Path) -> None:
     )
     journal.close()
     data = html_report.frozen(folder)
-    assert data["table"]["head"]["jobs"] == "1 running"
+    assert data["table"]["head"]["jobs"] == "1 parked"
     assert [name for name, _ in data["jobs"]["rows"]] == ["lr-0"]
     assert [label for label, _ in data["jobs"]["charts"]] == ["cards"]
 

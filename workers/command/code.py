@@ -25,7 +25,7 @@ _ENDINGS: Final = (
 _MOST_FILES: Final = 5_000
 _SKIPPED: Final = frozenset({"__pycache__", "node_modules", "site-packages"})
 #: A folder with this file is what a run has left.
-_RUN: Final = "run.sqlite"
+RUN: Final = "run.sqlite"
 
 _GIT_S: Final = 30.0
 
@@ -79,7 +79,7 @@ def _git(folder: Path, *words: str) -> str | None:
 def _all_files(root: Path) -> list[str]:
     found = []
     for folder, folders, files in os.walk(root):
-        if _RUN in files:
+        if RUN in files:
             folders.clear()
             continue
         folders[:] = sorted(

@@ -253,9 +253,8 @@ class CommandEngine:
     def _judge(self, code: int) -> None:
         """Say how the program ended, by what only this PC can see."""
         self._results.read()
-        try:  # a file's time may be a moment behind
-            since_s = self._began_unix_s - 1.0
-            keep_outputs(self._command.outputs, self._cwd, self._folder, since_s)
+        try:
+            keep_outputs(self._command.outputs, self._cwd, self._folder, self._began_unix_s)
         except OSError as error:
             self._tell("outputs_not_kept", reason=str(error))
         text = self._log.tail()

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from workers.command.code import RUN
 from workers.files import replace_whole
 from workers.host.captured_output import KEPT_BYTES
 from workers.learned_limits import default_path
@@ -190,10 +191,12 @@ class Record:
 
 
 def keep_outputs(patterns: Iterable[str], cwd: str, folder: Path, since_unix_s: float) -> None:
-    """Copy what a program has written in its own folder, where it matches, into that of its job."""
+    """Copy what a program wrote in its folder, and no run did, to its job; times may be 1 s off."""
     root = Path(cwd)
     for path in {path for pattern in patterns for path in root.glob(pattern)}:
-        if path.is_file() and path.stat().st_mtime >= since_unix_s and folder not in path.parents:
+        within = [root / parent for parent in path.relative_to(root).parents]
+        is_ours = folder in within or any((place / RUN).exists() for place in within)
+        if path.is_file() and path.stat().st_mtime >= since_unix_s - 1.0 and not is_ours:
             target = folder / path.relative_to(root)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, target)
