@@ -30,9 +30,11 @@ from orchestrator.jobs.inbox import waiting
 from orchestrator.jobs.journal import QUEUE_NAME, queue_of
 from orchestrator.jobs.model import Job, Submitted
 from orchestrator.jobs.queue import Queue
+from orchestrator.jobs.spec import keys_of
 from orchestrator.jobs.sweep import JobFile, expand
 from orchestrator.record.archive import StoredRun, read_run
 from orchestrator.record.folders import command_for, list_runs
+from orchestrator.run.earlier import fetch_weights
 from orchestrator.run.sampled_sweeps import prepared, sampled_sweeps
 
 if TYPE_CHECKING:
@@ -90,6 +92,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         return
     read = None if file is None else read_file(file, loaded)
     jobs = () if read is None else expand(read)
+    fetch_starts(read, Path(loaded.run.dir))
     unfinished = None if new else _unfinished(Path(loaded.run.dir))
     queue = Queue() if unfinished is None else queue_of(unfinished.folder / QUEUE_NAME)
     options = runner.Options(
@@ -194,6 +197,15 @@ def submitted(jobs: Iterable[Job], config: Config, target: Target) -> tuple[Subm
         Submitted(at_s=job.submitted_at_unix_s, job=job, least_bytes=least.get(job.name))
         for job in ready
     )
+
+
+def fetch_starts(file: JobFile | None, runs_dir: Path) -> None:
+    """Have ready the weights that trainings of a job file begin with; see `fetch_weights`."""
+    keys = (key for entry in (file.entries if file else ()) for key in keys_of(entry))
+    starts = (start for _, word, values in keys if word == "train.from" for start in values)
+    for start in dict.fromkeys(filter(None, starts)):
+        for line in fetch_weights(start, runs_dir):
+            typer.echo(line, err=True)
 
 
 def read_file(file: str, base: Config, known: Sequence[Job] = ()) -> JobFile:

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import typer
 
@@ -99,36 +98,6 @@ def print_text(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
     width = None if text.startswith("{") else width_of(sys.stdout)
     typer.echo(wrapped(text.encode(encoding, "backslashreplace").decode(encoding), width))
-
-
-def ask_child(
-    module: str, question: Mapping[str, Any], timeout_s: float | None = None
-) -> dict[str, Any] | str:
-    """Return what a module of `workers` that needs torch answers, in a process of its own.
-
-    Question and answer are JSON. The answer is the last line; the user's own task, which is
-    imported from the current folder, may print others. A text says why there is no answer.
-    """
-    try:
-        done = subprocess.run(  # noqa: S603 - our own module
-            [sys.executable, "-m", module],
-            input=json.dumps(question),
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"it took longer than {timeout_s:.0f} s"
-    try:
-        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    except (ValueError, IndexError):
-        last = [line.strip()[:300] for line in done.stderr.splitlines() if line.strip()][-1:]
-        return ": ".join(
-            [f"the process that computes it ended with status {done.returncode}", *last]
-        )
-    return answer
 
 
 def import_from_here() -> None:

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from orchestrator.cli.loading import ask_child
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import NodeBudget
 from orchestrator.errors import UsageError, one_line
+from orchestrator.run.child import ask_child
 from orchestrator.view.cells import aligned
 from workers.hf.folder_files import check_folder
 from workers.settings import ASSUMED_CONTEXT_BYTES

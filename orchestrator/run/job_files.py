@@ -8,11 +8,8 @@ process: the head must not stand still meanwhile. Does not know what is in a che
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +18,7 @@ from typing import Any, Final
 from orchestrator.errors import OrchestratorError, one_line
 from orchestrator.jobs.model import Job, Kind
 from orchestrator.record.events import EventLog
+from orchestrator.run.child import ask_child
 from workers.settings import WorkerSpec
 
 FILES: Final = "files"
@@ -116,14 +114,7 @@ def _export(spec: WorkerSpec, checkpoint: Path, to: Path) -> None:
         "form": None,
         "average": False,
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "workers.hf.export"],
-        input=json.dumps(request),
-        capture_output=True,
-        encoding="utf-8",
-        errors="replace",
-        check=False,
-    )
-    lines = (done.stdout or done.stderr).splitlines() or [f"status {done.returncode}"]
+    told = ask_child("workers.hf.export", request)
     if not to.is_dir():
-        raise OrchestratorError(f"{to} was not written: {lines[-1][:300]}")
+        why = told if isinstance(told, str) else told.get("refused")
+        raise OrchestratorError(f"{to} was not written: {one_line(str(why))[:300]}")
