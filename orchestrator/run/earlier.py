@@ -1,5 +1,5 @@
-"""Finds what a slot of an earlier run has trained: its checkpoints, for `export`, and its weights, for
-a training that begins with them (`train.from`).
+"""Finds what a slot of an earlier run has trained: its checkpoints, for `export`, and its weights,
+for a training that begins with them (`train.from`).
 
 Does not know what is in a checkpoint: a child process, which loads torch, takes the weights out.
 """

@@ -257,7 +257,7 @@ class CpuDevice:
             return torch.empty(size_bytes, dtype=torch.uint8).nbytes
 
     def held_bytes(self) -> int:
-        """See `Device.held_bytes`: growth of the process's data under the limit, without what malloc
+        """See `Device.held_bytes`: growth of the process's data under the limit, less what malloc
         has kept.
         """
         return max(0, self._now.data_bytes - self._base.data_bytes - self._free_bytes)

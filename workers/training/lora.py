@@ -83,8 +83,9 @@ def adapted_layers(model: nn.Module) -> dict[str, AdaptedLinear]:
 
 
 def merge(model: nn.Module) -> bool:
-    """Replace adapted layers by linear ones in fp32, each with the sum that it computed with; return
-    whether one shared its weight with another layer, which keeps what it has.
+    """Replace adapted layers by linear ones in fp32, each with the sum that it computed with.
+
+    Return whether one shared its weight with another layer, which keeps what it has.
     """
     model.float()
     modules = list(model.modules())
