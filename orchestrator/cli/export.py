@@ -6,26 +6,17 @@ Does not know what is in a checkpoint.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from orchestrator.cluster.connect import connected
 from orchestrator.config.load import config_from_text
-from orchestrator.config.schema import Config
 from orchestrator.core.placement import Target, plan_slots
-from orchestrator.errors import NoClusterError, OrchestratorError, UsageError, one_line
-from orchestrator.record.archive import StoredRun, read_run
-from orchestrator.record.folders import command_for
+from orchestrator.errors import OrchestratorError, UsageError, one_line
+from orchestrator.record.archive import read_run
 from orchestrator.run.child import ask_child
-from orchestrator.run.environment import Mode
-from workers.learned_limits import default_path
-from workers.settings import WorkerSpec
+from orchestrator.run.earlier import BEST, LAST, checkpoints_of
 from workers.units import MIB
-
-#: Files that a worker writes (`workers/training/checkpoints.py`, which loads torch).
-_LAST, _BEST = "generation-?.pt", "best.pt"
 
 
 def export(
@@ -55,7 +46,8 @@ def export(
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):
         raise UsageError(f"{to} is there already; name a new folder, or remove that one")
     with ExitStack() as until_written:
-        paths = _checkpoints(stored, config, specs[slot], to, until_written, best=best)
+        names = BEST if best else LAST
+        paths = checkpoints_of(stored, slot, specs[slot].node, names, to.parent, until_written)
         question = {
             "checkpoints": list(map(str, paths)),
             "settings": dict(specs[slot].workload.settings),
@@ -77,33 +69,3 @@ def export(
         yield f"the run has saved step {row['saved_step']}, of which there is no checkpoint here"
     size_mib, form = told["bytes"] / MIB, told["form"]
     yield f"{to}: step {told['step']} of {slot}, {form}, {size_mib:.1f} MiB"
-
-
-def _checkpoints(
-    stored: StoredRun, config: Config, spec: WorkerSpec, to: Path, stack: ExitStack, *, best: bool
-) -> list[Path]:
-    """Return the files that may hold what the slot has trained: here, or copied from its PC."""
-    run_id, slot, node = stored.facts.run_id, spec.slot, spec.node
-    names = _BEST if best else _LAST
-    local = default_path().parent / "state" / run_id / slot
-    paths = [*local.glob(names)]
-    if not best:
-        paths += stored.folder.glob(f"states/{slot}.pt")
-    if not paths and stored.facts.mode == Mode.CLUSTER:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        place = tempfile.TemporaryDirectory(prefix=".checkpoints-", dir=to.parent)
-        copies = Path(stack.enter_context(place))
-        try:
-            with connected(config.cluster.address, config.cluster.auth):
-                from orchestrator.cluster.checkpoint_copy import copied  # noqa: PLC0415 - loads ray
-
-                paths = copied(node, run_id, slot, names, copies)
-        except NoClusterError as failure:
-            raise NoClusterError(
-                f"the checkpoints of {slot} are on {node}, and {failure}; start that node, or copy "
-                f"state/{run_id}/{slot} of its state folder to {local}"
-            ) from failure
-    if paths:
-        return paths
-    report = command_for(stored.folder, "report")
-    raise UsageError(f"{slot} has no {names} in {local}; `{report}` shows what it did")

@@ -31,10 +31,12 @@ from orchestrator.jobs.inbox import waiting
 from orchestrator.jobs.journal import QUEUE_NAME, queue_of
 from orchestrator.jobs.model import Job, Submitted
 from orchestrator.jobs.queue import Queue
+from orchestrator.jobs.spec import keys_of
 from orchestrator.jobs.sweep import JobFile, expand
 from orchestrator.record.archive import StoredRun, read_run
 from orchestrator.record.folders import RUNNING, command_for, list_runs
 from orchestrator.record.store import RunFacts
+from orchestrator.run.earlier import fetch_weights
 from orchestrator.run.prediction import least_room_of
 from orchestrator.run.sampled_sweeps import prepared, sampled_sweeps
 
@@ -97,6 +99,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     queue = Queue() if before is None else queue_of(before.folder / QUEUE_NAME)
     read = None if file is None else read_file(file, loaded, queue.jobs)
     jobs = () if read is None else expand(read)
+    fetch_starts(read, Path(loaded.run.dir))
     before = None if before is None or _never_began(before, queue, jobs) else before
     options = runner.Options(
         json=json_output,
@@ -248,6 +251,15 @@ def submitted(jobs: Iterable[Job], config: Config, target: Target) -> tuple[Subm
         Submitted(at_s=job.submitted_at_unix_s, job=job, least_bytes=least.get(job.name))
         for job in ready
     )
+
+
+def fetch_starts(file: JobFile | None, runs_dir: Path) -> None:
+    """Have ready the weights that trainings of a job file begin with; see `fetch_weights`."""
+    keys = (key for entry in (file.entries if file else ()) for key in keys_of(entry))
+    starts = (start for _, word, values in keys if word == "train.from" for start in values)
+    for start in dict.fromkeys(filter(None, starts)):
+        for line in fetch_weights(start, runs_dir):
+            typer.echo(line, err=True)
 
 
 def read_file(file: str, base: Config, known: Sequence[Job] = ()) -> JobFile:

@@ -375,7 +375,7 @@ def _of_folders(
                 yield at.problem(f"{{{name}.dir}}: {fault}", valid, *where)
 
 
-def _keys_of(entry: Entry) -> Iterator[tuple[KeyPath, str, Any]]:
+def keys_of(entry: Entry) -> Iterator[tuple[KeyPath, str, Any]]:
     """Yield where each key of a training stands, the key as in cluster.yaml, and its values."""
     for key, value in (entry.train or {}).items():
         yield ("train", key), dotted_key(key), [value]
@@ -391,7 +391,7 @@ def _of_keys(at: _Place) -> Iterator[Problem]:
     """Yield keys of a training that a job may not have."""
     first: dict[tuple[KeyPath, str], KeyPath] = {}
     may_move = len(at.file.said(at.entry, "nodes") or ()) != 1
-    for where, word, values in _keys_of(at.entry):
+    for where, word, values in keys_of(at.entry):
         section = word.partition(".")[0]
         twin = first.setdefault((where[:-1], word), where)
         if twin != where:
@@ -423,7 +423,7 @@ def _of_config(at: _Place, job: Job, plain: Mapping[str, Mapping[str, Any]]) -> 
     places: dict[str, KeyPath] = {"train.save_every_s": ("defaults", "save_every_s")}
     places |= {
         word: (*at.path, *where)
-        for where, word, _ in _keys_of(at.entry)
+        for where, word, _ in keys_of(at.entry)
         if len(where) < 4 or where[-2] == row
     }
     try:

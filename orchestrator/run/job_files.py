@@ -116,4 +116,5 @@ def _export(spec: WorkerSpec, checkpoint: Path, to: Path) -> None:
     }
     told = ask_child("workers.hf.export", request)
     if not to.is_dir():
-        raise OrchestratorError(f"{to} was not written: {str(told)[:300]}")
+        why = told if isinstance(told, str) else told.get("refused")
+        raise OrchestratorError(f"{to} was not written: {one_line(str(why))[:300]}")

@@ -18,12 +18,16 @@ import stat
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
 
 from orchestrator.config.schema import Config
 from orchestrator.errors import UsageError
 from orchestrator.record.archive import NOTE_NAME
 from workers.host.processes import start_time
 from workers.messages import CheckpointPiece, Report
+
+#: Of a run folder: the copies of the slots' states.
+STATES: Final = "states"
 
 
 def new_folder(config: Config) -> Path:
@@ -35,6 +39,12 @@ def new_folder(config: Config) -> Path:
     except OSError as error:
         raise _unwritable(folder, error) from error
     return folder
+
+
+def weights_of(runs_dir: Path, start: str) -> Path:
+    """Return where the weights are that `train.from` names: in the folder of that run."""
+    run_id, _, slot = start.partition("/")
+    return runs_dir / run_id / STATES / f"{slot}.weights"
 
 
 def check_mine(folder: Path) -> None:
@@ -118,18 +128,22 @@ class CheckpointKeeper:
         if not piece.is_last:
             self._under_way[report.slot] = (*place[:2], piece.offset_bytes + len(piece.data))
 
-    def copy_for(self, slot: str, incarnation: int) -> bytes | None:
-        """Return the copy for a process of the slot that is not its first one, once for each.
+    def copy_for(self, slot: str, incarnation: int, start: object = None) -> bytes | None:
+        """Return the copy for a process of the slot that is not its first one, once for each; where
+        there is none, the weights that `start`, its `train.from`, names.
 
-        `None`: there is none.
+        `None`: there are none.
         """
-        if incarnation == 0 or self._given.get(slot) == incarnation:
+        if self._given.get(slot) == incarnation:
             return None
         self._given[slot] = incarnation
-        try:
-            return self._path(slot).read_bytes()
-        except OSError:
-            return None
+        paths = [self._path(slot)] if incarnation else []
+        if start is not None:
+            paths.append(weights_of(self._folder.parent.parent, str(start)))
+        for path in paths:
+            with contextlib.suppress(OSError):
+                return path.read_bytes()
+        return None
 
     def give_again(self, slot: str) -> None:
         """Have the slot's process get its copy with the next slice: one that failed may not have

@@ -50,6 +50,7 @@ from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
 from orchestrator.record.summary import failure_dict, summary_dict, summary_text, write_summary
 from orchestrator.run import node_setup, resume, run_dir
 from orchestrator.run.dispatcher import Dispatcher
+from orchestrator.run.earlier import fetch_weights
 from orchestrator.run.environment import Environment, Mode
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
@@ -157,7 +158,11 @@ class Options:
 def run(environment: Environment, options: Options) -> int:
     """Run `environment` and return the exit code; `OrchestratorError` if nothing could be run."""
     _check(environment, options)
-    folder = run_dir.new_folder(environment.config)
+    config = environment.config
+    if config.train.start and (config.workload.name == "train" or options.queue is not None):
+        lines = fetch_weights(config.train.start, Path(config.run.dir))
+        environment = replace(environment, lines=(*environment.lines, *lines))
+    folder = run_dir.new_folder(config)
     return _in_folder(folder, environment, options, time.time(), None)
 
 
@@ -304,7 +309,7 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
                 outlets=record.outlets,
                 interrupted=lambda: interrupts.asked,
                 learned_limits=learned_limits,
-                checkpoints=CheckpointKeeper(record.folder / "states"),
+                checkpoints=CheckpointKeeper(record.folder / run_dir.STATES),
                 output=OutputFiles(record.folder),
                 commands=commands,
                 clock=clock,

@@ -551,7 +551,8 @@ class Supervisor:
                 self.fleet.place(spec, plan.num_cpus, plan.num_gpus)
             case Directive():
                 lease_bytes = self._broker.grant(self._slots[name], command.sequence)
-                copy = self.checkpoints.copy_for(name, command.incarnation)
+                start = self._plans[name].spec.workload.settings.get("from")
+                copy = self.checkpoints.copy_for(name, command.incarnation, start)
                 self.fleet.submit(name, command.granted(lease_bytes, copy))
             case slots.Forget():
                 self.fleet.forget(name)

@@ -1,8 +1,8 @@
 """The model of a folder: the preset `hf-causal` in the real engine, beside transformers' Trainer.
 
 With memory to spare all have one whole batch at once, and take short turns in processes that stay,
-so that other programs on the machine meet all of them. `mapped` is the Trainer with the CPU
-device's malloc, which maps each block anew so that a cap can count it: on a card this cost does not arise.
+so that other programs on the machine meet all of them. `mapped` is the Trainer with the malloc that the
+CPU device has near a cap: each block is mapped anew, so that the cap can count it.
 
 Under a cap each has a process of its own, and the kernel refuses what goes past so much more than
 the process held after a warm-up. There the Trainer's only way is `auto_find_batch_size`, which

@@ -338,3 +338,62 @@ def test_threads_never_exceed_the_cores_unless_workers_do(
     assert threads_for(100_000) == 1, "no machine has so many cores"
     monkeypatch.setattr("psutil.cpu_count", lambda *, logical: None if logical else cores)
     assert threads_for(workers) == threads
+
+
+# --- what is kept while there is memory to spare
+# ----------------------------------------------------------------------------------------------------
+
+
+def equal_steps(spec: WorkerSpec) -> Found:
+    """Do steps of the largest size, then one that takes what is promised beside what was kept."""
+    device, told = CpuDevice(spec), []
+
+    def work() -> None:
+        held = [torch.ones(MIB, dtype=torch.uint8) for _ in range(12)]
+        del held[::2]
+
+    for _ in range(3 * cpu._STEPS_BEFORE):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        device.timed(work, "largest")
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        told.append((faults, device.step_peak_bytes(), device.held_bytes()))
+    kept_bytes = device.memory().reserved_bytes
+    rest_bytes = int((1 - cpu._SPARE_SHARE) * device.most_bytes)
+    device.timed(lambda: block(rest_bytes).nbytes, "largest")
+    device.release()
+    return {
+        "faults": [each[0] for each in told],
+        "peaks": [each[1] for each in told],
+        "held": [each[2] for each in told],
+        "kept_bytes": kept_bytes,
+        "released_bytes": device.memory().reserved_bytes,
+    }
+
+
+@pytest.fixture(scope="module")
+def kept(in_child: InChild) -> Found:
+    return in_child(equal_steps, spec_of(budget_bytes=BUDGET_BYTES))
+
+
+class TestKept:
+    def test_equal_steps_keep_what_they_free(self, kept: Found) -> None:
+        assert max(kept["faults"][-8:]) < min(kept["faults"][: cpu._STEPS_BEFORE]) / 4
+        assert kept["kept_bytes"] > 8 * MIB
+        assert kept["released_bytes"] < MIB, "a release gives it back"
+
+    def test_what_is_kept_counts_as_neither_held_nor_needed(self, kept: Found) -> None:
+        assert max(kept["held"]) < MIB
+        assert kept["peaks"] == [pytest.approx(12 * MIB, abs=2 * MIB)] * len(kept["peaks"])
+
+
+def large_steps(spec: WorkerSpec) -> list[int]:
+    device, reserved = CpuDevice(spec), []
+    for _ in range(2 * cpu._STEPS_BEFORE):
+        device.timed(lambda: torch.ones(64 * MIB, dtype=torch.uint8).nbytes, "largest")
+        device.step_peak_bytes()
+        reserved.append(device.memory().reserved_bytes)
+    return reserved
+
+
+def test_steps_that_need_much_of_the_cap_keep_nothing(in_child: InChild) -> None:
+    assert max(in_child(large_steps, spec_of(budget_bytes=BUDGET_BYTES))) < MIB

@@ -83,3 +83,18 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     assert sent(CheckpointPieces(), keeper, tmp_path / "newest") == 3
     assert keeper.problem is not None
     assert str(tmp_path / "head") in keeper.problem
+
+
+def test_the_first_process_gets_what_its_training_begins_with(tmp_path: Path) -> None:
+    keeper, start = CheckpointKeeper(tmp_path / "new" / "states"), "20260101-000000-abcd/pc1/0"
+    assert keeper.copy_for("pc1/1", 0, start) is None, "it is not there yet"
+    weights = tmp_path / "20260101-000000-abcd" / "states" / "pc1" / "0.weights"
+    weights.parent.mkdir(parents=True)
+    weights.write_bytes(b"weights")
+    assert keeper.copy_for("pc1/0", 0, start) == b"weights"
+    assert keeper.copy_for("pc1/0", 0, start) is None, "once"
+    assert keeper.copy_for("pc1/0", 1, start) == b"weights", "as long as it has saved nothing"
+    own = tmp_path / "new" / "states" / "pc1" / "0.pt"
+    own.parent.mkdir(parents=True)
+    own.write_bytes(b"own")
+    assert keeper.copy_for("pc1/0", 2, start) == b"own"

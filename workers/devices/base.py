@@ -103,9 +103,11 @@ class Device(Protocol):
             workers.messages.ContextCorruptedError: It answers, wrongly.
         """
 
-    def timed(self, work: Callable[[], T]) -> tuple[T, float]:
+    def timed(self, work: Callable[[], T], largest: object = None) -> tuple[T, float]:
         """Run `work` with the cap enforced, wait for the device, and return the result and the
         seconds it took.
+
+        `largest`: says which step it is, where that is one of the largest that there are.
         """
 
 

@@ -115,6 +115,19 @@ T = TypeVar("T")
 _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD_BYTES = 64 * 1024
 
+#: While freed blocks are kept: the largest threshold that glibc takes, and its M_TRIM_THRESHOLD.
+_KEPT_THRESHOLD_BYTES = 32 * 2**20
+_M_TRIM_THRESHOLD = -1
+_TRIM_BYTES = 128 * 1024
+_NO_TRIM_BYTES = 2**31 - 1
+
+#: To map each block anew halves the speed of a small training. So what steps of the largest size
+#: free is kept after so many of them, if none took more than this share of the cap: then what keeps
+#: the heap from shrinking later is not missed. After so many more one is measured without.
+_STEPS_BEFORE = 8
+_SPARE_SHARE = 0.25
+_STEPS_KEPT = 256
+
 #: 8 MiB in all, in chunks under the smallest block.
 _STOCK_CHUNKS = 171
 _STOCK_CHUNK_BYTES = 48 * 1024
@@ -204,6 +217,15 @@ class CpuDevice:
                 f"nodes.{spec.node}.vram_per_worker_gib (or the scale), or lower memory.floor_mib"
             )
         self._peak_bytes = 0
+        self._keeps = self._has_kept = False
+        """Whether freed blocks stay with the process, and whether they ever did."""
+        self._largest: object = None
+        """What `timed` was told last."""
+        self._steps_alike = self._alike_peak_bytes = 0
+        """Steps since it was told another, or blocks were kept or given back; and the most that any
+        of them took."""
+        self._free_before_bytes = self._free_bytes = 0
+        """In malloc's lists: before any block was kept, and beyond that."""
         self._resets_peaks = can_reset_highest()
         with self.enforced():
             cap_read_back_bytes = (
@@ -235,10 +257,10 @@ class CpuDevice:
             return torch.empty(size_bytes, dtype=torch.uint8).nbytes
 
     def held_bytes(self) -> int:
-        """See `Device.held_bytes`: growth of the process's data under the limit, as there is no
-        pool.
+        """See `Device.held_bytes`: growth of the process's data under the limit, less what malloc
+        has kept.
         """
-        return max(0, self._now.data_bytes - self._base.data_bytes)
+        return max(0, self._now.data_bytes - self._base.data_bytes - self._free_bytes)
 
     def kept_bytes(self) -> int:
         """See `Device.kept_bytes`; what `rebase` no longer charges to the cap is included.
@@ -256,10 +278,19 @@ class CpuDevice:
         The kernel keeps no highest data size. Memory that was freed within the step without ever
         being written is not seen.
         """
-        peak = max(
-            self.held_bytes(),
-            self._now.highest_bytes - self._base.resident_bytes if self._resets_peaks else 0,
-        )
+        highest = self._now.highest_bytes - self._base.resident_bytes if self._resets_peaks else 0
+        is_small = highest <= _SPARE_SHARE * self.most_bytes
+        self._steps_alike += 1
+        if not self._keeps:
+            self._alike_peak_bytes = max(self._alike_peak_bytes, highest)
+            if self._resets_peaks and is_small and self._steps_alike >= _STEPS_BEFORE:
+                self._keep()
+        else:
+            if not is_small or self._steps_alike > _STEPS_KEPT:
+                self._give_back()
+            if is_small:
+                highest = self._alike_peak_bytes  # what was kept was in RAM too
+        peak = max(self.held_bytes(), highest)
         self._peak_bytes = max(self._peak_bytes, peak)
         return peak
 
@@ -269,12 +300,11 @@ class CpuDevice:
 
     def allowed_bytes(self, leave_bytes: int) -> int:
         """See `Device.allowed_bytes`; the machine's available RAM bounds it too."""
-        return max(
-            0,
-            min(
-                self.most_bytes, self.held_bytes() + psutil.virtual_memory().available - leave_bytes
-            ),
-        )
+        available = psutil.virtual_memory().available
+        allowed = max(0, min(self.most_bytes, self.held_bytes() + available - leave_bytes))
+        if self._alike_peak_bytes > _SPARE_SHARE * allowed:
+            self._give_back()
+        return allowed
 
     def memory(self) -> MemoryInfo:
         machine = psutil.virtual_memory()
@@ -285,21 +315,39 @@ class CpuDevice:
             device_used_bytes=machine.total - machine.available,
             free_bytes=max(0, min(self.most_bytes - held, machine.available)),
             allocated_bytes=held,
-            reserved_bytes=held,
+            reserved_bytes=held + self._free_bytes,
             peak_bytes=peak,
             # The CPU allocator asks the kernel once; it has no pool to flush and try again.
             alloc_retries=0,
         )
 
     def release(self) -> None:
+        self._give_back()
         with self.enforced():  # what is freed here was held by the workload
             gc.collect()
+
+    def _give_back(self) -> None:
+        self._steps_alike = 0
+        if self._keeps:
+            self._keeps = False
+            with self.enforced():
+                _set_malloc(_MMAP_THRESHOLD_BYTES, _TRIM_BYTES)
+                ctypes.CDLL(None).malloc_trim(0)
+
+    def _keep(self) -> None:
+        if not self._has_kept:
+            self._free_before_bytes = _free_in_malloc_bytes()
+        self._keeps, self._has_kept, self._steps_alike = True, True, 0
+        _set_malloc(_KEPT_THRESHOLD_BYTES, _NO_TRIM_BYTES)
 
     def emergency(self) -> None:
         self._emergency.run()
 
-    def timed(self, work: Callable[[], T]) -> tuple[T, float]:
+    def timed(self, work: Callable[[], T], largest: object = None) -> tuple[T, float]:
         """See `Device.timed`; a CPU is done when the call returns."""
+        if largest is None or largest != self._largest:
+            self._give_back()
+            self._largest, self._alike_peak_bytes = largest, 0
         if self._resets_peaks:
             reset_highest()
         with self.enforced():
@@ -314,6 +362,7 @@ class CpuDevice:
         without this, what they took during a step would eat the cap that was promised to tensors.
         """
         self._now = process_memory()
+        self._free_before_bytes, self._free_bytes = _free_in_malloc_bytes(), 0
         data_bytes = min(self._now.data_bytes, self._opened_bytes + _DRIFT_LIMIT_BYTES)
         held_bytes = self._now.data_bytes - data_bytes
         self._base = replace(
@@ -345,12 +394,19 @@ class CpuDevice:
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
             self._now = process_memory()
+            if self._has_kept:
+                self._free_bytes = max(0, _free_in_malloc_bytes() - self._free_before_bytes)
 
 
 def _use_mappings_for_blocks() -> None:
+    _set_malloc(_MMAP_THRESHOLD_BYTES, _TRIM_BYTES)
+    ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+
+
+def _set_malloc(threshold_bytes: int, trim_bytes: int) -> None:
     libc = ctypes.CDLL(None)
-    libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
-    libc.mallopt(_M_ARENA_MAX, 1)
+    libc.mallopt(_M_MMAP_THRESHOLD, threshold_bytes)
+    libc.mallopt(_M_TRIM_THRESHOLD, trim_bytes)
 
 
 def _lay_in_stock() -> None:

@@ -244,11 +244,12 @@ class CudaDevice:
         )  # an error of an earlier launch surfaces here, not in the next step
         self._emergency.run()
 
-    def timed(self, work: Callable[[], T]) -> tuple[T, float]:
+    def timed(self, work: Callable[[], T], largest: object = None) -> tuple[T, float]:
         """See `Device.timed`; by events on the card.
 
         Turns that its other tenants take in between are included.
         """
+        del largest
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         self._reserved_before_bytes = torch.cuda.memory_reserved(self.torch_device)
         # Blocking events: a waiting worker must not spin, or seven of them take seven cores.

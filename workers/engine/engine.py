@@ -201,7 +201,7 @@ def _step(session: Session, stats: SliceStats, run: Run) -> Decision | None:
     session.start_step(run, stats)
     stats.use(run.size, run.batch)
     try:
-        result, seconds = session.device.timed(lambda: session.step(run))
+        result, seconds = session.device.timed(lambda: session.step(run), session.largest(run))
         done = _checked(result)
     except IncompatibleError:
         raise  # no step will ever do better

@@ -206,6 +206,11 @@ class Session:
             if shrinks:
                 self.device.release()
 
+    def largest(self, run: Run) -> Run | None:
+        """Return a step than which none is larger; `None` for others."""
+        units = [rung.units for rung in self.growth.rungs or ()]
+        return run if units and run.units == max(units) else None
+
     def step(self, run: Run) -> StepResult | None:
         """Have the workload do a step, with its state back on the device, at the level that is
         asked for.

@@ -10,21 +10,19 @@ import json
 import os
 import shutil
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
 from workers.files import flush
 from workers.training.checkpoints import Identity, RefusedError, newest_good, read_number
 from workers.training.errors import TrainingError
-from workers.training.lora import AdaptedLinear, new_model
+from workers.training.lora import adapted_layers, merge, new_model
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, find_task, trained_parameters
 
@@ -83,8 +81,8 @@ def export(request: Request) -> dict[str, Any]:
         if form == "adapter":
             _write_adapter(model, source, folder)
         else:
-            if form == "merged":
-                merge(model)
+            if form == "merged" and merge(model):
+                model.config.tie_word_embeddings = False
             _restore_config(model, source)
             model.save_pretrained(folder)
         for file in (file for pattern in kept for file in source.glob(pattern) if file.is_file()):
@@ -174,35 +172,6 @@ def _restore_config(model: Any, source: Path) -> None:  # noqa: ANN401 - as abov
             setattr(model.config, key, original[key])
 
 
-def _adapted(model: nn.Module) -> dict[str, Any]:
-    modules = model.named_modules()
-    return {name: module for name, module in modules if isinstance(module, AdaptedLinear)}
-
-
-def merge(model: Any) -> None:  # noqa: ANN401 - as above
-    """Replace adapted layers by linear ones in fp32, each with the sum that it computed with."""
-    model.float()
-    modules = list(model.modules())
-    owners = Counter(id(weight) for each in modules for weight in each.parameters(recurse=False))
-    for module in _adapted(model).values():
-        if owners[id(module.base.weight)] > 1:  # the other owner keeps what it has
-            model.config.tie_word_embeddings = False
-        module.base.weight = nn.Parameter(_merged(module))
-    for parent in modules:
-        for name, child in list(parent.named_children()):
-            if isinstance(child, AdaptedLinear):
-                setattr(parent, name, child.base)
-
-
-@torch.no_grad()
-def _merged(module: AdaptedLinear) -> Tensor:
-    added = module.scale * (module.up.double() @ module.down.double())
-    merged = module.weight.double() + added
-    if module.lengths is not None:
-        merged *= (module.lengths.double() / torch.linalg.vector_norm(merged, dim=1))[:, None]
-    return (merged.T if module.is_transposed else merged).float().contiguous()
-
-
 def _write_adapter(model: nn.Module, source: Path, folder: Path) -> None:
     """Write the two files of peft: our `down`, `up` and `lengths` are its `lora_A`, `lora_B` and
     `lora_magnitude_vector`. What is trained in full beside them, such as a fresh head, it saves
@@ -210,7 +179,7 @@ def _write_adapter(model: nn.Module, source: Path, folder: Path) -> None:
     """
     from safetensors.torch import save_file  # noqa: PLC0415 - an extra
 
-    adapted, tensors = _adapted(model), dict[str, Tensor]()
+    adapted, tensors = adapted_layers(model), dict[str, Tensor]()
     for name, module in adapted.items():
         tensors |= {f"{name}.lora_A.weight": module.down, f"{name}.lora_B.weight": module.up}
         if module.lengths is not None:

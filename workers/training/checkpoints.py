@@ -40,6 +40,9 @@ from workers.units import MIB
 #: The head's copy, put there before `load`. It is read like the others and never written over.
 FROM_HEAD: Final = "from-head.pt"
 
+#: The weights that `train.from` names, put there by the head. They are no checkpoint.
+FROM_RUN: Final = "from-run.pt"
+
 #: The state with the lowest loss of validation, beside the generations.
 BEST: Final = "best.pt"
 

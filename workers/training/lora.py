@@ -2,13 +2,13 @@
 
 LoRA (Hu et al., 2021) adds `up x down` of a low rank to each weight. DoRA (Liu et al., 2024) also
 trains the length of each row of the sum. A linear layer is an `nn.Linear`, or the `Conv1D` of
-transformers, whose weight lies the other way round. Does not merge them into the weights, and does
-not adapt convolutions or embeddings.
+transformers, whose weight lies the other way round. Does not adapt convolutions or embeddings.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Final, cast
 
 import torch
@@ -65,6 +65,40 @@ class AdaptedLinear(nn.Module):
             added = ((self.up @ (self.down @ self.down.T)) * self.up).sum(1)
             squares: Tensor = own + 2 * self.scale * crossed + self.scale**2 * added
             return squares.clamp(min=torch.finfo(squares.dtype).tiny).sqrt()
+
+    @torch.no_grad()
+    def merged(self) -> Tensor:
+        """Return the weight in fp32 that this layer computes with, as the layer's own lies."""
+        added = self.scale * (self.up.double() @ self.down.double())
+        weight = self.weight.double() + added
+        if self.lengths is not None:
+            weight *= (self.lengths.double() / torch.linalg.vector_norm(weight, dim=1))[:, None]
+        return (weight.T if self.is_transposed else weight).float().contiguous()
+
+
+def adapted_layers(model: nn.Module) -> dict[str, AdaptedLinear]:
+    """Return the layers that have an adapter, each by its first name."""
+    modules = model.named_modules()
+    return {name: module for name, module in modules if isinstance(module, AdaptedLinear)}
+
+
+def merge(model: nn.Module) -> bool:
+    """Replace adapted layers by linear ones in fp32, each with the sum that it computed with.
+
+    Return whether one shared its weight with another layer, which keeps what it has.
+    """
+    model.float()
+    modules = list(model.modules())
+    owners = Counter(id(weight) for each in modules for weight in each.parameters(recurse=False))
+    adapted = adapted_layers(model).values()
+    is_shared = any(owners[id(module.base.weight)] > 1 for module in adapted)
+    for module in adapted:
+        module.base.weight = nn.Parameter(module.merged())
+    for parent in modules:
+        for name, child in list(parent.named_children()):
+            if isinstance(child, AdaptedLinear):
+                setattr(parent, name, child.base)
+    return is_shared
 
 
 def new_model(task: TrainTask, settings: TrainSettings) -> nn.Module:

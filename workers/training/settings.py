@@ -25,6 +25,13 @@ FOLDER_PRESETS: Final = {
     "hf-pairs": "workers.hf.pairs:pairs_task",
 }
 
+_Start: TypeAlias = Annotated[
+    str,
+    Field(
+        pattern=r"^\d[\w-]*(?:/[A-Za-z0-9][\w.-]*)+$", description="RUN_ID/SLOT of an earlier run"
+    ),
+]
+
 #: Keys of before, and what they are called now. They differ in one letter, so neither is guessed.
 RENAMED: Final = {"checkpoint": "recompute", "snapshots": "checkpoints"}
 
@@ -70,11 +77,15 @@ def _refuse_if(broken: object, sentence: str) -> None:
 class TrainSettings(BaseModel):
     """One training. `None` means: the preset's own value, or off."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, serialize_by_alias=True
+    )
 
     preset: Annotated[str, AfterValidator(_valid_preset)] = "gpt-nano"
     model: Annotated[str, Field(min_length=1)] | None = None
     """The folder of the presets `hf-causal` and `hf-pairs`."""
+    start: _Start | None = Field(default=None, alias="from")
+    """`train.from`: whose weights this training begins with; `None`: those of preset or folder."""
     slots: Annotated[int, Field(ge=1)] | None = None
     """How many slots train, each by its own seed; `None`: the first alone trains a folder, and all
     train what is no folder.

@@ -16,6 +16,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -28,6 +29,7 @@ from workers.training import order, precision, schedule
 from workers.training.accumulator import Accumulator
 from workers.training.batches import Batch, on_device, part_of, rows_of
 from workers.training.checkpoints import Identity, Lever, weights_sha256
+from workers.training.earlier import begun_model
 from workers.training.errors import StateMismatchError, TaskError
 from workers.training.host_memory import Parking
 from workers.training.host_states import HostStates
@@ -98,6 +100,8 @@ class Trainer:
             TaskError: There is nothing to train, or no data.
         """
         self._feed = Feed(task, settings, device, seed)
+        self.earlier: Path | None = None
+        """Of an earlier run, the weights that `rollback(None)` begins with."""
         self.loader_numbers = self._feed.numbers
         precision.set_up(
             settings.precision,
@@ -422,9 +426,13 @@ class Trainer:
         self._feed.loader.close()
 
     def _new_model(self) -> nn.Module:
-        """Make the model by the seed alone; leave torch's random numbers as they were."""
+        """Make the model by the seed, and what it begins with; leave torch's random numbers as they
+        were.
+        """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(order.mixed(self.seed, 0) >> 1)
+            if self.earlier is not None:
+                return begun_model(self.task, self.settings, self.earlier)
             return new_model(self.task, self.settings)
 
     def _usual_rate(self, step: int) -> float:

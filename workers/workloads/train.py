@@ -24,7 +24,13 @@ from workers.hf.folder import load_code
 from workers.messages import IncompatibleError, Progress
 from workers.policy.base import Rung
 from workers.settings import FailureKind, Scalar
-from workers.training.checkpoints import FROM_HEAD, Checkpoints
+from workers.training import earlier
+from workers.training.checkpoints import (
+    FROM_HEAD,
+    FROM_RUN,
+    Checkpoints,
+    read_number,
+)
 from workers.training.errors import (
     NotFiniteError,
     TaskError,
@@ -385,6 +391,15 @@ class Train(Workload):
             self._checkpoints = Checkpoints(
                 folder, trainer.identity, save_every_s=self._settings.save_every_s
             )
+        if self._settings.start is not None:
+            trainer.earlier = folder / FROM_RUN
+        if self.context.checkpoint is not None:
+            with suppress(OSError):  # nothing can be written there either, and that is told
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                sent = folder / FROM_HEAD
+                sent.write_bytes(self.context.checkpoint)
+                if read_number(sent) == earlier.NUMBER:
+                    sent.replace(folder / FROM_RUN)
         if begins:
             try:
                 self._checkpoints.discard()
@@ -393,18 +408,18 @@ class Train(Workload):
                 self.context.tell("checkpoint_failed", reason=reason)
             if (lack := self._checkpoints.lacks_room(trainer.state())) is not None:
                 self.context.tell("checkpoint_room", reason=lack)
-            return
-        if self.context.checkpoint is not None:
-            with suppress(OSError):  # nothing can be written there either, and that is told
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                (folder / FROM_HEAD).write_bytes(self.context.checkpoint)
-        loaded = self._checkpoints.load()
-        for sentence in loaded.refused:
-            self.context.tell("checkpoint_refused", reason=sentence)
-        if loaded.state is not None:
-            trainer.load(loaded.state)
-            self._restored = True
-            self.context.tell("restored", step=trainer.step)
+        else:
+            loaded = self._checkpoints.load()
+            for sentence in loaded.refused:
+                self.context.tell("checkpoint_refused", reason=sentence)
+            if loaded.state is not None:
+                trainer.load(loaded.state)
+                self._restored = True
+                self.context.tell("restored", step=trainer.step)
+                return
+        if self._settings.start is not None:
+            trainer.rollback(None)
+            self.context.tell("began_with", run_and_slot=self._settings.start)
 
     def _rolled_back(self, trainer: Trainer) -> str:
         """Go back to the last checkpoint, and say so."""

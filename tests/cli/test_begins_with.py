@@ -1,0 +1,56 @@
+"""`train.from`, as it is typed: what cannot be found is refused before a run folder is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Command
+from tests.cli.test_export import RUN, make_run
+
+RUNS = ("--local", "--workload", "train", "--set")
+
+
+@pytest.mark.parametrize(
+    ("mode", "start", "code", "said"),
+    [
+        ("rehearse", "20250101-000000-0000/pc1/0", 2, "there is no run '20250101-000000-0000'"),
+        ("rehearse", "0000-abcd/pc1/0", 2, f"write the whole name of the run, {RUN}"),
+        ("rehearse", f"{RUN}/pc1/7", 2, "has no slot 'pc1/7'; valid: pc1/0"),
+        ("rehearse", f"{RUN}/pc1/0", 2, "pc1/0 has no generation-?.pt in"),
+        ("rehearse", RUN, 2, "valid: RUN_ID/SLOT of an earlier run"),
+        ("rehearse", f"{RUN}/../0", 2, "valid: RUN_ID/SLOT of an earlier run"),
+        ("cluster", f"{RUN}/pc1/0", 3, "the checkpoints of pc1/0 are on pc1, and the Ray head"),
+    ],
+    ids=["no run", "an end", "no slot", "nothing saved", "no slot named", "up", "on another PC"],
+)
+def test_what_is_not_there_is_refused(
+    nowhere: Path, command: Command, mode: str, start: str, code: int, said: str
+) -> None:
+    make_run(mode)
+    done = command("run", *RUNS, f"train.from={start}")
+    assert said in " ".join(done.stderr.split())
+    assert done.returncode == code
+    assert [path.name for path in Path("runs").iterdir()] == [RUN]
+
+
+@pytest.mark.torch
+def test_a_damaged_checkpoint_is_refused(nowhere: Path, state_dir: Path, command: Command) -> None:
+    make_run()
+    place = state_dir / "state" / RUN / "pc1" / "0"
+    place.mkdir(parents=True)
+    (place / "generation-0.pt").write_bytes(b"PK")
+    done = command("run", *RUNS, f"train.from={RUN}/pc1/0")
+    assert done.returncode == 2
+    assert "generation-0.pt is not used: it has only 2 bytes" in " ".join(done.stderr.split())
+
+
+def test_jobs_that_begin_with_nothing_are_not_submitted(nowhere: Path, command: Command) -> None:
+    folder = make_run()
+    (folder / "jobs").mkdir()
+    over = f"train.from={RUN}/pc1/0,{RUN}/pc1/7"
+    done = command("jobs", "submit", "--train", "preset=gpt-nano", "--over", over)
+    assert "pc1/0 has no generation-?.pt in" in " ".join(done.stderr.split())
+    assert done.returncode == 2
+    assert not any((folder / "jobs").iterdir())
