@@ -12,7 +12,7 @@ import io
 import math
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from statistics import median
@@ -414,10 +414,10 @@ def job_lines(
     }
     shown = {title: fact for title, fact in facts.items() if fact}
     width = max(map(len, shown))
+    own = [record for record in records if _name_in(record) == job.name]
     happened = [
-        f"{_moment(record.at_s, snapshot.now_s)}  {_RECORD_WORDS[type(record)](record)}"
-        for record in records
-        if _name_in(record) == job.name
+        f"{_moment(record.at_s, snapshot.now_s)}  {words}"
+        for words, record in zip(_words_of(own), own, strict=True)
     ]
     return [
         glyphs.clean(f"job {job.name}"),
@@ -477,6 +477,17 @@ _RECORD_WORDS: Final[Mapping[type, Callable[[Any], str]]] = {
     Settled: lambda record: f"{record.to.value}: {record.reason}",
 }
 """What a record of a job says of it."""
+
+
+def _words_of(records: Iterable[Record]) -> Iterator[str]:
+    """Yield what each record of a job says."""
+    was_recalled = False
+    for record in records:
+        is_lost = isinstance(record, Rested) and not was_recalled
+        was_recalled = isinstance(record, Recalled) or (
+            was_recalled and not isinstance(record, Assigned)
+        )
+        yield "its node was lost" if is_lost else _RECORD_WORDS[type(record)](record)
 
 
 def _name_in(record: Record) -> str | None:

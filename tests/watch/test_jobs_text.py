@@ -10,7 +10,17 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from orchestrator.jobs.model import Assigned, AttemptEnded, Cause, Milestones, Rested
+from orchestrator.jobs.model import (
+    Assigned,
+    AttemptEnded,
+    Cause,
+    JobState,
+    Milestones,
+    Recalled,
+    Rested,
+    Said,
+    Word,
+)
 from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.view import jobs as view
 from orchestrator.view.cells import ASCII, UNICODE
@@ -132,6 +142,17 @@ def test_a_job_in_full_tells_its_attempts() -> None:
         "attempt 1 on pc1 with 9.00 GiB, alone",
         "attempt 1 ended at step 12: out of memory: no room",
     ]
+
+
+def test_a_lost_node_is_told_apart_from_an_asked_end() -> None:
+    place = Assigned(at_s=NOW_S, job="lr-0", attempt=1, card="pc1", budget_bytes=2**30, alone=True)
+    asked = Recalled(at_s=NOW_S, job="lr-0", attempt=1, to=JobState.HELD, reason="held by me")
+    word = Said(at_s=NOW_S, id="1", word=Word.RELEASE, job="lr-0", by="me")
+    rested = Rested(at_s=NOW_S, job="lr-0", attempt=1, step=7)
+    records = [place, asked, word, rested, place, rested]
+    lines = view.job_lines(TRAINED, records, queue_of(TRAINED), UNICODE)
+    said = [line.split(maxsplit=1)[1] for line in lines if "node" in line or "saved" in line]
+    assert said == ["saved and ended at step 7", "its node was lost"]
 
 
 def test_json_has_flat_keys_and_no_value_that_is_not_finite() -> None:
