@@ -1,4 +1,4 @@
-"""The same night for the queue of jobs and for a shell loop: an out-of-memory, a SIGKILL, a reboot.
+"""The same night for the queue of jobs and for its peers: an out-of-memory, a SIGKILL, a reboot.
 
 Small trainings on two rehearsed cards, the larger of which has 1.44 GiB and the other 0.28 GiB. The
 first two take 0.7 GiB more after some steps, so that one of them is out of memory. When a quarter of
@@ -7,7 +7,8 @@ at once, and the same command is typed again. What counts is how many trainings 
 their samples by the time from the first start to the last end; a step done twice counts once.
 
 `ours` runs the training as it is; `ours-keep` the same, which saves every tenth step in the folder
-that the queue gives to it.
+that the queue gives to it. gpusched runs in an environment of its own, with an nvidia-smi that tells
+what the processes take, times 16. Tune needs packages that Ray alone has not.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ _TRAIN = Path(__file__).with_name("jobs_peers_train.py")
 _MARK = "JOBS_PEERS_MARK"
 #: What a rehearsal of cluster.yaml gives to a job on pc1 and on pc2.
 _ROOM_GIB = (1550214757 / 2**30, 301989888 / 2**30)
+_SCALE = 16
 _BATCH, _KILL_AT, _REBOOT_AT, _LIMIT_S = 32, 0.25, 0.55, 420.0
 
 _ON_CARD = """\
@@ -58,6 +60,61 @@ for card in 0 1; do
   ) &
 done
 wait
+"""
+
+_SMI = """\
+#!{python}
+import os, pathlib, sys
+
+taken = []
+for place in pathlib.Path("/proc").glob("[0-9]*"):
+    try:
+        env = (place / "environ").read_bytes().split(b"\\0")
+        words = (place / "cmdline").read_bytes()
+        status = (place / "status").read_text()
+    except OSError:
+        continue
+    card = next((e[-1:].decode() for e in env if e.startswith(b"CUDA_VISIBLE_DEVICES=")), "")
+    if b"{mark}" in b" ".join(env) and b"jobs_peers_train" in words and card in ("0", "1"):
+        size = next((l for l in status.splitlines() if l.startswith("VmData")), "VmData: 0 kB")
+        if b"on_card" not in words:
+            taken.append((int(card), int(place.name), int(size.split()[1]) * {scale} // 1024))
+if "--query-gpu" in " ".join(sys.argv):
+    for card, total in enumerate({totals}):
+        used = sum(size for on, _, size in taken if on == card)
+        print(f"{{card}}, GPU-{{card}}, {{total}}, {{used}}, 50")
+else:
+    for card, pid, size in taken:
+        print(f"GPU-{{card}}, {{pid}}, {{size}}")
+"""
+
+_TUNE = """\
+import subprocess
+import ray
+from ray import tune
+
+JOBS = {jobs!r}
+
+
+def train(config):
+    subprocess.run(JOBS[config["name"]], check=True)
+
+
+ray.init(num_cpus=4, num_gpus=2, include_dashboard=False, logging_level="error")
+trainable = tune.with_resources(train, {{"cpu": 1, "gpu": 1}})
+if tune.Tuner.can_restore("{folder}/tune/night"):
+    tuner = tune.Tuner.restore("{folder}/tune/night", trainable, restart_errored=True)
+else:
+    tuner = tune.Tuner(
+        trainable,
+        param_space={{"name": tune.grid_search(list(JOBS))}},
+        run_config=tune.RunConfig(
+            name="night",
+            storage_path="{folder}/tune",
+            failure_config=tune.FailureConfig(max_failures=3),
+        ),
+    )
+tuner.fit()
 """
 
 
@@ -85,11 +142,14 @@ class _Night:
     def furthest(self) -> int | None:
         """Return the process of the training that is furthest, of those that write now."""
         found = []
-        for name in (name for name in self.jobs if "wide" not in name):
-            pid, step = (self.lines(name) or [["0", "done"]])[-1]
-            if step != "done" and int(step) >= 20:
-                is_writing = time.time() - (self.logs / f"{name}.log").stat().st_mtime < 1.5
-                found += [(int(step), int(pid))] * is_writing
+        for name in self.jobs:
+            lines = self.lines(name)
+            path = self.logs / f"{name}.log"
+            if not lines or lines[-1][1] == "done" or "wide" in name:
+                continue
+            is_writing = time.time() - path.stat().st_mtime < 1.5
+            if is_writing and int(lines[-1][1]) >= 20:
+                found.append((int(lines[-1][1]), int(lines[-1][0])))
         return max(found)[1] if found else None
 
 
@@ -123,6 +183,10 @@ def _ours(night: _Night, more: Sequence[str] = ()) -> list[str]:
     ]  # fmt: skip
 
 
+def _ours_keep(night: _Night) -> list[str]:
+    return _ours(night, ["--keep"])
+
+
 def _script(path: Path, text: str) -> str:
     path.write_text(text)
     path.chmod(0o700)
@@ -141,10 +205,26 @@ def _loop(night: _Night) -> list[str]:
     return ["sh", _script(night.folder / "loop.sh", _LOOP.format(folder=night.folder))]
 
 
-def _course(name: str, night: _Night, command: list[str]) -> dict[str, Any]:
+def _gpusched(night: _Night, program: str) -> list[str]:
+    totals = [int(room * _SCALE * 1024) for room in _ROOM_GIB]
+    _script(
+        night.folder / "nvidia-smi",
+        _SMI.format(python=sys.executable, mark=night.mark, scale=_SCALE, totals=totals),
+    )
+    lines = [f"{shlex.join(words)}\n" for words in _on_card(night).values()]
+    (night.folder / "jobs.txt").write_text("".join(lines))
+    return [program, "jobs.txt", "--exclusive", "--oom-retries", "3", "--poll", "1"]
+
+
+def _tune(night: _Night) -> list[str]:
+    text = _TUNE.format(jobs=_on_card(night), folder=night.folder)
+    return [sys.executable, _script(night.folder / "tune.py", text)]
+
+
+def _course(name: str, night: _Night, command: list[str], packages: str) -> dict[str, Any]:
     env = os.environ | {_MARK: night.mark, "OMP_NUM_THREADS": "1"}
     env["PATH"] = f"{night.folder}:{env['PATH']}"
-    env["PYTHONPATH"] = str(ROOT)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), packages]))
 
     def begin() -> subprocess.Popen[bytes]:
         with (night.folder / "said.txt").open("ab") as said:
@@ -175,39 +255,50 @@ def _course(name: str, night: _Night, command: list[str]) -> dict[str, Any]:
     made = sum(line[1] != "done" for of in lines.values() for line in of)
     once = sum(len({line[1] for line in of} - {"done"}) for of in lines.values())
     row = {
-        "queue": name, "finished": len(finished), "of": len(night.jobs),
+        "queue": name,
+        "finished": len(finished),
+        "of": len(night.jobs),
         "useful_samples_per_s": round(len(finished) * night.steps * _BATCH / took_s, 1),
-        "took_s": round(took_s, 1), "steps_done_twice": made - once, "was_killed": was_killed,
-        "was_rebooted": was_rebooted, "in_time": took_s < _LIMIT_S,
-        "load_before": round(load_1min, 1), "load_after": round(os.getloadavg()[0], 1),
+        "took_s": round(took_s, 1),
+        "steps_done_twice": made - once,
+        "was_killed": was_killed,
+        "was_rebooted": was_rebooted,
+        "in_time": took_s < _LIMIT_S,
+        "load_before": round(load_1min, 1),
+        "load_after": round(os.getloadavg()[0], 1),
         "unfinished": " ".join(each for each in night.jobs if each not in finished) or "-",
-    }  # fmt: skip
+    }
     progress(str(row))
     return row
 
 
-def run(contestants: Sequence[str], jobs: int, steps: int, rounds: int) -> Result:
+def run(
+    contestants: Sequence[str], jobs: int, steps: int, rounds: int, gpusched: str, tune: str
+) -> Result:
     """Run the night of each contestant, one after the other."""
     sides: dict[str, Callable[[_Night], list[str]]] = {
         "ours": _ours,
-        "ours-keep": lambda night: _ours(night, ["--keep"]),
+        "ours-keep": _ours_keep,
+        "gpusched": lambda night: _gpusched(night, gpusched),
         "loop": _loop,
+        "tune": _tune,
     }
     rows = []
-    names = [f"wide-{n}" if n < 2 else f"narrow-{n}" for n in range(jobs)]
     for number in range(rounds):
         for name in reversed(contestants) if number % 2 else contestants:
+            if (name == "gpusched" and not gpusched) or (name == "tune" and not tune):
+                continue
             with tempfile.TemporaryDirectory(prefix="jobs-peers-") as place:
+                names = [f"wide-{n}" if n < 2 else f"narrow-{n}" for n in range(jobs)]
                 (Path(place) / "logs").mkdir()
                 words = {
                     each: ["--name", each, "--steps", str(steps), "--log", f"{place}/logs"]
                     + ["--wide"] * ("wide" in each)
                     for each in names
                 }
-                night = _Night(
-                    folder=Path(place), mark=secrets.token_hex(8), jobs=words, steps=steps
-                )
-                rows.append(_course(name, night, sides[name](night)))
+                mark = secrets.token_hex(8)
+                night = _Night(folder=Path(place), mark=mark, jobs=words, steps=steps)
+                rows.append(_course(name, night, sides[name](night), tune))
                 said = (night.folder / "said.txt").read_text(errors="replace").splitlines()
                 progress("\n".join(f"    {line[:160]}" for line in said[-6:]))
     broken = [
