@@ -62,7 +62,10 @@ class Resident:
     name: str
     budget_bytes: int
     ends_at_s: float | None = None
-    """`None`: not known; then as much as a job of unknown length is still to come."""
+    """`None`: not known; then as much as a job of unknown length is still to come, or as much as
+    there has been if that is more: without that, a job would wait for it beside a free card.
+    """
+    ran_s: float = 0.0
     alone: bool = True
     may_pack: bool = False
 
@@ -278,9 +281,12 @@ def _turns(
     free_s = {}
     for card in cards:
         if card.closed is None:
-            unknown_s = now_s + typical_s / card.speed
-            there = residents.get(card.name, ())
-            ends_s = [unknown_s if each.ends_at_s is None else each.ends_at_s for each in there]
+            ends_s = [
+                now_s + max(typical_s / card.speed, each.ran_s)
+                if each.ends_at_s is None
+                else each.ends_at_s
+                for each in residents.get(card.name, ())
+            ]
             free_s[card.name] = max([now_s, *ends_s])
 
     homeless = []
@@ -303,7 +309,10 @@ def _turns(
         # The longest first: the short ones fill what is uneven at the end.
         group.sort(key=lambda each: -min(each[1].values()))
         for candidate, options in group:
-            name = min(options, key=lambda each: free_s[each] + options[each])
+            # Of two that end alike, the card that is free.
+            name = min(
+                options, key=lambda each: (free_s[each] + options[each], bool(residents.get(each)))
+            )
             end_s = free_s[name] + options[name]
             turns[name].append(_Turn(candidate, level, free_s[name], end_s))
             free_s[name] = end_s

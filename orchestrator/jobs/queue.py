@@ -648,6 +648,7 @@ def _resident(standing: Standing, world: World) -> Resident:
         name=standing.job.name,
         budget_bytes=standing.budget_bytes or 0,
         ends_at_s=None if eta_s is None else world.now_s + eta_s,
+        ran_s=max(0.0, world.now_s - standing.since_s),
         alone=standing.alone,
         may_pack=standing.job.pack is True,
     )

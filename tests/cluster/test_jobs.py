@@ -31,6 +31,9 @@ KEYS: dict[str, Any] = {
     "save_every_s": 0.5,
 }  # fmt: skip
 
+#: Steps of a training that is to be held while it trains.
+LONG = 800
+
 NIGHT = {
     "jobs": [
         {
@@ -50,7 +53,7 @@ NIGHT = {
 #: As soon as the first one rests, the second has its card until it is cancelled.
 CROWDED = {
     "jobs": [
-        {"name": "moved", "train": {**KEYS, "lr": RATES[0]}},
+        {"name": "moved", "train": {**KEYS, "lr": RATES[0], "steps": LONG}},
         {"name": "stays", "command": ["sleep", "100000"], "nodes": ["pc1"], "priority": -1},
     ]
 }
@@ -63,8 +66,8 @@ from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task
 from workers.training.trainer import Trainer
 torch.set_num_threads(1)
-for rate in map(float, sys.argv[1:]):
-    settings = TrainSettings(**{KEYS}, lr=rate)
+for rate in map(float, sys.argv[2:]):
+    settings = TrainSettings(**{KEYS} | {{"steps": int(sys.argv[1])}}, lr=rate)
     trainer = Trainer(find_task(settings, 0), settings, torch.device("cpu"), 0)
     while not trainer.finished:
         trainer.micro_batch(2)
@@ -189,7 +192,8 @@ def test_a_queue_survives_the_death_of_worker_and_head(night: Night) -> None:
     standings = night.standings()
     assert {each.state for each in standings.values()} == {JobState.DONE}
     assert len(standings) == len(RATES) + 2
-    undisturbed = python("-c", UNDISTURBED, *map(str, RATES), cwd=ROOT).stdout.split()
+    words = ["-c", UNDISTURBED, str(KEYS["steps"]), *map(str, RATES)]
+    undisturbed = python(*words, cwd=ROOT).stdout.split()
     assert [standings[f"lr-{number}"].sha256 for number in range(len(RATES))] == undisturbed
     files = night.head.folder() / QUEUE_NAME / "files" / "lr-0"
     assert (files / "copied").read_bytes() == (files / "checkpoint.pt").read_bytes()
@@ -214,6 +218,6 @@ def test_a_moved_training_goes_on_from_the_heads_copy(crowded: Night) -> None:
     assert (moved.state, moved.last_card, moved.attempt) == (JobState.DONE, "pc2", 2)
     restored = [event["step"] for event in head.events() if event["event"] == "restored"]
     assert len(restored) == 1
-    assert 0 < restored[0] < KEYS["steps"]
-    undisturbed = python("-c", UNDISTURBED, str(RATES[0]), cwd=ROOT).stdout.split()
+    assert 0 < restored[0] < LONG
+    undisturbed = python("-c", UNDISTURBED, str(LONG), str(RATES[0]), cwd=ROOT).stdout.split()
     assert [moved.sha256] == undisturbed

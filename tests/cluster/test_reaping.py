@@ -40,6 +40,7 @@ def test_only_keepers_are_reaped(tmp_path: Path) -> None:
         "log": str(tmp_path / "log"),
         "watch": [],
         "grace_s": 0.1,
+        "lease_s": None,
     }
     command = [sys.executable, "-c", HEAD, json.dumps(task) + "\n"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

@@ -46,6 +46,16 @@ def places(found: Plan) -> Mapping[str, str]:
 # --- where and when
 
 
+def test_what_has_run_for_long_is_not_waited_for_beside_a_free_card() -> None:
+    jobs = [job_of("long", 500.0), job_of("short", 2.0, nodes=("pc1",))]
+
+    def starting(ran_s: float) -> Mapping[str, str]:
+        return places(plan(jobs, CARDS, {"pc1": running(None, ran_s=ran_s)}, 0.0))
+
+    assert starting(60.0) == {}
+    assert starting(600.0) == {"long": "pc2"}
+
+
 def test_a_single_job_takes_the_faster_card() -> None:
     found = plan([job_of("a")], CARDS, {}, 0.0)
 

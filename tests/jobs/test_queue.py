@@ -82,6 +82,18 @@ def test_a_training_without_room_goes_to_a_larger_card() -> None:
     assert scene.standing("a").moves == 1
 
 
+def test_a_job_with_nothing_left_takes_the_card_that_is_free() -> None:
+    """The length of what runs on the faster card is unknown."""
+    scene = Scene(training("a"), command("b", nodes=("pc1",), priority=-1))
+    scene.turn()
+    scene.see("a", step=100, steps_per_s=1.75)
+    scene.say(Word.HOLD, "a")
+    scene.see("a", is_at_rest=True, step=1000)
+    assert scene.standing("b").card == "pc1"
+    scene.say(Word.RELEASE, "a")
+    assert scene.standing("a").card == "pc2"
+
+
 def test_a_job_that_returns_to_its_card_has_not_moved() -> None:
     scene = Scene(training("a"))
     scene.turn()

@@ -194,8 +194,8 @@ def _keep(guard: int) -> None:
         grace_s = None
         if is_gone and not is_alone:
             is_alone, grace_s = True, min(_ALONE_GRACE_S, float(task["grace_s"]))
-        elif lines and lines[-1].startswith(b"stop "):
-            grace_s = float(lines[-1][5:])
+        elif stops := [line for line in lines if line.startswith(b"stop ")]:
+            grace_s = float(stops[-1][5:])
         if grace_s is not None and status is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(program, signal.SIGTERM)
