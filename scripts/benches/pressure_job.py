@@ -104,7 +104,7 @@ class _CpuHost:
         return max(0, status_bytes("VmHWM") - before_bytes)
 
     def settle(self, step: Callable[[], object]) -> None:
-        """Take what a step or a failure leaves behind once, so that it is nobody's charge."""
+        """Take what a step or a failure leaves behind once, so that no step is charged with it."""
         _fence_heap()
         for number in range(_INTERNED):
             sys.intern(f"settle {number}")

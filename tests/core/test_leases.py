@@ -121,7 +121,7 @@ class World:
         return lease
 
     def least_fair_bytes(self, person: Person) -> float:
-        """Return the share of somebody whose neighbours are all left the room above what they want."""
+        """Return the share of one whose neighbours are all left the room above what they want."""
         others = {
             other.slot: min(other.cap_bytes, int(1.25 * other.wants_bytes + other.cap_bytes / 32))
             for other in self.people
