@@ -139,6 +139,7 @@ def trained(folder: str, data: str, keys: Found) -> Found:
     run = Trainer(task, settings, device, 0)
     ran, flop = run.attention_kernels(), run.flop_per_sample()
     counter = FlopCounterMode(display=False)
+    # Plain products, which torch itself counts.
     with sdpa_kernel(SDPBackend.MATH), counter:
         run._accumulator.gradients_of(run._loss(0, 1, 0, settings.precision))
     peaks = []
@@ -199,8 +200,9 @@ def test_a_folder_trains_as_planned(
     if kernel == "flash" and torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("flash needs an Ampere card or a later one")
     given = (str(folders[model]), str(folders[data]))
-    unseen = {"validation": given[1]} if model == "bert" else {}
-    found = in_child(trained, *given, {"preset": preset, **unseen, **keys})
+    found = in_child(trained, *given, {"preset": preset, "validation": given[1], **keys})
+    if torch.cuda.get_device_capability()[0] in {9, 10} and keys.get("precision") != "fp32":
+        kernel = "cudnn"  # torch prefers it there
     assert found["ran"] == kernel
     assert found["left_on_host"] == set()
     assert found["planned_bytes"] == pytest.approx(found["peak_bytes"], rel=0.15)

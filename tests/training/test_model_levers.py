@@ -11,6 +11,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.training.parity import STEPS, late_gap, losses, seed_noise
 from tests.training.scene import CNN, CPU, GPT, trainer
@@ -18,7 +19,7 @@ from tests.training.test_trajectory import in_shared_memory
 from workers.training.errors import TaskError
 from workers.training.host_memory import power_of_two
 from workers.training.keyed_random import KeyedDropout, row_keys
-from workers.training.model_levers import HostActivations
+from workers.training.model_levers import FLOP_OF_ATTENTION, HostActivations
 from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task, next_token_loss
 from workers.training.trainer import Trainer
@@ -246,3 +247,23 @@ def test_cudnn_tries_its_kernels_only_if_it_is_asked_to() -> None:
 def test_what_changes_bits_is_refused_with_deterministic(lever: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="deterministic: true promises the same bits"):
         TrainSettings(deterministic=True, **lever)
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
+def test_heads_that_share_keys_are_counted(kernel: str) -> None:
+    """Four products of a head's scores or values with their shapes in a pass and its gradients."""
+    forward, backward = (
+        FLOP_OF_ATTENTION[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention{end}")]
+        for end in ("", "_backward")
+    )
+    query, key, value = (2, 8, 512, 64), (2, 2, 256, 64), (2, 2, 256, 32)
+    flop = 2 * 2 * 8 * 512 * 256 * (64 + 32)
+    assert forward(query, key, value, None, False) == flop
+    assert backward((2, 8, 512, 32), query, key, value, None) == 2 * flop
+
+
+def test_a_counter_takes_them_for_torchs_own() -> None:
+    q, k, v = (torch.empty(2, heads, 64, 32, device="meta") for heads in (8, 2, 2))
+    with FlopCounterMode(display=False, custom_mapping=FLOP_OF_ATTENTION) as counter:
+        torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)
+    assert counter.get_total_flops() == 2 * 2 * 2 * 8 * 64 * 64 * 32

@@ -167,8 +167,8 @@ class Parking:
     def park(
         self, model: nn.Module, containers: Iterable[Container], on_host: Iterable[Tensor] = ()
     ) -> int:
-        """Move all tensors of the device to host memory; return the bytes that they take there,
-        rounding included.
+        """Move all tensors of the device (whose number may be missing) to host memory; return the
+        bytes that they take there, rounding included.
 
         What is `on_host` anyway stays there, also after `unpark`.
         """
@@ -176,7 +176,7 @@ class Parking:
         moving = [
             place
             for place in _places(model, containers)
-            if _held(place).device == self._device and id(_held(place)) not in stay
+            if _held(place).device.type == self._device.type and id(_held(place)) not in stay
         ]
         wait_asleep(self._device)
         # One by one from here on: each tensor of the device goes before the next one is copied.

@@ -14,7 +14,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Final, TypeVar
+from math import prod
+from typing import Any, Final, TypeAlias, TypeVar
 
 import psutil
 import torch
@@ -35,10 +36,13 @@ from workers.units import MIB
 
 T = TypeVar("T")
 
+_Shape: TypeAlias = Sequence[int]
+
+#: In the order in which torch itself takes them on a card that has all.
 _KERNELS: Final = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
 
@@ -115,18 +119,18 @@ class ModelLevers:
         """Return the region for the forward and the backward pass of a part: it says which kernel
         of attention is used, where it can. What is recomputed must choose the same one again.
 
-        A kernel that cannot compute a model's attention on this device is replaced by the next one,
-        so that a training never fails for it. cuDNN's backward pass is never the replacement where
-        bits must be the same. `auto` leaves the choice to torch.
+        A kernel that cannot compute a model's attention on this device is replaced by one after it
+        in torch's order, so that a training never fails for it; cuDNN's, whose backward pass may
+        give other bits each time, is never the replacement. `auto` leaves the choice to torch.
         """
         wanted = self._settings.attention
         if wanted == "auto":
             return nullcontext()
-        if wanted == "math":
-            return sdpa_kernel(SDPBackend.MATH)
-        barred = {wanted, "cudnn"} if self._settings.deterministic else {wanted}
-        names = [wanted, *(name for name in _KERNELS if name not in barred)]
-        return sdpa_kernel([_KERNELS[name] for name in names], set_priority=True)
+        # Those before it are switched off, not put behind it: on Hopper the first attention of a
+        # process puts cuDNN first, whatever priority was set (torch, sdp_utils.cpp).
+        names = list(_KERNELS)
+        after = names[names.index(wanted) :]
+        return sdpa_kernel([_KERNELS[name] for name in after], set_priority=True)
 
     def saving(self) -> AbstractContextManager[object]:
         """Return the region of the forward pass: where what the backward pass needs is kept."""
@@ -194,6 +198,29 @@ class KernelWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # missin
             kernel for start, kernel in _OPERATORS.items() if name.startswith(start)
         )
         return func(*args, **(kwargs or {}))
+
+
+def _attention_flop(query: _Shape, key: _Shape, value: _Shape, *_: object, **__: object) -> int:
+    """Count both products for each head of the queries, also where several share their keys: torch
+    before 2.12 refuses those (torch/utils/flop_counter.py).
+    """
+    *heads, length, width = query
+    return 2 * prod(heads) * length * key[-2] * (width + value[-1])
+
+
+def _backward_flop(
+    _: _Shape, query: _Shape, key: _Shape, value: _Shape, *__: object, **___: object
+) -> int:
+    """Count a product for each factor; not the scores, which are only computed again."""
+    return 2 * _attention_flop(query, key, value)
+
+
+#: For a `FlopCounterMode`: what a card's kernels of attention compute.
+FLOP_OF_ATTENTION: Final = {
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention{end}"): count
+    for kernel in ("cudnn", "flash", "efficient")
+    for end, count in (("", _attention_flop), ("_backward", _backward_flop))
+}
 
 
 class HostActivations:

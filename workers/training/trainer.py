@@ -37,6 +37,7 @@ from workers.training.keyed_random import Dropouts
 from workers.training.loader import Feed
 from workers.training.lora import new_model
 from workers.training.model_levers import (
+    FLOP_OF_ATTENTION,
     Compiling,
     KernelWatch,
     ModelLevers,
@@ -291,16 +292,16 @@ class Trainer:
         sample. Call it between two optimiser steps.
         """
         self._begin_batch()
-        # Of a card's kernels of attention all are counted, and their memory is planned; of a CPU's
-        # only the matrix products of the plain one.
-        on_card, counter = self.device.type == "cuda", FlopCounterMode(display=False)
-        kernel = self._levers.region() if on_card else sdpa_kernel(SDPBackend.MATH)
+        # On a CPU only the matrix products of the plain kernel are counted; on a card its own
+        # kernels, whose memory is planned, too.
+        kernel = (
+            self._levers.region() if self.device.type == "cuda" else sdpa_kernel(SDPBackend.MATH)
+        )
+        counter = FlopCounterMode(display=False, custom_mapping=FLOP_OF_ATTENTION)
         with unchanged(self.model), kernel, counter:
             loss = self._loss(0, 1, 0, self.settings.precision)
             self._accumulator.gradients_of(loss)
-        counts = counter.get_flop_counts()["Global"].items()
-        # Their backward passes compute the scores again, one product of five.
-        flop = sum(n * (0.8 if "attention_backward" in str(op) else 1.0) for op, n in counts)
+        flop = float(counter.get_total_flops())
         if self.task.shorten is None:
             return flop
         # Lengths differ: the operations of an item are nearly the same.
