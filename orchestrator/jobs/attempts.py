@@ -5,10 +5,10 @@ Pure. Does not look at jobs without an attempt, and does not start any (`queue.p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
-from orchestrator.jobs import milestones, placement
+from orchestrator.jobs import milestones, packing, placement
 from orchestrator.jobs.index import Aside, Reach
 from orchestrator.jobs.lifecycle import is_better
 from orchestrator.jobs.model import (
@@ -18,6 +18,7 @@ from orchestrator.jobs.model import (
     Kind,
     Measured,
     Milestones,
+    Packed,
     Reached,
     Recalled,
     Record,
@@ -104,22 +105,28 @@ def measured(standing: Standing, aside: Aside, seen: Seen, world: World) -> list
         return []
     known = standing.speeds.get(card.title)
     has_better = seen.value is not None and is_better(standing, seen.value)
-    if known is not None and abs(speed - known) <= _SPEED_CHANGE * known and not has_better:
+    is_known = known is not None and abs(speed - known) <= _SPEED_CHANGE * known
+    if (is_known or not standing.alone) and not has_better:
         return []
     return [
         Measured(
             at_s=world.now_s,
             job=standing.job.name,
             card_title=card.title,
-            steps_per_s=speed,
+            steps_per_s=speed if standing.alone else None,
             best=seen.value if has_better else None,
             best_step=seen.step if has_better else None,
         )
     ]
 
 
-def move_of(standing: Standing, card: Card, world: World) -> tuple[float, Recalled] | None:
-    """Return the move of a training to a free card, with the seconds that it gains, if it pays."""
+def move_of(
+    standing: Standing, speeds: Mapping[str, float], card: Card, world: World
+) -> tuple[float, Recalled] | None:
+    """Return the move of a training to a free card, with the seconds that it gains, if it pays.
+
+    `speeds` are those of one that is alone, by the title of a card.
+    """
     job, seen, source = standing.job, seen_of(standing, world), _card(world.cards, standing.card)
     if seen is None or source is None or seen.eta_s is None or standing.recalled_to is not None:
         return None
@@ -127,13 +134,42 @@ def move_of(standing: Standing, card: Card, world: World) -> tuple[float, Recall
     if job.kind is not Kind.TRAIN or not placement.suits(job, card) or card.room_bytes < taken:
         return None
     here, there = source.speed, card.speed
-    if source.title in standing.speeds and card.title in standing.speeds:
-        here, there = standing.speeds[source.title], standing.speeds[card.title]
+    if source.title in speeds and card.title in speeds:
+        here, there = speeds[source.title], speeds[card.title]
+        if not standing.alone and seen.steps_per_s is not None:
+            here = seen.steps_per_s
     gain_s = seen.eta_s * (1 - here / there)
     if gain_s <= _MOVE_MARGIN * _MOVE_S:
         return None
     why = f"moves to {card.name}, where it ends {gain_s / 60:.0f} min earlier"
     return gain_s, recalled(standing, world, JobState.QUEUED, why)
+
+
+def trial_of(pair: Sequence[Standing], card: Card, alone: float, world: World) -> list[Record]:
+    """Return what a trial of two jobs that share a card has shown, and the recall of the second
+    where it does not pay.
+
+    `alone` are the steps per second of one of them that has the card for itself.
+    """
+    seen = [seen_of(standing, world) for standing in pair]
+    if len(pair) != 2 or any(standing.recalled_to for standing in pair):
+        return []
+    found = packing.judged([() if one is None else one.paces for one in seen], alone)
+    if found is None:
+        return []
+    first, second = pair
+    told = Packed(
+        at_s=world.now_s,
+        job=first.job.name,
+        beside=second.job.name,
+        card_title=card.title,
+        gain=found.gain,
+        low=found.low,
+    )
+    if found.pays:
+        return [told]
+    why = f"two of its kind do {found.gain:.2f} times the steps of one on {card.name}"
+    return [told, recalled(second, world, JobState.QUEUED, why)]
 
 
 def is_in_hours(hours: tuple[int, int] | None, minute: int) -> bool:

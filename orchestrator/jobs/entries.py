@@ -157,7 +157,7 @@ class Shared(_Section):
     pack: (
         Annotated[
             Literal["auto", True, False],
-            Field(description="true (with others that say so), off, auto (alone)"),
+            Field(description="true (with others that say so), off, auto (if a trial pays)"),
         ]
         | None
     ) = None

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from orchestrator.jobs.model import ENDED, ON_CARD, Job, JobState, Standing
+from orchestrator.jobs.packing import likeness
 from orchestrator.jobs.placement import LEVEL_S
 
 #: A job, a milestone that it has reached, and its metric there.
@@ -83,6 +84,12 @@ class Index:
     reached: dict[str, list[Reach]] = field(default_factory=lambda: defaultdict(list))
     speeds: dict[str, tuple[int, Mapping[str, float]]] = field(default_factory=dict)
     """By sweep, those of the first of its members that was measured, with its number."""
+    alike_speeds: dict[str, dict[str, tuple[int, float]]] = field(default_factory=dict)
+    """Of the first that was measured of jobs whose steps cost the same, with its number; by the
+    title of a card.
+    """
+    alike_bytes: dict[str, int] = field(default_factory=dict)
+    """The most that one of them took."""
 
     def build(self, reached: Iterable[Reach]) -> None:
         """Take in all that there is."""
@@ -90,8 +97,7 @@ class Index:
             self.enter(standing)
         for standing in self.standings.values():
             self.add(standing)
-            if standing.speeds:
-                self.measured(standing)
+            self.measured(standing)
         for entry in reached:
             self.reach(self.standings[entry[0]].job.sweep, entry)
 
@@ -158,14 +164,34 @@ class Index:
         self.reached[sweep or ""].append(entry)
 
     def measured(self, standing: Standing) -> None:
-        """Take in speeds."""
+        """Take in speeds, and the most memory that it took."""
+        if not (standing.speeds or standing.peak_bytes):
+            return
+        alike = likeness(standing.job)
+        if alike is not None and standing.peak_bytes:
+            self.alike_bytes[alike] = max(standing.peak_bytes, self.alike_bytes.get(alike, 0))
+        if not standing.speeds:
+            return
         sweep, number = standing.job.sweep, self.asides[standing.job.name].number
+        if alike is not None:
+            known = self.alike_speeds.setdefault(alike, {})
+            for title, speed in standing.speeds.items():
+                if number <= known.get(title, (number, speed))[0]:
+                    known[title] = (number, speed)
         if sweep is not None and (sweep not in self.speeds or number <= self.speeds[sweep][0]):
             self.speeds[sweep] = (number, standing.speeds)
 
-    def speeds_of(self, sweep: str | None) -> Mapping[str, float]:
-        """Return the speeds of a member of a sweep, as far as one was measured."""
-        return self.speeds[sweep][1] if sweep is not None and sweep in self.speeds else {}
+    def speeds_alike(self, job: Job) -> Mapping[str, float]:
+        """Return the speeds of jobs whose steps cost as much, by the title of a card."""
+        of = self.alike_speeds.get(likeness(job) or "", {})
+        return {title: speed for title, (_, speed) in of.items()}
+
+    def speeds_of(self, standing: Standing) -> Mapping[str, float]:
+        """Return the speeds of a job that is alone, by the title of a card: its own, else those of
+        a job like it, else those of a member of its sweep.
+        """
+        _, of_sweep = self.speeds.get(standing.job.sweep or "", (0, {}))
+        return standing.speeds or self.speeds_alike(standing.job) or of_sweep
 
     def ahead(self, name: str) -> int:
         """Return how many QUEUED jobs are before one."""

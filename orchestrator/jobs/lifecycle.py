@@ -212,10 +212,12 @@ def _reached(standing: Standing, record: Reached) -> Changes:
 
 
 def _measured(standing: Standing, record: Measured) -> Changes:
-    speeds = {**standing.speeds, record.card_title: record.steps_per_s}
-    if record.best is None:
-        return {"speeds": speeds}
-    return {"speeds": speeds, "best": record.best, "best_step": record.best_step}
+    changes: Changes = {}
+    if record.steps_per_s is not None:
+        changes["speeds"] = {**standing.speeds, record.card_title: record.steps_per_s}
+    if record.best is not None:
+        changes |= {"best": record.best, "best_step": record.best_step}
+    return changes
 
 
 def _settled(standing: Standing, record: Settled) -> Changes:

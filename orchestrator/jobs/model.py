@@ -114,9 +114,7 @@ class Job:
     memory_bytes: int | None = None
     """What it needs on a card, as the user says; `None`: predicted or measured."""
     pack: bool | None = None
-    """Whether it may share a card: `None` (auto) is alone, as long as nothing measures whether it
-    pays.
-    """
+    """Whether it may share a card: `None` (auto) if a trial shows that it pays."""
     hours: tuple[int, int] | None = None
     """Minutes of the local day from and to which it may run; may cross midnight."""
     milestones: Milestones | None = None
@@ -190,6 +188,8 @@ class Seen:
     value: float | None = None
     """Of the job's metric, at `step`."""
     steps_per_s: float | None = None
+    paces: tuple[float, ...] = ()
+    """Steps per second in windows since one other job has been at work beside it on its card."""
     eta_s: float | None = None
     peak_bytes: int | None = None
     out_of_memory: int = 0
@@ -325,14 +325,27 @@ class Reached:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The job's speed on a kind of card, in steps per second."""
+    """The job's speed on a kind of card, in steps per second, while it was alone there."""
 
     at_s: float
     job: str
     card_title: str
-    steps_per_s: float
+    steps_per_s: float | None
     best: float | None = None
     best_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """What a kind of card did for two jobs in times of what it does for one of them: a trial."""
+
+    at_s: float
+    job: str
+    beside: str
+    card_title: str
+    gain: float
+    low: float
+    """Lower end of the 95 % interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,6 +396,7 @@ Record: TypeAlias = (
     | AttemptEnded
     | Reached
     | Measured
+    | Packed
     | Said
     | Settled
     | QueueHeld

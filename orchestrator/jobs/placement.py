@@ -52,7 +52,8 @@ class Candidate:
     nodes: tuple[str, ...] = ()
     card: str | None = None
     """A part of the card's title."""
-    may_pack: bool = False
+    shares: Mapping[str, str] = field(default_factory=dict)
+    """The cards that it may share, by name, each with those for which this is the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,8 @@ class Resident:
     """
     ran_s: float = 0.0
     alone: bool = True
-    may_pack: bool = False
+    shares: str | None = None
+    """With whom it may share the card, as for `Candidate.shares`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,15 +339,20 @@ def _starts(
             continue
 
         first = [] if there else [own[0].candidate]
-        host = there[0] if there else own[0].candidate
+        shared = there[0].shares if there else own[0].candidate.shares.get(card.name)
         room_bytes = card.room_bytes - sum(each.budget_bytes for each in there)
         group, alone = first, True
         budgets: tuple[int, ...] = (card.room_bytes,)
-        for turn in own[len(first) :] if host.may_pack else ():
+        for turn in own[len(first) :] if shared is not None else ():
             both = [*first, turn.candidate]
             measured = [each.measured_bytes or each.memory_bytes for each in both]
             shares = packed_budgets(measured, room_bytes)
-            if turn.level == own[0].level and turn.candidate.may_pack and shares:
+            if (
+                turn.level == own[0].level
+                and turn.candidate.shares.get(card.name) == shared
+                and shares is not None
+                and all(map(_has_room, both, shares))
+            ):
                 group, budgets, alone = both, shares, False
                 break
         starts += [
@@ -353,6 +360,10 @@ def _starts(
             for each, budget in zip(group, budgets, strict=False)
         ]
     return tuple(starts)
+
+
+def _has_room(candidate: Candidate, budget_bytes: int) -> bool:
+    return budget_bytes >= (candidate.least_room_bytes or 0)
 
 
 def _works(candidate: Candidate, cards: Sequence[Card]) -> list[float]:

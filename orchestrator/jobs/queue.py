@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TypeAlias, cast, get_args
 
-from orchestrator.jobs import attempts, lifecycle, milestones, placement
+from orchestrator.jobs import attempts, lifecycle, milestones, packing, placement
 from orchestrator.jobs.index import Aside, Index, Needs, Place, Reach, needs_of
 from orchestrator.jobs.lifecycle import IllegalRecordError
 from orchestrator.jobs.model import (
@@ -37,6 +37,7 @@ from orchestrator.jobs.model import (
     Job,
     JobState,
     Measured,
+    Packed,
     QueueHeld,
     Reached,
     Recalled,
@@ -49,6 +50,7 @@ from orchestrator.jobs.model import (
     SweepSubmitted,
     World,
 )
+from orchestrator.jobs.packing import Gain, likeness
 from orchestrator.jobs.placement import Candidate, Plan, Resident
 
 #: A node that is away for so long is lost, and its trainings go on elsewhere: without a head, a
@@ -108,6 +110,7 @@ class QueueKept:
     reached: tuple[Reach, ...]
     said: tuple[str, ...]
     alike: tuple[tuple[str, str], ...]
+    packs: tuple[tuple[str, str, bool], ...] = ()
 
 
 Entry: TypeAlias = Record | Kept | QueueKept
@@ -149,6 +152,8 @@ class Queue:
         """Jobs on a card of which a user has said where they go."""
         self._alike: dict[str, dict[str, None]] = {}
         """Jobs that failed soon after their start, by what they said."""
+        self._packs: dict[tuple[str, str], bool] = {}
+        """Whether it pays that two jobs share a card, by what they have in common and its title."""
         self._given: set[str] = set()
         """Jobs whose standing was handed out and may not change in place any more."""
         self._index: Index | None = None
@@ -269,6 +274,9 @@ class Queue:
             self._alike.clear()
         elif isinstance(record, HeadAway):
             self._leave_out(record)
+        elif isinstance(record, Packed):
+            alike = likeness(self._standings[record.job].job) or ""
+            self._packs[alike, record.card_title] = Gain(record.gain, record.low).pays
         elif isinstance(record, Kept):
             name = record.standing.job.name
             self._aside[name] = record.aside
@@ -281,6 +289,7 @@ class Queue:
             self._said = dict.fromkeys(record.said)
             for text, job in record.alike:
                 self._alike.setdefault(text, {})[job] = None
+            self._packs = {(alike, title): pays for alike, title, pays in record.packs}
             self._index = None
 
     def _leave_out(self, gap: HeadAway) -> None:
@@ -299,7 +308,8 @@ class Queue:
         """Return what the queue adds up to, as few entries that lead to the same queue."""
         alike = tuple((text, job) for text, jobs in self._alike.items() for job in jobs)
         reached, said = tuple(self.reached), tuple(self._said)
-        yield QueueKept(held=self.held, reached=reached, said=said, alike=alike)
+        packs = tuple((*key, pays) for key, pays in self._packs.items())
+        yield QueueKept(held=self.held, reached=reached, said=said, alike=alike, packs=packs)
         yield from self.sweeps.values()
         for name, standing in self._standings.items():
             is_waiting = name in self._to_recall
@@ -378,7 +388,7 @@ class Queue:
             index.add(standing)
             if (before in ENDED) is not (standing.state in ENDED):
                 index.look_behind(name)
-        if index is not None and "speeds" in changes:
+        if index is not None and not changes.keys().isdisjoint({"speeds", "peak_bytes"}):
             index.measured(standing)
 
     def _remember(self, standing: Standing, record: Record, changes: lifecycle.Changes) -> None:
@@ -471,6 +481,22 @@ class Queue:
                     so_far = reached.setdefault(job.sweep, list(index.reached[job.sweep]))
                     found = attempts.milestone_of(standing, seen, world, aside.milestone, so_far)
                 records += found or attempts.measured(standing, aside, seen, world)
+        return records or self._judged(world)
+
+    def _judged(self, world: World) -> list[Record]:
+        """Return what trials of two jobs on a card have shown."""
+        records: list[Record] = []
+        index = self._indexed()
+        for card in world.cards:
+            pair = [
+                standing
+                for name in sorted(index.on_card, key=self._number)
+                if (standing := self._standings[name]).card == card.name and not standing.alone
+            ]
+            alike = likeness(pair[0].job) if pair else None
+            alone = index.speeds_alike(pair[0].job).get(card.title) if pair else None
+            if alone is not None and (alike, card.title) not in self._packs:
+                records += attempts.trial_of(pair, card, alone, world)
         return records
 
     def _settled(self, world: World) -> list[Record]:
@@ -589,7 +615,8 @@ class Queue:
             residents: dict[str, list[Resident]] = {card.name: [] for card in world.cards}
             for name in sorted(index.on_card, key=self._number):
                 standing = self._standings[name]
-                residents.setdefault(standing.card or "", []).append(_resident(standing, world))
+                there = _resident(standing, world, self._shares(standing, world.cards))
+                residents.setdefault(standing.card or "", []).append(there)
             lines: Iterable[list[Place]] = index.lines.values()
             if self._closed:
                 lines = (line for needs, line in index.lines.items() if needs not in self._closed)
@@ -611,7 +638,10 @@ class Queue:
     def _moved(self, card: Card, world: World) -> list[Record]:
         """Return the move to a free card of the job that gains most by it, if that pays."""
         names = sorted(self._indexed().on_card, key=self._number)
-        moves = [attempts.move_of(self._standings[name], card, world) for name in names]
+        moves = [
+            attempts.move_of(standing, self._indexed().speeds_of(standing), card, world)
+            for standing in map(self._standings.__getitem__, names)
+        ]
         best = max((move for move in moves if move), key=lambda move: move[0], default=None)
         return [best[1]] if best else []
 
@@ -624,24 +654,33 @@ class Queue:
             queued_at_s=self._aside[name].queued_at_s or standing.since_s,
             seconds=self._seconds(standing, cards),
             memory_bytes=job.memory_bytes,
-            measured_bytes=standing.peak_bytes,
+            measured_bytes=standing.peak_bytes
+            or self._indexed().alike_bytes.get(likeness(job) or ""),
             least_room_bytes=standing.least_room_bytes,
             nodes=job.nodes,
             card=job.card,
-            may_pack=job.pack is True,
+            shares=self._shares(standing, cards),
         )
+
+    def _shares(self, standing: Standing, cards: Sequence[Card]) -> dict[str, str]:
+        speeds = self._indexed().speeds_alike(standing.job)
+        left = self._steps_left(standing)
+        return packing.shares_of(standing.job, left, cards, speeds, self._packs)
+
+    def _steps_left(self, standing: Standing) -> int:
+        return max(0, (standing.job.steps or 0) - (standing.step or 0))
 
     def _seconds(self, standing: Standing, cards: Sequence[Card]) -> dict[str, float]:
         """Return what is left of a job by card, as measured of it, or of another of its sweep."""
-        speeds = standing.speeds or self._indexed().speeds_of(standing.job.sweep)
+        speeds = self._indexed().speeds_of(standing)
         if standing.job.steps is None:
             return {}
-        left = max(0, standing.job.steps - (standing.step or 0))
+        left = self._steps_left(standing)
         by_card = {card.name: speeds.get(card.title) for card in cards}
         return {name: left / speed for name, speed in by_card.items() if speed}
 
 
-def _resident(standing: Standing, world: World) -> Resident:
+def _resident(standing: Standing, world: World, shares: Mapping[str, str]) -> Resident:
     seen = attempts.seen_of(standing, world)
     eta_s = None if seen is None else seen.eta_s
     return Resident(
@@ -650,5 +689,5 @@ def _resident(standing: Standing, world: World) -> Resident:
         ends_at_s=None if eta_s is None else world.now_s + eta_s,
         ran_s=max(0.0, world.now_s - standing.since_s),
         alone=standing.alone,
-        may_pack=standing.job.pack is True,
+        shares=shares.get(standing.card or ""),
     )

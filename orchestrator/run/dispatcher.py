@@ -47,6 +47,7 @@ from orchestrator.jobs.model import (
     Submitted,
     World,
 )
+from orchestrator.jobs.packing import Pace
 from orchestrator.jobs.queue import COMMAND_LEASE_S, Queue, node_lost_s
 from orchestrator.record.events import EventLog
 from orchestrator.record.jobs import QueueSnapshot, write_outlook
@@ -138,6 +139,8 @@ class Dispatcher:
         """Jobs on a card whose slot cannot be made, and why."""
         self._outlook_at_s = 0.0
         self._peak_bytes: dict[str, int] = {}
+        self._paces: dict[str, Pace] = {}
+        """Of jobs that have one other beside them on their card."""
         self._files = JobFiles(self.folder, one_machine=self.target.one_machine, events=self.events)
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prediction")
         self._predicting: tuple[tuple[Job, ...], Future[dict[str, int]]] | None = None
@@ -446,6 +449,7 @@ class Dispatcher:
             steps=steps,
             value=self._value(standing.job, slot),
             steps_per_s=left / eta_s if left and eta_s else None,
+            paces=self._paces_of(standing, slots),
             eta_s=eta_s,
             peak_bytes=self._peak_bytes.get(name),
             out_of_memory=max(0, slot.counts.oom_count - standing.out_of_memory),
@@ -453,6 +457,25 @@ class Dispatcher:
             taken=taken,
             sha256=progress.weights_sha256,
         )
+
+    def _paces_of(self, standing: Standing, slots: Mapping[str, Slot]) -> tuple[float, ...]:
+        """Take in how far a job is that shares its card, once both have made a step there."""
+        name = standing.job.name
+        steps = {
+            other: slots[other].training.progress.train_step
+            for other in self.queue.on_card & slots.keys()
+            if not standing.alone and self.queue.shown(other).card == standing.card
+        }
+        beside = next((other for other in steps if other != name), None)
+        step = steps.get(name)
+        if beside is None or step is None or len(steps) != 2 or None in steps.values():
+            self._paces.pop(name, None)
+            return ()
+        pace = self._paces.get(name)
+        if pace is None or pace.beside != beside:
+            pace = self._paces[name] = Pace(beside)
+        pace.saw(self._at_s, step)
+        return tuple(pace.windows)
 
     def _value(self, job: Job, slot: Slot) -> float | None:
         """Return the job's metric; `None` before it was told."""

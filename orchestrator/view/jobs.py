@@ -32,6 +32,7 @@ from orchestrator.jobs.model import (
     JobState,
     Kind,
     Measured,
+    Packed,
     Reached,
     Recalled,
     Record,
@@ -472,7 +473,15 @@ _RECORD_WORDS: Final[Mapping[type, Callable[[Any], str]]] = {
         + (f": {_last_words(record.text)}" if record.text else "")
     ),
     Reached: lambda record: f"milestone {record.milestone} with {_figure(record.value)}",
-    Measured: lambda record: f"{record.steps_per_s:.3g} steps/s on {record.card_title}",
+    Measured: lambda record: (
+        f"a better value on {record.card_title}"
+        if record.steps_per_s is None
+        else f"{record.steps_per_s:.3g} steps/s on {record.card_title}"
+    ),
+    Packed: lambda record: (
+        f"with {record.beside}, {record.gain:.2f} times the steps of one alone on "
+        f"{record.card_title}"
+    ),
     Said: lambda record: f"{record.word.value}, said by {record.by}",
     Settled: lambda record: f"{record.to.value}: {record.reason}",
 }

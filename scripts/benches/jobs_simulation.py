@@ -28,6 +28,7 @@ from benches.common import Result, progress
 from orchestrator.jobs import model
 from orchestrator.jobs.journal import JOURNAL_NAME, Journal, decoded, encoded, queue_of
 from orchestrator.jobs.model import ENDED, ON_CARD, Assigned, Cause, JobState, Kind, Record, Word
+from orchestrator.jobs.packing import WINDOWS
 from orchestrator.jobs.queue import NODE_LOST_S, Entry, Queue
 from workers.settings import CommandSpec
 from workers.units import GIB
@@ -38,6 +39,8 @@ CARDS = (
 )
 _STEPS_PER_S = 10.0  # of every training, on a card of speed 1
 _LOAD_S, _SAVE_S, _SAVED_EVERY_S = 8.0, 6.0, 60.0
+# A trial of two on a card is over after so long.
+_TRIAL_S, _PAIR = 30.0, 2
 _NEEDS_GIB = (1, 2, 4, 5, 7, 8, 8, 14, 19, 26)
 #: Of a training with its smallest micro-batch, and what is predicted of it: less than the truth.
 _SMALLEST, _PREDICTED = 0.8, 0.5
@@ -91,7 +94,14 @@ def jobs_of(seed: int, count: int) -> list[model.Job]:
                 steps=_RULE.last if in_sweep else max(50, steps),
             )
         )  # fmt: skip
-    return jobs
+    # Some that cost the same, and take so long that two side by side are worth a trial.
+    alike = {"after": (), "nodes": (), "hours": None, "priority": 2, "steps": 60_000}
+    return [
+        replace(job, **alike)
+        if number % 20 in {11, 12, 13, 14} and job.kind is Kind.TRAIN and job.sweep is None
+        else job
+        for number, job in enumerate(jobs)
+    ]
 
 
 @dataclass(slots=True)
@@ -289,11 +299,17 @@ class Night:
             step = int(process.step(self.now_s) + 1e-6)
             rests_at_s, no_room_s = process.rests_at_s, process.no_room_after_s
             ran_s = self.now_s - process.began_s
+            pair = [each for each in self.processes.values() if each.card == process.card]
+            is_tried = len(pair) == _PAIR and all(
+                self.now_s - each.began_s > 2 * _LOAD_S + _TRIAL_S for each in pair
+            )
+            share = 0.65 if self.seed % 2 else 0.52  # what sharing does on these cards
             seen[name] = model.Seen(
                 job=name, attempt=process.attempt, step=step, steps=process.job.steps,
                 is_at_rest=rests_at_s is not None and self.now_s >= rests_at_s,
                 value=self._value(process.job, step), eta_s=process.ends[0] - ran_s,
                 steps_per_s=process.steps_per_s if ran_s > 2 * _LOAD_S else None,
+                paces=(share * process.steps_per_s,) * WINDOWS if is_tried else (),
                 has_no_room=no_room_s is not None and ran_s >= no_room_s,
             )  # fmt: skip
         closed = self.closed | {

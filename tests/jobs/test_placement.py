@@ -233,7 +233,7 @@ def test_a_card_that_is_not_here_is_named() -> None:
 
 
 def packable(name: str, **rest: object) -> Candidate:
-    return job_of(name, memory_bytes=4 * GIB, may_pack=True, **rest)
+    return job_of(name, memory_bytes=4 * GIB, shares={FAST.name: "", SLOW.name: ""}, **rest)
 
 
 def test_a_pair_that_may_share_starts_together_with_its_own_budgets() -> None:
@@ -247,6 +247,20 @@ def test_a_pair_of_which_one_may_not_share_stays_apart() -> None:
     found = plan([packable("a"), job_of("b", memory_bytes=4 * GIB)], (FAST,), {}, 0.0)
 
     assert [start.alone for start in found.starts] == [True]
+
+
+def test_a_pair_that_has_nothing_in_common_stays_apart() -> None:
+    other = job_of("b", memory_bytes=4 * GIB, shares={FAST.name: "of another kind"})
+
+    assert [start.alone for start in plan([packable("a"), other], (FAST,), {}, 0.0).starts] == [
+        True
+    ]
+
+
+def test_a_job_does_not_share_where_its_smallest_step_had_no_room() -> None:
+    jobs = [packable("a"), packable("b", least_room_bytes=5 * GIB)]
+
+    assert [start.alone for start in plan(jobs, (FAST,), {}, 0.0).starts] == [True]
 
 
 def test_the_measured_bytes_are_what_a_packed_job_gets() -> None:
@@ -264,7 +278,7 @@ def test_a_pair_beyond_the_room_stays_apart() -> None:
 
 
 def test_a_job_joins_one_that_is_packed() -> None:
-    there = running(600.0, alone=False, may_pack=True, budget_bytes=5 * GIB)
+    there = running(600.0, alone=False, shares="", budget_bytes=5 * GIB)
 
     found = plan([packable("b")], (FAST,), {"pc1": there}, 0.0)
 
@@ -272,13 +286,13 @@ def test_a_job_joins_one_that_is_packed() -> None:
 
 
 def test_no_job_joins_one_that_is_alone() -> None:
-    there = running(600.0, alone=True, may_pack=True, budget_bytes=5 * GIB)
+    there = running(600.0, alone=True, shares="", budget_bytes=5 * GIB)
 
     assert plan([packable("b")], (FAST,), {"pc1": there}, 0.0).starts == ()
 
 
 def test_a_job_below_does_not_join_before_one_above() -> None:
-    there = running(600.0, alone=False, may_pack=True, budget_bytes=5 * GIB)
+    there = running(600.0, alone=False, shares="", budget_bytes=5 * GIB)
 
     found = plan([job_of("a", priority=1), packable("b")], (FAST,), {"pc1": there}, 0.0)
 

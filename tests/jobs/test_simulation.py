@@ -57,10 +57,13 @@ def test_a_head_that_dies_at_every_line_decides_the_same(folder: Path) -> None:
     ).read_bytes()
 
 
-@pytest.mark.parametrize("seed", [4, 5])
-def test_a_head_that_dies_now_and_then_decides_the_same(folder: Path, seed: int) -> None:
-    Night(seed, 60, folder / "calm").play()
-    DyingNight(seed, 60, folder / "dying", lambda line: line % 37 == seed).play()
+@pytest.mark.parametrize(("seed", "jobs", "happens"), [(4, 60, "Reached"), (13, 120, "Packed")])
+def test_a_head_that_dies_now_and_then_decides_the_same(
+    folder: Path, seed: int, jobs: int, happens: str
+) -> None:
+    calm = Night(seed, jobs, folder / "calm").play()
+    assert f'"kind":"{happens}"' in b"".join(calm.lines).decode()
+    DyingNight(seed, jobs, folder / "dying", lambda line: line % 37 == seed).play()
 
     assert (folder / "dying" / JOURNAL_NAME).read_bytes() == (
         folder / "calm" / JOURNAL_NAME
