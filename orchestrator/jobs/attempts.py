@@ -106,7 +106,9 @@ def measured(standing: Standing, aside: Aside, seen: Seen, world: World) -> list
     known = standing.speeds.get(card.title)
     has_better = seen.value is not None and is_better(standing, seen.value)
     is_known = known is not None and abs(speed - known) <= _SPEED_CHANGE * known
-    if (is_known or not standing.alone) and not has_better:
+    is_due = standing.alone and card.title not in standing.paces
+    pace = packing.pace_of(seen.paces) if is_due else None
+    if (is_known or not standing.alone) and pace is None and not has_better:
         return []
     return [
         Measured(
@@ -114,6 +116,7 @@ def measured(standing: Standing, aside: Aside, seen: Seen, world: World) -> list
             job=standing.job.name,
             card_title=card.title,
             steps_per_s=speed if standing.alone else None,
+            pace=pace,
             best=seen.value if has_better else None,
             best_step=seen.step if has_better else None,
         )

@@ -84,7 +84,7 @@ class Index:
     reached: dict[str, list[Reach]] = field(default_factory=lambda: defaultdict(list))
     speeds: dict[str, tuple[int, Mapping[str, float]]] = field(default_factory=dict)
     """By sweep, those of the first of its members that was measured, with its number."""
-    alike_speeds: dict[str, dict[str, tuple[int, float]]] = field(default_factory=dict)
+    alike_paces: dict[str, dict[str, tuple[int, float]]] = field(default_factory=dict)
     """Of the first that was measured of jobs whose steps cost the same, with its number; by the
     title of a card.
     """
@@ -174,24 +174,24 @@ class Index:
             return
         sweep, number = standing.job.sweep, self.asides[standing.job.name].number
         if alike is not None:
-            known = self.alike_speeds.setdefault(alike, {})
-            for title, speed in standing.speeds.items():
-                if number <= known.get(title, (number, speed))[0]:
-                    known[title] = (number, speed)
+            known = self.alike_paces.setdefault(alike, {})
+            for title, pace in standing.paces.items():
+                if number <= known.get(title, (number, pace))[0]:
+                    known[title] = (number, pace)
         if sweep is not None and (sweep not in self.speeds or number <= self.speeds[sweep][0]):
             self.speeds[sweep] = (number, standing.speeds)
 
-    def speeds_alike(self, job: Job) -> Mapping[str, float]:
-        """Return the speeds of jobs whose steps cost as much, by the title of a card."""
-        of = self.alike_speeds.get(likeness(job) or "", {})
-        return {title: speed for title, (_, speed) in of.items()}
+    def paces_alike(self, job: Job) -> Mapping[str, float]:
+        """Return the paces of jobs whose steps cost as much, by the title of a card."""
+        of = self.alike_paces.get(likeness(job) or "", {})
+        return {title: pace for title, (_, pace) in of.items()}
 
     def speeds_of(self, standing: Standing) -> Mapping[str, float]:
         """Return the speeds of a job that is alone, by the title of a card: its own, else those of
         a job like it, else those of a member of its sweep.
         """
         _, of_sweep = self.speeds.get(standing.job.sweep or "", (0, {}))
-        return standing.speeds or self.speeds_alike(standing.job) or of_sweep
+        return standing.speeds or self.paces_alike(standing.job) or of_sweep
 
     def ahead(self, name: str) -> int:
         """Return how many QUEUED jobs are before one."""

@@ -215,6 +215,8 @@ def _measured(standing: Standing, record: Measured) -> Changes:
     changes: Changes = {}
     if record.steps_per_s is not None:
         changes["speeds"] = {**standing.speeds, record.card_title: record.steps_per_s}
+    if record.pace is not None:
+        changes["paces"] = {**standing.paces, record.card_title: record.pace}
     if record.best is not None:
         changes |= {"best": record.best, "best_step": record.best_step}
     return changes

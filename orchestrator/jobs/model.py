@@ -189,7 +189,7 @@ class Seen:
     """Of the job's metric, at `step`."""
     steps_per_s: float | None = None
     paces: tuple[float, ...] = ()
-    """Steps per second in windows since one other job has been at work beside it on its card."""
+    """Steps per second in windows, since it is alone on its card or one other is beside it."""
     eta_s: float | None = None
     peak_bytes: int | None = None
     out_of_memory: int = 0
@@ -331,6 +331,8 @@ class Measured:
     job: str
     card_title: str
     steps_per_s: float | None
+    pace: float | None = None
+    """The same over half a minute, once for a kind of card: the first steps say little."""
     best: float | None = None
     best_step: int | None = None
 
@@ -441,6 +443,8 @@ class Standing:
     """A card with less room is not tried (again): predicted, or its attempt ran out of memory."""
     speeds: Mapping[str, float] = field(default_factory=dict)
     """Steps per second by the title of a card."""
+    paces: Mapping[str, float] = field(default_factory=dict)
+    """The same over half a minute."""
     exit_code: int | None = None
     sha256: str | None = None
     ended_at_s: float | None = None

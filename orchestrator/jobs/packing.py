@@ -71,12 +71,12 @@ def shares_of(
     job: Job,
     steps_left: int,
     cards: Iterable[Card],
-    speeds: Mapping[str, float],
+    paces: Mapping[str, float],
     pays: Mapping[tuple[str, str], bool],
 ) -> dict[str, str]:
     """Return the cards that a job may share, by name, and with jobs of which word.
 
-    `speeds`: steps per second of one like it that was alone, by the title of a card. `pays`: what
+    `paces`: steps per second of one like it that was alone, by the title of a card. `pays`: what
     trials have shown, by likeness and title.
     """
     if job.pack:
@@ -86,8 +86,8 @@ def shares_of(
         return {}
     found = {}
     for card in cards:
-        speed = speeds.get(card.title)
-        is_worth_a_trial = speed is not None and steps_left >= speed * TRIAL_WORTH_S
+        pace = paces.get(card.title)
+        is_worth_a_trial = pace is not None and steps_left >= pace * TRIAL_WORTH_S
         if pays.get((alike, card.title), is_worth_a_trial):
             found[card.name] = alike
     return found
@@ -106,6 +106,11 @@ class Gain(NamedTuple):
         return self.gain >= _LEAST_GAIN and self.low > 1.0
 
 
+def pace_of(windows: Sequence[float]) -> float | None:
+    """Return the steps per second of a job, once it was seen long enough."""
+    return statistics.fmean(windows) if len(windows) >= WINDOWS else None
+
+
 def judged(paces: Sequence[Sequence[float]], alone: float) -> Gain | None:
     """Return what came of a trial, from the paces of both and of one that was alone, in steps per
     second; `None`: it goes on.
@@ -120,12 +125,13 @@ def judged(paces: Sequence[Sequence[float]], alone: float) -> Gain | None:
 
 @dataclass(slots=True)
 class Pace:
-    """Steps per second of a job, window by window, while the same other one is beside it."""
+    """Steps per second of a job, window by window."""
 
     beside: str
+    """The other job on its card all the time; empty: it was alone."""
     windows: list[float] = field(default_factory=list)
     _at: int | None = None
-    """Where it was before its first step beside the other: its process may still have begun."""
+    """Where it was before its first step there: its process may still have begun."""
     _began: tuple[float, int] | None = None
 
     def saw(self, at_s: float, step: int) -> None:

@@ -388,7 +388,7 @@ class Queue:
             index.add(standing)
             if (before in ENDED) is not (standing.state in ENDED):
                 index.look_behind(name)
-        if index is not None and not changes.keys().isdisjoint({"speeds", "peak_bytes"}):
+        if index is not None and not changes.keys().isdisjoint({"speeds", "paces", "peak_bytes"}):
             index.measured(standing)
 
     def _remember(self, standing: Standing, record: Record, changes: lifecycle.Changes) -> None:
@@ -494,7 +494,7 @@ class Queue:
                 if (standing := self._standings[name]).card == card.name and not standing.alone
             ]
             alike = likeness(pair[0].job) if pair else None
-            alone = index.speeds_alike(pair[0].job).get(card.title) if pair else None
+            alone = index.paces_alike(pair[0].job).get(card.title) if pair else None
             if alone is not None and (alike, card.title) not in self._packs:
                 records += attempts.trial_of(pair, card, alone, world)
         return records
@@ -663,9 +663,8 @@ class Queue:
         )
 
     def _shares(self, standing: Standing, cards: Sequence[Card]) -> dict[str, str]:
-        speeds = self._indexed().speeds_alike(standing.job)
-        left = self._steps_left(standing)
-        return packing.shares_of(standing.job, left, cards, speeds, self._packs)
+        paces, left = self._indexed().paces_alike(standing.job), self._steps_left(standing)
+        return packing.shares_of(standing.job, left, cards, paces, self._packs)
 
     def _steps_left(self, standing: Standing) -> int:
         return max(0, (standing.job.steps or 0) - (standing.step or 0))

@@ -140,7 +140,7 @@ class Dispatcher:
         self._outlook_at_s = 0.0
         self._peak_bytes: dict[str, int] = {}
         self._paces: dict[str, Pace] = {}
-        """Of jobs that have one other beside them on their card."""
+        """Of jobs that are alone on their card, or have one other beside them."""
         self._files = JobFiles(self.folder, one_machine=self.target.one_machine, events=self.events)
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prediction")
         self._predicting: tuple[tuple[Job, ...], Future[dict[str, int]]] | None = None
@@ -459,16 +459,16 @@ class Dispatcher:
         )
 
     def _paces_of(self, standing: Standing, slots: Mapping[str, Slot]) -> tuple[float, ...]:
-        """Take in how far a job is that shares its card, once both have made a step there."""
+        """Take in how far a job is, once it and another one beside it have made a step."""
         name = standing.job.name
         steps = {
             other: slots[other].training.progress.train_step
             for other in self.queue.on_card & slots.keys()
-            if not standing.alone and self.queue.shown(other).card == standing.card
+            if self.queue.shown(other).card == standing.card
         }
-        beside = next((other for other in steps if other != name), None)
+        beside = next((other for other in steps if other != name), "")
         step = steps.get(name)
-        if beside is None or step is None or len(steps) != 2 or None in steps.values():
+        if step is None or len(steps) > 2 or None in steps.values():
             self._paces.pop(name, None)
             return ()
         pace = self._paces.get(name)

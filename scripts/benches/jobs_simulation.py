@@ -40,7 +40,7 @@ CARDS = (
 _STEPS_PER_S = 10.0  # of every training, on a card of speed 1
 _LOAD_S, _SAVE_S, _SAVED_EVERY_S = 8.0, 6.0, 60.0
 # A trial of two on a card is over after so long.
-_TRIAL_S, _PAIR = 30.0, 2
+_TRIAL_S = 30.0
 _NEEDS_GIB = (1, 2, 4, 5, 7, 8, 8, 14, 19, 26)
 #: Of a training with its smallest micro-batch, and what is predicted of it: less than the truth.
 _SMALLEST, _PREDICTED = 0.8, 0.5
@@ -95,7 +95,13 @@ def jobs_of(seed: int, count: int) -> list[model.Job]:
             )
         )  # fmt: skip
     # Some that cost the same, and take so long that two side by side are worth a trial.
-    alike = {"after": (), "nodes": (), "hours": None, "priority": 2, "steps": 60_000}
+    alike: dict[str, Any] = {
+        "after": (),
+        "nodes": (),
+        "hours": None,
+        "priority": 2,
+        "steps": 60_000,
+    }
     return [
         replace(job, **alike)
         if number % 20 in {11, 12, 13, 14} and job.kind is Kind.TRAIN and job.sweep is None
@@ -300,10 +306,9 @@ class Night:
             rests_at_s, no_room_s = process.rests_at_s, process.no_room_after_s
             ran_s = self.now_s - process.began_s
             pair = [each for each in self.processes.values() if each.card == process.card]
-            is_tried = len(pair) == _PAIR and all(
-                self.now_s - each.began_s > 2 * _LOAD_S + _TRIAL_S for each in pair
-            )
-            share = 0.65 if self.seed % 2 else 0.52  # what sharing does on these cards
+            is_tried = all(self.now_s - each.began_s > 2 * _LOAD_S + _TRIAL_S for each in pair)
+            # What sharing does on these cards.
+            share = 1.0 if len(pair) == 1 else 0.65 if self.seed % 2 else 0.52
             seen[name] = model.Seen(
                 job=name, attempt=process.attempt, step=step, steps=process.job.steps,
                 is_at_rest=rests_at_s is not None and self.now_s >= rests_at_s,

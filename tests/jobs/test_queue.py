@@ -678,7 +678,7 @@ def on_trial() -> Scene:
     scene = Scene(*jobs, cards=(BIG,))
     scene.turn()
     assert scene.standing("a").alone, "nothing is known yet"
-    scene.see("a", step=10, steps_per_s=10.0)
+    scene.see("a", step=10, steps_per_s=8.0, paces=(10.0,) * 6)
     started = starts(scene.end("a", peak_bytes=2 * GIB))
     assert started == {"b": "pc1", "c": "pc1"}
     assert scene.standing("b").budget_bytes == 2 * GIB + 256 * MIB

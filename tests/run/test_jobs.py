@@ -22,6 +22,7 @@ from orchestrator.jobs.model import (
     Job,
     JobState,
     Milestones,
+    Packed,
     QueueHeld,
     Reached,
     Recalled,
@@ -36,6 +37,7 @@ from orchestrator.run.sampled_sweeps import sampled_sweeps
 from tests.factories import CPU, MEMORY, REFERENCE
 from tests.jobs.scene import command, training
 from tests.run.jobs_scene import HeadDiesError, JobsRun, hash_after
+from tests.run.scripted_fleet import STEPS_PER_S
 from workers.messages import Ending, Verdict, WorkerState
 from workers.units import GIB, MIB
 
@@ -135,6 +137,22 @@ def test_a_follower_comes_after_and_a_failed_one_skips_it(new_jobs: JobsMaker) -
     assert standings["bad"].state is JobState.FAILED
     assert standings["never"].state is JobState.SKIPPED
     assert [line.split(":")[0] for line in run.supervisor.shortfalls()] == ["job bad", "job never"]
+
+
+def test_two_alike_share_a_card_after_half_a_minute_of_trial(new_jobs: JobsMaker) -> None:
+    """Here nothing slows the other down."""
+    long = {"steps": 4000 * STEPS_PER_S, "nodes": ("pc1",)}
+    jobs = [training(name, after=("first",), **long) for name in "abc"]
+    run = new_jobs(training("first", **{**long, "steps": 100 * STEPS_PER_S}), *jobs)
+    of_training, told = run.fleet._of_training, {"memory": replace(MEMORY, peak_bytes=2000 * MIB)}
+    run.fleet._of_training = lambda *given: of_training(*given) | told  # type: ignore[method-assign]
+    run.until(170.0)
+    assert sorted(run.fleet.live_on("pc1")) == ["a", "b"]
+    (tried,) = run.records(Packed)
+    assert (tried.job, tried.beside) == ("a", "b")
+    assert tried.gain == pytest.approx(2.0, rel=0.1)
+    began_s = next(record.at_s for record in run.records(Assigned) if record.job == "b")
+    assert 30.0 <= tried.at_s - began_s <= 50.0
 
 
 def test_of_a_lost_node_a_job_goes_on_elsewhere(new_jobs: JobsMaker) -> None:
