@@ -48,6 +48,11 @@ from orchestrator.jobs.model import (
     Word,
 )
 
+#: A program that kills itself looks like one that is killed. After so many attempts in a row, each
+#: ended within so long and no step further, it has failed: with the pauses between them, in 1.4 h.
+_MOST_IN_VAIN, _SOON_S = 12, 600.0
+_FATAL = frozenset({Cause.KILLED, Cause.HOST_MEMORY, Cause.DRIVER})
+
 #: Fields of a standing and their new values.
 Changes: TypeAlias = dict[str, Any]
 
@@ -194,12 +199,21 @@ def _follows(standing: Standing, record: AttemptEnded) -> tuple[JobState, str, C
         more = _more_room(standing, record)
         return JobState.QUEUED, "in line for more room: it ran out of memory", more
     if retry is Retry.AS_IS:
-        return JobState.PARKED, f"starts again soon: {text}", {}
+        return _again(standing, record, text)
     failures, allowed = standing.failures + 1, standing.job.retries
     if retry is Retry.NEVER or failures > allowed:
         return JobState.FAILED, text, {"failures": failures}
     reason = f"in line again after failure {failures} of {allowed + 1}: {text}"
     return JobState.QUEUED, reason, {"failures": failures}
+
+
+def _again(standing: Standing, record: AttemptEnded, text: str) -> tuple[JobState, str, Changes]:
+    has_advanced = (record.step or 0) > (standing.step or 0)
+    is_soon = record.at_s - standing.since_s <= _SOON_S and not has_advanced
+    in_vain = standing.in_vain + 1 if record.cause in _FATAL and is_soon else 0
+    if in_vain >= _MOST_IN_VAIN:
+        return JobState.FAILED, f"{in_vain} attempts in a row ended soon: {text}", {"in_vain": 0}
+    return JobState.PARKED, f"starts again soon: {text}", {"in_vain": in_vain}
 
 
 def _more_room(standing: Standing, record: AttemptEnded) -> Changes:

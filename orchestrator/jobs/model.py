@@ -427,6 +427,8 @@ class Standing:
     """Where it goes once its attempt is at rest."""
     failures: int = 0
     """Attempts that count against its retries."""
+    in_vain: int = 0
+    """Attempts in a row that ended soon, by what is not its fault as far as is known."""
     last_error: str | None = None
     out_of_memory: int = 0
     moves: int = 0

@@ -8,6 +8,7 @@ import pytest
 
 from orchestrator.jobs.lifecycle import IllegalRecordError
 from orchestrator.jobs.model import (
+    ON_CARD,
     AttemptEnded,
     Cause,
     Job,
@@ -738,3 +739,22 @@ def test_one_of_two_on_a_card_moves_to_one_that_becomes_free() -> None:
         scene.see(name, step=100, steps_per_s=6.5, eta_s=9_000.0)
     scene.cards = (BIG, replace(BIG, name="pc3", node="pc3"))
     assert [each.job for each in scene.turn() if isinstance(each, Recalled)] != []
+
+
+@pytest.mark.parametrize(("cause", "ends"), [(Cause.KILLED, "FAILED"), (Cause.PARKED, "RUNNING")])
+def test_a_program_that_always_ends_soon_is_not_tried_for_ever(cause: Cause, ends: str) -> None:
+    scene = Scene(command("a"), cards=(BIG,))
+    for _ in range(12):
+        scene.turn(601.0)
+        assert scene.standing("a").state in ON_CARD
+        scene.see("a", cause=cause, text="SIGKILL")
+    scene.turn(601.0)
+    assert scene.state("a") in {ends, "STARTING"}
+
+
+def test_one_that_gets_further_each_time_is() -> None:
+    scene = Scene(training("a"), cards=(BIG,))
+    for attempt in range(30):
+        scene.turn(601.0)
+        scene.see("a", cause=Cause.KILLED, text="SIGKILL", step=10 * (attempt + 1))
+    assert scene.state("a") == "PARKED"
