@@ -286,8 +286,11 @@ class CpuDevice:
             if self._resets_peaks and is_small and self._steps_alike >= _STEPS_BEFORE:
                 self._keep()
         else:
-            if not is_small or self._steps_alike > _STEPS_KEPT:
+            if not is_small:
                 self._give_back()
+            elif self._steps_alike > _STEPS_KEPT:
+                self._give_back()
+                self._steps_alike = _STEPS_BEFORE - 1
             if is_small:
                 highest = self._alike_peak_bytes  # what was kept was in RAM too
         peak = max(self.held_bytes(), highest)
