@@ -109,6 +109,9 @@ def can_reset_highest() -> bool:
 
 T = TypeVar("T")
 
+#: Loaded once: each time makes classes anew.
+_LIBC: Final = ctypes.CDLL(None)
+
 #: glibc's M_MMAP_THRESHOLD (malloc.h). Blocks at least this large get a mapping of their own, so
 #: freeing one gives it back to the kernel at once. The default threshold grows to 32 MiB with use,
 #: and what a worker released would stay on its heap and count against its cap.
@@ -127,6 +130,10 @@ _NO_TRIM_BYTES = 2**31 - 1
 _STEPS_BEFORE = 8
 _SPARE_SHARE = 0.25
 _STEPS_KEPT = 256
+
+#: While the data of the process stays the same, malloc's lists are counted after so many steps: to
+#: walk through them takes a twentieth of a small step.
+_COUNTED_EVERY = 16
 
 #: 8 MiB in all, in chunks under the smallest block.
 _STOCK_CHUNKS = 171
@@ -226,6 +233,8 @@ class CpuDevice:
         of them took."""
         self._free_before_bytes = self._free_bytes = 0
         """In malloc's lists: before any block was kept, and beyond that."""
+        self._counted_at_bytes: int | None = None
+        """Data of the process when they were counted last."""
         self._resets_peaks = can_reset_highest()
         with self.enforced():
             cap_read_back_bytes = (
@@ -335,7 +344,7 @@ class CpuDevice:
             self._keeps = False
             with self.enforced():
                 _set_malloc(_MMAP_THRESHOLD_BYTES, _TRIM_BYTES)
-                ctypes.CDLL(None).malloc_trim(0)
+                _LIBC.malloc_trim(0)
 
     def _keep(self) -> None:
         if not self._has_kept:
@@ -397,19 +406,20 @@ class CpuDevice:
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
             self._now = process_memory()
-            if self._has_kept:
+            is_same = self._keeps and self._now.data_bytes == self._counted_at_bytes
+            if self._has_kept and (not is_same or self._steps_alike % _COUNTED_EVERY == 0):
+                self._counted_at_bytes = self._now.data_bytes
                 self._free_bytes = max(0, _free_in_malloc_bytes() - self._free_before_bytes)
 
 
 def _use_mappings_for_blocks() -> None:
     _set_malloc(_MMAP_THRESHOLD_BYTES, _TRIM_BYTES)
-    ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+    _LIBC.mallopt(_M_ARENA_MAX, 1)
 
 
 def _set_malloc(threshold_bytes: int, trim_bytes: int) -> None:
-    libc = ctypes.CDLL(None)
-    libc.mallopt(_M_MMAP_THRESHOLD, threshold_bytes)
-    libc.mallopt(_M_TRIM_THRESHOLD, trim_bytes)
+    _LIBC.mallopt(_M_MMAP_THRESHOLD, threshold_bytes)
+    _LIBC.mallopt(_M_TRIM_THRESHOLD, trim_bytes)
 
 
 def _lay_in_stock() -> None:
@@ -421,11 +431,10 @@ def _lay_in_stock() -> None:
     together into room for one. It is there before the cap is measured, and costs address space more
     than memory.
     """
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype = ctypes.c_void_p
-    chunks = sorted(libc.malloc(_STOCK_CHUNK_BYTES) for _ in range(2 * _STOCK_CHUNKS))
+    _LIBC.malloc.restype = ctypes.c_void_p
+    chunks = sorted(_LIBC.malloc(_STOCK_CHUNK_BYTES) for _ in range(2 * _STOCK_CHUNKS))
     for chunk in chunks[1::2]:
-        libc.free(ctypes.c_void_p(chunk))
+        _LIBC.free(ctypes.c_void_p(chunk))
 
 
 class _MallocInfo(ctypes.Structure):
@@ -436,7 +445,7 @@ class _MallocInfo(ctypes.Structure):
 
 def _free_in_malloc_bytes() -> int:
     """Return what malloc's free lists hold; 0 where libc does not say (glibc before 2.33, musl)."""
-    info = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    info = getattr(_LIBC, "mallinfo2", None)
     if info is None:
         return 0
     info.restype = _MallocInfo
