@@ -176,7 +176,7 @@ def submit(  # noqa: PLR0913 - one parameter for each option of the command
     added = jobs_run.not_known(expand(file), known)
     sweeps = sampled_sweeps(file, queue_of(folder / QUEUE_NAME))
     if added or sweeps:
-        _put(folder, [*jobs_run.submitted(added, base, target), *sweeps])
+        _put(folder, [*jobs_run.submitted(added, base, target, snapshot.standings), *sweeps])
     ahead = sum(standing.state not in ENDED for standing in snapshot.standings)
     names = [*(job.name for job in added), *(sweep.name for sweep in sweeps)]
     if json_output:

@@ -29,7 +29,8 @@ from orchestrator.core.placement import Target
 from orchestrator.errors import UsageError
 from orchestrator.jobs.inbox import waiting
 from orchestrator.jobs.journal import QUEUE_NAME, queue_of
-from orchestrator.jobs.model import Job, Submitted
+from orchestrator.jobs.model import Job, Standing, Submitted
+from orchestrator.jobs.packing import likeness
 from orchestrator.jobs.queue import Queue
 from orchestrator.jobs.spec import keys_of
 from orchestrator.jobs.sweep import JobFile, expand
@@ -240,13 +241,27 @@ def _with_jobs(options: Options, jobs: Sequence[Job], config: Config, target: Ta
     return replace(options, queue=replace(options.queue, jobs=on_target))
 
 
-def submitted(jobs: Iterable[Job], config: Config, target: Target) -> tuple[Submitted, ...]:
+def submitted(
+    jobs: Iterable[Job], config: Config, target: Target, there: Iterable[Standing] = ()
+) -> tuple[Submitted, ...]:
     """Return the records of jobs that are submitted here and now, to a run on `target`.
 
-    `UsageError` where a job names what cannot be trained.
+    `UsageError` where a job names what cannot be trained. What was predicted for jobs that are
+    `there` is not asked for again: that loads torch, which takes seconds.
     """
     ready = prepared(jobs, None if target.one_machine else config.head_node)
-    least = least_room_of(ready, config, on_card=target.device != "cpu")
+    known = {
+        likeness(each.job): each.least_room_bytes
+        for each in there
+        if each.least_room_bytes and not each.out_of_memory  # which may have raised it
+    }
+    least = {
+        job.name: known[alike]
+        for job in ready
+        if (alike := likeness(job)) in known and alike and "train.from" not in job.overrides
+    }
+    unknown = [job for job in ready if job.name not in least]
+    least |= least_room_of(unknown, config, on_card=target.device != "cpu")
     return tuple(
         Submitted(at_s=job.submitted_at_unix_s, job=job, least_bytes=least.get(job.name))
         for job in ready

@@ -24,11 +24,11 @@ RESERVE_BYTES: Final = 256 * MIB
 #: What jobs that ask for it share a card as.
 ASKED: Final = ""
 
-#: Keys of a training that change what it learns, and not what a step takes or how long.
-_WITHOUT_COST: Final = frozenset(
-    f"train.{key}"
-    for key in ("lr", "warmup_steps", "weight_decay", "steps", "epochs", "label_smoothing", "from")
-) | {"workload.seed"}
+#: Settings of a training that change neither its memory nor its time.
+SAME_STEP: Final = frozenset(
+    {"steps", "epochs", "lr", "warmup_steps", "weight_decay", "dropout", "label_smoothing"}
+)
+_SAME_STEP_KEYS: Final = {f"train.{key}" for key in SAME_STEP} | {"train.from", "workload.seed"}
 
 #: A trial is judged by so many windows, each of at least so many seconds and steps.
 WINDOWS: Final = 6
@@ -63,7 +63,7 @@ def likeness(job: Job) -> str | None:
     """Return what jobs have in common whose steps cost the same; `None`: nothing says that."""
     if job.kind is not Kind.TRAIN or job.steps is None or job.pack is not None:
         return None
-    cost = {key: value for key, value in job.overrides.items() if key not in _WITHOUT_COST}
+    cost = {key: value for key, value in job.overrides.items() if key not in _SAME_STEP_KEYS}
     return json.dumps(cost, sort_keys=True, default=str)
 
 

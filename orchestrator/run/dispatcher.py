@@ -326,6 +326,7 @@ class Dispatcher:
         match record:
             case Assigned():
                 self._peak_bytes.pop(record.job, None)
+                self._paces.pop(record.job, None)
                 plan = self._planned(self.queue.standings[record.job])
                 if plan is not None:
                     yield Begin(plan=plan)

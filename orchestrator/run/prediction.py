@@ -15,6 +15,7 @@ from orchestrator.config.load import config_from_data
 from orchestrator.config.schema import Config
 from orchestrator.errors import UsageError, one_line
 from orchestrator.jobs.model import Job, Kind
+from orchestrator.jobs.packing import SAME_STEP
 from orchestrator.run.child import ask_child
 from workers.settings import ASSUMED_CONTEXT_BYTES
 
@@ -30,11 +31,6 @@ _NO_CAP_BYTES: Final = 2**60
 #: Predictions are within a tenth (docs/results/2026-11-26-own-training.md): a job is refused only
 #: where so much of it does not fit.
 _SURE: Final = 0.9
-
-#: Settings of a training that change neither its memory nor its time.
-_SAME_STEP: Final = frozenset(
-    {"steps", "epochs", "lr", "warmup_steps", "weight_decay", "dropout", "label_smoothing"}
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +108,7 @@ def predict(
         if job.kind is not Kind.TRAIN:
             continue
         own = job_config(config, job)
-        key = own.train.model_dump_json(exclude=set(_SAME_STEP))
+        key = own.train.model_dump_json(exclude=set(SAME_STEP))
         if key not in known:
             known[key] = memory_plan(own, [cap])
         told = known[key]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from orchestrator.cli import jobs_run
 from orchestrator.cli.jobs_run import _with_jobs, read_file
 from orchestrator.cli.plan_jobs import JobsPlan, plan_jobs_text
 from orchestrator.core.placement import Target
@@ -337,3 +339,27 @@ def test_what_a_job_needs_depends_on_its_target(tmp_path: Path) -> None:
         queue.jobs(config, target)[0].least_bytes for target in (Target(), Target(device="cpu"))
     ]
     assert (needs[0] or 0) > ASSUMED_CONTEXT_BYTES / 2 > (needs[1] or 0) > 0
+
+
+@pytest.mark.parametrize(("out_of_memory", "asked"), [(0, []), (1, ["b"])])
+def test_what_was_predicted_for_a_job_like_it_is_not_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out_of_memory: int, asked: list[str]
+) -> None:
+    """Where that ran out of memory, it may be what it needed then."""
+    text = "jobs: [{name: a, train: {lr: 1e-3}}, {name: b, train: {lr: 2e-3}}]"
+    (tmp_path / "jobs.yaml").write_text(text)
+    config = config_of({"pc1": {"gpu": "rtx-3090"}})
+    first, second = expand(read_file(str(tmp_path / "jobs.yaml"), config))
+    there = replace(
+        make_standing("a"), job=first, least_room_bytes=2**30, out_of_memory=out_of_memory
+    )
+    seen: list[str] = []
+
+    def least_room_of(jobs: Sequence[Job], *_: object, **__: object) -> dict[str, int]:
+        seen.extend(job.name for job in jobs)
+        return {job.name: 7 for job in jobs}
+
+    monkeypatch.setattr(jobs_run, "least_room_of", least_room_of)
+    (record,) = jobs_run.submitted([second], config, Target(), [there])
+    assert seen == asked
+    assert record.least_bytes == (7 if asked else 2**30)
