@@ -117,7 +117,7 @@ def _assigned(standing: Standing, record: Assigned) -> Changes:
     return _into(
         standing,
         JobState.RUNNING,
-        f"on {record.card}",
+        f"on {record.card}" + ("" if record.alone else ", beside another job"),
         record.at_s,
         attempt=record.attempt,
         card=record.card,
