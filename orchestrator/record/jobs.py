@@ -40,6 +40,8 @@ class QueueSnapshot:
     """Why nothing starts any more."""
     rows: Mapping[str, Row] = field(default_factory=dict)
     """Of the run, by slot; a job's slot has the name of the job."""
+    etas_s: Mapping[str, float] = field(default_factory=dict)
+    """What is left of jobs on a card, as they say; where there are no rows."""
     milestones: Mapping[str, int] = field(default_factory=dict)
     """The last one that a job has reached."""
     files: str = ""

@@ -139,6 +139,8 @@ class Dispatcher:
         """Jobs on a card whose slot cannot be made, and why."""
         self._outlook_at_s = 0.0
         self._peak_bytes: dict[str, int] = {}
+        self._told: Mapping[str, Seen] = {}
+        """What was seen last of jobs on cards."""
         self._paces: dict[str, Pace] = {}
         """Of jobs that are alone on their card, or have one other beside them."""
         self._files = JobFiles(self.folder, one_machine=self.target.one_machine, events=self.events)
@@ -348,6 +350,7 @@ class Dispatcher:
             for name in slots
             if name in on_card and (each := self._seen(self.queue.shown(name), slots)) is not None
         }
+        self._told = {name: each for name, each in seen.items() if each.step is not None}
         return World(
             now_s=self._at_s,
             minute_of_day=60 * local.hour + local.minute,
@@ -553,8 +556,14 @@ class Dispatcher:
     def headline(self) -> str:
         """Return how many jobs are in which state, and when the last may end, in a line."""
         if self._at_s - self._headline[0] >= _HEADLINE_EVERY_S:
-            standings = tuple(self.queue.standings.values())
-            now = QueueSnapshot(standings=standings, now_s=self._at_s, held=self.queue.held)
+            standings = tuple(
+                replace(each, step=told.step) if (told := self._told.get(name)) else each
+                for name, each in self.queue.standings.items()
+            )
+            etas_s = {name: told.eta_s for name, told in self._told.items() if told.eta_s}
+            now = QueueSnapshot(
+                standings=standings, now_s=self._at_s, held=self.queue.held, etas_s=etas_s
+            )
             self._headline = self._at_s, summary_line(now, UNICODE)
         return self._headline[1]
 

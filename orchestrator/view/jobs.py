@@ -235,24 +235,32 @@ def _time(standing: Standing, snapshot: QueueSnapshot) -> str | None:
 
 def _left_s(standing: Standing, snapshot: QueueSnapshot) -> float | None:
     """Return the seconds of work that a job has left; `None`: not known."""
-    row = snapshot.rows.get(standing.job.name)
-    if standing.state in ON_CARD and row is not None and finite(row.progress.eta_s) is not None:
-        return row.progress.eta_s
-    steps, speeds = standing.job.steps, [*standing.speeds.values()]
-    if steps is None or not speeds or speeds[-1] <= 0:
+    name = standing.job.name
+    row = snapshot.rows.get(name)
+    eta_s = finite(snapshot.etas_s.get(name) if row is None else row.progress.eta_s)
+    if standing.state in ON_CARD and eta_s is not None:
+        return eta_s
+    speeds = [*standing.speeds.values()]
+    if standing.job.steps is None or not speeds or speeds[-1] <= 0:
         return None
-    return max(0, steps - (standing.step or 0)) / speeds[-1]
+    return _steps_left(standing) / speeds[-1]
+
+
+def _steps_left(standing: Standing) -> int:
+    return max(0, (standing.job.steps or 0) - (standing.step or 0))
 
 
 def _ends_at_s(snapshot: QueueSnapshot) -> float | None:
-    """Return when the last job may end: all work that is left, shared among the cards that work.
+    """Return when the last job may end: all work that is left, shared among the jobs that run now.
 
-    A job of unknown length counts as the median of those of its kind. `None` where none is known.
+    A job of unknown length takes as long for a step as others of its sweep, else as long as the
+    median of those of its kind. `None` where none is known.
     """
     left_s: dict[Kind, list[float]] = {Kind.TRAIN: [], Kind.COMMAND: []}
     taken_s: dict[Kind, list[float]] = {Kind.TRAIN: [], Kind.COMMAND: []}
-    unknown: list[Kind] = []
-    running_s, cards = [0.0], set()
+    step_s: dict[str | None, float] = {}
+    unknown: list[Standing] = []
+    running_s: list[float] = []
     for standing in snapshot.standings:
         state, kind = standing.state, standing.job.kind
         if state in ENDED:
@@ -262,22 +270,29 @@ def _ends_at_s(snapshot: QueueSnapshot) -> float | None:
         now = _with_row(standing, snapshot.rows) if state in ON_CARD else standing
         seconds = _left_s(now, snapshot)
         if seconds is None:
-            unknown.append(kind)
+            unknown.append(standing)
         else:
             left_s[kind].append(seconds)
+            step_s[standing.job.sweep] = seconds / max(1, _steps_left(now))
         if state in ON_CARD:
-            cards.add(standing.card)
             running_s.append(seconds or 0.0)
-    if not cards:
+    if not running_s:
         return None
     everything = [*left_s[Kind.TRAIN], *left_s[Kind.COMMAND], *taken_s[Kind.TRAIN]]
     work_s = sum(map(sum, left_s.values()))
-    for kind, count in Counter(unknown).items():
+    kinds: Counter[Kind] = Counter()
+    for standing in unknown:
+        job = standing.job
+        if job.sweep is not None and job.sweep in step_s and job.steps is not None:
+            work_s += step_s[job.sweep] * _steps_left(standing)
+        else:
+            kinds[job.kind] += 1
+    for kind, count in kinds.items():
         known = taken_s[kind] or left_s[kind] or everything
         if not known:
             return None
         work_s += count * median(known)
-    return snapshot.now_s + max(*running_s, work_s / len(cards))
+    return snapshot.now_s + max(*running_s, work_s / len(running_s))
 
 
 def _moment(unix_s: float, now_s: float) -> str:

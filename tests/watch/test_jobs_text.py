@@ -117,6 +117,15 @@ def test_work_that_is_left_is_shared_among_the_cards_that_work() -> None:
     assert told["queue_eta_s"] == pytest.approx(240.0)
 
 
+def test_members_of_a_sweep_take_as_long_as_one_that_tells_it() -> None:
+    """What is done was short. Two share a card and have no speed of their own."""
+    short = make_standing("first", "DONE", job=make_job("first", steps=10), ran_s=20.0)
+    jobs = [make_job(name, sweep="lr", steps=1000) for name in ("a", "b", "c")]
+    there = [make_standing(job=job, state="RUNNING", card="pc1", step=200) for job in jobs[:2]]
+    queue = queue_of(short, *there, make_standing(job=jobs[2]), etas_s={"a": 400.0, "b": 400.0})
+    assert view.queue_object(queue)["queue_eta_s"] == pytest.approx((400 + 400 + 500) / 2)
+
+
 def test_the_line_of_a_queue_of_unknown_length_names_no_end() -> None:
     fresh = make_standing("a", "RUNNING", card="pc1")
     line = view.summary_line(queue_of(fresh, make_standing("b")), UNICODE)
