@@ -49,7 +49,7 @@ from orchestrator.jobs.model import (
 )
 
 #: A program that kills itself looks like one that is killed. After so many attempts in a row, each
-#: ended within so long and no step further, it has failed: with the pauses between them, in 1.4 h.
+#: ended within so long and no step further, it has failed. The pauses between them take 51 min.
 _MOST_IN_VAIN, _SOON_S = 12, 600.0
 _FATAL = frozenset({Cause.KILLED, Cause.HOST_MEMORY, Cause.DRIVER})
 

@@ -275,7 +275,7 @@ class Queue:
         elif isinstance(record, HeadAway):
             self._leave_out(record)
         elif isinstance(record, Packed):
-            alike = likeness(self._standings[record.job].job) or ""
+            alike = likeness(self._standing(record).job) or ""
             self._packs[alike, record.card_title] = Gain(record.gain, record.low).pays
         elif isinstance(record, Kept):
             name = record.standing.job.name
@@ -364,11 +364,14 @@ class Queue:
             self._index.add(standing)
             self._index.look_behind(standing.job.name)
 
-    def _apply_to_job(self, record: _JobRecord) -> None:
-        name = record.job
-        standing = self._standings.get(name)
+    def _standing(self, record: _JobRecord | Packed) -> Standing:
+        standing = self._standings.get(record.job)
         if standing is None:
-            raise IllegalRecordError(None, record, f"there is no job called {name}")
+            raise IllegalRecordError(None, record, f"there is no job called {record.job}")
+        return standing
+
+    def _apply_to_job(self, record: _JobRecord) -> None:
+        name, standing = record.job, self._standing(record)
         if isinstance(record, Said):
             if record.id in self._said:
                 return
@@ -487,12 +490,10 @@ class Queue:
         """Return what trials of two jobs on a card have shown."""
         records: list[Record] = []
         index = self._indexed()
-        for card in world.cards:
-            pair = [
-                standing
-                for name in sorted(index.on_card, key=self._number)
-                if (standing := self._standings[name]).card == card.name and not standing.alone
-            ]
+        names = sorted(index.on_card, key=self._number)
+        sharing = [each for name in names if not (each := self._standings[name]).alone]
+        for card in world.cards if sharing else ():
+            pair = [standing for standing in sharing if standing.card == card.name]
             alike = likeness(pair[0].job) if pair else None
             alone = index.paces_alike(pair[0].job).get(card.title) if pair else None
             if alone is not None and (alike, card.title) not in self._packs:

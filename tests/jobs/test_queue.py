@@ -14,7 +14,6 @@ from orchestrator.jobs.model import (
     Job,
     JobState,
     Measured,
-    Packed,
     QueueHeld,
     Reached,
     Recalled,
@@ -25,7 +24,7 @@ from orchestrator.jobs.model import (
 )
 from orchestrator.jobs.queue import Queue
 from tests.jobs.scene import ASHA, BIG, SMALL, Scene, command, starts, training
-from workers.units import GIB, MIB
+from workers.units import GIB
 
 
 def test_two_jobs_get_a_card_each_and_the_third_waits() -> None:
@@ -628,117 +627,6 @@ def test_members_that_wait_for_a_paused_one_do_not_block() -> None:
 
     assert scene.queue.is_over
     assert scene.state("lr-0") == "DONE"
-
-
-def test_two_jobs_that_may_share_a_card_start_on_one() -> None:
-    small = {"pack": True, "memory_bytes": 2 * GIB}
-    scene = Scene(training("a", **small), training("b", **small), cards=(BIG,))
-
-    assert starts(scene.turn()) == {"a": "pc1", "b": "pc1"}
-    for name in ("a", "b"):
-        standing = scene.standing(name)
-        assert (standing.alone, standing.budget_bytes) == (False, 2 * GIB + 256 * MIB)
-
-
-def test_a_third_that_may_share_a_card_takes_the_place_of_one() -> None:
-    small = {"pack": True, "memory_bytes": 2 * GIB}
-    scene = Scene(*(training(name, **small) for name in "abc"), cards=(BIG,))
-    scene.turn()
-
-    assert scene.state("c") == "QUEUED"
-    assert starts(scene.end("a")) == {"c": "pc1"}
-    assert scene.standing("c").alone is False
-
-
-def test_what_a_job_took_decides_its_share_the_next_time() -> None:
-    small = {"pack": True, "memory_bytes": 2 * GIB}
-    scene = Scene(training("a", **small), training("b", **small), cards=(BIG,))
-    scene.turn()
-    scene.say(Word.HOLD, "a")
-    scene.see("a", is_at_rest=True, peak_bytes=4 * GIB)
-    scene.say(Word.RELEASE, "a")
-
-    assert scene.standing("a").budget_bytes == pytest.approx(4.4 * GIB, abs=1)
-
-
-def test_without_pack_or_a_size_a_job_is_alone() -> None:
-    sized = {"memory_bytes": 2 * GIB}
-    auto = Scene(training("a", **sized), training("b", pack=True, **sized), cards=(BIG,))
-    unsized = Scene(training("a", pack=True), training("b", pack=True), cards=(BIG,))
-
-    for scene in (auto, unsized):
-        assert starts(scene.turn()) == {"a": "pc1"}
-        assert scene.standing("a").alone
-
-
-def on_trial() -> Scene:
-    """Two like one that was measured alone have begun together; a third waits."""
-    jobs = [
-        training(name, steps=100_000, overrides={"train.lr": n}) for n, name in enumerate("abcd")
-    ]
-    scene = Scene(*jobs, cards=(BIG,))
-    scene.turn()
-    assert scene.standing("a").alone, "nothing is known yet"
-    scene.see("a", step=10, steps_per_s=8.0, paces=(10.0,) * 6)
-    started = starts(scene.end("a", peak_bytes=2 * GIB))
-    assert started == {"b": "pc1", "c": "pc1"}
-    assert scene.standing("b").budget_bytes == 2 * GIB + 256 * MIB
-    return scene
-
-
-def paced(scene: Scene, pace: float) -> None:
-    for name in ("b", "c"):
-        scene.see(name, step=100, paces=(pace,) * 6, steps_per_s=pace)
-
-
-def test_two_alike_share_a_card_where_a_trial_shows_that_it_pays() -> None:
-    scene = on_trial()
-    paced(scene, 6.5)
-    (tried,) = (each for each in scene.records if isinstance(each, Packed))
-    assert (tried.gain, tried.low) == (pytest.approx(1.3), pytest.approx(1.3))
-    assert {scene.state("b"), scene.state("c")} == {"RUNNING"}
-    assert starts(scene.end("b")) == {"d": "pc1"}
-    assert not scene.standing("d").alone
-    assert scene.standing("c").speeds == {}, "a shared card's speed is none of the job's"
-
-
-def test_two_alike_part_where_a_trial_shows_that_it_does_not_pay() -> None:
-    scene = on_trial()
-    paced(scene, 5.2)
-    assert scene.standing("c").recalled_to is JobState.QUEUED
-    assert "1.04 times the steps of one on pc1" in scene.standing("c").reason
-    scene.see("c", is_at_rest=True, step=100)
-    assert (scene.state("b"), scene.state("c"), scene.state("d")) == ("RUNNING", "QUEUED", "QUEUED")
-    assert len(starts(scene.end("b"))) == 1, "and so does everyone after them"
-
-
-def test_what_a_trial_has_shown_outlives_the_head() -> None:
-    scene = on_trial()
-    paced(scene, 6.5)
-    again = Queue()
-    for entry in scene.queue.condensed():
-        again.apply(entry)
-    assert list(again.condensed()) == list(scene.queue.condensed())
-    scene.queue = again
-    assert starts(scene.end("b")) == {"d": "pc1"}
-
-
-def test_a_short_rest_is_not_worth_a_trial() -> None:
-    jobs = [training(name, steps=1000) for name in "abc"]
-    scene = Scene(*jobs, cards=(BIG,))
-    scene.turn()
-    scene.see("a", step=10, steps_per_s=10.0)
-    assert starts(scene.end("a", peak_bytes=2 * GIB)) == {"b": "pc1"}
-
-
-def test_one_of_two_on_a_card_moves_to_one_that_becomes_free() -> None:
-    scene = on_trial()
-    paced(scene, 6.5)
-    scene.say(Word.CANCEL, "d")
-    for name in ("b", "c"):
-        scene.see(name, step=100, steps_per_s=6.5, eta_s=9_000.0)
-    scene.cards = (BIG, replace(BIG, name="pc3", node="pc3"))
-    assert [each.job for each in scene.turn() if isinstance(each, Recalled)] != []
 
 
 @pytest.mark.parametrize(("cause", "ends"), [(Cause.KILLED, "FAILED"), (Cause.PARKED, "RUNNING")])

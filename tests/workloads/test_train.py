@@ -13,11 +13,14 @@ from workers.workloads.base import WorkloadContext
 from workers.workloads.train import Train
 
 
-def test_a_count_of_operations_without_memory_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(_: Trainer) -> float:
-        raise MemoryError
+@pytest.mark.parametrize("error", [MemoryError, AssertionError])
+def test_a_count_of_operations_that_fails_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def no_count(_: Trainer) -> float:
+        raise error
 
-    monkeypatch.setattr(Trainer, "flop_per_sample", no_memory)
+    monkeypatch.setattr(Trainer, "flop_per_sample", no_count)
     told: list[tuple[str, Any]] = []
     context = WorkloadContext(
         device=torch.device("cpu"),
@@ -28,4 +31,4 @@ def test_a_count_of_operations_without_memory_ends_nothing(monkeypatch: pytest.M
     )
     work = Train(context)
     assert work.step(1, 4).flop == 0.0
-    assert ("flop_unknown", {"reason": "MemoryError"}) in told
+    assert ("flop_unknown", {"reason": error.__name__}) in told

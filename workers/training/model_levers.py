@@ -202,7 +202,7 @@ class KernelWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # missin
 
 def _attention_flop(query: _Shape, key: _Shape, value: _Shape, *_: object, **__: object) -> int:
     """Count both products for each head of the queries, also where several share their keys: torch
-    before 2.12 refuses those (torch/utils/flop_counter.py).
+    2.11 refuses those (torch/utils/flop_counter.py).
     """
     *heads, length, width = query
     return 2 * prod(heads) * length * key[-2] * (width + value[-1])
