@@ -86,6 +86,8 @@ class Verdict(StrEnum):
     #: The directive cannot work on this machine however often it is tried (wrong card, unknown
     #: workload).
     INCOMPATIBLE = "incompatible"
+    #: It can work on no machine before the user changes what is trained: its settings or its data.
+    BAD_INPUT = "bad input"
 
 
 class IncompatibleError(Exception):
@@ -93,6 +95,14 @@ class IncompatibleError(Exception):
 
     Its text says what would.
     """
+
+    verdict = Verdict.INCOMPATIBLE
+
+
+class BadInputError(IncompatibleError):
+    """The settings or the data of a training cannot be used."""
+
+    verdict = Verdict.BAD_INPUT
 
 
 class ContextCorruptedError(Exception):

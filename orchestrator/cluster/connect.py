@@ -20,9 +20,10 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from orchestrator import why_hidden
 from orchestrator.cluster.raylets import Raylets
 from orchestrator.core.fleet import Fleet
-from orchestrator.errors import NoClusterError
+from orchestrator.errors import NoClusterError, UsageError
 
 #: Long enough for a LAN, short enough not to be mistaken for a hang.
 _REACH_S = 3.0
@@ -38,12 +39,25 @@ def connected(address: str, auth_mode: str) -> Iterator[Fleet]:
 
     Raises:
         NoClusterError: There is none, it cannot be reached, or it does not let us in.
+        UsageError: This folder, or the environment, does not let it work.
     """
+    check_surroundings()
     found = head_address(address)
     reach(found)
     has_token = use_user_token(auth_mode)
     with driver(found, has_token=has_token) as fleet:
         yield fleet
+
+
+def check_surroundings() -> None:
+    """Raise `UsageError` where Ray would not work here; to be asked before ray is imported."""
+    if why := why_hidden(os.getcwd()):  # noqa: PTH109 - workers look for modules there
+        raise UsageError(why)
+    if os.environ.get("RAY_CLIENT_MODE") == "1":
+        raise UsageError(
+            "RAY_CLIENT_MODE=1 is set: Ray would send all its calls to another process, and start "
+            "no node here; type: unset RAY_CLIENT_MODE"
+        )
 
 
 def reach(address: str) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 
 from orchestrator.cluster import orphan_reaper
-from orchestrator.cluster.connect import driver, use_private_token
+from orchestrator.cluster.connect import check_surroundings, driver, use_private_token
 from orchestrator.cluster.raylets import RayletPlan, Raylets
 from orchestrator.core.fleet import Fleet
 from orchestrator.errors import NoClusterError
@@ -55,8 +55,9 @@ _END_TIMEOUT_S = 10.0
 def rehearsed(plans: Sequence[RayletPlan]) -> Iterator[Fleet]:
     """Start the raylets, the head first, connect, and tear all down in any case.
 
-    `NoClusterError` if Ray fails.
+    `NoClusterError` if Ray fails, `UsageError` if this folder or the environment does not let it.
     """
+    check_surroundings()
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     # Become the parent of workers whose raylet has died, so that they are found, ended and reaped.
     prctl = getattr(ctypes.CDLL(None), "prctl", None)

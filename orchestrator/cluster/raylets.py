@@ -151,7 +151,8 @@ class Raylets:
             )
         except Exception as error:  # Ray raises many types here
             raise NoClusterError(
-                f"Ray could not start a node for {name} on this machine: {error}"
+                f"Ray could not start a node for {name} on this machine: "
+                f"{str(error) or repr(error)}"
             ) from error
 
     def end(self, name: str) -> None:

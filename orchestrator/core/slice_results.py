@@ -91,8 +91,9 @@ def reported(slot: Slot, event: SliceReported, moment: Moment) -> Transition:
     slot = _counted(slot, flight, report, moment)
     if report.verdict is Verdict.DONE:
         return done(slot)
-    if report.verdict is Verdict.INCOMPATIBLE:
-        return impossible(slot, report.reason, moment, worked_before=worked_before)
+    if report.verdict in {Verdict.INCOMPATIBLE, Verdict.BAD_INPUT}:
+        end = EndRun(reason=report.reason, is_input=report.verdict is Verdict.BAD_INPUT)
+        return impossible(slot, end, moment, worked_before=worked_before)
     if slot.errors_in_a_row >= moment.rules.max_workload_errors:
         return quarantine(slot, f"{slot.errors_in_a_row} times in a row: {report.reason}")
     if report.verdict is Verdict.CONTEXT_CORRUPTED:
@@ -226,7 +227,7 @@ def failed(slot: Slot, event: SliceFailed, moment: Moment) -> Transition:
     if event.failure is SliceFailure.UNBUILDABLE:
         if slot.report is None:
             why = f"{slot.slot}: cannot be started: {event.text}"
-            return impossible(slot, why, moment, worked_before=False)
+            return impossible(slot, EndRun(reason=why), moment, worked_before=False)
         # It did work before: its process is in a bad way, not its code.
         why = f"its process failed outside a step: {event.text}"
         return died(slot, why, moment, before=(Restart(),))
@@ -317,15 +318,15 @@ def leak_words(unneeded_bytes: int) -> str:
     return f"its process keeps {unneeded_bytes / MIB:.0f} MiB that its work does not need"
 
 
-def impossible(slot: Slot, why: str, moment: Moment, *, worked_before: bool) -> Transition:
+def impossible(slot: Slot, end: EndRun, moment: Moment, *, worked_before: bool) -> Transition:
     """Refuse what can never work in this slot.
 
     Before the run counts, the plan is wrong and the run ends. Later it is this slot alone (a PC
     that joined late, another card that came back): the slot is given up and the others continue.
     """
     if worked_before or moment.rules.has_counted or moment.ends_at_s is not None:
-        return quarantine(slot, why)
-    return slot, (EndRun(reason=why),)
+        return quarantine(slot, end.reason)
+    return slot, (end,)
 
 
 def done(slot: Slot) -> Transition:

@@ -377,8 +377,12 @@ class Abandon(_Plain):
     """End the actor for good."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EndRun(_Reasoned):
     """The run cannot continue: what was asked for can never work."""
+
+    is_input: bool = False
+    """Whether the user's settings or data are why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

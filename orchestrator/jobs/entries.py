@@ -21,8 +21,14 @@ from orchestrator.config.validation import in_words
 #: What a number of YAML 1.2 looks like that YAML 1.1 reads as text: `1e-4`.
 _EXPONENT = re.compile(r"[+-]?\d{1,30}(?:\.\d{0,30})?[eE][+-]?\d{1,3}", re.ASCII)
 _HOURS = re.compile(r"([01]?\d|2[0-3]):([0-5]\d) ?- ?([01]?\d|2[0-3]):([0-5]\d)", re.ASCII)
-#: A shell would act on these words; the program would get them as arguments.
-_SHELL_WORDS = frozenset({"|", "||", "&", "&&", ";", "<", ">", ">>", "2>", "2>&1", "&>"})
+#: In a line of text a shell would act on these, outside of quotes or within double ones; the
+#: program would get them as they are written. What a list has is meant so.
+_EXPANSION = re.compile(r"(?<!\\)(?:\$(?:[A-Za-z_]\w*|[{(])|`)", re.ASCII)
+_SHELL_WORD = re.compile(
+    rf"^(?:[|&;]+|<|~(?:/.*)?)$|^(?:\d+|&)?>|&&|\|\||[;&]$|\*|{_EXPANSION.pattern}"
+)
+_QUOTED = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.", re.DOTALL)
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.ASCII | re.DOTALL)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 #: Variables by which a job is told about itself.
 _OURS: Final = "ORCHESTRATOR_"
@@ -65,17 +71,29 @@ def _argv(value: object) -> tuple[str, ...]:
             words = shlex.split(value)
         except ValueError as error:
             raise ValueError(f"cannot be split into words: {error}; valid: {_COMMAND}") from None
-        found = next((word for word in words if word in _SHELL_WORDS), None)
+        shown = _QUOTED.sub(_expanded, value).split()
+        found = next((word for word in shown if _SHELL_WORD.search(word)), None)
         if found is not None:
             raise ValueError(
-                f"has {found!r}, and no shell reads it; valid: [sh, -c, 'the line'], or a command "
-                "without it"
+                f"has {found!r}, and no shell reads it; valid: [sh, -c, 'the line'], a command "
+                "without it, or a list such as [python, train.py, '*.py'], whose words the program "
+                "gets as they are"
             )
     if not isinstance(words, list):
         raise ValueError(f"{in_words(value)} is not a command; valid: {_COMMAND}")  # noqa: TRY004
     if not words or words[0] == "":
         raise ValueError(f"names no program; valid: {_COMMAND}")
+    if assigned := _ASSIGNMENT.fullmatch(str(words[0])):
+        raise ValueError(
+            f"begins with {words[0]!r}, and no shell reads it; valid: the command without it, and "
+            f"env: {{{assigned[1]}: {assigned[2]!r}}}"
+        )
     return tuple(as_argument(word) for word in words)
+
+
+def _expanded(quoted: re.Match[str]) -> str:
+    """Return what a shell would still expand of a quoted part, or a stand-in for it."""
+    return "".join(_EXPANSION.findall(quoted[0]) if quoted[0][0] == '"' else ()) or "_"
 
 
 def _env(value: object) -> dict[str, str]:

@@ -142,6 +142,8 @@ class Cause(StrEnum):
     #: Out of memory, because other programs hold what it may have of the card.
     CARD_TAKEN = "card taken"
     DISK_FULL = "disk full"
+    #: Its work is done, and what it leaves cannot be written into its folder.
+    NOT_WRITTEN = "not written"
     TIME_LIMIT = "time limit"
     EXCEPTION = "exception"
     #: The program or its folder is not there, or cannot be started.

@@ -71,6 +71,7 @@ _OF_ONE_JOB = frozenset(
     {
         *(Cause.DONE, Cause.PARKED, Cause.OUT_OF_MEMORY, Cause.KILLED, Cause.NODE_LOST),
         *(Cause.CARD_TAKEN, Cause.DRIVER),  # for these a card is closed (`run/dispatcher.py`)
+        Cause.NOT_WRITTEN,
     }
 )
 #: Wait before an attempt that is not counted is made again; doubled each time in a row.

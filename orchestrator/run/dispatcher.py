@@ -54,7 +54,6 @@ from orchestrator.record.jobs import QueueSnapshot, write_outlook
 from orchestrator.run.job_files import JobFiles
 from orchestrator.run.prediction import job_config, least_room_of
 from orchestrator.run.sampled_sweeps import SampledSweeps
-from orchestrator.view.cells import UNICODE
 from orchestrator.view.jobs import summary_line
 from workers.command.code import CODE
 from workers.command.engine import ATTEMPT
@@ -431,10 +430,13 @@ class Dispatcher:
         if taken is not None:
             self._closed[str(standing.card)] = self._at_s + _TAKEN_S, taken
             cause, text = (Cause.CARD_TAKEN, taken) if has_failed else (cause, text)
-        if cause is Cause.DONE and not self._files.are_there(
-            standing.job, standing.attempt, self._plan(standing).spec
-        ):
-            cause, text = None, "what it leaves is written into its folder"
+        if cause is Cause.DONE:
+            spec = self._plan(standing).spec
+            cause, why = self._files.end_of(standing.job, standing.attempt, spec, self._at_s)
+            text = why or text
+            is_cancelled = standing.recalled_to is JobState.CANCELLED
+            if cause is None and is_cancelled and name in self._files.problems:
+                cause = Cause.NOT_WRITTEN  # and it is not waited for
         step, steps, eta_s = progress.train_step, progress.train_steps, progress.eta_s
         left = None if step is None or steps is None else steps - step
         return Seen(
@@ -564,13 +566,16 @@ class Dispatcher:
             now = QueueSnapshot(
                 standings=standings, now_s=self._at_s, held=self.queue.held, etas_s=etas_s
             )
-            self._headline = self._at_s, summary_line(now, UNICODE)
+            self._headline = self._at_s, summary_line(now)
         return self._headline[1]
 
     def notices(self) -> Iterator[str]:
         """Yield a line for what a person may want to do something about."""
         yield from filter(None, (self.problem, self._inbox_problem))
         yield from self._sweeps.problems.values()
+        for name, why in self._files.problems.items():
+            if self.queue.standings[name].state not in ENDED:
+                yield f"job {name}: {why}"
         for card, (until_s, why) in self._closed.items():
             if self._at_s < until_s:
                 yield f"{card} gets no job: {why}"

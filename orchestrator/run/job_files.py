@@ -2,7 +2,8 @@
 
 A training leaves its last checkpoint there, and one of a Hugging Face folder its model as such a
 folder; a command on another PC what it wrote into its own folder. Done by threads and a child
-process: the head must not stand still meanwhile. Does not know what is in a checkpoint.
+process: the head must not stand still meanwhile. A job is done only when all of it is there. Does
+not know what is in a checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from orchestrator.errors import OrchestratorError, one_line
-from orchestrator.jobs.model import Job, Kind
+from orchestrator.jobs.model import Cause, Job, Kind
 from orchestrator.record.events import EventLog
 from orchestrator.run.child import ask_child
 from workers.settings import WorkerSpec
@@ -24,6 +25,13 @@ from workers.settings import WorkerSpec
 FILES: Final = "files"
 CHECKPOINT: Final = "checkpoint.pt"
 MODEL: Final = "model"
+
+#: What a command leaves is fetched again after so long.
+_AGAIN_S: Final = 60.0
+
+
+class NotExportedError(OrchestratorError):
+    """A model was not written as a folder, for another reason than the disk."""
 
 
 class JobFiles:
@@ -35,32 +43,48 @@ class JobFiles:
         self._one_machine = one_machine
         self._events = events
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="job-files")
-        self._under_way: dict[tuple[str, int], Future[None]] = {}
+        self._under_way: dict[tuple[str, int], tuple[Future[None], float]] = {}
+        """Of an attempt, and when it began."""
+        self.problems: dict[str, str] = {}
+        """By job, why its folder is not filled."""
 
     def of(self, name: str) -> Path:
         """Return the folder of a job."""
         return self._folder / FILES / name
 
-    def are_there(self, job: Job, attempt: int, spec: WorkerSpec) -> bool:
-        """Whether all that an attempt leaves is in the job's folder; begin to fill it.
+    def end_of(
+        self, job: Job, attempt: int, spec: WorkerSpec, now_s: float
+    ) -> tuple[Cause | None, str]:
+        """Return how an attempt ends that has done its work, and why; begin to fill its folder.
 
-        What cannot be written is told once, and not waited for.
+        DONE is only one of which all is there. Where it cannot be written, a training gives its
+        card back, and its next attempt begins with the state that the head keeps. A command, which
+        would do its work again, keeps its place: `None` until its files are there.
         """
         if job.kind is Kind.COMMAND and self._one_machine:
-            return True  # it has written them itself
+            return Cause.DONE, ""  # it has written them itself
         key = (job.name, attempt)
         if key not in self._under_way:
-            self._under_way[key] = self._threads.submit(self._fill, job, spec)
-        future = self._under_way[key]
+            self.problems.pop(job.name, None)
+            self._under_way[key] = self._threads.submit(self._fill, job, spec), now_s
+        future, began_s = self._under_way[key]
         if not future.done():
-            return False
+            return None, "what it leaves is written into its folder"
         failure = future.exception()
-        if failure is not None:
-            self._under_way[key] = Future()
-            self._under_way[key].set_result(None)
-            reason = one_line(f"{type(failure).__name__}: {failure}")
+        if failure is None:
+            return Cause.DONE, ""
+        reason = one_line(str(failure) or type(failure).__name__)
+        reason = f"what it leaves cannot be written to {self.of(job.name)}: {reason}"
+        if job.name not in self.problems:
             self._events.write("job_files_failed", job=job.name, reason=reason)
-        return True
+        self.problems[job.name] = reason
+        if isinstance(failure, NotExportedError):
+            return Cause.EXCEPTION, reason
+        if job.kind is Kind.TRAIN:
+            return Cause.NOT_WRITTEN, reason
+        if now_s - began_s >= _AGAIN_S:
+            del self._under_way[key]
+        return None, reason
 
     def drop_state(self, name: str) -> None:
         """Remove the head's copy of the state of a job that needs it no more, and tell its size."""
@@ -80,13 +104,17 @@ class JobFiles:
             self._fetch(spec, place)
             return
         checkpoint, state = place / CHECKPOINT, self._state(job.name)
-        if not state.exists():
-            return  # it had ended before, and was told of again
-        checkpoint.unlink(missing_ok=True)
-        try:
-            os.link(state, checkpoint)
-        except OSError:  # another file system
-            shutil.copyfile(state, checkpoint)
+        # The keeper of states (`run_dir.py`) leaves a part where it could not write the rest.
+        if state.with_suffix(".part").exists() or not (state.exists() or checkpoint.exists()):
+            raise OSError(f"its last state is not whole in {state.parent}")
+        if state.exists():  # else it had ended before, and was told of again
+            checkpoint.unlink(missing_ok=True)
+            try:
+                os.link(state, checkpoint)
+            except OSError:  # another file system
+                part = checkpoint.with_suffix(".part")
+                shutil.copyfile(state, part)
+                part.replace(checkpoint)
         if spec.workload.settings.get("model") is not None:
             _export(spec, checkpoint, place / MODEL)
 
@@ -101,7 +129,9 @@ class JobFiles:
 def _export(spec: WorkerSpec, checkpoint: Path, to: Path) -> None:
     """Have a child process, which loads torch, write a folder of Hugging Face.
 
-    `OrchestratorError` if it does not.
+    Raises:
+        OSError: The disk refuses.
+        NotExportedError: The model, or what this PC has installed, refuses.
     """
     shutil.rmtree(to, ignore_errors=True)
     request: Mapping[str, Any] = {
@@ -116,5 +146,9 @@ def _export(spec: WorkerSpec, checkpoint: Path, to: Path) -> None:
     }
     told = ask_child("workers.hf.export", request)
     if not to.is_dir():
-        why = told if isinstance(told, str) else told.get("refused")
-        raise OrchestratorError(f"{to} was not written: {one_line(str(why))[:300]}")
+        why, code = (told, None) if isinstance(told, str) else (told["refused"], told.get("errno"))
+        # What writes tensors has errors of its own for a full disk.
+        is_full = shutil.disk_usage(to.parent).free < checkpoint.stat().st_size
+        if code is not None or is_full:
+            raise OSError(f"{why[:300]}; the disk is full" if is_full else why)
+        raise NotExportedError(f"{MODEL}: {why[:300]}; its weights are in {CHECKPOINT}")

@@ -31,11 +31,11 @@ if __name__ == "__main__":
 """
 
 IN_A_LOADER = """
-import torch
+import numpy, torch
 from torch.utils.data import DataLoader, Dataset
 class Large(Dataset):
     def __len__(self): return 4
-    def __getitem__(self, index): return torch.ones(2**31)
+    def __getitem__(self, index): return {}
 list(DataLoader(Large(), num_workers=1))
 """
 
@@ -109,8 +109,9 @@ def test_a_child_has_the_same_cap_and_tells_of_itself(run: Run, start: str) -> N
 
 
 @pytest.mark.torch
-def test_a_worker_of_a_data_loader_is_told_of_once(run: Run) -> None:
-    done = run("2", IN_A_LOADER)
+@pytest.mark.parametrize("item", ["torch.ones(2**31)", "numpy.ones(2**31)"])
+def test_a_worker_of_a_data_loader_is_told_of_once(run: Run, item: str) -> None:
+    done = run("2", IN_A_LOADER.format(item))
     assert done.returncode == 1
     assert "in DataLoader worker process 0" in done.stderr
     assert len(re.findall(TOLD.format("2"), done.stderr)) == 1

@@ -210,6 +210,17 @@ def test_outputs_are_copied_into_its_folder(ends: str, tmp_path: Path, state_dir
     assert (folder / "out" / "a.json").is_file()
 
 
+@pytest.mark.parametrize("line", ["#!/bin/sh", "#!/usr/bin/env sh"])
+def test_a_script_of_windows_is_named(line: str, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_bytes(f"{line}\r\necho\r\n".encode())
+    script.chmod(0o700)
+    spec = command_spec(cwd=str(tmp_path))
+    assert spec.command is not None
+    report = Slot(replace(spec, command=replace(spec.command, argv=("./run.sh",)))).slice()
+    assert f"the line {line} of {tmp_path}/./run.sh ends with a carriage return" in report.reason
+
+
 @pytest.mark.parametrize("what", ["program", "folder"])
 def test_what_is_not_there_is_named(what: str, tmp_path: Path) -> None:
     spec = command_spec(cwd=str(tmp_path / "none") if what == "folder" else str(tmp_path))
@@ -255,6 +266,60 @@ def test_what_is_left_takes_as_long_as_what_was_done(
             file.write(json.dumps({"step": step, "steps": 100}) + "\n")
         results.read()
     assert results.progress.eta_s == pytest.approx(60.0)
+
+
+PRETTY = json.dumps({"accuracy": 0.5, "parts": [{"accuracy": 0.1}]}, indent=2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"accuracy": 0.5}',
+        '{"accuracy": 0.1}\n{"accuracy": 0.5}',
+        '{"accuracy": 0.1}{"accuracy": 0.5}',
+        PRETTY,
+        PRETTY.replace("0.5", "0.2") + "\n" + PRETTY,
+        '{"accuracy": 0.1,\n' + PRETTY + "\n",
+        "{\n{'accuracy': 1}\nepoch 3\n" + PRETTY + "\n{",
+        PRETTY + '\n{"accuracy": 0.',
+        f'{{"accuracy": 0.1, "x": "{2**20 * "x"}"}}\n' + PRETTY,
+    ],
+    ids=["line", "lines", "joined", "pretty", "two", "cut", "garbage", "begun", "window"],
+)
+@pytest.mark.parametrize("pieces", [1, 7])
+def test_all_records_are_read_once_it_has_ended(tmp_path: Path, text: str, pieces: int) -> None:
+    results = files.Results(tmp_path / "results.jsonl")
+    results.begin()
+    with results.path.open("a") as file:
+        for piece in range(pieces):
+            part = slice(piece * len(text) // pieces, (piece + 1) * len(text) // pieces)
+            file.write(text[part])
+            file.flush()
+            results.read()
+    results.read(is_over=True)
+    assert results.metrics == {"accuracy": 0.5}
+
+
+def test_half_a_record_is_not_read_while_it_runs(tmp_path: Path) -> None:
+    results = files.Results(tmp_path / "results.jsonl")
+    results.path.write_text(PRETTY[: PRETTY.index("]")] + "\n")
+    results.read()
+    assert results.metrics == {}
+
+
+def test_lines_that_are_no_records_cost_no_more_than_their_length(tmp_path: Path) -> None:
+    results = files.Results(tmp_path / "results.jsonl")
+    results.path.write_text("{'loss': 1}\n" * 80_000 + '{"loss": 2}\n')
+    results.read()
+    assert results.progress.loss == 2
+
+
+def test_a_record_without_newline_of_a_program_counts() -> None:
+    code = (
+        "import json, os;"
+        "json.dump({'accuracy': 0.9}, open(os.environ['ORCHESTRATOR_RESULTS'], 'w'), indent=2)"
+    )
+    assert Slot(command_spec("-c", code)).end().metrics == {"accuracy": 0.9}
 
 
 def test_its_peak_is_that_of_all_its_processes() -> None:

@@ -43,6 +43,12 @@ class Counted:
     def free_bytes(self) -> int:
         return self._free
 
+    def held_bytes(self) -> int:
+        return 0
+
+    def allowed_bytes(self, leave_bytes: int) -> int:
+        return max(0, self._free - leave_bytes)
+
     def release(self) -> None:
         self.released = True
 
@@ -113,6 +119,46 @@ class TestLessIsThere:
         device = Counted(free=1000 * MIB, there=500 * MIB, refusal=lambda _: RuntimeError(words))
         with pytest.raises(ContextCorruptedError, match=words):
             ramp_up(device.as_device(), GUIDES)
+
+
+class Shared(Counted):
+    """A device whose neighbour takes a part of what is free with each stage, down to a rest."""
+
+    def __init__(self, free: int, taken: int, held: int) -> None:
+        super().__init__(free, free)
+        self.left: list[int] = []
+        """What the neighbour saw free, with each block."""
+        self._taken, self._held = taken, held
+
+    def held_bytes(self) -> int:
+        return self._held
+
+    def allowed_bytes(self, leave_bytes: int) -> int:
+        return max(0, self._held + self._free - leave_bytes)
+
+    def obtain(self, size_bytes: int) -> int:
+        self.left.append(self._free - size_bytes)
+        self._free = max(LEAVE, self._free - self._taken)
+        return super().obtain(size_bytes)
+
+
+LEAVE = 128 * MIB
+
+
+@pytest.mark.parametrize("taken", [0, 60 * MIB, 900 * MIB])
+@pytest.mark.parametrize("held", [0, 500 * MIB])
+def test_a_neighbour_always_finds_what_is_left_free(taken: int, held: int) -> None:
+    device = Shared(free=1000 * MIB, taken=taken, held=held)
+    went = ramp_up(device.as_device(), replace(GUIDES, leave_free_bytes=LEAVE))
+    assert min(device.left) >= LEAVE
+    assert went.claim_bytes <= device.free_bytes() - LEAVE + taken
+    if not taken:
+        assert went.claim_bytes == 1000 * MIB - LEAVE
+
+
+def test_what_is_held_counts_against_the_lease() -> None:
+    device = Shared(free=1000 * MIB, taken=0, held=500 * MIB)
+    assert ramp_up(device.as_device(), GUIDES, lease_bytes=700 * MIB).claim_bytes == 200 * MIB
 
 
 settings = st.builds(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
 import resource
+from collections.abc import Callable
 from itertools import pairwise
+from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
 
+import numpy as np
 import pytest
 import torch
+from torch._utils import ExceptionWrapper
 
 from tests.in_child import InChild
 from tests.scene import MIB, vm_data_bytes
@@ -198,6 +203,80 @@ class TestCode:
         error = RuntimeError("request failed")
         error.error_code = 2  # type: ignore[attr-defined]
         assert classify(error).kind is OTHER
+
+
+class OfTwoError(Exception):
+    """An exception that torch cannot make again from one text."""
+
+    def __init__(self, name: str, count: int) -> None:
+        super().__init__(name, count)
+
+
+def numpy_array() -> None:
+    np.ones(2**60, np.int8)
+
+
+def torch_tensor() -> None:
+    torch.ones(2**60, dtype=torch.int8)
+
+
+def mapped_memory() -> None:
+    raise OSError(12, "Cannot allocate memory")
+
+
+def chained() -> None:
+    try:
+        bytearray(2**60)
+    except MemoryError as error:
+        raise OfTwoError("row", 3) from error
+
+
+def words_of_a_bug() -> None:
+    raise ValueError("ask for less: MemoryError and CUDA out of memory are near")
+
+
+def words_of_two() -> None:
+    raise OfTwoError("CUDA out of memory", 3)
+
+
+def of_a_loader(work: Callable[[], None]) -> Exception:
+    """Return what a `DataLoader` raises where its process raised."""
+    try:
+        work()
+    except Exception:  # noqa: BLE001 - what any process may raise
+        wrapper = ExceptionWrapper(where="in DataLoader worker process 0")
+    with pytest.raises(Exception, match="Caught") as raised:
+        wrapper.reraise()
+    return raised.value
+
+
+def of_a_pool(work: Callable[[], None]) -> Exception:
+    """Return what a pool of processes raises where one of them raised."""
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001 - what any process may raise
+        sent = pickle.dumps(ExceptionWithTraceback(error, error.__traceback__))
+    got = pickle.loads(sent)  # noqa: S301 - made here
+    assert isinstance(got, Exception)
+    return got
+
+
+@pytest.mark.parametrize("way", [of_a_loader, of_a_pool])
+@pytest.mark.parametrize(
+    ("work", "kind"),
+    [
+        (numpy_array, DEFINITE),
+        (torch_tensor, DEFINITE),
+        (mapped_memory, DEFINITE),
+        (chained, DEFINITE),
+        (words_of_a_bug, OTHER),
+        (words_of_two, OTHER),
+    ],
+)
+def test_what_another_process_raised_is_judged_alike(
+    way: Callable[[Callable[[], None]], Exception], work: Callable[[], None], kind: FailureKind
+) -> None:
+    assert classify(way(work)).kind is kind
 
 
 TORCHS = torch_class("OutOfMemoryError")

@@ -268,7 +268,7 @@ def test_what_cannot_be_trained_is_said_in_a_sentence(
     in_child: InChild, tmp_path: Path, changes: dict[str, object], said: str
 ) -> None:
     (report,) = in_child(trained, str(tmp_path), spec(**changes), [WHOLE])
-    assert report.verdict is Verdict.INCOMPATIBLE
+    assert report.verdict is Verdict.BAD_INPUT
     assert said in report.reason
 
 

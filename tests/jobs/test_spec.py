@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,54 @@ def test_a_bad_command_line_names_its_option(typed: dict[str, Any]) -> None:
 )  # fmt: skip
 def test_refusal(text: str, sentence: str) -> None:
     assert refused(text).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("python a.py --out $HOME/x", "$HOME/x"),
+        ("python a.py --out=${HOME}", "--out=${HOME}"),
+        ('python a.py "$HOME"', "$HOME"),
+        ("python a.py $(date)", "$(date)"),
+        ("python a.py ~/data", "~/data"),
+        ("~/bin/tool", "~/bin/tool"),
+        ("ls *.py", "*.py"),
+        ("python a.py >log", ">log"),
+        ("cd x; python a.py", "x;"),
+        ("make&&make test", "make&&make"),
+        ("A=1 python a.py", "A=1"),
+    ],
+)
+def test_what_only_a_shell_would_read_is_refused(line: str, word: str) -> None:
+    text = refused("jobs:\n- {name: a, command: '" + line.replace("'", "''") + "'}\n")
+    assert repr(word) in text
+    assert "no shell reads it; valid:" in text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "grep --include '*.py' x",
+        'grep --include "*.py" x',
+        r"grep --include \*.py x",
+        "tool '$HOME' '~/x' '`'",
+        r'tool "\$HOME"',
+        "tool a~b ^x$ lr=[1,2] http://h/x?a=1&b=2 A=1 k=~ <pad>",
+    ],
+)
+def test_what_is_quoted_is_passed_as_it_is(line: str) -> None:
+    command = expand(read("jobs:\n- {name: a, command: '" + line.replace("'", "''") + "'}\n"))[
+        0
+    ].command
+    assert command is not None
+    assert command.argv == tuple(shlex.split(line))
+
+
+def test_words_of_a_list_are_passed_as_they_are() -> None:
+    words = ["tool", "$HOME", "~", "*.py", "|"]
+    (job,) = expand(read(f"jobs:\n- {{name: a, command: {json.dumps(words)}}}\n"))
+    assert job.command is not None
+    assert list(job.command.argv) == words
 
 
 def test_what_is_no_text_is_refused(tmp_path: Path) -> None:

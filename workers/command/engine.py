@@ -252,7 +252,7 @@ class CommandEngine:
 
     def _judge(self, code: int) -> None:
         """Say how the program ended, by what only this PC can see."""
-        self._results.read()
+        self._results.read(is_over=True)
         try:
             keep_outputs(self._command.outputs, self._cwd, self._folder, self._began_unix_s)
         except OSError as error:

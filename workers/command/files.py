@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterable
@@ -38,6 +39,10 @@ _PLACES: Final = {
     **{name: name for name in ("epoch", "loss", "samples_per_s", "tokens_per_s")},
     "step": "train_step",
 }
+
+#: Where a record begins, at the begin of a line or behind another record. A byte order mark is
+#: passed over. Text is read with a character for each byte.
+_RECORD: Final = re.compile(r"[\s\xef\xbb\xbf]*\{")
 
 
 def folder_of(spec: WorkerSpec) -> Path:
@@ -92,8 +97,9 @@ class Log:
 
 @dataclass(slots=True)
 class Results:
-    """The lines of JSON that a program writes: `{"step": 10, "steps": 100, "loss": 2.5}`.
+    """The records of JSON that a program writes: `{"step": 10, "steps": 100, "loss": 2.5}`.
 
+    A record begins in a line of its own, and may take several. What is no record is passed over.
     `step`, `steps`, `loss`, `eta_s` (or `eta`), `samples_per_s`, `tokens_per_s` and `epoch` have
     their place in a report; any other number is a metric under its own name.
     """
@@ -117,24 +123,43 @@ class Results:
         with contextlib.suppress(OSError):
             self._at = self.path.stat().st_size
 
-    def read(self) -> None:
-        """Take in the lines that were completed since the last call."""
+    def read(self, *, is_over: bool = False) -> None:
+        """Take in the records that were completed since the last call.
+
+        While the program runs, a line without an end may be half of one; once it `is_over`, not.
+        """
         try:
             with self.path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 begin = 0 if size < self._at else self._at  # the program may begin it anew
                 cut = max(begin, size - _RESULTS_MOST_BYTES)
                 file.seek(cut)
-                text = file.read(_RESULTS_MOST_BYTES)
+                data = file.read(_RESULTS_MOST_BYTES)
         except OSError:
             return
-        whole = text[: text.rfind(b"\n") + 1]
-        self._at = cut + len(whole)
-        lines = whole.splitlines()
-        for line in lines[1:] if cut > begin else lines:
-            self._take(line)
-        if lines:
+        end = cut + len(data)
+        if cut > begin:
+            data = data[data.find(b"\n") + 1 :]
+        whole = data if is_over else data[: data.rfind(b"\n") + 1]
+        taken = self._take_records(whole, is_over=is_over)
+        self._at = end - len(data) + taken
+        if taken:
             self._estimate(time.monotonic())
+
+    def _take_records(self, data: bytes, *, is_over: bool) -> int:
+        """Take in each record, and return where one begins whose end is still to come."""
+        text, at = data.decode("latin-1"), 0
+        while at < len(text):
+            found = _RECORD.match(text, at)
+            size = None if found is None else _size_of_record(text, found.end() - 1)
+            if found is None or size is None or (size == 0 and is_over):
+                at = text.find("\n", at) + 1 or len(text)
+            elif size == 0:
+                break
+            else:
+                at = found.end() - 1 + size
+                self._take(data[found.end() - 1 : at])
+        return at
 
     def _estimate(self, now_s: float) -> None:
         step, steps = self.progress.train_step, self.progress.train_steps
@@ -145,14 +170,14 @@ class Results:
             eta_s = max(0, steps - step) * (now_s - since_s) / (step - first)
             self.progress = replace(self.progress, eta_s=eta_s)
 
-    def _take(self, line: bytes) -> None:
+    def _take(self, record: bytes) -> None:
         try:
-            told: Any = json.loads(line)
-        except ValueError:
+            told: dict[str, Any] = json.loads(record)
+        except ValueError:  # no UTF-8
             return
         numbers = {
-            str(name): value
-            for name, value in (told.items() if isinstance(told, dict) else ())
+            name: value
+            for name, value in told.items()
             if isinstance(value, int | float) and not isinstance(value, bool)
         }
         found: dict[str, Any] = {
@@ -200,6 +225,23 @@ def keep_outputs(patterns: Iterable[str], cwd: str, folder: Path, since_unix_s: 
             target = folder / path.relative_to(root)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, target)
+
+
+def _size_of_record(text: str, at: int) -> int | None:
+    """Return the length of the record that begins at `at`; 0 if its end is not in `text`, and
+    `None` if it is none.
+    """
+    # Its line alone first: what an error costs grows with the text that is looked through.
+    for end in (text.find("\n", at) + 1 or len(text), len(text)):
+        part = text[at:end]
+        try:
+            return json.JSONDecoder().raw_decode(part)[1]
+        except json.JSONDecodeError as error:
+            if part[error.pos :].strip():
+                return None
+        except (ValueError, RecursionError):  # too many digits, or too deep
+            return None
+    return 0
 
 
 def _tail(path: Path, begin: int) -> bytes:

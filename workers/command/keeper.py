@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import select
@@ -119,6 +120,8 @@ def _end_all(grace_s: float) -> int:
 
 def _start(task: dict[str, Any]) -> subprocess.Popen[bytes]:
     """Start the program in a session of its own; it ends with this process."""
+    if (why := _why_not(task)) is not None:
+        raise OSError(errno.ENOEXEC, why)
     keeper = os.getpid()
 
     def prepare() -> None:
@@ -150,6 +153,22 @@ def _with_sleep_s() -> float:
 def _tell(**news: object) -> None:
     with contextlib.suppress(OSError):  # the worker is gone
         os.write(1, json.dumps(news).encode() + b"\n")
+
+
+def _why_not(task: dict[str, Any]) -> str | None:
+    """Say that a script has the line ends of Windows: the kernel, and `env`, do not say it."""
+    program = task["argv"][0]
+    for folder in [""] if "/" in program else os.get_exec_path(task["env"]):
+        path = os.path.join(task["cwd"], folder, program)  # noqa: PTH118
+        with contextlib.suppress(OSError), open(path, "rb") as file:  # noqa: PTH123
+            first = file.readline(4096)
+            if not (first.startswith(b"#!") and first.endswith(b"\r\n")):
+                return None
+            return (
+                f"the line {first.strip().decode(errors='replace')} of {path} ends with a carriage "
+                f"return, as on Windows; type: sed -i 's/\\r$//' {path}"
+            )
+    return None
 
 
 def _keep(guard: int) -> None:

@@ -177,6 +177,10 @@ _NOT_RESET = (
 #: (measured, torch 2.13).
 _ONEDNN_CACHE = "64"
 
+#: The newest instructions that oneDNN uses, unless the user has said it: not AMX, whose kernels for
+#: bf16 take memory beside torch, and under a small cap fail with "could not create a primitive".
+_ONEDNN_ISA = "AVX512_CORE_BF16"
+
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
@@ -190,6 +194,7 @@ class CpuDevice:
 
     def __init__(self, spec: WorkerSpec) -> None:
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _ONEDNN_CACHE)
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", _ONEDNN_ISA)
         _use_mappings_for_blocks()
         _lay_in_stock()
         threads = threads_for(spec.workers_on_host)

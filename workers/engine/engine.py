@@ -75,7 +75,7 @@ class Engine:
                 stats.settle(WorkerState.DONE, "all its work is done")
             memory = replace(self._session.device.memory(), kept_bytes=self._session.kept_bytes)
         except IncompatibleError as error:
-            verdict = Verdict.INCOMPATIBLE
+            verdict = error.verdict
             stats.settle(WorkerState.STOPPED, str(error))
         except ContextCorruptedError as error:
             verdict = self._give_up(stats, str(error))

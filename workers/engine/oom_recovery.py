@@ -187,8 +187,8 @@ class Ramp:
 
 
 def ramp_up(device: Device, settings: MemorySettings, lease_bytes: int | None = None) -> Ramp:
-    """Obtain growing blocks, one at a time, until one is refused for good or all of the free memory
-    is obtained.
+    """Obtain growing blocks, one at a time, until one is refused for good or all that this worker
+    may have is obtained.
 
     The 3070 guide's third technique: 20, 40, 60, 80, 100 % of the cap; a failed stage is tried
     again 10 % smaller, down to a floor.
@@ -196,19 +196,23 @@ def ramp_up(device: Device, settings: MemorySettings, lease_bytes: int | None = 
     Each stage is a block of its own, and the last one stays in the allocator's pool in one piece
     (unless a larger one was refused, which empties the pool): a workload that fills its claim cuts
     its tensors out of it without gaps. The target is what is free now, so that the memory of other
-    processes causes no failures. No tensor of the workload may be alive.
+    processes causes no failures, less what they are to find free at any moment. No tensor of the
+    workload may be alive.
 
     Raises:
         ContextCorruptedError: The device failed in another way than by lack of memory.
     """
-    target_bytes = device.free_bytes()
-    if lease_bytes is not None:
-        target_bytes = min(target_bytes, lease_bytes)
+    target_bytes = _obtainable_bytes(device, settings, lease_bytes)
     claim_bytes = failures = 0
     share = settings.first_fraction
     wanted_bytes = int(min(1.0, share) * target_bytes)
     while claim_bytes < target_bytes:
         device.release()  # the last stage's block, or the cache that stood in the way
+        room_bytes = _obtainable_bytes(device, settings, lease_bytes)
+        if room_bytes <= claim_bytes:  # another process has grown meanwhile
+            claim_bytes = room_bytes
+            break
+        wanted_bytes = min(wanted_bytes, room_bytes)
         obtained_bytes = _obtained(device, wanted_bytes)
         if obtained_bytes is None:
             failures += 1
@@ -225,6 +229,14 @@ def ramp_up(device: Device, settings: MemorySettings, lease_bytes: int | None = 
         share = share + settings.first_fraction
         wanted_bytes = int(min(1.0, share) * target_bytes)
     return Ramp(claim_bytes=claim_bytes, target_bytes=target_bytes, failures=failures)
+
+
+def _obtainable_bytes(device: Device, settings: MemorySettings, lease_bytes: int | None) -> int:
+    """Return how much more may be held now, by what `Session.measure_allowed` allows in all."""
+    allowed_bytes = device.allowed_bytes(settings.leave_free_bytes)
+    if lease_bytes is not None:
+        allowed_bytes = min(allowed_bytes, lease_bytes)
+    return max(0, min(device.free_bytes(), allowed_bytes - device.held_bytes()))
 
 
 def _obtained(device: Device, wanted_bytes: int) -> int | None:

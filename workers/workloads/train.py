@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from workers import oom
 from workers.hf.folder import load_code
-from workers.messages import IncompatibleError, Progress
+from workers.messages import BadInputError, IncompatibleError, Progress
 from workers.policy.base import Rung
 from workers.settings import FailureKind, Scalar
 from workers.training import earlier
@@ -62,7 +62,7 @@ class Train(Workload):
         survived.
 
         Raises:
-            IncompatibleError: The section `train:` cannot be used, or names no task.
+            BadInputError: The section `train:` cannot be used, or names no task.
         """
         super().__init__(context)
         try:
@@ -189,7 +189,8 @@ class Train(Workload):
                 hosted.hold(point.share_pct)
             part = trainer.micro_batch(batch, point.level)
         except NotFiniteError as error:
-            raise self._incompatible(f"{error}; {self._last_good()}") from error
+            why = f"{self.context.slot}: {error}; {self._last_good()}"
+            raise IncompatibleError(why) from error
         except UpdateInterruptedError as error:
             interrupted = str(error)
         except TrainingError as error:
@@ -311,8 +312,8 @@ class Train(Workload):
             weights_sha256=self._sha256,
         )
 
-    def _incompatible(self, reason: object) -> IncompatibleError:
-        return IncompatibleError(f"{self.context.slot}: {reason}")
+    def _incompatible(self, reason: object) -> BadInputError:
+        return BadInputError(f"{self.context.slot}: {reason}")
 
     def _tell_error(self, event: str, error: Exception) -> None:
         self.context.tell(event, reason=f"{type(error).__name__}: {error}")

@@ -23,11 +23,18 @@ if TYPE_CHECKING:
 #: `cpu:6` or `cuda:0.5`: what is capped, and at how many GiB. Set by `workers.capped`.
 VARIABLE = "WORKERS_CAPPED"
 
-#: In errors that are not out of memory by their type: CUDA, torch, libc, C++, cuBLAS, a traceback.
-_TEXTS = (
-    *("out of memory", "t allocate memory", "annot allocate memory"),
-    *("bad_alloc", "_ALLOC_FAILED", "MemoryError"),
-)
+#: The words of errors that are not out of memory by their type.
+TEXTS = os.path.dirname(__file__) + "/../../oom/texts.py"  # noqa: PTH120 - no pathlib yet
+
+
+def means_out_of_memory(text: str) -> bool:
+    """Say whether the text of an error has one of the words that `workers.oom` looks for."""
+    import re  # noqa: PLC0415 - only when a program has failed, as runpy
+    import runpy  # noqa: PLC0415
+
+    told = runpy.run_path(TEXTS)
+    kinds = (told[kind] for kind in ("CARD", "HOST", "PROBABLE", "LOGS", "HOST_LOGS"))
+    return any(re.search(pattern, text) for patterns in kinds for pattern in patterns)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -39,7 +46,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
             isinstance(error, MemoryError)
             or type(error).__name__ == "OutOfMemoryError"
             or getattr(error, "errno", None) == 12  # ENOMEM
-            or any(text in str(error) for text in _TEXTS)
+            or means_out_of_memory(str(error))
             or any(map(is_out_of_memory, getattr(error, "exceptions", ())))
         ):
             return True

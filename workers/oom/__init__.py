@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
+from workers.oom import texts
 from workers.settings import FailureKind
 
 #: How many probable out-of-memory errors in a row are accepted. Their texts (cuBLAS, cuDNN) can
@@ -138,40 +139,8 @@ _TEXTS: Final = tuple(
             r"uncorrectable (?:ECC|NVLink)",
             r"GPU is lost|has fallen off the bus|device unavailable",
         ),
-        (
-            FailureKind.DEFINITE,
-            r"(?:CUDA|HIP|XPU|MPS backend) (?:error: )?out of memory|PT_DEVMEM Allocation failed",
-            (
-                r"CUDA driver error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|Triton Error "
-                r"\[(?:CUDA|HIP)\]: out of memory"
-            ),
-            # cudaMallocAsync says so after "Allocation on device" and its number.
-            r"would exceed allowed memory\. \(out of memory\)",
-            r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory:)",
-            (
-                r"Error code 12 \(Cannot allocate memory\)|std::bad_alloc|Failed to allocate a Tensor "
-                r"object"
-            ),
-        ),
-        (
-            FailureKind.PROBABLE,
-            # Not initialised: at cublasCreate this is memory; elsewhere it can be an indexing bug.
-            # Hence only probable.
-            r"CUBLAS_STATUS_(?:ALLOC_FAILED|NOT_INITIALIZED)",
-            r"(?:HIPBLAS_STATUS|CUSOLVER_STATUS|CUSPARSE_STATUS|CUDNN_STATUS|CUFFT)_ALLOC_FAILED",
-            r"CUDNN_STATUS_INTERNAL_ERROR_(?:HOST|DEVICE)_ALLOCATION_FAILED",
-            r"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
-            # cuDNN tries its algorithms, and what each of them raised for want of memory is not
-            # told.
-            r"(?:GET|FIND) was unable to find an engine|Unable to find a valid cuDNN algorithm",
-            # A library's kernel that got no memory for itself; a bad argument says so too. Hence
-            # only probable.
-            r"CUDNN_STATUS_(?:INTERNAL_ERROR|EXECUTION_FAILED)\b|CUBLAS_STATUS_INTERNAL_ERROR\b",
-            r"!handles_\.at\(i\) INTERNAL ASSERT FAILED|CUDA driver error: device not ready",
-            # oneDNN; the same words followed by "descriptor" mean an operation it cannot do, which
-            # is a bug.
-            r"could not create a (?:primitive|memory)\b(?! desc)",
-        ),
+        (FailureKind.DEFINITE, *texts.CARD, *texts.HOST),
+        (FailureKind.PROBABLE, *texts.PROBABLE),
     )
     for pattern in patterns
 )
@@ -190,20 +159,10 @@ _UNIT_BYTES: Final = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50
 #: errno of a full disk and of a user's full quota.
 DISK_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
-#: What a log says of memory that no exception here says: JAX and XLA, TensorFlow, other frameworks,
-#: and `workers.capped`.
-_LOG_TEXTS: Final = re.compile(
-    r"RESOURCE_EXHAUSTED: (?:Out of memory|Failed to allocate)|OOM when allocating tensor"
-    r"|ran out of memory trying to allocate|OutOfMemoryError|CL_OUT_OF_(?:RESOURCES|HOST_MEMORY)"
-    r"|workers\.capped: process \d+ ran out of memory|a cap of \S+ GiB is too small"
-    r"|cudaErrorMemoryAllocation|ggml_backend_cuda_buffer_type_alloc_buffer: .* failed"
-)
+_LOG_TEXTS: Final = re.compile("|".join(texts.LOGS))
 
 #: Of the PC's RAM and not of a card's memory, where the worker has a card.
-_HOST_TEXTS: Final = re.compile(
-    r"\bMemoryError\b|Unable to allocate [0-9.]+ \w*i?B for an array|DefaultCPUAllocator"
-    r"|std::bad_alloc|Cannot allocate memory|Out of memory: Killed process|\boom-kill\b|oom_reaper"
-)
+_HOST_TEXTS: Final = re.compile("|".join((*texts.HOST, *texts.HOST_LOGS)))
 
 #: What is not the program's last error, but that of one that had started it.
 _OF_PARENT: Final = re.compile(
@@ -213,6 +172,13 @@ _OF_PARENT: Final = re.compile(
 #: An assertion of a kernel, such as for a token or label that is too large. The next call may then
 #: say what a lack of memory would say: CUBLAS_STATUS_NOT_INITIALIZED (pytorch/serve #1993).
 _ASSERTED: Final = re.compile(r"\.cuh?:\d+: .*Assertion .* failed|device-side assert triggered")
+#: Stands before each traceback, also in an error that tells of one in another process: torch's
+#: loaders and `spawn`, and the pools of Python.
+_TRACEBACK: Final = "Traceback (most recent call last):"
+
+#: What may tell of a lack of memory by its text, in such a traceback.
+_TELLING: Final = ("RuntimeError", "SystemError", "OSError")
+
 _CHAINED: Final = re.compile(
     r"During handling of the above exception|direct cause of the following exception"
 )
@@ -236,8 +202,8 @@ def judge_log(text: str) -> Literal["card", "host"] | None:
     if not found:
         return None
     last = max(found, key=re.Match.end)
-    _, *later = text[last.end() :].split("Traceback (most recent call last):")
-    between = text[last.end() :].partition("Traceback (most recent call last):")[0]
+    _, *later = text[last.end() :].split(_TRACEBACK)
+    between = text[last.end() :].partition(_TRACEBACK)[0]
     if later and _CHAINED.search(between) is None and _OF_PARENT.search(later[-1]) is None:
         return None
     on_card = [match[0] for match in found if _HOST_TEXTS.search(match[0]) is None]
@@ -395,9 +361,24 @@ def _judge(exc: BaseException) -> tuple[FailureKind, str]:
             return FailureKind.DEFINITE, f"code {code} (cudaErrorMemoryAllocation)"
         if isinstance(code, int) and code in _CORRUPTING_CODES:
             return FailureKind.CONTEXT_CORRUPTED, f"code {code} ({_CORRUPTING_CODES[code][0]})"
+    text, *tracebacks = _message(exc).split(_TRACEBACK)
+    found = [_judge_traceback(each) for each in tracebacks]
     # torch and the libraries below it raise these two; in any other type such words are about
     # memory, not a lack of it.
-    return _judge_text(_message(exc)) if isinstance(exc, RuntimeError | SystemError) else _NO_RULE
+    if isinstance(exc, RuntimeError | SystemError):
+        found.append(_judge_text(text))
+    return max(found, key=lambda verdict: _GRAVITY.index(verdict[0]), default=_NO_RULE)
+
+
+def _judge_traceback(text: str) -> tuple[FailureKind, str]:
+    """Judge the exception at the end of a traceback that another process has sent as text."""
+    # The lines of its frames are indented.
+    said = "\n".join(line for line in text.splitlines() if line[:1].strip())
+    name = said.partition("\n")[0].partition(":")[0]
+    is_torch = name.startswith("torch.")
+    if name.endswith("MemoryError") and (is_torch or not name.endswith("OutOfMemoryError")):
+        return FailureKind.DEFINITE, f"type {name}"
+    return _judge_text(said) if is_torch or name in _TELLING else _NO_RULE
 
 
 def _judge_text(message: str) -> tuple[FailureKind, str]:
