@@ -168,8 +168,8 @@ def accelerate(tally: Tally) -> None:
 
 def lightning(tally: Tally) -> None:
     """Let Lightning's finder choose before the run, then accumulate with that size for good."""
-    import lightning as lit  # type: ignore[import-not-found]  # of the extra `bench`
-    from lightning.pytorch.tuner import Tuner  # type: ignore[import-not-found]
+    import lightning as lit
+    from lightning.pytorch.tuner import Tuner
 
     class Module(lit.LightningModule):  # type: ignore[misc]  # has no types here
         def __init__(self, batch_size: int) -> None:

@@ -43,7 +43,7 @@ MODELS: list[tuple[str, str, str, dict[str, Any]]] = [
 ]
 
 
-def trained(folder: Path, state: Path, head: str, **keys: Any) -> tuple[Trainer, dict[str, Any]]:
+def trained(folder: Path, state: Path, head: str, /, **keys: Any) -> tuple[Trainer, dict[str, Any]]:
     """Train a folder, and return the trainer and what a request needs."""
     data = folder.parent / "data.jsonl"
     words = (ROOT / "docs" / "training.md").read_text(encoding="utf-8").split()

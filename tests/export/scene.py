@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.nn import functional
 from workers.hf.export import Request
 from workers.training.checkpoints import Checkpoints
 from workers.training.settings import TrainSettings
-from workers.training.tasks import TrainTask
+from workers.training.tasks import TrainTask, find_task
 from workers.training.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -95,15 +96,20 @@ def own_task(settings: TrainSettings) -> TrainTask:
     )
 
 
+def with_embeddings(settings: TrainSettings) -> TrainTask:
+    """Train the embeddings in full beside adapters."""
+    return replace(own_task(settings), whole=lambda model: {model.get_input_embeddings(): True})
+
+
 def trained(
     folder: Path, state: Path, steps: int = 2, **keys: Any
 ) -> tuple[Trainer, Callable[..., Request]]:
     """Train, save each step in `state`, and return the trainer and a maker of requests."""
-    settings = TrainSettings(
-        preset="tests.export.scene:own_task", data=str(folder), steps=steps, batch=4, lr=0.05,
-        warmup_steps=0, precision="fp32", **keys,
-    )  # fmt: skip
-    run = Trainer(own_task(settings), settings, CPU, 7)
+    usual = {"preset": "tests.export.scene:own_task", "batch": 4, "lr": 0.05, "warmup_steps": 0}
+    settings = TrainSettings.model_validate(
+        {**usual, "data": str(folder), "steps": steps, "precision": "fp32", **keys}
+    )
+    run = Trainer(find_task(settings, 7), settings, CPU, 7)
     checkpoints = Checkpoints(state, run.identity)
     checkpoints.load()
     while not run.finished:

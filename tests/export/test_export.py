@@ -70,7 +70,8 @@ def test_transformers_loads_what_was_trained(
     assert (out / "generation_config.json").exists() == (family != "bert")
 
 
-# Missing keys would be an error; these are between peft and transformers, and about tied weights.
+# Missing keys would be an error; these are between peft and transformers. The one about tied weights
+# is right for GPT-2: here its head has an adapter, and its embeddings have none.
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 @pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True:UserWarning")
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True:UserWarning")
@@ -199,6 +200,18 @@ def test_only_a_new_or_empty_folder_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("stays", ["auto", "frozen"])
+def test_peft_loads_a_fresh_head(stays: str, tmp_path: Path) -> None:
+    """Pooler and classifier, which the folder that was trained does not have."""
+    folder = make_preset_folder(tmp_path / "base", "bert")
+    keys = {"adapter": "lora", "head": stays, "steps": 2}
+    run, asked = measure.trained(folder, tmp_path / "state", "", **keys)
+    export(Request(**asked, to=str(tmp_path / "out"), form="adapter", average=False))
+    model, _ = measure.loaded(tmp_path / "out", "adapter", str(folder), 3)
+    assert gap(measure.logits_of(run.model), measure.logits_of(model)) <= 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize(("family", "head"), [("gpt2", "CausalLM"), ("bert", "")])
 def test_peft_loads_the_adapter_of_a_preset(family: str, head: str, tmp_path: Path) -> None:
     """Conv1D lies the other way round, alpha is a key, and a fresh head goes with the adapter."""
@@ -212,3 +225,43 @@ def test_peft_loads_the_adapter_of_a_preset(family: str, head: str, tmp_path: Pa
     model, words = measure.loaded(out, "adapter", str(folder), 0 if head else 3)
     assert words == 0
     assert gap(measure.logits_of(run.model), measure.logits_of(model)) <= 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize(
+    ("family", "keys", "adapter", "average"),
+    [
+        ("gpt2", {}, "lora", False),
+        ("gpt2", {"tie_word_embeddings": False}, "dora", False),
+        ("llama", {"tie_word_embeddings": True}, "dora", False),
+        ("llama", {"tie_word_embeddings": True}, "lora", True),
+        ("llama", {"tie_word_embeddings": False}, "lora", True),
+        ("bert", {"is_decoder": True}, "lora", False),
+    ],
+)
+def test_a_trained_head_goes_with_its_adapter(
+    family: str, keys: dict[str, Any], adapter: str, average: bool, tmp_path: Path
+) -> None:
+    """Where it shares its weight with the embeddings, too; that of BERT has a bias."""
+    folder = make_preset_folder(tmp_path / "base", family, **keys)
+    chosen = {"adapter": adapter, "head": "train", "steps": 3}
+    _, asked = measure.trained(folder, tmp_path / "state", "CausalLM", **chosen)
+    for form in ("merged", "adapter"):
+        export(Request(**asked, to=str(tmp_path / form), form=form, average=average))
+    merged, adapted = (
+        measure.logits_of(measure.loaded(tmp_path / form, form, str(folder), 0)[0])
+        for form in ("merged", "adapter")
+    )
+    assert gap(merged, adapted) <= 1e-5
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert gap(merged, measure.logits_of(base)) > 1e-3
+
+
+def test_a_module_with_adapters_that_is_trained_in_full_is_refused(tmp_path: Path) -> None:
+    """As the embeddings of a task of one's own, whose weight is that of a head with an adapter."""
+    folder = make_folder(tmp_path / "base", "llama-tied")
+    keys = {"preset": "tests.export.scene:with_embeddings", "adapter": "lora"}
+    _, request = trained(folder, tmp_path / "state", steps=1, **keys)
+    with pytest.raises(RefusedError, match=r"adapter of lm_head .* leave out --adapter"):
+        export(request(tmp_path / "out", "adapter"))
+    assert export(request(tmp_path / "out"))["form"] == "merged"

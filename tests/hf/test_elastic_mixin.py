@@ -64,12 +64,10 @@ def _trained(folder: Path, family: str, head: str, limit: int, **arguments: Any)
 
     inner = _Parts._loss
 
-    def loss(
-        self: _Parts, batch: dict[str, Any], first: int, count: int, rows: int, items: Any
-    ) -> Any:
-        if count > limit and torch.is_grad_enabled():
+    def loss(self: _Parts, part: dict[str, Any], items: Any) -> Any:
+        if len(part["input_ids"]) > limit and torch.is_grad_enabled():
             raise injected_error(FailureKind.DEFINITE)
-        return inner(self, batch, first, count, rows, items)
+        return inner(self, part, items)
 
     _Parts._loss = loss  # type: ignore[method-assign]
     usual = {"per_device_train_batch_size": 8, "max_steps": 6, "logging_steps": 1, "seed": 1}
@@ -120,3 +118,80 @@ def test_a_model_that_ignores_the_count_is_refused(hf_child: InChild, tmp_path: 
     said = hf_child(_refusal, str(tmp_path))
     assert "it ignores num_items_in_batch" in said
     assert "compute_loss_func" in said
+
+
+def _small(folder: Path, *, elastic: bool, dropout: float = 0.0, **arguments: Any) -> Any:
+    """Return a Trainer with `model_init`, and what its log says."""
+    warnings.simplefilter("ignore")
+    from workers.hf import ElasticMixin
+    from workers.hf.folder import transformers
+
+    library = transformers()
+    path = make_folder(folder / "model", "gpt2", attn_pdrop=0.0)
+    drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": arguments.pop("attn", 0)}
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(5, 300, (32, 9), generator=draw)
+    bases = (ElasticMixin, library.Trainer) if elastic else (library.Trainer,)
+    options = library.TrainingArguments(
+        output_dir=str(folder / "out"), use_cpu=True, report_to=[], disable_tqdm=True, seed=1,
+        per_device_train_batch_size=8, max_steps=6, logging_steps=1, learning_rate=1e-2,
+        **{"save_strategy": "no", **arguments},
+    )  # fmt: skip
+    load = library.AutoModelForCausalLM.from_pretrained
+    samples = [{"input_ids": row, "labels": row} for row in tokens]
+    return type("Small", bases, {})(
+        args=options, train_dataset=samples, eval_dataset=samples[:8],
+        model_init=lambda: load(path, **drops),
+    )  # fmt: skip
+
+
+def _evaluated_twice(folder: str, elastic: bool) -> list[float]:
+    trainer = _small(Path(folder), elastic=elastic)
+    found = []
+    for rate in (1e-2, 1e-3):
+        trainer.args.learning_rate = rate
+        trainer.train()
+        found.append(trainer.evaluate()["eval_loss"])
+    return found
+
+
+def test_a_trainer_that_trains_again_trains_its_new_model(
+    hf_child: InChild, tmp_path: Path
+) -> None:
+    plain = hf_child(_evaluated_twice, str(tmp_path), False)
+    assert hf_child(_evaluated_twice, str(tmp_path), True) == pytest.approx(plain, rel=1e-5)
+    assert plain[0] < plain[1]
+
+
+def _ends(folder: str) -> list[float]:
+    whole = _small(Path(folder), elastic=True, dropout=0.3, save_strategy="steps", save_steps=3)
+    whole.train()
+    again = _small(Path(folder), elastic=True, dropout=0.3)
+    again.train(resume_from_checkpoint=str(Path(folder, "out", "checkpoint-3")))
+    return [
+        [each["loss"] for each in one.state.log_history if "loss" in each][-1]
+        for one in (whole, again)
+    ]
+
+
+def test_a_resumed_trainer_draws_the_masks_that_were_due(hf_child: InChild, tmp_path: Path) -> None:
+    whole, again = hf_child(_ends, str(tmp_path))
+    assert again == pytest.approx(whole, rel=1e-6)
+
+
+def _with_dropout_in_attention(folder: str) -> tuple[str, list[str]]:
+    told: list[str] = []
+    trainer = _small(Path(folder), elastic=True, attn=0.2)
+    try:
+        trainer.train()
+    except TaskError as error:
+        type(trainer).on_hazard = staticmethod(told.append)
+        trainer.train()
+        return str(error), told
+    return "", told
+
+
+def test_a_hazard_is_refused_or_told_as_by_elastic_step(hf_child: InChild, tmp_path: Path) -> None:
+    said, told = hf_child(_with_dropout_in_attention, str(tmp_path))
+    assert "attn_pdrop" in said
+    assert len(told) == 1

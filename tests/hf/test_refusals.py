@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.hf.folders import make_folder
 from tests.scene import ROOT
+from workers.hf.folder import transformers
 from workers.training.errors import TaskError
 from workers.training.lora import new_model
 from workers.training.settings import TrainSettings
@@ -70,6 +71,12 @@ def said_of(model: Path, data: Path, **keys: Any) -> str:
     return str(refusal.value)
 
 
+def added(folder: Path) -> None:
+    tokenizer = transformers().AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<call>", "<answer>"])
+    tokenizer.save_pretrained(folder)
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -79,8 +86,9 @@ def said_of(model: Path, data: Path, **keys: Any) -> str:
         (pickled, "pytorch_model.bin is pickled"),
         (not_a_number, "NaN or infinite weights in transformer.ln_f.weight"),
         (with_key("config.json", auto_map={"AutoConfig": "mine.Config"}), "trust_remote_code"),
+        (added, "or call model.resize_token_embeddings(len(tokenizer)) and save the folder again"),
     ],
-    ids=["no tokenizer", "other config", "cut off", "pickled", "NaN", "code"],
+    ids=["no tokenizer", "other config", "cut off", "pickled", "NaN", "code", "added tokens"],
 )
 def test_a_folder_is_refused_by_file(good: Path, tmp_path: Path, spoil: Spoil, said: str) -> None:
     folder = tmp_path / "model"

@@ -13,12 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.engine.trainings import trained
 from tests.in_child import InChild
 from tests.scene import MIB, ROOT, spec_of
+from tests.training.scene import trainer
 from workers.messages import Verdict
-from workers.training import elastic
+from workers.training import batch_in_parts, elastic
+from workers.training.checkpoints import Checkpoints
 from workers.training.parts import PartsError
 from workers.training.settings import TrainSettings
 
@@ -37,7 +40,7 @@ def test_a_script_becomes_elastic_by_at_most_ten_lines(monkeypatch: pytest.Monke
     assert other.main(torch.device("cpu")) == pytest.approx(losses, rel=1e-6)
     # The same when memory holds five samples in a part, and six later.
     failed = []
-    real = elastic.part_of
+    real = batch_in_parts.part_of
 
     def part_of(batch: object, first: int, rows: int) -> object:
         if rows > 5 + (len(failed) > 2):
@@ -45,9 +48,46 @@ def test_a_script_becomes_elastic_by_at_most_ten_lines(monkeypatch: pytest.Monke
             raise torch.OutOfMemoryError("CUDA out of memory. (acted)")
         return real(batch, first, rows)
 
-    monkeypatch.setattr(elastic, "part_of", part_of)
+    monkeypatch.setattr(batch_in_parts, "part_of", part_of)
     assert other.main(torch.device("cpu")) == pytest.approx(losses, rel=1e-6)
     assert failed
+
+
+def test_the_change_of_the_readme_keeps_the_losses() -> None:
+    """As it is, and with batches that are computed in parts."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```diff\n(.*?)```", page, re.DOTALL)
+    lines = [(line[:1], line[1:]) for line in block.splitlines()]
+    weights = []
+    for left_out, most in (("+", 0), ("-", 8), ("-", 3)):
+        text = "\n".join(line for sign, line in lines if sign != left_out)
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        batches = [torch.randn(8, 4) for _ in range(5)]
+        text = text.replace("for batch", f"elastic.most_rows = {most}\nfor batch") if most else text
+        text = f"def loss_of(part): return model(part).square().mean()\n{text}"
+        exec(text, {"torch": torch, "nn": nn, "model": model, "batches": batches})  # noqa: S102 - our own
+        weights.append(model.weight.detach())
+    for other in weights[1:]:
+        torch.testing.assert_close(other, weights[0])
+
+
+def test_a_checkpoint_is_read_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trainer(steps=1)
+    run.micro_batch(12)
+    checkpoints = Checkpoints(tmp_path, run.identity)
+    checkpoints.load()
+    assert checkpoints.save(run.state(), run.step)
+    assert checkpoints.wait(60)
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n([^`]*generation-0[^`]*)```", page)
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, Any] = {}
+    exec(block, scope)  # noqa: S102 - our own document
+    run.model.load_state_dict(scope["weights"])
+    assert scope["saved"]["step"] == 1
 
 
 def own_task(folder: str) -> object:

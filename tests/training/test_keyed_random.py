@@ -84,9 +84,10 @@ def test_dropout_drops_its_share_and_scales_the_rest() -> None:
 
 
 def test_a_tensor_whose_rows_are_no_samples_is_refused() -> None:
-    layer = keyed.KeyedDropout(0.5, layer=2)
+    layer = keyed.KeyedDropout(0.5)
+    layer.name = "block.drop"
     layer.keys = keyed.row_keys(0, [0], torch.arange(4))[0]
     with pytest.raises(
-        TaskError, match=r"dropout 2 got a tensor of shape \(5, 4\) in a micro-batch of 4 samples"
+        TaskError, match=r"dropout block.drop got a tensor of shape \(5, 4\) in a part of 4 samples"
     ):
         layer(torch.ones(5, 4))

@@ -239,7 +239,7 @@ def test_a_form_of_batch_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> Non
         checked.append(each[0].shape[1])
         return real(model, each, *others, **named)
 
-    monkeypatch.setattr("workers.training.elastic.check_parts", check)
+    monkeypatch.setattr("workers.training.batch_in_parts.check_parts", check)
     model, optimizer = made()
     elastic = ElasticStep(model, optimizer)
     for length in (10, 9, 10, 8, 4, 10, 4):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from tests.scene import ROOT
 from tests.training.scene import CPU, replay
 from workers.training.errors import TaskError
 from workers.training.memory_plan import MemoryPlanner
@@ -207,3 +209,16 @@ def test_the_plan_has_as_many_outputs_as_points(tmp_path: Path) -> None:
     own = settings(drawn_folder(tmp_path))
     # 68 and 2 points of two numbers; the head reads 64 channels of 4 x 4, and has a bias.
     assert weights_bytes(drawn) - weights_bytes(own) == 4 * 2 * (68 - 2) * (64 * 16 + 1)
+
+
+def test_the_documented_folder_is_read(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"```\n(file,.*?)```", page, re.DOTALL)
+    picture = tmp_path / table.splitlines()[1].partition(",")[0]
+    picture.parent.mkdir()
+    Image.new("L", (400, 400)).save(picture)
+    (tmp_path / "points.csv").write_text(table)
+    pictures = Pictures(str(tmp_path), EDGE, 0)
+    assert pictures.points == ["left_eye_outer", "right_eye_outer", "nose"]
+    _, points = pictures.__getitems__([Sample(0, 0, 0)])[0]
+    assert points.shape == (3, 2)

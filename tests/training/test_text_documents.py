@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import pickle
@@ -40,8 +41,9 @@ LINES, BATCH = 288, 12
 
 @dataclass(frozen=True)
 class File:
-    """The lines of a file, and the end of each; the last one may have none."""
+    """The lines of a file, and the end of each; the last one may have none, and the first one a byte order mark."""
 
+    marked: bool
     json: bool
     lines: list[tuple[str, bytes]]
     ended: bool
@@ -52,13 +54,14 @@ class File:
             for text, end in self.lines
         ]
         last = lines[-1:] if self.ended else [each.rstrip(b"\r\n") for each in lines[-1:]]
-        return b"".join([*lines[:-1], *last])
+        return b"".join([codecs.BOM_UTF8 * self.marked, *lines[:-1], *last])
 
 
 WORDS = some.text(alphabet="ab é", max_size=30)
 FILES = some.lists(
     some.builds(
         File,
+        marked=some.booleans(),
         json=some.booleans(),
         lines=some.lists(some.tuples(WORDS, some.sampled_from([b"\n", b"\r\n"])), max_size=6),
         ended=some.booleans(),
@@ -130,6 +133,24 @@ def test_pieces_are_the_lines_cut_like_windows(
     assert data.lengths(range(len(data))) == [len(each) for each in pieces]
     with pytest.raises(IndexError):
         data[len(pieces)]
+
+
+@pytest.mark.parametrize("documents", ["windows", "files", "lines"])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, documents: str) -> None:
+    """Samples and fingerprint are those without it, and a training goes on when it comes or goes."""
+
+    def data_of(*marks: bytes) -> Any:
+        for name, mark in zip("ab", marks, strict=True):
+            (tmp_path / name).write_bytes(mark + b"one line\nand a second one\n")
+        if documents == "windows":
+            return TextData(tmp_path, 5)
+        return TextDocuments(tmp_path, 5, documents)  # type: ignore[arg-type]
+
+    data = data_of(b"", b"")
+    samples = tokens(data)
+    marked = data_of(codecs.BOM_UTF8, codecs.BOM_UTF8)
+    assert tokens(data) == tokens(marked) == samples
+    assert marked.fingerprint == data.fingerprint
 
 
 def test_each_file_is_a_document(tmp_path: Path) -> None:

@@ -9,23 +9,35 @@ loop, its scheduler, logs and checkpoints are transformers' own. For one device.
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
-from workers.resilience.retry import Attempts, RetryRules
-from workers.training.accumulator import Accumulator
-from workers.training.batches import Batch, part_of, rows_of
+from workers.resilience.retry import RetryRules
+from workers.training.batch_in_parts import BatchInParts
+from workers.training.batches import Batch
 from workers.training.errors import TaskError
-from workers.training.keyed_random import Dropouts
-from workers.training.parts import PartsError, check_parts
+from workers.training.parts import PartsError
+
+#: More samples than an update has: those of the Trainer's step n have numbers from n times this on.
+_NUMBERS_OF_STEP = 2**24
 
 
 class ElasticMixin:
     """Comes before `Trainer` among the bases of a class."""
+
+    on_hazard: ClassVar[Callable[[str], None] | None] = None
+    """Told once of batch statistics, of dropout that is not keyed, and the like; without it they
+    stop the first step. In a class: `on_hazard = staticmethod(print)`.
+    """
+
+    @property
+    def checking(self: Any) -> bool:
+        """Whether a loss is asked for to see that parts add up: count no figures then."""
+        parts = getattr(self, "_elastic_parts", None)
+        return parts is not None and parts.batch.checking
 
     def training_step(
         self: Any,
@@ -41,15 +53,18 @@ class ElasticMixin:
         """
         batch = dict(self._prepare_inputs(inputs))
         parts = getattr(self, "_elastic_parts", None)
-        if parts is None:
+        # A Trainer makes another model, or optimiser, when it trains again.
+        if parts is None or parts.model is not model or parts.optimizer is not self.optimizer:
             parts = self._elastic_parts = _Parts(self, model)
         model.train()
+        if callable(getattr(self.optimizer, "train", None)):  # of a schedule-free optimiser
+            self.optimizer.train()
         loss: Tensor = parts.step(batch, num_items_in_batch)
         return loss
 
 
 class _Parts:
-    """The sums of one Trainer, and the size of its parts."""
+    """The batches of one Trainer, for one model and optimiser."""
 
     def __init__(self, trainer: Any, model: nn.Module) -> None:  # noqa: ANN401 - as above
         if trainer.args.world_size > 1 or trainer.args.n_gpu > 1:
@@ -58,89 +73,56 @@ class _Parts:
                 "CUDA_VISIBLE_DEVICES to one of them"
             )
         self._trainer = trainer
-        self._model = model
-        self._dropouts = Dropouts(model, trainer.args.seed)
-        self._parameters = [weight for weight in model.parameters() if weight.requires_grad]
-        self._sums = Accumulator(self._parameters)
-        self._attempts: Attempts | None = None
-        self._samples_used = 0
-        self._checked = False
+        self.model, self.optimizer = model, trainer.optimizer
+        rules = partial(RetryRules, name="ElasticMixin")
+        self.batch = BatchInParts(
+            model,
+            [trainer.optimizer],
+            trainer.args.seed,
+            rules,
+            trainer.on_hazard,
+            counted="num_items_in_batch",
+        )
+        self._used = (-1, 0)
+        """A step of the Trainer, and the samples of its batches until now."""
 
     def step(self, batch: dict[str, Any], items: Tensor | int | None) -> Tensor:
         """Compute a batch, and put its gradients where the Trainer looks for them."""
-        rows = rows_of(batch)
-        if self._attempts is None:
-            rules = RetryRules(name="ElasticMixin", starting_batch_size=rows)
-            self._attempts = Attempts(rules)
-        self._sums.begin(rows, 1)
-        while self._sums.remaining:
-            self._attempts.run(partial(self._advance, batch=batch, rows=rows, items=items))
-        self._samples_used += rows
-        is_one_of_several = self._trainer.current_gradient_accumulation_steps > 1
-        for weight, total in zip(self._parameters, self._sums.gradients, strict=True):
+        step = self._trainer.state.global_step
+        several = self._trainer.current_gradient_accumulation_steps
+        used = self._used[1] if self._used[0] == step else 0
+        for weight, own in zip(self.batch.sums.parameters, self.batch.sums.gradients, strict=True):
+            if weight.grad is own:  # the Trainer has left it there, and the sums begin anew
+                weight.grad = own.clone()
+        scaler, is_scaled = self._trainer.accelerator.scaler, self._is_scaled(items)
+        try:
+            loss: Tensor = self.batch.run(
+                batch,
+                partial(self._loss, items=items),
+                partial(self._finish, is_one_of_several=several > 1),
+                first=step * _NUMBERS_OF_STEP + used,
+                count=1.0 if is_scaled else None,
+                scale=1.0 if scaler is None else scaler.get_scale(),
+                share=1.0 / several,
+            )
+        except PartsError as error:
+            remedy = "; the Trainer takes a compute_loss_func(outputs, labels, num_items_in_batch)"
+            told = remedy if error.cause in {"mean", "sum", "count"} else ""
+            raise TaskError(f"{type(self.model).__name__}: {error}{told}") from error
+        self._used = step, used + sum(self.batch.parts)
+        return loss
+
+    def _finish(self, *, is_one_of_several: bool) -> Tensor:
+        for weight, total in self.batch.sums.totals():
             if weight.grad is None:
                 weight.grad = total.to(weight.dtype, copy=is_one_of_several)
             else:
                 weight.grad.add_(total)
-        return self._sums.loss[0].float()
+        return self.batch.sums.mean.float()
 
-    def _check(self, limit: int, batch: dict[str, Any], items: Tensor | int | None) -> None:
-        """Refuse a Trainer whose parts do not add up; warn of what else depends on the cut."""
-
-        def loss(part: Batch, first: int) -> Tensor:
-            self._dropouts.key(first, rows_of(part), self._parameters[0].device)
-            return self._loss_of(part, items)
-
-        try:
-            found = check_parts(
-                self._model,
-                batch,
-                loss,
-                weight=None if self._is_scaled(items) else rows_of,
-                counted="num_items_in_batch",
-                rows=limit,
-                accumulator=self._sums,
-            )
-        except PartsError as error:
-            raise TaskError(
-                f"{type(self._model).__name__}: {error}; the Trainer takes a compute_loss_func("
-                "outputs, labels, num_items_in_batch) in its place"
-            ) from error
-        for hazard in found:
-            warnings.warn(str(hazard), stacklevel=2)
-
-    def _advance(
-        self, limit: int, batch: dict[str, Any], rows: int, items: Tensor | int | None
-    ) -> None:
-        """Compute one part; before the first of all, see that parts add up."""
-        if not self._checked and limit > 1:
-            try:
-                self._check(limit, batch, items)
-            finally:
-                self._sums.begin(rows, 1)
-            self._checked = True
-        count = self._sums.next_rows(limit)
-        first = self._sums.done
-        self._dropouts.key(self._samples_used + first, count, self._parameters[0].device)
-        loss = self._loss(batch, first, count, rows, items)
-        scaler = self._trainer.accelerator.scaler
-        scale = 1.0 if scaler is None else float(scaler.scale(torch.ones_like(loss)))
-        self._sums.add(count, loss.detach(), self._sums.gradients_of(loss, scale))
-
-    def _loss(
-        self, batch: dict[str, Any], first: int, count: int, rows: int, items: Tensor | int | None
-    ) -> Tensor:
-        """Return what a part adds to the loss of its batch of so many rows."""
-        loss = self._loss_of(part_of(batch, first, count), items)
-        if self._is_scaled(items):
-            return loss
-        share: float = count / rows / self._trainer.current_gradient_accumulation_steps
-        return loss * share
-
-    def _loss_of(self, part: Batch, items: Tensor | int | None) -> Tensor:
+    def _loss(self, part: Batch, items: Tensor | int | None) -> object:
         with self._trainer.compute_loss_context_manager():
-            loss: Tensor = self._trainer.compute_loss(self._model, part, num_items_in_batch=items)
-        return loss
+            return self._trainer.compute_loss(self.model, part, num_items_in_batch=items)
 
     def _is_scaled(self, items: Tensor | int | None) -> bool:
         """Whether losses are divided by the items of the batch already, as the Trainer has it."""

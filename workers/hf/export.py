@@ -186,17 +186,25 @@ def _write_adapter(model: nn.Module, source: Path, folder: Path) -> None:
             tensors[f"{name}.lora_magnitude_vector"] = module.lengths
     own, kind = {id(tensor) for tensor in tensors.values()}, type(model).__name__
     peft_kind = next((_PEFT_KINDS[end] for end in _PEFT_KINDS if kind.endswith(end)), None)
-    heads = {name for name, _ in model.named_children() if name in _PEFT_HEADS}
-    if peft_kind != "SEQ_CLS" or any(name.partition(".")[0] in heads for name in adapted):
+    names = [name for name, _ in model.named_modules()]
+    # A pooler may be fresh, and then the base has none, whether it is trained or frozen.
+    heads = {name for name in names if name in _PEFT_HEADS or name.endswith(".pooler")}
+    if peft_kind != "SEQ_CLS" or any(_is_in(name, head) for name in adapted for head in heads):
         # Of a kind that it does not know peft saves no head by itself; here the head has adapters.
         peft_kind, heads = (None if heads else peft_kind), set()
-    for name, weight in model.named_parameters():
+    for name, weight in model.named_parameters(remove_duplicate=False):  # tied: by each name
         first, parent = name.partition(".")[0], name.rpartition(".")[0]
         if weight.requires_grad and id(weight) not in own and first not in heads:
             heads.add(parent)
+    heads -= {name for name in heads if any(_is_in(name, head) for head in heads - {name})}
     for head in heads:
-        weights = model.get_submodule(head).named_parameters()
-        tensors |= {f"{head}.{name}": weight for name, weight in weights}
+        if mixed := [name for name in adapted if _is_in(head, name) or _is_in(name, head)]:
+            raise RefusedError(
+                f"{head or 'the model itself'} is trained in full, and the adapter of {mixed[0]} "
+                "is in one module with it, which peft cannot load; leave out --adapter"
+            )
+        weights = model.get_submodule(head).state_dict()
+        tensors |= {f"{head}.{name}": weight for name, weight in weights.items()}
     ranks = {name: len(module.down) for name, module in adapted.items()}
     alphas = {name: module.scale * ranks[name] for name, module in adapted.items()}
     rank, alpha = max(ranks.values()), max(alphas.values())
@@ -212,11 +220,27 @@ def _write_adapter(model: nn.Module, source: Path, folder: Path) -> None:
         "modules_to_save": sorted(heads) or None,
         "use_dora": any(module.lengths is not None for module in adapted.values()),
         "fan_in_fan_out": any(module.is_transposed for module in adapted.values()),
+        "ensure_weight_tying": _is_head_tied(model) and "lm_head.weight" in tensors,
         "inference_mode": True,
     }
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    named = {f"base_model.model.{name}": each.data.contiguous() for name, each in tensors.items()}
+    # Copies, since safetensors writes no memory under two names.
+    copies = {name: each.detach().contiguous().clone() for name, each in tensors.items()}
+    named = {f"base_model.model.{name}": each for name, each in copies.items()}
     save_file(named, folder / "adapter_model.safetensors", {"format": "pt"})
+
+
+def _is_in(name: str, parent: str) -> bool:
+    """Whether a module is another one, or a part of it."""
+    return f"{name}.".startswith(f"{parent}.") or not parent
+
+
+def _is_head_tied(model: nn.Module) -> bool:
+    """Whether the weight of `lm_head` has one more name, that of the embeddings."""
+    head, weights = getattr(model, "lm_head", None), model.named_parameters(remove_duplicate=False)
+    if not isinstance(head, nn.Linear) or len(list(head.parameters())) > 1:
+        return False  # peft would leave out the bias
+    return sum(weight is head.weight for _, weight in weights) == 2
 
 
 def _card(
@@ -259,7 +283,8 @@ def answer(content: dict[str, Any]) -> dict[str, Any]:
     except ImportError as missing:
         return {"refused": f"{missing}; type: pip install 'oom-orchestrator[hf]'"}
     except OSError as failure:
-        return {"refused": f"{content['to']} cannot be written: {failure}"}
+        why = f"{content['to']} cannot be written: {failure}"
+        return {"refused": why, "errno": failure.errno}
 
 
 if __name__ == "__main__":

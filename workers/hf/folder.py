@@ -110,7 +110,8 @@ class ModelFolder:
             raise refused(
                 self.path,
                 f"has a tokenizer of {len(self.tokenizer)} tokens, and the model knows "
-                f"{self.config.vocab_size}; take the tokenizer of this model",
+                f"{self.config.vocab_size}; take the tokenizer of this model, or call "
+                "model.resize_token_embeddings(len(tokenizer)) and save the folder again",
             )
         self._dtype: Any = torch.float32 if settings.weights == "fp32" else "auto"
         self._set_up(settings)

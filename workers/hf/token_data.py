@@ -272,7 +272,8 @@ def lines_of(path: Path) -> Iterator[str]:
                         f"train.data: line {number} of {path} is longer than "
                         f"{LONGEST_LINE_BYTES // MIB} MiB; divide it"
                     )
-                yield line.decode()
+                # Editors of Windows begin a file with a byte order mark.
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
     except OSError as failure:
         raise TextError(
             f"train.data: {path} cannot be read: {failure.strerror or failure}"

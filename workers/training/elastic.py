@@ -11,21 +11,24 @@ Without Ray.
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any, Final
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from workers.resilience.retry import Attempts, Retry, RetryRules
-from workers.training.accumulator import Accumulator
-from workers.training.batches import Batch, part_of, rows_of
+from workers.resilience.retry import Retry, RetryRules
+from workers.training.batch_in_parts import BatchInParts
+from workers.training.batches import Batch
 from workers.training.errors import TaskError
-from workers.training.keyed_random import Dropouts
-from workers.training.optimizers import Update, allocate_states
-from workers.training.parts import PartsCheck, check_parts
+from workers.training.optimizers import Update
 from workers.training.precision import LossScaler
+
+#: In the first group of the optimiser, so that every checkpoint of it holds the number.
+_SAMPLES: Final = "elastic_samples_used"
 
 
 class ElasticStep:
@@ -34,7 +37,7 @@ class ElasticStep:
     def __init__(  # noqa: PLR0913 - each option has a default
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         *,
         clip: float | None = None,
         seed: int = 0,
@@ -50,9 +53,12 @@ class ElasticStep:
         on the parts.
 
         Args:
-            model: On the device where it is trained.
-            optimizer: Of its parameters. Its learning rate is yours to change between two steps.
-            clip: Largest norm of the gradient.
+            model: What the loss computes with, on the device where it is trained; of several
+            models an `nn.ModuleList`.
+            optimizer: What is trained is what its groups hold and what wants a gradient then,
+            also where it is not of the model. Several that step together: a list of them. Groups
+            and learning rates are yours to change between two steps.
+            clip: Largest norm of the gradient of all that is trained.
             seed: For dropout.
             fp16: Scale the loss, as torch's GradScaler does.
             max_wait_s: How long a step may wait when not even one sample fits.
@@ -63,46 +69,85 @@ class ElasticStep:
             sleep: Waits so many seconds.
 
         Raises:
-            TaskError: The model has no parameter that is trained.
+            TaskError: The optimiser calls the loss itself, as LBFGS does, or is hidden from
+                Lightning.
         """
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if not parameters:
-            raise TaskError("the model has no parameter that is trained")
-        self._model = model
-        self._dropouts = Dropouts(model, seed)
-        self._accumulator = Accumulator(parameters)
-        allocate_states(optimizer)
-        self._update = Update(optimizer)
-        self._scaler = LossScaler(enabled=fp16)
-        self._clip = clip
-        self._device = parameters[0].device
-        self._rules = partial(
+        self._optimizers: list[Any] = (
+            list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        )
+        for each in self._optimizers:
+            closure = inspect.signature(each.step).parameters.get("closure")
+            if closure is not None and closure.default is closure.empty:
+                raise TaskError(
+                    f"{type(each).__name__} computes the loss several times in a step, which "
+                    "ElasticStep cannot cut into parts; use an optimiser whose step() needs no "
+                    "closure, such as AdamW"
+                )
+        trainer = getattr(model, "_trainer", None)  # of a module of Lightning
+        known = getattr(trainer, "optimizers", ())
+        if any(each is other for each in self._optimizers for other in known):
+            raise TaskError(
+                "Lightning does not see the steps of this optimizer, and would count none; hand "
+                "over self.optimizers() in place of self.optimizers().optimizer"
+            )
+        rules = partial(
             RetryRules, name="ElasticStep", max_wait_s=max_wait_s, on_retry=on_retry, sleep=sleep
         )
-        self._attempts: Attempts | None = None
-        self._parts_check, self._on_hazard = PartsCheck(), on_hazard
+        self._batch = BatchInParts(model, self._optimizers, seed, rules, on_hazard)
+        self._update = Update(self._optimizers[0], step=self._step_all)
+        self._scaler = LossScaler(enabled=fp16)
+        self._clip = clip
         self.steps = 0
         """Optimiser steps that are done."""
-        self.samples_used = 0
-        self.parts: list[int] = []
+
+    @property
+    def samples_used(self) -> int:
+        """Samples of all steps that are done, by which dropout is keyed. It is kept in the
+        optimiser's first group, and so in every checkpoint of the optimiser.
+        """
+        return int(self._optimizers[0].param_groups[0].get(_SAMPLES, 0))
+
+    @samples_used.setter
+    def samples_used(self, samples: int) -> None:
+        self._optimizers[0].param_groups[0][_SAMPLES] = samples
+
+    @property
+    def parts(self) -> list[int]:
         """Rows of each part of the last step."""
-        self.most_rows: int | None = None
-        """Of a part, at most; `None`: as many as fit. To try a cut where memory is not short."""
+        return self._batch.parts
+
+    @property
+    def most_rows(self) -> int | None:
+        """Rows of a part, at most; `None`: as many as fit. To try a cut where memory is not
+        short.
+        """
+        return self._batch.most_rows
+
+    @most_rows.setter
+    def most_rows(self, rows: int | None) -> None:
+        self._batch.most_rows = rows
+
+    @property
+    def checking(self) -> bool:
+        """Whether the loss is asked for to see that parts add up: count no figures then."""
+        return self._batch.checking
 
     def step(
-        self, batch: Batch, loss: Callable[[Batch], Tensor], count: int | None = None
+        self, batch: Batch, loss: Callable[[Batch], object], count: float | None = None
     ) -> float:
         """Train on a batch and return its loss.
 
         Args:
             batch: A tensor, or a tuple, list or mapping of tensors, texts or numbers, by sample
-            (`workers.training.batches`).
+            (`workers.training.batches`). One whose samples cannot be told is computed at once.
             loss: From a part of it to the mean loss of the part's samples; with `count` to the sum
-            over its items.
-            count: How many items (such as tokens that are not padding) the whole batch has.
+            over its items. A mapping's `loss` is taken, as of transformers' outputs.
+            count: How many items (such as tokens that are not padding) the whole batch has, or the
+            sum of their weights.
 
         Raises:
-            TaskError: The parts of the batch do not add up (a `PartsError`), or it cannot be cut.
+            TaskError: The parts of the batch do not add up (a `PartsError`), it cannot be cut,
+                nothing is trained, or a gradient is there already.
             OutOfBatchError: One sample at a time did not fit for `max_wait_s`. The weights were not
                 changed.
             NotFiniteError: The loss or its gradient is NaN or infinite; the weights were not
@@ -111,31 +156,36 @@ class ElasticStep:
                 model and optimiser.
         """
         self._update.check()
-        rows = rows_of(batch)
-        if self._attempts is None:
-            self._attempts = Attempts(self._rules(starting_batch_size=rows))
-        by_items, due = count is not None, self._parts_check.due(batch)
-
-        def advance(limit: int) -> list[float]:
-            nonlocal due
-            limit = min(limit, self.most_rows or limit)
-            if due and limit > 1 and not self._accumulator.done:
-                try:
-                    self._check(limit, batch, loss, by_items=by_items)
-                finally:
-                    self._accumulator.begin(rows, count or rows)
-                due = False
-            return self._advance(limit, batch, loss, by_items=by_items)
-
-        self._accumulator.begin(rows, count or rows)
-        self.parts = []
-        done: list[float] = []
-        while not done:
-            # A check and the part after it are one attempt: what is learned is the larger peak.
-            done = self._attempts.run(advance)
+        self._refuse_gradients()
+        if any(
+            getattr(each, "gradient_state", None) and not each.gradient_state.sync_gradients
+            for each in self._optimizers
+        ):
+            raise TaskError(
+                "accelerate would leave out this step; hand over the whole batch, without "
+                "accelerator.accumulate()"
+            )
+        mean: float = self._batch.run(
+            batch,
+            loss,
+            self._finish,
+            first=self.samples_used,
+            count=count,
+            scale=self._scaler.scale,
+        )
         self.steps += 1
-        self.samples_used += rows
-        return done[0]
+        self.samples_used += sum(self.parts)
+        return mean
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what goes into a checkpoint beside those of model and optimiser."""
+        return {"steps": self.steps, "samples_used": self.samples_used, **self._scaler.state()}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from a checkpoint, whose model and optimiser were loaded before."""
+        self.steps, self.samples_used = int(state["steps"]), int(state["samples_used"])
+        self._scaler.load(state)
+        self.recovered()
 
     def recovered(self) -> None:
         """Say that model and optimiser were loaded from a checkpoint after an
@@ -143,42 +193,21 @@ class ElasticStep:
         """
         self._update.cut = False
 
-    def _check(
-        self, limit: int, batch: Batch, loss: Callable[[Batch], Tensor], *, by_items: bool
-    ) -> None:
-        """Refuse a batch whose parts do not add up."""
-
-        def value(part: Batch, first: int) -> Tensor:
-            self._dropouts.key(self.samples_used + first, rows_of(part), self._device)
-            return loss(part)
-
-        weight = None if by_items else rows_of
-        found = check_parts(
-            self._model, batch, value, weight=weight, rows=limit, accumulator=self._accumulator
-        )
-        if found and self._on_hazard is None:
-            raise found[0]
-        for sentence in self._parts_check.done(map(str, found)):
-            if self._on_hazard is not None:
-                self._on_hazard(sentence)
-
-    def _advance(
-        self, limit: int, batch: Batch, loss: Callable[[Batch], Tensor], *, by_items: bool
-    ) -> list[float]:
-        """Compute one part; after the last one update, and return the loss."""
-        rows = self._accumulator.next_rows(limit)
-        first = self._accumulator.done
-        self.parts = self.parts if first else []
-        if rows:
-            self._dropouts.key(self.samples_used + first, rows, self._device)
-            value = loss(part_of(batch, first, rows)) * (1 if by_items else rows)
-            self._accumulator.add(
-                rows, value.detach(), self._accumulator.gradients_of(value, self._scaler.scale)
+    def _refuse_gradients(self) -> None:
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        if any(each.grad is not None for group in groups for each in group["params"]):
+            raise TaskError(
+                "a parameter has a gradient of a backward() of your own; hand over a loss that "
+                "includes it, or call optimizer.zero_grad() before the step"
             )
-            self.parts.append(rows)
-        if self._accumulator.remaining:
-            return []
-        mean, _ = self._accumulator.finish(
+
+    def _finish(self) -> float:
+        self._refuse_gradients()
+        mean, _ = self._batch.sums.finish(
             self._update, self._scaler, step=self.steps, clip=self._clip, rates=None
         )
-        return [mean]
+        return mean
+
+    def _step_all(self) -> None:
+        for optimizer in self._optimizers:  # a scheduler that was made later replaced the method
+            optimizer.step()

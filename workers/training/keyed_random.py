@@ -1,4 +1,4 @@
-"""Random numbers that are a function of what they are for: seed, layer, sample and position.
+"""Random numbers that are a function of what they are for: seed, layer, sample, call and position.
 
 There is no state. So a number does not depend on how a batch was split, on what was computed
 before, or on where a training was interrupted. Only integer arithmetic that wraps is used: a CPU
@@ -12,6 +12,8 @@ from typing import Final
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # `torch.compiler.disable` would load the compiler
+from torch._subclasses.fake_tensor import FakeTensor
 
 from workers.training.errors import TaskError
 from workers.training.order import mixed
@@ -59,42 +61,69 @@ def _shifted(state: Tensor, by: int, width: int) -> Tensor:
     return (state >> by) & ((1 << (width - by)) - 1)
 
 
-class KeyedDropout(nn.Module):
-    """Dropout by seed, sample, layer and position only. Samples are the first dimension."""
+class KeyedDropout(nn.Dropout):
+    """Dropout by seed, layer, sample and position only. Samples are the first dimension.
 
-    def __init__(self, p: float, layer: int = 0) -> None:
-        super().__init__()
-        self.p = p
-        self.layer = layer
-        """Its place among the dropouts of a model; `Dropouts` sets it."""
-        self.keys: Tensor | None = None
-        """One for each sample of the micro-batch under way."""
+    It is called once in a pass. Between two passes of a training it is torch's own dropout.
+    """
+
+    name = ""
+    """Its place in a model, for messages; `Dropouts` sets it."""
+    keys: Tensor | None = None
+    """One for each sample of the micro-batch under way; `None`: there is none."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop elements and scale the others up."""
-        if not self.training or self.p == 0:
-            return x
-        if self.keys is None or x.shape[0] % len(self.keys):
-            keys = "no sample" if self.keys is None else f"{len(self.keys)} samples"
+        """Drop elements and scale the others up.
+
+        Raises:
+            TaskError: The first dimension of `x` is no samples.
+        """
+        if self.keys is None or not self.training or self.p in {0, 1}:
+            return super().forward(x)
+        if not x.dim() or x.shape[0] % len(self.keys):
             raise TaskError(
-                f"dropout {self.layer} got a tensor of shape {tuple(x.shape)} in a micro-batch of "
-                f"{keys}; the first dimension must be the samples, or samples times something"
+                f"the dropout {self.name} got a tensor of shape {tuple(x.shape)} in a part of "
+                f"{len(self.keys)} samples; make the samples its first dimension, or where it "
+                "drops parts of something else, such as a table of positions, set its p to 0"
             )
-        drawn = bits(self.keys, x.numel() // len(self.keys)).view(x.shape)
-        return torch.where(drawn >= int(self.p * 2**32) - 2**31, x * (1 / (1 - self.p)), 0.0)
+        drawn = bits(self._keys_of_call(self.keys), x.numel() // len(self.keys)).view(x.shape)
+        kept = torch.where(drawn >= int(self.p * 2**32) - 2**31, x * (1 / (1 - self.p)), 0.0)
+        return x.copy_(kept) if self.inplace else kept
+
+    def _keys_of_call(self, keys: Tensor) -> Tensor:
+        return keys
+
+
+class CountedDropout(KeyedDropout):
+    """The same, where a pass may call it several times: each call has a mask of its own.
+
+    A number from torch's generator tells the calls apart, because recomputation of activations
+    (`torch.utils.checkpoint`) repeats such numbers: what is computed again gets the same mask.
+    """
+
+    calls: dict[int, int]
+    """Of the pass under way: the number of each call, by what was drawn for it."""
+
+    @_disable_dynamo
+    def _keys_of_call(self, keys: Tensor) -> Tensor:
+        if isinstance(keys, FakeTensor):  # of a plan, in which nothing can be drawn
+            return keys
+        mark = int(torch.empty((), dtype=torch.int64).random_())
+        call = self.calls.setdefault(mark, len(self.calls))
+        return keys ^ _signed(mixed(0, call), 64) if call else keys
 
 
 class Dropouts:
-    """All dropouts of one model. Those of torch are replaced by keyed ones."""
+    """All dropouts of one model. Those of torch become keyed ones, and stay the same objects."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
-        for parent in list(model.modules()):
-            for name, child in list(parent.named_children()):
-                if type(child) is nn.Dropout:
-                    setattr(parent, name, KeyedDropout(child.p).train(child.training))
-        self._layers = [module for module in model.modules() if isinstance(module, KeyedDropout)]
-        for layer, dropout in enumerate(self._layers):
-            dropout.layer = layer
+        self._layers: list[KeyedDropout] = []
+        for name, module in model.named_modules():
+            if type(module) is nn.Dropout:
+                module.__class__ = CountedDropout
+            if isinstance(module, KeyedDropout):
+                module.name = name
+                self._layers.append(module)
         self._seed = seed
 
     def key(self, first: int, rows: int, device: torch.device) -> None:
@@ -102,10 +131,12 @@ class Dropouts:
         if self._layers:
             numbers = torch.arange(first, first + rows, device=device)
             keys = row_keys(self._seed, range(len(self._layers)), numbers)
-            for dropout in self._layers:
-                dropout.keys = keys[dropout.layer]
+            for dropout, own in zip(self._layers, keys, strict=True):
+                dropout.keys = own
+                if isinstance(dropout, CountedDropout):
+                    dropout.calls = {}
 
     def forget(self) -> None:
-        """Drop the keys; the next `key` makes new ones."""
+        """Drop the keys: until the next `key` the dropouts draw from torch's random numbers."""
         for dropout in self._layers:
             dropout.keys = None

@@ -28,6 +28,9 @@ from workers.training.settings import TrainSettings
 
 _BETAS: Final = (0.9, 0.95)
 
+#: What makes the states of torch's Adam and AdamW.
+_ADAMS: Final = Adam._init_group.__qualname__
+
 #: Of bitsandbytes: states of smaller parameters stay in fp32; of others so many have one scale.
 _LEAST_QUANTISED: Final = 4096
 _BLOCK: Final = 256
@@ -152,10 +155,13 @@ def allocate_states(optimizer: Optimizer, on_host: Set[nn.Parameter] = frozenset
         for parameter, states in _allocate_8bit(optimizer):
             if parameter in on_host:  # one parameter's states at a time are on the device
                 states.update(_without_data(large(states, parameter)))
-    for group in optimizer.param_groups if isinstance(optimizer, Adam) else ():
+    # A subclass may have other states; by name, since the compiler wraps this method.
+    by = getattr(type(optimizer), "_init_group", None)
+    for group in optimizer.param_groups if getattr(by, "__qualname__", "") == _ADAMS else ():
         names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
         for parameter in group["params"]:
-            if not optimizer.state[parameter] and parameter.requires_grad:
+            known = optimizer.state[parameter]
+            if parameter.requires_grad and (not known or _is_outdated(known, parameter)):
                 # Where torch itself keeps the number of steps: on the device only if a kernel reads
                 # it.
                 device = parameter.device if group["fused"] or group["capturable"] else None
@@ -167,6 +173,13 @@ def allocate_states(optimizer: Optimizer, on_host: Set[nn.Parameter] = frozenset
                     state = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
                 optimizer.state[parameter] = {"step": step, **state}
     _fill_on_host(optimizer, on_host)
+
+
+def _is_outdated(state: Mapping[str, Any], parameter: Tensor) -> bool:
+    """Whether states before the first step are those of another type or device than now."""
+    moment = state.get("exp_avg")
+    moved = isinstance(moment, Tensor) and moment.dtype != parameter.dtype
+    return moved and not state["step"]
 
 
 def _allocate_8bit(optimizer: Any) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:  # noqa: ANN401 - bitsandbytes' own
@@ -420,12 +433,11 @@ class Update:
 
     def run(
         self,
-        parameters: Sequence[nn.Parameter],
-        gradients: Sequence[Tensor],
+        pairs: Sequence[tuple[nn.Parameter, Tensor]],
         factor: float,
         rates: Sequence[float] | None,
     ) -> None:
-        """Do one step with `gradients` times `factor`.
+        """Do one step with the gradient of each parameter, times `factor`.
 
         `rates` are the learning rates of the groups; `None` leaves them as they are.
 
@@ -436,12 +448,15 @@ class Update:
         self.cut = True
         failure: str | None = None
         try:
-            self._change(parameters, gradients, factor, rates)
+            self._change(pairs, factor, rates)
         except Exception as error:
             verdict = classify(error)
             if verdict.kind not in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
                 raise
             failure = verdict.text
+        finally:
+            for parameter, _ in pairs:  # as `zero_grad` leaves them
+                parameter.grad = None
         # Outside the handler: the error must hold no tensor, and must not look like its cause.
         if failure is not None:
             raise UpdateInterruptedError(
@@ -453,14 +468,13 @@ class Update:
     @torch.no_grad()
     def _change(
         self,
-        parameters: Sequence[nn.Parameter],
-        gradients: Sequence[Tensor],
+        pairs: Sequence[tuple[nn.Parameter, Tensor]],
         factor: float,
         rates: Sequence[float] | None,
     ) -> None:
-        if factor != 1:
-            torch._foreach_mul_(list(gradients), factor)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+        if factor != 1 and pairs:
+            torch._foreach_mul_([gradient for _, gradient in pairs], factor)
+        for parameter, gradient in pairs:
             # Itself, unless the weights are half precision.
             parameter.grad = gradient.to(parameter.dtype)
         if rates is not None:

@@ -8,19 +8,25 @@ tell what only other samples would show.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from workers.training.accumulator import Accumulator
 from workers.training.batches import Batch, part_of, picked, rows_of, tensors_in
 from workers.training.errors import TaskError
+from workers.units import MIB
 
 Cause: TypeAlias = Literal["mean", "sum", "count", "batch statistics", "dropout", "unknown"]
+
+Place: TypeAlias = tuple[nn.Module, str]
+"""Where a buffer is: a module, and its name there."""
 
 #: Samples of a check: two in each part, because a batch norm refuses a single one.
 ROWS: Final = 4
@@ -33,6 +39,9 @@ _ROUNDINGS: Final = 16.0
 
 #: The precision of TF32, which cards take for fp32: ten bits behind the point.
 _TF32: Final = 2.0**-10
+
+#: What a pass changes is smaller, unlike a table or a quantised weight.
+_SMALL_BYTES: Final = MIB
 
 #: How far a mean may lie from the line between its parts, as a share of that line.
 _LEAST_TURN: Final = 0.01
@@ -55,25 +64,30 @@ def check_parts(
     counted: str = "count",
     rows: int = ROWS,
     accumulator: Accumulator | None = None,
-) -> list[PartsError]:
+    buffers: dict[Place, bool] | None = None,
+) -> list[PartsError] | None:
     """Compute up to `rows` samples of a batch at once and in two parts; compare.
 
     It takes the memory of a part of `rows` samples, may run out of it as one, and changes nothing.
     Fewer than two samples tell nothing.
 
     Args:
-        model: Its trained parameters get the gradients.
+        model: What `loss` computes with: its buffers, modes and dropouts are looked at.
         batch: As `loss` takes it, and as `rows_of` can count it.
         loss: From some samples, and the place of the first of them in the check, to their loss.
         weight: By what the loss of a part is multiplied before it is added: how many items a mean
             is of. `None`: the loss is added up as it is.
         counted: What tells the loss of the items of the whole batch, for the sentence.
         rows: Samples that fit.
-        accumulator: What it has added up is lost; `None`: more memory is taken for one.
+        accumulator: Whose parameters get gradients; what it has added up is lost. `None`: those of
+            the model, and more memory is taken.
+        buffers: Is told the buffers that a pass changes, and whether it does so once, whatever its
+            samples are.
 
     Returns:
-        What else makes the result depend on how a batch is cut: `dropout`, `batch statistics`, or
-        `unknown`.
+        What else makes the result depend on how a batch is cut, the gravest alone: `unknown`, or
+        `batch statistics` and `dropout`. `None`: these samples tell nothing, such as some without
+        weight.
 
     Raises:
         PartsError: What is added up is a `mean` in place of a sum, a `sum` in place of a mean, or a
@@ -83,29 +97,53 @@ def check_parts(
     rows = min(rows, rows_of(batch), ROWS)
     if rows < 2:
         return []
-    order = _by_items(batch)[0]
-    some = picked(batch, [*order[: rows // 2], *order[rows // 2 - rows :]])
-    trained = [each for each in model.parameters() if each.requires_grad]
-    compared = _Comparison(trained, loss, weight, accumulator or Accumulator(trained), some)
+    order = _order(batch)
+    # The last may have no items at all: one that has some stands beside it.
+    some = picked(batch, [*order[: rows - 1], order[-1]])
+    if accumulator is None:
+        accumulator = Accumulator([each for each in model.parameters() if each.requires_grad])
+    compared = _Comparison(model, loss, weight, accumulator, some)
+    draws = False
+    norms = {
+        module: _named(module, name)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
+    }
+    by_norms = [PartsError(f"{', '.join(norms.values())} {_NORM}", "batch statistics")]
+    if norms and rows < ROWS:  # which refuse to normalise over a single sample
+        return by_norms
     with unchanged(model):
-        if compared.adds_up():
-            return []
-        drew = compared.drew
-        norms = [
-            f"{name or 'the model'} ({type(module).__name__})"
-            for name, module in model.named_modules()
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
-        ]
-        # Without what only training does, a sum or a mean shows itself.
-        for module in model.modules():
-            module.training = isinstance(module, nn.RNNBase)  # cuDNN has no gradient of one in eval
-        right = compared.adds_up()
-    if not right and not compared.drew and (cause := compared.cause()) != "unknown":
-        raise PartsError(_SENTENCES[cause].replace("COUNT", counted), cause)
-    found = [PartsError(f"{', '.join(norms)} {_NORM}", "batch statistics")] if norms else []
-    if drew or compared.drew:
-        found.append(PartsError(_DROPOUT, "dropout"))
-    return found or [PartsError(_UNKNOWN)]
+        adds_up = compared.adds_up()
+        if buffers is not None:
+            buffers.update(compared.kept)
+        if adds_up and not compared.tells:
+            return None
+        others = {module: _named(module, name) for module, name in compared.lost}
+        others = {module: name for module, name in others.items() if module not in norms}
+        if not adds_up:
+            # Without what only training does, a sum or a mean shows itself.
+            with unchanged(model), _quiet(model):
+                right = compared.adds_up(is_quiet=True)
+            if not right:
+                return _wrong(compared.cause(), counted, _hint(model))
+            for module in (*norms, *others):
+                module.eval()
+            draws = not (norms or others) or not compared.adds_up()
+    found = by_norms if norms and not adds_up else []
+    if draws:
+        found.append(PartsError(_DROPOUT + _hint(model), "dropout"))
+    elif others:
+        found.append(PartsError(f"{', '.join(others.values())} {_BUFFER}", "batch statistics"))
+    return found
+
+
+def _wrong(cause: Cause, counted: str, hint: str) -> list[PartsError]:
+    """Return what is unknown, or raise what is known to be wrong."""
+    sentence = _SENTENCES[cause].replace("COUNT", counted)
+    error = PartsError(sentence if cause in {"mean", "sum"} else sentence + hint, cause)
+    if cause == "unknown":
+        return [error]
+    raise error
 
 
 class PartsCheck:
@@ -116,14 +154,21 @@ class PartsCheck:
         self._uneven = False
         self._told: set[str] = set()
 
-    def due(self, batch: Batch) -> bool:
-        """Whether no batch of this form was checked: types, sizes to a factor of two, and whether
-        samples are filled up unequally.
+    def due(self, batch: Batch, rows: int, *others: object) -> bool:
+        """Whether no batch of this form was checked: types, sizes to a factor of two, whether
+        samples are filled up unequally, and what else a result may depend on.
         """
-        self._uneven = self._uneven or _by_items(batch)[1]
+        if not self._uneven:
+            least, most = _filled(batch, rows).aminmax()
+            # By chance a sample of tokens begins or ends with two that are equal.
+            self._uneven = bool(most - least > 1)
         forms = ((each.dtype, *map(int.bit_length, each.shape[1:])) for each in tensors_in(batch))
-        self._form = (self._uneven, *forms)
-        return rows_of(batch) > 1 and self._form not in self._seen
+        self._form = (self._uneven, *others, *forms)
+        return self._form not in self._seen
+
+    def forget(self) -> None:
+        """Have the next batch checked, whatever its form."""
+        self._seen.clear()
 
     def done(self, found: Iterable[str]) -> list[str]:
         """Take note of a check and its sentences; return those that are new."""
@@ -137,52 +182,70 @@ class PartsCheck:
 class _Comparison:
     """Some samples in two parts and at once."""
 
-    _parameters: Sequence[nn.Parameter]
+    _model: nn.Module
     _loss: Callable[[Batch, int], Tensor]
     _weight: Callable[[Batch], float] | None
     _sums: Accumulator
     _batch: Batch
 
-    def adds_up(self) -> bool:
+    def adds_up(self, *, is_quiet: bool = False) -> bool:
         """Compute; say whether the parts add up. What is not finite tells nothing."""
-        device = self._parameters[0].device
-        before, rows = _random_states(device), rows_of(self._batch)
+        rows = rows_of(self._batch)
+        half, start = rows // 2, Snapshot(places_of(self._model.modules(), small=True))
         self._precision = 0.0
-        #: Loss, and gradient along the weights, of both parts and of the whole.
+        #: Loss, and gradient along the weights, of the whole and of both parts.
         self._points: list[tuple[float, float]] = []
-        self._sums.begin(rows, 1)
-        half = rows // 2
-        first, length = self._add(part_of(self._batch, 0, half), 0, half)
-        second, other = self._add(part_of(self._batch, half, rows - half), half, rows - half)
-        whole, _ = self._add(self._batch, 0, 0)
-        self.drew = not all(map(torch.equal, before, _random_states(device)))
+        self._sums.begin(2 * rows, 1)
+        with _Draws(constant=False) as of_whole:
+            whole, _ = self._add(self._batch, 0, -1.0)
+        after = start.changed(restore=True)
+        with _Draws(constant=False) as of_part:
+            first, length = self._add(part_of(self._batch, 0, half), 0, 1.0)
+        one = start.changed(restore=True)
+        second, other = self._add(part_of(self._batch, half, rows - half), half, 1.0)
+        two = start.changed(restore=True)
+        #: Buffers that a pass changes: whether it does so once, whatever its samples are.
+        self.kept: dict[Place, bool] = {}
+        #: Buffers to which the parts add up to something else than the whole.
+        self.lost: list[Place] = []
+        for place, at in after.items():
+            before = start.saved[place]
+            parts = [each.get(place, before) for each in (one, two)]
+            self.kept[place] = all(_alike(part, at, before) for part in parts)
+            added = before if before.dtype == torch.bool else parts[0] + parts[1] - before
+            if not self.kept[place] and not _alike(added, at, before):
+                self.lost.append(place)
+        self.tells = bool(length and other)
         fine = self._precision < _TF32 / 2
         self._tolerance = self._precision * (_LONG_SUM if fine else _ROUNDINGS)
         if not math.isfinite(whole) or not math.isfinite(first + second):
             return not math.isfinite(whole)
+        # What is drawn for each sample may be rare, and change nothing here.
+        draws_alike = is_quiet or of_whole.shapes == of_part.shapes
         return (
-            abs(first + second - whole) <= self._tolerance * (abs(first) + abs(second))
-            and _norm(self._sums.gradients) <= self._tolerance * (length + other)
+            draws_alike
+            and abs(first + second - whole) <= self._tolerance * (abs(first) + abs(second))
+            and _norm([own for _, own in self._sums.pairs]) <= self._tolerance * (length + other)
         )  # fmt: skip
 
-    def _add(self, part: Batch, first: int, rows: int) -> tuple[float, float]:
-        """Add a part to the sums, or subtract the whole (0 rows); return its loss and length."""
+    def _add(self, part: Batch, first: int, sign: float) -> tuple[float, float]:
+        """Add a part to the sums, or subtract the whole; return its loss and length."""
         weight = 1.0 if self._weight is None else float(self._weight(part))
         if not weight:  # of no items, which add nothing
             self._points.append((0.0, 0.0))
             return 0.0, 0.0
         with torch.autograd.graph.saved_tensors_hooks(self._look, lambda saved: saved):
             loss = self._loss(part, first)
-            found = self._sums.gradients_of(loss, weight if rows else -weight)
+            found = self._sums.gradients_of(loss, weight * sign)
         value = float(self._look(loss.detach()))
-        self._sums.add(rows, loss.detach(), found)
+        self._sums.add(rows_of(part), loss.detach(), found)
         pairs = [
             (own.detach().flatten(), new.flatten())
-            for own, new in zip(self._parameters, found, strict=True)
+            for own, new in zip(self._sums.parameters, found, strict=True)
             if new is not None
         ]
         along = float(sum(torch.dot(own, new).double() for own, new in pairs))
-        self._points.append((value, along / (weight if rows else -weight)))
+        self._points.append((value, along / (weight * sign)))
         return value * weight, _norm([new for _, new in pairs])
 
     def _look(self, saved: Tensor) -> Tensor:
@@ -196,7 +259,7 @@ class _Comparison:
 
     def cause(self) -> Cause:
         """Return what losses and gradients look like that did not add up."""
-        (first, _), (second, _), (whole, _) = self._points
+        (whole, _), (first, _), (second, _) = self._points
         mean: Cause = "mean" if self._weight is None else "count"
         if not math.isfinite(first + second):  # the mean of no items is NaN
             return mean
@@ -204,7 +267,7 @@ class _Comparison:
             return "sum"
         # A mean lies between its parts, by one share in the loss and in the gradient.
         points = torch.tensor(self._points, dtype=torch.float64)
-        one, other, at = points / points.abs().amax(0).clamp(min=1e-300)
+        at, one, other = points / points.abs().amax(0).clamp(min=1e-300)
         way = one - other
         share = ((at - other) @ way / (way @ way).clamp(min=1e-300)).clamp(0, 1)
         off = torch.linalg.vector_norm(at - other - share * way)
@@ -212,34 +275,161 @@ class _Comparison:
         return mean if bool(off <= near) else "unknown"
 
 
+class Snapshot:
+    """Buffers, as they are at one moment."""
+
+    def __init__(self, places: Iterable[Place]) -> None:
+        self._buffers = {
+            (module, name): buffer
+            for module, name in places
+            if (buffer := module._buffers[name]) is not None
+        }
+        self.saved = {place: buffer.clone() for place, buffer in self._buffers.items()}
+
+    def changed(self, *, restore: bool = False) -> dict[Place, Tensor]:
+        """Return copies of those that hold something else now."""
+        now = {(module, name): module.get_buffer(name) for module, name in self.saved}
+        changed = {
+            place: buffer.clone()
+            for place, buffer in now.items()
+            if not torch.equal(buffer, self.saved[place])
+        }
+        if restore:
+            self.restore()
+        return changed
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put them back."""
+        for (module, name), saved in self.saved.items():
+            module._buffers[name] = self._buffers[module, name].copy_(saved)
+
+
+def places_of(modules: Iterable[nn.Module], *, small: bool = False) -> list[Place]:
+    """Return where modules have buffers; or only those of a `state_dict` that are no tables."""
+    return [
+        (module, name)
+        for module in modules
+        for name, buffer in module._buffers.items()
+        if not small
+        or (
+            buffer is not None
+            and buffer.nbytes <= _SMALL_BYTES
+            and name not in module._non_persistent_buffers_set
+        )
+    ]
+
+
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Leave buffers, modes and torch's random numbers as they were."""
-    device = next(model.parameters()).device
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    random, *of_card = _random_states(device)
+    device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
+    buffers, drawn = Snapshot(places_of(model.modules())), RandomState(device)
     try:
         yield
     finally:
         for module, training in modes:
             module.training = training
-        with torch.no_grad():
-            for module, name, buffer, saved in buffers:
-                module._buffers[name] = buffer.copy_(saved)
-        torch.set_rng_state(random)
-        for state in of_card:
-            torch.cuda.set_rng_state(state, device)
+        buffers.restore()
+        drawn.restore()
 
 
-def _random_states(device: torch.device) -> list[Tensor]:
-    of_card = device.type == "cuda"
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if of_card else [])]
+class RandomState:
+    """The random numbers of torch, on the host and on a card, and of Python."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._card = device if device.type == "cuda" else None
+        self._of_host, self._of_python = torch.get_rng_state(), random.getstate()
+        self._of_card = None if self._card is None else torch.cuda.get_rng_state(self._card)
+
+    def restore(self) -> None:
+        """Go back to them."""
+        torch.set_rng_state(self._of_host)
+        random.setstate(self._of_python)
+        if self._card is not None and self._of_card is not None:
+            torch.cuda.set_rng_state(self._of_card, self._card)
+
+
+@contextmanager
+def _quiet(model: nn.Module) -> Iterator[None]:
+    """Have a model in evaluation mode, and what draws random numbers draw constants."""
+    rests = [(each, each.dropout) for each in model.modules() if isinstance(each, nn.RNNBase)]
+    model.eval()
+    for rnn, _ in rests:  # cuDNN has no gradient of one in eval
+        rnn.train().dropout = 0.0
+    try:
+        with _Draws(constant=True):
+            yield
+    finally:
+        for rnn, dropout in rests:
+            rnn.dropout = dropout
+
+
+class _Draws(TorchDispatchMode):
+    """Sees what operators draw at random; `constant`: has all samples get the same."""
+
+    def __init__(self, *, constant: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # missing in torch's stubs
+        self._constant = constant
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401 - an operator of torch
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the operator returns
+        result = func(*args, **(kwargs or {}))
+        # A fused kernel (`_scaled_dot_product_...`, `_cudnn_rnn`) has the tag and may draw nothing.
+        fused = func._schema.name.startswith(("aten::_", "aten::miopen"))
+        if torch.Tag.nondeterministic_seeded in func.tags and not fused:
+            for drawn in tensors_in([result]):
+                self.shapes.append(drawn.shape)
+                if self._constant:
+                    drawn.fill_(0.5 if drawn.is_floating_point() else drawn.dtype == torch.bool)
+        return result
+
+
+def _alike(one: Tensor, other: Tensor, before: Tensor) -> bool:
+    """Whether two successors of a buffer are equal but for rounding."""
+    if one.shape != other.shape or not other.is_floating_point():
+        return torch.equal(one, other)
+    precision = torch.finfo(other.dtype).eps
+    rounding = max(1e-6, precision * (_LONG_SUM if precision < _TF32 / 2 else _ROUNDINGS))
+    largest = max(float(each.abs().max()) if each.numel() else 0.0 for each in (other, before))
+    return torch.allclose(one, other, rtol=rounding, atol=rounding * largest, equal_nan=True)
+
+
+def _named(module: nn.Module, name: str) -> str:
+    return f"{name} ({type(module).__name__})"
+
+
+def _hint(model: nn.Module) -> str:
+    """Return what else may be wrong where parts do not add up: time before samples."""
+    first = (
+        _named(module, name)
+        for name, module in model.named_modules()
+        if getattr(module, "batch_first", True) is False
+    )
+    return next((f"; {each} {_TIME_FIRST}" for each in first), "")
+
+
+def one_number(loss: object) -> Tensor:
+    """Return what a loss function gave as one number: a tensor, or what a mapping has as `loss`.
+
+    Raises:
+        TaskError: It is neither.
+    """
+    if isinstance(loss, Mapping):  # such as the outputs of a model of transformers
+        loss = loss.get("loss")
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.reshape(())
+    said = f"is a {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        said = f"has the shape {tuple(loss.shape)}"
+    raise TaskError(f"the loss {said}; return one number as a tensor, without item()")
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:
@@ -248,45 +438,72 @@ def _norm(tensors: Sequence[Tensor]) -> float:
     return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
 
-@torch.no_grad()
-def _by_items(batch: Batch) -> tuple[list[int], bool]:
-    """Return the places of samples by what fills them up, the least first; and whether they differ.
-
-    That is a run of one number at the begin or end of a sample, and ignored labels (negative).
-    """
-    rows = rows_of(batch)
-    filled = torch.zeros(rows, dtype=torch.int64)
+def _labels(batch: Batch, rows: int) -> Iterator[Tensor]:
+    """Yield the whole numbers of a batch, by sample: labels, or rows of tokens."""
     for tensor in tensors_in(batch):
         real = tensor.is_floating_point() or tensor.is_complex()
-        if not real and tensor.dim() == 2 and tensor.shape[0] == rows and tensor.shape[1]:
-            begin, end = tensor == tensor[:, :1], tensor.flip(1) == tensor[:, -1:]
-            runs = begin.int().cumprod(1) + end.int().cumprod(1) + 2 * (tensor < 0)
-            filled += runs.sum(1).cpu()
-    # By chance a sample of tokens begins or ends with two that are equal.
-    return filled.argsort().tolist(), bool(filled.max() - filled.min() > 1)
+        if not real and tensor.dim() in {1, 2} and tensor.shape[0] == rows and tensor.numel():
+            yield tensor
+
+
+@torch.no_grad()
+def _filled(batch: Batch, rows: int) -> Tensor:
+    """Return by how much samples are filled up: a run of one number at the begin or end of each,
+    and ignored labels (negative).
+    """
+    filled = torch.zeros(rows, dtype=torch.int64)
+    for labels in _labels(batch, rows):
+        runs = 2 * (labels < 0)
+        if labels.dim() == 2:
+            begin, end = labels == labels[:, :1], labels.flip(1) == labels[:, -1:]
+            runs = (begin.int().cumprod(1) + end.int().cumprod(1) + runs).sum(1)
+        filled += runs.cpu()
+    return filled
+
+
+def _order(batch: Batch) -> list[int]:
+    """Return the places of samples: those that are filled up the least first, and of these those
+    with rare labels, which may weigh more.
+    """
+    rows = rows_of(batch)
+    common = torch.zeros(rows, dtype=torch.int64)
+    for labels in _labels(batch, rows):
+        if labels.dim() == 1:
+            common += (labels == labels[:, None]).sum(1).cpu()
+    keys = list(zip(_filled(batch, rows).tolist(), common.tolist(), strict=True))
+    return sorted(range(rows), key=keys.__getitem__)
 
 
 _NORM: Final = (
     "normalises over the samples that are computed together, so the result depends on how a batch "
     "is cut (batch statistics); use GroupNorm or LayerNorm, or put it into eval mode"
 )
+_BUFFER: Final = (
+    "is changed by each pass in a way that depends on how a batch is cut (batch statistics); "
+    "change it after the step, or put the module into eval mode"
+)
 _DROPOUT: Final = (
     "the model draws from torch's own random numbers, so the result depends on how a batch is cut "
     "(dropout); use nn.Dropout modules in place of functional.dropout, which become keyed by "
-    "sample, and set dropout inside an attention to 0 (in the config of a transformers model: "
+    "sample where they are in the model that was handed over (of several models an nn.ModuleList), "
+    "draw noise before the step and put it into the batch, "
+    "and set dropout inside an attention to 0 (in the config of a transformers model: "
     "attention_dropout, attn_pdrop or attention_probs_dropout_prob)"
 )
-_UNKNOWN: Final = (
-    "the parts of a batch do not add up to the whole, and the loss is neither the sum nor the mean "
-    "of its samples; a loss that compares samples with each other cannot be cut"
+_TIME_FIRST: Final = (
+    "has batch_first=False: if the first dimension of the batch is time, hand over batches whose "
+    "first dimension is the samples, and turn them in the model after its dropout"
 )
 _SENTENCES: Final[dict[Cause, str]] = {
+    "unknown": "the parts of a batch do not add up to the whole, and the loss is neither the sum "
+    "nor the mean of its samples; a loss that compares samples with each other cannot be cut",
     "mean": "the loss of a part is a mean, and is added up as a sum: it ignores COUNT; return the "
     "sum over the items (reduction='sum'), or that divided by the items of the whole batch if the "
     "loss gets their number",
     "sum": "the loss of a part is a sum over its items, and is taken for a mean; hand over their "
     "number in the whole batch (COUNT), or return the mean of the samples",
     "count": "the loss of a part is a mean over items of which samples have unequally many "
-    "(padding, ignored labels), so parts weigh wrongly; return the sum over the items "
-    "(reduction='sum') and hand over their number in the whole batch (COUNT)",
+    "(padding, ignored labels, class weights), so parts weigh wrongly; return the sum over the "
+    "items (reduction='sum') and hand over their number, or the sum of their weights, in the whole "
+    "batch (COUNT)",
 }

@@ -9,11 +9,15 @@ them can be predicted.
 The vocabulary is the 256 values of a byte. The text itself is not held: a sample is read from its
 file when it is used. Files are not mapped: reading a mapped file that became shorter would end the
 process. What is held of documents is an index, 8 bytes for each piece.
+
+A byte order mark, with which editors of Windows begin a file, is no part of its text: places are
+counted from the byte after it.
 """
 
 from __future__ import annotations
 
 import bisect
+import codecs
 import hashlib
 import itertools
 import json
@@ -21,7 +25,7 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import IO, Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -147,7 +151,7 @@ def _size_of_text(path: Path) -> int:
     try:
         with path.open("rb") as file:
             if b"\0" not in file.read(_LOOK_BYTES):
-                return file.seek(0, os.SEEK_END)
+                return file.seek(0, os.SEEK_END) - _begin_of(file)
     except OSError as failure:
         raise _unreadable(path, failure) from failure
     raise TextError(
@@ -156,11 +160,17 @@ def _size_of_text(path: Path) -> int:
     )
 
 
+def _begin_of(file: IO[bytes]) -> int:
+    """Return the place of a file's first byte of text."""
+    mark = codecs.BOM_UTF8
+    return len(mark) if os.pread(file.fileno(), len(mark), 0) == mark else 0
+
+
 def _read_at(path: Path, offset: int, count: int) -> bytes:
-    """Return bytes of a file, fewer where it ends."""
+    """Return bytes of a file's text, fewer where it ends."""
     try:
         with path.open("rb", buffering=0) as file:
-            return os.pread(file.fileno(), count, offset)
+            return os.pread(file.fileno(), count, _begin_of(file) + offset)
     except OSError as failure:
         raise _unreadable(path, failure, " any more") from failure
 
@@ -298,7 +308,7 @@ class TextDocuments(_TextSamples):
         before = int(offset > 0)
         try:
             with path.open("rb") as file:
-                file.seek(offset - before)
+                file.seek(_begin_of(file) + offset - before)
                 gap, line = file.read(before), file.readline(_LONGEST_LINE_BYTES)
         except OSError as failure:
             raise _unreadable(path, failure, " any more") from failure
@@ -366,7 +376,7 @@ def piece_of(pieces: Tensor, index: int) -> tuple[int, int]:
 
 
 def _lines(path: Path, size: int) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Yield the lines in the first `size` bytes of a file, part by part: starts, lengths, checksum
+    """Yield the lines in the first `size` bytes of a text, part by part: starts, lengths, checksum
     so far.
 
     The lengths are without the ends of the lines. What another program adds meanwhile is left out.
@@ -374,6 +384,7 @@ def _lines(path: Path, size: int) -> Iterator[tuple[Tensor, Tensor, int]]:
     begin = carried = checksum = 0
     returned = False  # whether what was read so far ends with a carriage return
     with path.open("rb", buffering=0) as file:
+        file.seek(_begin_of(file))
         part = b" "
         while part:
             part = file.read(min(_PART_BYTES, size))
@@ -397,6 +408,7 @@ def _json_lines(path: Path, size: int) -> Iterator[tuple[Tensor, Tensor, int]]:
     """Yield the same; the lengths are those of the texts in the lines."""
     begin = checksum = number = 0
     with path.open("rb") as file:
+        file.seek(_begin_of(file))
         while True:
             starts, lengths = list[int](), list[int]()
             for line in itertools.islice(

@@ -30,7 +30,7 @@ from workers.training.accumulator import Accumulator
 from workers.training.batches import Batch, on_device, part_of, rows_of
 from workers.training.checkpoints import Identity, Lever, weights_sha256
 from workers.training.earlier import begun_model
-from workers.training.errors import StateMismatchError, TaskError
+from workers.training.errors import StateMismatchError
 from workers.training.host_memory import Parking
 from workers.training.host_states import HostStates
 from workers.training.keyed_random import Dropouts
@@ -53,7 +53,7 @@ from workers.training.optimizers import (
     forget_states,
     load_states,
 )
-from workers.training.parts import ROWS, PartsCheck, PartsError, check_parts, unchanged
+from workers.training.parts import ROWS, PartsCheck, PartsError, check_parts, one_number, unchanged
 from workers.training.profiling import Part, TimeShares
 from workers.training.schedule import Course
 from workers.training.settings import Precision, TrainSettings
@@ -251,7 +251,7 @@ class Trainer:
 
         try:
             with self._levers.region():
-                return check_parts(
+                found = check_parts(
                     self.model,
                     self._feed.batch,
                     loss,
@@ -259,6 +259,7 @@ class Trainer:
                     rows=rows,
                     accumulator=self._accumulator,
                 )
+            return found or []
         finally:
             self._accumulator.begin(self.settings.batch, self._feed.count)
 
@@ -277,9 +278,12 @@ class Trainer:
                 for rows in sizes:
                     part = self._part(self._accumulator.done, rows, level, "fp32", scale)
                     self._accumulator.add(rows, *part)
-            names = [name for name, weight in self.model.named_parameters() if weight.requires_grad]
-            gradients = [sums.to("cpu", copy=True) / scale for sums in self._accumulator.gradients]
-            return dict(zip(names, gradients, strict=True))
+            given = dict(self._accumulator.pairs)
+            return {
+                name: given[weight].to("cpu", copy=True) / scale
+                for name, weight in self.model.named_parameters()
+                if weight in given
+            }
         finally:
             self._accumulator.begin(self.settings.batch, self._feed.count)
 
@@ -408,8 +412,6 @@ class Trainer:
 
         Between this and `unpark` only `state` and `progress` may be called.
         """
-        for parameter in self.parameters:
-            parameter.grad = None
         self._dropouts.forget()
         self.compiling.park()
         states = self._update.optimizer.state.values()
@@ -483,7 +485,7 @@ class Trainer:
             if self.task.loss_is == "mean":
                 items = self.task.count(part_of(self._feed.batch, first, rows))
                 if not items:  # the mean of none is not a number, and adds nothing
-                    return torch.zeros_like(loss), [torch.zeros_like(e) for e in self.parameters]
+                    return torch.zeros_like(loss), [None] * len(self.parameters)
                 loss = loss * items
             return loss.detach(), self._accumulator.gradients_of(loss, scale)
 
@@ -506,13 +508,7 @@ class Trainer:
         # By the number of each sample in the whole training.
         self._dropouts.key(number, rows, self.device)
         with precision.autocast(arithmetic, self.device), self._levers.saving():
-            loss = self.task.loss(self.model, self._levers.ordered(part))
-        if loss.dim():
-            raise TaskError(
-                f"the loss of {self.task.name} has the shape {tuple(loss.shape)}; it must be one "
-                "number"
-            )
-        return loss
+            return one_number(self.task.loss(self.model, self._levers.ordered(part)))
 
     def _look(self, check: PartsCheck, limit: int, level: int) -> None:
         """Look for hazards in a batch of a form that was not seen yet, with so many recomputed
@@ -520,7 +516,7 @@ class Trainer:
         """
         # It is computed in fp32, which takes twice the memory of half precision.
         rows = limit // 2 if self.settings.precision in {"bf16", "fp16"} else limit
-        if rows > 1 and check.due(self._feed.batch):
+        if rows > 1 and check.due(self._feed.batch, self.settings.batch):
             new = check.done(hazards(self, min(rows, ROWS), level))
             self.hazards += new
             self._untold += new

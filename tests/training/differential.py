@@ -1,0 +1,567 @@
+"""Trainings drawn by a seed, each as a plain loop and by `ElasticStep` in drawn parts: equal to
+rounding, or refused in one sentence.
+
+A draw is a set of features, each a small function that changes a `Course`. Every feature draws from
+random numbers of its own, so that a draw without one of them is otherwise the same: that is how a
+failure is shrunk. What only the tested course does (parts, memory that runs out, recomputation, a
+restart) must change nothing. With dropout, which `ElasticStep` keys by sample, the reference is
+`ElasticStep` itself with whole batches.
+
+    python -m tests.training.differential --draws 1000 --first-seed 0
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import lr_scheduler
+
+from tests.training import features as of
+from tests.training import loops
+from tests.training.courses import STEPS, Course, Feature, tensor_of
+from workers.training.elastic import ElasticStep
+from workers.training.errors import TrainingError
+
+Outcome: TypeAlias = Literal[
+    "void", "equal", "refused", "told", "unequal", "raw error", "refused what is right",
+    "a refusal changed something", "a refusal of several lines",
+]  # fmt: skip
+
+FINE: Final = ("void", "equal", "refused", "told")
+
+#: Of the largest number of a tensor, and at least of 1. Rounding of 2^-53 and 2^-24 grows some
+#: 1,000 times in 20 steps; a gradient that is missing or twice there is off by more than 10^-4.
+_TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 0.1}
+
+#: A number beyond this, or NaN: rounding has grown with it.
+_DIVERGED: Final = 1000.0
+
+
+# ---- What is drawn
+
+#: Where a gradient may be nothing but rounding, a rule by its sign tells nothing.
+_NO_SIGNS = (
+    "conv transformer batch-norm batch-norm-in-eval weight-norm spectral-norm single "
+    "head-in-single head-in-half"
+)
+_SUMS = "sum-and-count sum-of-real sum-of-weighted sum-alone count-ignored decay-term-of-sum"
+
+GROUPS: Final = (
+    (  # models
+        Feature("mlp", of.mlp, 3),
+        Feature("tied", of.tied, 1),
+        Feature("shared", of.shared, 1),
+        Feature("conv", of.conv, 1),
+        Feature("recurrent", of.recurrent, 1),
+        Feature("transformer", of.transformer, 1),
+        Feature("bag", of.bag, 1),
+        Feature("sparse", of.sparse, 0.5, "wrong"),
+    ),
+    (  # how a loss is reduced
+        Feature("mean", of.mean, 8),
+        Feature("sum-and-count", of.sum_and_count, 3),
+        Feature("sum-of-real", of.sum_of_real, 3),
+        Feature("sum-of-weighted", of.sum_of_weighted, 2),
+        Feature("mean-of-weighted", of.mean_of_weighted, 2),
+        Feature("mean-of-real", of.mean_of_real, 0.4, "wrong", "form"),
+        Feature("mean-by-weights", of.mean_by_weights, 0.4, "wrong"),
+        Feature("sum-alone", of.sum_alone, 0.4, "wrong"),
+        Feature("count-ignored", of.count_ignored, 0.4, "wrong"),
+        Feature("decay-term-of-sum", of.decay_term_of_sum, 0.4, "wrong"),
+    ),
+    (  # optimisers
+        Feature(
+            "sgd",
+            loops.option(
+                optim.SGD,
+                {"momentum": 0.9},
+                {"momentum": 0.9, "nesterov": True},
+                *loops.FUSED,
+                lr=0.05,
+            ),
+            4,
+        ),
+        Feature("adam", loops.option(optim.Adam, *loops.ADAM, lr=0.01, eps=1e-2), 2),
+        Feature("adamw", loops.option(optim.AdamW, *loops.ADAM, lr=0.01, eps=1e-2), 3),
+        Feature(
+            "rmsprop",
+            loops.option(
+                optim.RMSprop, *loops.EACH, {"momentum": 0.9}, {"centered": True}, lr=0.01, eps=1e-2
+            ),
+            1,
+        ),
+        Feature(
+            "adagrad",
+            loops.option(optim.Adagrad, *loops.FUSED, {"lr_decay": 0.1}, lr=0.05, eps=1e-2),
+            1,
+        ),
+        Feature("adadelta", loops.option(optim.Adadelta, *loops.EACH, eps=1e-2), 1),
+        Feature("adamax", loops.option(optim.Adamax, *loops.EACH, lr=0.01, eps=1e-2), 1),
+        Feature("nadam", loops.option(optim.NAdam, *loops.EACH, lr=0.01, eps=1e-2), 1),
+        Feature("radam", loops.option(optim.RAdam, *loops.EACH, lr=0.01, eps=1e-2), 1),
+        Feature(
+            "rprop", loops.option(optim.Rprop, {"foreach": True}, lr=0.001), 0.7, without=_NO_SIGNS
+        ),
+        Feature("asgd", loops.option(optim.ASGD, *loops.EACH, lr=0.01), 0.7),
+        Feature("adafactor", loops.option(optim.Adafactor, lr=0.01, eps=(1e-2, 1e-3)), 0.7),
+        Feature("muon", loops.muon, 0.7, without="single head-in-single head-in-half"),
+        Feature("lbfgs", loops.option(optim.LBFGS, lr=0.1), 0.3, "wrong", "groups"),
+        Feature("for-sparse", loops.for_sparse, 0),
+    ),
+)
+
+OTHERS: Final = (
+    (
+        Feature("heads-by-step", of.heads_by_step, 0.06, without="tied"),
+        Feature("heads-by-sample", of.heads_by_sample, 0.06, without="tied heads-by-step"),
+        Feature("scalar", of.scalar, 0.1),
+        Feature("unused", of.unused, 0.08),
+        Feature("outside", of.outside, 0.1),
+        Feature("batch-norm-in-eval", of.batch_norm_in_eval, 0.06),
+        Feature("dropout", of.dropout, 0.12),
+        Feature("functional-dropout", of.functional_dropout, 0.015, "hazard"),
+        Feature("weight-norm", of.weight_norm, 0.06),
+        Feature(
+            "spectral-norm",
+            of.spectral_norm,
+            0.03,
+            "hazard",
+            "weight-norm heads-by-sample heads-by-step",
+        ),
+        Feature("recomputed", of.recomputed, 0.1, without="spectral-norm"),
+        Feature("recomputed-reentrant", of.recomputed_reentrant, 0.015, "wrong", "recomputed"),
+        Feature(
+            "recomputed-later",
+            of.recomputed_later,
+            0.015,
+            "wrong",
+            "recomputed recomputed-reentrant gradient-penalty",
+        ),
+        Feature("counters", of.counters, 0.1),
+        Feature("running-mean", of.running_mean, 0.015, "hazard"),
+        Feature("batch-norm", of.batch_norm, 0.015, "hazard", "batch-norm-in-eval"),
+        Feature(
+            "head-in-single", of.head_in_single, 0.05, without="tied heads-by-step heads-by-sample"
+        ),
+        Feature(
+            "head-in-half",
+            of.head_in_half,
+            0.02,
+            without="tied heads-by-step heads-by-sample head-in-single",
+        ),
+        Feature("single", of.single, 0.08, without="head-in-single head-in-half"),
+        Feature("cast-late", loops.cast_late, 0.03, without="single head-in-single head-in-half"),
+        Feature("kept-out", of.kept_out, 0.08),
+    ),
+    (
+        Feature("squares", of.squares, 0.15),
+        Feature("binary", of.binary, 0.15, without="squares"),
+    ),
+    (
+        Feature("decay-term", of.decay_term, 0.08, without=_SUMS),
+        Feature("penalty", of.penalty, 0.1),
+        Feature("two-passes", of.two_passes, 0.1),
+        Feature(
+            "gradient-penalty",
+            of.gradient_penalty,
+            0.05,
+            without="tied recurrent transformer bag sparse recomputed recomputed-reentrant",
+        ),
+        Feature("drawn-once", of.drawn_once, 0.02, "hazard"),
+        Feature("one-element", of.one_element, 0.04),
+        Feature("contrast", of.contrast, 0.02, "wrong"),
+        Feature("in-a-dict", of.in_a_dict, 0.08),
+    ),
+    (
+        Feature("two-optimizers", loops.two_optimizers, 0.08, without="muon for-sparse"),
+        Feature("adversary", loops.adversary, 0.05, without="muon for-sparse two-optimizers lbfgs"),
+        Feature(
+            "joint", loops.joint, 0.05, without="muon for-sparse two-optimizers adversary lbfgs"
+        ),
+        Feature("groups", loops.groups, 0.15, without="added-group"),
+        Feature(
+            "added-group",
+            loops.added_group,
+            0.07,
+            without="kept-out muon for-sparse two-optimizers joint",
+        ),
+        Feature("scheduled", loops.scheduled, 0.2),
+        Feature("clipped", loops.clipped, 0.3),
+        Feature("scaling-hook", loops.scaling_hook, 0.07),
+        Feature("clamping-hook", loops.clamping_hook, 0.07),
+        Feature("accumulated-hook", loops.accumulated_hook, 0.02, "wrong"),
+        Feature("late-hook", loops.late_hook, 0.015, "wrong"),
+        Feature("module-hooks", loops.module_hooks, 0.07),
+        Feature("optimizer-hooks", loops.optimizer_hooks, 0.07),
+        Feature("frozen", loops.frozen, 0.1),
+        Feature("changing", loops.changing, 0.1, without="frozen"),
+        Feature("modes", loops.modes, 0.08),
+        Feature("evaluation", loops.evaluation, 0.12),
+        Feature("probe", loops.probe, 0.06),
+        Feature("swapped", loops.swapped, 0.06),
+        Feature("loaded", loops.loaded, 0.06),
+        Feature(
+            "replaced-head",
+            loops.replaced_head,
+            0.04,
+            without="tied heads-by-step heads-by-sample head-in-single head-in-half outside "
+            "two-optimizers adversary joint added-group muon module-hooks restart averaged kept-out "
+            "weight-norm spectral-norm for-sparse frozen changing",
+        ),
+        Feature("averaged", loops.averaged, 0.1),
+        Feature("sizes", loops.sizes, 0.2),
+        Feature("last-smaller", loops.last_smaller, 0.1, without="sizes"),
+        Feature("form", loops.form, 0.3),
+        Feature("parts", loops.parts, 0.5),
+        Feature("whole", loops.whole, 0.08, without="parts"),
+        Feature("memory", loops.memory, 0.25),
+        Feature("restart", loops.restart, 0.15),
+        Feature("told", loops.told, 0.1),
+    ),
+)
+#: In the order in which they change a course; of each of `GROUPS` a draw has one.
+FEATURES: Final = (
+    *GROUPS[0],
+    *OTHERS[0],
+    *GROUPS[1],
+    *OTHERS[1][:2],
+    *OTHERS[2],
+    *GROUPS[2],
+    *OTHERS[3],
+)
+
+
+def drawn(seed: int) -> list[Feature]:
+    """Draw the features of a course."""
+    of = random.Random(seed)  # noqa: S311 - no secret
+    density = of.choice([0.3, 1.0, 2.0])
+    wanted = {
+        of.choices(group, [feature.share for feature in group])[0].name for group in GROUPS
+    } | {
+        feature.name for part in OTHERS for feature in part if of.random() < feature.share * density
+    }
+    if "sparse" in wanted:
+        wanted = wanted - {feature.name for feature in GROUPS[2]} | {"for-sparse"}
+    return compatible([feature for feature in FEATURES if feature.name in wanted])
+
+
+def compatible(features: Sequence[Feature]) -> list[Feature]:
+    """Leave out what cannot be with what comes before it."""
+    chosen: list[Feature] = []
+    for feature in features:
+        if all(
+            feature.name not in each.without.split() and each.name not in feature.without.split()
+            for each in chosen
+        ):
+            chosen.append(feature)
+    return chosen
+
+
+# ---- How a course is trained
+
+
+def plain_step(course: Course, step: int, place: int) -> float:
+    """Do one step as a loop of torch does; an update of nothing may be refused."""
+    optimizers, course.place = course.sets()[place], place
+    batch, count = course.whole(step)
+
+    def closure() -> Any:
+        course.model.zero_grad()
+        course.outside.zero_grad()
+        loss = tensor_of(course.loss(batch)) / (1 if count is None else count)
+        loss.backward()
+        return loss
+
+    if isinstance(optimizers[0], optim.LBFGS):
+        return float(optimizers[0].step(closure))  # type: ignore[no-untyped-call]
+    loss = float(closure())
+    groups = [group for each in optimizers for group in each.param_groups]
+    trained = [one for group in groups for one in group["params"]]
+    course.is_idle = course.is_idle or all(one.grad is None for one in trained)
+    if course.clip is not None:
+        nn.utils.clip_grad_norm_(trained, course.clip)
+    for each in optimizers:
+        each.step()
+    course.model.zero_grad()
+    course.outside.zero_grad()
+    return loss
+
+
+class ByElastic:
+    """ElasticSteps, one for each optimiser of a course."""
+
+    def __init__(self, course: Course) -> None:
+        hazards, make = course.hazards, cast("Any", ElasticStep)
+        self.steps = [
+            make(
+                course.model,
+                one[0] if len(one) == 1 else one,
+                clip=course.clip,
+                sleep=lambda _: None,
+                on_hazard=None if hazards is None else hazards.append,
+            )
+            for one in course.sets()
+        ]
+
+    def __call__(self, course: Course, step: int, place: int) -> float:
+        elastic, course.place = self.steps[place], place
+        elastic.most_rows = course.most[step] if course.tested else None
+        batch, count = course.whole(step)
+        return float(elastic.step(batch, course.loss, count))
+
+
+def restarted(course: Course, old: ByElastic, step: int) -> tuple[Course, ByElastic]:
+    """Load what a loop saves into objects that are made anew."""
+    new = Course(course.seed, course.features, tested=course.tested)
+    for done, event in itertools.product(range(step), new.structure):
+        event(done)
+    by_elastic = ByElastic(new)
+    pairs: list[tuple[Any, Any]] = [(course.model, new.model), (course.outside, new.outside)]
+    pairs += zip(course.optimizers, new.optimizers, strict=True)
+    pairs += zip(course.schedulers, new.schedulers, strict=True)
+    if course.average is not None:
+        pairs.append((course.average, new.average))
+    if hasattr(ElasticStep, "state_dict"):
+        pairs += zip(old.steps, by_elastic.steps, strict=True)
+    for saved, made in pairs:
+        made.load_state_dict(saved.state_dict())
+    new.seen, new.hazards, new.restart = course.seen, course.hazards, None
+    for module, was in zip(new.model.modules(), course.model.modules(), strict=True):
+        module.training = was.training
+    return new, by_elastic
+
+
+def train(course: Course, *, elastic: bool) -> Iterator[tuple[Course, str]]:
+    """Train; yield the course before it is made elastic, before each step, and at the end."""
+    torch.manual_seed(course.seed)
+    yield course, "begin"
+    do: Any = ByElastic(course) if elastic else plain_step
+    for step in range(STEPS):
+        if course.tested and course.restart == step:
+            course, do = restarted(course, do, step)
+        course.step = step
+        for event in (*course.structure, *course.before):
+            event(step)
+        yield course, f"step {step}"
+        losses = [do(course, step, place) for place in range(len(course.sets()))]
+        course.seen["loss"] += losses
+        for scheduler in course.schedulers:
+            plateau = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
+            scheduler.step(*losses[:1] if plateau else ())
+        course.place = 0
+        for event in course.after:
+            event(step)
+    yield course, "end"
+
+
+# ---- What came out
+
+
+@dataclass
+class Result:
+    """Of one draw."""
+
+    outcome: Outcome
+    said: str = ""
+    at: str = ""
+
+    @property
+    def fine(self) -> bool:
+        return self.outcome in FINE
+
+
+def difference(
+    wanted: dict[str, Tensor], found: dict[str, Tensor], coarsest: torch.dtype
+) -> str | None:
+    """Say the worst difference that is more than rounding."""
+    if wanted.keys() != found.keys():
+        lost, added = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+        return f"lost {lost[:3]}, added {added[:3]}"
+    worst, told = 1.0, None
+    for name, tensor in wanted.items():
+        typed = name.startswith("state ") or tensor.dtype == found[name].dtype
+        if tensor.shape != found[name].shape or not typed:  # loading may change those of states
+            return f"{name} is {found[name].dtype} {tuple(found[name].shape)}"
+        if not tensor.numel():
+            continue
+        one, other = tensor.to_dense().double(), found[name].to_dense().double()
+        scale = max(1.0, float(one.abs().max())) * _TOLERANCES[coarsest]
+        off = float((one - other).abs().max())
+        if not off <= worst * scale:
+            worst, told = off / scale, f"{name} is off by {off:.2g} of {float(one.abs().max()):.2g}"
+    return told
+
+
+def coarsest_of(course: Course) -> torch.dtype:
+    """Return the type with the fewest digits."""
+    types = {parameter.dtype for _, parameter in course.named()} | {course.dtype}
+    return max(types, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def everything(course: Course) -> dict[str, Tensor]:
+    """Return state and numbers of a course."""
+    seen = {f"seen {name}": torch.tensor(values) for name, values in course.seen.items()}
+    return course.state() | {name: each.double() for name, each in seen.items()}
+
+
+@dataclass
+class Reference:
+    """What a course is compared with."""
+
+    states: list[dict[str, Tensor]]
+    """Before each step, and at the end."""
+    may_refuse: bool
+
+
+def reference(seed: int, features: Sequence[Feature]) -> Reference | Result:
+    """Return the states of the plain loop; or that there are none.
+
+    With dropout they are those of `ElasticStep` with whole batches.
+    """
+    try:
+        course = Course(seed, features, tested=False)
+        if not course.optimizers:
+            return Result("void", "no parameter has an optimiser")
+        states = states_of(course, elastic=False)
+    except Exception as error:  # noqa: BLE001 - whatever a loop of torch cannot do
+        return Result("void", f"{type(error).__name__}: {error}")
+    if not all(float(each.to_dense().abs().max()) < _DIVERGED for each in states[-1].values()):
+        return Result("void", "diverged")
+    may_refuse = course.is_idle or any(feature.is_ != "right" for feature in features)
+    if course.dropout:
+        try:
+            states = states_of(Course(seed, features, tested=False), elastic=True)
+        except Exception as error:  # noqa: BLE001 - judged there
+            return failed(error, "whole", may_refuse=may_refuse)
+    return Reference(states, may_refuse)
+
+
+def states_of(course: Course, *, elastic: bool) -> list[dict[str, Tensor]]:
+    """Return the states before each step and at the end."""
+    reached = train(course, elastic=elastic)
+    return [everything(each) for each, place in reached if place != "begin"]
+
+
+def run(seed: int, features: Sequence[Feature]) -> Result:
+    """Train twice and compare."""
+    with warnings.catch_warnings(), torch.random.fork_rng():
+        warnings.simplefilter("ignore")
+        wanted = reference(seed, features)
+        return wanted if isinstance(wanted, Result) else compared(seed, features, wanted)
+
+
+def compared(seed: int, features: Sequence[Feature], wanted: Reference) -> Result:
+    """Train by `ElasticStep` in parts, and judge what came out."""
+    course, place, reached = Course(seed, features, tested=True), "begin", list[dict[str, Tensor]]()
+    coarsest = coarsest_of(course)
+    try:
+        for course, place in train(course, elastic=True):  # noqa: B020 - the last one
+            reached += [everything(course)] if place != "begin" else []
+    except Exception as error:  # noqa: BLE001 - judged there
+        result = failed(error, place, may_refuse=wanted.may_refuse)
+        if result.outcome == "refused" and place != "begin":
+            changed = difference(reached[-1], everything(course), coarsest)
+            if changed is not None and len(course.sets()) == 1:
+                return Result("a refusal changed something", f"{changed}: {error}", place)
+        if result.outcome != "refused" or not reached:
+            return result
+    else:
+        result = Result("equal")
+    told = difference(wanted.states[len(reached) - 1], reached[-1], coarsest)
+    if told is None:
+        return result
+    if course.hazards and all(each.is_ != "wrong" for each in features):
+        return Result("told", course.hazards[0])
+    return Result("unequal", told, place)
+
+
+def failed(error: Exception, place: str, *, may_refuse: bool) -> Result:
+    """Judge an error: a refusal is allowed where it must be, and of one line."""
+    if not isinstance(error, TrainingError):
+        return Result("raw error", f"{type(error).__name__}: {str(error)[:300]}", place)
+    if "\n" in str(error):
+        return Result("a refusal of several lines", str(error), place)
+    return Result("refused" if may_refuse else "refused what is right", str(error), place)
+
+
+def shrunk(seed: int, features: Sequence[Feature], outcome: Outcome) -> list[Feature]:
+    """Drop one feature after the other, as long as the outcome is the same."""
+    left = list(features)
+    simplest = {feature.name: group[0] for group in GROUPS for feature in group}
+    changed = True
+    while changed:
+        changed = False
+        for feature in reversed(list(left)):
+            instead = simplest.get(feature.name)
+            if instead is feature:
+                continue
+            fewer = [instead if each is feature else each for each in left]
+            candidate = [each for each in fewer if each is not None]
+            if run(seed, candidate).outcome == outcome:
+                left, changed = candidate, True
+    plain = set(simplest.values())
+    return [feature for feature in left if feature not in plain]
+
+
+def told_of(seed: int) -> tuple[Result, str]:
+    """Run a draw; a failure is shrunk and described, the features that it needs in the last line."""
+    features = drawn(seed)
+    result = run(seed, features)
+    names = " ".join(feature.name for feature in features)
+    if result.fine:
+        return result, names
+    least = " ".join(feature.name for feature in shrunk(seed, features, result.outcome))
+    said = f"seed {seed}: {result.outcome} ({result.at or 'end'}): {result.said}"
+    return result, f"{said}\n  drawn: {names}\n  least: {least or 'nothing but the simplest'}"
+
+
+def main() -> int:
+    """Run draws by number or until the time is over, and print what came out."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hours", type=float)
+    parser.add_argument("--draws", type=int)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--only", help="a feature, by name; others are drawn with it")
+    parser.add_argument("--without", default="", help="features by name, with blanks")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    end_s = time.monotonic() + 3600 * (asked.hours or 1e9)
+    outcomes: Counter[str] = Counter()
+    causes: Counter[str] = Counter()
+    seeds = itertools.count(asked.first_seed)
+    for seed in itertools.islice(seeds, asked.draws):
+        if time.monotonic() > end_s:
+            break
+        features = drawn(seed)
+        names = {feature.name for feature in features}
+        if (asked.only and asked.only not in names) or names & set(asked.without.split()):
+            continue
+        result, description = told_of(seed)
+        outcomes[result.outcome] += 1
+        if not result.fine:
+            print(description, flush=True)  # noqa: T201 - made for a terminal
+            least = description.splitlines()[-1].strip()
+            causes[f"{result.outcome}, {least}"] += 1
+        elif result.outcome != "equal":
+            known = " ".join(feature.name for feature in features if feature.is_ != "right")
+            causes[f"{result.outcome}, {known or 'all is right'}: {result.said[:110]}"] += 1
+    for cause, times in causes.most_common():
+        print(f"{times:6} {cause}")  # noqa: T201
+    counted = ", ".join(f"{times} {outcome}" for outcome, times in outcomes.most_common())
+    print(f"{sum(outcomes.values())} draws: {counted}")  # noqa: T201
+    return int(any(outcome not in FINE for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,466 @@
+"""`ElasticStep` on inputs that people report of other tools: the result of the plain loop, or one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from workers.training.elastic import ElasticStep
+from workers.training.errors import TaskError
+from workers.training.parts import PartsError
+
+Loss = Callable[[Any], Any]
+
+X, Y = torch.randn(12, 8, generator=torch.Generator().manual_seed(1)), torch.arange(12) % 3
+
+
+def net(*between: nn.Module) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), *between, nn.Linear(16, 3))
+
+
+def adamw(*modules: nn.Module, **options: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW([w for each in modules for w in each.parameters()], lr=0.05, **options)
+
+
+def cross_entropy(model: nn.Module) -> Loss:
+    return lambda part: functional.cross_entropy(model(part[0]), part[1])
+
+
+def plain(optimizer: torch.optim.Optimizer, loss: Any) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs)
+
+
+def refused(loss: Loss, model: nn.Module, batch: Any = (X, Y), **options: Any) -> str:
+    """Return the sentence of a first step, after which nothing has changed."""
+    before = [each.clone() for each in model.state_dict().values()]
+    with pytest.raises(TaskError) as said:
+        ElasticStep(model, adamw(model), **options).step(batch, loss)
+    assert all(map(torch.equal, before, model.state_dict().values()))
+    assert "\n" not in str(said.value)
+    return str(said.value)
+
+
+class Margins(nn.Module):
+    """A loss with weights of its own, as in metric learning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centres = nn.Parameter(torch.eye(3))
+        self.scale = nn.Parameter(torch.zeros(()))
+
+    def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(self.scale.exp() * outputs @ self.centres.T, labels)
+
+
+def test_what_the_optimiser_holds_beside_the_model_is_trained() -> None:
+    (model, margins), (other, others) = (net(), Margins()), (net(), Margins())
+    optimizer = adamw(other, others)
+    elastic = ElasticStep(model, adamw(model, margins))
+    elastic.most_rows = 5
+    for _ in range(5):
+        elastic.step((X, Y), lambda part: margins(model(part[0]), part[1]))
+        plain(optimizer, others(other(X), Y))
+    assert equal(model, other)
+    assert equal(margins, others)
+    assert not margins.centres.equal(torch.eye(3))
+
+
+def test_layers_are_frozen_and_unfrozen_between_steps() -> None:
+    model, other = net(), net()
+    optimizer = adamw(other)
+    model[0].requires_grad_(requires_grad=False)
+    elastic = ElasticStep(model, adamw(model))
+    elastic.most_rows = 5
+    for trained in ((2,), (0, 2), (0,), (2,)):
+        for one in (model, other):
+            for place in (0, 2):
+                one[place].requires_grad_(place in trained)
+        for _ in range(3):
+            elastic.step((X, Y), cross_entropy(model))
+            plain(optimizer, cross_entropy(other)((X, Y)))
+    assert equal(model, other)
+
+
+def test_a_group_that_is_added_later_is_trained() -> None:
+    model = net()
+    optimizer = adamw(model[2])
+    elastic = ElasticStep(model, optimizer)
+    elastic.step((X, Y), cross_entropy(model))
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    before = model[0].weight.clone()
+    elastic.step((X, Y), cross_entropy(model))
+    assert not model[0].weight.equal(before)
+
+
+def test_several_optimisers_step_together() -> None:
+    model, other = net(), net()
+    elastic = ElasticStep(model, [adamw(model[0]), torch.optim.SGD(model[2].parameters(), 0.1)])
+    optimizers = adamw(other[0]), torch.optim.SGD(other[2].parameters(), 0.1)
+    elastic.most_rows = 5
+    for _ in range(5):
+        elastic.step((X, Y), cross_entropy(model))
+        for each in optimizers:
+            each.zero_grad()
+        cross_entropy(other)((X, Y)).backward()
+        for each in optimizers:
+            each.step()
+    assert equal(model, other)
+
+
+def test_a_head_that_a_batch_does_not_use_is_left_alone() -> None:
+    heads = nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)])
+    others = nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)])
+    others.load_state_dict(heads.state_dict())
+    optimizer = adamw(others, weight_decay=0.1)
+    elastic = ElasticStep(heads, adamw(heads, weight_decay=0.1))
+    elastic.most_rows = 5
+    for task in (0, 1, 0, 0, 1):
+        elastic.step((X, Y), cross_entropy(heads[task]))
+        plain(optimizer, cross_entropy(others[task])((X, Y)))
+    assert equal(heads, others)
+
+
+def two_passes(model: nn.Module) -> Loss:
+    """R-Drop: each sample twice, and the distance of the two predictions."""
+
+    def loss(part: Any) -> Tensor:
+        one, two = (model(part[0]).log_softmax(-1) for _ in range(2))
+        apart = functional.kl_div(one, two, log_target=True, reduction="batchmean")
+        seen.append(apart.item())
+        return functional.nll_loss(one, part[1]) + apart
+
+    seen: list[float] = []
+    cast("Any", loss).seen = seen
+    return loss
+
+
+@pytest.mark.parametrize("reentrant", [None, False])
+def test_two_passes_of_one_layer_have_masks_of_their_own(reentrant: bool | None) -> None:
+    courses = []
+    for most in (None, 5):
+        model = net(nn.Dropout(0.5))
+        called = model if reentrant is None else (
+            lambda x, model=model: checkpoint(model, x, use_reentrant=False)
+        )  # fmt: skip
+        elastic, loss = ElasticStep(model, adamw(model)), two_passes(cast("nn.Module", called))
+        elastic.most_rows = most
+        courses.append([elastic.step((X, Y), loss) for _ in range(5)])
+        assert min(cast("Any", loss).seen) > 0
+    assert courses[0] == pytest.approx(courses[1], rel=1e-4)
+
+
+def test_a_dropout_under_two_names_is_keyed_under_both() -> None:
+    losses = []
+    for most in (None, 5):
+        drop = nn.Dropout(0.5)
+        model = net(drop, nn.Tanh(), drop)
+        elastic = ElasticStep(model, adamw(model))
+        elastic.most_rows = most
+        losses.append([elastic.step((X, Y), cross_entropy(model)) for _ in range(3)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_random_numbers_of_a_pass_are_those_of_the_plain_loop() -> None:
+    """A layer that is dropped for a whole batch at a time."""
+
+    def skipping(model: nn.Module) -> Loss:
+        def loss(part: Any) -> Tensor:
+            share = torch.rand(())
+            return share * functional.cross_entropy(model(part[0]), part[1])
+
+        return loss
+
+    model, other = net(), net()
+    optimizer, elastic = adamw(other), ElasticStep(model, adamw(model))
+    elastic.most_rows = 5
+    torch.manual_seed(3)
+    ours = [elastic.step((X, Y), skipping(model)) for _ in range(4)]
+    torch.manual_seed(3)
+    theirs = []
+    for _ in range(4):
+        value = skipping(other)((X, Y))
+        plain(optimizer, value)
+        theirs.append(value.item())
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("samples", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        self.samples += len(x)
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+def test_buffers_change_as_in_one_pass_also_after_a_failed_part() -> None:
+    model, other = net(Counting()), net(Counting())
+    optimizer, elastic = adamw(other), ElasticStep(model, adamw(model), sleep=lambda _: None)
+    other.load_state_dict(model.state_dict())
+    room = 12
+
+    def loss(part: Any) -> Tensor:
+        value = cross_entropy(model)(part)
+        if len(part[0]) > room:
+            raise torch.OutOfMemoryError("CUDA out of memory. (acted)")
+        return value
+
+    for room in (12, 5, 1, 7):  # noqa: B007 - the loss reads it
+        elastic.step((X, Y), loss)
+        plain(optimizer, cross_entropy(other)((X, Y)))
+    assert (int(model[2].passes), int(model[2].samples)) == (4, 48)
+    assert equal(model, other)
+
+
+def test_a_hook_of_a_parameter_sees_the_gradient_of_the_batch() -> None:
+    model, other = net(), net()
+    optimizer, elastic = adamw(other), ElasticStep(model, adamw(model))
+    elastic.most_rows = 5
+    for one in (model, other):
+        one[0].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    for _ in range(4):
+        elastic.step((X, Y), cross_entropy(model))
+        plain(optimizer, cross_entropy(other)((X, Y)))
+    assert equal(model, other)
+
+
+def contrast(model: nn.Module, dropout: float) -> Loss:
+    def loss(part: Any) -> Tensor:
+        one, two = (functional.dropout(model(each), dropout, model.training) for each in part)
+        return functional.cross_entropy(10 * one @ two.T, torch.arange(len(one)))
+
+    return loss
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("norm", [nn.Identity, lambda: nn.BatchNorm1d(16)])
+def test_the_gravest_cause_is_refused_also_where_hazards_are_accepted(
+    dropout: float, norm: Callable[[], nn.Module]
+) -> None:
+    model, told = net(norm()), list[str]()
+    said = refused(contrast(model, dropout), model, (X, X.flip(1)), on_hazard=told.append)
+    assert "compares samples with each other" in said
+    assert told == []
+
+
+@pytest.mark.parametrize("resumed_by", ["optimiser", "state_dict"])
+def test_a_loop_that_is_resumed_draws_the_masks_that_were_due(resumed_by: str) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer, ElasticStep]:
+        model = net(nn.Dropout(0.5))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        return model, optimizer, ElasticStep(model, optimizer, fp16=resumed_by == "state_dict")
+
+    model, optimizer, elastic = made()
+    for _ in range(5):
+        elastic.step((X, Y), cross_entropy(model))
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    saved = cast("Any", torch.load)(_stored({**saved, "elastic": elastic.state_dict()}))
+    for _ in range(5):
+        last = elastic.step((X, Y), cross_entropy(model))
+    other, optimizer, elastic = made()
+    other.load_state_dict(saved["model"])
+    if resumed_by == "optimiser":
+        optimizer.load_state_dict(saved["optimizer"])
+    else:
+        elastic.load_state_dict(saved["elastic"])
+        assert elastic.steps == 5
+    for _ in range(5):
+        again = elastic.step((X, Y), cross_entropy(other))
+    assert again == last
+
+
+def _stored(state: dict[str, Any]) -> Any:
+    import io
+
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+def test_class_weights_are_counted_by_their_sum() -> None:
+    weights = torch.tensor([1.0, 5.0, 0.2])
+    model, other = net(), net()
+    said = refused(lambda part: functional.cross_entropy(model(part[0]), part[1], weights), model)
+    assert "the sum of their weights" in said
+    elastic, optimizer = ElasticStep(model, adamw(model)), adamw(other)
+    elastic.most_rows = 5
+    for _ in range(3):
+        elastic.step(
+            (X, Y),
+            lambda part: functional.cross_entropy(
+                model(part[0]), part[1], weights, reduction="sum"
+            ),
+            count=float(weights[Y].sum()),
+        )
+        plain(optimizer, functional.cross_entropy(other(X), Y, weights))
+    assert equal(model, other)
+
+
+def test_the_other_model_of_a_pair_is_handed_over_beside_it() -> None:
+    maker, judge = net(), nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+    judging = ElasticStep(judge, adamw(judge))
+    judging.most_rows = 4
+    judging.step(torch.randn(12, 3), lambda part: judge(part).square().mean())
+    judge(torch.randn(5, 3))  # in training mode, between two steps
+    loss: Loss = lambda part: judge(maker(part)).square().mean()  # noqa: E731
+    assert "an nn.ModuleList" in refused(loss, maker, X)
+    both = nn.ModuleList([maker, judge])
+    before = judge[0].weight.clone()
+    ElasticStep(both, adamw(maker)).step(X, loss)
+    assert judge[0].weight.equal(before)
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        (lambda loss: {"loss": loss, "logits": 1}, ""),
+        (lambda loss: loss[None], ""),
+        (lambda loss: (loss, 1), "the loss is a tuple"),
+        (lambda loss: loss.item(), "the loss is a float"),
+        (lambda _: None, "the loss is a NoneType"),
+        (lambda loss: loss.expand(6), r"the loss has the shape \(6,\)"),
+        (lambda loss: loss.detach(), "depends on no parameter that wants a gradient"),
+    ],
+)
+def test_what_a_loss_function_returns(form: Callable[[Tensor], Any], said: str) -> None:
+    model = net()
+    step = ElasticStep(model, adamw(model)).step
+    if not said:
+        assert step((X, Y), lambda part: form(cross_entropy(model)(part))) > 0
+        return
+    with pytest.raises(TaskError, match=said):
+        step((X, Y), lambda part: form(cross_entropy(model)(part)))
+
+
+def test_figures_are_counted_once_where_the_loss_asks() -> None:
+    model, seen = net(), list[int]()
+    elastic = ElasticStep(model, adamw(model))
+
+    def loss(part: Any) -> Tensor:
+        if not elastic.checking:
+            seen.append(len(part[0]))
+        return cross_entropy(model)(part)
+
+    elastic.most_rows = 5
+    elastic.step((X, Y), loss)
+    assert sum(seen) == 12
+
+
+def test_a_loss_may_take_values_out_of_its_batch() -> None:
+    model = net()
+    elastic = ElasticStep(model, adamw(model))
+    batch = {"x": X, "labels": Y}
+    for _ in range(2):
+        elastic.step(
+            batch, lambda part: functional.cross_entropy(model(part["x"]), part.pop("labels"))
+        )
+    assert list(batch) == ["x", "labels"]
+
+
+def test_what_cannot_be_done_in_parts_is_one_sentence() -> None:
+    model = net()
+
+    def reentrant(part: Any) -> Tensor:
+        x = part[0].clone().requires_grad_()
+        return functional.cross_entropy(checkpoint(model, x, use_reentrant=True), part[1])
+
+    assert "set use_reentrant=False" in refused(reentrant, model)
+    bag = nn.EmbeddingBag(20, 3, sparse=True)
+    tokens = torch.randint(20, (12, 5))
+    assert "sparse=False" in refused(cross_entropy(bag), bag, (tokens, Y))
+    with pytest.raises(TaskError, match="LBFGS computes the loss several times"):
+        ElasticStep(model, torch.optim.LBFGS(model.parameters()))
+    cross_entropy(model)((X, Y)).backward()
+    assert "call optimizer.zero_grad() before the step" in refused(cross_entropy(model), model)
+    model.zero_grad()
+    elastic = ElasticStep(model, adamw(model))
+    elastic.step((X, Y), cross_entropy(model))
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.raises(TaskError, match="register_post_accumulate_grad_hook"):
+        elastic.step((X, Y), cross_entropy(model))
+
+
+class TimeFirst(nn.Module):
+    def __init__(self, *, attention: bool) -> None:
+        super().__init__()
+        self.embed, self.drop, self.head = nn.Embedding(20, 16), nn.Dropout(0.2), nn.Linear(16, 20)
+        self.reads: nn.Module = nn.LSTM(16, 16)
+        if attention:
+            self.reads = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        read = self.reads(self.drop(self.embed(tokens)))
+        return self.head(read[0] if isinstance(read, tuple) else read)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("attention", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
+def test_time_before_samples_is_named_as_the_likely_cause(attention: bool, turned: bool) -> None:
+    model = TimeFirst(attention=attention)
+    tokens = torch.randint(20, (12, 4))
+
+    def loss(part: Any) -> Tensor:
+        given, labels = (each.T for each in part) if turned else part
+        return functional.cross_entropy(model(given).flatten(0, 1), labels.flatten())
+
+    batch = (tokens.T, tokens.T) if turned else (tokens, tokens)
+    assert "has batch_first=False: if the first dimension of the batch is time" in refused(
+        loss, model, batch
+    )
+
+
+def test_a_batch_that_cannot_be_cut_is_computed_whole_while_it_fits() -> None:
+    """As packed rows are: several samples in one row, and where each begins."""
+    model, other, room = net(), net(), 1.0
+    batch = {"x": X[None], "y": Y[None], "begins": torch.tensor([0, 5, 9, 12])}
+
+    def loss(part: Any) -> Tensor:
+        if not room:
+            raise torch.OutOfMemoryError("CUDA out of memory. (acted)")
+        return functional.cross_entropy(model(part["x"][0]), part["y"][0])
+
+    elastic, optimizer = ElasticStep(model, adamw(model), max_wait_s=0), adamw(other)
+    elastic.step(batch, loss)
+    plain(optimizer, cross_entropy(other)((X, Y)))
+    assert equal(model, other)
+    room = 0.0
+    with pytest.raises(TaskError, match=r"cannot be told.*packing=False.*at once it does not fit"):
+        elastic.step(batch, loss)
+
+
+def test_a_larger_batch_later_is_not_cut_to_the_size_of_the_first() -> None:
+    model = net()
+    elastic = ElasticStep(model, adamw(model))
+    for rows in (2, 12):
+        elastic.step((X[:rows], Y[:rows]), cross_entropy(model))
+        assert elastic.parts == [rows]
+
+
+def test_batch_norm_that_is_switched_on_later_is_refused() -> None:
+    model = net(nn.BatchNorm1d(16)).eval()
+    elastic = ElasticStep(model, adamw(model))
+    elastic.step((X, Y), cross_entropy(model))
+    model.train()
+    with pytest.raises(PartsError, match="BatchNorm1d"):
+        elastic.step((X, Y), cross_entropy(model))
+    assert int(model[2].num_batches_tracked) == 0
