@@ -11,6 +11,7 @@ import io
 import re
 import sys
 import tokenize
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,13 @@ import yaml
 from typer.testing import CliRunner
 
 from orchestrator.cli.app import app
+from orchestrator.cli.loading import duration_s
+from orchestrator.config.load import load_config
+from orchestrator.errors import ConfigError
+from orchestrator.lab.burn.sweep import parse_sweep
+from orchestrator.lab.chaos.plan import parse_chaos
+from orchestrator.lab.tune.tuning import names_in
 from orchestrator.record.model import STATES_WORST_FIRST
-from orchestrator.view.cells import UNICODE
 from orchestrator.view.table import columns_for
 from tests.factories import make_row
 from tests.in_child import InChild, MakeSpec
@@ -36,6 +42,10 @@ PACKAGES = ("orchestrator", "workers")
 each_document = pytest.mark.parametrize(
     "document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT))
 )
+#: Pages with commands of today.
+PAGES = [
+    path for path in DOCUMENTS if path.name != "CHANGELOG.md" and path.parent.name != "results"
+]
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 _NAMES_SLOTS = {"slots", "--run", "--config", "-c", "--set", "--run-dir", "--help"}
@@ -44,7 +54,7 @@ _OF_QUEUE = {"--run", "--config", "-c", "--set", "--run-dir", "--help"}
 
 OPTIONS = {
     "run": {
-        "--config", "-c", "--duration", "--local", "--rehearse", "--debug", "--scale", "--workload", "--policy",
+        "--config", "-c", "--duration", "--local", "--rehearse", "--scale", "--workload", "--policy",
         "--set", "--json", "--plain", "--wait-for-nodes", "--run-dir", "--resume", "--chaos", "--chaos-seed",
         "--yes-really", "--fake-sensors", "--apply-power-limit", "--help",
     },
@@ -67,7 +77,7 @@ OPTIONS = {
     "stop": {"--config", "-c", "--set", "--run-dir", "--node", "--help"},
     "runs": {"--config", "-c", "--set", "--run-dir", "--json", "--help"},
     "report": {
-        "run_id", "other", "--config", "-c", "--set", "--run-dir", "--text", "--json", "--html", "--curves", "--help",
+        "run_id", "--config", "-c", "--set", "--run-dir", "--text", "--json", "--html", "--curves", "--help",
     },
     "export": {
         "run_id", "slot", "--to", "--merged", "--adapter", "--average", "--best", "--config", "-c", "--set",
@@ -87,7 +97,7 @@ OPTIONS = {
     "pause": _NAMES_SLOTS, "unpause": _NAMES_SLOTS, "resume": _NAMES_SLOTS, "drain": _NAMES_SLOTS,
     "reinstate": _NAMES_SLOTS, "save": _NAMES_SLOTS,
     "cap": {"slot", "amount", "--run", "--config", "-c", "--set", "--run-dir", "--help"},
-    "limits": {"--clear", "--card", "--workload", "--json", "--help"},
+    "limits": {"--clear", "--json", "--help"},
     "burn": {
         "--config", "-c", "--duration", "--phase", "--local", "--rehearse", "--set", "--json", "--plain", "--run-dir",
         "--fake-sensors", "--apply-power-limit", "--sweep", "--help",
@@ -198,6 +208,41 @@ def test_every_documented_command_exists(document: Path) -> None:
             assert verb in OPTIONS, f"{document.name}: {code}"
 
 
+#: What reads the value of an option.
+READERS = {
+    "chaos": parse_chaos, "sweep": parse_sweep, "duration": duration_s, "budget": duration_s, "levers": names_in,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_documented_value_is_one_that_is_read(page: Path) -> None:
+    """Of `--set` and of keys in prose, too; what is in capitals is the reader's to fill in."""
+    for code in code_in(text_of(page)):
+        for option, value in re.findall(r"--(\w+)[ =](\"[^\"]+\"|[^\s\]]+)", code):
+            if option in READERS and not value.isupper():
+                READERS[option](value.strip('"'))
+        settings = re.findall(r"--set[ =](\S+)", code)
+        settings += [
+            f"{key}={value}" for key, value in re.findall(r"^([a-z_]+\.[a-z_]+): ([^{…]+)$", code)
+        ]
+        settings = [
+            each
+            for each in settings
+            if each.partition(".")[0] in configuration() and not re.search("[A-Z]{2}", each)
+        ]
+        refusal = refusal_of(settings) if settings else None
+        assert refusal is None or "also set" in refusal, code  # a key that needs another beside it
+
+
+def refusal_of(settings: Sequence[str]) -> str | None:
+    """Return why the shipped configuration refuses these settings."""
+    try:
+        load_config(str(ROOT / "cluster.yaml"), settings)
+    except ConfigError as refusal:
+        return str(refusal)
+    return None
+
+
 @each_document
 def test_every_documented_make_target_exists(document: Path) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -228,7 +273,7 @@ def test_the_page_of_the_table_has_every_state_and_column() -> None:
     assert {state for words in explained for state in words.split(", ")} == {
         state.value for state in STATES_WORST_FIRST
     }
-    for column in columns_for((make_row(progress=Progress(train_step=1)),), UNICODE):
+    for column in columns_for((make_row(progress=Progress(train_step=1)),)):
         title = column.title.split()[-1].removesuffix("%").strip() or column.title.split()[0]
         assert re.search(rf"^\| .*{re.escape(title)}.* \|", page, re.MULTILINE), column.title
 

@@ -30,7 +30,6 @@ from orchestrator.config.load import load_config
 from orchestrator.errors import UsageError
 from orchestrator.jobs.sweep import expand
 from orchestrator.record.folders import RUNNING, find_run
-from orchestrator.view.cells import glyphs_for
 
 #: After its last slices a run writes its summary and ends its processes.
 _SUMMARY_S = 30.0
@@ -60,7 +59,6 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     duration: opt.Duration = None,
     local: opt.Local = False,
     rehearse: opt.Rehearse = False,
-    debug: opt.Debug = False,
     scale: opt.Scale = None,
     workload: opt.Workload = None,
     policy: opt.Policy = None,
@@ -84,10 +82,6 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
 
     if local and rehearse:
         raise UsageError("--local and --rehearse exclude each other")
-    if debug and (local or rehearse):
-        raise UsageError(
-            "--debug runs one worker in this process: it excludes --local and --rehearse"
-        )
     if scale is not None and not rehearse:
         raise UsageError("--scale only makes sense with --rehearse")
     options = runner.Options(
@@ -108,7 +102,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         loaded = config_of(config, overrides, typed)
     import_from_here()
     if resume is not None:
-        if local or rehearse or debug or overrides or workload is not None or policy is not None:
+        if local or rehearse or overrides or workload is not None or policy is not None:
             raise UsageError(
                 "--resume uses the run's own configuration; start a new run to change anything "
                 "but --duration"
@@ -119,8 +113,6 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     refuse_folder(loaded)
     if rehearse:
         environment = environments.in_rehearsal(loaded, scale)
-    elif debug:
-        environment = environments.in_this_process(loaded)
     elif local:
         environment = environments.on_this_machine(loaded)
     else:
@@ -232,15 +224,12 @@ def runs(
     from orchestrator.cli.runs import runs_json, runs_text
 
     folder = Path(config_to_read(config, overrides, run_dir).run.dir)
-    print_text(
-        runs_json(folder) if json_output else runs_text(folder, glyphs_for(sys.stdout.encoding))
-    )
+    print_text(runs_json(folder) if json_output else runs_text(folder))
 
 
 @app.command()
-def report(  # noqa: PLR0913 - one parameter for each option of the command
+def report(
     run_id: opt.RunId = "latest",
-    other: opt.OtherRun = None,
     config: opt.ConfigPath = "cluster.yaml",
     overrides: opt.Overrides = None,
     run_dir: opt.RunDir = None,
@@ -258,12 +247,9 @@ def report(  # noqa: PLR0913 - one parameter for each option of the command
 
     if text + json_output + (html is not None) + (curves is not None) > 1:
         raise UsageError("--text, --json, --html and --curves exclude each other")
-    if other is not None and html is None:
-        raise UsageError("two runs are compared in a file: add --html FILE")
-    runs_dir = Path(config_to_read(config, overrides, run_dir).run.dir)
-    folder = find_run(runs_dir, run_id)
+    folder = find_run(Path(config_to_read(config, overrides, run_dir).run.dir), run_id)
     if html is not None:
-        html_report.write_report(html, folder, None if other is None else find_run(runs_dir, other))
+        html_report.write_report(html, folder)
         print_text(str(html))
         return
     if curves is not None:
@@ -273,11 +259,7 @@ def report(  # noqa: PLR0913 - one parameter for each option of the command
             print_text(line)
         return
     width = shutil.get_terminal_size(fallback=(120, 24)).columns
-    print_text(
-        report_json(folder)
-        if json_output
-        else report_text(folder, width, glyphs_for(sys.stdout.encoding))
-    )
+    print_text(report_json(folder) if json_output else report_text(folder, width))
 
 
 @app.command()
@@ -322,7 +304,7 @@ def logs(
     from orchestrator.cli.runs import logs_text
 
     folder = find_run(Path(config_of(config, overrides, {"run.dir": run_dir}).run.dir), run)
-    print_text(logs_text(folder, slot, glyphs_for(sys.stdout.encoding)))
+    print_text(logs_text(folder, slot))
 
 
 @app.command()
@@ -337,21 +319,19 @@ def top(  # noqa: PLR0913 - one parameter for each option of the command
     json_output: opt.AsJson = False,
     read_only: opt.ReadOnly = False,
 ) -> None:
-    """Follow a run from any terminal, or replay it. `?` lists the keys."""
+    """Follow a run from any terminal. `?` lists the keys."""
     from orchestrator.view.top import screen
 
-    view, glyphs = screen.view_of(sort, wanted), glyphs_for(sys.stdout.encoding)
+    view = screen.view_of(sort, wanted)
     folder = find_run(Path(config_to_read(config, overrides, run_dir).run.dir), run_id)
     if json_output:
         print_text(screen.frame_json(folder, view))
     elif once or not screen.is_terminal():
         print_text(
-            screen.frame_text(
-                folder, view, shutil.get_terminal_size(fallback=(120, 24)).columns, glyphs
-            )
+            screen.frame_text(folder, view, shutil.get_terminal_size(fallback=(120, 24)).columns)
         )
     else:
-        screen.watch(folder, view, glyphs, read_only=read_only)
+        screen.watch(folder, view, read_only=read_only)
 
 
 @app.command()
@@ -419,30 +399,22 @@ def web(  # noqa: PLR0913 - one parameter for each option of the command
 @app.command()
 def limits(
     clear: opt.Clear = False,
-    card: opt.CardLike = None,
-    workload: opt.WorkloadLike = None,
     json_output: opt.AsJson = False,
 ) -> None:
     """List what runs have learned, or delete it. These are the sizes that fit a card."""
     from orchestrator.cli import limits as verb
     from workers.learned_limits import LimitStore
 
-    store, selection, now_unix_s = (
-        LimitStore(),
-        verb.Selection(card=card, workload=workload),
-        time.time(),
-    )
+    store, now_unix_s = LimitStore(), time.time()
     if json_output:
-        print_text((verb.cleared_json if clear else verb.limits_json)(store, selection, now_unix_s))
+        print_text((verb.cleared_json if clear else verb.limits_json)(store, now_unix_s))
     elif clear:
-        print_text(verb.cleared_text(store, selection, now_unix_s, glyphs_for(sys.stdout.encoding)))
+        print_text(verb.cleared_text(store, now_unix_s))
     else:
         width = (
             shutil.get_terminal_size(fallback=(0, 0)).columns or None
         )  # without a terminal, one line for each
-        print_text(
-            verb.limits_text(store, selection, now_unix_s, width, glyphs_for(sys.stdout.encoding))
-        )
+        print_text(verb.limits_text(store, now_unix_s, width))
 
 
 @app.command()
@@ -578,10 +550,7 @@ def advise(
     from orchestrator.lab.advise import answer
 
     runs_dir = Path(config_to_read(config, overrides, run_dir).run.dir)
-    glyphs = glyphs_for(sys.stdout.encoding)
-    raise typer.Exit(
-        answer.advise(runs_dir, run_id, print_text, glyphs, json=json_output, width=_width())
-    )
+    raise typer.Exit(answer.advise(runs_dir, run_id, print_text, json=json_output, width=_width()))
 
 
 def _add_command(do: str, summary: str, *, hidden: bool = False) -> None:

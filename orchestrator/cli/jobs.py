@@ -39,7 +39,6 @@ from orchestrator.record.jobs import QueueReader, QueueSnapshot
 from orchestrator.record.output import last_lines
 from orchestrator.run.sampled_sweeps import sampled_sweeps
 from orchestrator.view import jobs as view
-from orchestrator.view.cells import glyphs_for
 from orchestrator.view.phrases import counted
 
 _LOOK_EVERY_S: Final = 0.5
@@ -202,15 +201,15 @@ def list_jobs(
 ) -> None:
     """Show every job: its state, how far it is, and why it waits."""
     folder = _folder(run, config, overrides, run_dir)
-    snapshot, glyphs = _snapshot(folder), glyphs_for(sys.stdout.encoding)
+    snapshot = _snapshot(folder)
     if json_output:
         print_text(view.json_text(snapshot))
         return
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    for line in view.jobs_lines(snapshot, width, glyphs):
+    for line in view.jobs_lines(snapshot, width):
         console.print(line)
-    print_text(f"run {folder.name}: {view.summary_line(snapshot, glyphs)}")
+    print_text(f"run {folder.name}: {view.summary_line(snapshot)}")
     if snapshot.held is not None:
         print_text("`python -m orchestrator jobs release` lets it go on")
     if any(standing.state not in ENDED for standing in snapshot.standings):
@@ -228,13 +227,13 @@ def show(
 ) -> None:
     """Show all of one job, and why it waits."""
     folder = _folder(run, config, overrides, run_dir)
-    snapshot, glyphs = _snapshot(folder), glyphs_for(sys.stdout.encoding)
+    snapshot = _snapshot(folder)
     standing = _standing(snapshot, job)
     if json_output:
         print_text(view.object_text(view.job_object(standing, snapshot)))
         return
     told = records(folder / QUEUE_NAME / JOURNAL_NAME)
-    for line in view.job_lines(standing, told, snapshot, glyphs):
+    for line in view.job_lines(standing, told, snapshot):
         print_text(line)
 
 
@@ -256,7 +255,7 @@ def results(
     elif as_csv:
         typer.echo(view.results_csv(snapshot))
     else:
-        typer.echo(view.results_text(snapshot, glyphs_for(sys.stdout.encoding)))
+        typer.echo(view.results_text(snapshot))
 
 
 @app.command()

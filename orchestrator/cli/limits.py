@@ -1,25 +1,24 @@
 """What `limits` prints: what workers have learned about the sizes that fit, and what was deleted.
 
 Does not keep and match them (`workers/learned_limits/`). Text from the store passes through
-`Glyphs.clean`: it may steer a terminal. A store that cannot be read or written is an
+`cells.clean`: it may steer a terminal. A store that cannot be read or written is an
 `ArchiveError`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.text import Text
 
 from orchestrator.config.duration import format_duration
-from orchestrator.errors import ArchiveError, UsageError
+from orchestrator.errors import ArchiveError
 from orchestrator.record.summary import SCHEMA, summary_text
-from orchestrator.view.cells import UNICODE, Glyphs, aligned, flow, number, whole
+from orchestrator.view.cells import MISSING, SEPARATOR, aligned, clean, flow, number, whole
 from orchestrator.view.phrases import counted
-from workers.learned_limits import EXPIRY_S, LimitStore, is_about, to_plain
+from workers.learned_limits import EXPIRY_S, LimitStore, to_plain
 from workers.settings import StoredLimit
 from workers.units import GIB, MIB
 
@@ -38,100 +37,48 @@ _TITLES = (
 _WORDS = frozenset({"card", "driver", "torch", "type", "workload"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    """Which limits are meant: those whose card and workload contain these texts; `None` does not
-    choose.
-
-    Raises:
-        UsageError: A text is empty: it would select everything.
-    """
-
-    card: str | None = None
-    workload: str | None = None
-
-    def __post_init__(self) -> None:
-        for option, typed in self._typed():
-            if not typed.strip():
-                raise UsageError(f"{option} needs a part of a name; leave it out to mean all")
-
-    @property
-    def is_all(self) -> bool:
-        """Whether it chooses nothing."""
-        return not self._typed()
-
-    def of(self, limits: Sequence[StoredLimit]) -> list[StoredLimit]:
-        """Return the limits meant, in the same order."""
-        return [
-            limit for limit in limits if is_about(limit, card=self.card, workload=self.workload)
-        ]
-
-    def __str__(self) -> str:
-        return " ".join(f"{option} {typed}" for option, typed in self._typed())
-
-    def _typed(self) -> list[tuple[str, str]]:
-        options = (("--card", self.card), ("--workload", self.workload))
-        return [(option, typed) for option, typed in options if typed is not None]
-
-
-def limits_text(
-    store: LimitStore,
-    selection: Selection,
-    now_unix_s: float,
-    width: int | None,
-    glyphs: Glyphs = UNICODE,
-) -> str:
+def limits_text(store: LimitStore, now_unix_s: float, width: int | None) -> str:
     """Return a line for each limit, the newest first; a few lines each where the terminal is too
     narrow for that.
 
     `width` is in cells; `None` if there is no terminal, so that no line is too long.
     """
-    known = _known(store, now_unix_s)
-    limits = selection.of(known)
-    if not known:
-        return glyphs.clean(
+    limits = _known(store, now_unix_s)
+    if not limits:
+        return clean(
             "nothing is learned yet; what runs learn about the sizes that fit is kept in "
             f"{store.path}"
         )
-    if not limits:
-        return glyphs.clean(
-            f"none of the {counted(len(known), 'learned limit')} matches {selection}"
-        )
-    rows = [_cells(limit, now_unix_s, glyphs) for limit in limits]
+    rows = [_cells(limit, now_unix_s) for limit in limits]
     lines = list(aligned([_TITLES, *rows], _WORDS))
     if width is not None and max(map(len, lines)) > width:
-        lines = [line for row in rows for line in _block(row, width, glyphs)]
+        lines = [line for row in rows for line in _block(row, width)]
     return "\n".join(lines)
 
 
-def limits_json(store: LimitStore, selection: Selection, now_unix_s: float) -> str:
+def limits_json(store: LimitStore, now_unix_s: float) -> str:
     """Return the same as one JSON object; `null` is unknown."""
-    limits = [_object(limit, now_unix_s) for limit in selection.of(_known(store, now_unix_s))]
+    limits = [_object(limit, now_unix_s) for limit in _known(store, now_unix_s)]
     return summary_text(
         {"schema": SCHEMA, "path": str(store.path), "expiry_s": EXPIRY_S, "limits": limits}
     )
 
 
-def cleared_text(
-    store: LimitStore, selection: Selection, now_unix_s: float, glyphs: Glyphs = UNICODE
-) -> str:
-    """Delete the selected limits, and say how many there were."""
-    count, moved = _clear(store, selection, now_unix_s)
+def cleared_text(store: LimitStore, now_unix_s: float) -> str:
+    """Delete all limits, and say how many there were."""
+    count, moved = _clear(store, now_unix_s)
     if moved is not None:
-        return glyphs.clean(
+        return clean(
             f"what was in {store.path} could not be read and is now {moved}; runs will learn again"
         )
     if count == 0:
-        nothing = f"there is nothing to forget in {store.path}"
-        return glyphs.clean(
-            nothing if selection.is_all else f"no learned limit matches {selection}"
-        )
+        return clean(f"there is nothing to forget in {store.path}")
     return f"{counted(count, 'learned limit')} forgotten; runs will learn again"
 
 
-def cleared_json(store: LimitStore, selection: Selection, now_unix_s: float) -> str:
+def cleared_json(store: LimitStore, now_unix_s: float) -> str:
     """Do the same and say so in one JSON object."""
-    count, moved = _clear(store, selection, now_unix_s)
+    count, moved = _clear(store, now_unix_s)
     aside = None if moved is None else str(moved)
     return summary_text(
         {"schema": SCHEMA, "path": str(store.path), "cleared": count, "set_aside_path": aside}
@@ -145,20 +92,20 @@ def _known(store: LimitStore, now_unix_s: float) -> tuple[StoredLimit, ...]:
     return known
 
 
-def _clear(store: LimitStore, selection: Selection, now_unix_s: float) -> tuple[int, Path | None]:
+def _clear(store: LimitStore, now_unix_s: float) -> tuple[int, Path | None]:
     """Return how many limits are gone.
 
-    Or, where all were meant and none could be read, where that file is now.
+    Or, where none could be read, where that file is now.
     """
-    count = store.clear(now_unix_s, card=selection.card, workload=selection.workload)
+    count = store.clear(now_unix_s)
     problem = store.problem
-    moved = store.set_aside() if problem is not None and selection.is_all else None
+    moved = store.set_aside() if problem is not None else None
     if problem is not None and moved is None:
         raise ArchiveError(problem)
     return count, moved
 
 
-def _cells(limit: StoredLimit, now_unix_s: float, glyphs: Glyphs) -> tuple[str, ...]:
+def _cells(limit: StoredLimit, now_unix_s: float) -> tuple[str, ...]:
     key, age_s = limit.key, now_unix_s - limit.learned_at_unix_s
     cells = (
         key.card,
@@ -172,15 +119,15 @@ def _cells(limit: StoredLimit, now_unix_s: float, glyphs: Glyphs) -> tuple[str, 
         _roughly(age_s),
         _roughly(EXPIRY_S - age_s),
     )
-    return tuple(glyphs.missing if cell is None else glyphs.clean(cell) for cell in cells)
+    return tuple(MISSING if cell is None else clean(cell) for cell in cells)
 
 
-def _block(row: Sequence[str], width: int, glyphs: Glyphs) -> Iterator[str]:
+def _block(row: Sequence[str], width: int) -> Iterator[str]:
     titled = [
         Text(row[0]),
         *(Text(f"{title} {cell}") for title, cell in zip(_TITLES[1:], row[1:], strict=True)),
     ]
-    for index, line in enumerate(flow(titled, width - 2, glyphs.separator)):
+    for index, line in enumerate(flow(titled, width - 2, SEPARATOR)):
         yield f"{'  ' if index else ''}{line.plain}"
 
 

@@ -96,8 +96,9 @@ def print_text(text: str) -> None:
     On a terminal long lines are broken between words, those of JSON are not.
     """
     encoding = sys.stdout.encoding or "utf-8"
-    width = None if text.startswith("{") else width_of(sys.stdout)
-    typer.echo(wrapped(text.encode(encoding, "backslashreplace").decode(encoding), width))
+    is_json = text.startswith("{")
+    shown = text.encode(encoding, "backslashreplace" if is_json else "replace").decode(encoding)
+    typer.echo(wrapped(shown, None if is_json else width_of(sys.stdout)))
 
 
 def import_from_here() -> None:

@@ -5,6 +5,7 @@ Covers how errors reach the user, in words or as JSON. Does not know the verbs (
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -28,6 +29,8 @@ _BadCommandLine: Any = next(
 def main() -> NoReturn:
     """Run the command line and exit."""
     wants_json = "--json" in sys.argv[1:]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what a terminal cannot show stops no output
     try:
         code = _invoke()
     except OrchestratorError as error:

@@ -53,13 +53,6 @@ ApplyPowerLimit = Annotated[
 Duration = Annotated[
     Text, Option(help="Minutes, or 30s, 2h, 1h30m. Default: run.duration.", metavar="TIME")
 ]
-Debug = Annotated[
-    bool,
-    Option(
-        "--debug",
-        help="One worker in this process, without Ray: breakpoints in your workload work.",
-    ),
-]
 Scale = Annotated[
     float | None, Option(help="Of bytes in a rehearsal; sizes by its root. Default: 1/16 on a CPU.")
 ]
@@ -228,9 +221,6 @@ LogsOfRun = Annotated[
 RunId = Annotated[
     str, Argument(help="As `runs` shows it, or its end. Default: the newest.", metavar="RUN_ID")
 ]
-OtherRun = Annotated[
-    Text, Argument(help="With --html: another run to compare with.", metavar="OTHER")
-]
 AsText = Annotated[bool, Option("--text", help="In words: this is the default.")]
 HtmlFile = Annotated[
     Path | None,
@@ -240,11 +230,7 @@ CurvesFolder = Annotated[
     Path | None,
     Option("--curves", help="Loss and validation over steps, as CSV and events.", metavar="DIR"),
 ]
-Clear = Annotated[bool, Option("--clear", help="Forget them, or those that match.")]
-CardLike = Annotated[Text, Option(help="Only of cards whose name contains this.", metavar="TEXT")]
-WorkloadLike = Annotated[
-    Text, Option(help="Only of workloads whose name contains this.", metavar="TEXT")
-]
+Clear = Annotated[bool, Option("--clear", help="Forget them all.")]
 Output = Annotated[str, Option("--output", "-o", help="Where to.", metavar="FILE")]
 Force = Annotated[bool, Option("--force", help="Replace that file if it is there.")]
 

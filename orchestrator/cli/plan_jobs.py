@@ -18,7 +18,7 @@ from orchestrator.jobs.model import Job
 from orchestrator.jobs.placement import Candidate, Schedule, estimate, never_fits
 from orchestrator.run.dispatcher import cards_of
 from orchestrator.run.prediction import RATED_SHARE, Prediction, predict
-from orchestrator.view.cells import UNICODE, aligned
+from orchestrator.view.cells import MISSING, aligned
 from orchestrator.view.phrases import counted
 from workers.units import MIB
 
@@ -104,8 +104,8 @@ def plan_jobs_text(planned: JobsPlan) -> str:
                 one.card,
                 _rounded(one.start_s),
                 _rounded(one.end_s - one.start_s) if is_known else "not known",
-                UNICODE.missing if needs is None else str(needs),
-                after[one.job] or UNICODE.missing,
+                MISSING if needs is None else str(needs),
+                after[one.job] or MISSING,
             )
         )
     lines = list(aligned(rows, {"job", "card", "comes after"})) if len(rows) > 1 else []

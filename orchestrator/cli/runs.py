@@ -2,7 +2,7 @@
 a slot printed.
 
 Does not find and read (`record/folders.py`, `record/archive.py`). Text from a store passes through
-`Glyphs.clean`: it may steer a terminal. A run or a folder that cannot be read, and a run that left
+`cells.clean`: it may steer a terminal. A run or a folder that cannot be read, and a run that left
 nothing behind, is an `ArchiveError`.
 """
 
@@ -29,7 +29,7 @@ from orchestrator.record.model import Snapshot
 from orchestrator.record.output import last_lines, slots_with_output
 from orchestrator.record.store import STORE_NAME
 from orchestrator.record.summary import SCHEMA, summary_dict, summary_text
-from orchestrator.view.cells import UNICODE, Glyphs, aligned, clock, share_pct, whole
+from orchestrator.view.cells import MISSING, aligned, clean, clock, share_pct, whole
 from orchestrator.view.jobs import jobs_lines, with_jobs
 from orchestrator.view.phrases import closing_lines, counted, fault_lines, section, time_of_day
 from orchestrator.view.table import health_table
@@ -54,19 +54,17 @@ _TITLES = (
 _LEFT = frozenset({"run", "started", "mode", "outcome"})
 
 
-def runs_text(runs_dir: Path, glyphs: Glyphs = UNICODE) -> str:
+def runs_text(runs_dir: Path) -> str:
     """Return a line for each run, the newest first, and how to resume the newest one if it has time
     left.
     """
     listed = list_runs(runs_dir)
     if not listed:
-        return glyphs.clean(
-            f"there is no run in {runs_dir}; `python -m orchestrator run` makes one"
-        )
-    lines = list(aligned([_TITLES, *(_run_cells(one, glyphs) for one in listed)], _LEFT))
+        return clean(f"there is no run in {runs_dir}; `python -m orchestrator run` makes one")
+    lines = list(aligned([_TITLES, *(_run_cells(one) for one in listed)], _LEFT))
     newest = listed[0]
     if (run := newest.run) is not None and run.is_resumable:
-        lines += ["", _resume_line(newest.folder, glyphs)]
+        lines += ["", _resume_line(newest.folder)]
     return "\n".join(lines)
 
 
@@ -77,7 +75,7 @@ def runs_json(runs_dir: Path) -> str:
     )
 
 
-def report_text(folder: Path, width: int, glyphs: Glyphs = UNICODE) -> str:
+def report_text(folder: Path, width: int) -> str:
     """Return one run in words: how it ended, its health table within `width` cells, and what
     happened to it.
     """
@@ -87,32 +85,32 @@ def report_text(folder: Path, width: int, glyphs: Glyphs = UNICODE) -> str:
         summary = summary_of(folder)
         if summary is None:
             raise
-        lines = [glyphs.clean(f"run {folder.name}"), glyphs.clean(_verdict(summary))]
+        lines = [clean(f"run {folder.name}"), clean(_verdict(summary))]
         if summary.get("workers"):
             lines.append(f"{STORE_NAME} is missing; summary.json has how its workers ended")
     else:
         queue = QueueReader(run.folder).look(
             run.snapshot().rows, time.time(), is_alive=run.outcome == "running"
         )
-        snapshot = with_jobs(run.snapshot(), queue, glyphs)
+        snapshot = with_jobs(run.snapshot(), queue)
         events = read_events(run.folder, _TOLD)
         missed = missed_of(events) if run.outcome == "degraded" else ()
-        lines = [*_header(run, glyphs), *_table(snapshot, width, glyphs)]
+        lines = [*_header(run), *_table(snapshot, width)]
         if (lost := snapshot.steps_lost_upper_bound) is not None:
             lines.append(
                 f"{counted(snapshot.counts.steps_ok, 'good step')} counted, at most {whole(lost)} "
                 "lost"
             )
         if queue is not None:
-            lines += ["", "jobs", *(line.plain for line in jobs_lines(queue, width, glyphs))]
-        lines += section("memory of trainings", _predicted(events), glyphs)
-        lines += section("what fell short", missed, glyphs)
-        lines += section("what happened", _happenings(events), glyphs)
-        lines += section("errors of the workload", _errors(events), glyphs)
+            lines += ["", "jobs", *(line.plain for line in jobs_lines(queue, width))]
+        lines += section("memory of trainings", _predicted(events))
+        lines += section("what fell short", missed)
+        lines += section("what happened", _happenings(events))
+        lines += section("errors of the workload", _errors(events))
         lines += section(
-            "printed last; more: python -m orchestrator logs SLOT", _printed(run.folder), glyphs
+            "printed last; more: python -m orchestrator logs SLOT", _printed(run.folder)
         )
-        lines += section("injected faults", fault_lines(run.faults), glyphs)
+        lines += section("injected faults", fault_lines(run.faults))
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -134,15 +132,15 @@ def report_json(folder: Path) -> str:
     return json.dumps({**made, "exit_code": run.exit_code, "started_at": iso or None}, indent=2)
 
 
-def logs_text(folder: Path, slot: str, glyphs: Glyphs = UNICODE) -> str:
+def logs_text(folder: Path, slot: str) -> str:
     """Return what a slot printed last; `UsageError` where the run has no such slot."""
     lines = last_lines(folder, slot)
     if not lines and slot not in (known := [record.slot for record in read_run(folder).slots]):
         raise UsageError(f"run {folder.name} has no slot {slot!r}; valid: {', '.join(known)}")
-    return "\n".join(lines) or glyphs.clean(f"{slot} has printed nothing")
+    return "\n".join(lines) or clean(f"{slot} has printed nothing")
 
 
-def _run_cells(one: Listed, glyphs: Glyphs) -> tuple[str, ...]:
+def _run_cells(one: Listed) -> tuple[str, ...]:
     told = run_object(one)
     started, exit_code, workers = told["started_at_unix_s"], told["exit_code"], told["workers"]
     # A queue ends when it is empty.
@@ -150,8 +148,8 @@ def _run_cells(one: Listed, glyphs: Glyphs) -> tuple[str, ...]:
     cells = (
         one.run_id,
         None if started is None else _local(started),
-        glyphs.clean(told["mode"] or ""),
-        glyphs.clean(one.outcome),
+        clean(told["mode"] or ""),
+        clean(one.outcome),
         None if exit_code is None else str(exit_code),
         None if workers is None else "/".join(clock(told[span]) for span in spans),
         None if workers is None else str(workers),
@@ -160,33 +158,29 @@ def _run_cells(one: Listed, glyphs: Glyphs) -> tuple[str, ...]:
         whole(told["oom_count"]),
         whole(told["restart_count"]),
     )
-    return tuple(cell or glyphs.missing for cell in cells)
+    return tuple(cell or MISSING for cell in cells)
 
 
-def _header(run: StoredRun, glyphs: Glyphs) -> Iterator[str]:
+def _header(run: StoredRun) -> Iterator[str]:
     facts = run.facts
-    yield glyphs.clean(
-        f"run {facts.run_id}, {facts.mode}, started {_local(facts.started_at_unix_s)}"
-    )
+    yield clean(f"run {facts.run_id}, {facts.mode}, started {_local(facts.started_at_unix_s)}")
     worked = f"worked {format_duration(run.elapsed_s)}"
     if not (run.folder / QUEUE_NAME).exists():  # a queue ends when it is empty
         worked += f" of {format_duration(facts.duration_s)}"
-    yield glyphs.clean(
-        worked + (f", by {run.heads} heads one after the other" if run.heads > 1 else "")
-    )
-    yield glyphs.clean(_outcome_words(run))
+    yield clean(worked + (f", by {run.heads} heads one after the other" if run.heads > 1 else ""))
+    yield clean(_outcome_words(run))
     if run.is_resumable:
-        yield _resume_line(run.folder, glyphs)
+        yield _resume_line(run.folder)
     if facts.chaos is not None:
-        yield glyphs.clean(f"faults asked for: {facts.chaos}")
+        yield clean(f"faults asked for: {facts.chaos}")
     if run.incomplete:
         yield "the record has gaps: at times it could not be written"
 
 
-def _resume_line(folder: Path, glyphs: Glyphs) -> str:
+def _resume_line(folder: Path) -> str:
     """Return the command that resumes a run; the run's name is that of its folder."""
     # Between single spaces: those of a folder's name must stay as many as they are.
-    return " ".join(glyphs.clean(word) for word in f"resume: {go_on_command(folder)}".split(" "))
+    return " ".join(clean(word) for word in f"resume: {go_on_command(folder)}".split(" "))
 
 
 def _outcome_words(run: StoredRun) -> str:
@@ -212,12 +206,10 @@ def _verdict(ended: Mapping[str, Any]) -> str:
     return said + (f": {meaning}" if meaning else "") + (f" ({error})" if error else "")
 
 
-def _table(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[str]:
+def _table(snapshot: Snapshot, width: int) -> list[str]:
     stream = io.StringIO()
-    Console(file=stream, width=width, color_system=None).print(
-        health_table(snapshot, width, None, glyphs)
-    )
-    return ["", *stream.getvalue().splitlines(), "", *closing_lines(snapshot, glyphs)]
+    Console(file=stream, width=width, color_system=None).print(health_table(snapshot, width, None))
+    return ["", *stream.getvalue().splitlines(), "", *closing_lines(snapshot)]
 
 
 def _happenings(events: Sequence[StoredEvent]) -> Iterator[str]:

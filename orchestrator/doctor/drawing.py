@@ -15,7 +15,7 @@ from rich.text import Text
 
 from orchestrator.doctor.finding import Diagnosis, Finding, Verdict, count, exit_code
 from orchestrator.record.summary import SCHEMA, summary_text
-from orchestrator.view.cells import Glyphs
+from orchestrator.view.cells import MISSING, clean
 from orchestrator.view.phrases import counted
 
 _STYLES = {
@@ -49,34 +49,34 @@ def diagnosis_json(diagnosis: Diagnosis) -> str:
     return summary_text(report)
 
 
-def diagnosis_lines(diagnosis: Diagnosis, width: int | None, glyphs: Glyphs) -> Iterator[Text]:
+def diagnosis_lines(diagnosis: Diagnosis, width: int | None) -> Iterator[Text]:
     """Yield the report, line by line: what concerns all first, then each node.
 
     Without a width no line is broken.
     """
     room = None if width is None else max(20, min(width, _WIDEST) - _INDENT)
-    yield Text(glyphs.clean(f"Looked at {diagnosis.where}."), style="bold")
+    yield Text(clean(f"Looked at {diagnosis.where}."), style="bold")
     ordered = sorted(diagnosis.findings, key=lambda finding: finding.node or "")
     for node, findings in groupby(ordered, key=lambda finding: finding.node):
         yield Text()
         if node is not None:
-            yield Text(glyphs.clean(f"{node}:"), style="bold")
+            yield Text(clean(f"{node}:"), style="bold")
         for finding in findings:
-            yield from _finding_lines(finding, room, glyphs)
+            yield from _finding_lines(finding, room)
     yield Text()
-    yield from _closing(diagnosis, width, glyphs)
+    yield from _closing(diagnosis, width)
 
 
-def _finding_lines(finding: Finding, room: int | None, glyphs: Glyphs) -> Iterator[Text]:
-    word = glyphs.missing if finding.verdict is Verdict.SKIP else finding.verdict.value.upper()
-    first, *others = _wrapped(glyphs.clean(finding.found), room) or [""]
+def _finding_lines(finding: Finding, room: int | None) -> Iterator[Text]:
+    word = MISSING if finding.verdict is Verdict.SKIP else finding.verdict.value.upper()
+    first, *others = _wrapped(clean(finding.found), room) or [""]
     line = Text("  ").append(word.ljust(_VERDICT_WIDTH), _STYLES[finding.verdict])
     yield line.append(finding.check.ljust(_CHECK_WIDTH)).append(first)
-    hints = [] if finding.hint is None else _wrapped(glyphs.clean(finding.hint), room)
+    hints = [] if finding.hint is None else _wrapped(clean(finding.hint), room)
     for text in (*others, *hints):
         yield Text(" " * _INDENT + text)
     if finding.fix is not None:
-        yield Text("type: ".rjust(_INDENT)).append(glyphs.clean(finding.fix), "bold")
+        yield Text("type: ".rjust(_INDENT)).append(clean(finding.fix), "bold")
 
 
 def _wrapped(text: str, room: int | None) -> list[str]:
@@ -85,7 +85,7 @@ def _wrapped(text: str, room: int | None) -> list[str]:
     )
 
 
-def _closing(diagnosis: Diagnosis, width: int | None, glyphs: Glyphs) -> Iterator[Text]:
+def _closing(diagnosis: Diagnosis, width: int | None) -> Iterator[Text]:
     options = f" {diagnosis.options}" if diagnosis.options else ""
     failures, warnings = (
         count(diagnosis.findings, verdict) for verdict in (Verdict.FAIL, Verdict.WARN)
@@ -112,5 +112,5 @@ def _closing(diagnosis: Diagnosis, width: int | None, glyphs: Glyphs) -> Iterato
             f"Ready for a rehearsal; {counted(warnings, 'warning')}. Type "
             f"`python -m orchestrator run --rehearse{options}`."
         )
-    for line in _wrapped(glyphs.clean(words), None if width is None else min(width, _WIDEST)):
+    for line in _wrapped(clean(words), None if width is None else min(width, _WIDEST)):
         yield Text(line, style="bold")

@@ -41,7 +41,6 @@ from orchestrator.doctor.finding import (
 )
 from orchestrator.errors import ConfigError, NoClusterError, Problem, UsageError
 from orchestrator.run.terminal import own_screen
-from orchestrator.view.cells import glyphs_for
 from orchestrator.view.phrases import counted
 from workers.host.facts import MachineFacts
 from workers.host.machine import free_bytes, look_around
@@ -76,7 +75,7 @@ def doctor(config_path: str, overrides: Sequence[str], node: str | None, *, json
             screen.out.write(diagnosis_json(diagnosis) + "\n")
         else:
             console = Console(file=screen.out, highlight=False, markup=False, emoji=False)
-            for line in diagnosis_lines(diagnosis, width, glyphs_for(screen.out.encoding)):
+            for line in diagnosis_lines(diagnosis, width):
                 console.print(line, soft_wrap=True)
     return exit_code(diagnosis.findings)
 

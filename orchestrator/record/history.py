@@ -1,4 +1,4 @@
-"""Reads the course of a run back: values over time, states over time, and all slots at one moment.
+"""Reads the course of a run back: values over time, and states over time.
 
 A store holds the samples of all slots ordered by time. One slot is read by going from moment to
 moment, so that what a look costs does not grow with the number of slots; all slots are read in one
@@ -10,24 +10,18 @@ from __future__ import annotations
 import math
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 from orchestrator.record.archive import (
     EVENTS_MOST,
     StoredEvent,
-    StoredRun,
     events_of,
     read_events,
-    read_run,
     reading,
-    row_of,
-    success_rate,
 )
-from orchestrator.record.model import FIELDS, Snapshot, is_row_value
-from orchestrator.record.store import SlotRecord
+from orchestrator.record.model import FIELDS
 
 BUCKETS_MOST = 1_000
 _CHANGES_MOST = 50_000
@@ -151,45 +145,6 @@ def training_curves(folder: Path) -> dict[str, Curve]:
     return {slot: dict(sorted(curve.items())) for slot, curve in curves.items()}
 
 
-def moment(folder: Path, at_unix_s: float, run: StoredRun | None = None) -> Snapshot:
-    """Return the run as it was sampled last at or before a moment; the first sample, if there is
-    none before.
-
-    What is not sampled is unknown, but for what never changes; a slot's reason is that of its last
-    change of state. `run` is the run of this folder if it was read already.
-    """
-    stored = read_run(folder) if run is None else run
-    with reading(folder) as store:
-        (sampled_unix_s,) = store.execute(
-            "SELECT max(at_unix_s) FROM samples WHERE at_unix_s <= ?", [at_unix_s]
-        ).fetchone()
-        if sampled_unix_s is None:
-            (sampled_unix_s,) = store.execute("SELECT min(at_unix_s) FROM samples").fetchone()
-        lines = store.execute(
-            "SELECT * FROM samples WHERE at_unix_s = ?", [sampled_unix_s]
-        ).fetchall()
-        names = [line["slot"] for line in lines]
-        causes = {name: _cause_before(store, name, sampled_unix_s) for name in names}
-    sampled = {
-        line["slot"]: {key: line[key] for key in ("state", *SAMPLED_NUMBERS)} for line in lines
-    }
-    records = [
-        _as_sampled(slot, sampled[slot.slot], causes[slot.slot])
-        for slot in stored.slots
-        if slot.slot in sampled
-    ]
-    now_unix_s = stored.facts.started_at_unix_s if sampled_unix_s is None else float(sampled_unix_s)
-    return replace(
-        stored.snapshot(),
-        rows=tuple(map(row_of, records)),
-        now_unix_s=now_unix_s,
-        elapsed_s=max(0.0, stored.elapsed_s - (stored.snapshot().now_unix_s - now_unix_s)),
-        notices=(),
-        restart_count=sum(int(values.get("restarts") or 0) for values in sampled.values()),
-        steps_lost_upper_bound=None,
-    )
-
-
 def state_spans(folder: Path, slot: str) -> tuple[Span, ...]:
     """Return the states of a slot one after the other, from its first change on."""
     with reading(folder) as store:
@@ -270,32 +225,3 @@ def _spans(changes: Sequence[StoredEvent]) -> tuple[Span, ...]:
 
 def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def _cause_before(store: sqlite3.Connection, slot: str, at_unix_s: float) -> str:
-    """Return why a slot was in its state at a moment; empty if no change is known."""
-    at = (
-        datetime.fromtimestamp(at_unix_s, tz=UTC)
-        .isoformat(timespec="milliseconds")
-        .replace("+00:00", "Z")
-    )
-    before = events_of(store, "event = 'state' AND slot = ? AND at <= ?", [slot, at], 1)
-    return str(before[0].details.get("cause", "")) if before else ""
-
-
-#: What is not sampled because it does not change while a slot works.
-_CONSTANT = frozenset({"gpu_name", "gpu_uuid", "device", "policy", "dtype", "budget_bytes"}) | {
-    *("device_total_bytes", "temperature_of", "first_loss", "train_steps")
-}
-
-
-def _as_sampled(record: SlotRecord, values: Mapping[str, object], cause: str) -> SlotRecord:
-    constant = {key: value for key, value in record.row.items() if key in _CONSTANT}
-    known = {key: value for key, value in values.items() if is_row_value(key, value)}
-    known["success_rate"] = success_rate(known)
-    return replace(
-        record,
-        state=str(values.get("state", record.state)),
-        reason=cause,
-        row={**constant, **known},
-    )

@@ -1,5 +1,5 @@
-"""The targets of a run: the user's cluster, this machine as it is, a rehearsal of the cluster here,
-or this process.
+"""The targets of a run: the user's cluster, this machine as it is, or a rehearsal of the cluster
+here.
 
 Each turns a configuration into an `Environment`: what will run, where, and the lines that tell the
 user. Does not start anything by itself; entering `Environment.fleet` does.
@@ -19,7 +19,6 @@ from enum import StrEnum
 import psutil
 
 from orchestrator.cluster.connect import connected
-from orchestrator.cluster.in_process_fleet import in_process
 from orchestrator.cluster.local_cluster import rehearsed
 from orchestrator.cluster.raylets import RayletPlan
 from orchestrator.config import scaling
@@ -65,7 +64,6 @@ class Mode(StrEnum):
     CLUSTER = "cluster"
     REHEARSE = "rehearse"
     LOCAL = "local"
-    DEBUG = "debug"
 
 
 class CpuRates:
@@ -123,8 +121,6 @@ class Environment:
         if self.mode is Mode.CLUSTER:
             return connected(config.cluster.address, config.cluster.auth)
         budgets = {name: node_budget(name, node, config) for name, node in config.nodes.items()}
-        if self.mode is Mode.DEBUG:
-            return in_process(head, cpus=budgets[head].cpus_total, gpus=budgets[head].gpus)
         if self.rates is not None:
             self.rates.measure()  # while Ray starts
         names = sorted(budgets, key=lambda name: name != head)
@@ -152,8 +148,6 @@ def again(mode: str, config: Config, target: Target) -> Environment:
     if mode == Mode.CLUSTER:
         address = config.cluster.address
         lines = () if address == "auto" else (f"Connecting to {address}, as the run did",)
-    elif mode == Mode.DEBUG:
-        lines = ()
     return Environment(mode=Mode(mode), config=config, target=target, lines=lines)
 
 
@@ -272,46 +266,26 @@ def _has_room(card: CardFacts, config: Config, scale: float | None) -> bool:
 def on_this_machine(config: Config) -> Environment:
     """Run on what this machine has: its cards, else its CPU.
 
-    `nodes:` of the configuration is ignored.
+    `nodes:` of the configuration is ignored. Where it is refused, the option is named.
     """
-    return _on_one_node(config, Mode.LOCAL, visible_cards())
-
-
-def in_this_process(config: Config) -> Environment:
-    """Run one worker in this process, on a card of this machine or on its CPU, so that a debugger
-    sees its workload.
-
-    Its duty is not limited: it would have to rest for a multiple of the time that the user spends
-    at a breakpoint.
-    """
-    unlimited = config.model_copy(update={"compute_share_mode": "none"})
-    return _on_one_node(unlimited, Mode.DEBUG, visible_cards()[:1], workers=1)
-
-
-def _on_one_node(
-    config: Config, mode: Mode, cards: Sequence[CardFacts], **changes: object
-) -> Environment:
-    """Return the environment with this machine as the only node.
-
-    Where it is refused, the option is named.
-    """
-    node = {**(_card_node(cards) if cards else _cpu_node()), **changes}
-    data = {**config.model_dump(), "nodes": {"local": node}}
+    cards = visible_cards()
+    data = {
+        **config.model_dump(),
+        "nodes": {"local": _card_node(cards) if cards else _cpu_node()},
+    }
     data["cluster"] = {**data["cluster"], "head": None}
-    local = config_from_data(data, f"--{mode}")
+    local = config_from_data(data, "--local")
     where = f"{os.cpu_count()} cores of {_BY_KERNEL}"
-    budget = f"{local.nodes['local'].vram_per_worker_gib:.2f} GiB"
-    lines: tuple[str, ...]
-    if mode is Mode.DEBUG:
-        lines = (f"One worker in this process: {cards[0].name if cards else where}; {budget}",)
-    else:
-        where = f"{len(cards)} x {cards[0].name}" if cards else where
-        lines = (
-            f"This machine: {where}; {local.nodes['local'].workers} workers x {budget}",
-            _STARTING,
-        )
-    target = Target(device="cuda" if cards else "cpu", one_machine=not cards)
-    return Environment(mode=mode, config=local, target=target, lines=lines)
+    if cards:
+        where = f"{len(cards)} x {cards[0].name}"
+    node = local.nodes["local"]
+    budget = f"{node.vram_per_worker_gib:.2f} GiB"
+    return Environment(
+        mode=Mode.LOCAL,
+        config=local,
+        target=Target(device="cuda" if cards else "cpu", one_machine=not cards),
+        lines=(f"This machine: {where}; {node.workers} workers x {budget}", _STARTING),
+    )
 
 
 def _free_ram_bytes() -> float:

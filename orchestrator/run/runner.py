@@ -14,10 +14,8 @@ import functools
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,7 +34,6 @@ from orchestrator.errors import (
     NoClusterError,
     OrchestratorError,
     PreflightError,
-    UsageError,
     one_line,
 )
 from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal, queue_of
@@ -64,7 +61,7 @@ from orchestrator.run.terminal import (
     take_addresses,
     write_report,
 )
-from orchestrator.view.cells import glyphs_for, width_of, wrapped
+from orchestrator.view.cells import width_of, wrapped
 from orchestrator.view.live import LiveTable, Outlets, PlainLines, Watcher
 from orchestrator.view.phrases import fault_lines, section
 from workers.host.processes import start_time
@@ -197,15 +194,6 @@ def _check(environment: Environment, options: Options) -> None:
         notify_urls(environment.config.notify)
     for experiment in options.experiments:
         experiment.check(environment)
-    is_debug = environment.mode is Mode.DEBUG
-    if is_debug and options.json:
-        raise UsageError(
-            "--json keeps standard output for one object; with --debug the debugger talks there"
-        )
-    if is_debug and options.apply_power_limit:
-        raise UsageError(
-            "--apply-power-limit needs an agent on each node, which --debug does not start"
-        )
 
 
 def _in_folder(
@@ -217,18 +205,11 @@ def _in_folder(
 ) -> int:
     interrupts = Interrupts()
     interrupts.install()
-    is_debug = environment.mode is Mode.DEBUG
-    # A debugger talks on standard output and error as they are.
-    screens = (
-        nullcontext(Screen(out=sys.stdout, err=sys.stderr))
-        if is_debug
-        else own_screen(folder / "ray.log")
-    )
-    with run_dir.hold_folder(folder), screens as screen:
+    with run_dir.hold_folder(folder), own_screen(folder / "ray.log") as screen:
         record = _Record(
             folder=folder,
             screen=screen,
-            options=replace(options, plain=options.plain or is_debug),
+            options=options,
             started_at_unix_s=started_at_unix_s,
             past=past or Past(),
         )
@@ -459,12 +440,11 @@ class _Record:
         self._ended = True
         if self.options.json and self.options.judge is None:
             _say(summary_text(summary), self.screen.out)
-        glyphs = glyphs_for(self.screen.err.encoding)
-        self.tell(*section("injected faults", fault_lines(summary["faults"]), glyphs))
+        self.tell(*section("injected faults", fault_lines(summary["faults"])))
         if self.supervisor is not None and (error := self.supervisor.workload_error) is not None:
             lines = error.rstrip().splitlines()[-_TRACEBACK_LINES:]
             self.tell("", "last error of the workload", *(f"  {one_line(line)}" for line in lines))
-        self.tell(*section("what fell short", missed, glyphs))
+        self.tell(*section("what fell short", missed))
         self.tell(f"Outcome: {outcome}. Summary: {place}")
         following = f"See what happened: {command_for(self.folder, 'report')}"
         if interrupted:

@@ -29,7 +29,7 @@ from orchestrator.core.memory_broker import MemoryBroker
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import Event, Phase, Slot
 from orchestrator.core.user_commands import EFFECTS, Command, CommandRefusedError, events_of
-from orchestrator.errors import NothingStoredError, PreflightError
+from orchestrator.errors import NothingStoredError, PreflightError, UsageError
 from orchestrator.record.archive import read_answers
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import OutputFiles
@@ -225,6 +225,7 @@ class Supervisor:
 
         Raises:
             PreflightError: A worker found that the plan can never work on its machine.
+            UsageError: A worker found that settings or data can never work.
             IllegalEventError: With `strict`, an event came that the lifecycle does not allow.
         """
         try:
@@ -538,8 +539,8 @@ class Supervisor:
             match command:
                 case slots.Note():
                     self.outlets.events.write(command.name, slot=name, **dict(command.fields))
-                case slots.EndRun(reason=reason):
-                    raise PreflightError([reason])
+                case slots.EndRun(reason=reason, is_input=is_input):
+                    raise UsageError(reason) if is_input else PreflightError([reason])
                 case _:
                     self._outbox.append((name, command))
 

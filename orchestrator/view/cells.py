@@ -1,8 +1,7 @@
-"""The letters and numbers of the table: which characters may be used, and how a value becomes a few
-of them.
+"""The letters and numbers of the table: how a value becomes a few of them.
 
 Does not know rows, columns or widths of terminals. Every function that formats a value returns
-`None` for an unknown one; the caller shows `Glyphs.missing` for it.
+`None` for an unknown one; the caller shows `MISSING` for it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from textwrap import wrap
 from typing import Final, TextIO
@@ -30,90 +28,44 @@ _HUGE = 1e7
 _TINY = 0.001
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Glyphs:
-    """The characters beyond letters and digits that a terminal can show."""
-
-    charset: str
-    """Text from elsewhere is reduced to what this encoding holds."""
-    missing: str
-    ellipsis: str
-    separator: str
-    rule: str
-    branch: str
-    """Leads to a line that belongs to the row above it."""
-    full: str
-    part: str
-    empty: str
-
-    def clean(self, text: str) -> str:
-        """Return hostile text as one harmless line: no control characters, no line breaks, nothing
-        unprintable.
-        """
-        line = " ".join("".join(char if char.isprintable() else " " for char in text).split())
-        return line.encode(self.charset, "replace").decode(self.charset)
-
-    def shorten(self, text: str, width: int) -> str:
-        """Return text cut to a width in terminal cells.
-
-        An ellipsis shows where something is missing.
-        """
-        if cell_len(text) <= width:
-            return text
-        room = width - cell_len(self.ellipsis)
-        return (
-            chop_cells(text, room)[0].rstrip() + self.ellipsis
-            if room > 0
-            else self.ellipsis[: max(0, width)]
-        )
-
-    def bar(self, *, full: float, part: float, width: int) -> str:
-        """Return a bar: `full` of it filled, from there to `part` half filled; both 0..1.
-
-        Every value above 0 shows as at least one cell.
-        """
-        full_cells, part_cells = (
-            max(share > 0, int(min(1.0, max(0.0, share)) * width))
-            for share in (full, max(full, part))
-        )
-        return (
-            self.full * full_cells
-            + self.part * (part_cells - full_cells)
-            + self.empty * (width - part_cells)
-        )
+MISSING: Final = "–"  # noqa: RUF001 - an en dash is what the table shows for unknown
+ELLIPSIS: Final = "…"
+SEPARATOR: Final = " · "
+RULE: Final = "─"
+BRANCH: Final = "└"
+"""Leads to a line that belongs to the row above it."""
+FULL: Final = "█"
+PART: Final = "▒"
+EMPTY: Final = "░"
 
 
-UNICODE = Glyphs(
-    charset="utf-8",
-    missing="–",  # noqa: RUF001 - an en dash is what the table shows for unknown
-    ellipsis="…",
-    separator=" · ",
-    rule="─",
-    branch="└",
-    full="█",
-    part="▒",
-    empty="░",
-)
-
-ASCII = Glyphs(
-    charset="ascii",
-    missing="-",
-    ellipsis="...",
-    separator=" | ",
-    rule="-",
-    branch="`-",
-    full="#",
-    part="=",
-    empty=".",
-)
-
-
-def glyphs_for(encoding: str | None) -> Glyphs:
-    """Return the glyphs that a stream of this encoding can take.
-
-    Plain ASCII unless it is a kind of UTF.
+def clean(text: str) -> str:
+    """Return hostile text as one harmless line: no control characters, no line breaks, nothing
+    unprintable.
     """
-    return UNICODE if encoding is not None and encoding.lower().startswith("utf") else ASCII
+    return " ".join("".join(char if char.isprintable() else " " for char in text).split())
+
+
+def shorten(text: str, width: int) -> str:
+    """Return text cut to a width in terminal cells.
+
+    An ellipsis shows where something is missing.
+    """
+    if cell_len(text) <= width:
+        return text
+    room = width - cell_len(ELLIPSIS)
+    return chop_cells(text, room)[0].rstrip() + ELLIPSIS if room > 0 else ELLIPSIS[: max(0, width)]
+
+
+def bar(*, full: float, part: float, width: int) -> str:
+    """Return a bar: `full` of it filled, from there to `part` half filled; both 0..1.
+
+    Every value above 0 shows as at least one cell.
+    """
+    full_cells, part_cells = (
+        max(share > 0, int(min(1.0, max(0.0, share)) * width)) for share in (full, max(full, part))
+    )
+    return FULL * full_cells + PART * (part_cells - full_cells) + EMPTY * (width - part_cells)
 
 
 def decimals_for(values: Iterable[float | None], *, significant: int = 4) -> int:

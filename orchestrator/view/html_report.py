@@ -1,5 +1,5 @@
 """A run in one file: the page of `web` with frozen data, which needs no server and asks for
-nothing; beside another run, with the differences in per cent.
+nothing.
 
 The file's policy lets run what was put into it, by its hash, and load nothing at all. The courses
 of values are thinned out until they fit: of few slots in 300 parts each, of a thousand in 16. The
@@ -13,12 +13,12 @@ import hashlib
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape as escaped
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from orchestrator.errors import UsageError
 from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, records
@@ -26,23 +26,25 @@ from orchestrator.record import history
 from orchestrator.record.archive import Follower, Frame, StoredEvent, StoredRun, read_events
 from orchestrator.record.history import Buckets
 from orchestrator.record.jobs import QueueSnapshot
-from orchestrator.record.model import Row, Snapshot, finite, natural_order
+from orchestrator.record.model import finite
 from orchestrator.record.output import LINES_SHOWN, last_lines
 from orchestrator.record.summary import write_file
-from orchestrator.view.cells import UNICODE, clock, decimals_for, mean, number, share_pct
+from orchestrator.view.cells import (
+    MISSING,
+    clean,
+    clock,
+    decimals_for,
+    mean,
+    number,
+    share_pct,
+    whole,
+)
 from orchestrator.view.job_charts import attempt_bars, bars_svg, curves_svg
 from orchestrator.view.jobs import with_jobs
 from orchestrator.view.web import page_data
-from orchestrator.view.web.page_data import OUTCOME_TONES, Cell, Json
-from workers.messages import StepCounts
+from orchestrator.view.web.page_data import OUTCOME_TONES, Json
 from workers.units import GIB
 
-#: A difference from here on is coloured, in per cent.
-_WORTH_COLOUR: Final = 5.0
-
-_Words: TypeAlias = Callable[[float | None], str | None]
-
-_DIFFERENCE: Final = ("difference",)
 _PARTS_MOST: Final = 300
 _PARTS_LEAST: Final = 16
 
@@ -91,162 +93,15 @@ _ESCAPES: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
-    """What is compared of one run."""
-
-    run: StoredRun
-    snapshot: Snapshot
-    means: Mapping[str, float | None]
-    """Over the whole run, by the keys of `history.TOTALS`: sums over its slots, and the highest
-    temperature.
-    """
-    tflops: Mapping[str, float | None]
-    """Mean over the whole run, by slot."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Figure:
-    """One figure of a run or of a slot; more of it is better (1), worse (-1), or neither (0)."""
-
-    title: str
-    better: int
-    values: Sequence[float | None]
-    words: _Words | None = None
-
-    def cells(self) -> list[Cell]:
-        """Return its title, the value of each run, and, of two, the difference."""
-        decimals = decimals_for(self.values)
-        words = self.words or (lambda value: number(value, decimals))
-        shown = [words(finite(value)) or UNICODE.missing for value in self.values]
-        first = self.values[0]
-        return [
-            self.title,
-            *shown,
-            *(difference(first, other, self.better) for other in self.values[1:]),
-        ]
-
-
-def compared(sides: Sequence[Side]) -> Json:
-    """Return the figures of one or two runs; of two also those of each slot."""
-    names = [UNICODE.clean(side.run.facts.run_id) for side in sides]
-    figures = [_Figure(title=title, better=better, values=[get(side) for side in sides], words=words)
-               for title, better, get, words in _FIGURES]  # fmt: skip
-    table: Json = {
-        "titles": ["", *names, *_DIFFERENCE[: len(sides) - 1]],
-        "rows": [_verdicts(sides)],
-    }
-    table["rows"] += [
-        figure.cells() for figure in figures if any(value is not None for value in figure.values)
-    ]
-    return table if len(sides) == 1 else {**table, "slots": _slots(sides)}
-
-
-def difference(value: float | None, other: float | None, better: int) -> Cell:
-    """Return how much more a value is than another one: "+20.0 %", with a tone if that is much."""
-    value, other = finite(value), finite(other)
-    if value is None or other is None or (other == 0 and value != 0):
-        return UNICODE.missing
-    more = (
-        0.0 if value == other else round(100 * (value - other) / abs(other), 1) + 0.0
-    )  # never -0.0
-    text = f"{number(more, 1) or UNICODE.missing} %"
-    shown = f"+{text}" if more > 0 else text
-    return (
-        (shown, "good" if more * better > 0 else "bad")
-        if better and abs(more) >= _WORTH_COLOUR
-        else shown
-    )
-
-
-def _verdicts(sides: Iterable[Side]) -> list[Cell]:
-    outcomes = [side.run.outcome for side in sides]
-    cells = [(UNICODE.clean(outcome), OUTCOME_TONES.get(outcome, "dim")) for outcome in outcomes]
-    return ["outcome", *cells, *([""] if len(cells) > 1 else [])]
-
-
-def _slots(sides: Sequence[Side]) -> Json:
-    rows = [{row.slot: row for row in side.snapshot.rows} for side in sides]
-    names = sorted({name for by_slot in rows for name in by_slot}, key=natural_order)
-    lines: list[list[Cell]] = []
-    for name in names:
-        cells: list[Cell] = [UNICODE.clean(name)]
-        for better, get, words in _OF_SLOTS:
-            values = [
-                get(side, by_slot[name]) if name in by_slot else None
-                for side, by_slot in zip(sides, rows, strict=True)
-            ]
-            cells += _Figure(title="", better=better, values=values, words=words).cells()[1:]
-        lines.append(cells)
-    titles = [
-        part
-        for title in ("TFLOP/s, mean", "good steps/h", "OOM")
-        for part in (title, "other", _DIFFERENCE[0])
-    ]
-    return {"titles": ["slot", *titles], "rows": lines}
-
-
-def _per_hour(side: Side, counts: StepCounts) -> float | None:
-    return counts.steps_ok / side.run.elapsed_s * 3600.0 if side.run.elapsed_s > 0 else None
-
-
-def _count(name: str) -> Callable[[Side], float | None]:
-    return lambda side: getattr(side.snapshot.counts, name)
-
-
-def _overall(name: str, times: float = 1.0) -> Callable[[Side], float | None]:
-    return lambda side: None if (value := side.means.get(name)) is None else value * times
-
-
-def _loss(side: Side) -> float | None:
-    """Return the mean of the last losses of all slots that train."""
-    return mean(finite(row.progress.loss) for row in side.snapshot.rows)
-
-
-def _whole(value: float | None) -> str | None:
-    return None if value is None else number(value, 0)
-
-
-def _clock(value: float | None) -> str | None:
-    return None if value is None else clock(value)
-
-
-#: Title, whether more is better, value, and its words where they are not a rounded number.
-_FIGURES: Final[tuple[tuple[str, int, Callable[[Side], float | None], _Words | None], ...]] = (
-    ("time worked", 0, lambda side: side.run.elapsed_s, _clock),
-    ("slots", 0, lambda side: len(side.run.slots), _whole),
-    ("good steps", 1, _count("steps_ok"), _whole),
-    ("good steps an hour", 1, lambda side: _per_hour(side, side.snapshot.counts), None),
-    ("success, %", 1, _count("success_rate"), share_pct),
-    ("TFLOP/s, mean of the sum", 1, _overall("tflops"), None),
-    ("GiB allocated, mean of the sum", 0, _overall("allocated_bytes", 1 / GIB), None),
-    ("out of memory", -1, _count("oom_count"), _whole),
-    ("emergencies", -1, _count("emergency_count"), _whole),
-    ("restarts", -1, lambda side: side.snapshot.restart_count, _whole),
-    ("steps lost at most", -1, lambda side: side.snapshot.steps_lost_upper_bound, _whole),
-    ("wrong results", -1, _count("verify_errors"), _whole),
-    ("hottest temperature, C, mean", -1, _overall("temperature_c"), None),
-    ("samples a second, mean of the sum", 1, _overall("samples_per_s"), None),
-    ("loss at the end, mean", -1, _loss, None),
-)
-#: Of a slot: whether more is better, value, and its words.
-_OF_SLOTS: Final[tuple[tuple[int, Callable[[Side, Row], float | None], _Words | None], ...]] = (
-    (1, lambda side, row: side.tflops.get(row.slot), None),
-    (1, lambda side, row: _per_hour(side, row.counts), _whole),
-    (-1, lambda _, row: row.counts.oom_count, _whole),
-)
-
-
-def frozen(folder: Path, other: Path | None = None) -> Json:
-    """Return the run in a run folder, with its last picture and the course of its values, beside
-    another run.
+def frozen(folder: Path) -> Json:
+    """Return the run in a run folder, with its last picture and the course of its values.
 
     Raises:
-        NothingStoredError: Nothing is stored in one of them yet.
-        ArchiveError: One cannot be read.
+        NothingStoredError: Nothing is stored in it yet.
+        ArchiveError: It cannot be read.
     """
     frame = Follower(folder).look()
-    frame = replace(frame, snapshot=with_jobs(frame.snapshot, frame.queue, UNICODE))
+    frame = replace(frame, snapshot=with_jobs(frame.snapshot, frame.queue))
     rows = frame.snapshot.rows
     events = read_events(folder, limit=_EVENTS_MOST)
     by_slot: defaultdict[str, list[StoredEvent]] = defaultdict(list)
@@ -285,7 +140,7 @@ def frozen(folder: Path, other: Path | None = None) -> Json:
         "times": _times(courses),
         "labels": {key: page_data.field_label(key) for key in _COURSES},
         "charts": _CHARTED,
-        "missing": UNICODE.missing,
+        "missing": MISSING,
         "history": {
             slot: {key: _drawn(key, course) for key, course in of_slot.items()}
             for slot, of_slot in courses.items()
@@ -293,9 +148,7 @@ def frozen(folder: Path, other: Path | None = None) -> Json:
         "beside": dict.fromkeys(("allocated_bytes", "reserved_bytes"), ("cap_bytes", "cap")),
         "events": [page_data.event_of(event) for event in events[-_EVENTS_TOLD:]],
         "cards": page_data.cards_of(frame),
-        "summary": _summary(
-            frame, events, courses, None if other is None else Follower(other).look()
-        ),
+        "summary": _summary(frame, events),
     }
 
 
@@ -324,63 +177,62 @@ def parts_for(courses: int) -> int:
     return max(_PARTS_LEAST, min(_PARTS_MOST, _NUMBERS_MOST // max(1, 3 * courses)))
 
 
-def _summary(
-    frame: Frame,
-    events: tuple[StoredEvent, ...],
-    slots: Mapping[str, Mapping[str, Buckets]],
-    other: Frame | None,
-) -> Json:
-    """Return the run as a whole: what fell short, its course, and its figures beside those of
-    another run.
-    """
-    frames = [frame] if other is None else [frame, other]
-    width_s = max(
-        (between[1] - between[0] for one in frames if (between := _between(one.run))), default=1.0
-    )
-    courses = [_totals(one.run, width_s) for one in frames]
-    of_slots = [slots, *(_courses(one.run, ("tflops",), _PARTS_LEAST) for one in frames[1:])]
-    charts = []
-    for drawn in page_data.totals_of(courses[0]):
-        chart = {name: drawn[name] for name in ("label", "t", "mean")}
-        if courses[1:] and courses[1]:
-            other_mean = page_data.history_of(drawn["field"], courses[1][drawn["field"]])["mean"]
-            chart |= {"beside": other_mean, "beside_label": "other run"}
-        charts.append(chart)
-    begins = frame.run.facts.started_at_unix_s
+def _summary(frame: Frame, events: tuple[StoredEvent, ...]) -> Json:
+    """Return the run as a whole: what fell short, its course, and its figures."""
+    run, between = frame.run, _between(frame.run)
+    begins = run.facts.started_at_unix_s
+    totals = {} if between is None else history.totals(run.folder, *between, _PARTS_MOST)
     return {
-        "missed": [UNICODE.clean(one) for one in frame.missed],
+        "missed": [clean(one) for one in frame.missed],
         "from": begins,
-        "to": begins + width_s,
-        "charts": charts,
+        "to": begins + 1.0 if between is None else between[1],
+        "charts": [
+            {name: drawn[name] for name in ("label", "t", "mean")}
+            for drawn in page_data.totals_of(totals)
+        ],
         "events": [page_data.event_of(event) for event in events if event.slot is None],
         "spans": [],
         "utc_offset_s": page_data.offset_s(begins),
-        "figures": compared(list(map(_side, frames, courses, of_slots))),
+        "figures": _figures(frame, totals),
     }
 
 
-def _side(
-    frame: Frame, whole: Mapping[str, Buckets], slots: Mapping[str, Mapping[str, Buckets]]
-) -> Side:
-    return Side(
-        run=frame.run,
-        snapshot=frame.snapshot,
-        means={key: mean(course.mean) for key, course in whole.items()},
-        tflops={
-            slot: mean(courses["tflops"].mean)
-            for slot, courses in slots.items()
-            if "tflops" in courses
-        },
-    )
+def _figures(frame: Frame, totals: Mapping[str, Buckets]) -> Json:
+    """Return the figures of the whole run: sums over its slots, and the highest temperature."""
+    run, snapshot, counts = frame.run, frame.snapshot, frame.snapshot.counts
+    means = {key: mean(course.mean) for key, course in totals.items()}
+    allocated_bytes = means.get("allocated_bytes")
+    allocated_gib = None if allocated_bytes is None else allocated_bytes / GIB
+    an_hour = counts.steps_ok / run.elapsed_s * 3600.0 if run.elapsed_s > 0 else None
+    told = {
+        "time worked": clock(run.elapsed_s),
+        "slots": whole(len(run.slots)),
+        "good steps": whole(counts.steps_ok),
+        "good steps an hour": _rounded(an_hour),
+        "success, %": share_pct(counts.success_rate),
+        "TFLOP/s, mean of the sum": _rounded(means.get("tflops")),
+        "GiB allocated, mean of the sum": _rounded(allocated_gib),
+        "out of memory": whole(counts.oom_count),
+        "emergencies": whole(counts.emergency_count),
+        "restarts": whole(snapshot.restart_count),
+        "steps lost at most": whole(snapshot.steps_lost_upper_bound),
+        "wrong results": whole(counts.verify_errors),
+        "hottest temperature, C, mean": _rounded(means.get("temperature_c")),
+        "samples a second, mean of the sum": _rounded(means.get("samples_per_s")),
+        "loss at the end, mean": _rounded(mean(finite(row.progress.loss) for row in snapshot.rows)),
+    }
+    outcome = (clean(run.outcome), OUTCOME_TONES.get(run.outcome, "dim"))
+    return {
+        "titles": ["", clean(run.facts.run_id)],
+        "rows": [
+            ["outcome", outcome],
+            *([title, it] for title, it in told.items() if it is not None),
+        ],
+    }
 
 
-def _totals(run: StoredRun, width_s: float) -> dict[str, Buckets]:
-    between = _between(run)
-    return (
-        {}
-        if between is None
-        else history.totals(run.folder, between[0], between[0] + width_s, _PARTS_MOST)
-    )
+def _rounded(value: float | None) -> str | None:
+    return number(value, decimals_for((value,)))
 
 
 def _courses(run: StoredRun, keys: Sequence[str], parts: int) -> dict[str, dict[str, Buckets]]:
@@ -463,12 +315,12 @@ def _hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def write_report(path: Path, folder: Path, other: Path | None) -> None:
-    """Write the run in a run folder into one file, beside another run.
+def write_report(path: Path, folder: Path) -> None:
+    """Write the run in a run folder into one file.
 
     `OrchestratorError` if that is not possible.
     """
     try:
-        write_file(path, html(frozen(folder, other), f"run {folder.name}"))
+        write_file(path, html(frozen(folder), f"run {folder.name}"))
     except OSError as failure:
         raise UsageError(f"{path} cannot be written: {failure.strerror}") from failure

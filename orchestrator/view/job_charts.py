@@ -12,7 +12,7 @@ from html import escape
 from typing import Final
 
 from orchestrator.jobs.model import Assigned, AttemptEnded, Record, Rested
-from orchestrator.view.cells import UNICODE
+from orchestrator.view.cells import clean, shorten
 
 _WIDTH: Final = 960
 _LEFT: Final = 90
@@ -83,7 +83,7 @@ def bars_svg(bars: Sequence[Bar], jobs: Sequence[str] = ()) -> str | None:
             f'<rect x="{left:.1f}" y="{y}" width="{width:.1f}" height="{_LANE - 6}" rx="3" '
             f'fill="{colours[bar.job]}"><title>{_escaped(bar.job)}</title></rect>'
         )
-        name = UNICODE.shorten(UNICODE.clean(bar.job), int(width / 7.5))
+        name = shorten(clean(bar.job), int(width / 7.5))
         if len(name) > 1:
             drawn.append(_text(left + 4, y + 16, name, colour="#ffffff"))
     form = "%H:%M" if ends_s - begins_s > _MINUTES_FROM_S else "%H:%M:%S"
@@ -130,7 +130,7 @@ def curves_svg(
             f"<title>{_escaped(name)}</title></polyline>"
         )
         if at < _NAMED_MOST:
-            shown = UNICODE.shorten(UNICODE.clean(name), 20)
+            shown = shorten(clean(name), 20)
             drawn.append(_text(_WIDTH - _RIGHT + 12, 20 + 17 * at, shown, colour=colour))
     return _svg(drawn, _CURVES_HEIGHT)
 
@@ -161,7 +161,7 @@ def _text(x: float, y: float, text: str, anchor: str = "start", colour: str = _G
 
 
 def _escaped(text: str) -> str:
-    return escape(UNICODE.clean(text))
+    return escape(clean(text))
 
 
 def _svg(drawn: Iterable[str], height: float) -> str:

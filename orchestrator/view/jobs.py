@@ -2,7 +2,7 @@
 screens.
 
 Pure. Values come from the journal, and of jobs with a process from the rows of the run; does not
-read either. Names, reasons and errors may be hostile: they pass through `Glyphs.clean`.
+read either. Names, reasons and errors may be hostile: they pass through `cells.clean`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from orchestrator.jobs.model import (
 from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.record.model import Row, Snapshot, finite
 from orchestrator.record.summary import SCHEMA, summary_text
-from orchestrator.view.cells import UNICODE, Glyphs, aligned, clock
+from orchestrator.view.cells import MISSING, aligned, clean, clock, shorten
 from workers.units import GIB, MIB
 
 STATE_STYLES: Final[Mapping[JobState, str]] = {
@@ -109,7 +109,7 @@ def _order(standing: Standing) -> tuple[int, float]:
     return _RANK[standing.state], math.inf if start_s is None else start_s
 
 
-def summary_line(snapshot: QueueSnapshot, glyphs: Glyphs) -> str:
+def summary_line(snapshot: QueueSnapshot) -> str:
     """Return "3 running, 12 queued, 1 failed; ends about 03:40"."""
     counts = Counter(standing.state for standing in snapshot.standings)
     said = ", ".join(
@@ -117,29 +117,29 @@ def summary_line(snapshot: QueueSnapshot, glyphs: Glyphs) -> str:
     )
     said = said or "no jobs yet"
     if snapshot.held is not None:
-        return glyphs.clean(f"{said}; the queue is held: {snapshot.held}")
+        return clean(f"{said}; the queue is held: {snapshot.held}")
     ends_s = _ends_at_s(snapshot)
     return said if ends_s is None else f"{said}; ends about {_moment(ends_s, snapshot.now_s)}"
 
 
-def with_jobs(snapshot: Snapshot, queue: QueueSnapshot | None, glyphs: Glyphs) -> Snapshot:
+def with_jobs(snapshot: Snapshot, queue: QueueSnapshot | None) -> Snapshot:
     """Return the picture of a run with the line of its queue, where it has one."""
-    return snapshot if queue is None else replace(snapshot, jobs=summary_line(queue, glyphs))
+    return snapshot if queue is None else replace(snapshot, jobs=summary_line(queue))
 
 
-def jobs_lines(snapshot: QueueSnapshot, width: int | None, glyphs: Glyphs) -> list[Text]:
+def jobs_lines(snapshot: QueueSnapshot, width: int | None) -> list[Text]:
     """Return the table of jobs within `width` cells; `None` cuts nothing.
 
     Columns are left out until the reasons have room. The titles are the first line.
     """
-    rows = [job_cells(standing, snapshot, glyphs) for standing in current(snapshot)]
+    rows = [job_cells(standing, snapshot) for standing in current(snapshot)]
     widths = {
         title: max([cell_len(title), *(cell_len(row[title]) for row in rows)]) for title in TITLES
     }
     shown = [
         title
         for title in TITLES
-        if title in {"job", "state", "why"} or any(row[title] != glyphs.missing for row in rows)
+        if title in {"job", "state", "why"} or any(row[title] != MISSING for row in rows)
     ]
     if width is None:
         why_cells = widths["why"]
@@ -154,10 +154,10 @@ def jobs_lines(snapshot: QueueSnapshot, width: int | None, glyphs: Glyphs) -> li
         why_cells = width - _used(shown, widths)
         if why_cells < len("why"):
             shown.remove("why")
-    lines = [_line(dict(zip(TITLES, TITLES, strict=True)), shown, widths, why_cells, glyphs)]
+    lines = [_line(dict(zip(TITLES, TITLES, strict=True)), shown, widths, why_cells)]
     lines[0].stylize("dim")
     for row, standing in zip(rows, current(snapshot), strict=True):
-        line = _line(row, shown, widths, why_cells, glyphs)
+        line = _line(row, shown, widths, why_cells)
         begins = line.plain.find(row["state"], widths["job"])
         line.stylize(STATE_STYLES[standing.state], begins, begins + len(row["state"]))
         lines.append(line)
@@ -174,31 +174,30 @@ def _line(
     shown: Sequence[str],
     widths: Mapping[str, int],
     why_cells: int,
-    glyphs: Glyphs,
 ) -> Text:
     parts = []
     for title in shown:
         width = why_cells if title == "why" else widths[title]
-        text = glyphs.shorten(cells[title], width)
+        text = shorten(cells[title], width)
         padding = " " * (width - cell_len(text))
         parts.append(padding + text if title in _NUMBERS else text + padding)
     return Text(_GAP.join(parts).rstrip())
 
 
-def job_cells(standing: Standing, snapshot: QueueSnapshot, glyphs: Glyphs) -> dict[str, str]:
+def job_cells(standing: Standing, snapshot: QueueSnapshot) -> dict[str, str]:
     """Return what the table shows of a job, by title."""
     job = standing.job
     cells = {
-        "job": glyphs.shorten(glyphs.clean(job.name), _NAME_CELLS),
+        "job": shorten(clean(job.name), _NAME_CELLS),
         "state": standing.state.value,
-        "where": None if standing.card is None else glyphs.clean(standing.card),
+        "where": None if standing.card is None else clean(standing.card),
         "step": _steps(standing, snapshot),
         "metric": _figure(standing.value),
         "best": _best(standing),
         "time": _time(standing, snapshot),
-        "why": glyphs.clean(_last_words(standing.reason)),
+        "why": clean(_last_words(standing.reason)),
     }
-    return {title: cell or glyphs.missing for title, cell in cells.items()}
+    return {title: cell or MISSING for title, cell in cells.items()}
 
 
 def _best(standing: Standing) -> str:
@@ -392,9 +391,7 @@ def _mib(size_bytes: int | None) -> int | None:
     return None if size_bytes is None else round(size_bytes / MIB)
 
 
-def job_lines(
-    standing: Standing, records: Iterable[Record], snapshot: QueueSnapshot, glyphs: Glyphs
-) -> list[str]:
+def job_lines(standing: Standing, records: Iterable[Record], snapshot: QueueSnapshot) -> list[str]:
     """Return one job in full: what it is, how it stands, and what happened to it."""
     job, redone_s = standing.job, job_object(standing, snapshot)["job_redone_s"]
     facts: dict[str, str | None] = {
@@ -436,10 +433,10 @@ def job_lines(
         for words, record in zip(_words_of(own), own, strict=True)
     ]
     return [
-        glyphs.clean(f"job {job.name}"),
-        *(f"  {title:<{width}}  {glyphs.clean(fact)}" for title, fact in shown.items()),
+        clean(f"job {job.name}"),
+        *(f"  {title:<{width}}  {clean(fact)}" for title, fact in shown.items()),
         *(["", "what happened"] if happened else []),
-        *(f"  {glyphs.clean(line)}" for line in happened),
+        *(f"  {clean(line)}" for line in happened),
     ]
 
 
@@ -554,11 +551,11 @@ def results_csv(snapshot: QueueSnapshot) -> str:
     for job in jobs:
         values = (job["job_settings"].get(key) for key in settings)
         cells = (job["job_name"], *values, *(job[key] for key in _RESULT_KEYS))
-        writer.writerow(UNICODE.clean(cell) if isinstance(cell, str) else cell for cell in cells)
+        writer.writerow(clean(cell) if isinstance(cell, str) else cell for cell in cells)
     return file.getvalue().removesuffix("\n")
 
 
-def results_text(snapshot: QueueSnapshot, glyphs: Glyphs) -> str:
+def results_text(snapshot: QueueSnapshot) -> str:
     """Return the results as one table for people."""
     titles = (
         *("job", "settings", "state", "metric", "last", "best", "at step"),
@@ -579,12 +576,8 @@ def results_text(snapshot: QueueSnapshot, glyphs: Glyphs) -> str:
             job["job_moves"],
             job["job_oom"],
         )
-        rows.append(
-            tuple(
-                glyphs.missing if cell in {None, ""} else glyphs.clean(str(cell)) for cell in cells
-            )
-        )
-    nothing = {glyphs.missing, "0"}
+        rows.append(tuple(MISSING if cell in {None, ""} else clean(str(cell)) for cell in cells))
+    nothing = {MISSING, "0"}
     shown = [n for n, column in enumerate(zip(*rows, strict=True)) if {*column[1:]} - nothing]
     lines = aligned(
         [[row[n] for n in shown] for row in rows], {"job", "settings", "state", "metric"}

@@ -22,7 +22,7 @@ from orchestrator.core.slot import SlotState
 from orchestrator.record.events import EventLog
 from orchestrator.record.model import Row, Snapshot
 from orchestrator.record.store import RunStore
-from orchestrator.view.cells import glyphs_for
+from orchestrator.view.cells import clean, shorten
 from orchestrator.view.phrases import closing_lines, tflops_words, time_words
 from orchestrator.view.table import health_table
 
@@ -105,7 +105,6 @@ class LiveTable:
         self._console = console
         self._monotonic_s = monotonic_s
         self._cpu_s = cpu_s
-        self._glyphs = glyphs_for(console.encoding)
         self._due_s = float("-inf")
         self._gone = False
         self._live = Live(
@@ -145,7 +144,7 @@ class LiveTable:
                 self._live.stop()
             else:
                 self._console.print(last)
-            for line in closing_lines(snapshot, self._glyphs):
+            for line in closing_lines(snapshot):
                 self._console.print(Text(line))
         except _TERMINAL_GONE:
             self._leave()
@@ -164,7 +163,6 @@ class PlainLines:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._glyphs = glyphs_for(getattr(stream, "encoding", None))
         self._states: dict[str, SlotState] = {}
         self._notices: frozenset[str] = frozenset()
         self._progress_due_s = PROGRESS_EVERY_S
@@ -178,14 +176,14 @@ class PlainLines:
             if self._states.get(brief.slot) is not brief.state:
                 row = snapshot.row(brief)
                 self._states[row.slot] = row.state
-                reason = self._glyphs.shorten(self._glyphs.clean(row.reason), _REASON_CELLS)
+                reason = shorten(clean(row.reason), _REASON_CELLS)
                 self._say(
-                    f"{at} {self._glyphs.clean(row.slot)} "
+                    f"{at} {clean(row.slot)} "
                     f"{row.state}{_work(row)}{': ' if reason else ''}{reason}"
                 )
         for notice in snapshot.notices:
             if notice not in self._notices:
-                self._say(f"{at} ! {self._glyphs.clean(notice)}")
+                self._say(f"{at} ! {clean(notice)}")
         self._notices = frozenset(snapshot.notices)
         passed_s = snapshot.elapsed_s if snapshot.starting_s is None else snapshot.starting_s
         if passed_s < self._passed_s:
@@ -198,7 +196,7 @@ class PlainLines:
     def close(self, snapshot: Snapshot) -> None:
         """Write the last changes and the totals."""
         self.update(snapshot)
-        for line in closing_lines(snapshot, self._glyphs):
+        for line in closing_lines(snapshot):
             self._say(line)
 
     def _progress(self, snapshot: Snapshot) -> str:
@@ -208,7 +206,7 @@ class PlainLines:
             f"{time_words(snapshot)}  {jobs}"
             f"nodes {len(snapshot.nodes_seen)}/{len(snapshot.nodes_planned)}  "
             f"{counts or 'no workers yet'}  "
-            f"{tflops_words(snapshot.tflops_total, self._glyphs)}  oom {snapshot.counts.oom_count}"
+            f"{tflops_words(snapshot.tflops_total)}  oom {snapshot.counts.oom_count}"
         )
 
     def _say(self, line: str) -> None:
@@ -245,4 +243,4 @@ class _Frame:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         # A line is left for the cursor, else the terminal scrolls at every frame.
         lines = None if self._whole else max(1, options.size.height - 1)
-        yield health_table(self._snapshot, options.max_width, lines, glyphs_for(console.encoding))
+        yield health_table(self._snapshot, options.max_width, lines)

@@ -14,7 +14,17 @@ from typing import Any, Final
 from orchestrator.config.duration import format_duration
 from orchestrator.record.archive import StoredEvent
 from orchestrator.record.model import Row, Snapshot, natural_order
-from orchestrator.view.cells import Glyphs, clock, decimals_for, number, share_pct, whole
+from orchestrator.view.cells import (
+    ELLIPSIS,
+    MISSING,
+    clean,
+    clock,
+    decimals_for,
+    number,
+    share_pct,
+    shorten,
+    whole,
+)
 from workers.messages import StepCounts
 from workers.units import MIB
 
@@ -56,9 +66,9 @@ def counted(count: int, noun: str, nouns: str | None = None) -> str:
     return f"{whole(count)} {noun if count == 1 else nouns or noun + 's'}"
 
 
-def tflops_words(tflops: float | None, glyphs: Glyphs) -> str:
+def tflops_words(tflops: float | None) -> str:
     """Return a throughput with its unit."""
-    return f"{number(tflops, decimals_for((tflops,))) or glyphs.missing} TFLOP/s"
+    return f"{number(tflops, decimals_for((tflops,))) or MISSING} TFLOP/s"
 
 
 def time_words(snapshot: Snapshot) -> str:
@@ -97,16 +107,16 @@ def fault_lines(faults: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     )
 
 
-def section(title: str, said: Iterable[str], glyphs: Glyphs) -> list[str]:
+def section(title: str, said: Iterable[str]) -> list[str]:
     """Return lines under a title with a blank line before it.
 
     Of many the last, and nothing of none.
     """
-    lines = [f"  {glyphs.clean(line)}" for line in said]
+    lines = [f"  {clean(line)}" for line in said]
     if not lines:
         return []
     hidden = len(lines) - _LINES_MOST
-    more = [f"  {glyphs.ellipsis} {hidden} before these, in events.jsonl"] if hidden > 0 else []
+    more = [f"  {ELLIPSIS} {hidden} before these, in events.jsonl"] if hidden > 0 else []
     return ["", title, *more, *lines[-_LINES_MOST:]]
 
 
@@ -129,19 +139,17 @@ def totals(snapshot: Snapshot) -> tuple[str, ...]:
     return tuple(said)
 
 
-def closing_lines(snapshot: Snapshot, glyphs: Glyphs) -> tuple[str, ...]:
+def closing_lines(snapshot: Snapshot) -> tuple[str, ...]:
     """Return the end of a run in a line per node and one for all."""
     nodes: defaultdict[str, list[Row]] = defaultdict(list)
     for row in snapshot.rows:
         nodes[row.node].append(row)
-    names = {
-        node: glyphs.shorten(glyphs.clean(node), 24) for node in sorted(nodes, key=natural_order)
-    }
+    names = {node: shorten(clean(node), 24) for node in sorted(nodes, key=natural_order)}
     longest = max([len("total"), *map(len, names.values())])
 
     def line(name: str, workers: int, tflops: float | None, *said: str) -> str:
         return "  ".join(
-            (f"{name:<{longest}}", counted(workers, "worker"), tflops_words(tflops, glyphs), *said)
+            (f"{name:<{longest}}", counted(workers, "worker"), tflops_words(tflops), *said)
         )
 
     lines = []
@@ -152,8 +160,8 @@ def closing_lines(snapshot: Snapshot, glyphs: Glyphs) -> tuple[str, ...]:
         restarts = counted(sum(row.restarts for row in rows), "restart")
         said = (_steps_words(counts), f"{whole(counts.oom_count)} OOM", restarts)
         lines.append(line(name, len(rows), sum(known) if known else None, *said))
-    lines += _training_lines(snapshot.rows, glyphs)
-    ran = f"ran {glyphs.clean(format_duration(snapshot.elapsed_s))}"
+    lines += _training_lines(snapshot.rows)
+    ran = f"ran {clean(format_duration(snapshot.elapsed_s))}"
     return (
         *lines,
         line("total", len(snapshot.rows), snapshot.tflops_total, *totals(snapshot), ran),
@@ -206,16 +214,14 @@ def _with_unit(value: object, suffix: str) -> str:
     return f"{value * times:.5g}{unit}" if unit or isinstance(value, float) else str(value)
 
 
-def _training_lines(rows: Iterable[Row], glyphs: Glyphs) -> Iterator[str]:
+def _training_lines(rows: Iterable[Row]) -> Iterator[str]:
     """Yield how far each slot that trains came."""
     for row in rows:
         told = row.progress
         if told.train_step is None:
             continue
         decimals = decimals_for((told.loss, told.first_loss))
-        first, last = (
-            number(loss, decimals) or glyphs.missing for loss in (told.first_loss, told.loss)
-        )
+        first, last = (number(loss, decimals) or MISSING for loss in (told.first_loss, told.loss))
         of = "" if told.train_steps is None else f" of {whole(told.train_steps)}"
         said = [f"trained {whole(told.train_step)}{of} steps", f"loss {first} -> {last}"]
         if told.saved_step is not None:
@@ -223,8 +229,8 @@ def _training_lines(rows: Iterable[Row], glyphs: Glyphs) -> Iterator[str]:
         if told.redone_steps:
             said.append(f"{counted(told.redone_steps, 'step')} done again")
         if told.weights_sha256 is not None:
-            said.append(f"weights {glyphs.clean(told.weights_sha256)[:12]}")
-        yield f"{glyphs.clean(row.slot)}  {', '.join(said)}"
+            said.append(f"weights {clean(told.weights_sha256)[:12]}")
+        yield f"{clean(row.slot)}  {', '.join(said)}"
 
 
 def _steps_words(counts: StepCounts) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -29,7 +29,22 @@ from orchestrator.record.model import (
     worst_first,
 )
 from orchestrator.view import cells
-from orchestrator.view.cells import UNICODE, Glyphs, clock, flow, joined, number, share_pct, whole
+from orchestrator.view.cells import (
+    BRANCH,
+    ELLIPSIS,
+    MISSING,
+    RULE,
+    SEPARATOR,
+    bar,
+    clean,
+    clock,
+    flow,
+    joined,
+    number,
+    share_pct,
+    shorten,
+    whole,
+)
 from orchestrator.view.phrases import tflops_words, time_words, totals
 from workers.messages import WorkerState
 from workers.units import GIB, MIB
@@ -100,15 +115,15 @@ def kept_longest_first(rows: Iterable[Row]) -> tuple[str, ...]:
     return tuple(column.name for column in columns)
 
 
-def columns_for(rows: Sequence[Row], glyphs: Glyphs) -> tuple[TableColumn, ...]:
+def columns_for(rows: Sequence[Row]) -> tuple[TableColumn, ...]:
     """Return all columns in the order they are shown, with units and decimals for these rows."""
     largest_cap = max((row.cap_bytes or row.budget_bytes or 0 for row in rows), default=0)
     # A rehearsal's caps are a sixteenth of the real ones: in GiB they would all read 0.2.
     unit, unit_bytes = ("GiB", GIB) if largest_cap >= GIB or not largest_cap else ("MiB", MIB)
     special: dict[str, Cell] = {
         "state": lambda row: Text(row.state.value, STATE_STYLES[row.state]),
-        "card": lambda row: _words(_card(row), 16, glyphs),
-        "vram_bar": lambda row: _bar(row, glyphs),
+        "card": lambda row: _words(_card(row), 16),
+        "vram_bar": _bar,
         "success": _success,
         "verify": _verify,
         "heartbeat": _heartbeat,
@@ -122,12 +137,12 @@ def columns_for(rows: Sequence[Row], glyphs: Glyphs) -> tuple[TableColumn, ...]:
             title = f"{unit} {title}"
         if cell is None and column.cells is not None:
             longest = column.cells
-            cell = lambda row: _words(row.value(field.key), longest, glyphs)  # noqa: E731
+            cell = lambda row: _words(row.value(field.key), longest)  # noqa: E731
         return TableColumn(
             name=column.name,
             title=title,
             unit=column.unit,
-            cell=cell or _figures(field, column, rows, glyphs, unit_bytes, largest_cap),
+            cell=cell or _figures(field, column, rows, unit_bytes, largest_cap),
             is_words=column.cells is not None,
         )
 
@@ -138,7 +153,6 @@ def _figures(
     field: Field,
     column: Column,
     rows: Sequence[Row],
-    glyphs: Glyphs,
     unit_bytes: int,
     largest_cap: int,
 ) -> Cell:
@@ -166,14 +180,14 @@ def _figures(
 
     def cell(row: Row) -> Text | None:
         values = [row.value(key) for key in keys]
-        text = joined(map(shown, values), glyphs.missing)
+        text = joined(map(shown, values), MISSING)
         return None if text is None else Text(text, style if any(values) else "")
 
     return cell
 
 
-def _words(value: str | None, longest: int, glyphs: Glyphs) -> Text | None:
-    return Text(glyphs.shorten(glyphs.clean(value), longest)) if value else None
+def _words(value: str | None, longest: int) -> Text | None:
+    return Text(shorten(clean(value), longest)) if value else None
 
 
 def _card(row: Row) -> str | None:
@@ -181,7 +195,7 @@ def _card(row: Row) -> str | None:
     return (row.gpu_name or "").removeprefix("NVIDIA ").removeprefix("GeForce ") or row.device
 
 
-def _bar(row: Row, glyphs: Glyphs) -> Text | None:
+def _bar(row: Row) -> Text | None:
     if row.allocated_bytes is None or row.reserved_bytes is None or not row.cap_bytes:
         return None
     # min() first: two huge whole numbers cannot be divided as floats.
@@ -189,7 +203,7 @@ def _bar(row: Row, glyphs: Glyphs) -> Text | None:
         min(held, row.cap_bytes) / row.cap_bytes
         for held in (row.allocated_bytes, row.reserved_bytes)
     )
-    return Text(glyphs.bar(full=full, part=part, width=10), "cyan")
+    return Text(bar(full=full, part=part, width=10), "cyan")
 
 
 def _success(row: Row) -> Text | None:
@@ -242,34 +256,30 @@ class _Drawn:
     style: str
 
 
-def health_table(
-    snapshot: Snapshot, width: int, height: int | None = None, glyphs: Glyphs = UNICODE
-) -> Group:
+def health_table(snapshot: Snapshot, width: int, height: int | None = None) -> Group:
     """Return the health table, worst slot first.
 
     Columns are left out, the least important first, until a line has `width` cells. The best rows
     are summed up in a last line where not all fit into `height` lines; `None` shows all of them.
     Rows go before reasons.
     """
-    notices = _notices(
-        snapshot.notices, width, None if height is None else max(1, height // 5), glyphs
-    )
-    header = [*_header(snapshot, width, glyphs), *notices, Text()]
+    notices = _notices(snapshot.notices, width, None if height is None else max(1, height // 5))
+    header = [*_header(snapshot, width), *notices, Text()]
     if not snapshot.rows:
         return _group([*header, Text("no workers yet", "dim")], width)
     slots = worst_first(snapshot.briefs)
     # Each row takes at least one line: of those beyond the height no cell is made.
     rows = [snapshot.row(slot) for slot in (slots if height is None else slots[: height + 1])]
-    footer = [Text(), *_footer(snapshot, rows, width, glyphs)]
-    columns = columns_for(rows, glyphs)
+    footer = [Text(), *_footer(snapshot, rows, width)]
+    columns = columns_for(rows)
     cells = [{column.name: column.cell(row) for column in columns} for row in rows]
-    layout = _layout(columns, kept_longest_first(rows), cells, width, glyphs)
-    titles = _titles(layout, glyphs)
-    drawn = [_drawn(row, shown, layout, glyphs) for row, shown in zip(rows, cells, strict=True)]
+    layout = _layout(columns, kept_longest_first(rows), cells, width)
+    titles = _titles(layout)
+    drawn = [_drawn(row, shown, layout) for row, shown in zip(rows, cells, strict=True)]
     room = None if height is None else height - len(header) - len(titles)
     if room is not None and room < len(footer) + _ROWS_BEFORE_SUMS:
         footer = []
-    body = _body(slots, drawn, None if room is None else room - len(footer), width, glyphs)
+    body = _body(slots, drawn, None if room is None else room - len(footer), width)
     return _group([*header, *titles, *body, *footer], width)
 
 
@@ -281,27 +291,20 @@ class Lines:
     rows: tuple[Text, ...]
 
 
-def table_lines(
-    rows: Sequence[Row], width: int, glyphs: Glyphs, hidden: Collection[str] = ()
-) -> Lines:
-    """Return the table of these rows, in this order, without the `hidden` columns.
-
-    Reasons only where there is room.
-    """
-    columns = [column for column in columns_for(rows, glyphs) if column.name not in hidden]
+def table_lines(rows: Sequence[Row], width: int) -> Lines:
+    """Return the table of these rows, in this order; reasons only where there is room."""
+    columns = columns_for(rows)
     cells = [{column.name: column.cell(row) for column in columns} for row in rows]
-    known = {column.name for column in columns} | ({"reason"} - set(hidden))
+    known = {column.name for column in columns} | {"reason"}
     order = [name for name in kept_longest_first(rows) if name in known]
-    layout = _layout(columns, order, cells, width, glyphs)
-    drawn = (
-        _drawn(row, shown, layout, glyphs).line for row, shown in zip(rows, cells, strict=True)
-    )
-    return Lines(titles=tuple(_titles(layout, glyphs)), rows=tuple(drawn))
+    layout = _layout(columns, order, cells, width)
+    drawn = (_drawn(row, shown, layout).line for row, shown in zip(rows, cells, strict=True))
+    return Lines(titles=tuple(_titles(layout)), rows=tuple(drawn))
 
 
-def header_lines(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
+def header_lines(snapshot: Snapshot, width: int) -> list[Text]:
     """Return what stands above the table: nodes, states, throughput, time, then warnings."""
-    return [*_header(snapshot, width, glyphs), *_notices(snapshot.notices, width, 3, glyphs)]
+    return [*_header(snapshot, width), *_notices(snapshot.notices, width, 3)]
 
 
 def _group(lines: Iterable[Text], width: int) -> Group:
@@ -314,44 +317,42 @@ def _group(lines: Iterable[Text], width: int) -> Group:
     return Group(*shown)
 
 
-def _header(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
+def _header(snapshot: Snapshot, width: int) -> list[Text]:
     seen, planned = len(snapshot.nodes_seen), len(snapshot.nodes_planned)
     share = min(1.0, snapshot.elapsed_s / snapshot.duration_s) if snapshot.duration_s > 0 else 1.0
-    bar = glyphs.bar(full=share, part=0.0, width=_PROGRESS_CELLS)
+    progress = bar(full=share, part=0.0, width=_PROGRESS_CELLS)
     segments = [
         Text(f"nodes {seen}/{planned}", "bold" if seen >= planned else "bold red"),
         *(
             Text(f"{count} {state}", STATE_STYLES[state])
             for state, count in snapshot.state_counts.items()
         ),
-        Text(tflops_words(snapshot.tflops_total, glyphs), "bold"),
+        Text(tflops_words(snapshot.tflops_total), "bold"),
         Text(time_words(snapshot)),
     ]
     if snapshot.jobs is not None:
         segments.append(Text(f"jobs: {snapshot.jobs}", "bold"))
     elif snapshot.starting_s is None:
         segments += [
-            Text.assemble((bar, "green"), f" {int(share * 100)} %"),
+            Text.assemble((progress, "green"), f" {int(share * 100)} %"),
             Text(f"{clock(snapshot.remaining_s)} left"),
         ]
-    return flow(segments, width, glyphs.separator)
+    return flow(segments, width, SEPARATOR)
 
 
-def _footer(snapshot: Snapshot, rows: Iterable[Row], width: int, glyphs: Glyphs) -> list[Text]:
+def _footer(snapshot: Snapshot, rows: Iterable[Row], width: int) -> list[Text]:
     said = [Text(words) for words in totals(snapshot)]
     hot = (
         row for row in rows if row.temperature_c is not None and row.memory_temperature_c is None
     )
     if any("GeForce" in (row.gpu_name or "") for row in hot):
         said.append(Text(_HIDDEN_TEMPERATURE, "dim"))
-    return flow(said, width, glyphs.separator)
+    return flow(said, width, SEPARATOR)
 
 
-def _notices(notices: Sequence[str], width: int, most: int | None, glyphs: Glyphs) -> list[Text]:
+def _notices(notices: Sequence[str], width: int, most: int | None) -> list[Text]:
     shown = notices if most is None or len(notices) <= most else notices[: most - 1]
-    lines = [
-        Text(glyphs.shorten(f"! {glyphs.clean(notice)}", width), "bold yellow") for notice in shown
-    ]
+    lines = [Text(shorten(f"! {clean(notice)}", width), "bold yellow") for notice in shown]
     if hidden := len(notices) - len(shown):
         lines.append(Text(f"! {hidden} {'more ' if shown else ''}warnings", "bold yellow"))
     return lines
@@ -362,7 +363,6 @@ def _layout(
     order: Sequence[str],
     cells: Sequence[dict[str, Text | None]],
     width: int,
-    glyphs: Glyphs,
 ) -> _Layout:
     widths: dict[str, int] = {}
     never_dropped = order[:NEVER_DROPPED]
@@ -371,7 +371,7 @@ def _layout(
         shown = [cell for row in cells if (cell := row[column.name]) is not None]
         if shown:
             known.add(column.name)
-        headings = (column.title, column.unit, glyphs.missing)
+        headings = (column.title, column.unit, MISSING)
         widths[column.name] = max(*map(cell_len, headings), *(cell.cell_len for cell in shown), 0)
     needed = {**widths, **({"reason": _REASON_CELLS} if "reason" in known else {})}
     fits_whole = sum(needed.values()) + _GAP_CELLS * (len(needed) - 1) <= width
@@ -394,20 +394,20 @@ def _layout(
     )
 
 
-def _titles(layout: _Layout, glyphs: Glyphs) -> list[Text]:
-    first = _line({column.name: Text(column.title) for column in layout.columns}, layout, glyphs)
+def _titles(layout: _Layout) -> list[Text]:
+    first = _line({column.name: Text(column.title) for column in layout.columns}, layout)
     if layout.reason_cells is not None:
         first.append("  reason")
     lines = [
         first,
-        _line({column.name: Text(column.unit) for column in layout.columns}, layout, glyphs),
+        _line({column.name: Text(column.unit) for column in layout.columns}, layout),
     ]
     for line in lines:
         line.stylize("dim")
-    return [*lines, Text(glyphs.rule * layout.total_cells, "dim")]
+    return [*lines, Text(RULE * layout.total_cells, "dim")]
 
 
-def _line(cells: dict[str, Text | None] | dict[str, Text], layout: _Layout, glyphs: Glyphs) -> Text:
+def _line(cells: dict[str, Text | None] | dict[str, Text], layout: _Layout) -> Text:
     """Return one line of aligned cells.
 
     Put together as a string, which costs a fifth of adding texts up.
@@ -417,10 +417,10 @@ def _line(cells: dict[str, Text | None] | dict[str, Text], layout: _Layout, glyp
     at = 0
     for column in layout.columns:
         cell = cells[column.name]
-        plain, style = (glyphs.missing, "dim") if cell is None else (cell.plain, cell.style)
+        plain, style = (MISSING, "dim") if cell is None else (cell.plain, cell.style)
         width, taken = layout.widths[column.name], cell_len(plain)
         if taken > width:  # only a slot's column is ever narrower than its text
-            plain = _tail(plain, width, glyphs)
+            plain = _tail(plain, width)
             taken = cell_len(plain)
         gap = " " * _GAP_CELLS if parts else ""
         padding = " " * (width - taken)
@@ -433,20 +433,20 @@ def _line(cells: dict[str, Text | None] | dict[str, Text], layout: _Layout, glyp
     return Text("".join(parts), spans=spans)
 
 
-def _tail(text: str, width: int, glyphs: Glyphs) -> str:
+def _tail(text: str, width: int) -> str:
     """Return the end of a name that is too long: the number of a slot is there."""
-    room = width - cell_len(glyphs.ellipsis)
+    room = width - cell_len(ELLIPSIS)
     while cell_len(text) > room:
         text = text[1:]
-    return glyphs.ellipsis + text
+    return ELLIPSIS + text
 
 
-def _drawn(row: Row, cells: dict[str, Text | None], layout: _Layout, glyphs: Glyphs) -> _Drawn:
-    line = _line(cells, layout, glyphs)
-    reason = glyphs.clean(row.reason)
+def _drawn(row: Row, cells: dict[str, Text | None], layout: _Layout) -> _Drawn:
+    line = _line(cells, layout)
+    reason = clean(row.reason)
     quiet = row.state in _QUIET_STATES
     if layout.reason_cells is not None:
-        line.append("  ").append(glyphs.shorten(reason, layout.reason_cells))
+        line.append("  ").append(shorten(reason, layout.reason_cells))
         reason = ""
     elif quiet and not trouble(row):
         reason = ""
@@ -454,7 +454,7 @@ def _drawn(row: Row, cells: dict[str, Text | None], layout: _Layout, glyphs: Gly
 
 
 def _body(
-    slots: Sequence[Brief], drawn: Sequence[_Drawn], room: int | None, width: int, glyphs: Glyphs
+    slots: Sequence[Brief], drawn: Sequence[_Drawn], room: int | None, width: int
 ) -> list[Text]:
     """Return the rows, each with its reason under it, that fit into `room` lines.
 
@@ -468,20 +468,20 @@ def _body(
     )
     reasons_so_far = list(itertools.accumulate(is_new))
     if room is None or len(drawn) + reasons_so_far[-1] <= room:
-        return _with_reasons(drawn, len(drawn), width, glyphs)
+        return _with_reasons(drawn, len(drawn), width)
     if len(slots) <= room:
-        return _with_reasons(drawn, room - len(slots), width, glyphs)
+        return _with_reasons(drawn, room - len(slots), width)
     most = max(1, room // _REASONS_OF_ROOM)
     lines = (count + min(most, reasons) for count, reasons in enumerate(reasons_so_far, start=1))
     count = max(1, sum(taken < room for taken in lines))
     states = Counter(slot.state for slot in slots[count:])
     by_state = ", ".join(f"{number} {state}" for state, number in states.items())
     hidden = f" {next(iter(states))}" if len(states) == 1 else f": {by_state}"
-    more = Text(f"{glyphs.ellipsis} and {states.total()} more{hidden}", "dim")
-    return [*_with_reasons(drawn[:count], most, width, glyphs), more]
+    more = Text(f"{ELLIPSIS} and {states.total()} more{hidden}", "dim")
+    return [*_with_reasons(drawn[:count], most, width), more]
 
 
-def _with_reasons(drawn: Sequence[_Drawn], most: int, width: int, glyphs: Glyphs) -> list[Text]:
+def _with_reasons(drawn: Sequence[_Drawn], most: int, width: int) -> list[Text]:
     """Return the rows; neighbours with the same reason share one line of it.
 
     `most` reasons are shown.
@@ -493,5 +493,5 @@ def _with_reasons(drawn: Sequence[_Drawn], most: int, width: int, glyphs: Glyphs
         if reason and most > 0:
             most -= 1
             whose = f"these {len(rows)}: " if len(rows) > 1 else ""
-            lines.append(Text(glyphs.shorten(f"  {glyphs.branch} {whose}{reason}", width), style))
+            lines.append(Text(shorten(f"  {BRANCH} {whose}{reason}", width), style))
     return lines

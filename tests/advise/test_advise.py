@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -32,8 +33,8 @@ from orchestrator.lab.tune.results import (
 )
 from orchestrator.record.model import Row
 from orchestrator.record.store import STORE_NAME, RunStore
-from orchestrator.view.cells import UNICODE
 from tests.factories import FACTS, event, make_row, make_snapshot, record
+from tests.scene import ROOT
 from workers.host.facts import Holder
 from workers.messages import Progress, WorkerState
 
@@ -214,13 +215,13 @@ def test_what_cannot_be_told_is_said_and_has_a_code_of_its_own(tmp_path: Path) -
     assert (code, told["cards"][0]["causes"]) == (answer.CANNOT_TELL, [])
     assert "too short" in told["cards"][0]["unknown"]
     with pytest.raises(UsageError):
-        answer.advise(tmp_path / "short", "0000", print, UNICODE, json=True)
+        answer.advise(tmp_path / "short", "0000", print, json=True)
 
 
 def test_the_text_says_share_cause_gain_source_and_what_to_type(tmp_path: Path) -> None:
     make_run(tmp_path, trains(data_wait_pct=50.0))
     said: list[str] = []
-    assert answer.advise(tmp_path, "latest", said.append, UNICODE, json=False) == answer.ADVICE
+    assert answer.advise(tmp_path, "latest", said.append, json=False) == answer.ADVICE
     text = "\n".join(said)
     for words in (
         "Why is the card not busy?",
@@ -230,6 +231,19 @@ def test_the_text_says_share_cause_gain_source_and_what_to_type(tmp_path: Path) 
         "type: ",
     ):
         assert words in text
+
+
+def test_the_page_shows_what_is_said(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "advise.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(
+        r"^\$ python -m orchestrator advise\n(.*?)^```", page, re.DOTALL | re.MULTILINE
+    )
+    starved = {**trains(data_wait_pct=55.0), "utilisation_pct": 42.0}
+    make_run(tmp_path, starved, config=TRAINS.replace("gpt-mini", "gpt2-small"))
+    said: list[str] = []
+    answer.advise(tmp_path, "latest", said.append, json=False)
+    told = "\n".join(said).replace(" --rehearse", "")
+    assert told + "\n" == re.sub(r"run [\d-]+\w+", f"run {FACTS.run_id}", shown, count=1)
 
 
 def test_a_pass_of_the_profiler_tells_synchronisations_from_gaps(tmp_path: Path) -> None:
@@ -308,7 +322,7 @@ def test_what_the_driver_says_is_advice_with_its_source() -> None:
 def test_several_trainings_on_one_card_are_told_of(tmp_path: Path) -> None:
     make_run(tmp_path, *[trains(data_wait_pct=60.0)] * 3, config=TRAINS)
     said: list[str] = []
-    answer.advise(tmp_path, "latest", said.append, UNICODE, json=False, width=60)
+    answer.advise(tmp_path, "latest", said.append, json=False, width=60)
     assert "The 3 workers on" in "\n".join(said)
     assert any(line.endswith("--set nodes.pc1.workers=1") for line in said)
     commands = ("type: ", "measure: ")

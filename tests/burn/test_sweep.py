@@ -26,7 +26,6 @@ from orchestrator.lab.burn.sweep import (
 )
 from orchestrator.lab.burn.verdict import judge
 from orchestrator.record.model import Row
-from orchestrator.view.cells import UNICODE
 from tests.burn.scene import ROW, measured
 from tests.scene import ROOT
 from workers.messages import StepCounts
@@ -105,7 +104,7 @@ def test_it_stops_at_the_first_value_that_goes_wrong(run: JudgedRun, words: str)
     result = SweepResult(sweep=sweep, points=points)
     assert words in (result.stopped or "")
     assert (result.exit_code, sweep_dict(result)["stopped"]) == (1, result.stopped)
-    assert any("WRONG" in line for line in sweep_lines(result, UNICODE))
+    assert any("WRONG" in line for line in sweep_lines(result))
     assert all(point.value == 0 for point in efficient(points)), (
         "a value that went wrong is never recommended"
     )
@@ -139,7 +138,7 @@ def test_the_efficient_value_does_most_work_for_each_watt() -> None:
         "no sensor, no efficiency"
     )
     result = SweepResult(sweep=parse_sweep("power=200..350:50"), points=points)
-    text = "\n".join(sweep_lines(result, UNICODE))
+    text = "\n".join(sweep_lines(result))
     assert "efficient: 250 W: 86 % of the fastest (350 W) with 71 % of its watts" in text
     assert (result.exit_code, len(sweep_dict(result)["points"])) == (0, 5)
 

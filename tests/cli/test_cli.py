@@ -68,6 +68,34 @@ def test_what_needs_no_cluster_loads_neither_ray_nor_torch(arguments: list[str])
         assert "..." not in done.stdout.partition("Commands:")[2], "a summary is cut"
 
 
+@pytest.mark.parametrize("file", ["workers.py", "workers/__init__.py"])
+def test_a_file_that_hides_a_package_is_named(file: str, tmp_path: Path) -> None:
+    own = tmp_path / file
+    own.parent.mkdir(exist_ok=True)
+    own.write_text("")
+    done = python("-m", "orchestrator", "jobs", "list", cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"{own} hides the package `workers` of this program: rename it")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["workers", "orchestrator"])
+def test_a_run_names_what_would_hide_it_from_workers(name: str, tmp_path: Path) -> None:
+    (tmp_path / f"{name}.py").write_text("")
+    code = "from orchestrator.cli.main import main; main()"
+    typed = ("-P", "-c", code, "run", "--local")
+    done = python(*typed, cwd=tmp_path, PYTHONPATH=str(ROOT), RAY_CLIENT_MODE="0")
+    assert done.returncode == 2
+    assert f"{name}.py hides the package `{name}`" in " ".join(done.stderr.split())
+
+
+def test_client_mode_of_ray_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    typed = ("-m", "orchestrator", "run", "--local")
+    done = python(*typed, cwd=tmp_path, PYTHONPATH=str(ROOT), RAY_CLIENT_MODE="1")
+    assert done.returncode == 2
+    assert "type: unset RAY_CLIENT_MODE" in " ".join(done.stderr.split())
+
+
 def test_without_a_verb_the_help_is_shown_as_a_usage_error(command: Command) -> None:
     done = command()
     assert done.returncode == 2
@@ -102,9 +130,7 @@ def test_without_a_verb_the_help_is_shown_as_a_usage_error(command: Command) -> 
         ([*RUN, "--run-dir", "half.json"], "choose another with --run-dir"),
         (["report", "-c", SHIPPED], "there is no run in"),
         (["report", "../x", "-c", SHIPPED], "there is no run in"),
-        (["limits", "--card"], "--card"),
-        (["limits", "--card", ""], "leave it out"),
-        (["limits", "--clear", "--workload", "  "], "leave it out"),
+        (["limits", "--card", "3090"], "--card"),
         (["limits", "more"], "more"),
         (["limits", "--set", "x=1"], "--set"),
         # Faults that cannot be injected, and sensors that cannot be faked.
@@ -119,14 +145,6 @@ def test_without_a_verb_the_help_is_shown_as_a_usage_error(command: Command) -> 
         ([*RUN, "--rehearse", "--fake-sensors", "half.json"], "half.json"),
         ([*RUN, "--local", "--fake-sensors", "card.json"],
          "--fake-sensors only makes sense with --rehearse"),
-        # One worker in this process.
-        ([*RUN, "--debug", "--local"], "excludes --local and --rehearse"),
-        ([*RUN, "--debug", "--rehearse"], "excludes --local and --rehearse"),
-        (["run", "-c", SHIPPED, "--debug", "--resume", "latest"],
-         "uses the run's own configuration"),
-        ([*RUN, "--debug", "--chaos", "kill:rate=1"], "there is none but this one"),
-        ([*RUN, "--debug", "--apply-power-limit"], "does not start"),
-        ([*RUN, "--debug", "--fake-sensors", "card.json"], "only makes sense with --rehearse"),
     ],
 )  # fmt: skip
 def test_a_usage_error_is_words_or_one_object_and_exits_2(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,7 +37,7 @@ from orchestrator.run.prediction import Prediction
 from orchestrator.run.runner import Options, QueueOptions
 from tests.cli.conftest import Command
 from tests.factories import FACTS, STARTED_UNIX_S, config_of, make_job, make_standing
-from tests.scene import ROOT
+from tests.scene import ROOT, orchestrator
 from workers.settings import ASSUMED_CONTEXT_BYTES
 
 RUN_ID = "20261126-010203-0b76"
@@ -88,6 +89,15 @@ def test_the_list_shows_every_job_and_that_the_head_is_dead(command: Command) ->
 def test_the_command_that_is_told_of_a_queue_is_one(command: Command, word: str) -> None:
     told = command_for(Path("runs") / RUN_ID, "jobs", word)
     assert command(*told.split()[3:]).returncode == 0
+
+
+def test_a_terminal_without_unicode_shows_question_marks(folder: Path) -> None:
+    journal = Journal(folder / JOURNAL_NAME)
+    journal.append([submitted(make_job("lr-2", settings={"lr": 0.1}))])
+    journal.close()
+    done = orchestrator("jobs", "results", PYTHONIOENCODING="latin-1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ["lr-1", "?", "QUEUED"] in [line.split() for line in done.stdout.splitlines()]
 
 
 def test_a_queue_goes_on_only_where_it_was_begun(command: Command, folder: Path) -> None:
@@ -156,6 +166,24 @@ def test_the_night_of_the_documents_can_be_submitted(command: Command, folder: P
     assert names == [f"{name}-{number}" for name in ("ra", "eval") for number in range(6)]
     assert "in the queue already" in command("jobs", "submit", "night.yaml").stdout
     assert len(night.splitlines()) <= 25
+
+
+@pytest.mark.parametrize("section", [0, 1])
+@pytest.mark.torch
+@pytest.mark.usefixtures("folder")
+def test_the_commands_of_the_documents_can_be_typed(command: Command, section: int) -> None:
+    """But `jobs run`, which needs a cluster, and what needs a job with a process or a checkpoint."""
+    page = NIGHT.read_text(encoding="utf-8").replace("gpt2-small", "gpt-nano")  # sooner planned
+    (night,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    Path("night.yaml").write_text(night)
+    Path("more.yaml").write_text("jobs: [{name: more, command: ['true']}]")
+    block = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)[section]
+    for line in block.replace("lr-2", "lr-1").splitlines():
+        words = shlex.split(line, comments=True)[3:]
+        if words[:2] in (["jobs", "run"], ["jobs", "logs"], ["jobs", "fetch"]):
+            continue
+        done = command(*words)
+        assert done.returncode == 0, (line, done.stderr)
 
 
 @pytest.mark.parametrize("word", ["hold", "release", "cancel", "retry"])

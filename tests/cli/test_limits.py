@@ -11,15 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.limits import Selection, cleared_text, limits_json, limits_text
-from orchestrator.view.cells import ASCII
+from orchestrator.cli.limits import cleared_text, limits_json, limits_text
 from tests.cli.conftest import Command
 from tests.scene import only_object
 from workers.learned_limits import EXPIRY_S, LimitStore
 from workers.settings import Learned, LimitKey, StoredLimit
 
 NOW_S = 1.7e9
-ALL = Selection()
 
 
 def limit(
@@ -77,7 +75,7 @@ def test_a_limit_is_one_line_of_the_table(store: LimitStore) -> None:
     store.remember(
         limit(), limit("cpu", "mine:Mlp", age_s=29.9 * 86_400, driver=None, unit_bytes=None)
     )
-    title, *lines = limits_text(store, ALL, NOW_S, None).splitlines()
+    title, *lines = limits_text(store, NOW_S, None).splitlines()
     columns = [
         "card",
         "driver",
@@ -97,19 +95,18 @@ def test_a_limit_is_one_line_of_the_table(store: LimitStore) -> None:
          "3m 20s", "29d 23h"],
         ["cpu", "–", "2.13.0+cu130", "fp16", "mine:Mlp", "2.62 GiB", "20992", "–", "29d 21h", "2h 24m"],  # noqa: RUF001
     ]  # fmt: skip
-    assert limits_text(store, ALL, NOW_S, None, ASCII).isascii()
-    assert "  0s  " in limits_text(store, ALL, NOW_S - 300, None), (
+    assert "  0s  " in limits_text(store, NOW_S - 300, None), (
         "what a clock ahead of this one has learned"
     )
 
 
 def test_a_narrow_terminal_loses_nothing(store: LimitStore) -> None:
     store.remember(limit(), limit("NVIDIA GeForce RTX 3070"))
-    wide = limits_text(store, ALL, NOW_S, None)
+    wide = limits_text(store, NOW_S, None)
     widest = max(map(len, wide.splitlines()))
-    assert limits_text(store, ALL, NOW_S, widest) == wide
+    assert limits_text(store, NOW_S, widest) == wide
     for width in (widest - 1, 80, 40, 1):
-        narrow = limits_text(store, ALL, NOW_S, width)
+        narrow = limits_text(store, NOW_S, width)
         if width >= 40:
             assert max(map(len, narrow.splitlines())) <= width
         words = narrow.replace("·", " ").split()
@@ -122,24 +119,20 @@ def test_a_narrow_terminal_loses_nothing(store: LimitStore) -> None:
 def test_text_that_steers_a_terminal_does_not_reach_it(store: LimitStore) -> None:
     store.remember(limit("\x1b[2Jcard\n", "mine\x07:\u202eMlp"))
     for width in (None, 40):
-        text = limits_text(store, ALL, NOW_S, width)
+        text = limits_text(store, NOW_S, width)
         assert not {"\x1b", "\x07", "\u202e"} & set(text)
         assert "[2Jcard" in text
-    assert json.loads(limits_json(store, ALL, NOW_S))["limits"][0]["card"] == "\x1b[2Jcard\n"
+    assert json.loads(limits_json(store, NOW_S))["limits"][0]["card"] == "\x1b[2Jcard\n"
 
 
 def test_without_a_limit_it_says_where_they_will_be(store: LimitStore) -> None:
-    assert limits_text(store, ALL, NOW_S, 80).endswith(str(store.path))
-    assert cleared_text(store, ALL, NOW_S) == f"there is nothing to forget in {store.path}"
+    assert limits_text(store, NOW_S, 80).endswith(str(store.path))
+    assert cleared_text(store, NOW_S) == f"there is nothing to forget in {store.path}"
     store.remember(limit())
-    assert limits_text(store, ALL, NOW_S + EXPIRY_S, 80).endswith(str(store.path))
-    assert (
-        limits_text(store, Selection(card="4090"), NOW_S, 80)
-        == "none of the 1 learned limit matches --card 4090"
-    )
+    assert limits_text(store, NOW_S + EXPIRY_S, 80).endswith(str(store.path))
 
 
-def test_the_verb_lists_what_is_meant(
+def test_the_verb_lists_all_there_are(
     limits: Command, three: LimitStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = limits()
@@ -148,17 +141,16 @@ def test_the_verb_lists_what_is_meant(
         max(map(len, done.stdout.splitlines())) > 120
     )  # no terminal: a line each, whatever its length
     monkeypatch.setattr(os, "get_terminal_size", lambda *_: os.terminal_size((60, 24)))
-    few = limits("--card", "3070", "--workload", "MATMUL")
-    assert (few.returncode, few.stderr) == (0, "")
-    assert few.stdout.splitlines()[0].startswith("NVIDIA GeForce RTX 3070")
-    assert "Mlp" not in few.stdout
-    assert max(map(len, few.stdout.splitlines())) <= 60
+    narrow = limits()
+    assert (narrow.returncode, narrow.stderr) == (0, "")
+    assert max(map(len, narrow.stdout.splitlines())) <= 60
 
 
 def test_the_verb_as_an_object(limits: Command, three: LimitStore) -> None:
-    found = only_object(limits("--json", "--workload", "mlp").stdout)
+    found = only_object(limits("--json").stdout)
     assert (found["schema"], found["path"], found["expiry_s"]) == (1, str(three.path), EXPIRY_S)
-    (told,) = found["limits"]
+    assert len(found["limits"]) == 3
+    (told,) = (each for each in found["limits"] if "Mlp" in each["workload"])
     age_s, learned_at_unix_s = told.pop("age_s"), told.pop("learned_at_unix_s")
     assert 200 <= age_s <= time.time() - learned_at_unix_s
     assert told.pop("expires_in_s") == pytest.approx(EXPIRY_S - age_s)
@@ -167,31 +159,18 @@ def test_the_verb_as_an_object(limits: Command, three: LimitStore) -> None:
         "dtype": "fp16", "workload": "mine.steps:Mlp@0123456789ab", "cap_bytes": int(2.625 * 2**30), "size": 20992,
         "fixed_bytes": 0.0, "unit_bytes": 2.5 * 2**20, "peak_bytes": 2**30, "best_tflops": None, "best_under": None,
     }  # fmt: skip
-    assert only_object(limits("--json", "--card", "4090").stdout)["limits"] == []
 
 
-def test_the_verb_forgets_what_is_meant_and_says_how_many(
-    limits: Command, three: LimitStore
-) -> None:
-    none = limits("--clear", "--card", "4090")
-    assert (none.returncode, none.stdout, none.stderr) == (
-        0,
-        "no learned limit matches --card 4090\n",
-        "",
-    )
-    refused = limits("--clear", "--card", "")
-    assert refused.returncode == 2
-    assert "leave it out" in refused.stderr
-    assert len(three.all(time.time())) == 3
-    one = limits("--clear", "--card", "3070", "--workload", "mlp")
-    assert (one.returncode, one.stdout.split(";")[0]) == (0, "1 learned limit forgotten")
-    assert [known.key.workload for known in three.all(time.time())] == ["matmul@0.1.0"] * 2
+def test_the_verb_forgets_all_and_says_how_many(limits: Command, three: LimitStore) -> None:
+    assert cleared_text(three, time.time()).split(";")[0] == "3 learned limits forgotten"
+    assert three.all(time.time()) == ()
+    three.remember(limit(now_s=time.time()))
     done = limits("--clear", "--json")
     assert done.returncode == 0
     assert only_object(done.stdout) == {
         "schema": 1,
         "path": str(three.path),
-        "cleared": 2,
+        "cleared": 1,
         "set_aside_path": None,
     }
     assert three.all(time.time()) == ()
@@ -201,14 +180,12 @@ def test_a_damaged_store_is_a_sentence_that_says_what_to_type(
     limits: Command, three: LimitStore
 ) -> None:
     three.path.write_bytes(b"\0" * 100)
-    for arguments in ((), ("--card", "x"), ("--clear", "--card", "x")):
-        done = limits(*arguments)
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-        assert "limits --clear" in done.stderr
-        failed = limits(*arguments, "--json")
-        assert failed.returncode == 2
-        assert only_object(failed.stdout)["outcome"] == "failed"
-        assert failed.stderr == ""
+    done = limits()
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "limits --clear" in done.stderr
+    failed = limits("--json")
+    assert (failed.returncode, failed.stderr) == (2, "")
+    assert only_object(failed.stdout)["outcome"] == "failed"
     done = limits("--clear")
     assert (done.returncode, done.stderr) == (0, "")
     moved = three.path.with_name("limits.json.unreadable-1")

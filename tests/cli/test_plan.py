@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from orchestrator.cli.plan import budgets, plan_json, plan_text
 from orchestrator.cli.plan_training import training_lines, training_plan
@@ -239,6 +241,18 @@ def test_a_person_reads_the_parts_the_verdict_and_what_to_change(
         "or take a smaller train.preset"
     )
     assert max(len(line) for line in fits.splitlines() if line.startswith("  ")) <= 80
+
+
+@pytest.mark.torch
+def test_the_page_shows_what_a_plan_says(command: Command, nowhere: Path) -> None:
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    (typed, shown) = re.findall(
+        r"^\$ python -m orchestrator (plan .*)\n\.\.\.\n(.*?)^```", page, re.DOTALL | re.MULTILINE
+    )[0]
+    config = yaml.safe_load((ROOT / "cluster.yaml").read_text(encoding="utf-8"))
+    del config["nodes"]["pc2"]  # of which the page shows nothing
+    (nowhere / "cluster.yaml").write_text(yaml.safe_dump(config))
+    assert shown in command(*typed.split()).stdout
 
 
 def test_where_states_may_go_to_the_host_it_says_what_lies_there() -> None:

@@ -21,7 +21,6 @@ from orchestrator.record.folders import find_run
 from orchestrator.record.model import Snapshot
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.record.summary import summary_dict, write_summary
-from orchestrator.view.cells import ASCII, UNICODE
 from orchestrator.view.curves import write_curves
 from tests.cli.conftest import Command
 from tests.factories import FACTS, STARTED_UNIX_S, event, make_row, make_snapshot, record
@@ -85,7 +84,6 @@ def test_the_list_is_one_line_for_each_run_the_newest_first(tmp_path: Path) -> N
     assert lines[1][6] == "02:05/05:00"
     assert lines[2][3:5] == ["–", "interrupted"]  # noqa: RUF001 - an en dash is what is shown for unknown
     assert lines[3][4] == "unreadable"
-    assert runs_text(tmp_path, ASCII).isascii()
 
 
 @pytest.mark.parametrize(
@@ -150,7 +148,7 @@ def test_the_newest_run_is_not_one_that_was_refused(tmp_path: Path) -> None:
     store.end("failed", 3, "no cluster", [])
     assert find_run(tmp_path, "latest") == tmp_path / RUN_ID
     said: list[str] = []
-    assert advise(tmp_path, refused.name, said.append, UNICODE, json=False) == CANNOT_TELL
+    assert advise(tmp_path, refused.name, said.append, json=False) == CANNOT_TELL
     assert said == ["Cannot tell: it had no worker: no cluster"]
 
 
@@ -279,19 +277,12 @@ def test_the_verbs_tell_a_run_under_way(tmp_path: Path, encoding: str) -> None:
     assert json.loads(as_object.stdout)["outcome"] == "running"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["report", "--text"], "exclude each other"),
-        (["run", "--debug"], "the debugger talks there"),
-    ],
-)
 def test_what_is_for_people_and_an_object_exclude_each_other(
-    command: Command, tmp_path: Path, arguments: list[str], words: str
+    command: Command, tmp_path: Path
 ) -> None:
-    done = command(*arguments, "--json", "--run-dir", str(tmp_path))
+    done = command("report", "--text", "--json", "--run-dir", str(tmp_path))
     assert (done.returncode, only_object(done.stdout)["outcome"]) == (2, "failed")
-    assert words in done.stdout
+    assert "exclude each other" in done.stdout
 
 
 def test_a_damaged_store_is_a_sentence(command: Command, tmp_path: Path) -> None:

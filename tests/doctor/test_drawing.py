@@ -9,7 +9,6 @@ from rich.cells import cell_len
 
 from orchestrator.doctor.drawing import diagnosis_json, diagnosis_lines
 from orchestrator.doctor.finding import Diagnosis, Finding, Verdict, fail, named, ok, skip, warn
-from orchestrator.view.cells import ASCII, UNICODE
 
 LONG = "ORCHESTRATOR_NODE=pc2 RAY_AUTH_MODE=token ray start --address=192.168.1.10:6379 --labels=node=pc2 --num-cpus=12"
 
@@ -20,7 +19,7 @@ def diagnosis(*findings: Finding, **changes: bool) -> Diagnosis:
 
 
 def drawn(found: Diagnosis, width: int | None = 80) -> list[str]:
-    return [line.plain for line in diagnosis_lines(found, width, UNICODE)]
+    return [line.plain for line in diagnosis_lines(found, width)]
 
 
 def test_each_verdict_is_a_word() -> None:
@@ -58,11 +57,6 @@ def test_nodes_come_one_after_the_other_under_their_names() -> None:
 def test_hostile_words_cannot_steer_the_terminal() -> None:
     text = "\n".join(drawn(diagnosis(warn("held by \x1b[2J\r\nevil", hint="\x07", fix="a\x1bb"))))
     assert not any(ord(char) < 32 for char in text.replace("\n", ""))
-
-
-def test_a_terminal_without_unicode_gets_ascii() -> None:
-    lines = [line.plain for line in diagnosis_lines(diagnosis(skip("Ünïcode")), 80, ASCII)]
-    assert "\n".join(lines).isascii()
 
 
 @pytest.mark.parametrize(

@@ -326,7 +326,7 @@ def play(fleet: Fleet, node: str, spec: WorkerSpec, scenario: str) -> None:
 
 def play_in_process(spec: WorkerSpec, scenario: str) -> None:
     """Play one scenario without Ray; in a process of its own, because the engine works in it."""
-    from orchestrator.cluster.in_process_fleet import in_process
+    from tests.fleet.in_process import in_process
 
     with in_process("here", cpus=4, gpus=0) as fleet:
         play(fleet, "here", spec, scenario)

@@ -16,10 +16,9 @@ from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal
 from orchestrator.jobs.model import Assigned, Submitted
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view import html_report
-from orchestrator.view.cells import UNICODE
-from orchestrator.view.html_report import difference
 from tests.factories import FACTS, event, make_job, make_row, make_snapshot, record
-from tests.scene import orchestrator, wait_for
+from tests.fleet.in_process import CONFIG, IN_PROCESS
+from tests.scene import ROOT, python, wait_for
 from tests.web.browser import browser, needs_chromium
 
 HOSTILE = "</script><script>window.evil=1</script><img src=x onerror='window.evil=2'>"
@@ -66,18 +65,6 @@ def folder(tmp_path: Path) -> Path:
     return make_run(tmp_path / "runs" / FACTS.run_id, tflops=9.0, slots=2)
 
 
-@pytest.fixture
-def other(tmp_path: Path) -> Path:
-    """Return the folder of a run that began a day before, with one slot, which was slower."""
-    began = FACTS.started_at_unix_s - 86_400
-    return make_run(
-        tmp_path / "runs" / f"other-{HOSTILE.replace('/', '')}"[:60],
-        7.5,
-        1,
-        started_at_unix_s=began,
-    )
-
-
 def test_the_page_has_the_last_picture_and_the_courses(folder: Path) -> None:
     told = html_report.frozen(folder)
     assert [row["slot"] for row in told["table"]["rows"]] == ["pc1/0", "pc1/1"]
@@ -113,39 +100,14 @@ def test_a_queue_brings_its_table_and_its_charts(folder: Path) -> None:
     assert [label for label, _ in data["jobs"]["charts"]] == ["cards"]
 
 
-def test_two_runs_are_compared_in_per_cent(folder: Path, other: Path) -> None:
-    figures = html_report.frozen(folder, other)["summary"]["figures"]
-    rows = {row[0]: row[1:] for row in figures["rows"]}
-    assert rows["TFLOP/s, mean of the sum"] == ["18.00", "7.50", ("+140.0 %", "good")]
-    assert rows["out of memory"] == ["118", "59", ("+100.0 %", "bad")]
-    assert rows["hottest temperature, C, mean"][2] == "0.0 %"
-    slots = {row[0]: row[1:] for row in figures["slots"]["rows"]}
-    assert slots["pc1/0"][:3] == ["9.000", "7.500", ("+20.0 %", "good")]
-    assert slots["pc1/1"][:3] == ["9.000", UNICODE.missing, UNICODE.missing], (
-        "the other run has no such slot"
-    )
-
-
-@pytest.mark.parametrize(
-    ("value", "than", "better", "told"),
-    [
-        (120.0, 100.0, 1, ("+20.0 %", "good")),
-        (80.0, 100.0, 1, ("-20.0 %", "bad")),
-        (80.0, 100.0, -1, ("-20.0 %", "good")),
-        (104.0, 100.0, 1, "+4.0 %"),
-        (99.99, 100.0, 1, "0.0 %"),
-        (200.0, 100.0, 0, "+100.0 %"),
-        (0.0, 0.0, -1, "0.0 %"),
-        (5.0, 0.0, -1, UNICODE.missing),
-        (None, 100.0, 1, UNICODE.missing),
-        (float("nan"), 100.0, 1, UNICODE.missing),
-        (-50.0, -100.0, 1, ("+50.0 %", "good")),
-    ],
-)
-def test_a_difference_in_words(
-    value: float | None, than: float | None, better: int, told: object
-) -> None:
-    assert difference(value, than, better) == told
+def test_the_summary_has_the_figures_of_the_run(folder: Path) -> None:
+    figures = html_report.frozen(folder)["summary"]["figures"]
+    assert figures["titles"] == ["", FACTS.run_id]
+    rows = dict(figures["rows"])
+    assert rows["outcome"] == ("good", "good")
+    assert rows["TFLOP/s, mean of the sum"] == "18.00"
+    assert rows["out of memory"] == "118"
+    assert "loss at the end, mean" not in rows, "nothing was trained"
 
 
 def test_courses_are_thinned_out_until_all_of_them_fit() -> None:
@@ -175,14 +137,12 @@ def test_the_file_is_written_whole_or_refused_in_a_sentence(folder: Path, tmp_pa
     assert "cannot be written: No such file" in str(refused.exception)
     both = CliRunner().invoke(app, ["report", "--html", str(path), "--json", *where])
     assert "exclude each other" in str(both.exception)
-    alone = CliRunner().invoke(app, ["report", "latest", "latest", *where])
-    assert "add --html FILE" in str(alone.exception)
 
 
 @needs_chromium
-def test_a_browser_shows_it_without_a_request(folder: Path, other: Path, tmp_path: Path) -> None:
+def test_a_browser_shows_it_without_a_request(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "r.html"
-    path.write_text(html_report.html(html_report.frozen(folder, other), HOSTILE))
+    path.write_text(html_report.html(html_report.frozen(folder), HOSTILE))
 
     async def look() -> None:
         async with browser(tmp_path) as shown:
@@ -201,14 +161,11 @@ def test_a_browser_shows_it_without_a_request(folder: Path, other: Path, tmp_pat
             )
             assert HOSTILE in await shown.js("document.getElementById('traceback').textContent")
             await shown.js("document.getElementById('summary-link').click()")
-            await shown.until("document.getElementById('by-slot').textContent.includes('+20.0 %')")
+            await shown.until("document.getElementById('figures').textContent.includes('18.00')")
             await shown.until(
                 f"document.querySelectorAll('#run-charts canvas').length > 1 && {DRAWN}"
             )
             assert HOSTILE in await shown.js("document.getElementById('missed').textContent")
-            assert "other run" in await shown.js(
-                "document.querySelector('#run-charts .u-legend').textContent"
-            )
             assert await shown.js("window.evil === undefined")
             assert [
                 url for url in shown.requests() if not url.startswith(("file:", "data:", "about:"))
@@ -237,17 +194,17 @@ def test_a_run_writes_its_report_at_its_end_if_wanted(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(WORKLOAD, encoding="utf-8")
-    (tmp_path / "cluster.yaml").write_text(
-        "nodes: {pc1: {gpu: rtx-3090, workers: 1, vram_per_worker_gib: 1}}\n", encoding="utf-8"
-    )
-    run = ("run", "--debug", "--duration", "1s", "--workload", "mine:Mine")
-    assert orchestrator(*run).returncode == 0
+    (tmp_path / "cluster.yaml").write_text(CONFIG, encoding="utf-8")
+    run = (*IN_PROCESS, "run", "--duration", "1s", "--workload", "mine:Mine")
+    assert python(*run, PYTHONPATH=ROOT).returncode == 0
     (without,) = Path("runs").iterdir()
     assert not (without / "report.html").exists()
     browser = tmp_path / "browser"
     browser.write_text(f"#!/bin/sh\necho $1 >> {tmp_path}/opened\n")
     browser.chmod(0o700)
-    done = orchestrator(*run, "--set", "run.report=true", DISPLAY=":99", BROWSER=f"{browser} %s")
+    done = python(
+        *run, "--set", "run.report=true", PYTHONPATH=ROOT, DISPLAY=":99", BROWSER=f"{browser} %s"
+    )
     assert done.returncode == 0, done.stderr
     (folder,) = set(Path("runs").iterdir()) - {without}
     path = folder / "report.html"

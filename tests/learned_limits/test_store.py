@@ -104,8 +104,8 @@ def test_remembered_is_offered_and_cleared_is_not(
             assert store.best(wanted, NOW_S) == told
             assert set(store.all(NOW_S)) == {told, *others[:4]}
         else:
-            store.clear(NOW_S, card=card)
-            assert list(store.all(NOW_S)) == [known for known in before if known.key.card != card]
+            assert store.clear(NOW_S) == len(before)
+            assert store.all(NOW_S) == ()
         assert store.problem is None
 
 
@@ -154,13 +154,8 @@ def test_candidates_are_of_the_workload_in_any_version(store: LimitStore) -> Non
     assert store.candidates("mine.steps:Mlp", NOW_S + EXPIRY_S) == ()
 
 
-def test_clearing_takes_what_is_meant_and_counts_the_good(path: Path, store: LimitStore) -> None:
-    store.remember(
-        limit(1), limit(2, card="RTX 3070"), limit(3, card="RTX 3070", workload="matmul@0.1.0")
-    )
-    assert store.clear(NOW_S, card="rtx 3070", workload="mlp") == 1
-    assert kept(path) == [1, 3]
-    assert store.clear(NOW_S, card="4090") == 0
+def test_clearing_takes_all_and_counts_the_good(path: Path, store: LimitStore) -> None:
+    store.remember(limit(1), limit(2, card="RTX 3070"))
     assert store.clear(NOW_S + EXPIRY_S) == 0
     assert kept(path) == []
     store.remember(limit(4))

@@ -19,9 +19,10 @@ from orchestrator.config.schema import NotifyConfig
 from orchestrator.errors import UsageError
 from orchestrator.record.folders import Deliveries, read_deliveries
 from orchestrator.view.notify.notifier import Notifier
+from tests.fleet.in_process import CONFIG, IN_PROCESS
 from tests.notify.head import RUN_ID, Head, head_of
 from tests.notify.receivers import Receiver, black_hole, http_receiver
-from tests.scene import COMMAND, PATIENCE_S, ROOT, orchestrator, wait_for
+from tests.scene import COMMAND, PATIENCE_S, ROOT, orchestrator, python, wait_for
 
 HUSH = "hush-hush"
 LOST = {
@@ -217,14 +218,15 @@ def test_a_run_tells_of_its_end_by_a_process_that_outlives_it(
     with http_receiver() as http:
         typed(nowhere, urls_file, http)
         (nowhere / "mine.py").write_text(WORKLOAD, encoding="utf-8")
-        run = ("run", "--debug", "--duration", "1s", "--workload", "mine:Mine")
-        done = orchestrator(*run, **{URLS_VARIABLE: http.json_url(HUSH)})
+        (nowhere / "cluster.yaml").write_text(CONFIG, encoding="utf-8")
+        run = (*IN_PROCESS, "run", "--duration", "1s", "--workload", "mine:Mine")
+        done = python(*run, **{URLS_VARIABLE: http.json_url(HUSH)})
         assert done.returncode == 0, done.stderr
         assert "the run has ended: good, exit code 0" in message(http, 1)
         (folder,) = Path("runs").iterdir()
         wait_for(lambda: read_deliveries(folder).taken == 1, "the count")
         urls_file.chmod(0o644)
-        refused = orchestrator(*run, "--set", f"notify.urls_file={urls_file}")
+        refused = python(*run, "--set", f"notify.urls_file={urls_file}")
     assert refused.returncode == 2
     assert f"chmod 600 {urls_file}" in refused.stderr
     assert list(Path("runs").iterdir()) == [folder], "it was refused before there was a run"

@@ -135,9 +135,9 @@ class Run:
 
     def can_never_work(self, slot: str, how: str) -> None:
         """Let a slot's workers find that they can never work here: by their report, or by not being built."""
-        if how == "incompatible":
+        if how != "unbuildable":
             self.fleet.says[slot] = {
-                "verdict": Verdict.INCOMPATIBLE,
+                "verdict": Verdict(how),
                 "reason": f"{slot}: no such card",
             }
         else:

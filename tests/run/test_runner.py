@@ -13,6 +13,7 @@ import pytest
 
 from orchestrator.cli.runs import report_text
 from orchestrator.record.archive import read_run
+from tests.fleet.in_process import CONFIG
 from tests.fork_server import ForkServer
 from tests.run.scene import events_in
 from tests.scene import ROOT
@@ -69,17 +70,19 @@ warnings.simplefilter("ignore")
 sys.path[:0] = ["", sys.argv.pop(1)]
 """
 
-#: What a user types.
+#: What a user types, with a fleet in this process.
 COMMAND = """
-from orchestrator.cli.main import main
+from tests.fleet.in_process import in_place_of_a_cluster, main
+in_place_of_a_cluster()
 main()
 """
 
 #: The same by hand, with a watcher that has a defect.
 WITH_A_DEFECT = """
 from orchestrator.config.load import load_config
-from orchestrator.run.environment import in_this_process
+from orchestrator.run.environment import on_cluster
 from orchestrator.run.runner import Options, run
+from tests.fleet.in_process import in_place_of_a_cluster
 
 class Defect:
     def update(self, snapshot):
@@ -92,7 +95,8 @@ class Defect:
 config, runs = sys.argv[1:]
 overrides = [f"run.dir={runs}", "run.duration=60s", "run.slice_s=0.2", "workload.name=mine:Fine"]
 options = Options(json=False, plain=True, wait_for_nodes=False, judge=Defect())
-run(in_this_process(load_config(config, overrides)), options)
+in_place_of_a_cluster()
+run(on_cluster(load_config(config, overrides)), options)
 """
 
 
@@ -104,18 +108,11 @@ class UserFolder:
         self.runs = folder / "runs"
         self._server = server
         (folder / "mine.py").write_text(WORKLOADS, encoding="utf-8")
+        (folder / "cluster.yaml").write_text(CONFIG, encoding="utf-8")
 
     def type(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Type `orchestrator run --debug …`."""
-        usual = (
-            "run",
-            "--debug",
-            "--config",
-            str(ROOT / "cluster.yaml"),
-            "--run-dir",
-            str(self.runs),
-        )
-        return self.run(COMMAND, *usual, *arguments)
+        """Type `orchestrator run …`."""
+        return self.run(COMMAND, "run", "--run-dir", str(self.runs), *arguments)
 
     def run(self, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run code that finds the user's module and the product."""
@@ -194,7 +191,7 @@ def test_a_workload_that_cannot_be_made_ends_the_run(
 
 
 def test_a_defect_of_the_head_is_recorded_with_what_was_lost(user: UserFolder) -> None:
-    done = user.run(WITH_A_DEFECT, str(ROOT / "cluster.yaml"), str(user.runs))
+    done = user.run(WITH_A_DEFECT, "cluster.yaml", str(user.runs))
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1] == "RuntimeError: a bug of ours"
     summary, left = user.summary(), read_run(user.run_dir)

@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.core.fleet import DeathCause
 from orchestrator.core.slot import HeadState
-from orchestrator.errors import PreflightError
+from orchestrator.errors import OrchestratorError
 from orchestrator.record.archive import read_run
 from orchestrator.run.resume import Past, past_of
 from tests.run.conftest import RunMaker
@@ -82,17 +82,22 @@ def test_a_card_whose_workers_all_die_is_given_up(new_run: RunMaker, after_s: fl
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
-    [("incompatible", "no such card"), ("unbuildable", "cannot be started: The actor died")],
+    ("how", "words", "code"),
+    [
+        ("incompatible", "no such card", 3),
+        ("bad input", "no such card", 2),
+        ("unbuildable", "cannot be started: The actor died", 3),
+    ],
 )
 def test_what_can_never_work_ends_the_run_before_it_counts(
-    new_run: RunMaker, how: str, words: str
+    new_run: RunMaker, how: str, words: str, code: int
 ) -> None:
     run = new_run()
     run.can_never_work("pc2/0", how)
     run.fleet.start_s["pc1/0"] = 5.0
-    with pytest.raises(PreflightError, match=f"pc2/0: {words}"):
+    with pytest.raises(OrchestratorError, match=f"pc2/0: {words}") as raised:
         run.supervisor.run()
+    assert raised.value.exit_code == code
     assert run.events("counting") == []
     assert [slot.steps_at_risk for slot in run.stored().slots] == [0, 0]
     assert gc.get_freeze_count() == 0, "the garbage collector is as it was"

@@ -1,4 +1,4 @@
-"""`top` on terminals of several sizes: the screens as text, the keys, the replay.
+"""`top` on terminals of several sizes: the screens as text, and the keys.
 
 And `--once` and `--json`.
 """
@@ -30,10 +30,9 @@ from orchestrator.record.archive import Follower
 from orchestrator.record.model import STATES_WORST_FIRST, Row
 from orchestrator.record.query import WORST_FIRST, Order, parse
 from orchestrator.record.store import STORE_NAME, RunStore
-from orchestrator.view.cells import ASCII, UNICODE, Glyphs
 from orchestrator.view.top.app import LinesView, Top
 from orchestrator.view.top.pages import read_slot_lines
-from orchestrator.view.top.view import HIDEABLE, SORTS, Send, View, follow, move, sort_by_next
+from orchestrator.view.top.view import SORTS, Send, View, follow, move, sort_by_next
 from tests.factories import FACTS, event, make_job, make_row, make_snapshot, record
 from workers.messages import WorkerState
 
@@ -88,13 +87,12 @@ def driven(
     folder: Path,
     size: tuple[int, int],
     keys: Callable[[Pilot[None]], Awaitable[None]] | None = None,
-    glyphs: Glyphs = UNICODE,
     send: Send | None = None,
 ) -> list[str]:
     """Return the screen after some keys."""
 
     async def drive() -> list[str]:
-        top = Top(folder, View(), glyphs, send)
+        top = Top(folder, View(), send)
         async with top.run_test(size=size) as pilot:
             await pilot.pause()
             top.look()
@@ -158,13 +156,10 @@ def test_the_screen_is_the_one_that_was_looked_at(
 
 
 @pytest.mark.parametrize("size", [(40, 10), (20, 5)], ids="{0[0]}x{0[1]}".format)
-def test_a_tiny_terminal_without_unicode_shows_what_fits(
-    tmp_path: Path, size: tuple[int, int]
-) -> None:
-    lines = driven(made(tmp_path, every_state()), size, glyphs=ASCII)
+def test_a_tiny_terminal_shows_what_fits(tmp_path: Path, size: tuple[int, int]) -> None:
+    lines = driven(made(tmp_path, every_state()), size)
     assert any("pc1/0" in line for line in lines)
-    assert all(line.isascii() for line in lines)
-    assert_golden(lines, f"ascii-{size[0]}x{size[1]}")
+    assert_golden(lines, f"tiny-{size[0]}x{size[1]}")
 
 
 def test_what_is_typed_at_once_after_a_key_goes_into_the_filter(tmp_path: Path) -> None:
@@ -209,12 +204,11 @@ def test_alerts_stand_on_top_and_have_a_page_with_what_to_do(tmp_path: Path) -> 
     assert page[at].endswith("pc1/0, pc1/1, pc1/2, pc1/3, pc1/4, pc1/5, pc1/6")
     assert page[at + 1].startswith("   slot pc1/0 was given up: ")
     assert "reinstate" in "".join(page[at + 2 :])
-    assert "!" not in driven(folder, (120, 20), pressed("t"))[0], "a replay shows another time"
     (other := tmp_path / "other").mkdir()
     assert "no alert fires" in "".join(driven(made(other, [make_row()]), (120, 20), pressed("a")))
 
 
-def test_keys_sort_filter_hide_and_move(tmp_path: Path) -> None:
+def test_keys_sort_filter_and_move(tmp_path: Path) -> None:
     rows = [
         make_row(slot="pc1/0", temperature_c=60.0),
         make_row(slot="pc1/1", temperature_c=80.0),
@@ -233,11 +227,6 @@ def test_keys_sort_filter_hide_and_move(tmp_path: Path) -> None:
     wrong = driven(folder, (120, 20), pressed("slash", *"cap>3", "enter"))
     assert "write a unit" in wrong[-1], "it can be corrected"
     assert "pc1/1" in driven(folder, (120, 20), pressed("j", "enter"))[1]
-    assert any("/batch" in line for line in driven(folder, (120, 20)))
-    hidden = driven(
-        folder, (120, 20), pressed("c", *["j"] * HIDEABLE.index("size"), "space", "escape")
-    )
-    assert not any("/batch" in line for line in hidden)
     assert slots("o", *"temp", "enter") == ["pc1/1", "pc1/0", "pc2/0"]
     assert any("goes back" in line for line in driven(folder, (120, 40), pressed("question_mark")))
 
@@ -284,9 +273,7 @@ def test_the_page_of_a_slot_shows_all_and_hostile_text_is_text(tmp_path: Path) -
     assert "[bold]markup[/bold]" in text
     assert "\x1b" not in text
     assert "\u202e" not in text
-    assert "temp C" in "\n".join(
-        driven(tmp_path / FACTS.run_id, (60, 60), pressed("enter", "m"), ASCII)
-    )
+    assert "temp C" in "\n".join(driven(tmp_path / FACTS.run_id, (60, 60), pressed("enter", "m")))
     cards = driven(tmp_path / FACTS.run_id, (120, 20), pressed("d"))
     assert any("1 worker " in line and "79" in line for line in cards)
     assert any("state" in line for line in driven(tmp_path / FACTS.run_id, (120, 20), pressed("e")))
@@ -346,28 +333,14 @@ def test_commands_name_each_slot_and_wait_for_yes(tmp_path: Path) -> None:
     assert sent == [("cap", ("pc1/0",), 2 * 2**30)], "what is no amount can be corrected"
     assert "refused: not now" in shown("D", "y")[-1]
     assert "read-only" in shown("R", "y", by=None)[-1]
-    assert "replay" in shown("t", "P", "y")[-1]
     assert not sent
 
 
-def test_a_finished_run_is_replayed_second_by_second(tmp_path: Path) -> None:
+def test_a_finished_run_is_shown_as_it_ended(tmp_path: Path) -> None:
     looks = [[make_row(slot="pc1/0", size=1_000 + second)] for second in range(20)]
-    folder = made(tmp_path, *looks)
-
-    def size_after(*keys: str) -> str:
-        (line,) = (
-            line
-            for line in driven(folder, (200, 20), pressed(*keys))
-            if line.startswith("pc1/0 ") and "/128" in line
-        )
-        return line.partition("/128")[0].split()[-1]
-
-    assert size_after("t") == "1019"
-    assert size_after("t", "left", "left") == "1017"
-    assert size_after("t", "home") == "1000"
-    assert size_after("t", "home", "right", "left_square_bracket", "right_square_bracket") == "1019"
-    assert "replay" in driven(folder, (120, 20), pressed("t"))[-1]
-    assert "replay" not in driven(folder, (120, 20), pressed("t", "escape"))[-1]
+    lines = driven(made(tmp_path, *looks), (200, 20))
+    assert any(line.startswith("pc1/0 ") and " 1019/128" in line for line in lines)
+    assert lines[-1].startswith("ended, good")
 
 
 def test_a_run_that_goes_on_is_followed(tmp_path: Path) -> None:
@@ -419,7 +392,7 @@ def test_a_slot_shows_what_it_printed_and_all_of_its_error(tmp_path: Path) -> No
     store.commit()
     frame = Follower(folder).look()
     (row,) = frame.snapshot.rows
-    lines = [line.plain for line in read_slot_lines(folder, row, frame.snapshot, None, 60, UNICODE)]
+    lines = [line.plain for line in read_slot_lines(folder, row, frame.snapshot, None, 60)]
     assert lines[-2:] == ["printed", "    epoch 1"]
     assert all(len(line) <= 60 for line in lines[4:])
     assert cause.replace(" ", "") in "".join("".join(lines).split())

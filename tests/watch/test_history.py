@@ -1,4 +1,4 @@
-"""The course of a run is read back from its store: values, states, one moment.
+"""The course of a run is read back from its store: values and states.
 
 A run is followed while it goes.
 """
@@ -16,7 +16,6 @@ import pytest
 
 from orchestrator.record import history
 from orchestrator.record.archive import LATE_AFTER_S, Follower, Freshness, read_events, read_run
-from orchestrator.record.model import FIELDS
 from orchestrator.record.store import STORE_NAME, RunStore
 from tests.factories import FACTS, STARTED_UNIX_S, event, make_row, make_snapshot, record
 from tests.scene import wait_for
@@ -110,19 +109,7 @@ def test_what_is_not_sampled_cannot_be_asked_for(folder: Path, key: str) -> None
         history.buckets(folder, "pc1/0", (key,), at(0), at(1), 10)
 
 
-def test_a_moment_equals_its_snapshot_in_all_that_is_sampled(folder: Path) -> None:
-    for second in (0, 7, 19, 20, 39):
-        shown = history.moment(folder, at(second + 0.4))
-        for row, real in zip(shown.rows, rows_at(second), strict=True):
-            for key, field in FIELDS.items():
-                if field.sampled:
-                    assert field.value(row) == field.value(real), (second, key)  # type: ignore[arg-type]
-        assert shown.elapsed_s == pytest.approx(second)
-    assert history.moment(folder, at(25)).rows[0].reason == "memory ran out"
-    assert history.moment(folder, at(5)).rows[0].reason == "", "its cause is not known"
-    assert history.moment(folder, at(-100)).rows[0].temperature_c == 50.0, (
-        "before the first sample, that"
-    )
+def test_the_first_and_the_last_sample_are_known(folder: Path) -> None:
     assert history.sampled_between(folder) == (at(0), at(SECONDS))
 
 

@@ -23,7 +23,6 @@ from orchestrator.jobs.model import (
 )
 from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.view import jobs as view
-from orchestrator.view.cells import ASCII, UNICODE
 from orchestrator.view.job_charts import Bar, attempt_bars, bars_svg, curves_svg
 from tests.factories import STARTED_UNIX_S, make_job, make_row, make_standing
 from workers.messages import Progress
@@ -43,20 +42,20 @@ def queue_of(*standings: object, **changed: object) -> QueueSnapshot:
 def test_jobs_on_a_card_come_first_and_done_ones_last() -> None:
     states = ("DONE", "QUEUED", "FAILED", "RUNNING", "WAITING")
     queue = queue_of(*(make_standing(state.lower(), state) for state in states))
-    names = [line.plain.split()[0] for line in view.jobs_lines(queue, None, UNICODE)[1:]]
+    names = [line.plain.split()[0] for line in view.jobs_lines(queue, None)[1:]]
     assert names == ["running", "queued", "waiting", "failed", "done"]
 
 
 @pytest.mark.parametrize("width", [200, 120, 80, 60, 40, 20])
 def test_no_line_of_the_table_is_wider_than_the_terminal(width: int) -> None:
     long = make_standing("x" * 60, reason="waits for pc1, which another job has until about 03:40")
-    lines = view.jobs_lines(queue_of(TRAINED, long), width, UNICODE)
+    lines = view.jobs_lines(queue_of(TRAINED, long), width)
     assert max(line.cell_len for line in lines) <= width
     assert all("RUNNING" in line.plain or "QUEUED" in line.plain for line in lines[1:])
 
 
 def test_a_table_of_eighty_columns_has_room_for_the_reason() -> None:
-    title, line = view.jobs_lines(queue_of(TRAINED), 80, UNICODE)
+    title, line = view.jobs_lines(queue_of(TRAINED), 80)
     assert title.plain.split()[-1] == "why"
     assert "in line" in line.plain
 
@@ -64,9 +63,9 @@ def test_a_table_of_eighty_columns_has_room_for_the_reason() -> None:
 def test_hostile_text_is_one_harmless_line() -> None:
     hostile = make_standing(HOSTILE, "FAILED", reason=HOSTILE, last_error=HOSTILE)
     queue = queue_of(hostile, held=HOSTILE)
-    said = [line.plain for line in view.jobs_lines(queue, 100, ASCII)]
-    said += [view.summary_line(queue, ASCII), *view.job_lines(hostile, (), queue, ASCII)]
-    said += [*view.results_text(queue, ASCII).splitlines()]
+    said = [line.plain for line in view.jobs_lines(queue, 100)]
+    said += [view.summary_line(queue), *view.job_lines(hostile, (), queue)]
+    said += [*view.results_text(queue).splitlines()]
     said += view.results_csv(queue).splitlines()
     assert all(line.isprintable() for line in said)
 
@@ -82,7 +81,7 @@ def test_a_command_tells_its_steps_while_it_runs() -> None:
     row = make_row(slot="lr-0", progress=Progress(train_step=60, train_steps=90))
     command = replace(TRAINED, job=make_job(steps=None))
     queue = queue_of(command, rows={"lr-0": row})
-    assert view.job_cells(view.current(queue)[0], queue, UNICODE)["step"] == "60/90"
+    assert view.job_cells(view.current(queue)[0], queue)["step"] == "60/90"
 
 
 def test_a_job_that_never_began_has_no_files() -> None:
@@ -98,14 +97,12 @@ def test_what_was_done_again_counts_in_seconds() -> None:
     queue = queue_of(done, rows={"lr-0": row})
     assert view.job_object(done, queue)["job_redone_s"] == 100.0
     assert view.job_object(done, queue_of(done))["job_redone_s"] is None
-    assert any(
-        line.split() == ["redone", "1m", "40s"] for line in view.job_lines(done, (), queue, UNICODE)
-    )
+    assert any(line.split() == ["redone", "1m", "40s"] for line in view.job_lines(done, (), queue))
 
 
 def test_the_line_counts_states_and_says_when_the_last_job_ends() -> None:
     later = make_standing("b", speeds={"3090": 1.0})
-    line = view.summary_line(queue_of(TRAINED, later), UNICODE)
+    line = view.summary_line(queue_of(TRAINED, later))
     assert line.startswith("1 running, 1 queued; ends about ")
 
 
@@ -128,12 +125,12 @@ def test_members_of_a_sweep_take_as_long_as_one_that_tells_it() -> None:
 
 def test_the_line_of_a_queue_of_unknown_length_names_no_end() -> None:
     fresh = make_standing("a", "RUNNING", card="pc1")
-    line = view.summary_line(queue_of(fresh, make_standing("b")), UNICODE)
+    line = view.summary_line(queue_of(fresh, make_standing("b")))
     assert line == "1 running, 1 queued"
 
 
 def test_the_line_of_a_held_queue_says_why() -> None:
-    line = view.summary_line(queue_of(TRAINED, held="the disk is full"), UNICODE)
+    line = view.summary_line(queue_of(TRAINED, held="the disk is full"))
     assert line == "1 running; the queue is held: the disk is full"
 
 
@@ -145,7 +142,7 @@ def test_a_job_in_full_tells_its_attempts() -> None:
             at_s=NOW_S, job="lr-0", attempt=1, cause=Cause.OUT_OF_MEMORY, text="no room", step=12
         ),
     ]
-    lines = view.job_lines(TRAINED, records, queue_of(TRAINED), UNICODE)
+    lines = view.job_lines(TRAINED, records, queue_of(TRAINED))
     happened = lines[lines.index("what happened") + 1 :]
     assert [line.split(maxsplit=1)[1] for line in happened] == [
         "attempt 1 on pc1 with 9.00 GiB, alone",
@@ -159,7 +156,7 @@ def test_a_lost_node_is_told_apart_from_an_asked_end() -> None:
     word = Said(at_s=NOW_S, id="1", word=Word.RELEASE, job="lr-0", by="me")
     rested = Rested(at_s=NOW_S, job="lr-0", attempt=1, step=7)
     records = [place, asked, word, rested, place, rested]
-    lines = view.job_lines(TRAINED, records, queue_of(TRAINED), UNICODE)
+    lines = view.job_lines(TRAINED, records, queue_of(TRAINED))
     said = [line.split(maxsplit=1)[1] for line in lines if "node" in line or "saved" in line]
     assert said == ["saved and ended at step 7", "its node was lost"]
 
@@ -191,7 +188,7 @@ def test_results_have_the_best_first_and_a_column_for_each_setting() -> None:
 
 def test_results_have_no_column_in_which_nothing_stands() -> None:
     done = make_standing("a", "DONE", value=2.0, best=1.5, attempt=1)
-    title, line, files = view.results_text(queue_of(done), UNICODE).splitlines()
+    title, line, files = view.results_text(queue_of(done)).splitlines()
     assert title.split() == ["job", "state", "metric", "last", "best"]
     assert line.split() == ["a", "DONE", "loss", "2", "1.5"]
     assert files == "files: runs/x/jobs/files/JOB"

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from orchestrator.core.slot import HeadState
+from orchestrator.view.cells import MISSING
 from orchestrator.view.live import LiveTable, PlainLines
 from tests.factories import make_row, make_snapshot
 from tests.watch.scene import Clock
@@ -185,7 +186,7 @@ def test_plain_lines_end_with_the_totals() -> None:
 
     assert stream.getvalue().splitlines()[-3:] == [
         "pc1    1 worker  9.610 TFLOP/s  100 % of 400 steps good  0 OOM  0 restarts",
-        "pc2    1 worker  - TFLOP/s  no steps yet  0 OOM  0 restarts",
+        f"pc2    1 worker  {MISSING} TFLOP/s  no steps yet  0 OOM  0 restarts",
         (
             "total  2 workers  9.610 TFLOP/s  100 % of 400 steps good  0 OOM  0 emergencies  "
             "1 restart (at most 7 steps lost)  824 checks, 0 wrong  ran 1s"
@@ -195,7 +196,7 @@ def test_plain_lines_end_with_the_totals() -> None:
 
 def test_plain_lines_in_an_encoding_that_lacks_letters() -> None:
     raw = io.BytesIO()
-    stream = io.TextIOWrapper(raw, encoding="ascii")
+    stream = io.TextIOWrapper(raw, encoding="ascii", errors="replace")
     plain = PlainLines(stream)
     plain.update(make_snapshot(make_row(reason="メモリ", slot="größe/0")))
     plain.close(make_snapshot(make_row(node="größe", tflops=None)))

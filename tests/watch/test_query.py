@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from orchestrator.core.slot import HeadState
 from orchestrator.record.model import FIELDS, Row
 from orchestrator.record.query import Order, QueryError, field_of, order_of, parse, select
-from orchestrator.view.cells import UNICODE
 from orchestrator.view.table import columns_for
 from tests.factories import GIB, make_row
 from workers.messages import Progress, WorkerState
@@ -41,9 +40,7 @@ def chosen(text: str) -> list[str]:
 
 
 def test_every_column_is_declared_once() -> None:
-    columns = {
-        column.name for column in columns_for((make_row(progress=Progress(train_step=1)),), UNICODE)
-    }
+    columns = {column.name for column in columns_for((make_row(progress=Progress(train_step=1)),))}
     shown = [field.name for field in FIELDS.values() if field.column is not None]
     assert sorted(shown) == sorted({*columns, "reason"})
     metrics = [field.metric.name for field in FIELDS.values() if field.metric is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import sqlite3
 import sys
 import time
@@ -27,7 +28,7 @@ from orchestrator.record.store import (
 )
 from orchestrator.view.live import Outlets
 from tests.factories import FACTS, event, make_row, make_snapshot, record
-from tests.scene import namespaced
+from tests.scene import ROOT, namespaced
 from tests.watch.scene import Clock, head_process
 from workers.messages import WorkerState
 
@@ -89,6 +90,14 @@ def numbers(path: Path, name: str = "numbered") -> list[int]:
         f"SELECT json_extract(details, '$.number') FROM events WHERE event = '{name}' ORDER BY id"  # noqa: S608 - ours
     )
     return [number for (number,) in read(path, query)]
+
+
+def test_the_documented_query_is_answered(path: Path, store: RunStore) -> None:
+    page = (ROOT / "docs" / "run-records.md").read_text(encoding="utf-8")
+    (query,) = re.findall(r"sqlite3 -readonly \S+ '([^']+)'", page)
+    store.close(make_snapshot(make_row(), elapsed_s=1.0))
+    (row,) = read(path, query)
+    assert (row[0], len(row)) == ("pc1/0", 3)
 
 
 def test_a_sample_per_slot_and_second(path: Path, store: RunStore) -> None:

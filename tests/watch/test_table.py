@@ -14,13 +14,16 @@ from rich.console import Console
 from orchestrator.core.slot import HeadState
 from orchestrator.record.model import Row, Snapshot
 from orchestrator.view.cells import (
-    ASCII,
-    UNICODE,
-    Glyphs,
+    EMPTY,
+    FULL,
+    MISSING,
+    PART,
+    RULE,
+    bar,
     clock,
-    glyphs_for,
     number,
     share_pct,
+    shorten,
     whole,
 )
 from orchestrator.view.table import columns_for, health_table, kept_longest_first
@@ -68,20 +71,17 @@ PROGRESS = Progress(
 TRAINING = make_row(progress=PROGRESS)
 
 
-def table_of(
-    snapshot: Snapshot, width: int, height: int | None = None, glyphs: Glyphs = UNICODE
-) -> list[str]:
+def table_of(snapshot: Snapshot, width: int, height: int | None = None) -> list[str]:
     """Print the table to a real console of a width and return its lines, without colour."""
     stream = io.StringIO()
     Console(file=stream, width=width, color_system=None).print(
-        health_table(snapshot, width, height, glyphs)
+        health_table(snapshot, width, height)
     )
     return stream.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_nasty_rows_keep_to_their_lines(width: int, glyphs: Glyphs) -> None:
+def test_nasty_rows_keep_to_their_lines(width: int) -> None:
     rows = [make_row(**{"slot": f"pc1/{index}", **nasty}) for index, nasty in enumerate(NASTY)]
     snapshot = make_snapshot(
         *rows,
@@ -89,17 +89,15 @@ def test_nasty_rows_keep_to_their_lines(width: int, glyphs: Glyphs) -> None:
         notices=("disk\nfull" * 50,),
     )
 
-    lines = table_of(snapshot, width, glyphs=glyphs)
+    lines = table_of(snapshot, width)
 
     assert all(cell_len(line) <= width for line in lines)
     assert all(line.replace(" ", "a").isprintable() for line in lines)
-    rule = next(number for number, line in enumerate(lines) if set(line.strip()) == {glyphs.rule})
+    rule = next(number for number, line in enumerate(lines) if set(line.strip()) == {RULE})
     assert (
         sum(state.value in line for line in lines[rule:] for state in (*WorkerState, *HeadState))
         == len(NASTY) + 1
     )
-    if glyphs is ASCII:
-        assert "\n".join(lines).isascii()
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -158,7 +156,7 @@ def test_columns_without_one_value_go_before_any_other() -> None:
     assert "temp" not in "\n".join(table_of(snapshot, 120))
     wide = table_of(snapshot, 230)
     assert "temp" in "\n".join(wide)
-    assert f"  {UNICODE.missing}  " in next(line for line in wide if line.startswith("pc1/0"))
+    assert f"  {MISSING}  " in next(line for line in wide if line.startswith("pc1/0"))
 
 
 def test_what_a_card_does_not_report_is_said() -> None:
@@ -197,7 +195,7 @@ def test_what_trains_shows_how_far_it_is_and_nothing_else_does(width: int, shown
 
 def test_every_column_has_a_place_in_the_order() -> None:
     for row in (make_row(), TRAINING):
-        names = [*(column.name for column in columns_for([row], UNICODE)), "reason"]
+        names = [*(column.name for column in columns_for([row])), "reason"]
         assert sorted(names) == sorted(kept_longest_first([row]))
 
 
@@ -293,19 +291,8 @@ def test_no_workers_yet() -> None:
     assert "! pc2 has not joined" in lines
 
 
-@pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
-def test_glyphs_of_a_style_are_one_cell_wide(glyphs: Glyphs) -> None:
-    assert {
-        cell_len(char) for char in (glyphs.full, glyphs.part, glyphs.empty, glyphs.missing)
-    } == {1}
-
-
-@pytest.mark.parametrize(
-    ("encoding", "glyphs"),
-    [("utf-8", UNICODE), ("UTF8", UNICODE), ("ascii", ASCII), ("cp1252", ASCII), (None, ASCII)],
-)
-def test_glyphs_suit_the_encoding(encoding: str | None, glyphs: Glyphs) -> None:
-    assert glyphs_for(encoding) is glyphs
+def test_bars_and_what_is_missing_are_one_cell_wide() -> None:
+    assert {cell_len(char) for char in (FULL, PART, EMPTY, MISSING)} == {1}
 
 
 @pytest.mark.parametrize(
@@ -323,11 +310,10 @@ def test_glyphs_suit_the_encoding(encoding: str | None, glyphs: Glyphs) -> None:
         (whole(0), "0"),
         (clock(3725), "1:02:05"),
         (clock(math.nan), "00:00"),
-        (UNICODE.bar(full=0.001, part=5.0, width=4), "█▒▒▒"),
-        (UNICODE.bar(full=0.0, part=0.0, width=4), "░░░░"),
-        (ASCII.bar(full=0.5, part=0.75, width=4), "##=."),
-        (UNICODE.shorten("メモリ", 4), "メ…"),
-        (UNICODE.shorten("abc", 0), ""),
+        (bar(full=0.001, part=5.0, width=4), "█▒▒▒"),
+        (bar(full=0.0, part=0.0, width=4), "░░░░"),
+        (shorten("メモリ", 4), "メ…"),
+        (shorten("abc", 0), ""),
     ],
 )
 def test_values_as_text(shown: object, expected: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import signal
 import socket
@@ -112,6 +113,17 @@ def test_what_makes_no_sense_is_refused_with_a_sentence(
             assert (answer.status, list(answer.told)) == (status, ["error"])
             assert word in answer.told["error"]
             assert answer.told["error"].isprintable()
+
+    asyncio.run(scene())
+
+
+def test_the_documented_request_is_answered(folder: Path) -> None:
+    page = (ROOT / "docs" / "web.md").read_text(encoding="utf-8")
+    (path,) = re.findall(r'^curl .*"http://127\.0\.0\.1:8470(/[^"]+)"$', page, re.MULTILINE)
+
+    async def scene() -> None:
+        async with serving(folder) as server:
+            assert len((await server.ask(path)).told["rows"]) == 5
 
     asyncio.run(scene())
 

@@ -93,16 +93,6 @@ def choose(candidates: Iterable[StoredLimit], key: LimitKey) -> StoredLimit | No
     return min((limit for limit in candidates if limit.key.serves(key)), key=distance, default=None)
 
 
-def is_about(limit: StoredLimit, *, card: str | None = None, workload: str | None = None) -> bool:
-    """Whether a limit's card and workload contain these texts, in upper or lower case.
-
-    `None` asks for nothing.
-    """
-    return (card is None or card.casefold() in limit.key.card.casefold()) and (
-        workload is None or workload.casefold() in limit.key.workload.casefold()
-    )
-
-
 def workload_fingerprint(workload: str | Callable[..., object], **settings: Scalar) -> str:
     """Return what distinguishes this workload from others and from other versions of itself.
 
@@ -305,26 +295,17 @@ class LimitStore:
                     ]
                 self._write(remaining)
 
-    def clear(
-        self, now_unix_s: float, *, card: str | None = None, workload: str | None = None
-    ) -> int:
-        """Delete the limits that `is_about` finds, all if nothing is given.
-
-        Return how many had not expired.
-        """
-
-        def unwanted(limit: StoredLimit) -> bool:
-            return is_about(limit, card=card, workload=workload)
-
+    def clear(self, now_unix_s: float) -> int:
+        """Delete all limits; return how many had not expired."""
         gone: list[StoredLimit] = []
         with self._told("written"):
             # Where nothing is to be done nothing is made either: the folder may not be ours to
             # write.
-            if any(map(unwanted, _read_file(self.path))):
+            if _read_file(self.path):
                 with self._locked():
                     stored = _read_file(self.path)
-                    self._write([limit for limit in stored if not unwanted(limit)])
-                    gone = [limit for limit in stored if unwanted(limit)]
+                    self._write([])
+                    gone = stored
         return len(_fresh(gone, now_unix_s))
 
     def set_aside(self) -> Path | None:

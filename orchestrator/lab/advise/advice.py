@@ -16,7 +16,7 @@ from orchestrator.lab.advise.facts import CardHistory, RunHistory
 from orchestrator.lab.tune.results import LeverRow, LeverVerdict, TuningResult
 
 #: What a run of this kind is started with, beside its own keys.
-_MODES: Final = {mode: f" --{mode}" for mode in ("local", "rehearse", "debug")}
+_MODES: Final = {mode: f" --{mode}" for mode in ("local", "rehearse")}
 
 #: Of the limit that a card has: the lower end of the sweep that is proposed, in whole steps.
 _COOLER: Final = 0.6
@@ -121,8 +121,7 @@ def _start(run: RunHistory) -> str:
 
 def _tune(run: RunHistory) -> str:
     """Return what measures the levers of the run's model where the run was."""
-    mode = _MODES.get(run.mode, "") if run.mode != "debug" else " --local"
-    return f"python -m orchestrator tune{mode} --preset {run.model}"
+    return f"python -m orchestrator tune{_MODES.get(run.mode, '')} --preset {run.model}"
 
 
 def _of_machine(run: RunHistory, answer: CardAnswer) -> Iterator[Recommendation]:
@@ -274,7 +273,7 @@ def _loading(_: CauseShare, card: CardHistory, run: RunHistory) -> Recommendatio
     text = "Make samples cheaper: smaller files, decoded once and stored so."
     if cores is not None:
         text += f" A worker has {cores:.1f} cores of this PC: more processes would not help."
-    return _plain(text, f"{_start(run)} --debug")
+    return _plain(text, f"{_start(run)} --set train.profile=10")
 
 
 def _copying(_: CauseShare, card: CardHistory, run: RunHistory) -> Recommendation:

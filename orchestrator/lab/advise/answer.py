@@ -17,7 +17,7 @@ from orchestrator.lab.tune.results import read_results
 from orchestrator.record.archive import read_run
 from orchestrator.record.folders import LATEST, find_run, list_runs
 from orchestrator.record.summary import SCHEMA, summary_text
-from orchestrator.view.cells import Glyphs
+from orchestrator.view.cells import clean
 from orchestrator.view.phrases import counted
 
 _REST = "work, and causes that took less than 5 % each"
@@ -67,7 +67,6 @@ def answer_lines(
     answers: Sequence[CardAnswer],
     advice: Sequence[Recommendation],
     notes: Sequence[str],
-    glyphs: Glyphs,
     width: int | None = None,
 ) -> Iterator[str]:
     """Yield the answer, line by line: each card with its causes, then what to do.
@@ -75,29 +74,27 @@ def answer_lines(
     Words are broken at a width, commands are not: they are there to be copied. `None`: nothing is
     broken.
     """
-    yield f"{QUESTION}" + ("" if run_id is None else f" (run {glyphs.clean(run_id)})")
+    yield f"{QUESTION}" + ("" if run_id is None else f" (run {clean(run_id)})")
     for answer in answers:
         yield ""
-        yield from _card_lines(answer, glyphs, width)
+        yield from _card_lines(answer, width)
     if advice:
         yield ""
         yield "What to change:"
     for number, one in enumerate(advice, start=1):
         key = "" if one.key is None else f"{one.key}: {one.value}. "
-        yield from _wrapped(f"{number:3}  ", glyphs.clean(key + one.text), width)
-        yield from _wrapped(
-            " " * 5, f"expected: {_gain(one)} (source: {glyphs.clean(one.source)})", width
-        )
-        yield f"     type: {glyphs.clean(one.command)}"
+        yield from _wrapped(f"{number:3}  ", clean(key + one.text), width)
+        yield from _wrapped(" " * 5, f"expected: {_gain(one)} (source: {clean(one.source)})", width)
+        yield f"     type: {clean(one.command)}"
         if one.measure is not None:
-            yield f"     measure: {glyphs.clean(one.measure)}"
+            yield f"     measure: {clean(one.measure)}"
     if not advice and any(answer.unknown is None for answer in answers):
         yield ""
         yield "Nothing to change."
     if notes:
         yield ""
     for note in notes:
-        words, _, command = glyphs.clean(note).partition("; type: ")
+        words, _, command = clean(note).partition("; type: ")
         yield from _wrapped("", f"{words}." if command else words, width)
         if command:
             yield f"     type: {command}"
@@ -117,17 +114,15 @@ def _wrapped(head: str, words: str, width: int | None) -> list[str]:
     )
 
 
-def _card_lines(answer: CardAnswer, glyphs: Glyphs, width: int | None) -> Iterator[str]:
+def _card_lines(answer: CardAnswer, width: int | None) -> Iterator[str]:
     card, busy = answer.card, answer.division.busy
-    title = glyphs.clean(f"{card.node}, {card.name}, {counted(len(card.slots), 'worker')}")
+    title = clean(f"{card.node}, {card.name}, {counted(len(card.slots), 'worker')}")
     if answer.unknown is not None:
-        yield from _wrapped(
-            "", f"{title}: cannot tell, because {glyphs.clean(answer.unknown)}", width
-        )
+        yield from _wrapped("", f"{title}: cannot tell, because {clean(answer.unknown)}", width)
         return
     share = "busy share unknown" if busy is None else f"busy {100 * busy:.0f} % of the time"
     yield from _wrapped("", f"{title}: {share}", width)
-    causes = [(cause.cause.value, glyphs.clean(cause.text)) for cause in answer.causes]
+    causes = [(cause.cause.value, clean(cause.text)) for cause in answer.causes]
     percents = _percents([cause.share for cause in answer.causes])
     for percent, (name, text) in zip(percents, [*causes, ("the rest", _REST)], strict=True):
         yield from _wrapped(f"  {percent:3} %  {name:<11}  ", text, width)
@@ -162,7 +157,6 @@ def advise(
     runs_dir: Path,
     run_id: str,
     say: Callable[[str], None],
-    glyphs: Glyphs,
     *,
     json: bool,
     width: int | None = None,
@@ -201,7 +195,7 @@ def advise(
     if json:
         say(answer_json(facts.run_id, code, cards, todo, more))
     else:
-        for line in answer_lines(facts.run_id, cards, todo, more, glyphs, width):
+        for line in answer_lines(facts.run_id, cards, todo, more, width):
             say(line)
     return code
 

@@ -121,7 +121,7 @@ class RunHistory:
     run_id: str
     cards: tuple[CardHistory, ...]
     mode: str = "cluster"
-    """How it was started: `cluster`, `local`, `rehearse` or `debug`."""
+    """How it was started: `cluster`, `local` or `rehearse`."""
     keys: Keys = field(default_factory=dict)
 
     @property

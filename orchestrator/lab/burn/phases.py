@@ -41,7 +41,6 @@ from orchestrator.record.summary import summary_text, write_summary
 from orchestrator.run import runner as runs
 from orchestrator.run.environment import Environment, Mode
 from orchestrator.run.terminal import Interrupts
-from orchestrator.view.cells import glyphs_for
 from workers.host.machine import visible_cards
 
 #: Long enough for the air in a closed case to become as warm as it will.
@@ -228,7 +227,7 @@ def burn(
     )
     path = Path(config.run.dir) / f"burn-{started:%Y%m%d-%H%M%S}.json"
     console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
-    lines = result_lines(result, console.width, glyphs_for(sys.stdout.encoding))
+    lines = result_lines(result, console.width)
     write_answer(path, result_dict(result), lines, as_json=options.json)
     return result.exit_code
 

@@ -31,7 +31,7 @@ from orchestrator.lab.burn.verdict import (
 )
 from orchestrator.record.model import finite
 from orchestrator.record.summary import SCHEMA
-from orchestrator.view.cells import Glyphs, decimals_for, number, share_pct, whole
+from orchestrator.view.cells import MISSING, clean, decimals_for, number, share_pct, shorten, whole
 from orchestrator.view.phrases import counted
 from workers.messages import StepCounts
 
@@ -248,20 +248,19 @@ _TITLES = (
 )
 
 
-def result_lines(result: BurnResult, width: int, glyphs: Glyphs) -> Iterator[RenderableType]:
+def result_lines(result: BurnResult, width: int) -> Iterator[RenderableType]:
     """Yield the result, piece by piece, for a terminal with lines of `width` cells."""
     room = min(width, _WIDEST)
     for phase in result.phases:
         length_s = sum(taken.elapsed_s for taken in phase.taken)
         yield Text()
         head = (
-            f"Phase {phase.phase.value}, {phase.phase.title}, "
-            f"{glyphs.clean(format_duration(length_s))}: "
+            f"Phase {phase.phase.value}, {phase.phase.title}, {clean(format_duration(length_s))}: "
         )
-        yield Text(head, style="bold").append_text(_word(phase.verdict, glyphs))
+        yield Text(head, style="bold").append_text(_word(phase.verdict))
         if phase.workers:
-            yield _table(phase, glyphs)
-        for line in _reasons(phase, glyphs):
+            yield _table(phase)
+        for line in _reasons(phase):
             for text in wrap(
                 line, room, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
             ):
@@ -271,12 +270,12 @@ def result_lines(result: BurnResult, width: int, glyphs: Glyphs) -> Iterator[Ren
         yield Text(line, style="bold")
 
 
-def _word(verdict: BurnVerdict, glyphs: Glyphs) -> Text:
-    text = glyphs.missing if verdict is BurnVerdict.NOT_JUDGED else verdict.value.upper()
+def _word(verdict: BurnVerdict) -> Text:
+    text = MISSING if verdict is BurnVerdict.NOT_JUDGED else verdict.value.upper()
     return Text(text, style=_STYLES[verdict])
 
 
-def _table(phase: PhaseResult, glyphs: Glyphs) -> Table:
+def _table(phase: PhaseResult) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for title in _TITLES:
         table.add_column(
@@ -284,13 +283,11 @@ def _table(phase: PhaseResult, glyphs: Glyphs) -> Table:
         )
     for taken in phase.taken:
         for _, workers in by_node(taken.workers):
-            table.add_row(*_cells(phase, taken, workers, glyphs))
+            table.add_row(*_cells(phase, taken, workers))
     return table
 
 
-def _cells(
-    phase: PhaseResult, taken: JudgedRun, workers: Sequence[JudgedWorker], glyphs: Glyphs
-) -> Iterator[Text]:
+def _cells(phase: PhaseResult, taken: JudgedRun, workers: Sequence[JudgedWorker]) -> Iterator[Text]:
     """Yield a node's cells: of its workers, always what the worst one shows."""
     figures = [worker.figures for worker in workers]
     counts = StepCounts.total(worker.row.counts for worker in workers)
@@ -306,8 +303,8 @@ def _cells(
         name += (
             f" {dtype}" if used in {dtype, None} else f" {dtype} ({used})"
         )  # a processor runs fp16 as bf16
-    yield Text(glyphs.shorten(glyphs.clean(name), _NODE_CELLS))
-    yield _word(verdict_of(phase.phase, workers, whole=taken.whole), glyphs)
+    yield Text(shorten(clean(name), _NODE_CELLS))
+    yield _word(verdict_of(phase.phase, workers, whole=taken.whole))
     cells = (
         (BurnCheck.MEMORY, share_pct(None if held_pct is None else held_pct / 100)),
         (
@@ -323,14 +320,14 @@ def _cells(
     )
     for check, text in cells:
         failed = any(worker.findings[check].verdict is BurnVerdict.FAIL for worker in workers)
-        yield Text(text or glyphs.missing, style=_STYLES[BurnVerdict.FAIL] if failed else "")
+        yield Text(text or MISSING, style=_STYLES[BurnVerdict.FAIL] if failed else "")
 
 
-def _reasons(phase: PhaseResult, glyphs: Glyphs) -> Iterator[str]:
+def _reasons(phase: PhaseResult) -> Iterator[str]:
     """Yield why, the failures first; what is true of many workers is said once."""
     for taken in phase.taken:
         if taken.error is not None:
-            yield glyphs.clean(f"FAIL {phase.phase.title}: {taken.error}")
+            yield clean(f"FAIL {phase.phase.title}: {taken.error}")
     judged = [
         (taken.take.dtype, worker, check, finding)
         for taken in phase.taken
@@ -344,7 +341,7 @@ def _reasons(phase: PhaseResult, glyphs: Glyphs) -> Iterator[str]:
             failures.setdefault(key, []).append(f"{worker.row.slot}: {finding.text}")
     for (check, _, dtype), lines in failures.items():
         more = f" (and {counted(len(lines) - 1, 'more worker')})" if len(lines) > 1 else ""
-        yield glyphs.clean(f"FAIL {check}{f' in {dtype}' if dtype else ''}, {lines[0]}{more}")
+        yield clean(f"FAIL {check}{f' in {dtype}' if dtype else ''}, {lines[0]}{more}")
     # What could not be judged has the same reason everywhere.
     unknown = [
         (check, finding.text)
@@ -352,7 +349,7 @@ def _reasons(phase: PhaseResult, glyphs: Glyphs) -> Iterator[str]:
         if finding.verdict is BurnVerdict.NOT_JUDGED
     ]
     for check, text in dict.fromkeys(unknown):
-        yield glyphs.clean(f"{glyphs.missing} {check} not judged: {text}")
+        yield clean(f"{MISSING} {check} not judged: {text}")
 
 
 def _closing(result: BurnResult) -> str:

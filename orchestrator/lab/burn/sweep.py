@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -35,7 +34,7 @@ from orchestrator.run import runner as runs
 from orchestrator.run.environment import Environment, Mode
 from orchestrator.run.node_setup import CardSettings
 from orchestrator.run.terminal import Interrupts
-from orchestrator.view.cells import Glyphs, decimals_for, glyphs_for, number
+from orchestrator.view.cells import MISSING, clean, decimals_for, number
 from workers.policy.thermal import SLOW_MEMORY
 
 #: Of each value: every half minute the bandwidth of the memory is measured, and a change needs two
@@ -276,7 +275,7 @@ def burn_sweep(
         interrupts.restore()
     result = SweepResult(sweep=sweep, points=points, error=failure, interrupted=is_interrupted)
     path = Path(config.run.dir) / f"sweep-{started:%Y%m%d-%H%M%S}.json"
-    lines = sweep_lines(result, glyphs_for(sys.stdout.encoding))
+    lines = sweep_lines(result)
     write_answer(path, sweep_dict(result), lines, as_json=options.json)
     return result.exit_code
 
@@ -324,30 +323,30 @@ def sweep_dict(result: SweepResult) -> dict[str, Any]:
     }
 
 
-def sweep_lines(result: SweepResult, glyphs: Glyphs) -> Iterator[str]:
+def sweep_lines(result: SweepResult) -> Iterator[str]:
     """Yield the result, line by line: each card with its values, then where it is efficient."""
     lever = result.sweep.lever
     best = {(point.node, point.gpu_uuid): point for point in efficient(result.points)}
     cards = dict.fromkeys((point.node, point.gpu_uuid) for point in result.points)
     for card in cards:
         points = [point for point in result.points if (point.node, point.gpu_uuid) == card]
-        yield glyphs.clean(f"{points[0].node}, {points[0].gpu_name or 'CPU'}")
+        yield clean(f"{points[0].node}, {points[0].gpu_name or 'CPU'}")
         of_rate = f"{points[0].rate_unit:>12}{'per watt':>10}"
         yield f"{lever.unit:>8}{'watts':>8}{of_rate}{'max C':>7}{'checks':>8}"
         rates = [point.rate for point in points]
         for point in points:
-            yield _line(point, decimals_for(rates), glyphs)
+            yield _line(point, decimals_for(rates))
         if card in best:
             yield _sentence(best[card], points, lever)
     if result.interrupted:
         yield "Interrupted: further values were not tried. The cards are as they were before."
     elif result.stopped is not None:
-        yield glyphs.clean(f"Stopped: {result.stopped}. The cards are as they were before.")
+        yield clean(f"Stopped: {result.stopped}. The cards are as they were before.")
     else:
         yield "All values were tried, and nothing was wrong. The cards are as they were before."
 
 
-def _line(point: SweepPoint, decimals: int, glyphs: Glyphs) -> str:
+def _line(point: SweepPoint, decimals: int) -> str:
     cells = (
         (number(point.watts, 0), 8),
         (number(point.rate, decimals), 12),
@@ -355,10 +354,10 @@ def _line(point: SweepPoint, decimals: int, glyphs: Glyphs) -> str:
         (number(point.temperature_max_c, 0), 7),
         (str(point.checks), 8),
     )
-    wrong = "" if point.stop is None else f"  WRONG: {glyphs.clean(point.stop)}"
+    wrong = "" if point.stop is None else f"  WRONG: {clean(point.stop)}"
     return (
         f"{point.value:>8}"
-        + "".join(f"{text or glyphs.missing:>{width}}" for text, width in cells)
+        + "".join(f"{text or MISSING:>{width}}" for text, width in cells)
         + wrong
     )
 

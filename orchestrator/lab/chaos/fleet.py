@@ -566,10 +566,6 @@ class Chaos(Experiment):
 
     def check(self, environment: Environment) -> None:
         """Refuse faults that this environment cannot bear, or cannot have."""
-        if environment.mode is Mode.DEBUG:
-            raise UsageError(
-                "--chaos ends worker processes; with --debug there is none but this one"
-            )
         is_rehearsal = environment.mode is not Mode.CLUSTER
         if not is_rehearsal and not self._yes_really:
             raise UsageError(

@@ -17,7 +17,7 @@ from orchestrator.record.archive import StoredRun
 from orchestrator.record.folders import Deliveries, go_on_command
 from orchestrator.record.model import Row, Snapshot, natural_order, rows_by_card
 from orchestrator.view.alerts import SEVEREST_FIRST, Firing
-from orchestrator.view.cells import UNICODE
+from orchestrator.view.cells import clean, shorten
 from orchestrator.view.notify.digest import Message, News
 from orchestrator.view.phrases import counted, tflops_words, time_words, totals
 from workers.units import GIB
@@ -133,10 +133,7 @@ def _states(snapshot: Snapshot) -> str:
 
 
 def _status(snapshot: Snapshot) -> Iterator[str]:
-    yield (
-        f"run {snapshot.run_id}: {time_words(snapshot)}, "
-        f"{tflops_words(snapshot.tflops_total, UNICODE)}"
-    )
+    yield (f"run {snapshot.run_id}: {time_words(snapshot)}, {tflops_words(snapshot.tflops_total)}")
     yield f"{_states(snapshot)}; {', '.join(totals(snapshot))}"
     if snapshot.jobs is not None:
         yield f"jobs: {snapshot.jobs}"
@@ -171,7 +168,7 @@ def _failures(deliveries: Deliveries) -> Iterator[str]:
 
 def _line(text: str, cells: int) -> str:
     indent = "  " if text.startswith("  ") else ""
-    return indent + UNICODE.shorten(UNICODE.clean(text), cells)
+    return indent + shorten(clean(text), cells)
 
 
 def _cut(lines: list[str]) -> list[str]:

@@ -27,7 +27,6 @@ from orchestrator.view.alerts import (
     is_up,
     judge,
 )
-from orchestrator.view.cells import UNICODE
 from orchestrator.view.jobs import with_jobs
 from orchestrator.view.notify import digest, sender
 from orchestrator.view.notify.digest import USUAL_PACE, Message, Pace
@@ -205,7 +204,7 @@ class Notifier:
     def _send(self, message: Message, frame: Frame) -> bool:
         """Have a message sent; say whether an address has taken it."""
         before = read_deliveries(self.folder)
-        snapshot = with_jobs(frame.snapshot, frame.queue, UNICODE)
+        snapshot = with_jobs(frame.snapshot, frame.queue)
         text = message_text(message, frame.run, snapshot, before, time.time(), frame.missed)
         sent = sender.deliver(self.urls, text.title, text.body, text.severity, self.deadline_s)
         taken = sum(one.taken for one in sent)

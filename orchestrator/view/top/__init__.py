@@ -1,1 +1,1 @@
-"""`top`: a run on the whole terminal, from any terminal; followed while it goes, or replayed."""
+"""`top`: a run on the whole terminal, followed from any terminal, or shown as it ended."""

@@ -6,9 +6,8 @@ asked for first; nothing else changes it.
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Final
@@ -23,13 +22,11 @@ from textual.widgets import Input
 
 from orchestrator.config.byte_size import parse_bytes
 from orchestrator.errors import ArchiveError, OrchestratorError
-from orchestrator.record import history
-from orchestrator.record.archive import Follower, Frame, StoredRun
+from orchestrator.record.archive import Follower, Frame
 from orchestrator.record.folders import Listed, list_runs
 from orchestrator.record.model import Row, Snapshot, natural_order
 from orchestrator.record.query import WORST_FIRST, order_of, parse
 from orchestrator.view.alerts import AlertWatch, Badge, badges, judge
-from orchestrator.view.cells import Glyphs
 from orchestrator.view.jobs import jobs_lines, with_jobs
 from orchestrator.view.table import header_lines, table_lines
 from orchestrator.view.top.pages import (
@@ -37,7 +34,6 @@ from orchestrator.view.top.pages import (
     alert_lines,
     badge_line,
     card_lines,
-    column_lines,
     event_line,
     freshness_words,
     key_line,
@@ -48,7 +44,6 @@ from orchestrator.view.top.pages import (
     slots_words,
 )
 from orchestrator.view.top.view import (
-    HIDEABLE,
     Ask,
     Send,
     View,
@@ -67,13 +62,10 @@ HELP: Final = """
  /             filter: state:lost temp>75 cap>3GiB !node:pc1 word
  < > , .       sort by the column before or after; o by its name
  r 0           turn the order; worst first
- c             choose columns; space takes one away or back
  space         mark the slot for a command; a new filter clears the marks
  P U D R C W   pause, unpause, drain, reinstate, cap, save now: the marked slots,
                or the one under the cursor; asks first
  m             how far back the courses of a slot go: 2 m, 10 m, 1 h, all
- t             replay; left right 1 s, [ ] 1 min, home end, p plays
- s             save this screen as text in the present folder
 """
 
 _KEYS: Final = (
@@ -98,7 +90,6 @@ _KEYS: Final = (
     ("r", "reverse"),
     ("0", "worst"),
     ("o", "ask('sort')"),
-    ("c", "page('columns')"),
     ("n", "page('nodes')"),
     ("u", "page('runs')"),
     ("space", "pick"),
@@ -110,15 +101,6 @@ _KEYS: Final = (
     ("W", "command('save')"),
     ("y", "yes"),
     ("m", "range"),
-    ("t", "replay"),
-    ("left", "seek(-1)"),
-    ("right", "seek(1)"),
-    ("left_square_bracket", "seek(-60)"),
-    ("right_square_bracket", "seek(60)"),
-    ("home", "seek(-1000000000)"),
-    ("end", "seek(1000000000)"),
-    ("p", "play"),
-    ("s", "save"),
 )
 
 #: Priority: a key acts before the one after it is handed on, so that what is typed after `/` goes
@@ -137,35 +119,9 @@ _LINES_PER_NOTCH = 3
 """Of the wheel of a mouse."""
 _LOOK_EVERY_S = 1.0
 _EVENTS_KEPT = 500
-_PLAYED_S_PER_LOOK = 5.0
 _TITLE_LINES = 3
 _HEADER_SHARE = 4
 """Of the lines of the terminal, one in so many may be of the header."""
-
-
-@dataclass(slots=True)
-class Replay:
-    """Of one run folder."""
-
-    folder: Path
-    at_unix_s: float | None = None
-    """The moment that is shown; `None`: now."""
-    plays: bool = False
-
-    def seek(self, by_s: float, run: StoredRun) -> Snapshot | None:
-        """Go so much later or earlier and return the run as it was then; `None` if nothing was
-        sampled yet.
-
-        Raises:
-            ArchiveError: The run folder cannot be read.
-        """
-        known = history.sampled_between(self.folder)
-        if known is None:
-            return None
-        at_unix_s = known[1] if self.at_unix_s is None else self.at_unix_s
-        self.at_unix_s = min(max(at_unix_s + by_s, known[0]), known[1])
-        self.plays = self.plays and self.at_unix_s < known[1]
-        return history.moment(self.folder, self.at_unix_s, run)
 
 
 class LinesView(Widget):
@@ -227,15 +183,6 @@ class LinesView(Widget):
         return strip.adjust_cell_length(max(1, self.size.width), None)
 
 
-def save_lines(path: Path, lines: Iterable[Text]) -> str:
-    """Write lines as plain text; return where they are, or why they could not be written."""
-    try:
-        path.write_text("\n".join(line.plain for line in lines) + "\n", encoding="utf-8")
-    except OSError as failure:
-        return f"{path} cannot be written: {os.strerror(failure.errno or 0)}"
-    return f"saved as {path}"
-
-
 @dataclass(frozen=True, slots=True)
 class _Page:
     """What stands under the header: a title for the line of keys, and how its lines are made."""
@@ -253,12 +200,11 @@ class Top(App[None]):
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = BINDINGS
 
-    def __init__(self, folder: Path, view: View, glyphs: Glyphs, send: Send | None = None) -> None:
+    def __init__(self, folder: Path, view: View, send: Send | None = None) -> None:
         super().__init__(ansi_color=True)
         self._folder = folder
         self._follower = Follower(folder)
         self._view = view
-        self._glyphs = glyphs
         self._send = send
         self._asked: Ask | None = None
         self._typed = "filter"
@@ -269,7 +215,6 @@ class Top(App[None]):
         self._events: list[Text] = []
         self._said = ""
         """What went wrong last, or what was done; shown in the line of keys."""
-        self._replay = Replay(folder)
         self._alerts = AlertWatch()
         self._badges: Sequence[Badge] = ()
         self._range = 0
@@ -280,16 +225,15 @@ class Top(App[None]):
                 _Page(
                     "events", lambda: [*reversed(self._events)] or [Text("no events yet", "dim")]
                 ),
-                _Page("cards", lambda: card_lines(self._rows(), self.size.width, self._glyphs)),
+                _Page("cards", lambda: card_lines(self._rows(), self.size.width)),
                 _Page(
                     "alerts",
-                    lambda: alert_lines(self._badges, time.time(), self.size.width, self._glyphs),
+                    lambda: alert_lines(self._badges, time.time(), self.size.width),
                 ),
                 _Page("jobs", self._job_lines),
-                _Page("nodes", lambda: node_lines(self._snapshot, self._glyphs)),
-                _Page("columns", lambda: column_lines(self._view.hidden), self._pick_column),
-                _Page("runs", lambda: run_lines(self._runs, self._glyphs), self._pick_run),
-                _Page("question", lambda: question_lines(self._asked, self._glyphs)),
+                _Page("nodes", lambda: node_lines(self._snapshot)),
+                _Page("runs", lambda: run_lines(self._runs), self._pick_run),
+                _Page("question", lambda: question_lines(self._asked)),
                 _Page("help", lambda: [Text(line) for line in HELP.splitlines()]),
             )
         }
@@ -326,13 +270,9 @@ class Top(App[None]):
             return
         self._frame = frame
         self._judge(frame)
-        self._events += [event_line(event, 1_000, self._glyphs) for event in frame.events]
+        self._events += [event_line(event, 1_000) for event in frame.events]
         del self._events[:-_EVENTS_KEPT]
-        if self._replay.at_unix_s is None:
-            self._snapshot = with_jobs(frame.snapshot, frame.queue, self._glyphs)
-        elif self._replay.plays:
-            self.action_seek(_PLAYED_S_PER_LOOK)
-            return
+        self._snapshot = with_jobs(frame.snapshot, frame.queue)
         self.draw()
 
     def _judge(self, frame: Frame | None) -> None:
@@ -349,11 +289,9 @@ class Top(App[None]):
         if snapshot is None:
             rows.show([Text(self._said or "nothing is stored yet", "dim")])
             return
-        above = header_lines(snapshot, width, self._glyphs)[
-            : max(1, self.size.height // _HEADER_SHARE)
-        ]
-        if self._badges and self._replay.at_unix_s is None:
-            above = [badge_line(self._badges, width, self._glyphs), *above]
+        above = header_lines(snapshot, width)[: max(1, self.size.height // _HEADER_SHARE)]
+        if self._badges:
+            above = [badge_line(self._badges, width), *above]
         header.styles.height = len(above)
         header.show(above)
         page = self._page
@@ -369,14 +307,12 @@ class Top(App[None]):
                 lines[self._scrolled :],
                 None if page.picked is None else self._chosen - self._scrolled,
             )
-        fresh = (
-            None if self._frame is None else freshness_words(self._frame, self._replay.at_unix_s)
-        )
+        fresh = None if self._frame is None else freshness_words(self._frame)
         name = None if page is None else page.name
         keys.show(
             [
-                reason_line(self._row() if page is None else None, width, self._glyphs),
-                key_line(fresh, self._view, name, self._said, width, self._glyphs),
+                reason_line(self._row() if page is None else None, width),
+                key_line(fresh, self._view, name, self._said, width),
             ]
         )
 
@@ -385,7 +321,7 @@ class Top(App[None]):
         height = self._table_height()
         self._view = follow(self._view, shown, height)
         first = self._view.first
-        lines = table_lines(shown[first : first + height], width, self._glyphs, self._view.hidden)
+        lines = table_lines(shown[first : first + height], width)
         if not shown:
             is_filtered = bool(self._view.wanted.text)
             why = "no slot matches the filter" if is_filtered else "no workers yet"
@@ -429,15 +365,13 @@ class Top(App[None]):
         self.draw()
 
     def action_leave(self) -> None:
-        """Close the filter or the page; from the table, leave the replay."""
+        """Close the filter or the page."""
         asking = self.query_one(Input)
         if self._is_typing:
             self._is_typing = asking.display = False
             self.query_one("#rows").focus()
-        elif self._page is not None:
+        else:
             self._page = None
-        elif self._replay.at_unix_s is not None:
-            self.action_replay()
         self._said, self._asked = "", None
         self.draw()
 
@@ -480,9 +414,6 @@ class Top(App[None]):
             self.action_move(1)
         self.draw()
 
-    def _pick_column(self, index: int) -> None:
-        self._view = replace(self._view, hidden=self._view.hidden ^ {HIDEABLE[index]})
-
     def _pick_run(self, index: int) -> None:
         if index < len(self._runs):
             self._folder = self._runs[index].folder
@@ -492,7 +423,7 @@ class Top(App[None]):
                 [],
                 None,
             )
-            self._replay, self._said = Replay(self._folder), ""
+            self._said = ""
             self.look()
 
     # Commands to the run.
@@ -502,11 +433,7 @@ class Top(App[None]):
         under the cursor.
         """
         slots = self._view.marked or ({self._view.slot} if self._view.slot is not None else set())
-        self._said = refusal(
-            can_send=self._send is not None,
-            is_replay=self._replay.at_unix_s is not None,
-            frame=self._frame,
-        )
+        self._said = refusal(can_send=self._send is not None, frame=self._frame)
         if not self._said and slots:
             self._asked = Ask(do, tuple(sorted(slots, key=natural_order)))
             if do == "cap":
@@ -570,41 +497,6 @@ class Top(App[None]):
                 self.action_page("question")
         self.draw()
 
-    def action_replay(self) -> None:
-        """Go to what was sampled, or back to now."""
-        if self._replay.at_unix_s is None:
-            self.action_seek(0.0)
-            return
-        self._replay = Replay(self._folder)
-        self._snapshot = None if self._frame is None else self._frame.snapshot
-        self.draw()
-
-    def action_seek(self, by_s: float) -> None:
-        """Show the run as it was so much later or earlier."""
-        try:
-            moment = None if self._frame is None else self._replay.seek(by_s, self._frame.run)
-        except ArchiveError as failure:
-            self._said = str(failure)
-        else:
-            self._said = "nothing was sampled yet" if moment is None else self._said
-            self._snapshot = moment or self._snapshot
-        self.draw()
-
-    def action_play(self) -> None:
-        """Play the replay on from here, or stop it."""
-        self._replay.plays = not self._replay.plays
-        if self._replay.plays and self._replay.at_unix_s is None:
-            self.action_seek(-1e9)
-
-    def action_save(self) -> None:
-        """Write what is on the screen as text."""
-        views = (self.query_one(name, LinesView) for name in ("#header", "#rows", "#keys"))
-        self._said = save_lines(
-            Path.cwd() / f"top-{self._folder.name}.txt",
-            [line for view in views for line in view.lines],
-        )
-        self.draw()
-
     # Pages.
 
     def _rows(self) -> Sequence[Row]:
@@ -617,13 +509,11 @@ class Top(App[None]):
         queue = None if self._frame is None else self._frame.queue
         if queue is None:
             return [Text("this run has no queue of jobs", "dim")]
-        return jobs_lines(queue, max(20, self.size.width), self._glyphs)
+        return jobs_lines(queue, max(20, self.size.width))
 
     def _slot_lines(self) -> Sequence[Text]:
         row, snapshot = self._row(), self._snapshot
         if row is None or snapshot is None:
             return [Text("the slot is gone", "dim")]
         width = max(20, self.size.width)
-        return read_slot_lines(
-            self._folder, row, snapshot, RANGES_S[self._range], width, self._glyphs
-        )
+        return read_slot_lines(self._folder, row, snapshot, RANGES_S[self._range], width)

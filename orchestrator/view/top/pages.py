@@ -1,12 +1,12 @@
-"""The lines of each page of `top`: one slot, cards, alerts, nodes, runs, columns, and the lines at
-the bottom.
+"""The lines of each page of `top`: one slot, cards, alerts, nodes, runs, and the lines at the
+bottom.
 """
 
 from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -23,10 +23,10 @@ from orchestrator.record.history import Buckets, Span
 from orchestrator.record.model import FIELDS, STATE_STYLES, Row, Snapshot, rows_by_card
 from orchestrator.record.output import last_lines
 from orchestrator.view.alerts import Badge
-from orchestrator.view.cells import Glyphs, clock, flow
+from orchestrator.view.cells import SEPARATOR, clean, clock, flow, shorten
 from orchestrator.view.phrases import counted, event_words, time_of_day
 from orchestrator.view.table import columns_for
-from orchestrator.view.top.view import HIDEABLE, View
+from orchestrator.view.top.view import View
 
 SEVERITY_STYLES: Final[dict[Severity, str]] = {
     "critical": "bold red",
@@ -56,37 +56,34 @@ _GROWTH = frozenset({"oom_count"})
 #: How far back the courses go; the last is the whole run.
 RANGES_S: tuple[float | None, ...] = (120.0, 600.0, 3600.0, None)
 _LEVELS = "▁▂▃▄▅▆▇█"
-_ASCII_LEVELS = "_.-=+*#@"
 _LABEL_CELLS = 11
 _EVENTS_MOST = 12
 _TEXT_LINES_MOST = 20
 
 
-def reason_line(row: Row | None, width: int, glyphs: Glyphs) -> Text:
+def reason_line(row: Row | None, width: int) -> Text:
     """Return why the slot under the cursor is in its state: the table has room for that on wide
     terminals only.
     """
     if row is None or not row.reason:
         return Text()
     said = f"{row.slot} {row.state.value}: {row.reason}"
-    return Text(glyphs.shorten(glyphs.clean(said), width), STATE_STYLES[row.state])
+    return Text(shorten(clean(said), width), STATE_STYLES[row.state])
 
 
-def badge_line(badges: Sequence[Badge], width: int, glyphs: Glyphs) -> Text:
+def badge_line(badges: Sequence[Badge], width: int) -> Text:
     """Return the alerts that fire; those that have no room are counted."""
     room, shown = max(1, width - _MORE_CELLS), list[str]()
     for badge in badges:
-        if shown and len(glyphs.separator.join([*shown, badge.words])) > room:
+        if shown and len(SEPARATOR.join([*shown, badge.words])) > room:
             break
-        shown.append(glyphs.clean(badge.words))
+        shown.append(clean(badge.words))
     more = [f"{len(badges) - len(shown)} more"] if len(shown) < len(badges) else []
-    said = glyphs.shorten(f"! {glyphs.separator.join([*shown, *more])}", width)
+    said = shorten(f"! {SEPARATOR.join([*shown, *more])}", width)
     return Text(said, SEVERITY_STYLES[badges[0].severity])
 
 
-def key_line(
-    fresh: str | None, view: View, page: str | None, said: str, width: int, glyphs: Glyphs
-) -> Text:
+def key_line(fresh: str | None, view: View, page: str | None, said: str, width: int) -> Text:
     """Return what the picture shows, and what happened last or which keys there are."""
     parts = [] if fresh is None else [fresh]
     order = FIELDS[view.order.key].name if view.order.key else "worst first"
@@ -99,19 +96,17 @@ def key_line(
         parts.append(f"{page}, esc goes back")
     if said or page is None:
         parts.append(said or "? help  / filter  < > sort  enter slot  q leave")
-    return Text(glyphs.shorten(glyphs.separator.join(map(glyphs.clean, parts)), width), "dim")
+    return Text(shorten(SEPARATOR.join(map(clean, parts)), width), "dim")
 
 
-def freshness_words(frame: Frame, replay_unix_s: float | None) -> str:
+def freshness_words(frame: Frame) -> str:
     """Return how far what is shown is so now."""
     said = frame.freshness.value
     if frame.freshness is Freshness.ENDED:
         said = f"ended, {frame.run.outcome}"
     elif frame.freshness is not Freshness.LIVE:
         said = f"{said} for {clock(frame.late_s)}"
-    if replay_unix_s is None:
-        return said
-    return f"{said}, replay {clock(replay_unix_s - frame.run.facts.started_at_unix_s)}"
+    return said
 
 
 def slots_words(slots: tuple[str, ...]) -> str:
@@ -119,15 +114,15 @@ def slots_words(slots: tuple[str, ...]) -> str:
     return slots[0] if len(slots) == 1 else counted(len(slots), "slot")
 
 
-def card_lines(rows: Iterable[Row], width: int, glyphs: Glyphs) -> list[Text]:
+def card_lines(rows: Iterable[Row], width: int) -> list[Text]:
     """Return a line for each card, or more where it has no room, in the order of
     their first slots.
     """
     lines = []
     for (node, _), of_card in rows_by_card(rows).items():
-        said = Text(glyphs.clean(f"{node}  {of_card[0].gpu_name or 'unknown'}"), "bold")
+        said = Text(clean(f"{node}  {of_card[0].gpu_name or 'unknown'}"), "bold")
         segments = [said, Text(counted(len(of_card), "worker"))]
-        for column in columns_for(of_card, glyphs):
+        for column in columns_for(of_card):
             cell = next((cell for row in of_card if (cell := column.cell(row)) is not None), None)
             if column.name in _COLUMNS and cell is not None:
                 segments.append(Text.assemble((f"{column.title} {column.unit} ", "dim"), cell))
@@ -135,31 +130,22 @@ def card_lines(rows: Iterable[Row], width: int, glyphs: Glyphs) -> list[Text]:
     return lines
 
 
-def alert_lines(
-    badges: Iterable[Badge], now_unix_s: float, width: int, glyphs: Glyphs
-) -> list[Text]:
+def alert_lines(badges: Iterable[Badge], now_unix_s: float, width: int) -> list[Text]:
     """Return what fires: each alert with its subjects, what is wrong with the first, and what to
     type.
     """
     lines = []
     for badge in badges:
         held = clock(max(0.0, now_unix_s - badge.since_unix_s))
-        said = glyphs.separator.join([badge.severity, f"for {held}", ", ".join(badge.subjects)])
-        lines.append(
-            Text(glyphs.shorten(glyphs.clean(said), width), SEVERITY_STYLES[badge.severity])
-        )
+        said = SEPARATOR.join([badge.severity, f"for {held}", ", ".join(badge.subjects)])
+        lines.append(Text(shorten(clean(said), width), SEVERITY_STYLES[badge.severity]))
         for words in (badge.text, badge.what_to_do):
-            indented = textwrap.wrap(glyphs.clean(words), max(20, width - 3))
+            indented = textwrap.wrap(clean(words), max(20, width - 3))
             lines += [Text(f"   {line}") for line in indented]
     return lines or [Text("no alert fires", "dim")]
 
 
-def column_lines(hidden: Container[str]) -> list[Text]:
-    """Return a line for each column that may be taken away."""
-    return [Text(f"[{' ' if name in hidden else 'x'}] {name}") for name in HIDEABLE]
-
-
-def node_lines(snapshot: Snapshot | None, glyphs: Glyphs) -> list[Text]:
+def node_lines(snapshot: Snapshot | None) -> list[Text]:
     """Return a line for each node that is planned or there: its slots by state."""
     if snapshot is None:
         return []
@@ -172,7 +158,7 @@ def node_lines(snapshot: Snapshot | None, glyphs: Glyphs) -> list[Text]:
         said = ", ".join(f"{count} {state}" for state, count in counts.items()) or "no slots"
         lines.append(
             Text.assemble(
-                (glyphs.clean(node), "bold"),
+                (clean(node), "bold"),
                 ("  missing" if missing else "  there", "red" if missing else ""),
                 f"  {said}",
             )
@@ -180,7 +166,7 @@ def node_lines(snapshot: Snapshot | None, glyphs: Glyphs) -> list[Text]:
     return lines or [Text("no nodes yet", "dim")]
 
 
-def run_lines(runs: Iterable[Listed], glyphs: Glyphs) -> list[Text]:
+def run_lines(runs: Iterable[Listed]) -> list[Text]:
     """Return a line for each run, to choose one."""
     lines = []
     for one in runs:
@@ -189,12 +175,12 @@ def run_lines(runs: Iterable[Listed], glyphs: Glyphs) -> list[Text]:
             if one.run is None
             else f"  {counted(len(one.run.slots), 'slot')}  {clock(one.run.elapsed_s)}"
         )
-        lines.append(Text(glyphs.clean(f"{one.run_id}  {one.outcome}{extent}")))
+        lines.append(Text(clean(f"{one.run_id}  {one.outcome}{extent}")))
     return lines or [Text("no runs", "dim")]
 
 
 def read_slot_lines(
-    folder: Path, row: Row, snapshot: Snapshot, back_s: float | None, width: int, glyphs: Glyphs
+    folder: Path, row: Row, snapshot: Snapshot, back_s: float | None, width: int
 ) -> list[Text]:
     """Return the page of a slot from its run folder, over so many seconds before the snapshot, or
     the whole run.
@@ -208,14 +194,14 @@ def read_slot_lines(
         events = read_events(folder, slot=row.slot, limit=50)
         printed = last_lines(folder, row.slot)
     except ArchiveError as failure:
-        return [Text(glyphs.clean(str(failure)), "red")]
+        return [Text(clean(str(failure)), "red")]
     shown = f"last {clock(back_s)}" if back_s is not None else "the whole run"
-    page = slot_lines(row, courses, spans, events, width, glyphs)
+    page = slot_lines(row, courses, spans, events, width)
     if printed:
         page += [
             Text(),
             Text("printed", "bold"),
-            *(part for line in printed for part in _folded(line, width, glyphs)),
+            *(part for line in printed for part in _folded(line, width)),
         ]
     return [*page[:2], Text(f"courses: {shown} (m)", "dim"), *page[2:]]
 
@@ -226,30 +212,29 @@ def slot_lines(
     spans: Sequence[Span],
     events: Sequence[StoredEvent],
     width: int,
-    glyphs: Glyphs,
 ) -> list[Text]:
     """Return the page of a slot."""
     lines = [
         Text.assemble(
-            (glyphs.clean(row.slot), "bold"),
+            (clean(row.slot), "bold"),
             "  ",
             (row.state.value, STATE_STYLES[row.state]),
             "  ",
-            glyphs.shorten(glyphs.clean(row.reason), max(10, width - 30)),
+            shorten(clean(row.reason), max(10, width - 30)),
         ),
         Text(),
     ]
     for key, course in courses.items():
-        line = sparkline(key, course, width, glyphs)
+        line = sparkline(key, course, width)
         if line is not None:
             lines.append(line)
-    lines += [Text(), *_facts(row, width, glyphs)]
-    lines += [Text(), Text("states", "bold"), *_states(spans, width, glyphs)]
-    lines += [Text(), Text("events", "bold"), *_events(events, width, glyphs)]
+    lines += [Text(), *_facts(row, width)]
+    lines += [Text(), Text("states", "bold"), *_states(spans, width)]
+    lines += [Text(), Text("events", "bold"), *_events(events, width)]
     return lines
 
 
-def sparkline(key: str, course: Buckets, width: int, glyphs: Glyphs) -> Text | None:
+def sparkline(key: str, course: Buckets, width: int) -> Text | None:
     """Return a value over time as one line, with its lowest and highest.
 
     `None` if nothing was sampled.
@@ -259,12 +244,11 @@ def sparkline(key: str, course: Buckets, width: int, glyphs: Glyphs) -> Text | N
     if not known:
         return None
     low, high = min(known), max(known)
-    levels = _LEVELS if glyphs.charset == "utf-8" else _ASCII_LEVELS
-    steps = len(levels) - 1
+    steps = len(_LEVELS) - 1
     drawn = "".join(
         " "
         if value is None
-        else levels[round(steps * (value - low) / (high - low)) if high > low else 0]
+        else _LEVELS[round(steps * (value - low) / (high - low)) if high > low else 0]
         for value in values
     )
     if key not in _GROWTH:
@@ -292,11 +276,11 @@ def _short(key: str, value: float) -> str:
     return f"{value:.4g}"
 
 
-def _facts(row: Row, width: int, glyphs: Glyphs) -> Iterator[Text]:
+def _facts(row: Row, width: int) -> Iterator[Text]:
     """Yield every column that is known, as many beside each other as fit."""
     cells = [
         (" ".join(filter(None, (column.title, column.unit))).replace("- ", ""), cell)
-        for column in columns_for((row,), glyphs)
+        for column in columns_for((row,))
         if column.name not in {"slot", "state", "vram_bar"}
         and (cell := column.cell(row)) is not None
     ]
@@ -313,7 +297,7 @@ def _facts(row: Row, width: int, glyphs: Glyphs) -> Iterator[Text]:
         yield line
 
 
-def _states(spans: Sequence[Span], width: int, glyphs: Glyphs) -> Iterator[Text]:
+def _states(spans: Sequence[Span], width: int) -> Iterator[Text]:
     if not spans:
         yield Text("no change of state is recorded", "dim")
     first_s = spans[0].from_unix_s if spans else 0.0
@@ -321,12 +305,12 @@ def _states(spans: Sequence[Span], width: int, glyphs: Glyphs) -> Iterator[Text]
         lasted = (
             "" if span.to_unix_s is None else f" for {clock(span.to_unix_s - span.from_unix_s)}"
         )
-        cause = glyphs.shorten(glyphs.clean(span.cause), max(10, width - 32))
+        cause = shorten(clean(span.cause), max(10, width - 32))
         try:
             style = STATE_STYLES[slot_state(span.state)]
         except ValueError:
             style = ""
-        shown = glyphs.clean(span.state)[:12]
+        shown = clean(span.state)[:12]
         yield Text.assemble(
             f"+{clock(span.from_unix_s - first_s):>7}  ",
             (f"{shown:<12}", style),
@@ -334,29 +318,29 @@ def _states(spans: Sequence[Span], width: int, glyphs: Glyphs) -> Iterator[Text]
         )
 
 
-def _events(events: Sequence[StoredEvent], width: int, glyphs: Glyphs) -> Iterator[Text]:
+def _events(events: Sequence[StoredEvent], width: int) -> Iterator[Text]:
     if not events:
         yield Text("none yet", "dim")
     for event in events[-_EVENTS_MOST:]:
-        yield event_line(event, width, glyphs)
+        yield event_line(event, width)
         traceback = event.details.get("traceback")
         if isinstance(traceback, str):
             for line in traceback.splitlines()[-_TEXT_LINES_MOST:]:
-                yield from _folded(f"    {line}", width, glyphs, "red")
+                yield from _folded(f"    {line}", width, "red")
 
 
-def _folded(line: str, width: int, glyphs: Glyphs, style: str = "") -> Iterator[Text]:
+def _folded(line: str, width: int, style: str = "") -> Iterator[Text]:
     """Yield a line of text in as many lines as it needs, with the spaces that it begins with."""
     begins = " " * min(width // 2, len(line) - len(line.lstrip()))
-    for part in chop_cells(glyphs.clean(line), max(10, width - len(begins))) or [""]:
+    for part in chop_cells(clean(line), max(10, width - len(begins))) or [""]:
         yield Text(begins + part, style)
 
 
-def event_line(event: StoredEvent, width: int, glyphs: Glyphs) -> Text:
+def event_line(event: StoredEvent, width: int) -> Text:
     """Return an event in one line."""
     name, details = event_words(event)
     said = f"{event.slot or '':<10}  {name}  {details}"
     return Text.assemble(
         (f"{time_of_day(event.at)[:8]}  ", "dim"),
-        glyphs.shorten(glyphs.clean(said), max(10, width - 10)),
+        shorten(clean(said), max(10, width - 10)),
     )

@@ -16,7 +16,6 @@ from orchestrator.errors import UsageError
 from orchestrator.record.archive import Follower
 from orchestrator.record.query import WORST_FIRST, QueryError, order_of, parse
 from orchestrator.record.summary import SCHEMA, summary_text
-from orchestrator.view.cells import Glyphs
 from orchestrator.view.jobs import with_jobs
 from orchestrator.view.table import header_lines, table_lines
 from orchestrator.view.top.view import View
@@ -35,12 +34,12 @@ def view_of(sort: str | None, wanted: str | None) -> View:
         raise UsageError(str(failure)) from failure
 
 
-def frame_text(folder: Path, view: View, width: int, glyphs: Glyphs) -> str:
+def frame_text(folder: Path, view: View, width: int) -> str:
     """Return the run as it is now, once, with all rows."""
     frame = Follower(folder).look()
     rows = view.rows(frame.snapshot.rows)
-    header = header_lines(with_jobs(frame.snapshot, frame.queue, glyphs), width, glyphs)
-    lines = table_lines(rows, width, glyphs, view.hidden)
+    header = header_lines(with_jobs(frame.snapshot, frame.queue), width)
+    lines = table_lines(rows, width)
     said = [*lines.titles, *lines.rows] if rows else [Text("no slot matches the filter")]
     shown = [line.copy() for line in (*header, *said)]
     for line in shown:
@@ -67,11 +66,11 @@ def frame_json(folder: Path, view: View) -> str:
     return summary_text(values)
 
 
-def watch(folder: Path, view: View, glyphs: Glyphs, *, read_only: bool) -> None:
+def watch(folder: Path, view: View, *, read_only: bool) -> None:
     """Show the run on this terminal until the person leaves."""
     from orchestrator.view.top.app import Top  # noqa: PLC0415 - Textual takes half a second to load
 
-    Top(folder, view, glyphs, None if read_only else partial(client.send, by="top")).run()
+    Top(folder, view, None if read_only else partial(client.send, by="top")).run()
 
 
 def is_terminal() -> bool:

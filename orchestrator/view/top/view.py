@@ -1,5 +1,5 @@
-"""What a person looks at: filter, order, columns, cursor and marks, how they follow frames and
-keys, and which command waits for a yes. Pure.
+"""What a person looks at: filter, order, cursor and marks, how they follow frames and keys,
+and which command waits for a yes. Pure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from orchestrator.core.user_commands import EFFECTS, Do
 from orchestrator.record.archive import Frame, Freshness
 from orchestrator.record.model import FIELDS, Row
 from orchestrator.record.query import ALL_ROWS, WORST_FIRST, Filter, Order, select
-from orchestrator.view.cells import Glyphs
+from orchestrator.view.cells import clean
 from orchestrator.view.phrases import counted
 from workers.units import MIB
 
@@ -26,12 +26,6 @@ SORTS: tuple[str | None, ...] = (
     *(key for key, field in FIELDS.items() if field.column is not None),
 )
 
-_STAY = frozenset({"slot", "state"})
-#: Columns that can be taken away.
-HIDEABLE: tuple[str, ...] = tuple(
-    field.name for field in FIELDS.values() if field.column and field.name not in _STAY
-)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
@@ -39,8 +33,6 @@ class View:
 
     wanted: Filter = ALL_ROWS
     order: Order = WORST_FIRST
-    hidden: frozenset[str] = frozenset()
-    """Columns that the person does not want."""
     marked: frozenset[str] = frozenset()
     """Slots that a command is meant for."""
     slot: str | None = None
@@ -114,7 +106,7 @@ class Ask:
     amount_bytes: int | None = None
 
 
-def question_lines(ask: Ask | None, glyphs: Glyphs) -> list[Text]:
+def question_lines(ask: Ask | None) -> list[Text]:
     """Return the question: what would happen, and a line for each slot."""
     if ask is None:
         return []
@@ -125,16 +117,14 @@ def question_lines(ask: Ask | None, glyphs: Glyphs) -> list[Text]:
             "bold yellow",
         ),
         Text(f"each of them: {EFFECTS[Do(ask.do)]}", "dim"),
-        *(Text(f"  {glyphs.clean(slot)}") for slot in ask.slots),
+        *(Text(f"  {clean(slot)}") for slot in ask.slots),
     ]
 
 
-def refusal(*, can_send: bool, is_replay: bool, frame: Frame | None) -> str:
+def refusal(*, can_send: bool, frame: Frame | None) -> str:
     """Return why no command can be sent now; empty if one can."""
     if not can_send:
         return "no commands: top was started with --read-only"
-    if is_replay:
-        return "no commands in a replay: t goes back to now"
     if frame is None or frame.freshness in {Freshness.ENDED, Freshness.HEAD_GONE}:
         return "no commands: this run has no head any more"
     return ""

@@ -22,7 +22,7 @@ from orchestrator.record.model import FIELDS, STATE_STYLES, Row, finite, rows_by
 from orchestrator.record.query import Filter, Order, order_of, parse, select
 from orchestrator.record.summary import SCHEMA
 from orchestrator.view.alerts import Badge
-from orchestrator.view.cells import UNICODE, clock
+from orchestrator.view.cells import MISSING, clean, clock, shorten
 from orchestrator.view.jobs import STATE_STYLES as JOB_STYLES
 from orchestrator.view.jobs import TITLES as JOB_TITLES
 from orchestrator.view.jobs import current, job_cells, summary_line
@@ -142,7 +142,7 @@ def table_of(
     """Return the table of one view; `QueryError` where its filter makes no sense."""
     rows = frame.snapshot.rows
     matching = select(rows, parse(view.filter), view.order)
-    columns = columns_for(rows, UNICODE)
+    columns = columns_for(rows)
     shown = matching[view.offset : view.offset + view.limit]
     return Table(
         head=head_of(frame, firing, with_control=with_control),
@@ -178,7 +178,7 @@ def row_cells(row: Row, columns: Sequence[TableColumn]) -> tuple[Cell, ...]:
 
     With a tone where the reason is worth a line of its own.
     """
-    reason = UNICODE.clean(row.reason)
+    reason = clean(row.reason)
     is_quiet = row.state in _QUIET_STATES
     loud = reason and (not is_quiet or trouble(row))
     tone = "bad" if is_quiet else _STATE_TONES[row.state.value]
@@ -192,15 +192,15 @@ def head_of(frame: Frame, firing: Sequence[Badge] = (), *, with_control: bool = 
     share = min(1.0, snapshot.elapsed_s / snapshot.duration_s) if snapshot.duration_s > 0 else 1.0
     notices = [*snapshot.notices, *([run.error] if run.error else [])]
     return {
-        "run": UNICODE.clean(snapshot.run_id),
-        "mode": UNICODE.clean(run.facts.mode),
+        "run": clean(snapshot.run_id),
+        "mode": clean(run.facts.mode),
         "mark": _mark(frame),
         "nodes": (f"nodes {seen}/{planned}", "" if seen >= planned else "bad"),
         "states": [
             (state.value, TONES[STATE_STYLES[state]], count)
             for state, count in snapshot.state_counts.items()
         ],
-        "tflops": tflops_words(snapshot.tflops_total, UNICODE),
+        "tflops": tflops_words(snapshot.tflops_total),
         "time": time_words(snapshot),
         "jobs": snapshot.jobs,
         "share": round(share, 3),
@@ -208,11 +208,11 @@ def head_of(frame: Frame, firing: Sequence[Badge] = (), *, with_control: bool = 
         if run.outcome == "running" and snapshot.jobs is None
         else "",
         "totals": list(totals(snapshot)),
-        "notices": [UNICODE.clean(notice) for notice in notices],
+        "notices": [clean(notice) for notice in notices],
         "alerts": [
             {
-                "words": (UNICODE.clean(badge.words), _SEVERITY_TONES[badge.severity]),
-                "subjects": [UNICODE.clean(subject) for subject in badge.subjects],
+                "words": (clean(badge.words), _SEVERITY_TONES[badge.severity]),
+                "subjects": [clean(subject) for subject in badge.subjects],
                 "what_to_do": badge.what_to_do,
             }
             for badge in firing
@@ -223,7 +223,7 @@ def head_of(frame: Frame, firing: Sequence[Badge] = (), *, with_control: bool = 
 
 def cards_of(frame: Frame) -> Json:
     """Return the cards with what their sensors say, a line for each."""
-    columns = {column.name: column for column in columns_for(frame.snapshot.rows, UNICODE)}
+    columns = {column.name: column for column in columns_for(frame.snapshot.rows)}
     lines = []
     for (node, _), workers in rows_by_card(frame.snapshot.rows).items():
         # A worker that has ended says nothing of the card: the one that says most is asked.
@@ -233,10 +233,10 @@ def cards_of(frame: Frame) -> Json:
         flops = [known for row in workers if (known := finite(row.tflops)) is not None]
         lines.append(
             (
-                UNICODE.clean(node),
+                clean(node),
                 _cell(columns["card"].cell(best)),
                 counted(len(workers), "worker"),
-                tflops_words(sum(flops) if flops else None, UNICODE),
+                tflops_words(sum(flops) if flops else None),
                 *(_cell(columns[name].cell(best)) for name in _CARD_COLUMNS),
             )
         )
@@ -256,12 +256,12 @@ def jobs_of(queue: QueueSnapshot | None, *, with_control: bool = False) -> Json:
         return {"line": None, "titles": (), "rows": (), "control": False}
     rows = []
     for standing in current(queue):
-        cells: dict[str, Cell] = dict(job_cells(standing, queue, UNICODE))
+        cells: dict[str, Cell] = dict(job_cells(standing, queue))
         tone = TONES.get(JOB_STYLES[standing.state])
         if tone is not None:
             cells["state"] = (standing.state.value, tone)
         rows.append((standing.job.name, tuple(cells.values())))
-    line = summary_line(queue, UNICODE)
+    line = summary_line(queue)
     return {"line": line, "titles": JOB_TITLES, "rows": rows, "control": with_control}
 
 
@@ -279,7 +279,7 @@ def slot_of(
     row = next((row for row in frame.snapshot.rows if row.slot == name), None)
     if row is None:
         return None
-    columns = columns_for(frame.snapshot.rows, UNICODE)
+    columns = columns_for(frame.snapshot.rows)
     facts = [(_heading(column), _cell(column.cell(row))) for column in columns]
     more = [("node", row.node), ("policy", row.policy), ("card's name", row.gpu_uuid)]
     ends_unix_s = frame.snapshot.now_unix_s
@@ -287,9 +287,9 @@ def slot_of(
     return {
         "slot": name,
         "state": (row.state.value, _STATE_TONES[row.state.value]),
-        "reason": UNICODE.clean(row.reason),
-        "facts": [fact for fact in facts if fact[1] != UNICODE.missing]
-        + [(label, UNICODE.clean(text)) for label, text in more if text],
+        "reason": clean(row.reason),
+        "facts": [fact for fact in facts if fact[1] != MISSING]
+        + [(label, clean(text)) for label, text in more if text],
         "row": row.to_dict(),
         "fields": [(key, field_label(key)) for key in SAMPLED_NUMBERS],
         "charts": [key for key in CHARTED if FIELDS[key].value(row) is not None],
@@ -336,11 +336,11 @@ def event_of(event: StoredEvent) -> Json:
     return {
         "number": event.number,
         "at_unix_s": event.at_unix_s,
-        "time": UNICODE.clean(time_of_day(event.at)),
-        "slot": None if event.slot is None else UNICODE.clean(event.slot),
-        "event": UNICODE.clean(event.event).replace("_", " "),
-        "words": UNICODE.clean(name),
-        "text": UNICODE.shorten(UNICODE.clean(text), _TEXT_MOST),
+        "time": clean(time_of_day(event.at)),
+        "slot": None if event.slot is None else clean(event.slot),
+        "event": clean(event.event).replace("_", " "),
+        "words": clean(name),
+        "text": shorten(clean(text), _TEXT_MOST),
         "tone": tone,
     }
 
@@ -404,7 +404,7 @@ def _column_list(columns: Sequence[TableColumn], rows: Sequence[Row]) -> tuple[J
 
 def _cell(text: Text | None) -> Cell:
     if text is None:
-        return UNICODE.missing
+        return MISSING
     tone = TONES.get(str(text.style))
     return text.plain if tone is None else (text.plain, tone)
 
@@ -433,10 +433,10 @@ def _span(span: Span, ends_unix_s: float) -> Json:
     return {
         "from": span.from_unix_s,
         "to": ends,
-        "state": (UNICODE.clean(span.state), _STATE_TONES.get(span.state, "dim")),
+        "state": (clean(span.state), _STATE_TONES.get(span.state, "dim")),
         "time": datetime.fromtimestamp(span.from_unix_s).astimezone().strftime("%H:%M:%S"),
         "lasted": clock(ends - span.from_unix_s),
-        "cause": UNICODE.clean(span.cause),
+        "cause": clean(span.cause),
     }
 
 

@@ -36,7 +36,6 @@ from orchestrator.record.output import last_lines
 from orchestrator.record.query import Order, order_of, parse, select
 from orchestrator.record.summary import SCHEMA
 from orchestrator.view.alerts import ALERTS, AlertWatch, Badge, Firing, badges, judge
-from orchestrator.view.cells import UNICODE
 from orchestrator.view.jobs import with_jobs
 from orchestrator.view.web import guard, metrics, page_data
 from orchestrator.view.web.guard import (
@@ -181,7 +180,7 @@ class Hub:
 
     def _look_and_judge(self) -> Frame:
         frame = self._look()
-        frame = replace(frame, snapshot=with_jobs(frame.snapshot, frame.queue, UNICODE))
+        frame = replace(frame, snapshot=with_jobs(frame.snapshot, frame.queue))
         failed = read_deliveries(self._folder).failed
         self._alerts, self.firing = judge(
             self._alerts, frame, self._unix_s(), failed_notifications=failed

@@ -269,7 +269,6 @@
   const drawSummary = (told) => {
     byId("missed").replaceChildren(...told.missed.map((text) => make("li", { textContent: text })));
     drawGrid(byId("figures"), told.figures.titles, told.figures.rows);
-    if (told.figures.slots) drawGrid(byId("by-slot"), told.figures.slots.titles, told.figures.slots.rows);
     charts.draw(byId("run-charts"), told.charts, told, [told.from, told.to]);
   };
   // ---- Commands: each names its slots, and asks before it is sent.

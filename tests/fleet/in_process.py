@@ -1,10 +1,7 @@
-"""The fleet without Ray: each engine works in this very process, one slice after the other.
+"""A fleet for tests: real engines in this very process, one slice after the other, without Ray.
 
-For `run --debug`: a breakpoint in the user's workload stops in the user's terminal, because the
-workload runs in the thread and the process that were typed. Nothing here survives what a process of
-its own would survive: a crash of the workload ends the run, and a slice that does not return holds
-the supervisor. Like the actor, it loads torch through `actor.load_engine`, and only when the first
-slice runs.
+`python -m tests.fleet.in_process run ...` is the product's command with this fleet in place of the
+cluster, so that a run of seconds needs no seconds to start Ray. `CONFIG` has its only node.
 """
 
 from __future__ import annotations
@@ -12,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from bdb import BdbQuit
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+from orchestrator.cli.main import main
 from orchestrator.cluster.actor import load_engine
 from orchestrator.core.fleet import (
     DeathCause,
@@ -28,12 +25,19 @@ from orchestrator.core.fleet import (
     SliceReported,
 )
 from orchestrator.errors import UsageError
+from orchestrator.run import environment
 from workers.host.machine import visible_cards
 from workers.messages import Activity, Directive, Report
 from workers.settings import WorkerSpec
 
-#: The last line of the traceback of a step that was left by the debugger's `quit`.
-_DEBUGGER_QUIT = "bdb.BdbQuit"
+#: The product's command with this fleet, as arguments of Python.
+IN_PROCESS = ("-m", "tests.fleet.in_process")
+
+#: What cluster.yaml holds for the command. The worker does not rest, which a short run has no time for.
+CONFIG = """
+nodes: {local: {gpu: cpu, gpus: 0, workers: 1, vram_per_worker_gib: 1, size: 2048}}
+compute_share_mode: none
+"""
 
 
 class InProcessFleet:
@@ -76,10 +80,7 @@ class InProcessFleet:
         self._queue.append((slot, directive))
 
     def wait(self, timeout_s: float) -> tuple[SliceEnded, ...]:
-        """Runs the next slice, however long that takes.
-
-        `BdbQuit` if the user left the debugger by `quit`.
-        """
+        """Runs the next slice, however long that takes."""
         del timeout_s
         if not self._queue:
             return ()
@@ -91,10 +92,7 @@ class InProcessFleet:
         except Exception as error:  # noqa: BLE001
             text = f"{type(error).__name__}: {error}"
             return (SliceFailed.of(slot, directive, SliceFailure.UNBUILDABLE, text),)
-        report = self._run_slice[slot](directive)
-        if report.error is not None and report.error.rstrip().endswith(_DEBUGGER_QUIT):
-            raise BdbQuit
-        return (SliceReported(report=report),)
+        return (SliceReported(report=self._run_slice[slot](directive)),)
 
     def forget(self, slot: str) -> None:
         """What has not begun never runs."""
@@ -129,12 +127,15 @@ class InProcessFleet:
 
 @contextlib.contextmanager
 def in_process(node: str, *, cpus: float, gpus: float) -> Iterator[Fleet]:
-    """Yield the fleet; there is nothing to connect to and nothing to end.
+    """Yield the fleet; there is nothing to connect to and nothing to end."""
+    yield InProcessFleet(node, cpus=cpus, gpus=gpus)
 
-    Raises:
-        KeyboardInterrupt: The user left the debugger by `quit`: it ends the run as Ctrl-C does.
-    """
-    try:
-        yield InProcessFleet(node, cpus=cpus, gpus=gpus)
-    except BdbQuit as error:
-        raise KeyboardInterrupt from error
+
+def in_place_of_a_cluster() -> None:
+    """Have runs on a cluster use this fleet, in this process."""
+    environment.connected = lambda *_: in_process("local", cpus=64, gpus=0)
+
+
+if __name__ == "__main__":
+    in_place_of_a_cluster()
+    main()
