@@ -515,7 +515,7 @@ def blocked(run: JobsRun, name: str) -> Path:
     """Put a file in the way of a job's folder."""
     place = run.queue_folder / "files" / name
     place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text("a file of somebody else")
+    place.write_text("not a folder")
     return place
 
 
