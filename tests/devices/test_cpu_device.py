@@ -366,6 +366,7 @@ def equal_steps(spec: WorkerSpec) -> Found:
         "peaks": [each[1] for each in told],
         "held": [each[2] for each in told],
         "kept_bytes": kept_bytes,
+        "released_held_bytes": device.held_bytes(),
         "released_bytes": device.memory().reserved_bytes,
     }
 
@@ -383,7 +384,10 @@ class TestKept:
             each for each in kept["faults"] if each > min(kept["faults"][: cpu._STEPS_BEFORE]) / 4
         ]
         assert len(slow) <= cpu._STEPS_BEFORE + 3, "one is measured anew, and the heap comes back"
-        assert kept["released_bytes"] < MIB, "a release gives it back"
+        # malloc gives back no more than lies above its last living block, which may be any small one
+        # (of Python, of a library). What stays is free for the next step, within the spare share.
+        assert kept["released_held_bytes"] < MIB
+        assert kept["released_bytes"] <= kept["kept_bytes"]
 
     def test_what_is_kept_counts_as_neither_held_nor_needed(self, kept: Found) -> None:
         assert max(kept["held"]) < MIB
