@@ -1,0 +1,115 @@
+"""A table as a value: what slots, cards, jobs, runs, limits, `plan` and `doctor` show.
+
+Pure. Whoever has something to show makes a `Table`; a renderer draws it on a terminal (`terminal`),
+in `top`, or on the page, which gets it as JSON. Does not cover how a table is drawn, and decides
+nothing about widths: a renderer that is short of room leaves out columns by their `priority`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+MISSING: Final = "–"
+"""Shown where a value is not known."""
+
+
+class Tone(StrEnum):
+    """What a colour says. It repeats what the words say: nothing is in the colour alone."""
+
+    PLAIN = "plain"
+    DIM = "dim"
+    NOTE = "note"
+    GOOD = "good"
+    WARN = "warn"
+    BAD = "bad"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """A column of a table."""
+
+    key: str
+    """Its name in JSON and in `--sort`."""
+    title: str
+    unit: str = ""
+    """The second line of the heading."""
+    numeric: bool = False
+    """Whether its cells are aligned to the right, and sorted from the largest."""
+    priority: int = 0
+    """A renderer that is short of room leaves out the columns with the highest first; those with 0
+    always stay.
+    """
+    most_cells: int | None = None
+    """Longer words are cut to this width; `None` cuts nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One value as it is shown, and what it is sorted by."""
+
+    text: str = MISSING
+    """One line, already without control characters (`cells.clean`)."""
+    tone: Tone = Tone.PLAIN
+    value: str | float | None = None
+    """`None`: unknown, and sorted last in either direction."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableRow:
+    """One row; its cells are in the order of the table's columns."""
+
+    key: str
+    """Names the row in commands and in the page: a slot, a job, a run."""
+    cells: tuple[Cell, ...]
+    reason: str = ""
+    """Why it stands so. Renderers list reasons below the table, in the order of the rows."""
+    tone: Tone = Tone.PLAIN
+    """Of the reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Columns and rows, the worst row first.
+
+    Raises:
+        ValueError: A row has more or fewer cells than there are columns.
+    """
+
+    name: str
+    columns: tuple[Column, ...]
+    rows: tuple[TableRow, ...]
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row.cells) != len(self.columns):
+                raise ValueError(
+                    f"table {self.name!r}: row {row.key!r} has {len(row.cells)} cells for "
+                    f"{len(self.columns)} columns"
+                )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it for the page and the report: `columns`, and `rows` of `cells`."""
+        return {
+            "name": self.name,
+            "columns": [
+                {
+                    "key": column.key,
+                    "title": column.title,
+                    "unit": column.unit,
+                    "numeric": column.numeric,
+                    "priority": column.priority,
+                }
+                for column in self.columns
+            ],
+            "rows": [
+                {
+                    "key": row.key,
+                    "cells": [[cell.text, cell.tone.value, cell.value] for cell in row.cells],
+                    "reason": row.reason,
+                    "tone": row.tone.value,
+                }
+                for row in self.rows
+            ],
+        }
