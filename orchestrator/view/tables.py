@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any
 
-MISSING: Final = "–"
-"""Shown where a value is not known."""
+from orchestrator.view.cells import MISSING
 
 
 class Tone(StrEnum):
