@@ -1,25 +1,30 @@
-"""The HTTP server of one run: what each path answers and streams, and the headers that keep a
-browser from doing more.
+"""Serves the page of a run: its files, the document once a second, the course of values, commands,
+and `/metrics`.
 
-Every request passes `guard.py` first. The run folder is read in threads; the head knows nothing of
-it. Does not say what the page shows (`page_data.py`), nor how addresses, tokens and certificates
-are chosen (`listener.py`).
+Every request passes `guard.py` first. The run folder is read in threads, at most once a second for
+all who look, and not at all while nobody does; the head knows nothing of it. Does not say what a
+run shows (`document.py`, `charts.py`, `metrics.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import gzip
+import errno
+import ipaddress
 import json
+import logging
+import secrets
+import signal
+import sys
 import time
-import zlib
+import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Final
 
 from aiohttp import web
 
@@ -29,44 +34,42 @@ from orchestrator.errors import ArchiveError, UsageError, one_line
 from orchestrator.jobs.inbox import put
 from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.jobs.model import Said, Word
-from orchestrator.record import history
-from orchestrator.record.archive import Follower, Frame, StoredEvent, count_commands, read_events
-from orchestrator.record.folders import find_run, list_runs, read_deliveries, run_object
-from orchestrator.record.output import last_lines
-from orchestrator.record.query import Order, order_of, parse, select
-from orchestrator.record.summary import SCHEMA
-from orchestrator.view.alerts import ALERTS, AlertWatch, Badge, Firing, badges, judge
-from orchestrator.view.jobs import with_jobs
-from orchestrator.view.web import guard, metrics, page_data
-from orchestrator.view.web.guard import (
-    ROUTES,
-    Access,
-    Code,
-    Permission,
-    RequestFacts,
-    RequestRefusal,
-    Route,
-)
-from orchestrator.view.web.page_data import Table, TableView, event_of, table_of
+from orchestrator.record.archive import Follower, Frame, StoredEvent, count_commands
+from orchestrator.record.folders import find_run, list_runs, read_deliveries
+from orchestrator.view import charts
+from orchestrator.view.alerts import ALERTS, AlertWatch, Firing, badges, judge
+from orchestrator.view.document import EVENTS_MOST, Json, document
+from orchestrator.view.pending import runs_table
+from orchestrator.view.tables import Table
+from orchestrator.view.web import guard, metrics
+from orchestrator.view.web.guard import Access, RequestFacts, RequestRefusal
+from workers.files import locked, read_small, replace_whole
+from workers.learned_limits import default_path
 
 LOOK_EVERY_S: Final = 1.0
-SHARE_MOST: Final = 0.08
-"""Of a core, for looking. A run of thousands of slots is looked at less often."""
 COMMENT_EVERY_S: Final = 15.0
+"""So often a page hears at least something: else what is between may close the connection."""
 PAGES_MOST: Final = 64
-GZIP_BEGIN: Final = b"\x1f\x8b\x08\0\0\0\0\0\0\xff"
-"""Begins a gzip stream. Each event is compressed without those before it, so once for all pages."""
+SILENT_MOST_S: Final = 10.0
+"""So long a connection may take for the headers or the body of a request, and be idle between
+two.
+"""
+PORT: Final = 8470
+PAGE: Final = Path(__file__).parent / "page"
 
-_PAUSE_MOST_S = 5.0
-_WAITING_MOST = 4
-_EVENTS_MOST = 100
-
+_RUNS_EVERY_S: Final = 10.0
+_RUNS_KEPT: Final = 8
+_WRITING_MOST_S: Final = 30.0
+_BODY_MOST_BYTES: Final = 64 * 2**10
+_BACKLOG: Final = 1_024
+_TOKEN_MOST_BYTES: Final = 200
+_PATIENCE_S: Final = 5.0
 _KINDS: Final = {
-    "index.html": "text/html", "app.js": "text/javascript", "charts.js": "text/javascript",
-    "source.js": "text/javascript",
-    "uplot.js": "text/javascript", "app.css": "text/css", "uplot.css": "text/css",
-    "icon.svg": "image/svg+xml",
-}  # fmt: skip
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+}
 _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
@@ -76,583 +79,513 @@ _HEADERS: Final = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-SILENT_MOST_S: Final = 10.0
-"""So long a connection without a login may take for the headers of a request, and be idle between
-two.
-"""
-_BODY_MOST_BYTES: Final = 64 * 2**10
-_LIMIT_MOST: Final = 500
-_SLOT_EVENTS: Final = 200
-_TEXT_MOST: Final = 64
-_WRITING_MOST_S: Final = 30.0
-_OTHERS_MOST: Final = 8
-"""Runs beside the one that was named of which something is kept."""
-_OVERVIEW_S: Final = 600.0
-_OVERVIEW_PARTS: Final = 200
-_OVERVIEW_EVERY_S: Final = 5.0
-_COMPRESSED_FROM_BYTES: Final = 1_000
-Query: TypeAlias = Mapping[str, str]
-_Handler: TypeAlias = Callable[[web.Request, Query], Awaitable[web.StreamResponse]]
 
-
-PAGE: Final = Path(__file__).parent / "page"
-
-
-class StreamEvent:
-    """What is sent to pages, plain or compressed."""
-
-    def __init__(self, kind: str, content: object, number: int | None = None) -> None:
-        data = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-        named = "" if number is None else f"id: {number}\n"
-        self.plain = f"{named}event: {kind}\ndata: {data}\n\n".encode("utf-8", "backslashreplace")
-
-    @cached_property
-    def packed(self) -> bytes:
-        """The event as a part of a gzip stream."""
-        return packed(self.plain)
-
-
-class StreamReader:
-    """One page that follows: what it is still to be sent."""
-
-    def __init__(self) -> None:
-        self.waiting: asyncio.Queue[StreamEvent] = asyncio.Queue(_WAITING_MOST)
-        self.needs_all = True
-
-    def put(self, event: StreamEvent) -> None:
-        """Hand an event on.
-
-        Where the page is too slow, forget what waits: it needs all of the table again.
-        """
-        try:
-            self.waiting.put_nowait(event)
-        except asyncio.QueueFull:
-            while not self.waiting.empty():
-                self.waiting.get_nowait()
-            self.needs_all = True
-
-
-@dataclass(slots=True, eq=False)
-class _Followed:
-    """A view that at least one page looks at."""
-
-    pages: set[StreamReader] = field(default_factory=set)
-    table: Table | None = None
-
-
-class Hub:
-    """Looks at the run for all pages that follow it, once a second, or less often if a look takes
-    long.
-    """
-
-    def __init__(self, folder: Path, unix_s: Callable[[], float], *, with_control: bool) -> None:
-        self._folder = folder
-        self._look = Follower(folder).look
-        self._unix_s = unix_s
-        self._alerts = AlertWatch(alerts=ALERTS)
-        self._badges: tuple[Badge, ...] = ()
-        self._with_control = with_control
-        self._views: dict[TableView, _Followed] = {}
-        self._frame: Frame | None = None
-        self._looked_at_s = float("-inf")
-        self._news: deque[StoredEvent] = deque(maxlen=_EVENTS_MOST)
-        self._looking = asyncio.Lock()
-        self._task: asyncio.Task[None] | None = None
-        self.firing: tuple[Firing, ...] = ()
-        """The alerts that fire in the last frame."""
-        self.looks = 0
-        """How often the run was looked at."""
-
-    async def frame(self) -> Frame:
-        """Return the run as it is now: one look serves all who ask within half a second.
-
-        Raises:
-            ArchiveError: The run folder cannot be read.
-        """
-        async with self._looking:
-            now_s = asyncio.get_running_loop().time()
-            if self._frame is None or now_s - self._looked_at_s > LOOK_EVERY_S / 2:
-                self.looks += 1
-                self._frame = await asyncio.to_thread(self._look_and_judge)
-                self._looked_at_s = now_s
-                self._news.extend(self._frame.events)
-            return self._frame
-
-    def _look_and_judge(self) -> Frame:
-        frame = self._look()
-        frame = replace(frame, snapshot=with_jobs(frame.snapshot, frame.queue))
-        failed = read_deliveries(self._folder).failed
-        self._alerts, self.firing = judge(
-            self._alerts, frame, self._unix_s(), failed_notifications=failed
-        )
-        self._badges = badges(self.firing)
-        return frame
-
-    async def table(self, view: TableView) -> Table:
-        """Return the table of a view as it is now; `ArchiveError` as for `frame`."""
-        frame = await self.frame()
-        return await asyncio.to_thread(
-            table_of, frame, view, self._badges, with_control=self._with_control
-        )
-
-    @property
-    def is_full(self) -> bool:
-        """Whether no more pages can follow."""
-        return sum(len(followed.pages) for followed in self._views.values()) >= PAGES_MOST
-
-    @asynccontextmanager
-    async def following(self, view: TableView) -> AsyncIterator[StreamReader]:
-        """Let a page follow a view; it gets the whole table first."""
-        page, table = StreamReader(), await self.table(view)
-        followed = self._views.setdefault(view, _Followed())
-        followed.table = followed.table or table
-        followed.pages.add(page)
-        self._send(page, followed.table, None)
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._go_on())
-        try:
-            yield page
-        finally:
-            followed.pages.discard(page)
-            if not followed.pages:
-                self._views.pop(view, None)
-
-    async def close(self) -> None:
-        """End looking."""
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
-
-    async def _go_on(self) -> None:
-        loop = asyncio.get_running_loop()
-        pause_s = LOOK_EVERY_S
-        while self._views:
-            await asyncio.sleep(pause_s)
-            began_s = loop.time()
-            try:
-                frame = await self.frame()
-            except ArchiveError as error:
-                self._tell_all(StreamEvent("gone", {"error": str(error)}))
-            else:
-                await self._show(frame)
-            took_s = loop.time() - began_s
-            pause_s = max(0.1, min(_PAUSE_MOST_S, max(LOOK_EVERY_S, took_s / SHARE_MOST)) - took_s)
-
-    async def _show(self, frame: Frame) -> None:
-        for view, followed in list(self._views.items()):
-            table = await asyncio.to_thread(
-                table_of, frame, view, self._badges, with_control=self._with_control
-            )
-            before, followed.table = followed.table, table
-            changes = None if before is None else table.changes(before)
-            event = None if not changes else StreamEvent("table", changes, frame.number)
-            for page in followed.pages:
-                page.needs_all |= changes is None
-                self._send(page, table, event)
-        if self._news:
-            self._tell_all(
-                StreamEvent("event", {"events": [event_of(event) for event in self._news]})
-            )
-            self._news.clear()
-
-    def _send(self, page: StreamReader, table: Table, changes: StreamEvent | None) -> None:
-        """Send a page the changes, or the whole table where it has missed some."""
-        if changes is not None and not page.needs_all:
-            page.put(changes)
-        if page.needs_all:
-            page.needs_all = False
-            page.put(StreamEvent("table", {"all": table.to_dict()}))
-
-    def _tell_all(self, event: StreamEvent) -> None:
-        for followed in self._views.values():
-            for page in followed.pages:
-                page.put(event)
-
-
-def packed(content: bytes) -> bytes:
-    """Return an event as a part of a gzip stream that any page can read from there on."""
-    press = zlib.compressobj(wbits=-15)
-    return press.compress(content) + press.flush(zlib.Z_FULL_FLUSH)
-
-
-@runtime_checkable
-class Trusting(Protocol):
-    """A connection that is kept once one of its requests has brought a login."""
-
-    def trust(self) -> None:
-        """Keep it."""
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class _RefusedError(Exception):
     """A request that is not answered."""
 
-    def __init__(self, status: int, error: str) -> None:
+    def __init__(self, status: HTTPStatus, error: str) -> None:
         super().__init__(error)
         self.status = status
 
 
-@dataclass(kw_only=True)
-class Site:
-    """One run and its page."""
+@dataclass(slots=True, kw_only=True)
+class Look:
+    """A run as it was at the last look."""
+
+    frame: Frame
+    """With its last events, also those of earlier frames."""
+    firing: tuple[Firing, ...]
+    text: str
+    """The document, as JSON."""
+
+
+class Runs:
+    """Looks at the runs of a folder that somebody asks for, each at most once a second."""
+
+    def __init__(
+        self, runs_dir: Path, run_id: str, unix_s: Callable[[], float], *, with_control: bool
+    ) -> None:
+        self.runs_dir = runs_dir
+        self.run_id = run_id
+        """The run that is shown where none is named; `latest` follows the newest."""
+        self.count = 0
+        """How often a run was looked at."""
+        self._unix_s = unix_s
+        self._with_control = with_control
+        self._lock = asyncio.Lock()
+        self._looks: dict[str, tuple[float, Look]] = {}
+        self._watched: dict[str, _Watched] = {}
+        self._table: tuple[float, Table | None] = (float("-inf"), None)
+
+    def folder(self, run_id: str) -> Path:
+        """Return the folder of a run by its name; `UsageError` where there is none."""
+        return find_run(self.runs_dir, run_id or self.run_id)
+
+    async def look(self, run_id: str) -> Look:
+        """Return a run as it is now: one look serves all who ask within half a second.
+
+        Raises:
+            UsageError: There is no such run.
+            ArchiveError: Its folder cannot be read.
+        """
+        async with self._lock:
+            now_s = time.monotonic()
+            looked_at_s, look = self._looks.get(run_id, (float("-inf"), None))
+            if look is None or now_s - looked_at_s > LOOK_EVERY_S / 2:
+                look = await asyncio.to_thread(self._looked, run_id)
+                self._looks = {**self._looks, run_id: (now_s, look)}
+                self._looks = dict([*self._looks.items()][-_RUNS_KEPT:])
+            return look
+
+    def _looked(self, run_id: str) -> Look:
+        self.count += 1
+        folder = self.folder(run_id)
+        watched = self._watched.pop(folder.name, None) or _Watched(folder)
+        self._watched = dict([*self._watched.items(), (folder.name, watched)][-_RUNS_KEPT:])
+        frame = watched.look()
+        failed = read_deliveries(folder).failed
+        watched.alerts, firing = judge(
+            watched.alerts, frame, self._unix_s(), failed_notifications=failed
+        )
+        told = document(frame, badges(firing), self._runs())
+        told["control"] = self._with_control and frame.run.outcome == "running"
+        return Look(frame=frame, firing=firing, text=_json_text(told))
+
+    def _runs(self) -> Table | None:
+        now_s = time.monotonic()
+        if now_s - self._table[0] > _RUNS_EVERY_S:
+            self._table = (now_s, runs_table(list_runs(self.runs_dir)))
+        return self._table[1]
+
+
+@dataclass(eq=False)
+class _Watched:
+    """A run, with what is kept from look to look."""
 
     folder: Path
-    access: Access
-    is_secure: bool = False
-    unix_s: Callable[[], float] = time.time
-    codes: list[Code] = field(default_factory=list)
-    """Those of the addresses that were printed."""
+    alerts: AlertWatch = field(default_factory=lambda: AlertWatch(alerts=ALERTS))
 
     def __post_init__(self) -> None:
-        self.hub = Hub(self.folder, self.unix_s, with_control=self.access.with_control)
-        self._others: dict[str, Site] = {}
-        self._overview: tuple[float, dict[str, Any]] = (float("-inf"), {})
+        self._follower = Follower(self.folder)
+        self._events: deque[StoredEvent] = deque(maxlen=EVENTS_MOST)
+
+    def look(self) -> Frame:
+        frame = self._follower.look()
+        self._events.extend(frame.events)
+        return replace(frame, events=tuple(self._events))
+
+
+class Site:
+    """The page of the runs of one folder."""
+
+    def __init__(
+        self,
+        runs_dir: Path,
+        access: Access,
+        run_id: str = "latest",
+        unix_s: Callable[[], float] = time.time,
+    ) -> None:
+        self.access = access
+        self.runs = Runs(runs_dir, run_id, unix_s, with_control=access.with_control)
+        self.pages = 0
+        """How many pages follow now."""
+        self._unix_s = unix_s
         self._files = {
-            f"/{name}".removesuffix("index.html"): (PAGE / name).read_bytes() for name in _KINDS
+            path.name: path.read_bytes() for path in PAGE.iterdir() if path.suffix in _KINDS
         }
 
     def application(self) -> web.Application:
-        """Return the server's application."""
-        app = web.Application(client_max_size=_BODY_MOST_BYTES)
-        app.router.add_route("*", "/{path:.*}", self._answer)
-        app.on_shutdown.append(self._close)
+        """Return the page, which only this PC may reach."""
+
+        def refused(request: web.Request) -> RequestRefusal | None:
+            return guard.refusal(_facts(request), self.access)
+
+        app = _application(refused)
+        app.router.add_get("/", self._get_index)
+        for name in self._files:
+            app.router.add_get(f"/{name}", self._get_file)
+        app.router.add_get("/api/v1/document", self._get_document)
+        app.router.add_get("/api/v1/stream", self._get_stream)
+        app.router.add_get("/api/v1/history", self._get_history)
+        app.router.add_post("/api/v1/commands", self._post_commands)
+        app.router.add_post("/api/v1/words", self._post_words)
+        self._add_metrics(app)
         return app
 
-    async def _close(self, _app: web.Application) -> None:
-        for site in (self, *self._others.values()):
-            await site.hub.close()
+    def metrics_application(self) -> web.Application:
+        """Return `/metrics` alone, for other PCs."""
 
-    def _of(self, run: str | None) -> Site:
-        """Return the site of another run in the folder of runs."""
-        if run is None or run == self.folder.name:
-            return self
-        if run not in self._others:
-            try:
-                folder = find_run(self.folder.parent, run)
-            except UsageError as error:
-                raise _RefusedError(404, str(error)) from None
-            for name in list(self._others)[: 1 - _OTHERS_MOST]:
-                del self._others[name]  # its pages go on to the end
-            self._others[run] = Site(folder=folder, access=self.access, unix_s=self.unix_s)
-        return self._others[run]
+        def refused(request: web.Request) -> RequestRefusal | None:
+            is_open = request.path == "/healthz"
+            return None if is_open else guard.metrics_refusal(_facts(request), self.access)
 
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
-        path = request.path
-        route = ROUTES.get(path) or (
-            Route("GET", Permission.NOTHING) if path in self._files else None
-        )
-        try:
-            self._check(request, route)
-            assert route is not None  # noqa: S101 - a path without a route was refused
-            if path in self._files:
-                kind = _KINDS[path[1:] or "index.html"]
-                return _response(request, self._files[path], f"{kind}; charset=utf-8")
-            query = _query_of(request, route)
-            site = self._of(query.get("run"))
-            answer: _Handler = getattr(site, f"_get_{path.rpartition('/')[2]}")
-            return await answer(request, query)
-        except _RefusedError as refused:
-            headers = (
-                {"Allow": route.method if route else "GET, POST"} if refused.status == 405 else {}
-            )
-            return _json(request, {"error": str(refused)}, refused.status, headers)
-        except ArchiveError as error:
-            return _json(request, {"error": str(error)}, 503)
-        except ValueError as error:  # QueryError as well
-            return _json(request, {"error": one_line(str(error))}, 400)
-        except web.HTTPException as error:
-            return _json(request, {"error": error.reason}, error.status)
+        app = _application(refused)
+        self._add_metrics(app)
+        return app
 
-    def _check(self, request: web.Request, route: Route | None) -> None:
-        headers = request.headers
-        asked = RequestFacts(
-            method=request.method,
-            path=request.path,
-            host=headers.get("Host"),
-            origin=headers.get("Origin"),
-            fetch_site=headers.get("Sec-Fetch-Site"),
-            authorization=headers.get("Authorization"),
-            cookie=request.cookies.get(guard.cookie_name(self.access)),
-        )
-        judged = guard.judge(asked, route, self.access, self.unix_s())
-        if isinstance(judged, RequestRefusal):
-            raise _RefusedError(judged.status, judged.error)
-        if judged is not Permission.NOTHING and isinstance(request.protocol, Trusting):
-            request.protocol.trust()
+    def _add_metrics(self, app: web.Application) -> None:
+        app.router.add_get("/healthz", self._get_health)
+        app.router.add_get("/metrics", self._get_metrics)
 
-    async def _get_healthz(self, request: web.Request, _query: Query) -> web.StreamResponse:
-        return _json(request, {"ok": True})
+    async def _get_health(self, _request: web.Request) -> web.StreamResponse:
+        return _json({"ok": True})
 
-    async def _get_metrics(self, request: web.Request, _query: Query) -> web.StreamResponse:
-        frame = await self.hub.frame()
-        deliveries = await asyncio.to_thread(read_deliveries, self.folder)
-        commands = await asyncio.to_thread(count_commands, self.folder)
+    async def _get_metrics(self, _request: web.Request) -> web.StreamResponse:
+        look = await self.runs.look("")
+        folder = look.frame.run.folder
+        deliveries = await asyncio.to_thread(read_deliveries, folder)
+        commands = await asyncio.to_thread(count_commands, folder)
         content = await asyncio.to_thread(
-            metrics.exposition, frame, self.hub.firing, deliveries, commands
+            metrics.exposition, look.frame, look.firing, deliveries, commands
         )
-        return _response(request, content, metrics.CONTENT_TYPE)
+        return _response(content, metrics.CONTENT_TYPE)
 
-    async def _get_run(self, request: web.Request, _query: Query) -> web.StreamResponse:
-        frame = await self.hub.frame()
-        return _json(request, await asyncio.to_thread(page_data.run_of, frame))
-
-    async def _get_runs(self, request: web.Request, _query: Query) -> web.StreamResponse:
-        listed = await asyncio.to_thread(list_runs, self.folder.parent)
-        return _json(request, {"schema": SCHEMA, "runs": [run_object(one) for one in listed]})
-
-    async def _get_jobs(self, request: web.Request, _query: Query) -> web.StreamResponse:
-        queue = (await self.hub.frame()).queue
-        control = self.access.with_control
-        told = await asyncio.to_thread(page_data.jobs_of, queue, with_control=control)
-        return _json(request, {"schema": SCHEMA, **told})
-
-    async def _get_table(self, request: web.Request, query: Query) -> web.StreamResponse:
-        """Answer with rows as in summary.json; the page follows the stream, which has cells."""
-        view, frame = _view_of(query), await self.hub.frame()
-        matching = await asyncio.to_thread(
-            select, frame.snapshot.rows, parse(view.filter), view.order
-        )
-        rows = [row.to_dict() for row in matching[view.offset : view.offset + view.limit]]
-        counts = {
-            "total": len(frame.snapshot.rows),
-            "matched": len(matching),
-            "offset": view.offset,
-        }
-        return _json(request, {"schema": SCHEMA, "frame": frame.number, **counts, "rows": rows})
-
-    async def _get_slot(self, request: web.Request, query: Query) -> web.StreamResponse:
-        name, frame = _wanted(query, "name"), await self.hub.frame()
-        spans = await asyncio.to_thread(history.state_spans, self.folder, name)
-        events = await asyncio.to_thread(read_events, self.folder, slot=name, limit=_SLOT_EVENTS)
-        sampled = await asyncio.to_thread(history.sampled_between, self.folder)
-        printed = await asyncio.to_thread(last_lines, self.folder, name)
-        values = page_data.slot_of(frame, name, spans, events, printed)
-        if values is None:
-            raise _RefusedError(404, f"there is no slot {name[:80]!r} in this run")
-        return _json(request, {"schema": SCHEMA, **values, "sampled": sampled})
-
-    async def _get_overview(self, request: web.Request, _query: Query) -> web.StreamResponse:
-        """Answer with the last ten minutes of all slots together.
-
-        One look serves all pages for some seconds.
-        """
-        now_s = asyncio.get_running_loop().time()
-        if now_s - self._overview[0] > _OVERVIEW_EVERY_S:
-            sampled = await asyncio.to_thread(history.sampled_between, self.folder)
-            last = 0.0 if sampled is None else sampled[1]
-            between = (last - _OVERVIEW_S, last + 0.001)
-            courses = await asyncio.to_thread(
-                history.totals, self.folder, *between, _OVERVIEW_PARTS
-            )
-            overview = {
-                "charts": page_data.totals_of(courses),
-                "from": between[0],
-                "to": between[1],
-            }
-            self._overview = (
-                now_s,
-                {**overview, "spans": [], "events": [], "utc_offset_s": page_data.offset_s(last)},
-            )
-        return _json(request, {"schema": SCHEMA, **self._overview[1]})
-
-    async def _get_history(self, request: web.Request, query: Query) -> web.StreamResponse:
-        slot, key = _wanted(query, "slot"), _wanted(query, "field")
-        between = await asyncio.to_thread(history.sampled_between, self.folder) or (0.0, 1.0)
-        begin, end = (
-            _number(query, name, usual) for name, usual in zip(("from", "to"), between, strict=True)
-        )
-        count = _whole(query, "buckets", 300, 1, history.BUCKETS_MOST)
-        courses = await asyncio.to_thread(
-            history.buckets, self.folder, slot, [key], begin, end, count
-        )
-        return _json(
-            request, {"schema": SCHEMA, "slot": slot, **page_data.history_of(key, courses[key])}
-        )
-
-    async def _get_events(self, request: web.Request, query: Query) -> web.StreamResponse:
-        after = _whole(query, "after", 0, 0, 2**62)
-        limit = _whole(query, "limit", 100, 1, _LIMIT_MOST)
-        events = await asyncio.to_thread(
-            read_events, self.folder, after=after, slot=query.get("slot"), limit=limit
-        )
-        return _json(
-            request, {"schema": SCHEMA, "events": [page_data.event_of(event) for event in events]}
-        )
-
-    async def _get_stream(self, request: web.Request, query: Query) -> web.StreamResponse:
-        if self.hub.is_full:
-            raise _RefusedError(503, "too many pages follow this run; close some")
-        is_packed = _takes_gzip(request)
-        headers = {**_HEADERS, "Content-Type": "text/event-stream; charset=utf-8"}
-        response = web.StreamResponse(
-            headers=headers | ({"Content-Encoding": "gzip"} if is_packed else {})
-        )
-        comment = b": still here\n\n"
-        async with self.hub.following(_view_of(query)) as page:
-            await response.prepare(request)
-            content = GZIP_BEGIN if is_packed else comment
-            try:
-                while True:
-                    await asyncio.wait_for(response.write(content), _WRITING_MOST_S)
-                    try:
-                        event: StreamEvent = await asyncio.wait_for(
-                            page.waiting.get(), COMMENT_EVERY_S
-                        )
-                        content = event.packed if is_packed else event.plain
-                    except TimeoutError:
-                        content = packed(comment) if is_packed else comment
-            except (ConnectionError, TimeoutError):
-                return response  # the page is gone, or has not read anything for long
-
-    async def _get_login(self, request: web.Request, _query: Query) -> web.StreamResponse:
-        body = await _body(request)
-        code, now_s = body.get("code"), self.unix_s()
-        if not isinstance(code, str) or not any(
-            printed_code.redeem(code, now_s) for printed_code in self.codes
-        ):
+    async def _get_index(self, request: web.Request) -> web.StreamResponse:
+        """Answer with the page; the token in the address becomes a cookie, and leaves it."""
+        token = request.query.get("token")
+        if token is None:
+            return self._file("index.html")
+        if not guard.is_same(token, self.access.token):
             raise _RefusedError(
-                401,
-                "this code was used, or is older than two minutes; ask `web` for another address",
+                HTTPStatus.UNAUTHORIZED,
+                "this address is of a `web` that has ended; open the one that it printed last",
             )
-        level = Permission.CONTROL if self.access.with_control else Permission.READ
-        response = _json(request, {"ok": True})
-        response.set_cookie(
-            guard.cookie_name(self.access),
-            guard.cookie_value(level, self.access, now_s),
-            max_age=int(guard.SESSION_S),
-            path="/",
-            httponly=True,
-            samesite="Strict",
-            secure=self.is_secure,
-        )
+        response = web.Response(status=HTTPStatus.SEE_OTHER, headers={"Location": "/", **_HEADERS})
+        name = guard.cookie_name(request.headers.get("Host"))
+        response.set_cookie(name, token, path="/", httponly=True, samesite="Strict")
         return response
 
-    async def _get_commands(self, request: web.Request, _query: Query) -> web.StreamResponse:
-        """Send a command to the head, which obeys an id that comes again only once."""
+    async def _get_file(self, request: web.Request) -> web.StreamResponse:
+        return self._file(request.path.removeprefix("/"))
+
+    def _file(self, name: str) -> web.StreamResponse:
+        kind = _KINDS[Path(name).suffix]
+        return _response(self._files[name], f"{kind}; charset=utf-8")
+
+    async def _get_document(self, request: web.Request) -> web.StreamResponse:
+        look = await self.runs.look(request.query.get("run", ""))
+        return _response(look.text.encode(), "application/json")
+
+    async def _get_stream(self, request: web.Request) -> web.StreamResponse:
+        """Send the document whenever it has changed, until the page is gone."""
+        if self.pages >= PAGES_MOST:
+            raise _RefusedError(
+                HTTPStatus.SERVICE_UNAVAILABLE, "too many pages follow; close some of them"
+            )
+        run_id, sent, sent_at_s = request.query.get("run", ""), "", 0.0
+        response = web.StreamResponse(
+            headers={**_HEADERS, "Content-Type": "text/event-stream; charset=utf-8"}
+        )
+        self.pages += 1
+        try:
+            await response.prepare(request)
+            while True:
+                event = await self._event(run_id)
+                if event != sent or time.monotonic() - sent_at_s > COMMENT_EVERY_S:
+                    content = event if event != sent else ": still here\n\n"
+                    await asyncio.wait_for(response.write(content.encode()), _WRITING_MOST_S)
+                    sent, sent_at_s = event, time.monotonic()
+                await asyncio.sleep(LOOK_EVERY_S)
+        except (ConnectionError, TimeoutError):
+            return response  # the page is gone, or has not read anything for long
+        finally:
+            self.pages -= 1
+
+    async def _event(self, run_id: str) -> str:
+        """Return the document as an event, or the problem that there is none: the next look may
+        succeed.
+        """
+        try:
+            return f"event: document\ndata: {(await self.runs.look(run_id)).text}\n\n"
+        except (ArchiveError, UsageError) as error:
+            problem = str(error)
+        except Exception as fault:  # noqa: BLE001 - a page that says "live" must not stand still
+            _tell(fault)
+            problem = f"this page has a fault: {fault!r}; its server's terminal shows where"
+        return f"event: problem\ndata: {_json_text({'error': one_line(problem)})}\n\n"
+
+    async def _get_history(self, request: web.Request) -> web.StreamResponse:
+        """Answer with the course of a `slot` or job, of the `jobs` together, or of all slots."""
+        query = request.query
+        folder = await asyncio.to_thread(self.runs.folder, query.get("run", ""))
+        last_s = _seconds(query.get("last_s"))
+        if slot := query.get("slot"):
+            told = await asyncio.to_thread(charts.course_of, folder, slot, last_s)
+        elif "jobs" in query:
+            told = await asyncio.to_thread(charts.course_of_jobs, folder)
+        else:
+            told = await asyncio.to_thread(charts.course_of_all, folder, last_s)
+        return _json(told)
+
+    async def _post_commands(self, request: web.Request) -> web.StreamResponse:
+        """Send a command about slots to the head, which obeys an id that comes again only once."""
         body = await _body(request)
-        identity, do, slots = body.get("id"), body.get("do"), body.get("slots")
-        if not (
-            isinstance(identity, str) and 0 < len(identity) <= _TEXT_MOST and isinstance(do, str)
-        ):
-            raise _RefusedError(400, "a command needs an id and what to do, as texts")
-        if not (isinstance(slots, list) and slots and all(isinstance(slot, str) for slot in slots)):
-            raise _RefusedError(400, "a command names its slots one by one, in a list")
-        amount_bytes = _amount_bytes(body.get("amount"))
+        identity, do, slots = _text(body, "id"), _text(body, "do"), _names(body, "slots")
+        amount = body.get("amount")
+        amount_bytes = None if amount is None else parse_bytes(str(amount))
+        folder = await asyncio.to_thread(self.runs.folder, request.query.get("run", ""))
         sent = asyncio.to_thread(
-            send, self.folder, do, slots, by="web", amount_bytes=amount_bytes, identity=identity
+            send, folder, do, slots, by="web", amount_bytes=amount_bytes, identity=identity
         )
         answer = await sent
         if not answer.ok:
-            raise _RefusedError(409, answer.error or "the head has refused it")
-        return _json(request, {"id": identity, "ok": True, "effect": answer.effect})
+            raise _RefusedError(HTTPStatus.CONFLICT, answer.error or "the head has refused it")
+        return _json({"id": identity, "ok": True, "effect": answer.effect})
 
-    async def _get_words(self, request: web.Request, _query: Query) -> web.StreamResponse:
+    async def _post_words(self, request: web.Request) -> web.StreamResponse:
         """Put words about jobs into the inbox of the queue; the page submits no job."""
         body = await _body(request)
-        identity, do, jobs = body.get("id"), str(body.get("do")), body.get("jobs")
-        queue = (await self.hub.frame()).queue
-        known = set() if queue is None else {one.job.name for one in queue.standings}
-        if not (isinstance(identity, str) and 0 < len(identity) <= _TEXT_MOST and do in {*Word}):
-            raise _RefusedError(400, f"a word needs an id, and is one of {', '.join(Word)}")
-        if not (isinstance(jobs, list) and jobs and all(map(known.__contains__, map(str, jobs)))):
-            raise _RefusedError(400, "a word names jobs of the queue one by one, in a list")
-        now_s = self.unix_s()
+        identity, do, jobs = _text(body, "id"), _text(body, "do"), _names(body, "jobs")
+        frame = (await self.runs.look(request.query.get("run", ""))).frame
+        known = {one.job.name for one in frame.queue.standings} if frame.queue else set()
+        if do not in {*Word}:
+            raise ValueError(f"do must be one of {', '.join(Word)}")
+        if unknown := set(jobs) - known:
+            raise ValueError(f"the queue has no job {min(unknown)[:80]!r}")
+        now_s = self._unix_s()
         words = [
             Said(at_s=now_s, id=f"{identity}-{name}", word=Word(do), job=name, by="web")
             for name in jobs
         ]
         try:
-            await asyncio.to_thread(put, self.folder / QUEUE_NAME, words)
+            await asyncio.to_thread(put, frame.run.folder / QUEUE_NAME, words)
         except OSError as failure:
-            raise _RefusedError(503, one_line(f"the inbox: {failure.strerror}")) from failure
-        return _json(request, {"id": identity, "ok": True, "effect": f"{do}: {', '.join(jobs)}"})
+            raise ArchiveError(f"the inbox of the queue: {failure.strerror}") from failure
+        return _json({"id": identity, "ok": True, "effect": f"{do}: {', '.join(jobs)}"})
 
 
-def _amount_bytes(amount: object) -> int | None:
-    """Return how many bytes a text such as "2.5 GiB" means."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """Where and how the page is served."""
+
+    port: int = PORT
+    bind: str | None = None
+    """An address of this PC at which others may ask for `/metrics`."""
+    control: bool = False
+
+
+def serve(
+    runs_dir: Path, run_id: str, options: ServeOptions, say: Callable[[str], None]
+) -> None:
+    """Serve the page until Ctrl-C or SIGTERM. `say` gets the lines for the terminal.
+
+    Raises:
+        UsageError: There is no such run, or an address cannot be served.
+    """
+    find_run(runs_dir, run_id)
+    access = Access(
+        token=secrets.token_urlsafe(32),
+        metrics_token=_metrics_token(),
+        with_control=options.control,
+    )
+    asyncio.run(_serve(Site(runs_dir, access, run_id), options, say))
+
+
+def metrics_token_path() -> Path:
+    """Return the file with the token for `/metrics`, which outlives the page."""
+    return default_path().parent / "web" / "metrics.token"
+
+
+async def _serve(site: Site, options: ServeOptions, say: Callable[[str], None]) -> None:
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.set_exception_handler(_quiet)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, ended.set)
+    page = await started(site.application(), "127.0.0.1", options.port)
+    port = port_of(page)
+    runners = [page]
     try:
-        return None if amount is None else parse_bytes(str(amount))
-    except ValueError as failure:
-        raise _RefusedError(400, str(failure)) from None
+        if options.bind is not None:
+            runners.append(await started(site.metrics_application(), _own(options.bind), port))
+        say(f"http://127.0.0.1:{port}/?token={site.access.token}")
+        say("This address opens the page in a browser on this PC. Ctrl-C ends the page only.")
+        say(f"From another PC: ssh -L {port}:127.0.0.1:{port} THIS_PC, then the same address.")
+        host = options.bind or "127.0.0.1"
+        say(f"Prometheus: http://{host}:{port}/metrics with the token in {metrics_token_path()}")
+        await ended.wait()
+    finally:
+        for runner in runners:
+            await runner.cleanup()
 
 
-def _query_of(request: web.Request, route: Route) -> Query:
-    """Return the query; a key that the path does not know, or that comes twice, is refused."""
-    for key in request.query:
-        if key not in route.keys:
-            valid = ", ".join(route.keys) or "none"
-            raise _RefusedError(
-                400, one_line(f"the query has an unknown key {key[:40]!r}; valid: {valid}")
+async def started(app: web.Application, host: str, port: int) -> web.AppRunner:
+    """Serve an application at an address of this PC; `cleanup` of what is returned ends it.
+
+    Raises:
+        UsageError: The address cannot be served.
+    """
+    logger = logging.Logger("orchestrator.web")
+    # aiohttp would print a traceback for each malformed request; handlers tell their faults.
+    logger.addHandler(logging.NullHandler())
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        logger=logger,
+        handler_cancellation=True,
+        shutdown_timeout=0.5,
+        keepalive_timeout=SILENT_MOST_S,
+        lingering_time=1.0,
+    )
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port, backlog=_BACKLOG, reuse_address=True).start()
+    except OSError as failure:
+        await runner.cleanup()
+        if failure.errno == errno.EADDRINUSE:
+            raise UsageError(
+                f"port {port} is in use, perhaps by another page; `--port 0` takes any free one"
+            ) from failure
+        raise UsageError(f"{host}:{port} cannot be served: {failure.strerror}") from failure
+    return runner
+
+
+def port_of(runner: web.AppRunner) -> int:
+    """Return the port that is served."""
+    return int(runner.addresses[0][1])
+
+
+def _own(bind: str) -> str:
+    """Return the address that other PCs reach; `UsageError` if they cannot."""
+    try:
+        address = ipaddress.ip_address(bind)
+    except ValueError:
+        address = None
+    if address is None or address.is_unspecified or address.is_loopback:
+        raise UsageError(
+            one_line(
+                f"--bind {bind[:80]}: name the one IP address of this PC at which Prometheus may "
+                "ask for /metrics, such as 192.168.1.10"
             )
-        if len(request.query.getall(key)) > 1:
-            raise _RefusedError(400, f"the query has {key} more than once")
-    return request.query
+        )
+    return str(address)
 
 
-def _view_of(query: Query) -> TableView:
-    word = query.get("sort", "")
-    name, is_reverse = word.removeprefix("-"), word.startswith("-")
-    return TableView(
-        filter=parse(query.get("filter", "")).text,
-        order=order_of(name, reverse=is_reverse) if name else Order(None, is_reverse),
-        offset=_whole(query, "offset", 0, 0, 10**6),
-        limit=_whole(query, "limit", 200, 0, _LIMIT_MOST),
+def _quiet(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Say nothing of a lack of file descriptors: asyncio accepts again after a second."""
+    if not isinstance(context.get("exception"), OSError):
+        loop.default_exception_handler(context)
+
+
+def _metrics_token() -> str:
+    """Return the user's token for `/metrics`, which is made where there is none.
+
+    `UsageError` if others can read it.
+    """
+    path = metrics_token_path()
+    try:
+        with locked(path.with_suffix(".lock"), _PATIENCE_S):
+            if not path.exists():
+                replace_whole(path, secrets.token_urlsafe(32) + "\n")
+            text = read_small(path, _TOKEN_MOST_BYTES).strip()
+            is_open = path.stat().st_mode & 0o077
+    except (OSError, UnicodeDecodeError) as failure:
+        raise UsageError(
+            one_line(f"the token {path} cannot be read or made: {failure}")
+        ) from failure
+    if is_open or len(text) < 20:
+        raise UsageError(
+            f"others can read the token {path}, or it is too short: delete it; `web` makes another"
+        )
+    return text
+
+
+def _application(refused: Callable[[web.Request], RequestRefusal | None]) -> web.Application:
+    """Return an application whose requests are guarded, and whose errors are sentences."""
+
+    @web.middleware
+    async def guarded(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        try:
+            if (refusal := refused(request)) is not None:
+                return _json({"error": refusal.error}, refusal.status)
+            return await handler(request)
+        except _RefusedError as error:
+            return _json({"error": str(error)}, error.status)
+        except ArchiveError as error:
+            return _json({"error": str(error)}, HTTPStatus.SERVICE_UNAVAILABLE)
+        except UsageError as error:
+            return _json({"error": str(error)}, HTTPStatus.NOT_FOUND)
+        except ValueError as error:
+            return _json({"error": one_line(str(error))}, HTTPStatus.BAD_REQUEST)
+        except web.HTTPException as error:
+            return _json({"error": error.reason}, error.status)
+        except Exception as fault:
+            _tell(fault)
+            return _json({"error": f"a fault: {fault!r}"}, HTTPStatus.INTERNAL_SERVER_ERROR)
+
+    return web.Application(middlewares=[guarded], client_max_size=_BODY_MOST_BYTES)
+
+
+def _facts(request: web.Request) -> RequestFacts:
+    headers = request.headers
+    host = headers.get("Host")
+    return RequestFacts(
+        method=request.method,
+        path=request.path,
+        host=host,
+        origin=headers.get("Origin"),
+        authorization=headers.get("Authorization"),
+        cookie=request.cookies.get(guard.cookie_name(host)),
     )
 
 
-def _wanted(query: Query, key: str) -> str:
-    if not query.get(key):
-        raise _RefusedError(400, f"the query lacks {key}")
-    return query[key]
+def _tell(fault: BaseException) -> None:
+    with suppress(OSError, ValueError):  # a closed terminal ends no page
+        traceback.print_exception(fault, file=sys.stderr)
 
 
-def _whole(query: Query, key: str, usual: int, least: int, most: int) -> int:
-    text = query.get(key, str(usual))
-    if not (text.isascii() and text.isdigit() and len(text) <= 19 and least <= int(text) <= most):
-        raise _RefusedError(400, f"{key} must be a whole number from {least} to {most}")
-    return int(text)
-
-
-def _number(query: Query, key: str, usual: float) -> float:
-    try:
-        return float(query.get(key, usual))
-    except ValueError:
-        raise _RefusedError(400, f"{key} must be a Unix time in seconds") from None
-
-
-async def _body(request: web.Request) -> dict[str, Any]:
+async def _body(request: web.Request) -> Json:
     try:
         async with asyncio.timeout(SILENT_MOST_S):
             body = json.loads(await request.read())
     except TimeoutError:
-        raise _RefusedError(408, f"the body did not come within {SILENT_MOST_S:.0f} s") from None
+        raise _RefusedError(
+            HTTPStatus.REQUEST_TIMEOUT, f"the body did not come within {SILENT_MOST_S:.0f} s"
+        ) from None
     except (ValueError, RecursionError, web.RequestPayloadError):
         body = None
     if not isinstance(body, dict):
-        raise _RefusedError(400, "the body must be a JSON object")
+        raise ValueError("the body must be a JSON object")
     return body
 
 
-def _takes_gzip(request: web.Request) -> bool:
-    return "gzip" in request.headers.get("Accept-Encoding", "")
+def _text(body: Json, key: str) -> str:
+    value = body.get(key)
+    if not (isinstance(value, str) and 0 < len(value) <= 64):
+        raise ValueError(f"{key} must be a text of 1 to 64 characters")
+    return value
 
 
-def _json(
-    request: web.Request, value: object, status: int = 200, headers: Mapping[str, str] | None = None
-) -> web.Response:
+def _names(body: Json, key: str) -> list[str]:
+    value = body.get(key)
+    if not (isinstance(value, list) and value and all(isinstance(name, str) for name in value)):
+        raise ValueError(f"{key} must name them one by one, in a list")
+    return value
+
+
+def _seconds(text: str | None) -> float | None:
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:12]) == int(text)):
+        raise ValueError("last_s must be a number of seconds, 1 or more")
+    return float(text)
+
+
+def _json_text(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    content = text.encode("utf-8", "backslashreplace")  # a lone surrogate becomes an escape of JSON
-    return _response(request, content, "application/json", status, headers)
+    # A lone surrogate, as in a file name, becomes an escape of JSON.
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _response(
-    request: web.Request,
-    content: bytes,
-    kind: str,
-    status: int = 200,
-    headers: Mapping[str, str] | None = None,
-) -> web.Response:
-    more = {"Content-Type": kind, **(headers or {})}
-    if len(content) >= _COMPRESSED_FROM_BYTES and _takes_gzip(request):
-        content, more["Content-Encoding"] = gzip.compress(content, 6), "gzip"
-    return web.Response(body=content, status=status, headers={**_HEADERS, **more})
+def _json(value: object, status: int = HTTPStatus.OK) -> web.Response:
+    return _response(_json_text(value).encode(), "application/json", status)
+
+
+def _response(content: bytes, kind: str, status: int = HTTPStatus.OK) -> web.Response:
+    response = web.Response(
+        body=content, status=status, headers={**_HEADERS, "Content-Type": kind}
+    )
+    response.enable_compression()
+    return response
