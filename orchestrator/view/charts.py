@@ -6,6 +6,7 @@ folder. Does not draw: that is `web/page/charts.js`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -53,8 +54,8 @@ _UNITS: Final = {"bytes": ("MiB", 1 / MIB), "ratio": ("%", 100.0)}
 _NAMES: Final = {"tflops": "TFLOP/s", "oom_count": "OOM"}
 
 
-def course_of_all(folder: Path, last_s: float | None = None, parts: int = PARTS) -> Json:
-    """Return the sums over all slots in the last seconds; `None`: since the first sample.
+def course_of_all(folder: Path, last_s: float = math.inf, parts: int = PARTS) -> Json:
+    """Return the sums over all slots in the last seconds, by default since the first sample.
 
     Before the first sample there are no charts.
 
@@ -69,9 +70,7 @@ def course_of_all(folder: Path, last_s: float | None = None, parts: int = PARTS)
     return _course(between, _times(found), [chart for chart in charts if chart])
 
 
-def course_of(
-    folder: Path, slot: str, last_s: float | None = None, parts: int = PARTS
-) -> Json:
+def course_of(folder: Path, slot: str, last_s: float = math.inf, parts: int = PARTS) -> Json:
     """Return what was sampled of one slot, or of a job, whose slot has its name; with its states,
     events, and the last lines that its worker printed. As `course_of_all` otherwise.
     """
@@ -123,13 +122,15 @@ def _course(between: tuple[float, float], times: Sequence[float], charts: Sequen
     return {"from": between[0], "to": between[1], "times": times, "charts": charts}
 
 
-def _between(folder: Path, last_s: float | None) -> tuple[float, float] | None:
+def _between(folder: Path, last_s: float) -> tuple[float, float] | None:
     """Return from when on samples are shown, and a moment after the last one."""
     sampled = history.sampled_between(folder)
     if sampled is None:
         return None
+    if not last_s > 0:
+        raise ValueError("last_s must be a number of seconds above 0")
     first, last = sampled[0], sampled[1] + 0.001
-    return (first if last_s is None else max(first, last - last_s)), last
+    return max(first, last - last_s), last
 
 
 def _times(found: Mapping[str, Buckets]) -> list[float]:

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, Final, TypeAlias
 
-from orchestrator.config.schema import Severity
 from orchestrator.record.archive import Frame, Freshness, StoredEvent
 from orchestrator.record.model import STATE_STYLES
 from orchestrator.record.summary import SCHEMA
-from orchestrator.view.alerts import Badge
+from orchestrator.view.alerts import Alert
 from orchestrator.view.cells import clean, clock, shorten
 from orchestrator.view.jobs import summary_line
 from orchestrator.view.pending import _T, cards_table, jobs_table, slots_table
@@ -29,11 +28,6 @@ EVENTS_MOST: Final = 100
 _TEXT_CELLS: Final = 400
 
 STATE_TONES: Final = {state.value: _T[style] for state, style in STATE_STYLES.items()}
-_SEVERITY_TONES: Final[dict[Severity, Tone]] = {
-    "critical": Tone.BAD,
-    "warning": Tone.WARN,
-    "info": Tone.NOTE,
-}
 _OUTCOME_TONES: Final = {
     "good": Tone.GOOD,
     "degraded": Tone.WARN,
@@ -42,12 +36,12 @@ _OUTCOME_TONES: Final = {
 }
 
 
-def document(frame: Frame, alerts: Sequence[Badge] = (), runs: Table | None = None) -> Json:
+def document(frame: Frame, alerts: Sequence[Alert] = (), runs: Table | None = None) -> Json:
     """Return the document of a run at the moment of a frame.
 
     Args:
         frame: The run. The last of its events are told.
-        alerts: What fires.
+        alerts: What is wrong with it.
         runs: The runs of the same folder, for a page that can show another one.
     """
     tables = [slots_table(frame.snapshot.rows), cards_table(frame.snapshot.rows)]
@@ -59,15 +53,7 @@ def document(frame: Frame, alerts: Sequence[Badge] = (), runs: Table | None = No
         "schema": SCHEMA,
         "head": _head(frame),
         "tables": {table.name: table.to_json() for table in tables},
-        "alerts": [
-            {
-                "words": clean(badge.words),
-                "tone": _SEVERITY_TONES[badge.severity],
-                "subjects": [clean(subject) for subject in badge.subjects],
-                "what_to_do": badge.what_to_do,
-            }
-            for badge in alerts
-        ],
+        "alerts": [alert.to_json() for alert in alerts],
         "events": [event_line(event) for event in frame.events[-EVENTS_MOST:]],
     }
 

@@ -53,18 +53,12 @@ class RequestRefusal:
 def refusal(request: RequestFacts, access: Access) -> RequestRefusal | None:
     """Say why a request to the page is refused; `None`: it is answered.
 
-    The page's own files and `/healthz` tell nothing of the run, so they need no token.
+    The page's own files tell nothing of the run, so they need no token.
     """
-    host = (request.host or "").lower()
-    if _HOST.fullmatch(host) is None:
-        return RequestRefusal(
-            HTTPStatus.FORBIDDEN,
-            "this server answers to localhost and 127.0.0.1 only; use the address that `web` "
-            "prints, from another PC through `ssh -L`",
-        )
-    if request.origin is not None and request.origin.lower() != f"http://{host}":
-        return RequestRefusal(HTTPStatus.FORBIDDEN, "the request comes from a page elsewhere")
-    if request.path == "/metrics":
+    misdirected = _misdirected(request)
+    if misdirected is not None:
+        return misdirected
+    if request.path in {"/metrics", "/healthz"}:
         return metrics_refusal(request, access)
     if not request.path.startswith("/api/"):
         return None
@@ -72,19 +66,16 @@ def refusal(request: RequestFacts, access: Access) -> RequestRefusal | None:
         return RequestRefusal(
             HTTPStatus.UNAUTHORIZED, "open the address that `python -m orchestrator web` prints"
         )
-    if request.method != "POST":
-        return None
-    if request.origin is None and request.authorization is None:
-        return RequestRefusal(HTTPStatus.FORBIDDEN, "the request lacks its Origin")
-    if not access.with_control:
-        return RequestRefusal(
-            HTTPStatus.FORBIDDEN, "the page takes commands only if `web --control` serves it"
-        )
-    return None
+    return _not_commanded(request, access) if request.method == "POST" else None
 
 
 def metrics_refusal(request: RequestFacts, access: Access) -> RequestRefusal | None:
-    """Say why a request to `/metrics` is refused, at whatever address; `None`: it is answered."""
+    """Say why a request is refused where others may ask for `/metrics`; `None`: it is answered.
+
+    `/healthz` tells nothing of the run, so it needs no token.
+    """
+    if request.path == "/healthz":
+        return None
     kind, _, token = (request.authorization or "").partition(" ")
     if kind.lower() == "bearer" and is_same(token, access.metrics_token):
         return None
@@ -105,6 +96,31 @@ def cookie_name(host: str | None) -> str:
 def is_same(text: str, secret: str) -> bool:
     """Compare with a secret, in a time that does not tell how much of it is right."""
     return hmac.compare_digest(text.encode("utf-8", "surrogatepass"), secret.encode())
+
+
+def _misdirected(request: RequestFacts) -> RequestRefusal | None:
+    """Refuse what is meant for another host, or sent by a page of another host."""
+    host = (request.host or "").lower()
+    if _HOST.fullmatch(host) is None:
+        return RequestRefusal(
+            HTTPStatus.FORBIDDEN,
+            "this server answers to localhost and 127.0.0.1 only; use the address that `web` "
+            "prints, from another PC through `ssh -L`",
+        )
+    if request.origin is not None and request.origin.lower() != f"http://{host}":
+        return RequestRefusal(HTTPStatus.FORBIDDEN, "the request comes from a page elsewhere")
+    return None
+
+
+def _not_commanded(request: RequestFacts, access: Access) -> RequestRefusal | None:
+    """Refuse a POST that no page of ours has sent, and any where commands are not taken."""
+    if request.origin is None and request.authorization is None:
+        return RequestRefusal(HTTPStatus.FORBIDDEN, "the request lacks its Origin")
+    if not access.with_control:
+        return RequestRefusal(
+            HTTPStatus.FORBIDDEN, "the page takes commands only if `web --control` serves it"
+        )
+    return None
 
 
 def _has_token(request: RequestFacts, access: Access) -> bool:

@@ -13,17 +13,18 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from orchestrator.record.archive import Follower, Frame, StoredEvent
-from orchestrator.record.folders import find_run, list_runs, read_deliveries
-from orchestrator.view.alerts import ALERTS, AlertWatch, Firing, badges, judge
+from orchestrator.record.folders import find_run, list_runs
+from orchestrator.view.alerts import Alert, Since, alerts
 from orchestrator.view.document import EVENTS_MOST, document
 from orchestrator.view.pending import runs_table
 
 LOOK_EVERY_S: Final = 1.0
 _RUNS_EVERY_S: Final = 10.0
 """The list of runs opens the store of each."""
+_T = TypeVar("_T")
 _KEPT: Final = 8
 """Runs of which something is kept from look to look."""
 
@@ -34,7 +35,7 @@ class Look:
 
     frame: Frame
     """With its last events, also those of earlier frames."""
-    firing: tuple[Firing, ...]
+    alerts: tuple[Alert, ...]
     text: str
     """The document, as JSON."""
     at_s: float
@@ -83,36 +84,32 @@ class Looks:
         folder, now_s = self.folder(run_id), time.monotonic()
         watched = self._watched.get(folder.name) or _Watched(folder)
         self._watched = _newest(self._watched, folder.name, watched)
-        frame, firing = watched.look(self._unix_s())
+        frame, wrong = watched.look(self._unix_s())
         if now_s >= self._runs_due_s:
             self._runs = runs_table(list_runs(self._runs_dir))
             self._runs_due_s = now_s + _RUNS_EVERY_S
-        told = document(frame, badges(firing), self._runs)
+        told = document(frame, wrong, self._runs)
         told["control"] = self._with_control and frame.run.outcome == "running"
         text = json.dumps(told, separators=(",", ":"), allow_nan=False)
-        return Look(frame=frame, firing=firing, text=text, at_s=now_s)
+        return Look(frame=frame, alerts=wrong, text=text, at_s=now_s)
 
 
 class _Watched:
     """One run, with what is kept from look to look."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
         self._follower = Follower(folder)
         self._events: deque[StoredEvent] = deque(maxlen=EVENTS_MOST)
-        self._alerts = AlertWatch(alerts=ALERTS)
+        self._since: Since = {}
 
-    def look(self, now_unix_s: float) -> tuple[Frame, tuple[Firing, ...]]:
+    def look(self, now_unix_s: float) -> tuple[Frame, tuple[Alert, ...]]:
         frame = self._follower.look()
         self._events.extend(frame.events)
-        failed = read_deliveries(self._folder).failed
-        self._alerts, firing = judge(
-            self._alerts, frame, now_unix_s, failed_notifications=failed
-        )
-        return replace(frame, events=tuple(self._events)), firing
+        wrong, self._since = alerts(frame, now_unix_s, self._since)
+        return replace(frame, events=tuple(self._events)), wrong
 
 
-def _newest[T](kept: dict[str, T], name: str, value: T) -> dict[str, T]:
+def _newest(kept: dict[str, _T], name: str, value: _T) -> dict[str, _T]:
     """Return what is kept with one value more, the newest ones."""
     others = [(key, other) for key, other in kept.items() if key != name]
     return dict([*others, (name, value)][-_KEPT:])
