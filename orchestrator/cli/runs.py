@@ -8,7 +8,6 @@ nothing behind, is an `ArchiveError`.
 
 from __future__ import annotations
 
-import io
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,8 +15,6 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from orchestrator.config.duration import format_duration
 from orchestrator.core.slot import HeadState
@@ -31,10 +28,10 @@ from orchestrator.record.output import last_lines, slots_with_output
 from orchestrator.record.store import STORE_NAME
 from orchestrator.record.summary import SCHEMA, summary_dict, summary_text
 from orchestrator.view.cells import clean, whole
+from orchestrator.view.health import health_lines
 from orchestrator.view.jobs import jobs_table, with_jobs
 from orchestrator.view.phrases import closing_lines, counted, fault_lines, section, time_of_day
 from orchestrator.view.runs import moment_words, runs_table
-from orchestrator.view.table import health_table
 from orchestrator.view.terminal import plain_text, table_lines
 from workers.units import MIB
 
@@ -180,9 +177,7 @@ def _verdict(ended: Mapping[str, Any]) -> str:
 
 
 def _table(snapshot: Snapshot, width: int) -> list[str]:
-    stream = io.StringIO()
-    Console(file=stream, width=width, color_system=None).print(health_table(snapshot, width, None))
-    return ["", *stream.getvalue().splitlines(), "", *closing_lines(snapshot)]
+    return ["", plain_text(health_lines(snapshot, width)), "", *closing_lines(snapshot)]
 
 
 def _happenings(events: Sequence[StoredEvent]) -> Iterator[str]:

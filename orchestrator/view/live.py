@@ -23,8 +23,8 @@ from orchestrator.record.events import EventLog
 from orchestrator.record.model import Row, Snapshot
 from orchestrator.record.store import RunStore
 from orchestrator.view.cells import clean, shorten
+from orchestrator.view.health import health_lines
 from orchestrator.view.phrases import closing_lines, tflops_words, time_words
-from orchestrator.view.table import health_table
 
 REDRAW_EVERY_S = 0.25
 _REDRAW_SHARE = 0.02
@@ -172,9 +172,8 @@ class PlainLines:
     def update(self, snapshot: Snapshot) -> None:
         """Write what has changed since the last time."""
         at = datetime.fromtimestamp(snapshot.now_unix_s, tz=UTC).astimezone().strftime("%H:%M:%S")
-        for brief in snapshot.briefs:
-            if self._states.get(brief.slot) is not brief.state:
-                row = snapshot.row(brief)
+        for row in snapshot.rows:
+            if self._states.get(row.slot) is not row.state:
                 self._states[row.slot] = row.state
                 reason = shorten(clean(row.reason), _REASON_CELLS)
                 self._say(
@@ -243,4 +242,6 @@ class _Frame:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         # A line is left for the cursor, else the terminal scrolls at every frame.
         lines = None if self._whole else max(1, options.size.height - 1)
-        yield health_table(self._snapshot, options.max_width, lines)
+        for line in health_lines(self._snapshot, options.max_width, lines):
+            line.no_wrap, line.overflow = True, "crop"
+            yield line
