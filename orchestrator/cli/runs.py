@@ -30,7 +30,14 @@ from orchestrator.record.summary import SCHEMA, summary_dict, summary_text
 from orchestrator.view.cells import clean, whole
 from orchestrator.view.health import health_lines
 from orchestrator.view.jobs import jobs_table, with_jobs
-from orchestrator.view.phrases import closing_lines, counted, fault_lines, section, time_of_day
+from orchestrator.view.phrases import (
+    closing_lines,
+    counted,
+    exception_line,
+    fault_lines,
+    section,
+    time_of_day,
+)
 from orchestrator.view.runs import moment_words, runs_table
 from orchestrator.view.terminal import plain_text, table_lines
 from workers.units import MIB
@@ -216,13 +223,5 @@ def _errors(events: Sequence[StoredEvent]) -> Iterator[str]:
         if event.event == "workload_error":
             yield (
                 f"{time_of_day(event.at)}  {event.slot}  "
-                f"{_last_words(str(event.details.get('traceback')))}"
+                f"{exception_line(str(event.details.get('traceback')))}"
             )
-
-
-def _last_words(traceback: str) -> str:
-    """Return the line of a traceback that names the exception: the first one behind the frames."""
-    lines = traceback.strip().splitlines()
-    inside = [index for index, line in enumerate(lines) if line.startswith((" ", "Traceback"))]
-    behind = lines[inside[-1] + 1 :] if inside else lines
-    return behind[0] if behind else "an error without words"

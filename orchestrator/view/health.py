@@ -11,7 +11,8 @@ from rich.text import Text
 
 from orchestrator.record.model import Snapshot
 from orchestrator.view.cells import SEPARATOR, clean, shorten
-from orchestrator.view.slots import footnotes, headline, slots_table
+from orchestrator.view.phrases import totals
+from orchestrator.view.slots import headline, slots_table
 from orchestrator.view.tables import Cell
 from orchestrator.view.terminal import STYLES, table_lines
 
@@ -33,7 +34,7 @@ def health_lines(snapshot: Snapshot, width: int, height: int | None = None) -> l
     above = [*header_lines(snapshot, width, most), Text()]
     if not snapshot.rows:
         return [*above, Text("no workers yet", "dim")]
-    below = [Text(), *_flowed(footnotes(snapshot), width)]
+    below = [Text(), *_flowed((Cell(text=words) for words in totals(snapshot)), width)]
     room = None if height is None else height - len(above)
     if room is not None and room < len(below) + _HEADING_LINES + _ROWS_BEFORE_SUMS:
         below = []

@@ -27,11 +27,6 @@ from orchestrator.view.health import health_lines
 from orchestrator.view.phrases import closing_lines, tflops_words, time_words
 
 REDRAW_EVERY_S = 0.25
-_REDRAW_SHARE = 0.02
-"""Of a core: a table that costs more, because it has many slots or the terminal is large, is drawn
-less often.
-"""
-_REDRAW_MOST_S = 2.0
 PROGRESS_EVERY_S = 10.0
 
 GAPS = "the records of this run have gaps: they could not be written for a while"
@@ -96,15 +91,9 @@ class LiveTable:
     behind.
     """
 
-    def __init__(
-        self,
-        console: Console,
-        monotonic_s: Callable[[], float] = time.monotonic,
-        cpu_s: Callable[[], float] = time.thread_time,
-    ) -> None:
+    def __init__(self, console: Console, monotonic_s: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._monotonic_s = monotonic_s
-        self._cpu_s = cpu_s
         self._due_s = float("-inf")
         self._gone = False
         self._live = Live(
@@ -117,12 +106,11 @@ class LiveTable:
         )
 
     def update(self, snapshot: Snapshot) -> None:
-        """Redraw, unless that was done less than `REDRAW_EVERY_S` ago, or longer if it takes much
-        processor time.
-        """
-        now_s, began_s = self._monotonic_s(), self._cpu_s()
+        """Redraw, unless that was done less than `REDRAW_EVERY_S` ago."""
+        now_s = self._monotonic_s()
         if self._gone or now_s < self._due_s:
             return
+        self._due_s = now_s + REDRAW_EVERY_S
         try:
             if not self._live.is_started:
                 self._live.start()
@@ -130,8 +118,6 @@ class LiveTable:
             self._live.update(_Frame(snapshot, whole=False), refresh=True)
         except _TERMINAL_GONE:
             self._leave()
-        cost_s = self._cpu_s() - began_s
-        self._due_s = now_s + max(REDRAW_EVERY_S, min(_REDRAW_MOST_S, cost_s / _REDRAW_SHARE))
 
     def close(self, snapshot: Snapshot) -> None:
         """Draw the last frame, give the terminal back and print the totals."""

@@ -14,6 +14,7 @@ from orchestrator.core.slot import HeadState, SlotState
 from orchestrator.record.model import (
     FIELDS,
     LOW_SUCCESS_RATE,
+    STATES_WORST_FIRST,
     Row,
     Snapshot,
     Value,
@@ -28,32 +29,21 @@ from orchestrator.view.cells import (
     clean,
     clock,
     decimals_for,
-    joined,
     number,
     share_pct,
     whole,
 )
-from orchestrator.view.phrases import tflops_words, time_words, totals
+from orchestrator.view.phrases import tflops_words, time_words
 from orchestrator.view.tables import Cell, Column, Table, TableRow, Tone
 from workers.messages import NO_PROGRESS, WorkerState
 from workers.units import GIB, MIB
 
 #: What the colour of a state says; no information is in the colour alone.
 STATE_TONES: Final[Mapping[SlotState, Tone]] = {
-    HeadState.QUARANTINED: Tone.BAD,
-    HeadState.LOST: Tone.BAD,
-    WorkerState.CORRUPT: Tone.BAD,
-    HeadState.RESTARTING: Tone.WARN,
-    WorkerState.EMERGENCY: Tone.WARN,
-    WorkerState.PARKED: Tone.WARN,
-    WorkerState.PAUSED: Tone.WARN,
-    WorkerState.THROTTLED: Tone.WARN,
-    WorkerState.BACKOFF: Tone.WARN,
-    WorkerState.WARMING: Tone.NOTE,
-    HeadState.STARTING: Tone.NOTE,
-    HeadState.HELD: Tone.NOTE,
-    WorkerState.RUNNING: Tone.GOOD,
-    WorkerState.DONE: Tone.GOOD,
+    **dict.fromkeys(STATES_WORST_FIRST, Tone.WARN),
+    **dict.fromkeys((HeadState.QUARANTINED, HeadState.LOST, WorkerState.CORRUPT), Tone.BAD),
+    **dict.fromkeys((HeadState.STARTING, HeadState.HELD, WorkerState.WARMING), Tone.NOTE),
+    **dict.fromkeys((WorkerState.RUNNING, WorkerState.DONE), Tone.GOOD),
     WorkerState.STOPPED: Tone.DIM,
 }
 
@@ -283,20 +273,6 @@ def headline(snapshot: Snapshot) -> tuple[Cell, ...]:
     return tuple(said)
 
 
-def footnotes(snapshot: Snapshot) -> tuple[Cell, ...]:
-    """Return what stands below the table: the sums of the run, and what the table cannot show."""
-    said = [Cell(text=words) for words in totals(snapshot)]
-    # GDDR6X gets hot long before the die does.
-    if any(
-        "GeForce" in (row.gpu_name or "")
-        and row.temperature_c is not None
-        and row.memory_temperature_c is None
-        for row in snapshot.rows
-    ):
-        said.append(Cell(text="VRAM temperature: not reported by GeForce", tone=Tone.DIM))
-    return tuple(said)
-
-
 def _reason_tone(row: Row) -> Tone:
     if row.state not in _QUIET_STATES:
         return STATE_TONES[row.state]
@@ -335,7 +311,8 @@ def _make(declared: SlotColumn, rows: Sequence[Row], priority: int) -> _Made:
         if is_words:
             return clean(row.value(declared.key) or "") or None, Tone.PLAIN
         numbers = [row.value(key) for key in keys]
-        text = joined((_number(value, times, decimals) for value in numbers), MISSING)
+        texts = [_number(value, times, decimals) for value in numbers]
+        text = "/".join(text or MISSING for text in texts) if any(texts) else None
         return text, Tone.WARN if declared.warns and any(numbers) else Tone.PLAIN
 
     def cell(row: Row) -> Cell:
