@@ -20,8 +20,7 @@ from orchestrator.record.history import SAMPLED_NUMBERS, Buckets, Span
 from orchestrator.record.model import FIELDS
 from orchestrator.record.output import last_lines
 from orchestrator.view.cells import clean, clock, decimals_for, mean, number
-from orchestrator.view.document import STATE_TONES, Json, event_line
-from orchestrator.view.tables import Tone
+from orchestrator.view.document import Json, event_line, state_tone
 from workers.units import MIB
 
 PARTS: Final = 200
@@ -180,7 +179,7 @@ def _span(span: Span, ends_unix_s: float) -> Json:
     return {
         "from": span.from_unix_s,
         "to": to,
-        "state": (clean(span.state), STATE_TONES.get(span.state, Tone.DIM)),
+        "state": (clean(span.state), state_tone(span.state)),
         "time": datetime.fromtimestamp(span.from_unix_s).astimezone().strftime("%H:%M:%S"),
         "lasted": clock(to - span.from_unix_s),
         "cause": clean(span.cause),

@@ -12,13 +12,13 @@ from datetime import datetime
 from typing import Any, Final, TypeAlias
 
 from orchestrator.record.archive import Frame, Freshness, StoredEvent
-from orchestrator.record.model import STATE_STYLES
 from orchestrator.record.summary import SCHEMA
 from orchestrator.view.alerts import Alert
 from orchestrator.view.cells import clean, clock, shorten
-from orchestrator.view.jobs import summary_line
-from orchestrator.view.pending import _T, cards_table, jobs_table, slots_table
-from orchestrator.view.phrases import event_words, tflops_words, time_of_day, time_words, totals
+from orchestrator.view.jobs import jobs_table, with_jobs
+from orchestrator.view.phrases import event_words, time_of_day, totals
+from orchestrator.view.runs import OUTCOME_TONES
+from orchestrator.view.slots import STATE_TONES, cards_table, headline, slots_table
 from orchestrator.view.tables import Table, Tone
 
 Json: TypeAlias = dict[str, Any]
@@ -27,13 +27,7 @@ EVENTS_MOST: Final = 100
 """Events in a document, the last ones."""
 _TEXT_CELLS: Final = 400
 
-STATE_TONES: Final = {state.value: _T[style] for state, style in STATE_STYLES.items()}
-_OUTCOME_TONES: Final = {
-    "good": Tone.GOOD,
-    "degraded": Tone.WARN,
-    "interrupted": Tone.WARN,
-    "failed": Tone.BAD,
-}
+_TONE_OF_STATE: Final = {state.value: tone for state, tone in STATE_TONES.items()}
 
 
 def document(frame: Frame, alerts: Sequence[Alert] = (), runs: Table | None = None) -> Json:
@@ -44,7 +38,7 @@ def document(frame: Frame, alerts: Sequence[Alert] = (), runs: Table | None = No
         alerts: What is wrong with it.
         runs: The runs of the same folder, for a page that can show another one.
     """
-    tables = [slots_table(frame.snapshot.rows), cards_table(frame.snapshot.rows)]
+    tables = [slots_table(frame.snapshot), cards_table(frame.snapshot)]
     if frame.queue is not None:
         tables.append(jobs_table(frame.queue))
     if runs is not None:
@@ -61,7 +55,7 @@ def document(frame: Frame, alerts: Sequence[Alert] = (), runs: Table | None = No
 def event_line(event: StoredEvent) -> Json:
     """Return one event as a line of a table."""
     name, text = event_words(event)
-    tone = STATE_TONES.get(str(event.details.get("to_state")), Tone.PLAIN)
+    tone = state_tone(str(event.details.get("to_state")))
     return {
         "number": event.number,
         "at_unix_s": event.at_unix_s,
@@ -74,11 +68,13 @@ def event_line(event: StoredEvent) -> Json:
     }
 
 
+def state_tone(word: str) -> Tone:
+    """Return what the colour of a state says, by its word in an event."""
+    return _TONE_OF_STATE.get(word, Tone.PLAIN)
+
+
 def _head(frame: Frame) -> Json:
-    run, snapshot = frame.run, frame.snapshot
-    seen, planned = len(snapshot.nodes_seen), len(snapshot.nodes_planned)
-    is_queue, is_running = frame.queue is not None, run.outcome == "running"
-    share = min(1.0, snapshot.elapsed_s / snapshot.duration_s) if snapshot.duration_s > 0 else 1.0
+    run, snapshot = frame.run, with_jobs(frame.snapshot, frame.queue)
     return {
         "run": clean(snapshot.run_id),
         "mode": clean(run.facts.mode),
@@ -86,17 +82,8 @@ def _head(frame: Frame) -> Json:
         "exit_code": run.exit_code,
         "freshness": frame.freshness.value,
         "mark": _mark(frame),
-        "nodes": [f"nodes {seen}/{planned}", Tone.PLAIN if seen >= planned else Tone.BAD],
-        "states": [
-            [state.value, STATE_TONES[state.value], count]
-            for state, count in snapshot.state_counts.items()
-        ],
-        "tflops": tflops_words(snapshot.tflops_total),
-        "sums": list(totals(snapshot)),
-        "jobs": None if frame.queue is None else summary_line(frame.queue),
-        "time": time_words(snapshot),
-        "left": f"{clock(snapshot.remaining_s)} left" if is_running and not is_queue else "",
-        "share": round(share, 3),
+        "headline": [(cell.text, cell.tone, cell.value) for cell in headline(snapshot)],
+        "sums": totals(snapshot),
         "notices": [clean(text) for text in (*snapshot.notices, run.error) if text],
         "missed": [clean(text) for text in frame.missed],
         "at_unix_s": snapshot.now_unix_s,
@@ -109,7 +96,7 @@ def _mark(frame: Frame) -> tuple[str, Tone]:
     late_s = frame.late_s
     if frame.freshness is Freshness.ENDED:
         outcome = clean(frame.run.outcome)
-        return f"ended: {outcome}", _OUTCOME_TONES.get(outcome, Tone.DIM)
+        return f"ended: {outcome}", OUTCOME_TONES.get(outcome, Tone.DIM)
     if frame.freshness is Freshness.LATE:
         return f"late {clock(late_s) if late_s >= 60 else f'{late_s:.0f} s'}", Tone.WARN
     is_live = frame.freshness is Freshness.LIVE

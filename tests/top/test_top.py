@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from orchestrator.record.query import WORST_FIRST, Order, parse
 from textual.events import Key, MouseScrollDown
 from textual.pilot import Pilot
 from typer.testing import CliRunner
@@ -28,7 +29,6 @@ from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal
 from orchestrator.jobs.model import Submitted
 from orchestrator.record.archive import Follower
 from orchestrator.record.model import STATES_WORST_FIRST, Row
-from orchestrator.record.query import WORST_FIRST, Order, parse
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view.top.app import LinesView, Top
 from orchestrator.view.top.pages import read_slot_lines

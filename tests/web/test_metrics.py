@@ -80,9 +80,7 @@ def test_a_card_has_its_metrics_once_from_its_newest_slot() -> None:
 
 
 def test_what_is_unknown_has_no_series() -> None:
-    unknown = {
-        key: None for key, field in FIELDS.items() if field.metric and field.metric.kind == "gauge"
-    }
+    unknown = {key: None for key, field in FIELDS.items() if field.metric and not field.counter}
     own = {
         key: value
         for key, value in unknown.items()

@@ -19,7 +19,7 @@ from orchestrator.record.archive import Follower, Frame, StoredEvent
 from orchestrator.record.folders import find_run, list_runs
 from orchestrator.view.alerts import Alert, Since, alerts
 from orchestrator.view.document import EVENTS_MOST, document
-from orchestrator.view.pending import runs_table
+from orchestrator.view.runs import runs_table
 
 LOOK_EVERY_S: Final = 1.0
 _RUNS_EVERY_S: Final = 10.0

@@ -88,19 +88,16 @@
     show("head", true);
     document.title = `${head.mark[0]} · ${head.run}`;
     put(byId("mark"), ...head.mark);
-    for (const id of ["run", "mode", "time", "left"]) put(byId(id), head[id]);
+    for (const id of ["run", "mode"]) put(byId(id), head[id]);
     show("newest", state.run !== "");
-    byId("share").value = head.share;
-    put(byId("jobs-line"), `jobs: ${head.jobs}`);
-    for (const id of ["jobs-line", "jobs-link"]) show(id, head.jobs !== null);
+    show("jobs-link", Boolean(told.tables.jobs));
     show("runs-link", Boolean(told.tables.runs));
-    redraw(byId("summary"), [head.nodes, head.states, head.tflops, head.sums, looked], () => [
-      put(make("span"), ...head.nodes),
-      ...head.states.map(([word, tone, count]) => put(
-        make("a", { href: address({ view: "slots", filter: `state:${word}` }), className: "chip" }),
-        `${count} ${word}`, tone)),
-      ...[head.tflops, ...head.sums].map((text) => make("span", { textContent: text })),
-    ]);
+    redraw(byId("headline"), [head.headline, state.run], () => head.headline.map(
+      ([text, tone, word]) => put(word
+        ? make("a", { href: address({ ...USUAL, run: state.run, filter: `state:${word}` }) })
+        : make("span"), text, tone)));
+    const words = (textContent) => make("span", { textContent });
+    redraw(byId("sums"), head.sums, () => head.sums.map(words));
     redraw(byId("alerts"), told.alerts.map(({ since_unix_s, ...alert }) => alert), () =>
       told.alerts.map((alert) => make("li", {}, make("details", {},
         put(make("summary", { className: "chip" }), alert.text, alert.tone),

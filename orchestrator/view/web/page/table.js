@@ -15,7 +15,7 @@ const put = (node, text, tone = "") => {
 const tables = (() => {
   const TERM = /(?:"[^"]*"|[^\s"])+/g;
   const NAMED = /^([A-Za-z_]\w*)(:|<=|>=|!=|=|<|>)(.+)$/s;
-  const NUMBER = /^([+-]?\d*\.?\d+)\s*(%|[kmgt]?i?b?)$/i;
+  const NUMBER = /^([+-]?\d*\.?\d+)\s*(%?|b|[kmgt](?:ib)?)$/;
   const COMPARE = {
     "<": (one, other) => one < other, "<=": (one, other) => one <= other,
     ">": (one, other) => one > other, ">=": (one, other) => one >= other,
@@ -34,11 +34,16 @@ const tables = (() => {
     const known = columns.map(({ key }) => key).join(", ");
     throw new Error(`the filter names no column ${name}; there are ${known}`);
   };
-  const numberOf = (text) => {
-    const [, digits, unit] = NUMBER.exec(text) || [];
-    if (digits === undefined) throw new Error(`the filter compares with ${text}, no number`);
-    const power = "kmgt".indexOf(unit[0]?.toLowerCase()) + 1;
-    return Number(digits) * 1024 ** power;
+  // Bytes are compared with the value, which is in bytes, other numbers with what is shown.
+  const numberTest = (at, sign, wanted) => {
+    const [, digits, unit] = NUMBER.exec(wanted) || [];
+    if (digits === undefined) throw new Error(`the filter compares with ${wanted}, no number`);
+    const power = "bkmgt".indexOf(unit[0] || " ");
+    const number = Number(digits) * 1024 ** Math.max(0, power);
+    return ({ cells: { [at]: [text, , value] } }) => {
+      const known = power >= 0 || text.includes(":") ? value : Number.parseFloat(text);
+      return Number.isFinite(known) && COMPARE[sign](known, number);
+    };
   };
   const testOf = (columns, term) => {
     const bare = term.replace(/^!/, "").replaceAll('"', "").toLowerCase();
@@ -49,11 +54,7 @@ const tables = (() => {
     else if (name) {
       const at = placeOf(columns, name);
       if (sign === ":") test = (row) => row.cells[at][0].toLowerCase().includes(wanted);
-      else {
-        const number = numberOf(wanted);
-        test = ({ cells: { [at]: [, , value] } }) =>
-          typeof value === "number" && COMPARE[sign](value, number);
-      }
+      else test = numberTest(at, sign, wanted);
     }
     return term.startsWith("!") ? (row) => !test(row) : test;
   };
