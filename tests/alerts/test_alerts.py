@@ -128,7 +128,7 @@ def test_the_severest_comes_first_and_text_is_harmless() -> None:
         "tone": "bad",
         "subject": "pc1/0",
         "node": "pc1",
-        "text": "slot pc1/0 was given up: gone[31m and red",
+        "text": "slot pc1/0 was given up: gone [31m and red",
         "what_to_do": "See docs/troubleshooting.md#quarantined, then type: python -m orchestrator "
         "reinstate pc1/0",
         "since_unix_s": 0.0,
