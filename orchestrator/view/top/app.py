@@ -26,13 +26,13 @@ from orchestrator.record.archive import Follower, Frame
 from orchestrator.record.folders import Listed, list_runs
 from orchestrator.record.model import Row, Snapshot, natural_order
 from orchestrator.record.query import WORST_FIRST, order_of, parse
-from orchestrator.view.alerts import AlertWatch, Badge, badges, judge
+from orchestrator.view.alerts import Alert, Since, alerts
 from orchestrator.view.jobs import jobs_lines, with_jobs
 from orchestrator.view.table import header_lines, table_lines
 from orchestrator.view.top.pages import (
     RANGES_S,
+    alert_line,
     alert_lines,
-    badge_line,
     card_lines,
     event_line,
     freshness_words,
@@ -215,8 +215,8 @@ class Top(App[None]):
         self._events: list[Text] = []
         self._said = ""
         """What went wrong last, or what was done; shown in the line of keys."""
-        self._alerts = AlertWatch()
-        self._badges: Sequence[Badge] = ()
+        self._alerts: Sequence[Alert] = ()
+        self._alerts_since: Since = {}
         self._range = 0
         self._pages = {
             page.name: page
@@ -228,7 +228,7 @@ class Top(App[None]):
                 _Page("cards", lambda: card_lines(self._rows(), self.size.width)),
                 _Page(
                     "alerts",
-                    lambda: alert_lines(self._badges, time.time(), self.size.width),
+                    lambda: alert_lines(self._alerts, time.time(), self.size.width),
                 ),
                 _Page("jobs", self._job_lines),
                 _Page("nodes", lambda: node_lines(self._snapshot)),
@@ -265,19 +265,14 @@ class Top(App[None]):
             frame = self._follower.look()
         except ArchiveError as failure:
             self._said = str(failure)
-            self._judge(None)
             self.draw()
             return
         self._frame = frame
-        self._judge(frame)
+        self._alerts, self._alerts_since = alerts(frame, time.time(), self._alerts_since)
         self._events += [event_line(event, 1_000) for event in frame.events]
         del self._events[:-_EVENTS_KEPT]
         self._snapshot = with_jobs(frame.snapshot, frame.queue)
         self.draw()
-
-    def _judge(self, frame: Frame | None) -> None:
-        self._alerts, firing = judge(self._alerts, frame, time.time())
-        self._badges = badges(firing)
 
     def draw(self) -> None:
         """Draw header, table or page, and the line of keys."""
@@ -290,8 +285,8 @@ class Top(App[None]):
             rows.show([Text(self._said or "nothing is stored yet", "dim")])
             return
         above = header_lines(snapshot, width)[: max(1, self.size.height // _HEADER_SHARE)]
-        if self._badges:
-            above = [badge_line(self._badges, width), *above]
+        if self._alerts:
+            above = [alert_line(self._alerts, width), *above]
         header.styles.height = len(above)
         header.show(above)
         page = self._page

@@ -22,7 +22,7 @@ from orchestrator.record.folders import Listed
 from orchestrator.record.history import Buckets, Span
 from orchestrator.record.model import FIELDS, STATE_STYLES, Row, Snapshot, rows_by_card
 from orchestrator.record.output import last_lines
-from orchestrator.view.alerts import Badge
+from orchestrator.view.alerts import Alert
 from orchestrator.view.cells import SEPARATOR, clean, clock, flow, shorten
 from orchestrator.view.phrases import counted, event_words, time_of_day
 from orchestrator.view.table import columns_for
@@ -71,16 +71,16 @@ def reason_line(row: Row | None, width: int) -> Text:
     return Text(shorten(clean(said), width), STATE_STYLES[row.state])
 
 
-def badge_line(badges: Sequence[Badge], width: int) -> Text:
-    """Return the alerts that fire; those that have no room are counted."""
+def alert_line(alerts: Sequence[Alert], width: int) -> Text:
+    """Return what is wrong; what has no room is counted."""
     room, shown = max(1, width - _MORE_CELLS), list[str]()
-    for badge in badges:
-        if shown and len(SEPARATOR.join([*shown, badge.words])) > room:
+    for alert in alerts:
+        if shown and len(SEPARATOR.join([*shown, alert.text])) > room:
             break
-        shown.append(clean(badge.words))
-    more = [f"{len(badges) - len(shown)} more"] if len(shown) < len(badges) else []
+        shown.append(alert.text)
+    more = [f"{len(alerts) - len(shown)} more"] if len(shown) < len(alerts) else []
     said = shorten(f"! {SEPARATOR.join([*shown, *more])}", width)
-    return Text(said, SEVERITY_STYLES[badges[0].severity])
+    return Text(said, SEVERITY_STYLES[alerts[0].severity])
 
 
 def key_line(fresh: str | None, view: View, page: str | None, said: str, width: int) -> Text:
@@ -130,19 +130,17 @@ def card_lines(rows: Iterable[Row], width: int) -> list[Text]:
     return lines
 
 
-def alert_lines(badges: Iterable[Badge], now_unix_s: float, width: int) -> list[Text]:
-    """Return what fires: each alert with its subjects, what is wrong with the first, and what to
-    type.
-    """
+def alert_lines(alerts: Iterable[Alert], now_unix_s: float, width: int) -> list[Text]:
+    """Return each alert with its subject, what is wrong with it, and what to type."""
     lines = []
-    for badge in badges:
-        held = clock(max(0.0, now_unix_s - badge.since_unix_s))
-        said = SEPARATOR.join([badge.severity, f"for {held}", ", ".join(badge.subjects)])
-        lines.append(Text(shorten(clean(said), width), SEVERITY_STYLES[badge.severity]))
-        for words in (badge.text, badge.what_to_do):
-            indented = textwrap.wrap(clean(words), max(20, width - 3))
+    for alert in alerts:
+        held = clock(max(0.0, now_unix_s - alert.since_unix_s))
+        said = SEPARATOR.join([alert.severity, f"for {held}", alert.subject])
+        lines.append(Text(shorten(clean(said), width), SEVERITY_STYLES[alert.severity]))
+        for words in (alert.text, alert.what_to_do):
+            indented = textwrap.wrap(words, max(20, width - 3))
             lines += [Text(f"   {line}") for line in indented]
-    return lines or [Text("no alert fires", "dim")]
+    return lines or [Text("nothing is wrong", "dim")]
 
 
 def node_lines(snapshot: Snapshot | None) -> list[Text]:
