@@ -30,6 +30,7 @@ from orchestrator.config.load import load_config
 from orchestrator.errors import UsageError
 from orchestrator.jobs.sweep import expand
 from orchestrator.record.folders import RUNNING, find_run
+from orchestrator.view.cells import width_of
 
 #: After its last slices a run writes its summary and ends its processes.
 _SUMMARY_S = 30.0
@@ -134,16 +135,16 @@ def plan(
     from orchestrator.cli.plan import budgets, plan_json, plan_text
     from orchestrator.cli.plan_training import training_plan
 
-    loaded = load_config(config, overrides or [])
+    loaded, width = load_config(config, overrides or []), width_of(sys.stdout)
     if jobs_file is not None:
         from orchestrator.cli import plan_jobs
 
         planned = plan_jobs.plan_jobs(expand(jobs_run.read_file(jobs_file, loaded)), loaded)
-        text = plan_jobs.plan_jobs_json if json_output else plan_jobs.plan_jobs_text
-        print_text(text(planned))
+        text = plan_jobs.plan_jobs_text
+        print_text(plan_jobs.plan_jobs_json(planned) if json_output else text(planned, width))
         return
     training = training_plan(loaded, budgets(loaded))
-    print_text(plan_json(loaded, training) if json_output else plan_text(loaded, training))
+    print_text(plan_json(loaded, training) if json_output else plan_text(loaded, training, width))
 
 
 @app.command()
@@ -224,7 +225,7 @@ def runs(
     from orchestrator.cli.runs import runs_json, runs_text
 
     folder = Path(config_to_read(config, overrides, run_dir).run.dir)
-    print_text(runs_json(folder) if json_output else runs_text(folder))
+    print_text(runs_json(folder) if json_output else runs_text(folder, width_of(sys.stdout)))
 
 
 @app.command()
@@ -411,10 +412,7 @@ def limits(
     elif clear:
         print_text(verb.cleared_text(store, now_unix_s))
     else:
-        width = (
-            shutil.get_terminal_size(fallback=(0, 0)).columns or None
-        )  # without a terminal, one line for each
-        print_text(verb.limits_text(store, now_unix_s, width))
+        print_text(verb.limits_text(store, now_unix_s, width_of(sys.stdout)))
 
 
 @app.command()

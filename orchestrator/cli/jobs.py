@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import getpass
 import secrets
-import shutil
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,13 +17,12 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
-from rich.console import Console
 from typer import Argument, Option
 from typer.core import TyperCommand
 
 from orchestrator.cli import jobs_run
 from orchestrator.cli import options as opt
-from orchestrator.cli.loading import config_to_read, print_text
+from orchestrator.cli.loading import config_to_read, print_table, print_text
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import Target
 from orchestrator.errors import ArchiveError, UsageError
@@ -205,10 +202,7 @@ def list_jobs(
     if json_output:
         print_text(view.json_text(snapshot))
         return
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    for line in view.jobs_lines(snapshot, width):
-        console.print(line)
+    print_table(view.jobs_table(snapshot))
     print_text(f"run {folder.name}: {view.summary_line(snapshot)}")
     if snapshot.held is not None:
         print_text("`python -m orchestrator jobs release` lets it go on")
@@ -255,7 +249,8 @@ def results(
     elif as_csv:
         typer.echo(view.results_csv(snapshot))
     else:
-        typer.echo(view.results_text(snapshot))
+        print_table(view.results_table(snapshot))
+        print_text(f"files: {snapshot.files}/JOB")
 
 
 @app.command()

@@ -7,41 +7,39 @@ Does not keep and match them (`workers/learned_limits/`). Text from the store pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
-
-from rich.text import Text
+from typing import Any, Final
 
 from orchestrator.config.duration import format_duration
 from orchestrator.errors import ArchiveError
 from orchestrator.record.summary import SCHEMA, summary_text
-from orchestrator.view.cells import MISSING, SEPARATOR, aligned, clean, flow, number, whole
+from orchestrator.view.cells import clean, number, whole
 from orchestrator.view.phrases import counted
+from orchestrator.view.tables import Column, Table, TableRow, row_of
+from orchestrator.view.terminal import plain_text, table_lines
 from workers.learned_limits import EXPIRY_S, LimitStore, to_plain
 from workers.settings import StoredLimit
 from workers.units import GIB, MIB
 
-_TITLES = (
-    "card",
-    "driver",
-    "torch",
-    "type",
-    "workload",
-    "cap",
-    "size",
-    "per unit",
-    "age",
-    "expires in",
+_COLUMNS: Final = (
+    Column(key="card", title="card"),
+    Column(key="driver", title="driver", priority=7),
+    Column(key="torch", title="torch", priority=6),
+    Column(key="dtype", title="type", priority=3),
+    Column(key="workload", title="workload"),
+    Column(key="cap_bytes", title="cap", numeric=True, priority=1),
+    Column(key="size", title="size", numeric=True),
+    Column(key="unit_bytes", title="per unit", numeric=True, priority=5),
+    Column(key="age_s", title="age", numeric=True, priority=2),
+    Column(key="expires_in_s", title="expires in", numeric=True, priority=4),
 )
-_WORDS = frozenset({"card", "driver", "torch", "type", "workload"})
+"""Their keys are those of a limit in JSON."""
 
 
 def limits_text(store: LimitStore, now_unix_s: float, width: int | None) -> str:
-    """Return a line for each limit, the newest first; a few lines each where the terminal is too
-    narrow for that.
+    """Return a line for each limit, the newest first.
 
-    `width` is in cells; `None` if there is no terminal, so that no line is too long.
+    `width` is that of the terminal; `None` cuts nothing.
     """
     limits = _known(store, now_unix_s)
     if not limits:
@@ -49,11 +47,8 @@ def limits_text(store: LimitStore, now_unix_s: float, width: int | None) -> str:
             "nothing is learned yet; what runs learn about the sizes that fit is kept in "
             f"{store.path}"
         )
-    rows = [_cells(limit, now_unix_s) for limit in limits]
-    lines = list(aligned([_TITLES, *rows], _WORDS))
-    if width is not None and max(map(len, lines)) > width:
-        lines = [line for row in rows for line in _block(row, width)]
-    return "\n".join(lines)
+    rows = tuple(_row(limit, now_unix_s) for limit in limits)
+    return plain_text(table_lines(Table(name="limits", columns=_COLUMNS, rows=rows), width))
 
 
 def limits_json(store: LimitStore, now_unix_s: float) -> str:
@@ -105,30 +100,16 @@ def _clear(store: LimitStore, now_unix_s: float) -> tuple[int, Path | None]:
     return count, moved
 
 
-def _cells(limit: StoredLimit, now_unix_s: float) -> tuple[str, ...]:
-    key, age_s = limit.key, now_unix_s - limit.learned_at_unix_s
-    cells = (
-        key.card,
-        key.driver,
-        key.torch,
-        key.dtype,
-        key.workload,
-        _bytes(key.cap_bytes),
-        whole(limit.learned.size),
-        _bytes(limit.learned.unit_bytes),
-        _roughly(age_s),
-        _roughly(EXPIRY_S - age_s),
-    )
-    return tuple(MISSING if cell is None else clean(cell) for cell in cells)
-
-
-def _block(row: Sequence[str], width: int) -> Iterator[str]:
-    titled = [
-        Text(row[0]),
-        *(Text(f"{title} {cell}") for title, cell in zip(_TITLES[1:], row[1:], strict=True)),
-    ]
-    for index, line in enumerate(flow(titled, width - 2, SEPARATOR)):
-        yield f"{'  ' if index else ''}{line.plain}"
+def _row(limit: StoredLimit, now_unix_s: float) -> TableRow:
+    told = _object(limit, now_unix_s)
+    texts = {
+        "cap_bytes": _bytes(told["cap_bytes"]),
+        "size": whole(told["size"]),
+        "unit_bytes": _bytes(told["unit_bytes"]),
+        "age_s": _roughly(told["age_s"]),
+        "expires_in_s": _roughly(told["expires_in_s"]),
+    }
+    return row_of(_COLUMNS, limit.key.card, told, texts)
 
 
 def _object(limit: StoredLimit, now_unix_s: float) -> dict[str, Any]:

@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import typer
+from rich.console import Console
 
 from orchestrator.config.duration import parse_duration
 from orchestrator.config.load import load_config
 from orchestrator.config.schema import Config, RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.view.cells import width_of, wrapped
+from orchestrator.view.tables import Table
+from orchestrator.view.terminal import table_lines
 
 if TYPE_CHECKING:
     from orchestrator.run.runner import Experiment
@@ -95,10 +98,24 @@ def print_text(text: str) -> None:
 
     On a terminal long lines are broken between words, those of JSON are not.
     """
-    encoding = sys.stdout.encoding or "utf-8"
     is_json = text.startswith("{")
-    shown = text.encode(encoding, "backslashreplace" if is_json else "replace").decode(encoding)
+    shown = _encodable(text, "backslashreplace" if is_json else "replace")
     typer.echo(wrapped(shown, None if is_json else width_of(sys.stdout)))
+
+
+def print_table(table: Table) -> None:
+    """Print a table: on a terminal in colours and within its width, elsewhere in full."""
+    width = width_of(sys.stdout)
+    console = Console(width=width, highlight=False, soft_wrap=True)
+    with console.capture() as printed:
+        for line in table_lines(table, width):
+            console.print(line)
+    typer.echo(_encodable(printed.get(), "replace"), nl=False)
+
+
+def _encodable(text: str, errors: str) -> str:
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, errors).decode(encoding)
 
 
 def import_from_here() -> None:

@@ -7,29 +7,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 from orchestrator.cli.plan_training import cap_about_bytes, training_lines
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import NodeBudget, node_budget
-from orchestrator.view.cells import aligned
+from orchestrator.view.cells import MISSING
 from orchestrator.view.phrases import counted
+from orchestrator.view.tables import Column, Table, TableRow, row_of
+from orchestrator.view.terminal import plain_text, table_lines
 from workers.settings import ASSUMED_CONTEXT_BYTES
 from workers.units import GIB
 
-_HEADINGS = (
-    "worker",
-    "card",
-    "type",
-    "Ray GPU",
-    "CPUs",
-    "budget",
-    "cap about",
-    "duty",
-    "size",
-    "batch",
+_COLUMNS: Final = (
+    Column(key="slot", title="worker"),
+    Column(key="card", title="card", priority=4),
+    Column(key="dtype", title="type", priority=7),
+    Column(key="gpu_fraction", title="Ray GPU", numeric=True, priority=8),
+    Column(key="cpus", title="CPUs", numeric=True, priority=6),
+    Column(key="budget_bytes", title="budget", numeric=True),
+    Column(key="cap_about_bytes", title="cap about", numeric=True, priority=1),
+    Column(key="duty", title="duty", numeric=True, priority=5),
+    Column(key="size", title="size", numeric=True, priority=2),
+    Column(key="batch", title="batch", numeric=True, priority=3),
 )
-_WORDS = {"worker", "card", "type"}
+"""Their keys are those of a worker in JSON."""
 
 
 def plan_json(config: Config, training: Mapping[str, Any] | None = None) -> str:
@@ -47,34 +49,34 @@ def plan_json(config: Config, training: Mapping[str, Any] | None = None) -> str:
     return json.dumps({"schema": 1, **common, "nodes": nodes}, indent=2)
 
 
-def plan_text(config: Config, training: Mapping[str, Any] | None = None) -> str:
-    """Return the plan as a table for people."""
+def plan_text(
+    config: Config, training: Mapping[str, Any] | None = None, width: int | None = None
+) -> str:
+    """Return the plan for people, its tables within `width` cells; `None` cuts nothing."""
     found = budgets(config)
-    rows = [_HEADINGS, *(row for budget in found for row in _rows(_node(budget, config)))]
+    rows = tuple(row for budget in found for row in _rows(_node(budget, config)))
+    table = Table(name="plan", columns=_COLUMNS, rows=rows)
     kind = f"{config.workload.name} with the policy {config.memory.policy}"
     context = f"the CUDA context, about {ASSUMED_CONTEXT_BYTES / GIB:.2f} GiB"
-    fits = () if training is None else ("", *training_lines(training))
+    fits = () if training is None else ("", *training_lines(training, width))
     notes = (
         f"Each worker runs {kind}, and an equal share of its PC's cores as threads.",
         f"The cap is the budget less {context}; each worker measures its own.",
     )
-    return "\n".join([*aligned(rows, _WORDS), "", *map(_sum_line, found), "", *notes, *fits])
+    drawn = plain_text(table_lines(table, width))
+    return "\n".join([drawn, "", *map(_sum_line, found), "", *notes, *fits])
 
 
-def _rows(node: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+def _rows(node: Mapping[str, Any]) -> Iterator[TableRow]:
     for worker in node["workers"]:
-        yield (
-            worker["slot"],
-            "CPU" if worker["card"] is None else f"{node['gpu']} #{worker['card']}",
-            worker["dtype"],
-            f"{worker['gpu_fraction']:.4f}",
-            str(worker["cpus"]),
-            f"{worker['budget_bytes'] / GIB:.2f} GiB",
-            f"{worker['cap_about_bytes'] / GIB:.2f} GiB",
-            "–" if worker["duty"] is None else f"{worker['duty']:.0%}",  # noqa: RUF001 - the sign for an unknown value
-            str(worker["size"]),
-            str(worker["batch"]),
-        )
+        texts = {
+            "card": "CPU" if worker["card"] is None else f"{node['gpu']} #{worker['card']}",
+            "gpu_fraction": f"{worker['gpu_fraction']:.4f}",
+            "budget_bytes": f"{worker['budget_bytes'] / GIB:.2f} GiB",
+            "cap_about_bytes": f"{worker['cap_about_bytes'] / GIB:.2f} GiB",
+            "duty": MISSING if worker["duty"] is None else f"{worker['duty']:.0%}",
+        }
+        yield row_of(_COLUMNS, worker["slot"], worker, texts)
 
 
 def budgets(config: Config) -> list[NodeBudget]:

@@ -18,11 +18,20 @@ from orchestrator.jobs.model import Job
 from orchestrator.jobs.placement import Candidate, Schedule, estimate, never_fits
 from orchestrator.run.dispatcher import cards_of
 from orchestrator.run.prediction import RATED_SHARE, Prediction, predict
-from orchestrator.view.cells import MISSING, aligned
 from orchestrator.view.phrases import counted
+from orchestrator.view.tables import Column, Table, row_of
+from orchestrator.view.terminal import plain_text, table_lines
 from workers.units import MIB
 
 _NAMED: Final = 5
+_COLUMNS: Final = (
+    Column(key="job", title="job", most_cells=32),
+    Column(key="card", title="card", priority=1),
+    Column(key="start_s", title="begins after", numeric=True, priority=2),
+    Column(key="took_s", title="takes", numeric=True),
+    Column(key="least_mib", title="least MiB", numeric=True, priority=3),
+    Column(key="after", title="comes after", priority=4, most_cells=32),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,28 +101,19 @@ def plan_jobs_json(planned: JobsPlan) -> str:
     )
 
 
-def plan_jobs_text(planned: JobsPlan) -> str:
-    """Return the estimate for people."""
-    after = {job.name: ", ".join(job.after) for job in planned.jobs}
-    rows = [("job", "card", "begins after", "takes", "least MiB", "comes after")]
-    for one in planned.schedule.jobs:
-        is_known, needs = _is_known(planned, one.job), _mib(planned, one.job)
-        rows.append(
-            (
-                one.job,
-                one.card,
-                _rounded(one.start_s),
-                _rounded(one.end_s - one.start_s) if is_known else "not known",
-                MISSING if needs is None else str(needs),
-                after[one.job] or MISSING,
-            )
-        )
-    lines = list(aligned(rows, {"job", "card", "comes after"})) if len(rows) > 1 else []
-    if lines:
+def plan_jobs_text(planned: JobsPlan, width: int | None = None) -> str:
+    """Return the estimate for people, its table within `width` cells; `None` cuts nothing."""
+    jobs = planned.schedule.jobs
+    lines = []
+    if jobs:
         took = _rounded(planned.schedule.makespan_s)
-        lines += ["", f"{counted(len(rows) - 1, 'job')}, about {took} in all."]
-        lines.append(f"Times are of {RATED_SHARE:.1%} of the cards' rated speed; none is measured.")
-    unknown = [one.job for one in planned.schedule.jobs if not _is_known(planned, one.job)]
+        lines = [
+            plain_text(table_lines(_table(planned), width)),
+            "",
+            f"{counted(len(jobs), 'job')}, about {took} in all.",
+            f"Times are of {RATED_SHARE:.1%} of the cards' rated speed; none is measured.",
+        ]
+    unknown = [one.job for one in jobs if not _is_known(planned, one.job)]
     if unknown:
         names = ", ".join(unknown[:_NAMED]) + (", …" if len(unknown) > _NAMED else "")
         lines.append(
@@ -124,6 +124,27 @@ def plan_jobs_text(planned: JobsPlan) -> str:
     left = {**planned.never, **planned.schedule.left}
     lines += (f"never: {name} {why}" for name, why in left.items())
     return "\n".join(lines)
+
+
+def _table(planned: JobsPlan) -> Table:
+    after = {job.name: ", ".join(job.after) for job in planned.jobs}
+    rows = []
+    for one in planned.schedule.jobs:
+        took_s = one.end_s - one.start_s if _is_known(planned, one.job) else None
+        values = {
+            "job": one.job,
+            "card": one.card,
+            "start_s": one.start_s,
+            "took_s": took_s,
+            "least_mib": _mib(planned, one.job),
+            "after": after[one.job] or None,
+        }
+        texts = {
+            "start_s": _rounded(one.start_s),
+            "took_s": "not known" if took_s is None else _rounded(took_s),
+        }
+        rows.append(row_of(_COLUMNS, one.job, values, texts))
+    return Table(name="plan_jobs", columns=_COLUMNS, rows=tuple(rows))
 
 
 def _rounded(seconds: float) -> str:

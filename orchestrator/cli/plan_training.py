@@ -15,7 +15,8 @@ from orchestrator.config.schema import Config
 from orchestrator.core.placement import NodeBudget
 from orchestrator.errors import UsageError, one_line
 from orchestrator.run.prediction import memory_plan
-from orchestrator.view.cells import aligned
+from orchestrator.view.tables import Cell, Column, Table, TableRow
+from orchestrator.view.terminal import table_lines
 from workers.hf.folder_files import check_folder
 from workers.settings import ASSUMED_CONTEXT_BYTES
 from workers.training.errors import TrainingError
@@ -80,45 +81,55 @@ def training_plan(config: Config, budgets: Sequence[NodeBudget]) -> dict[str, An
     }
 
 
-def training_lines(training: _Told) -> Iterator[str]:
-    """Yield the same for people: a table and a sentence for each cap."""
+def training_lines(training: _Told, width: int | None = None) -> Iterator[str]:
+    """Yield the same for people: a table within `width` cells and a sentence for each cap."""
     kind = f"{training['preset']}, {training['precision']}, batch {training['batch']}"
     yield f"Will it fit? {kind}, train.recompute: {training['recompute']}"
     if training["not_planned"] is not None:
         yield f"Not known, so the run finds out by itself: {one_line(training['not_planned'])}"
         return
     for cap in training["caps"]:
-        steps, names = cap["steps"], ", ".join(cap["nodes"][:_MOST_NAMES])
+        names = ", ".join(cap["nodes"][:_MOST_NAMES])
         if more := cap["nodes"][_MOST_NAMES:]:
             names += f" and {len(more)} more"
-        parts = [key for key in steps[0] if key.endswith("_bytes")]
-        parts = [key for key in parts if key not in _OPTIONAL or any(step[key] for step in steps)]
-        rows = [
-            (
-                "micro x accumulation",
-                *(f"{step['micro_batch']} x {step['accumulation']}" for step in steps),
-            ),
-            (
-                "recomputed blocks",
-                *(f"{step['memory_level']} of {training['blocks']}" for step in steps),
-            ),
-            *(
-                (
-                    f"{key.removesuffix('_bytes')}, MiB",
-                    *(f"{step[key] / MIB:.1f}" for step in steps),
-                )
-                for key in parts
-            ),
-            ("fits", *("yes" if step["fits"] else "no" for step in steps)),
-        ]
         yield from ("", f"{names}: cap about {cap['cap_bytes'] / MIB:.0f} MiB, {cap['device']}")
-        yield from (f"  {line}" for line in aligned(rows, {rows[0][0]}))
+        table = _steps_table(cap["steps"], training["blocks"])
+        yield from (f"  {line.plain}" for line in table_lines(table, width and width - 2))
         yield f"{names}: {cap['sentence']}"
     yield from (
         "",
         (
             "The total counts the larger of activations and update. On a CPU, libraries keep more "
             "for each shape."
+        ),
+    )
+
+
+def _steps_table(steps: Sequence[_Told], blocks: int) -> Table:
+    """Return the parts of memory of each step, a column for each step."""
+    parts = [key for key in steps[0] if key.endswith("_bytes")]
+    rows = {
+        "recomputed blocks": [f"{step['memory_level']} of {blocks}" for step in steps],
+        **{
+            f"{key.removesuffix('_bytes')}, MiB": [f"{step[key] / MIB:.1f}" for step in steps]
+            for key in parts
+            if key not in _OPTIONAL or any(step[key] for step in steps)
+        },
+        "fits": ["yes" if step["fits"] else "no" for step in steps],
+    }
+    titles = [f"{step['micro_batch']} x {step['accumulation']}" for step in steps]
+    return Table(
+        name="training",
+        columns=(
+            Column(key="part", title="micro x accumulation"),
+            *(
+                Column(key=f"step {number}", title=title, numeric=True, priority=number)
+                for number, title in enumerate(titles, start=1)
+            ),
+        ),
+        rows=tuple(
+            TableRow(key=part, cells=tuple(Cell(text=text) for text in (part, *texts)))
+            for part, texts in rows.items()
         ),
     )
 

@@ -12,6 +12,7 @@ import io
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,45 +24,34 @@ from orchestrator.core.slot import HeadState
 from orchestrator.errors import NothingStoredError, UsageError
 from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.record.archive import StoredEvent, StoredRun, missed_of, read_events, read_run
-from orchestrator.record.folders import Listed, go_on_command, list_runs, run_object, summary_of
+from orchestrator.record.folders import go_on_command, list_runs, run_object, summary_of
 from orchestrator.record.jobs import QueueReader
 from orchestrator.record.model import Snapshot
 from orchestrator.record.output import last_lines, slots_with_output
 from orchestrator.record.store import STORE_NAME
 from orchestrator.record.summary import SCHEMA, summary_dict, summary_text
-from orchestrator.view.cells import MISSING, aligned, clean, clock, share_pct, whole
-from orchestrator.view.jobs import jobs_lines, with_jobs
+from orchestrator.view.cells import clean, whole
+from orchestrator.view.jobs import jobs_table, with_jobs
 from orchestrator.view.phrases import closing_lines, counted, fault_lines, section, time_of_day
+from orchestrator.view.runs import moment_words, runs_table
 from orchestrator.view.table import health_table
+from orchestrator.view.terminal import plain_text, table_lines
 from workers.units import MIB
 
 _FALLEN = frozenset({HeadState.RESTARTING, HeadState.QUARANTINED, HeadState.LOST})
 _TOLD = ("state", "node_left", "node_joined", "workload_error", "run_ended", "memory_predicted")
 
-_TITLES = (
-    "run",
-    "started",
-    "mode",
-    "outcome",
-    "exit",
-    "worked",
-    "workers",
-    "steps ok",
-    "good %",
-    "OOM",
-    "restarts",
-)
-_LEFT = frozenset({"run", "started", "mode", "outcome"})
 
-
-def runs_text(runs_dir: Path) -> str:
+def runs_text(runs_dir: Path, width: int | None = None) -> str:
     """Return a line for each run, the newest first, and how to resume the newest one if it has time
     left.
+
+    `width` is that of the terminal; `None` cuts nothing.
     """
     listed = list_runs(runs_dir)
     if not listed:
         return clean(f"there is no run in {runs_dir}; `python -m orchestrator run` makes one")
-    lines = list(aligned([_TITLES, *(_run_cells(one) for one in listed)], _LEFT))
+    lines = [plain_text(table_lines(runs_table(listed), width))]
     newest = listed[0]
     if (run := newest.run) is not None and run.is_resumable:
         lines += ["", _resume_line(newest.folder)]
@@ -102,7 +92,7 @@ def report_text(folder: Path, width: int) -> str:
                 "lost"
             )
         if queue is not None:
-            lines += ["", "jobs", *(line.plain for line in jobs_lines(queue, width))]
+            lines += ["", "jobs", plain_text(table_lines(jobs_table(queue), width))]
         lines += section("memory of trainings", _predicted(events))
         lines += section("what fell short", missed)
         lines += section("what happened", _happenings(events))
@@ -124,8 +114,10 @@ def report_json(folder: Path) -> str:
     if written is not None:
         return json.dumps(written, indent=2)
     run = read_run(folder)
-    began = _moment(run.facts.started_at_unix_s)
-    iso = "" if began is None else began.astimezone(UTC).isoformat(timespec="milliseconds")
+    iso = ""
+    with suppress(ValueError, OverflowError, OSError):  # no calendar goes that far
+        began = datetime.fromtimestamp(run.facts.started_at_unix_s, tz=UTC)
+        iso = began.isoformat(timespec="milliseconds")
     made = summary_dict(
         run.snapshot(), run.outcome, run.exit_code or 0, iso, run.error, faults=run.faults
     )
@@ -140,30 +132,11 @@ def logs_text(folder: Path, slot: str) -> str:
     return "\n".join(lines) or clean(f"{slot} has printed nothing")
 
 
-def _run_cells(one: Listed) -> tuple[str, ...]:
-    told = run_object(one)
-    started, exit_code, workers = told["started_at_unix_s"], told["exit_code"], told["workers"]
-    # A queue ends when it is empty.
-    spans = ("elapsed_s", "duration_s")[: 1 if (one.folder / QUEUE_NAME).exists() else 2]
-    cells = (
-        one.run_id,
-        None if started is None else _local(started),
-        clean(told["mode"] or ""),
-        clean(one.outcome),
-        None if exit_code is None else str(exit_code),
-        None if workers is None else "/".join(clock(told[span]) for span in spans),
-        None if workers is None else str(workers),
-        whole(told["steps_ok"]),
-        share_pct(told["success_rate"]),
-        whole(told["oom_count"]),
-        whole(told["restart_count"]),
-    )
-    return tuple(cell or MISSING for cell in cells)
-
-
 def _header(run: StoredRun) -> Iterator[str]:
     facts = run.facts
-    yield clean(f"run {facts.run_id}, {facts.mode}, started {_local(facts.started_at_unix_s)}")
+    yield clean(
+        f"run {facts.run_id}, {facts.mode}, started {moment_words(facts.started_at_unix_s)}"
+    )
     worked = f"worked {format_duration(run.elapsed_s)}"
     if not (run.folder / QUEUE_NAME).exists():  # a queue ends when it is empty
         worked += f" of {format_duration(facts.duration_s)}"
@@ -258,15 +231,3 @@ def _last_words(traceback: str) -> str:
     inside = [index for index, line in enumerate(lines) if line.startswith((" ", "Traceback"))]
     behind = lines[inside[-1] + 1 :] if inside else lines
     return behind[0] if behind else "an error without words"
-
-
-def _moment(unix_s: float) -> datetime | None:
-    try:
-        return datetime.fromtimestamp(unix_s, tz=UTC).astimezone()
-    except (ValueError, OverflowError, OSError):
-        return None  # no calendar goes that far
-
-
-def _local(unix_s: float) -> str:
-    moment = _moment(unix_s)
-    return f"at second {unix_s:.0f}" if moment is None else moment.strftime("%Y-%m-%d %H:%M:%S")

@@ -12,14 +12,11 @@ import io
 import math
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
 from statistics import median
 from typing import Any, Final
-
-from rich.cells import cell_len
-from rich.text import Text
 
 from orchestrator.config.duration import format_duration
 from orchestrator.jobs.lifecycle import is_better
@@ -45,36 +42,39 @@ from orchestrator.jobs.model import (
 from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.record.model import Row, Snapshot, finite
 from orchestrator.record.summary import SCHEMA, summary_text
-from orchestrator.view.cells import MISSING, aligned, clean, clock, shorten
+from orchestrator.view.cells import MISSING, clean, clock
+from orchestrator.view.tables import Cell, Column, Table, TableRow, Tone, row_of
+from workers.messages import WorkerState
 from workers.units import GIB, MIB
 
-STATE_STYLES: Final[Mapping[JobState, str]] = {
-    JobState.RUNNING: "green",
-    JobState.MOVING: "cyan",
-    JobState.PARKED: "yellow",
-    JobState.HELD: "cyan",
-    JobState.PAUSED: "cyan",
-    JobState.QUEUED: "",
-    JobState.WAITING: "dim",
-    JobState.FAILED: "bold red",
-    JobState.INFEASIBLE: "bold red",
-    JobState.SKIPPED: "yellow",
-    JobState.CANCELLED: "dim",
-    JobState.STOPPED: "dim",
-    JobState.DONE: "bold green",
+STATE_TONES: Final[Mapping[JobState, Tone]] = {
+    JobState.RUNNING: Tone.GOOD,
+    JobState.MOVING: Tone.NOTE,
+    JobState.PARKED: Tone.WARN,
+    JobState.HELD: Tone.NOTE,
+    JobState.PAUSED: Tone.NOTE,
+    JobState.QUEUED: Tone.PLAIN,
+    JobState.WAITING: Tone.DIM,
+    JobState.FAILED: Tone.BAD,
+    JobState.INFEASIBLE: Tone.BAD,
+    JobState.SKIPPED: Tone.WARN,
+    JobState.CANCELLED: Tone.DIM,
+    JobState.STOPPED: Tone.DIM,
+    JobState.DONE: Tone.GOOD,
 }
-"""Colours, in the order in which jobs are listed."""
+"""In the order in which jobs are listed."""
 
-_RANK: Final = {state: rank for rank, state in enumerate(STATE_STYLES)}
-TITLES: Final = ("job", "state", "where", "step", "metric", "best", "time", "why")
-#: Left out of a narrow table, the first one first.
-_DROPPED: Final = ("best", "metric", "where", "time", "step")
-_NUMBERS: Final = frozenset({"step", "metric", "best"})
-_WHY_CELLS: Final = 24
+_RANK: Final = {state: rank for rank, state in enumerate(STATE_TONES)}
 _NAME_CELLS: Final = 32
-_NAME_SHORT_CELLS: Final = 18
-_NAME_LEAST_CELLS: Final = 10
-_GAP: Final = "  "
+_COLUMNS: Final = (
+    Column(key="job", title="job", most_cells=_NAME_CELLS),
+    Column(key="state", title="state"),
+    Column(key="where", title="where", priority=3),
+    Column(key="step", title="step", numeric=True, priority=1),
+    Column(key="metric", title="metric", numeric=True, priority=4),
+    Column(key="best", title="best", numeric=True, priority=5),
+    Column(key="time", title="time", priority=2),
+)
 
 #: A moment further away than this is shown with its day.
 _SAME_DAY_S: Final = 18 * 3600.0
@@ -113,7 +113,7 @@ def summary_line(snapshot: QueueSnapshot) -> str:
     """Return "3 running, 12 queued, 1 failed; ends about 03:40"."""
     counts = Counter(standing.state for standing in snapshot.standings)
     said = ", ".join(
-        f"{counts[state]} {state.value.lower()}" for state in STATE_STYLES if counts[state]
+        f"{counts[state]} {state.value.lower()}" for state in STATE_TONES if counts[state]
     )
     said = said or "no jobs yet"
     if snapshot.held is not None:
@@ -127,77 +127,33 @@ def with_jobs(snapshot: Snapshot, queue: QueueSnapshot | None) -> Snapshot:
     return snapshot if queue is None else replace(snapshot, jobs=summary_line(queue))
 
 
-def jobs_lines(snapshot: QueueSnapshot, width: int | None) -> list[Text]:
-    """Return the table of jobs within `width` cells; `None` cuts nothing.
-
-    Columns are left out until the reasons have room. The titles are the first line.
-    """
-    rows = [job_cells(standing, snapshot) for standing in current(snapshot)]
-    widths = {
-        title: max([cell_len(title), *(cell_len(row[title]) for row in rows)]) for title in TITLES
-    }
-    shown = [
-        title
-        for title in TITLES
-        if title in {"job", "state", "why"} or any(row[title] != MISSING for row in rows)
-    ]
-    if width is None:
-        why_cells = widths["why"]
-    else:
-        least = width - _WHY_CELLS
-        for title in _DROPPED:
-            if _used(shown, {**widths, "job": min(widths["job"], _NAME_SHORT_CELLS)}) <= least:
-                break
-            shown = [kept for kept in shown if kept != title]
-        room = width - _used(shown, widths | {"job": 0})
-        widths["job"] = min(widths["job"], max(_NAME_LEAST_CELLS, room - _WHY_CELLS))
-        why_cells = width - _used(shown, widths)
-        if why_cells < len("why"):
-            shown.remove("why")
-    lines = [_line(dict(zip(TITLES, TITLES, strict=True)), shown, widths, why_cells)]
-    lines[0].stylize("dim")
-    for row, standing in zip(rows, current(snapshot), strict=True):
-        line = _line(row, shown, widths, why_cells)
-        begins = line.plain.find(row["state"], widths["job"])
-        line.stylize(STATE_STYLES[standing.state], begins, begins + len(row["state"]))
-        lines.append(line)
-    return lines
+def jobs_table(snapshot: QueueSnapshot) -> Table:
+    """Return the table of jobs: those on a card first, what has ended last."""
+    rows = tuple(_job_row(standing, snapshot) for standing in current(snapshot))
+    return Table(name="jobs", columns=_COLUMNS, rows=rows)
 
 
-def _used(shown: Sequence[str], widths: Mapping[str, int]) -> int:
-    """Return the cells that all columns but the reason take, with the gap before it."""
-    return sum(widths[title] + len(_GAP) for title in shown if title != "why")
+def _job_row(standing: Standing, snapshot: QueueSnapshot) -> TableRow:
+    name, state, row = standing.job.name, standing.state, snapshot.rows.get(standing.job.name)
+    works = state is JobState.RUNNING and (row is None or row.state is WorkerState.RUNNING)
+    return TableRow(
+        key=name,
+        cells=(
+            _cell(name, name),
+            Cell(text=state.value, tone=STATE_TONES[state], value=state.value),
+            _cell(standing.card, standing.card),
+            _cell(_steps(standing, snapshot), standing.step),
+            _cell(_figure(standing.value), finite(standing.value)),
+            _cell(_best(standing), finite(standing.best)),
+            _cell(*_time(standing, snapshot)),
+        ),
+        reason="" if works or state is JobState.DONE else clean(_last_words(standing.reason)),
+        tone=STATE_TONES[state],
+    )
 
 
-def _line(
-    cells: Mapping[str, str],
-    shown: Sequence[str],
-    widths: Mapping[str, int],
-    why_cells: int,
-) -> Text:
-    parts = []
-    for title in shown:
-        width = why_cells if title == "why" else widths[title]
-        text = shorten(cells[title], width)
-        padding = " " * (width - cell_len(text))
-        parts.append(padding + text if title in _NUMBERS else text + padding)
-    return Text(_GAP.join(parts).rstrip())
-
-
-def job_cells(standing: Standing, snapshot: QueueSnapshot) -> dict[str, str]:
-    """Return what the table shows of a job, by title."""
-    job = standing.job
-    cells = {
-        "job": shorten(clean(job.name), _NAME_CELLS),
-        "state": standing.state.value,
-        "where": None if standing.card is None else clean(standing.card),
-        "step": _steps(standing, snapshot),
-        "metric": _figure(standing.value),
-        "best": _best(standing),
-        "time": _time(standing, snapshot),
-        "why": clean(_last_words(standing.reason)),
-    }
-    return {title: cell or MISSING for title, cell in cells.items()}
+def _cell(text: str | None, value: str | float | None) -> Cell:
+    return Cell(text=clean(text or "") or MISSING, value=value)
 
 
 def _best(standing: Standing) -> str:
@@ -219,17 +175,19 @@ def _figure(value: float | None) -> str:
     return "" if value is None else f"{value:.5g}"
 
 
-def _time(standing: Standing, snapshot: QueueSnapshot) -> str | None:
-    """Return when a job ended, how long it takes or has taken, or when it may start."""
+def _time(standing: Standing, snapshot: QueueSnapshot) -> tuple[str | None, float | None]:
+    """Return when a job ended, how long it takes or has taken, or when it may start; and that
+    moment, Unix.
+    """
+    now_s, ended_s, start_s = snapshot.now_s, standing.ended_at_s, standing.expected_start_s
     if standing.state in ENDED:
-        ended_s = standing.ended_at_s
-        return None if ended_s is None else f"ended {_moment(ended_s, snapshot.now_s)}"
+        return None if ended_s is None else f"ended {_moment(ended_s, now_s)}", ended_s
     if standing.state in ON_CARD:
         left_s = _left_s(standing, snapshot)
-        here_s = snapshot.now_s - standing.since_s
-        return f"for {clock(here_s)}" if left_s is None else f"{clock(left_s)} left"
-    start_s = standing.expected_start_s
-    return None if start_s is None else f"about {_moment(start_s, snapshot.now_s)}"
+        if left_s is None:
+            return f"for {clock(now_s - standing.since_s)}", standing.since_s
+        return f"{clock(left_s)} left", now_s + left_s
+    return None if start_s is None else f"about {_moment(start_s, now_s)}", start_s
 
 
 def _left_s(standing: Standing, snapshot: QueueSnapshot) -> float | None:
@@ -396,7 +354,7 @@ def job_lines(standing: Standing, records: Iterable[Record], snapshot: QueueSnap
     job, redone_s = standing.job, job_object(standing, snapshot)["job_redone_s"]
     facts: dict[str, str | None] = {
         "state": f"{standing.state.value}: {_last_words(standing.reason)}",
-        "time": _time(standing, snapshot),
+        "time": _time(standing, snapshot)[0],
         "error": standing.last_error if standing.last_error != standing.reason else None,
         "kind": job.kind.value + (f", of the sweep {job.sweep}" if job.sweep else ""),
         "command": shlex.join(job.command.argv) if job.command else None,
@@ -520,11 +478,11 @@ def _name_in(record: Record) -> str | None:
 def _results(snapshot: QueueSnapshot) -> list[dict[str, Any]]:
     """Return the jobs with their metric, the best of each metric first."""
 
-    def order(standing: Standing) -> tuple[str, float, str]:
+    def order(standing: Standing) -> tuple[str, float]:
         best = finite(standing.value if standing.best is None else standing.best)
         rule = standing.job.milestones
         sign = -1.0 if rule is not None and not rule.is_min else 1.0
-        return _metric(standing) or "~", math.inf if best is None else sign * best, ""
+        return _metric(standing) or "~", math.inf if best is None else sign * best
 
     return [job_object(standing, snapshot) for standing in sorted(current(snapshot), key=order)]
 
@@ -555,31 +513,35 @@ def results_csv(snapshot: QueueSnapshot) -> str:
     return file.getvalue().removesuffix("\n")
 
 
-def results_text(snapshot: QueueSnapshot) -> str:
-    """Return the results as one table for people."""
-    titles = (
-        *("job", "settings", "state", "metric", "last", "best", "at step"),
-        *("time", "MiB", "moves", "OOM"),
+_RESULTS: Final = (
+    Column(key="job_name", title="job", most_cells=_NAME_CELLS),
+    Column(key="job_settings", title="settings", priority=3, most_cells=60),
+    Column(key="job_state", title="state"),
+    Column(key="job_metric_name", title="metric", priority=2),
+    Column(key="job_metric", title="last", numeric=True, priority=4),
+    Column(key="job_best", title="best", numeric=True, priority=1),
+    Column(key="job_best_step", title="at step", numeric=True, priority=5),
+    Column(key="job_ran_s", title="time", numeric=True, priority=6),
+    Column(key="job_peak_mib", title="MiB", numeric=True, priority=7),
+    Column(key="job_moves", title="moves", numeric=True, priority=9),
+    Column(key="job_oom", title="OOM", numeric=True, priority=8),
+)
+"""Their keys are those of a job in JSON."""
+
+
+def results_table(snapshot: QueueSnapshot) -> Table:
+    """Return the results, the best of each metric first, without columns of nothing but zeros."""
+    jobs = _results(snapshot)
+    shown = tuple(
+        column for column in _RESULTS if not column.priority or any(job[column.key] for job in jobs)
     )
-    rows: list[tuple[str, ...]] = [titles]
-    for job in _results(snapshot):
-        cells = (
-            job["job_name"],
-            _pairs(job["job_settings"]),
-            job["job_state"],
-            job["job_metric_name"],
-            _figure(job["job_metric"]),
-            _figure(job["job_best"]),
-            job["job_best_step"],
-            clock(job["job_ran_s"]) if job["job_ran_s"] else None,
-            job["job_peak_mib"],
-            job["job_moves"],
-            job["job_oom"],
-        )
-        rows.append(tuple(MISSING if cell in {None, ""} else clean(str(cell)) for cell in cells))
-    nothing = {MISSING, "0"}
-    shown = [n for n, column in enumerate(zip(*rows, strict=True)) if {*column[1:]} - nothing]
-    lines = aligned(
-        [[row[n] for n in shown] for row in rows], {"job", "settings", "state", "metric"}
-    )
-    return "\n".join([*lines, f"files: {snapshot.files}/JOB"])
+    rows = []
+    for job in jobs:
+        texts = {
+            "job_metric": _figure(job["job_metric"]),
+            "job_best": _figure(job["job_best"]),
+            "job_ran_s": clock(job["job_ran_s"]) if job["job_ran_s"] else None,
+        }
+        values = {**job, "job_settings": _pairs(job["job_settings"])}
+        rows.append(row_of(shown, job["job_name"], values, texts))
+    return Table(name="results", columns=shown, rows=tuple(rows))

@@ -7,11 +7,13 @@ nothing about widths: a renderer that is short of room leaves out columns by the
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any
 
-from orchestrator.view.cells import MISSING
+from orchestrator.view.cells import MISSING, clean
 
 
 class Tone(StrEnum):
@@ -112,3 +114,23 @@ class Table:
                 for row in self.rows
             ],
         }
+
+
+def row_of(
+    columns: Sequence[Column],
+    key: str,
+    values: Mapping[str, Any],
+    texts: Mapping[str, str | None],
+    tones: Mapping[str, Tone] = MappingProxyType({}),
+) -> TableRow:
+    """Return a row; what is known of its cells is under the keys of the columns.
+
+    A cell without an entry in `texts` shows its value. `None` is unknown.
+    """
+    cells = []
+    for column in columns:
+        value = values.get(column.key)
+        text = texts.get(column.key, None if value is None else str(value))
+        tone = tones.get(column.key, Tone.PLAIN)
+        cells.append(Cell(text=clean(text or "") or MISSING, tone=tone, value=value))
+    return TableRow(key=key, cells=tuple(cells))

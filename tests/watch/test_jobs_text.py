@@ -24,8 +24,9 @@ from orchestrator.jobs.model import (
 from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.view import jobs as view
 from orchestrator.view.job_charts import Bar, attempt_bars, bars_svg, curves_svg
+from orchestrator.view.terminal import table_lines
 from tests.factories import STARTED_UNIX_S, make_job, make_row, make_standing
-from workers.messages import Progress
+from workers.messages import Progress, WorkerState
 
 NOW_S = STARTED_UNIX_S + 3600.0
 HOSTILE = "a\x1b[2Jb\nc<script>"
@@ -42,30 +43,30 @@ def queue_of(*standings: object, **changed: object) -> QueueSnapshot:
 def test_jobs_on_a_card_come_first_and_done_ones_last() -> None:
     states = ("DONE", "QUEUED", "FAILED", "RUNNING", "WAITING")
     queue = queue_of(*(make_standing(state.lower(), state) for state in states))
-    names = [line.plain.split()[0] for line in view.jobs_lines(queue, None)[1:]]
+    names = [row.key for row in view.jobs_table(queue).rows]
     assert names == ["running", "queued", "waiting", "failed", "done"]
 
 
-@pytest.mark.parametrize("width", [200, 120, 80, 60, 40, 20])
-def test_no_line_of_the_table_is_wider_than_the_terminal(width: int) -> None:
-    long = make_standing("x" * 60, reason="waits for pc1, which another job has until about 03:40")
-    lines = view.jobs_lines(queue_of(TRAINED, long), width)
-    assert max(line.cell_len for line in lines) <= width
-    assert all("RUNNING" in line.plain or "QUEUED" in line.plain for line in lines[1:])
+def test_a_table_of_jobs_says_why_those_wait_that_do_not_work() -> None:
+    waits = make_standing("lr-1", reason="pc1 runs lr-0")
+    slow = replace(TRAINED, job=make_job("lr-2"))
+    rows = {"lr-2": make_row(slot="lr-2", state=WorkerState.BACKOFF, reason="memory ran out")}
+    lines = table_lines(view.jobs_table(queue_of(TRAINED, waits, slow, rows=rows)), 80)
+    assert [line.plain for line in lines[-2:]] == ["lr-2: memory ran out", "lr-1: pc1 runs lr-0"]
 
 
-def test_a_table_of_eighty_columns_has_room_for_the_reason() -> None:
-    title, line = view.jobs_lines(queue_of(TRAINED), 80)
-    assert title.plain.split()[-1] == "why"
-    assert "in line" in line.plain
+def test_a_narrow_table_of_jobs_keeps_name_state_and_step() -> None:
+    (title, line) = table_lines(view.jobs_table(queue_of(TRAINED)), 30)
+    assert title.plain.split() == ["job", "state", "step"]
+    assert line.plain.split() == ["lr-0", "RUNNING", "40/100"]
 
 
 def test_hostile_text_is_one_harmless_line() -> None:
     hostile = make_standing(HOSTILE, "FAILED", reason=HOSTILE, last_error=HOSTILE)
     queue = queue_of(hostile, held=HOSTILE)
-    said = [line.plain for line in view.jobs_lines(queue, 100)]
+    tables = (view.jobs_table(queue), view.results_table(queue))
+    said = [line.plain for table in tables for line in table_lines(table, 100)]
     said += [view.summary_line(queue), *view.job_lines(hostile, (), queue)]
-    said += [*view.results_text(queue).splitlines()]
     said += view.results_csv(queue).splitlines()
     assert all(line.isprintable() for line in said)
 
@@ -81,7 +82,7 @@ def test_a_command_tells_its_steps_while_it_runs() -> None:
     row = make_row(slot="lr-0", progress=Progress(train_step=60, train_steps=90))
     command = replace(TRAINED, job=make_job(steps=None))
     queue = queue_of(command, rows={"lr-0": row})
-    assert view.job_cells(view.current(queue)[0], queue)["step"] == "60/90"
+    assert view.jobs_table(queue).rows[0].cells[3].text == "60/90"
 
 
 def test_a_job_that_never_began_has_no_files() -> None:
@@ -188,10 +189,9 @@ def test_results_have_the_best_first_and_a_column_for_each_setting() -> None:
 
 def test_results_have_no_column_in_which_nothing_stands() -> None:
     done = make_standing("a", "DONE", value=2.0, best=1.5, attempt=1)
-    title, line, files = view.results_text(queue_of(done)).splitlines()
-    assert title.split() == ["job", "state", "metric", "last", "best"]
-    assert line.split() == ["a", "DONE", "loss", "2", "1.5"]
-    assert files == "files: runs/x/jobs/files/JOB"
+    title, line = table_lines(view.results_table(queue_of(done)), None)
+    assert title.plain.split() == ["job", "state", "metric", "last", "best"]
+    assert line.plain.split() == ["a", "DONE", "loss", "2", "1.5"]
 
 
 def nodes_of(svg: str | None) -> list[ET.Element]:

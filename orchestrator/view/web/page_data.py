@@ -23,9 +23,7 @@ from orchestrator.record.query import Filter, Order, order_of, parse, select
 from orchestrator.record.summary import SCHEMA
 from orchestrator.view.alerts import Alert
 from orchestrator.view.cells import MISSING, clean, clock, shorten
-from orchestrator.view.jobs import STATE_STYLES as JOB_STYLES
-from orchestrator.view.jobs import TITLES as JOB_TITLES
-from orchestrator.view.jobs import current, job_cells, summary_line
+from orchestrator.view.jobs import jobs_table, summary_line
 from orchestrator.view.phrases import (
     counted,
     event_words,
@@ -35,6 +33,7 @@ from orchestrator.view.phrases import (
     totals,
 )
 from orchestrator.view.table import TableColumn, columns_for, kept_longest_first
+from orchestrator.view.tables import Tone
 from workers.messages import WorkerState
 from workers.units import MIB
 
@@ -254,15 +253,18 @@ def jobs_of(queue: QueueSnapshot | None, *, with_control: bool = False) -> Json:
     """Return the jobs of a queue, a line for each with its name; no line where there is none."""
     if queue is None:
         return {"line": None, "titles": (), "rows": (), "control": False}
-    rows = []
-    for standing in current(queue):
-        cells: dict[str, Cell] = dict(job_cells(standing, queue))
-        tone = TONES.get(JOB_STYLES[standing.state])
-        if tone is not None:
-            cells["state"] = (standing.state.value, tone)
-        rows.append((standing.job.name, tuple(cells.values())))
+    table = jobs_table(queue)
+    rows = [
+        (row.key, (*((cell.text, _tone(cell.tone)) for cell in row.cells), row.reason or MISSING))
+        for row in table.rows
+    ]
+    titles = (*(column.title for column in table.columns), "why")
     line = summary_line(queue)
-    return {"line": line, "titles": JOB_TITLES, "rows": rows, "control": with_control}
+    return {"line": line, "titles": titles, "rows": rows, "control": with_control}
+
+
+def _tone(tone: Tone) -> str:
+    return {Tone.PLAIN: "", Tone.NOTE: "info"}.get(tone, tone.value)
 
 
 def slot_of(
