@@ -1,4 +1,4 @@
-"""What is wrong with one machine: its cards and their driver, torch, Ray, memory, and the plan.
+"""What is wrong with one machine: its cards and their driver, torch, Ray, and the plan.
 
 Pure: facts in, findings out. A check is one function and its line in `CHECKS`. Does not cover nodes
 against each other (`checks_cluster`) nor the token, port and disk of this PC (`verb`).
@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from orchestrator.config.capacity import budget_bytes, card_total_gib, overbooked, workers_per_card
-from orchestrator.config.gpu_specs import PROFILES, match_profile, peak_tflops, profile_of
+from orchestrator.config.gpu_specs import PROFILES, match_profile, profile_of
 from orchestrator.config.schema import Config, NodeConfig
 from orchestrator.doctor.finding import (
     Finding,
@@ -31,14 +31,10 @@ from workers.host.facts import CardFacts, Holder, MachineFacts
 from workers.units import GIB
 
 #: As in pyproject.toml.
-_LEAST_TORCH = (2, 9)
 _LEAST_RAY = (2, 56)
 
 #: Of a card's memory; a desktop takes less on all but the smallest cards.
 _MUCH_USED = 0.15
-#: RAM of a worker with a card: torch's CUDA libraries and some reserve.
-_WORKER_RAM_BYTES = 1 * GIB
-
 #: Their powersave follows the load; that of the other drivers pins the lowest clock (kernel.org,
 #: intel_pstate.rst).
 _CLEVER_DRIVERS = ("intel_pstate", "amd-pstate-epp")
@@ -106,14 +102,8 @@ def _card(machine: Machine) -> Iterator[Finding]:
 
 
 def _card_text(card: CardFacts) -> str:
-    profile = profile_of(card)
-    parts = [f"#{card.index} {card.name}", f"{card.total_bytes / GIB:.2f} GiB"]
-    peak = peak_tflops(profile, "fp16")
-    if peak is not None:
-        parts.append(f"{peak:.0f} TFLOP/s in fp16")
-    if profile.bandwidth_gb_s is not None:
-        parts.append(f"{profile.bandwidth_gb_s:.0f} GB/s")
-    return ", ".join([*parts, f"in cluster.yaml: {profile.key}"])
+    name = f"#{card.index} {card.name}, {card.total_bytes / GIB:.2f} GiB"
+    return f"{name}, in cluster.yaml: {profile_of(card).key}"
 
 
 def _driver(machine: Machine) -> Iterator[Finding]:
@@ -197,11 +187,8 @@ def _torch(machine: Machine) -> Iterator[Finding]:
     if torch.version is None:
         yield fail(f"cannot be imported: {torch.error or 'no reason given'}", fix="make setup")
         return
-    if versions(torch.version) < _LEAST_TORCH:
-        least = dotted(_LEAST_TORCH)
-        yield fail(f"{torch.version} is too old; {least} or newer is needed", fix="make setup")
-        return
-    built = f"{torch.version}, built for {torch.cuda and f'CUDA {torch.cuda}' or 'the processor'}"
+    target = "the processor" if torch.cuda is None else f"CUDA {torch.cuda}"
+    built = f"{torch.version}, built for {target}"
     runs = "" if facts.driver_cuda is None else f" (this driver: up to {dotted(facts.driver_cuda)})"
     if not facts.visible_cards:
         yield ok(built)
@@ -271,21 +258,6 @@ def _how_it_runs(kernel: str, capability: tuple[int, int]) -> str | None:
     return "compiled" if built <= capability else None
 
 
-def _platform(machine: Machine) -> Iterator[Finding]:
-    facts = machine.facts
-    if facts.is_wsl:
-        yield warn(
-            f"WSL2 (kernel {facts.kernel}): no MPS, no memory per process, and a full card spills "
-            "into the PC's memory instead of failing",
-            hint="leave a part of the card to Windows (memory_fraction), as `init` does; for long "
-            "runs start Linux",
-        )
-    elif facts.system != "linux":
-        yield fail(f"{facts.system}: workers need Linux", hint="on Windows, WSL2 will do")
-    else:
-        yield ok(f"Linux {facts.kernel}")
-
-
 def _ray(machine: Machine) -> Iterator[Finding]:
     ray, least = machine.facts.ray, dotted(_LEAST_RAY)
     if ray is None:
@@ -295,18 +267,6 @@ def _ray(machine: Machine) -> Iterator[Finding]:
         yield fail(found, fix="make setup")
     else:
         yield ok(ray)
-
-
-def _ram(machine: Machine) -> Iterator[Finding]:
-    facts, plan = machine.facts, machine.plan
-    found = f"{facts.ram_available_bytes / GIB:.1f} of {facts.ram_total_bytes / GIB:.1f} GiB free"
-    workers = 2 if plan is None else plan.workers
-    if facts.ram_available_bytes < workers * _WORKER_RAM_BYTES:
-        need = f"{counted(workers, 'worker')} need about {workers * _WORKER_RAM_BYTES / GIB:.0f}"
-        hint = f"{need} GiB; end other programs, or plan fewer workers"
-        yield warn(found, hint=hint, fix="ps aux --sort=-rss | head")
-    else:
-        yield ok(found)
 
 
 def _cpu_governor(machine: Machine) -> Iterator[Finding]:
@@ -414,9 +374,7 @@ CHECKS: Final[Mapping[str, _Check]] = MappingProxyType(
         "vram": _vram,
         "persistence": _persistence,
         "torch": _torch,
-        "platform": _platform,
         "ray": _ray,
-        "ram": _ram,
         "cpu_governor": _cpu_governor,
         "mps": _mps,
         "plan": _plan,
