@@ -346,7 +346,7 @@ def notify(
 ) -> None:
     """Tell of a run by mail or chat until it ends.
 
-    What goes wrong is told at once, the rest in a digest.
+    What goes wrong is told at once, how the run is every `notify.every`.
     """
     from orchestrator.config.notify_urls import URLS_VARIABLE, notify_urls
     from orchestrator.view.notify import notifier

@@ -166,7 +166,7 @@ ReadOnly = Annotated[
 ]
 
 # Of `notify`.
-Once = Annotated[bool, Option("--once", help="Send one digest of the run as it is now, and end.")]
+Once = Annotated[bool, Option("--once", help="Send one status of the run as it is now, and end.")]
 TestMessage = Annotated[
     bool, Option("--test", help="Send one message, and say of each address whether it took it.")
 ]
