@@ -402,7 +402,7 @@ def test_idle_sockets_and_garbage_hinder_no_page(
             with socket.create_connection(here, PATIENCE_S) as one:
                 one.sendall(garbage[number % len(garbage)])
                 one.settimeout(PATIENCE_S)
-                assert one.recv(4096)[:12] in {b"HTTP/1.1 400", b"HTTP/1.0 400", b"HTTP/1.1 401"}
+                assert re.match(rb"HTTP/\S+ 40[013] ", one.recv(4096))
         assert asked(url, "/api/v1/document", token)[0] == 200
     assert (tmp_path / "printed").read_bytes() == b""
 
