@@ -275,7 +275,8 @@ def test_a_card_shows_its_sensors_and_what_its_workers_do() -> None:
 
 def test_a_table_of_slots_is_json_with_values_to_sort_by() -> None:
     told = slots_table(make_snapshot(make_row(cap_bytes=4 * GIB))).to_json()
-    cells = dict(zip([column["key"] for column in told["columns"]], told["rows"][0]["cells"]))
+    keys = [column["key"] for column in told["columns"]]
+    cells = dict(zip(keys, told["rows"][0]["cells"], strict=True))
     assert cells["state"] == ["RUNNING", "good", "RUNNING"]
     assert cells["tflops"] == ["9.610", "plain", 9.61]
 
