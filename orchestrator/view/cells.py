@@ -134,12 +134,6 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest_s:02}" if hours else f"{minutes:02}:{rest_s:02}"
 
 
-def joined(parts: Iterable[str | None], missing: str) -> str | None:
-    """Return the parts with slashes between them; `None` when not one of them is known."""
-    known = list(parts)
-    return "/".join(part or missing for part in known) if any(known) else None
-
-
 def flow(segments: Iterable[Text], width: int, separator: str) -> list[Text]:
     """Return lines filled with whole segments: a line is broken between two of them, never inside
     one.

@@ -179,8 +179,8 @@ def _of_slots(frame: Frame) -> Iterator[Metric]:
     )
     yield _counters("slot_busy_seconds", "Time the device was kept busy.", _SLOT, busy)
     for field in FIELDS.values():
-        if field.metric is not None and field.of == "slot":
-            yield _family(field, _SLOT, everything if field.metric.kind == "counter" else now)
+        if field.metric and field.of == "slot":
+            yield _family(field, _SLOT, everything if field.counter else now)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +220,7 @@ def _of_cards(frame: Frame) -> Iterator[Metric]:
     )
     tellers = [((card.node, card.uuid), card.teller) for card in cards if card.teller is not None]
     for field in FIELDS.values():
-        if field.metric is not None and field.of == "card":
+        if field.metric and field.of == "card":
             yield _family(field, _CARD, tellers)
 
 
@@ -245,17 +245,15 @@ def _of_queue(queue: QueueSnapshot) -> Iterator[Metric]:
 def _family(
     field: Field, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], Row]]
 ) -> Metric:
-    metric = field.metric
-    assert metric is not None  # noqa: S101 - only fields with a metric are asked for
     values = []
     for of, row in rows:
         value = field.value(row)
         if isinstance(value, int | float) and (
             field.key != "temperature_c" or row.temperature_of == "card"
         ):
-            values.append((of, value if metric.factor == 1 else round(value * metric.factor, 3)))
-    name = metric.name.removeprefix("orchestrator_")
-    return (_counters if metric.kind == "counter" else _gauges)(name, metric.help, labels, values)
+            values.append((of, value if field.factor == 1 else round(value * field.factor, 3)))
+    family = _counters if field.counter else _gauges
+    return family(field.metric, field.help, labels, values)
 
 
 def _gauges(name: str, text: str, labels: Sequence[str], values: _Values) -> Metric:
