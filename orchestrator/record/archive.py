@@ -494,6 +494,8 @@ class Frame:
     """What fell short, of a run that has ended and was not good."""
     queue: QueueSnapshot | None = None
     """The queue of jobs, where the run has one."""
+    disk_free_bytes: int | None = None
+    """Of the file system with the run folder; `None` where it does not say."""
 
 
 class Follower:
@@ -541,6 +543,7 @@ class Follower:
                 freshness=freshness,
                 late_s=late_s,
                 queue=self._queue(before.snapshot, freshness),
+                disk_free_bytes=_disk_free_bytes(self._folder),
             )
             return self._frame
         run = read_run(self._folder)
@@ -563,6 +566,7 @@ class Follower:
             late_s=late_s,
             missed=missed_of(events) or (() if before is None else before.missed),
             queue=self._queue(snapshot, freshness),
+            disk_free_bytes=_disk_free_bytes(self._folder),
         )
         return self._frame
 
@@ -578,6 +582,13 @@ class Follower:
         if (late_s > _GONE_AFTER_S) if is_foreign else run.was_killed:
             return Freshness.HEAD_GONE, late_s
         return (Freshness.LATE if late_s > LATE_AFTER_S else Freshness.LIVE), late_s
+
+
+def _disk_free_bytes(folder: Path) -> int | None:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
 
 
 def missed_of(events: Iterable[StoredEvent]) -> tuple[str, ...]:

@@ -205,7 +205,7 @@ def test_alerts_stand_on_top_and_have_a_page_with_what_to_do(tmp_path: Path) -> 
     assert page[at + 1].startswith("   slot pc1/0 was given up: ")
     assert "reinstate" in "".join(page[at + 2 :])
     (other := tmp_path / "other").mkdir()
-    assert "no alert fires" in "".join(driven(made(other, [make_row()]), (120, 20), pressed("a")))
+    assert "nothing is wrong" in "".join(driven(made(other, [make_row()]), (120, 20), pressed("a")))
 
 
 def test_keys_sort_filter_and_move(tmp_path: Path) -> None:

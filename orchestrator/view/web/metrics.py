@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final, TypeAlias
@@ -24,14 +25,14 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
+from orchestrator.core.slot import HeadState
 from orchestrator.jobs.model import JobState
-from orchestrator.record.archive import Frame
-from orchestrator.record.folders import Deliveries
+from orchestrator.record.archive import Frame, Freshness
 from orchestrator.record.jobs import QueueSnapshot
-from orchestrator.record.model import FIELDS, Field, Row
-from orchestrator.view import alerts
-from orchestrator.view.alerts import Firing
+from orchestrator.record.model import FIELDS, Field, Row, rows_by_card
+from orchestrator.view.alerts import Alert, is_up, nodes_up, rows
 from orchestrator.view.jobs import current, job_object
+from workers.messages import WorkerState
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -45,6 +46,7 @@ _JOB_METRICS: Final = (
     ("job_oom", "job_out_of_memory", "Times that it ran out of memory."),
     ("job_moves", "job_moves", "Times that it went to another card."),
 )
+_OUTCOMES: Final = ("running", "good", "degraded", "interrupted", "failed")
 _SLOT: Final = ("node", "slot")
 _CARD: Final = ("node", "gpu_uuid")
 
@@ -55,16 +57,14 @@ Commands: TypeAlias = Mapping[tuple[str, str], int]
 _Values: TypeAlias = Iterable[tuple[Sequence[str], float]]
 
 
-def exposition(
-    frame: Frame, firing: Iterable[Firing], deliveries: Deliveries, commands: Commands
-) -> bytes:
-    """Return all metrics of a run as text. `deliveries` are the notifications of the run so far."""
+def exposition(frame: Frame, alerts: Iterable[Alert], commands: Commands) -> bytes:
+    """Return all metrics of a run as text."""
     registry = CollectorRegistry(auto_describe=False)
     families = (
-        *_of_run(frame, deliveries, commands),
+        *_of_run(frame, commands),
         *_of_slots(frame),
         *_of_cards(frame),
-        _of_alerts(firing),
+        _of_alerts(alerts),
         *(() if frame.queue is None else _of_queue(frame.queue)),
     )
     registry.register(_Collected(families))
@@ -86,7 +86,7 @@ class _Collected(Collector):
         return self._families
 
 
-def _of_run(frame: Frame, deliveries: Deliveries, commands: Commands) -> Iterator[Metric]:
+def _of_run(frame: Frame, commands: Commands) -> Iterator[Metric]:
     run, snapshot = frame.run, frame.snapshot
     policies = sorted({row.policy for row in snapshot.rows if row.policy is not None})
     build = {
@@ -102,11 +102,12 @@ def _of_run(frame: Frame, deliveries: Deliveries, commands: Commands) -> Iterato
     }
     yield InfoMetricFamily("orchestrator_build", "Versions of what shows the run.", value=build)
     yield InfoMetricFamily("orchestrator_run", "Which run it is.", value=about)
-    now = alerts.outcome(frame)
-    outcomes = (((outcome,), float(outcome == now)) for outcome in alerts.OUTCOMES)
+    # One whose head was killed has not ended, and counts as running.
+    now = run.outcome if frame.freshness is Freshness.ENDED else "running"
+    outcomes = (((outcome,), float(outcome == now)) for outcome in _OUTCOMES)
     yield _gauges("run_outcome", "1 for how the run stands.", ("outcome",), outcomes)
     for name, text, value in (
-        ("head_up", "1 while a head works on the run.", alerts.is_up(frame)),
+        ("head_up", "1 while a head works on the run.", is_up(frame)),
         ("run_started_timestamp_seconds", "When the run began.", snapshot.started_at),
         ("run_updated_timestamp_seconds", "When the head told last.", run.updated_at_unix_s),
         ("run_elapsed_seconds", "Time that the run has worked.", snapshot.elapsed_s),
@@ -122,10 +123,8 @@ def _of_run(frame: Frame, deliveries: Deliveries, commands: Commands) -> Iterato
     ):
         values = () if value is None else (((), float(value)),)
         yield _gauges(name, text, (), values)
-    nodes = (((node,), float(up)) for node, up in alerts.nodes_up(frame).items())
+    nodes = (((node,), float(up)) for node, up in nodes_up(frame).items())
     yield _gauges("node_up", "1 while a planned node is in the cluster.", ("node",), nodes)
-    results = ((("taken",), deliveries.taken), (("failed",), deliveries.failed))
-    yield _counters("notifications", "Notifications, for outcome address.", ("result",), results)
     given = sorted(commands.items())
     yield _counters("commands", "Commands of the user.", ("command", "result"), given)
 
@@ -133,7 +132,7 @@ def _of_run(frame: Frame, deliveries: Deliveries, commands: Commands) -> Iterato
 def _of_slots(frame: Frame) -> Iterator[Metric]:
     # Counts stay true when the head has ended; what a slot is or holds does not.
     everything = [((row.node, row.slot), row) for row in frame.snapshot.rows]
-    now = [((row.node, row.slot), row) for row in alerts.rows(frame)]
+    now = [((row.node, row.slot), row) for row in rows(frame)]
     # What a slot is not has no series: with zeros, these would be most of all series.
     states = (((*labels, row.state.value.lower()), 1.0) for labels, row in now)
     yield _gauges(
@@ -142,20 +141,8 @@ def _of_slots(frame: Frame) -> Iterator[Metric]:
         (*_SLOT, "state"),
         states,
     )
-    for name, text, holds in (
-        ("slot_held", "1 while a person holds the slot, else absent.", alerts.is_held),
-        (
-            "slot_leaking",
-            "1 while its process keeps memory for nothing, else absent.",
-            alerts.is_leaking,
-        ),
-        (
-            "slot_loss_not_finite",
-            "1 if a NaN or infinite loss has stopped its training, else absent.",
-            alerts.is_not_finite,
-        ),
-    ):
-        yield _gauges(name, text, _SLOT, ((labels, 1.0) for labels, row in now if holds(row)))
+    held = ((labels, 1.0) for labels, row in now if row.state is HeadState.HELD)
+    yield _gauges("slot_held", "1 while a person holds the slot, else absent.", _SLOT, held)
     updated = frame.snapshot.now_unix_s
     heard = (
         (of, round(updated - row.heartbeat_age_s, 1))
@@ -196,8 +183,35 @@ def _of_slots(frame: Frame) -> Iterator[Metric]:
             yield _family(field, _SLOT, everything if field.counter else now)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Card:
+    """A card on which the run has workers, or waits for them."""
+
+    node: str
+    uuid: str
+    name: str | None
+    is_up: bool
+    """Whether a worker of it reports, or a person holds a slot of it."""
+    teller: Row | None
+    """The slot that heard of its sensors last; `None` if no worker reports."""
+
+
+def _cards(frame: Frame) -> Iterator[_Card]:
+    waited_for = [row for row in rows(frame) if row.gpu_uuid is not None]
+    waited_for = [row for row in waited_for if row.state is not HeadState.QUARANTINED]
+    for (node, uuid), slots in rows_by_card(waited_for).items():
+        tellers = [row for row in slots if isinstance(row.state, WorkerState)]
+        teller = min(tellers, key=_age_s, default=None)
+        up = bool(tellers) or any(row.state is HeadState.HELD for row in slots)
+        yield _Card(node=node, uuid=uuid, name=slots[0].gpu_name, is_up=up, teller=teller)
+
+
+def _age_s(row: Row) -> float:
+    return float("inf") if row.heartbeat_age_s is None else row.heartbeat_age_s
+
+
 def _of_cards(frame: Frame) -> Iterator[Metric]:
-    cards = alerts.cards(frame)
+    cards = tuple(_cards(frame))
     names = (((card.node, card.uuid, card.name or ""), 1.0) for card in cards)
     yield _gauges("card_info", "Which card it is.", (*_CARD, "gpu_name"), names)
     ups = (((card.node, card.uuid), float(card.is_up)) for card in cards)
@@ -210,14 +224,9 @@ def _of_cards(frame: Frame) -> Iterator[Metric]:
             yield _family(field, _CARD, tellers)
 
 
-def _of_alerts(firing: Iterable[Firing]) -> Metric:
-    """Return what fires; the rules of Prometheus ask for nothing else."""
-    values = []
-    for one in firing:
-        subject, alert = one.subject, one.alert
-        name = f"{subject.name} of {subject.node}" if alert.scope == "card" else subject.name
-        values.append(((alert.name, alert.severity, name, subject.node), 1.0))
-    text = "1 while an alert fires, else absent."
+def _of_alerts(alerts: Iterable[Alert]) -> Metric:
+    values = (((one.name, one.severity, one.subject, one.node or ""), 1.0) for one in alerts)
+    text = "1 for each thing that is wrong, else absent."
     return _gauges("alert", text, ("name", "severity", "subject", "node"), values)
 
 

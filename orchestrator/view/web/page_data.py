@@ -21,7 +21,7 @@ from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.record.model import FIELDS, STATE_STYLES, Row, finite, rows_by_card, trouble
 from orchestrator.record.query import Filter, Order, order_of, parse, select
 from orchestrator.record.summary import SCHEMA
-from orchestrator.view.alerts import Badge
+from orchestrator.view.alerts import Alert
 from orchestrator.view.cells import MISSING, clean, clock, shorten
 from orchestrator.view.jobs import jobs_table, summary_line
 from orchestrator.view.phrases import (
@@ -136,7 +136,7 @@ class Table:
 
 
 def table_of(
-    frame: Frame, view: TableView, firing: Sequence[Badge] = (), *, with_control: bool = False
+    frame: Frame, view: TableView, firing: Sequence[Alert] = (), *, with_control: bool = False
 ) -> Table:
     """Return the table of one view; `QueryError` where its filter makes no sense."""
     rows = frame.snapshot.rows
@@ -184,7 +184,7 @@ def row_cells(row: Row, columns: Sequence[TableColumn]) -> tuple[Cell, ...]:
     return (*(_cell(column.cell(row)) for column in columns), (reason, tone) if loud else reason)
 
 
-def head_of(frame: Frame, firing: Sequence[Badge] = (), *, with_control: bool = False) -> Json:
+def head_of(frame: Frame, firing: Sequence[Alert] = (), *, with_control: bool = False) -> Json:
     """Return what stands above the table."""
     run, snapshot = frame.run, frame.snapshot
     seen, planned = len(snapshot.nodes_seen), len(snapshot.nodes_planned)
@@ -210,11 +210,11 @@ def head_of(frame: Frame, firing: Sequence[Badge] = (), *, with_control: bool = 
         "notices": [clean(notice) for notice in notices],
         "alerts": [
             {
-                "words": (clean(badge.words), _SEVERITY_TONES[badge.severity]),
-                "subjects": [clean(subject) for subject in badge.subjects],
-                "what_to_do": badge.what_to_do,
+                "words": (alert.text, alert.tone.value),
+                "subjects": [alert.subject],
+                "what_to_do": alert.what_to_do,
             }
-            for badge in firing
+            for alert in firing
         ],
         "control": with_control and run.outcome == "running",
     }

@@ -31,11 +31,11 @@ from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.jobs.model import Said, Word
 from orchestrator.record import history
 from orchestrator.record.archive import Follower, Frame, StoredEvent, count_commands, read_events
-from orchestrator.record.folders import find_run, list_runs, read_deliveries, run_object
+from orchestrator.record.folders import find_run, list_runs, run_object
 from orchestrator.record.output import last_lines
 from orchestrator.record.query import Order, order_of, parse, select
 from orchestrator.record.summary import SCHEMA
-from orchestrator.view.alerts import ALERTS, AlertWatch, Badge, Firing, badges, judge
+from orchestrator.view.alerts import Alert, Since, alerts
 from orchestrator.view.jobs import with_jobs
 from orchestrator.view.web import guard, metrics, page_data
 from orchestrator.view.web.guard import (
@@ -149,8 +149,7 @@ class Hub:
         self._folder = folder
         self._look = Follower(folder).look
         self._unix_s = unix_s
-        self._alerts = AlertWatch(alerts=ALERTS)
-        self._badges: tuple[Badge, ...] = ()
+        self._alerts_since: Since = {}
         self._with_control = with_control
         self._views: dict[TableView, _Followed] = {}
         self._frame: Frame | None = None
@@ -158,8 +157,8 @@ class Hub:
         self._news: deque[StoredEvent] = deque(maxlen=_EVENTS_MOST)
         self._looking = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
-        self.firing: tuple[Firing, ...] = ()
-        """The alerts that fire in the last frame."""
+        self.alerts: tuple[Alert, ...] = ()
+        """What was wrong in the last frame."""
         self.looks = 0
         """How often the run was looked at."""
 
@@ -181,18 +180,14 @@ class Hub:
     def _look_and_judge(self) -> Frame:
         frame = self._look()
         frame = replace(frame, snapshot=with_jobs(frame.snapshot, frame.queue))
-        failed = read_deliveries(self._folder).failed
-        self._alerts, self.firing = judge(
-            self._alerts, frame, self._unix_s(), failed_notifications=failed
-        )
-        self._badges = badges(self.firing)
+        self.alerts, self._alerts_since = alerts(frame, self._unix_s(), self._alerts_since)
         return frame
 
     async def table(self, view: TableView) -> Table:
         """Return the table of a view as it is now; `ArchiveError` as for `frame`."""
         frame = await self.frame()
         return await asyncio.to_thread(
-            table_of, frame, view, self._badges, with_control=self._with_control
+            table_of, frame, view, self.alerts, with_control=self._with_control
         )
 
     @property
@@ -242,7 +237,7 @@ class Hub:
     async def _show(self, frame: Frame) -> None:
         for view, followed in list(self._views.items()):
             table = await asyncio.to_thread(
-                table_of, frame, view, self._badges, with_control=self._with_control
+                table_of, frame, view, self.alerts, with_control=self._with_control
             )
             before, followed.table = followed.table, table
             changes = None if before is None else table.changes(before)
@@ -385,11 +380,8 @@ class Site:
 
     async def _get_metrics(self, request: web.Request, _query: Query) -> web.StreamResponse:
         frame = await self.hub.frame()
-        deliveries = await asyncio.to_thread(read_deliveries, self.folder)
         commands = await asyncio.to_thread(count_commands, self.folder)
-        content = await asyncio.to_thread(
-            metrics.exposition, frame, self.hub.firing, deliveries, commands
-        )
+        content = await asyncio.to_thread(metrics.exposition, frame, self.hub.alerts, commands)
         return _response(request, content, metrics.CONTENT_TYPE)
 
     async def _get_run(self, request: web.Request, _query: Query) -> web.StreamResponse:
