@@ -244,12 +244,15 @@ def cards_table(snapshot: Snapshot) -> Table:
 
 
 def headline(snapshot: Snapshot) -> tuple[Cell, ...]:
-    """Return what stands above the table: nodes, states, throughput and time."""
+    """Return what stands above the table: nodes, states, throughput and time.
+
+    The value of a cell is the state that it counts.
+    """
     seen, planned = len(snapshot.nodes_seen), len(snapshot.nodes_planned)
     said = [
         Cell(text=f"nodes {seen}/{planned}", tone=Tone.PLAIN if seen >= planned else Tone.BAD),
         *(
-            Cell(text=f"{count} {state}", tone=STATE_TONES[state])
+            Cell(text=f"{count} {state}", tone=STATE_TONES[state], value=state.value)
             for state, count in snapshot.state_counts.items()
         ),
         Cell(text=tflops_words(snapshot.tflops_total)),

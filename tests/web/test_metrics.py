@@ -15,15 +15,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrator.core.slot import HeadState
 from orchestrator.record.archive import Frame, Freshness
-from orchestrator.record.folders import Deliveries, write_deliveries
 from orchestrator.record.model import FIELDS
 from orchestrator.record.store import CommandRecord
 from orchestrator.view.web.metrics import exposition
 from tests.alerts.traces import frame_at
 from tests.web.scene import make_run, serving
 from workers.messages import WorkerState
-
-NOTHING_TOLD = Deliveries()
 
 
 def samples(content: bytes) -> dict[str, dict[tuple[str, ...], float]]:
@@ -38,7 +35,7 @@ def samples(content: bytes) -> dict[str, dict[tuple[str, ...], float]]:
 
 
 def of_frame(frame: Frame) -> dict[str, dict[tuple[str, ...], float]]:
-    return samples(exposition(frame, (), NOTHING_TOLD, {}))
+    return samples(exposition(frame, (), {}))
 
 
 @pytest.mark.skipif(
@@ -47,7 +44,7 @@ def of_frame(frame: Frame) -> dict[str, dict[tuple[str, ...], float]]:
 )
 @pytest.mark.parametrize("freshness", Freshness)
 def test_promtool_finds_nothing_wrong(freshness: Freshness) -> None:
-    content = exposition(frame_at(60, freshness=freshness), (), NOTHING_TOLD, {})
+    content = exposition(frame_at(60, freshness=freshness), (), {})
     done = subprocess.run(
         ["promtool", "check", "metrics"], input=content, capture_output=True, check=False
     )
@@ -121,11 +118,11 @@ def test_without_a_head_only_counts_and_the_outcome_remain(freshness: Freshness)
 
 def test_only_info_has_labels_without_bound() -> None:
     frame = frame_at(60, state=HeadState.QUARANTINED, reason="killed by signal 9")
-    for family in text_string_to_metric_families(exposition(frame, (), NOTHING_TOLD, {}).decode()):
+    for family in text_string_to_metric_families(exposition(frame, (), {}).decode()):
         for sample in family.samples:
             bounded = {"node", "slot", "gpu_uuid", "state", "result", "outcome", "command"}
             assert sample.labels.keys() <= bounded or sample.name.endswith("_info"), sample
-    assert b"signal 9" not in exposition(frame, (), NOTHING_TOLD, {})
+    assert b"signal 9" not in exposition(frame, (), {})
 
 
 def test_a_thousand_slots_are_at_most_120_kb_compressed() -> None:
@@ -158,11 +155,7 @@ def test_a_thousand_slots_are_at_most_120_kb_compressed() -> None:
         replace(frame.snapshot, rows=tuple(rows)),
     )
     assert (
-        len(
-            gzip.compress(
-                exposition(replace(frame, run=run, snapshot=snapshot), (), NOTHING_TOLD, {}), 6
-            )
-        )
+        len(gzip.compress(exposition(replace(frame, run=run, snapshot=snapshot), (), {}), 6))
         <= 120_000
     )
 
@@ -182,7 +175,6 @@ def command_record(identity: str, is_taken: bool) -> CommandRecord:
 def test_the_server_tells_them_to_who_has_the_token(tmp_path: Path) -> None:
     async def asked() -> None:
         store = make_run(tmp_path / "run", seconds=20)
-        write_deliveries(tmp_path / "run", Deliveries(2, 1))
         for number, is_taken in enumerate([True, False, True]):
             store.command(command_record(str(number), is_taken))
         store.commit()
@@ -191,7 +183,6 @@ def test_the_server_tells_them_to_who_has_the_token(tmp_path: Path) -> None:
             told = samples(answer.content)
             assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
             assert told["orchestrator_head_up"] == {(): 1.0}
-            assert told["orchestrator_notifications_total"] == {("taken",): 2.0, ("failed",): 1.0}
             assert told["orchestrator_commands_total"] == {
                 ("pause", "taken"): 2.0,
                 ("pause", "refused"): 1.0,
