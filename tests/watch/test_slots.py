@@ -92,7 +92,7 @@ def test_a_field_has_the_type_that_its_row_declares() -> None:
 
 def test_columns_and_metrics_are_declared_once() -> None:
     names = [column.name for column in COLUMNS]
-    metrics = [field.metric for field in FIELDS.values() if field.metric]
+    metrics = [(field.of, field.metric) for field in FIELDS.values() if field.metric]
     assert len(set(names)) == len(names)
     assert len(set(metrics)) == len(metrics)
     assert all({column.key, *column.keys} <= FIELDS.keys() for column in COLUMNS)
@@ -165,7 +165,7 @@ def test_a_training_shows_how_far_it_is(width: int, shown: str) -> None:
     heading = next(line for line in lines if line.startswith("slot"))
     assert set(shown.split()) <= set(heading.split()), "\n".join(lines)
     row = next(line for line in lines if line.startswith("pc1/0"))
-    for cell in ("1250/20000", "2.04/10.53", "38.6", "1:37:12", "3x4", "1210"):
+    for cell in ("1250/20000", "2.04/10.53", "38.6", "1:37:12", "3/4", "1210"):
         assert f" {cell} " in f"{row} ", row
 
 
@@ -275,7 +275,8 @@ def test_a_card_shows_its_sensors_and_what_its_workers_do() -> None:
 
 def test_a_table_of_slots_is_json_with_values_to_sort_by() -> None:
     told = slots_table(make_snapshot(make_row(cap_bytes=4 * GIB))).to_json()
-    cells = dict(zip([column["key"] for column in told["columns"]], told["rows"][0]["cells"]))
+    keys = [column["key"] for column in told["columns"]]
+    cells = dict(zip(keys, told["rows"][0]["cells"], strict=True))
     assert cells["state"] == ["RUNNING", "good", "RUNNING"]
     assert cells["tflops"] == ["9.610", "plain", 9.61]
 

@@ -1,7 +1,7 @@
-"""`top` on a terminal: keys in, lines out. Reads the run folder once a second, and nothing else.
+"""`top` on a terminal: keys in, tables out. Reads the run folder once a second.
 
-What pages show is in `pages.py`, what keys do to the table in `view.py`. Commands to the run are
-asked for first; nothing else changes it.
+What the pages show is in `pages.py`. An order to the run or to a job is asked for first, and then
+sent; nothing else is changed.
 """
 
 from __future__ import annotations
@@ -10,187 +10,236 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import ClassVar, Final, TypeAlias
 
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
-from textual.events import Click, Resize
-from textual.strip import Strip
-from textual.widget import Widget
-from textual.widgets import Input
+from textual.containers import Horizontal, VerticalScroll
+from textual.coordinate import Coordinate
+from textual.widgets import DataTable, Input, Label, Sparkline, Static
 
 from orchestrator.config.byte_size import parse_bytes
+from orchestrator.core.user_commands import EFFECTS, Do
 from orchestrator.errors import ArchiveError, OrchestratorError
-from orchestrator.record.archive import Follower, Frame
-from orchestrator.record.folders import Listed, list_runs
-from orchestrator.record.model import Row, Snapshot, natural_order
-from orchestrator.record.query import WORST_FIRST, order_of, parse
+from orchestrator.jobs.model import Word
+from orchestrator.record.archive import Follower, Frame, Freshness, StoredEvent
+from orchestrator.record.folders import list_runs
+from orchestrator.record.model import natural_order
+from orchestrator.record.query import WORST_FIRST, parse
 from orchestrator.view.alerts import Alert, Since, alerts
-from orchestrator.view.jobs import jobs_lines, with_jobs
-from orchestrator.view.table import header_lines, table_lines
-from orchestrator.view.top.pages import (
-    RANGES_S,
-    alert_line,
-    alert_lines,
-    card_lines,
-    event_line,
-    freshness_words,
-    key_line,
-    node_lines,
-    read_slot_lines,
-    reason_line,
-    run_lines,
-    slots_words,
-)
+from orchestrator.view.cells import SEPARATOR, clean, shorten
+from orchestrator.view.jobs import jobs_table, with_jobs
+from orchestrator.view.phrases import counted
+from orchestrator.view.runs import runs_table
+from orchestrator.view.table import cards_table, header_lines, slots_table
+from orchestrator.view.tables import Table, TableRow
+from orchestrator.view.terminal import STYLES, cell_text, fitting
+from orchestrator.view.top import pages
 from orchestrator.view.top.view import (
-    Ask,
-    Send,
     View,
-    follow,
-    marked_line,
-    move,
-    question_lines,
-    refusal,
-    sort_by_next,
+    column_after,
+    column_named,
+    marked,
+    matching,
+    ordered,
 )
+from workers.units import MIB
+
+Send: TypeAlias = Callable[[Path, Do | Word, Sequence[str], int | None], str]
+"""Sends an order for slots or jobs, with an amount in bytes, and returns what became of it."""
 
 HELP: Final = """
- q ctrl-c      leave                         ? h  this help; esc goes back
+ q ctrl-c      leave                          ? h  this help; esc goes back
  up down j k   move, as the mouse does; g G first and last; pgup pgdn a page
- enter         the slot under the cursor  a e d J n u  alerts events cards jobs nodes runs
- /             filter: state:lost temp>75 cap>3GiB !node:pc1 word
+ enter         the slot under the cursor; of the list of runs: that run
+ a e d J n u   alerts, events, cards, jobs, nodes, runs
+ /             filter; of slots: state:lost temp>75 cap>3GiB !node:pc1 word
  < > , .       sort by the column before or after; o by its name
  r 0           turn the order; worst first
- space         mark the slot for a command; a new filter clears the marks
- P U D R C W   pause, unpause, drain, reinstate, cap, save now: the marked slots,
-               or the one under the cursor; asks first
+ space         mark the slot or job for an order; a new filter clears the marks
+ P U D R C W   slots: pause, unpause, drain, reinstate, cap, save now
+ P U R X       jobs: hold, release, retry, cancel
+               the marked ones, or the one under the cursor; asks first
  m             how far back the courses of a slot go: 2 m, 10 m, 1 h, all
 """
 
 _KEYS: Final = (
     ("q", "end"),
     ("ctrl+c", "quit"),
+    ("escape", "leave"),
     ("question_mark,h", "page('help')"),
     ("a", "page('alerts')"),
     ("e", "page('events')"),
     ("d", "page('cards')"),
     ("J", "page('jobs')"),
-    ("enter", "page('slot')"),
-    ("escape", "leave"),
-    ("down,j", "move(1)"),
-    ("up,k", "move(-1)"),
-    ("pagedown", "move_pages(1)"),
-    ("pageup", "move_pages(-1)"),
-    ("g", "move(-1000000)"),
-    ("G", "move(1000000)"),
+    ("n", "page('nodes')"),
+    ("u", "page('runs')"),
     ("slash", "ask('filter')"),
+    ("o", "ask('sort')"),
     ("greater_than_sign,full_stop", "sort(1)"),
     ("less_than_sign,comma", "sort(-1)"),
     ("r", "reverse"),
     ("0", "worst"),
-    ("o", "ask('sort')"),
-    ("n", "page('nodes')"),
-    ("u", "page('runs')"),
     ("space", "pick"),
-    ("P", "command('pause')"),
-    ("U", "command('unpause')"),
-    ("D", "command('drain')"),
-    ("R", "command('reinstate')"),
-    ("C", "command('cap')"),
-    ("W", "command('save')"),
+    *((key, f"order('{key}')") for key in "PUDRCWX"),
     ("y", "yes"),
     ("m", "range"),
 )
-
-#: Priority: a key acts before the one after it is handed on, so that what is typed after `/` goes
-#: into the filter.
-BINDINGS: Final[list[BindingType]] = [Binding(key, action, priority=True) for key, action in _KEYS]
+#: What a key asks for, of slots and of jobs.
+_ORDERS: Final[dict[str, tuple[Do | None, Word | None]]] = {
+    "P": (Do.PAUSE, Word.HOLD),
+    "U": (Do.UNPAUSE, Word.RELEASE),
+    "D": (Do.DRAIN, None),
+    "R": (Do.REINSTATE, Word.RETRY),
+    "C": (Do.CAP, None),
+    "W": (Do.SAVE, None),
+    "X": (None, Word.CANCEL),
+}
+_OF_JOBS: Final = {
+    Word.HOLD: "waits until it is released; what runs saves first",
+    Word.RELEASE: "goes on",
+    Word.RETRY: "is put back into the queue",
+    Word.CANCEL: "ends for good; what it saved stays",
+}
+_PLACEHOLDERS: Final = {
+    "filter": "words; of slots also state:lost temp>75",
+    "sort": "column",
+    "cap": "cap of each, as 3GiB",
+}
+_LOOK_EVERY_S: Final = 1.0
+_EVENTS_KEPT: Final = 500
+_HEADER_SHARE: Final = 4
+"""Of the lines of the terminal, one in so many may be of the header."""
+_HEADING_LEAST_LINES: Final = 8
+"""A terminal of fewer lines shows no titles of columns."""
+RANGES_S: Final[tuple[float | None, ...]] = (120.0, 600.0, 3600.0, None)
+"""How far back the courses go; the last is the whole run."""
 
 #: How the parts of the screen stand, in the language of Textual.
-SCREEN_CSS = """
-Screen { layout: vertical; background: ansi_default; color: ansi_default; }
-LinesView { height: 1fr; background: ansi_default; }
-#header { height: 2; }
-#keys { height: 2; }
-Input { height: 1; border: none; padding: 0; display: none; background: ansi_default; }
+SCREEN_CSS: Final = """
+Screen, Static, DataTable, VerticalScroll, Input, Label {
+    background: ansi_default; color: ansi_default;
+}
+#header, #keys { height: auto; }
+DataTable, VerticalScroll { height: 1fr; scrollbar-size: 0 0; }
+DataTable > .datatable--header { background: ansi_default; text-style: dim; }
+DataTable > .datatable--cursor, DataTable:focus > .datatable--cursor {
+    background: ansi_default; color: ansi_default; text-style: reverse;
+}
+Input { height: 1; border: none; padding: 0; display: none; }
+.course { height: 1; }
+.course Label { width: 12; text-style: dim; }
+.course .ends { width: 24; padding-left: 2; }
+Sparkline { width: 1fr; height: 1; }
+Sparkline > .sparkline--min-color, Sparkline > .sparkline--max-color { color: ansi_cyan; }
 """
-_LINES_PER_NOTCH = 3
-"""Of the wheel of a mouse."""
-_LOOK_EVERY_S = 1.0
-_EVENTS_KEPT = 500
-_TITLE_LINES = 3
-_HEADER_SHARE = 4
-"""Of the lines of the terminal, one in so many may be of the header."""
 
 
-class LinesView(Widget):
-    """Shows lines of text as they are given, from the top; the same ones are not drawn again."""
+class Rows(DataTable[Text]):
+    """A table with a cursor, which stays with its row while the rows move."""
 
-    can_focus = True
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("j", "cursor_down"),
+        Binding("k", "cursor_up"),
+        Binding("g", "scroll_top"),
+        Binding("G", "scroll_bottom"),
+    ]
 
-    def __init__(self, *, name: str) -> None:
-        super().__init__(id=name)
-        self._lines: list[Text] = []
-        self._strips: list[Strip] = []
-        self._marked: int | None = None
+    def __init__(self) -> None:
+        super().__init__(id="rows", cursor_type="row")
+        self._table: Table | None = None
+        self._layout: object = None
+        self._cells: list[list[Text]] = []
 
-    def show(self, lines: Sequence[Text], marked: int | None = None) -> None:
-        """Draw the lines, the `marked` one in reverse."""
-        shown = list(lines[: max(1, self.size.height)])
-        if shown == self._lines and marked == self._marked and self._strips:
-            return
-        self._lines, self._marked = shown, marked
-        self._strips = [
-            self._strip(line, is_marked=index == marked) for index, line in enumerate(shown)
+    def show(self, table: Table, width: int) -> None:
+        """Draw a table within a width; only cells that changed are drawn again."""
+        row, line, first = self.row, self.cursor_row, self.scroll_offset.y
+        widths = fitting(table, width - 2)
+        columns = [table.columns[at] for at in widths]
+        cells = [
+            [cell_text(table, at, row.cells[at], width) for at, width in widths.items()]
+            for row in table.rows
         ]
-        self.refresh()
+        if (columns, widths, len(cells)) != self._layout:
+            self._layout = columns, widths, len(cells)
+            self.clear(columns=True)
+            self.header_height = 2 if any(column.unit for column in columns) else 1
+            for column, cell_width in zip(columns, widths.values(), strict=True):
+                title = f"{column.title}\n{column.unit}".rstrip()
+                side = "right" if column.numeric else "left"
+                self.add_column(Text(title, justify=side), width=cell_width)
+            self.add_rows(cells)
+            self.scroll_to(y=first, animate=False)
+        for at, (before, now) in enumerate(zip(self._cells, cells, strict=False)):
+            for place, cell in enumerate(now):
+                if before[place : place + 1] != [cell]:
+                    self.update_cell_at(Coordinate(at, place), cell)
+        self._table, self._cells = table, cells
+        keys = [one.key for one in table.rows]
+        is_there = row is not None and row.key in keys
+        line = keys.index(row.key) if row is not None and is_there else min(line, len(keys) - 1)
+        self.move_cursor(row=max(0, line), animate=False)
 
     @property
-    def lines(self) -> tuple[Text, ...]:
-        """What is shown."""
-        return tuple(self._lines)
+    def row(self) -> TableRow | None:
+        """The row under the cursor."""
+        rows = () if self._table is None else self._table.rows
+        return rows[self.cursor_row] if 0 <= self.cursor_row < len(rows) else None
 
-    def on_resize(self) -> None:
-        """Forget what was drawn for another width."""
-        self._lines, self._strips = [], []
 
-    async def on_click(self, event: Click) -> None:
-        """Move the cursor to the line; a second click opens what it is on."""
-        if self._marked is not None and event.y < len(self._lines):
-            await self.app.run_action(f"move({event.y - self._marked})")
-            if event.chain > 1:
-                await self.app.run_action("page('slot')")
+class Page(VerticalScroll):
+    """Lines of text, and between the first one and the others the courses of a slot."""
 
-    async def on_mouse_scroll_down(self) -> None:
-        """Move on."""
-        await self.app.run_action(f"move({_LINES_PER_NOTCH})")
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("j", "scroll_down"),
+        Binding("k", "scroll_up"),
+        Binding("g", "scroll_home"),
+        Binding("G", "scroll_end"),
+    ]
 
-    async def on_mouse_scroll_up(self) -> None:
-        """Move back."""
-        await self.app.run_action(f"move({-_LINES_PER_NOTCH})")
+    def compose(self) -> ComposeResult:
+        """Lay the page out, see Textual."""
+        yield Static(id="title")
+        for key, title in pages.COURSES.items():
+            with Horizontal(id=key, classes="course"):
+                yield Label(title)
+                yield Sparkline()
+                yield Label(classes="ends")
+        yield Static(id="lines")
 
-    def render_line(self, y: int) -> Strip:
-        """Return a line, see Textual."""
-        return self._strips[y] if y < len(self._strips) else Strip.blank(self.size.width)
-
-    def _strip(self, line: Text, *, is_marked: bool) -> Strip:
-        text = line.copy()
-        text.no_wrap, text.end = True, ""
-        if is_marked:
-            text.stylize("reverse")
-        strip = Strip(text.render(self.app.console)).simplify()
-        return strip.adjust_cell_length(max(1, self.size.width), None)
+    def show(self, title: Text, courses: pages.Courses, lines: Sequence[Text]) -> None:
+        """Draw the page; a course without values is left out."""
+        self.query_one("#title", Static).update(title)
+        self.query_one("#lines", Static).update(Text("\n").join(lines))
+        for key in pages.COURSES:
+            values, ends = courses.get(key, ([], ""))
+            course = self.query_one(f"#{key}", Horizontal)
+            course.display = bool(values)
+            course.query_one(Sparkline).data = values
+            course.query_one(".ends", Label).update(ends)
 
 
 @dataclass(frozen=True, slots=True)
-class _Page:
-    """What stands under the header: a title for the line of keys, and how its lines are made."""
+class Ask:
+    """An order that is not sent yet. Its slots or jobs stay those of the moment of the key."""
 
-    name: str
-    lines: Callable[[], Sequence[Text]]
-    picked: Callable[[int], None] | None = None
-    """What is done with the line that was picked; such a page has a cursor."""
+    order: Do | Word
+    names: tuple[str, ...]
+    amount_bytes: int | None = None
+
+    def lines(self) -> list[Text]:
+        """Return the question: what would happen, and a line for each slot or job."""
+        order, amount_bytes = self.order, self.amount_bytes
+        noun = "job" if isinstance(order, Word) else "slot"
+        effect = _OF_JOBS[order] if isinstance(order, Word) else EFFECTS[order]
+        amount = "" if amount_bytes is None else f" at {amount_bytes / MIB:.0f} MiB"
+        question = f"{order} {counted(len(self.names), noun)}{amount}? y sends it, esc does not"
+        return [
+            Text(question, "bold yellow"),
+            Text(f"each of them: {effect}", "dim"),
+            *(Text(f"  {clean(name)}") for name in self.names),
+        ]
 
 
 class Top(App[None]):
@@ -198,64 +247,59 @@ class Top(App[None]):
 
     CSS = SCREEN_CSS
     ENABLE_COMMAND_PALETTE = False
-    BINDINGS: ClassVar[list[BindingType]] = BINDINGS
+    # Priority: a key acts before the one after it is handed on, so that what is typed after `/`
+    # goes into the filter.
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding(key, action, priority=True) for key, action in _KEYS
+    ]
 
     def __init__(self, folder: Path, view: View, send: Send | None = None) -> None:
         super().__init__(ansi_color=True)
         self._folder = folder
-        self._follower = Follower(folder)
         self._view = view
         self._send = send
-        self._asked: Ask | None = None
-        self._typed = "filter"
-        self._is_typing = False
-        self._runs: Sequence[Listed] = ()
+        self._follower = Follower(folder)
         self._frame: Frame | None = None
-        self._snapshot: Snapshot | None = None
-        self._events: list[Text] = []
-        self._said = ""
-        """What went wrong last, or what was done; shown in the line of keys."""
+        self._events: list[StoredEvent] = []
         self._alerts: Sequence[Alert] = ()
         self._alerts_since: Since = {}
+        self._said = ""
+        """What went wrong last, or what was done; shown in the line of keys."""
+        self._page = "slots"
+        self._words = ""
+        """The filter of every table but that of the slots."""
+        self._sorted: tuple[str | None, bool] = None, False
+        self._marked: frozenset[str] = frozenset()
+        self._slot: str | None = None
+        """Whose page is shown."""
         self._range = 0
-        self._pages = {
-            page.name: page
-            for page in (
-                _Page("slot", self._slot_lines),
-                _Page(
-                    "events", lambda: [*reversed(self._events)] or [Text("no events yet", "dim")]
-                ),
-                _Page("cards", lambda: card_lines(self._rows(), self.size.width)),
-                _Page(
-                    "alerts",
-                    lambda: alert_lines(self._alerts, time.time(), self.size.width),
-                ),
-                _Page("jobs", self._job_lines),
-                _Page("nodes", lambda: node_lines(self._snapshot)),
-                _Page("runs", lambda: run_lines(self._runs), self._pick_run),
-                _Page("question", lambda: question_lines(self._asked)),
-                _Page("help", lambda: [Text(line) for line in HELP.splitlines()]),
-            )
+        self._asked: Ask | None = None
+        self._typed: str | None = None
+        """What the line of input is for; `None`: keys are keys."""
+        self._tables: dict[str, Callable[[Frame], Table]] = {
+            "slots": self._slots,
+            "cards": lambda frame: cards_table(frame.snapshot.rows),
+            "nodes": lambda frame: pages.nodes_table(frame.snapshot),
+            "jobs": lambda frame: jobs_table(frame.queue) if frame.queue else runs_table(()),
+            "events": lambda _: pages.events_table(self._events),
+            "runs": lambda _: runs_table(list_runs(self._folder.parent)),
         }
-        self._page: _Page | None = None
-        self._scrolled = 0
-        self._chosen = 0
-        """The line under the cursor of a page that has one."""
 
     def compose(self) -> ComposeResult:
         """Lay the screen out, see Textual."""
-        yield LinesView(name="header")
-        yield LinesView(name="rows")
-        yield Input(id="filter")
-        yield LinesView(name="keys")
+        yield Static(id="header")
+        yield Rows()
+        yield Page()
+        yield Input()
+        yield Static(id="keys")
 
     def on_mount(self) -> None:
         """Begin to follow."""
-        self.query_one("#rows").focus()
+        self.query_one(Rows).focus()
         self.set_interval(_LOOK_EVERY_S, self.look)
         self.call_after_refresh(self.look)
 
-    def on_resize(self, _: Resize) -> None:
+    def on_resize(self) -> None:
         """Lay out anew."""
         self.call_after_refresh(self.draw)
 
@@ -265,74 +309,77 @@ class Top(App[None]):
             frame = self._follower.look()
         except ArchiveError as failure:
             self._said = str(failure)
-            self.draw()
-            return
-        self._frame = frame
-        self._alerts, self._alerts_since = alerts(frame, time.time(), self._alerts_since)
-        self._events += [event_line(event, 1_000) for event in frame.events]
-        del self._events[:-_EVENTS_KEPT]
-        self._snapshot = with_jobs(frame.snapshot, frame.queue)
+        else:
+            self._alerts, self._alerts_since = alerts(frame, time.time(), self._alerts_since)
+            self._events = [*self._events, *frame.events][-_EVENTS_KEPT:]
+            self._frame = replace(frame, snapshot=with_jobs(frame.snapshot, frame.queue))
         self.draw()
 
     def draw(self) -> None:
         """Draw header, table or page, and the line of keys."""
-        snapshot = self._snapshot
-        header, rows, keys = (
-            self.query_one(name, LinesView) for name in ("#header", "#rows", "#keys")
-        )
-        width = max(20, self.size.width)
-        if snapshot is None:
-            rows.show([Text(self._said or "nothing is stored yet", "dim")])
+        width, rows, page = max(20, self.size.width), self.query_one(Rows), self.query_one(Page)
+        rows.display, page.display = self._page in self._tables, self._page not in self._tables
+        rows.show_header = self.size.height >= _HEADING_LEAST_LINES
+        if self._frame is None:
+            self.query_one("#keys", Static).update(Text(self._said or "nothing is stored yet"))
             return
-        above = header_lines(snapshot, width)[: max(1, self.size.height // _HEADER_SHARE)]
+        above = header_lines(self._frame.snapshot, width)
         if self._alerts:
-            above = [alert_line(self._alerts, width), *above]
-        header.styles.height = len(above)
-        header.show(above)
-        page = self._page
-        if page is None:
-            self._draw_table(snapshot, rows, width)
+            above = [pages.alert_line(self._alerts, width), *above]
+        above = above[: max(1, self.size.height // _HEADER_SHARE)]
+        self.query_one("#header", Static).update(Text("\n").join(above))
+        if rows.display:
+            rows.show(self._table(self._frame), width)
         else:
-            lines, height = page.lines(), max(1, rows.size.height)
-            self._chosen = max(0, min(self._chosen, len(lines) - 1))
-            if page.picked is not None:
-                self._scrolled = min(max(self._scrolled, self._chosen - height + 1), self._chosen)
-            self._scrolled = max(0, min(self._scrolled, len(lines) - height))
-            rows.show(
-                lines[self._scrolled :],
-                None if page.picked is None else self._chosen - self._scrolled,
-            )
-        fresh = None if self._frame is None else freshness_words(self._frame)
-        name = None if page is None else page.name
-        keys.show(
-            [
-                reason_line(self._row() if page is None else None, width),
-                key_line(fresh, self._view, name, self._said, width),
-            ]
-        )
+            self._draw_page(page, self._frame, width)
+        keys = [_reason(rows.row if rows.display else None), Text(self._keys_line(), "dim")]
+        for line in keys:
+            line.truncate(width, overflow="ellipsis")
+        self.query_one("#keys", Static).update(Text("\n").join(keys))
 
-    def _draw_table(self, snapshot: Snapshot, rows: LinesView, width: int) -> None:
-        shown = self._view.rows(snapshot.rows)
-        height = self._table_height()
-        self._view = follow(self._view, shown, height)
-        first = self._view.first
-        lines = table_lines(shown[first : first + height], width)
-        if not shown:
-            is_filtered = bool(self._view.wanted.text)
-            why = "no slot matches the filter" if is_filtered else "no workers yet"
-            rows.show([Text(why, "dim")])
-            return
-        titles = lines.titles if height < rows.size.height else ()
-        bodies = (
-            marked_line(line) if row.slot in self._view.marked else line
-            for row, line in zip(shown[first : first + height], lines.rows, strict=True)
-        )
-        rows.show([*titles, *bodies], marked=len(titles) + self._view.line - first)
+    def _table(self, frame: Frame) -> Table:
+        table = self._tables[self._page](frame)
+        if self._page != "slots":
+            table = matching(table, self._words)
+        key, reverse = self._sorted
+        return marked(ordered(table, key, reverse=reverse), self._marked)
 
-    def _table_height(self) -> int:
-        """Return how many rows are shown; a terminal of few lines has no room for headings."""
-        height = self.query_one("#rows").size.height
-        return height - _TITLE_LINES if height > 2 * _TITLE_LINES else max(1, height)
+    def _slots(self, frame: Frame) -> Table:
+        return slots_table(self._view.rows(frame.snapshot.rows))
+
+    def _draw_page(self, page: Page, frame: Frame, width: int) -> None:
+        title, courses, lines = Text(), pages.Courses(), list[Text]()
+        if self._page == "alerts":
+            lines = pages.alert_lines(self._alerts, time.time())
+        elif self._page == "question":
+            lines = [] if self._asked is None else self._asked.lines()
+        elif self._page == "help":
+            lines = [Text(line) for line in HELP.splitlines()]
+        elif (row := next((r for r in frame.snapshot.rows if r.slot == self._slot), None)) is None:
+            lines = [Text("the slot is gone", "dim")]
+        else:
+            title = Text(clean(f"{row.slot}  {row.state.value}  {row.reason}"), "bold")
+            try:
+                back_s = RANGES_S[self._range]
+                courses = pages.courses_of(self._folder, row, frame.snapshot, back_s)
+                lines = pages.slot_lines(self._folder, row, width)
+            except ArchiveError as failure:
+                lines = [Text(clean(str(failure)), "red")]
+        page.show(title, courses, lines)
+
+    def _keys_line(self) -> str:
+        parts = [] if self._frame is None else [pages.freshness_words(self._frame)]
+        key, reverse = self._sorted
+        by = key or ("worst first" if self._view.order.key is None else self._view.order.key)
+        parts.append(f"by {by}{' reversed' if reverse else ''}")
+        filtered = self._view.wanted.text if self._page == "slots" else self._words
+        parts += [f"filter {filtered}"] if filtered else []
+        parts += [f"{len(self._marked)} marked"] if self._marked else []
+        if self._page != "slots":
+            parts.append(f"{self._page}, esc goes back")
+        if self._said or self._page == "slots":
+            parts.append(self._said or "? help  / filter  < > sort  enter slot  q leave")
+        return SEPARATOR.join(map(clean, parts))
 
     # What keys do.
 
@@ -340,120 +387,71 @@ class Top(App[None]):
         """Say whether a key means an action now, see Textual: while a filter is typed, keys are
         letters.
         """
-        return not self._is_typing or action in {"leave", "quit"}
+        return self._typed is None or action in {"leave", "quit"}
 
     def action_end(self) -> None:
         """Leave."""
         self.exit()
 
     def action_page(self, name: str) -> None:
-        """Open a page; of a slot only if the cursor is on one.
-
-        On a page with a cursor, enter picks a line.
-        """
-        if name == "slot" and self._page is not None and self._page.picked is not None:
-            self._page.picked(self._chosen)
-        if name != "slot" or (self._view.slot is not None and self._page is None):
-            if name == "runs":
-                self._runs = list_runs(self._folder.parent)
-            self._page, self._scrolled, self._chosen, self._said = self._pages[name], 0, 0, ""
+        """Open a page, in its own order and without marks."""
+        self._page, self._said, self._words = name, "", ""
+        self._sorted = None, False
+        if name != "question":
+            self._marked = frozenset()
         self.draw()
+        self.set_focus(self.query_one(Rows if name in self._tables else Page))
 
     def action_leave(self) -> None:
-        """Close the filter or the page."""
-        asking = self.query_one(Input)
-        if self._is_typing:
-            self._is_typing = asking.display = False
-            self.query_one("#rows").focus()
-        else:
-            self._page = None
-        self._said, self._asked = "", None
+        """Close the line of input or the page."""
+        self._asked = None
+        if self._typed is not None:
+            self._close_input()
+        elif self._page != "slots":
+            self.action_page("slots")
+        self._said = ""
         self.draw()
 
-    def action_move(self, by: int) -> None:
-        """Move the cursor, or scroll the page."""
-        if self._page is not None:
-            self._scrolled, self._chosen = max(0, self._scrolled + by), max(0, self._chosen + by)
-        elif self._snapshot is not None:
-            self._view = move(
-                self._view, self._view.rows(self._snapshot.rows), by, self._table_height()
-            )
-        self.draw()
+    def on_data_table_row_selected(self) -> None:
+        """Open the slot under the cursor, or follow the run under it."""
+        row = self.query_one(Rows).row
+        if row is not None and self._page == "slots":
+            self._slot = row.key
+            self.action_page("slot")
+        elif row is not None and self._page == "runs":
+            self._folder = self._folder.parent / row.key
+            self._follower, self._frame = Follower(self._folder), None
+            self._events, self._alerts, self._alerts_since = [], (), {}
+            self.action_page("slots")
+            self.look()
 
-    def action_move_pages(self, by: int) -> None:
-        """Move by as many rows as are shown."""
-        self.action_move(by * self._table_height())
+    def on_data_table_row_highlighted(self) -> None:
+        """Say why the row that is now under the cursor is as it is."""
+        self.call_after_refresh(self.draw)
 
     def action_sort(self, step: int) -> None:
         """Sort by another column."""
-        self._view = sort_by_next(self._view, step)
+        if self._frame is not None and self._page in self._tables:
+            self._sorted = column_after(self._table(self._frame), self._sorted[0], step), False
         self.draw()
 
     def action_reverse(self) -> None:
         """Turn the order round."""
-        order = self._view.order
-        self._view = replace(self._view, order=replace(order, reverse=not order.reverse))
+        self._sorted = self._sorted[0], not self._sorted[1]
         self.draw()
 
     def action_worst(self) -> None:
         """Put the worst first again."""
-        self._view = replace(self._view, order=WORST_FIRST)
+        self._sorted, self._view = (None, False), replace(self._view, order=WORST_FIRST)
         self.draw()
 
     def action_pick(self) -> None:
-        """Take what the cursor of a page is on; on the table, mark the slot for a command."""
-        if self._page is not None and self._page.picked is not None:
-            self._page.picked(self._chosen)
-        elif self._page is None and self._view.slot is not None:
-            self._view = replace(self._view, marked=self._view.marked ^ {self._view.slot})
-            self.action_move(1)
+        """Mark the slot or job under the cursor for an order, and move on."""
+        rows = self.query_one(Rows)
+        if self._page in {"slots", "jobs"} and rows.row is not None:
+            self._marked ^= {rows.row.key}
+            rows.action_cursor_down()
         self.draw()
-
-    def _pick_run(self, index: int) -> None:
-        if index < len(self._runs):
-            self._folder = self._runs[index].folder
-            self._follower, self._frame, self._snapshot = Follower(self._folder), None, None
-            self._view, self._events, self._page = (
-                replace(self._view, slot=None, marked=frozenset()),
-                [],
-                None,
-            )
-            self._said = ""
-            self.look()
-
-    # Commands to the run.
-
-    def action_command(self, do: str) -> None:
-        """Ask whether a command shall be sent to the marked slots, or to the one
-        under the cursor.
-        """
-        slots = self._view.marked or ({self._view.slot} if self._view.slot is not None else set())
-        self._said = refusal(can_send=self._send is not None, frame=self._frame)
-        if not self._said and slots:
-            self._asked = Ask(do, tuple(sorted(slots, key=natural_order)))
-            if do == "cap":
-                self.action_ask("cap")
-                return
-            self.action_page("question")
-        self.draw()
-
-    def action_yes(self) -> None:
-        """Send what was asked; the head's answer is shown when it comes."""
-        folder, ask, send = self._folder, self._asked, self._send
-        if self._page is not self._pages["question"] or ask is None or send is None:
-            return
-        self._asked, self._page, self._said = None, None, f"{ask.do} {slots_words(ask.slots)}: sent"
-        self.run_worker(lambda: self._sent(folder, ask, send), thread=True)
-        self.draw()
-
-    def _sent(self, folder: Path, ask: Ask, send: Send) -> None:
-        try:
-            answer = send(folder, ask.do, ask.slots, amount_bytes=ask.amount_bytes)
-            said = answer.effect if answer.ok else f"refused: {answer.error}"
-        except (OSError, ValueError, OrchestratorError) as failure:
-            said = f"not sent: {failure}"
-        self._said = f"{ask.do} {slots_words(ask.slots)}: {said}"
-        self.call_from_thread(self.draw)
 
     def action_range(self) -> None:
         """Show the courses of a slot over another time."""
@@ -463,52 +461,100 @@ class Top(App[None]):
     def action_ask(self, what: str) -> None:
         """Let the person type a filter, a column to sort by or a cap."""
         asking = self.query_one(Input)
-        self._typed = what
-        asking.placeholder = {
-            "filter": "state:lost temp>75",
-            "sort": "column",
-            "cap": "cap of each, as 3GiB",
-        }[what]
-        asking.value = self._view.wanted.text if what == "filter" else ""
-        self._is_typing = asking.display = True
-        self.screen.set_focus(asking)
+        asking.placeholder = _PLACEHOLDERS[what]
+        filtered = self._view.wanted.text if self._page == "slots" else self._words
+        asking.value = filtered if what == "filter" else ""
+        self._typed, asking.display = what, True
+        self.set_focus(asking)
 
     def on_input_submitted(self, entered: Input.Submitted) -> None:
         """Take what was typed; what is wrong stays to be corrected."""
         what, self._said = self._typed, ""
         try:
-            if what == "filter":
-                self._view = replace(self._view, wanted=parse(entered.value), marked=frozenset())
-            elif what == "sort":
-                self._view = replace(self._view, order=order_of(entered.value))
-            elif self._asked is not None:
+            if what == "cap" and self._asked is not None:
                 self._asked = replace(self._asked, amount_bytes=parse_bytes(entered.value))
+            elif what == "sort" and self._frame is not None:
+                self._sorted = column_named(self._table(self._frame), entered.value).key, False
+            elif what == "filter" and self._page == "slots":
+                self._view, self._marked = (
+                    replace(self._view, wanted=parse(entered.value)),
+                    frozenset(),
+                )
+            elif what == "filter":
+                self._words, self._marked = entered.value, frozenset()
         except ValueError as failure:
             self._said = str(failure)
         else:
-            self._is_typing = entered.input.display = False
-            self.query_one("#rows").focus()
+            self._close_input()
             if what == "cap":
                 self.action_page("question")
         self.draw()
 
-    # Pages.
+    def _close_input(self) -> None:
+        self._typed, self.query_one(Input).display = None, False
+        self.set_focus(self.query_one(Rows if self._page in self._tables else Page))
 
-    def _rows(self) -> Sequence[Row]:
-        return () if self._snapshot is None else self._snapshot.rows
+    # Orders to the run.
 
-    def _row(self) -> Row | None:
-        return next((row for row in self._rows() if row.slot == self._view.slot), None)
+    def action_order(self, key: str) -> None:
+        """Ask whether an order shall be sent for the marked rows, or for the one
+        under the cursor.
+        """
+        of_slots, of_jobs = _ORDERS[key]
+        order = {"slots": of_slots, "jobs": of_jobs}.get(self._page)
+        row = self.query_one(Rows).row
+        names = self._marked or (frozenset() if row is None else {row.key})
+        if order is None or not names:
+            return
+        self._said = self._refusal(order)
+        if not self._said:
+            self._asked = Ask(order, tuple(sorted(names, key=natural_order)))
+            if order is Do.CAP:
+                self.action_ask("cap")
+                return
+            self.action_page("question")
+        self.draw()
 
-    def _job_lines(self) -> Sequence[Text]:
-        queue = None if self._frame is None else self._frame.queue
-        if queue is None:
-            return [Text("this run has no queue of jobs", "dim")]
-        return jobs_lines(queue, max(20, self.size.width))
+    def _refusal(self, order: Do | Word) -> str:
+        """Return why no order can be sent now; empty if one can."""
+        gone = self._frame is None or self._frame.freshness in {
+            Freshness.ENDED,
+            Freshness.HEAD_GONE,
+        }
+        if self._send is None:
+            return "no commands: top was started with --read-only"
+        # A queue takes words while its head is dead, too.
+        if gone and isinstance(order, Do):
+            return "no commands: this run has no head any more"
+        return ""
 
-    def _slot_lines(self) -> Sequence[Text]:
-        row, snapshot = self._row(), self._snapshot
-        if row is None or snapshot is None:
-            return [Text("the slot is gone", "dim")]
-        width = max(20, self.size.width)
-        return read_slot_lines(self._folder, row, snapshot, RANGES_S[self._range], width)
+    def action_yes(self) -> None:
+        """Send what was asked; the answer is shown when it comes."""
+        folder, ask, send = self._folder, self._asked, self._send
+        if self._page != "question" or ask is None or send is None:
+            return
+        self.action_page("jobs" if isinstance(ask.order, Word) else "slots")
+        self._asked, self._said = None, f"{_of(ask)}: sent"
+        self.run_worker(lambda: self._sent(folder, ask, send), thread=True)
+        self.draw()
+
+    def _sent(self, folder: Path, ask: Ask, send: Send) -> None:
+        try:
+            said = send(folder, ask.order, ask.names, ask.amount_bytes)
+        except (OSError, ValueError, OrchestratorError) as failure:
+            said = f"not sent: {failure}"
+        self._said = f"{_of(ask)}: {said}"
+        self.call_from_thread(self.draw)
+
+
+def _of(ask: Ask) -> str:
+    noun = "job" if isinstance(ask.order, Word) else "slot"
+    names = ask.names[0] if len(ask.names) == 1 else counted(len(ask.names), noun)
+    return f"{ask.order} {names}"
+
+
+def _reason(row: TableRow | None) -> Text:
+    """Return why the row under the cursor is as it is."""
+    if row is None or not row.reason:
+        return Text()
+    return Text(clean(f"{row.key}: {row.reason}"), STYLES[row.tone])

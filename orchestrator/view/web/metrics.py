@@ -210,7 +210,7 @@ def _family(
         ):
             values.append((of, value if field.factor == 1 else round(value * field.factor, 3)))
     family = _counters if field.counter else _gauges
-    return family(field.metric, field.help, labels, values)
+    return family(f"{field.of}_{field.metric}", field.help, labels, values)
 
 
 def _gauges(name: str, text: str, labels: Sequence[str], values: _Values) -> Metric:
