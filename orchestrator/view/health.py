@@ -34,7 +34,7 @@ def health_lines(snapshot: Snapshot, width: int, height: int | None = None) -> l
     above = [*header_lines(snapshot, width, most), Text()]
     if not snapshot.rows:
         return [*above, Text("no workers yet", "dim")]
-    below = [Text(), *_flowed((Cell(text=words) for words in totals(snapshot)), width)]
+    below = [Text(), *flowed((Cell(text=words) for words in totals(snapshot)), width)]
     room = None if height is None else height - len(above)
     if room is not None and room < len(below) + _HEADING_LINES + _ROWS_BEFORE_SUMS:
         below = []
@@ -58,8 +58,9 @@ def header_lines(
     if hidden := len(snapshot.notices) - len(notices):
         said.append(f"{hidden} {'more ' if notices else ''}warnings")
     warnings = (Text(shorten(f"! {words}", width), "bold yellow") for words in said)
-    return [*_flowed(headline(snapshot), width), *warnings]
+    return [*flowed(headline(snapshot), width), *warnings]
 
 
-def _flowed(cells: Iterable[Cell], width: int) -> list[Text]:
+def flowed(cells: Iterable[Cell], width: int) -> list[Text]:
+    """Return lines filled with whole cells: a line is broken between two of them."""
     return flow((Text(clean(cell.text), STYLES[cell.tone]) for cell in cells), width, SEPARATOR)
