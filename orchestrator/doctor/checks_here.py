@@ -101,8 +101,8 @@ def _port(here: Here) -> Iterator[Finding]:
 def _by_whom(port: int) -> str:
     try:
         for each in psutil.net_connections(kind="tcp"):
-            is_listener = each.status == psutil.CONN_LISTEN and each.laddr and each.pid
-            if is_listener and each.laddr.port == port:
+            is_listener = each.status == psutil.CONN_LISTEN and each.laddr
+            if is_listener and each.laddr[1] == port and each.pid:
                 return f" by {psutil.Process(each.pid).name()} (pid {each.pid})"
     except psutil.Error:
         return ""
