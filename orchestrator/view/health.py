@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from rich.text import Text
 
 from orchestrator.record.model import Snapshot
-from orchestrator.view.cells import SEPARATOR, clean, flow, shorten
+from orchestrator.view.cells import SEPARATOR, clean, shorten
 from orchestrator.view.phrases import totals
 from orchestrator.view.slots import headline, slots_table
 from orchestrator.view.tables import Cell
@@ -41,10 +41,7 @@ def health_lines(snapshot: Snapshot, width: int, height: int | None = None) -> l
     table = table_lines(
         slots_table(snapshot), width, None if room is None else max(1, room - len(below))
     )
-    lines = [*above, *table, *below]
-    for line in lines:
-        line.truncate(width)
-    return lines
+    return [*above, *table, *below]
 
 
 def header_lines(
@@ -62,5 +59,15 @@ def header_lines(
 
 
 def flowed(cells: Iterable[Cell], width: int) -> list[Text]:
-    """Return lines filled with whole cells: a line is broken between two of them."""
-    return flow((Text(clean(cell.text), STYLES[cell.tone]) for cell in cells), width, SEPARATOR)
+    """Return lines filled with whole cells: a line is broken between two of them, never inside one,
+    unless one is longer than a line.
+    """
+    lines: list[Text] = []
+    for cell in cells:
+        text = shorten(clean(cell.text), width)
+        if lines and len(lines[-1]) + len(SEPARATOR) + len(text) <= width:
+            lines[-1].append(SEPARATOR, "dim")
+        else:
+            lines.append(Text())
+        lines[-1].append(text, STYLES[cell.tone])
+    return lines
