@@ -327,7 +327,7 @@ def _make(declared: SlotColumn, rows: Sequence[Row], priority: int) -> _Made:
     return column, cell
 
 
-def _number(value: float | None, times: float, decimals: int) -> str | None:
+def _number(value: int | float | None, times: float, decimals: int) -> str | None:
     if isinstance(value, int) and times == 1.0:
         return whole(value)
     known = finite(value)
