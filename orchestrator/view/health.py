@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from rich.cells import cell_len
 from rich.text import Text
 
 from orchestrator.record.model import Snapshot
-from orchestrator.view.cells import SEPARATOR, clean, flow, shorten
+from orchestrator.view.cells import SEPARATOR, clean, shorten
 from orchestrator.view.phrases import totals
 from orchestrator.view.slots import headline, slots_table
 from orchestrator.view.tables import Cell
@@ -34,7 +35,7 @@ def health_lines(snapshot: Snapshot, width: int, height: int | None = None) -> l
     above = [*header_lines(snapshot, width, most), Text()]
     if not snapshot.rows:
         return [*above, Text("no workers yet", "dim")]
-    below = [Text(), *_flowed((Cell(text=words) for words in totals(snapshot)), width)]
+    below = [Text(), *flowed((Cell(text=words) for words in totals(snapshot)), width)]
     room = None if height is None else height - len(above)
     if room is not None and room < len(below) + _HEADING_LINES + _ROWS_BEFORE_SUMS:
         below = []
@@ -58,8 +59,19 @@ def header_lines(
     if hidden := len(snapshot.notices) - len(notices):
         said.append(f"{hidden} {'more ' if notices else ''}warnings")
     warnings = (Text(shorten(f"! {words}", width), "bold yellow") for words in said)
-    return [*_flowed(headline(snapshot), width), *warnings]
+    return [*flowed(headline(snapshot), width), *warnings]
 
 
-def _flowed(cells: Iterable[Cell], width: int) -> list[Text]:
-    return flow((Text(clean(cell.text), STYLES[cell.tone]) for cell in cells), width, SEPARATOR)
+def flowed(cells: Iterable[Cell], width: int) -> list[Text]:
+    """Return lines filled with whole cells: a line is broken between two of them, never inside one,
+    unless one is longer than a line.
+    """
+    lines: list[Text] = []
+    for cell in cells:
+        text = shorten(clean(cell.text), width)
+        if lines and lines[-1].cell_len + cell_len(SEPARATOR + text) <= width:
+            lines[-1].append(SEPARATOR, "dim")
+        else:
+            lines.append(Text())
+        lines[-1].append(text, STYLES[cell.tone])
+    return lines

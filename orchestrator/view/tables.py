@@ -120,8 +120,9 @@ def row_of(
     columns: Sequence[Column],
     key: str,
     values: Mapping[str, Any],
-    texts: Mapping[str, str | None],
+    texts: Mapping[str, str | None] = MappingProxyType({}),
     tones: Mapping[str, Tone] = MappingProxyType({}),
+    reason: str = "",
 ) -> TableRow:
     """Return a row; what is known of its cells is under the keys of the columns.
 
@@ -133,4 +134,4 @@ def row_of(
         text = texts.get(column.key, None if value is None else str(value))
         tone = tones.get(column.key, Tone.PLAIN)
         cells.append(Cell(text=clean(text or "") or MISSING, tone=tone, value=value))
-    return TableRow(key=key, cells=tuple(cells))
+    return TableRow(key=key, cells=tuple(cells), reason=reason)

@@ -52,7 +52,8 @@ def table_lines(table: Table, width: int | None, height: int | None = None) -> l
     count = _fitting_rows(table, room)
     shown = table.rows[:count]
     lines = [_line(table, widths, [row.cells[at] for at in widths]) for row in shown]
-    if hidden := len(table.rows) - count:
+    hidden = len(table.rows) - count
+    if hidden and room != 1:
         lines.append(Text(f"{ELLIPSIS} and {hidden} more", "dim"))
     reasons = _reason_lines(shown, width, is_cut=room is not None)
     if room is not None:

@@ -1,9 +1,9 @@
-"""What the pages of `top` show that no other view has: nodes, events, alerts, all of one slot."""
+"""What pages of `top` show that no other view has: nodes, events, alerts, all of one slot."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -11,24 +11,23 @@ from rich.text import Text
 
 from orchestrator.core.slot import slot_state
 from orchestrator.record import history
-from orchestrator.record.archive import Frame, Freshness, StoredEvent, read_events
+from orchestrator.record.archive import StoredEvent, read_events
 from orchestrator.record.history import Buckets, Span
-from orchestrator.record.model import FIELDS, STATE_STYLES, Row, Snapshot
+from orchestrator.record.model import FIELDS, Row, Snapshot
 from orchestrator.record.output import last_lines
 from orchestrator.view.alerts import Alert
-from orchestrator.view.cells import MISSING, SEPARATOR, clean, clock, flow, shorten
+from orchestrator.view.cells import MISSING, clean, clock
+from orchestrator.view.health import flowed
 from orchestrator.view.phrases import event_words, time_of_day
-from orchestrator.view.table import slots_table
-from orchestrator.view.tables import Cell, Column, Table, TableRow, Tone
+from orchestrator.view.slots import STATE_TONES, slots_table
+from orchestrator.view.tables import Cell, Column, Table, Tone, row_of
 from orchestrator.view.terminal import STYLES, table_lines
 from workers.units import MIB
 
-_MORE_CELLS: Final = len("!  · 99 more")
 _EVENTS_MOST: Final = 12
 _TEXT_LINES_MOST: Final = 20
 
-#: What is drawn over time, and how it is called; the last is counted up over the run, and drawn as
-#: its growth.
+#: What is drawn over time, and how it is called.
 COURSES: Final[Mapping[str, str]] = {
     "tflops": "TFLOP/s",
     "allocated_bytes": "allocated",
@@ -39,22 +38,25 @@ COURSES: Final[Mapping[str, str]] = {
     "samples_per_s": "samples/s",
     "oom_count": "OOM",
 }
-_GROWTH: Final = frozenset({"oom_count"})
-
-Courses: TypeAlias = dict[str, tuple[list[float], str]]
+Courses: TypeAlias = Mapping[str, tuple[Sequence[float], str]]
 """Key -> what was sampled, the oldest first, and its lowest and highest in words."""
 
 _NODES: Final = (
     Column(key="node", title="node"),
-    Column(key="there", title="there"),
-    Column(key="slots", title="slots", numeric=True, priority=1),
-    Column(key="states", title="states", priority=2),
+    Column(key="is", title="is"),
+    Column(key="slots", title="slots", numeric=True),
+    Column(key="states", title="states", priority=1),
 )
 _EVENTS: Final = (
     Column(key="time", title="time"),
     Column(key="slot", title="slot"),
     Column(key="event", title="event"),
-    Column(key="details", title="details", priority=1),
+    Column(key="details", title="details"),
+)
+_ALERTS: Final = (
+    Column(key="severity", title="severity"),
+    Column(key="for", title="for", numeric=True),
+    Column(key="text", title="what is wrong; below, what to do"),
 )
 
 
@@ -62,20 +64,18 @@ def nodes_table(snapshot: Snapshot) -> Table:
     """Return the nodes that are planned, there, or have slots; the missing ones first."""
     nodes = {node: Counter[str]() for node in (*snapshot.nodes_planned, *snapshot.nodes_seen)}
     for row in snapshot.rows:
-        if row.node:  # a job that never had a process has none
+        if row.node:  # a job that has had no process is nowhere
             nodes.setdefault(row.node, Counter())[row.state.value] += 1
     rows = []
     for node, states in sorted(nodes.items(), key=lambda item: item[0] in snapshot.nodes_seen):
         is_there = node in snapshot.nodes_seen
-        there = Cell(
-            text="there" if is_there else "missing",
-            tone=Tone.PLAIN if is_there else Tone.BAD,
-            value="there" if is_there else "missing",
-        )
-        words = ", ".join(f"{count} {state}" for state, count in states.items()) or MISSING
-        slots = Cell(text=str(states.total()), value=states.total())
-        cells = (Cell(text=clean(node), value=node), there, slots, Cell(text=words, value=words))
-        rows.append(TableRow(key=node, cells=cells))
+        values = {
+            "node": node,
+            "is": "there" if is_there else "missing",
+            "slots": states.total(),
+            "states": ", ".join(f"{count} {state}" for state, count in states.items()),
+        }
+        rows.append(row_of(_NODES, node, values, tones={} if is_there else {"is": Tone.BAD}))
     return Table(name="nodes", columns=_NODES, rows=tuple(rows))
 
 
@@ -84,106 +84,75 @@ def events_table(events: Sequence[StoredEvent]) -> Table:
     rows = []
     for event in reversed(events):
         name, details = event_words(event)
-        texts = (time_of_day(event.at)[:8], event.slot or "", name, details)
-        cells = tuple(Cell(text=clean(text) or MISSING, value=text or None) for text in texts)
-        rows.append(TableRow(key=str(event.number), cells=cells))
+        at = time_of_day(event.at)[:8]
+        values = {"time": at, "slot": event.slot, "event": name, "details": details}
+        rows.append(row_of(_EVENTS, str(event.number), values))
     return Table(name="events", columns=_EVENTS, rows=tuple(rows))
 
 
-def alert_line(alerts: Sequence[Alert], width: int) -> Text:
-    """Return what is wrong; what has no room is counted."""
-    room, shown = max(1, width - _MORE_CELLS), list[str]()
+def alerts_table(alerts: Sequence[Alert], now_unix_s: float) -> Table:
+    """Return what is wrong; the reason of a row is what to do."""
+    rows = []
     for alert in alerts:
-        if shown and len(SEPARATOR.join([*shown, alert.text])) > room:
-            break
-        shown.append(alert.text)
-    more = [f"{len(alerts) - len(shown)} more"] if len(shown) < len(alerts) else []
-    said = shorten(f"! {SEPARATOR.join([*shown, *more])}", width)
-    return Text(said, STYLES[alerts[0].tone])
+        held_s = max(0.0, now_unix_s - alert.since_unix_s)
+        values = {"severity": alert.severity, "for": held_s, "text": alert.text}
+        rows.append(
+            row_of(
+                _ALERTS,
+                alert.subject,
+                values,
+                {"for": clock(held_s)},
+                {"severity": alert.tone},
+                reason=alert.what_to_do,
+            )
+        )
+    return Table(name="alerts", columns=_ALERTS, rows=tuple(rows))
 
 
-def alert_lines(alerts: Iterable[Alert], now_unix_s: float) -> list[Text]:
-    """Return what is wrong: each alert with what to type."""
-    lines = []
-    for alert in alerts:
-        held = clock(max(0.0, now_unix_s - alert.since_unix_s))
-        lines += [
-            Text(
-                f"{alert.severity}{SEPARATOR}for {held}{SEPARATOR}{alert.text}", STYLES[alert.tone]
-            ),
-            Text(f"   {alert.what_to_do}"),
-        ]
-    return lines or [Text("no alert fires", "dim")]
-
-
-def freshness_words(frame: Frame) -> str:
-    """Return how far what is shown is so now."""
-    if frame.freshness is Freshness.ENDED:
-        return f"ended, {frame.run.outcome}"
-    is_live = frame.freshness is Freshness.LIVE
-    return frame.freshness.value + ("" if is_live else f" for {clock(frame.late_s)}")
-
-
-def courses_of(folder: Path, row: Row, snapshot: Snapshot, back_s: float | None) -> Courses:
-    """Return the values of a slot over so many seconds, or over the whole run; see `COURSES`.
-
-    Raises:
-        ArchiveError: The run folder cannot be read.
-    """
-    ends_s = snapshot.now_unix_s
-    begins_s = ends_s - back_s if back_s is not None else min(snapshot.started_at, ends_s - 1.0)
-    found = history.buckets(folder, row.slot, tuple(COURSES), begins_s, ends_s + 0.5, 100)
-    return {key: _course(key, course) for key, course in found.items()}
-
-
-def _course(key: str, course: Buckets) -> tuple[list[float], str]:
-    values = _growth(course.high) if key in _GROWTH else course.mean
-    known = [value for value in values if value is not None]
+def _course(key: str, course: Buckets) -> tuple[Sequence[float], str]:
     # A mean of many samples hides the extremes, and these are worth knowing.
-    lows, highs = (values, values) if key in _GROWTH else (course.low, course.high)
-    low, high = (
-        pick((value for value in ends if value is not None), default=0.0)
-        for pick, ends in ((min, lows), (max, highs))
+    low, mean, high = (
+        [value for value in values if value is not None]
+        for values in (course.low, course.mean, course.high)
     )
-    return known, f"{_short(key, low)} to {_short(key, high)}"
+    times, unit = (1 / MIB, " MiB") if FIELDS[key].unit == "bytes" else (1.0, "")
+    return mean, f"{min(low) * times:.4g} to {max(high) * times:.4g}{unit}" if mean else ""
 
 
-def _growth(totals: Sequence[float | None]) -> list[float | None]:
-    """Return by how much a counter grew in each part."""
-    grown: list[float | None] = []
-    before: float | None = None
-    for total in totals:
-        grown.append(None if total is None else total - (total if before is None else before))
-        before = before if total is None else total
-    return grown
-
-
-def _short(key: str, value: float) -> str:
-    is_bytes = FIELDS[key].unit == "bytes"
-    return f"{value / MIB:.0f} MiB" if is_bytes else f"{value:.4g}"
-
-
-def slot_lines(folder: Path, row: Row, width: int) -> list[Text]:
-    """Return the page of a slot: facts, states, events, errors, and what it printed.
+def slot_page(
+    folder: Path, row: Row, snapshot: Snapshot, back_s: float | None, width: int
+) -> tuple[Text, Courses, list[Text]]:
+    """Return all that is known of a slot: a title, its courses over so many seconds or the whole
+    run, and lines: facts, states, events, its last error, what it printed.
 
     Raises:
         ArchiveError: The run folder cannot be read.
     """
-    events = read_events(folder, slot=row.slot, limit=50)
-    errors = [event.details.get("traceback") for event in events if event.event == "workload_error"]
+    slot, ends_s = row.slot, snapshot.now_unix_s
+    begins_s = min(snapshot.started_at, ends_s - 1.0) if back_s is None else ends_s - back_s
+    sampled = history.buckets(folder, slot, tuple(COURSES), begins_s, ends_s + 0.5, 100)
+    events = read_events(folder, slot=slot, limit=50)
+    errors = [event.details["traceback"] for event in events if "traceback" in event.details]
+    error = str(errors[-1]).splitlines()[-_TEXT_LINES_MOST:] if errors else ()
     parts = {
-        "states": list(_states(history.state_spans(folder, row.slot))),
+        "states": _states(history.state_spans(folder, slot)),
         "events": table_lines(events_table(events[-_EVENTS_MOST:]), width),
-        "last error": [
-            Text(_harmless(line), "red")
-            for line in str(errors[-1] if errors else "").splitlines()[-_TEXT_LINES_MOST:]
-        ],
-        "printed": [Text(_harmless(line)) for line in last_lines(folder, row.slot)],
+        "last error": (Text(_harmless(line), "red") for line in error),
+        "printed": (Text(_harmless(line)) for line in last_lines(folder, slot)),
     }
-    lines = [*flow(_facts(row), width, "   ")]
+    lines = flowed(_facts(row, snapshot), width)
     for title, part in parts.items():
-        lines += [Text(), Text(title, "bold"), *part] if part else []
-    return lines
+        if shown := list(part):
+            lines += [Text(), Text(title, "bold"), *shown]
+    title = Text(clean(f"{slot}  {row.state.value}  {row.reason}"), STYLES[STATE_TONES[row.state]])
+    return title, {key: _course(key, course) for key, course in sampled.items()}, lines
+
+
+def _facts(row: Row, snapshot: Snapshot) -> Iterator[Cell]:
+    table = slots_table(snapshot, (row,))
+    for column, cell in zip(table.columns, table.rows[0].cells, strict=True):
+        if cell.text != MISSING:
+            yield Cell(text=f"{column.title} {column.unit} {cell.text}", tone=cell.tone)
 
 
 def _harmless(line: str) -> str:
@@ -191,26 +160,14 @@ def _harmless(line: str) -> str:
     return " " * (len(line) - len(line.lstrip(" "))) + clean(line)
 
 
-def _facts(row: Row) -> Iterator[Text]:
-    """Yield every column that is known."""
-    table = slots_table((row,))
-    for column, cell in zip(table.columns, table.rows[0].cells, strict=True):
-        if cell.text != MISSING:
-            label = f"{column.title} {column.unit}".strip()
-            yield Text.assemble((f"{label} ", "dim"), (cell.text, STYLES[cell.tone]))
-
-
 def _states(spans: Sequence[Span]) -> Iterator[Text]:
-    first_s = spans[0].from_unix_s if spans else 0.0
     for span in spans[-_EVENTS_MOST:]:
         ends_s = span.to_unix_s
         lasted = "" if ends_s is None else f" for {clock(ends_s - span.from_unix_s)}"
         try:
-            style = STATE_STYLES[slot_state(span.state)]
+            style = STYLES[STATE_TONES[slot_state(span.state)]]
         except ValueError:
             style = ""
-        yield Text.assemble(
-            f"+{clock(span.from_unix_s - first_s):>7}  ",
-            (f"{clean(span.state)[:12]:<12}", style),
-            f"  {clean(span.cause)}{lasted}",
-        )
+        state = f"{clean(span.state)[:12]:<12}"
+        at = f"+{clock(span.from_unix_s - spans[0].from_unix_s):>7}  "
+        yield Text.assemble(at, (state, style), f"  {clean(span.cause)}{lasted}")

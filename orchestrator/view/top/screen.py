@@ -20,10 +20,11 @@ from orchestrator.jobs import inbox
 from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.jobs.model import Said, Word
 from orchestrator.record.archive import Follower
-from orchestrator.record.query import WORST_FIRST, QueryError, order_of, parse
 from orchestrator.record.summary import SCHEMA, summary_text
+from orchestrator.view.health import header_lines
 from orchestrator.view.jobs import with_jobs
-from orchestrator.view.table import header_lines, slots_table
+from orchestrator.view.query import WORST_FIRST, QueryError, order_of, parse
+from orchestrator.view.slots import slots_table
 from orchestrator.view.terminal import plain_text, table_lines
 from orchestrator.view.top.view import View
 
@@ -44,7 +45,7 @@ def view_of(sort: str | None, wanted: str | None) -> View:
 def frame_text(folder: Path, view: View, width: int) -> str:
     """Return the run as it is now, once, with all rows."""
     frame = Follower(folder).look()
-    table = slots_table(view.rows(frame.snapshot.rows))
+    table = slots_table(frame.snapshot, view.rows(frame.snapshot.rows))
     header = header_lines(with_jobs(frame.snapshot, frame.queue), width)
     lines = table_lines(table, width) if table.rows else [Text("no slot matches the filter")]
     return plain_text([*header, *lines])
