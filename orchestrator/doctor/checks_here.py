@@ -61,16 +61,22 @@ def _token(here: Here) -> Iterator[Finding]:
         )
     elif os.environ.get("RAY_AUTH_TOKEN"):
         yield ok("in the environment (RAY_AUTH_TOKEN)")
-    elif path.exists():
-        is_open = path.stat().st_mode & 0o077
+    elif (mode := _mode(path)) is not None:
         found = f"{path} can be read by other users of this PC"
-        yield warn(found, fix=f"chmod 600 {path}") if is_open else ok(f"{path}, for you alone")
+        yield warn(found, fix=f"chmod 600 {path}") if mode & 0o077 else ok(f"{path}, for you alone")
     elif here.is_cluster:
         yield fail(f"there is none in {path}", hint="copy that file from the head; mode 600")
     else:
         yield skip(
             "none yet; a cluster needs one: run what `python -m orchestrator up NODE` prints"
         )
+
+
+def _mode(path: Path) -> int | None:
+    try:
+        return path.stat().st_mode
+    except OSError:
+        return None
 
 
 def _port(here: Here) -> Iterator[Finding]:
@@ -95,8 +101,8 @@ def _port(here: Here) -> Iterator[Finding]:
 def _by_whom(port: int) -> str:
     try:
         for each in psutil.net_connections(kind="tcp"):
-            is_listener = each.status == psutil.CONN_LISTEN and each.laddr and each.pid
-            if is_listener and each.laddr.port == port:
+            is_listener = each.status == psutil.CONN_LISTEN and each.laddr
+            if is_listener and each.laddr[1] == port and each.pid:
                 return f" by {psutil.Process(each.pid).name()} (pid {each.pid})"
     except psutil.Error:
         return ""

@@ -83,7 +83,7 @@ def _card(machine: Machine) -> Iterator[Finding]:
             f"{len(facts.cards)} in this PC, but {setting} hides every one",
             fix="unset CUDA_VISIBLE_DEVICES",
         )
-    elif facts.pci_cards:
+    elif facts.pci_cards and not facts.card_errors:
         nouveau = "; nouveau, the kernel's own driver, holds it and cannot compute"
         yield fail(
             "an NVIDIA card is in this PC, but NVIDIA's driver does not answer"

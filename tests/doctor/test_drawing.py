@@ -36,7 +36,9 @@ def test_the_worst_comes_first_and_each_verdict_is_a_word() -> None:
 
 
 def test_words_are_broken_at_the_width_and_commands_never() -> None:
-    lines = drawn(diagnosis(fail("word " * 60, hint="on pc2", fix=LONG, node="pc1", check="ray")))
+    lines = drawn(
+        diagnosis(fail(" ".join(["word"] * 60), hint="on pc2", fix=LONG, node="pc1", check="ray"))
+    )
     at = lines.index(f"type: {LONG}")
     assert lines[at - 1].endswith("word; on pc2")
     assert any(line.startswith("pc1 ray: word word") for line in lines)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config.notify_urls import URLS_VARIABLE
-from orchestrator.config.schema import NotifyConfig
+from orchestrator.config.schema import NotifyConfig, Severity
 from orchestrator.errors import UsageError
 from orchestrator.view.notify.notifier import Notifier
 from tests.fleet.in_process import CONFIG, IN_PROCESS
@@ -146,6 +146,18 @@ def test_only_one_process_tells_of_a_run(folder: Path, head: Head) -> None:
         process.wait()
         with teller(folder, http):
             message(http, 2)
+
+
+@pytest.mark.parametrize(("severity", "is_told"), [("warning", True), ("critical", False)])
+def test_what_is_less_severe_than_asked_for_is_not_sent(
+    folder: Path, head: Head, severity: Severity, is_told: bool
+) -> None:
+    head.store(incomplete=True)
+    settings = NotifyConfig(severity=severity)
+    with http_receiver() as http:
+        notifier = Notifier(folder=folder, settings=settings, urls=[http.json_url()], say=print)
+        assert notifier.once() == 0
+    assert ("still: RecordsIncomplete" in http.text()) is is_told
 
 
 def test_a_silent_server_costs_its_deadline(folder: Path, head: Head) -> None:

@@ -15,7 +15,8 @@ from orchestrator.view.web.guard import (
     refusal,
 )
 
-ACCESS = Access(token="page-token", metrics_token="metrics-token", with_control=True)
+TOKENS = ("page-token", "metrics-token")
+ACCESS = Access(token=TOKENS[0], metrics_token=TOKENS[1], with_control=True)
 BEARER = "Bearer page-token"
 HOST = "127.0.0.1:8470"
 ASKED = RequestFacts(method="GET", path="/api/v1/document", host=HOST, cookie="page-token")

@@ -15,10 +15,11 @@ import pytest
 from orchestrator.jobs import inbox
 from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal
 from orchestrator.jobs.model import Submitted
-from tests.factories import make_job, make_row
+from tests.factories import GIB, make_job, make_row
 from tests.scene import ROOT
 from tests.web.browser import Browser, browser, needs_chromium, until
 from tests.web.scene import Server, make_run, put_turn, rows_at, serving
+from workers.messages import WorkerState
 
 pytestmark = needs_chromium
 
@@ -132,19 +133,13 @@ def test_the_keyboard_sorts_filters_and_opens_a_slot(folder: Path) -> None:
 )
 def test_a_filter_compares_what_is_shown(folder: Path, terms: str, names: set[str]) -> None:
     store = make_run(folder, slots=1, seconds=10)
-    gib = 2**30
+    backoff, reason = WorkerState.BACKOFF, "has two words"
     rows = [
-        make_row(slot="pc1/0", temperature_c=60.0, allocated_bytes=gib, reason=""),
-        make_row(slot="pc1/1", state=rows_at(0, 10)[8].state, temperature_c=75.0),
-        make_row(slot="pc1/2", temperature_c=76.0, allocated_bytes=3 * gib, reason=""),
-        make_row(slot="pc2/0", node="pc2", temperature_c=90.0, allocated_bytes=None),
+        make_row(slot="pc1/0", temperature_c=60.0, allocated_bytes=GIB),
+        make_row(slot="pc1/1", temperature_c=75.0, allocated_bytes=2 * GIB, state=backoff),
+        make_row(slot="pc1/2", temperature_c=76.0, allocated_bytes=3 * GIB),
+        make_row(slot="pc2/0", temperature_c=90.0, allocated_bytes=None, reason=reason),
     ]
-    from dataclasses import replace
-
-    from workers.messages import WorkerState
-
-    rows[1] = replace(rows[1], state=WorkerState.BACKOFF, allocated_bytes=2 * gib, reason="oom")
-    rows[3] = replace(rows[3], reason="has two words", allocated_bytes=None)
     put_turn(store, 20, rows)
 
     async def scene(_server: Server, page: Browser) -> None:
@@ -206,14 +201,19 @@ def test_hostile_names_reasons_and_errors_stay_text(folder: Path) -> None:
 def test_the_page_outlives_its_server_and_the_head(folder: Path) -> None:
     store = make_run(folder, slots=4)
     mark = "document.getElementById('mark').textContent"
+    seconds = itertools.count(611)
+
+    async def is_live(page: Browser) -> bool:
+        put_turn(store, next(seconds), rows_at(611, 4))
+        return bool(await page.js(mark) == "live")
 
     async def scene() -> None:
         async with browser(folder.parent.parent) as page:
             async with serving(folder) as server:
                 port = server.port
                 await page.do("Page.navigate", url=server.address)
-                put_turn(store, 611, rows_at(611, 4))
-                await page.until(f"{mark} === 'live'")
+                await page.until(f"{NAMES}.length === 4")
+                await until(lambda: is_live(page), "live mark")
             await page.until("!document.getElementById('offline').hidden")
             assert await page.js(f"{NAMES}.length") == 4  # the last picture stays
             async with serving(folder, port=port):

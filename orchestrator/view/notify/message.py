@@ -47,7 +47,7 @@ def message_text(message: Message, frame: Frame, unix_s: float) -> MessageText:
     news = [*map(_headline, begun), *(f"over: {_headline(group)}" for group in over)]
     more = f", {len(news) - 1} more" if len(news) > 1 else ""
     essence = [f"{news[0]}{more}"] if news else [states or "no workers yet"]
-    severity = message.begun[0].severity if message.begun else "info"
+    severity = begun[0][0].severity if begun else "info"
     end: list[str] = []
     if message.is_last:
         essence = [_end(frame), *news[:1]]

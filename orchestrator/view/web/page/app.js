@@ -157,16 +157,13 @@
     };
     show("overview", view in queries && view !== "slot");
     if (!(view in queries)) return;
-    try {
-      const course = await source.history({ run, ...queries[view] });
-      if (mine !== drawing) return;
-      if (view === "slot") drawSlot(slot, course);
-      else charts.draw(byId("overview"), course, told.head, view === "slots" ? { most: 2 } : {});
-    } catch (error) {
-      // The stream tells that the server is gone.
+    const course = await source.history({ run, ...queries[view] }).catch((error) => {
+      // Without a status the server is gone, which the stream tells.
       if (error.status) on.problem(error.message);
-      else if (!(error instanceof TypeError)) throw error;
-    }
+    });
+    if (!course || mine !== drawing) return;
+    if (view === "slot") drawSlot(slot, course);
+    else charts.draw(byId("overview"), course, told.head, view === "slots" ? { most: 2 } : {});
   };
   const drawSlot = (slot, course) => {
     const table = ["slots", "jobs"].map((name) => told.tables[name])

@@ -15,8 +15,8 @@ const charts = (() => {
   const colour = (name) => styles.getPropertyValue(`--${name}`).trim();
   const toneColour = (tone) => colour(["", "plain"].includes(tone) ? "quiet" : tone);
 
-  const strip = (plot) => {
-    const { course } = plot;
+  const strip = (held) => (plot) => {
+    const { course } = held;
     const { ctx, bbox } = plot, high = 5 * devicePixelRatio, end = bbox.left + bbox.width;
     const x = (at) => Math.min(end, Math.max(bbox.left, plot.valToPos(at, "x", true)));
     for (const { from, to, state } of course.spans || []) {
@@ -37,16 +37,17 @@ const charts = (() => {
     return 2.5 * (apart.sort((one, other) => one - other)[apart.length >> 1] || 0);
   };
 
-  const options = (chart, offset, width, height) => {
+  // What changes from course to course is held, so that a chart is made once.
+  const options = (held, chart, offset, width, height) => {
     const axis = {
       stroke: colour("quiet"), grid: { stroke: colour("rule"), width: 1 },
       ticks: { stroke: colour("rule") }, font: "12px system-ui",
     };
     const isTime = !chart.steps, isMany = chart.lines.length > 2;
-    const range = ({ course, data: [x] }) =>
-      isTime ? [course.from, course.to] : [x[0], Math.max(x[0] + 1, x.at(-1))];
+    const range = () => (isTime ? [held.course.from, held.course.to]
+      : [held.x[0], Math.max(held.x[0] + 1, held.x.at(-1))]);
     const gaps = (plot, _series, _first, _last, found) => found.filter(([from, to]) =>
-      (to - from) / plot.bbox.width * (range(plot)[1] - range(plot)[0]) > plot.longest);
+      (to - from) / plot.bbox.width * (range()[1] - range()[0]) > held.longest);
     const lines = chart.lines.map(([label], at) => ({
       label, gaps, width: 1.5, dash: at && !isMany ? [6, 4] : [],
       stroke: isMany ? PALETTE[at % PALETTE.length] : colour(at ? "warn" : "line"),
@@ -60,8 +61,11 @@ const charts = (() => {
       // In the time of the server, as all other texts.
       tzDate: (at) => uPlot.tzDate(new Date((at + offset) * 1000), "Etc/UTC"),
       scales: { x: { time: isTime, range } },
-      axes: [{ ...axis, space: 80, ...(isTime ? { values: FORMS } : {}) }, { ...axis, size: 64 }],
-      hooks: { drawAxes: isTime ? [strip] : [] },
+      axes: [
+        { ...axis, space: 80, ...(isTime ? { values: FORMS } : {}) },
+        { ...axis, size: 64, space: height < 150 ? 20 : 30 },
+      ],
+      hooks: { drawAxes: isTime ? [strip(held)] : [] },
       series: [isTime ? { value: "{YYYY}-{MM}-{DD} {HH}:{mm}:{ss}" } : { label: "step" },
         ...lines, ...edges],
       bands: chart.band
@@ -89,27 +93,25 @@ const charts = (() => {
   // Draws at most so many charts of a course into a node: the first one larger, if told so.
   const draw = (node, course, head, { most = 99, isFirstLarge = false } = {}) => {
     const shown = course.charts.slice(0, most);
-    const drawn = shown.map(({ label, lines, band }) => [label, lines.map(([name]) => name), !band]);
+    const drawn = shown.map(({ label, lines, band }) => [label, lines.map(([to]) => to), !band]);
     const shape = JSON.stringify([node.clientWidth, colour("text"), drawn]);
-    if (node.shape !== shape) {
-      node.shape = shape;
-      for (const plot of node.plots || []) plot.destroy();
-      const figures = shown.map(() => make("figure", {}, make("figcaption")));
+    const isNew = node.shape !== shape;
+    if (isNew) {
+      for (const { plot } of node.charts || []) plot.destroy();
       node.classList.toggle("first", isFirstLarge);
-      node.replaceChildren(...figures);
-      node.plots = shown.map((chart, at) => {
-        const isLarge = chart.steps || (isFirstLarge && at === 0);
-        const height = isLarge ? 240 : most < 99 ? 110 : 150;
-        const width = figures[at].clientWidth;
-        return new uPlot(options(chart, head.utc_offset_s, width, height), null, figures[at]);
-      });
+      node.replaceChildren(...shown.map(() => make("figure", {}, make("figcaption"))));
+      [node.shape, node.charts] = [shape, shown.map(() => ({}))];
     }
     shown.forEach((chart, at) => {
-      const { label, average, lines, band, steps } = chart, plot = node.plots[at];
-      const x = steps || course.times;
-      Object.assign(plot, { course, longest: steps ? Infinity : gapFrom(x, lines[0][1]) });
-      put(node.children[at].firstChild, average ? `${label} · mean ${average}` : label);
-      plot.setData([x, ...lines.map(([, line]) => line), ...(band ? [band[1], band[0]] : [])]);
+      const { label, average, lines, band, steps } = chart, held = node.charts[at];
+      const figure = node.children[at], x = steps || course.times;
+      const values = [x, ...lines.map(([, line]) => line), ...(band ? [band[1], band[0]] : [])];
+      Object.assign(held, { course, x, longest: steps ? Infinity : gapFrom(x, lines[0][1]) });
+      put(figure.firstChild, average ? `${label} · mean ${average}` : label);
+      if (!isNew) return held.plot.setData(values);
+      const height = steps || (isFirstLarge && at === 0) ? 240 : most < 99 ? 110 : 150;
+      const drawn = options(held, chart, head.utc_offset_s, figure.clientWidth, height);
+      held.plot = new uPlot(drawn, values, figure);
     });
     while (node.children.length > shown.length) node.lastChild.remove();
     node.append(...(course.bars ? bars(course, head.at_unix_s) : []));

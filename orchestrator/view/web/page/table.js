@@ -24,12 +24,13 @@ const tables = (() => {
   const MISSING = "–";
   const inOrder = new Intl.Collator("en", { numeric: true });
 
-  // The place of the column with this key or title, or the only one that begins so.
+  // The place of the column with this key or word in its title, or the only one that begins so.
   const placeOf = (columns, name) => {
-    const names = columns.map(({ key, title }) => [key.toLowerCase(), title.toLowerCase()]);
-    const exact = names.findIndex((both) => both.includes(name));
+    const words = columns.map(({ key, title }) => [key, ...title.split(" ")])
+      .map((all) => all.map((word) => word.toLowerCase()));
+    const exact = words.findIndex(([key]) => key === name);
     if (exact >= 0) return exact;
-    const begun = [...names.keys()].filter((at) => names[at].some((one) => one.startsWith(name)));
+    const begun = [...words.keys()].filter((at) => words[at].some((one) => one.startsWith(name)));
     if (begun.length === 1) return begun[0];
     const known = columns.map(({ key }) => key).join(", ");
     throw new Error(`the filter names no column ${name}; there are ${known}`);
