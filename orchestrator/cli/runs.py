@@ -23,7 +23,6 @@ from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.record.archive import StoredEvent, StoredRun, missed_of, read_events, read_run
 from orchestrator.record.folders import go_on_command, list_runs, run_object, summary_of
 from orchestrator.record.jobs import QueueReader
-from orchestrator.record.model import Snapshot
 from orchestrator.record.output import last_lines, slots_with_output
 from orchestrator.record.store import STORE_NAME
 from orchestrator.record.summary import SCHEMA, summary_dict, summary_text
@@ -31,7 +30,6 @@ from orchestrator.view.cells import clean, whole
 from orchestrator.view.health import health_lines
 from orchestrator.view.jobs import jobs_table, with_jobs
 from orchestrator.view.phrases import (
-    closing_lines,
     counted,
     exception_line,
     fault_lines,
@@ -89,7 +87,7 @@ def report_text(folder: Path, width: int) -> str:
         snapshot = with_jobs(run.snapshot(), queue)
         events = read_events(run.folder, _TOLD)
         missed = missed_of(events) if run.outcome == "degraded" else ()
-        lines = [*_header(run), *_table(snapshot, width)]
+        lines = [*_header(run), "", plain_text(health_lines(snapshot, width)), ""]
         if (lost := snapshot.steps_lost_upper_bound) is not None:
             lines.append(
                 f"{counted(snapshot.counts.steps_ok, 'good step')} counted, at most {whole(lost)} "
@@ -181,10 +179,6 @@ def _verdict(ended: Mapping[str, Any]) -> str:
     meaning, error = words.get(str(ended.get("outcome"))), ended.get("error")
     said = f"outcome: {ended.get('outcome')}, exit code {ended.get('exit_code')}"
     return said + (f": {meaning}" if meaning else "") + (f" ({error})" if error else "")
-
-
-def _table(snapshot: Snapshot, width: int) -> list[str]:
-    return ["", plain_text(health_lines(snapshot, width)), "", *closing_lines(snapshot)]
 
 
 def _happenings(events: Sequence[StoredEvent]) -> Iterator[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from rich.cells import cell_len
 from rich.text import Text
 
 from orchestrator.record.model import Snapshot
@@ -65,7 +66,11 @@ def flowed(cells: Iterable[Cell], width: int) -> list[Text]:
     lines: list[Text] = []
     for cell in cells:
         text = shorten(clean(cell.text), width)
+<<<<<<< HEAD
         if lines and len(lines[-1]) + len(SEPARATOR) + len(text) <= width:
+=======
+        if lines and lines[-1].cell_len + cell_len(SEPARATOR + text) <= width:
+>>>>>>> w-slots
             lines[-1].append(SEPARATOR, "dim")
         else:
             lines.append(Text())

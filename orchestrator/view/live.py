@@ -16,7 +16,6 @@ from typing import Protocol, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.text import Text
 
 from orchestrator.core.slot import SlotState
 from orchestrator.record.events import EventLog
@@ -24,13 +23,16 @@ from orchestrator.record.model import Row, Snapshot
 from orchestrator.record.store import RunStore
 from orchestrator.view.cells import clean, shorten
 from orchestrator.view.health import health_lines
-from orchestrator.view.phrases import closing_lines, tflops_words, time_words
+from orchestrator.view.phrases import tflops_words, time_words
+from orchestrator.view.terminal import plain_text
 
 REDRAW_EVERY_S = 0.25
 PROGRESS_EVERY_S = 10.0
 
 GAPS = "the records of this run have gaps: they could not be written for a while"
 
+_CLOSING_CELLS = 160
+"""Width of the last table in a log or a pipe."""
 _REASON_CELLS = 400
 """A log may have long lines, but not a whole traceback in one."""
 
@@ -122,7 +124,7 @@ class LiveTable:
             self._leave()
 
     def close(self, snapshot: Snapshot) -> None:
-        """Draw the last frame, give the terminal back and print the totals."""
+        """Draw the last frame, with all rows, and give the terminal back."""
         if self._gone:
             return
         try:
@@ -132,8 +134,6 @@ class LiveTable:
                 self._live.stop()
             else:
                 self._console.print(last)
-            for line in closing_lines(snapshot):
-                self._console.print(Text(line))
         except _TERMINAL_GONE:
             self._leave()
 
@@ -187,9 +187,9 @@ class PlainLines:
             self._say(self._progress(snapshot))
 
     def close(self, snapshot: Snapshot) -> None:
-        """Write the last changes and the totals."""
+        """Write the last changes, and the table as the run ended."""
         self.update(snapshot)
-        for line in closing_lines(snapshot):
+        for line in plain_text(health_lines(snapshot, _CLOSING_CELLS)).split("\n"):
             self._say(line)
 
     def _progress(self, snapshot: Snapshot) -> str:

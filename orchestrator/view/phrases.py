@@ -6,14 +6,13 @@ Pure. Does not cover the table's cells, nor outcome and exit code: those are the
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from statistics import median
 from typing import Any, Final
 
-from orchestrator.config.duration import format_duration
 from orchestrator.record.archive import StoredEvent
-from orchestrator.record.model import Row, Snapshot, natural_order
+from orchestrator.record.model import Snapshot
 from orchestrator.view.cells import (
     ELLIPSIS,
     MISSING,
@@ -22,7 +21,6 @@ from orchestrator.view.cells import (
     decimals_for,
     number,
     share_pct,
-    shorten,
     whole,
 )
 from workers.messages import StepCounts
@@ -139,35 +137,6 @@ def totals(snapshot: Snapshot) -> tuple[str, ...]:
     return tuple(said)
 
 
-def closing_lines(snapshot: Snapshot) -> tuple[str, ...]:
-    """Return the end of a run in a line per node and one for all."""
-    nodes: defaultdict[str, list[Row]] = defaultdict(list)
-    for row in snapshot.rows:
-        nodes[row.node].append(row)
-    names = {node: shorten(clean(node), 24) for node in sorted(nodes, key=natural_order)}
-    longest = max([len("total"), *map(len, names.values())])
-
-    def line(name: str, workers: int, tflops: float | None, *said: str) -> str:
-        return "  ".join(
-            (f"{name:<{longest}}", counted(workers, "worker"), tflops_words(tflops), *said)
-        )
-
-    lines = []
-    for node, name in names.items():
-        rows = nodes[node]
-        known = [row.tflops for row in rows if row.tflops is not None]
-        counts = StepCounts.total(row.counts for row in rows)
-        restarts = counted(sum(row.restarts for row in rows), "restart")
-        said = (_steps_words(counts), f"{whole(counts.oom_count)} OOM", restarts)
-        lines.append(line(name, len(rows), sum(known) if known else None, *said))
-    lines += _training_lines(snapshot.rows)
-    ran = f"ran {clean(format_duration(snapshot.elapsed_s))}"
-    return (
-        *lines,
-        line("total", len(snapshot.rows), snapshot.tflops_total, *totals(snapshot), ran),
-    )
-
-
 def exception_line(text: str) -> str:
     """Return text; of a traceback, only the line that names the exception."""
     lines = text.strip().splitlines()
@@ -217,25 +186,6 @@ def _with_unit(value: object, suffix: str) -> str:
         else (" bytes", 1.0)
     )
     return f"{value * times:.5g}{unit}" if unit or isinstance(value, float) else str(value)
-
-
-def _training_lines(rows: Iterable[Row]) -> Iterator[str]:
-    """Yield how far each slot that trains came."""
-    for row in rows:
-        told = row.progress
-        if told.train_step is None:
-            continue
-        decimals = decimals_for((told.loss, told.first_loss))
-        first, last = (number(loss, decimals) or MISSING for loss in (told.first_loss, told.loss))
-        of = "" if told.train_steps is None else f" of {whole(told.train_steps)}"
-        said = [f"trained {whole(told.train_step)}{of} steps", f"loss {first} -> {last}"]
-        if told.saved_step is not None:
-            said.append(f"saved at {whole(told.saved_step)}")
-        if told.redone_steps:
-            said.append(f"{counted(told.redone_steps, 'step')} done again")
-        if told.weights_sha256 is not None:
-            said.append(f"weights {clean(told.weights_sha256)[:12]}")
-        yield f"{clean(row.slot)}  {', '.join(said)}"
 
 
 def _steps_words(counts: StepCounts) -> str:
