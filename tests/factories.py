@@ -320,7 +320,6 @@ def laptop(**changes: Any) -> MachineFacts:
         cores_physical=8,
         ram_total_bytes=32 * GIB,
         ram_available_bytes=24 * GIB,
-        shm_total_bytes=16 * GIB,
         nvml_error="NVML Shared Library Not Found",
         pci_cards=0,
         torch=CPU_TORCH,

@@ -44,10 +44,6 @@ _AUTH_SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
 #: were too few.
 _ANSWER_S = 180.0
 
-#: Once a process is there, its clock is a matter of milliseconds.
-_CLOCK_S = 15.0
-_CLOCK_LOOKS = 5
-
 _DOOR_S = 2.0
 
 
@@ -68,14 +64,13 @@ def survey(answer_s: float = _ANSWER_S) -> tuple[NodeAnswer, ...]:
         # By id, not by label: every node is meant once, also one without a label and two with the
         # same.
         where = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
-        requests.append((node, where, _on(where, _look).remote(others)))
-    answers = [_answer(node, where, ref, deadline_s) for node, where, ref in requests]
+        requests.append((node, _on(where, _look).remote(others)))
+    answers = [_answer(node, ref, deadline_s) for node, ref in requests]
     return tuple(sorted(answers, key=lambda answer: (answer.name is None, answer.title)))
 
 
 def _answer(
     node: dict[str, Any],
-    where: NodeAffinitySchedulingStrategy,
     ref: Any,  # noqa: ANN401 - Ray's reference type has no name
     deadline_s: float,
 ) -> NodeAnswer:
@@ -88,42 +83,17 @@ def _answer(
         )
     except RayError as error:
         return NodeAnswer(name=name, address=address, error=in_a_line(error))
-    clock: tuple[float, float] | None = None
-    with contextlib.suppress(RayError):  # a node that is slow once has answered nevertheless
-        clock = _clock_offset(where)
     return NodeAnswer(
         name=name,
         address=address,
         facts=facts,
-        clock_offset_s=None if clock is None else clock[0],
-        clock_error_s=None if clock is None else clock[1],
         unreachable=unreachable,
     )
-
-
-def _clock_offset(where: NodeAffinitySchedulingStrategy) -> tuple[float, float]:
-    """Return how much the node's clock is ahead, and how far off that may be.
-
-    Its time is taken to be that of the middle of the round trip (Cristian's algorithm); the fastest
-    trip errs least.
-    """
-    tell = _on(where, _unix_time_s)
-    looks = []
-    for _ in range(_CLOCK_LOOKS):
-        sent_s, started_s = time.time(), time.monotonic()
-        theirs_s = float(ray.get(tell.remote(), timeout=_CLOCK_S))
-        half_s = (time.monotonic() - started_s) / 2
-        looks.append((theirs_s - (sent_s + half_s), half_s))
-    return min(looks, key=lambda look: look[1])
 
 
 # Ray's types have no names.
 def _on(where: NodeAffinitySchedulingStrategy, function: Any) -> Any:  # noqa: ANN401
     return ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=where)
-
-
-def _unix_time_s() -> float:
-    return time.time()
 
 
 def _look(doors: Sequence[str]) -> tuple[MachineFacts, tuple[str, ...]]:

@@ -295,12 +295,12 @@ class NotifyConfig(_Section):
         BeforeValidator(_interval),
         Field(description=f"{VALID_DURATION}, or off"),
     ] = "10m"
-    """As typed; `None` sends no digests. Code reads `every_s`."""
+    """As typed; `None` sends no statuses. Code reads `every_s`."""
     severity: Severity = "warning"
 
     @property
     def every_s(self) -> float | None:
-        """Seconds between two digests; `None` if there are none."""
+        """Seconds between two statuses; `None` if there are none."""
         return None if self.every is None else parse_duration(self.every)
 
 

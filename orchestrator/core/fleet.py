@@ -47,10 +47,6 @@ class NodeAnswer:
     facts: MachineFacts | None = None
     """`None`: it did not answer, see `error`."""
     error: str | None = None
-    clock_offset_s: float | None = None
-    """How much its clock is ahead of this machine's."""
-    clock_error_s: float | None = None
-    """How far off that may be: half of the fastest round trip."""
     unreachable: tuple[str, ...] = ()
     """Ports (`host:port`) of other nodes that it could not open."""
 

@@ -6,13 +6,13 @@ Decides nothing and prints nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
+from typing import TypeVar
 
-#: Verbs that read the configuration.
-_READ_CONFIG = tuple(f"python -m orchestrator {verb} " for verb in ("run", "up"))
+_Subject = TypeVar("_Subject")
 
 
 class Verdict(StrEnum):
@@ -29,7 +29,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the doctor's report."""
+    """One row of the doctor's report."""
 
     verdict: Verdict
     found: str
@@ -37,10 +37,10 @@ class Finding:
     """What it means, or what to do where no command does it."""
     fix: str | None = None
     """What to type."""
-    check: str = ""
-    """One word, which stays the same from run to run; `named` sets it."""
     node: str | None = None
     """The node it is about; `None`: this machine, or the cluster as a whole."""
+    check: str = ""
+    """One word, which stays the same from run to run; `checked` sets it."""
 
 
 ok = partial(Finding, Verdict.OK)
@@ -49,22 +49,13 @@ warn = partial(Finding, Verdict.WARN)
 fail = partial(Finding, Verdict.FAIL)
 
 
-def named(checks: Mapping[str, Finding | Iterable[Finding]]) -> list[Finding]:
-    """Return what checks found, with the names of the checks."""
+def checked(
+    checks: Mapping[str, Callable[[_Subject], Iterable[Finding]]], subject: _Subject
+) -> list[Finding]:
+    """Return what some checks find on a machine or cluster, with their names."""
     return [
-        replace(finding, check=check)
-        for check, found in checks.items()
-        for finding in ([found] if isinstance(found, Finding) else found)
+        replace(finding, check=name) for name, check in checks.items() for finding in check(subject)
     ]
-
-
-def with_config(finding: Finding, options: str) -> Finding:
-    """Return the finding with a command that reads the doctor's configuration, which `options` name
-    if any do.
-    """
-    if options and (finding.fix or "").startswith(_READ_CONFIG):
-        return replace(finding, fix=f"{finding.fix} {options}")
-    return finding
 
 
 def count(findings: Iterable[Finding], verdict: Verdict) -> int:
@@ -75,22 +66,6 @@ def count(findings: Iterable[Finding], verdict: Verdict) -> int:
 def exit_code(findings: Iterable[Finding]) -> int:
     """Return 1 if anything failed, else 0."""
     return 1 if count(findings, Verdict.FAIL) else 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
-    """All that was found, and of what."""
-
-    where: str
-    """What was looked at, in words."""
-    is_cluster: bool
-    has_card: bool
-    has_config: bool
-    findings: tuple[Finding, ...]
-    options: str = ""
-    """What says which configuration was read, such as `--config mine.yaml`; empty for the usual
-    one.
-    """
 
 
 def versions(text: str | None) -> tuple[int, ...]:

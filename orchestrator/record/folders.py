@@ -1,8 +1,7 @@
 """Finds runs: lists the run folders, and resolves a run id as the user typed it.
 
-Covers the names of runs, which are hostile input, runs that left no store, and how many
-notifications of a run were taken. Does not cover what is in a store (`archive.py`). A folder that
-cannot be read is an `ArchiveError`.
+Covers the names of runs, which are hostile input, and runs that left no store. Does not cover what
+is in a store (`archive.py`). A folder that cannot be read is an `ArchiveError`.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 from orchestrator.config.schema import RunConfig
 from orchestrator.errors import ArchiveError, NothingStoredError, UsageError, one_line
 from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.record.archive import StoredRun, head_of, read_run
-from workers.files import read_small, replace_whole
+from workers.files import read_small
 
 LATEST = "latest"
 RUNNING = "running"
@@ -45,9 +44,6 @@ _KEYS = (
 _DEFAULT_RUNS_DIR = Path(RunConfig.model_fields["dir"].default)
 _SUFFIX = re.compile(r"[0-9a-f-]{4,20}")
 _NAMED = 5
-
-DELIVERIES_NAME: Final = "notifications.json"
-_MOST_BYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,29 +258,3 @@ def _without_store(folder: Path) -> Listed:
         exit_code=code if isinstance(code, int) else None,
         error=None if error is None else str(error),
     )
-
-
-class Deliveries(NamedTuple):
-    """Messages times addresses, over all processes that told of the run."""
-
-    taken: int = 0
-    failed: int = 0
-
-
-def read_deliveries(folder: Path) -> Deliveries:
-    """Return what was counted; zeros where nothing was, or where the file makes no sense."""
-    try:
-        content = json.loads(read_small(folder / DELIVERIES_NAME, _MOST_BYTES))
-        counts = [content[name] for name in Deliveries._fields]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return Deliveries()
-    return (
-        Deliveries(*counts)
-        if all(type(count) is int and count >= 0 for count in counts)
-        else Deliveries()
-    )
-
-
-def write_deliveries(folder: Path, deliveries: Deliveries) -> None:
-    """Write the counts; `OSError` where that is not possible."""
-    replace_whole(folder / DELIVERIES_NAME, json.dumps(deliveries._asdict()) + "\n")

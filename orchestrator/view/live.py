@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Protocol, TextIO
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
@@ -115,7 +115,9 @@ class LiveTable:
             if not self._live.is_started:
                 self._live.start()
                 self._console.show_cursor(True)
-            self._live.update(_Frame(snapshot, whole=False), refresh=True)
+            # A line is left for the cursor, else the terminal scrolls at every frame.
+            height = max(1, self._console.size.height - 1)
+            self._live.update(self._frame(snapshot, height), refresh=True)
         except _TERMINAL_GONE:
             self._leave()
 
@@ -124,7 +126,7 @@ class LiveTable:
         if self._gone:
             return
         try:
-            last = _Frame(snapshot, whole=True)
+            last = self._frame(snapshot, None)
             self._live.update(last)
             if self._live.is_started:
                 self._live.stop()
@@ -134,6 +136,12 @@ class LiveTable:
                 self._console.print(Text(line))
         except _TERMINAL_GONE:
             self._leave()
+
+    def _frame(self, snapshot: Snapshot, height: int | None) -> Group:
+        lines = health_lines(snapshot, self._console.width, height)
+        for line in lines:
+            line.no_wrap, line.overflow = True, "crop"
+        return Group(*lines)
 
     def _leave(self) -> None:
         self._gone = True
@@ -213,21 +221,3 @@ def _work(row: Row) -> str:
         return "" if row.size is None else f" size {row.size}"
     of = "" if progress.train_steps is None else f"/{progress.train_steps}"
     return f" step {progress.train_step}{of}"
-
-
-class _Frame:
-    """A snapshot that is laid out when it is drawn, for the terminal's size at that moment.
-
-    `whole` shows all rows, at whatever length: nothing is drawn over it.
-    """
-
-    def __init__(self, snapshot: Snapshot, *, whole: bool) -> None:
-        self._snapshot = snapshot
-        self._whole = whole
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        # A line is left for the cursor, else the terminal scrolls at every frame.
-        lines = None if self._whole else max(1, options.size.height - 1)
-        for line in health_lines(self._snapshot, options.max_width, lines):
-            line.no_wrap, line.overflow = True, "crop"
-            yield line

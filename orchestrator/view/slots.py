@@ -96,12 +96,6 @@ def _verify(row: Row) -> _Shown:
     return f"{whole(checks)}/{whole(errors)}", Tone.BAD if errors else Tone.PLAIN
 
 
-def _micro(row: Row) -> _Shown:
-    micro, accumulation = whole(row.progress.micro_batch), whole(row.progress.accumulation)
-    known = micro is not None and accumulation is not None
-    return f"{micro}x{accumulation}" if known else None, Tone.PLAIN
-
-
 def _eta(row: Row) -> _Shown:
     left_s = finite(row.progress.eta_s)
     return None if left_s is None else clock(min(left_s, _LONGEST_ETA_S)), Tone.PLAIN
@@ -142,7 +136,7 @@ COLUMNS: Final = (
     SlotColumn("loss", "loss", "loss", "/first", keys=("loss", "first_loss"), digits=4),
     SlotColumn("samples", "samples_per_s", "samples", "/s", 13, digits=3),
     SlotColumn("tokens", "tokens_per_s", "tokens", "/s", 51, digits=3),
-    SlotColumn("micro", "micro_batch", "micro", "x acc", 15, shown=_micro),
+    SlotColumn("micro", "micro_batch", "micro", "/acc", 15, keys=("micro_batch", "accumulation")),
     SlotColumn("level", "memory_level", "level", priority=17),
     SlotColumn("saved", "saved_step", "saved", "step", 16),
     SlotColumn("redone", "redone_steps", "redone", "steps", 53),
@@ -250,12 +244,15 @@ def cards_table(snapshot: Snapshot) -> Table:
 
 
 def headline(snapshot: Snapshot) -> tuple[Cell, ...]:
-    """Return what stands above the table: nodes, states, throughput and time."""
+    """Return what stands above the table: nodes, states, throughput and time.
+
+    The value of a cell is the state that it counts.
+    """
     seen, planned = len(snapshot.nodes_seen), len(snapshot.nodes_planned)
     said = [
         Cell(text=f"nodes {seen}/{planned}", tone=Tone.PLAIN if seen >= planned else Tone.BAD),
         *(
-            Cell(text=f"{count} {state}", tone=STATE_TONES[state])
+            Cell(text=f"{count} {state}", tone=STATE_TONES[state], value=state.value)
             for state, count in snapshot.state_counts.items()
         ),
         Cell(text=tflops_words(snapshot.tflops_total)),
@@ -330,7 +327,7 @@ def _make(declared: SlotColumn, rows: Sequence[Row], priority: int) -> _Made:
     return column, cell
 
 
-def _number(value: float | None, times: float, decimals: int) -> str | None:
+def _number(value: int | float | None, times: float, decimals: int) -> str | None:
     if isinstance(value, int) and times == 1.0:
         return whole(value)
     known = finite(value)

@@ -1,59 +1,152 @@
-"""Alerts: each fires on its bad run and not on the similar one, and the rules name them all."""
+"""Alerts: each is told of its bad run and not of the similar one."""
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 from dataclasses import replace
-from pathlib import Path
+from typing import Any, Final
 
 import pytest
-from render_observability import FOLDER, rendered
 
 from orchestrator.core.slot import HeadState
-from orchestrator.record.archive import Follower
-from orchestrator.record.folders import Deliveries
-from orchestrator.record.model import Row, Snapshot
-from orchestrator.record.store import STORE_NAME, RunStore
-from orchestrator.view import alerts
-from orchestrator.view.alerts import ALERTS, AlertWatch, badges, judge
+from orchestrator.record.archive import Freshness
+from orchestrator.view.alerts import RULES, Alert, Since, alerts
 from orchestrator.view.web.metrics import exposition
-from tests.alerts.traces import Trace, frame_at, traces, verdicts
-from tests.factories import FACTS, event, make_row, make_snapshot
+from tests.alerts.traces import frame_at
+from tests.scene import ROOT
 from workers.messages import WorkerState
+from workers.units import GIB
 
-TRACES = traces()
-RENDERED = rendered()
+FOLDER: Final = ROOT / "docs" / "observability"
+GONE: Final = {"nodes_seen": ("pc2",), "on": "pc1", "state": HeadState.LOST}
+
+#: Name, subject, for how long it must be wrong, a run with it, a similar one without.
+CASES: Final[list[tuple[str, str, float, dict[str, Any], dict[str, Any]]]] = [
+    (
+        "HeadGone",
+        "20231114-221320-0b76",
+        30,
+        {"freshness": Freshness.HEAD_GONE},
+        {"freshness": Freshness.ENDED},
+    ),
+    ("HeadGone", "20231114-221320-0b76", 30, {"late_s": 20.0}, {"late_s": 10.0}),
+    ("RecordsIncomplete", "20231114-221320-0b76", 0, {"incomplete": True}, {"late_s": 10.0}),
+    (
+        "RecordsIncomplete",
+        "20231114-221320-0b76",
+        0,
+        {"disk_free_bytes": GIB // 2},
+        {"disk_free_bytes": 2 * GIB},
+    ),
+    ("NodeMissing", "pc1", 0, GONE, {"on": "pc1", "state": HeadState.LOST}),
+    (
+        "SlotQuarantined",
+        "pc1/0",
+        0,
+        {"state": HeadState.QUARANTINED},
+        {"state": HeadState.RESTARTING, "reason": "QUARANTINED soon"},
+    ),
+    ("SlotNotWorking", "pc1/0", 300, {"state": WorkerState.BACKOFF}, {"state": HeadState.HELD}),
+    ("SlotNotWorking", "pc1/0", 300, {"state": HeadState.STARTING}, GONE),
+    (
+        "WrongResults",
+        "pc1/0",
+        0,
+        {"state": WorkerState.CORRUPT},
+        {"verify_errors": 1, "state": HeadState.HELD},
+    ),
+    ("WrongResults", "pc1/0", 0, {"verify_errors": 1}, {"verify_checks": 1}),
+    ("CardPaused", "GPU-pc1", 0, {"state": WorkerState.PAUSED}, {"state": WorkerState.THROTTLED}),
+    ("CardSlowed", "GPU-pc1", 300, {"throttle_pct": 35.0}, {"throttle_pct": 15.0}),
+    (
+        "QueueHeld",
+        "20231114-221320-0b76",
+        0,
+        {"held": "three jobs failed alike"},
+        {"jobs": ["HELD"]},
+    ),
+    ("JobFailed", "lr-0", 0, {"jobs": ["FAILED"]}, {"jobs": ["CANCELLED"]}),
+]
 
 
-def fired(trace: Trace) -> set[str]:
-    return {firing.alert.name for firing in verdicts(trace)[-1]}
+def told_after(seconds: float, **changed: Any) -> tuple[Alert, ...]:
+    """Return what is told of a run that has been so for some time."""
+    _, since = alerts(frame_at(0, **changed), 0.0)
+    told, _ = alerts(frame_at(seconds, **changed), seconds, since)
+    return told
 
 
-@pytest.mark.parametrize("trace", TRACES, ids=lambda trace: f"{trace.alert}-{trace.fires}")
-def test_an_alert_fires_on_its_bad_run_only(trace: Trace) -> None:
-    assert (trace.alert in fired(trace)) is trace.fires
-
-
-def test_every_alert_has_made_up_runs() -> None:
-    assert [trace.alert for trace in TRACES if trace.fires] == [alert.name for alert in ALERTS]
-
-
-@pytest.mark.skipif(
-    shutil.which("promtool") is None,
-    reason="promtool is not installed; on Debian: apt install prometheus",
+@pytest.mark.parametrize(
+    ("name", "subject", "lasts_s", "bad", "good"), CASES, ids=lambda case: str(case)[:40]
 )
-def test_the_rules_are_valid() -> None:
-    files = [FOLDER / "alerts.yml", FOLDER / "alerts_optional.yml"]
-    done = subprocess.run(["promtool", "check", "rules", *files], capture_output=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_an_alert_is_told_of_its_bad_run_only(
+    name: str, subject: str, lasts_s: float, bad: dict[str, Any], good: dict[str, Any]
+) -> None:
+    found = {alert.name: alert for alert in told_after(lasts_s, **bad)}
+    assert found[name].subject == subject
+    assert found[name].since_unix_s == 0.0
+    assert name not in {alert.name for alert in told_after(lasts_s, **good)}
+    assert lasts_s == 0 or name not in {alert.name for alert in told_after(lasts_s - 1, **bad)}
 
 
-def test_the_gauge_names_what_fires() -> None:
-    frame = frame_at(0, on="pc1", state=HeadState.QUARANTINED, reason="gave up")
-    _, firing = judge(AlertWatch(), frame, 0.0)
-    text = exposition(frame, firing, Deliveries(), {}).decode()
+def test_every_rule_has_a_bad_run() -> None:
+    found = {rule for _, _, _, bad, _ in CASES for rule in RULES if list(rule(frame_at(0, **bad)))}
+    assert found == set(RULES)
+
+
+def test_a_healthy_run_has_no_alert() -> None:
+    assert told_after(10_000) == ()
+
+
+@pytest.mark.parametrize("freshness", [Freshness.HEAD_GONE, Freshness.ENDED])
+def test_without_a_head_nothing_is_said_of_slots(freshness: Freshness) -> None:
+    told = told_after(600, freshness=freshness, state=HeadState.QUARANTINED, verify_errors=1)
+    assert {alert.name for alert in told} <= {"HeadGone"}
+
+
+def test_what_stops_before_its_time_begins_anew() -> None:
+    since: Since = {}
+    for second, state, is_told in (
+        (0, WorkerState.BACKOFF, False),
+        (299, WorkerState.WARMING, False),
+        (299.5, WorkerState.RUNNING, False),
+        (300, WorkerState.BACKOFF, False),
+        (599, WorkerState.BACKOFF, False),
+        (600, WorkerState.EMERGENCY, True),
+    ):
+        told, since = alerts(frame_at(second, state=state), second, since)
+        assert bool(told) is is_told, second
+
+
+def test_another_run_begins_with_nothing() -> None:
+    _, since = alerts(frame_at(0, state=WorkerState.BACKOFF), 0.0)
+    other = frame_at(0, state=WorkerState.BACKOFF)
+    facts = replace(other.run.facts, run_id="20231115-000000-0b77")
+    other = replace(other, run=replace(other.run, facts=facts))
+    assert alerts(other, 300.0, since)[0] == ()
+
+
+def test_the_severest_comes_first_and_text_is_harmless() -> None:
+    hostile = "gone\x1b[31m\nand red"
+    told = told_after(0, incomplete=True, state=HeadState.QUARANTINED, reason=hostile)
+    assert [alert.to_json()["severity"] for alert in told] == ["critical", "warning"]
+    assert told[0].to_json() == {
+        "name": "SlotQuarantined",
+        "severity": "critical",
+        "tone": "bad",
+        "subject": "pc1/0",
+        "node": "pc1",
+        "text": "slot pc1/0 was given up: gone [31m and red",
+        "what_to_do": "See docs/troubleshooting.md#quarantined, then type: python -m orchestrator "
+        "reinstate pc1/0",
+        "since_unix_s": 0.0,
+    }
+
+
+def test_the_gauge_names_what_is_wrong() -> None:
+    frame = frame_at(0, on="pc1", state=HeadState.QUARANTINED)
+    text = exposition(frame, alerts(frame, 0.0)[0], {}).decode()
     assert [line for line in text.splitlines() if line.startswith("orchestrator_alert{")] == [
         'orchestrator_alert{name="SlotQuarantined",node="pc1",severity="critical",'
         f'subject="{slot}"}} 1.0'
@@ -61,117 +154,11 @@ def test_the_gauge_names_what_fires() -> None:
     ]
 
 
-def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
-    text = exposition(frame_at(0), (), Deliveries(), {}).decode()
-    asked = set(re.findall(r"orchestrator_\w+", (FOLDER / "grafana.json").read_text()))
-    assert asked <= set(re.findall(r"orchestrator_\w+", text))
-
-
-@pytest.mark.parametrize("name", RENDERED)
-def test_the_files_are_what_the_catalogue_makes(name: str) -> None:
-    told = f"{name} is old: python scripts/render_observability.py"
-    assert (FOLDER / name).read_text(encoding="utf-8") == RENDERED[name], told
-
-
-@pytest.mark.parametrize(
-    "trace", [trace for trace in TRACES if trace.fires], ids=lambda trace: trace.alert
+@pytest.mark.skipif(
+    shutil.which("promtool") is None,
+    reason="promtool is not installed; on Debian: apt install prometheus",
 )
-def test_what_a_person_holds_never_alerts(trace: Trace) -> None:
-    def held(snapshot: Snapshot) -> Snapshot:
-        return replace(
-            snapshot, rows=tuple(replace(row, state=HeadState.HELD) for row in snapshot.rows)
-        )
-
-    looks = tuple(
-        (frame and replace(frame, snapshot=held(frame.snapshot)), told)
-        for frame, told in trace.looks
-    )
-    firing = verdicts(replace(trace, looks=looks))[-1]
-    assert {one.alert.scope for one in firing} <= {"run", "node", "job"}
-
-
-@pytest.mark.parametrize("trace", TRACES, ids=lambda trace: f"{trace.alert} {trace.fires}")
-def test_badges_show_what_fires_each_alert_once(trace: Trace) -> None:
-    for firing in verdicts(trace):
-        shown = badges(firing)
-        loud = [one for one in firing if one.alert.severity != "info"]
-        assert sorted(
-            (badge.name, subject) for badge in shown for subject in badge.subjects
-        ) == sorted((one.alert.name, one.subject.name) for one in loud)
-        assert len({badge.name for badge in shown}) == len(shown)
-        assert [badge.severity for badge in shown] == sorted(badge.severity for badge in shown), (
-            "critical first"
-        )
-
-
-def test_a_run_that_was_not_good_says_why(tmp_path: Path) -> None:
-    missed = ["pc1/0: no good step", "success rate 0.5 < run.min_success_rate 0.95"]
-    store = RunStore(tmp_path / STORE_NAME)
-    store.begin(FACTS)
-    store.update(make_snapshot(make_row()))
-    store.event(event(name="run_ended", missed=missed))
-    store.end("degraded", 1, None, ())
-    follower = Follower(tmp_path)
-    for _ in range(2):
-        _, firing = judge(AlertWatch(), follower.look(), 0.0)
-        (badge,) = badges(firing)
-        assert badge.words == f"the run has ended and was not good: {'; '.join(missed)}"
-
-
-def test_an_alert_that_stops_before_its_time_begins_anew() -> None:
-    def looked(watch: AlertWatch, second: float, state: WorkerState) -> tuple[AlertWatch, set[str]]:
-        watch, firing = judge(watch, frame_at(second, state=state), second)
-        return watch, {one.alert.name for one in firing}
-
-    watch = AlertWatch()
-    for second, state, expected in [
-        (0, WorkerState.PAUSED, set()),
-        (119, WorkerState.PAUSED, set()),
-        (119.5, WorkerState.RUNNING, set()),
-        (120, WorkerState.PAUSED, set()),
-        (239, WorkerState.PAUSED, set()),
-        (240, WorkerState.PAUSED, {"CardPaused"}),
-        (241, WorkerState.RUNNING, set()),
-    ]:
-        watch, names = looked(watch, second, state)
-        assert names == expected, second
-
-
-def test_another_run_begins_with_nothing() -> None:
-    watch, firing = judge(AlertWatch(), frame_at(0, state=HeadState.QUARANTINED), 0.0)
-    assert [(one.alert.name, one.subject.name, one.text) for one in firing] == [
-        ("SlotQuarantined", "pc1/0", "slot pc1/0 was given up: steady")
-    ]
-    other = frame_at(0)
-    other = replace(other, run=replace(other.run, facts=replace(other.run.facts, run_id="other")))
-    watch, firing = judge(watch, other, 1.0)
-    assert (watch.run_id, firing, dict(watch.active)) == ("other", (), {})
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("what", ["loss", "norm of the gradient"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_the_reason_of_a_stopped_training_is_known(what: str, value: float) -> None:
-    from workers.training.errors import NotFiniteError
-
-    reason = f"pc1/0: {NotFiniteError(what, value, 3)}; no snapshot"
-    row = Row(slot="pc1/0", node="pc1", state=HeadState.QUARANTINED, reason=reason)
-    assert alerts.is_not_finite(row)
-    assert not alerts.is_not_finite(replace(row, reason="5 processes died"))
-
-
-def test_history_keeps_few_points() -> None:
-    watch = AlertWatch()
-    for second in range(0, 7200, 5):
-        watch, _ = judge(watch, frame_at(second, oom_count=second), second)
-    assert watch.history.growth("oom_count", "pc1/0") == pytest.approx(600, abs=20)
-    assert max(map(len, watch.history.courses.values())) <= 62
-
-
-def test_notifications_that_fail_are_told_of() -> None:
-    watch, firing = judge(
-        AlertWatch(), frame_at(0), 0.0, failed_notifications=Deliveries(5, 2).failed
-    )
-    assert firing == ()
-    _, firing = judge(watch, frame_at(1), 1.0, failed_notifications=3)
-    assert [one.alert.name for one in firing] == ["NotifyFailing"]
+def test_the_rules_are_valid() -> None:
+    command = ["promtool", "check", "rules", str(FOLDER / "alerts.yml")]
+    done = subprocess.run(command, capture_output=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

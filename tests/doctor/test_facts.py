@@ -15,12 +15,12 @@ from workers.host.machine import ask_torch, free_bytes, look_around
 
 @pytest.mark.torch
 def test_this_machine_answers_and_the_answer_travels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_MEMCHECK", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "a secret")
     facts = look_around()
     assert facts.torch.version is not None
     assert facts.ray is not None
-    assert facts.setting("PYTORCH_CUDA_MEMCHECK") == "1"
+    assert facts.setting("CUDA_VISIBLE_DEVICES") == "0"
     assert "a secret" not in json.dumps(asdict(facts))
     assert pickle.loads(pickle.dumps(facts)) == facts  # noqa: S301 - our own
     assert facts.ram_total_bytes >= facts.ram_available_bytes > 0

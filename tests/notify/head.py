@@ -1,7 +1,8 @@
 """A head with nothing but its store, as a process of its own: `python -m tests.notify.head FOLDER`.
 
 Each line of its input is a JSON object: `states` of slots (those that are not named work), `gone`
-nodes, or an `end` with what was `missed`. It says `ok` when that is stored.
+nodes, records that are `incomplete`, or an `end` with what was `missed`. It says `ok` when that is
+stored.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ def main(folder: Path) -> None:
             record(row.slot, state=row.state.value, reason=row.reason, row=row.to_dict())
             for row in rows
         )
+        store.incomplete = told.get("incomplete", False)
         store.update(snapshot)
         store.commit()
         if "end" in told:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from orchestrator.config.notify_urls import URLS_VARIABLE
 from orchestrator.config.schema import NotifyConfig
-from orchestrator.view.notify.digest import Pace
 from orchestrator.view.notify.notifier import Notifier
+from orchestrator.view.notify.outbox import Pace
 
-PACE = Pace(between_s=1.0, gather_s=0.5, head_back_s=1.0)
+PACE = Pace(between_s=1.0, gather_s=0.5, over_s=1.0, head_back_s=1.0)
 
 if __name__ == "__main__":
     notifier = Notifier(

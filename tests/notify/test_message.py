@@ -3,91 +3,76 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from orchestrator.record.archive import StoredRun
-from orchestrator.record.folders import Deliveries
 from orchestrator.record.model import Row
-from orchestrator.view.alerts import ALERTS, Firing, Subject
-from orchestrator.view.notify.digest import Message, News
+from orchestrator.view.alerts import Alert
 from orchestrator.view.notify.message import MessageText, message_text
-from tests.factories import FACTS, make_row, make_snapshot
+from orchestrator.view.notify.outbox import Message
+from tests.alerts.traces import frame_at
+from tests.factories import make_row, make_snapshot
 from workers.messages import WorkerState
 
 NOW_UNIX_S = 10_000.0
 
 
-def run(
-    outcome: str = "running", exit_code: int | None = None, error: str | None = None
-) -> StoredRun:
-    return StoredRun(
-        folder=Path("here"),
-        facts=FACTS,
-        outcome=outcome,
-        exit_code=exit_code,
-        error=error,
-        elapsed_s=10.0,
-        updated_at_unix_s=None,
-        nodes_seen=(),
-        notices=(),
-        restart_count=0,
-        steps_lost_upper_bound=None,
-        incomplete=False,
-        heads=1,
-        faults=(),
-        slots=(),
-    )
-
-
-def trouble(
-    subject: str, alert: str = "CardPaused", severity: str = "warning", text: str = "at 84 C"
-) -> Firing:
-    made = replace(
-        ALERTS[0],
-        name=alert,
+def alert(
+    subject: str, name: str = "CardSlowed", severity: str = "warning", text: str = "at 84 C"
+) -> Alert:
+    return Alert(
+        name=name,
         severity=severity,  # type: ignore[arg-type]  # one of the three
-        summary=text,
+        subject=subject,
+        node=subject.partition("/")[0],
+        text=text,
         what_to_do="clean its fans",
+        since_unix_s=NOW_UNIX_S - 90,
     )
-    node = subject.partition("/")[0]
-    return Firing(alert=made, subject=Subject(subject, node), since_unix_s=NOW_UNIX_S - 90)
 
 
-def letter(
-    *news: News, rows: tuple[Row, ...] = (), told: StoredRun | None = None, still: int = 0
+def words(
+    message: Message, *rows: Row, outcome: str = "running", code: int | None = None
 ) -> MessageText:
-    there = tuple(trouble(f"pc9/{number}") for number in range(still))
-    message = Message(news=news, there=there, is_digest=not news, is_last=told is not None)
-    return message_text(message, told or run(), make_snapshot(*rows), Deliveries(7, 1), NOW_UNIX_S)
-
-
-def began(one: Firing, times: int = 1) -> News:
-    return News(firing=one, is_there=True, times=times)
+    error = None if outcome in {"running", "good"} else "no memory\nleft"
+    frame = frame_at(0, outcome=outcome, exit_code=code)
+    run = replace(frame.run, error=error)
+    return message_text(message, replace(frame, run=run, snapshot=make_snapshot(*rows)), NOW_UNIX_S)
 
 
 def test_the_severest_new_alert_is_in_the_title() -> None:
-    over = News(firing=trouble("pc3", "NodeMissing", "critical"), is_there=False, times=0)
-    told = letter(over, began(trouble("pc1/0")), began(trouble("pc2", "WrongResults", "critical")))
-    assert told.title == "0b76: WrongResults pc2, 2 more"
-    assert told.severity == "critical"
-    first, *_ = told.body.split("\n\n")
-    assert first.splitlines() == [
+    over = alert("pc3", "NodeMissing", "critical")
+    begun = alert("pc1/0"), alert("pc2", "WrongResults", "critical"), alert("pc1/1")
+    told = words(Message(begun=begun, over=(over,), still=(alert("pc4/0"),)))
+    assert (told.title, told.severity) == ("0b76: WrongResults pc2, 2 more", "critical")
+    news, still, _ = told.body.split("\n\n")
+    assert news.splitlines() == [
         "critical: WrongResults pc2",
         "  at 84 C",
         "  clean its fans",
-        "warning: CardPaused pc1/0",
+        "warning: CardSlowed pc1/0 pc1/1",
         "  at 84 C",
         "  clean its fans",
         "over: NodeMissing pc3, after 1m 30s",
     ]
+    assert still == "still: CardSlowed pc4/0, for 1m 30s"
 
 
 def test_what_is_only_over_alarms_no_one() -> None:
-    told = letter(News(firing=trouble("pc3", "NodeMissing", "critical"), is_there=False, times=3))
+    told = words(Message(over=(alert("pc3", "NodeMissing", "critical"),)))
     assert (told.title, told.severity) == ("0b76: over: NodeMissing pc3", "info")
-    assert "after 1m 30s, 3 times" in told.body
+
+
+@pytest.mark.parametrize(
+    ("elapsed_s", "title"),
+    [
+        (3.0, "0b76: the run has started; 1 RUNNING"),
+        (99.0, "0b76: the run is under way; 1 RUNNING"),
+    ],
+)
+def test_the_first_message_says_that_the_run_works(elapsed_s: float, title: str) -> None:
+    frame = replace(frame_at(0), snapshot=make_snapshot(make_row(), elapsed_s=elapsed_s))
+    assert message_text(Message(is_first=True), frame, NOW_UNIX_S).title == title
 
 
 @pytest.mark.parametrize(
@@ -102,13 +87,13 @@ def test_what_is_only_over_alarms_no_one() -> None:
 def test_the_end_of_a_run_says_how(
     outcome: str, code: int | None, severity: str, title: str
 ) -> None:
-    told = letter(told=run(outcome, code, error=None if code == 0 else "no memory\nleft"))
+    told = words(Message(is_last=True), outcome=outcome, code=code)
     assert told.title.startswith(title)
     assert told.severity == severity
     assert ("no memory left" in told.body) == (code != 0)
 
 
-def test_a_digest_has_each_card_once_with_its_sensors() -> None:
+def test_a_status_has_each_card_once_with_its_sensors() -> None:
     """As the mails of the guides have, every ten minutes."""
     busy = make_row(utilisation_pct=98.0)
     other = make_row(
@@ -120,23 +105,21 @@ def test_a_digest_has_each_card_once_with_its_sensors() -> None:
         state=WorkerState.PAUSED,
     )
     blank = dict.fromkeys(("device_used_bytes", "device_total_bytes", "power_w"))
-    told = letter(
-        rows=(busy, make_row(slot="pc1/1"), make_row(slot="pc3/0", node="pc3", **blank), other)
-    )
+    rows = busy, make_row(slot="pc1/1"), make_row(slot="pc3/0", node="pc3", **blank), other
+    told = words(Message(), *rows)
     assert told.title == "0b76: 1 PAUSED, 3 RUNNING"
-    lines = told.body.splitlines()
-    assert "pc1 NVIDIA GeForce RTX 3090: 71 C, 21.0 of 24.0 GiB, 98 % busy, 281 of 350 W" in lines
-    assert "pc3 NVIDIA GeForce RTX 3090: 71 C" in lines
-    assert "pc2 processor: 61 C, 21.0 of 24.0 GiB, 281 of 350 W" in lines
-    assert sum("3090" in line for line in lines) == 2
-    assert lines[-1] == "1 delivery of 8 failed so far"
+    assert told.body.splitlines()[-3:] == [
+        "pc1 NVIDIA GeForce RTX 3090: 71 C, 21.0 of 24.0 GiB, 98 % busy, 281 of 350 W",
+        "pc3 NVIDIA GeForce RTX 3090: 71 C",
+        "pc2 processor: 61 C, 21.0 of 24.0 GiB, 281 of 350 W",
+    ]
 
 
 def test_hostile_and_endless_text_stays_harmless_and_short() -> None:
-    hostile = trouble("pc1/0\r\nBcc: all@mail.example", text="\x1b]0;gone\x07" + "x" * 100_000)
-    many = [began(trouble(f"pc{number}")) for number in range(2000)]
-    rows = tuple(make_row(slot=f"pc{number}/0", node=f"pc{number}") for number in range(1000))
-    told = letter(began(hostile), *many, rows=rows, still=1000)
+    hostile = alert("pc1/0\r\nBcc: all@mail.example", text="\x1b]0;gone\x07" + "x" * 100_000)
+    many = tuple(alert(f"pc{number}") for number in range(2000))
+    rows = [make_row(slot=f"pc{number}/0", node=f"pc{number}") for number in range(1000)]
+    told = words(Message(begun=(hostile, *many), still=many), *rows)
     assert told.title.isprintable()
     assert len(told.title) <= 120
     assert all(line.isprintable() for line in told.body.splitlines())

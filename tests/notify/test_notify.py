@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config.notify_urls import URLS_VARIABLE
-from orchestrator.config.schema import NotifyConfig
+from orchestrator.config.schema import NotifyConfig, Severity
 from orchestrator.errors import UsageError
-from orchestrator.record.folders import Deliveries, read_deliveries
 from orchestrator.view.notify.notifier import Notifier
 from tests.fleet.in_process import CONFIG, IN_PROCESS
 from tests.notify.head import RUN_ID, Head, head_of
@@ -92,39 +90,38 @@ def holders(folder: Path) -> list[Path]:
     ]
 
 
-def test_node_slots_and_the_end_are_four_messages(folder: Path, head: Head) -> None:
+def test_start_node_slots_and_end_are_a_message_each(folder: Path, head: Head) -> None:
     with http_receiver() as http, teller(folder, http) as process:
+        assert message(http, 1).startswith("0b76: the run has started; 10 RUNNING\n")
         head.store(gone=["pc2"], states=LOST)
-        first = message(http, 1)
-        assert first.startswith("0b76: NodeMissing pc2\n")
-        assert "pc2/0" not in first, "its slots went with it"
+        second = message(http, 2)
+        assert second.startswith("0b76: NodeMissing pc2\n")
+        assert "pc2/0" not in second, "its slots went with it"
         head.store()
-        assert message(http, 2).startswith("0b76: over: NodeMissing pc2\n")
+        assert message(http, 3).startswith("0b76: over: NodeMissing pc2\n")
         why = "died 5 times in 300 s: \x1b[31mthe card\nis broken"
         slots = [f"pc1/{number}" for number in range(7)]
         quarantined = {slot: {"state": "QUARANTINED", "reason": why} for slot in slots}
         head.store(states=quarantined)
-        third = message(http, 3)
-        assert third.startswith(f"0b76: SlotQuarantined {' '.join(slots)}\n")
-        assert "died 5 times in 300 s: [31mthe card is broken" in third
-        assert "NVIDIA GeForce RTX 3090: 71 C, 21.0 of 24.0 GiB" in third
-        head.store(states=quarantined, end="degraded", code=1, missed=["pc1/0 ended QUARANTINED"])
         fourth = message(http, 4)
-        assert fourth.startswith("0b76: the run has ended: degraded, exit code 1\n")
-        assert "\npc1/0 ended QUARANTINED\n" in fourth
-        assert f"still: SlotQuarantined {' '.join(slots)}, for" in fourth
+        assert fourth.startswith(f"0b76: SlotQuarantined {' '.join(slots)}\n")
+        assert "died 5 times in 300 s: [31mthe card is broken" in fourth
+        assert "NVIDIA GeForce RTX 3090: 71 C, 21.0 of 24.0 GiB" in fourth
+        head.store(states=quarantined, end="degraded", code=1, missed=["pc1/0 ended QUARANTINED"])
+        last = message(http, 5)
+        assert last.startswith("0b76: the run has ended: degraded, exit code 1\n")
+        assert "\npc1/0 ended QUARANTINED\n" in last
+        assert f"still: SlotQuarantined {' '.join(slots)}, for" in last
         said, _ = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, said
-    assert len(http.messages) == 4
-    assert said.count(": taken\n") == 4
-    assert read_deliveries(folder) == Deliveries(taken=4, failed=0)
+    assert len(http.messages) == 5
+    assert said.count("  taken\n") == 5
     assert HUSH not in said + http.text()
     assert holders(folder.parent) == []
 
 
-def test_a_head_that_is_killed_is_told_of_and_the_process_ends(folder: Path, head: Head) -> None:
+def test_a_killed_head_is_told_of_and_the_process_ends(folder: Path, head: Head) -> None:
     with http_receiver() as http, teller(folder, http) as process:
-        head.store(gone=["pc2"], states=LOST)
         message(http, 1)
         head.process.kill()
         head.process.wait()
@@ -138,7 +135,6 @@ def test_a_head_that_is_killed_is_told_of_and_the_process_ends(folder: Path, hea
 def test_only_one_process_tells_of_a_run(folder: Path, head: Head) -> None:
     said: list[str] = []
     with http_receiver() as http, teller(folder, http) as process:
-        head.store(gone=["pc2"], states=LOST)
         message(http, 1)
         second = Notifier(
             folder=folder, settings=NotifyConfig(), urls=[], say=said.append, lock_patience_s=0.1
@@ -149,23 +145,33 @@ def test_only_one_process_tells_of_a_run(folder: Path, head: Head) -> None:
         process.kill()
         process.wait()
         with teller(folder, http):
-            assert "NodeMissing pc2" in message(http, 2)
+            message(http, 2)
 
 
-def test_a_silent_server_costs_its_deadline_and_is_counted(folder: Path, head: Head) -> None:
+@pytest.mark.parametrize(("severity", "is_told"), [("warning", True), ("critical", False)])
+def test_what_is_less_severe_than_asked_for_is_not_sent(
+    folder: Path, head: Head, severity: Severity, is_told: bool
+) -> None:
+    head.store(incomplete=True)
+    settings = NotifyConfig(severity=severity)
+    with http_receiver() as http:
+        notifier = Notifier(folder=folder, settings=settings, urls=[http.json_url()], say=print)
+        assert notifier.once() == 0
+    assert ("still: RecordsIncomplete" in http.text()) is is_told
+
+
+def test_a_silent_server_costs_its_deadline(folder: Path, head: Head) -> None:
     with (
         black_hole() as hole,
         http_receiver() as http,
         teller(folder, hole, http, deadline_s=3.0) as process,
     ):
-        head.store(gone=["pc2"], states=LOST)
         message(http, 1)
-        wait_for(lambda: read_deliveries(folder) == Deliveries(taken=1, failed=1), "the count")
         head.store(end="good", code=0, missed=[])
-        assert "1 delivery of 2 failed so far" in message(http, 2)
+        message(http, 2)
         said, _ = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0
-    assert f"json://bot:****@127.0.0.1:{hole.port}: not taken: no answer within 3 s" in said
+    assert f"json://bot:****@127.0.0.1:{hole.port}  not taken: no answer within 3 s" in said
     assert HUSH not in said
 
 
@@ -174,7 +180,6 @@ def test_without_an_answer_the_process_ends_after_some_tries(folder: Path, head:
     with http_receiver(status=500) as http, teller(folder, http) as process:
         assert process.wait(PATIENCE_S) == 1
     assert len(http.messages) == 3
-    assert read_deliveries(folder) == Deliveries(taken=0, failed=3)
 
 
 @pytest.fixture
@@ -199,8 +204,8 @@ def test_the_command_keeps_its_pace_and_ends_when_asked_to(
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as process:
+            message(http, 1)
             head.store(gone=["pc2"], states=LOST)
-            assert "NodeMissing pc2" in message(http, 1)
             done = orchestrator("notify", "--once", *options)
             assert done.returncode == 0, done.stderr
             assert "still: NodeMissing pc2" in message(http, 2)
@@ -222,17 +227,15 @@ def test_a_run_tells_of_its_end_by_a_process_that_outlives_it(
         run = (*IN_PROCESS, "run", "--duration", "1s", "--workload", "mine:Mine")
         done = python(*run, **{URLS_VARIABLE: http.json_url(HUSH)})
         assert done.returncode == 0, done.stderr
-        assert "the run has ended: good, exit code 0" in message(http, 1)
+        wait_for(lambda: "the run has ended: good, exit code 0" in http.text(), "the end")
         (folder,) = Path("runs").iterdir()
-        wait_for(lambda: read_deliveries(folder).taken == 1, "the count")
         urls_file.chmod(0o644)
         refused = python(*run, "--set", f"notify.urls_file={urls_file}")
     assert refused.returncode == 2
     assert f"chmod 600 {urls_file}" in refused.stderr
     assert list(Path("runs").iterdir()) == [folder], "it was refused before there was a run"
-    assert "taken" in (folder / "notify.log").read_text()
+    wait_for(lambda: "taken" in (folder / "notify.log").read_text(), "line of the log")
     assert HUSH not in done.stdout + done.stderr + refused.stderr
     assert "PYTHONPATH" in (nowhere / "environment.txt").read_text()
     assert holders(nowhere) == [urls_file], "neither the run nor its workers hold it"
     assert json.loads((folder / "summary.json").read_text())["outcome"] == "good"
-    assert stat.S_IMODE((folder / "notifications.json").stat().st_mode) == 0o600

@@ -103,8 +103,6 @@ class MachineFacts(DriverFacts):
     cores_physical: int | None = None
     ram_total_bytes: int
     ram_available_bytes: int
-    shm_total_bytes: int | None = None
-    """Of /dev/shm, in which Ray keeps its objects."""
     pci_cards: int | None = None
     """NVIDIA cards on the PCI bus, driver or none."""
     has_nouveau: bool = False

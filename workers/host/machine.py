@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import psutil
 import pynvml
@@ -125,14 +125,9 @@ def _name_of(pid: int) -> str | None:
 #: What is looked up in the environment. Nothing secret: all of it may be printed.
 SETTINGS = (
     "CUDA_DEVICE_ORDER",
-    "CUDA_LAUNCH_BLOCKING",
     "CUDA_VISIBLE_DEVICES",
-    "NVIDIA_TF32_OVERRIDE",
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_CUDA_MEMCHECK",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING",
-    "TORCH_USE_CUDA_DSA",
 )
 
 #: A cold disk needs a while for torch; one that takes longer hangs.
@@ -173,7 +168,6 @@ def look_around(*, with_torch: bool = True) -> MachineFacts:
         cores_physical=psutil.cpu_count(logical=False),
         ram_total_bytes=memory.total,
         ram_available_bytes=memory.available,
-        shm_total_bytes=_disk_bytes("/dev/shm", "total"),  # noqa: S108 - looked at, not written to
         pci_cards=None if is_wsl else _pci_cards(),
         has_nouveau=Path("/sys/module/nouveau").exists(),
         torch=ask_torch() if with_torch else TorchFacts(),
@@ -228,12 +222,8 @@ def free_bytes(path: str) -> int | None:
     folder = Path(path).absolute()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    return _disk_bytes(folder, "free")
-
-
-def _disk_bytes(folder: str | Path, part: Literal["free", "total"]) -> int | None:
     with suppress(OSError):
-        return int(getattr(shutil.disk_usage(folder), part))
+        return shutil.disk_usage(folder).free
     return None
 
 

@@ -1,23 +1,21 @@
-"""Sends one message to all addresses from a child process, and ends it after a deadline.
+"""Sends one message to all addresses, each from a thread of its own, and waits for a deadline.
 
-Services have no limit of time that can be trusted: a server that accepts and never answers must
-cost seconds, once. Addresses go to the child through its standard input, and come back without
-their secrets. Retries nothing.
+Services have no limit of time that can be trusted: a thread that is late is left behind, and ends
+with the process. Neither results nor logs hold a secret of an address. Retries nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
+import logging
 import re
-import signal
-import subprocess
-import sys
+import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
+from threading import Thread
 from typing import Any, Final
 from urllib.parse import unquote
+
+from orchestrator.view.notify.message import MessageText
 
 DEADLINE_S: Final = 20.0
 
@@ -25,144 +23,84 @@ DEADLINE_S: Final = 20.0
 _TYPES: Final = {"critical": "failure", "warning": "warning", "info": "info"}
 _REASON_MOST: Final = 200
 
+# Without a handler, Python prints their warnings, which may hold addresses.
+for _name in ("apprise", "urllib3"):
+    logging.getLogger(_name).addHandler(logging.NullHandler())
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(slots=True, kw_only=True)
 class Delivery:
-    """What became of a letter at one address."""
+    """What became of a message at one address; its thread fills it in."""
 
     number: int
     """Of the address, counted from 1."""
     name: str
     """Service and host, without user, password, token or path."""
-    taken: bool
+    taken: bool = False
     reason: str = ""
     """Why not."""
 
+    def __str__(self) -> str:
+        """Return it in words."""
+        return f"{self.name}  {'taken' if self.taken else f'not taken: {self.reason}'}"
+
 
 def deliver(
-    urls: Sequence[str], title: str, body: str, severity: str, deadline_s: float = DEADLINE_S
+    urls: Sequence[str], message: MessageText, deadline_s: float = DEADLINE_S
 ) -> tuple[Delivery, ...]:
-    """Return what became of the letter at each address, after `deadline_s` at the latest."""
-    job = {
-        "urls": urls,
-        "title": title,
-        "body": body,
-        "type": _TYPES[severity],
-        "deadline_s": deadline_s,
-    }
-    out, why = _by_child(json.dumps(job).encode(), deadline_s)
-    deliveries = {
-        number: Delivery(number=number, name=f"address {number}", taken=False, reason=why)
-        for number in _numbers(urls)
-    }
-    for line in out.splitlines():
-        with contextlib.suppress(ValueError, TypeError):  # cut off by the deadline
-            delivery = Delivery(**json.loads(line))
-            deliveries[delivery.number] = (
-                delivery if delivery.taken or delivery.reason else replace(delivery, reason=why)
-            )
-    return tuple(deliveries.values())
-
-
-def _by_child(job: bytes, deadline_s: float) -> tuple[bytes, str]:
-    """Return what the child said of a job, and why it said no more."""
-    command = [sys.executable, "-m", __name__]
-    try:
-        # In a session of its own: a Ctrl-C in the terminal must not cut a delivery in two.
-        child = subprocess.Popen(  # noqa: S603 - this very module
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    except OSError as failure:
-        return b"", f"the process that sends cannot be started: {failure.strerror}"
-    with child:
-        try:
-            out, _ = child.communicate(job, timeout=deadline_s)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            out, _ = child.communicate()
-            return out, f"no answer within {deadline_s:g} s"
-        finally:
-            child.kill()
-    return out, f"the process that sends ended with exit code {child.returncode}"
-
-
-def _numbers(urls: Sequence[str]) -> range:
-    return range(1, len(urls) + 1)
-
-
-def _main() -> None:
-    """Send the job on standard input.
-
-    Say what became of it, a line for each address as soon as it is known.
-    """
-    job = json.load(sys.stdin)
-    signal.alarm(int(job["deadline_s"]) + 5)  # should the parent be killed
-    with ThreadPoolExecutor(max_workers=len(job["urls"])) as pool:
-        list(
-            pool.map(
-                lambda number: _send(number, job["urls"][number - 1], job), _numbers(job["urls"])
-            )
-        )
-
-
-def _send(number: int, url: str, job: dict[str, Any]) -> None:
+    """Return what became of the message at each address, after `deadline_s` at the latest."""
     import apprise  # noqa: PLC0415 - an extra, and it takes half a second
 
     # In memory: else some services keep what they know of an address in files.
     asset = apprise.AppriseAsset(
         storage_mode=apprise.PersistentStoreMode.MEMORY, secure_logging=True
     )
-    service = apprise.Apprise.instantiate(url, asset=asset, suppress_exceptions=True)
+    deliveries, threads = list[Delivery](), list[Thread]()
+    for number, url in enumerate(urls, start=1):
+        service = apprise.Apprise.instantiate(url, asset=asset, suppress_exceptions=True)
+        delivery = Delivery(number=number, name=_name_of(service, number))
+        deliveries.append(delivery)
+        if service is None:
+            delivery.reason = "it is no address that apprise knows"
+            continue
+        delivery.reason = f"no answer within {deadline_s:g} s"
+        sender = apprise.Apprise(asset=asset)
+        sender.add(service)
+        threads.append(Thread(target=_send, args=(sender, url, message, delivery), daemon=True))
+    for thread in threads:
+        thread.start()
+    until_s = time.monotonic() + deadline_s
+    for thread in threads:
+        thread.join(max(0.0, until_s - time.monotonic()))
+    return tuple(deliveries)
+
+
+def _name_of(service: Any, number: int) -> str:  # noqa: ANN401 - a class of apprise
     if service is None:
-        _say(
-            Delivery(
-                number=number,
-                name=f"address {number}",
-                taken=False,
-                reason="it is no address that apprise knows",
-            )
-        )
-        return
+        return f"address {number}"
     # What stands before the first slash: apprise shows paths and parameters of some services as
     # they are.
-    shown = re.match(r"[^:]+://[^/?]*", str(service.url(privacy=True)))  # type: ignore[no-untyped-call]
-    name = shown.group() if shown else str(service.service_name)
-    _say(Delivery(number=number, name=name, taken=False))
-    sender = apprise.Apprise(asset=asset)
-    sender.add(service)
+    shown = re.match(r"[^:]+://[^/?]*", str(service.url(privacy=True)))
+    return shown.group() if shown else str(service.service_name)
+
+
+def _send(sender: Any, url: str, message: MessageText, delivery: Delivery) -> None:  # noqa: ANN401
     result = sender.notify(
-        title=job["title"], body=job["body"], notify_type=job["type"], body_format="text"
+        title=message.title,
+        body=message.body,
+        notify_type=_TYPES[message.severity],
+        body_format="text",
     )
     reasons = [entry.message for entry in result.logs()]
-    _say(
-        Delivery(
-            number=number,
-            name=name,
-            taken=bool(result),
-            reason="" if result else _harmless(reasons, url, name),
-        )
-    )
+    delivery.reason = "" if result else _harmless(reasons, url, delivery.name)
+    delivery.taken = bool(result)
 
 
 def _harmless(reasons: Sequence[str], url: str, name: str) -> str:
     """Return the last reason without any word of the address that is not in its name."""
     text = reasons[-1] if reasons else "it was not taken"
-    for word in sorted(
-        set(re.split(r"[\s/:@?&=+,]+", f"{url} {unquote(url)}")), key=len, reverse=True
-    ):
+    words = set(re.split(r"[\s/:@?&=+,]+", f"{url} {unquote(url)}"))
+    for word in sorted(words, key=len, reverse=True):
         if len(word) > 2 and word not in name:
             text = text.replace(word, "***")
     return text[:_REASON_MOST]
-
-
-def _say(delivery: Delivery) -> None:
-    sys.stdout.write(json.dumps(asdict(delivery)) + "\n")
-    sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    _main()

@@ -1,0 +1,165 @@
+"""What is told when: tables of single rules, and the promises over any course of alerts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.view.alerts import NODE_MISSING, Alert
+from orchestrator.view.notify.outbox import Message, Outbox
+
+
+def alert(subject: str = "pc1/0", name: str = "SlotQuarantined") -> Alert:
+    node = subject.partition("/")[0]
+    return Alert(
+        name=name,
+        severity="critical",
+        subject=subject,
+        node=node,
+        text=f"{subject} is wrong",
+        what_to_do="look",
+    )
+
+
+SEVEN = tuple(alert(f"pc1/{number}") for number in range(7))
+NODE = alert("pc2", NODE_MISSING)
+
+
+def course(
+    there: Mapping[float, Iterable[Alert]],
+    until_s: float,
+    every_s: float | None = None,
+    fails: Iterable[int] = (),
+    step_s: int = 1,
+) -> list[tuple[float, Message]]:
+    """Look every second; what is there changes at moments. Return the messages with their moments.
+
+    Telling has begun; messages with a number in `fails` were not taken.
+    """
+    status_at_s = math.inf if every_s is None else every_s
+    outbox, now, sent = Outbox(every_s=every_s, status_at_s=status_at_s), tuple[Alert, ...](), []
+    for second in range(0, int(until_s) + 1, step_s):
+        now = tuple(there.get(second, now))
+        outbox = outbox.after_look(now, second)
+        if message := outbox.due(second):
+            outbox = outbox.after_sending(second, is_taken=len(sent) not in set(fails))
+            sent.append((second, message))
+    return sent
+
+
+def words(sent: Iterable[tuple[float, Message]]) -> list[str]:
+    """Return each message as its moment, and what it says: + begun, - over."""
+    return [
+        f"{second:g}: "
+        + " ".join(
+            [
+                *(f"+{one.subject}" for one in message.begun),
+                *(f"-{one.subject}" for one in message.over),
+            ]
+        )
+        for second, message in sent
+    ]
+
+
+def test_a_lost_node_is_one_message_and_one_when_over() -> None:
+    sent = words(course({10: [NODE], 200: []}, until_s=7200))
+    assert sent == ["15: +pc2", "324: -pc2"]
+
+
+def test_seven_slots_within_five_seconds_are_one_message() -> None:
+    there = {10 + number: SEVEN[: number + 1] for number in range(4)} | {14: SEVEN}
+    ((second, message),) = course(there, until_s=3600)
+    assert (second, message.begun) == (15, SEVEN)
+
+
+def test_what_comes_within_the_minute_waits_for_it() -> None:
+    others = alert("pc3", NODE_MISSING), alert("pc4", NODE_MISSING)
+    sent = words(course({10: [NODE], 20: [NODE, others[0]], 50: [NODE, *others]}, until_s=200))
+    assert sent == ["15: +pc2", "75: +pc3 +pc4"]
+
+
+def test_a_card_that_pauses_and_goes_on_is_told_once() -> None:
+    paused = alert("GPU-0", "CardPaused")
+    there = {second: [paused] if second // 40 % 2 else [] for second in range(40, 3600, 40)}
+    assert words(course(there | {3600: []}, until_s=7200)) == ["45: +GPU-0", "3724: -GPU-0"]
+
+
+def test_statuses_come_at_their_interval() -> None:
+    sent = course({100: [NODE]}, until_s=1900, every_s=600)
+    assert words(sent) == ["105: +pc2", "600: ", "1200: ", "1800: "]
+    assert sent[1][1].still == (NODE,)
+
+
+def test_the_first_message_says_that_telling_begins() -> None:
+    outbox = Outbox(every_s=None, status_at_s=7.0)
+    first = outbox.due(7.0)
+    assert first is not None
+    assert first.is_first
+    outbox = outbox.after_sending(7.0, is_taken=True)
+    assert outbox.due(10**9) is None, "without `every` there is no other status"
+
+
+def test_an_untaken_message_is_tried_later_each_time() -> None:
+    sent = words(course({10: [NODE], 900: []}, until_s=7200, fails=[0, 1, 2]))
+    assert sent == ["15: +pc2", "135: +pc2", "375: +pc2", "855: +pc2", "1024: -pc2"]
+
+
+def test_the_last_message_waits_only_after_a_failure() -> None:
+    outbox = Outbox(every_s=None, status_at_s=0.0)
+    taken = outbox.after_sending(0.0, is_taken=True).after_look(SEVEN, 1.0)
+    last = taken.due(1.0, is_last=True)
+    assert last is not None
+    assert (last.begun, last.is_last) == (SEVEN, True)
+    failed = outbox.after_sending(0.0, is_taken=False)
+    assert failed.due(119.0, is_last=True) is None
+    assert failed.due(120.0, is_last=True) is not None
+
+
+def test_what_is_on_a_missing_node_stays_as_it_was() -> None:
+    slot = alert("pc2/0", "SlotNotWorking")
+    sent = words(course({0: [slot], 100: [NODE], 2000: [slot]}, until_s=4000))
+    assert sent == ["5: +pc2/0", "105: +pc2", "2124: -pc2"]
+
+
+def test_the_newest_text_is_told() -> None:
+    outbox = Outbox(every_s=None, status_at_s=math.inf)
+    for second in range(3):
+        outbox = outbox.after_look([replace(NODE, text=f"text {second}")], second)
+    message = outbox.due(10.0)
+    assert message is not None
+    assert message.begun[0].text == "text 2"
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from([1, 7, 30, 61, 700]), st.sets(st.sampled_from(range(7)))),
+    max_size=40,
+)
+
+
+@given(STEPS, st.sets(st.integers(0, 15)), st.sampled_from([None, 60.0, 600.0]))
+def test_one_message_a_minute_and_nothing_is_lost(
+    steps: list[tuple[int, set[int]]], fails: set[int], every_s: float | None
+) -> None:
+    outbox, now_s, sent = Outbox(every_s=every_s, status_at_s=math.inf), 0.0, list[float]()
+    told: set[str] = set()
+    there: set[int] = set()
+    for wait_s, present in [*steps, *([(400, None)] * 40)]:  # longer than the pause after a failure
+        now_s += wait_s
+        there = there if present is None else present
+        outbox = outbox.after_look([SEVEN[index] for index in there], now_s)
+        if message := outbox.due(now_s):
+            is_taken = len(sent) not in fails
+            outbox = outbox.after_sending(now_s, is_taken=is_taken)
+            sent.append(now_s)
+            if is_taken:
+                assert not told & {one.subject for one in message.begun}, "told twice"
+                assert told >= {one.subject for one in message.over}, "over, and never told"
+                told |= {one.subject for one in message.begun}
+                told -= {one.subject for one in message.over}
+    assert all(after - before >= 60 for before, after in itertools.pairwise(sent))
+    assert told == {SEVEN[index].subject for index in there}
