@@ -31,8 +31,6 @@ MISSING: Final = "–"  # noqa: RUF001 - an en dash is what the table shows for 
 ELLIPSIS: Final = "…"
 SEPARATOR: Final = " · "
 RULE: Final = "─"
-BRANCH: Final = "└"
-"""Leads to a line that belongs to the row above it."""
 FULL: Final = "█"
 PART: Final = "▒"
 EMPTY: Final = "░"

@@ -290,30 +290,14 @@ def _made(rows: Sequence[Row]) -> list[_Made]:
 def _make(declared: SlotColumn, rows: Sequence[Row], priority: int) -> _Made:
     field = FIELDS[declared.key]
     is_words = field.type is str
-    keys = declared.keys or (declared.key,)
-    title, times, decimals = declared.title, 1.0, 0
-    values = [] if is_words else [finite(row.value(key)) for row in rows for key in keys]
-    if declared.digits:
-        decimals = decimals_for(values, significant=declared.digits)
-    elif field.unit == "ratio":
-        times = 100.0
-    elif field.unit == "bytes":
-        # The caps of a rehearsal are a sixteenth of the real ones: in GiB they would all read 0.2.
-        largest = max((value for value in values if value is not None), default=GIB)
-        unit, unit_bytes = ("GiB", GIB) if largest >= GIB else ("MiB", MIB)
-        title, times = f"{unit} {title}", 1 / unit_bytes
-        decimals = decimals_for((largest * times,), significant=3)
-
-    def drawn(row: Row) -> _Shown:
-        if is_words:
-            return clean(row.value(declared.key) or "") or None, Tone.PLAIN
-        numbers = [row.value(key) for key in keys]
-        texts = [_number(value, times, decimals) for value in numbers]
-        text = "/".join(text or MISSING for text in texts) if any(texts) else None
-        return text, Tone.WARN if declared.warns and any(numbers) else Tone.PLAIN
+    title, shown = declared.title, declared.shown
+    if shown is None and is_words:
+        shown = lambda row: (clean(row.value(declared.key) or "") or None, Tone.PLAIN)  # noqa: E731
+    elif shown is None:
+        title, shown = _figures(declared, rows)
 
     def cell(row: Row) -> Cell:
-        text, tone = (declared.shown or drawn)(row)
+        text, tone = shown(row)
         return _cell(text, tone, text if is_words else field.value(row))
 
     column = Column(
@@ -325,6 +309,31 @@ def _make(declared: SlotColumn, rows: Sequence[Row], priority: int) -> _Made:
         most_cells=declared.most_cells,
     )
     return column, cell
+
+
+def _figures(declared: SlotColumn, rows: Sequence[Row]) -> tuple[str, Callable[[Row], _Shown]]:
+    """Return the title of a column of numbers, with the unit of bytes, and what shows a row's."""
+    unit, keys = FIELDS[declared.key].unit, declared.keys or (declared.key,)
+    title, times, decimals = declared.title, 1.0, 0
+    values = [finite(row.value(key)) for row in rows for key in keys]
+    if declared.digits:
+        decimals = decimals_for(values, significant=declared.digits)
+    elif unit == "ratio":
+        times = 100.0
+    elif unit == "bytes":
+        # The caps of a rehearsal are a sixteenth of the real ones: in GiB they would all read 0.2.
+        largest = max((value for value in values if value is not None), default=GIB)
+        name, unit_bytes = ("GiB", GIB) if largest >= GIB else ("MiB", MIB)
+        title, times = f"{name} {title}", 1 / unit_bytes
+        decimals = decimals_for((largest * times,), significant=3)
+
+    def shown(row: Row) -> _Shown:
+        numbers = [row.value(key) for key in keys]
+        texts = [_number(value, times, decimals) for value in numbers]
+        text = "/".join(text or MISSING for text in texts) if any(texts) else None
+        return text, Tone.WARN if declared.warns and any(numbers) else Tone.PLAIN
+
+    return title, shown
 
 
 def _number(value: int | float | None, times: float, decimals: int) -> str | None:
