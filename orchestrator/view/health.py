@@ -67,10 +67,14 @@ def flowed(cells: Iterable[Cell], width: int) -> list[Text]:
     for cell in cells:
         text = shorten(clean(cell.text), width)
 <<<<<<< HEAD
+<<<<<<< HEAD
         if lines and len(lines[-1]) + len(SEPARATOR) + len(text) <= width:
 =======
         if lines and lines[-1].cell_len + cell_len(SEPARATOR + text) <= width:
 >>>>>>> w-slots
+=======
+        if lines and lines[-1].cell_len + cell_len(SEPARATOR + text) <= width:
+>>>>>>> w-terminal
             lines[-1].append(SEPARATOR, "dim")
         else:
             lines.append(Text())
