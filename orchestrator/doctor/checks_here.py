@@ -67,9 +67,8 @@ def _token(here: Here) -> Iterator[Finding]:
     elif here.is_cluster:
         yield fail(f"there is none in {path}", hint="copy that file from the head; mode 600")
     else:
-        yield skip(
-            "none yet; a cluster needs one: run what `python -m orchestrator up NODE` prints"
-        )
+        hint = "do what `python -m orchestrator up NODE` prints"
+        yield skip("none yet; a cluster needs one", hint=hint)
 
 
 def _mode(path: Path) -> int | None:

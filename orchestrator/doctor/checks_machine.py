@@ -27,7 +27,7 @@ from orchestrator.doctor.finding import (
     warn,
 )
 from orchestrator.view.phrases import counted
-from workers.host.facts import CardFacts, Holder, MachineFacts
+from workers.host.facts import Holder, MachineFacts
 from workers.units import GIB
 
 #: As in pyproject.toml.
@@ -75,9 +75,12 @@ def _card(machine: Machine) -> Iterator[Finding]:
             "and the power supply",
             fix="sudo reboot",
         )
+    for card in facts.visible_cards:
+        name = f"#{card.index} {card.name}, {card.total_bytes / GIB:.2f} GiB"
+        yield ok(f"{name}, in cluster.yaml: {profile_of(card).key}")
     if facts.visible_cards:
-        yield ok(", ".join(map(_card_text, facts.visible_cards)))
-    elif facts.cards:
+        return
+    if facts.cards:
         setting = f"CUDA_VISIBLE_DEVICES={facts.setting('CUDA_VISIBLE_DEVICES')}"
         yield fail(
             f"{len(facts.cards)} in this PC, but {setting} hides every one",
@@ -99,11 +102,6 @@ def _card(machine: Machine) -> Iterator[Finding]:
             "under WSL2 the driver is the one of Windows",
             fix="python -m orchestrator run --rehearse --duration 1",
         )
-
-
-def _card_text(card: CardFacts) -> str:
-    name = f"#{card.index} {card.name}, {card.total_bytes / GIB:.2f} GiB"
-    return f"{name}, in cluster.yaml: {profile_of(card).key}"
 
 
 def _driver(machine: Machine) -> Iterator[Finding]:

@@ -22,6 +22,7 @@ from tests.notify.head import RUN_ID, Head, head_of
 from tests.notify.receivers import Receiver, black_hole, http_receiver
 from tests.scene import COMMAND, PATIENCE_S, ROOT, orchestrator, python, wait_for
 
+pytestmark = pytest.mark.filterwarnings("ignore:'(imghdr|cgi)':DeprecationWarning")  # apprise
 HUSH = "hush-hush"
 LOST = {
     slot: {"state": "LOST", "reason": "its node has left"} for slot in ("pc2/0", "pc2/1", "pc2/2")
