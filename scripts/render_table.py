@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 
 from orchestrator.record.archive import read_run
-from orchestrator.view.table import health_table
+from orchestrator.view.health import health_lines
 
 _WIDTH = 150
 
@@ -28,7 +28,8 @@ def render(folder: Path, output_path: Path) -> None:
     console = Console(
         record=True, width=_WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor"
     )
-    console.print(health_table(snapshot, _WIDTH))
+    for line in health_lines(snapshot, _WIDTH):
+        console.print(line)
     # A fixed id: the same run gives the same file, and a commit shows only real changes.
     content = console.export_svg(title=f"run {snapshot.run_id}", unique_id="health-table")
     output_path.write_text(content, encoding="utf-8")

@@ -367,34 +367,24 @@ def notify(
 
 
 @app.command()
-def web(  # noqa: PLR0913 - one parameter for each option of the command
+def web(
     run_id: opt.RunId = "latest",
     port: opt.Port = 8470,
-    bind: opt.Bind = "127.0.0.1",
+    bind: opt.Bind = None,
     control: opt.Control = False,
-    certificate: opt.Certificate = None,
-    key: opt.CertificateKey = None,
-    without_tls: opt.WithoutTls = False,
     config: opt.ConfigPath = "cluster.yaml",
     overrides: opt.Overrides = None,
     run_dir: opt.RunDir = None,
 ) -> None:
-    """Show one run in a browser, also one that is over.
+    """Show a run in a browser on this PC: the newest one, also one that is over.
 
-    Prints the address, which logs one browser in.
+    Prints the address, which opens the page.
     """
-    from orchestrator.view.web import listener
+    from orchestrator.view.web import serving
 
-    folder = find_run(Path(config_to_read(config, overrides, run_dir).run.dir), run_id)
-    options = listener.ServeOptions(
-        port=port,
-        bind=bind,
-        control=control,
-        certificate=certificate,
-        key=key,
-        without_tls=without_tls,
-    )
-    listener.serve(folder, options, print_text)
+    runs_dir = Path(config_to_read(config, overrides, run_dir).run.dir)
+    options = serving.ServeOptions(port=port, bind=bind, control=control)
+    serving.serve(runs_dir, run_id, options, print_text)
 
 
 @app.command()

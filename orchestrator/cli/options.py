@@ -175,23 +175,11 @@ Port = Annotated[
     int, Option(help="Of the page; 0 takes any free one.", min=0, max=65_535, metavar="NUMBER")
 ]
 Bind = Annotated[
-    str,
-    Option(
-        help="The address of this PC to serve; other PCs need --certificate.", metavar="ADDRESS"
-    ),
+    str | None,
+    Option(help="An address of this PC at which Prometheus gets /metrics.", metavar="ADDRESS"),
 ]
 Control = Annotated[
-    bool, Option("--control", help="Let the page pause, resume, drain and reinstate slots.")
-]
-Certificate = Annotated[
-    Path | None, Option(help="For HTTPS: the certificate, as PEM.", metavar="FILE")
-]
-CertificateKey = Annotated[
-    Path | None, Option("--key", help="Its key, unless that is in the same file.", metavar="FILE")
-]
-WithoutTls = Annotated[
-    bool,
-    Option("--without-tls", help="Serve other PCs unencrypted: who listens can read and log in."),
+    bool, Option("--control", help="Let the page send commands about slots and jobs.")
 ]
 
 # Of the verbs that send a command.
@@ -228,7 +216,7 @@ HtmlFile = Annotated[
 ]
 CurvesFolder = Annotated[
     Path | None,
-    Option("--curves", help="Loss and validation over steps, as CSV and events.", metavar="DIR"),
+    Option("--curves", help="Loss and validation over steps, as CSV.", metavar="DIR"),
 ]
 Clear = Annotated[bool, Option("--clear", help="Forget them all.")]
 Output = Annotated[str, Option("--output", "-o", help="Where to.", metavar="FILE")]

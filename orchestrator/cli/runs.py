@@ -8,7 +8,6 @@ nothing behind, is an `ArchiveError`.
 
 from __future__ import annotations
 
-import io
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,8 +15,6 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from orchestrator.config.duration import format_duration
 from orchestrator.core.slot import HeadState
@@ -31,10 +28,17 @@ from orchestrator.record.output import last_lines, slots_with_output
 from orchestrator.record.store import STORE_NAME
 from orchestrator.record.summary import SCHEMA, summary_dict, summary_text
 from orchestrator.view.cells import clean, whole
+from orchestrator.view.health import health_lines
 from orchestrator.view.jobs import jobs_table, with_jobs
-from orchestrator.view.phrases import closing_lines, counted, fault_lines, section, time_of_day
+from orchestrator.view.phrases import (
+    closing_lines,
+    counted,
+    exception_line,
+    fault_lines,
+    section,
+    time_of_day,
+)
 from orchestrator.view.runs import moment_words, runs_table
-from orchestrator.view.table import health_table
 from orchestrator.view.terminal import plain_text, table_lines
 from workers.units import MIB
 
@@ -180,9 +184,7 @@ def _verdict(ended: Mapping[str, Any]) -> str:
 
 
 def _table(snapshot: Snapshot, width: int) -> list[str]:
-    stream = io.StringIO()
-    Console(file=stream, width=width, color_system=None).print(health_table(snapshot, width, None))
-    return ["", *stream.getvalue().splitlines(), "", *closing_lines(snapshot)]
+    return ["", plain_text(health_lines(snapshot, width)), "", *closing_lines(snapshot)]
 
 
 def _happenings(events: Sequence[StoredEvent]) -> Iterator[str]:
@@ -221,13 +223,5 @@ def _errors(events: Sequence[StoredEvent]) -> Iterator[str]:
         if event.event == "workload_error":
             yield (
                 f"{time_of_day(event.at)}  {event.slot}  "
-                f"{_last_words(str(event.details.get('traceback')))}"
+                f"{exception_line(str(event.details.get('traceback')))}"
             )
-
-
-def _last_words(traceback: str) -> str:
-    """Return the line of a traceback that names the exception: the first one behind the frames."""
-    lines = traceback.strip().splitlines()
-    inside = [index for index, line in enumerate(lines) if line.startswith((" ", "Traceback"))]
-    behind = lines[inside[-1] + 1 :] if inside else lines
-    return behind[0] if behind else "an error without words"

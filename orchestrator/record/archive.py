@@ -438,7 +438,7 @@ def row_of(record: SlotRecord) -> Row:
     A key that is missing or makes no sense is left unknown, the others are kept.
     """
     own = {"slot": record.slot, "node": record.node, "state": record.state, "reason": record.reason}
-    return Row.from_dict({**record.row, **own}, lenient=True)
+    return Row.from_dict({**record.row, **own})
 
 
 @cache

@@ -1,64 +1,45 @@
 """What is known of a run at one moment: a `Snapshot` of `Row`s, and what each key of a row means.
 
-Does not cover how it is made (`run.snapshot`), drawn or stored. Bytes, seconds, watts and degrees
-Celsius throughout; shares are 0..1, names ending in `_pct` are 0..100, and `None` means unknown.
+`FIELDS` declares each key of a row: its type, its unit, its metric, and whether its course is kept.
+Does not cover how a row is made (`run.snapshot`), stored, or shown (`view.slots` has the columns).
+Bytes, seconds, watts and degrees Celsius throughout; shares are 0..1, names ending in `_pct` are
+0..100, and `None` means unknown.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from operator import attrgetter
-from types import MappingProxyType
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Final,
-    Literal,
-    TypeAlias,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from collections.abc import Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Final, Literal, TypeAlias
 
-from orchestrator.core.slot import HeadState, Slot, SlotState, slot_state
+from orchestrator.core.slot import HeadState, SlotState, slot_state
 from workers.messages import NO_COUNTS, NO_PROGRESS, Progress, StepCounts, WorkerState
 
-#: States from worst to best: the order of the table, and of every list of states in words. Their
-#: colours repeat what the word says; no information is in the colour alone.
-STATE_STYLES: dict[SlotState, str] = {
-    HeadState.QUARANTINED: "bold red",
-    HeadState.LOST: "bold red",
-    WorkerState.CORRUPT: "bold red",
-    HeadState.RESTARTING: "magenta",
-    WorkerState.EMERGENCY: "bold yellow",
-    WorkerState.PARKED: "bold yellow",
-    WorkerState.PAUSED: "yellow",
-    WorkerState.THROTTLED: "yellow",
-    WorkerState.BACKOFF: "yellow",
-    WorkerState.WARMING: "cyan",
-    HeadState.STARTING: "cyan",
-    HeadState.HELD: "cyan",
-    WorkerState.RUNNING: "green",
-    WorkerState.DONE: "bold green",
-    WorkerState.STOPPED: "dim",
-}
-STATES_WORST_FIRST = tuple(STATE_STYLES)
-
-_STATE_RANK = {state: rank for rank, state in enumerate(STATES_WORST_FIRST)}
+#: The order of the table, and of every list of states in words.
+STATES_WORST_FIRST: Final[tuple[SlotState, ...]] = (
+    HeadState.QUARANTINED,
+    HeadState.LOST,
+    WorkerState.CORRUPT,
+    HeadState.RESTARTING,
+    WorkerState.EMERGENCY,
+    WorkerState.PARKED,
+    WorkerState.PAUSED,
+    WorkerState.THROTTLED,
+    WorkerState.BACKOFF,
+    WorkerState.WARMING,
+    HeadState.STARTING,
+    HeadState.HELD,
+    WorkerState.RUNNING,
+    WorkerState.DONE,
+    WorkerState.STOPPED,
+)
 
 #: A slot below this share of good steps moves up among its equals; the guides ask for "95%+ success
 #: rate".
 LOW_SUCCESS_RATE = 0.95
-
-AnyBrief = TypeVar("AnyBrief", bound="Brief")
 
 Value: TypeAlias = str | int | float | None
 
@@ -71,521 +52,246 @@ def finite(value: float | None) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Metric:
-    """A metric of Prometheus whose value is that of one key, in base units."""
-
-    name: str
-    """Without `_total`, which a counter gets when it is written."""
-    help: str
-    factor: float = 1.0
-    """The value of the row, times this, is the value of the metric."""
-    kind: Literal["gauge", "counter"] = "gauge"
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of the table. It is sorted by the key that it is declared with."""
-
-    name: str
-    title: str
-    unit: str = ""
-    """The second line of the heading."""
-    keep: int = 0
-    """A narrow terminal drops the columns with the highest of these first."""
-    shows: tuple[str, ...] = ()
-    """Keys with slashes between them; by default the one that it is declared with."""
-    digits: int = 0
-    """Significant digits of the largest number; 0 shows whole numbers."""
-    cells: int | None = None
-    """Width of words, which are aligned to the left; `None`: numbers."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
     """What is to be known about one key of a row."""
 
-    key: str = ""
-    part: Literal["", "counts", "progress"] = ""
-    """Which part of a row has it; empty: the row itself."""
-    kinds: frozenset[type] = frozenset()
-    """Types that its value has in JSON."""
+    key: str
+    type: type[str | int | float]
+    """Of its value in JSON, unless that is `null`."""
     unit: str = ""
     """Of the value in a row: `bytes`, `s`, `C`, `W`, `MHz`, `%`, `ratio` (0..1, shown in per cent),
     or empty.
     """
-    column: Column | None = None
-    """The column of the table that shows it; `None` if none does, or another key's."""
-    words: tuple[str, ...] = ()
-    """Other names in filters, besides the key, the column and their beginnings."""
+    metric: str = ""
+    """The metric of Prometheus with its value in base units: `orchestrator_slot_size` is `size`;
+    that of a card has `card`, and a counter gets `_total`. Empty: there is none.
+    """
+    help: str = ""
+    """Of the metric, for whoever reads it in Prometheus."""
+    _: KW_ONLY
     of: Literal["slot", "card"] = "slot"
     """A key of the card has the same value in all slots of that card."""
     sampled: bool = True
     """Whether the store keeps its course, or only the last value."""
-    metric: Metric | None = None
+    counter: bool = False
+    """Whether its metric only grows, and stays true when the head has ended."""
 
     @property
-    def name(self) -> str:
-        """What it is called on the screen: its column, else its key."""
-        return self.key if self.column is None else self.column.name
+    def factor(self) -> float:
+        """The value of the row, times this, is the value of the metric."""
+        return {"%": 0.01, "MHz": 1e6}.get(self.unit, 1.0)
 
     def value(self, row: Row) -> Value:
         """Return what is sorted, compared and exported; `None` if it is unknown."""
         value = row.value(self.key)
         return finite(value) if isinstance(value, float) else value
 
+    def is_value(self, value: object) -> bool:
+        """Say whether it can have this value; JSON writes 70.0 as 70 as often as not."""
+        return type(value) is self.type or (self.type is float and type(value) is int)
 
-def _counter(name: str, text: str) -> Metric:
-    return Metric(name, text, kind="counter")
 
-
-#: Beside `progress`, whose fields they are.
-_PROGRESS_FIELDS = {
-    "train_step": Field(
-        column=Column("train_step", "step", "/of", 11, shows=("train_step", "train_steps")),
-        words=("step",),
-        metric=Metric("slot_train_step", "Optimiser steps done."),
+#: In the order of summary.json.
+_DECLARED = (
+    Field("slot", str, sampled=False),
+    Field("node", str, sampled=False),
+    Field("gpu_name", str, of="card", sampled=False),
+    Field("gpu_uuid", str, of="card", sampled=False),
+    Field("device", str, sampled=False),
+    Field("state", str),
+    Field("reason", str, sampled=False),
+    Field("policy", str, sampled=False),
+    Field("size", int, "", "size", "Size of the last step."),
+    Field("batch", int, "", "batch", "Batch of the last step."),
+    Field("dtype", str, sampled=False),
+    Field("tflops", float),
+    Field("baseline_pct", float, "%", "baseline_ratio", "Throughput, of the card's best."),
+    Field("peak_pct", float, "%", "peak_ratio", "Throughput, of the rating at its clock."),
+    Field("allocated_bytes", int, "bytes", "allocated_bytes", "In live tensors."),
+    Field("reserved_bytes", int, "bytes", "reserved_bytes", "Held by the allocator."),
+    Field("claim_bytes", int, "bytes", "claim_bytes", "Obtained by progressive allocation."),
+    Field("cap_bytes", int, "bytes", "cap_bytes", "Most that tensors may hold."),
+    Field(
+        "budget_bytes",
+        int,
+        "bytes",
+        "budget_bytes",
+        "Most that the process may hold.",
+        sampled=False,
     ),
-    "train_steps": Field(
-        sampled=False, metric=Metric("slot_train_steps", "Optimiser steps to do.")
+    Field(
+        "device_used_bytes", int, "bytes", "memory_used_bytes", "Used by all programs.", of="card"
     ),
-    "epoch": Field(
-        column=Column("epoch", "epoch", "", 52, digits=3),
-        metric=Metric("slot_train_epoch", "Times the data was seen."),
+    Field(
+        "device_total_bytes",
+        int,
+        "bytes",
+        "memory_total_bytes",
+        "Memory of the card.",
+        of="card",
+        sampled=False,
     ),
-    "loss": Field(
-        column=Column("loss", "loss", "/first", 12, shows=("loss", "first_loss"), digits=4),
-        metric=Metric("slot_train_loss", "Loss of the last optimiser step."),
+    Field("steps_ok", int),
+    Field("steps_oom", int),
+    Field("steps_oom_probe", int),
+    Field("steps_error", int),
+    Field("success_rate", float, "ratio", sampled=False),
+    Field("oom_count", int, "", "ooms", "Out-of-memory errors.", counter=True),
+    Field("alloc_retries", int, sampled=False),
+    Field("emergency_count", int, "", "emergencies", "Emergency products.", counter=True),
+    Field("restarts", int, "", "restarts", "Processes that were replaced.", counter=True),
+    Field(
+        "duty_requested", float, "ratio", "duty_requested_ratio", "Share of time that it may use."
     ),
-    "first_loss": Field(sampled=False),
-    "samples_per_s": Field(
-        column=Column("samples", "samples", "/s", 13, digits=3),
-        metric=Metric("slot_train_samples_per_second", "Samples a second."),
+    Field("duty_measured", float, "ratio"),
+    Field("temperature_c", float, "C", "temperature_celsius", "Temperature of the die.", of="card"),
+    Field("temperature_of", str, of="card", sampled=False),
+    Field(
+        "margin_c", float, "C", "temperature_margin_celsius", "Degrees below the limit.", of="card"
     ),
-    "tokens_per_s": Field(
-        column=Column("tokens", "tokens", "/s", 51, digits=3),
-        metric=Metric("slot_train_tokens_per_second", "Tokens a second."),
+    Field(
+        "memory_temperature_c",
+        float,
+        "C",
+        "memory_temperature_celsius",
+        "Temperature of the memory.",
+        of="card",
     ),
-    "micro_batch": Field(
-        column=Column("micro", "micro", "x acc", 15, shows=("micro_batch", "accumulation")),
-        metric=Metric("slot_train_micro_batch", "Samples computed at once."),
+    Field("power_w", float, "W", "power_watts", "Power drawn.", of="card"),
+    Field("power_limit_w", float, "W", "power_limit_watts", "Power limit.", of="card"),
+    Field("sm_clock_mhz", int, "MHz", "sm_clock_hertz", "Clock of multiprocessors.", of="card"),
+    Field(
+        "utilisation_pct",
+        float,
+        "%",
+        "utilisation_ratio",
+        "Share of time in which a kernel of any program ran.",
+        of="card",
     ),
-    "accumulation": Field(),
-    "memory_level": Field(column=Column("level", "level", "", 17)),
-    "saved_step": Field(
-        column=Column("saved", "saved", "step", 16),
-        metric=Metric("slot_train_saved_step", "Optimiser steps in the last checkpoint."),
+    Field("fan_pct", float, "%", "fan_ratio", "Speed of the fan.", of="card"),
+    Field(
+        "throttle_pct",
+        float,
+        "%",
+        "slowed_ratio",
+        "Share of a minute that it was slowed.",
+        of="card",
     ),
-    "redone_steps": Field(
-        column=Column("redone", "redone", "steps", 53),
-        metric=_counter("slot_train_redone_steps", "Optimiser steps done again."),
-    ),
-    "data_wait_pct": Field(
-        unit="%",
-        column=Column("wait", "data", "wait %", 18, digits=2),
-        metric=Metric("slot_train_data_wait_ratio", "Share of time without data.", 0.01),
-    ),
-    "copies_pct": Field(
-        unit="%", metric=Metric("slot_train_copies_ratio", "Share of time in copies.", 0.01)
-    ),
-    "optimizer_pct": Field(
-        unit="%", metric=Metric("slot_train_optimizer_ratio", "Share of time in updates.", 0.01)
-    ),
-    "mfu_pct": Field(
-        unit="%",
-        column=Column("mfu", "MFU", "%", 19, digits=3),
-        metric=Metric("slot_train_mfu_ratio", "Operations, of the rating.", 0.01),
-    ),
-    "eta_s": Field(unit="s", column=Column("eta", "ETA", "", 14), sampled=False),
-    "weights_sha256": Field(words=("sha256",), sampled=False),
-}
+    Field("verify_checks", int, "", "checks", "Results checked.", counter=True),
+    Field("verify_errors", int, "", "wrong_results", "Results found wrong.", counter=True),
+    Field("heartbeat_age_s", float, "s", sampled=False),
+    Field("train_step", int, "", "train_step", "Optimiser steps done."),
+    Field("train_steps", int, "", "train_steps", "Optimiser steps to do.", sampled=False),
+    Field("epoch", float, "", "train_epoch", "Times the data was seen."),
+    Field("loss", float, "", "train_loss", "Loss of the last optimiser step."),
+    Field("first_loss", float, sampled=False),
+    Field("samples_per_s", float, "", "train_samples_per_second", "Samples a second."),
+    Field("tokens_per_s", float, "", "train_tokens_per_second", "Tokens a second."),
+    Field("micro_batch", int, "", "train_micro_batch", "Samples computed at once."),
+    Field("accumulation", int),
+    Field("memory_level", int),
+    Field("saved_step", int, "", "train_saved_step", "Steps in the last checkpoint."),
+    Field("redone_steps", int, "", "train_redone_steps", "Steps done again.", counter=True),
+    Field("data_wait_pct", float, "%", "train_data_wait_ratio", "Share of time without data."),
+    Field("copies_pct", float, "%", "train_copies_ratio", "Share of time in copies."),
+    Field("optimizer_pct", float, "%", "train_optimizer_ratio", "Share of time in updates."),
+    Field("mfu_pct", float, "%", "train_mfu_ratio", "Operations, of the rating."),
+    Field("eta_s", float, "s", sampled=False),
+    Field("weights_sha256", str, sampled=False),
+)
+FIELDS: Final[Mapping[str, Field]] = {field.key: field for field in _DECLARED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One slot of the health table; `FIELDS` are its keys, in the order of summary.json.
+    """One slot of the health table; with the keys of its counts and its progress it has `FIELDS`.
 
-    What there is to know of a key stands beside it. Counts are the head's, over the whole run: they
-    outlive the process in the slot and never go backwards. Progress does, when a process begins at
-    a checkpoint.
+    Counts are the head's, over the whole run: they outlive the process in the slot and never go
+    backwards. Progress does, when a process begins at a checkpoint.
     """
 
-    slot: Annotated[str, Field(column=Column("slot", "slot", keep=0, cells=32), sampled=False)]
-    node: Annotated[str, Field(words=("pc",), sampled=False)]
-    gpu_name: Annotated[
-        str | None,
-        Field(
-            column=Column("card", "card", keep=110, cells=16),
-            words=("gpu",),
-            of="card",
-            sampled=False,
-        ),
-    ] = None
-    gpu_uuid: Annotated[str | None, Field(words=("uuid",), of="card", sampled=False)] = None
-    device: Annotated[str | None, Field(sampled=False)] = None
+    slot: str
+    node: str
+    gpu_name: str | None = None
+    gpu_uuid: str | None = None
+    device: str | None = None
     """`cuda` or `cpu`."""
-    state: Annotated[SlotState, Field(column=Column("state", "state", keep=10, cells=12))]
-    reason: Annotated[
-        str, Field(column=Column("reason", "reason", keep=170, cells=32), sampled=False)
-    ]
-    policy: Annotated[str | None, Field(sampled=False)] = None
-    size: Annotated[
-        int | None,
-        Field(
-            column=Column("size", "size", "/batch", 20, shows=("size", "batch")),
-            metric=Metric("slot_size", "Size of the last step."),
-        ),
-    ] = None
-    batch: Annotated[int | None, Field(metric=Metric("slot_batch", "Batch of the last step."))] = (
-        None
-    )
-    dtype: Annotated[
-        str | None,
-        Field(column=Column("dtype", "type", keep=180, cells=10), words=("type",), sampled=False),
-    ] = None
-    tflops: Annotated[float | None, Field(column=Column("tflops", "TFLOP/s", "", 30, digits=4))] = (
-        None
-    )
-    baseline_pct: Annotated[
-        float | None,
-        Field(
-            unit="%",
-            column=Column("baseline", "base", "%", 60),
-            metric=Metric(
-                "slot_baseline_ratio",
-                "Throughput, of the best of such a worker on this card.",
-                0.01,
-            ),
-        ),
-    ] = None
+    state: SlotState
+    reason: str
+    policy: str | None = None
+    size: int | None = None
+    batch: int | None = None
+    dtype: str | None = None
+    tflops: float | None = None
+    baseline_pct: float | None = None
     """Share of the best that this card has done for such a worker."""
-    peak_pct: Annotated[
-        float | None,
-        Field(
-            unit="%",
-            column=Column("peak", "peak", "%", 160),
-            metric=Metric("slot_peak_ratio", "Throughput, of the rating at its clock.", 0.01),
-        ),
-    ] = None
+    peak_pct: float | None = None
     """Share of what the card is rated for at its present clock."""
-    allocated_bytes: Annotated[
-        int | None,
-        Field(
-            unit="bytes",
-            column=Column(
-                "vram",
-                "allocated",
-                "/reserved/cap",
-                40,
-                shows=("allocated_bytes", "reserved_bytes", "cap_bytes"),
-            ),
-            metric=Metric("slot_allocated_bytes", "In live tensors."),
-        ),
-    ] = None
-    reserved_bytes: Annotated[
-        int | None,
-        Field(
-            unit="bytes",
-            column=Column("vram_bar", "VRAM", "of cap", 120, cells=10),
-            metric=Metric("slot_reserved_bytes", "Held by the allocator."),
-        ),
-    ] = None
-    claim_bytes: Annotated[
-        int | None,
-        Field(
-            unit="bytes", metric=Metric("slot_claim_bytes", "Obtained by progressive allocation.")
-        ),
-    ] = None
-    cap_bytes: Annotated[
-        int | None,
-        Field(unit="bytes", metric=Metric("slot_cap_bytes", "Most that tensors may hold.")),
-    ] = None
-    budget_bytes: Annotated[
-        int | None,
-        Field(
-            unit="bytes",
-            sampled=False,
-            metric=Metric(
-                "slot_budget_bytes", "Most that the whole process may hold on the device."
-            ),
-        ),
-    ] = None
-    device_used_bytes: Annotated[
-        int | None,
-        Field(
-            unit="bytes",
-            column=Column(
-                "card_memory",
-                "card GiB",
-                "used/all",
-                200,
-                shows=("device_used_bytes", "device_total_bytes"),
-            ),
-            of="card",
-            metric=Metric("card_memory_used_bytes", "Used on the card by all programs."),
-        ),
-    ] = None
-    device_total_bytes: Annotated[
-        int | None,
-        Field(
-            unit="bytes",
-            of="card",
-            sampled=False,
-            metric=Metric("card_memory_total_bytes", "Memory of the card."),
-        ),
-    ] = None
-    counts: StepCounts = NO_COUNTS
-    steps_ok: ClassVar[Field] = Field()
-    steps_oom: ClassVar[Field] = Field()
-    steps_oom_probe: ClassVar[Field] = Field()
-    steps_error: ClassVar[Field] = Field(words=("errors",))
-    success_rate: ClassVar[Field] = Field(
-        unit="ratio", column=Column("success", "good", "%", 90), words=("good",), sampled=False
-    )
-    oom_count: ClassVar[Field] = Field(
-        column=Column("oom", "OOM", "/emerg", 50, shows=("oom_count", "emergency_count")),
-        words=("ooms",),
-        metric=_counter("slot_ooms", "Out-of-memory errors."),
-    )
-    alloc_retries: Annotated[int | None, Field(sampled=False)] = None
-    emergency_count: ClassVar[Field] = Field(
-        metric=_counter("slot_emergencies", "Emergency products.")
-    )
-    restarts: Annotated[
-        int,
-        Field(
-            column=Column("restarts", "re-", "starts", 190),
-            metric=_counter("slot_restarts", "Processes that died or were replaced."),
-        ),
-    ] = 0
-    duty_requested: Annotated[
-        float | None,
-        Field(
-            unit="ratio",
-            metric=Metric("slot_duty_requested_ratio", "Share of time that the worker may use."),
-        ),
-    ] = None
-    duty_measured: Annotated[
-        float | None,
-        Field(
-            unit="ratio",
-            column=Column(
-                "duty", "duty %", "ask/got", 140, shows=("duty_requested", "duty_measured")
-            ),
-        ),
-    ] = None
-    temperature_c: Annotated[
-        float | None,
-        Field(
-            unit="C",
-            column=Column(
-                "temperature", "temp C", "/margin", 70, shows=("temperature_c", "margin_c")
-            ),
-            of="card",
-            metric=Metric("card_temperature_celsius", "Temperature of the die."),
-        ),
-    ] = None
-    temperature_of: Annotated[str | None, Field(of="card", sampled=False)] = None
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    claim_bytes: int | None = None
+    cap_bytes: int | None = None
+    budget_bytes: int | None = None
+    device_used_bytes: int | None = None
+    device_total_bytes: int | None = None
+    alloc_retries: int | None = None
+    restarts: int = 0
+    duty_requested: float | None = None
+    duty_measured: float | None = None
+    temperature_c: float | None = None
+    temperature_of: str | None = None
     """`card`, or `processor` on a computer without one; `None` if no temperature is known."""
-    margin_c: Annotated[
-        float | None,
-        Field(
-            unit="C",
-            of="card",
-            metric=Metric(
-                "card_temperature_margin_celsius", "Degrees below the limit of the hardware."
-            ),
-        ),
-    ] = None
+    margin_c: float | None = None
     """How much warmer the card may get before it slows itself down."""
-    memory_temperature_c: Annotated[
-        float | None,
-        Field(
-            unit="C",
-            column=Column("memory_temperature", "VRAM", "C", 230),
-            of="card",
-            metric=Metric("card_memory_temperature_celsius", "Temperature of the memory."),
-        ),
-    ] = None
-    power_w: Annotated[
-        float | None,
-        Field(
-            unit="W",
-            column=Column("power", "power", "/cap W", 150, shows=("power_w", "power_limit_w")),
-            words=("watts",),
-            of="card",
-            metric=Metric("card_power_watts", "Power drawn."),
-        ),
-    ] = None
-    power_limit_w: Annotated[
-        float | None,
-        Field(unit="W", of="card", metric=Metric("card_power_limit_watts", "Power limit.")),
-    ] = None
-    sm_clock_mhz: Annotated[
-        int | None,
-        Field(
-            unit="MHz",
-            column=Column("clock", "clock", "SM MHz", 220),
-            of="card",
-            metric=Metric("card_sm_clock_hertz", "Clock of the multiprocessors.", 1000000.0),
-        ),
-    ] = None
-    utilisation_pct: Annotated[
-        float | None,
-        Field(
-            unit="%",
-            column=Column("utilisation", "card", "busy %", 210),
-            words=("busy",),
-            of="card",
-            metric=Metric(
-                "card_utilisation_ratio",
-                "Share of time in which a kernel of any program ran.",
-                0.01,
-            ),
-        ),
-    ] = None
+    memory_temperature_c: float | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    sm_clock_mhz: int | None = None
+    utilisation_pct: float | None = None
     """Share of a short time in which any program's kernel ran on the card: NVML does not divide it
     among workers.
     """
-    fan_pct: Annotated[
-        float | None,
-        Field(unit="%", of="card", metric=Metric("card_fan_ratio", "Speed of the fan.", 0.01)),
-    ] = None
-    throttle_pct: Annotated[
-        float | None,
-        Field(
-            unit="%",
-            column=Column("throttle", "slowed", "% time", 130),
-            words=("slowed",),
-            of="card",
-            metric=Metric(
-                "card_slowed_ratio",
-                "Share of the last minute in which heat or power slowed the card.",
-                0.01,
-            ),
-        ),
-    ] = None
-    verify_checks: ClassVar[Field] = Field(
-        column=Column("verify", "checks", "/wrong", 80, shows=("verify_checks", "verify_errors")),
-        words=("checks",),
-        metric=_counter("slot_checks", "Results checked."),
-    )
-    verify_errors: ClassVar[Field] = Field(
-        words=("wrong",), metric=_counter("slot_wrong_results", "Results found wrong.")
-    )
-    heartbeat_age_s: Annotated[
-        float | None,
-        Field(
-            unit="s",
-            column=Column("heartbeat", "seen", "s ago", 100),
-            words=("seen",),
-            sampled=False,
-        ),
-    ] = None
-    progress: Annotated[Progress, _PROGRESS_FIELDS] = NO_PROGRESS
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the row as JSON knows it: no enums, and `None` for a number that is not finite."""
-        values = dict(zip(FIELDS, _values_of(self), strict=True))
-        values["state"] = self.state.value
-        return {
-            key: finite(value) if isinstance(value, float) else value
-            for key, value in values.items()
-        }
-
-    def known(self) -> dict[str, Any]:
-        """Return `to_dict` without what is unknown, which would be half of its text."""
-        values = {
-            key: value
-            for key, value in zip(FIELDS, _values_of(self), strict=True)
-            if value is not None and (type(value) is not float or finite(value) is not None)
-        }
-        values["state"] = self.state.value
-        return values
+    fan_pct: float | None = None
+    throttle_pct: float | None = None
+    heartbeat_age_s: float | None = None
+    counts: StepCounts = NO_COUNTS
+    progress: Progress = NO_PROGRESS
 
     def value(self, key: str) -> Any:  # noqa: ANN401 - the type of each field
         """Return the value of one of `FIELDS`."""
-        part = FIELDS[key].part
-        return getattr(getattr(self, part) if part else self, key)
+        for part in (self, self.counts, self.progress):
+            if hasattr(part, key):
+                return getattr(part, key)
+        raise KeyError(key)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as JSON knows it: no enums, and `None` for a number that is not finite."""
+        values = {key: field.value(self) for key, field in FIELDS.items()}
+        return {**values, "state": self.state.value}
+
+    def known(self) -> dict[str, Any]:
+        """Return `to_dict` without what is unknown, which would be half of its text."""
+        return {key: value for key, value in self.to_dict().items() if value is not None}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], *, lenient: bool = False) -> Row:
-        """Rebuild a row from `to_dict`'s form, without unknown keys; `ValueError` if one lacks or
-        has a wrong kind.
+    def from_dict(cls, values: Mapping[str, Any]) -> Row:
+        """Rebuild a row from `to_dict`'s form: what is missing or of a wrong type is unknown.
 
-        If `lenient`, a value of a wrong kind is left unknown.
+        Raises:
+            ValueError: It lacks its slot, node, state or reason, or has no valid state.
         """
-        if missing := {"slot", "node", "state", "reason"} - values.keys():
+        known = {
+            key: value
+            for key, value in values.items()
+            if key in FIELDS and FIELDS[key].is_value(value)
+        }
+        if missing := {"slot", "node", "state", "reason"} - known.keys():
             raise ValueError(f"a worker's row lacks {', '.join(sorted(missing))}")
-        parts: dict[str, dict[str, Any]] = {"": {}, "counts": {}, "progress": {}}
-        for key, field in FIELDS.items():
-            if key in values and type(values[key]) in field.kinds:
-                parts[field.part][key] = values[key]
-            elif key in values and not lenient:
-                raise ValueError(f"slot {values['slot']}: {key} cannot be {values[key]!r}")
-        parts["counts"].pop("success_rate", None)  # which follows from the others
-        own = parts[""]
-        return cls(
-            **{**own, "state": slot_state(own["state"])},
-            counts=StepCounts(**parts["counts"]),
-            progress=Progress(**parts["progress"]),
-        )
-
-
-def _declared() -> Iterator[Field]:
-    """Yield what is declared beside the fields of a row."""
-    of_parts = {**get_type_hints(StepCounts), "success_rate": float | None}
-    of_parts |= get_type_hints(Progress)
-    for name, hint in get_type_hints(Row, include_extras=True).items():
-        if get_origin(hint) is ClassVar:
-            yield _of(name, of_parts[name], replace(getattr(Row, name), part="counts"))
-        elif name == "progress":
-            for key, field in hint.__metadata__[0].items():
-                yield _of(key, of_parts[key], replace(field, part="progress"))
-        elif name != "counts":
-            kind = str if name == "state" else hint.__origin__
-            yield _of(name, kind, hint.__metadata__[0])
-
-
-def _of(key: str, kind: Any, field: Field) -> Field:  # noqa: ANN401 - a type or a union
-    kinds = set(get_args(kind) or (kind,))
-    # JSON writes 70.0 as 70 as often as not.
-    kinds |= {int} if float in kinds else set()
-    metric = field.metric and replace(field.metric, name=f"orchestrator_{field.metric.name}")
-    return replace(field, key=key, kinds=frozenset(kinds), metric=metric)
-
-
-#: By key, in the order of summary.json.
-FIELDS: Final[Mapping[str, Field]] = MappingProxyType({field.key: field for field in _declared()})
-_values_of = attrgetter(*(f"{field.part}.{key}".lstrip(".") for key, field in FIELDS.items()))
-
-
-def is_row_value(key: str, value: object) -> bool:
-    """Say whether a key of summary.json's rows may have this value."""
-    return key in FIELDS and type(value) in FIELDS[key].kinds
-
-
-#: What sums and order need of a slot, its name, state and counts: a row, or the head's own slot.
-Brief: TypeAlias = Row | Slot
-
-
-class LazyRows(Sequence[Row]):
-    """Rows that are made when they are asked for: of a thousand slots a table shows fifty.
-
-    With all rows made at each look, a head of 1,000 workers takes 11 % of a core and not 6, and
-    with the table 14 % and not 8 (`bench.py head`).
-    """
-
-    @abstractmethod
-    def briefs(self) -> Sequence[Brief]:
-        """Return what is known of every slot without making its row, in the order of the rows."""
-
-    @abstractmethod
-    def tflops(self) -> Iterable[float | None]:
-        """Return the throughput in every row."""
-
-    @abstractmethod
-    def of(self, brief: Brief) -> Row:
-        """Return the row of one of the briefs."""
+        known.pop("success_rate", None)  # which follows from the others
+        known["state"] = slot_state(known["state"])
+        counts = {key: known.pop(key) for key in StepCounts.__slots__ if key in known}
+        progress = {key: known.pop(key) for key in Progress.__slots__ if key in known}
+        return cls(**known, counts=StepCounts(**counts), progress=Progress(**progress))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -606,7 +312,7 @@ class Snapshot:
     """How long workers have been starting; `None` once the planned time has begun."""
     nodes_planned: tuple[str, ...]
     nodes_seen: tuple[str, ...]
-    rows: Sequence[Row]
+    rows: tuple[Row, ...]
     notices: tuple[str, ...] = ()
     """One-line warnings shown with the header, such as "pc2 has not joined"."""
     restart_count: int = 0
@@ -622,36 +328,19 @@ class Snapshot:
     @property
     def state_counts(self) -> dict[SlotState, int]:
         """How many slots are in each state, worst first; states without a slot are absent."""
-        counts = Counter(brief.state for brief in self.briefs)
+        counts = Counter(row.state for row in self.rows)
         return {state: counts[state] for state in STATES_WORST_FIRST if counts[state]}
 
     @property
     def tflops_total(self) -> float | None:
         """Sum over the slots that report a throughput; `None` when none does."""
-        values = (
-            self.rows.tflops()
-            if isinstance(self.rows, LazyRows)
-            else (row.tflops for row in self.rows)
-        )
-        known = [known for value in values if (known := finite(value)) is not None]
+        known = [tflops for row in self.rows if (tflops := finite(row.tflops)) is not None]
         return finite(sum(known)) if known else None
 
     @property
     def counts(self) -> StepCounts:
         """Sum over all slots."""
-        return StepCounts.total(brief.counts for brief in self.briefs)
-
-    @property
-    def briefs(self) -> Sequence[Brief]:
-        """What is known of every slot without making its row, in the order of the rows."""
-        return self.rows.briefs() if isinstance(self.rows, LazyRows) else self.rows
-
-    def row(self, brief: Brief) -> Row:
-        """Return the row of one of the `briefs`."""
-        if isinstance(brief, Row):
-            return brief
-        assert isinstance(self.rows, LazyRows)  # noqa: S101 - else the briefs are the rows
-        return self.rows.of(brief)
+        return StepCounts.total(row.counts for row in self.rows)
 
 
 def rows_by_card(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
@@ -663,7 +352,7 @@ def rows_by_card(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
     return by_card
 
 
-def trouble(row: Brief) -> int:
+def trouble(row: Row) -> int:
     """Return 2 for a slot with wrong results, 1 for one with too many failed steps, whatever its
     state; else 0.
     """
@@ -675,20 +364,18 @@ def trouble(row: Brief) -> int:
     return int(bool(counts.steps_error or is_low))
 
 
-def worst_first(rows: Iterable[AnyBrief]) -> tuple[AnyBrief, ...]:
+def worst_first(rows: Iterable[Row]) -> tuple[Row, ...]:
     """Return the rows in the order of the table: by state, by trouble, and equals in natural order
     of their slots.
 
     It is coarse on purpose. With the exact success rate, rows would change places at every redraw.
     """
+    rank = STATES_WORST_FIRST.index
     return tuple(
-        sorted(
-            rows, key=lambda row: (_STATE_RANK[row.state], -trouble(row), natural_order(row.slot))
-        )
+        sorted(rows, key=lambda row: (rank(row.state), -trouble(row), natural_order(row.slot)))
     )
 
 
-@lru_cache(maxsize=20_000)
 def natural_order(text: str) -> tuple[str | int, ...]:
     """Return a sorting key under which numbers inside names count as numbers.
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from orchestrator.record.events import harmless
-from orchestrator.record.model import FIELDS, Row, Snapshot, finite, is_row_value
+from orchestrator.record.model import FIELDS, Row, Snapshot, finite
 from workers.messages import ResumeState, StepCounts
 
 STORE_NAME = "run.sqlite"
@@ -66,7 +66,7 @@ _SAMPLED = ("slot", *(key for key, each in FIELDS.items() if each.sampled))
 #: In a column of the type REAL, SQLite stores a float without a fraction in 0 to 6 bytes instead of
 #: 8.
 _SAMPLED_COLUMNS = ", ".join(
-    f"{name} REAL" if is_row_value(name, 0.5) else name for name in _SAMPLED
+    f"{name} REAL" if FIELDS[name].type is float else name for name in _SAMPLED
 )
 CREATE = (
     "CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.record.model import FIELDS, Snapshot, finite
+from workers.messages import NO_COUNTS
 
 SCHEMA = 1
 
-_COUNTS = tuple(key for key, field in FIELDS.items() if field.part == "counts")
+_COUNTS = tuple(key for key in FIELDS if hasattr(NO_COUNTS, key))
 _CHECKS = ("verify_checks", "verify_errors")
 
 

@@ -18,12 +18,11 @@ from orchestrator.core.placement import Target
 from orchestrator.core.slot import HeadState, Hold, Orders, Phase, Rules, Slot
 from orchestrator.core.training import Training
 from orchestrator.errors import UsageError
-from orchestrator.record.archive import LEAST_TO_RESUME_S, StoredRun
-from orchestrator.record.model import is_row_value
+from orchestrator.record.archive import LEAST_TO_RESUME_S, StoredRun, row_of
 from orchestrator.record.store import SlotRecord
 from orchestrator.run import environment as environments
 from orchestrator.run.environment import Environment
-from workers.messages import NO_COUNTS, Progress, StepCounts, WorkerState
+from workers.messages import NO_COUNTS, StepCounts, WorkerState
 from workers.units import MIB
 
 
@@ -122,16 +121,11 @@ def _slot(record: SlotRecord) -> Slot:
     orders = _orders(record.orders or {})
     if orders.hold is not None and not done:
         finished = {"state": HeadState.HELD, "reason": "it gets no work until `unpause`"}
-    progress = {
-        name: value
-        for name in Progress.__slots__
-        if is_row_value(name, value := record.row.get(name))
-    }
     return Slot(
         slot=record.slot,
         orders=orders,
         **finished,
-        training=Training(last=Progress(**progress)),
+        training=Training(last=row_of(record).progress),
         # The earlier processes are gone, and their reports must not be mistaken for those of new
         # ones.
         incarnation=record.incarnation + 1,

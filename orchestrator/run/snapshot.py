@@ -6,17 +6,16 @@ Pure; draws nothing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from operator import attrgetter
-from typing import overload
 
 from orchestrator.config.gpu_specs import match_profile, peak_tflops
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slices import steps_at_risk
 from orchestrator.core.slot import NO_ORDERS, HeadState, Orders, Phase, Slot, SlotState
 from orchestrator.core.training import Training
-from orchestrator.record.model import Brief, LazyRows, Row
+from orchestrator.record.model import Row
 from orchestrator.record.store import COUNTERS, RunStore, SlotRecord
 from workers.messages import (
     DeviceInfo,
@@ -162,57 +161,7 @@ def _peak_pct(
     return 100.0 * tflops / peak if peak else None
 
 
-class SlotRows(LazyRows):
-    """The rows of all slots at `now_s` (monotonic seconds), to be made at once: the meters change
-    with each report.
-    """
-
-    def __init__(
-        self,
-        plans: Mapping[str, SlotPlan],
-        slots: Mapping[str, Slot],
-        meters: Mapping[str, Meter],
-        now_s: float,
-    ) -> None:
-        self._plans = plans
-        self._slots = tuple(slots.values())
-        self._meters = meters
-        self._now_s = now_s
-        self._made: dict[str, Row] = {}
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Row, ...]: ...
-    def __getitem__(self, index: int | slice) -> Row | tuple[Row, ...]:
-        if isinstance(index, slice):
-            return tuple(self.of(slot) for slot in self._slots[index])
-        return self.of(self._slots[index])
-
-    def briefs(self) -> tuple[Slot, ...]:
-        """See `LazyRows.briefs`."""
-        return self._slots
-
-    def tflops(self) -> Iterator[float | None]:
-        """See `LazyRows.tflops`."""
-        return (
-            self._meters[slot.slot].tflops if _is_at_work(slot) else None for slot in self._slots
-        )
-
-    def of(self, brief: Brief) -> Row:
-        """See `LazyRows.of`."""
-        assert isinstance(brief, Slot)  # noqa: S101 - one of `briefs`
-        made = self._made.get(brief.slot)
-        if made is None:
-            made = row(self._plans[brief.slot], brief, self._meters[brief.slot], self._now_s)
-            self._made[brief.slot] = made
-        return made
-
-
-def row(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
+def row_of(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
     """Return what the table shows of a slot at `now_s` (monotonic seconds)."""
     # Of a held slot without a process, what the last one held is free.
     report, device = (
@@ -317,7 +266,7 @@ class Recorder:
             steps_at_risk=steps_at_risk(slot),
             counters=dict(zip(COUNTERS, _counters(slot), strict=True)),
             resume=slot.resume,
-            row=row(plan, slot, self._meters[slot.slot], now_s).known(),
+            row=row_of(plan, slot, self._meters[slot.slot], now_s).known(),
             orders=None if slot.orders == NO_ORDERS else asdict(slot.orders),
             heard_at_unix_s=_heard_at_unix_s(slot, unix_offset_s),
         )

@@ -39,7 +39,7 @@ from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.node_watch import NodeWatch
 from orchestrator.run.resume import Past, rules_of
 from orchestrator.run.run_dir import CheckpointKeeper
-from orchestrator.run.snapshot import Meter, Recorder, SlotRows
+from orchestrator.run.snapshot import Meter, Recorder, row_of
 from orchestrator.view.live import GAPS, Outlets
 from workers.messages import Directive
 
@@ -257,7 +257,10 @@ class Supervisor:
             starting_s=None if self._counting_since_s is not None else now_s - self._began_s,
             nodes_planned=tuple(self.config.nodes),
             nodes_seen=self._nodes.seen(),
-            rows=SlotRows(self._plans, self._slots, self._meters, now_s),
+            rows=tuple(
+                row_of(self._plans[name], slot, self._meters[name], now_s)
+                for name, slot in self._slots.items()
+            ),
             notices=(
                 *self._nodes.notices(),
                 *self.outlets.problems,

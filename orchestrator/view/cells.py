@@ -15,7 +15,6 @@ from textwrap import wrap
 from typing import Final, TextIO
 
 from rich.cells import cell_len, chop_cells
-from rich.text import Text
 
 from orchestrator.record.model import finite
 
@@ -132,25 +131,6 @@ def clock(seconds: float) -> str:
     minutes, rest_s = divmod(whole_s, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest_s:02}" if hours else f"{minutes:02}:{rest_s:02}"
-
-
-def joined(parts: Iterable[str | None], missing: str) -> str | None:
-    """Return the parts with slashes between them; `None` when not one of them is known."""
-    known = list(parts)
-    return "/".join(part or missing for part in known) if any(known) else None
-
-
-def flow(segments: Iterable[Text], width: int, separator: str) -> list[Text]:
-    """Return lines filled with whole segments: a line is broken between two of them, never inside
-    one.
-    """
-    lines: list[Text] = []
-    for segment in segments:
-        if lines and lines[-1].cell_len + cell_len(separator) + segment.cell_len <= width:
-            lines[-1].append(separator, "dim").append_text(segment)
-        else:
-            lines.append(Text().append_text(segment))  # its style must not spread over the line
-    return lines
 
 
 def wrapped(text: str, width: int | None) -> str:

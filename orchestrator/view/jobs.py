@@ -43,6 +43,7 @@ from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.record.model import Row, Snapshot, finite
 from orchestrator.record.summary import SCHEMA, summary_text
 from orchestrator.view.cells import MISSING, clean, clock
+from orchestrator.view.phrases import exception_line
 from orchestrator.view.tables import Cell, Column, Table, TableRow, Tone, row_of
 from workers.messages import WorkerState
 from workers.units import GIB, MIB
@@ -147,7 +148,7 @@ def _job_row(standing: Standing, snapshot: QueueSnapshot) -> TableRow:
             _cell(_best(standing), finite(standing.best)),
             _cell(*_time(standing, snapshot)),
         ),
-        reason="" if works or state is JobState.DONE else clean(_last_words(standing.reason)),
+        reason="" if works or state is JobState.DONE else clean(exception_line(standing.reason)),
         tone=STATE_TONES[state],
     )
 
@@ -353,7 +354,7 @@ def job_lines(standing: Standing, records: Iterable[Record], snapshot: QueueSnap
     """Return one job in full: what it is, how it stands, and what happened to it."""
     job, redone_s = standing.job, job_object(standing, snapshot)["job_redone_s"]
     facts: dict[str, str | None] = {
-        "state": f"{standing.state.value}: {_last_words(standing.reason)}",
+        "state": f"{standing.state.value}: {exception_line(standing.reason)}",
         "time": _time(standing, snapshot)[0],
         "error": standing.last_error if standing.last_error != standing.reason else None,
         "kind": job.kind.value + (f", of the sweep {job.sweep}" if job.sweep else ""),
@@ -398,12 +399,6 @@ def job_lines(standing: Standing, records: Iterable[Record], snapshot: QueueSnap
     ]
 
 
-def _last_words(text: str) -> str:
-    """Return text, and of a traceback its last line, which names the exception."""
-    is_traceback = text.lstrip().startswith("Traceback")
-    return text.strip().splitlines()[-1] if is_traceback else text
-
-
 def _pairs(settings: Mapping[str, object]) -> str:
     return ", ".join(f"{key}={value}" for key, value in settings.items())
 
@@ -440,7 +435,7 @@ _RECORD_WORDS: Final[Mapping[type, Callable[[Any], str]]] = {
     Rested: lambda record: f"saved and ended{_at_step(record.step)}",
     AttemptEnded: lambda record: (
         f"attempt {record.attempt} ended{_at_step(record.step)}: {record.cause.value}"
-        + (f": {_last_words(record.text)}" if record.text else "")
+        + (f": {exception_line(record.text)}" if record.text else "")
     ),
     Reached: lambda record: f"milestone {record.milestone} with {_figure(record.value)}",
     Measured: lambda record: (

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Protocol, TextIO
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
@@ -23,15 +23,10 @@ from orchestrator.record.events import EventLog
 from orchestrator.record.model import Row, Snapshot
 from orchestrator.record.store import RunStore
 from orchestrator.view.cells import clean, shorten
+from orchestrator.view.health import health_lines
 from orchestrator.view.phrases import closing_lines, tflops_words, time_words
-from orchestrator.view.table import health_table
 
 REDRAW_EVERY_S = 0.25
-_REDRAW_SHARE = 0.02
-"""Of a core: a table that costs more, because it has many slots or the terminal is large, is drawn
-less often.
-"""
-_REDRAW_MOST_S = 2.0
 PROGRESS_EVERY_S = 10.0
 
 GAPS = "the records of this run have gaps: they could not be written for a while"
@@ -96,15 +91,9 @@ class LiveTable:
     behind.
     """
 
-    def __init__(
-        self,
-        console: Console,
-        monotonic_s: Callable[[], float] = time.monotonic,
-        cpu_s: Callable[[], float] = time.thread_time,
-    ) -> None:
+    def __init__(self, console: Console, monotonic_s: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._monotonic_s = monotonic_s
-        self._cpu_s = cpu_s
         self._due_s = float("-inf")
         self._gone = False
         self._live = Live(
@@ -117,28 +106,27 @@ class LiveTable:
         )
 
     def update(self, snapshot: Snapshot) -> None:
-        """Redraw, unless that was done less than `REDRAW_EVERY_S` ago, or longer if it takes much
-        processor time.
-        """
-        now_s, began_s = self._monotonic_s(), self._cpu_s()
+        """Redraw, unless that was done less than `REDRAW_EVERY_S` ago."""
+        now_s = self._monotonic_s()
         if self._gone or now_s < self._due_s:
             return
+        self._due_s = now_s + REDRAW_EVERY_S
         try:
             if not self._live.is_started:
                 self._live.start()
                 self._console.show_cursor(True)
-            self._live.update(_Frame(snapshot, whole=False), refresh=True)
+            # A line is left for the cursor, else the terminal scrolls at every frame.
+            height = max(1, self._console.size.height - 1)
+            self._live.update(self._frame(snapshot, height), refresh=True)
         except _TERMINAL_GONE:
             self._leave()
-        cost_s = self._cpu_s() - began_s
-        self._due_s = now_s + max(REDRAW_EVERY_S, min(_REDRAW_MOST_S, cost_s / _REDRAW_SHARE))
 
     def close(self, snapshot: Snapshot) -> None:
         """Draw the last frame, give the terminal back and print the totals."""
         if self._gone:
             return
         try:
-            last = _Frame(snapshot, whole=True)
+            last = self._frame(snapshot, None)
             self._live.update(last)
             if self._live.is_started:
                 self._live.stop()
@@ -148,6 +136,12 @@ class LiveTable:
                 self._console.print(Text(line))
         except _TERMINAL_GONE:
             self._leave()
+
+    def _frame(self, snapshot: Snapshot, height: int | None) -> Group:
+        lines = health_lines(snapshot, self._console.width, height)
+        for line in lines:
+            line.no_wrap, line.overflow = True, "crop"
+        return Group(*lines)
 
     def _leave(self) -> None:
         self._gone = True
@@ -172,9 +166,8 @@ class PlainLines:
     def update(self, snapshot: Snapshot) -> None:
         """Write what has changed since the last time."""
         at = datetime.fromtimestamp(snapshot.now_unix_s, tz=UTC).astimezone().strftime("%H:%M:%S")
-        for brief in snapshot.briefs:
-            if self._states.get(brief.slot) is not brief.state:
-                row = snapshot.row(brief)
+        for row in snapshot.rows:
+            if self._states.get(row.slot) is not row.state:
                 self._states[row.slot] = row.state
                 reason = shorten(clean(row.reason), _REASON_CELLS)
                 self._say(
@@ -228,19 +221,3 @@ def _work(row: Row) -> str:
         return "" if row.size is None else f" size {row.size}"
     of = "" if progress.train_steps is None else f"/{progress.train_steps}"
     return f" step {progress.train_step}{of}"
-
-
-class _Frame:
-    """A snapshot that is laid out when it is drawn, for the terminal's size at that moment.
-
-    `whole` shows all rows, at whatever length: nothing is drawn over it.
-    """
-
-    def __init__(self, snapshot: Snapshot, *, whole: bool) -> None:
-        self._snapshot = snapshot
-        self._whole = whole
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        # A line is left for the cursor, else the terminal scrolls at every frame.
-        lines = None if self._whole else max(1, options.size.height - 1)
-        yield health_table(self._snapshot, options.max_width, lines)

@@ -168,6 +168,14 @@ def closing_lines(snapshot: Snapshot) -> tuple[str, ...]:
     )
 
 
+def exception_line(text: str) -> str:
+    """Return text; of a traceback, only the line that names the exception."""
+    lines = text.strip().splitlines()
+    frames = [at for at, line in enumerate(lines) if line.startswith((" ", "Traceback"))]
+    behind = lines[frames[-1] + 1 :] if frames else []
+    return behind[0] if "Traceback" in text and behind else text
+
+
 def time_of_day(at: str) -> str:
     """Return the local time of a moment that an event tells in ISO 8601; what is none as it is."""
     try:
@@ -189,13 +197,10 @@ def event_words(event: StoredEvent) -> tuple[str, str]:
             words = f"{_with_unit(before, suffix)} to {words}"
         said.append(f"{key.removesuffix(suffix).replace('_', ' ')} {words}")
     if event.event == "state":
-        said = [
-            f"{details.get('from_state')} to {details.get('to_state')}: {details.get('cause')}".removesuffix(
-                ": "
-            )
-        ]
+        change = f"{details.get('from_state')} to {details.get('to_state')}"
+        said = [f"{change}: {details.get('cause')}".removesuffix(": ")]
     elif event.event == "workload_error":
-        said = [str(details.get("traceback")).strip().rpartition("\n")[2]]
+        said = [exception_line(str(details.get("traceback")))]
     return _EVENTS.get(event.event, event.event.replace("_", " ")), ", ".join(said)
 
 

@@ -7,6 +7,7 @@ nothing about widths: a renderer that is short of room leaves out columns by the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -107,7 +108,7 @@ class Table:
             "rows": [
                 {
                     "key": row.key,
-                    "cells": [[cell.text, cell.tone.value, cell.value] for cell in row.cells],
+                    "cells": [[cell.text, cell.tone.value, _known(cell)] for cell in row.cells],
                     "reason": row.reason,
                     "tone": row.tone.value,
                 }
@@ -120,8 +121,9 @@ def row_of(
     columns: Sequence[Column],
     key: str,
     values: Mapping[str, Any],
-    texts: Mapping[str, str | None],
+    texts: Mapping[str, str | None] = MappingProxyType({}),
     tones: Mapping[str, Tone] = MappingProxyType({}),
+    reason: str = "",
 ) -> TableRow:
     """Return a row; what is known of its cells is under the keys of the columns.
 
@@ -133,4 +135,10 @@ def row_of(
         text = texts.get(column.key, None if value is None else str(value))
         tone = tones.get(column.key, Tone.PLAIN)
         cells.append(Cell(text=clean(text or "") or MISSING, tone=tone, value=value))
-    return TableRow(key=key, cells=tuple(cells))
+    return TableRow(key=key, cells=tuple(cells), reason=reason)
+
+
+def _known(cell: Cell) -> str | float | None:
+    """Return what a cell is sorted by, for JSON, which has no infinity."""
+    value = cell.value
+    return None if isinstance(value, float) and not math.isfinite(value) else value

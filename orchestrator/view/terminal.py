@@ -8,7 +8,7 @@ reasons a table has.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, Literal
 
 from rich.cells import cell_len
 from rich.text import Text
@@ -44,7 +44,7 @@ def table_lines(table: Table, width: int | None, height: int | None = None) -> l
         width: Of the terminal, in cells; `None` cuts nothing, for pipes and files.
         height: The most lines; `None` draws all rows, and reasons in as many lines as they need.
     """
-    widths = _widths(table, width)
+    widths = fitting(table, width)
     headings = _heading_lines(table, widths)
     if height is not None and height < 2 * len(headings):
         headings = []  # so small a terminal has room for rows only
@@ -52,7 +52,8 @@ def table_lines(table: Table, width: int | None, height: int | None = None) -> l
     count = _fitting_rows(table, room)
     shown = table.rows[:count]
     lines = [_line(table, widths, [row.cells[at] for at in widths]) for row in shown]
-    if hidden := len(table.rows) - count:
+    hidden = len(table.rows) - count
+    if hidden and room != 1:
         lines.append(Text(f"{ELLIPSIS} and {hidden} more", "dim"))
     reasons = _reason_lines(shown, width, is_cut=room is not None)
     if room is not None:
@@ -87,8 +88,9 @@ def _used(widths: Mapping[int, int]) -> int:
     return sum(widths.values()) + len(_GAP) * (len(widths) - 1)
 
 
-def _widths(table: Table, width: int | None) -> dict[int, int]:
-    """Return the index of each column that is shown, and its width in cells.
+def fitting(table: Table, width: int | None) -> dict[int, int]:
+    """Return the columns that fit into a width, with two cells between them: their indexes, each
+    with the column's own width.
 
     A column in which no row has a value is left out, unless it always stays.
     """
@@ -113,16 +115,23 @@ def _widths(table: Table, width: int | None) -> dict[int, int]:
     return dict(sorted(kept.items()))
 
 
+def cell_text(table: Table, at: int, cell: Cell, width: int) -> Text:
+    """Return what a cell of the column with this index shows within its width."""
+    text = clean(cell.text)
+    # The first column names the row: what tells names apart is often at their end.
+    shown = _without_middle(text, width) if at == 0 else shorten(text, width)
+    side: Literal["left", "right"] = "right" if table.columns[at].numeric else "left"
+    return Text(shown, STYLES[cell.tone], justify=side, no_wrap=True)
+
+
 def _line(table: Table, widths: Mapping[int, int], cells: Sequence[Cell]) -> Text:
     line = Text()
     for index, ((at, width), cell) in enumerate(zip(widths.items(), cells, strict=True)):
-        text = clean(cell.text)
-        # The first column names the row: what tells names apart is often at their end.
-        text = _without_middle(text, width) if at == 0 else shorten(text, width)
-        padding = " " * (width - cell_len(text))
+        text = cell_text(table, at, cell, width)
+        padding = " " * (width - text.cell_len)
         is_right = table.columns[at].numeric
         line.append(_GAP if index else "").append(padding if is_right else "")
-        line.append(text, STYLES[cell.tone]).append("" if is_right else padding)
+        line.append_text(text).append("" if is_right else padding)
     line.rstrip()
     return line
 

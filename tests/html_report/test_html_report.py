@@ -65,28 +65,22 @@ def folder(tmp_path: Path) -> Path:
     return make_run(tmp_path / "runs" / FACTS.run_id, tflops=9.0, slots=2)
 
 
-def test_the_page_has_the_last_picture_and_the_courses(folder: Path) -> None:
+def test_the_file_has_the_document_and_the_courses(folder: Path) -> None:
     told = html_report.frozen(folder)
-    assert [row["slot"] for row in told["table"]["rows"]] == ["pc1/0", "pc1/1"]
-    heat = told["history"]["pc1/1"]["temperature_c"]
-    assert len(told["times"]) == len(heat["mean"]) == html_report.parts_for(1)
-    assert [value for value in heat["mean"] if value is not None] == [
-        50.0 + second for second in range(60)
-    ]
-    assert "loss" not in told["history"]["pc1/1"], "nothing was trained"
-    assert told["history"]["pc1/1"].keys() <= told["labels"].keys()
-    assert {row["event"] for row in told["events"]} == {"state", "workload error", "run ended"}
-    (summary,) = (
-        course for course in told["summary"]["charts"] if course["label"].startswith("TFLOP/s")
-    )
-    assert {value for value in summary["mean"] if value is not None} == {18.0}, (
-        "the sum of two slots"
-    )
-    assert told["summary"]["missed"] == [f"pc1/0: {HOSTILE}"]
+    document = told["document"]
+    assert [row["key"] for row in document["tables"]["slots"]["rows"]] == ["pc1/0", "pc1/1"]
+    assert document["head"]["missed"] == [f"pc1/0: {HOSTILE}"]
+    charts = {chart["label"]: chart for chart in told["slots"]["pc1/1"]["charts"]}
+    (_, heat), *_ = charts["temperature, C"]["lines"]
+    assert [value for value in heat if value is not None] == [50.0 + at for at in range(60)]
+    assert charts["temperature, C"]["average"] == "79.50"
+    assert not [label for label in charts if "loss" in label], "nothing was trained"
+    together = {chart["label"]: chart["average"] for chart in told["all"]["charts"]}
+    assert together["TFLOP/s of all slots"] == "18.00", "the sum of two slots"
+    assert told["jobs"] is None
 
 
-def test_a_queue_brings_its_table_and_its_charts(folder: Path) -> None:
-    assert html_report.frozen(folder)["jobs"] is None
+def test_a_queue_brings_its_jobs_and_their_cards(folder: Path) -> None:
     (folder / QUEUE_NAME).mkdir()
     journal = Journal(folder / QUEUE_NAME / JOURNAL_NAME)
     journal.append([Submitted(at_s=0.0, job=make_job("lr-0"))])
@@ -94,30 +88,16 @@ def test_a_queue_brings_its_table_and_its_charts(folder: Path) -> None:
         [Assigned(at_s=9.0, job="lr-0", attempt=1, card="pc1", budget_bytes=1, alone=True)]
     )
     journal.close()
-    data = html_report.frozen(folder)
-    assert data["table"]["head"]["jobs"] == "1 parked"
-    assert [name for name, _ in data["jobs"]["rows"]] == ["lr-0"]
-    assert [label for label, _ in data["jobs"]["charts"]] == ["cards"]
+    told = html_report.frozen(folder)
+    assert [row["key"] for row in told["document"]["tables"]["jobs"]["rows"]] == ["lr-0"]
+    assert told["jobs"]["bars"] == [{"card": "pc1", "job": "lr-0", "from": 9.0, "to": None}]
+    assert "lr-0" in told["slots"], "its course, beside those of the slots"
 
 
-def test_the_summary_has_the_figures_of_the_run(folder: Path) -> None:
-    figures = html_report.frozen(folder)["summary"]["figures"]
-    assert figures["titles"] == ["", FACTS.run_id]
-    rows = dict(figures["rows"])
-    assert rows["outcome"] == ("good", "good")
-    assert rows["TFLOP/s, mean of the sum"] == "18.00"
-    assert rows["out of memory"] == "118"
-    assert "loss at the end, mean" not in rows, "nothing was trained"
-
-
-def test_courses_are_thinned_out_until_all_of_them_fit() -> None:
-    assert [html_report.parts_for(courses) for courses in (0, 10, 1_000, 6_000, 60_000)] == [
-        300,
-        300,
-        133,
-        22,
-        16,
-    ]
+def test_many_slots_have_fewer_parts_each(tmp_path: Path) -> None:
+    many = make_run(tmp_path / FACTS.run_id, tflops=9.0, slots=60)
+    course = html_report.frozen(many)["slots"]["pc1/59"]
+    assert len(course["times"]) == 5_000 // 60
 
 
 def test_the_file_is_written_whole_or_refused_in_a_sentence(folder: Path, tmp_path: Path) -> None:
@@ -130,7 +110,8 @@ def test_the_file_is_written_whole_or_refused_in_a_sentence(folder: Path, tmp_pa
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", text)
     data = re.search(r'id="frozen">(.*?)</script>', text, re.DOTALL)
     assert data is not None
-    assert json.loads(data[1])["slots"]["pc1/0"]["reason"] == HOSTILE
+    document = json.loads(json.dumps(html_report.frozen(folder)["document"]))
+    assert json.loads(data[1])["document"] == document
     refused = CliRunner().invoke(
         app, ["report", "--html", str(tmp_path / "nowhere" / "r.html"), *where]
     )
@@ -148,24 +129,15 @@ def test_a_browser_shows_it_without_a_request(folder: Path, tmp_path: Path) -> N
         async with browser(tmp_path) as shown:
             await shown.do("Page.navigate", url=path.as_uri())
             await shown.until("document.querySelectorAll('#table td').length > 10")
+            assert await shown.js("document.getElementById('mark').textContent") == "ended: good"
             assert HOSTILE in await shown.js("document.getElementById('table').textContent")
-            await shown.js("location.hash = '#view=slot&slot=pc1%2F0'")
-            await shown.until("document.querySelectorAll('canvas').length > 1")
-            await shown.until(DRAWN)
-            await shown.until(
-                "document.querySelector('#charts .u-legend').textContent.includes('mean')"
-            )
-            await shown.js("location.hash = '#view=slot&slot=pc1%2F0&field=allocated_bytes'")
-            await shown.until(
-                "document.querySelector('#charts .u-legend').textContent.includes('cap')"
-            )
-            assert HOSTILE in await shown.js("document.getElementById('traceback').textContent")
-            await shown.js("document.getElementById('summary-link').click()")
-            await shown.until("document.getElementById('figures').textContent.includes('18.00')")
-            await shown.until(
-                f"document.querySelectorAll('#run-charts canvas').length > 1 && {DRAWN}"
-            )
             assert HOSTILE in await shown.js("document.getElementById('missed').textContent")
+            await shown.until(f"document.querySelectorAll('#overview canvas').length && {DRAWN}")
+            await shown.js("location.hash = '#sort=tflops&filter=pc1%2F1'")
+            await shown.until("document.querySelectorAll('#table tbody').length === 1")
+            await shown.js("location.hash = '#view=slot&slot=pc1%2F0&last_s=600'")
+            await shown.until(f"document.querySelectorAll('#charts canvas').length > 1 && {DRAWN}")
+            assert HOSTILE in await shown.js("document.getElementById('traceback').textContent")
             assert await shown.js("window.evil === undefined")
             assert [
                 url for url in shown.requests() if not url.startswith(("file:", "data:", "about:"))

@@ -15,7 +15,7 @@ from orchestrator.core.placement import Target, plan_slots
 from orchestrator.core.slot import HeadState, Orders, Phase, Slot, SlotState
 from orchestrator.record.summary import summary_dict
 from orchestrator.run.resume import past_of
-from orchestrator.run.snapshot import Meter, row
+from orchestrator.run.snapshot import Meter, row_of
 from tests.factories import CPU, REFERENCE, report_of
 from tests.run.conftest import RunMaker
 from tests.run.test_supervisor_course import head_is_killed
@@ -111,7 +111,7 @@ def test_the_baseline_is_the_best_window_and_no_warming_up() -> None:
     meter.add(report(work_flop=0.4e13))
     assert meter.tflops == pytest.approx(7.0)
     assert meter.best_tflops == pytest.approx(10.0)
-    assert row(PLAN, slot_with(report()), meter, 0.0).baseline_pct == pytest.approx(70.0)
+    assert row_of(PLAN, slot_with(report()), meter, 0.0).baseline_pct == pytest.approx(70.0)
 
 
 @pytest.mark.parametrize("reports", [[], [{"wall_s": 0.0}], [{"work_flop": 0.0}]])
@@ -147,7 +147,7 @@ def test_whatever_is_reported_the_numbers_stay_in_their_bounds(reports: list[Rep
 
 
 def test_before_the_first_report_only_the_plan_is_known() -> None:
-    shown = row(PLAN, Slot(slot="pc1/3"), Meter(), 1000.0).to_dict()
+    shown = row_of(PLAN, Slot(slot="pc1/3"), Meter(), 1000.0).to_dict()
     known = {name: value for name, value in shown.items() if value is not None}
     assert known == {
         "slot": "pc1/3",
@@ -171,7 +171,7 @@ def test_a_process_that_is_awaited_says_for_how_long() -> None:
     slot = Slot(
         slot="pc1/3", state=HeadState.STARTING, reason="its process starts", working_since_s=1000.0
     )
-    assert row(PLAN, slot, Meter(), 1009.5).reason == "its process starts, 9 s so far"
+    assert row_of(PLAN, slot, Meter(), 1009.5).reason == "its process starts, 9 s so far"
 
 
 def test_a_row_shows_counters_and_the_last_reports_facts() -> None:
@@ -185,7 +185,7 @@ def test_a_row_shows_counters_and_the_last_reports_facts() -> None:
         counts=StepCounts(**counts),
         restarts=7,
     )
-    shown = row(PLAN, slot, metered(report()), 1000.0)
+    shown = row_of(PLAN, slot, metered(report()), 1000.0)
     expected = {
         **counts,
         "state": WorkerState.BACKOFF,
@@ -224,7 +224,7 @@ def test_a_row_shows_counters_and_the_last_reports_facts() -> None:
 
 def test_a_report_without_device_and_memory_leaves_them_unknown() -> None:
     bare = report(device=None, memory=None, size=None, batch=None, claim_bytes=None)
-    shown = row(PLAN, slot_with(bare), Meter(), 0.0)
+    shown = row_of(PLAN, slot_with(bare), Meter(), 0.0)
     assert (shown.gpu_name, shown.dtype, shown.device) == ("rtx-3090", "fp16", "cuda")
     unknown = (
         shown.cap_bytes,
@@ -238,7 +238,7 @@ def test_a_report_without_device_and_memory_leaves_them_unknown() -> None:
 
 @pytest.mark.parametrize("state", [*WorkerState, *HeadState])
 def test_without_a_working_process_there_is_no_throughput(state: SlotState) -> None:
-    shown = row(PLAN, slot_with(report(), state=state), metered(report()), 0.0)
+    shown = row_of(PLAN, slot_with(report(), state=state), metered(report()), 0.0)
     if isinstance(state, HeadState):
         assert (shown.tflops, shown.baseline_pct, shown.duty_measured) == (None, None, None)
     else:
@@ -251,23 +251,23 @@ def test_a_held_slot_shows_the_memory_of_its_process() -> None:
     paused = slot_with(
         report(), state=HeadState.HELD, phase=Phase.HELD, ready=True, heard_at_s=10.0
     )
-    shown = row(PLAN, paused, Meter(), 100.0)
+    shown = row_of(PLAN, paused, Meter(), 100.0)
     assert (shown.size, shown.reserved_bytes, shown.heartbeat_age_s) == (8192, 3, None)
-    drained = row(PLAN, replace(paused, ready=False), Meter(), 100.0)
+    drained = row_of(PLAN, replace(paused, ready=False), Meter(), 100.0)
     assert (drained.size, drained.reserved_bytes, drained.temperature_c) == (None, None, None)
     assert drained.cap_bytes == shown.cap_bytes
-    capped = row(PLAN, replace(paused, orders=Orders(cap_bytes=2)), Meter(), 100.0)
+    capped = row_of(PLAN, replace(paused, orders=Orders(cap_bytes=2)), Meter(), 100.0)
     assert capped.cap_bytes == 2
 
 
 def test_what_was_last_known_of_a_lost_worker_stays_in_its_row() -> None:
     slot = slot_with(report(), state=HeadState.LOST, heard_at_s=10.0, counts=StepCounts(steps_ok=5))
-    shown = row(PLAN, slot, Meter(), 100.0)
+    shown = row_of(PLAN, slot, Meter(), 100.0)
     assert shown.size == 8192
     assert shown.counts.steps_ok == 5
     assert shown.heartbeat_age_s == 90.0
     assert shown.gpu_uuid == "GPU-0"
-    again = row(PLAN, replace(slot, state=HeadState.STARTING, heard_at_s=None), Meter(), 100.0)
+    again = row_of(PLAN, replace(slot, state=HeadState.STARTING, heard_at_s=None), Meter(), 100.0)
     assert (again.counts.steps_ok, again.heartbeat_age_s) == (5, None)
 
 

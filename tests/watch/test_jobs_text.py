@@ -56,7 +56,7 @@ def test_a_table_of_jobs_says_why_those_wait_that_do_not_work() -> None:
 
 
 def test_a_narrow_table_of_jobs_keeps_name_state_and_step() -> None:
-    (title, line) = table_lines(view.jobs_table(queue_of(TRAINED)), 30)
+    (title, line) = table_lines(view.jobs_table(queue_of(TRAINED)), 22)
     assert title.plain.split() == ["job", "state", "step"]
     assert line.plain.split() == ["lr-0", "RUNNING", "40/100"]
 

@@ -88,7 +88,7 @@ def test_without_a_terminal_nothing_is_cut() -> None:
 
 def test_a_name_that_is_too_long_keeps_its_end() -> None:
     name = "the-workstation-in-the-cellar-of-the-house/12"
-    row = drawn(made([(name, *ROW[1:])]), 40)[3]
+    row = drawn(made([(name, *ROW[1:])]), 40)[-1]
     assert row.startswith("the-work")
     assert "/12  RUNNING" in row
 

@@ -18,9 +18,9 @@ import aiohttp
 
 from orchestrator.record.model import STATES_WORST_FIRST, Row
 from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
-from orchestrator.view.web.guard import Access, Code
-from orchestrator.view.web.listener import accepting
+from orchestrator.view.web.guard import Access
 from orchestrator.view.web.server import Site
+from orchestrator.view.web.serving import port_of, started
 from tests.factories import FACTS, GIB, event, make_row, make_snapshot, record
 from workers.host.processes import start_time
 from workers.messages import WorkerState
@@ -139,25 +139,18 @@ def add_state(
 
 
 @asynccontextmanager
-async def serving(folder: Path, *, port: int = 0, control: bool = False) -> AsyncIterator[Server]:
-    """Serve the page of a run in this very process."""
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(("127.0.0.1", port))
-    port = listener.getsockname()[1]
-    access = Access(
-        hosts=frozenset({"127.0.0.1", "localhost"}),
-        port=port,
-        read_token="read" * 10,
-        control_token="control" * 10,
-        with_control=control,
-    )
-    site = Site(folder=folder, access=access)
-    async with (
-        accepting(site.application(), listener),
-        aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session,
-    ):
-        yield Server(site=site, url=f"http://127.0.0.1:{port}", session=session)
+async def serving(
+    folder: Path, *, port: int = 0, control: bool = False, run_id: str = "latest"
+) -> AsyncIterator[Server]:
+    """Serve the page of the runs beside a folder in this very process."""
+    access = Access(token="page" * 10, metrics_token="metrics" * 6, with_control=control)
+    site = Site(folder.parent, access, run_id)
+    runner = await started(site.page_application(), "127.0.0.1", port)
+    try:
+        async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session:
+            yield Server(site=site, port=port_of(runner), session=session)
+    finally:
+        await runner.cleanup()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,24 +158,41 @@ class Server:
     """A server that runs, and a program that asks it."""
 
     site: Site
-    url: str
+    port: int
     session: aiohttp.ClientSession
 
-    def code(self) -> str:
-        """Make a one-time code."""
-        text = f"code-{len(self.site.codes)}"
-        self.site.codes.append(Code(text, self.site.unix_s()))
-        return text
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
-    async def ask(self, path: str, method: str = "GET", token: str = "read", **more: Any) -> Answer:  # noqa: S107
-        """Ask as a program does, with a token."""
-        tokens = {"read": self.site.access.read_token, "control": self.site.access.control_token}
-        headers = {"Authorization": f"Bearer {tokens[token]}"} if token else {}
+    @property
+    def address(self) -> str:
+        """What `web` prints."""
+        return f"{self.url}/?token={self.site.access.token}"
+
+    async def ask(self, path: str, token: str | None = None, **more: Any) -> Answer:
+        """Ask as a program does: with the token of the page, or another one; "" sends none."""
+        token = self.site.access.token if token is None else token
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
         headers |= more.pop("headers", {})
+        method = "POST" if more else "GET"
         async with self.session.request(
-            method, f"{self.url}{path}", headers=headers, **more
+            method, f"{self.url}{path}", headers=headers, allow_redirects=False, **more
         ) as answer:
             return Answer(answer.status, answer.headers, await answer.read())
+
+    async def events(self, query: str = "") -> AsyncIterator[tuple[str, Any]]:
+        """Follow the stream: yield the kind and the data of each event."""
+        headers = {"Authorization": f"Bearer {self.site.access.token}"}
+        async with self.session.get(f"{self.url}/api/v1/stream{query}", headers=headers) as answer:
+            assert answer.status == 200, await answer.text()
+            kind = ""
+            async for line in answer.content:
+                name, _, value = line.decode().rstrip("\n").partition(": ")
+                if name == "event":
+                    kind = value
+                elif name == "data":
+                    yield kind, json.loads(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""`top` on a terminal: keys in, lines out. Reads the run folder once a second, and nothing else.
+"""`top` on a terminal: keys in, tables out. Reads the run folder once a second.
 
-What pages show is in `pages.py`, what keys do to the table in `view.py`. Commands to the run are
-asked for first; nothing else changes it.
+An order to slots or jobs is asked for first, and then sent; nothing else is changed. What pages
+show is in `pages.py`, and how tables are drawn in `widgets.py`.
 """
 
 from __future__ import annotations
@@ -10,252 +10,165 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import ClassVar, Final, TypeAlias
 
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
-from textual.events import Click, Resize
-from textual.strip import Strip
-from textual.widget import Widget
-from textual.widgets import Input
+from textual.widgets import Input, Static
 
 from orchestrator.config.byte_size import parse_bytes
+from orchestrator.core.user_commands import EFFECTS, Do
 from orchestrator.errors import ArchiveError, OrchestratorError
-from orchestrator.record.archive import Follower, Frame
-from orchestrator.record.folders import Listed, list_runs
-from orchestrator.record.model import Row, Snapshot, natural_order
-from orchestrator.record.query import WORST_FIRST, order_of, parse
+from orchestrator.jobs.model import Word
+from orchestrator.record.archive import Follower, Frame, Freshness, StoredEvent
+from orchestrator.record.folders import list_runs
+from orchestrator.record.model import natural_order
 from orchestrator.view.alerts import Alert, Since, alerts
-from orchestrator.view.jobs import jobs_lines, with_jobs
-from orchestrator.view.table import header_lines, table_lines
-from orchestrator.view.top.pages import (
-    RANGES_S,
-    alert_line,
-    alert_lines,
-    card_lines,
-    event_line,
-    freshness_words,
-    key_line,
-    node_lines,
-    read_slot_lines,
-    reason_line,
-    run_lines,
-    slots_words,
-)
-from orchestrator.view.top.view import (
-    Ask,
-    Send,
-    View,
-    follow,
-    marked_line,
-    move,
-    question_lines,
-    refusal,
-    sort_by_next,
-)
+from orchestrator.view.cells import SEPARATOR, clean, clock, shorten
+from orchestrator.view.health import header_lines
+from orchestrator.view.jobs import jobs_table, with_jobs
+from orchestrator.view.phrases import counted
+from orchestrator.view.query import WORST_FIRST, parse
+from orchestrator.view.runs import runs_table
+from orchestrator.view.slots import cards_table, slots_table
+from orchestrator.view.tables import Table
+from orchestrator.view.terminal import STYLES
+from orchestrator.view.top import pages
+from orchestrator.view.top.view import View, marked, matching, ordered
+from orchestrator.view.top.widgets import CSS, Rows, TextPage
+from workers.units import MIB
 
-HELP: Final = """
- q ctrl-c      leave                         ? h  this help; esc goes back
- up down j k   move, as the mouse does; g G first and last; pgup pgdn a page
- enter         the slot under the cursor  a e d J n u  alerts events cards jobs nodes runs
- /             filter: state:lost temp>75 cap>3GiB !node:pc1 word
- < > , .       sort by the column before or after; o by its name
- r 0           turn the order; worst first
- space         mark the slot for a command; a new filter clears the marks
- P U D R C W   pause, unpause, drain, reinstate, cap, save now: the marked slots,
-               or the one under the cursor; asks first
- m             how far back the courses of a slot go: 2 m, 10 m, 1 h, all
-"""
+Send: TypeAlias = Callable[[Path, Do | Word, Sequence[str], int | None], str]
+"""Sends an order to slots or jobs, with an amount in bytes, and returns what became of it."""
 
+#: Keys as the help names them and as Textual does, what they do, and in words.
 _KEYS: Final = (
-    ("q", "end"),
-    ("ctrl+c", "quit"),
-    ("question_mark,h", "page('help')"),
-    ("a", "page('alerts')"),
-    ("e", "page('events')"),
-    ("d", "page('cards')"),
-    ("J", "page('jobs')"),
-    ("enter", "page('slot')"),
-    ("escape", "leave"),
-    ("down,j", "move(1)"),
-    ("up,k", "move(-1)"),
-    ("pagedown", "move_pages(1)"),
-    ("pageup", "move_pages(-1)"),
-    ("g", "move(-1000000)"),
-    ("G", "move(1000000)"),
-    ("slash", "ask('filter')"),
-    ("greater_than_sign,full_stop", "sort(1)"),
-    ("less_than_sign,comma", "sort(-1)"),
-    ("r", "reverse"),
-    ("0", "worst"),
-    ("o", "ask('sort')"),
-    ("n", "page('nodes')"),
-    ("u", "page('runs')"),
-    ("space", "pick"),
-    ("P", "command('pause')"),
-    ("U", "command('unpause')"),
-    ("D", "command('drain')"),
-    ("R", "command('reinstate')"),
-    ("C", "command('cap')"),
-    ("W", "command('save')"),
-    ("y", "yes"),
-    ("m", "range"),
+    ("q", "q", "end", "leave; ctrl-c does so as well"),
+    ("esc", "escape", "leave", "back to the slots"),
+    ("?", "question_mark,h", "page('help')", "this help"),
+    ("a", "a", "page('alerts')", "alerts, with what to do"),
+    ("e", "e", "page('events')", "events, the newest first"),
+    ("d", "d", "page('cards')", "cards"),
+    ("J", "J", "page('jobs')", "jobs"),
+    ("n", "n", "page('nodes')", "nodes"),
+    ("u", "u", "page('runs')", "runs; enter follows the one under the cursor"),
+    ("m", "m", "range", "how far back the courses of a slot go: 2 m, 10 m, 1 h, all"),
+    ("/", "slash", "ask('filter')", "filter: words; of slots also state:lost temp>75 !node:pc1"),
+    (">", "greater_than_sign,full_stop", "sort(1)", "sort by the next column"),
+    ("<", "less_than_sign,comma", "sort(-1)", "sort by the column before"),
+    ("r", "r", "reverse", "turn the order"),
+    ("0", "0", "worst", "the worst first"),
+    ("space", "space", "pick", "mark a slot or job for an order; a new filter clears the marks"),
+    ("P", "P", "order('P')", "pause slots, hold jobs: those marked, else the one under the cursor"),
+    ("U", "U", "order('U')", "unpause slots, release jobs"),
+    ("R", "R", "order('R')", "reinstate slots, retry jobs"),
+    ("D", "D", "order('D')", "drain slots"),
+    ("C", "C", "order('C')", "cap the memory of slots"),
+    ("W", "W", "order('W')", "have slots save now"),
+    ("X", "X", "order('X')", "cancel jobs"),
+    ("y", "y", "yes", "send the order that was asked for"),
 )
-
-#: Priority: a key acts before the one after it is handed on, so that what is typed after `/` goes
-#: into the filter.
-BINDINGS: Final[list[BindingType]] = [Binding(key, action, priority=True) for key, action in _KEYS]
-
-#: How the parts of the screen stand, in the language of Textual.
-SCREEN_CSS = """
-Screen { layout: vertical; background: ansi_default; color: ansi_default; }
-LinesView { height: 1fr; background: ansi_default; }
-#header { height: 2; }
-#keys { height: 2; }
-Input { height: 1; border: none; padding: 0; display: none; background: ansi_default; }
-"""
-_LINES_PER_NOTCH = 3
-"""Of the wheel of a mouse."""
-_LOOK_EVERY_S = 1.0
-_EVENTS_KEPT = 500
-_TITLE_LINES = 3
-_HEADER_SHARE = 4
+#: What a key orders slots and jobs to do.
+_ORDERS: Final[dict[str, tuple[Do | None, Word | None]]] = {
+    "P": (Do.PAUSE, Word.HOLD),
+    "U": (Do.UNPAUSE, Word.RELEASE),
+    "R": (Do.REINSTATE, Word.RETRY),
+    "D": (Do.DRAIN, None),
+    "C": (Do.CAP, None),
+    "W": (Do.SAVE, None),
+    "X": (None, Word.CANCEL),
+}
+_EFFECTS_ON_JOBS: Final = {
+    Word.HOLD: "waits until it is released; one that runs saves first",
+    Word.RELEASE: "goes on",
+    Word.RETRY: "is put back into the queue",
+    Word.CANCEL: "ends for good; what it saved stays",
+}
+_LOOK_EVERY_S: Final = 1.0
+_EVENTS_KEPT: Final = 500
+_HEADER_SHARE: Final = 4
 """Of the lines of the terminal, one in so many may be of the header."""
-
-
-class LinesView(Widget):
-    """Shows lines of text as they are given, from the top; the same ones are not drawn again."""
-
-    can_focus = True
-
-    def __init__(self, *, name: str) -> None:
-        super().__init__(id=name)
-        self._lines: list[Text] = []
-        self._strips: list[Strip] = []
-        self._marked: int | None = None
-
-    def show(self, lines: Sequence[Text], marked: int | None = None) -> None:
-        """Draw the lines, the `marked` one in reverse."""
-        shown = list(lines[: max(1, self.size.height)])
-        if shown == self._lines and marked == self._marked and self._strips:
-            return
-        self._lines, self._marked = shown, marked
-        self._strips = [
-            self._strip(line, is_marked=index == marked) for index, line in enumerate(shown)
-        ]
-        self.refresh()
-
-    @property
-    def lines(self) -> tuple[Text, ...]:
-        """What is shown."""
-        return tuple(self._lines)
-
-    def on_resize(self) -> None:
-        """Forget what was drawn for another width."""
-        self._lines, self._strips = [], []
-
-    async def on_click(self, event: Click) -> None:
-        """Move the cursor to the line; a second click opens what it is on."""
-        if self._marked is not None and event.y < len(self._lines):
-            await self.app.run_action(f"move({event.y - self._marked})")
-            if event.chain > 1:
-                await self.app.run_action("page('slot')")
-
-    async def on_mouse_scroll_down(self) -> None:
-        """Move on."""
-        await self.app.run_action(f"move({_LINES_PER_NOTCH})")
-
-    async def on_mouse_scroll_up(self) -> None:
-        """Move back."""
-        await self.app.run_action(f"move({-_LINES_PER_NOTCH})")
-
-    def render_line(self, y: int) -> Strip:
-        """Return a line, see Textual."""
-        return self._strips[y] if y < len(self._strips) else Strip.blank(self.size.width)
-
-    def _strip(self, line: Text, *, is_marked: bool) -> Strip:
-        text = line.copy()
-        text.no_wrap, text.end = True, ""
-        if is_marked:
-            text.stylize("reverse")
-        strip = Strip(text.render(self.app.console)).simplify()
-        return strip.adjust_cell_length(max(1, self.size.width), None)
+_HEADING_LEAST_LINES: Final = 8
+"""A terminal of fewer lines shows no titles of columns."""
+_RANGES_S: Final[tuple[float | None, ...]] = (120.0, 600.0, 3600.0, None)
+"""How far back the courses of a slot go; the last is the whole run."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Page:
-    """What stands under the header: a title for the line of keys, and how its lines are made."""
+class Ask:
+    """An order that is not sent yet, for the slots or jobs of the moment of the key."""
 
-    name: str
-    lines: Callable[[], Sequence[Text]]
-    picked: Callable[[int], None] | None = None
-    """What is done with the line that was picked; such a page has a cursor."""
+    order: Do | Word
+    names: tuple[str, ...]
+    amount_bytes: int | None = None
+
+    def __str__(self) -> str:
+        """Return what is asked of how many."""
+        noun = "job" if isinstance(self.order, Word) else "slot"
+        names = self.names[0] if len(self.names) == 1 else counted(len(self.names), noun)
+        at = "" if self.amount_bytes is None else f" at {self.amount_bytes / MIB:.0f} MiB"
+        return f"{self.order} {names}{at}"
+
+    def lines(self) -> list[Text]:
+        """Return the question: what would happen, and a line for each slot or job."""
+        is_jobs = isinstance(self.order, Word)
+        effect = _EFFECTS_ON_JOBS[self.order] if is_jobs else EFFECTS[Do(self.order)]
+        return [
+            Text(f"{self}? y sends it, esc does not", "bold yellow"),
+            Text(f"each of them: {effect}", "dim"),
+            *(Text(f"  {clean(name)}") for name in self.names),
+        ]
 
 
 class Top(App[None]):
     """Follows one run folder."""
 
-    CSS = SCREEN_CSS
+    CSS = CSS
     ENABLE_COMMAND_PALETTE = False
-    BINDINGS: ClassVar[list[BindingType]] = BINDINGS
+    # Priority: a key acts before the one after it is handed on, so that what is typed after `/`
+    # goes into the filter.
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+c", "quit", priority=True),
+        *(Binding(key, action, priority=True) for _, key, action, _ in _KEYS),
+    ]
 
     def __init__(self, folder: Path, view: View, send: Send | None = None) -> None:
         super().__init__(ansi_color=True)
-        self._folder = folder
-        self._follower = Follower(folder)
         self._view = view
         self._send = send
-        self._asked: Ask | None = None
-        self._typed = "filter"
-        self._is_typing = False
-        self._runs: Sequence[Listed] = ()
-        self._frame: Frame | None = None
-        self._snapshot: Snapshot | None = None
-        self._events: list[Text] = []
+        self._page = "slots"
+        self._slot = ""
+        """Whose page is shown."""
+        self._range = 0
         self._said = ""
-        """What went wrong last, or what was done; shown in the line of keys."""
+        """What went wrong last, or what was done."""
+        self._asked: Ask | None = None
+        self._typed: str | None = None
+        """What the line of input is for; `None`: keys are keys."""
+        self._rows, self._text_page, self._input = Rows(), TextPage(), Input()
+        self._above, self._below = Static(id="header"), Static(id="keys")
+        self._follow(folder)
+
+    def _follow(self, folder: Path) -> None:
+        self._folder = folder
+        self._follower = Follower(folder)
+        self._frame: Frame | None = None
+        self._events: list[StoredEvent] = []
         self._alerts: Sequence[Alert] = ()
         self._alerts_since: Since = {}
-        self._range = 0
-        self._pages = {
-            page.name: page
-            for page in (
-                _Page("slot", self._slot_lines),
-                _Page(
-                    "events", lambda: [*reversed(self._events)] or [Text("no events yet", "dim")]
-                ),
-                _Page("cards", lambda: card_lines(self._rows(), self.size.width)),
-                _Page(
-                    "alerts",
-                    lambda: alert_lines(self._alerts, time.time(), self.size.width),
-                ),
-                _Page("jobs", self._job_lines),
-                _Page("nodes", lambda: node_lines(self._snapshot)),
-                _Page("runs", lambda: run_lines(self._runs), self._pick_run),
-                _Page("question", lambda: question_lines(self._asked)),
-                _Page("help", lambda: [Text(line) for line in HELP.splitlines()]),
-            )
-        }
-        self._page: _Page | None = None
-        self._scrolled = 0
-        self._chosen = 0
-        """The line under the cursor of a page that has one."""
 
     def compose(self) -> ComposeResult:
         """Lay the screen out, see Textual."""
-        yield LinesView(name="header")
-        yield LinesView(name="rows")
-        yield Input(id="filter")
-        yield LinesView(name="keys")
+        yield from (self._above, self._rows, self._text_page, self._input, self._below)
 
     def on_mount(self) -> None:
         """Begin to follow."""
-        self.query_one("#rows").focus()
+        self._rows.focus()
         self.set_interval(_LOOK_EVERY_S, self.look)
         self.call_after_refresh(self.look)
 
-    def on_resize(self, _: Resize) -> None:
+    def on_resize(self) -> None:
         """Lay out anew."""
         self.call_after_refresh(self.draw)
 
@@ -265,74 +178,103 @@ class Top(App[None]):
             frame = self._follower.look()
         except ArchiveError as failure:
             self._said = str(failure)
-            self.draw()
-            return
-        self._frame = frame
-        self._alerts, self._alerts_since = alerts(frame, time.time(), self._alerts_since)
-        self._events += [event_line(event, 1_000) for event in frame.events]
-        del self._events[:-_EVENTS_KEPT]
-        self._snapshot = with_jobs(frame.snapshot, frame.queue)
+        else:
+            self._alerts, self._alerts_since = alerts(frame, time.time(), self._alerts_since)
+            self._events = [*self._events, *frame.events][-_EVENTS_KEPT:]
+            self._frame = replace(frame, snapshot=with_jobs(frame.snapshot, frame.queue))
         self.draw()
 
     def draw(self) -> None:
-        """Draw header, table or page, and the line of keys."""
-        snapshot = self._snapshot
-        header, rows, keys = (
-            self.query_one(name, LinesView) for name in ("#header", "#rows", "#keys")
-        )
-        width = max(20, self.size.width)
-        if snapshot is None:
-            rows.show([Text(self._said or "nothing is stored yet", "dim")])
-            return
-        above = header_lines(snapshot, width)[: max(1, self.size.height // _HEADER_SHARE)]
-        if self._alerts:
-            above = [alert_line(self._alerts, width), *above]
-        header.styles.height = len(above)
-        header.show(above)
-        page = self._page
-        if page is None:
-            self._draw_table(snapshot, rows, width)
-        else:
-            lines, height = page.lines(), max(1, rows.size.height)
-            self._chosen = max(0, min(self._chosen, len(lines) - 1))
-            if page.picked is not None:
-                self._scrolled = min(max(self._scrolled, self._chosen - height + 1), self._chosen)
-            self._scrolled = max(0, min(self._scrolled, len(lines) - height))
-            rows.show(
-                lines[self._scrolled :],
-                None if page.picked is None else self._chosen - self._scrolled,
-            )
-        fresh = None if self._frame is None else freshness_words(self._frame)
-        name = None if page is None else page.name
-        keys.show(
-            [
-                reason_line(self._row() if page is None else None, width),
-                key_line(fresh, self._view, name, self._said, width),
-            ]
-        )
+        """Draw header, table or text, and the two lines at the bottom."""
+        frame, width = self._frame, max(20, self.size.width)
+        rows, page = self._rows, self._text_page
+        if not rows.is_attached:
+            return  # it is about to end
+        table = None if frame is None else self._table(frame)
+        rows.display, page.display = table is not None, table is None
+        rows.show_header = self.size.height >= _HEADING_LEAST_LINES
+        if table is not None:
+            rows.show(table, width)
+        elif frame is not None:
+            page.show(*self._text(frame, width))
+        bottom = [Text(), Text(self._keys_line(), "dim")]
+        if table is not None and rows.row is not None and rows.row.reason:
+            said = clean(f"{rows.row.key}: {rows.row.reason}")
+            bottom[0] = Text(said, STYLES[rows.row.tone])
+        for line in bottom:
+            line.truncate(width, overflow="ellipsis")
+        self._below.update(Text("\n").join(bottom))
+        if frame is not None:
+            above = self._header(frame, width)[: max(1, self.size.height // _HEADER_SHARE)]
+            self._above.update(Text("\n").join(above))
 
-    def _draw_table(self, snapshot: Snapshot, rows: LinesView, width: int) -> None:
-        shown = self._view.rows(snapshot.rows)
-        height = self._table_height()
-        self._view = follow(self._view, shown, height)
-        first = self._view.first
-        lines = table_lines(shown[first : first + height], width)
-        if not shown:
-            is_filtered = bool(self._view.wanted.text)
-            why = "no slot matches the filter" if is_filtered else "no workers yet"
-            rows.show([Text(why, "dim")])
-            return
-        titles = lines.titles if height < rows.size.height else ()
-        bodies = (
-            marked_line(line) if row.slot in self._view.marked else line
-            for row, line in zip(shown[first : first + height], lines.rows, strict=True)
-        )
-        rows.show([*titles, *bodies], marked=len(titles) + self._view.line - first)
+    def _header(self, frame: Frame, width: int) -> list[Text]:
+        lines = header_lines(frame.snapshot, width)
+        if not self._alerts:
+            return lines
+        more = f" (and {len(self._alerts) - 1} more)" if len(self._alerts) > 1 else ""
+        worst = shorten(f"! {self._alerts[0].text}", width - len(more)) + more
+        return [Text(worst, STYLES[self._alerts[0].tone]), *lines]
 
-    def _table_height(self) -> int:
-        """Return how many rows are shown; a terminal of few lines has no room for headings."""
-        height = self.query_one("#rows").size.height
-        return height - _TITLE_LINES if height > 2 * _TITLE_LINES else max(1, height)
+    def _table(self, frame: Frame) -> Table | None:
+        """Return the table of the page; `None` where it shows text."""
+        snapshot, view = frame.snapshot, self._view
+        match self._page:
+            case "slots":
+                table = slots_table(snapshot, view.rows(snapshot.rows))
+                return marked(ordered(table, view), view.marked)
+            case "cards":
+                table = cards_table(snapshot)
+            case "nodes":
+                table = pages.nodes_table(snapshot)
+            case "alerts":
+                table = pages.alerts_table(self._alerts, time.time())
+            case "events":
+                table = pages.events_table(self._events)
+            case "runs":
+                table = runs_table(list_runs(self._folder.parent))
+            case "jobs" if frame.queue is not None:
+                table = jobs_table(frame.queue)
+            case _:
+                return None
+        return marked(ordered(matching(table, view.words), view), view.marked)
+
+    def _text(self, frame: Frame, width: int) -> tuple[Text, pages.Courses, Sequence[Text]]:
+        """Return what a page of text shows: a title, courses, and lines."""
+        match self._page:
+            case "help":
+                lines = [Text(f" {shown:<6} {words}") for shown, _, _, words in _KEYS]
+            case "question" if self._asked is not None:
+                lines = self._asked.lines()
+            case "jobs":
+                lines = [Text("this run has no queue of jobs", "dim")]
+            case _:
+                row = next((row for row in frame.snapshot.rows if row.slot == self._slot), None)
+                if row is None:
+                    return Text("the slot is gone", "dim"), {}, ()
+                back_s = _RANGES_S[self._range]
+                try:
+                    return pages.slot_page(self._folder, row, frame.snapshot, back_s, width)
+                except ArchiveError as failure:
+                    return Text(clean(str(failure)), "red"), {}, ()
+        return Text(), {}, lines
+
+    def _keys_line(self) -> str:
+        view, is_slots = self._view, self._page == "slots"
+        by = view.column or (is_slots and view.order.key) or "worst first"
+        parts = [
+            "nothing is stored yet" if self._frame is None else _freshness(self._frame),
+            f"by {by}{' reversed' if view.reverse else ''}",
+        ]
+        if filtered := view.wanted.text if is_slots else view.words:
+            parts.append(f"filter {filtered}")
+        if view.marked:
+            parts.append(f"{len(view.marked)} marked")
+        if not is_slots:
+            parts.append(f"{self._page}, esc goes back")
+        if self._said or is_slots:
+            parts.append(self._said or "? help, / filter, < > sort, enter slot, q leave")
+        return SEPARATOR.join(map(clean, parts))
 
     # What keys do.
 
@@ -340,175 +282,155 @@ class Top(App[None]):
         """Say whether a key means an action now, see Textual: while a filter is typed, keys are
         letters.
         """
-        return not self._is_typing or action in {"leave", "quit"}
+        return self._typed is None or action in {"leave", "quit"}
 
     def action_end(self) -> None:
         """Leave."""
         self.exit()
 
     def action_page(self, name: str) -> None:
-        """Open a page; of a slot only if the cursor is on one.
-
-        On a page with a cursor, enter picks a line.
-        """
-        if name == "slot" and self._page is not None and self._page.picked is not None:
-            self._page.picked(self._chosen)
-        if name != "slot" or (self._view.slot is not None and self._page is None):
-            if name == "runs":
-                self._runs = list_runs(self._folder.parent)
-            self._page, self._scrolled, self._chosen, self._said = self._pages[name], 0, 0, ""
+        """Open a page: the worst first, no filter but that of the slots, no marks."""
+        self._page, self._said = name, ""
+        self._view = View(wanted=self._view.wanted, order=self._view.order)
         self.draw()
+        self._focus()
+
+    def _focus(self) -> None:
+        self.set_focus(self._rows if self._rows.display else self._text_page)
 
     def action_leave(self) -> None:
-        """Close the filter or the page."""
-        asking = self.query_one(Input)
-        if self._is_typing:
-            self._is_typing = asking.display = False
-            self.query_one("#rows").focus()
+        """Close the line of input, or else the page."""
+        if self._typed is not None:
+            self._close_input()
         else:
-            self._page = None
+            self.action_page("slots")
         self._said, self._asked = "", None
         self.draw()
 
-    def action_move(self, by: int) -> None:
-        """Move the cursor, or scroll the page."""
-        if self._page is not None:
-            self._scrolled, self._chosen = max(0, self._scrolled + by), max(0, self._chosen + by)
-        elif self._snapshot is not None:
-            self._view = move(
-                self._view, self._view.rows(self._snapshot.rows), by, self._table_height()
-            )
-        self.draw()
+    def on_data_table_row_selected(self) -> None:
+        """Open the slot under the cursor, or follow the run under it."""
+        row = self._rows.row
+        if row is not None and self._page == "slots":
+            self._slot = row.key
+            self.action_page("slot")
+        elif row is not None and self._page == "runs":
+            self._follow(self._folder.parent / row.key)
+            self.action_page("slots")
+            self.look()
 
-    def action_move_pages(self, by: int) -> None:
-        """Move by as many rows as are shown."""
-        self.action_move(by * self._table_height())
+    def on_data_table_row_highlighted(self) -> None:
+        """Say why the row that is now under the cursor is as it is."""
+        self.call_after_refresh(self.draw)
 
     def action_sort(self, step: int) -> None:
-        """Sort by another column."""
-        self._view = sort_by_next(self._view, step)
+        """Sort by the column so many columns on; the worst first stands before the first one."""
+        table = None if self._frame is None else self._table(self._frame)
+        keys = [None, *(column.key for column in table.columns)] if table is not None else [None]
+        at = keys.index(self._view.column) if self._view.column in keys else 0
+        column = keys[(at + step) % len(keys)]
+        self._view = replace(self._view, column=column, reverse=False)
         self.draw()
 
     def action_reverse(self) -> None:
         """Turn the order round."""
-        order = self._view.order
-        self._view = replace(self._view, order=replace(order, reverse=not order.reverse))
+        self._view = replace(self._view, reverse=not self._view.reverse)
         self.draw()
 
     def action_worst(self) -> None:
         """Put the worst first again."""
-        self._view = replace(self._view, order=WORST_FIRST)
+        self._view = replace(self._view, column=None, reverse=False, order=WORST_FIRST)
         self.draw()
 
     def action_pick(self) -> None:
-        """Take what the cursor of a page is on; on the table, mark the slot for a command."""
-        if self._page is not None and self._page.picked is not None:
-            self._page.picked(self._chosen)
-        elif self._page is None and self._view.slot is not None:
-            self._view = replace(self._view, marked=self._view.marked ^ {self._view.slot})
-            self.action_move(1)
+        """Mark the slot or job under the cursor for an order, and move on."""
+        rows = self._rows
+        if self._page in {"slots", "jobs"} and rows.row is not None:
+            self._view = replace(self._view, marked=self._view.marked ^ {rows.row.key})
+            rows.action_cursor_down()
         self.draw()
-
-    def _pick_run(self, index: int) -> None:
-        if index < len(self._runs):
-            self._folder = self._runs[index].folder
-            self._follower, self._frame, self._snapshot = Follower(self._folder), None, None
-            self._view, self._events, self._page = (
-                replace(self._view, slot=None, marked=frozenset()),
-                [],
-                None,
-            )
-            self._said = ""
-            self.look()
-
-    # Commands to the run.
-
-    def action_command(self, do: str) -> None:
-        """Ask whether a command shall be sent to the marked slots, or to the one
-        under the cursor.
-        """
-        slots = self._view.marked or ({self._view.slot} if self._view.slot is not None else set())
-        self._said = refusal(can_send=self._send is not None, frame=self._frame)
-        if not self._said and slots:
-            self._asked = Ask(do, tuple(sorted(slots, key=natural_order)))
-            if do == "cap":
-                self.action_ask("cap")
-                return
-            self.action_page("question")
-        self.draw()
-
-    def action_yes(self) -> None:
-        """Send what was asked; the head's answer is shown when it comes."""
-        folder, ask, send = self._folder, self._asked, self._send
-        if self._page is not self._pages["question"] or ask is None or send is None:
-            return
-        self._asked, self._page, self._said = None, None, f"{ask.do} {slots_words(ask.slots)}: sent"
-        self.run_worker(lambda: self._sent(folder, ask, send), thread=True)
-        self.draw()
-
-    def _sent(self, folder: Path, ask: Ask, send: Send) -> None:
-        try:
-            answer = send(folder, ask.do, ask.slots, amount_bytes=ask.amount_bytes)
-            said = answer.effect if answer.ok else f"refused: {answer.error}"
-        except (OSError, ValueError, OrchestratorError) as failure:
-            said = f"not sent: {failure}"
-        self._said = f"{ask.do} {slots_words(ask.slots)}: {said}"
-        self.call_from_thread(self.draw)
 
     def action_range(self) -> None:
         """Show the courses of a slot over another time."""
-        self._range = (self._range + 1) % len(RANGES_S)
+        self._range = (self._range + 1) % len(_RANGES_S)
         self.draw()
 
     def action_ask(self, what: str) -> None:
-        """Let the person type a filter, a column to sort by or a cap."""
-        asking = self.query_one(Input)
-        self._typed = what
-        asking.placeholder = {
-            "filter": "state:lost temp>75",
-            "sort": "column",
-            "cap": "cap of each, as 3GiB",
-        }[what]
-        asking.value = self._view.wanted.text if what == "filter" else ""
-        self._is_typing = asking.display = True
-        self.screen.set_focus(asking)
+        """Let the person type a filter or a cap."""
+        asking, is_slots = self._input, self._page == "slots"
+        asking.placeholder = "words" if what == "filter" else "cap of each, as 3GiB"
+        filtered = self._view.wanted.text if is_slots else self._view.words
+        asking.value = filtered if what == "filter" else ""
+        self._typed, asking.display = what, True
+        self.set_focus(asking)
 
     def on_input_submitted(self, entered: Input.Submitted) -> None:
         """Take what was typed; what is wrong stays to be corrected."""
-        what, self._said = self._typed, ""
+        what, typed, self._said = self._typed, entered.value, ""
         try:
-            if what == "filter":
-                self._view = replace(self._view, wanted=parse(entered.value), marked=frozenset())
-            elif what == "sort":
-                self._view = replace(self._view, order=order_of(entered.value))
-            elif self._asked is not None:
-                self._asked = replace(self._asked, amount_bytes=parse_bytes(entered.value))
+            if what == "cap" and self._asked is not None:
+                self._asked = replace(self._asked, amount_bytes=parse_bytes(typed))
+                self._page = "question"
+            elif self._page == "slots":
+                self._view = replace(self._view, wanted=parse(typed), marked=frozenset())
+            else:
+                self._view = replace(self._view, words=typed, marked=frozenset())
         except ValueError as failure:
             self._said = str(failure)
+            self.draw()
         else:
-            self._is_typing = entered.input.display = False
-            self.query_one("#rows").focus()
-            if what == "cap":
+            self._close_input()
+
+    def _close_input(self) -> None:
+        self._typed, self._input.display = None, False
+        self.draw()
+        self._focus()
+
+    # Orders to slots and jobs.
+
+    def action_order(self, key: str) -> None:
+        """Ask whether an order shall be sent to what is marked, or to what is under the cursor."""
+        order = dict(zip(("slots", "jobs"), _ORDERS[key], strict=True)).get(self._page)
+        row = self._rows.row
+        names = self._view.marked or frozenset(() if row is None else (row.key,))
+        if order is None or not names:
+            return
+        is_over = self._frame is None or self._frame.freshness in {
+            Freshness.ENDED,
+            Freshness.HEAD_GONE,
+        }
+        if self._send is None:
+            self._said = "no commands: top was started with --read-only"
+        elif is_over and isinstance(order, Do):  # a queue takes words while its head is dead, too
+            self._said = "no commands: this run has no head any more"
+        else:
+            self._asked = Ask(order, tuple(sorted(names, key=natural_order)))
+            if order is Do.CAP:
+                self.action_ask("cap")
+            else:
                 self.action_page("question")
         self.draw()
 
-    # Pages.
+    def action_yes(self) -> None:
+        """Send what was asked; the answer is shown when it comes."""
+        folder, ask, send = self._folder, self._asked, self._send
+        if self._page == "question" and ask is not None and send is not None:
+            self.action_page("jobs" if isinstance(ask.order, Word) else "slots")
+            self._asked, self._said = None, f"{ask}: sent"
+            self.run_worker(lambda: self._sent(folder, ask, send), thread=True)
+            self.draw()
 
-    def _rows(self) -> Sequence[Row]:
-        return () if self._snapshot is None else self._snapshot.rows
+    def _sent(self, folder: Path, ask: Ask, send: Send) -> None:
+        try:
+            said = send(folder, ask.order, ask.names, ask.amount_bytes)
+        except (OSError, ValueError, OrchestratorError) as failure:
+            said = f"not sent: {failure}"
+        self._said = f"{ask}: {said}"
+        self.call_from_thread(self.draw)
 
-    def _row(self) -> Row | None:
-        return next((row for row in self._rows() if row.slot == self._view.slot), None)
 
-    def _job_lines(self) -> Sequence[Text]:
-        queue = None if self._frame is None else self._frame.queue
-        if queue is None:
-            return [Text("this run has no queue of jobs", "dim")]
-        return jobs_lines(queue, max(20, self.size.width))
-
-    def _slot_lines(self) -> Sequence[Text]:
-        row, snapshot = self._row(), self._snapshot
-        if row is None or snapshot is None:
-            return [Text("the slot is gone", "dim")]
-        width = max(20, self.size.width)
-        return read_slot_lines(self._folder, row, snapshot, RANGES_S[self._range], width)
+def _freshness(frame: Frame) -> str:
+    """Return how far what is shown is so now."""
+    if frame.freshness is Freshness.ENDED:
+        return f"ended, {frame.run.outcome}"
+    is_live = frame.freshness is Freshness.LIVE
+    return frame.freshness.value + ("" if is_live else f" for {clock(frame.late_s)}")

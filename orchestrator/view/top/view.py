@@ -1,130 +1,73 @@
-"""What a person looks at: filter, order, cursor and marks, how they follow frames and keys,
-and which command waits for a yes. Pure.
-"""
+"""How a person looks at the tables of `top`: filters, order and marks. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Protocol
 
-from rich.text import Span, Text
-
-from orchestrator.control.wire import Answer
-from orchestrator.core.user_commands import EFFECTS, Do
-from orchestrator.record.archive import Frame, Freshness
-from orchestrator.record.model import FIELDS, Row
-from orchestrator.record.query import ALL_ROWS, WORST_FIRST, Filter, Order, select
-from orchestrator.view.cells import clean
-from orchestrator.view.phrases import counted
-from workers.units import MIB
-
-#: Columns in the order in which `<` and `>` go through them; the first entry is worst first.
-SORTS: tuple[str | None, ...] = (
-    None,
-    *(key for key, field in FIELDS.items() if field.column is not None),
-)
+from orchestrator.record.model import Row, natural_order
+from orchestrator.view.query import ALL_ROWS, WORST_FIRST, Filter, Order, select
+from orchestrator.view.tables import Table, TableRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """The state of the table, apart from the run itself."""
+    """What is shown of a table, and in which order."""
 
     wanted: Filter = ALL_ROWS
+    """Which slots."""
     order: Order = WORST_FIRST
+    """Of slots, where no column is chosen."""
+    words: str = ""
+    """What must stand in the rows of other tables."""
+    column: str | None = None
+    """Key of the column that rows are sorted by; `None`: as the table has them."""
+    reverse: bool = False
     marked: frozenset[str] = frozenset()
-    """Slots that a command is meant for."""
-    slot: str | None = None
-    """Where the cursor is; it stays with its slot, not with its line."""
-    line: int = 0
-    """Where that was among the rows last, for when the slot is gone."""
-    first: int = 0
-    """The first row on the screen."""
+    """Keys of the rows that an order is meant for."""
 
     def rows(self, rows: Sequence[Row]) -> tuple[Row, ...]:
-        """Return the rows that are shown, in their order."""
+        """Return the slots that are shown, in their order."""
         return select(rows, self.wanted, self.order)
 
 
-def follow(view: View, shown: Sequence[Row], height: int) -> View:
-    """Return the view for new rows: the cursor stays with its slot, and the slot on the screen."""
-    return _at(view, shown, _line_of(view, shown), height)
+def ordered(table: Table, view: View) -> Table:
+    """Return a table sorted by the column of a view, unknown values last.
 
-
-def move(view: View, shown: Sequence[Row], by: int, height: int) -> View:
-    """Return the view after the cursor went so many rows down, or up if negative."""
-    return _at(view, shown, _line_of(view, shown) + by, height)
-
-
-def sort_by_next(view: View, step: int) -> View:
-    """Return the view in the order of the column after the present one, or `step` columns on."""
-    at = SORTS.index(view.order.key) if view.order.key in SORTS else 0
-    return replace(view, order=Order(SORTS[(at + step) % len(SORTS)]))
-
-
-def marked_line(line: Text) -> Text:
-    """Return the line of a marked slot: a star in the gap behind its name, as not every terminal
-    has colours.
+    Numbers begin with the largest one, words with the first of the alphabet.
     """
-    at = line.plain.find("  ")
-    if at < 0:
-        return line
-    return Text(
-        f"{line.plain[:at]}*{line.plain[at + 1 :]}", spans=[*line.spans, Span(0, at + 1, "bold")]
-    )
+    keys = [column.key for column in table.columns]
+    if view.column not in keys:
+        return replace(table, rows=table.rows[::-1]) if view.reverse else table
+    at = keys.index(view.column)
+    known = [row for row in table.rows if row.cells[at].value is not None]
+    unknown = [row for row in table.rows if row.cells[at].value is None]
+    is_falling = table.columns[at].numeric != view.reverse
+    known.sort(key=lambda row: _rank(row.cells[at].value), reverse=is_falling)
+    return replace(table, rows=(*known, *unknown))
 
 
-def _line_of(view: View, shown: Sequence[Row]) -> int:
-    return next((line for line, row in enumerate(shown) if row.slot == view.slot), view.line)
+def _rank(value: str | float | None) -> tuple[float, tuple[str | int, ...]]:
+    return (0.0, natural_order(value)) if isinstance(value, str) else (value or 0.0, ())
 
 
-def _at(view: View, shown: Sequence[Row], line: int, height: int) -> View:
-    if not shown:
-        return replace(view, slot=None, line=0, first=0)
-    line = max(0, min(line, len(shown) - 1))
-    lowest_first = max(0, line - max(1, height) + 1)
-    first = min(max(view.first, lowest_first), line, max(0, len(shown) - max(1, height)))
-    return replace(view, slot=shown[line].slot, line=line, first=max(first, lowest_first))
+def matching(table: Table, text: str) -> Table:
+    """Return a table with the rows in which every word of a text stands."""
+    words = text.lower().split()
+
+    def has_all(row: TableRow) -> bool:
+        said = " ".join([*(cell.text for cell in row.cells), row.reason]).lower()
+        return all(word in said for word in words)
+
+    return replace(table, rows=tuple(row for row in table.rows if has_all(row)))
 
 
-class Send(Protocol):
-    """Sends a command to the head and waits for its answer."""
+def marked(table: Table, keys: Collection[str]) -> Table:
+    """Return a table with a star behind the names of these rows: not every terminal has colours."""
 
-    def __call__(
-        self, folder: Path, do: str, slots: Sequence[str], *, amount_bytes: int | None
-    ) -> Answer:
-        """Return what the head answered: `ok`, `effect` and `error`."""
+    def starred(row: TableRow) -> TableRow:
+        name, *others = row.cells
+        return replace(row, cells=(replace(name, text=f"{name.text}*"), *others))
 
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A command that is not sent yet. Its slots stay those of the moment of the key."""
-
-    do: str
-    slots: tuple[str, ...]
-    amount_bytes: int | None = None
-
-
-def question_lines(ask: Ask | None) -> list[Text]:
-    """Return the question: what would happen, and a line for each slot."""
-    if ask is None:
-        return []
-    amount = "" if ask.amount_bytes is None else f" at {ask.amount_bytes / MIB:.0f} MiB"
-    return [
-        Text(
-            f"{ask.do} {counted(len(ask.slots), 'slot')}{amount}? y sends it, esc does not",
-            "bold yellow",
-        ),
-        Text(f"each of them: {EFFECTS[Do(ask.do)]}", "dim"),
-        *(Text(f"  {clean(slot)}") for slot in ask.slots),
-    ]
-
-
-def refusal(*, can_send: bool, frame: Frame | None) -> str:
-    """Return why no command can be sent now; empty if one can."""
-    if not can_send:
-        return "no commands: top was started with --read-only"
-    if frame is None or frame.freshness in {Freshness.ENDED, Freshness.HEAD_GONE}:
-        return "no commands: this run has no head any more"
-    return ""
+    rows = (starred(row) if row.key in keys else row for row in table.rows)
+    return replace(table, rows=tuple(rows))

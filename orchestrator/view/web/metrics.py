@@ -10,13 +10,12 @@ from __future__ import annotations
 import platform
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final, TypeAlias
 
 import yaml
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -46,6 +45,11 @@ _JOB_METRICS: Final = (
     ("job_oom", "job_out_of_memory", "Times that it ran out of memory."),
     ("job_moves", "job_moves", "Times that it went to another card."),
 )
+#: Counter of a slot, name, help.
+_WORKED: Final = (
+    ("work_flop", "slot_work_flop", "Work done, in floating-point operations."),
+    ("busy_s", "slot_busy_seconds", "Time the device was kept busy."),
+)
 _OUTCOMES: Final = ("running", "good", "degraded", "interrupted", "failed")
 _SLOT: Final = ("node", "slot")
 _CARD: Final = ("node", "gpu_uuid")
@@ -54,36 +58,30 @@ _CARD: Final = ("node", "gpu_uuid")
 #: How often the user gave each command, by name and `taken` or `refused`.
 Commands: TypeAlias = Mapping[tuple[str, str], int]
 #: Labels of a series with its value.
-_Values: TypeAlias = Iterable[tuple[Sequence[str], float]]
+_Value: TypeAlias = tuple[Sequence[str], float]
+_Values: TypeAlias = Iterable[_Value]
+
+
+class _Families(Collector):
+    """The families of one scrape, in their order."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = tuple(families)
+
+    def collect(self) -> Iterable[Metric]:
+        """Return all of them."""
+        return self._families
 
 
 def exposition(frame: Frame, alerts: Iterable[Alert], commands: Commands) -> bytes:
     """Return all metrics of a run as text."""
-    registry = CollectorRegistry(auto_describe=False)
-    families = (
-        *_of_run(frame, commands),
-        *_of_slots(frame),
-        *_of_cards(frame),
-        _of_alerts(alerts),
-        *(() if frame.queue is None else _of_queue(frame.queue)),
-    )
-    registry.register(_Collected(families))
-    return generate_latest(registry)
-
-
-class _Collected(Collector):
-    """Families that are known already."""
-
-    def __init__(self, families: Sequence[Metric]) -> None:
-        self._families = families
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing is known before it is collected."""
-        return ()
-
-    def collect(self) -> Iterable[Metric]:
-        """Return all families."""
-        return self._families
+    families = [*_of_run(frame, commands), *_of_slots(frame), *_of_cards(frame)]
+    told = (((one.name, one.severity, one.subject, one.node or ""), 1.0) for one in alerts)
+    text, labels = "1 for each thing that is wrong, else absent.", ("name", "severity", "subject")
+    families.append(_gauges("alert", text, (*labels, "node"), told))
+    if frame.queue is not None:
+        families += _of_queue(frame.queue)
+    return generate_latest(_Families(families))
 
 
 def _of_run(frame: Frame, commands: Commands) -> Iterator[Metric]:
@@ -135,99 +133,58 @@ def _of_slots(frame: Frame) -> Iterator[Metric]:
     now = [((row.node, row.slot), row) for row in rows(frame)]
     # What a slot is not has no series: with zeros, these would be most of all series.
     states = (((*labels, row.state.value.lower()), 1.0) for labels, row in now)
-    yield _gauges(
-        "slot_state",
-        "1 for the state of the slot; other states are absent.",
-        (*_SLOT, "state"),
-        states,
-    )
+    text = "1 for the state of the slot; other states are absent."
+    yield _gauges("slot_state", text, (*_SLOT, "state"), states)
     held = ((labels, 1.0) for labels, row in now if row.state is HeadState.HELD)
     yield _gauges("slot_held", "1 while a person holds the slot, else absent.", _SLOT, held)
     updated = frame.snapshot.now_unix_s
-    heard = (
-        (of, round(updated - row.heartbeat_age_s, 1))
-        for of, row in now
-        if row.heartbeat_age_s is not None
-    )
-    yield _gauges(
-        "slot_last_report_timestamp_seconds", "When its worker last reported.", _SLOT, heard
-    )
-    on_card = ((*labels, row.gpu_uuid) for labels, row in everything if row.gpu_uuid is not None)
-    yield _gauges(
-        "slot_info",
-        "On which card the slot is.",
-        (*_SLOT, "gpu_uuid"),
-        ((of, 1.0) for of in on_card),
-    )
+    ages = ((of, row.heartbeat_age_s) for of, row in now)
+    heard = ((of, round(updated - age_s, 1)) for of, age_s in ages if age_s is not None)
+    text = "When its worker last reported."
+    yield _gauges("slot_last_report_timestamp_seconds", text, _SLOT, heard)
+    on_card = (((*of, row.gpu_uuid), 1.0) for of, row in everything if row.gpu_uuid is not None)
+    yield _gauges("slot_info", "On which card the slot is.", (*_SLOT, "gpu_uuid"), on_card)
     steps = (
-        ((*labels, result), getattr(row.counts, f"steps_{result}"))
-        for labels, row in everything
+        ((*of, result), getattr(row.counts, f"steps_{result}"))
+        for of, row in everything
         for result in ("ok", "oom", "error")
     )
     yield _counters("slot_steps", "Steps by how they ended.", (*_SLOT, "result"), steps)
-    # More digits would only take space.
-    work = (
-        ((slot.node, slot.slot), float(f"{slot.counters['work_flop']:.9g}"))
-        for slot in frame.run.slots
-        if "work_flop" in slot.counters
-    )
-    yield _counters("slot_work_flop", "Work done, in floating-point operations.", _SLOT, work)
-    busy = (
-        ((slot.node, slot.slot), round(slot.counters["busy_s"], 1))
-        for slot in frame.run.slots
-        if "busy_s" in slot.counters
-    )
-    yield _counters("slot_busy_seconds", "Time the device was kept busy.", _SLOT, busy)
+    for key, name, text in _WORKED:
+        # More digits would only take space.
+        counted = (
+            ((slot.node, slot.slot), float(f"{slot.counters[key]:.9g}"))
+            for slot in frame.run.slots
+            if key in slot.counters
+        )
+        yield _counters(name, text, _SLOT, counted)
     for field in FIELDS.values():
-        if field.metric is not None and field.of == "slot":
-            yield _family(field, _SLOT, everything if field.metric.kind == "counter" else now)
+        if field.metric and field.of == "slot":
+            yield _family(field, _SLOT, everything if field.counter else now)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Card:
-    """A card on which the run has workers, or waits for them."""
-
-    node: str
-    uuid: str
-    name: str | None
-    is_up: bool
-    """Whether a worker of it reports, or a person holds a slot of it."""
-    teller: Row | None
-    """The slot that heard of its sensors last; `None` if no worker reports."""
-
-
-def _cards(frame: Frame) -> Iterator[_Card]:
+def _of_cards(frame: Frame) -> Iterator[Metric]:
+    """Yield the metrics of each card on which the run has workers, or waits for them."""
+    names, ups, tellers = list[_Value](), list[_Value](), list[tuple[Sequence[str], Row]]()
     waited_for = [row for row in rows(frame) if row.gpu_uuid is not None]
     waited_for = [row for row in waited_for if row.state is not HeadState.QUARANTINED]
-    for (node, uuid), slots in rows_by_card(waited_for).items():
-        tellers = [row for row in slots if isinstance(row.state, WorkerState)]
-        teller = min(tellers, key=_age_s, default=None)
-        up = bool(tellers) or any(row.state is HeadState.HELD for row in slots)
-        yield _Card(node=node, uuid=uuid, name=slots[0].gpu_name, is_up=up, teller=teller)
+    for of, slots in rows_by_card(waited_for).items():
+        reporting = [row for row in slots if isinstance(row.state, WorkerState)]
+        is_held = any(row.state is HeadState.HELD for row in slots)
+        names.append(((*of, slots[0].gpu_name or ""), 1.0))
+        ups.append((of, float(bool(reporting) or is_held)))
+        if reporting:  # the one that heard of the card's sensors last tells
+            tellers.append((of, min(reporting, key=_age_s)))
+    yield _gauges("card_info", "Which card it is.", (*_CARD, "gpu_name"), names)
+    text = "1 while a worker on the card reports, 0 while all are awaited."
+    yield _gauges("card_up", text, _CARD, ups)
+    for field in FIELDS.values():
+        if field.metric and field.of == "card":
+            yield _family(field, _CARD, tellers)
 
 
 def _age_s(row: Row) -> float:
     return float("inf") if row.heartbeat_age_s is None else row.heartbeat_age_s
-
-
-def _of_cards(frame: Frame) -> Iterator[Metric]:
-    cards = tuple(_cards(frame))
-    names = (((card.node, card.uuid, card.name or ""), 1.0) for card in cards)
-    yield _gauges("card_info", "Which card it is.", (*_CARD, "gpu_name"), names)
-    ups = (((card.node, card.uuid), float(card.is_up)) for card in cards)
-    yield _gauges(
-        "card_up", "1 while a worker on the card reports, 0 while all are awaited.", _CARD, ups
-    )
-    tellers = [((card.node, card.uuid), card.teller) for card in cards if card.teller is not None]
-    for field in FIELDS.values():
-        if field.metric is not None and field.of == "card":
-            yield _family(field, _CARD, tellers)
-
-
-def _of_alerts(alerts: Iterable[Alert]) -> Metric:
-    values = (((one.name, one.severity, one.subject, one.node or ""), 1.0) for one in alerts)
-    text = "1 for each thing that is wrong, else absent."
-    return _gauges("alert", text, ("name", "severity", "subject", "node"), values)
 
 
 def _of_queue(queue: QueueSnapshot) -> Iterator[Metric]:
@@ -245,17 +202,15 @@ def _of_queue(queue: QueueSnapshot) -> Iterator[Metric]:
 def _family(
     field: Field, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], Row]]
 ) -> Metric:
-    metric = field.metric
-    assert metric is not None  # noqa: S101 - only fields with a metric are asked for
     values = []
     for of, row in rows:
         value = field.value(row)
         if isinstance(value, int | float) and (
             field.key != "temperature_c" or row.temperature_of == "card"
         ):
-            values.append((of, value if metric.factor == 1 else round(value * metric.factor, 3)))
-    name = metric.name.removeprefix("orchestrator_")
-    return (_counters if metric.kind == "counter" else _gauges)(name, metric.help, labels, values)
+            values.append((of, value if field.factor == 1 else round(value * field.factor, 3)))
+    family = _counters if field.counter else _gauges
+    return family(f"{field.of}_{field.metric}", field.help, labels, values)
 
 
 def _gauges(name: str, text: str, labels: Sequence[str], values: _Values) -> Metric:

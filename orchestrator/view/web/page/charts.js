@@ -1,76 +1,120 @@
 "use strict";
-// Draws the course of sampled values with uPlot: the mean as a line, from the least to the most as a band, another course
-// beside it as a dashed line. The states of the slot are a coloured strip below, other events marks above. All charts show
-// the same time.
+// Draws courses with uPlot: each chart has lines, and a band from the least to the most. States are
+// a coloured strip at the bottom of each chart over time, other events marks at its top. Jobs on
+// cards are bars below. All charts over time show the same time.
 const charts = (() => {
-  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-  const strip = (plot) => {
-    const { ctx, bbox } = plot, high = 5 * devicePixelRatio, end = bbox.left + bbox.width;
-    for (const span of spans) {
-      const [left, right] = [span.from, span.to].map((at) => Math.min(end, Math.max(bbox.left, plot.valToPos(at, "x", true))));
-      ctx.fillStyle = colour(span.state[1]);
-      if (right > left) ctx.fillRect(left, bbox.top + bbox.height - high, right - left, high);
-    }
-    for (const mark of marks.filter(({ at_unix_s: at }) => between[0] <= at && at <= between[1])) {
-      ctx.fillStyle = colour(mark.tone || "quiet");
-      ctx.fillRect(plot.valToPos(mark.at_unix_s, "x", true), bbox.top, devicePixelRatio, 2 * high);
-    }
-  };
-  const times = [
-    [86400, "{YYYY}-{MM}-{DD}", ...Array(5).fill(null), 1], [3600, "{HH}:{mm}", "\n{YYYY}-{MM}-{DD}", null, "\n{MM}-{DD}", null, null, null, 1],
+  const PALETTE = [
+    "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a8a00", "#7d8590",
+  ];
+  const FORMS = [
+    [86400, "{YYYY}-{MM}-{DD}", null, null, null, null, null, null, 1],
     [60, "{HH}:{mm}", "\n{YYYY}-{MM}-{DD}", null, "\n{MM}-{DD}", null, null, null, 1],
     [1, "{HH}:{mm}:{ss}", "\n{YYYY}-{MM}-{DD}", null, "\n{MM}-{DD}", null, null, null, 1],
   ];
-  // Samples may be rarer than points of the chart: only what is missing for longer than that is a gap.
-  const longest = ({ t, mean }) => {
-    const known = t.filter((_, at) => mean[at] !== null), apart = known.slice(1).map((at, index) => at - known[index]);
+  const styles = getComputedStyle(document.documentElement);
+  const colour = (name) => styles.getPropertyValue(`--${name}`).trim();
+  const toneColour = (tone) => colour(["", "plain"].includes(tone) ? "quiet" : tone);
+
+  const strip = (held) => (plot) => {
+    const { course } = held;
+    const { ctx, bbox } = plot, high = 5 * devicePixelRatio, end = bbox.left + bbox.width;
+    const x = (at) => Math.min(end, Math.max(bbox.left, plot.valToPos(at, "x", true)));
+    for (const { from, to, state } of course.spans || []) {
+      ctx.fillStyle = toneColour(state[1]);
+      ctx.fillRect(x(from), bbox.top + bbox.height - high, x(to) - x(from), high);
+    }
+    for (const { event, at_unix_s: at, tone } of course.events || []) {
+      if (event === "state" || !(course.from <= at && at <= course.to)) continue;
+      ctx.fillStyle = toneColour(tone);
+      ctx.fillRect(x(at), bbox.top, devicePixelRatio, 2 * high);
+    }
+  };
+
+  // Samples may be rarer than points of a chart: a gap is what is missing for longer than that.
+  const gapFrom = (x, values) => {
+    const known = x.filter((_, at) => values[at] !== null);
+    const apart = known.slice(1).map((at, index) => at - known[index]);
     return 2.5 * (apart.sort((one, other) => one - other)[apart.length >> 1] || 0);
   };
-  const options = (width, isFirst, isOverview, beside) => {
+
+  // What changes from course to course is held, so that a chart is made once.
+  const options = (held, chart, offset, width, height) => {
     const axis = {
-      stroke: colour("quiet"), grid: { stroke: colour("rule"), width: 1 }, ticks: { stroke: colour("rule") }, font: "12px system-ui",
+      stroke: colour("quiet"), grid: { stroke: colour("rule"), width: 1 },
+      ticks: { stroke: colour("rule") }, font: "12px system-ui",
     };
-    const gaps = (plot, series, first, last, found) => found.filter(
-      ([from, to]) => (to - from) / plot.bbox.width > plot.longest / (between[1] - between[0]));
-    const edge = { width: 0, points: { show: false }, gaps };
+    const isTime = !chart.steps, isMany = chart.lines.length > 2;
+    const range = () => (isTime ? [held.course.from, held.course.to]
+      : [held.x[0], Math.max(held.x[0] + 1, held.x.at(-1))]);
+    const gaps = (plot, _series, _first, _last, found) => found.filter(([from, to]) =>
+      (to - from) / plot.bbox.width * (range()[1] - range()[0]) > held.longest);
+    const lines = chart.lines.map(([label], at) => ({
+      label, gaps, width: 1.5, dash: at && !isMany ? [6, 4] : [],
+      stroke: isMany ? PALETTE[at % PALETTE.length] : colour(at ? "warn" : "line"),
+      spanGaps: !isTime,
+    }));
+    const edges = (chart.band ? ["max", "min"] : []).map((label) => (
+      { label, gaps, width: 0, points: { show: false } }));
     return {
-      width,
-      height: isOverview ? 110 : isFirst ? 240 : 150,
-      cursor: { sync: { key: "slot" } },
-      legend: { show: isFirst && !isOverview },
+      width, height, legend: { show: height > 200 },
+      cursor: isTime ? { sync: { key: "time" } } : {},
       // In the time of the server, as all other texts.
       tzDate: (at) => uPlot.tzDate(new Date((at + offset) * 1000), "Etc/UTC"),
-      scales: { x: { range: () => between } },
-      axes: [{ ...axis, values: times, space: 80 }, { ...axis, size: 64, space: isOverview ? 20 : 30 }],
-      hooks: { drawAxes: [strip] },
-      series: [
-        { value: "{YYYY}-{MM}-{DD} {HH}:{mm}:{ss}" }, { ...edge, label: "max" }, { ...edge, label: "min" }, { stroke: colour("line"), width: 1.5, label: "mean", gaps },
-        ...(beside ? [{ stroke: colour("warn"), width: 1.5, dash: [6, 4], label: beside, gaps }] : []),
+      scales: { x: { time: isTime, range } },
+      axes: [
+        { ...axis, space: 80, ...(isTime ? { values: FORMS } : {}) },
+        { ...axis, size: 64, space: height < 150 ? 20 : 30 },
       ],
-      bands: [{ series: [1, 2], fill: `${colour("line")}33` }],
+      hooks: { drawAxes: isTime ? [strip(held)] : [] },
+      series: [isTime ? { value: "{YYYY}-{MM}-{DD} {HH}:{mm}:{ss}" } : { label: "step" },
+        ...lines, ...edges],
+      bands: chart.band
+        ? [{ series: [lines.length + 1, lines.length + 2], fill: `${colour("line")}33` }] : [],
     };
   };
 
-  let plots = [], spans = [], marks = [], between = [0, 1], offset = 0, drawn = "";
-  const draw = (node, found, slot, from_to) => {
-    [spans, between, offset] = [slot.spans, from_to, slot.utc_offset_s];
-    marks = slot.events.filter((event) => event.event !== "state" && event.at_unix_s);
-    const shape = JSON.stringify([node.id, found.map((each) => [each.label, each.beside_label]), node.clientWidth, colour("text")]);
-    if (drawn !== shape) {
-      for (const plot of plots) plot.destroy();
-      node.replaceChildren(...found.map((each) => {
-        const box = document.createElement("figure"), caption = document.createElement("figcaption");
-        caption.textContent = each.label;
-        box.append(caption);
-        return box;
-      }));
-      plots = found.map((each, at) => new uPlot(options(node.children[at].clientWidth, at === 0, node.id === "overview", each.beside_label), null, node.children[at]));
-      drawn = shape;
-    }
-    found.forEach((each, at) => {
-      plots[at].longest = longest(each);
-      plots[at].setData([each.t, each.max || each.mean, each.min || each.mean, each.mean, ...(each.beside ? [each.beside] : [])]);
+  const bars = (course, now) => {
+    const cards = [...new Set(course.bars.map(({ card }) => card))].sort();
+    const names = [...new Set(course.bars.map(({ job }) => job))];
+    const last = Math.max(course.to, now), long = last - course.from || 1;
+    return cards.map((card) => {
+      const lane = make("div", { className: "lane" });
+      for (const { job, from, to } of course.bars.filter((bar) => bar.card === card)) {
+        const bar = make("span", { textContent: job, title: job });
+        bar.style.left = `${100 * (from - course.from) / long}%`;
+        bar.style.width = `${100 * ((to ?? last) - from) / long}%`;
+        bar.style.borderColor = PALETTE[names.indexOf(job) % PALETTE.length];
+        lane.append(bar);
+      }
+      return make("div", { className: "lanes" }, make("span", { textContent: card }), lane);
     });
+  };
+
+  // Draws at most so many charts of a course into a node: the first one larger, if told so.
+  const draw = (node, course, head, { most = 99, isFirstLarge = false } = {}) => {
+    const shown = course.charts.slice(0, most);
+    const drawn = shown.map(({ label, lines, band }) => [label, lines.map(([to]) => to), !band]);
+    const shape = JSON.stringify([node.clientWidth, colour("text"), drawn]);
+    const isNew = node.shape !== shape;
+    if (isNew) {
+      for (const { plot } of node.charts || []) plot.destroy();
+      node.classList.toggle("first", isFirstLarge);
+      node.replaceChildren(...shown.map(() => make("figure", {}, make("figcaption"))));
+      [node.shape, node.charts] = [shape, shown.map(() => ({}))];
+    }
+    shown.forEach((chart, at) => {
+      const { label, average, lines, band, steps } = chart, held = node.charts[at];
+      const figure = node.children[at], x = steps || course.times;
+      const values = [x, ...lines.map(([, line]) => line), ...(band ? [band[1], band[0]] : [])];
+      Object.assign(held, { course, x, longest: steps ? Infinity : gapFrom(x, lines[0][1]) });
+      put(figure.firstChild, average ? `${label} · mean ${average}` : label);
+      if (!isNew) return held.plot.setData(values);
+      const height = steps || (isFirstLarge && at === 0) ? 240 : most < 99 ? 110 : 150;
+      const drawn = options(held, chart, head.utc_offset_s, figure.clientWidth, height);
+      held.plot = new uPlot(drawn, values, figure);
+    });
+    while (node.children.length > shown.length) node.lastChild.remove();
+    node.append(...(course.bars ? bars(course, head.at_unix_s) : []));
   };
   return { draw };
 })();

@@ -1,4 +1,4 @@
-"""The query language of every watcher: which slots are shown, and in which order. Pure.
+"""Which slots `top` shows, and in which order. Pure.
 
 A filter is a list of terms, and a row must match all of them:
 
@@ -8,8 +8,8 @@ A filter is a list of terms, and a row must match all of them:
     !node:pc1           the term does not match
     reason:"two words"  quotes keep spaces
 
-Names are keys of a row, columns of the table, their other words (`model.py`), or the beginning
-of one of them. Draws nothing and reads nothing.
+Names are keys of a row, names or titles of columns, or the beginning of one of them. Draws nothing
+and reads nothing.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from __future__ import annotations
 import dataclasses
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from orchestrator.record.model import FIELDS, Field, Row, Value, natural_order, worst_first
+from orchestrator.view.slots import COLUMNS
 
 #: Keys that a text without a name is looked for in.
 _SEARCHED = ("slot", "node", "gpu_name", "state", "reason")
@@ -38,10 +39,8 @@ _SIGNS: Final[dict[str, Callable[[float, float], bool]]] = {
     "=": operator.eq,
     "!=": operator.ne,
 }
-_BYTES: Final = {
-    **{unit: 1024**power for power, unit in enumerate(("b", "kib", "mib", "gib", "tib"))},
-    **{unit: 1024**power for power, unit in enumerate(("k", "m", "g", "t"), start=1)},
-}
+#: A unit of bytes is one of these letters, or with `ib` behind it.
+_BYTES: Final = {"b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 _LONGEST = 500
 _Test: TypeAlias = Callable[[Row], bool]
@@ -129,34 +128,23 @@ def field_of(word: str) -> Field:
     `QueryError` for none or several.
     """
     wanted = word.lower()
-    # An exact name goes before a beginning, and a key or a column before another word.
-    for names_of in (_first_names, _all_names):
-        for field in FIELDS.values():
-            if wanted in names_of(field):
-                return field
-
-    begun = [
-        field
-        for field in FIELDS.values()
-        if any(name.startswith(wanted) for name in _all_names(field))
-    ]
-    if not begun:
+    by_key = [field for key, field in FIELDS.items() if key == wanted]
+    by_column = [FIELDS[each.key] for each in COLUMNS if each.name == wanted]
+    by_title = [FIELDS[each.key] for each in COLUMNS if each.title.lower() == wanted]
+    if exact := [*by_key, *by_column, *by_title]:
+        return exact[0]
+    begun = [FIELDS[each.key] for each in COLUMNS if each.name.startswith(wanted)]
+    begun += [field for key, field in FIELDS.items() if key.startswith(wanted)]
+    found = list({field.key: field for field in begun}.values())
+    shown = [field for field in found if any(each.key == field.key for each in COLUMNS)]
+    if not found:
         raise QueryError(
             f"nothing is called {word[:40]!r}; names are those of the columns and of summary.json"
         )
-    shown = [field for field in begun if field.column is not None]
-    if len(begun) > 1 and len(shown) != 1:
-        names = ", ".join(field.name for field in begun[:6])
+    if len(found) > 1 and len(shown) != 1:
+        names = ", ".join(field.key for field in found[:6])
         raise QueryError(f"{word[:40]!r} may be {names}; write more of it")
-    return shown[0] if shown else begun[0]
-
-
-def _first_names(field: Field) -> Sequence[str]:
-    return field.key, field.name
-
-
-def _all_names(field: Field) -> Sequence[str]:
-    return field.key, field.name, *field.words
+    return shown[0] if shown else found[0]
 
 
 def _sorting_key(value: Value) -> tuple[str | int, ...] | float:
@@ -167,11 +155,6 @@ def _test(term: str) -> _Test:
     if term.startswith("!") and len(term) > 1:
         test = _test(term[1:])
         return lambda row: not test(row)
-    if term.startswith("/") and term.endswith("/") and len(term) > 1:
-        raise QueryError(
-            f"{term[:40]}: filters know no regular expressions; write a part of the text, as in "
-            "pc1, or a comparison, as in temp>75"
-        )
     named = _NAMED.fullmatch(term)
     if named is None:
         wanted = _unquoted(term).lower()
@@ -207,9 +190,10 @@ def _number(text: str, field: Field) -> float:
         raise QueryError(f"{field.key} is compared with a number, not with {text[:40]!r}")
     number, unit = float(match["digits"]), match["unit"].lower()
     if field.unit == "bytes":
-        if unit not in _BYTES:
+        times = _BYTES.get(unit.removesuffix("ib"))
+        if times is None:
             raise QueryError(f"{field.key} is in bytes: write a unit, as in {field.key}>3GiB")
-        return number * float(_BYTES[unit])
+        return number * times
     if unit not in {"", field.unit.lower(), "%" if field.unit == "ratio" else ""}:
         raise QueryError(f"{field.key} has the unit {field.unit or 'none'}, not {unit!r}")
     return number / 100 if field.unit == "ratio" else number

@@ -1,0 +1,203 @@
+"""The course of a run for the charts of the page and of the report, as JSON.
+
+A course is of all slots together, of one slot or job, or of the jobs of a queue. Reads the run
+folder. Does not draw: that is `web/page/charts.js`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, records
+from orchestrator.jobs.model import Assigned, AttemptEnded, Record, Rested
+from orchestrator.record import history
+from orchestrator.record.archive import read_events
+from orchestrator.record.history import SAMPLED_NUMBERS, Buckets, Span
+from orchestrator.record.model import FIELDS
+from orchestrator.record.output import last_lines
+from orchestrator.view.cells import clean, clock, decimals_for, mean, number
+from orchestrator.view.document import Json, event_line, state_tone
+from workers.units import MIB
+
+PARTS: Final = 200
+"""Parts of time of a course; each has a least value, a mean and a most."""
+_CURVE_POINTS_MOST: Final = 300
+_EVENTS_MOST: Final = 50
+_SPANS_MOST: Final = 200
+
+#: Drawn before any other, as far as something was sampled.
+_FIRST: Final = (
+    "tflops",
+    "allocated_bytes",
+    "temperature_c",
+    "power_w",
+    "loss",
+    "samples_per_s",
+    "duty_measured",
+    "oom_count",
+)
+_BESIDE: Final = {"allocated_bytes": ("cap_bytes", "cap")}
+"""A second line in the chart of a value, and its label."""
+_TOTALS: Final = {
+    "tflops": "TFLOP/s of all slots",
+    "allocated_bytes": "allocated by all slots, MiB",
+    "oom_count": "out of memory, all slots",
+    "temperature_c": "hottest temperature, C",
+    "samples_per_s": "samples a second of all slots",
+}
+_UNITS: Final = {"bytes": ("MiB", 1 / MIB), "ratio": ("%", 100.0)}
+_NAMES: Final = {"tflops": "TFLOP/s", "oom_count": "OOM"}
+
+
+def course_of_all(folder: Path, last_s: float = math.inf, parts: int = PARTS) -> Json:
+    """Return the sums over all slots in the last seconds, by default since the first sample.
+
+    Before the first sample there are no charts.
+
+    Raises:
+        ArchiveError: The run folder cannot be read.
+    """
+    between = _between(folder, last_s)
+    if between is None:
+        return _course((0.0, 1.0), (), [])
+    found = history.totals(folder, *between, parts)
+    charts = [_chart(key, buckets, _TOTALS[key]) for key, buckets in found.items()]
+    return _course(between, _times(found), [chart for chart in charts if chart])
+
+
+def course_of(folder: Path, slot: str, last_s: float = math.inf, parts: int = PARTS) -> Json:
+    """Return what was sampled of one slot, or of a job, whose slot has its name; with its states,
+    events, and the last lines that its worker printed. As `course_of_all` otherwise.
+    """
+    between = _between(folder, last_s)
+    found: Mapping[str, Buckets] = {}
+    if between is not None:
+        found = history.buckets(folder, slot, SAMPLED_NUMBERS, *between, parts)
+    keys = [*_FIRST, *(key for key in found if key not in _FIRST)]
+    charts = []
+    for key in keys:
+        chart = _chart(key, found[key], _label(key)) if key in found else {}
+        beside, label = _BESIDE.get(key, ("", ""))
+        if chart and _is_known(found.get(beside)):
+            chart["lines"].append([label, _scaled(beside, found[beside].mean)])
+        if chart:
+            charts.append(chart)
+    events = read_events(folder, slot=slot, limit=_EVENTS_MOST)
+    errors = read_events(folder, ("workload_error",), slot=slot, limit=1)
+    ends = (0.0, 1.0) if between is None else between
+    return {
+        **_course(ends, _times(found), charts),
+        "spans": [
+            _span(span, ends[1]) for span in history.state_spans(folder, slot)[-_SPANS_MOST:]
+        ],
+        "events": [event_line(event) for event in events],
+        "traceback": str(errors[0].details.get("traceback")) if errors else "",
+        "printed": "\n".join(last_lines(folder, slot)),
+    }
+
+
+def course_of_jobs(folder: Path) -> Json:
+    """Return the loss of each job over its steps, and which job was on which card when."""
+    curves = {
+        clean(name): {step: point["loss"] for step, point in curve.items() if "loss" in point}
+        for name, curve in history.training_curves(folder).items()
+    }
+    bars = list(_bars(records(folder / QUEUE_NAME / JOURNAL_NAME)))
+    known = [at for bar in bars for at in (bar["from"], bar["to"]) if at is not None]
+    between = (min(known, default=0.0), max(known, default=1.0))
+    steps = sorted({step for curve in curves.values() for step in curve})
+    steps = steps[:: max(1, len(steps) // _CURVE_POINTS_MOST)]
+    lines = [[name, [curve.get(step) for step in steps]] for name, curve in curves.items()]
+    drawn = [line for line in lines if any(value is not None for value in line[1])]
+    chart = {"label": "loss over optimiser steps", "average": "", "steps": steps, "lines": drawn}
+    return {**_course(between, (), [chart] if drawn else []), "bars": bars}
+
+
+def _course(between: tuple[float, float], times: Sequence[float], charts: Sequence[Json]) -> Json:
+    return {"from": between[0], "to": between[1], "times": times, "charts": charts}
+
+
+def _between(folder: Path, last_s: float) -> tuple[float, float] | None:
+    """Return from when on samples are shown, and a moment after the last one."""
+    sampled = history.sampled_between(folder)
+    if sampled is None:
+        return None
+    if not last_s > 0:
+        raise ValueError("last_s must be a number of seconds above 0")
+    first, last = sampled[0], sampled[1] + 0.001
+    return max(first, last - last_s), last
+
+
+def _times(found: Mapping[str, Buckets]) -> list[float]:
+    """Return the times that all charts of a course have."""
+    first = next(iter(found.values()), None)
+    return [] if first is None else [round(at, 2) for at in first.at_unix_s]
+
+
+def _is_known(buckets: Buckets | None) -> bool:
+    return buckets is not None and any(value is not None for value in buckets.mean)
+
+
+def _chart(key: str, buckets: Buckets, label: str) -> Json:
+    """Return one chart; empty where nothing was sampled. The band is left out where it would be
+    the line itself.
+    """
+    if not _is_known(buckets):
+        return {}
+    line = _scaled(key, buckets.mean)
+    band = [_scaled(key, buckets.low), _scaled(key, buckets.high)]
+    average = mean(line)
+    return {
+        "label": label,
+        "average": number(average, decimals_for((average,))),
+        "lines": [["mean", line]],
+        "band": None if band == [line, line] else band,
+    }
+
+
+def _scaled(key: str, values: Iterable[float | None]) -> list[float | None]:
+    """Return values in the unit of their label, with so many digits as can be seen in a chart."""
+    _, times = _UNITS.get(FIELDS[key].unit, ("", 1.0))
+    return [None if value is None else float(f"{value * times:.5g}") for value in values]
+
+
+def _label(key: str) -> str:
+    """Return how a chart names what it shows, with the unit."""
+    unit = FIELDS[key].unit
+    shown, _ = _UNITS.get(unit, (unit, 1.0))
+    suffix = "_pct" if unit == "%" else f"_{unit.lower()}"
+    name = _NAMES.get(key) or key.removesuffix(suffix).replace("_", " ")
+    return f"{name}, {shown}" if shown else name
+
+
+def _span(span: Span, ends_unix_s: float) -> Json:
+    to = max(span.from_unix_s, ends_unix_s) if span.to_unix_s is None else span.to_unix_s
+    return {
+        "from": span.from_unix_s,
+        "to": to,
+        "state": (clean(span.state), state_tone(span.state)),
+        "time": datetime.fromtimestamp(span.from_unix_s).astimezone().strftime("%H:%M:%S"),
+        "lasted": clock(to - span.from_unix_s),
+        "cause": clean(span.cause),
+    }
+
+
+def _bars(entries: Iterable[Record]) -> Iterator[Json]:
+    """Yield the attempts of jobs on cards; `to` is `None` while one goes on."""
+    begun: dict[str, Assigned] = {}
+    for entry in entries:
+        if isinstance(entry, Assigned):
+            begun[entry.job] = entry
+        elif isinstance(entry, Rested | AttemptEnded) and entry.job in begun:
+            yield _bar(begun.pop(entry.job), entry.at_s)
+    for first in begun.values():
+        yield _bar(first, None)
+
+
+def _bar(first: Assigned, to_s: float | None) -> Json:
+    card, job = clean(str(first.card)), clean(first.job)
+    return {"card": card, "job": job, "from": first.at_s, "to": to_s}

@@ -1,0 +1,115 @@
+"""Looks at the runs of a folder for all pages that follow them, each at most once a second.
+
+Nothing is read while nobody asks. Which run is the newest is found out at each look. Does not serve
+anything (`server.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, TypeVar
+
+from orchestrator.record.archive import Follower, Frame, StoredEvent
+from orchestrator.record.folders import find_run, list_runs
+from orchestrator.view.alerts import Alert, Since, alerts
+from orchestrator.view.document import EVENTS_MOST, document
+from orchestrator.view.runs import runs_table
+
+LOOK_EVERY_S: Final = 1.0
+_RUNS_EVERY_S: Final = 10.0
+"""The list of runs opens the store of each."""
+_T = TypeVar("_T")
+_KEPT: Final = 8
+"""Runs of which something is kept from look to look."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """A run as it was at one look."""
+
+    frame: Frame
+    """With its last events, also those of earlier frames."""
+    alerts: tuple[Alert, ...]
+    text: str
+    """The document, as JSON."""
+    at_s: float
+    """By the monotonic clock."""
+
+
+class Looks:
+    """The runs of one folder."""
+
+    def __init__(
+        self, runs_dir: Path, run_id: str, unix_s: Callable[[], float], *, with_control: bool
+    ) -> None:
+        """Touch nothing yet. `run_id` is shown where none is named; `latest` is the newest."""
+        self.count = 0
+        """How often a run was looked at."""
+        self._runs_dir = runs_dir
+        self._run_id = run_id
+        self._unix_s = unix_s
+        self._with_control = with_control
+        self._lock = asyncio.Lock()
+        self._last: dict[str, Look] = {}
+        self._watched: dict[str, _Watched] = {}
+        self._runs = runs_table(())
+        self._runs_due_s = float("-inf")
+
+    def folder(self, run_id: str) -> Path:
+        """Return the folder of a run by its name; `UsageError` where there is none."""
+        return find_run(self._runs_dir, run_id or self._run_id)
+
+    async def look(self, run_id: str) -> Look:
+        """Return a run as it is now: one look serves all who ask within half a second.
+
+        Raises:
+            UsageError: There is no such run.
+            ArchiveError: Its folder cannot be read.
+        """
+        async with self._lock:
+            last = self._last.get(run_id)
+            if last is None or time.monotonic() - last.at_s > LOOK_EVERY_S / 2:
+                last = await asyncio.to_thread(self._looked, run_id)
+                self._last = _newest(self._last, run_id, last)
+            return last
+
+    def _looked(self, run_id: str) -> Look:
+        self.count += 1
+        folder, now_s = self.folder(run_id), time.monotonic()
+        watched = self._watched.get(folder.name) or _Watched(folder)
+        self._watched = _newest(self._watched, folder.name, watched)
+        frame, wrong = watched.look(self._unix_s())
+        if now_s >= self._runs_due_s:
+            self._runs = runs_table(list_runs(self._runs_dir))
+            self._runs_due_s = now_s + _RUNS_EVERY_S
+        told = document(frame, wrong, self._runs)
+        told["control"] = self._with_control and frame.run.outcome == "running"
+        text = json.dumps(told, separators=(",", ":"), allow_nan=False)
+        return Look(frame=frame, alerts=wrong, text=text, at_s=now_s)
+
+
+class _Watched:
+    """One run, with what is kept from look to look."""
+
+    def __init__(self, folder: Path) -> None:
+        self._follower = Follower(folder)
+        self._events: deque[StoredEvent] = deque(maxlen=EVENTS_MOST)
+        self._since: Since = {}
+
+    def look(self, now_unix_s: float) -> tuple[Frame, tuple[Alert, ...]]:
+        frame = self._follower.look()
+        self._events.extend(frame.events)
+        wrong, self._since = alerts(frame, now_unix_s, self._since)
+        return replace(frame, events=tuple(self._events)), wrong
+
+
+def _newest(kept: dict[str, _T], name: str, value: _T) -> dict[str, _T]:
+    """Return what is kept with one value more, the newest ones."""
+    others = [(key, other) for key, other in kept.items() if key != name]
+    return dict([*others, (name, value)][-_KEPT:])

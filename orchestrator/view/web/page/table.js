@@ -1,0 +1,166 @@
+"use strict";
+// Sorts, filters and draws one table of the document. A cell is [text, tone, value]: the text is
+// shown, the value sorted and compared. Text is only ever set as text.
+const make = (name, props = {}, ...inside) => {
+  const made = Object.assign(document.createElement(name), props);
+  made.append(...inside);
+  return made;
+};
+const put = (node, text, tone = "") => {
+  if (node.textContent !== text) node.textContent = text;
+  if ((node.dataset.tone || "") !== tone) node.dataset.tone = tone;
+  return node;
+};
+
+const tables = (() => {
+  const TERM = /(?:"[^"]*"|[^\s"])+/g;
+  const NAMED = /^([A-Za-z_]\w*)(:|<=|>=|!=|=|<|>)(.+)$/s;
+  const NUMBER = /^([+-]?\d*\.?\d+)\s*(%?|b|[kmgt](?:ib)?)$/;
+  const COMPARE = {
+    "<": (one, other) => one < other, "<=": (one, other) => one <= other,
+    ">": (one, other) => one > other, ">=": (one, other) => one >= other,
+    "=": (one, other) => one === other, "!=": (one, other) => one !== other,
+  };
+  const MISSING = "–";
+  const inOrder = new Intl.Collator("en", { numeric: true });
+
+  // The place of the column with this key or word in its title, or the only one that begins so.
+  const placeOf = (columns, name) => {
+    const words = columns.map(({ key, title }) => [key, ...title.split(" ")])
+      .map((all) => all.map((word) => word.toLowerCase()));
+    const exact = words.findIndex(([key]) => key === name);
+    if (exact >= 0) return exact;
+    const begun = [...words.keys()].filter((at) => words[at].some((one) => one.startsWith(name)));
+    if (begun.length === 1) return begun[0];
+    const known = columns.map(({ key }) => key).join(", ");
+    throw new Error(`the filter names no column ${name}; there are ${known}`);
+  };
+  // Bytes are compared with the value, which is in bytes, other numbers with what is shown.
+  const numberTest = (at, sign, wanted) => {
+    const [, digits, unit] = NUMBER.exec(wanted) || [];
+    if (digits === undefined) throw new Error(`the filter compares with ${wanted}, no number`);
+    const power = "bkmgt".indexOf(unit[0] || " ");
+    const number = Number(digits) * 1024 ** Math.max(0, power);
+    return ({ cells: { [at]: [text, , value] } }) => {
+      const known = power >= 0 || text.includes(":") ? value : Number.parseFloat(text);
+      return Number.isFinite(known) && COMPARE[sign](known, number);
+    };
+  };
+  const testOf = (columns, term) => {
+    const bare = term.replace(/^!/, "").replaceAll('"', "").toLowerCase();
+    const [, name, sign, wanted] = NAMED.exec(bare) || [];
+    const texts = (row) => [row.key, row.reason, ...row.cells.map(([text]) => text)];
+    let test = (row) => texts(row).some((text) => text.toLowerCase().includes(bare));
+    if (name === "reason") test = (row) => row.reason.toLowerCase().includes(wanted);
+    else if (name) {
+      const at = placeOf(columns, name);
+      if (sign === ":") test = (row) => row.cells[at][0].toLowerCase().includes(wanted);
+      else test = numberTest(at, sign, wanted);
+    }
+    return term.startsWith("!") ? (row) => !test(row) : test;
+  };
+
+  // The rows that match all terms of a filter; a filter that makes no sense is an Error.
+  const filtered = ({ columns, rows }, filter) => {
+    const tests = (filter.match(TERM) || []).map((term) => testOf(columns, term));
+    return rows.filter((row) => tests.every((test) => test(row)));
+  };
+
+  // Numbers from the largest, words from A, turned round by "-"; unknown ones stay last.
+  const sorted = ({ columns }, rows, sort) => {
+    const at = columns.findIndex(({ key }) => key === sort.replace(/^-/, ""));
+    if (at < 0) return rows;
+    const turn = sort.startsWith("-") ? -1 : 1;
+    const value = (row) => row.cells[at][2];
+    return [...rows].sort((one, other) => {
+      const [first, second] = [value(one), value(other)];
+      if (first === null || second === null) return (first === null) - (second === null);
+      if (typeof first === "number") return turn * (second - first);
+      return turn * inOrder.compare(first, second);
+    });
+  };
+
+  // Draws rows into a table element; it keeps a body for each row, so that focus stays with it.
+  const drawer = (node) => {
+    const bodies = new Map();
+    let shape = "", shown = [], width = 0;
+
+    const bodyOf = (row, on) => {
+      const cells = shown.map(({ at, column }) => {
+        const cell = make(at ? "td" : "th", { className: column.numeric ? "" : "words" });
+        cell.dataset.at = at;
+        return cell;
+      });
+      const link = on.href(row.key) && make("a", { href: on.href(row.key) });
+      if (link) cells[0].append(link);
+      const pick = make("input", { type: "checkbox" });
+      pick.setAttribute("aria-label", row.key);
+      pick.addEventListener("change", () => on.choose(row.key, pick.checked));
+      const why = make("td", { colSpan: shown.length + 1 });
+      const picked = make("td", { className: "pick" }, pick);
+      const body = make("tbody", {}, make("tr", {}, picked, ...cells),
+        make("tr", { className: "why" }, why));
+      return { body, link, pick, why, places: [link || cells[0], ...cells.slice(1)] };
+    };
+    const title = ({ at, column }, sort, on) => {
+      const button = make("button", { type: "button" },
+        make("span", { textContent: column.title }), make("small", { textContent: column.unit }));
+      button.addEventListener("click", () => on.sort(column.key));
+      const cell = make("th", { className: column.numeric ? "" : "words" }, button);
+      cell.dataset.at = at;
+      if (sort.replace(/^-/, "") === column.key) {
+        cell.setAttribute("aria-sort", sort.startsWith("-") ? "ascending" : "descending");
+      }
+      return cell;
+    };
+    // Leaves out columns until the table fits, those with the highest priority first.
+    const fit = () => {
+      const every = [...node.querySelectorAll("[data-at]")];
+      for (const cell of every) cell.hidden = false;
+      const columns = shown.filter(({ column }) => column.priority)
+        .sort((one, other) => other.column.priority - one.column.priority);
+      while (columns.length && node.offsetWidth > node.parentElement.clientWidth) {
+        const { at } = columns.shift();
+        for (const cell of every) if (Number(cell.dataset.at) === at) cell.hidden = true;
+      }
+    };
+
+    return (table, rows, sort, on) => {
+      const known = table.columns.map((column, at) => ({ at, column })).filter(({ at, column }) =>
+        !column.priority || table.rows.some((row) => !["", MISSING].includes(row.cells[at][0])));
+      const wanted = JSON.stringify([table.name, sort, known]);
+      const isNew = shape !== wanted;
+      if (isNew) {
+        [shape, shown] = [wanted, known];
+        for (const { body } of bodies.values()) body.remove();
+        bodies.clear();
+        node.tHead.rows[0].replaceChildren(make("th", { className: "pick" }),
+          ...shown.map((each) => title(each, sort, on)));
+      }
+      const focused = rows.find(({ key }) => bodies.get(key)?.link === document.activeElement);
+      const keys = new Set(rows.map(({ key }) => key));
+      for (const [key, { body }] of bodies) {
+        if (keys.has(key)) continue;
+        body.remove();
+        bodies.delete(key);
+      }
+      let next = node.tHead.nextElementSibling;
+      for (const row of rows) {
+        if (!bodies.has(row.key)) bodies.set(row.key, bodyOf(row, on));
+        const { body, pick, why, places } = bodies.get(row.key);
+        shown.forEach(({ at }, index) => put(places[index], ...row.cells[at].slice(0, 2)));
+        put(why, row.reason, row.tone);
+        why.parentElement.hidden = !row.reason;
+        pick.checked = on.isChosen(row.key);
+        if (body === next) next = next.nextElementSibling;
+        else node.insertBefore(body, next);
+      }
+      if (focused) bodies.get(focused.key).link.focus({ preventScroll: true });
+      const room = node.parentElement.clientWidth;
+      if (isNew || room !== width || node.offsetWidth > room) fit();
+      width = room;
+    };
+  };
+
+  return { filtered, sorted, drawer };
+})();

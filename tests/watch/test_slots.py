@@ -1,0 +1,310 @@
+"""What the health table and the table of cards show of a run, and its lines at every width."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import get_args, get_type_hints
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+from orchestrator.core.slot import HeadState
+from orchestrator.record.model import FIELDS, STATES_WORST_FIRST, Row, Snapshot
+from orchestrator.view.cells import (
+    EMPTY,
+    FULL,
+    MISSING,
+    PART,
+    RULE,
+    bar,
+    clock,
+    number,
+    share_pct,
+    shorten,
+    whole,
+)
+from orchestrator.view.health import health_lines
+from orchestrator.view.slots import COLUMNS, STATE_TONES, cards_table, slots_table
+from orchestrator.view.tables import Table, Tone
+from tests.factories import GIB, make_row, make_snapshot
+from tests.watch.strategies import ANY_ROW
+from workers.messages import Progress, StepCounts, WorkerState
+
+WIDTHS = (200, 120, 80, 60, 40)
+
+NASTY = (
+    {"reason": "out of memory " * 200},
+    {"reason": "[red]x[/red] [bold", "state": WorkerState.BACKOFF},
+    {"reason": "two\nlines\x1b[31m\x07\t\u202eright to left", "state": WorkerState.PAUSED},
+    {"reason": "メモリ不足 " * 30, "gpu_name": "カード" * 20, "state": WorkerState.EMERGENCY},
+    {"size": 10**40, "batch": 10**400, "tflops": 1e300, "steps_ok": 10**30, "oom_count": 10**12},
+    {"tflops": math.nan, "power_w": math.inf, "heartbeat_age_s": 1e9, "temperature_c": -273.15},
+    {"allocated_bytes": 10**400, "reserved_bytes": 0, "cap_bytes": 0, "device_used_bytes": 10**400},
+    {"slot": "the-workstation-in-the-cellar-of-the-house/12", "state": HeadState.LOST},
+    {
+        "progress": Progress(
+            train_step=10**400, loss=math.nan, first_loss=10**400, eta_s=math.inf, micro_batch=-1
+        )
+    },
+    {"dtype": "\udc80", "gpu_name": "", "reason": "", "state": WorkerState.WARMING},
+)
+PROGRESS = Progress(
+    train_step=1250,
+    train_steps=20_000,
+    epoch=0.31,
+    loss=2.0413,
+    first_loss=10.5312,
+    samples_per_s=38.6,
+    tokens_per_s=39_526.0,
+    micro_batch=3,
+    accumulation=4,
+    memory_level=2,
+    saved_step=1210,
+    redone_steps=17,
+    data_wait_pct=0.4,
+    mfu_pct=31.2,
+    eta_s=5832.0,
+)
+TRAINING = make_row(progress=PROGRESS)
+
+
+def lines_of(snapshot: Snapshot, width: int, height: int | None = None) -> list[str]:
+    """Return the lines of a terminal of this size, without colours."""
+    return [line.plain.rstrip() for line in health_lines(snapshot, width, height)]
+
+
+def cell_of(table: Table, name: str, row: int = 0) -> str:
+    at = [column.key for column in table.columns].index(name)
+    return table.rows[row].cells[at].text
+
+
+def test_a_field_has_the_type_that_its_row_declares() -> None:
+    hints = {**get_type_hints(Row), **get_type_hints(StepCounts), **get_type_hints(Progress)}
+    own = {field.name for field in fields(Row)} - {"counts", "progress"}
+    counted = {*StepCounts.__slots__, "success_rate"} - {"work_flop", "busy_s"}
+    assert set(FIELDS) == own | counted | set(Progress.__slots__)
+    for key in FIELDS.keys() - {"state", "success_rate"}:
+        assert FIELDS[key].type is (get_args(hints[key]) or (hints[key],))[0], key
+
+
+def test_columns_and_metrics_are_declared_once() -> None:
+    names = [column.name for column in COLUMNS]
+    metrics = [(field.of, field.metric) for field in FIELDS.values() if field.metric]
+    assert len(set(names)) == len(names)
+    assert len(set(metrics)) == len(metrics)
+    assert all({column.key, *column.keys} <= FIELDS.keys() for column in COLUMNS)
+
+
+def test_every_state_has_a_tone_and_a_lost_slot_a_bad_one() -> None:
+    assert set(STATE_TONES) == set(STATES_WORST_FIRST)
+    assert STATE_TONES[HeadState.LOST] is Tone.BAD
+    assert STATE_TONES[WorkerState.RUNNING] is Tone.GOOD
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nasty_rows_keep_to_their_lines(width: int) -> None:
+    rows = [make_row(**{"slot": f"pc1/{index}", **nasty}) for index, nasty in enumerate(NASTY)]
+    starting = Row(slot="pc1/77", node="pc1", state=HeadState.STARTING, reason="")
+
+    lines = lines_of(make_snapshot(*rows, starting, notices=("disk\nfull" * 50,)), width, 50)
+
+    assert all(cell_len(line) <= width for line in lines)
+    assert all(line.replace(" ", "a").isprintable() for line in lines)
+    rule = next(number for number, line in enumerate(lines) if set(line) == {RULE})
+    states = [state.value for state in STATES_WORST_FIRST]
+    assert sum(any(f" {state}" in line for state in states) for line in lines[rule:]) >= len(rows)
+
+
+@settings(deadline=None)
+@given(st.lists(ANY_ROW, max_size=5), st.integers(40, 220), st.none() | st.integers(1, 60))
+def test_any_rows_fit_any_width(rows: list[Row], width: int, height: int | None) -> None:
+    snapshot = make_snapshot(*rows, elapsed_s=0.0, duration_s=0.0, nodes_seen=())
+    assert all(line.cell_len <= width for line in health_lines(snapshot, width, height))
+    assert cards_table(snapshot).name == "cards"
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_slot_state_size_and_throughput_are_always_there(width: int) -> None:
+    snapshot = make_snapshot(make_row(state=HeadState.QUARANTINED), make_row(slot="pc1/10"))
+
+    lines = lines_of(snapshot, width)
+
+    for slot in ("pc1/0 ", "pc1/10"):
+        line = next(line for line in lines if line.startswith(slot))
+        assert "8192/128" in line
+        assert "9.61" in line
+
+
+def test_nothing_that_is_asked_for_is_missing_in_a_wide_table() -> None:
+    row = make_row(oom_count=3, emergency_count=1, steps_ok=9997, steps_error=3, verify_errors=2)
+
+    text = "\n".join(lines_of(make_snapshot(row), 230))
+
+    for shown in (
+        "nodes 2/2", "1 RUNNING", "9.610 TFLOP/s", "00:10 of 00:30", "33 %", "00:20 left",
+        "RTX 3090", "8192/128", "fp16", "███████▒▒░", "1.90/2.40/2.63", "3/1", "99.9", "60/59",
+        " 71/24 ", " 62 ", "281/350", "412/2", " 0.8", "21.0/24.0", "pc1/0: steady",
+    ):  # fmt: skip
+        assert shown in text
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (80, "step loss samples ETA micro saved"),
+        (120, "step loss samples ETA micro saved level data MFU"),
+        (200, "step loss samples ETA micro saved level data MFU epoch tokens redone card OOM good"),
+    ],
+)
+def test_a_training_shows_how_far_it_is(width: int, shown: str) -> None:
+    lines = lines_of(make_snapshot(TRAINING, make_row(slot="pc1/1")), width)
+
+    heading = next(line for line in lines if line.startswith("slot"))
+    assert set(shown.split()) <= set(heading.split()), "\n".join(lines)
+    row = next(line for line in lines if line.startswith("pc1/0"))
+    for cell in ("1250/20000", "2.04/10.53", "38.6", "1:37:12", "3/4", "1210"):
+        assert f" {cell} " in f"{row} ", row
+
+
+def test_columns_of_a_training_are_only_where_one_is() -> None:
+    names = {column.key for column in slots_table(make_snapshot(make_row())).columns}
+    assert not names & {"train_step", "loss", "eta", "micro"}
+
+
+def test_what_no_worker_reports_is_no_column_on_a_terminal() -> None:
+    lines = lines_of(make_snapshot(make_row(temperature_c=None, margin_c=None)), 230)
+    assert "temp" not in "\n".join(lines)
+    assert "power" in "\n".join(lines)
+
+
+def test_a_value_that_one_row_lacks_is_marked_and_sorted_last() -> None:
+    table = slots_table(make_snapshot(make_row(), make_row(slot="pc1/1", tflops=math.nan)))
+    cell = table.rows[1].cells[[column.key for column in table.columns].index("tflops")]
+    assert (cell.text, cell.value) == (MISSING, None)
+
+
+def test_a_reason_is_bad_where_the_slot_is_in_trouble() -> None:
+    rows = (
+        make_row(state=WorkerState.BACKOFF, reason="out of memory\nat 8192"),
+        make_row(slot="pc1/1", reason="its lease is short"),
+        make_row(slot="pc1/2", reason="the card computes wrongly", verify_errors=1),
+    )
+    told = {row.key: (row.reason, row.tone) for row in slots_table(make_snapshot(*rows)).rows}
+    assert told == {
+        "pc1/0": ("out of memory at 8192", Tone.WARN),
+        "pc1/2": ("the card computes wrongly", Tone.BAD),
+        "pc1/1": ("its lease is short", Tone.DIM),
+    }
+
+
+def test_rows_of_an_order_of_their_own_keep_it() -> None:
+    rows = [make_row(slot=f"pc1/{index}") for index in (3, 1, 2)]
+    table = slots_table(make_snapshot(*rows), rows[:2])
+    assert [row.key for row in table.rows] == ["pc1/3", "pc1/1"]
+
+
+@pytest.mark.parametrize("alike", [True, False], ids=["alike", "different"])
+def test_80x24_shows_ten_slots_and_the_worst_reasons(alike: bool) -> None:
+    slots = [*(f"pc1/{index}" for index in range(7)), *(f"pc2/{index}" for index in range(3))]
+    states = (HeadState.QUARANTINED, WorkerState.BACKOFF, WorkerState.BACKOFF)
+    rows = [
+        make_row(
+            slot=slot,
+            state=HeadState.STARTING if alike else states[index % 3],
+            reason="its process starts" if alike else f"the reason of {slot}",
+        )
+        for index, slot in enumerate(slots)
+    ]
+
+    lines = lines_of(make_snapshot(*rows, starting_s=12.0, elapsed_s=0.0), 80, 23)
+
+    assert len(lines) <= 23
+    shown = [line.split()[0] for line in lines if line.startswith("pc") and "8192" in line]
+    assert sorted(shown) == slots
+    text = "\n".join(lines)
+    assert ("its process starts" if alike else "pc1/0: the reason of pc1/0") in text
+    assert "starting for 00:12, then 00:30 of work" in text
+
+
+@pytest.mark.parametrize("height", [5, 10, 24, 50])
+def test_the_worst_row_and_the_count_of_the_rest_are_shown(height: int) -> None:
+    rows = [make_row(slot=f"pc1/{index}") for index in range(69)]
+    lost = make_row(slot="pc2/0", state=HeadState.LOST, reason="pc2 is gone")
+    snapshot = make_snapshot(*rows, lost, notices=tuple(f"notice {index}" for index in range(30)))
+
+    lines = lines_of(snapshot, 120, height)
+
+    shown = sum("8192/128" in line for line in lines)
+    assert any(line.startswith("pc2/0") for line in lines)
+    assert f"… and {70 - shown} more" in lines
+    assert len(lines) <= max(height, 6)
+
+
+def test_bytes_of_a_rehearsal_are_in_mib() -> None:
+    row = make_row(allocated_bytes=100 * 2**20, reserved_bytes=160 * 2**20, cap_bytes=213 * 2**20)
+    table = slots_table(make_snapshot(row))
+    assert cell_of(table, "vram") == "100/160/213"
+    assert "MiB allocated" in [column.title for column in table.columns]
+
+
+def test_no_workers_yet() -> None:
+    lines = lines_of(make_snapshot(notices=("pc2 has not joined",)), 80)
+    assert "no workers yet" in lines
+    assert "! pc2 has not joined" in lines
+
+
+def test_a_card_shows_its_sensors_and_what_its_workers_do() -> None:
+    ended = make_row(state=HeadState.LOST, tflops=None, temperature_c=None, margin_c=None)
+    rows = (ended, make_row(slot="pc1/1"), make_row(slot="pc1/2", tflops=1.0))
+    other = make_row(slot="pc2/0", node="pc2", gpu_name="NVIDIA GeForce RTX 3070", power_w=None)
+
+    table = cards_table(make_snapshot(*rows, other))
+
+    assert [row.cells[0].text for row in table.rows] == ["pc1", "pc2"]
+    shown = {column.key: cell_of(table, column.key) for column in table.columns}
+    assert shown["card"] == "RTX 3090"
+    assert shown["workers"] == "3"
+    assert shown["tflops"] == "10.61"
+    assert shown["temperature"] == "71/24"
+    assert shown["card_memory"] == "21.0/24.0"
+    assert cell_of(table, "power", 1) == f"{MISSING}/350"
+
+
+def test_a_table_of_slots_is_json_with_values_to_sort_by() -> None:
+    told = slots_table(make_snapshot(make_row(cap_bytes=4 * GIB))).to_json()
+    keys = [column["key"] for column in told["columns"]]
+    cells = dict(zip(keys, told["rows"][0]["cells"], strict=True))
+    assert cells["state"] == ["RUNNING", "good", "RUNNING"]
+    assert cells["tflops"] == ["9.610", "plain", 9.61]
+
+
+def test_bars_and_what_is_missing_are_one_cell_wide() -> None:
+    assert {cell_len(char) for char in (FULL, PART, EMPTY, MISSING)} == {1}
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (share_pct(0.99999), "99.9"),
+        (share_pct(1.0), "100"),
+        (share_pct(None), None),
+        (share_pct(-1.8e305), "-2e+305"),
+        (number(0.0, 3), "0.000"),
+        (number(0.0004, 3), "<0.001"),
+        (number(1e300, 0), "1e+300"),
+        (number(math.nan, 0), None),
+        (whole(10**9), "1e+9"),
+        (whole(0), "0"),
+        (clock(3725), "1:02:05"),
+        (clock(math.nan), "00:00"),
+        (bar(full=0.001, part=5.0, width=4), "█▒▒▒"),
+        (bar(full=0.0, part=0.0, width=4), "░░░░"),
+        (shorten("メモリ", 4), "メ…"),
+        (shorten("abc", 0), ""),
+    ],
+)
+def test_values_as_text(shown: object, expected: object) -> None:
+    assert shown == expected
