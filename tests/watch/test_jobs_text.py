@@ -9,6 +9,7 @@ from dataclasses import replace
 from xml.etree import ElementTree as ET
 
 import pytest
+from orchestrator.view.job_charts import Bar, attempt_bars, bars_svg, curves_svg
 
 from orchestrator.jobs.model import (
     Assigned,
@@ -23,7 +24,6 @@ from orchestrator.jobs.model import (
 )
 from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.view import jobs as view
-from orchestrator.view.job_charts import Bar, attempt_bars, bars_svg, curves_svg
 from orchestrator.view.terminal import table_lines
 from tests.factories import STARTED_UNIX_S, make_job, make_row, make_standing
 from workers.messages import Progress, WorkerState
