@@ -90,8 +90,7 @@ OPTIONS = {
     },
     "notify": {"run_id", "--once", "--test", "--config", "-c", "--set", "--run-dir", "--help"},
     "web": {
-        "run_id", "--port", "--bind", "--control", "--certificate", "--key", "--without-tls", "--config", "-c", "--set",
-        "--run-dir", "--help",
+        "run_id", "--port", "--bind", "--control", "--config", "-c", "--set", "--run-dir", "--help",
     },
     "pause": _NAMES_SLOTS, "unpause": _NAMES_SLOTS, "resume": _NAMES_SLOTS, "drain": _NAMES_SLOTS,
     "reinstate": _NAMES_SLOTS, "save": _NAMES_SLOTS,
@@ -277,7 +276,7 @@ def test_the_page_of_the_table_has_every_state_and_column() -> None:
         assert re.search(rf"^\| .*{re.escape(title)}.* \|", page, re.MULTILINE), column.title
 
 
-@pytest.mark.parametrize(("document", "most"), [("README.md", 110), ("ARCHITECTURE.md", 120)])
+@pytest.mark.parametrize(("document", "most"), [("README.md", 110), ("ARCHITECTURE.md", 130)])
 def test_the_first_two_documents_stay_short(document: str, most: int) -> None:
     assert len(text_of(ROOT / document).splitlines()) <= most
 
