@@ -189,7 +189,7 @@ class Top(App[None]):
         frame, width = self._frame, max(20, self.size.width)
         rows, page = self._rows, self._text_page
         if not rows.is_attached:
-            return  # it is about to end
+            return  # the app is about to end
         table = None if frame is None else self._table(frame)
         rows.display, page.display = table is not None, table is None
         rows.show_header = self.size.height >= _HEADING_LEAST_LINES
