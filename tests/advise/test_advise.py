@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from orchestrator.lab.burn.sweep import parse_sweep
 from typer.testing import CliRunner
 
 from orchestrator.cli.app import app
@@ -23,7 +24,6 @@ from orchestrator.lab.advise.advice import FROM_COUNTERS, FROM_DRIVER, advice
 from orchestrator.lab.advise.answer import _percents
 from orchestrator.lab.advise.causes import Cause, answers, divide
 from orchestrator.lab.advise.facts import CardHistory, RunHistory, SlotHistory
-from orchestrator.lab.burn.sweep import parse_sweep
 from orchestrator.lab.tune.results import (
     LeverRow,
     LeverVerdict,

@@ -211,7 +211,7 @@ def an_engine_that_cannot_be_made_is_unbuildable(stage: Stage) -> None:
         cast(
             "WorkerSpec",
             SimpleNamespace(
-                slot=slot, node=stage.node, device="cpu", mps_pipe_directory=None, command=None
+                slot=slot, node=stage.node, device="cpu", command=None
             ),
         ),
     )
