@@ -92,9 +92,7 @@ def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Look:
     """Run the program with 4 GiB on a card of 8 and one of 24; return what it found."""
     for name in ("CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    cards = [
-        scripted_card(number, total_bytes=number * 8 * GIB, used_bytes=0) for number in (1, 3)
-    ]
+    cards = [scripted_card(number, total_bytes=number * 8 * GIB, used_bytes=0) for number in (1, 3)]
     variables = script_cards(tmp_path / "cards.json", *cards)
     header = tmp_path / "torch" / "include" / "c10" / "cuda" / "CUDAAllocatorConfig.h"
     header.parent.mkdir(parents=True)

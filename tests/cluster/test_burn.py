@@ -1,4 +1,4 @@
-"""`burn` in a rehearsal with scripted sensors: a hot card fails its phase, cool ones pass, and nothing is left behind."""
+"""`burn` in a rehearsal with scripted sensors: a hot card fails its phase, cool ones pass, nothing is left."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ def script(folder: Path, hot_c: float, cool_c: float) -> dict[str, str]:
 
 
 @contextmanager
-def burning(
-    folder: Path, *arguments: str, **environment: str
-) -> Iterator[subprocess.Popen[str]]:
+def burning(folder: Path, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
     command = [*COMMAND, "burn", "--config", str(ROOT / "cluster.yaml"), "--rehearse"]
     with subprocess.Popen(
         [*command, *SMALL, "--run-dir", str(folder / "runs"), *arguments],

@@ -25,9 +25,7 @@ def test_which_cards_there_are_a_lost_one_among_them(script: Script) -> None:
     assert gone == queries.CardIdentity(index=2, lost=True)
 
 
-def test_what_a_card_says_and_who_holds_it(
-    script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_card_says_and_who_holds_it(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     holders = [
         {"pid": os.getpid(), "used_bytes": GIB},

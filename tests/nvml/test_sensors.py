@@ -202,7 +202,9 @@ def test_two_cards_by_uuid_and_by_index_and_none_by_other_names(
     assert reading.temperature_c == 41
 
 
-@pytest.mark.parametrize(("visible", "of_card"), [("0", True), ("", False), (None, False), ("1", False)])
+@pytest.mark.parametrize(
+    ("visible", "of_card"), [("0", True), ("", False), (None, False), ("1", False)]
+)
 def test_a_worker_on_the_processor_watches_the_card_it_was_given(
     script: Script, monkeypatch: pytest.MonkeyPatch, visible: str | None, *, of_card: bool
 ) -> None:
