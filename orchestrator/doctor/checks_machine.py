@@ -283,16 +283,16 @@ def _cpu_governor(machine: Machine) -> Iterator[Finding]:
 
 
 def _mps(machine: Machine) -> Iterator[Finding]:
-    is_wanted = machine.config is not None and machine.config.compute_share_mode == "mps"
-    if not is_wanted:
-        yield skip("not asked for (compute_share_mode is not mps)")
+    if machine.config is None or not machine.config.workers.mps:
+        yield skip("not asked for (workers.mps is false)")
     elif machine.facts.mps_daemon:
         yield ok("its daemon runs; a fatal error of one worker ends every worker on that card")
     elif not machine.facts.visible_cards:
         yield skip("no card")
     else:
-        yield warn(
-            "cluster.yaml asks for it, and no control daemon runs; none can under WSL2",
+        yield fail(
+            "cluster.yaml asks for it, and no control daemon runs",
+            hint="under WSL2 none can: workers.mps: false",
             fix="nvidia-cuda-mps-control -d",
         )
 

@@ -165,18 +165,20 @@ def test_kernels_run_on_later_minor_and_major_versions(
 
 
 @pytest.mark.parametrize(
-    ("facts", "mode", "verdict", "fix"),
+    ("facts", "mps", "verdict", "fix"),
     [
-        (workstation(), "duty", SKIP, None),
-        (workstation(), "mps", WARN, "nvidia-cuda-mps-control -d"),
-        (workstation(mps_daemon=True), "mps", OK, None),
-        (laptop(), "mps", SKIP, None),
+        (workstation(), False, SKIP, None),
+        (workstation(), True, FAIL, "nvidia-cuda-mps-control -d"),
+        (workstation(mps_daemon=True), True, OK, None),
+        (laptop(), True, SKIP, None),
     ],
 )
 def test_mps_is_asked_for_and_may_not_be_there(
-    facts: MachineFacts, mode: str, verdict: Verdict, fix: str | None
+    facts: MachineFacts, mps: bool, verdict: Verdict, fix: str | None
 ) -> None:
-    config = REFERENCE.model_copy(update={"compute_share_mode": mode})
+    config = REFERENCE.model_copy(
+        update={"workers": REFERENCE.workers.model_copy(update={"mps": mps})}
+    )
     found = only(check_machine(Machine(facts=facts, config=config)), "mps")
     assert (found.verdict, found.fix) == (verdict, fix)
 
