@@ -219,41 +219,27 @@ def _torch(machine: Machine) -> Iterator[Finding]:
 
 def _kernels(facts: MachineFacts) -> Finding | None:
     """Return what is wrong where this torch has no kernels for a card."""
+    kernels = facts.torch.architectures
     for card in facts.visible_cards:
-        capability, kernels = card.compute_capability, facts.torch.architectures
-        if capability is None or not kernels:
-            continue
-        ways = {_how_it_runs(kernel, capability) for kernel in kernels}
-        found = (
-            f"{card.name} has compute capability {dotted(capability)}; this torch has kernels for "
-            f"{' '.join(kernels)}"
-        )
-        if ways == {None}:
+        capability = card.compute_capability
+        if capability and kernels and not any(_runs(kernel, capability) for kernel in kernels):
             return fail(
-                found,
+                f"{card.name} has compute capability {dotted(capability)}; this torch has kernels "
+                f"for {' '.join(kernels)}",
                 hint="remove it, then install a torch that knows the card: newer for a new card, "
                 "older for an old one",
                 fix="python -m pip uninstall torch",
             )
-        if "runs" not in ways:
-            return warn(f"{found}: the driver compiles them at the first start, for minutes")
     return None
 
 
-def _how_it_runs(kernel: str, capability: tuple[int, int]) -> str | None:
-    """Machine code for sm_XY runs on X.Z with Z >= Y.
-
-    Compute_XY is compiled by the driver for anything newer.
-    """
-    parts = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", kernel)
+def _runs(kernel: str, capability: tuple[int, int]) -> bool:
+    """Machine code for sm_XY runs on X.Z with Z >= Y; compute_XY is compiled for anything newer."""
+    parts = re.fullmatch(r"(sm|compute)_(\d+)(\d)", kernel)
     if parts is None:
-        return None
+        return kernel.startswith("sm_{}{}".format(*capability))  # sm_90a runs on 9.0 alone
     built = int(parts[2]), int(parts[3])
-    if parts[4]:  # sm_90a runs on 9.0 alone, sm_100f on its family
-        return "runs" if built == capability and parts[1] == "sm" else None
-    if parts[1] == "sm":
-        return "runs" if built[0] == capability[0] and built <= capability else None
-    return "compiled" if built <= capability else None
+    return built <= capability and (parts[1] == "compute" or built[0] == capability[0])
 
 
 def _ray(machine: Machine) -> Iterator[Finding]:
