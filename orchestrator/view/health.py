@@ -42,7 +42,10 @@ def health_lines(snapshot: Snapshot, width: int, height: int | None = None) -> l
     table = table_lines(
         slots_table(snapshot), width, None if room is None else max(1, room - len(below))
     )
-    return [*above, *table, *below]
+    lines = [*above, *table, *below]
+    for line in lines:
+        line.truncate(width)
+    return lines
 
 
 def header_lines(
@@ -66,15 +69,7 @@ def flowed(cells: Iterable[Cell], width: int) -> list[Text]:
     lines: list[Text] = []
     for cell in cells:
         text = shorten(clean(cell.text), width)
-<<<<<<< HEAD
-<<<<<<< HEAD
-        if lines and len(lines[-1]) + len(SEPARATOR) + len(text) <= width:
-=======
         if lines and lines[-1].cell_len + cell_len(SEPARATOR + text) <= width:
->>>>>>> w-slots
-=======
-        if lines and lines[-1].cell_len + cell_len(SEPARATOR + text) <= width:
->>>>>>> w-terminal
             lines[-1].append(SEPARATOR, "dim")
         else:
             lines.append(Text())
