@@ -66,7 +66,7 @@ PLANTED = {
         ("orchestrator/view/notify/notifier.py", "orchestrator.run.supervisor"),
         ("orchestrator/lab/advise/facts.py", "orchestrator.run.supervisor"),
         ("orchestrator/view/notify/digest.py", "torch"),
-        ("orchestrator/view/web/page_data.py", "orchestrator.cluster.connect"),
+        ("orchestrator/view/document.py", "orchestrator.cluster.connect"),
         ("orchestrator/control/listener.py", "orchestrator.cluster.connect"),
     ],
     "alerts, core, policy and wire are pure: no clock, randomness, I/O or torch": [

@@ -90,8 +90,7 @@ OPTIONS = {
     },
     "notify": {"run_id", "--once", "--test", "--config", "-c", "--set", "--run-dir", "--help"},
     "web": {
-        "run_id", "--port", "--bind", "--control", "--certificate", "--key", "--without-tls", "--config", "-c", "--set",
-        "--run-dir", "--help",
+        "run_id", "--port", "--bind", "--control", "--config", "-c", "--set", "--run-dir", "--help",
     },
     "pause": _NAMES_SLOTS, "unpause": _NAMES_SLOTS, "resume": _NAMES_SLOTS, "drain": _NAMES_SLOTS,
     "reinstate": _NAMES_SLOTS, "save": _NAMES_SLOTS,

@@ -383,8 +383,7 @@ def web(
     from orchestrator.view.web import serving
 
     runs_dir = Path(config_to_read(config, overrides, run_dir).run.dir)
-    options = serving.ServeOptions(port=port, bind=bind, control=control)
-    serving.serve(runs_dir, run_id, options, print_text)
+    serving.serve(runs_dir, run_id, print_text, port=port, bind=bind, control=control)
 
 
 @app.command()

@@ -7,7 +7,6 @@ Does not keep and match them (`workers/learned_limits/`). Text from the store pa
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Final
 
 from orchestrator.config.duration import format_duration
@@ -61,11 +60,7 @@ def limits_json(store: LimitStore, now_unix_s: float) -> str:
 
 def cleared_text(store: LimitStore, now_unix_s: float) -> str:
     """Delete all limits, and say how many there were."""
-    count, moved = _clear(store, now_unix_s)
-    if moved is not None:
-        return clean(
-            f"what was in {store.path} could not be read and is now {moved}; runs will learn again"
-        )
+    count = _clear(store, now_unix_s)
     if count == 0:
         return clean(f"there is nothing to forget in {store.path}")
     return f"{counted(count, 'learned limit')} forgotten; runs will learn again"
@@ -73,11 +68,8 @@ def cleared_text(store: LimitStore, now_unix_s: float) -> str:
 
 def cleared_json(store: LimitStore, now_unix_s: float) -> str:
     """Do the same and say so in one JSON object."""
-    count, moved = _clear(store, now_unix_s)
-    aside = None if moved is None else str(moved)
-    return summary_text(
-        {"schema": SCHEMA, "path": str(store.path), "cleared": count, "set_aside_path": aside}
-    )
+    count = _clear(store, now_unix_s)
+    return summary_text({"schema": SCHEMA, "path": str(store.path), "cleared": count})
 
 
 def _known(store: LimitStore, now_unix_s: float) -> tuple[StoredLimit, ...]:
@@ -87,17 +79,11 @@ def _known(store: LimitStore, now_unix_s: float) -> tuple[StoredLimit, ...]:
     return known
 
 
-def _clear(store: LimitStore, now_unix_s: float) -> tuple[int, Path | None]:
-    """Return how many limits are gone.
-
-    Or, where none could be read, where that file is now.
-    """
+def _clear(store: LimitStore, now_unix_s: float) -> int:
     count = store.clear(now_unix_s)
-    problem = store.problem
-    moved = store.set_aside() if problem is not None else None
-    if problem is not None and moved is None:
-        raise ArchiveError(problem)
-    return count, moved
+    if store.problem is not None:
+        raise ArchiveError(store.problem)
+    return count
 
 
 def _row(limit: StoredLimit, now_unix_s: float) -> TableRow:

@@ -16,9 +16,6 @@ from workers.learned_limits import LimitStore, choose
 from workers.messages import Report
 from workers.settings import StoredLimit, WorkerSpec
 
-#: So many candidates, the newest, travel to each worker process.
-_SENT_MOST = 64
-
 
 class LearnedLimits:
     """What one run learns."""
@@ -37,7 +34,7 @@ class LearnedLimits:
         if store is None:
             return tuple(plans)
         names = {plan.spec.workload.name for plan in plans}
-        candidates = {name: store.candidates(name, now_unix_s)[:_SENT_MOST] for name in names}
+        candidates = {name: store.candidates(name, now_unix_s) for name in names}
         self._tell(store)
         self._earlier = tuple(limit for limits in candidates.values() for limit in limits)
         return tuple(
@@ -96,15 +93,12 @@ def terms(spec: WorkerSpec) -> str:
 
 def _with_the_best(limits: Sequence[StoredLimit]) -> list[StoredLimit]:
     """Return the limits, each with the best that any worker in its circumstances has done."""
+    best: dict[tuple[str, str, str | None], float] = {}
+    for limit in limits:
+        if limit.best_tflops is not None:
+            best[_alike(limit)] = max(limit.best_tflops, best.get(_alike(limit), 0.0))
+    return [replace(limit, best_tflops=best.get(_alike(limit))) for limit in limits]
 
-    def best(limit: StoredLimit) -> float | None:
-        same = [
-            other
-            for other in limits
-            if other.key.serves(limit.key) and other.best_under == limit.best_under
-        ]
-        return max(
-            (other.best_tflops for other in same if other.best_tflops is not None), default=None
-        )
 
-    return [replace(limit, best_tflops=best(limit)) for limit in limits]
+def _alike(limit: StoredLimit) -> tuple[str, str, str | None]:
+    return limit.key.card, limit.key.workload, limit.best_under

@@ -77,14 +77,12 @@ def course_of(folder: Path, slot: str, last_s: float = math.inf, parts: int = PA
     found: Mapping[str, Buckets] = {}
     if between is not None:
         found = history.buckets(folder, slot, SAMPLED_NUMBERS, *between, parts)
-    keys = [*_FIRST, *(key for key in found if key not in _FIRST)]
     charts = []
-    for key in keys:
-        chart = _chart(key, found[key], _label(key)) if key in found else {}
-        beside, label = _BESIDE.get(key, ("", ""))
-        if chart and _is_known(found.get(beside)):
-            chart["lines"].append([label, _scaled(beside, found[beside].mean)])
-        if chart:
+    for key in sorted(found, key=lambda key: _FIRST.index(key) if key in _FIRST else len(_FIRST)):
+        if chart := _chart(key, found[key], _label(key)):
+            beside, label = _BESIDE.get(key, (key, ""))
+            if label and _is_known(found[beside]):
+                chart["lines"].append([label, _scaled(beside, found[beside].mean)])
             charts.append(chart)
     events = read_events(folder, slot=slot, limit=_EVENTS_MOST)
     errors = read_events(folder, ("workload_error",), slot=slot, limit=1)
@@ -102,19 +100,18 @@ def course_of(folder: Path, slot: str, last_s: float = math.inf, parts: int = PA
 
 def course_of_jobs(folder: Path) -> Json:
     """Return the loss of each job over its steps, and which job was on which card when."""
-    curves = {
-        clean(name): {step: point["loss"] for step, point in curve.items() if "loss" in point}
-        for name, curve in history.training_curves(folder).items()
-    }
+    curves: dict[str, dict[int, float]] = {}
+    for name, curve in history.training_curves(folder).items():
+        points = [(step, point["loss"]) for step, point in curve.items() if "loss" in point]
+        if points:
+            curves[clean(name)] = dict(points[:: 1 + len(points) // _CURVE_POINTS_MOST])
     bars = list(_bars(records(folder / QUEUE_NAME / JOURNAL_NAME)))
     known = [at for bar in bars for at in (bar["from"], bar["to"]) if at is not None]
     between = (min(known, default=0.0), max(known, default=1.0))
     steps = sorted({step for curve in curves.values() for step in curve})
-    steps = steps[:: max(1, len(steps) // _CURVE_POINTS_MOST)]
     lines = [[name, [curve.get(step) for step in steps]] for name, curve in curves.items()]
-    drawn = [line for line in lines if any(value is not None for value in line[1])]
-    chart = {"label": "loss over optimiser steps", "average": "", "steps": steps, "lines": drawn}
-    return {**_course(between, (), [chart] if drawn else []), "bars": bars}
+    chart = {"label": "loss over optimiser steps", "average": "", "steps": steps, "lines": lines}
+    return {**_course(between, (), [chart] if lines else []), "bars": bars}
 
 
 def _course(between: tuple[float, float], times: Sequence[float], charts: Sequence[Json]) -> Json:

@@ -42,10 +42,7 @@ def health_lines(snapshot: Snapshot, width: int, height: int | None = None) -> l
     table = table_lines(
         slots_table(snapshot), width, None if room is None else max(1, room - len(below))
     )
-    lines = [*above, *table, *below]
-    for line in lines:
-        line.truncate(width)
-    return lines
+    return [*above, *table, *below]
 
 
 def header_lines(

@@ -92,7 +92,7 @@ def _served(folder: Path) -> Iterator[Server]:
         page = _started(stack, command, ROOT)
         assert page.stdout is not None
         told = b"".join(page.stdout.readline() for _ in range(3)).decode()
-        found = re.search(r":(?P<port>\d+)/#.* in (?P<tokens>/\S+) as", told, re.DOTALL)
+        found = re.search(r":(?P<port>\d+)/metrics with the token in (?P<token>/\S+)", told)
         assert found is not None, told
         config = (
             (FOLDER / "prometheus.yml")
@@ -100,9 +100,7 @@ def _served(folder: Path) -> Iterator[Server]:
             .replace(": 15s", ": 1s")
             .replace("8470", found["port"])
         )
-        (folder / "prometheus.yml").write_text(
-            config.replace("read.token", f"{found['tokens']}/read.token")
-        )
+        (folder / "prometheus.yml").write_text(config.replace("metrics.token", found["token"]))
         rules = (FOLDER / "alerts.yml").read_text()
         (folder / "alerts.yml").write_text(rules.replace(": 15s", ": 1s"))
         address = f"127.0.0.1:{free_port()}"

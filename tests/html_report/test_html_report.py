@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from orchestrator.cli.app import app
 from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal
-from orchestrator.jobs.model import Assigned, Submitted
+from orchestrator.jobs.model import Assigned, AttemptEnded, Cause, Submitted
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view import html_report
 from tests.factories import FACTS, event, make_job, make_row, make_snapshot, record
@@ -80,18 +80,46 @@ def test_the_file_has_the_document_and_the_courses(folder: Path) -> None:
     assert told["jobs"] is None
 
 
-def test_a_queue_brings_its_jobs_and_their_cards(folder: Path) -> None:
+@pytest.fixture
+def queue(folder: Path) -> Path:
+    """Make the run a queue, whose jobs were on one card at once."""
     (folder / QUEUE_NAME).mkdir()
     journal = Journal(folder / QUEUE_NAME / JOURNAL_NAME)
-    journal.append([Submitted(at_s=0.0, job=make_job("lr-0"))])
-    journal.append(
-        [Assigned(at_s=9.0, job="lr-0", attempt=1, card="pc1", budget_bytes=1, alone=True)]
-    )
+    for at, name in enumerate(("lr-0", "<b>lr-1")):
+        assigned = Assigned(
+            at_s=9.0 + at, job=name, attempt=1, card="pc1", budget_bytes=1, alone=True
+        )
+        journal.append([Submitted(at_s=0.0, job=make_job(name)), assigned])
+    ended = AttemptEnded(at_s=20.0, job="lr-0", attempt=1, cause=Cause.DONE, text="")
+    journal.append([ended])
     journal.close()
-    told = html_report.frozen(folder)
-    assert [row["key"] for row in told["document"]["tables"]["jobs"]["rows"]] == ["lr-0"]
-    assert told["jobs"]["bars"] == [{"card": "pc1", "job": "lr-0", "from": 9.0, "to": None}]
-    assert "lr-0" in told["slots"], "its course, beside those of the slots"
+    return folder
+
+
+def test_a_queue_brings_its_jobs_and_their_cards(queue: Path) -> None:
+    told = html_report.frozen(queue)
+    names = {row["key"] for row in told["document"]["tables"]["jobs"]["rows"]}
+    assert names == {"lr-0", "<b>lr-1"} <= told["slots"].keys()
+    assert told["jobs"]["bars"] == [
+        {"card": "pc1", "job": "lr-0", "from": 9.0, "to": 20.0},
+        {"card": "pc1", "job": "<b>lr-1", "from": 10.0, "to": None},
+    ]
+
+
+@needs_chromium
+def test_jobs_that_share_a_card_have_lanes_of_their_own(queue: Path, tmp_path: Path) -> None:
+    path = tmp_path / "r.html"
+    html_report.write_report(path, queue)
+
+    async def look() -> None:
+        async with browser(tmp_path) as shown:
+            await shown.do("Page.navigate", url=f"{path.as_uri()}#view=jobs")
+            await shown.until("document.querySelectorAll('.lane').length === 2")
+            lanes = "[...document.querySelectorAll('.lane')].map((each) => each.textContent)"
+            assert await shown.js(lanes) == ["lr-0", "<b>lr-1"]
+            assert shown.complaints() == []
+
+    asyncio.run(look())
 
 
 def test_many_slots_have_fewer_parts_each(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import json
 import os
@@ -40,11 +39,14 @@ from workers.settings import LimitKey, StoredLimit
 from workers.settings import Learned
 
 path, name, count = sys.argv[1:]
-store = LimitStore(Path(path), patience_s=60.0)
+store = LimitStore(Path(path))
 for number in range(1, int(count) + 1):
     key = LimitKey(card=f"{name} {number % 50}", total_bytes=None, driver=None, torch="2", dtype="fp16", workload="w",
                    cap_bytes=10**9)
-    store.remember(StoredLimit(key=key, learned=Learned(size=number), peak_bytes=None, learned_at_unix_s=1.7e9))
+    limit = StoredLimit(key=key, learned=Learned(size=number), peak_bytes=None, learned_at_unix_s=1.7e9)
+    store.remember(limit)
+    while "locked" in (store.problem or ""):  # the machine is busy
+        store.remember(limit)
     if store.problem is not None:
         sys.exit(store.problem)
     os.write(1, b"%d\\n" % number)
@@ -59,7 +61,7 @@ def sizes(store: LimitStore, now_unix_s: float = NOW_S) -> list[int]:
 
 def kept(path: Path) -> list[int]:
     """Return the sizes that really are in a file."""
-    return sorted(entry["size"] for entry in json.loads(path.read_bytes())["limits"])
+    return sorted(entry["size"] for entry in json.loads(path.read_bytes()).values())
 
 
 @pytest.fixture
@@ -80,33 +82,11 @@ def test_asking_makes_nothing(path: Path, store: LimitStore) -> None:
     assert (store.clear(NOW_S), store.problem, path.parent.exists()) == (0, None, False)
 
 
-@given(
-    calls=st.lists(
-        st.tuples(
-            st.sampled_from(["remember", "remember", "clear"]),
-            st.integers(min_value=970, max_value=1030),  # a limit serves caps within 1 %
-            st.sampled_from(["one", "two"]),
-        ),
-        max_size=12,
-    )
-)
-def test_remembered_is_offered_and_cleared_is_not(
-    calls: list[tuple[str, int, str]], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    store = LimitStore(tmp_path_factory.mktemp("any") / "limits.json", limits_most=5)
-    for number, (call, cap_bytes, card) in enumerate(calls, start=1):
-        wanted = dataclasses.replace(KEY, cap_bytes=cap_bytes, card=card)
-        before = store.all(NOW_S)
-        if call == "remember":
-            others = [known for known in before if not known.key.serves(wanted)]
-            told = limit(number, cap_bytes=cap_bytes, card=card, learned_at_unix_s=NOW_S + number)
-            store.remember(told)
-            assert store.best(wanted, NOW_S) == told
-            assert set(store.all(NOW_S)) == {told, *others[:4]}
-        else:
-            assert store.clear(NOW_S) == len(before)
-            assert store.all(NOW_S) == ()
-        assert store.problem is None
+def test_the_last_of_a_card_type_and_workload_is_kept(store: LimitStore) -> None:
+    store.remember(limit(1), limit(2, card="another"), limit(3, dtype="bf16"))
+    store.remember(limit(4, torch="3.0"), limit(5, workload="mine:Mlp"))
+    assert sizes(store) == [2, 3, 4, 5]
+    assert store.best(KEY, NOW_S) is None, "learned with another torch"
 
 
 def test_an_old_limit_is_not_offered_and_then_goes(path: Path, store: LimitStore) -> None:
@@ -127,16 +107,6 @@ def test_a_limit_from_the_far_future_is_not_believed_for_ever(
     assert sizes(store) == []
     store.remember(limit(2, learned_at_unix_s=NOW_S + 3600))
     assert (sizes(store), kept(path)) == ([2], [2])
-
-
-def test_a_thousand_limits_are_kept_and_no_more(path: Path, store: LimitStore) -> None:
-    long = "\udcff" * 500  # what takes the most room as JSON
-    many = [
-        limit(n, card=long[4:] + f"{n:04}", workload=long, torch=long, dtype=long, driver=long)
-        for n in range(1, 1202)
-    ]
-    store.remember(*many)
-    assert len(sizes(store)) == len(kept(path)) == 1000
 
 
 def test_candidates_are_of_the_workload_in_any_version(store: LimitStore) -> None:
@@ -175,15 +145,6 @@ def test_nobody_else_may_read_any_of_it(path: Path, store: LimitStore) -> None:
         for found in (path.parent, *path.parent.iterdir())
     }
     assert modes == {"state": 0o700, "limits.json": 0o600, "limits.json.lock": 0o600}
-
-
-def test_a_limit_that_no_reader_would_accept_is_refused(path: Path, store: LimitStore) -> None:
-    store.remember(limit(1))
-    for broken in (limit(0), limit(2, card="x" * 501), limit(2, learned_at_unix_s=float("nan"))):
-        store.remember(limit(3), broken)
-        assert store.problem is not None
-        assert str(path) in store.problem
-    assert sizes(store) == [1]
 
 
 def test_writers_at_once_lose_nothing(path: Path, store: LimitStore) -> None:
@@ -238,7 +199,7 @@ def test_a_writer_that_is_killed_leaves_what_it_said(path: Path, store: LimitSto
 
 
 def test_a_lock_that_is_never_given_up_costs_a_sentence(path: Path) -> None:
-    store = LimitStore(path, patience_s=0.05)
+    store = LimitStore(path)
     store.remember(limit(1))
     with path.with_name("limits.json.lock").open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -261,56 +222,31 @@ def test_a_child_forked_under_the_lock_does_not_keep_it(path: Path) -> None:
         os.close(shared)
 
 
-WHOLE = json.dumps(
-    {"schema": 1, "limits": [to_plain(limit(1)), to_plain(limit(2, card="another"))]}
-).encode()
-ENTRY = json.dumps(to_plain(limit(1)))
+ENTRIES = {"one": to_plain(limit(1)), "two": to_plain(limit(2, card="another"))}
+WHOLE = json.dumps(ENTRIES).encode()
 
 
 @pytest.mark.parametrize(
-    ("content", "word"),
+    ("content", "still"),
     [
-        (b"", "damaged"),
-        (b"\0" * 4096, "damaged"),
-        (b"\xff\xfe{}", "damaged"),
-        (b"[" * 100_000, "damaged"),
-        (b'{"schema": 1, "limits": [' + b"9" * 5_000 + b"]}", "damaged"),
-        (b"[]", "another kind"),
-        (b'{"schema": "1", "limits": []}', "another kind"),
-        (b'{"schema": 0, "limits": []}', "another kind"),
-        (b'{"schema": 1, "limits": {}}', "another kind"),
-        (b'{"schema": 1, "limits": [3]}', "damaged"),
-        (b'{"schema": 1, "limits": [' + ENTRY.replace('"size": 1', '"size": -1').encode() + b"]}",
-         "damaged"),
-        (b'{"schema": 1, "limits": [' + ENTRY.replace("1700000000.0", "NaN").encode() + b"]}",
-         "damaged"),
-        (b'{"schema": 2, "limits": [], "more": 1}', "update this installation"),
-        (b" " * (16 * 2**20 + 1), "larger than"),
-        *((WHOLE[:length], "damaged") for length in (1, 20, len(WHOLE) // 2, len(WHOLE) - 1)),
+        (b"", []),
+        (b"\0" * 4096, []),
+        (b"[" * 100_000, []),
+        (b"[]", []),
+        (b'{"schema": 1, "limits": []}', []),
+        (WHOLE[:-1], []),
+        (WHOLE.replace(b'"size": 1,', b'"size": -1,'), [2]),
+        (WHOLE.replace(b"1700000000.0", b"NaN"), []),
     ],
-)  # fmt: skip
-def test_a_file_that_is_no_store_is_told_of_and_left_alone(
-    path: Path, store: LimitStore, content: bytes, word: str
+)
+def test_of_a_damaged_file_what_is_whole_is_read(
+    path: Path, store: LimitStore, content: bytes, still: list[int]
 ) -> None:
     path.parent.mkdir()
     path.write_bytes(content)
-    for call in (
-        lambda: store.best(KEY, NOW_S),
-        lambda: store.candidates("matmul", NOW_S),
-        lambda: store.remember(limit(3)),
-        lambda: store.clear(NOW_S),
-    ):
-        assert not call()
-        assert store.problem is not None
-        assert word in store.problem
-        assert str(path) in store.problem
-        assert "limits --clear" in store.problem
-        assert path.read_bytes() == content
-    moved = store.set_aside()
-    assert moved is not None
-    assert (store.problem, moved.read_bytes(), path.exists()) == (None, content, False)
-    store.remember(limit(4))
-    assert sizes(store) == [4]
+    assert sizes(store) == still
+    store.remember(limit(4, card="third"))
+    assert sizes(store) == [*still, 4]
 
 
 @given(
@@ -322,24 +258,10 @@ def test_no_change_of_a_file_makes_a_reader_raise(
     at: int, hole: int, filling: bytes, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "changed.json"
-    content = WHOLE[:at] + filling + WHOLE[at + hole :]
-    path.write_bytes(content)
+    path.write_bytes(WHOLE[:at] + filling + WHOLE[at + hole :])
     store = LimitStore(path)
-    assert (store.all(NOW_S) == ()) or store.problem is None
-    store.remember(limit(3))
-    assert (store.problem is None) == (path.read_bytes() != content)
-
-
-def test_only_what_is_no_store_is_moved(path: Path, store: LimitStore) -> None:
-    assert (store.set_aside(), store.problem) == (None, None)
-    store.remember(limit(1))
-    assert (store.set_aside(), store.problem) == (None, None)
-    assert sizes(store) == [1]
-    moved = []
-    for word in ("first", "second"):
-        path.write_text(word)
-        moved.append(store.set_aside())
-    assert [found.read_text() for found in moved if found is not None] == ["first", "second"]
+    assert len(store.all(NOW_S)) <= 4
+    assert store.problem is None
 
 
 @pytest.fixture(params=["pipe", "link", "folder", "socket"])
@@ -365,7 +287,6 @@ def test_what_is_no_regular_file_is_not_touched(strange: Path, store: LimitStore
         lambda: store.best(KEY, NOW_S),
         lambda: store.remember(limit(1)),
         lambda: store.clear(NOW_S),
-        store.set_aside,
     ):
         assert not call()
         assert "no regular file" in (store.problem or "")
@@ -377,7 +298,7 @@ def test_a_file_that_cannot_grow_costs_a_sentence(path: Path, store: LimitStore)
     store.remember(limit(1))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     for call in (lambda: store.remember(limit(2, card="x")), lambda: store.clear(NOW_S)):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4, before[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
         try:
             assert not call()
         finally:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.run.jobs_scene import JobsMaker
 from tests.run.scene import Run
 
 RunMaker = Callable[..., Run]
@@ -27,3 +28,11 @@ def new_run(tmp_path: Path) -> Iterator[RunMaker]:
     yield make
     for run in runs:
         run.close()
+
+
+@pytest.fixture
+def new_jobs(tmp_path: Path) -> Iterator[JobsMaker]:
+    maker = JobsMaker(tmp_path)
+    yield maker
+    for run in maker.runs:
+        run.die()

@@ -19,7 +19,19 @@ from orchestrator.core.placement import Target
 from orchestrator.core.user_commands import Command, Do, events_of
 from orchestrator.jobs import inbox
 from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal, queue_of, records
-from orchestrator.jobs.model import Job, JobState, Record, Said, Standing, Submitted, Word
+from orchestrator.jobs.model import (
+    Assigned,
+    AttemptEnded,
+    Cause,
+    Job,
+    JobState,
+    Record,
+    Rested,
+    Said,
+    Standing,
+    Submitted,
+    Word,
+)
 from orchestrator.jobs.queue import Queue
 from orchestrator.record.archive import read_run
 from orchestrator.record.events import EventLog
@@ -32,6 +44,7 @@ from orchestrator.run.run_dir import CheckpointKeeper
 from orchestrator.run.supervisor import Commands, Supervisor
 from orchestrator.view.live import Outlets
 from tests.factories import facts_of
+from tests.jobs.scene import training
 from tests.run.scene import Recorder, events_in
 from tests.run.scripted_fleet import STEPS_PER_S, ScriptedFleet, VirtualClock
 from workers.messages import (
@@ -362,3 +375,42 @@ class JobsRun:
 
     def events(self, name: str, **fields: object) -> list[dict[str, Any]]:
         return events_in(self.folder, name, **fields)
+
+
+class JobsMaker:
+    """Makes heads of one run of jobs; see `JobsRun`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.runs: list[JobsRun] = []
+
+    def __call__(self, *jobs: Job, **settings: Any) -> JobsRun:
+        self.runs.append(JobsRun(self.folder, *jobs, **settings))
+        return self.runs[-1]
+
+    def next_head(self, before: JobsRun, *jobs: Job, **settings: Any) -> JobsRun:
+        """Begin another head in the same folder, a little later."""
+        before.clock.sleep(5.0)
+        return self(*jobs, clock=before.clock, **settings)
+
+
+def short(name: str, steps: int = 100, **more: Any) -> Job:
+    return training(name, steps=steps, **more)
+
+
+def check_ends(run: JobsRun) -> None:
+    """Each job was done once, each training by its steps in their order, and never two on a card."""
+    done = [ended.job for ended in run.records(AttemptEnded) if ended.cause is Cause.DONE]
+    standings = run.standings()
+    assert sorted(done) == sorted(standings)
+    for name, standing in standings.items():
+        assert standing.state is JobState.DONE, standing
+        if standing.job.steps is not None and standing.job.command is None:
+            assert standing.sha256 == hash_after(name, standing.job.steps)
+    on_card: dict[str, str] = {}
+    for record in run.records((Assigned, AttemptEnded, Rested)):  # type: ignore[arg-type]
+        if isinstance(record, Assigned):
+            assert record.card not in on_card.values(), record
+            on_card[record.job] = record.card
+        else:
+            del on_card[record.job]

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import errno
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
-from time import sleep
 from typing import Any
 
 import pytest
@@ -19,78 +16,25 @@ from orchestrator.jobs import inbox
 from orchestrator.jobs.model import (
     Assigned,
     AttemptEnded,
-    Cause,
-    Job,
     JobState,
     Milestones,
     Packed,
     QueueHeld,
     Reached,
     Recalled,
-    Rested,
     Submitted,
     Word,
 )
 from orchestrator.jobs.queue import COMMAND_LEASE_S
 from orchestrator.jobs.spec import parse
 from orchestrator.record.archive import read_run
-from orchestrator.record.events import EventLog
-from orchestrator.run.job_files import JobFiles
 from orchestrator.run.sampled_sweeps import sampled_sweeps
 from tests.factories import CPU, MEMORY, REFERENCE
 from tests.jobs.scene import command, training
-from tests.run.jobs_scene import HeadDiesError, JobsRun, hash_after
+from tests.run.jobs_scene import HeadDiesError, JobsMaker, check_ends, hash_after, short
 from tests.run.scripted_fleet import STEPS_PER_S
-from tests.scene import spec_of
 from workers.messages import Ending, Verdict, WorkerState
 from workers.units import GIB, MIB
-
-
-class JobsMaker:
-    """Makes heads of one run of jobs; see `JobsRun`."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.runs: list[JobsRun] = []
-
-    def __call__(self, *jobs: Job, **settings: Any) -> JobsRun:
-        self.runs.append(JobsRun(self.folder, *jobs, **settings))
-        return self.runs[-1]
-
-    def next_head(self, before: JobsRun, *jobs: Job, **settings: Any) -> JobsRun:
-        """Begin another head in the same folder, a little later."""
-        before.clock.sleep(5.0)
-        return self(*jobs, clock=before.clock, **settings)
-
-
-@pytest.fixture
-def new_jobs(tmp_path: Path) -> Iterator[JobsMaker]:
-    maker = JobsMaker(tmp_path)
-    yield maker
-    for run in maker.runs:
-        run.die()
-
-
-def short(name: str, steps: int = 100, **more: Any) -> Job:
-    return training(name, steps=steps, **more)
-
-
-def check_ends(run: JobsRun) -> None:
-    """Each job was done once, each training by its steps in their order, and never two on a card."""
-    done = [ended.job for ended in run.records(AttemptEnded) if ended.cause is Cause.DONE]
-    standings = run.standings()
-    assert sorted(done) == sorted(standings)
-    for name, standing in standings.items():
-        assert standing.state is JobState.DONE, standing
-        if standing.job.steps is not None and standing.job.command is None:
-            assert standing.sha256 == hash_after(name, standing.job.steps)
-    on_card: dict[str, str] = {}
-    for record in run.records((Assigned, AttemptEnded, Rested)):  # type: ignore[arg-type]
-        if isinstance(record, Assigned):
-            assert record.card not in on_card.values(), record
-            on_card[record.job] = record.card
-        else:
-            del on_card[record.job]
 
 
 def test_jobs_are_worked_off_one_a_card(new_jobs: JobsMaker) -> None:
@@ -509,101 +453,6 @@ def test_a_program_that_ends_while_the_run_does_has_ended(new_jobs: JobsMaker) -
     run.finish()
     assert run.standings()["one"].state is JobState.DONE
     assert run.standings()["other"].state is JobState.RUNNING
-
-
-def blocked(run: JobsRun, name: str) -> Path:
-    """Put a file in the way of a job's folder."""
-    place = run.queue_folder / "files" / name
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text("not a folder")
-    return place
-
-
-def test_a_training_is_done_once_its_files_are_there(new_jobs: JobsMaker) -> None:
-    run = new_jobs(short("one", nodes=("pc1",)), short("two", nodes=("pc1",)))
-    place = blocked(run, "one")
-    run.until_state("one", JobState.PARKED)
-    assert str(place) in run.standing("one").reason
-    assert any(str(place) in notice for notice in run.supervisor.snapshot().notices)
-    run.until_state("two", JobState.DONE)
-    assert run.standing("one").state is not JobState.DONE
-    place.unlink()
-    run.finish()
-    check_ends(run)
-    assert (place / "checkpoint.pt").read_text().split() == ["100", hash_after("one", 100)]
-    assert not (run.folder / "states" / "one.pt").exists()
-
-
-def test_the_next_head_completes_what_was_not_written(new_jobs: JobsMaker) -> None:
-    asked = False
-    run = new_jobs(short("one"), interrupted=lambda: asked)
-    place = blocked(run, "one")
-    run.until_state("one", JobState.PARKED)
-    asked = True
-    run.finish()
-    assert (run.folder / "states" / "one.pt").exists()
-    place.unlink()
-    run = new_jobs.next_head(run)
-    run.finish()
-    check_ends(run)
-    assert (place / "checkpoint.pt").exists()
-
-
-def test_a_job_whose_files_cannot_be_written_is_cancelled(new_jobs: JobsMaker) -> None:
-    run = new_jobs(short("one"))
-    blocked(run, "one")
-    run.until_state("one", JobState.PARKED)
-    run.say(Word.CANCEL, "one")
-    assert run.finish()["one"].state is JobState.CANCELLED
-
-
-def test_half_a_state_is_no_finished_training(new_jobs: JobsMaker) -> None:
-    run = new_jobs(short("one"))
-    part = run.folder / "states" / "one.part"
-    part.mkdir(parents=True)  # so that no state can be written
-    run.until_state("one", JobState.PARKED)
-    part.rmdir()
-    run.finish()
-    check_ends(run)
-
-
-@pytest.mark.torch
-def test_a_model_that_cannot_be_exported_fails_with_weights(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "events.jsonl", unix_s=lambda: 0.0)
-    files = JobFiles(tmp_path / "jobs", one_machine=True, events=log)
-    state = tmp_path / "states" / "one.pt"
-    state.parent.mkdir()
-    state.write_text("no checkpoint")
-    spec = spec_of()
-    spec = replace(spec, workload=replace(spec.workload, settings={"model": str(tmp_path)}))
-    end = None, ""
-    while end[0] is None:
-        sleep(0.05)
-        end = files.end_of(short("one"), 1, spec, 0.0)
-    assert end[0] is Cause.EXCEPTION
-    assert str(files.of("one")) in end[1]
-    assert (files.of("one") / "checkpoint.pt").read_text() == state.read_text()
-    log.close()
-
-
-def test_what_a_remote_program_left_is_fetched_again(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "events.jsonl", unix_s=lambda: 0.0)
-    files = JobFiles(tmp_path / "jobs", one_machine=False, events=log)  # and there is no cluster
-
-    def why(now_s: float) -> str:
-        while (end := files.end_of(command("one"), 1, spec_of(), now_s))[0] is None:
-            if "one" in files.problems:
-                return end[1]
-            sleep(0.05)
-        return str(end[0])
-
-    assert str(files.of("one")) in why(0.0)
-    assert str(files.of("one")) in why(61.0)
-    assert (files.of("one")).rmdir() is None
-    files.of("one").write_text("in the way")
-    files.problems.clear()
-    assert "File exists" in why(62.0), "it was tried again"
-    log.close()
 
 
 def test_while_the_journal_cannot_be_written_all_stands(

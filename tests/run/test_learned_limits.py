@@ -77,7 +77,7 @@ class Run:
 
 @pytest.fixture
 def store(tmp_path: Path) -> LimitStore:
-    return LimitStore(tmp_path / "state" / "limits.json", patience_s=0.1)
+    return LimitStore(tmp_path / "state" / "limits.json")
 
 
 @pytest.fixture
@@ -120,7 +120,6 @@ class TestSentAlong:
     ) -> None:
         matmul = [
             limit(),
-            limit(cap_bytes=GIB, size=GIB // 2),
             limit(dtype="bf16"),
             limit(card="another card"),
         ]
@@ -136,13 +135,6 @@ class TestSentAlong:
             assert plan.spec.learned == (mine,)
         for plan in run.sent(plans_of("mine.steps")):
             assert plan.spec.learned == (), "part of a name is another name"
-
-    def test_a_full_store_does_not_travel_with_every_directive(
-        self, run: Run, store: LimitStore
-    ) -> None:
-        store.remember(*(limit(card=f"card {age}", age_s=float(age)) for age in range(100)))
-        (sent,) = {plan.spec.learned for plan in run.sent()}
-        assert [one.key.card for one in sent] == [f"card {age}" for age in range(64)], "the newest"
 
 
 class TestKept:
@@ -178,7 +170,7 @@ class TestKept:
         assert [one.learned.size for one in known(store)] == [GIB]
 
     def test_circumstances_that_differ_are_kept_apart(self, run: Run, store: LimitStore) -> None:
-        learned = [limit(), limit(card="NVIDIA GeForce RTX 3070"), limit(cap_bytes=GIB, size=GIB)]
+        learned = [limit(), limit(card="NVIDIA GeForce RTX 3070"), limit(dtype="bf16")]
         other = limit(card="another card")
         run.sent()
         LimitStore(store.path).remember(other)
@@ -236,19 +228,14 @@ def test_without_a_store_nothing_is_read_and_nothing_kept(
     assert run.told() == []
 
 
-def test_an_unreadable_store_costs_a_sentence_each_try(run: Run, store: LimitStore) -> None:
-    store.path.parent.mkdir()
-    store.path.write_text("{")
+def test_a_store_that_cannot_be_had_costs_a_sentence_each_try(run: Run, store: LimitStore) -> None:
+    store.path.mkdir(parents=True)
     assert run.sent() == PLANS
     learned = limit()
     run.learn(learned)
     told = run.told()
     assert len(told) == 2
     assert all(str(store.path) in reason and "learned limits" in reason for reason in told)
-    assert store.path.read_text() == "{", "it is not ours to overwrite"
-    store.path.unlink()
+    store.path.rmdir()
     run.limits.save()
     assert known(store) == [learned], "what could not be written is written when it can be"
-    store.path.write_text("{")
-    run.limits.save()
-    assert run.told() == told, "there is nothing new to write"

@@ -1,4 +1,4 @@
-"""What people see of a queue: the table of jobs, one job, results, the line, the charts."""
+"""What people see of a queue: the table of jobs, one job, results, the line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import csv
 import io
 import json
 from dataclasses import replace
-from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -23,7 +22,6 @@ from orchestrator.jobs.model import (
 )
 from orchestrator.record.jobs import QueueSnapshot
 from orchestrator.view import jobs as view
-from orchestrator.view.job_charts import Bar, attempt_bars, bars_svg, curves_svg
 from orchestrator.view.terminal import table_lines
 from tests.factories import STARTED_UNIX_S, make_job, make_row, make_standing
 from workers.messages import Progress, WorkerState
@@ -192,34 +190,3 @@ def test_results_have_no_column_in_which_nothing_stands() -> None:
     title, line = table_lines(view.results_table(queue_of(done)), None)
     assert title.plain.split() == ["job", "state", "metric", "last", "best"]
     assert line.plain.split() == ["a", "DONE", "loss", "2", "1.5"]
-
-
-def nodes_of(svg: str | None) -> list[ET.Element]:
-    return list(ET.fromstring(svg or "").iter())  # noqa: S314 - our own
-
-
-def test_bars_are_attempts_and_what_goes_on_ends_now() -> None:
-    def begun(at_s: float, job: str, attempt: int = 1) -> Assigned:
-        return Assigned(at_s=at_s, job=job, attempt=attempt, card="pc1", budget_bytes=1, alone=True)
-
-    records = [begun(0.0, "a"), Rested(at_s=5.0, job="a", attempt=1), begun(6.0, "a", 2)]
-    assert attempt_bars(records, 9.0) == [Bar("pc1", "a", 0.0, 5.0), Bar("pc1", "a", 6.0, 9.0)]
-
-
-def test_jobs_that_share_a_card_have_lanes_of_their_own() -> None:
-    svg = bars_svg(
-        [Bar("pc1", "a", 0.0, 9.0), Bar("pc1", "b", 1.0, 3.0), Bar("pc1", "c", 4.0, 9.0)]
-    )
-    tops = [node.get("y") for node in nodes_of(svg) if node.tag.endswith("rect")]
-    assert tops == ["3", "33", "33"]
-
-
-def test_charts_of_hostile_names_are_well_formed() -> None:
-    curve = [(1, 3.0), (2, 2.0)]
-    for svg in (bars_svg([Bar(HOSTILE, HOSTILE, 0.0, 9.0)]), curves_svg({HOSTILE: curve}, "<b>")):
-        assert not any(node.tag.endswith("script") for node in nodes_of(svg))
-
-
-def test_nothing_is_drawn_of_nothing() -> None:
-    assert bars_svg([]) is None
-    assert curves_svg({"a": [(1, 2.0)]}, "loss") is None

@@ -112,8 +112,8 @@ class Ask:
 
     def lines(self) -> list[Text]:
         """Return the question: what would happen, and a line for each slot or job."""
-        is_jobs = isinstance(self.order, Word)
-        effect = _EFFECTS_ON_JOBS[self.order] if is_jobs else EFFECTS[Do(self.order)]
+        order = self.order
+        effect = _EFFECTS_ON_JOBS[order] if isinstance(order, Word) else EFFECTS[order]
         return [
             Text(f"{self}? y sends it, esc does not", "bold yellow"),
             Text(f"each of them: {effect}", "dim"),
@@ -146,6 +146,8 @@ class Top(App[None]):
         self._asked: Ask | None = None
         self._typed: str | None = None
         """What the line of input is for; `None`: keys are keys."""
+        self._rows, self._text_page, self._input = Rows(), TextPage(), Input()
+        self._above, self._below = Static(id="header"), Static(id="keys")
         self._follow(folder)
 
     def _follow(self, folder: Path) -> None:
@@ -158,15 +160,11 @@ class Top(App[None]):
 
     def compose(self) -> ComposeResult:
         """Lay the screen out, see Textual."""
-        yield Static(id="header")
-        yield Rows()
-        yield TextPage()
-        yield Input()
-        yield Static(id="keys")
+        yield from (self._above, self._rows, self._text_page, self._input, self._below)
 
     def on_mount(self) -> None:
         """Begin to follow."""
-        self.query_one(Rows).focus()
+        self._rows.focus()
         self.set_interval(_LOOK_EVERY_S, self.look)
         self.call_after_refresh(self.look)
 
@@ -189,7 +187,9 @@ class Top(App[None]):
     def draw(self) -> None:
         """Draw header, table or text, and the two lines at the bottom."""
         frame, width = self._frame, max(20, self.size.width)
-        rows, page = self.query_one(Rows), self.query_one(TextPage)
+        rows, page = self._rows, self._text_page
+        if not rows.is_attached:
+            return  # the app is about to end
         table = None if frame is None else self._table(frame)
         rows.display, page.display = table is not None, table is None
         rows.show_header = self.size.height >= _HEADING_LEAST_LINES
@@ -203,10 +203,10 @@ class Top(App[None]):
             bottom[0] = Text(said, STYLES[rows.row.tone])
         for line in bottom:
             line.truncate(width, overflow="ellipsis")
-        self.query_one("#keys", Static).update(Text("\n").join(bottom))
+        self._below.update(Text("\n").join(bottom))
         if frame is not None:
             above = self._header(frame, width)[: max(1, self.size.height // _HEADER_SHARE)]
-            self.query_one("#header", Static).update(Text("\n").join(above))
+            self._above.update(Text("\n").join(above))
 
     def _header(self, frame: Frame, width: int) -> list[Text]:
         lines = header_lines(frame.snapshot, width)
@@ -296,8 +296,7 @@ class Top(App[None]):
         self._focus()
 
     def _focus(self) -> None:
-        rows = self.query_one(Rows)
-        self.set_focus(rows if rows.display else self.query_one(TextPage))
+        self.set_focus(self._rows if self._rows.display else self._text_page)
 
     def action_leave(self) -> None:
         """Close the line of input, or else the page."""
@@ -310,7 +309,7 @@ class Top(App[None]):
 
     def on_data_table_row_selected(self) -> None:
         """Open the slot under the cursor, or follow the run under it."""
-        row = self.query_one(Rows).row
+        row = self._rows.row
         if row is not None and self._page == "slots":
             self._slot = row.key
             self.action_page("slot")
@@ -326,7 +325,8 @@ class Top(App[None]):
     def action_sort(self, step: int) -> None:
         """Sort by the column so many columns on; the worst first stands before the first one."""
         table = None if self._frame is None else self._table(self._frame)
-        keys = [None, *(column.key for column in table.columns)] if table is not None else [None]
+        keys: list[str | None] = [None]
+        keys += () if table is None else (column.key for column in table.columns)
         at = keys.index(self._view.column) if self._view.column in keys else 0
         column = keys[(at + step) % len(keys)]
         self._view = replace(self._view, column=column, reverse=False)
@@ -344,7 +344,7 @@ class Top(App[None]):
 
     def action_pick(self) -> None:
         """Mark the slot or job under the cursor for an order, and move on."""
-        rows = self.query_one(Rows)
+        rows = self._rows
         if self._page in {"slots", "jobs"} and rows.row is not None:
             self._view = replace(self._view, marked=self._view.marked ^ {rows.row.key})
             rows.action_cursor_down()
@@ -357,7 +357,7 @@ class Top(App[None]):
 
     def action_ask(self, what: str) -> None:
         """Let the person type a filter or a cap."""
-        asking, is_slots = self.query_one(Input), self._page == "slots"
+        asking, is_slots = self._input, self._page == "slots"
         asking.placeholder = "words" if what == "filter" else "cap of each, as 3GiB"
         filtered = self._view.wanted.text if is_slots else self._view.words
         asking.value = filtered if what == "filter" else ""
@@ -382,7 +382,7 @@ class Top(App[None]):
             self._close_input()
 
     def _close_input(self) -> None:
-        self._typed, self.query_one(Input).display = None, False
+        self._typed, self._input.display = None, False
         self.draw()
         self._focus()
 
@@ -391,7 +391,7 @@ class Top(App[None]):
     def action_order(self, key: str) -> None:
         """Ask whether an order shall be sent to what is marked, or to what is under the cursor."""
         order = dict(zip(("slots", "jobs"), _ORDERS[key], strict=True)).get(self._page)
-        row = self.query_one(Rows).row
+        row = self._rows.row
         names = self._view.marked or frozenset(() if row is None else (row.key,))
         if order is None or not names:
             return

@@ -11,9 +11,9 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 from orchestrator.record.archive import Follower, Frame, StoredEvent
 from orchestrator.record.folders import find_run, list_runs
@@ -24,7 +24,6 @@ from orchestrator.view.runs import runs_table
 LOOK_EVERY_S: Final = 1.0
 _RUNS_EVERY_S: Final = 10.0
 """The list of runs opens the store of each."""
-_T = TypeVar("_T")
 _KEPT: Final = 8
 """Runs of which something is kept from look to look."""
 
@@ -40,6 +39,15 @@ class Look:
     """The document, as JSON."""
     at_s: float
     """By the monotonic clock."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Watched:
+    """What is kept of a run from look to look."""
+
+    follower: Follower
+    since: Since = field(default_factory=dict)
+    events: deque[StoredEvent] = field(default_factory=lambda: deque(maxlen=EVENTS_MOST))
 
 
 class Looks:
@@ -75,16 +83,22 @@ class Looks:
         async with self._lock:
             last = self._last.get(run_id)
             if last is None or time.monotonic() - last.at_s > LOOK_EVERY_S / 2:
-                last = await asyncio.to_thread(self._looked, run_id)
-                self._last = _newest(self._last, run_id, last)
+                for kept in (self._last, self._watched):
+                    if len(kept) > _KEPT:
+                        kept.clear()
+                last = self._last[run_id] = await asyncio.to_thread(self._looked, run_id)
             return last
 
     def _looked(self, run_id: str) -> Look:
         self.count += 1
         folder, now_s = self.folder(run_id), time.monotonic()
-        watched = self._watched.get(folder.name) or _Watched(folder)
-        self._watched = _newest(self._watched, folder.name, watched)
-        frame, wrong = watched.look(self._unix_s())
+        if folder.name not in self._watched:
+            self._watched[folder.name] = _Watched(follower=Follower(folder))
+        watched = self._watched[folder.name]
+        frame = watched.follower.look()
+        watched.events.extend(frame.events)
+        frame = replace(frame, events=tuple(watched.events))
+        wrong, watched.since = alerts(frame, self._unix_s(), watched.since)
         if now_s >= self._runs_due_s:
             self._runs = runs_table(list_runs(self._runs_dir))
             self._runs_due_s = now_s + _RUNS_EVERY_S
@@ -92,24 +106,3 @@ class Looks:
         told["control"] = self._with_control and frame.run.outcome == "running"
         text = json.dumps(told, separators=(",", ":"), allow_nan=False)
         return Look(frame=frame, alerts=wrong, text=text, at_s=now_s)
-
-
-class _Watched:
-    """One run, with what is kept from look to look."""
-
-    def __init__(self, folder: Path) -> None:
-        self._follower = Follower(folder)
-        self._events: deque[StoredEvent] = deque(maxlen=EVENTS_MOST)
-        self._since: Since = {}
-
-    def look(self, now_unix_s: float) -> tuple[Frame, tuple[Alert, ...]]:
-        frame = self._follower.look()
-        self._events.extend(frame.events)
-        wrong, self._since = alerts(frame, now_unix_s, self._since)
-        return replace(frame, events=tuple(self._events)), wrong
-
-
-def _newest(kept: dict[str, _T], name: str, value: _T) -> dict[str, _T]:
-    """Return what is kept with one value more, the newest ones."""
-    others = [(key, other) for key, other in kept.items() if key != name]
-    return dict([*others, (name, value)][-_KEPT:])

@@ -117,7 +117,10 @@ class Site:
             refused = refusal(_facts(request), self.access)
             if refused is not None:
                 return _error(refused.status, refused.error)
-            return await _answer(request, handler)
+            try:
+                return await handler(request)
+            except Exception as error:  # noqa: BLE001 - a sentence for the client
+                return _error(*_explained(error))
 
         app = web.Application(middlewares=[guarded], client_max_size=_BODY_MOST_BYTES)
         app.router.add_get("/healthz", self._get_health)
@@ -243,16 +246,8 @@ class Site:
         return f"{word}: {', '.join(jobs)}"
 
 
-async def _answer(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Return what a handler answers; what it raises becomes a sentence."""
-    try:
-        return await handler(request)
-    except Exception as error:  # noqa: BLE001 - a fault of this program is told in its terminal
-        return _error(*_explained(error))
-
-
 def _explained(error: Exception) -> tuple[int, str]:
-    """Return the status and the sentence of an error."""
+    """Return the status and the sentence of an error; a fault of this program is told here, too."""
     match error:
         case web.HTTPException():
             return error.status, error.reason

@@ -13,7 +13,7 @@ import logging
 import secrets
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,29 +37,33 @@ _TOKEN_LEAST_CHARS: Final = 20
 _PATIENCE_S: Final = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """Where and how the page is served."""
+def serve(
+    runs_dir: Path,
+    run_id: str,
+    say: Callable[[str], None],
+    *,
+    port: int = PORT,
+    bind: str | None = None,
+    control: bool = False,
+) -> None:
+    """Serve the page until Ctrl-C or SIGTERM.
 
-    port: int = PORT
-    bind: str | None = None
-    """An address of this PC at which others may ask for `/metrics`."""
-    control: bool = False
-
-
-def serve(runs_dir: Path, run_id: str, options: ServeOptions, say: Callable[[str], None]) -> None:
-    """Serve the page until Ctrl-C or SIGTERM. `say` gets the lines for the terminal.
+    Args:
+        runs_dir: The folder of the runs.
+        run_id: The run that is shown; `latest` is the newest one at any time.
+        say: Gets the lines for the terminal.
+        port: Of all addresses; 0 takes any free one.
+        bind: An address of this PC at which others may ask for `/metrics`.
+        control: Whether the page takes commands.
 
     Raises:
         UsageError: There is no such run, or an address cannot be served.
     """
     find_run(runs_dir, run_id)
-    access = Access(
-        token=secrets.token_urlsafe(32),
-        metrics_token=_metrics_token(),
-        with_control=options.control,
-    )
-    asyncio.run(_serve(Site(runs_dir, access, run_id), options, say))
+    hosts = [_LOOPBACK] if bind is None else [_LOOPBACK, _reachable(bind)]
+    page_token, metrics_token = secrets.token_urlsafe(32), _metrics_token()
+    access = Access(token=page_token, metrics_token=metrics_token, with_control=control)
+    asyncio.run(_serve(Site(runs_dir, access, run_id), hosts, port, say))
 
 
 def metrics_token_path() -> Path:
@@ -67,31 +71,27 @@ def metrics_token_path() -> Path:
     return default_path().parent / "web" / "metrics.token"
 
 
-async def _serve(site: Site, options: ServeOptions, say: Callable[[str], None]) -> None:
+async def _serve(site: Site, hosts: list[str], port: int, say: Callable[[str], None]) -> None:
+    """Serve the page at the first host, and `/metrics` alone at the others."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     loop.set_exception_handler(_handle)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, ended.set)
-    others = None if options.bind is None else _reachable(options.bind)
-    page = await started(site.page_application(), _LOOPBACK, options.port)
-    port = port_of(page)
-    runners = [page]
-    try:
-        if others is not None:
-            runners.append(await started(site.metrics_application(), others, port))
+    async with AsyncExitStack() as served:
+        for host in hosts:
+            is_page = host == _LOOPBACK
+            app = site.page_application() if is_page else site.metrics_application()
+            runner = await started(app, host, port)
+            served.push_async_callback(runner.cleanup)
+            port = port_of(runner)
         say(f"http://{_LOOPBACK}:{port}/?token={site.access.token}")
         say(
             f"From another PC: `ssh -L {port}:{_LOOPBACK}:{port}` to this one, then the same "
             "address. Ctrl-C ends the page only."
         )
-        say(
-            f"Prometheus: http://{others or _LOOPBACK}:{port}/metrics with the token in "
-            f"{metrics_token_path()}"
-        )
+        where = f"http://{hosts[-1]}:{port}/metrics"
+        say(f"Prometheus: {where} with the token in {metrics_token_path()}")
         await ended.wait()
-    finally:
-        for runner in runners:
-            await runner.cleanup()
 
 
 async def started(app: web.Application, host: str, port: int) -> web.AppRunner:

@@ -46,7 +46,7 @@
     for (const button of byId("ranges").children) {
       button.setAttribute("aria-pressed", button.dataset.last === state.last_s);
     }
-    show("problem", false);
+    for (const id of ["problem", "said"]) show(id, false);
     if (followed !== state.run) {
       followed = state.run;
       stop();

@@ -73,21 +73,27 @@ const charts = (() => {
     };
   };
 
+  // Jobs that are on a card at once have lanes of their own.
   const bars = (course, now) => {
-    const cards = [...new Set(course.bars.map(({ card }) => card))].sort();
+    const last = Math.max(course.to, now), long = last - course.from || 1, lanes = [];
     const names = [...new Set(course.bars.map(({ job }) => job))];
-    const last = Math.max(course.to, now), long = last - course.from || 1;
-    return cards.map((card) => {
-      const lane = make("div", { className: "lane" });
-      for (const { job, from, to } of course.bars.filter((bar) => bar.card === card)) {
-        const bar = make("span", { textContent: job, title: job });
-        bar.style.left = `${100 * (from - course.from) / long}%`;
-        bar.style.width = `${100 * ((to ?? last) - from) / long}%`;
-        bar.style.borderColor = PALETTE[names.indexOf(job) % PALETTE.length];
-        lane.append(bar);
+    const inOrder = [...course.bars].sort((one, other) => one.from - other.from);
+    for (const { card, job, from, to } of inOrder) {
+      let lane = lanes.find((each) => each.card === card && each.to <= from);
+      if (!lane) {
+        lane = { card, node: make("div", { className: "lane" }) };
+        lanes.push(lane);
       }
-      return make("div", { className: "lanes" }, make("span", { textContent: card }), lane);
-    });
+      lane.to = to ?? last;
+      const bar = make("span", { textContent: job, title: job });
+      bar.style.left = `${100 * (from - course.from) / long}%`;
+      bar.style.width = `${100 * (lane.to - from) / long}%`;
+      bar.style.borderColor = PALETTE[names.indexOf(job) % PALETTE.length];
+      lane.node.append(bar);
+    }
+    lanes.sort((one, other) => one.card.localeCompare(other.card));
+    return lanes.map(({ card, node }) => make("div", { className: "lanes" },
+      make("span", { textContent: card }), node));
   };
 
   // Draws at most so many charts of a course into a node: the first one larger, if told so.
