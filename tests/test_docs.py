@@ -25,7 +25,6 @@ from orchestrator.cli.app import app
 from orchestrator.cli.loading import duration_s
 from orchestrator.config.load import load_config
 from orchestrator.errors import ConfigError
-from orchestrator.lab.burn.sweep import parse_sweep
 from orchestrator.lab.chaos.plan import parse_chaos
 from orchestrator.lab.tune.tuning import names_in
 from orchestrator.record.model import STATES_WORST_FIRST
@@ -55,7 +54,7 @@ OPTIONS = {
     "run": {
         "--config", "-c", "--duration", "--local", "--rehearse", "--scale", "--workload", "--policy",
         "--set", "--json", "--plain", "--wait-for-nodes", "--run-dir", "--resume", "--chaos", "--chaos-seed",
-        "--yes-really", "--fake-sensors", "--apply-power-limit", "--help",
+        "--yes-really", "--apply-power-limit", "--help",
     },
     "plan": {"--jobs", "--config", "-c", "--set", "--json", "--help"},
     "jobs": {"--help"},
@@ -98,7 +97,7 @@ OPTIONS = {
     "limits": {"--clear", "--json", "--help"},
     "burn": {
         "--config", "-c", "--duration", "--phase", "--local", "--rehearse", "--set", "--json", "--plain", "--run-dir",
-        "--fake-sensors", "--apply-power-limit", "--sweep", "--help",
+        "--apply-power-limit", "--help",
     },
     "tune": {
         "--config", "-c", "--local", "--rehearse", "--preset", "--workload", "--budget", "--levers",
@@ -208,7 +207,7 @@ def test_every_documented_command_exists(document: Path) -> None:
 
 #: What reads the value of an option.
 READERS = {
-    "chaos": parse_chaos, "sweep": parse_sweep, "duration": duration_s, "budget": duration_s, "levers": names_in,
+    "chaos": parse_chaos, "duration": duration_s, "budget": duration_s, "levers": names_in,
 }  # fmt: skip
 
 
@@ -276,7 +275,7 @@ def test_the_page_of_the_table_has_every_state_and_column() -> None:
         assert re.search(rf"^\| .*{re.escape(title)}.* \|", page, re.MULTILINE), column.title
 
 
-@pytest.mark.parametrize(("document", "most"), [("README.md", 110), ("ARCHITECTURE.md", 120)])
+@pytest.mark.parametrize(("document", "most"), [("README.md", 110), ("ARCHITECTURE.md", 130)])
 def test_the_first_two_documents_stay_short(document: str, most: int) -> None:
     assert len(text_of(ROOT / document).splitlines()) <= most
 

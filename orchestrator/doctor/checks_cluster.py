@@ -112,7 +112,7 @@ def _versions(cluster: Cluster) -> Iterator[Finding]:
             has = ", ".join(f"{title} has {version(facts) or 'none'}" for title, facts in known)
             yield (warn if what == "torch" else fail)(f"{what} differs: {has}", fix="make setup")
     if is_alike and len(known) > 1:
-        yield ok("Python, Ray, torch and this project are the same on every node")
+        yield ok("the same on every node: Python, Ray, torch, this project")
 
 
 #: What is checked on a cluster, by the name in the report.

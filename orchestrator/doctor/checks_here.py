@@ -14,8 +14,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-import psutil
-
 from orchestrator.config.schema import Config
 from orchestrator.doctor.finding import Finding, fail, ok, skip, warn
 from workers.host.machine import free_bytes
@@ -67,9 +65,8 @@ def _token(here: Here) -> Iterator[Finding]:
     elif here.is_cluster:
         yield fail(f"there is none in {path}", hint="copy that file from the head; mode 600")
     else:
-        yield skip(
-            "none yet; a cluster needs one: run what `python -m orchestrator up NODE` prints"
-        )
+        hint = "do what `python -m orchestrator up NODE` prints"
+        yield skip("none yet; a cluster needs one", hint=hint)
 
 
 def _mode(path: Path) -> int | None:
@@ -90,23 +87,12 @@ def _port(here: Here) -> Iterator[Finding]:
             probe.bind(("", port))
         except OSError:
             yield warn(
-                f"{port} is taken{_by_whom(port)}; a head on this PC could not listen there",
+                f"{port} is taken; a head on this PC could not listen there",
                 hint="end that program, or set cluster.port",
                 fix=f"sudo ss -ltnp 'sport = :{port}'",
             )
         else:
             yield ok(f"{port} is free for a head on this PC")
-
-
-def _by_whom(port: int) -> str:
-    try:
-        for each in psutil.net_connections(kind="tcp"):
-            is_listener = each.status == psutil.CONN_LISTEN and each.laddr
-            if is_listener and each.laddr[1] == port and each.pid:
-                return f" by {psutil.Process(each.pid).name()} (pid {each.pid})"
-    except psutil.Error:
-        return ""
-    return ""
 
 
 #: What is checked on this PC, by the name in the report.

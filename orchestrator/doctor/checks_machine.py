@@ -27,7 +27,7 @@ from orchestrator.doctor.finding import (
     warn,
 )
 from orchestrator.view.phrases import counted
-from workers.host.facts import CardFacts, Holder, MachineFacts
+from workers.host.facts import Holder, MachineFacts
 from workers.units import GIB
 
 #: As in pyproject.toml.
@@ -75,9 +75,12 @@ def _card(machine: Machine) -> Iterator[Finding]:
             "and the power supply",
             fix="sudo reboot",
         )
+    for card in facts.visible_cards:
+        name = f"#{card.index} {card.name}, {card.total_bytes / GIB:.2f} GiB"
+        yield ok(f"{name}, in cluster.yaml: {profile_of(card).key}")
     if facts.visible_cards:
-        yield ok(", ".join(map(_card_text, facts.visible_cards)))
-    elif facts.cards:
+        return
+    if facts.cards:
         setting = f"CUDA_VISIBLE_DEVICES={facts.setting('CUDA_VISIBLE_DEVICES')}"
         yield fail(
             f"{len(facts.cards)} in this PC, but {setting} hides every one",
@@ -99,11 +102,6 @@ def _card(machine: Machine) -> Iterator[Finding]:
             "under WSL2 the driver is the one of Windows",
             fix="python -m orchestrator run --rehearse --duration 1",
         )
-
-
-def _card_text(card: CardFacts) -> str:
-    name = f"#{card.index} {card.name}, {card.total_bytes / GIB:.2f} GiB"
-    return f"{name}, in cluster.yaml: {profile_of(card).key}"
 
 
 def _driver(machine: Machine) -> Iterator[Finding]:
@@ -221,41 +219,27 @@ def _torch(machine: Machine) -> Iterator[Finding]:
 
 def _kernels(facts: MachineFacts) -> Finding | None:
     """Return what is wrong where this torch has no kernels for a card."""
+    kernels = facts.torch.architectures
     for card in facts.visible_cards:
-        capability, kernels = card.compute_capability, facts.torch.architectures
-        if capability is None or not kernels:
-            continue
-        ways = {_how_it_runs(kernel, capability) for kernel in kernels}
-        found = (
-            f"{card.name} has compute capability {dotted(capability)}; this torch has kernels for "
-            f"{' '.join(kernels)}"
-        )
-        if ways == {None}:
+        capability = card.compute_capability
+        if capability and kernels and not any(_runs(kernel, capability) for kernel in kernels):
             return fail(
-                found,
+                f"{card.name} has compute capability {dotted(capability)}; this torch has kernels "
+                f"for {' '.join(kernels)}",
                 hint="remove it, then install a torch that knows the card: newer for a new card, "
                 "older for an old one",
                 fix="python -m pip uninstall torch",
             )
-        if "runs" not in ways:
-            return warn(f"{found}: the driver compiles them at the first start, for minutes")
     return None
 
 
-def _how_it_runs(kernel: str, capability: tuple[int, int]) -> str | None:
-    """Machine code for sm_XY runs on X.Z with Z >= Y.
-
-    Compute_XY is compiled by the driver for anything newer.
-    """
-    parts = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", kernel)
+def _runs(kernel: str, capability: tuple[int, int]) -> bool:
+    """Machine code for sm_XY runs on X.Z with Z >= Y; compute_XY is compiled for anything newer."""
+    parts = re.fullmatch(r"(sm|compute)_(\d+)(\d)", kernel)
     if parts is None:
-        return None
+        return kernel.startswith("sm_{}{}".format(*capability))  # sm_90a runs on 9.0 alone
     built = int(parts[2]), int(parts[3])
-    if parts[4]:  # sm_90a runs on 9.0 alone, sm_100f on its family
-        return "runs" if built == capability and parts[1] == "sm" else None
-    if parts[1] == "sm":
-        return "runs" if built[0] == capability[0] and built <= capability else None
-    return "compiled" if built <= capability else None
+    return built <= capability and (parts[1] == "compute" or built[0] == capability[0])
 
 
 def _ray(machine: Machine) -> Iterator[Finding]:
@@ -285,16 +269,16 @@ def _cpu_governor(machine: Machine) -> Iterator[Finding]:
 
 
 def _mps(machine: Machine) -> Iterator[Finding]:
-    is_wanted = machine.config is not None and machine.config.compute_share_mode == "mps"
-    if not is_wanted:
-        yield skip("not asked for (compute_share_mode is not mps)")
+    if machine.config is None or not machine.config.workers.mps:
+        yield skip("not asked for (workers.mps is false)")
     elif machine.facts.mps_daemon:
         yield ok("its daemon runs; a fatal error of one worker ends every worker on that card")
     elif not machine.facts.visible_cards:
         yield skip("no card")
     else:
-        yield warn(
-            "cluster.yaml asks for it, and no control daemon runs; none can under WSL2",
+        yield fail(
+            "cluster.yaml asks for it, and no control daemon runs",
+            hint="under WSL2 none can: workers.mps: false",
             fix="nvidia-cuda-mps-control -d",
         )
 

@@ -86,7 +86,7 @@ def _row(finding: Finding) -> TableRow:
 
 
 def diagnosis_lines(diagnosis: Diagnosis, width: int | None) -> Iterator[Text]:
-    """Yield the table, then what each failure and warning means and what to type.
+    """Yield the table, then what findings mean and what to type.
 
     Without a width no line is broken.
     """
@@ -94,7 +94,7 @@ def diagnosis_lines(diagnosis: Diagnosis, width: int | None) -> Iterator[Text]:
     yield Text()
     yield from table_lines(findings_table(diagnosis), width)
     for finding in _sorted(diagnosis):
-        if finding.verdict in {Verdict.FAIL, Verdict.WARN}:
+        if finding.hint or finding.fix or finding.verdict in {Verdict.FAIL, Verdict.WARN}:
             subject = " ".join(filter(None, (finding.node, finding.check)))
             words = f"{subject}: {'; '.join(filter(None, (finding.found, finding.hint)))}"
             yield Text()

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -131,23 +132,22 @@ def _config_problem(problem: Problem, path: str) -> Finding:
 
 def _address(config: Config | None) -> tuple[str | None, Finding]:
     """Return where the cluster is, if one can be asked, and what to say if none can."""
-    only = "only this machine was looked at"
+    skipped = partial(skip, check="cluster", hint="only this machine was looked at")
     try:
         address = head_address("auto" if config is None else config.cluster.address)
     except NoClusterError as error:
-        return None, skip(f"{error}; {only}", check="cluster")
+        return None, skipped(str(error))
     if config is None:
-        found = f"one was started at {address}; without a configuration {only}"
-        return None, skip(found, check="cluster")
+        return None, skipped(f"one was started at {address}; there is no configuration")
     host, _, port = address.rpartition(":")
     if config.cluster.address == "auto" and host in _own_addresses() and not _answers(host, port):
         return None, warn(
-            f"the Ray head that was started here, at {address}, does not answer any more; {only}",
+            f"the Ray head that was started here, at {address}, does not answer any more",
             check="cluster",
             hint="to start it again, do what this prints",
             fix=f"python -m orchestrator up {config.head_node}",
         )
-    return address, skip(only, check="cluster")
+    return address, skipped("")
 
 
 def _of_cluster(config: Config, address: str, findings: list[Finding]) -> Diagnosis:
@@ -177,8 +177,8 @@ def _of_this_machine(config: Config | None, node: str | None, findings: list[Fin
     name, is_sure = (None, False) if config is None else _own_node(config, node, facts.hostname)
     found = check_machine(Machine(facts=facts, config=config, name=name, is_sure=is_sure))
     if config is not None and name is None:
-        which = f"which node of cluster.yaml this PC is ({', '.join(config.nodes)}) is not known"
-        found.append(skip(f"{which}; say it: --node NAME", check="plan"))
+        names = ", ".join(config.nodes)
+        found.append(skip(f"say which node this PC is: --node NAME ({names})", check="plan"))
     found += checked(checks_here.CHECKS, Here(config=config, is_cluster=False))
     return Diagnosis(
         where=f"this machine ({facts.hostname})",

@@ -42,7 +42,10 @@ def health_lines(snapshot: Snapshot, width: int, height: int | None = None) -> l
     table = table_lines(
         slots_table(snapshot), width, None if room is None else max(1, room - len(below))
     )
-    return [*above, *table, *below]
+    lines = [*above, *table, *below]
+    for line in lines:
+        line.truncate(width)
+    return lines
 
 
 def header_lines(

@@ -140,7 +140,7 @@ def test_an_unreachable_head_a_taken_port_and_no_name() -> None:
     rows = {row["check"]: row for row in report["findings"]}
     words = {
         "cluster": f"the Ray head at {head} cannot be reached",
-        "port": f"{port} is taken by",
+        "port": f"{port} is taken",
         "plan": "--node NAME",
     }
     for check, verdict in (("cluster", "fail"), ("port", "warn"), ("plan", "skip")):

@@ -22,6 +22,7 @@ from tests.notify.head import RUN_ID, Head, head_of
 from tests.notify.receivers import Receiver, black_hole, http_receiver
 from tests.scene import COMMAND, PATIENCE_S, ROOT, orchestrator, python, wait_for
 
+pytestmark = pytest.mark.filterwarnings("ignore:'(imghdr|cgi)':DeprecationWarning")  # apprise
 HUSH = "hush-hush"
 LOST = {
     slot: {"state": "LOST", "reason": "its node has left"} for slot in ("pc2/0", "pc2/1", "pc2/2")
@@ -106,7 +107,7 @@ def test_start_node_slots_and_end_are_a_message_each(folder: Path, head: Head) -
         fourth = message(http, 4)
         assert fourth.startswith(f"0b76: SlotQuarantined {' '.join(slots)}\n")
         assert "died 5 times in 300 s: [31mthe card is broken" in fourth
-        assert "NVIDIA GeForce RTX 3090: 71 C, 21.0 of 24.0 GiB" in fourth
+        assert "pc1 NVIDIA GeForce RTX 3090: workers 7, " in fourth
         head.store(states=quarantined, end="degraded", code=1, missed=["pc1/0 ended QUARANTINED"])
         last = message(http, 5)
         assert last.startswith("0b76: the run has ended: degraded, exit code 1\n")
@@ -141,7 +142,7 @@ def test_only_one_process_tells_of_a_run(folder: Path, head: Head) -> None:
         )
         with pytest.raises(UsageError, match="another process tells of run"):
             second.follow()
-        assert len(said) == 2, "it says why it waits"
+        assert "once no other process does" in said[0]
         process.kill()
         process.wait()
         with teller(folder, http):

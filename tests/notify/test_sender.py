@@ -19,6 +19,7 @@ from orchestrator.view.notify.sender import deliver
 from tests.notify.receivers import Receiver, black_hole, http_receiver, smtp_receiver
 from tests.scene import PATIENCE_S, python
 
+pytestmark = pytest.mark.filterwarnings("ignore:'(imghdr|cgi)':DeprecationWarning")  # apprise
 TEXT = MessageText(title="title", body="body", severity="info")
 SMALL = {"nodes": {"pc1": {"gpu": "rtx-3090", "workers": 1, "vram_per_worker_gib": 1}}}
 

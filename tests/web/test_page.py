@@ -15,6 +15,7 @@ import pytest
 from orchestrator.jobs import inbox
 from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal
 from orchestrator.jobs.model import Submitted
+from orchestrator.view.web.looks import LOOK_EVERY_S
 from tests.factories import GIB, make_job, make_row
 from tests.scene import ROOT
 from tests.web.browser import Browser, browser, needs_chromium, until
@@ -257,15 +258,19 @@ def test_a_hidden_page_is_sent_nothing(folder: Path) -> None:
         await page.js(
             "Object.defineProperty(document, 'hidden', { get: () => window.gone, configurable: true })"
         )
+        counts = [0]
+
+        async def stands_still(is_gone: bool) -> bool:
+            await asyncio.sleep(LOOK_EVERY_S * 2)
+            counts.append(server.site.looks.count)
+            return (counts[-1] == counts[-2]) == is_gone
+
         for is_gone in (True, False):
             await page.js(
                 f"window.gone = {json.dumps(is_gone)};"
                 "document.dispatchEvent(new Event('visibilitychange'))"
             )
-            await until(
-                lambda is_gone=is_gone: asyncio.sleep(0, (server.site.pages == 0) == is_gone),
-                "change",
-            )
+            await until(lambda is_gone=is_gone: stands_still(is_gone), "change")
 
     shown(folder, scene)
     store.end("good", 0, None, [])

@@ -29,6 +29,7 @@ from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, Journal
 from orchestrator.jobs.model import Submitted
 from orchestrator.record.store import STORE_NAME, RunStore
 from orchestrator.view.charts import course_of
+from orchestrator.view.web.looks import LOOK_EVERY_S
 from orchestrator.view.web.server import PAGE
 from tests.factories import make_job
 from tests.scene import COMMAND, PATIENCE_S, ROOT, orchestrator
@@ -216,10 +217,15 @@ def test_one_look_serves_all_pages_and_none_without_one(folder: Path) -> None:
         assert looks.count <= 2
         for stream in streams:
             await stream.aclose()
-        await until(lambda: asyncio.sleep(0, server.site.pages == 0), "end of following")
-        before = looks.count
-        await asyncio.sleep(1.5)
-        assert looks.count == before
+        counts = [0]
+
+        async def is_still() -> bool:
+            """The count of a look is the one of some seconds ago."""
+            await asyncio.sleep(LOOK_EVERY_S * 2)
+            counts.append(looks.count)
+            return counts[-1] == counts[-2]
+
+        await until(is_still, "end of following")
 
     ask(folder, scene)
 

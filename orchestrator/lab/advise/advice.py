@@ -18,8 +18,8 @@ from orchestrator.lab.tune.results import LeverRow, LeverVerdict, TuningResult
 #: What a run of this kind is started with, beside its own keys.
 _MODES: Final = {mode: f" --{mode}" for mode in ("local", "rehearse")}
 
-#: Of the limit that a card has: the lower end of the sweep that is proposed, in whole steps.
-_COOLER: Final = 0.6
+#: Of the limit that a card has: the one that is proposed, in whole steps.
+_COOLER: Final = 0.8
 _STEP_W: Final = 25
 
 #: Who says what a change may bring.
@@ -334,18 +334,16 @@ def _resting(_: CauseShare, card: CardHistory, run: RunHistory) -> Recommendatio
     return _set(run, f"nodes.{card.node}.gpu_share", "1.0", text)
 
 
-def _cooling(_: CauseShare, card: CardHistory, __: RunHistory) -> Recommendation:
+def _cooling(_: CauseShare, card: CardHistory, run: RunHistory) -> Recommendation:
     text = (
         "Check dust, airflow and fan curve; then lower its power limit, which costs less than "
         "pauses."
     )
-    made = _plain(text, "python -m orchestrator doctor")
     if card.power_limit_w is None:
-        return made
-    most = int(card.power_limit_w) // _STEP_W * _STEP_W
-    sweep = f"power={int(_COOLER * most) // _STEP_W * _STEP_W}..{most}:{_STEP_W}"
-    measure = f"sudo .venv/bin/python -m orchestrator burn --local --sweep {sweep}"
-    return replace(made, measure=measure)
+        return _plain(text, "python -m orchestrator doctor")
+    limit_w = int(_COOLER * card.power_limit_w) // _STEP_W * _STEP_W
+    lower = f"--apply-power-limit --set nodes.{card.node}.power_limit_w={limit_w}"
+    return _plain(text, f"{_start(run)} {lower}")
 
 
 def _looking_around(_: CauseShare, card: CardHistory, __: RunHistory) -> Recommendation:

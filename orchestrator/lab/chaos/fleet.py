@@ -573,12 +573,12 @@ class Chaos(Experiment):
                 "mean it: --yes-really"
             )
         config = environment.config
-        is_mps = config.compute_share_mode == "mps" and environment.target.device != "cpu"
+        is_mps = config.workers.mps and environment.target.device != "cpu"
         if is_mps and environment.mode is not Mode.REHEARSE and _DEADLY & set(self._plan.kinds()):
             raise UsageError(
                 "--chaos ends processes in the middle of a step, and under MPS that can end every "
                 "other worker of the card; valid: faults other than kill, segv and exit, or --set "
-                "compute_share_mode=duty"
+                "workers.mps=false"
             )
         check_nodes(self._plan, config.nodes, config.head_node, is_rehearsal=is_rehearsal)
 

@@ -15,12 +15,12 @@ from orchestrator.config.duration import format_duration
 from orchestrator.config.schema import Severity
 from orchestrator.record.archive import Frame
 from orchestrator.record.folders import go_on_command
-from orchestrator.record.model import Row, rows_by_card
+from orchestrator.record.model import Snapshot
 from orchestrator.view.alerts import SEVEREST_FIRST, Alert
-from orchestrator.view.cells import clean, shorten
+from orchestrator.view.cells import MISSING, clean, shorten
 from orchestrator.view.notify.outbox import Message
-from orchestrator.view.phrases import tflops_words, time_words, totals
-from workers.units import GIB
+from orchestrator.view.phrases import totals
+from orchestrator.view.slots import cards_table, headline
 
 _LINES_MOST = 20
 """Of one kind. Some services take only 4,000 characters."""
@@ -63,11 +63,10 @@ def message_text(message: Message, frame: Frame, unix_s: float) -> MessageText:
         f"still: {_headline(one)}, for {_age(one[0], unix_s)}" for one in _grouped(message.still)
     ]
     status = [
-        f"run {snapshot.run_id}: {time_words(snapshot)}, {tflops_words(snapshot.tflops_total)}",
-        f"{states or 'no workers yet'}; {', '.join(totals(snapshot))}",
-        *([] if snapshot.jobs is None else [f"jobs: {snapshot.jobs}"]),
+        f"run {snapshot.run_id}: {', '.join(cell.text for cell in headline(snapshot))}",
+        ", ".join(totals(snapshot)),
         *snapshot.notices,
-        *_cards(snapshot.rows),
+        *_cards(snapshot),
     ]
     blocks = [_cut(block) for block in (end, new_lines, still, status) if block]
     return MessageText(
@@ -108,21 +107,17 @@ def _end(frame: Frame) -> str:
     return f"the head is gone; `{go_on_command(run.folder)}` continues the run"
 
 
-def _cards(rows: Iterable[Row]) -> Iterator[str]:
-    """Yield temperature, memory, load and power of each card, as far as they are known."""
-    for (node, _), of_card in rows_by_card(rows).items():
-        row = max(of_card, key=lambda one: one.temperature_c is not None)
-        words = [] if row.temperature_c is None else [f"{row.temperature_c:.0f} C"]
-        if row.device_used_bytes is not None and row.device_total_bytes is not None:
-            used, total = row.device_used_bytes / GIB, row.device_total_bytes / GIB
-            words.append(f"{used:.1f} of {total:.1f} GiB")
-        if row.utilisation_pct is not None:
-            words.append(f"{row.utilisation_pct:.0f} % busy")
-        if row.power_w is not None:
-            limit = "" if row.power_limit_w is None else f" of {row.power_limit_w:.0f}"
-            words.append(f"{row.power_w:.0f}{limit} W")
-        if words:
-            yield f"{node} {row.gpu_name or 'processor'}: {', '.join(words)}"
+def _cards(snapshot: Snapshot) -> Iterator[str]:
+    """Yield a line for each card, with the columns of the table of cards that have a value."""
+    table = cards_table(snapshot)
+    for row in table.rows:
+        node, card, *others = row.cells
+        words = [
+            f"{column.title} {column.unit} {cell.text}"
+            for column, cell in zip(table.columns[2:], others, strict=True)
+            if cell.text != MISSING
+        ]
+        yield f"{node.text} {card.text}: {', '.join(words)}"
 
 
 def _line(text: str, cells: int = _CELLS_MOST) -> str:

@@ -28,7 +28,6 @@ from workers.files import locked
 LOCK_NAME: Final = "notify.lock"
 _LOOK_EVERY_S: Final = 2.0
 _LAST_TRIES: Final = 3
-_LOCK_SOON_S: Final = 0.5
 Say: TypeAlias = Callable[[str], None]
 
 
@@ -77,25 +76,23 @@ class Notifier:
             ArchiveError: The run folder is gone.
         """
         lock, run_id = self.folder / LOCK_NAME, self.folder.name
-        for patience_s in (_LOCK_SOON_S, self.lock_patience_s):
-            with ExitStack() as stack:
-                try:
-                    stack.enter_context(locked(lock, patience_s))
-                except TimeoutError:
-                    self.say(
-                        f"another process tells of run {run_id}; this one begins if that ends soon"
-                    )
-                    continue
-                except OSError as failure:
-                    raise UsageError(
-                        one_line(f"{lock} cannot be made: {failure.strerror}")
-                    ) from failure
-                self.say(
-                    f"telling of run {run_id} at {counted(len(self.urls), 'address', 'addresses')}"
-                )
-                signal.signal(signal.SIGTERM, signal.default_int_handler)
-                return self._until_the_end()
-        raise UsageError(f"another process tells of run {run_id} already; end it first")
+        self.say(
+            f"telling of run {run_id} at {counted(len(self.urls), 'address', 'addresses')}, once "
+            "no other process does"
+        )
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(locked(lock, self.lock_patience_s))
+            except TimeoutError as late:
+                raise UsageError(
+                    f"another process tells of run {run_id} already; end it first"
+                ) from late
+            except OSError as failure:
+                raise UsageError(
+                    one_line(f"{lock} cannot be made: {failure.strerror}")
+                ) from failure
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            return self._until_the_end()
 
     def _until_the_end(self) -> int:
         tries, last = 0, None

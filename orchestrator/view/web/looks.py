@@ -10,7 +10,6 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -53,15 +52,12 @@ class _Watched:
 class Looks:
     """The runs of one folder."""
 
-    def __init__(
-        self, runs_dir: Path, run_id: str, unix_s: Callable[[], float], *, with_control: bool
-    ) -> None:
+    def __init__(self, runs_dir: Path, run_id: str, *, with_control: bool) -> None:
         """Touch nothing yet. `run_id` is shown where none is named; `latest` is the newest."""
         self.count = 0
         """How often a run was looked at."""
         self._runs_dir = runs_dir
         self._run_id = run_id
-        self._unix_s = unix_s
         self._with_control = with_control
         self._lock = asyncio.Lock()
         self._last: dict[str, Look] = {}
@@ -98,7 +94,7 @@ class Looks:
         frame = watched.follower.look()
         watched.events.extend(frame.events)
         frame = replace(frame, events=tuple(watched.events))
-        wrong, watched.since = alerts(frame, self._unix_s(), watched.since)
+        wrong, watched.since = alerts(frame, time.time(), watched.since)
         if now_s >= self._runs_due_s:
             self._runs = runs_table(list_runs(self._runs_dir))
             self._runs_due_s = now_s + _RUNS_EVERY_S

@@ -34,13 +34,9 @@ from orchestrator.view.web import guard, metrics
 from orchestrator.view.web.guard import Access, RequestFacts, RequestRefusal
 from orchestrator.view.web.looks import LOOK_EVERY_S, Looks
 
-COMMENT_EVERY_S: Final = 15.0
-"""So often a page hears at least something: else what is between may close the connection."""
-PAGES_MOST: Final = 64
 BODY_MOST_S: Final = 10.0
 PAGE: Final = Path(__file__).parent / "page"
 
-_WRITING_MOST_S: Final = 30.0
 _BODY_MOST_BYTES: Final = 64 * 2**10
 _KINDS: Final = {
     ".html": "text/html",
@@ -80,19 +76,10 @@ class _Command(BaseModel):
 class Site:
     """The page of the runs of one folder."""
 
-    def __init__(
-        self,
-        runs_dir: Path,
-        access: Access,
-        run_id: str = "latest",
-        unix_s: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, runs_dir: Path, access: Access, run_id: str = "latest") -> None:
         """Read the page's files. `run_id` is shown where none is named."""
         self.access = access
-        self.looks = Looks(runs_dir, run_id, unix_s, with_control=access.with_control)
-        self.pages = 0
-        """How many pages follow now."""
-        self._unix_s = unix_s
+        self.looks = Looks(runs_dir, run_id, with_control=access.with_control)
         self._files = {
             path.name: path.read_bytes() for path in PAGE.iterdir() if path.suffix in _KINDS
         }
@@ -119,6 +106,8 @@ class Site:
                 return _error(refused.status, refused.error)
             try:
                 return await handler(request)
+            except ConnectionError:
+                raise  # the client is gone
             except Exception as error:  # noqa: BLE001 - a sentence for the client
                 return _error(*_explained(error))
 
@@ -163,26 +152,16 @@ class Site:
 
     async def _get_stream(self, request: web.Request) -> web.StreamResponse:
         """Send the document whenever it has changed, until the page is gone."""
-        if self.pages >= PAGES_MOST:
-            return _error(HTTPStatus.SERVICE_UNAVAILABLE, "too many pages follow; close some")
         kind = {"Content-Type": "text/event-stream; charset=utf-8"}
         response = web.StreamResponse(headers={**_HEADERS, **kind})
-        self.pages += 1
-        try:
-            await response.prepare(request)
-            sent, sent_at_s = "", time.monotonic()
-            while True:
-                event = await self._event(_run_id(request))
-                is_due = time.monotonic() - sent_at_s > COMMENT_EVERY_S
-                if event != sent or is_due:
-                    content = event if event != sent else ": still here\n\n"
-                    await asyncio.wait_for(response.write(content.encode()), _WRITING_MOST_S)
-                    sent, sent_at_s = event, time.monotonic()
-                await asyncio.sleep(LOOK_EVERY_S)
-        except (ConnectionError, TimeoutError):
-            return response  # the page is gone, or has not read anything for long
-        finally:
-            self.pages -= 1
+        await response.prepare(request)
+        sent = ""
+        while True:
+            event = await self._event(_run_id(request))
+            if event != sent:
+                await response.write(event.encode())
+                sent = event
+            await asyncio.sleep(LOOK_EVERY_S)
 
     async def _event(self, run_id: str) -> str:
         """Return the document as an event, or why there is none: the next look may succeed."""
@@ -234,7 +213,7 @@ class Site:
             raise ValueError(f"of jobs, do is one of {', '.join(Word)}")
         if unknown := set(jobs) - known:
             raise ValueError(f"the queue has no job {min(unknown)[:80]!r}")
-        word, now_s = Word(command.do), self._unix_s()
+        word, now_s = Word(command.do), time.time()
         words = [
             Said(at_s=now_s, id=f"{command.id}-{name}", word=word, job=name, by="web")
             for name in jobs
