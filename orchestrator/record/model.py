@@ -67,7 +67,7 @@ class Field:
     that of a card has `card`, and a counter gets `_total`. Empty: there is none.
     """
     help: str = ""
-    """Of the metric, for people who read it in Prometheus."""
+    """What Prometheus says of the metric."""
     _: KW_ONLY
     of: Literal["slot", "card"] = "slot"
     """A key of the card has the same value in all slots of that card."""

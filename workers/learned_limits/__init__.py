@@ -85,8 +85,9 @@ def _name_of(workload: Callable[..., object]) -> str:
 
 
 def _word(value: Scalar) -> str:
-    is_whole = isinstance(value, float) and value.is_integer()
-    return str(int(value) if is_whole else value)  # 2 and 2.0 are one
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))  # 2 and 2.0 are one
+    return str(value)
 
 
 def _product_version() -> str | None:

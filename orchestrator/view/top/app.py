@@ -112,8 +112,8 @@ class Ask:
 
     def lines(self) -> list[Text]:
         """Return the question: what would happen, and a line for each slot or job."""
-        is_jobs = isinstance(self.order, Word)
-        effect = _EFFECTS_ON_JOBS[self.order] if is_jobs else EFFECTS[Do(self.order)]
+        order = self.order
+        effect = _EFFECTS_ON_JOBS[order] if isinstance(order, Word) else EFFECTS[order]
         return [
             Text(f"{self}? y sends it, esc does not", "bold yellow"),
             Text(f"each of them: {effect}", "dim"),
@@ -325,7 +325,8 @@ class Top(App[None]):
     def action_sort(self, step: int) -> None:
         """Sort by the column so many columns on; the worst first stands before the first one."""
         table = None if self._frame is None else self._table(self._frame)
-        keys = [None, *(column.key for column in table.columns)] if table is not None else [None]
+        keys: list[str | None] = [None]
+        keys += () if table is None else (column.key for column in table.columns)
         at = keys.index(self._view.column) if self._view.column in keys else 0
         column = keys[(at + step) % len(keys)]
         self._view = replace(self._view, column=column, reverse=False)

@@ -144,8 +144,8 @@ def slot_page(
     for title, part in parts.items():
         if shown := list(part):
             lines += [Text(), Text(title, "bold"), *shown]
-    title = Text(clean(f"{slot}  {row.state.value}  {row.reason}"), STYLES[STATE_TONES[row.state]])
-    return title, {key: _course(key, course) for key, course in sampled.items()}, lines
+    said = Text(clean(f"{slot}  {row.state.value}  {row.reason}"), STYLES[STATE_TONES[row.state]])
+    return said, {key: _course(key, course) for key, course in sampled.items()}, lines
 
 
 def _facts(row: Row, snapshot: Snapshot) -> Iterator[Cell]:
