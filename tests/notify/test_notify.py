@@ -107,7 +107,7 @@ def test_start_node_slots_and_end_are_a_message_each(folder: Path, head: Head) -
         fourth = message(http, 4)
         assert fourth.startswith(f"0b76: SlotQuarantined {' '.join(slots)}\n")
         assert "died 5 times in 300 s: [31mthe card is broken" in fourth
-        assert "pc1 NVIDIA GeForce RTX 3090: workers 7, " in fourth
+        assert "pc1 RTX 3090: workers 7, " in fourth
         head.store(states=quarantined, end="degraded", code=1, missed=["pc1/0 ended QUARANTINED"])
         last = message(http, 5)
         assert last.startswith("0b76: the run has ended: degraded, exit code 1\n")
