@@ -22,7 +22,8 @@ from orchestrator.view.runs import runs_table
 
 LOOK_EVERY_S: Final = 1.0
 _RUNS_EVERY_S: Final = 10.0
-"""The list of runs opens the store of each."""
+_RUNS_PAUSES: Final = 20.0
+"""The list of runs opens the store of each: it may take 5 % of the time at most."""
 _KEPT: Final = 8
 """Runs of which something is kept from look to look."""
 
@@ -97,7 +98,8 @@ class Looks:
         wrong, watched.since = alerts(frame, time.time(), watched.since)
         if now_s >= self._runs_due_s:
             self._runs = runs_table(list_runs(self._runs_dir))
-            self._runs_due_s = now_s + _RUNS_EVERY_S
+            took_s = time.monotonic() - now_s
+            self._runs_due_s = now_s + max(_RUNS_EVERY_S, _RUNS_PAUSES * took_s)
         told = document(frame, wrong, self._runs)
         told["control"] = self._with_control and frame.run.outcome == "running"
         text = json.dumps(told, separators=(",", ":"), allow_nan=False)
