@@ -1,4 +1,4 @@
-"""What is wrong with this PC as the one on which a run is typed: disk, Ray's token, the head's port.
+"""What is wrong with this PC as the one on which a run is typed: disk, token, the head's port.
 
 These checks look at the machine themselves, and change nothing. Does not cover what every machine
 of a cluster is asked (`checks_machine`).

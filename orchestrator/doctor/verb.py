@@ -125,9 +125,19 @@ def _config_problem(problem: Problem, path: str) -> Finding:
     fix = None
     if problem.source == path and problem.line is not None:
         fix = f"${{EDITOR:-nano}} +{problem.line} {shlex.quote(path)}"
-    elif not Path(path).exists():
+    elif _is_missing(path):
         fix = f"python -m orchestrator init --output {shlex.quote(path)}"
     return fail(str(problem), check="config", fix=fix)
+
+
+def _is_missing(path: str) -> bool:
+    try:
+        Path(path).stat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _address(config: Config | None) -> tuple[str | None, Finding]:

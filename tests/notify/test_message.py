@@ -1,4 +1,4 @@
-"""The words of a message: what stands in the title, and that hostile text stays harmless and short."""
+"""The words of a message: the title, what is new, and that hostile text stays harmless."""
 
 from __future__ import annotations
 
