@@ -102,6 +102,8 @@ def fitting(table: Table, width: int | None) -> dict[int, int]:
         longest = max(cell_len(clean(text)) for text in ("", *texts))
         if width is not None and column.most_cells is not None:
             longest = min(longest, column.most_cells)
+        if width is not None and at == 0:
+            longest = min(longest, max(_LEAST_CELLS, width // 2))  # no name takes all the line
         needed[at] = max(longest, cell_len(column.title), cell_len(column.unit))
     if width is None:
         return needed

@@ -278,7 +278,7 @@ class Top(App[None]):
 
     # What keys do.
 
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:  # noqa: ARG002 - of Textual
+    def check_action(self, action: str, _: tuple[object, ...]) -> bool:
         """Say whether a key means an action now, see Textual: while a filter is typed, keys are
         letters.
         """
