@@ -122,7 +122,10 @@ def totals(folder: Path, from_unix_s: float, to_unix_s: float, count: int) -> di
 def sampled_between(folder: Path) -> tuple[float, float] | None:
     """Return the Unix times of the first and the last sample; `None` if there is none."""
     with reading(folder) as store:
-        first, last = store.execute("SELECT min(at_unix_s), max(at_unix_s) FROM samples").fetchone()
+        # SQLite finds one of them in the index; both at once it looks for in all samples.
+        first, last = store.execute(
+            "SELECT (SELECT min(at_unix_s) FROM samples), (SELECT max(at_unix_s) FROM samples)"
+        ).fetchone()
     return None if _number(first) is None or _number(last) is None else (float(first), float(last))
 
 

@@ -29,6 +29,9 @@ _CURVE_POINTS_MOST: Final = 300
 _EVENTS_MOST: Final = 50
 _SPANS_MOST: Final = 200
 
+#: What a course without samples is of.
+_NEVER: Final = (0.0, 1.0)
+
 #: Drawn before any other, as far as something was sampled.
 _FIRST: Final = (
     "tflops",
@@ -53,7 +56,7 @@ _UNITS: Final = {"bytes": ("MiB", 1 / MIB), "ratio": ("%", 100.0)}
 _NAMES: Final = {"tflops": "TFLOP/s", "oom_count": "OOM"}
 
 
-def course_of_all(folder: Path, last_s: float = math.inf, parts: int = PARTS) -> Json:
+def course_of_all(folder: Path, last_s: float = math.inf) -> Json:
     """Return the sums over all slots in the last seconds, by default since the first sample.
 
     Before the first sample there are no charts.
@@ -63,20 +66,36 @@ def course_of_all(folder: Path, last_s: float = math.inf, parts: int = PARTS) ->
     """
     between = _between(folder, last_s)
     if between is None:
-        return _course((0.0, 1.0), (), [])
-    found = history.totals(folder, *between, parts)
+        return _course(_NEVER, (), [])
+    found = history.totals(folder, *between, PARTS)
     charts = [_chart(key, buckets, _TOTALS[key]) for key, buckets in found.items()]
     return _course(between, _times(found), [chart for chart in charts if chart])
 
 
-def course_of(folder: Path, slot: str, last_s: float = math.inf, parts: int = PARTS) -> Json:
+def course_of(folder: Path, slot: str, last_s: float = math.inf) -> Json:
     """Return what was sampled of one slot, or of a job, whose slot has its name; with its states,
     events, and the last lines that its worker printed. As `course_of_all` otherwise.
     """
     between = _between(folder, last_s)
-    found: Mapping[str, Buckets] = {}
+    if between is None:
+        return _course_of(folder, slot, _NEVER, {})
+    found = history.buckets(folder, slot, SAMPLED_NUMBERS, *between, PARTS)
+    return _course_of(folder, slot, between, found)
+
+
+def courses_of(folder: Path, slots: Iterable[str], parts: int) -> dict[str, Json]:
+    """Return the same of several slots since the first sample, in one pass over all samples."""
+    between = _between(folder, math.inf)
+    found: Mapping[str, Mapping[str, Buckets]] = {}
     if between is not None:
-        found = history.buckets(folder, slot, SAMPLED_NUMBERS, *between, parts)
+        found = history.courses(folder, SAMPLED_NUMBERS, *between, parts)
+    ends = between or _NEVER
+    return {slot: _course_of(folder, slot, ends, found.get(slot, {})) for slot in slots}
+
+
+def _course_of(
+    folder: Path, slot: str, between: tuple[float, float], found: Mapping[str, Buckets]
+) -> Json:
     charts = []
     for key in sorted(found, key=lambda key: _FIRST.index(key) if key in _FIRST else len(_FIRST)):
         if chart := _chart(key, found[key], _label(key)):
@@ -84,15 +103,14 @@ def course_of(folder: Path, slot: str, last_s: float = math.inf, parts: int = PA
             if label and _is_known(found[beside]):
                 chart["lines"].append([label, _scaled(beside, found[beside].mean)])
             charts.append(chart)
-    events = read_events(folder, slot=slot, limit=_EVENTS_MOST)
+    spans = history.state_spans(folder, slot)[-_SPANS_MOST:]
     errors = read_events(folder, ("workload_error",), slot=slot, limit=1)
-    ends = (0.0, 1.0) if between is None else between
     return {
-        **_course(ends, _times(found), charts),
-        "spans": [
-            _span(span, ends[1]) for span in history.state_spans(folder, slot)[-_SPANS_MOST:]
+        **_course(between, _times(found), charts),
+        "spans": [_span(span, between[1]) for span in spans],
+        "events": [
+            event_line(event) for event in read_events(folder, slot=slot, limit=_EVENTS_MOST)
         ],
-        "events": [event_line(event) for event in events],
         "traceback": str(errors[0].details.get("traceback")) if errors else "",
         "printed": "\n".join(last_lines(folder, slot)),
     }

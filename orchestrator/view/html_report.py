@@ -18,7 +18,7 @@ from typing import Final
 from orchestrator.errors import UsageError
 from orchestrator.record.archive import Follower
 from orchestrator.record.summary import write_file
-from orchestrator.view.charts import PARTS, course_of, course_of_all, course_of_jobs
+from orchestrator.view.charts import PARTS, course_of_all, course_of_jobs, courses_of
 from orchestrator.view.document import Json, document
 
 _PARTS_LEAST: Final = 16
@@ -49,7 +49,7 @@ def frozen(folder: Path) -> Json:
         "document": document(frame),
         "all": course_of_all(folder),
         "jobs": None if frame.queue is None else course_of_jobs(folder),
-        "slots": {name: course_of(folder, name, parts=parts) for name in names},
+        "slots": courses_of(folder, names, parts),
     }
 
 

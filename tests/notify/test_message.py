@@ -107,7 +107,7 @@ def test_a_status_has_each_card_once_with_its_sensors() -> None:
     told = words(Message(), busy, make_row(slot="pc1/1"), other)
     assert told.title == "0b76: 1 PAUSED, 2 RUNNING"
     first, second = told.body.splitlines()[-2:]
-    assert first.startswith("pc1 NVIDIA GeForce RTX 3090: workers 2, ")
+    assert first.startswith("pc1 RTX 3090: workers 2, ")
     for figures in ("card used/all 21.0/24.0", "temp C /margin 71/", "power /cap W 281/350"):
         assert figures in first
     assert "card busy % 98" in first

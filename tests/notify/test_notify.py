@@ -67,6 +67,7 @@ def teller(
         cwd=ROOT,
         env={**os.environ, URLS_VARIABLE: urls},
         stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
     ) as process:
         try:
@@ -107,7 +108,7 @@ def test_start_node_slots_and_end_are_a_message_each(folder: Path, head: Head) -
         fourth = message(http, 4)
         assert fourth.startswith(f"0b76: SlotQuarantined {' '.join(slots)}\n")
         assert "died 5 times in 300 s: [31mthe card is broken" in fourth
-        assert "pc1 NVIDIA GeForce RTX 3090: workers 7, " in fourth
+        assert "pc1 RTX 3090: workers 7, " in fourth
         head.store(states=quarantined, end="degraded", code=1, missed=["pc1/0 ended QUARANTINED"])
         last = message(http, 5)
         assert last.startswith("0b76: the run has ended: degraded, exit code 1\n")
@@ -179,7 +180,10 @@ def test_a_silent_server_costs_its_deadline(folder: Path, head: Head) -> None:
 def test_without_an_answer_the_process_ends_after_some_tries(folder: Path, head: Head) -> None:
     head.store(end="good", code=0, missed=[])
     with http_receiver(status=500) as http, teller(folder, http) as process:
-        assert process.wait(PATIENCE_S) == 1
+        said, _ = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 1
+    assert "not taken: " in said
+    assert HUSH not in said, "neither in reasons nor in warnings of apprise"
     assert len(http.messages) == 3
 
 

@@ -1,6 +1,6 @@
 """Looks at the runs of a folder for all pages that follow them, each at most once a second.
 
-Nothing is read while nobody asks. Which run is the newest is found out at each look. Does not serve
+Nothing is read while no page asks. Which run is the newest is found out at each look. Does not serve
 anything (`server.py`).
 """
 

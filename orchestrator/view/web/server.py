@@ -202,7 +202,7 @@ class Site:
             send, folder, command.do, slots, by="web", amount_bytes=size_bytes, identity=command.id
         )
         if not answer.ok:
-            raise web.HTTPConflict(reason=answer.error or "the head has refused it")
+            raise web.HTTPConflict(reason=one_line(answer.error or "the head has refused it"))
         return str(answer.effect)
 
     async def _tell_queue(self, run_id: str, command: _Command, jobs: list[str]) -> str:

@@ -1,7 +1,7 @@
 """Which addresses are served, with which tokens, and until when.
 
-The page is served on loopback alone. Another address of this PC gives `/metrics` alone, to whoever
-has its token. Does not answer requests (`server.py`).
+The page is served on loopback alone. Another address of this PC gives `/metrics` alone, to those
+who have its token. Does not answer requests (`server.py`).
 """
 
 from __future__ import annotations

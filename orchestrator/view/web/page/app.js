@@ -146,9 +146,9 @@
   };
 
   // Courses change slowly, and take the server longer than a document.
-  let drawnAt = 0, drawing = 0;
+  let drawnAt = 0, drawing = 0, every = COURSE_EVERY_MS;
   const drawCourse = async (isNow) => {
-    if (!told || (!isNow && performance.now() - drawnAt < COURSE_EVERY_MS)) return;
+    if (!told || (!isNow && performance.now() - drawnAt < every)) return;
     drawnAt = performance.now();
     const mine = ++drawing, { run, view, slot, last_s: last } = state;
     const queries = {
@@ -161,6 +161,8 @@
       // Without a status the server is gone, which the stream tells.
       if (error.status) on.problem(error.message);
     });
+    // A course of many hours takes longer: the server is to be busy 5 % of the time at most.
+    every = Math.max(COURSE_EVERY_MS, 20 * (performance.now() - drawnAt));
     if (!course || mine !== drawing) return;
     if (view === "slot") drawSlot(slot, course);
     else charts.draw(byId("overview"), course, told.head, view === "slots" ? { most: 2 } : {});
