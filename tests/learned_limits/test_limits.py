@@ -115,30 +115,6 @@ def test_a_limit_is_offered_within_one_percent_of_its_cap(
     ) == is_near
 
 
-@given(
-    offsets=st.lists(st.integers(min_value=-9_000, max_value=9_000), min_size=1, max_size=6),
-    data=st.data(),
-)
-def test_the_nearest_cap_is_chosen_whatever_the_order(
-    offsets: list[int], data: st.DataObject
-) -> None:
-    candidates = [
-        limit(cap_bytes=10**6 + offset, learned_at_unix_s=float(index))
-        for index, offset in enumerate(offsets)
-    ]
-    chosen = choose(candidates, limit(cap_bytes=10**6).key)
-    assert chosen is not None
-    assert choose(data.draw(st.permutations(candidates)), limit(cap_bytes=10**6).key) == chosen
-    assert abs(chosen.key.cap_bytes - 10**6) == min(map(abs, offsets))
-
-
-def test_of_two_as_near_the_smaller_cap_wins_and_then_the_newer() -> None:
-    below, above = limit(cap_bytes=10**6 - 5), limit(cap_bytes=10**6 + 5)
-    assert choose([above, below], limit(cap_bytes=10**6).key) == below
-    newer = dataclasses.replace(below, learned_at_unix_s=below.learned_at_unix_s + 1)
-    assert choose([below, newer], limit(cap_bytes=10**6).key) == newer
-
-
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
     """Write a module of the user's, by its dotted name, where this process finds it."""

@@ -124,16 +124,8 @@ def _source_of(module: str) -> Path | None:
 
 
 def choose(candidates: Iterable[StoredLimit], key: LimitKey) -> StoredLimit | None:
-    """Return the limit learned at the cap nearest to that of `key`.
-
-    Of two as near the smaller cap, then the newer.
-    """
-
-    def distance(limit: StoredLimit) -> tuple[int, int, float]:
-        cap_bytes = limit.key.cap_bytes
-        return abs(cap_bytes - key.cap_bytes), cap_bytes, -limit.learned_at_unix_s
-
-    return min((limit for limit in candidates if limit.key.serves(key)), key=distance, default=None)
+    """Return the limit that was learned in these circumstances; `None` if there is none."""
+    return next((limit for limit in candidates if limit.key.serves(key)), None)
 
 
 def to_plain(limit: StoredLimit) -> dict[str, Scalar]:
