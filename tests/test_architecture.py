@@ -27,9 +27,9 @@ PACKAGES = ("orchestrator", "workers")
 PLANTED = {
     "Layers of the head": [
         ("orchestrator/doctor/finding.py", "orchestrator.cli.options"),
-        ("orchestrator/run/terminal.py", "orchestrator.lab.burn.phases"),
+        ("orchestrator/run/terminal.py", "orchestrator.lab.burn"),
         ("orchestrator/lab/burn/phases.py", "orchestrator.doctor.finding"),
-        ("orchestrator/view/notify/digest.py", "orchestrator.lab.burn.phases"),
+        ("orchestrator/view/notify/digest.py", "orchestrator.lab.burn"),
         ("orchestrator/lab/advise/causes.py", "orchestrator.doctor.finding"),
         ("orchestrator/view/web/guard.py", "orchestrator.lab.tune.results"),
         ("orchestrator/view/cells.py", "orchestrator.run.terminal"),

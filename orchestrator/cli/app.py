@@ -430,17 +430,15 @@ def burn(  # noqa: PLR0913 - one parameter for each option of the command
     run_dir: opt.NewRunDir = None,
     fake_sensors: opt.FakeSensors = None,
     apply_power_limit: opt.ApplyPowerLimit = False,
-    sweep_text: opt.SweepOf = None,
 ) -> None:
     """Validate every card: PASS or FAIL. In three phases: caps and precision, heat, full load."""
-    from orchestrator.lab.burn import phases, sweep
-    from orchestrator.lab.burn.verdict import BurnPhase
+    from orchestrator.lab import burn as verb
     from orchestrator.run import environment as environments
     from orchestrator.run import runner
 
     if local and rehearse:
         raise UsageError("--local and --rehearse exclude each other")
-    heat_s = duration_s(duration) or phases.HEAT_S
+    heat_s = duration_s(duration) or verb.HEAT_S
     loaded = config_of(config, overrides, {"run.dir": run_dir})
     import_from_here()
     make_environment = environments.on_this_machine if local else environments.on_cluster
@@ -453,16 +451,7 @@ def burn(  # noqa: PLR0913 - one parameter for each option of the command
         experiments=tuple(experiments_of(fake_sensors)),
         apply_power_limit=apply_power_limit,
     )
-    if sweep_text is not None:
-        if phase or apply_power_limit:
-            raise UsageError(
-                "--sweep sets the cards itself, and has no phases: it excludes --phase, "
-                "--apply-power-limit"
-            )
-        step_s = duration_s(duration) or sweep.STEP_S
-        raise typer.Exit(sweep.burn_sweep(loaded, make_environment, sweep_text, step_s, options))
-    wanted = {BurnPhase(number) for number in phase or (1, 2, 3)}
-    raise typer.Exit(phases.burn(loaded, make_environment, heat_s, wanted, options))
+    raise typer.Exit(verb.burn(loaded, make_environment, heat_s, phase or (1, 2, 3), options))
 
 
 @app.command()
@@ -536,21 +525,6 @@ def tune(  # noqa: PLR0913 - one parameter for each option of the command
         if json_output
         else tuning.result_text(folder, result, _width())
     )
-
-
-@app.command()
-def advise(
-    run_id: opt.RunId = "latest",
-    config: opt.ConfigPath = "cluster.yaml",
-    overrides: opt.Overrides = None,
-    run_dir: opt.RunDir = None,
-    json_output: opt.AsJson = False,
-) -> None:
-    """Say why cards were not busy, and which keys to change."""
-    from orchestrator.lab.advise import answer
-
-    runs_dir = Path(config_to_read(config, overrides, run_dir).run.dir)
-    raise typer.Exit(answer.advise(runs_dir, run_id, print_text, json=json_output, width=_width()))
 
 
 def _add_command(do: str, summary: str, *, hidden: bool = False) -> None:

@@ -120,7 +120,6 @@ def experiments_of(
 
         yield ScriptedSensors(fake_sensors)
     if chaos is not None:
-        from orchestrator.lab.chaos.fleet import Chaos  # noqa: PLC0415 - as above
-        from orchestrator.lab.chaos.plan import parse_chaos  # noqa: PLC0415 - as above
+        from orchestrator.lab.chaos import Chaos  # noqa: PLC0415 - as above
 
-        yield Chaos(parse_chaos(chaos, chaos_seed), yes_really=yes_really)
+        yield Chaos(chaos, chaos_seed, yes_really=yes_really)

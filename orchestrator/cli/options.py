@@ -93,15 +93,6 @@ Phases = Annotated[
         max=3,
     ),
 ]
-SweepOf = Annotated[
-    Text,
-    Option(
-        "--sweep",
-        help="As root: power=200..350:25 (watts) or memory-offset=0..500:50 (MHz), until a result "
-        "is wrong.",
-        metavar="SWEEP",
-    ),
-]
 
 # Of `tune`.
 Preset = Annotated[Text, Option(help="What is trained. Default: train.preset.", metavar="NAME")]
@@ -217,7 +208,7 @@ LogsOfRun = Annotated[
     Option("--run", help="As `runs` shows it, or its end. Default: the newest.", metavar="RUN_ID"),
 ]
 
-# Of `report`, `advise`, `limits` and `init`.
+# Of `report`, `limits` and `init`.
 RunId = Annotated[
     str, Argument(help="As `runs` shows it, or its end. Default: the newest.", metavar="RUN_ID")
 ]

@@ -45,7 +45,6 @@ def test_the_main_job_runs_without_the_laboratory(start: Starter, product: Path)
     [
         ("tune", "--rehearse"),
         ("burn", "--rehearse"),
-        ("advise",),
         ("run", "--rehearse", "--chaos", "kill:rate=1"),
         ("run", "--rehearse", "--fake-sensors", "heat.json"),
     ],
