@@ -43,8 +43,8 @@ PLANTED = {
     ],
     "Layers of the engine": [
         ("workers/engine/between_steps.py", "workers.tuning.messages"),
-        ("workers/node_agent/protocol.py", "workers.engine.engine"),
-        ("workers/devices/base.py", "workers.node_agent.protocol"),
+        ("workers/card_settings.py", "workers.engine.engine"),
+        ("workers/devices/base.py", "workers.card_settings"),
         ("workers/training/schedule.py", "workers.devices.base"),
         ("workers/resilience/decorator.py", "workers.training.schedule"),
         ("workers/policy/base.py", "workers.resilience.decorator"),

@@ -55,7 +55,7 @@ OPTIONS = {
     "run": {
         "--config", "-c", "--duration", "--local", "--rehearse", "--scale", "--workload", "--policy",
         "--set", "--json", "--plain", "--wait-for-nodes", "--run-dir", "--resume", "--chaos", "--chaos-seed",
-        "--yes-really", "--fake-sensors", "--apply-power-limit", "--help",
+        "--yes-really", "--apply-power-limit", "--help",
     },
     "plan": {"--jobs", "--config", "-c", "--set", "--json", "--help"},
     "jobs": {"--help"},
@@ -98,7 +98,7 @@ OPTIONS = {
     "limits": {"--clear", "--json", "--help"},
     "burn": {
         "--config", "-c", "--duration", "--phase", "--local", "--rehearse", "--set", "--json", "--plain", "--run-dir",
-        "--fake-sensors", "--apply-power-limit", "--help",
+        "--apply-power-limit", "--help",
     },
     "tune": {
         "--config", "-c", "--local", "--rehearse", "--preset", "--workload", "--budget", "--levers",

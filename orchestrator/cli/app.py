@@ -70,7 +70,6 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     resume: opt.Resume = None,
     chaos: opt.Chaos = None,
     chaos_seed: opt.ChaosSeed = 0,
-    fake_sensors: opt.FakeSensors = None,
     apply_power_limit: opt.ApplyPowerLimit = False,
     yes_really: opt.YesReally = False,
 ) -> None:
@@ -88,8 +87,9 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         json=json_output,
         plain=plain,
         wait_for_nodes=wait_for_nodes,
-        experiments=tuple(experiments_of(fake_sensors, chaos, chaos_seed, yes_really=yes_really)),
+        experiments=tuple(experiments_of(chaos, chaos_seed, yes_really=yes_really)),
         apply_power_limit=apply_power_limit,
+        yes_really=yes_really,
     )
     more_s = duration_s(duration)
     changes = {"run.duration": duration, "workload.name": workload, "memory.policy": policy}
@@ -191,9 +191,13 @@ def stop(
     run_dir: opt.RunDir = None,
     node: opt.NodeToEnd = None,
 ) -> None:
-    """End the runs under way in one run folder, as Ctrl-C would."""
+    """End the runs under way in one run folder, as Ctrl-C would; put back cards of killed runs."""
     from orchestrator.cli import nodes
+    from workers.card_settings import put_back_left
 
+    put_back = put_back_left()
+    for line in put_back:
+        print_text(line)
     loaded = config_to_read(config, overrides, run_dir)
     settings = loaded.run
     if node is not None and node not in loaded.nodes and not nodes.processes_of(node):
@@ -206,7 +210,7 @@ def stop(
         for line in nodes.stop_runs(settings.dir, wait_s=0.0 if node is None else ends_s):
             print_text(line)
     except UsageError as none_there:
-        if node is None:
+        if node is None and not put_back:
             raise
         print_text(str(none_there))
     for line in () if node is None else nodes.stop_node(node):
@@ -428,7 +432,6 @@ def burn(  # noqa: PLR0913 - one parameter for each option of the command
     json_output: opt.AsJson = False,
     plain: opt.Plain = False,
     run_dir: opt.NewRunDir = None,
-    fake_sensors: opt.FakeSensors = None,
     apply_power_limit: opt.ApplyPowerLimit = False,
 ) -> None:
     """Validate every card: PASS or FAIL. In three phases: caps and precision, heat, full load."""
@@ -448,7 +451,6 @@ def burn(  # noqa: PLR0913 - one parameter for each option of the command
         json=json_output,
         plain=plain,
         wait_for_nodes=False,
-        experiments=tuple(experiments_of(fake_sensors)),
         apply_power_limit=apply_power_limit,
     )
     raise typer.Exit(verb.burn(loaded, make_environment, heat_s, phase or (1, 2, 3), options))

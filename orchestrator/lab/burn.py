@@ -119,6 +119,7 @@ def judge(row: Mapping[str, Any], samples: Samples) -> JudgedWorker:
     memory = _known(samples.reserved_bytes)
     settled = memory[int(_WARM_UP_SHARE * len(memory)) :]
     cap_bytes = row["cap_bytes"]
+    is_over = cap_bytes is not None and max(memory, default=0) > cap_bytes
     # Temperatures that are hot for a card are normal for a processor.
     warmth = _known(samples.temperature_c) if row["temperature_of"] == "card" else []
     hot = [each >= LIMITS["temperature_limit_c"] for each in warmth]
@@ -132,7 +133,7 @@ def judge(row: Mapping[str, Any], samples: Samples) -> JudgedWorker:
         "tflops_mean": fmean(_known(samples.tflops)) if any(samples.tflops) else None,
     }
     findings = {
-        "memory": _memory(figures["vram_held_pct"], is_over=max(memory, default=0) > cap_bytes),
+        "memory": _memory(figures["vram_held_pct"], is_over=is_over),
         "errors": _errors(row, samples),
         "results": _results(row, samples),
         "temperature": _temperature(figures),
@@ -477,15 +478,15 @@ def result_lines(runs: Sequence[BurnRun], outcome: str) -> Iterator[str]:
         yield f"\nPhase {phase.number}, {phase.title}, {length}: {verdict}"
         for run in group:
             if run.error is not None:
-                yield clean(f"  FAIL  {_title(run)}: {run.error}")
+                yield f"  FAIL  {clean(f'{_title(run)}: {run.error}')}"
             for worker in run.workers:
                 told = _worker_dict(run, worker)
                 verdict = _word(verdict_of(phase, [worker], is_whole=run.is_whole))
                 dtype = "" if run.dtype is None else f", {run.dtype}"
                 tflops = told["tflops_mean"]
                 speed = "" if tflops is None else f", {tflops:.3g} TFLOP/s"
-                yield clean(f"  {verdict:4}  {told['slot']}{dtype}{speed}")
-                yield from (clean(f"        {reason}") for reason in told["reasons"])
+                yield f"  {verdict:4}  {clean(told['slot'])}{dtype}{speed}"
+                yield from (f"        {clean(reason)}" for reason in told["reasons"])
     words = {
         "not_judged": "NOT JUDGED: nothing failed, but the purpose of a phase could not be judged",
         "interrupted": "Interrupted: the results are incomplete, and the rest was not judged",

@@ -213,6 +213,11 @@ class Chaos(Experiment):
                 "--chaos kills workers of a real cluster; try it with --rehearse, or say that you "
                 "mean it: --yes-really"
             )
+        if config.workers.mps and FaultKind.KILL in self._plan.kinds and not is_own:
+            raise UsageError(
+                "--chaos kill: under MPS that can end every other worker of the card; valid: "
+                "--set workers.mps=false"
+            )
         if self._plan.nodes and not is_own:
             raise UsageError("--chaos node: only a rehearsal owns the raylets that it could end")
         others = [node for node in config.nodes if node != config.head_node]
