@@ -169,7 +169,7 @@ def advice_lines(cards: Sequence[CardAdvice]) -> Iterator[str]:
         yield f"{card.node}, {card.name}: {busy}"
         for each in card.advice:
             key = "" if each.key is None else f"; try --set {each.key}"
-            yield f"  {each.share:4.0%}  {each.cause}: {each.text}{key}"
+            yield f"{each.share:.0%} {each.cause}: {each.text}{key}"
 
 
 class _Slot:
@@ -222,8 +222,12 @@ def _divide(slots: Sequence[_Slot]) -> tuple[float | None, dict[Cause, float]]:
     held_bytes = sum(slot.row.budget_bytes or 0 for slot in slots[1:])
     is_shared = slots[0].foreign_bytes - held_bytes > _FOREIGN_LEAST_BYTES
     parts = [_of_slot(slot, is_shared=is_shared) for slot in slots]
-    shares = {cause: fmean(part.get(cause, 0.0) for part in parts) for cause in Cause}
-    works = [slot.got - parts[at].get(Cause.DATA, 0.0) for at, slot in enumerate(slots) if slot.got]
+    shares = {cause: min(1.0, fmean(part[cause] for part in parts)) for cause in Cause}
+    works = [
+        max(0.0, slot.got - part[Cause.DATA])
+        for slot, part in zip(slots, parts, strict=True)
+        if slot.got is not None
+    ]
     if not works:
         return None, shares
     if slots[0].row.device == "cpu":  # the slots of a processor have cores of their own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -87,34 +88,34 @@ def trains(**changed: float) -> dict[str, Any]:
 SITUATIONS: dict[str, tuple[list[Worker], str, str]] = {
     "starved loader": (
         [{**trains(data_wait_pct=55.0), "utilisation_pct": 42.0}],
-        "55%  data: it waited for data; prepare data in processes of their own",
+        "55% data: it waited for data; prepare data in processes of their own",
         "--set train.loader_workers=auto",
     ),
     "transfers": (
         [trains(copies_pct=38.0)],
-        "38%  copies: ",
+        "38% copies: ",
         "--set train.non_blocking=true",
     ),
     "updates": (
         [trains(optimizer_pct=30.0)],
-        "30%  optimizer: ",
+        "30% optimizer: ",
         "--set train.optimizer=adamw-fused",
     ),
-    "heat": ([hot], "70%  heat: ", "nodes.pc1.power_limit_w"),
+    "heat": ([hot], "70% heat: ", "nodes.pc1.power_limit_w"),
     "a neighbour": (
         [{"baseline_pct": 45.0, "utilisation_pct": 100.0, "device_used_bytes": 11 * GIB}],
-        "53%  neighbour: ",
+        "53% neighbour: ",
         "nvidia-smi",
     ),
     "duty": (
         [{"duty_requested": 0.6, "duty_measured": 0.59, "utilisation_pct": 60.0}],
-        "40%  duty: ",
+        "40% duty: ",
         "--set nodes.pc1.gpu_share=1.0",
     ),
-    "gaps": ([{"utilisation_pct": 50.0}], "47%  gaps: ", "--set train.compile=block"),
+    "gaps": ([{"utilisation_pct": 50.0}], "47% gaps: ", "--set train.compile=block"),
     "no memory": (
         [{"state": WorkerState.EMERGENCY, "duty_measured": 0.0, "utilisation_pct": 0.0}] * 3,
-        "100%  memory: ",
+        "100% memory: ",
         "--set nodes.pc1.workers=2",
     ),
 }
@@ -128,7 +129,7 @@ def test_the_report_names_the_right_cause_first(situation: str, tmp_path: Path) 
     _, _, section = text.partition("why the cards were not busy\n")
     card, first, *_ = section.splitlines()
     assert card.strip().startswith("pc1, ")
-    assert said in " ".join(first.split()).replace("% ", "%  ")
+    assert said in first
     assert remedy in first
 
 
@@ -146,9 +147,8 @@ def test_restarts_and_held_slots_are_told_by_their_time(tmp_path: Path) -> None:
         return {"state": HeadState.HELD if second < 90 else HeadState.RESTARTING}
 
     text = report_text(make_run(tmp_path, worker), 120)
-    assert "25%  held: " in text
-    assert "unpause pc1/0" in text
-    assert "25%  restarts: " in text
+    assert re.search("2[3-6]% held: .*type: python -m orchestrator unpause pc1/0", text)
+    assert re.search("2[3-6]% restarts: ", text)
 
 
 def advised(**changes: Any) -> tuple[Advice, ...]:
