@@ -18,11 +18,11 @@ import typer
 from orchestrator.cli import jobs, jobs_run
 from orchestrator.cli import options as opt
 from orchestrator.cli.loading import (
+    chaos_of,
     config_of,
     config_of_one_machine,
     config_to_read,
     duration_s,
-    experiments_of,
     import_from_here,
     print_text,
 )
@@ -87,7 +87,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         json=json_output,
         plain=plain,
         wait_for_nodes=wait_for_nodes,
-        experiments=tuple(experiments_of(chaos, chaos_seed, yes_really=yes_really)),
+        chaos=chaos_of(chaos, chaos_seed, yes_really=yes_really),
         apply_power_limit=apply_power_limit,
         yes_really=yes_really,
     )

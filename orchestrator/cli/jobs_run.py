@@ -14,11 +14,11 @@ import typer
 
 from orchestrator.cli import options as opt
 from orchestrator.cli.loading import (
+    chaos_of,
     config_of,
     config_of_one_machine,
     config_to_read,
     duration_s,
-    experiments_of,
     print_text,
 )
 from orchestrator.cli.service import install_queue
@@ -105,7 +105,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         json=json_output,
         plain=plain,
         wait_for_nodes=True,
-        experiments=tuple(experiments_of(chaos, chaos_seed, yes_really=yes_really)),
+        chaos=chaos_of(chaos, chaos_seed, yes_really=yes_really),
         queue=runner.QueueOptions(stays=stay, sweeps=sampled_sweeps(read, queue)),
     )
     if before is not None:

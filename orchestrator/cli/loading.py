@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -21,7 +21,7 @@ from orchestrator.errors import UsageError
 from orchestrator.view.cells import width_of, wrapped
 
 if TYPE_CHECKING:
-    from orchestrator.run.runner import Experiment
+    from orchestrator.run.runner import Faults
 
 DEFAULT_CONFIG: Final = "cluster.yaml"
 """The configuration that is read if the user names none."""
@@ -107,9 +107,10 @@ def import_from_here() -> None:
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
 
 
-def experiments_of(chaos: str | None, chaos_seed: int, *, yes_really: bool) -> Iterator[Experiment]:
-    """Yield what the laboratory adds to a run."""
-    if chaos is not None:
-        from orchestrator.lab.chaos import Chaos  # noqa: PLC0415 - for some runs only
+def chaos_of(text: str | None, seed: int, *, yes_really: bool) -> Faults | None:
+    """Return what `--chaos` asks for; `UsageError` where that is nothing."""
+    if text is None:
+        return None
+    from orchestrator.lab.chaos import Chaos  # noqa: PLC0415 - for some runs only
 
-        yield Chaos(chaos, chaos_seed, yes_really=yes_really)
+    return Chaos(text, seed, yes_really=yes_really)

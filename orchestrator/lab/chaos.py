@@ -24,7 +24,6 @@ from orchestrator.core.slot import HeadState, SlotState, slot_state
 from orchestrator.errors import UsageError, one_line
 from orchestrator.record.events import EventLog
 from orchestrator.run.environment import Environment, Mode
-from orchestrator.run.runner import Experiment
 from orchestrator.run.supervisor import Clock
 from workers.messages import Report, WorkerState
 from workers.settings import WorkerSpec
@@ -182,8 +181,11 @@ class _Open:
     """Slots that were quarantined meanwhile."""
 
 
-class Chaos(Experiment):
-    """`run --chaos` as an addition to a run; what it does not override of the fleet it hands on."""
+class Chaos:
+    """The faults of a run (`runner.Faults`), and a fleet around its fleet.
+
+    What it does not override of the fleet it hands on.
+    """
 
     _inner: Fleet
     _events: EventLog
@@ -194,7 +196,6 @@ class Chaos(Experiment):
         self._plan = parse_chaos(text, seed)
         self._yes_really = yes_really
         self.description = one_line(f"{text} (seed {seed})")
-        self.line = f"Chaos: {self.description}"
         self._faults: list[Fault] = []
         self._open: list[_Open] = []
         self._of_steps: dict[str, Fault] = {}
@@ -227,11 +228,8 @@ class Chaos(Experiment):
                 valid = ", ".join(others) or "none, the head's node is the only one"
                 raise UsageError(one_line(f"--chaos node:{fault.node} {why}; valid: {valid}"))
 
-    def around(
-        self, fleet: Fleet, environment: Environment, events: EventLog, clock: Clock
-    ) -> Fleet:
+    def around(self, fleet: Fleet, events: EventLog, clock: Clock) -> Fleet:
         """Return the fleet with the faults; nothing is struck before the run counts."""
-        del environment
         self._inner, self._events, self._clock = fleet, events, clock
         return cast("Fleet", self)
 
@@ -283,7 +281,7 @@ class Chaos(Experiment):
                 if slot in each.waiting:
                     _note(each, slot, state, str(entry["cause"]))
 
-    def faults(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def told(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Give every fault of a run that is over its outcome, and return all, and their counts.
 
         Of a kind, `injected` is the sum of `recovered` (or survived), `given_up` and `pending` (not

@@ -29,11 +29,11 @@ class Faulty:
     def finish(self) -> list[dict[str, Any]]:
         self.run.finish()
         assert self.run.chaos is not None
-        return self.run.chaos.faults()[0]
+        return self.run.chaos.told()[0]
 
     def counts(self, kind: str) -> dict[str, Any]:
         assert self.run.chaos is not None
-        (counts,) = (each for each in self.run.chaos.faults()[1] if each["kind"] == kind)
+        (counts,) = (each for each in self.run.chaos.told()[1] if each["kind"] == kind)
         return {name: value for name, value in counts.items() if name != "kind"}
 
 
