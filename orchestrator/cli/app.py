@@ -191,7 +191,10 @@ def stop(
     run_dir: opt.RunDir = None,
     node: opt.NodeToEnd = None,
 ) -> None:
-    """End the runs under way in one run folder, as Ctrl-C would; put back cards of killed runs."""
+    """End the runs under way in one run folder, as Ctrl-C would.
+
+    Also puts back what runs that were killed have set on the cards of this PC.
+    """
     from orchestrator.cli import nodes
     from workers.card_settings import put_back_left
 

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +36,13 @@ with rehearsed([RayletPlan(name="pc1", cpus=1, gpus=1)]):
 
 
 @pytest.fixture
-def limit_w(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def limit_w(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Give processes a card; return what asks for its power limit."""
     path = tmp_path / "cards.json"
     for name, value in script_cards(path, scripted_card()).items():
         monkeypatch.setenv(name, value)
     uuid, values = scripted_card()["uuid"], path.with_suffix(".set")
-    yield lambda: json.loads(values.read_text())[uuid]["power_limit_w"] if values.exists() else 350
+    return lambda: json.loads(values.read_text())[uuid]["power_limit_w"] if values.exists() else 350
 
 
 def start() -> subprocess.Popen[str]:
