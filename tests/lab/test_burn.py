@@ -279,7 +279,8 @@ def test_the_json_says_who_failed_and_why() -> None:
 def test_the_text_names_what_failed_and_what_is_unknown() -> None:
     hot = judged({"slot": "pc1/1"}, temperature_c=90.0)
     blind = judged({"slot": "pc1/2"}, temperature_c=None, throttle_pct=None)
-    lines = list(result_lines([run_of(2, judged(), hot, blind)], "fail"))
+    result = result_dict([run_of(2, judged(), hot, blind)], "2026-01-01", "local")
+    lines = list(result_lines(result))
     text = "\n".join(lines)
     assert "Phase 2, heat, 1m: FAIL" in text
     assert "  PASS  pc1/0, 20 TFLOP/s" in text
