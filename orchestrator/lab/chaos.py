@@ -174,7 +174,7 @@ class _Open:
     fault: Fault
     struck_s: float
     waiting: dict[str, bool]
-    """Slots whose new process has not reported, each with whether the old one is known to be gone."""
+    """Slots whose new process has not reported, each with whether the old one is gone."""
     start_s: float | None = None
     """When its node is to be started again; `None`: it was, or only a process was ended."""
     lost: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What a rehearsal uses of this machine: its card only with room, and useful number types."""
+"""What a rehearsal uses of this machine: its card if that has room, and useful number types."""
 
 from __future__ import annotations
 
