@@ -44,8 +44,8 @@ _SIZE: Final = 8192
 #: A processor runs tf32 as fp32, and fp16 as the fastest type of 16 bits that it has.
 _TYPES: Final = {"cuda": ("fp32", "tf32", "fp16", "bf16"), "cpu": ("fp32", "fp16")}
 
-#: Where a pass ends, by the guides (docs/guides.md); keys of the JSON result. Heat is sustained that
-#: lasts so many seconds on end, or such a share of the time.
+#: Where a pass ends, by the guides (docs/guides.md); keys of the JSON result. Heat is sustained
+#: that lasts so many seconds on end, or such a share of the time.
 LIMITS: Final = {
     "vram_held_least_pct": 90.0,
     "temperature_limit_c": 80.0,
