@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -140,15 +139,11 @@ def test_a_busy_card_needs_no_advice(tmp_path: Path) -> None:
         assert "why the cards were not busy" not in report_text(folder, 120)
 
 
-def test_restarts_and_held_slots_are_told_by_their_time(tmp_path: Path) -> None:
-    def worker(second: int) -> Mapping[str, Any]:
-        if second < 60:
-            return {}
-        return {"state": HeadState.HELD if second < 90 else HeadState.RESTARTING}
-
-    text = report_text(make_run(tmp_path, worker), 120)
-    assert re.search("2[3-6]% held: .*type: python -m orchestrator unpause pc1/0", text)
-    assert re.search("2[3-6]% restarts: ", text)
+def test_a_key_that_is_set_already_is_not_advised(tmp_path: Path) -> None:
+    config = "train: {loader_workers: auto, ram_cache: false}"
+    text = report_text(make_run(tmp_path, trains(data_wait_pct=50.0), config=config), 120)
+    assert "try --set train.ram_cache=true" in text
+    assert "loader_workers" not in text
 
 
 def advised(**changes: Any) -> tuple[Advice, ...]:
