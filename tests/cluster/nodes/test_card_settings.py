@@ -21,7 +21,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("nothing_left")]
 HEAD = """
 import sys
 from orchestrator.cluster.local_cluster import rehearsed
-from orchestrator.cluster.node_tasks import with_cards_set
 from orchestrator.cluster.raylets import RayletPlan
 from workers.card_settings import WantedSettings
 
@@ -29,6 +28,7 @@ wanted = {"pc1": WantedSettings(node="pc1", cards=1, power_limit_w=280)}
 def ended(node, lines):
     print(node, *lines, flush=True)
 with rehearsed([RayletPlan(name="pc1", cpus=1, gpus=1)]):
+    from orchestrator.cluster.node_tasks import with_cards_set  # Ray reads its settings when imported
     with with_cards_set(wanted, ended, lambda: False) as outcomes:
         print(outcomes["pc1"], flush=True)
         sys.stdin.read()
