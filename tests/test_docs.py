@@ -70,7 +70,6 @@ OPTIONS = {
     "jobs list": {"--json", *_OF_QUEUE},
     "jobs show": {"job", "--json", *_OF_QUEUE},
     "jobs results": {"--csv", "--json", *_OF_QUEUE},
-    "jobs logs": {"job", "--follow", "-f", *_OF_QUEUE},
     "jobs fetch": {"job", "--to", *_OF_QUEUE},
     **{f"jobs {word}": {"jobs", *_OF_QUEUE} for word in ("hold", "release", "cancel", "retry")},
     "up": {"node", "--config", "-c", "--set", "--head-address", "--exec", "--stay", "--service", "--help"},
@@ -83,7 +82,7 @@ OPTIONS = {
         "run_id", "slot", "--to", "--merged", "--adapter", "--average", "--best", "--config", "-c", "--set",
         "--run-dir", "--help",
     },
-    "logs": {"slot", "--run", "--config", "-c", "--set", "--run-dir", "--help"},
+    "logs": {"name", "--run", "--follow", "-f", "--config", "-c", "--set", "--run-dir", "--help"},
     "advise": {"run_id", "--config", "-c", "--set", "--run-dir", "--json", "--help"},
     "top": {
         "run_id", "--once", "--sort", "--filter", "--config", "-c", "--set", "--run-dir", "--json", "--read-only",

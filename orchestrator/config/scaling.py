@@ -9,11 +9,12 @@ real run. Starts nothing. Pure.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.config.capacity import DEFAULT_SIZE, card_total_gib
-from orchestrator.config.schema import Config
+from orchestrator.config.schema import Config, MemoryConfig
 from orchestrator.errors import UsageError
 from workers.units import GIB, MIB
 
@@ -55,29 +56,25 @@ def scale_config(config: Config, scale: float, memory_limit_bytes: int | None) -
         raise UsageError(
             f"a memory limit of {memory_limit_bytes} bytes leaves nothing; valid: more than 0 bytes"
         )
-    used, total_bytes = (
-        scale,
-        sum(node.workers * node.vram_per_worker_gib * GIB for node in config.nodes.values()),
-    )
+    nodes = config.nodes.values()
+    total_bytes = sum(node.workers * node.vram_per_worker_gib * GIB for node in nodes)
+    used, lines = scale, []
     if memory_limit_bytes is not None and total_bytes * scale > memory_limit_bytes:
         used = memory_limit_bytes / total_bytes
-    smallest_bytes = min(node.vram_per_worker_gib for node in config.nodes.values()) * used * GIB
-    if smallest_bytes < MIB:
+        fitting = f"so that all workers fit into {_text(memory_limit_bytes)}"
+        lines.append(f"scale: {scale:.4g} -> {used:.4g}, {fitting}")
+    if min(node.vram_per_worker_gib for node in nodes) * used * GIB < MIB:
         raise UsageError(
             f"at a scale of {used:.2g} a worker gets less than 1 MiB; valid: a larger scale or "
             "memory limit"
         )
-    scaled = config if used == 1 else Config.model_validate(_shrunk(config, used))
-    lines = []
-    if used != scale and memory_limit_bytes is not None:
-        fitting = f"so that all workers fit into {_text(memory_limit_bytes, 1)}"
-        lines.append(f"scale: {scale:.4g} -> {used:.4g}, {fitting}")
-    after = _numbers(scaled)
-    for key, (number, unit_bytes) in _numbers(config).items():
-        smaller, _ = after[key]
-        if number is not None and smaller is not None and smaller != number:
-            lines.append(f"{key}: {_text(number, unit_bytes)} -> {_text(smaller, unit_bytes)}")
-    return Scaled(config=scaled, scale=used, lines=tuple(lines))
+    if used == 1:
+        return Scaled(config=config, scale=used, lines=())
+    # Values from the card's profile are written out: the profile itself does not shrink.
+    before, small = _written_out(config), _written_out(config)
+    _shrink(small, config.memory, used)
+    lines += _changes("", before, small)
+    return Scaled(config=Config.model_validate(small), scale=used, lines=tuple(lines))
 
 
 def in_fp32(config: Config) -> Config | None:
@@ -109,50 +106,44 @@ def scaled_size(size: int, scale: float, at_least: int) -> int:
     return min(size, max(SIZE_STEP, steps * SIZE_STEP, at_least))
 
 
-def _shrunk(config: Config, scale: float) -> dict[str, Any]:
-    data, memory = config.model_dump(), config.memory
-    # The emergency product must stay the smallest thing a worker can run.
-    floor = scaled_size(memory.size_floor, scale, memory.emergency_size)
-    data["memory"]["size_floor"] = floor
-    data["memory"]["leave_free_mib"] = memory.leave_free_mib * scale
-    data["memory"]["floor_mib"] = max(memory.floor_mib * scale, 1 / MIB)
-    if config.workload.size is not None:
-        data["workload"]["size"] = scaled_size(config.workload.size, scale, floor)
+def _written_out(config: Config) -> dict[str, Any]:
+    """Return the configuration as data, with what a node leaves to its card and to the default."""
+    data = config.model_dump()
     for name, node in config.nodes.items():
-        small = data["nodes"][name]
-        small["vram_per_worker_gib"] = node.vram_per_worker_gib * scale
-        total_gib = card_total_gib(node)
-        # Values from the card's profile must be written into the configuration: the profile itself
-        # does not shrink.
-        small["vram_gib"] = None if total_gib is None else total_gib * scale
-        if node.size is not None or config.workload.size is None:
-            small["size"] = scaled_size(node.size or DEFAULT_SIZE, scale, floor)
+        data["nodes"][name]["vram_gib"] = card_total_gib(node)
+        if config.workload.size is None:
+            data["nodes"][name]["size"] = node.size or DEFAULT_SIZE
     return data
 
 
-def _numbers(config: Config) -> dict[str, tuple[float | None, int | None]]:
-    """Return what may shrink, by its key: the number, and the bytes of its unit or `None` for an
-    edge.
-    """
-    memory = config.memory
-    found: dict[str, tuple[float | None, int | None]] = {}
-    for name, node in config.nodes.items():
-        found[f"nodes.{name}.vram_per_worker_gib"] = (node.vram_per_worker_gib, GIB)
-        found[f"nodes.{name}.vram_gib"] = (card_total_gib(node), GIB)
-        found[f"nodes.{name}.size"] = (node.size or DEFAULT_SIZE, None)
-    return {
-        **found,
-        "workload.size": (config.workload.size, None),
-        "memory.floor_mib": (memory.floor_mib, MIB),
-        "memory.leave_free_mib": (memory.leave_free_mib, MIB),
-        "memory.size_floor": (memory.size_floor, None),
-    }
+def _shrink(data: dict[str, Any], memory: MemoryConfig, scale: float) -> None:
+    """Shrink all bytes and edges of a configuration."""
+    # The emergency product must stay the smallest thing a worker can run.
+    floor = scaled_size(memory.size_floor, scale, memory.emergency_size)
+    data["memory"]["size_floor"] = floor
+    data["memory"]["leave_free_mib"] *= scale
+    data["memory"]["floor_mib"] = max(memory.floor_mib * scale, 1 / MIB)
+    for section in (data["workload"], *data["nodes"].values()):
+        if section["size"] is not None:
+            section["size"] = scaled_size(section["size"], scale, floor)
+    for node in data["nodes"].values():
+        node["vram_per_worker_gib"] *= scale
+        node["vram_gib"] = None if node["vram_gib"] is None else node["vram_gib"] * scale
 
 
-def _text(number: float, unit_bytes: int | None) -> str:
-    if unit_bytes is None:
-        return str(number)
-    count = number * unit_bytes
+def _changes(key: str, before: Any, after: Any) -> Iterator[str]:  # noqa: ANN401 - plain data
+    """Yield a line for each number that differs."""
+    if isinstance(before, dict):
+        for name, value in before.items():
+            yield from _changes(f"{key}.{name}" if key else name, value, after[name])
+    elif before != after:
+        unit_bytes = GIB if key.endswith("_gib") else MIB
+        has_unit = key.endswith(("_gib", "_mib"))
+        texts = [_text(value * unit_bytes) if has_unit else str(value) for value in (before, after)]
+        yield f"{key}: {' -> '.join(texts)}"
+
+
+def _text(count: float) -> str:
     if count >= GIB:
         return f"{count / GIB:.2f} GiB"
     return f"{count / MIB:.0f} MiB" if count >= 100 * MIB else f"{count / MIB:.3g} MiB"

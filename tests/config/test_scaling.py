@@ -37,13 +37,13 @@ def test_the_reference_pair_at_the_rehearsal_scale() -> None:
     assert (scaled.config.memory.floor_mib, scaled.config.memory.size_floor) == (6.25, 128)
     assert scaled.lines == (
         "nodes.pc1.vram_per_worker_gib: 3.30 GiB -> 211 MiB",
-        "nodes.pc1.vram_gib: 23.56 GiB -> 1.47 GiB",
         "nodes.pc1.size: 8192 -> 2048",
+        "nodes.pc1.vram_gib: 23.56 GiB -> 1.47 GiB",
         "nodes.pc2.vram_per_worker_gib: 1.50 GiB -> 96 MiB",
-        "nodes.pc2.vram_gib: 7.67 GiB -> 491 MiB",
         "nodes.pc2.size: 4096 -> 1024",
-        "memory.floor_mib: 100 MiB -> 6.25 MiB",
+        "nodes.pc2.vram_gib: 7.67 GiB -> 491 MiB",
         "memory.leave_free_mib: 128 MiB -> 8 MiB",
+        "memory.floor_mib: 100 MiB -> 6.25 MiB",
         "memory.size_floor: 256 -> 128",
     )
 

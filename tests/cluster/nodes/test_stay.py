@@ -131,7 +131,6 @@ def test_a_kept_node_joins_whatever_cluster_its_head_has(
     try:
         kept.wait_until_up(1)
         assert "ended" not in kept.said()
-        assert "failed" not in kept.said()
     finally:
         agent.resume()
     killed(kept, "raylet")
