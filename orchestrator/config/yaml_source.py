@@ -247,8 +247,8 @@ def refusal(source: str, text: str, valid: str | None, line: int | None = None) 
 def _syntax_refusal(error: yaml.YAMLError, text: str, name: str) -> ConfigError:
     """Return the error for text that is not YAML, at the line where reading stopped."""
     if isinstance(error, yaml.reader.ReaderError):
-        line = text.count("\n", 0, error.position) + 1
-        return refusal(name, "holds a control character", "printable text", line)
+        before = text[: error.position].count("\n")
+        return refusal(name, "holds a control character", "printable text", before + 1)
     problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
     line = None if mark is None else mark.line + 1
     if "single document" in str(getattr(error, "context", None)):

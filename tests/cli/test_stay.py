@@ -1,6 +1,7 @@
 """What `up NODE --exec --stay` does with processes, a socket for the head, and a stand-in for Ray.
 
-The stand-in is a script; `tests/cluster/nodes` has Ray. As Ray's own program it is written in Python, and goes on as a shell.
+The stand-in is a script; `tests/cluster/nodes` has Ray. As Ray's own program it is written in
+Python, and goes on as a shell.
 """
 
 from __future__ import annotations
