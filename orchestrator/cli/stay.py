@@ -49,10 +49,12 @@ def keep(command: NodeCommand) -> int:
     kept.interrupts.install()
     pause_s = _FIRST_PAUSE_S / 2
     try:
-        while not kept.interrupts.asked:
+        while True:
             kept.wait_for_head()
             began_s = time.monotonic()
             why = kept.run_once()
+            if kept.interrupts.asked:
+                break
             nodes.end(nodes.processes_of(node), _GRACE_S)  # a worker may still hold its card
             is_steady = time.monotonic() - began_s > _STEADY_S
             pause_s = _FIRST_PAUSE_S if is_steady else min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -92,6 +94,8 @@ class _Kept:
 
     def run_once(self) -> str:
         """Start the node, and return why it is to be started again."""
+        if self.interrupts.asked:
+            return ""
         argv, environment = nodes.ray_start(self._command)
         started = subprocess.Popen(  # noqa: S603 - the command that `up` prints
             [*argv, "--block"],
@@ -119,7 +123,7 @@ class _Kept:
             else:
                 self.say(f"up, a member of the cluster of {self._command.head_address}")
             self.sleep(_LOOK_EVERY_S)
-        return "it was asked to end"
+        return ""
 
     def sleep(self, seconds: float) -> None:
         """Wait, but not when it is time to end."""
