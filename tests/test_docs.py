@@ -289,19 +289,6 @@ def test_the_glossary_stays_short() -> None:
     assert len(re.findall(r"^\| (?!word|---)", glossary, re.MULTILINE)) <= 15
 
 
-def test_every_decision_is_in_the_index_and_has_its_parts() -> None:
-    folder = ROOT / "docs" / "decisions"
-    pages = sorted(page for page in folder.glob("*.md") if page.name != "README.md")
-    linked = re.findall(r"\]\(([\w-]+\.md)\)", text_of(folder / "README.md"))
-    assert sorted(linked) == [page.name for page in pages]
-    for page in pages:
-        assert re.findall(r"^## (.+)$", text_of(page), re.MULTILINE) == [
-            "Context",
-            "Decision",
-            "Consequence",
-        ], page.name
-
-
 def test_every_module_and_configuration_key_named_in_prose_exists() -> None:
     """In backticks, in documents and in the docstrings and comments of the product."""
     missing = {

@@ -18,7 +18,7 @@ from workers.units import MIB
 Scalar: TypeAlias = str | int | float | bool | None
 
 #: What a CUDA context is assumed to take until it is measured, or where nothing can measure it: 676
-#: MiB on an H200 (docs/results/2026-11-20-h200-rehearsal.md). Older cards and drivers took about
+#: MiB on an H200 (docs/results/h200.md). Older cards and drivers took about
 #: 300 MB (pytorch #20532, #107667).
 ASSUMED_CONTEXT_BYTES: Final = 676 * MIB
 
