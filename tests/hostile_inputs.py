@@ -1,25 +1,24 @@
-"""Hostile command lines, configurations and run folders, drawn from a seed: each is refused in words.
+"""Hostile command lines, configurations and run folders, drawn from a seed: refused in words.
 
-    python -m tests.hostile_inputs --seed 37 --count 300
+    python -m tests.hostile_inputs 37 300
 
-Each input is one command in a process of its own, in a folder of its own. It must end by itself, print no traceback
-and nothing that steers a terminal, run nothing of the input, and exit with 2 where the input is wrong. Inputs that are
-right by chance may exit with 0, or with 3 where there is no cluster. No command that could start workers gets an input
-that is right.
+Each input is one command in a process and a folder of its own. It must end by itself, print no
+traceback and nothing that steers a terminal, run nothing of the input, and exit with 2 where the
+input is wrong. What is right by chance may exit with 0, or with 3 where there is no cluster. No
+command that could start workers gets an input that is right.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
-import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,31 +29,45 @@ RUN_ID = "20261120-051500-0b76"
 _PATIENCE_S = 120.0
 
 #: Each would leave a file `owned` in the folder, or steer the terminal, if it were not only text.
-_TEXTS = (
-    "$(touch owned)", "`touch owned`", "; touch owned", "'; touch owned; '", "| touch owned", "\n touch owned",
-    "!!python/object/apply:os.system ['touch owned']", "!!python/name:os.system ''", "__import__('os').system('touch owned')",
-    "../../../../etc/passwd", "/dev/zero", "file:///etc/passwd", "-oProxyCommand=touch owned", "~root", "*",
-    "\x1b[2Jx", "\x1b]0;x\x07", "\x9b31m", "\u202egnp", "\udcff", "é" * 300, "x" * 6000, "", " ", "=", "--", "-", "\\",
-)  # fmt: skip
-_NUMBERS = ("-1", "0", "1e999", "nan", ".inf", "9" * 400, "0x" + "f" * 4000, "1:30", "1,5", "٣", "1e-320", "true")
+_TEXTS: tuple[str, ...] = (
+    *("$(touch owned)", "`touch owned`", "; touch owned", "'; touch owned; '", "| touch owned"),
+    *("\n touch owned", "!!python/object/apply:os.system ['touch owned']", "!!python/name:os.x ''"),
+    *("__import__('os').system('touch owned')", "../../../../etc/passwd", "/dev/zero", "~root"),
+    *("file:///etc/passwd", "-oProxyCommand=touch owned", "\x1b[2Jx", "\x1b]0;x\x07", "\x9b31m"),
+    *("\u202egnp", "\udcff", "é" * 300, "x" * 6000, "", " ", "=", "--", "-", "\\"),
+    *("-1", "1e999", "nan", ".inf", "9" * 400, "0x" + "f" * 4000, "1:30", "٣", "1e-320"),
+)
 
-#: Verbs with an option that takes a value which cannot be right.
-_OPTIONS = (
-    ("run", "--duration"), ("run", "--scale"), ("run", "--workload"), ("run", "--policy"), ("run", "--set"),
-    ("run", "--chaos"), ("run", "--resume"), ("run", "--config"), ("plan", "--set"), ("plan", "--jobs"),
-    ("plan", "--config"), ("up", "--set"), ("report", "--run-dir"), ("logs", "--run"), ("export", "--to"),
-    ("burn", "--duration"), ("burn", "--phase"), ("tune", "--budget"), ("tune", "--levers"), ("stop", "--run-dir"),
-    ("jobs list", "--run"), ("jobs submit", "--train"), ("jobs submit", "--over"), ("jobs submit", "--hours"),
-    ("jobs submit", "--priority"), ("jobs run", "--duration"), ("web", "--port"), ("top", "--filter"), ("init", "--output"),
-    ("cap pc1/0", "--run"), ("pause pc1/0", "--run"), ("save", "--run"), ("notify", "--run-dir"), ("doctor", "--set"),
-)  # fmt: skip
+#: Verbs with an option, to which a value is given that cannot be right.
+_OPTIONS = {
+    "run": "duration scale workload policy set chaos resume config run-dir",
+    "plan": "set jobs config",
+    "up pc1": "set config head-address",
+    "export": "to run-dir",
+    "burn": "duration phase",
+    "tune": "budget levers preset",
+    "stop": "run-dir node",
+    "jobs list": "run run-dir",
+    "jobs submit": "train over hours priority after",
+    "jobs run": "duration chaos",
+    "logs pc1/0": "run",
+    "top": "filter run-dir",
+    "web": "port run-dir",
+    "cap pc1/0 1GiB": "run",
+    "pause pc1/0": "run",
+    "notify": "run-dir",
+    "report": "run-dir html",
+}
 #: Verbs that only read a run folder.
 _READERS = (
-    "runs", "report", "report --json", "report --html r.html", "report --curves c", "logs pc1/0", "logs a-job",
-    "top --once", "top --json", "jobs list", "jobs show a-job", "jobs results", "stop", "pause pc1/0",
-    "export latest pc1/0 --to e", "run --resume 0b76",
-)  # fmt: skip
-_STORED = ("run.sqlite", "summary.json", "head.json", "events.jsonl", "config.yaml", "output/pc1/0.log", "jobs/journal.jsonl")
+    *("runs", "report", "report --json", "report --html r.html", "report --curves c", "top --once"),
+    *("logs pc1/0", "logs a-job", "top --json", "jobs list", "jobs show a-job", "jobs results"),
+    *("stop", "pause pc1/0", "export latest pc1/0 --to e", "run --resume 0b76", "runs --json"),
+)
+_STORED = (
+    *("run.sqlite", "summary.json", "head.json", "events.jsonl", "config.yaml"),
+    *("output/pc1/0.log", "jobs/journal.jsonl"),
+)
 
 
 @dataclass(frozen=True)
@@ -68,91 +81,76 @@ class Hostile:
     """It has to exit with 2."""
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How the command has ended."""
-
-    code: int
-    printed: str
-    seconds: float
-
-
 def command_line(draw: random.Random, folder: Path) -> Hostile:
     """Draw words that are wrong: a verb, an option, a value, or what surrounds them."""
-    text = draw.choice((*_TEXTS, *_NUMBERS)).replace("\0", "")
-    verb, option = draw.choice(_OPTIONS)
-    words = verb.split()
-    match draw.choice(("verb", "option", "extra", "no value", "nonsense", "value", "value")):
-        case "verb":
-            return Hostile("an unknown verb", (text or "?", "--json"), folder, is_wrong=text not in ("--", ""))
-        case "option":
-            return Hostile("an unknown option", (*words, f"--{text}x=1"), folder, is_wrong=verb != "jobs submit")
-        case "extra":
-            return Hostile("words too many", (*words, "--json", *[text] * draw.choice((9, 2000))), folder)
-        case "no value":
-            return Hostile("an option without its value", (*words, option), folder, is_wrong=True)
-        case "nonsense":
-            found = [draw.choice((*_TEXTS, *_NUMBERS, "plan", "--set", "--json")) for _ in range(5)]
-            return Hostile("nonsense", ("plan", *found), folder)
-    return Hostile("a value that cannot be", (*words, "--config", "none.yaml", option, text), folder)
+    text, verb = draw.choice(_TEXTS), draw.choice(sorted(_OPTIONS))
+    words, option = verb.split(), f"--{draw.choice(_OPTIONS[verb].split())}"
+    kind = draw.choice(("verb", "option", "words", "no value", "nonsense", "value", "value"))
+    if kind == "verb":
+        return Hostile("command line: an unknown verb", (f"no{text}", "--json"), folder, True)
+    if kind == "option":
+        return Hostile("command line: an unknown option", (*words, f"--no{text}"), folder, True)
+    if kind == "words":
+        many = [f"x{text}"] * draw.choice((9, 2000))
+        return Hostile("command line: words too many", ("plan", *many), folder, True)
+    if kind == "no value":
+        return Hostile("command line: an option without its value", (*words, option), folder, True)
+    if kind == "nonsense":
+        found = [draw.choice((*_TEXTS, "plan", "--set", "--json")) for _ in range(5)]
+        return Hostile("command line: nonsense", ("plan", *found), folder)
+    config = ("--config", "none.yaml") if option != "--config" else ()
+    return Hostile("command line: a value that cannot be", (*words, *config, option, text), folder)
 
 
 def configuration(draw: random.Random, folder: Path) -> Hostile:
-    """Draw the shipped file with damage, or an override, for verbs that start nothing."""
-    lines = [line for line in SHIPPED.splitlines() if line.strip() and not line.strip().startswith("#")]
-    at = draw.randrange(len(lines))
+    """Draw the shipped file with damage, or an override, for a verb that starts nothing."""
+    lines = [line for line in SHIPPED.splitlines() if line and not line.strip().startswith("#")]
+    at, text = draw.randrange(len(lines)), draw.choice(_TEXTS)
     key, _, _ = lines[at].partition(":")
-    text = draw.choice((*_TEXTS, *_NUMBERS))
-    words, is_wrong = ["plan", "-c", "c.yaml"], False
-    match kind := draw.choice(
-        ("a hostile value", "a hostile value", "a hostile key", "a key twice", "a tab", "a bomb of aliases", "an alias in itself",
-         "a tag", "deep nesting", "cut bytes", "other bytes", "a second document", "an override", "an override", "a job file")
-    ):  # fmt: skip
-        case "a hostile value":
-            lines[at] = f"{key}: {text}"
-        case "a hostile key":
-            lines[at], is_wrong = f"{' ' * (len(key) - len(key.lstrip()))}{json.dumps(text)}: 1", True
-        case "a key twice":
-            lines.insert(at, lines[at])
-        case "a tab":
-            lines[at], is_wrong = f"\t{lines[at]}", True
-        case "a bomb of aliases":
-            bomb = [f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]" for n in range(9)]
-            lines, is_wrong = ["a0: &a0 [x, x]", *bomb, *lines], True
-        case "an alias in itself":
-            lines, is_wrong = ["a: &a {b: *a}", *lines], True
-        case "a tag":
-            lines[at], is_wrong = f"{key}: !!python/object/apply:os.system ['touch owned']", True
-        case "deep nesting":
-            lines[at], is_wrong = f"{key}: {'[' * 5000}", True
-        case "a second document":
-            lines, is_wrong = [*lines, "---", *lines], True
-        case "an override":
-            words += ["--set", f"{draw.choice((key.strip(), 'run.dir', 'nodes.pc1.gpu', text))}={text}"]
-        case "a job file":
-            words += ["--jobs", "j.yaml"]
-            job = draw.choice((f"name: {text}", "train: {a: *a}", f"command: {json.dumps(text)}", "sweep: 3", "after: [a]"))
-            (folder / "j.yaml").write_bytes(f"jobs:\n- {{name: a, {job}}}\n".encode("utf-8", "surrogateescape"))
-            is_wrong = True
-    content = "\n".join(lines).encode("utf-8", "surrogateescape")
+    bomb = [f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]" for n in range(9)]
+    job = draw.choice((f"name: {text}", "train: {a: 1}", "command: [1, {}]", "sweep: 3", "each: 1"))
+    quoted = f"{' ' * (len(key) - len(key.lstrip()))}{json.dumps(f'no{text}')}: 1"
+    damage: dict[str, list[str]] = {
+        "a hostile value": [*lines[:at], f"{key}: {text}", *lines[at + 1 :]],
+        "a hostile key": [*lines[:at], quoted, *lines[at:]],
+        "a key twice": [*lines[:at], lines[at], *lines[at:]],
+        "a tab": [*lines[:at], f"\t{lines[at]}", *lines[at + 1 :]],
+        "a bomb of aliases": ["a0: &a0 [x, x]", *bomb, *lines],
+        "an alias in itself": ["a: &a {b: *a}", *lines],
+        "a tag": ["a: !!python/object/apply:os.system ['touch owned']", *lines],
+        "deep nesting": [f"a: {'[' * 5000}", *lines],
+        "a second document": [*lines, "---", *lines],
+        **dict.fromkeys(("cut bytes", "other bytes", "an override", "a job file"), lines),
+    }
+    kind, words = draw.choice(sorted(damage)), ["plan", "-c", "c.yaml"]
+    is_wrong = kind not in {"a hostile value", "cut bytes", "an override"}
+    if kind == "an override":
+        known = (key.strip(), "run.dir", "nodes.pc1.gpu", "memory.policy", text)
+        words += ["--set", f"{draw.choice(known)}={text}"]
+    elif kind == "a job file":
+        words += ["--jobs", "j.yaml"]
+        jobs = f"jobs:\n- {{name: a, {job}}}\n"
+        (folder / "j.yaml").write_bytes(jobs.encode("utf-8", "surrogateescape"))
+    content = "\n".join(damage[kind]).encode("utf-8", "surrogateescape")
     if kind == "cut bytes":
         content = content[: draw.randrange(len(content))]
     elif kind == "other bytes":
-        content, is_wrong = draw.randbytes(draw.choice((1, 50, 5000))) + b"\0" + content, True
+        content = draw.randbytes(draw.choice((1, 50, 5000))) + b"\0" + content
     (folder / "c.yaml").write_bytes(content)
     return Hostile(f"configuration: {kind}", tuple(words), folder, is_wrong)
 
 
 def run_folder(draw: random.Random, folder: Path) -> Hostile:
     """Draw a run folder of which a file is damaged, for verbs that read it."""
-    from tests.cli.test_runs import written  # noqa: PLC0415 - only this kind needs it
+    from tests.cli.test_runs import written
 
     written(folder / "runs").end("good", 0, None, [])
     made = folder / "runs" / RUN_ID
     path = made / draw.choice(_STORED)
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = path.read_bytes() if path.exists() else b'{"pid": 1}\n' * 40
-    kind = draw.choice(("cut", "other bytes", "flipped", "text", "a folder", "a link", "a pipe", "no run id", "deep JSON"))
+    kinds = ("cut", "other bytes", "flipped", "text", "a folder", "a link", "a pipe", "deep JSON")
+    kind = draw.choice((*kinds, "in a folder with a hostile name"))
     path.unlink(missing_ok=True)
     match kind:
         case "cut":
@@ -172,36 +170,30 @@ def run_folder(draw: random.Random, folder: Path) -> Hostile:
             os.mkfifo(path)
         case "deep JSON":
             path.write_bytes(b"[" * 100_000)
-        case "no run id":
+        case _:
             path.write_bytes(whole)
             made.rename(made.with_name("\x1b[2J$(touch owned)"))
     words = (*draw.choice(_READERS).split(), "--run-dir", "runs")
     return Hostile(f"run folder: {path.name} is {kind}", words, folder)
 
 
-def typed(hostile: Hostile) -> Ended:
-    """Type the command in a process of its own."""
+def typed(hostile: Hostile) -> tuple[int, str]:
+    """Type the command in a process of its own; return its exit code and what it printed."""
     output, began_s = hostile.folder / "printed", time.monotonic()
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
-        try:
-            _become(hostile, output)
-        finally:
-            os._exit(99)  # not reached
-    while True:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        took_s = time.monotonic() - began_s
-        if done:
-            code = os.waitstatus_to_exitcode(status)
-            return Ended(code, output.read_text(encoding="utf-8", errors="replace"), took_s)
-        if took_s > _PATIENCE_S:
-            os.kill(pid, 9)
+        _become(hostile, output)
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+        if time.monotonic() - began_s > _PATIENCE_S:
+            os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
+    printed = output.read_text(encoding="utf-8", errors="backslashreplace")
+    return os.waitstatus_to_exitcode(ended[1]), printed
 
 
 def _become(hostile: Hostile, output: Path) -> None:
-    from orchestrator.cli.main import main  # noqa: PLC0415 - of this process alone
+    from orchestrator.cli.main import main
 
     os.chdir(hostile.folder)
     os.environ.update(HOME=str(hostile.folder), RAY_TMPDIR=str(hostile.folder), TERM="dumb")
@@ -220,46 +212,46 @@ def _become(hostile: Hostile, output: Path) -> None:
         os._exit(code)
 
 
-def faults(hostile: Hostile, ended: Ended) -> list[str]:
+def faults(hostile: Hostile, code: int, printed: str) -> list[str]:
     """Return what the command did that it must not do."""
-    found = []
-    if "Traceback" in ended.printed or "internal error" in ended.printed:
-        found.append("a traceback")
-    if any(not (char.isprintable() or char in "\n\r\t") for char in ended.printed.replace("\ufffd", "")):
-        found.append("characters that steer a terminal")
-    if list(hostile.folder.rglob("owned*")):
-        found.append("code was executed")
-    allowed = {2} if hostile.is_wrong else {0, 2, 3}
-    if ended.code not in allowed:
-        found.append(f"exit code {ended.code}")
-    return found
+    found = {
+        "a traceback": "Traceback" in printed or "internal error" in printed,
+        "steers a terminal": not all(char.isprintable() or char in "\n\t" for char in printed),
+        "code was executed": bool(list(hostile.folder.rglob("owned*"))),
+        f"exit code {code}": code not in ({2} if hostile.is_wrong else {0, 2, 3}),
+    }
+    return [fault for fault, is_so in found.items() if is_so]
 
 
-KINDS: tuple[Callable[[random.Random, Path], Hostile], ...] = (command_line, configuration, run_folder)
+def judged(seed: int, count: int) -> Iterator[tuple[Hostile, int, list[str]]]:
+    """Yield drawn inputs with the exit code, and what was wrong with what it did."""
+    draw = random.Random(seed)  # noqa: S311 - the same seed, the same inputs
+    for number in range(count):
+        with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
+            hostile = KINDS[number % len(KINDS)](draw, Path(folder))
+            code, printed = typed(hostile)
+            found = faults(hostile, code, printed)
+            yield hostile, code, [*found, printed[-600:]] if found else []
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Draw, type and judge; print the kinds and their counts, and everything that was wrong."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=37)
-    parser.add_argument("--count", type=int, default=300)
-    asked = parser.parse_args(arguments)
-    draw, kinds, codes, failed = random.Random(asked.seed), Counter[str](), Counter[int](), 0
-    for number in range(asked.count):
-        folder = Path(tempfile.mkdtemp(prefix="hostile-"))
-        hostile = KINDS[number % len(KINDS)](draw, folder)
-        ended = typed(hostile)
+KINDS: tuple[Callable[[random.Random, Path], Hostile], ...]
+KINDS = (command_line, configuration, run_folder)
+
+
+def main(seed: int = 37, count: int = 300) -> int:
+    """Print the kinds and their counts, and everything that was wrong."""
+    kinds, codes, failed = Counter[str](), Counter[int](), 0
+    for hostile, code, found in judged(seed, count):
         kinds[hostile.kind] += 1
-        codes[ended.code] += 1
-        if found := faults(hostile, ended):
+        codes[code] += 1
+        if found:
             failed += 1
-            print(f"{number}: {hostile.kind}: {', '.join(found)}: {hostile.words!r:.200}\n{ended.printed[-600:]}")
-        shutil.rmtree(folder, ignore_errors=True)
-    for kind, count in sorted(kinds.items()):
-        print(f"| {kind} | {count} |")
-    print(f"{asked.count} inputs, seed {asked.seed}: {failed} failed; exit codes {dict(sorted(codes.items()))}")
+            sys.stdout.write(f"{hostile.kind}: {ascii(hostile.words)[:300]}: {found!a}\n")
+    lines = [f"| {kind} | {number} |" for kind, number in sorted(kinds.items())]
+    lines.append(f"{count} inputs, seed {seed}: {failed} failed; exit codes {dict(codes)}\n")
+    sys.stdout.write("\n".join(lines))
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(*map(int, sys.argv[1:])))

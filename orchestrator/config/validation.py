@@ -28,7 +28,7 @@ from orchestrator.config.schema import VALID_NODE_NAME, Config, NodeConfig
 from orchestrator.config.yaml_source import KeyPath, YamlSource, listed
 from orchestrator.errors import ConfigError, Problem
 
-#: What pydantic found whose own words help nobody who types a file, by its name for it.
+#: What pydantic found whose own words do not help who types a file, by its name for it.
 _WORDS = {
     "missing": "is missing",
     "dict_type": "{value} should be a mapping",

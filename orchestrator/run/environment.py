@@ -21,14 +21,14 @@ import psutil
 from orchestrator.cluster.connect import connected
 from orchestrator.cluster.local_cluster import rehearsed
 from orchestrator.cluster.raylets import RayletPlan
-from orchestrator.config import scaling
 from orchestrator.config.gpu_specs import by_formula
 from orchestrator.config.load import config_from_data
-from orchestrator.config.scaling import REHEARSAL_SCALE, Scaled, scale_config
 from orchestrator.config.schema import Config
 from orchestrator.core.fleet import Fleet
 from orchestrator.core.placement import SlotPlan, Target, node_budget, plan_slots
 from orchestrator.errors import PreflightError, UsageError
+from orchestrator.run import scaling
+from orchestrator.run.scaling import REHEARSAL_SCALE, Scaled, scale_config
 from workers.host.facts import CardFacts
 from workers.host.machine import visible_cards
 from workers.units import GIB

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from orchestrator.config.capacity import overbooked
 from orchestrator.config.load import config_from_data, load_config
-from orchestrator.config.scaling import REHEARSAL_SCALE, in_fp32, scale_config, scaled_size
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import node_budget
 from orchestrator.errors import UsageError
+from orchestrator.run.scaling import REHEARSAL_SCALE, in_fp32, scale_config, scaled_size
 from tests.scene import ROOT
 from workers.units import GIB, MIB
 
