@@ -19,12 +19,11 @@ from orchestrator.cli import options as opt
 from orchestrator.cli.loading import (
     AsJson,
     Configured,
-    Faults,
     Here,
+    Injected,
     NewRun,
     Where,
     duration_s,
-    fake_sensors_of,
     import_from_here,
     print_text,
     shared,
@@ -59,14 +58,13 @@ app = typer.Typer(
 @shared
 def run(  # noqa: PLR0913 - one parameter for each option of the command
     new: NewRun,
-    faults: Faults,
+    injected: Injected,
     duration: opt.Duration = None,
     scale: opt.Scale = None,
     workload: opt.Workload = None,
     policy: opt.Policy = None,
     wait_for_nodes: opt.WaitForNodes = False,
     resume: opt.Resume = None,
-    fake_sensors: opt.FakeSensors = None,
     apply_power_limit: opt.ApplyPowerLimit = False,
 ) -> None:
     """Run the workers and show their health. Ctrl-C ends the run and writes the summary."""
@@ -80,8 +78,9 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         json=new.as_json,
         plain=new.plain,
         wait_for_nodes=wait_for_nodes,
-        experiments=(*fake_sensors_of(fake_sensors), *faults.experiments()),
+        chaos=injected.faults(),
         apply_power_limit=apply_power_limit,
+        yes_really=injected.yes_really,
     )
     more_s = duration_s(duration)
     typed = {"run.duration": duration, "workload.name": workload, "memory.policy": policy}
@@ -163,9 +162,16 @@ def up(
 @app.command()
 @shared
 def stop(where: Where, node: opt.NodeToEnd = None) -> None:
-    """End the runs under way in one run folder, as Ctrl-C would."""
-    from orchestrator.cli import nodes
+    """End the runs under way in one run folder, as Ctrl-C would.
 
+    Also puts back what runs that were killed have set on the cards of this PC.
+    """
+    from orchestrator.cli import nodes
+    from workers.card_settings import put_back_left
+
+    put_back = put_back_left()
+    for line in put_back:
+        print_text(line)
     loaded = where.to_read()
     settings = loaded.run
     if node is not None and node not in loaded.nodes and not nodes.processes_of(node):
@@ -178,7 +184,7 @@ def stop(where: Where, node: opt.NodeToEnd = None) -> None:
         for line in nodes.stop_runs(settings.dir, wait_s=0.0 if node is None else ends_s):
             print_text(line)
     except UsageError as none_there:
-        if node is None:
+        if node is None and not put_back:
             raise
         print_text(str(none_there))
     for line in () if node is None else nodes.stop_node(node):
@@ -382,35 +388,22 @@ def burn(
     new: NewRun,
     duration: opt.HeatDuration = None,
     phase: opt.Phases = None,
-    fake_sensors: opt.FakeSensors = None,
     apply_power_limit: opt.ApplyPowerLimit = False,
-    sweep_text: opt.SweepOf = None,
 ) -> None:
     """Validate every card: PASS or FAIL. In three phases: caps and precision, heat, full load."""
-    from orchestrator.lab.burn import phases, sweep
-    from orchestrator.lab.burn.verdict import BurnPhase
+    from orchestrator.lab import burn as verb
     from orchestrator.run import runner
 
-    heat_s = duration_s(duration) or phases.HEAT_S
+    heat_s = duration_s(duration) or verb.HEAT_S
     loaded = new.load()
     import_from_here()
     options = runner.Options(
         json=new.as_json,
         plain=new.plain,
         wait_for_nodes=False,
-        experiments=tuple(fake_sensors_of(fake_sensors)),
         apply_power_limit=apply_power_limit,
     )
-    if sweep_text is not None:
-        if phase or apply_power_limit:
-            raise UsageError(
-                "--sweep sets the cards itself, and has no phases: it excludes --phase, "
-                "--apply-power-limit"
-            )
-        step_s = duration_s(duration) or sweep.STEP_S
-        raise typer.Exit(sweep.burn_sweep(loaded, new.environment, sweep_text, step_s, options))
-    wanted = {BurnPhase(number) for number in phase or (1, 2, 3)}
-    raise typer.Exit(phases.burn(loaded, new.environment, heat_s, wanted, options))
+    raise typer.Exit(verb.burn(loaded, new.environment, heat_s, phase or (1, 2, 3), options))
 
 
 @app.command()
@@ -476,16 +469,6 @@ def tune(
         if new.as_json
         else tuning.result_text(folder, result, _width())
     )
-
-
-@app.command()
-@shared
-def advise(where: Where, run_id: opt.RunId = LATEST, json_output: AsJson = False) -> None:
-    """Say why cards were not busy, and which keys to change."""
-    from orchestrator.lab.advise import answer
-
-    code = answer.advise(where.runs, run_id, print_text, json=json_output, width=_width())
-    raise typer.Exit(code)
 
 
 def _add_command(do: str, summary: str, *, hidden: bool = False) -> None:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from orchestrator.cli import options as opt
-from orchestrator.cli.loading import Faults, NewRun, duration_s, print_text, shared
+from orchestrator.cli.loading import Injected, NewRun, duration_s, print_text, shared
 from orchestrator.cli.service import install_queue
 from orchestrator.config.load import config_from_text
-from orchestrator.config.schema import Config
+from orchestrator.config.schema import Config, WorkersConfig
 from orchestrator.config.yaml_source import read_text
 from orchestrator.core.placement import Target
 from orchestrator.errors import UsageError
@@ -44,7 +44,7 @@ _LONGEST = "365d"
 @shared
 def run(
     here: NewRun,
-    faults: Faults,
+    injected: Injected,
     file: opt.JobFile = None,
     duration: opt.QueueDuration = None,
     stay: opt.StayForJobs = False,
@@ -57,7 +57,7 @@ def run(
     """
     from orchestrator.run import runner
 
-    if service and (file is not None or new or faults.chaos or stay):
+    if service and (file is not None or new or injected.chaos or stay):
         raise UsageError(
             "--service excludes --stay, which its unit says itself, and a job file, --new and "
             "--chaos, which would come again after each restart; add jobs with: "
@@ -80,7 +80,7 @@ def run(
         json=here.as_json,
         plain=here.plain,
         wait_for_nodes=True,
-        experiments=tuple(faults.experiments()),
+        chaos=injected.faults(),
         queue=runner.QueueOptions(stays=stay, sweeps=sampled_sweeps(read, queue)),
     )
     if before is not None:
@@ -106,9 +106,8 @@ def _loaded(here: NewRun, typed: Mapping[str, str], *, begins: bool) -> Config:
         if _queue_before(Path(shipped.run.dir)) is not None:
             return shipped
     loaded = here.load_here(typed)
-    if loaded.compute_share_mode == "mps":
-        # A job's share of the card changes; that of an MPS client cannot.
-        loaded = loaded.model_copy(update={"compute_share_mode": "duty"})
+    if loaded.workers.mps:  # a job's share of the card changes; that of an MPS client cannot
+        loaded = loaded.model_copy(update={"workers": WorkersConfig()})
     return loaded
 
 

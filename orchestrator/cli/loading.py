@@ -12,7 +12,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -31,7 +31,7 @@ from orchestrator.view.cells import width_of, wrapped
 
 if TYPE_CHECKING:
     from orchestrator.run.environment import Environment
-    from orchestrator.run.runner import Experiment
+    from orchestrator.run.runner import Faults
 
 DEFAULT_CONFIG: Final = "cluster.yaml"
 """The configuration that is read if the user names none."""
@@ -193,7 +193,7 @@ class NewRun(Where, Here):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Faults:
+class Injected:
     """What is injected into a run."""
 
     chaos: Annotated[
@@ -203,16 +203,19 @@ class Faults:
     chaos_seed: Annotated[int, Option(help="Of --chaos: the same seed, the same faults.")] = 0
     yes_really: Annotated[
         bool,
-        Option("--yes-really", help="Allow --chaos on a real cluster, not only in a rehearsal."),
+        Option(
+            "--yes-really",
+            help="Allow --chaos on a real cluster; with --apply-power-limit, memory offsets.",
+        ),
     ] = False
 
-    def experiments(self) -> Iterator[Experiment]:
-        """Yield what the laboratory adds to the run."""
-        if self.chaos is not None:
-            from orchestrator.lab.chaos.fleet import Chaos  # noqa: PLC0415 - for some runs only
-            from orchestrator.lab.chaos.plan import parse_chaos  # noqa: PLC0415 - as above
+    def faults(self) -> Faults | None:
+        """Return what `--chaos` asks for; `UsageError` where that is nothing."""
+        if self.chaos is None:
+            return None
+        from orchestrator.lab.chaos import Chaos  # noqa: PLC0415 - for some runs only
 
-            yield Chaos(parse_chaos(self.chaos, self.chaos_seed), yes_really=self.yes_really)
+        return Chaos(self.chaos, self.chaos_seed, yes_really=self.yes_really)
 
 
 def duration_s(text: str | None, option: str = "--duration") -> float | None:
@@ -259,11 +262,3 @@ def import_from_here() -> None:
     """Make the user's own workload importable by workers: they get this process's search path."""
     if os.getcwd() not in sys.path:  # noqa: PTH109 - sys.path holds strings
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
-
-
-def fake_sensors_of(script: Path | None) -> Iterator[Experiment]:
-    """Yield the scripted sensors of a rehearsal."""
-    if script is not None:
-        from orchestrator.lab.sensors import ScriptedSensors  # noqa: PLC0415 - for some runs only
-
-        yield ScriptedSensors(script)

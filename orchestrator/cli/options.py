@@ -13,13 +13,6 @@ from typer import Argument, Option
 OptionalText = str | None
 
 # Of `run` and `burn`.
-FakeSensors = Annotated[
-    Path | None,
-    Option(
-        help="Of a rehearsal: temperatures and alarms by a script, such as scripts/heat.json.",
-        metavar="FILE",
-    ),
-]
 ApplyPowerLimit = Annotated[
     bool,
     Option(
@@ -65,16 +58,6 @@ Phases = Annotated[
         max=3,
     ),
 ]
-SweepOf = Annotated[
-    OptionalText,
-    Option(
-        "--sweep",
-        help="As root: power=200..350:25 (watts) or memory-offset=0..500:50 (MHz), until a result "
-        "is wrong.",
-        metavar="SWEEP",
-    ),
-]
-
 # Of `tune`.
 Preset = Annotated[
     OptionalText, Option(help="What is trained. Default: train.preset.", metavar="NAME")
@@ -201,7 +184,7 @@ Follow = Annotated[
     bool, Option("--follow", "-f", help="Print what comes, until the run or the job has ended.")
 ]
 
-# Of `report`, `advise`, `limits` and `init`.
+# Of `report`, `limits` and `init`.
 RunId = Annotated[
     str, Argument(help="As `runs` shows it, or its end. Default: the newest.", metavar="RUN_ID")
 ]

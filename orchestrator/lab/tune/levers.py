@@ -225,7 +225,7 @@ def unavailable(candidate: Candidate, baseline: Mapping[str, Any], *, on_card: b
 
 def matmul_baseline(size: int) -> dict[str, Any]:
     """Return what the other arms of matmul differ from: one worker with fp32, without rest."""
-    return {"dtype": "fp32", "size": size, "workers": 1, "duty": None, "compute_share_mode": "none"}
+    return {"dtype": "fp32", "size": size, "workers": 1, "duty": None}
 
 
 def matmul_candidates(baseline: Mapping[str, Any], duty: float | None) -> list[Candidate]:
@@ -235,7 +235,6 @@ def matmul_candidates(baseline: Mapping[str, Any], duty: float | None) -> list[C
     keys = [
         *(("dtype", name, name) for name in ("tf32", "fp16", "bf16")),
         *(("size", str(other), other) for other in (size // 2, 2 * size)),
-        ("power_limit_w", "lower", "lower"),
         *(("duty", f"{share:g}", share) for share in shares),
     ]
     plain = [
@@ -251,24 +250,13 @@ def matmul_candidates(baseline: Mapping[str, Any], duty: float | None) -> list[C
         Candidate(lever="workers", setting=str(count), changes={"workers": count}, copies=count)
         for count in (2, 3, 7)
     ]
-    shared = [
-        Candidate(
-            lever="compute_share_mode",
-            setting=f"mps with workers {candidate.copies}",
-            changes={"compute_share_mode": "mps", "workers": candidate.copies},
-            copies=candidate.copies,
-            beside=candidate.name,
-        )
-        for candidate in several
-    ]
-    return [*plain, *several, *shared]
+    return [*plain, *several]
 
 
 def matmul_impossible(
     candidates: Sequence[Candidate],
     *,
     on_card: bool,
-    mps_obstacle: str | None,
     room_bytes: int,
     budget_bytes: int,
 ) -> dict[str, str]:
@@ -277,7 +265,6 @@ def matmul_impossible(
     Args:
         candidates: All of them.
         on_card: Whether the device is a card.
-        mps_obstacle: Why MPS is not on; `None`: it is.
         room_bytes: What all workers of an arm may hold together.
         budget_bytes: What each of them holds.
     """
@@ -285,12 +272,6 @@ def matmul_impossible(
     for candidate in candidates:
         if candidate.needs_card is not None and not on_card:
             reasons[candidate.name] = candidate.needs_card
-        elif candidate.lever == "compute_share_mode" and mps_obstacle is not None:
-            reasons[candidate.name] = mps_obstacle
-        elif candidate.lever == "power_limit_w":
-            sweep = "burn --sweep power=FROM..TO:STEP measures it, as root"
-            without = "there is no card whose power could be limited"
-            reasons[candidate.name] = sweep if on_card else without
         elif candidate.copies * budget_bytes > room_bytes:
             reasons[candidate.name] = (
                 f"{candidate.copies} workers of {budget_bytes / 2**30:.2f} GiB do not fit "

@@ -8,7 +8,6 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,8 +34,6 @@ from orchestrator.lab.tune.results import (
 )
 from orchestrator.run.environment import in_rehearsal, on_this_machine
 from workers.files import replace_whole
-from workers.node_agent import mps
-from workers.node_agent.protocol import AgentClient, AgentError, AgentOrders, AgentOutcome
 from workers.settings import ASSUMED_CONTEXT_BYTES, WorkerSpec
 from workers.tuning.messages import NO_ROOM, ArmSpec
 from workers.units import MIB
@@ -205,8 +202,7 @@ def tune(folder: Path, say: Callable[[str], None], budget_s: float | None = None
             return run(_training(config, spec, log, request, recompute="all"))
 
     def run_matmul() -> TuningResult:
-        with _mps(folder.name, on_card=spec.device == "cuda") as shared:
-            return run(_matmul(config, spec, log, request, shared))
+        return run(_matmul(config, spec, log, request))
 
     try:
         result = run_training() if trains else run_matmul()
@@ -288,29 +284,20 @@ def _training(
     )
 
 
-def _matmul(
-    config: Config, spec: WorkerSpec, log: Path, request: TuningRequest, shared: AgentOutcome
-) -> TuningTask:
-    """Return the tuning of matmul on one card, or on the CPU.
-
-    `shared` says where MPS is, or why it is not.
-    """
+def _matmul(config: Config, spec: WorkerSpec, log: Path, request: TuningRequest) -> TuningTask:
+    """Return the tuning of matmul on one card, or on the CPU."""
     on_card, seed = spec.device == "cuda", config.workload.seed
     baseline = levers.matmul_baseline(spec.workload.size)
     candidates = levers.matmul_candidates(baseline, spec.duty)
     levers.check_names(candidates, request.levers, "--levers")
     candidates = levers.named(candidates, request.levers)
     free_bytes = int(_HOST_SHARE * psutil.virtual_memory().available)
-    pipe = shared.pipe_directory
 
     def make_spec(name: str, changes: Mapping[str, Any], more_seed: int) -> ArmSpec:
         keys = {**baseline, **changes}
         workload = replace(spec.workload, name=MATMUL, dtype=keys["dtype"], size=keys["size"])
         own = replace(spec, slot=f"tune/{name}", duty=keys["duty"], workload=workload)
-        environment = {}
-        if keys["compute_share_mode"] == "mps" and pipe is not None:
-            environment = mps.client_environment(pipe, None, None)
-        return ArmSpec(name=name, spec=own, seed=seed + more_seed, log=log, environment=environment)
+        return ArmSpec(name=name, spec=own, seed=seed + more_seed, log=log)
 
     return TuningTask(
         model=MATMUL,
@@ -321,34 +308,12 @@ def _matmul(
         impossible=levers.matmul_impossible(
             candidates,
             on_card=on_card,
-            mps_obstacle=None if pipe is not None else shared.mps_problem or "MPS is not on",
             room_bytes=spec.card_budget_bytes if on_card else free_bytes,
             budget_bytes=spec.budget_bytes,
         ),
         yours=None,
         make_spec=make_spec,
     )
-
-
-@contextmanager
-def _mps(tune_id: str, *, on_card: bool) -> Iterator[AgentOutcome]:
-    """Have an MPS daemon on this PC for the length of a tuning, as a run has.
-
-    Also a killed one ends it.
-    """
-    orders = AgentOrders(node="this PC", run_id=tune_id, card_count=1, mps=True)
-    if not on_card:
-        yield orders.failed("there is no card for MPS to share")
-        return
-    agent = AgentClient(orders)
-    try:
-        try:
-            outcome = agent.outcome()
-        except AgentError as error:
-            outcome = orders.failed(str(error))
-        yield outcome
-    finally:
-        agent.end()
 
 
 # tuned.yaml
