@@ -499,43 +499,31 @@ def tune(  # noqa: PLR0913 - one parameter for each option of the command
     workload: opt.TunedWorkload = "train",
     budget: opt.Budget = None,
     levers: opt.Levers = None,
-    resume: opt.ResumeTuning = None,
     overrides: opt.Overrides = None,
     json_output: opt.AsJson = False,
 ) -> None:
     """Measure what each setting brings here; write tuned.yaml."""
-    from orchestrator.lab.tune import tuning
+    from orchestrator.lab.tune import results, tuning
 
     if local and rehearse:
         raise UsageError("--local and --rehearse exclude each other")
     import_from_here()
-    budget_s = duration_s(budget)
-    if resume is not None:
-        if local or rehearse or overrides or preset is not None or levers is not None:
-            raise UsageError("--resume goes on with what was asked for; only --budget may change")
-        folder = tuning.folder_of(resume)
-    else:
-        loaded = config_of(config, overrides, {"train.preset": preset})
-        request = tuning.request_of(
-            loaded,
-            Path(config).read_text(encoding="utf-8"),
-            rehearse=rehearse,
-            budget_s=budget_s,
-            names=tuning.names_in(levers or ""),
-            workload=workload,
-        )
-        folder = tuning.begin(request)
-    progress = tuning.ProgressLine()
-    progress.line(f"If this is interrupted: python -m orchestrator tune --resume {folder.name}")
-    try:
-        result = tuning.tune(folder, progress, budget_s)
-    finally:
-        progress.close()
-    print_text(
-        json.dumps(result.plain(), indent=2)
-        if json_output
-        else tuning.result_text(folder, result, _width())
+    loaded = config_of(config, overrides, {"train.preset": preset})
+    asked = tuning.prepare(
+        loaded,
+        Path(config).read_text(encoding="utf-8"),
+        rehearse=rehearse,
+        budget_s=duration_s(budget, "--budget"),
+        names=tuning.names_in(levers or ""),
+        workload=workload,
     )
+    result, is_whole = tuning.tune(asked, lambda line: typer.echo(line, err=True))
+    shown = results.result_text(result, _width())
+    if asked.trains:
+        shown += f"\nYour file with these settings: {asked.folder / 'tuned.yaml'}"
+    print_text(json.dumps(result.plain(), indent=2) if json_output else shown)
+    if not is_whole:
+        raise typer.Exit(130)
 
 
 @app.command()

@@ -27,12 +27,12 @@ DEFAULT_CONFIG: Final = "cluster.yaml"
 """The configuration that is read if the user names none."""
 
 
-def duration_s(text: str | None) -> float | None:
-    """Return what `--duration` means; `UsageError` if that is nothing."""
+def duration_s(text: str | None, option: str = "--duration") -> float | None:
+    """Return the seconds that an option means; `UsageError` names it if that is nothing."""
     try:
         return None if text is None else parse_duration(text)
     except ValueError as error:
-        raise UsageError(f"--duration {text}: {error}") from error
+        raise UsageError(f"{option} {text}: {error}") from error
 
 
 def config_of(config: str, overrides: list[str] | None, typed: Mapping[str, str | None]) -> Config:

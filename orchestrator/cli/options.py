@@ -116,9 +116,6 @@ Levers = Annotated[
         metavar="KEY[=VALUE],...",
     ),
 ]
-ResumeTuning = Annotated[
-    Text, Option("--resume", help="Go on with a tuning that was interrupted.", metavar="ID")
-]
 
 # Of `plan`.
 PlannedJobs = Annotated[
