@@ -6,7 +6,6 @@ Does not implement the verbs, nor decide how an error reaches the user (`main.py
 from __future__ import annotations
 
 import functools
-import json
 import shutil
 import sys
 import time
@@ -521,7 +520,7 @@ def tune(  # noqa: PLR0913 - one parameter for each option of the command
     shown = results.result_text(result, _width())
     if asked.trains:
         shown += f"\nYour file with these settings: {asked.folder / 'tuned.yaml'}"
-    print_text(json.dumps(result.plain(), indent=2) if json_output else shown)
+    print_text(results.json_text(result) if json_output else shown)
     if not is_whole:
         raise typer.Exit(130)
 

@@ -47,13 +47,6 @@ def test_what_needs_a_card_says_so_without_one(*, on_card: bool) -> None:
     assert (tf32.unavailable is None) is on_card
 
 
-def test_what_this_version_cannot_run_says_why() -> None:
-    assert "compile" in str(candidates()["compile_mode=max-autotune with compile block"].changes)
-    broken = candidates(precision="fp32", deterministic=True)["bucketing=true"].unavailable
-    assert broken is not None
-    assert broken.startswith("train")
-
-
 def test_levers_are_named_by_key_or_by_key_and_value() -> None:
     found = list(candidates().values())
     named = levers.named(found, ["optimizer", "precision=fp32"], "--levers")

@@ -179,7 +179,12 @@ def test_a_row_has_the_figures_beside_the_baselines() -> None:
     [
         ("it needs a card", None, LeverVerdict.UNAVAILABLE, "it needs a card"),
         (None, None, LeverVerdict.TOO_FEW_ROUNDS, "not begun"),
-        (None, replace(measured(2.0), lost="ended by SIGKILL"), LeverVerdict.UNAVAILABLE, "SIGKILL"),
+        (
+            None,
+            replace(measured(2.0), lost="ended by SIGKILL"),
+            LeverVerdict.UNAVAILABLE,
+            "SIGKILL",
+        ),
     ],
 )
 def test_a_lever_that_was_not_measured_says_why(

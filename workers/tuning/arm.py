@@ -25,7 +25,7 @@ from workers.settings import FailureKind
 from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task
 from workers.training.trainer import Trainer
-from workers.tuning.messages import ArmSpec, Done, Open, Opened, Refused, Turn
+from workers.tuning.messages import FEWEST_STEPS, ArmSpec, Done, Open, Opened, Refused, Turn
 from workers.workloads.base import WorkloadContext
 from workers.workloads.matmul import Matmul
 
@@ -107,9 +107,9 @@ class Products:
         with device.enforced():
             self._matmul = Matmul(context)
 
-    def open(self, message: Open) -> Opened:
+    def open(self, _: Open) -> Opened:
         """Do the first steps."""
-        seconds = [self.device.timed(self.step)[1] for _ in range(message.least_steps)]
+        seconds = [self.device.timed(self.step)[1] for _ in range(FEWEST_STEPS)]
         return _opened(self.device, seconds, self.device.step_peak_bytes(), _UNIT_FLOP, ())
 
     def step(self) -> float:
@@ -168,7 +168,7 @@ class Training:
         seconds: list[float] = []
         losses: list[float] = []
         peak_bytes = 0
-        while len(losses) < message.least_steps or (
+        while len(losses) < min(message.steps, FEWEST_STEPS) or (
             len(losses) < message.steps and time.monotonic() < until_s
         ):
             seconds.append(self.device.timed(self.step)[1])

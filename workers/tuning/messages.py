@@ -11,6 +11,7 @@ server has not touched a card, because a context of CUDA does not survive a fork
 from __future__ import annotations
 
 import importlib
+import math
 import multiprocessing
 import os
 import signal
@@ -31,6 +32,9 @@ _ARM: Final = "workers.tuning.arm"
 #: an arm begins with.
 _SLOW: Final = "torch._dynamo"
 
+FEWEST_STEPS: Final = 4
+"""First steps that each arm does at least. The states of an optimiser show in the second one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmSpec:
@@ -50,9 +54,8 @@ class Open:
     """Make the training, and do the first optimiser steps, whose losses are compared."""
 
     steps: int
-    most_s: float
-    """After so many seconds no further step begins; `least_steps` are done in any case."""
-    least_steps: int
+    most_s: float = math.inf
+    """After so many seconds no step begins beyond the first `FEWEST_STEPS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

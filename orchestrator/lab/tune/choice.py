@@ -124,6 +124,5 @@ def _gain(row: LeverRow, objective: str) -> float:
 
 def _peak_share(row: LeverRow) -> float | None:
     """Return the peak of the device's memory as a share of the baseline's."""
-    if not row.peak_bytes or row.peak_delta_bytes is None:
-        return None
-    return row.peak_bytes / (row.peak_bytes - row.peak_delta_bytes)
+    baseline_bytes = (row.peak_bytes or 0) - (row.peak_delta_bytes or 0)
+    return row.peak_bytes / baseline_bytes if row.peak_bytes and baseline_bytes else None

@@ -2,8 +2,7 @@
 
 A lever is a key of `train:` or of `workload:` with the values that are tried. Off is what the
 user's own file says, and on another value. To add a lever, add a line to `_LEVERS`. Whether this
-version and this machine can run it is found out: by `TrainSettings`, by the kind of device, and by
-the process that tries it.
+machine can run it is told by the kind of device, or by the process that tries it.
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pydantic import ValidationError
-
-from orchestrator.errors import UsageError, one_line
+from orchestrator.errors import UsageError
 from orchestrator.lab.tune.statistics import ParityClass
 from workers.training.settings import TrainSettings
 from workers.units import GIB
@@ -33,7 +30,7 @@ class Candidate:
     parity: ParityClass | None = None
     """`None`: nothing is trained."""
     unavailable: str | None = None
-    """Why this version or this kind of device cannot run it; `None`: only trying tells."""
+    """Why this kind of device cannot run it; `None`: only trying tells."""
     copies: int = 1
     """Workers at once."""
     slow: bool = False
@@ -208,19 +205,5 @@ def _candidates_of(lever: _Lever, own: Mapping[str, Any], *, on_card: bool) -> I
             changes=changes,
             parity=lever.parity,
             slow=lever.slow,
-            unavailable=_unavailable({**own, **changes})
-            or (lever.needs_card if on_cards and not on_card else None),
+            unavailable=lever.needs_card if on_cards and not on_card else None,
         )
-
-
-def _unavailable(settings: Mapping[str, Any]) -> str | None:
-    """Return why this version cannot run these settings."""
-    try:
-        TrainSettings.model_validate(settings)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(["train", *(str(part) for part in first["loc"][:1])])
-        if first["type"] == "extra_forbidden":
-            return f"this version has no key {key}"
-        return one_line(f"{key}: {first['msg']}")[:300]
-    return None

@@ -11,9 +11,9 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
+from orchestrator.config.schema import TuneConfig
 from orchestrator.lab.tune.levers import Candidate
 from orchestrator.lab.tune.statistics import least_rounds
 from workers.tuning.messages import (
@@ -27,49 +27,33 @@ from workers.tuning.messages import (
     run_arm,
 )
 
-Answer = TypeVar("Answer", Opened, Done)
 Result = TypeVar("Result")
+
+MakeSpec: TypeAlias = Callable[[str, Mapping[str, Any]], ArmSpec]
+"""From the name of an arm and its changes against the baseline."""
 
 #: A process that is told to end has so long for it.
 _END_S: Final = 5.0
 
-#: Of the budget, for an answer of an arm; and the bounds of that. In 15 minutes this leaves room
-#: for the longest compilation that was measured, 170 s.
+#: For an answer of an arm: this share of the budget, between these bounds. In 15 minutes the share
+#: leaves room for the longest compilation that was measured, 170 s.
 _PATIENCE_SHARE: Final = 0.25
-_LEAST_PATIENCE_S: Final = 60.0
-_MOST_PATIENCE_S: Final = 600.0
+_PATIENCE_BOUNDS_S: Final = (60.0, 600.0)
 
-#: Of a lever's time, for one turn; and the shortest one: 10 ticks of the processors' clocks.
+#: Of a lever's time, for one turn; and the bounds of a turn. Beside other programs, ratios of turns
+#: of 2.5 s scattered twice as far as those of 0.5 s (measured).
 _TURN_SHARE: Final = 1 / 40
-_SHORTEST_S: Final = 0.1
-_LONGEST_S: Final = 3.0
+_TURN_BOUNDS_S: Final = (0.1, 0.5)
 
-#: An interval of so many rounds of 3 % of noise is 0.8 % wide on either side.
-_MOST_ROUNDS: Final = 60
+#: An interval of so many rounds of 5 % of noise is 1 % wide on either side.
+_MOST_ROUNDS: Final = 120
 
-#: First steps of each arm at the least, and the share of a lever's time that they may take.
-_FEWEST_STEPS: Final = 4
+#: Of a lever's time, for the first steps of its arm.
 _OPENING_SHARE: Final = 0.2
 
 
 class ArmError(Exception):
     """An arm refused, died, or did not answer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """How a tuning measures."""
-
-    budget_s: float
-    confidence: float
-    parity_steps: int = _FEWEST_STEPS
-    """First steps of each arm, at most."""
-
-    @property
-    def patience_s(self) -> float:
-        """How long an arm may take for an answer."""
-        wanted_s = max(_LEAST_PATIENCE_S, _PATIENCE_SHARE * self.budget_s)
-        return min(_MOST_PATIENCE_S, wanted_s)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,14 +73,14 @@ class Bench:
     """The baseline, and each lever against it."""
 
     def __init__(
-        self, plan: Plan, make_spec: Callable[[str, Mapping[str, Any]], ArmSpec], levers: int
+        self, make_spec: MakeSpec, rules: TuneConfig, budget_s: float, levers: int
     ) -> None:
         """Start nothing yet; `levers` is how many there will be."""
-        self._plan = plan
         self._make_spec = make_spec
-        self._least_rounds = least_rounds(plan.confidence)
-        opening_s = _OPENING_SHARE * plan.budget_s / (levers + 1)
-        self._open = Open(steps=plan.parity_steps, most_s=opening_s, least_steps=_FEWEST_STEPS)
+        self._patience_s = _between(_PATIENCE_BOUNDS_S, _PATIENCE_SHARE * budget_s)
+        self._least_rounds = least_rounds(rules.confidence)
+        opening_s = _OPENING_SHARE * budget_s / (levers + 1)
+        self._open = Open(steps=rules.parity_steps, most_s=opening_s)
         self._arm: _Arm | None = None
         self.opened: Opened | None = None
         """The baseline's first steps."""
@@ -108,10 +92,9 @@ class Bench:
             ArmError: It cannot be measured.
         """
         if self._arm is None or self.opened is None:
-            self._arm = _Arm(self._make_spec("baseline", {}), self._plan.patience_s, 1)
+            self._arm = _Arm(self._make_spec("baseline", {}), self._patience_s, 1)
             self.opened = self._of_baseline(lambda arm: arm.open(self._open))
-            steps = len(self.opened.losses) or _FEWEST_STEPS
-            self._open = replace(self._open, steps=steps, least_steps=steps)
+            self._open = Open(steps=len(self.opened.losses))
         return self.opened
 
     def measure(self, candidate: Candidate, until_s: float, last_s: float) -> Measured:
@@ -124,10 +107,9 @@ class Bench:
         try:
             self.baseline()
             spec = self._make_spec(candidate.name, candidate.changes)
-            arm = _Arm(spec, self._plan.patience_s, candidate.copies)
+            arm = _Arm(spec, self._patience_s, candidate.copies)
             measured.opened = arm.open(self._open)
-            left_s = max(0.0, until_s - time.monotonic())
-            turn_s = min(_LONGEST_S, max(_SHORTEST_S, _TURN_SHARE * left_s))
+            turn_s = _between(_TURN_BOUNDS_S, _TURN_SHARE * (until_s - time.monotonic()))
             while self._goes_on(len(measured.log_ratios), until_s, last_s):
                 self._round(arm, turn_s, measured)
         except ArmError as error:
@@ -185,12 +167,12 @@ class _Arm:
             self._members.append((ours, process))
 
     def open(self, message: Open) -> Opened:
-        """Have it do its first steps; peaks of several processes are added.
+        """Have it do its first steps; the memory of several processes is added.
 
         Raises:
             ArmError: It cannot.
         """
-        answers = self._ask(message, Opened)
+        answers: list[Opened] = self._ask(message)
         return replace(
             answers[0],
             peak_bytes=sum(answer.peak_bytes for answer in answers),
@@ -203,11 +185,8 @@ class _Arm:
         Raises:
             ArmError: It cannot.
         """
-        done = self._ask(Turn(seconds=seconds), Done)
-        speed = sum(one.samples / one.seconds for one in done if one.seconds > 0)
-        if speed <= 0:
-            raise ArmError("it did nothing in its turn")
-        return speed
+        answers: list[Done] = self._ask(Turn(seconds=seconds))
+        return sum(done.samples / done.seconds for done in answers)
 
     def close(self) -> None:
         """Close the connections, which ends the processes once their turn is over, or kill them."""
@@ -219,28 +198,22 @@ class _Arm:
                 process.kill()
                 process.join(_END_S)
 
-    def _ask(self, message: Open | Turn, wanted: type[Answer]) -> list[Answer]:
+    def _ask(self, message: Open | Turn) -> list[Any]:
+        """Return the answer of each process; `ArmError` if one has none, or refuses."""
         answers = []
         try:
             for connection, _ in self._members:
                 connection.send(message)
             for connection, _ in self._members:
-                answers.append(self._answer(connection, wanted))
+                if not connection.poll(self._patience_s):
+                    raise ArmError(f"it gave no answer for {self._patience_s:.0f} s")
+                answers.append(connection.recv())
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
             raise ArmError(self._end()) from error
+        for answer in answers:
+            if isinstance(answer, Refused):
+                raise ArmError(answer.reason)
         return answers
-
-    def _answer(self, connection: Connection, wanted: type[Answer]) -> Answer:
-        if not connection.poll(self._patience_s):
-            raise ArmError(
-                f"it took more than {self._patience_s:.0f} s, and has no time for rounds"
-            )
-        answer = connection.recv()
-        if isinstance(answer, Refused):
-            raise ArmError(answer.reason)
-        if not isinstance(answer, wanted):
-            raise ArmError(f"it answered with {type(answer).__name__}")
-        return answer
 
     def _end(self) -> str:
         """Return how the first process that has ended did so."""
@@ -252,3 +225,7 @@ class _Arm:
             if code is not None:
                 return f"its process ended with {code}"
         return "its connection was lost"
+
+
+def _between(bounds: tuple[float, float], value: float) -> float:
+    return min(bounds[1], max(bounds[0], value))

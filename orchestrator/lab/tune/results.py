@@ -16,15 +16,11 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from orchestrator.lab.tune.statistics import LeverVerdict, ParityClass
-from orchestrator.view.cells import MISSING
 from orchestrator.view.phrases import counted
 from orchestrator.view.tables import Cell, Column, Table, TableRow, Tone
 from orchestrator.view.terminal import plain_text, table_lines
-from workers.files import replace_whole
 from workers.learned_limits import default_path
 from workers.units import MIB
-
-RESULT: Final = "tune.json"
 
 _TONES: Final = {
     LeverVerdict.FASTER: Tone.GOOD,
@@ -77,24 +73,15 @@ class LeverRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TunedSubject:
-    """What a result holds for."""
-
-    card: str
-    """UUID of the card, or `cpu`."""
-    driver: str | None
-    torch: str
-    model: str
-    """The preset, or `matmul`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TuningResult:
     """A tuning that is over, or as far as it came."""
 
     schema: Literal[3] = 3
     tune_id: str
-    subject: TunedSubject
+    subject: Mapping[str, str | None]
+    """What it holds for: `card` (its UUID, or `cpu`), `driver`, `torch`, and `model`: a preset, or
+    `matmul`.
+    """
     device_name: str
     """As people know it, such as `NVIDIA GeForce RTX 3090`."""
     created_at: str
@@ -111,19 +98,15 @@ class TuningResult:
     decided: bool = False
     """Whether every lever that could have been chosen was measured well enough to tell."""
 
-    def plain(self) -> dict[str, Any]:
-        """Return it as JSON holds it."""
-        return asdict(self)
-
 
 def tunings_folder() -> Path:
     """Return the folder of all tunings of this user."""
     return default_path().parent / "tunings"
 
 
-def write_result(folder: Path, result: TuningResult) -> None:
-    """Write the result into the folder of its tuning; `OSError` if it cannot be written."""
-    replace_whole(folder / RESULT, json.dumps(result.plain(), indent=1, allow_nan=False) + "\n")
+def json_text(result: TuningResult) -> str:
+    """Return the result as `tune --json` prints it and `tune.json` keeps it."""
+    return json.dumps(asdict(result), indent=2, allow_nan=False)
 
 
 def result_text(result: TuningResult, width: int | None) -> str:
@@ -133,9 +116,8 @@ def result_text(result: TuningResult, width: int | None) -> str:
         result: What was measured.
         width: Columns of the terminal; `None`: there is none, and no column is left out.
     """
-    subject = result.subject
     head = (
-        f"Tuning {result.tune_id}: {subject.model} on {result.device_name}, torch {subject.torch}; "
+        f"Tuning {result.tune_id}: {result.subject['model']} on {result.device_name}; "
         f"{counted(result.rounds, 'round')} in {result.duration_s:.0f} s"
     )
     lines = plain_text(table_lines(tuning_table(result), width))
@@ -150,43 +132,49 @@ def tuning_table(result: TuningResult) -> Table:
     )
     return Table(
         name="tuning",
-        columns=(
-            Column(key="name", title="lever", most_cells=40),
-            Column(key="verdict", title="verdict"),
-            Column(key="speed_ratio", title="speed", unit="x", numeric=True),
-            Column(key="interval", title="interval"),
-            Column(key="peak_bytes", title="peak", unit="MiB", numeric=True, priority=1),
-            Column(key="rounds", title="rounds", numeric=True, priority=2),
-            Column(key="samples_per_s", title="samples", unit="a second", numeric=True, priority=3),
-            Column(key="host_bytes", title="host", unit="MiB", numeric=True, priority=4),
-            Column(key="once_s", title="once", unit="s", numeric=True, priority=5),
-            Column(key="tflops", title="TFLOP/s", numeric=True, priority=6),
+        columns=_COLUMNS,
+        rows=tuple(
+            TableRow(
+                key=row.name,
+                cells=_cells(row),
+                reason=row.reason,
+                tone=_TONES.get(row.verdict, Tone.PLAIN),
+            )
+            for row in rows
         ),
-        rows=tuple(_row(row) for row in rows),
     )
 
 
-def _row(row: LeverRow) -> TableRow:
-    tone = _TONES.get(row.verdict, Tone.PLAIN)
-    span = MISSING
-    if row.speed_low is not None and row.speed_high is not None:
-        span = f"{row.speed_low:.3f} to {row.speed_high:.3f}"
-    return TableRow(
-        key=row.name,
-        cells=(
-            Cell(text=row.name, value=row.name),
-            Cell(text=row.verdict, tone=tone, value=row.verdict),
-            _number(row.speed_ratio, ".3f"),
-            Cell(text=span, value=row.speed_low),
-            _mib(row.peak_bytes, row.peak_delta_bytes),
-            _number(row.rounds, "d"),
-            _number(row.samples_per_s, ".4g"),
-            _mib(row.host_bytes, row.host_delta_bytes),
-            _number(row.once_s, ".1f"),
-            _number(row.tflops, ".3g"),
-        ),
-        reason=row.reason,
-        tone=tone,
+_COLUMNS: Final = (
+    Column(key="name", title="lever", most_cells=40),
+    Column(key="verdict", title="verdict"),
+    Column(key="speed_ratio", title="speed", unit="x", numeric=True),
+    Column(key="interval", title="interval"),
+    Column(key="peak_bytes", title="peak", unit="MiB", numeric=True, priority=1),
+    Column(key="rounds", title="rounds", numeric=True, priority=2),
+    Column(key="samples_per_s", title="samples", unit="a second", numeric=True, priority=3),
+    Column(key="host_bytes", title="host", unit="MiB", numeric=True, priority=4),
+    Column(key="once_s", title="once", unit="s", numeric=True, priority=5),
+    Column(key="tflops", title="TFLOP/s", numeric=True, priority=6),
+)
+
+
+def _cells(row: LeverRow) -> tuple[Cell, ...]:
+    """Return the cells of a row, in the order of `_COLUMNS`."""
+    interval = Cell()
+    if row.speed_low is not None:
+        interval = Cell(text=f"{row.speed_low:.3f} to {row.speed_high:.3f}", value=row.speed_low)
+    return (
+        Cell(text=row.name, value=row.name),
+        Cell(text=row.verdict, tone=_TONES.get(row.verdict, Tone.PLAIN), value=row.verdict),
+        _number(row.speed_ratio, ".3f"),
+        interval,
+        _mib(row.peak_bytes, row.peak_delta_bytes),
+        _number(row.rounds, "d"),
+        _number(row.samples_per_s, ".4g"),
+        _mib(row.host_bytes, row.host_delta_bytes),
+        _number(row.once_s, ".1f"),
+        _number(row.tflops, ".3g"),
     )
 
 

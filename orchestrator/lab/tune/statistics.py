@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from statistics import median
 from typing import Final
 
@@ -89,6 +90,7 @@ def least_rounds(confidence: float) -> int:
     return next(count for count in range(1, 64) if _left_out(count, confidence) is not None)
 
 
+@cache
 def _left_out(count: int, confidence: float) -> int | None:
     """Return how many Walsh averages lie beyond the interval on each side.
 

@@ -19,14 +19,8 @@ from orchestrator.errors import UsageError, one_line
 from orchestrator.lab.tune import levers
 from orchestrator.lab.tune.choice import chosen_of, row_of
 from orchestrator.lab.tune.levers import MATMUL, Candidate
-from orchestrator.lab.tune.measuring import ArmError, Bench, Plan
-from orchestrator.lab.tune.results import (
-    LeverRow,
-    TunedSubject,
-    TuningResult,
-    tunings_folder,
-    write_result,
-)
+from orchestrator.lab.tune.measuring import ArmError, Bench, MakeSpec
+from orchestrator.lab.tune.results import LeverRow, TuningResult, json_text, tunings_folder
 from orchestrator.lab.tune.statistics import LeverVerdict
 from orchestrator.lab.tune.tuned_yaml import tuned_yaml
 from orchestrator.run.environment import in_rehearsal, on_this_machine
@@ -62,8 +56,8 @@ class Tuning:
     own: Mapping[str, Any]
     """The section with the user's own settings: the baseline."""
     candidates: Sequence[Candidate]
-    make_spec: Callable[[str, Mapping[str, Any]], ArmSpec]
-    plan: Plan
+    make_spec: MakeSpec
+    budget_s: float
     rules: TuneConfig
 
     @property
@@ -152,11 +146,7 @@ def prepare(
         own=own,
         candidates=candidates,
         make_spec=make_spec,
-        plan=Plan(
-            budget_s=budget_s or usual_s,
-            confidence=config.tune.confidence,
-            parity_steps=config.tune.parity_steps,
-        ),
+        budget_s=budget_s or usual_s,
         rules=config.tune,
     )
 
@@ -171,9 +161,9 @@ def tune(tuning: Tuning, say: Callable[[str], None]) -> tuple[TuningResult, bool
     """
     created_at, began_s = datetime.now(UTC), time.monotonic()
     possible = [each for each in tuning.candidates if each.unavailable is None]
-    last_s = began_s + _LAST * tuning.plan.budget_s
+    last_s = began_s + _LAST * tuning.budget_s
     rows: dict[str, LeverRow] = {}
-    bench = Bench(tuning.plan, tuning.make_spec, len(possible))
+    bench = Bench(tuning.make_spec, tuning.rules, tuning.budget_s, len(possible))
     is_whole = False
 
     def measure(candidate: Candidate, share: float) -> LeverRow:
@@ -217,9 +207,12 @@ def tune(tuning: Tuning, say: Callable[[str], None]) -> tuple[TuningResult, bool
     names = ", ".join(each.name for each in chosen)
     result = TuningResult(
         tune_id=tuning.folder.name,
-        subject=TunedSubject(
-            card=opened.card, driver=opened.driver, torch=opened.torch, model=tuning.model
-        ),
+        subject={
+            "card": opened.card,
+            "driver": opened.driver,
+            "torch": opened.torch,
+            "model": tuning.model,
+        },
         device_name=opened.device_name,
         created_at=created_at.isoformat(timespec="seconds"),
         duration_s=round(time.monotonic() - began_s, 1),
@@ -230,7 +223,7 @@ def tune(tuning: Tuning, say: Callable[[str], None]) -> tuple[TuningResult, bool
         decided=is_whole
         and all(row.verdict is not LeverVerdict.TOO_FEW_ROUNDS for row in rows.values()),
     )
-    write_result(tuning.folder, result)
+    replace_whole(tuning.folder / "tune.json", json_text(result))
     if tuning.trains:
         _write_tuned(tuning, chosen, rows)
     return result, is_whole
