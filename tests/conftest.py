@@ -107,12 +107,3 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("COLUMNS", "100")
     return tmp_path
-
-
-@pytest.fixture(scope="session")
-def library_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the fake NVML is built.
-
-    Without a C compiler this fails, and so does every test that needs it.
-    """
-    return tmp_path_factory.mktemp("nvml")

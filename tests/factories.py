@@ -355,24 +355,6 @@ def wsl(**changes: Any) -> MachineFacts:
     return workstation(**{**own, **changes})
 
 
-def fake_card(number: int = 1, **changes: Any) -> dict[str, Any]:
-    """Return a card of a fake NVML with a power limit of 350 W."""
-    return {
-        "name": "NVIDIA GeForce RTX 3090",
-        "uuid": f"GPU-{number}aaaaaaa-0000-0000-0000-000000000000",
-        "total_bytes": 24 * 2**30,
-        "compute_capability": "8.6",
-        "power_limit_w": 350,
-        "power_limit_default_w": 350,
-        "power_limit_min_w": 100,
-        "power_limit_max_w": 366,
-        "memory_offset_mhz": 0,
-        "memory_offset_min_mhz": -2000,
-        "memory_offset_max_mhz": 6000,
-        **changes,
-    }
-
-
 # --- learned limits
 
 

@@ -33,10 +33,12 @@ HF_MODULES = (
 #: Imports a test's module by its name, so that what it pickles and what a spec names are found
 #: again.
 CHILD = """
-import importlib, pickle, sys, warnings
+import importlib, os, pickle, sys, warnings
 from pathlib import Path
 warnings.simplefilter("ignore")
 folder, module, function, given, wanted = sys.argv[1:]
+if "NVML_SCRIPT" in os.environ:  # torch has imported nvidia-ml-py, in whose place there is a stub
+    del sys.modules["pynvml"]
 sys.path.insert(0, folder)
 arguments = pickle.loads(Path(given).read_bytes())
 result = getattr(importlib.import_module(module), function)(*arguments)

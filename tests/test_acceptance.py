@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import pytest
@@ -296,12 +297,6 @@ def refuses(outcome: Outcome, words: str) -> None:
 
 
 def test_no_daemon_no_mps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How a daemon is started and ended is tested with the product's `node_agent`, whose code is used."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with (
-        pytest.raises(
-            NotHereError, match="no MPS here: nvidia-cuda-mps-control could not be started"
-        ),
-        throughput.mps_daemon(),
-    ):
-        pytest.fail("there is none")
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    with pytest.raises(NotHereError, match="no MPS control daemon answers"):
+        throughput.measure_mps(SimpleNamespace(device="cuda"))

@@ -27,9 +27,9 @@ PACKAGES = ("orchestrator", "workers")
 PLANTED = {
     "Layers of the head": [
         ("orchestrator/doctor/finding.py", "orchestrator.cli.options"),
-        ("orchestrator/run/terminal.py", "orchestrator.lab.burn.phases"),
+        ("orchestrator/run/terminal.py", "orchestrator.lab.burn"),
         ("orchestrator/lab/burn/phases.py", "orchestrator.doctor.finding"),
-        ("orchestrator/view/notify/digest.py", "orchestrator.lab.burn.phases"),
+        ("orchestrator/view/notify/digest.py", "orchestrator.lab.burn"),
         ("orchestrator/lab/advise/causes.py", "orchestrator.doctor.finding"),
         ("orchestrator/view/web/guard.py", "orchestrator.lab.tune.results"),
         ("orchestrator/view/cells.py", "orchestrator.run.terminal"),
@@ -43,8 +43,8 @@ PLANTED = {
     ],
     "Layers of the engine": [
         ("workers/engine/between_steps.py", "workers.tuning.messages"),
-        ("workers/node_agent/protocol.py", "workers.engine.engine"),
-        ("workers/devices/base.py", "workers.node_agent.protocol"),
+        ("workers/card_settings.py", "workers.engine.engine"),
+        ("workers/devices/base.py", "workers.card_settings"),
         ("workers/training/schedule.py", "workers.devices.base"),
         ("workers/resilience/decorator.py", "workers.training.schedule"),
         ("workers/policy/base.py", "workers.resilience.decorator"),

@@ -25,8 +25,7 @@ from orchestrator.cli.app import app
 from orchestrator.cli.loading import duration_s
 from orchestrator.config.load import load_config
 from orchestrator.errors import ConfigError
-from orchestrator.lab.burn.sweep import parse_sweep
-from orchestrator.lab.chaos.plan import parse_chaos
+from orchestrator.lab.chaos import parse_chaos
 from orchestrator.lab.tune.tuning import names_in
 from orchestrator.record.model import STATES_WORST_FIRST
 from orchestrator.view.table import columns_for
@@ -56,7 +55,7 @@ OPTIONS = {
     "run": {
         "--config", "-c", "--duration", "--local", "--rehearse", "--scale", "--workload", "--policy",
         "--set", "--json", "--plain", "--wait-for-nodes", "--run-dir", "--resume", "--chaos", "--chaos-seed",
-        "--yes-really", "--fake-sensors", "--apply-power-limit", "--help",
+        "--yes-really", "--apply-power-limit", "--help",
     },
     "plan": {"--jobs", "--config", "-c", "--set", "--json", "--help"},
     "jobs": {"--help"},
@@ -84,7 +83,6 @@ OPTIONS = {
         "--run-dir", "--help",
     },
     "logs": {"slot", "--run", "--config", "-c", "--set", "--run-dir", "--help"},
-    "advise": {"run_id", "--config", "-c", "--set", "--run-dir", "--json", "--help"},
     "top": {
         "run_id", "--once", "--sort", "--filter", "--config", "-c", "--set", "--run-dir", "--json", "--read-only",
         "--help",
@@ -100,7 +98,7 @@ OPTIONS = {
     "limits": {"--clear", "--json", "--help"},
     "burn": {
         "--config", "-c", "--duration", "--phase", "--local", "--rehearse", "--set", "--json", "--plain", "--run-dir",
-        "--fake-sensors", "--apply-power-limit", "--sweep", "--help",
+        "--apply-power-limit", "--help",
     },
     "tune": {
         "--config", "-c", "--local", "--rehearse", "--preset", "--workload", "--budget", "--levers",
@@ -210,7 +208,7 @@ def test_every_documented_command_exists(document: Path) -> None:
 
 #: What reads the value of an option.
 READERS = {
-    "chaos": parse_chaos, "sweep": parse_sweep, "duration": duration_s, "budget": duration_s, "levers": names_in,
+    "chaos": parse_chaos, "duration": duration_s, "budget": duration_s, "levers": names_in,
 }  # fmt: skip
 
 

@@ -168,15 +168,6 @@ THERMAL_OFF: Final = ThermalSettings(warm_c=None, hot_c=None, critical_c=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FakeSensors:
-    """A fake NVML made ready on this machine; may cross processes."""
-
-    library_path: str
-    script_path: str
-    """What `prepare` wrote for the library, not what the person wrote."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Learned:
     """What to remember of a workload on a card: where to start, and how its memory grows."""
 
@@ -282,9 +273,13 @@ class WorkerSpec:
     """Worker processes on this machine, for dividing its cores."""
     duty: float | None
     """Share of wall time the device is kept busy; `None` does not limit it."""
+    mps: bool = False
+    """Whether it is a client of the MPS daemon of its PC; one must run there. Its budget is then a
+    limit of MPS too.
+    """
     thread_share: float | None = None
-    """Share of the card's multiprocessors this worker may use under NVIDIA MPS; `None` does not
-    limit it.
+    """Share of the card's multiprocessors that it may use as such a client; `None` does not limit
+    it.
     """
     policy: str
     memory: MemorySettings
@@ -297,18 +292,8 @@ class WorkerSpec:
     """From which temperatures on it slows down and pauses; with all of them off it does not."""
     check_share: float = 0.0
     """Share of its time that checks of its results may take; 0 checks nothing."""
-    fake_sensors: FakeSensors | None = None
-    """Instead of the driver's; `None` asks the driver."""
-    fake_card: int = 0
-    """Of the fake sensors: which card it reads."""
     run_id: str | None = None
     """Under which a workload keeps its state on the node; `None` keeps none."""
-    mps_pipe_directory: str | None = None
-    """Where the worker finds the MPS daemon of its node; `None` where it works without."""
-    mps_memory_limit_bytes: int | None = None
-    """What MPS lets the worker allocate on its card, CUDA's own allocations counted in; `None` does
-    not limit it.
-    """
     command: CommandSpec | None = None
     """What this slot runs in place of an engine; then `policy`, `memory` and `workload` mean
     nothing to it.

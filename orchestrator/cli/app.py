@@ -69,7 +69,6 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     resume: opt.Resume = None,
     chaos: opt.Chaos = None,
     chaos_seed: opt.ChaosSeed = 0,
-    fake_sensors: opt.FakeSensors = None,
     apply_power_limit: opt.ApplyPowerLimit = False,
     yes_really: opt.YesReally = False,
 ) -> None:
@@ -87,8 +86,9 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         json=json_output,
         plain=plain,
         wait_for_nodes=wait_for_nodes,
-        experiments=tuple(experiments_of(fake_sensors, chaos, chaos_seed, yes_really=yes_really)),
+        experiments=tuple(experiments_of(chaos, chaos_seed, yes_really=yes_really)),
         apply_power_limit=apply_power_limit,
+        yes_really=yes_really,
     )
     more_s = duration_s(duration)
     changes = {"run.duration": duration, "workload.name": workload, "memory.policy": policy}
@@ -190,9 +190,13 @@ def stop(
     run_dir: opt.RunDir = None,
     node: opt.NodeToEnd = None,
 ) -> None:
-    """End the runs under way in one run folder, as Ctrl-C would."""
+    """End the runs under way in one run folder, as Ctrl-C would; put back cards of killed runs."""
     from orchestrator.cli import nodes
+    from workers.card_settings import put_back_left
 
+    put_back = put_back_left()
+    for line in put_back:
+        print_text(line)
     loaded = config_to_read(config, overrides, run_dir)
     settings = loaded.run
     if node is not None and node not in loaded.nodes and not nodes.processes_of(node):
@@ -205,7 +209,7 @@ def stop(
         for line in nodes.stop_runs(settings.dir, wait_s=0.0 if node is None else ends_s):
             print_text(line)
     except UsageError as none_there:
-        if node is None:
+        if node is None and not put_back:
             raise
         print_text(str(none_there))
     for line in () if node is None else nodes.stop_node(node):
@@ -427,19 +431,16 @@ def burn(  # noqa: PLR0913 - one parameter for each option of the command
     json_output: opt.AsJson = False,
     plain: opt.Plain = False,
     run_dir: opt.NewRunDir = None,
-    fake_sensors: opt.FakeSensors = None,
     apply_power_limit: opt.ApplyPowerLimit = False,
-    sweep_text: opt.SweepOf = None,
 ) -> None:
     """Validate every card: PASS or FAIL. In three phases: caps and precision, heat, full load."""
-    from orchestrator.lab.burn import phases, sweep
-    from orchestrator.lab.burn.verdict import BurnPhase
+    from orchestrator.lab import burn as verb
     from orchestrator.run import environment as environments
     from orchestrator.run import runner
 
     if local and rehearse:
         raise UsageError("--local and --rehearse exclude each other")
-    heat_s = duration_s(duration) or phases.HEAT_S
+    heat_s = duration_s(duration) or verb.HEAT_S
     loaded = config_of(config, overrides, {"run.dir": run_dir})
     import_from_here()
     make_environment = environments.on_this_machine if local else environments.on_cluster
@@ -449,19 +450,9 @@ def burn(  # noqa: PLR0913 - one parameter for each option of the command
         json=json_output,
         plain=plain,
         wait_for_nodes=False,
-        experiments=tuple(experiments_of(fake_sensors)),
         apply_power_limit=apply_power_limit,
     )
-    if sweep_text is not None:
-        if phase or apply_power_limit:
-            raise UsageError(
-                "--sweep sets the cards itself, and has no phases: it excludes --phase, "
-                "--apply-power-limit"
-            )
-        step_s = duration_s(duration) or sweep.STEP_S
-        raise typer.Exit(sweep.burn_sweep(loaded, make_environment, sweep_text, step_s, options))
-    wanted = {BurnPhase(number) for number in phase or (1, 2, 3)}
-    raise typer.Exit(phases.burn(loaded, make_environment, heat_s, wanted, options))
+    raise typer.Exit(verb.burn(loaded, make_environment, heat_s, phase or (1, 2, 3), options))
 
 
 @app.command()
@@ -523,21 +514,6 @@ def tune(  # noqa: PLR0913 - one parameter for each option of the command
     print_text(results.json_text(result) if json_output else shown)
     if not is_whole:
         raise typer.Exit(130)
-
-
-@app.command()
-def advise(
-    run_id: opt.RunId = "latest",
-    config: opt.ConfigPath = "cluster.yaml",
-    overrides: opt.Overrides = None,
-    run_dir: opt.RunDir = None,
-    json_output: opt.AsJson = False,
-) -> None:
-    """Say why cards were not busy, and which keys to change."""
-    from orchestrator.lab.advise import answer
-
-    runs_dir = Path(config_to_read(config, overrides, run_dir).run.dir)
-    raise typer.Exit(answer.advise(runs_dir, run_id, print_text, json=json_output, width=_width()))
 
 
 def _add_command(do: str, summary: str, *, hidden: bool = False) -> None:

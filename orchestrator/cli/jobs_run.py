@@ -23,7 +23,7 @@ from orchestrator.cli.loading import (
 )
 from orchestrator.cli.service import install_queue
 from orchestrator.config.load import config_from_text
-from orchestrator.config.schema import Config
+from orchestrator.config.schema import Config, WorkersConfig
 from orchestrator.config.yaml_source import read_text
 from orchestrator.core.placement import Target
 from orchestrator.errors import UsageError
@@ -85,9 +85,8 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         loaded = config_of_one_machine(config, overrides, typed, rehearse=rehearse)
     else:
         loaded = _config_to_go_on(config, overrides, typed, begins=new or service)
-    if loaded.compute_share_mode == "mps":
-        # A job's share of the card changes; that of an MPS client cannot.
-        loaded = loaded.model_copy(update={"compute_share_mode": "duty"})
+    if loaded.workers.mps:  # a job's share of the card changes; that of an MPS client cannot
+        loaded = loaded.model_copy(update={"workers": WorkersConfig()})
     if service:
         words = _words(config, overrides or (), run_dir, duration)
         words += ["--rehearse"] * rehearse + ["--local"] * local
@@ -106,7 +105,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         json=json_output,
         plain=plain,
         wait_for_nodes=True,
-        experiments=tuple(experiments_of(None, chaos, chaos_seed, yes_really=yes_really)),
+        experiments=tuple(experiments_of(chaos, chaos_seed, yes_really=yes_really)),
         queue=runner.QueueOptions(stays=stay, sweeps=sampled_sweeps(read, queue)),
     )
     if before is not None:

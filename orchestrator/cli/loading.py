@@ -107,20 +107,9 @@ def import_from_here() -> None:
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
 
 
-def experiments_of(
-    fake_sensors: Path | None,
-    chaos: str | None = None,
-    chaos_seed: int = 0,
-    *,
-    yes_really: bool = False,
-) -> Iterator[Experiment]:
+def experiments_of(chaos: str | None, chaos_seed: int, *, yes_really: bool) -> Iterator[Experiment]:
     """Yield what the laboratory adds to a run."""
-    if fake_sensors is not None:
-        from orchestrator.lab.sensors import ScriptedSensors  # noqa: PLC0415 - for some runs only
-
-        yield ScriptedSensors(fake_sensors)
     if chaos is not None:
-        from orchestrator.lab.chaos.fleet import Chaos  # noqa: PLC0415 - as above
-        from orchestrator.lab.chaos.plan import parse_chaos  # noqa: PLC0415 - as above
+        from orchestrator.lab.chaos import Chaos  # noqa: PLC0415 - for some runs only
 
-        yield Chaos(parse_chaos(chaos, chaos_seed), yes_really=yes_really)
+        yield Chaos(chaos, chaos_seed, yes_really=yes_really)

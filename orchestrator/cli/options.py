@@ -35,13 +35,6 @@ Rehearse = Annotated[
 ]
 Plain = Annotated[bool, Option("--plain", help="Lines instead of a live table.")]
 NewRunDir = Annotated[Text, Option(help="Where run folders go. Default: run.dir.", metavar="DIR")]
-FakeSensors = Annotated[
-    Path | None,
-    Option(
-        help="Of a rehearsal: temperatures and alarms by a script, such as scripts/heat.json.",
-        metavar="FILE",
-    ),
-]
 ApplyPowerLimit = Annotated[
     bool,
     Option(
@@ -73,7 +66,11 @@ Chaos = Annotated[
 ]
 ChaosSeed = Annotated[int, Option(help="Of --chaos: the same seed, the same faults.")]
 YesReally = Annotated[
-    bool, Option("--yes-really", help="Allow --chaos on a real cluster, not only in a rehearsal.")
+    bool,
+    Option(
+        "--yes-really",
+        help="Allow --chaos on a real cluster; with --apply-power-limit, memory offsets.",
+    ),
 ]
 
 # Of `burn`.
@@ -93,16 +90,6 @@ Phases = Annotated[
         max=3,
     ),
 ]
-SweepOf = Annotated[
-    Text,
-    Option(
-        "--sweep",
-        help="As root: power=200..350:25 (watts) or memory-offset=0..500:50 (MHz), until a result "
-        "is wrong.",
-        metavar="SWEEP",
-    ),
-]
-
 # Of `tune`.
 Preset = Annotated[Text, Option(help="What is trained. Default: train.preset.", metavar="NAME")]
 TunedWorkload = Annotated[str, Option("--workload", help="train or matmul.", metavar="NAME")]
@@ -214,7 +201,7 @@ LogsOfRun = Annotated[
     Option("--run", help="As `runs` shows it, or its end. Default: the newest.", metavar="RUN_ID"),
 ]
 
-# Of `report`, `advise`, `limits` and `init`.
+# Of `report`, `limits` and `init`.
 RunId = Annotated[
     str, Argument(help="As `runs` shows it, or its end. Default: the newest.", metavar="RUN_ID")
 ]

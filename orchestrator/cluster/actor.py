@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 from workers.host.captured_output import CapturedOutput
 from workers.host.cuda_environment import set_for_cuda, workspace_of
 from workers.messages import Directive, Report, Verdict
-from workers.node_agent import mps
 from workers.settings import WorkerSpec
 
 if TYPE_CHECKING:
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
     from workers.command.folder import CommandFolder
     from workers.engine.engine import Engine
 
-
-#: For the MPS daemon of this node; without it CUDA would start nevertheless, and without any limit.
-_DAEMON_S = 30.0
 
 #: What every training imports: 2.3 s of a core.
 _OF_TRAININGS = ("workers.engine.engine", "workers.workloads.train", "torch._dynamo")
@@ -113,14 +109,6 @@ def load_engine(spec: WorkerSpec, problem: str | None = None) -> Engine | Comman
         set_for_cuda(os.environ, workspace_of(spec.workload.settings))
     else:  # what its PC says of torch is for it to read; only cards are numbered as NVML does
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    if spec.mps_pipe_directory is not None:
-        os.environ.update(
-            mps.client_environment(
-                spec.mps_pipe_directory, spec.thread_share, spec.mps_memory_limit_bytes
-            )
-        )
-        # A node that has just come back starts its workers and its daemon at the same time.
-        mps.await_daemon(spec.mps_pipe_directory, _DAEMON_S)
     if spec.command is not None:
         from workers.command.engine import CommandEngine  # noqa: PLC0415 - not in the head
 

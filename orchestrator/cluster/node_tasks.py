@@ -2,11 +2,8 @@
 too.
 
 - `survey` asks every node for facts about its machine, its clock, and the ports that it reaches.
-- `with_agents` holds an agent process on each node that needs one, for the length of a run. The
-  process is detached and connected to its actor by a pipe, so that it undoes everything when any of
-  these ends: the run, the head, the actor, Ray.
-- `ProcessWatch` asks what the processes of silent slots do, and waits for nothing. Under MPS it
-  also tells the daemon of its node which client is going to be killed.
+- `with_cards_set` has an actor on each node whose cards a run sets, which puts them back at its end.
+- `ProcessWatch` asks what the processes of silent slots do, and waits for nothing.
 
 Needs a connection (`connect.py`) and judges nothing: `orchestrator.doctor`, `run/node_setup.py` and
 `core/silence.py` do.
@@ -20,19 +17,20 @@ import shlex
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import pynvml
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.core.fleet import NodeAnswer
+from workers.card_settings import CardSettingError, WantedSettings, put_back_own, set_cards
 from workers.host.facts import MachineFacts
 from workers.host.machine import look_around
 from workers.host.processes import ActivityMeter
 from workers.messages import Activity
-from workers.node_agent import mps
-from workers.node_agent.protocol import AgentClient, AgentError, AgentOrders, AgentOutcome
 
 #: The label that names a node. Set by `ray start --labels=node=pc1`.
 NODE_LABEL = "node"
@@ -140,70 +138,74 @@ def _opens(door: str) -> bool:
     return True
 
 
-#: A process that starts, one before it that ends, a daemon that starts: each has its own, shorter
-#: patience.
+#: A process starts, and another run puts its cards back.
 _OUTCOME_S = 60.0
 _END_S = 15.0
 _LOOK_EVERY_S = 0.25
 
-#: Called with a node whose agent has ended, and with what the agent reported.
+#: Called with a node whose cards were put back, and with what was done.
 Ended = Callable[[str, tuple[str, ...]], None]
 
 
-class NodeAgentActor:
-    """Holds one agent process. If Ray restarts this actor with its node, it starts a new agent."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetOutcome:
+    """What was done to the cards of a node."""
 
-    def __init__(self, orders: AgentOrders) -> None:
-        self._agent: AgentClient | None = None
+    lines: tuple[str, ...] = ()
+    problem: str | None = None
+    """Why they were not set; then each is as it was before."""
+
+
+class CardSettingsActor:
+    """Sets the cards of its node, and keeps NVML open. If Ray starts it again with its node, it
+    sets them again.
+    """
+
+    def __init__(self, wanted: WantedSettings) -> None:
         try:
-            self._agent = AgentClient(orders)
-            self._outcome = self._agent.outcome()
-        except (OSError, ValueError, AgentError) as error:
-            self._outcome = orders.failed(str(error))
+            self._outcome = SetOutcome(lines=set_cards(wanted))
+        except (CardSettingError, OSError, pynvml.NVMLError) as error:
+            self._outcome = SetOutcome(problem=f"{wanted.node}: its cards cannot be set: {error}")
 
-    def outcome(self) -> AgentOutcome:
-        """Return what was done to the node."""
+    def outcome(self) -> SetOutcome:
+        """Return what was done."""
         return self._outcome
 
     def end(self) -> tuple[str, ...]:
-        """Undo it, and return what was put back and what could not be."""
-        return () if self._agent is None else self._agent.end()
+        """Put the cards back, and return what was done."""
+        return put_back_own()
 
 
 @contextlib.contextmanager
-def with_agents(
-    orders: Mapping[str, AgentOrders], ended: Ended, interrupted: Callable[[], bool]
-) -> Iterator[dict[str, AgentOutcome]]:
-    """Hold the nodes' agents until the end of the block, and yield what was done to each node; each
-    must be there.
+def with_cards_set(
+    wanted: Mapping[str, WantedSettings], ended: Ended, interrupted: Callable[[], bool]
+) -> Iterator[dict[str, SetOutcome]]:
+    """Have the cards of some nodes, which must be there, set until the end of the block; yield what
+    was done on each.
 
-    `ended` is called for each node, however the block ends, and `interrupted` is asked while agents
-    start.
+    `ended` is called for each node, however the block ends, and `interrupted` is asked while the
+    cards are set.
 
     Raises:
-        KeyboardInterrupt: The user stopped before every agent had answered.
+        KeyboardInterrupt: The user stopped before every node had answered.
     """
-    agent_class = ray.remote(NodeAgentActor)
+    actor_class = ray.remote(CardSettingsActor)
     actors: dict[str, Any] = {
-        node: agent_class.options(
+        node: actor_class.options(
             num_cpus=0, label_selector={NODE_LABEL: node}, max_restarts=-1, max_task_retries=0
-        ).remote(order)
-        for node, order in orders.items()
+        ).remote(settings)
+        for node, settings in wanted.items()
     }
     requests = {node: actor.outcome.remote() for node, actor in actors.items()}
     try:
         _await(list(requests.values()), interrupted)
-        yield {node: _outcome(orders[node], ref) for node, ref in requests.items()}
+        yield {node: _outcome(node, ref) for node, ref in requests.items()}
     finally:
-        # One that has not answered yet would answer this only after that.
-        answered = ray.wait(list(requests.values()), num_returns=len(requests), timeout=0)[0]
-        endings = {
-            node: actors[node].end.remote() for node, ref in requests.items() if ref in answered
-        }
+        endings = {node: actor.end.remote() for node, actor in actors.items()}
         if endings:
             ray.wait(list(endings.values()), num_returns=len(endings), timeout=_END_S)
-        for node in actors:
-            ended(node, _sentences(node, endings.get(node)))
+        for node, ref in endings.items():
+            ended(node, _sentences(node, ref))
         for actor in actors.values():
             ray.kill(actor, no_restart=True)
 
@@ -219,30 +221,23 @@ def _await(requests: list[Any], interrupted: Callable[[], bool]) -> None:
 
 
 # Ray's reference type has no name.
-def _outcome(orders: AgentOrders, ref: Any) -> AgentOutcome:  # noqa: ANN401
+def _outcome(node: str, ref: Any) -> SetOutcome:  # noqa: ANN401
     try:
-        # What `NodeAgentActor.outcome` returns.
+        # What `CardSettingsActor.outcome` returns.
         return ray.get(ref, timeout=0)  # type: ignore[no-any-return]
     except GetTimeoutError:
-        return orders.failed(
-            f"nothing came back in {_OUTCOME_S:.0f} s; see what holds it: {status_command()}"
-        )
+        why = f"nothing came back in {_OUTCOME_S:.0f} s; see what holds it: {status_command()}"
     except RayError as error:
-        return orders.failed(in_a_line(error))
+        why = in_a_line(error)
+    return SetOutcome(problem=f"{node}: {why}")
 
 
 # Ray's reference type has no name.
-def _sentences(node: str, ref: Any | None) -> tuple[str, ...]:  # noqa: ANN401
+def _sentences(node: str, ref: Any) -> tuple[str, ...]:  # noqa: ANN401
     with contextlib.suppress(RayError):
-        if ref is not None:
-            # What `NodeAgentActor.end` returns.
-            return ray.get(ref, timeout=0)  # type: ignore[no-any-return]
-    # Its agent learns it by the pipe.
-    return (f"{node}: cannot be asked what was put back; its agent process does that by itself",)
-
-
-#: A daemon that does not answer must not keep a process that is to be ended.
-_CLIENT_ENDS_S = 5.0
+        # What `CardSettingsActor.end` returns.
+        return ray.get(ref, timeout=0)  # type: ignore[no-any-return]
+    return (f"{node}: its cards could not be put back; type on it: python -m orchestrator stop",)
 
 
 class Observer:
@@ -254,10 +249,6 @@ class Observer:
     def look(self, pids: Mapping[int, bool]) -> dict[int, Activity]:
         """See `ActivityMeter.look`."""
         return self._meter.look(pids)
-
-    def end_mps_client(self, pipe_directory: str, pid: int) -> bool:
-        """See `mps.end_client`."""
-        return mps.end_client(pipe_directory, pid)
 
 
 class ProcessWatch:
@@ -279,14 +270,6 @@ class ProcessWatch:
                 "max_task_retries": 0,
             }
             self._observers[node] = ray.remote(Observer).options(**options).remote()
-
-    def end_mps_client(self, node: str, pipe_directory: str, pid: int) -> None:
-        """Have the node's MPS daemon end a client; returns when it has, or after some seconds."""
-        self.begin(node)
-        ray.wait(
-            [self._observers[node].end_mps_client.remote(pipe_directory, pid)],
-            timeout=_CLIENT_ENDS_S,
-        )
 
     def look(self, node: str, pids: Mapping[int, bool]) -> dict[int, Activity | None]:
         """Return what the node's processes did, as far as it is known by now, and ask again; never

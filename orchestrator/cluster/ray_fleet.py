@@ -249,20 +249,13 @@ class RayFleet:
                 self._flights[ref] = replace(flight, given_up=True)
 
     def restart(self, slot: str) -> None:
-        self._end_mps_client(slot)
         ray.kill(self._actors[slot], no_restart=False)
 
     def abandon(self, slot: str) -> None:
         actor = self._actors.pop(slot, None)
         self.forget(slot)
         if actor is not None:
-            self._end_mps_client(slot)
             ray.kill(actor, no_restart=True)
-
-    def _end_mps_client(self, slot: str) -> None:
-        pipes, pid = self._specs[slot].mps_pipe_directory, self._process_of(slot)
-        if pipes is not None and pid is not None:
-            self._watch.end_mps_client(self._specs[slot].node, pipes, pid)
 
     def why_ended(self, slot: str) -> DeathCause | None:
         node = self._specs[slot].node

@@ -55,10 +55,9 @@ class Spares:
 
     def take(self, place: Reservation, spec: WorkerSpec) -> Any | None:  # noqa: ANN401 - as above
         """Return one for a slot, and know it no more; or end those of its node, which are in the
-        way. A program loads torch by itself, and under MPS a daemon is awaited first.
+        way. A program loads torch by itself.
         """
-        is_of_use = spec.command is None and spec.mps_pipe_directory is None
-        for index, (reserved, actor) in enumerate(self._actors if is_of_use else ()):
+        for index, (reserved, actor) in enumerate(self._actors if spec.command is None else ()):
             if reserved == place:
                 del self._actors[index]
                 return actor

@@ -31,7 +31,7 @@ Gib: TypeAlias = Annotated[float, Field(gt=0, le=4096)]
 Size: TypeAlias = Annotated[int, Field(ge=1, le=1_048_576)]
 Dtype: TypeAlias = Literal["fp32", "tf32", "fp16", "bf16"]
 Severity: TypeAlias = Literal["critical", "warning", "info"]
-ComputeShareMode: TypeAlias = Literal["duty", "mps", "none"]
+ComputeShareMode: TypeAlias = Literal["duty", "none"]
 #: Ends up in Ray labels (which must end in a letter or digit), file names and shell words.
 NodeName: TypeAlias = Annotated[
     str,
@@ -149,6 +149,19 @@ class NodeConfig(_Section):
     power_limit_w: Annotated[float, Field(gt=0, le=10_000)] | None = None
     """Set for the length of a run by `run --apply-power-limit` only; `None` keeps the card's own
     limit.
+    """
+    memory_offset_mhz: Annotated[int, Field(ge=-10_000, le=10_000)] | None = None
+    """Set for the length of a run by `run --apply-power-limit --yes-really` only; `None` keeps the
+    card's own.
+    """
+
+
+class WorkersConfig(_Section):
+    """How worker processes share a card."""
+
+    mps: bool = False
+    """As clients of the MPS daemon that the user runs on each PC: `gpu_share` is then one of the
+    processors, in place of time.
     """
 
 
@@ -350,6 +363,7 @@ class Config(_Section):
     train: TrainSettings = TrainSettings()
     memory: MemoryConfig = MemoryConfig()
     compute_share_mode: ComputeShareMode = "duty"
+    workers: WorkersConfig = WorkersConfig()
     thermal: ThermalConfig = ThermalConfig()
     verify: VerifyConfig = VerifyConfig()
     notify: NotifyConfig = NotifyConfig()

@@ -93,7 +93,9 @@ def node_budget(name: str, node: NodeConfig, config: Config) -> NodeBudget:
         card_allowed_bytes=None
         if total_gib is None
         else round(node.memory_fraction * total_gib * GIB),
-        duty=node.gpu_share if config.compute_share_mode == "duty" else None,
+        duty=node.gpu_share
+        if config.compute_share_mode == "duty" and not config.workers.mps
+        else None,
         size=config.workload.size or node.size or DEFAULT_SIZE,
         batch=config.workload.batch,
         dtype=config.train.precision
@@ -159,10 +161,12 @@ def plan_slots(config: Config, target: Target) -> tuple[SlotPlan, ...]:
     for budget in budgets:
         node, name = config.nodes[budget.node], budget.node
         for slot in (f"{name}/{index}" for index in range(budget.workers)):
+            device = target.device or ("cuda" if budget.gpus else "cpu")
+            is_client = config.workers.mps and device == "cuda"
             spec = WorkerSpec(
                 slot=slot,
                 node=name,
-                device=target.device or ("cuda" if budget.gpus else "cpu"),
+                device=device,
                 budget_bytes=budget.budget_bytes,
                 card_budget_bytes=workers_bytes if target.one_machine else budget.card_budget_bytes,
                 # Nodes that share one real card were made to fit it when they were scaled, all of
@@ -170,7 +174,10 @@ def plan_slots(config: Config, target: Target) -> tuple[SlotPlan, ...]:
                 memory_fraction=1.0 if target.one_machine else node.memory_fraction,
                 workers_on_host=workers if target.one_machine else budget.workers,
                 duty=budget.duty,
-                thread_share=node.gpu_share if config.compute_share_mode == "mps" else None,
+                mps=is_client,
+                thread_share=node.gpu_share
+                if is_client and config.compute_share_mode == "duty"
+                else None,
                 policy=config.memory.policy,
                 memory=memory,
                 workload=WorkloadSpec(

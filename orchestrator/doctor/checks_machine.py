@@ -53,7 +53,7 @@ _OLD_ADVICE = {
 }
 
 
-def check_machine(facts: MachineFacts, *, workers: int, compute_share_mode: str) -> list[Finding]:
+def check_machine(facts: MachineFacts, *, workers: int, mps: bool) -> list[Finding]:
     """Return what there is to say about one machine, on which so many workers are planned.
 
     0 if that is not known.
@@ -65,7 +65,7 @@ def check_machine(facts: MachineFacts, *, workers: int, compute_share_mode: str)
         "ram": _ram(facts, workers),
         "shm": _shm(facts),
         "cpu_governor": _governor(facts),
-        "mps": _mps(facts, compute_share_mode),
+        "mps": _mps(facts, wanted=mps),
         "variables": _bogus(facts),
     }
     return named({**card_checks(facts), **around})
@@ -166,26 +166,23 @@ def _governor(facts: MachineFacts) -> Finding:
     return ok(governors)
 
 
-def _mps(facts: MachineFacts, compute_share_mode: str) -> Finding:
-    wanted = compute_share_mode == "mps"
+def _mps(facts: MachineFacts, *, wanted: bool) -> Finding:
     if facts.mps_daemon:
         found = (
             "its control daemon runs; a fatal error of one worker ends every worker on that card"
         )
         return ok(found) if wanted else ok(f"{found}; cluster.yaml does not ask for it")
     if not wanted:
-        return skip("not asked for (compute_share_mode is not mps)")
+        return skip("not asked for (workers.mps is false)")
     if facts.is_wsl:
         return fail(
             "cluster.yaml asks for it, and it cannot run under WSL2",
-            hint="compute_share_mode: duty",
+            hint="workers.mps: false",
         )
     if not facts.visible_cards:
         return skip("no card")
-    return warn(
-        "no control daemon runs; a run starts one of its own, or pauses its workers instead if "
-        "that is not installed",
-        fix="command -v nvidia-cuda-mps-control",
+    return fail(
+        "cluster.yaml asks for it, and no control daemon runs", fix="nvidia-cuda-mps-control -d"
     )
 
 

@@ -203,12 +203,12 @@ def _of_machine(
     facts: MachineFacts, config: Config | None, name: str | None, *, is_sure: bool
 ) -> list[Finding]:
     if config is None:
-        return check_machine(facts, workers=0, compute_share_mode="duty")
+        return check_machine(facts, workers=0, mps=False)
     plan = config.nodes.get(name or "")
     found = check_machine(
         facts,
         workers=0 if plan is None else plan.workers,
-        compute_share_mode=config.compute_share_mode,
+        mps=config.workers.mps,
     )
     if name is not None and plan is not None:
         found += named({"plan": check_plan(name, plan, facts, is_sure=is_sure)})

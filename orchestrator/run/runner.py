@@ -132,8 +132,8 @@ class Options:
     wait_for_nodes: bool
     experiments: tuple[Experiment, ...] = ()
     apply_power_limit: bool = False
-    cards: node_setup.CardSettings = node_setup.NO_CARD_SETTINGS
-    """What else is set on them; only `burn --sweep` asks for that."""
+    yes_really: bool = False
+    """With it a memory offset is set, too."""
     queue: QueueOptions | None = None
     """Of a run of jobs."""
     judge: Watcher | None = None
@@ -260,12 +260,17 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
         for experiment in experiments:
             record.tell(*filter(None, [experiment.line]))
             plans = tuple(experiment.equip(plans, record.folder, record.past.elapsed_s))
-        settings = node_setup.hold_settings(
+        options = record.options
+        wanted = node_setup.wanted_settings(
             settled,
-            fleet,
             plans,
-            run_id=facts.run_id,
-            cards=replace(record.options.cards, apply_power_limit=record.options.apply_power_limit),
+            apply_power_limit=options.apply_power_limit,
+            yes_really=options.yes_really,
+            tell=record.tell,
+        )
+        settings = node_setup.cards_set(
+            fleet,
+            wanted,
             interrupted=lambda: interrupts.asked,
             tell=record.tell,
             events=record.outlets.events,
@@ -274,7 +279,7 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
         listening = functools.partial(
             Commands, record.folder, record.outlets, clock, record.past.answers
         )
-        with settings as plans, contextlib.closing(listening()) as commands:
+        with settings, contextlib.closing(listening()) as commands:
             record.tell(*filter(None, [commands.problem]))
             dispatcher = record.dispatcher(settled)
             slots = plans if dispatcher is None else tuple(dispatcher.resumed())

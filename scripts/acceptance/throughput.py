@@ -11,12 +11,10 @@ daemon of its own.
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import psutil
 from benches import common
 from benches.common import ChildDiedError, in_turn, progress
 
@@ -25,8 +23,8 @@ from acceptance.crew import Child, crew_of, gather, summed_up
 from acceptance.machine import Check, Machine, NotHereError
 from acceptance.outcome import Outcome, Row
 from orchestrator.config.gpu_specs import peak_tflops
+from workers.host import mps
 from workers.messages import Verdict
-from workers.node_agent import mps
 
 _LEAST = 0.97
 #: Before the turns that count: kernels are loaded, the lengths of steps found, and on a CPU each
@@ -204,42 +202,26 @@ def measure_mps(machine: Machine) -> list[tuple[float, float]]:
     """Measure single workers; return the share that each was asked for and its FLOP a second."""
     if machine.device != "cuda":
         raise NotHereError("no MPS here: the device is a CPU")
+    problem = mps.missing_daemon()
+    if problem is not None:
+        raise NotHereError(f"no MPS here: {problem}")
     budget_bytes, _ = machine.fitting(1, machine.scale.large_budget_bytes)
     found = []
-    with mps_daemon() as daemon:
-        for share in _SHARES:
-            specs = machine.specs(1, budget_bytes, dtype="fp32", label="mps")
-            environment = mps.client_environment(daemon.pipe_directory, share, None)
-            try:
-                with crew_of(specs, machine.watch, environment) as crew:
-                    first = crew.first[0].last
-                    if first.verdict is not Verdict.OK:
-                        raise NotHereError(
-                            f"MPS cannot be used here: a worker under it ended: {first.reason}"
-                        )
-                    if not psutil.Process(daemon.pid).children():
-                        raise NotHereError(
-                            "MPS cannot be used here: the control daemon runs and started no server"
-                        )
-                    crew.turn(machine.scale.turn_s)
-                    (turn,) = crew.turn(3 * machine.scale.turn_s)
-                    found.append((share, turn.flop_per_s))
-            except ChildDiedError as error:
-                raise NotHereError(f"MPS cannot be used here: {error}") from None
+    for share in _SHARES:
+        specs = machine.specs(1, budget_bytes, dtype="fp32", label="mps")
+        try:
+            with crew_of(specs, machine.watch, mps.client_variables(share, None)) as crew:
+                first = crew.first[0].last
+                if first.verdict is not Verdict.OK:
+                    raise NotHereError(
+                        f"MPS cannot be used here: a worker under it ended: {first.reason}"
+                    )
+                crew.turn(machine.scale.turn_s)
+                (turn,) = crew.turn(3 * machine.scale.turn_s)
+                found.append((share, turn.flop_per_s))
+        except ChildDiedError as error:
+            raise NotHereError(f"MPS cannot be used here: {error}") from None
     return found
-
-
-@contextlib.contextmanager
-def mps_daemon() -> Iterator[mps.Daemon]:
-    """Run a control daemon for the duration of a `with`; `NotHereError`: it does not start."""
-    try:
-        daemon = mps.start(mps.new_daemon(f"acceptance-{os.getpid()}"))
-    except mps.MpsError as error:
-        raise NotHereError(f"no MPS here: {error}") from None
-    try:
-        yield daemon
-    finally:
-        mps.end(daemon)
 
 
 def judge_mps(found: Sequence[tuple[float, float]]) -> Outcome:

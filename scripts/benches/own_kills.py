@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.engine.scene import slice_of, with_faults
+from tests.engine.scene import slice_of, with_ooms
 from tests.scene import MIB, spec_of
 from workers.engine.engine import Engine
 from workers.messages import Verdict
@@ -37,7 +37,7 @@ def worker(settings: dict[str, Any], faults: int, incarnation: int) -> None:
     workload = replace(spec.workload, settings=settings)
     spec = replace(spec, run_id="r", workers_on_host=64, workload=workload)
     if faults:
-        spec = with_faults(spec, oom_rate=faults / (2 * STEPS))
+        spec = with_ooms(spec, faults / (2 * STEPS))
     engine, sequence, ooms = Engine(spec), 0, 0
     while True:
         report = slice_of(engine, sequence, incarnation=incarnation)

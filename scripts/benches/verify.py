@@ -18,10 +18,10 @@ from typing import Any, Final
 import torch
 
 from benches.common import Result, progress
+from tests.flips import bit_class, flip_bit
 from workers.verification import freivalds, repeat
 from workers.verification.check import Check
 from workers.verification.freivalds import tolerance
-from workers.verification.repeat import bit_class, flip_bit
 
 _DTYPES: Final = {
     "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,

@@ -1,13 +1,16 @@
 """What it costs a worker to look at its sensors and to check its results.
 
-The sensors are those of the card, or a script's through the real nvidia-ml-py where there is none.
+The sensors are those of the card, or scripted ones where there is none: then a look costs what the
+tests' stub of nvidia-ml-py costs, too, which reads a file for each question.
 Each look and each check is timed by itself: a comparison of whole turns with and without them shows
 only the noise of the turns.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
+import sys
 import tempfile
 import time
 from contextlib import closing
@@ -15,12 +18,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
-from benches.common import PATIENCE_S, ROOT, Result, lone_worker, progress, sized, told_by
+from benches.common import PATIENCE_S, Result, lone_worker, progress, sized, told_by
+from tests.cards import STUB, script_cards, scripted_card
 from workers.devices import open_device
-from workers.nvml.fake import load
-from workers.nvml.fake.script import prepare
 from workers.nvml.sensors import SAMPLE_EVERY_S, open_sampler
-from workers.settings import FakeSensors, WorkerSpec
+from workers.settings import WorkerSpec
 from workers.verification.check import CheckSchedule
 from workers.workloads.base import WorkloadContext
 from workers.workloads.matmul import Matmul
@@ -35,12 +37,11 @@ def run(rounds: int, seconds: float, size: int | None, device: str) -> Result:
     spec = lone_worker(budget_bytes=budget_bytes, device=device, size=size)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        fake = None
         if device != "cuda":
-            fake = prepare(ROOT / "scripts" / "heat.json", Path(folder))
+            _script_a_card(Path(folder))
         for number in range(rounds):
             told = told_by(
-                "the worker", _measure, spec, seconds, fake, within_s=seconds + PATIENCE_S
+                "the worker", _measure, spec, seconds, within_s=seconds + PATIENCE_S
             )
             rows.append({"round": number + 1, **told})
             shares = f"{told['look_us']:.0f} us, checks {told['checks_share']:.2%}"
@@ -60,23 +61,25 @@ def run(rounds: int, seconds: float, size: int | None, device: str) -> Result:
     return Result(bench="watching", figures=figures, broken=broken)
 
 
-def _measure(
-    answer: Connection, spec: WorkerSpec, seconds: float, fake: FakeSensors | None
-) -> None:
-    if fake is not None:
-        load(fake)
-    look_us = _look_us("cuda" if fake is not None else spec.device)
-    answer.send({"look_us": look_us, **_work_and_check(spec, seconds)})
+def _script_a_card(folder: Path) -> None:
+    """Let processes that are started from now on find the stub of nvidia-ml-py, and a card."""
+    variables = script_cards(folder / "cards.json", scripted_card())
+    sys.path.insert(0, str(STUB))  # they get this path
+    os.environ.update(variables, CUDA_VISIBLE_DEVICES="0")
 
 
-def _look_us(kind: str) -> float:
+def _measure(answer: Connection, spec: WorkerSpec, seconds: float) -> None:
+    answer.send({"look_us": _look_us(), **_work_and_check(spec, seconds)})
+
+
+def _look_us() -> float:
     """Sample as fast as it goes, on a clock that makes each one due; return the mean cost.
 
     What is asked every thirtieth second only is asked at every thirtieth of these. The first one,
     which opens NVML, does not count.
     """
     costs_s = []
-    with closing(open_sampler(kind)) as sampler:
+    with closing(open_sampler("cuda")) as sampler:
         for number in range(_LOOKS + 1):
             began_s = time.perf_counter()
             reading = sampler.sample_if_due(number * SAMPLE_EVERY_S)

@@ -1,4 +1,4 @@
-"""What `workers.capped` sets for a card, without a card: a fake NVML, and a torch that records.
+"""What `workers.capped` sets for a card, without a card: scripted cards, and a torch that records.
 
 The torch of most tests reads the variables as 2.13's headers say and queues calls as its
 `_lazy_call`; one test uses torch itself with the C functions below it replaced. That a real
@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.scene import ROOT, python
-from workers.nvml.fake.script import prepare
+from tests.cards import script_cards, scripted_card
+from tests.scene import python
 from workers.units import GIB
 
 TORCH = {
@@ -89,20 +88,12 @@ Look = Callable[..., Any]
 
 
 @pytest.fixture
-def look(library_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Look:
+def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Look:
     """Run the program with 4 GiB on a card of 8 and one of 24; return what it found."""
     for name in ("CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    cards = [
-        {"name": "card", "uuid": f"GPU-{number}aaaaaaa-0000-0000-0000-000000000000",
-         "total_bytes": number * 8 * GIB, "used_bytes": 0} for number in (1, 3)
-    ]  # fmt: skip
-    (tmp_path / "cards.json").write_text(json.dumps({"cards": cards}))
-    fake = json.dumps(asdict(prepare(tmp_path / "cards.json", library_folder)))
-    (tmp_path / "sitecustomize.py").write_text(
-        "from workers.nvml.fake import load\nfrom workers.settings import FakeSensors\n"
-        f"load(FakeSensors(**{fake}))\n"
-    )
+    cards = [scripted_card(number, total_bytes=number * 8 * GIB, used_bytes=0) for number in (1, 3)]
+    variables = script_cards(tmp_path / "cards.json", *cards)
     header = tmp_path / "torch" / "include" / "c10" / "cuda" / "CUDAAllocatorConfig.h"
     header.parent.mkdir(parents=True)
     for name, text in TORCH.items():
@@ -112,7 +103,8 @@ def look(library_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         header.write_text('"per_process_memory_fraction",' if knows_key else "")
         (tmp_path / "program.py").write_text(PROGRAM.format(own=own))
         done = python("-m", "workers.capped", "--gib", "4", "program.py", cwd=tmp_path,
-                      PYTHONPATH=f"{tmp_path}:{ROOT}", **environment)  # fmt: skip
+                      PYTHONPATH=f"{tmp_path}:{variables['PYTHONPATH']}",
+                      NVML_SCRIPT=variables["NVML_SCRIPT"], **environment)  # fmt: skip
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 

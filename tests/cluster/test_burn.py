@@ -1,4 +1,4 @@
-"""`burn` in a rehearsal with fake sensors: a hot card fails its phase, cool ones pass, and nothing is left behind."""
+"""`burn` in a rehearsal with scripted sensors: a hot card fails its phase, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from orchestrator.record.folders import list_runs
+from tests.cards import script_cards, scripted_card
 from tests.cluster.conftest import SMALL
 from tests.scene import COMMAND, PATIENCE_S, ROOT, wait_for
 
@@ -23,30 +24,19 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("nothing_left")]
 HOT_C = 81
 
 
-def script(folder: Path, *temperatures_c: float) -> Path:
-    """Write sensors with one card for each temperature."""
-    shipped = json.loads((ROOT / "scripts" / "heat.json").read_text(encoding="utf-8"))
-    cool = shipped["cards"][1]
-    cards = [
-        {
-            **cool,
-            "uuid": f"GPU-{index:08d}-0000-4000-8000-000000000000",
-            "temperature_c": temperature_c,
-        }
-        for index, temperature_c in enumerate(temperatures_c)
-    ]
-    path = folder / "sensors.json"
-    path.write_text(json.dumps({**shipped, "cards": cards}), encoding="utf-8")
-    return path
+def script(folder: Path, hot_c: float, cool_c: float) -> dict[str, str]:
+    """Return the variables under which pc1 has a card with one temperature, other nodes the other."""
+    hot, cool = scripted_card(1, temperature_c=hot_c), scripted_card(2, temperature_c=cool_c)
+    return script_cards(folder / "cards.json", cool, nodes={"pc1": [hot]})
 
 
 @contextmanager
-def burning(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def burning(folder: Path, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
     command = [*COMMAND, "burn", "--config", str(ROOT / "cluster.yaml"), "--rehearse"]
     with subprocess.Popen(
         [*command, *SMALL, "--run-dir", str(folder / "runs"), *arguments],
         cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(folder), "COLUMNS": "80"},
+        env={**os.environ, "TMPDIR": str(folder), "COLUMNS": "80", **environment},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -68,13 +58,11 @@ def test_a_hot_card_fails_its_phase_and_ctrl_c_ends_the_next(short_tmp: Path) ->
         "2",
         "--phase",
         "3",
-        "--fake-sensors",
-        str(sensors),
         "--duration",
         "6s",
         "--json",
     )
-    with burning(short_tmp, *arguments) as process:
+    with burning(short_tmp, *arguments, **sensors) as process:
         wait_for(lambda: runs_that_counted(short_tmp / "runs") == 2, "second phase that counts")
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=PATIENCE_S)

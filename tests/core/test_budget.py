@@ -44,7 +44,7 @@ def test_every_worker_gets_onto_a_card_within_the_plan(gpus: int, data: st.DataO
     ("changes", "sections", "expected"),
     [
         ({}, {"compute_share_mode": "duty"}, {"duty": 0.6}),
-        ({}, {"compute_share_mode": "mps"}, {"duty": None}),
+        ({}, {"workers": {"mps": True}}, {"duty": None}),
         ({}, {"compute_share_mode": "none"}, {"duty": None}),
         ({"size": 8192}, {}, {"size": 8192}),
         ({"size": None}, {}, {"size": 4096}),

@@ -25,8 +25,8 @@ from workers.units import GIB
 OK, SKIP, WARN, FAIL = Verdict.OK, Verdict.SKIP, Verdict.WARN, Verdict.FAIL
 
 
-def examine(facts: MachineFacts, *, workers: int = 7, mode: str = "duty") -> list[Finding]:
-    return check_machine(facts, workers=workers, compute_share_mode=mode)
+def examine(facts: MachineFacts, *, workers: int = 7, mps: bool = False) -> list[Finding]:
+    return check_machine(facts, workers=workers, mps=mps)
 
 
 def only(findings: list[Finding], check: str) -> Finding:
@@ -198,20 +198,20 @@ def test_little_memory_is_counted_in_workers(workers: int, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "mode", "verdict", "fix"),
+    ("facts", "mps", "verdict", "fix"),
     [
-        (workstation(), "duty", SKIP, None),
-        (workstation(), "mps", WARN, "command -v nvidia-cuda-mps-control"),
-        (workstation(mps_daemon=True), "mps", OK, None),
-        (workstation(mps_daemon=True), "duty", OK, None),
-        (wsl(), "mps", FAIL, None),
-        (laptop(), "mps", SKIP, None),
+        (workstation(), False, SKIP, None),
+        (workstation(), True, FAIL, "nvidia-cuda-mps-control -d"),
+        (workstation(mps_daemon=True), True, OK, None),
+        (workstation(mps_daemon=True), False, OK, None),
+        (wsl(), True, FAIL, None),
+        (laptop(), True, SKIP, None),
     ],
 )
 def test_mps_is_asked_for_and_may_not_be_there(
-    facts: MachineFacts, mode: str, verdict: Verdict, fix: str | None
+    facts: MachineFacts, verdict: Verdict, fix: str | None, *, mps: bool
 ) -> None:
-    found = only(examine(facts, mode=mode), "mps")
+    found = only(examine(facts, mps=mps), "mps")
     assert (found.verdict, found.fix) == (verdict, fix)
 
 
@@ -241,7 +241,7 @@ def test_every_failure_says_what_to_do() -> None:
         pci_cards=2,
         card_errors=("card 1 is lost",),
     )
-    failures = [found for found in examine(broken, mode="mps") if found.verdict is FAIL]
+    failures = [found for found in examine(broken, mps=True) if found.verdict is FAIL]
     assert len(failures) >= 6
     assert all(found.fix or found.hint for found in failures)
 

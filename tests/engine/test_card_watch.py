@@ -2,87 +2,93 @@
 
 from __future__ import annotations
 
-import json
+import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
-from tests.engine.scene import events, own, slice_of, slices, with_faults
+from tests.cards import script_cards, scripted_card
+from tests.engine.scene import events, own, slice_of, slices
 from tests.in_child import InChild
 from tests.scene import spec_of
 from workers.engine.between_steps import ResultChecks, ThermalControl
 from workers.engine.engine import Engine
 from workers.engine.slice_stats import SliceStats
 from workers.messages import Directive, Report, Verdict, WorkerState
-from workers.nvml.fake.script import prepare
 from workers.policy.base import Run
-from workers.readings import SensorReading
-from workers.settings import THERMAL_OFF, FailureKind, FakeSensors, ThermalSettings, WorkerSpec
+from workers.readings import SensorReading, Throttle
+from workers.settings import THERMAL_OFF, FailureKind, ThermalSettings, WorkerSpec
 from workers.testing import injected_error
 from workers.workloads.base import Workload
 
 HALF = {"duration_s": 0.5}
 
 
-def until_it_works(spec: WorkerSpec, folder: Path) -> list[Report]:
-    """Run slices under a card that is hot for the first five seconds."""
-    spec = hot(spec, sensors(folder, temperature_c=[[0, 90], [5, 90], [5.001, 60]]))
-    engine, reports = Engine(spec), []
-    while not reports or reports[-1].counts.steps_ok == 0:
+#: Gives the processes of this test a card that is scripted so.
+Scripts: TypeAlias = Callable[..., None]
+
+
+@pytest.fixture
+def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scripts:
+    def scripted(**card: Any) -> None:
+        variables = script_cards(tmp_path / "cards.json", scripted_card(**card))
+        for name, value in {**variables, "CUDA_VISIBLE_DEVICES": "0"}.items():
+            monkeypatch.setenv(name, value)
+
+    return scripted
+
+
+def hot(thermal: ThermalSettings | None = None) -> WorkerSpec:
+    return replace(spec_of(), thermal=thermal or ThermalSettings())
+
+
+def until_it_works(spec: WorkerSpec) -> list[Report]:
+    """Run slices until a step was done; the card cools down after the first."""
+    engine = Engine(spec)
+    reports = [slice_of(engine, 0, duration_s=0.5)]
+    script_cards(Path(os.environ["NVML_SCRIPT"]), scripted_card(temperature_c=60))
+    while reports[-1].counts.steps_ok == 0:
         reports.append(slice_of(engine, len(reports), duration_s=0.5))
     return reports
 
 
-def sensors(folder: Path, **card: Any) -> FakeSensors:
-    script = folder / "script.json"
-    plain = {"name": "NVIDIA GeForce RTX 3090", "uuid": "GPU-3090f00d-0000-4000-8000-000000003090"}
-    script.write_text(json.dumps({"cards": [{**plain, "total_bytes": 2**34, **card}]}))
-    return prepare(script, folder)
-
-
-def hot(spec: WorkerSpec, fake: FakeSensors, thermal: ThermalSettings | None = None) -> WorkerSpec:
-    return replace(spec, fake_sensors=fake, thermal=thermal or ThermalSettings())
-
-
 class TestHeat:
     def test_a_critical_card_pauses_it_before_the_first_step(
-        self, in_child: InChild, tmp_path: Path
+        self, in_child: InChild, card: Scripts
     ) -> None:
-        reports = in_child(
-            slices, hot(spec_of(), sensors(tmp_path, temperature_c=86)), [{"duration_s": 0.3}] * 2
-        )
+        card(temperature_c=86)
+        reports = in_child(slices, hot(), [{"duration_s": 0.3}] * 2)
         for report in reports:
             assert report.verdict == Verdict.OK
             assert report.state == WorkerState.PAUSED
             assert report.counts.steps_ok == 0
             assert "paused at 86 C, goes on below 75 C" in report.reason
 
-    def test_it_goes_on_when_the_card_is_cool_again(
-        self, in_child: InChild, tmp_path: Path
-    ) -> None:
-        reports = in_child(until_it_works, spec_of(), tmp_path)
+    def test_it_goes_on_when_the_card_is_cool_again(self, in_child: InChild, card: Scripts) -> None:
+        card(temperature_c=90)
+        reports = in_child(until_it_works, hot())
         assert reports[0].state is WorkerState.PAUSED
-        assert reports[-1].counts.steps_ok > 0
         assert [event.detail["band"] for event in events(reports, "thermal_band")] == ["NORMAL"]
 
     def test_without_thresholds_nothing_is_done_about_it(
-        self, in_child: InChild, tmp_path: Path
+        self, in_child: InChild, card: Scripts
     ) -> None:
-        fake = sensors(tmp_path, temperature_c=99, power_w=205)
-        (report,) = in_child(slices, hot(spec_of(), fake, THERMAL_OFF), [{}])
+        card(temperature_c=99, power_w=205)
+        (report,) = in_child(slices, hot(THERMAL_OFF), [{}])
         assert (report.state, report.counts.steps_ok) == (WorkerState.RUNNING, 1)
         assert report.sensors is not None
         assert (report.sensors.temperature_c, report.sensors.power_w) == (99, 205)
 
     def test_a_complaint_of_the_hardware_is_an_alarm_and_slows(
-        self, in_child: InChild, tmp_path: Path
+        self, in_child: InChild, card: Scripts
     ) -> None:
-        fake = sensors(tmp_path, temperature_c=65, throttle=[[0, ["HARDWARE_THERMAL"]]])
-        reports = in_child(slices, hot(spec_of(), fake), [{"duration_s": 1.0}] * 3)
+        card(temperature_c=65, throttle=int(Throttle.HARDWARE_THERMAL))
+        reports = in_child(slices, hot(), [{"duration_s": 1.0}] * 3)
         (raised,) = events(reports, "alarm_raised")
         assert raised.detail["alarm"] == "thermal slowdown by the hardware"
         assert reports[-1].state is WorkerState.THROTTLED
@@ -91,26 +97,52 @@ class TestHeat:
         assert reports[-1].sensors is not None
         assert reports[-1].sensors.throttle_pct == 100
 
-    def test_a_lost_card_of_a_script_is_an_alarm_and_no_crash(
-        self, in_child: InChild, tmp_path: Path
-    ) -> None:
-        fake = sensors(tmp_path, temperature_c=65, lost_after_calls=0)
-        reports = in_child(slices, hot(spec_of(), fake), [HALF] * 2)
+    def test_a_lost_card_is_an_alarm_and_no_crash(self, in_child: InChild, card: Scripts) -> None:
+        card(temperature_c=65)
+        reports = in_child(until_the_card_is_lost, hot())
         assert all(
             report.verdict is Verdict.OK and report.counts.steps_ok > 0 for report in reports
         )
         assert [event.detail["alarm"] for event in events(reports, "alarm_raised")] == ["card lost"]
-        assert reports[-1].sensors is not None
-        assert reports[-1].sensors.lost
         assert "card lost" in reports[-1].reason
 
-    def test_sensors_that_cannot_be_had_are_a_misfit_in_words(self, in_child: InChild) -> None:
-        nowhere = FakeSensors(
-            library_path="/nowhere/libnvidia-ml.so.1", script_path="/nowhere/script"
-        )
-        (report,) = in_child(slices, hot(spec_of(), nowhere), [{}])
+
+def until_the_card_is_lost(spec: WorkerSpec) -> list[Report]:
+    """Run slices until they tell of it; the card is lost after the first."""
+    engine = Engine(spec)
+    reports = [slice_of(engine, 0, duration_s=0.5)]
+    script_cards(Path(os.environ["NVML_SCRIPT"]), scripted_card(lost=True))
+    while reports[-1].sensors is None or not reports[-1].sensors.lost:
+        reports.append(slice_of(engine, len(reports), duration_s=0.5))
+    return reports
+
+
+class TestMps:
+    def test_a_client_without_a_daemon_is_refused_with_what_to_type(
+        self, in_child: InChild, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+        (report,) = in_child(slices, replace(spec_of(), mps=True, thread_share=0.6), [{}])
         assert report.verdict is Verdict.INCOMPATIBLE
-        assert "/nowhere/libnvidia-ml.so.1" in report.reason
+        assert f"no MPS control daemon answers in {tmp_path}" in report.reason
+        assert "type there: nvidia-cuda-mps-control -d" in report.reason
+
+    def test_a_client_has_its_share_and_its_budget_as_limits(
+        self, in_child: InChild, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+        with socket.socket(socket.AF_UNIX) as daemon:
+            daemon.bind(str(tmp_path / "control"))
+            daemon.listen()
+            limits = in_child(mps_limits, replace(spec_of(), mps=True, thread_share=0.6))
+        assert limits == ("60", "0=96M")
+
+
+def mps_limits(spec: WorkerSpec) -> tuple[str | None, str | None]:
+    """Run a slice, and return what CUDA would read."""
+    slice_of(Engine(spec), 0, duration_s=0.1)
+    names = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
+    return os.environ.get(names[0]), os.environ.get(names[1])
 
 
 @pytest.fixture
@@ -149,7 +181,7 @@ class TestResults:
         assert reports[-1].state is WorkerState.RUNNING
 
     def test_a_flipped_bit_is_found_and_never_forgotten(self, in_child: InChild) -> None:
-        spec = replace(with_faults(spec_of(), flip_rate=1.0), check_share=0.3)
+        spec = replace(spec_of(name="tests.flips:Flipping"), check_share=0.3)
         reports = in_child(slices, spec, [HALF] * 3)
         assert sum(report.counts.verify_errors for report in reports) >= 2
         assert reports[-1].state is WorkerState.CORRUPT

@@ -210,9 +210,7 @@ def an_engine_that_cannot_be_made_is_unbuildable(stage: Stage) -> None:
         slot,
         cast(
             "WorkerSpec",
-            SimpleNamespace(
-                slot=slot, node=stage.node, device="cpu", mps_pipe_directory=None, command=None
-            ),
+            SimpleNamespace(slot=slot, node=stage.node, device="cpu", command=None),
         ),
     )
     stage.submit(slot, 0)

@@ -471,12 +471,7 @@ def _resident(pids: list[int]) -> tuple[int, int]:
 def _on_card(pids: list[int]) -> int | None:
     """Return what these processes hold of the visible card; `None` where NVML does not say."""
     with contextlib.suppress(pynvml.NVMLError), queries.opened():
-        ask = queries.of_card(queries.handle_of(queries.visible_card()))
-        held = {
-            process.pid: process.usedGpuMemory
-            for listed in queries.PROCESS_LISTS
-            for process in listed.put(ask) or ()
-            if process.pid in pids and process.usedGpuMemory is not None
-        }
-        return sum(held.values()) if held else None
+        on_card = queries.find_card(queries.visible_card()).processes()
+        held = [on_card[pid] for pid in pids if on_card.get(pid) is not None]
+        return sum(filter(None, held)) if held else None
     return None

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from workers.devices.base import EmergencyProduct, alone_on, threads_for
+from workers.host import mps
 from workers.messages import DeviceInfo, IncompatibleError, MemoryInfo
 from workers.nvml import queries
 from workers.settings import ASSUMED_CONTEXT_BYTES, WorkerSpec
@@ -48,8 +49,6 @@ _WARM_UP_SIZE = 4096
 #: So many rows at a time are checked there: row by row it would be many thousand launches.
 _WARM_UP_ROWS = 256
 
-#: Set by the actor under MPS, before CUDA starts.
-_MPS_LIMIT = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 
 #: What the growth of the card's use is assumed to be a context.
 _LEAST_CONTEXT_BYTES = 64 * 2**20
@@ -268,7 +267,9 @@ class CudaDevice:
         nothing of the card: there the driver is asked too, and the smaller one counts.
         """
         free_bytes = torch.cuda.mem_get_info(self.torch_device)[0]
-        on_card_bytes = queries.card_free_bytes(self._card) if _MPS_LIMIT in os.environ else None
+        on_card_bytes = (
+            queries.card_free_bytes(self._card) if mps.MEMORY_LIMIT in os.environ else None
+        )
         return free_bytes if on_card_bytes is None else min(free_bytes, on_card_bytes)
 
     def _used_on_card_bytes(self) -> int:
@@ -276,7 +277,7 @@ class CudaDevice:
 
         See `_free_on_card_bytes` for why not always by CUDA.
         """
-        used_bytes = queries.card_used_bytes(self._card) if _MPS_LIMIT in os.environ else None
+        used_bytes = queries.card_used_bytes(self._card) if mps.MEMORY_LIMIT in os.environ else None
         return (
             self._total_bytes - torch.cuda.mem_get_info(self.torch_device)[0]
             if used_bytes is None

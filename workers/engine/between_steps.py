@@ -42,12 +42,9 @@ class ThermalControl:
 
         `card` is the UUID of its card, `None` on a processor.
         """
-        kind, card = (
-            (spec.device, card) if spec.fake_sensors is None else ("cuda", str(spec.fake_card))
-        )
-        self._sampler = open_sampler(kind, card)
+        self._sampler = open_sampler(spec.device, card)
         # A processor at 90 C is normal and protects itself, so its temperature is only shown.
-        self._governor = ThermalGovernor(spec.thermal if kind == "cuda" else THERMAL_OFF)
+        self._governor = ThermalGovernor(spec.thermal if self._sampler.of_card else THERMAL_OFF)
         self._state = self._governor.initial()
         self._bandwidth_at_s = time.monotonic()
         self.reading: SensorReading | None = None

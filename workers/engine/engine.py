@@ -8,7 +8,6 @@ SystemExit of the workload is one of them.
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import replace
 from typing import Final
@@ -274,7 +273,7 @@ def _between_steps(session: Session, stats: SliceStats, run: Run, seconds: float
     checked_s = session.checks.after_step(session.device, session.workload, run, seconds, stats)
     # Under MPS other processes compute while the memory is timed, which makes it look slower than
     # it is.
-    if session.device.info.kind == "cuda" and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ:
+    if session.device.info.kind == "cuda" and not session.spec.mps:
         session.thermal.measure_bandwidth(session.bandwidth, stats)
     stats.settle(*session.working_state())
     stats.counts += StepCounts(busy_s=checked_s)

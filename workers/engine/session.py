@@ -8,6 +8,7 @@ recover from failures (`oom_recovery.py`).
 from __future__ import annotations
 
 import gc
+import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from workers.devices import open_device
 from workers.devices.base import Device
 from workers.engine.between_steps import DutyCycle, ResultChecks, ThermalControl
 from workers.engine.slice_stats import CheckpointPieces, SliceStats
+from workers.host import mps
 from workers.learned_limits import choose, default_path, settings_hash, workload_fingerprint
 from workers.messages import (
     ContextCorruptedError,
@@ -29,7 +31,6 @@ from workers.messages import (
     WorkerEvent,
     WorkerState,
 )
-from workers.nvml.fake import load
 from workers.oom import MAX_PROBABLE_IN_A_ROW, Failure
 from workers.policy import make_policy
 from workers.policy.base import Decision, Event, Growth, Policy, Pressure, Run
@@ -491,6 +492,14 @@ def _make_workload(
     )
 
 
+def _become_mps_client(spec: WorkerSpec) -> None:
+    """Set what CUDA reads when it starts; `IncompatibleError` if no daemon runs here."""
+    problem = mps.missing_daemon()
+    if problem is not None:
+        raise IncompatibleError(f"{spec.slot}: {problem}")
+    os.environ.update(mps.client_variables(spec.thread_share, spec.budget_bytes))
+
+
 def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
     """Open device and workload.
 
@@ -510,8 +519,8 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
         # instead of 70. There is no collection before it: that would cost each start what this
         # saves, for little garbage.
         gc.freeze()
-        if spec.fake_sensors is not None:
-            load(spec.fake_sensors)  # before any query to the real ones
+        if spec.mps:
+            _become_mps_client(spec)
         device = open_device(spec)
         thermal = ThermalControl(spec, device.info.uuid)
         context = WorkloadContext(

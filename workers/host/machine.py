@@ -14,33 +14,17 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 import psutil
 import pynvml
 
 from workers.host.facts import CardFacts, DriverFacts, Holder, MachineFacts, TorchFacts
 from workers.nvml import queries
-from workers.nvml.queries import Question
-
-_PROPERTIES: Final = {
-    "cores": Question(("nvmlDeviceGetNumGpuCores",)),
-    "max_sm_clock_mhz": Question(("nvmlDeviceGetMaxClockInfo",), (pynvml.NVML_CLOCK_SM,)),
-    "max_memory_clock_mhz": Question(("nvmlDeviceGetMaxClockInfo",), (pynvml.NVML_CLOCK_MEM,)),
-    "bus_width_bits": Question(("nvmlDeviceGetMemoryBusWidth",)),
-    "power_limit_w": Question(
-        ("nvmlDeviceGetPowerManagementDefaultLimit",), convert=lambda limit_mw: limit_mw / 1e3
-    ),
-    "pcie_lanes": Question(("nvmlDeviceGetCurrPcieLinkWidth",)),
-    "most_pcie_lanes": Question(("nvmlDeviceGetMaxPcieLinkWidth",)),
-    "persistence": Question(("nvmlDeviceGetPersistenceMode",), convert=bool),
-    "display": Question(("nvmlDeviceGetDisplayActive",), convert=bool),
-}
 
 
 def look_at_cards() -> DriverFacts:
@@ -48,9 +32,9 @@ def look_at_cards() -> DriverFacts:
     try:
         with queries.opened():
             found = {identity: _card(identity) for identity in queries.cards()}
-            cuda = queries.answer("nvmlSystemGetCudaDriverVersion_v2")
+            cuda = _cuda_version()
             return DriverFacts(
-                driver=queries.answer("nvmlSystemGetDriverVersion"),
+                driver=queries.driver_version(),
                 driver_cuda=None
                 if cuda is None
                 else (cuda // 1000, cuda % 1000 // 10),  # 12080 is 12.8
@@ -77,21 +61,44 @@ def _card(identity: queries.CardIdentity) -> CardFacts | None:
     """Ask about one card; `None` if it does not answer, or not even with its name and memory."""
     if identity.uuid is None or identity.name is None or identity.total_bytes is None:
         return None
-    try:
-        ask = queries.of_card(queries.handle_of(identity.uuid))
-    except pynvml.NVMLError:
-        return None
+    with suppress(pynvml.NVMLError):
+        return _facts(identity, queries.find_card(identity.uuid))
+    return None
+
+
+def _facts(identity: queries.CardIdentity, card: queries.Card) -> CardFacts:
+    """Raises `pynvml.NVMLError` if the card is lost meanwhile."""
+    ask, setting = card.ask, os.environ.get("CUDA_VISIBLE_DEVICES")
+    limit_mw = ask("nvmlDeviceGetPowerManagementDefaultLimit")
+    persistence, display = ask("nvmlDeviceGetPersistenceMode"), ask("nvmlDeviceGetDisplayActive")
     return CardFacts(
         index=identity.index,
-        name=identity.name,
-        uuid=identity.uuid,
-        total_bytes=identity.total_bytes,
-        used_bytes=queries.used_bytes(ask),
+        name=str(identity.name),
+        uuid=str(identity.uuid),
+        total_bytes=identity.total_bytes or 0,
+        used_bytes=card.used_bytes(),
         compute_capability=identity.compute_capability,
-        visible=is_visible(identity.index, identity.uuid, os.environ.get("CUDA_VISIBLE_DEVICES")),
-        holders=tuple(_holders(ask)),
-        **queries.answers(_PROPERTIES, ask),
+        visible=is_visible(identity.index, str(identity.uuid), setting),
+        holders=tuple(
+            Holder(pid=pid, name=_name_of(pid), used_bytes=used_bytes)
+            for pid, used_bytes in sorted(card.processes(drawing=True).items())
+        ),
+        cores=ask("nvmlDeviceGetNumGpuCores"),
+        max_sm_clock_mhz=ask("nvmlDeviceGetMaxClockInfo", pynvml.NVML_CLOCK_SM),
+        max_memory_clock_mhz=ask("nvmlDeviceGetMaxClockInfo", pynvml.NVML_CLOCK_MEM),
+        bus_width_bits=ask("nvmlDeviceGetMemoryBusWidth"),
+        power_limit_w=None if limit_mw is None else limit_mw / 1e3,
+        pcie_lanes=ask("nvmlDeviceGetCurrPcieLinkWidth"),
+        most_pcie_lanes=ask("nvmlDeviceGetMaxPcieLinkWidth"),
+        persistence=None if persistence is None else bool(persistence),
+        display=None if display is None else bool(display),
     )
+
+
+def _cuda_version() -> int | None:
+    with suppress(pynvml.NVMLError):
+        return int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
+    return None
 
 
 def is_visible(index: int, uuid: str, setting: str | None) -> bool:
@@ -102,17 +109,6 @@ def is_visible(index: int, uuid: str, setting: str | None) -> bool:
         return True
     names = [name.strip() for name in setting.split(",") if name.strip()]
     return str(index) in names or any(uuid.startswith(name) for name in names)
-
-
-def _holders(ask: queries.Ask) -> Iterator[Holder]:
-    """Yield every process on the card once; one that draws and computes is in several lists."""
-    used_bytes: dict[int, int | None] = {}
-    for listed in (*queries.PROCESS_LISTS, queries.GRAPHICS_LIST):
-        for process in listed.put(ask) or ():
-            if used_bytes.get(process.pid) is None:
-                used_bytes[process.pid] = process.usedGpuMemory
-    for pid, each_bytes in sorted(used_bytes.items()):
-        yield Holder(pid=pid, name=_name_of(pid), used_bytes=each_bytes)
 
 
 def _name_of(pid: int) -> str | None:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pynvml
 
@@ -86,17 +85,16 @@ class ActivityMeter:
         since_us, self._card_samples_from_us = self._card_samples_from_us, time.time_ns() // 1000
         with contextlib.suppress(pynvml.NVMLError), queries.opened():
             for index in range(pynvml.nvmlDeviceGetCount()):
-                computed |= _on_card(pynvml.nvmlDeviceGetHandleByIndex(index), pids, since_us)
+                computed |= _on_card(queries.find_card(str(index)), pids, since_us)
         return computed
 
 
-# nvidia-ml-py has no types.
-def _on_card(handle: Any, pids: list[int], since_us: int) -> set[int]:  # noqa: ANN401
-    samples = queries.answer("nvmlDeviceGetProcessUtilization", handle, since_us)
+def _on_card(card: queries.Card, pids: list[int], since_us: int) -> set[int]:
+    samples = card.ask("nvmlDeviceGetProcessUtilization", since_us)
     if samples:
         return {sample.pid for sample in samples if sample.smUtil > 0} & set(pids)
     # Containers and WSL2 hide whose the work is, and a card that idles has no samples.
-    rates = queries.answer("nvmlDeviceGetUtilizationRates", handle)
+    rates = card.ask("nvmlDeviceGetUtilizationRates")
     return set(pids) if rates is not None and rates.gpu > 0 else set()
 
 

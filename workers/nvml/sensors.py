@@ -1,15 +1,15 @@
 """The sensors of what this process computes on: one card through an NVML that stays open, or the
 processor.
 
-They are read at most once a second, with the last minute of throttling. Every query may fail, and
-then its value is `None`. A query that the card or its driver does not support is not repeated. A
-lost card is reported as such and searched again. Starts no thread and has no clock: the engine asks
-between two steps whether a sample is due. Does not judge what it reads (`policy.thermal` does), and
-never sets anything.
+They are read at most once a second, with the last minute of throttling. A value without an answer
+is `None`. A lost card is reported as such and searched again. Starts no thread and has no clock:
+the engine asks between two steps whether a sample is due. Does not judge what it reads
+(`policy.thermal` does), and sets nothing.
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,54 +19,35 @@ from typing import Any, Final
 import psutil
 import pynvml
 
-from workers.nvml.queries import GONE, Question, answers, handle_of, own_bytes, visible_card
+from workers.nvml.queries import GONE, Card, card_total_bytes, find_card, visible_card
 from workers.readings import THROTTLE_ALARMS, SensorReading
 
 #: How often what hardly changes is asked: limits, link, errors of the memory.
 RARELY_S: Final = 30.0
 #: How often NVML is opened again after it failed, or after the card was lost.
 REOPEN_S: Final = 5.0
-
-_NEVER: Final = frozenset({pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND})
+SAMPLE_EVERY_S: Final = 1.0
+THROTTLE_WINDOW_S: Final = 60.0
 
 #: Xid errors that an application causes, as in NVIDIA's k8s-device-plugin: they say nothing about
 #: the card.
 _APPLICATION_XIDS: Final = frozenset({13, 31, 43, 45, 68, 109})
 _MOST_EVENTS: Final = 16
 
+_FIELD_VALUES: Final = "nvmlDeviceGetFieldValues"
+
 #: Members of NVML's union of values, by nvmlValueType_t.
 _VALUE_MEMBERS: Final = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
-_POWER: Final = pynvml.NVML_FI_DEV_POWER_INSTANT
-_MEMORY_TEMPERATURE: Final = pynvml.NVML_FI_DEV_MEMORY_TEMP
-_SLOWDOWN_TLIMIT: Final = pynvml.NVML_FI_DEV_TEMPERATURE_SLOWDOWN_TLIMIT
-
-#: The fields of a reading that are one question each, asked every time …
-_OFTEN: Final = {
-    "temperature_c": Question(
-        ("nvmlDeviceGetTemperatureV", "nvmlDeviceGetTemperature"),
-        (pynvml.NVML_TEMPERATURE_GPU,),
-        float,
-    ),
-    "sm_clock_mhz": Question(("nvmlDeviceGetClockInfo",), (pynvml.NVML_CLOCK_SM,)),
-    "memory_clock_mhz": Question(("nvmlDeviceGetClockInfo",), (pynvml.NVML_CLOCK_MEM,)),
-    "utilisation_pct": Question(
-        ("nvmlDeviceGetUtilizationRates",), convert=lambda rates: float(rates.gpu)
-    ),
-    "throttle_bits": Question(
-        ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
-    ),
-    "fan_pct": Question(("nvmlDeviceGetFanSpeed",), convert=float),
-}
-#: … and rarely.
-_RARELY: Final = {
-    "power_limit_w": Question(
-        ("nvmlDeviceGetEnforcedPowerLimit",), convert=lambda limit_mw: limit_mw / 1e3
-    ),
-    "sm_clock_max_mhz": Question(("nvmlDeviceGetMaxClockInfo",), (pynvml.NVML_CLOCK_SM,)),
-    "pcie_generation": Question(("nvmlDeviceGetCurrPcieLinkGeneration",)),
-    "pcie_lanes": Question(("nvmlDeviceGetCurrPcieLinkWidth",)),
-}
+#: Where Linux reports the temperature of a processor: driver, label of the package's sensor (None:
+#: any of them).
+_PACKAGE_SENSORS: Final = (
+    ("coretemp", "Package id"),
+    ("k10temp", "Tdie"),
+    ("k10temp", "Tctl"),
+    ("zenpower", "Tdie"),
+    ("cpu_thermal", None),
+)
 
 
 class CardSensors:
@@ -76,11 +57,10 @@ class CardSensors:
     """
 
     def __init__(self, card: str) -> None:
-        self._card = card
+        self._name = card
         self._is_open = False
-        self._handle: Any = None
+        self._card: Card | None = None
         self._events: Any = None
-        self._never: set[tuple[object, ...]] = set()
         self._due_s: float | None = None
         self._rarely = SensorReading()
         self._slowdown_c: float | None = None
@@ -97,9 +77,8 @@ class CardSensors:
         if self._closed_until_s is not None and now_s < self._closed_until_s:
             return SensorReading(lost=self._lost)
         try:
-            if self._handle is None:
-                self._open()
-            reading = self._look(now_s)
+            card = self._card or self._open()
+            reading = self._look(card, now_s)
         except pynvml.NVMLError as error:  # no single question failed: nothing can be asked
             self.close()
             self._closed_until_s = now_s + REOPEN_S
@@ -118,56 +97,70 @@ class CardSensors:
             if self._is_open:
                 pynvml.nvmlShutdown()
         self._is_open = False
-        self._handle = self._events = self._due_s = None
+        self._card = self._events = self._due_s = None
 
-    def _open(self) -> None:
+    def _open(self) -> Card:
         """Open NVML and find the card; card, library and driver may be missing."""
         pynvml.nvmlInit()
         self._is_open = True
-        self._handle = handle_of(self._card)
+        self._card = find_card(self._name)
         with suppress(pynvml.NVMLError):  # WSL2 and Windows have no events
-            events = pynvml.nvmlEventSetCreate()
+            events, kind = pynvml.nvmlEventSetCreate(), pynvml.nvmlEventTypeXidCriticalError
             try:
-                pynvml.nvmlDeviceRegisterEvents(
-                    self._handle, pynvml.nvmlEventTypeXidCriticalError, events
-                )
-            except pynvml.NVMLError:
-                pynvml.nvmlEventSetFree(events)
-            else:
+                pynvml.nvmlDeviceRegisterEvents(self._card.handle, kind, events)
                 self._events = events
+            finally:
+                if self._events is None:
+                    pynvml.nvmlEventSetFree(events)
+        return self._card
 
-    def _look(self, now_s: float) -> SensorReading:
+    def _look(self, card: Card, now_s: float) -> SensorReading:
         """Ask everything that is due; raises if the card is lost."""
         if self._due_s is None or now_s >= self._due_s:
-            self._look_rarely()
+            self._look_rarely(card)
             self._due_s = now_s + RARELY_S
-        often = answers(_OFTEN, self._ask)
-        fields = self._fields(_POWER, _MEMORY_TEMPERATURE)
-        # On consumer cards since Ampere this fallback is an average over a second.
-        power_mw = fields[_POWER] if _POWER in fields else self._ask("nvmlDeviceGetPowerUsage")
+        ask = card.ask
+        temperature_c = ask(
+            "nvmlDeviceGetTemperatureV nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU
+        )
+        power_mw = _field(card, pynvml.NVML_FI_DEV_POWER_INSTANT)
+        if power_mw is None:  # on consumer cards since Ampere an average over a second
+            power_mw = ask("nvmlDeviceGetPowerUsage")
+        rates = ask("nvmlDeviceGetUtilizationRates")
         return replace(
             self._rarely,
-            **often,
-            margin_c=self._margin_c(often["temperature_c"]),
-            memory_temperature_c=fields.get(_MEMORY_TEMPERATURE)
-            or None,  # GeForce says 0 for "not reported"
-            power_w=None if power_mw is None else power_mw / 1e3,
+            temperature_c=temperature_c,
+            margin_c=self._margin_c(card, temperature_c),
+            # GeForce says 0 for "not reported".
+            memory_temperature_c=_field(card, pynvml.NVML_FI_DEV_MEMORY_TEMP) or None,
+            power_w=_watts(power_mw),
+            sm_clock_mhz=ask("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_SM),
+            memory_clock_mhz=ask("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_MEM),
+            utilisation_pct=None if rates is None else rates.gpu,
+            throttle_bits=ask(
+                "nvmlDeviceGetCurrentClocksEventReasons nvmlDeviceGetCurrentClocksThrottleReasons"
+            ),
+            fan_pct=ask("nvmlDeviceGetFanSpeed"),
             xid=self._last_xid(),
-            process_used_bytes=own_bytes(self._ask),
+            process_used_bytes=card.processes().get(os.getpid()),
         )
 
-    def _look_rarely(self) -> None:
+    def _look_rarely(self, card: Card) -> None:
+        ask = card.ask
         self._rarely = SensorReading(
-            **answers(_RARELY, self._ask),
-            ecc_errors=self._ecc_errors(),
-            remapped_rows=self._remapped_rows(),
+            power_limit_w=_watts(ask("nvmlDeviceGetEnforcedPowerLimit")),
+            sm_clock_max_mhz=ask("nvmlDeviceGetMaxClockInfo", pynvml.NVML_CLOCK_SM),
+            pcie_generation=ask("nvmlDeviceGetCurrPcieLinkGeneration"),
+            pcie_lanes=ask("nvmlDeviceGetCurrPcieLinkWidth"),
+            ecc_errors=_ecc_errors(card),
+            remapped_rows=_remapped_rows(card),
         )
-        self._slowdown_c = self._ask(
-            "nvmlDeviceGetTemperatureThreshold", pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
-        )
-        self._slowdown_tlimit_c = self._fields(_SLOWDOWN_TLIMIT).get(_SLOWDOWN_TLIMIT, 0.0)
+        slowdown = pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+        self._slowdown_c = ask("nvmlDeviceGetTemperatureThreshold", slowdown)
+        tlimit_c = _field(card, pynvml.NVML_FI_DEV_TEMPERATURE_SLOWDOWN_TLIMIT)
+        self._slowdown_tlimit_c = tlimit_c or 0.0
 
-    def _margin_c(self, temperature_c: float | None) -> float | None:
+    def _margin_c(self, card: Card, temperature_c: float | None) -> float | None:
         """Say how much warmer the die may get before the hardware slows down.
 
         Since Ada, NVML's margin counts to the highest temperature the card is meant to work at, and
@@ -175,35 +168,12 @@ class CardSensors:
         "T.Limit"). Older cards give absolute thresholds instead, which NVML's manual declares
         unreliable from Ada on.
         """
-        margin_c = self._ask("nvmlDeviceGetMarginTemperature")
+        margin_c = card.ask("nvmlDeviceGetMarginTemperature")
         if margin_c is not None:
             return float(margin_c - self._slowdown_tlimit_c)
         if temperature_c is None or self._slowdown_c is None:
             return None
         return self._slowdown_c - temperature_c
-
-    def _remapped_rows(self) -> int | None:
-        """Count the rows replaced after uncorrectable errors, where the product can replace rows at
-        all.
-
-        The query itself does not refuse on a 4090 (gpud, PR 351).
-        """
-        name = self._ask("nvmlDeviceGetName")
-        if name is None or any(family in name.upper() for family in ("GEFORCE", "TITAN")):
-            return None
-        remapped = self._ask("nvmlDeviceGetRemappedRows")
-        return None if remapped is None else int(remapped[1])
-
-    def _ecc_errors(self) -> int | None:
-        mode = self._ask("nvmlDeviceGetEccMode")
-        if mode is None or mode[0] != pynvml.NVML_FEATURE_ENABLED:
-            return None
-        errors: int | None = self._ask(
-            "nvmlDeviceGetTotalEccErrors",
-            pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
-            pynvml.NVML_VOLATILE_ECC,
-        )
-        return errors
 
     def _last_xid(self) -> int | None:
         """Take what the driver has told since the last look.
@@ -219,92 +189,41 @@ class CardSensors:
                 self._xid = int(event.eventData)
         return self._xid
 
-    def _fields(self, *fields: int) -> dict[int, float]:
-        """Ask for field values in one call; those that are not reported are missing."""
-        wanted = tuple(field for field in fields if ("field", field) not in self._never)
-        told = {}
-        for value in (self._ask("nvmlDeviceGetFieldValues", wanted) or ()) if wanted else ():
-            if value.nvmlReturn == pynvml.NVML_SUCCESS:
-                told[int(value.fieldId)] = float(
-                    getattr(value.value, _VALUE_MEMBERS[value.valueType])
-                )
-            else:
-                self._note(("field", int(value.fieldId)), value.nvmlReturn)
-        return told
 
-    def _ask(self, function: str, *arguments: object) -> Any:  # noqa: ANN401 - nvidia-ml-py has no types
-        """Ask the card one question, as `queries.answer` does, but remember what is not supported.
-
-        Raises:
-            pynvml.NVMLError: The card is lost.
-        """
-        question = (function, *arguments)
-        ask = getattr(pynvml, function, None)
-        if ask is None or question in self._never:
-            return None
-        try:
-            return ask(self._handle, *arguments)
-        except pynvml.NVMLError as error:
-            self._note(question, error.value)
-            return None
-
-    def _note(self, question: tuple[object, ...], code: int) -> None:
-        """Remember that a query is not supported; raises if the card is lost."""
-        if code in GONE:
-            raise pynvml.NVMLError(code)
-        if code in _NEVER:
-            self._never.add(question)
+def _watts(milliwatts: float | None) -> float | None:
+    return None if milliwatts is None else milliwatts / 1e3
 
 
-SAMPLE_EVERY_S: Final = 1.0
-THROTTLE_WINDOW_S: Final = 60.0
-
-#: Where Linux reports the temperature of a processor: driver, label of the package's sensor (None:
-#: any of them).
-_PACKAGE_SENSORS: Final = (
-    ("coretemp", "Package id"),
-    ("k10temp", "Tdie"),
-    ("k10temp", "Tctl"),
-    ("zenpower", "Tdie"),
-    ("cpu_thermal", None),
-)
+def _field(card: Card, field: int) -> float | None:
+    """Return one of NVML's field values; `None` if it is not reported."""
+    question = ("field", field)
+    for value in () if question in card.never else card.ask(_FIELD_VALUES, (field,)) or ():
+        if value.nvmlReturn == pynvml.NVML_SUCCESS:
+            return float(getattr(value.value, _VALUE_MEMBERS[value.valueType]))
+        card.note(question, pynvml.NVMLError(value.nvmlReturn))
+    return None
 
 
-class Sampler:
-    """Reads some sensors, with at least `every_s` between two samples and the throttling of the
-    last minute, and closes them.
+def _remapped_rows(card: Card) -> int | None:
+    """Count the rows replaced after uncorrectable errors, where the product can replace rows at
+    all.
+
+    The query itself does not refuse on a 4090 (gpud, PR 351).
     """
+    name = card.ask("nvmlDeviceGetName")
+    if name is None or any(family in name.upper() for family in ("GEFORCE", "TITAN")):
+        return None
+    remapped = card.ask("nvmlDeviceGetRemappedRows")
+    return None if remapped is None else int(remapped[1])
 
-    def __init__(
-        self, sensors: CardSensors | ProcessorSensors, *, every_s: float = SAMPLE_EVERY_S
-    ) -> None:
-        self._sensors = sensors
-        self._every_s = every_s
-        self._last_s: float | None = None
-        self._alarms: deque[tuple[float, bool]] = deque()
-        """Of the samples of the last minute that told: when, and whether they were alarms."""
 
-    def sample_if_due(self, now_s: float) -> SensorReading | None:
-        """Read the sensors; `None` if that was done a moment ago.
-
-        The time is by any clock that does not go back.
-        """
-        if self._last_s is not None and now_s - self._last_s < self._every_s:
-            return None
-        self._last_s = now_s
-        reading = self._sensors.read(now_s)
-        if reading.throttle_bits is not None:
-            self._alarms.append((now_s, bool(reading.throttle_bits & THROTTLE_ALARMS)))
-        while self._alarms and now_s - self._alarms[0][0] >= THROTTLE_WINDOW_S:
-            self._alarms.popleft()
-        if reading.lost or not self._alarms:
-            return reading
-        count = sum(alarm for _, alarm in self._alarms)
-        return replace(reading, throttle_pct=100.0 * count / len(self._alarms))
-
-    def close(self) -> None:
-        """Release NVML."""
-        self._sensors.close()
+def _ecc_errors(card: Card) -> int | None:
+    mode = card.ask("nvmlDeviceGetEccMode")
+    if mode is None or mode[0] != pynvml.NVML_FEATURE_ENABLED:
+        return None
+    kind = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+    errors: int | None = card.ask("nvmlDeviceGetTotalEccErrors", kind, pynvml.NVML_VOLATILE_ECC)
+    return errors
 
 
 class ProcessorSensors:
@@ -337,12 +256,58 @@ def package_reading(chips: Mapping[str, Sequence[Any]]) -> SensorReading:
     return SensorReading(of_processor=True)
 
 
+class Sampler:
+    """Reads some sensors, with at least `every_s` between two samples and the throttling of the
+    last minute, and closes them.
+    """
+
+    def __init__(
+        self, sensors: CardSensors | ProcessorSensors, *, every_s: float = SAMPLE_EVERY_S
+    ) -> None:
+        self._sensors = sensors
+        self._every_s = every_s
+        self._last_s: float | None = None
+        self._alarms: deque[tuple[float, bool]] = deque()
+        """Of the samples of the last minute that told: when, and whether they were alarms."""
+
+    @property
+    def of_card(self) -> bool:
+        """Whether a card is looked at."""
+        return isinstance(self._sensors, CardSensors)
+
+    def sample_if_due(self, now_s: float) -> SensorReading | None:
+        """Read the sensors; `None` if that was done a moment ago.
+
+        The time is by any clock that does not go back.
+        """
+        if self._last_s is not None and now_s - self._last_s < self._every_s:
+            return None
+        self._last_s = now_s
+        reading = self._sensors.read(now_s)
+        if reading.throttle_bits is not None:
+            self._alarms.append((now_s, bool(reading.throttle_bits & THROTTLE_ALARMS)))
+        while self._alarms and now_s - self._alarms[0][0] >= THROTTLE_WINDOW_S:
+            self._alarms.popleft()
+        if reading.lost or not self._alarms:
+            return reading
+        count = sum(alarm for _, alarm in self._alarms)
+        return replace(reading, throttle_pct=100.0 * count / len(self._alarms))
+
+    def close(self) -> None:
+        """Release NVML."""
+        self._sensors.close()
+
+
 def open_sampler(kind: str, card: str | None = None) -> Sampler:
     """Return the sampler of a device, whose kind is as in `DeviceInfo.kind`.
 
     The card is a UUID, or an index in the order of the PCI bus; by default the first that this
-    process sees.
+    process sees. A worker on the processor watches a card too where CUDA_VISIBLE_DEVICES names one
+    that NVML knows: a rehearsal that finds no room on the card of this machine.
     """
     if kind == "cuda":
         return Sampler(CardSensors(card or visible_card()))
+    beside = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if beside and card_total_bytes(visible_card()) is not None:
+        return Sampler(CardSensors(visible_card()))
     return Sampler(ProcessorSensors())

@@ -1,0 +1,272 @@
+"""Sets power limits and memory offsets of this machine's cards through NVML, and puts them back: the
+one place that changes a card.
+
+What a card had is written down before it is changed. It is put back when the run ends; if its
+process was killed, the next run on this machine or `orchestrator stop` does that. NVML stays open
+meanwhile: without persistence mode a driver forgets a setting when no process has the card open.
+Does not decide whether anything is set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import pynvml
+
+from workers.files import locked, read_small, replace_whole
+from workers.host.processes import is_alive, start_time
+from workers.learned_limits import default_path
+from workers.nvml.queries import find_card, opened
+
+_MOST_BYTES: Final = 2**20
+#: Another run has set its cards, or put them back, in less.
+_LOCK_S: Final = 30.0
+
+
+class CardSettingError(Exception):
+    """A card cannot be set so; a sentence with the card, the cause and the numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """One thing that can be set on a card, and NVML's functions for it."""
+
+    title: str
+    unit: str
+    per_unit: int
+    """NVML's own number for one unit."""
+    read: Callable[[Any], int]
+    bounds: Callable[[Any], tuple[int, int]]
+    write: Callable[[Any, int], None]
+
+    def words(self, value: int) -> str:
+        """Return NVML's number with its unit."""
+        return f"{value / self.per_unit:g} {self.unit}"
+
+
+#: By the keys of a node in cluster.yaml.
+_SETTINGS: Final = {
+    "power_limit_w": _Setting(
+        "power limit",
+        "W",
+        1000,
+        pynvml.nvmlDeviceGetPowerManagementLimit,
+        pynvml.nvmlDeviceGetPowerManagementLimitConstraints,
+        pynvml.nvmlDeviceSetPowerManagementLimit,
+    ),
+    # NVML marks these functions as deprecated from CUDA 13 on; drivers since R515 have them. The
+    # number is MHz of the transfer rate, twice that of the memory's clock.
+    "memory_offset_mhz": _Setting(
+        "memory offset",
+        "MHz",
+        1,
+        pynvml.nvmlDeviceGetMemClkVfOffset,
+        pynvml.nvmlDeviceGetMemClkMinMaxVfOffset,
+        pynvml.nvmlDeviceSetMemClkVfOffset,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedSettings:
+    """What the cards of one node are to have until the run ends; `None` leaves it as it is."""
+
+    node: str
+    cards: int
+    """How many cards the node lends to the cluster: the first ones that CUDA_VISIBLE_DEVICES leaves
+    visible.
+    """
+    power_limit_w: float | None = None
+    memory_offset_mhz: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Change:
+    """A setting of one card before, and what it is set to, in NVML's own numbers."""
+
+    key: str
+    uuid: str
+    before: int
+    set_to: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Record:
+    """What one process has changed, or was about to."""
+
+    node: str
+    host: str
+    """A home folder may be shared by machines."""
+    pid: int
+    started: str | None
+    """When the process began, as `processes.start_time` reports it."""
+    changes: tuple[_Change, ...]
+
+    @property
+    def path(self) -> Path:
+        return _folder() / f"{self.host}-{self.pid}.json"
+
+
+def set_cards(wanted: WantedSettings) -> tuple[str, ...]:
+    """Set every card of the node, or none; return what was done, a sentence each.
+
+    Puts back first what a run that was killed has left. This process has NVML open from now on.
+
+    Raises:
+        CardSettingError: A card cannot be set so, or another run has set the cards.
+        OSError: What the cards had cannot be written down; then nothing is changed.
+        pynvml.NVMLError: The driver does not answer.
+    """
+    pynvml.nvmlInit()
+    with _one_at_a_time():
+        lines = tuple(_put_back_left())
+        for other in _records():
+            raise CardSettingError(
+                f"{wanted.node}: another run has set the cards of this PC (process {other.pid}); "
+                "try again when it has ended"
+            )
+        record = _Record(
+            node=wanted.node,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started=start_time(os.getpid()),
+            changes=tuple(_planned(wanted)),
+        )
+        replace_whole(record.path, json.dumps(asdict(record)))
+        try:
+            return (*lines, *(_apply(wanted.node, change) for change in record.changes))
+        except CardSettingError:
+            _put_back(record)
+            raise
+
+
+def put_back_own() -> tuple[str, ...]:
+    """Put back what this process has set; return what was done, and what could not be."""
+    with _one_at_a_time():
+        own = [record for record in _records() if record.pid == os.getpid()]
+        return tuple(line for record in own for line in _put_back(record))
+
+
+def put_back_left() -> tuple[str, ...]:
+    """Put back what processes that were killed have left on this machine; return what was done."""
+    if not any(not is_alive(record.pid, record.started) for record in _records()):
+        return ()
+    try:
+        with opened(), _one_at_a_time():
+            return tuple(_put_back_left())
+    except (OSError, pynvml.NVMLError) as error:
+        return (f"what a run that was killed has set on cards cannot be put back: {error}",)
+
+
+def _put_back_left() -> Iterator[str]:
+    for record in _records():
+        if not is_alive(record.pid, record.started):
+            for line in _put_back(record):
+                yield f"left by a run that was killed: {line}"
+
+
+def _folder() -> Path:
+    return default_path().parent / "kept"
+
+
+def _one_at_a_time() -> AbstractContextManager[None]:
+    return locked(_folder() / "lock", _LOCK_S)
+
+
+def _records() -> Iterator[_Record]:
+    """Yield the records of this machine; what is no record is left alone."""
+    for path in sorted(_folder().glob("*.json")):
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            told = json.loads(read_small(path, _MOST_BYTES))
+            changes = tuple(_Change(**change) for change in told.pop("changes"))
+            record = _Record(**told, changes=changes)
+            if record.host == socket.gethostname():
+                yield record
+
+
+def _planned(wanted: WantedSettings) -> Iterator[_Change]:
+    """Yield what has to be changed for every card to be set so; nothing where it is already."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    visible = [name.strip() for name in names if name.strip()]
+    for card in (visible or list(map(str, range(wanted.cards))))[: wanted.cards]:
+        for key, setting in _SETTINGS.items():
+            value = getattr(wanted, key)
+            if value is None:
+                continue
+            try:
+                handle = find_card(card).handle
+                name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
+                before, (least, most) = setting.read(handle), setting.bounds(handle)
+            except pynvml.NVMLError as error:
+                raise CardSettingError(
+                    f"{wanted.node}: the {setting.title} of card {card} cannot be set: {error}"
+                ) from None
+            set_to = round(setting.per_unit * value)
+            if not least <= set_to <= most:
+                raise CardSettingError(
+                    f"nodes.{wanted.node}.{key} {value:g} is out of range: {name} takes "
+                    f"{least / setting.per_unit:g} to {setting.words(most)}"
+                )
+            if set_to != before:
+                yield _Change(key=key, uuid=str(uuid), before=int(before), set_to=set_to)
+
+
+def _apply(node: str, change: _Change) -> str:
+    """Set one card, read it back, and return a sentence that says so."""
+    setting, now = _SETTINGS[change.key], None
+    try:
+        handle = find_card(change.uuid).handle
+        name = f"{node}'s {pynvml.nvmlDeviceGetName(handle)}"
+        setting.write(handle, change.set_to)
+        now = setting.read(handle)
+    except pynvml.NVMLError as error:
+        advice = ""
+        if error.value == pynvml.NVML_ERROR_NO_PERMISSION:
+            advice = f"; only root may: start Ray as root on {node}, or leave out this setting"
+        raise CardSettingError(
+            f"{node}: the {setting.title} of card {change.uuid} cannot be set: {error}{advice}"
+        ) from None
+    if now != change.set_to:
+        raise CardSettingError(
+            f"{name} was given a {setting.title} of {setting.words(change.set_to)} and has "
+            f"{setting.words(now)}"
+        )
+    before = setting.words(change.before)
+    return f"{name}: {setting.title} {setting.words(now)} until the run ends (before: {before})"
+
+
+def _put_back(record: _Record) -> list[str]:
+    """Put back what a record says, last things first, and forget it unless something is still to be
+    put back.
+    """
+    lines, left = [], []
+    for change in reversed(record.changes):
+        setting = _SETTINGS[change.key]
+        where = f"{record.node}: the {setting.title} of card {change.uuid}"
+        try:
+            handle = find_card(change.uuid).handle
+            now = setting.read(handle)
+            if now == change.set_to != change.before:
+                setting.write(handle, change.before)
+                lines.append(f"{where} is back at {setting.words(change.before)}")
+            elif now != change.before:
+                lines.append(f"{where} stays at {setting.words(now)}, which another program set")
+        except pynvml.NVMLError as error:
+            if error.value != pynvml.NVML_ERROR_NOT_FOUND:  # the card is not in this PC any more
+                left.append(change)
+                lines.append(
+                    f"{where} is not back at {setting.words(change.before)}: {error}; type as root: "
+                    "python -m orchestrator stop"
+                )
+    if left:
+        replace_whole(record.path, json.dumps(asdict(replace(record, changes=tuple(left)))))
+    else:
+        record.path.unlink(missing_ok=True)
+    return lines

@@ -1,1 +1,0 @@
-"""What is set on a node for a run, and put back afterwards."""
