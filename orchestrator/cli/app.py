@@ -5,7 +5,6 @@ Does not implement the verbs, nor decide how an error reaches the user (`main.py
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import time
@@ -430,45 +429,31 @@ def init(output: opt.Output = "cluster.yaml", force: opt.Force = False) -> None:
 @app.command()
 @shared
 def tune(
-    new: Here,
+    here: Here,
     preset: opt.Preset = None,
     workload: opt.TunedWorkload = "train",
     budget: opt.Budget = None,
     levers: opt.Levers = None,
-    resume: opt.ResumeTuning = None,
 ) -> None:
     """Measure what each setting brings here; write tuned.yaml."""
-    from orchestrator.lab.tune import tuning
+    from orchestrator.lab.tune import results, tuning
 
     import_from_here()
-    budget_s = duration_s(budget)
-    if resume is not None:
-        is_changed = new.local or new.rehearse or new.overrides
-        if is_changed or preset is not None or levers is not None:
-            raise UsageError("--resume goes on with what was asked for; only --budget may change")
-        folder = tuning.folder_of(resume)
-    else:
-        loaded = new.load({"train.preset": preset})
-        request = tuning.request_of(
-            loaded,
-            Path(new.config).read_text(encoding="utf-8"),
-            rehearse=new.rehearse,
-            budget_s=budget_s,
-            names=tuning.names_in(levers or ""),
-            workload=workload,
-        )
-        folder = tuning.begin(request)
-    progress = tuning.ProgressLine()
-    progress.line(f"If this is interrupted: python -m orchestrator tune --resume {folder.name}")
-    try:
-        result = tuning.tune(folder, progress, budget_s)
-    finally:
-        progress.close()
-    print_text(
-        json.dumps(result.plain(), indent=2)
-        if new.as_json
-        else tuning.result_text(folder, result, _width())
+    asked = tuning.prepare(
+        here.load({"train.preset": preset}),
+        Path(here.config).read_text(encoding="utf-8"),
+        rehearse=here.rehearse,
+        budget_s=duration_s(budget, "--budget"),
+        names=tuning.names_in(levers or ""),
+        workload=workload,
     )
+    result, is_whole = tuning.tune(asked, lambda line: typer.echo(line, err=True))
+    shown = results.result_text(result, _width())
+    if asked.trains:
+        shown += f"\nYour file with these settings: {asked.folder / 'tuned.yaml'}"
+    print_text(results.json_text(result) if here.as_json else shown)
+    if not is_whole:
+        raise typer.Exit(130)
 
 
 def _add_command(do: str, summary: str, *, hidden: bool = False) -> None:

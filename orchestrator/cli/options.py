@@ -74,10 +74,6 @@ Levers = Annotated[
         metavar="KEY[=VALUE],...",
     ),
 ]
-ResumeTuning = Annotated[
-    OptionalText, Option("--resume", help="Go on with a tuning that was interrupted.", metavar="ID")
-]
-
 # Of `plan`.
 PlannedJobs = Annotated[
     OptionalText,

@@ -322,8 +322,8 @@ class TuneConfig(_Section):
         float | str, BeforeValidator(_duration), Field(description=VALID_DURATION)
     ] = "15m"
     """As typed; `--budget` and the length of a rehearsal go before it. Code reads `budget_s`."""
-    resolve: Annotated[float, Field(gt=0, le=0.5)] = 0.01
-    """A share of the speed: an arm leaves when its interval is at most so wide on either side."""
+    resolve: Annotated[float, Field(gt=0, le=0.5)] = 0.02
+    """A share of the speed: differences of at most this count as none."""
     confidence: Annotated[float, Field(ge=0.5, le=0.999)] = 0.95
     levers: Annotated[
         str,
@@ -338,8 +338,6 @@ class TuneConfig(_Section):
     """First optimiser steps of each arm that are compared; fewer where the budget has no room for
     so many.
     """
-    seeds: Annotated[int, Field(ge=2, le=10)] = 3
-    """Of the baseline: what lies between them is the noise that losses are compared with."""
 
     @property
     def budget_s(self) -> float:
