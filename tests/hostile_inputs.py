@@ -2,10 +2,9 @@
 
     python -m tests.hostile_inputs 37 300
 
-Each input is one command in a process and a folder of its own. It must end by itself, print no
-traceback and nothing that steers a terminal, run nothing of the input, and exit with 2 where the
-input is wrong. What is right by chance may exit with 0, or with 3 where there is no cluster. No
-command that could start workers gets an input that is right.
+Each input is one command in a process and a folder of its own. It must end by itself, without a
+traceback, steer no terminal, run nothing of the input, and exit with 2 where the input is wrong;
+by chance right, with 0, or with 3 without a cluster. None is right for a verb that starts workers.
 """
 
 from __future__ import annotations
@@ -18,14 +17,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.scene import ROOT
 
 SHIPPED = (ROOT / "cluster.yaml").read_text(encoding="utf-8")
-RUN_ID = "20261120-051500-0b76"
 _PATIENCE_S = 120.0
 
 #: Each would leave a file `owned` in the folder, or steer the terminal, if it were not only text.
@@ -52,9 +50,7 @@ _OPTIONS = {
     "jobs run": "duration chaos",
     "logs pc1/0": "run",
     "top": "filter run-dir",
-    "web": "port run-dir",
     "cap pc1/0 1GiB": "run",
-    "pause pc1/0": "run",
     "notify": "run-dir",
     "report": "run-dir html",
 }
@@ -142,7 +138,7 @@ def configuration(draw: random.Random, folder: Path) -> Hostile:
 
 def run_folder(draw: random.Random, folder: Path) -> Hostile:
     """Draw a run folder of which a file is damaged, for verbs that read it."""
-    from tests.cli.test_runs import written
+    from tests.cli.test_runs import RUN_ID, written
 
     written(folder / "runs").end("good", 0, None, [])
     made = folder / "runs" / RUN_ID
@@ -201,15 +197,15 @@ def _become(hostile: Hostile, output: Path) -> None:
     for number, target in ((os.open(os.devnull, os.O_RDONLY), 0), (file, 1), (file, 2)):
         os.dup2(number, target)
     sys.argv = ["orchestrator", *hostile.words]
-    code = 99
+    code: object = 99
     try:
         main()
     except SystemExit as ended:
-        code = int(ended.code or 0)
+        code = ended.code
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        os._exit(int(str(code or 0)))
 
 
 def faults(hostile: Hostile, code: int, printed: str) -> list[str]:
@@ -228,14 +224,11 @@ def judged(seed: int, count: int) -> Iterator[tuple[Hostile, int, list[str]]]:
     draw = random.Random(seed)  # noqa: S311 - the same seed, the same inputs
     for number in range(count):
         with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
-            hostile = KINDS[number % len(KINDS)](draw, Path(folder))
+            drawn = (command_line, configuration, run_folder)[number % 3]
+            hostile = drawn(draw, Path(folder))
             code, printed = typed(hostile)
             found = faults(hostile, code, printed)
             yield hostile, code, [*found, printed[-600:]] if found else []
-
-
-KINDS: tuple[Callable[[random.Random, Path], Hostile], ...]
-KINDS = (command_line, configuration, run_folder)
 
 
 def main(seed: int = 37, count: int = 300) -> int:
