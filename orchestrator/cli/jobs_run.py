@@ -99,7 +99,7 @@ def run(
 
 
 def _loaded(here: NewRun, typed: Mapping[str, str], *, begins: bool) -> Config:
-    """Return the configuration; the shipped one where none is, and a queue that goes on has its own."""
+    """Return the configuration; the shipped one where there is none, for a queue that goes on."""
     is_cluster = here.mode == "cluster"
     if is_cluster and not begins and not Path(here.config).exists():
         shipped = here.to_read()

@@ -82,7 +82,7 @@ class Configured:
     ] = None
 
     def load(self, typed: Mapping[str, str | None] = MappingProxyType({})) -> Config:
-        """Return the configuration with what options of their own say of some keys, after `--set`."""
+        """Return the configuration with what other options say of some keys, after `--set`."""
         given = [f"{key}={_quoted(value)}" for key, value in typed.items() if value is not None]
         return load_config(self.config, [*(self.overrides or []), *given])
 

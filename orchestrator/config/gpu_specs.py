@@ -119,11 +119,11 @@ _TABLE = (
     GpuProfile("h200", "NVIDIA H200", 139.8, (9, 0), 132, 1830, 4800.0),
 )
 
-#: With nothing else on the card. From the guides: the 3090 here and the 3070 with a desktop. Derived:
-#: a 4090 is a 3090 in memory; the 3060's workers hold the 4 to 5 GB that its guide measured for one
-#: training process; the rest divides what memory_fraction leaves (0.90 alone, three quarters with a
-#: desktop as on the 3070, 0.85 where that is still over 3 GiB, 0.95 on cards for servers) among as
-#: many workers as on the guides' card of that kind.
+#: With nothing else on the card. From the guides: the 3090 here and the 3070 with a desktop.
+#: Derived: a 4090 is a 3090 in memory; the 3060's workers hold the 4 to 5 GB that its guide
+#: measured for one training process; the rest divides what memory_fraction leaves (0.90 alone,
+#: three quarters with a desktop as on the 3070, 0.85 where that is still over 3 GiB, 0.95 on cards
+#: for servers) among as many workers as on the guides' card of that kind.
 _ALONE = {
     "rtx-3060": Advice(2, 5.20, 0.90, 4096),
     "rtx-3070": Advice(3, 2.28, 0.90, 4096, gpu_share=0.7),

@@ -129,10 +129,10 @@ class NodeConfig(_Section):
         ),
     ]
     gpus: Annotated[int, Field(ge=0, le=64)] = 1
-    workers: Annotated[int, Field(ge=1, le=1024)]
+    workers: Annotated[int, Field(ge=1, le=1024, description="how many workers, from 1 to 1024")]
     cpus_per_worker: Annotated[int, Field(ge=1, le=1024)] = 1
     gpu_share: Share = 1.0
-    vram_per_worker_gib: Gib
+    vram_per_worker_gib: Annotated[Gib, Field(description="GiB of each worker, above 0")]
     memory_fraction: Share = 0.9
     size: Size | None = None
     dtype: Dtype | None = None

@@ -1,4 +1,4 @@
-"""Every kind of mistake in the configuration: one sentence with the line, the key, what is wrong and what to type."""
+"""Every kind of mistake in the configuration is one sentence: line, key, fault, remedy."""
 
 from pathlib import Path
 
@@ -61,7 +61,7 @@ def test_the_text_these_tests_break_is_good(tmp_path: Path) -> None:
         ("run:\n  duration: 5", "run: 5", 13, "run",
          "5 should be a mapping; valid: a mapping with the keys death_window_s, dir, duration"),
         ("duration: 5", "duration: soon", 14, "run.duration",
-         "'soon' is not a duration; valid: minutes as a number (5), or text such as 30s, 2h, 1h30m"),
+         "'soon' is not a duration; valid: minutes as a number (5), or text such as 30s, 2h"),
         ("duration: 5", "duration: 1:30", 14, "run.duration", "'1:30' is not a duration"),
         ("duration: 5", "duration: [5]", 14, "run.duration", "not a duration; valid: minutes"),
         # several forms of one value
@@ -93,7 +93,7 @@ def test_the_text_these_tests_break_is_good(tmp_path: Path) -> None:
          "a number of more than 18 digits should be 'adaptive'"),
         # texts of a form
         ("dtype: fp16", "name: my step", 12, "workload.name",
-         "'my step' is not in the right form; valid: matmul, train, or your own as package.module:"),
+         "'my step' is not in the right form; valid: matmul, train, or your own as package"),
         ("address: auto", "address: 10.0.0.1", 2, "cluster.address",
          "'10.0.0.1' is not in the right form; valid: auto, or HOST:PORT"),
         ("address: auto", "address: pc1:99999", 2, "cluster.address",
@@ -105,7 +105,8 @@ def test_the_text_these_tests_break_is_good(tmp_path: Path) -> None:
          "unknown key; did you mean workers?; valid: cpus_per_worker, dtype, gpu, gpu_share, gpus"),
         ("workload:", "heat:", 11, "heat",
          "unknown key; valid: cluster, compute_share_mode, memory, nodes, notify, run"),
-        ("    workers: 7\n", "", 4, "nodes.pc1.workers", "is missing"),
+        ("    workers: 7\n", "", 4, "nodes.pc1.workers",
+         "is missing; valid: how many workers, from 1 to 1024"),
         ("    gpu: rtx-3090\n", "", 4, "nodes.pc1.gpu", "is missing; valid: the name of a card"),
         # keys and tags
         ("gpus: 1", "workers: 2", 7, "nodes.pc1.workers",
@@ -136,7 +137,7 @@ def test_the_text_these_tests_break_is_good(tmp_path: Path) -> None:
         ("address: auto", "head: pc3", 2, "cluster.head",
          "there is no node 'pc3'; did you mean pc2?; valid: pc1, pc2, or null"),
         ("gpus: 1", "gpus: 9", 6, "nodes.pc1.gpus",
-         "9 cards but only 7 workers, so a card would have none; valid: gpus at most 7, or workers"),
+         "9 cards but only 7 workers, so a card would have none; valid: gpus at most 7, or"),
         ("rtx-3090", "rtx3090", 5, "nodes.pc1.gpu",
          "unknown card rtx3090; did you mean rtx-3090?; valid: rtx-3060"),
         ("gpu: rtx-3090", "gpu: cpu", 6, "nodes.pc1.gpus",
@@ -173,7 +174,7 @@ LAUGHS = "a: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
         ("nodes: {}\n", 1, "nodes", "should have at least 1 item"),
         ("run: {}\n", 1, "nodes", "is missing; valid: at least one node"),
         ("\nnodes:\n  pc1:\n", 3, "nodes.pc1", "null should be a mapping; valid: a mapping with"),
-        ("- a\n- b\n", 1, None, "a list should be a mapping; valid: a mapping with the keys cluster"),
+        ("- a\n- b\n", 1, None, "a list should be a mapping; valid: a mapping with the keys"),
         ("hello", 1, None, "'hello' should be a mapping"),
         ("a: 1\nb: [1, 2\nc: 3\n", 3, None, "is not YAML: "),
         ("a: 1\nb: 'x\n", 3, None, "is not YAML: found unexpected end of stream"),

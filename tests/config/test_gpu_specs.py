@@ -91,7 +91,9 @@ def test_the_same_name_with_other_memory_is_another_card() -> None:
 
 @PROFILE
 def test_the_advice_fits_the_card_and_uses_it(profile: GpuProfile) -> None:
-    alone, desktop = (advice_for(profile.key, is_desktop=is_desktop) for is_desktop in (False, True))
+    alone, desktop = (
+        advice_for(profile.key, is_desktop=is_desktop) for is_desktop in (False, True)
+    )
     assert alone is not None
     assert desktop is not None
     for advice in (alone, desktop):
