@@ -44,7 +44,9 @@ AsJson = Annotated[
 def shared(verb: Callable[..., None]) -> Callable[..., None]:
     """Return a verb with an option for each field of the dataclasses among its parameters."""
     own = inspect.signature(verb, eval_str=True).parameters.values()
-    groups = {each.name: each.annotation for each in own if is_dataclass(each.annotation)}
+    groups: dict[str, Any] = {
+        each.name: each.annotation for each in own if is_dataclass(each.annotation)
+    }
     options = [(each.name, each.annotation, each.default) for each in own]
     options = [option for option in options if option[0] not in groups]
     for group in groups.values():

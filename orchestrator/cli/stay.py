@@ -52,8 +52,8 @@ def keep(command: NodeCommand) -> int:
         while True:
             kept.wait_for_head()
             began_s = time.monotonic()
-            why = kept.run_once()
-            if kept.interrupts.asked:
+            why = "" if kept.is_asked_to_end() else kept.run_once()
+            if kept.is_asked_to_end():
                 break
             nodes.end(nodes.processes_of(node), _GRACE_S)  # a worker may still hold its card
             is_steady = time.monotonic() - began_s > _STEADY_S
@@ -85,17 +85,20 @@ class _Kept:
     def __init__(self, command: NodeCommand, node: str) -> None:
         self.interrupts = Interrupts()
         self._command, self._node, self._said = command, node, ""
+        self._raylet: psutil.Process | None = None
+
+    def is_asked_to_end(self) -> bool:
+        """Whether Ctrl-C or SIGTERM has come."""
+        return self.interrupts.asked
 
     def wait_for_head(self) -> None:
         """Wait until the head can be reached; it itself is not waited for."""
-        while not self.interrupts.asked and (why := self._unreachable()):
+        while not self.is_asked_to_end() and (why := self._unreachable()):
             self.say(f"waiting: {why}")
             self.sleep(_LOOK_EVERY_S)
 
     def run_once(self) -> str:
         """Start the node, and return why it is to be started again."""
-        if self.interrupts.asked:
-            return ""
         argv, environment = nodes.ray_start(self._command)
         started = subprocess.Popen(  # noqa: S603 - the command that `up` prints
             [*argv, "--block"],
@@ -105,9 +108,11 @@ class _Kept:
         )
         self.say("starting")
         is_member, was_member, begun_s = False, False, time.monotonic()
-        while not self.interrupts.asked:
-            if started.poll() is not None:
-                return f"Ray has ended on this PC (exit code {started.returncode})"
+        while not self.is_asked_to_end():
+            # Ray takes a raylet that was asked to end for a good end, and blocks on.
+            is_over = was_member and self._raylet is not None and nodes.has_ended(self._raylet)
+            if started.poll() is not None or is_over:
+                return "Ray has ended on this PC"
             if why := self._unreachable() if was_member else "":
                 is_member = False
                 self.say(f"up, but {why}")
@@ -128,7 +133,7 @@ class _Kept:
     def sleep(self, seconds: float) -> None:
         """Wait, but not when it is time to end."""
         until_s = time.monotonic() + seconds
-        while not self.interrupts.asked and (left_s := until_s - time.monotonic()) > 0:
+        while not self.is_asked_to_end() and (left_s := until_s - time.monotonic()) > 0:
             time.sleep(min(left_s, 0.2))
 
     def say(self, text: str) -> None:
@@ -152,6 +157,7 @@ class _Kept:
             with suppress(psutil.Error):  # it has ended
                 words = process.cmdline() if process.name() == "raylet" else ()
                 for word in (word for word in words if word.startswith("--node_id=")):
+                    self._raylet = process
                     asked = ["is-member", self._command.head_address, word.partition("=")[2]]
                     return subprocess.run(  # noqa: S603 - our own module
                         [sys.executable, "-m", ray_programs.__name__, *asked],

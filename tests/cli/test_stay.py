@@ -102,7 +102,7 @@ def test_what_has_ended_is_started_again_until_stopped(
     keep: Callable[..., Kept], head: str
 ) -> None:
     kept = keep("exit 7", head)
-    kept.says("Ray has ended on this PC (exit code 7); next try after 1 s")
+    kept.says("Ray has ended on this PC; next try after 1 s")
     kept.says("next try after 2 s")
     list(stop_node(NODE))
     assert kept.ended()[0] == 130
