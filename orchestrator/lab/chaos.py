@@ -25,7 +25,7 @@ from orchestrator.errors import UsageError, one_line
 from orchestrator.record.events import EventLog
 from orchestrator.run.environment import Environment, Mode
 from orchestrator.run.supervisor import Clock
-from workers.messages import Report, WorkerState
+from workers.messages import Directive, Report, WorkerState
 from workers.settings import WorkerSpec
 
 #: No worker is killed in the last seconds of a run, or in this share of a short one, so that what
@@ -174,7 +174,7 @@ class _Open:
     fault: Fault
     struck_s: float
     waiting: dict[str, bool]
-    """Slots whose new process has not reported, each with whether the old one is known to be gone."""
+    """Slots whose new process has not reported, each with whether the old one is gone."""
     start_s: float | None = None
     """When its node is to be started again; `None`: it was, or only a process was ended."""
     lost: list[str] = field(default_factory=list)
@@ -202,6 +202,8 @@ class Chaos:
         self._planned = list(self._plan.nodes)
         self._nodes: dict[str, str] = {}
         self._states: dict[str, SlotState] = {}
+        self._asked: set[str] = set()
+        """Slots that were sent a slice since the last wait: a run that drains sends none."""
         self._chance = Random(seed)  # noqa: S311 - repeatable is what is wanted
         self._began_s = self._calm_s = self._ends_s = self._kill_s = math.inf
         self._began_unix_s = 0.0
@@ -247,6 +249,11 @@ class Chaos:
             name = f"workers.workloads.chaos:{spec.workload.name}"
             spec = replace(spec, workload=replace(spec.workload, name=name, settings=settings))
         self._inner.place(spec, num_cpus, num_gpus)
+
+    def submit(self, slot: str, directive: Directive) -> None:
+        """Send a slice."""
+        self._asked.add(slot)
+        self._inner.submit(slot, directive)
 
     def abandon(self, slot: str) -> None:
         """End the slot's actor."""
@@ -321,7 +328,8 @@ class Chaos:
     def _strike(self, now_s: float) -> None:
         """Kill a worker and end nodes if that is due; start nodes whose time has come."""
         struck = {slot for each in self._open for slot in each.waiting}
-        at_work = {slot for slot in self._nodes if self._states.get(slot) in _AT_WORK}
+        at_work = {slot for slot in self._asked if self._states.get(slot) in _AT_WORK}
+        self._asked.clear()
         if self._kill_s <= now_s < self._calm_s and (targets := sorted(at_work - struck)):
             self._kill_s = max(self._kill_s + self._plan.kill_every_s, now_s)
             slot = self._chance.choice(targets)

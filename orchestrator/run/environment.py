@@ -258,6 +258,8 @@ def _has_room(card: CardFacts, config: Config, scale: float | None) -> bool:
     """Say whether every worker's budget, scaled to this card, is more than the CUDA context it must
     pay for.
     """
+    if card.free_bytes < _LEAST_CARD_WORKER_GIB * GIB:
+        return False
     wanted_scale = 1.0 if scale is None else scale
     scaled = scale_config(config, wanted_scale, max(1, int(_CARD_SHARE * card.free_bytes))).config
     return min(node.vram_per_worker_gib for node in scaled.nodes.values()) >= _LEAST_CARD_WORKER_GIB

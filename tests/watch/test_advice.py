@@ -1,4 +1,4 @@
-"""Why a card was not busy: the right cause first, with the key to change, in the text of `report`."""
+"""Why a card was not busy, in the text of `report`: the right cause first, with its key."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def hot(second: int) -> Mapping[str, Any]:
 def trains(**changed: float) -> dict[str, Any]:
     """Return the progress of a training that is otherwise busy."""
     usual = {"train_step": 40, "data_wait_pct": 1.0, "copies_pct": 1.5, "optimizer_pct": 4.0}
-    return {"progress": Progress(**{**usual, **changed})}  # type: ignore[arg-type]  # numbers of either kind
+    return {"progress": Progress(**{**usual, **changed})}  # type: ignore[arg-type]  # numbers
 
 
 SITUATIONS: dict[str, tuple[list[Worker], str, str]] = {
@@ -190,9 +190,9 @@ def test_every_share_is_a_share(
     workers: int,
     device: str,
 ) -> None:
+    progress = Progress(**waits)  # type: ignore[arg-type]  # numbers
     rows = [
-        make_row(slot=f"pc1/{index}", device=device, progress=Progress(**waits))  # type: ignore[arg-type]
-        for index in range(workers)
+        make_row(slot=f"pc1/{index}", device=device, progress=progress) for index in range(workers)
     ]
     course = {key: Buckets((1.0,), *((told.get(key),) for _ in range(3))) for key in SAMPLED}
     cards = advice_of(
