@@ -1,0 +1,156 @@
+"""A table on a terminal: what a narrow or a short one leaves out, and hostile text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+from orchestrator.view.cells import MISSING
+from orchestrator.view.tables import Cell, Column, Table, TableRow, Tone
+from orchestrator.view.terminal import STYLES, plain_text, table_lines
+
+HOSTILE = "\x1b[31mred\x1b[0m [bold]markup[/bold] \u202eturned\nline メモリ不足"
+COLUMNS = (
+    Column(key="slot", title="slot"),
+    Column(key="state", title="state"),
+    Column(key="size", title="size", unit="rows", numeric=True, priority=1),
+    Column(key="card", title="card", priority=3, most_cells=8),
+    Column(key="temp", title="temp", unit="C", numeric=True, priority=2),
+)
+
+
+def made(
+    rows: Sequence[tuple[str, ...]], reasons: Sequence[str] = (), tone: Tone = Tone.BAD
+) -> Table:
+    """Return a table of so many rows, with a reason for the first ones."""
+    told = (*reasons, *("" for _ in rows))
+    return Table(
+        name="slots",
+        columns=COLUMNS,
+        rows=tuple(
+            TableRow(
+                key=row[0],
+                cells=tuple(Cell(text=text) for text in row),
+                reason=reason,
+                tone=tone,
+            )
+            for row, reason in zip(rows, told, strict=False)
+        ),
+    )
+
+
+ROW = ("pc1/0", "RUNNING", "512", "RTX 3090 Ti", "71")
+
+
+def slots(count: int) -> list[tuple[str, ...]]:
+    return [(f"pc1/{number}", *ROW[1:]) for number in range(count)]
+
+
+def drawn(table: Table, width: int | None, height: int | None = None) -> list[str]:
+    return plain_text(table_lines(table, width, height)).split("\n")
+
+
+def test_words_stand_left_and_numbers_right_under_their_unit() -> None:
+    rows = [ROW, ("pc1/10", "LOST", "8", MISSING, "100")]
+    assert drawn(made(rows), 80) == [
+        "slot    state    size  card      temp",
+        "                 rows               C",
+        "─" * 37,
+        "pc1/0   RUNNING   512  RTX 309…    71",
+        f"pc1/10  LOST        8  {MISSING}          100",
+    ]
+
+
+def test_columns_fall_away_by_priority() -> None:
+    titles = [drawn(made([ROW]), width)[0].split() for width in (60, 33, 25, 15)]
+    assert titles == [
+        ["slot", "state", "size", "card", "temp"],
+        ["slot", "state", "size", "temp"],
+        ["slot", "state", "size"],
+        ["slot", "state"],
+    ]
+
+
+def test_a_column_without_a_value_is_left_out() -> None:
+    table = made([("pc1/0", MISSING, "512", MISSING, "")])
+    assert drawn(table, None)[0].split() == ["slot", "state", "size"]
+
+
+def test_without_a_terminal_nothing_is_cut() -> None:
+    long = "x" * 300
+    lines = drawn(made([(long, "RUNNING", "512", long, "71")], [long]), None)
+    assert [line.count(long) for line in lines[3:]] == [2, 0, 2]
+
+
+def test_a_name_that_is_too_long_keeps_its_end() -> None:
+    name = "the-workstation-in-the-cellar-of-the-house/12"
+    row = drawn(made([(name, *ROW[1:])]), 40)[3]
+    assert row.startswith("the-work")
+    assert "/12  RUNNING" in row
+
+
+def test_reasons_stand_below_and_equal_ones_share_a_line() -> None:
+    reasons = ["its node has left", "memory ran out", *["its node has left"] * 4]
+    lines = drawn(made(slots(7), reasons), 80)
+    assert lines[-3:] == [
+        "",
+        "pc1/0, pc1/2, pc1/3 and 2 more: its node has left",
+        "pc1/1: memory ran out",
+    ]
+
+
+def test_a_long_reason_is_broken_or_on_a_short_screen_cut() -> None:
+    table = made(slots(1), ["memory ran out " * 10])
+    assert len([line for line in drawn(table, 40) if "memory" in line]) > 3
+    last = drawn(table, 40, 20)[-1]
+    assert last.startswith("pc1/0: memory ran out")
+    assert last.endswith("…")
+
+
+@pytest.mark.parametrize(("height", "reasons"), [(20, 5), (12, 3), (9, 0), (8, 0)])
+def test_reasons_go_before_rows(height: int, reasons: int) -> None:
+    lines = drawn(made(slots(5), [f"reason {number}" for number in range(5)]), 80, height)
+    assert [line.split()[0] for line in lines[3:8]] == [f"pc1/{number}" for number in range(5)]
+    assert sum("reason" in line for line in lines) == reasons
+
+
+def test_of_many_rows_the_worst_stay_with_their_reasons() -> None:
+    lines = drawn(made(slots(50), ["its node has left", "memory ran out"]), 80, 20)
+    assert len(lines) == 20
+    assert lines[-4:] == [
+        "… and 37 more",
+        "",
+        "pc1/0: its node has left",
+        "pc1/1: memory ran out",
+    ]
+
+
+def test_a_screen_of_few_lines_has_rows_only() -> None:
+    assert drawn(made(slots(3)), 80, 3)[0].startswith("pc1/0")
+
+
+def test_tones_are_colours_of_cells_and_reasons() -> None:
+    cells = (Cell(text="pc1/0"), Cell(text="LOST", tone=Tone.BAD), *[Cell()] * 3)
+    row = TableRow(key="pc1/0", cells=cells, reason="its node has left", tone=Tone.WARN)
+    lines = table_lines(Table(name="slots", columns=COLUMNS, rows=(row,)), 80)
+    assert STYLES[Tone.BAD] in {str(span.style) for span in lines[1].spans}
+    assert lines[-1].style == STYLES[Tone.WARN]
+
+
+TEXTS = st.text(max_size=40) | st.sampled_from((HOSTILE, MISSING, "", "カード" * 20))
+ROWS = st.lists(st.tuples(TEXTS, TEXTS, TEXTS, TEXTS, TEXTS), max_size=12)
+
+
+@given(ROWS, st.lists(TEXTS, max_size=12), st.integers(10, 200), st.integers(1, 30))
+def test_no_text_leaves_its_place(
+    rows: list[tuple[str, ...]], reasons: list[str], width: int, height: int
+) -> None:
+    lines = drawn(made(rows, reasons), width, height)
+    assert len(lines) <= height
+    for line in lines:
+        assert line.isprintable()
+        assert cell_len(line) <= width
