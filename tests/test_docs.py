@@ -25,7 +25,7 @@ from orchestrator.cli.app import app
 from orchestrator.cli.loading import duration_s
 from orchestrator.config.load import load_config
 from orchestrator.errors import ConfigError
-from orchestrator.lab.chaos.plan import parse_chaos
+from orchestrator.lab.chaos import parse_chaos
 from orchestrator.lab.tune.tuning import names_in
 from orchestrator.record.model import STATES_WORST_FIRST
 from orchestrator.view.slots import COLUMNS
@@ -68,7 +68,6 @@ OPTIONS = {
     "jobs list": {"--json", *_OF_QUEUE},
     "jobs show": {"job", "--json", *_OF_QUEUE},
     "jobs results": {"--csv", "--json", *_OF_QUEUE},
-    "jobs logs": {"job", "--follow", "-f", *_OF_QUEUE},
     "jobs fetch": {"job", "--to", *_OF_QUEUE},
     **{f"jobs {word}": {"jobs", *_OF_QUEUE} for word in ("hold", "release", "cancel", "retry")},
     "up": {"node", "--config", "-c", "--set", "--head-address", "--exec", "--stay", "--service", "--help"},
@@ -81,8 +80,7 @@ OPTIONS = {
         "run_id", "slot", "--to", "--merged", "--adapter", "--average", "--best", "--config", "-c", "--set",
         "--run-dir", "--help",
     },
-    "logs": {"slot", "--run", "--config", "-c", "--set", "--run-dir", "--help"},
-    "advise": {"run_id", "--config", "-c", "--set", "--run-dir", "--json", "--help"},
+    "logs": {"name", "--run", "--follow", "-f", "--config", "-c", "--set", "--run-dir", "--help"},
     "top": {
         "run_id", "--once", "--sort", "--filter", "--config", "-c", "--set", "--run-dir", "--json", "--read-only",
         "--help",

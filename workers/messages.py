@@ -51,29 +51,6 @@ class WorkerState(StrEnum):
 STARVED: Final = frozenset({WorkerState.EMERGENCY, WorkerState.PARKED})
 
 
-class FaultKind(StrEnum):
-    """What `run --chaos` can do to a worker or a node."""
-
-    #: A step meets torch's own out-of-memory error, before it allocates.
-    OOM = "oom"
-    #: A step raises an error of its own, as a workload with a bug does.
-    RAISE = "raise"
-    #: A bit of a result is flipped before it is checked.
-    FLIP = "flip"
-    #: A step meets an error after which the device context is beyond repair.
-    POISON = "poison"
-    #: The process ends itself by SIGKILL.
-    KILL = "kill"
-    #: The process ends itself by SIGSEGV.
-    SEGV = "segv"
-    #: The process leaves by `os._exit`.
-    EXIT = "exit"
-    #: A step does not return.
-    HANG = "hang"
-    #: A node's raylet is killed, and started again later.
-    NODE = "node"
-
-
 class Verdict(StrEnum):
     """How the process that sent a report stands."""
 
@@ -152,19 +129,6 @@ class Directive:
             checkpoint=checkpoint,
             save=self.save,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StruckDirective(Directive):
-    """A slice in which `run --chaos` ends the process or makes it hang.
-
-    Only `workers.workloads.chaos` looks at it.
-    """
-
-    kind: FaultKind
-    """KILL, SEGV, EXIT, HANG or POISON."""
-    at_share: float
-    """It meets the first step that begins after this share of the slice's time, 0..1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

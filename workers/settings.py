@@ -27,6 +27,9 @@ ASSUMED_CONTEXT_BYTES: Final = 676 * MIB
 #: less, from kernel to kernel.
 _NEAR_PARTS: Final = 100
 
+#: Policies whose size follows the memory that is lent to a worker; any other only shrinks.
+FOLLOW_MEMORY: Final = frozenset({"adaptive"})
+
 #: Beyond these no sensor of a running card is valid.
 COLDEST_C: Final = -50.0
 HOTTEST_C: Final = 150.0
@@ -298,6 +301,11 @@ class WorkerSpec:
     """What this slot runs in place of an engine; then `policy`, `memory` and `workload` mean
     nothing to it.
     """
+
+    @property
+    def follows_memory(self) -> bool:
+        """Whether its size follows the memory that the head lends it."""
+        return self.policy in FOLLOW_MEMORY
 
 
 def _near(learned_bytes: int | None, wanted_bytes: int | None) -> bool:

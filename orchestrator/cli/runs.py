@@ -1,5 +1,4 @@
-"""What `runs`, `report` and `logs` print: the list of runs, one run told again from its store, what
-a slot printed.
+"""What `runs` and `report` print: the list of runs, and one run told again from its store.
 
 Does not find and read (`record/folders.py`, `record/archive.py`). Text from a store passes through
 `cells.clean`: it may steer a terminal. A run or a folder that cannot be read, and a run that left
@@ -18,14 +17,16 @@ from typing import Any
 
 from orchestrator.config.duration import format_duration
 from orchestrator.core.slot import HeadState
-from orchestrator.errors import NothingStoredError, UsageError
+from orchestrator.errors import NothingStoredError
 from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.record.archive import StoredEvent, StoredRun, missed_of, read_events, read_run
 from orchestrator.record.folders import go_on_command, list_runs, run_object, summary_of
+from orchestrator.record.history import all_state_spans, courses, sampled_between
 from orchestrator.record.jobs import QueueReader
 from orchestrator.record.output import last_lines, slots_with_output
 from orchestrator.record.store import STORE_NAME
 from orchestrator.record.summary import SCHEMA, summary_dict, summary_text
+from orchestrator.view.advice import SAMPLED, advice_lines, advice_of
 from orchestrator.view.cells import clean, whole
 from orchestrator.view.health import health_lines
 from orchestrator.view.jobs import jobs_table, with_jobs
@@ -42,6 +43,9 @@ from workers.units import MIB
 
 _FALLEN = frozenset({HeadState.RESTARTING, HeadState.QUARANTINED, HeadState.LOST})
 _TOLD = ("state", "node_left", "node_joined", "workload_error", "run_ended", "memory_predicted")
+
+#: Into so many parts the time of a run is divided for its advice.
+_PARTS = 120
 
 
 def runs_text(runs_dir: Path, width: int | None = None) -> str:
@@ -98,6 +102,7 @@ def report_text(folder: Path, width: int) -> str:
         lines += section("memory of trainings", _predicted(events))
         lines += section("what fell short", missed)
         lines += section("what happened", _happenings(events))
+        lines += section("why the cards were not busy", _advice(run))
         lines += section("errors of the workload", _errors(events))
         lines += section(
             "printed last; more: python -m orchestrator logs SLOT", _printed(run.folder)
@@ -126,12 +131,6 @@ def report_json(folder: Path) -> str:
     return json.dumps({**made, "exit_code": run.exit_code, "started_at": iso or None}, indent=2)
 
 
-def logs_text(folder: Path, slot: str) -> str:
-    """Return what a slot printed last; `UsageError` where the run has no such slot."""
-    lines = last_lines(folder, slot)
-    if not lines and slot not in (known := [record.slot for record in read_run(folder).slots]):
-        raise UsageError(f"run {folder.name} has no slot {slot!r}; valid: {', '.join(known)}")
-    return "\n".join(lines) or clean(f"{slot} has printed nothing")
 
 
 def _header(run: StoredRun) -> Iterator[str]:
@@ -205,6 +204,20 @@ def _predicted(events: Sequence[StoredEvent]) -> Iterator[str]:
             "recomputed"
         )
         yield f"{slot}: predicted {predicted}, measured {measured} {at}"
+
+
+def _advice(run: StoredRun) -> Iterator[str]:
+    """Yield why the cards of a run were not busy; nothing of a queue, whose jobs have own keys."""
+    between = sampled_between(run.folder)
+    if between is None or (run.folder / QUEUE_NAME).exists():
+        return
+    courses_of = courses(run.folder, SAMPLED, between[0], between[1] + 0.001, _PARTS)
+    spans, ends_unix_s = all_state_spans(run.folder), run.updated_at_unix_s or between[1]
+    with suppress(yaml.YAMLError):
+        config = yaml.safe_load(run.facts.config_yaml) or {}
+        yield from advice_lines(
+            advice_of(run.snapshot().rows, courses_of, spans, ends_unix_s, config)
+        )
 
 
 def _printed(folder: Path) -> Iterator[str]:

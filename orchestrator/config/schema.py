@@ -32,13 +32,11 @@ Size: TypeAlias = Annotated[int, Field(ge=1, le=1_048_576)]
 Dtype: TypeAlias = Literal["fp32", "tf32", "fp16", "bf16"]
 Severity: TypeAlias = Literal["critical", "warning", "info"]
 ComputeShareMode: TypeAlias = Literal["duty", "none"]
+VALID_NODE_NAME = "1 to 63 of a-z, 0-9, - _ . that begin and end with a letter or digit"
 #: Ends up in Ray labels (which must end in a letter or digit), file names and shell words.
 NodeName: TypeAlias = Annotated[
     str,
-    Field(
-        pattern=r"^[a-z0-9](?:[a-z0-9_.-]{0,61}[a-z0-9])?$",
-        description="1 to 63 of a-z, 0-9, - _ . that begin and end with a letter or digit",
-    ),
+    Field(pattern=r"^[a-z0-9](?:[a-z0-9_.-]{0,61}[a-z0-9])?$", description=VALID_NODE_NAME),
 ]
 
 
@@ -131,10 +129,10 @@ class NodeConfig(_Section):
         ),
     ]
     gpus: Annotated[int, Field(ge=0, le=64)] = 1
-    workers: Annotated[int, Field(ge=1, le=1024)]
+    workers: Annotated[int, Field(ge=1, le=1024, description="how many workers, from 1 to 1024")]
     cpus_per_worker: Annotated[int, Field(ge=1, le=1024)] = 1
     gpu_share: Share = 1.0
-    vram_per_worker_gib: Gib
+    vram_per_worker_gib: Annotated[Gib, Field(description="GiB of each worker, above 0")]
     memory_fraction: Share = 0.9
     size: Size | None = None
     dtype: Dtype | None = None
@@ -324,8 +322,8 @@ class TuneConfig(_Section):
         float | str, BeforeValidator(_duration), Field(description=VALID_DURATION)
     ] = "15m"
     """As typed; `--budget` and the length of a rehearsal go before it. Code reads `budget_s`."""
-    resolve: Annotated[float, Field(gt=0, le=0.5)] = 0.01
-    """A share of the speed: an arm leaves when its interval is at most so wide on either side."""
+    resolve: Annotated[float, Field(gt=0, le=0.5)] = 0.02
+    """A share of the speed: differences of at most this count as none."""
     confidence: Annotated[float, Field(ge=0.5, le=0.999)] = 0.95
     levers: Annotated[
         str,
@@ -340,8 +338,6 @@ class TuneConfig(_Section):
     """First optimiser steps of each arm that are compared; fewer where the budget has no room for
     so many.
     """
-    seeds: Annotated[int, Field(ge=2, le=10)] = 3
-    """Of the baseline: what lies between them is the noise that losses are compared with."""
 
     @property
     def budget_s(self) -> float:

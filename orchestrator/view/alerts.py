@@ -260,7 +260,7 @@ def _job_failed(frame: Frame) -> Iterator[Alert]:
                 severity="critical",
                 subject=name,
                 text=f"job {name} has ended badly: {standing.reason}",
-                what_to_do=f"See what it printed: python -m orchestrator jobs logs {name}. Then "
+                what_to_do=f"See what it printed: python -m orchestrator logs {name}. Then "
                 f"type: python -m orchestrator jobs retry {name}",
             )
 

@@ -139,8 +139,8 @@ def test_without_a_verb_the_help_is_shown_as_a_usage_error(command: Command) -> 
          "under MPS that can end every other worker"),
         ([*RUN, "--chaos", "node:pc2@3s", "--yes-really"], "only a rehearsal owns the raylets"),
         ([*RUN, "--rehearse", "--chaos", "node:pc3@3s"],
-         "there is no such node; did you mean pc2?; valid: pc2"),
-        ([*RUN, "--rehearse", "--chaos", "node:pc1@3s"], "its raylet carries the head"),
+         "--chaos node:pc3 is no node here; valid: pc2"),
+        ([*RUN, "--rehearse", "--chaos", "node:pc1@3s"], "--chaos node:pc1 carries the head"),
     ],
 )  # fmt: skip
 def test_a_usage_error_is_words_or_one_object_and_exits_2(
@@ -168,6 +168,12 @@ def test_a_usage_error_is_words_or_one_object_and_exits_2(
     assert said in found["error"] or "--json" in found["error"]
     assert "Traceback" not in done.stderr
     assert not (nowhere / "runs").exists()
+
+
+def test_json_of_another_program_asks_us_for_none(command: Command) -> None:
+    done = command("jobs", "submit", "--run-dir", "none", "--", "program", "--json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "there is no queue of jobs" in done.stderr
 
 
 #: The product with one verb more, which has a defect.

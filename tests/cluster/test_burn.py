@@ -1,4 +1,4 @@
-"""`burn` in a rehearsal with scripted sensors: a hot card fails its phase, cool ones pass, nothing is left."""
+"""`burn` in a rehearsal with scripted sensors: a hot card fails its phase, nothing is left."""
 
 from __future__ import annotations
 

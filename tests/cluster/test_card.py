@@ -18,12 +18,12 @@ COOL = scripted_card(2, temperature_c=60)
 
 
 def test_a_hot_card_pauses_workers_and_a_flipped_bit_is_found(
-    start: Starter, tmp_path: Path, state_dir: Path
+    start: Starter, tmp_path: Path
 ) -> None:
     cards = script_cards(tmp_path / "cards.json", COOL, nodes={"pc1": [HOT]})
     head = start(
         *("--rehearse", "--duration", "10s", "--json", *SMALL),
-        *("--chaos", "flip:rate=1", "--set", "verify.share=0.2"),
+        *("--workload", "tests.flips:Flipping", "--set", "verify.share=0.2"),
         environment=cards,
     )
     code, out, err = head.finish()
@@ -48,8 +48,3 @@ def test_a_hot_card_pauses_workers_and_a_flipped_bit_is_found(
     events = head.events()
     assert {e["slot"] for e in events if e["event"] == "alarm_raised"} == {"pc1/0", "pc1/1"}
     assert {e["slot"] for e in events if e["event"] == "corrupt"} == {"pc2/0"}
-    # One that changes less than rounding does is found by a repeat only, and checks take turns.
-    became = {fault["became"] for fault in summary["faults"] if fault["kind"] == "flip"}
-    assert "found by the check" in became
-    assert became <= {"found by the check", "not all found by the checks"}
-    assert not (state_dir / "limits.json").exists(), "a run with injected faults remembers nothing"

@@ -1,5 +1,6 @@
 """Loading, overriding and writing back cluster.yaml."""
 
+import json
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -10,7 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from orchestrator.config.gpu_specs import PROFILES
-from orchestrator.config.load import config_from_data, load_config
+from orchestrator.config.load import config_from_data, config_from_text, dump_config, load_config
 from orchestrator.config.schema import Config, NodeConfig
 from tests.scene import ROOT
 
@@ -187,3 +188,12 @@ def test_every_profile_can_be_named_and_shows_less_than_its_box() -> None:
         }
         config_from_data({"nodes": {"pc1": node}})
         assert 0.9 * nominal_gib[key] < profile.shown_gib < nominal_gib[key]
+
+
+@pytest.mark.parametrize(
+    "text", ["null", "yes", "1e3", "1234", "a: b #c", "- ", "1:30", "\u00fc '\""]
+)
+def test_text_like_another_value_is_read_again(text: str) -> None:
+    config = load_config(SHIPPED, [f"run.dir={json.dumps(text)}", "memory.size_decay=1.0e-300"])
+    assert config.run.dir == text
+    assert config_from_text(dump_config(config), "again") == config

@@ -17,7 +17,7 @@ from tests.engine.scene import slices
 from tests.scene import MIB
 from workers.messages import Progress, Report
 from workers.settings import FailureKind, WorkerSpec
-from workers.testing import injected_error
+from workers.testing import OomInjector, injected_error
 from workers.workloads.base import Rung, StepResult, Workload, WorkloadContext
 
 #: MiB of a sample by level: level 1 saves half.
@@ -118,6 +118,18 @@ class Counting(Workload):
             saved_step=self.saved_step,
             weights_sha256="0" * 64 if self.finished else None,
         )
+
+
+class RunsOutTwice(Counting):
+    """Its thirteenth step runs out of memory, and so does the next attempt."""
+
+    def __init__(self, context: WorkloadContext) -> None:
+        super().__init__(context)
+        self.injector = OomInjector(num=2, skip=12)
+
+    def step(self, size: int, batch: int) -> StepResult:
+        self.injector.check()
+        return super().step(size, batch)
 
 
 class Stateless(Counting):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from workers.engine.engine import Engine
-from workers.messages import Directive, Report, StruckDirective, Verdict, WorkerEvent, WorkerState
+from workers.messages import Directive, Report, Verdict, WorkerEvent, WorkerState
 from workers.settings import WorkerSpec
 
 
@@ -21,8 +21,7 @@ def slice_of(engine: Engine, sequence: int = 0, **directive: Any) -> Report:
         "resume": None,
         **directive,
     }
-    is_struck = "kind" in directive
-    return engine.run_slice(StruckDirective(**fields) if is_struck else Directive(**fields))
+    return engine.run_slice(Directive(**fields))
 
 
 def slices(spec: WorkerSpec, directives: Sequence[Mapping[str, Any]]) -> list[Report]:
@@ -36,9 +35,9 @@ def slices(spec: WorkerSpec, directives: Sequence[Mapping[str, Any]]) -> list[Re
     ]
 
 
-def with_faults(spec: WorkerSpec, **faults: Any) -> WorkerSpec:
-    """Put the step faults of `run --chaos` into the workload."""
-    settings = {**spec.workload.settings, "chaos": json.dumps({"seed": 7, **faults})}
+def with_ooms(spec: WorkerSpec, rate: float) -> WorkerSpec:
+    """Let a share of the workload's steps run out of memory, as `run --chaos` does."""
+    settings = {**spec.workload.settings, "chaos": json.dumps({"seed": 7, "oom_rate": rate})}
     name = f"workers.workloads.chaos:{spec.workload.name}"
     return replace(spec, workload=replace(spec.workload, name=name, settings=settings))
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from tests.cards import script_cards, scripted_card
-from tests.engine.scene import events, own, slice_of, slices, with_faults
+from tests.engine.scene import events, own, slice_of, slices
 from tests.in_child import InChild
 from tests.scene import spec_of
 from workers.engine.between_steps import ResultChecks, ThermalControl
@@ -181,7 +181,7 @@ class TestResults:
         assert reports[-1].state is WorkerState.RUNNING
 
     def test_a_flipped_bit_is_found_and_never_forgotten(self, in_child: InChild) -> None:
-        spec = replace(with_faults(spec_of(), flip_rate=1.0), check_share=0.3)
+        spec = replace(spec_of(name="tests.flips:Flipping"), check_share=0.3)
         reports = in_child(slices, spec, [HALF] * 3)
         assert sum(report.counts.verify_errors for report in reports) >= 2
         assert reports[-1].state is WorkerState.CORRUPT

@@ -12,13 +12,14 @@ import pytest
 from tests.engine.counting_steps import (
     Counting,
     HardToUnpark,
+    RunsOutTwice,
     Stateless,
     TellsText,
     Unordered,
     counted,
     counted_in,
 )
-from tests.engine.scene import events, names, own, with_faults
+from tests.engine.scene import events, names, own
 from tests.in_child import InChild
 from tests.scene import MIB, spec_of
 from workers.messages import Verdict, WorkerState
@@ -72,8 +73,7 @@ def test_the_policy_moves_along_the_rungs_and_the_batch_stays(in_child: InChild)
 
 
 def test_a_smaller_step_is_a_backoff_that_names_the_level(in_child: InChild) -> None:
-    refused = with_faults(spec(), oom_num=2, oom_skip=12)
-    reports, calls, *_ = in_child(counted, refused, [{}] * 30)
+    reports, calls, *_ = in_child(counted, spec(RunsOutTwice), [{}] * 30)
     assert sum(report.counts.steps_oom for report in reports) == 2
     assert ("shed", True) in calls, "the state stays"
     assert events(reports, "backoff")

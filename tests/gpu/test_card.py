@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from tests.engine.scene import slices
+from tests.flips import flip_bit, flip_latest
 from tests.gpu.scene import ON_A_CARD, spec_of
 from tests.scene import MIB
 from workers.messages import Verdict, WorkerState
@@ -28,7 +29,6 @@ from workers.nvml.sensors import SAMPLE_EVERY_S, open_sampler
 from workers.policy.thermal import ThermalGovernor
 from workers.readings import SensorReading
 from workers.settings import ThermalSettings
-from workers.verification.repeat import flip_bit
 from workers.workloads.base import WorkloadContext
 from workers.workloads.matmul import Matmul
 
@@ -225,7 +225,7 @@ def checks(name: str) -> Found:
             if check is None or check.ok:
                 missed.append(f"seed {seed}, check {number}: {check}")
         workload.step(1024, 1)
-        flipped = workload.tamper(seed)
+        flipped = flip_latest(workload, seed)
         check = workload.check(1)
         if check is None or check.ok:
             missed.append(f"seed {seed}, any bit: {flipped}: {check}")

@@ -12,8 +12,7 @@ from typing import Any, cast
 from orchestrator.config.load import config_from_data
 from orchestrator.core.fleet import Fleet
 from orchestrator.core.placement import Target, plan_slots
-from orchestrator.lab.chaos.fleet import ChaosFleet
-from orchestrator.lab.chaos.plan import parse_chaos
+from orchestrator.lab.chaos import Chaos
 from orchestrator.record.archive import StoredRun, read_run
 from orchestrator.record.events import EventLog
 from orchestrator.record.model import Row, Snapshot
@@ -87,7 +86,7 @@ class Run:
         for name in nodes:
             if name not in absent:
                 self.fleet.join(name)
-        self.chaos: ChaosFleet | None = None
+        self.chaos = None if chaos is None else Chaos(chaos, chaos_seed)
         self.store = RunStore(folder / STORE_NAME, monotonic_s=self.clock.monotonic_s)
         self.log = EventLog(folder / "events.jsonl", unix_s=self.clock.unix_s, also=self._on_event)
         self.began_unix_s = self.clock.unix_s()
@@ -103,12 +102,9 @@ class Run:
         )
         self.store.begin(facts)
         plans = plan_slots(self.config, Target(device="cpu"))
-        if chaos is not None:
-            homes = {plan.spec.slot: plan.spec.node for plan in plans}
-            plan = parse_chaos(chaos, chaos_seed)
-            self.chaos = ChaosFleet(
-                cast("Fleet", self.fleet), plan, homes, "pc1", self.log, self.clock
-            )
+        fleet = cast("Fleet", self.fleet)
+        if self.chaos is not None:
+            fleet = self.chaos.around(fleet, self.log, self.clock)
         self.recorder = Recorder()
         outlets = Outlets(watchers=(self.recorder,), events=self.log, store=self.store)
         self.commands = Commands(folder, outlets, self.clock, self.past.answers)
@@ -117,7 +113,7 @@ class Run:
             past=self.past,
             config=self.config,
             plans=plans,
-            fleet=self.fleet if self.chaos is None else cast("Fleet", self.chaos),
+            fleet=fleet,
             outlets=outlets,
             interrupted=lambda: interrupts is not None and interrupts.asked,
             learned_limits=LearnedLimits(None, self.log),
@@ -146,10 +142,7 @@ class Run:
     def finish(self) -> dict[str, Row]:
         """Run to the end, compare the books, and return the last row of each slot."""
         snapshot = self.supervisor.run()
-        faults = []
-        if self.chaos is not None:
-            self.chaos.end()
-            faults = self.chaos.faults()
+        faults = [] if self.chaos is None else self.chaos.told()[0]
         self.store.end("good", 0, None, faults)
         self.check_books()
         return {row.slot: row for row in snapshot.rows}

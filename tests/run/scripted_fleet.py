@@ -26,9 +26,7 @@ from tests.factories import CPU, MEMORY, report_of
 from workers.messages import (
     Activity,
     Directive,
-    FaultKind,
     Progress,
-    StruckDirective,
     Verdict,
     WorkerState,
 )
@@ -347,17 +345,8 @@ class ScriptedFleet:
         """Let the first slice of the queue run to its end, whatever that will be."""
         work = process.queue[0]
         work.began_s = began_s = max(self._now_s, process.up_at_s)
-        fault = work.directive
         if slot in self.dies_at_once:
             self._schedule(began_s, lambda: self._if_alive(slot, process, lambda: self.kill(slot)))
-        elif isinstance(fault, StruckDirective):
-            strike = {FaultKind.HANG: self.hang, FaultKind.POISON: self.corrupt}.get(
-                fault.kind, self.kill
-            )
-            after_s = 0.0 if fault.kind is FaultKind.POISON else fault.at_share * fault.duration_s
-            self._schedule(
-                began_s + after_s, lambda: self._if_alive(slot, process, lambda: strike(slot))
-            )
         ends_at_s = began_s + work.steps / STEPS_PER_S
         self._schedule(
             ends_at_s, lambda: self._if_alive(slot, process, lambda: self._end(slot, process, work))

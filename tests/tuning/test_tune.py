@@ -1,4 +1,4 @@
-"""`tune` with real arms: killed and resumed, with an arm that dies."""
+"""`tune` with real processes: a whole tuning, Ctrl-C, a kill, and what it refuses."""
 
 from __future__ import annotations
 
@@ -7,93 +7,171 @@ import multiprocessing
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
 
 from orchestrator.config.load import load_config
-from orchestrator.lab.tune.arms import BASELINE
-from orchestrator.lab.tune.levers import Candidate
-from orchestrator.lab.tune.measuring import BaselineError, Journal, Measuring, Plan, arms_at_once
-from tests.scene import COMMAND, PATIENCE_S, ROOT, wait_for
+from tests.scene import COMMAND, PATIENCE_S, ROOT, orchestrator, wait_for
 from workers.tuning import messages
-from workers.tuning.messages import ArmSpec, Opened
+from workers.tuning.messages import ArmSpec
 
 #: A model so small that a round takes a second.
 SMALL = ("--set", "train.batch=4", "--set", "train.seq=16")
 LEVERS = "micro=2,optimizer=adamw-loop,precision=tf32"
+CONFIG = ("--config", str(ROOT / "cluster.yaml"))
 
 
-def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+@contextmanager
+def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     environment = {**os.environ, "ORCHESTRATOR_STATE_DIR": str(folder), "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [*COMMAND, "tune", "--config", str(ROOT / "cluster.yaml"), *arguments],
+    head = subprocess.Popen(
+        [*COMMAND, "tune", *CONFIG, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
         cwd=folder,
     )
+    try:
+        yield head
+    finally:
+        head.kill()
+        head.communicate()
 
 
-def kept(folder: Path) -> dict[str, Any]:
-    """Return what the journal has of the first pass."""
-    for path in folder.glob("tunings/*/rounds.json"):
-        return dict(json.loads(path.read_text())["passes"].get("alone", {}))
-    return {}
+def first_verdict(head: subprocess.Popen[str]) -> str:
+    """Wait until a lever was measured, and return the line that says so."""
+    assert head.stderr is not None
+    for line in head.stderr:
+        if line.startswith("1 of"):
+            return line
+    raise AssertionError("it ended before a lever was measured")
+
+
+def arms_of(head: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(head.pid).children(recursive=True)
 
 
 @pytest.mark.torch
-def test_a_tuning_goes_on_after_a_kill(tmp_path: Path) -> None:
-    first = started(tmp_path, "--rehearse", "--budget", "30m", "--levers", LEVERS, *SMALL)
-    wait_for(lambda: len(kept(tmp_path).get("rounds", ())) >= 2, "two rounds")
-    (folder,) = tmp_path.glob("tunings/*")
-    # The third one that began: after the baseline, without which there is no comparison, and its
-    # repetition.
-    arms = [
-        each
-        for each in psutil.Process(first.pid).children(recursive=True)
-        if _logs_to(each, folder / "arms.log")
-    ]
-    sorted(arms, key=psutil.Process.create_time)[2].kill()
-    wait_for(lambda: kept(tmp_path).get("lost"), "the loss of an arm")
-    first.send_signal(signal.SIGKILL)
-    first.communicate()
-    assert psutil.wait_procs(arms, timeout=PATIENCE_S)[1] == [], "arms outlived their head"
-
-    measured = kept(tmp_path)
-    second = started(tmp_path, "--resume", folder.name[-4:], "--budget", "1s", "--json")
-    output, errors = second.communicate(timeout=PATIENCE_S)
-    assert second.returncode == 0, errors
+def test_a_tuning_leaves_verdicts_and_your_file(tmp_path: Path) -> None:
+    with started(
+        tmp_path, "--rehearse", "--budget", "60s", "--levers", LEVERS, "--json", *SMALL
+    ) as head:
+        output, errors = head.communicate(timeout=PATIENCE_S)
+    assert head.returncode == 0, errors
     result = json.loads(output)
+    (folder,) = tmp_path.glob("tunings/*")
     assert result == json.loads((folder / "tune.json").read_text())
-    assert kept(tmp_path)["rounds"] == measured["rounds"]
-    assert (result["rounds"], result["dropped"]) == (len(measured["rounds"]), measured["dropped"])
+    assert list(result["rows"][0]) == [
+        "lever", "setting", "speed_ratio", "speed_low", "speed_high", "rounds", "peak_bytes",
+        "parity_class", "loss_gap", "verdict", "reason", "samples_per_s", "tflops", "peak_delta_bytes",
+        "host_bytes", "host_delta_bytes", "once_s",
+    ]  # fmt: skip
+
     rows = {f"{row['lever']}={row['setting']}": row for row in result["rows"]}
     assert rows["precision=tf32"]["verdict"] == "UNAVAILABLE"
-    assert rows["optimizer=adamw-loop"]["verdict"] == "UNDECIDED"
-    assert "ended by SIGKILL" in rows["optimizer=adamw-loop"]["reason"]
-    assert rows["micro=2"]["parity_class"] == "exact"
-    assert rows["micro=2"]["verdict"] != "BROKEN"
-    assert rows["micro=2"]["speed_ratio"] > 0
-    assert rows["micro=2"]["samples_per_s"] > 0
-    assert rows["micro=2"]["host_bytes"] > 0
-    assert list(result["rows"][0]) == [
-        "lever", "setting", "speed_ratio", "speed_low", "speed_high", "peak_bytes", "parity_class",
-        "loss_gap_noise", "verdict", "reason", "samples_per_s", "tflops", "mfu_pct", "peak_delta_bytes", "host_bytes",
-        "host_delta_bytes", "once_s", "pays_after_s",
-    ]  # fmt: skip
+    micro = rows["micro=2"]
+    assert micro["rounds"] >= 6
+    assert micro["speed_low"] <= micro["speed_ratio"] <= micro["speed_high"]
+    assert micro["verdict"] not in {"BROKEN", "UNAVAILABLE"}
+    assert micro["loss_gap"] is not None
+
     config, tuned = load_config(str(ROOT / "cluster.yaml")), load_config(str(folder / "tuned.yaml"))
     assert tuned.model_copy(update={"train": config.train}) == config
     assert tuned.train.batch == 4, "what was measured is in the file"
 
 
-def _logs_to(process: psutil.Process, log: Path) -> bool:
-    """Whether this is an arm: it writes to the log of arms."""
-    return Path(f"/proc/{process.pid}/fd/1").resolve() == log.resolve()
+@pytest.mark.torch
+def test_ctrl_c_prints_what_is_known_and_leaves_nobody(tmp_path: Path) -> None:
+    with started(tmp_path, "--rehearse", "--budget", "2m", "--levers", "micro", *SMALL) as head:
+        verdict = first_verdict(head)
+        arms = arms_of(head)
+        assert arms
+        head.send_signal(signal.SIGINT)
+        output, _ = head.communicate(timeout=PATIENCE_S)
+    assert head.returncode == 130
+    assert verdict.split(": ")[1].split()[0] in output
+    assert "micro=1: not begun" in output
+    assert psutil.wait_procs(arms, timeout=PATIENCE_S)[1] == []
+    assert list(tmp_path.glob("tunings/*/tune.json"))
+
+
+@pytest.mark.torch
+def test_no_process_of_a_killed_tuning_stays(tmp_path: Path) -> None:
+    with started(tmp_path, "--rehearse", "--budget", "2m", "--levers", "micro", *SMALL) as head:
+        arms = wait_for(lambda: arms_of(head)[2:] and arms_of(head), "the baseline's process")
+        head.send_signal(signal.SIGKILL)
+        head.communicate()
+        assert psutil.wait_procs(arms, timeout=PATIENCE_S)[1] == []
+
+
+@pytest.mark.torch
+def test_a_lever_whose_process_dies_is_unavailable(tmp_path: Path) -> None:
+    with started(
+        tmp_path, "--rehearse", "--budget", "60s", "--levers", "micro", "--json", *SMALL
+    ) as head:
+        first_verdict(head)
+        wait_for(lambda: newest_arm(tmp_path, head), "the second lever's process").kill()
+        output, errors = head.communicate(timeout=PATIENCE_S)
+    assert head.returncode == 0, errors
+    row = json.loads(output)["rows"][1]
+    assert row["verdict"] == "UNAVAILABLE"
+    assert "ended by SIGKILL" in row["reason"]
+
+
+def newest_arm(folder: Path, head: subprocess.Popen[str]) -> psutil.Process | None:
+    """Return the process of the lever beside the baseline's, which began earlier."""
+    (log,) = folder.glob("tunings/*/arms.log")
+    arms = [each for each in arms_of(head) if logs_to(each, log)]
+    return max(arms, key=psutil.Process.create_time) if len(arms) > 1 else None
+
+
+def logs_to(process: psutil.Process, log: Path) -> bool:
+    try:
+        return Path(f"/proc/{process.pid}/fd/1").resolve(strict=True) == log.resolve()
+    except OSError:
+        return False
+
+
+@pytest.mark.torch
+def test_matmul_is_measured_with_several_workers(tmp_path: Path) -> None:
+    arguments = ("--workload", "matmul", "--levers", "workers", "--json")
+    with started(tmp_path, "--rehearse", "--budget", "60s", *arguments) as head:
+        output, errors = head.communicate(timeout=PATIENCE_S)
+    assert head.returncode == 0, errors
+    rows = json.loads(output)["rows"]
+    assert [(row["lever"], row["setting"]) for row in rows] == [("workers", "2"), ("workers", "3")]
+    assert all(row["speed_ratio"] > 0 and row["rounds"] >= 6 for row in rows)
+    assert not list(tmp_path.glob("tunings/*/tuned.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--budget", "soon"), "--budget soon: 'soon' is not a duration"),
+        (
+            ("--budget", "5s"),
+            "--budget 5s ends before any lever has had its rounds; the least is 60s",
+        ),
+        (("--levers", "precison"), "--levers names 'precison', which is none; valid: micro"),
+        (
+            ("--workload", "yoga"),
+            "--workload yoga: no levers are known of it; valid: train, matmul",
+        ),
+        (("--local", "--rehearse"), "--local and --rehearse exclude each other"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_tuned_is_refused(
+    tmp_path: Path, arguments: tuple[str, ...], sentence: str
+) -> None:
+    done = orchestrator("tune", *CONFIG, *arguments, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 2
+    assert sentence in " ".join(done.stderr.split())
 
 
 def test_an_arm_has_the_environment_of_a_worker(
@@ -116,30 +194,3 @@ def test_an_arm_has_the_environment_of_a_worker(
     assert "PYTORCH_CUDA_ALLOC_CONF" not in environment
     assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-
-
-GIB = 2**30
-#: gpt2-small in fp32: weights, sums of gradients and two moments.
-PARKED_BYTES = 4 * 475 * 2**20
-
-
-def test_parked_arms_fit_half_of_the_free_memory() -> None:
-    at_once = arms_at_once(20, PARKED_BYTES, 60 * GIB)
-    assert (at_once + 2) * PARKED_BYTES <= 30 * GIB < (at_once + 4) * (PARKED_BYTES + 250 * 2**20)
-    assert arms_at_once(3, PARKED_BYTES, 60 * GIB) == 3
-
-
-def test_memory_for_less_than_three_arms_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    journal = Journal(tmp_path)
-    journal.opened[BASELINE] = Opened(parked_bytes=PARKED_BYTES)
-    plan = Plan(budget_s=60, turn_s=1, least_steps=1, resolve=0.1, confidence=0.95, at_once=20)
-    measuring = Measuring(plan, journal, lambda *_: None, lambda _: None)  # type: ignore[arg-type, return-value]
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4 * GIB))
-    with pytest.raises(
-        BaselineError, match=r"an arm takes 2\.1 GiB of host memory .* and 4\.0 GiB are free for at"
-    ):
-        measuring.run(
-            "singles", [Candidate(lever="lever", setting="on", changes={})], 10.0, lambda _: False
-        )

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.flips import bit_class, flip_any_bit, flip_bit
 from workers.verification import freivalds as freivalds_module
 from workers.verification import repeat
 from workers.verification.check import Check
 from workers.verification.freivalds import LIMIT, VECTORS, freivalds, least_scratch, tolerance
-from workers.verification.repeat import bit_class, flip_any_bit, flip_bit
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DRAWS = ["normal", "positive", "scaled", "zero rows", "zero", "whole numbers", "identity"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.flips import flip_bit, flip_latest
 from workers.verification.check import Check
-from workers.verification.repeat import flip_bit
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 from workers.workloads.matmul import Matmul, matrix_bytes
 
@@ -83,7 +83,7 @@ def test_a_repeat_uses_the_result_up_and_freivalds_does_not(
     workload = stepped(torch.float32)
     assert [workload.check(0) is None for _ in range(3)] == [False] * 3
     assert [workload.check(1) is None for _ in range(3)] == [False, True, True]
-    assert workload.tamper(0) is None
+    assert flip_latest(workload, 0) is None
     workload.step(128, 1)
     assert workload.check(0) is not None
     monkeypatch.setattr("workers.workloads.matmul._MOVED_BYTES", 2**15)
@@ -116,14 +116,12 @@ def test_a_users_workload_verifies_nothing_by_itself() -> None:
 
     plain = Plain(WorkloadContext(device=CPU, dtype=torch.float32, seed=0))
     assert plain.check(0) is None
-    assert not hasattr(plain, "tamper"), "a workload may have it, for `--chaos flip`"
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_without_a_result_there_is_nothing_to_verify(seed: int) -> None:
     workload = Matmul(WorkloadContext(device=CPU, dtype=torch.float32, seed=7))
     assert workload.check(seed) is None
-    assert workload.tamper(seed) is None
     workload.step(128, 1)
     workload.release()
     assert workload.check(seed) is None

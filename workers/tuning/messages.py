@@ -1,17 +1,17 @@
-"""What an arm is told, what it answers, and where its process begins.
+"""What an arm of `tune` is told, what it answers, and where its process begins.
 
     context = fork_context()
     context.Process(target=run_arm, args=(connection, spec))
 
-Pickled through a pipe between a head and its own child process. Loads neither torch nor Ray, before
-the process is a child of the fork server. That has imported torch once, so that an arm begins in
-milliseconds and shares the library's memory. It has not touched a card: a context of CUDA does not
-survive a fork.
+Pickled through a pipe between the head and its own child process. This module loads neither torch
+nor Ray: the fork server has imported torch once, so that an arm begins in milliseconds. The fork
+server has not touched a card, because a context of CUDA does not survive a fork.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import multiprocessing
 import os
 import signal
@@ -32,8 +32,8 @@ _ARM: Final = "workers.tuning.arm"
 #: an arm begins with.
 _SLOW: Final = "torch._dynamo"
 
-NO_ROOM: Final = "does not fit the cap"
-"""How a refusal begins that is about memory."""
+FEWEST_STEPS: Final = 4
+"""First steps that each arm does at least. The states of an optimiser show in the second one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,24 +45,17 @@ class ArmSpec:
     """Budget and device. Its workload says what is computed: `train` or `matmul`."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The section `train:` of this arm; empty for matmul."""
-    plain: Mapping[str, Any] = field(default_factory=dict)
-    """The section of the baseline. Its loss judges all arms, whatever each one is trained on."""
-    seed: int = 0
-    """Of weights and order; all arms read the same data."""
     log: Path
-    """Where output of the process goes."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """What its environment needs before CUDA starts."""
+    """Where the output of the process goes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Open:
-    """Make the training, and do the first optimiser steps.
-
-    Their losses are compared with the baseline's.
-    """
+    """Make the training, and do the first optimiser steps, whose losses are compared."""
 
     steps: int
+    most_s: float = math.inf
+    """After so many seconds no step begins beyond the first `FEWEST_STEPS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,43 +63,31 @@ class Opened:
     """What the first steps were."""
 
     losses: tuple[float, ...] = ()
-    """Of each optimiser step."""
-    weights_sha256: str | None = None
-    """After the last of them."""
-    validation_loss: float | None = None
-    """After the last of them, on samples that were not trained on; `None`: the task cannot tell."""
+    """Of each optimiser step; empty for matmul."""
     first_step_s: float = 0.0
     """What the first step took, compilation included."""
     step_s: float = 0.0
-    """The median of the other ones."""
+    """The median of the other steps."""
     peak_bytes: int = 0
-    """The highest use of the device by tensors in a step. Turns are not looked at: what parking
-    leaves on a CPU's heap differs between equal arms by 15 %, and these peaks by 1 % (measured)."""
+    """The highest use of the device by tensors in a step."""
+    host_bytes: int = 0
+    """Resident memory of the process, on the host."""
     flop: float | None = None
-    """Of what a turn counts one of, in `Done.samples`: the operations of the model, without what is
-    repeated.
+    """The model's operations for one of what `Done.samples` counts, without those that
+    recomputation repeats.
     """
-    micro: int = 0
-    """Samples computed at once. Less than asked, if those did not fit."""
     device_name: str = ""
     card: str = "cpu"
     """UUID of the card, or `cpu`."""
-    device_bytes: int | None = None
-    """All of the device's memory."""
     driver: str | None = None
     torch: str = ""
-    host_bytes: int = 0
-    """Resident memory of the process, on the host."""
-    parked_bytes: int = 0
-    """Host memory that its state takes between two turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """Work for so long, and at least so many steps; then park."""
+    """Work for so long, and at least one step; then wait in host memory."""
 
     seconds: float
-    least_steps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,24 +97,7 @@ class Done:
     samples: float
     """Samples, or tokens where lengths differ; for matmul 10^9 operations."""
     seconds: float
-    """While the device computed. Going back to the device and parking are not counted."""
-    clock_mhz: float | None = None
-    throttled: bool = False
-    neighbour_share: float | None = None
-    """What other programs used of the machine's processors meanwhile; `None` on a card."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluate:
-    """Compute the validation loss as it is now."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluated:
-    """The loss on samples that were not trained on, and after how many steps."""
-
-    validation_loss: float | None
-    step: int
+    """While the device computed. Moves to the device and back are not counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +125,6 @@ def run_arm(connection: Connection, spec: ArmSpec) -> None:
     log = os.open(spec.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)  # standard output belongs to the head
     os.dup2(log, 2)
-    os.environ.update(spec.environment)
     # After what the arm asks for: another allocator than that of a run would be measured, or
     # another card.
     set_for_cuda(os.environ, workspace_of(spec.settings))

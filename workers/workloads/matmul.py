@@ -15,7 +15,6 @@ import torch
 from workers.verification import repeat
 from workers.verification.check import Check
 from workers.verification.freivalds import freivalds, least_scratch
-from workers.verification.repeat import flip_any_bit
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 
 #: Rows and columns are a multiple of this: whole tiles of every tensor core so far; odd widths cost
@@ -99,11 +98,6 @@ class Matmul(Workload):
     def move(self) -> int | None:
         """Copy one stretch of the ring to another."""
         return None if self._tensors is None else self._tensors.move()
-
-    def tamper(self, seed: int) -> str | None:
-        """Flip one bit of the latest product."""
-        latest = None if self._tensors is None else self._tensors.latest
-        return None if latest is None else flip_any_bit(latest, seed)
 
 
 class _Tensors:

@@ -1,1 +1,1 @@
-"""Measures on this machine what each setting of a training brings: the verb `tune`."""
+"""`tune`: what each setting of a training brings on this machine."""

@@ -1,1 +1,0 @@
-"""Says why cards were not busy in a run, and which keys to change. Measures nothing."""

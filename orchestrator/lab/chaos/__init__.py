@@ -1,1 +1,0 @@
-"""`run --chaos`: injected faults of workers and nodes, and what became of each."""
