@@ -15,6 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from orchestrator.config.duration import format_duration
 from orchestrator.core.slot import HeadState
 from orchestrator.errors import NothingStoredError
@@ -129,8 +131,6 @@ def report_json(folder: Path) -> str:
         run.snapshot(), run.outcome, run.exit_code or 0, iso, run.error, faults=run.faults
     )
     return json.dumps({**made, "exit_code": run.exit_code, "started_at": iso or None}, indent=2)
-
-
 
 
 def _header(run: StoredRun) -> Iterator[str]:
