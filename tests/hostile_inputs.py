@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.cli.main import main as as_typed
+from tests.cli.test_runs import RUN_ID, written
 from tests.scene import ROOT
 
 SHIPPED = (ROOT / "cluster.yaml").read_text(encoding="utf-8")
@@ -138,8 +140,6 @@ def configuration(draw: random.Random, folder: Path) -> Hostile:
 
 def run_folder(draw: random.Random, folder: Path) -> Hostile:
     """Draw a run folder of which a file is damaged, for verbs that read it."""
-    from tests.cli.test_runs import RUN_ID, written
-
     written(folder / "runs").end("good", 0, None, [])
     made = folder / "runs" / RUN_ID
     path = made / draw.choice(_STORED)
@@ -189,8 +189,6 @@ def typed(hostile: Hostile) -> tuple[int, str]:
 
 
 def _become(hostile: Hostile, output: Path) -> None:
-    from orchestrator.cli.main import main
-
     os.chdir(hostile.folder)
     os.environ.update(HOME=str(hostile.folder), RAY_TMPDIR=str(hostile.folder), TERM="dumb")
     file = os.open(output, os.O_WRONLY | os.O_CREAT, 0o600)
@@ -199,7 +197,7 @@ def _become(hostile: Hostile, output: Path) -> None:
     sys.argv = ["orchestrator", *hostile.words]
     code: object = 99
     try:
-        main()
+        as_typed()
     except SystemExit as ended:
         code = ended.code
     finally:

@@ -99,7 +99,7 @@ OPTIONS = {
     },
     "tune": {
         "--config", "-c", "--local", "--rehearse", "--preset", "--workload", "--budget", "--levers",
-        "--resume", "--set", "--json", "--help",
+        "--set", "--json", "--help",
     },
     "doctor": {"--config", "-c", "--set", "--node", "--json", "--help"},
     "init": {"--output", "-o", "--force", "--help"},

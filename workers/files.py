@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 #: Opening does not wait for a pipe's other end, follow a link, or make a terminal the controlling
 #: one; no child of this process gets to hold the file.
@@ -23,6 +23,24 @@ _CAREFULLY: Final = sum(
     getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOFOLLOW", "O_NOCTTY", "O_CLOEXEC")
 )
 _LOOK_EVERY_S: Final = 0.005
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading.
+
+    Raises:
+        OSError: It cannot be opened, or is a pipe, a link, a device or a folder.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | _CAREFULLY)
+    except OSError as failure:
+        if failure.errno in {errno.ELOOP, errno.ENXIO}:  # a link, a socket
+            raise _refusal(path) from failure
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _refusal(path)
+    return os.fdopen(descriptor, "rb")
 
 
 def read_small(path: Path, most_bytes: int) -> str:
@@ -34,19 +52,8 @@ def read_small(path: Path, most_bytes: int) -> str:
             says so.
         UnicodeDecodeError: It is no text.
     """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | _CAREFULLY)
-    except OSError as failure:
-        if failure.errno in {errno.ELOOP, errno.ENXIO}:  # a link, a socket
-            raise _refusal(path) from failure
-        raise
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise _refusal(path)
-        with os.fdopen(descriptor, "rb", closefd=False) as file:
-            content = file.read(most_bytes + 1)
-    finally:
-        os.close(descriptor)
+    with open_regular(path) as file:
+        content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"it is larger than {most_bytes // 1024} KiB", str(path))
     return content.decode("utf-8")

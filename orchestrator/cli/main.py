@@ -37,10 +37,12 @@ def main() -> NoReturn:
     except OrchestratorError as error:
         _fail(str(error), error.exit_code, wants_json=wants_json)
     except _BadCommandLine as error:
-        if wants_json:
-            _fail(error.format_message(), error.exit_code, wants_json=True)
-        error.show()
-        _exit(error.exit_code)
+        message = error.format_message()
+        if error.ctx is not None and not wants_json and "Usage:" not in message:
+            hint = f"Try '{error.ctx.command_path} --help' for help."
+            message = f"{error.ctx.get_usage()}\n{hint}\n\nError: {message}"
+        # Not by `show`, which prints what was typed as it is.
+        _fail(message, error.exit_code, wants_json=wants_json)
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("orchestrator.lab"):
             raise

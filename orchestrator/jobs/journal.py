@@ -24,7 +24,7 @@ from orchestrator.errors import ArchiveError
 from orchestrator.jobs.lifecycle import IllegalRecordError
 from orchestrator.jobs.model import Record
 from orchestrator.jobs.queue import Entry, Kept, Queue, QueueKept
-from workers.files import flush
+from workers.files import flush, open_regular
 
 JOURNAL_NAME = "journal.jsonl"
 QUEUE_NAME = "jobs"
@@ -189,7 +189,13 @@ def _line(entries: Iterable[Entry]) -> bytes:
 
 def _batches(path: Path) -> Iterator[tuple[int, list[Entry]]]:
     """Read batch by batch, each with the number of its line."""
-    content = path.read_bytes()
+    try:
+        with open_regular(path) as file:
+            content = file.read()
+    except FileNotFoundError:
+        raise
+    except OSError as failure:
+        raise JournalError(f"{path} cannot be read: {failure.strerror}") from failure
     lines = content[: _sound_bytes(path, content)].splitlines()[1:]
     for number, line in enumerate(lines, 2):
         try:

@@ -19,7 +19,7 @@ from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, decoded, queue_o
 from orchestrator.jobs.model import ON_CARD, JobState, Standing
 from orchestrator.jobs.queue import Queue
 from orchestrator.record.model import Row
-from workers.files import read_small, replace_whole
+from workers.files import open_regular, read_small, replace_whole
 
 _OUTLOOK_NAME: Final = "outlook.json"
 _OUTLOOK_MOST_BYTES: Final = 16 * 2**20
@@ -96,7 +96,7 @@ class QueueReader:
 
     def _read(self, journal: Path) -> None:
         """Take in the lines that are complete; those before only where the file was replaced."""
-        with journal.open("rb") as file:
+        with open_regular(journal) as file:
             status = os.fstat(file.fileno())
             if status.st_ino != self._inode or status.st_size < self._read_bytes:
                 self._queue, self._inode, self._read_bytes = Queue(), status.st_ino, 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -246,6 +247,15 @@ def test_an_inbox_that_others_can_write_is_refused(command: Command, folder: Pat
     done = command("jobs", "hold")
     assert done.returncode == 2
     assert "chmod 700" in done.stderr
+
+
+def test_a_journal_that_is_a_pipe_is_refused_at_once(command: Command, folder: Path) -> None:
+    (folder / JOURNAL_NAME).unlink()
+    os.mkfifo(folder / JOURNAL_NAME)
+    for words in (("list",), ("show", "lr-0")):
+        done = command("jobs", *words)
+        assert done.returncode == 2
+        assert "journal.jsonl cannot be read" in done.stderr
 
 
 def test_logs_are_those_of_the_slot_of_that_name(command: Command, folder: Path) -> None:

@@ -1,7 +1,6 @@
 """Nights of the queue on two simulated cards: everything goes wrong, and the head dies.
 
-The full course is `scripts/bench.py jobs-simulation`; each night checks itself that no job runs
-twice at a time and that each ends exactly once.
+Each night checks itself that no job runs twice at a time and that each ends exactly once.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benches.jobs_simulation import DyingNight, Night, cut_between_any_bytes, in_memory
 
 from orchestrator.jobs.journal import JOURNAL_NAME, queue_of
 from orchestrator.jobs.model import ENDED, JobState
+from tests.jobs.nights import DyingNight, Night, cut_between_any_bytes, in_memory
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from orchestrator.errors import UsageError
 from orchestrator.lab.tune import levers
 from orchestrator.lab.tune.levers import Candidate
 from workers.training.settings import TrainSettings
-from workers.units import GIB
 
 
 def candidates(*, on_card: bool = False, **train: object) -> dict[str, Candidate]:
@@ -57,11 +56,7 @@ def test_levers_are_named_by_key_or_by_key_and_value() -> None:
 
 
 def test_matmul_is_tried_with_two_and_three_workers() -> None:
-    found = levers.matmul_candidates(
-        "fp32", on_card=False, room_bytes=5 * GIB, budget_bytes=2 * GIB
-    )
-    by_name = {each.name: each for each in found}
-    assert by_name["workers=2"].copies == 2
-    assert by_name["workers=2"].unavailable is None
-    assert by_name["workers=3"].unavailable == "3 workers of 2.00 GiB do not fit 5.00 GiB"
-    assert by_name["dtype=tf32"].unavailable is not None
+    found = {each.name: each.copies for each in levers.matmul_candidates("fp32")}
+    assert found == {
+        "workers=2": 2, "workers=3": 3, "dtype=tf32": 1, "dtype=fp16": 1, "dtype=bf16": 1
+    }  # fmt: skip

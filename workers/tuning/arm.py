@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Final
 
 import psutil
+from pydantic import ValidationError
 
 from workers.devices import open_device
 from workers.devices.base import Device
@@ -58,6 +59,8 @@ def serve(connection: Connection, spec: ArmSpec) -> None:
             connection.send(answer)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the head has ended, or needs this arm no more
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"]
     except Exception as error:  # noqa: BLE001 - a setting may fail in any way, and the head tells it
         failure = classify(error)
         reason = one_line(error)

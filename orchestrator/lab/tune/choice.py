@@ -49,7 +49,7 @@ def row_of(
         setting=candidate.setting,
         parity_class=candidate.parity,
         verdict=LeverVerdict.TOO_FEW_ROUNDS,
-        reason="not begun: the budget ended; give it a longer --budget",
+        reason="not begun before the tuning ended; give it a longer --budget",
     )
     lost = candidate.unavailable if measured is None else measured.lost
     if lost is not None:

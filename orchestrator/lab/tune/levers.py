@@ -14,7 +14,6 @@ from typing import Any, Final
 from orchestrator.errors import UsageError
 from orchestrator.lab.tune.statistics import ParityClass
 from workers.training.settings import TrainSettings
-from workers.units import GIB
 
 #: The workload that is tuned where nothing is trained.
 MATMUL: Final = "matmul"
@@ -49,10 +48,8 @@ class _Lever:
     """What a training has without the lever, and what `auto` stands for."""
     values: Sequence[Any]
     parity: ParityClass
-    needs_card: str | None = None
-    """Why it says nothing without a card."""
-    card_values: Sequence[Any] = ()
-    """The values that need a card; empty: all."""
+    on_cards: Sequence[Any] = ()
+    """The values that say nothing without a card."""
     beside: Mapping[str, Any] | None = None
     """Other keys without which it does nothing."""
     slow: bool = False
@@ -60,29 +57,25 @@ class _Lever:
 
 _EXACT, _NUMERIC, _OBJECTIVE = ParityClass.EXACT, ParityClass.NUMERIC, ParityClass.OBJECTIVE
 
-_COPIES: Final = "it changes copies from the host to a card, and this device is the CPU"
-_CUDNN: Final = "cuDNN is a library for cards"
-_TF32: Final = "tf32 is a mode of a card's matrix units"
+_ON_CARDS: Final = "it says nothing without a card, and this device is the CPU"
 _LOADER: Final = {"loader_workers": 1}
 _AVERAGE: Final = {"ema_decay": 0.99}
 
 #: In the order in which they are measured: first those of which most is expected.
 _LEVERS: Final = (
-    _Lever("precision", "fp32", ("bf16", "tf32", "fp16"), _NUMERIC, _TF32, ("tf32",)),
+    _Lever("precision", "fp32", ("bf16", "tf32", "fp16"), _NUMERIC, ("tf32",)),
     _Lever("optimizer", "adamw-foreach", ("adamw-fused", "adamw-loop", "adamw-8bit"), _NUMERIC),
     _Lever("recompute", "none", ("all",), _EXACT),
     _Lever("activations_on_host", False, (True,), _EXACT),
     _Lever("states_on_host", 0, (50, 100), _EXACT),
-    _Lever(
-        "attention", "auto", ("math", "efficient", "flash", "cudnn"), _NUMERIC, _CUDNN, ("cudnn",)
-    ),
+    _Lever("attention", "auto", ("math", "efficient", "flash", "cudnn"), _NUMERIC, ("cudnn",)),
     _Lever("channels_last", False, (True,), _NUMERIC),
-    _Lever("cudnn_benchmark", False, (True,), _NUMERIC, _CUDNN),
+    _Lever("cudnn_benchmark", False, (True,), _NUMERIC, (True, False)),
     _Lever("loader_workers", 0, (1, 2), _EXACT),
     _Lever("prefetch", 2, (4,), _EXACT, beside=_LOADER),
     _Lever("persistent", True, (False,), _EXACT, beside=_LOADER),
-    _Lever("pin", True, (False,), _EXACT, _COPIES),
-    _Lever("non_blocking", True, (False,), _EXACT, _COPIES, beside={"pin": True}),
+    _Lever("pin", True, (False,), _EXACT, (True, False)),
+    _Lever("non_blocking", True, (False,), _EXACT, (True, False), beside={"pin": True}),
     _Lever("ram_cache", False, (True,), _EXACT),
     _Lever("bucketing", False, (True,), _OBJECTIVE),
     _Lever("packing", False, (True,), _OBJECTIVE),
@@ -143,32 +136,17 @@ def named(candidates: Sequence[Candidate], names: Sequence[str], where: str) -> 
     return [each for each in candidates if not names or {each.lever, each.name} & {*names}]
 
 
-def matmul_candidates(
-    dtype: str, *, on_card: bool, room_bytes: int, budget_bytes: int
-) -> list[Candidate]:
-    """Return the candidates of matmul: workers at once, then other number types than `dtype`.
-
-    Args:
-        dtype: Of the configuration.
-        on_card: Whether the device is a card.
-        room_bytes: What all workers of an arm may hold together.
-        budget_bytes: What each of them holds.
-    """
-    found = []
-    for count in (2, 3):
-        needs = f"{count} workers of {budget_bytes / GIB:.2f} GiB do not fit {room_bytes / GIB:.2f}"
-        lack = None if count * budget_bytes <= room_bytes else f"{needs} GiB"
-        several = Candidate(
-            lever="workers", setting=str(count), changes={}, copies=count, unavailable=lack
-        )
-        found.append(several)
-    for name in ("fp32", "tf32", "fp16", "bf16"):
-        if name != dtype:
-            lack = _TF32 if name == "tf32" and not on_card else None
-            found.append(
-                Candidate(lever="dtype", setting=name, changes={"dtype": name}, unavailable=lack)
-            )
-    return found
+def matmul_candidates(dtype: str) -> list[Candidate]:
+    """Return the candidates of matmul: workers at once, then other number types than `dtype`."""
+    several = [
+        Candidate(lever="workers", setting=str(count), changes={}, copies=count) for count in (2, 3)
+    ]
+    types = [
+        Candidate(lever="dtype", setting=name, changes={"dtype": name})
+        for name in ("fp32", "tf32", "fp16", "bf16")
+        if name != dtype
+    ]
+    return several + types
 
 
 def together(several: Sequence[Candidate]) -> Candidate:
@@ -196,7 +174,6 @@ def _candidates_of(lever: _Lever, own: Mapping[str, Any], *, on_card: bool) -> I
         needed = {} if is_usual else lever.beside or {}
         beside = {key: other for key, other in needed.items() if own.get(key) in _OFF}
         changes = {**beside, lever.key: value}
-        on_cards = not lever.card_values or value in lever.card_values
         yield Candidate(
             lever=lever.key,
             setting=" with ".join(
@@ -205,5 +182,5 @@ def _candidates_of(lever: _Lever, own: Mapping[str, Any], *, on_card: bool) -> I
             changes=changes,
             parity=lever.parity,
             slow=lever.slow,
-            unavailable=lever.needs_card if on_cards and not on_card else None,
+            unavailable=_ON_CARDS if value in lever.on_cards and not on_card else None,
         )

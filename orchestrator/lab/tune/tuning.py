@@ -10,8 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-import psutil
-
 from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import Config, TuneConfig
 from orchestrator.core.placement import plan_slots
@@ -36,9 +34,6 @@ _LEAST_S: Final = 60.0
 
 #: Of the budget: no round begins later.
 _LAST: Final = 0.95
-
-#: Of free RAM, for all workers of an arm.
-_HOST_SHARE: Final = 0.5
 
 #: A lever that compiles gets so many times the time of another one.
 _SLOW_WEIGHT: Final = 4.0
@@ -107,19 +102,12 @@ def prepare(
     environment = in_rehearsal(config, None) if rehearse else on_this_machine(config)
     config = environment.config
     spec = plan_slots(config, environment.target)[0].spec
-    on_card = spec.device == "cuda"
     if workload == "train":
         own = config.train.model_dump()
-        candidates = levers.train_candidates(config.train, on_card=on_card)
+        candidates = levers.train_candidates(config.train, on_card=spec.device == "cuda")
     else:
-        free_bytes = int(_HOST_SHARE * psutil.virtual_memory().available)
         own = {"dtype": spec.workload.dtype}
-        candidates = levers.matmul_candidates(
-            spec.workload.dtype,
-            on_card=on_card,
-            room_bytes=spec.card_budget_bytes if on_card else free_bytes,
-            budget_bytes=spec.budget_bytes,
-        )
+        candidates = levers.matmul_candidates(spec.workload.dtype)
     candidates = levers.named(candidates, names, where)
     if rehearse and not names and workload == "train":
         candidates = levers.for_rehearsal(candidates)
@@ -167,15 +155,14 @@ def tune(tuning: Tuning, say: Callable[[str], None]) -> tuple[TuningResult, bool
     is_whole = False
 
     def measure(candidate: Candidate, share: float) -> LeverRow:
-        now_s = time.monotonic()
-        measured = None
+        now_s, measured = time.monotonic(), None
         if now_s < last_s:
             measured = bench.measure(candidate, now_s + share * (last_s - now_s), last_s)
         row = row_of(
             candidate, measured, bench.opened, tuning.rules, in_fp32=tuning.computes_in_fp32
         )
         rows[candidate.name] = row
-        say(f"{len(rows)} of {len(possible)}: {row.name} {row.verdict}")
+        say(f"{row.name}: {row.verdict}, {max(0.0, last_s - time.monotonic()):.0f} s left")
         return row
 
     try:

@@ -10,13 +10,10 @@ job ended exactly once.
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import statistics
 import tempfile
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +21,6 @@ from pathlib import Path
 from random import Random
 from typing import Any, Self
 
-from benches.common import Result, progress
 from orchestrator.jobs import model
 from orchestrator.jobs.journal import JOURNAL_NAME, Journal, decoded, encoded, queue_of
 from orchestrator.jobs.model import ENDED, ON_CARD, Assigned, Cause, JobState, Kind, Record, Word
@@ -55,8 +51,8 @@ def _draws(key: str) -> Random:
 
 def in_memory() -> tempfile.TemporaryDirectory[str]:
     """Make a folder in memory: nothing here is about how long a disk takes."""
-    is_there = os.access("/dev/shm", os.W_OK)  # noqa: S108 - as above
-    return tempfile.TemporaryDirectory(dir="/dev/shm" if is_there else None)  # noqa: S108
+    is_there = os.access("/dev/shm", os.W_OK)
+    return tempfile.TemporaryDirectory(dir="/dev/shm" if is_there else None)
 
 
 def _require(holds: bool, otherwise: str) -> None:
@@ -567,110 +563,3 @@ def _decisions(night: Night) -> Iterator[tuple[Sequence[Entry], model.World]]:
         )
         if not is_users:
             yield records, next(worlds)
-
-
-def speed(count: int) -> dict[str, object]:
-    """Measure a decision with so many jobs in line, and a replay of a journal of their lives.
-
-    In seconds of this process's CPU; the replay beside what `json.loads` of its lines takes.
-    """
-    queue, lines = Queue(), [b'{"journal":1}\n']
-    world = model.World(now_s=1.0, minute_of_day=0, cards=CARDS)
-
-    def take(*records: Record) -> None:
-        lines.append(encoded(records).encode() + b"\n")
-        for record in records:
-            queue.apply(record)
-
-    jobs = [
-        replace(each, after=(), nodes=(), hours=None, settings={"train.lr": 1e-4 * number})
-        for number, each in enumerate(jobs_of(1, count))
-    ]
-    for first in range(0, count, 100):
-        part = jobs[first : first + 100]
-        take(*(model.Submitted(at_s=0.0, job=job, least_bytes=GIB) for job in part))
-    asked_s = []
-    for is_busy in (False, True):
-        for record in queue.next_records(world) if is_busy else ():
-            take(record)
-        asked_s += [_cpu_s(lambda: queue.next_records(world)) for _ in range(20)]
-    for name in [job.name for job in jobs if queue.standings[job.name].attempt == 0]:
-        for record in _life(name):
-            take(record)
-    ratios = []
-    with in_memory() as folder:
-        (Path(folder) / JOURNAL_NAME).write_bytes(b"".join(lines))
-        for _ in range(5):
-            loads_s = _cpu_s(lambda: deque(map(json.loads, lines), maxlen=0))
-            ratios.append(_cpu_s(lambda: queue_of(Path(folder))) / loads_s)
-    return {
-        "jobs_in_line": count,
-        "decision_median_ms": round(1e3 * statistics.median(asked_s), 2),
-        "decision_slowest_ms": round(1e3 * max(asked_s), 2),
-        "journal_lines": len(lines),
-        "replay_to_json_loads": round(statistics.median(ratios), 2),
-    }
-
-
-def _cpu_s(call: Callable[[], object]) -> float:
-    began_s = time.process_time()
-    call()
-    return time.process_time() - began_s
-
-
-def _life(job: str) -> Iterator[Record]:
-    """Yield what a journal has of a job that is paused once and then done."""
-    why, to = "loss 1.234 at step 2000: others go first", JobState.PAUSED
-    for attempt, card in enumerate(CARDS, 1):
-        yield Assigned(
-            at_s=2.0, job=job, attempt=attempt, card=card.name, alone=True,
-            budget_bytes=card.room_bytes,
-        )  # fmt: skip
-        yield model.Measured(at_s=3.0, job=job, card_title=card.title, steps_per_s=12.345)
-        yield model.Reached(at_s=4.0, job=job, milestone=2000 * attempt, value=1.2345)
-        if attempt == 1:
-            yield model.Recalled(at_s=5.0, job=job, attempt=1, to=to, reason=why)
-            yield model.Rested(at_s=6.0, job=job, attempt=1, step=2000, peak_bytes=GIB)
-            yield model.Settled(at_s=7.0, job=job, to=JobState.QUEUED, reason="goes on")
-    yield model.AttemptEnded(at_s=8.0, job=job, attempt=2, cause=Cause.DONE, text="", step=54000)
-
-
-def run(*, seeds: int, random_seeds: int, first: int, jobs: int) -> Result:
-    """Play nights and kill the head: at every line for some seeds, at a random one for others."""
-    broken: list[str] = []
-    began_s = time.monotonic()
-    deaths = lines = differ = 0
-    states: Counter[str] = Counter()
-    for seed in range(first, first + seeds):
-        with in_memory() as name:
-            calm = Night(seed, jobs, Path(name) / "calm").play()
-            dying = DyingNight(seed, jobs, Path(name) / "dying", lambda _: True).play()
-            left, right = (each.folder / JOURNAL_NAME for each in (calm, dying))
-            is_same = left.read_bytes() == right.read_bytes()
-        lines, deaths, differ = (
-            lines + len(calm.lines), deaths + dying.deaths, differ + (not is_same),
-        )  # fmt: skip
-        broken += [f"seed {seed}: another journal after deaths at every line"] * (not is_same)
-        states.update(each.state.value for each in calm.queue.standings.values())
-        progress(f"seed {seed}: {len(calm.lines)} lines, {dying.deaths} deaths, same: {is_same}")
-    figures: dict[str, object] = {
-        "seeds": seeds, "lines": lines, "deaths_at_every_line": deaths, "differ": differ,
-        "every_line_s": round(time.monotonic() - began_s, 1),
-    }  # fmt: skip
-    began_s, deaths = time.monotonic(), 0
-    for seed in range(first, first + random_seeds):
-        line = _draws(f"death {seed}").randrange(5 * jobs)  # a night has about 6 lines a job
-        with in_memory() as name:
-            try:
-                deaths += DyingNight(seed, jobs, Path(name), line.__eq__).play().deaths
-            except BrokenError as error:
-                broken.append(f"seed {seed}, a death at line {line}: {error}")
-        if seed % 50 == 0:
-            progress(f"random line: seed {seed}, {time.monotonic() - began_s:.0f} s")
-    figures |= {"random_seeds": random_seeds, "random_deaths": deaths}
-    figures["random_line_s"] = round(time.monotonic() - began_s, 1)
-    with in_memory() as name:
-        figures["bytes_cut"] = cut_between_any_bytes(1, 8, Path(name))
-    figures |= speed(10_000)
-    figures["states"] = [{"state": state, "jobs": states[state]} for state in sorted(states)]
-    return Result(bench="jobs-simulation", figures=figures, broken=broken)
