@@ -56,7 +56,7 @@ def test_levers_are_named_by_key_or_by_key_and_value() -> None:
 
 
 def test_matmul_is_tried_with_two_and_three_workers() -> None:
-    found = {each.name: each.copies for each in levers.matmul_candidates("fp32")}
+    found = {each.name: each.copies for each in levers.matmul_candidates()}
     assert found == {
         "workers=2": 2, "workers=3": 3, "dtype=tf32": 1, "dtype=fp16": 1, "dtype=bf16": 1
     }  # fmt: skip

@@ -68,7 +68,7 @@ def test_a_tuning_leaves_verdicts_and_your_file(tmp_path: Path) -> None:
     assert result == json.loads((folder / "tune.json").read_text())
     assert list(result["rows"][0]) == [
         "lever", "setting", "speed_ratio", "speed_low", "speed_high", "rounds", "peak_bytes",
-        "parity_class", "loss_gap", "verdict", "reason", "samples_per_s", "tflops", "peak_delta_bytes",
+        "parity_class", "loss_gap", "verdict", "reason", "samples_per_s", "peak_delta_bytes",
         "host_bytes", "host_delta_bytes", "once_s",
     ]  # fmt: skip
 

@@ -164,7 +164,7 @@ def measured(ratio: float, **opened: Any) -> Measured:
 
 
 def test_a_row_has_the_figures_beside_the_baselines() -> None:
-    found = measured(2.0, peak_bytes=80, host_bytes=150, flop=2e12, first_step_s=3.0, step_s=1.0)
+    found = measured(2.0, peak_bytes=80, host_bytes=150, first_step_s=3.0, step_s=1.0)
     baseline = Opened(losses=(4.0, 3.0), peak_bytes=100, host_bytes=120)
     row = row_of(lever("precision", "bf16"), found, baseline, TuneConfig())
     assert row == LeverRow(
@@ -181,7 +181,6 @@ def test_a_row_has_the_figures_beside_the_baselines() -> None:
         verdict=LeverVerdict.FASTER,
         reason="",
         samples_per_s=2.0,
-        tflops=4.0,
         host_bytes=150,
         host_delta_bytes=30,
         once_s=2.0,

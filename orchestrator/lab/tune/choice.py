@@ -57,7 +57,6 @@ def row_of(
     if measured is None or measured.opened is None or baseline is None:
         return row
     opened, effect = measured.opened, effect_of(measured.log_ratios, rules.confidence)
-    speed = median(measured.speeds) if measured.speeds else None
     row = replace(
         row,
         speed_ratio=None if effect is None else effect.ratio,
@@ -68,8 +67,7 @@ def row_of(
         peak_delta_bytes=opened.peak_bytes - baseline.peak_bytes,
         host_bytes=opened.host_bytes,
         host_delta_bytes=opened.host_bytes - baseline.host_bytes,
-        samples_per_s=None if candidate.parity is None else speed,
-        tflops=speed * opened.flop / 1e12 if speed and opened.flop else None,
+        samples_per_s=median(measured.speeds) if measured.speeds else None,
         once_s=max(0.0, opened.first_step_s - opened.step_s),
     )
     if lost is not None:

@@ -106,8 +106,8 @@ def prepare(
         own = config.train.model_dump()
         candidates = levers.train_candidates(config.train, on_card=spec.device == "cuda")
     else:
-        own = {"dtype": spec.workload.dtype}
-        candidates = levers.matmul_candidates(spec.workload.dtype)
+        own = {"dtype": "fp32"}
+        candidates = levers.matmul_candidates()
     candidates = levers.named(candidates, names, where)
     if rehearse and not names and workload == "train":
         candidates = levers.for_rehearsal(candidates)
