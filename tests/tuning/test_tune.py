@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from orchestrator.config.load import load_config
-from tests.scene import COMMAND, PATIENCE_S, ROOT, orchestrator, wait_for
+from tests.scene import COMMAND, PATIENCE_S, ROOT, orchestrator, spec_of, wait_for
 from workers.tuning import messages
 from workers.tuning.messages import ArmSpec
 
@@ -183,8 +183,8 @@ def test_an_arm_has_the_environment_of_a_worker(
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     ours, theirs = multiprocessing.Pipe()
     spec = ArmSpec(
-        name="baseline", spec=None, log=tmp_path / "log", settings={"deterministic": True}
-    )  # type: ignore[arg-type]
+        name="baseline", spec=spec_of(), log=tmp_path / "log", settings={"deterministic": True}
+    )
     child = multiprocessing.get_context("fork").Process(
         target=messages.run_arm, args=(theirs, spec)
     )
