@@ -48,7 +48,7 @@ def flip_latest(workload: Matmul, seed: int) -> str | None:
 
 
 class Flipping(Matmul):
-    """Flips a bit of each product before it is checked. As `tests.flips:Flipping` it is a workload."""
+    """Flips a bit of each product before it is checked; the workload `tests.flips:Flipping`."""
 
     def check(self, seed: int) -> Check | None:
         """Check a wrong result."""

@@ -28,9 +28,8 @@ PLANTED = {
     "Layers of the head": [
         ("orchestrator/doctor/finding.py", "orchestrator.cli.options"),
         ("orchestrator/run/terminal.py", "orchestrator.lab.burn"),
-        ("orchestrator/lab/burn/phases.py", "orchestrator.doctor.finding"),
+        ("orchestrator/lab/burn.py", "orchestrator.doctor.finding"),
         ("orchestrator/view/notify/digest.py", "orchestrator.lab.burn"),
-        ("orchestrator/lab/advise/causes.py", "orchestrator.doctor.finding"),
         ("orchestrator/view/web/guard.py", "orchestrator.lab.tune.results"),
         ("orchestrator/view/cells.py", "orchestrator.run.terminal"),
         ("orchestrator/control/client.py", "orchestrator.run.terminal"),
@@ -64,14 +63,13 @@ PLANTED = {
     ],
     "What watches a run from outside never imports what makes it": [
         ("orchestrator/view/notify/notifier.py", "orchestrator.run.supervisor"),
-        ("orchestrator/lab/advise/facts.py", "orchestrator.run.supervisor"),
         ("orchestrator/view/notify/digest.py", "torch"),
         ("orchestrator/view/web/page_data.py", "orchestrator.cluster.connect"),
         ("orchestrator/control/listener.py", "orchestrator.cluster.connect"),
     ],
     "alerts, core, policy and wire are pure: no clock, randomness, I/O or torch": [
         ("orchestrator/control/wire.py", "socket"),
-        ("orchestrator/lab/advise/causes.py", "time"),
+        ("orchestrator/view/advice.py", "time"),
         ("orchestrator/view/alerts.py", "time"),
         ("orchestrator/core/slot.py", "time"),
         ("workers/policy/base.py", "random"),

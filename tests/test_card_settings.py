@@ -164,11 +164,12 @@ def test_what_a_killed_run_left_is_put_back_by_the_next(pc: Pc) -> None:
 
 def test_what_a_killed_run_left_is_put_back_by_stop(nowhere: Path, pc: Pc) -> None:
     pc.killed(power_limit_w=280)
-    done = orchestrator("stop")
+    done = orchestrator("stop", "--run-dir", str(nowhere))
     assert done.returncode == 0, done.stderr
     assert "is back at 350 W" in done.stdout
     assert pc.values() == [[350, 0]]
-    assert orchestrator("stop").returncode == 2, "nothing is left to do"
+    again = orchestrator("stop", "--run-dir", str(nowhere))
+    assert again.returncode == 2, "nothing is left to do"
 
 
 def test_what_another_program_has_set_meanwhile_stays(pc: Pc) -> None:

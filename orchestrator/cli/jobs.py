@@ -25,7 +25,7 @@ from typer.core import TyperCommand
 
 from orchestrator.cli import jobs_run
 from orchestrator.cli import options as opt
-from orchestrator.cli.loading import config_to_read, print_text
+from orchestrator.cli.loading import AsJson, OfQueue, print_text, shared
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import Target
 from orchestrator.errors import ArchiveError, UsageError
@@ -34,14 +34,12 @@ from orchestrator.jobs.journal import JOURNAL_NAME, QUEUE_NAME, queue_of, record
 from orchestrator.jobs.model import ENDED, Job, JobState, QueueHeld, Said, Standing, Submitted, Word
 from orchestrator.jobs.sweep import expand
 from orchestrator.record.archive import head_of, read_run
-from orchestrator.record.folders import LATEST, find_queue, go_on_command
+from orchestrator.record.folders import go_on_command
 from orchestrator.record.jobs import QueueReader, QueueSnapshot
-from orchestrator.record.output import last_lines
 from orchestrator.run.sampled_sweeps import sampled_sweeps
 from orchestrator.view import jobs as view
 from orchestrator.view.phrases import counted
 
-_LOOK_EVERY_S: Final = 0.5
 _NAMED: Final = 8
 
 _RESTING: Final = frozenset({JobState.PARKED, JobState.PAUSED})
@@ -53,14 +51,6 @@ _OBEYING: Final = {
     Word.RETRY: _RESTING | ENDED - {JobState.DONE},
 }
 
-OfQueue = Annotated[
-    str,
-    Option(
-        "--run",
-        help="As `runs` shows it, or its end. Default: the newest with a queue.",
-        metavar="RUN_ID",
-    ),
-]
 JobName = Annotated[str, Argument(help="As `jobs list` shows it.", metavar="JOB")]
 JobNames = Annotated[
     list[str], Argument(help="As `jobs list` shows them.", metavar="JOB", show_default=False)
@@ -85,15 +75,16 @@ Over = Annotated[
     list[str] | None,
     Option("--over", help="A job for each value, as train.lr=1e-4,3e-4.", metavar="KEY=VALUE,..."),
 ]
-NewName = Annotated[opt.Text, Option("--name", help="Of the job, or of its sweep.", metavar="NAME")]
+NewName = Annotated[
+    opt.OptionalText, Option("--name", help="Of the job, or of its sweep.", metavar="NAME")
+]
 After = Annotated[
     list[str] | None, Option("--after", help="A job that must be done before.", metavar="JOB")
 ]
-Hours = Annotated[opt.Text, Option("--hours", help="When it may run.", metavar="22:00-07:00")]
-Priority = Annotated[int | None, Option("--priority", help="Higher goes first. Default: 0.")]
-Follow = Annotated[
-    bool, Option("--follow", "-f", help="Print what comes, until the job has ended.")
+Hours = Annotated[
+    opt.OptionalText, Option("--hours", help="When it may run.", metavar="22:00-07:00")
 ]
+Priority = Annotated[int | None, Option("--priority", help="Higher goes first. Default: 0.")]
 AsCsv = Annotated[bool, Option("--csv", help="As CSV, with a column for each setting.")]
 
 app = typer.Typer(
@@ -117,7 +108,9 @@ class _Submit(TyperCommand):
 
 
 @app.command(cls=_Submit, context_settings={"ignore_unknown_options": True})
+@shared
 def submit(  # noqa: PLR0913 - one parameter for each option of the command
+    queue: OfQueue,
     context: typer.Context,
     words: FileOrCommand = None,
     train: Trained = None,
@@ -126,11 +119,7 @@ def submit(  # noqa: PLR0913 - one parameter for each option of the command
     after: After = None,
     priority: Priority = None,
     hours: Hours = None,
-    run: OfQueue = LATEST,
-    config: opt.ConfigPath = "cluster.yaml",
-    overrides: opt.Overrides = None,
-    run_dir: opt.RunDir = None,
-    json_output: opt.AsJson = False,
+    json_output: AsJson = False,
 ) -> None:
     """Put jobs into the queue: a file, training or command.
 
@@ -138,9 +127,8 @@ def submit(  # noqa: PLR0913 - one parameter for each option of the command
 
     Also while the queue runs, and while its head is dead.
     """
-    loaded = config_to_read(config, overrides, run_dir)
-    folder = find_queue(Path(loaded.run.dir), run)
-    snapshot, (base, target) = _snapshot(folder), _ground_of(folder, loaded)
+    folder = queue.folder
+    snapshot, (base, target) = snapshot_of(folder), _ground_of(folder, queue)
     known = [standing.job for standing in snapshot.standings]
     given = words or []
     if given and not context.meta["is_command"]:
@@ -192,16 +180,14 @@ def submit(  # noqa: PLR0913 - one parameter for each option of the command
 
 
 @app.command("list")
+@shared
 def list_jobs(
-    run: OfQueue = LATEST,
-    config: opt.ConfigPath = "cluster.yaml",
-    overrides: opt.Overrides = None,
-    run_dir: opt.RunDir = None,
-    json_output: opt.AsJson = False,
+    queue: OfQueue,
+    json_output: AsJson = False,
 ) -> None:
     """Show every job: its state, how far it is, and why it waits."""
-    folder = _folder(run, config, overrides, run_dir)
-    snapshot = _snapshot(folder)
+    folder = queue.folder
+    snapshot = snapshot_of(folder)
     if json_output:
         print_text(view.json_text(snapshot))
         return
@@ -217,18 +203,16 @@ def list_jobs(
 
 
 @app.command()
+@shared
 def show(
+    queue: OfQueue,
     job: JobName,
-    run: OfQueue = LATEST,
-    config: opt.ConfigPath = "cluster.yaml",
-    overrides: opt.Overrides = None,
-    run_dir: opt.RunDir = None,
-    json_output: opt.AsJson = False,
+    json_output: AsJson = False,
 ) -> None:
     """Show all of one job, and why it waits."""
-    folder = _folder(run, config, overrides, run_dir)
-    snapshot = _snapshot(folder)
-    standing = _standing(snapshot, job)
+    folder = queue.folder
+    snapshot = snapshot_of(folder)
+    standing = standing_of(snapshot, job)
     if json_output:
         print_text(view.object_text(view.job_object(standing, snapshot)))
         return
@@ -238,18 +222,16 @@ def show(
 
 
 @app.command()
+@shared
 def results(
-    run: OfQueue = LATEST,
+    queue: OfQueue,
     as_csv: AsCsv = False,
-    config: opt.ConfigPath = "cluster.yaml",
-    overrides: opt.Overrides = None,
-    run_dir: opt.RunDir = None,
-    json_output: opt.AsJson = False,
+    json_output: AsJson = False,
 ) -> None:
     """Show what came out of every job, the best of a metric first."""
     if as_csv and json_output:
         raise UsageError("--csv and --json exclude each other")
-    snapshot = _snapshot(_folder(run, config, overrides, run_dir))
+    snapshot = snapshot_of(queue.folder)
     if json_output:
         print_text(view.results_json(snapshot))
     elif as_csv:
@@ -259,73 +241,32 @@ def results(
 
 
 @app.command()
-def logs(
-    job: JobName,
-    follow: Follow = False,
-    run: OfQueue = LATEST,
-    config: opt.ConfigPath = "cluster.yaml",
-    overrides: opt.Overrides = None,
-    run_dir: opt.RunDir = None,
-) -> None:
-    """Show the last 100 lines that a job printed."""
-    folder = _folder(run, config, overrides, run_dir)
-    standing = _standing(_snapshot(folder), job)
-    lines = last_lines(folder, job)
-    if not lines and not (follow and _is_alive(folder)):
-        state = standing.state.value
-        print_text(f"{job} has printed nothing; it is {state}: {standing.reason}")
-    for line in lines:
-        print_text(line)
-    reader = QueueReader(folder)
-    while follow:
-        time.sleep(_LOOK_EVERY_S)
-        snapshot = reader.look((), time.time())
-        is_over = snapshot is None or _standing(snapshot, job).state in ENDED
-        before, lines = lines, last_lines(folder, job)
-        for line in _added(before, lines):
-            print_text(line)
-        follow = not is_over and _is_alive(folder)
-
-
-@app.command()
+@shared
 def fetch(
+    queue: OfQueue,
     job: JobName,
     to: opt.NewFolder,
-    run: OfQueue = LATEST,
-    config: opt.ConfigPath = "cluster.yaml",
-    overrides: opt.Overrides = None,
-    run_dir: opt.RunDir = None,
 ) -> None:
     """Copy a job's files from whichever PC has them."""
     from orchestrator.cli import jobs_fetch
 
-    folder = _folder(run, config, overrides, run_dir)
-    _standing(_snapshot(folder), job)
+    folder = queue.folder
+    standing_of(snapshot_of(folder), job)
     print_text(jobs_fetch.fetch(folder, job, to))
 
 
 def _add_word(word: Word, summary: str) -> None:
     @app.command(word.value, help=summary)
-    def verb(
-        jobs: JobNames,
-        run: OfQueue = LATEST,
-        config: opt.ConfigPath = "cluster.yaml",
-        overrides: opt.Overrides = None,
-        run_dir: opt.RunDir = None,
-    ) -> None:
-        _say(_folder(run, config, overrides, run_dir), word, jobs)
+    @shared
+    def verb(queue: OfQueue, jobs: JobNames) -> None:
+        _say(queue.folder, word, jobs)
 
 
 def _add_word_of_queue(word: Word, summary: str) -> None:
     @app.command(word.value, help=summary)
-    def verb(
-        jobs: JobsOrQueue = None,
-        run: OfQueue = LATEST,
-        config: opt.ConfigPath = "cluster.yaml",
-        overrides: opt.Overrides = None,
-        run_dir: opt.RunDir = None,
-    ) -> None:
-        _say(_folder(run, config, overrides, run_dir), word, jobs or [])
+    @shared
+    def verb(queue: OfQueue, jobs: JobsOrQueue = None) -> None:
+        _say(queue.folder, word, jobs or [])
 
 
 _add_word(Word.CANCEL, "End jobs for good; what they saved stays.")
@@ -335,8 +276,8 @@ _add_word_of_queue(Word.RELEASE, "Let held jobs, or the whole queue, go on.")
 
 
 def _say(folder: Path, word: Word, names: Sequence[str]) -> None:
-    snapshot, now_s, by = _snapshot(folder), time.time(), getpass.getuser()
-    named = {name: _standing(snapshot, name) for name in names}
+    snapshot, now_s, by = snapshot_of(folder), time.time(), getpass.getuser()
+    named = {name: standing_of(snapshot, name) for name in names}
     said: inbox.Message = [
         Said(at_s=now_s, id=secrets.token_hex(8), word=word, job=name, by=by) for name in named
     ]
@@ -351,20 +292,17 @@ def _say(folder: Path, word: Word, names: Sequence[str]) -> None:
     _tell_if_dead(folder)
 
 
-def _folder(run: str, config: str, overrides: list[str] | None, run_dir: str | None) -> Path:
-    return find_queue(Path(config_to_read(config, overrides, run_dir).run.dir), run)
-
-
-def _ground_of(folder: Path, usual: Config) -> tuple[Config, Target]:
+def _ground_of(folder: Path, queue: OfQueue) -> tuple[Config, Target]:
     """Return the configuration of the run, against which its jobs are checked, and its target."""
     try:
         facts = read_run(folder).facts
     except ArchiveError:
-        return usual, Target()  # nothing has begun yet
+        return queue.to_read(), Target()  # nothing has begun yet
     return jobs_run.ground_of(facts)
 
 
-def _snapshot(folder: Path) -> QueueSnapshot:
+def snapshot_of(folder: Path) -> QueueSnapshot:
+    """Return how the jobs of a run folder stand, with those that the head has not taken yet."""
     try:
         rows = read_run(folder).snapshot().rows
     except ArchiveError:
@@ -381,7 +319,8 @@ def _in_inbox(job: Job) -> Standing:
     return Standing(job=job, state=JobState.QUEUED, reason=reason, since_s=since_s)
 
 
-def _standing(snapshot: QueueSnapshot, name: str) -> Standing:
+def standing_of(snapshot: QueueSnapshot, name: str) -> Standing:
+    """Return how a job stands; `UsageError` where there is none of this name."""
     for standing in view.current(snapshot):
         if standing.job.name == name:
             return standing
@@ -416,12 +355,3 @@ def _tell_if_dead(folder: Path) -> None:
         waiting = sum(1 for _ in inbox.waiting(folder / QUEUE_NAME))
         taken = f"; {counted(waiting, 'message')} in its inbox" if waiting else ""
         print_text(f"its head is not running{taken}: `{go_on_command(folder)}` goes on")
-
-
-def _added(before: Sequence[str], lines: Sequence[str]) -> Sequence[str]:
-    """Return the lines that are new since a look before."""
-    for begin in range(len(before)):
-        common = before[begin:]
-        if lines[: len(common)] == common:
-            return lines[len(common) :]
-    return lines

@@ -13,14 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from orchestrator.cli import options as opt
-from orchestrator.cli.loading import (
-    config_of,
-    config_of_one_machine,
-    config_to_read,
-    duration_s,
-    experiments_of,
-    print_text,
-)
+from orchestrator.cli.loading import Injected, NewRun, duration_s, print_text, shared
 from orchestrator.cli.service import install_queue
 from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import Config, WorkersConfig
@@ -48,105 +41,84 @@ if TYPE_CHECKING:
 _LONGEST = "365d"
 
 
-def run(  # noqa: PLR0913 - one parameter for each option of the command
+@shared
+def run(
+    here: NewRun,
+    injected: Injected,
     file: opt.JobFile = None,
-    config: opt.ConfigPath = "cluster.yaml",
     duration: opt.QueueDuration = None,
-    rehearse: opt.Rehearse = False,
-    local: opt.Local = False,
     stay: opt.StayForJobs = False,
     service: opt.QueueService = False,
     new: opt.NewQueue = False,
-    overrides: opt.Overrides = None,
-    json_output: opt.AsJson = False,
-    plain: opt.Plain = False,
-    run_dir: opt.NewRunDir = None,
-    chaos: opt.Chaos = None,
-    chaos_seed: opt.ChaosSeed = 0,
-    yes_really: opt.YesReally = False,
 ) -> None:
     """Work off a job file, and what is submitted meanwhile.
 
     The same command after a crash or a reboot goes on with what is unfinished.
     """
-    from orchestrator.run import environment as environments
     from orchestrator.run import runner
 
-    if local and rehearse:
-        raise UsageError("--local and --rehearse exclude each other")
-    if service and (file is not None or new or chaos or stay):
+    if service and (file is not None or new or injected.chaos or stay):
         raise UsageError(
             "--service excludes --stay, which its unit says itself, and a job file, --new and "
             "--chaos, which would come again after each restart; add jobs with: "
             "python -m orchestrator jobs submit FILE"
         )
-    typed = {"run.duration": duration or _LONGEST, "run.dir": run_dir}
-    if rehearse or local:
-        loaded = config_of_one_machine(config, overrides, typed, rehearse=rehearse)
-    else:
-        loaded = _config_to_go_on(config, overrides, typed, begins=new or service)
-    if loaded.workers.mps:  # a job's share of the card changes; that of an MPS client cannot
-        loaded = loaded.model_copy(update={"workers": WorkersConfig()})
+    loaded = _loaded(here, {"run.duration": duration or _LONGEST}, begins=new or service)
+    runs_dir = Path(loaded.run.dir)
     if service:
-        words = _words(config, overrides or (), run_dir, duration)
-        words += ["--rehearse"] * rehearse + ["--local"] * local
-        for line in install_queue(words, lambda: _queue_before(Path(loaded.run.dir))):
+        for line in install_queue(_words(here, duration), lambda: _queue_before(runs_dir)):
             print_text(line)
         return
-    mode = "rehearse" if rehearse else "local" if local else "cluster"
-    waits_in = mode if stay and file is None else ""
-    before = None if new else _queue_before(Path(loaded.run.dir), waits_in)
+    waits_in = here.mode if stay and file is None else ""
+    before = None if new else _queue_before(runs_dir, waits_in)
     queue = Queue() if before is None else queue_of(before.folder / QUEUE_NAME)
     read = None if file is None else read_file(file, loaded, queue.jobs)
     jobs = () if read is None else expand(read)
-    fetch_starts(read, Path(loaded.run.dir))
+    fetch_starts(read, runs_dir)
     before = None if before is None or _never_began(before, queue, jobs) else before
     options = runner.Options(
-        json=json_output,
-        plain=plain,
+        json=here.as_json,
+        plain=here.plain,
         wait_for_nodes=True,
-        experiments=tuple(experiments_of(chaos, chaos_seed, yes_really=yes_really)),
+        chaos=injected.faults(),
         queue=runner.QueueOptions(stays=stay, sweeps=sampled_sweeps(read, queue)),
     )
     if before is not None:
-        _check_mode(before, file, mode)
+        _check_mode(before, file, here.mode)
         options = _with_new(options, before, queue, jobs)
-        cluster = loaded.cluster if Path(config).exists() else None
+        cluster = loaded.cluster if Path(here.config).exists() else None
         raise typer.Exit(runner.go_on(before, options, duration_s(duration), cluster=cluster))
     if file is None and not stay:
         raise UsageError(
             "there is no unfinished queue to go on with; name a job file, or wait for jobs with "
             "--stay"
         )
-    if rehearse:
-        environment = environments.in_rehearsal(loaded, None)
-    elif local:
-        environment = environments.on_this_machine(loaded)
-    else:
-        environment = environments.on_cluster(loaded)
+    environment = here.environment(loaded)
     options = _with_jobs(options, jobs, environment.config, environment.target)
     raise typer.Exit(runner.run(environment, options))
 
 
-def _config_to_go_on(
-    config: str, overrides: list[str] | None, typed: Mapping[str, str | None], *, begins: bool
-) -> Config:
-    """Return the configuration; the shipped one where none is, and a queue that goes on has its own."""
-    if not begins and not Path(config).exists():
-        shipped = config_to_read(config, overrides, typed["run.dir"])
+def _loaded(here: NewRun, typed: Mapping[str, str], *, begins: bool) -> Config:
+    """Return the configuration; the shipped one where there is none, for a queue that goes on."""
+    is_cluster = here.mode == "cluster"
+    if is_cluster and not begins and not Path(here.config).exists():
+        shipped = here.to_read()
         if _queue_before(Path(shipped.run.dir)) is not None:
             return shipped
-    return config_of(config, overrides, typed)
+    loaded = here.load_here(typed)
+    if loaded.workers.mps:  # a job's share of the card changes; that of an MPS client cannot
+        loaded = loaded.model_copy(update={"workers": WorkersConfig()})
+    return loaded
 
 
-def _words(
-    config: str, overrides: Sequence[str], run_dir: str | None, duration: str | None
-) -> list[str]:
+def _words(here: NewRun, duration: str | None) -> list[str]:
     """Return the options of a queue's service; paths count from its folder, which is this one."""
-    words = ["--config", str(Path(config).absolute())] if Path(config).exists() else []
-    words += [word for override in overrides for word in ("--set", override)]
-    words += [] if run_dir is None else ["--run-dir", run_dir]
-    return words if duration is None else [*words, "--duration", duration]
+    config = Path(here.config)
+    words = ["--config", str(config.absolute())] if config.exists() else []
+    words += [word for override in here.overrides or () for word in ("--set", override)]
+    words += [] if here.run_dir is None else ["--run-dir", here.run_dir]
+    words += [] if duration is None else ["--duration", duration]
+    return words if here.mode == "cluster" else [*words, f"--{here.mode}"]
 
 
 def _queue_before(runs_dir: Path, waits_in: str = "") -> StoredRun | None:

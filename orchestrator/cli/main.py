@@ -28,7 +28,8 @@ _BadCommandLine: Any = next(
 
 def main() -> NoReturn:
     """Run the command line and exit."""
-    wants_json = "--json" in sys.argv[1:]
+    own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
+    wants_json = "--json" in own  # behind -- stand the arguments of another program
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # what a terminal cannot show stops no output
     try:

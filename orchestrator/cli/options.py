@@ -1,6 +1,6 @@
-"""All options, each in one wording for the verbs that have it.
+"""The options of single verbs.
 
-Does not say which verb has which (`app` does).
+Does not say which verb has which (`app` does); those that several verbs share are in `loading`.
 """
 
 from __future__ import annotations
@@ -10,31 +10,9 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-Text = str | None
+OptionalText = str | None
 
-# Of several verbs.
-ConfigPath = Annotated[str, Option("--config", "-c", help="The configuration.", metavar="FILE")]
-Overrides = Annotated[
-    list[str] | None,
-    Option(
-        "--set",
-        help="Override any key, such as workload.size=4096. May be repeated.",
-        metavar="KEY=VALUE",
-    ),
-]
-RunDir = Annotated[Text, Option(help="Where run folders are. Default: run.dir.", metavar="DIR")]
-AsJson = Annotated[
-    bool, Option("--json", help="One JSON object on standard output, and nothing else there.")
-]
-Local = Annotated[bool, Option("--local", help="This machine alone, with what it really has.")]
-Rehearse = Annotated[
-    bool,
-    Option(
-        "--rehearse", help="Every node as a small copy on this machine: real Ray, real failures."
-    ),
-]
-Plain = Annotated[bool, Option("--plain", help="Lines instead of a live table.")]
-NewRunDir = Annotated[Text, Option(help="Where run folders go. Default: run.dir.", metavar="DIR")]
+# Of `run` and `burn`.
 ApplyPowerLimit = Annotated[
     bool,
     Option(
@@ -44,38 +22,28 @@ ApplyPowerLimit = Annotated[
 
 # Of `run`.
 Duration = Annotated[
-    Text, Option(help="Minutes, or 30s, 2h, 1h30m. Default: run.duration.", metavar="TIME")
+    OptionalText, Option(help="Minutes, or 30s, 2h, 1h30m. Default: run.duration.", metavar="TIME")
 ]
 Scale = Annotated[
     float | None, Option(help="Of bytes in a rehearsal; sizes by its root. Default: 1/16 on a CPU.")
 ]
 Workload = Annotated[
-    Text, Option(help="matmul, train, or your own package.module:Class.", metavar="NAME")
+    OptionalText, Option(help="matmul, train, or your own package.module:Class.", metavar="NAME")
 ]
 Policy = Annotated[
-    Text, Option(help="How sizes follow memory: adaptive or classic.", metavar="NAME")
+    OptionalText, Option(help="How sizes follow memory: adaptive or classic.", metavar="NAME")
 ]
 WaitForNodes = Annotated[
     bool, Option("--wait-for-nodes", help="Start on what is there; nodes may join later.")
 ]
 Resume = Annotated[
-    Text, Option(help="Resume a run whose head was killed or interrupted.", metavar="RUN_ID")
-]
-Chaos = Annotated[
-    Text, Option(help='Inject faults, such as "oom:rate=0.05;kill:every=20s".', metavar="FAULTS")
-]
-ChaosSeed = Annotated[int, Option(help="Of --chaos: the same seed, the same faults.")]
-YesReally = Annotated[
-    bool,
-    Option(
-        "--yes-really",
-        help="Allow --chaos on a real cluster; with --apply-power-limit, memory offsets.",
-    ),
+    OptionalText,
+    Option(help="Resume a run whose head was killed or interrupted.", metavar="RUN_ID"),
 ]
 
 # Of `burn`.
 HeatDuration = Annotated[
-    Text,
+    OptionalText,
     Option(
         help="Of the heat phase, minutes or 30s, 2h; the others are never longer. Default: 60.",
         metavar="TIME",
@@ -91,28 +59,31 @@ Phases = Annotated[
     ),
 ]
 # Of `tune`.
-Preset = Annotated[Text, Option(help="What is trained. Default: train.preset.", metavar="NAME")]
+Preset = Annotated[
+    OptionalText, Option(help="What is trained. Default: train.preset.", metavar="NAME")
+]
 TunedWorkload = Annotated[str, Option("--workload", help="train or matmul.", metavar="NAME")]
 Budget = Annotated[
-    Text, Option(help="Minutes, or 30s, 2h. Default: 15; 4.5 in a rehearsal.", metavar="TIME")
+    OptionalText,
+    Option(help="Minutes, or 30s, 2h. Default: 15; 4.5 in a rehearsal.", metavar="TIME"),
 ]
 Levers = Annotated[
-    Text,
+    OptionalText,
     Option(
         help="Only these, such as precision,optimizer=adamw-fused. Default: all.",
         metavar="KEY[=VALUE],...",
     ),
 ]
-
 # Of `plan`.
 PlannedJobs = Annotated[
-    Text, Option("--jobs", help="What a job file would do, and for how long.", metavar="FILE")
+    OptionalText,
+    Option("--jobs", help="What a job file would do, and for how long.", metavar="FILE"),
 ]
 
 # Of `up`, `stop` and `doctor`.
 NodeToStart = Annotated[str, Argument(help="A key under nodes: in the configuration.")]
 HeadAddress = Annotated[
-    Text,
+    OptionalText,
     Option(
         help="How other PCs reach the head. Default: what is configured, else this PC.",
         metavar="HOST[:PORT]",
@@ -128,10 +99,11 @@ Service = Annotated[
     Option("--service", help="Write and start a systemd user unit that does so, and print it."),
 ]
 NodeToEnd = Annotated[
-    Text, Option(help="Also end the Ray node that `up NODE` started on this PC.", metavar="NODE")
+    OptionalText,
+    Option(help="Also end the Ray node that `up NODE` started on this PC.", metavar="NODE"),
 ]
 NodeHere = Annotated[
-    Text, Option(help="Which node of the configuration this PC is.", metavar="NODE")
+    OptionalText, Option(help="Which node of the configuration this PC is.", metavar="NODE")
 ]
 
 # Of `top`.
@@ -139,11 +111,12 @@ OneFrame = Annotated[
     bool, Option("--once", help="Print one frame and end, as where there is no terminal.")
 ]
 Sort = Annotated[
-    Text,
+    OptionalText,
     Option(help="Column or key; -COLUMN turns the order. Default: worst first.", metavar="COLUMN"),
 ]
 Filter = Annotated[
-    Text, Option("--filter", help='Such as "state:lost temp>75 !node:pc1".', metavar="QUERY")
+    OptionalText,
+    Option("--filter", help='Such as "state:lost temp>75 !node:pc1".', metavar="QUERY"),
 ]
 ReadOnly = Annotated[
     bool, Option("--read-only", help="Without the keys that send commands to the run.")
@@ -196,9 +169,15 @@ OfRun = Annotated[
 ]
 
 # Of `logs`.
+SlotOrJob = Annotated[
+    str, Argument(help="A slot, such as pc1/3, or a job as `jobs list` shows it.", metavar="NAME")
+]
 LogsOfRun = Annotated[
     str,
     Option("--run", help="As `runs` shows it, or its end. Default: the newest.", metavar="RUN_ID"),
+]
+Follow = Annotated[
+    bool, Option("--follow", "-f", help="Print what comes, until the run or the job has ended.")
 ]
 
 # Of `report`, `limits` and `init`.
@@ -233,7 +212,9 @@ BestCheckpoint = Annotated[
 ]
 
 # Of `jobs`.
-JobFile = Annotated[Text, Argument(help="A job file; docs/jobs.md has one.", metavar="FILE")]
+JobFile = Annotated[
+    OptionalText, Argument(help="A job file; docs/jobs.md has one.", metavar="FILE")
+]
 StayForJobs = Annotated[
     bool, Option("--stay", help="Wait for more jobs when nothing is left to do.")
 ]
@@ -247,7 +228,7 @@ QueueService = Annotated[
 ]
 NewQueue = Annotated[bool, Option("--new", help="Begin another queue, although one is unfinished.")]
 QueueDuration = Annotated[
-    Text,
+    OptionalText,
     Option(
         "--duration", help="The longest: 30s, 2h. Default: until no job is left.", metavar="TIME"
     ),

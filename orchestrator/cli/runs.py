@@ -1,5 +1,4 @@
-"""What `runs`, `report` and `logs` print: the list of runs, one run told again from its store, what
-a slot printed.
+"""What `runs` and `report` print: the list of runs, and one run told again from its store.
 
 Does not find and read (`record/folders.py`, `record/archive.py`). Text from a store passes through
 `cells.clean`: it may steer a terminal. A run or a folder that cannot be read, and a run that left
@@ -22,7 +21,7 @@ from rich.console import Console
 
 from orchestrator.config.duration import format_duration
 from orchestrator.core.slot import HeadState
-from orchestrator.errors import NothingStoredError, UsageError
+from orchestrator.errors import NothingStoredError
 from orchestrator.jobs.journal import QUEUE_NAME
 from orchestrator.record.archive import StoredEvent, StoredRun, missed_of, read_events, read_run
 from orchestrator.record.folders import Listed, go_on_command, list_runs, run_object, summary_of
@@ -138,14 +137,6 @@ def report_json(folder: Path) -> str:
         run.snapshot(), run.outcome, run.exit_code or 0, iso, run.error, faults=run.faults
     )
     return json.dumps({**made, "exit_code": run.exit_code, "started_at": iso or None}, indent=2)
-
-
-def logs_text(folder: Path, slot: str) -> str:
-    """Return what a slot printed last; `UsageError` where the run has no such slot."""
-    lines = last_lines(folder, slot)
-    if not lines and slot not in (known := [record.slot for record in read_run(folder).slots]):
-        raise UsageError(f"run {folder.name} has no slot {slot!r}; valid: {', '.join(known)}")
-    return "\n".join(lines) or clean(f"{slot} has printed nothing")
 
 
 def _run_cells(one: Listed) -> tuple[str, ...]:

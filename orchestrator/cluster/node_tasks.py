@@ -2,7 +2,7 @@
 too.
 
 - `survey` asks every node for facts about its machine, its clock, and the ports that it reaches.
-- `with_cards_set` has an actor on each node whose cards a run sets, which puts them back at its end.
+- `with_cards_set` has an actor set the cards of each node that needs it, and put them back.
 - `ProcessWatch` asks what the processes of silent slots do, and waits for nothing.
 
 Needs a connection (`connect.py`) and judges nothing: `orchestrator.doctor`, `run/node_setup.py` and

@@ -6,6 +6,7 @@ Does not cover what each worker gets (`core.placement`). Pure: no clock, no file
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from orchestrator.config.gpu_specs import PROFILES
@@ -68,38 +69,13 @@ def overbooked(node: NodeConfig) -> Overbooked | None:
     asked = f"{shared_by} workers" if shared_by > 1 else "1 worker"
     if node.gpus > 1:
         asked = f"{asked} on the fullest of {node.gpus} cards"
-    asked_gib, allowed_gib = _two_gib(shared_by * each_bytes, allowed_bytes)
     text = (
-        f"{asked} x {node.vram_per_worker_gib:.10g} GiB = {asked_gib} GiB, "
-        f"but {node.memory_fraction:.10g} of the {total_gib:.10g} GiB of {where} is {allowed_gib} "
-        "GiB"
+        f"{asked} x {node.vram_per_worker_gib:.10g} GiB = {shared_by * each_bytes / GIB:.10g} GiB, "
+        f"but {node.memory_fraction:.10g} of the {total_gib:.10g} GiB of {where} is "
+        f"{allowed_bytes / GIB:.10g} GiB"
     )
     fitting = allowed_bytes // each_bytes * (node.gpus or 1)
-    smaller = f"vram_per_worker_gib <= {_floor_text(allowed_bytes / shared_by / GIB)}"
-    if allowed_bytes < shared_by:
-        return Overbooked(text=text, valid="a larger memory_fraction")
-    # Each card needs a worker, so fewer workers than cards is not a valid plan.
-    if fitting < max(1, node.gpus):
-        return Overbooked(text=text, valid=smaller)
-    return Overbooked(
-        text=text, valid=f"at most {fitting} worker{'s' if fitting > 1 else ''}, or {smaller}"
-    )
-
-
-def _two_gib(asked_bytes: int, allowed_bytes: int) -> tuple[str, str]:
-    """Return both in GiB with as many digits as it takes to distinguish them."""
-    for digits in (2, 4, 10):
-        asked, allowed = f"{asked_bytes / GIB:.{digits}f}", f"{allowed_bytes / GIB:.{digits}f}"
-        if asked != allowed:
-            break
-    return asked, allowed
-
-
-def _floor_text(gib: float) -> str:
-    """Return `gib` rounded down to a number that is short to type: two digits after the point, or
-    three in all.
-    """
-    if gib >= 0.1:
-        return f"{int(gib * 100) / 100:.2f}"
-    digits = f"{gib:.2e}"
-    return digits if float(digits) <= gib else f"{float(digits) - 10 ** (int(digits[-3:]) - 2):.2e}"
+    smaller_gib = math.floor(allowed_bytes / shared_by / GIB * 1000) / 1000
+    cures = [f"at most {fitting} workers"] if fitting >= max(1, node.gpus) else []
+    cures += [f"vram_per_worker_gib <= {smaller_gib:g}"] if smaller_gib else []
+    return Overbooked(text=text, valid=", or ".join(cures) or "a larger memory_fraction")

@@ -19,10 +19,7 @@ VALID_DURATION = (
 _UNITS_S = {"d": 86_400.0, "h": 3_600.0, "m": 60.0, "s": 1.0}
 _NUMBER = r"\d{1,12}(?:\.\d{1,9})?"
 _PLAIN = re.compile(rf"[+-]?{_NUMBER}", re.ASCII)
-_WITH_UNITS = re.compile(
-    rf"(?:(?P<d>{_NUMBER})d)?\s*(?:(?P<h>{_NUMBER})h)?\s*(?:(?P<m>{_NUMBER})m)?\s*(?:(?P<s>{_NUMBER})s)?",
-    re.ASCII,
-)
+_WITH_UNITS = re.compile(r"\s*".join(rf"(?:({_NUMBER}){unit})?" for unit in _UNITS_S), re.ASCII)
 
 
 def parse_duration(text: str | int | float) -> float:
@@ -75,17 +72,14 @@ def _seconds(text: str | int | float) -> float | None:
     if not isinstance(text, str):
         # Beyond these bounds it is refused anyway, and too large an int does not convert.
         return float(min(max(text, -1), MAX_DURATION_S)) * 60.0
-    typed = text.strip().lower()
     # No duration needs 60 characters; the bound keeps hostile text away from the pattern.
-    if not 0 < len(typed) <= 60:
+    typed = text.strip().lower()
+    if len(typed) > 60:
         return None
     if _PLAIN.fullmatch(typed):
         return float(typed) * 60.0
     found = _WITH_UNITS.fullmatch(typed)
-    if found is None:
+    if found is None or not any(found.groups()):
         return None
-    return sum(
-        float(count) * _UNITS_S[unit]
-        for unit, count in found.groupdict().items()
-        if count is not None
-    )
+    counts = zip(found.groups("0"), _UNITS_S.values(), strict=True)
+    return sum(float(count) * unit_s for count, unit_s in counts)

@@ -22,6 +22,16 @@ from workers.units import GIB
 #: there is an RTX 3060 with 8 GB and two thirds of the bandwidth.
 _SAME_MEMORY = 0.10
 
+#: For cards without advice: as many workers as the guides put on their largest card, of their size;
+#: nine tenths of the card, or with a desktop on it the three quarters of the 3070 guide.
+_MOST_WORKERS = 7
+_WORKER_GIB = 3.0
+_FRACTION_ALONE, _FRACTION_DESKTOP = 0.90, 0.75
+#: NVML and CUDA do not always agree to the last MiB on what a card has.
+_UNSURE_SHARE = 0.01
+_LARGE_CARD_GIB = 16.0
+#: Before this compute capability FP16 is slower than FP32 (a GTX 1080 does 1/64 of it).
+_FIRST_TENSOR_UNITS = (7, 0)
 
 #: Every number type that has a peak; the first four are those of cluster.yaml. `fp16_accumulate`
 #: adds up in FP16, the other tensor types in FP32, as torch does by default.
@@ -32,40 +42,35 @@ PEAK_DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp16_accumulate")
 class Architecture:
     """One generation of multiprocessors."""
 
-    multiply_adds: Mapping[str, int]
-    """Fused multiply-adds of one multiprocessor in one clock, by number type; those that it has
-    units for.
-    """
+    rates: tuple[int | None, ...]
+    """Fused multiply-adds of one multiprocessor in one clock, in the order of `PEAK_DTYPES`."""
     geforce: bool
     """The tensor rates are those of GeForce RTX cards, where sums in FP32 are halved. Workstation
     cards of the same capability are halved or not, one by one, so theirs do not follow from it."""
 
-
-def _architecture(*rates: int | None, geforce: bool) -> Architecture:
-    """Return a row of the table; the rates are in the order of `PEAK_DTYPES`."""
-    known = {
-        dtype: rate for dtype, rate in zip(PEAK_DTYPES, rates, strict=True) if rate is not None
-    }
-    return Architecture(MappingProxyType(known), geforce)
+    @property
+    def multiply_adds(self) -> dict[str, int]:
+        """The same by number type; those that it has units for."""
+        named = zip(PEAK_DTYPES, self.rates, strict=True)
+        return {dtype: rate for dtype, rate in named if rate is not None}
 
 
 #: By compute capability, from NVIDIA's architecture whitepapers: V100, TU102, A100, GA102 v2 (App.
-#: A), Ada (App. A), H100, RTX Blackwell. A rating divided by multiprocessors, boost clock and 2
-#: gives these numbers.
+#: A), Ada (App. A), H100, RTX Blackwell.
 ARCHITECTURES: Mapping[tuple[int, int], Architecture] = MappingProxyType(
     {
-        (7, 0): _architecture(64, None, 512, None, 512, geforce=False),
-        (7, 5): _architecture(64, None, 256, None, 512, geforce=True),
-        (8, 0): _architecture(64, 512, 1024, 1024, 1024, geforce=False),
-        (8, 6): _architecture(128, 128, 256, 256, 512, geforce=True),
-        (8, 9): _architecture(128, 128, 256, 256, 512, geforce=True),
-        (9, 0): _architecture(128, 1024, 2048, 2048, 2048, geforce=False),
-        (12, 0): _architecture(128, 128, 256, 256, 512, geforce=True),
+        (7, 0): Architecture((64, None, 512, None, 512), geforce=False),
+        (7, 5): Architecture((64, None, 256, None, 512), geforce=True),
+        (8, 0): Architecture((64, 512, 1024, 1024, 1024), geforce=False),
+        (8, 6): Architecture((128, 128, 256, 256, 512), geforce=True),
+        (8, 9): Architecture((128, 128, 256, 256, 512), geforce=True),
+        (9, 0): Architecture((128, 1024, 2048, 2048, 2048), geforce=False),
+        (12, 0): Architecture((128, 128, 256, 256, 512), geforce=True),
     }
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Advice:
     """How several workers use a card well.
 
@@ -80,7 +85,7 @@ class Advice:
     gpu_share: float = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class GpuProfile:
     """One card as cluster.yaml may name it under `nodes.<node>.gpu`.
 
@@ -99,92 +104,41 @@ class GpuProfile:
     compute_capability: tuple[int, int] | None
     multiprocessors: int | None
     boost_mhz: int | None
-    """As rated; while a card is cool it runs above it."""
-    tflops: tuple[float | None, ...]
-    """Rated dense peaks, in the order of `PEAK_DTYPES`.
-
-    The last one, FP16 added up in FP16, is the "142" of an RTX 3090; torch does so only with
-    `allow_fp16_accumulation`.
-    """
+    """As rated for tensor types; while a card is cool it runs above it."""
     bandwidth_gb_s: float | None
     """10^9 bytes a second."""
-    alone: Advice | None = None
-    """With nothing else on the card."""
-    desktop: Advice | None = None
-    """With a display and other programs on it; `None` where no display can be."""
-    source: str
 
 
-_GA102 = "NVIDIA Ampere GA102 whitepaper v2, App. A"
-
-#: Every known card.
-#:
-#: Advice. From the guides: the 3090 alone and the 3070 with a desktop. Derived: a 4090 is a 3090 in
-#: memory; the 3060's workers hold the 4 to 5 GB that its guide measured for one training process;
-#: the rest divides what memory_fraction leaves (0.90 alone, three quarters with a desktop as on the
-#: 3070, 0.85 where that is still over 3 GiB, 0.95 on cards for servers) among as many workers as on
-#: the guides' card of that kind.
+#: Every known card: NVIDIA's specifications and whitepapers (GA102 v2, Ada, H100 and H200 SXM).
 _TABLE = (
-    GpuProfile(
-        key="rtx-3060", product="NVIDIA GeForce RTX 3060", shown_gib=11.63,
-        compute_capability=(8, 6),
-        multiprocessors=28, boost_mhz=1777, tflops=(12.7, 12.7, 25.5, 25.5, 51.0),
-        bandwidth_gb_s=360,
-        alone=Advice(workers=2, vram_per_worker_gib=5.20, memory_fraction=0.90, size=4096),
-        desktop=Advice(workers=2, vram_per_worker_gib=4.35, memory_fraction=0.75, size=4096),
-        source="NVIDIA's launch specifications; peaks by the formula of the GA102 whitepaper",
-    ),
-    GpuProfile(
-        key="rtx-3070", product="NVIDIA GeForce RTX 3070", shown_gib=7.67, compute_capability=(8,
-        6),
-        multiprocessors=46, boost_mhz=1725, tflops=(20.3, 20.3, 40.6, 40.6, 81.3),
-        bandwidth_gb_s=448,
-        alone=Advice(workers=3, vram_per_worker_gib=2.28, memory_fraction=0.90, size=4096,
-            gpu_share=0.7),
-        desktop=Advice(workers=3, vram_per_worker_gib=1.50, memory_fraction=0.75, size=4096,
-            gpu_share=0.7),
-        source=_GA102,
-    ),
-    GpuProfile(
-        key="rtx-3090", product="NVIDIA GeForce RTX 3090", shown_gib=23.56,
-        compute_capability=(8, 6),
-        multiprocessors=82, boost_mhz=1695, tflops=(35.6, 35.6, 71.0, 71.0, 142.0),
-        bandwidth_gb_s=936,
-        alone=Advice(workers=7, vram_per_worker_gib=3.30, memory_fraction=0.99, size=8192,
-            gpu_share=0.6),
-        desktop=Advice(workers=6, vram_per_worker_gib=3.30, memory_fraction=0.85, size=8192,
-            gpu_share=0.6),
-        source=_GA102,
-    ),
-    GpuProfile(
-        key="rtx-4090", product="NVIDIA GeForce RTX 4090", shown_gib=23.52,
-        compute_capability=(8, 9),
-        multiprocessors=128, boost_mhz=2520, tflops=(82.6, 82.6, 165.2, 165.2, 330.3),
-        bandwidth_gb_s=1008,
-        alone=Advice(workers=7, vram_per_worker_gib=3.30, memory_fraction=0.99, size=8192,
-            dtype="bf16"),
-        desktop=Advice(workers=6, vram_per_worker_gib=3.30, memory_fraction=0.85, size=8192,
-            dtype="bf16"),
-        source="NVIDIA Ada whitepaper, App. A",
-    ),
-    # FP32 of both is rated at 1980 MHz, unlike the tensor types: at 1830 MHz it is 61.8.
-    GpuProfile(
-        key="h100", product="NVIDIA H100 80GB HBM3", shown_gib=79.2, compute_capability=(9, 0),
-        multiprocessors=132, boost_mhz=1830, tflops=(67.0, 494.5, 989.0, 989.0, 989.0),
-        bandwidth_gb_s=3350,
-        alone=Advice(workers=7, vram_per_worker_gib=10.70, memory_fraction=0.95, size=8192,
-            dtype="bf16"),
-        source="NVIDIA H100 SXM data sheet, dense",
-    ),
-    GpuProfile(
-        key="h200", product="NVIDIA H200", shown_gib=139.8, compute_capability=(9, 0),
-        multiprocessors=132, boost_mhz=1830, tflops=(67.0, 494.5, 989.0, 989.0, 989.0),
-        bandwidth_gb_s=4800,
-        alone=Advice(workers=7, vram_per_worker_gib=18.90, memory_fraction=0.95, size=8192,
-            dtype="bf16"),
-        source="NVIDIA H200 SXM data sheet, dense",
-    ),
-)  # fmt: skip
+    GpuProfile("rtx-3060", "NVIDIA GeForce RTX 3060", 11.63, (8, 6), 28, 1777, 360.0),
+    GpuProfile("rtx-3070", "NVIDIA GeForce RTX 3070", 7.67, (8, 6), 46, 1725, 448.0),
+    GpuProfile("rtx-3090", "NVIDIA GeForce RTX 3090", 23.56, (8, 6), 82, 1695, 936.0),
+    GpuProfile("rtx-4090", "NVIDIA GeForce RTX 4090", 23.52, (8, 9), 128, 2520, 1008.0),
+    GpuProfile("h100", "NVIDIA H100 80GB HBM3", 79.2, (9, 0), 132, 1830, 3350.0),
+    GpuProfile("h200", "NVIDIA H200", 139.8, (9, 0), 132, 1830, 4800.0),
+)
+
+#: With nothing else on the card. From the guides: the 3090 here and the 3070 with a desktop.
+#: Derived: a 4090 is a 3090 in memory; the 3060's workers hold the 4 to 5 GB that its guide
+#: measured for one training process; the rest divides what memory_fraction leaves (0.90 alone,
+#: three quarters with a desktop as on the 3070, 0.85 where that is still over 3 GiB, 0.95 on cards
+#: for servers) among as many workers as on the guides' card of that kind.
+_ALONE = {
+    "rtx-3060": Advice(2, 5.20, 0.90, 4096),
+    "rtx-3070": Advice(3, 2.28, 0.90, 4096, gpu_share=0.7),
+    "rtx-3090": Advice(7, 3.30, 0.99, 8192, gpu_share=0.6),
+    "rtx-4090": Advice(7, 3.30, 0.99, 8192, "bf16"),
+    "h100": Advice(7, 10.70, 0.95, 8192, "bf16"),
+    "h200": Advice(7, 18.90, 0.95, 8192, "bf16"),
+}
+#: With a display and other programs on it; none where no display can be.
+_DESKTOP = {
+    "rtx-3060": Advice(2, 4.35, 0.75, 4096),
+    "rtx-3070": Advice(3, 1.50, 0.75, 4096, gpu_share=0.7),
+    "rtx-3090": Advice(6, 3.30, 0.85, 8192, gpu_share=0.6),
+    "rtx-4090": Advice(6, 3.30, 0.85, 8192, "bf16"),
+}
 
 #: By the key in cluster.yaml.
 PROFILES: Mapping[str, GpuProfile] = MappingProxyType({profile.key: profile for profile in _TABLE})
@@ -223,72 +177,65 @@ def profile_of(card: CardFacts) -> GpuProfile:
     if known is not None:
         return known
     generation = ARCHITECTURES.get(card.compute_capability or (0, 0))
-    # NVML counts FP32 units.
-    multiprocessors = (
-        card.cores // generation.multiply_adds["fp32"] if card.cores and generation else None
-    )
-    clock_mhz, bits, memory_mhz = (
-        card.max_sm_clock_mhz,
-        card.bus_width_bits,
-        card.max_memory_clock_mhz,
-    )
+    units = generation and card.cores and card.cores // generation.multiply_adds["fp32"]
+    bits, memory_mhz = card.bus_width_bits, card.max_memory_clock_mhz
     return GpuProfile(
         key=key_of(card.name),
         product=card.name,
         shown_gib=card.total_bytes / GIB,
         compute_capability=card.compute_capability,
-        multiprocessors=multiprocessors,
-        boost_mhz=clock_mhz,
-        tflops=tuple(
-            _tflops(
-                multiprocessors,
-                clock_mhz,
-                _multiply_adds(card.name, card.compute_capability, dtype),
-            )
-            for dtype in PEAK_DTYPES
-        ),
+        multiprocessors=units or None,  # NVML counts FP32 units
+        boost_mhz=card.max_sm_clock_mhz,
         bandwidth_gb_s=bits / 8 * memory_mhz * 1e6 * 2 / 1e9 if bits and memory_mhz else None,
-        source="by formula, from what the card says of itself",
     )
 
 
 def peak_tflops(profile: GpuProfile, dtype: str, sm_clock_mhz: float | None = None) -> float | None:
-    """Return the dense peak of a card, or `None` where it is not known.
+    """Return the dense peak of a card, or `None` where it is not known: multiprocessors × clock ×
+    multiply-adds × 2, because a multiply-add counts as two operations.
 
     At `sm_clock_mhz`, sampled while the card worked, it is what it could have done; `None` means
-    the rated clock.
+    the rated clock. Rated peaks are within 1 % of this, but for the FP32 of the H100 and H200,
+    which is rated at 1980 MHz.
 
     Raises:
         ValueError: The `dtype` is none of `PEAK_DTYPES`.
     """
-    rate = _multiply_adds(profile.product, profile.compute_capability, dtype)
-    if sm_clock_mhz is None:
-        return profile.tflops[PEAK_DTYPES.index(dtype)]
-    return _tflops(profile.multiprocessors, sm_clock_mhz, rate)
-
-
-def _multiply_adds(
-    product: str, compute_capability: tuple[int, int] | None, dtype: str
-) -> int | None:
-    """Return what one multiprocessor does in one clock.
-
-    The name distinguishes GeForce cards from others.
-    """
     if dtype not in PEAK_DTYPES:
         raise ValueError(f"no number type {dtype!r}; valid: {', '.join(PEAK_DTYPES)}")
-    known = None if compute_capability is None else ARCHITECTURES.get(compute_capability)
-    if known is None or (dtype != "fp32" and known.geforce and "GeForce RTX" not in product):
+    generation = ARCHITECTURES.get(profile.compute_capability or (0, 0))
+    clock_mhz = profile.boost_mhz if sm_clock_mhz is None else sm_clock_mhz
+    if generation is None or not profile.multiprocessors or not clock_mhz:
         return None
-    return known.multiply_adds.get(dtype)
+    # The name distinguishes GeForce cards from others.
+    if dtype != "fp32" and generation.geforce and "GeForce RTX" not in profile.product:
+        return None
+    rate = generation.multiply_adds.get(dtype)
+    return None if rate is None else profile.multiprocessors * clock_mhz * 1e6 * rate * 2 / 1e12
 
 
-def _tflops(multiprocessors: int | None, clock_mhz: float | None, rate: int | None) -> float | None:
-    """Return multiprocessors × clock × multiply-adds × 2, in TFLOP/s: a multiply-add counts as two
-    operations.
+def advice_for(key: str, *, is_desktop: bool) -> Advice | None:
+    """Return how to divide a card of the table; `None` for any other."""
+    return (_DESKTOP.get(key) if is_desktop else None) or _ALONE.get(key)
+
+
+def by_formula(
+    total_gib: float, *, is_desktop: bool = False, capability: tuple[int, int] | None = None
+) -> Advice:
+    """Return how to divide a card of which nothing more is known.
+
+    Without a `capability` it counts as a recent one.
     """
-    if not multiprocessors or not clock_mhz or rate is None:
-        return None
-    return multiprocessors * clock_mhz * 1e6 * rate * 2 / 1e12
+    fraction = _FRACTION_DESKTOP if is_desktop else _FRACTION_ALONE
+    workers = max(1, min(_MOST_WORKERS, int(total_gib * fraction / _WORKER_GIB)))
+    each_gib = int(total_gib * 100) / 100 * (fraction - _UNSURE_SHARE) / workers
+    return Advice(
+        workers=workers,
+        vram_per_worker_gib=int(each_gib * 100) / 100,
+        memory_fraction=fraction,
+        size=8192 if total_gib >= _LARGE_CARD_GIB else 4096,
+        dtype="fp32" if capability is not None and capability < _FIRST_TENSOR_UNITS else None,
+    )
 
 
 def key_of(name: str) -> str:

@@ -3,13 +3,14 @@ as text again.
 
 Does not cover the models (`schema`), the lines of YAML (`yaml_source`), nor words of a refusal
 (`validation`), which names an override as it was typed. Every function that reads raises
-`ConfigError` with every problem at once.
+`ConfigError`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 
 import yaml
 
@@ -17,6 +18,7 @@ from orchestrator.config.schema import Config
 from orchestrator.config.validation import validated
 from orchestrator.config.yaml_source import (
     KeyPath,
+    Place,
     YamlSource,
     cut,
     listed,
@@ -33,7 +35,7 @@ _MAX_WORDS = 64
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration in the file at `path` with `overrides` (`a.b=value`) applied."""
-    return validated(_with_overrides(read_yaml_file(path), overrides))
+    return validated(reduce(_with_override, overrides, read_yaml_file(path)))
 
 
 def config_from_data(data: Mapping[str, object], name: str = "config") -> Config:
@@ -54,33 +56,20 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
 
 
-def _with_overrides(source: YamlSource, overrides: Sequence[str]) -> YamlSource:
-    """Return `source` with each `a.b=value` put into its data; values are read as YAML.
-
-    An override that cannot be applied becomes one of the problems and changes nothing.
-    """
-    for typed in overrides:
-        try:
-            source = _with_override(source, typed)
-        except ConfigError as error:
-            source = replace(source, problems=(*source.problems, *error.problems))
-    return source
-
-
 def _with_override(source: YamlSource, typed: str) -> YamlSource:
+    """Return `source` with one `a.b=value` put into its data; the value is read as YAML."""
     name = f"--set {typed}"
     dotted, equals, text = typed.partition("=")
     words = [word.strip() for word in dotted.split(".")]
     if not equals or not all(words) or len(words) > _MAX_WORDS:
-        raise refusal(
-            name, "is not KEY=VALUE", "--set workload.size=4096, with the keys joined by dots"
-        )
+        valid = "--set workload.size=4096, with the keys joined by dots"
+        raise refusal(name, "is not KEY=VALUE", valid)
     path = _path_of(words, source.data)
-    value = override_value(text, name, path)
-    data = _put(source.data, path, value, name)
-    lines = {where: line for where, line in source.lines.items() if where[: len(path)] != path}
-    kept = {where: word for where, word in source.overrides.items() if where[: len(path)] != path}
-    return replace(source, data=data, lines=lines, overrides={**kept, path: name})
+    data = _put(source.data, path, override_value(text, name, path), name)
+    place: Place = (name, None)
+    kept = {key: old for key, old in source.places.items() if key[: len(path)] != path}
+    made = {path[:length]: place for length in range(1, len(path)) if path[:length] not in kept}
+    return replace(source, data=data, places={**kept, **made, path: place})
 
 
 def override_value(text: str, name: str, path: KeyPath) -> object:
@@ -91,14 +80,12 @@ def override_value(text: str, name: str, path: KeyPath) -> object:
     if not text.strip():
         return None
     try:
-        value = read_yaml_text(text, name)
-        problems = value.problems
+        return read_yaml_text(text, name).data
     except ConfigError as error:
-        problems = error.problems
-    if problems:
         # Lines and keys were counted inside the override, so they mean nothing to the user.
-        raise ConfigError(replace(problem, line=None, key=".".join(path)) for problem in problems)
-    return value.data
+        key = ".".join(path)
+        problems = [replace(problem, line=None, key=key) for problem in error.problems]
+        raise ConfigError(problems) from None
 
 
 def _path_of(words: Sequence[str], data: object) -> KeyPath:

@@ -32,13 +32,11 @@ Size: TypeAlias = Annotated[int, Field(ge=1, le=1_048_576)]
 Dtype: TypeAlias = Literal["fp32", "tf32", "fp16", "bf16"]
 Severity: TypeAlias = Literal["critical", "warning", "info"]
 ComputeShareMode: TypeAlias = Literal["duty", "none"]
+VALID_NODE_NAME = "1 to 63 of a-z, 0-9, - _ . that begin and end with a letter or digit"
 #: Ends up in Ray labels (which must end in a letter or digit), file names and shell words.
 NodeName: TypeAlias = Annotated[
     str,
-    Field(
-        pattern=r"^[a-z0-9](?:[a-z0-9_.-]{0,61}[a-z0-9])?$",
-        description="1 to 63 of a-z, 0-9, - _ . that begin and end with a letter or digit",
-    ),
+    Field(pattern=r"^[a-z0-9](?:[a-z0-9_.-]{0,61}[a-z0-9])?$", description=VALID_NODE_NAME),
 ]
 
 
@@ -131,10 +129,10 @@ class NodeConfig(_Section):
         ),
     ]
     gpus: Annotated[int, Field(ge=0, le=64)] = 1
-    workers: Annotated[int, Field(ge=1, le=1024)]
+    workers: Annotated[int, Field(ge=1, le=1024, description="how many workers, from 1 to 1024")]
     cpus_per_worker: Annotated[int, Field(ge=1, le=1024)] = 1
     gpu_share: Share = 1.0
-    vram_per_worker_gib: Gib
+    vram_per_worker_gib: Annotated[Gib, Field(description="GiB of each worker, above 0")]
     memory_fraction: Share = 0.9
     size: Size | None = None
     dtype: Dtype | None = None

@@ -1,18 +1,19 @@
-"""Validates plain data and words every refusal: what, where, and what may be typed instead.
+"""Validates plain data and says of every refusal where: the file, its line and the key.
 
-Serves cluster.yaml, and by `checked` every other file that is read into a model. Does not cover the
-models (`schema`). The `valid:` part is read from their JSON schema, so it cannot
-become outdated.
+Serves cluster.yaml, and by `checked` every other file that is read into a model. What is wrong is
+said by pydantic, except where its words name no key or no form that may be typed. Does not cover
+the models (`schema`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
-from functools import cache
-from typing import Any, TypeVar
+from typing import TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from orchestrator.config.capacity import (
@@ -23,45 +24,17 @@ from orchestrator.config.capacity import (
 )
 from orchestrator.config.duration import shown
 from orchestrator.config.gpu_specs import PROFILES
-from orchestrator.config.schema import Config, NodeConfig
+from orchestrator.config.schema import VALID_NODE_NAME, Config, NodeConfig
 from orchestrator.config.yaml_source import KeyPath, YamlSource, listed
 from orchestrator.errors import ConfigError, Problem
-from workers.training.settings import RENAMED
 
-#: What pydantic found, by its name for it. A finding about a value that is missing does not show
-#: the value.
-_SENTENCES = {
+#: What pydantic found whose own words do not help who types a file, by its name for it.
+_WORDS = {
     "missing": "is missing",
-    "too_short": "holds nothing",
-    "too_long": "holds too many entries",
-    "int_type": "{value} is {no} a whole number",
-    "float_type": "{value} is {no} a number",
-    "string_type": "{value} is {no} text",
-    "dict_type": "{value} is {no} a mapping",
-    "model_type": "{value} is {no} a mapping",
-    "finite_number": "{value} is {no} a finite number",
-    "literal_error": "{value} is {no} one of the choices",
-    **dict.fromkeys(("greater_than", "greater_than_equal"), "{value} is too small"),
-    **dict.fromkeys(("less_than", "less_than_equal"), "{value} is too large"),
-    **dict.fromkeys(
-        ("string_pattern_mismatch", "string_too_short", "string_too_long"),
-        "{value} is {no} in the right form",
-    ),
+    "dict_type": "{value} should be a mapping",
+    "model_type": "{value} should be a mapping",
+    "string_pattern_mismatch": "{value} is not in the right form",
 }
-#: Words of the JSON schema in ours.
-_KINDS = {
-    "integer": "a whole number",
-    "number": "a number",
-    "string": "text",
-    "boolean": "true or false",
-}
-_BOUNDS = {
-    "minimum": "at least",
-    "exclusiveMinimum": "above",
-    "maximum": "at most",
-    "exclusiveMaximum": "below",
-}
-_SHARE = "a share above 0, at most 1 (0.6 is 60 %)"
 #: More sentences mean that it is the wrong file, and would push the first ones off the screen.
 MAX_PROBLEMS = 100
 
@@ -71,39 +44,31 @@ Model = TypeVar("Model", bound=BaseModel)
 def validated(source: YamlSource) -> Config:
     """Return the data of `source` as a configuration.
 
-    Raises:
-        ConfigError: with every problem at once, in the order of the file, then of the overrides;
-            the first `MAX_PROBLEMS` of them and how many more there are.
+    `ConfigError` with every problem of single keys, or else with those between keys.
     """
-    config, problems = checked(source, Config)
-    problems += _between_keys(source)
-    if problems or config is None:
+    config = checked(source, Config)
+    if problems := list(_between_keys(source, config)):
         raise refusals(source, problems)
     return config
 
 
-def checked(source: YamlSource, model: type[Model]) -> tuple[Model | None, list[Problem]]:
-    """Return the data of `source` as a `model` if it is one, and everything wrong with it."""
-    value: Model | None = None
-    problems = list(source.problems)
-    # A value that could not be read has a problem already; its substitute must not add a second
-    # one.
-    unreadable = {(problem.source, problem.line, problem.key) for problem in problems}
+def checked(source: YamlSource, model: type[Model]) -> Model:
+    """Return the data of `source` as a `model`; `ConfigError` with everything wrong with it."""
     try:
-        value = model.model_validate(source.data)
+        return model.model_validate(source.data)
     except ValidationError as error:
-        found = [_translated(source, model, details) for details in error.errors(include_url=False)]
-        fresh = (
-            problem
-            for problem in found
-            if (problem.source, problem.line, problem.key) not in unreadable
-        )
-        problems += dict.fromkeys(fresh)
-    return value, problems
+        # Of a value that may have several forms, pydantic tells what is wrong with each.
+        found: dict[KeyPath, list[ErrorDetails]] = {}
+        for details in error.errors(include_url=False):
+            found.setdefault(_path_of(source.data, details), []).append(details)
+    raise refusals(source, [_problem(source, model, *item) for item in found.items()])
 
 
-def refusals(source: YamlSource, problems: Sequence[Problem]) -> ConfigError:
-    """Return the error with `problems` in the order of the file, then of the overrides."""
+def refusals(source: YamlSource, problems: Iterable[Problem]) -> ConfigError:
+    """Return the error with `problems` in the order of the file, then of the overrides.
+
+    After the first `MAX_PROBLEMS` it says how many more there are.
+    """
     ordered = sorted(problems, key=lambda it: (it.source != source.name, it.line or 0))
     if len(ordered) > MAX_PROBLEMS:
         text = f"has {len(ordered) - MAX_PROBLEMS} more problems, not shown"
@@ -111,53 +76,80 @@ def refusals(source: YamlSource, problems: Sequence[Problem]) -> ConfigError:
     return ConfigError(ordered)
 
 
-def _translated(source: YamlSource, model: type[BaseModel], details: ErrorDetails) -> Problem:
-    kind, value = details["type"], details["input"]
-    path = tuple(str(part) for part in details["loc"])
-    if path[:1] == ("train",) and len(path) > 2:
-        # Behind the key stands which of the forms of its value was tried; each has a refusal of its
-        # own.
-        path, kind = path[:2], "no_form"
-    if path[-1:] == ("[key]",):
-        valid = _merged(_schema_of(model, ("cluster", "head")))["description"]
-        return source.problem(path[:-1], "cannot be the name of a node", valid)
+def _path_of(data: object, details: ErrorDetails) -> KeyPath:
+    """Return the keys of the data that pydantic means; without the form that it has tried."""
+    path: list[str] = []
+    for part in details["loc"]:
+        inner = dict(enumerate(data)) if isinstance(data, list) else data
+        if not isinstance(inner, dict) or part not in inner:
+            break
+        path.append(str(part))
+        data = inner[part]
+    is_missing = details["type"] == "missing"
+    return (*path, str(details["loc"][-1])) if is_missing else tuple(path)
+
+
+def _problem(
+    source: YamlSource, model: type[BaseModel], path: KeyPath, errors: Sequence[ErrorDetails]
+) -> Problem:
+    """Return what is wrong at one place, in a sentence of one line."""
+    details, value = errors[0], in_words(errors[0]["input"])
+    kind, section = details["type"], _section(model, path[:-1])
     if kind == "extra_forbidden":
-        if path[0] == "train" and (renamed := RENAMED.get(path[-1])):
-            return source.problem(path, "has a new name", f"train.{renamed}")
-        keys = sorted(_section(model, _schema_of(model, path[:-1]))["properties"])
+        keys = sorted(field.alias or name for name, field in section.model_fields.items())
         return source.problem(path, f"unknown key{nearest(path[-1], keys)}", ", ".join(keys))
-    schema = _schema_of(model, path)
+    valid = _description(section.model_fields.get(path[-1])) if path else None
+    if details["loc"][-1:] == ("[key]",):
+        return source.problem(path, "cannot be the name of a node", VALID_NODE_NAME)
     if kind == "value_error":
         # Our own validators say after "; valid: " what would be right.
         text, _, own = str(details["ctx"]["error"]).partition("; valid: ")
-        return source.problem(path, text, own or _valid(schema))
-    # `"7"` and `7` look alike in a file, so a refusal of the type says that it was text.
-    no = "text, not" if isinstance(value, str) and kind.endswith("_type") else "not"
-    text = _SENTENCES.get(kind, "{value} is {no} usable here").format(value=in_words(value), no=no)
+        return source.problem(path, text, own or valid)
+    if kind in {"dict_type", "model_type"}:
+        keys = sorted(_section(model, path).model_fields)
+        valid = valid or f"a mapping with the keys {', '.join(keys)}"
+    said = [_WORDS.get(one["type"], one["msg"]) for one in errors]
+    forms = dict.fromkeys(re.sub(r"^.*? should ", "", words) for words in said)
+    text = f"{{value}} should {', or '.join(forms)}" if " should " in said[0] else said[0]
+    text = text.replace("{value}", value)
     if kind == "literal_error":
-        text += nearest(value, [str(choice) for choice in _merged(schema)["enum"]])
-    return source.problem(path, text, _valid(schema))
+        text += nearest(details["input"], re.findall(r"'([^']*)'", details["ctx"]["expected"]))
+    return source.problem(path, text, valid)
 
 
-def _between_keys(source: YamlSource) -> Iterator[Problem]:
-    """Yield problems between several keys; nodes that are invalid by themselves are left out."""
-    data = source.data
-    nodes = data.get("nodes") if isinstance(data, dict) else None
-    if not isinstance(nodes, dict):
-        return
-    cluster = data.get("cluster")
-    head = cluster.get("head") if isinstance(cluster, dict) else None
-    if isinstance(head, str) and head not in nodes:
+def _section(model: type[BaseModel], path: KeyPath) -> type[BaseModel]:
+    """Return the model of the section at `path`; names of nodes and numbers of entries in it are
+    passed over.
+    """
+    for key in path:
+        field = model.model_fields.get(key)
+        model = (field and _model_in(field.annotation)) or model
+    return model
+
+
+def _model_in(annotation: object) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_model_in, get_args(annotation))), None)
+
+
+def _description(field: FieldInfo | None) -> str | None:
+    """Return the words for what a key may be, also of one that may be null as well."""
+    if field is None or field.description is not None:
+        return field and field.description
+    notes = (note for form in get_args(field.annotation) for note in get_args(form)[1:])
+    return next((note.description for note in notes if isinstance(note, FieldInfo)), None)
+
+
+def _between_keys(source: YamlSource, config: Config) -> Iterator[Problem]:
+    """Yield problems between several keys, each of which is right by itself."""
+    nodes, head = config.nodes, config.cluster.head
+    if head is not None and head not in nodes:
         text = f"there is no node {in_words(head)}{nearest(head, list(nodes))}"
         yield source.problem(("cluster", "head"), text, f"{listed(nodes)}, or null for the first")
-    workers = 0
-    for name, raw in nodes.items():
-        try:
-            node = NodeConfig.model_validate(raw)
-        except ValidationError:
-            continue
-        workers += node.workers
+    for name, node in nodes.items():
         yield from _node_problems(source, ("nodes", name), node)
+    workers = sum(node.workers for node in nodes.values())
     if workers > MAX_WORKERS:
         parts = [("nodes", name, "workers") for name in nodes]
         text = f"{workers} workers on {len(nodes)} nodes are too many for one head"
@@ -167,12 +159,8 @@ def _between_keys(source: YamlSource) -> Iterator[Problem]:
 def _node_problems(source: YamlSource, path: KeyPath, node: NodeConfig) -> Iterator[Problem]:
     gpus, workers = (*path, "gpus"), (*path, "workers")
     if node.gpu == "cpu" and node.gpus:
-        yield source.problem(
-            gpus,
-            f"{node.gpus} on a node whose gpu is cpu",
-            "gpus: 0, or the name of a card",
-            [gpus],
-        )
+        text = f"{node.gpus} on a node whose gpu is cpu"
+        yield source.problem(gpus, text, "gpus: 0, or the name of a card")
     elif node.gpus and node.gpu not in PROFILES and node.vram_gib is None:
         text = f"unknown card {node.gpu}{nearest(node.gpu, list(PROFILES))}"
         valid = f"{', '.join(PROFILES)}; any name if vram_gib is given; cpu with gpus: 0"
@@ -182,67 +170,13 @@ def _node_problems(source: YamlSource, path: KeyPath, node: NodeConfig) -> Itera
         valid = f"gpus at most {node.workers}, or workers at least {node.gpus}"
         yield source.problem(gpus, text, valid, [workers, gpus])
     elif node.gpus and workers_per_card(node.workers, node.gpus) > MAX_WORKERS_PER_CARD:
-        text = (
-            f"{node.workers} workers are more than {MAX_WORKERS_PER_CARD} on a card, too many "
-            "to keep apart in Ray"
-        )
-        yield source.problem(
-            workers, text, f"at most {MAX_WORKERS_PER_CARD * node.gpus}", [workers, gpus]
-        )
+        most = MAX_WORKERS_PER_CARD
+        text = f"{node.workers} workers are more than {most} on a card, too many for Ray's shares"
+        yield source.problem(workers, text, f"at most {most * node.gpus}", [workers, gpus])
     excess = overbooked(node)
     if excess is not None:
-        parts = ("gpu", "gpus", "workers", "vram_per_worker_gib", "memory_fraction", "vram_gib")
-        yield source.problem(path, excess.text, excess.valid, [(*path, part) for part in parts])
-
-
-@cache
-def _schema(model: type[BaseModel]) -> dict[str, Any]:
-    return model.model_json_schema()
-
-
-def _schema_of(model: type[BaseModel], path: KeyPath) -> dict[str, Any]:
-    found = _schema(model)
-    for key in path:
-        found = _section(model, found)
-        entries = found.get("patternProperties")  # their names are the user's own
-        inner = next(iter(entries.values())) if entries else found.get("items")
-        found = inner or found["properties"][key]
-    return found if "anyOf" in found else _section(model, found)
-
-
-def _section(model: type[BaseModel], found: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema that is meant by a reference, or by a section that may be null."""
-    form = next((form for form in found.get("anyOf", ()) if "$ref" in form), found)
-    named = _schema(model).get("$defs", {}).get(form.get("$ref", "").rpartition("/")[2], found)
-    return dict(named)
-
-
-def _merged(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a field's schema together with that of its first alternative.
-
-    The second is null, or text.
-    """
-    return {**schema.get("anyOf", [{}])[0], **schema}
-
-
-def _valid(schema: dict[str, Any]) -> str:
-    if "properties" in schema:
-        return f"a mapping with the keys {', '.join(sorted(schema['properties']))}"
-    field, several = (
-        _merged(schema),
-        [form for form in schema.get("anyOf", ()) if form.get("type") != "null"],
-    )
-    words: str = field.get("description") or field.get("const") or ", ".join(field.get("enum", ()))
-    if len(several) > 1 and "description" not in schema:
-        words = ", or ".join(map(_valid, several))
-    if not words:
-        bounds = [f"{said} {field[name]}" for name, said in _BOUNDS.items() if name in field]
-        kind = _KINDS.get(field.get("type", ""), "another value")
-        words = _SHARE if bounds == ["above 0", "at most 1"] else ", ".join([kind, *bounds])
-    if {"type": "null"} in schema.get("anyOf", ()):
-        words += ", or null"
-    default = field.get("default")
-    return words if default is None else f"{words} (default {default})"
+        keys = ("gpu", "gpus", "workers", "vram_per_worker_gib", "memory_fraction", "vram_gib")
+        yield source.problem(path, excess.text, excess.valid, [(*path, key) for key in keys])
 
 
 def nearest(typed: object, known: Sequence[str]) -> str:

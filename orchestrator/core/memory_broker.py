@@ -43,7 +43,7 @@ class MemoryBroker:
             if plan.spec.card_budget_bytes > plan.spec.budget_bytes
         )
         self._specs = {
-            spec.slot: spec for spec in shared if spec.policy != "classic" and spec.device == "cuda"
+            spec.slot: spec for spec in shared if spec.follows_memory and spec.device == "cuda"
         }
         nodes = Counter(plan.spec.node for plan in plans.values())
         self._machines: defaultdict[str, list[str]] = defaultdict(list)

@@ -220,7 +220,7 @@ _SLOT_FIELDS = frozenset(item.name for item in fields(Slot))
 
 def changed(slot: Slot, **changes: Any) -> Slot:  # noqa: ANN401 - the type of each field
     """Return a copy with other values, as `dataclasses.replace`, which costs a head of 1,000
-    workers a sixth more (`bench.py head`).
+    workers a sixth more.
 
     `TypeError` if there is no such field.
     """

@@ -3,9 +3,8 @@
 Jobs of a higher level are planned first, each level on what those above leave of the cards: nothing
 below moves the reserved start of a job above. A level is a job's priority and one more for each
 hour that it has waited, so that none starves. Within a level the longest goes first, each job to
-the card on which it ends first: 1 % above the optimum on two cards
-(`scripts/benches/jobs_decisions.py`). So a job may wait for a faster card while a slower one is
-idle. Pure; it starts nothing.
+the card on which it ends first: 1 % above the optimum on two cards, as measured. So a job may wait
+for a faster card while a slower one is idle. Pure; it starts nothing.
 """
 
 from __future__ import annotations

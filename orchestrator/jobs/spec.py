@@ -32,6 +32,8 @@ from orchestrator.jobs.sweep import FOLDER, RANGES, JobFile, dotted, dotted_key,
 #: More jobs than this in a file are a mistake of an exponent; a head decides on 10,000 in time.
 MAX_JOBS: Final = 10_000
 _LONGEST_NAME: Final = 60
+#: What problems of words on a command line are called after.
+_TYPED: Final = "jobs submit"
 _EXAMPLE: Final = "such as jobs: [{name: first, train: {preset: gpt-nano}}]"
 
 #: Sections of cluster.yaml that a job may differ in; the others are those of the whole run.
@@ -75,7 +77,7 @@ def from_words(
     at: KeyPath = ("jobs", "0")
     typed = {(*at, key): f"--{key.replace('_', '-')}" for key in entry}
     if train is None and not command:
-        raise refusal("jobs submit", "has nothing to do", "--train KEY=VALUE, or -- COMMAND")
+        raise refusal(_TYPED, "has nothing to do", "--train KEY=VALUE, or -- COMMAND")
     if command:
         line = command[0] if len(command) == 1 else list(command)
         entry["command"], typed[*at, "command"] = line, "-- COMMAND"
@@ -93,7 +95,8 @@ def from_words(
     size = Sweep.model_validate(entry["sweep"]).size if over else 0
     entry["name"] = _free_name(_usual_name(entry, base), size, known) if name is None else name
     typed[*at, "name"] = "--name"
-    source = YamlSource(name="jobs submit", data={"jobs": [entry]}, overrides=typed)
+    places = {where: (option, None) for where, option in typed.items()}
+    source = YamlSource(name=_TYPED, data={"jobs": [entry]}, places=places)
     return _right(source, base, known)
 
 
@@ -131,9 +134,10 @@ def _free_name(usual: str, size: int, known: Sequence[Job]) -> str:
 
 def _right(source: YamlSource, base: Config, known: Sequence[Job]) -> JobFile:
     """Return the data of `source` as a job file; `ConfigError` with all problems."""
-    document, problems = checked(source, Document)
-    if document is None or problems:
-        raise _refusals(source, problems)
+    try:
+        document = checked(source, Document)
+    except ConfigError as error:
+        raise _refusals(source, error.problems) from None
     file = JobFile(
         origin=source.name,
         entries=tuple(document.jobs),
@@ -143,7 +147,7 @@ def _right(source: YamlSource, base: Config, known: Sequence[Job]) -> JobFile:
         lines={
             entry.name: line
             for n, entry in enumerate(document.jobs)
-            if (line := source.lines.get(("jobs", str(n)))) is not None
+            if (line := _line_of(source, n)) is not None
         },
         known=tuple(known),
     )
@@ -154,6 +158,10 @@ def _right(source: YamlSource, base: Config, known: Sequence[Job]) -> JobFile:
     return file
 
 
+def _line_of(source: YamlSource, entry: int) -> int | None:
+    return source.places.get(("jobs", str(entry)), (source.name, None))[1]
+
+
 def _refusals(source: YamlSource, problems: Sequence[Problem]) -> ConfigError:
     """Return the error, with the entry's name in place of its number in each key."""
     named = []
@@ -162,7 +170,7 @@ def _refusals(source: YamlSource, problems: Sequence[Problem]) -> ConfigError:
         if words[0] == "jobs" and len(words) > 1:
             entry = source.data["jobs"][int(words[1])]
             name = entry.get("name") if isinstance(entry, dict) else None
-            if source.overrides:  # of one entry, whose keys are options
+            if source.name == _TYPED:  # of one entry, whose keys are options
                 place = source.name if len(words) == 2 else place
                 words = words[2:] if len(words) > 3 else []
             elif isinstance(name, str) and words[2:] != ["name"]:
@@ -293,7 +301,7 @@ def _of_names(source: YamlSource, file: JobFile) -> Iterator[Problem]:
         if taken := owners.keys() & {entry.name, *mine}:
             text = f"{in_words(min(taken))} is also a name of {owners[min(taken)]}"
             yield at.problem(text, "another name", "name")
-        owner = f"the entry on line {source.lines.get(at.path)}"
+        owner = f"the entry on line {_line_of(source, int(at.path[1]))}"
         owners |= dict.fromkeys((entry.name, *mine), owner)
         if len(mine[-1]) > _LONGEST_NAME:
             yield at.problem(

@@ -1,1 +1,1 @@
-"""Experiments on a cluster: tuning, burning in, advice. A run works without this folder."""
+"""Experiments on a cluster: tuning, burn-in, injected faults. A run works without this folder."""

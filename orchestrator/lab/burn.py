@@ -44,8 +44,8 @@ _SIZE: Final = 8192
 #: A processor runs tf32 as fp32, and fp16 as the fastest type of 16 bits that it has.
 _TYPES: Final = {"cuda": ("fp32", "tf32", "fp16", "bf16"), "cpu": ("fp32", "fp16")}
 
-#: Where a pass ends, by the guides (docs/guides.md); keys of the JSON result. Heat is sustained from
-#: so many seconds on end on, or from such a share of the time.
+#: Where a pass ends, by the guides (docs/guides.md); keys of the JSON result. Heat is sustained
+#: that lasts so many seconds on end, or such a share of the time.
 LIMITS: Final = {
     "vram_held_least_pct": 90.0,
     "temperature_limit_c": 80.0,
@@ -326,7 +326,8 @@ def burn(
         for each in planned:
             if not options.json:
                 length = format_duration(each.config.run.duration_s)
-                _say(f"Phase {each.phase.number} of 3, {_title(each)}: {length}")
+                what = ", ".join(filter(None, [each.phase.title, each.dtype]))
+                _say(f"Phase {each.phase.number} of 3, {what}: {length}")
             runs.append(_run(each, make_environment, options, is_first=not runs))
             if interrupts.asked or not runs[-1].is_whole:
                 break
@@ -344,8 +345,8 @@ def burn(
         place = f"not written, {path}: {error.strerror}"
     # The terminal may be gone; the exit code and the file are not.
     with contextlib.suppress(OSError, ValueError):
-        lines = result_lines(runs, result["outcome"])
-        print(summary_text(result) if options.json else "\n".join(lines), flush=True)  # noqa: T201
+        text = summary_text(result) if options.json else "\n".join(result_lines(result))
+        print(text, flush=True)  # noqa: T201 - the answer
     if not options.json:
         _say(f"Result: {place}")
     return int(result["exit_code"])
@@ -455,8 +456,8 @@ def _phase_verdict(phase: Phase, runs: Sequence[BurnRun]) -> bool | None:
 
 def _worker_dict(run: BurnRun, worker: JudgedWorker) -> dict[str, Any]:
     known = (
-        "slot", "node", "dtype", "gpu_name", "device", "cap_bytes", "steps_ok", "steps_oom", "steps_error",
-        "emergency_count", "restarts", "verify_checks", "verify_errors",
+        "slot", "node", "dtype", "gpu_name", "device", "cap_bytes", "steps_ok", "steps_oom",
+        "steps_error", "emergency_count", "restarts", "verify_checks", "verify_errors",
     )  # fmt: skip
     findings = worker.findings.items()
     return {
@@ -469,37 +470,26 @@ def _worker_dict(run: BurnRun, worker: JudgedWorker) -> dict[str, Any]:
     }
 
 
-def result_lines(runs: Sequence[BurnRun], outcome: str) -> Iterator[str]:
+def result_lines(result: Mapping[str, Any]) -> Iterator[str]:
     """Yield the result for people: of each worker the verdict, and below it why it is no pass."""
-    for phase, of in groupby(runs, key=lambda run: run.phase):
-        group = list(of)
-        length = format_duration(sum(run.elapsed_s for run in group))
-        verdict = _word(_phase_verdict(phase, group))
-        yield f"\nPhase {phase.number}, {phase.title}, {length}: {verdict}"
-        for run in group:
-            if run.error is not None:
-                yield f"  FAIL  {clean(f'{_title(run)}: {run.error}')}"
-            for worker in run.workers:
-                told = _worker_dict(run, worker)
-                verdict = _word(verdict_of(phase, [worker], is_whole=run.is_whole))
-                dtype = "" if run.dtype is None else f", {run.dtype}"
-                tflops = told["tflops_mean"]
-                speed = "" if tflops is None else f", {tflops:.3g} TFLOP/s"
-                yield f"  {verdict:4}  {clean(told['slot'])}{dtype}{speed}"
-                yield from (f"        {clean(reason)}" for reason in told["reasons"])
+    for phase in result["phases"]:
+        length = format_duration(sum(run["elapsed_s"] for run in phase["runs"]))
+        yield f"\nPhase {phase['phase']}, {phase['title']}, {length}: {_word(phase['verdict'])}"
+        yield from (f"  FAIL  {clean(run['error'])}" for run in phase["runs"] if run["error"])
+        for worker in phase["workers"]:
+            dtype, tflops = worker["dtype_asked"], worker["tflops_mean"]
+            told = [worker["slot"], dtype, None if tflops is None else f"{tflops:.3g} TFLOP/s"]
+            yield f"  {_word(worker['verdict']):4}  {clean(', '.join(filter(None, told)))}"
+            yield from (f"        {clean(reason)}" for reason in worker["reasons"])
     words = {
         "not_judged": "NOT JUDGED: nothing failed, but the purpose of a phase could not be judged",
         "interrupted": "Interrupted: the results are incomplete, and the rest was not judged",
     }
-    yield f"\n{words.get(outcome, outcome.upper())}"
+    yield f"\n{words.get(result['outcome'], result['outcome'].upper())}"
 
 
-def _word(is_good: bool | None) -> str:
-    return MISSING if is_good is None else _WORDS[is_good].upper()
-
-
-def _title(run: BurnRun) -> str:
-    return run.phase.title if run.dtype is None else f"{run.phase.title}, {run.dtype}"
+def _word(verdict: str) -> str:
+    return MISSING if verdict == _WORDS[None] else verdict.upper()
 
 
 def _say(line: str) -> None:

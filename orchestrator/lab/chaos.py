@@ -24,9 +24,8 @@ from orchestrator.core.slot import HeadState, SlotState, slot_state
 from orchestrator.errors import UsageError, one_line
 from orchestrator.record.events import EventLog
 from orchestrator.run.environment import Environment, Mode
-from orchestrator.run.runner import Experiment
 from orchestrator.run.supervisor import Clock
-from workers.messages import Report, WorkerState
+from workers.messages import Directive, Report, WorkerState
 from workers.settings import WorkerSpec
 
 #: No worker is killed in the last seconds of a run, or in this share of a short one, so that what
@@ -175,15 +174,18 @@ class _Open:
     fault: Fault
     struck_s: float
     waiting: dict[str, bool]
-    """Slots whose new process has not reported, each with whether the old one is known to be gone."""
+    """Slots whose new process has not reported, each with whether the old one is gone."""
     start_s: float | None = None
     """When its node is to be started again; `None`: it was, or only a process was ended."""
     lost: list[str] = field(default_factory=list)
     """Slots that were quarantined meanwhile."""
 
 
-class Chaos(Experiment):
-    """`run --chaos` as an addition to a run; what it does not override of the fleet it hands on."""
+class Chaos:
+    """The faults of a run (`runner.Faults`), and a fleet around its fleet.
+
+    What it does not override of the fleet it hands on.
+    """
 
     _inner: Fleet
     _events: EventLog
@@ -194,13 +196,14 @@ class Chaos(Experiment):
         self._plan = parse_chaos(text, seed)
         self._yes_really = yes_really
         self.description = one_line(f"{text} (seed {seed})")
-        self.line = f"Chaos: {self.description}"
         self._faults: list[Fault] = []
         self._open: list[_Open] = []
         self._of_steps: dict[str, Fault] = {}
         self._planned = list(self._plan.nodes)
         self._nodes: dict[str, str] = {}
         self._states: dict[str, SlotState] = {}
+        self._asked: set[str] = set()
+        """Slots that were sent a slice since the last wait: a run that drains sends none."""
         self._chance = Random(seed)  # noqa: S311 - repeatable is what is wanted
         self._began_s = self._calm_s = self._ends_s = self._kill_s = math.inf
         self._began_unix_s = 0.0
@@ -227,11 +230,8 @@ class Chaos(Experiment):
                 valid = ", ".join(others) or "none, the head's node is the only one"
                 raise UsageError(one_line(f"--chaos node:{fault.node} {why}; valid: {valid}"))
 
-    def around(
-        self, fleet: Fleet, environment: Environment, events: EventLog, clock: Clock
-    ) -> Fleet:
+    def around(self, fleet: Fleet, events: EventLog, clock: Clock) -> Fleet:
         """Return the fleet with the faults; nothing is struck before the run counts."""
-        del environment
         self._inner, self._events, self._clock = fleet, events, clock
         return cast("Fleet", self)
 
@@ -249,6 +249,11 @@ class Chaos(Experiment):
             name = f"workers.workloads.chaos:{spec.workload.name}"
             spec = replace(spec, workload=replace(spec.workload, name=name, settings=settings))
         self._inner.place(spec, num_cpus, num_gpus)
+
+    def submit(self, slot: str, directive: Directive) -> None:
+        """Send a slice."""
+        self._asked.add(slot)
+        self._inner.submit(slot, directive)
 
     def abandon(self, slot: str) -> None:
         """End the slot's actor."""
@@ -283,7 +288,7 @@ class Chaos(Experiment):
                 if slot in each.waiting:
                     _note(each, slot, state, str(entry["cause"]))
 
-    def faults(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def told(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Give every fault of a run that is over its outcome, and return all, and their counts.
 
         Of a kind, `injected` is the sum of `recovered` (or survived), `given_up` and `pending` (not
@@ -323,7 +328,8 @@ class Chaos(Experiment):
     def _strike(self, now_s: float) -> None:
         """Kill a worker and end nodes if that is due; start nodes whose time has come."""
         struck = {slot for each in self._open for slot in each.waiting}
-        at_work = {slot for slot in self._nodes if self._states.get(slot) in _AT_WORK}
+        at_work = {slot for slot in self._asked if self._states.get(slot) in _AT_WORK}
+        self._asked.clear()
         if self._kill_s <= now_s < self._calm_s and (targets := sorted(at_work - struck)):
             self._kill_s = max(self._kill_s + self._plan.kill_every_s, now_s)
             slot = self._chance.choice(targets)

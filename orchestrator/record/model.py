@@ -572,7 +572,7 @@ class LazyRows(Sequence[Row]):
     """Rows that are made when they are asked for: of a thousand slots a table shows fifty.
 
     With all rows made at each look, a head of 1,000 workers takes 11 % of a core and not 6, and
-    with the table 14 % and not 8 (`bench.py head`).
+    with the table 14 % and not 8 (docs/results/watching.md).
     """
 
     @abstractmethod

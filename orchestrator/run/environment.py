@@ -21,14 +21,14 @@ import psutil
 from orchestrator.cluster.connect import connected
 from orchestrator.cluster.local_cluster import rehearsed
 from orchestrator.cluster.raylets import RayletPlan
-from orchestrator.config import scaling
+from orchestrator.config.gpu_specs import by_formula
 from orchestrator.config.load import config_from_data
-from orchestrator.config.scaling import REHEARSAL_SCALE, Scaled, scale_config
 from orchestrator.config.schema import Config
-from orchestrator.config.template import by_formula
 from orchestrator.core.fleet import Fleet
 from orchestrator.core.placement import SlotPlan, Target, node_budget, plan_slots
 from orchestrator.errors import PreflightError, UsageError
+from orchestrator.run import scaling
+from orchestrator.run.scaling import REHEARSAL_SCALE, Scaled, scale_config
 from workers.host.facts import CardFacts
 from workers.host.machine import visible_cards
 from workers.units import GIB
@@ -258,8 +258,10 @@ def _has_room(card: CardFacts, config: Config, scale: float | None) -> bool:
     """Say whether every worker's budget, scaled to this card, is more than the CUDA context it must
     pay for.
     """
+    if card.free_bytes < _LEAST_CARD_WORKER_GIB * GIB:
+        return False
     wanted_scale = 1.0 if scale is None else scale
-    scaled = scale_config(config, wanted_scale, max(1, int(_CARD_SHARE * card.free_bytes))).config
+    scaled = scale_config(config, wanted_scale, int(_CARD_SHARE * card.free_bytes)).config
     return min(node.vram_per_worker_gib for node in scaled.nodes.values()) >= _LEAST_CARD_WORKER_GIB
 
 

@@ -1,5 +1,5 @@
-"""Power limits and memory offsets of cards for the length of a run: which nodes are to have them, and
-what the user is told.
+"""Power limits and memory offsets of cards for the length of a run: which nodes are to have them,
+and what the user is told.
 
 Does not set anything itself: `cluster/node_tasks.py` has `workers/card_settings.py` do it on each
 node.

@@ -28,7 +28,7 @@ RATED_SHARE: Final = 0.375
 
 #: Larger than any card: what the smallest step takes is asked for, and not what fits.
 _NO_CAP_BYTES: Final = 2**60
-#: Predictions are within a tenth (docs/results/2026-11-26-own-training.md): a job is refused only
+#: Predictions are within a tenth (docs/results/hugging-face.md): a job is refused only
 #: where so much of it does not fit.
 _SURE: Final = 0.9
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from rich.console import Console
 
@@ -28,7 +28,7 @@ from orchestrator.config.notify_urls import notify_urls
 from orchestrator.config.schema import ClusterConfig, Config, NotifyConfig
 from orchestrator.core.fleet import Fleet
 from orchestrator.core.node_commands import node_command
-from orchestrator.core.placement import Missing, SlotPlan, Target, idle_line, refusals, unnamed
+from orchestrator.core.placement import Missing, Target, idle_line, refusals, unnamed
 from orchestrator.core.run_outcome import outcome_of
 from orchestrator.errors import (
     NoClusterError,
@@ -73,43 +73,23 @@ _SUMMARY_NAME = "summary.json"
 _TRACEBACK_LINES = 20
 
 
-class Experiment:
-    """What the laboratory adds to a run; by default nothing.
+class Faults(Protocol):
+    """Faults that are injected into a run (`run --chaos`); the run does not know what they are."""
 
-    A subclass overrides what it needs. The run does not know what the addition is.
-    """
-
-    line: str | None = None
-    """For the user, when the run begins."""
-    description: str | None = None
-    """The failures that it brings, for the run's record; nothing is learned from such a run."""
+    description: str
+    """For the user and the run's record; nothing is learned from such a run."""
 
     def check(self, environment: Environment) -> None:
         """Refuse, as a `UsageError`, what makes no sense in this environment."""
 
-    def equip(
-        self, plans: Sequence[SlotPlan], folder: Path, elapsed_s: float
-    ) -> Sequence[SlotPlan]:
-        """Return the slots with what their workers are told; `folder` is the run's.
-
-        A run that was resumed has gone on for `elapsed_s` already.
-        """
-        del folder, elapsed_s
-        return plans
-
-    def around(
-        self, fleet: Fleet, environment: Environment, events: EventLog, clock: Clock
-    ) -> Fleet:
+    def around(self, fleet: Fleet, events: EventLog, clock: Clock) -> Fleet:
         """Return a fleet around the fleet."""
-        del environment, events, clock
-        return fleet
 
     def on_event(self, entry: Mapping[str, Any]) -> None:
         """Take in what the run writes into its event log."""
 
-    def faults(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def told(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Return the injected faults of a run that is over, and their counts by kind."""
-        return [], []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +110,7 @@ class Options:
     json: bool
     plain: bool
     wait_for_nodes: bool
-    experiments: tuple[Experiment, ...] = ()
+    chaos: Faults | None = None
     apply_power_limit: bool = False
     yes_really: bool = False
     """With it a memory offset is set, too."""
@@ -140,16 +120,6 @@ class Options:
     """A watcher that judges the run and reports on it: then `json` only means that this run prints
     nothing.
     """
-
-    @property
-    def failures(self) -> str | None:
-        """The failures that experiments bring, in words; `None`: none."""
-        return (
-            "; ".join(
-                experiment.description for experiment in self.experiments if experiment.description
-            )
-            or None
-        )
 
 
 def run(environment: Environment, options: Options) -> int:
@@ -192,8 +162,8 @@ def go_on(
 def _check(environment: Environment, options: Options) -> None:
     if options.judge is None:
         notify_urls(environment.config.notify)
-    for experiment in options.experiments:
-        experiment.check(environment)
+    if options.chaos is not None:
+        options.chaos.check(environment)
 
 
 def _in_folder(
@@ -250,16 +220,15 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
             workers=len(settled.plans),
             elapsed_s=facts.elapsed_s,
         )
-        experiments, plans = record.options.experiments, settled.plans
+        chaos, plans = record.options.chaos, settled.plans
         # With injected failures nothing is learned that holds without them.
-        remembers = settled.config.memory.remember and record.options.failures is None
+        remembers = settled.config.memory.remember and chaos is None
         store = LimitStore() if remembers else None
         learned_limits = LearnedLimits(store, record.outlets.events)
         if record.journal is None:
             record.tell(*filter(None, [idle_line(settled.config, plans)]))
-        for experiment in experiments:
-            record.tell(*filter(None, [experiment.line]))
-            plans = tuple(experiment.equip(plans, record.folder, record.past.elapsed_s))
+        if chaos is not None:
+            record.tell(f"Chaos: {chaos.description}")
         options = record.options
         wanted = node_setup.wanted_settings(
             settled,
@@ -283,15 +252,12 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
             record.tell(*filter(None, [commands.problem]))
             dispatcher = record.dispatcher(settled)
             slots = plans if dispatcher is None else tuple(dispatcher.resumed())
-            disturbed = fleet
-            for experiment in experiments:
-                disturbed = experiment.around(disturbed, settled, record.outlets.events, clock)
             record.supervisor = Supervisor(
                 facts=facts,
                 past=record.past,
                 config=settled.config,
                 plans=learned_limits.add_learned(slots, clock.unix_s()),
-                fleet=disturbed,
+                fleet=fleet if chaos is None else chaos.around(fleet, record.outlets.events, clock),
                 outlets=record.outlets,
                 interrupted=lambda: interrupts.asked,
                 learned_limits=learned_limits,
@@ -333,8 +299,8 @@ class _Record:
 
         def also(entry: Mapping[str, Any]) -> None:
             store.event(entry)
-            for experiment in self.options.experiments:
-                experiment.on_event(entry)
+            if self.options.chaos is not None:
+                self.options.chaos.on_event(entry)
 
         self.outlets = Outlets(
             watchers=(*_viewers(self.options, self.screen), *(() if judge is None else (judge,))),
@@ -359,7 +325,7 @@ class _Record:
             device=environment.target.device,
             one_machine=environment.target.one_machine,
             config_yaml=dump_config(config),
-            chaos=self.options.failures,
+            chaos=None if self.options.chaos is None else self.options.chaos.description,
             nodes_planned=tuple(config.nodes),
             head_pid=os.getpid(),
             head_started=start_time(os.getpid()),
@@ -487,9 +453,8 @@ class _Record:
     def _summary(
         self, snapshot: Snapshot, outcome: str, code: int, error: str | None = None
     ) -> dict[str, Any]:
-        reports = [experiment.faults() for experiment in self.options.experiments]
-        faults = [fault for faults, _ in reports for fault in faults]
-        counts = [count for _, counts in reports for count in counts]
+        chaos = self.options.chaos
+        faults, counts = ([], []) if chaos is None else chaos.told()
         started = datetime.fromtimestamp(self.started_at_unix_s, UTC).isoformat(
             timespec="milliseconds"
         )

@@ -1,19 +1,20 @@
 """Why the cards of a run were not busy, and which keys to change: a section of `report`.
 
-A slot's time, from its first report on, is divided by its states; the time in which it reported is
-divided further by its counters. Shares need not add up to 1: the rest is work. Pure: gets what was
-read of a run. Does not know what a change would bring; `tune` measures that.
+The time in which a slot's worker reported is divided by its states and counters; the rest of it is
+work. Pure: gets what was read of a run. Does not know what a change would bring, which `tune`
+measures, nor tells of time without a worker, which the report does elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean
 from typing import Any, Final, TypeAlias
 
-from orchestrator.core.slot import HeadState, SlotState, slot_state
+import yaml
+
 from orchestrator.record.history import Buckets, Span
 from orchestrator.record.model import Row, rows_by_card
 from workers.messages import STARVED, WorkerState
@@ -33,22 +34,12 @@ class Cause(StrEnum):
     #: Another program uses the card.
     NEIGHBOUR = "neighbour"
     MEMORY = "memory"
-    RESTARTS = "restarts"
-    LOST = "lost"
-    HELD = "held"
-    QUARANTINED = "quarantined"
     #: The worker waits for its next slice.
     HEAD = "head"
 
 
 #: Sampled values that the causes are told by.
-SAMPLED: Final = (
-    "duty_measured",
-    "baseline_pct",
-    "utilisation_pct",
-    "device_used_bytes",
-    "temperature_c",
-)
+SAMPLED: Final = ("duty_measured", "baseline_pct", "utilisation_pct", "device_used_bytes")
 
 #: Less of the time is within what counters and sensors tell; NVML tells of long gaps only.
 _LEAST_SHARE: Final = 0.05
@@ -60,40 +51,74 @@ _LEAST_SEEN_S: Final = 10.0
 #: More than a desktop takes while its user looks on.
 _FOREIGN_LEAST_BYTES: Final = 768 * MIB
 
-_OF_STATE: Final = {
-    HeadState.STARTING: Cause.RESTARTS,
-    HeadState.RESTARTING: Cause.RESTARTS,
-    HeadState.LOST: Cause.LOST,
-    HeadState.HELD: Cause.HELD,
-    HeadState.QUARANTINED: Cause.QUARANTINED,
-}
-#: In these a slot has not begun, or has nothing to do.
-_BEFORE: Final = frozenset({HeadState.STARTING, WorkerState.WARMING})
-_OVER: Final = frozenset({WorkerState.DONE, WorkerState.STOPPED})
+#: In these a worker has not begun, or has nothing to do.
+_IDLE_STATES: Final = frozenset({WorkerState.WARMING, WorkerState.DONE, WorkerState.STOPPED})
 
 #: Time in which another slot may use the card. Heat slows all slots of a card.
-_IDLE: Final = frozenset(
-    {Cause.DATA, Cause.DUTY, Cause.MEMORY, Cause.HEAD, *_OF_STATE.values()},
-)
+_IDLE: Final = frozenset({Cause.DATA, Cause.DUTY, Cause.MEMORY, Cause.HEAD})
 
-_SEEN: Final = {
-    Cause.DATA: "it waited for data",
-    Cause.COPIES: "batches were copied to it",
-    Cause.OPTIMIZER: "gradients were clipped and weights updated",
-    Cause.GAPS: "it had work and ran no kernel, waiting for the host",
-    Cause.DUTY: "its workers rested, as their share of the card says",
-    Cause.HEAT: "its workers paused or did less, because it was hot",
-    Cause.NEIGHBOUR: "another program used it",
-    Cause.MEMORY: "not even the smallest step of a worker fitted into its memory",
-    Cause.RESTARTS: "workers were started again",
-    Cause.LOST: "its node was not in the cluster",
-    Cause.HELD: "its slots were held",
-    Cause.QUARANTINED: "its slots were given up",
-    Cause.HEAD: "workers waited for their next slice, or for the processor",
+#: Of each cause what is seen, and what to do with the key that does it: the first whose key has
+#: another value in the run.
+_REMEDIES: Final[Mapping[Cause, tuple[str, tuple[tuple[str, str | None], ...]]]] = {
+    Cause.DATA: (
+        "it waited for data",
+        (
+            ("prepare data in processes of their own", "train.loader_workers=auto"),
+            ("keep the data in RAM", "train.ram_cache=true"),
+            ("make samples cheaper: smaller, and decoded once", None),
+        ),
+    ),
+    Cause.COPIES: (
+        "batches were copied to it",
+        (
+            ("copy while it computes", "train.non_blocking=true"),
+            ("send small number types, and larger parts of a batch", None),
+        ),
+    ),
+    Cause.OPTIMIZER: (
+        "weights were updated",
+        (
+            ("update all of them in one kernel", "train.optimizer=adamw-fused"),
+            ("a larger train.batch updates less often, and changes the training", None),
+        ),
+    ),
+    Cause.GAPS: (
+        "it had work and waited for the host",
+        (
+            ("compile blocks into fewer and larger kernels", "train.compile=block"),
+            ("give it more at once, by a larger size or batch", None),
+        ),
+    ),
+    Cause.DUTY: (
+        "its workers rested, as their share of the card says",
+        (("let them use all of their time", "nodes.{node}.gpu_share=1.0"),),
+    ),
+    Cause.HEAT: (
+        "its workers paused or did less, because it was hot",
+        (("check dust, airflow and fans, then lower nodes.{node}.power_limit_w", None),),
+    ),
+    Cause.NEIGHBOUR: (
+        "another program used it",
+        (("end that (nvidia-smi names it), or plan with less of the card", None),),
+    ),
+    Cause.MEMORY: (
+        "not even the smallest step of a worker fitted",
+        (
+            ("start fewer workers", "nodes.{node}.workers={others}"),
+            ("raise nodes.{node}.vram_per_worker_gib", None),
+        ),
+    ),
+    Cause.HEAD: (
+        "workers waited for their next slice, or for the processor",
+        (
+            ("report less often, and plan no more workers than cores", "run.slice_s=2.0"),
+            ("plan no more workers than cores", None),
+        ),
+    ),
 }
 
 Config: TypeAlias = Mapping[str, Any]
-"""The configuration of the run as YAML gives it."""
+"""The whole configuration of the run, as YAML gives it."""
 
 Course: TypeAlias = Mapping[str, Buckets]
 """The sampled values of one slot, by key."""
@@ -143,25 +168,25 @@ def advice_of(
     made = []
     for (node, _), of_card in rows_by_card(rows).items():
         slots = [
-            _Slot(row, courses.get(row.slot, {}), _states_s(spans.get(row.slot, ()), ends_unix_s))
+            _Slot(row, courses.get(row.slot, {}), spans.get(row.slot, ()), ends_unix_s)
             for row in of_card
         ]
         slots = [slot for slot in slots if slot.seen_s >= _LEAST_SEEN_S]
         if slots:
             busy, shares = _divide(slots)
             causes = sorted(shares.items(), key=lambda pair: -pair[1])
-            advice = [
+            advice = tuple(
                 _advice(cause, share, slots, config)
                 for cause, share in causes
                 if share >= _LEAST_SHARE
-            ]
+            )
             name = slots[0].row.gpu_name or "CPU"
-            made.append(CardAdvice(node=node, name=name, busy=busy, advice=tuple(advice)))
+            made.append(CardAdvice(node=node, name=name, busy=busy, advice=advice))
     return tuple(made)
 
 
 def advice_lines(cards: Sequence[CardAdvice]) -> Iterator[str]:
-    """Yield the advice in words: each card, and below it a line for each cause."""
+    """Yield the advice in words: each card, and then a line for each cause."""
     for card in cards:
         if not card.advice:
             continue
@@ -173,55 +198,63 @@ def advice_lines(cards: Sequence[CardAdvice]) -> Iterator[str]:
 
 
 class _Slot:
-    """One slot, from its first report on."""
+    """One slot, in the time in which its worker reported."""
 
-    def __init__(self, row: Row, course: Course, states_s: Mapping[SlotState, float]) -> None:
-        self.row, self.course, self.states_s = row, course, states_s
-        self.seen_s = sum(states_s.values())
+    def __init__(self, row: Row, course: Course, spans: Sequence[Span], ends_unix_s: float) -> None:
+        self.row, self._course = row, course
+        self._states_s: dict[str, float] = {}
+        for span in spans:
+            until_unix_s = ends_unix_s if span.to_unix_s is None else span.to_unix_s
+            if span.state in frozenset(WorkerState) - _IDLE_STATES:
+                lasted_s = max(0.0, until_unix_s - span.from_unix_s)
+                self._states_s[span.state] = self._states_s.get(span.state, 0.0) + lasted_s
+        self.seen_s = sum(self._states_s.values())
+        duty = self.mean("duty_measured")
+        self.got = None if duty is None else min(1.0, duty)
+        """Share of the time in which its process kept the device, waits for data included."""
 
     def mean(self, key: str) -> float | None:
         """Return the mean of a sampled value."""
-        known = [each for each in self.course[key].mean if each is not None] if self.course else []
+        known = (
+            [each for each in self._course[key].mean if each is not None] if self._course else []
+        )
         return fmean(known) if known else None
 
-    def share_of(self, states: frozenset[SlotState]) -> float:
+    def share_of(self, *states: WorkerState) -> float:
         """Return the share of the time in these states."""
-        return sum(self.states_s.get(state, 0.0) for state in states) / self.seen_s
+        return sum(self._states_s.get(state, 0.0) for state in states) / self.seen_s
 
-    @property
-    def reported(self) -> float:
-        """Share of the time in which a process reported."""
-        return self.share_of(frozenset(WorkerState))
-
-    @property
-    def got(self) -> float | None:
-        """Share of the time in which its process kept the device, waits for data included."""
-        duty = self.mean("duty_measured")
-        return None if duty is None else min(1.0, duty) * self.reported
-
-    @property
-    def foreign_bytes(self) -> float:
-        """What the card holds beyond this slot's budget; 0 where that is unknown."""
-        return (self.mean("device_used_bytes") or 0.0) - (self.row.budget_bytes or 0)
-
-
-def _states_s(spans: Sequence[Span], ends_unix_s: float) -> dict[SlotState, float]:
-    seconds: dict[SlotState, float] = {}
-    has_begun = False
-    for span in spans:
-        state = slot_state(span.state)
-        has_begun = has_begun or state not in _BEFORE
-        until_unix_s = ends_unix_s if span.to_unix_s is None else span.to_unix_s
-        if has_begun and state not in _OVER and until_unix_s > span.from_unix_s:
-            seconds[state] = seconds.get(state, 0.0) + until_unix_s - span.from_unix_s
-    return seconds
+    def shares(self, *, is_shared: bool) -> dict[Cause, float]:
+        """Return the shares of the causes; `is_shared`: other programs use the card, too."""
+        shares = dict.fromkeys(Cause, 0.0)
+        starved, paused = self.share_of(*STARVED), self.share_of(WorkerState.PAUSED)
+        shares[Cause.NEIGHBOUR if is_shared else Cause.MEMORY] = starved
+        shares[Cause.HEAT] = paused
+        if self.got is None:
+            return shares
+        duty = 1.0 if self.row.duty_requested is None else self.row.duty_requested
+        could = max(0.0, 1.0 - paused - starved)
+        idle = max(0.0, could - self.got)
+        shares[Cause.DUTY] = min(idle, could * (1 - duty))
+        by_heat = min(idle - shares[Cause.DUTY], self.share_of(WorkerState.THROTTLED) * duty)
+        shares[Cause.HEAT] += by_heat
+        shares[Cause.HEAD] = idle - shares[Cause.DUTY] - by_heat
+        told = self.row.progress
+        shares[Cause.DATA] = (told.data_wait_pct or 0.0) / 100
+        shares[Cause.COPIES] = (told.copies_pct or 0.0) / 100
+        shares[Cause.OPTIMIZER] = (told.optimizer_pct or 0.0) / 100
+        of_best_pct = self.mean("baseline_pct")
+        if is_shared and of_best_pct is not None:
+            slower = self.got * (1 - min(100.0, of_best_pct) / 100) - by_heat - shares[Cause.DATA]
+            shares[Cause.NEIGHBOUR] += max(0.0, slower)
+        return shares
 
 
 def _divide(slots: Sequence[_Slot]) -> tuple[float | None, dict[Cause, float]]:
     """Return the share of the time in which a card was busy, and the shares of the causes."""
-    held_bytes = sum(slot.row.budget_bytes or 0 for slot in slots[1:])
-    is_shared = slots[0].foreign_bytes - held_bytes > _FOREIGN_LEAST_BYTES
-    parts = [_of_slot(slot, is_shared=is_shared) for slot in slots]
+    own_bytes = sum(slot.row.budget_bytes or 0 for slot in slots)
+    foreign_bytes = (slots[0].mean("device_used_bytes") or 0.0) - own_bytes
+    parts = [slot.shares(is_shared=foreign_bytes > _FOREIGN_LEAST_BYTES) for slot in slots]
     shares = {cause: min(1.0, fmean(part[cause] for part in parts)) for cause in Cause}
     works = [
         max(0.0, slot.got - part[Cause.DATA])
@@ -243,125 +276,23 @@ def _divide(slots: Sequence[_Slot]) -> tuple[float | None, dict[Cause, float]]:
     return busy, shares
 
 
-def _of_slot(slot: _Slot, *, is_shared: bool) -> dict[Cause, float]:
-    shares = dict.fromkeys(Cause, 0.0)
-    for state, seconds in slot.states_s.items():
-        if isinstance(state, HeadState):
-            shares[_OF_STATE[state]] += seconds / slot.seen_s
-    starved = slot.share_of(frozenset(STARVED))
-    paused = slot.share_of(frozenset({WorkerState.PAUSED}))
-    throttled = slot.share_of(frozenset({WorkerState.THROTTLED}))
-    shares[Cause.NEIGHBOUR if is_shared else Cause.MEMORY] += starved
-    shares[Cause.HEAT] += paused
-    if slot.got is None:
-        return shares
-    duty = 1.0 if slot.row.duty_requested is None else slot.row.duty_requested
-    could = max(0.0, slot.reported - paused - starved)
-    idle = max(0.0, could - slot.got)
-    shares[Cause.DUTY] = min(idle, could * (1 - duty))
-    by_heat = min(idle - shares[Cause.DUTY], throttled * duty)
-    shares[Cause.HEAT] += by_heat
-    shares[Cause.HEAD] = idle - shares[Cause.DUTY] - by_heat
-    told = slot.row.progress
-    for cause, pct in (
-        (Cause.DATA, told.data_wait_pct),
-        (Cause.COPIES, told.copies_pct),
-        (Cause.OPTIMIZER, told.optimizer_pct),
-    ):
-        shares[cause] = slot.reported * (pct or 0.0) / 100
-    of_best_pct = slot.mean("baseline_pct")
-    if is_shared and of_best_pct is not None:
-        slower = slot.got * (1 - min(100.0, of_best_pct) / 100) - by_heat - shares[Cause.DATA]
-        shares[Cause.NEIGHBOUR] += max(0.0, slower)
-    return shares
-
-
 def _advice(cause: Cause, share: float, slots: Sequence[_Slot], config: Config) -> Advice:
-    train, node, others = config.get("train") or {}, slots[0].row.node, len(slots) - 1
-    remedies = (one for one in _REMEDIES if one.cause is cause and one.helps(train, others))
-    remedy = next(remedies)
-    names = " ".join(slot.row.slot for slot in slots)
-    text, key = (
-        None if each is None else each.format(node=node, slots=names, others=others)
-        for each in (remedy.text, remedy.key)
-    )
-    return Advice(cause=cause, share=share, text=f"{_SEEN[cause]}; {text}", key=key)
+    names = {"node": slots[0].row.node, "others": len(slots) - 1}
+    trains = slots[0].row.progress.train_step is not None
+    seen, remedies = _REMEDIES[cause]
+    made = [(text, None if key is None else key.format(**names)) for text, key in remedies]
+    helpful = [one for one in made if one[1] is None or _helps(one[1], config, trains=trains)]
+    text, key = helpful[0] if helpful else (made[0][0], None)
+    return Advice(cause=cause, share=share, text=f"{seen}; {text.format(**names)}", key=key)
 
 
-@dataclass(frozen=True, slots=True)
-class _Remedy:
-    """What to do about a cause."""
-
-    cause: Cause
-    text: str
-    """With places for `{node}` and `{slots}`."""
-    key: str | None = None
-    """The same with `{others}`: how many other workers the card has."""
-    helps: Callable[[Mapping[str, Any], int], bool] = lambda _train, _others: True
-    """Whether it does with this section `train:` and so many other workers."""
-
-
-#: The first that helps.
-_REMEDIES: Final = (
-    _Remedy(
-        Cause.DATA,
-        "prepare data in processes of their own",
-        "train.loader_workers=auto",
-        lambda train, _: not train.get("loader_workers"),
-    ),
-    _Remedy(
-        Cause.DATA,
-        "keep the data in RAM",
-        "train.ram_cache=true",
-        lambda train, _: not train.get("ram_cache"),
-    ),
-    _Remedy(Cause.DATA, "make samples cheaper: smaller files, decoded once and stored so"),
-    _Remedy(
-        Cause.COPIES,
-        "copy while the card computes",
-        "train.non_blocking=true",
-        lambda train, _: train.get("non_blocking") is False,
-    ),
-    _Remedy(
-        Cause.COPIES,
-        "keep batches in pinned memory",
-        "train.pin=true",
-        lambda train, _: train.get("pin") is False,
-    ),
-    _Remedy(Cause.COPIES, "send fewer bytes: small number types that become floats on the card"),
-    _Remedy(
-        Cause.OPTIMIZER,
-        "keep the optimiser's states on the card, if they fit",
-        "train.states_on_host=0",
-        lambda train, _: bool(train.get("states_on_host")),
-    ),
-    _Remedy(
-        Cause.OPTIMIZER,
-        "update all weights in one kernel",
-        "train.optimizer=adamw-fused",
-        lambda train, _: train.get("optimizer") != "adamw-fused",
-    ),
-    _Remedy(Cause.OPTIMIZER, "a larger train.batch updates less often; it changes the training"),
-    _Remedy(
-        Cause.GAPS,
-        "compile blocks: fewer and larger kernels",
-        "train.compile=block",
-        lambda train, _: bool(train) and train.get("compile", "off") == "off",
-    ),
-    _Remedy(Cause.GAPS, "give it more at once: a larger size or batch"),
-    _Remedy(Cause.DUTY, "let its workers use all of their time", "nodes.{node}.gpu_share=1.0"),
-    _Remedy(Cause.HEAT, "check dust, airflow and fans; then lower nodes.{node}.power_limit_w"),
-    _Remedy(Cause.NEIGHBOUR, "end that program (nvidia-smi names it), or use less of the card"),
-    _Remedy(
-        Cause.MEMORY,
-        "start fewer workers",
-        "nodes.{node}.workers={others}",
-        lambda _, others: others > 0,
-    ),
-    _Remedy(Cause.MEMORY, "give its worker more memory: nodes.{node}.vram_per_worker_gib"),
-    _Remedy(Cause.RESTARTS, "why is told under: what happened"),
-    _Remedy(Cause.LOST, "type there: python -m orchestrator up {node} --exec --stay"),
-    _Remedy(Cause.HELD, "type: python -m orchestrator unpause {slots}"),
-    _Remedy(Cause.QUARANTINED, "see why, then type: python -m orchestrator reinstate {slots}"),
-    _Remedy(Cause.HEAD, "report less often, and plan no more workers than cores", "run.slice_s=2"),
-)
+def _helps(key: str, config: Config, *, trains: bool) -> bool:
+    """Say whether a key can be set to a value, and has another one."""
+    path, _, value = key.partition("=")
+    section, *rest = path.split(".")
+    if (section == "train" and not trains) or value == "0":
+        return False
+    present = config.get(section)
+    for name in rest:
+        present = present.get(name) if isinstance(present, Mapping) else None
+    return bool(present != yaml.safe_load(value))

@@ -383,7 +383,7 @@ _OF_RUN: Final = (
         severity="critical",
         scope="job",
         summary="job {subject} has ended badly",
-        what_to_do="See what it printed: python -m orchestrator jobs logs JOB. Then type: python "
+        what_to_do="See what it printed: python -m orchestrator logs JOB. Then type: python "
         "-m orchestrator jobs retry JOB",
         holds=_jobs_failed,
     ),

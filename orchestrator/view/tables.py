@@ -1,6 +1,6 @@
 """A table as a value: what slots, cards, jobs, runs, limits, `plan` and `doctor` show.
 
-Pure. Whoever has something to show makes a `Table`; a renderer draws it on a terminal (`terminal`),
+Pure. Code that has something to show makes a `Table`; a renderer draws it on a terminal (`terminal`),
 in `top`, or on the page, which gets it as JSON. Does not cover how a table is drawn, and decides
 nothing about widths: a renderer that is short of room leaves out columns by their `priority`.
 """

@@ -40,9 +40,7 @@ def run(rounds: int, seconds: float, size: int | None, device: str) -> Result:
         if device != "cuda":
             _script_a_card(Path(folder))
         for number in range(rounds):
-            told = told_by(
-                "the worker", _measure, spec, seconds, within_s=seconds + PATIENCE_S
-            )
+            told = told_by("the worker", _measure, spec, seconds, within_s=seconds + PATIENCE_S)
             rows.append({"round": number + 1, **told})
             shares = f"{told['look_us']:.0f} us, checks {told['checks_share']:.2%}"
             progress(f"{number + 1}/{rounds}  {shares}")

@@ -170,6 +170,12 @@ def test_a_usage_error_is_words_or_one_object_and_exits_2(
     assert not (nowhere / "runs").exists()
 
 
+def test_json_of_another_program_asks_us_for_none(command: Command) -> None:
+    done = command("jobs", "submit", "--run-dir", "none", "--", "program", "--json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "there is no queue of jobs" in done.stderr
+
+
 #: The product with one verb more, which has a defect.
 _WITH_A_DEFECT = """
 import sys

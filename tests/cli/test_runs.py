@@ -172,7 +172,10 @@ def test_a_killed_run_is_told_with_all_that_happened(tmp_path: Path) -> None:
     assert max(map(len, table.splitlines())) <= 100
 
 
-def test_what_a_slot_printed_last_is_shown(command: Command, tmp_path: Path) -> None:
+def test_what_a_slot_printed_last_is_shown(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where there is no cluster.yaml
     written(tmp_path).commit()
     kept = tmp_path / RUN_ID / "output" / "pc1" / "0.log"
     kept.parent.mkdir(parents=True)

@@ -105,7 +105,7 @@ def test_what_would_end_a_service_is_said_before_writing(home: Path) -> None:
         list(stop_node(NODE))
         keeper.wait(PATIENCE_S)
     assert done.returncode == 2
-    assert f"process {keeper.pid} keeps {NODE} already" in done.stderr
+    assert f"{NODE} runs here already (process {keeper.pid}" in done.stderr
     assert not (home / ".config").exists()
 
 

@@ -1,13 +1,12 @@
 """What `up NODE --exec --stay` does with processes, a socket for the head, and a stand-in for Ray.
 
-The stand-in is a script that leaves a process of the raylet's name behind, or fails;
-`tests/cluster/nodes` has Ray. As Ray's own program it is written in Python, and goes on as a shell.
+The stand-in is a script; `tests/cluster/nodes` has Ray. As Ray's own program it is written in
+Python, and goes on as a shell.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from orchestrator.cli.nodes import processes_of, stop_node
@@ -62,8 +60,7 @@ class Kept:
 
 @pytest.fixture
 def keep(tmp_path: Path) -> Iterator[Callable[[str], Kept]]:
-    """Keep a node whose `ray start` is a shell script."""
-    shutil.copy(shutil.which("sleep") or "sleep", tmp_path / "raylet")
+    """Keep a node whose `ray start --block` is a shell script."""
     (tmp_path / "ray").write_text(STAND_IN)
     (tmp_path / "ray").chmod(0o700)
     kept: list[Kept] = []
@@ -86,15 +83,6 @@ def head() -> Iterator[str]:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def raylets() -> list[psutil.Process]:
-    return [process for process in processes_of(NODE) if process.name() == "raylet"]
-
-
-def raylet() -> psutil.Process:
-    (found,) = raylets()
-    return found
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_it_waits_for_the_head_until_it_is_asked_to_end(
     keep: Callable[..., Kept], number: int
@@ -110,80 +98,34 @@ def test_it_waits_for_the_head_until_it_is_asked_to_end(
     )
 
 
-def test_a_killed_raylet_is_started_again_until_stopped(
-    keep: Callable[..., Kept], head: str, tmp_path: Path
+def test_what_has_ended_is_started_again_until_stopped(
+    keep: Callable[..., Kept], head: str
 ) -> None:
-    kept = keep(f"{tmp_path}/raylet 600 &", head)
-    kept.says("up, a member")
-    first = raylet()
-    first.kill()
-    kept.says("up, a member", times=2)
-    assert raylet() != first
-    assert "Ray has ended on this PC" in kept.said()
+    kept = keep("exit 7", head)
+    kept.says("Ray has ended on this PC; next try after 1 s")
+    kept.says("next try after 2 s")
     list(stop_node(NODE))
     assert kept.ended()[0] == 130
     assert processes_of(NODE) == set()
 
 
-def test_why_a_start_has_failed_is_said(
-    keep: Callable[..., Kept], head: str, tmp_path: Path
-) -> None:
-    kept = keep(f"{tmp_path}/raylet 600 & echo; echo the port is in use; echo; exit 1", head)
-    kept.says("`ray start` has failed: the port is in use; next try after 2 s")
-
-
-def test_a_start_whose_raylet_has_ended_is_not_waited_for(
-    keep: Callable[..., Kept], head: str, tmp_path: Path
-) -> None:
-    """Ray's own start would wait half a minute for it."""
-    kept = keep(f"{tmp_path}/raylet 3 & sleep 600", head)
-    kept.says("what `ray start` has started has ended", times=2)
-    (tmp_path / "ray.sh").write_text(f"{tmp_path}/raylet 600 &")
-    kept.says("up, a member")
-    assert [
-        process.name() for process in processes_of(NODE) if process.name() in {"sh", "sleep"}
-    ] == []
-
-
-def test_a_child_with_the_raylets_name_is_not_taken_for_it(
-    keep: Callable[..., Kept], head: str, tmp_path: Path
-) -> None:
-    """A raylet that starts a worker has such a child until the worker's program runs in it."""
-    program = tmp_path / "raylet"
-    family = (
-        "import os, sys\n"
-        f"for _ in range(7): os.fork() or os.execv('{program}', ['raylet', '601'])\n"
-        f"os.execv('{program}', ['raylet', '602'])\n"
-    )
-    (tmp_path / "family.py").write_text(family)
-    kept = keep(f"{sys.executable} {tmp_path}/family.py & sleep 3", head)
-    kept.says("up, a member")
-    (parent,) = [process for process in raylets() if "602" in process.cmdline()]
-    children = parent.children()
-    assert len(children) == 7
-    for child in children:
-        child.kill()
-    time.sleep(3)  # further looks
-    assert parent.is_running()
-    assert kept.said().count("up, a member") == 1
-
-
-def test_a_node_that_runs_is_kept_and_a_second_keeper_is_refused(
-    keep: Callable[..., Kept], head: str, tmp_path: Path
-) -> None:
-    kept = keep(f"{tmp_path}/raylet 600 &", head)
-    kept.says("up, a member")
-    second = keep(f"{tmp_path}/raylet 600 &", head)
-    code, said = second.ended()
-    assert code != 0
-    assert f"process {kept.process.pid} keeps {NODE} already" in said
-    assert kept.said().count("up, a member") == 1, "a line for each change"
-    kept.process.kill()
-    kept.process.wait(PATIENCE_S)
-    before = raylet()
-    third = keep("exit 1", head)
-    third.says("up, but it is not sure")
-    assert raylet() == before
-    third.process.send_signal(signal.SIGTERM)
-    assert third.ended()[0] == 130
+def test_what_an_ended_start_has_left_is_ended_too(keep: Callable[..., Kept], head: str) -> None:
+    """A worker whose raylet has died may still hold its card."""
+    kept = keep("sleep 600 & exit 7", head)
+    kept.says("starting", times=2)
+    assert sum(process.name() == "sleep" for process in processes_of(NODE)) <= 1
+    kept.process.send_signal(signal.SIGTERM)
+    assert kept.ended()[0] == 130
     assert processes_of(NODE) == set()
+
+
+def test_a_node_that_runs_already_is_refused_with_a_remedy(
+    keep: Callable[..., Kept], head: str
+) -> None:
+    kept = keep("sleep 600", head)
+    kept.says("starting")
+    code, said = keep("sleep 600", head).ended()
+    assert code != 0
+    assert f"{NODE} runs here already (process " in said
+    assert f"python -m orchestrator stop --node {NODE}" in said
+    assert kept.process.poll() is None

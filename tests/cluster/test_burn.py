@@ -1,4 +1,4 @@
-"""`burn` in a rehearsal with scripted sensors: a hot card fails its phase, and nothing is left behind."""
+"""`burn` in a rehearsal with scripted sensors: a hot card fails its phase, nothing is left."""
 
 from __future__ import annotations
 

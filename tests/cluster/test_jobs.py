@@ -9,15 +9,16 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from benches.jobs_faults import say
 
+from orchestrator.jobs import inbox
 from orchestrator.jobs.journal import QUEUE_NAME, queue_of
-from orchestrator.jobs.model import ON_CARD, JobState, Standing, Word
+from orchestrator.jobs.model import ON_CARD, JobState, Said, Standing, Word
 from tests.cluster.conftest import PATIENT, SMALL, Head
 from tests.scene import COMMAND, PATIENCE_S, ROOT, python, wait_for
 
@@ -74,16 +75,13 @@ for rate in map(float, sys.argv[2:]):
     print(trainer.weights_sha256())
 """
 
-#: Two PCs, each with a state folder of its own, until standard input ends.
-PCS = """
-import sys
-from pathlib import Path
-from scripts.benches.jobs_faults import Cluster
-pcs = Cluster(Path(sys.argv[1]))
-print(pcs.raylets.gcs_address, flush=True)
-sys.stdin.read()
-pcs.end()
-"""
+
+def say(folder: Path, word: Word, job: str) -> None:
+    """Have the head hear a word about a job, as `jobs hold` and the like do."""
+    now_ns = time.time_ns()
+    inbox.put(
+        folder, [Said(at_s=now_ns / 1e9, id=f"{now_ns}-{job}", word=word, job=job, by="test")]
+    )
 
 
 class Night:
@@ -153,7 +151,7 @@ def night(nothing_left: None, short_tmp: Path) -> Iterator[Night]:
 @pytest.fixture
 def crowded(nothing_left: None, short_tmp: Path) -> Iterator[Night]:
     """A night on two raylets that are not the command's, and share no state folder."""
-    command = [sys.executable, "-c", PCS, str(short_tmp)]
+    command = [sys.executable, "-m", "tests.cluster.two_pcs", str(short_tmp)]
     pcs = subprocess.Popen(
         command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -205,12 +203,12 @@ def test_a_moved_training_goes_on_from_the_heads_copy(crowded: Night) -> None:
     head = crowded.head
     head.wait(crowded.trains, "a checkpoint")
     queue = head.folder() / QUEUE_NAME
-    say(queue, Word.HOLD, ["moved"])
+    say(queue, Word.HOLD, "moved")
     head.wait(lambda: crowded.standings()["stays"].card, "another job on its card")
     assert crowded.standings()["moved"].last_card == "pc1"
-    say(queue, Word.RELEASE, ["moved"])
+    say(queue, Word.RELEASE, "moved")
     head.wait(lambda: crowded.standings()["moved"].sha256, "its end")
-    say(queue, Word.CANCEL, ["stays"])
+    say(queue, Word.CANCEL, "stays")
 
     code, out, err = head.finish()
     assert code == 0, out + err

@@ -45,7 +45,7 @@ def test_the_main_job_runs_without_the_laboratory(start: Starter, product: Path)
     [
         ("tune", "--rehearse"),
         ("burn", "--rehearse"),
-        ("run", "--rehearse", "--chaos", "kill:rate=1"),
+        ("run", "--rehearse", "--chaos", "kill:every=5s"),
     ],
     ids=lambda arguments: arguments[-1] if len(arguments) < 3 else arguments[2],
 )

@@ -14,7 +14,7 @@ import pytest
 
 from orchestrator.record.archive import read_run
 from orchestrator.record.output import last_lines
-from tests.cluster.conftest import Starter
+from tests.cluster.conftest import SMALL, Starter
 from tests.scene import wait_for
 
 pytestmark = pytest.mark.ray
@@ -181,6 +181,30 @@ def test_crashed_and_leaking_workers_are_replaced(start: Starter, short_tmp: Pat
         assert rows[slot]["reason"] == given_up["reason"]
         assert rows[slot]["restarts"] >= 3
     assert slightly["reason"].startswith("LEAK: its process keeps ")
+
+
+def test_what_chaos_has_killed_is_back_and_told(start: Starter) -> None:
+    chaos = ("--chaos", "oom:rate=0.2;kill:every=5s", "--chaos-seed", "3")
+    head = start("--rehearse", "--duration", "10", "--json", *SMALL, *chaos)
+
+    def is_back() -> bool:
+        events = head.events()
+        struck = next((n for n, e in enumerate(events) if e["event"] == "chaos_strike"), None)
+        return struck is not None and any(
+            event["event"] == "state" and event["to_state"] == "RUNNING"
+            for event in events[struck:]
+            if event["slot"] == events[struck]["slot"]
+        )
+
+    summary = head.interrupt_when(is_back, "a killed worker that is back")
+    faults = {kind: [f for f in summary["faults"] if f["kind"] == kind] for kind in ("oom", "kill")}
+    killed = faults["kill"][0]
+    assert (killed["fate"], killed["detail"][:17]) == ("recovered", "its process ended")
+    (row,) = (row for row in summary["workers"] if row["slot"] == killed["target"])
+    assert row["restarts"] >= 1
+    assert {fault["fate"] for fault in faults["oom"]} == {"survived"}
+    counts = {each["kind"]: each for each in summary["fault_counts"]}
+    assert counts["oom"]["recovered"] == sum(fault["count"] for fault in faults["oom"]) > 0
 
 
 @pytest.mark.alone(free_ram_gib=10.0)

@@ -1,5 +1,6 @@
 """Loading, overriding and writing back cluster.yaml."""
 
+import json
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -10,7 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from orchestrator.config.gpu_specs import PROFILES
-from orchestrator.config.load import config_from_data, load_config
+from orchestrator.config.load import config_from_data, config_from_text, dump_config, load_config
 from orchestrator.config.schema import Config, NodeConfig
 from tests.scene import ROOT
 
@@ -62,7 +63,9 @@ def test_every_shipped_key_has_a_comment_above_it() -> None:
 def test_node_keys_left_out_take_their_defaults() -> None:
     node = config_from_data(SMALL).nodes["pc1"]
     numbers = {"gpus": 1, "cpus_per_worker": 1, "gpu_share": 1.0, "memory_fraction": 0.9}
-    unset = dict.fromkeys(("size", "dtype", "vram_gib", "host", "power_limit_w"))
+    unset = dict.fromkeys(
+        ("size", "dtype", "vram_gib", "host", "power_limit_w", "memory_offset_mhz")
+    )
     assert node.model_dump() == {**SMALL["nodes"]["pc1"], **numbers, **unset}
 
 
@@ -185,3 +188,12 @@ def test_every_profile_can_be_named_and_shows_less_than_its_box() -> None:
         }
         config_from_data({"nodes": {"pc1": node}})
         assert 0.9 * nominal_gib[key] < profile.shown_gib < nominal_gib[key]
+
+
+@pytest.mark.parametrize(
+    "text", ["null", "yes", "1e3", "1234", "a: b #c", "- ", "1:30", "\u00fc '\""]
+)
+def test_text_like_another_value_is_read_again(text: str) -> None:
+    config = load_config(SHIPPED, [f"run.dir={json.dumps(text)}", "memory.size_decay=1.0e-300"])
+    assert config.run.dir == text
+    assert config_from_text(dump_config(config), "again") == config

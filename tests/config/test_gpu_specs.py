@@ -14,6 +14,7 @@ from orchestrator.config.gpu_specs import (
     PEAK_DTYPES,
     PROFILES,
     GpuProfile,
+    advice_for,
     match_profile,
     peak_tflops,
     profile_of,
@@ -32,19 +33,20 @@ def live(name: str, total_gib: float = 10.0, **facts: Any) -> GpuProfile:
     )
 
 
-@PROFILE
-@pytest.mark.parametrize("dtype", PEAK_DTYPES)
-def test_every_rated_peak_is_the_formula_at_the_rated_clock(
-    profile: GpuProfile, dtype: str
-) -> None:
-    # Hopper's FP32 is rated at another clock than its tensor types.
-    clock_mhz = (
-        1980 if profile.compute_capability == (9, 0) and dtype == "fp32" else profile.boost_mhz
-    )
-    assert clock_mhz is not None
-    assert peak_tflops(profile, dtype) == pytest.approx(
-        peak_tflops(profile, dtype, clock_mhz), rel=0.01
-    )
+@pytest.mark.parametrize(
+    ("key", "rated"),
+    [
+        ("rtx-3060", (12.7, 12.7, 25.5, 25.5, 51.0)),
+        ("rtx-3070", (20.3, 20.3, 40.6, 40.6, 81.3)),
+        ("rtx-3090", (35.6, 35.6, 71.0, 71.0, 142.0)),
+        ("rtx-4090", (82.6, 82.6, 165.2, 165.2, 330.3)),
+        ("h100", (61.8, 494.5, 989.0, 989.0, 989.0)),  # FP32 is rated 67 at another clock
+        ("h200", (61.8, 494.5, 989.0, 989.0, 989.0)),
+    ],
+)
+def test_a_peak_at_the_boost_clock_is_the_rated_one(key: str, rated: tuple[float, ...]) -> None:
+    peaks = [peak_tflops(PROFILES[key], dtype) for dtype in PEAK_DTYPES]
+    assert peaks == pytest.approx(rated, rel=0.01)
 
 
 def test_a_peak_follows_the_sampled_clock() -> None:
@@ -89,9 +91,12 @@ def test_the_same_name_with_other_memory_is_another_card() -> None:
 
 @PROFILE
 def test_the_advice_fits_the_card_and_uses_it(profile: GpuProfile) -> None:
-    for advice in (profile.alone, profile.desktop):
-        if advice is None:
-            continue
+    alone, desktop = (
+        advice_for(profile.key, is_desktop=is_desktop) for is_desktop in (False, True)
+    )
+    assert alone is not None
+    assert desktop is not None
+    for advice in (alone, desktop):
         node = NodeConfig(
             gpu=profile.key,
             workers=advice.workers,
@@ -100,12 +105,12 @@ def test_the_advice_fits_the_card_and_uses_it(profile: GpuProfile) -> None:
         )
         assert overbooked(node) is None
         # The guide for the 3070 with a desktop leaves more free than a worker needs.
-        if profile.key != "rtx-3070" or advice is profile.alone:
+        if profile.key != "rtx-3070" or advice is alone:
             assert overbooked(node.model_copy(update={"workers": advice.workers + 1})) is not None
-    if profile.alone and profile.desktop:
+    if desktop is not alone:
         fractions_gib = [
             (advice.memory_fraction, advice.workers * advice.vram_per_worker_gib)
-            for advice in (profile.desktop, profile.alone)
+            for advice in (desktop, alone)
         ]
         assert all(less < more for less, more in zip(*fractions_gib, strict=True)), (
             "a desktop takes some, too"

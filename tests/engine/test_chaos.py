@@ -1,4 +1,4 @@
-"""Out-of-memory of `run --chaos` inside a worker: torch's own errors, survived by real recoveries."""
+"""Out-of-memory of `run --chaos` inside a worker: torch's errors, survived by real recoveries."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """A hundred job files and command lines that are wrong, each in one way; `python -m tests.jobs.bad_inputs` lists their
-refusals as docs/results/2026-11-26-job-files.md has them.
+refusals.
 """
 
 from __future__ import annotations

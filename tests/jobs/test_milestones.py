@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from benches import jobs_decisions
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -98,15 +97,3 @@ def test_whoever_goes_on_at_once_would_not_be_promoted_less(values: list[float])
     went_on = goes_on(ASHA, reached, last, 500)
 
     assert went_on == (promotable(ASHA, reached, {last}) == last)
-
-
-def test_a_sweep_costs_less_than_half_and_keeps_the_best() -> None:
-    figures = jobs_decisions.milestones(draws=60)
-
-    assert figures["cost_most"] <= 0.45
-    assert figures["one_of_best_two_kept"] >= 0.90
-    assert abs(figures["stopped_fast_card"] - figures["stopped_slow_card"]) <= 0.03
-
-
-def test_a_sweep_played_again_decides_the_same() -> None:
-    assert jobs_decisions.play_sweep(7, 0.05) == jobs_decisions.play_sweep(7, 0.05)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from benches import jobs_decisions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -321,13 +320,6 @@ def test_the_estimate_says_what_never_starts() -> None:
         "big": "needs at least 30.0 GiB; the largest card here gives 23.0 GiB (pc1)",
         "eval": "comes after big, which never ends",
     }
-
-
-def test_makespan_is_near_the_optimum_and_below_first_come() -> None:
-    figures = jobs_decisions.placement(60)
-
-    assert figures["to_optimum_mean"] <= 1.10
-    assert figures["to_first_come_mean"] <= 0.90
 
 
 def test_a_card_that_no_front_job_fits_gets_one_from_behind() -> None:

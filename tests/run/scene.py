@@ -18,7 +18,6 @@ from orchestrator.record.events import EventLog
 from orchestrator.record.model import Row, Snapshot
 from orchestrator.record.output import OutputFiles
 from orchestrator.record.store import STORE_NAME, RunStore
-from orchestrator.run.environment import Environment, Mode
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
 from orchestrator.run.run_dir import CheckpointKeeper
@@ -105,10 +104,7 @@ class Run:
         plans = plan_slots(self.config, Target(device="cpu"))
         fleet = cast("Fleet", self.fleet)
         if self.chaos is not None:
-            environment = Environment(
-                mode=Mode.REHEARSE, config=self.config, target=Target(device="cpu"), lines=()
-            )
-            fleet = self.chaos.around(fleet, environment, self.log, self.clock)
+            fleet = self.chaos.around(fleet, self.log, self.clock)
         self.recorder = Recorder()
         outlets = Outlets(watchers=(self.recorder,), events=self.log, store=self.store)
         self.commands = Commands(folder, outlets, self.clock, self.past.answers)
@@ -146,7 +142,7 @@ class Run:
     def finish(self) -> dict[str, Row]:
         """Run to the end, compare the books, and return the last row of each slot."""
         snapshot = self.supervisor.run()
-        faults = [] if self.chaos is None else self.chaos.faults()[0]
+        faults = [] if self.chaos is None else self.chaos.told()[0]
         self.store.end("good", 0, None, faults)
         self.check_books()
         return {row.slot: row for row in snapshot.rows}

@@ -1,4 +1,4 @@
-"""`--chaos` under the real supervisor on a scripted fleet: what is struck when, and what becomes of each fault."""
+"""`--chaos` under the real supervisor: what is struck, and what becomes of each fault."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Faulty:
     def finish(self) -> list[dict[str, Any]]:
         self.run.finish()
         assert self.run.chaos is not None
-        return self.run.chaos.faults()[0]
+        return self.run.chaos.told()[0]
 
     def counts(self, kind: str) -> dict[str, Any]:
         assert self.run.chaos is not None
-        (counts,) = (each for each in self.run.chaos.faults()[1] if each["kind"] == kind)
+        (counts,) = (each for each in self.run.chaos.told()[1] if each["kind"] == kind)
         return {name: value for name, value in counts.items() if name != "kind"}
 
 
@@ -61,9 +61,10 @@ def test_reads_what_is_documented(text: str, expected: ChaosPlan) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "", " ; ;", "kil:every=20s", "kill", "kill:20s", "kill:every=20", "kill:every=0.5s", "kill:every=2y",
-        "oom:rate=0", "oom:rate=1.5", "oom:rate=nan", "hang:every=20s", "node:pc2", "node:@30s", "node:pc2@30",
-        "node:pc2@30s+", "kill:every=1s\x1b[2J", "kill:every=20s;" * 1000 + "x" * 1000,
+        "", " ; ;", "kil:every=20s", "kill", "kill:20s", "kill:every=20", "kill:every=0.5s",
+        "kill:every=2y", "oom:rate=0", "oom:rate=1.5", "oom:rate=nan", "hang:every=20s",
+        "node:pc2", "node:@30s", "node:pc2@30", "node:pc2@30s+",
+        "kill:every=1s\x1b[2J", "kill:every=20s;" * 1000 + "x" * 1000,
     ],
 )  # fmt: skip
 def test_refuses_with_the_piece_and_what_is_valid(text: str) -> None:

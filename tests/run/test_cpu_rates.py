@@ -1,12 +1,22 @@
-"""Number types that this CPU computes too slowly to rehearse with."""
+"""What a rehearsal uses of this machine: its card if that has room, and useful number types."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from orchestrator.run.environment import CpuRates, Environment, in_rehearsal
+from tests.cards import script_cards, scripted_card
 from tests.factories import REFERENCE
 from tests.run.scripted_fleet import ScriptedFleet, VirtualClock
+from tests.scene import ROOT, python
+
+DEVICE = """
+from orchestrator.config.load import load_config
+from orchestrator.run.environment import in_rehearsal
+print(in_rehearsal(load_config("cluster.yaml", []), None).target.device)
+"""
 
 
 class Measured(CpuRates):
@@ -54,3 +64,9 @@ def test_the_rates_of_this_cpu_are_measured() -> None:
     rates = CpuRates()
     rates.measure()
     assert (rates.bf16_per_fp32() or 0.0) > 0.0
+
+
+def test_a_rehearsal_leaves_a_card_without_room_alone(tmp_path: Path) -> None:
+    full = script_cards(tmp_path / "cards.json", scripted_card())
+    done = python("-c", DEVICE, cwd=ROOT, **full)
+    assert (done.stdout, done.stderr) == ("cpu\n", "")

@@ -331,7 +331,7 @@ def test_a_node_that_was_ended_does_not_wait_for_what_is_done(new_run: RunMaker)
     scene = new_run(duration="60s", pc1=1, pc2=2, chaos="node:pc2@10s+5s")
     scene.fleet.finished_after = {"pc2/0": 10}
     scene.finish()
-    ((fault,), _) = scene.chaos.faults()
+    ((fault,), _) = scene.chaos.told()
     assert fault["fate"] == "recovered", fault
 
 

@@ -32,9 +32,6 @@ _Start: TypeAlias = Annotated[
     ),
 ]
 
-#: Keys of before, and what they are called now. They differ in one letter, so neither is guessed.
-RENAMED: Final = {"checkpoint": "recompute", "snapshots": "checkpoints"}
-
 #: A step in which torch compiles took 22 to 47 s on an idle PC, and 83 to 168 s with max-autotune
 #: (ml-engineering, torch 2.13). Ten times that: workers compile at the same time, with one thread
 #: each.

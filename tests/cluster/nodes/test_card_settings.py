@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 
 from tests.cards import script_cards, scripted_card
 from tests.scene import ROOT, orchestrator, wait_for
+from workers.host.processes import is_alive
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("nothing_left")]
 
@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("nothing_left")]
 HEAD = """
 import sys
 from orchestrator.cluster.local_cluster import rehearsed
-from orchestrator.cluster.node_tasks import with_cards_set
 from orchestrator.cluster.raylets import RayletPlan
 from workers.card_settings import WantedSettings
 
@@ -30,6 +29,7 @@ wanted = {"pc1": WantedSettings(node="pc1", cards=1, power_limit_w=280)}
 def ended(node, lines):
     print(node, *lines, flush=True)
 with rehearsed([RayletPlan(name="pc1", cpus=1, gpus=1)]):
+    from orchestrator.cluster.node_tasks import with_cards_set  # Ray reads its settings when imported
     with with_cards_set(wanted, ended, lambda: False) as outcomes:
         print(outcomes["pc1"], flush=True)
         sys.stdin.read()
@@ -37,13 +37,13 @@ with rehearsed([RayletPlan(name="pc1", cpus=1, gpus=1)]):
 
 
 @pytest.fixture
-def limit_w(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def limit_w(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Give processes a card; return what asks for its power limit."""
     path = tmp_path / "cards.json"
     for name, value in script_cards(path, scripted_card()).items():
         monkeypatch.setenv(name, value)
     uuid, values = scripted_card()["uuid"], path.with_suffix(".set")
-    yield lambda: json.loads(values.read_text())[uuid]["power_limit_w"] if values.exists() else 350
+    return lambda: json.loads(values.read_text())[uuid]["power_limit_w"] if values.exists() else 350
 
 
 def start() -> subprocess.Popen[str]:
@@ -70,8 +70,8 @@ def test_a_limit_is_put_back_after_the_head_was_killed(limit_w: Any, state_dir: 
     os.kill(head.pid, signal.SIGKILL)
     head.communicate()
     (record,) = (state_dir / "kept").glob("*.json")
-    holder = json.loads(record.read_text())["pid"]
-    wait_for(lambda: not Path(f"/proc/{holder}").exists(), "end of the actor")
+    holder = json.loads(record.read_text())
+    wait_for(lambda: not is_alive(holder["pid"], holder["started"]), "end of the actor")
     done = orchestrator("stop", cwd=state_dir)
     assert "is back at 350 W" in done.stdout, done.stdout + done.stderr
     assert limit_w() == 350

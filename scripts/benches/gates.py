@@ -1,0 +1,235 @@
+"""What a redesign must not make worse, each as one figure of which more is better.
+
+    python scripts/bench.py gates                              # fills docs/results/baseline.json
+    python scripts/bench.py gates --against ../parent --rounds 4
+
+A turn is one bench in a process of its own, in this tree or in the one that it is compared with, in
+the order A B B A. Each turn is written down when it ends, with the commit: a second call measures
+what is missing. A figure holds while the files that its gate names are unchanged, so turns of
+another commit with the same files count. Suite times and counts of tests are taken as well; they
+decide nothing here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benches.common import ROOT, Result, progress
+from workers.files import replace_whole
+
+#: A redesign keeps at least this share of each figure.
+LEAST_RATIO = 0.98
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """One bench, the figure that is taken from its JSON, and the files that decide it."""
+
+    words: tuple[str, ...]
+    """Of the command line after `bench.py`."""
+    figure: Callable[[Mapping[str, Any]], float | None]
+    files: tuple[str, ...]
+
+
+def _policy(told: Mapping[str, Any]) -> float:
+    rows = [row for name in ("precious", "saturating") for row in told[name]]
+    rows += [row for name in ("precious_shapes", "saturating_shapes") for row in told[name]]
+    return statistics.fmean(row["mean"] for row in rows)
+
+
+def _pressure(told: Mapping[str, Any]) -> float:
+    return statistics.fmean(
+        row["to_ideal"] for row in told["totals"] if row["contestant"] == "ours"
+    )
+
+
+def _kills(told: Mapping[str, Any]) -> float | None:
+    ratio = told.get("ratio_of_medians")
+    return None if ratio is None else 1 / float(ratio)
+
+
+def _train_kills(told: Mapping[str, Any]) -> float:
+    return statistics.fmean(map(float, told["weights_equal"].values()))
+
+
+def _own(told: Mapping[str, Any]) -> float:
+    return float(told["spare"][0]["ratio"])
+
+
+def _jobs(told: Mapping[str, Any]) -> float:
+    useful = {row["queue"]: float(row["useful_samples_per_s"]) for row in told["rows"]}
+    return useful["ours"] / useful["loop"]
+
+
+GATES: Mapping[str, Gate] = {
+    "policy": Gate(
+        words=("policy", "--seeds", "1", "--rules", "adaptive"),
+        figure=_policy,
+        files=("workers/policy", "scripts/benches/simulator.py", "scripts/benches/policy.py"),
+    ),
+    "pressure": Gate(
+        words=("pressure", "--contestants", "ours", "ideal", "--rounds", "1", "--seconds", "20"),
+        figure=_pressure,
+        files=("workers/policy", "workers/engine", "workers/devices", "workers/oom"),
+    ),
+    "kills": Gate(
+        words=("kills", "--kills", "10"),
+        figure=_kills,
+        files=("orchestrator/core", "orchestrator/run", "orchestrator/cluster", "workers/engine"),
+    ),
+    "train-kills": Gate(
+        words=(
+            *("train-kills", "--steps", "300", "--kills", "8"),
+            *("--head-kills", "1", "--node-losses", "1"),
+        ),
+        figure=_train_kills,
+        files=("orchestrator/run", "orchestrator/cluster", "workers/training", "workers/engine"),
+    ),
+    "own": Gate(
+        words=(
+            *("own", "--models", "tiny", "--rounds", "6", "--seconds", "3"),
+            *("--caps", "1", "--steps", "5"),
+        ),
+        figure=_own,
+        files=("workers/training", "workers/hf", "workers/engine", "workers/devices"),
+    ),
+    "jobs": Gate(
+        words=("jobs", "--contestants", "ours", "loop", "--jobs", "4", "--steps", "60"),
+        figure=_jobs,
+        files=("orchestrator/jobs", "orchestrator/run", "orchestrator/cluster", "workers/training"),
+    ),
+}
+
+#: The two calls of pytest in `make test`.
+_SUITE = (
+    ("-n", "auto", "--dist", "loadfile", "-m", "not alone and not gpu"),
+    ("-m", "alone or gpu"),
+)
+
+
+def run(only: Sequence[str], against: str, rounds: int, out: str, suite: bool) -> Result:
+    """Measure what is missing in `out`; `against` is another checkout, or empty."""
+    sides = {"this": ROOT} | ({"parent": Path(against).resolve()} if against else {})
+    book = Path(out) if Path(out).is_absolute() else ROOT / out
+    kept: dict[str, Any] = json.loads(book.read_text(encoding="utf-8")) if book.exists() else {}
+    kept |= {"schema": 1, "machine": _machine()}
+    changed = [str(tree) for tree in sides.values() if _git(tree, "status", "--porcelain", "-uno")]
+    if changed:
+        return Result(
+            bench="gates",
+            figures={},
+            broken=[f"{each}: commit its changes first" for each in changed],
+        )
+    broken: list[str] = []
+    for name in only:
+        turns = kept.setdefault("gates", {}).setdefault(name, [])
+        for side in _order(list(sides), rounds):
+            tree = _files(sides[side], GATES[name].files)
+            wanted = _order(list(sides), rounds).count(side)
+            if len(_those(turns, tree)) >= wanted:
+                continue
+            turns.append({**_turn(name, sides[side]), "files": tree})
+            broken += [f"{name}, {side}: {each}" for each in turns[-1]["broken"]]
+            _write(book, kept)
+            progress(f"{name}, {side}: {turns[-1]['figure']}")
+    if suite:
+        for tree_of in sides.values():
+            kept.setdefault("suite", []).append(_suite(tree_of))
+            _write(book, kept)
+    rows = [_row(name, kept["gates"].get(name, []), sides) for name in only]
+    missed = [
+        f"{row['gate']} is {row['ratio']:.3f} of the parent's, under {LEAST_RATIO}"
+        for row in rows
+        if row["ratio"] is not None and row["ratio"] < LEAST_RATIO
+    ]
+    return Result(bench="gates", figures={"gates": rows}, broken=[*broken, *missed])
+
+
+def _order(sides: Sequence[str], rounds: int) -> list[str]:
+    return [
+        side for turn in range(rounds) for side in (reversed(sides) if turn % 2 else list(sides))
+    ]
+
+
+def _those(turns: Sequence[Mapping[str, Any]], files: Mapping[str, str]) -> list[Mapping[str, Any]]:
+    return [turn for turn in turns if turn["files"] == files]
+
+
+def _turn(name: str, tree: Path) -> dict[str, Any]:
+    load, began_s = os.getloadavg()[0], time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "scripts/bench.py", *GATES[name].words],
+        cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)}, stdout=subprocess.PIPE, check=False,
+    )  # fmt: skip
+    took_s = round(time.monotonic() - began_s, 1)
+    stands = {"commit": _git(tree, "rev-parse", "--short", "HEAD"), "took_s": took_s, "load": load}
+    try:
+        told = json.loads(done.stdout)
+    except ValueError:
+        return {**stands, "figure": None, "broken": [f"exit {done.returncode} without a result"]}
+    return {**stands, "figure": GATES[name].figure(told), "broken": told["broken"]}
+
+
+def _row(
+    name: str, turns: Sequence[Mapping[str, Any]], sides: Mapping[str, Path]
+) -> dict[str, Any]:
+    medians = {}
+    for side, tree in sides.items():
+        mine = _those(turns, _files(tree, GATES[name].files))
+        known = [turn["figure"] for turn in mine if turn["figure"] is not None]
+        medians[side] = statistics.median(known) if known else None
+    ours, theirs = medians["this"], medians.get("parent")
+    ratio = ours / theirs if ours is not None and theirs else None
+    return {"gate": name, "this": ours, "parent": theirs, "ratio": ratio, "turns": len(turns)}
+
+
+def _suite(tree: Path) -> dict[str, Any]:
+    """Run both parts of the suite; return how long each took, and how many tests each folder has."""
+    took_s = []
+    for words in _SUITE:
+        began_s = time.monotonic()
+        subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", *words],
+            cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)}, stdout=sys.stderr, check=False,
+        )  # fmt: skip
+        took_s.append(round(time.monotonic() - began_s))
+    listed = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--collect-only"],
+        cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)},
+        capture_output=True, text=True, check=False,
+    ).stdout.splitlines()  # fmt: skip
+    tests = Counter(line.split("/")[1].split("::")[0] for line in listed if "::" in line)
+    commit = _git(tree, "rev-parse", "--short", "HEAD")
+    return {"commit": commit, "took_s": took_s, "load": os.getloadavg()[0], "tests": dict(tests)}
+
+
+def _files(tree: Path, files: Sequence[str]) -> dict[str, str]:
+    """Return git's hash of each folder or file as it is committed."""
+    return {each: _git(tree, "rev-parse", "--short=12", f"HEAD:{each}") for each in files}
+
+
+def _git(tree: Path, *words: str) -> str:
+    return subprocess.run(
+        ["git", *words], cwd=tree, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def _machine() -> str:
+    return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+
+
+def _write(book: Path, kept: Mapping[str, Any]) -> None:
+    at = datetime.now(UTC).isoformat(timespec="seconds")
+    replace_whole(book, json.dumps({**kept, "at": at}, indent=1) + "\n")

@@ -1,0 +1,250 @@
+"""Hostile command lines, configurations and run folders, drawn from a seed: refused in words.
+
+    python -m tests.hostile_inputs 37 300
+
+Each input is one command in a process and a folder of its own. It must end by itself, without a
+traceback, steer no terminal, run nothing of the input, and exit with 2 where the input is wrong;
+by chance right, with 0, or with 3 without a cluster. None is right for a verb that starts workers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.scene import ROOT
+
+SHIPPED = (ROOT / "cluster.yaml").read_text(encoding="utf-8")
+_PATIENCE_S = 120.0
+
+#: Each would leave a file `owned` in the folder, or steer the terminal, if it were not only text.
+_TEXTS: tuple[str, ...] = (
+    *("$(touch owned)", "`touch owned`", "; touch owned", "'; touch owned; '", "| touch owned"),
+    *("\n touch owned", "!!python/object/apply:os.system ['touch owned']", "!!python/name:os.x ''"),
+    *("__import__('os').system('touch owned')", "../../../../etc/passwd", "/dev/zero", "~root"),
+    *("file:///etc/passwd", "-oProxyCommand=touch owned", "\x1b[2Jx", "\x1b]0;x\x07", "\x9b31m"),
+    *("\u202egnp", "\udcff", "é" * 300, "x" * 6000, "", " ", "=", "--", "-", "\\"),
+    *("-1", "1e999", "nan", ".inf", "9" * 400, "0x" + "f" * 4000, "1:30", "٣", "1e-320"),
+)
+
+#: Verbs with an option, to which a value is given that cannot be right.
+_OPTIONS = {
+    "run": "duration scale workload policy set chaos resume config run-dir",
+    "plan": "set jobs config",
+    "up pc1": "set config head-address",
+    "export": "to run-dir",
+    "burn": "duration phase",
+    "tune": "budget levers preset",
+    "stop": "run-dir node",
+    "jobs list": "run run-dir",
+    "jobs submit": "train over hours priority after",
+    "jobs run": "duration chaos",
+    "logs pc1/0": "run",
+    "top": "filter run-dir",
+    "cap pc1/0 1GiB": "run",
+    "notify": "run-dir",
+    "report": "run-dir html",
+}
+#: Verbs that only read a run folder.
+_READERS = (
+    *("runs", "report", "report --json", "report --html r.html", "report --curves c", "top --once"),
+    *("logs pc1/0", "logs a-job", "top --json", "jobs list", "jobs show a-job", "jobs results"),
+    *("stop", "pause pc1/0", "export latest pc1/0 --to e", "run --resume 0b76", "runs --json"),
+)
+_STORED = (
+    *("run.sqlite", "summary.json", "head.json", "events.jsonl", "config.yaml"),
+    *("output/pc1/0.log", "jobs/journal.jsonl"),
+)
+
+
+@dataclass(frozen=True)
+class Hostile:
+    """One command, and the folder in which it is typed."""
+
+    kind: str
+    words: tuple[str, ...]
+    folder: Path
+    is_wrong: bool = False
+    """It has to exit with 2."""
+
+
+def command_line(draw: random.Random, folder: Path) -> Hostile:
+    """Draw words that are wrong: a verb, an option, a value, or what surrounds them."""
+    text, verb = draw.choice(_TEXTS), draw.choice(sorted(_OPTIONS))
+    words, option = verb.split(), f"--{draw.choice(_OPTIONS[verb].split())}"
+    kind = draw.choice(("verb", "option", "words", "no value", "nonsense", "value", "value"))
+    if kind == "verb":
+        return Hostile("command line: an unknown verb", (f"no{text}", "--json"), folder, True)
+    if kind == "option":
+        return Hostile("command line: an unknown option", (*words, f"--no{text}"), folder, True)
+    if kind == "words":
+        many = [f"x{text}"] * draw.choice((9, 2000))
+        return Hostile("command line: words too many", ("plan", *many), folder, True)
+    if kind == "no value":
+        return Hostile("command line: an option without its value", (*words, option), folder, True)
+    if kind == "nonsense":
+        found = [draw.choice((*_TEXTS, "plan", "--set", "--json")) for _ in range(5)]
+        return Hostile("command line: nonsense", ("plan", *found), folder)
+    config = ("--config", "none.yaml") if option != "--config" else ()
+    return Hostile("command line: a value that cannot be", (*words, *config, option, text), folder)
+
+
+def configuration(draw: random.Random, folder: Path) -> Hostile:
+    """Draw the shipped file with damage, or an override, for a verb that starts nothing."""
+    lines = [line for line in SHIPPED.splitlines() if line and not line.strip().startswith("#")]
+    at, text = draw.randrange(len(lines)), draw.choice(_TEXTS)
+    key, _, _ = lines[at].partition(":")
+    bomb = [f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]" for n in range(9)]
+    job = draw.choice((f"name: {text}", "train: {a: 1}", "command: [1, {}]", "sweep: 3", "each: 1"))
+    quoted = f"{' ' * (len(key) - len(key.lstrip()))}{json.dumps(f'no{text}')}: 1"
+    damage: dict[str, list[str]] = {
+        "a hostile value": [*lines[:at], f"{key}: {text}", *lines[at + 1 :]],
+        "a hostile key": [*lines[:at], quoted, *lines[at:]],
+        "a key twice": [*lines[:at], lines[at], *lines[at:]],
+        "a tab": [*lines[:at], f"\t{lines[at]}", *lines[at + 1 :]],
+        "a bomb of aliases": ["a0: &a0 [x, x]", *bomb, *lines],
+        "an alias in itself": ["a: &a {b: *a}", *lines],
+        "a tag": ["a: !!python/object/apply:os.system ['touch owned']", *lines],
+        "deep nesting": [f"a: {'[' * 5000}", *lines],
+        "a second document": [*lines, "---", *lines],
+        **dict.fromkeys(("cut bytes", "other bytes", "an override", "a job file"), lines),
+    }
+    kind, words = draw.choice(sorted(damage)), ["plan", "-c", "c.yaml"]
+    is_wrong = kind not in {"a hostile value", "cut bytes", "an override"}
+    if kind == "an override":
+        known = (key.strip(), "run.dir", "nodes.pc1.gpu", "memory.policy", text)
+        words += ["--set", f"{draw.choice(known)}={text}"]
+    elif kind == "a job file":
+        words += ["--jobs", "j.yaml"]
+        jobs = f"jobs:\n- {{name: a, {job}}}\n"
+        (folder / "j.yaml").write_bytes(jobs.encode("utf-8", "surrogateescape"))
+    content = "\n".join(damage[kind]).encode("utf-8", "surrogateescape")
+    if kind == "cut bytes":
+        content = content[: draw.randrange(len(content))]
+    elif kind == "other bytes":
+        content = draw.randbytes(draw.choice((1, 50, 5000))) + b"\0" + content
+    (folder / "c.yaml").write_bytes(content)
+    return Hostile(f"configuration: {kind}", tuple(words), folder, is_wrong)
+
+
+def run_folder(draw: random.Random, folder: Path) -> Hostile:
+    """Draw a run folder of which a file is damaged, for verbs that read it."""
+    from tests.cli.test_runs import RUN_ID, written
+
+    written(folder / "runs").end("good", 0, None, [])
+    made = folder / "runs" / RUN_ID
+    path = made / draw.choice(_STORED)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.read_bytes() if path.exists() else b'{"pid": 1}\n' * 40
+    kinds = ("cut", "other bytes", "flipped", "text", "a folder", "a link", "a pipe", "deep JSON")
+    kind = draw.choice((*kinds, "in a folder with a hostile name"))
+    path.unlink(missing_ok=True)
+    match kind:
+        case "cut":
+            path.write_bytes(whole[: draw.randrange(len(whole))])
+        case "other bytes":
+            path.write_bytes(draw.randbytes(len(whole)))
+        case "flipped":
+            at = draw.randrange(len(whole))
+            path.write_bytes(whole[:at] + draw.randbytes(40) + whole[at + 40 :])
+        case "text":
+            path.write_bytes("\n".join(_TEXTS).encode("utf-8", "surrogateescape"))
+        case "a folder":
+            path.mkdir()
+        case "a link":
+            path.symlink_to("/dev/zero")
+        case "a pipe":
+            os.mkfifo(path)
+        case "deep JSON":
+            path.write_bytes(b"[" * 100_000)
+        case _:
+            path.write_bytes(whole)
+            made.rename(made.with_name("\x1b[2J$(touch owned)"))
+    words = (*draw.choice(_READERS).split(), "--run-dir", "runs")
+    return Hostile(f"run folder: {path.name} is {kind}", words, folder)
+
+
+def typed(hostile: Hostile) -> tuple[int, str]:
+    """Type the command in a process of its own; return its exit code and what it printed."""
+    output, began_s = hostile.folder / "printed", time.monotonic()
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        _become(hostile, output)
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+        if time.monotonic() - began_s > _PATIENCE_S:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    printed = output.read_text(encoding="utf-8", errors="backslashreplace")
+    return os.waitstatus_to_exitcode(ended[1]), printed
+
+
+def _become(hostile: Hostile, output: Path) -> None:
+    from orchestrator.cli.main import main
+
+    os.chdir(hostile.folder)
+    os.environ.update(HOME=str(hostile.folder), RAY_TMPDIR=str(hostile.folder), TERM="dumb")
+    file = os.open(output, os.O_WRONLY | os.O_CREAT, 0o600)
+    for number, target in ((os.open(os.devnull, os.O_RDONLY), 0), (file, 1), (file, 2)):
+        os.dup2(number, target)
+    sys.argv = ["orchestrator", *hostile.words]
+    code: object = 99
+    try:
+        main()
+    except SystemExit as ended:
+        code = ended.code
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(str(code or 0)))
+
+
+def faults(hostile: Hostile, code: int, printed: str) -> list[str]:
+    """Return what the command did that it must not do."""
+    found = {
+        "a traceback": "Traceback" in printed or "internal error" in printed,
+        "steers a terminal": not all(char.isprintable() or char in "\n\t" for char in printed),
+        "code was executed": bool(list(hostile.folder.rglob("owned*"))),
+        f"exit code {code}": code not in ({2} if hostile.is_wrong else {0, 2, 3}),
+    }
+    return [fault for fault, is_so in found.items() if is_so]
+
+
+def judged(seed: int, count: int) -> Iterator[tuple[Hostile, int, list[str]]]:
+    """Yield drawn inputs with the exit code, and what was wrong with what it did."""
+    draw = random.Random(seed)  # noqa: S311 - the same seed, the same inputs
+    for number in range(count):
+        with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
+            drawn = (command_line, configuration, run_folder)[number % 3]
+            hostile = drawn(draw, Path(folder))
+            code, printed = typed(hostile)
+            found = faults(hostile, code, printed)
+            yield hostile, code, [*found, printed[-600:]] if found else []
+
+
+def main(seed: int = 37, count: int = 300) -> int:
+    """Print the kinds and their counts, and everything that was wrong."""
+    kinds, codes, failed = Counter[str](), Counter[int](), 0
+    for hostile, code, found in judged(seed, count):
+        kinds[hostile.kind] += 1
+        codes[code] += 1
+        if found:
+            failed += 1
+            sys.stdout.write(f"{hostile.kind}: {ascii(hostile.words)[:300]}: {found!a}\n")
+    lines = [f"| {kind} | {number} |" for kind, number in sorted(kinds.items())]
+    lines.append(f"{count} inputs, seed {seed}: {failed} failed; exit codes {dict(codes)}\n")
+    sys.stdout.write("\n".join(lines))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))

@@ -1,0 +1,189 @@
+"""Rehearsal scaling: what shrinks, what stays, what is said about it."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.config.capacity import overbooked
+from orchestrator.config.load import config_from_data, load_config
+from orchestrator.config.schema import Config
+from orchestrator.core.placement import node_budget
+from orchestrator.errors import UsageError
+from orchestrator.run.scaling import REHEARSAL_SCALE, in_fp32, scale_config, scaled_size
+from tests.scene import ROOT
+from workers.units import GIB, MIB
+
+_SHIPPED = load_config(str(ROOT / "cluster.yaml"))
+
+SHIPPED = str(ROOT / "cluster.yaml")
+
+
+def budgets_bytes(config: Config) -> int:
+    """Return what all workers of all nodes may hold together."""
+    return sum(
+        node.workers * node_budget(name, node, config).budget_bytes
+        for name, node in config.nodes.items()
+    )
+
+
+def test_the_reference_pair_at_the_rehearsal_scale() -> None:
+    before = load_config(SHIPPED)
+    scaled = scale_config(before, REHEARSAL_SCALE, None)
+    pc1, pc2 = scaled.config.nodes["pc1"], scaled.config.nodes["pc2"]
+    assert scaled.scale == 1 / 16
+    assert (pc1.vram_per_worker_gib, pc2.vram_per_worker_gib) == (3.3 / 16, 1.5 / 16)
+    assert (pc1.vram_gib, pc2.vram_gib) == (23.56 / 16, 7.67 / 16)
+    assert (pc1.size, pc2.size) == (2048, 1024)
+    assert (scaled.config.memory.floor_mib, scaled.config.memory.size_floor) == (6.25, 128)
+    assert scaled.lines == (
+        "nodes.pc1.vram_per_worker_gib: 3.30 GiB -> 211 MiB",
+        "nodes.pc1.size: 8192 -> 2048",
+        "nodes.pc1.vram_gib: 23.56 GiB -> 1.47 GiB",
+        "nodes.pc2.vram_per_worker_gib: 1.50 GiB -> 96 MiB",
+        "nodes.pc2.size: 4096 -> 1024",
+        "nodes.pc2.vram_gib: 7.67 GiB -> 491 MiB",
+        "memory.leave_free_mib: 128 MiB -> 8 MiB",
+        "memory.floor_mib: 100 MiB -> 6.25 MiB",
+        "memory.size_floor: 256 -> 128",
+    )
+
+
+def test_everything_else_stays() -> None:
+    before = load_config(SHIPPED)
+    after = scale_config(before, REHEARSAL_SCALE, None).config
+    assert after.cluster == before.cluster
+    assert after.run == before.run
+    assert after.workload == before.workload
+    memory_changes = {"floor_mib": 6.25, "leave_free_mib": 8.0, "size_floor": 128}
+    assert after.memory == before.memory.model_copy(update=memory_changes)
+    for name, node in before.nodes.items():
+        kept = {
+            "gpu",
+            "gpus",
+            "workers",
+            "cpus_per_worker",
+            "gpu_share",
+            "memory_fraction",
+            "dtype",
+            "host",
+        }
+        assert after.nodes[name].model_dump(include=kept) == node.model_dump(include=kept)
+
+
+@pytest.mark.parametrize(
+    ("override", "size", "line"),
+    [
+        ("workload.size=65536", 16384, "workload.size: 65536 -> 16384"),
+        # One that leaves its size out has the default's, scaled.
+        ("nodes.pc1.size=null", 1024, "nodes.pc1.size: 4096 -> 1024"),
+    ],
+)
+def test_sizes_given_and_left_out_are_scaled_alike(override: str, size: int, line: str) -> None:
+    scaled = scale_config(load_config(SHIPPED, [override]), REHEARSAL_SCALE, None)
+    assert line in scaled.lines
+    assert (scaled.config.workload.size or scaled.config.nodes["pc1"].size) == size
+
+
+def test_short_memory_lowers_the_scale_and_says_so() -> None:
+    scaled = scale_config(load_config(SHIPPED), REHEARSAL_SCALE, GIB)
+    assert scaled.scale == pytest.approx(1 / (7 * 3.3 + 3 * 1.5))
+    assert GIB - 100 < budgets_bytes(scaled.config) <= GIB
+    assert scaled.lines[0] == "scale: 0.0625 -> 0.03623, so that all workers fit into 1.00 GiB"
+    enough = scale_config(load_config(SHIPPED), REHEARSAL_SCALE, 2 * GIB)
+    assert enough.scale == REHEARSAL_SCALE
+    assert not enough.lines[0].startswith("scale")
+
+
+def test_scale_one_changes_nothing() -> None:
+    config = load_config(SHIPPED, ["workload.size=100"])
+    scaled = scale_config(config, 1, None)
+    assert (scaled.config, scaled.lines, scaled.scale) == (config, (), 1)
+
+
+@pytest.mark.parametrize(
+    ("scale", "limit_bytes", "words"),
+    [
+        *(
+            (scale, None, "valid: above 0, at most 1")
+            for scale in (0, -1, 1.01, float("nan"), float("inf"))
+        ),
+        (1, 0, "valid: more than 0 bytes"),
+        (1, -1, "valid: more than 0 bytes"),
+        (1e-300, None, "less than 1 MiB"),
+        (1, MIB, "less than 1 MiB"),
+    ],
+)
+def test_a_scale_or_limit_that_leaves_workers_nothing_is_refused(
+    scale: float, limit_bytes: int | None, words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        scale_config(load_config(SHIPPED), scale, limit_bytes)
+
+
+def test_a_node_without_cards_has_no_total_to_scale() -> None:
+    node = {"gpu": "cpu", "gpus": 0, "workers": 2, "vram_per_worker_gib": 1}
+    scaled = scale_config(config_from_data({"nodes": {"a": node}}), 0.25, None)
+    assert scaled.config.nodes["a"].vram_gib is None
+    assert scaled.config.nodes["a"].vram_per_worker_gib == 0.25
+
+
+@pytest.mark.parametrize(
+    ("size", "scale", "at_least", "expected"),
+    [
+        (8192, 1 / 16, 1, 2048),
+        (1000, 0.25, 1, 512),
+        (100, 0.25, 1, 64),
+        (32, 0.25, 1, 32),
+        (256, 1 / 16, 128, 128),
+    ],
+)
+def test_sizes_are_multiples_of_64_and_never_grow(
+    size: int, scale: float, at_least: int, expected: int
+) -> None:
+    assert scaled_size(size, scale, at_least) == expected
+
+
+def test_the_size_floor_stays_above_the_emergency_size() -> None:
+    small = load_config(SHIPPED, ["memory.size_floor=100", "memory.emergency_size=512"])
+    assert scale_config(small, REHEARSAL_SCALE, None).config.memory.size_floor == 100
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    scale=st.floats(1e-3, 1),
+    limit_bytes=st.none() | st.integers(64 * MIB, 64 * GIB),
+    size=st.none() | st.integers(1, 2**20),
+    workers=st.integers(1, 7),
+)
+def test_the_rehearsal_fits_where_the_real_thing_does(
+    scale: float, limit_bytes: int | None, size: int | None, workers: int
+) -> None:
+    overrides = [
+        f"workload.size={'null' if size is None else size}",
+        f"nodes.pc1.workers={workers}",
+    ]
+    before = load_config(SHIPPED, overrides)
+    scaled = scale_config(before, scale, limit_bytes)
+    assert 0 < scaled.scale <= scale
+    assert limit_bytes is None or budgets_bytes(scaled.config) <= limit_bytes
+    for name, node in scaled.config.nodes.items():
+        assert overbooked(node) is None
+        small, large = (
+            node_budget(name, node, scaled.config),
+            node_budget(name, before.nodes[name], before),
+        )
+        assert small.size <= large.size
+        assert small.gpu_fraction == large.gpu_fraction
+        assert small.batch == large.batch
+        assert small.duty == large.duty
+    assert config_from_data(scaled.config.model_dump()) == scaled.config
+
+
+def test_matrices_in_fp32_keep_their_bytes() -> None:
+    rehearsed = in_fp32(_SHIPPED)
+    assert rehearsed is not None
+    assert rehearsed.workload.dtype == "fp32"
+    for name, node in rehearsed.nodes.items():
+        before = _SHIPPED.nodes[name].size or 0
+        assert 4 * (node.size or 0) ** 2 == pytest.approx(2 * before**2, rel=0.05)
+    assert in_fp32(rehearsed) is None
