@@ -23,6 +23,7 @@ from orchestrator.lab.tune.statistics import LeverVerdict
 from orchestrator.lab.tune.tuned_yaml import tuned_yaml
 from orchestrator.run.environment import in_rehearsal, on_this_machine
 from workers.files import replace_whole
+from workers.settings import ASSUMED_CONTEXT_BYTES
 from workers.tuning.messages import ArmSpec
 from workers.units import MIB
 
@@ -103,6 +104,9 @@ def prepare(
     environment = in_rehearsal(config, None) if rehearse else on_this_machine(config)
     config = environment.config
     spec = plan_slots(config, environment.target)[0].spec
+    if spec.device == "cuda":  # the arm that waits keeps its context on the card
+        room_bytes = spec.card_budget_bytes - ASSUMED_CONTEXT_BYTES
+        spec = replace(spec, budget_bytes=max(1, min(spec.budget_bytes, room_bytes)))
     if workload == "train":
         own = config.train.model_dump()
         candidates = levers.train_candidates(config.train, on_card=spec.device == "cuda")
