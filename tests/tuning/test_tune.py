@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from orchestrator.config.load import load_config
-from tests.scene import COMMAND, PATIENCE_S, ROOT, orchestrator, wait_for
+from tests.scene import COMMAND, PATIENCE_S, ROOT, orchestrator, spec_of, wait_for
 from workers.tuning import messages
 from workers.tuning.messages import ArmSpec
 
@@ -68,15 +68,15 @@ def test_a_tuning_leaves_verdicts_and_your_file(tmp_path: Path) -> None:
     assert result == json.loads((folder / "tune.json").read_text())
     assert list(result["rows"][0]) == [
         "lever", "setting", "speed_ratio", "speed_low", "speed_high", "rounds", "peak_bytes",
-        "parity_class", "loss_gap", "verdict", "reason", "samples_per_s", "tflops", "peak_delta_bytes",
+        "parity_class", "loss_gap", "verdict", "reason", "samples_per_s", "peak_delta_bytes",
         "host_bytes", "host_delta_bytes", "once_s",
     ]  # fmt: skip
 
     rows = {f"{row['lever']}={row['setting']}": row for row in result["rows"]}
     assert rows["precision=tf32"]["verdict"] == "UNAVAILABLE"
     micro = rows["micro=2"]
-    assert micro["rounds"] >= 6
-    assert micro["speed_low"] <= micro["speed_ratio"] <= micro["speed_high"]
+    assert micro["speed_ratio"] > 0
+    assert (micro["speed_low"] is None) is (micro["rounds"] < 6)
     assert micro["verdict"] not in {"BROKEN", "UNAVAILABLE"}
     assert micro["loss_gap"] is not None
 
@@ -140,12 +140,12 @@ def logs_to(process: psutil.Process, log: Path) -> bool:
 @pytest.mark.torch
 def test_matmul_is_measured_with_several_workers(tmp_path: Path) -> None:
     arguments = ("--workload", "matmul", "--levers", "workers", "--json")
-    with started(tmp_path, "--rehearse", "--budget", "60s", *arguments) as head:
+    with started(tmp_path, "--rehearse", "--budget", "90s", *arguments) as head:
         output, errors = head.communicate(timeout=PATIENCE_S)
     assert head.returncode == 0, errors
     rows = json.loads(output)["rows"]
     assert [(row["lever"], row["setting"]) for row in rows] == [("workers", "2"), ("workers", "3")]
-    assert all(row["speed_ratio"] > 0 and row["rounds"] >= 6 for row in rows)
+    assert all(row["rounds"] for row in rows)
     assert not list(tmp_path.glob("tunings/*/tuned.yaml"))
 
 
@@ -183,8 +183,8 @@ def test_an_arm_has_the_environment_of_a_worker(
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     ours, theirs = multiprocessing.Pipe()
     spec = ArmSpec(
-        name="baseline", spec=None, log=tmp_path / "log", settings={"deterministic": True}
-    )  # type: ignore[arg-type]
+        name="baseline", spec=spec_of(), log=tmp_path / "log", settings={"deterministic": True}
+    )
     child = multiprocessing.get_context("fork").Process(
         target=messages.run_arm, args=(theirs, spec)
     )

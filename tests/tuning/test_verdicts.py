@@ -149,7 +149,7 @@ def test_a_lever_that_changes_losses_too_much_is_broken(
     found = measured(2.0, losses=(4.0, 3.0 * (1 + gap)))
     row = row_of(candidate, found, baseline, TuneConfig(), in_fp32=in_fp32)
     assert (row.verdict is LeverVerdict.BROKEN) is broken
-    assert chosen_of([candidate], {row.name: row}, "speed") == (
+    assert chosen_of([candidate], {row.name: row}, TuneConfig()) == (
         [] if broken or parity is ParityClass.OBJECTIVE else [candidate]
     )
 
@@ -164,15 +164,17 @@ def measured(ratio: float, **opened: Any) -> Measured:
 
 
 def test_a_row_has_the_figures_beside_the_baselines() -> None:
-    found = measured(2.0, peak_bytes=80, host_bytes=150, flop=2e12, first_step_s=3.0, step_s=1.0)
+    found = measured(2.0, peak_bytes=80, host_bytes=150, first_step_s=3.0, step_s=1.0)
     baseline = Opened(losses=(4.0, 3.0), peak_bytes=100, host_bytes=120)
     row = row_of(lever("precision", "bf16"), found, baseline, TuneConfig())
+    speed = row.speed_ratio
+    assert speed == pytest.approx(2.0)
     assert row == LeverRow(
         lever="precision",
         setting="bf16",
-        speed_ratio=pytest.approx(2.0),
-        speed_low=pytest.approx(2.0),
-        speed_high=pytest.approx(2.0),
+        speed_ratio=speed,
+        speed_low=speed,
+        speed_high=speed,
         rounds=8,
         peak_bytes=80,
         peak_delta_bytes=-20,
@@ -181,7 +183,6 @@ def test_a_row_has_the_figures_beside_the_baselines() -> None:
         verdict=LeverVerdict.FASTER,
         reason="",
         samples_per_s=2.0,
-        tflops=4.0,
         host_bytes=150,
         host_delta_bytes=30,
         once_s=2.0,
@@ -225,6 +226,7 @@ TINY = ("micro", 0.3, 0.5)
     ],
 )
 def test_what_is_chosen_follows_the_objective(objective: str, names: list[str]) -> None:
+    rules = TuneConfig.model_validate({"objective": objective})
     candidates = [lever(key, "on") for key, *_ in (FAST, FREE, SMALL, TINY)]
     rows = {
         f"{key}=on": row_of(
@@ -235,7 +237,7 @@ def test_what_is_chosen_follows_the_objective(objective: str, names: list[str]) 
         )
         for key, ratio, share in (FAST, FREE, SMALL, TINY)
     }
-    assert [each.lever for each in chosen_of(candidates, rows, objective)] == names
+    assert [each.lever for each in chosen_of(candidates, rows, rules)] == names
 
 
 def test_of_two_values_of_a_key_the_faster_is_chosen() -> None:
@@ -244,7 +246,7 @@ def test_of_two_values_of_a_key_the_faster_is_chosen() -> None:
         each.name: row_of(each, measured(ratio), Opened(losses=(4.0, 3.0)), TuneConfig())
         for each, ratio in zip(candidates, (1.2, 1.4), strict=True)
     }
-    assert chosen_of(candidates, rows, "speed") == [candidates[1]]
+    assert chosen_of(candidates, rows, TuneConfig()) == [candidates[1]]
 
 
 def test_gaps_are_the_largest_of_all_steps() -> None:

@@ -113,7 +113,7 @@ class Products:
     def open(self, _: Open) -> Opened:
         """Do the first steps."""
         seconds = [self.device.timed(self.step)[1] for _ in range(FEWEST_STEPS)]
-        return _opened(self.device, seconds, self.device.step_peak_bytes(), _UNIT_FLOP, ())
+        return _opened(self.device, seconds, self.device.step_peak_bytes(), ())
 
     def step(self) -> float:
         """Do one step; return its operations."""
@@ -167,7 +167,6 @@ class Training:
             self._trainer = trainer = Trainer(
                 self._task, self._settings, self.device.torch_device, self._seed
             )
-            flop = trainer.flop_per_sample() / self._items()
         seconds: list[float] = []
         losses: list[float] = []
         peak_bytes = 0
@@ -176,8 +175,9 @@ class Training:
         ):
             seconds.append(self.device.timed(self.step)[1])
             losses.append(trainer.course.losses[-1])
-            peak_bytes = max(peak_bytes, self.device.step_peak_bytes())
-        return _opened(self.device, seconds, peak_bytes, flop, tuple(losses))
+            if len(losses) > 1:  # the first step takes memory that no later one takes
+                peak_bytes = max(peak_bytes, self.device.step_peak_bytes())
+        return _opened(self.device, seconds, peak_bytes, tuple(losses))
 
     def step(self) -> float:
         """Do one optimiser step; return its samples."""
@@ -207,7 +207,7 @@ class Training:
 
 
 def _opened(
-    device: Device, seconds: list[float], peak_bytes: int, flop: float, losses: tuple[float, ...]
+    device: Device, seconds: list[float], peak_bytes: int, losses: tuple[float, ...]
 ) -> Opened:
     info = device.info
     return Opened(
@@ -216,7 +216,6 @@ def _opened(
         step_s=statistics.median(seconds[1:] or seconds),
         peak_bytes=peak_bytes,
         host_bytes=psutil.Process().memory_info().rss,
-        flop=flop,
         device_name=info.name,
         card=info.uuid or "cpu",
         driver=info.driver,

@@ -32,8 +32,8 @@ _ARM: Final = "workers.tuning.arm"
 #: an arm begins with.
 _SLOW: Final = "torch._dynamo"
 
-FEWEST_STEPS: Final = 4
-"""First steps that each arm does at least. The states of an optimiser show in the second one."""
+FEWEST_STEPS: Final = 3
+"""First steps that each arm does at least: what a first update has changed shows in the third."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +69,9 @@ class Opened:
     step_s: float = 0.0
     """The median of the other steps."""
     peak_bytes: int = 0
-    """The highest use of the device by tensors in a step."""
+    """The highest use of the device by tensors in a step, the first one aside."""
     host_bytes: int = 0
     """Resident memory of the process, on the host."""
-    flop: float | None = None
-    """The model's operations for one of what `Done.samples` counts, without those that
-    recomputation repeats.
-    """
     device_name: str = ""
     card: str = "cpu"
     """UUID of the card, or `cpu`."""

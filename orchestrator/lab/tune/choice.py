@@ -57,7 +57,6 @@ def row_of(
     if measured is None or measured.opened is None or baseline is None:
         return row
     opened, effect = measured.opened, effect_of(measured.log_ratios, rules.confidence)
-    speed = median(measured.speeds) if measured.speeds else None
     row = replace(
         row,
         speed_ratio=None if effect is None else effect.ratio,
@@ -68,8 +67,7 @@ def row_of(
         peak_delta_bytes=opened.peak_bytes - baseline.peak_bytes,
         host_bytes=opened.host_bytes,
         host_delta_bytes=opened.host_bytes - baseline.host_bytes,
-        samples_per_s=None if candidate.parity is None else speed,
-        tflops=speed * opened.flop / 1e12 if speed and opened.flop else None,
+        samples_per_s=median(measured.speeds) if measured.speeds else None,
         once_s=max(0.0, opened.first_step_s - opened.step_s),
     )
     if lost is not None:
@@ -90,16 +88,20 @@ def row_of(
 
 
 def chosen_of(
-    candidates: Sequence[Candidate], rows: Mapping[str, LeverRow], objective: str
+    candidates: Sequence[Candidate], rows: Mapping[str, LeverRow], rules: TuneConfig
 ) -> list[Candidate]:
     """Return the levers to use, the best first, one for each key.
 
     Args:
         candidates: All levers.
         rows: Theirs, by name; a lever that was not measured has none.
-        objective: `speed`, `memory` or `balanced`, of `tune.objective`.
+        rules: What counts, and which differences count as none.
     """
-    gains = [(_gain(rows[each.name], objective), each) for each in candidates if each.name in rows]
+    gains = [
+        (_gain(rows[each.name], rules.objective, rules.resolve), each)
+        for each in candidates
+        if each.name in rows
+    ]
     taken: list[Candidate] = []
     for gain, candidate in sorted(gains, key=lambda pair: -pair[0]):
         is_free = not any(candidate.changes.keys() & other.changes.keys() for other in taken)
@@ -108,13 +110,13 @@ def chosen_of(
     return taken
 
 
-def _gain(row: LeverRow, objective: str) -> float:
+def _gain(row: LeverRow, objective: str, resolve: float) -> float:
     """Return how many times better a lever is by what counts; 0 if it does not help."""
     speed, peak_share = row.speed_ratio or 0.0, _peak_share(row) or 1.0
     is_faster = row.verdict is LeverVerdict.FASTER
     is_less = row.verdict is LeverVerdict.LESS_MEMORY
     if objective == "speed":
-        helps, gain = is_faster or (is_less and (row.speed_high or 0.0) >= 1), speed
+        helps, gain = is_faster or (is_less and (row.speed_low or 0.0) >= 1 - resolve), speed
     elif objective == "memory":
         helps, gain = is_less or (is_faster and peak_share <= 1), 1 / peak_share
     else:

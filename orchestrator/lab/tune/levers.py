@@ -136,15 +136,16 @@ def named(candidates: Sequence[Candidate], names: Sequence[str], where: str) -> 
     return [each for each in candidates if not names or {each.lever, each.name} & {*names}]
 
 
-def matmul_candidates(dtype: str) -> list[Candidate]:
-    """Return the candidates of matmul: workers at once, then other number types than `dtype`."""
+def matmul_candidates() -> list[Candidate]:
+    """Return the candidates of matmul against one worker with fp32 products: several workers at
+    once, and other number types.
+    """
     several = [
         Candidate(lever="workers", setting=str(count), changes={}, copies=count) for count in (2, 3)
     ]
     types = [
         Candidate(lever="dtype", setting=name, changes={"dtype": name})
-        for name in ("fp32", "tf32", "fp16", "bf16")
-        if name != dtype
+        for name in ("tf32", "fp16", "bf16")
     ]
     return several + types
 

@@ -55,9 +55,7 @@ class LeverRow:
     verdict: LeverVerdict
     reason: str
     samples_per_s: float | None = None
-    """Optimised samples, or tokens where lengths differ; the median. Not given of matmul."""
-    tflops: float | None = None
-    """Operations of the model, without what is repeated, in 10^12 a second."""
+    """Optimised samples, or tokens where lengths differ; for matmul 10^9 operations; the median."""
     peak_delta_bytes: int | None = None
     """`peak_bytes` less the baseline's."""
     host_bytes: int | None = None
@@ -155,7 +153,6 @@ _COLUMNS: Final = (
     Column(key="samples_per_s", title="samples", unit="a second", numeric=True, priority=3),
     Column(key="host_bytes", title="host", unit="MiB", numeric=True, priority=4),
     Column(key="once_s", title="once", unit="s", numeric=True, priority=5),
-    Column(key="tflops", title="TFLOP/s", numeric=True, priority=6),
 )
 
 
@@ -174,7 +171,6 @@ def _cells(row: LeverRow) -> tuple[Cell, ...]:
         _number(row.samples_per_s, ".4g"),
         _mib(row.host_bytes, row.host_delta_bytes),
         _number(row.once_s, ".1f"),
-        _number(row.tflops, ".3g"),
     )
 
 

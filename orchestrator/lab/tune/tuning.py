@@ -23,6 +23,7 @@ from orchestrator.lab.tune.statistics import LeverVerdict
 from orchestrator.lab.tune.tuned_yaml import tuned_yaml
 from orchestrator.run.environment import in_rehearsal, on_this_machine
 from workers.files import replace_whole
+from workers.settings import ASSUMED_CONTEXT_BYTES
 from workers.tuning.messages import ArmSpec
 from workers.units import MIB
 
@@ -32,8 +33,9 @@ _REHEARSAL_S: Final = 270.0
 #: The baseline and a lever load torch, take their first steps and six rounds: half a minute.
 _LEAST_S: Final = 60.0
 
-#: Of the budget: no round begins later.
+#: Of the budget: no round begins later, and none of a single lever of a training.
 _LAST: Final = 0.95
+_LAST_OF_LEVERS: Final = 0.85
 
 #: A lever that compiles gets so many times the time of another one.
 _SLOW_WEIGHT: Final = 4.0
@@ -102,12 +104,15 @@ def prepare(
     environment = in_rehearsal(config, None) if rehearse else on_this_machine(config)
     config = environment.config
     spec = plan_slots(config, environment.target)[0].spec
+    if spec.device == "cuda":  # the arm that waits keeps its context on the card
+        room_bytes = spec.card_budget_bytes - ASSUMED_CONTEXT_BYTES
+        spec = replace(spec, budget_bytes=max(1, min(spec.budget_bytes, room_bytes)))
     if workload == "train":
         own = config.train.model_dump()
         candidates = levers.train_candidates(config.train, on_card=spec.device == "cuda")
     else:
-        own = {"dtype": spec.workload.dtype}
-        candidates = levers.matmul_candidates(spec.workload.dtype)
+        own = {"dtype": "fp32"}
+        candidates = levers.matmul_candidates()
     candidates = levers.named(candidates, names, where)
     if rehearse and not names and workload == "train":
         candidates = levers.for_rehearsal(candidates)
@@ -149,13 +154,13 @@ def tune(tuning: Tuning, say: Callable[[str], None]) -> tuple[TuningResult, bool
     """
     created_at, began_s = datetime.now(UTC), time.monotonic()
     possible = [each for each in tuning.candidates if each.unavailable is None]
-    last_s = began_s + _LAST * tuning.budget_s
     rows: dict[str, LeverRow] = {}
     bench = Bench(tuning.make_spec, tuning.rules, tuning.budget_s, len(possible))
     is_whole = False
 
-    def measure(candidate: Candidate, share: float) -> LeverRow:
+    def measure(candidate: Candidate, share: float, last: float) -> None:
         now_s, measured = time.monotonic(), None
+        last_s = began_s + last * tuning.budget_s
         if now_s < last_s:
             measured = bench.measure(candidate, now_s + share * (last_s - now_s), last_s)
         row = row_of(
@@ -163,18 +168,18 @@ def tune(tuning: Tuning, say: Callable[[str], None]) -> tuple[TuningResult, bool
         )
         rows[candidate.name] = row
         say(f"{row.name}: {row.verdict}, {max(0.0, last_s - time.monotonic()):.0f} s left")
-        return row
 
     try:
         opened = bench.baseline()
         weights = [_SLOW_WEIGHT if each.slow else 1.0 for each in possible]
+        last = _LAST_OF_LEVERS if tuning.trains else _LAST
         for place, candidate in enumerate(possible):
-            measure(candidate, weights[place] / (sum(weights[place:]) + tuning.trains))
-        chosen = chosen_of(possible, rows, tuning.rules.objective)
+            measure(candidate, weights[place] / sum(weights[place:]), last)
+        chosen = chosen_of(possible, rows, tuning.rules)
         if len(chosen) > 1:
             whole = levers.together(chosen)
-            measure(whole, 1.0)
-            if not chosen_of([whole], rows, tuning.rules.objective):
+            measure(whole, 1.0, _LAST)
+            if not chosen_of([whole], rows, tuning.rules):
                 chosen = chosen[:1]
         is_whole = True
     except ArmError as error:
@@ -185,7 +190,7 @@ def tune(tuning: Tuning, say: Callable[[str], None]) -> tuple[TuningResult, bool
     except KeyboardInterrupt:
         if bench.opened is None:
             raise
-        opened, chosen = bench.opened, chosen_of(possible, rows, tuning.rules.objective)[:1]
+        opened, chosen = bench.opened, chosen_of(possible, rows, tuning.rules)[:1]
     finally:
         bench.close()
     for candidate in tuning.candidates:
