@@ -82,19 +82,15 @@ def _invoke() -> int:
 
 
 def _fail(message: str, code: int, *, wants_json: bool) -> NoReturn:
+    # The message may contain text from the user or another head: escape what would control the
+    # terminal.
+    said = "\n".join(one_line(line) for line in message.split("\n"))
     if wants_json:
         outcome = "interrupted" if code == 130 else "failed"
-        # JSON is UTF-8 whatever the terminal is; what no Unicode can hold becomes \\udcXX, a valid
-        # escape in it.
-        sys.stdout.buffer.write(
-            (summary_text(failure_dict(message, code, outcome)) + "\n").encode(
-                "utf-8", "backslashreplace"
-            )
-        )
+        # JSON is UTF-8 whatever the terminal is.
+        told = summary_text(failure_dict(said, code, outcome)) + "\n"
+        sys.stdout.buffer.write(told.encode("utf-8", "backslashreplace"))
     else:
-        # The message may contain text from the user or another head: escape what would control the
-        # terminal.
-        said = "\n".join(one_line(line) for line in message.split("\n"))
         print(wrapped(said, width_of(sys.stderr)), file=sys.stderr)  # noqa: T201 - the terminal
     _exit(code)
 
