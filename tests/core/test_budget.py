@@ -116,10 +116,7 @@ def test_a_sum_a_hair_too_large_has_enough_digits() -> None:
         node(workers=1, vram_per_worker_gib=4.0000001, vram_gib=4, memory_fraction=1.0)
     )
     assert tiny is not None
-    assert (
-        "x 4.0000001 GiB = 4.0000001 GiB, but 1 of the 4 GiB of a rtx-3090 is 4 GiB"
-        in tiny.text
-    )
+    assert "x 4.0000001 GiB = 4.0000001 GiB, but 1 of the 4 GiB of a rtx-3090 is 4 GiB" in tiny.text
 
 
 def test_an_exact_fit_is_not_refused() -> None:
