@@ -75,7 +75,13 @@ def overbooked(node: NodeConfig) -> Overbooked | None:
         f"{allowed_bytes / GIB:.10g} GiB"
     )
     fitting = allowed_bytes // each_bytes * (node.gpus or 1)
-    smaller_gib = math.floor(allowed_bytes / shared_by / GIB * 1000) / 1000
-    cures = [f"at most {fitting} workers"] if fitting >= max(1, node.gpus) else []
-    cures += [f"vram_per_worker_gib <= {smaller_gib:g}"] if smaller_gib else []
-    return Overbooked(text=text, valid=", or ".join(cures) or "a larger memory_fraction")
+    if allowed_bytes < shared_by:
+        return Overbooked(text=text, valid="a larger memory_fraction")
+    share_gib = allowed_bytes / shared_by / GIB
+    # Rounded down to two digits after the point, or three in all.
+    step_gib = 10.0 ** min(-2, math.floor(math.log10(share_gib)) - 2)
+    valid = f"vram_per_worker_gib <= {math.floor(share_gib / step_gib) * step_gib:.6g}"
+    # Each card needs a worker, so fewer workers than cards is not a valid plan.
+    if fitting >= max(1, node.gpus):
+        valid = f"at most {fitting} worker{'s' if fitting > 1 else ''}, or {valid}"
+    return Overbooked(text=text, valid=valid)

@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 from typing import Final
 
+from workers.files import open_regular
 from workers.messages import Report
 from workers.units import MIB
 
@@ -96,7 +97,7 @@ def last_lines(folder: Path, slot: str, most: int = LINES_SHOWN) -> list[str]:
     if "\0" in slot or not path.resolve().is_relative_to(_path(folder, "").parent.resolve()):
         return []
     for file_path in (path, _older(path)):
-        with contextlib.suppress(OSError), file_path.open("rb") as file:
+        with contextlib.suppress(OSError), open_regular(file_path) as file:
             file.seek(max(0, file_path.stat().st_size + len(content) - _READ_BYTES))
             content = file.read(_READ_BYTES) + content
     return cleaned(content.decode("utf-8", "replace")).expandtabs().splitlines()[-most:]

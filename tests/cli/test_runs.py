@@ -189,6 +189,15 @@ def test_what_a_slot_printed_last_is_shown(
     assert "has no slot 'pc9/0'; valid: " in unknown.stderr
 
 
+def test_output_that_is_a_pipe_is_not_waited_for(command: Command, tmp_path: Path) -> None:
+    written(tmp_path).commit()
+    kept = tmp_path / RUN_ID / "output" / "pc1" / "0.log"
+    kept.parent.mkdir(parents=True)
+    os.mkfifo(kept)
+    shown = command("logs", "pc1/0", "--run-dir", str(tmp_path))
+    assert (shown.returncode, shown.stdout) == (0, "pc1/0 has printed nothing\n")
+
+
 def test_faults_are_grouped_by_what_became_of_them(tmp_path: Path) -> None:
     store = written(tmp_path, chaos="seed=1,kill=3")
     faults = [{"kind": "kill", "fate": fate, "recovered_s": took_s, "target": "pc1/0", "at_unix_s": 1.0, "count": 1}
