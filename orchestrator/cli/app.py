@@ -341,7 +341,7 @@ def web(
     bind: opt.Bind = None,
     control: opt.Control = False,
 ) -> None:
-    """Show a run in a browser on this PC: the newest one, also one that is over.
+    """Show a run in a browser, also one that is over.
 
     Prints the address, which opens the page.
     """

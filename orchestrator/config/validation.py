@@ -95,10 +95,11 @@ def _problem(
     """Return what is wrong at one place, in a sentence of one line."""
     details, value = errors[0], in_words(errors[0]["input"])
     kind, section = details["type"], _section(model, path[:-1])
+    fields = {field.alias or name: field for name, field in section.model_fields.items()}
     if kind == "extra_forbidden":
-        keys = sorted(field.alias or name for name, field in section.model_fields.items())
+        keys = sorted(fields)
         return source.problem(path, f"unknown key{nearest(path[-1], keys)}", ", ".join(keys))
-    valid = _description(section.model_fields.get(path[-1])) if path else None
+    valid = _description(fields.get(path[-1])) if path else None
     if details["loc"][-1:] == ("[key]",):
         return source.problem(path, "cannot be the name of a node", VALID_NODE_NAME)
     if kind == "value_error":

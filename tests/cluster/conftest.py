@@ -130,10 +130,13 @@ def samples(folder: Path) -> dict[str, list[sqlite3.Row]]:
     return found
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _adopt_orphans() -> None:
+@pytest.fixture(scope="package", autouse=True)
+def _adopt_orphans() -> Iterator[None]:
     """Whatever a run leaves behind becomes a child of this process, and cannot hide."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    yield
+    prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def descendants() -> list[psutil.Process]:

@@ -229,7 +229,7 @@ CPU_NODE = NodeConfig(gpu="cpu", gpus=0, workers=4, vram_per_worker_gib=1.0)
         (PC1, workstation(cards=(card_facts(), replace(SMALL_CARD, used_bytes=5 * GIB))), [OK], "which it has"),
         (PC1, laptop(), [FAIL], "cluster.yaml gives pc1 1 x rtx-3090, but no NVIDIA card answers there"),
         (PC1.model_copy(update={"gpus": 2}), workstation(), [FAIL], "but 1 answer there"),
-        (PC1, workstation(cards=(SMALL_CARD,)), [FAIL, WARN], "7 workers x 3.3 GiB = 23.10 GiB, but 0.99 of"),
+        (PC1, workstation(cards=(SMALL_CARD,)), [FAIL, WARN], "7 workers x 3.3 GiB = 23.1 GiB, but 0.99 of"),
         (
             PC1.model_copy(update={"workers": 2}), workstation(cards=(SMALL_CARD,)), [WARN],
             "has a NVIDIA GeForce RTX 3070 with 7.67 GiB, for which cluster.yaml says 23.56",
