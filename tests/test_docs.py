@@ -273,7 +273,7 @@ def test_the_page_of_the_table_has_every_state_and_column() -> None:
         assert re.search(rf"^\| .*{re.escape(title)}.* \|", page, re.MULTILINE), column.title
 
 
-@pytest.mark.parametrize(("document", "most"), [("README.md", 110), ("ARCHITECTURE.md", 130)])
+@pytest.mark.parametrize(("document", "most"), [("README.md", 120), ("ARCHITECTURE.md", 130)])
 def test_the_first_two_documents_stay_short(document: str, most: int) -> None:
     assert len(text_of(ROOT / document).splitlines()) <= most
 
