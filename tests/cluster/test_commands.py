@@ -37,7 +37,7 @@ def sent_by_page(head: Head, do: str, *slots: str) -> int:
     async def scene() -> int:
         async with serving(head.folder(), control=True) as server:
             told = {"id": "of the page", "do": do, "slots": list(slots)}
-            return (await server.ask("/api/v1/commands", "POST", "control", json=told)).status
+            return (await server.ask("/api/v1/commands", json=told)).status
 
     return asyncio.run(scene())
 

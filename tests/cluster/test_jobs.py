@@ -158,7 +158,7 @@ def crowded(nothing_left: None, short_tmp: Path) -> Iterator[Night]:
     assert pcs.stdout is not None
     where = f"--set=cluster.address={pcs.stdout.readline().strip()}"
     environment = {
-        "RAY_AUTH_TOKEN_PATH": str(short_tmp / "c1" / "auth_token"),
+        "RAY_AUTH_TOKEN_PATH": str(short_tmp / "auth_token"),
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # loopback is meant as it is
     }
     try:

@@ -232,7 +232,7 @@ def test_the_last_lines_and_the_report_say_what_fell_short(
 
 
 @pytest.mark.parametrize("remember", [True, False])
-def test_unreadable_limits_cost_a_sentence(
+def test_a_damaged_file_of_limits_ends_no_run(
     user: UserFolder, state_dir: Path, remember: bool
 ) -> None:
     damaged = state_dir / "limits.json"
@@ -240,8 +240,5 @@ def test_unreadable_limits_cost_a_sentence(
     setting = f"memory.remember={str(remember).lower()}"
     done = user.type("--duration", "1s", "--workload", "mine:Fine", "--set", setting)
     assert done.returncode == 0, done.stdout + done.stderr
-    told = [event["reason"] for event in user.events("limits_unavailable")]
-    assert bool(told) is remember
-    assert all(str(damaged) in reason and "limits --clear" in reason for reason in told)
-    assert remember or list(state_dir.iterdir()) == [damaged]
-    assert damaged.read_text() == "{", "the user may want to look at it"
+    assert user.events("limits_unavailable") == []
+    assert (damaged.read_text() == "{") is not remember
