@@ -130,7 +130,7 @@ def samples(folder: Path) -> dict[str, list[sqlite3.Row]]:
     return found
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _adopt_orphans() -> Iterator[None]:
     """Whatever a run leaves behind becomes a child of this process, and cannot hide."""
     prctl = ctypes.CDLL(None).prctl
