@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from statistics import fmean
 from textwrap import wrap
 from typing import Final, TextIO
@@ -164,20 +164,3 @@ def width_of(stream: TextIO) -> int | None:
         return os.get_terminal_size(stream.fileno()).columns or None
     except (OSError, ValueError):
         return None
-
-
-def aligned(rows: Sequence[Sequence[str]], words: Collection[str]) -> Iterator[str]:
-    """Yield the headings and the rows, with cells under their heading: `words` to the left, numbers
-    to the right.
-
-    Nothing is cut: a terminal wraps what it cannot hold. No table of rich: ten thousand rows took
-    it five seconds.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    alignments = ["<" if heading in words else ">" for heading in rows[0]]
-    for row in rows:
-        cells = (
-            f"{cell:{side}{width}}"
-            for cell, side, width in zip(row, alignments, widths, strict=True)
-        )
-        yield "  ".join(cells).rstrip()
