@@ -48,7 +48,7 @@ _FREE: Final = {
     "slots", "documents", "steps", "epochs", "validate_every", "micro", "recompute",
     "states_on_host", "compile", "compile_mode", "loader_workers", "prefetch", "persistent",
     "ram_cache", "pin", "non_blocking", "set_to_none", "activations_on_host", "ema_on",
-    "start_method", "profile", "save_every_s", "checkpoints",
+    "start_method", "save_every_s", "checkpoints",
 }  # fmt: skip
 
 
@@ -170,8 +170,6 @@ class TrainSettings(BaseModel):
     pin: Literal["auto"] | bool = "auto"
     non_blocking: bool = True
     start_method: Literal["forkserver", "fork", "spawn"] = "forkserver"
-    profile: Annotated[int, Field(ge=0, le=100)] = 0
-    """Optimiser steps that torch.profiler looks at, once in each process."""
     save_every_s: Annotated[float, Field(gt=0)] = 60.0
     checkpoints: Literal["node", "head"] = "node"
     deterministic: bool = False

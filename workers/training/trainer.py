@@ -54,10 +54,10 @@ from workers.training.optimizers import (
     load_states,
 )
 from workers.training.parts import ROWS, PartsCheck, PartsError, check_parts, one_number, unchanged
-from workers.training.profiling import Part, TimeShares
 from workers.training.schedule import Course
 from workers.training.settings import Precision, TrainSettings
 from workers.training.tasks import TrainTask, trained_parameters
+from workers.training.time_shares import Part, TimeShares
 
 _STATE_VERSION: Final = 2
 

@@ -11,11 +11,11 @@ import gc
 import importlib
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 from pydantic import ValidationError
 
@@ -42,13 +42,10 @@ from workers.training.ladder import MemoryLadder, Point, planned_ladder, unplann
 from workers.training.loader import host_share
 from workers.training.memory_plan import MemoryPlanner
 from workers.training.planner_process import PlannerProcess
-from workers.training.profiling import StepProfile
 from workers.training.settings import FOLDER_PRESETS, PRESETS, TrainSettings
 from workers.training.tasks import find_task, import_task, refuse_without_data
 from workers.training.trainer import Trainer
 from workers.workloads.base import StepResult, Workload, WorkloadContext
-
-T = TypeVar("T")
 
 #: The speed that is told is that of the last so many seconds.
 _SPEED_WINDOW_S: Final = 20.0
@@ -91,10 +88,6 @@ class Train(Workload):
         """Whether the last step ended an optimiser step."""
         self._computed = 0
         self._computed_items = 0.0
-        # Not again after a process that may have died of it: under a small cap of host memory the
-        # profiler can.
-        steps = self._settings.profile if context.fresh else 0
-        self._profile = StepProfile(steps, context.device, context.state_dir)
 
     @classmethod
     def prepare(cls, settings: Mapping[str, Scalar]) -> None:
@@ -181,8 +174,6 @@ class Train(Workload):
             trainer = self._opened()
             if trainer.finished:
                 return StepResult()  # what follows the last step has failed, and comes again
-            if trainer.at_boundary:
-                self._profiling(lambda: self._profile.begin(trainer.step))
             point = self._point = Point.of(batch, self._level)
             hosted = trainer.host_states
             if self._settings.states_on_host == "auto" and point.share_pct != hosted.share_pct:
@@ -226,11 +217,6 @@ class Train(Workload):
         trainer, checkpoints = self._trainer, self._checkpoints
         if trainer is None or not trainer.at_boundary:
             return
-        figures = self._profiling(
-            lambda: self._profile.end(trainer.step, finished=trainer.finished)
-        )
-        if figures is not None:
-            self.context.tell("profiled", **figures)
         self._validate(trainer)
         waits = trainer.finished or self._save_soon
         if checkpoints is not None and waits:
@@ -282,7 +268,6 @@ class Train(Workload):
         self._trainer = None
         gc.collect()  # a model refers to itself
         give_back(self.context.device)
-        self._profiling(self._profile.abandon)
 
     def shed(self) -> None:
         """Keep the state: what a failed step has left is gone with its frames."""
@@ -317,14 +302,6 @@ class Train(Workload):
 
     def _tell_error(self, event: str, error: Exception) -> None:
         self.context.tell(event, reason=f"{type(error).__name__}: {error}")
-
-    def _profiling(self, act: Callable[[], T]) -> T | None:
-        """Do it; whatever the profiler raises is told, and the training goes on."""
-        try:
-            return act()
-        except Exception as error:  # noqa: BLE001 - as above
-            self._tell_error("profile_failed", error)
-            return None
 
     def _opened(self) -> Trainer:
         """Return the training.
