@@ -73,11 +73,12 @@ def test_a_field_has_the_type_that_its_row_declares() -> None:
 
 
 def test_columns_and_metrics_are_declared_once() -> None:
-    names = [column.name for column in COLUMNS]
+    names = [column.key for column in COLUMNS]
     metrics = [(field.of, field.metric) for field in FIELDS.values() if field.metric]
     assert len(set(names)) == len(names)
     assert len(set(metrics)) == len(metrics)
-    assert all({column.key, *column.keys} <= FIELDS.keys() for column in COLUMNS)
+    assert all(set(column.keys) <= FIELDS.keys() for column in COLUMNS)
+    assert all(column.numeric == (column.field.type is not str) for column in COLUMNS)
 
 
 def test_every_state_has_a_tone_and_a_lost_slot_a_bad_one() -> None:
@@ -170,12 +171,6 @@ def test_a_reason_is_bad_where_the_slot_is_in_trouble() -> None:
         "pc1/2": ("the card computes wrongly", Tone.BAD),
         "pc1/1": ("its lease is short", Tone.DIM),
     }
-
-
-def test_rows_of_an_order_of_their_own_keep_it() -> None:
-    rows = [make_row(slot=f"pc1/{index}") for index in (3, 1, 2)]
-    table = slots_table(make_snapshot(*rows), rows[:2])
-    assert [row.key for row in table.rows] == ["pc1/3", "pc1/1"]
 
 
 @pytest.mark.parametrize("alike", [True, False], ids=["alike", "different"])

@@ -29,13 +29,12 @@ from orchestrator.view.cells import SEPARATOR, clean, clock, shorten
 from orchestrator.view.health import header_lines
 from orchestrator.view.jobs import jobs_table, with_jobs
 from orchestrator.view.phrases import counted
-from orchestrator.view.query import WORST_FIRST, parse
 from orchestrator.view.runs import runs_table
 from orchestrator.view.slots import cards_table, slots_table
 from orchestrator.view.tables import Table
 from orchestrator.view.terminal import STYLES
 from orchestrator.view.top import pages
-from orchestrator.view.top.view import View, marked, matching, ordered
+from orchestrator.view.top.view import View
 from orchestrator.view.top.widgets import CSS, Rows, TextPage
 from workers.units import MIB
 
@@ -54,7 +53,7 @@ _KEYS: Final = (
     ("n", "n", "page('nodes')", "nodes"),
     ("u", "u", "page('runs')", "runs; enter follows the one under the cursor"),
     ("m", "m", "range", "how far back the courses of a slot go: 2 m, 10 m, 1 h, all"),
-    ("/", "slash", "ask('filter')", "filter: words; of slots also state:lost temp>75 !node:pc1"),
+    ("/", "slash", "ask('filter')", "filter: words that must stand in a row; state:lost, !pc1"),
     (">", "greater_than_sign,full_stop", "sort(1)", "sort by the next column"),
     ("<", "less_than_sign,comma", "sort(-1)", "sort by the column before"),
     ("r", "r", "reverse", "turn the order"),
@@ -136,6 +135,8 @@ class Top(App[None]):
     def __init__(self, folder: Path, view: View, send: Send | None = None) -> None:
         super().__init__(ansi_color=True)
         self._view = view
+        self._views: dict[str, View] = {"slots": view}
+        """How each page was looked at when it was left."""
         self._send = send
         self._page = "slots"
         self._slot = ""
@@ -218,11 +219,10 @@ class Top(App[None]):
 
     def _table(self, frame: Frame) -> Table | None:
         """Return the table of the page; `None` where it shows text."""
-        snapshot, view = frame.snapshot, self._view
+        snapshot = frame.snapshot
         match self._page:
             case "slots":
-                table = slots_table(snapshot, view.rows(snapshot.rows))
-                return marked(ordered(table, view), view.marked)
+                table = slots_table(snapshot)
             case "cards":
                 table = cards_table(snapshot)
             case "nodes":
@@ -237,7 +237,7 @@ class Top(App[None]):
                 table = jobs_table(frame.queue)
             case _:
                 return None
-        return marked(ordered(matching(table, view.words), view), view.marked)
+        return self._view.of(table)
 
     def _text(self, frame: Frame, width: int) -> tuple[Text, pages.Courses, Sequence[Text]]:
         """Return what a page of text shows: a title, courses, and lines."""
@@ -261,13 +261,12 @@ class Top(App[None]):
 
     def _keys_line(self) -> str:
         view, is_slots = self._view, self._page == "slots"
-        by = view.column or (is_slots and view.order.key) or "worst first"
         parts = [
             "nothing is stored yet" if self._frame is None else _freshness(self._frame),
-            f"by {by}{' reversed' if view.reverse else ''}",
+            f"by {view.column or 'worst first'}{' reversed' if view.reverse else ''}",
         ]
-        if filtered := view.wanted.text if is_slots else view.words:
-            parts.append(f"filter {filtered}")
+        if view.words:
+            parts.append(f"filter {view.words}")
         if view.marked:
             parts.append(f"{len(view.marked)} marked")
         if not is_slots:
@@ -289,9 +288,10 @@ class Top(App[None]):
         self.exit()
 
     def action_page(self, name: str) -> None:
-        """Open a page: the worst first, no filter but that of the slots, no marks."""
+        """Open a page with its last filter and order, without marks."""
+        self._views[self._page] = replace(self._view, marked=frozenset())
         self._page, self._said = name, ""
-        self._view = View(wanted=self._view.wanted, order=self._view.order)
+        self._view = self._views.get(name, View())
         self.draw()
         self._focus()
 
@@ -339,7 +339,7 @@ class Top(App[None]):
 
     def action_worst(self) -> None:
         """Put the worst first again."""
-        self._view = replace(self._view, column=None, reverse=False, order=WORST_FIRST)
+        self._view = replace(self._view, column=None, reverse=False)
         self.draw()
 
     def action_pick(self) -> None:
@@ -357,10 +357,9 @@ class Top(App[None]):
 
     def action_ask(self, what: str) -> None:
         """Let the person type a filter or a cap."""
-        asking, is_slots = self._input, self._page == "slots"
+        asking = self._input
         asking.placeholder = "words" if what == "filter" else "cap of each, as 3GiB"
-        filtered = self._view.wanted.text if is_slots else self._view.words
-        asking.value = filtered if what == "filter" else ""
+        asking.value = self._view.words if what == "filter" else ""
         self._typed, asking.display = what, True
         self.set_focus(asking)
 
@@ -371,8 +370,6 @@ class Top(App[None]):
             if what == "cap" and self._asked is not None:
                 self._asked = replace(self._asked, amount_bytes=parse_bytes(typed))
                 self._page = "question"
-            elif self._page == "slots":
-                self._view = replace(self._view, wanted=parse(typed), marked=frozenset())
             else:
                 self._view = replace(self._view, words=typed, marked=frozenset())
         except ValueError as failure:

@@ -149,8 +149,9 @@ def slot_page(
 
 
 def _facts(row: Row, snapshot: Snapshot) -> Iterator[Cell]:
-    table = slots_table(snapshot, (row,))
-    for column, cell in zip(table.columns, table.rows[0].cells, strict=True):
+    table = slots_table(snapshot)
+    (shown,) = (each for each in table.rows if each.key == row.slot)
+    for column, cell in zip(table.columns, shown.cells, strict=True):
         if cell.text != MISSING:
             yield Cell(text=f"{column.title} {column.unit} {cell.text}", tone=cell.tone)
 
