@@ -5,23 +5,17 @@ frame; or JSON.
 from __future__ import annotations
 
 import os
-import secrets
 import sys
-import time
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.text import Text
 
-from orchestrator.control import client
-from orchestrator.core.user_commands import Do
-from orchestrator.jobs import inbox
-from orchestrator.jobs.journal import QUEUE_NAME
-from orchestrator.jobs.model import Said, Word
 from orchestrator.record.archive import Follower
 from orchestrator.record.summary import SCHEMA, summary_text
 from orchestrator.view.health import header_lines
 from orchestrator.view.jobs import with_jobs
+from orchestrator.view.orders import give
 from orchestrator.view.slots import slots_table
 from orchestrator.view.terminal import plain_text, table_lines
 from orchestrator.view.top.view import View, column_of
@@ -67,27 +61,7 @@ def watch(folder: Path, view: View, *, read_only: bool) -> None:
     """Show the run on this terminal until the person leaves."""
     from orchestrator.view.top.app import Top  # noqa: PLC0415 - Textual takes half a second to load
 
-    Top(folder, view, None if read_only else send).run()
-
-
-def send(folder: Path, order: Do | Word, names: Sequence[str], amount_bytes: int | None) -> str:
-    """Send an order for slots to the head, or one for jobs to the queue, and return what became of
-    it.
-
-    Raises:
-        OSError: The inbox of the queue cannot be written.
-        InboxError: It belongs to another user, or others may write to it.
-    """
-    if isinstance(order, Word):
-        now_s = time.time()
-        said = [
-            Said(at_s=now_s, id=secrets.token_hex(8), word=order, job=name, by="top")
-            for name in names
-        ]
-        inbox.put(folder / QUEUE_NAME, said)
-        return "said to the queue"
-    answer = client.send(folder, order.value, names, by="top", amount_bytes=amount_bytes)
-    return answer.effect if answer.ok else f"refused: {answer.error}"
+    Top(folder, view, None if read_only else partial(give, by="top")).run()
 
 
 def is_terminal() -> bool:

@@ -1,4 +1,4 @@
-"""How a person looks at the tables of `top`: filter, order and marks. Pure.
+"""How a person looks at the tables of `top`: filter and order. Pure.
 
 A filter is a list of words, and a row must match all of them, in upper or lower case:
 
@@ -29,18 +29,11 @@ class View:
     column: str | None = None
     """Key of the column that rows are sorted by; `None`: as the table has them."""
     reverse: bool = False
-    marked: frozenset[str] = frozenset()
-    """Keys of the rows that an order is meant for."""
 
     def of(self, table: Table) -> Table:
-        """Return what is shown of a table.
-
-        A star stands behind the names of marked rows: not every terminal has colours.
-        """
+        """Return what is shown of a table."""
         rows = [row for row in table.rows if _matches(table, row, self.words)]
-        ordered = self._ordered(table.columns, rows)
-        starred = (_starred(row) if row.key in self.marked else row for row in ordered)
-        return replace(table, rows=tuple(starred))
+        return replace(table, rows=tuple(self._ordered(table.columns, rows)))
 
     def _ordered(self, columns: tuple[Column, ...], rows: list[TableRow]) -> list[TableRow]:
         """Return rows sorted by the column of this view, unknown values last.
@@ -98,8 +91,3 @@ def _is_called(column: Column, name: str) -> bool:
 
 def _rank(value: str | float | None) -> tuple[float, tuple[str | int, ...]]:
     return (0.0, natural_order(value)) if isinstance(value, str) else (value or 0.0, ())
-
-
-def _starred(row: TableRow) -> TableRow:
-    name, *others = row.cells
-    return replace(row, cells=(replace(name, text=f"{name.text}*"), *others))
