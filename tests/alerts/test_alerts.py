@@ -145,7 +145,7 @@ def test_the_severest_comes_first_and_text_is_harmless() -> None:
 
 def test_the_gauge_names_what_is_wrong() -> None:
     frame = frame_at(0, on="pc1", state=HeadState.QUARANTINED)
-    text = exposition(frame, alerts(frame, 0.0)[0], {}).decode()
+    text = exposition(frame, alerts(frame, 0.0)[0]).decode()
     assert [line for line in text.splitlines() if line.startswith("orchestrator_alert{")] == [
         'orchestrator_alert{name="SlotQuarantined",node="pc1",severity="critical",'
         f'subject="{slot}"}} 1.0'

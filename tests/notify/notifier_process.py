@@ -1,6 +1,6 @@
-"""The verb `notify` with a pace and a deadline of the test.
+"""The verb `notify` with a pace of the test.
 
-python -m tests.notify.notifier_process FOLDER DEADLINE_S
+python -m tests.notify.notifier_process FOLDER
 """
 
 from __future__ import annotations
@@ -23,6 +23,5 @@ if __name__ == "__main__":
         urls=os.environ[URLS_VARIABLE].split(),
         say=lambda line: print(line, flush=True),  # noqa: T201 - as the verb does
         pace=PACE,
-        deadline_s=float(sys.argv[2]),
     )
     sys.exit(notifier.follow())

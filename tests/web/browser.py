@@ -103,14 +103,9 @@ class Browser:
 
     def complaints(self) -> list[str]:
         """What the console said: errors of scripts, and what the content security policy has blocked."""
-        exceptions = [
-            str(told["params"])
-            for told in self.events
-            if told["method"] == "Runtime.exceptionThrown"
-        ]
-        entries = [
-            told["params"]["entry"] for told in self.events if told["method"] == "Log.entryAdded"
-        ]
+        told = [(each["method"], each["params"]) for each in self.events]
+        exceptions = [str(more) for method, more in told if method == "Runtime.exceptionThrown"]
+        entries = [more["entry"] for method, more in told if method == "Log.entryAdded"]
         return exceptions + [
             f"{each['text']} {each.get('url')}" for each in entries if each["source"] != "network"
         ]
@@ -150,16 +145,14 @@ async def browser(folder: Path, *options: str) -> AsyncIterator[Browser]:
             async with session.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=0) as socket:
                 made = Browser(socket, process)
                 listening = asyncio.create_task(made.listen())
-                for domain in ("Page", "Network", "Runtime", "Log", "Performance"):
+                for domain in ("Page", "Network", "Runtime", "Log"):
                     await made.do(f"{domain}.enable")
                 yield made
                 listening.cancel()
     finally:
-        children = (
-            psutil.Process(process.pid).children(recursive=True)
-            if process.returncode is None
-            else []
-        )
+        children = []
+        with suppress(psutil.Error):
+            children = psutil.Process(process.pid).children(recursive=True)
         for each in children:
             with suppress(psutil.Error):
                 each.send_signal(signal.SIGKILL)

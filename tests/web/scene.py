@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from aiohttp import web
 
 from orchestrator.record.model import STATES_WORST_FIRST, Row
 from orchestrator.record.store import STORE_NAME, RunFacts, RunStore
 from orchestrator.view.web.guard import Access
 from orchestrator.view.web.server import Site
-from orchestrator.view.web.serving import port_of, started
+from orchestrator.view.web.serving import SERVED
 from tests.factories import FACTS, GIB, event, make_row, make_snapshot, record
 from workers.host.processes import start_time
 from workers.messages import WorkerState
@@ -30,10 +31,7 @@ STARTED_UNIX_S = float(int(time.time()) - SECONDS)
 """Runs of this module go on now."""
 REASONS = {
     "QUARANTINED": "5 processes died within 300 s: killed by signal 9",
-    "LOST": "node pc2 has left the cluster",
-    "CORRUPT": "2 of 412 results were wrong: lower the memory clock of this card",
     "RESTARTING": "its process was killed by signal 9; a new one comes in 4 s",
-    "WARMING": "opens its device",
     "EMERGENCY": "not even a 128 x 128 product fits: 12 MiB free on the card",
     "BACKOFF": "out of memory at size 12288: 2.6 GiB wanted, 0.4 GiB allowed",
     "THROTTLED": "card at 81 C, REDUCE: duty 0.42",
@@ -49,21 +47,14 @@ def facts_here(run_id: str, **changed: object) -> RunFacts:
     return replace(here, **changed)  # type: ignore[arg-type]  # of any field
 
 
-def rows_at(second: float, slots: int, *, varied: bool = True) -> list[Row]:
-    """Return rows that change from second to second.
-
-    With `varied` the first ones are in trouble.
-    """
-    states = (
-        [*STATES_WORST_FIRST[:10], *([WorkerState.RUNNING] * slots)]
-        if varied
-        else [WorkerState.RUNNING] * slots
-    )
+def rows_at(second: float, slots: int) -> list[Row]:
+    """Return rows that change from second to second; the first ones are in trouble."""
+    states = [*STATES_WORST_FIRST[:10], *([WorkerState.RUNNING] * slots)]
     per_node = max(1, (slots + 1) // 2)
     made = []
     for index in range(slots):
         wave, node = math.sin(second / 40 + index), 1 + index // per_node
-        state = states[(index * 7) % len(states)] if varied else states[index]
+        state = states[(index * 7) % len(states)]
         gib = 1.9 + 0.5 * wave
         row = make_row(
             slot=f"pc{node}/{index % per_node}",
@@ -102,18 +93,16 @@ def put_turn(store: RunStore, second: float, rows: list[Row], **changed: object)
     store.update(make_snapshot(*rows, elapsed_s=second, **{**usual, **changed}))
 
 
-def make_run(
-    folder: Path, slots: int = 10, seconds: int = SECONDS, *, varied: bool = True, run: str = ""
-) -> RunStore:
+def make_run(folder: Path, slots: int = 10, seconds: int = SECONDS) -> RunStore:
     """Make a run that goes on: its store is open.
 
     It has samples of every tenth second, and some events.
     """
     folder.mkdir(parents=True, exist_ok=True)
     store = RunStore(folder / STORE_NAME)
-    store.begin(facts_here(run or folder.name, duration_s=3600.0, started_at_unix_s=STARTED_UNIX_S))
+    store.begin(facts_here(folder.name, duration_s=3600.0, started_at_unix_s=STARTED_UNIX_S))
     for second in range(0, seconds + 1, 10):
-        rows = rows_at(second, slots, varied=varied)
+        rows = rows_at(second, slots)
         if second == 0:
             for row in rows[:20]:
                 add_state(store, 5, row.slot, "STARTING", "RUNNING", "opened its device")
@@ -123,19 +112,13 @@ def make_run(
     return store
 
 
-def at(second: float) -> str:
-    """Return a moment of the run as events tell it."""
-    return (
-        datetime.fromtimestamp(STARTED_UNIX_S + second, tz=UTC).isoformat().replace("+00:00", "Z")
-    )
-
-
 def add_state(
     store: RunStore, second: float, slot: str, before: str, after: str, cause: str
 ) -> None:
     """Add a change of state to the events."""
+    at = datetime.fromtimestamp(STARTED_UNIX_S + second, tz=UTC)
     told = event(name="state", from_state=before, to_state=after, cause=cause)
-    store.event({**told, "at": at(second), "slot": slot})
+    store.event({**told, "at": at.isoformat().replace("+00:00", "Z"), "slot": slot})
 
 
 @asynccontextmanager
@@ -145,10 +128,13 @@ async def serving(
     """Serve the page of the runs beside a folder in this very process."""
     access = Access(token="page" * 10, metrics_token="metrics" * 6, with_control=control)
     site = Site(folder.parent, access, run_id)
-    runner = await started(site.page_application(), "127.0.0.1", port)
+    runner = web.AppRunner(site.application(), **SERVED)
+    await runner.setup()
     try:
+        await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
+        port = runner.addresses[0][1]
         async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session:
-            yield Server(site=site, port=port_of(runner), session=session)
+            yield Server(site=site, port=port, session=session)
     finally:
         await runner.cleanup()
 

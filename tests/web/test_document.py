@@ -62,10 +62,6 @@ def test_a_document_is_json_whatever_the_rows_hold() -> None:
     assert json.loads(text)["tables"]["slots"]["rows"]
 
 
-def test_a_document_has_the_jobs_only_of_a_queue() -> None:
-    assert "jobs" not in document(frame_at(60))["tables"]
-
-
 @pytest.mark.parametrize(
     ("freshness", "late_s", "mark"),
     [

@@ -122,17 +122,7 @@ def test_the_keyboard_sorts_filters_and_opens_a_slot(folder: Path) -> None:
     store.end("good", 0, None, [])
 
 
-@pytest.mark.parametrize(
-    ("terms", "names"),
-    [
-        ("state:backoff", {"pc1/1"}),
-        ("pc1 !state:backoff", {"pc1/0", "pc1/2"}),
-        ("temp>75", {"pc1/2", "pc2/0"}),
-        ("allocated<=2GiB", {"pc1/0", "pc1/1"}),
-        ('reason:"two words"', {"pc2/0"}),
-    ],
-)
-def test_a_filter_compares_what_is_shown(folder: Path, terms: str, names: set[str]) -> None:
+def test_a_filter_compares_what_is_shown(folder: Path) -> None:
     store = make_run(folder, slots=1, seconds=10)
     backoff, reason = WorkerState.BACKOFF, "has two words"
     rows = [
@@ -144,9 +134,15 @@ def test_a_filter_compares_what_is_shown(folder: Path, terms: str, names: set[st
     put_turn(store, 20, rows)
 
     async def scene(_server: Server, page: Browser) -> None:
-        await page.until(f"{NAMES}.length > 1")
-        await page.js(f"location.hash = 'filter=' + encodeURIComponent({json.dumps(terms)})")
-        await page.until(f"{NAMES}.sort().join() === {json.dumps(','.join(sorted(names)))}")
+        for terms, names in (
+            ("state:backoff", "pc1/1"),
+            ("pc1 !state:backoff", "pc1/0,pc1/2"),
+            ("temp>75", "pc1/2,pc2/0"),
+            ("allocated<=2GiB", "pc1/0,pc1/1"),
+            ('reason:"two words"', "pc2/0"),
+        ):
+            await page.js(f"location.hash = 'filter=' + encodeURIComponent({json.dumps(terms)})")
+            await page.until(f"{NAMES}.sort().join() === {json.dumps(names)}")
         await page.js("location.hash = 'filter=colour>5'")
         await page.until("document.getElementById('problem').textContent.includes('colour')")
 

@@ -21,7 +21,7 @@ from orchestrator.view.alerts import SEVEREST_FIRST, Since, alerts, is_up
 from orchestrator.view.jobs import with_jobs
 from orchestrator.view.notify.message import MessageText, message_text
 from orchestrator.view.notify.outbox import USUAL_PACE, Message, Outbox, Pace
-from orchestrator.view.notify.sender import DEADLINE_S, deliver
+from orchestrator.view.notify.sender import deliver
 from orchestrator.view.phrases import counted
 from workers.files import locked
 
@@ -49,7 +49,6 @@ class Notifier:
     urls: Sequence[str]
     say: Say
     pace: Pace = USUAL_PACE
-    deadline_s: float = DEADLINE_S
     lock_patience_s: float = 90.0
     """So long a process that tells of a head's end may stay when the next head has begun."""
 
@@ -147,7 +146,7 @@ class Notifier:
         """Have a message sent; say whether an address has taken it."""
         frame = replace(frame, snapshot=with_jobs(frame.snapshot, frame.queue))
         text = message_text(message, frame, time.time())
-        sent = deliver(self.urls, text, self.deadline_s)
+        sent = deliver(self.urls, text)
         for one in sent:
             self.say(f"{text.title}: {one}")
         return any(one.reason is None for one in sent)
