@@ -28,33 +28,23 @@ DRAWN = """[...document.querySelectorAll('canvas')].filter((one) => one.offsetPa
     one.getContext('2d').getImageData(0, 0, one.width, one.height).data.some((value) => value))"""
 
 
-def make_run(place: Path, tflops: float, slots: int, **facts: object) -> Path:
+def make_run(place: Path, slots: int = 2) -> Path:
     """Make a run of some slots and 60 s, with texts that want to be code."""
     place.mkdir(parents=True)
     store = RunStore(place / STORE_NAME)
-    store.begin(replace(FACTS, run_id=place.name, **facts))  # type: ignore[arg-type]  # of any field
+    store.begin(replace(FACTS, run_id=place.name))
     for second in range(60):
+        heat = {"temperature_c": 50.0 + second, "oom_count": second}
         rows = [
-            make_row(
-                slot=f"pc1/{index}",
-                tflops=tflops,
-                temperature_c=50.0 + second,
-                reason=HOSTILE,
-                oom_count=second,
-            )
+            make_row(slot=f"pc1/{index}", tflops=9.0, reason=HOSTILE, **heat)
             for index in range(slots)
         ]
         store.slots(record(row.slot, reason=row.reason, row=row.to_dict()) for row in rows)
         store.update(make_snapshot(*rows, elapsed_s=float(second), notices=(HOSTILE,)))
-    store.event(
-        {
-            **event(name="state", from_state="RUNNING", to_state="BACKOFF", cause=HOSTILE),
-            "slot": "pc1/0",
-        }
-    )
-    store.event(
-        {**event(name="workload_error", traceback=f"Traceback\n{HOSTILE}"), "slot": "pc1/0"}
-    )
+    change = event(name="state", from_state="RUNNING", to_state="BACKOFF", cause=HOSTILE)
+    error = event(name="workload_error", traceback=f"Traceback\n{HOSTILE}")
+    for told in (change, error):
+        store.event({**told, "slot": "pc1/0"})
     store.event(event(name="run_ended", missed=[f"pc1/0: {HOSTILE}"]))
     store.end("good", 0, None, ())
     return place
@@ -62,7 +52,7 @@ def make_run(place: Path, tflops: float, slots: int, **facts: object) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return make_run(tmp_path / "runs" / FACTS.run_id, tflops=9.0, slots=2)
+    return make_run(tmp_path / "runs" / FACTS.run_id)
 
 
 def test_the_file_has_the_document_and_the_courses(folder: Path) -> None:
@@ -123,7 +113,7 @@ def test_jobs_that_share_a_card_have_lanes_of_their_own(queue: Path, tmp_path: P
 
 
 def test_many_slots_have_fewer_parts_each(tmp_path: Path) -> None:
-    many = make_run(tmp_path / FACTS.run_id, tflops=9.0, slots=60)
+    many = make_run(tmp_path / FACTS.run_id, slots=60)
     course = html_report.frozen(many)["slots"]["pc1/59"]
     assert len(course["times"]) == 5_000 // 60
 
@@ -196,9 +186,6 @@ def test_a_run_writes_its_report_at_its_end_if_wanted(
     (tmp_path / "mine.py").write_text(WORKLOAD, encoding="utf-8")
     (tmp_path / "cluster.yaml").write_text(CONFIG, encoding="utf-8")
     run = (*IN_PROCESS, "run", "--duration", "1s", "--workload", "mine:Mine")
-    assert python(*run, PYTHONPATH=ROOT).returncode == 0
-    (without,) = Path("runs").iterdir()
-    assert not (without / "report.html").exists()
     browser = tmp_path / "browser"
     browser.write_text(f"#!/bin/sh\necho $1 >> {tmp_path}/opened\n")
     browser.chmod(0o700)
@@ -206,7 +193,7 @@ def test_a_run_writes_its_report_at_its_end_if_wanted(
         *run, "--set", "run.report=true", PYTHONPATH=ROOT, DISPLAY=":99", BROWSER=f"{browser} %s"
     )
     assert done.returncode == 0, done.stderr
-    (folder,) = set(Path("runs").iterdir()) - {without}
+    (folder,) = Path("runs").iterdir()
     path = folder / "report.html"
     assert f"Report: {path}" in done.stderr
     opened = wait_for(

@@ -407,7 +407,10 @@ def test_the_verb_says_how_to_get_in(folder: Path, nowhere: Path, state_dir: Pat
         port = url.rpartition(":")[2]
         again = ("web", "--config", CONFIG, "--run-dir", str(folder.parent), "--port", port)
         taken = orchestrator(*again)
-        assert (taken.returncode, f"port {port} is in use" in taken.stderr) == (2, True)
+        assert (
+            taken.returncode,
+            "Address already in use, perhaps by another page" in taken.stderr,
+        ) == (2, True)
     path = state_dir / "web" / "metrics.token"
     assert path.stat().st_mode & 0o777 == 0o600
     page = (ROOT / "docs" / "web.md").read_text(encoding="utf-8")
@@ -437,14 +440,14 @@ def test_other_pcs_get_metrics_alone(folder: Path, nowhere: Path, state_dir: Pat
             assert asked(there, path, token)[0] == 401
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0", "127.0.0.1", "pc1", "192.0.2.77"])  # noqa: S104
-def test_an_address_that_prometheus_cannot_name_is_refused(
+@pytest.mark.parametrize("address", ["0.0.0.0", "127.0.0.1", "no host", "192.0.2.77"])  # noqa: S104
+def test_an_address_that_is_none_of_this_pc_is_refused(
     folder: Path, nowhere: Path, address: str
 ) -> None:
     where = ["--config", CONFIG, "--run-dir", str(folder.parent), "--port", "0"]
     done = CliRunner().invoke(app, ["web", *where, "--bind", address])
     assert isinstance(done.exception, UsageError)
-    assert re.search("name the one IP address|cannot be served", str(done.exception))
+    assert f"{address}, port" in str(done.exception)
 
 
 def test_a_token_that_others_can_read_is_refused(

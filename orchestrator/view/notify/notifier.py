@@ -87,9 +87,8 @@ class Notifier:
                     f"another process tells of run {run_id} already; end it first"
                 ) from late
             except OSError as failure:
-                raise UsageError(
-                    one_line(f"{lock} cannot be made: {failure.strerror}")
-                ) from failure
+                why = f"{lock} cannot be made: {failure.strerror}"
+                raise UsageError(one_line(why)) from failure
             signal.signal(signal.SIGTERM, signal.default_int_handler)
             return self._until_the_end()
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Final, TypeAlias
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
-from textual.widgets import HelpPanel, Input, Static
+from textual.keys import format_key
+from textual.widgets import Input, Static
 
 from orchestrator.config.byte_size import parse_bytes
 from orchestrator.core.user_commands import EFFECTS, Do
@@ -45,7 +46,7 @@ Give: TypeAlias = Callable[[Path, Do | Word, Sequence[str], int | None], str]
 _KEYS: Final = (
     ("q", "quit", "leave; ctrl-c does so as well"),
     ("escape", "leave", "back to the slots"),
-    ("question_mark,h", "help", "this help"),
+    ("question_mark,h", "page('help')", "this help"),
     ("a", "page('alerts')", "alerts, with what to do"),
     ("e", "page('events')", "events, the newest first"),
     ("d", "page('cards')", "cards"),
@@ -55,26 +56,17 @@ _KEYS: Final = (
     ("less_than_sign,comma", "sort(-1)", "sort by the column before"),
     ("r", "reverse", "turn the order"),
     ("0", "worst", "the worst first"),
-    ("P", "order('P')", "pause the slot, or hold the job, under the cursor"),
-    ("U", "order('U')", "unpause a slot, release a job"),
-    ("R", "order('R')", "reinstate a slot, retry a job"),
-    ("D", "order('D')", "drain a slot"),
-    ("C", "order('C')", "cap the memory of a slot"),
-    ("W", "order('W')", "have a slot save now"),
-    ("X", "order('X')", "cancel a job"),
     ("y", "yes", "send the order that was asked for"),
 )
-#: What a key orders the row of a page to do.
-_ORDERS: Final[Mapping[str, Mapping[str, Do | Word]]] = {
-    "slots": {
-        "P": Do.PAUSE,
-        "U": Do.UNPAUSE,
-        "R": Do.REINSTATE,
-        "D": Do.DRAIN,
-        "C": Do.CAP,
-        "W": Do.SAVE,
-    },
-    "jobs": {"P": Word.HOLD, "U": Word.RELEASE, "R": Word.RETRY, "X": Word.CANCEL},
+#: Keys of orders: what slots are to do, what jobs are to do, and in words.
+_ORDERS: Final[Mapping[str, tuple[Do | None, Word | None, str]]] = {
+    "P": (Do.PAUSE, Word.HOLD, "pause the slot, or hold the job, under the cursor"),
+    "U": (Do.UNPAUSE, Word.RELEASE, "unpause a slot, release a job"),
+    "R": (Do.REINSTATE, Word.RETRY, "reinstate a slot, retry a job"),
+    "D": (Do.DRAIN, None, "drain a slot"),
+    "C": (Do.CAP, None, "cap the memory of a slot"),
+    "W": (Do.SAVE, None, "have a slot save now"),
+    "X": (None, Word.CANCEL, "cancel a job"),
 }
 _EFFECTS: Final[Mapping[Do | Word, str]] = {
     **EFFECTS,
@@ -117,6 +109,10 @@ class Top(App[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+c", "quit", priority=True),
         *(Binding(*each, priority=True) for each in _KEYS),
+        *(
+            Binding(key, f"order('{key}')", each[-1], priority=True)
+            for key, each in _ORDERS.items()
+        ),
     ]
 
     def __init__(self, folder: Path, view: View, give: Give | None = None) -> None:
@@ -218,6 +214,10 @@ class Top(App[None]):
 
     def _text(self, frame: Frame, width: int) -> RenderableType:
         """Return what a page of text shows."""
+        if self._page == "help":
+            keys = {key.partition(",")[0]: words for key, _, words in _KEYS}
+            keys |= {key: words for key, (_, _, words) in _ORDERS.items()}
+            return Group(*(Text(f" {format_key(key):<6} {keys[key]}") for key in keys))
         if self._page == "jobs":
             return Text("this run has no queue of jobs", "dim")
         try:
@@ -251,13 +251,6 @@ class Top(App[None]):
         """
         return self._typed is None or action in {"leave", "quit"}
 
-    def action_help(self) -> None:
-        """Show what keys do, or no more."""
-        if self.screen.query(HelpPanel):
-            self.action_hide_help_panel()
-        else:
-            self.action_show_help_panel()
-
     def action_page(self, name: str) -> None:
         """Open a page with its last filter and order."""
         self._page, self._said = name, ""
@@ -273,18 +266,17 @@ class Top(App[None]):
         self.set_focus(self._rows if self._rows.display else self._text_page)
 
     def action_leave(self) -> None:
-        """Close the line of input, the question, or else the help and the page."""
+        """Close the line of input, the question, or else the page."""
         if self._typed is not None:
             self._close_input()
         elif self._asked is None:
-            self.action_hide_help_panel()
             self.action_page("slots")
         self._said, self._asked = "", None
         self.draw()
 
     def on_data_table_row_selected(self) -> None:
         """Open the slot or job under the cursor."""
-        if self._rows.row is not None and self._page in _ORDERS:
+        if self._rows.row is not None and self._page in {"slots", "jobs"}:
             self._slot = self._rows.row.key
             self.action_page("slot")
 
@@ -311,7 +303,7 @@ class Top(App[None]):
     def action_ask(self, what: str) -> None:
         """Let the person type a filter or a cap."""
         asking = self._input
-        asking.placeholder = "words" if what == "filter" else "cap of each, as 3GiB"
+        asking.placeholder = "words" if what == "filter" else "cap, as 3GiB"
         asking.value = self._views[self._page].words if what == "filter" else ""
         self._typed, asking.display = what, True
         self.set_focus(asking)
@@ -339,7 +331,9 @@ class Top(App[None]):
 
     def action_order(self, key: str) -> None:
         """Ask whether an order shall be sent to the slot or job under the cursor."""
-        order, row = _ORDERS.get(self._page, {}).get(key), self._rows.row
+        of_slots, of_jobs, _ = _ORDERS[key]
+        order = {"slots": of_slots, "jobs": of_jobs}.get(self._page)
+        row = self._rows.row
         if order is None or row is None:
             return
         if self._give is None:

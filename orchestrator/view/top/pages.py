@@ -77,11 +77,11 @@ def slot_page(slot: str, course: Json, snapshot: Snapshot, width: int) -> Render
         ],
         "printed": [Text(line) for line in course["printed"].splitlines()],
     }
-    lines = list(_facts(slot, snapshot, width))
-    for title, part in parts.items():
+    title, *lines = _facts(slot, snapshot, width)
+    for name, part in parts.items():
         if part:
-            lines += [Text(), Text(title, "bold"), *part]
-    return Group(_courses(course["charts"][:_COURSES_MOST], width), *lines)
+            lines += [Text(), Text(name, "bold"), *part]
+    return Group(title, _courses(course["charts"][:_COURSES_MOST], width), *lines)
 
 
 def _states_table(spans: Sequence[Json]) -> Table:
@@ -97,29 +97,32 @@ def _states_table(spans: Sequence[Json]) -> Table:
 def _courses(charts: Sequence[Json], width: int) -> Grid:
     """Return a line for each chart: what it shows, its course, its least and its most."""
     grid = Grid.grid(padding=(0, 2))
+    grid.add_column()
+    grid.add_column(width=(cells := max(10, width - _BESIDE_COURSE_CELLS)))
     for chart in charts:
-        known = [value for value in chart["lines"][0][1] if value is not None]
+        course = [value for value in chart["lines"][0][1] if value is not None]
         # A mean of many samples hides the extremes, and these are worth knowing.
-        low, high = chart["band"] or (known, known)
-        least, most = (
-            pick(value for value in side if value is not None)
-            for pick, side in ((min, low), (max, high))
-        )
-        drawn = Sparkline(
-            known, width=max(10, width - _BESIDE_COURSE_CELLS), min_color=_CYAN, max_color=_CYAN
-        )
-        grid.add_row(Text(chart["label"], "dim"), drawn, f"{least:.4g} to {most:.4g}")
+        band = chart["band"] or (course, course)
+        low, high = ([value for value in edge if value is not None] for edge in band)
+        drawn = Sparkline(course, width=cells, min_color=_CYAN, max_color=_CYAN)
+        grid.add_row(Text(chart["label"], "dim"), drawn, f"{min(low):.4g} to {max(high):.4g}")
     return grid
 
 
 def _facts(slot: str, snapshot: Snapshot, width: int) -> Iterator[Text]:
+    """Yield the name with the reason, then what the table of slots says."""
     table = slots_table(snapshot)
-    for row in table.rows:
-        if row.key == slot:
-            yield Text(clean(f"{slot}  {row.reason}"), STYLES[row.tone])
-            facts = [
+    row = next((row for row in table.rows if row.key == slot), None)
+    yield (
+        Text(clean(slot)) if row is None else Text(clean(f"{slot}  {row.reason}"), STYLES[row.tone])
+    )
+    if row is not None:
+        facts = zip(table.columns, row.cells, strict=True)
+        yield from flowed(
+            (
                 Cell(text=f"{column.title} {column.unit} {cell.text}", tone=cell.tone)
-                for column, cell in zip(table.columns, row.cells, strict=True)
+                for column, cell in facts
                 if cell.text != MISSING
-            ]
-            yield from flowed(facts, width)
+            ),
+            width,
+        )

@@ -7,7 +7,6 @@ who have its token. Does not answer requests (`server.py`).
 from __future__ import annotations
 
 import errno
-import ipaddress
 import logging
 import secrets
 import socket
@@ -73,7 +72,7 @@ def serve(
     listening = [_listening(LOOPBACK, port)]
     port = listening[0].getsockname()[1]
     if bind is not None:
-        listening.append(_listening(_reachable(bind), port))
+        listening.append(_listening(bind, port))
     say(f"http://{LOOPBACK}:{port}/?token={page_token}")
     say(
         f"From another PC: `ssh -L {port}:{LOOPBACK}:{port}` to this one, then the same address. "
@@ -96,27 +95,10 @@ def _listening(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as failure:
+        why = f"{host[:80]}, port {port}, cannot be served: {failure.strerror}"
         if failure.errno == errno.EADDRINUSE:
-            raise UsageError(
-                f"port {port} is in use, perhaps by another page; `--port 0` takes any free one"
-            ) from failure
-        raise UsageError(f"{host}:{port} cannot be served: {failure.strerror}") from failure
-
-
-def _reachable(bind: str) -> str:
-    """Return the address for other PCs; `UsageError` if none of them could reach it."""
-    try:
-        address = ipaddress.ip_address(bind)
-    except ValueError:
-        address = None
-    if address is None or address.is_unspecified or address.is_loopback:
-        raise UsageError(
-            one_line(
-                f"--bind {bind[:80]}: name the one IP address of this PC at which Prometheus may "
-                "ask for /metrics, such as 192.168.1.10"
-            )
-        )
-    return str(address)
+            why += ", perhaps by another page; `--port 0` takes any free one"
+        raise UsageError(one_line(why)) from failure
 
 
 def _metrics_token() -> str:
